@@ -1,0 +1,1 @@
+"""Kubernetes in, service table out: what this node must do with service traffic, decided once."""

@@ -1,0 +1,34 @@
+"""Where Services, EndpointSlices and Nodes come from. One interface, two implementations.
+
+A source runs in threads of its own and calls `emit` from any of them. It first emits one `Replaced`
+for every kind in `kinds` (an empty one too), in any order; the loop programs nothing before all of
+them arrived. After that it emits changes, and a `Replaced` again whenever it had to list anew.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from controller.model import Event
+
+__all__ = ["Emit", "Source"]
+
+Emit = Callable[[Event], None]
+
+
+class Source(Protocol):
+    """A source of objects."""
+
+    kinds: tuple[str, ...]
+
+    def run(self, emit: Emit, stop: threading.Event) -> None:
+        """Emit until `stop` is set, then return within a second. Never raises for what can be retried.
+
+        Raises:
+            SourceError: it can never work (no such folder, unusable configuration).
+        """
+
+    def describe(self) -> str:
+        """One line for the log and `status`."""

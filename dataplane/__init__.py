@@ -1,0 +1,1 @@
+"""Service table in, programmed node out. Nothing in here knows Kubernetes."""
