@@ -1,0 +1,78 @@
+"""Be in another network namespace for a moment, and start processes in one.
+
+`ip netns exec` is not used: it mounts a fresh /sys, which hides the cgroup and BPF file systems from the
+process. A namespace belongs to a thread, so `inside` changes the calling thread alone; sockets opened
+within stay where they were opened.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+__all__ = ["CLONE_NEWNET", "FOLDER", "cgroup2_root", "command", "inside", "is_initial"]
+
+CLONE_NEWNET: Final = 0x40000000
+FOLDER: Final = Path("/run/netns")
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+
+# The process joins its cgroup before the namespace: the cgroup folder is found in the first mounts.
+_JOIN: Final = 'echo $$ > "$1/cgroup.procs" && shift && net="$1" && shift && exec nsenter --net="$net" -- "$@"'
+
+
+@contextmanager
+def inside(path: Path) -> Iterator[None]:
+    """The calling thread is in the namespace bound at `path` until the block ends.
+
+    Raises:
+        OSError: no such namespace, or no CAP_SYS_ADMIN.
+    """
+    before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    try:
+        wanted = os.open(path, os.O_RDONLY)
+        try:
+            _enter(wanted, str(path))
+        finally:
+            os.close(wanted)
+        try:
+            yield
+        finally:
+            _enter(before, "the namespace it came from")
+    finally:
+        os.close(before)
+
+
+def _enter(descriptor: int, name: str) -> None:
+    if _LIBC.setns(descriptor, CLONE_NEWNET) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"cannot enter {name}: {os.strerror(number)}")
+
+
+def is_initial() -> bool:
+    """Whether the calling thread is in the network namespace that the machine booted with (that of process 1)."""
+    return Path("/proc/thread-self/ns/net").stat().st_ino == Path("/proc/1/ns/net").stat().st_ino
+
+
+def command(namespace: Path, cgroup: Path | None, argv: Sequence[str]) -> list[str]:
+    """The argument list that runs `argv` in a namespace and, if given, in a cgroup; its process id stays the same."""
+    if cgroup is None:
+        return ["nsenter", f"--net={namespace}", "--", *argv]
+    return ["sh", "-c", _JOIN, "sh", str(cgroup), str(namespace), *argv]
+
+
+def cgroup2_root(mountinfo: str | None = None) -> Path:
+    """Where cgroup v2 is mounted, from the text of /proc/self/mountinfo (proc(5)).
+
+    Raises:
+        FileNotFoundError: it is not mounted.
+    """
+    text = Path("/proc/self/mountinfo").read_text() if mountinfo is None else mountinfo
+    for line in text.splitlines():
+        mount, _, system = line.partition(" - ")
+        if system.split()[0] == "cgroup2":
+            return Path(mount.split()[4])
+    raise FileNotFoundError("cgroup v2 is not mounted: mount -t cgroup2 none /sys/fs/cgroup/unified, then try again")
