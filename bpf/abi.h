@@ -1,0 +1,212 @@
+/* Rows, enums and limits that C and Python share.
+ *
+ * Written once: the build preprocesses this file with ABI_FOR_PYTHON and Python reads the result through
+ * cffi, a test compares sizes and offsets with BTF. Enums instead of macros, because cffi keeps enums.
+ * Addresses and ports are in network byte order; an IPv4 address is the first of four words, the rest 0.
+ */
+#ifndef HYBRID_PROXY_ABI_H
+#define HYBRID_PROXY_ABI_H
+
+#ifndef ABI_FOR_PYTHON
+#include <linux/types.h>
+#endif
+
+enum abi_limits {
+	ABI_VERSION = 1,	/* part of the pin path: another layout lives beside this one */
+	PREFILTER_BITS = 20,	/* size of each bitmap: 2^20 bits, 128 KiB */
+	SLICE_OFFSET_BITS = 28, /* slice word: offset | count << 28 | epoch << 46 */
+	SLICE_COUNT_BITS = 18,
+	SLICE_EPOCH_BITS = 18,
+	ROUTES = 2,	   /* distinct backend sets of one service port: the cluster's, this node's */
+	SERVICE_CIDRS = 4, /* of each family */
+	SOCKET_PEERS = 4,  /* service addresses that one unconnected UDP socket is remembered to talk to */
+	SWEEP_KEYS = 16,   /* flows that one call of the sweep program re-checks */
+};
+
+/* A frontend's value is one immutable u64: service | flags << 32 | tag << 40. The tag is a hash of the
+ * key: an element that was recycled for another key while a program looked at it does not match.
+ */
+enum frontend_flags {
+	FRONTEND_INSIDE_ROUTE = 1 << 0,	 /* which route pods and this node take */
+	FRONTEND_OUTSIDE_ROUTE = 1 << 1, /* which route clients beyond the cluster take */
+	FRONTEND_ADDRESS = 1 << 2,	 /* port 0, protocol 0: the address is a service's; other ports are refused */
+};
+
+struct frontend4_key {
+	__u32 address;
+	__u16 port;
+	__u8 protocol;
+	__u8 pad;
+};
+
+struct frontend6_key {
+	__u32 address[4];
+	__u16 port;
+	__u8 protocol;
+	__u8 pad;
+};
+
+enum service_flags {
+	SERVICE_DROP_ROUTE0 = 1 << 0, /* an empty route 0 drops; otherwise it refuses */
+	SERVICE_DROP_ROUTE1 = 1 << 1,
+};
+
+struct service {
+	__u64 routes[2]; /* slice words, each replaced by one store */
+	__u32 flags;
+	__u32 affinity; /* idle time in jiffies after which a client may move, 0: no affinity */
+	__u64 reserved;
+};
+
+enum backend_flags {
+	BACKEND_SERVING = 1 << 0, /* established flows may stay */
+	BACKEND_ROUTE0 = 1 << 1,  /* a member of the service's route 0 */
+	BACKEND_ROUTE1 = 1 << 2,
+};
+
+struct backend {
+	__u32 address[4];
+	__u16 port;
+	__u16 flags;
+	__u32 service; /* ids belong to one service, so that a stale id proves itself wrong */
+	__u64 reserved;
+};
+
+struct flow4_key {
+	__u32 saddr;
+	__u32 daddr;
+	__u16 sport;
+	__u16 dport;
+	__u8 protocol;
+	__u8 pad[3];
+};
+
+struct flow6_key {
+	__u32 saddr[4];
+	__u32 daddr[4];
+	__u16 sport;
+	__u16 dport;
+	__u8 protocol;
+	__u8 pad[3];
+};
+
+enum flow_flags {
+	FLOW_REPLY = 1 << 0,   /* the backend's direction */
+	FLOW_HAIRPIN = 1 << 1, /* client and backend are one pod: back out of the interface it came from */
+	FLOW_DIRECT = 1 << 2,  /* not to a service: keeps a reply tuple apart from a service flow's */
+	FLOW_FIN = 1 << 3,     /* this direction has ended */
+	FLOW_CLOSED = 1 << 4,  /* both have: the next plain ACK deletes the pair */
+	FLOW_RESET = 1 << 5,
+	FLOW_CLASH = 1 << 6, /* the reply tuple turned out to be a direct connection's: choose another port */
+};
+
+/* What to make of a packet with the key's tuple. The pair's key is this tuple turned round. */
+struct flow {
+	__u32 saddr[4];
+	__u32 daddr[4];
+	__u16 sport;
+	__u16 dport;
+	__u16 flags;
+	__u16 reserved;
+	__u32 service;
+	__u32 backend;
+	__u32 seen;    /* jiffies of the last packet of either direction, to a second */
+	__u32 tag;     /* hash of the key, as for frontends */
+	__u32 ifindex; /* host side of the pod to hand established packets to, 0: the host's stack decides */
+	__u8 mac[12];  /* destination and source of frames to that pod */
+};
+
+struct affinity_key {
+	__u32 client[4];
+	__u32 service;
+};
+
+/* Settings of the node that may change while programs run (map `node`, one element). */
+struct node {
+	__u32 primary4;
+	__u32 primary6[4];
+	__u32 cidr4_count;
+	__u32 cidr6_count;
+	__u32 cidr4[4];
+	__u32 mask4[4];
+	__u32 cidr6[4][4];
+	__u32 mask6[4][4];
+	__u32 direct_flows; /* non-zero once a direct flow had to change its port */
+};
+
+/* Set before load (`const volatile`, one struct: the order of scalars in .rodata is not the source's). */
+struct settings {
+	__u64 host_netns;   /* cookie of the namespace whose sockets are the node's, 0: any */
+	__u32 hz;	    /* jiffies per second */
+	__u32 reject_burst; /* refusals per CPU and second */
+	__u32 fast_path;
+	__u32 can_set_errno; /* bpf_set_retval exists */
+	__u32 udp_timeout;   /* jiffies after which an unused reply tuple may be claimed by another flow */
+};
+
+/* A socket's memory of the service addresses it talks to. */
+struct socket_peer {
+	__u32 frontend[4];
+	__u32 backend[4];
+	__u16 frontend_port;
+	__u16 backend_port;
+	__u32 service;
+	__u32 backend_id;
+	__u32 pad;
+};
+
+struct socket_state {
+	struct socket_peer peers[4];
+	__u32 next;
+	__u32 connected; /* 1: peers[0] is the peer of a connected socket */
+};
+
+enum verdict {
+	VERDICT_UNTOUCHED = 0,
+	VERDICT_DNAT = 1,
+	VERDICT_REJECT = 2,
+	VERDICT_DROP = 3,
+};
+
+/* What the explain program answers (map `answer`, one element). */
+struct answer {
+	__u32 verdict;
+	__u32 service;
+	__u32 backend;
+	__u32 route;
+	__u32 known_flow; /* 1: an existing flow decided */
+	__u16 port;
+	__u16 pad;
+	__u32 address[4];
+};
+
+/* A sweep request: the packet of the sweep program, after its Ethernet header. */
+struct sweep {
+	__u32 count;
+	__u32 family;
+	__u32 idle[16]; /* delete when not seen for this many jiffies */
+	struct flow6_key keys[16];
+};
+
+enum counter {
+	COUNT_NEW_FLOW = 0,
+	COUNT_DNAT,
+	COUNT_REPLY,
+	COUNT_FAST,
+	COUNT_REJECT,
+	COUNT_REJECT_LIMITED,
+	COUNT_DROP_EMPTY,
+	COUNT_DROP_UNALLOCATED,
+	COUNT_SLOT_RETRY,
+	COUNT_SLOT_LOST,
+	COUNT_FLOW_FULL,
+	COUNT_TUPLE_CLASH,
+	COUNT_TUPLE_EXHAUSTED,
+	COUNT_STALE_BACKEND,
+	COUNT_ICMP_RELATED,
+	COUNT_SOCKET_CONNECT,
+	COUNT_SOCKET_REFUSED,
+	COUNTERS
+};
+
+#endif

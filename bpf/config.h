@@ -1,0 +1,50 @@
+/* Includes, settings set before load, and a few words of the BPF dialect. */
+#ifndef HYBRID_PROXY_CONFIG_H
+#define HYBRID_PROXY_CONFIG_H
+
+#include <linux/bpf.h>
+#include <linux/if_ether.h>
+#include <linux/in.h>
+#include <linux/ip.h>
+#include <linux/ipv6.h>
+#include <linux/pkt_cls.h>
+#include <linux/tcp.h>
+#include <linux/udp.h>
+#include <stdbool.h>
+#include <stddef.h>
+
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+
+#include "abi.h"
+
+/* The kernel's icmp.h drags in the C library's socket headers; ICMP and ICMPv6 begin alike. */
+struct icmp_header {
+	__u8 type;
+	__u8 code;
+	__be16 checksum;
+	__be32 rest;
+};
+
+enum icmp_numbers {
+	ICMP_DEST_UNREACH = 3,
+	ICMP_PORT_UNREACH = 3,
+	ICMP_TIME_EXCEEDED = 11,
+	ICMP_PARAMETERPROB = 12,
+	ICMPV6_DEST_UNREACH = 1,
+	ICMPV6_PORT_UNREACH = 4,
+	ICMPV6_INFORMATIONAL = 128, /* lower types are errors */
+};
+
+#define INLINE static __always_inline
+#define READ_ONCE(x) (*(const volatile typeof(x) *)&(x))
+#define WRITE_ONCE(x, v) (*(volatile typeof(x) *)&(x) = (v))
+
+const volatile struct settings settings = {};
+
+INLINE __u32 now(void)
+{
+	return (__u32)bpf_jiffies64();
+}
+
+#endif

@@ -1,0 +1,298 @@
+/* cgroup hooks: sockets of the node itself choose a backend when they connect or send, and never see a packet
+ * translated. What a socket asked for is kept with the socket, so that answers and getpeername show the service.
+ */
+#include "pick.h"
+
+#define ECONNREFUSED 111
+#define ETIMEDOUT 110
+#define PROCEED 1
+#define REFUSE 0
+#define MAPPED_PREFIX bpf_htonl(0xffff) /* ::ffff:0:0/96, an IPv4 address in an IPv6 socket */
+
+struct {
+	__uint(type, BPF_MAP_TYPE_SK_STORAGE);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, int);
+	__type(value, struct socket_state);
+} sockets SEC(".maps");
+
+/* An address and port as a socket names it; `mapped` remembers how to write an IPv4 one back. */
+struct target {
+	__u32 address[4];
+	__be16 port;
+	bool v6;
+	bool mapped;
+};
+
+INLINE bool is_ours(struct bpf_sock_addr *ctx)
+{
+	return !settings.host_netns || bpf_get_netns_cookie(ctx) == settings.host_netns;
+}
+
+INLINE void read_target(struct bpf_sock_addr *ctx, struct target *t, const bool v6)
+{
+	__builtin_memset(t, 0, sizeof(*t));
+	t->port = (__be16)ctx->user_port;
+	if (!v6) {
+		t->address[0] = ctx->user_ip4;
+		return;
+	}
+	t->address[0] = ctx->user_ip6[0];
+	t->address[1] = ctx->user_ip6[1];
+	t->address[2] = ctx->user_ip6[2];
+	t->address[3] = ctx->user_ip6[3];
+	t->v6 = true;
+	if (!t->address[0] && !t->address[1] && t->address[2] == MAPPED_PREFIX) {
+		t->address[0] = t->address[3];
+		t->address[1] = t->address[2] = t->address[3] = 0;
+		t->v6 = false;
+		t->mapped = true;
+	}
+}
+
+INLINE void write_target(struct bpf_sock_addr *ctx, const struct target *t, const __u32 *address, __be16 port,
+			 const bool v6)
+{
+	ctx->user_port = port;
+	if (!v6) {
+		ctx->user_ip4 = address[0];
+	} else if (t->mapped) {
+		ctx->user_ip6[3] = address[0];
+	} else {
+		ctx->user_ip6[0] = address[0];
+		ctx->user_ip6[1] = address[1];
+		ctx->user_ip6[2] = address[2];
+		ctx->user_ip6[3] = address[3];
+	}
+}
+
+INLINE struct socket_state *state_of(struct bpf_sock_addr *ctx, __u64 flags)
+{
+	struct bpf_sock *sk = ctx->sk;
+
+	return sk ? bpf_sk_storage_get(&sockets, sk, NULL, flags) : NULL;
+}
+
+/* Without bpf_set_retval the caller sees EPERM. */
+INLINE int fail(int error)
+{
+	count(COUNT_SOCKET_REFUSED);
+	if (settings.can_set_errno)
+		bpf_set_retval(-error);
+	return REFUSE;
+}
+
+INLINE void own_address(__u32 *address, const bool v6)
+{
+	__u32 key = 0;
+	struct node *self = bpf_map_lookup_elem(&node, &key);
+
+	if (!self)
+		return;
+	if (v6)
+		copy_address(address, self->primary6);
+	else
+		address[0] = self->primary4;
+}
+
+/* A socket has no source address yet: affinity goes by the node's. */
+INLINE void choose_for(struct choice *c, const struct target *t, __u8 protocol)
+{
+	__u32 client[4] = {};
+
+	if (t->v6) {
+		own_address(client, true);
+		choose(c, client, t->address, t->port, protocol, true, true);
+	} else {
+		own_address(client, false);
+		choose(c, client, t->address, t->port, protocol, false, true);
+	}
+}
+
+INLINE bool may_be_target(const struct target *t)
+{
+	return t->v6 ? may_be_service(t->address, true) : may_be_service(t->address, false);
+}
+
+INLINE bool equal(const __u32 *a, const __u32 *b)
+{
+	return a[0] == b[0] && a[1] == b[1] && a[2] == b[2] && a[3] == b[3];
+}
+
+INLINE void remember(struct socket_peer *peer, const struct target *t, const struct choice *c)
+{
+	copy_address(peer->frontend, t->address);
+	copy_address(peer->backend, c->address);
+	peer->frontend_port = t->port;
+	peer->backend_port = c->port;
+	peer->service = c->service;
+	peer->backend_id = c->backend;
+}
+
+INLINE int connect_socket(struct bpf_sock_addr *ctx, const bool v6)
+{
+	struct choice choice = {};
+	struct socket_state *state;
+	struct target target;
+
+	if (!is_ours(ctx))
+		return PROCEED;
+	read_target(ctx, &target, v6);
+	if (!may_be_target(&target)) {
+		state = state_of(ctx, 0);
+		if (state)
+			state->connected = 0;
+		return PROCEED;
+	}
+	choose_for(&choice, &target, ctx->protocol);
+	if (choice.verdict == VERDICT_UNTOUCHED)
+		return PROCEED;
+	if (choice.verdict != VERDICT_DNAT)
+		return fail(choice.verdict == VERDICT_REJECT ? ECONNREFUSED : ETIMEDOUT);
+	state = state_of(ctx, BPF_SK_STORAGE_GET_F_CREATE);
+	if (state) {
+		remember(&state->peers[0], &target, &choice);
+		state->connected = 1;
+	}
+	write_target(ctx, &target, choice.address, choice.port, v6);
+	count(COUNT_SOCKET_CONNECT);
+	return PROCEED;
+}
+
+/* The backend that this socket's datagrams to the service went to before, as long as it serves. */
+INLINE struct socket_peer *known_peer(struct socket_state *state, const struct target *t)
+{
+	for (int i = 0; i < SOCKET_PEERS; i++) {
+		struct socket_peer *peer = &state->peers[i];
+
+		if (peer->frontend_port == t->port && equal(peer->frontend, t->address))
+			return is_serving(peer->backend_id, peer->service) ? peer : NULL;
+	}
+	return NULL;
+}
+
+INLINE struct socket_peer *new_peer(struct socket_state *state, const struct target *t)
+{
+	for (int i = 0; i < SOCKET_PEERS; i++) {
+		struct socket_peer *peer = &state->peers[i];
+
+		if (peer->frontend_port == t->port && equal(peer->frontend, t->address))
+			return peer;
+	}
+	return &state->peers[state->next++ & (SOCKET_PEERS - 1)];
+}
+
+INLINE int send_datagram(struct bpf_sock_addr *ctx, const bool v6)
+{
+	struct choice choice = {};
+	struct socket_state *state;
+	struct socket_peer *peer;
+	struct target target;
+
+	if (!is_ours(ctx))
+		return PROCEED;
+	read_target(ctx, &target, v6);
+	if (!may_be_target(&target))
+		return PROCEED;
+	state = state_of(ctx, 0);
+	peer = state ? known_peer(state, &target) : NULL;
+	if (peer) {
+		write_target(ctx, &target, peer->backend, peer->backend_port, v6);
+		return PROCEED;
+	}
+	choose_for(&choice, &target, IPPROTO_UDP);
+	if (choice.verdict == VERDICT_UNTOUCHED)
+		return PROCEED;
+	if (choice.verdict != VERDICT_DNAT)
+		return fail(choice.verdict == VERDICT_REJECT ? ECONNREFUSED : ETIMEDOUT);
+	state = state_of(ctx, BPF_SK_STORAGE_GET_F_CREATE);
+	if (state)
+		remember(new_peer(state, &target), &target, &choice);
+	write_target(ctx, &target, choice.address, choice.port, v6);
+	return PROCEED;
+}
+
+/* A datagram came from a backend: show the service that the socket sent to. */
+INLINE int receive_datagram(struct bpf_sock_addr *ctx, const bool v6)
+{
+	struct socket_state *state = state_of(ctx, 0);
+	struct target source;
+
+	if (!state)
+		return PROCEED;
+	read_target(ctx, &source, v6);
+	for (int i = 0; i < SOCKET_PEERS; i++) {
+		struct socket_peer *peer = &state->peers[i];
+
+		if (peer->service && peer->backend_port == source.port && equal(peer->backend, source.address)) {
+			write_target(ctx, &source, peer->frontend, peer->frontend_port, v6);
+			break;
+		}
+	}
+	return PROCEED;
+}
+
+INLINE int show_peer(struct bpf_sock_addr *ctx, const bool v6)
+{
+	struct socket_state *state = state_of(ctx, 0);
+	struct socket_peer *peer;
+	struct target actual;
+
+	if (!state || !state->connected)
+		return PROCEED;
+	read_target(ctx, &actual, v6);
+	peer = &state->peers[0];
+	if (peer->backend_port == actual.port && equal(peer->backend, actual.address))
+		write_target(ctx, &actual, peer->frontend, peer->frontend_port, v6);
+	return PROCEED;
+}
+
+SEC("cgroup/connect4")
+int connect4(struct bpf_sock_addr *ctx)
+{
+	return connect_socket(ctx, false);
+}
+
+SEC("cgroup/connect6")
+int connect6(struct bpf_sock_addr *ctx)
+{
+	return connect_socket(ctx, true);
+}
+
+SEC("cgroup/sendmsg4")
+int sendmsg4(struct bpf_sock_addr *ctx)
+{
+	return send_datagram(ctx, false);
+}
+
+SEC("cgroup/sendmsg6")
+int sendmsg6(struct bpf_sock_addr *ctx)
+{
+	return send_datagram(ctx, true);
+}
+
+SEC("cgroup/recvmsg4")
+int recvmsg4(struct bpf_sock_addr *ctx)
+{
+	return receive_datagram(ctx, false);
+}
+
+SEC("cgroup/recvmsg6")
+int recvmsg6(struct bpf_sock_addr *ctx)
+{
+	return receive_datagram(ctx, true);
+}
+
+SEC("cgroup/getpeername4")
+int getpeername4(struct bpf_sock_addr *ctx)
+{
+	return show_peer(ctx, false);
+}
+
+SEC("cgroup/getpeername6")
+int getpeername6(struct bpf_sock_addr *ctx)
+{
+	return show_peer(ctx, true);
+}
+
+char LICENSE[] SEC("license") = "GPL";

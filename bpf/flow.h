@@ -1,0 +1,255 @@
+/* Flows: both directions of a connection, each entry complete, so that a known packet costs one lookup.
+ *
+ * A pair starts in `opening` (LRU) and moves to `flows` when the backend has answered. Entries are copied
+ * before use and proved by their tag, because a hash element can be recycled while a program reads it.
+ */
+#ifndef HYBRID_PROXY_FLOW_H
+#define HYBRID_PROXY_FLOW_H
+
+#include "pick.h"
+
+#define CLASH_TRIES 16
+#define CLASH_PORTS 32768 /* ports 32768-65535 replace a client's port that is taken */
+
+enum flow_table { TABLE_FLOWS, TABLE_OPENING };
+
+INLINE void flow6_key(struct flow6_key *key, const struct tuple *t)
+{
+	__builtin_memset(key, 0, sizeof(*key));
+	copy_address(key->saddr, t->saddr);
+	copy_address(key->daddr, t->daddr);
+	key->sport = t->sport;
+	key->dport = t->dport;
+	key->protocol = t->protocol;
+}
+
+INLINE void flow4_key(struct flow4_key *key, const struct tuple *t)
+{
+	__builtin_memset(key, 0, sizeof(*key));
+	key->saddr = t->saddr[0];
+	key->daddr = t->daddr[0];
+	key->sport = t->sport;
+	key->dport = t->dport;
+	key->protocol = t->protocol;
+}
+
+INLINE struct flow *flow_in(const struct tuple *t, const enum flow_table table, const bool v6)
+{
+	if (v6) {
+		struct flow6_key key;
+
+		flow6_key(&key, t);
+		return table == TABLE_FLOWS ? bpf_map_lookup_elem(&flows6, &key) : bpf_map_lookup_elem(&opening6, &key);
+	} else {
+		struct flow4_key key;
+
+		flow4_key(&key, t);
+		return table == TABLE_FLOWS ? bpf_map_lookup_elem(&flows4, &key) : bpf_map_lookup_elem(&opening4, &key);
+	}
+}
+
+INLINE long flow_put(const struct tuple *t, const struct flow *f, const enum flow_table table, __u64 flags,
+		     const bool v6)
+{
+	if (v6) {
+		struct flow6_key key;
+
+		flow6_key(&key, t);
+		return table == TABLE_FLOWS ? bpf_map_update_elem(&flows6, &key, f, flags)
+					    : bpf_map_update_elem(&opening6, &key, f, flags);
+	} else {
+		struct flow4_key key;
+
+		flow4_key(&key, t);
+		return table == TABLE_FLOWS ? bpf_map_update_elem(&flows4, &key, f, flags)
+					    : bpf_map_update_elem(&opening4, &key, f, flags);
+	}
+}
+
+INLINE void flow_delete(const struct tuple *t, const enum flow_table table, const bool v6)
+{
+	if (v6) {
+		struct flow6_key key;
+
+		flow6_key(&key, t);
+		if (table == TABLE_FLOWS)
+			bpf_map_delete_elem(&flows6, &key);
+		else
+			bpf_map_delete_elem(&opening6, &key);
+	} else {
+		struct flow4_key key;
+
+		flow4_key(&key, t);
+		if (table == TABLE_FLOWS)
+			bpf_map_delete_elem(&flows4, &key);
+		else
+			bpf_map_delete_elem(&opening4, &key);
+	}
+}
+
+/* A flow found: the live element and where it is. `entry` is NULL when there is none. */
+struct found {
+	struct flow *entry;
+	enum flow_table table;
+};
+
+INLINE void find_flow(struct found *found, const struct tuple *t, const bool v6)
+{
+	__u32 tag = flow_tag(t, v6);
+
+	found->table = TABLE_FLOWS;
+	found->entry = flow_in(t, TABLE_FLOWS, v6);
+	if (!found->entry) {
+		found->table = TABLE_OPENING;
+		found->entry = flow_in(t, TABLE_OPENING, v6);
+	}
+	if (found->entry && READ_ONCE(found->entry->tag) != tag)
+		found->entry = NULL;
+}
+
+/* The tuple that a packet of this flow has after rewriting. */
+INLINE void rewritten(struct tuple *to, const struct flow *f, __u8 protocol)
+{
+	copy_address(to->saddr, f->saddr);
+	copy_address(to->daddr, f->daddr);
+	to->sport = f->sport;
+	to->dport = f->dport;
+	to->protocol = protocol;
+}
+
+/* The key of the other direction. */
+INLINE void pair_key(struct tuple *to, const struct flow *f, __u8 protocol)
+{
+	copy_address(to->saddr, f->daddr);
+	copy_address(to->daddr, f->saddr);
+	to->sport = f->dport;
+	to->dport = f->sport;
+	to->protocol = protocol;
+}
+
+INLINE void fill_flow(struct flow *f, const struct tuple *key, const struct tuple *result, const bool v6)
+{
+	copy_address(f->saddr, result->saddr);
+	copy_address(f->daddr, result->daddr);
+	f->sport = result->sport;
+	f->dport = result->dport;
+	f->tag = flow_tag(key, v6);
+	f->seen = now();
+}
+
+INLINE void delete_pair(const struct tuple *key, const struct flow *f, const enum flow_table table, const bool v6)
+{
+	struct tuple pair;
+
+	pair_key(&pair, f, key->protocol);
+	flow_delete(key, table, v6);
+	flow_delete(&pair, table, v6);
+}
+
+/* Whether a reply tuple's holder is gone in all but name: it ended, was reset, or nobody used it for long. */
+INLINE bool is_abandoned(const struct flow *f, __u8 protocol)
+{
+	if (f->flags & (FLOW_CLOSED | FLOW_RESET))
+		return true;
+	return protocol == IPPROTO_UDP && now() - f->seen > settings.udp_timeout;
+}
+
+INLINE bool same_tuple(const struct tuple *a, const struct tuple *b, const bool v6)
+{
+	return same_address(a->daddr, b->daddr, v6) && same_address(a->saddr, b->saddr, v6) && a->sport == b->sport &&
+	       a->dport == b->dport;
+}
+
+/* May `key` (backend -> client) become the reply entry of the flow whose own key is `forward`? An entry that
+ * nobody uses any more, or our own whose other half was evicted, makes way.
+ */
+INLINE bool is_free(const struct tuple *key, const struct tuple *forward, const bool v6)
+{
+	struct found found;
+	struct tuple owner;
+
+	find_flow(&found, key, v6);
+	if (!found.entry)
+		return true;
+	pair_key(&owner, found.entry, key->protocol);
+	if (!is_abandoned(found.entry, key->protocol) && !same_tuple(&owner, forward, v6))
+		return false;
+	if (found.entry->flags & FLOW_CLASH)
+		return false;
+	delete_pair(key, found.entry, found.table, v6);
+	return true;
+}
+
+/* Choose the source port that the backend sees, so that replies belong to one flow only: the client's own if
+ * it is free. `reply` is the key backend -> client; false: none of the ports tried is free.
+ */
+INLINE bool claim_reply(struct tuple *reply, const struct tuple *forward, const bool v6)
+{
+	__u32 start = bpf_get_prandom_u32();
+
+	if (is_free(reply, forward, v6))
+		return true;
+	count(COUNT_TUPLE_CLASH);
+	for (int i = 0; i < CLASH_TRIES; i++) {
+		reply->dport = bpf_htons(CLASH_PORTS + ((start + i * 257) & (CLASH_PORTS - 1)));
+		if (!flow_in(reply, TABLE_FLOWS, v6) && !flow_in(reply, TABLE_OPENING, v6))
+			return true;
+	}
+	count(COUNT_TUPLE_EXHAUSTED);
+	return false;
+}
+
+/* The backend has answered: both entries move to the table that nothing evicts. When it is full they stay. */
+INLINE void establish(const struct tuple *reply_key, const struct flow *reply, const bool v6)
+{
+	struct tuple forward_key;
+	struct flow *forward;
+
+	pair_key(&forward_key, reply, reply_key->protocol);
+	forward = flow_in(&forward_key, TABLE_OPENING, v6);
+	if (!forward)
+		return;
+	if (flow_put(reply_key, reply, TABLE_FLOWS, BPF_ANY, v6) ||
+	    flow_put(&forward_key, forward, TABLE_FLOWS, BPF_ANY, v6)) {
+		flow_delete(reply_key, TABLE_FLOWS, v6);
+		count(COUNT_FLOW_FULL);
+		return;
+	}
+	flow_delete(reply_key, TABLE_OPENING, v6);
+	flow_delete(&forward_key, TABLE_OPENING, v6);
+}
+
+/* Note the packet: time stamps of both directions at most once a second, ends of TCP connections when they
+ * happen. Returns true when the pair is finished and may be deleted after this packet.
+ */
+INLINE bool touch(const struct tuple *key, struct flow *f, __u8 tcp_flags, const enum flow_table table, const bool v6)
+{
+	__u32 time = now();
+	bool stale = time - f->seen >= settings.hz, ends = tcp_flags & (TCP_FIN | TCP_RST);
+	struct tuple pair;
+	struct flow *other;
+
+	if (f->flags & FLOW_CLOSED && !ends && !(tcp_flags & TCP_SYN))
+		return true;
+	if (!stale && !ends)
+		return false;
+	WRITE_ONCE(f->seen, time);
+	pair_key(&pair, f, key->protocol);
+	other = flow_in(&pair, table, v6);
+	if (other)
+		WRITE_ONCE(other->seen, time);
+	if (tcp_flags & TCP_RST) {
+		f->flags |= FLOW_RESET;
+		if (other)
+			other->flags |= FLOW_RESET;
+	} else if (tcp_flags & TCP_FIN) {
+		f->flags |= FLOW_FIN;
+		if (other && other->flags & FLOW_FIN) {
+			f->flags |= FLOW_CLOSED;
+			other->flags |= FLOW_CLOSED;
+		}
+	}
+	return false;
+}
+
+#endif

@@ -1,0 +1,64 @@
+/* Every map. Array elements never move, so what changes lives in arrays; hash values are written once. */
+#ifndef HYBRID_PROXY_MAPS_H
+#define HYBRID_PROXY_MAPS_H
+
+#include "config.h"
+
+#define ARRAY_MAP(NAME, TYPE, ENTRIES)                                                                                 \
+	struct {                                                                                                       \
+		__uint(type, BPF_MAP_TYPE_ARRAY);                                                                      \
+		__uint(map_flags, BPF_F_MMAPABLE);                                                                     \
+		__uint(max_entries, ENTRIES);                                                                          \
+		__type(key, __u32);                                                                                    \
+		__type(value, TYPE);                                                                                   \
+	} NAME SEC(".maps")
+
+#define HASH_MAP(NAME, KIND, KEY, VALUE, ENTRIES)                                                                      \
+	struct {                                                                                                       \
+		__uint(type, KIND);                                                                                    \
+		__uint(max_entries, ENTRIES);                                                                          \
+		__type(key, KEY);                                                                                      \
+		__type(value, VALUE);                                                                                  \
+	} NAME SEC(".maps")
+
+/* Is this address possibly a service's? One bit each, by hash: a false hit costs a lookup. */
+ARRAY_MAP(service_addresses, __u64, (1 << PREFILTER_BITS) / 64);
+/* Is this address and port possibly a backend's? */
+ARRAY_MAP(backend_sockets, __u64, (1 << PREFILTER_BITS) / 64);
+/* (address, port, protocol) -> service, flags, tag. */
+HASH_MAP(frontends4, BPF_MAP_TYPE_HASH, struct frontend4_key, __u64, 65536);
+HASH_MAP(frontends6, BPF_MAP_TYPE_HASH, struct frontend6_key, __u64, 65536);
+/* Service id -> its two slices. */
+ARRAY_MAP(services, struct service, 32768);
+/* All slices, one after the other: backend id | service id << 32. */
+ARRAY_MAP(slots, __u64, 524288);
+/* Backend id -> address and port. */
+ARRAY_MAP(backends, struct backend, 262144);
+/* Both directions of flows that have seen a reply; never evicted. */
+HASH_MAP(flows4, BPF_MAP_TYPE_HASH, struct flow4_key, struct flow, 262144);
+HASH_MAP(flows6, BPF_MAP_TYPE_HASH, struct flow6_key, struct flow, 262144);
+/* The same before the first reply: a flood of these evicts only its like. */
+HASH_MAP(opening4, BPF_MAP_TYPE_LRU_HASH, struct flow4_key, struct flow, 65536);
+HASH_MAP(opening6, BPF_MAP_TYPE_LRU_HASH, struct flow6_key, struct flow, 65536);
+/* Client and service -> backend | jiffies of the last connection << 32. */
+HASH_MAP(affinity, BPF_MAP_TYPE_LRU_HASH, struct affinity_key, __u64, 65536);
+/* Addresses of this node; what else may change at run time. */
+ARRAY_MAP(node, struct node, 1);
+
+/* Events by reason, per CPU. */
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, COUNTERS);
+	__type(key, __u32);
+	__type(value, __u64);
+} counters SEC(".maps");
+
+/* Refusals left | jiffies of the last refill << 32, per CPU. */
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, __u64);
+} reject_budget SEC(".maps");
+
+#endif

@@ -1,0 +1,172 @@
+/* One cursor over Ethernet, IPv4 or IPv6, and the transport's ports; result: struct packet. */
+#ifndef HYBRID_PROXY_PACKET_H
+#define HYBRID_PROXY_PACKET_H
+
+#include "verdict.h"
+
+#define IP_FRAGMENT_MASK bpf_htons(0x3fff)
+#define TCP_FIN 0x01
+#define TCP_SYN 0x02
+#define TCP_RST 0x04
+#define TCP_ACK 0x10
+#define IPV6_EXTENSIONS 4
+#define L3_OFFSET ETH_HLEN
+
+struct tuple {
+	__u32 saddr[4];
+	__u32 daddr[4];
+	__be16 sport;
+	__be16 dport;
+	__u8 protocol;
+};
+
+enum packet_kind {
+	PACKET_OTHER, /* nothing for us: not IP, a fragment, too short, an unknown transport */
+	PACKET_TRANSPORT,
+	PACKET_ICMP_ERROR,
+	PACKET_ICMP_OTHER,
+};
+
+struct packet {
+	struct tuple tuple;
+	enum packet_kind kind;
+	__u32 l4; /* offset of the transport header */
+	__u8 tcp_flags;
+};
+
+INLINE bool same_address(const __u32 *a, const __u32 *b, const bool v6)
+{
+	if (!v6)
+		return a[0] == b[0];
+	return a[0] == b[0] && a[1] == b[1] && a[2] == b[2] && a[3] == b[3];
+}
+
+INLINE void copy_address(__u32 *to, const __u32 *from)
+{
+	to[0] = from[0];
+	to[1] = from[1];
+	to[2] = from[2];
+	to[3] = from[3];
+}
+
+/* The same conversation seen from the other end. */
+INLINE void turn_round(struct tuple *to, const struct tuple *from)
+{
+	copy_address(to->saddr, from->daddr);
+	copy_address(to->daddr, from->saddr);
+	to->sport = from->dport;
+	to->dport = from->sport;
+	to->protocol = from->protocol;
+}
+
+/* IPv4 header at `offset` into the tuple's addresses and protocol; the transport's offset, 0: not for us. */
+INLINE __u32 parse_ipv4(void *data, void *end, __u32 offset, struct tuple *t)
+{
+	struct iphdr *ip = data + offset;
+
+	if ((void *)(ip + 1) > end || ip->version != 4 || ip->ihl < 5)
+		return 0;
+	if (ip->frag_off & IP_FRAGMENT_MASK)
+		return 0;
+	t->saddr[0] = ip->saddr;
+	t->daddr[0] = ip->daddr;
+	t->protocol = ip->protocol;
+	return offset + ip->ihl * 4;
+}
+
+/* IPv6 header at `offset`, extension headers skipped; the transport's offset, 0: not for us. */
+INLINE __u32 parse_ipv6(void *data, void *end, __u32 offset, struct tuple *t)
+{
+	struct ipv6hdr *ip = data + offset;
+	__u8 next;
+
+	if ((void *)(ip + 1) > end || ip->version != 6)
+		return 0;
+	__builtin_memcpy(t->saddr, &ip->saddr, 16);
+	__builtin_memcpy(t->daddr, &ip->daddr, 16);
+	next = ip->nexthdr;
+	offset += sizeof(*ip);
+#pragma unroll
+	for (int i = 0; i < IPV6_EXTENSIONS; i++) {
+		struct ipv6_opt_hdr *option = data + offset;
+
+		if (next != IPPROTO_HOPOPTS && next != IPPROTO_ROUTING && next != IPPROTO_DSTOPTS)
+			break;
+		if ((void *)(option + 1) > end)
+			return 0;
+		next = option->nexthdr;
+		offset += (option->hdrlen + 1) * 8;
+	}
+	t->protocol = next;
+	return offset;
+}
+
+INLINE __u32 parse_ip(void *data, void *end, __u32 offset, struct tuple *t, const bool v6)
+{
+	return v6 ? parse_ipv6(data, end, offset, t) : parse_ipv4(data, end, offset, t);
+}
+
+/* The first four bytes of TCP, UDP and SCTP are the ports; an ICMP error may quote no more than eight. */
+INLINE bool parse_ports(void *data, void *end, __u32 offset, struct tuple *t)
+{
+	__be16 *ports = data + (offset & 0x3ff);
+
+	if (t->protocol != IPPROTO_TCP && t->protocol != IPPROTO_UDP && t->protocol != IPPROTO_SCTP)
+		return false;
+	if ((void *)(ports + 2) > end)
+		return false;
+	t->sport = ports[0];
+	t->dport = ports[1];
+	return true;
+}
+
+INLINE bool is_icmp_error(__u8 type, const bool v6)
+{
+	if (v6)
+		return type < ICMPV6_INFORMATIONAL;
+	return type == ICMP_DEST_UNREACH || type == ICMP_TIME_EXCEEDED || type == ICMP_PARAMETERPROB;
+}
+
+INLINE void parse_icmp(void *data, void *end, struct packet *p, const bool v6)
+{
+	__u8 *type = data + (p->l4 & 0x3ff);
+
+	if ((void *)(type + 8) > end)
+		return;
+	p->kind = is_icmp_error(*type, v6) ? PACKET_ICMP_ERROR : PACKET_ICMP_OTHER;
+}
+
+INLINE void parse_tcp_flags(void *data, void *end, struct packet *p)
+{
+	__u8 *tcp = data + (p->l4 & 0x3ff);
+
+	if ((void *)(tcp + 20) > end)
+		p->kind = PACKET_OTHER;
+	else
+		p->tcp_flags = tcp[13];
+}
+
+/* Fill `p` (zeroed by the caller) from the packet. */
+INLINE void parse_packet(struct __sk_buff *skb, struct packet *p, const bool v6)
+{
+	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
+
+	/* Headers may lie in fragments of the buffer: ask for as much as the largest header chain. */
+	if (data + L3_OFFSET + 60 > end) {
+		bpf_skb_pull_data(skb, skb->len < 128 ? skb->len : 128);
+		data = (void *)(long)skb->data;
+		end = (void *)(long)skb->data_end;
+	}
+	p->l4 = parse_ip(data, end, L3_OFFSET, &p->tuple, v6);
+	if (!p->l4)
+		return;
+	if (parse_ports(data, end, p->l4, &p->tuple)) {
+		p->kind = PACKET_TRANSPORT;
+		if (p->tuple.protocol == IPPROTO_TCP)
+			parse_tcp_flags(data, end, p);
+	} else if (p->tuple.protocol == (v6 ? IPPROTO_ICMPV6 : IPPROTO_ICMP)) {
+		parse_icmp(data, end, p, v6);
+	}
+}
+
+#endif

@@ -1,0 +1,406 @@
+/* tc at the host side of a pod's interface: translate what the pod sends to a service, undo what it receives.
+ *
+ * Ingress (from the pod) is where a service address becomes a backend's, egress (to the pod) where a backend's
+ * reply becomes the service's again: between the two, routing, rp_filter, conntrack and policies see one plain,
+ * symmetric flow from client to backend. Once that flow is established both ends are handed over directly.
+ */
+#include "reply.h"
+
+/* The packet's flow says what to do: rewrite, then hand over or pass on. */
+INLINE int follow(struct __sk_buff *skb, struct packet *p, struct found *found, const bool v6)
+{
+	struct flow flow = *found->entry;
+	struct tuple to;
+	bool finished;
+
+	if (flow.tag != flow_tag(&p->tuple, v6))
+		return drop(COUNT_SLOT_LOST);
+	finished = touch(&p->tuple, found->entry, p->tcp_flags, found->table, v6);
+	rewritten(&to, &flow, p->tuple.protocol);
+	rewrite(skb, p, &to, v6);
+	if (finished)
+		delete_pair(&p->tuple, &flow, found->table, v6);
+	if (flow.flags & FLOW_HAIRPIN) {
+		swap_frame(skb);
+		return bpf_redirect(skb->ifindex, 0);
+	}
+	if (!settings.fast_path || !flow.ifindex || found->table == TABLE_OPENING)
+		return pass();
+	rewrite_frame(skb, flow.mac);
+	count(COUNT_FAST);
+	return bpf_redirect_peer(flow.ifindex, 0);
+}
+
+INLINE bool is_opening_segment(const struct packet *p)
+{
+	return (p->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST | TCP_FIN)) == TCP_SYN;
+}
+
+/* Does this packet want another backend than its flow has? A new connection from a port that was used before,
+ * or a datagram to a backend that is gone. Established TCP stays with its backend.
+ */
+INLINE bool wants_renewal(const struct packet *p, const struct flow *f)
+{
+	if (p->tuple.protocol == IPPROTO_TCP) {
+		if (!is_opening_segment(p))
+			return false;
+		if (f->flags & (FLOW_CLOSED | FLOW_RESET | FLOW_CLASH))
+			return true;
+	}
+	if (is_serving(f->backend, f->service))
+		return false;
+	count(COUNT_STALE_BACKEND);
+	return true;
+}
+
+/* Store both directions of a new flow: `key` becomes `result`, and back. The reply tuple was claimed. */
+INLINE bool open_pair(struct __sk_buff *skb, const struct tuple *key, const struct tuple *result, struct flow *f,
+		      const bool v6)
+{
+	__u32 direction = f->flags, ifindex = skb->ifindex;
+	struct tuple reply_key, reply_result;
+	__u8 mac[12];
+
+	turn_round(&reply_key, result);
+	turn_round(&reply_result, key);
+	fill_flow(f, &reply_key, &reply_result, v6);
+	f->flags = direction | FLOW_REPLY;
+	read_frame(skb, mac);
+	f->ifindex = ifindex;
+	__builtin_memcpy(f->mac, mac + 6, 6);
+	__builtin_memcpy(f->mac + 6, mac, 6);
+	if (flow_put(&reply_key, f, TABLE_OPENING, BPF_NOEXIST, v6))
+		return false;
+	fill_flow(f, key, result, v6);
+	f->flags = direction;
+	f->ifindex = 0;
+	if (flow_put(key, f, TABLE_OPENING, BPF_ANY, v6)) {
+		flow_delete(&reply_key, TABLE_OPENING, v6);
+		return false;
+	}
+	return true;
+}
+
+/* The source that a pod sees when it talks to itself: this node, so that its answer comes back to us. */
+INLINE bool hairpin_source(__u32 *address, const bool v6)
+{
+	__u32 key = 0;
+	struct node *self = bpf_map_lookup_elem(&node, &key);
+
+	if (!self)
+		return false;
+	if (v6)
+		copy_address(address, self->primary6);
+	else
+		address[0] = self->primary4;
+	return address[0] != 0;
+}
+
+/* A first packet to a chosen backend: remember the flow, then rewrite. */
+INLINE int open_flow(struct __sk_buff *skb, struct packet *p, const struct choice *c, const bool v6)
+{
+	struct flow flow = {.service = c->service, .backend = c->backend};
+	struct tuple result = p->tuple, reply;
+
+	copy_address(result.daddr, c->address);
+	result.dport = c->port;
+	if (same_address(result.daddr, p->tuple.saddr, v6)) {
+		if (!hairpin_source(result.saddr, v6))
+			return drop(COUNT_TUPLE_EXHAUSTED);
+		flow.flags = FLOW_HAIRPIN;
+	}
+	turn_round(&reply, &result);
+	if (!claim_reply(&reply, &p->tuple, v6))
+		return drop(COUNT_TUPLE_EXHAUSTED);
+	result.sport = reply.dport;
+	if (!open_pair(skb, &p->tuple, &result, &flow, v6))
+		return drop(COUNT_FLOW_FULL);
+	count(COUNT_NEW_FLOW);
+	rewrite(skb, p, &result, v6);
+	if (!(flow.flags & FLOW_HAIRPIN))
+		return pass();
+	swap_frame(skb);
+	return bpf_redirect(skb->ifindex, 0);
+}
+
+/* The destination may be a service's address. */
+INLINE int to_service(struct __sk_buff *skb, struct packet *p, const bool v6)
+{
+	struct choice choice = {};
+	struct found found;
+
+	find_flow(&found, &p->tuple, v6);
+	if (found.entry) {
+		if (!wants_renewal(p, found.entry)) {
+			count(COUNT_DNAT);
+			return follow(skb, p, &found, v6);
+		}
+		if (!(found.entry->flags & FLOW_CLASH))
+			delete_pair(&p->tuple, found.entry, found.table, v6);
+	} else if (p->tuple.protocol == IPPROTO_TCP && !is_opening_segment(p)) {
+		return pass(); /* somebody else's connection, netfilter's perhaps */
+	}
+	choose(&choice, p->tuple.saddr, p->tuple.daddr, p->tuple.dport, p->tuple.protocol, v6, true);
+	if (choice.verdict == VERDICT_REJECT)
+		return refuse(skb, p, v6);
+	if (choice.verdict == VERDICT_DROP)
+		return drop(COUNT_DROP_EMPTY);
+	if (choice.verdict == VERDICT_DNAT)
+		return open_flow(skb, p, &choice, v6);
+	return pass();
+}
+
+/* A ping, say, to a service's address: no port answers there. */
+INLINE int other_to_service(struct __sk_buff *skb, const struct packet *p, const bool v6)
+{
+	return find_frontend(p->tuple.daddr, 0, 0, v6) ? refuse(skb, p, v6) : pass();
+}
+
+/* Addresses that services are allocated from, but none has: nobody is there, and nobody is to be asked. */
+INLINE bool is_unallocated(const struct tuple *t, const bool v6)
+{
+	__u32 key = 0;
+	struct node *self = bpf_map_lookup_elem(&node, &key);
+
+	if (!self)
+		return false;
+#pragma unroll
+	for (int i = 0; i < SERVICE_CIDRS; i++) {
+		if (!v6 && i < self->cidr4_count && (t->daddr[0] & self->mask4[i]) == self->cidr4[i])
+			return true;
+		if (v6 && i < self->cidr6_count && (t->daddr[0] & self->mask6[i][0]) == self->cidr6[i][0] &&
+		    (t->daddr[1] & self->mask6[i][1]) == self->cidr6[i][1] &&
+		    (t->daddr[2] & self->mask6[i][2]) == self->cidr6[i][2] &&
+		    (t->daddr[3] & self->mask6[i][3]) == self->cidr6[i][3])
+			return true;
+	}
+	return false;
+}
+
+/* A pod talks to a backend directly and a service flow already owns the reply tuple: change the source port. */
+INLINE int open_direct(struct __sk_buff *skb, struct packet *p, struct tuple *reply, const bool v6)
+{
+	struct flow flow = {.flags = FLOW_DIRECT};
+	struct tuple result = p->tuple;
+	__u32 key = 0;
+	struct node *self = bpf_map_lookup_elem(&node, &key);
+
+	if (!claim_reply(reply, &p->tuple, v6))
+		return drop(COUNT_TUPLE_EXHAUSTED);
+	result.sport = reply->dport;
+	if (result.sport == p->tuple.sport && p->tuple.protocol == IPPROTO_TCP)
+		return pass();
+	if (!open_pair(skb, &p->tuple, &result, &flow, v6))
+		return drop(COUNT_FLOW_FULL);
+	if (result.sport == p->tuple.sport)
+		return pass();
+	if (self)
+		WRITE_ONCE(self->direct_flows, 1);
+	rewrite(skb, p, &result, v6);
+	return pass();
+}
+
+/* The destination may be a backend, addressed directly. Datagrams leave a claim, because nothing in them
+ * tells a reply to this from a reply to a service flow; TCP is looked at when it opens.
+ */
+INLINE int to_backend(struct __sk_buff *skb, struct packet *p, const bool v6)
+{
+	struct tuple reply;
+	struct found found;
+	__u32 key = 0;
+	struct node *self = bpf_map_lookup_elem(&node, &key);
+	bool opens = is_opening_segment(p), tcp = p->tuple.protocol == IPPROTO_TCP;
+
+	if (tcp && !opens && !(self && READ_ONCE(self->direct_flows)))
+		return pass();
+	find_flow(&found, &p->tuple, v6);
+	if (found.entry && !(found.entry->flags & FLOW_DIRECT))
+		return pass();
+	if (found.entry && !(opens && found.entry->flags & (FLOW_CLOSED | FLOW_RESET)))
+		return found.entry->sport == p->tuple.sport ? pass() : follow(skb, p, &found, v6);
+	if (tcp && !opens)
+		return pass();
+	turn_round(&reply, &p->tuple);
+	return open_direct(skb, p, &reply, v6);
+}
+
+/* Remember where the backend of an opening flow is, for the time after it is established. */
+INLINE void learn_backend(struct __sk_buff *skb, const struct packet *p, const struct flow *reply, const bool v6)
+{
+	__u32 ifindex = skb->ifindex;
+	struct tuple forward_key;
+	struct flow *forward;
+	__u8 mac[12];
+
+	if (p->tuple.protocol == IPPROTO_TCP && (p->tcp_flags & (TCP_SYN | TCP_ACK)) != (TCP_SYN | TCP_ACK))
+		return;
+	pair_key(&forward_key, reply, p->tuple.protocol);
+	forward = flow_in(&forward_key, TABLE_OPENING, v6);
+	if (!forward)
+		return;
+	read_frame(skb, mac);
+	__builtin_memcpy(forward->mac, mac + 6, 6);
+	__builtin_memcpy(forward->mac + 6, mac, 6);
+	forward->ifindex = ifindex;
+}
+
+/* The source may be a backend that answers. The first answer goes through the stack, so that firewalls see the
+ * flow open; it is translated at the client's interface.
+ */
+INLINE int from_backend(struct __sk_buff *skb, struct packet *p, const bool v6)
+{
+	struct found found;
+
+	find_flow(&found, &p->tuple, v6);
+	if (!found.entry || !(found.entry->flags & FLOW_REPLY) || found.entry->flags & (FLOW_CLASH | FLOW_DIRECT))
+		return pass();
+	if (found.table == TABLE_OPENING) {
+		if (!(found.entry->flags & FLOW_HAIRPIN)) {
+			learn_backend(skb, p, found.entry, v6);
+			return pass();
+		}
+		establish(&p->tuple, found.entry, v6);
+		find_flow(&found, &p->tuple, v6);
+		if (!found.entry)
+			return pass();
+	} else if (!(found.entry->flags & FLOW_HAIRPIN) && (!settings.fast_path || !found.entry->ifindex)) {
+		return pass();
+	}
+	count(COUNT_REPLY);
+	return follow(skb, p, &found, v6);
+}
+
+INLINE int from_pod(struct __sk_buff *skb, const bool v6)
+{
+	struct packet p = {};
+
+	parse_packet(skb, &p, v6);
+	if (p.kind == PACKET_OTHER)
+		return pass();
+	if (may_be_service(p.tuple.daddr, v6)) {
+		if (p.kind == PACKET_TRANSPORT)
+			return to_service(skb, &p, v6);
+		if (p.kind == PACKET_ICMP_ERROR)
+			return translate_related(skb, &p, v6);
+		return other_to_service(skb, &p, v6);
+	}
+	if (is_unallocated(&p.tuple, v6))
+		return drop(COUNT_DROP_UNALLOCATED);
+	if (p.kind != PACKET_TRANSPORT)
+		return pass();
+	if (may_be_backend(p.tuple.saddr, p.tuple.sport, p.tuple.protocol, v6)) {
+		int verdict = from_backend(skb, &p, v6);
+
+		if (verdict != TC_ACT_UNSPEC)
+			return verdict;
+	}
+	if (may_be_backend(p.tuple.daddr, p.tuple.dport, p.tuple.protocol, v6))
+		return to_backend(skb, &p, v6);
+	return pass();
+}
+
+/* An answer that opens no connection, on a flow that is opening: the tuple is a direct connection's, which was
+ * there first. Leave the packet alone; the service flow takes another port when its SYN is repeated.
+ */
+INLINE bool is_clash(const struct packet *p, const struct flow *f)
+{
+	if (f->flags & FLOW_CLASH)
+		return true;
+	return p->tuple.protocol == IPPROTO_TCP && !(p->tcp_flags & TCP_RST) &&
+	       (p->tcp_flags & (TCP_SYN | TCP_ACK)) != (TCP_SYN | TCP_ACK);
+}
+
+INLINE void mark_clash(const struct packet *p, struct flow *reply, const bool v6)
+{
+	struct tuple forward_key;
+	struct flow *forward;
+
+	pair_key(&forward_key, reply, p->tuple.protocol);
+	forward = flow_in(&forward_key, TABLE_OPENING, v6);
+	if (forward)
+		forward->flags |= FLOW_CLASH;
+	reply->flags |= FLOW_CLASH;
+	count(COUNT_TUPLE_CLASH);
+}
+
+/* The source may be a backend whose answer the pod expects from the service's address. */
+INLINE int reply_to_pod(struct __sk_buff *skb, struct packet *p, const bool v6)
+{
+	struct found found;
+	struct tuple to;
+
+	find_flow(&found, &p->tuple, v6);
+	if (!found.entry || !(found.entry->flags & FLOW_REPLY) || found.entry->flags & FLOW_HAIRPIN)
+		return pass();
+	rewritten(&to, found.entry, p->tuple.protocol);
+	if (same_tuple(&to, &p->tuple, v6))
+		return pass();
+	if (found.table == TABLE_OPENING) {
+		if (is_clash(p, found.entry)) {
+			if (!(found.entry->flags & FLOW_CLASH))
+				mark_clash(p, found.entry, v6);
+			return pass();
+		}
+		establish(&p->tuple, found.entry, v6);
+	} else if (touch(&p->tuple, found.entry, p->tcp_flags, TABLE_FLOWS, v6)) {
+		delete_pair(&p->tuple, found.entry, TABLE_FLOWS, v6);
+	}
+	count(COUNT_REPLY);
+	rewrite(skb, p, &to, v6);
+	return pass();
+}
+
+INLINE int to_pod(struct __sk_buff *skb, const bool v6)
+{
+	struct packet p = {};
+
+	parse_packet(skb, &p, v6);
+	if (p.kind == PACKET_ICMP_ERROR)
+		return translate_related(skb, &p, v6);
+	if (p.kind != PACKET_TRANSPORT || !may_be_backend(p.tuple.saddr, p.tuple.sport, p.tuple.protocol, v6))
+		return pass();
+	return reply_to_pod(skb, &p, v6);
+}
+
+/* One function for each family: a stack frame of its own, and v6 known to the compiler. */
+static __noinline int from_pod4(struct __sk_buff *skb)
+{
+	return from_pod(skb, false);
+}
+
+static __noinline int from_pod6(struct __sk_buff *skb)
+{
+	return from_pod(skb, true);
+}
+
+static __noinline int to_pod4(struct __sk_buff *skb)
+{
+	return to_pod(skb, false);
+}
+
+static __noinline int to_pod6(struct __sk_buff *skb)
+{
+	return to_pod(skb, true);
+}
+
+SEC("tc")
+int pod_ingress(struct __sk_buff *skb)
+{
+	if (skb->protocol == bpf_htons(ETH_P_IP))
+		return from_pod4(skb);
+	if (skb->protocol == bpf_htons(ETH_P_IPV6))
+		return from_pod6(skb);
+	return pass();
+}
+
+SEC("tc")
+int pod_egress(struct __sk_buff *skb)
+{
+	if (skb->protocol == bpf_htons(ETH_P_IP))
+		return to_pod4(skb);
+	if (skb->protocol == bpf_htons(ETH_P_IPV6))
+		return to_pod6(skb);
+	return pass();
+}
+
+char LICENSE[] SEC("license") = "GPL";

@@ -1,0 +1,75 @@
+/* ICMP errors quote the packet that they are about: translate the quotation, and the outer address with it. */
+#ifndef HYBRID_PROXY_RELATED_H
+#define HYBRID_PROXY_RELATED_H
+
+#include "nat.h"
+
+#define ICMP_HEADER 8
+
+/* Read the quoted tuple; its transport's offset, 0: nothing of ours. */
+INLINE __u32 parse_quotation(struct __sk_buff *skb, __u32 offset, struct tuple *quoted, const bool v6)
+{
+	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
+	__u32 l4 = parse_ip(data, end, offset & 0x3ff, quoted, v6);
+
+	return l4 && parse_ports(data, end, l4, quoted) ? l4 : 0;
+}
+
+/* Replace the quoted tuple by `to`. For IPv4 the quoted header's own checksum absorbs the addresses, so that
+ * ICMP's changes by the ports alone; ICMPv6 covers everything that it quotes.
+ */
+INLINE void rewrite_quotation(struct __sk_buff *skb, const struct packet *p, __u32 offset, __u32 l4,
+			      const struct tuple *quoted, const struct tuple *to, const bool v6)
+{
+	__s64 difference = address_difference(quoted, to, v6);
+	__u32 check = p->l4 + offsetof(struct icmp_header, checksum);
+	__u32 old = (__u32)quoted->sport << 16 | quoted->dport, new = (__u32)to->sport << 16 | to->dport;
+	__be16 ports[2] = {to->sport, to->dport};
+
+	if (v6)
+		bpf_l4_csum_replace(skb, check, 0, difference, 0);
+	if (old != new) {
+		bpf_l4_csum_replace(skb, check, old, new, 4);
+		bpf_skb_store_bytes(skb, l4, ports, sizeof(ports), 0);
+	}
+	rewrite_addresses(skb, offset, to, difference, v6);
+}
+
+INLINE void rewrite_outer(struct __sk_buff *skb, const struct packet *p, const struct tuple *to, const bool v6)
+{
+	__s64 difference = address_difference(&p->tuple, to, v6);
+
+	if (v6)
+		bpf_l4_csum_replace(skb, p->l4 + offsetof(struct icmp_header, checksum), 0, difference,
+				    BPF_F_PSEUDO_HDR);
+	rewrite_addresses(skb, L3_OFFSET, to, difference, v6);
+}
+
+/* Translate an ICMP error about a flow of ours. The quoted packet was sent by the receiver of the error; the
+ * flow of the opposite direction tells what it looked like before translation.
+ */
+INLINE int translate_related(struct __sk_buff *skb, struct packet *p, const bool v6)
+{
+	__u32 offset = p->l4 + ICMP_HEADER, l4;
+	struct tuple quoted = {}, key, before, outer;
+	struct found found;
+
+	l4 = parse_quotation(skb, offset, &quoted, v6);
+	if (!l4)
+		return pass();
+	turn_round(&key, &quoted);
+	find_flow(&found, &key, v6);
+	if (!found.entry)
+		return pass();
+	pair_key(&before, found.entry, key.protocol);
+	outer = p->tuple;
+	copy_address(outer.daddr, before.saddr);
+	if (same_address(outer.saddr, quoted.daddr, v6))
+		copy_address(outer.saddr, before.daddr);
+	rewrite_quotation(skb, p, offset, l4, &quoted, &before, v6);
+	rewrite_outer(skb, p, &outer, v6);
+	count(COUNT_ICMP_RELATED);
+	return pass();
+}
+
+#endif

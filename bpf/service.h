@@ -1,0 +1,88 @@
+/* From an address and port to a service, and from a service to a backend. */
+#ifndef HYBRID_PROXY_SERVICE_H
+#define HYBRID_PROXY_SERVICE_H
+
+#include "hash.h"
+
+/* Where a packet or socket goes, with nothing remembered yet. */
+struct choice {
+	enum verdict verdict;
+	__u32 service;
+	__u32 backend;
+	__u32 route;
+	__u32 address[4];
+	__be16 port;
+};
+
+INLINE __u64 lookup_frontend(const __u32 *address, __be16 port, __u8 protocol, const bool v6)
+{
+	__u64 *value;
+
+	if (v6) {
+		struct frontend6_key key = {.port = port, .protocol = protocol};
+
+		copy_address(key.address, address);
+		value = bpf_map_lookup_elem(&frontends6, &key);
+	} else {
+		struct frontend4_key key = {.address = address[0], .port = port, .protocol = protocol};
+
+		value = bpf_map_lookup_elem(&frontends4, &key);
+	}
+	return value ? READ_ONCE(*value) : 0;
+}
+
+/* The frontend's value, 0 when there is none. An element recycled under our eyes is looked up again. */
+INLINE __u64 find_frontend(const __u32 *address, __be16 port, __u8 protocol, const bool v6)
+{
+	__u32 tag = frontend_tag(address, port, protocol, v6);
+
+#pragma unroll
+	for (int i = 0; i < 2; i++) {
+		__u64 value = lookup_frontend(address, port, protocol, v6);
+
+		if (!value || value >> 40 == tag)
+			return value;
+	}
+	return 0;
+}
+
+INLINE struct backend *find_backend(__u32 id, __u32 service)
+{
+	struct backend *row = bpf_map_lookup_elem(&backends, &id);
+
+	return row && READ_ONCE(row->service) == service ? row : NULL;
+}
+
+INLINE bool is_serving(__u32 id, __u32 service)
+{
+	struct backend *row = find_backend(id, service);
+
+	return row && READ_ONCE(row->flags) & BACKEND_SERVING;
+}
+
+/* One slot of the slice, chosen by `number`; 0: the slice is empty.
+ * A slice that was given to another service while we looked shows that service's id: look again.
+ */
+INLINE __u32 index_slice(__u32 id, struct service *service, __u32 route, __u32 number)
+{
+#pragma unroll
+	for (int i = 0; i < 2; i++) {
+		__u64 word = READ_ONCE(service->routes[route & 1]), *slot;
+		__u32 size = word >> SLICE_OFFSET_BITS & ((1 << SLICE_COUNT_BITS) - 1);
+		__u32 index = word & ((1 << SLICE_OFFSET_BITS) - 1);
+		__u64 value;
+
+		if (!size)
+			return 0;
+		index += (__u64)number * size >> 32;
+		slot = bpf_map_lookup_elem(&slots, &index);
+		value = slot ? READ_ONCE(*slot) : 0;
+		if (value >> 32 == id)
+			return (__u32)value;
+		count(COUNT_SLOT_RETRY);
+	}
+	count(COUNT_SLOT_LOST);
+	return 0;
+}
+
+#endif
