@@ -1,0 +1,574 @@
+"""Objects from manifest files: one file, or a folder and its sub-folders, watched for changes.
+
+The folder is read into a picture (every object, every problem), and the difference to the last picture is
+told; so an editor's save, a rename over the file, a symbolic link swapped as ConfigMap volumes do it, and a
+deleted file are all one case. Changes come from inotify; a slow look at file signatures catches what inotify
+cannot see (targets of links outside the folder, network file systems).
+
+What cannot be read keeps its last good version: an object that is refused, a file that does not parse, and
+the whole folder when it is gone. Deleting a file from the folder deletes its objects.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+
+from controller import parse
+from controller.errors import Refused, SourceError
+from controller.model import KINDS, Event, Ignored, Object, Problem, Removed, Replaced, SourceState, Upserted, key_of
+from controller.sources import Emit
+
+if TYPE_CHECKING:
+    import yaml
+
+__all__ = ["Manifests", "load"]
+
+log = logging.getLogger(__name__)
+
+_SUFFIXES: Final = frozenset({".yaml", ".yml", ".json"})
+_MAX_FILE: Final = 256 << 20  # bytes
+_FILE: Final = "File"  # the kind of a problem with a whole file
+
+# API group of each kind, and its versions that have the fields `controller.parse` reads.
+_VERSIONS: Final = {
+    "Service": ("", ("v1",)),
+    "Node": ("", ("v1",)),
+    "EndpointSlice": ("discovery.k8s.io", ("v1",)),
+    "ServiceCIDR": ("networking.k8s.io", ("v1", "v1beta1", "v1alpha1")),
+}
+
+# Seconds.
+_STEP: Final = 0.02  # quiet time after which a burst of file events is over
+_DEBOUNCE: Final = 0.1  # a burst is looked at after this time even if it goes on
+_TICK: Final = 0.1  # how often the source looks for `stop` and for files that were not settled
+_LOOK: Final = 2.0  # how often signatures are compared without any event
+_SETTLE: Final = 1.0  # a file that is written all the time is read after this time
+_EMPTY: Final = 0.3  # a file that had objects and is empty counts as emptied after this time
+
+
+# --------------------------------------------------------------------------------- one file, to documents
+
+
+class _Document(NamedTuple):
+    """One object of one of our kinds; `place` is for people, `web.yaml:12`."""
+
+    kind: str
+    key: str
+    result: Object | Ignored | Refused
+    place: str
+
+
+class _Content(NamedTuple):
+    documents: tuple[_Document, ...] = ()
+    foreign: int = 0  # objects of other kinds
+
+
+class _BrokenError(Exception):
+    """A file that cannot be used at all."""
+
+
+class _Head(msgspec.Struct, rename="camel", gc=False):
+    """What decides whose an object is, and the items when it is a list of objects."""
+
+    kind: Any = None
+    api_version: Any = None
+    items: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def _bytes(path: Path) -> bytes:
+    if path.stat().st_size > _MAX_FILE:
+        raise _BrokenError(f"larger than {_MAX_FILE >> 20} MiB")
+    return path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+
+
+def _documents(content: bytes, is_json: bool, shown: str) -> _Content:
+    found: list[_Document] = []
+    foreign = 0
+    for kind, version, value, place in _objects(content, is_json, shown):
+        if _is_ours(kind, version):
+            found.append(_document(kind, version, value, place))
+        else:
+            foreign += 1
+    return _Content(tuple(found), foreign)
+
+
+def _is_ours(kind: str, version: str) -> bool:
+    """A kind of ours; `Service` and `Node` of another API group are something else."""
+    group = version.rpartition("/")[0]
+    return kind in _VERSIONS and group in ("", _VERSIONS[kind][0])
+
+
+def _document(kind: str, version: str, value: object, place: str) -> _Document:
+    result: Object | Ignored | Refused
+    try:
+        result = parse.decode(kind, value) if isinstance(value, msgspec.Raw) else parse.convert(kind, value)
+        key = result.key if isinstance(result, Ignored) else key_of(result)
+        group, versions = _VERSIONS[kind]
+        known = [f"{group}/{version}" if group else version for version in versions]
+        if version and version not in known:
+            result = Refused(kind, key, "apiVersion", f"{version!r} is not supported, use {known[0]}")
+    except Refused as error:
+        result = error
+        key = error.key if not error.key.endswith("(unnamed)") else f"{error.key} in {place}"
+    return _Document(kind, key, result, place)
+
+
+def _objects(content: bytes, is_json: bool, shown: str) -> Iterator[tuple[str, str, object, str]]:
+    """(kind, apiVersion, value, place) of every object, lists unpacked."""
+    if is_json:
+        if content.strip():
+            yield from _json_objects(msgspec.Raw(content), shown, "", "")
+        return
+    for line, value in _yaml_documents(content):
+        if value is not None:
+            yield from _plain_objects(value, f"{shown}:{line}", "", "")
+
+
+def _json_objects(raw: msgspec.Raw, place: str, kind: str, version: str) -> Iterator[tuple[str, str, object, str]]:
+    try:
+        head = msgspec.json.decode(raw, type=_Head)
+        kind, version = _kind_of(head.kind, head.api_version, place, kind, version)
+        is_list = kind.endswith("List")
+        items = msgspec.json.decode(head.items, type=list[msgspec.Raw] | None) if is_list else None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _BrokenError(f"{place} is not an object in JSON: {error}") from None
+    if not is_list:
+        yield kind, version, raw, place
+        return
+    item, item_version = _item_kind(kind, version)
+    for index, value in enumerate(items or ()):
+        yield from _json_objects(value, f"{place} items[{index}]", item, item_version)
+
+
+def _plain_objects(value: object, place: str, kind: str, version: str) -> Iterator[tuple[str, str, object, str]]:
+    if not isinstance(value, dict):
+        raise _BrokenError(f"{place} is not an object, it has no fields")
+    kind, version = _kind_of(value.get("kind"), value.get("apiVersion"), place, kind, version)
+    if not kind.endswith("List"):
+        yield kind, version, value, place
+        return
+    items = value.get("items")
+    if not isinstance(items, list | None):
+        raise _BrokenError(f"{place} has items that are no list")
+    item, item_version = _item_kind(kind, version)
+    for index, child in enumerate(items or ()):
+        yield from _plain_objects(child, f"{place} items[{index}]", item, item_version)
+
+
+def _kind_of(kind: object, version: object, place: str, default: str, default_version: str) -> tuple[str, str]:
+    kind, version = kind or default, version or default_version
+    if not isinstance(kind, str) or not kind:
+        raise _BrokenError(f"{place} has no kind")  # perhaps half a file: do not take it for an empty one
+    if not isinstance(version, str):
+        raise _BrokenError(f"{place} has an apiVersion that is no text")
+    return kind, version
+
+
+def _item_kind(kind: str, version: str) -> tuple[str, str]:
+    """Items of a typed list need not repeat their kind; those of `kind: List` must."""
+    return ("", "") if kind == "List" else (kind.removesuffix("List"), version)
+
+
+def _yaml_documents(content: bytes) -> Iterator[tuple[int, object]]:
+    """(line, document) of every document of a YAML stream."""
+    loader_class = _yaml_loader()
+    import yaml
+
+    try:
+        loader = loader_class(content)
+        try:
+            while loader.check_node():
+                node = loader.get_node()
+                yield node.start_mark.line + 1, loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        what = " ".join(text for text in (error.problem, error.context) if text)
+        raise _BrokenError(f"line {mark.line + 1}: {what}" if mark else what) from None
+    except yaml.reader.ReaderError as error:
+        raise _BrokenError(f"not text: {error.reason} at byte {error.position}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise _BrokenError(f"not YAML: {error}") from None
+
+
+def _yaml_loader() -> Any:
+    """The C loader with the types of JSON.
+
+    YAML 1.1 would make a date of an unquoted time stamp and, worse, a base-60 number of an IPv6 address of
+    small decimal groups; Kubernetes' own readers do neither. Keys are text, as JSON has them.
+    """
+    global _loader
+    if _loader is None:
+        import yaml
+
+        base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+        class Loader(base):  # type: ignore[misc]
+            yaml_implicit_resolvers: Final = {
+                first: [
+                    (tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":int", ":float"))
+                ]
+                for first, resolvers in base.yaml_implicit_resolvers.items()
+            }
+
+            def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, object]:
+                made = super().construct_mapping(node, deep=deep)
+                return {key if isinstance(key, str) else _key_text(key): value for key, value in made.items()}
+
+        Loader.add_implicit_resolver(
+            "tag:yaml.org,2002:int",
+            re.compile(r"[-+]?(?:0|[1-9][0-9]*|0o?[0-7]+|0x[0-9a-fA-F]+)$"),
+            list("-+0123456789"),
+        )
+        Loader.add_implicit_resolver(
+            "tag:yaml.org,2002:float",
+            re.compile(
+                r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$"
+            ),
+            list("-+0123456789."),
+        )
+        _loader = Loader
+    return _loader
+
+
+_loader: Any = None
+
+
+def _key_text(key: object) -> str:
+    if isinstance(key, bool):
+        return "true" if key else "false"
+    return "null" if key is None else str(key)
+
+
+# ------------------------------------------------------------------------------------ a folder, to a picture
+
+
+_Name = tuple[str, str]  # kind and key
+
+
+class _Picture(NamedTuple):
+    """All that the files say at one moment."""
+
+    objects: dict[_Name, Object]
+    refused: frozenset[_Name]
+    problems: dict[_Name, Problem]
+    foreign: int
+
+
+_NOTHING: Final = _Picture({}, frozenset(), {}, 0)
+
+
+class _File(NamedTuple):
+    """A file as last read. `content` are its last good documents; `error` says why the newest are not."""
+
+    signature: tuple[int, ...]
+    digest: int
+    content: _Content
+    error: str = ""
+
+
+def _picture(files: Iterable[tuple[str, _File]], last: _Picture) -> _Picture:
+    """Merge files, in their order: the first object of a name counts.
+
+    A refused object keeps its last good version, from `last`.
+    """
+    objects: dict[_Name, Object] = {}
+    refused: set[_Name] = set()
+    places: dict[_Name, str] = {}
+    problems: dict[_Name, Problem] = {}
+    foreign = 0
+    for shown, file in files:
+        foreign += file.content.foreign
+        if file.error:
+            kept = " Its last good objects stay." if file.content.documents else ""
+            problems[_FILE, shown] = Problem(_FILE, shown, f"{file.error}.{kept}", shown)
+        for document in file.content.documents:
+            name = (document.kind, document.key)
+            if name in places:
+                message = f"defined twice: {places[name]} counts, {document.place} is left out"
+                _add_problem(problems, name, message, document.place)
+                continue
+            places[name] = document.place
+            if isinstance(document.result, Refused):
+                refused.add(name)
+                _add_problem(problems, name, str(document.result), document.place)
+                if name in last.objects:
+                    objects[name] = last.objects[name]
+            elif not isinstance(document.result, Ignored):
+                objects[name] = document.result
+    return _Picture(objects, frozenset(refused), problems, foreign)
+
+
+def _add_problem(problems: dict[_Name, Problem], name: _Name, message: str, place: str) -> None:
+    known = problems.get(name)
+    problems[name] = Problem(
+        *name, f"{known.message}; {message}" if known else message, known.where if known else place
+    )
+
+
+def _complete(picture: _Picture) -> list[Event]:
+    """Everything, for a listener that knows nothing."""
+    events: list[Event] = [
+        Replaced(
+            kind,
+            tuple(value for (of, _), value in picture.objects.items() if of == kind),
+            frozenset(key for of, key in picture.refused if of == kind),
+        )
+        for kind in KINDS
+    ]
+    return events + list(picture.problems.values())
+
+
+# Endpoints before the service that wants them, and the other way round when they go: no moment without.
+_COMING: Final = ("Node", "ServiceCIDR", "EndpointSlice", "Service")
+
+
+def _difference(old: _Picture, new: _Picture, received: float) -> list[Event]:
+    """What a listener that knows `old` must hear."""
+    changed = [
+        (name, value)
+        for name, value in new.objects.items()
+        if (known := old.objects.get(name)) is not value and known != value
+    ]
+    changed.sort(key=lambda item: _COMING.index(item[0][0]))
+    gone = sorted((name for name in old.objects if name not in new.objects), key=lambda name: -_COMING.index(name[0]))
+    events: list[Event] = [Upserted(value, received) for _, value in changed]
+    events += [Removed(kind, key, received) for kind, key in gone]
+    events += [problem for name, problem in new.problems.items() if old.problems.get(name) != problem]
+    events += [
+        Problem(kind, key, "", old.problems[kind, key].where)
+        for kind, key in old.problems
+        if (kind, key) not in new.problems
+    ]
+    return events
+
+
+# ------------------------------------------------------------------------------------------- the file system
+
+
+class _Folder:
+    """The files below a path as last read. Only files whose signature changed are read again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.files: dict[str, _File] = {}
+        self.unsettled: dict[str, float] = {}  # file -> when it was first seen changing
+        self.picture = _NOTHING
+
+    def refresh(self, *, patient: bool, suspicious: bool = False) -> _Picture:
+        """Read what changed.
+
+        Args:
+            patient: leave a file alone that is being written at this very moment; it is in `unsettled` then.
+            suspicious: something happened: read files of the last second even if their signature is known,
+                because two writes within a tick of the file system's clock have one signature.
+
+        Raises:
+            OSError: the path itself cannot be read.
+        """
+        found: dict[str, _File] = {}
+        for path in _manifest_files(self.path):
+            shown = str(path)
+            try:
+                file = self._look_at(path, shown, patient, suspicious)
+            except FileNotFoundError:
+                self.unsettled.pop(shown, None)  # deleted between the listing and now
+                continue
+            found[shown] = file
+        self.files = found
+        self.unsettled = {shown: since for shown, since in self.unsettled.items() if shown in found}
+        self.picture = _picture(found.items(), self.picture)
+        return self.picture
+
+    def _look_at(self, path: Path, shown: str, patient: bool, suspicious: bool) -> _File:
+        known = self.files.get(shown)
+        stat = path.stat()
+        signature = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        age = time.time() - stat.st_mtime
+        if known and known.signature == signature and not (suspicious and -1 < age < 1) and shown not in self.unsettled:
+            return known
+        if known and patient and self._is_unsettled(shown, known, stat.st_size, age):
+            return known
+        self.unsettled.pop(shown, None)
+        return self._read(path, shown, signature, known)
+
+    def _is_unsettled(self, shown: str, known: _File, size: int, age: float) -> bool:
+        """Whether a writer is at work: it truncated the file, or wrote a moment ago."""
+        waited = time.monotonic() - self.unsettled.setdefault(shown, time.monotonic())
+        if size == 0 and known.content.documents:
+            return waited < _EMPTY
+        return 0 <= age < _STEP / 2 and waited < _SETTLE
+
+    @staticmethod
+    def _read(path: Path, shown: str, signature: tuple[int, ...], known: _File | None) -> _File:
+        content = known.content if known else _Content()
+        digest = 0
+        try:
+            raw = _bytes(path)
+            digest = hash(raw)
+            if known and known.digest == digest:
+                return known._replace(signature=signature)
+            return _File(signature, digest, _documents(raw, path.suffix.lower() == ".json", shown))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            return _File(signature, 0, content, f"cannot be read: {error.strerror}")
+        except _BrokenError as error:
+            return _File(signature, digest, content, str(error))
+
+
+def _manifest_files(root: Path) -> list[Path]:
+    """The manifests below `root` in sorted order; hidden files and folders, and what editors leave, are not.
+
+    Raises:
+        OSError: `root` cannot be read.
+    """
+    if not root.is_dir():
+        root.stat()
+        return [root]
+    found: list[Path] = []
+    seen: set[tuple[int, int]] = set()
+    folders = [root]
+    while folders:
+        folder = folders.pop()
+        try:
+            stat = folder.stat()
+            if (stat.st_dev, stat.st_ino) in seen:
+                continue  # a link back to a folder above
+            seen.add((stat.st_dev, stat.st_ino))
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    if entry.name.startswith((".", "#")):
+                        continue
+                    if entry.is_dir():
+                        folders.append(Path(entry.path))
+                    elif Path(entry.name).suffix.lower() in _SUFFIXES and entry.is_file():
+                        found.append(Path(entry.path))
+        except OSError:
+            if folder == root:
+                raise
+    return sorted(found)
+
+
+# --------------------------------------------------------------------------------------------- the source
+
+
+def load(path: Path) -> list[Event]:
+    """Everything that the files say now: one `Replaced` for each kind, then the problems.
+
+    Raises:
+        SourceError: there is no such file or folder, or it cannot be read.
+    """
+    try:
+        return _complete(_Folder(path).refresh(patient=False))
+    except OSError as error:
+        raise SourceError(f"manifests {path}: {error.strerror}") from error
+
+
+class Manifests:
+    """The source for labs, edge nodes and tests. See `controller.sources.Source`.
+
+    A path that does not exist yet is waited for; nothing is told until it is there.
+    """
+
+    kinds: tuple[str, ...] = KINDS
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._folder = _Folder(path)
+        self._told: _Picture | None = None
+        self._healthy: bool | None = None
+
+    def describe(self) -> str:
+        """One line for the log and `status`."""
+        picture = self._folder.picture
+        foreign = f", {picture.foreign} of other kinds" if picture.foreign else ""
+        return f"manifests in {self._path}: {len(picture.objects)} objects in {len(self._folder.files)} files{foreign}"
+
+    def run(self, emit: Emit, stop: threading.Event) -> None:
+        """Emit until `stop` is set; see `controller.sources.Source.run`."""
+        logging.getLogger("watchfiles").setLevel(logging.WARNING)  # it reports every event
+        while not stop.is_set():
+            identity = self._identity()
+            if self._tell(emit, patient=False):
+                self._follow(identity, emit, stop)
+            else:
+                stop.wait(_TICK)
+
+    def _follow(self, identity: tuple[int, int] | None, emit: Emit, stop: threading.Event) -> None:
+        """Watch the path until it is another file or folder than before, or gone."""
+        looked = 0.0
+        for happened in self._ticks(stop):
+            now = time.monotonic()
+            if happened or self._folder.unsettled or now - looked >= _LOOK:
+                looked = now
+                if not self._tell(emit, patient=True, suspicious=happened):
+                    return
+            if self._identity() != identity:
+                return
+
+    def _ticks(self, stop: threading.Event) -> Iterator[bool]:
+        """True when something changed, False about every `_TICK`; first False once the watch stands."""
+        import watchfiles
+
+        is_folder = self._path.is_dir()
+        try:
+            for changes in watchfiles.watch(
+                # A file is replaced by a rename over it: only its folder sees that.
+                self._path if is_folder else self._path.absolute().parent,
+                recursive=is_folder,
+                watch_filter=None,  # links that are swapped have hidden names
+                debounce=int(_DEBOUNCE * 1000),
+                step=int(_STEP * 1000),
+                rust_timeout=int(_TICK * 1000),
+                yield_on_timeout=True,
+                stop_event=stop,
+                raise_interrupt=False,
+            ):
+                yield bool(changes)
+        except (OSError, RuntimeError) as error:
+            if not self._path.exists():
+                return
+            log.warning("%s cannot be watched (%s): looking for changes twice a second instead", self._path, error)
+            while not stop.wait(0.5):
+                yield True
+
+    def _identity(self) -> tuple[int, int] | None:
+        """Which folder the path is now. A file is replaced all the time: its folder is what is watched."""
+        path = self._path if self._path.is_dir() else self._path.absolute().parent
+        try:
+            stat = path.stat()
+        except OSError:
+            return None
+        return stat.st_dev, stat.st_ino
+
+    def _tell(self, emit: Emit, *, patient: bool, suspicious: bool = False) -> bool:
+        """Read what changed and emit the difference; False when the path cannot be read."""
+        received = time.monotonic()
+        try:
+            picture = self._folder.refresh(patient=patient, suspicious=suspicious)
+        except OSError as error:
+            stays = "what is known stays" if self._told else "waiting for it"
+            self._health(emit, False, f"manifests {self._path}: {error.strerror}; {stays}")
+            return False
+        events = _complete(picture) if self._told is None else _difference(self._told, picture, received)
+        self._told = picture
+        for event in events:
+            emit(event)
+        self._health(emit, True, self.describe())
+        return True
+
+    def _health(self, emit: Emit, healthy: bool, message: str) -> None:
+        if healthy is not self._healthy:
+            self._healthy = healthy
+            emit(SourceState(healthy, message))
