@@ -1,0 +1,515 @@
+"""The manifests source on real folders with the real watcher."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from controller.errors import SourceError
+from controller.model import (
+    KINDS,
+    Event,
+    Object,
+    Problem,
+    Removed,
+    Replaced,
+    Service,
+    SourceState,
+    Upserted,
+    key_of,
+    kind_of,
+)
+from controller.sources.manifests import Manifests, load
+
+WITHIN = 5.0  # seconds that a slow machine may take; the usual time is some 50 ms
+
+
+def service(name: str, ip: str = "10.96.0.10", port: object = 80) -> str:
+    return f"""\
+apiVersion: v1
+kind: Service
+metadata: {{name: {name}}}
+spec:
+  clusterIP: {ip}
+  ports:
+  - {{port: {port}}}
+"""
+
+
+def endpoints(name: str, address: str = "10.0.0.1") -> str:
+    return f"""\
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {{name: {name}-v4, labels: {{kubernetes.io/service-name: {name}}}}}
+addressType: IPv4
+ports:
+- port: 8080
+endpoints:
+- addresses: [{address}]
+"""
+
+
+class Listener:
+    """Applies events as the cluster does, and remembers them."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.objects: dict[tuple[str, str], Object] = {}
+        self.problems: dict[tuple[str, str], Problem] = {}
+        self.healthy: bool | None = None
+        self.changed = threading.Condition()
+
+    def __call__(self, event: Event) -> None:
+        with self.changed:
+            self.events.append(event)
+            match event:
+                case Replaced(kind, objects, kept):
+                    old = {name: value for name, value in self.objects.items() if name[0] == kind and name[1] in kept}
+                    self.objects = {name: value for name, value in self.objects.items() if name[0] != kind} | old
+                    self.objects |= {(kind, key_of(value)): value for value in objects}
+                case Upserted(value):
+                    self.objects[kind_of(value), key_of(value)] = value
+                case Removed(kind, key):
+                    del self.objects[kind, key]  # KeyError: the source removed what it never told
+                case Problem(kind, key, ""):
+                    del self.problems[kind, key]
+                case Problem(kind, key):
+                    self.problems[kind, key] = event
+                case SourceState(healthy):
+                    self.healthy = healthy
+            self.changed.notify_all()
+
+    def wait(self, condition: Callable[[], object]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, WITHIN), (self.events, self.problems)
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        return {v.name: v.cluster_ips[0] for v in self.objects.values() if isinstance(v, Service)}
+
+    def news(self) -> list[Event]:
+        """Events since the last call."""
+        with self.changed:
+            events, self.events = self.events, []
+        return events
+
+
+class Running:
+    """A source in its thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.listener = Listener()
+        self.stop = threading.Event()
+        self.source = Manifests(path)
+        self.thread = threading.Thread(target=self.source.run, args=(self.listener, self.stop), daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        self.stop.set()
+        self.thread.join(2)
+        assert not self.thread.is_alive(), "the source did not stop"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[..., Listener]]:
+    """Start a source and wait for its first lists."""
+    started: list[Running] = []
+
+    def start(path: Path = tmp_path, ready: bool = True) -> Listener:
+        started.append(Running(path))
+        if ready:
+            started[-1].listener.wait(lambda: started[-1].listener.healthy)
+        return started[-1].listener
+
+    yield start
+    for running in started:
+        running.close()
+
+
+def loaded(path: Path) -> Listener:
+    listener = Listener()
+    for event in load(path):
+        listener(event)
+    return listener
+
+
+# ------------------------------------------------------------------------------------------ what is read
+
+
+def test_every_kind_is_announced_even_without_files(tmp_path: Path) -> None:
+    assert [event.kind for event in load(tmp_path) if isinstance(event, Replaced)] == list(KINDS)
+
+
+SPEC = '"spec":{"clusterIP":"10.0.0.1"}'
+JSON = '{"kind":"Service","metadata":{"name":"a"},' + SPEC + "}"
+TYPED_JSON = '{"kind":"ServiceList","items":[{"metadata":{"name":"a"},' + SPEC + "}]}"
+TYPED = "kind: ServiceList\napiVersion: v1\nitems:\n- {metadata: {name: a}, spec: {clusterIP: 10.0.0.1}}\n"
+LIST = "kind: List\nitems:\n- " + service("a").replace("\n", "\n  ").rstrip()
+ODD_KEYS = service("a").replace("name: a", "name: a, labels: {1: 2, true: null}")
+
+# fmt: off
+READ = [
+    pytest.param("a.yaml",          service("a") + "---\n" + service("b"),                 {"a", "b"}, id="documents"),
+    pytest.param("a.yml",           "---\n---\n# nothing\n---\n" + service("a") + "...\n", {"a"}, id="empty documents"),
+    pytest.param("a.yaml",          "",                                                    set(), id="empty file"),
+    pytest.param("a.yaml",          "\ufeff" + service("a"),                               {"a"}, id="byte order mark"),
+    pytest.param("a.yaml",          "kind: List\nitems: null\n",                           set(), id="empty list"),
+    pytest.param("a.yaml",          LIST,                                                  {"a"}, id="List"),
+    pytest.param("a.yaml",          TYPED,                                                 {"a"}, id="typed list"),
+    pytest.param("a.json",          '{"kind":"List","items":[' + JSON + "]}",                {"a"}, id="List in JSON"),
+    pytest.param("a.json",          TYPED_JSON,                                            {"a"}, id="typed in JSON"),
+    pytest.param("a.JSON",          JSON,                                                  {"a"}, id="JSON"),
+    pytest.param("a.yaml",          JSON,                                                  {"a"}, id="JSON as YAML"),
+    pytest.param("a.yaml",          "kind: Deployment\nmetadata: {name: a}\n",             set(), id="other kind"),
+    pytest.param("a.json",          '{"kind":"ConfigMap","items":{"x":1}}',                set(), id="odd items"),
+    pytest.param("a.yaml",          service("a").replace("v1", "serving.knative.dev/v1"),  set(), id="other Service"),
+    pytest.param("a.yaml",          service("a").replace("apiVersion: v1\n", ""),          {"a"}, id="no apiVersion"),
+    pytest.param("a.yaml",          ODD_KEYS,                                              {"a"}, id="keys not text"),
+    pytest.param("a.txt",           service("a"),                                          set(), id="other suffix"),
+    pytest.param(".a.yaml",         service("a"),                                          set(), id="hidden"),
+    pytest.param(".a.yaml.swp",     service("a"),                                          set(), id="vim"),
+    pytest.param("a.yaml~",         service("a"),                                          set(), id="backup"),
+    pytest.param("#a.yaml#",        service("a"),                                          set(), id="emacs"),
+    pytest.param("sub/deep/a.yaml", service("a"),                                          {"a"}, id="sub-folder"),
+    pytest.param(".git/a.yaml",     service("a"),                                          set(), id="hidden folder"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), READ)
+def test_what_is_read(tmp_path: Path, name: str, text: str, expected: set[str]) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    listener = loaded(tmp_path)
+    assert set(listener.addresses) == expected
+    assert not listener.problems
+
+
+def test_namespace_is_default_when_missing(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(service("a") + "---\n" + endpoints("a"))
+    assert set(loaded(tmp_path).objects) == {("Service", "default/a"), ("EndpointSlice", "default/a-v4")}
+
+
+def test_values_that_yaml_1_1_would_misread(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(
+        service("a").replace("{name: a}", "{name: a, creationTimestamp: 2024-01-02T03:04:05Z}")
+        + "---\n"
+        + endpoints("a").replace("IPv4", "IPv6").replace("[10.0.0.1]", "\n  - 1:2:3:4:5:6:7:8")
+    )
+    listener = loaded(tmp_path)
+    assert not listener.problems
+    assert listener.objects["Service", "default/a"].created == "2024-01-02T03:04:05Z"  # type: ignore[union-attr]
+    assert listener.objects["EndpointSlice", "default/a-v4"].endpoints[0].address == "1:2:3:4:5:6:7:8"  # type: ignore[union-attr]
+
+
+def test_one_file_is_a_source_too(tmp_path: Path) -> None:
+    (tmp_path / "a.conf").write_text(service("a"))
+    (tmp_path / "b.yaml").write_text(service("b"))
+    assert set(loaded(tmp_path / "a.conf").addresses) == {"a"}
+
+
+def test_a_link_to_a_folder_above_ends(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(service("a"))
+    (tmp_path / "loop").symlink_to(tmp_path)
+    listener = loaded(tmp_path)
+    assert set(listener.addresses) == {"a"}
+    assert not listener.problems
+
+
+def test_missing_path_is_an_error_of_load(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="nowhere: No such file"):
+        load(tmp_path / "nowhere")
+
+
+# ------------------------------------------------------------------------------------------- what is wrong
+
+
+# fmt: off
+BROKEN = [
+    pytest.param("a.yaml", "a: [1\nb: 2\n",               "line 2: ",                  id="YAML"),
+    pytest.param("a.yaml", "apiVersio",                   "a.yaml:1 is not an object", id="half a file, scalar"),
+    pytest.param("a.yaml", "\n\napiVersion: v1",          "a.yaml:3 has no kind",      id="half a file, mapping"),
+    pytest.param("a.yaml", "kind: List\nitems: 3\n",      "items that are no list",    id="items"),
+    pytest.param("a.yaml", "kind: List\nitems: [3]\n",    "items[0] is not an object", id="item"),
+    pytest.param("a.yaml", "kind: List\napiVersion: 1\n", "apiVersion that is no",     id="apiVersion"),
+    pytest.param("a.yaml", "[" * 5000,                    "while parsing",             id="deep"),
+    pytest.param("a.yaml", "kind: 'a\0b'",                "not text",                  id="control character"),
+    pytest.param("a.json", '{"kind":"Service"',           "not an object in JSON",     id="JSON cut short"),
+    pytest.param("a.json", "[1,2]",                       "not an object in JSON",     id="JSON array"),
+    pytest.param("a.json", '{"kind":"List","items":[1]}', "items[0] is not an object", id="JSON item"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("name", "text", "message"), BROKEN)
+def test_a_file_that_is_broken(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    (tmp_path / "good.yaml").write_text(service("good"))
+    listener = loaded(tmp_path)
+    assert set(listener.addresses) == {"good"}
+    (problem,) = listener.problems.values()
+    assert (problem.kind, problem.key) == ("File", str(tmp_path / name))
+    assert message in problem.message
+
+
+def test_a_file_that_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_bytes(b"kind: \xff\xfe\n")
+    (problem,) = loaded(tmp_path).problems.values()
+    assert "a.yaml" in problem.key
+
+
+def test_a_refused_object_is_alone(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(service("bad", port=70000) + "---\n" + service("good"))
+    listener = loaded(tmp_path)
+    assert set(listener.addresses) == {"good"}
+    problem = listener.problems["Service", "default/bad"]
+    assert problem.message == "Service default/bad: spec.ports[0].port: 70000 is not a port (1 to 65535)"
+    assert problem.where.endswith("a.yaml:1")
+    kept = {event.kind: event.kept for event in load(tmp_path) if isinstance(event, Replaced)}
+    assert kept["Service"] == {"default/bad"}
+
+
+def test_objects_without_name_do_not_hide_each_other(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("kind: Service\n---\nkind: Service\n")
+    assert len(loaded(tmp_path).problems) == 2
+
+
+def test_old_api_version_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(endpoints("a").replace("k8s.io/v1", "k8s.io/v1beta1"))
+    (problem,) = loaded(tmp_path).problems.values()
+    assert "apiVersion: 'discovery.k8s.io/v1beta1' is not supported, use discovery.k8s.io/v1" in problem.message
+
+
+def test_first_of_two_with_one_name_counts(tmp_path: Path) -> None:
+    (tmp_path / "b.yaml").write_text(service("x", "10.96.0.2"))
+    (tmp_path / "a.yaml").write_text(service("other", "10.96.0.3") + "---\n" + service("x", "10.96.0.1"))
+    listener = loaded(tmp_path)
+    assert listener.addresses["x"] == "10.96.0.1"
+    (problem,) = listener.problems.values()
+    assert (problem.kind, problem.key) == ("Service", "default/x")
+    assert f"{tmp_path}/a.yaml:9 counts" in problem.message
+    assert f"{tmp_path}/b.yaml:1 is left out" in problem.message
+
+
+# ----------------------------------------------------------------------------------------------- watching
+
+
+def test_edits_are_told_as_differences(tmp_path: Path, run: Callable[..., Listener]) -> None:
+    (tmp_path / "a.yaml").write_text(service("a"))
+    (tmp_path / "b.yaml").write_text(service("b", "10.96.0.11"))
+    listener = run()
+    assert listener.addresses == {"a": "10.96.0.10", "b": "10.96.0.11"}
+    listener.news()
+    before = time.monotonic()
+    (tmp_path / "a.yaml").write_text(service("a", "10.96.0.99") + "---\n" + endpoints("a"))
+    listener.wait(lambda: listener.addresses["a"] == "10.96.0.99")
+    slices, changed = listener.news()
+    assert isinstance(slices, Upserted)
+    assert kind_of(slices.object) == "EndpointSlice", "endpoints come before their service"
+    assert isinstance(changed, Upserted)
+    assert before <= changed.received <= time.monotonic()
+
+
+def test_a_change_of_nothing_is_not_told(tmp_path: Path, run: Callable[..., Listener]) -> None:
+    (tmp_path / "a.yaml").write_text(service("a"))
+    listener = run()
+    listener.news()
+    (tmp_path / "a.yaml").write_text("# a comment\n" + service("a"))
+    (tmp_path / "z.yaml").write_text(service("z"))
+    listener.wait(lambda: "z" in listener.addresses)
+    assert [key_of(event.object) for event in listener.news() if isinstance(event, Upserted)] == ["default/z"]
+
+
+def test_a_deleted_file_takes_its_objects_along(tmp_path: Path, run: Callable[..., Listener]) -> None:
+    (tmp_path / "a.yaml").write_text(service("a") + "---\n" + endpoints("a"))
+    (tmp_path / "b.yaml").write_text(service("b"))
+    listener = run()
+    listener.news()
+    (tmp_path / "a.yaml").unlink()
+    listener.wait(lambda: set(listener.objects) == {("Service", "default/b")})
+    removed = [event for event in listener.news() if isinstance(event, Removed)]
+    assert [event.kind for event in removed] == ["Service", "EndpointSlice"], "a service goes before its endpoints"
+
+
+def test_rename_over_a_file(tmp_path: Path, run: Callable[..., Listener]) -> None:
+    (tmp_path / "a.yaml").write_text(service("a"))
+    listener = run()
+    for last in range(20, 25):
+        (tmp_path / ".a.yaml.new").write_text(service("a", f"10.96.0.{last}"))
+        (tmp_path / ".a.yaml.new").rename(tmp_path / "a.yaml")
+        listener.wait(lambda last=last: listener.addresses["a"] == f"10.96.0.{last}")
+    assert not any(isinstance(event, Removed) for event in listener.events)
+
+
+def test_rename_over_the_one_file(tmp_path: Path, run: Callable[..., Listener]) -> None:
+    (tmp_path / "a.yaml").write_text(service("a"))
+    listener = run(tmp_path / "a.yaml")
+    (tmp_path / "other").write_text(service("a", "10.96.0.20"))
+    (tmp_path / "other").rename(tmp_path / "a.yaml")
+    listener.wait(lambda: listener.addresses["a"] == "10.96.0.20")
+
+
+def test_config_map_volume(tmp_path: Path, run: Callable[..., Listener]) -> None:
+    """As the kubelet does it: files are links into `..data`, which is a link that is swapped."""
+
+    def write(version: str, ip: str) -> None:
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "a.yaml").write_text(service("a", ip))
+        (tmp_path / "..data_tmp").symlink_to(version)
+        (tmp_path / "..data_tmp").rename(tmp_path / "..data")
+
+    write("..2024_1", "10.96.0.1")
+    (tmp_path / "a.yaml").symlink_to("..data/a.yaml")
+    listener = run()
+    assert listener.addresses == {"a": "10.96.0.1"}
+    write("..2024_2", "10.96.0.2")
+    listener.wait(lambda: listener.addresses == {"a": "10.96.0.2"})
+    assert not any(isinstance(event, Removed) for event in listener.events)
+    assert not listener.problems
+
+
+def test_the_path_itself_is_a_link_that_is_swapped(tmp_path: Path, run: Callable[..., Listener]) -> None:
+    for number in (1, 2):
+        (tmp_path / f"v{number}").mkdir()
+        (tmp_path / f"v{number}" / "a.yaml").write_text(service("a", f"10.96.0.{number}"))
+    (tmp_path / "now").symlink_to("v1")
+    listener = run(tmp_path / "now")
+    (tmp_path / "next").symlink_to("v2")
+    (tmp_path / "next").rename(tmp_path / "now")
+    listener.wait(lambda: listener.addresses == {"a": "10.96.0.2"})
+    (tmp_path / "v2" / "a.yaml").write_text(service("a", "10.96.0.3"))
+    listener.wait(lambda: listener.addresses == {"a": "10.96.0.3"})
+
+
+def test_new_sub_folder(tmp_path: Path, run: Callable[..., Listener]) -> None:
+    listener = run()
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.yaml").write_text(service("a"))
+    listener.wait(lambda: "a" in listener.addresses)
+    (tmp_path / "sub" / "a.yaml").rename(tmp_path / "sub" / "a.txt")
+    listener.wait(lambda: "a" not in listener.addresses)
+
+
+def test_folder_created_later(tmp_path: Path, run: Callable[..., Listener]) -> None:
+    listener = run(tmp_path / "later", ready=False)
+    listener.wait(lambda: listener.healthy is False)
+    assert not any(isinstance(event, Replaced) for event in listener.events)
+    (tmp_path / "later").mkdir()
+    (tmp_path / "later" / "a.yaml").write_text(service("a"))
+    listener.wait(lambda: listener.healthy and "a" in listener.addresses)
+
+
+def test_folder_that_vanishes_keeps_what_is_known(tmp_path: Path, run: Callable[..., Listener]) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.yaml").write_text(service("a"))
+    listener = run(folder)
+    folder.rename(tmp_path / "away")
+    listener.wait(lambda: listener.healthy is False)
+    assert listener.addresses == {"a": "10.96.0.10"}
+    folder.mkdir()
+    (folder / "a.yaml").write_text(service("a", "10.96.0.20"))
+    listener.wait(lambda: listener.healthy and listener.addresses == {"a": "10.96.0.20"})
+    (folder / "b.yaml").write_text(service("b"))
+    listener.wait(lambda: "b" in listener.addresses)
+
+
+def test_a_broken_file_keeps_its_last_good_objects(tmp_path: Path, run: Callable[..., Listener]) -> None:
+    (tmp_path / "a.yaml").write_text(service("a"))
+    listener = run()
+    (tmp_path / "a.yaml").write_text("kind: [Service\n")
+    listener.wait(lambda: listener.problems)
+    (problem,) = listener.problems.values()
+    assert "Its last good objects stay." in problem.message
+    assert listener.addresses == {"a": "10.96.0.10"}
+    (tmp_path / "a.yaml").write_text(service("a", "10.96.0.20"))
+    listener.wait(lambda: not listener.problems)
+    assert listener.addresses == {"a": "10.96.0.20"}
+
+
+def test_a_refused_object_keeps_its_last_good_version(tmp_path: Path, run: Callable[..., Listener]) -> None:
+    (tmp_path / "a.yaml").write_text(service("a"))
+    listener = run()
+    (tmp_path / "a.yaml").write_text(service("a", port="http") + "---\n" + service("b"))
+    listener.wait(lambda: "b" in listener.addresses and listener.problems)
+    assert listener.addresses == {"a": "10.96.0.10", "b": "10.96.0.10"}
+    (tmp_path / "a.yaml").write_text(service("b"))
+    listener.wait(lambda: set(listener.addresses) == {"b"} and not listener.problems)
+
+
+def test_the_second_takes_over_when_the_first_goes(tmp_path: Path, run: Callable[..., Listener]) -> None:
+    (tmp_path / "a.yaml").write_text(service("x", "10.96.0.1"))
+    (tmp_path / "b.yaml").write_text(service("x", "10.96.0.2"))
+    listener = run()
+    listener.wait(lambda: listener.problems)
+    (tmp_path / "a.yaml").unlink()
+    listener.wait(lambda: listener.addresses == {"x": "10.96.0.2"} and not listener.problems)
+    assert not any(isinstance(event, Removed) for event in listener.events)
+
+
+def test_a_file_that_is_emptied_before_it_is_written(tmp_path: Path, run: Callable[..., Listener]) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(service("a"))
+    listener = run()
+    with file.open("w") as writer:
+        writer.flush()
+        time.sleep(0.15)  # longer than a burst of events is waited for
+        writer.write(service("a", "10.96.0.20"))
+    listener.wait(lambda: listener.addresses == {"a": "10.96.0.20"})
+    assert not any(isinstance(event, Removed) for event in listener.events)
+    file.write_text("")
+    listener.wait(lambda: not listener.addresses)
+
+
+def test_a_link_to_a_file_elsewhere_is_looked_at(tmp_path: Path, run: Callable[..., Listener]) -> None:
+    (tmp_path / "elsewhere").write_text(service("a"))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.yaml").symlink_to(tmp_path / "elsewhere")
+    listener = run(tmp_path / "folder")
+    (tmp_path / "elsewhere").write_text(service("a", "10.96.0.20"))
+    listener.wait(lambda: listener.addresses == {"a": "10.96.0.20"})
+
+
+def test_many_edits_in_one_tick_of_the_file_system(tmp_path: Path, run: Callable[..., Listener]) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(service("a", "10.96.0.10"))
+    listener = run()
+    for last in range(11, 99):
+        file.write_text(service("a", f"10.96.0.{last}"))
+    listener.wait(lambda: listener.addresses == {"a": "10.96.0.98"})
+
+
+def test_an_edit_is_seen_soon(tmp_path: Path, run: Callable[..., Listener]) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(service("a"))
+    listener = run()
+    times = []
+    for last in range(20, 30):
+        start = time.monotonic()
+        file.write_text(service("a", f"10.96.0.{last}"))
+        listener.wait(lambda last=last: listener.addresses == {"a": f"10.96.0.{last}"})
+        times.append(time.monotonic() - start)
+        time.sleep(0.03)
+    assert sorted(times)[len(times) // 2] < 0.5, times  # some 40 ms on an idle machine
+
+
+def test_description_counts(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"kind": "List", "items": [{"kind": "Pod"}, {"kind": "Pod"}]}))
+    (tmp_path / "b.yaml").write_text(service("a"))
+    source = Manifests(tmp_path)
+    stop = threading.Event()
+    listener = Listener()
+    thread = threading.Thread(target=source.run, args=(listener, stop))
+    thread.start()
+    try:
+        listener.wait(lambda: listener.healthy)
+    finally:
+        stop.set()
+        thread.join(2)
+    assert source.describe() == f"manifests in {tmp_path}: 1 objects in 2 files, 2 of other kinds"
