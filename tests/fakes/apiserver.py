@@ -217,7 +217,7 @@ class ApiServer:
         self._version = 100
         self._lock = threading.RLock()
         self._wakers: dict[str, set[asyncio.Event]] = {plural: set() for plural in KINDS}
-        self._streams: dict[str, set[web.Request]] = {plural: set() for plural in KINDS}
+        self._streams: dict[str, list[web.Request]] = {plural: [] for plural in KINDS}
         self._written: dict[int, int] = {}  # version -> monotonic ns of the first write to a stream
         self._written_event: asyncio.Event | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="apiserver-")
@@ -544,13 +544,13 @@ class ApiServer:
         waker = asyncio.Event()
         plural = kept.resource.plural
         self._wakers[plural].add(waker)
-        self._streams[plural].add(request)
+        self._streams[plural].append(request)
         try:
             with contextlib.suppress(ConnectionError):
                 await self._stream(kept, request, response, selection, waker=waker, end=end)
         finally:
             self._wakers[plural].discard(waker)
-            self._streams[plural].discard(request)
+            self._streams[plural].remove(request)
         return response
 
     async def _stream(

@@ -1,0 +1,334 @@
+"""HTTP to an API server: who it is, who we are, and which sockets are open.
+
+The official client reads the configuration (kubeconfig with all its ways to authenticate, or the pod's
+service account), makes the TLS context and owns the pool of connections. Its typed API and models are not
+used: answers are handed over as raw streams. It is imported late, because it costs 0.2 s and 30 MB.
+
+Credentials change while a proxy runs. Every file that the configuration came from is looked at before each
+request (one `stat` each), and an answer of 401 reads everything again and tries once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import ssl
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from urllib.parse import urlencode
+
+import msgspec
+
+from controller.errors import SourceError
+
+if TYPE_CHECKING:
+    from urllib3 import BaseHTTPResponse
+
+__all__ = ["Connection", "StatusError", "words"]
+
+log = logging.getLogger(__name__)
+
+_CONNECT_SECONDS: Final = 5.0
+_MAX_ERROR_BYTES: Final = 65_536
+
+
+class StatusError(Exception):
+    """The server answered, but not with what was asked for.
+
+    Args:
+        code: HTTP status, or the code of a Status object inside a stream.
+        reason: the API's word for it (`Expired`, `Forbidden`), may be empty.
+        message: the server's sentence.
+        retry_after: seconds that the server wants us to wait, None when it did not say.
+    """
+
+    def __init__(self, code: int, reason: str, message: str, retry_after: float | None = None) -> None:
+        super().__init__(f"{code} {reason}: {message}" if message else f"{code} {reason}")
+        self.code = code
+        self.reason = reason
+        self.message = message
+        self.retry_after = retry_after
+
+
+class Status(msgspec.Struct):
+    """The part of an API Status object that is read."""
+
+    code: int = 0
+    reason: str | None = None
+    message: str | None = None
+
+    def error(self, code: int = 0, retry_after: float | None = None) -> StatusError:
+        """As an exception; `code` is used when the object has none."""
+        return StatusError(self.code or code, self.reason or "", self.message or "", retry_after)
+
+
+class _Loaded(NamedTuple):
+    """One reading of the configuration and the connections made with it."""
+
+    configuration: Any  # kubernetes.client.Configuration
+    pool: Any  # urllib3.PoolManager
+    files: Mapping[str, tuple[int, ...]]
+
+
+class Connection:
+    """One API server. All methods may be called from any thread.
+
+    Args:
+        kubeconfig: path of a kubeconfig (several, separated by `:`); None with no `master`: in the cluster.
+        master: address of the server, instead of the one that the configuration names.
+    """
+
+    def __init__(self, kubeconfig: str | None, master: str | None) -> None:
+        self._kubeconfig = kubeconfig
+        self._master = master
+        self._lock = threading.Lock()
+        self._loaded: _Loaded | None = None
+        self._sockets = _Sockets()
+
+    def open(self) -> None:
+        """Read the configuration; connections are made when they are needed.
+
+        Raises:
+            SourceError: it cannot be used; says which and why.
+        """
+        self._loaded = self._load()
+
+    @property
+    def where(self) -> str:
+        """The server, or what names it while that was not read yet."""
+        if self._loaded is not None:
+            return str(self._loaded.configuration.host)
+        return self._master or self._kubeconfig or "this cluster"
+
+    def get(self, path: str, query: Mapping[str, str], read_seconds: float) -> BaseHTTPResponse:
+        """Ask for `path`; the body is not read yet. `read_seconds` bounds the wait for any part of it.
+
+        Raises:
+            StatusError: the answer is not 200.
+            OSError, urllib3.exceptions.HTTPError: there is no answer; `words` says it in a sentence.
+        """
+        loaded = self._current()
+        try:
+            return self._get(loaded, path, query, read_seconds)
+        except StatusError as error:
+            if error.code != 401:
+                raise
+            self._reload(loaded, "401 Unauthorized")
+        return self._get(self._current(), path, query, read_seconds)
+
+    def close(self) -> None:
+        """End every request that is under way, also those that wait for an answer; later ones fail."""
+        self._sockets.close()
+
+    def _get(self, loaded: _Loaded, path: str, query: Mapping[str, str], read_seconds: float) -> BaseHTTPResponse:
+        import urllib3
+
+        configuration = loaded.configuration
+        headers = {"Accept": "application/json", "User-Agent": "hybrid-proxy"}
+        with self._lock:  # the client's hook that renews a token is not made for several threads
+            for setting in configuration.auth_settings().values():
+                if setting["in"] == "header" and setting["value"]:
+                    # A token file ends with a newline, which is no part of a header.
+                    headers[setting["key"]] = str(setting["value"]).strip()
+        # The pool itself and not RESTClientObject.request(), whose arguments differ between versions. Retries are
+        # ours: urllib3 would sleep through a stop.
+        response: BaseHTTPResponse = loaded.pool.request(
+            "GET",
+            f"{configuration.host}{path}?{urlencode(query)}",
+            headers=headers,
+            timeout=urllib3.Timeout(connect=_CONNECT_SECONDS, read=read_seconds),
+            preload_content=False,
+            retries=False,
+            redirect=False,
+        )
+        if response.status != 200:
+            raise _status_error(response)
+        return response
+
+    def _current(self) -> _Loaded:
+        loaded = self._loaded
+        if loaded is None:
+            raise SourceError("the connection is not open")
+        changed = [path for path, stamp in loaded.files.items() if _stamp(path) != stamp]
+        if changed:
+            self._reload(loaded, f"{changed[0]} changed")
+            return self._loaded or loaded
+        return loaded
+
+    def _reload(self, old: _Loaded, why: str) -> None:
+        """Read the configuration again, unless another thread just did. A bad one leaves the old in place."""
+        with self._lock:
+            if self._loaded is not old:
+                return
+            try:
+                self._loaded = self._load()
+            except SourceError as error:
+                log.warning("%s, but the configuration cannot be read again, the old one is used: %s", why, error)
+                return
+        log.info("read the API server's configuration and credentials again: %s", why)
+
+    def _load(self) -> _Loaded:
+        from kubernetes.client import Configuration
+        from kubernetes.client.rest import RESTClientObject
+
+        configuration = Configuration()
+        try:
+            if self._kubeconfig:
+                files = _load_kubeconfig(self._kubeconfig, configuration)
+            elif self._master:
+                files = []
+            else:
+                files = _load_service_account(configuration)
+            if self._master:
+                configuration.host = self._master.rstrip("/")
+            configuration.keep_alive = True  # a peer that vanished without a word is noticed by TCP
+            pool = RESTClientObject(configuration).pool_manager
+        except SourceError:
+            raise
+        except Exception as error:  # the client raises whatever an odd file makes it stumble over
+            raise SourceError(f"{self._source()}: {error or type(error).__name__}") from error
+        self._sockets.track(pool)
+        certificates = (configuration.ssl_ca_cert, configuration.cert_file, configuration.key_file)
+        return _Loaded(configuration, pool, {path: _stamp(path) for path in (*files, *certificates) if path})
+
+    def _source(self) -> str:
+        if self._kubeconfig:
+            return f"kubeconfig {self._kubeconfig}"
+        if self._master:
+            return f"--master {self._master}"
+        return "no --kubeconfig and no --master given, and this is not a pod with a service account"
+
+
+def _load_kubeconfig(path: str, configuration: Any) -> list[str]:
+    """Fill `configuration`; returns the files whose change matters.
+
+    The steps of the client's `load_kube_config`, taken one by one to learn of the user's `tokenFile`, which
+    the client reads only once. Renewed OIDC tokens are not written back: the file is the user's.
+    """
+    from kubernetes.config import kube_config
+
+    client: Any = kube_config  # it has no annotations
+    merger = client.KubeConfigMerger(path)
+    if merger.config is None:
+        raise SourceError(f"kubeconfig {path}: there is no such file")
+    loader = client.KubeConfigLoader(config_dict=merger.config, config_base_path=None)
+    loader.load_and_set(configuration)
+    files = list(merger.paths)
+    name = loader.current_context["context"].get("user")
+    users: Any = merger.config.safe_get("users")
+    user: Any = merger.config["users"].get_with_name(name, safe=True) if users and name else None
+    token_file = user["user"].safe_get("tokenFile") if user and user.safe_get("user") else None
+    if token_file:
+        base = os.path.dirname(os.path.abspath(user["user"].path))  # noqa: PTH100, PTH120 (paths here are text)
+        files.append(os.path.join(base, token_file))  # noqa: PTH118
+    return files
+
+
+def _load_service_account(configuration: Any) -> list[str]:
+    from kubernetes.config import incluster_config
+
+    client: Any = incluster_config
+    client.load_incluster_config(configuration)
+    return [incluster_config.SERVICE_TOKEN_FILENAME]
+
+
+def _stamp(path: str) -> tuple[int, ...]:
+    """What differs when a file was written anew or its link points elsewhere; empty when it is missing."""
+    try:
+        found = os.stat(path)  # noqa: PTH116
+    except OSError:
+        return ()
+    return (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+def _status_error(response: BaseHTTPResponse) -> StatusError:
+    """Read the body of an error, as a Status object if it is one."""
+    try:
+        body = response.read(_MAX_ERROR_BYTES)
+        status = msgspec.json.decode(body, type=Status)
+    except msgspec.MsgspecError:
+        status = Status(message=body.decode(errors="replace")[:200])
+    finally:
+        response.close()
+    retry_after = response.headers.get("Retry-After", "")
+    reason = status.reason or response.reason or ""
+    seconds = float(retry_after) if retry_after.isascii() and retry_after.isdigit() else None
+    return StatusError(response.status, reason, status.message or "", seconds)
+
+
+class _Sockets:
+    """The open sockets of all pools: the way to wake a thread that waits in a read."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._closed = False
+
+    def track(self, pool_manager: Any) -> None:
+        """Know every connection that this pool is going to make (urllib3: customising pool classes)."""
+        classes = pool_manager.pool_classes_by_scheme
+        pool_manager.pool_classes_by_scheme = {scheme: self._tracked(cls) for scheme, cls in classes.items()}
+
+    def _tracked(self, pool_class: Any) -> Any:
+        add = self._add
+
+        class Tracked(pool_class.ConnectionCls):  # type: ignore[misc]
+            def connect(self) -> None:
+                super().connect()
+                add(self.sock)
+
+        return type(pool_class.__name__, (pool_class,), {"ConnectionCls": Tracked})
+
+    def _add(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._open.add(sock)
+            closed = self._closed
+        if closed:
+            _shut(sock)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            sockets = list(self._open)
+        for sock in sockets:
+            _shut(sock)
+
+
+def _shut(sock: socket.socket) -> None:
+    # Not SSLSocket.shutdown: it takes the TLS state away from the thread that is reading.
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+def words(error: BaseException) -> str:
+    """What went wrong on the way to the server, in a few words and without the library's class names."""
+    from urllib3 import exceptions
+
+    if isinstance(error, StatusError):
+        return str(error)
+    if isinstance(error, exceptions.ConnectTimeoutError):
+        return "no connection within the time allowed"
+    if isinstance(error, exceptions.ReadTimeoutError | TimeoutError):
+        return "silence: nothing came within the time allowed"
+    for link in _chain(error):
+        if isinstance(link, ssl.SSLCertVerificationError):
+            return f"the server's certificate is not trusted: {link.verify_message}"
+        if isinstance(link, OSError) and link.strerror:
+            return link.strerror
+    if isinstance(error, exceptions.ProtocolError):
+        return "the connection was cut"
+    return str(error) or type(error).__name__
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    """The error, its causes, and errors that the library wrapped as an argument."""
+    found: list[BaseException] = []
+    while error is not None and error not in found:
+        found.append(error)
+        wrapped = next((arg for arg in error.args if isinstance(arg, BaseException)), None)
+        error = error.__cause__ or wrapped or error.__context__
+    return found
