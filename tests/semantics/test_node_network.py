@@ -1,0 +1,90 @@
+"""What a mode learns of the node: primary addresses, where node ports are served, detection of pods."""
+
+# ruff: noqa: E501 (a case is one line)
+
+from __future__ import annotations
+
+import pytest
+from make import ME, Node
+
+from controller.semantics import Settings, detects, node_network
+from dataplane.table import Detect
+
+NODE = Node(ME, ("192.168.0.1", "192.168.0.9", "fd01::1", "198.51.100.1"))
+ON = ("127.0.0.1", "192.168.0.1", "10.0.0.5", "169.254.3.3", "::1", "fd01::1", "fd03::3", "fe80::1")
+WITHOUT = ("10.0.0.5",)
+
+# fmt: off
+NODE_PORTS = [
+    pytest.param(("primary",),                      ON, ["192.168.0.1", "fd01::1"],                                         id="primary: one address of each family"),
+    pytest.param((),                                ON, ["192.168.0.1", "fd01::1"],                                         id="unset is primary"),
+    pytest.param(("10.0.0.0/8",),                   ON, ["10.0.0.5", "fd01::1", "fd03::3"],                                 id="a family without a CIDR is not restricted, but for link-local"),
+    pytest.param(("fd03::/64",),                    ON, ["10.0.0.5", "169.254.3.3", "192.168.0.1", "fd03::3"],              id="an IPv6 CIDR leaves IPv4 open"),
+    pytest.param(("10.0.0.0/8", "fd03::/64"),       ON, ["10.0.0.5", "fd03::3"],                                            id="a CIDR of each family"),
+    pytest.param(("10.0.0.0/8", "192.168.0.1/32", "fd01::1/128"), ON, ["10.0.0.5", "192.168.0.1", "fd01::1"],               id="several CIDRs"),
+    pytest.param(("0.0.0.0/0", "::/0"),             ON, ["10.0.0.5", "169.254.3.3", "192.168.0.1", "fd01::1", "fd03::3"],   id="everything but loopback and IPv6 link-local"),
+    pytest.param(("127.0.0.0/8", "::1/128"),        ON, [],                                                                 id="loopback is never served"),
+    pytest.param(("172.16.0.0/12", "fd09::/64"),    ON, [],                                                                 id="no address of the node inside"),
+    pytest.param(("192.168.0.0/24", "fd01::/64"),   (), ["192.168.0.1", "192.168.0.9", "fd01::1"],                          id="interfaces unknown: the Node's addresses stand in"),
+    pytest.param(("primary",),                 WITHOUT, ["192.168.0.1", "fd01::1"],                                         id="a primary address that no interface carries (1:1 NAT)"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("wanted", "interfaces", "expected"), NODE_PORTS)
+def test_node_port_addresses(wanted, interfaces, expected):
+    network = node_network(Settings(node_name=ME, node_port_addresses=wanted), NODE, interfaces, ())
+    assert sorted(network.node_port_addresses) == sorted(expected)
+    assert set(network.node_port_addresses) <= set(network.addresses)
+    assert not {"127.0.0.1", "::1"} & set(network.addresses)
+
+
+# fmt: off
+PRIMARY = [
+    pytest.param((),                        NODE,                          ("192.168.0.1", "fd01::1"), id="the first address of each family"),
+    pytest.param((),                        Node(ME, ("fd01::1", "1.1.1.1")), ("1.1.1.1", "fd01::1"),  id="IPv6 first in the Node"),
+    pytest.param(("10.0.0.5",),             NODE,                          ("10.0.0.5", "fd01::1"),    id="an override of one family"),
+    pytest.param(("10.0.0.5", "fd03::3"),   NODE,                          ("10.0.0.5", "fd03::3"),    id="an override of both"),
+    pytest.param(("0.0.0.0", "::"),         NODE,                          ("192.168.0.1", "fd01::1"), id="an unspecified address overrides nothing"),
+    pytest.param(("10.0.0.5",),             None,                          ("10.0.0.5",),              id="an override without a Node"),
+    pytest.param((),                        None,                          (),                         id="no Node yet"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("override", "node", "expected"), PRIMARY)
+def test_primary(override, node, expected):
+    assert node_network(Settings(node_name=ME, primary=override), node, (), ()).primary == expected
+
+
+PODS = Node(ME, pod_cidrs=("10.1.0.0/24", "10.2.0.0/24", "fd02::/64"))
+
+# fmt: off
+DETECTION = [
+    pytest.param({"cluster_cidrs": ("10.1.0.0/16", "fd02::/48")},               Detect.CLUSTER_CIDR, ("10.1.0.0/16", "fd02::/48"), (True, True),   id="ClusterCIDR, dual-stack"),
+    pytest.param({"cluster_cidrs": ("10.1.0.0/16", "10.9.0.0/16")},             Detect.CLUSTER_CIDR, ("10.1.0.0/16",),             (True, False),  id="only the first CIDR of a family"),
+    pytest.param({},                                                            Detect.NONE,         (),                           (False, False), id="ClusterCIDR without a CIDR"),
+    pytest.param({"detect": Detect.NODE_CIDR},                                  Detect.NODE_CIDR,    ("10.1.0.0/24", "fd02::/64"), (True, True),   id="NodeCIDR"),
+    pytest.param({"detect": Detect.NODE_CIDR, "cluster_cidrs": ("1.0.0.0/8",)}, Detect.NODE_CIDR,    ("10.1.0.0/24", "fd02::/64"), (True, True),   id="NodeCIDR ignores the cluster's"),
+    pytest.param({"detect": Detect.BRIDGE_INTERFACE, "pod_interface": "cni0"},  Detect.BRIDGE_INTERFACE, (),                       (True, True),   id="BridgeInterface"),
+    pytest.param({"detect": Detect.INTERFACE_PREFIX, "pod_interface": "veth"},  Detect.INTERFACE_PREFIX, (),                       (True, True),   id="InterfaceNamePrefix"),
+    pytest.param({"detect": Detect.BRIDGE_INTERFACE},                           Detect.NONE,         (),                           (False, False), id="BridgeInterface without a name"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("fields", "detect", "cidrs", "works"), DETECTION)
+def test_detection(fields, detect, cidrs, works):
+    network = node_network(Settings(node_name=ME, **fields), PODS, (), ())
+    assert (network.detect, network.pod_cidrs) == (detect, cidrs)
+    assert (detects(network, 4), detects(network, 6)) == works
+
+
+def test_node_cidr_detection_waits_for_the_node():
+    network = node_network(Settings(node_name=ME, detect=Detect.NODE_CIDR), None, (), ())
+    assert network.detect is Detect.NONE
+
+
+def test_the_rest_is_carried_over():
+    network = node_network(Settings(node_name=ME, masquerade_bit=20), None, (), ("10.96.0.0/12",))
+    assert (network.name, network.masquerade_bit, network.service_cidrs) == (ME, 20, ("10.96.0.0/12",))
