@@ -137,10 +137,10 @@ def _node_name(given: _Flags) -> str:
 
 def _detect(given: _Flags) -> Detect:
     text = given.text("detect_local_mode") or Detect.CLUSTER_CIDR.value
-    for detect in Detect:
-        if text == detect.value:
-            return detect
-    given.fail("detect_local_mode", f"is not one of {', '.join(d.value for d in Detect if d.value)}")
+    names = [detect.value for detect in Detect if detect.value]
+    if text not in names:
+        given.fail("detect_local_mode", f"is not one of {', '.join(names)}")
+    return Detect(text)
 
 
 def _pod_interface(given: _Flags, detect: Detect) -> str:
@@ -203,20 +203,18 @@ def _metrics(given: _Flags) -> Endpoint | None:
         return Endpoint("127.0.0.1", METRICS_PORT)
     if not text:
         return None
-    match = re.fullmatch(
-        r"\[(?P<six>[^\]]+)\](?::(?P<six_port>\d{1,5}))?|(?P<four>[^:]+)(?::(?P<port>\d{1,5}))?|.*", text
-    )
-    assert match
+    match = _SOCKET.fullmatch(text)
     try:
-        address = canonical_address(match["six"] or match["four"] or text)
+        address = canonical_address(match["six"] or match["four"] if match else text)
     except ValueError:
         given.fail("metrics_bind_address", "is not an IP address, alone or as IP:port or [IP]:port")
-    port = int(match["six_port"] or match["port"] or METRICS_PORT)
+    port = int(match["port"] or METRICS_PORT) if match else METRICS_PORT
     if not 1 <= port <= 65535:
         given.fail("metrics_bind_address", f"{port} is not a port (1 to 65535)")
     return Endpoint(address, port)
 
 
+_SOCKET: Final = re.compile(r"(?:\[(?P<six>[^\]]+)\]|(?P<four>[^:]+))(?::(?P<port>[0-9]{1,5}))?")
 _TRUE: Final = frozenset({"1", "t", "T", "true", "True", "TRUE"})  # what Go's flags accept
 _FALSE: Final = frozenset({"0", "f", "F", "false", "False", "FALSE"})
 
