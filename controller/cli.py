@@ -1,0 +1,477 @@
+"""The command line. Flags become texts here, `controller.config` checks them, and a command does the work.
+
+Commands are imported when they are called: `explain` is run a hundred times in a script and must start at
+once, so nothing here imports the kernel's doors, the API client or a terminal library.
+
+Exit codes: 0 it worked, 1 it failed, 2 the command line (or the file with flows) cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from controller.config import ADMIN_SOCKET, MODES, Config, from_flags
+from controller.errors import ConfigError, ControllerError
+from dataplane.errors import DataplaneError
+
+__all__ = ["main", "parser"]
+
+OK, FAILED, USAGE = 0, 1, 2
+
+
+# --------------------------------------------------------------------------------------------- the flags
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with whole flag names only: a script must not change its meaning when a flag is added."""
+
+    def __init__(self, **arguments: Any) -> None:
+        arguments.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **arguments)
+
+
+def _switch(group: argparse._ActionsContainer, flag: str, text: str) -> None:
+    """A boolean flag, also as kube-proxy's `--flag=true` and `--flag=false`."""
+    group.add_argument(flag, nargs="?", const="true", metavar="true|false", help=text)
+
+
+def _list(group: argparse._ActionsContainer, flag: str, metavar: str, text: str) -> None:
+    """A flag with a comma-separated list that may be repeated."""
+    group.add_argument(flag, action="append", metavar=metavar, help=text)
+
+
+def _output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-o", "--output", choices=("text", "json"), default="text", help="for people, or for programs (default: text)"
+    )
+
+
+def _admin(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--admin-socket",
+        metavar="PATH",
+        default=ADMIN_SOCKET,
+        help=f"where the agent listens for commands (default: {ADMIN_SOCKET})",
+    )
+
+
+def _settings(parser: argparse.ArgumentParser) -> None:
+    """What changes the meaning of a Service; `run` and `explain` share these."""
+    group = parser.add_argument_group("what a Service means on this node (kube-proxy's names and defaults)")
+    group.add_argument(
+        "--hostname-override",
+        metavar="NAME",
+        help="this node's name, as in its Node object (default: the host name in lower case)",
+    )
+    group.add_argument(
+        "--detect-local-mode",
+        metavar="MODE",
+        help="how pods are told apart: ClusterCIDR, NodeCIDR, BridgeInterface or InterfaceNamePrefix "
+        "(default: ClusterCIDR)",
+    )
+    _list(group, "--cluster-cidr", "CIDR[,CIDR]", "the pods' range, one of each family; without it pods are outsiders")
+    group.add_argument("--pod-bridge-interface", metavar="NAME", help="the bridge, for BridgeInterface")
+    group.add_argument("--pod-interface-name-prefix", metavar="PREFIX", help="for InterfaceNamePrefix")
+    _list(
+        group,
+        "--nodeport-addresses",
+        "CIDR[,CIDR]|primary",
+        "the node's addresses that serve node ports (default: primary, the node's own IPs)",
+    )
+    _switch(group, "--masquerade-all", "replace the source address of everything sent to a ClusterIP")
+    group.add_argument(
+        "--bind-address", metavar="IP", help="use this as the node's IP instead of the Node object's; binds nothing"
+    )
+    _list(
+        group,
+        "--node-addresses",
+        "IP[,IP]",
+        "all addresses on the node's interfaces, where they cannot be read from the interfaces "
+        "(default: run reads the interfaces, explain takes the Node object's)",
+    )
+
+
+def _sources(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("where Services, EndpointSlices and Nodes come from (default: in the cluster)")
+    group.add_argument("--manifests", metavar="PATH", help="a file, or a folder of YAML and JSON, watched for changes")
+    group.add_argument("--kubeconfig", metavar="FILE", help="reach the API server as this file says")
+    group.add_argument("--master", metavar="URL", help="the API server's URL, over the one in the kubeconfig")
+
+
+def _dataplane(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("how the node is programmed")
+    group.add_argument("--proxy-mode", metavar="MODE", help=f"one of {', '.join(MODES)} (default: ebpf)")
+    _list(group, "--pod-interfaces", "PATTERN,...", "interfaces of pods, such as veth*,cali* (default: found by kind)")
+    _list(group, "--uplink-interfaces", "PATTERN,...", "interfaces to the outside, such as eth0 (default: found)")
+    group.add_argument(
+        "--socket-scope",
+        metavar="host|all|off",
+        help="whose sockets choose a backend at connect(): the host's own, pods' too, or nobody's (default: host)",
+    )
+    _switch(group, "--no-fast-path", "send established flows between local pods through the host's stack too")
+    group.add_argument(
+        "--iptables-masquerade-bit", metavar="BIT", help="the bit of the packet mark for masquerade (default: 14)"
+    )
+    _places(group)
+    for what, default in (("services", 32_768), ("backends", 262_144), ("slots", 524_288), ("flows", 262_144)):
+        group.add_argument(f"--max-{what}", metavar="N", help=f"room for {what} in the maps (default: {default:,})")
+
+
+def _places(group: argparse._ActionsContainer) -> None:
+    group.add_argument("--cgroup", metavar="PATH", help="cgroup v2 folder of the node's own sockets (default: found)")
+    group.add_argument("--pin-root", metavar="PATH", help="folder on a BPF file system for the pins (default: found)")
+
+
+def _logging(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what it says")
+    group.add_argument("--log-format", metavar="text|json", help="for people, or one JSON object a line")
+    group.add_argument("-v", "--v", metavar="N", dest="v", help="how much: 0 (default) to 10, as kube-proxy's")
+
+
+# ------------------------------------------------------------------------------------------- the commands
+
+_MAIN: Final = """
+start here:
+  hybrid-proxy lab demo                        watch it carry traffic, in a minute (as root)
+  hybrid-proxy run --manifests ./examples      serve the Services in a folder
+  hybrid-proxy explain --manifests ./examples --from 10.77.1.11 --to 10.96.0.10:80
+  hybrid-proxy COMMAND --help                  each command, with examples
+"""
+
+_RUN: Final = """
+examples:
+  a lab or an edge node, from files; edit a file and traffic follows:
+    hybrid-proxy run --manifests /etc/hybrid-proxy --hostname-override node-1 --cluster-cidr 10.77.0.0/16,fd77:1::/48
+  beside a cluster:
+    hybrid-proxy run --kubeconfig /etc/kubernetes/admin.conf
+  as a DaemonSet, with the pod's service account:
+    hybrid-proxy run --hostname-override "$NODE_NAME" --detect-local-mode NodeCIDR
+
+SIGTERM ends the agent and leaves the dataplane in place: traffic goes on, and the next start adopts it.
+`hybrid-proxy cleanup` removes it.
+"""
+
+_EXPLAIN: Final = """
+examples:
+  one packet; the protocol is tcp unless it is named:
+    hybrid-proxy explain --manifests ./examples --hostname-override lab-node --cluster-cidr 10.77.0.0/16 \\
+        --from 10.77.1.11 --to 10.96.0.10:80
+    hybrid-proxy explain --manifests ./examples --from fd77:1::11 --to '[fd96::10]:80/tcp'
+  many at once, for scripts:
+    hybrid-proxy explain --manifests ./examples --flows flows.json -o json
+  ask the program in the kernel instead of the rules:
+    hybrid-proxy explain --live --from 10.77.1.11 --to 10.96.0.10:80
+
+A flows file is a JSON list of {"name", "src", "dst", "port", "proto", "src_class"}; src_class (pod, node or
+external) is optional and says what the source is where its address alone cannot. The answer is a list in the
+same order of {"name", "verdict", "backends", "masquerade", "service", "reason"}.
+
+verdicts:
+  dnat       goes to one of the backends
+  reject     refused at once (the client sees "connection refused")
+  drop       silence, so that clients and load balancers try elsewhere
+  untouched  none of the proxy's business
+
+Nothing is changed, and no privilege is needed. Objects that are refused are told on stderr.
+"""
+
+_STATUS: Final = """
+examples:
+  hybrid-proxy status              which mode and hooks, how full the maps are, what was refused
+  hybrid-proxy status -o json
+"""
+
+_SERVICES: Final = """
+examples:
+  hybrid-proxy services                    every service port that is programmed, with its addresses
+  hybrid-proxy services default/web
+  hybrid-proxy services -o json
+"""
+
+_BACKENDS: Final = """
+examples:
+  hybrid-proxy backends                    every backend, and which routes use it
+  hybrid-proxy backends default/web -o json
+"""
+
+_FLOWS: Final = """
+examples:
+  hybrid-proxy flows                       who talks to which backend through which service
+  hybrid-proxy flows default/web --limit 20
+  hybrid-proxy flows -o json
+"""
+
+_CLEANUP: Final = """
+Removes the programs, links, maps and pins of hybrid-proxy from this network namespace, and nothing else.
+Established connections through a service end with it. Stop the agent first.
+
+example:
+  hybrid-proxy cleanup
+"""
+
+_LAB: Final = """
+A lab is a node, its pods and a client as network namespaces, with a cgroup of its own. Nothing outside these
+is touched. It needs root.
+
+examples:
+  hybrid-proxy lab demo                    everything in a minute: traffic, scaling, a killed agent; cleans up
+  hybrid-proxy lab up --pods 5             a lab to play with; prints how to use it
+  hybrid-proxy lab down
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and flags."""
+    root = _Parser(
+        prog="hybrid-proxy",
+        description="A Kubernetes service proxy for one node: an eBPF hot path, controlled from Python.",
+        epilog=_MAIN,
+    )
+    commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def command(name: str, summary: str, epilog: str) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name, help=summary, description=summary[0].upper() + summary[1:] + ".", epilog=epilog
+        )
+
+    run = command("run", "serve the cluster's Services on this node", _RUN)
+    _sources(run)
+    _settings(run)
+    _dataplane(run)
+    group = run.add_argument_group("where it can be asked")
+    _admin(group)
+    group.add_argument(
+        "--metrics-bind-address",
+        metavar="IP[:PORT]",
+        help="where metrics are served; empty turns them off (default: 127.0.0.1:10249)",
+    )
+    _logging(run)
+    _output(run)
+
+    for name, summary, epilog in (
+        ("status", "what is loaded, attached and filled, and what was refused", _STATUS),
+        ("services", "the service ports that are programmed", _SERVICES),
+        ("backends", "the backends that are programmed", _BACKENDS),
+        ("flows", "the connections that the dataplane knows", _FLOWS),
+    ):
+        shown = command(name, summary, epilog)
+        if name != "status":
+            shown.add_argument("service", nargs="?", metavar="NAMESPACE/NAME", help="this service alone")
+        if name == "flows":
+            shown.add_argument("--limit", type=int, default=1000, metavar="N", help="at most N (default: 1000)")
+        _admin(shown)
+        _places(shown)
+        _output(shown)
+
+    explain = command("explain", "what happens to a packet on this node, and why", _EXPLAIN)
+    group = explain.add_argument_group("which packets")
+    group.add_argument("--from", dest="source", metavar="SRC", help="the packet's source address")
+    group.add_argument("--to", dest="target", metavar="DST:PORT[/PROTO]", help="its destination; [IPV6]:PORT for IPv6")
+    group.add_argument(
+        "--source-class", choices=("pod", "node", "external"), help="what the source is (default: from its address)"
+    )
+    group.add_argument("--flows", metavar="FILE", help="a JSON list of packets, - for standard input")
+    group = explain.add_argument_group("by what rules")
+    group.add_argument("--manifests", metavar="PATH", help="a file or folder of YAML and JSON")
+    group.add_argument("--live", action="store_true", help="ask the agent and the program in the kernel instead")
+    _admin(group)
+    _settings(explain)
+    _output(explain)
+
+    cleanup = command("cleanup", "remove everything of hybrid-proxy from this network namespace", _CLEANUP)
+    _places(cleanup)
+    _admin(cleanup)
+    _logging(cleanup)
+    _output(cleanup)
+
+    lab = command("lab", "a node, pods and a client as network namespaces", _LAB)
+    lab.add_argument("action", choices=("up", "down", "demo"), help="make one, remove it, or watch the demonstration")
+    lab.add_argument("--name", default="lab", metavar="NAME", help="several labs can be up at once (default: lab)")
+    lab.add_argument("--pods", type=int, default=3, metavar="N", help="pods that serve (default: 3)")
+    _output(lab)
+    return root
+
+
+# -------------------------------------------------------------------------------------------- main, explain
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code. `--help` and unknown flags raise SystemExit, as argparse does."""
+    args = parser().parse_args(arguments)
+    try:
+        code = _call(args)
+        sys.stdout.flush()
+    except ConfigError as error:
+        _say(f"hybrid-proxy {args.command}: {error}")
+        return USAGE
+    except (ControllerError, DataplaneError) as error:
+        _say(f"hybrid-proxy {args.command}: {error}")
+        return FAILED
+    except KeyboardInterrupt:
+        return FAILED
+    except BrokenPipeError:  # `| head` has seen enough; Python must not complain while it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    return code
+
+
+def _call(args: argparse.Namespace) -> int:
+    match args.command:
+        case "explain":
+            return _explain(args)
+        case "lab":
+            from controller.lab import commands
+
+            return commands.main(args)
+        case "run" | "cleanup":
+            from controller import loop
+
+            config = from_flags(vars(args))
+            return loop.run(config) if args.command == "run" else loop.cleanup(config)
+    from controller import inspect
+
+    return inspect.show(args.command, args)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _explain(args: argparse.Namespace) -> int:
+    config = from_flags({**vars(args), "manifests": None})
+    if bool(args.flows) == bool(args.source or args.target):
+        raise ConfigError("say which packets: --from and --to for one, or --flows for many")
+    if not args.flows and not (args.source and args.target):
+        raise ConfigError("--from and --to belong together: a packet has a source and a destination")
+    if args.live:
+        from controller import inspect
+
+        return inspect.explain_live(args)
+    if not args.manifests:
+        raise ConfigError("--manifests: the file or folder with the objects is missing (or ask an agent with --live)")
+    packets = packets_of(args)
+    return _answer(packets, Path(args.manifests), config, args)
+
+
+def packets_of(args: argparse.Namespace) -> list[Any]:
+    """The packets that `explain` is asked about, of `--from` and `--to` or of `--flows`.
+
+    Raises:
+        ConfigError: a packet cannot be used; names flag, or index and field.
+    """
+    from controller.explain import packet_from_dict
+
+    if args.flows:
+        rows = _flows(args.flows)
+    else:
+        rows = [{"name": "", "src": args.source, "src_class": args.source_class, **_target(args.target)}]
+    packets = []
+    for index, row in enumerate(rows):
+        where = f"--flows {args.flows}: item {index}: " if args.flows else ""
+        if not isinstance(row, dict):
+            raise ConfigError(f"{where}{row!r} is not an object with src, dst, port and proto")
+        try:
+            packets.append(packet_from_dict(row))
+        except ValueError as error:
+            text = str(error) if args.flows else str(error).removeprefix("flow '': ")
+            for field, flag in (
+                () if args.flows else (("src", "--from"), ("dst", "--to"), ("port", "--to"), ("proto", "--to"))
+            ):
+                text = text.replace(f"{field}:", f"{flag}:", 1) if text.startswith(f"{field}:") else text
+            raise ConfigError(f"{where}{text}") from None
+    return packets
+
+
+def _flows(file: str) -> list[Any]:
+    import msgspec
+
+    try:
+        content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--flows {file}: {error.strerror}") from None
+    try:
+        rows = msgspec.json.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"--flows {file}: not JSON: {error}") from None
+    if not isinstance(rows, list):
+        raise ConfigError(f"--flows {file}: not a JSON list of packets")
+    return rows
+
+
+_TARGET: Final = re.compile(r"(?:\[(?P<six>[^\]]*)\]|(?P<four>[^:/\[\]]+))(?::(?P<port>[0-9]+))?(?:/(?P<proto>\w+))?")
+
+
+def _target(text: str) -> dict[str, object]:
+    """`10.0.0.1:80/udp`, `[fd00::1]:80`, `10.0.0.1/icmp`."""
+    match = _TARGET.fullmatch(text.strip())
+    if not match:
+        raise ConfigError(f"--to {text!r}: is not DST:PORT/PROTO, such as 10.96.0.10:53/udp or [fd96::10]:80")
+    target: dict[str, object] = {"dst": match["six"] or match["four"], "proto": match["proto"] or "tcp"}
+    if match["port"]:
+        target["port"] = int(match["port"])
+    elif not (match["proto"] or "").lower().startswith("icmp"):
+        raise ConfigError(f"--to {text!r}: has no port; DST:PORT/PROTO is possible, such as 10.96.0.10:53/udp")
+    return target
+
+
+def _answer(packets: list[Any], manifests: Path, config: Config, args: argparse.Namespace) -> int:
+    from controller.cluster import Cluster
+    from controller.explain import explain, verdict_to_dict
+    from controller.model import KINDS, Problem
+    from controller.sources.manifests import load
+    from controller.tables import Builder
+
+    name = config.settings.node_name
+    cluster = Cluster(name, KINDS)
+    for event in load(manifests):
+        cluster.apply(event)
+        if isinstance(event, Problem):
+            _say(f"refused: {event.message}" + (f" ({event.where})" if event.where not in event.message else ""))
+    if cluster.node is None:
+        _say(f"note: no Node named {name!r} in {manifests}: its addresses, pod ranges and zone are unknown")
+    builder = Builder(config.settings)
+    table = builder.build(cluster, config.node_addresses)
+    for service, sentences in builder.conflicts.items():
+        for sentence in sentences:
+            _say(f"conflict: {service}: {sentence}")
+
+    verdicts = [explain(table, packet) for packet in packets]
+    if args.output == "json":
+        import msgspec
+
+        rows = [verdict_to_dict(verdict) for verdict in verdicts]
+        shown = msgspec.json.format(msgspec.json.encode(rows if args.flows else rows[0]), indent=2)
+        print(shown.decode())
+    else:
+        print("\n\n".join(_text(packet, verdict) for packet, verdict in zip(packets, verdicts, strict=True)))
+    return OK
+
+
+_WORDS: Final = {
+    "dnat": "goes to a backend",
+    "reject": "is refused at once",
+    "drop": "is dropped in silence",
+    "untouched": "is left alone",
+}
+
+
+def _text(packet: Any, verdict: Any) -> str:
+    """One verdict as a person reads it: what happens, then why, sentence by sentence."""
+    from dataplane.table import socket_text
+
+    portless = packet.protocol.lower().startswith("icmp")
+    target = packet.dst if portless else socket_text(packet.dst, packet.port)
+    title = f"{packet.name}: " if packet.name else ""
+    lines = [f"{title}{packet.src} -> {target}/{packet.protocol.lower()} {_WORDS[verdict.verdict]} ({verdict.verdict})"]
+    lines += [f"  {sentence}" for sentence in re.split(r"(?<=\.) (?=[A-Z])", verdict.reason)]
+    if verdict.service:
+        lines.append(f"  service:  {verdict.service}")
+    if verdict.backends:
+        lines.append(f"  backends: {', '.join(verdict.backends)}")
+    return "\n".join(lines)
