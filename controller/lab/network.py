@@ -315,13 +315,14 @@ class Lab:
             "PYTHONUNBUFFERED": "1",
         }
 
-    def serve(self, *names: str, http: int = 8080, udp: int = 5353) -> subprocess.Popen[str]:
+    def serve(self, *names: str, http: Sequence[int] = (8080,), udp: Sequence[int] = (5353,)) -> subprocess.Popen[str]:
         """One process with the HTTP and UDP servers of several places; returns when they all listen.
 
         Raises:
             LabError: it did not come up; says why.
         """
-        argv = [sys.executable, "-m", "controller.lab.traffic", "serve", f"--http={http}", f"--udp={udp}"]
+        argv = [sys.executable, "-m", "controller.lab.traffic", "serve"]
+        argv += [f"--http={port}" for port in http] + [f"--udp={port}" for port in udp]
         for name in names:
             place = self.places[name]
             argv += ["--at", f"{name}={place.namespace},{place.address4},{place.address6}"]

@@ -1,0 +1,130 @@
+"""The real agent on a lab's node: a child process of its own, asked and ended like anybody else's."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from controller.lab import namespace
+from controller.lab.network import CLUSTER_CIDRS, NODE_NAMES, Lab, LabError
+
+__all__ = ["Agent"]
+
+
+class Agent:
+    """One `hybrid-proxy run` on the node of a lab; may be started, killed and started again.
+
+    Args:
+        lab: a lab that stands.
+        manifests: folder that the agent watches.
+        mode: `--proxy-mode`.
+        flags: more flags of `run`.
+    """
+
+    def __init__(self, lab: Lab, manifests: Path, mode: str = "ebpf", flags: Sequence[str] = ()) -> None:
+        self.lab = lab
+        self.manifests = manifests
+        self.mode = mode
+        self.flags = tuple(flags)
+        self.socket = lab.folder / "agent.sock"
+        self.log = lab.folder / "agent.log"
+        self.process: subprocess.Popen[str] | None = None
+
+    @property
+    def argv(self) -> list[str]:
+        """The command that runs it, as a person would type it inside the node."""
+        return [
+            *_PROXY, "run",
+            "--manifests", str(self.manifests),
+            "--proxy-mode", self.mode,
+            "--hostname-override", NODE_NAMES["node"],
+            "--cluster-cidr", ",".join(CLUSTER_CIDRS),
+            "--cgroup", str(self.lab.cgroup),
+            "--admin-socket", str(self.socket),
+            "--metrics-bind-address", "",
+            *self.flags,
+        ]  # fmt: skip
+
+    def start(self, timeout: float = 20.0) -> None:
+        """Start it and wait until everything in the folder is programmed.
+
+        Raises:
+            LabError: it ended, or was not ready in time; with the end of its log.
+        """
+        self._refuse_the_machine_itself()
+        with self.log.open("a") as log:
+            self.process = self.lab.start("node", self.argv, output=log, errors=log)
+        self.wait(lambda status: bool(status.get("synced")), timeout, "ready")
+
+    def _refuse_the_machine_itself(self) -> None:
+        """Nothing is ever attached to the namespace or the cgroup of the machine that runs the lab."""
+        with self.lab.inside("node"):
+            if namespace.is_initial():
+                raise LabError("the node's namespace is the machine's own: no agent is started there")
+        if self.lab.cgroup.resolve() == namespace.cgroup2_root().resolve():
+            raise LabError("the lab's cgroup is the machine's root cgroup: no agent is started there")
+
+    def wait(
+        self, reached: Callable[[dict[str, Any]], bool], timeout: float = 10.0, what: str = "there"
+    ) -> dict[str, Any]:
+        """Ask for the status until `reached(status)`; returns that status."""
+        deadline = time.monotonic() + timeout
+        while True:
+            status = self.status()
+            if status is not None and reached(status):
+                return status
+            if self.process is not None and self.process.poll() is not None:
+                raise LabError(f"the agent ended with exit code {self.process.returncode}:\n{self.tail()}")
+            if time.monotonic() > deadline:
+                raise LabError(f"the agent is not {what} after {timeout:.0f} s, its status is {status}:\n{self.tail()}")
+            time.sleep(0.05)
+
+    def status(self) -> dict[str, Any] | None:
+        """What `hybrid-proxy status -o json` says; None while nobody answers."""
+        asked = self.command("status", "-o", "json", "--admin-socket", str(self.socket))
+        try:
+            told = json.loads(asked.stdout)
+        except ValueError:
+            return None
+        return told if isinstance(told, dict) and asked.returncode == 0 else None
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Any other command of hybrid-proxy, on the node."""
+        return self.lab.run("node", [*_PROXY, *arguments], timeout=60)
+
+    def kill(self) -> None:
+        """Kill -9: it has no chance to tidy up."""
+        self._end(signal.SIGKILL)
+
+    def terminate(self) -> int:
+        """SIGTERM, as a node's manager does it; returns its exit code."""
+        return self._end(signal.SIGTERM)
+
+    def _end(self, number: signal.Signals) -> int:
+        assert self.process is not None, "the agent was not started"
+        self.process.send_signal(number)
+        try:
+            return self.process.wait(timeout=10)
+        finally:
+            self.process = None
+
+    def running(self) -> bool:
+        """Whether the process that `start` made is alive."""
+        return self.process is not None and self.process.poll() is None
+
+    def cleanup(self) -> subprocess.CompletedProcess[str]:
+        """`hybrid-proxy cleanup` on the node: everything of the proxy goes."""
+        return self.command("cleanup", "--cgroup", str(self.lab.cgroup))
+
+    def tail(self, lines: int = 25) -> str:
+        """The end of its log."""
+        return "\n".join(self.log.read_text().splitlines()[-lines:]) if self.log.exists() else "(no log)"
+
+
+_PROXY = (sys.executable, "-m", "controller")

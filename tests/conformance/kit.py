@@ -1,0 +1,328 @@
+"""What the conformance tests share: services written as manifests, real sockets, patience with a deadline."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller.lab.agent import Agent
+from controller.lab.network import NODE_NAMES, Lab, Place
+from controller.lab.traffic import Reply, Stream, Tally, ask_tcp, ask_udp
+
+HTTP, UDP = 8080, 5353  # where the servers of all pods listen
+SECOND_HTTP = 8081
+V4, V6 = socket.AF_INET, socket.AF_INET6
+TCP = "TCP"
+
+# The services of all tests of one run get addresses and ports of their own, so that no test sees another's flows.
+
+
+@dataclass(frozen=True)
+class End:
+    """One endpoint of a slice, by the pod it is."""
+
+    place: Place
+    ready: bool = True
+    serving: bool = True
+    terminating: bool = False
+
+    def json(self, family: int) -> dict[str, Any]:
+        told: dict[str, Any] = {
+            "addresses": [self.place.address(family)],
+            "conditions": {"ready": self.ready, "serving": self.serving, "terminating": self.terminating},
+        }
+        if self.place.node is not None:
+            told["nodeName"] = NODE_NAMES[self.place.node]
+        return told
+
+
+@dataclass
+class Service:
+    """One dual-stack Service with its slices, as one manifest file that a test rewrites."""
+
+    bench: Bench
+    number: int
+    ends: tuple[End, ...]
+    protocol: str = TCP
+    port: int = 80
+    target: int = HTTP
+    spec: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"svc-{self.number}"
+
+    @property
+    def path(self) -> Path:
+        return self.bench.agent.manifests / f"{self.name}.json"
+
+    def address(self, family: int) -> str:
+        return f"10.96.7.{self.number}" if family == V4 else f"fd96::7:{self.number}"
+
+    def vip(self, family: int) -> tuple[str, int]:
+        return self.address(family), self.port
+
+    def write(self, *ends: End | Place, **changes: Any) -> None:
+        """Put it in the folder, with other endpoints and other fields if given."""
+        self.ends = tuple(end if isinstance(end, End) else End(end) for end in ends) if ends else self.ends
+        for name, value in changes.items():
+            setattr(self, name, value)
+        items = [self._service(), self._slice(V4), self._slice(V6)]
+        draft = self.path.with_name(f".{self.name}.draft")
+        draft.write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=1))
+        draft.replace(self.path)
+
+    def empty(self) -> None:
+        self.ends = ()
+        self.write()
+
+    def delete(self) -> None:
+        self.path.unlink()
+
+    def _service(self) -> dict[str, Any]:
+        addresses = [self.address(V4), self.address(V6)]
+        spec = {
+            "type": "ClusterIP",
+            "clusterIP": addresses[0],
+            "clusterIPs": addresses,
+            "ipFamilies": ["IPv4", "IPv6"],
+            "ports": [{"name": "main", "protocol": self.protocol, "port": self.port, "targetPort": self.target}],
+        }
+        return {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {"namespace": "conformance", "name": self.name},
+            "spec": spec | self.spec,
+        }
+
+    def _slice(self, family: int) -> dict[str, Any]:
+        return {
+            "apiVersion": "discovery.k8s.io/v1",
+            "kind": "EndpointSlice",
+            "metadata": {
+                "namespace": "conformance",
+                "name": f"{self.name}-v{4 if family == V4 else 6}",
+                "labels": {"kubernetes.io/service-name": self.name},
+            },
+            "addressType": "IPv4" if family == V4 else "IPv6",
+            "ports": [{"name": "main", "protocol": self.protocol, "port": self.target}],
+            "endpoints": [end.json(family) for end in self.ends],
+        }
+
+
+@dataclass
+class Bench:
+    """A lab with servers in its pods and the real agent on its node."""
+
+    lab: Lab
+    agent: Agent
+    numbers: Iterator[int]
+
+    # Services
+
+    def service(self, *ends: End | Place | str, settle: bool = True, **fields: Any) -> Service:
+        """A new service; returns when traffic from a pod reaches exactly its endpoints (`settle`)."""
+        places = [self.lab[end] if isinstance(end, str) else end for end in ends]
+        made = Service(self, next(self.numbers), (), **fields)
+        made.write(*places)
+        if settle:
+            for family in (V4, V6):
+                self.settle(made, {end.place.name for end in made.ends}, family)
+        return made
+
+    def settle(self, service: Service, pods: set[str], family: int, place: str = "pod1", timeout: float = 8.0) -> None:
+        """Wait until a client in `place` is answered by exactly these pods."""
+        asked = max(12, 16 * len(pods)) if len(pods) > 1 else 2
+        seen: set[str] = set()
+
+        def as_wanted() -> bool:
+            nonlocal seen
+            seen = self.seen(place, service, family, asked, timeout=0.25)
+            return seen == pods
+
+        eventually(as_wanted, timeout, lambda: f"{service.vip(family)} from {place}: want {pods}, see {seen}")
+
+    # Traffic
+
+    def socket(self, place: str, family: int, kind: int, port: int = 0, timeout: float = 2.0) -> socket.socket:
+        """A socket of that place, bound to its address and a source port if one is given."""
+        made = self.lab.socket(place, family, kind)
+        made.settimeout(timeout)
+        if port:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind((self.lab[place].address(family), port))
+        return made
+
+    def connect(
+        self, place: str, target: tuple[str, int], family: int, port: int = 0, timeout: float = 2.0
+    ) -> socket.socket:
+        """A TCP connection from there; the caller closes it."""
+        made = self.socket(place, family, socket.SOCK_STREAM, port, timeout)
+        try:
+            made.connect(target)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def ask(self, place: str, service: Service, family: int, timeout: float = 2.0) -> Reply:
+        """One new flow from there to the service's VIP, and who answered."""
+        if service.protocol == TCP:
+            with self.connect(place, service.vip(family), family, timeout=timeout) as connection:
+                return ask_tcp(connection, close=True)
+        with self.socket(place, family, socket.SOCK_DGRAM, timeout=timeout) as sender:
+            reply, source = ask_udp(sender, service.vip(family))
+        assert source == service.vip(family), f"the answer came from {source}, not from the VIP"
+        return reply
+
+    def spread(self, place: str, service: Service, family: int, count: int, timeout: float = 2.0) -> Counter[str]:
+        """Who answered that many new flows; failures count under the name of their error."""
+        seen: Counter[str] = Counter()
+        for _ in range(count):
+            try:
+                seen[self.ask(place, service, family, timeout).pod] += 1
+            except OSError as error:
+                seen[str(error)] += 1
+                if isinstance(error, TimeoutError):
+                    break
+        return seen
+
+    def seen(self, place: str, service: Service, family: int, count: int, timeout: float = 2.0) -> set[str]:
+        return set(self.spread(place, service, family, count, timeout))
+
+    def stream(self, place: str, target: tuple[str, int], family: int, port: int = 0) -> Stream:
+        return Stream(self.connect(place, target, family, port), Tally())
+
+    def refusal(self, place: str, service: Service, family: int, port: int | None = None) -> float:
+        """Seconds until a client there is refused; fails when it is not."""
+        target = (service.address(family), port or service.port)
+        kind = socket.SOCK_STREAM if service.protocol == TCP else socket.SOCK_DGRAM
+        with self.socket(place, family, kind) as client:
+            start = time.monotonic()
+            with pytest.raises(ConnectionRefusedError):
+                ask_first(client, target)
+            return time.monotonic() - start
+
+
+def ask_first(client: socket.socket, target: tuple[str, int]) -> Reply:
+    """Connect and ask, over TCP or UDP, whichever the socket is."""
+    client.connect(target)
+    return ask_tcp(client) if client.type == socket.SOCK_STREAM else ask_udp(client)[0]
+
+
+def eventually(check: Callable[[], Any], timeout: float, explain: Callable[[], str] | str) -> None:
+    """Try until `check` is true and raises nothing of the network's errors; fail with `explain` at the deadline."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            if check():
+                return
+        except OSError:
+            pass
+        if time.monotonic() > deadline:
+            raise AssertionError(explain if isinstance(explain, str) else explain())
+        time.sleep(0.02)
+
+
+def refused(bench: Bench, place: str, service: Service, family: int) -> bool:
+    """Whether a new flow is refused at the moment."""
+    try:
+        bench.ask(place, service, family, timeout=0.3)
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def silent(bench: Bench, place: str, service: Service, family: int, wait: float = 0.6) -> bool:
+    """Whether a new flow gets nothing at all: no answer and no refusal."""
+    try:
+        bench.ask(place, service, family, timeout=wait)
+    except TimeoutError:
+        return True
+    return False
+
+
+def chi_square(seen: Counter[str], pods: Sequence[str]) -> float:
+    """Pearson's statistic against an equal share for each pod."""
+    expected = seen.total() / len(pods)
+    return sum((seen[pod] - expected) ** 2 / expected for pod in pods)
+
+
+# What hangs in the kernel, asked of the kernel itself: bpf(2), command BPF_PROG_QUERY.
+
+_SYS_BPF = {"x86_64": 321, "aarch64": 280}[os.uname().machine]
+_BPF_PROG_QUERY = 16
+_TCX, _XDP = (46, 47), 37
+_CGROUP = (10, 11, 14, 15, 19, 20, 29, 30)  # connect, sendmsg, recvmsg, getpeername; IPv4 and IPv6
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def programs_at(target: int, attach_type: int) -> int:
+    """How many BPF programs are attached to an interface (index) or cgroup (descriptor) at one hook."""
+    attributes = ctypes.create_string_buffer(struct.pack("=IIIIQI", target, attach_type, 0, 0, 0, 0).ljust(64, b"\0"))
+    if _LIBC.syscall(_SYS_BPF, _BPF_PROG_QUERY, attributes, len(attributes)) != 0:
+        number = ctypes.get_errno()
+        if number in (errno.EINVAL, errno.ENODEV):  # no such hook on this kernel
+            return 0
+        raise OSError(number, os.strerror(number))
+    return int(struct.unpack_from("=I", attributes.raw, 24)[0])
+
+
+def attached(lab: Lab) -> int:
+    """All programs at the node's interfaces (TCX, XDP, clsact filters) and at the lab's cgroup."""
+    total = 0
+    link = lab.netlink("node")
+    with lab.inside("node"):
+        for message in link.get_links():
+            index = message["index"]
+            total += sum(programs_at(index, hook) for hook in _TCX)
+            xdp = message.get_attr("IFLA_XDP")
+            total += int(bool(xdp and xdp.get_attr("IFLA_XDP_ATTACHED")))
+            total += sum(
+                f.get_attr("TCA_KIND") == "bpf"
+                for parent in (0xFFFFFFF2, 0xFFFFFFF3)
+                for f in link.get_filters(index, parent=parent)
+            )
+    folder = os.open(lab.cgroup, os.O_RDONLY)
+    try:
+        return total + sum(programs_at(folder, hook) for hook in _CGROUP)
+    finally:
+        os.close(folder)
+
+
+def node_manifest(lab: Lab) -> str:
+    """The lab's node as a Node object: its addresses are where masqueraded traffic comes from."""
+    addresses = [{"type": "InternalIP", "address": lab["node"].address(family)} for family in (V4, V6)]
+    metadata = {"name": NODE_NAMES["node"]}
+    return json.dumps({"apiVersion": "v1", "kind": "Node", "metadata": metadata, "status": {"addresses": addresses}})
+
+
+@contextmanager
+def extra_pod(bench: Bench) -> Iterator[Place]:
+    """A pod that comes now, with servers, and goes at the end."""
+    place = bench.lab.add_pod()
+    servers = bench.lab.serve(place.name, http=(HTTP, SECOND_HTTP), udp=(UDP,))
+    try:
+        yield place
+    finally:
+        servers.terminate()
+        servers.wait(timeout=5)
+        if place.name in bench.lab.places:
+            bench.lab.remove_pod(place.name)
+
+
+def as_terminating(place: Place, *, serving: bool = True) -> End:
+    return replace(End(place), ready=False, serving=serving, terminating=True)

@@ -1,0 +1,325 @@
+"""What a client sees of a ClusterIP: who answers, from where, and what happens when nobody can."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import time
+
+import pytest
+
+from controller.lab.traffic import ask_tcp, ask_udp, download
+
+from .kit import HTTP, SECOND_HTTP, UDP, V4, Bench, Service, chi_square, eventually, refused, silent
+
+CHI_SQUARE_2 = 27.6  # 3 pods: an even spread exceeds this once in a million runs
+
+
+@pytest.fixture(scope="module")
+def web(bench: Bench) -> Service:
+    return bench.service("pod2", "pod3", "pod4")
+
+
+@pytest.fixture(scope="module")
+def dns(bench: Bench) -> Service:
+    return bench.service("pod2", "pod3", "pod4", protocol="UDP", port=53, target=UDP)
+
+
+@pytest.fixture(scope="module")
+def empty(bench: Bench) -> Service:
+    made = bench.service()
+    for family in (V4, socket.AF_INET6):
+        eventually(lambda family=family: refused(bench, "pod1", made, family), 8, "an empty service is not refused")
+    return made
+
+
+@pytest.fixture(scope="module")
+def empty_dns(bench: Bench, empty: Service) -> Service:
+    made = bench.service(protocol="UDP", port=53, target=UDP)
+    for family in (V4, socket.AF_INET6):
+        eventually(
+            lambda family=family: refused_datagram(bench, made, family), 8, "an empty UDP service is not refused"
+        )
+    return made
+
+
+def refused_datagram(bench: Bench, service: Service, family: int) -> bool:
+    with bench.socket("pod1", family, socket.SOCK_DGRAM, timeout=0.3) as client:
+        client.connect(service.vip(family))
+        with pytest.raises(ConnectionRefusedError):
+            ask_udp(client)
+    return True
+
+
+# 2.1: spread
+
+
+@pytest.mark.parametrize("place", ["pod1", "node"])
+@pytest.mark.parametrize("kind", ["web", "dns"])
+def test_every_backend_gets_its_share(
+    bench: Bench, request: pytest.FixtureRequest, kind: str, place: str, family: int
+) -> None:
+    service = request.getfixturevalue(kind)
+    seen = bench.spread(place, service, family, 120)
+    assert set(seen) == {"pod2", "pod3", "pod4"}
+    assert chi_square(seen, ["pod2", "pod3", "pod4"]) < CHI_SQUARE_2, seen
+
+
+def test_remote_and_local_backends_mix(bench: Bench, family: int) -> None:
+    service = bench.service("pod2", "remote1", "remote2")
+    assert bench.seen("pod1", service, family, 60) == {"pod2", "remote1", "remote2"}
+    assert bench.seen("node", service, family, 60) == {"pod2", "remote1", "remote2"}
+
+
+# 2.5: whose address a backend sees
+
+
+@pytest.mark.parametrize("kind", ["web", "dns"])
+def test_backends_see_the_pods_own_address(
+    bench: Bench, request: pytest.FixtureRequest, kind: str, family: int
+) -> None:
+    service = request.getfixturevalue(kind)
+    for _ in range(12):
+        assert bench.ask("pod1", service, family).peer[0] == bench.lab["pod1"].address(family)
+
+
+def test_backends_see_the_nodes_address_for_its_own_clients(bench: Bench, web: Service, family: int) -> None:
+    for _ in range(12):
+        assert bench.ask("node", web, family).peer[0] == bench.lab["node"].address(family)
+
+
+def test_remote_backends_see_the_pods_own_address(bench: Bench, family: int) -> None:
+    service = bench.service("remote1")
+    assert bench.ask("pod1", service, family).peer[0] == bench.lab["pod1"].address(family)
+
+
+# 2.7: hairpin
+
+
+@pytest.mark.parametrize("protocol", ["TCP", "UDP"])
+def test_a_pod_reaches_itself_through_its_service(bench: Bench, family: int, protocol: str) -> None:
+    service = bench.service("pod1", "pod2", protocol=protocol, target=HTTP if protocol == "TCP" else UDP)
+    peers = {"pod1": set[str](), "pod2": set[str]()}
+    for _ in range(60):
+        reply = bench.ask("pod1", service, family)
+        peers[reply.pod].add(reply.peer[0])
+    node = {address for place in ("node",) for address in (bench.lab[place].address(family),)}
+    assert peers == {"pod1": node, "pod2": {bench.lab["pod1"].address(family)}}
+
+
+# 2.3 and 2.19: refusal
+
+
+@pytest.mark.parametrize("place", ["pod1", "node"])
+@pytest.mark.parametrize("kind", ["empty", "empty_dns"])
+def test_no_endpoints_is_refused_at_once(
+    bench: Bench, request: pytest.FixtureRequest, kind: str, place: str, family: int
+) -> None:
+    service = request.getfixturevalue(kind)
+    waited = sorted(bench.refusal(place, service, family) for _ in range(5))
+    assert waited[2] < 0.1, f"the middle one of five refusals took {waited[2] * 1000:.0f} ms"
+
+
+@pytest.mark.parametrize("place", ["pod1", "node"])
+def test_unknown_port_of_a_cluster_ip_is_refused_at_once(bench: Bench, web: Service, place: str, family: int) -> None:
+    waited = sorted(bench.refusal(place, web, family, port=81) for _ in range(5))
+    assert waited[2] < 0.1, f"the middle one of five refusals took {waited[2] * 1000:.0f} ms"
+
+
+def test_refusals_do_not_break_the_service_beside(bench: Bench, web: Service, empty: Service, family: int) -> None:
+    for _ in range(10):
+        bench.refusal("pod1", empty, family)
+        bench.ask("pod1", web, family)
+
+
+# 2.11: internalTrafficPolicy
+
+
+def test_local_policy_without_a_local_endpoint_is_silence(bench: Bench, family: int) -> None:
+    service = bench.service("remote1", spec={"internalTrafficPolicy": "Local"}, settle=False)
+    eventually(
+        lambda: silent(bench, "pod1", service, family), 8, "a Local service with remote endpoints answers or refuses"
+    )
+    control = bench.service("remote1")  # the very same with the other policy answers
+    bench.ask("pod1", control, family)
+    assert silent(bench, "pod1", service, family), "not silent any more once a later service is programmed"
+
+
+def test_local_policy_uses_local_endpoints_alone(bench: Bench, family: int) -> None:
+    service = bench.service("pod2", "pod3", "remote1", spec={"internalTrafficPolicy": "Local"}, settle=False)
+    bench.settle(service, {"pod2", "pod3"}, family)
+    assert bench.seen("pod1", service, family, 80) == {"pod2", "pod3"}
+
+
+# 2.15: session affinity
+
+PODS = ["pod1", "pod2", "pod3", "pod4", "pod5"]
+
+
+def sticky(bench: Bench, seconds: int) -> Service:
+    spec = {"sessionAffinity": "ClientIP", "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": seconds}}}
+    made = bench.service("remote1", "remote2", "pod2", settle=False, spec=spec)
+    for family in (V4, socket.AF_INET6):
+        eventually(
+            lambda family=family: bench.ask("pod5", made, family, timeout=0.25), 8, "a sticky service does not answer"
+        )
+    return made
+
+
+def test_one_client_keeps_its_backend(bench: Bench, family: int) -> None:
+    service = sticky(bench, 10800)
+    for place in ("pod1", "pod3"):
+        seen = bench.spread(place, service, family, 20)
+        assert len(seen) == 1, f"{place} went to {dict(seen)}"
+
+
+def test_clients_are_independent_of_each_other(bench: Bench, family: int) -> None:
+    """All five clients at one backend of three, in each of three services: less than once in 500,000 runs."""
+    chosen = []
+    for _ in range(3):
+        service = sticky(bench, 10800)
+        chosen.append({bench.ask(place, service, family).pod for place in PODS})
+    assert max(map(len, chosen)) > 1, "every client went to the same backend"
+
+
+def test_affinity_lasts_while_it_is_used_and_ends_when_idle(bench: Bench, family: int) -> None:
+    service = sticky(bench, 2)
+    first = {place: bench.ask(place, service, family).pod for place in PODS}
+    for _ in range(4):  # 3.2 s in all, never idle for 2 s
+        time.sleep(0.8)
+        assert {place: bench.ask(place, service, family).pod for place in PODS} == first
+    for _ in range(4):  # five clients choose anew among three backends: all the same four times is 1 in 3 billion
+        time.sleep(2.6)
+        if {place: bench.ask(place, service, family).pod for place in PODS} != first:
+            return
+    pytest.fail("no client moved although all were idle for longer than the timeout")
+
+
+# The node's own clients (cgroup hooks, or what a mode has instead)
+
+
+def test_node_client_sees_the_vip_as_its_peer(bench: Bench, web: Service, dns: Service, family: int) -> None:
+    with bench.connect("node", web.vip(family), family) as connection:
+        assert connection.getpeername()[:2] == web.vip(family)
+        ask_tcp(connection)
+    with bench.socket("node", family, socket.SOCK_DGRAM) as client:
+        client.connect(dns.vip(family))
+        ask_udp(client)
+        assert client.getpeername()[:2] == dns.vip(family)
+
+
+def test_node_client_gets_datagrams_from_the_vip(bench: Bench, dns: Service, family: int) -> None:
+    with bench.socket("node", family, socket.SOCK_DGRAM) as client:
+        for _ in range(10):
+            _, source = ask_udp(client, dns.vip(family))
+            assert source == dns.vip(family)
+
+
+def test_one_node_socket_may_ask_a_service_and_a_pod(bench: Bench, dns: Service, family: int) -> None:
+    direct = (bench.lab["pod5"].address(family), UDP)
+    with bench.socket("node", family, socket.SOCK_DGRAM) as client:
+        for _ in range(5):
+            assert ask_udp(client, dns.vip(family))[1] == dns.vip(family)
+            reply, source = ask_udp(client, direct)
+            assert (reply.pod, source) == ("pod5", direct)
+
+
+def test_dual_stack_socket_of_the_node_reaches_an_ipv4_service(bench: Bench, web: Service, dns: Service) -> None:
+    with bench.socket("node", socket.AF_INET6, socket.SOCK_STREAM) as connection:
+        connection.connect((f"::ffff:{web.address(V4)}", web.port))
+        assert ask_tcp(connection).pod in {"pod2", "pod3", "pod4"}
+    with bench.socket("node", socket.AF_INET6, socket.SOCK_DGRAM) as client:
+        target = (f"::ffff:{dns.address(V4)}", dns.port)
+        assert ask_udp(client, target)[1] == target
+
+
+# Tuple collisions: one source port, two ways to one backend
+
+
+@pytest.mark.parametrize("first", ["vip", "direct"])
+@pytest.mark.parametrize("protocol", ["TCP", "UDP"])
+def test_vip_and_direct_from_one_source_port(bench: Bench, protocol: str, first: str, family: int) -> None:
+    target = HTTP if protocol == "TCP" else UDP
+    service = bench.service("pod2", protocol=protocol, target=target)
+    ways = [service.vip(family), (bench.lab["pod2"].address(family), target)]
+    both_answer(bench, ways if first == "vip" else ways[::-1], protocol, family)
+
+
+@pytest.mark.parametrize("protocol", ["TCP", "UDP"])
+def test_two_vips_of_one_backend_from_one_source_port(bench: Bench, protocol: str, family: int) -> None:
+    target = HTTP if protocol == "TCP" else UDP
+    services = [bench.service("pod2", protocol=protocol, target=target) for _ in range(2)]
+    both_answer(bench, [service.vip(family) for service in services], protocol, family)
+
+
+def both_answer(bench: Bench, ways: list[tuple[str, int]], protocol: str, family: int) -> None:
+    """Two sockets of one source port, used in turns; the backend must see two different clients."""
+    port = both_answer.port = both_answer.port + 1
+    with contextlib.ExitStack() as stack:
+        asks = []
+        for way in ways:
+            if protocol == "TCP":
+                connection = stack.enter_context(bench.connect("pod1", way, family, port))
+                asks.append(lambda connection=connection: ask_tcp(connection))
+            else:
+                client = stack.enter_context(bench.socket("pod1", family, socket.SOCK_DGRAM, port))
+                client.connect(way)
+                asks.append(lambda client=client: ask_udp(client)[0])
+            asks[-1]()
+        peers = [[ask().peer for ask in asks] for _ in range(5)]
+    assert {peer[0] for turn in peers for peer in turn} == {bench.lab["pod1"].address(family)}
+    assert all(turn == peers[0] for turn in peers), peers
+    assert peers[0][0] != peers[0][1], "two flows of the client are one for the backend"
+
+
+both_answer.port = 20_000
+
+
+# ICMP errors through the translation
+
+
+@pytest.fixture
+def narrow(bench: Bench):
+    bench.lab.set_segment_mtu(1400)
+    yield
+    bench.lab.set_segment_mtu(1500)
+
+
+@pytest.mark.parametrize("service_port", [80, HTTP], ids=["port-rewritten", "same-port"])
+def test_large_transfer_over_a_smaller_mtu(bench: Bench, narrow: None, service_port: int, family: int) -> None:
+    """The node's own kernel says `too big` about a translated packet; the pod must understand it as its own."""
+    service = bench.service("remote1", port=service_port)
+    size = 2_000_000
+    with bench.connect("pod1", service.vip(family), family, timeout=8.0) as connection:
+        assert ask_tcp(connection, body=bytes(size)).received == size
+        assert download(connection, size) == size
+
+
+def test_a_closed_port_of_a_backend_is_refused(bench: Bench, family: int) -> None:
+    """The backend's own ICMP error, about the pod's address, comes back as one about the VIP."""
+    service = bench.service("pod2", protocol="UDP", target=UDP)
+    service.write(target=9)  # nobody listens there
+    eventually(lambda: refused_datagram(bench, service, family), 8, "port unreachable does not reach the client")
+    with bench.socket("pod1", family, socket.SOCK_DGRAM, timeout=1) as client:
+        client.connect(service.vip(family))
+        client.send(b"x")
+        with pytest.raises(ConnectionRefusedError):
+            client.recv(1)
+
+
+# What is no service's passes untouched
+
+
+@pytest.mark.parametrize("place", ["pod1", "node", "client", "remote1"])
+def test_direct_traffic_is_untouched(bench: Bench, web: Service, place: str, family: int) -> None:
+    for port in (HTTP, SECOND_HTTP):
+        with bench.connect(place, (bench.lab["pod2"].address(family), port), family) as connection:
+            reply = ask_tcp(connection)
+            assert (reply.pod, reply.peer) == ("pod2", connection.getsockname()[:2])
+            assert reply.local == connection.getpeername()[:2]
+
+
+def test_direct_refusal_is_untouched(bench: Bench, web: Service, family: int) -> None:
+    with bench.socket("pod1", family, socket.SOCK_STREAM) as client:
+        assert client.connect_ex((bench.lab["pod2"].address(family), 9)) == errno.ECONNREFUSED

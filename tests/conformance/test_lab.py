@@ -1,0 +1,161 @@
+"""The lab itself, without any proxy: what the other tests stand on."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from controller.lab import namespace
+from controller.lab.network import RUN, Lab, LabError
+from controller.lab.traffic import UDP_SOCKETS, ask_tcp, ask_udp, load, target_of
+
+from .kit import HTTP, UDP, attached
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+
+def traces(name: str) -> list[Path]:
+    """Everything on this machine that carries a lab's name."""
+    found = [*namespace.FOLDER.glob(f"hp-{name}-*"), namespace.cgroup2_root() / f"hp-{name}", RUN / name]
+    return [path for path in found if path.exists()]
+
+
+PLACES = ["node", "client", "pod1", "pod2", "remote1"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("server", ["pod3", "remote2"])
+def test_everybody_reaches_every_pod_and_is_seen_as_itself(lab: Lab, place: str, server: str, family: int) -> None:
+    address = lab[server].address(family)
+    with lab.socket(place, family, socket.SOCK_STREAM) as client:
+        client.settimeout(2)
+        client.connect((address, HTTP))
+        reply = ask_tcp(client)
+        assert (reply.pod, reply.peer, reply.local) == (server, client.getsockname()[:2], (address, HTTP))
+        assert reply.peer[0] == lab[place].address(family)
+    with lab.socket(place, family, socket.SOCK_DGRAM) as client:
+        client.settimeout(2)
+        reply, source = ask_udp(client, (address, UDP))
+        assert (reply.pod, reply.peer[0], source) == (server, lab[place].address(family), (address, UDP))
+
+
+def test_nothing_is_attached_before_an_agent_comes(lab: Lab) -> None:
+    assert attached(lab) == 0
+
+
+def test_the_node_checks_reverse_paths_strictly(lab: Lab) -> None:
+    """A pod that sends with another pod's address is not forwarded."""
+    with lab.inside("node"):
+        assert Path("/proc/sys/net/ipv4/conf/all/rp_filter").read_text().strip() == "1"
+
+
+@pytest.mark.parametrize(("place", "folder"), [("node", "node"), ("pod1", "pods"), ("client", None), ("remote1", None)])
+def test_processes_are_in_the_cgroup_of_their_place(lab: Lab, place: str, folder: str | None) -> None:
+    """Only what runs on the node is inside the cgroup that an agent attaches to; namespaces are never the machine's."""
+    told = lab.run(place, ["sh", "-c", "cat /proc/self/cgroup; readlink /proc/self/ns/net; ls /sys/fs/cgroup"]).stdout
+    unified = next(line for line in told.splitlines() if line.startswith("0::"))
+    if folder:
+        assert unified == f"0::/hp-{lab.name}/{folder}"
+    else:
+        assert f"hp-{lab.name}" not in unified
+    assert os.readlink("/proc/self/ns/net") not in told
+    assert lab[place].namespace.stat().st_ino == int(told.split("net:[")[1].split("]")[0])
+
+
+@pytest.mark.parametrize("how", UDP_SOCKETS)
+def test_udp_loads_count_every_answer(lab: Lab, how: str, family: int) -> None:
+    target = (family, (lab["pod2"].address(family), UDP))
+    tally = load("udp", target, count=50, udp_socket=how, open_socket=lambda f, k: lab.socket("pod1", f, k))
+    assert (tally.answered, tally.failed, dict(tally.backends)) == (50, 0, {"pod2": 50})
+
+
+def test_failures_are_counted_by_name(lab: Lab) -> None:
+    def opened(family: int, kind: int) -> socket.socket:
+        return lab.socket("pod1", family, kind)
+
+    closed = load("connections", target_of(f"{lab['pod2'].address4}:9"), count=10, open_socket=opened)
+    assert dict(closed.failures) == {"ECONNREFUSED": 10}
+    nobody = load("connections", target_of("10.77.9.9:80"), count=2, timeout=0.2, open_socket=opened)
+    assert dict(nobody.failures) == {"timeout": 2}
+
+
+def test_the_command_line_load_reports_as_it_goes(lab: Lab) -> None:
+    argv = [sys.executable, "-m", "controller.lab.traffic", "load", "streams", f"[{lab['pod2'].address6}]:{HTTP}"]
+    told = lab.run("pod1", [*argv, "--seconds", "0.6", "--rate", "200", "--report", "0.2"])
+    assert told.returncode == 0, told.stderr
+    assert len(told.stdout.splitlines()) >= 3
+    assert '"final": true' in told.stdout.splitlines()[-1]
+
+
+def test_bring_up_is_quick_and_removal_complete() -> None:
+    name = f"c{os.getpid()}xq"
+    start = time.monotonic()
+    with Lab(name, 6) as made:
+        taken = time.monotonic() - start
+        made.serve("pod1")
+        assert traces(name)
+    assert not traces(name)
+    assert taken < 3.0, f"{taken:.2f} s for six pods"  # 0.15 s on an idle machine
+
+
+def test_two_labs_stand_side_by_side() -> None:
+    with Lab(f"c{os.getpid()}xa", 1) as one, Lab(f"c{os.getpid()}xb", 1) as other:
+        one.serve("pod1")
+        with one.socket("node") as client:
+            client.settimeout(2)
+            client.connect((one["pod1"].address4, HTTP))
+        with other.socket("node") as client:
+            client.settimeout(2)
+            with pytest.raises(ConnectionRefusedError):  # the same address, another pod
+                client.connect((other["pod1"].address4, HTTP))
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next() -> None:
+    name = f"c{os.getpid()}xk"
+    text = f"import sys, os\nfrom controller.lab.network import Lab\nlab = Lab({name!r}, 2)\nlab.up()\nlab.serve('pod1')\nprint('up', flush=True)\nos.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", text], stdout=subprocess.PIPE, check=False)
+    assert traces(name)
+    assert Lab.standing(name)["pod2"].address4 == "10.77.1.12"
+    with Lab(name, 1) as made:
+        assert [place.name for place in made.pods()] == ["pod1"]
+        made.serve("pod1")
+    assert not traces(name)
+
+
+def test_a_failed_block_removes_the_lab_too() -> None:
+    name = f"c{os.getpid()}xf"
+    with pytest.raises(ZeroDivisionError), Lab(name, 1):
+        raise ZeroDivisionError
+    assert not traces(name)
+
+
+@pytest.mark.parametrize("name", ["", "Lab", "a-b", "a/b", "..", "x" * 17])
+def test_impossible_names_are_refused(name: str) -> None:
+    with pytest.raises(LabError, match="lower-case letters and digits"):
+        Lab(name)
+
+
+def test_no_lab_to_be_found() -> None:
+    with pytest.raises(LabError, match="no lab named 'nowhere'"):
+        Lab.standing("nowhere")
+
+
+def test_pods_come_and_go(lab: Lab, family: int) -> None:
+    place = lab.add_pod()
+    lab.serve(place.name)
+    with lab.socket("pod1", family) as client:
+        client.settimeout(2)
+        client.connect((place.address(family), HTTP))
+        assert ask_tcp(client).pod == place.name
+    lab.remove_pod(place.name)
+    with lab.socket("pod1", family) as client, pytest.raises(OSError):  # noqa: PT011
+        client.settimeout(0.3)
+        client.connect((place.address(family), HTTP))
+    with pytest.raises(LabError, match="cannot add pod"):
+        lab.add_pod("pod1")

@@ -1,0 +1,228 @@
+"""The agent dies, comes back, ends and is cleaned up; traffic must not notice before the last of these."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from controller.lab.agent import Agent
+from controller.lab.network import Lab
+from controller.lab.traffic import Tally, load
+
+from .kit import UDP, V4, V6, Bench, Service, attached, eventually, node_manifest, silent
+
+STRICT = """
+table inet strict {
+    chain forward {
+        type filter hook forward priority 0; policy drop;
+        ct state invalid counter drop
+        ct state new,established,related accept
+    }
+}
+"""
+
+
+@pytest.fixture
+def bench(lab: Lab, mode: str) -> Iterator[Bench]:
+    """An agent for each test: here it is what changes."""
+    manifests = lab.folder / "manifests"
+    shutil.rmtree(manifests, ignore_errors=True)
+    manifests.mkdir()
+    (manifests / "node.json").write_text(node_manifest(lab))
+    agent = Agent(lab, manifests, mode)
+    agent.start()
+    yield Bench(lab, agent, itertools.count(1))
+    print(f"--- log of the agent\n{agent.tail(60)}")
+    if agent.running():
+        agent.kill()
+    agent.cleanup()
+
+
+@contextmanager
+def under_load(bench: Bench, *services: Service) -> Iterator[dict[str, Tally]]:
+    """New connections, open streams and datagrams, from a pod and from the node, all the while."""
+    stop, tallies, threads = threading.Event(), {}, []
+    for place, service, family in itertools.product(("pod1", "node"), services, (V4, V6)):
+        for kind in ("connections", "streams") if service.protocol == "TCP" else ("udp",):
+            tally = tallies[f"{place} {kind} {service.vip(family)}"] = Tally()
+            threads.append(
+                threading.Thread(
+                    target=load,
+                    args=(kind, (family, service.vip(family))),
+                    kwargs={
+                        "tally": tally,
+                        "rate": 40,
+                        "concurrency": 2,
+                        "stop": stop,
+                        "open_socket": lambda family, kind, place=place: bench.lab.socket(place, family, kind),
+                    },
+                )
+            )
+    for thread in threads:
+        thread.start()
+    try:
+        yield tallies
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    for name, tally in tallies.items():
+        assert tally.answered >= 20, f"{name}: hardly any traffic: {tally.report()}"
+        assert not tally.failures, f"{name}: {tally.report()}"
+        assert not tally.moved, f"{name}: an open connection changed its backend"
+
+
+def test_kill_and_restart_under_load(bench: Bench) -> None:
+    web = bench.service("pod2", "pod3", "remote1")
+    dns = bench.service("pod2", "pod3", protocol="UDP", port=53, target=UDP)
+    before = bench.agent.status()
+    assert before is not None
+    with under_load(bench, web, dns):
+        time.sleep(0.7)
+        bench.agent.kill()
+        time.sleep(0.7)
+        bench.agent.start()
+        after = bench.agent.status()
+        time.sleep(0.7)
+    assert after is not None
+    assert after["generation"] >= before["generation"], (
+        "the restarted agent counts from the beginning: it adopted nothing"
+    )
+    assert after["services"] == before["services"]
+
+
+def test_a_restarted_agent_works_on(bench: Bench, family: int) -> None:
+    web = bench.service("pod2")
+    stream = bench.stream("pod1", web.vip(family), family)
+    with stream.connection:
+        stream.ask()
+        bench.agent.kill()
+        web.write(bench.lab["pod3"])  # changed while nobody watches
+        bench.agent.start()
+        bench.settle(web, {"pod3"}, family)
+        assert stream.ask().pod == "pod2"
+    later = bench.service("pod4")
+    assert bench.seen("pod1", later, family, 4) == {"pod4"}
+    assert bench.seen("node", later, family, 4) == {"pod4"}
+
+
+def test_a_service_deleted_while_the_agent_was_down_goes(bench: Bench, family: int) -> None:
+    doomed, kept = bench.service("pod2"), bench.service("pod3")
+    bench.agent.kill()
+    doomed.delete()
+    bench.agent.start()
+    eventually(lambda: silent(bench, "pod1", doomed, family, 0.3), 8, "a service deleted in the meantime still answers")
+    assert bench.seen("pod1", kept, family, 4) == {"pod3"}
+
+
+def test_sigterm_leaves_the_dataplane_working(bench: Bench, family: int) -> None:
+    web = bench.service("pod2", "pod3")
+    assert bench.agent.terminate() == 0
+    for place in ("pod1", "node"):
+        assert bench.seen(place, web, family, 30) == {"pod2", "pod3"}
+    with bench.connect("pod1", web.vip(family), family):
+        pass
+
+
+def test_a_second_agent_on_the_node_refuses_to_start(bench: Bench) -> None:
+    second = bench.lab.run(
+        "node", [*bench.agent.argv, "--admin-socket", str(bench.lab.folder / "second.sock")], timeout=20
+    )
+    assert second.returncode != 0
+    assert second.stderr.strip(), "it says nothing about why"
+    assert "Traceback" not in second.stderr
+    assert bench.agent.running()
+
+
+@pytest.fixture
+def foreign_filter(lab: Lab) -> Iterator[list[str]]:
+    """Somebody else's clsact filter on a pod's interface."""
+    if not shutil.which("tc"):
+        pytest.skip("tc is not installed (apt-get install iproute2)")
+    device = lab["pod1"].interface
+    lab.run("node", ["tc", "qdisc", "add", "dev", device, "clsact"])
+    added = lab.run(
+        "node",
+        ["tc", "filter", "add", "dev", device, "ingress", "prio", "50", "protocol", "all", "matchall", "action", "ok"],
+    )
+    if added.returncode:
+        pytest.skip(f"this kernel has no matchall filter: {added.stderr.strip()}")
+    yield ["tc", "filter", "show", "dev", device, "ingress"]
+    lab.run("node", ["tc", "qdisc", "del", "dev", device, "clsact"])
+
+
+def test_cleanup_removes_everything_of_ours_and_nothing_else(
+    bench: Bench, foreign_filter: list[str], mode: str, family: int
+) -> None:
+    web = bench.service("pod2")
+    assert bench.seen("pod1", web, family, 2) == {"pod2"}
+    if mode == "ebpf":
+        assert attached(bench.lab) > 0, "the check below would pass with nothing attached at all"
+    bench.agent.terminate()
+    cleaned = bench.agent.cleanup()
+    assert cleaned.returncode == 0, cleaned.stderr
+    assert attached(bench.lab) == 0
+    assert silent(bench, "pod1", web, family)
+    assert silent(bench, "node", web, family)
+    assert "matchall" in bench.lab.run("node", foreign_filter).stdout
+    again = bench.agent.cleanup()
+    assert again.returncode == 0, again.stderr
+    with bench.connect("pod1", (bench.lab["pod2"].address(family), 8080), family):
+        pass  # the node still is a router
+
+
+def test_cleanup_leaves_no_pins(bench: Bench, mode: str) -> None:
+    if mode != "ebpf":
+        pytest.skip("only the ebpf mode pins anything")
+    bench.service("pod2")
+    told = bench.agent.status()
+    assert told is not None
+    root = Path(str(told["pin_root"]))
+    assert root.is_dir()
+    assert any(path.is_file() for path in root.rglob("*"))
+    bench.agent.terminate()
+    bench.agent.cleanup()
+    assert not root.exists() or not any(root.iterdir())
+
+
+def test_strict_conntrack_rules_are_tolerated(bench: Bench, family: int) -> None:
+    """FORWARD accepts nothing that conntrack calls invalid: translation must look symmetric to it."""
+    if not shutil.which("nft"):
+        pytest.skip("nft is not installed (apt-get install nftables)")
+    added = bench.lab.run("node", ["nft", STRICT])
+    assert added.returncode == 0, added.stderr
+    try:
+        web = bench.service("pod2", "remote1")
+        dns = bench.service("pod2", "pod1", protocol="UDP", port=53, target=UDP)
+        with under_load(bench, web, dns):
+            time.sleep(1.0)
+        assert "counter packets 0 " in bench.lab.run("node", ["nft", "list", "table", "inet", "strict"]).stdout
+    finally:
+        bench.lab.run("node", ["nft", "delete", "table", "inet", "strict"])
+
+
+def test_what_is_no_services_waits_for_no_agent(bench: Bench, family: int) -> None:
+    """Direct traffic in a time without agent, and right through its start."""
+    stop, tally = threading.Event(), Tally()
+    target = (family, (bench.lab["pod2"].address(family), 8080))
+    client = threading.Thread(
+        target=load,
+        args=("connections", target),
+        kwargs={"tally": tally, "rate": 100, "stop": stop, "open_socket": lambda f, k: bench.lab.socket("pod1", f, k)},
+    )
+    client.start()
+    bench.agent.kill()
+    bench.agent.cleanup()
+    bench.agent.start()
+    bench.agent.terminate()
+    stop.set()
+    client.join()
+    assert not tally.failures, tally.report()
+    assert tally.answered > 20
