@@ -26,7 +26,7 @@ def traces(name: str) -> list[Path]:
     return [path for path in found if path.exists()]
 
 
-IP_FREEBIND = 15  # linux/in.h
+IP_TRANSPARENT = 19  # linux/in.h: any source address
 PLACES = ["node", "client", "pod1", "pod2", "remote1"]
 
 
@@ -58,7 +58,7 @@ def test_the_node_checks_reverse_paths_strictly(lab: Lab) -> None:
         server.settimeout(0.3)
         for source, passes in ((lab["pod1"].address4, True), (lab["pod3"].address4, False)):
             with lab.socket("pod1", kind=socket.SOCK_DGRAM) as client:
-                client.setsockopt(socket.IPPROTO_IP, IP_FREEBIND, 1)
+                client.setsockopt(socket.IPPROTO_IP, IP_TRANSPARENT, 1)
                 client.bind((source, 0))
                 client.sendto(b"x", target)
             if passes:
