@@ -34,7 +34,7 @@ CASES = [
 
 @pytest.mark.parametrize("kind", [Kind.EXTERNAL_IP, Kind.LOAD_BALANCER, Kind.NODE_PORT], ids=lambda k: k.value)
 @pytest.mark.parametrize(("internal", "external", "endpoints", "expected", "expected_outer"), CASES)
-def test_routes(kind, internal, external, endpoints, expected, expected_outer):  # noqa: PLR0917
+def test_routes(kind, internal, external, endpoints, expected, expected_outer):
     svc = service(
         type="LoadBalancer",
         ports=(ServicePort("http", Protocol.TCP, 80, 30080),),

@@ -1,0 +1,155 @@
+"""What the cluster remembers, and what each event makes worth redoing."""
+
+# ruff: noqa: E501 (a case is one line)
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from make import ME, NODE, SERVICE_RANGE, Node, ServiceCIDR, away, cluster, endpoint_slice, here, listing, service
+
+from controller.cluster import Cluster, Dirty
+from controller.model import KINDS, Problem, Removed, Replaced, SourceState, Upserted
+
+WEB, API = service(), service("api", cluster_ips=("10.96.0.11",))
+SLICE = endpoint_slice(here("10.1.0.1"))
+OF_API = endpoint_slice(here("10.1.0.1"), of="api")
+ORPHAN = endpoint_slice(here("10.1.0.1"), of="nobody", name="orphan")
+FRESH = {"services": frozenset(), "node": False}
+
+
+def replace(obj, **fields):
+    return msgspec.structs.replace(obj, **fields)
+
+
+def dirty(*names: str, node: bool = False) -> Dirty:
+    return Dirty(frozenset(f"default/{name}" for name in names), node)
+
+
+# fmt: off
+CASES = [
+    #            event                                                               may differ, dirty
+    pytest.param(Upserted(WEB),                                                      False, dirty(),             id="the same service again"),
+    pytest.param(Upserted(service()),                                                False, dirty(),             id="an equal service"),
+    pytest.param(Upserted(replace(WEB, internal_local=True)),                        True,  dirty("web"),        id="a service changed"),
+    pytest.param(Upserted(service("new", cluster_ips=("10.96.0.12",))),              True,  dirty("new"),        id="a new service"),
+    pytest.param(Upserted(endpoint_slice(here("10.1.0.1"))),                         False, dirty(),             id="an equal slice (written again without a change)"),
+    pytest.param(Upserted(endpoint_slice(away("10.1.0.1"))),                         True,  dirty("web"),        id="a slice changed"),
+    pytest.param(Upserted(endpoint_slice(here("10.1.0.2"), name="web-2")),           True,  dirty("web"),        id="a second slice"),
+    pytest.param(Upserted(OF_API),                                                   True,  dirty("web", "api"), id="a slice moves to another service: both"),
+    pytest.param(Upserted(replace(SLICE, service="default/nobody")),                 True,  dirty("web"),        id="a slice moves to a service that does not exist"),
+    pytest.param(Upserted(replace(ORPHAN, service="default/api")),                   True,  dirty("api"),        id="a slice finds its service"),
+    pytest.param(Upserted(replace(ORPHAN, family=6)),                                False, dirty(),             id="a slice of a service that does not exist"),
+    pytest.param(Removed("EndpointSlice", "default/web-1"),                          True,  dirty("web"),        id="a slice removed"),
+    pytest.param(Removed("EndpointSlice", "default/orphan"),                         False, dirty(),             id="a slice without a service removed"),
+    pytest.param(Removed("Service", "default/web"),                                  True,  dirty("web"),        id="a service removed"),
+    pytest.param(Removed("Service", "default/nobody"),                               False, dirty(),             id="an unknown service removed"),
+    pytest.param(Upserted(replace(NODE, zone="zone-b")),                             True,  dirty(node=True),    id="this node's zone"),
+    pytest.param(Upserted(replace(NODE, eligible=False)),                            False, dirty(),             id="this node for load balancers: health alone"),
+    pytest.param(Upserted(Node(ME, NODE.addresses, NODE.pod_cidrs, NODE.zone)),      False, dirty(),             id="this node's heartbeat"),
+    pytest.param(Upserted(Node("node-b", ("192.168.0.2",))),                         False, dirty(),             id="another node"),
+    pytest.param(Removed("Node", "node-b"),                                          False, dirty(),             id="another node removed"),
+    pytest.param(Removed("Node", ME),                                                True,  dirty(node=True),    id="this node removed"),
+    pytest.param(Upserted(ServiceCIDR("more", ("10.200.0.0/16",))),                  True,  dirty(node=True),    id="a service range"),
+    pytest.param(Upserted(SERVICE_RANGE),                                            False, dirty(),             id="the same service range again"),
+    pytest.param(Removed("ServiceCIDR", "kubernetes"),                               True,  dirty(node=True),    id="a service range removed"),
+    pytest.param(Replaced("Service", (WEB, API)),                                    False, dirty(),             id="the same list again (410, listed anew)"),
+    pytest.param(Replaced("Service", (WEB,)),                                        True,  dirty("api"),        id="a list without a service: it is gone"),
+    pytest.param(Replaced("Service", (WEB,), frozenset({"default/api"})),            False, dirty(),             id="a list that refused a service: its last good version stays"),
+    pytest.param(Replaced("Service", (), frozenset({"default/unseen"})),             True,  dirty("web", "api"), id="a refused service that never had a good version"),
+    pytest.param(Replaced("EndpointSlice", (OF_API,)),                               True,  dirty("web", "api"), id="a list where a slice moved"),
+    pytest.param(Replaced("Node", ()),                                               True,  dirty(node=True),    id="a list without this node"),
+    pytest.param(Replaced("Node", (NODE, Node("node-b"))),                           False, dirty(),             id="a list of all nodes"),
+    pytest.param(Problem("Service", "default/web", "spec.ports[0].port: 0"),         False, dirty(),             id="a refused object"),
+    pytest.param(SourceState(False, "away"),                                         False, dirty(),             id="the source is away"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("event", "may_differ", "expected"), CASES)
+def test_an_event_and_what_it_makes_dirty(event, may_differ, expected):
+    state = cluster(NODE, SERVICE_RANGE, WEB, API, SLICE, ORPHAN)
+    state.take_dirty()
+    assert state.apply(event) is may_differ
+    assert state.take_dirty() == expected
+    assert state.take_dirty() == dirty()
+    assert state.apply(event) is False or isinstance(event, Removed), "an event twice changes nothing"
+
+
+def test_everything_is_dirty_at_first():
+    state = cluster(WEB)
+    assert state.take_dirty() == Dirty(None, True)
+    assert state.take_dirty() == dirty()
+
+
+def test_complete_once_every_announced_kind_was_listed():
+    state = Cluster(ME, ("Service", "EndpointSlice"))
+    assert not state.complete
+    state.apply(Upserted(WEB))
+    state.apply(Replaced("EndpointSlice", ()))
+    assert not state.complete
+    state.apply(Replaced("Service", ()))
+    assert state.complete
+    assert Cluster(ME, ()).complete
+    assert not Cluster(ME).complete
+
+
+def test_a_service_deleted_and_made_again_between_two_looks():
+    state = cluster(WEB, SLICE)
+    state.take_dirty()
+    state.apply(Removed("Service", "default/web"))
+    state.apply(Upserted(WEB))
+    assert state.take_dirty() == dirty("web")
+    assert list(state.slices_of("default/web")) == [SLICE]
+
+
+def test_what_can_be_read():
+    state = cluster(NODE, Node("node-b"), SERVICE_RANGE, ServiceCIDR("a", ("10.0.0.0/24", "10.96.0.0/16")), WEB, SLICE)
+    assert dict(state.services) == {"default/web": WEB}
+    assert list(state.slices_of("default/web")) == [SLICE]
+    assert list(state.slices_of("default/nobody")) == []
+    assert state.node == NODE
+    assert state.service_cidrs == ("10.0.0.0/24", "10.96.0.0/16", "fd00::/112")
+    assert state.source_state is None
+    state.apply(SourceState(True, "up"))
+    assert state.source_state == SourceState(True, "up")
+
+
+def test_health_of_the_node_is_remembered_though_the_table_does_not_care():
+    state = cluster(NODE)
+    state.apply(Upserted(replace(NODE, eligible=False)))
+    assert state.node is not None
+    assert not state.node.eligible
+
+
+# fmt: off
+BAD = Problem("Service", "default/web", "spec.ports[0].port: 0 is no port")
+CLEARING = [
+    pytest.param([Problem("Service", "default/web", "")],                            False, id="an empty message clears it"),
+    pytest.param([Removed("Service", "default/web")],                                False, id="its object is gone"),
+    pytest.param([Replaced("Service", ())],                                          False, id="its object is not in a new list"),
+    pytest.param([Replaced("Service", (), frozenset({"default/web"}))],              True,  id="refused again in a new list"),
+    pytest.param([Replaced("EndpointSlice", ())],                                    True,  id="a list of another kind"),
+    pytest.param([Problem("EndpointSlice", "default/web", "")],                      True,  id="another kind of that name is well"),
+    pytest.param([Upserted(WEB)],                                                    True,  id="one good copy of two with one name does not clear it"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("events", "stays"), CLEARING)
+def test_a_problem_stays_until(events, stays):
+    state = cluster(WEB)
+    state.apply(BAD)
+    for event in events:
+        state.apply(event)
+    assert dict(state.problems) == ({("Service", "default/web"): BAD} if stays else {})
+
+
+def test_a_refused_object_keeps_its_last_good_version():
+    state = cluster(WEB)
+    state.apply(BAD)
+    assert state.services["default/web"] == WEB
+
+
+def test_listing_covers_all_kinds():
+    assert [event.kind for event in listing([WEB, NODE])] == list(KINDS)

@@ -1,0 +1,131 @@
+"""Generations, what is marked as changed, and what stays the same object."""
+
+# ruff: noqa: E501 (a case is one line)
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from make import NODE, SERVICE_RANGE, SETTINGS, away, cluster, endpoint_slice, here, service
+
+from controller.model import Removed, Upserted
+from controller.semantics import Settings
+from controller.tables import Builder
+from dataplane.table import EMPTY, Detect, Masquerade
+
+WEB, API = service(), service("api", cluster_ips=("10.96.0.11",))
+SLICE = endpoint_slice(here("10.1.0.1"))
+ADDRESSES = ("192.168.0.1", "fd01::1")
+
+
+@pytest.fixture
+def world():
+    state, builder = cluster(NODE, SERVICE_RANGE, WEB, API, SLICE), Builder(SETTINGS)
+    return state, builder, builder.build(state, ADDRESSES)
+
+
+def test_the_first_table(world):
+    _, _, table = world
+    assert (table.generation, table.base) == (1, 0)
+    assert table.changed == {"default/web", "default/api"} == set(table.services)
+    assert table.node.service_cidrs == ("10.96.0.0/16", "fd00::/112")
+    assert table.node.primary == ("192.168.0.1", "fd01::1")
+
+
+def test_nothing_at_all_is_the_empty_table():
+    assert Builder(Settings()).build(cluster(), ()) is EMPTY
+
+
+def test_nothing_changed_is_the_same_table(world):
+    state, builder, table = world
+    assert builder.build(state, ADDRESSES) is table
+    state.apply(Upserted(msgspec.structs.replace(NODE, eligible=False)))
+    assert builder.build(state, ADDRESSES) is table
+
+
+# fmt: off
+UNCHANGED = [
+    pytest.param([Removed("Service", "default/web"), Upserted(WEB)],                        id="deleted and made again"),
+    pytest.param([Upserted(endpoint_slice(away("10.1.1.1"))), Upserted(SLICE)],             id="there and back"),
+    pytest.param([Upserted(endpoint_slice(name="web-2"))],                                  id="another slice, empty"),
+    pytest.param([Upserted(msgspec.structs.replace(WEB, health_check_node_port=32000))],    id="a field that is not for the table"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("events", UNCHANGED)
+def test_a_dirty_service_with_the_same_meaning_changes_nothing(world, events):
+    state, builder, table = world
+    for event in events:
+        state.apply(event)
+    assert builder.build(state, ADDRESSES) is table
+
+
+def test_one_change(world):
+    state, builder, table = world
+    state.apply(Upserted(endpoint_slice(here("10.1.0.1"), away("10.1.1.1"))))
+    after = builder.build(state, ADDRESSES)
+    assert (after.generation, after.base, after.changed) == (2, 1, {"default/web"})
+    assert after.services["default/api"] is table.services["default/api"]
+    assert len(after.services["default/web"][0].serving) == 2
+    assert len(table.services["default/web"][0].serving) == 1, "the last table is not touched"
+
+
+def test_a_removed_service(world):
+    state, builder, _ = world
+    state.apply(Removed("Service", "default/api"))
+    after = builder.build(state, ADDRESSES)
+    assert after.changed == {"default/api"}
+    assert set(after.services) == {"default/web"}
+
+
+# fmt: off
+NODE_CHANGES = [
+    pytest.param({"zone": "zone-b"},               True,  id="a zone that no hint names"),
+    pytest.param({"pod_cidrs": ("10.9.0.0/24",)},  True,  id="another pod CIDR that detection does not ask for"),
+    pytest.param({"addresses": ("192.168.7.7",)},  False, id="another primary address"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("fields", "same_table"), NODE_CHANGES)
+def test_a_change_of_the_node_keeps_services_that_mean_the_same(world, fields, same_table):
+    state, builder, table = world
+    assert state.apply(Upserted(msgspec.structs.replace(NODE, **fields)))
+    after = builder.build(state, ADDRESSES)
+    assert (after is table) is same_table
+    if not same_table:
+        assert (after.generation, after.changed) == (2, frozenset())
+    for name in table.services:
+        assert after.services[name] is table.services[name]
+
+
+def test_a_change_of_zone_moves_hinted_services(world):
+    state, builder, _ = world
+    hinted = endpoint_slice(away("10.1.1.1", zones=["zone-a"]), away("10.1.1.2", zones=["zone-b"]))
+    state.apply(Upserted(hinted))
+    builder.build(state, ADDRESSES)
+    state.apply(Upserted(msgspec.structs.replace(NODE, zone="zone-b")))
+    after = builder.build(state, ADDRESSES)
+    assert after.changed == {"default/web"}
+    assert after.services["default/web"][0].frontends[0].inside.why == "zone hints: zone-b"
+
+
+def test_an_address_added_to_an_interface_is_served_at_once():
+    settings = msgspec.structs.replace(SETTINGS, node_port_addresses=("0.0.0.0/0",))
+    state, builder = cluster(NODE, WEB), Builder(settings)
+    assert "10.0.0.5" not in builder.build(state, ("192.168.0.1",)).node.node_port_addresses
+    after = builder.build(state, ("192.168.0.1", "10.0.0.5"))
+    assert "10.0.0.5" in after.node.node_port_addresses
+    assert (after.changed, after.generation) == (frozenset(), 2)
+
+
+def test_node_cidrs_that_come_late_turn_masquerade_on():
+    settings = msgspec.structs.replace(SETTINGS, detect=Detect.NODE_CIDR)
+    state, builder = cluster(WEB), Builder(settings)
+    before = builder.build(state, ())
+    assert before.services["default/web"][0].frontends[0].masquerade is Masquerade.NEVER
+    state.apply(Upserted(NODE))
+    after = builder.build(state, ())
+    assert after.services["default/web"][0].frontends[0].masquerade == Masquerade.NODE | Masquerade.EXTERNAL
+    assert after.changed == {"default/web"}
