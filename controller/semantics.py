@@ -268,7 +268,7 @@ _LOCAL_POLICY: Final = {
 def _external(service: Service, cluster_ip: str, family: int, settings: Settings) -> list[tuple[Kind, str]]:
     """Load-balancer IPs, then external IPs, of one family, each address once.
 
-    An address that is both is a load-balancer IP: its source ranges guard it in every mode of kube-proxy.
+    An address that is both is a load-balancer IP: the source ranges must guard it.
     """
     found: dict[str, Kind] = {}
     for address in service.load_balancer_ips:

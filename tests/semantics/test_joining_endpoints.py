@@ -69,6 +69,7 @@ COPIES = [
     pytest.param([here("10.1.0.1", "draining"), here("10.1.0.1", "unready")],           "reject",   0, id="a copy that does not terminate wins, even unready"),
     pytest.param([here("10.1.0.1", "gone"), here("10.1.0.1", "draining")],              "10.1.0.1", 1, id="of terminating copies the one that serves"),
     pytest.param([here("10.1.0.1", "unready"), here("10.1.0.1")],                       "10.1.0.1", 1, id="of running copies the ready one"),
+    pytest.param([here("10.1.0.1", "draining-ready"), here("10.1.0.1", "unready")],     "reject",   0, id="a running copy wins over one that is ready and terminates"),
 ]
 # fmt: on
 
@@ -121,8 +122,9 @@ SERVING = [
 
 
 @pytest.mark.parametrize(("state", "expected"), SERVING)
-def test_what_still_serves(state, expected):
-    entry = only(service(), endpoint_slice(here("10.1.0.1", state), away("10.1.1.1")))
+@pytest.mark.parametrize("zones", [(), ("zone-a",)], ids=["plain", "with hints"])
+def test_what_still_serves(state, expected, zones):
+    entry = only(service(), endpoint_slice(here("10.1.0.1", state), away("10.1.1.1", zones=zones)))
     assert sockets(entry.serving) == ["10.1.0.1:8080"] * expected + ["10.1.1.1:8080"]
 
 
