@@ -1,0 +1,82 @@
+# hybrid-proxy: `make` alone prints this list.
+
+VENV     := .venv
+PYTHON   := $(VENV)/bin/python
+OBJECTS  := dataplane/modes/ebpf/objects
+SOURCES  := $(wildcard bpf/*.bpf.c)
+HEADERS  := $(wildcard bpf/*.h)
+BUILT    := $(patsubst bpf/%.bpf.c,$(OBJECTS)/%.bpf.o,$(SOURCES)) $(OBJECTS)/abi.h
+APT      := clang llvm clang-format libbpf-dev libbpf1 linux-libc-dev libc6-dev gcc make python3-venv python3-dev nftables
+STAMPS   := $(VENV)/.stamps
+
+CLANG    ?= clang
+TRIPLE   := $(shell gcc -print-multiarch 2>/dev/null || uname -m)-linux-gnu
+INCLUDES := -I/usr/include/$(shell gcc -print-multiarch 2>/dev/null || echo $(TRIPLE))
+CFLAGS_BPF := -O2 -g -target bpf -mcpu=v3 -Wall -Wextra -Werror -Wno-unused-parameter -Wno-sign-compare $(INCLUDES)
+
+# $(call quiet,words) says what is being done; V=1 shows the commands too.
+ifeq ($(V),1)
+Q :=
+else
+Q := @
+endif
+
+.PHONY: help demo test check bench setup bpf format clean
+.DEFAULT_GOAL := help
+
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: setup ## show the main job on this machine, in namespaces of its own (root; under a minute)
+	$(Q)$(VENV)/bin/hybrid-proxy lab demo
+
+test: setup ## run all tests (root: they make network namespaces of their own)
+	$(Q)$(PYTHON) -m pytest $(ARGS)
+
+check: setup ## formatters, linters, types and the import contracts
+	$(Q)$(VENV)/bin/ruff format --check .
+	$(Q)$(VENV)/bin/ruff check .
+	$(Q)$(VENV)/bin/mypy
+	$(Q)$(VENV)/bin/lint-imports --no-cache
+	$(Q)clang-format --dry-run --Werror $(SOURCES) $(HEADERS)
+
+bench: setup ## run the benchmarks, or one: make bench BENCH=selection
+	$(Q)$(PYTHON) -m tests.benchmarks $(BENCH)
+
+setup: $(STAMPS)/apt $(STAMPS)/venv bpf ## install what is missing: packages, the virtual environment, BPF objects
+
+bpf: $(BUILT) ## compile the BPF programs (clang)
+
+format: setup ## format Python and C in place
+	$(Q)$(VENV)/bin/ruff format .
+	$(Q)$(VENV)/bin/ruff check --fix .
+	$(Q)clang-format -i $(SOURCES) $(HEADERS)
+
+clean: ## remove everything that was built
+	rm -rf $(VENV) $(OBJECTS) build dist *.egg-info dataplane/kernel/_publish*.so dataplane/kernel/_publish.c
+
+$(OBJECTS)/%.bpf.o: bpf/%.bpf.c $(HEADERS)
+	@mkdir -p $(OBJECTS)
+	@echo "bpf      $<"
+	$(Q)$(CLANG) $(CFLAGS_BPF) -c $< -o $@
+
+$(OBJECTS)/abi.h: bpf/abi.h
+	@mkdir -p $(OBJECTS)
+	$(Q)$(CLANG) -E -P -DABI_FOR_PYTHON -x c $< -o $@
+
+# Debian packages: only when one is missing, and then only those.
+$(STAMPS)/apt: Makefile
+	@missing=$$(for p in $(APT); do dpkg -s $$p >/dev/null 2>&1 || printf '%s ' $$p; done); \
+	if [ -n "$$missing" ]; then \
+		echo "apt      $$missing"; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null; \
+	fi
+	@mkdir -p $(VENV)
+	@test -x $(PYTHON) || { echo "venv     $(VENV)"; python3 -m venv $(VENV); }
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/venv: pyproject.toml setup.py dataplane/kernel/publish_build.py $(STAMPS)/apt
+	@echo "pip      hybrid-proxy and its development tools"
+	$(Q)$(PYTHON) -m pip install --quiet --upgrade 'pip>=25.1'
+	$(Q)$(PYTHON) -m pip install --quiet --group dev --editable .
+	@touch $@

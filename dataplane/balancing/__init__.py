@@ -1,0 +1,1 @@
+"""Algorithms: each file fills a ring of backends; the datapath only indexes it."""

@@ -1,0 +1,26 @@
+"""PURE. What changed between two tables, at the cost of what changed."""
+
+from __future__ import annotations
+
+from dataplane.table import ServiceTable
+
+__all__ = ["changed_services"]
+
+
+def changed_services(old: ServiceTable, new: ServiceTable) -> frozenset[str]:
+    """Names of services that differ between the tables or are in one of them only.
+
+    A table that was made from `old` knows the answer. Otherwise unchanged services are recognised by
+    identity, then by equality.
+    """
+    if new is old:
+        return frozenset()
+    if new.base == old.generation:
+        return new.changed
+    names = {
+        name
+        for name, entries in new.services.items()
+        if (was := old.services.get(name)) is not entries and was != entries
+    }
+    names.update(name for name in old.services if name not in new.services)
+    return frozenset(names)

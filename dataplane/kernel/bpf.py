@@ -1,0 +1,398 @@
+"""BPF objects, maps, links and test runs: libbpf through cffi (ABI mode, the distribution's libbpf.so.1).
+
+`Object` opens a compiled object, sets its constants and map sizes, shares maps through pins, and loads.
+`Map` is one map by file descriptor: batches where the kernel has them, a numpy view where it is mappable.
+Every error is a `BpfError` that says which call on which object failed, with the verifier's last words.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cffi import FFI
+from numpy.typing import NDArray
+
+from dataplane.errors import DataplaneError, Unsupported
+
+__all__ = ["BpfError", "Map", "Object", "pin_link", "run_on_packet", "update_link"]
+
+Bytes = NDArray[np.uint8]
+
+ffi = FFI()
+ffi.cdef(
+    """
+    struct bpf_object; struct bpf_map; struct bpf_program;
+    struct bpf_map_batch_opts { size_t sz; uint64_t elem_flags; uint64_t flags; };
+    struct bpf_test_run_opts {
+        size_t sz; const void *data_in; void *data_out; uint32_t data_size_in; uint32_t data_size_out;
+        const void *ctx_in; void *ctx_out; uint32_t ctx_size_in; uint32_t ctx_size_out; uint32_t retval;
+        int repeat; uint32_t duration; uint32_t flags; uint32_t cpu; uint32_t batch_size;
+    };
+    struct bpf_map_info {
+        uint32_t type; uint32_t id; uint32_t key_size; uint32_t value_size; uint32_t max_entries;
+        uint32_t map_flags; char name[16]; ...;
+    };
+    void *libbpf_set_print(void *fn);
+    struct bpf_object *bpf_object__open_file(const char *path, const void *opts);
+    int bpf_object__load(struct bpf_object *);
+    void bpf_object__close(struct bpf_object *);
+    struct bpf_program *bpf_object__next_program(const struct bpf_object *, struct bpf_program *);
+    struct bpf_map *bpf_object__next_map(const struct bpf_object *, const struct bpf_map *);
+    const char *bpf_map__name(const struct bpf_map *);
+    const char *bpf_program__name(const struct bpf_program *);
+    int bpf_map__fd(const struct bpf_map *);
+    int bpf_program__fd(const struct bpf_program *);
+    int bpf_map__set_max_entries(struct bpf_map *, uint32_t);
+    int bpf_map__reuse_fd(struct bpf_map *, int fd);
+    void *bpf_map__initial_value(struct bpf_map *, size_t *);
+    int bpf_program__set_autoload(struct bpf_program *, bool);
+    int bpf_program__set_log_buf(struct bpf_program *, char *, size_t);
+    int bpf_map_update_elem(int fd, const void *k, const void *v, uint64_t flags);
+    int bpf_map_lookup_elem(int fd, const void *k, void *v);
+    int bpf_map_delete_elem(int fd, const void *k);
+    int bpf_map_get_next_key(int fd, const void *k, void *next);
+    int bpf_map_update_batch(int fd, const void *keys, const void *values, uint32_t *count, const void *opts);
+    int bpf_map_lookup_batch(int fd, void *in, void *out, void *keys, void *values, uint32_t *count, const void *opts);
+    int bpf_map_delete_batch(int fd, const void *keys, uint32_t *count, const void *opts);
+    int bpf_link_create(int prog_fd, int target_fd, int attach_type, const void *opts);
+    int bpf_link_update(int link_fd, int new_prog_fd, const void *opts);
+    int bpf_prog_attach(int prog_fd, int target_fd, int type, unsigned int flags);
+    int bpf_obj_pin(int fd, const char *path);
+    int bpf_obj_get(const char *path);
+    int bpf_prog_test_run_opts(int prog_fd, struct bpf_test_run_opts *opts);
+    int bpf_obj_get_info_by_fd(int fd, void *info, uint32_t *len);
+    """.replace(" ...;", "")
+)
+
+LOG_SIZE = 1 << 16
+
+
+class BpfError(DataplaneError):
+    """A BPF call that failed. `code` is the positive errno."""
+
+    def __init__(self, what: str, code: int, detail: str = "") -> None:
+        reason = os.strerror(code)
+        if code == errno.EPERM:
+            reason += " (CAP_BPF and CAP_NET_ADMIN are needed; run as root)"
+        super().__init__(f"{what}: {reason}" + (f"\n{detail}" if detail else ""))
+        self.code = code
+
+
+@lru_cache(maxsize=1)
+def library() -> Any:
+    """libbpf, opened once; silent, because errors are reported by us.
+
+    Raises:
+        Unsupported: the library is not installed.
+    """
+    try:
+        opened = ffi.dlopen("libbpf.so.1")
+    except OSError as error:
+        raise Unsupported("eBPF", "libbpf.so.1 is not installed (Debian: apt-get install libbpf1)") from error
+    opened.libbpf_set_print(ffi.NULL)
+    return opened
+
+
+def check(code: int, what: str, detail: str = "") -> int:
+    """The non-negative result of a libbpf call.
+
+    Raises:
+        BpfError: the call failed; libbpf 1.x returns -errno.
+    """
+    if code >= 0:
+        return int(code)
+    raise BpfError(what, ffi.errno if code == -1 else -code, detail)
+
+
+def is_there(path: Path) -> bool:
+    """Whether something is pinned at `path`."""
+    return path.exists()
+
+
+class Map:
+    """One map, by a file descriptor that this object owns."""
+
+    def __init__(self, fd: int, name: str) -> None:
+        self.fd = fd
+        self.name = name
+        info = ffi.new("struct bpf_map_info *")
+        size = ffi.new("uint32_t *", ffi.sizeof("struct bpf_map_info"))
+        check(library().bpf_obj_get_info_by_fd(fd, info, size), f"describing map {name}")
+        self.key_size = int(info.key_size)
+        self.value_size = int(info.value_size)
+        self.entries = int(info.max_entries)
+        self._mapping: mmap.mmap | None = None
+
+    @classmethod
+    def pinned(cls, path: Path) -> Map:
+        """The map that is pinned at `path`.
+
+        Raises:
+            BpfError: nothing is pinned there, or no privilege.
+        """
+        return cls(check(library().bpf_obj_get(str(path).encode()), f"opening pinned map {path}"), path.name)
+
+    def pin(self, path: Path) -> None:
+        """Keep the map alive beyond this process."""
+        check(library().bpf_obj_pin(self.fd, str(path).encode()), f"pinning map at {path}")
+
+    def update(self, key: bytes, value: bytes, flags: int = 0) -> None:
+        """Set one element.
+
+        Raises:
+            BpfError: E2BIG when the map is full.
+        """
+        check(library().bpf_map_update_elem(self.fd, key, value, flags), f"map {self.name}: update")
+
+    def lookup(self, key: bytes) -> bytes | None:
+        """One element's value, None when there is none."""
+        value = ffi.new("char[]", self.value_size)
+        code = library().bpf_map_lookup_elem(self.fd, key, value)
+        return None if code < 0 else bytes(ffi.buffer(value))
+
+    def lookup_per_cpu(self, key: bytes, cpus: int) -> NDArray[np.uint64]:
+        """The values of all possible CPUs of a per-CPU map of u64."""
+        values = np.zeros(cpus, dtype=np.uint64)
+        check(library().bpf_map_lookup_elem(self.fd, key, ffi.from_buffer(values)), f"map {self.name}: lookup")
+        return values
+
+    def delete(self, key: bytes) -> bool:
+        """Delete one element; False when there was none."""
+        return bool(library().bpf_map_delete_elem(self.fd, key) >= 0)
+
+    def update_batch(self, keys: NDArray[Any], values: NDArray[Any]) -> int:
+        """Set many elements; returns how many of them, from the first, were set (fewer when the map is full)."""
+        total = len(keys)
+        if not total:
+            return 0
+        done = ffi.new("uint32_t *", total)
+        code = library().bpf_map_update_batch(
+            self.fd, ffi.from_buffer(keys), ffi.from_buffer(values), done, self._batch_options()
+        )
+        if code >= 0:
+            return total
+        if -code in (errno.E2BIG, errno.ENOSPC, errno.ENOMEM):
+            return int(done[0])
+        for index in range(total):  # a kernel without batches for this map type
+            try:
+                self.update(keys[index].tobytes(), values[index].tobytes())
+            except BpfError as error:
+                if error.code in (errno.E2BIG, errno.ENOSPC, errno.ENOMEM):
+                    return index
+                raise
+        return total
+
+    def delete_batch(self, keys: NDArray[Any]) -> None:
+        """Delete many elements; those that are not there are passed over."""
+        start = 0
+        while start < len(keys):
+            part = np.ascontiguousarray(keys[start:])
+            done = ffi.new("uint32_t *", len(part))
+            code = library().bpf_map_delete_batch(self.fd, ffi.from_buffer(part), done, self._batch_options())
+            if code >= 0:
+                return
+            start += int(done[0])
+            if start < len(keys):
+                self.delete(keys[start].tobytes())
+                start += 1
+
+    def items(self, key_type: np.dtype[Any], value_type: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """All keys and values. Elements that come or go meanwhile may be missing."""
+        keys, values, chunk = [], [], 16384
+        position = ffi.new("char[]", max(self.key_size, 8))
+        first = ffi.NULL
+        while True:
+            part_keys, part_values = np.empty(chunk, dtype=key_type), np.empty(chunk, dtype=value_type)
+            got = ffi.new("uint32_t *", chunk)
+            code = library().bpf_map_lookup_batch(
+                self.fd, first, position, ffi.from_buffer(part_keys), ffi.from_buffer(part_values), got,
+                self._batch_options(),
+            )  # fmt: skip
+            if code == -errno.ENOSPC:  # one bucket holds more than a chunk
+                chunk *= 2
+                continue
+            if code < 0 and code != -errno.ENOENT:
+                return self._items_one_by_one(key_type, value_type)
+            keys.append(part_keys[: got[0]])
+            values.append(part_values[: got[0]])
+            if code == -errno.ENOENT:
+                return np.concatenate(keys), np.concatenate(values)
+            first = position
+
+    def _items_one_by_one(
+        self, key_type: np.dtype[Any], value_type: np.dtype[Any]
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        keys, values = bytearray(), bytearray()
+        for key in self._keys():
+            value = self.lookup(key)
+            if value is not None:
+                keys += key
+                values += value
+        return np.frombuffer(bytes(keys), dtype=key_type), np.frombuffer(bytes(values), dtype=value_type)
+
+    def _keys(self) -> Iterator[bytes]:
+        key, following = ffi.NULL, ffi.new("char[]", self.key_size)
+        for _ in range(2 * self.entries):  # a map that changes meanwhile may start over
+            if library().bpf_map_get_next_key(self.fd, key, following) < 0:
+                return
+            yield bytes(ffi.buffer(following))
+            key = ffi.new("char[]", bytes(ffi.buffer(following)))
+
+    def view(self, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """The elements of a mappable array as a writable numpy array that shares the kernel's memory.
+
+        Raises:
+            BpfError: the kernel cannot map this map.
+        """
+        if dtype.itemsize % 8:
+            raise ValueError(f"map {self.name}: elements of {dtype.itemsize} bytes are padded to 8 by the kernel")
+        if self._mapping is None:
+            try:
+                self._mapping = mmap.mmap(self.fd, self.entries * dtype.itemsize, mmap.MAP_SHARED)
+            except OSError as error:
+                raise BpfError(f"mapping {self.name}", error.errno or errno.EINVAL) from error
+        return np.frombuffer(self._mapping, dtype=dtype)
+
+    def close(self) -> None:
+        """Give the descriptor back. Views stay valid as long as somebody holds them."""
+        os.close(self.fd)
+
+    @staticmethod
+    def _batch_options() -> Any:
+        return ffi.new("struct bpf_map_batch_opts *", {"sz": ffi.sizeof("struct bpf_map_batch_opts")})
+
+
+class Object:
+    """One compiled object: open, configure, load; then programs and maps by name."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.handle = library().bpf_object__open_file(str(path).encode(), ffi.NULL)
+        if self.handle == ffi.NULL:
+            raise BpfError(f"opening {path}", ffi.errno)
+        self._maps = {ffi.string(library().bpf_map__name(m)).decode(): m for m in self._each("map")}
+        self._programs = {ffi.string(library().bpf_program__name(p)).decode(): p for p in self._each("program")}
+        self._logs: dict[str, Any] = {}
+
+    def _each(self, what: str) -> Iterator[Any]:
+        following = getattr(library(), f"bpf_object__next_{what}")
+        item = following(self.handle, ffi.NULL)
+        while item != ffi.NULL:
+            yield item
+            item = following(self.handle, item)
+
+    @property
+    def map_names(self) -> list[str]:
+        """The object's own maps, without those of the compiler (.rodata, .bss)."""
+        return [name for name in self._maps if "." not in name]
+
+    @property
+    def program_names(self) -> list[str]:
+        """The object's programs."""
+        return list(self._programs)
+
+    def constants(self, value: bytes) -> None:
+        """Set the object's `const volatile` struct; the section holds nothing else before its end."""
+        for name, handle in self._maps.items():
+            if name.endswith(".rodata"):
+                size = ffi.new("size_t *")
+                start = library().bpf_map__initial_value(handle, size)
+                ffi.memmove(start, value, min(len(value), size[0]))
+
+    def resize(self, name: str, entries: int) -> None:
+        """Set a map's size, before load."""
+        if name in self._maps:
+            check(library().bpf_map__set_max_entries(self._maps[name], entries), f"sizing map {name}")
+
+    def share(self, name: str, shared: Map) -> None:
+        """Use an existing map for `name`, before load."""
+        if name in self._maps:
+            check(library().bpf_map__reuse_fd(self._maps[name], shared.fd), f"sharing map {name}")
+
+    def leave_out(self, program: str) -> None:
+        """Do not load this program."""
+        check(library().bpf_program__set_autoload(self._programs[program], False), f"leaving out {program}")
+
+    def load(self) -> None:
+        """Give everything to the verifier.
+
+        Raises:
+            BpfError: with the last lines of the verifier's log of the program that it refused.
+        """
+        for name, handle in self._programs.items():
+            self._logs[name] = ffi.new("char[]", LOG_SIZE)
+            library().bpf_program__set_log_buf(handle, self._logs[name], LOG_SIZE)
+        code = library().bpf_object__load(self.handle)
+        if code < 0:
+            check(code, f"loading {self.path.name}", self._last_words())
+        self._logs.clear()
+
+    def _last_words(self) -> str:
+        texts = (ffi.string(log).decode(errors="replace").strip() for log in self._logs.values())
+        return "\n".join("\n".join(text.splitlines()[-8:]) for text in texts if text)
+
+    def map(self, name: str) -> Map:
+        """A loaded map, with a descriptor of its own."""
+        return Map(os.dup(library().bpf_map__fd(self._maps[name])), name)
+
+    def program(self, name: str) -> int:
+        """A loaded program's file descriptor; this object owns it."""
+        return check(library().bpf_program__fd(self._programs[name]), f"program {name}")
+
+    def close(self) -> None:
+        """Unload what is not pinned or attached."""
+        library().bpf_object__close(self.handle)
+
+
+def create_link(program: int, target: int, attach_type: int, what: str) -> int:
+    """Attach by a link; its file descriptor.
+
+    Raises:
+        BpfError: EINVAL where the kernel has no such link.
+    """
+    return check(library().bpf_link_create(program, target, attach_type, ffi.NULL), f"attaching to {what}")
+
+
+def pin_link(link: int, path: Path) -> None:
+    """Keep the attachment beyond this process."""
+    check(library().bpf_obj_pin(link, str(path).encode()), f"pinning link at {path}")
+
+
+def pinned_link(path: Path) -> int:
+    """A pinned link's file descriptor."""
+    return check(library().bpf_obj_get(str(path).encode()), f"opening pinned link {path}")
+
+
+def update_link(link: int, program: int, what: str) -> None:
+    """Replace a link's program; packets see the old one or the new one, never none."""
+    check(library().bpf_link_update(link, program, ffi.NULL), f"updating {what}")
+
+
+def run_on_packet(program: int, packet: bytes, *, repeat: int = 1, room: int = 512) -> tuple[int, bytes, int]:
+    """Run a program on a packet without attaching it.
+
+    Args:
+        program: file descriptor.
+        packet: starts with the Ethernet header.
+        repeat: runs; the duration is their mean.
+        room: bytes that the packet may grow by.
+
+    Returns:
+        The program's return value (unsigned 32 bit), the packet afterwards, nanoseconds for one run.
+    """
+    output = ffi.new("char[]", len(packet) + room)
+    data = ffi.from_buffer(packet)
+    options = ffi.new("struct bpf_test_run_opts *")
+    options.sz = ffi.sizeof("struct bpf_test_run_opts")
+    options.data_in, options.data_size_in = data, len(packet)
+    options.data_out, options.data_size_out = output, len(packet) + room
+    options.repeat = repeat
+    check(library().bpf_prog_test_run_opts(program, options), "running a program on a packet")
+    return int(options.retval), bytes(ffi.buffer(output, options.data_size_out)), int(options.duration)

@@ -1,0 +1,162 @@
+"""Interfaces by rtnetlink: which there are, which are pods, when they change; and tc without TCX.
+
+Default rule: an uplink is an interface that carries a default route or one of the node's primary addresses; a
+pod's interface is a veth or netkit device that is no uplink and whose peer lives in another namespace. Patterns
+in the options replace either half of the rule.
+"""
+
+from __future__ import annotations
+
+import errno
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+
+import msgspec
+from pyroute2 import IPRoute
+from pyroute2.netlink.exceptions import NetlinkError
+
+from dataplane.kernel.bpf import BpfError
+
+__all__ = ["Interface", "Node", "clsact_attach", "clsact_detach", "is_pod", "is_uplink", "read_node", "watch"]
+
+POD_KINDS = frozenset({"veth", "netkit"})
+INGRESS, EGRESS = 0xFFFFFFF2, 0xFFFFFFF3
+PRIORITY = 1
+HANDLE = 0x4850  # "HP": our filters are those with this handle and our name
+RTNLGRP = 0x1 | 0x10 | 0x100 | 0x40  # links, IPv4 and IPv6 addresses, IPv4 routes
+
+
+class Interface(msgspec.Struct, frozen=True):
+    """One interface of this namespace."""
+
+    index: int
+    name: str
+    kind: str
+    up: bool
+    peer_elsewhere: bool
+    default_route: bool
+    addresses: tuple[str, ...]
+
+
+class Node(msgspec.Struct, frozen=True):
+    """The interfaces and the addresses on them, loopback and link-local left out of `addresses`."""
+
+    interfaces: tuple[Interface, ...]
+    addresses: tuple[str, ...]
+
+
+def read_node() -> Node:
+    """Ask the kernel."""
+    with IPRoute() as ip:
+        defaults = {
+            route.get_attr("RTA_OIF")
+            for family in (socket.AF_INET, socket.AF_INET6)
+            for route in ip.get_routes(family=family)
+            if route["dst_len"] == 0 and route.get_attr("RTA_TABLE") == 254 and route["type"] == 1
+        }
+        addresses: dict[int, list[str]] = {}
+        usable: list[str] = []
+        for message in ip.get_addr():
+            text = message.get_attr("IFA_LOCAL") or message.get_attr("IFA_ADDRESS")
+            addresses.setdefault(message["index"], []).append(text)
+            if message["scope"] not in (253, 254):  # link, host
+                usable.append(text)
+        interfaces = tuple(_interface(link, defaults, addresses) for link in ip.get_links())
+    return Node(interfaces, tuple(dict.fromkeys(usable)))
+
+
+def _interface(link: object, defaults: set[int], addresses: dict[int, list[str]]) -> Interface:
+    get = link.get_attr  # type: ignore[attr-defined]
+    info = get("IFLA_LINKINFO")
+    index = link["index"]  # type: ignore[index]
+    return Interface(
+        index=index,
+        name=get("IFLA_IFNAME"),
+        kind=(info.get_attr("IFLA_INFO_KIND") if info else None) or "",
+        up=get("IFLA_OPERSTATE") != "DOWN",
+        peer_elsewhere=get("IFLA_LINK_NETNSID") is not None,
+        default_route=index in defaults,
+        addresses=tuple(addresses.get(index, ())),
+    )
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def is_uplink(interface: Interface, patterns: tuple[str, ...], primary: Iterable[str]) -> bool:
+    """Whether traffic from beyond the node arrives here."""
+    if patterns:
+        return _matches(interface.name, patterns)
+    return interface.default_route or any(address in interface.addresses for address in primary)
+
+
+def is_pod(interface: Interface, patterns: tuple[str, ...], uplinks: tuple[str, ...], primary: Iterable[str]) -> bool:
+    """Whether a pod is at the other end."""
+    if patterns:
+        return _matches(interface.name, patterns)
+    return interface.kind in POD_KINDS and interface.peer_elsewhere and not is_uplink(interface, uplinks, primary)
+
+
+def watch(changed: Callable[[], None], stop: threading.Event) -> None:
+    """Call `changed` soon after links, addresses or routes change, until `stop`. Runs in its own thread."""
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as events:
+        events.bind((0, RTNLGRP))
+        events.setblocking(False)
+        while not stop.is_set():
+            if select.select([events], [], [], 0.5)[0]:
+                _drain(events)
+                changed()
+
+
+def _drain(events: socket.socket) -> None:
+    """Read what is there; what it says is read again from the kernel, so a lost message does not matter."""
+    while True:
+        try:
+            events.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            if error.errno != errno.ENOBUFS:
+                raise
+
+
+def clsact_attach(index: int, program: int, name: str, *, ingress: bool) -> None:
+    """Attach or replace our filter at a clsact qdisc, for kernels without TCX links.
+
+    Raises:
+        BpfError: the kernel refused.
+    """
+    parent = INGRESS if ingress else EGRESS
+    with IPRoute() as ip:
+        try:
+            ip.tc("add", "clsact", index)
+        except NetlinkError as error:
+            if error.code != errno.EEXIST:
+                raise BpfError(f"clsact at interface {index}", error.code) from error
+        try:
+            ip.tc(
+                "replace-filter", "bpf", index, handle=HANDLE, prio=PRIORITY, fd=program, name=name, parent=parent,
+                classid=1, direct_action=True,
+            )  # fmt: skip
+        except NetlinkError as error:
+            raise BpfError(f"tc filter at interface {index}", error.code) from error
+
+
+def clsact_detach(index: int) -> int:
+    """Remove our filters from an interface, and nobody else's; returns how many there were."""
+    removed = 0
+    with IPRoute() as ip:
+        for parent in (INGRESS, EGRESS):
+            try:
+                filters = [f for f in ip.get_filters(index=index, parent=parent) if f["handle"] == HANDLE]
+                for _ in filters:
+                    ip.tc("del-filter", "bpf", index, handle=HANDLE, prio=PRIORITY, parent=parent)
+                    removed += 1
+            except NetlinkError as error:
+                if error.code not in (errno.ENOENT, errno.EINVAL, errno.ENODEV):
+                    raise
+    return removed

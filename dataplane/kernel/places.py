@@ -1,0 +1,155 @@
+"""Where things are on this node: namespace, cgroup v2 hierarchy, BPF file system, the pin folder.
+
+`ip netns exec` and some containers hide /sys mounts from a process. Then the folders of process 1 are used
+through /proc/1/root, so that pins outlive the process whatever mount namespace it was started in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+from pathlib import Path
+
+from dataplane.errors import Unsupported
+
+__all__ = ["cgroup_of_node", "in_initial_netns", "netns_cookie", "pin_folder"]
+
+SO_NETNS_COOKIE = 71  # since Linux kernel commit e8b9eab99232 (v5.14)
+BPF_FS_MAGIC = 0xCAFE4A11
+CLONE_NEWNS = 0x00020000
+
+
+def netns_cookie() -> int:
+    """A number that no other network namespace gets until the next boot; its inode where there is no cookie."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            return int.from_bytes(probe.getsockopt(socket.SOL_SOCKET, SO_NETNS_COOKIE, 8), "little")
+        except OSError:
+            return Path("/proc/self/ns/net").stat().st_ino
+
+
+def in_initial_netns() -> bool:
+    """Whether this is the machine's own network namespace, as far as process 1 shows it."""
+    try:
+        return Path("/proc/self/ns/net").readlink() == Path("/proc/1/ns/net").readlink()
+    except OSError:
+        return False
+
+
+def _mounts(pid: str, kind: str) -> list[str]:
+    try:
+        lines = Path(f"/proc/{pid}/mountinfo").read_text().splitlines()
+    except OSError:
+        return []
+    return [line.split()[4] for line in lines if line.split(" - ")[1].split()[0] == kind]
+
+
+def _roots() -> list[tuple[str, str]]:
+    """(process, prefix) pairs to look for mounts: ours, then process 1's."""
+    return [("self", ""), ("1", "/proc/1/root")]
+
+
+def cgroup_root() -> Path | None:
+    """The cgroup v2 hierarchy as seen from here, None when it is not mounted."""
+    for pid, prefix in _roots():
+        for mount in _mounts(pid, "cgroup2"):
+            path = Path(prefix + mount)
+            if (path / "cgroup.procs").exists():
+                return path
+    return None
+
+
+def _own_cgroup() -> str:
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        if line.startswith("0::"):
+            return line.removeprefix("0::")
+    return "/"
+
+
+def cgroup_of_node(asked: str | None) -> Path:
+    """The cgroup whose processes are the node's own.
+
+    On a node that is the whole hierarchy. In a namespace of its own (a lab) it is the cgroup that this
+    process is in, because the hierarchy belongs to the machine around it.
+
+    Raises:
+        Unsupported: there is none that may be used; says what to do.
+    """
+    if asked:
+        if not (Path(asked) / "cgroup.procs").exists():
+            raise Unsupported("socket hooks", f"{asked} is no cgroup v2 folder (no cgroup.procs in it)")
+        return Path(asked)
+    root = cgroup_root()
+    if root is None:
+        raise Unsupported(
+            "socket hooks", "no cgroup v2 hierarchy is mounted; mount one, or name a folder with --cgroup"
+        )
+    if in_initial_netns():
+        return root
+    own = _own_cgroup()
+    if own == "/":
+        raise Unsupported(
+            "socket hooks",
+            "this namespace is not the machine's own and this process is in the root cgroup; "
+            "start it in a cgroup of its own, or name one with --cgroup",
+        )
+    return root / own.lstrip("/")
+
+
+def _is_bpf_fs(path: str) -> bool:
+    class StatFs(ctypes.Structure):
+        _fields_ = (("kind", ctypes.c_long), ("rest", ctypes.c_long * 30))
+
+    result = StatFs()
+    if ctypes.CDLL(None, use_errno=True).statfs(path.encode(), ctypes.byref(result)):
+        return False
+    return int(result.kind) & 0xFFFFFFFF == BPF_FS_MAGIC
+
+
+def _mount_bpf_fs() -> None:
+    """Mount it at /sys/fs/bpf in the mount namespace of process 1, from a child that enters it."""
+    child = os.fork()
+    if child == 0:
+        libc = ctypes.CDLL(None, use_errno=True)
+        try:
+            namespace = os.open("/proc/1/ns/mnt", os.O_RDONLY)
+            failed = libc.setns(namespace, CLONE_NEWNS) or libc.mount(b"bpf", b"/sys/fs/bpf", b"bpf", 0, None)
+        except OSError:
+            failed = 1
+        os._exit(1 if failed else 0)
+    os.waitpid(child, 0)
+
+
+def bpf_fs() -> str:
+    """A BPF file system that outlives this process.
+
+    Raises:
+        Unsupported: there is none and none can be mounted.
+    """
+    candidates = ("/sys/fs/bpf", "/proc/1/root/sys/fs/bpf")
+    for attempt in range(2):
+        for path in candidates:
+            if _is_bpf_fs(path):
+                return path
+        if attempt == 0:
+            _mount_bpf_fs()
+    raise Unsupported(
+        "pinning", "no BPF file system at /sys/fs/bpf and none can be mounted; run: mount -t bpf bpf /sys/fs/bpf"
+    )
+
+
+def pin_folder(asked: str | None) -> Path:
+    """This network namespace's own folder for pins.
+
+    Raises:
+        Unsupported: `asked` is not on a BPF file system, or there is none.
+    """
+    if asked:
+        parent = Path(asked)
+        while not parent.exists():
+            parent = parent.parent
+        if not _is_bpf_fs(str(parent)):
+            raise Unsupported("pinning", f"{asked} is not on a BPF file system")
+        return Path(asked)
+    return Path(bpf_fs()) / "hybrid-proxy" / f"netns-{netns_cookie()}"

@@ -1,0 +1,1 @@
+"""The eBPF mode: rows for `bpf/`, the update protocol, attachments."""

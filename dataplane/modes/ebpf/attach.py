@@ -1,0 +1,194 @@
+"""Attachments: programs at pods' interfaces (TCX links, else clsact) and at the node's cgroup.
+
+Links are pinned, so that traffic goes on when the process ends, and a new process swaps its programs in by
+link update. A kernel without TCX refuses the first link; from then on clsact is used, and `status` says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from dataplane.errors import Unsupported
+from dataplane.kernel.bpf import BpfError, Object, create_link, pin_link, pinned_link, update_link
+from dataplane.kernel.links import Interface, clsact_attach, clsact_detach, is_pod, read_node
+from dataplane.kernel.places import cgroup_of_node
+from dataplane.mode import Options
+
+__all__ = ["Pods", "Sockets", "detach_everything"]
+
+log = logging.getLogger(__name__)
+
+TCX_INGRESS, TCX_EGRESS = 46, 47
+PROGRAMS = (("pod_ingress", TCX_INGRESS, True), ("pod_egress", TCX_EGRESS, False))
+SOCKET_HOOKS = {
+    "connect4": 10, "connect6": 11, "sendmsg4": 14, "sendmsg6": 15, "recvmsg4": 19, "recvmsg6": 20,
+    "getpeername4": 29, "getpeername6": 30,
+}  # fmt: skip
+NO_SUCH_LINK = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
+
+
+def _link_path(folder: Path, *words: object) -> Path:
+    return folder / "_".join(("link", *map(str, words)))
+
+
+class Pods:
+    """Programs at the host side of pods' interfaces."""
+
+    def __init__(self, folder: Path, programs: Object, options: Options) -> None:
+        self.folder = folder
+        self.programs = programs
+        self.options = options
+        self.attached: dict[int, Interface] = {}
+        self.failed: dict[str, str] = {}
+        self.kind = "tcx"
+
+    def refresh(self, primary: Iterable[str]) -> None:
+        """Attach to pods' interfaces that are new, forget what is gone, leave those that are no pods (any more)."""
+        primary = tuple(primary)
+        wanted = {
+            interface.index: interface
+            for interface in read_node().interfaces
+            if is_pod(interface, self.options.pod_interfaces, self.options.uplink_interfaces, primary)
+        }
+        for index in [i for i in self.attached if i not in wanted or wanted[i].name != self.attached[i].name]:
+            self._detach(index)
+        for index, interface in wanted.items():
+            if index not in self.attached:
+                self._attach(interface)
+        self._forget_stale(wanted)
+
+    def _attach(self, interface: Interface) -> None:
+        try:
+            for name, attach_type, ingress in PROGRAMS:
+                self._attach_one(interface, name, attach_type, ingress=ingress)
+        except BpfError as error:
+            if error.code == errno.ENODEV:
+                return
+            if interface.name not in self.failed:
+                log.warning("cannot attach to pod interface %s: %s", interface.name, error)
+            self.failed[interface.name] = str(error)
+            return
+        self.failed.pop(interface.name, None)
+        self.attached[interface.index] = interface
+        log.info("serving pod interface %s by %s", interface.name, self.kind)
+
+    def _attach_one(self, interface: Interface, name: str, attach_type: int, *, ingress: bool) -> None:
+        program = self.programs.program(name)
+        path = _link_path(self.folder, name, interface.index)
+        if self.kind == "tcx":
+            try:
+                _adopt_or_create(path, program, interface.index, attach_type, interface.name)
+            except BpfError as error:
+                if error.code not in NO_SUCH_LINK:
+                    raise
+                self.kind = "clsact"
+                log.warning("this kernel has no TCX links (%s); clsact filters are used instead", error)
+        if self.kind == "clsact":
+            clsact_attach(interface.index, program, f"hybrid_proxy_{name}", ingress=ingress)
+
+    def _detach(self, index: int) -> None:
+        interface = self.attached.pop(index)
+        for name, _, _ in PROGRAMS:
+            _link_path(self.folder, name, index).unlink(missing_ok=True)
+        if self.kind == "clsact":
+            clsact_detach(index)
+        log.info("pod interface %s is gone", interface.name)
+
+    def _forget_stale(self, wanted: dict[int, Interface]) -> None:
+        """Pins of interfaces that went while no process was there to see it."""
+        for name, _, _ in PROGRAMS:
+            for path in self.folder.glob(f"link_{name}_*"):
+                if int(path.name.rsplit("_", 1)[1]) not in wanted:
+                    path.unlink(missing_ok=True)
+
+    def status(self) -> dict[str, Any]:
+        """For people and `-o json`."""
+        return {
+            "kind": self.kind,
+            "interfaces": sorted(interface.name for interface in self.attached.values()),
+            "failed": dict(self.failed),
+        }
+
+
+def _adopt_or_create(path: Path, program: int, target: int, attach_type: int, what: str) -> None:
+    """Swap the program of the pinned link at `path`, or make and pin a new link."""
+    if path.exists():
+        link = pinned_link(path)
+        try:
+            return update_link(link, program, what)
+        except BpfError as error:
+            if error.code not in (errno.ENOLINK, errno.ENODEV, errno.EINVAL):
+                raise
+            path.unlink()  # the device or cgroup that it was attached to is gone
+        finally:
+            os.close(link)
+    link = create_link(program, target, attach_type, what)
+    try:
+        pin_link(link, path)
+    finally:
+        os.close(link)
+
+
+class Sockets:
+    """Programs at the cgroup of the node's own processes."""
+
+    def __init__(self, folder: Path, programs: Object | None, options: Options) -> None:
+        self.folder = folder
+        self.cgroup: Path | None = None
+        self.reason = "switched off (--socket-scope off)" if options.socket_scope == "off" else ""
+        if self.reason or programs is None:
+            return
+        try:
+            self._attach(programs, cgroup_of_node(options.cgroup))
+        except (BpfError, Unsupported, OSError) as error:
+            self.reason = str(error)
+            log.warning("the node's own sockets are not served: %s", error)
+
+    def _attach(self, programs: Object, cgroup: Path) -> None:
+        self._drop_pins_of_other_cgroup(cgroup)
+        target = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            for name, attach_type in SOCKET_HOOKS.items():
+                path = _link_path(self.folder, "cgroup", name)
+                _adopt_or_create(path, programs.program(name), target, attach_type, str(cgroup))
+        finally:
+            os.close(target)
+        self.cgroup = cgroup
+        log.info("serving the node's own sockets at cgroup %s", cgroup)
+
+    def _drop_pins_of_other_cgroup(self, cgroup: Path) -> None:
+        """The name of the cgroup is not in a link: it is kept in the name of a marker beside the pins."""
+        marker = cgroup.stat().st_ino
+        for path in self.folder.glob("link_at_*"):
+            if path.name != f"link_at_{marker}":
+                for name in SOCKET_HOOKS:
+                    _link_path(self.folder, "cgroup", name).unlink(missing_ok=True)
+                path.rmdir()
+        (self.folder / f"link_at_{marker}").mkdir(exist_ok=True)
+
+    def status(self) -> dict[str, Any]:
+        """For people and `-o json`."""
+        return {"cgroup": str(self.cgroup) if self.cgroup else None, "reason": self.reason}
+
+
+def detach_everything(folder: Path) -> int:
+    """Remove our links, filters and pins from this namespace; returns how many things went."""
+    removed = 0
+    for interface in read_node().interfaces:
+        with contextlib.suppress(OSError):
+            removed += clsact_detach(interface.index)
+    if folder.is_dir():
+        for path in sorted(folder.iterdir()):
+            if path.is_dir():
+                path.rmdir()
+            else:
+                path.unlink()
+                removed += 1
+        folder.rmdir()
+    return removed

@@ -1,0 +1,164 @@
+"""Old flows, and ids that wait for them: a thread beside the programmer, off the path of changes.
+
+User space proposes (one batch read, numpy), the sweep program disposes: it looks again at the time stamp beside
+the programs that refresh it. The same reading tells which quarantined ids are still named by a flow.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataplane.errors import DataplaneError
+from dataplane.kernel.bpf import Map, run_on_packet
+from dataplane.kernel.grace import wait_for_programs
+from dataplane.modes.ebpf.layout import abi_constants, dtype_of
+from dataplane.table import Protocol
+
+__all__ = ["Caretaker", "flow_arrays", "idle_limits"]
+
+log = logging.getLogger(__name__)
+
+SCAN_SECONDS = 5.0
+# Idle times in seconds, as nf_conntrack's and kube-proxy's defaults.
+ESTABLISHED, HALF_CLOSED, ENDED = 86400, 3600, 10
+UDP, SCTP = 180, 210
+ETHERNET = bytes(12) + b"\x08\x00"
+
+
+def flow_arrays(known: Map, family: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Keys and values of a table of flows."""
+    return known.items(dtype_of(f"flow{family}_key"), dtype_of("flow"))
+
+
+def idle_limits(keys: NDArray[Any], values: NDArray[Any]) -> NDArray[np.int64]:
+    """Seconds without a packet after which each flow is forgotten."""
+    flags, protocols, names = values["flags"], keys["protocol"], abi_constants()
+    limits = np.full(len(keys), ESTABLISHED, dtype=np.int64)
+    limits[flags & names["FLOW_FIN"] != 0] = HALF_CLOSED
+    limits[flags & (names["FLOW_CLOSED"] | names["FLOW_RESET"]) != 0] = ENDED
+    limits[protocols == Protocol.UDP] = UDP
+    limits[protocols == Protocol.SCTP] = SCTP
+    return limits
+
+
+class Caretaker:
+    """Waits for grace periods and sweeps flows.
+
+    Args:
+        flows: the table of each family.
+        sweep: the sweep program's descriptor.
+        clock: the program that returns the time of time stamps.
+        hz: jiffies per second.
+    """
+
+    def __init__(self, flows: dict[int, Map], sweep: int, clock: int, hz: int) -> None:
+        self._flows, self._sweep, self._clock, self._hz = flows, sweep, clock, hz
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self._wanted_stamp = self._graced = 0
+        self._candidates: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
+        self._result: tuple[frozenset[int], frozenset[int], frozenset[int], frozenset[int]] | None = None
+        self.known_flows = 0
+        self.swept = 0
+        self._thread = threading.Thread(target=self._run, name="caretaker", daemon=True)
+
+    def start(self) -> None:
+        """Begin; from then on this object's thread reads the flow tables."""
+        self._thread.start()
+
+    def want_grace(self, stamp: int) -> None:
+        """A commit with this stamp is done: wait for the programs that may have seen what it removed."""
+        with self._lock:
+            self._wanted_stamp = max(self._wanted_stamp, stamp)
+        self._wake.set()
+
+    def look_for(self, services: frozenset[int], backends: frozenset[int]) -> None:
+        """The next scan tells which of these are still named by flows."""
+        with self._lock:
+            if self._result is None:
+                self._candidates = (services, backends)
+
+    def collect(self) -> tuple[int, tuple[frozenset[int], frozenset[int], frozenset[int], frozenset[int]] | None]:
+        """The last grace period that is over; (looked for services, backends, found services, backends) or None."""
+        with self._lock:
+            result, self._result = self._result, None
+            return self._graced, result
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        self._wake.set()
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        next_scan = time.monotonic() + SCAN_SECONDS
+        while not self._stop.is_set():
+            self._wake.wait(timeout=max(0.05, next_scan - time.monotonic()))
+            self._wake.clear()
+            self._pass_grace()
+            if time.monotonic() >= next_scan:
+                try:
+                    self.scan()
+                except DataplaneError as error:
+                    log.warning("reading flows failed, trying again in %d s: %s", SCAN_SECONDS, error)
+                next_scan = time.monotonic() + SCAN_SECONDS
+
+    def _pass_grace(self) -> None:
+        with self._lock:
+            wanted = self._wanted_stamp
+        if wanted > self._graced:
+            wait_for_programs()
+            with self._lock:
+                self._graced = wanted
+
+    def scan(self) -> None:
+        """Read all flows once: forget idle ones, look for quarantined ids."""
+        with self._lock:
+            services, backends = self._candidates
+        found_services: set[int] = set()
+        found_backends: set[int] = set()
+        total = 0
+        for family, known in self._flows.items():
+            keys, values = flow_arrays(known, family)
+            total += len(keys)
+            if len(keys):
+                found_services |= services.intersection(np.unique(values["service"]).tolist())
+                found_backends |= backends.intersection(np.unique(values["backend"]).tolist())
+                self._forget_idle(family, keys, values)
+        self.known_flows = total
+        with self._lock:
+            if services or backends:
+                self._result = (services, backends, frozenset(found_services), frozenset(found_backends))
+            self._candidates = (frozenset(), frozenset())
+
+    def _forget_idle(self, family: int, keys: NDArray[Any], values: NDArray[Any]) -> None:
+        now = run_on_packet(self._clock, bytes(64))[0]
+        age = (np.uint32(now) - values["seen"]).astype(np.int32).astype(np.int64)
+        limits = idle_limits(keys, values) * self._hz
+        old = np.flatnonzero(age >= limits)
+        for start in range(0, len(old), abi_constants()["SWEEP_KEYS"]):
+            part = old[start : start + abi_constants()["SWEEP_KEYS"]]
+            run_on_packet(self._sweep, ETHERNET + self._request(family, keys[part], limits[part]))
+        self.swept += len(old)
+
+    @staticmethod
+    def _request(family: int, keys: NDArray[Any], limits: NDArray[np.int64]) -> bytes:
+        request = np.zeros(1, dtype=dtype_of("sweep"))
+        request["count"], request["family"] = len(keys), family
+        request["idle"][0, : len(keys)] = limits
+        rows = request["keys"][0]
+        for name in ("sport", "dport", "protocol"):
+            rows[name][: len(keys)] = keys[name]
+        for name in ("saddr", "daddr"):
+            if family == 6:
+                rows[name][: len(keys)] = keys[name]
+            else:
+                rows[name][: len(keys), 0] = keys[name]
+        return request.tobytes()

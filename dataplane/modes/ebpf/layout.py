@@ -1,0 +1,170 @@
+"""Rows of `bpf/abi.h` as numpy types, its enums as Python ints, and the hashes that both sides compute.
+
+The header is written once: the build preprocesses it, cffi reads the result, numpy types follow from cffi's
+offsets. A test compares them with the BTF of the compiled objects.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cffi import FFI
+from numpy.typing import NDArray
+
+__all__ = [
+    "OBJECTS", "Words", "abi", "abi_constants", "address_bytes", "address_text", "address_words", "backend_bits",
+    "dtype_of", "frontend_dtype", "frontend_values", "pack", "prefilter_bits", "service_bits", "slice_word",
+    "split_slice_word", "swap16",
+]  # fmt: skip
+
+OBJECTS = Path(__file__).parent / "objects"
+
+Words = NDArray[np.uint32]
+
+TYPES = "typedef uint8_t __u8; typedef uint16_t __u16; typedef uint32_t __u32; typedef uint64_t __u64;\n"
+
+
+@lru_cache(maxsize=1)
+def abi() -> FFI:
+    """What cffi knows of the header."""
+    header = OBJECTS / "abi.h"
+    known = FFI()
+    known.cdef(TYPES + header.read_text())
+    return known
+
+
+@lru_cache(maxsize=1)
+def abi_constants() -> dict[str, int]:
+    """Every enumerator of the header by name."""
+    names: dict[str, int] = {}
+    for enum in ("abi_limits", "frontend_flags", "service_flags", "backend_flags", "flow_flags", "verdict", "counter"):
+        names.update(abi().typeof(f"enum {enum}").relements)
+    return names
+
+
+@lru_cache(maxsize=32)
+def dtype_of(struct: str) -> np.dtype[Any]:
+    """A numpy type with the struct's fields, offsets and size."""
+    kind = abi().typeof(f"struct {struct}")
+    names, formats, offsets = [], [], []
+    for name, field in kind.fields:
+        names.append(name)
+        formats.append(_format(field.type))
+        offsets.append(field.offset)
+    return np.dtype(
+        {"names": names, "formats": formats, "offsets": offsets, "itemsize": abi().sizeof(f"struct {struct}")}
+    )
+
+
+def _format(kind: Any) -> Any:
+    if kind.kind == "array":
+        return (_format(kind.item), kind.length)
+    if kind.kind == "struct":
+        return dtype_of(kind.cname.removeprefix("struct "))
+    return np.dtype(f"u{abi().sizeof(kind)}")
+
+
+def pack(struct: str, **fields: Any) -> bytes:
+    """One struct's bytes."""
+    row = np.zeros(1, dtype=dtype_of(struct))
+    for name, value in fields.items():
+        row[name] = value
+    return row.tobytes()
+
+
+def address_bytes(address: str) -> bytes:
+    """16 bytes: the address in network order, IPv4 first and then zeros."""
+    if ":" in address:
+        return socket.inet_pton(socket.AF_INET6, address)
+    return socket.inet_aton(address) + bytes(12)
+
+
+def address_words(addresses: Iterable[str]) -> Words:
+    """Rows of four words, as the programs see them."""
+    return np.frombuffer(b"".join(map(address_bytes, addresses)), dtype=np.uint32).reshape(-1, 4)
+
+
+def address_text(words: bytes, family: int) -> str:
+    """Canonical text of an address in a row."""
+    return socket.inet_ntop(socket.AF_INET6, words[:16]) if family == 6 else socket.inet_ntoa(words[:4])
+
+
+def swap16(ports: NDArray[Any] | list[int]) -> NDArray[np.uint16]:
+    """Ports between host and network order."""
+    return np.asarray(ports, dtype=np.uint16).byteswap() if np.little_endian else np.asarray(ports, dtype=np.uint16)
+
+
+# The same arithmetic as bpf/hash.h, on 32 bit words that wrap.
+
+
+def hash_addresses(words: Words, family: int) -> Words:
+    """Hash of each row's address."""
+    with np.errstate(over="ignore"):
+        h = words[:, 0].copy()
+        if family == 6:
+            h = h * np.uint32(0x85EBCA77) + words[:, 1]
+            h = h * np.uint32(0xC2B2AE3D) + words[:, 2]
+            h = h * np.uint32(0x27D4EB2F) + words[:, 3]
+        return h * np.uint32(0x9E3779B1)
+
+
+def _port_word(ports: NDArray[np.uint16], protocols: NDArray[Any]) -> Words:
+    return (ports.astype(np.uint32) << np.uint32(8)) | protocols.astype(np.uint32)
+
+
+def prefilter_bits(hashes: Words) -> Words:
+    """The bit of each hash in a prefilter."""
+    return hashes >> np.uint32(32 - abi_constants()["PREFILTER_BITS"])
+
+
+def service_bits(words: Words, family: int) -> Words:
+    """Bits of `service_addresses`."""
+    return prefilter_bits(hash_addresses(words, family))
+
+
+def backend_bits(words: Words, ports: NDArray[np.uint16], protocols: NDArray[Any], family: int) -> Words:
+    """Bits of `backend_sockets`; ports in network order."""
+    with np.errstate(over="ignore"):
+        mixed = (hash_addresses(words, family) ^ _port_word(ports, protocols)) * np.uint32(0x165667B1)
+    return prefilter_bits(mixed)
+
+
+def frontend_dtype(family: int) -> np.dtype[Any]:
+    """Key type of the family's frontends."""
+    return dtype_of(f"frontend{family}_key")
+
+
+def frontend_values(
+    words: Words, ports: NDArray[np.uint16], protocols: NDArray[Any], services: NDArray[Any], flags: NDArray[Any],
+    family: int,
+) -> NDArray[np.uint64]:  # fmt: skip
+    """Values of frontends: service | flags << 32 | tag << 40."""
+    with np.errstate(over="ignore"):
+        mixed = (hash_addresses(words, family) + _port_word(ports, protocols)) * np.uint32(0xC2B2AE35)
+    tags = (mixed >> np.uint32(8)).astype(np.uint64)
+    shift = np.uint64(40)
+    values: NDArray[np.uint64] = services.astype(np.uint64) | flags.astype(np.uint64) << np.uint64(32) | tags << shift
+    return values
+
+
+def slice_word(offset: int, count: int, epoch: int) -> int:
+    """The word that a program reads to find a route's slots."""
+    limits = abi_constants()
+    epoch &= (1 << limits["SLICE_EPOCH_BITS"]) - 1
+    return (
+        offset
+        | count << limits["SLICE_OFFSET_BITS"]
+        | epoch << (limits["SLICE_OFFSET_BITS"] + limits["SLICE_COUNT_BITS"])
+    )
+
+
+def split_slice_word(word: int) -> tuple[int, int, int]:
+    """Offset, count and epoch of a slice word."""
+    limits = abi_constants()
+    bits, counts = limits["SLICE_OFFSET_BITS"], limits["SLICE_COUNT_BITS"]
+    return word & ((1 << bits) - 1), word >> bits & ((1 << counts) - 1), word >> (bits + counts)

@@ -1,0 +1,132 @@
+"""The maps as one set: created or adopted by their pins, sized once, some of them mapped into memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataplane.errors import DataplaneError
+from dataplane.kernel.bpf import Map, Object
+from dataplane.mode import Options
+from dataplane.modes.ebpf.layout import OBJECTS, abi_constants, dtype_of
+
+__all__ = ["MapSet", "open_pinned_maps"]
+
+ARRAYS = {
+    "service_addresses": np.dtype(np.uint64),
+    "backend_sockets": np.dtype(np.uint64),
+    "slots": np.dtype(np.uint64),
+    "services": None,
+    "backends": None,
+    "node": None,
+}
+
+STRUCTS = {"services": "service", "backends": "backend", "node": "node"}
+
+
+def _sizes(options: Options) -> dict[str, int]:
+    return {
+        "services": options.max_services,
+        "backends": options.max_backends,
+        "slots": options.max_slots,
+        "flows4": options.max_flows,
+        "flows6": options.max_flows,
+        "frontends4": 2 * options.max_services,
+        "frontends6": 2 * options.max_services,
+    }
+
+
+class MapSet:
+    """All maps by name, and views of the mappable ones.
+
+    Args:
+        folder: where the maps are pinned, and found again after a restart.
+        options: sizes. A pinned map of another size is an error that says which setting differs.
+    """
+
+    def __init__(self, folder: Path, options: Options) -> None:
+        self.maps: dict[str, Map] = {}
+        self.adopted = (folder / "slots").exists()
+        template = Object(OBJECTS / "pod.bpf.o")
+        try:
+            sizes = _sizes(options)
+            for program in template.program_names:
+                template.leave_out(program)
+            for name, entries in sizes.items():
+                template.resize(name, entries)
+            if self.adopted:
+                self._adopt(folder, sizes)
+                for name, pinned in self.maps.items():
+                    template.share(name, pinned)
+            template.load()
+            for name in template.map_names:
+                if name not in self.maps:
+                    self.maps[name] = template.map(name)
+                    self.maps[name].pin(folder / name)
+        finally:
+            template.close()
+        self._views: dict[str, NDArray[Any]] = {}
+
+    def _adopt(self, folder: Path, sizes: dict[str, int]) -> None:
+        for path in sorted(folder.iterdir()):
+            if path.is_dir() or path.name.startswith("link_"):
+                continue
+            self.maps[path.name] = Map.pinned(path)
+            wanted = sizes.get(path.name, self.maps[path.name].entries)
+            if self.maps[path.name].entries != wanted:
+                raise DataplaneError(
+                    f"map {path.name} at {folder} has {self.maps[path.name].entries} entries, the settings ask for "
+                    f"{wanted}: "
+                    "run with the former sizes, or `hybrid-proxy cleanup` first"
+                )
+
+    def share_with(self, program: Object) -> None:
+        """Make an object use these maps; before its load."""
+        for name in program.map_names:
+            if name in self.maps:
+                program.share(name, self.maps[name])
+
+    def view(self, name: str) -> NDArray[Any]:
+        """A mappable array's elements, shared with the kernel."""
+        if name not in self._views:
+            dtype = ARRAYS[name] or dtype_of(STRUCTS[name])
+            self._views[name] = self.maps[name].view(dtype)
+        return self._views[name]
+
+    def counters(self) -> dict[str, int]:
+        """Sums over all CPUs by name, `new_flow` for COUNT_NEW_FLOW."""
+        cpus = _possible_cpus()
+        totals = {}
+        for name, number in abi_constants().items():
+            if name.startswith("COUNT_"):
+                values = self.maps["counters"].lookup_per_cpu(number.to_bytes(4, "little"), cpus)
+                totals[name.removeprefix("COUNT_").lower()] = int(values.sum())
+        return totals
+
+    def close(self) -> None:
+        """Give the descriptors back; pins keep the maps."""
+        for known in self.maps.values():
+            known.close()
+
+
+def _possible_cpus() -> int:
+    last = Path("/sys/devices/system/cpu/possible").read_text().strip().split(",")[-1]
+    return int(last.split("-")[-1]) + 1
+
+
+def open_pinned_maps(folder: Path) -> dict[str, Map]:
+    """The pinned maps of an agent, running or not, for looking.
+
+    Raises:
+        BpfError: no privilege.
+    """
+    if not folder.is_dir():
+        return {}
+    return {
+        path.name: Map.pinned(path)
+        for path in sorted(folder.iterdir())
+        if not path.is_dir() and not path.name.startswith("link_")
+    }

@@ -1,0 +1,234 @@
+"""The eBPF mode, open on this node: objects loaded, maps filled, programs attached."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from dataplane.diff import changed_services
+from dataplane.errors import DataplaneError, SyncError, Unsupported
+from dataplane.kernel.bpf import BpfError, Object
+from dataplane.kernel.grace import jiffies_per_second
+from dataplane.kernel.lock import hold
+from dataplane.kernel.places import netns_cookie, pin_folder
+from dataplane.mode import Options, SyncResult
+from dataplane.modes.ebpf import attach, layout
+from dataplane.modes.ebpf.flows import UDP, Caretaker
+from dataplane.modes.ebpf.maps import MapSet
+from dataplane.modes.ebpf.store import Store
+from dataplane.table import EMPTY, Kind, Masquerade, NodeNetwork, ServiceTable
+
+__all__ = ["Ebpf", "clean", "folder_of"]
+
+log = logging.getLogger(__name__)
+
+
+def folder_of(options: Options) -> Path:
+    """Where this namespace's pins are, of this layout version."""
+    return pin_folder(options.pin_root) / f"abi{layout.abi_constants()['ABI_VERSION']}"
+
+
+def clean(options: Options) -> int:
+    """Remove everything of ours from this network namespace; returns how many things went."""
+    folder = folder_of(options)
+    if folder.is_dir():
+        os.close(hold(folder, f"the eBPF maps at {folder}"))
+    removed = attach.detach_everything(folder)
+    for parent in (folder.parent, folder.parent.parent):
+        if parent.is_dir() and parent.name != "bpf" and not any(parent.iterdir()):
+            parent.rmdir()
+    return removed
+
+
+class Ebpf:
+    """A `dataplane.mode.Programmer`.
+
+    Raises:
+        Unsupported: this machine cannot run the mode; says what is missing.
+        Occupied: another instance serves this namespace.
+    """
+
+    name = "ebpf"
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.folder = folder_of(options)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except PermissionError as error:
+            raise Unsupported("eBPF", f"{self.folder} cannot be made: run as root (CAP_BPF, CAP_NET_ADMIN)") from error
+        self._lock = hold(self.folder, f"the eBPF maps at {self.folder}")
+        self.hz = jiffies_per_second()
+        try:
+            self.maps = MapSet(self.folder, options)
+            self.adopted = self.maps.adopted
+            self._pod = self._load("pod.bpf.o")
+            self._inspect = self._load("inspect.bpf.o")
+        except BpfError as error:
+            raise Unsupported("eBPF", f"the kernel refused the programs or maps: {error}") from error
+        self._connect = self._load_socket_programs()
+        self.store = Store(self.maps, self.hz)
+        self.table: ServiceTable = EMPTY
+        self._misfitting: frozenset[str] = frozenset()
+        self._attached = False
+        self.pods = attach.Pods(self.folder, self._pod, options)
+        self.sockets: attach.Sockets | None = None
+        self.audit_repairs = 0
+        self.caretaker = Caretaker(
+            {4: self.maps.maps["flows4"], 6: self.maps.maps["flows6"]},
+            self._inspect.program("sweep"), self._inspect.program("read_clock"), self.hz,
+        )  # fmt: skip
+        self.caretaker.start()
+
+    def _settings(self, *, can_set_errno: bool = True) -> bytes:
+        return layout.pack(
+            "settings",
+            host_netns=netns_cookie() if self.options.socket_scope == "host" else 0,
+            hz=self.hz,
+            reject_burst=self.options.reject_rate,
+            fast_path=int(self.options.fast_path),
+            can_set_errno=int(can_set_errno),
+            udp_timeout=UDP * self.hz,
+        )
+
+    def _load(self, name: str, *, can_set_errno: bool = True) -> Object:
+        loaded = Object(layout.OBJECTS / name)
+        loaded.constants(self._settings(can_set_errno=can_set_errno))
+        self.maps.share_with(loaded)
+        loaded.load()
+        return loaded
+
+    def _load_socket_programs(self) -> Object | None:
+        """The cgroup programs; without bpf_set_retval (Linux 5.18) a refusal shows as EPERM."""
+        if self.options.socket_scope == "off":
+            return None
+        for can_set_errno in (True, False):
+            try:
+                return self._load("connect.bpf.o", can_set_errno=can_set_errno)
+            except BpfError as error:
+                log.warning("socket programs%s: %s", "" if can_set_errno else " without bpf_set_retval", error)
+        return None
+
+    def sync(self, table: ServiceTable) -> SyncResult:
+        """See `dataplane.mode.Programmer.sync`."""
+        names = changed_services(self.table, table) | self._misfitting
+        try:
+            if table.node != self.table.node or not self._attached:
+                self._write_node(table.node)
+            self._collect()
+            changed, removed = self.store.apply({name: table.services.get(name, ()) for name in names})
+            self.caretaker.want_grace(self.store.stamp)
+            moved = table.node.primary != self.table.node.primary
+            self.table = table
+            self._note_misfits(names)
+            if not self._attached or moved:
+                self._attach()
+        except (DataplaneError, OSError, ValueError) as error:
+            raise SyncError(f"the eBPF maps could not be programmed: {error}") from error
+        return SyncResult(changed, removed, tuple(self.store.misfits.values()))
+
+    def _note_misfits(self, names: frozenset[str]) -> None:
+        if self.store.misfits or self._misfitting:
+            unfit = set(self.store.misfits)
+            self._misfitting = frozenset(
+                name
+                for name in names | self._misfitting
+                if any(entry.name in unfit for entry in self.table.services.get(name, ()))
+            )
+
+    def _attach(self) -> None:
+        self.pods.refresh(self.table.node.primary)
+        if self.sockets is None:
+            self.sockets = attach.Sockets(self.folder, self._connect, self.options)
+        self._attached = True
+
+    def _write_node(self, node: NodeNetwork) -> None:
+        row = self.maps.view("node")
+        primary = {6 if ":" in address else 4: address for address in node.primary}
+        row["primary4"] = layout.address_words([primary[4]])[0, 0] if 4 in primary else 0
+        row["primary6"] = layout.address_words([primary[6]]) if 6 in primary else 0
+        for family in (4, 6):
+            networks = [n for n in map(ipaddress.ip_network, node.service_cidrs) if n.version == family]
+            networks = networks[: layout.abi_constants()["SERVICE_CIDRS"]]
+            row[f"cidr{family}_count"] = 0
+            for position, network in enumerate(networks):
+                for column, address in (("cidr", network.network_address), ("mask", network.netmask)):
+                    words = layout.address_words([str(address)])[0]
+                    row[f"{column}{family}"][0, position] = words if family == 6 else words[0]
+            row[f"cidr{family}_count"] = len(networks)
+
+    def links_changed(self) -> None:
+        """See `dataplane.mode.Programmer.links_changed`."""
+        if self._attached:
+            self.pods.refresh(self.table.node.primary)
+
+    def maintain(self) -> None:
+        """See `dataplane.mode.Programmer.maintain`."""
+        self._collect()
+        self.caretaker.look_for(*self.store.quarantine.candidates)
+        if self._misfitting:
+            self.sync(self.table)
+        repaired = self.store.audit()
+        if repaired:
+            self.audit_repairs += repaired
+            log.warning("%d slice words in the maps were not ours and have been repaired", repaired)
+
+    def _collect(self) -> None:
+        graced, scanned = self.caretaker.collect()
+        self.store.graced(graced)
+        if scanned is not None:
+            self.store.quarantine.scanned(*scanned)
+
+    def names(self) -> dict[int, str]:
+        """Service id -> name of the service port."""
+        return {
+            known.service: known.entry.name for entries in self.store.installed.values() for known in entries.values()
+        }
+
+    def limitations(self) -> list[str]:
+        """What the table asks for and this mode does not do, in sentences."""
+        entries = [entry for entries in self.table.services.values() for entry in entries]
+        frontends = [frontend for entry in entries for frontend in entry.frontends]
+        left_out = sum(1 for frontend in frontends if frontend.kind is not Kind.CLUSTER_IP)
+        masked = sum(1 for f in frontends if f.kind is Kind.CLUSTER_IP and f.masquerade & Masquerade.POD)
+        sentences = []
+        if left_out:
+            sentences.append(f"{left_out} node ports, external and load-balancer addresses are left to others")
+        if masked:
+            sentences.append(f"{masked} ClusterIPs should masquerade pods: their source is kept instead")
+        return sentences
+
+    def status(self) -> dict[str, Any]:
+        """See `dataplane.mode.Programmer.status`."""
+        store = self.store
+        return {
+            "mode": self.name,
+            "pins": str(self.folder),
+            "adopted": self.adopted,
+            "pods": self.pods.status(),
+            "sockets": self.sockets.status() if self.sockets else {"cgroup": None, "reason": "not attached yet"},
+            "fast_path": self.options.fast_path,
+            "fill": {
+                "services": [store.service_ids.limit - 1 - store.service_ids.left, store.service_ids.limit - 1],
+                "backends": [store.backend_ids.limit - 1 - store.backend_ids.left, store.backend_ids.limit - 1],
+                "slots": [store.slices.in_use, store.slices.limit],
+                "flows": [self.caretaker.known_flows, 2 * self.options.max_flows],
+            },
+            "quarantined": len(store.quarantine),
+            "misfits": [{"entry": m.entry, "reason": m.reason} for m in store.misfits.values()],
+            "limitations": self.limitations(),
+            "audit_repairs": self.audit_repairs,
+            "counters": self.maps.counters(),
+        }
+
+    def close(self) -> None:
+        """See `dataplane.mode.Programmer.close`."""
+        self.caretaker.stop()
+        for loaded in (self._pod, self._inspect, self._connect):
+            if loaded is not None:
+                loaded.close()
+        self.maps.close()
+        os.close(self._lock)

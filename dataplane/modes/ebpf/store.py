@@ -1,0 +1,547 @@
+"""The update protocol: rows into maps, in an order that no packet can see half of.
+
+A change is first planned (numbers taken, rows listed, nothing written) and then committed: backends, slots, the
+slice word with one release store, frontends; removals last. What a program may still look at is quarantined.
+The first commit after a start is compared with what the maps already hold, so that a restart adopts.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataplane.kernel._publish import ffi, lib
+from dataplane.mode import Misfit
+from dataplane.modes.ebpf import layout
+from dataplane.modes.ebpf.ids import FullError, IdPool, Quarantine, SlicePool, size_class
+from dataplane.modes.ebpf.lower import Rows, lower
+from dataplane.modes.ebpf.maps import MapSet
+from dataplane.table import Entry
+
+__all__ = ["Installed", "Store"]
+
+Key = tuple[int, str, int, int]  # family, address, port, protocol; an address entry has port and protocol 0
+EntryKey = tuple[str, int, int]  # name, family, protocol
+
+
+class Installed:
+    """A service port as it stands in the maps."""
+
+    __slots__ = ("entry", "epoch", "ids", "service", "slices")
+
+    def __init__(
+        self, entry: Entry, service: int, ids: array[int], slices: tuple[tuple[int, int], ...], epoch: int
+    ) -> None:
+        self.entry = entry
+        self.service = service
+        self.ids = ids  # of lower(entry).members, in that order
+        self.slices = slices  # (offset, size) of each route; size 0: none of its own
+        self.epoch = epoch
+
+
+@dataclass(slots=True)
+class Previous:
+    """What a service port had before, whether we installed it or a former process did."""
+
+    service: int = 0
+    members: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)  # (address, port) -> id, flags
+    rings: list[list[int]] = field(default_factory=list)  # backend ids
+    slices: tuple[tuple[int, int], ...] = ()
+    epoch: int = 0
+    frontends: dict[Key, int] = field(default_factory=dict)
+    flags: int = 0
+    affinity: int = 0
+    adopted: bool = False  # the rows are a former process's: inherit the numbers, write everything
+
+
+@dataclass(slots=True)
+class Batch:
+    """Everything that one sync writes."""
+
+    backend_ids: list[int] = field(default_factory=list)
+    backend_addresses: list[str] = field(default_factory=list)
+    backend_ports: list[int] = field(default_factory=list)
+    backend_flags: list[int] = field(default_factory=list)
+    backend_services: list[int] = field(default_factory=list)
+    backend_kinds: list[int] = field(default_factory=list)  # family | protocol << 8
+    flag_ids: list[int] = field(default_factory=list)  # rows that only change their flags
+    flag_values: list[int] = field(default_factory=list)
+    slots: list[tuple[int, int, list[int]]] = field(default_factory=list)  # offset, service, backend ids
+    services: list[tuple[int, int, int]] = field(default_factory=list)  # id, flags, affinity in seconds
+    words: list[tuple[int, int]] = field(default_factory=list)  # index of the word, value
+    frontends: dict[Key, tuple[int, int]] = field(default_factory=dict)  # service, flags
+    gone_frontends: list[Key] = field(default_factory=list)
+    gone_backends: list[int] = field(default_factory=list)
+    gone_services: list[int] = field(default_factory=list)
+    gone_slices: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Prefilter:
+    """A bitmap that programs read, and how many keys stand behind each of its bits."""
+
+    def __init__(self, view: NDArray[Any]) -> None:
+        self.view = view
+        self.counts = np.zeros(len(view) * 64, dtype=np.uint16)
+
+    def add(self, bits: layout.Words) -> None:
+        """Set these bits."""
+        np.add.at(self.counts, bits, 1)
+        np.bitwise_or.at(self.view, bits >> np.uint32(6), np.uint64(1) << (bits & np.uint32(63)).astype(np.uint64))
+
+    def remove(self, bits: layout.Words) -> None:
+        """Clear those of these bits behind which nothing is left."""
+        np.subtract.at(self.counts, bits, 1)
+        for bit in np.unique(bits[self.counts[bits] == 0]).tolist():
+            self.view[bit >> 6] &= ~np.uint64(1 << (bit & 63))
+
+    def only(self) -> None:
+        """Clear every bit that is not counted (left by a former process)."""
+        packed = np.packbits((self.counts > 0).astype(np.uint8), bitorder="little").view(np.uint64)
+        self.view[:] = packed
+
+
+class Store:
+    """The maps' owner. Not for several threads at once.
+
+    Args:
+        maps: the open set.
+        hz: jiffies per second, for affinity times.
+    """
+
+    def __init__(self, maps: MapSet, hz: int) -> None:
+        self.maps = maps
+        self.hz = hz
+        self.installed: dict[str, dict[EntryKey, Installed]] = {}
+        self.misfits: dict[str, Misfit] = {}
+        self.services: NDArray[Any] = maps.view("services")
+        self.backends: NDArray[Any] = maps.view("backends")
+        self.slots: NDArray[Any] = maps.view("slots")
+        self._words = ffi.from_buffer("uint64_t[]", self.services)
+        self._words_per_service = layout.dtype_of("service").itemsize // 8
+        self._owners: dict[Key, int] = {}
+        self._addresses: Counter[tuple[int, str]] = Counter()
+        self._frontend_count: Counter[int] = Counter()
+        self._service_bits = Prefilter(maps.view("service_addresses"))
+        self._backend_bits = Prefilter(maps.view("backend_sockets"))
+        self._clearing: list[tuple[int, Prefilter, layout.Words]] = []
+        self._adopted = _Adopted(self) if maps.adopted else None
+        used_services, used_backends, used_slices = self._adopted.used() if self._adopted else ((), (), ())
+        self.service_ids = IdPool(len(self.services), "map services (--max-services)", used_services)
+        self.backend_ids = IdPool(len(self.backends), "map backends (--max-backends)", used_backends)
+        self.slices = SlicePool(len(self.slots), "map slots (--max-slots)", used_slices)
+        self.quarantine = Quarantine(self.service_ids, self.backend_ids, self.slices)
+        self.exact_after = 0  # once this grace period is over, prefilter bits of a former process go
+        self.stamp = 0  # number of the grace period that covers the last commit
+
+    # Planning: numbers and rows, nothing written.
+
+    def apply(self, services: dict[str, tuple[Entry, ...]]) -> tuple[int, int]:
+        """Make these services what is given (an empty tuple removes one); returns ports changed and removed."""
+        batch = Batch()
+        changed = removed = 0
+        for name, entries in services.items():
+            before = self.installed.get(name, {})
+            after: dict[EntryKey, Installed] = {}
+            wanted = {(entry.name, entry.family, int(entry.protocol)): entry for entry in entries}
+            for key, installed in before.items():
+                if key not in wanted:
+                    self._plan_removal(batch, installed)
+                    removed += 1
+            for key, entry in wanted.items():
+                known = before.get(key)
+                if known is not None and known.entry is entry and entry.name not in self.misfits:
+                    after[key] = known
+                    continue
+                planned = self._plan_or_report(batch, entry, known)
+                if planned is not None:
+                    after[key] = planned
+                    changed += 1
+            if after:
+                self.installed[name] = after
+            else:
+                self.installed.pop(name, None)
+        self._commit(batch)
+        if self._adopted is not None:
+            self._adopted.remove_leftovers(self.installed, self._owners, self._addresses)
+            self._adopted = None
+        return changed, removed
+
+    def _plan_or_report(self, batch: Batch, entry: Entry, known: Installed | None) -> Installed | None:
+        try:
+            planned = self._plan(batch, entry, known)
+        except FullError as error:
+            self.misfits[entry.name] = Misfit(entry.name, str(error))
+            return known
+        self.misfits.pop(entry.name, None)
+        return planned
+
+    def _plan(self, batch: Batch, entry: Entry, known: Installed | None) -> Installed:
+        """Take every number first, so that a full map leaves nothing half planned; then list the rows."""
+        rows = lower(entry)
+        previous = self._previous(entry, rows, known)
+        self._check_frontends(entry, rows)
+        ids, taken = self._take_members(rows, previous)
+        rings = [[ids[position] for position in ring] for ring in rows.rings]
+        keep_slices = bool(previous.service) and rings == previous.rings
+        slices: tuple[tuple[int, int], ...] = previous.slices if keep_slices else ()
+        try:
+            if not keep_slices:
+                slices = self._take_slices(rings)
+            service = previous.service or self.service_ids.take(1)[0]
+        except FullError:
+            self.backend_ids.give(taken)
+            if not keep_slices:
+                self._give_slices(slices)
+            raise
+        epoch = previous.epoch if keep_slices else previous.epoch + 1
+        self._list_members(batch, entry, rows, previous, service, ids)
+        if not keep_slices:
+            self._list_slices(batch, rings, slices, previous, service, epoch)
+        if previous.adopted or (rows.flags, rows.affinity_seconds) != (previous.flags, previous.affinity):
+            batch.services.append((service, rows.flags, rows.affinity_seconds))
+        self._plan_frontends(batch, entry, rows, previous, service)
+        return Installed(entry, service, array("I", ids), slices, epoch)
+
+    def _check_frontends(self, entry: Entry, rows: Rows) -> None:
+        name = f"frontends{entry.family}"
+        limit = self.maps.maps[name].entries
+        if self._frontend_count[entry.family] + 2 * len(rows.frontends) > limit:
+            raise FullError(f"map {name} (--max-services)", limit)
+
+    def _take_members(self, rows: Rows, previous: Previous) -> tuple[list[int], list[int]]:
+        """Ids of all members, and those of them that are new."""
+        fresh = sum(1 for m in rows.members if (m.address, m.port) not in previous.members)
+        taken = self.backend_ids.take(fresh)
+        numbers = iter(taken)
+        ids = []
+        for member in rows.members:
+            known = previous.members.get((member.address, member.port))
+            ids.append(next(numbers) if known is None else known[0])
+        return ids, taken
+
+    def _take_slices(self, rings: list[list[int]]) -> tuple[tuple[int, int], ...]:
+        """Slots for the rings; a ring that is the beginning of the first one shares its slots."""
+        slices: list[tuple[int, int]] = []
+        try:
+            for position, ring in enumerate(rings):
+                shares = position and ring == rings[0][: len(ring)]
+                slices.append((slices[0][0], 0) if shares else self.slices.take(len(ring)))
+        except FullError:
+            self._give_slices(tuple(slices))
+            raise
+        return tuple(slices)
+
+    def _give_slices(self, slices: tuple[tuple[int, int], ...]) -> None:
+        for offset, size in slices:
+            self.slices.give(offset, size)
+
+    @staticmethod
+    def _list_members(batch: Batch, entry: Entry, rows: Rows, previous: Previous, service: int, ids: list[int]) -> None:
+        kind = entry.family | int(entry.protocol) << 8
+        for number, member, flags in zip(ids, rows.members, rows.member_flags, strict=True):
+            known = previous.members.pop((member.address, member.port), None)
+            if known is None or previous.adopted:
+                batch.backend_ids.append(number)
+                batch.backend_addresses.append(member.address)
+                batch.backend_ports.append(member.port)
+                batch.backend_flags.append(flags)
+                batch.backend_services.append(service)
+                batch.backend_kinds.append(kind)
+            elif known[1] != flags:
+                batch.flag_ids.append(number)
+                batch.flag_values.append(flags)
+        if not previous.adopted:
+            batch.gone_backends += [number for number, _ in previous.members.values()]
+
+    def _list_slices(
+        self, batch: Batch, rings: list[list[int]], slices: tuple[tuple[int, int], ...], previous: Previous,
+        service: int, epoch: int,
+    ) -> None:  # fmt: skip
+        first = service * self._words_per_service
+        for position, (ring, (offset, size)) in enumerate(zip(rings, slices, strict=True)):
+            if size:
+                batch.slots.append((offset, service, ring))
+            batch.words.append((first + position, layout.slice_word(offset, len(ring), epoch)))
+        batch.words += [(first + position, 0) for position in range(len(rings), layout.abi_constants()["ROUTES"])]
+        batch.gone_slices += [piece for piece in previous.slices if piece[1]]
+
+    def _plan_frontends(self, batch: Batch, entry: Entry, rows: Rows, previous: Previous, service: int) -> None:
+        wanted = {(entry.family, address, port, int(entry.protocol)): flags for address, port, flags in rows.frontends}
+        for key, flags in wanted.items():
+            if key not in previous.frontends:
+                self._count_address(batch, key, 1)
+            if previous.frontends.get(key) != flags or self._owners.get(key) != service:
+                batch.frontends[key] = (service, flags)
+                self._frontend_count[entry.family] += key not in self._owners
+                self._owners[key] = service
+        for key in previous.frontends:
+            if key not in wanted:
+                self._release_frontend(batch, key, service)
+
+    def _release_frontend(self, batch: Batch, key: Key, service: int) -> None:
+        self._count_address(batch, key, -1)
+        if self._owners.get(key) == service:
+            del self._owners[key]
+            self._frontend_count[key[0]] -= 1
+            batch.gone_frontends.append(key)
+
+    def _count_address(self, batch: Batch, key: Key, step: int) -> None:
+        """Keep the address entry, by which unknown ports are refused, as long as a port is served there."""
+        family, address = key[:2]
+        before = self._addresses[family, address]
+        self._addresses[family, address] = before + step
+        if before == 0:
+            self._frontend_count[family] += 1
+            batch.frontends[family, address, 0, 0] = (0, layout.abi_constants()["FRONTEND_ADDRESS"])
+        elif before + step == 0:
+            del self._addresses[family, address]
+            self._frontend_count[family] -= 1
+            batch.gone_frontends.append((family, address, 0, 0))
+
+    def _plan_removal(self, batch: Batch, installed: Installed) -> None:
+        rows = lower(installed.entry)
+        entry = installed.entry
+        for address, port, _ in rows.frontends:
+            self._release_frontend(batch, (entry.family, address, port, int(entry.protocol)), installed.service)
+        batch.gone_backends += installed.ids.tolist()
+        batch.gone_services.append(installed.service)
+        batch.gone_slices += [piece for piece in installed.slices if piece[1]]
+        self.misfits.pop(entry.name, None)
+
+    def _previous(self, entry: Entry, rows: Rows, known: Installed | None) -> Previous:
+        if known is None:
+            return self._adopted.claim(entry, rows) if self._adopted is not None else Previous()
+        old = lower(known.entry)
+        ids = known.ids
+        return Previous(
+            service=known.service,
+            members={(m.address, m.port): (i, f) for m, i, f in zip(old.members, ids, old.member_flags, strict=True)},
+            rings=[[ids[position] for position in ring] for ring in old.rings],
+            slices=known.slices,
+            epoch=known.epoch,
+            frontends={(entry.family, a, p, int(entry.protocol)): flags for a, p, flags in old.frontends},
+            flags=old.flags,
+            affinity=old.affinity_seconds,
+        )
+
+    # Committing: the order is the protocol.
+
+    def _commit(self, batch: Batch) -> None:
+        self._write_backends(batch)
+        for offset, service, ids in batch.slots:
+            self.slots[offset : offset + len(ids)] = np.array(ids, dtype=np.uint64) | np.uint64(service << 32)
+        for service, flags, affinity in batch.services:
+            self.services[service]["flags"] = flags
+            self.services[service]["affinity"] = min(affinity * self.hz, 0xFFFFFFFF)
+        self._publish_words(batch.words)
+        self._write_frontends(batch)
+        self._remove(batch)
+
+    def _write_backends(self, batch: Batch) -> None:
+        if batch.backend_ids:
+            ids = np.array(batch.backend_ids, dtype=np.int64)
+            words = layout.address_words(batch.backend_addresses)
+            ports = layout.swap16(batch.backend_ports)
+            self.backends["address"][ids] = words
+            self.backends["port"][ids] = ports
+            self.backends["service"][ids] = batch.backend_services
+            self.backends["reserved"][ids] = batch.backend_kinds
+            self.backends["flags"][ids] = batch.backend_flags
+            for bits in self._bits_of_backends(ids):
+                self._backend_bits.add(bits)
+        if batch.flag_ids:
+            self.backends["flags"][np.array(batch.flag_ids, dtype=np.int64)] = batch.flag_values
+
+    def _bits_of_backends(self, ids: NDArray[Any]) -> Iterable[layout.Words]:
+        kinds = self.backends["reserved"][ids]
+        for family in (4, 6):
+            chosen = ids[(kinds & np.uint64(0xFF)) == family]
+            if len(chosen):
+                protocols = self.backends["reserved"][chosen] >> np.uint64(8)
+                yield layout.backend_bits(
+                    np.ascontiguousarray(self.backends["address"][chosen]), self.backends["port"][chosen], protocols,
+                    family,
+                )  # fmt: skip
+
+    def _publish_words(self, words: list[tuple[int, int]]) -> None:
+        if words:
+            places = np.array([index for index, _ in words], dtype=np.uint64)
+            values = np.array([value for _, value in words], dtype=np.uint64)
+            lib.store_release_many(
+                self._words, ffi.from_buffer("uint64_t[]", places), ffi.from_buffer("uint64_t[]", values), len(words)
+            )
+
+    def _write_frontends(self, batch: Batch) -> None:
+        for family in (4, 6):
+            keys = [key for key in batch.frontends if key[0] == family]
+            if not keys:
+                continue
+            rows, words = self._frontend_keys(keys, family)
+            targets = np.array([batch.frontends[key] for key in keys], dtype=np.uint64)
+            self._service_bits.add(layout.service_bits(words, family))
+            values = layout.frontend_values(words, rows["port"], rows["protocol"], targets[:, 0], targets[:, 1], family)
+            done = self.maps.maps[f"frontends{family}"].update_batch(rows, values)
+            for key in keys[done:]:
+                self.misfits[str(key)] = Misfit(str(key), f"map frontends{family} is full")
+
+    @staticmethod
+    def _frontend_keys(keys: list[Key], family: int) -> tuple[NDArray[Any], layout.Words]:
+        rows = np.zeros(len(keys), dtype=layout.frontend_dtype(family))
+        words = layout.address_words(key[1] for key in keys)
+        rows["address"] = words if family == 6 else words[:, 0]
+        rows["port"] = layout.swap16([key[2] for key in keys])
+        rows["protocol"] = [key[3] for key in keys]
+        return rows, words
+
+    def _remove(self, batch: Batch) -> None:
+        gone = [key for key in batch.gone_frontends if key not in batch.frontends]
+        replaced = [key for key in batch.gone_frontends if key in batch.frontends]
+        for family in (4, 6):
+            keys = [key for key in gone if key[0] == family]
+            if keys:
+                self.maps.maps[f"frontends{family}"].delete_batch(self._frontend_keys(keys, family)[0])
+        something = batch.gone_backends or batch.gone_services or batch.gone_slices or gone or replaced
+        if not something:
+            return
+        self.stamp += 1
+        if batch.gone_backends:
+            ids = np.array(batch.gone_backends, dtype=np.int64)
+            self.backends["flags"][ids] = 0
+            self._clearing += [(self.stamp, self._backend_bits, bits) for bits in self._bits_of_backends(ids)]
+        for family in (4, 6):
+            addresses = [key[1] for key in (*gone, *replaced) if key[0] == family]
+            if addresses:
+                bits = layout.service_bits(layout.address_words(addresses), family)
+                self._clearing.append((self.stamp, self._service_bits, bits))
+        self.quarantine.put(self.stamp, batch.gone_services, batch.gone_backends, batch.gone_slices)
+
+    def graced(self, stamp: int) -> None:
+        """Every program that ran when `stamp` was current has ended: forget what only those could see."""
+        while self._clearing and self._clearing[0][0] <= stamp:
+            _, prefilter, bits = self._clearing.pop(0)
+            prefilter.remove(bits)
+        if self.exact_after and self.exact_after <= stamp:
+            self._service_bits.only()
+            self._backend_bits.only()
+            self.exact_after = 0
+        services, backends = self.quarantine.graced(stamp)
+        self.services["routes"][services] = 0
+        self.backends["service"][backends] = 0
+
+    def audit(self) -> int:
+        """Compare the slice words with what was published; repair and return the number of differences."""
+        repairs = []
+        for entries in self.installed.values():
+            for known in entries.values():
+                repairs += self._audit_one(known)
+        self._publish_words(repairs)
+        return len(repairs)
+
+    def _audit_one(self, known: Installed) -> list[tuple[int, int]]:
+        rows = lower(known.entry)
+        wrong = []
+        for position, ((offset, _), ring) in enumerate(zip(known.slices, rows.rings, strict=True)):
+            word = layout.slice_word(offset, len(ring), known.epoch)
+            if int(self.services[known.service]["routes"][position]) != word:
+                wrong.append((known.service * self._words_per_service + position, word))
+        return wrong
+
+
+class _Adopted:
+    """What a former process left in the maps, to be claimed by the first sync."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._values: dict[bytes, int] = {}
+        self._sizes = {}
+        for family in (4, 6):
+            dtype = layout.frontend_dtype(family)
+            keys, values = store.maps.maps[f"frontends{family}"].items(dtype, np.dtype(np.uint64))
+            raw, size = keys.tobytes(), dtype.itemsize
+            self._values.update((raw[i * size : (i + 1) * size], v) for i, v in enumerate(values.tolist()))
+            self._sizes[family] = size
+        owners = store.backends["service"]
+        self._used_backends = np.flatnonzero(owners)
+        order = self._used_backends[np.argsort(owners[self._used_backends], kind="stable")]
+        services, starts = np.unique(owners[order], return_index=True)
+        self._members = dict(zip(services.tolist(), np.split(order, starts[1:]) if len(starts) else [], strict=True))
+        self._claimed: set[int] = set()
+
+    def used(self) -> tuple[list[int], list[int], list[tuple[int, int]]]:
+        """Ids and slices that the maps name: not free until claimed or given up."""
+        services = sorted({v & 0xFFFFFFFF for v in self._values.values()} | set(self._members) - {0})
+        slices = {piece for service in services for piece in self._slices(service) if piece[1]}
+        return [s for s in services if s], self._used_backends.tolist(), sorted(slices)
+
+    def _slices(self, service: int) -> list[tuple[int, int]]:
+        """Slices by the service's words; the second has no size when it shares the first one's slots."""
+        pieces: list[tuple[int, int]] = []
+        for word in self.store.services[service]["routes"].tolist():
+            offset, count, _ = layout.split_slice_word(word)
+            shared = bool(pieces) and count and offset == pieces[0][0]
+            pieces.append((offset, 0 if shared else size_class(count)))
+        return pieces
+
+    def _key(self, family: int, address: str, port: int, protocol: int) -> bytes:
+        return Store._frontend_keys([(family, address, port, protocol)], family)[0].tobytes()  # noqa: SLF001
+
+    def claim(self, entry: Entry, rows: Rows) -> Previous:
+        """The rows of this service port from the last life, empty when there are none."""
+        for address, port, _ in rows.frontends:
+            value = self._values.get(self._key(entry.family, address, port, int(entry.protocol)), 0)
+            service = value & 0xFFFFFFFF
+            if service and service not in self._claimed:
+                self._claimed.add(service)
+                return self._describe(entry, service)
+        return Previous()
+
+    def _describe(self, entry: Entry, service: int) -> Previous:
+        store = self.store
+        members: dict[tuple[str, int], tuple[int, int]] = {}
+        rows = store.backends[self._members.get(service, np.empty(0, dtype=np.int64))]
+        numbers = self._members.get(service, np.empty(0, dtype=np.int64)).tolist()
+        ports = layout.swap16(rows["port"]).tolist()
+        raw = np.ascontiguousarray(rows["address"]).tobytes()
+        for i, (number, port, flags) in enumerate(zip(numbers, ports, rows["flags"].tolist(), strict=True)):
+            if flags:
+                members[layout.address_text(raw[16 * i : 16 * i + 16], entry.family), port] = (number, flags)
+        rings, epoch = [], 0
+        for word in store.services[service]["routes"].tolist():
+            offset, count, epoch_of_word = layout.split_slice_word(word)
+            rings.append((store.slots[offset : offset + count] & np.uint64(0xFFFFFFFF)).tolist())
+            epoch = max(epoch, epoch_of_word)
+        while rings and not rings[-1]:
+            rings.pop()
+        return Previous(
+            service=service, members=members, rings=rings, slices=tuple(self._slices(service))[: max(len(rings), 1)],
+            epoch=epoch, adopted=True,
+        )  # fmt: skip
+
+    def remove_leftovers(
+        self, installed: dict[str, dict[EntryKey, Installed]], owners: dict[Key, int],
+        addresses: Counter[tuple[int, str]],
+    ) -> None:  # fmt: skip
+        """What nobody claimed goes: frontends first, then, after a grace period, what they led to."""
+        store = self.store
+        wanted = {self._key(*key) for key in owners} | {self._key(f, a, 0, 0) for f, a in addresses}
+        for family, size in self._sizes.items():
+            stale = [key for key in self._values if len(key) == size and key not in wanted]
+            if stale:
+                keys = np.frombuffer(b"".join(stale), dtype=layout.frontend_dtype(family))
+                store.maps.maps[f"frontends{family}"].delete_batch(keys)
+        now = [known for entries in installed.values() for known in entries.values()]
+        kept = np.concatenate([np.frombuffer(known.ids, dtype=np.uint32) for known in now]) if now else np.empty(0)
+        gone = np.setdiff1d(self._used_backends, kept)
+        store.backends["flags"][gone] = 0
+        services = sorted(set(self.used()[0]) - {known.service for known in now})
+        in_use = {piece for known in now for piece in known.slices}
+        slices = [piece for service in services for piece in self._slices(service) if piece[1] and piece not in in_use]
+        store.stamp += 1
+        store.quarantine.put(store.stamp, services, gone.tolist(), slices)
+        store.exact_after = store.stamp

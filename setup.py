@@ -1,0 +1,26 @@
+"""Builds what is not Python: the BPF objects (clang) and one C helper (any C compiler)."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+HERE = Path(__file__).parent
+
+
+class BuildWithBpf(build_py):
+    """`build_py` that first compiles bpf/*.bpf.c into the package's data."""
+
+    def run(self) -> None:
+        """Compile, then copy like any package data."""
+        try:
+            subprocess.run(["make", "--silent", "bpf"], cwd=HERE, check=True)
+        except FileNotFoundError as error:
+            raise SystemExit("building hybrid-proxy needs make and clang (Debian: apt-get install make clang)") from error
+        super().run()
+
+
+setup(cmdclass={"build_py": BuildWithBpf}, cffi_modules=["dataplane/kernel/publish_build.py:builder"])
