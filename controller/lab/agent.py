@@ -14,7 +14,7 @@ from typing import Any
 from controller.lab import namespace
 from controller.lab.network import CLUSTER_CIDRS, NODE_NAMES, Lab, LabError
 
-__all__ = ["Agent"]
+__all__ = ["Agent", "remove"]
 
 
 class Agent:
@@ -125,6 +125,19 @@ class Agent:
     def tail(self, lines: int = 25) -> str:
         """The end of its log."""
         return "\n".join(self.log.read_text().splitlines()[-lines:]) if self.log.exists() else "(no log)"
+
+
+def remove(lab: Lab) -> None:
+    """End what runs in a lab that stands, clean up after its agent, take the lab down.
+
+    Raises:
+        LabError: the lab is gone, but `cleanup` failed before: pins of the agent may be left.
+    """
+    lab.end_processes()
+    cleaned = Agent(lab, lab.folder / "manifests").cleanup() if "node" in lab.places else None
+    lab.down()
+    if cleaned is not None and cleaned.returncode:
+        raise LabError(f"the lab is removed, but cleaning up after its agent failed: {cleaned.stderr.strip()}")
 
 
 _PROXY = (sys.executable, "-m", "controller")

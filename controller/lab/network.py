@@ -38,6 +38,7 @@ from typing import IO, Any, Final, Self
 
 from pyroute2 import IPRoute, netns
 
+from controller.errors import ControllerError
 from controller.lab import namespace
 from controller.lab.sockets import Opener
 
@@ -62,7 +63,7 @@ _NODAD: Final = 0x02  # IFA_F_NODAD, linux/if_addr.h
 _BOTH: Final = (socket.AF_INET, socket.AF_INET6)
 
 
-class LabError(Exception):
+class LabError(ControllerError):
     """The lab cannot be built or does not stand; says what to do."""
 
 
@@ -171,7 +172,7 @@ class Lab:
         for link in self._netlink.values():
             link.close()
         self._netlink.clear()
-        self._end_processes()
+        self.end_processes()
         for child in self._children:
             child.wait(timeout=5)
             for stream in (child.stdin, child.stdout, child.stderr):
@@ -192,7 +193,7 @@ class Lab:
             (name for name in found if _PLACE.fullmatch(name)), key=lambda name: (not name.startswith("pod"), name)
         )
 
-    def _end_processes(self) -> None:
+    def end_processes(self) -> None:
         """Kill what runs in our namespaces (nothing else can be there) and wait until it is gone."""
         deadline = time.monotonic() + 5
         while pids := self._processes():
@@ -291,6 +292,7 @@ class Lab:
             stderr=errors,
             text=True,
             env=self.environment(),
+            start_new_session=True,  # Ctrl-C at a terminal is for the caller, who ends these in order
         )
         self._children.append(child)
         return child
