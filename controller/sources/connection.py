@@ -69,6 +69,7 @@ class Status(msgspec.Struct):
 class _Loaded(NamedTuple):
     """One reading of the configuration and the connections made with it."""
 
+    url: str  # of its own: the client's hooks that renew a token set the host back to the kubeconfig's
     configuration: Any  # kubernetes.client.Configuration
     pool: Any  # urllib3.PoolManager
     files: Mapping[str, tuple[int, ...]]
@@ -101,7 +102,7 @@ class Connection:
     def where(self) -> str:
         """The server, or what names it while that was not read yet."""
         if self._loaded is not None:
-            return str(self._loaded.configuration.host)
+            return self._loaded.url
         return self._master or self._kubeconfig or "this cluster"
 
     def get(self, path: str, query: Mapping[str, str], read_seconds: float) -> BaseHTTPResponse:
@@ -138,7 +139,7 @@ class Connection:
         # ours: urllib3 would sleep through a stop.
         response: BaseHTTPResponse = loaded.pool.request(
             "GET",
-            f"{configuration.host}{path}?{urlencode(query)}",
+            f"{loaded.url}{path}?{urlencode(query)}",
             headers=headers,
             timeout=urllib3.Timeout(connect=_CONNECT_SECONDS, read=read_seconds),
             preload_content=False,
@@ -193,7 +194,9 @@ class Connection:
             raise SourceError(f"{self._source()}: {error or type(error).__name__}") from error
         self._sockets.track(pool)
         certificates = (configuration.ssl_ca_cert, configuration.cert_file, configuration.key_file)
-        return _Loaded(configuration, pool, {path: _stamp(path) for path in (*files, *certificates) if path})
+        return _Loaded(
+            configuration.host, configuration, pool, {path: _stamp(path) for path in (*files, *certificates) if path}
+        )
 
     def _source(self) -> str:
         if self._kubeconfig:
@@ -310,7 +313,8 @@ def words(error: BaseException) -> str:
 
     if isinstance(error, StatusError):
         return str(error)
-    if isinstance(error, exceptions.ConnectTimeoutError):
+    # A refused connection is, to the library, a kind of time-out.
+    if isinstance(error, exceptions.ConnectTimeoutError) and not isinstance(error, exceptions.NewConnectionError):
         return "no connection within the time allowed"
     if isinstance(error, exceptions.ReadTimeoutError | TimeoutError):
         return "silence: nothing came within the time allowed"

@@ -90,6 +90,10 @@ class Faults:
     """What goes wrong next, for one kind. Counters run down, switches stay."""
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing goes wrong any more."""
         self.answers: deque[tuple[int, dict[str, str]]] = deque()  # statuses and headers of the next requests
         self.delay = 0.0  # seconds before each answer
         self.gone_watches = 0  # the next watches get 410 as an event
@@ -209,7 +213,7 @@ class ApiServer:
     """
 
     def __init__(self, *, window: int = 4096, bookmark_every: float = 1.0, token: str = "first-token") -> None:
-        self.token = token
+        self.token = self._first_token = token
         self.bookmark_every = bookmark_every
         self.requests: list[Request] = []
         self.refused_tokens = 0
@@ -220,6 +224,7 @@ class ApiServer:
         self._streams: dict[str, list[web.Request]] = {plural: [] for plural in KINDS}
         self._written: dict[int, int] = {}  # version -> monotonic ns of the first write to a stream
         self._written_event: asyncio.Event | None = None
+        self._bookmarked: dict[str, int] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="apiserver-")
         self._authority = trustme.CA()
         self._loop = asyncio.new_event_loop()
@@ -257,6 +262,27 @@ class ApiServer:
         with self._lock:
             self._version += 1
             return self._version
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Changes made inside are seen by streams together, at the end."""
+        with self._lock:  # streams take it before they look
+            yield
+
+    def reset(self) -> None:
+        """No objects, no faults, the first token; streams are cut. Versions go on, so old readers get 410."""
+        self.cut()
+        with self._lock:
+            for kept in self._kinds.values():
+                kept.faults.clear()
+                kept.objects.clear()
+                kept.ordered = None
+                kept.served = True
+            self.expire()
+            self.token = self._first_token
+            self.refused_tokens = 0
+            self.requests.clear()
+            self._bookmarked.clear()
 
     def objects(self, plural: str) -> dict[str, Json]:
         """What is stored now, by key."""
@@ -322,14 +348,7 @@ class ApiServer:
     def cut(self, plural: str | None = None) -> int:
         """Cut the connections of all streams (of one kind); how many there were."""
 
-        def abort() -> int:
-            victims = [r for p, streams in self._streams.items() if plural in (None, p) for r in streams]
-            for request in victims:
-                if request.transport is not None:
-                    request.transport.abort()
-            return len(victims)
-
-        return self._call(abort)
+        return int(self._call(lambda: self._cut(plural)))
 
     def expire(self, plural: str | None = None) -> None:
         """Forget all history and snapshots: the next resumed watch and continued list get 410."""
@@ -341,13 +360,37 @@ class ApiServer:
                     kept.history.clear()
                     kept.snapshots.clear()
 
+    def forget_before(self, version: int) -> None:
+        """A watch from an earlier version gets 410 from now on."""
+        with self._lock:
+            for kept in self._kinds.values():
+                kept.floor = max(kept.floor, version)
+
+    def bookmarked(self, plural: str) -> int:
+        """The version of the newest bookmark sent, 0 if none was."""
+        return self._bookmarked.get(plural, 0)
+
     def set_token(self, token: str) -> None:
         """From now on only this token is accepted; open streams live on, as with a real server."""
         self.token = token
 
     def streams(self, plural: str | None = None) -> int:
         """How many watches are open."""
-        return sum(len(streams) for name, streams in list(self._streams.items()) if plural in (None, name))
+        return len(self._alive(plural))
+
+    def _alive(self, plural: str | None) -> list[web.Request]:
+        # A handler learns that its connection is gone only when it writes.
+        found = [request for name, many in self._streams.items() if plural in (None, name) for request in list(many)]
+        return [request for request in found if alive(request)]
+
+    def _cut(self, plural: str | None) -> int:
+        victims = self._alive(plural)
+        for request in victims:
+            abort(request)
+        for name in KINDS:
+            for event in self._wakers[name]:
+                event.set()
+        return len(victims)
 
     # Where it is
 
@@ -414,10 +457,7 @@ class ApiServer:
             return
         self._started.set()
         self._loop.run_forever()
-        for streams in self._streams.values():
-            for request in list(streams):
-                if request.transport is not None:
-                    request.transport.abort()
+        self._cut(None)
         for runner in runners:
             self._loop.run_until_complete(runner.cleanup())
         tasks = asyncio.all_tasks(self._loop)
@@ -478,7 +518,8 @@ class ApiServer:
         self.requests.append(Request(plural, watch, dict(request.query)))
         if kept.faults.delay:
             await asyncio.sleep(kept.faults.delay)
-        if request.headers.get("Authorization") != f"Bearer {self.token}":
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or token != self.token:
             self.refused_tokens += 1
             return status(401, "Unauthorized", "Unauthorized")
         if kept.faults.answers:
@@ -575,7 +616,7 @@ class ApiServer:
             await response.write(b"".join(first))
         next_bookmark = time.monotonic() + self.bookmark_every
         previous = b""
-        while time.monotonic() < end:
+        while time.monotonic() < end and alive(request):
             waker.clear()
             if not faults.silent:
                 with self._lock:
@@ -590,8 +631,7 @@ class ApiServer:
                     if faults.cut_mid_line:
                         faults.cut_mid_line -= 1
                         await response.write(line[: len(line) // 2])
-                        if request.transport is not None:
-                            request.transport.abort()
+                        abort(request)
                         return
                     if faults.bad_line:
                         faults.bad_line -= 1
@@ -606,6 +646,7 @@ class ApiServer:
                     mark = {"kind": kept.resource.kind, "apiVersion": kept.resource.version,
                             "metadata": {"resourceVersion": str(place), "creationTimestamp": None}}  # fmt: skip
                     await response.write(event_line("BOOKMARK", msgspec.json.encode(mark)))
+                    self._bookmarked[kept.resource.plural] = place
                     next_bookmark = time.monotonic() + self.bookmark_every
             pause = max(0.005, min(end, next_bookmark if not faults.silent else end) - time.monotonic())
             with contextlib.suppress(TimeoutError):
@@ -662,18 +703,11 @@ class ApiServer:
                 setattr(faults, name, deque((code, dict(head)) for code, head in value) if name == "answers" else value)
             return {}
 
-        def cut(asked: Json) -> Json:
-            victims = [r for p, rs in self._streams.items() if asked.get("plural") in (None, p) for r in rs]
-            for request in victims:
-                if request.transport is not None:
-                    request.transport.abort()
-            return {"streams": len(victims)}
-
         def state(_: Json) -> Json:
             return {
                 "version": self._version,
                 "objects": {plural: len(kept.objects) for plural, kept in self._kinds.items()},
-                "streams": {plural: len(streams) for plural, streams in self._streams.items()},
+                "streams": {plural: self.streams(plural) for plural in KINDS},
                 "requests": len(self.requests),
             }
 
@@ -682,9 +716,19 @@ class ApiServer:
         route("delete", lambda asked: {"version": self.delete(asked["plural"], asked["key"])})
         route("token", lambda asked: self.set_token(asked["token"]) or {})
         route("fault", fault)
-        route("cut", cut)
+        route("cut", lambda asked: {"streams": self._cut(asked.get("plural"))})
         route("state", state)
         return app
+
+
+def alive(request: web.Request) -> bool:
+    return request.transport is not None and not request.transport.is_closing()
+
+
+def abort(request: web.Request) -> None:
+    """Cut the connection without a word, as a dying router does."""
+    if request.transport is not None:
+        request.transport.abort()
 
 
 def line_for(change: Change, selection: Selection) -> bytes | None:

@@ -1,0 +1,867 @@
+"""The Kubernetes source against a real server over TLS, in all weather. See `tests.fakes.apiserver` for the faults."""
+
+from __future__ import annotations
+
+import base64
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from controller.errors import SourceError
+from controller.model import KINDS, Event, Ignored, Problem, Removed, Replaced, SourceState, Upserted, key_of, kind_of
+from controller.parse import decode
+from controller.sources.kubernetes import Kubernetes, Patience, _number, _Versions
+from tests.fakes.apiserver import (
+    ApiServer,
+    cluster_address,
+    endpoint_slice,
+    namespace_of,
+    node,
+    pod_address,
+    service,
+    slice_name,
+)
+
+PLURALS = {"Service": "services", "EndpointSlice": "endpointslices", "Node": "nodes", "ServiceCIDR": "servicecidrs"}
+QUICK = Patience(first=0.02, longest=0.1, silence=5.0, rarely=0.2)
+DEADLINE = 10.0  # of any wait; a passing run comes nowhere near
+
+
+class Watcher:
+    """Runs a source on a thread and remembers what it told, and the state that follows from it."""
+
+    def __init__(self, source: Kubernetes) -> None:
+        self.source = source
+        self.events: list[Event] = []
+        self.state: dict[str, dict[str, object]] = {kind: {} for kind in KINDS}
+        self.problems: dict[tuple[str, str], str] = {}
+        self.error: BaseException | None = None
+        self._changed = threading.Condition()
+        self.stop_event = threading.Event()
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.source.run(self._take, self.stop_event)
+        except BaseException as error:
+            self.error = error
+
+    def _take(self, event: Event) -> None:
+        with self._changed:
+            self.events.append(event)
+            match event:
+                case Replaced():
+                    kept = {k: o for k, o in self.state[event.kind].items() if k in event.kept}
+                    self.state[event.kind] = kept | {key_of(obj): obj for obj in event.objects}
+                case Upserted():
+                    self.state[kind_of(event.object)][key_of(event.object)] = event.object
+                case Removed():
+                    self.state[event.kind].pop(event.key, None)
+                case Problem():
+                    self.problems[event.kind, event.key] = event.message
+                    if not event.message:
+                        del self.problems[event.kind, event.key]
+            self._changed.notify_all()
+
+    def until(self, condition: Callable[[], Any], what: str = "") -> Any:
+        """Wait for a condition on what was told."""
+        deadline = time.monotonic() + DEADLINE
+        with self._changed:
+            while not (found := condition()):
+                left = deadline - time.monotonic()
+                assert left > 0, f"did not happen: {what or condition}; the last events: {self.events[-5:]}"
+                # The condition may also depend on the server, which does not notify.
+                self._changed.wait(min(left, 0.01))
+            return found
+
+    def complete(self) -> None:
+        self.until(lambda: {e.kind for e in self.of(Replaced)} == set(KINDS), "all kinds listed")
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def lists(self, kind: str) -> list[Replaced]:
+        return [event for event in self.of(Replaced) if event.kind == kind]
+
+    def endpoints(self, index: int) -> list[str]:
+        """Addresses of the slice of service `index` as known now."""
+        one: Any = self.state["EndpointSlice"].get(f"{namespace_of(index)}/{slice_name(index)}")
+        return [endpoint.address for endpoint in one.endpoints] if one else []
+
+    def stop(self) -> None:
+        self.stop_event.set()
+        self.thread.join(5)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def shared_server() -> Iterator[ApiServer]:
+    """Keys and certificates take longest: one server for all tests, emptied before each."""
+    with ApiServer(bookmark_every=0.2) as api:
+        yield api
+
+
+@pytest.fixture
+def api(shared_server: ApiServer) -> ApiServer:
+    shared_server.reset()
+    shared_server.populate(6, 2, nodes=["node-0", "node-1"])
+    return shared_server
+
+
+@pytest.fixture
+def watch(api: ApiServer) -> Iterator[Callable[..., Watcher]]:
+    """Starts a source; all are stopped at the end and no thread may be left."""
+    watchers = []
+
+    def start(**options: Any) -> Watcher:
+        options = {"kubeconfig": str(api.kubeconfig()), "page_size": 500, "patience": QUICK} | options
+        watcher = Watcher(Kubernetes("node-0", **options))
+        watchers.append(watcher)
+        return watcher
+
+    yield start
+    for watcher in watchers:
+        watcher.stop()
+    assert [t.name for t in threading.enumerate() if t.name.startswith("watch-")] == []
+
+
+def expected(api: ApiServer) -> dict[str, dict[str, object]]:
+    """What a perfect reader knows of the server."""
+    state: dict[str, dict[str, object]] = {}
+    for kind, plural in PLURALS.items():
+        raws = [msgspec.json.encode(obj) for obj in api.objects(plural).values()]
+        found = [obj for raw in raws if not isinstance(obj := decode(kind, raw), Ignored)]
+        state[kind] = {key_of(obj): obj for obj in found if kind != "Node" or obj.name == "node-0"}
+    return state
+
+
+def lists_asked(api: ApiServer, plural: str) -> int:
+    return sum(1 for request in api.requests if request.plural == plural and not request.watch)
+
+
+def connected(api: ApiServer, watcher: Watcher) -> None:
+    watcher.until(lambda: api.streams() == 4, "four streams are open")
+
+
+# ------------------------------------------------------------------------------------------- fair weather
+
+
+def test_first_lists_tell_everything(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    watcher = watch()
+    watcher.complete()
+
+    assert watcher.state == expected(api)
+    assert watcher.endpoints(3) == [pod_address(3, 0, 2), pod_address(3, 1, 2)]
+    assert list(watcher.state["Node"]) == ["node-0"]
+    healthy = watcher.until(lambda: watcher.of(SourceState))
+    assert healthy[0].healthy
+    assert api.url in healthy[0].message
+    assert api.url in watcher.source.describe()
+
+
+def test_only_what_kube_proxy_watches_is_asked_for(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    api.put(service(90, clusterIP="None", clusterIPs=["None"]))
+    api.put(labelled(service(91), "service.kubernetes.io/service-proxy-name", ""))
+    api.put(labelled(endpoint_slice(92, [0]), "service.kubernetes.io/headless", ""))
+    api.put(labelled(endpoint_slice(93, [0]), "service.kubernetes.io/service-proxy-name", "other"))
+    watcher = watch()
+    watcher.complete()
+
+    kept = {key.rpartition("/")[2] for key in watcher.state["Service"]}
+    assert kept == {f"shop-{i:05d}" for i in range(6)}
+    slices = set(watcher.state["EndpointSlice"])
+    assert f"{namespace_of(92)}/{slice_name(92)}" not in slices
+    assert f"{namespace_of(93)}/{slice_name(93)}" in slices
+    # The server did the work, not the reader.
+    assert {r.query.get("labelSelector") for r in api.requests if r.plural == "services"} == {
+        "!service.kubernetes.io/service-proxy-name"
+    }
+    assert {r.query.get("fieldSelector") for r in api.requests if r.plural == "nodes"} == {"metadata.name=node-0"}
+
+
+def test_changes_follow(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    watcher = watch()
+    watcher.complete()
+    connected(api, watcher)
+    before = time.monotonic()
+    api.put(service(20))
+    api.set_endpoints(3, [0, 1, 2])
+    api.delete("services", f"{namespace_of(1)}/shop-00001")
+    api.put(labelled(service(2), "service.kubernetes.io/service-proxy-name", "mesh"))
+    api.put(node("node-1", 7))
+
+    watcher.until(lambda: watcher.state == expected(api))
+    assert len(watcher.endpoints(3)) == 3
+    assert f"{namespace_of(2)}/shop-00002" not in watcher.state["Service"]
+    assert all(before < e.received < time.monotonic() for e in (*watcher.of(Upserted), *watcher.of(Removed)))
+    assert len(watcher.of(Replaced)) == 4
+
+
+def test_pages_make_one_list(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    api.put_all(service(index) for index in range(6, 25))
+    watcher = watch(page_size=10)
+    watcher.complete()
+
+    assert lists_asked(api, "services") == 3
+    assert len(watcher.lists("Service")) == 1
+    assert len(watcher.state["Service"]) == 25
+
+
+def test_nothing_is_told_before_the_last_page(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    api.faults("services").delay = 0.1
+    watcher = watch(page_size=2)
+    watcher.until(lambda: lists_asked(api, "services") == 3, "the last page is asked for")
+
+    assert watcher.lists("Service") == []
+    watcher.complete()
+    assert len(watcher.lists("Service")[0].objects) == 6
+
+
+def test_a_stream_that_ended_in_order_goes_on(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    watcher = watch(patience=msgspec.structs.replace(QUICK, lifetime=(1.0, 1.0)))
+    watcher.complete()
+    watcher.until(lambda: sum(r.watch and r.plural == "services" for r in api.requests) >= 2, "a second stream")
+    api.put(service(20))
+
+    watcher.until(lambda: len(watcher.state["Service"]) == 7)
+    assert lists_asked(api, "services") == 1
+    assert [state.healthy for state in watcher.of(SourceState)] == [True]
+
+
+def test_lifetimes_differ(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    """Nodes that were started together must not come back together, for years."""
+    watcher = watch(patience=Patience())
+    watcher.complete()
+    connected(api, watcher)
+
+    lifetimes = [int(r.query["timeoutSeconds"]) for r in api.requests if r.watch]
+    assert all(300 <= seconds <= 600 for seconds in lifetimes)
+    assert len(set(lifetimes)) > 1
+    assert all(r.query["allowWatchBookmarks"] == "true" for r in api.requests if r.watch)
+
+
+# ------------------------------------------------------------------------------------------- cut streams
+
+
+@pytest.mark.parametrize("mid_line", [False, True], ids=["between lines", "mid line"])
+def test_a_cut_stream_is_taken_up_where_it_was(mid_line: bool, api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    watcher = watch()
+    watcher.complete()
+    connected(api, watcher)
+    if mid_line:
+        api.faults("endpointslices").cut_mid_line = 1
+    else:
+        assert api.cut("endpointslices") == 1
+    api.set_endpoints(3, [0, 1, 2, 3])
+
+    watcher.until(lambda: len(watcher.endpoints(3)) == 4)
+    assert lists_asked(api, "endpointslices") == 1
+    assert [e.object.name for e in watcher.of(Upserted)] == [slice_name(3)]
+    assert all(state.healthy for state in watcher.of(SourceState)), "one cut is no news"
+
+
+def test_bookmarks_keep_a_quiet_stream_young(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    """Without them, the version of a quiet kind falls out of the server's window and everything is listed again."""
+    watcher = watch()
+    watcher.complete()
+    connected(api, watcher)
+    now = api.touch()
+    watcher.until(lambda: api.bookmarked("services") >= now, "a bookmark of the new version")
+    api.forget_before(now)
+    api.cut("services")
+    api.put(service(20))
+
+    watcher.until(lambda: len(watcher.state["Service"]) == 7)
+    assert lists_asked(api, "services") == 1
+
+
+def test_a_stream_that_is_cut_again_and_again_is_told(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    watcher = watch()
+    watcher.complete()
+    connected(api, watcher)
+    api.faults("services").cut_mid_line = 3
+    api.put(service(20))
+
+    watcher.until(lambda: len(watcher.state["Service"]) == 7)
+    watcher.until(lambda: [s.healthy for s in watcher.of(SourceState)][-2:] == [False, True])
+    lost = [s.message for s in watcher.of(SourceState) if not s.healthy]
+    assert "Services cannot be read since" in lost[0]
+    assert "connection was cut" in lost[0]
+    assert "what is programmed stays, next try in" in lost[0]
+
+
+def test_silence_is_noticed(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    watcher = watch(patience=msgspec.structs.replace(QUICK, silence=0.5))
+    watcher.complete()
+    connected(api, watcher)
+    api.faults("endpointslices").silent = True
+    api.set_endpoints(3, [0])
+    watcher.until(lambda: sum(r.watch and r.plural == "endpointslices" for r in api.requests) >= 2, "a new stream")
+    api.faults("endpointslices").silent = False
+
+    watcher.until(lambda: len(watcher.endpoints(3)) == 1)
+    assert lists_asked(api, "endpointslices") == 1
+
+
+def test_a_broken_line_means_a_new_list(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    watcher = watch()
+    watcher.complete()
+    connected(api, watcher)
+    api.faults("services").bad_line = 1
+    api.put(service(20))
+
+    watcher.until(lambda: len(watcher.state["Service"]) == 7)
+    assert lists_asked(api, "services") == 2
+
+
+# ------------------------------------------------------------------------------------------- 410 Gone
+
+
+@pytest.mark.parametrize("how", ["in the stream", "as the answer", "for real"])
+def test_gone_means_a_new_list_and_nothing_vanishes_before(
+    how: str, api: ApiServer, watch: Callable[..., Watcher]
+) -> None:
+    watcher = watch(page_size=2)
+    watcher.complete()
+    connected(api, watcher)
+    faults = api.faults("services")
+    if how == "in the stream":
+        faults.gone_watches = 1
+    elif how == "as the answer":
+        faults.gone_watch_status = 1
+    faults.answers.append((500, {}))  # keeps the source away while the server changes
+    api.cut("services")
+    api.delete("services", f"{namespace_of(1)}/shop-00001")
+    api.put(service(20))
+    if how == "for real":
+        api.expire("services")
+    asked = lists_asked(api, "services")
+    faults.delay = 0.05
+    watcher.until(lambda: lists_asked(api, "services") > asked, "a new list")
+
+    assert f"{namespace_of(1)}/shop-00001" in watcher.state["Service"]
+    assert len(watcher.lists("Service")) == 1
+    watcher.until(lambda: len(watcher.lists("Service")) == 2)
+    assert watcher.state == expected(api)
+    assert watcher.of(Removed) == []
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_gone_between_pages_begins_the_list_anew(times: int, api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    api.faults("services").gone_continues = times
+    watcher = watch(page_size=2)
+    watcher.complete()
+
+    assert watcher.state == expected(api)
+    assert len(watcher.lists("Service")) == 1
+    limits = [r.query.get("limit") for r in api.requests if r.plural == "services" and not r.watch]
+    assert limits[:2] == ["2", "2"]
+    assert limits[-1] is None, "pages that expire: the list is read in one piece"
+
+
+# ------------------------------------------------------------------------------------------- a server in trouble
+
+
+def test_errors_are_told_and_survived(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    watcher = watch()
+    watcher.complete()
+    connected(api, watcher)
+    known = dict(watcher.state["Service"])
+    api.faults("services").answers.extend([(500, {})] * 4)
+    api.cut("services")
+    lost = watcher.until(lambda: [s for s in watcher.of(SourceState) if not s.healthy])
+
+    assert "500 InternalError" in lost[0].message
+    assert watcher.state["Service"] == known
+    api.put(service(20))
+    watcher.until(lambda: len(watcher.state["Service"]) == 7)
+    recovered = watcher.until(lambda: [s for s in watcher.of(SourceState) if s.healthy][1:])
+    assert "again, after" in recovered[-1].message
+    assert len(watcher.lists("Service")) == 1
+    assert watcher.of(Removed) == []
+
+
+def test_retry_after_is_honoured(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    api.faults("services").answers.append((429, {"Retry-After": "1"}))
+    started = time.monotonic()
+    watcher = watch()
+    watcher.complete()
+
+    assert 1.0 <= time.monotonic() - started < 3.0
+    assert lists_asked(api, "services") == 2
+    assert lists_asked(api, "endpointslices") == 1
+
+
+def test_a_slow_server_is_waited_for(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    for faults in api.all_faults():
+        faults.delay = 0.4
+    watcher = watch()
+    watcher.complete()
+
+    assert watcher.state == expected(api)
+    assert [lists_asked(api, plural) for plural in PLURALS.values()] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("when", ["streams are open", "the answer is awaited", "a pause is made"])
+def test_stop_takes_less_than_a_second(when: str, api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    if when == "the answer is awaited":
+        for faults in api.all_faults():
+            faults.delay = 3.0
+    elif when == "a pause is made":
+        for faults in api.all_faults():
+            faults.answers.append((503, {"Retry-After": "60"}))
+    watcher = watch(patience=Patience())
+    watcher.until(lambda: len({r.plural for r in api.requests}) == 4)
+    if when == "streams are open":
+        connected(api, watcher)
+    started = time.monotonic()
+    watcher.stop()
+
+    assert time.monotonic() - started < 1.0
+    assert [t.name for t in threading.enumerate() if t.name.startswith("watch-")] == []
+    told = len(watcher.events)
+    api.put(service(50))
+    assert len(watcher.events) == told
+
+
+# fmt: off
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        pytest.param({"master": "https://127.0.0.1:1"}, "Connection refused", id="nobody listens"),
+        pytest.param({"authority": False}, "the server's certificate is not trusted", id="wrong authority"),
+        pytest.param({"token": "stolen"}, "the credentials are refused", id="wrong token"),
+    ],
+)
+def test_what_is_wrong_is_said(
+    options: dict[str, Any], words: str, api: ApiServer, watch: Callable[..., Watcher]
+) -> None:
+    kubeconfig = api.kubeconfig(token=options.get("token"))
+    if options.get("authority") is False:
+        config = msgspec.json.decode(kubeconfig.read_bytes())
+        del config["clusters"][0]["cluster"]["certificate-authority-data"]
+        kubeconfig.write_bytes(msgspec.json.encode(config))
+    watcher = watch(kubeconfig=str(kubeconfig), master=options.get("master"))
+    lost = watcher.until(lambda: [s for s in watcher.of(SourceState) if not s.healthy])
+
+    assert words in lost[0].message
+    assert "nothing is programmed before" in lost[0].message
+    assert watcher.of(Replaced) == []
+
+
+# fmt: on
+
+
+def test_forbidden_names_what_to_grant(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    api.faults("endpointslices").answers.extend([(403, {})] * 100)
+    watcher = watch()
+    lost = watcher.until(lambda: [s for s in watcher.of(SourceState) if not s.healthy])
+
+    assert "grant list and watch of endpointslices" in lost[0].message
+    watcher.until(lambda: len({e.kind for e in watcher.of(Replaced)}) == 3)
+    assert watcher.lists("EndpointSlice") == []
+
+
+# ------------------------------------------------------------------------------------------- order of events
+
+
+def test_duplicates_and_old_news_do_not_turn_time_back(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    watcher = watch()
+    watcher.complete()
+    connected(api, watcher)
+    api.faults("endpointslices").duplicate = True
+    for count in range(1, 9):
+        api.set_endpoints(3, range(count))
+    watcher.until(lambda: len(watcher.endpoints(3)) == 8)
+    api.delete("endpointslices", f"{namespace_of(3)}/{slice_name(3)}")
+    api.set_endpoints(4, [])
+    watcher.until(lambda: watcher.of(Upserted)[-1].object.name == slice_name(4))
+
+    sizes = [len(e.object.endpoints) for e in watcher.of(Upserted) if e.object.name == slice_name(3)]
+    assert sizes == list(range(1, 9))
+    assert watcher.endpoints(3) == []
+    assert watcher.state == expected(api)
+
+
+def test_swapped_neighbours_are_put_right(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    watcher = watch()
+    watcher.complete()
+    connected(api, watcher)
+    api.faults("endpointslices").reorder = True
+    with api.quiet():  # so that both are ready together
+        api.set_endpoints(3, [0])
+        api.set_endpoints(3, [0, 1, 2])
+        api.set_endpoints(4, [])
+        api.delete("endpointslices", f"{namespace_of(4)}/{slice_name(4)}")
+        api.delete("endpointslices", f"{namespace_of(5)}/{slice_name(5)}")
+        api.set_endpoints(5, [1])
+    watcher.until(lambda: watcher.state == expected(api))
+
+    api.put(service(20))
+    watcher.until(lambda: len(watcher.state["Service"]) == 7)
+    assert watcher.state == expected(api)
+    assert len(watcher.endpoints(3)) == 3
+    assert watcher.endpoints(4) == []
+    assert watcher.endpoints(5) == [pod_address(5, 1, 2)]
+
+
+# fmt: off
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        pytest.param("1", 1, id="one"),
+        pytest.param("184467440737095516160", 184467440737095516160, id="more than 64 bits"),
+        pytest.param("", None, id="empty"),
+        pytest.param(None, None, id="absent"),
+        pytest.param("007", None, id="leading zero"),
+        pytest.param("0", None, id="zero is no version of an object"),
+        pytest.param("12a", None, id="opaque"),
+        pytest.param("-5", None, id="negative"),
+        pytest.param("٣", None, id="other digits"),
+        pytest.param("9" * 5000, None, id="absurd"),
+    ],
+)
+def test_versions_are_compared_only_as_plain_decimals(text: str | None, number: int | None) -> None:
+    assert _number(text) == number
+
+
+# fmt: on
+
+
+# fmt: off
+@pytest.mark.parametrize(
+    ("listed", "events", "news"),
+    [
+        pytest.param("100", [("a", "101", False), ("a", "102", False)], [True, True],   id="newer"),
+        pytest.param("100", [("a", "101", False), ("a", "101", False)], [True, False],  id="twice"),
+        pytest.param("100", [("a", "99",  False), ("b", "100", False)], [False, False], id="the list knew it"),
+        pytest.param("100", [("a", "103", False), ("b", "102", False)], [True, True],   id="objects are apart"),
+        pytest.param("100", [("a", "103", True),  ("a", "102", False)], [True, False],  id="the dead stay dead"),
+        pytest.param("100", [("a", "103", False), ("a", "102", True)],  [True, False],  id="made anew, then deleted"),
+        pytest.param("100", [("a", "101", False), ("a", "101", True)],  [True, True],   id="deleted at the same"),
+        pytest.param("100", [("a", "9",   False), ("a", "x",   False)], [False, True],  id="opaque counts as new"),
+        pytest.param("x",   [("a", "9",   False), ("a", "8",   False)], [True, True],   id="opaque list"),
+        pytest.param("9",   [("a", "10",  False), ("a", "9",   False)], [True, False],  id="numbers, not texts"),
+    ],
+)
+def test_old_news(listed: str, events: list[tuple[str, str, bool]], news: list[bool]) -> None:
+    versions = _Versions()
+    versions.listed(listed)
+
+    assert [versions.is_news(*event) for event in events] == news
+
+
+# fmt: on
+
+
+def test_graves_are_not_kept_for_ever() -> None:
+    versions = _Versions()
+    versions.listed("1")
+    for number in range(2, 10_000):
+        versions.is_news(f"pod-{number}", str(number), gone=True)
+
+    assert len(versions._seen) == len(versions._graves) == 4096
+    assert not versions.is_news("pod-9999", "9998", gone=False)
+
+
+# ------------------------------------------------------------------------------------------- credentials
+
+
+def exec_user(folder: Path) -> dict[str, Any]:
+    """A user whose token comes from a program, which no file of ours betrays."""
+    script = folder / "get-token"
+    script.write_text(
+        "#!/bin/sh\n"
+        'printf \'{"apiVersion":"client.authentication.k8s.io/v1","kind":"ExecCredential","status":{"token":"%s"}}\' '
+        f'"$(cat {folder / "token"})"\n'
+    )
+    script.chmod(0o755)
+    return {
+        "exec": {"apiVersion": "client.authentication.k8s.io/v1", "command": str(script), "interactiveMode": "Never"}
+    }
+
+
+@pytest.mark.parametrize("kind", ["kubeconfig", "tokenFile", "exec", "service account"])
+def test_a_token_that_changes(
+    kind: str, api: ApiServer, watch: Callable[..., Watcher], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = tmp_path / "token"
+    token.write_text(api.token + "\n")
+    kubeconfig: Path | None = api.kubeconfig(token_file=token if kind == "tokenFile" else None)
+    if kind == "exec":
+        assert kubeconfig is not None
+        config = msgspec.json.decode(kubeconfig.read_bytes())
+        config["users"][0]["user"] = exec_user(tmp_path)
+        kubeconfig.write_bytes(msgspec.json.encode(config))
+    elif kind == "service account":
+        (tmp_path / "ca.crt").write_bytes(api.authority)
+        monkeypatch.setattr("kubernetes.config.incluster_config.SERVICE_TOKEN_FILENAME", str(token))
+        monkeypatch.setattr("kubernetes.config.incluster_config.SERVICE_CERT_FILENAME", str(tmp_path / "ca.crt"))
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(api.port))
+        kubeconfig = None
+    watcher = watch(kubeconfig=str(kubeconfig) if kubeconfig else None)
+    watcher.complete()
+    connected(api, watcher)
+
+    api.set_token("second-token")
+    token.write_text("second-token\n")
+    if kind == "kubeconfig":
+        assert kubeconfig is not None
+        kubeconfig.write_bytes(kubeconfig.read_bytes().replace(b"first-token", b"second-token"))
+    assert api.cut() == 4
+    api.put(service(20))
+
+    watcher.until(lambda: len(watcher.state["Service"]) == 7)
+    connected(api, watcher)
+    assert all(state.healthy for state in watcher.of(SourceState))
+    assert len(watcher.of(Replaced)) == 4
+    assert (api.refused_tokens > 0) == (kind == "exec"), "a changed file is seen before the server has to refuse"
+
+
+def test_a_half_written_kubeconfig_changes_nothing(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    kubeconfig = api.kubeconfig()
+    watcher = watch(kubeconfig=str(kubeconfig))
+    watcher.complete()
+    connected(api, watcher)
+    kubeconfig.write_bytes(kubeconfig.read_bytes()[:100])
+    api.cut()
+    api.put(service(20))
+
+    watcher.until(lambda: len(watcher.state["Service"]) == 7)
+
+
+def test_master_overrides_the_address(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    watcher = watch(kubeconfig=str(api.kubeconfig(url="https://127.0.0.1:1")), master=api.url + "/")
+    watcher.complete()
+
+    assert watcher.state == expected(api)
+
+
+KUBECONFIG = {
+    "current-context": "a",
+    "contexts": [{"name": "a", "context": {"cluster": "a", "user": "a"}}],
+    "clusters": [{"name": "a", "cluster": {"server": "https://127.0.0.1:1"}}],
+    "users": [{"name": "a", "user": {"token": "t"}}],
+}
+
+
+# fmt: off
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        pytest.param(None,                                      "there is no such file",   id="missing"),
+        pytest.param("",                                        "is empty",                id="empty"),
+        pytest.param("a: [",                                    "kubeconfig",              id="no YAML"),
+        pytest.param("- 1",                                     "kubeconfig",              id="a list"),
+        pytest.param(KUBECONFIG | {"current-context": "b"},     "name b in",               id="unknown context"),
+        pytest.param(KUBECONFIG | {"clusters": []},             "name a in",               id="no cluster"),
+        pytest.param(KUBECONFIG | {"clusters": [{"name": "a", "cluster": {"server": "https://h",
+                                   "certificate-authority": "/no/ca"}}]}, "/no/ca",        id="no authority"),
+        pytest.param(KUBECONFIG | {"users": [{"name": "a", "user": {"tokenFile": "/no/t"}}]}, "/no/t", id="no token"),
+    ],
+)
+def test_an_unusable_configuration_ends_the_run(content: Any, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "kubeconfig"
+    if content is not None:
+        path.write_text(content if isinstance(content, str) else msgspec.json.encode(content).decode())
+    with pytest.raises(SourceError) as caught:
+        Kubernetes("node-0", kubeconfig=str(path)).run(lambda _: None, threading.Event())
+
+    assert words in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+# fmt: on
+
+
+def test_outside_of_a_cluster_says_what_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+
+    with pytest.raises(SourceError, match="no --kubeconfig and no --master"):
+        Kubernetes("node-0").run(lambda _: None, threading.Event())
+
+
+# ------------------------------------------------------------------------------------------- odd clusters
+
+
+@pytest.mark.parametrize("code", [404, 403])
+def test_service_cidrs_are_optional(code: int, api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    if code == 404:
+        api.serve("servicecidrs", served=False)
+    else:
+        api.faults("servicecidrs").answers.extend([(403, {})] * 3)
+    watcher = watch()
+    watcher.complete()
+
+    assert watcher.lists("ServiceCIDR") == [Replaced("ServiceCIDR", ())]
+    assert watcher.until(lambda: watcher.of(SourceState))[0].healthy
+    api.serve("servicecidrs", served=True)
+    watcher.until(lambda: watcher.state == expected(api), "they are asked for again")
+    assert list(watcher.state["ServiceCIDR"]) == ["kubernetes"]
+    assert len(watcher.lists("ServiceCIDR")) == 2
+
+
+def test_service_cidrs_that_were_read_stay(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    """A server that starts up refuses for a moment what it grants later."""
+    watcher = watch()
+    watcher.complete()
+    connected(api, watcher)
+    api.faults("servicecidrs").answers.append((403, {}))
+    api.cut("servicecidrs")
+    watcher.until(lambda: lists_asked(api, "servicecidrs") == 2, "they are listed again")
+    watcher.until(lambda: len(watcher.lists("ServiceCIDR")) == 2)
+
+    assert [len(event.objects) for event in watcher.lists("ServiceCIDR")] == [1, 1]
+
+
+def test_a_node_that_is_not_there_yet(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    api.delete("nodes", "node-0")
+    watcher = watch()
+    watcher.complete()
+    assert watcher.lists("Node") == [Replaced("Node", ())]
+
+    api.put(node("node-0"))
+    watcher.until(lambda: "node-0" in watcher.state["Node"])
+
+
+# ------------------------------------------------------------------------------------------- malformed objects
+
+
+def test_one_malformed_object_among_good_ones(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    key = f"{namespace_of(3)}/shop-00003"
+    api.put(service(3, ports=[{"name": "http", "port": 70000}]))
+    watcher = watch(page_size=2)
+    watcher.complete()
+
+    assert len(watcher.state["Service"]) == 5
+    assert watcher.lists("Service")[0].kept == {key}
+    assert list(watcher.problems) == [("Service", key)]
+    assert "spec.ports[0].port" in watcher.problems["Service", key]
+    connected(api, watcher)
+    api.put(service(3))
+    watcher.until(lambda: key in watcher.state["Service"])
+    assert watcher.problems == {}
+
+
+def test_the_last_good_version_stays(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    watcher = watch()
+    watcher.complete()
+    connected(api, watcher)
+    good = watcher.state["Service"][f"{namespace_of(3)}/shop-00003"]
+    bad = service(3, clusterIP="10.96.0.999", clusterIPs=["10.96.0.999"])
+    api.put(bad)
+    api.put(service(4, sessionAffinity="ClientIP"))
+    watcher.until(lambda: watcher.problems, "a problem")
+    watcher.until(lambda: watcher.of(Upserted), "the next object")
+    assert watcher.state["Service"][f"{namespace_of(3)}/shop-00003"] == good
+
+    api.expire("services")  # also through a new list
+    api.cut("services")
+    watcher.until(lambda: len(watcher.lists("Service")) == 2)
+    assert watcher.state["Service"][f"{namespace_of(3)}/shop-00003"] == good
+    assert watcher.problems
+
+    api.delete("services", f"{namespace_of(3)}/shop-00003")
+    watcher.until(lambda: len(watcher.state["Service"]) == 5)
+    assert watcher.problems == {}
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        pytest.param({"name": 7, "namespace": "team-00"}, id="name is a number"),
+        pytest.param({"name": "odd", "namespace": "team-00", "labels": "none"}, id="labels are a text"),
+        pytest.param({"name": "a/b", "namespace": "team-00"}, id="name with a slash"),
+    ],
+)
+def test_odd_metadata(metadata: dict[str, Any], api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    watcher = watch()
+    watcher.complete()
+    connected(api, watcher)
+    odd = service(40)
+    odd["metadata"] = metadata
+    api.put(odd)
+    watcher.until(lambda: watcher.problems)
+    api.put(service(20))
+
+    watcher.until(lambda: len(watcher.state["Service"]) == 7)
+    assert lists_asked(api, "services") == 1
+
+
+# ------------------------------------------------------------------------------------------- everything at once
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_is_lost_in_a_storm(seed: int, api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    """300 random changes, faults between them; in the end the reader knows what the server knows."""
+    dice = random.Random(seed)
+    api.faults("endpointslices").duplicate = True
+    watcher = watch(page_size=3, patience=msgspec.structs.replace(QUICK, silence=0.6))
+    for step in range(300):
+        index = dice.randrange(12)
+        match dice.randrange(4):
+            case 0:
+                api.put(service(index, sessionAffinity=dice.choice(["None", "ClientIP"])))
+            case 1 if len(api.objects("services")) > 3:
+                api.delete("services", dice.choice(sorted(api.objects("services"))))
+            case 2 if len(api.objects("endpointslices")) > 3:
+                api.delete("endpointslices", dice.choice(sorted(api.objects("endpointslices"))))
+            case _:
+                api.set_endpoints(index, dice.sample(range(10), dice.randrange(10)))
+        if step % 8 == 0:
+            trouble(api, dice)
+        if step % 50 == 0:
+            watcher.until(lambda: api.streams("services") and api.streams("endpointslices"), "streams again")
+    for faults in api.all_faults():
+        faults.clear()
+
+    watcher.until(lambda: watcher.state == expected(api), "the same state")
+    watcher.until(lambda: watcher.of(SourceState)[-1].healthy, "health")
+
+
+def trouble(api: ApiServer, dice: random.Random) -> None:
+    """One random fault."""
+    faults = api.faults(dice.choice(["services", "endpointslices"]))
+    match dice.randrange(8):
+        case 0:
+            api.cut()
+        case 1:
+            faults.cut_mid_line += 1
+        case 2:
+            faults.answers.append((500, {}))
+            api.cut()
+        case 3:
+            api.expire()
+            api.cut()
+        case 4:
+            faults.gone_watches += 1
+            api.cut()
+        case 5:
+            faults.gone_continues += 1
+        case 6:
+            faults.bad_line += 1
+        case 7:
+            faults.silent = not faults.silent
+
+
+def labelled(obj: dict[str, Any], key: str, value: str) -> dict[str, Any]:
+    obj["metadata"]["labels"][key] = value
+    return obj
+
+
+def test_addresses_of_the_fake_are_real(api: ApiServer) -> None:
+    """The helpers that tests and benchmarks compare with agree with what is served."""
+    one = api.objects("services")[f"{namespace_of(3)}/shop-00003"]
+
+    assert one["spec"]["clusterIP"] == cluster_address(3) == "10.96.0.13"
+    assert base64.b64decode(
+        msgspec.json.decode(api.kubeconfig().read_bytes())["clusters"][0]["cluster"]["certificate-authority-data"]
+    ).startswith(b"-----BEGIN CERTIFICATE")
