@@ -85,7 +85,7 @@ def canonical_address(text: str) -> str:
         raise ValueError(f"{_show(text)} is not an IP address") from None
     if packed.startswith(_MAPPED):
         return inet_ntop(AF_INET, packed[12:])
-    return inet_ntop(AF_INET6, packed)
+    return _ipv6(packed)
 
 
 def canonical_cidr(text: str) -> str:
@@ -106,7 +106,8 @@ def canonical_cidr(text: str) -> str:
     if prefix > bits or (bits == 32 and ":" in text):
         raise ValueError(f"{_show(text)} is not a CIDR such as 10.0.0.0/8 or fd00::/8")
     number = int.from_bytes(inet_pton(kind, address), "big") >> (bits - prefix) << (bits - prefix)
-    return f"{inet_ntop(kind, number.to_bytes(bits // 8, 'big'))}/{prefix}"
+    network = number.to_bytes(bits // 8, "big")
+    return f"{inet_ntop(kind, network) if kind == AF_INET else _ipv6(network)}/{prefix}"
 
 
 def family_of(address: str) -> int:
@@ -116,6 +117,12 @@ def family_of(address: str) -> int:
 
 _MAPPED: Final = bytes(10) + b"\xff\xff"
 _SLOPPY_IPV4: Final = re.compile(r"[0-9]{1,16}(?:\.[0-9]{1,16}){3}", re.ASCII)
+
+
+def _ipv6(packed: bytes) -> str:
+    """RFC 5952, without the dotted form that the C library has for `::/96`."""
+    text = inet_ntop(AF_INET6, packed)
+    return f"::{packed[12] << 8 | packed[13]:x}:{packed[14] << 8 | packed[15]:x}" if "." in text else text
 
 
 def _sloppy_ipv4(text: str) -> str:
@@ -753,11 +760,11 @@ def convert(kind: str, value: object) -> Object | Ignored:
 
 
 def _leniently(raw: bytes | msgspec.Raw) -> object:
-    """The document without any types, for messages; None when it is not JSON at all."""
+    """The document without any types, for messages; UNSET when it is not JSON at all."""
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
+        return UNSET
 
 
 _UNNAMED: Final = "(unnamed)"
@@ -797,7 +804,7 @@ def _refusal(kind: str, error: Exception, document: object) -> Refused:
     if match and match["key"]:  # YAML alone can say this
         return Refused(kind, key, path, "a key that is not a text; write it in quotes")
     expected = _EXPECTED.match(text)
-    if document is None or not expected:
+    if document is UNSET or not expected:
         return Refused(kind, key, path, match["what"] if match else f"not JSON: {text}")
     types = [_WORDS.get(name, name) for name in expected["types"].split(" | ") if name != "null"]
     return Refused(kind, key, path, f"expected {' or '.join(types)}, got {_show(_look_up(document, path))}")

@@ -1,0 +1,649 @@
+"""What is read from API objects, and what is refused. Rows are sections of kube-proxy's behaviour."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controller import parse
+from controller.errors import Refused
+from controller.model import Endpoint, EndpointPort, EndpointSlice, Ignored, Node, Object, Service, ServicePort
+from controller.model import ServiceCIDR as Range
+from dataplane.table import Protocol
+
+TCP, UDP, SCTP = Protocol.TCP, Protocol.UDP, Protocol.SCTP
+PROXY_NAME = "service.kubernetes.io/service-proxy-name"
+HEADLESS = "service.kubernetes.io/headless"
+SERVICE_NAME = "kubernetes.io/service-name"
+
+
+def both(kind: str, value: object) -> Object | Ignored:
+    """The object through both doors, JSON and plain values, which must agree, also in what they refuse."""
+    outcomes: list[Object | Ignored | Refused] = []
+    for door in (parse.convert, lambda kind, value: parse.decode(kind, json.dumps(value).encode())):
+        try:
+            outcomes.append(door(kind, value))
+        except Refused as error:
+            outcomes.append(error)
+    plain, decoded = outcomes
+    assert str(plain) == str(decoded)
+    if isinstance(plain, Refused):
+        raise plain
+    assert plain == decoded
+    return plain
+
+
+def service_of(spec: dict[str, Any], **top: Any) -> dict[str, Any]:
+    base = {"clusterIP": "10.96.0.10", "ports": [{"name": "http", "port": 80}]}
+    return {"metadata": {"name": "web", "namespace": "shop"} | top.pop("metadata", {}), "spec": base | spec, **top}
+
+
+def read(**spec: Any) -> Service:
+    found = both("Service", service_of(spec))
+    assert isinstance(found, Service), found
+    return found
+
+
+def slice_of(**top: Any) -> dict[str, Any]:
+    metadata = {"name": "web-v4", "namespace": "shop", "labels": {SERVICE_NAME: "web"}} | top.pop("metadata", {})
+    base = {"addressType": "IPv4", "ports": [{"name": "http", "port": 8080}], "endpoints": []}
+    return {"metadata": metadata} | base | top
+
+
+def read_slice(**top: Any) -> EndpointSlice:
+    found = both("EndpointSlice", slice_of(**top))
+    assert isinstance(found, EndpointSlice), found
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ addresses
+
+# fmt: off
+ADDRESSES = [
+    pytest.param("10.0.0.1",            "10.0.0.1",      id="IPv4"),
+    pytest.param(" 10.0.0.1\n",         "10.0.0.1",      id="white space"),
+    pytest.param("010.00.0.001",        "10.0.0.1",      id="leading zeros are decimal"),
+    pytest.param("10.0.0.000000000009", "10.0.0.9",      id="many zeros"),
+    pytest.param("FD00:0:0::0:1",       "fd00::1",       id="IPv6"),
+    pytest.param("fd00:0:0:1:0:0:0:1",  "fd00:0:0:1::1", id="longest run of zeros"),
+    pytest.param("::ffff:10.0.0.1",     "10.0.0.1",      id="IPv4-mapped"),
+    pytest.param("::ffff:a00:1",        "10.0.0.1",      id="IPv4-mapped in hex"),
+    pytest.param("::1.2.3.4",           "::102:304",     id="IPv4-compatible is IPv6"),
+    pytest.param("::1",                 "::1",           id="loopback"),
+]
+NO_ADDRESSES = ["", "10.0.0", "10.0.0.256", "10.0.0.1.1", "10.0.0.-1", "10.0.0.+1", "1 0.0.0.1", "10.0.0.1/32", "x",
+                "fd00::1::", "fe80::1%eth0", "[fd00::1]", "10.0.0.1\0", "fd00::\0", "１0.0.0.1", ":", "\ud800",
+                "10.0.0." + "1" * 99]
+CIDRS = [
+    pytest.param("10.0.0.0/8",    "10.0.0.0/8",  id="IPv4"),
+    pytest.param(" 10.1.2.3/8 ",  "10.0.0.0/8",  id="host bits and white space"),
+    pytest.param("010.0.0.1/032", "10.0.0.1/32", id="leading zeros"),
+    pytest.param("0.0.0.0/0",     "0.0.0.0/0",   id="everything"),
+    pytest.param("1.2.3.4/0",     "0.0.0.0/0",   id="everything, host bits"),
+    pytest.param("FD00::1/8",     "fd00::/8",    id="IPv6"),
+    pytest.param("::/0",          "::/0",        id="everything IPv6"),
+    pytest.param("fd00::1/128",   "fd00::1/128", id="one IPv6"),
+]
+NO_CIDRS = ["", "/", "10.0.0.1", "10.0.0.0/", "10.0.0.0/33", "10.0.0.0/-1", "10.0.0.0/+8", "10.0.0.0/8/8", "fd00::/129",
+            "10.0.0.0/255.0.0.0", "::ffff:10.0.0.0/104", "/8", "10.0.0.0/٨", "10.0.0.0/ 8"]
+# fmt: on
+
+
+@pytest.mark.parametrize(("text", "expected"), ADDRESSES)
+def test_canonical_address(text: str, expected: str) -> None:
+    assert parse.canonical_address(text) == expected
+
+
+@pytest.mark.parametrize("text", NO_ADDRESSES)
+def test_no_address(text: str) -> None:
+    with pytest.raises(ValueError, match="is not an IP address"):
+        parse.canonical_address(text)
+
+
+@pytest.mark.parametrize(("text", "expected"), CIDRS)
+def test_canonical_cidr(text: str, expected: str) -> None:
+    assert parse.canonical_cidr(text) == expected
+
+
+@pytest.mark.parametrize("text", NO_CIDRS)
+def test_no_cidr(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a CIDR"):
+        parse.canonical_cidr(text)
+
+
+@given(st.one_of(st.ip_addresses(), st.integers(0, 2**36).map(IPv6Address)))
+def test_canonical_is_what_the_standard_library_says(address: IPv4Address | IPv6Address) -> None:
+    mapped = getattr(address, "ipv4_mapped", None)
+    canonical = parse.canonical_address(str(address))
+    assert canonical == str(mapped or address)
+    assert ip_address(canonical).version == parse.family_of(canonical)
+
+
+# ------------------------------------------------------------------------------------------------- services
+
+
+def test_a_service_with_everything() -> None:
+    found = both(
+        "Service",
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {
+                "name": "web", "namespace": "shop", "uid": "1", "creationTimestamp": "2025-01-01T00:00:00Z",
+                "labels": {"app": "web"}, "annotations": {"hybrid-proxy.io/b": "2", "hybrid-proxy.io/a": "1", "x": "y"},
+            },
+            "spec": {
+                "type": "LoadBalancer", "clusterIP": "10.96.0.10", "clusterIPs": ["10.96.0.10", "FD96::0010"],
+                "externalIPs": ["203.0.113.5", "203.0.113.005"], "loadBalancerIP": "not read",
+                "loadBalancerSourceRanges": [" 198.51.100.7/24", "2001:db8::/32"],
+                "ports": [{"name": "http", "port": 80, "targetPort": "web", "nodePort": 30080, "appProtocol": "h2"},
+                          {"name": "dns", "port": 53, "protocol": "UDP", "targetPort": 0}],
+                "externalTrafficPolicy": "Local", "internalTrafficPolicy": "Local", "sessionAffinity": "ClientIP",
+                "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 60}}, "healthCheckNodePort": 31000,
+                "selector": {"app": "web"}, "trafficDistribution": "PreferClose", "publishNotReadyAddresses": True,
+            },
+            "status": {"loadBalancer": {"ingress": [
+                {"ip": "192.0.2.1"}, {"ip": "192.0.2.2", "ipMode": "VIP"}, {"ip": "192.0.2.3", "ipMode": "Proxy"},
+                {"hostname": "lb.example"}, None, {"ip": "2001:db8::1", "ports": []},
+            ]}},
+        },
+    )  # fmt: skip
+    assert found == Service(
+        namespace="shop",
+        name="web",
+        type="LoadBalancer",
+        cluster_ips=("10.96.0.10", "fd96::10"),
+        external_ips=("203.0.113.5",),
+        load_balancer_ips=("192.0.2.1", "192.0.2.2", "2001:db8::1"),
+        source_ranges=("198.51.100.0/24", "2001:db8::/32"),
+        ports=(ServicePort("http", TCP, 80, 30080), ServicePort("dns", UDP, 53)),
+        external_local=True,
+        internal_local=True,
+        affinity_seconds=60,
+        health_check_node_port=31000,
+        created="2025-01-01T00:00:00Z",
+        annotations=(("hybrid-proxy.io/a", "1"), ("hybrid-proxy.io/b", "2")),
+    )
+
+
+def test_a_service_with_next_to_nothing() -> None:
+    assert both("Service", {"metadata": {"name": "a"}, "spec": {"clusterIP": "10.96.0.10"}}) == Service(
+        namespace="default", name="a", type="ClusterIP", cluster_ips=("10.96.0.10",)
+    )
+
+
+def test_nulls_and_zero_values_mean_absent() -> None:
+    zero = {
+        "type": "", "clusterIPs": None, "externalIPs": None, "loadBalancerSourceRanges": None,
+        "ports": [{"name": None, "protocol": "", "port": 80, "nodePort": 0, "targetPort": None}],
+        "externalTrafficPolicy": "", "internalTrafficPolicy": None, "sessionAffinity": "",
+        "sessionAffinityConfig": None, "healthCheckNodePort": 0,
+    }  # fmt: skip
+    value = service_of(zero, status=None) | {"metadata": {"name": "a", "labels": None, "annotations": None}}
+    assert both("Service", value) == Service(
+        namespace="default", name="a", type="ClusterIP", cluster_ips=("10.96.0.10",), ports=(ServicePort("", TCP, 80),)
+    )
+
+
+# fmt: off
+IGNORED = [
+    pytest.param(service_of({"clusterIP": "None"}),                  "headless",      id="1.2 headless"),
+    pytest.param(service_of({"clusterIP": "None", "clusterIPs": ["None"]}), "headless", id="1.2 headless, both fields"),
+    pytest.param(service_of({"clusterIP": "", "clusterIPs": ["None"]}), "headless",      id="1.2 headless, list alone"),
+    pytest.param(service_of({"type": "ExternalName"}), "ExternalName", id="1.3 ExternalName with a stale IP"),
+    pytest.param(service_of({}, metadata={"labels": {PROXY_NAME: "other"}}), "another proxy", id="1.4 other proxy"),
+    pytest.param(service_of({}, metadata={"labels": {PROXY_NAME: ""}}), "another proxy", id="1.4 empty value"),
+    pytest.param(service_of({}, metadata={"labels": {PROXY_NAME: None}}), "another proxy", id="1.4 null value"),
+    pytest.param(service_of({"clusterIP": ""}),                      "no cluster IP", id="no address yet"),
+    pytest.param(service_of({"clusterIP": None, "clusterIPs": []}),  "no cluster IP", id="no address yet, null"),
+    pytest.param(service_of({"clusterIP": "", "externalIPs": ["192.0.2.1"]}), "no cluster IP", id="external IP alone"),
+    pytest.param({"metadata": {"name": "web", "namespace": "shop"}}, "no cluster IP", id="no spec"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("value", "why"), IGNORED)
+def test_services_that_are_ignored(value: object, why: str) -> None:
+    found = both("Service", value)
+    assert isinstance(found, Ignored)
+    assert (found.kind, found.key) == ("Service", "shop/web")
+    assert why in found.why
+
+
+# fmt: off
+FIELDS = [
+    pytest.param({"clusterIPs": ["fd96::1", "10.96.0.1"], "clusterIP": "fd96::1"}, "cluster_ips",
+                 ("fd96::1", "10.96.0.1"), id="1.1 families"),
+    pytest.param({"clusterIPs": ["10.96.0.1"], "clusterIP": ""}, "cluster_ips", ("10.96.0.1",), id="1.1 list alone"),
+    pytest.param({"clusterIP": "10.096.0.01"},         "cluster_ips",      ("10.96.0.1",), id="1.32 leading zeros"),
+    pytest.param({"ports": [{"port": 53, "protocol": "SCTP"}]}, "ports", (ServicePort("", SCTP, 53),), id="1.5 SCTP"),
+    pytest.param({"ports": [{"name": "a", "port": 53}, {"name": "b", "port": 53, "protocol": "UDP"}]}, "ports",
+                 (ServicePort("a", TCP, 53), ServicePort("b", UDP, 53)), id="1.5 a number for each protocol"),
+    pytest.param({"ports": [{"port": 1, "targetPort": {"odd": []}}]}, "ports", (ServicePort("", TCP, 1),),
+                 id="1.7 targetPort is never read"),
+    pytest.param({"ports": None},                      "ports",            (),             id="no ports"),
+    pytest.param({"externalTrafficPolicy": "Cluster"}, "external_local",   False,          id="1.14 Cluster"),
+    pytest.param({"externalTrafficPolicy": "Local"},   "external_local",   True,           id="1.14 Local"),
+    pytest.param({"internalTrafficPolicy": "Local"},   "internal_local",   True,           id="1.15 Local"),
+    pytest.param({"sessionAffinity": "None", "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 5}}},
+                 "affinity_seconds", 0, id="1.17 off"),
+    pytest.param({"sessionAffinity": "ClientIP"},      "affinity_seconds", 10800,          id="1.17 default"),
+    pytest.param({"sessionAffinity": "ClientIP", "sessionAffinityConfig": {"clientIP": None}}, "affinity_seconds",
+                 10800, id="1.17 null"),
+    pytest.param({"sessionAffinity": "ClientIP", "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 86400}}},
+                 "affinity_seconds", 86400, id="1.17 most"),
+    pytest.param({"loadBalancerSourceRanges": [" 10.0.0.0/8", "10.9.9.9/8"]}, "source_ranges", ("10.0.0.0/8",),
+                 id="1.32 trimmed, once"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("spec", "field", "expected"), FIELDS)
+def test_fields_of_a_service(spec: dict[str, Any], field: str, expected: object) -> None:
+    assert getattr(read(**spec), field) == expected
+
+
+def affinity(seconds: object) -> dict[str, Any]:
+    return {"sessionAffinity": "ClientIP", "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": seconds}}}
+
+
+TIMEOUT = "spec.sessionAffinityConfig.clientIP.timeoutSeconds"
+MANY = [{"name": f"p{n}", "port": n + 1} for n in range(1001)]
+# fmt: off
+MALFORMED = [
+    pytest.param({"ports": [{"port": "http"}]}, "spec.ports[0].port", "expected a whole number, got 'http'",
+                 id="port as text"),
+    pytest.param({"ports": [{"port": 80.5}]}, "spec.ports[0].port", "got 80.5",                  id="port as fraction"),
+    pytest.param({"ports": [{"port": True}]}, "spec.ports[0].port", "got True",                  id="port as bool"),
+    pytest.param({"ports": [{"port": 0}]},   "spec.ports[0].port", "0 is not a port",           id="port 0"),
+    pytest.param({"ports": [{"port": 65536}]}, "spec.ports[0].port", "65536 is not a port",       id="port too large"),
+    pytest.param({"ports": [{"port": -1}]},  "spec.ports[0].port", "-1 is not a port",          id="port negative"),
+    pytest.param({"ports": [{"port": 10**40}]}, "spec.ports[0].port", "is not a port",             id="port absurd"),
+    pytest.param({"ports": [{"name": "a"}]}, "spec.ports[0].port", "missing",                   id="port missing"),
+    pytest.param({"ports": [None]},          "spec.ports[0].port", "missing",                   id="port null"),
+    pytest.param({"ports": [{"port": 80, "nodePort": 70000}]}, "spec.ports[0].nodePort", "70000 is not a port",
+                 id="node port"),
+    pytest.param({"ports": [{"port": 80, "protocol": "ICMP"}]}, "spec.ports[0].protocol", "'ICMP' is not TCP",
+                 id="protocol"),
+    pytest.param({"ports": [{"port": 80, "protocol": "tcp"}]}, "spec.ports[0].protocol", "'tcp' is not TCP",
+                 id="protocol in lower case"),
+    pytest.param({"ports": [{"port": 1}, {"port": 2}]}, "spec.ports[1].name", "'' is the name of two",
+                 id="two ports without name"),
+    pytest.param({"ports": [{"name": "a", "port": 1}, {"name": "b", "port": 1}]}, "spec.ports[1].port",
+                 "1/TCP is there twice", id="port twice"),
+    pytest.param({"ports": [{"name": "a", "port": 1, "nodePort": 30000}, {"name": "b", "port": 2, "nodePort": 30000}]},
+                 "spec.ports[1].nodePort", "30000/TCP is there twice", id="node port twice"),
+    pytest.param({"ports": {"port": 80}},    "spec.ports",         "expected a list",           id="ports as mapping"),
+    pytest.param({"ports": [[]]},            "spec.ports[0]",      "expected a mapping",        id="port as list"),
+    pytest.param({"ports": MANY},            "spec.ports",         "1001 items, at most 1000",  id="too many ports"),
+    pytest.param({"ports": [{"port": 80, "name": "x" * 254}]}, "spec.ports[0].name", "254 characters",
+                 id="port name too long"),
+    pytest.param({"clusterIP": "10.96.0.300"}, "spec.clusterIP",     "'10.96.0.300' is not an IP", id="address"),
+    pytest.param({"clusterIP": "none"}, "spec.clusterIP", "'none' is not an IP", id="None in lower case"),
+    pytest.param({"clusterIP": 10},          "spec.clusterIP",     "expected a text, got 10",   id="address as number"),
+    pytest.param({"clusterIP": "127.0.0.1"}, "spec.clusterIP",     "loopback",                  id="loopback"),
+    pytest.param({"clusterIP": "0.0.0.0"},   "spec.clusterIP",     "unspecified",               id="unspecified"),
+    pytest.param({"clusterIP": "ff02::1"},   "spec.clusterIP",     "multicast",                 id="multicast"),
+    pytest.param({"clusterIPs": ["10.96.0.11"]}, "spec.clusterIPs[0]", "differs from spec.clusterIP", id="two truths"),
+    pytest.param({"clusterIPs": ["10.96.0.10", "10.96.0.11"]}, "spec.clusterIPs", "one address of each family",
+                 id="two of one family"),
+    pytest.param({"clusterIPs": ["10.96.0.10", "x"]}, "spec.clusterIPs[1]", "'x' is not an IP", id="second address"),
+    pytest.param({"externalIPs": ["192.0.2.1", "host"]}, "spec.externalIPs[1]", "'host' is not an IP",
+                 id="external IP"),
+    pytest.param({"externalIPs": ["169.254.1.1"]}, "spec.externalIPs[0]", "link-local", id="external IP link-local"),
+    pytest.param({"externalIPs": ["192.0.2.1"] * 5001}, "spec.externalIPs", "5001 items", id="too many external IPs"),
+    pytest.param({"loadBalancerSourceRanges": ["10.0.0.1"]}, "spec.loadBalancerSourceRanges[0]",
+                 "'10.0.0.1' is not a CIDR", id="range"),
+    pytest.param({"loadBalancerSourceRanges": [""]}, "spec.loadBalancerSourceRanges[0]", "'' is not a CIDR",
+                 id="empty range"),
+    pytest.param({"type": "Cluster"},        "spec.type",          "'Cluster' is not one of",   id="type"),
+    pytest.param({"externalTrafficPolicy": "local"}, "spec.externalTrafficPolicy", "'local' is not Cluster or Local",
+                 id="policy"),
+    pytest.param({"internalTrafficPolicy": "Node"}, "spec.internalTrafficPolicy", "'Node' is not Cluster",
+                 id="internal policy"),
+    pytest.param({"sessionAffinity": "Cookie"}, "spec.sessionAffinity", "'Cookie' is not None or ClientIP",
+                 id="affinity"),
+    pytest.param(affinity(0),                TIMEOUT,              "0 is not within 1 to 86400", id="timeout 0"),
+    pytest.param(affinity(86401),            TIMEOUT,              "86401 is not within",       id="timeout too long"),
+    pytest.param(affinity("60"), TIMEOUT, "expected a whole number, got '60'", id="timeout as text"),
+    pytest.param({"healthCheckNodePort": 65536}, "spec.healthCheckNodePort", "65536 is not a port", id="health port"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("spec", "field", "problem"), MALFORMED)
+def test_malformed_services(spec: dict[str, Any], field: str, problem: str) -> None:
+    with pytest.raises(Refused) as refused:
+        both("Service", service_of(spec))
+    error = refused.value
+    assert (error.kind, error.key, error.field) == ("Service", "shop/web", field)
+    assert problem in error.problem
+    assert str(error) == f"Service shop/web: {field}: {error.problem}"
+
+
+# fmt: off
+MALFORMED_META = [
+    pytest.param({"name": ""},    "metadata.name",   "missing",             "shop/(unnamed)", id="no name"),
+    pytest.param({"name": None},  "metadata.name",   "missing",             "shop/(unnamed)", id="null name"),
+    pytest.param({"name": 5},     "metadata.name",   "expected a text, got 5", "shop/(unnamed)", id="name as number"),
+    pytest.param({"name": "x" * 254}, "metadata.name",   "254 characters",      "shop/" + "x" * 253, id="long name"),
+    pytest.param({"name": "a/b"}, "metadata.name",   "'a/b' is not a name", "shop/a/b",       id="slash"),
+    pytest.param({"name": "a\x1b[31m"}, "metadata.name", "is not a name", "shop/a\x1b[31m", id="control characters"),
+    pytest.param({"namespace": "a b"}, "metadata.namespace", "'a b' is not a name", "a b/web",        id="namespace"),
+    pytest.param({"namespace": []}, "metadata.namespace", "expected a text", "default/web", id="namespace as list"),
+    pytest.param({"labels": []},  "metadata.labels", "expected a mapping",  "shop/web",       id="labels"),
+    pytest.param({"annotations": {"hybrid-proxy.io/a": 1}}, "metadata.annotations[hybrid-proxy.io/a]", "got 1",
+                 "shop/web", id="our annotation"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("metadata", "field", "problem", "key"), MALFORMED_META)
+def test_malformed_metadata(metadata: dict[str, Any], field: str, problem: str, key: str) -> None:
+    with pytest.raises(Refused) as refused:
+        both("Service", service_of({}, metadata=metadata))
+    assert (refused.value.field, refused.value.key) == (field, key)
+    assert problem in refused.value.problem
+
+
+def test_what_nobody_reads_may_be_anything() -> None:
+    odd = {"labels": {"a": 1, "b": []}, "annotations": {"x": 5}, "managedFields": "odd", "ownerReferences": 7}
+    value = service_of({"selector": 4, "ipFamilies": {}, "allocateLoadBalancerNodePorts": "x"}, metadata=odd)
+    assert isinstance(both("Service", value), Service)
+
+
+def test_malformed_load_balancer_address() -> None:
+    with pytest.raises(Refused, match=r"status\.loadBalancer\.ingress\[1\]\.ip: 'x' is not an IP address"):
+        both("Service", service_of({}, status={"loadBalancer": {"ingress": [{"ip": "192.0.2.1"}, {"ip": "x"}]}}))
+
+
+# fmt: off
+NOT_JSON = [
+    pytest.param(b"",                             "not JSON",           id="empty"),
+    pytest.param(b"{",                            "not JSON",           id="cut short"),
+    pytest.param(b"\xff\xfe",                     "not JSON",           id="not UTF-8"),
+    pytest.param(b'{"metadata":{"name":"\xff"}}', "not JSON",           id="not UTF-8 inside"),
+    pytest.param(b"[]",                           "expected a mapping", id="list"),
+    pytest.param(b"null",                         "expected a mapping", id="null"),
+    pytest.param(b'{"x":' * 100_000,              "nested too deeply",  id="deep"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("raw", "problem"), NOT_JSON)
+def test_not_json(raw: bytes, problem: str) -> None:
+    with pytest.raises(Refused, match=problem) as refused:
+        parse.decode("Service", raw)
+    assert refused.value.key == "default/(unnamed)"
+
+
+def test_raw_of_a_watch_event_is_read_in_place() -> None:
+    class Event(msgspec.Struct):
+        object: msgspec.Raw
+
+    line = json.dumps({"type": "ADDED", "object": service_of({})}).encode()
+    assert isinstance(parse.decode("Service", msgspec.json.decode(line, type=Event).object), Service)
+
+
+# ------------------------------------------------------------------------------------------- endpoint slices
+
+
+def test_a_slice_with_everything() -> None:
+    found = read_slice(
+        ports=[{"name": "http", "port": 8080, "appProtocol": "h2"}, {"name": "dns", "port": 53, "protocol": "UDP"}],
+        endpoints=[
+            {
+                "addresses": ["10.0.0.1", "10.0.0.2"],
+                "conditions": {"ready": False, "serving": True, "terminating": True},
+                "nodeName": "node-1",
+                "zone": "a",
+                "targetRef": {"kind": "Pod"},
+                "deprecatedTopology": {},
+                "hostname": "h",
+                "hints": {"forZones": [{"name": "a"}, {"name": "b"}], "forNodes": [{"name": "node-1"}]},
+            },
+            {"addresses": ["10.0.0.3"]},
+        ],
+    )
+    assert found == EndpointSlice(
+        namespace="shop",
+        name="web-v4",
+        service="shop/web",
+        family=4,
+        ports=(EndpointPort("http", TCP, 8080), EndpointPort("dns", UDP, 53)),
+        endpoints=(
+            Endpoint("10.0.0.1", "node-1", False, True, True, ("a", "b"), ("node-1",)),
+            Endpoint("10.0.0.3"),
+        ),
+    )
+
+
+# fmt: off
+CONDITIONS = [
+    pytest.param(None,                  (True, True, False),  id="none"),
+    pytest.param({},                    (True, True, False),  id="empty"),
+    pytest.param({"ready": None, "serving": None, "terminating": None}, (True, True, False),  id="all nil"),
+    pytest.param({"ready": False},      (False, True, False), id="not ready is serving"),
+    pytest.param({"serving": False},    (True, False, False), id="serving alone"),
+    pytest.param({"terminating": True}, (True, True, True),   id="terminating alone"),
+    pytest.param({"ready": False, "serving": False, "terminating": True}, (False, False, True), id="all set"),
+]
+ENDPOINTS = [
+    pytest.param(None,                                              (),                       id="null"),
+    pytest.param([None, {}, {"addresses": None}, {"addresses": []}], (),                       id="without address"),
+    pytest.param([{"addresses": ["10.0.0.1", "odd"]}], (Endpoint("10.0.0.1"),), id="1.24 first address only"),
+    pytest.param([{"addresses": [" 010.0.0.1"]}],                   (Endpoint("10.0.0.1"),),  id="1.32 canonical"),
+    pytest.param([{"addresses": ["169.1.2.3"]}],                    (Endpoint("169.1.2.3"),), id="close to link-local"),
+    pytest.param([{"addresses": ["10.0.0.1"], "nodeName": ""}], (Endpoint("10.0.0.1", None),), id="1.26 empty node"),
+    pytest.param([{"addresses": ["10.0.0.1"], "nodeName": None, "hints": None}], (Endpoint("10.0.0.1"),),  id="nulls"),
+    pytest.param([{"addresses": ["10.0.0.1"], "hints": {"forZones": None, "forNodes": [None, {"name": ""}]}}],
+                 (Endpoint("10.0.0.1"),), id="1.27 empty hints"),
+]
+PORTS = [
+    pytest.param(None,                                    (),                               id="null"),
+    pytest.param([],                                      (),                               id="none"),
+    pytest.param([{"name": "all"}, {"port": None}, None], (),                               id="1.29 without number"),
+    pytest.param([{"port": 1}],                           (EndpointPort("", TCP, 1),),      id="defaults"),
+    pytest.param([{"port": 1, "name": None, "protocol": ""}], (EndpointPort("", TCP, 1),),      id="zero values"),
+    pytest.param([{"port": 65535, "protocol": "SCTP"}],   (EndpointPort("", SCTP, 65535),), id="SCTP"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("conditions", "expected"), CONDITIONS)
+def test_conditions(conditions: object, expected: tuple[bool, bool, bool]) -> None:
+    (found,) = read_slice(endpoints=[{"addresses": ["10.0.0.1"], "conditions": conditions}]).endpoints
+    assert (found.ready, found.serving, found.terminating) == expected
+
+
+@pytest.mark.parametrize(("endpoints", "expected"), ENDPOINTS)
+def test_endpoints(endpoints: object, expected: object) -> None:
+    assert read_slice(endpoints=endpoints).endpoints == expected
+
+
+@pytest.mark.parametrize(("ports", "expected"), PORTS)
+def test_slice_ports(ports: object, expected: object) -> None:
+    assert read_slice(ports=ports).ports == expected
+
+
+def test_ipv6_slice_is_canonical() -> None:
+    found = read_slice(
+        addressType="IPv6", endpoints=[{"addresses": [a]} for a in ("FD00:0::0A", "64:ff9b::1", "::2:1")]
+    )
+    assert found.family == 6
+    assert [endpoint.address for endpoint in found.endpoints] == ["fd00::a", "64:ff9b::1", "::2:1"]
+
+
+# fmt: off
+IGNORED_SLICES = [
+    pytest.param({"metadata": {"labels": None}},               "no label", id="1.21 no labels"),
+    pytest.param({"metadata": {"labels": {SERVICE_NAME: ""}}}, "no label", id="1.21 empty label"),
+    pytest.param({"metadata": {"labels": {SERVICE_NAME: "web", HEADLESS: ""}}}, "headless", id="1.22 headless"),
+    pytest.param({"addressType": "FQDN", "endpoints": [{"addresses": ["a.example"]}]}, "FQDN",     id="1.23 FQDN"),
+]
+MALFORMED_SLICES = [
+    pytest.param({"addressType": ""},             "addressType",   "missing",         id="no type"),
+    pytest.param({"addressType": "IPv5"},         "addressType",   "'IPv5' is not",   id="type"),
+    pytest.param({"ports": [{"port": 0}]},        "ports[0].port", "0 is not a port", id="port 0"),
+    pytest.param({"ports": [{"port": "8080"}]},   "ports[0].port", "got '8080'",      id="port as text"),
+    pytest.param({"ports": [{"port": 1, "protocol": "X"}]}, "ports[0].protocol", "'X' is not TCP",  id="protocol"),
+    pytest.param({"ports": [{"port": 1}] * 1001}, "ports",         "1001 items",      id="too many ports"),
+    pytest.param({"endpoints": {}},               "endpoints",     "expected a list", id="mapping"),
+    pytest.param({"endpoints": [{"addresses": ["10.0.0.1"]}] * 5001}, "endpoints", "5001 items",
+                 id="too many endpoints"),
+    pytest.param({"endpoints": [{"addresses": "10.0.0.1"}]}, "endpoints[0].addresses", "expected a list",
+                 id="addresses as text"),
+    pytest.param({"endpoints": [{"addresses": [""]}]}, "endpoints[0].addresses[0]", "'' is not an IP",
+                 id="empty address"),
+    pytest.param({"endpoints": [{"addresses": [7]}]}, "endpoints[0].addresses[0]", "expected a text, got 7",
+                 id="address as number"),
+    pytest.param({"endpoints": [{}, {"addresses": ["fd00::1"]}]}, "endpoints[1].addresses[0]", "is not an IPv4",
+                 id="other family"),
+    pytest.param({"addressType": "IPv6", "endpoints": [{"addresses": ["10.0.0.1"]}]}, "endpoints[0].addresses[0]",
+                 "is not an IPv6", id="other family, IPv6"),
+    pytest.param({"addressType": "IPv6", "endpoints": [{"addresses": ["::ffff:10.0.0.1"]}]},
+                 "endpoints[0].addresses[0]", "is not an IPv6", id="IPv4-mapped"),
+    pytest.param({"endpoints": [{"addresses": ["127.0.0.1"]}]}, "endpoints[0].addresses[0]", "loopback", id="loopback"),
+    pytest.param({"endpoints": [{"addresses": ["169.254.0.1"]}]}, "endpoints[0].addresses[0]", "link-local",
+                 id="link-local"),
+    pytest.param({"endpoints": [{"addresses": ["224.0.0.1"]}]}, "endpoints[0].addresses[0]", "multicast",
+                 id="multicast"),
+    pytest.param({"endpoints": [{"addresses": ["0.0.0.0"]}]}, "endpoints[0].addresses[0]", "unspecified",
+                 id="unspecified"),
+    pytest.param({"addressType": "IPv6", "endpoints": [{"addresses": ["::1"]}]}, "endpoints[0].addresses[0]",
+                 "loopback", id="loopback IPv6"),
+    pytest.param({"addressType": "IPv6", "endpoints": [{"addresses": ["fe80::1"]}]}, "endpoints[0].addresses[0]",
+                 "link-local", id="link-local IPv6"),
+    pytest.param({"endpoints": [{"addresses": ["10.0.0.1"], "nodeName": "n" * 254}]}, "endpoints[0].nodeName",
+                 "254 characters", id="node name"),
+    pytest.param({"endpoints": [{"addresses": ["10.0.0.1"], "conditions": {"ready": "yes"}}]},
+                 "endpoints[0].conditions.ready", "expected true or false, got 'yes'", id="condition"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("top", "why"), IGNORED_SLICES)
+def test_slices_that_are_ignored(top: dict[str, Any], why: str) -> None:
+    found = both("EndpointSlice", slice_of(**top))
+    assert isinstance(found, Ignored)
+    assert found.key == "shop/web-v4"
+    assert why in found.why
+
+
+@pytest.mark.parametrize(("top", "field", "problem"), MALFORMED_SLICES)
+def test_malformed_slices(top: dict[str, Any], field: str, problem: str) -> None:
+    with pytest.raises(Refused) as refused:
+        both("EndpointSlice", slice_of(**top))
+    assert (refused.value.key, refused.value.field) == ("shop/web-v4", field)
+    assert problem in refused.value.problem
+
+
+def test_what_repeats_is_kept_once() -> None:
+    """A cluster has few node names, port lists and hints, and very many endpoints."""
+    raw = json.dumps(
+        slice_of(
+            endpoints=[
+                {"addresses": [f"10.0.0.{n}"], "nodeName": "node-1", "hints": {"forZones": [{"name": "a"}]}}
+                for n in (1, 2)
+            ]
+        )
+    ).encode()
+    first, second = parse.decode("EndpointSlice", raw), parse.decode("EndpointSlice", raw)
+    assert isinstance(first, EndpointSlice)
+    assert isinstance(second, EndpointSlice)
+    assert first.service is second.service
+    assert first.ports is second.ports
+    assert first.endpoints[0].node is second.endpoints[1].node
+    assert first.endpoints[0].zone_hints is second.endpoints[1].zone_hints
+
+
+# ------------------------------------------------------------------------------------------- nodes and ranges
+
+
+def node_of(**top: Any) -> dict[str, Any]:
+    return {"metadata": {"name": "node-1"} | top.pop("metadata", {})} | top
+
+
+def status(*addresses: tuple[str, str]) -> dict[str, Any]:
+    return {"status": {"addresses": [{"type": kind, "address": address} for kind, address in addresses]}}
+
+
+# fmt: off
+NODES = [
+    pytest.param({},                                          Node("node-1"), id="nothing"),
+    pytest.param({"spec": None, "status": None},              Node("node-1"), id="nulls"),
+    pytest.param(
+        status(("ExternalIP", "192.0.2.1"), ("Hostname", "n"), ("InternalIP", "10.1.0.1"), ("InternalIP", "FD00::1")),
+        Node("node-1", ("10.1.0.1", "fd00::1", "192.0.2.1")), id="internal, then external"),
+    pytest.param(status(("InternalIP", "10.1.0.1"), ("ExternalIP", "10.1.0.1")), Node("node-1", ("10.1.0.1",)),
+                 id="one address twice"),
+    pytest.param({"spec": {"podCIDR": "10.77.1.0/24"}}, Node("node-1", pod_cidrs=("10.77.1.0/24",)), id="podCIDR"),
+    pytest.param({"spec": {"podCIDR": "10.77.1.0/24", "podCIDRs": ["10.77.1.0/24", "fd77:1::/64"]}},
+                 Node("node-1", pod_cidrs=("10.77.1.0/24", "fd77:1::/64")), id="podCIDRs"),
+    pytest.param({"spec": {"podCIDR": "", "podCIDRs": None}}, Node("node-1"), id="no podCIDR yet"),
+    pytest.param({"metadata": {"labels": {"topology.kubernetes.io/zone": "a"}}}, Node("node-1", zone="a"), id="zone"),
+    pytest.param({"metadata": {"labels": {"topology.kubernetes.io/zone": None}}}, Node("node-1"), id="null zone"),
+    pytest.param({"metadata": {"deletionTimestamp": "2025-01-01T00:00:00Z"}}, Node("node-1", eligible=False),
+                 id="being deleted"),
+    pytest.param({"metadata": {"deletionTimestamp": None}},   Node("node-1"), id="not being deleted"),
+    pytest.param({"spec": {"taints": [None, {"key": "ToBeDeletedByClusterAutoscaler", "effect": "NoSchedule"}]}},
+                 Node("node-1", eligible=False), id="taint"),
+    pytest.param({"spec": {"taints": [{"key": "other"}], "unschedulable": True}}, Node("node-1"), id="other taint"),
+]
+MALFORMED_NODES = [
+    pytest.param({"metadata": {"name": ""}},        "metadata.name", "missing",         id="name"),
+    pytest.param(status(("InternalIP", "host")),    "status.addresses[0].address", "'host' is not an IP", id="address"),
+    pytest.param({"spec": {"podCIDR": "10.0.0.0"}}, "spec.podCIDR",  "is not a CIDR",   id="podCIDR"),
+    pytest.param({"spec": {"podCIDRs": ["10.0.0.0/8", None]}}, "spec.podCIDRs[1]", "is not a CIDR",   id="podCIDRs"),
+    pytest.param({"spec": {"taints": {}}},          "spec.taints",   "expected a list", id="taints"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("top", "expected"), NODES)
+def test_nodes(top: dict[str, Any], expected: Node) -> None:
+    assert both("Node", node_of(**top)) == expected
+
+
+@pytest.mark.parametrize(("top", "field", "problem"), MALFORMED_NODES)
+def test_malformed_nodes(top: dict[str, Any], field: str, problem: str) -> None:
+    with pytest.raises(Refused) as refused:
+        both("Node", node_of(**top))
+    assert refused.value.field == field
+    assert problem in refused.value.problem
+
+
+def test_service_ranges() -> None:
+    value = {"metadata": {"name": "kubernetes"}, "spec": {"cidrs": ["10.96.0.1/16", "FD96::/112"]}}
+    assert both("ServiceCIDR", value) == Range("kubernetes", ("10.96.0.0/16", "fd96::/112"))
+    assert both("ServiceCIDR", {"metadata": {"name": "kubernetes"}}) == Range("kubernetes")
+    with pytest.raises(Refused, match=r"ServiceCIDR x: spec\.cidrs\[0\]: '10' is not a CIDR"):
+        both("ServiceCIDR", {"metadata": {"name": "x"}, "spec": {"cidrs": ["10"]}})
+
+
+# ------------------------------------------------------------------------------------------------- any input
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(-1e9, 1e9) | st.text(),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(
+        st.sampled_from(["metadata", "spec", "status", "name", "ports", "port", "clusterIP", "endpoints", "addresses",
+                         "addressType", "labels", SERVICE_NAME, "conditions", "hints", "cidrs"]),
+        inner,
+        max_size=4,
+    ),
+    max_leaves=15,
+)  # fmt: skip
+
+
+@given(st.sampled_from(["Service", "EndpointSlice", "Node", "ServiceCIDR"]), values)
+def test_whatever_comes_is_read_or_refused(kind: str, value: object) -> None:
+    with contextlib.suppress(Refused):
+        both(kind, value)
