@@ -485,20 +485,6 @@ def test_many_edits_in_one_tick_of_the_file_system(tmp_path: Path, run: Callable
     listener.wait(lambda: listener.addresses == {"a": "10.96.0.98"})
 
 
-def test_an_edit_is_seen_soon(tmp_path: Path, run: Callable[..., Listener]) -> None:
-    file = tmp_path / "a.yaml"
-    file.write_text(service("a"))
-    listener = run()
-    times = []
-    for last in range(20, 30):
-        start = time.monotonic()
-        file.write_text(service("a", f"10.96.0.{last}"))
-        listener.wait(lambda last=last: listener.addresses == {"a": f"10.96.0.{last}"})
-        times.append(time.monotonic() - start)
-        time.sleep(0.03)
-    assert sorted(times)[len(times) // 2] < 0.5, times  # some 40 ms on an idle machine
-
-
 def test_description_counts(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"kind": "List", "items": [{"kind": "Pod"}, {"kind": "Pod"}]}))
     (tmp_path / "b.yaml").write_text(service("a"))
