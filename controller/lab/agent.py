@@ -64,9 +64,8 @@ class Agent:
 
     def _refuse_the_machine_itself(self) -> None:
         """Nothing is ever attached to the namespace or the cgroup of the machine that runs the lab."""
-        with self.lab.inside("node"):
-            if namespace.is_initial():
-                raise LabError("the node's namespace is the machine's own: no agent is started there")
+        if namespace.is_current(self.lab["node"].namespace):
+            raise LabError("the node's namespace is the one that the lab was started in: no agent is started there")
         if self.lab.cgroup.resolve() == namespace.cgroup2_root().resolve():
             raise LabError("the lab's cgroup is the machine's root cgroup: no agent is started there")
 

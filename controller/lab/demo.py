@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import socket
+import sys
 import threading
 import time
 from collections import Counter
@@ -35,6 +37,7 @@ __all__ = ["run"]
 V4, V6 = socket.AF_INET, socket.AF_INET6
 FAMILIES: Final = ((V4, "IPv4"), (V6, "IPv6"))
 FRAME: Final = 0.25  # seconds between two pictures
+PATIENCE: Final = 4.0  # seconds that a load may take longer than planned
 FOLLOWED_WITHIN: Final = 5.0  # seconds in which traffic must follow an edited file
 
 
@@ -68,6 +71,7 @@ def run(name: str, pods: int, *, as_json: bool = False) -> int:
     console.print(
         "Something on every node must carry its traffic to the pods behind it. Here is that something at work."
     )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # an exit that cleans up on its way
     with Lab(name, pods + 2) as lab:
         built = time.monotonic() - start
         demo = _Demo(lab, pods, console, summary)
@@ -356,14 +360,17 @@ class _Demo:
         place: str = "",
     ) -> Tally:
         """A load with an end, its spread growing before one's eyes."""
-        tally = Tally()
+        tally, stop = Tally(), threading.Event()
         source = self.lab[place] if place else self.client
-        client = self.background(kind, service, family, source, tally, threading.Event(), rate=rate, count=count)
+        client = self.background(kind, service, family, source, tally, stop, rate=rate, count=count)
+        until = time.monotonic() + count / rate + PATIENCE
         with self.pictures(
             f"{title}, {count} requests", names, lambda: tally.backends, total=count // len(names)
         ) as picture:
-            while client.is_alive():
+            while client.is_alive() and time.monotonic() < until:
                 picture.watch(FRAME / 2)
+        stop.set()
+        client.join()
         self.requests += tally.answered
         return tally
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-__all__ = ["CLONE_NEWNET", "FOLDER", "cgroup2_root", "command", "inside", "is_initial"]
+__all__ = ["CLONE_NEWNET", "FOLDER", "cgroup2_root", "command", "inside", "is_current"]
 
 CLONE_NEWNET: Final = 0x40000000
 FOLDER: Final = Path("/run/netns")
@@ -52,9 +52,9 @@ def _enter(descriptor: int, name: str) -> None:
         raise OSError(number, f"cannot enter {name}: {os.strerror(number)}")
 
 
-def is_initial() -> bool:
-    """Whether the calling thread is in the network namespace that the machine booted with (that of process 1)."""
-    return Path("/proc/thread-self/ns/net").stat().st_ino == Path("/proc/1/ns/net").stat().st_ino
+def is_current(path: Path) -> bool:
+    """Whether the namespace bound at `path` is the one that the calling thread is in."""
+    return path.stat().st_ino == Path("/proc/thread-self/ns/net").stat().st_ino
 
 
 def command(namespace: Path, cgroup: Path | None, argv: Sequence[str]) -> list[str]:
