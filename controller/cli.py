@@ -352,7 +352,7 @@ def _explain(args: argparse.Namespace) -> int:
     if args.live:
         from controller import inspect
 
-        return inspect.explain_live(args)
+        return inspect.explain_live(args, packets_of(args))
     if not args.manifests:
         raise ConfigError("--manifests: the file or folder with the objects is missing (or ask an agent with --live)")
     packets = packets_of(args)

@@ -34,6 +34,11 @@ class Builder:
         self._basis: object = None
 
     @property
+    def table(self) -> ServiceTable:
+        """The last one built."""
+        return self._table
+
+    @property
     def conflicts(self) -> Mapping[str, tuple[str, ...]]:
         """Service -> sentences about its frontends that another service has."""
         return MappingProxyType(self._claims.lost)

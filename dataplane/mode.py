@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from dataplane.table import ServiceTable
 
-__all__ = ["Misfit", "Options", "Programmer", "SyncResult"]
+__all__ = ["Misfit", "Mode", "Options", "Programmer", "SyncResult"]
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -66,7 +67,28 @@ class Programmer(Protocol):
         """Called about once a second: garbage, audits, quarantine."""
 
     def status(self) -> dict[str, Any]:
-        """What is loaded, attached and filled, for people and `-o json`."""
+        """What is loaded, attached and filled, for people and `-o json`; `misfits` and `limitations` too."""
+
+    def names(self) -> dict[int, str]:
+        """The mode's number of each service port -> its name, to read what is programmed."""
+
+    def ask(self, src: str, dst: str, port: int, protocol: int) -> dict[str, Any]:
+        """What the loaded programs would do with a first packet from a pod: verdict, backend, service, reason.
+
+        Raises:
+            DataplaneError: this mode cannot be asked.
+        """
+
+    def counters(self) -> dict[str, int]:
+        """Events by reason since the maps were made."""
 
     def close(self) -> None:
         """Release this process's hold; traffic goes on as programmed."""
+
+
+class Mode(NamedTuple):
+    """What a folder under `dataplane.modes` offers, as `MODE` in its `programmer`."""
+
+    name: str
+    open: Callable[[Options], Programmer]  # raises Unsupported, Occupied
+    clean: Callable[[Options], int]  # removes everything of this mode from the namespace; how many things went

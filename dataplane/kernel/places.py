@@ -1,11 +1,12 @@
 """Where things are on this node: namespace, cgroup v2 hierarchy, BPF file system, the pin folder.
 
-`ip netns exec` and some containers hide /sys mounts from a process. Then the folders of process 1 are used
-through /proc/1/root, so that pins outlive the process whatever mount namespace it was started in.
+`ip netns exec` and some containers hide /sys mounts from a process. Then those of the processes around it are
+used, so that pins outlive the process whatever mount namespace it was started in.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import socket
@@ -45,9 +46,33 @@ def _mounts(pid: str, kind: str) -> list[str]:
     return [line.split()[4] for line in lines if line.split(" - ")[1].split()[0] == kind]
 
 
+def _parent(pid: str) -> str:
+    """The parent's number, "0" at the end of what can be seen."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+    except OSError:
+        return "0"
+
+
+def _outer_processes() -> list[str]:
+    """Process 1 and our ancestors, outermost first, that live in another mount namespace and may be entered."""
+    ancestors = []
+    pid = _parent("self")
+    while pid not in ("0", "1"):
+        ancestors.append(pid)
+        pid = _parent(pid)
+    own = Path("/proc/self/ns/mnt").readlink()
+    outer = []
+    for candidate in ("1", *reversed(ancestors)):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{candidate}/ns/mnt").readlink() != own:
+                outer.append(candidate)
+    return outer
+
+
 def _roots() -> list[tuple[str, str]]:
-    """(process, prefix) pairs to look for mounts: ours, then process 1's."""
-    return [("self", ""), ("1", "/proc/1/root")]
+    """(process, prefix) pairs to look for mounts: ours, then those around us."""
+    return [("self", ""), *((pid, f"/proc/{pid}/root") for pid in _outer_processes())]
 
 
 def cgroup_root() -> Path | None:
@@ -107,33 +132,43 @@ def _is_bpf_fs(path: str) -> bool:
     return int(result.kind) & 0xFFFFFFFF == BPF_FS_MAGIC
 
 
-def _mount_bpf_fs() -> None:
-    """Mount it at /sys/fs/bpf in the mount namespace of process 1, from a child that enters it."""
+def _mount_bpf_fs(inside: str | None) -> None:
+    """Mount it at /sys/fs/bpf: here, or by a child that enters the mount namespace of process `inside`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    arguments = (b"bpf", b"/sys/fs/bpf", b"bpf", 0, None)
+    if inside is None:
+        libc.mount(*arguments)
+        return
     child = os.fork()
     if child == 0:
-        libc = ctypes.CDLL(None, use_errno=True)
         try:
-            namespace = os.open("/proc/1/ns/mnt", os.O_RDONLY)
-            failed = libc.setns(namespace, CLONE_NEWNS) or libc.mount(b"bpf", b"/sys/fs/bpf", b"bpf", 0, None)
+            namespace = os.open(f"/proc/{inside}/ns/mnt", os.O_RDONLY)
+            failed = libc.setns(namespace, CLONE_NEWNS) or libc.mount(*arguments)
         except OSError:
             failed = 1
         os._exit(1 if failed else 0)
     os.waitpid(child, 0)
 
 
-def bpf_fs() -> str:
+def bpf_fs() -> Path:
     """A BPF file system that outlives this process.
+
+    Where this process has a mount namespace of its own (`ip netns exec` makes one), that of the process around
+    it is used. It is held by a descriptor and named by it, because that process may end before us.
 
     Raises:
         Unsupported: there is none and none can be mounted.
     """
-    candidates = ("/sys/fs/bpf", "/proc/1/root/sys/fs/bpf")
     for attempt in range(2):
-        for path in candidates:
-            if _is_bpf_fs(path):
-                return path
+        if _is_bpf_fs("/sys/fs/bpf"):
+            return Path("/sys/fs/bpf")
+        outer = _outer_processes()
+        for pid in outer:
+            if _is_bpf_fs(f"/proc/{pid}/root/sys/fs/bpf"):
+                held = os.open(f"/proc/{pid}/root/sys/fs/bpf", os.O_RDONLY | os.O_DIRECTORY)
+                return Path(f"/proc/{os.getpid()}/fd/{held}")
         if attempt == 0:
-            _mount_bpf_fs()
+            _mount_bpf_fs(outer[0] if outer else None)
     raise Unsupported(
         "pinning", "no BPF file system at /sys/fs/bpf and none can be mounted; run: mount -t bpf bpf /sys/fs/bpf"
     )
@@ -152,4 +187,4 @@ def pin_folder(asked: str | None) -> Path:
         if not _is_bpf_fs(str(parent)):
             raise Unsupported("pinning", f"{asked} is not on a BPF file system")
         return Path(asked)
-    return Path(bpf_fs()) / "hybrid-proxy" / f"netns-{netns_cookie()}"
+    return bpf_fs() / "hybrid-proxy" / f"netns-{netns_cookie()}"

@@ -13,15 +13,16 @@ from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel.bpf import BpfError, Object
 from dataplane.kernel.grace import jiffies_per_second
 from dataplane.kernel.lock import hold
+from dataplane.kernel.packets import first_packet
 from dataplane.kernel.places import netns_cookie, pin_folder
-from dataplane.mode import Options, SyncResult
-from dataplane.modes.ebpf import attach, layout
+from dataplane.mode import Mode, Options, SyncResult
+from dataplane.modes.ebpf import attach, layout, listing
 from dataplane.modes.ebpf.flows import UDP, Caretaker
 from dataplane.modes.ebpf.maps import MapSet
 from dataplane.modes.ebpf.store import Store
 from dataplane.table import EMPTY, Kind, Masquerade, NodeNetwork, ServiceTable
 
-__all__ = ["Ebpf", "clean", "folder_of"]
+__all__ = ["MODE", "Ebpf", "clean", "folder_of"]
 
 log = logging.getLogger(__name__)
 
@@ -221,8 +222,16 @@ class Ebpf:
             "misfits": [{"entry": m.entry, "reason": m.reason} for m in store.misfits.values()],
             "limitations": self.limitations(),
             "audit_repairs": self.audit_repairs,
-            "counters": self.maps.counters(),
+            "counters": self.counters(),
         }
+
+    def counters(self) -> dict[str, int]:
+        """See `dataplane.mode.Programmer.counters`."""
+        return self.maps.counters()
+
+    def ask(self, src: str, dst: str, port: int, protocol: int) -> dict[str, Any]:
+        """See `dataplane.mode.Programmer.ask`."""
+        return listing.ask(self._inspect, self.names(), first_packet(src, dst, port, protocol))
 
     def close(self) -> None:
         """See `dataplane.mode.Programmer.close`."""
@@ -232,3 +241,6 @@ class Ebpf:
                 loaded.close()
         self.maps.close()
         os.close(self._lock)
+
+
+MODE = Mode("ebpf", Ebpf, clean)

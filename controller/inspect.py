@@ -1,0 +1,189 @@
+"""`status`, `services`, `backends`, `flows` and `explain --live`: the kernel's maps and the running agent."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from controller.admin import NoAgentError, ask
+from controller.errors import ControllerError
+from controller.explain import Packet
+from dataplane.kernel.bpf import Map
+from dataplane.mode import Options
+from dataplane.modes.ebpf import listing
+from dataplane.modes.ebpf.maps import open_pinned_maps
+from dataplane.modes.ebpf.programmer import folder_of
+from dataplane.table import Protocol
+
+__all__ = ["explain_live", "show"]
+
+
+def show(command: str, args: argparse.Namespace) -> int:
+    """Print one of the listings; the exit code."""
+    if command == "status":
+        return _show_status(args)
+    rows, note = _rows(command, args)
+    if args.output == "json":
+        _print_json(rows)
+    else:
+        _print_table(rows, note)
+    return 0
+
+
+def _print_json(value: Any) -> None:
+    print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def _pinned(args: argparse.Namespace) -> tuple[dict[str, Map], dict[int, str]]:
+    """The maps, and the names that a running agent has for their numbers."""
+    names: dict[int, str] = {}
+    folder = folder_of(Options(pin_root=args.pin_root))
+    try:
+        names = {int(number): name for number, name in ask(args.admin_socket, "names")["names"].items()}
+        folder = Path(ask(args.admin_socket, "status")["dataplane"]["pins"])
+    except NoAgentError:
+        pass
+    maps = open_pinned_maps(folder)
+    if not maps:
+        raise ControllerError(f"nothing is programmed in this network namespace (no pins at {folder})")
+    return maps, names
+
+
+def _rows(command: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
+    maps, names = _pinned(args)
+    note = "" if names else "no agent is running: names are unknown"
+    if command == "services":
+        rows = listing.services(maps, names)
+    elif command == "backends":
+        rows = listing.backends(maps, names)
+    else:
+        rows, total = listing.flows(maps, names, args.limit if not args.service else 1 << 30)
+        if args.service:
+            rows = [row for row in rows if _belongs(row["service"], args.service)][: args.limit]
+        elif total > len(rows):
+            note = f"{len(rows)} of {total} flows; --limit shows more"
+        return rows, note
+    if args.service:
+        rows = [row for row in rows if _belongs(row.get("name", row.get("service")), args.service)]
+    return rows, note
+
+
+def _belongs(name: str | None, service: str) -> bool:
+    return name is not None and (name == service or name.startswith(f"{service}:"))
+
+
+def _print_table(rows: list[dict[str, Any]], note: str) -> None:
+    console = Console(soft_wrap=True)
+    if rows:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in rows[0]:
+            table.add_column(column.replace("_", " "), overflow="fold")
+        for row in rows:
+            table.add_row(*map(_cell, row.values()))
+        console.print(table)
+    else:
+        console.print("none")
+    if note:
+        console.print(f"({note})")
+
+
+def _cell(value: Any) -> str:
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return "yes" if value else ""
+        case list():
+            return " ".join(map(str, value))
+    return str(value)
+
+
+def _show_status(args: argparse.Namespace) -> int:
+    try:
+        status = ask(args.admin_socket, "status")
+    except NoAgentError as error:
+        return _show_without_agent(args, str(error))
+    if args.output == "json":
+        _print_json(status)
+    else:
+        print("\n".join(_status_lines(status)))
+    return 0
+
+
+def _show_without_agent(args: argparse.Namespace, reason: str) -> int:
+    """No agent: what is programmed may still carry traffic."""
+    folder = folder_of(Options(pin_root=args.pin_root))
+    maps = open_pinned_maps(folder)
+    services = len(listing.services(maps, {})) if maps else 0
+    if args.output == "json":
+        _print_json(
+            {"agent": False, "reason": reason, "pins": str(folder) if maps else None, "service_ports": services}
+        )
+    elif maps:
+        print(
+            f"{reason}.\n"
+            f"The eBPF programs are in place and serve {services} service ports as last programmed ({folder})."
+        )
+    else:
+        print(f"{reason}, and nothing is programmed in this network namespace.")
+    return 1
+
+
+def _status_lines(status: dict[str, Any]) -> Iterable[str]:
+    dataplane, source = status["dataplane"], status["source"]
+    state = "in sync" if status["synced"] else "NOT in sync"
+    yield f"node {status['node']}: mode {status['mode']['effective']}, {state}"
+    if status["error"]:
+        yield f"  last sync failed: {status['error']}"
+    yield f"  {status['services']} services from {source['description']}" + (
+        "" if source["healthy"] else f" — {source['message']}"
+    )
+    if status["ready_seconds"] is not None:
+        change = status["change_seconds"]
+        latency = (
+            f", changes p50 {1000 * change['p50']:.1f} ms, p99 {1000 * change['p99']:.1f} ms" if change["count"] else ""
+        )
+        yield f"  ready {status['ready_seconds']:.2f} s after start{latency}"
+    yield f"  memory {status['memory_bytes'] / 1e6:.0f} MB, up {status['uptime_seconds']:.0f} s"
+    pods, sockets = dataplane["pods"], dataplane["sockets"]
+    yield f"  pods: {len(pods['interfaces'])} interfaces by {pods['kind']}: {' '.join(pods['interfaces'])}"
+    for name, problem in pods["failed"].items():
+        yield f"    {name} FAILED: {problem}"
+    served = f"cgroup {sockets['cgroup']}" if sockets["cgroup"] else f"not served: {sockets['reason']}"
+    yield f"  node's own sockets: {served}"
+    fill = (f"{name} {used}/{limit}" for name, (used, limit) in dataplane["fill"].items())
+    yield f"  maps: {', '.join(fill)} (pins: {dataplane['pins']})"
+    counters = (f"{name} {value}" for name, value in dataplane["counters"].items() if value)
+    yield f"  events: {', '.join(counters) or 'none yet'}"
+    for misfit in dataplane["misfits"]:
+        yield f"  DOES NOT FIT: {misfit['entry']}: {misfit['reason']}"
+    for sentence in dataplane["limitations"]:
+        yield f"  note: {sentence}"
+    for problem in status["problems"]:
+        yield f"  refused: {problem['message']} ({problem['where']})"
+    for service, sentences in status["conflicts"].items():
+        yield from (f"  conflict: {service}: {sentence}" for sentence in sentences)
+
+
+def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
+    """Ask the loaded program, through the agent."""
+    question = [[p.src, p.dst, p.port, int(Protocol[p.protocol.upper()])] for p in packets]
+    answers = ask(args.admin_socket, "explain", packets=question)["answers"]
+    rows = [{"name": packet.name, **answer} for packet, answer in zip(packets, answers, strict=True)]
+    if args.output == "json":
+        _print_json(rows if args.flows else rows[0])
+        return 0
+    for packet, row in zip(packets, rows, strict=True):
+        print(f"{packet.src} -> {packet.dst} port {packet.port}/{packet.protocol}: {row['verdict']}")
+        print(f"  {row['reason']}")
+        if row["service"]:
+            print(f"  service:  {row['service']}")
+        if row["backends"]:
+            print(f"  backend:  {row['backends'][0]}")
+    return 0

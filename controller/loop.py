@@ -1,0 +1,387 @@
+"""The agent's heart: take events, build the next table, give it to the mode. One thread decides everything.
+
+Sources, the interface watcher and the admin server only put messages into one queue. A failed sync is tried
+again with the table that is current by then, never with a queue of changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import logging
+import queue
+import resource
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from controller.cluster import Cluster
+from controller.config import Config
+from controller.errors import ControllerError, SourceError
+from controller.model import Event, Problem, Removed, SourceState, Upserted
+from controller.sources import Source
+from controller.tables import Builder
+from dataplane.errors import DataplaneError, SyncError
+
+if TYPE_CHECKING:
+    from controller.metrics import Metrics
+    from dataplane.mode import Mode, Programmer
+
+__all__ = ["cleanup", "open_mode", "run"]
+
+log = logging.getLogger(__name__)
+
+MAINTAIN_SECONDS: Final = 1.0
+FIRST_RETRY, LONGEST_RETRY = 0.5, 30.0
+LATENCIES: Final = 1000  # kept for `status`
+
+
+@dataclass(slots=True)
+class _Question:
+    """Something that another thread wants to know."""
+
+    request: dict[str, Any]
+    answered: threading.Event = field(default_factory=threading.Event)
+    answer: dict[str, Any] = field(default_factory=dict)
+
+
+class _Links:
+    """Interfaces, addresses or routes changed."""
+
+
+class _Stop:
+    """End, and leave the dataplane as it is."""
+
+
+@dataclass(slots=True)
+class _Failed:
+    """The source cannot work."""
+
+    error: Exception
+
+
+Message = Event | _Question | _Links | _Stop | _Failed
+
+
+def run(config: Config) -> int:
+    """Serve until SIGTERM or SIGINT; the exit code."""
+    _start_logging(config)
+    gc.disable()  # nothing that start-up makes is garbage; `_settle` turns it on again
+    agent = _Agent(config)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: agent.messages.put(_Stop()))
+    return agent.run()
+
+
+def cleanup(config: Config) -> int:
+    """Remove what every mode may have left in this namespace."""
+    from controller.config import available_modes
+
+    removed = {name: open_mode(name).clean(config.options) for name in available_modes()}
+    total = sum(removed.values())
+    print(
+        f"removed {total} links, maps and filters from this network namespace" if total else "nothing of ours is here"
+    )
+    return 0
+
+
+def open_mode(name: str) -> Mode:
+    """What the mode's folder offers."""
+    mode: Mode = importlib.import_module(f"dataplane.modes.{name}.programmer").MODE
+    return mode
+
+
+def _start_logging(config: Config) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    if config.log_format == "json":
+        from pythonjsonlogger.json import JsonFormatter
+
+        handler.setFormatter(JsonFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S"))
+    level = logging.DEBUG if config.verbosity >= 4 else logging.INFO
+    for name in ("controller", "dataplane"):
+        logging.getLogger(name).setLevel(level)
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+
+
+def _source_of(config: Config) -> Source:
+    if config.manifests is not None:
+        from controller.sources.manifests import Manifests
+
+        return Manifests(config.manifests)
+    from controller.sources.kubernetes import Kubernetes
+
+    return Kubernetes(config.settings.node_name, kubeconfig=config.kubeconfig, master=config.master)
+
+
+class _Agent:
+    """State of a running agent; only `run`'s thread touches it."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.stop = threading.Event()
+        self.started = time.monotonic()
+        self.source = _source_of(config)
+        self.cluster = Cluster(config.settings.node_name, self.source.kinds)
+        self.builder = Builder(config.settings)
+        self.programmer: Programmer
+        self.addresses: tuple[str, ...] = config.node_addresses
+        self.observed = 0
+        self.pending: list[float] = []  # when the events came that the next sync covers
+        self.unsynced = False
+        self.ready_after: float | None = None
+        self.retry_at = 0.0
+        self.retry_delay = FIRST_RETRY
+        self.last_error = ""
+        self.misfits: frozenset[str] = frozenset()
+        self.limitations: tuple[str, ...] = ()
+        self.sync_seconds = 0.0
+        self.latencies: deque[float] = deque(maxlen=LATENCIES)
+        self.metrics: Metrics | None = None
+
+    def run(self) -> int:
+        """Until told to stop."""
+        log.info(
+            "hybrid-proxy for node %s, mode %s, objects from %s",
+            self.config.settings.node_name, self.config.mode, self.source.describe(),
+        )  # fmt: skip
+        threading.Thread(target=self._run_source, name="source", daemon=True).start()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.stop.set)
+            self.programmer = open_mode(self.config.mode).open(self.config.options)
+            stack.callback(self.programmer.close)
+            self._read_addresses()
+            threading.Thread(target=self._watch_links, name="links", daemon=True).start()
+            self._serve(stack)
+            return self._loop()
+
+    def _run_source(self) -> None:
+        try:
+            self.source.run(self.messages.put, self.stop)
+        except SourceError as error:
+            self.messages.put(_Failed(error))
+        except Exception as error:
+            log.exception("the source of objects failed")
+            self.messages.put(_Failed(error))
+
+    def _watch_links(self) -> None:
+        from dataplane.kernel.links import watch
+
+        watch(lambda: self.messages.put(_Links()), self.stop)
+
+    def _serve(self, stack: contextlib.ExitStack) -> None:
+        from controller.admin import Server, socket_path
+
+        server = Server(socket_path(self.config.admin_socket), self._ask)
+        stack.callback(server.close)
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Called by other threads: put the question and wait."""
+        question = _Question(request)
+        self.messages.put(question)
+        if not question.answered.wait(timeout=30):
+            return {"failed": "the agent is busy and did not answer within 30 s"}
+        return question.answer
+
+    # The loop
+
+    def _loop(self) -> int:
+        maintain_at = time.monotonic() + MAINTAIN_SECONDS
+        while True:
+            for message in self._take(max(0.0, min(maintain_at, self._due()) - time.monotonic())):
+                match message:
+                    case _Stop():
+                        log.info("stopping; the dataplane stays in place and traffic goes on")
+                        return 0
+                    case _Failed():
+                        log.error("no objects from %s: %s", self.source.describe(), message.error)
+                        return 1
+                    case _Question():
+                        self._answer(message)
+                    case _Links():
+                        self._links_changed()
+                    case _:
+                        self._observe(message)
+            if self.unsynced and time.monotonic() >= self._due():
+                self._sync()
+            if time.monotonic() >= maintain_at:
+                self._maintain()
+                maintain_at = time.monotonic() + MAINTAIN_SECONDS
+
+    def _take(self, timeout: float) -> Iterator[Message]:
+        """The next message and everything that is there by then: changes coalesce by themselves."""
+        with contextlib.suppress(queue.Empty):
+            yield self.messages.get(timeout=timeout)
+            while True:
+                yield self.messages.get_nowait()
+
+    def _due(self) -> float:
+        """When the next sync may begin: at once, unless the last one failed."""
+        return self.retry_at if self.unsynced else float("inf")
+
+    def _observe(self, event: Event) -> None:
+        self.observed += 1
+        if isinstance(event, Problem) and event.message:
+            log.warning("refused: %s", event.message)
+        elif isinstance(event, SourceState):
+            log.log(logging.INFO if event.healthy else logging.WARNING, "%s", event.message)
+        if self.cluster.apply(event):
+            if isinstance(event, Upserted | Removed) and event.received:
+                self.pending.append(event.received)
+            self.unsynced = True
+        elif self.cluster.complete and self.ready_after is None:
+            self.unsynced = True
+        self.unsynced = self.unsynced and self.cluster.complete
+
+    def _sync(self) -> None:
+        start = time.monotonic()
+        table = self.builder.build(self.cluster, self.addresses)
+        try:
+            result = self.programmer.sync(table)
+        except SyncError as error:
+            self.last_error = str(error)
+            log.exception("sync failed, trying again in %.1f s", self.retry_delay)
+            self.retry_at = time.monotonic() + self.retry_delay
+            self.retry_delay = min(2 * self.retry_delay, LONGEST_RETRY)
+            return
+        end = time.monotonic()
+        self.unsynced, self.last_error, self.retry_at, self.retry_delay = False, "", 0.0, FIRST_RETRY
+        self.sync_seconds = end - start
+        self._note_latency(end)
+        if self.ready_after is None:
+            self._first_sync_done(end, len(table.services))
+        elif result.changed or result.removed:
+            log.info(
+                "%d service ports changed, %d removed, in %.1f ms",
+                result.changed, result.removed, 1000 * self.sync_seconds,
+            )  # fmt: skip
+        self._tell_misfits({misfit.entry: misfit.reason for misfit in result.misfits})
+
+    def _note_latency(self, end: float) -> None:
+        latencies = [end - received for received in self.pending]
+        self.pending.clear()
+        self.latencies.extend(latencies)
+        if self.metrics is not None:
+            self.metrics.sync.observe(self.sync_seconds)
+            for latency in latencies:
+                self.metrics.change.observe(latency)
+
+    def _first_sync_done(self, end: float, services: int) -> None:
+        self.ready_after = end - self.started
+        log.info("programmed %d services, %.2f s after the start", services, self.ready_after)
+        _settle()
+        if self.config.metrics is not None:
+            from controller.metrics import Metrics
+
+            self.metrics = Metrics(lambda: self._ask({"command": "status"}))
+            self.metrics.serve(self.config.metrics)
+
+    def _tell_misfits(self, misfits: dict[str, str]) -> None:
+        for entry in misfits.keys() - self.misfits:
+            log.error("%s does not fit: %s; the others work", entry, misfits[entry])
+        for entry in self.misfits - misfits.keys():
+            log.info("%s fits now", entry)
+        self.misfits = frozenset(misfits)
+
+    def _links_changed(self) -> None:
+        self._read_addresses()
+        try:
+            self.programmer.links_changed()
+        except DataplaneError as error:
+            log.warning("interfaces changed, and attaching failed: %s", error)
+
+    def _read_addresses(self) -> None:
+        if self.config.node_addresses:
+            return
+        from dataplane.kernel.links import read_node
+
+        addresses = read_node().addresses
+        if addresses != self.addresses:
+            self.addresses = addresses
+            self.unsynced = self.cluster.complete
+
+    def _maintain(self) -> None:
+        if self.ready_after is None:
+            return
+        try:
+            self.programmer.maintain()
+        except DataplaneError as error:
+            log.warning("maintenance failed: %s", error)
+
+    # Questions
+
+    def _answer(self, question: _Question) -> None:
+        try:
+            question.answer = self._answer_to(question.request)
+        except (ControllerError, DataplaneError, ValueError, KeyError, TypeError) as error:
+            question.answer = {"failed": f"{type(error).__name__}: {error}"}
+        question.answered.set()
+
+    def _answer_to(self, request: dict[str, Any]) -> dict[str, Any]:
+        match request.get("command"):
+            case "status":
+                return self._status()
+            case "names":
+                return {"names": {str(number): name for number, name in self.programmer.names().items()}}
+            case "explain":
+                return {"answers": [self.programmer.ask(*packet) for packet in request["packets"]]}
+            case other:
+                raise ValueError(f"no such command: {other!r}")
+
+    def _status(self) -> dict[str, Any]:
+        latencies = sorted(self.latencies)
+        state = self.cluster.source_state
+        return {
+            "node": self.config.settings.node_name,
+            "mode": {"requested": self.config.mode, "effective": self.programmer.name},
+            "synced": self.ready_after is not None and not self.unsynced,
+            "generation": self.builder.table.generation,
+            "services": len(self.builder.table.services),
+            "observed": self.observed,
+            "source": {
+                "description": self.source.describe(),
+                "healthy": state.healthy if state else True,
+                "message": state.message if state else "",
+            },
+            "problems": [
+                {"kind": p.kind, "key": p.key, "message": p.message, "where": p.where}
+                for p in self.cluster.problems.values()
+            ],
+            "conflicts": {service: list(sentences) for service, sentences in self.builder.conflicts.items()},
+            "error": self.last_error,
+            "ready_seconds": self.ready_after,
+            "last_sync_seconds": self.sync_seconds,
+            "change_seconds": {
+                "count": len(latencies),
+                "p50": latencies[len(latencies) // 2] if latencies else None,
+                "p99": latencies[len(latencies) * 99 // 100] if latencies else None,
+            },
+            "memory_bytes": _resident_bytes(),
+            "uptime_seconds": time.monotonic() - self.started,
+            "dataplane": self.programmer.status(),
+        }
+
+
+def _settle() -> None:
+    """After the first table: the collector need not look at it again, and memory that decoding needed goes back."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 100)
+    gc.enable()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # glibc
+        trim(0)
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

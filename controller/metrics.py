@@ -1,0 +1,78 @@
+"""Metrics for Prometheus: what the loop measured, and what the dataplane says of itself at each scrape."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from controller.config import Endpoint
+
+__all__ = ["Metrics"]
+
+log = logging.getLogger(__name__)
+
+BUCKETS = tuple(0.0001 * 2**n for n in range(18))
+
+
+class Metrics:
+    """A registry of our own; nothing global.
+
+    Args:
+        status: asked at each scrape, from the server's thread.
+    """
+
+    def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
+        self.registry = CollectorRegistry()
+        self.sync = Histogram(
+            "hybrid_proxy_sync_duration_seconds", "Time to program one table", buckets=BUCKETS, registry=self.registry
+        )
+        self.change = Histogram(
+            "hybrid_proxy_change_latency_seconds",
+            "From an event's arrival to its effect in the kernel",
+            buckets=BUCKETS,
+            registry=self.registry,
+        )
+        self.registry.register(_Status(status))
+
+    def serve(self, endpoint: Endpoint) -> None:
+        """Listen in a thread; a port that is taken is told and nothing else stops."""
+        try:
+            start_http_server(endpoint.port, endpoint.address, registry=self.registry)
+        except OSError as error:
+            log.warning("metrics are not served at %s port %d: %s", endpoint.address, endpoint.port, error.strerror)
+
+
+class _Status(Collector):
+    """Figures of the agent's status as metrics."""
+
+    def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._status()
+        dataplane = status["dataplane"]
+        yield GaugeMetricFamily("hybrid_proxy_services", "Services in the table", value=status["services"])
+        yield GaugeMetricFamily("hybrid_proxy_synced", "1 when everything known is programmed", value=status["synced"])
+        yield GaugeMetricFamily("hybrid_proxy_refused_objects", "Malformed objects", value=len(status["problems"]))
+        yield _labelled(
+            GaugeMetricFamily("hybrid_proxy_misfit", "Service ports that did not fit into a map", labels=["entry"]),
+            {misfit["entry"]: 1 for misfit in dataplane["misfits"]},
+        )
+        fill = GaugeMetricFamily("hybrid_proxy_map_fill_ratio", "Used part of a map", labels=["map"])
+        yield _labelled(fill, {name: used / max(limit, 1) for name, (used, limit) in dataplane["fill"].items()})
+        events = CounterMetricFamily("hybrid_proxy_events", "Events in the programs, by reason", labels=["reason"])
+        yield _labelled(events, dataplane["counters"])
+        repairs = CounterMetricFamily("hybrid_proxy_audit_repairs", "Map words that somebody else had changed")
+        repairs.add_metric([], dataplane["audit_repairs"])
+        yield repairs
+
+
+def _labelled(family: Any, values: dict[str, float]) -> Any:
+    for label, value in values.items():
+        family.add_metric([label], value)
+    return family
