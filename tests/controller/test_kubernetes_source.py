@@ -224,6 +224,17 @@ def test_nothing_is_told_before_the_last_page(api: ApiServer, watch: Callable[..
     assert len(watcher.lists("Service")[0].objects) == 6
 
 
+def test_half_a_list_is_no_list(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    api.faults("endpointslices").cut_lists = 2
+    watcher = watch(page_size=4)
+    watcher.complete()
+
+    assert watcher.state == expected(api)
+    assert len(watcher.lists("EndpointSlice")) == 1
+    assert lists_asked(api, "endpointslices") == 4
+    assert "connection was cut" in watcher.of(SourceState)[0].message
+
+
 def test_a_stream_that_ended_in_order_goes_on(api: ApiServer, watch: Callable[..., Watcher]) -> None:
     watcher = watch(patience=msgspec.structs.replace(QUICK, lifetime=(1.0, 1.0)))
     watcher.complete()

@@ -100,6 +100,7 @@ class Faults:
         self.gone_watch_status = 0  # the next watches get 410 as the status of the answer
         self.gone_continues = 0  # the next pages of a continued list get 410
         self.cut_mid_line = 0  # the next events are written half, then the connection is cut
+        self.cut_lists = 0  # the next pages of a list are sent half, then the connection is cut
         self.silent = False  # streams stay open, nothing is sent
         self.duplicate = False  # every event comes twice, and then the one before it once more
         self.reorder = False  # neighbours that are ready together are swapped
@@ -516,12 +517,14 @@ class ApiServer:
         kept = self._kinds[plural]
         watch = request.query.get("watch") in {"1", "true"}
         self.requests.append(Request(plural, watch, dict(request.query)))
-        if kept.faults.delay:
-            await asyncio.sleep(kept.faults.delay)
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or token != self.token:
             self.refused_tokens += 1
             return status(401, "Unauthorized", "Unauthorized")
+        if kept.faults.delay:
+            await asyncio.sleep(kept.faults.delay)
+            if not alive(request):
+                raise asyncio.CancelledError
         if kept.faults.answers:
             code, headers = kept.faults.answers.popleft()
             return status(code, REASONS.get(code, "Unknown"), "a fault of the test", headers)
@@ -537,9 +540,23 @@ class ApiServer:
             return status(400, "BadRequest", str(error))
         if watch:
             return await self._watch(kept, request, selection)
-        return self._list(kept, request, selection)
+        found = self._list(kept, request, selection)
+        return found if isinstance(found, web.Response) else await self._send(kept, request, found)
 
-    def _list(self, kept: Kept, request: web.Request, selection: Selection) -> web.Response:
+    async def _send(self, kept: Kept, request: web.Request, body: bytes) -> web.StreamResponse:
+        """In chunks, as the real one does."""
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        response.enable_chunked_encoding()
+        await response.prepare(request)
+        half = kept.faults.cut_lists > 0
+        kept.faults.cut_lists -= half
+        for start in range(0, len(body) // 2 if half else len(body), 65_536):
+            await response.write(body[start : start + 65_536])
+        if half:
+            abort(request)
+        return response
+
+    def _list(self, kept: Kept, request: web.Request, selection: Selection) -> web.Response | bytes:
         limit = int(request.query.get("limit", 0) or 0)
         start = 0
         with self._lock:
@@ -570,8 +587,7 @@ class ApiServer:
         head = msgspec.json.encode(
             {"kind": kept.resource.kind + "List", "apiVersion": kept.resource.version, "metadata": meta}
         )
-        body = b'%s,"items":[%s]}\n' % (head[:-1], b",".join([stored.raw for stored in page]))
-        return web.Response(body=body, content_type="application/json")
+        return b'%s,"items":[%s]}\n' % (head[:-1], b",".join([stored.raw for stored in page]))
 
     async def _watch(self, kept: Kept, request: web.Request, selection: Selection) -> web.StreamResponse:
         query, faults = request.query, kept.faults

@@ -1,0 +1,72 @@
+"""A cluster of a wanted size behind a real API server (TLS), in a process of its own: its work is not measured.
+
+with ApiProcess(services=10_000, endpoints=10) as api:
+    Kubernetes("node-0", kubeconfig=api.kubeconfig) ...
+    written_ns = api.set_endpoints(7, [0, 1, 2])
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+__all__ = ["ApiProcess"]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class ApiProcess:
+    """`tests.fakes.apiserver` as a child process.
+
+    `kubeconfig` is the path of a kubeconfig for it. Objects are made by `service`, `endpoint_slice` and `node` of
+    that module, by number.
+    """
+
+    def __init__(self, services: int, endpoints: int, nodes: tuple[str, ...] = ("node-0",)) -> None:
+        command = [sys.executable, "-m", "tests.fakes.apiserver"]
+        command += ["--services", str(services), "--endpoints", str(endpoints)]
+        command += [word for name in nodes for word in ("--node", name)]
+        self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self.kubeconfig = self._process.stdout.readline().strip()
+        control = self._process.stdout.readline().strip()
+        if not control:
+            raise RuntimeError(f"the fake API server ended with status {self._process.wait()}")
+        self._control = http.client.HTTPConnection(urlsplit(control).netloc, timeout=10)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._control.close()
+        self._process.terminate()
+        self._process.wait(10)
+
+    def control(self, name: str, **body: Any) -> dict[str, Any]:
+        """One call of the control endpoint; see `tests.fakes.apiserver.ApiServer.control_app`."""
+        self._control.request("POST", f"/control/{name}", json.dumps(body))
+        answer = self._control.getresponse()
+        text = answer.read()
+        if answer.status != 200:
+            raise RuntimeError(f"control {name}: {answer.status} {text.decode(errors='replace')}")
+        found: dict[str, Any] = json.loads(text)
+        return found
+
+    def set_endpoints(self, index: int, which: list[int]) -> int:
+        """Give service `index` these endpoints, by number.
+
+        Returns:
+            CLOCK_MONOTONIC in nanoseconds when the event went out to a watcher.
+
+        Raises:
+            RuntimeError: nobody watches.
+        """
+        written: int | None = self.control("endpoints", service=index, endpoints=which)["written_ns"]
+        if written is None:
+            raise RuntimeError("no watcher took the change within 2 s")
+        return written
