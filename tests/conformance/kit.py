@@ -238,11 +238,13 @@ def eventually(check: Callable[[], Any], timeout: float, explain: Callable[[], s
 
 
 def refused(bench: Bench, place: str, service: Service, family: int) -> bool:
-    """Whether a new flow is refused at the moment."""
-    try:
-        bench.ask(place, service, family, timeout=0.3)
-    except ConnectionRefusedError:
-        return True
+    """Whether a new flow is refused at the moment. Datagrams learn it on a connected socket alone."""
+    kind = socket.SOCK_STREAM if service.protocol == TCP else socket.SOCK_DGRAM
+    with bench.socket(place, family, kind, timeout=0.3) as client:
+        try:
+            ask_first(client, service.vip(family))
+        except ConnectionRefusedError:
+            return True
     return False
 
 
