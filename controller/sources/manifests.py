@@ -507,7 +507,7 @@ class Manifests:
 
     def _follow(self, identity: tuple[int, int] | None, emit: Emit, stop: threading.Event) -> None:
         """Watch the path until it is another file or folder than before, or gone."""
-        looked = 0.0
+        looked = float("-inf")  # once more when the watch stands: a file may have changed meanwhile
         for happened in self._ticks(stop):
             now = time.monotonic()
             if happened or self._folder.unsettled or now - looked >= _LOOK:
