@@ -235,12 +235,18 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
-    def command(name: str, summary: str, epilog: str) -> argparse.ArgumentParser:
+    def command(name: str, summary: str, epilog: str, usage: str | None = None) -> argparse.ArgumentParser:
         return commands.add_parser(
-            name, help=summary, description=summary[0].upper() + summary[1:] + ".", epilog=epilog
+            name,
+            help=summary,
+            description=summary[0].upper() + summary[1:] + ".",
+            epilog=epilog,
+            usage=usage and f"hybrid-proxy {name} {usage}",
         )
 
-    run = command("run", "serve the cluster's Services on this node", _RUN)
+    run = command(
+        "run", "serve the cluster's Services on this node", _RUN, "[--manifests PATH | --kubeconfig FILE] [flags]"
+    )
     _sources(run)
     _settings(run)
     _dataplane(run)
@@ -269,7 +275,12 @@ def parser() -> argparse.ArgumentParser:
         _places(shown)
         _output(shown)
 
-    explain = command("explain", "what happens to a packet on this node, and why", _EXPLAIN)
+    explain = command(
+        "explain",
+        "what happens to a packet on this node, and why",
+        _EXPLAIN,
+        "--manifests PATH (--from SRC --to DST:PORT[/PROTO] | --flows FILE) [flags]",
+    )
     group = explain.add_argument_group("which packets")
     group.add_argument("--from", dest="source", metavar="SRC", help="the packet's source address")
     group.add_argument("--to", dest="target", metavar="DST:PORT[/PROTO]", help="its destination; [IPV6]:PORT for IPv6")
@@ -352,11 +363,13 @@ def _explain(args: argparse.Namespace) -> int:
     if args.live:
         from controller import inspect
 
-        return inspect.explain_live(args, packets_of(args))
+        packets = packets_of(args)
+        if any(packet.protocol.startswith("icmp") for packet in packets):
+            raise ConfigError("--live: the program in the kernel is asked about tcp, udp and sctp alone, not icmp")
+        return inspect.explain_live(args, packets)
     if not args.manifests:
         raise ConfigError("--manifests: the file or folder with the objects is missing (or ask an agent with --live)")
-    packets = packets_of(args)
-    return _answer(packets, Path(args.manifests), config, args)
+    return _answer(packets_of(args), Path(args.manifests), config, args)
 
 
 def packets_of(args: argparse.Namespace) -> list[Any]:
@@ -367,25 +380,26 @@ def packets_of(args: argparse.Namespace) -> list[Any]:
     """
     from controller.explain import packet_from_dict
 
-    if args.flows:
-        rows = _flows(args.flows)
-    else:
-        rows = [{"name": "", "src": args.source, "src_class": args.source_class, **_target(args.target)}]
+    if not args.flows:
+        row = {"src": args.source, "src_class": args.source_class, **_target(args.target)}
+        try:
+            return [packet_from_dict(row)]
+        except ValueError as error:
+            field, _, problem = str(error).removeprefix("flow '': ").partition(": ")
+            raise ConfigError(f"{_FLAGS.get(field, field)}: {problem}") from None
     packets = []
-    for index, row in enumerate(rows):
-        where = f"--flows {args.flows}: item {index}: " if args.flows else ""
+    for index, row in enumerate(_flows(args.flows)):
+        where = f"--flows {args.flows}: item {index}"
         if not isinstance(row, dict):
-            raise ConfigError(f"{where}{row!r} is not an object with src, dst, port and proto")
+            raise ConfigError(f"{where}: {row!r} is not an object with src, dst, port and proto")
         try:
             packets.append(packet_from_dict(row))
         except ValueError as error:
-            text = str(error) if args.flows else str(error).removeprefix("flow '': ")
-            for field, flag in (
-                () if args.flows else (("src", "--from"), ("dst", "--to"), ("port", "--to"), ("proto", "--to"))
-            ):
-                text = text.replace(f"{field}:", f"{flag}:", 1) if text.startswith(f"{field}:") else text
-            raise ConfigError(f"{where}{text}") from None
+            raise ConfigError(f"{where}: {error}") from None
     return packets
+
+
+_FLAGS: Final = {"src": "--from", "dst": "--to", "port": "--to", "proto": "--to", "src_class": "--source-class"}
 
 
 def _flows(file: str) -> list[Any]:

@@ -185,6 +185,11 @@ def test_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture
     assert message in capsys.readouterr().err
 
 
+def test_live_is_asked_about_ports_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "--live", "--from", "10.0.0.1", "--to", "10.0.0.2/icmp"]) == 2
+    assert "--live: the program in the kernel is asked about tcp" in capsys.readouterr().err
+
+
 def test_manifests_that_are_missing(capsys: pytest.CaptureFixture[str]) -> None:
     packet = ["--from", "10.0.0.1", "--to", "10.0.0.1:1"]
     assert cli.main(["explain", *packet]) == 2
