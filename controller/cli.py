@@ -418,12 +418,12 @@ def _flows(file: str) -> list[Any]:
     return rows
 
 
-_TARGET: Final = re.compile(r"(?:\[(?P<six>[^\]]*)\]|(?P<four>[^:/\[\]]+))(?::(?P<port>[0-9]+))?(?:/(?P<proto>\w+))?")
+_TARGET: Final = r"(?:\[(?P<six>[^\]]*)\]|(?P<four>[^:/\[\]]+))(?::(?P<port>[0-9]+))?(?:/(?P<proto>\w+))?"
 
 
 def _target(text: str) -> dict[str, object]:
     """`10.0.0.1:80/udp`, `[fd00::1]:80`, `10.0.0.1/icmp`."""
-    match = _TARGET.fullmatch(text.strip())
+    match = re.fullmatch(_TARGET, text.strip())
     if not match:
         raise ConfigError(f"--to {text!r}: is not DST:PORT/PROTO, such as 10.96.0.10:53/udp or [fd96::10]:80")
     target: dict[str, object] = {"dst": match["six"] or match["four"], "proto": match["proto"] or "tcp"}

@@ -6,7 +6,6 @@ each error names the flag and its value, and nothing is touched before all flags
 
 from __future__ import annotations
 
-import pkgutil
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -58,6 +57,8 @@ class Config(msgspec.Struct, frozen=True):
 
 def available_modes() -> tuple[str, ...]:
     """The modes of this installation: a folder in `dataplane.modes` is one."""
+    import pkgutil
+
     found = {module.name for module in pkgutil.iter_modules(dataplane.modes.__path__) if module.ispkg}
     return (*(mode for mode in MODES if mode in found), *sorted(found.difference(MODES)))
 
@@ -187,7 +188,9 @@ def _bind_address(given: _Flags) -> tuple[str, ...]:
 
 
 def _mode(given: _Flags) -> str:
-    mode = given.text("proxy_mode") or "ebpf"
+    mode = given.text("proxy_mode")
+    if not mode:
+        return MODES[0]
     available = available_modes()
     if mode not in available:
         if mode in MODES:
@@ -203,7 +206,7 @@ def _metrics(given: _Flags) -> Endpoint | None:
         return Endpoint("127.0.0.1", METRICS_PORT)
     if not text:
         return None
-    match = _SOCKET.fullmatch(text)
+    match = re.fullmatch(_SOCKET, text)
     try:
         address = canonical_address(match["six"] or match["four"] if match else text)
     except ValueError:
@@ -214,7 +217,7 @@ def _metrics(given: _Flags) -> Endpoint | None:
     return Endpoint(address, port)
 
 
-_SOCKET: Final = re.compile(r"(?:\[(?P<six>[^\]]+)\]|(?P<four>[^:]+))(?::(?P<port>[0-9]{1,5}))?")
+_SOCKET: Final = r"(?:\[(?P<six>[^\]]+)\]|(?P<four>[^:]+))(?::(?P<port>[0-9]{1,5}))?"
 _TRUE: Final = frozenset({"1", "t", "T", "true", "True", "TRUE"})  # what Go's flags accept
 _FALSE: Final = frozenset({"0", "f", "F", "false", "False", "FALSE"})
 

@@ -116,7 +116,6 @@ def family_of(address: str) -> int:
 
 
 _MAPPED: Final = bytes(10) + b"\xff\xff"
-_SLOPPY_IPV4: Final = re.compile(r"[0-9]{1,16}(?:\.[0-9]{1,16}){3}", re.ASCII)
 
 
 def _ipv6(packed: bytes) -> str:
@@ -126,8 +125,9 @@ def _ipv6(packed: bytes) -> str:
 
 
 def _sloppy_ipv4(text: str) -> str:
-    if _SLOPPY_IPV4.fullmatch(text):
-        numbers = [int(part) for part in text.split(".")]
+    parts = text.split(".")
+    if len(parts) == 4 and all(part.isascii() and part.isdigit() and len(part) <= 16 for part in parts):
+        numbers = [int(part) for part in parts]
         if max(numbers) <= 255:
             return ".".join(map(str, numbers))
     raise ValueError(f"{_show(text)} is not an IP address")
@@ -781,9 +781,10 @@ def _key_of(kind: str, document: object) -> str:
     return f"{namespace[:_MAX_NAME] if isinstance(namespace, str) and namespace else 'default'}/{name}"
 
 
-_AT: Final = re.compile(r"(?P<what>.*?) - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`$", re.DOTALL)
-_EXPECTED: Final = re.compile(r"Expected `(?P<types>[^`]+)`, got `[^`]+`")
-_STEP: Final = re.compile(r"\[(\d+)\]|\.?([^.\[\]]+)")
+# Patterns are texts: few runs meet an error, and compiling costs more of a short run than anything else here.
+_AT: Final = r"(?s)(?P<what>.*?) - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`$"
+_EXPECTED: Final = r"Expected `(?P<types>[^`]+)`, got `[^`]+`"
+_STEP: Final = r"\[(\d+)\]|\.?([^.\[\]]+)"
 _WORDS: Final = {
     "int": "a whole number",
     "str": "a text",
@@ -799,11 +800,11 @@ def _refusal(kind: str, error: Exception, document: object) -> Refused:
     if isinstance(error, RecursionError):
         return Refused(kind, key, "", "nested too deeply")
     text = str(error)
-    match = _AT.match(text)
+    match = re.match(_AT, text)
     path = match["path"] if match else ""
     if match and match["key"]:  # YAML alone can say this
         return Refused(kind, key, path, "a key that is not a text; write it in quotes")
-    expected = _EXPECTED.match(text)
+    expected = re.match(_EXPECTED, text)
     if document is UNSET or not expected:
         return Refused(kind, key, path, match["what"] if match else f"not JSON: {text}")
     types = [_WORDS.get(name, name) for name in expected["types"].split(" | ") if name != "null"]
@@ -812,7 +813,7 @@ def _refusal(kind: str, error: Exception, document: object) -> Refused:
 
 def _look_up(document: object, path: str) -> object:
     value = document
-    for index, name in _STEP.findall(path):
+    for index, name in re.findall(_STEP, path):
         try:
             value = value[int(index)] if index else value[name]  # type: ignore[index]
         except (KeyError, IndexError, TypeError):
