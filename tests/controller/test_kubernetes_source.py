@@ -16,7 +16,8 @@ import pytest
 from controller.errors import SourceError
 from controller.model import KINDS, Event, Ignored, Problem, Removed, Replaced, SourceState, Upserted, key_of, kind_of
 from controller.parse import decode
-from controller.sources.kubernetes import Kubernetes, Patience, _number, _Versions
+from controller.sources.connection import StatusError
+from controller.sources.kubernetes import Kubernetes, Patience, _forgotten, _number, _Versions
 from tests.fakes.apiserver import (
     ApiServer,
     cluster_address,
@@ -180,10 +181,13 @@ def test_only_what_kube_proxy_watches_is_asked_for(api: ApiServer, watch: Callab
     assert f"{namespace_of(92)}/{slice_name(92)}" not in slices
     assert f"{namespace_of(93)}/{slice_name(93)}" in slices
     # The server did the work, not the reader.
-    assert {r.query.get("labelSelector") for r in api.requests if r.plural == "services"} == {
-        "!service.kubernetes.io/service-proxy-name"
+    selectors = {(r.plural, r.query.get("labelSelector"), r.query.get("fieldSelector")) for r in api.requests}
+    assert selectors == {
+        ("services", "!service.kubernetes.io/service-proxy-name", "spec.clusterIP!=None"),
+        ("endpointslices", "!service.kubernetes.io/headless", None),
+        ("nodes", None, "metadata.name=node-0"),
+        ("servicecidrs", None, None),
     }
-    assert {r.query.get("fieldSelector") for r in api.requests if r.plural == "nodes"} == {"metadata.name=node-0"}
 
 
 def test_changes_follow(api: ApiServer, watch: Callable[..., Watcher]) -> None:
@@ -195,11 +199,13 @@ def test_changes_follow(api: ApiServer, watch: Callable[..., Watcher]) -> None:
     api.set_endpoints(3, [0, 1, 2])
     api.delete("services", f"{namespace_of(1)}/shop-00001")
     api.put(labelled(service(2), "service.kubernetes.io/service-proxy-name", "mesh"))
+    api.put(service(0, type="ExternalName", clusterIP="", clusterIPs=[]))  # still matches the selectors
     api.put(node("node-1", 7))
 
     watcher.until(lambda: watcher.state == expected(api))
     assert len(watcher.endpoints(3)) == 3
     assert f"{namespace_of(2)}/shop-00002" not in watcher.state["Service"]
+    assert f"{namespace_of(0)}/shop-00000" not in watcher.state["Service"]
     assert all(before < e.received < time.monotonic() for e in (*watcher.of(Upserted), *watcher.of(Removed)))
     assert len(watcher.of(Replaced)) == 4
 
@@ -319,6 +325,20 @@ def test_silence_is_noticed(api: ApiServer, watch: Callable[..., Watcher]) -> No
 
     watcher.until(lambda: len(watcher.endpoints(3)) == 1)
     assert lists_asked(api, "endpointslices") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "hopeless"),
+    [
+        pytest.param(StatusError(410, "Expired", ""), True, id="410"),
+        pytest.param(StatusError(0, "Expired", ""), True, id="reason alone"),
+        pytest.param(StatusError(504, "Timeout", "Too large resource version: 9, current: 5"), True, id="restored"),
+        pytest.param(StatusError(504, "Timeout", "request did not complete"), False, id="timeout"),
+        pytest.param(StatusError(500, "InternalError", ""), False, id="500"),
+    ],
+)
+def test_when_going_on_is_hopeless(error: StatusError, hopeless: bool) -> None:
+    assert _forgotten(error) is hopeless
 
 
 def test_a_broken_line_means_a_new_list(api: ApiServer, watch: Callable[..., Watcher]) -> None:
@@ -783,6 +803,26 @@ def test_the_last_good_version_stays(api: ApiServer, watch: Callable[..., Watche
     api.delete("services", f"{namespace_of(3)}/shop-00003")
     watcher.until(lambda: len(watcher.state["Service"]) == 5)
     assert watcher.problems == {}
+
+
+@pytest.mark.parametrize("how", ["mended", "deleted"])
+def test_a_new_list_ends_problems(how: str, api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    api.put(service(3, ports=[{"name": "http", "port": 70000}]))
+    watcher = watch()
+    watcher.complete()
+    connected(api, watcher)
+    assert watcher.problems
+    api.faults("services").answers.append((500, {}))
+    api.cut("services")
+    if how == "mended":
+        api.put(service(3))
+    else:
+        api.delete("services", f"{namespace_of(3)}/shop-00003")
+    api.expire("services")
+
+    watcher.until(lambda: len(watcher.lists("Service")) == 2)
+    assert watcher.problems == {}
+    assert watcher.state == expected(api)
 
 
 @pytest.mark.parametrize(
