@@ -344,10 +344,15 @@ def _difference(old: _Picture, new: _Picture, received: float) -> list[Event]:
     gone = sorted((name for name in old.objects if name not in new.objects), key=lambda name: -_COMING.index(name[0]))
     events: list[Event] = [Upserted(value, received) for _, value in changed]
     events += [Removed(kind, key, received) for kind, key in gone]
-    events += [problem for name, problem in new.problems.items() if old.problems.get(name) != problem]
+    # A listener forgets the problem of an object that is removed: tell it again.
     events += [
-        Problem(kind, key, "", old.problems[kind, key].where)
-        for kind, key in old.problems
+        problem
+        for name, problem in new.problems.items()
+        if old.problems.get(name) != problem or (name in old.objects and name not in new.objects)
+    ]
+    events += [
+        Problem(kind, key, "", problem.where)
+        for (kind, key), problem in old.problems.items()
         if (kind, key) not in new.problems
     ]
     return events

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from controller.cluster import Cluster
 from controller.errors import SourceError
 from controller.model import (
     KINDS,
@@ -513,6 +517,48 @@ def test_two_writes_within_a_tick_of_the_file_system(tmp_path: Path) -> None:
 
     assert seen(suspicious=False) == ("10.96.0.11",)
     assert seen(suspicious=True) == ("10.96.0.12",)
+
+
+DOCUMENTS = {
+    "good": service("a", "10.96.0.1"),
+    "changed": service("a", "10.96.0.2"),
+    "other": service("b", "10.96.0.3"),
+    "slice": endpoints("a"),
+    "headless": service("a", "None"),
+    "refused": service("a", port="http"),
+    "unnamed": service("''"),
+    "broken": "kind: [",
+}
+folders = st.dictionaries(
+    st.sampled_from(["1.yaml", "2.yaml"]), st.lists(st.sampled_from(sorted(DOCUMENTS)), max_size=3)
+)
+
+
+@settings(deadline=None)
+@given(st.lists(folders, min_size=1, max_size=5))
+def test_differences_lead_where_a_fresh_look_does(states: list[dict[str, list[str]]]) -> None:
+    """Whatever happens to the files, who followed the differences knows what the source knows."""
+    cluster = Cluster("")
+    told = None
+    with tempfile.TemporaryDirectory() as name:
+        folder = manifests._Folder(Path(name))
+        for state in states:
+            for file in Path(name).iterdir():
+                file.unlink()
+            for file_name, documents in state.items():
+                (Path(name) / file_name).write_text("---\n".join(DOCUMENTS[document] for document in documents))
+            picture = folder.refresh(patient=False, suspicious=True)
+            events = manifests._complete(picture) if told is None else manifests._difference(told, picture, 0.0)
+            told = picture
+            for event in events:
+                cluster.apply(event)
+            services = {key: value for (kind, key), value in picture.objects.items() if kind == "Service"}
+            assert dict(cluster.services) == services
+            assert dict(cluster.problems) == picture.problems
+            slices = {key for kind, key in picture.objects if kind == "EndpointSlice"}
+            assert {key_of(one) for one in cluster.slices_of("default/a")} == slices
+        if not {"refused", "broken"} & {document for documents in states[-1].values() for document in documents}:
+            assert loaded(Path(name)).objects == picture.objects, "nothing old stays without a reason"
 
 
 def test_description_counts(tmp_path: Path) -> None:

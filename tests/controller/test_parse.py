@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller import parse
@@ -118,6 +118,7 @@ def test_no_cidr(text: str) -> None:
         parse.canonical_cidr(text)
 
 
+@settings(deadline=None)
 @given(st.one_of(st.ip_addresses(), st.integers(0, 2**36).map(IPv6Address)))
 def test_canonical_is_what_the_standard_library_says(address: IPv4Address | IPv6Address) -> None:
     mapped = getattr(address, "ipv4_mapped", None)
@@ -643,6 +644,7 @@ values = st.recursive(
 )  # fmt: skip
 
 
+@settings(deadline=None)
 @given(st.sampled_from(["Service", "EndpointSlice", "Node", "ServiceCIDR"]), values)
 def test_whatever_comes_is_read_or_refused(kind: str, value: object) -> None:
     with contextlib.suppress(Refused):
