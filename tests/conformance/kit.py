@@ -138,7 +138,7 @@ class Bench:
         places = [self.lab[end] if isinstance(end, str) else end for end in ends]
         made = Service(self, next(self.numbers), (), **fields)
         made.write(*places)
-        if settle:
+        if settle and made.ends:
             for family in (V4, V6):
                 self.settle(made, {end.place.name for end in made.ends}, family)
         return made
