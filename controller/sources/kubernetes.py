@@ -335,7 +335,8 @@ class _Reflector:
             try:
                 if self._version is None:
                     self._list()
-                self._watch()
+                if not self._stop.is_set():
+                    self._watch()
             except Exception as error:
                 if not self._stop.is_set():
                     self._stop.wait(self._failed(error))
@@ -364,13 +365,11 @@ class _Reflector:
 
     def _pause(self, error: Exception) -> float:
         patience = self._patience
-        pause: float = min(patience.longest, patience.first * 2.0 ** min(self._failures - 1, 16)) * random.uniform(
-            0.5, 1.0
-        )
         if isinstance(error, StatusError) and error.retry_after is not None:
             # Many nodes are told the same second: come a little later than asked, not all at once.
-            pause = error.retry_after * random.uniform(1.0, 1.25)
-        return pause
+            return min(error.retry_after, 10 * patience.longest) * random.uniform(1.0, 1.25)
+        longest = min(patience.longest, patience.first * 2.0 ** min(self._failures - 1, 16))
+        return longest * random.uniform(0.5, 1.0)
 
     def _not_served(self, error: StatusError) -> float:
         """A kind that this cluster does without: as if there were none, and look again from time to time."""
@@ -406,12 +405,10 @@ class _Reflector:
                     self._whole = True  # pages expire faster than we read them
                 raise
             for raw in page.items or ():
-                try:
-                    obj = decode(self._kind, raw)
-                except Refused as refusal:
-                    problems[refusal.key] = str(refusal)
-                    continue
-                if not isinstance(obj, Ignored):
+                obj = _decode_one(self._kind, raw)
+                if isinstance(obj, Refused):
+                    problems[obj.key] = str(obj)
+                elif not isinstance(obj, Ignored):
                     objects.append(obj)
             token = page.metadata.token or ""
             if self._stop.is_set():
@@ -469,10 +466,7 @@ class _Reflector:
             raise _GoneError(f"a line of the stream cannot be read: {error}") from error
         if event.type == "ERROR":
             raise _status_of(event.object)
-        try:
-            partial = _decode_partial(event.object)
-        except msgspec.MsgspecError:
-            partial = _Partial()
+        partial = _partial(event.object)
         version = partial.metadata.version
         if event.type == "BOOKMARK":
             self._version = version or self._version
@@ -489,10 +483,9 @@ class _Reflector:
         self._version = version or self._version
 
     def _upsert(self, key: str, raw: msgspec.Raw, received: float) -> None:
-        try:
-            obj = decode(self._kind, raw)
-        except Refused as refusal:
-            self._refuse(key, str(refusal))
+        obj = _decode_one(self._kind, raw)
+        if isinstance(obj, Refused):
+            self._refuse(key, str(obj))
             return
         self._clear(key)
         if isinstance(obj, Ignored):
@@ -527,6 +520,25 @@ def _lines(response: BaseHTTPResponse) -> Iterator[tuple[bytes, float]]:
         for line in lines:
             if line:
                 yield line, received
+
+
+def _partial(raw: msgspec.Raw) -> _Partial:
+    try:
+        return _decode_partial(raw)
+    except msgspec.MsgspecError:
+        return _Partial()
+
+
+def _decode_one(kind: str, raw: msgspec.Raw) -> Object | Ignored | Refused:
+    """One object, or why it cannot be used. An error of ours too costs this object alone, not its kind."""
+    try:
+        return decode(kind, raw)
+    except Refused as refusal:
+        return refusal
+    except Exception as error:
+        key = _partial(raw).key(kind)
+        log.exception("%s %s: an error that should not happen", kind, key)
+        return Refused(kind, key, "", f"could not be read: {error!r}; this is a defect of hybrid-proxy")
 
 
 def _status_of(raw: msgspec.Raw) -> StatusError:

@@ -847,6 +847,30 @@ def test_odd_metadata(metadata: dict[str, Any], api: ApiServer, watch: Callable[
     assert lists_asked(api, "services") == 1
 
 
+def test_a_defect_of_ours_costs_one_object(
+    api: ApiServer, watch: Callable[..., Watcher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def defective(kind: str, raw: msgspec.Raw) -> Any:
+        obj = decode(kind, raw)
+        if getattr(obj, "name", "") in {"shop-00003", "shop-00020"}:
+            raise ZeroDivisionError("division by zero")
+        return obj
+
+    monkeypatch.setattr("controller.sources.kubernetes.decode", defective)
+    watcher = watch()
+    watcher.complete()
+    connected(api, watcher)
+    api.put(service(20))
+    api.put(service(21))
+
+    watcher.until(lambda: f"{namespace_of(21)}/shop-00021" in watcher.state["Service"])
+    assert set(watcher.problems) == {
+        ("Service", f"{namespace_of(3)}/shop-00003"),
+        ("Service", f"{namespace_of(20)}/shop-00020"),
+    }
+    assert lists_asked(api, "services") == 1
+
+
 # ------------------------------------------------------------------------------------------- everything at once
 
 
