@@ -34,7 +34,7 @@ from typing import Any, Final, cast
 
 from controller.lab import namespace
 
-__all__ = ["Reply", "Stream", "Tally", "ask_tcp", "ask_udp", "failure", "load", "main", "target_of"]
+__all__ = ["Reply", "Stream", "Tally", "WrongSource", "ask_tcp", "ask_udp", "failure", "load", "main", "target_of"]
 
 Address = tuple[str, int]
 OpenSocket = Callable[[int, int], socket.socket]  # family, kind
@@ -58,6 +58,13 @@ class Reply:
     received: int = 0  # bytes of the request's body
 
 
+class WrongSource(OSError):
+    """An answer from an address that the client did not ask."""
+
+    def __init__(self, source: Address) -> None:
+        super().__init__(f"answer from {source[0]} port {source[1]}")
+
+
 def target_of(text: str) -> tuple[int, Address]:
     """Family and socket address of `10.96.0.10:80` or `[fd96::10]:80`.
 
@@ -73,7 +80,9 @@ def target_of(text: str) -> tuple[int, Address]:
 
 
 def failure(error: OSError) -> str:
-    """The name of what went wrong: `ECONNREFUSED`, `timeout`, `closed`."""
+    """The name of what went wrong: `ECONNREFUSED`, `timeout`, `closed`, `answer from ...`."""
+    if isinstance(error, WrongSource):
+        return str(error)
     if isinstance(error, TimeoutError):
         return "timeout"
     if error.errno is None:
@@ -301,6 +310,7 @@ def _connections(run: _Run) -> None:
         start = time.monotonic()
         try:
             with run.socket(socket.SOCK_STREAM) as connection:
+                start = time.monotonic()  # a socket may have had to be fetched
                 connection.connect(run.address)
                 connected = time.monotonic() - start
                 run.tally.answer(ask_tcp(connection, close=True), connected)
@@ -313,6 +323,7 @@ def _streams(run: _Run) -> None:
         start = time.monotonic()
         try:
             with run.socket(socket.SOCK_STREAM) as connection:
+                start = time.monotonic()
                 connection.connect(run.address)
                 run.tally.connects.append(time.monotonic() - start)
                 stream = Stream(connection, run.tally)
@@ -338,8 +349,8 @@ def _datagrams(run: _Run) -> None:
                     reply, source = ask_udp(sender, None if run.udp_socket == "connected" else run.address)
                 if source == run.address:
                     run.tally.answer(reply)
-                else:  # an address that the client did not ask
-                    run.tally.fail(OSError(errno.EADDRNOTAVAIL, str(source)), time.monotonic() - start)
+                else:
+                    run.tally.fail(WrongSource(source), time.monotonic() - start)
             except OSError as error:
                 run.tally.fail(error, time.monotonic() - start)
 
