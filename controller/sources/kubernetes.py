@@ -355,9 +355,9 @@ class _Reflector:
         if isinstance(error, _GoneError):
             self._version = None
             log.info("%ss are listed again: %s", self._kind, error)
-        # One lost stream is everyday life (a load balancer's idea of idle, a server's restart); a second try
-        # that fails as well is worth telling.
-        if self._failures > 1 or not isinstance(error, _GoneError | _EndedError):
+        # A lost stream is everyday life (a load balancer's idea of idle, a server's restart), and so is to find
+        # then that the server forgot our version. What goes on after that is worth telling.
+        if self._failures > 2 or not isinstance(error, _GoneError | _EndedError):
             if not _expected(error):
                 log.exception("%ss: an error that should not happen", self._kind, exc_info=error)
             self._health.lost(self._kind, _hint(self._resource, error), pause)
