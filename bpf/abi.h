@@ -91,13 +91,14 @@ struct flow6_key {
 };
 
 enum flow_flags {
-	FLOW_REPLY = 1 << 0,   /* the backend's direction */
-	FLOW_HAIRPIN = 1 << 1, /* client and backend are one pod: back out of the interface it came from */
-	FLOW_DIRECT = 1 << 2,  /* not to a service: keeps a reply tuple apart from a service flow's */
-	FLOW_FIN = 1 << 3,     /* this direction has ended */
-	FLOW_CLOSED = 1 << 4,  /* both have: the next plain ACK deletes the pair */
+	FLOW_REPLY = 1 << 0,	 /* the backend's direction */
+	FLOW_HAIRPIN = 1 << 1,	 /* client and backend are one pod: back out of the interface it came from */
+	FLOW_DIRECT = 1 << 2,	 /* not to a service: keeps a reply tuple apart from a service flow's */
+	FLOW_FIN = 1 << 3,	 /* this direction has ended */
+	FLOW_FIN_ACKED = 1 << 4, /* and the other one knows: a pair of which both are so is deleted */
 	FLOW_RESET = 1 << 5,
-	FLOW_CLASH = 1 << 6, /* the reply tuple turned out to be a direct connection's: choose another port */
+	FLOW_OTHER_FIN = 1 << 7, /* the other direction has ended: acknowledgements are looked at */
+	FLOW_CLASH = 1 << 6,	 /* the reply tuple turned out to be a direct connection's: choose another port */
 };
 
 /* What to make of a packet with the key's tuple. The pair's key is this tuple turned round. */
@@ -113,6 +114,7 @@ struct flow {
 	__u32 seen;    /* jiffies of the last packet of either direction, to a second */
 	__u32 tag;     /* hash of the key, as for frontends */
 	__u32 ifindex; /* host side of the pod to hand established packets to, 0: the host's stack decides */
+	__u32 fin_end; /* sequence number that acknowledges this direction's FIN */
 	__u8 mac[12];  /* destination and source of frames to that pod */
 };
 

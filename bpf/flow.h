@@ -149,7 +149,7 @@ INLINE void delete_pair(const struct tuple *key, const struct flow *f, const enu
 /* Whether a reply tuple's holder is gone in all but name: it ended, was reset, or nobody used it for long. */
 INLINE bool is_abandoned(const struct flow *f, __u8 protocol)
 {
-	if (f->flags & (FLOW_CLOSED | FLOW_RESET))
+	if (f->flags & (FLOW_FIN_ACKED | FLOW_RESET))
 		return true;
 	return protocol == IPPROTO_UDP && now() - f->seen > settings.udp_timeout;
 }
@@ -219,37 +219,45 @@ INLINE void establish(const struct tuple *reply_key, const struct flow *reply, c
 	flow_delete(&forward_key, TABLE_OPENING, v6);
 }
 
+/* Did this packet, of `f`'s direction, acknowledge the other direction's FIN? Then note it; returns true when both
+ * FINs are acknowledged and the pair is finished.
+ */
+INLINE bool note_ack(const struct packet *p, struct flow *f, struct flow *other)
+{
+	if (other->flags & FLOW_FIN && (__s32)(p->ack - other->fin_end) >= 0)
+		other->flags |= FLOW_FIN_ACKED;
+	return f->flags & FLOW_FIN_ACKED && other->flags & FLOW_FIN_ACKED;
+}
+
 /* Note the packet: time stamps of both directions at most once a second, ends of TCP connections when they
  * happen. Returns true when the pair is finished and may be deleted after this packet.
  */
-INLINE bool touch(const struct tuple *key, struct flow *f, __u8 tcp_flags, const enum flow_table table, const bool v6)
+INLINE bool touch(const struct packet *p, struct flow *f, const enum flow_table table, const bool v6)
 {
 	__u32 time = now();
-	bool stale = time - f->seen >= settings.hz, ends = tcp_flags & (TCP_FIN | TCP_RST);
+	bool stale = time - f->seen >= settings.hz;
+	bool ending = p->tcp_flags & (TCP_FIN | TCP_RST) || f->flags & FLOW_OTHER_FIN;
 	struct tuple pair;
 	struct flow *other;
 
-	if (f->flags & FLOW_CLOSED && !ends && !(tcp_flags & TCP_SYN))
-		return true;
-	if (!stale && !ends)
+	if (!stale && !ending)
 		return false;
 	WRITE_ONCE(f->seen, time);
-	pair_key(&pair, f, key->protocol);
+	pair_key(&pair, f, p->tuple.protocol);
 	other = flow_in(&pair, table, v6);
-	if (other)
-		WRITE_ONCE(other->seen, time);
-	if (tcp_flags & TCP_RST) {
+	if (!other)
+		return false;
+	WRITE_ONCE(other->seen, time);
+	if (p->tcp_flags & TCP_RST) {
 		f->flags |= FLOW_RESET;
-		if (other)
-			other->flags |= FLOW_RESET;
-	} else if (tcp_flags & TCP_FIN) {
-		f->flags |= FLOW_FIN;
-		if (other && other->flags & FLOW_FIN) {
-			f->flags |= FLOW_CLOSED;
-			other->flags |= FLOW_CLOSED;
-		}
+		other->flags |= FLOW_RESET;
 	}
-	return false;
+	if (p->tcp_flags & TCP_FIN) {
+		f->fin_end = p->fin_end;
+		f->flags |= FLOW_FIN;
+		other->flags |= FLOW_OTHER_FIN;
+	}
+	return ending && note_ack(p, f, other);
 }
 
 #endif

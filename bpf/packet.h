@@ -32,6 +32,8 @@ struct packet {
 	enum packet_kind kind;
 	__u32 l4; /* offset of the transport header */
 	__u8 tcp_flags;
+	__u32 fin_end; /* TCP: the sequence number after this segment, a FIN counted */
+	__u32 ack;
 };
 
 INLINE bool same_address(const __u32 *a, const __u32 *b, const bool v6)
@@ -136,14 +138,17 @@ INLINE void parse_icmp(void *data, void *end, struct packet *p, const bool v6)
 	p->kind = is_icmp_error(*type, v6) ? PACKET_ICMP_ERROR : PACKET_ICMP_OTHER;
 }
 
-INLINE void parse_tcp_flags(void *data, void *end, struct packet *p)
+INLINE void parse_tcp(struct __sk_buff *skb, void *data, void *end, struct packet *p)
 {
-	__u8 *tcp = data + (p->l4 & 0x3ff);
+	struct tcphdr *tcp = data + (p->l4 & 0x3ff);
 
-	if ((void *)(tcp + 20) > end)
+	if ((void *)(tcp + 1) > end) {
 		p->kind = PACKET_OTHER;
-	else
-		p->tcp_flags = tcp[13];
+		return;
+	}
+	p->tcp_flags = ((__u8 *)tcp)[13];
+	p->ack = bpf_ntohl(tcp->ack_seq);
+	p->fin_end = bpf_ntohl(tcp->seq) + skb->len - p->l4 - tcp->doff * 4 + (p->tcp_flags & TCP_FIN);
 }
 
 /* Fill `p` (zeroed by the caller) from the packet. */
@@ -163,7 +168,7 @@ INLINE void parse_packet(struct __sk_buff *skb, struct packet *p, const bool v6)
 	if (parse_ports(data, end, p->l4, &p->tuple)) {
 		p->kind = PACKET_TRANSPORT;
 		if (p->tuple.protocol == IPPROTO_TCP)
-			parse_tcp_flags(data, end, p);
+			parse_tcp(skb, data, end, p);
 	} else if (p->tuple.protocol == (v6 ? IPPROTO_ICMPV6 : IPPROTO_ICMP)) {
 		parse_icmp(data, end, p, v6);
 	}

@@ -15,7 +15,7 @@ INLINE int follow(struct __sk_buff *skb, struct packet *p, struct found *found, 
 
 	if (flow.tag != flow_tag(&p->tuple, v6))
 		return drop(COUNT_SLOT_LOST);
-	finished = touch(&p->tuple, found->entry, p->tcp_flags, found->table, v6);
+	finished = touch(p, found->entry, found->table, v6);
 	rewritten(&to, &flow, p->tuple.protocol);
 	rewrite(skb, p, &to, v6);
 	if (finished)
@@ -44,7 +44,7 @@ INLINE bool wants_renewal(const struct packet *p, const struct flow *f)
 	if (p->tuple.protocol == IPPROTO_TCP) {
 		if (!is_opening_segment(p))
 			return false;
-		if (f->flags & (FLOW_CLOSED | FLOW_RESET | FLOW_CLASH))
+		if (f->flags & (FLOW_FIN | FLOW_OTHER_FIN | FLOW_RESET | FLOW_CLASH))
 			return true;
 	}
 	if (is_serving(f->backend, f->service))
@@ -216,7 +216,7 @@ INLINE int to_backend(struct __sk_buff *skb, struct packet *p, const bool v6)
 	find_flow(&found, &p->tuple, v6);
 	if (found.entry && !(found.entry->flags & FLOW_DIRECT))
 		return pass();
-	if (found.entry && !(opens && found.entry->flags & (FLOW_CLOSED | FLOW_RESET)))
+	if (found.entry && !(opens && found.entry->flags & (FLOW_FIN | FLOW_OTHER_FIN | FLOW_RESET)))
 		return found.entry->sport == p->tuple.sport ? pass() : follow(skb, p, &found, v6);
 	if (tcp && !opens)
 		return pass();
@@ -342,7 +342,7 @@ INLINE int reply_to_pod(struct __sk_buff *skb, struct packet *p, const bool v6)
 			return pass();
 		}
 		establish(&p->tuple, found.entry, v6);
-	} else if (touch(&p->tuple, found.entry, p->tcp_flags, TABLE_FLOWS, v6)) {
+	} else if (touch(p, found.entry, TABLE_FLOWS, v6)) {
 		delete_pair(&p->tuple, found.entry, TABLE_FLOWS, v6);
 	}
 	count(COUNT_REPLY);

@@ -1,14 +1,20 @@
-/* Refuse: answer with ICMP port unreachable, as netfilter's REJECT does, out of the interface it came from. */
+/* Refuse, out of the interface that the packet came from: TCP by a reset, the rest by ICMP port unreachable.
+ *
+ * TCP could be refused by ICMP too, but the answer arrives while connect() still holds its socket, and then the
+ * kernel only notes it: the client waits a second for its next SYN. A reset waits in the socket's backlog.
+ */
 #ifndef HYBRID_PROXY_REPLY_H
 #define HYBRID_PROXY_REPLY_H
 
 #include "related.h"
 
-#define QUOTED_PAYLOAD 8
+/* How much of the transport is quoted: what its receiver needs, and never less than up to the checksum, below
+ * which the kernel does not shorten a packet whose checksum is still to be filled in.
+ */
+#define QUOTED_SCTP 12
+#define QUOTED_OTHER 8
 #define REFUSAL4 (sizeof(struct iphdr) + ICMP_HEADER)
-#define QUOTED4 (sizeof(struct iphdr) + QUOTED_PAYLOAD)
 #define REFUSAL6 (sizeof(struct ipv6hdr) + ICMP_HEADER)
-#define QUOTED6 (sizeof(struct ipv6hdr) + QUOTED_PAYLOAD)
 
 /* A bucket for each CPU that refills once a second. */
 INLINE bool may_refuse(void)
@@ -47,19 +53,34 @@ struct refusal6 {
 	struct icmp_header icmp;
 };
 
-INLINE long write_refusal4(struct __sk_buff *skb, const struct tuple *t)
+INLINE __u32 quoted_payload(__u8 protocol)
+{
+	return protocol == IPPROTO_SCTP ? QUOTED_SCTP : QUOTED_OTHER;
+}
+
+/* Load `length` bytes; one of two lengths that the verifier can check. The rest of the buffer stays zero, which
+ * a checksum does not see.
+ */
+INLINE long load_quoted(struct __sk_buff *skb, __u32 offset, void *to, __u32 ip, __u32 payload)
+{
+	if (payload == QUOTED_SCTP)
+		return bpf_skb_load_bytes(skb, offset, to, ip + QUOTED_SCTP);
+	return bpf_skb_load_bytes(skb, offset, to, ip + QUOTED_OTHER);
+}
+
+INLINE long write_refusal4(struct __sk_buff *skb, const struct tuple *t, __u32 payload)
 {
 	struct refusal4 head = {};
-	__u32 quoted[QUOTED4 / 4];
+	__u32 quoted[(sizeof(struct iphdr) + QUOTED_SCTP) / 4] = {};
 	__s64 sum;
 
-	if (bpf_skb_load_bytes(skb, L3_OFFSET + REFUSAL4, quoted, sizeof(quoted)))
+	if (load_quoted(skb, L3_OFFSET + REFUSAL4, quoted, sizeof(struct iphdr), payload))
 		return -1;
 	head.ip.version = 4;
 	head.ip.ihl = 5;
 	head.ip.ttl = 64;
 	head.ip.protocol = IPPROTO_ICMP;
-	head.ip.tot_len = bpf_htons(REFUSAL4 + QUOTED4);
+	head.ip.tot_len = bpf_htons(REFUSAL4 + sizeof(struct iphdr) + payload);
 	head.ip.saddr = t->daddr[0];
 	head.ip.daddr = t->saddr[0];
 	sum = bpf_csum_diff(NULL, 0, (__be32 *)&head.ip, sizeof(head.ip), 0);
@@ -72,18 +93,20 @@ INLINE long write_refusal4(struct __sk_buff *skb, const struct tuple *t)
 	return bpf_skb_store_bytes(skb, L3_OFFSET, &head, sizeof(head), 0);
 }
 
-INLINE long write_refusal6(struct __sk_buff *skb, const struct tuple *t)
+INLINE long write_refusal6(struct __sk_buff *skb, const struct tuple *t, __u32 payload)
 {
 	struct refusal6 head = {};
-	__u32 quoted[QUOTED6 / 4], pseudo[2] = {bpf_htonl(ICMP_HEADER + QUOTED6), bpf_htonl(IPPROTO_ICMPV6)};
+	__u32 quoted[(sizeof(struct ipv6hdr) + QUOTED_SCTP) / 4] = {};
+	__u32 length = ICMP_HEADER + sizeof(struct ipv6hdr) + payload;
+	__u32 pseudo[2] = {bpf_htonl(length), bpf_htonl(IPPROTO_ICMPV6)};
 	__s64 sum;
 
-	if (bpf_skb_load_bytes(skb, L3_OFFSET + REFUSAL6, quoted, sizeof(quoted)))
+	if (load_quoted(skb, L3_OFFSET + REFUSAL6, quoted, sizeof(struct ipv6hdr), payload))
 		return -1;
 	head.ip.version = 6;
 	head.ip.hop_limit = 64;
 	head.ip.nexthdr = IPPROTO_ICMPV6;
-	head.ip.payload_len = bpf_htons(ICMP_HEADER + QUOTED6);
+	head.ip.payload_len = bpf_htons(length);
 	__builtin_memcpy(&head.ip.saddr, t->daddr, 16);
 	__builtin_memcpy(&head.ip.daddr, t->saddr, 16);
 	head.icmp.type = ICMPV6_DEST_UNREACH;
@@ -97,20 +120,56 @@ INLINE long write_refusal6(struct __sk_buff *skb, const struct tuple *t)
 	return bpf_skb_store_bytes(skb, L3_OFFSET, &head, sizeof(head), 0);
 }
 
-/* Quote the headers that the sender needs to find its socket, in a new packet to it. */
-INLINE int refuse(struct __sk_buff *skb, const struct packet *p, const bool v6)
+INLINE int send_back(struct __sk_buff *skb)
 {
-	__u32 quoted = v6 ? QUOTED6 : QUOTED4, head = v6 ? REFUSAL6 : REFUSAL4;
-
-	if (p->l4 != L3_OFFSET + quoted - QUOTED_PAYLOAD || !may_refuse())
-		return drop(COUNT_REJECT_LIMITED);
-	if (bpf_skb_change_tail(skb, L3_OFFSET + quoted, 0) || bpf_skb_adjust_room(skb, head, BPF_ADJ_ROOM_MAC, 0))
-		return drop(COUNT_REJECT_LIMITED);
-	if (v6 ? write_refusal6(skb, &p->tuple) : write_refusal4(skb, &p->tuple))
-		return drop(COUNT_REJECT_LIMITED);
 	swap_frame(skb);
 	count(COUNT_REJECT);
 	return bpf_redirect(skb->ifindex, 0);
+}
+
+/* Turn the SYN into the reset that answers it. Options stay: lengths do not change, and nobody reads them. */
+INLINE int refuse_tcp(struct __sk_buff *skb, const struct packet *p, const bool v6)
+{
+	__be32 old[4], new[4];
+	struct tuple back;
+
+	if (bpf_skb_load_bytes(skb, p->l4, old, sizeof(old)))
+		return drop(COUNT_REJECT_LIMITED);
+	turn_round(&back, &p->tuple);
+	new[0] = (__u32)back.dport << 16 | back.sport;
+	new[1] = 0;
+	new[2] = bpf_htonl(bpf_ntohl(old[1]) + 1);
+	new[3] = (old[3] & bpf_htonl(0xf0000000)) | bpf_htonl((TCP_RST | TCP_ACK) << 16);
+	bpf_l4_csum_replace(skb, p->l4 + offsetof(struct tcphdr, check), 0,
+			    bpf_csum_diff(old, sizeof(old), new, sizeof(new), 0), 0);
+	bpf_skb_store_bytes(skb, p->l4, new, sizeof(new), 0);
+	rewrite_addresses(skb, L3_OFFSET, &back, 0, v6);
+	return send_back(skb);
+}
+
+/* Quote the headers that the sender needs to find its socket, in a new packet to it. */
+INLINE int refuse_by_icmp(struct __sk_buff *skb, const struct packet *p, const bool v6)
+{
+	__u32 ip = v6 ? sizeof(struct ipv6hdr) : sizeof(struct iphdr), head = v6 ? REFUSAL6 : REFUSAL4;
+	__u32 payload = quoted_payload(p->tuple.protocol);
+
+	if (p->l4 != L3_OFFSET + ip)
+		return drop(COUNT_REJECT_LIMITED);
+	if (bpf_skb_change_tail(skb, L3_OFFSET + ip + payload, 0) ||
+	    bpf_skb_adjust_room(skb, head, BPF_ADJ_ROOM_MAC, 0))
+		return drop(COUNT_REJECT_LIMITED);
+	if (v6 ? write_refusal6(skb, &p->tuple, payload) : write_refusal4(skb, &p->tuple, payload))
+		return drop(COUNT_REJECT_LIMITED);
+	return send_back(skb);
+}
+
+INLINE int refuse(struct __sk_buff *skb, const struct packet *p, const bool v6)
+{
+	if (!may_refuse())
+		return drop(COUNT_REJECT_LIMITED);
+	if (p->kind == PACKET_TRANSPORT && p->tuple.protocol == IPPROTO_TCP)
+		return refuse_tcp(skb, p, v6);
+	return refuse_by_icmp(skb, p, v6);
 }
 
 #endif

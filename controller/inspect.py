@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from controller.admin import NoAgentError, ask
@@ -79,13 +81,13 @@ def _belongs(name: str | None, service: str) -> bool:
 
 
 def _print_table(rows: list[dict[str, Any]], note: str) -> None:
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 200)
     if rows:
         table = Table(box=None, pad_edge=False, header_style="bold")
         for column in rows[0]:
-            table.add_column(column.replace("_", " "), overflow="fold")
+            table.add_column(column.replace("_", " "), no_wrap=True)
         for row in rows:
-            table.add_row(*map(_cell, row.values()))
+            table.add_row(*(escape(_cell(value)) for value in row.values()))
         console.print(table)
     else:
         console.print("none")

@@ -1,0 +1,36 @@
+"""A packet as bytes, to ask a program about."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+__all__ = ["first_packet"]
+
+ETHERNET = bytes(12)
+SOURCE_PORT = 40000
+SYN = 0x02
+
+
+def first_packet(src: str, dst: str, port: int, protocol: int) -> bytes:
+    """The first packet of a connection: a SYN for TCP, an empty datagram otherwise. Checksums are left 0.
+
+    Args:
+        src: source address.
+        dst: destination address, of the same family.
+        port: destination port.
+        protocol: IANA number of TCP, UDP or SCTP.
+    """
+    ports = struct.pack("!HH", SOURCE_PORT, port)
+    if protocol == socket.IPPROTO_TCP:
+        transport = ports + struct.pack("!IIBBHHH", 1, 0, 5 << 4, SYN, 65535, 0, 0)
+    else:
+        transport = ports + struct.pack("!HH", 8, 0) + bytes(8)
+    if ":" in dst:
+        addresses = socket.inet_pton(socket.AF_INET6, src) + socket.inet_pton(socket.AF_INET6, dst)
+        return (
+            ETHERNET + b"\x86\xdd" + struct.pack("!IHBB", 6 << 28, len(transport), protocol, 64) + addresses + transport
+        )
+    addresses = socket.inet_aton(src) + socket.inet_aton(dst)
+    header = struct.pack("!BBHHHBBH", 0x45, 0, 20 + len(transport), 0, 0, 64, protocol, 0)
+    return ETHERNET + b"\x08\x00" + header + addresses + transport

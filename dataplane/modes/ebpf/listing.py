@@ -1,0 +1,149 @@
+"""What is programmed, read from the kernel's maps; names come from the agent, where one runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from dataplane.kernel.bpf import Map, Object, run_on_packet
+from dataplane.modes.ebpf import layout
+from dataplane.modes.ebpf.flows import flow_arrays
+from dataplane.table import Protocol, socket_text
+
+__all__ = ["ask", "backends", "flows", "services"]
+
+Maps = Mapping[str, Map]
+Names = Mapping[int, str]
+ROUTE_NAMES = ("route0", "route1")
+
+
+def _protocol(number: int) -> str:
+    return Protocol(number).name if number in set(Protocol) else str(number)
+
+
+def _frontends(maps: Maps) -> dict[int, list[dict[str, Any]]]:
+    found: dict[int, list[dict[str, Any]]] = {}
+    names = layout.abi_constants()
+    for family in (4, 6):
+        keys, values = maps[f"frontends{family}"].items(layout.frontend_dtype(family), np.dtype(np.uint64))
+        for key, value in zip(keys, values.tolist(), strict=True):
+            if not value >> 32 & names["FRONTEND_ADDRESS"]:
+                port = int(layout.swap16([int(key["port"])])[0])
+                address = layout.address_text(key["address"].tobytes(), family)
+                found.setdefault(value & 0xFFFFFFFF, []).append(
+                    {
+                        "address": socket_text(address, port),
+                        "protocol": _protocol(int(key["protocol"])),
+                        "family": family,
+                    }
+                )
+    return found
+
+
+def services(maps: Maps, names: Names) -> list[dict[str, Any]]:
+    """One row for each service port: name (None without an agent), frontends, number of backends of its routes."""
+    rows = []
+    table = maps["services"].view(layout.dtype_of("service"))
+    drops = layout.abi_constants()["SERVICE_DROP_ROUTE0"]
+    for number, frontends in sorted(_frontends(maps).items()):
+        row = table[number]
+        counts = [layout.split_slice_word(word)[1] for word in row["routes"].tolist()]
+        rows.append(
+            {
+                "name": names.get(number),
+                "id": number,
+                "frontends": sorted(frontend["address"] for frontend in frontends),
+                "protocol": frontends[0]["protocol"],
+                "backends": counts[0],
+                "local_backends": counts[1],
+                "when_empty": "drop" if int(row["flags"]) & drops else "reject",
+                "affinity": bool(row["affinity"]),
+            }
+        )
+    return sorted(rows, key=lambda row: (row["name"] or "", row["frontends"]))
+
+
+def backends(maps: Maps, names: Names) -> list[dict[str, Any]]:
+    """One row for each backend of each service port."""
+    table = maps["backends"].view(layout.dtype_of("backend"))
+    limits = layout.abi_constants()
+    rows = []
+    for number in np.flatnonzero((table["flags"] != 0) & (table["service"] != 0)).tolist():
+        row = table[number]
+        flags, kind = int(row["flags"]), int(row["reserved"])
+        address = layout.address_text(row["address"].tobytes(), kind & 0xFF)
+        rows.append(
+            {
+                "service": names.get(int(row["service"])),
+                "service_id": int(row["service"]),
+                "id": number,
+                "address": socket_text(address, int(layout.swap16([int(row["port"])])[0])),
+                "protocol": _protocol(kind >> 8),
+                "used": bool(flags & (limits["BACKEND_ROUTE0"] | limits["BACKEND_ROUTE1"])),
+            }
+        )
+    return sorted(rows, key=lambda row: (row["service"] or "", row["service_id"], row["address"]))
+
+
+def flows(maps: Maps, names: Names, limit: int) -> tuple[list[dict[str, Any]], int]:
+    """Rows of the clients' direction, at most `limit`, and how many flows there are."""
+    rows: list[dict[str, Any]] = []
+    total = 0
+    for family in (4, 6):
+        for table, state in (("flows", "established"), ("opening", "opening")):
+            keys, values = flow_arrays(maps[f"{table}{family}"], family)
+            forward = np.flatnonzero(values["flags"] & layout.abi_constants()["FLOW_REPLY"] == 0)
+            total += len(forward)
+            shown = forward[: max(0, limit - len(rows))].tolist()
+            rows += [_flow(keys[position], values[position], family, state, names) for position in shown]
+    return rows, total
+
+
+def _flow(key: Any, value: Any, family: int, state: str, names: Names) -> dict[str, Any]:
+    constants = layout.abi_constants()
+
+    def end(row: Any, address: str, port: str) -> str:
+        text = layout.address_text(row[address].tobytes(), family)
+        return socket_text(text, int(layout.swap16([int(row[port])])[0]))
+
+    flags = int(value["flags"])
+    return {
+        "service": names.get(int(value["service"])),
+        "protocol": _protocol(int(key["protocol"])),
+        "client": end(key, "saddr", "sport"),
+        "frontend": end(key, "daddr", "dport"),
+        "backend": end(value, "daddr", "dport"),
+        "source": end(value, "saddr", "sport"),
+        "state": "closed" if flags & (constants["FLOW_FIN_ACKED"] | constants["FLOW_RESET"]) else state,
+        "hairpin": bool(flags & constants["FLOW_HAIRPIN"]),
+        "direct": bool(flags & constants["FLOW_DIRECT"]),
+        "fast_path": bool(value["ifindex"]) and state == "established",
+    }
+
+
+VERDICTS = ("untouched", "dnat", "reject", "drop")
+
+
+def ask(programs: Object, names: Names, packet: bytes) -> dict[str, Any]:
+    """Run the explain program on a packet; it changes nothing."""
+    run_on_packet(programs.program("explain"), packet)
+    answers = programs.map("answer")
+    try:
+        raw = answers.lookup(bytes(4)) or bytes(answers.value_size)
+    finally:
+        answers.close()
+    answer = np.frombuffer(raw, dtype=layout.dtype_of("answer"))[0]
+    verdict = VERDICTS[int(answer["verdict"])]
+    family = 6 if packet[12:14] == b"\x86\xdd" else 4
+    chosen = []
+    if verdict == "dnat":
+        address = layout.address_text(answer["address"].tobytes(), family)
+        chosen = [socket_text(address, int(layout.swap16([int(answer["port"])])[0]))]
+    reason = (
+        "The loaded program knows this flow."
+        if answer["known_flow"]
+        else "The loaded program decided on the live maps."
+    )
+    return {"verdict": verdict, "backends": chosen, "service": names.get(int(answer["service"])), "reason": reason}
