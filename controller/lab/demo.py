@@ -77,9 +77,9 @@ def run(name: str, pods: int, *, as_json: bool = False) -> int:
         demo = _Demo(lab, pods, console, summary)
         try:
             demo.show(built)
-        except (_Failed, LabError) as error:
-            summary.checks.append((False, str(error)))
-            console.print(f"[red]✘ {error}[/red]")
+        except (_Failed, LabError, OSError) as error:  # of the network: a step whose traffic did not even start
+            summary.checks.append((False, f"step {demo.number}: {error}"))
+            console.print(Text(f"✘ {error}", "red"))
         finally:
             demo.clean()
     console.print(f"  The lab is removed. {time.monotonic() - start:.0f} s in all.")

@@ -328,12 +328,12 @@ class Lab:
         for name in names:
             place = self.places[name]
             argv += ["--at", f"{name}={place.namespace},{place.address4},{place.address6}"]
-        child = self.start(names[0], argv, output=subprocess.PIPE)
+        log = self.folder / "servers.log"
+        with log.open("a") as errors:  # not the caller's stderr: a lab may outlive the one who waits for its end
+            child = self.start(names[0], argv, output=subprocess.PIPE, errors=errors)
         assert child.stdout is not None
         if not child.stdout.readline():
-            raise LabError(
-                f"the servers of {', '.join(names)} did not start: exit code {child.wait(timeout=5)}, see above"
-            )
+            raise LabError(f"the servers of {', '.join(names)} did not start: {log.read_text()[-500:]}")
         return child
 
     def set_segment_mtu(self, mtu: int) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from controller.config import available_modes
-from controller.lab.agent import Agent
-from controller.lab.network import RUN, Lab
+from controller.lab.agent import Agent, remove
+from controller.lab.network import RUN, Lab, LabError
 
 from .kit import HTTP, SECOND_HTTP, UDP, Bench, node_manifest
 
@@ -34,7 +34,10 @@ def no_leftovers() -> None:
     for folder in RUN.glob("c*x*"):
         owner = folder.name[1:].partition("x")[0]
         if owner.isdigit() and not Path("/proc", owner).exists():
-            Lab(folder.name, 0).down()
+            try:
+                remove(Lab.standing(folder.name))
+            except LabError:
+                Lab(folder.name, 0).down()
 
 
 @pytest.fixture(scope="module", params=MODES)
