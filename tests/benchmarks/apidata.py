@@ -1,4 +1,4 @@
-"""A cluster of a wanted size behind a real API server (TLS), in a process of its own: its work is not measured.
+"""A cluster of a wanted size behind a fake API server (TLS), in a process of its own: its work is not measured.
 
 with ApiProcess(services=10_000, endpoints=10) as api:
     Kubernetes("node-0", kubeconfig=api.kubeconfig) ...
@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
+
+from controller.lab.network import Lab
 
 __all__ = ["ApiProcess"]
 
@@ -24,20 +27,29 @@ class ApiProcess:
     """`tests.fakes.apiserver` as a child process.
 
     `kubeconfig` is the path of a kubeconfig for it. Objects are made by `service`, `endpoint_slice` and `node` of
-    that module, by number.
+    that module, by number. With a `lab` it listens on the lab's node, where an agent can reach it.
     """
 
-    def __init__(self, services: int, endpoints: int, nodes: tuple[str, ...] = ("node-0",)) -> None:
+    def __init__(
+        self, services: int, endpoints: int, nodes: tuple[str, ...] = ("node-0",), lab: Lab | None = None
+    ) -> None:
         command = [sys.executable, "-m", "tests.fakes.apiserver"]
         command += ["--services", str(services), "--endpoints", str(endpoints)]
         command += [word for name in nodes for word in ("--node", name)]
-        self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        if lab is None:
+            self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        else:
+            self._process = lab.start("node", command, output=subprocess.PIPE)
         assert self._process.stdout is not None
         self.kubeconfig = self._process.stdout.readline().strip()
         control = self._process.stdout.readline().strip()
         if not control:
             raise RuntimeError(f"the fake API server ended with status {self._process.wait()}")
         self._control = http.client.HTTPConnection(urlsplit(control).netloc, timeout=10)
+        if lab is not None:
+            self._control.sock = lab.socket("node")
+            self._control.sock.connect((self._control.host, self._control.port))
+            self._control.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def __enter__(self) -> Self:
         return self

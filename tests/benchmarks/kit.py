@@ -1,0 +1,226 @@
+"""What the benchmarks share: how a result is told, and a node with the real agent and a cluster of the wanted size."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from controller.lab.agent import Agent
+from controller.lab.network import RUN, Lab, LabError
+from dataplane.kernel.bpf import Map
+from dataplane.mode import Options
+from dataplane.modes.ebpf import layout
+from dataplane.modes.ebpf.maps import open_pinned_maps
+from dataplane.modes.ebpf.programmer import folder_of
+
+__all__ = ["NODE", "ROOT", "ApiAgent", "Kernel", "Result", "Target", "built", "lab", "median", "quantile", "say"]
+
+ROOT = Path(__file__).resolve().parents[2]
+NODE = "node-0"  # the Node that the fake API server has
+
+median = statistics.median
+
+
+def say(*words: object) -> None:
+    """One line of progress; the last line of standard output is the result's."""
+    print(*words, file=sys.stderr, flush=True)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that this share of all values does not exceed (nearest rank)."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a figure must reach: `value` of `what`, at most or at least."""
+
+    what: str
+    limit: float
+    at_least: bool = False
+
+    def sentence(self, found: float) -> str:
+        """Whether it is reached, for a person."""
+        reached = found >= self.limit if self.at_least else found <= self.limit
+        relation = ">=" if self.at_least else "<="
+        return f"{self.what} {found:.4g}, target {relation} {self.limit:g}: {'reached' if reached else 'MISSED'}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One benchmark's outcome. `value` is compared with `control`, measured in the same run."""
+
+    name: str
+    value: float
+    unit: str
+    what: str  # the control
+    control: float
+    targets: Sequence[tuple[Target, float]]
+    notes: Sequence[str] = ()
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def tell(self) -> None:
+        """The sentences, and one JSON object as the last line."""
+        for note in self.notes:
+            print(note)
+        for target, found in self.targets:
+            print(f"{self.name}: {target.sentence(found)}")
+        told = {
+            "name": self.name, "value": _short(self.value), "unit": self.unit,
+            "control": {"what": self.what, "value": _short(self.control)},
+            "ratio": _short(self.value / self.control), **self.extra,
+        }  # fmt: skip
+        print(json.dumps(told), flush=True)
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.4g}")
+
+
+def built(target: str) -> Path:
+    """Compile a file of this folder by the Makefile's rule for it, so that flags stand in one place."""
+    done = subprocess.run(
+        ["make", "--no-print-directory", "-s", target], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"make {target} failed:\n{done.stdout}{done.stderr}")
+    return ROOT / target
+
+
+@contextlib.contextmanager
+def lab(pods: int = 0, plain: int = 0) -> Iterator[Lab]:
+    """A lab of this process; those of benchmarks that were killed are removed first."""
+    for folder in RUN.glob("bench*"):
+        owner = folder.name.removeprefix("bench")
+        if owner.isdigit() and not Path("/proc", owner).exists():
+            Lab(folder.name, 0).down()
+    with Lab(f"bench{os.getpid()}", pods, plain=plain) as made:
+        yield made
+
+
+class ApiAgent(Agent):
+    """The agent on the lab's node, with the fake API server as its source.
+
+    It takes no part of the lab for the cluster's: the node and the pods are those of the fake API server.
+    """
+
+    def __init__(self, lab: Lab, kubeconfig: str, flags: Sequence[str] = ()) -> None:
+        super().__init__(lab, lab.folder / "no-manifests", flags=flags)
+        self.kubeconfig = kubeconfig
+
+    @property
+    def argv(self) -> list[str]:
+        """The command that runs it."""
+        return [
+            sys.executable, "-m", "controller", "run",
+            "--kubeconfig", self.kubeconfig,
+            "--hostname-override", NODE,
+            "--cluster-cidr", "10.128.0.0/9",
+            "--cgroup", str(self.lab.cgroup),
+            "--admin-socket", str(self.socket),
+            "--metrics-bind-address", "",
+            *self.flags,
+        ]  # fmt: skip
+
+    def timed_start(self, timeout: float = 60.0) -> float:
+        """Start it; seconds from the fork until its log says that everything is programmed."""
+        self._refuse_the_machine_itself()
+        self.log.unlink(missing_ok=True)
+        with self.log.open("w") as log:
+            start = time.monotonic()
+            self.process = self.lab.start("node", self.argv, output=log, errors=log)
+        with self.log.open() as told:
+            text = ""
+            while "after the start" not in text:
+                text += told.read()
+                now = time.monotonic()
+                if self.process.poll() is not None or now - start > timeout:
+                    raise LabError(f"the agent did not get ready:\n{self.tail()}")
+                time.sleep(0.002)
+        return now - start
+
+    def own_figure(self) -> float:
+        """Seconds from its first instruction of ours until everything was programmed, by its own clock."""
+        found = re.search(r"programmed \d+ services, ([\d.]+) s after the start", self.log.read_text())
+        assert found, self.tail()
+        return float(found[1])
+
+    def memory(self) -> dict[str, float]:
+        """VmRSS, RssAnon and RssFile in MB (10^6 bytes), as the kernel counts them."""
+        assert self.process is not None
+        return resident(self.process.pid)
+
+    def end(self) -> None:
+        """Stop it and remove what it left in the namespace."""
+        if self.running():
+            self.terminate()
+        cleaned = self.cleanup()
+        if cleaned.returncode:
+            raise LabError(f"cleanup failed: {cleaned.stderr}")
+
+
+def resident(pid: int) -> dict[str, float]:
+    """VmRSS, RssAnon, RssFile and RssShmem of a process in MB (10^6 bytes)."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    kept = (line.split() for line in lines if line.startswith(("VmRSS", "Rss")))
+    return {words[0].rstrip(":"): int(words[1]) * 1024 / 1e6 for words in kept}
+
+
+class Kernel:
+    """The maps of the agent in a lab, seen from another process."""
+
+    def __init__(self, lab: Lab) -> None:
+        with lab.inside("node"):
+            self.maps: dict[str, Map] = open_pinned_maps(folder_of(Options()))
+        self.services = self.maps["services"].view(layout.dtype_of("service"))
+        self.slots = self.maps["slots"].view(np.dtype(np.uint64))
+        self.backends = self.maps["backends"].view(layout.dtype_of("backend"))
+
+    def ids(self) -> dict[str, int]:
+        """Service id by ClusterIP (IPv4)."""
+        keys, values = self.maps["frontends4"].items(layout.frontend_dtype(4), np.dtype(np.uint64))
+        real = keys["port"] != 0
+        texts = (layout.address_text(word.tobytes(), 4) for word in keys["address"][real])
+        return dict(zip(texts, (values[real] & np.uint64(0xFFFFFFFF)).tolist(), strict=True))
+
+    def backends_of(self, service: int) -> list[str]:
+        """What a packet to that service may be sent to: every step that the programs take, checked."""
+        offset, count, _ = layout.split_slice_word(int(self.services[service]["routes"][0]))
+        slots = self.slots[offset : offset + count]
+        assert all(slots >> np.uint64(32) == service), f"service {service} reads a foreign slot"
+        rows = self.backends[slots & np.uint64(0xFFFFFFFF)]
+        assert all(rows["service"] == service), f"service {service} leads to a foreign backend"
+        ports = layout.swap16(rows["port"]).tolist()
+        return [
+            f"{layout.address_text(row.tobytes(), 4)}:{port}" for row, port in zip(rows["address"], ports, strict=True)
+        ]
+
+    def check(self, services: int, endpoints: int) -> None:
+        """Every service of the fake API server leads to exactly its endpoints."""
+        from tests.fakes.apiserver import cluster_address, pod_address
+
+        ids = self.ids()
+        assert len(ids) == services, f"{len(ids)} of {services} services are in the map"
+        for number in range(services):
+            wanted = {f"{pod_address(number, n, endpoints)}:8080" for n in range(endpoints)}
+            found = self.backends_of(ids[cluster_address(number)])
+            assert len(found) == endpoints, f"service {number} has {len(found)} backends"
+            assert set(found) == wanted, f"service {number} leads to {found}"
+
+    def close(self) -> None:
+        """Give the maps back."""
+        for known in self.maps.values():
+            known.close()
