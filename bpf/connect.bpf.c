@@ -16,6 +16,11 @@ struct {
 	__type(value, struct socket_state);
 } sockets SEC(".maps");
 
+/* Cookie of a connected UDP socket -> its backend: user space ends the socket when the backend goes, because no
+ * program sees what a connected socket sends.
+ */
+HASH_MAP(connected, BPF_MAP_TYPE_LRU_HASH, __u64, __u32, 65536);
+
 /* An address and port as a socket names it; `mapped` remembers how to write an IPv4 one back. */
 struct target {
 	__u32 address[4];
@@ -131,6 +136,8 @@ INLINE void remember(struct socket_peer *peer, const struct target *t, const str
 
 INLINE int connect_socket(struct bpf_sock_addr *ctx, const bool v6)
 {
+	/* Read once: the verifier refuses a context pointer that the compiler moved to the field. */
+	__u32 protocol = READ_ONCE(ctx->protocol);
 	struct choice choice = {};
 	struct socket_state *state;
 	struct target target;
@@ -144,7 +151,7 @@ INLINE int connect_socket(struct bpf_sock_addr *ctx, const bool v6)
 			state->connected = 0;
 		return PROCEED;
 	}
-	choose_for(&choice, &target, ctx->protocol);
+	choose_for(&choice, &target, protocol);
 	if (choice.verdict == VERDICT_UNTOUCHED)
 		return PROCEED;
 	if (choice.verdict != VERDICT_DNAT)
@@ -153,6 +160,11 @@ INLINE int connect_socket(struct bpf_sock_addr *ctx, const bool v6)
 	if (state) {
 		remember(&state->peers[0], &target, &choice);
 		state->connected = 1;
+	}
+	if (protocol == IPPROTO_UDP) {
+		__u64 cookie = bpf_get_socket_cookie(ctx);
+
+		bpf_map_update_elem(&connected, &cookie, &choice.backend, BPF_ANY);
 	}
 	write_target(ctx, &target, choice.address, choice.port, v6);
 	count(COUNT_SOCKET_CONNECT);

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from dataplane.errors import DataplaneError
 from dataplane.kernel.bpf import Map, run_on_packet
+from dataplane.kernel.diag import end_datagram_sockets
 from dataplane.kernel.grace import wait_for_programs
 from dataplane.modes.ebpf.layout import abi_constants, dtype_of
 from dataplane.table import Protocol
@@ -51,14 +52,18 @@ class Caretaker:
     """Waits for grace periods and sweeps flows.
 
     Args:
-        flows: the table of each family.
+        maps: the open set, by name.
         sweep: the sweep program's descriptor.
         clock: the program that returns the time of time stamps.
         hz: jiffies per second.
     """
 
-    def __init__(self, flows: dict[int, Map], sweep: int, clock: int, hz: int) -> None:
-        self._flows, self._sweep, self._clock, self._hz = flows, sweep, clock, hz
+    def __init__(self, maps: dict[str, Map], sweep: int, clock: int, hz: int) -> None:
+        self._flows = {4: maps["flows4"], 6: maps["flows6"]}
+        self._connected = maps.get("connected")
+        self._sweep, self._clock, self._hz = sweep, clock, hz
+        self._disconnecting: set[int] = set()
+        self.disconnected = 0
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stop = threading.Event()
@@ -78,6 +83,13 @@ class Caretaker:
         with self._lock:
             self._wanted_stamp = max(self._wanted_stamp, stamp)
         self._wake.set()
+
+    def disconnect(self, backends: list[int]) -> None:
+        """End the node's UDP sockets that are connected to these backends: they would talk to nobody."""
+        if backends and self._connected is not None:
+            with self._lock:
+                self._disconnecting.update(backends)
+            self._wake.set()
 
     def look_for(self, services: frozenset[int], backends: frozenset[int]) -> None:
         """The next scan tells which of these are still named by flows."""
@@ -102,6 +114,7 @@ class Caretaker:
         while not self._stop.is_set():
             self._wake.wait(timeout=max(0.05, next_scan - time.monotonic()))
             self._wake.clear()
+            self._end_sockets()
             self._pass_grace()
             if time.monotonic() >= next_scan:
                 try:
@@ -109,6 +122,20 @@ class Caretaker:
                 except DataplaneError as error:
                     log.warning("reading flows failed, trying again in %d s: %s", SCAN_SECONDS, error)
                 next_scan = time.monotonic() + SCAN_SECONDS
+
+    def _end_sockets(self) -> None:
+        with self._lock:
+            backends, self._disconnecting = self._disconnecting, set()
+        if not backends or self._connected is None:
+            return
+        try:
+            cookies, values = self._connected.items(np.dtype(np.uint64), np.dtype(np.uint32))
+            chosen = cookies[np.isin(values, list(backends))]
+            if len(chosen):
+                self.disconnected += end_datagram_sockets(frozenset(chosen.tolist()))
+                self._connected.delete_batch(chosen)
+        except (DataplaneError, OSError) as error:
+            log.warning("UDP sockets connected to backends that are gone could not be ended: %s", error)
 
     def _pass_grace(self) -> None:
         with self._lock:

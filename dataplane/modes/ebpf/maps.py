@@ -24,6 +24,7 @@ ARRAYS = {
     "node": None,
 }
 
+PRIVATE = frozenset({"sockets", "answer"})  # bound to one object: socket storage, a scratch element
 STRUCTS = {"services": "service", "backends": "backend", "node": "node"}
 
 
@@ -62,10 +63,7 @@ class MapSet:
                 for name, pinned in self.maps.items():
                     template.share(name, pinned)
             template.load()
-            for name in template.map_names:
-                if name not in self.maps:
-                    self.maps[name] = template.map(name)
-                    self.maps[name].pin(folder / name)
+            self.pin_new(template, folder)
         finally:
             template.close()
         self._views: dict[str, NDArray[Any]] = {}
@@ -82,6 +80,13 @@ class MapSet:
                     f"{wanted}: "
                     "run with the former sizes, or `hybrid-proxy cleanup` first"
                 )
+
+    def pin_new(self, loaded: Object, folder: Path) -> None:
+        """Take in and pin the maps of a loaded object that are not in the set yet."""
+        for name in loaded.map_names:
+            if name not in self.maps and name not in PRIVATE:
+                self.maps[name] = loaded.map(name)
+                self.maps[name].pin(folder / name)
 
     def share_with(self, program: Object) -> None:
         """Make an object use these maps; before its load."""

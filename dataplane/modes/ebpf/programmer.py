@@ -79,9 +79,8 @@ class Ebpf:
         self.sockets: attach.Sockets | None = None
         self.audit_repairs = 0
         self.caretaker = Caretaker(
-            {4: self.maps.maps["flows4"], 6: self.maps.maps["flows6"]},
-            self._inspect.program("sweep"), self._inspect.program("read_clock"), self.hz,
-        )  # fmt: skip
+            self.maps.maps, self._inspect.program("sweep"), self._inspect.program("read_clock"), self.hz
+        )
         self.caretaker.start()
 
     def _settings(self, *, can_set_errno: bool = True) -> bytes:
@@ -100,6 +99,7 @@ class Ebpf:
         loaded.constants(self._settings(can_set_errno=can_set_errno))
         self.maps.share_with(loaded)
         loaded.load()
+        self.maps.pin_new(loaded, self.folder)
         return loaded
 
     def _load_socket_programs(self) -> Object | None:
@@ -122,6 +122,7 @@ class Ebpf:
             self._collect()
             changed, removed = self.store.apply({name: table.services.get(name, ()) for name in names})
             self.caretaker.want_grace(self.store.stamp)
+            self.caretaker.disconnect(self.store.take_gone_datagram_backends())
             moved = table.node.primary != self.table.node.primary
             self.table = table
             self._note_misfits(names)

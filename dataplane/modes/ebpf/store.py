@@ -22,7 +22,7 @@ from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.ids import FullError, IdPool, Quarantine, SlicePool, size_class
 from dataplane.modes.ebpf.lower import Rows, lower
 from dataplane.modes.ebpf.maps import MapSet
-from dataplane.table import Entry
+from dataplane.table import Entry, Protocol
 
 __all__ = ["Installed", "Store"]
 
@@ -119,6 +119,7 @@ class Store:
         self.hz = hz
         self.installed: dict[str, dict[EntryKey, Installed]] = {}
         self.misfits: dict[str, Misfit] = {}
+        self._gone_datagram_backends: list[int] = []
         self.services: NDArray[Any] = maps.view("services")
         self.backends: NDArray[Any] = maps.view("backends")
         self.slots: NDArray[Any] = maps.view("slots")
@@ -413,6 +414,8 @@ class Store:
         if batch.gone_backends:
             ids = np.array(batch.gone_backends, dtype=np.int64)
             self.backends["flags"][ids] = 0
+            datagram = self.backends["reserved"][ids] >> np.uint64(8) == int(Protocol.UDP)
+            self._gone_datagram_backends += ids[datagram].tolist()
             self._clearing += [(self.stamp, self._backend_bits, bits) for bits in self._bits_of_backends(ids)]
         for family in (4, 6):
             addresses = [key[1] for key in (*gone, *replaced) if key[0] == family]
@@ -420,6 +423,11 @@ class Store:
                 bits = layout.service_bits(layout.address_words(addresses), family)
                 self._clearing.append((self.stamp, self._service_bits, bits))
         self.quarantine.put(self.stamp, batch.gone_services, batch.gone_backends, batch.gone_slices)
+
+    def take_gone_datagram_backends(self) -> list[int]:
+        """UDP backends that went since the last call: sockets connected to them are of no use."""
+        gone, self._gone_datagram_backends = self._gone_datagram_backends, []
+        return gone
 
     def graced(self, stamp: int) -> None:
         """Every program that ran when `stamp` was current has ended: forget what only those could see."""
