@@ -64,6 +64,15 @@ $(OBJECTS)/abi.h: bpf/abi.h
 	@mkdir -p $(OBJECTS)
 	$(Q)$(CLANG) -E -P -DABI_FOR_PYTHON -x c $< -o $@
 
+# Programs that only benchmarks use: they ask for these files themselves.
+build/%.bpf.o: %.bpf.c $(HEADERS)
+	@mkdir -p $(@D)
+	$(Q)$(CLANG) $(CFLAGS_BPF) -c $< -o $@
+
+build/%: %.c
+	@mkdir -p $(@D)
+	$(Q)$(CC) -O2 -Wall -Wextra -Werror $< -o $@
+
 # Debian packages: only when one is missing, and then only those.
 $(STAMPS)/apt: Makefile
 	@missing=$$(for p in $(APT); do dpkg -s $$p >/dev/null 2>&1 || printf '%s ' $$p; done); \
