@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -109,6 +110,22 @@ def test_a_restarted_agent_works_on(bench: Bench, family: int) -> None:
     later = bench.service("pod4")
     assert bench.seen("pod1", later, family, 4) == {"pod4"}
     assert bench.seen("node", later, family, 4) == {"pod4"}
+
+
+def test_sockets_of_the_node_see_the_service_over_a_restart(bench: Bench, family: int) -> None:
+    """What a socket asked for belongs to the socket, not to the agent that ran when it asked."""
+    web = bench.service("pod2")
+    dns = bench.service("pod2", protocol="UDP", port=53, target=UDP)
+    with (
+        bench.connect("node", web.vip(family), family) as connection,
+        bench.socket("node", family, socket.SOCK_DGRAM) as client,
+    ):
+        client.sendto(b"question", dns.vip(family))
+        time.sleep(0.1)  # the answer waits in the socket
+        bench.agent.kill()
+        bench.agent.start()
+        assert client.recvfrom(1000)[1][:2] == dns.vip(family)
+        assert connection.getpeername()[:2] == web.vip(family)
 
 
 def test_a_service_deleted_while_the_agent_was_down_goes(bench: Bench, family: int) -> None:
