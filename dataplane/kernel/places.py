@@ -150,11 +150,14 @@ def _mount_bpf_fs(inside: str | None) -> None:
     os.waitpid(child, 0)
 
 
-def bpf_fs() -> Path:
+def bpf_fs(*, mount: bool) -> Path:
     """A BPF file system that outlives this process.
 
     Where this process has a mount namespace of its own (`ip netns exec` makes one), that of the process around
     it is used. It is held by a descriptor and named by it, because that process may end before us.
+
+    Args:
+        mount: make one where there is none; otherwise the usual place is named.
 
     Raises:
         Unsupported: there is none and none can be mounted.
@@ -167,6 +170,8 @@ def bpf_fs() -> Path:
             if _is_bpf_fs(f"/proc/{pid}/root/sys/fs/bpf"):
                 held = os.open(f"/proc/{pid}/root/sys/fs/bpf", os.O_RDONLY | os.O_DIRECTORY)
                 return Path(f"/proc/{os.getpid()}/fd/{held}")
+        if not mount:
+            return Path("/sys/fs/bpf")
         if attempt == 0:
             _mount_bpf_fs(outer[0] if outer else None)
     raise Unsupported(
@@ -174,8 +179,8 @@ def bpf_fs() -> Path:
     )
 
 
-def pin_folder(asked: str | None) -> Path:
-    """This network namespace's own folder for pins.
+def pin_folder(asked: str | None, *, mount: bool) -> Path:
+    """This network namespace's own folder for pins; `mount` makes a BPF file system where there is none.
 
     Raises:
         Unsupported: `asked` is not on a BPF file system, or there is none.
@@ -187,4 +192,4 @@ def pin_folder(asked: str | None) -> Path:
         if not _is_bpf_fs(str(parent)):
             raise Unsupported("pinning", f"{asked} is not on a BPF file system")
         return Path(asked)
-    return bpf_fs() / "hybrid-proxy" / f"netns-{netns_cookie()}"
+    return bpf_fs(mount=mount) / "hybrid-proxy" / f"netns-{netns_cookie()}"

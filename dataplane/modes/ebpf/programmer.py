@@ -27,9 +27,9 @@ __all__ = ["MODE", "Ebpf", "clean", "folder_of"]
 log = logging.getLogger(__name__)
 
 
-def folder_of(options: Options) -> Path:
+def folder_of(options: Options, *, mount: bool = False) -> Path:
     """Where this namespace's pins are, of this layout version."""
-    return pin_folder(options.pin_root) / f"abi{layout.abi_constants()['ABI_VERSION']}"
+    return pin_folder(options.pin_root, mount=mount) / f"abi{layout.abi_constants()['ABI_VERSION']}"
 
 
 def clean(options: Options) -> int:
@@ -56,7 +56,7 @@ class Ebpf:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.folder = folder_of(options)
+        self.folder = folder_of(options, mount=True)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except PermissionError as error:
