@@ -61,24 +61,39 @@ class ApiProcess:
 
     def control(self, name: str, **body: Any) -> dict[str, Any]:
         """One call of the control endpoint; see `tests.fakes.apiserver.ApiServer.control_app`."""
+        self._ask(name, **body)
+        return self._answer(name)
+
+    def set_endpoints(self, index: int, which: list[int]) -> int:
+        """Give service `index` these endpoints, by number.
+
+        Returns:
+            CLOCK_MONOTONIC in nanoseconds just before the event went out to a watcher.
+
+        Raises:
+            RuntimeError: nobody watches.
+        """
+        self.send_endpoints(index, which)
+        return self.sent_endpoints()
+
+    def send_endpoints(self, index: int, which: list[int]) -> None:
+        """The first half of `set_endpoints`: ask for it, and do not wait."""
+        self._ask("endpoints", service=index, endpoints=which)
+
+    def sent_endpoints(self) -> int:
+        """The second half of `set_endpoints`."""
+        written: int | None = self._answer("endpoints")["written_ns"]
+        if written is None:
+            raise RuntimeError("no watcher took the change within 2 s")
+        return written
+
+    def _ask(self, name: str, **body: Any) -> None:
         self._control.request("POST", f"/control/{name}", json.dumps(body))
+
+    def _answer(self, name: str) -> dict[str, Any]:
         answer = self._control.getresponse()
         text = answer.read()
         if answer.status != 200:
             raise RuntimeError(f"control {name}: {answer.status} {text.decode(errors='replace')}")
         found: dict[str, Any] = json.loads(text)
         return found
-
-    def set_endpoints(self, index: int, which: list[int]) -> int:
-        """Give service `index` these endpoints, by number.
-
-        Returns:
-            CLOCK_MONOTONIC in nanoseconds when the event went out to a watcher.
-
-        Raises:
-            RuntimeError: nobody watches.
-        """
-        written: int | None = self.control("endpoints", service=index, endpoints=which)["written_ns"]
-        if written is None:
-            raise RuntimeError("no watcher took the change within 2 s")
-        return written

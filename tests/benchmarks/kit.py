@@ -6,10 +6,12 @@ import contextlib
 import json
 import math
 import os
+import queue
 import re
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,13 +22,29 @@ import numpy as np
 
 from controller.lab.agent import Agent
 from controller.lab.network import RUN, Lab, LabError
+from controller.model import Event, Replaced
+from controller.sources.kubernetes import Kubernetes
 from dataplane.kernel.bpf import Map
 from dataplane.mode import Options
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.maps import open_pinned_maps
 from dataplane.modes.ebpf.programmer import folder_of
+from tests.benchmarks.apidata import ApiProcess
 
-__all__ = ["NODE", "ROOT", "ApiAgent", "Kernel", "Result", "Target", "built", "lab", "median", "quantile", "say"]
+__all__ = [
+    "NODE",
+    "ROOT",
+    "ApiAgent",
+    "Kernel",
+    "Result",
+    "Target",
+    "built",
+    "lab",
+    "listed",
+    "median",
+    "quantile",
+    "say",
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 NODE = "node-0"  # the Node that the fake API server has
@@ -177,6 +195,22 @@ def resident(pid: int) -> dict[str, float]:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     kept = (line.split() for line in lines if line.startswith(("VmRSS", "Rss")))
     return {words[0].rstrip(":"): int(words[1]) * 1024 / 1e6 for words in kept}
+
+
+def listed(lab: Lab, api: ApiProcess) -> list[Event]:
+    """What the agent's source tells of the cluster before anything changes, one `Replaced` of each kind."""
+    told: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    stop = threading.Event()
+    source = Kubernetes(NODE, kubeconfig=api.kubeconfig)
+    with lab.inside("node"):  # threads are born where their parent is
+        reader = threading.Thread(target=source.run, args=(told.put, stop), daemon=True)
+        reader.start()
+    events: list[Event] = []
+    while {event.kind for event in events if isinstance(event, Replaced)} != set(source.kinds):
+        events.append(told.get(timeout=30))
+    stop.set()
+    reader.join()
+    return events
 
 
 class Kernel:
