@@ -19,7 +19,9 @@ class BuildWithBpf(build_py):
         try:
             subprocess.run(["make", "--silent", "bpf"], cwd=HERE, check=True)
         except FileNotFoundError as error:
-            raise SystemExit("building hybrid-proxy needs make and clang (Debian: apt-get install make clang)") from error
+            raise SystemExit(
+                "building hybrid-proxy needs make and clang (Debian: apt-get install make clang)"
+            ) from error
         super().run()
 
 

@@ -130,6 +130,7 @@ class _Agent:
         self.config = config
         self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.stop = threading.Event()
+        self.links_told = threading.Event()
         self.started = time.monotonic()
         self.source = _source_of(config)
         self.cluster = Cluster(config.settings.node_name, self.source.kinds)
@@ -177,7 +178,13 @@ class _Agent:
     def _watch_links(self) -> None:
         from dataplane.kernel.links import watch
 
-        watch(lambda: self.messages.put(_Links()), self.stop)
+        watch(self._tell_links, self.stop)
+
+    def _tell_links(self) -> None:
+        """One message, however many events come before it is read."""
+        if not self.links_told.is_set():
+            self.links_told.set()
+            self.messages.put(_Links())
 
     def _serve(self, stack: contextlib.ExitStack) -> None:
         from controller.admin import Server, socket_path
@@ -294,6 +301,7 @@ class _Agent:
         self.misfits = frozenset(misfits)
 
     def _links_changed(self) -> None:
+        self.links_told.clear()
         self._read_addresses()
         try:
             self.programmer.links_changed()

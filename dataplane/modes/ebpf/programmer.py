@@ -129,8 +129,16 @@ class Ebpf:
             if not self._attached or moved:
                 self._attach()
         except (DataplaneError, OSError, ValueError) as error:
+            self._start_over()
             raise SyncError(f"the eBPF maps could not be programmed: {error}") from error
         return SyncResult(changed, removed, tuple(self.store.misfits.values()))
+
+    def _start_over(self) -> None:
+        """What was planned and what was written may differ now: the next sync reads the maps and adopts."""
+        stamp = self.store.stamp
+        self.store = Store(self.maps, self.hz, adopt=True)
+        self.store.stamp = stamp
+        self.table = EMPTY
 
     def _note_misfits(self, names: frozenset[str]) -> None:
         if self.store.misfits or self._misfitting:

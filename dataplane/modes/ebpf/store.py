@@ -112,9 +112,10 @@ class Store:
     Args:
         maps: the open set.
         hz: jiffies per second, for affinity times.
+        adopt: the maps hold what a former owner wrote: the first `apply` takes it over. None: when they were pinned.
     """
 
-    def __init__(self, maps: MapSet, hz: int) -> None:
+    def __init__(self, maps: MapSet, hz: int, *, adopt: bool | None = None) -> None:
         self.maps = maps
         self.hz = hz
         self.installed: dict[str, dict[EntryKey, Installed]] = {}
@@ -124,6 +125,7 @@ class Store:
         self.backends: NDArray[Any] = maps.view("backends")
         self.slots: NDArray[Any] = maps.view("slots")
         self._words = ffi.from_buffer("uint64_t[]", self.services)
+        self._published = self.services["routes"].copy()
         self._words_per_service = layout.dtype_of("service").itemsize // 8
         self._owners: dict[Key, int] = {}
         self._addresses: Counter[tuple[int, str]] = Counter()
@@ -131,7 +133,7 @@ class Store:
         self._service_bits = Prefilter(maps.view("service_addresses"))
         self._backend_bits = Prefilter(maps.view("backend_sockets"))
         self._clearing: list[tuple[int, Prefilter, layout.Words]] = []
-        self._adopted = _Adopted(self) if maps.adopted else None
+        self._adopted = _Adopted(self) if (maps.adopted if adopt is None else adopt) else None
         used_services, used_backends, used_slices = self._adopted.used() if self._adopted else ((), (), ())
         self.service_ids = IdPool(len(self.services), "map services (--max-services)", used_services)
         self.backend_ids = IdPool(len(self.backends), "map backends (--max-backends)", used_backends)
@@ -374,6 +376,8 @@ class Store:
         if words:
             places = np.array([index for index, _ in words], dtype=np.uint64)
             values = np.array([value for _, value in words], dtype=np.uint64)
+            services, routes = np.divmod(places.astype(np.int64), self._words_per_service)
+            self._published[services, routes] = values
             lib.store_release_many(
                 self._words, ffi.from_buffer("uint64_t[]", places), ffi.from_buffer("uint64_t[]", values), len(words)
             )
@@ -439,26 +443,19 @@ class Store:
             self._backend_bits.only()
             self.exact_after = 0
         services, backends = self.quarantine.graced(stamp)
-        self.services["routes"][services] = 0
+        self.services["routes"][services] = self._published[services] = 0
         self.backends["service"][backends] = 0
 
     def audit(self) -> int:
         """Compare the slice words with what was published; repair and return the number of differences."""
-        repairs = []
-        for entries in self.installed.values():
-            for known in entries.values():
-                repairs += self._audit_one(known)
+        words = self.services["routes"]
+        wrong = np.argwhere(words != self._published)
+        repairs = [
+            (service * self._words_per_service + route, int(self._published[service, route]))
+            for service, route in wrong.tolist()
+        ]
         self._publish_words(repairs)
         return len(repairs)
-
-    def _audit_one(self, known: Installed) -> list[tuple[int, int]]:
-        rows = lower(known.entry)
-        wrong = []
-        for position, ((offset, _), ring) in enumerate(zip(known.slices, rows.rings, strict=True)):
-            word = layout.slice_word(offset, len(ring), known.epoch)
-            if int(self.services[known.service]["routes"][position]) != word:
-                wrong.append((known.service * self._words_per_service + position, word))
-        return wrong
 
 
 class _Adopted:
