@@ -47,7 +47,8 @@ def measure() -> Result:
         f"p99 {1000 * own['p99']:.2f} ms; {KUBE_PROXY}"
     )
     return Result(
-        "change", p50, "ms", "one change by building the whole table again and programming what differs", 1000 * median(full),
+        "change", p50, "ms", "one change by building the whole table again and programming what differs",
+        1000 * median(full),
         [(Target("median in ms", 5), p50), (Target("p99 in ms", 20), p99)],
         [note],
         {
