@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 
 
 class BuildWithBpf(build_py):
-    """`build_py` that first compiles bpf/*.bpf.c into the package's data."""
+    """`build_py` that compiles bpf/*.bpf.c into the package's data, and takes the examples along for the lab."""
 
     def run(self) -> None:
         """Compile, then copy like any package data."""
@@ -23,6 +23,14 @@ class BuildWithBpf(build_py):
                 "building hybrid-proxy needs make and clang (Debian: apt-get install make clang)"
             ) from error
         super().run()
+        if not self.editable_mode:
+            for example in sorted((HERE / "examples").glob("*.yaml")):
+                self.copy_file(str(example), str(self._inside("controller/lab/manifests") / example.name))
+
+    def _inside(self, folder: str) -> Path:
+        target = Path(self.build_lib) / folder
+        target.mkdir(parents=True, exist_ok=True)
+        return target
 
 
 setup(cmdclass={"build_py": BuildWithBpf}, cffi_modules=["dataplane/kernel/publish_build.py:builder"])

@@ -24,7 +24,7 @@ ARRAYS = {
     "node": None,
 }
 
-PRIVATE = frozenset({"sockets", "answer"})  # bound to one object: socket storage, a scratch element
+PRIVATE = frozenset({"answer"})  # a scratch element; all other maps outlive the process
 STRUCTS = {"services": "service", "backends": "backend", "node": "node"}
 
 
