@@ -10,6 +10,7 @@
 #define TCP_RST 0x04
 #define TCP_ACK 0x10
 #define IPV6_EXTENSIONS 4
+#define WINDOW 0x3ff /* headers behind it are not looked at; the verifier wants a mask */
 #define L3_OFFSET ETH_HLEN
 
 struct tuple {
@@ -111,8 +112,10 @@ INLINE __u32 parse_ip(void *data, void *end, __u32 offset, struct tuple *t, cons
 /* The first four bytes of TCP, UDP and SCTP are the ports; an ICMP error may quote no more than eight. */
 INLINE bool parse_ports(void *data, void *end, __u32 offset, struct tuple *t)
 {
-	__be16 *ports = data + (offset & 0x3ff);
+	__be16 *ports = data + (offset & WINDOW);
 
+	if (offset > WINDOW)
+		return false;
 	if (t->protocol != IPPROTO_TCP && t->protocol != IPPROTO_UDP && t->protocol != IPPROTO_SCTP)
 		return false;
 	if ((void *)(ports + 2) > end)
@@ -126,29 +129,54 @@ INLINE bool is_icmp_error(__u8 type, const bool v6)
 {
 	if (v6)
 		return type < ICMPV6_INFORMATIONAL;
-	return type == ICMP_DEST_UNREACH || type == ICMP_TIME_EXCEEDED || type == ICMP_PARAMETERPROB;
+	return type == ICMP_DEST_UNREACH || type == ICMP_SOURCE_QUENCH || type == ICMP_REDIRECT ||
+	       type == ICMP_TIME_EXCEEDED || type == ICMP_PARAMETERPROB;
 }
 
 INLINE void parse_icmp(void *data, void *end, struct packet *p, const bool v6)
 {
-	__u8 *type = data + (p->l4 & 0x3ff);
+	__u8 *type = data + (p->l4 & WINDOW);
 
-	if ((void *)(type + 8) > end)
+	if (p->l4 > WINDOW || (void *)(type + 8) > end)
 		return;
 	p->kind = is_icmp_error(*type, v6) ? PACKET_ICMP_ERROR : PACKET_ICMP_OTHER;
 }
 
-INLINE void parse_tcp(struct __sk_buff *skb, void *data, void *end, struct packet *p)
+/* Where the IP packet ends in the frame, which may be padded; 0 for a length that the header has no room for. */
+INLINE __u32 end_of_packet(void *data, void *end, const bool v6)
 {
-	struct tcphdr *tcp = data + (p->l4 & 0x3ff);
+	struct ipv6hdr *ip6 = data + L3_OFFSET;
+	struct iphdr *ip4 = data + L3_OFFSET;
+
+	if (v6)
+		return (void *)(ip6 + 1) <= end && ip6->payload_len
+			       ? L3_OFFSET + sizeof(*ip6) + bpf_ntohs(ip6->payload_len)
+			       : 0;
+	return (void *)(ip4 + 1) <= end && ip4->tot_len ? L3_OFFSET + bpf_ntohs(ip4->tot_len) : 0;
+}
+
+INLINE void parse_tcp(struct __sk_buff *skb, void *data, void *end, struct packet *p, const bool v6)
+{
+	struct tcphdr *tcp = data + (p->l4 & WINDOW);
+	__u32 length = end_of_packet(data, end, v6);
 
 	if ((void *)(tcp + 1) > end) {
 		p->kind = PACKET_OTHER;
 		return;
 	}
+	if (!length)
+		length = skb->len;
 	p->tcp_flags = ((__u8 *)tcp)[13];
 	p->ack = bpf_ntohl(tcp->ack_seq);
-	p->fin_end = bpf_ntohl(tcp->seq) + skb->len - p->l4 - tcp->doff * 4 + (p->tcp_flags & TCP_FIN);
+	p->fin_end = bpf_ntohl(tcp->seq) + length - p->l4 - tcp->doff * 4 + (p->tcp_flags & TCP_FIN);
+}
+
+/* UDP's header has 8 bytes, SCTP's 12: a packet that ends before is nobody's. */
+INLINE bool has_header(void *data, void *end, const struct packet *p)
+{
+	__u8 *header = data + (p->l4 & WINDOW);
+
+	return p->tuple.protocol == IPPROTO_UDP ? (void *)(header + 8) <= end : (void *)(header + 12) <= end;
 }
 
 /* Fill `p` (zeroed by the caller) from the packet. */
@@ -168,7 +196,9 @@ INLINE void parse_packet(struct __sk_buff *skb, struct packet *p, const bool v6)
 	if (parse_ports(data, end, p->l4, &p->tuple)) {
 		p->kind = PACKET_TRANSPORT;
 		if (p->tuple.protocol == IPPROTO_TCP)
-			parse_tcp(skb, data, end, p);
+			parse_tcp(skb, data, end, p, v6);
+		else if (!has_header(data, end, p))
+			p->kind = PACKET_OTHER;
 	} else if (p->tuple.protocol == (v6 ? IPPROTO_ICMPV6 : IPPROTO_ICMP)) {
 		parse_icmp(data, end, p, v6);
 	}
