@@ -98,6 +98,7 @@ enum flow_flags {
 	FLOW_FIN_ACKED = 1 << 4, /* and the other one knows: a pair of which both are so is deleted */
 	FLOW_RESET = 1 << 5,
 	FLOW_OTHER_FIN = 1 << 7, /* the other direction has ended: acknowledgements are looked at */
+	FLOW_ANSWERED = 1 << 8,	 /* the backend accepted: the client's next segment establishes the pair */
 	FLOW_CLASH = 1 << 6,	 /* the reply tuple turned out to be a direct connection's: choose another port */
 };
 
@@ -114,8 +115,8 @@ struct flow {
 	__u32 seen;    /* jiffies of the last packet of either direction, to a second */
 	__u32 tag;     /* hash of the key, as for frontends */
 	__u32 ifindex; /* host side of the pod to hand established packets to, 0: the host's stack decides */
-	__u32 fin_end; /* sequence number that acknowledges this direction's FIN */
-	__u8 mac[12];  /* destination and source of frames to that pod */
+	__u32 mark; /* TCP: the sequence number that acknowledges this direction's FIN; others: jiffies of the start */
+	__u8 mac[12]; /* destination and source of frames to that pod */
 };
 
 struct affinity_key {

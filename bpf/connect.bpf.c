@@ -178,7 +178,8 @@ INLINE struct socket_peer *known_peer(struct socket_state *state, const struct t
 		struct socket_peer *peer = &state->peers[i];
 
 		if (peer->frontend_port == t->port && equal(peer->frontend, t->address))
-			return is_serving(peer->backend_id, peer->service) ? peer : NULL;
+			return is_serving(peer->backend_id, peer->service, peer->backend, peer->backend_port) ? peer
+													      : NULL;
 	}
 	return NULL;
 }

@@ -8,6 +8,7 @@
 
 #include "pick.h"
 
+#define DATAGRAM_SECONDS 2
 #define CLASH_TRIES 16
 #define CLASH_PORTS 32768 /* ports 32768-65535 replace a client's port that is taken */
 
@@ -135,6 +136,7 @@ INLINE void fill_flow(struct flow *f, const struct tuple *key, const struct tupl
 	f->dport = result->dport;
 	f->tag = flow_tag(key, v6);
 	f->seen = now();
+	f->mark = f->seen;
 }
 
 INLINE void delete_pair(const struct tuple *key, const struct flow *f, const enum flow_table table, const bool v6)
@@ -149,7 +151,7 @@ INLINE void delete_pair(const struct tuple *key, const struct flow *f, const enu
 /* Whether a reply tuple's holder is gone in all but name: it ended, was reset, or nobody used it for long. */
 INLINE bool is_abandoned(const struct flow *f, __u8 protocol)
 {
-	if (f->flags & (FLOW_FIN_ACKED | FLOW_RESET))
+	if (f->flags & FLOW_RESET || (f->flags & FLOW_FIN_ACKED && f->flags & FLOW_OTHER_FIN))
 		return true;
 	return protocol == IPPROTO_UDP && now() - f->seen > settings.udp_timeout;
 }
@@ -195,28 +197,34 @@ INLINE bool claim_reply(struct tuple *reply, const struct tuple *forward, const 
 		if (!flow_in(reply, TABLE_FLOWS, v6) && !flow_in(reply, TABLE_OPENING, v6))
 			return true;
 	}
-	count(COUNT_TUPLE_EXHAUSTED);
 	return false;
 }
 
-/* The backend has answered: both entries move to the table that nothing evicts. When it is full they stay. */
-INLINE void establish(const struct tuple *reply_key, const struct flow *reply, const bool v6)
+/* A datagram's flow counts as established when it lasts, as in nf_conntrack: a question with one answer, most of
+ * what DNS is, stays where it costs nothing to forget it.
+ */
+INLINE bool lasts(const struct flow *f)
 {
-	struct tuple forward_key;
-	struct flow *forward;
+	return now() - f->mark >= DATAGRAM_SECONDS * settings.hz;
+}
 
-	pair_key(&forward_key, reply, reply_key->protocol);
-	forward = flow_in(&forward_key, TABLE_OPENING, v6);
-	if (!forward)
+/* Both directions have spoken: the pair moves to the table that nothing evicts. When that is full it stays. */
+INLINE void establish(const struct tuple *key, const struct flow *f, const bool v6)
+{
+	struct tuple pair;
+	struct flow *other;
+
+	pair_key(&pair, f, key->protocol);
+	other = flow_in(&pair, TABLE_OPENING, v6);
+	if (!other)
 		return;
-	if (flow_put(reply_key, reply, TABLE_FLOWS, BPF_ANY, v6) ||
-	    flow_put(&forward_key, forward, TABLE_FLOWS, BPF_ANY, v6)) {
-		flow_delete(reply_key, TABLE_FLOWS, v6);
+	if (flow_put(key, f, TABLE_FLOWS, BPF_ANY, v6) || flow_put(&pair, other, TABLE_FLOWS, BPF_ANY, v6)) {
+		flow_delete(key, TABLE_FLOWS, v6);
 		count(COUNT_FLOW_FULL);
 		return;
 	}
-	flow_delete(reply_key, TABLE_OPENING, v6);
-	flow_delete(&forward_key, TABLE_OPENING, v6);
+	flow_delete(key, TABLE_OPENING, v6);
+	flow_delete(&pair, TABLE_OPENING, v6);
 }
 
 /* Did this packet, of `f`'s direction, acknowledge the other direction's FIN? Then note it; returns true when both
@@ -224,7 +232,7 @@ INLINE void establish(const struct tuple *reply_key, const struct flow *reply, c
  */
 INLINE bool note_ack(const struct packet *p, struct flow *f, struct flow *other)
 {
-	if (other->flags & FLOW_FIN && (__s32)(p->ack - other->fin_end) >= 0)
+	if (other->flags & FLOW_FIN && (__s32)(p->ack - other->mark) >= 0)
 		other->flags |= FLOW_FIN_ACKED;
 	return f->flags & FLOW_FIN_ACKED && other->flags & FLOW_FIN_ACKED;
 }
@@ -253,11 +261,41 @@ INLINE bool touch(const struct packet *p, struct flow *f, const enum flow_table 
 		other->flags |= FLOW_RESET;
 	}
 	if (p->tcp_flags & TCP_FIN) {
-		f->fin_end = p->fin_end;
+		f->mark = p->fin_end;
 		f->flags |= FLOW_FIN;
 		other->flags |= FLOW_OTHER_FIN;
 	}
 	return ending && note_ack(p, f, other);
+}
+
+/* The backend answered on a flow that is opening. A connection that it accepts is established by the client's next
+ * segment, so that a flood of SYNs, each of them answered, still fills nothing but the table that forgets.
+ */
+INLINE void note_answer(const struct packet *p, struct flow *reply, const bool v6)
+{
+	struct tuple forward_key;
+	struct flow *forward;
+
+	if (p->tuple.protocol != IPPROTO_TCP && lasts(reply)) {
+		establish(&p->tuple, reply, v6);
+		return;
+	}
+	if (!(p->tcp_flags & TCP_SYN)) {
+		touch(p, reply, TABLE_OPENING, v6);
+		return;
+	}
+	reply->flags |= FLOW_ANSWERED;
+	pair_key(&forward_key, reply, p->tuple.protocol);
+	forward = flow_in(&forward_key, TABLE_OPENING, v6);
+	if (forward)
+		forward->flags |= FLOW_ANSWERED;
+}
+
+/* Is this the client's segment that follows the backend's SYN/ACK? */
+INLINE bool completes_handshake(const struct packet *p, const struct found *found)
+{
+	return found->table == TABLE_OPENING && found->entry->flags & FLOW_ANSWERED &&
+	       (p->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST)) == TCP_ACK;
 }
 
 #endif

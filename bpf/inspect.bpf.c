@@ -37,10 +37,12 @@ INLINE int answer_for(struct __sk_buff *skb, struct answer *a, const bool v6)
 	struct packet p = {};
 
 	parse_packet(skb, &p, v6);
-	if (p.kind != PACKET_TRANSPORT || !may_be_service(p.tuple.daddr, v6) || answer_from_flow(a, &p, v6))
+	if (p.kind != PACKET_TRANSPORT || answer_from_flow(a, &p, v6))
 		return 0;
 	choose(&choice, p.tuple.saddr, p.tuple.daddr, p.tuple.dport, p.tuple.protocol, v6, false);
 	a->verdict = choice.verdict;
+	if (choice.verdict == VERDICT_UNTOUCHED && is_unallocated(p.tuple.daddr, v6))
+		a->verdict = VERDICT_DROP;
 	a->service = choice.service;
 	a->backend = choice.backend;
 	a->route = choice.route;

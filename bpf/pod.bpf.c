@@ -9,10 +9,17 @@
 /* The packet's flow says what to do: rewrite, then hand over or pass on. */
 INLINE int follow(struct __sk_buff *skb, struct packet *p, struct found *found, const bool v6)
 {
-	struct flow flow = *found->entry;
+	struct flow flow;
 	struct tuple to;
 	bool finished;
 
+	if (completes_handshake(p, found)) {
+		establish(&p->tuple, found->entry, v6);
+		find_flow(found, &p->tuple, v6);
+		if (!found->entry)
+			return drop(COUNT_SLOT_LOST);
+	}
+	flow = *found->entry;
 	if (flow.tag != flow_tag(&p->tuple, v6))
 		return drop(COUNT_SLOT_LOST);
 	finished = touch(p, found->entry, found->table, v6);
@@ -47,7 +54,7 @@ INLINE bool wants_renewal(const struct packet *p, const struct flow *f)
 		if (f->flags & (FLOW_FIN | FLOW_OTHER_FIN | FLOW_RESET | FLOW_CLASH))
 			return true;
 	}
-	if (is_serving(f->backend, f->service))
+	if (is_serving(f->backend, f->service, f->daddr, f->dport))
 		return false;
 	count(COUNT_STALE_BACKEND);
 	return true;
@@ -147,34 +154,15 @@ INLINE int to_service(struct __sk_buff *skb, struct packet *p, const bool v6)
 		return drop(COUNT_DROP_EMPTY);
 	if (choice.verdict == VERDICT_DNAT)
 		return open_flow(skb, p, &choice, v6);
-	return pass();
+	return is_unallocated(p->tuple.daddr, v6) ? drop(COUNT_DROP_UNALLOCATED) : pass();
 }
 
 /* A ping, say, to a service's address: no port answers there. */
 INLINE int other_to_service(struct __sk_buff *skb, const struct packet *p, const bool v6)
 {
-	return find_frontend(p->tuple.daddr, 0, 0, v6) ? refuse(skb, p, v6) : pass();
-}
-
-/* Addresses that services are allocated from, but none has: nobody is there, and nobody is to be asked. */
-INLINE bool is_unallocated(const struct tuple *t, const bool v6)
-{
-	__u32 key = 0;
-	struct node *self = bpf_map_lookup_elem(&node, &key);
-
-	if (!self)
-		return false;
-#pragma unroll
-	for (int i = 0; i < SERVICE_CIDRS; i++) {
-		if (!v6 && i < self->cidr4_count && (t->daddr[0] & self->mask4[i]) == self->cidr4[i])
-			return true;
-		if (v6 && i < self->cidr6_count && (t->daddr[0] & self->mask6[i][0]) == self->cidr6[i][0] &&
-		    (t->daddr[1] & self->mask6[i][1]) == self->cidr6[i][1] &&
-		    (t->daddr[2] & self->mask6[i][2]) == self->cidr6[i][2] &&
-		    (t->daddr[3] & self->mask6[i][3]) == self->cidr6[i][3])
-			return true;
-	}
-	return false;
+	if (find_frontend(p->tuple.daddr, 0, 0, v6))
+		return refuse(skb, p, v6);
+	return is_unallocated(p->tuple.daddr, v6) ? drop(COUNT_DROP_UNALLOCATED) : pass();
 }
 
 /* A pod talks to a backend directly and a service flow already owns the reply tuple: change the source port. */
@@ -216,8 +204,12 @@ INLINE int to_backend(struct __sk_buff *skb, struct packet *p, const bool v6)
 	find_flow(&found, &p->tuple, v6);
 	if (found.entry && !(found.entry->flags & FLOW_DIRECT))
 		return pass();
-	if (found.entry && !(opens && found.entry->flags & (FLOW_FIN | FLOW_OTHER_FIN | FLOW_RESET)))
-		return found.entry->sport == p->tuple.sport ? pass() : follow(skb, p, &found, v6);
+	if (found.entry && !(opens && found.entry->flags & (FLOW_FIN | FLOW_OTHER_FIN | FLOW_RESET))) {
+		if (found.entry->sport != p->tuple.sport)
+			return follow(skb, p, &found, v6);
+		touch(p, found.entry, found.table, v6);
+		return pass();
+	}
 	if (tcp && !opens)
 		return pass();
 	turn_round(&reply, &p->tuple);
@@ -259,7 +251,7 @@ INLINE int from_backend(struct __sk_buff *skb, struct packet *p, const bool v6)
 			learn_backend(skb, p, found.entry, v6);
 			return pass();
 		}
-		establish(&p->tuple, found.entry, v6);
+		note_answer(p, found.entry, v6);
 		find_flow(&found, &p->tuple, v6);
 		if (!found.entry)
 			return pass();
@@ -284,7 +276,7 @@ INLINE int from_pod(struct __sk_buff *skb, const bool v6)
 			return translate_related(skb, &p, v6);
 		return other_to_service(skb, &p, v6);
 	}
-	if (is_unallocated(&p.tuple, v6))
+	if (is_unallocated(p.tuple.daddr, v6))
 		return drop(COUNT_DROP_UNALLOCATED);
 	if (p.kind != PACKET_TRANSPORT)
 		return pass();
@@ -306,7 +298,7 @@ INLINE bool is_clash(const struct packet *p, const struct flow *f)
 {
 	if (f->flags & FLOW_CLASH)
 		return true;
-	return p->tuple.protocol == IPPROTO_TCP && !(p->tcp_flags & TCP_RST) &&
+	return p->tuple.protocol == IPPROTO_TCP && !(f->flags & FLOW_ANSWERED) && !(p->tcp_flags & TCP_RST) &&
 	       (p->tcp_flags & (TCP_SYN | TCP_ACK)) != (TCP_SYN | TCP_ACK);
 }
 
@@ -341,7 +333,7 @@ INLINE int reply_to_pod(struct __sk_buff *skb, struct packet *p, const bool v6)
 				mark_clash(p, found.entry, v6);
 			return pass();
 		}
-		establish(&p->tuple, found.entry, v6);
+		note_answer(p, found.entry, v6);
 	} else if (touch(p, found.entry, TABLE_FLOWS, v6)) {
 		delete_pair(&p->tuple, found.entry, TABLE_FLOWS, v6);
 	}

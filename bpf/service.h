@@ -53,11 +53,33 @@ INLINE struct backend *find_backend(__u32 id, __u32 service)
 	return row && READ_ONCE(row->service) == service ? row : NULL;
 }
 
-INLINE bool is_serving(__u32 id, __u32 service)
+/* Does the backend that a flow remembers still serve? Ids may mean another one by now: its address decides. */
+INLINE bool is_serving(__u32 id, __u32 service, const __u32 *address, __be16 port)
 {
 	struct backend *row = find_backend(id, service);
 
-	return row && READ_ONCE(row->flags) & BACKEND_SERVING;
+	return row && READ_ONCE(row->flags) & BACKEND_SERVING && row->port == port &&
+	       same_address(row->address, address, true);
+}
+
+/* Addresses that services are allocated from, but none has: nobody is there, and nobody is to be asked. */
+INLINE bool is_unallocated(const __u32 *a, const bool v6)
+{
+	__u32 key = 0;
+	struct node *self = bpf_map_lookup_elem(&node, &key);
+
+	if (!self)
+		return false;
+#pragma unroll
+	for (int i = 0; i < SERVICE_CIDRS; i++) {
+		if (!v6 && i < self->cidr4_count && (a[0] & self->mask4[i]) == self->cidr4[i])
+			return true;
+		if (v6 && i < self->cidr6_count && (a[0] & self->mask6[i][0]) == self->cidr6[i][0] &&
+		    (a[1] & self->mask6[i][1]) == self->cidr6[i][1] &&
+		    (a[2] & self->mask6[i][2]) == self->cidr6[i][2] && (a[3] & self->mask6[i][3]) == self->cidr6[i][3])
+			return true;
+	}
+	return false;
 }
 
 /* One slot of the slice, chosen by `number`; 0: the slice is empty.
