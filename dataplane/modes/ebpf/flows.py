@@ -42,7 +42,8 @@ def idle_limits(keys: NDArray[Any], values: NDArray[Any]) -> NDArray[np.int64]:
     flags, protocols, names = values["flags"], keys["protocol"], abi_constants()
     limits = np.full(len(keys), ESTABLISHED, dtype=np.int64)
     limits[flags & (names["FLOW_FIN"] | names["FLOW_OTHER_FIN"]) != 0] = HALF_CLOSED
-    limits[flags & (names["FLOW_FIN_ACKED"] | names["FLOW_RESET"]) != 0] = ENDED
+    both = names["FLOW_FIN_ACKED"] | names["FLOW_OTHER_FIN"]
+    limits[(flags & both == both) | (flags & names["FLOW_RESET"] != 0)] = ENDED
     limits[protocols == Protocol.UDP] = UDP
     limits[protocols == Protocol.SCTP] = SCTP
     return limits

@@ -101,12 +101,32 @@ class SlicePool:
         return offset, size
 
     def _split(self, size: int) -> int:
-        larger = sorted(s for s, free in self._free.items() if s > size and free)
+        larger = self._at_least(size)
+        if not larger:
+            self._merge()
+            larger = self._at_least(size)
         if not larger:
             raise FullError(self.what, self.limit)
         offset = self._free[larger[0]].pop()
         self._fill_gap(offset + size, offset + larger[0])
         return offset
+
+    def _at_least(self, size: int) -> list[int]:
+        return sorted(s for s, free in self._free.items() if s >= size and free)
+
+    def _merge(self) -> None:
+        """Join neighbours that are free; rare, only when nothing else is long enough."""
+        pieces = sorted((offset, size) for size, free in self._free.items() for offset in free)
+        pieces.append((self._next, self.limit - self._next))
+        self._next = self.limit
+        self._free.clear()
+        start = end = 0
+        for offset, size in pieces:
+            if offset != end:
+                self._fill_gap(start, end)
+                start = offset
+            end = offset + size
+        self._fill_gap(start, end)
 
     def give(self, offset: int, size: int) -> None:
         """Take a stretch back."""
@@ -158,11 +178,12 @@ class Quarantine:
     def scanned(
         self, services: Collection[int], backends: Collection[int], named_services: Collection[int],
         named_backends: Collection[int],
-    ) -> None:  # fmt: skip
-        """A scan looked for these ids and found some of them named by flows: the rest is free."""
+    ) -> tuple[list[int], list[int]]:  # fmt: skip
+        """A scan looked for these ids and found some of them named by flows: the rest is free, and returned."""
         free_services = self._unnamed_services & set(services) - set(named_services)
         free_backends = self._unnamed_backends & set(backends) - set(named_backends)
         self._unnamed_services -= free_services
         self._unnamed_backends -= free_backends
         self._services.give(sorted(free_services))
         self._backends.give(sorted(free_backends))
+        return sorted(free_services), sorted(free_backends)

@@ -62,6 +62,8 @@ class MapSet:
                 self._adopt(folder, sizes)
                 for name, pinned in self.maps.items():
                     template.share(name, pinned)
+            else:
+                _remove_unfinished(folder)
             template.load()
             self.pin_new(template, folder)
         finally:
@@ -115,6 +117,13 @@ class MapSet:
         """Give the descriptors back; pins keep the maps."""
         for known in self.maps.values():
             known.close()
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Pins of a process that ended while it made its maps; they have no slots, so nothing is lost."""
+    for path in folder.iterdir():
+        if not path.is_dir() and not path.name.startswith("link_"):
+            path.unlink()
 
 
 def _possible_cpus() -> int:

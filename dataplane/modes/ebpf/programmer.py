@@ -125,7 +125,7 @@ class Ebpf:
             self.caretaker.disconnect(self.store.take_gone_datagram_backends())
             moved = table.node.primary != self.table.node.primary
             self.table = table
-            self._note_misfits(names)
+            self._misfitting = frozenset(self.store.unfit)
             if not self._attached or moved:
                 self._attach()
         except (DataplaneError, OSError, ValueError) as error:
@@ -139,15 +139,6 @@ class Ebpf:
         self.store = Store(self.maps, self.hz, adopt=True)
         self.store.stamp = stamp
         self.table = EMPTY
-
-    def _note_misfits(self, names: frozenset[str]) -> None:
-        if self.store.misfits or self._misfitting:
-            unfit = set(self.store.misfits)
-            self._misfitting = frozenset(
-                name
-                for name in names | self._misfitting
-                if any(entry.name in unfit for entry in self.table.services.get(name, ()))
-            )
 
     def _attach(self) -> None:
         self.pods.refresh(self.table.node.primary)
@@ -190,7 +181,7 @@ class Ebpf:
         graced, scanned = self.caretaker.collect()
         self.store.graced(graced)
         if scanned is not None:
-            self.store.quarantine.scanned(*scanned)
+            self.store.scanned(*scanned)
 
     def names(self) -> dict[int, str]:
         """Service id -> name of the service port."""

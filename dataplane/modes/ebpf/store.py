@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dataplane.errors import DataplaneError
 from dataplane.kernel._publish import ffi, lib
 from dataplane.mode import Misfit
 from dataplane.modes.ebpf import layout
@@ -76,7 +77,8 @@ class Batch:
     services: list[tuple[int, int, int]] = field(default_factory=list)  # id, flags, affinity in seconds
     words: list[tuple[int, int]] = field(default_factory=list)  # index of the word, value
     frontends: dict[Key, tuple[int, int]] = field(default_factory=dict)  # service, flags
-    gone_frontends: list[Key] = field(default_factory=list)
+    new_frontends: list[Key] = field(default_factory=list)  # those of them that nobody had, for the prefilter
+    gone_frontends: list[tuple[Key, int]] = field(default_factory=list)  # and the service that had it
     gone_backends: list[int] = field(default_factory=list)
     gone_services: list[int] = field(default_factory=list)
     gone_slices: list[tuple[int, int]] = field(default_factory=list)
@@ -119,7 +121,8 @@ class Store:
         self.maps = maps
         self.hz = hz
         self.installed: dict[str, dict[EntryKey, Installed]] = {}
-        self.misfits: dict[str, Misfit] = {}
+        self.misfits: dict[EntryKey, Misfit] = {}
+        self.unfit: dict[str, set[EntryKey]] = {}  # by service: what is in `misfits`
         self._gone_datagram_backends: list[int] = []
         self.services: NDArray[Any] = maps.view("services")
         self.backends: NDArray[Any] = maps.view("backends")
@@ -132,7 +135,8 @@ class Store:
         self._frontend_count: Counter[int] = Counter()
         self._service_bits = Prefilter(maps.view("service_addresses"))
         self._backend_bits = Prefilter(maps.view("backend_sockets"))
-        self._clearing: list[tuple[int, Prefilter, layout.Words]] = []
+        self._clearing: list[tuple[int, layout.Words]] = []  # bits of frontends whose service lives on, after grace
+        self._held: dict[int, list[layout.Words]] = {}  # bits of a gone service's frontends, as long as it has flows
         self._adopted = _Adopted(self) if (maps.adopted if adopt is None else adopt) else None
         used_services, used_backends, used_slices = self._adopted.used() if self._adopted else ((), (), ())
         self.service_ids = IdPool(len(self.services), "map services (--max-services)", used_services)
@@ -151,6 +155,9 @@ class Store:
         for name, entries in services.items():
             before = self.installed.get(name, {})
             after: dict[EntryKey, Installed] = {}
+            unfit = self.unfit.pop(name, set())
+            for key in unfit:
+                del self.misfits[key]
             wanted = {(entry.name, entry.family, int(entry.protocol)): entry for entry in entries}
             for key, installed in before.items():
                 if key not in wanted:
@@ -158,31 +165,31 @@ class Store:
                     removed += 1
             for key, entry in wanted.items():
                 known = before.get(key)
-                if known is not None and known.entry is entry and entry.name not in self.misfits:
+                if known is not None and known.entry is entry and key not in unfit:
                     after[key] = known
                     continue
-                planned = self._plan_or_report(batch, entry, known)
-                if planned is not None:
-                    after[key] = planned
+                if known is not None and not _share_a_frontend(known.entry, entry):
+                    self._plan_removal(batch, known)  # another service by this name: flows to the former one may stay
+                    known = None
+                try:
+                    after[key] = self._plan(batch, entry, known)
                     changed += 1
+                except FullError as error:
+                    self.misfits[key] = Misfit(entry.name, str(error))
+                    self.unfit.setdefault(name, set()).add(key)
+                    if known is not None:
+                        after[key] = known
             if after:
                 self.installed[name] = after
             else:
                 self.installed.pop(name, None)
-        self._commit(batch)
+        waiting = self._commit(batch)
         if self._adopted is not None:
             self._adopted.remove_leftovers(self.installed, self._owners, self._addresses)
             self._adopted = None
+        if self._insert(batch, waiting):
+            raise DataplaneError("the maps of frontends hold more than this process wrote: `hybrid-proxy cleanup`")
         return changed, removed
-
-    def _plan_or_report(self, batch: Batch, entry: Entry, known: Installed | None) -> Installed | None:
-        try:
-            planned = self._plan(batch, entry, known)
-        except FullError as error:
-            self.misfits[entry.name] = Misfit(entry.name, str(error))
-            return known
-        self.misfits.pop(entry.name, None)
-        return planned
 
     def _plan(self, batch: Batch, entry: Entry, known: Installed | None) -> Installed:
         """Take every number first, so that a full map leaves nothing half planned; then list the rows."""
@@ -278,23 +285,25 @@ class Store:
         wanted = {(entry.family, address, port, int(entry.protocol)): flags for address, port, flags in rows.frontends}
         for key, flags in wanted.items():
             if key not in previous.frontends:
-                self._count_address(batch, key, 1)
+                self._count_address(batch, key, service, 1)
             if previous.frontends.get(key) != flags or self._owners.get(key) != service:
                 batch.frontends[key] = (service, flags)
-                self._frontend_count[entry.family] += key not in self._owners
+                if key not in self._owners:
+                    self._frontend_count[entry.family] += 1
+                    batch.new_frontends.append(key)
                 self._owners[key] = service
         for key in previous.frontends:
             if key not in wanted:
                 self._release_frontend(batch, key, service)
 
     def _release_frontend(self, batch: Batch, key: Key, service: int) -> None:
-        self._count_address(batch, key, -1)
+        self._count_address(batch, key, service, -1)
         if self._owners.get(key) == service:
             del self._owners[key]
             self._frontend_count[key[0]] -= 1
-            batch.gone_frontends.append(key)
+            batch.gone_frontends.append((key, service))
 
-    def _count_address(self, batch: Batch, key: Key, step: int) -> None:
+    def _count_address(self, batch: Batch, key: Key, service: int, step: int) -> None:
         """Keep the address entry, by which unknown ports are refused, as long as a port is served there."""
         family, address = key[:2]
         before = self._addresses[family, address]
@@ -302,10 +311,11 @@ class Store:
         if before == 0:
             self._frontend_count[family] += 1
             batch.frontends[family, address, 0, 0] = (0, layout.abi_constants()["FRONTEND_ADDRESS"])
+            batch.new_frontends.append((family, address, 0, 0))
         elif before + step == 0:
             del self._addresses[family, address]
             self._frontend_count[family] -= 1
-            batch.gone_frontends.append((family, address, 0, 0))
+            batch.gone_frontends.append(((family, address, 0, 0), service))
 
     def _plan_removal(self, batch: Batch, installed: Installed) -> None:
         rows = lower(installed.entry)
@@ -315,7 +325,6 @@ class Store:
         batch.gone_backends += installed.ids.tolist()
         batch.gone_services.append(installed.service)
         batch.gone_slices += [piece for piece in installed.slices if piece[1]]
-        self.misfits.pop(entry.name, None)
 
     def _previous(self, entry: Entry, rows: Rows, known: Installed | None) -> Previous:
         if known is None:
@@ -335,7 +344,8 @@ class Store:
 
     # Committing: the order is the protocol.
 
-    def _commit(self, batch: Batch) -> None:
+    def _commit(self, batch: Batch) -> list[Key]:
+        """Write everything; returns frontends for which there is room only after what is gone was removed."""
         self._write_backends(batch)
         for offset, service, ids in batch.slots:
             self.slots[offset : offset + len(ids)] = np.array(ids, dtype=np.uint64) | np.uint64(service << 32)
@@ -343,8 +353,11 @@ class Store:
             self.services[service]["flags"] = flags
             self.services[service]["affinity"] = min(affinity * self.hz, 0xFFFFFFFF)
         self._publish_words(batch.words)
-        self._write_frontends(batch)
+        for family in (4, 6):
+            self._service_bits.add(self._bits_of_frontends(batch.new_frontends, family))
+        waiting = self._insert(batch, list(batch.frontends))
         self._remove(batch)
+        return waiting
 
     def _write_backends(self, batch: Batch) -> None:
         if batch.backend_ids:
@@ -356,10 +369,14 @@ class Store:
             self.backends["service"][ids] = batch.backend_services
             self.backends["reserved"][ids] = batch.backend_kinds
             self.backends["flags"][ids] = batch.backend_flags
-            for bits in self._bits_of_backends(ids):
-                self._backend_bits.add(bits)
+            self.add_backend_bits(ids)
         if batch.flag_ids:
             self.backends["flags"][np.array(batch.flag_ids, dtype=np.int64)] = batch.flag_values
+
+    def add_backend_bits(self, ids: NDArray[Any]) -> None:
+        """Let programs look at packets from these backends."""
+        for bits in self._bits_of_backends(ids):
+            self._backend_bits.add(bits)
 
     def _bits_of_backends(self, ids: NDArray[Any]) -> Iterable[layout.Words]:
         kinds = self.backends["reserved"][ids]
@@ -382,18 +399,23 @@ class Store:
                 self._words, ffi.from_buffer("uint64_t[]", places), ffi.from_buffer("uint64_t[]", values), len(words)
             )
 
-    def _write_frontends(self, batch: Batch) -> None:
+    @staticmethod
+    def _bits_of_frontends(keys: list[Key], family: int) -> layout.Words:
+        addresses = [key[1] for key in keys if key[0] == family]
+        return layout.service_bits(layout.address_words(addresses), family)
+
+    def _insert(self, batch: Batch, frontends: list[Key]) -> list[Key]:
+        """Write these frontends of the batch; returns those for which the map had no room."""
+        left: list[Key] = []
         for family in (4, 6):
-            keys = [key for key in batch.frontends if key[0] == family]
+            keys = [key for key in frontends if key[0] == family]
             if not keys:
                 continue
             rows, words = self._frontend_keys(keys, family)
             targets = np.array([batch.frontends[key] for key in keys], dtype=np.uint64)
-            self._service_bits.add(layout.service_bits(words, family))
             values = layout.frontend_values(words, rows["port"], rows["protocol"], targets[:, 0], targets[:, 1], family)
-            done = self.maps.maps[f"frontends{family}"].update_batch(rows, values)
-            for key in keys[done:]:
-                self.misfits[str(key)] = Misfit(str(key), f"map frontends{family} is full")
+            left += keys[self.maps.maps[f"frontends{family}"].update_batch(rows, values) :]
+        return left
 
     @staticmethod
     def _frontend_keys(keys: list[Key], family: int) -> tuple[NDArray[Any], layout.Words]:
@@ -405,14 +427,11 @@ class Store:
         return rows, words
 
     def _remove(self, batch: Batch) -> None:
-        gone = [key for key in batch.gone_frontends if key not in batch.frontends]
-        replaced = [key for key in batch.gone_frontends if key in batch.frontends]
         for family in (4, 6):
-            keys = [key for key in gone if key[0] == family]
+            keys = [key for key, _ in batch.gone_frontends if key[0] == family and key not in batch.frontends]
             if keys:
                 self.maps.maps[f"frontends{family}"].delete_batch(self._frontend_keys(keys, family)[0])
-        something = batch.gone_backends or batch.gone_services or batch.gone_slices or gone or replaced
-        if not something:
+        if not (batch.gone_backends or batch.gone_services or batch.gone_slices or batch.gone_frontends):
             return
         self.stamp += 1
         if batch.gone_backends:
@@ -420,13 +439,18 @@ class Store:
             self.backends["flags"][ids] = 0
             datagram = self.backends["reserved"][ids] >> np.uint64(8) == int(Protocol.UDP)
             self._gone_datagram_backends += ids[datagram].tolist()
-            self._clearing += [(self.stamp, self._backend_bits, bits) for bits in self._bits_of_backends(ids)]
-        for family in (4, 6):
-            addresses = [key[1] for key in (*gone, *replaced) if key[0] == family]
-            if addresses:
-                bits = layout.service_bits(layout.address_words(addresses), family)
-                self._clearing.append((self.stamp, self._service_bits, bits))
+        self._hold_bits(batch)
         self.quarantine.put(self.stamp, batch.gone_services, batch.gone_backends, batch.gone_slices)
+
+    def _hold_bits(self, batch: Batch) -> None:
+        """Established connections to a service that is gone go on, as with conntrack: its packets must be looked at."""
+        gone_services = set(batch.gone_services)
+        for key, service in batch.gone_frontends:
+            bits = self._bits_of_frontends([key], key[0])
+            if service in gone_services:
+                self._held.setdefault(service, []).append(bits)
+            else:
+                self._clearing.append((self.stamp, bits))
 
     def take_gone_datagram_backends(self) -> list[int]:
         """UDP backends that went since the last call: sockets connected to them are of no use."""
@@ -436,15 +460,27 @@ class Store:
     def graced(self, stamp: int) -> None:
         """Every program that ran when `stamp` was current has ended: forget what only those could see."""
         while self._clearing and self._clearing[0][0] <= stamp:
-            _, prefilter, bits = self._clearing.pop(0)
-            prefilter.remove(bits)
+            self._service_bits.remove(self._clearing.pop(0)[1])
         if self.exact_after and self.exact_after <= stamp:
             self._service_bits.only()
             self._backend_bits.only()
             self.exact_after = 0
-        services, backends = self.quarantine.graced(stamp)
+        services, _ = self.quarantine.graced(stamp)
         self.services["routes"][services] = self._published[services] = 0
-        self.backends["service"][backends] = 0
+
+    def scanned(
+        self, services: Collection[int], backends: Collection[int], named_services: Collection[int],
+        named_backends: Collection[int],
+    ) -> None:  # fmt: skip
+        """The flows were searched for these ids and some were found: forget what is known of the others."""
+        free_services, free_backends = self.quarantine.scanned(services, backends, named_services, named_backends)
+        for service in free_services:
+            for bits in self._held.pop(service, ()):
+                self._service_bits.remove(bits)
+        rows = np.array(free_backends, dtype=np.int64)
+        for bits in self._bits_of_backends(rows):
+            self._backend_bits.remove(bits)
+        self.backends["service"][rows] = 0
 
     def audit(self) -> int:
         """Compare the slice words with what was published; repair and return the number of differences."""
@@ -456,6 +492,11 @@ class Store:
         ]
         self._publish_words(repairs)
         return len(repairs)
+
+
+def _share_a_frontend(old: Entry, new: Entry) -> bool:
+    wanted = {(frontend.address, frontend.port) for frontend in new.frontends}
+    return any((frontend.address, frontend.port) in wanted for frontend in old.frontends) or not old.frontends
 
 
 class _Adopted:
@@ -489,7 +530,7 @@ class _Adopted:
         pieces: list[tuple[int, int]] = []
         for word in self.store.services[service]["routes"].tolist():
             offset, count, _ = layout.split_slice_word(word)
-            shared = bool(pieces) and count and offset == pieces[0][0]
+            shared = bool(pieces) and pieces[0][1] and offset == pieces[0][0]
             pieces.append((offset, 0 if shared else size_class(count)))
         return pieces
 
@@ -542,8 +583,9 @@ class _Adopted:
                 store.maps.maps[f"frontends{family}"].delete_batch(keys)
         now = [known for entries in installed.values() for known in entries.values()]
         kept = np.concatenate([np.frombuffer(known.ids, dtype=np.uint32) for known in now]) if now else np.empty(0)
-        gone = np.setdiff1d(self._used_backends, kept)
+        gone = np.setdiff1d(self._used_backends, kept).astype(np.int64)
         store.backends["flags"][gone] = 0
+        store.add_backend_bits(gone)
         services = sorted(set(self.used()[0]) - {known.service for known in now})
         in_use = {piece for known in now for piece in known.slices}
         slices = [piece for service in services for piece in self._slices(service) if piece[1] and piece not in in_use]
