@@ -103,6 +103,14 @@ INLINE bool hairpin_source(__u32 *address, const bool v6)
 	return address[0] != 0;
 }
 
+/* An ICMP error to this node may be about a pod's conversation with itself. */
+INLINE bool is_to_hairpin_source(const struct packet *p, const bool v6)
+{
+	__u32 address[4];
+
+	return p->kind == PACKET_ICMP_ERROR && hairpin_source(address, v6) && same_address(address, p->tuple.daddr, v6);
+}
+
 /* A first packet to a chosen backend: remember the flow, then rewrite. */
 INLINE int open_flow(struct __sk_buff *skb, struct packet *p, const struct choice *c, const bool v6)
 {
@@ -278,6 +286,8 @@ INLINE int from_pod(struct __sk_buff *skb, const bool v6)
 	}
 	if (is_unallocated(p.tuple.daddr, v6))
 		return drop(COUNT_DROP_UNALLOCATED);
+	if (is_to_hairpin_source(&p, v6))
+		return translate_related(skb, &p, v6);
 	if (p.kind != PACKET_TRANSPORT)
 		return pass();
 	if (may_be_backend(p.tuple.saddr, p.tuple.sport, p.tuple.protocol, v6)) {

@@ -69,7 +69,10 @@ INLINE int translate_related(struct __sk_buff *skb, struct packet *p, const bool
 	rewrite_quotation(skb, p, offset, l4, &quoted, &before, v6);
 	rewrite_outer(skb, p, &outer, v6);
 	count(COUNT_ICMP_RELATED);
-	return pass();
+	if (!(found.entry->flags & FLOW_HAIRPIN))
+		return pass();
+	swap_frame(skb);
+	return bpf_redirect(skb->ifindex, 0);
 }
 
 #endif
