@@ -1,0 +1,425 @@
+"""Packets in, packets out: the real programs, loaded and attached nowhere, on maps that the real store has filled.
+
+BPF_PROG_TEST_RUN hands a packet to a loaded program in the calling process. No interface is involved, so this is
+safe in any network namespace, the machine's own too. Pins are in a folder named for this process.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import os
+import shutil
+import struct
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scapy.layers.inet import IP, TCP, UDP
+from scapy.layers.inet6 import IPv6
+from scapy.layers.l2 import Ether
+from scapy.layers.sctp import SCTP
+from scapy.packet import Packet, Raw
+
+from dataplane.kernel.bpf import Object, run_on_packet
+from dataplane.kernel.grace import jiffies_per_second, wait_for_programs
+from dataplane.kernel.places import bpf_fs
+from dataplane.mode import Options
+from dataplane.modes.ebpf import layout
+from dataplane.modes.ebpf.flows import UDP as UDP_TIMEOUT
+from dataplane.modes.ebpf.flows import Caretaker, flow_arrays
+from dataplane.modes.ebpf.maps import MapSet
+from dataplane.modes.ebpf.store import Store
+from dataplane.table import Backend, Entry, Frontend, Kind, Protocol, Route, WhenEmpty
+
+PASS, DROP, REDIRECT = 0xFFFFFFFF, 2, 7  # TC_ACT_UNSPEC, TC_ACT_SHOT, TC_ACT_REDIRECT
+FOLDERS = itertools.count()
+HZ = jiffies_per_second()
+
+POD_MAC, HOST_MAC = "02:00:00:00:00:05", "02:00:00:00:00:01"
+BACKEND_MAC, BACKEND_HOST_MAC = "02:00:00:00:00:21", "02:00:00:00:00:02"
+
+
+@dataclass(frozen=True)
+class Net:
+    """The addresses of one family that the cases use."""
+
+    family: int
+    client: str
+    vip: str
+    vip2: str
+    backends: tuple[str, ...]
+    primary: str
+    service_cidr: str
+    stranger: str
+
+
+NETS = {
+    4: Net(4, "10.1.0.5", "10.96.0.10", "10.96.0.11", tuple(f"10.1.0.{n}" for n in range(21, 41)), "192.168.7.1",
+           "10.96.0.0/16", "203.0.113.9"),
+    6: Net(6, "fd00:1::5", "fd00:96::10", "fd00:96::11", tuple(f"fd00:1::{n:x}" for n in range(0x21, 0x35)),
+           "fd00:7::1", "fd00:96::/108", "2001:db8::9"),
+}  # fmt: skip
+
+
+# --- tables
+
+
+def service(
+    address: str, port: int, backends: Iterable[tuple[str, int]], *, name: str = "default/web:http",
+    protocol: Protocol = Protocol.TCP, when_empty: WhenEmpty = WhenEmpty.REJECT, affinity: int = 0,
+    serving: Iterable[tuple[str, int]] = (),
+) -> Entry:  # fmt: skip
+    """One ClusterIP port; `serving` are endpoints that still serve beside those of the route."""
+    members = tuple(Backend(a, p) for a, p in backends)
+    route = Route(members, when_empty)
+    front = Frontend(Kind.CLUSTER_IP, address, port, route, route)
+    more = tuple(Backend(a, p) for a, p in serving)
+    return Entry(name, 6 if ":" in address else 4, protocol, (front,), (*members, *more), affinity)
+
+
+# --- packets
+
+
+def frame(net: Net, src: str, dst: str, transport: Packet, *, from_backend: bool = False, **ip: Any) -> bytes:
+    """A frame as a pod sends it."""
+    source, target = (BACKEND_MAC, BACKEND_HOST_MAC) if from_backend else (POD_MAC, HOST_MAC)
+    head = IP(src=src, dst=dst, **ip) if net.family == 4 else IPv6(src=src, dst=dst, **ip)
+    return bytes(Ether(src=source, dst=target) / head / transport)
+
+
+def syn(sport: int = 40000, dport: int = 80, **fields: Any) -> TCP:
+    return TCP(sport=sport, dport=dport, flags="S", seq=1000, **fields)
+
+
+def segment(sport: int, dport: int, flags: str, seq: int = 1001, ack: int = 1, payload: bytes = b"") -> Packet:
+    head = TCP(sport=sport, dport=dport, flags=flags, seq=seq, ack=ack)
+    return head / Raw(payload) if payload else head
+
+
+def datagram(sport: int = 40000, dport: int = 53, payload: bytes = b"hello", **fields: Any) -> Packet:
+    return UDP(sport=sport, dport=dport, **fields) / Raw(payload)
+
+
+def chunk(sport: int = 40000, dport: int = 38412) -> Packet:
+    """An SCTP INIT chunk, its CRC computed by scapy."""
+    return SCTP(sport=sport, dport=dport, tag=0) / Raw(b"\x01\x00\x00\x14" + bytes(16))
+
+
+# --- reading packets, with checksums computed here again
+
+
+def ones_complement(data: bytes) -> int:
+    data += b"\0" * (len(data) % 2)
+    total = sum(struct.unpack(f"!{len(data) // 2}H", data))
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    return total
+
+
+def crc32c(data: bytes) -> int:
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+@dataclass
+class Seen:
+    """What a frame says."""
+
+    src: str
+    dst: str
+    sport: int
+    dport: int
+    protocol: int
+    raw: bytes
+    l4: bytes  # transport header and payload
+    mac_dst: str
+    mac_src: str
+
+    @property
+    def tuple(self) -> tuple[str, int, str, int]:
+        return self.src, self.sport, self.dst, self.dport
+
+
+def mac_text(raw: bytes) -> str:
+    return ":".join(f"{b:02x}" for b in raw)
+
+
+def read(raw: bytes, *, check: bool = True) -> Seen:
+    """Take a frame apart; every checksum in it is computed again and must match."""
+    if raw[12:14] == b"\x08\x00":
+        ip = raw[14:]
+        ihl = (ip[0] & 15) * 4
+        total = int.from_bytes(ip[2:4], "big")
+        src, dst, protocol, l4 = ip[12:16], ip[16:20], ip[9], ip[ihl:total]
+        if check:
+            assert ones_complement(ip[:ihl]) == 0xFFFF, "IPv4 header checksum"
+            assert total == len(ip), "IPv4 total length"
+        fragment = int.from_bytes(ip[6:8], "big") & 0x3FFF
+        pseudo = src + dst + struct.pack("!BBH", 0, protocol, len(l4))
+    else:
+        assert raw[12:14] == b"\x86\xdd"
+        ip = raw[14:]
+        src, dst, protocol, offset = ip[8:24], ip[24:40], ip[6], 40
+        while protocol in (0, 43, 60):
+            protocol, offset = ip[offset], offset + (ip[offset + 1] + 1) * 8
+        fragment = protocol == 44
+        l4 = ip[offset:]
+        if check:
+            assert int.from_bytes(ip[4:6], "big") == len(ip) - 40, "IPv6 payload length"
+        pseudo = src + dst + struct.pack("!IHBB", len(l4), 0, 0, protocol)
+    if check and not fragment:
+        check_transport(protocol, l4, pseudo)
+    sport = dport = 0
+    if protocol in (6, 17, 132) and not fragment:
+        sport, dport = struct.unpack("!HH", l4[:4])
+    return Seen(
+        str(ipaddress.ip_address(src)), str(ipaddress.ip_address(dst)), sport, dport, protocol, raw, l4,
+        mac_text(raw[:6]), mac_text(raw[6:12]),
+    )  # fmt: skip
+
+
+def check_transport(protocol: int, l4: bytes, pseudo: bytes) -> None:
+    if protocol == 17 and l4[6:8] == b"\0\0":
+        assert len(pseudo) == 12, "UDP over IPv6 has a checksum"
+        return
+    if protocol in (6, 17, 58):
+        assert ones_complement(pseudo + l4) == 0xFFFF, f"checksum of protocol {protocol}"
+    elif protocol == 1:
+        assert ones_complement(l4) == 0xFFFF, "ICMP checksum"
+    elif protocol == 132:
+        plain = l4[:8] + bytes(4) + l4[12:]
+        assert int.from_bytes(l4[8:12], "little") == crc32c(plain), "SCTP CRC"
+
+
+def quoted(raw: bytes) -> Seen:
+    """The packet that an ICMP error quotes; its IPv4 header checksum must be right, the rest may be cut."""
+    outer = read(raw)
+    inner = outer.l4[8:]
+    assert outer.protocol in (1, 58)
+    if outer.protocol == 1:
+        ihl = (inner[0] & 15) * 4
+        assert ones_complement(inner[:ihl]) == 0xFFFF, "checksum of the quoted IPv4 header"
+    return read(raw[:12] + (b"\x08\x00" if outer.protocol == 1 else b"\x86\xdd") + inner, check=False)
+
+
+# --- the programs on the maps
+
+SMALL = Options(max_services=256, max_backends=4096, max_slots=8192, max_flows=8192)
+
+
+class Bench:
+    """Programs, maps, store and caretaker; nothing attached, no thread started."""
+
+    def __init__(self, options: Options = SMALL, **settings: Any) -> None:
+        self.folder = bpf_fs(mount=True) / f"hybrid-proxy-test-{os.getpid()}-{next(FOLDERS)}"
+        self.folder.mkdir()
+        self.options = options
+        try:
+            self.maps = MapSet(self.folder, options)
+            values = {"hz": HZ, "reject_burst": 1_000_000, "fast_path": 1, "can_set_errno": 1,
+                      "udp_timeout": UDP_TIMEOUT * HZ} | settings  # fmt: skip
+            self.settings = layout.pack("settings", **values)
+            self.pod = self.load(layout.OBJECTS / "pod.bpf.o")
+            self.inspect = self.load(layout.OBJECTS / "inspect.bpf.o")
+            self.store = Store(self.maps, HZ)
+        except BaseException:
+            shutil.rmtree(self.folder)
+            raise
+        self.caretaker = self.new_caretaker()
+
+    def load(self, path: Path) -> Object:
+        loaded = Object(path)
+        loaded.constants(self.settings)
+        self.maps.share_with(loaded)
+        loaded.load()
+        return loaded
+
+    def new_caretaker(self) -> Caretaker:
+        return Caretaker(self.maps.maps, self.inspect.program("sweep"), self.inspect.program("read_clock"), HZ)
+
+    def close(self) -> None:
+        for loaded in (self.pod, self.inspect):
+            loaded.close()
+        self.maps.close()
+        for path in self.folder.iterdir():
+            path.unlink()
+        self.folder.rmdir()
+
+    # the table
+
+    def serve(self, *entries: Entry) -> None:
+        """Exactly these services."""
+        wanted: dict[str, tuple[Entry, ...]] = dict.fromkeys(self.store.installed, ())
+        for entry in entries:
+            name = entry.name.partition(":")[0]
+            wanted[name] = (*wanted.get(name, ()), entry)
+        self.store.apply(wanted)
+
+    def settle(self) -> None:
+        """Grace period and scan, as the agent does them in the background."""
+        wait_for_programs()
+        self.store.graced(self.store.stamp)
+        self.caretaker.look_for(*self.store.quarantine.candidates)
+        self.caretaker.scan()
+        _, result = self.caretaker.collect()
+        if result is not None:
+            self.store.scanned(*result)
+
+    def node(self, **fields: Any) -> None:
+        row = self.maps.view("node")
+        for name, value in fields.items():
+            row[name] = value
+
+    def reset(self) -> None:
+        """As after a first start: no services, no flows, no counts."""
+        self.serve()
+        self.forget()
+        self.settle()
+        row = self.maps.view("node")
+        row[:] = np.zeros(1, dtype=row.dtype)
+        row["primary4"] = layout.address_words([NETS[4].primary])[0, 0]
+        row["primary6"] = layout.address_words([NETS[6].primary])[0]
+        self.maps.maps["reject_budget"].update(bytes(4), bytes(8 * cpus()))
+
+    def forget(self) -> None:
+        """Empty every table of flows, the affinity memory and the counters."""
+        for family in (4, 6):
+            for table in ("flows", "opening"):
+                known = self.maps.maps[f"{table}{family}"]
+                for key in flow_arrays(known, family)[0]:
+                    known.delete(key.tobytes())
+        memory = self.maps.maps["affinity"]
+        for key in memory.items(layout.dtype_of("affinity_key"), np.dtype(np.uint64))[0]:
+            memory.delete(key.tobytes())
+        for number in range(layout.abi_constants()["COUNTERS"]):
+            self.maps.maps["counters"].update(number.to_bytes(4, "little"), bytes(8 * cpus()))
+
+    # packets
+
+    def ingress(self, packet: bytes, **options: Any) -> tuple[int, bytes]:
+        """What leaves the program at the host's side of a pod's interface for a packet from the pod."""
+        return run_on_packet(self.pod.program("pod_ingress"), packet, **options)[:2]
+
+    def egress(self, packet: bytes) -> tuple[int, bytes]:
+        """The same for a packet to the pod."""
+        return run_on_packet(self.pod.program("pod_egress"), packet)[:2]
+
+    def clock(self) -> int:
+        return run_on_packet(self.inspect.program("read_clock"), bytes(64))[0]
+
+    def explain(self, packet: bytes) -> Any:
+        run_on_packet(self.inspect.program("explain"), packet)
+        answers = self.inspect.map("answer")
+        try:
+            return np.frombuffer(answers.lookup(bytes(4)) or b"", dtype=layout.dtype_of("answer"))[0]
+        finally:
+            answers.close()
+
+    # conversations: each step checked
+
+    def open_tcp(self, net: Net, vip: str, port: int = 80, sport: int = 40000, client: str | None = None) -> Seen:
+        """SYN, SYN/ACK and ACK through both interfaces; the SYN as the backend got it."""
+        client = client or net.client
+        verdict, out = self.ingress(frame(net, client, vip, syn(sport, port)))
+        assert verdict == PASS, verdict
+        there = read(out)
+        back = frame(net, there.dst, there.src, segment(there.dport, there.sport, "SA", 1, 1001), from_backend=True)
+        assert self.ingress(back) == (PASS, back)  # the first answer takes the way through the stack
+        verdict, out = self.egress(back)
+        assert verdict == PASS
+        assert read(out).tuple == (vip, port, client, sport)
+        verdict, out = self.ingress(frame(net, client, vip, segment(sport, port, "A")))
+        assert verdict in (PASS, REDIRECT)
+        assert read(out).tuple == there.tuple
+        return there
+
+    def open_udp(
+        self, net: Net, vip: str, port: int = 53, sport: int = 40000, *, answer: bool = True, lasting: bool = False
+    ) -> Seen:
+        """A datagram and its answer; `lasting`: and another pair some seconds later, which establishes the flow."""
+        verdict, out = self.ingress(frame(net, net.client, vip, datagram(sport, port)))
+        assert verdict in (PASS, REDIRECT), verdict
+        there = read(out)
+        if answer:
+            back = frame(net, there.dst, there.src, datagram(there.dport, there.sport, b"back"), from_backend=True)
+            verdict, out = self.egress(back)
+            assert verdict == PASS
+            assert read(out).tuple == (vip, port, net.client, sport)
+        if lasting:
+            self.age_flows(net.family, 3 * HZ, "opening")
+            return self.open_udp(net, vip, port, sport)
+        return there
+
+    def talk(self, net: Net, there: Seen, vip: str, port: int, sport: int, flags: str, *, up: bool, seq: int,
+             ack: int, payload: bytes = b"") -> tuple[int, Seen]:  # fmt: skip
+        """One segment of a connection, from the client (`up`) or to it."""
+        if up:
+            packet = frame(net, net.client, vip, segment(sport, port, flags, seq, ack, payload))
+            verdict, out = self.ingress(packet)
+        else:
+            packet = frame(net, there.dst, there.src, segment(there.dport, there.sport, flags, seq, ack, payload))
+            verdict, out = self.egress(packet)
+        return verdict, read(out)
+
+    # what is in the maps
+
+    def flows(self, family: int, table: str = "flows") -> dict[tuple[str, int, str, int], Any]:
+        keys, values = flow_arrays(self.maps.maps[f"{table}{family}"], family)
+        return {
+            (
+                layout.address_text(key["saddr"].tobytes(), family), swapped(key["sport"]),
+                layout.address_text(key["daddr"].tobytes(), family), swapped(key["dport"]),
+            ): value
+            for key, value in zip(keys, values, strict=True)
+        }  # fmt: skip
+
+    def flow_count(self, family: int) -> tuple[int, int]:
+        """Established and opening entries."""
+        return len(self.flows(family)), len(self.flows(family, "opening"))
+
+    def count(self, name: str) -> int:
+        return self.maps.counters()[name]
+
+    def age_flows(self, family: int, jiffies: int, table: str = "flows") -> None:
+        """Make every flow look as if it was last seen so long ago."""
+        known = self.maps.maps[f"{table}{family}"]
+        keys, values = flow_arrays(known, family)
+        for key, value in zip(keys, values, strict=True):
+            aged = value.copy()
+            aged["seen"] = (int(value["seen"]) - jiffies) & 0xFFFFFFFF
+            if key["protocol"] != Protocol.TCP:  # there the mark is a sequence number
+                aged["mark"] = (int(value["mark"]) - jiffies) & 0xFFFFFFFF
+            known.update(key.tobytes(), aged.tobytes())
+
+
+def swapped(port: Any) -> int:
+    return int(layout.swap16([int(port)])[0])
+
+
+def cpus() -> int:
+    last = Path("/sys/devices/system/cpu/possible").read_text().strip().split(",")[-1]
+    return int(last.split("-")[-1]) + 1
+
+
+@contextmanager
+def bench_with(options: Options = SMALL, **settings: Any) -> Iterator[Bench]:
+    """A bench of its own, for settings that others do not share."""
+    made = Bench(options, **settings)
+    try:
+        made.reset()
+        yield made
+    finally:
+        made.close()
+
+
+def wait_jiffies(count: int) -> None:
+    time.sleep((count + 1) / HZ)
