@@ -1,0 +1,181 @@
+"""What C and Python believe of each other: BTF of the compiled objects, hashes, enumerators."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import shutil
+import subprocess
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dataplane.modes.ebpf import layout, lower
+from dataplane.table import Protocol
+
+from .kit import NETS, PASS, Bench, datagram, frame, read, service, syn
+
+FIXED_ROWS = {"frontend4_key": 8, "frontend6_key": 20, "service": 32, "backend": 32, "flow4_key": 16, "flow6_key": 40}
+STRUCTS = [
+    "frontend4_key", "frontend6_key", "service", "backend", "flow4_key", "flow6_key", "flow", "affinity_key", "node",
+    "settings", "answer",
+]  # fmt: skip
+SOCKET_STRUCTS = ["socket_peer", "socket_state"]
+COMMON = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@cache
+def btf(name: str) -> list[dict[str, Any]]:
+    if shutil.which("bpftool") is None:
+        pytest.skip("needs bpftool (Debian: apt-get install bpftool)")
+    command = ["bpftool", "btf", "dump", "file", str(layout.OBJECTS / name), "format", "raw", "-j"]
+    return json.loads(subprocess.run(command, capture_output=True, check=True).stdout)["types"]
+
+
+def resolve(types: list[dict[str, Any]], number: int) -> dict[str, Any]:
+    kind = types[number - 1]
+    while kind["kind"] in ("TYPEDEF", "CONST", "VOLATILE"):
+        kind = types[kind["type_id"] - 1]
+    return kind
+
+
+def size_of(types: list[dict[str, Any]], number: int) -> int:
+    kind = resolve(types, number)
+    if kind["kind"] == "ARRAY":
+        return kind["nr_elems"] * size_of(types, kind["type_id"])
+    return 8 if kind["kind"] == "PTR" else kind["size"]
+
+
+def compiled_structs(objects: str) -> dict[str, tuple[int, dict[str, tuple[int, int]]]]:
+    """Size and {field: (offset, size)} of each struct."""
+    types = btf(objects)
+    return {
+        kind["name"]: (
+            kind["size"],
+            {m["name"]: (m["bits_offset"] // 8, size_of(types, m["type_id"])) for m in kind["members"]},
+        )
+        for kind in types
+        if kind["kind"] == "STRUCT"
+    }
+
+
+def check_struct(objects: list[str], name: str) -> None:
+    compiled = [known[name] for known in map(compiled_structs, objects) if name in known]
+    assert compiled, f"no object knows struct {name}"
+    ours = layout.dtype_of(name)
+    fields = {field: (ours.fields[field][1], ours.fields[field][0].itemsize) for field in ours.names or ()}
+    for size, members in compiled:
+        assert ours.itemsize == size
+        assert fields == members
+
+
+@pytest.mark.parametrize("name", STRUCTS)
+def test_rows_are_laid_out_as_compiled(name: str) -> None:
+    check_struct(["pod.bpf.o", "inspect.bpf.o"], name)
+    assert layout.dtype_of(name).itemsize == FIXED_ROWS.get(name, layout.dtype_of(name).itemsize)
+
+
+@pytest.mark.parametrize("name", SOCKET_STRUCTS)
+def test_rows_of_sockets_are_laid_out_as_compiled(name: str) -> None:
+    check_struct(["connect.bpf.o"], name)
+
+
+@pytest.mark.parametrize("name", ["service", "backend", "node"])
+def test_rows_of_mapped_arrays_have_no_hidden_padding(name: str) -> None:
+    """The kernel rounds elements of an array up to 8 bytes; a view strides by the row's own size."""
+    assert layout.dtype_of(name).itemsize % 8 == 0
+
+
+def test_no_row_is_forgotten_here() -> None:
+    declared = {*STRUCTS, *SOCKET_STRUCTS, "sweep"}  # a sweep is read from a packet, BTF does not know it
+    header = (layout.OBJECTS / "abi.h").read_text()
+    assert {line.split()[1] for line in header.splitlines() if line.startswith("struct ") and "{" in line} == declared
+
+
+# What lower.py writes as numbers, because it imports nothing.
+CONSTANTS = [
+    ("FRONTEND_INSIDE_ROUTE", lower.FRONTEND_INSIDE_ROUTE),
+    ("FRONTEND_OUTSIDE_ROUTE", lower.FRONTEND_OUTSIDE_ROUTE),
+    ("FRONTEND_ADDRESS", lower.FRONTEND_ADDRESS),
+    ("SERVICE_DROP_ROUTE0", lower.SERVICE_DROP_ROUTE[0]),
+    ("SERVICE_DROP_ROUTE1", lower.SERVICE_DROP_ROUTE[1]),
+    ("BACKEND_SERVING", lower.BACKEND_SERVING),
+    ("BACKEND_ROUTE0", lower.BACKEND_ROUTE[0]),
+    ("BACKEND_ROUTE1", lower.BACKEND_ROUTE[1]),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), CONSTANTS, ids=[name for name, _ in CONSTANTS])
+def test_the_pure_translation_has_the_headers_numbers(name: str, value: int) -> None:
+    assert layout.abi_constants()[name] == value
+
+
+def test_array_lengths_are_their_limits() -> None:
+    limits = layout.abi_constants()
+    assert layout.dtype_of("service")["routes"].shape == (limits["ROUTES"],)
+    assert layout.dtype_of("sweep")["keys"].shape == (limits["SWEEP_KEYS"],)
+    assert layout.dtype_of("node")["cidr4"].shape == (limits["SERVICE_CIDRS"],)
+    assert limits["SLICE_OFFSET_BITS"] + limits["SLICE_COUNT_BITS"] + limits["SLICE_EPOCH_BITS"] == 64
+
+
+@given(st.integers(0, 2**28 - 1), st.integers(0, 2**18 - 1), st.integers(0, 2**40))
+def test_slice_words_are_read_as_written(offset: int, count: int, epoch: int) -> None:
+    word = layout.slice_word(offset, count, epoch)
+    assert word < 2**64
+    assert layout.split_slice_word(word) == (offset, count, epoch % 2**18)
+
+
+ADDRESSES = {4: st.ip_addresses(v=4), 6: st.ip_addresses(v=6)}
+
+
+@pytest.mark.parametrize("family", [4, 6], ids=["v4", "v6"])
+@pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP], ids=["tcp", "udp"])
+@COMMON
+@given(st.data())
+def test_any_programmed_frontend_is_found(bench: Bench, family: int, protocol: Protocol, data: st.DataObject) -> None:
+    """Prefilter, key, tag and the backend's own prefilter agree for any address and port, there and back."""
+    vip, client, backend = (str(data.draw(ADDRESSES[family])) for _ in range(3))
+    if backend == client or ipaddress.ip_address(vip) == ipaddress.ip_address(backend):
+        return
+    port, target = data.draw(st.integers(1, 65535)), data.draw(st.integers(1, 65535))
+    bench.forget()
+    bench.serve(service(vip, port, [(backend, target)], protocol=protocol))
+    transport = syn(40000, port) if protocol is Protocol.TCP else datagram(40000, port)
+    verdict, out = bench.ingress(frame(NETS[family], client, vip, transport))
+    assert (verdict, read(out).tuple) == (PASS, (client, 40000, backend, target))
+    flags = syn(target, 40000)
+    flags.flags = "SA"
+    answer = flags if protocol is Protocol.TCP else datagram(target, 40000)
+    verdict, out = bench.egress(frame(NETS[family], backend, client, answer))
+    assert (verdict, read(out).tuple) == (PASS, (vip, port, client, 40000))
+
+
+@given(st.lists(st.tuples(st.ip_addresses(v=6), st.integers(0, 65535)), min_size=1, max_size=20))
+def test_hashing_many_is_hashing_each(rows: list[tuple[ipaddress.IPv6Address, int]]) -> None:
+    words = layout.address_words(str(address) for address, _ in rows)
+    ports = layout.swap16([port for _, port in rows])
+    together = layout.backend_bits(words, ports, np.full(len(rows), 6), 6)
+    one_by_one = [
+        layout.backend_bits(words[i : i + 1], ports[i : i + 1], np.array([6]), 6)[0] for i in range(len(rows))
+    ]
+    assert together.tolist() == one_by_one
+    assert together.max() < 1 << layout.abi_constants()["PREFILTER_BITS"]
+
+
+@pytest.mark.parametrize("family", [4, 6], ids=["v4", "v6"])
+def test_addresses_of_a_service_network_spread_over_the_prefilter(family: int) -> None:
+    """10,000 neighbours fall on nearly as many bits."""
+    base = ipaddress.ip_address("10.96.0.0" if family == 4 else "fd00:96::")
+    bits = layout.service_bits(layout.address_words(str(base + i) for i in range(10_000)), family)
+    assert len(np.unique(bits)) > 9_900
+
+
+@pytest.mark.parametrize("text", ["10.0.0.1", "255.255.255.255", "::", "::1", "fd00::1", "::ffff:1.2.3.4"])
+def test_addresses_are_read_as_written(text: str) -> None:
+    family = 6 if ":" in text else 4
+    assert layout.address_text(layout.address_bytes(text), family) == text
+    assert len(layout.address_bytes(text)) == 16
