@@ -1,0 +1,162 @@
+"""A writer at full speed against programs that pick as fast as they can: nobody ever gets a foreign backend."""
+
+from __future__ import annotations
+
+import platform
+import random
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dataplane.kernel.bpf import Object, run_on_packet
+from dataplane.kernel.grace import wait_for_programs
+from dataplane.mode import Options
+from dataplane.table import Entry
+
+from .kit import Bench, bench_with, cpus, service
+
+HERE = Path(__file__).parent
+SERVICES = 64
+SECONDS = 1.5
+NAMES = ("picks", "foreign", "dropped", "refused")
+DAWDLE = 200_000  # turns of an empty loop: some tenths of a millisecond
+
+
+def compile_picks(target: Path, *definitions: str) -> Path:
+    command = [
+        "clang", "-O2", "-g", "-target", "bpf", "-mcpu=v3", "-Wall", "-Werror", *definitions,
+        f"-I/usr/include/{platform.machine()}-linux-gnu", f"-I{HERE.parent.parent / 'bpf'}",
+        "-c", str(HERE / "picks.bpf.c"), "-o", str(target),
+    ]  # fmt: skip
+    subprocess.run(command, check=True)
+    return target
+
+
+@pytest.fixture(scope="module")
+def swift(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_picks(tmp_path_factory.mktemp("picks") / "swift.bpf.o")
+
+
+@pytest.fixture(scope="module")
+def dawdling(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same code, but sometimes a long time passes between the slice word and the slot."""
+    return compile_picks(tmp_path_factory.mktemp("picks") / "dawdling.bpf.o", f"-DDAWDLE={DAWDLE}")
+
+
+class Reader(threading.Thread):
+    """Runs the picking program until it is told to stop; cffi gives the interpreter lock away meanwhile."""
+
+    def __init__(self, bench: Bench, path: Path) -> None:
+        super().__init__(daemon=True)
+        self.loaded: Object = bench.load(path)
+        self.stopping = threading.Event()
+        self.failure: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            while not self.stopping.is_set():
+                run_on_packet(self.loaded.program("picks"), bytes(64), repeat=4)
+        except BaseException as error:
+            self.failure = error
+
+    def finish(self) -> dict[str, int]:
+        self.stopping.set()
+        self.join(timeout=10)
+        if self.failure is not None:
+            raise self.failure
+        tally = self.loaded.map("tally")
+        try:
+            per_cpu = np.zeros((cpus(), len(NAMES)), dtype=np.uint64)
+            raw = tally.lookup_per_cpu(bytes(4), cpus() * len(NAMES))
+            per_cpu[:] = raw.reshape(cpus(), len(NAMES))
+        finally:
+            tally.close()
+            self.loaded.close()
+        return dict(zip(NAMES, per_cpu.sum(axis=0).tolist(), strict=True))
+
+
+def some_service(number: int, generation: int) -> Entry:
+    size = random.choice((1, 3, 4, 5, 8, 9, 16))
+    backends = [(f"10.{number >> 8}.{number & 255}.{1 + (generation + i) % 250}", 8080) for i in range(size)]
+    return service(f"10.200.0.{number}", 80, backends, name=f"default/s{number}:http")
+
+
+def write(bench: Bench, settle: Callable[[], None], *, vanish: bool) -> int:
+    """Change random services for some seconds; returns how many changes."""
+    deadline = time.monotonic() + SECONDS
+    generation = 0
+    while time.monotonic() < deadline:
+        for _ in range(40):
+            generation += 1
+            chosen = random.sample(range(SERVICES), 3)
+            gone = chosen.pop() if vanish else None
+            batch = {f"default/s{n}": (some_service(n, generation),) for n in chosen}
+            if gone is not None:
+                batch[f"default/s{gone}"] = ()
+            bench.store.apply(batch)
+        settle()
+    return generation
+
+
+@pytest.fixture
+def tight() -> Iterator[Bench]:
+    """Maps with hardly more room than the services need, so that everything is reused at once."""
+    with bench_with(Options(max_services=256, max_backends=8192, max_slots=4096, max_flows=64)) as made:
+        made.store.apply({f"default/s{n}": (some_service(n, 0),) for n in range(SERVICES)})
+        yield made
+
+
+def settle(bench: Bench) -> None:
+    """A grace period; then everything that no flow names (there are none) is free."""
+    wait_for_programs()
+    reuse_at_once(bench)
+
+
+def reuse_at_once(bench: Bench) -> None:
+    """The fault: nobody waits for the programs that still look."""
+    bench.store.graced(bench.store.stamp)
+    bench.store.scanned(*bench.store.quarantine.candidates, frozenset(), frozenset())
+
+
+@pytest.mark.parametrize("vanish", [False, True], ids=["changing", "coming-and-going"])
+@pytest.mark.parametrize(("speed", "least"), [("swift", 1_000_000), ("dawdling", 10_000)], ids=["swift", "dawdling"])
+def test_no_pick_is_foreign(tight: Bench, request: pytest.FixtureRequest, speed: str, least: int, vanish: bool) -> None:
+    """Slices and numbers are reused as soon as the quarantine permits."""
+    reader = Reader(tight, request.getfixturevalue(speed))
+    reader.start()
+    changes = write(tight, lambda: settle(tight), vanish=vanish)
+    seen = reader.finish()
+    print(f"{changes} changes, {seen}")
+    assert changes >= 40
+    assert seen["picks"] > least
+    assert seen["foreign"] == 0
+    assert seen["dropped"] == 0
+    if not vanish:
+        assert seen["refused"] == 0
+    assert tight.count("slot_lost") == 0
+    assert tight.count("slot_retry") == 0
+
+
+def test_without_a_grace_period_the_tags_repair(tight: Bench, dawdling: Path) -> None:
+    """Slices are given back while programs still read them. A foreign slot is seen, and never believed."""
+    reader = Reader(tight, dawdling)
+    reader.start()
+    stop = time.monotonic() + SECONDS
+    generation = 0
+    while time.monotonic() < stop:
+        generation += 1
+        number = random.randrange(SERVICES)
+        tight.store.apply({f"default/s{number}": (some_service(number, generation),)})
+        reuse_at_once(tight)
+    seen = reader.finish()
+    retries, lost = tight.count("slot_retry"), tight.count("slot_lost")
+    print(f"{generation} changes, {seen}, {retries} retries, {lost} lost")
+    assert retries > 0
+    assert seen["foreign"] == 0
+    assert lost <= retries / 4
+    assert seen["dropped"] < seen["picks"] / 100  # their backend's number was given away too: the client tries again
