@@ -1,0 +1,205 @@
+"""Numbers and stretches: nothing is handed out twice, nothing overlaps, everything comes back."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from dataplane.modes.ebpf.ids import FullError, IdPool, Quarantine, SlicePool, size_class
+
+
+# count   slots
+@pytest.mark.parametrize(("count", "slots"), [
+    (0, 0), (1, 4), (3, 4), (4, 4), (5, 8), (8, 8), (9, 16), (1000, 1024), (1024, 1024), (1025, 2048),
+])  # fmt: skip
+def test_size_classes(count: int, slots: int) -> None:
+    assert size_class(count) == slots
+
+
+def test_numbers_begin_at_one_and_end_before_the_limit() -> None:
+    pool = IdPool(5, "map services")
+    assert pool.take(4) == [1, 2, 3, 4]
+    with pytest.raises(FullError, match=r"map services is full \(5\)"):
+        pool.take(1)
+    pool.give([3])
+    assert pool.take(1) == [3]
+
+
+def test_all_or_nothing() -> None:
+    pool = IdPool(5, "x")
+    with pytest.raises(FullError):
+        pool.take(5)
+    assert pool.left == 4
+
+
+def test_used_numbers_are_not_handed_out() -> None:
+    pool = IdPool(8, "x", used=[2, 5])
+    assert pool.left == 5
+    assert sorted(pool.take(5)) == [1, 3, 4, 6, 7]
+
+
+def test_used_stretches_are_not_handed_out() -> None:
+    pool = SlicePool(64, "slots", used=[(8, 8), (32, 16)])
+    taken = [pool.take(4) for _ in range(10)]
+    spots = {slot for offset, size in [*taken, (8, 8), (32, 16)] for slot in range(offset, offset + size)}
+    assert len(spots) == 64
+    with pytest.raises(FullError):
+        pool.take(1)
+
+
+def test_small_free_neighbours_make_room_for_a_large_one() -> None:
+    pool = SlicePool(64, "slots")
+    pieces = [pool.take(4) for _ in range(16)]
+    for piece in pieces[:8]:
+        pool.give(*piece)
+    assert pool.take(32) == (0, 32)
+    with pytest.raises(FullError):
+        pool.take(1)
+    for piece in pieces[8:]:
+        pool.give(*piece)
+    assert pool.take(32) == (32, 32)
+
+
+def test_no_slots_take_no_room() -> None:
+    pool = SlicePool(4, "slots")
+    assert pool.take(0) == (0, 0)
+    pool.give(0, 0)
+    assert pool.in_use == 0
+
+
+class Numbers(RuleBasedStateMachine):
+    """An IdPool beside a set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = IdPool(12, "x", used=(3, 7))
+        self.out = {3, 7}
+
+    @rule(count=st.integers(0, 6))
+    def take(self, count: int) -> None:
+        if count > 11 - len(self.out):
+            with pytest.raises(FullError):
+                self.pool.take(count)
+            return
+        numbers = self.pool.take(count)
+        assert len(set(numbers)) == count
+        assert not self.out & set(numbers)
+        assert all(0 < number < 12 for number in numbers)
+        self.out.update(numbers)
+
+    @precondition(lambda self: self.out)
+    @rule(data=st.data())
+    def give(self, data: st.DataObject) -> None:
+        back = data.draw(st.sets(st.sampled_from(sorted(self.out))))
+        self.pool.give(sorted(back))
+        self.out -= back
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        assert self.pool.left == 11 - len(self.out)
+
+
+class Stretches(RuleBasedStateMachine):
+    """A SlicePool beside the list of what is out."""
+
+    LIMIT = 128
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = SlicePool(self.LIMIT, "slots", used=[(16, 4), (40, 16)])
+        self.out = [(16, 4), (40, 16)]
+
+    @rule(count=st.integers(1, 40))
+    def take(self, count: int) -> None:
+        try:
+            offset, size = self.pool.take(count)
+        except FullError:
+            assert self.longest_gap() < size_class(count)
+            return
+        assert size == size_class(count)
+        assert offset >= 0
+        assert offset + size <= self.LIMIT
+        assert all(offset + size <= start or start + length <= offset for start, length in self.out)
+        self.out.append((offset, size))
+
+    @precondition(lambda self: self.out)
+    @rule(data=st.data())
+    def give(self, data: st.DataObject) -> None:
+        piece = data.draw(st.sampled_from(self.out))
+        self.out.remove(piece)
+        self.pool.give(*piece)
+
+    def longest_gap(self) -> int:
+        edges = [(0, 0), *sorted(self.out), (self.LIMIT, 0)]
+        return max(after - (start + size) for (start, size), (after, _) in itertools.pairwise(edges))
+
+    @invariant()
+    def the_count_is_right(self) -> None:
+        assert self.pool.in_use == sum(size for _, size in self.out)
+
+
+FEW = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestNumbers = Numbers.TestCase
+TestNumbers.settings = FEW
+TestStretches = Stretches.TestCase
+TestStretches.settings = FEW
+
+
+def pools() -> tuple[IdPool, IdPool, SlicePool, Quarantine]:
+    services, backends, slices = IdPool(8, "services"), IdPool(8, "backends"), SlicePool(32, "slots")
+    return services, backends, slices, Quarantine(services, backends, slices)
+
+
+def test_slices_return_after_the_grace_period_and_ids_after_a_scan() -> None:
+    services, backends, slices, quarantine = pools()
+    (service,), (first, second), piece = services.take(1), backends.take(2), slices.take(3)
+    quarantine.put(5, [service], [first, second], [piece])
+    assert len(quarantine) == 4
+    assert quarantine.graced(4) == ([], [])
+    assert slices.in_use == 4
+    assert quarantine.graced(5) == ([service], [first, second])
+    assert slices.in_use == 0
+    assert services.left == 6
+    assert quarantine.candidates == ({service}, {first, second})
+    assert quarantine.scanned([service], [first, second], [service], [second]) == ([], [first])
+    assert (services.left, backends.left) == (6, 6)
+    assert quarantine.candidates == ({service}, {second})
+    assert quarantine.scanned([service], [second], [], []) == ([service], [second])
+    assert (services.left, backends.left, len(quarantine)) == (7, 7, 0)
+
+
+def test_a_scan_frees_only_what_it_looked_for() -> None:
+    services, backends, _, quarantine = pools()
+    early, late = backends.take(2)
+    quarantine.put(1, [], [early], [])
+    quarantine.graced(1)
+    asked = quarantine.candidates
+    quarantine.put(2, [], [late], [])
+    quarantine.graced(2)
+    assert quarantine.scanned(*asked, [], []) == ([], [early])
+    assert quarantine.candidates == (frozenset(), {late})
+    assert services.left == 7
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.booleans()), max_size=30))
+def test_everything_that_is_released_comes_back_once(steps: list[tuple[int, bool]]) -> None:
+    services, backends, slices, quarantine = pools()
+    for stamp, (count, named) in enumerate(steps, 1):
+        try:
+            numbers, piece = backends.take(count), slices.take(count)
+        except FullError:
+            quarantine.graced(stamp - 1)
+            quarantine.scanned(*quarantine.candidates, [], [])
+            continue
+        quarantine.put(stamp, [], numbers, [piece])
+        if named:
+            quarantine.graced(stamp)
+            quarantine.scanned(*quarantine.candidates, [], numbers)
+    quarantine.graced(len(steps))
+    quarantine.scanned(*quarantine.candidates, [], [])
+    if len(quarantine) == 0:
+        assert (services.left, slices.in_use) == (7, 0)

@@ -1,0 +1,89 @@
+"""One service port to rows: golden cases of the pure translation."""
+
+from __future__ import annotations
+
+import pytest
+
+from dataplane.modes.ebpf.lower import Rows, lower
+from dataplane.table import Backend, Entry, Frontend, Kind, Protocol, Route, WhenEmpty
+
+A, B, C, D = (Backend(f"10.1.0.{n}", 8080, local=n < 3) for n in range(1, 5))
+INSIDE, OUTSIDE = 1, 2
+DROP0, DROP1 = 1, 2
+SERVING, ROUTE0, ROUTE1 = 1, 2, 4
+
+
+def port(*frontends: Frontend, serving: tuple[Backend, ...] = (), affinity: int = 0) -> Entry:
+    return Entry("default/web:http", 4, Protocol.TCP, frontends, serving, affinity)
+
+
+def cluster_ip(inside: Route, outside: Route | None = None, address: str = "10.96.0.1") -> Frontend:
+    return Frontend(Kind.CLUSTER_IP, address, 80, inside, outside or inside)
+
+
+def other(kind: Kind, inside: Route, outside: Route) -> Frontend:
+    return Frontend(kind, None if kind is Kind.NODE_PORT else "192.0.2.1", 80, inside, outside)
+
+
+ALL, LOCAL, NONE = Route((A, B, C)), Route((A, B)), Route(())
+NONE_DROP = Route((), WhenEmpty.DROP)
+
+CASES = [
+    pytest.param(
+        port(cluster_ip(ALL), serving=(A, B, C)),
+        Rows([("10.96.0.1", 80, 0)], [A, B, C], [SERVING | ROUTE0] * 3, [[0, 1, 2]], 0, 0),
+        id="one-route",
+    ),
+    pytest.param(
+        port(cluster_ip(LOCAL, ALL), serving=(A, B, C)),
+        Rows([("10.96.0.1", 80, OUTSIDE)], [A, B, C],
+             [SERVING | ROUTE0 | ROUTE1, SERVING | ROUTE0 | ROUTE1, SERVING | ROUTE1], [[0, 1], [0, 1, 2]], 0, 0),
+        id="local-inside",
+    ),
+    pytest.param(
+        port(cluster_ip(ALL), cluster_ip(LOCAL, address="10.96.0.2"), serving=(A, B, C)),
+        Rows([("10.96.0.1", 80, 0), ("10.96.0.2", 80, INSIDE | OUTSIDE)], [A, B, C],
+             [SERVING | ROUTE0 | ROUTE1, SERVING | ROUTE0 | ROUTE1, SERVING | ROUTE0], [[0, 1, 2], [0, 1]], 0, 0),
+        id="two-frontends",
+    ),
+    pytest.param(
+        port(cluster_ip(ALL), serving=(A, D)),
+        Rows([("10.96.0.1", 80, 0)], [A, D, B, C], [SERVING | ROUTE0, SERVING, SERVING | ROUTE0, SERVING | ROUTE0],
+             [[0, 2, 3]], 0, 0),
+        id="serving-but-unused",
+    ),
+    pytest.param(port(cluster_ip(NONE)), Rows([("10.96.0.1", 80, 0)], [], [], [[]], 0, 0), id="empty-refuses"),
+    pytest.param(port(cluster_ip(NONE_DROP)), Rows([("10.96.0.1", 80, 0)], [], [], [[]], DROP0, 0), id="empty-drops"),
+    pytest.param(
+        port(cluster_ip(ALL, NONE_DROP), serving=(A, B, C)),
+        Rows([("10.96.0.1", 80, OUTSIDE)], [A, B, C], [SERVING | ROUTE0] * 3, [[0, 1, 2], []], DROP1, 0),
+        id="outside-drops",
+    ),
+    pytest.param(
+        port(cluster_ip(Route((C, A))), serving=(A, C)),
+        Rows([("10.96.0.1", 80, 0)], [A, C], [SERVING | ROUTE0] * 2, [[1, 0]], 0, 0),
+        id="order-of-the-route-is-the-order-of-the-slots",
+    ),
+    pytest.param(
+        port(cluster_ip(ALL), serving=(A, B, C), affinity=10800),
+        Rows([("10.96.0.1", 80, 0)], [A, B, C], [SERVING | ROUTE0] * 3, [[0, 1, 2]], 0, 10800),
+        id="affinity",
+    ),
+    pytest.param(
+        port(cluster_ip(ALL), other(Kind.NODE_PORT, ALL, LOCAL), other(Kind.LOAD_BALANCER, ALL, LOCAL),
+             other(Kind.EXTERNAL_IP, ALL, LOCAL), serving=(A, B, C)),
+        Rows([("10.96.0.1", 80, 0)], [A, B, C], [SERVING | ROUTE0] * 3, [[0, 1, 2]], 0, 0),
+        id="other-kinds-are-not-served-yet",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("entry", "rows"), CASES)
+def test_a_service_port_becomes_rows(entry: Entry, rows: Rows) -> None:
+    assert lower(entry) == rows
+
+
+def test_more_routes_than_the_layout_has_is_an_error_that_names_the_port() -> None:
+    entry = port(cluster_ip(ALL, LOCAL), cluster_ip(Route((C,)), address="10.96.0.2"))
+    with pytest.raises(ValueError, match="default/web:http: 3 distinct routes"):
+        lower(entry)
