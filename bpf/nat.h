@@ -13,34 +13,49 @@ INLINE int checksum_offset(__u8 protocol)
 	return -1; /* SCTP's CRC does not cover addresses */
 }
 
-/* Difference that the new addresses make to a ones' complement sum. */
-INLINE __s64 address_difference(const struct tuple *from, const struct tuple *to, const bool v6)
+/* Ones' complement sum of 32 bit words, carries kept. */
+INLINE __u64 exchange(__u64 sum, __u32 from, __u32 to)
 {
-	__s64 sum;
-
-	if (!v6) {
-		__u32 old[2] = {from->saddr[0], from->daddr[0]}, new[2] = {to->saddr[0], to->daddr[0]};
-
-		return bpf_csum_diff(old, sizeof(old), new, sizeof(new), 0);
-	}
-	sum = bpf_csum_diff((__be32 *)from->saddr, 16, (__be32 *)to->saddr, 16, 0);
-	return bpf_csum_diff((__be32 *)from->daddr, 16, (__be32 *)to->daddr, 16, (__u32)sum);
+	return sum + (__u32)~from + to;
 }
 
-INLINE void rewrite_transport(struct __sk_buff *skb, const struct packet *p, const struct tuple *to, __s64 difference)
+/* Difference that the new addresses make to a ones' complement sum, folded to 32 bits. */
+INLINE __s64 address_difference(const struct tuple *from, const struct tuple *to, const bool v6)
+{
+	__u64 sum = 0;
+
+#pragma unroll
+	for (int i = 0; i < (v6 ? 4 : 1); i++) {
+		sum = exchange(sum, from->saddr[i], to->saddr[i]);
+		sum = exchange(sum, from->daddr[i], to->daddr[i]);
+	}
+	sum = (sum & 0xffffffff) + (sum >> 32);
+	return (sum & 0xffffffff) + (sum >> 32);
+}
+
+/* A header checksum after a difference: RFC 1624, equation 3. */
+INLINE __u16 updated_checksum(__u16 check, __s64 difference)
+{
+	__u64 sum = (__u16)~check + (__u64)difference;
+
+	sum = (sum & 0xffff) + (sum >> 16 & 0xffff) + (sum >> 32);
+	sum = (sum & 0xffff) + (sum >> 16);
+	sum = (sum & 0xffff) + (sum >> 16);
+	return ~sum;
+}
+
+/* The transport's checksum. Where it is still to be filled in, the helper knows, and ports do not count. */
+INLINE void update_transport(struct __sk_buff *skb, const struct packet *p, const struct tuple *to, __s64 difference)
 {
 	int check = checksum_offset(p->tuple.protocol);
 	__u64 zero_is_none = p->tuple.protocol == IPPROTO_UDP ? BPF_F_MARK_MANGLED_0 : 0;
 	__u32 old = (__u32)p->tuple.sport << 16 | p->tuple.dport, new = (__u32)to->sport << 16 | to->dport;
-	__be16 ports[2] = {to->sport, to->dport};
 
-	if (check >= 0) {
-		bpf_l4_csum_replace(skb, p->l4 + check, 0, difference, BPF_F_PSEUDO_HDR | zero_is_none);
-		if (old != new)
-			bpf_l4_csum_replace(skb, p->l4 + check, old, new, 4 | zero_is_none);
-	}
+	if (check < 0)
+		return;
+	bpf_l4_csum_replace(skb, p->l4 + check, 0, difference, BPF_F_PSEUDO_HDR | zero_is_none);
 	if (old != new)
-		bpf_skb_store_bytes(skb, p->l4, ports, sizeof(ports), 0);
+		bpf_l4_csum_replace(skb, p->l4 + check, old, new, 4 | zero_is_none);
 }
 
 INLINE void rewrite_addresses(struct __sk_buff *skb, __u32 offset, const struct tuple *to, __s64 difference,
@@ -62,12 +77,58 @@ INLINE void rewrite_addresses(struct __sk_buff *skb, __u32 offset, const struct 
 	}
 }
 
+/* IPv4's checksum, addresses and, where no options are between them, ports lie in one piece: one store. */
+INLINE void store_tuple4(struct __sk_buff *skb, const struct packet *p, const struct tuple *to, __s64 difference)
+{
+	__u16 piece[7] = {
+		updated_checksum(p->ip_check, difference),
+		to->saddr[0],
+		to->saddr[0] >> 16,
+		to->daddr[0],
+		to->daddr[0] >> 16,
+		to->sport,
+		to->dport,
+	};
+	const __u32 offset = L3_OFFSET + offsetof(struct iphdr, check);
+
+	if (p->l4 == L3_OFFSET + sizeof(struct iphdr)) {
+		bpf_skb_store_bytes(skb, offset, piece, 14, 0);
+	} else {
+		bpf_skb_store_bytes(skb, offset, piece, 10, 0);
+		bpf_skb_store_bytes(skb, p->l4, piece + 5, 4, 0);
+	}
+}
+
+/* IPv6's addresses and, without extension headers, ports. */
+INLINE void store_tuple6(struct __sk_buff *skb, const struct packet *p, const struct tuple *to)
+{
+	struct {
+		__u32 saddr[4], daddr[4];
+		__be16 ports[2];
+	} piece;
+	const __u32 offset = L3_OFFSET + offsetof(struct ipv6hdr, saddr);
+
+	copy_address(piece.saddr, to->saddr);
+	copy_address(piece.daddr, to->daddr);
+	piece.ports[0] = to->sport;
+	piece.ports[1] = to->dport;
+	if (p->l4 == L3_OFFSET + sizeof(struct ipv6hdr)) {
+		bpf_skb_store_bytes(skb, offset, &piece, 36, 0);
+	} else {
+		bpf_skb_store_bytes(skb, offset, &piece, 32, 0);
+		bpf_skb_store_bytes(skb, p->l4, piece.ports, 4, 0);
+	}
+}
+
 INLINE void rewrite(struct __sk_buff *skb, const struct packet *p, const struct tuple *to, const bool v6)
 {
 	__s64 difference = address_difference(&p->tuple, to, v6);
 
-	rewrite_transport(skb, p, to, difference);
-	rewrite_addresses(skb, L3_OFFSET, to, difference, v6);
+	update_transport(skb, p, to, difference);
+	if (v6)
+		store_tuple6(skb, p, to);
+	else
+		store_tuple4(skb, p, to, difference);
 }
 
 /* Destination and source of the frame, as the pod that gets it expects them. */

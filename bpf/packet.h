@@ -12,6 +12,7 @@
 #define IPV6_EXTENSIONS 4
 #define WINDOW 0x3ff /* headers behind it are not looked at; the verifier wants a mask */
 #define L3_OFFSET ETH_HLEN
+#define PULLED 256 /* bytes in which all headers lie, those that an ICMP error quotes too */
 
 struct tuple {
 	__u32 saddr[4];
@@ -31,9 +32,10 @@ enum packet_kind {
 struct packet {
 	struct tuple tuple;
 	enum packet_kind kind;
-	__u32 l4; /* offset of the transport header */
+	__u32 l4;	/* offset of the transport header */
+	__u16 ip_check; /* IPv4: the header's checksum */
 	__u8 tcp_flags;
-	__u32 fin_end; /* TCP: the sequence number after this segment, a FIN counted */
+	__u32 fin_end; /* of a FIN: the sequence number that acknowledges it */
 	__u32 ack;
 };
 
@@ -158,17 +160,20 @@ INLINE __u32 end_of_packet(void *data, void *end, const bool v6)
 INLINE void parse_tcp(struct __sk_buff *skb, void *data, void *end, struct packet *p, const bool v6)
 {
 	struct tcphdr *tcp = data + (p->l4 & WINDOW);
-	__u32 length = end_of_packet(data, end, v6);
+	__u32 length;
 
 	if ((void *)(tcp + 1) > end) {
 		p->kind = PACKET_OTHER;
 		return;
 	}
-	if (!length)
-		length = skb->len;
 	p->tcp_flags = ((__u8 *)tcp)[13];
 	p->ack = bpf_ntohl(tcp->ack_seq);
-	p->fin_end = bpf_ntohl(tcp->seq) + length - p->l4 - tcp->doff * 4 + (p->tcp_flags & TCP_FIN);
+	if (!(p->tcp_flags & TCP_FIN))
+		return;
+	length = end_of_packet(data, end, v6);
+	if (!length)
+		length = skb->len;
+	p->fin_end = bpf_ntohl(tcp->seq) + length - p->l4 - tcp->doff * 4 + 1;
 }
 
 /* UDP's header has 8 bytes, SCTP's 12: a packet that ends before is nobody's. */
@@ -179,20 +184,16 @@ INLINE bool has_header(void *data, void *end, const struct packet *p)
 	return p->tuple.protocol == IPPROTO_UDP ? (void *)(header + 8) <= end : (void *)(header + 12) <= end;
 }
 
-/* Fill `p` (zeroed by the caller) from the packet. */
-INLINE void parse_packet(struct __sk_buff *skb, struct packet *p, const bool v6)
+/* Returns how many bytes could be looked at (64 bits: as 32, the compiler cuts the pointers that it subtracts). */
+INLINE __u64 parse_linear(struct __sk_buff *skb, struct packet *p, const bool v6)
 {
 	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
 
-	/* Headers may lie in fragments of the buffer: ask for as much as the largest header chain. */
-	if (data + L3_OFFSET + 60 > end) {
-		bpf_skb_pull_data(skb, skb->len < 128 ? skb->len : 128);
-		data = (void *)(long)skb->data;
-		end = (void *)(long)skb->data_end;
-	}
 	p->l4 = parse_ip(data, end, L3_OFFSET, &p->tuple, v6);
 	if (!p->l4)
-		return;
+		return end - data;
+	if (!v6 && data + L3_OFFSET + sizeof(struct iphdr) <= end)
+		p->ip_check = ((struct iphdr *)(data + L3_OFFSET))->check;
 	if (parse_ports(data, end, p->l4, &p->tuple)) {
 		p->kind = PACKET_TRANSPORT;
 		if (p->tuple.protocol == IPPROTO_TCP)
@@ -201,6 +202,21 @@ INLINE void parse_packet(struct __sk_buff *skb, struct packet *p, const bool v6)
 			p->kind = PACKET_OTHER;
 	} else if (p->tuple.protocol == (v6 ? IPPROTO_ICMPV6 : IPPROTO_ICMP)) {
 		parse_icmp(data, end, p, v6);
+	}
+	return end - data;
+}
+
+/* Fill `p` (zeroed by the caller) from the packet. Headers that do not lie in the buffer's linear part are pulled
+ * into it, but only when one was missed: of TCP's packets the payload lies elsewhere, and to pull that copies it.
+ */
+INLINE void parse_packet(struct __sk_buff *skb, struct packet *p, const bool v6)
+{
+	for (int i = 0; i < 2; i++) {
+		__u64 linear = parse_linear(skb, p, v6);
+
+		if ((p->kind != PACKET_OTHER && p->kind != PACKET_ICMP_ERROR) || linear >= skb->len || linear >= PULLED)
+			return;
+		bpf_skb_pull_data(skb, skb->len < PULLED ? skb->len : PULLED);
 	}
 }
 

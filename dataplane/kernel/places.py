@@ -150,7 +150,7 @@ def _mount_bpf_fs(inside: str | None) -> None:
     os.waitpid(child, 0)
 
 
-def bpf_fs(*, mount: bool) -> Path:
+def bpf_fs(*, mount: bool = True) -> Path:
     """A BPF file system that outlives this process.
 
     Where this process has a mount namespace of its own (`ip netns exec` makes one), that of the process around
