@@ -213,7 +213,8 @@ class Store:
         self._list_members(batch, entry, rows, previous, service, ids)
         if not keep_slices:
             self._list_slices(batch, rings, slices, previous, service, epoch)
-        if previous.adopted or (rows.flags, rows.affinity_seconds) != (previous.flags, previous.affinity):
+        known_settings = previous.service and not previous.adopted  # a number used before has its last owner's
+        if not known_settings or (rows.flags, rows.affinity_seconds) != (previous.flags, previous.affinity):
             batch.services.append((service, rows.flags, rows.affinity_seconds))
         self._plan_frontends(batch, entry, rows, previous, service)
         return Installed(entry, service, array("I", ids), slices, epoch)
