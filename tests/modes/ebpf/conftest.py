@@ -1,0 +1,54 @@
+"""A set of tiny maps, pinned in a folder of this process."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from dataplane.kernel.places import bpf_fs
+from dataplane.mode import Options
+from dataplane.modes.ebpf.maps import MapSet
+
+FOLDERS = itertools.count()
+
+
+def needs_root() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root (CAP_BPF): makes and pins BPF maps, attached to nothing")
+
+
+def remove(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+
+
+@pytest.fixture
+def pins() -> Iterator[Path]:
+    """An empty folder on the BPF file system."""
+    needs_root()
+    folder = bpf_fs(mount=True) / f"hybrid-proxy-test-{os.getpid()}-m{next(FOLDERS)}"
+    folder.mkdir()
+    yield folder
+    remove(folder)
+
+
+@pytest.fixture
+def open_maps(pins: Path) -> Iterator[Callable[..., MapSet]]:
+    """Opens the maps at `pins`, made by the first call and adopted by later ones."""
+    opened: list[MapSet] = []
+
+    def open_(**sizes: int) -> MapSet:
+        options = Options(**({"max_services": 64, "max_backends": 256, "max_slots": 512, "max_flows": 64} | sizes))
+        opened.append(MapSet(pins, options))
+        return opened[-1]
+
+    yield open_
+    for maps in opened:
+        with suppress(OSError):
+            maps.close()

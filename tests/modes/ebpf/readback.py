@@ -1,0 +1,188 @@
+"""What the maps say, read back without the store's knowledge, and what a table says they should."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dataplane.modes.ebpf import layout
+from dataplane.modes.ebpf.maps import MapSet
+from dataplane.modes.ebpf.store import Store
+from dataplane.table import Entry, Kind, WhenEmpty
+
+FLAGS = layout.abi_constants()
+Key = tuple[int, str, int, int]  # family, address, port, protocol
+
+
+class Port(NamedTuple):
+    """A frontend as a client meets it."""
+
+    inside: list[tuple[str, int]]  # backends in the order of slots
+    outside: list[tuple[str, int]]
+    drops: tuple[bool, bool]  # when empty: inside, outside
+    affinity: int
+    serving: frozenset[tuple[str, int]]  # established flows to these may stay
+
+
+def wanted(services: Iterable[Entry], hz: int) -> tuple[dict[Key, Port], set[tuple[int, str]]]:
+    """What the table says: frontends, and addresses whose other ports are refused."""
+    ports: dict[Key, Port] = {}
+    for entry in services:
+        serving = {(b.address, b.port) for b in entry.serving}
+        cluster = [frontend for frontend in entry.frontends if frontend.kind is Kind.CLUSTER_IP]
+        for frontend in cluster:
+            serving |= {(b.address, b.port) for route in (frontend.inside, frontend.outside) for b in route.backends}
+        for frontend in cluster:
+            assert frontend.address is not None
+            routes = (frontend.inside, frontend.outside)
+            inside, outside = ([(b.address, b.port) for b in route.backends] for route in routes)
+            drops = tuple(route.when_empty is WhenEmpty.DROP for route in routes)
+            ports[entry.family, frontend.address, frontend.port, int(entry.protocol)] = Port(
+                inside, outside, drops, entry.affinity_seconds * hz, frozenset(serving)
+            )
+    return ports, {(family, address) for family, address, _, _ in ports}
+
+
+class Backends:
+    """Rows of the backends map by service."""
+
+    def __init__(self, maps: MapSet) -> None:
+        self.table = maps.view("backends").copy()
+        self.by_service: dict[int, list[int]] = {}
+        for number in np.flatnonzero(self.table["service"]).tolist():
+            self.by_service.setdefault(int(self.table["service"][number]), []).append(number)
+
+    def socket(self, number: int) -> tuple[str, int]:
+        row = self.table[number]
+        kind = int(row["reserved"])
+        return layout.address_text(row["address"].tobytes(), kind & 0xFF), int(layout.swap16([int(row["port"])])[0])
+
+    def flags(self, number: int) -> int:
+        return int(self.table["flags"][number])
+
+
+def programmed(maps: MapSet) -> tuple[dict[Key, Port], set[tuple[int, str]]]:
+    """What the maps say, following the programs' way: frontend, tag, service, slice word, slots, backends."""
+    ports: dict[Key, Port] = {}
+    addresses: set[tuple[int, str]] = set()
+    services, slots, backends = maps.view("services"), maps.view("slots"), Backends(maps)
+    service_bits, backend_bits = maps.view("service_addresses"), maps.view("backend_sockets")
+    for family in (4, 6):
+        keys, values = maps.maps[f"frontends{family}"].items(layout.frontend_dtype(family), np.dtype(np.uint64))
+        for key, value in zip(keys, values.tolist(), strict=True):
+            address = layout.address_text(key["address"].tobytes(), family)
+            words = layout.address_words([address])
+            number, flags = value & 0xFFFFFFFF, value >> 32 & 0xFF
+            port, protocol = int(layout.swap16([int(key["port"])])[0]), int(key["protocol"])
+            again = layout.frontend_values(
+                words, np.array([key["port"]]), np.array([protocol]), np.array([number]), np.array([flags]), family
+            )
+            assert int(again[0]) == value, "tag"
+            assert is_set(service_bits, layout.service_bits(words, family)), f"prefilter of {address}"
+            if flags & FLAGS["FRONTEND_ADDRESS"]:
+                assert (port, protocol, number) == (0, 0, 0)
+                addresses.add((family, address))
+                continue
+            service = services[number]
+            routes = [read_route(slots, backends, number, int(word)) for word in service["routes"]]
+            chosen = (
+                1 if flags & FLAGS["FRONTEND_INSIDE_ROUTE"] else 0,
+                1 if flags & FLAGS["FRONTEND_OUTSIDE_ROUTE"] else 0,
+            )
+            members = [n for n in backends.by_service.get(number, []) if backends.flags(n)]
+            check_members(backends, members, routes, backend_bits, family, protocol)
+            drops = FLAGS["SERVICE_DROP_ROUTE0"], FLAGS["SERVICE_DROP_ROUTE1"]
+            ports[family, address, port, protocol] = Port(
+                [backends.socket(n) for n in routes[chosen[0]]],
+                [backends.socket(n) for n in routes[chosen[1]]],
+                tuple(bool(int(service["flags"]) & drops[route]) for route in chosen),
+                int(service["affinity"]),
+                frozenset(backends.socket(n) for n in members),
+            )
+    return ports, addresses
+
+
+def read_route(slots: Any, backends: Backends, service: int, word: int) -> list[int]:
+    offset, count, _ = layout.split_slice_word(word)
+    values = slots[offset : offset + count].tolist()
+    assert [value >> 32 for value in values] == [service] * count, "slots of another service"
+    numbers = [value & 0xFFFFFFFF for value in values]
+    assert {int(backends.table["service"][n]) for n in numbers} <= {service}, "backends of another service"
+    return numbers
+
+
+def check_members(
+    backends: Backends, members: list[int], routes: list[list[int]], bits: Any, family: int, protocol: int
+) -> None:
+    """Flags say what the routes say, and every member is in the prefilter."""
+    names = ("BACKEND_ROUTE0", "BACKEND_ROUTE1")
+    for number in members:
+        flags = backends.flags(number)
+        assert flags & FLAGS["BACKEND_SERVING"]
+        assert [bool(flags & FLAGS[name]) for name in names] == [number in route for route in routes]
+        row = backends.table[number : number + 1]
+        words = np.ascontiguousarray(row["address"])
+        assert is_set(bits, layout.backend_bits(words, row["port"], np.array([protocol]), family))
+        assert int(row["reserved"][0]) == family | protocol << 8
+    assert {n for route in routes for n in route} <= set(members)
+
+
+def is_set(bitmap: Any, bits: Any) -> bool:
+    return all(int(bitmap[bit >> 6]) >> (bit & 63) & 1 for bit in bits.tolist())
+
+
+def check(store: Store, services: Mapping[str, tuple[Entry, ...]], *, settled: bool) -> None:
+    """The maps are what the table says, and the store's books are what is in the maps."""
+    entries = [entry for group in services.values() for entry in group]
+    ports, addresses = programmed(store.maps)
+    want_ports, want_addresses = wanted(entries, store.hz)
+    assert ports.keys() == want_ports.keys()
+    for key, port in ports.items():
+        assert port._asdict() == want_ports[key]._asdict(), key
+    assert addresses == want_addresses
+    check_books(store, len(entries), entries, settled=settled)
+
+
+def check_books(store: Store, number: int, entries: list[Entry], *, settled: bool) -> None:
+    """Numbers out, slots out and bits counted are those in use, when nothing waits."""
+    installed = [known for group in store.installed.values() for known in group.values()]
+    assert len(installed) == number
+    pieces = sorted(piece for known in installed for piece in known.slices if piece[1])
+    for (start, size), (after, _) in itertools.pairwise(pieces):
+        assert start + size <= after, "slices overlap"
+    ids = [n for known in installed for n in known.ids]
+    assert len(set(ids)) == len(ids)
+    assert len({known.service for known in installed}) == len(installed)
+    if not settled:
+        return
+    assert len(store.quarantine) == 0
+    assert store.slices.in_use == sum(size for _, size in pieces)
+    assert store.service_ids.limit - 1 - store.service_ids.left == len(installed)
+    assert store.backend_ids.limit - 1 - store.backend_ids.left == len(ids)
+    check_prefilters(store, entries)
+
+
+def check_prefilters(store: Store, entries: list[Entry]) -> None:
+    """Counted exactly, and no bit more in the map than is counted."""
+    services, backends = np.zeros(1 << 20, dtype=np.uint16), np.zeros(1 << 20, dtype=np.uint16)
+    ports, addresses = wanted(entries, store.hz)
+    for family, address in [*((key[0], key[1]) for key in ports), *addresses]:
+        np.add.at(services, layout.service_bits(layout.address_words([address]), family), 1)
+    for known in (known for group in store.installed.values() for known in group.values()):
+        for number in known.ids:
+            row = store.backends[number : number + 1]
+            words = np.ascontiguousarray(row["address"])
+            protocol = np.array([int(known.entry.protocol)])
+            np.add.at(backends, layout.backend_bits(words, row["port"], protocol, known.entry.family), 1)
+    for prefilter, counts in ((store._service_bits, services), (store._backend_bits, backends)):
+        assert np.array_equal(prefilter.counts, counts)
+        assert np.array_equal(np.unpackbits(prefilter.view.view(np.uint8), bitorder="little"), counts > 0)
+
+
+def settle(store: Store) -> None:
+    """A grace period and a scan that finds no flow."""
+    store.graced(store.stamp)
+    store.scanned(*store.quarantine.candidates, [], [])

@@ -1,0 +1,428 @@
+"""The store on real maps: after every change all maps are read back and compared with the table."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dataplane.errors import DataplaneError, Occupied
+from dataplane.kernel.bpf import BpfError
+from dataplane.kernel.lock import hold
+from dataplane.mode import Misfit
+from dataplane.modes.ebpf.maps import MapSet
+from dataplane.modes.ebpf.store import Store
+from dataplane.table import Backend, Entry, Frontend, Kind, Protocol, Route, WhenEmpty
+
+from .readback import check, programmed, settle
+
+pytestmark = pytest.mark.root
+
+HZ = 250
+Table = dict[str, tuple[Entry, ...]]
+OpenMaps = Callable[..., MapSet]
+
+
+def entry(
+    name: str, vip: str, backends: int | list[str], *, port: int = 80, protocol: Protocol = Protocol.TCP,
+    local: int | None = None, empty: WhenEmpty = WhenEmpty.REJECT, affinity: int = 0, more: int = 0, outside: int = 0,
+) -> Entry:  # fmt: skip
+    """A service port with so many backends; `local`: the inside route has the first so many only."""
+    family = 6 if ":" in vip else 4
+    number = zlib.crc32(name.encode())
+    base = f"fd00:{number % 9999}::" if family == 6 else f"10.{number % 250}.0."
+    addresses = backends if isinstance(backends, list) else [f"{base}{i}" for i in range(1, backends + 1)]
+    members = tuple(Backend(address, 8080) for address in addresses)
+    everything = Route(members, empty)
+    inside = everything if local is None else Route(members[:local], empty, "local")
+    outer = everything if not outside else Route(members[-outside:], empty, "outside")
+    front = Frontend(Kind.CLUSTER_IP, vip, port, inside, outer)
+    serving = (*members, *(Backend(f"{base}{200 + i}", 8080) for i in range(more)))
+    return Entry(f"{name}:p{port}", family, protocol, (front,), serving, affinity)
+
+
+def apply(store: Store, before: Table, after: Table) -> None:
+    changed = {name: after.get(name, ()) for name in {*before, *after} if before.get(name) is not after.get(name)}
+    store.apply(changed)
+    assert not store.misfits
+    check(store, after, settled=False)
+    settle(store)
+    check(store, after, settled=True)
+
+
+@pytest.fixture
+def store(open_maps: OpenMaps) -> Store:
+    return Store(open_maps(), HZ)
+
+
+one, two = "default/a", "default/b"
+V1, V2, V6 = "10.96.0.1", "10.96.0.2", "fd00:96::1"
+
+CHANGES: list[object] = [
+    pytest.param([{one: (entry(one, V1, 3),)}, {}], id="appears-and-vanishes"),
+    pytest.param([{one: (entry(one, V1, n),)} for n in (0, 1, 4, 5, 40, 3, 0, 2)], id="scales"),
+    pytest.param([{one: (entry(one, V1, 3, local=n),)} for n in (0, 1, 3, 2, 0)], id="local-backends"),
+    pytest.param([{one: (entry(one, V1, 6, local=2, outside=n),)} for n in (1, 6, 3)], id="two-slices"),
+    pytest.param([{one: (entry(one, V1, 3, more=n),)} for n in (0, 2, 0)], id="draining"),
+    pytest.param([{one: (entry(one, V1, n, empty=e),)} for e in WhenEmpty for n in (0, 1, 0)], id="when-empty"),
+    pytest.param([{one: (entry(one, V1, 2, affinity=n),)} for n in (0, 10800, 60, 0)], id="affinity"),
+    pytest.param([{one: (entry(one, V1, 2, affinity=86400),)}], id="affinity-of-a-day"),
+    pytest.param([{one: (entry(one, v, 2),)} for v in (V1, V2, V1)], id="address-changes"),
+    pytest.param([{one: (entry(one, V1, 2, port=p),)} for p in (80, 81, 80)], id="port-changes"),
+    pytest.param([{one: (entry(one, V1, 2, protocol=p),)} for p in Protocol], id="protocol-changes"),
+    pytest.param([{one: (entry(one, V1, 2), entry(one, V1, 3, port=443))}, {one: (entry(one, V1, 2),)},
+                  {one: (entry(one, V1, 3, port=443),)}], id="ports-of-one-address"),
+    pytest.param([{one: (entry(one, V1, 2), entry(one, V6, 3))}, {one: (entry(one, V6, 3),)}, {}], id="dual-stack"),
+    pytest.param([{one: (entry(one, V1, 2),)}, {two: (entry(two, V1, 3),)}, {one: (entry(one, V1, 1),)}],
+                 id="deleted-and-made-with-the-same-address"),
+    pytest.param([{one: (entry(one, V1, 2),), two: (entry(two, V2, 3),)},
+                  {two: (entry(two, V1, 3),), one: (entry(one, V2, 2),)},
+                  {one: (entry(one, V1, 2),), two: (entry(two, V2, 3),)}], id="addresses-swapped"),
+    pytest.param([{one: (entry(one, V1, ["10.1.0.1"]),), two: (entry(two, V2, ["10.1.0.1"]),)},
+                  {two: (entry(two, V2, ["10.1.0.1"]),)}], id="one-backend-of-two-services"),
+    pytest.param([{one: (entry(one, V1, ["10.1.0.1", "10.1.0.2"]),)},
+                  {one: (entry(one, V1, ["10.1.0.2", "10.1.0.1"]),)}], id="order-changes"),
+    pytest.param([{one: (entry(one, V1, 3),)}, {one: (entry(one, V1, 3),)}], id="equal-again"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tables", CHANGES)
+def test_changes(store: Store, tables: list[Table]) -> None:
+    before: Table = {}
+    for after in tables:
+        apply(store, before, after)
+        before = after
+    apply(store, before, {})
+
+
+@pytest.mark.parametrize("tables", CHANGES)
+@pytest.mark.parametrize("order", [False, True], ids=["forward", "backward"])
+def test_changes_in_either_order_of_names(store: Store, tables: list[Table], order: bool) -> None:
+    """A service that takes an address may be planned before or after the one that gives it up."""
+    before: Table = {}
+    for after in [*tables, {}]:
+        names = sorted({*before, *after}, reverse=order)
+        store.apply({name: after.get(name, ()) for name in names})
+        check(store, after, settled=False)
+        settle(store)
+        check(store, after, settled=True)
+        before = after
+
+
+VIPS = [*(f"10.96.0.{n}" for n in range(1, 13)), *(f"fd00:96::{n}" for n in range(1, 13))]
+
+
+def random_table(rng: random.Random, before: Table) -> Table:
+    """Some services more, less or other than before; no frontend belongs to two."""
+    table: Table = {name: entries for name, entries in before.items() if rng.random() > 0.25}
+    free = [(vip, port) for vip in VIPS for port in (80, 81)]
+    held = {(f.address, f.port) for entries in table.values() for e in entries for f in e.frontends}
+    free = [place for place in free if place not in held]
+    rng.shuffle(free)
+    for name in rng.sample([f"default/s{n}" for n in range(14)], rng.randint(0, 5)):
+        ports = []
+        for vip, port in (free.pop() for _ in range(rng.randint(0, 2))):
+            size = rng.choice((0, 1, 2, 3, 4, 5, 7, 9))
+            local = rng.choice((None, None, 0, 1, size))
+            ports.append(
+                entry(f"{name}", vip, size, port=port, local=local, affinity=rng.choice((0, 0, 60)),
+                      empty=rng.choice(list(WhenEmpty)), more=rng.randint(0, 2), protocol=rng.choice(list(Protocol)),
+                      outside=rng.choice((0, 0, 2)))
+            )  # fmt: skip
+        if ports:
+            table[name] = tuple({(e.name, e.family, e.protocol): e for e in ports}.values())
+        else:
+            table.pop(name, None)
+    return table
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_sequences(store: Store, seed: int) -> None:
+    rng = random.Random(seed)
+    before: Table = {}
+    for step in range(60):
+        after = random_table(rng, before)
+        names = [name for name in {*before, *after} if before.get(name) is not after.get(name)]
+        rng.shuffle(names)
+        store.apply({name: after.get(name, ()) for name in names})
+        assert not store.misfits
+        check(store, after, settled=False)
+        if rng.random() < 0.5:
+            settle(store)
+            check(store, after, settled=True)
+        assert store.audit() == 0, step
+        before = after
+
+
+def test_nothing_is_written_when_nothing_changed(store: Store) -> None:
+    table = {one: (entry(one, V1, 3),)}
+    store.apply(table)
+    words = store.services["routes"].copy()
+    stamp = store.stamp
+    assert store.apply(table) == (0, 0)
+    assert (store.services["routes"] == words).all()
+    assert store.stamp == stamp
+
+
+def test_a_change_of_backends_keeps_the_numbers_of_the_others(store: Store) -> None:
+    store.apply({one: (entry(one, V1, ["10.1.0.1", "10.1.0.2", "10.1.0.3"]),)})
+    known = next(iter(store.installed[one].values()))
+    service, ids = known.service, known.ids.tolist()
+    store.apply({one: (entry(one, V1, ["10.1.0.1", "10.1.0.3", "10.1.0.4"]),)})
+    known = next(iter(store.installed[one].values()))
+    assert known.service == service
+    assert known.ids.tolist()[:2] == [ids[0], ids[2]]
+    assert known.ids[2] not in ids
+
+
+def test_a_damaged_slice_word_is_repaired(store: Store) -> None:
+    store.apply({one: (entry(one, V1, 3),)})
+    store.services["routes"][next(iter(store.installed[one].values())).service, 0] ^= 1 << 30
+    assert store.audit() == 1
+    assert store.audit() == 0
+    check(store, {one: (entry(one, V1, 3),)}, settled=False)
+
+
+# --- restarts
+
+
+def numbers(store: Store) -> dict[object, tuple[int, list[int], object]]:
+    return {
+        key: (known.service, known.ids.tolist(), known.slices)
+        for group in store.installed.values()
+        for key, known in group.items()
+    }
+
+
+def restart(open_maps: OpenMaps) -> Store:
+    maps = open_maps()
+    assert maps.adopted
+    return Store(maps, HZ)
+
+
+def without_sharing(table: Table) -> Table:
+    """Equal, but made of other objects, as a new process has it."""
+    import msgspec
+
+    return {name: tuple(msgspec.msgpack.decode(msgspec.msgpack.encode(e), type=Entry) for e in entries)
+            for name, entries in table.items()}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_restart_with_the_same_table_changes_nothing(store: Store, open_maps: OpenMaps, seed: int) -> None:
+    rng = random.Random(seed)
+    table: Table = {}
+    for _ in range(6):
+        after = random_table(rng, table)
+        apply(store, table, after)
+        table = after
+    before, seen = numbers(store), programmed(store.maps)
+    again = restart(open_maps)
+    again.apply(without_sharing(table))
+    assert programmed(again.maps) == seen
+    assert {key: (service, ids) for key, (service, ids, _) in numbers(again).items()} == {
+        key: (service, ids) for key, (service, ids, _) in before.items()
+    }
+    settle(again)
+    check(again, table, settled=True)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_restart_with_another_table(store: Store, open_maps: OpenMaps, seed: int) -> None:
+    """Meanwhile services went, came and changed; killed before or after its grace period."""
+    rng = random.Random(seed)
+    table: Table = {}
+    for _ in range(8):
+        after = random_table(rng, table)
+        store.apply({name: after.get(name, ()) for name in {*table, *after} if table.get(name) is not after.get(name)})
+        if rng.random() < 0.5:
+            store.graced(store.stamp)
+        table = after
+    for _ in range(3):
+        table = random_table(rng, table)
+        store = restart(open_maps)
+        store.apply(without_sharing(table))
+        check(store, table, settled=False)
+        settle(store)
+        check(store, table, settled=True)
+
+
+def test_a_restart_finds_a_slice_at_the_very_beginning(store: Store, open_maps: OpenMaps) -> None:
+    """The first route is empty and the second has the first slots of all: an empty slice word is no offset."""
+    table = {one: (entry(one, V1, 3, local=0),)}
+    apply(store, {}, table)
+    assert next(iter(store.installed[one].values())).slices[1] == (0, 4)
+    again = restart(open_maps)
+    again.apply(without_sharing(table))
+    more = {**table, two: (entry(two, V2, 4),)}
+    again.apply({two: more[two]})
+    check(again, more, settled=False)
+
+
+def test_leftovers_go(store: Store, open_maps: OpenMaps) -> None:
+    apply(store, {}, {f"default/s{n}": (entry(f"default/s{n}", f"10.96.0.{n}", 3),) for n in range(1, 9)})
+    again = restart(open_maps)
+    again.apply({})
+    check(again, {}, settled=False)
+    settle(again)
+    check(again, {}, settled=True)
+
+
+def test_numbers_that_flows_may_name_stay_reserved_over_a_restart(store: Store, open_maps: OpenMaps) -> None:
+    """Killed after the grace period, before any scan: the rows still say that their numbers are not free."""
+    apply(store, {}, {one: (entry(one, V1, 3),)})
+    known = next(iter(store.installed[one].values()))
+    store.apply({one: ()})
+    store.graced(store.stamp)
+    again = restart(open_maps)
+    again.apply({two: (entry(two, V2, 3),)})
+    fresh = next(iter(again.installed[two].values()))
+    assert fresh.service != known.service
+    assert not set(fresh.ids) & set(known.ids)
+    settle(again)
+    check(again, {two: (entry(two, V2, 3),)}, settled=True)
+
+
+def test_other_sizes_than_the_pinned_maps_are_refused(store: Store, open_maps: OpenMaps) -> None:
+    with pytest.raises(DataplaneError, match=r"map backends at .* has 256 entries, the settings ask for 512.*cleanup"):
+        open_maps(max_backends=512)
+
+
+def test_pins_of_a_start_that_was_cut_short_are_made_anew(pins: Path, open_maps: OpenMaps) -> None:
+    maps = open_maps()
+    maps.close()
+    (pins / "slots").unlink()
+    (pins / "flows6").unlink()
+    again = open_maps()
+    assert not again.adopted
+    apply(Store(again, HZ), {}, {one: (entry(one, V1, 3),)})
+
+
+# --- full maps
+
+
+def many(count: int, backends: int, first: int = 0) -> Table:
+    return {
+        f"default/s{n}": (entry(f"default/s{n}", f"10.96.{n // 250}.{1 + n % 250}", backends),)
+        for n in range(first, first + count)
+    }
+
+
+FULL = [
+    # sizes                                                       services backends  what is full
+    pytest.param({"max_services": 8},                                  12, 1, "map services",  id="services"),
+    pytest.param({"max_backends": 16},                                  6, 4, "map backends",  id="backends"),
+    pytest.param({"max_slots": 32, "max_backends": 1024},               6, 7, "map slots",     id="slots"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "services", "backends", "what"), FULL)
+def test_what_does_not_fit_is_named_and_the_rest_works(
+    open_maps: OpenMaps, sizes: dict[str, int], services: int, backends: int, what: str
+) -> None:
+    store = Store(open_maps(**sizes), HZ)
+    table = many(services, backends)
+    store.apply(table)
+    unfit = {misfit.entry: misfit.reason for misfit in store.misfits.values()}
+    assert 0 < len(unfit) < services
+    assert all(reason.startswith(what) for reason in unfit.values())
+    assert store.unfit.keys() == {name.rpartition(":")[0] for name in unfit}
+    fits = {name: entries for name, entries in table.items() if entries[0].name not in unfit}
+    check(store, fits, settled=True)
+    gone = list(fits)[: len(unfit)]
+    store.apply(dict.fromkeys(gone, ()))
+    settle(store)
+    left = {name: entries for name, entries in table.items() if name not in gone}
+    store.apply({name: left[name] for name in store.unfit})  # as the agent does about once a second
+    assert not store.misfits
+    assert not store.unfit
+    check(store, left, settled=True)
+
+
+def test_a_misfit_that_is_deleted_is_forgotten(open_maps: OpenMaps) -> None:
+    store = Store(open_maps(max_backends=8), HZ)
+    table = {one: (entry(one, V1, 5),), two: (entry(two, V2, 5),)}
+    store.apply(table)
+    assert list(store.misfits.values()) == [Misfit(f"{two}:p80", "map backends (--max-backends) is full (8)")]
+    store.apply({two: ()})
+    assert not store.misfits
+    assert not store.unfit
+
+
+def test_a_service_that_cannot_grow_stays_as_it_was(open_maps: OpenMaps) -> None:
+    store = Store(open_maps(max_backends=8), HZ)
+    small = {one: (entry(one, V1, 3),)}
+    store.apply(small)
+    assert store.apply({one: (entry(one, V1, 30),)}) == (0, 0)
+    assert len(store.misfits) == 1
+    check(store, small, settled=False)
+    apply(store, {}, {one: (entry(one, V1, 2),)})
+
+
+@pytest.mark.parametrize("first", [V1, V6], ids=["v4-first", "v6-first"])
+def test_one_family_may_fit_and_the_other_not(open_maps: OpenMaps, first: str) -> None:
+    store = Store(open_maps(max_backends=6), HZ)
+    sizes = {first: 9, V6 if first == V1 else V1: 3}
+    table = tuple(entry(one, vip, size) for vip, size in sizes.items())
+    store.apply({one: table})
+    assert [misfit.entry for misfit in store.misfits.values()] == [f"{one}:p80"]
+    check(store, {one: table[1:]}, settled=False)
+    store.apply({one: table})
+    assert len(store.misfits) == 1
+
+
+def test_a_full_map_of_frontends_takes_a_change_of_all(open_maps: OpenMaps) -> None:
+    """New frontends are written before old ones are deleted: those that find no room come after."""
+    store = Store(open_maps(max_services=9, max_backends=64), HZ)  # frontends: 18, two for each service
+    old, new = many(4, 1), many(4, 1, 20)
+    apply(store, {}, old)
+    apply(store, old, new)
+    again = restart(lambda: open_maps(max_services=9, max_backends=64))
+    again.apply(old)
+    check(again, old, settled=False)
+    settle(again)
+    check(again, old, settled=True)
+
+
+def test_slots_in_small_pieces_make_room_for_large_ones(open_maps: OpenMaps) -> None:
+    store = Store(open_maps(max_slots=64), HZ)
+    small, large = many(16, 1), {one: (entry(one, "10.97.0.1", 40),)}
+    apply(store, {}, small)
+    apply(store, small, {})
+    apply(store, {}, large)
+
+
+# --- one writer
+
+
+def test_a_second_writer_is_refused_by_name(pins: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from dataplane.kernel.lock import hold\n"
+        "hold(Path(sys.argv[1]), 'maps'); print('held', flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", program, str(pins)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3],
+    )  # fmt: skip
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(Occupied, match=re.escape(f"the maps is in use by process {holder.pid} (")):
+            hold(pins, "the maps")
+    finally:
+        holder.communicate(timeout=10)
+    os.close(hold(pins, "the maps"))
+
+
+def test_the_pinned_maps_are_those_of_the_objects(pins: Path, open_maps: OpenMaps) -> None:
+    maps = open_maps()
+    assert {path.name for path in pins.iterdir()} == set(maps.maps)
+    with pytest.raises(BpfError):
+        maps.maps["slots"].pin(pins / "slots")
