@@ -16,7 +16,7 @@ from tests.benchmarks.kit import NODE, ApiAgent, Result, Target, built, lab, med
 SERVICES, ENDPOINTS = 10_000, 10
 PORT, VIP = 9000, "10.97.1.1"
 SECONDS = 0.6
-ROUNDS, FEW = 20, 8
+ROUNDS, FEW = 20, 6
 PODS_ONLY = ("--pod-interfaces", "veth*")  # the interfaces of plain pods are left alone
 IPTABLES = "with iptables and 10,000 services the same kind of exchange had 0.5 of the plain rate, measured before"
 
