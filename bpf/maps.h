@@ -30,8 +30,8 @@ HASH_MAP(frontends4, BPF_MAP_TYPE_HASH, struct frontend4_key, __u64, 65536);
 HASH_MAP(frontends6, BPF_MAP_TYPE_HASH, struct frontend6_key, __u64, 65536);
 /* Service id -> its two slices. */
 ARRAY_MAP(services, struct service, 32768);
-/* All slices, one after the other: backend id | service id << 32. */
-ARRAY_MAP(slots, __u64, 524288);
+/* All slices, one after the other. */
+ARRAY_MAP(slots, struct slot, 262144);
 /* Backend id -> address and port. */
 ARRAY_MAP(backends, struct backend, 262144);
 /* Both directions of flows that have seen a reply; never evicted. */

@@ -31,21 +31,33 @@ INLINE void memorise(const struct affinity_key *key, __u32 backend)
 	bpf_map_update_elem(&affinity, key, &value, BPF_ANY);
 }
 
-/* A backend id for a new connection of `client`, 0: the route is empty. */
-INLINE __u32 pick(__u32 id, struct service *service, __u32 route, const __u32 *client, const bool remember)
+/* The backend's address from its row; false: the id is another service's by now. */
+INLINE bool read_row(struct choice *c)
 {
-	__u32 timeout = service->affinity, backend = 0;
-	struct affinity_key key = {.service = id};
+	struct backend *row = find_backend(c->backend, c->service);
 
-	if (timeout) {
-		copy_address(key.client, client);
-		backend = recall(&key, timeout, route);
-	}
-	if (!backend)
-		backend = index_slice(id, service, route, bpf_get_prandom_u32());
-	if (timeout && backend && remember)
-		memorise(&key, backend);
-	return backend;
+	if (!row)
+		return false;
+	copy_address(c->address, row->address);
+	c->port = row->port;
+	return true;
+}
+
+/* A backend for a new connection of `client`; false: the route is empty. */
+INLINE bool pick(struct choice *c, struct service *service, const __u32 *client, const bool v6, const bool remember)
+{
+	__u32 timeout = service->affinity;
+	struct affinity_key key = {.service = c->service};
+
+	if (!timeout)
+		return index_slice(c, service, bpf_get_prandom_u32()) && (!v6 || read_row(c));
+	copy_address(key.client, client);
+	c->backend = recall(&key, timeout, c->route);
+	if (!c->backend && !index_slice(c, service, bpf_get_prandom_u32()))
+		return false;
+	if (remember)
+		memorise(&key, c->backend);
+	return read_row(c);
 }
 
 /* No backend. A slice that has some after all was changing under our eyes: drop, and the client tries again. */
@@ -64,7 +76,6 @@ INLINE void choose(struct choice *c, const __u32 *client, const __u32 *address, 
 {
 	__u64 frontend = find_frontend(address, port, protocol, v6);
 	struct service *service;
-	struct backend *row;
 
 	c->verdict = VERDICT_UNTOUCHED;
 	if (!frontend) {
@@ -77,15 +88,10 @@ INLINE void choose(struct choice *c, const __u32 *client, const __u32 *address, 
 	service = bpf_map_lookup_elem(&services, &c->service);
 	if (!service)
 		return;
-	c->backend = pick(c->service, service, c->route, client, remember);
-	row = c->backend ? find_backend(c->backend, c->service) : NULL;
-	if (!row) {
+	if (pick(c, service, client, v6, remember))
+		c->verdict = VERDICT_DNAT;
+	else
 		choose_empty(c, service);
-		return;
-	}
-	copy_address(c->address, row->address);
-	c->port = row->port;
-	c->verdict = VERDICT_DNAT;
 }
 
 #endif

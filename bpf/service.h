@@ -82,29 +82,36 @@ INLINE bool is_unallocated(const __u32 *a, const bool v6)
 	return false;
 }
 
-/* One slot of the slice, chosen by `number`; 0: the slice is empty.
+/* One slot of the slice, chosen by `number`, into `c`; false: the slice is empty.
  * A slice that was given to another service while we looked shows that service's id: look again.
  */
-INLINE __u32 index_slice(__u32 id, struct service *service, __u32 route, __u32 number)
+INLINE bool index_slice(struct choice *c, struct service *service, __u32 number)
 {
 #pragma unroll
 	for (int i = 0; i < 2; i++) {
-		__u64 word = READ_ONCE(service->routes[route & 1]), *slot;
+		__u64 word = READ_ONCE(service->routes[c->route & 1]), backend, endpoint;
 		__u32 size = word >> SLICE_OFFSET_BITS & ((1 << SLICE_COUNT_BITS) - 1);
 		__u32 index = word & ((1 << SLICE_OFFSET_BITS) - 1);
-		__u64 value;
+		struct slot *slot;
 
 		if (!size)
-			return 0;
+			return false;
 		index += (__u64)number * size >> 32;
 		slot = bpf_map_lookup_elem(&slots, &index);
-		value = slot ? READ_ONCE(*slot) : 0;
-		if (value >> 32 == id)
-			return (__u32)value;
+		if (!slot)
+			return false;
+		backend = READ_ONCE(slot->backend);
+		endpoint = READ_ONCE(slot->endpoint);
+		if (backend >> 32 == c->service && endpoint >> 48 == (__u16)c->service) {
+			c->backend = (__u32)backend;
+			c->address[0] = (__u32)endpoint;
+			c->port = endpoint >> 32;
+			return true;
+		}
 		count(COUNT_SLOT_RETRY);
 	}
 	count(COUNT_SLOT_LOST);
-	return 0;
+	return false;
 }
 
 #endif

@@ -119,7 +119,7 @@ def _dataplane(parser: argparse.ArgumentParser) -> None:
         "--iptables-masquerade-bit", metavar="BIT", help="the bit of the packet mark for masquerade (default: 14)"
     )
     _places(group)
-    for what, default in (("services", 32_768), ("backends", 262_144), ("slots", 524_288), ("flows", 262_144)):
+    for what, default in (("services", 32_768), ("backends", 262_144), ("slots", 262_144), ("flows", 262_144)):
         group.add_argument(f"--max-{what}", metavar="N", help=f"room for {what} in the maps (default: {default:,})")
 
 

@@ -29,7 +29,7 @@ class Options(msgspec.Struct, frozen=True):
     reject_rate: int = 10_000  # ICMP refusals per second and CPU
     max_services: int = 32_768
     max_backends: int = 262_144
-    max_slots: int = 524_288
+    max_slots: int = 262_144
     max_flows: int = 262_144  # entries, two for each flow, each address family
 
 

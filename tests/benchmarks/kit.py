@@ -220,7 +220,7 @@ class Kernel:
         with lab.inside("node"):
             self.maps: dict[str, Map] = open_pinned_maps(folder_of(Options()))
         self.services = self.maps["services"].view(layout.dtype_of("service"))
-        self.slots = self.maps["slots"].view(np.dtype(np.uint64))
+        self.slots = self.maps["slots"].view(layout.dtype_of("slot"))["backend"]
         self.backends = self.maps["backends"].view(layout.dtype_of("backend"))
 
     def ids(self) -> dict[str, int]:

@@ -656,7 +656,7 @@ def test_affinity_ends_when_unused_for_its_time(net: Net) -> None:
         assert len(seen) > 1
         seen = set()
         quick.store.hz = HZ
-        quick.serve(service(net.vip, 80, [(b, 8080) for b in net.backends], affinity=2))
+        quick.serve(service(net.vip, 80, [(b, 8080) for b in net.backends], affinity=60))
         for _ in range(5):
             seen |= destinations(quick, net, 3)
             wait_jiffies(21)

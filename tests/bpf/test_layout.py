@@ -22,7 +22,7 @@ from .kit import NETS, PASS, Bench, datagram, frame, read, service, syn
 FIXED_ROWS = {"frontend4_key": 8, "frontend6_key": 20, "service": 32, "backend": 32, "flow4_key": 16, "flow6_key": 40}
 STRUCTS = [
     "frontend4_key", "frontend6_key", "service", "backend", "flow4_key", "flow6_key", "flow", "affinity_key", "node",
-    "settings", "answer",
+    "settings", "answer", "slot",
 ]  # fmt: skip
 SOCKET_STRUCTS = ["socket_peer", "socket_state"]
 COMMON = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -84,7 +84,7 @@ def test_rows_of_sockets_are_laid_out_as_compiled(name: str) -> None:
     check_struct(["connect.bpf.o"], name)
 
 
-@pytest.mark.parametrize("name", ["service", "backend", "node"])
+@pytest.mark.parametrize("name", ["service", "backend", "slot", "node"])
 def test_rows_of_mapped_arrays_have_no_hidden_padding(name: str) -> None:
     """The kernel rounds elements of an array up to 8 bytes; a view strides by the row's own size."""
     assert layout.dtype_of(name).itemsize % 8 == 0

@@ -18,14 +18,14 @@ __all__ = ["MapSet", "open_pinned_maps"]
 ARRAYS = {
     "service_addresses": np.dtype(np.uint64),
     "backend_sockets": np.dtype(np.uint64),
-    "slots": np.dtype(np.uint64),
+    "slots": None,
     "services": None,
     "backends": None,
     "node": None,
 }
 
 PRIVATE = frozenset({"answer"})  # a scratch element; all other maps outlive the process
-STRUCTS = {"services": "service", "backends": "backend", "node": "node"}
+STRUCTS = {"slots": "slot", "services": "service", "backends": "backend", "node": "node"}
 
 
 def _sizes(options: Options) -> dict[str, int]:

@@ -11,7 +11,7 @@ from typing import Any
 from dataplane.diff import changed_services
 from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel.bpf import BpfError, Object
-from dataplane.kernel.grace import jiffies_per_second
+from dataplane.kernel.grace import jiffies_per_second, wait_for_programs
 from dataplane.kernel.lock import hold
 from dataplane.kernel.packets import first_packet
 from dataplane.kernel.places import netns_cookie, pin_folder
@@ -135,6 +135,7 @@ class Ebpf:
 
     def _start_over(self) -> None:
         """What was planned and what was written may differ now: the next sync reads the maps and adopts."""
+        wait_for_programs()  # the quarantine is forgotten with the store: nobody may still look at what it held
         stamp = self.store.stamp
         self.store = Store(self.maps, self.hz, adopt=True)
         self.store.stamp = stamp

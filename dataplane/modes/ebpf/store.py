@@ -28,6 +28,7 @@ from dataplane.table import Entry, Protocol
 __all__ = ["Installed", "Store"]
 
 Key = tuple[int, str, int, int]  # family, address, port, protocol; an address entry has port and protocol 0
+FIRST_FILL = 500  # services
 EntryKey = tuple[str, int, int]  # name, family, protocol
 
 
@@ -126,7 +127,8 @@ class Store:
         self._gone_datagram_backends: list[int] = []
         self.services: NDArray[Any] = maps.view("services")
         self.backends: NDArray[Any] = maps.view("backends")
-        self.slots: NDArray[Any] = maps.view("slots")
+        self.slots: NDArray[Any] = maps.view("slots")["backend"]
+        self._endpoints: NDArray[Any] = maps.view("slots")["endpoint"]
         self._words = ffi.from_buffer("uint64_t[]", self.services)
         self._published = self.services["routes"].copy()
         self._words_per_service = layout.dtype_of("service").itemsize // 8
@@ -150,45 +152,58 @@ class Store:
 
     def apply(self, services: dict[str, tuple[Entry, ...]]) -> tuple[int, int]:
         """Make these services what is given (an empty tuple removes one); returns ports changed and removed."""
-        batch = Batch()
+        names = list(services)
+        # The first fill goes in parts: the memory that planning one of them needs serves the next one too.
+        step = max(1, len(names)) if self.installed else FIRST_FILL
         changed = removed = 0
-        for name, entries in services.items():
-            before = self.installed.get(name, {})
-            after: dict[EntryKey, Installed] = {}
-            unfit = self.unfit.pop(name, set())
-            for key in unfit:
-                del self.misfits[key]
-            wanted = {(entry.name, entry.family, int(entry.protocol)): entry for entry in entries}
-            for key, installed in before.items():
-                if key not in wanted:
-                    self._plan_removal(batch, installed)
-                    removed += 1
-            for key, entry in wanted.items():
-                known = before.get(key)
-                if known is not None and known.entry is entry and key not in unfit:
-                    after[key] = known
-                    continue
-                if known is not None and not _share_a_frontend(known.entry, entry):
-                    self._plan_removal(batch, known)  # another service by this name: flows to the former one may stay
-                    known = None
-                try:
-                    after[key] = self._plan(batch, entry, known)
-                    changed += 1
-                except FullError as error:
-                    self.misfits[key] = Misfit(entry.name, str(error))
-                    self.unfit.setdefault(name, set()).add(key)
-                    if known is not None:
-                        after[key] = known
-            if after:
-                self.installed[name] = after
-            else:
-                self.installed.pop(name, None)
-        waiting = self._commit(batch)
+        late: list[tuple[Batch, list[Key]]] = []
+        for start in range(0, len(names), step):
+            batch = Batch()
+            for name in names[start : start + step]:
+                more, less = self._plan_service(batch, name, services[name])
+                changed, removed = changed + more, removed + less
+            late.append((batch, self._commit(batch)))
+            late = [(waiting, keys) for waiting, keys in late if keys]
         if self._adopted is not None:
             self._adopted.remove_leftovers(self.installed, self._owners, self._addresses)
             self._adopted = None
-        if self._insert(batch, waiting):
+        if any([self._insert(waiting, keys) for waiting, keys in late]):  # noqa: C419 - all of them are tried
             raise DataplaneError("the maps of frontends hold more than this process wrote: `hybrid-proxy cleanup`")
+        return changed, removed
+
+    def _plan_service(self, batch: Batch, name: str, entries: tuple[Entry, ...]) -> tuple[int, int]:
+        """One service's ports; how many change and how many go."""
+        changed = removed = 0
+        before = self.installed.get(name, {})
+        after: dict[EntryKey, Installed] = {}
+        unfit = self.unfit.pop(name, set())
+        for key in unfit:
+            del self.misfits[key]
+        wanted = {(entry.name, entry.family, int(entry.protocol)): entry for entry in entries}
+        for key, installed in before.items():
+            if key not in wanted:
+                self._plan_removal(batch, installed)
+                removed += 1
+        for key, entry in wanted.items():
+            known = before.get(key)
+            if known is not None and known.entry is entry and key not in unfit:
+                after[key] = known
+                continue
+            if known is not None and not _share_a_frontend(known.entry, entry):
+                self._plan_removal(batch, known)  # another service by this name: flows to the former one may stay
+                known = None
+            try:
+                after[key] = self._plan(batch, entry, known)
+                changed += 1
+            except FullError as error:
+                self.misfits[key] = Misfit(entry.name, str(error))
+                self.unfit.setdefault(name, set()).add(key)
+                if known is not None:
+                    after[key] = known
+        if after:
+            self.installed[name] = after
+        else:
+            self.installed.pop(name, None)
         return changed, removed
 
     def _plan(self, batch: Batch, entry: Entry, known: Installed | None) -> Installed:
@@ -348,8 +363,7 @@ class Store:
     def _commit(self, batch: Batch) -> list[Key]:
         """Write everything; returns frontends for which there is room only after what is gone was removed."""
         self._write_backends(batch)
-        for offset, service, ids in batch.slots:
-            self.slots[offset : offset + len(ids)] = np.array(ids, dtype=np.uint64) | np.uint64(service << 32)
+        self._write_slots(batch)
         for service, flags, affinity in batch.services:
             self.services[service]["flags"] = flags
             self.services[service]["affinity"] = min(affinity * self.hz, 0xFFFFFFFF)
@@ -359,6 +373,21 @@ class Store:
         waiting = self._insert(batch, list(batch.frontends))
         self._remove(batch)
         return waiting
+
+    def _write_slots(self, batch: Batch) -> None:
+        if not batch.slots:
+            return
+        counts = [len(ids) for _, _, ids in batch.slots]
+        starts = np.array([offset for offset, _, _ in batch.slots], dtype=np.int64)
+        before = np.cumsum(counts) - counts
+        places = np.repeat(starts - before, counts) + np.arange(sum(counts))
+        services = np.repeat(np.array([service for _, service, _ in batch.slots], dtype=np.uint64), counts)
+        ids = np.fromiter((i for _, _, ring in batch.slots for i in ring), dtype=np.uint64, count=sum(counts))
+        rows = self.backends[ids.astype(np.int64)]
+        ports = rows["port"].astype(np.uint64) << np.uint64(32)
+        proof = (services & np.uint64(0xFFFF)) << np.uint64(48)
+        self._endpoints[places] = rows["address"][:, 0].astype(np.uint64) | ports | proof
+        self.slots[places] = ids | services << np.uint64(32)
 
     def _write_backends(self, batch: Batch) -> None:
         if batch.backend_ids:

@@ -68,7 +68,7 @@ def programmed(maps: MapSet) -> tuple[dict[Key, Port], set[tuple[int, str]]]:
     """What the maps say, following the programs' way: frontend, tag, service, slice word, slots, backends."""
     ports: dict[Key, Port] = {}
     addresses: set[tuple[int, str]] = set()
-    services, slots, backends = maps.view("services"), maps.view("slots"), Backends(maps)
+    services, slots, backends = maps.view("services"), maps.view("slots")["backend"], Backends(maps)
     service_bits, backend_bits = maps.view("service_addresses"), maps.view("backend_sockets")
     for family in (4, 6):
         keys, values = maps.maps[f"frontends{family}"].items(layout.frontend_dtype(family), np.dtype(np.uint64))
