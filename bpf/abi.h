@@ -20,6 +20,7 @@ enum abi_limits {
 	ROUTES = 2,	   /* distinct backend sets of one service port: the cluster's, this node's */
 	SERVICE_CIDRS = 4, /* of each family */
 	SOCKET_PEERS = 4,  /* service addresses that one unconnected UDP socket is remembered to talk to */
+	RECENT_BITS = 18,  /* reply tuples that are remembered after their connection ended */
 	SWEEP_KEYS = 16,   /* flows that one call of the sweep program re-checks */
 };
 
@@ -105,9 +106,10 @@ enum flow_flags {
 	FLOW_FIN = 1 << 3,	 /* this direction has ended */
 	FLOW_FIN_ACKED = 1 << 4, /* and the other one knows: a pair of which both are so is deleted */
 	FLOW_RESET = 1 << 5,
-	FLOW_OTHER_FIN = 1 << 7, /* the other direction has ended: acknowledgements are looked at */
-	FLOW_ANSWERED = 1 << 8,	 /* the backend accepted: the client's next segment establishes the pair */
-	FLOW_CLASH = 1 << 6,	 /* the reply tuple turned out to be a direct connection's: choose another port */
+	FLOW_OTHER_FIN = 1 << 7,   /* the other direction has ended: acknowledgements are looked at */
+	FLOW_ESTABLISHED = 1 << 9, /* both directions have spoken */
+	FLOW_ANSWERED = 1 << 8,	   /* the backend accepted: the client's next segment establishes the pair */
+	FLOW_CLASH = 1 << 6,	   /* the reply tuple turned out to be a direct connection's: choose another port */
 };
 
 /* What to make of a packet with the key's tuple. The pair's key is this tuple turned round. */
@@ -143,6 +145,8 @@ struct node {
 	__u32 cidr6[4][4];
 	__u32 mask6[4][4];
 	__u32 direct_flows; /* non-zero once a direct flow had to change its port */
+	__u32 overflowed;   /* non-zero once a TCP flow had to begin in the table that forgets */
+	__s32 opening;	    /* pairs among the flows that are not established; user space counts them again */
 };
 
 /* Set before load (`const volatile`, one struct: the order of scalars in .rodata is not the source's). */
@@ -152,6 +156,7 @@ struct settings {
 	__u32 reject_burst; /* refusals per CPU and second */
 	__u32 fast_path;
 	__u32 can_set_errno; /* bpf_set_retval exists */
+	__s32 max_opening;   /* pairs that may begin among the flows; more begin in the table that forgets */
 	__u32 udp_timeout;   /* jiffies after which an unused reply tuple may be claimed by another flow */
 };
 

@@ -1,7 +1,8 @@
 /* Flows: both directions of a connection, each entry complete, so that a known packet costs one lookup.
  *
- * A pair starts in `opening` (LRU) and moves to `flows` when the backend has answered. Entries are copied
- * before use and proved by their tag, because a hash element can be recycled while a program reads it.
+ * A connection's pair is put into `flows` at once, as long as few of these are not established; beyond that, in a
+ * flood of SYNs, and for datagrams it begins in `opening` (LRU) and moves when both sides have spoken. Entries are
+ * copied before use and proved by their tag, because a hash element can be recycled while a program reads it.
  */
 #ifndef HYBRID_PROXY_FLOW_H
 #define HYBRID_PROXY_FLOW_H
@@ -94,18 +95,65 @@ struct found {
 	enum flow_table table;
 };
 
+INLINE struct node *this_node(void)
+{
+	__u32 key = 0;
+
+	return bpf_map_lookup_elem(&node, &key);
+}
+
+/* May there be flows of this protocol in `opening`? For TCP only after a flood. */
+INLINE bool may_be_opening(__u8 protocol)
+{
+	struct node *self;
+
+	if (protocol != IPPROTO_TCP)
+		return true;
+	self = this_node();
+	return self && READ_ONCE(self->overflowed);
+}
+
 INLINE void find_flow(struct found *found, const struct tuple *t, const bool v6)
 {
 	__u32 tag = flow_tag(t, v6);
 
 	found->table = TABLE_FLOWS;
 	found->entry = flow_in(t, TABLE_FLOWS, v6);
-	if (!found->entry) {
+	if (!found->entry && may_be_opening(t->protocol)) {
 		found->table = TABLE_OPENING;
 		found->entry = flow_in(t, TABLE_OPENING, v6);
 	}
 	if (found->entry && READ_ONCE(found->entry->tag) != tag)
 		found->entry = NULL;
+}
+
+/* Where a new pair begins. */
+INLINE enum flow_table first_table(__u8 protocol)
+{
+	struct node *self = this_node();
+
+	if (protocol != IPPROTO_TCP || !self)
+		return TABLE_OPENING;
+	if (READ_ONCE(self->opening) < settings.max_opening)
+		return TABLE_FLOWS;
+	WRITE_ONCE(self->overflowed, 1);
+	return TABLE_OPENING;
+}
+
+INLINE void note_overflow(void)
+{
+	struct node *self = this_node();
+
+	if (self)
+		WRITE_ONCE(self->overflowed, 1);
+}
+
+INLINE void count_opening(__s32 step)
+{
+	struct node *self = this_node();
+
+	if (self)
+		__sync_fetch_and_add(&self->opening, step);
 }
 
 /* The tuple that a packet of this flow has after rewriting. */
@@ -144,8 +192,62 @@ INLINE void delete_pair(const struct tuple *key, const struct flow *f, const enu
 	struct tuple pair;
 
 	pair_key(&pair, f, key->protocol);
+	if (table == TABLE_FLOWS && !(f->flags & FLOW_ESTABLISHED))
+		count_opening(-1);
 	flow_delete(key, table, v6);
 	flow_delete(&pair, table, v6);
+}
+
+#define RECENT_SECONDS 60
+#define RECENT_TICK 8 /* jiffies >> 8 is a tick */
+
+INLINE __u64 *recent_place(const struct tuple *reply, const bool v6)
+{
+	__u32 index = (flow_tag(reply, v6) * 0x9e3779b1u) >> (32 - RECENT_BITS);
+
+	return bpf_map_lookup_elem(&recent, &index);
+}
+
+/* Whose tuple it is, in words: what the client called the other end. */
+INLINE __u64 recent_mark(const struct tuple *reply, const struct tuple *forward, const bool v6)
+{
+	__u64 tuple = flow_tag(reply, v6) & 0xffffff;
+	__u64 owner = hash_socket(forward->daddr, forward->dport, forward->protocol, v6) >> 8;
+
+	return tuple << 40 | owner << 16 | (now() >> RECENT_TICK & 0xffff);
+}
+
+/* Did another conversation have this reply tuple less than a minute ago? */
+INLINE bool was_anothers(const struct tuple *reply, const struct tuple *forward, const bool v6)
+{
+	__u64 *place = recent_place(reply, v6), mark = recent_mark(reply, forward, v6), seen;
+
+	if (!place)
+		return false;
+	seen = READ_ONCE(*place);
+	return seen && seen >> 40 == mark >> 40 && seen >> 16 != mark >> 16 &&
+	       (__u16)(mark - seen) <= (RECENT_SECONDS * settings.hz) >> RECENT_TICK;
+}
+
+INLINE void note_recent(const struct tuple *reply, const struct tuple *forward, const bool v6)
+{
+	__u64 *place = recent_place(reply, v6);
+
+	if (place && forward->protocol == IPPROTO_TCP)
+		WRITE_ONCE(*place, recent_mark(reply, forward, v6));
+}
+
+/* A connection ended in good order: its pair goes, its tuple is remembered. */
+INLINE void finish(const struct tuple *key, const struct flow *f, const enum flow_table table, const bool v6)
+{
+	struct tuple pair;
+
+	pair_key(&pair, f, key->protocol);
+	if (f->flags & FLOW_REPLY)
+		note_recent(key, &pair, v6);
+	else
+		note_recent(&pair, key, v6);
+	delete_pair(key, f, table, v6);
 }
 
 /* Whether a reply tuple's holder is gone in all but name: it ended, was reset, or nobody used it for long. */
@@ -189,12 +291,15 @@ INLINE bool claim_reply(struct tuple *reply, const struct tuple *forward, const 
 {
 	__u32 start = bpf_get_prandom_u32();
 
-	if (is_free(reply, forward, v6))
+	bool tcp = forward->protocol == IPPROTO_TCP;
+
+	if (is_free(reply, forward, v6) && !(tcp && was_anothers(reply, forward, v6)))
 		return true;
 	count(COUNT_TUPLE_CLASH);
 	for (int i = 0; i < CLASH_TRIES; i++) {
 		reply->dport = bpf_htons(CLASH_PORTS + ((start + i * 257) & (CLASH_PORTS - 1)));
-		if (!flow_in(reply, TABLE_FLOWS, v6) && !flow_in(reply, TABLE_OPENING, v6))
+		if (!flow_in(reply, TABLE_FLOWS, v6) && !flow_in(reply, TABLE_OPENING, v6) &&
+		    !(tcp && was_anothers(reply, forward, v6)))
 			return true;
 	}
 	return false;
@@ -208,16 +313,22 @@ INLINE bool lasts(const struct flow *f)
 	return now() - f->mark >= DATAGRAM_SECONDS * settings.hz;
 }
 
-/* Both directions have spoken: the pair moves to the table that nothing evicts. When that is full it stays. */
-INLINE void establish(const struct tuple *key, const struct flow *f, const bool v6)
+/* Both directions have spoken: from now on nothing evicts the pair. When `flows` is full it stays where it is. */
+INLINE void establish(const struct tuple *key, struct flow *f, const enum flow_table table, const bool v6)
 {
 	struct tuple pair;
 	struct flow *other;
 
 	pair_key(&pair, f, key->protocol);
-	other = flow_in(&pair, TABLE_OPENING, v6);
+	other = flow_in(&pair, table, v6);
 	if (!other)
 		return;
+	f->flags |= FLOW_ESTABLISHED;
+	other->flags |= FLOW_ESTABLISHED;
+	if (table == TABLE_FLOWS) {
+		count_opening(-1);
+		return;
+	}
 	if (flow_put(key, f, TABLE_FLOWS, BPF_ANY, v6) || flow_put(&pair, other, TABLE_FLOWS, BPF_ANY, v6)) {
 		flow_delete(key, TABLE_FLOWS, v6);
 		count(COUNT_FLOW_FULL);
@@ -271,22 +382,22 @@ INLINE bool touch(const struct packet *p, struct flow *f, const enum flow_table 
 /* The backend answered on a flow that is opening. A connection that it accepts is established by the client's next
  * segment, so that a flood of SYNs, each of them answered, still fills nothing but the table that forgets.
  */
-INLINE void note_answer(const struct packet *p, struct flow *reply, const bool v6)
+INLINE void note_answer(const struct packet *p, const struct found *found, const bool v6)
 {
+	struct flow *reply = found->entry, *forward;
 	struct tuple forward_key;
-	struct flow *forward;
 
 	if (p->tuple.protocol != IPPROTO_TCP && lasts(reply)) {
-		establish(&p->tuple, reply, v6);
+		establish(&p->tuple, reply, found->table, v6);
 		return;
 	}
 	if (!(p->tcp_flags & TCP_SYN)) {
-		touch(p, reply, TABLE_OPENING, v6);
+		touch(p, reply, found->table, v6);
 		return;
 	}
 	reply->flags |= FLOW_ANSWERED;
 	pair_key(&forward_key, reply, p->tuple.protocol);
-	forward = flow_in(&forward_key, TABLE_OPENING, v6);
+	forward = flow_in(&forward_key, found->table, v6);
 	if (forward)
 		forward->flags |= FLOW_ANSWERED;
 }
@@ -294,7 +405,7 @@ INLINE void note_answer(const struct packet *p, struct flow *reply, const bool v
 /* Is this the client's segment that follows the backend's SYN/ACK? */
 INLINE bool completes_handshake(const struct packet *p, const struct found *found)
 {
-	return found->table == TABLE_OPENING && found->entry->flags & FLOW_ANSWERED &&
+	return (found->entry->flags & (FLOW_ANSWERED | FLOW_ESTABLISHED)) == FLOW_ANSWERED &&
 	       (p->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST)) == TCP_ACK;
 }
 

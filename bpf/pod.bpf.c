@@ -6,6 +6,8 @@
  */
 #include "reply.h"
 
+#define EEXIST 17
+
 /* The packet's flow says what to do: rewrite, then hand over or pass on. */
 INLINE int follow(struct __sk_buff *skb, struct packet *p, struct found *found, const bool v6)
 {
@@ -14,8 +16,9 @@ INLINE int follow(struct __sk_buff *skb, struct packet *p, struct found *found, 
 	bool finished;
 
 	if (completes_handshake(p, found)) {
-		establish(&p->tuple, found->entry, v6);
-		find_flow(found, &p->tuple, v6);
+		establish(&p->tuple, found->entry, found->table, v6);
+		if (found->table == TABLE_OPENING)
+			find_flow(found, &p->tuple, v6);
 		if (!found->entry)
 			return drop(COUNT_SLOT_LOST);
 	}
@@ -26,12 +29,12 @@ INLINE int follow(struct __sk_buff *skb, struct packet *p, struct found *found, 
 	rewritten(&to, &flow, p->tuple.protocol);
 	rewrite(skb, p, &to, v6);
 	if (finished)
-		delete_pair(&p->tuple, &flow, found->table, v6);
+		finish(&p->tuple, &flow, found->table, v6);
 	if (flow.flags & FLOW_HAIRPIN) {
 		swap_frame(skb);
 		return bpf_redirect(skb->ifindex, 0);
 	}
-	if (!settings.fast_path || !flow.ifindex || found->table == TABLE_OPENING)
+	if (!settings.fast_path || !flow.ifindex || !(flow.flags & FLOW_ESTABLISHED))
 		return pass();
 	rewrite_frame(skb, flow.mac);
 	count(COUNT_FAST);
@@ -60,32 +63,57 @@ INLINE bool wants_renewal(const struct packet *p, const struct flow *f)
 	return true;
 }
 
-/* Store both directions of a new flow: `key` becomes `result`, and back. The reply tuple was claimed. */
-INLINE bool open_pair(struct __sk_buff *skb, const struct tuple *key, const struct tuple *result, struct flow *f,
-		      const bool v6)
+/* Store both directions of a new flow in one table: `key` becomes `result`, and back. 0 or a negative errno. */
+INLINE long put_pair(const struct tuple *key, const struct tuple *result, struct flow *f, const __u8 *mac,
+		     __u32 ifindex, const enum flow_table table, const bool v6)
 {
-	__u32 direction = f->flags, ifindex = skb->ifindex;
+	__u32 direction = f->flags;
 	struct tuple reply_key, reply_result;
-	__u8 mac[12];
+	long error;
 
 	turn_round(&reply_key, result);
 	turn_round(&reply_result, key);
 	fill_flow(f, &reply_key, &reply_result, v6);
 	f->flags = direction | FLOW_REPLY;
-	read_frame(skb, mac);
 	f->ifindex = ifindex;
 	__builtin_memcpy(f->mac, mac + 6, 6);
 	__builtin_memcpy(f->mac + 6, mac, 6);
-	if (flow_put(&reply_key, f, TABLE_OPENING, BPF_NOEXIST, v6))
-		return false;
+	error = flow_put(&reply_key, f, table, BPF_NOEXIST, v6);
+	if (error)
+		goto out;
 	fill_flow(f, key, result, v6);
 	f->flags = direction;
 	f->ifindex = 0;
-	if (flow_put(key, f, TABLE_OPENING, BPF_ANY, v6)) {
-		flow_delete(&reply_key, TABLE_OPENING, v6);
-		return false;
+	error = flow_put(key, f, table, BPF_ANY, v6);
+	if (error)
+		flow_delete(&reply_key, table, v6);
+out:
+	f->flags = direction;
+	return error;
+}
+
+/* The reply tuple was claimed. When `flows` has no room, the table that forgets keeps the service going. */
+INLINE bool open_pair(struct __sk_buff *skb, const struct tuple *key, const struct tuple *result, struct flow *f,
+		      const bool v6)
+{
+	__u32 ifindex = skb->ifindex;
+	struct tuple reply;
+	__u8 mac[12];
+
+	read_frame(skb, mac);
+	turn_round(&reply, result);
+	note_recent(&reply, key, v6);
+	if (first_table(key->protocol) == TABLE_FLOWS) {
+		long error = put_pair(key, result, f, mac, ifindex, TABLE_FLOWS, v6);
+
+		if (!error)
+			count_opening(1);
+		if (!error || error == -EEXIST)
+			return !error;
+		count(COUNT_FLOW_FULL);
+		note_overflow();
 	}
-	return true;
+	return !put_pair(key, result, f, mac, ifindex, TABLE_OPENING, v6);
 }
 
 /* The source that a pod sees when it talks to itself: this node, so that its answer comes back to us. */
@@ -150,7 +178,9 @@ INLINE int to_service(struct __sk_buff *skb, struct packet *p, const bool v6)
 			count(COUNT_DNAT);
 			return follow(skb, p, &found, v6);
 		}
-		if (!(found.entry->flags & FLOW_CLASH))
+		if (found.entry->flags & FLOW_CLASH)
+			flow_delete(&p->tuple, found.table, v6); /* the other half shows the clash */
+		else
 			delete_pair(&p->tuple, found.entry, found.table, v6);
 	} else if (p->tuple.protocol == IPPROTO_TCP && !is_opening_segment(p)) {
 		return pass(); /* somebody else's connection, netfilter's perhaps */
@@ -184,8 +214,10 @@ INLINE int open_direct(struct __sk_buff *skb, struct packet *p, struct tuple *re
 	if (!claim_reply(reply, &p->tuple, v6))
 		return drop(COUNT_TUPLE_EXHAUSTED);
 	result.sport = reply->dport;
-	if (result.sport == p->tuple.sport && p->tuple.protocol == IPPROTO_TCP)
+	if (result.sport == p->tuple.sport && p->tuple.protocol == IPPROTO_TCP) {
+		note_recent(reply, &p->tuple, v6);
 		return pass();
+	}
 	if (!open_pair(skb, &p->tuple, &result, &flow, v6))
 		return drop(COUNT_FLOW_FULL);
 	if (result.sport == p->tuple.sport)
@@ -225,7 +257,7 @@ INLINE int to_backend(struct __sk_buff *skb, struct packet *p, const bool v6)
 }
 
 /* Remember where the backend of an opening flow is, for the time after it is established. */
-INLINE void learn_backend(struct __sk_buff *skb, const struct packet *p, const struct flow *reply, const bool v6)
+INLINE void learn_backend(struct __sk_buff *skb, const struct packet *p, const struct found *reply, const bool v6)
 {
 	__u32 ifindex = skb->ifindex;
 	struct tuple forward_key;
@@ -234,8 +266,8 @@ INLINE void learn_backend(struct __sk_buff *skb, const struct packet *p, const s
 
 	if (p->tuple.protocol == IPPROTO_TCP && (p->tcp_flags & (TCP_SYN | TCP_ACK)) != (TCP_SYN | TCP_ACK))
 		return;
-	pair_key(&forward_key, reply, p->tuple.protocol);
-	forward = flow_in(&forward_key, TABLE_OPENING, v6);
+	pair_key(&forward_key, reply->entry, p->tuple.protocol);
+	forward = flow_in(&forward_key, reply->table, v6);
 	if (!forward)
 		return;
 	read_frame(skb, mac);
@@ -254,12 +286,12 @@ INLINE int from_backend(struct __sk_buff *skb, struct packet *p, const bool v6)
 	find_flow(&found, &p->tuple, v6);
 	if (!found.entry || !(found.entry->flags & FLOW_REPLY) || found.entry->flags & (FLOW_CLASH | FLOW_DIRECT))
 		return pass();
-	if (found.table == TABLE_OPENING) {
+	if (!(found.entry->flags & FLOW_ESTABLISHED)) {
 		if (!(found.entry->flags & FLOW_HAIRPIN)) {
-			learn_backend(skb, p, found.entry, v6);
+			learn_backend(skb, p, &found, v6);
 			return pass();
 		}
-		note_answer(p, found.entry, v6);
+		note_answer(p, &found, v6);
 		find_flow(&found, &p->tuple, v6);
 		if (!found.entry)
 			return pass();
@@ -312,16 +344,16 @@ INLINE bool is_clash(const struct packet *p, const struct flow *f)
 	       (p->tcp_flags & (TCP_SYN | TCP_ACK)) != (TCP_SYN | TCP_ACK);
 }
 
-INLINE void mark_clash(const struct packet *p, struct flow *reply, const bool v6)
+INLINE void mark_clash(const struct packet *p, const struct found *reply, const bool v6)
 {
 	struct tuple forward_key;
 	struct flow *forward;
 
-	pair_key(&forward_key, reply, p->tuple.protocol);
-	forward = flow_in(&forward_key, TABLE_OPENING, v6);
+	pair_key(&forward_key, reply->entry, p->tuple.protocol);
+	forward = flow_in(&forward_key, reply->table, v6);
 	if (forward)
 		forward->flags |= FLOW_CLASH;
-	reply->flags |= FLOW_CLASH;
+	reply->entry->flags |= FLOW_CLASH;
 	count(COUNT_TUPLE_CLASH);
 }
 
@@ -337,15 +369,15 @@ INLINE int reply_to_pod(struct __sk_buff *skb, struct packet *p, const bool v6)
 	rewritten(&to, found.entry, p->tuple.protocol);
 	if (same_tuple(&to, &p->tuple, v6))
 		return pass();
-	if (found.table == TABLE_OPENING) {
+	if (!(found.entry->flags & FLOW_ESTABLISHED)) {
 		if (is_clash(p, found.entry)) {
 			if (!(found.entry->flags & FLOW_CLASH))
-				mark_clash(p, found.entry, v6);
+				mark_clash(p, &found, v6);
 			return pass();
 		}
-		note_answer(p, found.entry, v6);
-	} else if (touch(p, found.entry, TABLE_FLOWS, v6)) {
-		delete_pair(&p->tuple, found.entry, TABLE_FLOWS, v6);
+		note_answer(p, &found, v6);
+	} else if (touch(p, found.entry, found.table, v6)) {
+		finish(&p->tuple, found.entry, found.table, v6);
 	}
 	count(COUNT_REPLY);
 	rewrite(skb, p, &to, v6);

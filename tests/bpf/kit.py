@@ -291,17 +291,22 @@ class Bench:
         self.maps.maps["reject_budget"].update(bytes(4), bytes(8 * cpus()))
 
     def forget(self) -> None:
-        """Empty every table of flows, the affinity memory and the counters."""
-        for family in (4, 6):
-            for table in ("flows", "opening"):
-                known = self.maps.maps[f"{table}{family}"]
-                for key in flow_arrays(known, family)[0]:
-                    known.delete(key.tobytes())
+        """Empty every table of flows, what is remembered of clients and tuples, and the counters."""
+        self.forget_flows()
+        self.maps.maps["recent"].view(np.dtype(np.uint64))[:] = 0
         memory = self.maps.maps["affinity"]
         for key in memory.items(layout.dtype_of("affinity_key"), np.dtype(np.uint64))[0]:
             memory.delete(key.tobytes())
         for number in range(layout.abi_constants()["COUNTERS"]):
             self.maps.maps["counters"].update(number.to_bytes(4, "little"), bytes(8 * cpus()))
+
+    def forget_flows(self) -> None:
+        """Empty every table of flows."""
+        for family in (4, 6):
+            for table in ("flows", "opening"):
+                known = self.maps.maps[f"{table}{family}"]
+                for key in flow_arrays(known, family)[0]:
+                    known.delete(key.tobytes())
 
     # packets
 

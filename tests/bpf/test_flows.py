@@ -257,7 +257,9 @@ def test_a_repeated_syn_keeps_its_backend(bench: Bench, net: Net) -> None:
 
 IDLE = [
     # flags of one half                                  protocol       seconds
-    pytest.param([],                                     Protocol.TCP,  86400, id="established"),
+    pytest.param(["FLOW_ESTABLISHED"],                   Protocol.TCP,  86400, id="established"),
+    pytest.param([],                                     Protocol.TCP,  60,    id="opening"),
+    pytest.param(["FLOW_ANSWERED"],                      Protocol.TCP,  60,    id="answered"),
     pytest.param(["FLOW_FIN"],                           Protocol.TCP,  3600,  id="one-fin"),
     pytest.param(["FLOW_FIN", "FLOW_FIN_ACKED"],         Protocol.TCP,  3600,  id="half-closed"),
     pytest.param(["FLOW_OTHER_FIN"],                     Protocol.TCP,  3600,  id="other-fin"),
@@ -472,10 +474,8 @@ def test_a_service_flow_first_then_directly(bench: Bench, net: Net) -> None:
 
 
 def test_directly_first_then_through_a_service(bench: Bench, net: Net) -> None:
-    """Only the backend's answer, which is none to a SYN, tells that the tuple is taken."""
+    """Nobody saw the direct connection begin: the backend's answer, which is none to a SYN, tells that it is there."""
     bench.serve(web(net))
-    opening = frame(net, net.client, net.backends[0], syn(dport=8080))
-    assert bench.ingress(opening) == (PASS, opening)
     first = read(bench.ingress(frame(net, net.client, net.vip, syn()))[1])
     assert first.sport == 40000
     challenge = frame(net, net.backends[0], net.client, segment(8080, 40000, "A", 77, 88), from_backend=True)
@@ -488,6 +488,25 @@ def test_directly_first_then_through_a_service(bench: Bench, net: Net) -> None:
     data = frame(net, net.backends[0], net.client, segment(8080, 40000, "PA", 77, 88), from_backend=True)
     assert bench.egress(data) == (PASS, data)
     assert bench.ingress(data) == (PASS, data)
+
+
+@pytest.mark.parametrize("first", ["direct", "service"])
+def test_a_tuple_is_remembered_after_its_connection(bench: Bench, net: Net, first: str) -> None:
+    """The backend keeps it in TIME_WAIT, and would refuse or ignore another conversation's SYN there."""
+    bench.serve(web(net))
+    direct, through = frame(net, net.client, net.backends[0], syn(dport=8080)), frame(net, net.client, net.vip, syn())
+    there, then = (direct, through) if first == "direct" else (through, direct)
+    assert read(bench.ingress(there)[1]).sport == 40000
+    bench.forget_flows()
+    assert read(bench.ingress(there)[1]).sport == 40000, "its own tuple may be used again"
+    bench.forget_flows()
+    moved = read(bench.ingress(then)[1])
+    assert moved.sport != 40000
+    assert moved.dst == net.backends[0]
+    answer = segment(8080, moved.sport, "SA", 1, 1001)
+    back = bench.egress(frame(net, net.backends[0], net.client, answer, from_backend=True))
+    expected = (net.backends[0], 8080) if first == "service" else (net.vip, 80)
+    assert read(back[1]).tuple == (*expected, net.client, 40000)
 
 
 def test_datagrams_directly_first_then_through_a_service(bench: Bench, net: Net) -> None:

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 SCAN_SECONDS = 5.0
 # Idle times in seconds, as nf_conntrack's and kube-proxy's defaults.
-ESTABLISHED, HALF_CLOSED, ENDED = 86400, 3600, 10
+ESTABLISHED, OPENING, HALF_CLOSED, ENDED = 86400, 60, 3600, 10
 UDP, SCTP = 180, 210
 ETHERNET = bytes(12) + b"\x08\x00"
 
@@ -41,6 +41,7 @@ def idle_limits(keys: NDArray[Any], values: NDArray[Any]) -> NDArray[np.int64]:
     """Seconds without a packet after which each flow is forgotten."""
     flags, protocols, names = values["flags"], keys["protocol"], abi_constants()
     limits = np.full(len(keys), ESTABLISHED, dtype=np.int64)
+    limits[flags & names["FLOW_ESTABLISHED"] == 0] = OPENING
     limits[flags & (names["FLOW_FIN"] | names["FLOW_OTHER_FIN"]) != 0] = HALF_CLOSED
     both = names["FLOW_FIN_ACKED"] | names["FLOW_OTHER_FIN"]
     limits[(flags & both == both) | (flags & names["FLOW_RESET"] != 0)] = ENDED
@@ -72,6 +73,7 @@ class Caretaker:
         self._candidates: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
         self._result: tuple[frozenset[int], frozenset[int], frozenset[int], frozenset[int]] | None = None
         self.known_flows = 0
+        self.opening_flows: int | None = None  # a new count, for the programs' own
         self.swept = 0
         self._thread = threading.Thread(target=self._run, name="caretaker", daemon=True)
 
@@ -152,15 +154,17 @@ class Caretaker:
             services, backends = self._candidates
         found_services: set[int] = set()
         found_backends: set[int] = set()
-        total = 0
+        total = opening = 0
+        young = abi_constants()["FLOW_ESTABLISHED"] | abi_constants()["FLOW_REPLY"]
         for family, known in self._flows.items():
             keys, values = flow_arrays(known, family)
             total += len(keys)
+            opening += int(np.count_nonzero(values["flags"] & young == 0))
             if len(keys):
                 found_services |= services.intersection(np.unique(values["service"]).tolist())
                 found_backends |= backends.intersection(np.unique(values["backend"]).tolist())
                 self._forget_idle(family, keys, values)
-        self.known_flows = total
+        self.known_flows, self.opening_flows = total, opening
         with self._lock:
             if services or backends:
                 self._result = (services, backends, frozenset(found_services), frozenset(found_backends))

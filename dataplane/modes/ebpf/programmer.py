@@ -91,6 +91,7 @@ class Ebpf:
             reject_burst=self.options.reject_rate,
             fast_path=int(self.options.fast_path),
             can_set_errno=int(can_set_errno),
+            max_opening=self.options.max_flows // 8,
             udp_timeout=UDP * self.hz,
         )
 
@@ -180,6 +181,9 @@ class Ebpf:
 
     def _collect(self) -> None:
         graced, scanned = self.caretaker.collect()
+        if self.caretaker.opening_flows is not None:
+            self.maps.view("node")["opening"] = self.caretaker.opening_flows
+            self.caretaker.opening_flows = None
         self.store.graced(graced)
         if scanned is not None:
             self.store.scanned(*scanned)
