@@ -20,7 +20,8 @@ enum abi_limits {
 	ROUTES = 2,	   /* distinct backend sets of one service port: the cluster's, this node's */
 	SERVICE_CIDRS = 4, /* of each family */
 	SOCKET_PEERS = 4,  /* service addresses that one unconnected UDP socket is remembered to talk to */
-	RECENT_BITS = 18,  /* reply tuples that are remembered after their connection ended */
+	RECENT_BITS = 16,  /* buckets of reply tuples that are remembered after their connection ended */
+	RECENT_MARKS = 4,  /* tuples in a bucket */
 	SWEEP_KEYS = 16,   /* flows that one call of the sweep program re-checks */
 };
 
@@ -127,6 +128,11 @@ struct flow {
 	__u32 ifindex; /* host side of the pod to hand established packets to, 0: the host's stack decides */
 	__u32 mark; /* TCP: the sequence number that acknowledges this direction's FIN; others: jiffies of the start */
 	__u8 mac[12]; /* destination and source of frames to that pod */
+};
+
+/* Each mark: hash of the tuple << 40 | hash of whom it belonged to << 16 | time in ticks of 256 jiffies. */
+struct recent_bucket {
+	__u64 marks[4];
 };
 
 struct affinity_key {

@@ -11,7 +11,9 @@
 
 #define DATAGRAM_SECONDS 2
 #define CLASH_TRIES 16
-#define CLASH_PORTS 32768 /* ports 32768-65535 replace a client's port that is taken */
+#define CLASH_PORTS 1024 /* below the ports that clients are given by their kernel, and below node ports */
+#define CLASH_PORTS_COUNT 28672
+#define CLASH_STEP 9973
 
 enum flow_table { TABLE_FLOWS, TABLE_OPENING };
 
@@ -201,40 +203,70 @@ INLINE void delete_pair(const struct tuple *key, const struct flow *f, const enu
 #define RECENT_SECONDS 60
 #define RECENT_TICK 8 /* jiffies >> 8 is a tick */
 
-INLINE __u64 *recent_place(const struct tuple *reply, const bool v6)
+INLINE struct recent_bucket *recent_bucket(const struct tuple *reply, const bool v6)
 {
 	__u32 index = (flow_tag(reply, v6) * 0x9e3779b1u) >> (32 - RECENT_BITS);
 
 	return bpf_map_lookup_elem(&recent, &index);
 }
 
-/* Whose tuple it is, in words: what the client called the other end. */
+/* Whose tuple it is: the client's socket and what it called the other end, because that is what a client's
+ * timestamps go by; out of order they make a backend in TIME_WAIT turn a SYN away (PAWS).
+ */
 INLINE __u64 recent_mark(const struct tuple *reply, const struct tuple *forward, const bool v6)
 {
 	__u64 tuple = flow_tag(reply, v6) & 0xffffff;
-	__u64 owner = hash_socket(forward->daddr, forward->dport, forward->protocol, v6) >> 8;
+	__u64 owner = (flow_tag(forward, v6) * 0x85ebca77u) >> 8;
 
 	return tuple << 40 | owner << 16 | (now() >> RECENT_TICK & 0xffff);
+}
+
+INLINE __u16 ticks_between(__u64 later, __u64 earlier)
+{
+	return (__u16)later - (__u16)earlier;
 }
 
 /* Did another conversation have this reply tuple less than a minute ago? */
 INLINE bool was_anothers(const struct tuple *reply, const struct tuple *forward, const bool v6)
 {
-	__u64 *place = recent_place(reply, v6), mark = recent_mark(reply, forward, v6), seen;
+	struct recent_bucket *bucket = recent_bucket(reply, v6);
+	__u64 mark = recent_mark(reply, forward, v6);
 
-	if (!place)
+	if (!bucket)
 		return false;
-	seen = READ_ONCE(*place);
-	return seen && seen >> 40 == mark >> 40 && seen >> 16 != mark >> 16 &&
-	       (__u16)(mark - seen) <= (RECENT_SECONDS * settings.hz) >> RECENT_TICK;
+#pragma unroll
+	for (int i = 0; i < RECENT_MARKS; i++) {
+		__u64 seen = READ_ONCE(bucket->marks[i]);
+
+		if (seen && seen >> 40 == mark >> 40)
+			return seen >> 16 != mark >> 16 &&
+			       ticks_between(mark, seen) <= (RECENT_SECONDS * settings.hz) >> RECENT_TICK;
+	}
+	return false;
 }
 
+/* In place of what was known of this tuple, else of the oldest in its bucket. */
 INLINE void note_recent(const struct tuple *reply, const struct tuple *forward, const bool v6)
 {
-	__u64 *place = recent_place(reply, v6);
+	struct recent_bucket *bucket = recent_bucket(reply, v6);
+	__u64 mark = recent_mark(reply, forward, v6);
+	__u32 chosen = 0, age = 0;
 
-	if (place && forward->protocol == IPPROTO_TCP)
-		WRITE_ONCE(*place, recent_mark(reply, forward, v6));
+	if (!bucket || forward->protocol != IPPROTO_TCP)
+		return;
+#pragma unroll
+	for (int i = 0; i < RECENT_MARKS; i++) {
+		__u64 seen = READ_ONCE(bucket->marks[i]);
+		__u32 rank = seen ? ticks_between(mark, seen) + 1 : 1 << 17;
+
+		if (seen >> 40 == mark >> 40)
+			rank = 1 << 18;
+		if (rank > age) {
+			age = rank;
+			chosen = i;
+		}
+	}
+	WRITE_ONCE(bucket->marks[chosen & (RECENT_MARKS - 1)], mark);
 }
 
 /* A connection ended in good order: its pair goes, its tuple is remembered. */
@@ -250,7 +282,8 @@ INLINE void finish(const struct tuple *key, const struct flow *f, const enum flo
 	delete_pair(key, f, table, v6);
 }
 
-/* Whether a reply tuple's holder is gone in all but name: it ended, was reset, or nobody used it for long. */
+/* Whether a reply tuple's holder is gone in all but name: it ended, was reset, or nobody used it for
+ * long. */
 INLINE bool is_abandoned(const struct flow *f, __u8 protocol)
 {
 	if (f->flags & FLOW_RESET || (f->flags & FLOW_FIN_ACKED && f->flags & FLOW_OTHER_FIN))
@@ -264,8 +297,8 @@ INLINE bool same_tuple(const struct tuple *a, const struct tuple *b, const bool 
 	       a->dport == b->dport;
 }
 
-/* May `key` (backend -> client) become the reply entry of the flow whose own key is `forward`? An entry that
- * nobody uses any more, or our own whose other half was evicted, makes way.
+/* May `key` (backend -> client) become the reply entry of the flow whose own key is `forward`? An entry
+ * that nobody uses any more, or our own whose other half was evicted, makes way.
  */
 INLINE bool is_free(const struct tuple *key, const struct tuple *forward, const bool v6)
 {
@@ -284,36 +317,42 @@ INLINE bool is_free(const struct tuple *key, const struct tuple *forward, const 
 	return true;
 }
 
-/* Choose the source port that the backend sees, so that replies belong to one flow only: the client's own if
- * it is free. `reply` is the key backend -> client; false: none of the ports tried is free.
+/* Choose the source port that the backend sees, so that replies belong to one flow only: the client's own if it is
+ * free. `reply` is the key backend -> client; false: none of the ports tried is free. A client's port leads to the
+ * same first candidate every time, so that a conversation that comes again meets its own tuple. One that another
+ * had a minute ago is taken when there is nothing better.
  */
 INLINE bool claim_reply(struct tuple *reply, const struct tuple *forward, const bool v6)
 {
-	__u32 start = bpf_get_prandom_u32();
+	bool free = is_free(reply, forward, v6), tcp = forward->protocol == IPPROTO_TCP;
+	__u32 start = bpf_ntohs(reply->dport);
+	__be16 second_best = free ? reply->dport : 0;
 
-	bool tcp = forward->protocol == IPPROTO_TCP;
-
-	if (is_free(reply, forward, v6) && !(tcp && was_anothers(reply, forward, v6)))
+	if (free && !(tcp && was_anothers(reply, forward, v6)))
 		return true;
 	count(COUNT_TUPLE_CLASH);
 	for (int i = 0; i < CLASH_TRIES; i++) {
-		reply->dport = bpf_htons(CLASH_PORTS + ((start + i * 257) & (CLASH_PORTS - 1)));
-		if (!flow_in(reply, TABLE_FLOWS, v6) && !flow_in(reply, TABLE_OPENING, v6) &&
-		    !(tcp && was_anothers(reply, forward, v6)))
+		reply->dport = bpf_htons(CLASH_PORTS + (start + i * CLASH_STEP) % CLASH_PORTS_COUNT);
+		if (flow_in(reply, TABLE_FLOWS, v6) || flow_in(reply, TABLE_OPENING, v6))
+			continue;
+		if (!(tcp && was_anothers(reply, forward, v6)))
 			return true;
+		second_best = second_best ? second_best : reply->dport;
 	}
-	return false;
+	reply->dport = second_best;
+	return second_best != 0;
 }
 
-/* A datagram's flow counts as established when it lasts, as in nf_conntrack: a question with one answer, most of
- * what DNS is, stays where it costs nothing to forget it.
+/* A datagram's flow counts as established when it lasts, as in nf_conntrack: a question with
+ * one answer, most of what DNS is, stays where it costs nothing to forget it.
  */
 INLINE bool lasts(const struct flow *f)
 {
 	return now() - f->mark >= DATAGRAM_SECONDS * settings.hz;
 }
 
-/* Both directions have spoken: from now on nothing evicts the pair. When `flows` is full it stays where it is. */
+/* Both directions have spoken: from now on nothing evicts the pair. When `flows` is full it
+ * stays where it is. */
 INLINE void establish(const struct tuple *key, struct flow *f, const enum flow_table table, const bool v6)
 {
 	struct tuple pair;
@@ -338,8 +377,8 @@ INLINE void establish(const struct tuple *key, struct flow *f, const enum flow_t
 	flow_delete(&pair, TABLE_OPENING, v6);
 }
 
-/* Did this packet, of `f`'s direction, acknowledge the other direction's FIN? Then note it; returns true when both
- * FINs are acknowledged and the pair is finished.
+/* Did this packet, of `f`'s direction, acknowledge the other direction's FIN? Then note it;
+ * returns true when both FINs are acknowledged and the pair is finished.
  */
 INLINE bool note_ack(const struct packet *p, struct flow *f, struct flow *other)
 {
@@ -348,8 +387,9 @@ INLINE bool note_ack(const struct packet *p, struct flow *f, struct flow *other)
 	return f->flags & FLOW_FIN_ACKED && other->flags & FLOW_FIN_ACKED;
 }
 
-/* Note the packet: time stamps of both directions at most once a second, ends of TCP connections when they
- * happen. Returns true when the pair is finished and may be deleted after this packet.
+/* Note the packet: time stamps of both directions at most once a second, ends of TCP
+ * connections when they happen. Returns true when the pair is finished and may be deleted after
+ * this packet.
  */
 INLINE bool touch(const struct packet *p, struct flow *f, const enum flow_table table, const bool v6)
 {
@@ -379,8 +419,9 @@ INLINE bool touch(const struct packet *p, struct flow *f, const enum flow_table 
 	return ending && note_ack(p, f, other);
 }
 
-/* The backend answered on a flow that is opening. A connection that it accepts is established by the client's next
- * segment, so that a flood of SYNs, each of them answered, still fills nothing but the table that forgets.
+/* The backend answered on a flow that is opening. A connection that it accepts is established
+ * by the client's next segment, so that a flood of SYNs, each of them answered, still fills
+ * nothing but the table that forgets.
  */
 INLINE void note_answer(const struct packet *p, const struct found *found, const bool v6)
 {

@@ -42,10 +42,10 @@ HASH_MAP(flows6, BPF_MAP_TYPE_HASH, struct flow6_key, struct flow, 262144);
  */
 HASH_MAP(opening4, BPF_MAP_TYPE_LRU_HASH, struct flow4_key, struct flow, 65536);
 HASH_MAP(opening6, BPF_MAP_TYPE_LRU_HASH, struct flow6_key, struct flow, 65536);
-/* Reply tuples of late: hash of the tuple << 40 | hash of whom it belonged to << 16 | time. A backend that closed a
- * connection keeps its tuple for a minute (TIME_WAIT); another conversation must not meet it there.
+/* Reply tuples of late. A backend that closed a connection keeps its tuple for a minute (TIME_WAIT); another
+ * conversation must not meet it there.
  */
-ARRAY_MAP(recent, __u64, 1 << RECENT_BITS);
+ARRAY_MAP(recent, struct recent_bucket, 1 << RECENT_BITS);
 /* Client and service -> backend | jiffies of the last connection << 32. */
 HASH_MAP(affinity, BPF_MAP_TYPE_LRU_HASH, struct affinity_key, __u64, 65536);
 /* Addresses of this node; what else may change at run time. */

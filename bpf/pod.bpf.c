@@ -46,6 +46,21 @@ INLINE bool is_opening_segment(const struct packet *p)
 	return (p->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST | TCP_FIN)) == TCP_SYN;
 }
 
+/* May a SYN begin anew with this flow's ports? */
+INLINE bool has_ended(const struct flow *f)
+{
+	return f->flags & (FLOW_FIN | FLOW_OTHER_FIN | FLOW_RESET | FLOW_CLASH);
+}
+
+/* Forget a flow that is about to begin anew. After a clash the other half stays: it shows that the tuple is taken. */
+INLINE void make_way(const struct tuple *key, const struct found *found, const bool v6)
+{
+	if (found->entry->flags & FLOW_CLASH)
+		flow_delete(key, found->table, v6);
+	else
+		delete_pair(key, found->entry, found->table, v6);
+}
+
 /* Does this packet want another backend than its flow has? A new connection from a port that was used before,
  * or a datagram to a backend that is gone. Established TCP stays with its backend.
  */
@@ -54,7 +69,7 @@ INLINE bool wants_renewal(const struct packet *p, const struct flow *f)
 	if (p->tuple.protocol == IPPROTO_TCP) {
 		if (!is_opening_segment(p))
 			return false;
-		if (f->flags & (FLOW_FIN | FLOW_OTHER_FIN | FLOW_RESET | FLOW_CLASH))
+		if (has_ended(f))
 			return true;
 	}
 	if (is_serving(f->backend, f->service, f->daddr, f->dport))
@@ -178,10 +193,7 @@ INLINE int to_service(struct __sk_buff *skb, struct packet *p, const bool v6)
 			count(COUNT_DNAT);
 			return follow(skb, p, &found, v6);
 		}
-		if (found.entry->flags & FLOW_CLASH)
-			flow_delete(&p->tuple, found.table, v6); /* the other half shows the clash */
-		else
-			delete_pair(&p->tuple, found.entry, found.table, v6);
+		make_way(&p->tuple, &found, v6);
 	} else if (p->tuple.protocol == IPPROTO_TCP && !is_opening_segment(p)) {
 		return pass(); /* somebody else's connection, netfilter's perhaps */
 	}
@@ -244,12 +256,14 @@ INLINE int to_backend(struct __sk_buff *skb, struct packet *p, const bool v6)
 	find_flow(&found, &p->tuple, v6);
 	if (found.entry && !(found.entry->flags & FLOW_DIRECT))
 		return pass();
-	if (found.entry && !(opens && found.entry->flags & (FLOW_FIN | FLOW_OTHER_FIN | FLOW_RESET))) {
+	if (found.entry && !(opens && has_ended(found.entry))) {
 		if (found.entry->sport != p->tuple.sport)
 			return follow(skb, p, &found, v6);
 		touch(p, found.entry, found.table, v6);
 		return pass();
 	}
+	if (found.entry)
+		make_way(&p->tuple, &found, v6);
 	if (tcp && !opens)
 		return pass();
 	turn_round(&reply, &p->tuple);

@@ -293,7 +293,7 @@ class Bench:
     def forget(self) -> None:
         """Empty every table of flows, what is remembered of clients and tuples, and the counters."""
         self.forget_flows()
-        self.maps.maps["recent"].view(np.dtype(np.uint64))[:] = 0
+        self.maps.maps["recent"].view(layout.dtype_of("recent_bucket"))["marks"] = 0
         memory = self.maps.maps["affinity"]
         for key in memory.items(layout.dtype_of("affinity_key"), np.dtype(np.uint64))[0]:
             memory.delete(key.tobytes())

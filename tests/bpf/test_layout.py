@@ -22,7 +22,7 @@ from .kit import NETS, PASS, Bench, datagram, frame, read, service, syn
 FIXED_ROWS = {"frontend4_key": 8, "frontend6_key": 20, "service": 32, "backend": 32, "flow4_key": 16, "flow6_key": 40}
 STRUCTS = [
     "frontend4_key", "frontend6_key", "service", "backend", "flow4_key", "flow6_key", "flow", "affinity_key", "node",
-    "settings", "answer", "slot",
+    "settings", "answer", "slot", "recent_bucket",
 ]  # fmt: skip
 SOCKET_STRUCTS = ["socket_peer", "socket_state"]
 COMMON = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
