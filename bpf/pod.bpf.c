@@ -34,8 +34,10 @@ INLINE int follow(struct __sk_buff *skb, struct packet *p, struct found *found, 
 		swap_frame(skb);
 		return bpf_redirect(skb->ifindex, 0);
 	}
-	if (!settings.fast_path || !flow.ifindex || !(flow.flags & FLOW_ESTABLISHED))
+	if (!settings.fast_path || !flow.ifindex || !(flow.flags & FLOW_ESTABLISHED)) {
+		count(flow.flags & FLOW_REPLY ? COUNT_REPLY : COUNT_DNAT);
 		return pass();
+	}
 	rewrite_frame(skb, flow.mac);
 	count(COUNT_FAST);
 	return bpf_redirect_peer(flow.ifindex, 0);
@@ -189,10 +191,8 @@ INLINE int to_service(struct __sk_buff *skb, struct packet *p, const bool v6)
 
 	find_flow(&found, &p->tuple, v6);
 	if (found.entry) {
-		if (!wants_renewal(p, found.entry)) {
-			count(COUNT_DNAT);
+		if (!wants_renewal(p, found.entry))
 			return follow(skb, p, &found, v6);
-		}
 		make_way(&p->tuple, &found, v6);
 	} else if (p->tuple.protocol == IPPROTO_TCP && !is_opening_segment(p)) {
 		return pass(); /* somebody else's connection, netfilter's perhaps */
@@ -312,7 +312,6 @@ INLINE int from_backend(struct __sk_buff *skb, struct packet *p, const bool v6)
 	} else if (!(found.entry->flags & FLOW_HAIRPIN) && (!settings.fast_path || !found.entry->ifindex)) {
 		return pass();
 	}
-	count(COUNT_REPLY);
 	return follow(skb, p, &found, v6);
 }
 
@@ -330,18 +329,18 @@ INLINE int from_pod(struct __sk_buff *skb, const bool v6)
 			return translate_related(skb, &p, v6);
 		return other_to_service(skb, &p, v6);
 	}
+	if (p.kind == PACKET_TRANSPORT && may_be_backend(p.tuple.saddr, p.tuple.sport, p.tuple.protocol, v6)) {
+		int verdict = from_backend(skb, &p, v6);
+
+		if (verdict != TC_ACT_UNSPEC)
+			return verdict;
+	}
 	if (is_unallocated(p.tuple.daddr, v6))
 		return drop(COUNT_DROP_UNALLOCATED);
 	if (is_to_hairpin_source(&p, v6))
 		return translate_related(skb, &p, v6);
 	if (p.kind != PACKET_TRANSPORT)
 		return pass();
-	if (may_be_backend(p.tuple.saddr, p.tuple.sport, p.tuple.protocol, v6)) {
-		int verdict = from_backend(skb, &p, v6);
-
-		if (verdict != TC_ACT_UNSPEC)
-			return verdict;
-	}
 	if (may_be_backend(p.tuple.daddr, p.tuple.dport, p.tuple.protocol, v6))
 		return to_backend(skb, &p, v6);
 	return pass();

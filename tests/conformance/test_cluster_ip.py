@@ -243,6 +243,19 @@ def test_two_vips_of_one_backend_from_one_source_port(bench: Bench, protocol: st
     both_answer(bench, [service.vip(family) for service in services], protocol, family)
 
 
+def test_a_port_serves_the_vip_and_then_the_backend(bench: Bench, family: int) -> None:
+    """The backend closes first and keeps each tuple in TIME_WAIT; its answer to another conversation there would be
+    an acknowledgement, and the client's next SYN comes a second later. Many ports, because luck is half of it.
+    """
+    service = bench.service("pod2", target=HTTP)
+    direct = (bench.lab["pod2"].address(family), HTTP)
+    for way in (service.vip(family), direct, service.vip(family)):
+        for port in range(40_000, 40_040):
+            with bench.connect("pod1", way, family, port, timeout=0.8) as connection:
+                assert ask_tcp(connection, close=True).pod == "pod2"
+                assert connection.recv(1) == b"", "the server was to close first"
+
+
 def both_answer(bench: Bench, ways: list[tuple[str, int]], protocol: str, family: int) -> None:
     """Two sockets of one source port, used in turns; the backend must see two different clients."""
     port = both_answer.port = both_answer.port + 1
