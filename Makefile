@@ -6,12 +6,11 @@ OBJECTS  := dataplane/modes/ebpf/objects
 SOURCES  := $(wildcard bpf/*.bpf.c)
 HEADERS  := $(wildcard bpf/*.h)
 BUILT    := $(patsubst bpf/%.bpf.c,$(OBJECTS)/%.bpf.o,$(SOURCES)) $(OBJECTS)/abi.h
-APT      := clang llvm clang-format bpftool libbpf-dev libbpf1 linux-libc-dev libc6-dev gcc make python3-venv python3-dev nftables
+APT      := iproute2 util-linux clang llvm clang-format bpftool libbpf-dev libbpf1 linux-libc-dev libc6-dev gcc make python3-venv python3-dev nftables
 STAMPS   := $(VENV)/.stamps
 
 CLANG    ?= clang
-TRIPLE   := $(shell gcc -print-multiarch 2>/dev/null || uname -m)-linux-gnu
-INCLUDES := -I/usr/include/$(shell gcc -print-multiarch 2>/dev/null || echo $(TRIPLE))
+INCLUDES := -I/usr/include/$(shell uname -m)-linux-gnu
 CFLAGS_BPF := -O2 -g -target bpf -mcpu=v3 -Wall -Wextra -Werror -Wno-unused-parameter -Wno-sign-compare $(INCLUDES)
 
 # $(call quiet,words) says what is being done; V=1 shows the commands too.
