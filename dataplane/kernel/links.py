@@ -26,6 +26,7 @@ POD_KINDS = frozenset({"veth", "netkit"})
 INGRESS, EGRESS = 0xFFFFFFF2, 0xFFFFFFF3
 PRIORITY = 1
 HANDLE = 0x4850  # "HP": our filters are those with this handle and our name
+NAME = "hybrid_proxy_"
 RTNLGRP = 0x1 | 0x10 | 0x100 | 0x40  # links, IPv4 and IPv6 addresses, IPv4 routes
 
 
@@ -139,11 +140,18 @@ def clsact_attach(index: int, program: int, name: str, *, ingress: bool) -> None
                 raise BpfError(f"clsact at interface {index}", error.code) from error
         try:
             ip.tc(
-                "replace-filter", "bpf", index, handle=HANDLE, prio=PRIORITY, fd=program, name=name, parent=parent,
-                classid=1, direct_action=True,
+                "replace-filter", "bpf", index, handle=HANDLE, prio=PRIORITY, fd=program, name=NAME + name,
+                parent=parent, classid=1, direct_action=True,
             )  # fmt: skip
         except NetlinkError as error:
             raise BpfError(f"tc filter at interface {index}", error.code) from error
+
+
+def _is_ours(known: object) -> bool:
+    """By handle and name: another program may have chosen the same handle."""
+    options = known.get_attr("TCA_OPTIONS")  # type: ignore[attr-defined]
+    name = options.get_attr("TCA_BPF_NAME") if hasattr(options, "get_attr") else None
+    return known["handle"] == HANDLE and str(name or "").startswith(NAME)  # type: ignore[index]
 
 
 def clsact_detach(index: int) -> int:
@@ -152,7 +160,7 @@ def clsact_detach(index: int) -> int:
     with IPRoute() as ip:
         for parent in (INGRESS, EGRESS):
             try:
-                filters = [f for f in ip.get_filters(index=index, parent=parent) if f["handle"] == HANDLE]
+                filters = [f for f in ip.get_filters(index=index, parent=parent) if _is_ours(f)]
                 for _ in filters:
                     ip.tc("del-filter", "bpf", index, handle=HANDLE, prio=PRIORITY, parent=parent)
                     removed += 1

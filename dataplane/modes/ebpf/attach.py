@@ -20,7 +20,7 @@ from dataplane.kernel.links import Interface, clsact_attach, clsact_detach, is_p
 from dataplane.kernel.places import cgroup_of_node
 from dataplane.mode import Options
 
-__all__ = ["Pods", "Sockets", "detach_everything"]
+__all__ = ["Pods", "Sockets", "detach_everything", "remove_pins"]
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Pods:
                 self.kind = "clsact"
                 log.warning("this kernel has no TCX links (%s); clsact filters are used instead", error)
         if self.kind == "clsact":
-            clsact_attach(interface.index, program, f"hybrid_proxy_{name}", ingress=ingress)
+            clsact_attach(interface.index, program, name, ingress=ingress)
 
     def _detach(self, index: int) -> None:
         interface = self.attached.pop(index)
@@ -183,12 +183,22 @@ def detach_everything(folder: Path) -> int:
     for interface in read_node().interfaces:
         with contextlib.suppress(OSError):
             removed += clsact_detach(interface.index)
-    if folder.is_dir():
-        for path in sorted(folder.iterdir()):
-            if path.is_dir():
-                path.rmdir()
-            else:
-                path.unlink()
-                removed += 1
-        folder.rmdir()
+    return removed + remove_pins(folder)
+
+
+def remove_pins(folder: Path) -> int:
+    """Remove the pins in a folder, the folder, and those above it that are ours and empty; how many pins went."""
+    if not folder.is_dir():
+        return 0
+    removed = 0
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            path.rmdir()
+        else:
+            path.unlink()
+            removed += 1
+    for emptied in (folder, folder.parent, folder.parent.parent):
+        if emptied.name == "bpf" or any(emptied.iterdir()):
+            break
+        emptied.rmdir()
     return removed

@@ -37,11 +37,7 @@ def clean(options: Options) -> int:
     folder = folder_of(options)
     if folder.is_dir():
         os.close(hold(folder, f"the eBPF maps at {folder}"))
-    removed = attach.detach_everything(folder)
-    for parent in (folder.parent, folder.parent.parent):
-        if parent.is_dir() and parent.name != "bpf" and not any(parent.iterdir()):
-            parent.rmdir()
-    return removed
+    return attach.detach_everything(folder)
 
 
 class Ebpf:
@@ -69,6 +65,9 @@ class Ebpf:
             self._pod = self._load("pod.bpf.o")
             self._inspect = self._load("inspect.bpf.o")
         except BpfError as error:
+            if not getattr(self, "adopted", True):
+                attach.remove_pins(self.folder)
+            os.close(self._lock)
             raise Unsupported("eBPF", f"the kernel refused the programs or maps: {error}") from error
         self._connect = self._load_socket_programs()
         self.store = Store(self.maps, self.hz)
@@ -245,6 +244,8 @@ class Ebpf:
             if loaded is not None:
                 loaded.close()
         self.maps.close()
+        if not self._attached and not self.adopted:
+            attach.remove_pins(self.folder)  # nothing was ever programmed: leave no empty maps behind
         os.close(self._lock)
 
 

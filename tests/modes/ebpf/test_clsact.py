@@ -1,0 +1,55 @@
+"""Kernels without TCX links: our filters at a clsact qdisc, swapped in place, removed exactly. Real tc, a real lab."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from controller.lab.network import Lab
+from dataplane.kernel.bpf import Object
+from dataplane.kernel.links import EGRESS, INGRESS, clsact_attach, clsact_detach, read_node
+from dataplane.modes.ebpf.layout import OBJECTS
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture
+def inside_node() -> Iterator[Lab]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: makes network namespaces and a cgroup of its own")
+    with Lab(f"k{os.getpid()}", 3) as lab, lab.inside("node"):
+        yield lab
+
+
+def filters(index: int, parent: int) -> list[str]:
+    from pyroute2 import IPRoute
+
+    with IPRoute() as ip:
+        found = [f.get_attr("TCA_OPTIONS") for f in ip.get_filters(index=index, parent=parent)]
+        return [name for options in found if options and (name := options.get_attr("TCA_BPF_NAME"))]
+
+
+def test_clsact_filters_are_swapped_in_place_and_removed_exactly(inside_node: Lab) -> None:
+    from pyroute2 import IPRoute
+
+    programs = Object(OBJECTS / "pod.bpf.o")
+    programs.load()
+    index = next(i.index for i in read_node().interfaces if i.name == inside_node["pod1"].interface)
+    for _ in range(2):
+        clsact_attach(index, programs.program("pod_ingress"), "pod_ingress", ingress=True)
+        clsact_attach(index, programs.program("pod_egress"), "pod_egress", ingress=False)
+    with IPRoute() as ip:
+        ip.tc(
+            "add-filter", "bpf", index, handle=7, prio=9, fd=programs.program("pod_egress"), name="somebody_elses",
+            parent=INGRESS, classid=1, direct_action=True,
+        )  # fmt: skip
+    assert filters(index, INGRESS) == ["hybrid_proxy_pod_ingress", "somebody_elses"]
+    assert filters(index, EGRESS) == ["hybrid_proxy_pod_egress"]
+
+    assert clsact_detach(index) == 2
+    assert filters(index, INGRESS) == ["somebody_elses"]
+    assert filters(index, EGRESS) == []
+    assert clsact_detach(index) == 0
+    programs.close()
