@@ -17,7 +17,7 @@ from tests.benchmarks.kit import NODE, ApiAgent, Result, Target, built, lab, med
 SERVICES, ENDPOINTS = 10_000, 10
 PORT, VIP = 9000, "10.97.1.1"
 SECONDS = 0.3
-ROUNDS, FEW = 30, 10
+ROUNDS, FEW = 30, 7
 # Client and server share one: what a connection costs in all, no idle CPU to wake. The last has fewest interrupts.
 ONE_CPU = ("taskset", "-c", str(max(os.sched_getaffinity(0))))
 BOTH_CPUS: tuple[str, ...] = ()
