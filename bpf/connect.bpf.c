@@ -87,19 +87,6 @@ INLINE int fail(int error)
 	return REFUSE;
 }
 
-INLINE void own_address(__u32 *address, const bool v6)
-{
-	__u32 key = 0;
-	struct node *self = bpf_map_lookup_elem(&node, &key);
-
-	if (!self)
-		return;
-	if (v6)
-		copy_address(address, self->primary6);
-	else
-		address[0] = self->primary4;
-}
-
 /* A socket has no source address yet: affinity goes by the node's. */
 INLINE void choose_for(struct choice *c, const struct target *t, __u8 protocol)
 {

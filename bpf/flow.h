@@ -97,13 +97,6 @@ struct found {
 	enum flow_table table;
 };
 
-INLINE struct node *this_node(void)
-{
-	__u32 key = 0;
-
-	return bpf_map_lookup_elem(&node, &key);
-}
-
 /* May there be flows of this protocol in `opening`? For TCP only after a flood. */
 INLINE bool may_be_opening(__u8 protocol)
 {
@@ -129,6 +122,14 @@ INLINE void find_flow(struct found *found, const struct tuple *t, const bool v6)
 		found->entry = NULL;
 }
 
+INLINE void note_overflow(void)
+{
+	struct node *self = this_node();
+
+	if (self)
+		WRITE_ONCE(self->overflowed, 1);
+}
+
 /* Where a new pair begins. */
 INLINE enum flow_table first_table(__u8 protocol)
 {
@@ -138,16 +139,8 @@ INLINE enum flow_table first_table(__u8 protocol)
 		return TABLE_OPENING;
 	if (READ_ONCE(self->opening) < settings.max_opening)
 		return TABLE_FLOWS;
-	WRITE_ONCE(self->overflowed, 1);
+	note_overflow();
 	return TABLE_OPENING;
-}
-
-INLINE void note_overflow(void)
-{
-	struct node *self = this_node();
-
-	if (self)
-		WRITE_ONCE(self->overflowed, 1);
 }
 
 INLINE void count_opening(__s32 step)
@@ -176,6 +169,15 @@ INLINE void pair_key(struct tuple *to, const struct flow *f, __u8 protocol)
 	to->sport = f->dport;
 	to->dport = f->sport;
 	to->protocol = protocol;
+}
+
+/* The entry of the other direction, NULL when it is gone. */
+INLINE struct flow *other_half(const struct flow *f, __u8 protocol, const enum flow_table table, const bool v6)
+{
+	struct tuple key;
+
+	pair_key(&key, f, protocol);
+	return flow_in(&key, table, v6);
 }
 
 INLINE void fill_flow(struct flow *f, const struct tuple *key, const struct tuple *result, const bool v6)
@@ -282,8 +284,7 @@ INLINE void finish(const struct tuple *key, const struct flow *f, const enum flo
 	delete_pair(key, f, table, v6);
 }
 
-/* Whether a reply tuple's holder is gone in all but name: it ended, was reset, or nobody used it for
- * long. */
+/* Whether a reply tuple's holder is gone in all but name: it ended, was reset, or nobody used it for long. */
 INLINE bool is_abandoned(const struct flow *f, __u8 protocol)
 {
 	if (f->flags & FLOW_RESET || (f->flags & FLOW_FIN_ACKED && f->flags & FLOW_OTHER_FIN))
@@ -351,8 +352,7 @@ INLINE bool lasts(const struct flow *f)
 	return now() - f->mark >= DATAGRAM_SECONDS * settings.hz;
 }
 
-/* Both directions have spoken: from now on nothing evicts the pair. When `flows` is full it
- * stays where it is. */
+/* Both directions have spoken: from now on nothing evicts the pair. When `flows` is full it stays where it is. */
 INLINE void establish(const struct tuple *key, struct flow *f, const enum flow_table table, const bool v6)
 {
 	struct tuple pair;
@@ -396,14 +396,12 @@ INLINE bool touch(const struct packet *p, struct flow *f, const enum flow_table 
 	__u32 time = now();
 	bool stale = time - f->seen >= settings.hz;
 	bool ending = p->tcp_flags & (TCP_FIN | TCP_RST) || f->flags & FLOW_OTHER_FIN;
-	struct tuple pair;
 	struct flow *other;
 
 	if (!stale && !ending)
 		return false;
 	WRITE_ONCE(f->seen, time);
-	pair_key(&pair, f, p->tuple.protocol);
-	other = flow_in(&pair, table, v6);
+	other = other_half(f, p->tuple.protocol, table, v6);
 	if (!other)
 		return false;
 	WRITE_ONCE(other->seen, time);
@@ -426,7 +424,6 @@ INLINE bool touch(const struct packet *p, struct flow *f, const enum flow_table 
 INLINE void note_answer(const struct packet *p, const struct found *found, const bool v6)
 {
 	struct flow *reply = found->entry, *forward;
-	struct tuple forward_key;
 
 	if (p->tuple.protocol != IPPROTO_TCP && lasts(reply)) {
 		establish(&p->tuple, reply, found->table, v6);
@@ -437,8 +434,7 @@ INLINE void note_answer(const struct packet *p, const struct found *found, const
 		return;
 	}
 	reply->flags |= FLOW_ANSWERED;
-	pair_key(&forward_key, reply, p->tuple.protocol);
-	forward = flow_in(&forward_key, found->table, v6);
+	forward = other_half(reply, p->tuple.protocol, found->table, v6);
 	if (forward)
 		forward->flags |= FLOW_ANSWERED;
 }

@@ -136,15 +136,8 @@ INLINE bool open_pair(struct __sk_buff *skb, const struct tuple *key, const stru
 /* The source that a pod sees when it talks to itself: this node, so that its answer comes back to us. */
 INLINE bool hairpin_source(__u32 *address, const bool v6)
 {
-	__u32 key = 0;
-	struct node *self = bpf_map_lookup_elem(&node, &key);
-
-	if (!self)
-		return false;
-	if (v6)
-		copy_address(address, self->primary6);
-	else
-		address[0] = self->primary4;
+	address[0] = 0;
+	own_address(address, v6);
 	return address[0] != 0;
 }
 
@@ -220,8 +213,7 @@ INLINE int open_direct(struct __sk_buff *skb, struct packet *p, struct tuple *re
 {
 	struct flow flow = {.flags = FLOW_DIRECT};
 	struct tuple result = p->tuple;
-	__u32 key = 0;
-	struct node *self = bpf_map_lookup_elem(&node, &key);
+	struct node *self = this_node();
 
 	if (!claim_reply(reply, &p->tuple, v6))
 		return drop(COUNT_TUPLE_EXHAUSTED);
@@ -247,8 +239,7 @@ INLINE int to_backend(struct __sk_buff *skb, struct packet *p, const bool v6)
 {
 	struct tuple reply;
 	struct found found;
-	__u32 key = 0;
-	struct node *self = bpf_map_lookup_elem(&node, &key);
+	struct node *self = this_node();
 	bool opens = is_opening_segment(p), tcp = p->tuple.protocol == IPPROTO_TCP;
 
 	if (tcp && !opens && !(self && READ_ONCE(self->direct_flows)))
@@ -274,14 +265,12 @@ INLINE int to_backend(struct __sk_buff *skb, struct packet *p, const bool v6)
 INLINE void learn_backend(struct __sk_buff *skb, const struct packet *p, const struct found *reply, const bool v6)
 {
 	__u32 ifindex = skb->ifindex;
-	struct tuple forward_key;
 	struct flow *forward;
 	__u8 mac[12];
 
 	if (p->tuple.protocol == IPPROTO_TCP && (p->tcp_flags & (TCP_SYN | TCP_ACK)) != (TCP_SYN | TCP_ACK))
 		return;
-	pair_key(&forward_key, reply->entry, p->tuple.protocol);
-	forward = flow_in(&forward_key, reply->table, v6);
+	forward = other_half(reply->entry, p->tuple.protocol, reply->table, v6);
 	if (!forward)
 		return;
 	read_frame(skb, mac);
@@ -359,11 +348,8 @@ INLINE bool is_clash(const struct packet *p, const struct flow *f)
 
 INLINE void mark_clash(const struct packet *p, const struct found *reply, const bool v6)
 {
-	struct tuple forward_key;
-	struct flow *forward;
+	struct flow *forward = other_half(reply->entry, p->tuple.protocol, reply->table, v6);
 
-	pair_key(&forward_key, reply->entry, p->tuple.protocol);
-	forward = flow_in(&forward_key, reply->table, v6);
 	if (forward)
 		forward->flags |= FLOW_CLASH;
 	reply->entry->flags |= FLOW_CLASH;

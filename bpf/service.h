@@ -62,11 +62,30 @@ INLINE bool is_serving(__u32 id, __u32 service, const __u32 *address, __be16 por
 	       same_address(row->address, address, true);
 }
 
+INLINE struct node *this_node(void)
+{
+	__u32 key = 0;
+
+	return bpf_map_lookup_elem(&node, &key);
+}
+
+/* This node's primary address, zeros where it has none of the family. */
+INLINE void own_address(__u32 *address, const bool v6)
+{
+	struct node *self = this_node();
+
+	if (!self)
+		return;
+	if (v6)
+		copy_address(address, self->primary6);
+	else
+		address[0] = self->primary4;
+}
+
 /* Addresses that services are allocated from, but none has: nobody is there, and nobody is to be asked. */
 INLINE bool is_unallocated(const __u32 *a, const bool v6)
 {
-	__u32 key = 0;
-	struct node *self = bpf_map_lookup_elem(&node, &key);
+	struct node *self = this_node();
 
 	if (!self)
 		return false;

@@ -15,16 +15,8 @@ from dataplane.modes.ebpf.layout import OBJECTS, abi_constants, dtype_of
 
 __all__ = ["MapSet", "open_pinned_maps"]
 
-ARRAYS = {
-    "service_addresses": np.dtype(np.uint64),
-    "backend_sockets": np.dtype(np.uint64),
-    "slots": None,
-    "services": None,
-    "backends": None,
-    "node": None,
-}
-
 PRIVATE = frozenset({"answer"})  # a scratch element; all other maps outlive the process
+BITMAPS = ("service_addresses", "backend_sockets")
 STRUCTS = {"slots": "slot", "services": "service", "backends": "backend", "node": "node"}
 
 
@@ -71,9 +63,7 @@ class MapSet:
         self._views: dict[str, NDArray[Any]] = {}
 
     def _adopt(self, folder: Path, sizes: dict[str, int]) -> None:
-        for path in sorted(folder.iterdir()):
-            if path.is_dir() or path.name.startswith("link_"):
-                continue
+        for path in _map_pins(folder):
             self.maps[path.name] = Map.pinned(path)
             wanted = sizes.get(path.name, self.maps[path.name].entries)
             if self.maps[path.name].entries != wanted:
@@ -99,7 +89,7 @@ class MapSet:
     def view(self, name: str) -> NDArray[Any]:
         """A mappable array's elements, shared with the kernel."""
         if name not in self._views:
-            dtype = ARRAYS[name] or dtype_of(STRUCTS[name])
+            dtype = np.dtype(np.uint64) if name in BITMAPS else dtype_of(STRUCTS[name])
             self._views[name] = self.maps[name].view(dtype)
         return self._views[name]
 
@@ -139,8 +129,9 @@ def open_pinned_maps(folder: Path) -> dict[str, Map]:
     """
     if not folder.is_dir():
         return {}
-    return {
-        path.name: Map.pinned(path)
-        for path in sorted(folder.iterdir())
-        if not path.is_dir() and not path.name.startswith("link_")
-    }
+    return {path.name: Map.pinned(path) for path in _map_pins(folder)}
+
+
+def _map_pins(folder: Path) -> list[Path]:
+    """The pins of maps; links and markers lie beside them."""
+    return [path for path in sorted(folder.iterdir()) if not path.is_dir() and not path.name.startswith("link_")]
