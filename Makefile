@@ -6,7 +6,7 @@ OBJECTS  := dataplane/modes/ebpf/objects
 SOURCES  := $(wildcard bpf/*.bpf.c)
 HEADERS  := $(wildcard bpf/*.h)
 BUILT    := $(patsubst bpf/%.bpf.c,$(OBJECTS)/%.bpf.o,$(SOURCES)) $(OBJECTS)/abi.h
-APT      := iproute2 util-linux clang llvm clang-format bpftool libbpf-dev libbpf1 linux-libc-dev libc6-dev gcc make python3-venv python3-dev nftables
+APT      := iproute2 util-linux clang llvm clang-format bpftool libbpf-dev libbpf1 linux-libc-dev libc6-dev gcc make python3-venv python3-dev nftables libnftables1 iptables
 STAMPS   := $(VENV)/.stamps
 
 CLANG    ?= clang

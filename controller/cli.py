@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from controller.config import ADMIN_SOCKET, MODES, Config, from_flags
+from controller.config import ADMIN_SOCKET, MODES, SCHEDULERS, Config, from_flags
 from controller.errors import ConfigError, ControllerError
 from dataplane.errors import DataplaneError
 
@@ -106,7 +106,13 @@ def _sources(parser: argparse.ArgumentParser) -> None:
 
 def _dataplane(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how the node is programmed")
-    group.add_argument("--proxy-mode", metavar="MODE", help=f"one of {', '.join(MODES)} (default: ebpf)")
+    group.add_argument(
+        "--proxy-mode",
+        metavar="MODE",
+        help=f"one of {', '.join(MODES)}, or auto: the best that works here (default: auto). A mode that cannot work "
+        "is replaced: ebpf by nftables, nftables and ipvs by iptables; `status` says so",
+    )
+    _switch(group, "--strict-mode", "end with an error instead of replacing a mode that cannot work")
     _list(group, "--pod-interfaces", "PATTERN,...", "interfaces of pods, such as veth*,cali* (default: found by kind)")
     _list(group, "--uplink-interfaces", "PATTERN,...", "interfaces to the outside, such as eth0 (default: found)")
     group.add_argument(
@@ -118,9 +124,35 @@ def _dataplane(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--iptables-masquerade-bit", metavar="BIT", help="the bit of the packet mark for masquerade (default: 14)"
     )
+    group.add_argument(
+        "--iptables-sync-period",
+        metavar="TIME",
+        help="compare with the kernel this often, where it does not tell of changes itself; all modes (default: 30s)",
+    )
+    _ipvs(parser)
     _places(group)
     for what, default in (("services", 32_768), ("backends", 262_144), ("slots", 262_144), ("flows", 262_144)):
         group.add_argument(f"--max-{what}", metavar="N", help=f"room for {what} in the maps (default: {default:,})")
+
+
+def _ipvs(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("mode ipvs (kube-proxy's names and defaults)")
+    group.add_argument(
+        "--ipvs-scheduler",
+        metavar="NAME",
+        help=f"one of {', '.join(SCHEDULERS)} (default: rr); a Service chooses its own by the annotation "
+        "hybrid-proxy.io/algorithm",
+    )
+    _switch(group, "--ipvs-strict-arp", "answer ARP for addresses of the asked interface alone")
+    _list(group, "--ipvs-exclude-cidrs", "CIDR[,CIDR]", "virtual servers in these are never touched")
+    for flag, what in (
+        ("tcp", "idle TCP connections"),
+        ("tcpfin", "TCP connections after a FIN"),
+        ("udp", "UDP flows"),
+    ):
+        group.add_argument(
+            f"--ipvs-{flag}-timeout", metavar="TIME", help=f"forget {what} after this (default: as the kernel has it)"
+        )
 
 
 def _places(group: argparse._ActionsContainer) -> None:

@@ -20,11 +20,16 @@ from controller.semantics import Settings
 from dataplane.mode import Options
 from dataplane.table import Detect
 
-__all__ = ["ADMIN_SOCKET", "MODES", "Config", "Endpoint", "available_modes", "from_flags"]
+__all__ = ["ADMIN_SOCKET", "MODES", "SCHEDULERS", "Config", "Endpoint", "available_modes", "from_flags"]
 
 ADMIN_SOCKET: Final = "/run/hybrid-proxy/admin.sock"
 METRICS_PORT: Final = 10249
+AUTO: Final = "auto"  # the first mode that works here
 MODES: Final = ("ebpf", "nftables", "iptables", "ipvs", "userspace")  # all that there will be, best first
+
+
+# Those of the kernel (net/netfilter/ipvs); what a kernel lacks is told when it is used.
+SCHEDULERS: Final = ("rr", "wrr", "lc", "wlc", "lblc", "lblcr", "dh", "sh", "sed", "nq", "fo", "ovf", "mh", "twos")
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -44,7 +49,8 @@ class Config(msgspec.Struct, frozen=True):
 
     settings: Settings
     options: Options = Options()
-    mode: str = "ebpf"
+    mode: str = AUTO
+    strict_mode: bool = False
     manifests: Path | None = None
     kubeconfig: str | None = None
     master: str | None = None
@@ -78,6 +84,7 @@ def from_flags(flags: Mapping[str, Any]) -> Config:
         settings=_settings(given),
         options=_options(given),
         mode=_mode(given),
+        strict_mode=given.flag("strict_mode"),
         manifests=Path(text) if (text := given.text("manifests")) else None,
         kubeconfig=given.text("kubeconfig") or None,
         master=given.text("master") or None,
@@ -104,6 +111,7 @@ def _settings(given: _Flags) -> Settings:
         masquerade_all=given.flag("masquerade_all"),
         masquerade_bit=given.number("iptables_masquerade_bit", 14, 0, 31),
         primary=_bind_address(given),
+        algorithms=frozenset({"random", *SCHEDULERS}),
     )
 
 
@@ -120,6 +128,13 @@ def _options(given: _Flags) -> Options:
         max_backends=given.number("max_backends", default.max_backends, 1, 1 << 24),
         max_slots=given.number("max_slots", default.max_slots, 1, 1 << 28),
         max_flows=given.number("max_flows", default.max_flows, 2, 1 << 26),
+        sync_seconds=given.seconds("iptables_sync_period", default.sync_seconds),
+        ipvs_scheduler=given.choice("ipvs_scheduler", SCHEDULERS),
+        ipvs_strict_arp=given.flag("ipvs_strict_arp"),
+        ipvs_exclude_cidrs=given.cidrs("ipvs_exclude_cidrs"),
+        ipvs_tcp_timeout=int(given.seconds("ipvs_tcp_timeout", 0)),
+        ipvs_tcpfin_timeout=int(given.seconds("ipvs_tcpfin_timeout", 0)),
+        ipvs_udp_timeout=int(given.seconds("ipvs_udp_timeout", 0)),
     )
 
 
@@ -189,13 +204,13 @@ def _bind_address(given: _Flags) -> tuple[str, ...]:
 
 def _mode(given: _Flags) -> str:
     mode = given.text("proxy_mode")
-    if not mode:
-        return MODES[0]
+    if not mode or mode == AUTO:
+        return AUTO
     available = available_modes()
     if mode not in available:
         if mode in MODES:
             given.fail("proxy_mode", f"this version does not have that mode yet; it has {', '.join(available)}")
-        given.fail("proxy_mode", f"is not a mode; this version has {', '.join(available)}")
+        given.fail("proxy_mode", f"is not a mode; this version has {', '.join(available)}, and auto")
     return mode
 
 
@@ -264,6 +279,16 @@ class _Flags:
         if not re.fullmatch(r"[0-9]{1,10}", text) or not low <= int(text) <= high:
             self.fail(name, f"is not a whole number from {low} to {high}")
         return int(text)
+
+    def seconds(self, name: str, default: float) -> float:
+        """A Go duration, such as 30s, 1m30s or 500ms."""
+        text = self.text(name)
+        if text is None:
+            return default
+        parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)", text)
+        if text != "0" and (not parts or "".join(number + unit for number, unit in parts) != text):
+            self.fail(name, "is not a duration, such as 30s, 1m30s or 500ms")
+        return float(sum(float(number) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600}[unit] for number, unit in parts))
 
     def flag(self, name: str) -> bool:
         text = self.text(name)

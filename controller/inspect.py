@@ -1,11 +1,10 @@
-"""`status`, `services`, `backends`, `flows` and `explain --live`: the kernel's maps and the running agent."""
+"""`status`, `services`, `backends`, `flows` and `explain --live`: what the kernel has, and the running agent."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -14,13 +13,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from controller.admin import NoAgentError, ask
+from controller.config import available_modes
 from controller.errors import ControllerError
 from controller.explain import Packet
-from dataplane.kernel.bpf import Map
-from dataplane.mode import Options
-from dataplane.modes.ebpf import listing
-from dataplane.modes.ebpf.maps import open_pinned_maps
-from dataplane.modes.ebpf.programmer import folder_of
+from controller.modes import open_mode
+from dataplane.mode import Options, View
 from dataplane.table import Protocol
 
 __all__ = ["explain_live", "show"]
@@ -42,38 +39,44 @@ def _print_json(value: Any) -> None:
     print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
-def _pinned(args: argparse.Namespace) -> tuple[dict[str, Map], dict[int, str]]:
-    """The maps, and the names that a running agent has for their numbers."""
-    names: dict[int, str] = {}
-    folder = folder_of(Options(pin_root=args.pin_root))
+def _views(args: argparse.Namespace, mode: str | None, names: dict[int, str]) -> Iterator[tuple[str, View]]:
+    """What is programmed here: by the mode of the running agent, or by any that left something."""
+    for name in [mode] if mode else available_modes():
+        view = open_mode(name).look(Options(pin_root=args.pin_root), names)
+        if view is not None:
+            yield name, view
+
+
+def _programmed(args: argparse.Namespace) -> tuple[list[tuple[str, View]], bool]:
+    """The views, and whether an agent runs and told the names."""
     try:
-        names = {int(number): name for number, name in ask(args.admin_socket, "names")["names"].items()}
-        folder = Path(ask(args.admin_socket, "status")["dataplane"]["pins"])
+        told = ask(args.admin_socket, "names")
     except NoAgentError:
-        pass
-    maps = open_pinned_maps(folder)
-    if not maps:
-        raise ControllerError(f"nothing is programmed in this network namespace (no pins at {folder})")
-    return maps, names
+        views, known = list(_views(args, None, {})), False
+    else:
+        args.pin_root = args.pin_root or told["pin_root"]
+        views, known = list(_views(args, told["mode"], {int(k): name for k, name in told["names"].items()})), True
+    if not views:
+        raise ControllerError("nothing is programmed in this network namespace")
+    return views, known
 
 
 def _rows(command: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
-    maps, names = _pinned(args)
-    note = "" if names else "no agent is running: names are unknown"
-    if command == "services":
-        rows = listing.services(maps, names)
-    elif command == "backends":
-        rows = listing.backends(maps, names)
-    else:
-        rows, total = listing.flows(maps, names, args.limit if not args.service else 1 << 30)
-        if args.service:
-            rows = [row for row in rows if _belongs(row["service"], args.service)][: args.limit]
-        elif total > len(rows):
-            note = f"{len(rows)} of {total} flows; --limit shows more"
-        return rows, note
+    views, known = _programmed(args)
+    notes = [] if known else ["no agent is running: names may be unknown"]
+    rows: list[dict[str, Any]] = []
+    for name, view in views:
+        several = {"mode": name} if len(views) > 1 else {}
+        if command == "flows":
+            found, total = view.flows(1 << 30 if args.service else args.limit)
+            if not args.service and total > len(found):
+                notes.append(f"{len(found)} of {total} flows; --limit shows more")
+        else:
+            found = view.services() if command == "services" else view.backends()
+        rows += [several | row for row in found]
     if args.service:
         rows = [row for row in rows if _belongs(row.get("name", row.get("service")), args.service)]
-    return rows, note
+    return rows[: args.limit] if command == "flows" else rows, "; ".join(notes)
 
 
 def _belongs(name: str | None, service: str) -> bool:
@@ -120,18 +123,14 @@ def _show_status(args: argparse.Namespace) -> int:
 
 def _show_without_agent(args: argparse.Namespace, reason: str) -> int:
     """No agent: what is programmed may still carry traffic."""
-    folder = folder_of(Options(pin_root=args.pin_root))
-    maps = open_pinned_maps(folder)
-    services = len(listing.services(maps, {})) if maps else 0
+    left = {name: (view.place, len(view.services())) for name, view in _views(args, None, {})}
     if args.output == "json":
-        _print_json(
-            {"agent": False, "reason": reason, "pins": str(folder) if maps else None, "service_ports": services}
-        )
-    elif maps:
-        print(
-            f"{reason}.\n"
-            f"The eBPF programs are in place and serve {services} service ports as last programmed ({folder})."
-        )
+        rows = {name: {"place": place, "service_ports": ports} for name, (place, ports) in left.items()}
+        _print_json({"agent": False, "reason": reason, "programmed": rows})
+    elif left:
+        print(f"{reason}.")
+        for name, (place, ports) in left.items():
+            print(f"Mode {name} is in place and serves {ports} service ports as last programmed ({place}).")
     else:
         print(f"{reason}, and nothing is programmed in this network namespace.")
     return 1
@@ -140,7 +139,10 @@ def _show_without_agent(args: argparse.Namespace, reason: str) -> int:
 def _status_lines(status: dict[str, Any]) -> Iterable[str]:
     dataplane, source = status["dataplane"], status["source"]
     state = "in sync" if status["synced"] else "NOT in sync"
-    yield f"node {status['node']}: mode {status['mode']['effective']}, {state}"
+    mode = status["mode"]
+    yield f"node {status['node']}: mode {mode['effective']}, {state}"
+    if mode["reason"]:
+        yield f"  {mode['requested']} was asked for: {mode['reason']}"
     if status["error"]:
         yield f"  last sync failed: {status['error']}"
     yield f"  {status['services']} services from {source['description']}" + (
@@ -153,14 +155,10 @@ def _status_lines(status: dict[str, Any]) -> Iterable[str]:
         )
         yield f"  ready {status['ready_seconds']:.2f} s after start{latency}"
     yield f"  memory {status['memory_bytes'] / 1e6:.0f} MB, up {status['uptime_seconds']:.0f} s"
-    pods, sockets = dataplane["pods"], dataplane["sockets"]
-    yield f"  pods: {len(pods['interfaces'])} interfaces by {pods['kind']}: {' '.join(pods['interfaces'])}"
-    for name, problem in pods["failed"].items():
-        yield f"    {name} FAILED: {problem}"
-    served = f"cgroup {sockets['cgroup']}" if sockets["cgroup"] else f"not served: {sockets['reason']}"
-    yield f"  node's own sockets: {served}"
-    fill = (f"{name} {used}/{limit}" for name, (used, limit) in dataplane["fill"].items())
-    yield f"  maps: {', '.join(fill)} (pins: {dataplane['pins']})"
+    yield from _hook_lines(dataplane)
+    if dataplane["fill"]:
+        fill = (f"{name} {used}/{limit}" for name, (used, limit) in dataplane["fill"].items())
+        yield f"  programmed: {', '.join(fill)}"
     counters = (f"{name} {value}" for name, value in dataplane["counters"].items() if value)
     yield f"  events: {', '.join(counters) or 'none yet'}"
     for misfit in dataplane["misfits"]:
@@ -171,6 +169,19 @@ def _status_lines(status: dict[str, Any]) -> Iterable[str]:
         yield f"  refused: {problem['message']} ({problem['where']})"
     for service, sentences in status["conflicts"].items():
         yield from (f"  conflict: {service}: {sentence}" for sentence in sentences)
+
+
+def _hook_lines(dataplane: dict[str, Any]) -> Iterable[str]:
+    """What the eBPF mode is attached to."""
+    if "pods" not in dataplane:
+        return
+    pods, sockets = dataplane["pods"], dataplane["sockets"]
+    yield f"  pods: {len(pods['interfaces'])} interfaces by {pods['kind']}: {' '.join(pods['interfaces'])}"
+    for name, problem in pods["failed"].items():
+        yield f"    {name} FAILED: {problem}"
+    served = f"cgroup {sockets['cgroup']}" if sockets["cgroup"] else f"not served: {sockets['reason']}"
+    yield f"  node's own sockets: {served}"
+    yield f"  pins: {dataplane['pins']}"
 
 
 def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:

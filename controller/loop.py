@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import importlib
 import logging
 import queue
 import resource
@@ -24,18 +23,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from controller.cluster import Cluster
-from controller.config import Config
+from controller.config import Config, available_modes
 from controller.errors import ControllerError, SourceError
 from controller.model import Event, Problem, Removed, SourceState, Upserted
+from controller.modes import Choice, clean_others, open_first
 from controller.sources import Source
 from controller.tables import Builder
 from dataplane.errors import DataplaneError, SyncError
 
 if TYPE_CHECKING:
     from controller.metrics import Metrics
-    from dataplane.mode import Mode, Programmer
+    from dataplane.mode import Programmer
 
-__all__ = ["cleanup", "open_mode", "run"]
+__all__ = ["cleanup", "run"]
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,10 @@ class _Links:
     """Interfaces, addresses or routes changed."""
 
 
+class _Drift:
+    """The kernel told that something of ours may have been changed by others."""
+
+
 class _Stop:
     """End, and leave the dataplane as it is."""
 
@@ -69,7 +73,7 @@ class _Failed:
     error: Exception
 
 
-Message = Event | _Question | _Links | _Stop | _Failed
+Message = Event | _Question | _Links | _Drift | _Stop | _Failed
 
 
 def run(config: Config) -> int:
@@ -85,20 +89,12 @@ def run(config: Config) -> int:
 
 def cleanup(config: Config) -> int:
     """Remove what every mode may have left in this namespace."""
-    from controller.config import available_modes
-
-    removed = {name: open_mode(name).clean(config.options) for name in available_modes()}
-    total = sum(removed.values())
-    print(
-        f"removed {total} links, maps and filters from this network namespace" if total else "nothing of ours is here"
-    )
+    removed = clean_others("", available_modes(), config.options)
+    for name, count in removed.items():
+        print(f"removed {count} things of mode {name} from this network namespace")
+    if not removed:
+        print("nothing of ours is here")
     return 0
-
-
-def open_mode(name: str) -> Mode:
-    """What the mode's folder offers."""
-    mode: Mode = importlib.import_module(f"dataplane.modes.{name}.programmer").MODE
-    return mode
 
 
 def _start_logging(config: Config) -> None:
@@ -133,11 +129,13 @@ class _Agent:
         self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.stop = threading.Event()
         self.links_told = threading.Event()
+        self.drift_told = threading.Event()
         self.started = time.monotonic()
         self.source = _source_of(config)
         self.cluster = Cluster(config.settings.node_name, self.source.kinds)
         self.builder = Builder(config.settings)
         self.programmer: Programmer
+        self.choice: Choice
         self.addresses: tuple[str, ...] = config.node_addresses
         self.observed = 0
         self.pending: list[float] = []  # when the events came that the next sync covers
@@ -161,8 +159,15 @@ class _Agent:
         threading.Thread(target=self._run_source, name="source", daemon=True).start()
         with contextlib.ExitStack() as stack:
             stack.callback(self.stop.set)
-            self.programmer = open_mode(self.config.mode).open(self.config.options)
+            self.programmer, self.choice = open_first(
+                self.config.mode, self.config.options, self._tell_drift, strict=self.config.strict_mode
+            )
             stack.callback(self.programmer.close)
+            if self.choice.degraded:
+                log.warning(
+                    "mode %s serves instead of %s: %s",
+                    self.choice.effective, self.choice.requested, self.choice.reason,
+                )  # fmt: skip
             self._read_addresses()
             threading.Thread(target=self._watch_links, name="links", daemon=True).start()
             self._serve(stack)
@@ -187,6 +192,12 @@ class _Agent:
         if not self.links_told.is_set():
             self.links_told.set()
             self.messages.put(_Links())
+
+    def _tell_drift(self) -> None:
+        """As `_tell_links`, for what the mode watches in the kernel."""
+        if not self.drift_told.is_set():
+            self.drift_told.set()
+            self.messages.put(_Drift())
 
     def _serve(self, stack: contextlib.ExitStack) -> None:
         from controller.admin import Server, socket_path
@@ -219,6 +230,9 @@ class _Agent:
                         self._answer(message)
                     case _Links():
                         self._links_changed()
+                    case _Drift():
+                        self.drift_told.clear()
+                        maintain_at = 0.0
                     case _:
                         self._observe(message)
             if self.unsynced and time.monotonic() >= self._due():
@@ -288,6 +302,8 @@ class _Agent:
     def _first_sync_done(self, end: float, services: int) -> None:
         self.ready_after = end - self.started
         log.info("programmed %d services, %.2f s after the start", services, self.ready_after)
+        for name, count in clean_others(self.choice.effective, available_modes(), self.config.options).items():
+            log.info("removed %d things that mode %s had left here", count, name)
         _settle()
         if self.config.metrics is not None:
             from controller.metrics import Metrics
@@ -342,7 +358,11 @@ class _Agent:
             case "status":
                 return self._status()
             case "names":
-                return {"names": {str(number): name for number, name in self.programmer.names().items()}}
+                return {
+                    "names": {str(number): name for number, name in self.programmer.names().items()},
+                    "mode": self.choice.effective,
+                    "pin_root": self.config.options.pin_root,
+                }
             case "explain":
                 return {"answers": [self.programmer.ask(*packet) for packet in request["packets"]]}
             case other:
@@ -353,7 +373,7 @@ class _Agent:
         state = self.cluster.source_state
         return {
             "node": self.config.settings.node_name,
-            "mode": {"requested": self.config.mode, "effective": self.programmer.name},
+            "mode": self.choice._asdict(),
             "synced": self.ready_after is not None and not self.unsynced,
             "generation": self.builder.table.generation,
             "services": len(self.builder.table.services),

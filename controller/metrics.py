@@ -56,6 +56,14 @@ class _Status(Collector):
     def collect(self) -> Iterator[Metric]:
         status = self._status()
         dataplane = status["dataplane"]
+        mode = GaugeMetricFamily(
+            "hybrid_proxy_mode", "1 for the mode at work; degraded: it replaces the one that was asked for",
+            labels=["requested", "effective", "degraded"],
+        )  # fmt: skip
+        told = status["mode"]
+        degraded = bool(told["reason"]) and told["requested"] != "auto"
+        mode.add_metric([told["requested"], told["effective"], str(degraded).lower()], 1)
+        yield mode
         yield GaugeMetricFamily("hybrid_proxy_services", "Services in the table", value=status["services"])
         yield GaugeMetricFamily("hybrid_proxy_synced", "1 when everything known is programmed", value=status["synced"])
         yield GaugeMetricFamily("hybrid_proxy_refused_objects", "Malformed objects", value=len(status["problems"]))
@@ -67,7 +75,7 @@ class _Status(Collector):
         yield _labelled(fill, {name: used / max(limit, 1) for name, (used, limit) in dataplane["fill"].items()})
         events = CounterMetricFamily("hybrid_proxy_events", "Events in the programs, by reason", labels=["reason"])
         yield _labelled(events, dataplane["counters"])
-        repairs = CounterMetricFamily("hybrid_proxy_audit_repairs", "Map words that somebody else had changed")
+        repairs = CounterMetricFamily("hybrid_proxy_audit_repairs", "Things of ours that somebody else had changed")
         repairs.add_metric([], dataplane["audit_repairs"])
         yield repairs
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from dataplane.table import ServiceTable
 
-__all__ = ["Misfit", "Mode", "Options", "Programmer", "SyncResult"]
+__all__ = ["Misfit", "Mode", "Options", "Programmer", "SyncResult", "View", "Wake"]
+
+Wake = Callable[[], None]  # from any thread: have `Programmer.maintain` called at once, something drifted
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -31,6 +33,13 @@ class Options(msgspec.Struct, frozen=True):
     max_backends: int = 262_144
     max_slots: int = 262_144
     max_flows: int = 262_144  # entries, two for each flow, each address family
+    sync_seconds: float = 30.0  # how often to compare with the kernel where it does not tell of changes itself
+    ipvs_scheduler: str = "rr"
+    ipvs_strict_arp: bool = False
+    ipvs_exclude_cidrs: tuple[str, ...] = ()  # virtual servers in these are somebody else's, whatever they say
+    ipvs_tcp_timeout: int = 0  # seconds, 0: as the kernel has it; this and the next two
+    ipvs_tcpfin_timeout: int = 0
+    ipvs_udp_timeout: int = 0
 
 
 class Misfit(msgspec.Struct, frozen=True):
@@ -64,10 +73,19 @@ class Programmer(Protocol):
         """Interfaces came or went: attach what is new, forget what is gone."""
 
     def maintain(self) -> None:
-        """Called about once a second: garbage, audits, quarantine."""
+        """Called about once a second, and at once after `Wake`: garbage, quarantine, repair of what drifted.
+
+        Raises:
+            DataplaneError: a repair failed; it is tried again next time.
+        """
 
     def status(self) -> dict[str, Any]:
-        """What is loaded, attached and filled, for people and `-o json`; `misfits` and `limitations` too."""
+        """What is loaded, attached and filled, for people and `-o json`.
+
+        Every mode has the keys `mode`, `misfits` (list of entry and reason), `limitations` (sentences),
+        `fill` (name -> [used, limit]), `counters` (as `counters()`) and `audit_repairs` (how often something
+        of ours was found changed by others and put right); a mode adds its own.
+        """
 
     def names(self) -> dict[int, str]:
         """The mode's number of each service port -> its name, to read what is programmed."""
@@ -86,9 +104,29 @@ class Programmer(Protocol):
         """Release this process's hold; traffic goes on as programmed."""
 
 
+class View(Protocol):
+    """What a mode has programmed in this network namespace, read from the kernel, agent or not.
+
+    Rows are for people and `-o json`; a mode may add keys to those named here.
+    """
+
+    place: str  # where it was read: a folder of pins, tables, chains
+
+    def services(self) -> list[dict[str, Any]]:
+        """For each service port: name (None: unknown), frontends, protocol, backends, local_backends, affinity."""
+
+    def backends(self) -> list[dict[str, Any]]:
+        """For each backend of each service port: service, address (with its port), protocol, used."""
+
+    def flows(self, limit: int) -> tuple[list[dict[str, Any]], int]:
+        """At most `limit` rows of service, protocol, client, frontend, backend, source, state; how many there are."""
+
+
 class Mode(NamedTuple):
     """What a folder under `dataplane.modes` offers, as `MODE` in its `programmer`."""
 
     name: str
-    open: Callable[[Options], Programmer]  # raises Unsupported, Occupied
+    open: Callable[[Options, Wake], Programmer]  # raises Unsupported, Occupied
     clean: Callable[[Options], int]  # removes everything of this mode from the namespace; how many things went
+    probe: Callable[[Options], str | None]  # one sentence: what is missing here and what to do; None: it works
+    look: Callable[[Options, Mapping[int, str]], View | None]  # None: nothing of this mode here; the names of numbers

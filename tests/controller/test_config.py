@@ -31,10 +31,14 @@ def test_defaults_are_kube_proxys() -> None:
     name = socket.gethostname().lower()
     assert parsed() == Config(
         settings=Settings(
-            node_name=name, detect=Detect.CLUSTER_CIDR, node_port_addresses=("primary",), masquerade_bit=14
+            node_name=name,
+            detect=Detect.CLUSTER_CIDR,
+            node_port_addresses=("primary",),
+            masquerade_bit=14,
+            algorithms=frozenset({"random", *config.SCHEDULERS}),
         ),
         options=Options(),
-        mode="ebpf",
+        mode="auto",
         metrics=Endpoint("127.0.0.1", 10249),
         admin_socket="/run/hybrid-proxy/admin.sock",
         log_format="text",
@@ -44,6 +48,13 @@ def test_defaults_are_kube_proxys() -> None:
 
 # fmt: off
 GOOD = [
+    pytest.param("--proxy-mode=auto",      "mode",                   "auto",                 id="auto"),
+    pytest.param("--strict-mode",          "strict_mode",            True,                   id="strict mode"),
+    pytest.param("--iptables-sync-period=1m30s", "options.sync_seconds", 90.0,               id="duration"),
+    pytest.param("--ipvs-scheduler=mh",    "options.ipvs_scheduler", "mh",                   id="scheduler"),
+    pytest.param("--ipvs-strict-arp=true", "options.ipvs_strict_arp", True,                  id="strict ARP"),
+    pytest.param("--ipvs-exclude-cidrs=10.9.0.0/16", "options.ipvs_exclude_cidrs", ("10.9.0.0/16",), id="excluded"),
+    pytest.param("--ipvs-tcp-timeout=15m", "options.ipvs_tcp_timeout", 900,                  id="IPVS timeout"),
     pytest.param("--hostname-override= Node-A ", "settings.node_name", "node-a", id="7.1 trimmed, lower case"),
     pytest.param("--cluster-cidr=10.0.0.1/8", "settings.cluster_cidrs", ("10.0.0.0/8",),        id="CIDR"),
     pytest.param("--cluster-cidr=10.0.0.0/8, fd00::/8", "settings.cluster_cidrs", ("10.0.0.0/8", "fd00::/8"),
@@ -73,7 +84,7 @@ GOOD = [
     pytest.param("--node-addresses=10.0.0.7,FD00::7,10.0.0.7", "node_addresses", ("10.0.0.7", "fd00::7"),
                  id="node addresses"),
     pytest.param("--node-addresses=10.0.0.7/24", "node_addresses", ("10.0.0.7",), id="as ip addr prints them"),
-    pytest.param("--proxy-mode=",          "mode",                   "ebpf",                 id="default mode"),
+    pytest.param("--proxy-mode=",          "mode",                   "auto",                 id="default mode"),
     pytest.param("--manifests=/etc/x",     "manifests",              Path("/etc/x"),         id="manifests"),
     pytest.param("--kubeconfig=/etc/k --master=https://h:6443", "master", "https://h:6443", id="API server"),
     pytest.param("--metrics-bind-address=", "metrics",                None,                   id="no metrics"),
@@ -119,6 +130,8 @@ BAD = [
                  id="bit"),
     pytest.param("--bind-address=eth0",               "--bind-address 'eth0': is not an IP address", id="bind address"),
     pytest.param("--node-addresses=10.0.0.7,x", "--node-addresses '10.0.0.7,x': 'x' is not an IP", id="node addresses"),
+    pytest.param("--iptables-sync-period=30", "--iptables-sync-period '30': is not a duration", id="no unit"),
+    pytest.param("--ipvs-scheduler=best", "--ipvs-scheduler 'best': is not one of rr, wrr", id="unknown scheduler"),
     pytest.param("--proxy-mode=windows", "--proxy-mode 'windows': is not a mode; this version has ebpf",
                  id="mode unknown"),
     pytest.param("--manifests=/x --kubeconfig=/y", "--manifests '/x': cannot be used together with --kubeconfig",

@@ -12,11 +12,29 @@ from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.flows import flow_arrays
 from dataplane.table import Protocol, socket_text
 
-__all__ = ["ask", "backends", "flows", "services"]
+__all__ = ["Pinned", "ask"]
 
 Maps = Mapping[str, Map]
 Names = Mapping[int, str]
-ROUTE_NAMES = ("route0", "route1")
+
+
+class Pinned:
+    """A `dataplane.mode.View` of pinned maps."""
+
+    def __init__(self, place: str, maps: Maps, names: Names) -> None:
+        self.place, self._maps, self._names = place, maps, names
+
+    def services(self) -> list[dict[str, Any]]:
+        """One row for each service port: name (None without an agent), frontends, number of backends of its routes."""
+        return _services(self._maps, self._names)
+
+    def backends(self) -> list[dict[str, Any]]:
+        """One row for each backend of each service port."""
+        return _backends(self._maps, self._names)
+
+    def flows(self, limit: int) -> tuple[list[dict[str, Any]], int]:
+        """Rows of the clients' direction, at most `limit`, and how many flows there are."""
+        return _flows(self._maps, self._names, limit)
 
 
 def _protocol(number: int) -> str:
@@ -42,8 +60,7 @@ def _frontends(maps: Maps) -> dict[int, list[dict[str, Any]]]:
     return found
 
 
-def services(maps: Maps, names: Names) -> list[dict[str, Any]]:
-    """One row for each service port: name (None without an agent), frontends, number of backends of its routes."""
+def _services(maps: Maps, names: Names) -> list[dict[str, Any]]:
     rows = []
     table = maps["services"].view(layout.dtype_of("service"))
     drops = layout.abi_constants()["SERVICE_DROP_ROUTE0"]
@@ -65,8 +82,7 @@ def services(maps: Maps, names: Names) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (row["name"] or "", row["frontends"]))
 
 
-def backends(maps: Maps, names: Names) -> list[dict[str, Any]]:
-    """One row for each backend of each service port."""
+def _backends(maps: Maps, names: Names) -> list[dict[str, Any]]:
     table = maps["backends"].view(layout.dtype_of("backend"))
     limits = layout.abi_constants()
     rows = []
@@ -87,8 +103,7 @@ def backends(maps: Maps, names: Names) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (row["service"] or "", row["service_id"], row["address"]))
 
 
-def flows(maps: Maps, names: Names, limit: int) -> tuple[list[dict[str, Any]], int]:
-    """Rows of the clients' direction, at most `limit`, and how many flows there are."""
+def _flows(maps: Maps, names: Names, limit: int) -> tuple[list[dict[str, Any]], int]:
     rows: list[dict[str, Any]] = []
     total = 0
     for family in (4, 6):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ from dataplane.kernel.grace import jiffies_per_second, wait_for_programs
 from dataplane.kernel.lock import hold
 from dataplane.kernel.packets import first_packet
 from dataplane.kernel.places import netns_cookie, pin_folder
-from dataplane.mode import Mode, Options, SyncResult
+from dataplane.mode import Mode, Options, SyncResult, Wake
 from dataplane.modes.ebpf import attach, layout, listing
 from dataplane.modes.ebpf.flows import UDP, Caretaker
-from dataplane.modes.ebpf.maps import MapSet
+from dataplane.modes.ebpf.maps import MapSet, open_pinned_maps
 from dataplane.modes.ebpf.store import Store
 from dataplane.table import EMPTY, Kind, Masquerade, NodeNetwork, ServiceTable
 
-__all__ = ["MODE", "Ebpf", "clean", "folder_of"]
+__all__ = ["MODE", "Ebpf", "clean", "folder_of", "look", "probe"]
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,8 @@ class Ebpf:
 
     name = "ebpf"
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, wake: Wake) -> None:
+        del wake  # every word is compared each second: nobody has to tell
         self.options = options
         self.folder = folder_of(options, mount=True)
         try:
@@ -199,7 +201,10 @@ class Ebpf:
         frontends = [frontend for entry in entries for frontend in entry.frontends]
         left_out = sum(1 for frontend in frontends if frontend.kind is not Kind.CLUSTER_IP)
         masked = sum(1 for f in frontends if f.kind is Kind.CLUSTER_IP and f.masquerade & Masquerade.POD)
+        other = sum(1 for entry in entries if entry.algorithm != "random")
         sentences = []
+        if other:
+            sentences.append(f"{other} service ports ask for another algorithm than random, which they get instead")
         if left_out:
             sentences.append(f"{left_out} node ports, external and load-balancer addresses are left to others")
         if masked:
@@ -249,4 +254,27 @@ class Ebpf:
         os.close(self._lock)
 
 
-MODE = Mode("ebpf", Ebpf, clean)
+def probe(options: Options) -> str | None:
+    """Load the smallest of our objects, maps and all, and let it go."""
+    try:
+        pin_folder(options.pin_root, mount=True)
+        loaded = Object(layout.OBJECTS / "inspect.bpf.o")
+        try:
+            loaded.load()
+        finally:
+            loaded.close()
+    except Unsupported as error:
+        return str(error)
+    except (DataplaneError, OSError) as error:
+        return f"the kernel refused BPF programs or maps: {error}"
+    return None
+
+
+def look(options: Options, names: Mapping[int, str]) -> listing.Pinned | None:
+    """The pinned maps, of an agent that runs or not."""
+    folder = folder_of(options)
+    maps = open_pinned_maps(folder)
+    return listing.Pinned(str(folder), maps, names) if maps else None
+
+
+MODE = Mode("ebpf", Ebpf, clean, probe, look)
