@@ -43,6 +43,7 @@ class Agent:
             *_PROXY, "run",
             "--manifests", str(self.manifests),
             "--proxy-mode", self.mode,
+            "--strict-mode",
             "--hostname-override", NODE_NAMES["node"],
             "--cluster-cidr", ",".join(CLUSTER_CIDRS),
             "--cgroup", str(self.lab.cgroup),

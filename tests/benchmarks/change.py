@@ -86,7 +86,7 @@ def _full_syncs(made: Lab, api: ApiProcess) -> list[float]:
     events = listed(made, api)
     seconds = []
     with made.inside("node"):
-        programmer = Ebpf(Options(cgroup=str(made.cgroup)))
+        programmer = Ebpf(Options(cgroup=str(made.cgroup)), lambda: None)
         try:
             for number in range(FULL_SYNCS + 1):
                 cluster = Cluster(NODE)

@@ -135,8 +135,8 @@ class ApiAgent(Agent):
     It takes no part of the lab for the cluster's: the node and the pods are those of the fake API server.
     """
 
-    def __init__(self, lab: Lab, kubeconfig: str, flags: Sequence[str] = ()) -> None:
-        super().__init__(lab, lab.folder / "no-manifests", flags=flags)
+    def __init__(self, lab: Lab, kubeconfig: str, mode: str = "ebpf", flags: Sequence[str] = ()) -> None:
+        super().__init__(lab, lab.folder / "no-manifests", mode, ("--strict-mode", *flags))
         self.kubeconfig = kubeconfig
 
     @property
@@ -145,6 +145,7 @@ class ApiAgent(Agent):
         return [
             sys.executable, "-m", "controller", "run",
             "--kubeconfig", self.kubeconfig,
+            "--proxy-mode", self.mode,
             "--hostname-override", NODE,
             "--cluster-cidr", "10.128.0.0/9",
             "--cgroup", str(self.lab.cgroup),
