@@ -52,10 +52,10 @@ def measure() -> Result:
         with ApiProcess(SERVICES, ENDPOINTS, lab=made) as api:
             for obj in _objects(made["pod2"]):
                 api.control("put", **obj)
-            plain, full = _compare(made, program, ApiAgent(made, api.kubeconfig, PODS_ONLY), ROUNDS)
-            both = ApiAgent(made, api.kubeconfig, PODS_ONLY)
+            plain, full = _compare(made, program, ApiAgent(made, api.kubeconfig, flags=PODS_ONLY), ROUNDS)
+            both = ApiAgent(made, api.kubeconfig, flags=PODS_ONLY)
             plain_on_both, on_both = _compare(made, program, both, FEW, BOTH_CPUS)
-            slow = ApiAgent(made, api.kubeconfig, (*PODS_ONLY, "--no-fast-path"))
+            slow = ApiAgent(made, api.kubeconfig, flags=(*PODS_ONLY, "--no-fast-path"))
             plain_beside_slow, without = _compare(made, program, slow, FEW)
         with _manifests(made) as alone:
             plain_beside_one, one = _compare(made, program, alone, FEW)
