@@ -48,9 +48,9 @@ def measure() -> Result:
     program = str(built("build/tests/benchmarks/crr"))
     with lab(pods=2, plain=2) as made:
         for name in ("pod2", "plain2"):
-            _serve(made, name, program)
+            serve(made, name, program)
         with ApiProcess(SERVICES, ENDPOINTS, lab=made) as api:
-            for obj in _objects(made["pod2"]):
+            for obj in objects(made["pod2"]):
                 api.control("put", **obj)
             plain, full = _compare(made, program, ApiAgent(made, api.kubeconfig, flags=PODS_ONLY), ROUNDS)
             both = ApiAgent(made, api.kubeconfig, flags=PODS_ONLY)
@@ -79,7 +79,8 @@ def measure() -> Result:
     )  # fmt: skip
 
 
-def _serve(made: Lab, name: str, program: str) -> None:
+def serve(made: Lab, name: str, program: str) -> None:
+    """Start the server in that place; returns when it listens."""
     server = made.start(name, [*ONE_CPU, program, "serve", str(PORT)], output=subprocess.PIPE)
     assert server.stdout is not None
     assert server.stdout.readline() == "ready\n", f"no server in {name}"
@@ -106,7 +107,7 @@ def _compare(
     return found
 
 
-def _objects(backend: Place) -> list[dict[str, object]]:
+def objects(backend: Place) -> list[dict[str, object]]:
     """The service that is measured, with one local backend."""
     spec = {"type": "ClusterIP", "clusterIP": VIP, "clusterIPs": [VIP], "ipFamilies": ["IPv4"],
             "ports": [{"name": "main", "protocol": "TCP", "port": PORT, "targetPort": PORT}]}  # fmt: skip
@@ -127,5 +128,5 @@ def _objects(backend: Place) -> list[dict[str, object]]:
 def _manifests(made: Lab) -> Iterator[Agent]:
     folder = made.folder / "one"
     folder.mkdir()
-    (folder / "one.json").write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": _objects(made["pod2"])}))
+    (folder / "one.json").write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": objects(made["pod2"])}))
     yield Agent(made, folder, flags=PODS_ONLY)

@@ -1,0 +1,87 @@
+"""Rate of connections through a ClusterIP in every mode that works here, beside pods of a node without any proxy."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from controller.config import available_modes
+from controller.lab.network import Lab
+from controller.modes import open_mode
+from dataplane.mode import Options
+from tests.benchmarks.apidata import ApiProcess
+from tests.benchmarks.connections import ENDPOINTS, VIP, Arm, objects, serve
+from tests.benchmarks.kit import ApiAgent, Result, Target, built, lab, median, say
+
+SIZES = (10, 10_000)
+ROUNDS = 11
+PEERS = {("iptables", 10): 0.9, ("iptables", 10_000): 0.5}  # kube-proxy v1.36.2 in the mode of that name
+
+
+def measure() -> Result:
+    """One node with the agent, one bare: the client of one and the client of the other take turns."""
+    program = str(built("build/tests/benchmarks/crr"))
+    ratios: dict[tuple[str, int], float] = {}
+    rates: dict[tuple[str, int], tuple[float, float]] = {}
+    with lab(pods=2) as made, lab(pods=2, kind="bare") as bare:
+        modes = _working(made)
+        for place in (made, bare):
+            serve(place, "pod2", program)
+        for size in SIZES:
+            with ApiProcess(size, ENDPOINTS, lab=made) as api:
+                for obj in objects(made["pod2"]):
+                    api.control("put", **obj)
+                for mode in modes:
+                    value, control = _compare(made, bare, program, ApiAgent(made, api.kubeconfig, mode))
+                    rates[mode, size], ratios[mode, size] = (value, control), value / control
+                    say(f"  {mode}, {size:,} services: {value:,.0f}/s, bare {control:,.0f}/s, {value / control:.3f}")
+    _print(modes, ratios)
+    targets = [
+        (Target(f"{mode} with {size:,} services / no proxy", peer, at_least=True), ratios[mode, size])
+        for (mode, size), peer in PEERS.items()
+        if mode in modes
+    ]
+    first = modes[0], SIZES[-1]
+    return Result(
+        "mode-connections", rates[first][0], "1/s", "the same client and server on a node without a proxy",
+        rates[first][1], targets,
+        [f"mode-connections: the value is {first[0]}'s with {first[1]:,} services; targets are kube-proxy's figures"],
+        {"ratios": {mode: {str(size): round(ratios[mode, size], 3) for size in SIZES} for mode in modes}},
+    )  # fmt: skip
+
+
+def _working(made: Lab) -> list[str]:
+    """The modes that work on this machine; the others are told with what they lack."""
+    works = []
+    for mode in available_modes():
+        with made.inside("node"):
+            missing = open_mode(mode).probe(Options(cgroup=str(made.cgroup)))
+        if missing:
+            say(f"  {mode} is left out: {missing}")
+        else:
+            works.append(mode)
+    return works
+
+
+def _compare(made: Lab, bare: Lab, program: str, agent: ApiAgent) -> tuple[float, float]:
+    """Medians of the ClusterIP's rate and of the bare node's, measured in turn under this agent."""
+    agent.start(180)
+    service, plain = Arm("pod1", VIP), Arm("pod1", bare["pod2"].address4)
+    try:
+        for number in range(ROUNDS + 1):
+            turns = [(service, made), (plain, bare)]
+            for arm, where in turns if number % 2 else reversed(turns):
+                arm.run(where, program)
+    finally:
+        agent.end()
+    return median(service.rates[1:]), median(plain.rates[1:])  # the first round warms up
+
+
+def _print(modes: list[str], ratios: dict[tuple[str, int], float]) -> None:
+    table = Table(title="connections through a ClusterIP / without a proxy", title_justify="left")
+    table.add_column("mode")
+    for size in SIZES:
+        table.add_column(f"{size:,} services", justify="right")
+    for mode in modes:
+        table.add_row(mode, *(f"{ratios[mode, size]:.2f}" for size in SIZES))
+    Console(width=100).print(table)
