@@ -1,0 +1,233 @@
+"""iptables and ip6tables: which variant this node uses, and whole tables in and out as text.
+
+Two variants exist, with rules apart from each other: `nft` (iptables-nft, rules in nf_tables) and `legacy`
+(ip_tables). Rules belong where the other components of the node put theirs, or their order is lost. So the
+choice is that of kubernetes-sigs/iptables-wrappers: where the kubelet's hint chains are (KEP-3178), else where
+more rules are, else what the command `iptables` is.
+
+Nothing here decides about services. All calls act on the network namespace of the calling thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from dataplane.errors import DataplaneError, Unsupported
+
+__all__ = ["VARIANTS", "Needs", "Xtables", "XtablesError", "find", "present"]
+
+Needs = Callable[[int], Mapping[str, Sequence[str]]]
+
+VARIANTS: Final = ("nft", "legacy")
+TABLES: Final = ("raw", "mangle", "nat", "filter")
+HINTS: Final = re.compile(r"^:(KUBE-IPTABLES-HINT|KUBE-KUBELET-CANARY) ", re.MULTILINE)
+LOCK_SECONDS: Final = 10  # how long another writer may hold /run/xtables.lock (legacy)
+CALL_SECONDS: Final = 120  # for one restore or save, however large
+INSTALL: Final = "install the package iptables"
+_NAMES: Final = {4: "ip", 6: "ip6"}
+_PROBE_CHAIN: Final = "HP-PROBE"
+_LINE: Final = re.compile(r"\bline:? (\d+)")
+
+
+class XtablesError(DataplaneError):
+    """A restore or save failed; the message has the tool's words and the line they are about."""
+
+
+class Xtables:
+    """One variant, for the families that work here.
+
+    Args:
+        variant: `nft` or `legacy`.
+        missing: family -> why it does not work here, one sentence.
+        chosen: why this variant, in words.
+    """
+
+    def __init__(self, variant: str, missing: Mapping[int, str] | None = None, chosen: str = "as told") -> None:
+        self.variant = variant
+        self.missing = dict(missing or {})
+        self.chosen = chosen
+
+    @property
+    def families(self) -> tuple[int, ...]:
+        """Families that work, of 4 and 6."""
+        return tuple(family for family in _NAMES if family not in self.missing)
+
+    def restore(self, family: int, text: str) -> None:
+        """`iptables-restore --noflush`: one transaction for each table; chains that the text declares are emptied.
+
+        Raises:
+            XtablesError: the tool or the kernel refused; says which line, and what it was.
+        """
+        argv = [_tool(self.variant, family, "restore"), "--noflush", f"--wait={LOCK_SECONDS}"]
+        done = _call(argv, text)
+        if done.returncode:
+            raise XtablesError(f"{argv[0]} failed: {_explained(done.stderr, text)}")
+
+    def save(self, family: int, table: str) -> str:
+        """The table as `iptables-save` prints it, without counters of rules; empty when the kernel has no such table.
+
+        Raises:
+            XtablesError: the table cannot be read.
+        """
+        if self.variant == "legacy" and table not in _legacy_tables(family):
+            return ""  # to read it would make it
+        argv = [_tool(self.variant, family, "save"), "-t", table]
+        done = _call(argv)
+        if done.returncode:
+            raise XtablesError(f"{' '.join(argv)} failed: {_joined(done.stderr)}")
+        return done.stdout
+
+    def accepts(self, family: int, table: str, rules: Iterable[str]) -> str | None:
+        """Try rules (`-p tcp -j ...`) in a chain of their own that nothing leads to; None, or what refused them.
+
+        The kernel checks matches and targets when they are loaded, whether or not a packet can get there.
+        """
+        body = "".join(f"-A {_PROBE_CHAIN} {rule}\n" for rule in rules)
+        refused = None
+        try:
+            self.restore(family, f"*{table}\n:{_PROBE_CHAIN} - [0:0]\n{body}COMMIT\n")
+        except XtablesError as error:
+            refused = str(error)
+        with contextlib.suppress(XtablesError):  # nothing was made where the first one failed
+            self.restore(family, f"*{table}\n-F {_PROBE_CHAIN}\n-X {_PROBE_CHAIN}\nCOMMIT\n")
+        return refused
+
+
+def find(needs: Needs | None = None, *, variant: str | None = None) -> Xtables:
+    """The variant that this node uses, tried out.
+
+    Args:
+        needs: family -> table -> rules without `-A CHAIN`, which must be possible for that family to count as working;
+            by default it is enough that the tables nat and filter are there.
+        variant: `nft` or `legacy`, to say which one instead of looking.
+
+    Raises:
+        Unsupported: no family works; one sentence says what is missing.
+    """
+    chosen, why = (variant, "as told") if variant else _choose()
+    missing: dict[int, str] = {}
+    for family in _NAMES:
+        reason = _lacks(Xtables(chosen), family, needs(family) if needs else {"nat": (), "filter": ()})
+        if reason is not None:
+            missing[family] = reason
+    found = Xtables(chosen, missing, why)
+    if not found.families:
+        raise Unsupported(f"iptables ({chosen})", missing[4])
+    return found
+
+
+def present() -> list[Xtables]:
+    """Every variant whose tools are installed, untried: to look for what was left, and to remove it."""
+    return [
+        Xtables(variant, {family: reason for family in _NAMES if (reason := _no_tools(variant, family))})
+        for variant in VARIANTS
+        if not all(_no_tools(variant, family) for family in _NAMES)
+    ]
+
+
+def _lacks(tables: Xtables, family: int, needs: Mapping[str, Sequence[str]]) -> str | None:
+    """One sentence: what is missing for this family to work."""
+    reason = _no_tools(tables.variant, family)
+    if reason is not None:
+        return reason
+    if family == 6 and not Path("/proc/thread-self/net/if_inet6").exists():
+        return "the kernel has no IPv6"
+    for table, rules in needs.items():
+        refused = tables.accepts(family, table, rules)
+        if refused is not None:
+            advice = "run as root (CAP_NET_ADMIN)" if os.geteuid() else "load or build the kernel modules for it"
+            return f"the {_NAMES[family]}tables table {table} cannot be used: {refused}; {advice}"
+    return None
+
+
+def _no_tools(variant: str, family: int) -> str | None:
+    for what in ("restore", "save"):
+        tool = _tool(variant, family, what)
+        if shutil.which(tool, path=_path()) is None:
+            return f"{tool} is not installed: {INSTALL}"
+    return None
+
+
+def _choose() -> tuple[str, str]:
+    """The variant that this node uses, and how that is known."""
+    usable = [tables for tables in present() if tables.families]
+    if not usable:
+        raise Unsupported("iptables", f"neither iptables-nft nor iptables-legacy is installed: {INSTALL}")
+    rules = {}
+    for tables in usable:
+        texts = [_saved(tables, family, "mangle") for family in tables.families]
+        if any(HINTS.search(text) for text in texts):
+            return tables.variant, "the kubelet's hint chains are there"
+        texts += [_saved(tables, f, table) for f in tables.families for table in TABLES if table != "mangle"]
+        rules[tables.variant] = sum(line.startswith("-A") for text in texts for line in text.splitlines())
+    most = max(rules.values())
+    leading = [variant for variant, count in rules.items() if count == most]
+    if most and len(leading) == 1:
+        return leading[0], f"{most} rules of others are there"
+    default = _default()
+    variant = default if default in rules else usable[0].variant
+    return variant, f"the command iptables is {default or 'not installed'}"
+
+
+def _saved(tables: Xtables, family: int, table: str) -> str:
+    """A table as far as it can be read: one with native nft rules in it cannot."""
+    try:
+        return tables.save(family, table)
+    except XtablesError:
+        return ""
+
+
+def _default() -> str:
+    """What the command `iptables` is, by its own word; versions before 1.8 are legacy and do not say so."""
+    if shutil.which("iptables", path=_path()) is None:
+        return ""
+    told = _call(["iptables", "--version"]).stdout
+    return "nft" if "nf_tables" in told else "legacy"
+
+
+def _legacy_tables(family: int) -> list[str]:
+    """Tables that ip_tables has here."""
+    try:
+        return Path(f"/proc/thread-self/net/{_NAMES[family]}_tables_names").read_text().split()
+    except OSError:
+        return []
+
+
+def _tool(variant: str, family: int, what: str) -> str:
+    return f"{_NAMES[family]}tables-{variant}-{what}"
+
+
+def _path() -> str:
+    """Where the tools are looked for: an agent may have been started without the folders for administrators."""
+    return os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"))
+
+
+def _call(argv: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            argv, input=text, capture_output=True, text=True, check=False, timeout=CALL_SECONDS,
+            env=os.environ | {"PATH": _path(), "LC_ALL": "C"},
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise XtablesError(f"{argv[0]} could not be run: {error}") from error
+
+
+def _explained(stderr: str, text: str) -> str:
+    """What the tool said, with the line of the input that it names."""
+    said = _joined(line for line in stderr.splitlines() if not line.startswith("Try `"))
+    lines = text.splitlines()
+    numbers = [int(number) for number in _LINE.findall(stderr)]
+    quoted = [f"line {n} is: {lines[n - 1]}" for n in numbers[:3] if 1 <= n <= len(lines)]
+    return "; ".join([said, *quoted])
+
+
+def _joined(lines: str | Iterable[str]) -> str:
+    kept = lines.splitlines() if isinstance(lines, str) else lines
+    return "; ".join(line.strip() for line in kept if line.strip())
