@@ -1,0 +1,242 @@
+"""Stale datagram entries and the list of flows, with the kernel's conntrack and real packets in a namespace of its own.
+
+The namespace has everything at one loopback: addresses of services, backends and node. An nft rule stands for a mode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from pyroute2 import IPRoute, netns
+
+from controller.lab import namespace
+from dataplane.kernel import conntrack
+from dataplane.table import Backend, Entry, Frontend, Kind, NodeNetwork, Protocol, Route, ServiceTable, socket_text
+
+pytestmark = pytest.mark.root
+V4, V6 = socket.AF_INET, socket.AF_INET6
+NAME = f"ct{os.getpid()}"
+VIP = {V4: "10.96.0.53", V6: "fd96::53"}
+NODE = {V4: "192.168.0.1", V6: "fd01::1"}
+OLD, NEW = {V4: "10.1.0.11", V6: "fd02::11"}, {V4: "10.1.0.12", V6: "fd02::12"}
+PORT, NODE_PORT, TARGET = 53, 30053, 5353
+
+
+@pytest.fixture
+def home() -> Iterator[None]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: makes a network namespace")
+    netns.create(NAME)
+    try:
+        with namespace.inside(Path("/run/netns") / NAME):
+            with IPRoute() as link:
+                loopback = link.link_lookup(ifname="lo")[0]
+                link.link("set", index=loopback, state="up")
+                for family, length in ((V4, 32), (V6, 128)):
+                    for addresses in (VIP, NODE, OLD, NEW):
+                        link.addr("add", index=loopback, address=addresses[family], prefixlen=length)
+            yield
+    finally:
+        netns.remove(NAME)
+
+
+def rules(backend: dict[int, str] | None, zone: int = 0) -> None:
+    """What a mode would have programmed; None: nothing, but packets are tracked."""
+    lines = ["table inet test", "delete table inet test", "table inet test {", "chain track {",
+             "type filter hook output priority 0", "ct state new accept", "}"]  # fmt: skip
+    if zone:
+        lines += ["chain zone {", "type filter hook output priority raw", f"ct zone set {zone}", "}"]
+        lines += ["chain back {", "type filter hook prerouting priority raw", f"ct zone set {zone}", "}"]
+    if backend is not None:
+        lines += ["chain nat {", "type nat hook output priority -100"]
+        for family, word in ((V4, "ip"), (V6, "ip6")):
+            to = f"dnat {word} to {socket_text(backend[family], TARGET)}"
+            lines += [f"{word} daddr {VIP[family]} meta l4proto {{ tcp, udp, sctp }} th dport {PORT} {to}"]
+            lines += [f"{word} daddr {NODE[family]} udp dport {NODE_PORT} {to}"]
+        lines += ["}"]
+    subprocess.run(["nft", "-f", "-"], input="\n".join([*lines, "}"]), text=True, check=True)
+
+
+def send(family: int, address: str, port: int) -> str:
+    """One datagram of a new flow; the client as text."""
+    with socket.socket(family, socket.SOCK_DGRAM) as client:
+        client.sendto(b"?", (address, port))
+        return socket_text(NODE[family], client.getsockname()[1])
+
+
+def destinations() -> list[tuple[int, str, int, str]]:
+    """Protocol, original destination and answerer of every entry."""
+    return sorted(
+        (e.protocol, socket.inet_ntop(family, e.destination), int.from_bytes(e.destination_port, "big"),
+         socket.inet_ntop(family, e.answerer))
+        for number, family in ((4, V4), (6, V6)) for e in conntrack._dump(number)
+    )  # fmt: skip
+
+
+def table(serving: dict[int, str] | None = NEW, protocol: Protocol = Protocol.UDP) -> ServiceTable:
+    entries = []
+    for number, family in ((4, V4), (6, V6)):
+        backends = (Backend(serving[family], TARGET),) if serving else ()
+        route = Route(backends)
+        frontends = (
+            Frontend(Kind.CLUSTER_IP, VIP[family], PORT, route, route),
+            Frontend(Kind.NODE_PORT, None, NODE_PORT, route, route),
+        )
+        entries.append(Entry("a/dns:dns", number, protocol, frontends, backends))
+    return ServiceTable({"a/dns": tuple(entries)}, NodeNetwork(node_port_addresses=(NODE[V4], NODE[V6])))
+
+
+def all_ways() -> None:
+    for family in (V4, V6):
+        send(family, VIP[family], PORT)
+        send(family, NODE[family], NODE_PORT)
+        send(family, NODE[family], 9)
+
+
+@pytest.mark.usefixtures("home")
+class TestStale:
+    def test_entries_that_lead_to_a_former_endpoint_go_and_others_stay(self):
+        rules(OLD)
+        all_ways()
+        rules(NEW)
+        all_ways()
+        before = destinations()
+        assert conntrack.delete_stale(table(NEW), ["a/dns"]) == 4
+        gone = [row for row in before if row[3] in OLD.values()]
+        assert len(gone) == 4
+        assert destinations() == [row for row in before if row not in gone]
+        assert conntrack.delete_stale(table(NEW), ["a/dns"]) == 0
+
+    def test_entries_from_before_the_rules_go(self):
+        rules(None)
+        all_ways()
+        assert conntrack.delete_stale(table(NEW), ["a/dns"]) == 4
+        assert [row[2] for row in destinations()] == [9, 9]
+
+    def test_nobody_serves_so_nothing_goes(self):
+        rules(OLD)
+        all_ways()
+        before = destinations()
+        assert conntrack.delete_stale(table(None), ["a/dns"]) == 0
+        assert destinations() == before
+
+    def test_connections_are_never_deleted(self):
+        with socket.create_server((OLD[V4], TARGET)):
+            rules(OLD)
+            with socket.create_connection((VIP[V4], PORT), timeout=2):
+                before = destinations()
+                assert before
+                assert conntrack.delete_stale(table(NEW), ["a/dns"]) == 0
+                assert conntrack.delete_stale(table(NEW, Protocol.TCP), ["a/dns"]) == 0
+                assert destinations() == before
+
+    def test_hundreds_of_entries_go_in_a_few_messages(self):
+        rules(OLD)
+        for _ in range(500):
+            send(V4, VIP[V4], PORT)
+        send(V6, VIP[V6], PORT)
+        made = len(destinations())  # some got the port of another
+        assert made > 6 * conntrack.BATCH
+        assert conntrack.delete_stale(table(NEW), ["a/dns"]) == made
+        assert destinations() == []
+
+    def test_entries_in_a_zone_are_found_and_deleted(self):
+        rules(OLD, zone=7)
+        all_ways()
+        assert conntrack.delete_stale(table(NEW), ["a/dns"]) == 4
+
+    def test_an_entry_that_was_replaced_meanwhile_stays(self):
+        rules(OLD)
+        with socket.socket(V4, socket.SOCK_DGRAM) as client:
+            client.sendto(b"?", (VIP[V4], PORT))
+            old = [entry.message for entry in conntrack._dump(4)]
+            assert conntrack._delete(4, old) == 1
+            rules(NEW)
+            client.sendto(b"?", (VIP[V4], PORT))
+        assert conntrack._delete(4, old) == 0
+        assert [row[3] for row in destinations()] == [NEW[V4]]
+
+    def test_no_dump_without_a_datagram_service_that_changed(self, monkeypatch):
+        asked = []
+        monkeypatch.setattr(conntrack, "_dump", lambda *arguments: asked.append(arguments) or iter(()))
+        assert conntrack.delete_stale(table(NEW, Protocol.TCP), ["a/dns"]) == 0
+        assert conntrack.delete_stale(table(None), ["a/dns"]) == 0
+        assert conntrack.delete_stale(table(NEW), []) == 0
+        assert asked == []
+        conntrack.delete_stale(table(NEW), ["a/dns"])
+        assert asked == [(4, socket.IPPROTO_UDP), (6, socket.IPPROTO_UDP)]
+
+    def test_a_refusal_is_told_and_not_raised(self, monkeypatch, caplog):
+        def refuse(*_: int) -> Iterator[None]:
+            raise PermissionError(1, "reading conntrack: Operation not permitted")
+
+        monkeypatch.setattr(conntrack, "_dump", refuse)
+        assert conntrack.delete_stale(table(NEW), ["a/dns"]) == 0
+        assert "Operation not permitted" in caplog.text
+
+
+@pytest.mark.usefixtures("home")
+class TestFlows:
+    SERVICES: ClassVar = {
+        (VIP[V4], PORT, 17): "a/dns:dns",
+        (VIP[V6], PORT, 17): "a/dns:dns",
+        (None, NODE_PORT, 17): "a/dns:dns",
+        (VIP[V4], PORT, 6): "a/dns:tcp",
+    }
+
+    def test_a_row_for_each_translated_flow(self):
+        rules(OLD)
+        client = send(V4, VIP[V4], PORT).rpartition(":")[2]
+        all_ways()
+        rows, total = conntrack.flows(self.SERVICES, 100)
+        assert total == len(rows) == 5
+        mine = next(row for row in rows if row["client"].endswith(f":{client}"))
+        backend = socket_text(OLD[V4], TARGET)
+        assert mine == {
+            "service": "a/dns:dns", "protocol": "UDP", "client": mine["client"], "frontend": f"{VIP[V4]}:{PORT}",
+            "backend": backend, "source": mine["client"], "state": "opening",
+        }  # fmt: skip
+        assert {row["frontend"] for row in rows} == {
+            socket_text(VIP[V4], PORT), socket_text(VIP[V6], PORT),
+            socket_text(NODE[V4], NODE_PORT), socket_text(NODE[V6], NODE_PORT),
+        }  # fmt: skip
+
+    def test_the_limit_bounds_rows_and_not_the_count(self):
+        rules(OLD)
+        all_ways()
+        rows, total = conntrack.flows(self.SERVICES, 3)
+        assert (len(rows), total) == (3, 4)
+
+    def test_what_no_rule_translated_is_no_flow_of_a_service(self):
+        rules(None)
+        all_ways()
+        assert conntrack.flows(self.SERVICES, 100) == ([], 0)
+
+    def test_the_states_of_a_connection(self):
+        with socket.create_server((OLD[V4], TARGET)) as server, contextlib.ExitStack() as stack:
+            rules(OLD)
+            client = stack.enter_context(socket.create_connection((VIP[V4], PORT), timeout=2))
+            answered = stack.enter_context(server.accept()[0])
+            assert [row["state"] for row in conntrack.flows(self.SERVICES, 9)[0]] == ["established"]
+            client.close()
+            assert answered.recv(1) == b""
+            answered.close()
+            assert [row["state"] for row in conntrack.flows(self.SERVICES, 9)[0]] == ["closed"]
+
+    def test_a_conversation_of_datagrams_becomes_established(self):
+        rules(OLD)
+        with socket.socket(V4, socket.SOCK_DGRAM) as server, socket.socket(V4, socket.SOCK_DGRAM) as client:
+            server.bind((OLD[V4], TARGET))
+            server.settimeout(2)
+            for _ in range(2):
+                client.sendto(b"?", (VIP[V4], PORT))
+                server.sendto(b"!", server.recvfrom(9)[1])
+            client.sendto(b"?", (VIP[V4], PORT))
+            assert conntrack.flows(self.SERVICES, 9)[1] == 1
