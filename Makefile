@@ -7,6 +7,7 @@ SOURCES  := $(wildcard bpf/*.bpf.c)
 HEADERS  := $(wildcard bpf/*.h)
 BUILT    := $(patsubst bpf/%.bpf.c,$(OBJECTS)/%.bpf.o,$(SOURCES)) $(OBJECTS)/abi.h
 APT      := iproute2 util-linux clang llvm clang-format bpftool libbpf-dev libbpf1 linux-libc-dev libc6-dev gcc make python3-venv python3-dev nftables libnftables1 iptables
+APT_VM   := qemu-system-x86 busybox-static kmod debian-archive-keyring
 STAMPS   := $(VENV)/.stamps
 
 CLANG    ?= clang
@@ -20,7 +21,7 @@ else
 Q := @
 endif
 
-.PHONY: help demo test check bench setup bpf format clean
+.PHONY: help demo test check bench setup vm bpf format clean
 .DEFAULT_GOAL := help
 
 help: ## print this list
@@ -43,6 +44,8 @@ bench: setup ## run the benchmarks, or one: make bench BENCH=selection
 	$(Q)$(PYTHON) -m tests.benchmarks $(BENCH)
 
 setup: $(STAMPS)/apt $(STAMPS)/venv bpf ## install what is missing: packages, the virtual environment, BPF objects
+
+vm: setup $(STAMPS)/vm ## install what tests on other kernels need (QEMU)
 
 bpf: $(BUILT) ## compile the BPF programs (clang)
 
@@ -72,13 +75,22 @@ build/%: %.c
 	@mkdir -p $(@D)
 	$(Q)$(CC) -O2 -Wall -Wextra -Werror $< -o $@
 
-# Debian packages: only when one is missing, and then only those.
-$(STAMPS)/apt: Makefile
-	@missing=$$(for p in $(APT); do dpkg -s $$p >/dev/null 2>&1 || printf '%s ' $$p; done); \
+# $(call packages,names): Debian packages, only when one is missing, and then only those.
+define packages
+	@missing=$$(for p in $(1); do dpkg -s $$p >/dev/null 2>&1 || printf '%s ' $$p; done); \
 	if [ -n "$$missing" ]; then \
 		echo "apt      $$missing"; \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null; \
 	fi
+endef
+
+# Virtual machines, for tests on other kernels. Kernels are downloaded when they are needed.
+$(STAMPS)/vm: Makefile $(STAMPS)/apt
+	$(call packages,$(APT_VM))
+	@touch $@
+
+$(STAMPS)/apt: Makefile
+	$(call packages,$(APT))
 	@mkdir -p $(VENV)
 	@test -x $(PYTHON) || { echo "venv     $(VENV)"; python3 -m venv $(VENV); }
 	@mkdir -p $(STAMPS) && touch $@

@@ -1,0 +1,64 @@
+"""Run something on another kernel: `python -m tests.vm run 6.1 -- uname -a`."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from .kernels import SERIES, download, find, get
+from .machine import GuestFailed, Machine, missing_programs
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.vm", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    series = f'a series such as 6.1, or "newest"; usually one of {", ".join(SERIES)}'
+    kernels = commands.add_parser("kernels", help="download kernels, and list them")
+    kernels.add_argument("series", nargs="*", default=SERIES, help=series)
+    kernels.add_argument("--refresh", action="store_true", help="download again what is there")
+    run = commands.add_parser("run", help="boot a kernel, run a command, end with its exit code")
+    run.add_argument("kernel", help=series)
+    run.add_argument("--timeout", type=float, default=600, help="seconds (default: 600)")
+    run.add_argument("--memory", type=int, default=2048, help="MiB (default: 2048)")
+    run.add_argument("--cpus", type=int, default=2)
+    run.add_argument("--share", type=Path, help="a folder that the guest may write to")
+    run.add_argument("argv", nargs="+", metavar="CMD", help="the command, after --")
+    return parser
+
+
+def tell(text: str) -> None:
+    print(f"vm       {text}", file=sys.stderr, flush=True)
+
+
+def show(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def main() -> int:
+    options = arguments().parse_args()
+    try:
+        if options.command == "kernels":
+            for series in options.series:
+                kernel = None if options.refresh else find(series)
+                kernel = kernel or download(series, tell)
+                print(f"{series:8} {kernel.release}")
+            return 0
+        if missing := missing_programs():
+            tell(f"this machine lacks {' '.join(missing)}: make vm")
+            return 2
+        machine = Machine(get(options.kernel, tell), options.cpus, tell)
+        shared = options.share and options.share.resolve()
+        done = machine.run(options.argv, options.timeout, options.memory, show, shared=shared)
+    except (LookupError, GuestFailed) as error:
+        tell(str(error))
+        return 125
+    except subprocess.CalledProcessError as error:
+        tell(f"{error}: {error.stderr}")
+        return 125
+    tell(f"exit code {done.code} after {done.seconds:.1f} s")
+    return done.code
+
+
+sys.exit(main())

@@ -1,0 +1,35 @@
+"""Whether this machine can run guests by KVM: a device that opens is not enough, some only emulate slowly."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["KVM", "TCG", "choose_accelerator"]
+
+TCG = ("-accel", "tcg,thread=multi,tb-size=512", "-cpu", "max")
+KVM = ("-accel", "kvm", "-cpu", "host")
+BOOT_LIMIT = 12.0  # seconds; KVM on real hardware needs about one
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def choose_accelerator(boots: Callable[[tuple[str, ...]], bool], remembered: Path) -> tuple[str, ...]:
+    """KVM when a guest really starts with it, else translation; tried once for each start of this machine.
+
+    Args:
+        boots: whether a guest comes up within `BOOT_LIMIT` with these arguments of QEMU.
+        remembered: a file for the answer.
+    """
+    if not os.access("/dev/kvm", os.R_OK | os.W_OK):
+        return TCG
+    here = _BOOT_ID.read_text().strip()
+    try:
+        known = json.loads(remembered.read_text())
+    except (FileNotFoundError, ValueError):
+        known = {}
+    if known.get("boot") != here:
+        known = {"boot": here, "kvm": boots(KVM)}
+        remembered.write_text(json.dumps(known))
+    return KVM if known["kvm"] else TCG

@@ -1,0 +1,78 @@
+"""The kernels below build/kernels: found by the name of their series, downloaded when they are not there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from .debian import META, Apt, choose, unpack
+
+__all__ = ["FOLDER", "ROOT", "SERIES", "Kernel", "find", "get"]
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "build" / "kernels"
+SERIES = ("5.10", "6.1", "6.12", "newest")  # Debian 11, 12, 13 and sid
+
+
+class Kernel(NamedTuple):
+    """One kernel on disk: `vmlinuz` and `lib/modules/RELEASE` in its folder."""
+
+    series: str
+    release: str
+    folder: Path
+
+    @property
+    def image(self) -> Path:
+        return self.folder / "vmlinuz"
+
+    @property
+    def modules(self) -> Path:
+        return self.folder / "lib" / "modules" / self.release
+
+
+def find(series: str, folder: Path = FOLDER) -> Kernel | None:
+    """The kernel of that series, if it was downloaded."""
+    release = _index(folder).get(series)
+    return Kernel(series, release, folder / release) if release and (folder / release / "vmlinuz").exists() else None
+
+
+def get(series: str, tell: Callable[[str], None], folder: Path = FOLDER) -> Kernel:
+    """The kernel of that series, downloaded if need be.
+
+    Raises:
+        LookupError: Debian has none.
+        subprocess.CalledProcessError: apt failed.
+    """
+    return find(series, folder) or download(series, tell, folder)
+
+
+def download(series: str, tell: Callable[[str], None], folder: Path = FOLDER) -> Kernel:
+    """Fetch the newest Debian kernel of that series, whatever is there already; errors as in `get`."""
+    apt = Apt(folder / "apt")
+    tell(f"kernel {series}: reading package lists")
+    apt.update()
+    meta = choose(series, apt.show(META))
+    parts = apt.kernel_packages(meta)
+    fresh = folder / f"fresh-{series}"
+    shutil.rmtree(fresh, ignore_errors=True)
+    try:
+        tell(f"kernel {series}: downloading {meta.version}")
+        release = unpack(apt.download(parts, fresh / "debs"), fresh / "files", tell)
+        shutil.rmtree(folder / release, ignore_errors=True)
+        (fresh / "files").rename(folder / release)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    (folder / "index.json").write_text(json.dumps(_index(folder) | {series: release}, indent=1))
+    tell(f"kernel {series}: {release}")
+    return Kernel(series, release, folder / release)
+
+
+def _index(folder: Path) -> dict[str, str]:
+    try:
+        found: dict[str, str] = json.loads((folder / "index.json").read_text())
+    except FileNotFoundError:
+        return {}
+    return found

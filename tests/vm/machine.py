@@ -1,0 +1,225 @@
+"""A virtual machine that runs one command: another kernel, this machine's files.
+
+The guest sees the host's whole file system at the same paths, read-only below a layer of memory: the checkout,
+its virtual environment with compiled bytecode, every program. Only the shared folder keeps what is written.
+Network: none but its own loopback. The command's output comes while it runs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from . import cpio
+from .accel import BOOT_LIMIT, choose_accelerator
+from .kernels import FOLDER, ROOT, Kernel
+from .modules import dependencies, load_order, read_module, short_name
+
+__all__ = ["Finished", "GuestFailed", "Machine", "missing_programs"]
+
+# In the initramfs: enough to reach the host's files. modprobe loads everything else from there.
+FIRST_MODULES = ("virtio_pci", "9pnet_virtio", "9p", "overlay")
+PROGRAMS = {
+    "qemu-system-x86_64": "qemu-system-x86",
+    "/bin/busybox": "busybox-static",
+    "modprobe": "kmod",
+    "setpriv": "util-linux",
+}
+INIT = Path(__file__).with_name("init.sh")
+TIMED_OUT = 124  # as timeout(1)
+_POLL = 0.1
+
+Progress = Callable[[str], None]
+
+
+class GuestFailed(Exception):
+    """The guest ended without running the command to its end; the message has the end of its console."""
+
+
+class Finished(NamedTuple):
+    """How a command ended: exit code (124: the time was over), all it printed, seconds since the start of QEMU."""
+
+    code: int
+    output: str
+    seconds: float
+
+
+def missing_programs() -> list[str]:
+    """The Debian packages that this machine lacks to run guests."""
+    return [package for program, package in PROGRAMS.items() if not shutil.which(program)]
+
+
+class Machine:
+    """Boots a kernel for each command. One guest runs at a time on this machine; others wait.
+
+    Args:
+        kernel: from `kernels.get`.
+        cpus: of the guest.
+        tell: gets sentences about what is being waited for.
+    """
+
+    def __init__(self, kernel: Kernel, cpus: int = 2, tell: Progress = lambda _: None) -> None:
+        self.kernel = kernel
+        self.cpus = cpus
+        self.tell = tell
+
+    def run(
+        self,
+        argv: Sequence[str],
+        timeout: float = 600,
+        memory: int = 2048,
+        progress: Progress = lambda _: None,
+        *,
+        shared: Path | None = None,
+        folder: Path = ROOT,
+        env: Mapping[str, str] | None = None,
+    ) -> Finished:
+        """Run one command as root in `folder`; nobody is left behind when the time is over or this process dies.
+
+        Args:
+            argv: the command; found along the usual PATH of root.
+            timeout: seconds, from the start of QEMU.
+            memory: MiB, which also hold everything that the command writes.
+            progress: gets the output, standard output and error together, in pieces as they come.
+            shared: a folder of the host that the guest may write to, at the same path.
+            folder: the command's working folder.
+            env: more environment variables.
+
+        Raises:
+            GuestFailed: the kernel did not come up or stopped in the middle.
+        """
+        with _one_at_a_time(self.tell), tempfile.TemporaryDirectory(prefix="vm-", dir=FOLDER) as made:
+            control = Path(made)
+            (control / "command.sh").write_text(_command(argv, folder, env or {}))
+            (control / "output").touch()
+            (control / "initrd").write_bytes(self._initramfs(shared))
+            accel = choose_accelerator(self._boots, FOLDER / "accelerator.json")
+            return self._boot(control, self._qemu(control, accel, memory, shared), timeout, progress)
+
+    def _boots(self, accel: tuple[str, ...]) -> bool:
+        """Whether a guest that does nothing comes to its end in a few seconds."""
+        with tempfile.TemporaryDirectory(prefix="vm-", dir=FOLDER) as made:
+            control = Path(made)
+            (control / "command.sh").write_text(_command(["true"], Path("/"), {}))
+            (control / "output").touch()
+            (control / "initrd").write_bytes(self._initramfs(None))
+            try:
+                return self._boot(control, self._qemu(control, accel, 512, None), BOOT_LIMIT, self.tell).code == 0
+            except GuestFailed:
+                return False
+
+    def _boot(self, control: Path, argv: Sequence[str], timeout: float, progress: Progress) -> Finished:
+        start = time.monotonic()
+        said: list[str] = []
+        # setpriv: the guest ends when this process is killed, whatever kills it.
+        with (control / "qemu.log").open("w") as log:
+            words = ["setpriv", "--pdeathsig", "KILL", *argv]
+            guest = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            with (control / "output").open(errors="replace") as output:
+                while guest.poll() is None and time.monotonic() - start < timeout:
+                    _pass_on(output.read(), said, progress)
+                    time.sleep(_POLL)
+                _pass_on(output.read(), said, progress)
+        finally:
+            late = guest.poll() is None
+            if late:
+                guest.kill()
+            guest.wait()
+        seconds = time.monotonic() - start
+        if late:
+            return Finished(TIMED_OUT, "".join(said), seconds)
+        try:
+            return Finished(int((control / "exit").read_text()), "".join(said), seconds)
+        except (FileNotFoundError, ValueError):
+            raise GuestFailed(f"kernel {self.kernel.release} ended early:\n{_console(control)}") from None
+
+    def _qemu(self, control: Path, accel: Sequence[str], memory: int, shared: Path | None) -> list[str]:
+        folders = {"host": (Path("/"), ",readonly=on,multidevs=remap"), "control": (control, "")}
+        if shared is not None:
+            folders["shared"] = (shared, "")
+        words = [
+            "qemu-system-x86_64", "-machine", "q35", *accel, "-m", str(memory), "-smp", str(self.cpus),
+            "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none",
+            "-serial", f"file:{control}/console",
+            "-kernel", str(self.kernel.image), "-initrd", f"{control}/initrd",
+            "-append", "console=ttyS0 quiet loglevel=4 panic=-1 tsc=reliable mitigations=off",
+        ]  # fmt: skip
+        for tag, (path, more) in folders.items():
+            words += ["-fsdev", f"local,id={tag},path={path},security_model=none{more}"]
+            words += ["-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}"]
+        return words
+
+    def _initramfs(self, shared: Path | None) -> bytes:
+        modules = self.kernel.modules
+        known = dependencies((modules / "modules.dep").read_text())
+        order = load_order(FIRST_MODULES, known)
+        words = {
+            "MODULES": " ".join(short_name(path) for path in order),
+            "RELEASE_MODULES": shlex.quote(str(modules)),
+            "RELEASE": self.kernel.release,
+            "SHARED": shlex.quote(str(shared)) if shared else "",
+        }
+        init = INIT.read_text()
+        for name, value in words.items():
+            init = init.replace(f"@{name}@", value)
+        folders = ("bin", "dev", "host", "memory", "modules", "proc", "root", "sys")
+        return cpio.archive(
+            [
+                *map(cpio.folder, folders),
+                cpio.device("dev/console", 5, 1),
+                cpio.file("bin/busybox", Path("/bin/busybox").read_bytes(), executable=True),
+                *(cpio.file(f"modules/{short_name(path)}", read_module(modules / path)) for path in order),
+                cpio.file("init", init.encode(), executable=True),
+            ]
+        )
+
+
+def _command(argv: Sequence[str], folder: Path, env: Mapping[str, str]) -> str:
+    """What the guest's first process does when it sees the host's files."""
+    variables = {"HOME": "/root", "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", **env}
+    return "\n".join(
+        [
+            *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
+            f"cd {shlex.quote(str(folder))}",
+            f"{shlex.join(argv)} >/run/vm/output 2>&1 </dev/null",
+            "echo $? >/run/vm/exit",
+            "sync",
+            "exec /bin/busybox poweroff -f",
+            "",
+        ]
+    )
+
+
+def _pass_on(text: str, said: list[str], progress: Progress) -> None:
+    if text:
+        said.append(text)
+        progress(text)
+
+
+def _console(control: Path) -> str:
+    """The end of what the kernel and QEMU said."""
+    logs = [control / name for name in ("console", "qemu.log")]
+    return "\n".join(log.read_text(errors="replace")[-3000:] for log in logs if log.exists()).strip() or "(no words)"
+
+
+@contextmanager
+def _one_at_a_time(tell: Progress) -> Iterator[None]:
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with (FOLDER / "running.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            tell("waiting for another virtual machine to end")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        for left in FOLDER.glob("vm-*"):  # of processes that were killed
+            shutil.rmtree(left)
+        yield
