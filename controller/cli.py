@@ -219,6 +219,14 @@ examples:
   hybrid-proxy status -o json
 """
 
+_MODES: Final = """
+Each mode is tried for what it needs: privilege, kernel features, tools. Nothing of that stays.
+
+examples:
+  hybrid-proxy modes               which modes work on this node, what the others lack, which one runs
+  hybrid-proxy modes -o json
+"""
+
 _SERVICES: Final = """
 examples:
   hybrid-proxy services                    every service port that is programmed, with its addresses
@@ -294,12 +302,13 @@ def parser() -> argparse.ArgumentParser:
 
     for name, summary, epilog in (
         ("status", "what is loaded, attached and filled, and what was refused", _STATUS),
+        ("modes", "which modes work here, and what the others lack", _MODES),
         ("services", "the service ports that are programmed", _SERVICES),
         ("backends", "the backends that are programmed", _BACKENDS),
         ("flows", "the connections that the dataplane knows", _FLOWS),
     ):
         shown = command(name, summary, epilog)
-        if name != "status":
+        if name not in ("status", "modes"):
             shown.add_argument("service", nargs="?", metavar="NAMESPACE/NAME", help="this service alone")
         if name == "flows":
             shown.add_argument("--limit", type=int, default=1000, metavar="N", help="at most N (default: 1000)")

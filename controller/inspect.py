@@ -16,7 +16,8 @@ from controller.admin import NoAgentError, ask
 from controller.config import available_modes
 from controller.errors import ControllerError
 from controller.explain import Packet
-from controller.modes import open_mode
+from controller.modes import open_mode, survey
+from dataplane.errors import Unsupported
 from dataplane.mode import Options, View
 from dataplane.table import Protocol
 
@@ -27,6 +28,8 @@ def show(command: str, args: argparse.Namespace) -> int:
     """Print one of the listings; the exit code."""
     if command == "status":
         return _show_status(args)
+    if command == "modes":
+        return _show_modes(args)
     rows, note = _rows(command, args)
     if args.output == "json":
         _print_json(rows)
@@ -42,7 +45,12 @@ def _print_json(value: Any) -> None:
 def _views(args: argparse.Namespace, mode: str | None, names: dict[int, str]) -> Iterator[tuple[str, View]]:
     """What is programmed here: by the mode of the running agent, or by any that left something."""
     for name in [mode] if mode else available_modes():
-        view = open_mode(name).look(Options(pin_root=args.pin_root), names)
+        try:
+            view = open_mode(name).look(Options(pin_root=args.pin_root), names)
+        except Unsupported:
+            if mode:
+                raise
+            continue  # what cannot run here has left nothing here
         if view is not None:
             yield name, view
 
@@ -109,6 +117,26 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
+def _show_modes(args: argparse.Namespace) -> int:
+    """Which modes work here, and which one runs."""
+    try:
+        running = ask(args.admin_socket, "names")["mode"]
+    except NoAgentError:
+        running = None
+    rows = [row | {"runs": row["mode"] == running} for row in survey(Options(pin_root=args.pin_root))]
+    if args.output == "json":
+        _print_json(rows)
+    else:
+        _print_table(
+            [
+                {"mode": r["mode"], "works": r["works"], "runs": r["runs"], "what is missing": r["missing"]}
+                for r in rows
+            ],
+            "" if running else "no agent is running",
+        )
+    return 0
+
+
 def _show_status(args: argparse.Namespace) -> int:
     try:
         status = ask(args.admin_socket, "status")
@@ -145,6 +173,8 @@ def _status_lines(status: dict[str, Any]) -> Iterable[str]:
         yield f"  {mode['requested']} was asked for: {mode['reason']}"
     if status["error"]:
         yield f"  last sync failed: {status['error']}"
+    for sentence in status["neighbours"]:
+        yield f"  NEIGHBOUR: {sentence}"
     yield f"  {status['services']} services from {source['description']}" + (
         "" if source["healthy"] else f" — {source['message']}"
     )

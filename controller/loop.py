@@ -25,11 +25,13 @@ from typing import TYPE_CHECKING, Any, Final
 from controller.cluster import Cluster
 from controller.config import Config, available_modes
 from controller.errors import ControllerError, SourceError
+from controller.events import Recorder, node, service
 from controller.model import Event, Problem, Removed, SourceState, Upserted
-from controller.modes import Choice, clean_others, open_first
+from controller.modes import Choice, clean_others, hold_namespace, open_first
+from controller.neighbours import Neighbours
 from controller.sources import Source
 from controller.tables import Builder
-from dataplane.errors import DataplaneError, SyncError
+from dataplane.errors import DataplaneError, SyncError, Unsupported
 
 if TYPE_CHECKING:
     from controller.metrics import Metrics
@@ -89,7 +91,8 @@ def run(config: Config) -> int:
 
 def cleanup(config: Config) -> int:
     """Remove what every mode may have left in this namespace."""
-    removed = clean_others("", available_modes(), config.options)
+    with hold_namespace():
+        removed = clean_others("", available_modes(), config.options)
     for name, count in removed.items():
         print(f"removed {count} things of mode {name} from this network namespace")
     if not removed:
@@ -132,6 +135,8 @@ class _Agent:
         self.drift_told = threading.Event()
         self.started = time.monotonic()
         self.source = _source_of(config)
+        self.events = Recorder(self.source.connection, config.settings.node_name)
+        self.neighbours: Neighbours
         self.cluster = Cluster(config.settings.node_name, self.source.kinds)
         self.builder = Builder(config.settings)
         self.programmer: Programmer
@@ -145,6 +150,8 @@ class _Agent:
         self.retry_delay = FIRST_RETRY
         self.last_error = ""
         self.misfits: frozenset[str] = frozenset()
+        self.repairs = 0
+        self.failed_modes: dict[str, str] = {}
         self.limitations: tuple[str, ...] = ()
         self.sync_seconds = 0.0
         self.latencies: deque[float] = deque(maxlen=LATENCIES)
@@ -156,22 +163,46 @@ class _Agent:
             "hybrid-proxy for node %s, mode %s, objects from %s",
             self.config.settings.node_name, self.config.mode, self.source.describe(),
         )  # fmt: skip
-        threading.Thread(target=self._run_source, name="source", daemon=True).start()
         with contextlib.ExitStack() as stack:
+            stack.enter_context(hold_namespace())
+            threading.Thread(target=self._run_source, name="source", daemon=True).start()
             stack.callback(self.stop.set)
-            self.programmer, self.choice = open_first(
-                self.config.mode, self.config.options, self._tell_drift, strict=self.config.strict_mode
-            )
-            stack.callback(self.programmer.close)
-            if self.choice.degraded:
-                log.warning(
-                    "mode %s serves instead of %s: %s",
-                    self.choice.effective, self.choice.requested, self.choice.reason,
-                )  # fmt: skip
+            self._open_mode()
+            stack.callback(self._close_mode)
+            self._look_for_neighbours(stack)
             self._read_addresses()
             threading.Thread(target=self._watch_links, name="links", daemon=True).start()
             self._serve(stack)
             return self._loop()
+
+    def _open_mode(self) -> None:
+        self.programmer, self.choice = open_first(
+            self.config.mode, self.config.options, self._tell_drift,
+            strict=self.config.strict_mode, failed=self.failed_modes,
+        )  # fmt: skip
+        self.repairs = 0
+        choice = self.choice
+        self._event("Normal", "Starting", "StartProxy", f"hybrid-proxy serves in mode {choice.effective}.")
+        if choice.degraded:
+            sentence = f"mode {choice.effective} serves instead of {choice.requested}: {choice.reason}"
+            log.warning("%s", sentence)
+            self._event("Warning", "ModeDegraded", "SelectMode", sentence)
+
+    def _close_mode(self) -> None:
+        self.programmer.close()
+
+    def _event(self, kind: str, reason: str, action: str, note: str) -> None:
+        """About this node, for the cluster."""
+        self.events.event(node(self.config.settings.node_name), kind, reason, action, note)
+
+    def _look_for_neighbours(self, stack: contextlib.ExitStack) -> None:
+        self.neighbours = Neighbours(
+            self.choice.effective, lambda told: self._event("Warning", "NeighbourFound", "LookAround", told)
+        )
+        self.neighbours.start()
+        stack.callback(self.neighbours.stop)
+        self.events.start()
+        stack.callback(self.events.stop)
 
     def _run_source(self) -> None:
         try:
@@ -271,7 +302,10 @@ class _Agent:
         table = self.builder.build(self.cluster, self.addresses)
         try:
             result = self.programmer.sync(table)
-        except SyncError as error:
+        except (SyncError, Unsupported) as error:
+            if isinstance(error, Unsupported) and self.ready_after is None:
+                self._next_mode(error)
+                return
             self.last_error = str(error)
             log.exception("sync failed, trying again in %.1f s", self.retry_delay)
             self.retry_at = time.monotonic() + self.retry_delay
@@ -290,6 +324,13 @@ class _Agent:
             )  # fmt: skip
         self._tell_misfits({misfit.entry: misfit.reason for misfit in result.misfits})
 
+    def _next_mode(self, error: Unsupported) -> None:
+        """The mode opened, and then this machine could not do what the first table asks of it: as if it had not."""
+        self.failed_modes[self.choice.effective] = str(error)
+        self.programmer.close()
+        self._open_mode()
+        self.neighbours.mode = self.choice.effective
+
     def _note_latency(self, end: float) -> None:
         latencies = [end - received for received in self.pending]
         self.pending.clear()
@@ -304,6 +345,7 @@ class _Agent:
         log.info("programmed %d services, %.2f s after the start", services, self.ready_after)
         for name, count in clean_others(self.choice.effective, available_modes(), self.config.options).items():
             log.info("removed %d things that mode %s had left here", count, name)
+        self.neighbours.settled = True
         _settle()
         if self.config.metrics is not None:
             from controller.metrics import Metrics
@@ -314,6 +356,8 @@ class _Agent:
     def _tell_misfits(self, misfits: dict[str, str]) -> None:
         for entry in misfits.keys() - self.misfits:
             log.error("%s does not fit: %s; the others work", entry, misfits[entry])
+            note = f"{entry} is not served on this node: {misfits[entry]}"
+            self.events.event(service(entry), "Warning", "DoesNotFit", "ProgramService", note)
         for entry in self.misfits - misfits.keys():
             log.info("%s fits now", entry)
         self.misfits = frozenset(misfits)
@@ -343,6 +387,15 @@ class _Agent:
             self.programmer.maintain()
         except DataplaneError as error:
             log.warning("maintenance failed: %s", error)
+        self._tell_repairs()
+
+    def _tell_repairs(self) -> None:
+        """To the cluster; the mode has said in the log what it was."""
+        repairs = self.programmer.audit_repairs
+        if repairs > self.repairs:
+            note = f"somebody changed or removed what mode {self.choice.effective} had programmed; it was put right"
+            self._event("Warning", "Repaired", "RepairDataplane", f"{note} ({repairs - self.repairs} things).")
+        self.repairs = repairs
 
     # Questions
 
@@ -388,6 +441,7 @@ class _Agent:
                 for p in self.cluster.problems.values()
             ],
             "conflicts": {service: list(sentences) for service, sentences in self.builder.conflicts.items()},
+            "neighbours": list(self.neighbours.sentences),
             "error": self.last_error,
             "ready_seconds": self.ready_after,
             "last_sync_seconds": self.sync_seconds,

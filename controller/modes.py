@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
-from typing import Final, NamedTuple
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
+from controller.config import ADMIN_SOCKET, available_modes
 from dataplane.errors import DataplaneError, Unsupported
+from dataplane.kernel.lock import hold_new, let_go
+from dataplane.kernel.places import netns_cookie
 from dataplane.mode import Mode, Options, Programmer, Wake
 
-__all__ = ["FALLBACK", "Choice", "Opened", "clean_others", "open_first", "open_mode"]
+__all__ = ["FALLBACK", "Choice", "Opened", "clean_others", "hold_namespace", "open_first", "open_mode", "survey"]
 
 log = logging.getLogger(__name__)
 
@@ -44,13 +50,59 @@ class Opened(NamedTuple):
     choice: Choice
 
 
+@contextlib.contextmanager
+def hold_namespace() -> Iterator[None]:
+    """Be the only agent in this network namespace, whatever the modes are.
+
+    Raises:
+        Occupied: another process is that; says which.
+        Unsupported: the lock cannot be taken at all.
+    """
+    folder = Path(ADMIN_SOCKET).parent / f"netns-{netns_cookie()}"
+    try:
+        descriptor = hold_new(folder, "this network namespace")
+    except OSError as error:
+        raise Unsupported("one agent for each network namespace", f"{folder}: {error.strerror}; run as root") from error
+    try:
+        yield
+    finally:
+        let_go(folder, descriptor)
+
+
 def open_mode(name: str) -> Mode:
-    """What the mode's folder offers."""
-    mode: Mode = importlib.import_module(f"dataplane.modes.{name}.programmer").MODE
+    """What the mode's folder offers.
+
+    Raises:
+        Unsupported: there is no such folder, or its code or a library that it needs cannot be loaded.
+    """
+    try:
+        mode: Mode = importlib.import_module(f"dataplane.modes.{name}.programmer").MODE
+    except Exception as error:  # whatever a broken installation makes it stumble over
+        log.debug("mode %s cannot be loaded", name, exc_info=True)
+        raise Unsupported(f"mode {name}", f"it cannot be loaded: {error or type(error).__name__}") from error
     return mode
 
 
-def open_first(requested: str, options: Options, wake: Wake, *, strict: bool) -> Opened:
+def survey(options: Options) -> list[dict[str, Any]]:
+    """Every mode of this installation: `mode`, `works` here, and in a sentence what is `missing` (empty: nothing).
+
+    Each is tried for what it needs; nothing that is tried stays.
+    """
+    rows = []
+    for name in available_modes():
+        try:
+            missing = open_mode(name).probe(options) or ""
+        except Unsupported as error:
+            missing = error.missing
+        except (DataplaneError, OSError) as error:
+            missing = f"it cannot be tried: {error}"
+        rows.append({"mode": name, "works": not missing, "missing": missing})
+    return rows
+
+
+def open_first(
+    requested: str, options: Options, wake: Wake, *, strict: bool, failed: Mapping[str, str] | None = None
+) -> Opened:
     """Open the mode that was asked for, or the first of its fallbacks that this machine can run.
 
     Args:
@@ -58,6 +110,7 @@ def open_first(requested: str, options: Options, wake: Wake, *, strict: bool) ->
         options: for the mode.
         wake: for the mode.
         strict: refuse instead of falling back; `auto` is still free to choose.
+        failed: modes that opened here and then could not do what is asked of them, with the reason.
 
     Raises:
         Unsupported: none works, or the one that was asked for does not and `strict`; says what each one lacks.
@@ -67,7 +120,7 @@ def open_first(requested: str, options: Options, wake: Wake, *, strict: bool) ->
     missing: list[str] = []
     for name in candidates:
         try:
-            programmer = open_mode(name).open(options, wake)
+            programmer = _open(name, options, wake, failed or {})
         except Unsupported as error:
             missing.append(f"{name} does not work here ({error})")
             log.warning("mode %s does not work here: %s", name, error)
@@ -76,6 +129,12 @@ def open_first(requested: str, options: Options, wake: Wake, *, strict: bool) ->
             continue
         return Opened(programmer, Choice(requested, name, "; ".join(missing)))
     raise Unsupported("every possible mode", "; ".join(missing))
+
+
+def _open(name: str, options: Options, wake: Wake, failed: Mapping[str, str]) -> Programmer:
+    if name in failed:
+        raise Unsupported(f"mode {name}", failed[name])
+    return open_mode(name).open(options, wake)
 
 
 def clean_others(effective: str, names: tuple[str, ...], options: Options) -> dict[str, int]:

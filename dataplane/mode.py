@@ -61,6 +61,7 @@ class Programmer(Protocol):
     """One mode, open on this node. One thread calls it at a time."""
 
     name: str
+    audit_repairs: int  # how often something of ours was found changed by others and put right
 
     def sync(self, table: ServiceTable) -> SyncResult:
         """Make the node match the table; the cost follows what changed since the last call.

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from controller.model import Event
+
+if TYPE_CHECKING:
+    from controller.sources.connection import Connection
 
 __all__ = ["Emit", "Source"]
 
@@ -29,6 +32,10 @@ class Source(Protocol):
         Raises:
             SourceError: it can never work (no such folder, unusable configuration).
         """
+
+    @property
+    def connection(self) -> Connection | None:
+        """To the API server, where there is one: events are written there."""
 
     def describe(self) -> str:
         """One line for the log and `status`."""

@@ -33,6 +33,8 @@ __all__ = ["Connection", "StatusError", "words"]
 log = logging.getLogger(__name__)
 
 _CONNECT_SECONDS: Final = 5.0
+_WRITE_SECONDS: Final = 10.0
+_DONE: Final = (200, 201)
 _MAX_ERROR_BYTES: Final = 65_536
 
 
@@ -112,24 +114,45 @@ class Connection:
             StatusError: the answer is not 200.
             OSError, urllib3.exceptions.HTTPError: there is no answer; `words` says it in a sentence.
         """
-        loaded = self._current()
-        try:
-            return self._get(loaded, path, query, read_seconds)
-        except StatusError as error:
-            if error.code != 401:
-                raise
-            self._reload(loaded, "401 Unauthorized")
-        return self._get(self._current(), path, query, read_seconds)
+        return self._authorized("GET", f"{path}?{urlencode(query)}", read_seconds)
+
+    def write(self, method: str, path: str, body: bytes, content_type: str) -> None:
+        """Create (`POST`) or change (`PATCH`) an object; what the server answers is not read further.
+
+        Raises:
+            SourceError: the connection is not open yet.
+            StatusError: the server refused it.
+            OSError, urllib3.exceptions.HTTPError: there is no answer; `words` says it in a sentence.
+        """
+        self._authorized(method, path, _WRITE_SECONDS, body, content_type).close()
 
     def close(self) -> None:
         """End every request that is under way, also those that wait for an answer; later ones fail."""
         self._sockets.close()
 
-    def _get(self, loaded: _Loaded, path: str, query: Mapping[str, str], read_seconds: float) -> BaseHTTPResponse:
+    def _authorized(
+        self, method: str, target: str, read_seconds: float, body: bytes | None = None, content_type: str | None = None
+    ) -> BaseHTTPResponse:
+        """Ask; once more with what the files say by then when our credentials were not accepted."""
+        loaded = self._current()
+        try:
+            return self._ask(loaded, method, target, read_seconds, body, content_type)
+        except StatusError as error:
+            if error.code != 401:
+                raise
+            self._reload(loaded, "401 Unauthorized")
+        return self._ask(self._current(), method, target, read_seconds, body, content_type)
+
+    def _ask(
+        self, loaded: _Loaded, method: str, target: str, read_seconds: float, body: bytes | None,
+        content_type: str | None,
+    ) -> BaseHTTPResponse:  # fmt: skip
         import urllib3
 
         configuration = loaded.configuration
         headers = {"Accept": "application/json", "User-Agent": "hybrid-proxy"}
+        if content_type:
+            headers["Content-Type"] = content_type
         with self._lock:  # the client's hook that renews a token is not made for several threads
             for setting in configuration.auth_settings().values():
                 if setting["in"] == "header" and setting["value"]:
@@ -138,15 +161,16 @@ class Connection:
         # The pool itself and not RESTClientObject.request(), whose arguments differ between versions. Retries are
         # ours: urllib3 would sleep through a stop.
         response: BaseHTTPResponse = loaded.pool.request(
-            "GET",
-            f"{loaded.url}{path}?{urlencode(query)}",
+            method,
+            f"{loaded.url}{target}",
+            body=body,
             headers=headers,
             timeout=urllib3.Timeout(connect=_CONNECT_SECONDS, read=read_seconds),
             preload_content=False,
             retries=False,
             redirect=False,
         )
-        if response.status != 200:
+        if response.status not in _DONE:
             raise _status_error(response)
         return response
 

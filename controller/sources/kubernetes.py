@@ -113,11 +113,11 @@ class Kubernetes:
         self._node_name = node_name
         self._page_size = page_size
         self._patience = patience
-        self._connection = Connection(kubeconfig, master)
+        self.connection = Connection(kubeconfig, master)
 
     def describe(self) -> str:
         """Which server."""
-        return f"Kubernetes API at {self._connection.where}"
+        return f"Kubernetes API at {self.connection.where}"
 
     def run(self, emit: Emit, stop: threading.Event) -> None:
         """List and watch until `stop` is set; then every request is cut and nothing is emitted any more.
@@ -125,7 +125,7 @@ class Kubernetes:
         Raises:
             SourceError: the configuration cannot be used.
         """
-        connection = self._connection
+        connection = self.connection
         connection.open()
         log.info("reading Services, EndpointSlices and the Node %s from %s", self._node_name, connection.where)
 

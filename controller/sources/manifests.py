@@ -487,6 +487,7 @@ class Manifests:
     """
 
     kinds: tuple[str, ...] = KINDS
+    connection: None = None  # no API server
 
     def __init__(self, path: Path) -> None:
         self._path = path

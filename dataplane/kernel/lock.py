@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from pathlib import Path
 
 from dataplane.errors import Occupied
 
-__all__ = ["hold"]
+__all__ = ["hold", "hold_new", "let_go"]
 
 
 def hold(folder: Path, what: str) -> int:
@@ -25,6 +26,32 @@ def hold(folder: Path, what: str) -> int:
         os.close(descriptor)
         raise Occupied(f"{what} is in use by {holder}: stop that process first, one instance serves a node") from error
     return descriptor
+
+
+def hold_new(folder: Path, what: str) -> int:
+    """As `hold`, of a folder that is made for the lock alone; end with `let_go`.
+
+    Raises:
+        Occupied: another process holds it.
+        OSError: it cannot be made.
+    """
+    while True:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            descriptor = hold(folder, what)
+        except FileNotFoundError:
+            continue  # the one before us let go in between
+        with contextlib.suppress(FileNotFoundError):
+            if folder.stat().st_ino == os.fstat(descriptor).st_ino:
+                return descriptor
+        os.close(descriptor)  # it was removed before we had the lock, and perhaps made anew by a third
+
+
+def let_go(folder: Path, descriptor: int) -> None:
+    """Remove the folder and then release its lock."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+    os.close(descriptor)
 
 
 def _holder(inode: int) -> str:

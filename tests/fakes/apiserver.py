@@ -3,6 +3,7 @@
 It serves list and watch of the kinds a service proxy reads, with paging from a consistent snapshot,
 label and field selectors, a window of past changes (beyond it: 410), bookmarks and bearer tokens. It has
 no admission, no defaults, no validation: what a test puts is what a client reads, malformed or not.
+It takes the events that a proxy writes, and does validate those.
 
 Objects are serialised once, when they change. So 10,000 Services and 10,000 EndpointSlices are served at
 the speed of the network, and a benchmark measures its client.
@@ -218,6 +219,8 @@ class ApiServer:
         self.bookmark_every = bookmark_every
         self.requests: list[Request] = []
         self.refused_tokens = 0
+        self.event_faults = Faults()
+        self._events: dict[str, Json] = {}
         self._kinds = {plural: Kept(resource, window) for plural, resource in KINDS.items()}
         self._version = 100
         self._lock = threading.RLock()
@@ -279,6 +282,8 @@ class ApiServer:
                 kept.objects.clear()
                 kept.ordered = None
                 kept.served = True
+            self._events.clear()
+            self.event_faults.clear()
             self.expire()
             self.token = self._first_token
             self.refused_tokens = 0
@@ -511,7 +516,70 @@ class ApiServer:
             app.router.add_get(f"{resource.base}/{resource.plural}", handle)
             if resource.namespaced:
                 app.router.add_get(f"{resource.base}/namespaces/{{namespace}}/{resource.plural}", handle)
+        events = "/apis/events.k8s.io/v1/namespaces/{namespace}/events"
+        app.router.add_post(events, self._create_event)
+        app.router.add_patch(events + "/{name}", self._patch_event)
         return app
+
+    def _refusal(self, request: web.Request, faults: Faults) -> web.Response | None:
+        """For a wrong token, or a fault that the test wants."""
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or token != self.token:
+            self.refused_tokens += 1
+            return status(401, "Unauthorized", "Unauthorized")
+        if faults.answers:
+            code, headers = faults.answers.popleft()
+            return status(code, REASONS.get(code, "Unknown"), "a fault of the test", headers)
+        return None
+
+    async def _create_event(self, request: web.Request) -> web.Response:
+        """With what the API insists on: see ValidateEventCreate in pkg/apis/core/validation/events.go."""
+        refused = self._refusal(request, self.event_faults)
+        if refused is not None:
+            return refused
+        event = await request.json()
+        namespace = request.match_info["namespace"]
+        meta, regarding = event.get("metadata", {}), event.get("regarding", {})
+        for wrong, what in (
+            (not meta.get("name") or meta.get("namespace") != namespace, "metadata"),
+            (not event.get("eventTime"), "eventTime: Required value"),
+            (not event.get("reportingController"), "reportingController: Required value"),
+            (not 0 < len(event.get("reportingInstance", "")) <= 128, "reportingInstance: Required value"),
+            (not 0 < len(event.get("action", "")) <= 128, "action: Required value"),
+            (not 0 < len(event.get("reason", "")) <= 128, "reason: Required value"),
+            (event.get("type") not in {"Normal", "Warning"}, "type: Invalid value"),
+            (len(event.get("note", "").encode()) > 1024, "note: can have at most 1024 bytes"),
+            (regarding.get("namespace", "default") != namespace, "involvedObject.namespace: Invalid value"),
+        ):
+            if wrong:
+                return status(422, "Invalid", f"Event is invalid: {what}")
+        key = f"{namespace}/{meta['name']}"
+        with self._lock:
+            if key in self._events:
+                return status(409, "AlreadyExists", f"events {key} already exists")
+            self._version += 1
+            meta["resourceVersion"] = str(self._version)
+            self._events[key] = event
+        return web.json_response(event, status=201)
+
+    async def _patch_event(self, request: web.Request) -> web.Response:
+        refused = self._refusal(request, self.event_faults)
+        if refused is not None:
+            return refused
+        if request.content_type != "application/merge-patch+json":
+            return status(415, "UnsupportedMediaType", request.content_type)
+        key = f"{request.match_info['namespace']}/{request.match_info['name']}"
+        patch = await request.json()
+        with self._lock:
+            if key not in self._events:
+                return status(404, "NotFound", f"events {key} not found")
+            self._events[key] |= patch
+            return web.json_response(self._events[key])
+
+    def events(self, reason: str | None = None) -> list[Json]:
+        """The events that clients wrote, oldest first."""
+        with self._lock:
+            return [dict(event) for event in self._events.values() if reason in (None, event["reason"])]
 
     async def _handle(self, plural: str, request: web.Request) -> web.StreamResponse:
         kept = self._kinds[plural]

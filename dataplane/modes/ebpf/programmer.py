@@ -257,7 +257,7 @@ class Ebpf:
 def probe(options: Options) -> str | None:
     """Load the smallest of our objects, maps and all, and let it go."""
     try:
-        pin_folder(options.pin_root, mount=True)
+        pin_folder(options.pin_root, mount=False)
         loaded = Object(layout.OBJECTS / "inspect.bpf.o")
         try:
             loaded.load()

@@ -1,0 +1,181 @@
+"""What other service proxies have in this network namespace: asked by name, so that the cost is a few messages.
+
+Nothing is listed: a kube-proxy of 10,000 services has 40,000 chains. Nothing is loaded or made: a legacy table is
+asked for only when the kernel says that it is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from dataplane.neighbours import HEALTH_PORT, Process, Seen
+
+__all__ = ["look_around"]
+
+NETLINK_NETFILTER: Final = 12
+NFT: Final = 10 << 8  # NFNL_SUBSYS_NFTABLES
+GET_TABLE, GET_CHAIN = NFT | 1, NFT | 4
+NLM_F_REQUEST, NLM_F_ACK, NLMSG_ERROR = 0x1, 0x4, 2
+TABLE_NAME, CHAIN_TABLE, CHAIN_NAME = 1, 1, 3  # linux/netfilter/nf_tables.h
+FAMILIES: Final = {"ip": 2, "ip6": 10}  # NFPROTO_IPV4, NFPROTO_IPV6
+ANSWER_SECONDS: Final = 1.0
+CHILD_SECONDS: Final = 10.0
+KUBE_CHAIN: Final = "KUBE-SERVICES"
+IPVS_DEVICE: Final = "kube-ipvs0"
+OUR_TABLES: Final = {"nftables": "hybrid-proxy", "userspace": "hybrid-proxy-userspace"}
+OUR_CHAINS: Final = {"iptables": "HP-SERVICES", "ipvs": "HPV-SERVICES"}
+
+
+def look_around(mode: str) -> Seen:
+    """What is here of a kube-proxy, and of agents of ours other than this process and modes other than `mode`.
+
+    Never raises: what cannot be asked is not seen.
+    """
+    ours = [f"table {family} {name}" for key, name in OUR_TABLES.items() if key != mode for family in _tables(name)]
+    ours += [text for key, chain in OUR_CHAINS.items() if key != mode for text in _chains(chain)]
+    kube = [f"table {family} kube-proxy" for family in _tables("kube-proxy")]
+    kube += [*_chains(KUBE_CHAIN), *(_ipvs() if mode != "ipvs" else ())]
+    processes = list(_processes())
+    return Seen(
+        kube_proxy=tuple(kube),
+        kube_proxy_processes=tuple(p for p in processes if p.name == "kube-proxy"),
+        health=_health(),
+        ours=tuple(ours),
+        agents=tuple(p for p in processes if p.name != "kube-proxy"),
+    )
+
+
+def _tables(name: str) -> list[str]:
+    """The families in which nf_tables has a table of that name."""
+    wanted = _attribute(TABLE_NAME, name)
+    return [family for family, number in FAMILIES.items() if _has(GET_TABLE, number, wanted)]
+
+
+def _chains(name: str) -> Iterator[str]:
+    """Where the tables `nat` of iptables have a chain of that name, in either variant."""
+    wanted = _attribute(CHAIN_TABLE, "nat") + _attribute(CHAIN_NAME, name)
+    for family, number in FAMILIES.items():
+        if _has(GET_CHAIN, number, wanted):
+            yield f"chain {name} in {family} nat"
+    for family, names, tool in (
+        ("ip", "ip_tables_names", "iptables-legacy"),
+        ("ip6", "ip6_tables_names", "ip6tables-legacy"),
+    ):
+        if _legacy_has(names, tool, name):
+            yield f"chain {name} in {family} nat (legacy)"
+
+
+def _legacy_has(names: str, tool: str, chain: str) -> bool:
+    try:
+        if "nat" not in Path(f"/proc/thread-self/net/{names}").read_text().split():
+            return False
+        path = os.pathsep.join(filter(None, (os.environ.get("PATH"), "/usr/sbin", "/sbin")))
+        asked = subprocess.run(
+            [tool, "-w", "1", "-t", "nat", "-S", chain, "1"],
+            env=os.environ | {"PATH": path}, capture_output=True, timeout=CHILD_SECONDS, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return asked.returncode == 0
+
+
+def _ipvs() -> Iterator[str]:
+    with contextlib.suppress(OSError):
+        socket.if_nametoindex(IPVS_DEVICE)
+        yield f"device {IPVS_DEVICE}"
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/thread-self/net/ip_vs").read_text().splitlines()
+        servers = sum(1 for line in lines if line.startswith(("TCP ", "UDP ", "SCTP ")))
+        if servers:
+            yield f"{servers} IPVS virtual servers"
+
+
+def _has(kind: int, family: int, attributes: bytes) -> bool:
+    """Whether nf_tables has what is named; no when it cannot be asked."""
+    body = struct.pack("=BBH", family, 0, 0) + attributes
+    with contextlib.suppress(OSError), socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_NETFILTER) as netlink:
+        netlink.settimeout(ANSWER_SECONDS)
+        netlink.send(struct.pack("=IHHII", 16 + len(body), kind, NLM_F_REQUEST, 1, 0) + body)
+        return bool(struct.unpack_from("=IH", netlink.recv(1 << 16))[1] != NLMSG_ERROR)
+    return False
+
+
+def _attribute(kind: int, text: str) -> bytes:
+    value = text.encode() + b"\0"
+    return struct.pack("=HH", 4 + len(value), kind) + value + bytes(-len(value) % 4)
+
+
+def _health() -> bool:
+    """Whether something on loopback answers as kube-proxy's health server, healthy or not."""
+    return any(_is_kube_proxy(_fetch(address)) for address in ("127.0.0.1", "::1"))
+
+
+def _fetch(address: str) -> bytes:
+    """The body of /healthz, empty without an answer."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    answer = b""
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as client:
+        client.settimeout(ANSWER_SECONDS)
+        client.connect((address, HEALTH_PORT))
+        client.sendall(b"GET /healthz HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        while len(answer) < 1 << 16 and (part := client.recv(1 << 14)):
+            answer += part
+    return answer.partition(b"\r\n\r\n")[2]
+
+
+def _is_kube_proxy(body: bytes) -> bool:
+    """`{"lastUpdated": ..., "currentTime": ...}`, pkg/proxy/healthcheck."""
+    try:
+        told = msgspec.json.decode(body)
+    except msgspec.MsgspecError:
+        return False
+    return isinstance(told, dict) and {"lastUpdated", "currentTime"} <= told.keys()
+
+
+def _processes() -> Iterator[Process]:
+    """Proxies among the processes of this network namespace that can be seen, other than this one and its children."""
+    try:
+        own = Path("/proc/thread-self/ns/net").stat().st_ino
+        numbers = [name for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 (names alone)
+    except OSError:
+        return
+    for number in numbers:
+        name = _proxy_name(number)
+        with contextlib.suppress(OSError):
+            if name and Path(f"/proc/{number}/ns/net").stat().st_ino == own and not _related(number):
+                yield Process(int(number), name)
+
+
+def _proxy_name(pid: str) -> str | None:
+    """`kube-proxy`, or the command of an agent of ours; None for any other process."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return None
+    first = words[0].rpartition("/")[2]
+    if first == "kube-proxy":
+        return "kube-proxy"
+    for position, word in enumerate(words[:4]):
+        program = word.rpartition("/")[2] == "hybrid-proxy" or words[max(0, position - 1) : position + 1] == [
+            "-m",
+            "controller",
+        ]
+        if program and words[position + 1 : position + 2] == ["run"] and not first.startswith(("nsenter", "sh")):
+            return "hybrid-proxy run"
+    return None
+
+
+def _related(pid: str) -> bool:
+    """Whether it is this process, its parent or its child (a wrapper or a helper has the same command line)."""
+    own = {os.getpid(), os.getppid()}
+    parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return int(pid) in own or parent == os.getpid()
