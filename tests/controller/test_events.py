@@ -1,0 +1,183 @@
+"""Events reach the API server over TLS, repeats become a series, and nothing of it ever holds up the loop."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from controller.events import QUEUE, Recorder, node, service
+from controller.sources.connection import Connection
+from tests.fakes.apiserver import ApiServer
+
+ME = "node-0"
+DEADLINE = 10.0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ApiServer]:
+    with ApiServer() as api:
+        yield api
+
+
+@pytest.fixture
+def api(server: ApiServer) -> ApiServer:
+    server.reset()
+    return server
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextlib.contextmanager
+def recording(
+    api: ApiServer, clock: Callable[[], float] = time.monotonic, *, opened: bool = True
+) -> Iterator[Recorder]:
+    connection = Connection(str(api.kubeconfig()), None)
+    if opened:
+        connection.open()
+    recorder = Recorder(connection, ME, clock=clock, retry_seconds=0.02)
+    recorder.start()
+    try:
+        yield recorder
+    finally:
+        recorder.stop()
+        connection.close()
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, f"did not happen: {what}"
+        time.sleep(0.01)
+
+
+def degraded(recorder: Recorder, note: str = "mode iptables serves instead of ipvs") -> None:
+    recorder.event(node(ME), "Warning", "ModeDegraded", "SelectMode", note)
+
+
+def test_an_event_about_the_node(api):
+    with recording(api) as recorder:
+        degraded(recorder)
+        until(api.events, "the event")
+    (event,) = api.events()
+    assert event["regarding"] == {"kind": "Node", "name": ME, "uid": ME, "apiVersion": "v1"}
+    assert event["metadata"]["namespace"] == "default"
+    assert event["metadata"]["name"].startswith(f"{ME}.")
+    assert (event["type"], event["reason"], event["action"]) == ("Warning", "ModeDegraded", "SelectMode")
+    assert (event["reportingController"], event["reportingInstance"]) == ("hybrid-proxy", ME)
+    assert event["note"] == "mode iptables serves instead of ipvs"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", event["eventTime"])
+    assert "series" not in event
+
+
+def test_an_event_about_a_service_is_in_its_namespace(api):
+    with recording(api) as recorder:
+        recorder.event(service("shop/web:http"), "Warning", "DoesNotFit", "ProgramService", "the maps are full")
+        until(api.events, "the event")
+    (event,) = api.events()
+    assert event["regarding"] == {"kind": "Service", "name": "web", "namespace": "shop", "apiVersion": "v1"}
+    assert event["metadata"]["namespace"] == "shop"
+
+
+def test_repeats_become_a_series(api):
+    clock = Clock()
+    with recording(api, clock) as recorder:
+        for _ in range(2):
+            degraded(recorder)
+        until(lambda: api.events() and "series" in api.events()[0], "the first repeat, written at once")
+        for _ in range(5):
+            degraded(recorder)
+        recorder.event(node(ME), "Normal", "Starting", "StartProxy", "after these")
+        until(lambda: api.events("Starting"), "what came behind the repeats")
+        assert api.events("ModeDegraded")[0]["series"]["count"] == 2, "the others are counted, not written"
+        clock.now += 400
+        until(lambda: api.events("ModeDegraded")[0]["series"]["count"] == 7, "the end of the series")
+        degraded(recorder)
+        until(lambda: len(api.events("ModeDegraded")) == 2, "a new event after the silence")
+
+
+def test_what_differs_is_no_repeat(api):
+    with recording(api) as recorder:
+        for entry in ("a/web:http", "b/web:http", "b/api:http"):
+            recorder.event(service(entry), "Warning", "DoesNotFit", "ProgramService", "the maps are full")
+        until(lambda: len(api.events()) == 3, "three events")
+
+
+def test_a_server_that_is_away_gets_them_later(api):
+    with recording(api, opened=False) as recorder:
+        degraded(recorder)
+        time.sleep(0.1)
+        assert api.events() == []
+        recorder._writer.open()
+        until(api.events, "the event")
+
+
+def test_errors_of_the_server_are_tried_again(api):
+    api.event_faults.answers.extend([(500, {}), (503, {}), (429, {})])
+    with recording(api) as recorder:
+        degraded(recorder)
+        until(api.events, "the event, at the fourth try")
+
+
+def test_a_refusal_is_told_and_the_next_event_is_written(api, caplog):
+    api.event_faults.answers.append((403, {}))
+    with recording(api) as recorder:
+        degraded(recorder)
+        recorder.event(node(ME), "Normal", "Starting", "StartProxy", "the next one")
+        until(lambda: api.events("Starting"), "the next event")
+    assert api.events("ModeDegraded") == []
+    assert "403" in caplog.text
+
+
+def test_a_new_token_is_read(api, tmp_path):
+    token = tmp_path / "token"
+    token.write_text(api.token)
+    connection = Connection(str(api.kubeconfig(token_file=token)), None)
+    connection.open()
+    api.set_token("another-token")
+    token.write_text("another-token")
+    recorder = Recorder(connection, ME, retry_seconds=0.02)
+    recorder.start()
+    degraded(recorder)
+    until(api.events, "the event")
+    recorder.stop()
+    connection.close()
+
+
+def test_a_flood_without_a_server_neither_blocks_nor_grows(api, caplog):
+    with recording(api, opened=False) as recorder:
+        start = time.monotonic()
+        for number in range(20 * QUEUE):
+            degraded(recorder, f"number {number}")
+        assert time.monotonic() - start < 5
+        assert recorder._queue.qsize() <= QUEUE
+    assert caplog.text.count("are dropped") == 1
+
+
+def test_a_long_note_is_cut_to_what_the_server_takes(api):
+    with recording(api) as recorder:
+        degraded(recorder, "é" * 2000)
+        until(api.events, "the event")
+    note = api.events()[0]["note"]
+    assert note.endswith("é…")
+    assert 1000 < len(note.encode()) <= 1024
+
+
+def test_without_an_api_server_nothing_is_kept(caplog):
+    recorder = Recorder(None, ME)
+    recorder.start()
+    for _ in range(2 * QUEUE):
+        degraded(recorder)
+    assert recorder._queue.qsize() == 0
+    assert caplog.text == ""

@@ -1,0 +1,200 @@
+"""Other proxies on this node are found by what they have in the kernel, by their health port and their process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from pyroute2 import IPRoute, netns
+
+from controller.lab import namespace
+from controller.neighbours import Neighbours
+from dataplane.kernel.neighbours import look_around
+from dataplane.neighbours import HEALTH_PORT, Process, Seen, sentences
+
+pytestmark = pytest.mark.root
+NAME = f"nb{os.getpid()}"
+HEALTHY = b'{"lastUpdated": "2026-01-01 00:00:00 +0000 UTC","currentTime": "2026-01-01 00:00:01 +0000 UTC"}'
+
+
+@pytest.fixture
+def home() -> Iterator[None]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: makes a network namespace")
+    netns.create(NAME)
+    try:
+        with namespace.inside(Path("/run/netns") / NAME):
+            with IPRoute() as link:
+                link.link("set", index=link.link_lookup(ifname="lo")[0], state="up")
+            yield
+    finally:
+        netns.remove(NAME)
+
+
+def nft(text: str) -> None:
+    subprocess.run(["nft", "-f", "-"], input=text, text=True, check=True)
+
+
+class Health(BaseHTTPRequestHandler):
+    body = HEALTHY
+    code = 200
+
+    def do_GET(self) -> None:
+        self.send_response(self.code)
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def health(home: None) -> Iterator[type[Health]]:
+    handler = type("Handler", (Health,), {})
+    server = HTTPServer(("127.0.0.1", HEALTH_PORT), handler)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    yield handler
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.usefixtures("home")
+class TestLookAround:
+    def test_an_empty_namespace(self):
+        assert look_around("ebpf") == Seen()
+
+    def test_the_tables_of_the_nftables_mode(self):
+        nft("table ip kube-proxy {}\ntable ip6 kube-proxy {}\ntable inet kube-proxy-no {}")
+        assert look_around("ebpf").kube_proxy == ("table ip kube-proxy", "table ip6 kube-proxy")
+
+    def test_the_chain_of_the_iptables_mode(self):
+        nft("table ip nat {\nchain KUBE-SERVICES {\n}\n}\ntable ip filter {\nchain KUBE-FORWARD {\n}\n}")
+        assert look_around("ebpf").kube_proxy == ("chain KUBE-SERVICES in ip nat",)
+
+    def test_the_chain_in_a_legacy_table(self):
+        made = subprocess.run(["iptables-legacy", "-t", "nat", "-N", "KUBE-SERVICES"], capture_output=True, text=True)
+        if made.returncode:
+            pytest.skip(f"no legacy nat table here: {made.stderr.strip()}")
+        assert look_around("ebpf").kube_proxy == ("chain KUBE-SERVICES in ip nat (legacy)",)
+
+    def test_looking_makes_no_table(self):
+        before = subprocess.run(["nft", "list", "ruleset"], capture_output=True, text=True).stdout
+        look_around("ebpf")
+        assert subprocess.run(["nft", "list", "ruleset"], capture_output=True, text=True).stdout == before == ""
+        names = Path("/proc/thread-self/net/ip_tables_names")
+        assert not names.exists() or names.read_text() == ""
+
+    def test_the_device_of_the_ipvs_mode_which_ours_has_too(self):
+        with IPRoute() as link:
+            link.link("add", ifname="kube-ipvs0", kind="veth", peer={"ifname": "peer0"})
+        assert look_around("iptables").kube_proxy == ("device kube-ipvs0",)
+        assert look_around("ipvs").kube_proxy == ()
+
+    def test_modes_of_ours_other_than_the_one_at_work(self):
+        nft("table ip hybrid-proxy {}\ntable ip6 hybrid-proxy-userspace {}\ntable ip nat {\nchain HP-SERVICES {\n}\n}")
+        assert look_around("nftables").ours == ("table ip6 hybrid-proxy-userspace", "chain HP-SERVICES in ip nat")
+        assert look_around("userspace").ours == ("table ip hybrid-proxy", "chain HP-SERVICES in ip nat")
+
+    def test_a_health_port_that_answers_as_kube_proxy_does(self, health):
+        assert look_around("ebpf").health
+        health.code = 503  # it works, if badly
+        assert look_around("ebpf").health
+        health.body = b"ok"
+        assert not look_around("ebpf").health
+
+    def test_a_health_port_that_never_answers(self):
+        with socket.create_server(("127.0.0.1", HEALTH_PORT)):
+            assert not look_around("ebpf").health
+
+    def test_processes_of_this_namespace_alone(self, tmp_path):
+        program = tmp_path / "kube-proxy"
+        program.symlink_to(sys.executable)
+        sleep = [str(program), "-c", "print('up', flush=True); import time; time.sleep(60)"]
+        here = subprocess.Popen(["setsid", "sh", "-c", 'exec "$@" & wait', "sh", *sleep], stdout=subprocess.PIPE)
+        try:
+            assert here.stdout is not None
+            assert here.stdout.readline() == b"up\n"
+            found = look_around("ebpf").kube_proxy_processes
+            assert [process.name for process in found] == ["kube-proxy"]
+            netns.create(f"{NAME}b")
+            with namespace.inside(Path("/run/netns") / f"{NAME}b"):
+                assert look_around("ebpf").kube_proxy_processes == ()
+        finally:
+            netns.remove(f"{NAME}b")
+            os.killpg(here.pid, 9)
+            here.communicate()
+
+    def test_another_agent_of_ours(self, tmp_path):
+        (tmp_path / "controller").mkdir()
+        (tmp_path / "controller" / "__main__.py").write_text("print('up', flush=True); import time; time.sleep(60)")
+        other = subprocess.Popen(
+            ["setsid", "sh", "-c", 'exec "$@" & wait', "sh", sys.executable, "-m", "controller", "run"],
+            stdout=subprocess.PIPE, cwd=tmp_path,
+        )  # fmt: skip
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == b"up\n"
+            (found,) = look_around("ebpf").agents
+            assert found.name == "hybrid-proxy run"
+        finally:
+            os.killpg(other.pid, 9)
+            other.communicate()
+
+
+TABLES = ("table ip kube-proxy", "table ip6 kube-proxy")
+# fmt: off
+CASES = [
+    pytest.param(Seen(), [], id="nothing"),
+    pytest.param(Seen(TABLES), ["kube-proxy left its table ip kube-proxy and table ip6 kube-proxy here, and nobody maintains them"], id="rules alone are leftovers"),  # noqa: E501
+    pytest.param(Seen(TABLES, health=True), ["kube-proxy is working here (its health port 10256 answers, and its table ip kube-proxy and table ip6 kube-proxy are in place)"], id="rules and a health port"),  # noqa: E501
+    pytest.param(Seen((), (Process(7, "kube-proxy"),)), ["kube-proxy is working here (process 7): two proxies"], id="a process alone"),  # noqa: E501
+    pytest.param(Seen(agents=(Process(9, "hybrid-proxy run"),)), ["another agent of hybrid-proxy works here: process 9"], id="another agent"),  # noqa: E501
+    pytest.param(Seen(ours=("table ip hybrid-proxy",)), ["another mode of hybrid-proxy left its table ip hybrid-proxy here"], id="another mode of ours"),  # noqa: E501
+    pytest.param(Seen(TABLES[:1], ours=("table ip hybrid-proxy",)), ["kube-proxy left its table ip kube-proxy here", "another mode"], id="several"),  # noqa: E501
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("seen", "starts"), CASES)
+def test_one_sentence_for_each_neighbour(seen, starts):
+    told = sentences(seen)
+    assert len(told) == len(starts)
+    assert [sentence.startswith(start) for sentence, start in zip(told, starts, strict=True)] == [True] * len(starts)
+
+
+@pytest.mark.usefixtures("home")
+class TestWatching:
+    def test_each_change_is_told_once(self, caplog):
+        told: list[str] = []
+        neighbours = Neighbours("ebpf", told.append)
+        nft("table ip kube-proxy {}")
+        for _ in range(3):
+            neighbours.look()
+        assert len(told) == 1
+        assert told == list(neighbours.sentences)
+        assert caplog.text.count("neighbour: kube-proxy left its") == 1
+        nft("delete table ip kube-proxy")
+        neighbours.look()
+        assert neighbours.sentences == ()
+
+    def test_the_mode_before_is_no_neighbour_until_the_new_one_serves(self):
+        told: list[str] = []
+        neighbours = Neighbours("ebpf", told.append)
+        nft("table ip hybrid-proxy {}")
+        neighbours.look()
+        assert told == []
+        neighbours.settled = True
+        neighbours.look()
+        assert len(told) == 1
+
+    def test_what_goes_wrong_stays_inside(self, monkeypatch, caplog):
+        monkeypatch.setattr("controller.neighbours.look_around", lambda _mode: 1 // 0)
+        Neighbours("ebpf", pytest.fail).look()
+        assert "ZeroDivisionError" in caplog.text
