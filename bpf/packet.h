@@ -79,6 +79,16 @@ INLINE __u32 parse_ipv4(void *data, void *end, __u32 offset, struct tuple *t)
 	return offset + ip->ihl * 4;
 }
 
+/*
+ * An offset into a packet, for verifiers before 6.4, which lose its bound over several headers and then refuse every
+ * access behind it. IPV6_EXTENSIONS headers of 2 KiB stay below the mask; the barrier keeps the compiler from knowing.
+ */
+INLINE __u32 bounded(__u32 offset)
+{
+	asm volatile("" : "+r"(offset));
+	return offset & 0x3fff;
+}
+
 /* IPv6 header at `offset`, extension headers skipped; the transport's offset, 0: not for us. */
 INLINE __u32 parse_ipv6(void *data, void *end, __u32 offset, struct tuple *t)
 {
@@ -100,7 +110,7 @@ INLINE __u32 parse_ipv6(void *data, void *end, __u32 offset, struct tuple *t)
 		if ((void *)(option + 1) > end)
 			return 0;
 		next = option->nexthdr;
-		offset += (option->hdrlen + 1) * 8;
+		offset = bounded(offset + (option->hdrlen + 1) * 8);
 	}
 	t->protocol = next;
 	return offset;

@@ -10,7 +10,7 @@
 INLINE __u32 parse_quotation(struct __sk_buff *skb, __u32 offset, struct tuple *quoted, const bool v6)
 {
 	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
-	__u32 l4 = offset <= WINDOW ? parse_ip(data, end, offset & WINDOW, quoted, v6) : 0;
+	__u32 l4 = offset <= WINDOW ? parse_ip(data, end, bounded(offset), quoted, v6) : 0;
 
 	return l4 && parse_ports(data, end, l4, quoted) ? l4 : 0;
 }
