@@ -19,11 +19,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import cpio
-from .accel import BOOT_LIMIT, choose_accelerator
+from .accel import BOOT_LIMIT, TCG, choose_accelerator
 from .kernels import FOLDER, ROOT, Kernel
 from .modules import dependencies, load_order, read_module, short_name
 
-__all__ = ["Finished", "GuestFailed", "Machine", "missing_programs"]
+__all__ = ["GUEST", "PATIENCE", "Finished", "GuestFailed", "Machine", "missing_programs"]
+
+# Environment variables of the command.
+GUEST = "HYBRID_PROXY_GUEST"  # the kernel's series
+PATIENCE = "HYBRID_PROXY_PATIENCE"  # how many times as long everything may take
 
 # In the initramfs: enough to reach the host's files. modprobe loads everything else from there.
 FIRST_MODULES = ("virtio_pci", "9pnet_virtio", "9p", "overlay")
@@ -98,23 +102,25 @@ class Machine:
         """
         with _one_at_a_time(self.tell), tempfile.TemporaryDirectory(prefix="vm-", dir=FOLDER) as made:
             control = Path(made)
-            (control / "command.sh").write_text(_command(argv, folder, env or {}))
-            (control / "output").touch()
-            (control / "initrd").write_bytes(self._initramfs(shared))
             accel = choose_accelerator(self._boots, FOLDER / "accelerator.json")
+            told = {GUEST: self.kernel.series, PATIENCE: "10" if accel is TCG else "1"} | dict(env or {})
+            self._prepare(control, _command(argv, folder, told), shared)
             return self._boot(control, self._qemu(control, accel, memory, shared), timeout, progress)
 
     def _boots(self, accel: tuple[str, ...]) -> bool:
         """Whether a guest that does nothing comes to its end in a few seconds."""
         with tempfile.TemporaryDirectory(prefix="vm-", dir=FOLDER) as made:
             control = Path(made)
-            (control / "command.sh").write_text(_command(["true"], Path("/"), {}))
-            (control / "output").touch()
-            (control / "initrd").write_bytes(self._initramfs(None))
+            self._prepare(control, _command(["true"], Path("/"), {}), None)
             try:
                 return self._boot(control, self._qemu(control, accel, 512, None), BOOT_LIMIT, self.tell).code == 0
             except GuestFailed:
                 return False
+
+    def _prepare(self, control: Path, command: str, shared: Path | None) -> None:
+        (control / "command.sh").write_text(command)
+        (control / "output").touch()
+        (control / "initrd").write_bytes(self._initramfs(shared))
 
     def _boot(self, control: Path, argv: Sequence[str], timeout: float, progress: Progress) -> Finished:
         start = time.monotonic()

@@ -1,0 +1,66 @@
+"""What a kernel may lack, and since which Linux nobody may say so: a skip on a newer kernel is a failure.
+
+Only Debian's kernels are judged, whose configuration is known; another kernel may be built without anything.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple, NoReturn
+
+import pytest
+
+__all__ = ["FEATURES", "PREFIX", "Feature", "excuse", "missing", "skipped_for"]
+
+PREFIX = "missing feature: "
+
+
+class Feature(NamedTuple):
+    """The first Linux that has it, and the commit or release note that says so."""
+
+    first: tuple[int, int]
+    source: str
+
+
+FEATURES = {
+    "TCX link": Feature((6, 6), "e420bed02507, bpf: Add fd-based tcx multi-prog infra with link support"),
+    "bpf_loop": Feature((5, 17), "e6f2dd0f8067, bpf: Add bpf_loop helper"),
+    "BPF atomics": Feature((5, 12), "5ffa25502b5a, bpf: Add instructions for atomic_[cmp]xchg"),
+    "bpf_set_retval": Feature((5, 18), "b44123b4a3dc, bpf: Add cgroup helpers bpf_{get,set}_retval"),
+    "batch operations of LPM tries": Feature((5, 13), "f56387c534b1, bpf: Add batched ops support for LPM trie"),
+    "netfilter link": Feature((6, 4), "84601d6ee68a, bpf: add bpf_link support for BPF_NETFILTER programs"),
+    "ip_vs": Feature((2, 6), "in every Linux since 2.6.0, as a module of Debian"),
+    "dummy device": Feature((2, 6), "in every Linux since 2.6.0, as a module of Debian"),
+    "ip_set": Feature((2, 6), "2.6.39: a7b4f989a629, netfilter: ipset: IP set core support"),
+    "nf_tables": Feature((3, 13), "96518518cc41, netfilter: add nftables"),
+    "nftables destroy": Feature((6, 3), "f80a612dd77c, netfilter: nf_tables: add support to destroy operation"),
+    "IPVS scheduler mh": Feature((4, 18), "039f32e8cdea, ipvs: Add Maglev hashing scheduler"),
+    "SCTP sockets": Feature((2, 6), "in every Linux since 2.6.0, as a module of Debian"),
+}  # fmt: skip
+
+
+def missing(name: str, detail: str = "") -> NoReturn:
+    """Skip the running test: this kernel lacks a feature of the table; `detail` is what it answered."""
+    assert name in FEATURES, f"{name!r} is not in the table of features: add it with its first kernel"
+    pytest.skip(f"{PREFIX}{name}{f' ({detail})' if detail else ''}")
+
+
+def skipped_for(reason: str) -> str | None:
+    """The feature that a skip's reason names, or None."""
+    _, found, rest = reason.partition(PREFIX)
+    return rest.partition(" (")[0].strip() if found else None
+
+
+def excuse(reason: str, release: str) -> str | None:
+    """Why a skip with this reason is not accepted on a Debian kernel of that release; None: it is."""
+    name = skipped_for(reason)
+    if name is None:
+        return None
+    feature = FEATURES.get(name)
+    if feature is None:
+        return f"skipped for {name!r}, which is not in the table of features (tests/vm/features.py)"
+    numbers = re.match(r"(\d+)\.(\d+)", release)
+    if numbers is None or tuple(map(int, numbers.groups())) < feature.first:
+        return None
+    first = ".".join(map(str, feature.first))
+    return f"skipped for {name}, which Linux has since {first} ({feature.source}); this is {release}"

@@ -1,0 +1,161 @@
+"""pytest: tests that this machine's kernel cannot run are run on another one, and their reports shown as its own.
+
+A test asks for a kernel feature by `@pytest.mark.kernel("ip_vs")`, or by the mode that it is a case of (`NEEDS`).
+Where the feature is missing, all such tests of the run go into one virtual machine, in the same order, by their
+node ids; what pytest says of each one there is what is shown here. There only those marked `core` are run unless
+`--all-away` is given; how many that leaves out is said at the end. `--kernel none` skips them instead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Generator, Sequence
+from pathlib import Path
+
+import pytest
+
+from .features import excuse, missing
+from .machine import GUEST
+from .remote import Remote
+
+__all__ = ["NEEDS"]
+
+NEEDS = {"ipvs": "ip_vs"}  # mode -> the kernel feature without which it is nothing
+PROBES = {
+    # Every family of generic netlink is loaded when it is asked for.
+    "ip_vs": "from pyroute2 import IPVS; IPVS().close()",
+}
+_REMOTE = pytest.StashKey[Remote]()
+_AWAY = pytest.StashKey[bool]()
+_LEFT_OUT = pytest.StashKey[int]()
+_has: dict[str, bool] = {}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("kernels")
+    group.addoption("--mode", action="append", default=[], help="only this mode's cases of tests for every mode")
+    group.addoption("--kernel", default="6.1", help="for tests that this kernel cannot run (default: 6.1; none: skip)")
+    group.addoption("--all-away", action="store_true", help="run all such tests there, not only those marked core")
+    group.addoption("--report-to", help="write each report as a line of JSON to this file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "kernel(feature): needs this feature of the kernel (tests/vm/features.py)")
+    config.addinivalue_line("markers", "core: `make test` runs it on another kernel where this one lacks what it needs")
+    if path := config.getoption("--report-to"):
+        config.pluginmanager.register(Reporter(config, Path(path)))
+
+
+class Reporter:
+    """Writes each report at once: somebody else reads them while the run goes on."""
+
+    def __init__(self, config: pytest.Config, path: Path) -> None:
+        self.config = config
+        self.file = path.open("w")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
+        self.file.write(json.dumps(data, default=str) + "\n")
+        self.file.flush()
+
+    def pytest_unconfigure(self) -> None:
+        self.file.close()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    modes = {mode for words in config.getoption("--mode") for mode in words.split(",")}
+    if modes:
+        _deselect(config, items, [item for item in items if _mode(item) not in {None, *modes}])
+    if os.environ.get(GUEST) or config.getoption("--kernel") == "none":
+        return
+    away = [item for item in items if (feature := _feature(item)) and not _is_there(feature)]
+    if not config.getoption("--all-away"):
+        beside = [item for item in away if item.get_closest_marker("core") is None]
+        _deselect(config, items, beside)
+        config.stash[_LEFT_OUT] = len(beside)
+        away = [item for item in away if item not in beside]
+    for item in away:
+        item.stash[_AWAY] = True
+    if away:  # behind all others: the guest needs the machine for itself
+        items[:] = [item for item in items if item not in away] + away
+        config.stash[_REMOTE] = Remote(config.getoption("--kernel"), [item.nodeid for item in away])
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item], unwanted: Sequence[pytest.Item]) -> None:
+    if unwanted:
+        config.hook.pytest_deselected(items=unwanted)
+        items[:] = [item for item in items if item not in unwanted]
+
+
+def _mode(item: pytest.Item) -> str | None:
+    """The mode that a parametrised test is a case of."""
+    call = getattr(item, "callspec", None)
+    mode = call.params.get("mode") if call else None
+    return mode if isinstance(mode, str) else None
+
+
+def _feature(item: pytest.Item) -> str | None:
+    marker = item.get_closest_marker("kernel")
+    return marker.args[0] if marker else NEEDS.get(_mode(item) or "")
+
+
+def _is_there(feature: str) -> bool:
+    """Whether this kernel has it: tried, in a network namespace of a child. Nobody but root would learn anything."""
+    if feature not in _has:
+        words = ["unshare", "--net", sys.executable, "-c", PROBES[feature]]
+        _has[feature] = os.geteuid() != 0 or subprocess.run(words, capture_output=True, timeout=120).returncode == 0
+    return _has[feature]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    if not item.stash.get(_AWAY, False):
+        return None
+    hook = item.ihook
+    hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for data in item.config.stash[_REMOTE].reports(item.nodeid):
+        report = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
+        hook.pytest_runtest_logreport(report=report)
+    hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Reached only on the kernel that runs the test."""
+    feature = _feature(item)
+    if feature and not _is_there(feature):
+        missing(feature)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """In a guest, whose kernel is Debian's, a feature that such a kernel has is no excuse."""
+    report = yield
+    if os.environ.get(GUEST) and report.skipped and isinstance(report.longrepr, tuple):
+        refused = excuse(report.longrepr[2], os.uname().release)
+        if refused:
+            report.outcome, report.longrepr = "failed", refused
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _REMOTE in session.config.stash:
+        session.config.stash[_REMOTE].close()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if _REMOTE in config.stash:
+        count = len(config.stash[_REMOTE].nodeids)
+        terminalreporter.write_line(
+            f"{count} tests ran on a Debian kernel {config.getoption('--kernel')} in a virtual machine"
+        )
+    if left_out := config.stash.get(_LEFT_OUT, 0):
+        terminalreporter.write_line(
+            f"{left_out} tests for which this kernel lacks a feature were left out: not marked core; "
+            "--all-away or `make test-kernels` runs them"
+        )
