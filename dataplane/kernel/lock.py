@@ -62,5 +62,5 @@ def _holder(inode: int) -> str:
                 command = Path(f"/proc/{words[4]}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
             except OSError:
                 command = "?"
-            return f"process {words[4]} ({command})"
+            return f"process {words[4]} ({' '.join(command.split())})"
     return "another process"

@@ -1,0 +1,390 @@
+"""Which mode serves: what was asked for, the next that works here, or a refusal; who else is kept out, and who is told.
+
+The modes here are folders as real ones are, each with one thing wrong. What falls back falls back to a real mode.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+import dataplane.modes
+from controller import modes
+from controller.lab.agent import Agent
+from controller.lab.network import NODE_NAMES, Lab
+from controller.modes import FALLBACK, clean_others, open_first, open_mode, survey
+from dataplane.errors import Unsupported
+from dataplane.mode import Options
+from tests.fakes.apiserver import ApiServer, endpoint_slice, node, service
+
+METRICS = 10259
+
+WORKS = """
+    from typing import Any
+    from dataplane.errors import DataplaneError, Unsupported
+    from dataplane.mode import Mode, SyncResult
+
+    class Nothing:
+        name = {name!r}
+        audit_repairs = 0
+        def __init__(self, options, wake): {init}
+        def sync(self, table): {sync}
+        def links_changed(self): pass
+        def maintain(self): {maintain}
+        def names(self): return {{}}
+        def counters(self): return {{}}
+        def close(self): pass
+        def status(self):
+            return dict(mode=self.name, misfits=[], limitations=[], fill={{}}, counters={{}}, audit_repairs=0)
+
+    def clean(options): {clean}
+    def probe(options): {probe}
+    MODE = Mode({name!r}, Nothing, clean, probe, lambda options, names: None)
+"""
+
+
+def source(name: str, **parts: str) -> str:
+    given = {
+        "init": "pass",
+        "sync": "return SyncResult()",
+        "maintain": "pass",
+        "clean": "return 0",
+        "probe": "return None",
+    } | parts
+    return dedent(WORKS).format(name=name, **given)
+
+
+MODES = {
+    "works": source("works", clean="return 3"),
+    "lacking": source("lacking", init="raise Unsupported('the feature', 'it is missing: load the module')",
+                      clean="raise DataplaneError('no')", probe="return 'the feature is missing: load the module'"),
+    "later": source("later", sync="raise Unsupported('a rule', 'the kernel lacks it')"),
+    "drifts": source("drifts", maintain="self.audit_repairs = 2"),
+    "crashes": source("crashes", clean="raise OSError(5, 'Input/output error')", probe="raise OSError(5, 'EIO')"),
+    "nolibrary": "import a_library_that_is_not_there",
+    "nomode": "",
+    "unreadable": "def",
+    "nokernel": "raise OSError('libnftables.so.1: cannot open shared object file')",
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in MODES.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+        (tmp_path / name / "programmer.py").write_text(text)
+    return tmp_path
+
+
+@pytest.fixture
+def broken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(dataplane.modes, "__path__", [str(folder)])
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.startswith("dataplane.modes."):
+            del sys.modules[name]
+    for name in MODES:
+        if hasattr(dataplane.modes, name):
+            delattr(dataplane.modes, name)
+
+
+def chain(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    monkeypatch.setitem(FALLBACK, names[0], names)
+
+
+def wake() -> None:
+    pass
+
+
+@pytest.mark.usefixtures("broken")
+class TestChoosing:
+    def test_the_mode_that_was_asked_for(self):
+        programmer, choice = open_first("works", Options(), wake, strict=True)
+        assert programmer.name == "works"
+        assert (choice.requested, choice.effective, choice.reason, choice.degraded) == ("works", "works", "", False)
+
+    def test_the_next_that_works_and_why(self, monkeypatch, caplog):
+        chain(monkeypatch, "lacking", "nolibrary", "works")
+        _, choice = open_first("lacking", Options(), wake, strict=False)
+        assert (choice.requested, choice.effective, choice.degraded) == ("lacking", "works", True)
+        assert "lacking does not work here (the feature: it is missing: load the module)" in choice.reason
+        assert "No module named 'a_library_that_is_not_there'" in choice.reason
+        assert caplog.text.count("does not work here") == 2
+
+    def test_strict_refuses_instead(self, monkeypatch):
+        chain(monkeypatch, "lacking", "works")
+        with pytest.raises(Unsupported, match=r"the feature: it is missing: load the module; --strict-mode forbids"):
+            open_first("lacking", Options(), wake, strict=True)
+
+    def test_auto_is_free_to_choose_and_not_degraded(self, monkeypatch):
+        monkeypatch.setitem(FALLBACK, "auto", ("lacking", "works"))
+        _, choice = open_first("auto", Options(), wake, strict=True)
+        assert (choice.effective, choice.degraded) == ("works", False)
+        assert choice.reason.startswith("lacking does not work here")
+
+    def test_none_works(self, monkeypatch):
+        chain(monkeypatch, "lacking", "nomode")
+        with pytest.raises(Unsupported, match=r"every possible mode: lacking does not .*; nomode does not work here"):
+            open_first("lacking", Options(), wake, strict=False)
+
+    def test_a_mode_that_failed_after_it_opened_is_not_tried_again(self, monkeypatch):
+        chain(monkeypatch, "later", "works")
+        _, choice = open_first("later", Options(), wake, strict=False, failed={"later": "a rule: the kernel lacks it"})
+        assert (choice.effective, choice.degraded) == ("works", True)
+        assert "the kernel lacks it" in choice.reason
+
+    @pytest.mark.parametrize("name", ["nolibrary", "nomode", "unreadable", "nokernel", "absent"])
+    def test_code_that_cannot_be_loaded_is_a_reason_and_no_crash(self, name):
+        with pytest.raises(Unsupported, match=f"mode {name}: it cannot be loaded: "):
+            open_mode(name)
+
+    def test_a_clean_up_that_fails_does_not_stop_the_next(self, caplog):
+        assert clean_others("", tuple(MODES), Options()) == {"works": 3}
+        assert clean_others("works", tuple(MODES), Options()) == {}
+        assert "cleaning up after mode crashes failed" in caplog.text
+
+    def test_the_survey_has_a_sentence_for_each(self):
+        rows = {row["mode"]: row for row in survey(Options())}
+        assert set(rows) == set(MODES)
+        assert rows["works"] == {"mode": "works", "works": True, "missing": ""}
+        assert rows["lacking"]["missing"] == "the feature is missing: load the module"
+        assert rows["crashes"]["missing"].startswith("it cannot be tried: ")
+        assert [name for name, row in rows.items() if row["works"]] == ["drifts", "later", "works"]
+
+
+# A real agent. `Patched` adds the folder of broken modes to the program that runs, and nothing else.
+
+PROGRAM = """
+import sys, dataplane.modes, controller.modes
+dataplane.modes.__path__.append(sys.argv.pop(1))
+controller.modes.FALLBACK.update(lacking=("lacking", "nolibrary", "ebpf"), later=("later", "ebpf"))
+from controller.__main__ import main
+sys.exit(main())
+"""
+
+
+class Patched(Agent):
+    """An agent that knows the broken modes too, perhaps with an API server as its source."""
+
+    folder = Path()
+    kubeconfig: Path | None = None
+
+    @property
+    def argv(self) -> list[str]:
+        argv = [sys.executable, "-c", PROGRAM, str(self.folder), *super().argv[3:]]
+        if self.kubeconfig is not None:
+            position = argv.index("--manifests")
+            argv[position : position + 2] = ["--kubeconfig", str(self.kubeconfig)]
+        return argv
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: makes network namespaces and a cgroup of its own")
+    with Lab(f"m{os.getpid()}x", 1) as made:
+        yield made
+
+
+@pytest.fixture
+def start(lab: Lab, folder: Path) -> Iterator[Callable[..., Patched]]:
+    """Starts an agent in a mode, and waits until it serves."""
+    started: list[Patched] = []
+
+    def begin(mode: str, *flags: str, kubeconfig: Path | None = None, wait: bool = True) -> Patched:
+        manifests = lab.folder / "manifests"
+        manifests.mkdir(exist_ok=True)
+        agent = Patched(lab, manifests, mode, flags)
+        agent.folder, agent.kubeconfig = folder, kubeconfig
+        started.append(agent)
+        if wait:
+            agent.start()
+        return agent
+
+    yield begin
+    for agent in started:
+        if agent.running():
+            agent.terminate()
+        agent.log.unlink(missing_ok=True)
+    for agent in started[:1]:
+        agent.cleanup()
+
+
+@pytest.fixture
+def api(lab: Lab) -> Iterator[ApiServer]:
+    """On the node's own loopback: a thread belongs to the namespace that it was started in."""
+    server = ApiServer()
+    with lab.inside("node"):
+        server.start()
+    server.put(node(NODE_NAMES["node"], 0))
+    yield server
+    server.stop()
+
+
+def eventually(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, f"did not happen: {what}"
+        time.sleep(0.05)
+
+
+@pytest.mark.root
+class TestAgent:
+    def test_a_replaced_mode_is_told_everywhere(self, start, api, lab):
+        agent = start("lacking", "--strict-mode=false", f"--metrics-bind-address=127.0.0.1:{METRICS}",
+                      kubeconfig=api.kubeconfig())  # fmt: skip
+        told = agent.status()["mode"]
+        assert (told["requested"], told["effective"]) == ("lacking", "ebpf")
+        assert "it is missing: load the module" in told["reason"]
+        shown = agent.command("status", "--admin-socket", str(agent.socket)).stdout
+        assert "lacking was asked for: lacking does not work here (the feature: it is missing" in shown
+        assert "mode ebpf serves instead of lacking: lacking does not work here" in agent.tail()
+        with lab.inside("node"), urllib.request.urlopen(f"http://127.0.0.1:{METRICS}/metrics", timeout=5) as answer:
+            metrics = answer.read().decode()
+        assert 'hybrid_proxy_mode{degraded="true",effective="ebpf",requested="lacking"} 1.0' in metrics
+        eventually(lambda: api.events("ModeDegraded"), "the event")
+        (event,) = api.events("ModeDegraded")
+        assert event["regarding"]["name"] == NODE_NAMES["node"]
+        assert event["note"].startswith("mode ebpf serves instead of lacking: lacking does not work here")
+        assert [event["note"] for event in api.events("Starting")] == ["hybrid-proxy serves in mode ebpf."]
+
+    def test_a_mode_that_cannot_program_the_first_table_is_replaced(self, start):
+        agent = start("later", "--strict-mode=false")
+        told = agent.status()["mode"]
+        assert (told["requested"], told["effective"]) == ("later", "ebpf")
+        assert "a rule: the kernel lacks it" in told["reason"]
+        assert agent.status()["dataplane"]["mode"] == "ebpf"
+
+    @pytest.mark.parametrize("mode", ["lacking", "later"])
+    def test_strict_ends_with_one_sentence(self, start, lab, mode):
+        agent = start(mode, wait=False)
+        ended = lab.run("node", agent.argv, timeout=30)
+        assert ended.returncode == 1
+        last = ended.stderr.strip().splitlines()[-1]
+        assert last.startswith(f"hybrid-proxy run: mode {mode}: ")
+        assert last.endswith("--strict-mode forbids another mode")
+        assert "Traceback" not in ended.stderr
+
+    def test_what_does_not_fit_is_told_to_whose_service_it_is(self, start, api):
+        for number in range(3):
+            api.put(service(number))
+            api.put(endpoint_slice(number, range(1), 1))
+        agent = start("ebpf", "--max-services", "2", kubeconfig=api.kubeconfig())
+        misfits = agent.status()["dataplane"]["misfits"]
+        assert misfits
+        eventually(lambda: len(api.events("DoesNotFit")) == len(misfits), "an event for each")
+        told = {(e["regarding"]["kind"], f"{e['regarding']['namespace']}/{e['regarding']['name']}", e["note"])
+                for e in api.events("DoesNotFit")}  # fmt: skip
+        assert told == {
+            ("Service", m["entry"].partition(":")[0], f"{m['entry']} is not served on this node: {m['reason']}")
+            for m in misfits
+        }
+
+    def test_a_repair_is_told(self, start, api):
+        start("drifts", kubeconfig=api.kubeconfig())
+        eventually(lambda: api.events("Repaired"), "the event")
+        time.sleep(2.5)  # two more rounds of maintenance, in which nothing is repaired
+        (event,) = api.events("Repaired")
+        assert event["note"].startswith("somebody changed or removed what mode drifts had programmed")
+        assert "(2 things)" in event["note"]
+        assert "series" not in event
+
+    def test_auto_takes_the_first_that_works(self, start):
+        agent = start("auto")
+        assert agent.status()["mode"]["effective"] == next(row["mode"] for row in in_lab(agent) if row["works"])
+
+    def test_modes_are_listed_with_the_one_that_runs(self, start):
+        agent = start("works")
+        rows = {row["mode"]: row for row in in_lab(agent)}
+        assert [name for name, row in rows.items() if row["runs"]] == ["works"]
+        assert rows["ebpf"] == {"mode": "ebpf", "works": True, "missing": "", "runs": False}
+        assert rows["lacking"]["missing"] == "the feature is missing: load the module"
+
+    def test_looking_at_the_modes_leaves_nothing(self, start, lab):
+        agent = start("works", wait=False)
+        before = everything(lab)
+        assert len(in_lab(agent)) > len(MODES)
+        assert everything(lab) == before
+
+    def test_one_agent_for_each_namespace_whatever_the_modes(self, start, lab):
+        first = start("works")
+        second = start("ebpf", "--admin-socket", str(lab.folder / "second.sock"), wait=False)
+        ended = lab.run("node", second.argv, timeout=30)
+        assert ended.returncode == 1
+        last = ended.stderr.strip().splitlines()[-1]
+        assert f"this network namespace is in use by process {first.process.pid} (" in last
+        assert "stop that process first" in last
+        assert first.running()
+
+    def test_clean_up_waits_for_the_agent_to_end(self, start):
+        agent = start("works")
+        refused = agent.cleanup()
+        assert refused.returncode == 1
+        assert f"in use by process {agent.process.pid}" in refused.stderr
+        agent.kill()
+        assert agent.cleanup().returncode == 0
+
+    def test_a_working_kube_proxy_is_named_in_status_log_and_event(self, start, api, lab):
+        with lab.inside("node"):
+            subprocess.run(["nft", "add table ip kube-proxy"], check=True)
+        try:
+            agent = start("works", kubeconfig=api.kubeconfig())
+            eventually(lambda: agent.status()["neighbours"], "the neighbour in status")
+            (sentence,) = agent.status()["neighbours"]
+            assert sentence.startswith("kube-proxy left its table ip kube-proxy here, and nobody maintains them")
+            assert f"neighbour: {sentence}" in agent.tail()
+            assert f"NEIGHBOUR: {sentence}" in agent.command("status", "--admin-socket", str(agent.socket)).stdout
+            eventually(lambda: api.events("NeighbourFound"), "the event")
+            assert api.events("NeighbourFound")[0]["note"] == sentence
+        finally:
+            lab.run("node", ["nft", "delete table ip kube-proxy"])
+
+
+def in_lab(agent: Patched) -> list[dict[str, object]]:
+    asked = agent.lab.run("node", [*agent.argv[:4], "modes", "-o", "json", "--admin-socket", str(agent.socket)])
+    assert asked.returncode == 0, asked.stderr
+    return json.loads(asked.stdout)
+
+
+def everything(lab: Lab) -> dict[str, object]:
+    """What a mode could leave: rules, links, pins, mounts, files."""
+    texts = {
+        name: lab.run("node", argv).stdout
+        for name, argv in {
+            "nftables": ["nft", "list", "ruleset"],
+            "links": ["ip", "-o", "link"],
+            "addresses": ["ip", "-o", "addr"],
+            "mounts": ["cat", "/proc/self/mounts"],
+            "legacy": ["cat", "/proc/self/net/ip_tables_names"],
+        }.items()
+    }
+    pins = [str(path) for path in Path("/sys/fs/bpf").rglob("*")] if Path("/sys/fs/bpf").is_dir() else []
+    return texts | {"pins": pins, "run": sorted(Path("/run/hybrid-proxy").iterdir())}
+
+
+@pytest.mark.root
+def test_ipvs_without_ip_vs_falls_back_to_iptables(start):
+    """As kube-proxy used to; today's exits with status 1."""
+    if "ipvs" not in modes.available_modes():
+        pytest.skip("this installation has no mode ipvs")
+    probe = start("ipvs", "--strict-mode=false", wait=False)
+    rows = {row["mode"]: row for row in in_lab(probe)}
+    if rows["ipvs"]["works"]:
+        pytest.skip("this kernel has ip_vs: nothing to fall back from")
+    if not rows["iptables"]["works"]:
+        pytest.skip(f"iptables does not work here either: {rows['iptables']['missing']}")
+    probe.start()
+    told = probe.status()["mode"]
+    assert (told["requested"], told["effective"]) == ("ipvs", "iptables")
+    assert "ip_vs" in told["reason"]
