@@ -14,6 +14,8 @@ import contextlib
 import os
 import re
 import shutil
+import socket
+import struct
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +32,8 @@ TABLES: Final = ("raw", "mangle", "nat", "filter")
 HINTS: Final = re.compile(r"^:(KUBE-IPTABLES-HINT|KUBE-KUBELET-CANARY) ", re.MULTILINE)
 LOCK_SECONDS: Final = 10  # how long another writer may hold /run/xtables.lock (legacy)
 CALL_SECONDS: Final = 120  # for one restore or save, however large
+NETLINK_NETFILTER: Final = 12
+NLM_F_REQUEST, NFT_MSG_GETGEN, NFTA_GEN_ID = 1, 10 << 8 | 16, 1  # linux/netfilter/nf_tables.h
 INSTALL: Final = "install the package iptables"
 _NAMES: Final = {4: "ip", 6: "ip6"}
 _PROBE_CHAIN: Final = "HP-PROBE"
@@ -83,6 +87,24 @@ class Xtables:
         if done.returncode:
             raise XtablesError(f"{' '.join(argv)} failed: {_joined(done.stderr)}")
         return done.stdout
+
+    def generation(self) -> int | None:
+        """The number of the ruleset of this namespace, which each transaction of anybody raises; None for legacy.
+
+        Raises:
+            XtablesError: the kernel does not tell.
+        """
+        if self.variant != "nft":
+            return None
+        try:
+            with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_NETFILTER) as kernel:
+                kernel.send(struct.pack("=IHHIIBBH", 20, NFT_MSG_GETGEN, NLM_F_REQUEST, 1, 0, 0, 0, 0))
+                answer = kernel.recv(4096)
+        except OSError as error:
+            raise XtablesError(f"nf_tables does not tell its generation: {error}") from error
+        if len(answer) < 28 or struct.unpack_from("=H", answer, 22)[0] != NFTA_GEN_ID:
+            raise XtablesError("nf_tables does not tell its generation: unexpected answer")
+        return int.from_bytes(answer[24:28], "big")
 
     def accepts(self, family: int, table: str, rules: Iterable[str]) -> str | None:
         """Try rules (`-p tcp -j ...`) in a chain of their own that nothing leads to; None, or what refused them.

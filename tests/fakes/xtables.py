@@ -65,6 +65,7 @@ class FakeXtables:
         self.refuses = refuses  # words in a rule that this kernel does not know
         self.tables: dict[tuple[int, str], FakeTable] = {}
         self.texts: list[tuple[int, str]] = []
+        self.transactions = 0
         self.fail_next = ""
 
     def restore(self, family: int, text: str) -> None:
@@ -95,8 +96,8 @@ class FakeXtables:
         if table is None:
             raise ValueError("no table")
         if line == "COMMIT":
-            self._check(table)
             self.tables[family, table.name] = table
+            self.transactions += 1
             return None
         self._change(table, line)
         return table
@@ -111,10 +112,12 @@ class FakeXtables:
                 raise ValueError(f"chain {name} exists")
             self._declare(table, name, "-")
         elif command == "-A":
+            self._check(table, name, rule)
             table.chains[name].append(rule)
         elif command == "-I":
             first, _, after = rule.partition(" ")
             position, rule = (int(first) - 1, after) if first.isdigit() else (0, rule)
+            self._check(table, name, rule)
             table.chains[name].insert(position, rule)
         elif command == "-D":
             table.chains[name].remove(rule)
@@ -141,20 +144,19 @@ class FakeXtables:
             raise ValueError(f"chain {name} is not built in and cannot have a policy")
         table.chains[name] = []
 
-    def _check(self, table: FakeTable) -> None:
-        for chain, rules in table.chains.items():
-            for rule in rules:
-                if any(word in rule for word in self.refuses):
-                    raise ValueError(f"the kernel refused {rule!r} in {chain}")
-                where = target(rule)
-                if where is None:
-                    continue
-                if where not in table.chains and where not in TARGETS:
-                    raise ValueError(f"{chain} leads to {where}, which does not exist")
-                if where in table.policies:
-                    raise ValueError(f"{chain} leads to the built-in chain {where}")
-                if table.name not in ONLY_IN.get(where, (table.name,)):
-                    raise ValueError(f"{where} does not work in table {table.name}")
+    def _check(self, table: FakeTable, chain: str, rule: str) -> None:
+        """Where a rule leads must be there when the rule comes: both variants refuse it otherwise."""
+        if any(word in rule for word in self.refuses):
+            raise ValueError(f"the kernel refused {rule!r} in {chain}")
+        where = target(rule)
+        if where is None:
+            return
+        if where not in table.chains and where not in TARGETS:
+            raise ValueError(f"{chain} leads to {where}, which does not exist")
+        if where in table.policies:
+            raise ValueError(f"{chain} leads to the built-in chain {where}")
+        if table.name not in ONLY_IN.get(where, (table.name,)):
+            raise ValueError(f"{where} does not work in table {table.name}")
 
     def save(self, family: int, table: str) -> str:
         """As iptables-save prints it."""
@@ -165,6 +167,10 @@ class FakeXtables:
         lines += [f":{chain} {known.policies.get(chain, '-')} [0:0]" for chain in known.chains]
         lines += [f"-A {chain} {rule}" for chain, rules in known.chains.items() for rule in rules]
         return "\n".join([*lines, "COMMIT", "# Completed", ""])
+
+    def generation(self) -> int | None:
+        """How many transactions there were; None for legacy."""
+        return self.transactions if self.variant == "nft" else None
 
     def accepts(self, family: int, table: str, rules: Iterable[str]) -> str | None:
         """None, or which rule has a word that this kernel does not know."""

@@ -1,0 +1,164 @@
+"""Our chains in the kernel, of one family: writes them, remembers what must be there, finds what others changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+from dataplane.modes.iptables.names import MINE
+from dataplane.modes.iptables.plan import Delta
+from dataplane.modes.iptables.readback import Saved, parse, shape
+from dataplane.modes.iptables.restore import ENTRANCES, PART, jumps, leads_to_us, parts, table_text
+
+if TYPE_CHECKING:
+    from dataplane.kernel.xtables import Xtables
+
+__all__ = ["TABLES", "Installed", "remove"]
+
+TABLES: Final = ("filter", "nat")  # the order of changes: what is refused comes before what is no longer translated
+
+
+class Installed:
+    """What we wrote into the tables of one family."""
+
+    def __init__(self, xtables: Xtables, family: int) -> None:
+        self.xtables, self.family = xtables, family
+        self.generation: int | None = None  # of the ruleset, as far as only we have changed it
+        self.restores = 0
+        self._shapes: dict[str, dict[str, int]] = {table: {} for table in TABLES}
+        self._seen: dict[str, dict[str, int]] = {table: {} for table in TABLES}  # chain -> hash of what save prints
+
+    def replace(self, deltas: Mapping[str, Delta]) -> None:
+        """Make these chains all that there is of ours; what was there serves until it is replaced.
+
+        Raises:
+            XtablesError: a restore failed.
+        """
+        for table in reversed(TABLES):  # at a start nothing is refused before it could be translated
+            saved = parse(self.xtables.save(self.family, table))
+            written = deltas[table].written
+            stale = [name for name in saved if name.startswith(MINE) and name not in written]
+            entrances = [*_odd_entrances(table, saved), *jumps(table, _entrances(saved))]
+            self._shapes[table], self._seen[table] = {}, {}
+            for lines in parts(written, stale, entrances):
+                self._restore([(table, lines)])
+            self._note(table, Delta(written, ()))
+
+    def change(self, deltas: Mapping[str, Delta]) -> None:
+        """Write what differs.
+
+        Raises:
+            XtablesError: a restore failed.
+        """
+        pieces = [(table, lines) for table in TABLES for lines in parts(deltas[table].written, deltas[table].gone)]
+        if not pieces:
+            return
+        if sum(len(deltas[table].written) for table in TABLES) > PART:
+            for piece in pieces:
+                self._restore([piece])
+        else:
+            self._restore(pieces)
+        for table in TABLES:
+            self._note(table, deltas[table])
+
+    def _restore(self, pieces: list[tuple[str, list[str]]]) -> None:
+        before = self.xtables.generation()
+        known, self.generation = self.generation, None
+        self.xtables.restore(self.family, "".join(table_text(table, lines) for table, lines in pieces))
+        self.restores += 1
+        after = self.xtables.generation()
+        if before is not None and after is not None and known in (None, before) and after - before <= len(pieces):
+            self.generation = after  # a transaction that changes nothing does not count
+
+    def _note(self, table: str, delta: Delta) -> None:
+        for name in (*delta.gone, *delta.written):
+            self._shapes[table].pop(name, None)
+            self._seen[table].pop(name, None)
+        for name, rules in delta.written.items():
+            self._shapes[table][name] = shape(rules)
+
+    # What others did
+
+    def untouched(self) -> bool:
+        """Whether the kernel says that nobody but us changed any rule since the last look."""
+        return self.generation is not None and self.xtables.generation() == self.generation
+
+    def damage(self) -> list[str]:
+        """What is not as we wrote it, in words; nothing: all is well.
+
+        Raises:
+            XtablesError: the tables cannot be read.
+        """
+        at = self.xtables.generation()
+        found = []
+        for table in TABLES:
+            saved = parse(self.xtables.save(self.family, table))
+            found += [f"{table}: {what}" for what in self._damage_of(table, saved)]
+        if not found:
+            self.generation = at
+        return found
+
+    def _damage_of(self, table: str, saved: Saved) -> list[str]:
+        found = []
+        seen, shapes = self._seen[table], self._shapes[table]
+        for name, expected in shapes.items():
+            rules = saved.get(name)
+            if rules is None:
+                found.append(f"chain {name} is gone")
+                continue
+            digest = hash(tuple(rules))
+            known = seen.get(name)
+            if known is None and shape(rules) == expected:
+                seen[name] = digest
+            elif known != digest:
+                found.append(f"chain {name} was changed" if rules or not expected else f"chain {name} was emptied")
+        found += [f"{chain} does not lead to us any more" for chain, _ in set(ENTRANCES[table]) - _entrances(saved)]
+        found += [f"{name} is there again" for name in saved if name.startswith(MINE) and name not in shapes]
+        return found
+
+    def chains(self) -> int:
+        """How many chains of ours there are."""
+        return sum(len(shapes) for shapes in self._shapes.values())
+
+
+def _entrances(saved: Saved) -> set[tuple[str, str]]:
+    return {(name, rule) for name, rules in saved.items() if not name.startswith(MINE) for rule in rules}
+
+
+def _odd_entrances(table: str, saved: Saved) -> list[str]:
+    """Lines that delete rules of built-in and foreign chains that lead to us, but not as they should, or twice."""
+    lines, kept = [], set()
+    for name, rules in saved.items():
+        if name.startswith(MINE):
+            continue
+        for rule in rules:
+            if not leads_to_us(rule):
+                continue
+            if (name, rule) in ENTRANCES[table] and (name, rule) not in kept:
+                kept.add((name, rule))
+            else:
+                lines.append(f"-D {name} {rule}")
+    return lines
+
+
+def remove(xtables: Xtables, family: int) -> int:
+    """Remove our chains and what leads to them, in one transaction for each table; how many chains went.
+
+    Raises:
+        XtablesError: the tables cannot be read or written.
+    """
+    removed = 0
+    for table in TABLES:
+        saved = parse(xtables.save(family, table))
+        mine = [name for name in saved if name.startswith(MINE)]
+        entrances = [
+            f"-D {name} {rule}"
+            for name, rules in saved.items()
+            if not name.startswith(MINE)
+            for rule in rules
+            if leads_to_us(rule)
+        ]
+        if mine or entrances:
+            xtables.restore(family, table_text(table, [*entrances, *next(parts({}, sorted(mine, reverse=True)), [])]))
+        removed += len(mine)
+    return removed

@@ -1,0 +1,133 @@
+"""What is programmed, read from the text of `iptables-save`: names come from the comments of rules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+from dataplane.kernel.conntrack import flows
+from dataplane.modes.iptables.names import MINE
+from dataplane.modes.iptables.readback import Saved, parse
+from dataplane.table import Kind, Protocol, socket_text
+
+__all__ = ["Programmed", "is_ours"]
+
+_FRONTEND: Final = re.compile(
+    r"^(?:-d (?P<address>[^/ ]+)(?:/\d+)? )?-p (?P<protocol>\w+) .*--dport (?P<port>\d+) "
+    r'.*--comment "?(?P<name>[^" ]+) (?P<kind>[^"]+)"? -j (?P<target>\S+)'
+)
+_TARGET: Final = re.compile(r" (?:-j|-g) (\S+)")
+_GOAL: Final = re.compile(r"--to-destination (\S+)")
+_PROTOCOLS: Final = {"tcp": Protocol.TCP, "udp": Protocol.UDP, "sctp": Protocol.SCTP}
+_NUMBERS: Final = {str(int(protocol)): protocol for protocol in Protocol}
+
+
+class _Found(NamedTuple):
+    family: int
+    name: str
+    kind: str
+    address: str | None
+    port: int
+    protocol: Protocol
+    target: str
+
+
+def is_ours(text: str) -> bool:
+    """Whether a saved table has chains of ours."""
+    return f"\n:{MINE}" in text
+
+
+class Programmed:
+    """A `dataplane.mode.View` of table nat.
+
+    Args:
+        variant: where it was read, `nft` or `legacy`.
+        texts: family -> what iptables-save printed.
+    """
+
+    def __init__(self, variant: str, texts: Mapping[int, str]) -> None:
+        self.place = f"chains {MINE}* of iptables-{variant}"
+        self._chains = {family: parse(text) for family, text in texts.items()}
+
+    def _frontends(self) -> Iterator[_Found]:
+        for family, chains in self._chains.items():
+            for name, rules in chains.items():
+                if name.startswith(MINE):
+                    yield from (found for rule in rules if (found := _frontend(family, rule)))
+
+    def services(self) -> list[dict[str, Any]]:
+        """See `dataplane.mode.View.services`."""
+        rows: dict[tuple[str, Protocol, int], dict[str, Any]] = {}
+        for found in self._frontends():
+            chains = self._chains[found.family]
+            row = rows.setdefault(
+                (found.name, found.protocol, found.family),
+                {
+                    "name": found.name, "frontends": [], "protocol": found.protocol.name,
+                    "backends": 0, "local_backends": 0, "affinity": False,
+                },
+            )  # fmt: skip
+            row["frontends"].append(_frontend_text(found))
+            for route in _routes(chains, found.target):
+                column = "local_backends" if route.startswith(f"{MINE}SVL-") else "backends"
+                row[column] = len(_goals(chains, route))
+                row["affinity"] = row["affinity"] or any("-m recent " in rule for rule in chains[route])
+        for row in rows.values():
+            row["frontends"].sort()
+        return sorted(rows.values(), key=lambda row: (row["name"], row["protocol"], row["frontends"]))
+
+    def backends(self) -> list[dict[str, Any]]:
+        """See `dataplane.mode.View.backends`."""
+        found: set[tuple[str, str, str]] = set()
+        for frontend in self._frontends():
+            chains = self._chains[frontend.family]
+            for route in _routes(chains, frontend.target):
+                found |= {(frontend.name, goal, frontend.protocol.name) for goal in _goals(chains, route)}
+        return [
+            {"service": name, "address": address, "protocol": protocol, "used": True}
+            for name, address, protocol in sorted(found)
+        ]
+
+    def flows(self, limit: int) -> tuple[list[dict[str, Any]], int]:
+        """See `dataplane.mode.View.flows`."""
+        known = {(found.address, found.port, int(found.protocol)): found.name for found in self._frontends()}
+        return flows(known, limit)
+
+
+def _frontend(family: int, rule: str) -> _Found | None:
+    match = _FRONTEND.match(rule)
+    if match is None:
+        return None
+    protocol = _PROTOCOLS.get(match["protocol"]) or _NUMBERS.get(match["protocol"])
+    if protocol is None:
+        return None
+    return _Found(family, match["name"], match["kind"], match["address"], int(match["port"]), protocol, match["target"])
+
+
+def _frontend_text(found: _Found) -> str:
+    if found.address is None:
+        return f"{Kind.NODE_PORT.value} {found.port}"
+    return socket_text(found.address, found.port)
+
+
+def _routes(chains: Saved, target: str) -> set[str]:
+    """The chains of routes that a target leads to, by way of others or itself."""
+    if target.startswith(f"{MINE}SV"):
+        return {target} & chains.keys()
+    found: set[str] = set()
+    if target.startswith((f"{MINE}EXT-", f"{MINE}FW-")):
+        for rule in chains.get(target, ()):
+            for further in _TARGET.findall(f" {rule}"):
+                found |= _routes(chains, further)
+    return found
+
+
+def _goals(chains: Saved, route: str) -> set[str]:
+    goals: set[str] = set()
+    for rule in chains.get(route, ()):
+        goals.update(_GOAL.findall(rule))
+        for endpoint in _TARGET.findall(f" {rule}"):
+            if endpoint.startswith(f"{MINE}SEP-"):
+                goals.update(goal for inner in chains.get(endpoint, ()) for goal in _GOAL.findall(inner))
+    return goals

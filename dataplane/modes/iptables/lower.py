@@ -1,0 +1,367 @@
+"""PURE. One service port to chains and rules; and the chains that every node has.
+
+A packet's way in table nat:
+
+    PREROUTING, OUTPUT -> HP-SERVICES -> a tree over addresses -> HP-SVC-... -> DNAT
+                                      -> a tree over node ports
+
+A rule of the tree leads to the service's chain at once where its frontend is like all others. What differs (who is
+masqueraded, another route for outsiders, source ranges) has a chain of its own before it, HP-EXT-... or HP-FW-... .
+An endpoint has a chain (HP-SEP-...) only where clients are remembered; otherwise the service's chain translates.
+
+In table filter stands what must be refused: a packet that still has a service's address after nat was not translated.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from dataplane.modes.iptables.names import (
+    ACCEPTED,
+    FORWARD,
+    MINE,
+    POSTROUTING,
+    REJECT,
+    SERVICES,
+    chain,
+    comment,
+    identity,
+    number,
+    service_chains,
+)
+from dataplane.modes.iptables.tree import Rank
+from dataplane.table import (
+    Detect,
+    Entry,
+    Frontend,
+    Kind,
+    Masquerade,
+    NodeNetwork,
+    Route,
+    WhenEmpty,
+    socket_text,
+)
+
+__all__ = [
+    "Chains",
+    "Lowered",
+    "Node",
+    "cluster_ips",
+    "constant_chains",
+    "lower",
+    "node_of",
+    "same_addresses",
+    "usual_masquerade",
+]
+
+Chains = dict[str, tuple[str, ...]]  # name -> rules without `-A NAME`
+Leaves = dict[tuple[str, int], tuple[Rank, ...]]  # (tree, key) -> rules
+
+FROM_NODE: Final = "-m addrtype --src-type LOCAL"  # what this machine sends itself: nobody else may have such a source
+_LOAD, _TO_X, _EQUALS_X, _RETURN = 0x20, 0x07, 0x1D, 0x06  # cBPF: ld [k]; tax; jeq x; ret k (linux/bpf_common.h)
+DROP: Final = "-j DROP"
+REFUSE: Final = f"-j {REJECT}"
+
+
+class Node(NamedTuple):
+    """What rules need of the node, for one family, in the words of rules."""
+
+    family: int
+    bit: str  # the masquerade mark, `0x4000`
+    pod: str | None  # the match of a pod's packet, None: pods are not told apart
+    port_addresses: tuple[str, ...]
+    service_cidrs: tuple[str, ...]
+    usual: Masquerade = Masquerade.NEVER  # whom most ClusterIPs masquerade: marked once for all of them
+    random_fully: bool = True
+    compares: bool = True  # the kernel can compare source and destination (match bpf)
+    drop_invalid: bool = True
+    remembers: bool = True  # the match recent is there
+
+
+class Lowered(NamedTuple):
+    """One service port."""
+
+    chains: Chains  # in table nat
+    nat: Leaves
+    filter: Leaves
+
+
+def usual_masquerade(entries: Iterable[Entry], node: Node) -> Masquerade:
+    """What most ClusterIPs do; the rest says so in chains of its own. Without any: what they will probably do."""
+    counts = Counter(f.masquerade for entry in entries for f in entry.frontends if f.kind is Kind.CLUSTER_IP)
+    if counts:
+        return counts.most_common(1)[0][0]
+    return Masquerade.NEVER if node.pod is None else Masquerade.NODE | Masquerade.EXTERNAL
+
+
+def _in_family(addresses: Iterable[str], family: int) -> tuple[str, ...]:
+    return tuple(address for address in addresses if (":" in address) == (family == 6))
+
+
+def node_of(network: NodeNetwork, family: int) -> Node:
+    """The node's part of the table in the words of rules."""
+    pod = None
+    if network.detect is Detect.BRIDGE_INTERFACE and network.pod_interface:
+        pod = f"-i {network.pod_interface}"
+    elif network.detect is Detect.INTERFACE_PREFIX and network.pod_interface:
+        pod = f"-i {network.pod_interface}+"
+    elif network.detect is not Detect.NONE:
+        pod = next((f"-s {cidr}" for cidr in _in_family(network.pod_cidrs, family)), None)
+    return Node(
+        family=family,
+        bit=hex(1 << network.masquerade_bit),
+        pod=pod,
+        port_addresses=_in_family(network.node_port_addresses, family),
+        service_cidrs=_in_family(network.service_cidrs, family),
+    )
+
+
+# One service port
+
+
+def lower(entry: Entry, node: Node) -> Lowered:
+    """Chains and rules of one service port."""
+    routes = _routes(entry)
+    names = service_chains(entry)
+    chains: Chains = {}
+    for position, route in enumerate(routes):
+        chains |= _route_chains(entry, names[position], route, node)
+    nat: dict[tuple[str, int], list[Rank]] = {}
+    refused: dict[tuple[str, int], list[Rank]] = {}
+    for frontend in entry.frontends:
+        way = _Way(*(_target(route, routes, names) for route in (frontend.inside, frontend.outside)))
+        place, match = _place(entry, frontend)
+        target = _frontend_target(entry, frontend, way, node, chains)
+        if target == ACCEPTED and frontend.kind is Kind.CLUSTER_IP:
+            target = "-j RETURN"  # there can be no node port at its address, and the mark has to be taken off again
+        nat.setdefault(place, []).append((0, f"{match} {comment(entry, frontend)} {target}"))
+        for rank in _refusals(frontend, match):
+            refused.setdefault(place, []).append(rank)
+    return Lowered(chains, {k: tuple(v) for k, v in nat.items()}, {k: tuple(v) for k, v in refused.items()})
+
+
+class _Way(NamedTuple):
+    """Where pods and the node go, and where outsiders; `-j ACCEPT` for a route without backends."""
+
+    inside: str
+    outside: str
+
+
+def _routes(entry: Entry) -> list[Route]:
+    """The distinct routes of an entry that have backends, at most two; what ClusterIPs use comes first."""
+    found: list[Route] = []
+    frontends = sorted(entry.frontends, key=lambda frontend: frontend.kind is not Kind.CLUSTER_IP)
+    for frontend in frontends:
+        for route in (frontend.inside, frontend.outside):
+            if route.backends and all(route.backends != known.backends for known in found):
+                found.append(route)
+    return found
+
+
+def _target(route: Route, routes: list[Route], names: tuple[str, str]) -> str:
+    for position, known in enumerate(routes):
+        if known is route or known.backends == route.backends:
+            return f"-j {names[position]}"
+    return ACCEPTED
+
+
+def _place(entry: Entry, frontend: Frontend) -> tuple[tuple[str, int], str]:
+    """Tree and key where a packet looks for the frontend, and what it must match there."""
+    protocol = entry.protocol.name.lower()
+    match = f"-p {protocol} -m {protocol} --dport {frontend.port}"
+    if frontend.address is None:
+        return (entry.protocol.name, frontend.port), match
+    bits = 32 if entry.family == 4 else 128
+    tree = "C" if frontend.kind is Kind.CLUSTER_IP else "E"
+    return (tree, number(frontend.address)), f"-d {frontend.address}/{bits} {match}"
+
+
+def _frontend_target(entry: Entry, frontend: Frontend, way: _Way, node: Node, chains: Chains) -> str:
+    """What the frontend's rule in the tree does; adds the chains that it needs for that."""
+    target = way.inside
+    usual = node.usual if frontend.kind is Kind.CLUSTER_IP else Masquerade.NEVER
+    if way.inside != way.outside or (frontend.masquerade != usual and way.inside != ACCEPTED):
+        rules = (*_mark(frontend, usual, node), *_choose_way(way, node))
+        name = chain("EXT", identity(entry), str(int(frontend.masquerade)), str(int(usual)), *way)
+        chains[name] = rules
+        target = f"-j {name}"
+    if frontend.sources is not None and target != ACCEPTED:
+        name = chain("FW", identity(entry), *frontend.sources, target)
+        chains[name] = (*(f"-s {cidr} {target}" for cidr in frontend.sources), ACCEPTED)
+        target = f"-j {name}"
+    return target
+
+
+def _mark(frontend: Frontend, usual: Masquerade, node: Node) -> Iterable[str]:
+    """Rules that leave the masquerade mark as this frontend wants it."""
+    if frontend.masquerade == usual:
+        return
+    if usual:
+        yield f"-j MARK --set-xmark 0x0/{node.bit}"
+    if frontend.masquerade:
+        yield f"-j {_mark_chain(frontend.masquerade)}"
+
+
+def _mark_chain(classes: Masquerade) -> str:
+    return f"{MINE}MARK-MASQ-{int(classes)}"
+
+
+def _choose_way(way: _Way, node: Node) -> Iterable[str]:
+    if way.inside != way.outside:
+        yield f"{FROM_NODE} {way.inside}"
+        if node.pod is not None:
+            yield f"{node.pod} {way.inside}"
+    yield way.outside
+
+
+# The backends of a route
+
+
+def _route_chains(entry: Entry, name: str, route: Route, node: Node) -> Chains:
+    protocol = entry.protocol.name.lower()
+    goals = [f"-j DNAT --to-destination {socket_text(b.address, b.port)}" for b in route.backends]
+    if not entry.affinity_seconds or not node.remembers:
+        return {name: tuple(_pick(f"-p {protocol} ", goals))}
+    chains: Chains = {}
+    again = []
+    for position, backend in enumerate(route.backends):
+        endpoint = chain("SEP", identity(entry), socket_text(backend.address, backend.port))
+        chains[endpoint] = (f"-p {protocol} -m recent --set --name {endpoint} {_by_source(node)} {goals[position]}",)
+        remembered = f"--rcheck --seconds {entry.affinity_seconds} --reap --name {endpoint} {_by_source(node)}"
+        again.append(f"-m recent {remembered} -j {endpoint}")
+        goals[position] = f"-j {endpoint}"
+    chains[name] = (*again, *_pick("", goals))
+    return chains
+
+
+def _by_source(node: Node) -> str:
+    everything = "255.255.255.255" if node.family == 4 else "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff"
+    return f"--mask {everything} --rsource"
+
+
+def _pick(match: str, goals: list[str]) -> Iterable[str]:
+    """One of the goals, each as likely as the others: 1/n, then 1/(n-1) of what is left, ..."""
+    for position, goal in enumerate(goals):
+        left = len(goals) - position
+        chance = f"-m statistic --mode random --probability {1 / left:.11f} " if left > 1 else ""
+        yield f"{match}{chance}{goal}"
+
+
+# Refusals
+
+
+def _verdict(route: Route) -> str:
+    """What table filter does with a packet of an empty route; empty where it was translated and cannot come here."""
+    if route.backends:
+        return ""
+    return DROP if route.when_empty is WhenEmpty.DROP else REFUSE
+
+
+def _refusals(frontend: Frontend, match: str) -> Iterable[Rank]:
+    """Rules of table filter; the reject of what remains for a known ClusterIP comes after them."""
+    inside, outside = _verdict(frontend.inside), _verdict(frontend.outside)
+    verdict = inside or outside if not (inside and outside) or inside == outside else f"-j {_split(inside)}"
+    if frontend.sources is not None:
+        if verdict:
+            yield from ((0, f"-s {cidr} {match} {verdict}") for cidr in frontend.sources)
+        yield 1, f"{match} {DROP}"
+    elif verdict and (frontend.kind is not Kind.CLUSTER_IP or verdict != REFUSE):
+        yield 1, f"{match} {verdict}"
+    if frontend.kind is Kind.CLUSTER_IP and frontend.address is not None:
+        yield 2, f"-d {frontend.address}/{128 if ':' in frontend.address else 32} {REFUSE}"
+
+
+def _split(inside: str) -> str:
+    """The chain that refuses insiders and drops outsiders, or the other way round."""
+    return f"{MINE}IN-REJECT" if inside == REFUSE else f"{MINE}IN-DROP"
+
+
+# What every node has
+
+
+def constant_chains(node: Node) -> tuple[Chains, Chains]:
+    """The chains of tables nat and filter that do not depend on services, without those that lead into trees."""
+    marked = f"--mark {node.bit}/{node.bit}"
+    fully = " --random-fully" if node.random_fully else ""
+    nat: Chains = {f"{MINE}MARK-MASQ-{n}": tuple(_mark_rules(Masquerade(n), node)) for n in range(1, 8)}
+    nat[f"{MINE}MASQUERADE"] = (f"-j MARK --set-xmark 0x0/{node.bit}", f"-j MASQUERADE{fully}")
+    nat[POSTROUTING] = (f"-m mark {marked} -j {MINE}MASQUERADE", *_hairpin(node, fully))
+    unreachable = "icmp-port-unreachable" if node.family == 4 else "icmp6-port-unreachable"
+    both = {
+        f"{MINE}IN-REJECT": _split_rules(node, REFUSE, DROP),
+        f"{MINE}IN-DROP": _split_rules(node, DROP, REFUSE),
+    }
+    accepts = ["-m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT"]
+    if node.drop_invalid:
+        accepts.append("-m conntrack --ctstate INVALID -j DROP")
+    accepts += (f"-m conntrack --ctstate NEW -j {SERVICES}", f"-m mark {marked} -j ACCEPT")
+    return nat, both | {
+        REJECT: ("-p tcp -j REJECT --reject-with tcp-reset", f"-j REJECT --reject-with {unreachable}"),
+        FORWARD: tuple(accepts),
+    }
+
+
+def _mark_rules(classes: Masquerade, node: Node) -> Iterable[str]:
+    """Mark what these classes send; a pod's address can be the node's own (its bridge), so the node comes first."""
+    mark = f"-j MARK --set-xmark {node.bit}/{node.bit}"
+    if classes is Masquerade.ALWAYS:
+        yield mark
+        return
+    if classes & Masquerade.NODE:
+        yield f"{FROM_NODE} {mark}"
+    others = classes & (Masquerade.POD | Masquerade.EXTERNAL)
+    if not others:
+        return
+    if not classes & Masquerade.NODE:
+        yield f"{FROM_NODE} -j RETURN"
+    if others == Masquerade.POD | Masquerade.EXTERNAL or (node.pod is None and others & Masquerade.EXTERNAL):
+        yield mark
+    elif node.pod is not None:
+        yield f"{_not(node.pod) if others & Masquerade.EXTERNAL else node.pod} {mark}"
+
+
+def _not(match: str) -> str:
+    return f"! {match}"
+
+
+def _split_rules(node: Node, inside: str, outside: str) -> tuple[str, ...]:
+    pods = (f"{node.pod} {inside}",) if node.pod is not None else ()
+    return (f"{FROM_NODE} {inside}", *pods, outside)
+
+
+def _hairpin(node: Node, fully: str) -> Iterable[str]:
+    """A pod that was sent to itself: after nat its packet has one address twice."""
+    if node.compares:
+        yield f'-m conntrack --ctstate DNAT -m bpf --bytecode "{same_addresses(node.family)}" -j MASQUERADE{fully}'
+
+
+def same_addresses(family: int) -> str:
+    """A cBPF program, as the match bpf takes it, that is true where source and destination are the same.
+
+    No other match can compare two fields of a packet; offsets are those of the IP header (RFC 791, RFC 8200).
+    """
+    source, target, words = (12, 16, 1) if family == 4 else (8, 24, 4)
+    code = []
+    for word in range(words):
+        differs = 4 * (words - 1 - word) + 1  # instructions to skip
+        code += [(_LOAD, 0, 0, source + 4 * word), (_TO_X, 0, 0, 0), (_LOAD, 0, 0, target + 4 * word)]
+        code += [(_EQUALS_X, 0, differs, 0)]
+    code += [(_RETURN, 0, 0, 0xFFFF), (_RETURN, 0, 0, 0)]
+    return ",".join([str(len(code)), *(" ".join(map(str, instruction)) for instruction in code)])
+
+
+def cluster_ips(root: str, node: Node) -> tuple[str, ...]:
+    """HP-CLUSTER-IPS: the mark that most ClusterIPs want, the tree, and the mark off again where nothing was found.
+
+    Who was marked by somebody else keeps that mark.
+    """
+    if not node.usual:
+        return (f"-j {root}",)
+    return (
+        f"-m mark --mark {node.bit}/{node.bit} -g {root}",
+        f"-j {_mark_chain(node.usual)}",
+        f"-j {root}",
+        f"-j MARK --set-xmark 0x0/{node.bit}",
+    )

@@ -1,0 +1,107 @@
+"""PURE. All chains of one family: what a change of services makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final, NamedTuple
+
+from dataplane.modes.iptables.lower import Chains, Leaves, Lowered, Node, cluster_ips, constant_chains, lower
+from dataplane.modes.iptables.names import CLUSTER_IPS, NODE_PORTS, SERVICES, addresses, identity, ports
+from dataplane.modes.iptables.tree import Rank, Space, Tree
+from dataplane.table import Entry, Protocol
+
+__all__ = ["Delta", "Plan"]
+
+_KINDS: Final = ("C", "E", *(protocol.name for protocol in Protocol))
+
+
+class Delta(NamedTuple):
+    """Chains of one table to write, with their rules, and chains to remove."""
+
+    written: Chains
+    gone: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.written or self.gone)
+
+
+class Plan:
+    """The trees of one family and what was made of them last.
+
+    Args:
+        node: the node in the words of rules, for this family.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self._trees = {table: {kind: Tree(_space(node, kind)) for kind in _KINDS} for table in ("nat", "filter")}
+        self._top: dict[str, Chains] = {"nat": {}, "filter": {}}
+
+    def change(self, before: Iterable[Entry], after: Iterable[Entry]) -> dict[str, Delta]:
+        """What to do in tables `filter` and `nat` when these entries take the place of those."""
+        was = {identity(entry): lower(entry, self.node) for entry in before}
+        now = {identity(entry): lower(entry, self.node) for entry in after}
+        old = {name: rules for lowered in was.values() for name, rules in lowered.chains.items()}
+        new = {name: rules for lowered in now.values() for name, rules in lowered.chains.items()}
+        written: dict[str, Chains] = {"nat": _differing(old, new), "filter": {}}
+        gone: dict[str, list[str]] = {"nat": [name for name in old if name not in new], "filter": []}
+        for table, trees in self._trees.items():
+            for kind, tree in trees.items():
+                changes = tree.change(*_of_tree(kind, table, was, now))
+                written[table] |= changes.written
+                gone[table] += changes.gone
+            top = self._top_chains(table)
+            written[table] |= _differing(self._top[table], top)
+            self._top[table] = top
+        return {table: Delta(written[table], tuple(gone[table])) for table in ("filter", "nat")}
+
+    def _top_chains(self, table: str) -> Chains:
+        """The constant chains, and those that lead into the trees."""
+        constant = constant_chains(self.node)[("nat", "filter").index(table)]
+        trees = self._trees[table]
+        services: list[str] = []
+        into_cluster = trees["C"].entrance
+        into_others = trees["E"].entrance
+        into_ports = [found for protocol in Protocol if (found := trees[protocol.name].entrance) is not None]
+        more: Chains = {NODE_PORTS: tuple(f"{match} -j {root}" for match, root in into_ports)}
+        if table == "nat":
+            more[CLUSTER_IPS] = cluster_ips(into_cluster[1], self.node) if into_cluster else ()
+        if into_cluster:
+            services.append(f"{into_cluster[0]} -j {CLUSTER_IPS if table == 'nat' else into_cluster[1]}")
+        if into_others:
+            services.append(f"{into_others[0]} -j {into_others[1]}")
+        if into_ports:
+            services += (f"-d {address} -j {NODE_PORTS}" for address in self.node.port_addresses)
+        if table == "filter":
+            unallocated = "-m addrtype ! --dst-type LOCAL -j DROP"
+            services += (f"-d {cidr} {unallocated}" for cidr in self.node.service_cidrs)
+        return constant | more | {SERVICES: tuple(services)}
+
+
+def _space(node: Node, kind: str) -> Space:
+    return addresses(node.family, kind) if kind in ("C", "E") else ports(Protocol[kind])
+
+
+def _differing(old: Chains, new: Chains) -> Chains:
+    return {name: rules for name, rules in new.items() if old.get(name) != rules}
+
+
+def _leaves(lowered: Lowered | None, table: str) -> Leaves:
+    if lowered is None:
+        return {}
+    return lowered.nat if table == "nat" else lowered.filter
+
+
+def _of_tree(
+    kind: str, table: str, was: Mapping[str, Lowered], now: Mapping[str, Lowered]
+) -> tuple[list[tuple[str, int]], dict[str, dict[int, tuple[Rank, ...]]]]:
+    """Arguments of `Tree.change`: of owners whose leaves in this tree differ."""
+    before: list[tuple[str, int]] = []
+    after: dict[str, dict[int, tuple[Rank, ...]]] = {}
+    for owner in {**was, **now}:
+        old = {key: ranks for (tree, key), ranks in _leaves(was.get(owner), table).items() if tree == kind}
+        new = {key: ranks for (tree, key), ranks in _leaves(now.get(owner), table).items() if tree == kind}
+        if old != new:
+            before += ((owner, key) for key in old)
+            after[owner] = new
+    return before, after

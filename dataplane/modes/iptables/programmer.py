@@ -1,0 +1,373 @@
+"""The iptables mode, open on this node: chains written by restores of what changed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from dataplane.diff import changed_services
+from dataplane.errors import DataplaneError, SyncError, Unsupported
+from dataplane.kernel import xtables as door
+from dataplane.kernel.conntrack import delete_stale
+from dataplane.kernel.nfmonitor import watch_ruleset
+from dataplane.mode import Misfit, Mode, Options, SyncResult, Wake
+from dataplane.modes.iptables import listing
+from dataplane.modes.iptables.installed import TABLES, Installed, remove
+from dataplane.modes.iptables.lower import Node, node_of, same_addresses, usual_masquerade
+from dataplane.modes.iptables.plan import Plan
+from dataplane.table import EMPTY, Entry, Protocol, ServiceTable
+
+__all__ = ["MODE", "Iptables", "clean", "look", "probe"]
+
+log = logging.getLogger(__name__)
+
+FAMILIES: Final = (4, 6)
+LIBERAL: Final = Path("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal")
+RECENT_CLIENTS: Final = Path("/sys/module/xt_recent/parameters/ip_list_tot")
+AUDIT_SHARE: Final = 10  # an audit that took a second is followed by ten without
+
+
+class Able(msgspec.Struct, frozen=True):
+    """What one family can do besides what every iptables can."""
+
+    random_fully: bool
+    compares: bool
+    remembers: bool
+    sctp: bool
+
+
+class Iptables:
+    """A `dataplane.mode.Programmer`.
+
+    Raises:
+        Unsupported: this machine cannot run the mode; says what is missing.
+    """
+
+    name = "iptables"
+
+    def __init__(self, options: Options, wake: Wake, xtables: door.Xtables | None = None) -> None:
+        self.options = options
+        self.xtables = xtables or door.find(needs)
+        self.able = {family: _ability(self.xtables, family) for family in self.xtables.families}
+        self.drop_invalid = not _is_liberal()
+        self.table: ServiceTable = EMPTY
+        self.audit_repairs = 0
+        self.stale_deleted = 0
+        self.misfits: dict[str, Misfit] = {}
+        self._plans: dict[int, Plan] = {}
+        self._installed = {family: Installed(self.xtables, family) for family in self.xtables.families}
+        self._full = True
+        self._programmed = False
+        self._audit_at = 0.0
+        self._touched = threading.Event()
+        self._stop = threading.Event()
+        self._wake = wake
+        self._watching = False
+        if self.xtables.variant == "nft":
+            threading.Thread(target=self._watch, name="iptables-drift", daemon=True).start()
+        log.info("iptables variant %s: %s", self.xtables.variant, self.xtables.chosen)
+        for family, reason in self.xtables.missing.items():
+            log.warning("no IPv%d in this mode: %s", family, reason)
+
+    # Changes
+
+    def sync(self, table: ServiceTable) -> SyncResult:
+        """See `dataplane.mode.Programmer.sync`."""
+        first = not self._programmed
+        try:
+            if self._full or self._nodes(table) != self._nodes_programmed():
+                names: Iterable[str] = table.services
+                result = self._replace(table)
+            else:
+                names = changed_services(self.table, table)
+                result = self._change(table, names)
+        except DataplaneError as error:
+            self._full = True
+            raise SyncError(f"the iptables rules could not be programmed: {error}") from error
+        self.table = table
+        self._full, self._programmed = False, True
+        self.stale_deleted += delete_stale(table, table.services if first else names)
+        return result
+
+    def _replace(self, table: ServiceTable) -> SyncResult:
+        """Write everything, in place of what is there."""
+        self.misfits.clear()
+        changed = 0
+        nodes = self._nodes(table)
+        entries = [entry for held in table.services.values() for entry in held]
+        for family, installed in self._installed.items():
+            plan = Plan(nodes[family])
+            mine = [entry for entry in entries if entry.family == family and self._fits(entry)]
+            installed.replace(plan.change((), mine))
+            self._plans[family] = plan
+            changed += len(mine)
+        for entry in entries:
+            self._fits(entry)
+        return SyncResult(changed, 0, tuple(self.misfits.values()))
+
+    def _change(self, table: ServiceTable, names: Iterable[str]) -> SyncResult:
+        changed = removed = 0
+        old = [entry for name in names for entry in self.table.services.get(name, ())]
+        new = [entry for name in names for entry in table.services.get(name, ())]
+        for entry in old:
+            self.misfits.pop(_misfit_key(entry), None)
+        for entry in new:
+            self._fits(entry)
+        for family, installed in self._installed.items():
+            before = [entry for entry in old if entry.family == family and self._can(entry) is None]
+            after = [entry for entry in new if entry.family == family and self._can(entry) is None]
+            installed.change(self._plans[family].change(before, after))
+            known, wanted = {_key(entry): entry for entry in before}, {_key(entry): entry for entry in after}
+            changed += sum(1 for key, entry in wanted.items() if known.get(key) != entry)
+            removed += len(known.keys() - wanted.keys())
+        return SyncResult(changed, removed, tuple(self.misfits.values()))
+
+    def _fits(self, entry: Entry) -> bool:
+        reason = self._can(entry)
+        if reason is not None:
+            self.misfits[_misfit_key(entry)] = Misfit(entry.name, reason)
+        return reason is None
+
+    def _can(self, entry: Entry) -> str | None:
+        """What keeps this machine from programming a service port."""
+        able = self.able.get(entry.family)
+        if able is None:
+            return f"IPv{entry.family} does not work here: {self.xtables.missing[entry.family]}"
+        if entry.protocol is Protocol.SCTP and not able.sctp:
+            return "iptables or the kernel has no match sctp: load the module xt_sctp"
+        return None
+
+    def _nodes(self, table: ServiceTable) -> dict[int, Node]:
+        """The node in the words of rules. Whom most ClusterIPs masquerade is asked once: it is a setting."""
+        nodes = {}
+        for family, able in self.able.items():
+            node = node_of(table.node, family)
+            if family in self._plans and not self._full and table.node == self.table.node:
+                usual = self._plans[family].node.usual
+            else:
+                mine = (entry for held in table.services.values() for entry in held if entry.family == family)
+                usual = usual_masquerade(mine, node)
+            nodes[family] = node._replace(
+                usual=usual,
+                random_fully=able.random_fully,
+                compares=able.compares,
+                remembers=able.remembers,
+                drop_invalid=self.drop_invalid,
+            )
+        return nodes
+
+    def _nodes_programmed(self) -> dict[int, Node]:
+        return {family: plan.node for family, plan in self._plans.items()}
+
+    def links_changed(self) -> None:
+        """Nothing is attached to interfaces."""
+
+    # Drift
+
+    def _watch(self) -> None:
+        tables = [f"{family} {table}" for family in ("ip", "ip6") for table in TABLES]
+        self._watching = True
+        try:
+            watch_ruleset(self._changed_by_others, self._stop, tables)
+        except OSError as error:
+            log.warning(
+                "changes of rules by others are only looked for each %g s: %s", self.options.sync_seconds, error
+            )
+        self._watching = False
+
+    def _changed_by_others(self) -> None:
+        self._touched.set()
+        self._wake()
+
+    def maintain(self) -> None:
+        """See `dataplane.mode.Programmer.maintain`."""
+        if not self._programmed or self._full or not self._audit_due():
+            return
+        self._touched.clear()
+        start = time.monotonic()
+        if self.xtables.variant == "nft" and all(held.untouched() for held in self._installed.values()):
+            return
+        damage = [
+            f"{'ip' if family == 4 else 'ip6'} {what}"
+            for family, installed in self._installed.items()
+            for what in installed.damage()
+        ]
+        if damage:
+            self._repair(damage)
+        took = time.monotonic() - start
+        self._audit_at = time.monotonic() + AUDIT_SHARE * took
+
+    def _audit_due(self) -> bool:
+        now = time.monotonic()
+        if self._touched.is_set():
+            return now >= self._audit_at
+        return now >= self._audit_at + self.options.sync_seconds
+
+    def _repair(self, damage: list[str]) -> None:
+        log.warning(
+            "%d of our chains and rules were changed by others and are written again: %s%s",
+            len(damage), "; ".join(damage[:5]), "; ..." if len(damage) > 5 else "",
+        )  # fmt: skip
+        self._full = True
+        self.sync(self.table)
+        self.audit_repairs += len(damage)
+
+    # What is told
+
+    def limitations(self) -> list[str]:
+        """What the table asks for and this mode does not do, in sentences."""
+        sentences = []
+        entries = [entry for held in self.table.services.values() for entry in held]
+        other = sum(1 for entry in entries if entry.algorithm != "random")
+        if other:
+            sentences.append(f"{other} service ports ask for another algorithm than random, which they get instead")
+        sticky = [entry for entry in entries if entry.affinity_seconds]
+        forgetful = sum(1 for entry in sticky if entry.family in self.able and not self.able[entry.family].remembers)
+        if forgetful:
+            sentences.append(f"{forgetful} service ports have no session affinity: the kernel has no match recent")
+        if len(sticky) > forgetful:
+            sentences.append(
+                f"session affinity remembers at most {_clients_remembered()} clients for each endpoint: "
+                "load xt_recent with a larger ip_list_tot to remember more"
+            )
+        if not all(able.compares for able in self.able.values()):
+            sentences.append("a pod that is sent to itself gets no answer: the kernel has no match bpf (xt_bpf)")
+        if not all(able.random_fully for able in self.able.values()):
+            sentences.append("ports of masqueraded connections are not fully random: MASQUERADE lacks --random-fully")
+        return sentences
+
+    def status(self) -> dict[str, Any]:
+        """See `dataplane.mode.Programmer.status`."""
+        return {
+            "mode": self.name,
+            "variant": self.xtables.variant,
+            "variant_reason": self.xtables.chosen,
+            "families": list(self.xtables.families),
+            "missing": {str(family): reason for family, reason in self.xtables.missing.items()},
+            "chains": sum(held.chains() for held in self._installed.values()),
+            "drift_told_by_kernel": self._watching,
+            "fill": {},
+            "misfits": [{"entry": misfit.entry, "reason": misfit.reason} for misfit in self.misfits.values()],
+            "limitations": self.limitations(),
+            "audit_repairs": self.audit_repairs,
+            "counters": self.counters(),
+        }
+
+    def names(self) -> dict[int, str]:
+        """Nothing is numbered: comments of rules have the names."""
+        return {}
+
+    def ask(self, src: str, dst: str, port: int, protocol: int) -> dict[str, Any]:
+        """See `dataplane.mode.Programmer.ask`."""
+        del src, dst, port, protocol
+        raise DataplaneError("mode iptables cannot be asked about a packet; `explain` without --live answers")
+
+    def counters(self) -> dict[str, int]:
+        """See `dataplane.mode.Programmer.counters`."""
+        return {
+            "restores": sum(held.restores for held in self._installed.values()),
+            "stale_conntrack_entries_deleted": self.stale_deleted,
+        }
+
+    def close(self) -> None:
+        """See `dataplane.mode.Programmer.close`."""
+        self._stop.set()
+
+
+def _key(entry: Entry) -> tuple[str, int]:
+    return entry.name, int(entry.protocol)
+
+
+def _misfit_key(entry: Entry) -> str:
+    return f"{entry.name}/{entry.protocol.name}/{entry.family}"
+
+
+def _is_liberal() -> bool:
+    """Whether this namespace's conntrack takes any segment for valid: then none is INVALID by its sequence number."""
+    try:
+        return LIBERAL.read_text().strip() != "0"
+    except OSError:
+        return False
+
+
+def _clients_remembered() -> int:
+    try:
+        return int(RECENT_CLIENTS.read_text())
+    except (OSError, ValueError):
+        return 100  # the kernel's default
+
+
+# What the kernel can do
+
+
+def needs(family: int) -> dict[str, tuple[str, ...]]:
+    """Rules without which this mode cannot serve a family."""
+    target, unreachable = (
+        ("127.0.0.1:1", "icmp-port-unreachable") if family == 4 else ("[::1]:1", "icmp6-port-unreachable")
+    )
+    chance = "-m statistic --mode random --probability 0.50000000000"
+    return {
+        "nat": (
+            f"-p tcp {chance} -j DNAT --to-destination {target}",
+            '-p tcp -m tcp --dport 1:2 -m comment --comment "probe" -j RETURN',
+            "-p udp -m udp --dport 1 -m addrtype --src-type LOCAL -j MARK --set-xmark 0x1/0x1",
+            "-m mark --mark 0x1/0x1 -j MASQUERADE",
+        ),
+        "filter": (
+            "-m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT",
+            "-p tcp -j REJECT --reject-with tcp-reset",
+            f"-j REJECT --reject-with {unreachable}",
+        ),
+    }
+
+
+def _ability(xtables: door.Xtables, family: int) -> Able:
+    """What else works; asked all at once, and one by one where something is refused."""
+    rules = {
+        "random_fully": "-j MASQUERADE --random-fully",
+        "compares": f'-m bpf --bytecode "{same_addresses(family)}" -j RETURN',
+        "remembers": "-m recent --rcheck --seconds 1 --reap --name HP-PROBE --rsource -j RETURN",
+        "sctp": "-p sctp -m sctp --dport 1 -j RETURN",
+    }
+    if xtables.accepts(family, "nat", rules.values()) is None:
+        return Able(**dict.fromkeys(rules, True))
+    return Able(**{what: xtables.accepts(family, "nat", [rule]) is None for what, rule in rules.items()})
+
+
+def probe(options: Options) -> str | None:
+    """Try the rules that this mode is made of, in chains that nothing leads to."""
+    del options
+    try:
+        door.find(needs)
+    except Unsupported as error:
+        return str(error)
+    return None
+
+
+def clean(options: Options) -> int:
+    """Remove our chains from both variants; returns how many went."""
+    del options
+    removed = 0
+    for xtables in door.present():
+        for family in xtables.families:
+            removed += remove(xtables, family)
+    return removed
+
+
+def look(options: Options, names: Mapping[int, str]) -> listing.Programmed | None:
+    """The chains, of an agent that runs or not."""
+    del options, names
+    for xtables in door.present():
+        tables = {family: xtables.save(family, "nat") for family in xtables.families}
+        if any(listing.is_ours(text) for text in tables.values()):
+            return listing.Programmed(xtables.variant, tables)
+    return None
+
+
+MODE = Mode("iptables", Iptables, clean, probe, look)
