@@ -80,22 +80,23 @@ INLINE bool wants_renewal(const struct packet *p, const struct flow *f)
 	return true;
 }
 
-/* Store both directions of a new flow in one table: `key` becomes `result`, and back. 0 or a negative errno. */
-INLINE long put_pair(const struct tuple *key, const struct tuple *result, struct flow *f, const __u8 *mac,
-		     __u32 ifindex, const enum flow_table table, const bool v6)
+/* Store both directions of a new flow in one table: `key` becomes `result`, and back, `reply` being the other
+ * direction of `result`. 0 or a negative errno.
+ */
+INLINE long put_pair(const struct tuple *key, const struct tuple *result, const struct tuple *reply, struct flow *f,
+		     const __u8 *mac, __u32 ifindex, const enum flow_table table, const bool v6)
 {
 	__u32 direction = f->flags;
-	struct tuple reply_key, reply_result;
+	struct tuple reply_result;
 	long error;
 
-	turn_round(&reply_key, result);
 	turn_round(&reply_result, key);
-	fill_flow(f, &reply_key, &reply_result, v6);
+	fill_flow(f, reply, &reply_result, v6);
 	f->flags = direction | FLOW_REPLY;
 	f->ifindex = ifindex;
 	__builtin_memcpy(f->mac, mac + 6, 6);
 	__builtin_memcpy(f->mac + 6, mac, 6);
-	error = flow_put(&reply_key, f, table, BPF_NOEXIST, v6);
+	error = flow_put(reply, f, table, BPF_NOEXIST, v6);
 	if (error)
 		goto out;
 	fill_flow(f, key, result, v6);
@@ -103,25 +104,23 @@ INLINE long put_pair(const struct tuple *key, const struct tuple *result, struct
 	f->ifindex = 0;
 	error = flow_put(key, f, table, BPF_ANY, v6);
 	if (error)
-		flow_delete(&reply_key, table, v6);
+		flow_delete(reply, table, v6);
 out:
 	f->flags = direction;
 	return error;
 }
 
 /* The reply tuple was claimed. When `flows` has no room, the table that forgets keeps the service going. */
-INLINE bool open_pair(struct __sk_buff *skb, const struct tuple *key, const struct tuple *result, struct flow *f,
-		      const bool v6)
+INLINE bool open_pair(struct __sk_buff *skb, const struct tuple *key, const struct tuple *result,
+		      const struct tuple *reply, struct flow *f, const bool v6)
 {
 	__u32 ifindex = skb->ifindex;
-	struct tuple reply;
 	__u8 mac[12];
 
 	read_frame(skb, mac);
-	turn_round(&reply, result);
-	note_recent(&reply, key, v6);
+	note_recent(reply, key, v6);
 	if (first_table(key->protocol) == TABLE_FLOWS) {
-		long error = put_pair(key, result, f, mac, ifindex, TABLE_FLOWS, v6);
+		long error = put_pair(key, result, reply, f, mac, ifindex, TABLE_FLOWS, v6);
 
 		if (!error)
 			count_opening(1);
@@ -130,7 +129,7 @@ INLINE bool open_pair(struct __sk_buff *skb, const struct tuple *key, const stru
 		count(COUNT_FLOW_FULL);
 		note_overflow();
 	}
-	return !put_pair(key, result, f, mac, ifindex, TABLE_OPENING, v6);
+	return !put_pair(key, result, reply, f, mac, ifindex, TABLE_OPENING, v6);
 }
 
 /* The source that a pod sees when it talks to itself: this node, so that its answer comes back to us. */
@@ -166,7 +165,7 @@ INLINE int open_flow(struct __sk_buff *skb, struct packet *p, const struct choic
 	if (!claim_reply(&reply, &p->tuple, v6))
 		return drop(COUNT_TUPLE_EXHAUSTED);
 	result.sport = reply.dport;
-	if (!open_pair(skb, &p->tuple, &result, &flow, v6))
+	if (!open_pair(skb, &p->tuple, &result, &reply, &flow, v6))
 		return drop(COUNT_FLOW_FULL);
 	count(COUNT_NEW_FLOW);
 	rewrite(skb, p, &result, v6);
@@ -213,7 +212,7 @@ INLINE int open_direct(struct __sk_buff *skb, struct packet *p, struct tuple *re
 {
 	struct flow flow = {.flags = FLOW_DIRECT};
 	struct tuple result = p->tuple;
-	struct node *self = this_node();
+	struct node *self;
 
 	if (!claim_reply(reply, &p->tuple, v6))
 		return drop(COUNT_TUPLE_EXHAUSTED);
@@ -222,10 +221,11 @@ INLINE int open_direct(struct __sk_buff *skb, struct packet *p, struct tuple *re
 		note_recent(reply, &p->tuple, v6);
 		return pass();
 	}
-	if (!open_pair(skb, &p->tuple, &result, &flow, v6))
+	if (!open_pair(skb, &p->tuple, &result, reply, &flow, v6))
 		return drop(COUNT_FLOW_FULL);
 	if (result.sport == p->tuple.sport)
 		return pass();
+	self = this_node();
 	if (self)
 		WRITE_ONCE(self->direct_flows, 1);
 	rewrite(skb, p, &result, v6);
@@ -395,7 +395,9 @@ INLINE int to_pod(struct __sk_buff *skb, const bool v6)
 	return reply_to_pod(skb, &p, v6);
 }
 
-/* One function for each family: a stack frame of its own, and v6 known to the compiler. */
+/* One function for each family: a stack frame of its own, and v6 known to the compiler. No frame is larger than
+ * 480 bytes: verifiers before 6.4 count at least 32 for the caller, and 512 is the limit.
+ */
 static __noinline int from_pod4(struct __sk_buff *skb)
 {
 	return from_pod(skb, false);

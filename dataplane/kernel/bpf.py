@@ -71,7 +71,8 @@ ffi.cdef(
     """.replace(" ...;", "")
 )
 
-LOG_SIZE = 1 << 16
+LOG_SIZE = 1 << 24  # kernels before 6.4 keep the beginning of a longer log, and say ENOSPC instead of their reason
+_untouched = ffi.new_allocator(should_clear_after_alloc=False)  # memory that nobody writes costs nothing
 
 
 class BpfError(DataplaneError):
@@ -327,7 +328,8 @@ class Object:
             BpfError: with the last lines of the verifier's log of the program that it refused.
         """
         for name, handle in self._programs.items():
-            self._logs[name] = ffi.new("char[]", LOG_SIZE)
+            self._logs[name] = _untouched("char[]", LOG_SIZE)
+            self._logs[name][0] = b"\0"
             library().bpf_program__set_log_buf(handle, self._logs[name], LOG_SIZE)
         code = library().bpf_object__load(self.handle)
         if code < 0:
