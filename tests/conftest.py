@@ -1,3 +1,13 @@
-"""For all tests: those that need another kernel find one."""
+"""For all tests: those that need another kernel find one; options must be known before folders are read."""
+
+import pytest
 
 pytest_plugins = ["vm.plugin"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write-conformance-table",
+        action="store_true",
+        help="update the table in docs/conformance.md with this run's results",
+    )
