@@ -9,6 +9,7 @@ BUILT    := $(patsubst bpf/%.bpf.c,$(OBJECTS)/%.bpf.o,$(SOURCES)) $(OBJECTS)/abi
 APT      := iproute2 util-linux clang llvm clang-format bpftool libbpf-dev libbpf1 linux-libc-dev libc6-dev gcc make python3-venv python3-dev nftables libnftables1 iptables
 APT_VM   := qemu-system-x86 busybox-static kmod debian-archive-keyring
 STAMPS   := $(VENV)/.stamps
+IPVS      = $(wildcard /proc/net/ip_vs)$(shell modprobe -nq ip_vs 2>/dev/null && echo loadable)
 
 CLANG    ?= clang
 INCLUDES := -I/usr/include/$(shell uname -m)-linux-gnu
@@ -21,17 +22,21 @@ else
 Q := @
 endif
 
-.PHONY: help demo test check bench setup vm bpf format clean
+.PHONY: help demo test test-kernels check bench setup vm bpf format clean
 .DEFAULT_GOAL := help
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: setup ## show the main job on this machine, in namespaces of its own (root; under a minute)
 	$(Q)$(VENV)/bin/hybrid-proxy lab demo
 
-test: setup ## run all tests (root: they make network namespaces of their own)
+# Without IPVS in this kernel, its tests run in a virtual machine.
+test: setup $(if $(IPVS),,$(STAMPS)/vm) ## run all tests (root: they make network namespaces of their own)
 	$(Q)$(PYTHON) -m pytest $(ARGS)
+
+test-kernels: vm ## the conformance suite of every mode on Debian's kernels: KERNELS="5.10 6.1" MODES="ebpf" CORE=1
+	$(Q)$(PYTHON) -m tests.vm matrix $(if $(KERNELS),--kernels $(KERNELS)) $(if $(MODES),--modes $(MODES)) $(if $(CORE),--core)
 
 check: setup ## formatters, linters, types and the import contracts
 	$(Q)$(VENV)/bin/ruff format --check .

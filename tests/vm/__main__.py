@@ -9,6 +9,7 @@ from pathlib import Path
 
 from .kernels import SERIES, download, find, get
 from .machine import GuestFailed, Machine, missing_programs
+from .matrix import MODES, run_matrix
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -18,6 +19,11 @@ def arguments() -> argparse.ArgumentParser:
     kernels = commands.add_parser("kernels", help="download kernels, and list them")
     kernels.add_argument("series", nargs="*", default=SERIES, help=series)
     kernels.add_argument("--refresh", action="store_true", help="download again what is there")
+    matrix = commands.add_parser("matrix", help="the conformance suite of modes on kernels; see docs/kernels.md")
+    matrix.add_argument("--kernels", nargs="+", default=SERIES, metavar="KERNEL", help=f"of {', '.join(SERIES)}")
+    matrix.add_argument("--modes", nargs="+", default=MODES, metavar="MODE", help=f"of {', '.join(MODES)}")
+    matrix.add_argument("--core", action="store_true", help="only the cases marked core")
+    matrix.add_argument("--limit", type=float, default=3 * 3600, help="seconds for one combination (default: 3 hours)")
     run = commands.add_parser("run", help="boot a kernel, run a command, end with its exit code")
     run.add_argument("kernel", help=series)
     run.add_argument("--timeout", type=float, default=600, help="seconds (default: 600)")
@@ -48,6 +54,8 @@ def main() -> int:
         if missing := missing_programs():
             tell(f"this machine lacks {' '.join(missing)}: make vm")
             return 2
+        if options.command == "matrix":
+            return not run_matrix(options.kernels, options.modes, core=options.core, limit=options.limit)
         machine = Machine(get(options.kernel, tell), options.cpus, tell)
         shared = options.share and options.share.resolve()
         done = machine.run(options.argv, options.timeout, options.memory, show, shared=shared)

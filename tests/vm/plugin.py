@@ -36,7 +36,7 @@ _has: dict[str, bool] = {}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("kernels")
-    group.addoption("--mode", action="append", default=[], help="only this mode's cases of tests for every mode")
+    group.addoption("--mode", action="append", default=[], help="only this mode's cases of the tests for every mode")
     group.addoption("--kernel", default="6.1", help="for tests that this kernel cannot run (default: 6.1; none: skip)")
     group.addoption("--all-away", action="store_true", help="run all such tests there, not only those marked core")
     group.addoption("--report-to", help="write each report as a line of JSON to this file")
@@ -69,7 +69,7 @@ class Reporter:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     modes = {mode for words in config.getoption("--mode") for mode in words.split(",")}
     if modes:
-        _deselect(config, items, [item for item in items if _mode(item) not in {None, *modes}])
+        _deselect(config, items, [item for item in items if _mode(item) not in modes])
     if os.environ.get(GUEST) or config.getoption("--kernel") == "none":
         return
     away = [item for item in items if (feature := _feature(item)) and not _is_there(feature)]
@@ -149,7 +149,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if _REMOTE in config.stash:
+    if _REMOTE in config.stash and config.stash[_REMOTE].started:
         count = len(config.stash[_REMOTE].nodeids)
         terminalreporter.write_line(
             f"{count} tests ran on a Debian kernel {config.getoption('--kernel')} in a virtual machine"

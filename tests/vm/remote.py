@@ -23,13 +23,15 @@ REPORTS = "reports.jsonl"
 _POLL = 0.2
 
 
-def run_pytest(machine: Machine, arguments: Sequence[str], folder: Path, timeout: float = PYTEST_LIMIT) -> Finished:
+def run_pytest(
+    machine: Machine, arguments: Sequence[str], folder: Path, timeout: float = PYTEST_LIMIT, memory: int = 2048
+) -> Finished:
     """Run pytest with these arguments in a guest; its reports go to `folder`, while it runs."""
     command = [
         sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--tb=short", f"--timeout={TEST_LIMIT}",
         f"--report-to={folder / REPORTS}", *arguments,
     ]  # fmt: skip
-    return machine.run(command, timeout, shared=folder)
+    return machine.run(command, timeout, memory, shared=folder)
 
 
 def read_reports(folder: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
@@ -77,6 +79,11 @@ class Remote:
             if not self._look() and ended:
                 yield _lost(nodeid, self._ended)
                 return
+
+    @property
+    def started(self) -> bool:
+        """Whether any test asked for it."""
+        return self._thread is not None
 
     def close(self) -> None:
         """Wait for the guest's end; nothing of it is left."""

@@ -1,0 +1,108 @@
+"""The conformance suite of every mode on every kernel, one guest after the other."""
+
+from __future__ import annotations
+
+import datetime
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from .cells import Cell, count, read_cells, render, replace_table, replaced, write_cells
+from .kernels import FOLDER, ROOT, SERIES, Kernel, get
+from .machine import GuestFailed, Machine
+from .remote import read_reports, run_pytest
+
+__all__ = ["MODES", "RESULTS", "run_matrix", "write_document"]
+
+MODES = ("ebpf", "nftables", "iptables", "ipvs", "userspace")
+RESULTS = FOLDER / "results.json"
+DOCUMENT = ROOT / "docs" / "kernels.md"
+SUITE = "tests/conformance"
+MEMORY = 3072
+_POLL = 0.5
+
+
+def run_matrix(series: Sequence[str], modes: Sequence[str], *, core: bool, limit: float) -> bool:
+    """Run every combination and write down each as it ends; whether nothing failed."""
+    good = True
+    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as progress:
+        for name in series:
+            kernel = get(name, progress.log)
+            for mode in modes:
+                cell = run_cell(kernel, mode, progress, core=core, limit=limit)
+                write_cells(RESULTS, replaced(read_cells(RESULTS), cell))
+                write_document()
+                good = good and not cell.failed and not cell.unfinished
+    return good
+
+
+def run_cell(kernel: Kernel, mode: str, progress: Progress, *, core: bool, limit: float) -> Cell:
+    """One mode on one kernel."""
+    chosen = [SUITE, f"--mode={mode}", *(["-m", "core"] if core else [])]
+    total = len(collected(chosen))
+    task = progress.add_task(f"{mode} on {kernel.release}", total=total)
+    cell = Cell(
+        kernel.series,
+        kernel.release,
+        mode,
+        "core" if core else "all",
+        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
+    )
+    with tempfile.TemporaryDirectory(prefix="cell-", dir=FOLDER) as made:
+        folder = Path(made)
+        guest = _Guest(kernel, chosen, folder, limit, progress)
+        guest.start()
+        done, seen = 0, 0
+        while guest.is_alive():
+            guest.join(_POLL)
+            fresh, seen = read_reports(folder, seen)
+            done += sum(report["when"] == "teardown" for report in fresh)
+            progress.update(task, completed=done)
+        reports, _ = read_reports(folder)
+        (FOLDER / f"{mode}-{kernel.series}.log").write_text(guest.output)
+    cell.seconds = round(guest.seconds, 1)
+    count(cell, reports)
+    results = cell.passed + cell.expected + len(cell.failed) + sum(cell.skipped.values())
+    if guest.error:
+        cell.unfinished = guest.error
+    elif results < total:
+        cell.unfinished = f"{results} of {total} tests have a result, pytest ended with {guest.code}"
+    return cell
+
+
+def collected(arguments: Sequence[str]) -> list[str]:
+    """The node ids that these arguments of pytest choose."""
+    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--kernel=none", *arguments]
+    told = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    return [line for line in told.stdout.splitlines() if "::" in line and " " not in line.partition("[")[0]]
+
+
+class _Guest(threading.Thread):
+    """pytest in a guest, from beginning to end."""
+
+    def __init__(
+        self, kernel: Kernel, arguments: Sequence[str], folder: Path, limit: float, progress: Progress
+    ) -> None:
+        super().__init__(name="guest", daemon=True)
+        self.machine = Machine(kernel, tell=progress.log)
+        self.arguments, self.folder, self.limit = arguments, folder, limit
+        self.code, self.seconds, self.output, self.error = 0, 0.0, "", ""
+
+    def run(self) -> None:
+        try:
+            done = run_pytest(self.machine, self.arguments, self.folder, self.limit, MEMORY)
+        except (GuestFailed, OSError) as error:
+            self.error = str(error)
+            return
+        self.code, self.seconds, self.output = done.code, done.seconds, done.output
+
+
+def write_document() -> None:
+    """Put the results so far into the table of docs/kernels.md."""
+    table = render(read_cells(RESULTS), SERIES, MODES)
+    DOCUMENT.write_text(replace_table(DOCUMENT.read_text(), table))
