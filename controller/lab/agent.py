@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -11,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from controller.admin import ask
+from controller.errors import ControllerError
 from controller.lab import namespace
 from controller.lab.network import CLUSTER_CIDRS, NODE_NAMES, Lab, LabError
 
@@ -86,13 +87,11 @@ class Agent:
             time.sleep(0.05)
 
     def status(self) -> dict[str, Any] | None:
-        """What `hybrid-proxy status -o json` says; None while nobody answers."""
-        asked = self.command("status", "-o", "json", "--admin-socket", str(self.socket))
+        """What `hybrid-proxy status -o json` says, asked at the same socket; None while nobody answers."""
         try:
-            told = json.loads(asked.stdout)
-        except ValueError:
+            return ask(str(self.socket), "status")
+        except (ControllerError, OSError):
             return None
-        return told if isinstance(told, dict) and asked.returncode == 0 else None
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Any other command of hybrid-proxy, on the node."""

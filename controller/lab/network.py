@@ -317,8 +317,16 @@ class Lab:
             "PYTHONUNBUFFERED": "1",
         }
 
-    def serve(self, *names: str, http: Sequence[int] = (8080,), udp: Sequence[int] = (5353,)) -> subprocess.Popen[str]:
+    def serve(
+        self, *names: str, http: Sequence[int] = (8080,), udp: Sequence[int] = (5353,), at: Sequence[str] = ()
+    ) -> subprocess.Popen[str]:
         """One process with the HTTP and UDP servers of several places; returns when they all listen.
+
+        Args:
+            names: places; the process runs in the first one, each serves at its own addresses.
+            http: ports.
+            udp: ports.
+            at: more servers, as `NAME=NAMESPACE,ADDRESS[,ADDRESS]`.
 
         Raises:
             LabError: it did not come up; says why.
@@ -328,6 +336,7 @@ class Lab:
         for name in names:
             place = self.places[name]
             argv += ["--at", f"{name}={place.namespace},{place.address4},{place.address6}"]
+        argv += [f"--at={text}" for text in at]
         log = self.folder / "servers.log"
         with log.open("a") as errors:  # not the caller's stderr: a lab may outlive the one who waits for its end
             child = self.start(names[0], argv, output=subprocess.PIPE, errors=errors)

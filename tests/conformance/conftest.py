@@ -1,8 +1,7 @@
-"""One lab and one real agent for each module and mode; modes are found by looking into the folder."""
+"""One lab, one real agent and one set of static services for each mode; modes are found by looking into the folder."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import socket
@@ -13,19 +12,34 @@ import pytest
 
 from controller.config import available_modes
 from controller.lab.agent import Agent, remove
-from controller.lab.network import RUN, Lab, LabError
+from controller.lab.network import RUN, SERVICE_CIDRS, Lab, LabError
+from dataplane.kernel.links import read_node
 
-from .kit import HTTP, SECOND_HTTP, UDP, Bench, node_manifest
+from . import gaps, matrix
+from .kit import EXTERNAL_CIDRS, HTTP, PATIENCE, SECOND_HTTP, UDP, V4, Bench, node_manifest
+from .world import HOST_PORT, SECOND, World, make_world, node_port_of, table_of
 
-MODES = available_modes()
+MODES = (
+    [m for m in available_modes() if m in os.environ["ONLY"].split(",")]
+    if os.environ.get("ONLY")
+    else available_modes()
+)
 LABS = itertools.count()
+IFA_F_NODAD, FOREVER = 0x02, 0xFFFFFFFF  # linux/if_addr.h
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "row(number, words): the row of the behaviour tables that a test is about")
+    config.pluginmanager.register(matrix.Matrix(config), "conformance-matrix")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.root)
+            gaps.mark(item)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -40,40 +54,84 @@ def no_leftovers() -> None:
                 Lab(folder.name, 0).down()
 
 
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(scope="session", params=MODES)
 def mode(request: pytest.FixtureRequest) -> str:
+    """Everything of one mode is run before the next mode begins."""
     return request.param
 
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    if os.geteuid() != 0:
-        pytest.skip("needs root: makes network namespaces and a cgroup of its own")
-    with Lab(f"c{os.getpid()}x{next(LABS)}", 5, remote=2) as made:
-        made.serve(*(place.name for place in made.pods()), http=(HTTP, SECOND_HTTP), udp=(UDP,))
-        made.serve(*(place.name for place in made.pods("remote")), http=(HTTP, SECOND_HTTP), udp=(UDP,))
+    """Without an agent."""
+    with new_lab(5, 2) as made:
+        serve(made)
         yield made
 
 
-@pytest.fixture(scope="module")
-def bench(lab: Lab, mode: str, request: pytest.FixtureRequest) -> Iterator[Bench]:
+def new_lab(pods: int, remote: int) -> Lab:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: makes network namespaces and a cgroup of its own")
+    return Lab(f"c{os.getpid()}x{next(LABS)}", pods, remote=remote)
+
+
+def serve(made: Lab) -> None:
+    """Servers in all pods, and on the nodes themselves at every one of their addresses."""
+    ports = {"http": (HTTP, SECOND_HTTP, HOST_PORT, node_port_of("web")), "udp": (UDP,)}
+    made.serve(*(place.name for place in made.pods()), **ports)
+    node = made["node"]
+    at = [f"node={node.namespace},{node.address4},{node.address6}", f"loopback={node.namespace},127.0.0.1,::1"]
+    at.append(f"second={node.namespace},{','.join(SECOND)}")
+    at.append(f"node2={made['node2'].namespace},{made['node2'].address4},{made['node2'].address6}")
+    made.serve(*(place.name for place in made.pods("remote")), at=at, **ports)
+
+
+def route_services(made: Lab) -> None:
+    """As a cluster's router does it: the node has a second address, and others send all VIPs to the node.
+
+    A kernel sends an ICMP error to one host six times, then once a second; refusals are asked for more often here.
+    """
+    with made.inside("node"):
+        for name in ("ipv4/icmp_ratelimit", "ipv6/icmp/ratelimit"):
+            Path("/proc/sys/net", name).write_text("0")
+    link = made.netlink("node")
+    index = link.link_lookup(ifname="eth0")[0]
+    for address, length in zip(SECOND, (24, 64), strict=True):
+        more = {"flags": IFA_F_NODAD, "preferred_lft": 0, "valid_lft": FOREVER}  # nobody's source by choice
+        link.addr("add", index=index, address=address, prefixlen=length, **(more if ":" in address else {}))
+    for place, cidrs in (("client", EXTERNAL_CIDRS), ("node2", (*EXTERNAL_CIDRS, *SERVICE_CIDRS))):
+        for cidr in cidrs:
+            family = socket.AF_INET6 if ":" in cidr else V4
+            made.netlink(place).route("add", dst=cidr, gateway=made["node"].address(family), family=family)
+
+
+@pytest.fixture(scope="session")
+def bench(mode: str, request: pytest.FixtureRequest) -> Iterator[Bench]:
     """The lab with an agent that runs; what it leaves behind is cleaned up, and what it said is shown on failure."""
-    manifests = lab.folder / "manifests"
-    manifests.mkdir(exist_ok=True)
-    (manifests / "node.json").write_text(node_manifest(lab))
-    agent = Agent(lab, manifests, mode)
-    before = request.session.testsfailed
-    agent.start()
-    yield Bench(lab, agent, itertools.count(1))
-    if request.session.testsfailed > before:
-        print(f"--- log of the agent\n{agent.tail(60)}")
-    if agent.running():
-        agent.terminate()
-    with contextlib.suppress(FileNotFoundError):
-        for path in manifests.iterdir():
-            path.unlink()
-    cleaned = agent.cleanup()
-    assert cleaned.returncode == 0, cleaned.stderr
+    with new_lab(5, 2) as made:
+        route_services(made)
+        serve(made)
+        manifests = made.folder / "manifests"
+        manifests.mkdir()
+        (manifests / "node.json").write_text(node_manifest(made))
+        agent = Agent(made, manifests, mode)
+        with made.inside("node"):
+            addresses = read_node().addresses
+        bench = Bench(made, agent, itertools.count(1), addresses)
+        bench.static = make_world(bench)
+        before = request.session.testsfailed
+        agent.start(20 * PATIENCE)
+        yield bench
+        if request.session.testsfailed > before:
+            print(f"--- log of the agent\n{agent.tail(60)}")
+        if agent.running():
+            agent.terminate()
+        cleaned = agent.cleanup()
+        assert cleaned.returncode == 0, cleaned.stderr
+
+
+@pytest.fixture(scope="session")
+def world(bench: Bench) -> World:
+    return World(bench, bench.static, table_of(bench, bench.agent))
 
 
 @pytest.fixture(params=[socket.AF_INET, socket.AF_INET6], ids=["v4", "v6"])

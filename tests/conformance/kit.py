@@ -19,13 +19,15 @@ from typing import Any
 import pytest
 
 from controller.lab.agent import Agent
-from controller.lab.network import NODE_NAMES, Lab, Place
+from controller.lab.network import NODE_NAMES, SERVICE_CIDRS, Lab, Place
 from controller.lab.traffic import Reply, Stream, Tally, ask_tcp, ask_udp
 
 HTTP, UDP = 8080, 5353  # where the servers of all pods listen
 SECOND_HTTP = 8081
 V4, V6 = socket.AF_INET, socket.AF_INET6
 TCP = "TCP"
+PATIENCE = float(os.environ.get("HYBRID_PROXY_PATIENCE", "1"))  # a slow machine's factor for every deadline
+EXTERNAL_CIDRS = ("198.18.0.0/15", "fd98::/15")  # external and load-balancer IPs: routed to the node, like ClusterIPs
 
 # The services of all tests of one run get addresses and ports of their own, so that no test sees another's flows.
 
@@ -38,14 +40,18 @@ class End:
     ready: bool = True
     serving: bool = True
     terminating: bool = False
+    hints: tuple[tuple[str, str], ...] = ()  # ("forZones", "zone-a") or ("forNodes", "lab-node")
 
     def json(self, family: int) -> dict[str, Any]:
         told: dict[str, Any] = {
             "addresses": [self.place.address(family)],
             "conditions": {"ready": self.ready, "serving": self.serving, "terminating": self.terminating},
         }
-        if self.place.node is not None:
-            told["nodeName"] = NODE_NAMES[self.place.node]
+        host = self.place.node or (self.place.name if self.place.name in NODE_NAMES else None)
+        if host is not None:
+            told["nodeName"] = NODE_NAMES[host]
+        for kind, name in self.hints:
+            told.setdefault("hints", {}).setdefault(kind, []).append({"name": name})
         return told
 
 
@@ -60,17 +66,29 @@ class Service:
     port: int = 80
     target: int = HTTP
     spec: dict[str, Any] = field(default_factory=dict)
+    outside: bool = False  # with a node port, an external IP and a load-balancer IP
+    title: str = ""
 
     @property
     def name(self) -> str:
-        return f"svc-{self.number}"
+        return self.title or f"svc-{self.number}"
 
     @property
     def path(self) -> Path:
         return self.bench.agent.manifests / f"{self.name}.json"
 
     def address(self, family: int) -> str:
-        return f"10.96.7.{self.number}" if family == V4 else f"fd96::7:{self.number}"
+        return _numbered("10.96", 7, self.number) if family == V4 else f"fd96::7:{self.number:x}"
+
+    def external_ip(self, family: int) -> str:
+        return _numbered("198.18", 0, self.number) if family == V4 else f"fd98::{self.number:x}"
+
+    def load_balancer_ip(self, family: int) -> str:
+        return _numbered("198.19", 0, self.number) if family == V4 else f"fd99::{self.number:x}"
+
+    @property
+    def node_port(self) -> int:
+        return 30_000 + self.number
 
     def vip(self, family: int) -> tuple[str, int]:
         return self.address(family), self.port
@@ -101,11 +119,22 @@ class Service:
             "ipFamilies": ["IPv4", "IPv6"],
             "ports": [{"name": "main", "protocol": self.protocol, "port": self.port, "targetPort": self.target}],
         }
-        return {
+        made = {
             "apiVersion": "v1",
             "kind": "Service",
             "metadata": {"namespace": "conformance", "name": self.name},
-            "spec": spec | self.spec,
+            "spec": spec | (self._outside(spec) if self.outside else {}) | self.spec,
+        }
+        if self.outside:
+            ingress = [{"ip": self.load_balancer_ip(family), "ipMode": "VIP"} for family in (V4, V6)]
+            made["status"] = {"loadBalancer": {"ingress": ingress}}
+        return made
+
+    def _outside(self, spec: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "type": "LoadBalancer",
+            "externalIPs": [self.external_ip(V4), self.external_ip(V6)],
+            "ports": [spec["ports"][0] | {"nodePort": self.node_port}],
         }
 
     def _slice(self, family: int) -> dict[str, Any]:
@@ -123,6 +152,10 @@ class Service:
         }
 
 
+def _numbered(net: str, base: int, number: int) -> str:
+    return f"{net}.{base + number // 250}.{number % 250 + 1}"
+
+
 @dataclass
 class Bench:
     """A lab with servers in its pods and the real agent on its node."""
@@ -130,6 +163,8 @@ class Bench:
     lab: Lab
     agent: Agent
     numbers: Iterator[int]
+    node_addresses: tuple[str, ...] = ()
+    static: dict[str, Service] = field(default_factory=dict)
 
     # Services
 
@@ -160,7 +195,7 @@ class Bench:
     def socket(self, place: str, family: int, kind: int, port: int = 0, timeout: float = 2.0) -> socket.socket:
         """A socket of that place, bound to its address and a source port if one is given."""
         made = self.lab.socket(place, family, kind)
-        made.settimeout(timeout)
+        made.settimeout(timeout * PATIENCE)
         if port:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             made.bind((self.lab[place].address(family), port))
@@ -218,14 +253,24 @@ class Bench:
 
 
 def ask_first(client: socket.socket, target: tuple[str, int]) -> Reply:
-    """Connect and ask, over TCP or UDP, whichever the socket is."""
+    """Connect and ask, over TCP or UDP, whichever the socket is.
+
+    Netfilter refuses a datagram of this very node twice: `send` fails with EPERM, as for every packet that is dropped
+    on its way out, and the ICMP error waits in the socket. The second is what tells a refusal from a drop.
+    """
     client.connect(target)
-    return ask_tcp(client) if client.type == socket.SOCK_STREAM else ask_udp(client)[0]
+    try:
+        return ask_tcp(client) if client.type == socket.SOCK_STREAM else ask_udp(client)[0]
+    except PermissionError as error:
+        waiting = client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if waiting:
+            raise OSError(waiting, os.strerror(waiting)) from error
+        raise
 
 
 def eventually(check: Callable[[], Any], timeout: float, explain: Callable[[], str] | str) -> None:
     """Try until `check` is true and raises nothing of the network's errors; fail with `explain` at the deadline."""
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + timeout * PATIENCE
     while True:
         try:
             if check():
@@ -306,10 +351,25 @@ def attached(lab: Lab) -> int:
 
 
 def node_manifest(lab: Lab) -> str:
-    """The lab's node as a Node object: its addresses are where masqueraded traffic comes from."""
+    """The lab's node as a Node object, in zone-a: its addresses are where masqueraded traffic comes from.
+
+    And the range of ClusterIPs, as the API server knows it.
+    """
     addresses = [{"type": "InternalIP", "address": lab["node"].address(family)} for family in (V4, V6)]
-    metadata = {"name": NODE_NAMES["node"]}
-    return json.dumps({"apiVersion": "v1", "kind": "Node", "metadata": metadata, "status": {"addresses": addresses}})
+    node = {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": NODE_NAMES["node"], "labels": {"topology.kubernetes.io/zone": "zone-a"}},
+        "spec": {"podCIDRs": ["10.77.1.0/24", "fd77:1::/64"]},
+        "status": {"addresses": addresses},
+    }
+    services = {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "ServiceCIDR",
+        "metadata": {"name": "kubernetes"},
+        "spec": {"cidrs": list(SERVICE_CIDRS)},
+    }
+    return json.dumps({"apiVersion": "v1", "kind": "List", "items": [node, services]})
 
 
 @contextmanager
