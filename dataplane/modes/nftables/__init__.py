@@ -1,0 +1,1 @@
+"""The nftables mode: constant rules, services as elements of maps."""

@@ -1,0 +1,99 @@
+"""What is programmed, read from the kernel's tables: names are the comments of elements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from dataplane.kernel import conntrack
+from dataplane.modes.nftables import lower
+from dataplane.modes.nftables import operations as op
+from dataplane.table import Protocol, socket_text
+
+__all__ = ["Tables"]
+
+
+class _Frontend:
+    """One element of a verdict map: a frontend as one class of clients sees it."""
+
+    def __init__(self, family: lower.Family, space: str, key: lower.Key, verdict: op.Value, name: str) -> None:
+        self.family, self.space, self.key = family, space, key
+        self.verdict = str(verdict).removeprefix("goto ")
+        self.name = name or None
+        self.pick = lower.chain_of(verdict)
+        self.backends: dict[int, str] = {}
+
+    @property
+    def protocol(self) -> str:
+        return Protocol(int(self.key[-2])).name
+
+    @property
+    def address(self) -> str | None:
+        """None: a node port."""
+        return str(self.key[0]) if len(self.key) == 3 else None
+
+    @property
+    def text(self) -> str:
+        port = int(self.key[-1])
+        return socket_text(self.address, port) if self.address else f"node port {port}"
+
+
+class Tables:
+    """A `dataplane.mode.View` of the tables of this network namespace."""
+
+    def __init__(self, door: op.Door) -> None:
+        self._door = door
+        self._families = [family for family in lower.FAMILIES.values() if door.skeleton(family) is not None]
+        self.place = ", ".join(f"table {family.name} {lower.TABLE}" for family in self._families)
+
+    def _frontends(self) -> Iterator[_Frontend]:
+        for family in self._families:
+            for space in lower.SPACES:
+                found = {
+                    key: _Frontend(family, space, key, value, comment)
+                    for key, (value, comment) in self._door.contents(family, lower.SETS[space]).items()
+                }
+                for key, (value, _) in self._door.contents(family, lower.SETS[f"{space}-slots"]).items():
+                    frontend = found.get(key[1:])
+                    if frontend is not None and isinstance(value, tuple):
+                        frontend.backends[int(key[0])] = socket_text(*value)
+                yield from found.values()
+
+    def services(self) -> list[dict[str, Any]]:
+        """See `dataplane.mode.View.services`; which backends are on this node the tables do not tell."""
+        rows: dict[tuple[str | None, int, str], dict[str, Any]] = {}
+        for frontend in self._frontends():
+            name = (frontend.name, frontend.family.version, frontend.protocol)
+            row = rows.setdefault(
+                name,
+                {
+                    "name": frontend.name, "frontends": [], "protocol": frontend.protocol, "backends": 0,
+                    "local_backends": None, "when_empty": "reject", "affinity": False,
+                },
+            )  # fmt: skip
+            if frontend.text not in row["frontends"]:
+                row["frontends"].append(frontend.text)
+            row["backends"] = max(row["backends"], len(frontend.backends))
+            row["affinity"] = row["affinity"] or bool(frontend.pick and frontend.pick.seconds)
+            if frontend.verdict == lower.DISCARD:
+                row["when_empty"] = "drop"
+        for row in rows.values():
+            row["frontends"].sort()
+        return sorted(rows.values(), key=lambda row: (row["name"] or "", row["frontends"]))
+
+    def backends(self) -> list[dict[str, Any]]:
+        """See `dataplane.mode.View.backends`: those of any route."""
+        found = {
+            (frontend.name or "", address, frontend.protocol)
+            for frontend in self._frontends()
+            for address in frontend.backends.values()
+        }
+        return [
+            {"service": service or None, "address": address, "protocol": protocol, "used": True}
+            for service, address, protocol in sorted(found)
+        ]
+
+    def flows(self, limit: int) -> tuple[list[dict[str, Any]], int]:
+        """See `dataplane.mode.View.flows`: from conntrack."""
+        keys = {(f.address, int(f.key[-1]), int(f.key[-2])): f.name for f in self._frontends()}
+        return conntrack.flows(keys, limit)

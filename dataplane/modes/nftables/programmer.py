@@ -1,0 +1,374 @@
+"""The nftables mode, open on this node: one table for each family, changed by transactions of what differs."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+from dataplane.diff import changed_services
+from dataplane.errors import DataplaneError, SyncError, Unsupported
+from dataplane.kernel.conntrack import delete_stale
+from dataplane.kernel.nfmonitor import watch_ruleset
+from dataplane.kernel.nfnetlink import NftablesError
+from dataplane.mode import Misfit, Mode, Options, SyncResult, Wake
+from dataplane.modes.nftables import lower
+from dataplane.modes.nftables import operations as op
+from dataplane.modes.nftables.listing import Tables
+from dataplane.modes.nftables.plan import Installed, Plan, describe
+from dataplane.modes.nftables.wire import Kernel
+from dataplane.table import EMPTY, Entry, Masquerade, NodeNetwork, ServiceTable
+
+__all__ = ["MODE", "Nftables", "clean", "look", "probe"]
+
+log = logging.getLogger(__name__)
+
+FAMILIES: Final = tuple(lower.FAMILIES.values())
+TRIAL: Final = "hybrid-proxy-trial"
+ATTEMPTS: Final = 3  # to read what others change at the same time
+
+
+class Nftables:
+    """A `dataplane.mode.Programmer`.
+
+    Args:
+        options: `sync_seconds` is used.
+        wake: called when others touch the tables.
+        door: the way to the kernel; by default the kernel itself.
+
+    Raises:
+        Unsupported: this machine cannot run the mode; says what is missing.
+    """
+
+    name = "nftables"
+
+    def __init__(self, options: Options, wake: Wake, door: op.Door | None = None) -> None:
+        if door is None:
+            missing = probe(options)
+            if missing:
+                raise Unsupported("nftables", missing)
+        self.options = options
+        self.audit_repairs = 0
+        self.stale_deleted = 0
+        self.adopted = False
+        self.table: ServiceTable = EMPTY
+        self._door: op.Door = door or Kernel()
+        self._wake = wake
+        self._watch = door is None
+        self._plans: dict[int, Plan] = {}
+        self._misfits: dict[str, Misfit] = {}
+        self._programmed = False
+        self._generation = 0
+        self._check_at = 0.0
+        self._stop, self._touched, self._watching = threading.Event(), threading.Event(), threading.Event()
+
+    # Changes
+
+    def sync(self, table: ServiceTable) -> SyncResult:
+        """See `dataplane.mode.Programmer.sync`."""
+        first = not self._programmed
+        full = not self._plans or _of_node(table.node) != _of_node(self.table.node)
+        names: Iterable[str] = table.services if first else changed_services(self.table, table)
+        try:
+            result = self._everything(table) if full else self._change(table, names)
+        except DataplaneError as error:
+            self._plans.clear()  # the next sync reads what there is
+            raise SyncError(f"the nftables tables could not be programmed: {error}") from error
+        self.table = table
+        self._programmed = True
+        self._start_watching()
+        self._delete_stale(table, names)
+        return result
+
+    def _everything(self, table: ServiceTable) -> SyncResult:
+        """Make the tables, or make what is there ours, by one transaction."""
+        self._misfits.clear()
+        removed = max(0, _count(self.table) - _count(table))
+        work = []
+        for family in FAMILIES:
+            plan, operations = self._differences(family, table)
+            self._plans[family.version] = plan
+            work.append((family, operations))
+        self._door.commit(*work)
+        self._verified()
+        return SyncResult(_count(table) - len(self._misfits), removed, tuple(self._misfits.values()))
+
+    def _differences(self, family: lower.Family, table: ServiceTable) -> tuple[Plan, Iterable[op.Operation]]:
+        """A new plan, and the operations that make the kernel's table it."""
+        plan = Plan(family, table.node)
+        services = self._services(table, family)
+        for _ in range(ATTEMPTS):
+            skeleton = self._door.skeleton(family)
+            if skeleton is None:
+                return plan, plan.fill(services, replace=False)
+            unlike = plan.unlike(skeleton)
+            if unlike:
+                log.warning("table %s %s is made anew: %s", family.name, lower.TABLE, unlike)
+                return plan, plan.fill(services, replace=True)
+            contents = self._contents(family, skeleton)
+            if contents is not None:
+                self.adopted = self.adopted or not self._programmed
+                return plan, plan.adopt(services, Installed(skeleton, contents))
+        raise SyncError(f"table {family.name} {lower.TABLE} changes while it is read")
+
+    def _contents(
+        self, family: lower.Family, skeleton: op.Skeleton
+    ) -> dict[str, dict[lower.Key, tuple[op.Value, str]]] | None:
+        """The elements of all sets that we fill; None: one vanished while they were read."""
+        wanted = [one for one in lower.SETS.values() if not one.seconds and one.name in skeleton.sets]
+        try:
+            return {one.name: self._door.contents(family, one) for one in wanted}
+        except NftablesError as error:
+            if error.code == errno.ENOENT:
+                return None
+            raise
+
+    def _services(self, table: ServiceTable, family: lower.Family) -> Iterator[tuple[Entry, ...]]:
+        for entries in table.services.values():
+            yield tuple([e for e in entries if e.family == family.version and self._fits(e)])
+
+    def _change(self, table: ServiceTable, names: Iterable[str]) -> SyncResult:
+        """One transaction of what differs between two tables."""
+        old = [entry for name in names for entry in self.table.services.get(name, ())]
+        new = [entry for name in names for entry in table.services.get(name, ())]
+        for entry in old:
+            self._misfits.pop(_identity(entry), None)
+        work = []
+        for family in FAMILIES:
+            before = [e for e in old if e.family == family.version and unfit(e) is None]
+            after = [e for e in new if e.family == family.version and self._fits(e)]
+            work.append((family, self._plans[family.version].change(before, after)))
+        self._door.commit(*work)
+        known, wanted = {_identity(e): e for e in old}, {_identity(e): e for e in new}
+        changed = sum(1 for key, entry in wanted.items() if known.get(key) != entry)
+        return SyncResult(changed, len(known.keys() - wanted.keys()), tuple(self._misfits.values()))
+
+    def _fits(self, entry: Entry) -> bool:
+        reason = unfit(entry)
+        if reason is not None:
+            self._misfits[_identity(entry)] = Misfit(entry.name, reason)
+        return reason is None
+
+    def _delete_stale(self, table: ServiceTable, names: Iterable[str]) -> None:
+        if not self._watch:
+            return  # not the kernel's door: nor are its flows ours
+        try:
+            self.stale_deleted += delete_stale(table, names)
+        except OSError as error:
+            log.warning("stale conntrack entries of datagrams could not be deleted: %s", error)
+
+    # Drift
+
+    def _start_watching(self) -> None:
+        """After the first fill: there is no use in hearing of a hundred thousand elements of our own."""
+        if self._watch and not self._watching.is_set():
+            self._watching.set()
+            threading.Thread(target=self._hear, name="nftables-drift", daemon=True).start()
+
+    def _hear(self) -> None:
+        tables = [f"{family.name} {lower.TABLE}" for family in FAMILIES]
+        try:
+            watch_ruleset(self._told, self._stop, tables)
+        except OSError as error:
+            log.warning("changes by others are noticed every %g s only: %s", self.options.sync_seconds, error)
+
+    def _told(self) -> None:
+        self._touched.set()
+        self._wake()
+
+    def links_changed(self) -> None:
+        """See `dataplane.mode.Programmer.links_changed`: rules name no interface that must exist."""
+
+    def maintain(self) -> None:
+        """See `dataplane.mode.Programmer.maintain`."""
+        if not self._plans:
+            return
+        if self._touched.is_set():
+            self._touched.clear()
+            self._repair()
+        elif time.monotonic() >= self._check_at:
+            # The generation counts everybody's transactions. What is said to have been ours alone is not looked at.
+            if self._door.generation() != self._generation and not self._as_built():
+                self._repair()
+            self._verified()
+        self._remove_idle()
+
+    def _as_built(self) -> bool:
+        """Whether chains, rules and sets are what they should be; elements are not looked at."""
+        for family in FAMILIES:
+            skeleton, plan = self._door.skeleton(family), self._plans[family.version]
+            if skeleton is None or plan.unlike(skeleton) or plan.lacks(skeleton):
+                return False
+        return True
+
+    def _repair(self) -> None:
+        """Compare everything, and write what differs.
+
+        Raises:
+            SyncError: refused; the next sync is a full one.
+        """
+        try:
+            work = []
+            for family in FAMILIES:
+                plan, operations = self._differences(family, self.table)
+                self._plans[family.version] = plan
+                work.append((family, list(operations)))
+            self._door.commit(*work)
+        except DataplaneError as error:
+            self._plans.clear()
+            raise SyncError(f"the nftables tables could not be repaired: {error}") from error
+        self._verified()
+        for family, operations in work:
+            if operations:
+                self.audit_repairs += 1
+                log.warning(
+                    "table %s %s was changed by others, put right: %s", family.name, lower.TABLE, describe(operations)
+                )
+
+    def _verified(self) -> None:
+        self._generation = self._door.generation()
+        self._check_at = time.monotonic() + self.options.sync_seconds
+
+    def _remove_idle(self) -> None:
+        """Picking chains that nothing uses; one that is still in use after all stays."""
+        idle = {family: self._plans[family.version].idle() for family in FAMILIES}
+        work = [
+            (family, [*(op.FlushChain(p.name) for p in picks), *(op.DeleteChain(p.name) for p in picks)])
+            for family, picks in idle.items()
+        ]
+        try:
+            self._door.commit(*work)
+        except NftablesError as error:
+            log.debug("unused chains stay for now: %s", error)
+            return
+        for family, picks in idle.items():
+            self._plans[family.version].forget(picks)
+
+    # Telling
+
+    def names(self) -> dict[int, str]:
+        """See `dataplane.mode.Programmer.names`: the names are in the kernel."""
+        return {}
+
+    def limitations(self) -> list[str]:
+        """What the table asks for and this mode does not do, in sentences."""
+        entries = [entry for entries in self.table.services.values() for entry in entries]
+        other = sum(1 for entry in entries if entry.algorithm != "random")
+        if not other:
+            return []
+        return [f"{other} service ports ask for another algorithm than random, which they get instead"]
+
+    def status(self) -> dict[str, Any]:
+        """See `dataplane.mode.Programmer.status`."""
+        return {
+            "mode": self.name,
+            "tables": [f"{family.name} {lower.TABLE}" for family in FAMILIES],
+            "adopted": self.adopted,
+            "fill": {},  # sets grow as long as there is memory
+            "misfits": [{"entry": m.entry, "reason": m.reason} for m in self._misfits.values()],
+            "limitations": self.limitations(),
+            "audit_repairs": self.audit_repairs,
+            "stale_flows_deleted": self.stale_deleted,
+            "counters": self.counters(),
+        }
+
+    def counters(self) -> dict[str, int]:
+        """See `dataplane.mode.Programmer.counters`: packets that began a connection, by what was done with them."""
+        total = dict.fromkeys(lower.COUNTERS, 0)
+        for family in FAMILIES:
+            with contextlib.suppress(NftablesError):
+                for name, packets in self._door.counters(family).items():
+                    total[name] = total.get(name, 0) + packets
+        return total
+
+    def ask(self, src: str, dst: str, port: int, protocol: int) -> dict[str, Any]:
+        """See `dataplane.mode.Programmer.ask`."""
+        del src, dst, port, protocol
+        raise DataplaneError("the kernel cannot be asked what its rules would do: use explain without --live")
+
+    def close(self) -> None:
+        """See `dataplane.mode.Programmer.close`."""
+        self._stop.set()
+        self._door.close()
+
+
+def unfit(entry: Entry) -> str | None:
+    """Why a service port cannot be programmed; None: it can."""
+    routes = len(lower.routes_of(entry))
+    if entry.affinity_seconds and routes > len(lower.MEMBERS):
+        return f"{routes} distinct routes with session affinity, there is room for {len(lower.MEMBERS)}"
+    return None
+
+
+def _identity(entry: Entry) -> str:
+    return f"{entry.name}/{entry.family}/{entry.protocol}"
+
+
+def _count(table: ServiceTable) -> int:
+    return sum(len(entries) for entries in table.services.values())
+
+
+def _of_node(node: NodeNetwork) -> tuple[object, ...]:
+    """What of the node stands in rules and sets."""
+    detection = (node.detect, node.pod_cidrs, node.pod_interface)
+    return (node.node_port_addresses, *detection, node.service_cidrs, node.masquerade_bit)
+
+
+def clean(options: Options) -> int:
+    """Remove our tables from this network namespace; how many there were."""
+    del options
+    removed = 0
+    try:
+        kernel = Kernel()
+    except OSError:
+        return 0  # no nf_tables, nothing of ours
+    with contextlib.closing(kernel):
+        for family in FAMILIES:
+            with contextlib.suppress(NftablesError):
+                kernel.commit((family, [op.DeleteTable()]))
+                removed += 1
+    return removed
+
+
+def probe(options: Options) -> str | None:
+    """Make a table with every kind of set, map and rule that there is, and delete it in the same transaction."""
+    del options
+    node = NodeNetwork(service_cidrs=("192.0.2.0/24", "2001:db8::/108"))
+    try:
+        with contextlib.closing(Kernel(TRIAL)) as kernel:
+            for family in FAMILIES:
+                plan = Plan(family, node)
+                pick = lower.pick_chain(family, lower.Pick("inside", 2, Masquerade.ALWAYS, 60))
+                trial = [
+                    *plan.fill((), replace=False), op.AddSet(lower.clients_set(60)),
+                    op.AddChain(pick), op.AddRules(pick.name, pick.rules), op.DeleteTable(),
+                ]  # fmt: skip
+                kernel.commit((family, trial))
+    except NftablesError as error:
+        if error.code == errno.EPERM:
+            return "nf_tables may not be changed: run as root (CAP_NET_ADMIN)"
+        return f"{error} (needs Linux 5.10 or newer with nf_tables, NAT, numgen, fib, reject and conntrack)"
+    except OSError as error:
+        return f"this kernel has no nf_tables: {error}; load the module nf_tables"
+    return None
+
+
+def look(options: Options, names: Mapping[int, str]) -> Tables | None:
+    """The tables, of an agent that runs or not."""
+    del options, names
+    try:
+        kernel = Kernel()
+    except OSError:
+        return None
+    tables = Tables(kernel)
+    if tables.place:
+        return tables
+    kernel.close()
+    return None
+
+
+MODE: Final = Mode("nftables", Nftables, clean, probe, look)
