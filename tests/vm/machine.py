@@ -7,10 +7,12 @@ Network: none but its own loopback. The command's output comes while it runs.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import shlex
 import shutil
 import subprocess
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +39,8 @@ PROGRAMS = {
     "modprobe": "kmod",
     "setpriv": "util-linux",
 }
+# Of the checkout: not packed for the guest. It sees them as the host's files, or needs none of them.
+ELSEWHERE = {".git", ".venv", "build/kernels", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"}
 INIT = Path(__file__).with_name("init.sh")
 TIMED_OUT = 124  # as timeout(1)
 _POLL = 0.1
@@ -118,6 +122,7 @@ class Machine:
                 return False
 
     def _prepare(self, control: Path, command: str, shared: Path | None) -> None:
+        snapshot(ROOT, control / "checkout.tar")
         (control / "command.sh").write_text(command)
         (control / "output").touch()
         (control / "initrd").write_bytes(self._initramfs(shared))
@@ -172,6 +177,7 @@ class Machine:
             "MODULES": " ".join(short_name(path) for path in order),
             "RELEASE_MODULES": shlex.quote(str(modules)),
             "RELEASE": self.kernel.release,
+            "CHECKOUT": shlex.quote(str(ROOT)),
             "SHARED": shlex.quote(str(shared)) if shared else "",
         }
         init = INIT.read_text()
@@ -203,6 +209,18 @@ def _command(argv: Sequence[str], folder: Path, env: Mapping[str, str]) -> str:
             "",
         ]
     )
+
+
+def snapshot(checkout: Path, target: Path) -> None:
+    """Pack a checkout as it is now: a guest that lives for an hour does not see what is edited meanwhile."""
+
+    def unless_elsewhere(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        return None if member.name in ELSEWHERE else member
+
+    with tarfile.open(target, "w") as packed:
+        for path in sorted(checkout.iterdir()):
+            with contextlib.suppress(FileNotFoundError):  # gone while we looked
+                packed.add(path, path.name, filter=unless_elsewhere)
 
 
 def _pass_on(text: str, said: list[str], progress: Progress) -> None:

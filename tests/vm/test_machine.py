@@ -1,0 +1,72 @@
+"""A real guest: another kernel, this machine's files, and nothing left of it afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from .kernels import FOLDER, ROOT, Kernel, get
+from .machine import TIMED_OUT, Machine, missing_programs
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Kernel:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: the guest reads this machine's files as root")
+    if missing := missing_programs():
+        pytest.skip(f"not installed: {' '.join(missing)} (make vm)")
+    return get("6.1", print)
+
+
+def guests() -> list[int]:
+    """The processes of QEMU that this test's kernels run in."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if words[0].endswith(b"qemu-system-x86_64") and any(word.startswith(bytes(FOLDER)) for word in words):
+            found.append(int(folder.name))
+    return found
+
+
+def test_a_command_runs_on_the_other_kernel_and_leaves_only_what_it_shared(kernel: Kernel, tmp_path: Path) -> None:
+    beside = ROOT / "build" / "written-by-a-guest"
+    script = f"uname -r; modprobe ip_vs && echo loaded; echo lost > {beside}; echo kept > {tmp_path}/kept; exit 7"
+    pieces: list[str] = []
+    done = Machine(kernel).run(["sh", "-c", script], progress=pieces.append, shared=tmp_path)
+    assert (done.code, done.output) == (7, f"{kernel.release}\nloaded\n")
+    assert "".join(pieces) == done.output
+    assert (tmp_path / "kept").read_text() == "kept\n"
+    assert not beside.exists()
+
+
+def test_a_guest_ends_with_its_time(kernel: Kernel) -> None:
+    done = Machine(kernel).run(["sleep", "60"], timeout=8)
+    assert done.code == TIMED_OUT
+    assert guests() == []
+
+
+def test_a_guest_ends_when_its_runner_is_killed(kernel: Kernel) -> None:
+    words = [sys.executable, "-m", "tests.vm", "run", kernel.series, "--", "sleep", "60"]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as runner:
+        _until(lambda: bool(guests()), "a guest that runs")
+        runner.send_signal(signal.SIGKILL)
+    _until(lambda: not guests(), "no guest")
+
+
+def _until(true: object, what: str, limit: float = 20) -> None:
+    assert callable(true)
+    deadline = time.monotonic() + limit
+    while not true():
+        assert time.monotonic() < deadline, f"waited {limit} s for {what}"
+        time.sleep(0.1)
