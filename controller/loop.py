@@ -27,7 +27,7 @@ from controller.config import Config, available_modes
 from controller.errors import ControllerError, SourceError
 from controller.events import Recorder, node, service
 from controller.model import Event, Problem, Removed, SourceState, Upserted
-from controller.modes import Choice, clean_others, hold_namespace, open_first
+from controller.modes import Choice, clean_others, hold_namespace, open_first, take_over
 from controller.neighbours import Neighbours
 from controller.sources import Source
 from controller.tables import Builder
@@ -343,8 +343,7 @@ class _Agent:
     def _first_sync_done(self, end: float, services: int) -> None:
         self.ready_after = end - self.started
         log.info("programmed %d services, %.2f s after the start", services, self.ready_after)
-        for name, count in clean_others(self.choice.effective, available_modes(), self.config.options).items():
-            log.info("removed %d things that mode %s had left here", count, name)
+        take_over(self.choice.effective, self.config.options)
         self.neighbours.settled = True
         _settle()
         if self.config.metrics is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -15,9 +16,14 @@ from dataplane.kernel.lock import hold_new, let_go
 from dataplane.kernel.places import netns_cookie
 from dataplane.mode import Mode, Options, Programmer, Wake
 
-__all__ = ["FALLBACK", "Choice", "Opened", "clean_others", "hold_namespace", "open_first", "open_mode", "survey"]
+__all__ = [
+    "FALLBACK", "Choice", "Opened", "clean_others", "hold_namespace", "open_first", "open_mode", "survey",
+    "take_over",
+]  # fmt: skip
 
 log = logging.getLogger(__name__)
+
+DRAIN_SECONDS: Final = 3.0
 
 # What is tried, in this order, for each mode that can be asked for.
 FALLBACK: Final = {
@@ -137,11 +143,54 @@ def _open(name: str, options: Options, wake: Wake, failed: Mapping[str, str]) ->
     return open_mode(name).open(options, wake)
 
 
+def take_over(effective: str, options: Options, told: Callable[[str], None] = log.info) -> None:
+    """Let the mode at work serve alone, without a connection that fails for it; called when it serves.
+
+    Modes that rely on conntrack hand their flows to each other there, so what another left goes at once. A mode with
+    flows of its own (`Mode.drain`) gets, or is given, the time that short connections need to end; what that leaves
+    to do is done by a thread.
+
+    Args:
+        effective: the mode at work.
+        options: for the modes.
+        told: gets a sentence for each mode that had something here.
+    """
+    others = tuple(name for name in available_modes() if name != effective)
+    later = others if _keeps_flows(effective) else tuple(name for name in others if _drained(name, options))
+
+    def clean(names: tuple[str, ...]) -> None:
+        for name, count in clean_others(effective, names, options).items():
+            told(f"removed {count} things that mode {name} had left here")
+
+    clean(tuple(name for name in others if name not in later))
+    if later:
+        timer = threading.Timer(DRAIN_SECONDS, clean, (later,))
+        timer.name, timer.daemon = "take-over", True
+        timer.start()
+
+
+def _keeps_flows(name: str) -> bool:
+    try:
+        return open_mode(name).drain is not None
+    except Unsupported:
+        return False
+
+
+def _drained(name: str, options: Options) -> bool:
+    try:
+        drain = open_mode(name).drain
+        return drain is not None and drain(options)
+    except Unsupported:
+        return False
+    except (DataplaneError, OSError) as error:
+        log.warning("mode %s still takes new flows: %s", name, error)
+        return True
+
+
 def clean_others(effective: str, names: tuple[str, ...], options: Options) -> dict[str, int]:
     """Remove what other modes of ours left here; how many things went, by mode.
 
-    Called when the effective mode serves, so that traffic is never without one. A failure is told, and the
-    next mode is cleaned all the same.
+    A failure is told, and the next mode is cleaned all the same.
     """
     removed: dict[str, int] = {}
     for name in names:

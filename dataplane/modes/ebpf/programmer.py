@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dataplane.diff import changed_services
 from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel.bpf import BpfError, Object
@@ -23,7 +25,7 @@ from dataplane.modes.ebpf.maps import MapSet, open_pinned_maps
 from dataplane.modes.ebpf.store import Store
 from dataplane.table import EMPTY, Kind, Masquerade, NodeNetwork, ServiceTable
 
-__all__ = ["MODE", "Ebpf", "clean", "folder_of", "look", "probe"]
+__all__ = ["MODE", "Ebpf", "clean", "drain", "folder_of", "look", "probe"]
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +41,28 @@ def clean(options: Options) -> int:
     if folder.is_dir():
         os.close(hold(folder, f"the eBPF maps at {folder}"))
     return attach.detach_everything(folder)
+
+
+def drain(options: Options) -> bool:
+    """Forget every address of a service: nothing is translated, refused or dropped that is no known flow.
+
+    The next sync of an agent in this mode writes them all again.
+    """
+    folder = folder_of(options)
+    maps = open_pinned_maps(folder)
+    if not maps:
+        return False
+    try:
+        os.close(hold(folder, f"the eBPF maps at {folder}"))
+        row = maps["node"].view(layout.dtype_of("node"))
+        row["cidr4_count"] = row["cidr6_count"] = 0
+        for family in (4, 6):
+            frontends = maps[f"frontends{family}"]
+            frontends.delete_batch(frontends.items(layout.frontend_dtype(family), np.dtype(np.uint64))[0])
+    finally:
+        for known in maps.values():
+            known.close()
+    return True
 
 
 class Ebpf:
@@ -277,4 +301,4 @@ def look(options: Options, names: Mapping[int, str]) -> listing.Pinned | None:
     return listing.Pinned(str(folder), maps, names) if maps else None
 
 
-MODE = Mode("ebpf", Ebpf, clean, probe, look)
+MODE = Mode("ebpf", Ebpf, clean, probe, look, drain)

@@ -1,0 +1,140 @@
+"""Another mode takes over a node under load: no new connection fails, and of the mode before nothing is left.
+
+The agent ends, its dataplane stays, an agent in another mode starts: what happens on a node whose settings change.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from controller.config import available_modes
+from controller.lab.agent import Agent
+from controller.lab.network import Lab
+from controller.lab.traffic import Stream, Tally, load
+from controller.modes import open_mode
+from dataplane.errors import Unsupported
+from dataplane.mode import Options
+from tests.conformance.kit import HTTP, V4, V6, Bench, Service, eventually, node_manifest
+
+pytestmark = pytest.mark.root
+PAIRS = list(itertools.permutations([mode for mode in available_modes() if mode != "ipvs"], 2))  # it needs ip_vs
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: makes network namespaces and a cgroup of its own")
+    with Lab(f"s{os.getpid()}x", 3) as made:
+        made.serve(*(place.name for place in made.pods()), http=(HTTP,))
+        yield made
+
+
+def works(mode: str, lab: Lab) -> None:
+    """Skip when this machine cannot run the mode, with its own words."""
+    try:
+        with lab.inside("node"):
+            missing = open_mode(mode).probe(Options())
+    except Unsupported as error:
+        missing = error.missing
+    if missing:
+        pytest.skip(f"mode {mode}: {missing}")
+
+
+@pytest.fixture(params=PAIRS, ids=[f"{old} to {new}" for old, new in PAIRS])
+def agents(request: pytest.FixtureRequest, lab: Lab) -> Iterator[tuple[Agent, Agent]]:
+    for mode in request.param:
+        works(mode, lab)
+    manifests = lab.folder / "manifests"
+    manifests.mkdir(exist_ok=True)
+    (manifests / "node.json").write_text(node_manifest(lab))
+    both = tuple(Agent(lab, manifests, mode) for mode in request.param)
+    yield both
+    print(f"--- log of the agents\n{both[0].tail(80)}")
+    for agent in both:
+        if agent.running():
+            agent.terminate()
+    both[0].cleanup()
+    for path in (*manifests.iterdir(), both[0].log):
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_connections(lab: Lab, service: Service) -> Iterator[dict[str, Tally]]:
+    """From a pod and from the node, over both families, all the while."""
+    stop, tallies, threads = threading.Event(), {}, []
+    for place, family in itertools.product(("pod1", "node"), (V4, V6)):
+        tally = tallies[f"{place} IPv{4 if family == V4 else 6}"] = Tally()
+        threads.append(
+            threading.Thread(
+                target=load,
+                args=("connections", (family, service.vip(family))),
+                kwargs={
+                    "tally": tally, "rate": 100, "concurrency": 4, "stop": stop,
+                    "open_socket": lambda family, kind, place=place: lab.socket(place, family, kind),
+                },
+            )
+        )  # fmt: skip
+    for thread in threads:
+        thread.start()
+    try:
+        yield tallies
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def go_on(streams: list[Stream], seconds: float) -> None:
+    """Connections of before are used: what is short has ended well when the mode before is removed."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for stream in streams:
+            stream.ask()
+            assert not stream.tally.failures, stream.tally.report()
+        time.sleep(0.1)
+
+
+def left_of(mode: str, lab: Lab) -> object:
+    with lab.inside("node"):
+        return open_mode(mode).look(Options(), {})
+
+
+def test_the_next_mode_takes_over_under_load(agents: tuple[Agent, Agent], lab: Lab):
+    old, new = agents
+    old.start()
+    bench = Bench(lab, old, itertools.count(1))
+    service = bench.service("pod2", "pod3")
+    assert left_of(old.mode, lab) is not None
+    relays = old.mode == "userspace"  # its connections go through the process: they end with it
+    if relays:
+        old.terminate()
+        new.start()
+    with new_connections(lab, service) as tallies:
+        time.sleep(0.5)
+        if not relays:
+            assert old.terminate() == 0
+            time.sleep(0.3)
+            streams = [bench.stream("pod1", service.vip(family), family) for family in (V4, V6)]
+            new.start()
+            go_on(streams, 1.0)
+        eventually(lambda: left_of(old.mode, lab) is None, 10, f"mode {old.mode} is still there")
+        time.sleep(0.7)
+        if not {old.mode, new.mode} & {"ebpf", "userspace"}:
+            go_on(streams, 0.2)  # conntrack has them, whoever made its entries
+    for name, tally in tallies.items():
+        assert tally.answered > 50, f"{name}: hardly any traffic: {tally.report()}"
+        assert not tally.failures, f"{name}: {tally.report()}"
+    assert new.status()["mode"]["effective"] == new.mode
+    assert new.status()["neighbours"] == []
+    # and it serves what changes from now on
+    service.write(lab["pod2"])
+    bench.agent = new
+    for family in (V4, V6):
+        bench.settle(service, {"pod2"}, family)
