@@ -236,7 +236,7 @@ class Nftables:
     def _remove_idle(self) -> None:
         """Picking chains that nothing uses; one that is still in use after all stays."""
         idle = {family: self._plans[family.version].idle() for family in FAMILIES}
-        work = [
+        work: list[op.Work] = [
             (family, [*(op.FlushChain(p.name) for p in picks), *(op.DeleteChain(p.name) for p in picks)])
             for family, picks in idle.items()
         ]
