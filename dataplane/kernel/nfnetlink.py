@@ -189,8 +189,7 @@ class Nfnetlink:
             self._socket.settimeout(_TIMEOUT)
 
     def _await(self, first: int, last: int, messages: Sequence[Message]) -> None:
-        """Errors of single messages come first, what the end of the batch got comes last."""
-        refused: NftablesError | None = None
+        """The first error refuses everything; what the end of the batch got comes last, and only without an error."""
         while True:
             data = self._receive()
             offset = 0
@@ -199,12 +198,10 @@ class Nfnetlink:
                 if kind == NLMSG_ERROR:
                     code = -struct.unpack_from("=i", data, offset + 16)[0]
                     index = sequence - first - 1
-                    if code and refused is None:
+                    if code:
                         what = messages[index].what if 0 <= index < len(messages) else "a transaction"
-                        refused = NftablesError(code, what)
-                    if sequence == last or (sequence == first and code):
-                        if refused is not None:
-                            raise refused
+                        raise NftablesError(code, what)
+                    if sequence == last:
                         return
                 offset += (length + 3) & ~3
 
