@@ -27,14 +27,12 @@ FEATURES = {
     "bpf_loop": Feature((5, 17), "e6f2dd0f8067, bpf: Add bpf_loop helper"),
     "BPF atomics": Feature((5, 12), "5ffa25502b5a, bpf: Add instructions for atomic_[cmp]xchg"),
     "bpf_set_retval": Feature((5, 18), "b44123b4a3dc, bpf: Add cgroup helpers bpf_{get,set}_retval"),
-    "batch operations of LPM tries": Feature((5, 13), "f56387c534b1, bpf: Add batched ops support for LPM trie"),
+    "batch operations of LPM tries": Feature((5, 13), "March 2021, bpf: Add support for batched ops in LPM trie maps"),
     "netfilter link": Feature((6, 4), "84601d6ee68a, bpf: add bpf_link support for BPF_NETFILTER programs"),
     "ip_vs": Feature((2, 6), "in every Linux since 2.6.0, as a module of Debian"),
     "dummy device": Feature((2, 6), "in every Linux since 2.6.0, as a module of Debian"),
-    "ip_set": Feature((2, 6), "2.6.39: a7b4f989a629, netfilter: ipset: IP set core support"),
-    "nf_tables": Feature((3, 13), "96518518cc41, netfilter: add nftables"),
-    "nftables destroy": Feature((6, 3), "f80a612dd77c, netfilter: nf_tables: add support to destroy operation"),
-    "IPVS scheduler mh": Feature((4, 18), "039f32e8cdea, ipvs: Add Maglev hashing scheduler"),
+    "ip_set": Feature((2, 6), "2.6.39, netfilter: ipset: IP set core support"),
+    "nf_tables": Feature((3, 13), "netfilter: add nftables"),
     "SCTP sockets": Feature((2, 6), "in every Linux since 2.6.0, as a module of Debian"),
 }  # fmt: skip
 
