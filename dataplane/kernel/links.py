@@ -27,6 +27,7 @@ INGRESS, EGRESS = 0xFFFFFFF2, 0xFFFFFFF3
 PRIORITY = 1
 HANDLE = 0x4850  # "HP": our filters are those with this handle and our name
 NAME = "hybrid_proxy_"
+SERVICES_DEVICE = "kube-ipvs0"  # of mode ipvs, ours or kube-proxy's: its addresses are services'
 RTNLGRP = 0x1 | 0x10 | 0x100 | 0x40  # links, IPv4 and IPv6 addresses, IPv4 routes
 
 
@@ -43,7 +44,7 @@ class Interface(msgspec.Struct, frozen=True):
 
 
 class Node(msgspec.Struct, frozen=True):
-    """The interfaces and the addresses on them, loopback and link-local left out of `addresses`."""
+    """The interfaces and the addresses on them; in `addresses` without loopback, link-local and services' ones."""
 
     interfaces: tuple[Interface, ...]
     addresses: tuple[str, ...]
@@ -58,14 +59,16 @@ def read_node() -> Node:
             for route in ip.get_routes(family=family)
             if route["dst_len"] == 0 and route.get_attr("RTA_TABLE") == 254 and route["type"] == 1
         }
+        links = list(ip.get_links())
+        services = {link["index"] for link in links if link.get_attr("IFLA_IFNAME") == SERVICES_DEVICE}
         addresses: dict[int, list[str]] = {}
         usable: list[str] = []
         for message in ip.get_addr():
             text = message.get_attr("IFA_LOCAL") or message.get_attr("IFA_ADDRESS")
             addresses.setdefault(message["index"], []).append(text)
-            if message["scope"] not in (253, 254):  # link, host
+            if message["scope"] not in (253, 254) and message["index"] not in services:  # link, host
                 usable.append(text)
-        interfaces = tuple(_interface(link, defaults, addresses) for link in ip.get_links())
+        interfaces = tuple(_interface(link, defaults, addresses) for link in links)
     return Node(interfaces, tuple(dict.fromkeys(usable)))
 
 

@@ -1,0 +1,194 @@
+"""A dummy device that holds addresses of services, so that packets to them are this node's own.
+
+The device comes from pyroute2; its addresses, of which there may be thousands, go many in one system call.
+
+IPv4 addresses have the scope of this host and IPv6 addresses count as deprecated: neither is then chosen as the
+source of anything that leaves the node, such as masqueraded traffic (inet_select_addr(), RFC 6724 rule 3).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable, Collection, Iterable
+from typing import Final
+
+from pyroute2 import IPRoute
+from pyroute2.netlink.exceptions import NetlinkError
+
+from dataplane.errors import Unsupported
+from dataplane.kernel import sysctl
+from dataplane.kernel.ipvs import load_module
+from dataplane.kernel.netlink import DUMP, ROUTE, Message, Netlink, NetlinkFailed, attribute, attributes
+
+__all__ = ["ALIAS", "Dummy"]
+
+ALIAS: Final = "hybrid-proxy"  # on devices that we made
+NEW_ADDRESS, DELETE_ADDRESS, GET_ADDRESS, DELETE_LINK = 20, 21, 22, 17
+CREATE, REPLACE = 0x400, 0x100
+IFA_ADDRESS, IFA_LOCAL, IFA_CACHEINFO, IFA_FLAGS = 1, 2, 6, 8
+NODAD, NOPREFIXROUTE = 0x02, 0x200
+SCOPE_HOST, SCOPE_LINK = 254, 253
+FOREVER: Final = 0xFFFFFFFF
+GROUPS: Final = 0x1 | 0x10 | 0x100  # links, IPv4 and IPv6 addresses
+_HEADER: Final = struct.Struct("=IHHII")
+_IFADDR: Final = struct.Struct("=BBBBI")
+_IFINFO_INDEX: Final = struct.Struct("=BBHi")
+_CACHEINFO: Final = struct.Struct("=IIII")
+
+
+class Dummy:
+    """One dummy device of the network namespace that the calling thread is in now."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._netlink = Netlink(ROUTE)
+        self.index = 0
+
+    def close(self) -> None:
+        """Give the socket back; the device stays."""
+        self._netlink.close()
+
+    def find(self) -> bool:
+        """Look whether it is there."""
+        with IPRoute() as ip:
+            self.index = next(iter(ip.link_lookup(ifname=self.name)), 0)
+        return bool(self.index)
+
+    def ensure(self) -> bool:
+        """Make it, up, if it is not there; whether it was made.
+
+        Raises:
+            Unsupported: the kernel has no dummy device, or this process may not make one.
+        """
+        made = False
+        with IPRoute() as ip:
+            self.index = next(iter(ip.link_lookup(ifname=self.name)), 0)
+            if not self.index:
+                self._make(ip)
+                self.index = ip.link_lookup(ifname=self.name)[0]
+                made = True
+                ip.link("set", index=self.index, ifalias=ALIAS)
+                # No address of its own making: nobody shall speak from it.
+                sysctl.write(f"net/ipv6/conf/{self.name}/addr_gen_mode", "1")
+            ip.link("set", index=self.index, state="up")
+        return made
+
+    def _make(self, ip: IPRoute) -> None:
+        for attempt in range(2):
+            try:
+                ip.link("add", ifname=self.name, kind="dummy")
+            except NetlinkError as error:
+                if error.code == errno.EEXIST:
+                    return
+                why = load_module("dummy") if error.code == errno.EOPNOTSUPP and attempt == 0 else None
+                if error.code != errno.EOPNOTSUPP or attempt or why:
+                    reason = f"the kernel makes no dummy device ({error}{f', {why}' if why else ''})"
+                    raise Unsupported(f"device {self.name}", f"{reason}: load or build that module") from error
+            else:
+                return
+
+    def addresses(self) -> set[str]:
+        """The addresses on it, link-local ones left out; none when it is not there."""
+        found = set()
+        for family in (socket.AF_INET, socket.AF_INET6):
+            request = Message(GET_ADDRESS, _IFADDR.pack(family, 0, 0, 0, 0), DUMP)
+            for answer in self._netlink.dump(request, f"reading the addresses of {self.name}"):
+                address = _address(answer, self.index)
+                if address:
+                    found.add(address)
+        return found
+
+    def change(self, add: Iterable[str], remove: Iterable[str]) -> None:
+        """Add and remove addresses. Those that are there already are left as they are, gone ones are not missed.
+
+        Raises:
+            NetlinkFailed: the kernel refused one; the others are done.
+        """
+        wanted = [(NEW_ADDRESS, text) for text in add] + [(DELETE_ADDRESS, text) for text in remove]
+        messages = [self._message(kind, text) for kind, text in wanted]
+        for position, code in self._netlink.send(messages):
+            kind, text = wanted[position]
+            if (kind, code) not in ((NEW_ADDRESS, errno.EEXIST), (DELETE_ADDRESS, errno.EADDRNOTAVAIL)):
+                what = "adding" if kind == NEW_ADDRESS else "removing"
+                raise NetlinkFailed(f"{what} address {text} at {self.name}", code)
+
+    def _message(self, kind: int, text: str) -> Message:
+        family = socket.AF_INET6 if ":" in text else socket.AF_INET
+        packed = socket.inet_pton(family, text)
+        body = _IFADDR.pack(family, 8 * len(packed), 0, SCOPE_HOST if family == socket.AF_INET else 0, self.index)
+        body += attribute(IFA_LOCAL, packed)
+        if kind == DELETE_ADDRESS:
+            return Message(kind, body)
+        body += attribute(IFA_ADDRESS, packed)
+        if family == socket.AF_INET6:
+            body += attribute(IFA_FLAGS, struct.pack("=I", NODAD | NOPREFIXROUTE))
+            body += attribute(IFA_CACHEINFO, _CACHEINFO.pack(0, FOREVER, 0, 0))
+        return Message(kind, body, CREATE)
+
+    def remove(self) -> bool:
+        """Remove it, when we made it and no address is left on it; whether it went."""
+        if not self.find() or self.addresses():
+            return False
+        with IPRoute() as ip:
+            link = ip.get_links(self.index)[0]
+            if link.get_attr("IFLA_IFALIAS") != ALIAS:
+                return False
+            with contextlib.suppress(NetlinkError):
+                ip.link("del", index=self.index)
+        return True
+
+    def watch(self, wanted: Collection[str], changed: Callable[[], None], stop: threading.Event) -> threading.Thread:
+        """Have `changed` called when the device or an address in `wanted` goes away, until `stop`.
+
+        Take an address out of `wanted` before removing it: what we do ourselves is no news.
+        """
+        events = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE)
+        events.bind((0, GROUPS))
+        thread = threading.Thread(target=self._watch, args=(events, wanted, changed, stop), name=self.name, daemon=True)
+        thread.start()
+        return thread
+
+    def _watch(
+        self, events: socket.socket, wanted: Collection[str], changed: Callable[[], None], stop: threading.Event
+    ) -> None:
+        with events:
+            while not stop.is_set():
+                if not select.select([events], [], [], 0.5)[0]:
+                    continue
+                try:
+                    lost = self._is_loss(events.recv(1 << 16), wanted)
+                except OSError as error:
+                    if error.errno != errno.ENOBUFS:
+                        raise
+                    lost = True  # what was told is unknown: look
+                if lost:
+                    changed()
+
+    def _is_loss(self, data: bytes, wanted: Collection[str]) -> bool:
+        start = 0
+        while start + _HEADER.size <= len(data):
+            length, kind, *_ = _HEADER.unpack_from(data, start)
+            if length < _HEADER.size:
+                break
+            body = data[start + _HEADER.size : start + length]
+            if kind == DELETE_LINK and _IFINFO_INDEX.unpack_from(body)[3] == self.index:
+                return True
+            if kind == DELETE_ADDRESS and _address(body, self.index) in wanted:
+                return True
+            start += (length + 3) & ~3
+        return False
+
+
+def _address(message: bytes, index: int) -> str:
+    """The address that a message of rtnetlink is about; empty: of another device, or link-local."""
+    family, _, _, scope, of = _IFADDR.unpack_from(message)
+    if of != index or scope == SCOPE_LINK:
+        return ""
+    known = dict(attributes(message, _IFADDR.size))
+    packed = known.get(IFA_LOCAL) or known.get(IFA_ADDRESS)
+    return socket.inet_ntop(family, packed) if packed else ""

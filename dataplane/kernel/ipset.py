@@ -1,0 +1,216 @@
+"""ipsets: sets by pyroute2, their elements many at a time.
+
+One message of nfnetlink carries as many elements as fit into an attribute: 2 us each, where a message for each
+takes 300 to 400. Numbers are those of linux/netfilter/ipset/ip_set.h.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import struct
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from pyroute2 import IPSet
+from pyroute2.netlink.exceptions import IPSetError, NetlinkError
+from pyroute2.netlink.nfnetlink.ipset import IPSET_CMD_ADD, IPSET_CMD_DEL, IPSET_CMD_LIST, IPSET_FLAG_LIST_SETNAME
+
+from dataplane.errors import Unsupported
+from dataplane.kernel.netlink import (
+    DUMP,
+    NESTED,
+    NET_BYTEORDER,
+    NETFILTER,
+    Message,
+    Netlink,
+    NetlinkFailed,
+    attribute,
+    attributes,
+)
+from dataplane.virtual_servers import Edit, Element, Kind, Value
+
+__all__ = ["LIMIT", "Ipsets"]
+
+LIMIT: Final = 1 << 20  # elements of one set; memory is taken as they come
+PROTOCOL: Final = 6  # of ip_set's messages; every kernel that has ip_set knows it
+SUBSYSTEM: Final = 6 << 8
+_ADT_BYTES: Final = 48_000  # an attribute has 16 bits for its length
+_NFGEN: Final = struct.Struct(">BBH")
+_A_PROTOCOL, _A_SETNAME, _A_FLAGS, _A_DATA, _A_ADT, _A_LINENO = 1, 2, 6, 7, 8, 9
+_IP, _PORT, _PROTO, _IP2, _CIDR2, _COMMENT, _MARK = 1, 4, 7, 20, 21, 26, 27
+_LONGEST_COMMENT: Final = 255
+_AF: Final = {4: socket.AF_INET, 6: socket.AF_INET6}
+_BE16, _BE32, _MARK_AND_MASK = struct.Struct(">H"), struct.Struct(">I"), struct.Struct(">II")
+
+
+class Ipsets:
+    """The sets of the network namespace that the calling thread is in now.
+
+    Raises:
+        Unsupported: the kernel has no ip_set; one sentence says what to do.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self._sets = IPSet()
+        except (NetlinkError, OSError) as error:
+            missing = f"the kernel has no ip_set, or it may not be used ({error}): load that module and run as root"
+            raise Unsupported("ipsets", missing) from error
+        self._netlink = Netlink(NETFILTER)
+
+    def close(self) -> None:
+        """Give the sockets back."""
+        self._sets.close()
+        self._netlink.close()
+
+    def names(self, prefix: str) -> list[str]:
+        """Sets with names that begin so."""
+        body = attribute(_A_PROTOCOL, bytes([PROTOCOL])) + attribute(
+            _A_FLAGS | NET_BYTEORDER, _BE32.pack(IPSET_FLAG_LIST_SETNAME)
+        )
+        found = []
+        for answer in self._netlink.dump(_message(IPSET_CMD_LIST, 4, body, DUMP), "listing sets"):
+            known = dict(attributes(answer, _NFGEN.size))
+            name = known.get(_A_SETNAME, b"").rstrip(b"\0").decode()
+            if name.startswith(prefix):
+                found.append(name)
+        return found
+
+    def create(self, name: str, kind: Kind, family: int) -> None:
+        """Make a set; one of that name and kind may be there already.
+
+        Raises:
+            NetlinkFailed: the kernel lacks that kind, or a set of that name has another.
+        """
+        try:
+            self._sets.create(
+                name, stype=kind.type, family=_AF[family], exclusive=False, comment=kind.comments,
+                skbinfo=kind.marks, maxelem=LIMIT,
+            )  # fmt: skip
+        except (IPSetError, NetlinkError) as error:
+            raise NetlinkFailed(f"making the set {name} ({kind.type})", error.code) from error
+
+    def destroy(self, name: str) -> None:
+        """Remove a set; one that is gone is not missed.
+
+        Raises:
+            NetlinkFailed: a rule still uses it.
+        """
+        try:
+            self._sets.destroy(name)
+        except (IPSetError, NetlinkError) as error:
+            if error.code != errno.ENOENT:
+                raise NetlinkFailed(f"removing the set {name}", error.code) from error
+
+    def swap(self, one: str, other: str) -> None:
+        """Exchange what two sets of the same kind hold, at once for all rules.
+
+        Raises:
+            NetlinkFailed: one is missing, or they differ in kind.
+        """
+        try:
+            self._sets.swap(one, other)
+        except (IPSetError, NetlinkError) as error:
+            raise NetlinkFailed(f"swapping the sets {one} and {other}", error.code) from error
+
+    def change(self, edits: Iterable[Edit]) -> None:
+        """Do all of these in their order. What is there already is set anew, what is gone is not missed.
+
+        Raises:
+            NetlinkFailed: the kernel refused an element; those before it are done.
+        """
+        messages: list[Message] = []
+        about: list[str] = []
+        for edit in edits:
+            for message in _edit_messages(edit):
+                messages.append(message)
+                about.append(f"{'adding to' if edit.add else 'removing from'} the set {edit.name}")
+        for position, code in self._netlink.send(messages):
+            raise NetlinkFailed(about[position], code)
+
+    def elements(self, name: str) -> dict[Element, Value]:
+        """What a set holds.
+
+        Raises:
+            NetlinkFailed: ENOENT, there is no such set.
+        """
+        body = attribute(_A_PROTOCOL, bytes([PROTOCOL])) + attribute(_A_SETNAME, name.encode() + b"\0")
+        found: dict[Element, Value] = {}
+        for answer in self._netlink.dump(_message(IPSET_CMD_LIST, 4, body, DUMP), f"reading the set {name}"):
+            for kind, value in attributes(answer, _NFGEN.size):
+                if kind == _A_ADT:
+                    found.update(_read(data) for _, data in attributes(value))
+        return found
+
+
+def _message(command: int, family: int, body: bytes, flags: int = 0) -> Message:
+    return Message(SUBSYSTEM | command, _NFGEN.pack(_AF[family], 0, 0) + body, flags)
+
+
+def _edit_messages(edit: Edit) -> Iterator[Message]:
+    """One message for as many elements as fit."""
+    command = IPSET_CMD_ADD if edit.add else IPSET_CMD_DEL
+    start = attribute(_A_PROTOCOL, bytes([PROTOCOL])) + attribute(_A_SETNAME, edit.name.encode() + b"\0")
+    start += attribute(_A_LINENO, bytes(4))
+    parts: list[bytes] = []
+    size = 0
+    for element, value in edit.elements.items():
+        part = attribute(_A_DATA | NESTED, _write(edit.family, element, value if edit.add else None))
+        if size + len(part) > _ADT_BYTES:
+            yield _message(command, edit.family, start + attribute(_A_ADT | NESTED, b"".join(parts)))
+            parts, size = [], 0
+        parts.append(part)
+        size += len(part)
+    if parts:
+        yield _message(command, edit.family, start + attribute(_A_ADT | NESTED, b"".join(parts)))
+
+
+def _write(family: int, element: Element, value: Value) -> bytes:
+    parts = [attribute(_IP | NESTED, _address(family, element.address))]
+    if element.port or element.protocol:
+        parts.append(attribute(_PORT | NET_BYTEORDER, _BE16.pack(element.port)))
+        parts.append(attribute(_PROTO, bytes([element.protocol])))
+    if element.second:
+        address, _, length = element.second.partition("/")
+        parts.append(attribute(_IP2 | NESTED, _address(family, address)))
+        if length:
+            parts.append(attribute(_CIDR2, bytes([int(length)])))
+    if isinstance(value, str):
+        parts.append(attribute(_COMMENT, value.encode()[:_LONGEST_COMMENT] + b"\0"))
+    elif isinstance(value, int):
+        parts.append(attribute(_MARK | NET_BYTEORDER, _MARK_AND_MASK.pack(value, 0xFFFFFFFF)))
+    return b"".join(parts)
+
+
+def _address(family: int, text: str) -> bytes:
+    return attribute((1 if family == 4 else 2) | NET_BYTEORDER, socket.inet_pton(_AF[family], text))
+
+
+def _read(data: bytes) -> tuple[Element, Value]:
+    address, port, protocol, second, length = "", 0, 0, "", None
+    value: Value = None
+    for kind, found in attributes(data):
+        if kind == _IP:
+            address = _text(found)
+        elif kind == _PORT:
+            port = _BE16.unpack(found)[0]
+        elif kind == _PROTO:
+            protocol = found[0]
+        elif kind == _IP2:
+            second = _text(found)
+        elif kind == _CIDR2:
+            length = found[0]
+        elif kind == _COMMENT:
+            value = found.partition(b"\0")[0].decode(errors="replace")
+        elif kind == _MARK:
+            value = _MARK_AND_MASK.unpack(found)[0]
+    if second and length is not None:
+        second = f"{second}/{length}"
+    return Element(address, port, protocol, second), value
+
+
+def _text(nested: bytes) -> str:
+    for kind, value in attributes(nested):
+        return socket.inet_ntop(socket.AF_INET if kind == 1 else socket.AF_INET6, value)
+    return ""

@@ -1,0 +1,261 @@
+"""IPVS: virtual servers and their real servers, by generic netlink messages of our own.
+
+pyroute2's IPVS class sends one message for each call (0.7 ms), defaults to direct routing and sends a deletion for
+`update`; here any number of changes goes in one system call. Numbers are those of linux/ip_vs.h.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import socket
+import struct
+import subprocess
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from dataplane.errors import Unsupported
+from dataplane.kernel.netlink import DUMP, GENERIC, NESTED, Message, Netlink, NetlinkFailed, attribute, attributes
+from dataplane.virtual_servers import Change, Config, Destination, Load, Server, Timeouts, Verb
+
+__all__ = ["Ipvs", "load_module"]
+
+PERSISTENT, HASHED = 0x1, 0x2  # IP_VS_SVC_F_*; the second is the kernel's own mark
+_AF: Final = {4: socket.AF_INET, 6: socket.AF_INET6}
+_FAMILY: Final = {socket.AF_INET: 4, socket.AF_INET6: 6}
+_GENERIC_HEADER: Final = struct.Struct("=BBH")
+_CONTROL, _GET_FAMILY, _FAMILY_ID, _FAMILY_NAME = 0x10, 3, 1, 2  # linux/genetlink.h
+_GET_SERVICE, _GET_DEST, _SET_CONFIG, _GET_CONFIG = 4, 8, 12, 13
+_ATTR_SERVICE, _ATTR_DEST = 1, 2
+_TIMEOUTS: Final = (4, 5, 6)  # TCP, TCP after FIN, UDP
+_AF_ATTR, _PROTOCOL, _ADDR, _PORT, _MARK, _SCHEDULER, _FLAGS, _TIMEOUT, _NETMASK = range(1, 10)
+_D_ADDR, _D_PORT, _D_METHOD, _D_WEIGHT, _D_UPPER, _D_LOWER, _D_ACTIVE, _D_INACTIVE, _D_PERSIST = range(1, 10)
+_D_FAMILY: Final = 11
+_MASQUERADE: Final = 0  # IP_VS_CONN_F_MASQ: the destination is rewritten
+_U16, _U32, _BE16, _PAIR = struct.Struct("=H"), struct.Struct("=I"), struct.Struct(">H"), struct.Struct("=II")
+_OTHER: Final = {Verb.NEW_SERVER: Verb.SET_SERVER, Verb.NEW_DESTINATION: Verb.SET_DESTINATION}
+_GONE: Final = {
+    (Verb.DELETE_SERVER, errno.ESRCH), (Verb.DELETE_DESTINATION, errno.ESRCH),
+    (Verb.DELETE_DESTINATION, errno.ENOENT),
+}  # fmt: skip
+
+
+def load_module(name: str) -> str | None:
+    """`modprobe`; None, or one sentence why not. A kernel without modules may have it built in all the same."""
+    path = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
+    program = shutil.which("modprobe", path=path)
+    if program is None:
+        return "the command modprobe is not installed"
+    done = subprocess.run([program, "-q", name], capture_output=True, text=True, check=False, timeout=30)
+    return None if done.returncode == 0 else f"modprobe {name} failed {done.stderr.strip()}".strip()
+
+
+class Ipvs:
+    """IPVS of the network namespace that the calling thread is in now.
+
+    Raises:
+        Unsupported: the kernel has no IPVS; one sentence says what to do.
+    """
+
+    def __init__(self) -> None:
+        self._netlink = Netlink(GENERIC)
+        self._kind = self._find()
+        if self._kind is None:
+            why = load_module("ip_vs")
+            self._kind = self._find()
+        if self._kind is None:
+            self._netlink.close()
+            raise Unsupported("IPVS", f"the kernel has no ip_vs ({why}); load or build that module")
+
+    def close(self) -> None:
+        """Give the socket back."""
+        self._netlink.close()
+
+    def _find(self) -> int | None:
+        name = attribute(_FAMILY_NAME, b"IPVS\0")
+        request = Message(_CONTROL, _GENERIC_HEADER.pack(_GET_FAMILY, 1, 0) + name)
+        try:
+            for answer in self._netlink.dump(request, "looking for IPVS"):
+                for kind, value in attributes(answer, 4):
+                    if kind == _FAMILY_ID:
+                        return int(_U16.unpack(value)[0])
+        except NetlinkFailed as error:
+            if error.code != errno.ENOENT:
+                raise
+        return None
+
+    def change(self, changes: Sequence[Change]) -> None:
+        """Do all of these in their order. What exists already is set, what is gone already is not missed.
+
+        Raises:
+            NetlinkFailed: the kernel refused one; those before and after it are done.
+        """
+        again: list[Change] = []
+        refused: tuple[Change, int] | None = None
+        for position, code in self._netlink.send([self._message(each) for each in changes]):
+            each = changes[position]
+            if code == errno.EEXIST and each.verb in _OTHER:
+                again.append(each._replace(verb=_OTHER[each.verb]))
+            elif (each.verb, code) not in _GONE:
+                refused = refused or (each, code)
+        for position, code in self._netlink.send([self._message(each) for each in again]):
+            refused = refused or (again[position], code)
+        if refused is not None:
+            raise NetlinkFailed(_in_words(refused[0]), refused[1])
+
+    def servers(self) -> dict[Server, Config]:
+        """All virtual servers of this namespace, ours or not.
+
+        Raises:
+            NetlinkFailed: they cannot be read.
+        """
+        found = {}
+        for answer in self._netlink.dump(self._request(_GET_SERVICE, b"", DUMP), "reading virtual servers"):
+            for kind, value in attributes(answer, 4):
+                if kind == _ATTR_SERVICE:
+                    server, config = _read_server(value)
+                    found[server] = config
+        return found
+
+    def destinations(self, server: Server) -> dict[Destination, Load]:
+        """The real servers of a virtual server; none when there is no such virtual server.
+
+        Raises:
+            NetlinkFailed: they cannot be read.
+        """
+        request = self._request(_GET_DEST, attribute(_ATTR_SERVICE | NESTED, _name(server)), DUMP)
+        found = {}
+        for answer in self._netlink.dump(request, f"reading the real servers of {_text(server)}"):
+            for kind, value in attributes(answer, 4):
+                if kind == _ATTR_DEST:
+                    destination, load = _read_destination(value, server.family)
+                    found[destination] = load
+        return found
+
+    def timeouts(self) -> Timeouts:
+        """The kernel's timeouts of connections."""
+        known: dict[int, int] = {}
+        for answer in self._netlink.dump(self._request(_GET_CONFIG, b""), "reading timeouts"):
+            known.update({kind: _U32.unpack(value)[0] for kind, value in attributes(answer, 4) if kind in _TIMEOUTS})
+        return Timeouts(*(known.get(kind, 0) for kind in _TIMEOUTS))
+
+    def set_timeouts(self, wanted: Timeouts) -> None:
+        """Set those that are not 0.
+
+        Raises:
+            NetlinkFailed: the kernel refused a value.
+        """
+        pairs = [(kind, value) for kind, value in zip(_TIMEOUTS, wanted, strict=True) if value]
+        if not pairs:
+            return
+        body = b"".join(attribute(kind, _U32.pack(value)) for kind, value in pairs)
+        for _, code in self._netlink.send([self._request(_SET_CONFIG, body)]):
+            raise NetlinkFailed(f"setting timeouts of IPVS to {wanted}", code)
+
+    def schedules(self, scheduler: str, family: int = 4) -> bool:
+        """Whether a scheduler can be used, by making a virtual server that nobody uses (as kube-proxy's probe).
+
+        Raises:
+            NetlinkFailed: IPVS cannot be used at all, for example without privilege.
+        """
+        probe = Server(family, socket.IPPROTO_TCP, {4: "198.51.100.0", 6: "2001:db8::"}[family], 20000)
+        made = Change(Verb.NEW_SERVER, probe, Config(scheduler))
+        try:
+            self.change([made])
+        except NetlinkFailed as error:
+            if error.code == errno.ENOENT:
+                return False
+            raise
+        self.change([made._replace(verb=Verb.DELETE_SERVER)])
+        return True
+
+    def _request(self, command: int, body: bytes, flags: int = 0) -> Message:
+        assert self._kind is not None
+        return Message(self._kind, _GENERIC_HEADER.pack(command, 1, 0) + body, flags)
+
+    def _message(self, change: Change) -> Message:
+        server = _name(change.server)
+        if change.config is not None:
+            server += _settings(change.server.family, change.config)
+        body = attribute(_ATTR_SERVICE | NESTED, server)
+        if change.destination is not None:
+            body += attribute(_ATTR_DEST | NESTED, _destination(change.server.family, change))
+        return self._request(change.verb, body)
+
+
+def _name(server: Server) -> bytes:
+    family = attribute(_AF_ATTR, _U16.pack(_AF[server.family]))
+    if server.mark:
+        return family + attribute(_MARK, _U32.pack(server.mark))
+    return b"".join(
+        (
+            family,
+            attribute(_PROTOCOL, _U16.pack(server.protocol)),
+            attribute(_ADDR, socket.inet_pton(_AF[server.family], server.address).ljust(16, b"\0")),
+            attribute(_PORT, _BE16.pack(server.port)),
+        )
+    )
+
+
+def _settings(family: int, config: Config) -> bytes:
+    flags = config.flags | (PERSISTENT if config.persistent else 0)
+    netmask = b"\xff" * 4 if family == 4 else _U32.pack(128)  # of a client: every address is one of its own
+    return b"".join(
+        (
+            attribute(_SCHEDULER, config.scheduler.encode() + b"\0"),
+            attribute(_FLAGS, _PAIR.pack(flags, 0xFFFFFFFF)),
+            attribute(_TIMEOUT, _U32.pack(config.persistent)),
+            attribute(_NETMASK, netmask),
+        )
+    )
+
+
+def _destination(family: int, change: Change) -> bytes:
+    assert change.destination is not None
+    address, port = change.destination
+    name = attribute(_D_FAMILY, _U16.pack(_AF[family]))
+    name += attribute(_D_ADDR, socket.inet_pton(_AF[family], address).ljust(16, b"\0"))
+    name += attribute(_D_PORT, _BE16.pack(port))
+    if change.verb is Verb.DELETE_DESTINATION:
+        return name
+    limits = attribute(_D_UPPER, _U32.pack(0)) + attribute(_D_LOWER, _U32.pack(0))
+    return name + attribute(_D_METHOD, _U32.pack(_MASQUERADE)) + attribute(_D_WEIGHT, _U32.pack(change.weight)) + limits
+
+
+def _read_server(data: bytes) -> tuple[Server, Config]:
+    known = dict(attributes(data))
+    family = _FAMILY[socket.AddressFamily(_U16.unpack(known[_AF_ATTR])[0])]
+    flags = _PAIR.unpack(known[_FLAGS])[0]
+    persistent = _U32.unpack(known[_TIMEOUT])[0] if flags & PERSISTENT else 0
+    config = Config(_words(known[_SCHEDULER]), persistent, flags & ~(PERSISTENT | HASHED))
+    if _MARK in known:
+        return Server(family, mark=_U32.unpack(known[_MARK])[0]), config
+    address = _address(known[_ADDR], family)
+    return Server(family, _U16.unpack(known[_PROTOCOL])[0], address, _BE16.unpack(known[_PORT])[0]), config
+
+
+def _read_destination(data: bytes, family: int) -> tuple[Destination, Load]:
+    known = dict(attributes(data))
+    if _D_FAMILY in known:
+        family = _FAMILY[socket.AddressFamily(_U16.unpack(known[_D_FAMILY])[0])]
+    counts = (_U32.unpack(known[kind])[0] for kind in (_D_WEIGHT, _D_ACTIVE, _D_INACTIVE, _D_PERSIST))
+    return Destination(_address(known[_D_ADDR], family), _BE16.unpack(known[_D_PORT])[0]), Load(*counts)
+
+
+def _address(packed: bytes, family: int) -> str:
+    return socket.inet_ntop(_AF[family], packed[: 4 if family == 4 else 16])
+
+
+def _words(value: bytes) -> str:
+    return value.partition(b"\0")[0].decode()
+
+
+def _text(server: Server) -> str:
+    return f"mark {server.mark:#x}" if server.mark else f"{server.address} port {server.port}"
+
+
+def _in_words(change: Change) -> str:
+    verb = change.verb.name.lower().replace("_", " ")
+    about: Iterable[object] = filter(None, (change.config and change.config.scheduler, change.destination))
+    return f"{verb} at {_text(change.server)} ({', '.join(str(each) for each in about)})"

@@ -1,0 +1,107 @@
+"""What is programmed, read from the kernel: virtual servers, and the sets that have their names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dataplane.kernel.conntrack import flows
+from dataplane.kernel.netlink import NetlinkFailed
+from dataplane.modes.ipvs.lower import PREFIX, set_name
+from dataplane.modes.ipvs.node import IpvsDoor, SetsDoor
+from dataplane.table import Protocol, socket_text
+from dataplane.virtual_servers import Config, Destination, Element, Load, Server, Value
+
+__all__ = ["Programmed"]
+
+
+class Programmed:
+    """A `dataplane.mode.View`; everything is read when it is made, so that the doors may be closed then."""
+
+    def __init__(self, sets: SetsDoor, ipvs: IpvsDoor) -> None:
+        self.place = f"virtual servers of IPVS and sets {PREFIX}*"
+        self._sets = {name: _elements(sets, name) for name in sets.names(PREFIX)}
+        configs = ipvs.servers()
+        self._ports: dict[tuple[str, int, int], list[Server]] = {}
+        self._configs: dict[Server, Config] = {}
+        self._loads: dict[Server, dict[Destination, Load]] = {}
+        for family in (4, 6):
+            marks = self._of(family, "MARKS")
+            for element, name in self._of(family, "SERVERS").items():
+                server = Server(family, element.protocol, element.address, element.port)
+                self._ports.setdefault((str(name or ""), family, element.protocol), []).append(server)
+                mark = marks.get(element)
+                outside = Server(family, mark=mark) if isinstance(mark, int) else None
+                for each in filter(None, (server, outside)):
+                    if each in configs:
+                        self._configs[each] = configs[each]
+                        self._loads[each] = ipvs.destinations(each)
+                if outside in configs:
+                    self._ports[str(name or ""), family, element.protocol].append(outside)
+
+    def _of(self, family: int, name: str) -> dict[Element, Value]:
+        return self._sets.get(set_name(family, name), {})
+
+    def services(self) -> list[dict[str, Any]]:
+        """One row for each service port of one family."""
+        rows = []
+        for (name, family, protocol), servers in sorted(self._ports.items()):
+            backends = self._backends(servers)
+            local = {Destination(e.address, e.port) for e in self._of(family, "HAIRPIN") if e.protocol == protocol}
+            config = next((self._configs[each] for each in servers if each in self._configs), None)
+            elements = [Element(each.address, each.port, each.protocol) for each in servers if not each.mark]
+            drops = any(e in self._of(family, f"DROP-{side}") for e in elements for side in ("IN", "OUT"))
+            rows.append(
+                {
+                    "name": name or None,
+                    "frontends": sorted(socket_text(each.address, each.port) for each in servers if not each.mark),
+                    "protocol": _protocol(protocol),
+                    "backends": sum(1 for load in backends.values() if load),
+                    "local_backends": sum(1 for each, load in backends.items() if load and each in local),
+                    "when_empty": "drop" if drops else "reject",
+                    "affinity": bool(config and config.persistent),
+                    "scheduler": config.scheduler if config else None,
+                }
+            )
+        return rows
+
+    def backends(self) -> list[dict[str, Any]]:
+        """One row for each real server; `used`: new connections may go to it."""
+        return [
+            {
+                "service": name or None,
+                "address": socket_text(each.address, each.port),
+                "protocol": _protocol(protocol),
+                "used": used,
+            }
+            for (name, _, protocol), servers in sorted(self._ports.items())
+            for each, used in sorted(self._backends(servers).items())
+        ]
+
+    def flows(self, limit: int) -> tuple[list[dict[str, Any]], int]:
+        """See `dataplane.mode.View.flows`: conntrack knows them, because IPVS keeps it up to date."""
+        names: dict[tuple[str | None, int, int], str | None] = {
+            (server.address, server.port, protocol): name or None
+            for (name, _, protocol), servers in self._ports.items()
+            for server in servers
+            if not server.mark
+        }
+        return flows(names, limit)
+
+    def _backends(self, servers: list[Server]) -> dict[Destination, bool]:
+        """Real servers of all these, and whether one of them still sends new connections there."""
+        found: dict[Destination, bool] = {}
+        for server in servers:
+            for destination, load in self._loads.get(server, {}).items():
+                found[destination] = found.get(destination, False) or load.weight > 0
+        return found
+
+
+def _elements(sets: SetsDoor, name: str) -> dict[Element, Value]:
+    try:
+        return sets.elements(name)
+    except NetlinkFailed:
+        return {}  # removed while we read
+
+
+def _protocol(number: int) -> str:
+    return Protocol(number).name if number in set(Protocol) else str(number)

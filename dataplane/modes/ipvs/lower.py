@@ -1,0 +1,212 @@
+"""PURE. One service to virtual servers, elements of sets and addresses.
+
+A frontend is one virtual server at each of its addresses. Where clients inside and outside take different routes, it
+has the backends of the inside, and a second one, named by a firewall mark, those of the outside; the set MARKS says
+which mark packets from outside get. Everything else that a frontend needs (refusal, silence, masquerade, allowed
+sources, hairpin) is membership in a set that a constant number of rules looks into (`rules`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from typing import Final, NamedTuple
+
+from dataplane.table import Entry, Frontend, Masquerade, NodeNetwork, Protocol, Route, WhenEmpty
+from dataplane.virtual_servers import Config, Destination, Element, Kind, Server, Value
+
+__all__ = ["PREFIX", "SETS", "Lowered", "Member", "Node", "Wanted", "lower", "node_of", "set_name"]
+
+PREFIX: Final = "HPV-"
+_SOCKET: Final = Kind("hash:ip,port")
+SETS: Final = {
+    "SERVERS": Kind("hash:ip,port", comments=True),  # virtual servers that are ours; the name of the service port
+    "PORTS": _SOCKET,  # what is served; at other ports of ADDRESSES nobody is
+    "ADDRESSES": Kind("hash:ip"),  # on our device because of us
+    "REJECT-IN": _SOCKET,  # no backend for the clients of that side (IN: pods and this node)
+    "REJECT-OUT": _SOCKET,
+    "DROP-IN": _SOCKET,
+    "DROP-OUT": _SOCKET,
+    "MASQ-POD": _SOCKET,  # the source of that class becomes the node's
+    "MASQ-NODE": _SOCKET,
+    "MASQ-EXT": _SOCKET,
+    "SOURCES": _SOCKET,  # only who is in ALLOWED may connect
+    "ALLOWED": Kind("hash:ip,port,net"),
+    "HAIRPIN": Kind("hash:ip,port,ip"),  # backends of this node, with themselves as the client
+    "MARKS": Kind("hash:ip,port", marks=True),  # the firewall mark of clients outside
+}
+_MASQUERADE: Final = (
+    (Masquerade.POD, "MASQ-POD"),
+    (Masquerade.NODE, "MASQ-NODE"),
+    (Masquerade.EXTERNAL, "MASQ-EXT"),
+)
+# The Maglev scheduler hashes the client's port too, as kube-proxy has it (IP_VS_SVC_F_SCHED_MH_PORT).
+_SCHEDULER_FLAGS: Final = {"mh": 0x10}
+
+Network = IPv4Network | IPv6Network
+Member = tuple[str, Element]  # the set's full name and the element
+
+
+class Wanted(NamedTuple):
+    """One virtual server as it should be.
+
+    A real server that leaves keeps its flows (weight 0) where `lingers`, or while it is in `serving`.
+    """
+
+    config: Config
+    backends: frozenset[Destination]
+    serving: frozenset[Destination] = frozenset()
+    lingers: bool = True
+
+
+class Lowered(NamedTuple):
+    """What one service needs of the kernel."""
+
+    servers: dict[Server, Wanted]
+    members: dict[Member, Value]
+    addresses: frozenset[str]
+
+
+class Node(NamedTuple):
+    """What lowering must know of the node. `own` are addresses on other interfaces: they are not bound."""
+
+    families: tuple[int, ...] = (4, 6)
+    node_ports: tuple[str, ...] = ()
+    own: frozenset[str] = frozenset()
+    excluded: tuple[Network, ...] = ()
+    masquerade: int = 1 << 14
+
+
+def node_of(node: NodeNetwork, families: tuple[int, ...], excluded: Iterable[str]) -> Node:
+    """The part of the table's node that lowering needs."""
+    return Node(
+        families, node.node_port_addresses, frozenset((*node.addresses, *node.primary)),
+        tuple(ip_network(cidr, strict=False) for cidr in excluded), 1 << node.masquerade_bit,
+    )  # fmt: skip
+
+
+def set_name(family: int, name: str) -> str:
+    """The full name of a set."""
+    return f"{PREFIX}{family}-{name}"
+
+
+def is_excluded(address: str, node: Node) -> bool:
+    """Whether virtual servers at that address are somebody else's."""
+    return bool(node.excluded) and any(ip_address(address) in network for network in node.excluded)
+
+
+def lower(
+    entries: Iterable[Entry],
+    node: Node,
+    scheduler_of: Callable[[Entry], str],
+    mark_of: Callable[[Server], int],
+    taken: Collection[tuple[str, int, int]] = (),
+) -> Lowered:
+    """One service.
+
+    Args:
+        entries: its service ports.
+        node: where.
+        scheduler_of: the kernel's scheduler for an entry.
+        mark_of: a number of its own for each virtual server that treats the outside differently, without the
+            masquerade bit; 0: there is none left.
+        taken: (address, port, protocol) of addresses of services that are node-port addresses too: they come first.
+    """
+    lowered = Lowered({}, {}, frozenset())
+    bound: set[str] = set()
+    for entry in entries:
+        if entry.family not in node.families:
+            continue
+        config = _config(entry, scheduler_of(entry))
+        for frontend in entry.frontends:
+            for address in _addresses(frontend, entry, node, taken):
+                server = Server(entry.family, int(entry.protocol), address, frontend.port)
+                _frontend(lowered, entry, frontend, config, server, node, mark_of)
+                if frontend.address is not None and address not in node.own:
+                    bound.add(address)
+                    lowered.members[set_name(entry.family, "ADDRESSES"), Element(address)] = None
+        _hairpins(lowered, entry)
+    return lowered._replace(addresses=frozenset(bound))
+
+
+def _config(entry: Entry, scheduler: str) -> Config:
+    return Config(scheduler, entry.affinity_seconds, _SCHEDULER_FLAGS.get(scheduler, 0))
+
+
+def _addresses(frontend: Frontend, entry: Entry, node: Node, taken: Collection[tuple[str, int, int]]) -> Iterator[str]:
+    candidates = node.node_ports if frontend.address is None else (frontend.address,)
+    for address in candidates:
+        if (":" in address) != (entry.family == 6) or is_excluded(address, node):
+            continue
+        if frontend.address is None and (address, frontend.port, int(entry.protocol)) in taken:
+            continue
+        yield address
+
+
+def _frontend(
+    lowered: Lowered,
+    entry: Entry,
+    frontend: Frontend,
+    config: Config,
+    server: Server,
+    node: Node,
+    mark_of: Callable[[Server], int],
+) -> None:
+    """One frontend at one address."""
+    inside, outside = frontend.inside, frontend.outside
+    lowered.servers[server] = _wanted(entry, config, inside)
+    element = Element(server.address, server.port, server.protocol)
+    names = ["PORTS"]
+    for route, side in ((inside, "IN"), (outside, "OUT")):
+        if not route.backends:
+            names.append(f"{'REJECT' if route.when_empty is WhenEmpty.REJECT else 'DROP'}-{side}")
+    names += [name for bit, name in _MASQUERADE if frontend.masquerade & bit]
+    if frontend.sources is not None:
+        names.append("SOURCES")
+        for network in _networks(_sources(frontend.sources, server.address, node)):
+            member = set_name(entry.family, "ALLOWED"), element._replace(second=network)
+            lowered.members[member] = None
+    for name in names:
+        lowered.members[set_name(entry.family, name), element] = None
+    lowered.members[set_name(entry.family, "SERVERS"), element] = entry.name
+    # By the policy and not by what the routes hold today: flows end with the virtual server that they began at.
+    if inside != outside and (mark := mark_of(server)):
+        mark |= node.masquerade if frontend.masquerade & Masquerade.EXTERNAL else 0
+        lowered.servers[Server(entry.family, mark=mark)] = _wanted(entry, config, outside)
+        lowered.members[set_name(entry.family, "MARKS"), element] = mark
+
+
+def _wanted(entry: Entry, config: Config, route: Route) -> Wanted:
+    return Wanted(
+        config,
+        frozenset(Destination(backend.address, backend.port) for backend in route.backends),
+        frozenset(Destination(backend.address, backend.port) for backend in entry.serving),
+        entry.protocol is Protocol.TCP,
+    )
+
+
+def _sources(sources: tuple[str, ...], address: str, node: Node) -> Iterator[str]:
+    """The ranges. What this node sends to an address on its own device has that address as its source (row 2.14)."""
+    yield from sources
+    networks = [ip_network(text, strict=False) for text in sources]
+    if any(ip_address(own) in network for own in node.own for network in networks):
+        yield address
+
+
+def _networks(sources: Iterable[str]) -> Iterator[str]:
+    """As a set holds them: a prefix of 0 bits does not exist there, two of one bit say the same."""
+    for text in sources:
+        network = ip_network(text, strict=False)
+        for part in network.subnets() if network.prefixlen == 0 else (network,):
+            yield str(part)
+
+
+def _hairpins(lowered: Lowered, entry: Entry) -> None:
+    """Each backend of this node as its own client. Ready or not: its flows may be older than its state."""
+    routes = {id(route): route for frontend in entry.frontends for route in (frontend.inside, frontend.outside)}
+    backends = {*entry.serving, *(backend for route in routes.values() for backend in route.backends)}
+    name = set_name(entry.family, "HAIRPIN")
+    for backend in backends:
+        if backend.local:
+            element = Element(backend.address, backend.port, int(entry.protocol), backend.address)
+            lowered.members[name, element] = None

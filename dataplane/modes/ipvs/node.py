@@ -1,0 +1,385 @@
+"""The node that the mode works on: the doors to the kernel, steps done through them, what is there read back."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Event
+from typing import Any, Final, Protocol
+
+from dataplane.errors import Unsupported
+from dataplane.kernel import sysctl, xtables
+from dataplane.kernel.dummy import Dummy
+from dataplane.kernel.ipset import Ipsets
+from dataplane.kernel.ipvs import Ipvs
+from dataplane.kernel.netlink import NetlinkFailed
+from dataplane.mode import Options
+from dataplane.modes.ipvs import rules
+from dataplane.modes.ipvs.lower import PREFIX, SETS, set_name
+from dataplane.modes.ipvs.marks import is_nearly_ours, is_ours_by_mark
+from dataplane.modes.ipvs.plan import Actual, ServerState, Steps
+from dataplane.table import NodeNetwork
+from dataplane.virtual_servers import Change, Config, Destination, Edit, Element, Load, Server, Timeouts, Value, Verb
+
+__all__ = [
+    "DEVICE",
+    "Doors",
+    "clean",
+    "make_sets",
+    "note",
+    "open_doors",
+    "perform",
+    "read_actual",
+    "read_rules",
+    "read_set",
+    "sysctls",
+    "write_rules",
+]
+
+log = logging.getLogger(__name__)
+
+DEVICE: Final = "kube-ipvs0"  # the name that network plugins know to leave alone
+_FAMILIES: Final = (4, 6)
+_PROBE: Final = {"PORTS": "HPV-PROBE", "MARKS": "HPV-PROBE-M"}  # sets to try rules with
+
+
+class IpvsDoor(Protocol):
+    """`dataplane.kernel.ipvs.Ipvs`."""
+
+    def change(self, changes: Sequence[Change]) -> None: ...
+    def servers(self) -> dict[Server, Config]: ...
+    def destinations(self, server: Server) -> dict[Destination, Load]: ...
+    def schedules(self, scheduler: str, family: int = 4) -> bool: ...
+    def timeouts(self) -> Timeouts: ...
+    def set_timeouts(self, wanted: Timeouts) -> None: ...
+    def close(self) -> None: ...
+
+
+class SetsDoor(Protocol):
+    """`dataplane.kernel.ipset.Ipsets`."""
+
+    def names(self, prefix: str) -> list[str]: ...
+    def create(self, name: str, kind: Any, family: int) -> None: ...
+    def destroy(self, name: str) -> None: ...
+    def change(self, edits: Iterable[Edit]) -> None: ...
+    def elements(self, name: str) -> dict[Element, Value]: ...
+    def close(self) -> None: ...
+
+
+class DeviceDoor(Protocol):
+    """`dataplane.kernel.dummy.Dummy`."""
+
+    def find(self) -> bool: ...
+    def ensure(self) -> bool: ...
+    def addresses(self) -> set[str]: ...
+    def change(self, add: Iterable[str], remove: Iterable[str]) -> None: ...
+    def remove(self) -> bool: ...
+    def watch(self, wanted: Collection[str], changed: Callable[[], None], stop: Event) -> object: ...
+    def close(self) -> None: ...
+
+
+class TablesDoor(Protocol):
+    """`dataplane.kernel.xtables.Xtables`."""
+
+    variant: str
+    missing: dict[int, str]
+
+    @property
+    def families(self) -> tuple[int, ...]: ...
+    def restore(self, family: int, text: str) -> None: ...
+    def save(self, family: int, table: str) -> str: ...
+
+
+@dataclass
+class Doors:
+    """The ways to the kernel. `set_sysctls` sets what it can and returns setting -> why not."""
+
+    ipvs: IpvsDoor
+    sets: SetsDoor
+    device: DeviceDoor
+    tables: TablesDoor
+    set_sysctls: Callable[[Mapping[str, str]], dict[str, str]] = sysctl.apply
+    read_sysctl: Callable[[str], str | None] = sysctl.read
+
+    def close(self) -> None:
+        """Give the sockets back."""
+        for door in (self.ipvs, self.sets, self.device):
+            door.close()
+
+
+def open_doors(options: Options) -> Doors:
+    """Open all of them, and try what the mode needs of each.
+
+    Raises:
+        Unsupported: one is missing; one sentence says which, and what to do.
+    """
+    with contextlib.ExitStack() as opened:
+        try:
+            ipvs = Ipvs()
+            opened.callback(ipvs.close)
+            usable = ipvs.schedules(options.ipvs_scheduler)
+        except (NetlinkFailed, OSError) as error:
+            advice = "run as root (CAP_NET_ADMIN)" if os.geteuid() else "look into the kernel's log"
+            raise Unsupported("IPVS", f"no virtual server can be made ({error}): {advice}") from error
+        if not usable:
+            scheduler = options.ipvs_scheduler
+            missing = f"the kernel has no scheduler {scheduler}: load ip_vs_{scheduler}, or choose another"
+            raise Unsupported("IPVS", missing)
+        sets = Ipsets()
+        opened.callback(sets.close)
+        found = _find_tables(sets)
+        device = Dummy(DEVICE)
+        opened.callback(device.close)
+        if not device.find():
+            try:
+                device.ensure()
+            finally:
+                device.remove()
+        opened.pop_all()
+    return Doors(ipvs, sets, device, found)
+
+
+def _find_tables(sets: Ipsets) -> xtables.Xtables:
+    """The iptables of this node, with the matches that the mode needs: they are tried with sets that are made for it."""
+    probes = {(family, kind): f"{name}-{family}" for family in _FAMILIES for kind, name in _PROBE.items()}
+    try:
+        for (family, kind), name in probes.items():
+            sets.create(name, SETS[kind], family)
+        return xtables.find(lambda family: rules.samples(family, probes[family, "PORTS"], probes[family, "MARKS"]))
+    except NetlinkFailed as error:
+        raise Unsupported("ipsets", f"{error}: load or build the modules ip_set_hash_*") from error
+    finally:
+        for name in probes.values():
+            with contextlib.suppress(NetlinkFailed):
+                sets.destroy(name)
+
+
+# What is there
+
+
+def make_sets(doors: Doors) -> None:
+    """All sets of the families that work, empty where they are new.
+
+    Raises:
+        NetlinkFailed: a set cannot be made.
+    """
+    there = set(doors.sets.names(PREFIX))
+    for family in doors.tables.families:
+        for name, kind in SETS.items():
+            if set_name(family, name) not in there:
+                doors.sets.create(set_name(family, name), kind, family)
+
+
+def read_actual(doors: Doors, masquerade: int) -> Actual:
+    """Everything of ours: sets by their names, the rest by the sets' memory of it.
+
+    Raises:
+        NetlinkFailed: it cannot be read.
+    """
+    actual = Actual()
+    for family in doors.tables.families:
+        for name in SETS:
+            actual.members.update(read_set(doors, set_name(family, name)))
+    ours = {member for member in actual.members if member[0].endswith("-SERVERS")}
+    for server, config in doors.ipvs.servers().items():
+        if is_ours(server, ours, masquerade):
+            loads = doors.ipvs.destinations(server)
+            actual.servers[server] = ServerState(config, {each: load.weight for each, load in loads.items()})
+    bound = doors.device.addresses()
+    actual.addresses = {
+        element.address for name, element in actual.members if name.endswith("-ADDRESSES") and element.address in bound
+    }
+    return actual
+
+
+def read_set(doors: Doors, name: str) -> dict[tuple[str, Element], Value]:
+    """The members of one set; none when it is gone."""
+    try:
+        return {(name, element): value for element, value in doors.sets.elements(name).items()}
+    except NetlinkFailed as error:
+        if error.code == errno.ENOENT:
+            return {}
+        raise
+
+
+def is_ours(server: Server, members: Collection[tuple[str, Element]], masquerade: int) -> bool:
+    """Whether a virtual server of the kernel is one that we made."""
+    if server.mark:
+        return is_ours_by_mark(server.mark, masquerade)
+    element = Element(server.address, server.port, server.protocol)
+    return (set_name(server.family, "SERVERS"), element) in members
+
+
+# What is done
+
+
+def perform(doors: Doors, steps: Steps, actual: Actual, ready: Callable[[], None] | None = None) -> None:
+    """Do the steps in their order, and note in `actual` what is there then.
+
+    Args:
+        doors: where.
+        steps: what.
+        actual: what is there.
+        ready: called when everything is there that addresses lead to, before they are bound.
+
+    Raises:
+        NetlinkFailed: the kernel refused; `actual` no longer tells the truth.
+    """
+    _edit(doors, steps.before, actual)
+    _serve(doors, steps.servers, actual)
+    _edit(doors, steps.opened, actual)
+    if ready is not None:
+        ready()
+    if steps.bind or steps.unbind:
+        actual.addresses.difference_update(steps.unbind)  # before they go: the watcher shall not mind
+        doors.device.change(steps.bind, steps.unbind)
+        actual.addresses.update(steps.bind)
+    _edit(doors, steps.closed, actual)
+    _serve(doors, steps.removed, actual)
+    _edit(doors, steps.forgotten, actual)
+
+
+def _edit(doors: Doors, edits: list[Edit], actual: Actual) -> None:
+    if not edits:
+        return
+    doors.sets.change(edits)
+    for edit in edits:
+        for element, value in edit.elements.items():
+            if edit.add:
+                actual.members[edit.name, element] = value
+            else:
+                actual.members.pop((edit.name, element), None)
+
+
+def _serve(doors: Doors, changes: list[Change], actual: Actual) -> None:
+    if not changes:
+        return
+    doors.ipvs.change(changes)
+    for change in changes:
+        note(actual, change)
+
+
+def note(actual: Actual, change: Change) -> None:
+    """Take over what one change of a virtual server did."""
+    if change.verb is Verb.DELETE_SERVER:
+        actual.servers.pop(change.server, None)
+        return
+    if change.config is not None:
+        known = actual.servers.get(change.server)
+        actual.servers[change.server] = ServerState(change.config, known.weights if known else {})
+    if change.destination is not None:
+        weights = actual.servers[change.server].weights
+        if change.verb is Verb.DELETE_DESTINATION:
+            weights.pop(change.destination, None)
+        else:
+            weights[change.destination] = change.weight
+
+
+def write_rules(doors: Doors, node: NodeNetwork) -> dict[int, tuple[str, ...]]:
+    """Make the rules of all families; what of ours is there then, to compare with later.
+
+    Raises:
+        XtablesError: a restore was refused; nothing of that family's is changed.
+    """
+    written = {}
+    for family in doors.tables.families:
+        saved = {table: doors.tables.save(family, table) for table in rules.JUMPS}
+        doors.tables.restore(family, rules.restore_text(family, node, saved))
+        written[family] = read_rules(doors, family)
+    return written
+
+
+def read_rules(doors: Doors, family: int) -> tuple[str, ...]:
+    """The lines of ours in all tables of a family.
+
+    Raises:
+        XtablesError: a table cannot be read.
+    """
+    return tuple(line for table in rules.JUMPS for line in rules.ours(doors.tables.save(family, table)))
+
+
+# Removal
+
+
+def clean() -> int:
+    """Remove everything of ours from this network namespace; how many things went. Half of it missing is no error.
+
+    Raises:
+        DataplaneError: something of ours is there and cannot be removed.
+    """
+    removed = _clean_rules()
+    try:
+        sets = Ipsets()
+    except Unsupported:
+        return removed  # without sets nothing of ours was ever made
+    names = sets.names(PREFIX)
+    members = {name: sets.elements(name) for name in names}
+    removed += _clean_servers(members)
+    removed += _clean_addresses(members)
+    for name in names:
+        sets.destroy(name)
+    sets.close()
+    return removed + len(names)
+
+
+def _clean_rules() -> int:
+    removed = 0
+    for tables in xtables.present():
+        for family in tables.families:
+            for table in rules.JUMPS:
+                with contextlib.suppress(xtables.XtablesError):  # a variant that this kernel does not have
+                    text, count = rules.removal(table, tables.save(family, table))
+                    if count:
+                        tables.restore(family, text)
+                        removed += count
+    return removed
+
+
+def _clean_servers(members: Mapping[str, Mapping[Element, Value]]) -> int:
+    ours = {(name, element) for name, held in members.items() for element in held}
+    if not members:
+        return 0
+    try:
+        ipvs = Ipvs()
+    except Unsupported:
+        return 0
+    # A firewall mark is made of a base, a number and perhaps the masquerade bit: any bit may be that one.
+    servers = [s for s in ipvs.servers() if is_ours(s, ours, 0) or (s.mark and is_nearly_ours(s.mark))]
+    ipvs.change([Change(Verb.DELETE_SERVER, server) for server in servers])
+    ipvs.close()
+    return len(servers)
+
+
+def _clean_addresses(members: Mapping[str, Mapping[Element, Value]]) -> int:
+    device = Dummy(DEVICE)
+    removed = 0
+    if device.find():
+        wanted = {e.address for name, held in members.items() if name.endswith("-ADDRESSES") for e in held}
+        ours = device.addresses() & wanted
+        device.change((), ours)
+        removed = len(ours) + device.remove()
+    device.close()
+    return removed
+
+
+def sysctls(options: Options, release: str) -> dict[str, str]:
+    """The settings that the mode needs (row 4.19). `release` is the kernel's, as uname(2) tells it."""
+    wanted = {
+        "net/ipv4/ip_forward": "1",
+        "net/ipv4/vs/conntrack": "1",
+        "net/ipv4/vs/expire_nodest_conn": "1",
+        "net/ipv4/vs/expire_quiescent_template": "1",
+    }
+    # Before Linux 5.9 (f0a5e4d7a594) a client port that is used again waits a second when conntrack is on. Nothing
+    # but the version tells the two kinds of kernel apart.
+    numbers = [int(number) for number in re.findall(r"\d+", release)[:2]]
+    if numbers < [5, 9]:
+        wanted["net/ipv4/vs/conn_reuse_mode"] = "0"
+    if options.ipvs_strict_arp:
+        wanted |= {"net/ipv4/conf/all/arp_ignore": "1", "net/ipv4/conf/all/arp_announce": "2"}
+    return wanted

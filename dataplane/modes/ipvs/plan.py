@@ -1,0 +1,127 @@
+"""PURE. From what is in the kernel to what is wanted: which steps, in which order.
+
+IPVS, sets and addresses have no transaction in common. So what restricts comes before what allows, servers come
+before the addresses that lead to them, and the other way round when they go; a packet then meets the old state or
+the new one, or is refused, but never a half-made service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from dataplane.modes.ipvs.lower import Member, Wanted, set_name
+from dataplane.virtual_servers import Change, Config, Destination, Edit, Element, Server, Value, Verb
+
+__all__ = ["Actual", "ServerState", "Steps", "plan", "server_changes"]
+
+# Elements of these are added only when the virtual servers are there, and removed before anything else.
+_LATE: Final = ("MARKS", "PORTS")
+_ADDRESSES: Final = "ADDRESSES"
+_SERVERS: Final = "SERVERS"  # the memory of what is ours: first in, last out
+
+
+class ServerState(NamedTuple):
+    """A virtual server in the kernel: its settings and the weights of its real servers."""
+
+    config: Config
+    weights: dict[Destination, int]
+
+
+@dataclass
+class Actual:
+    """What of ours is in the kernel, as far as we know."""
+
+    servers: dict[Server, ServerState] = field(default_factory=dict)
+    members: dict[Member, Value] = field(default_factory=dict)
+    addresses: set[str] = field(default_factory=set)
+
+
+class Steps(NamedTuple):
+    """What to do, in this order."""
+
+    before: list[Edit]  # SERVERS first, then what restricts
+    servers: list[Change]  # new ones, changed ones, real servers
+    opened: list[Edit]  # MARKS, PORTS; ADDRESSES last
+    bind: list[str]
+    unbind: list[str]
+    closed: list[Edit]  # ADDRESSES, MARKS, then the rest
+    removed: list[Change]  # virtual servers
+    forgotten: list[Edit]  # SERVERS
+
+    def __bool__(self) -> bool:
+        return any(self[:])
+
+
+def server_changes(server: Server, wanted: Wanted, actual: ServerState | None) -> list[Change]:
+    """What makes one virtual server as it should be. Who leaves with flows is set to weight 0 (row 4.9)."""
+    changes = []
+    if actual is None:
+        changes.append(Change(Verb.NEW_SERVER, server, wanted.config))
+    elif actual.config != wanted.config:
+        changes.append(Change(Verb.SET_SERVER, server, wanted.config))
+    weights = actual.weights if actual else {}
+    for destination in sorted(wanted.backends):
+        weight = weights.get(destination)
+        if weight is None:
+            changes.append(Change(Verb.NEW_DESTINATION, server, None, destination))
+        elif weight != 1:
+            changes.append(Change(Verb.SET_DESTINATION, server, None, destination))
+    for destination in sorted(weights.keys() - wanted.backends):
+        if not wanted.lingers and destination not in wanted.serving:
+            changes.append(Change(Verb.DELETE_DESTINATION, server, None, destination))
+        elif weights[destination] != 0:
+            changes.append(Change(Verb.SET_DESTINATION, server, None, destination, 0))
+    return changes
+
+
+def plan(
+    actual: Actual,
+    servers: Mapping[Server, Wanted | None],
+    members: Mapping[Member, tuple[bool, Value]],
+    addresses: Mapping[str, bool],
+) -> Steps:
+    """The steps for these things alone; None and False: it should not be there."""
+    changes: list[Change] = []
+    removed: list[Change] = []
+    for server, wanted in servers.items():
+        state = actual.servers.get(server)
+        if wanted is not None:
+            changes += server_changes(server, wanted, state)
+        elif state is not None:
+            removed.append(Change(Verb.DELETE_SERVER, server))
+    add: dict[str, dict[Element, Value]] = {}
+    remove: dict[str, dict[Element, Value]] = {}
+    for (name, element), (there, value) in members.items():
+        known = (name, element) in actual.members
+        if there and not (known and actual.members[name, element] == value):
+            add.setdefault(name, {})[element] = value
+        elif not there and known:
+            remove.setdefault(name, {})[element] = None
+    return Steps(
+        before=_edits(add, _order(add, (_SERVERS, "ALLOWED"), (*_LATE, _ADDRESSES)), add=True),
+        servers=changes,
+        opened=_edits(add, _named(add, (*_LATE, _ADDRESSES)), add=True),
+        bind=[text for text, there in addresses.items() if there and text not in actual.addresses],
+        unbind=[text for text, there in addresses.items() if not there and text in actual.addresses],
+        closed=_edits(remove, _order(remove, (_ADDRESSES, "MARKS", "SOURCES"), (_SERVERS,)), add=False),
+        removed=removed,
+        forgotten=_edits(remove, _named(remove, (_SERVERS,)), add=False),
+    )
+
+
+def _edits(elements: Mapping[str, dict[Element, Value]], names: Iterable[str], *, add: bool) -> list[Edit]:
+    return [Edit(name, 6 if name.startswith(set_name(6, "")) else 4, add, elements[name]) for name in names]
+
+
+def _named(known: Collection[str], kinds: tuple[str, ...]) -> list[str]:
+    """The sets of these kinds that are known, in this order."""
+    return [name for kind in kinds for family in (4, 6) if (name := set_name(family, kind)) in known]
+
+
+def _order(known: Collection[str], first: tuple[str, ...], without: tuple[str, ...]) -> list[str]:
+    """All that are known: those of `first`, then the others, none of `without`."""
+    start = _named(known, first)
+    left_out = {*start, *_named(known, without)}
+    return [*start, *sorted(name for name in known if name not in left_out)]

@@ -1,0 +1,380 @@
+"""The ipvs mode, open on this node."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from dataplane.diff import changed_services
+from dataplane.errors import DataplaneError, SyncError, Unsupported
+from dataplane.kernel.conntrack import delete_stale
+from dataplane.kernel.ipset import LIMIT, Ipsets
+from dataplane.kernel.ipvs import Ipvs as Door
+from dataplane.mode import Misfit, Mode, Options, SyncResult, Wake
+from dataplane.modes.ipvs import node as machine
+from dataplane.modes.ipvs.audit import Audit
+from dataplane.modes.ipvs.listing import Programmed
+from dataplane.modes.ipvs.lower import PREFIX, Lowered, Member, Node, Wanted, is_excluded, lower, node_of
+from dataplane.modes.ipvs.marks import Marks
+from dataplane.modes.ipvs.plan import Actual, Steps, plan
+from dataplane.table import EMPTY, Entry, ServiceTable
+from dataplane.virtual_servers import Change, Server, Timeouts, Value, Verb
+
+__all__ = ["MODE", "Ipvs", "clean", "look", "probe"]
+
+log = logging.getLogger(__name__)
+
+DRAIN_SECONDS: Final = 5.0  # how often real servers of weight 0 are looked at; kube-proxy does it each minute
+NOTHING: Final = Lowered({}, {}, frozenset())
+
+
+class Ipvs:
+    """A `dataplane.mode.Programmer`.
+
+    Args:
+        options: settings.
+        wake: called when the kernel tells that the device or an address of ours is gone.
+        doors: ways to the kernel; None: the real ones.
+
+    Raises:
+        Unsupported: this machine cannot run the mode; says what is missing.
+    """
+
+    name = "ipvs"
+
+    def __init__(self, options: Options, wake: Wake, doors: machine.Doors | None = None) -> None:
+        self.options = options
+        self.doors = doors or machine.open_doors(options)
+        self.table: ServiceTable = EMPTY
+        self.actual = Actual()
+        self.lowered: dict[str, Lowered] = {}
+        self.misfits: dict[str, str] = {}
+        self.audit = Audit(self, options.sync_seconds)
+        self.release = os.uname().release
+        self.unset: dict[str, str] = {}  # settings of the kernel that could not be made
+        self.stale_deleted = 0
+        self._members: Counter[Member] = Counter()
+        self._addresses: Counter[str] = Counter()
+        self._values: dict[Member, Value] = {}
+        self._schedulers: dict[str, bool] = {options.ipvs_scheduler: True}
+        self._marks = Marks(1 << EMPTY.node.masquerade_bit)
+        self._node = Node()
+        self._taken: Counter[tuple[str, int, int]] = Counter()
+        self._draining: set[Server] = set()
+        self._drain_at = 0.0
+        self._full = self._first = True
+        self._wake = wake
+        self._stop = threading.Event()
+        self._watching = False
+
+    # Changes
+
+    def sync(self, table: ServiceTable) -> SyncResult:
+        """See `dataplane.mode.Programmer.sync`."""
+        first = self._first
+        names: Iterable[str] = changed_services(self.table, table)
+        try:
+            if self._full or table.node != self.table.node or self._takes_addresses(table, names):
+                names = table.services
+                result = self._replace(table)
+            else:
+                result = self._change(table, names)
+        except (DataplaneError, OSError) as error:
+            self._full = True
+            raise SyncError(f"IPVS could not be programmed: {error}") from error
+        self.table = table
+        self._full = self._first = False
+        self.stale_deleted += delete_stale(table, table.services if first else names)
+        return result
+
+    def _replace(self, table: ServiceTable) -> SyncResult:
+        """Everything: what is in the kernel is read, and whatever differs is changed in place."""
+        self.unset = self.doors.set_sysctls(machine.sysctls(self.options, self.release))
+        options = self.options
+        self.doors.ipvs.set_timeouts(
+            Timeouts(options.ipvs_tcp_timeout, options.ipvs_tcpfin_timeout, options.ipvs_udp_timeout)
+        )
+        self.doors.device.ensure()
+        machine.make_sets(self.doors)
+        self._node = node_of(table.node, self.doors.tables.families, self.options.ipvs_exclude_cidrs)
+        found = machine.read_actual(self.doors, self._node.masquerade)
+        self._adopt(found)
+        self._lower_all(table)
+        steps = self._plan_all()
+
+        def ready() -> None:  # the sets that rules look into are full, and no packet meets them without the rules
+            self.audit.rules = machine.write_rules(self.doors, table.node)
+
+        machine.perform(self.doors, steps, self.actual, ready)
+        self._note_draining(steps)
+        self._watch()
+        entries = sum(len(held) for held in table.services.values())
+        return SyncResult(entries, 0, self._misfits())
+
+    def _adopt(self, found: Actual) -> None:
+        self.actual.servers, self.actual.members = found.servers, found.members
+        self.actual.addresses.clear()  # the watcher holds this very set
+        self.actual.addresses.update(found.addresses)
+        self._draining = {server for server, state in found.servers.items() if 0 in state.weights.values()}
+        self._marks = Marks(self._node.masquerade, found.members)
+
+    def _lower_all(self, table: ServiceTable) -> None:
+        self.lowered, self.misfits = {}, {}
+        self._members, self._addresses, self._values = Counter(), Counter(), {}
+        self._taken = Counter(place for name in table.services for place in self._explicit(table, name))
+        for name in table.services:
+            self._put(name, table.services[name])
+
+    def _plan_all(self) -> Steps:
+        servers: dict[Server, Wanted | None] = dict.fromkeys(self.actual.servers)
+        for lowered in self.lowered.values():
+            servers.update(lowered.servers)
+        addresses = {**dict.fromkeys(self.actual.addresses, False), **dict.fromkeys(self._addresses, True)}
+        return plan(self.actual, servers, self._wanted_members({**self.actual.members, **self._members}), addresses)
+
+    def _wanted_members(self, members: Iterable[Member]) -> dict[Member, tuple[bool, Value]]:
+        return {member: (self._members[member] > 0, self._values.get(member)) for member in members}
+
+    def _change(self, table: ServiceTable, names: Iterable[str]) -> SyncResult:
+        """What changed, and nothing else: neither read nor written."""
+        servers: dict[Server, Wanted | None] = {}
+        members: set[Member] = set()
+        addresses: set[str] = set()
+        changed = removed = 0
+        for name in names:
+            old = self.lowered.get(name, NOTHING)
+            new = self._put(name, table.services.get(name, ()))
+            servers.update(dict.fromkeys(old.servers))
+            members.update(old.members, new.members)
+            addresses |= old.addresses | new.addresses
+            changed += len(new.servers)
+            removed += len(old.servers.keys() - new.servers.keys())
+        for name in names:  # after all that go: a service may have taken over the server of another
+            servers.update(self.lowered.get(name, NOTHING).servers)
+        steps = plan(
+            self.actual, servers, self._wanted_members(members), {text: self._addresses[text] > 0 for text in addresses}
+        )
+        machine.perform(self.doors, steps, self.actual)
+        self._note_draining(steps)
+        return SyncResult(changed, removed, self._misfits())
+
+    def _put(self, name: str, entries: tuple[Entry, ...]) -> Lowered:
+        """Replace what a service needs by what it needs now."""
+        for member in (old := self.lowered.pop(name, NOTHING)).members:
+            self._members[member] -= 1
+            if not self._members[member]:
+                del self._members[member]
+                self._values.pop(member, None)
+        self._addresses -= Counter(old.addresses)
+        for entry in entries:
+            self._look_at(entry)
+        new = lower(entries, self._node, self._scheduler, self._marks.take, self._taken)
+        self._marks.give_back(set(old.servers) - set(new.servers))
+        self._members.update(new.members.keys())
+        self._values.update({member: value for member, value in new.members.items() if value is not None})
+        self._addresses.update(new.addresses)
+        if new.servers or new.members:
+            self.lowered[name] = new
+        return new
+
+    def _look_at(self, entry: Entry) -> None:
+        if entry.family not in self._node.families:
+            self.misfits[f"{entry.name} IPv{entry.family}"] = (
+                f"IPv{entry.family} does not work here: {self.doors.tables.missing.get(entry.family, 'no iptables')}"
+            )
+
+    def _misfits(self) -> tuple[Misfit, ...]:
+        return tuple(Misfit(entry, reason) for entry, reason in self.misfits.items())
+
+    def _scheduler(self, entry: Entry) -> str:
+        """What the entry asks for, where the kernel has it; it is asked once for each."""
+        default = self.options.ipvs_scheduler
+        if entry.algorithm == "random":
+            return default
+        if entry.algorithm not in self._schedulers:
+            self._schedulers[entry.algorithm] = self.doors.ipvs.schedules(entry.algorithm)
+        return entry.algorithm if self._schedulers[entry.algorithm] else default
+
+    def _explicit(self, table: ServiceTable, name: str) -> list[tuple[str, int, int]]:
+        """Addresses of a service that are node-port addresses too."""
+        return [
+            (frontend.address, frontend.port, int(entry.protocol))
+            for entry in table.services.get(name, ())
+            for frontend in entry.frontends
+            if frontend.address is not None and frontend.address in table.node.node_port_addresses
+        ]
+
+    def _takes_addresses(self, table: ServiceTable, names: Iterable[str]) -> bool:
+        """Whether a service takes or leaves an address that node ports are served at: then others change too."""
+        return any(self._explicit(table, name) != self._explicit(self.table, name) for name in names)
+
+    def links_changed(self) -> None:
+        """Nothing is attached to interfaces; new addresses come with the next table."""
+
+    # Draining
+
+    def _note_draining(self, steps: Steps) -> None:
+        self._draining.update(
+            change.server for change in steps.servers if change.destination is not None and change.weight == 0
+        )
+
+    def _drain(self) -> None:
+        """Remove real servers that left and whose last connection ended (row 4.9)."""
+        if not self._draining or time.monotonic() < self._drain_at:
+            return
+        self._drain_at = time.monotonic() + DRAIN_SECONDS
+        changes = []
+        for server in list(self._draining):
+            state = self.actual.servers.get(server)
+            leaving = [each for each, weight in state.weights.items() if weight == 0] if state else []
+            if not leaving:
+                self._draining.discard(server)
+                continue
+            loads = self.doors.ipvs.destinations(server)
+            for destination in leaving:
+                load = loads.get(destination)
+                if load is None or not load.active + load.inactive:
+                    changes.append(Change(Verb.DELETE_DESTINATION, server, None, destination))
+        if changes:
+            self.doors.ipvs.change(changes)
+            for change in changes:
+                machine.note(self.actual, change)
+            log.info("%d real servers without connections are gone", len(changes))
+
+    # Drift
+
+    def _watch(self) -> None:
+        if not self._watching:
+            self.doors.device.watch(self.actual.addresses, self._lost, self._stop)
+            self._watching = True
+
+    def _lost(self) -> None:
+        """From the watching thread: an address of ours, or the device, is gone."""
+        self.audit.told.set()
+        self._wake()
+
+    def maintain(self) -> None:
+        """See `dataplane.mode.Programmer.maintain`."""
+        if self._full:
+            return
+        self._drain()
+        self.audit.step()
+
+    def repair(self) -> None:
+        """Read everything and put right what differs."""
+        try:
+            self._replace(self.table)
+        except (DataplaneError, OSError) as error:
+            self._full = True
+            raise DataplaneError(f"what others changed could not be put right: {error}") from error
+
+    # What is told
+
+    @property
+    def audit_repairs(self) -> int:
+        """How many things that others changed were put right."""
+        return self.audit.repairs
+
+    def limitations(self) -> list[str]:
+        """What the table asks for and this mode does not do, in sentences."""
+        entries = [entry for held in self.table.services.values() for entry in held]
+        sentences = []
+        for algorithm in sorted(name for name, works in self._schedulers.items() if not works):
+            who = [entry.name for entry in entries if entry.algorithm == algorithm]
+            if who:
+                sentences.append(
+                    f"{len(who)} service ports ask for {algorithm} ({who[0]}{', ...' if len(who) > 1 else ''}), which "
+                    f"this kernel does not have as a scheduler: they get {self.options.ipvs_scheduler}"
+                )
+        excluded = sum(1 for e in entries for f in e.frontends if f.address and is_excluded(f.address, self._node))
+        if excluded:
+            sentences.append(f"{excluded} addresses are in --ipvs-exclude-cidrs and left to others")
+        sticky = sum(1 for e in entries if e.affinity_seconds and len(e.frontends) > 1)
+        if sticky:
+            sentences.append(f"{sticky} service ports have an affinity of its own for each of their addresses")
+        if self._marks.refused:
+            sentences.append(f"{self._marks.refused} addresses serve the outside as the inside: marks are used up")
+        sentences += [f"{reason}" for reason in self.unset.values()]
+        return sentences
+
+    def status(self) -> dict[str, Any]:
+        """See `dataplane.mode.Programmer.status`."""
+        draining = sum(
+            1 for server in self._draining if (state := self.actual.servers.get(server)) is not None
+            for weight in state.weights.values() if weight == 0
+        )  # fmt: skip
+        elements = Counter(name for name, _ in self.actual.members)
+        return {
+            "mode": self.name,
+            "scheduler": self.options.ipvs_scheduler,
+            "device": machine.DEVICE,
+            "addresses": len(self.actual.addresses),
+            "virtual_servers": len(self.actual.servers),
+            "draining": draining,
+            "variant": self.doors.tables.variant,
+            "families": list(self.doors.tables.families),
+            "strict_arp": self.options.ipvs_strict_arp,
+            "fill": {f"set {name}": [count, LIMIT] for name, count in sorted(elements.items())},
+            "misfits": [{"entry": entry, "reason": reason} for entry, reason in self.misfits.items()],
+            "limitations": self.limitations(),
+            "audit_repairs": self.audit_repairs,
+            "counters": self.counters(),
+        }
+
+    def names(self) -> dict[int, str]:
+        """Nothing is numbered: the set SERVERS has the names."""
+        return {}
+
+    def ask(self, src: str, dst: str, port: int, protocol: int) -> dict[str, Any]:
+        """See `dataplane.mode.Programmer.ask`."""
+        del src, dst, port, protocol
+        raise DataplaneError("mode ipvs cannot be asked about a packet; `explain` without --live answers")
+
+    def counters(self) -> dict[str, int]:
+        """See `dataplane.mode.Programmer.counters`."""
+        return {"stale_conntrack_entries_deleted": self.stale_deleted}
+
+    def close(self) -> None:
+        """See `dataplane.mode.Programmer.close`."""
+        self._stop.set()
+        self.doors.close()
+
+
+def clean(options: Options) -> int:
+    """Remove everything of ours from this network namespace; returns how many things went."""
+    del options
+    return machine.clean()
+
+
+def probe(options: Options) -> str | None:
+    """Make, and remove again, one of everything that the mode needs."""
+    try:
+        machine.open_doors(options).close()
+    except Unsupported as error:
+        return str(error)
+    except (DataplaneError, OSError) as error:
+        return f"IPVS cannot be used here: {error}"
+    return None
+
+
+def look(options: Options, names: Mapping[int, str]) -> Programmed | None:
+    """What is programmed, of an agent that runs or not."""
+    del options, names
+    try:
+        sets = Ipsets()
+    except Unsupported:
+        return None
+    with contextlib.closing(sets):
+        if not sets.names(f"{PREFIX}4-") and not sets.names(f"{PREFIX}6-"):
+            return None
+        with contextlib.closing(Door()) as ipvs:
+            return Programmed(sets, ipvs)
+
+
+MODE = Mode("ipvs", Ipvs, clean, probe, look)

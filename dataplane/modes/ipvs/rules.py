@@ -1,0 +1,191 @@
+"""PURE. The rules of mode ipvs: as many for one service as for ten thousand.
+
+Packets to services are this node's own, because their addresses are on its device: from elsewhere they pass
+PREROUTING and INPUT, and IPVS takes them at the end of INPUT; those of this node pass OUTPUT, and IPVS takes them
+there right after nat. So all that must come first is at these places:
+
+mangle   drops: sources that are not allowed, unallocated service addresses, routes that want silence;
+         in INPUT, behind routing, the mark that chooses a virtual server for clients outside
+nat      the masquerade mark for the class of the client, and the masquerade
+filter   refusals. Where IPVS would come before them (a connection of this node itself), nat turns the packet to
+         the loopback address first: IPVS answers TCP by ICMP, which a socket in connect() notes but waits on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from ipaddress import ip_network
+from typing import Final
+
+from dataplane.modes.ipvs.lower import PREFIX, set_name
+from dataplane.table import Detect, NodeNetwork
+
+__all__ = ["JUMPS", "ours", "pod_match", "removal", "restore_text", "samples"]
+
+COMMENT: Final = '-m comment --comment "hybrid-proxy ipvs"'
+JUMPS: Final = {
+    "mangle": ("PREROUTING", "INPUT", "OUTPUT"),
+    "nat": ("PREROUTING", "OUTPUT", "POSTROUTING"),
+    "filter": ("INPUT", "FORWARD", "OUTPUT"),
+}
+_NEW: Final = "-m conntrack --ctstate NEW"
+_REFUSED: Final = {4: "127.0.0.1", 6: "::1"}
+_REFUSED_PORT: Final = 1  # tcpmux: nobody is asked there, the rule comes first
+
+
+def pod_match(node: NodeNetwork, family: int) -> str:
+    """The match for packets of pods; empty: pods are not told apart."""
+    match node.detect:
+        case Detect.CLUSTER_CIDR | Detect.NODE_CIDR:
+            return next((f"-s {cidr}" for cidr in node.pod_cidrs if ip_network(cidr).version == family), "")
+        case Detect.BRIDGE_INTERFACE if node.pod_interface:
+            return f"-i {node.pod_interface}"
+        case Detect.INTERFACE_PREFIX if node.pod_interface:
+            return f"-i {node.pod_interface}+"
+    return ""
+
+
+def restore_text(family: int, node: NodeNetwork, saved: dict[str, str]) -> str:
+    """A restore that makes our chains and jumps anew in one transaction for each table.
+
+    Args:
+        family: 4 or 6.
+        node: pods, service ranges and the masquerade bit.
+        saved: table -> what is there now, as iptables-save prints it: jumps that are there are taken out.
+    """
+    rules = {
+        "mangle": list(_mangle(family, node)),
+        "nat": list(_nat(family, node)),
+        "filter": list(_filter(family, node)),
+    }
+    return "".join(_table(table, rules[table], saved.get(table, "")) for table in JUMPS)
+
+
+def _table(table: str, rules: list[tuple[str, str]], saved: str) -> str:
+    chains = list(dict.fromkeys([*(f"{PREFIX}{hook}" for hook in JUMPS[table]), *(chain for chain, _ in rules)]))
+    lines = [f"*{table}", *(f":{chain} - [0:0]" for chain in chains)]
+    lines += [f"-D {line[3:]}" for line in saved.splitlines() if _is_jump(line)]
+    lines += [f"-I {hook} 1 {COMMENT} -j {PREFIX}{hook}" for hook in JUMPS[table]]
+    lines += [f"-A {chain} {rule}" for chain, rule in rules]
+    return "\n".join([*lines, "COMMIT", ""])
+
+
+def removal(table: str, saved: str) -> tuple[str, int]:
+    """A restore that removes every chain of ours and every jump to them, and how many these are."""
+    lines = saved.splitlines()
+    chains = [line[1:].split()[0] for line in lines if line.startswith(f":{PREFIX}")]
+    jumps = [f"-D {line[3:]}" for line in lines if _is_jump(line)]
+    if not chains and not jumps:
+        return "", 0
+    body = [*jumps, *(f"-F {chain}" for chain in chains), *(f"-X {chain}" for chain in chains)]
+    return "\n".join([f"*{table}", *body, "COMMIT", ""]), len(body) - len(chains)
+
+
+def ours(saved: str) -> tuple[str, ...]:
+    """The lines of a save that are ours, to see whether somebody changed them."""
+    found = []
+    for line in saved.splitlines():
+        if line.startswith(f":{PREFIX}"):
+            found.append(line.split()[0])  # counters of packets follow
+        elif line.startswith(f"-A {PREFIX}") or _is_jump(line):
+            found.append(line)
+    return tuple(found)
+
+
+def _is_jump(line: str) -> bool:
+    """A rule in a chain that is not ours that leads to one of ours."""
+    if not line.startswith("-A ") or line.startswith(f"-A {PREFIX}"):
+        return False
+    return any(f" {option} {PREFIX}" in line for option in ("-j", "-g"))
+
+
+def samples(family: int, probe_set: str, mark_set: str) -> dict[str, list[str]]:
+    """Rules that must be possible for the mode to work, with two sets that are there."""
+    return {
+        "mangle": [f"-j SET --map-set {mark_set} dst,dst --map-mark"],
+        "nat": [
+            f"-m set --match-set {probe_set} dst,dst -j MARK --set-xmark 0x4000/0x4000",
+            "-j MASQUERADE --random-fully",
+            f"-p tcp -j DNAT --to-destination {_refusal_target(family)}",
+        ],
+        "filter": [
+            f"{_NEW} -m set ! --match-set {probe_set} dst,dst -j RETURN",
+            "-p tcp -j REJECT --reject-with tcp-reset",
+        ],
+    }
+
+
+def _set(family: int, name: str, fields: str = "dst,dst", *, negated: bool = False) -> str:
+    return f"-m set {'! ' if negated else ''}--match-set {set_name(family, name)} {fields}"
+
+
+def _mangle(family: int, node: NodeNetwork) -> Iterator[tuple[str, str]]:
+    pods = pod_match(node, family)
+    before, output, inside = f"{PREFIX}PREROUTING", f"{PREFIX}OUTPUT", f"{PREFIX}INSIDE"
+    always = f"{PREFIX}ALWAYS"
+    allowed = _set(family, "ALLOWED", "dst,dst,src", negated=True)
+    yield always, f"{_set(family, 'SOURCES')} {allowed} -j DROP"
+    for cidr in node.service_cidrs:
+        if ip_network(cidr).version == family:
+            yield always, f"-d {cidr} {_set(family, 'ADDRESSES', 'dst', negated=True)} -j DROP"
+    yield inside, f"{_set(family, 'DROP-IN')} -j DROP"
+    for chain in (before, output):
+        yield chain, "-m conntrack ! --ctstate NEW -j RETURN"
+        yield chain, f"-j {always}"
+    if pods:
+        yield before, f"{pods} -g {inside}"
+    yield before, f"{_set(family, 'DROP-OUT')} -j DROP"
+    yield output, f"-j {inside}"
+    if pods:
+        yield f"{PREFIX}INPUT", f"{pods} -j RETURN"
+    yield f"{PREFIX}INPUT", f"{_NEW} -j SET --map-set {set_name(family, 'MARKS')} dst,dst --map-mark"
+
+
+def _nat(family: int, node: NodeNetwork) -> Iterator[tuple[str, str]]:
+    pods = pod_match(node, family)
+    bit = 1 << node.masquerade_bit
+    before, output, after = (f"{PREFIX}{hook}" for hook in JUMPS["nat"])
+    mark = f"-j MARK --set-xmark {bit:#x}/{bit:#x}"
+    if pods:
+        yield f"{PREFIX}POD", f"{_set(family, 'MASQ-POD')} {mark}"
+        yield before, f"{pods} -g {PREFIX}POD"
+    yield before, f"{_set(family, 'MASQ-EXT')} {mark}"
+    target = _refusal_target(family)
+    yield output, f"-p tcp {_set(family, 'REJECT-IN')} -j DNAT --to-destination {target}"
+    yield output, f"{_set(family, 'MASQ-NODE')} {mark}"
+    # This node's route to an address of its own has that very address as its source: nobody could answer it.
+    yield output, f"{_set(family, 'ADDRESSES', 'src')} {_set(family, 'PORTS')} {mark}"
+    yield after, f"{_set(family, 'HAIRPIN', 'dst,dst,src')} -j MASQUERADE --random-fully"
+    yield after, f"-m mark ! --mark {bit:#x}/{bit:#x} -j RETURN"
+    yield after, f"-j MARK --set-xmark {bit:#x}/0x0"
+    yield after, "-j MASQUERADE --random-fully"
+
+
+def _refusal_target(family: int) -> str:
+    address = _REFUSED[family]
+    return f"[{address}]:{_REFUSED_PORT}" if family == 6 else f"{address}:{_REFUSED_PORT}"
+
+
+def _filter(family: int, node: NodeNetwork) -> Iterator[tuple[str, str]]:
+    pods = pod_match(node, family)
+    enter, forward, output = (f"{PREFIX}{hook}" for hook in JUMPS["filter"])
+    reject, inside, unknown = f"{PREFIX}REJECT", f"{PREFIX}INSIDE", f"{PREFIX}UNKNOWN"
+    yield reject, "-p tcp -j REJECT --reject-with tcp-reset"
+    unreachable = "icmp-port-unreachable" if family == 4 else "icmp6-port-unreachable"
+    yield reject, f"-j REJECT --reject-with {unreachable}"
+    yield unknown, f"-p {'icmp' if family == 4 else 'ipv6-icmp'} -j RETURN"
+    not_served = f"{_set(family, 'ADDRESSES', 'dst')} {_set(family, 'PORTS', negated=True)}"
+    yield unknown, f"{not_served} -j {reject}"
+    yield inside, f"{_set(family, 'REJECT-IN')} -j {reject}"
+    yield inside, f"-g {unknown}"
+    for chain in (enter, output):
+        yield chain, "-m conntrack ! --ctstate NEW -j RETURN"
+    if pods:
+        yield enter, f"{pods} -g {inside}"
+    yield enter, f"{_set(family, 'REJECT-OUT')} -j {reject}"
+    yield enter, f"-g {unknown}"
+    refused = f"-d {_REFUSED[family]}/{32 if family == 4 else 128} -p tcp -m tcp --dport {_REFUSED_PORT}"
+    yield output, f"{refused} -m conntrack --ctstate DNAT -j {reject}"
+    yield output, f"-g {inside}"
+    # Requests do not pass here, IPVS sends them from INPUT; answers of real servers do.
+    yield forward, "-m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT"

@@ -1,0 +1,100 @@
+"""PURE. Values that mode ipvs and the doors to IPVS and ip_set exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import NamedTuple
+
+__all__ = ["Change", "Config", "Destination", "Edit", "Element", "Kind", "Load", "Server", "Timeouts", "Value", "Verb"]
+
+Value = str | int | None  # an element's comment, or the mark that it maps to
+
+
+class Server(NamedTuple):
+    """What names a virtual server: an address with protocol and port, or a firewall mark of one family."""
+
+    family: int
+    protocol: int = 0
+    address: str = ""
+    port: int = 0
+    mark: int = 0
+
+
+class Config(NamedTuple):
+    """How a virtual server schedules; `persistent` is in seconds, 0: not; `flags` are the scheduler's."""
+
+    scheduler: str
+    persistent: int = 0
+    flags: int = 0
+
+
+class Destination(NamedTuple):
+    """A real server of a virtual server."""
+
+    address: str
+    port: int
+
+
+class Load(NamedTuple):
+    """A real server's weight and its connections."""
+
+    weight: int
+    active: int = 0
+    inactive: int = 0
+    persistent: int = 0
+
+
+class Timeouts(NamedTuple):
+    """Seconds; 0: as the kernel has it."""
+
+    tcp: int = 0
+    tcp_fin: int = 0
+    udp: int = 0
+
+
+class Verb(IntEnum):
+    """What a change does; the value is IPVS_CMD_* of linux/ip_vs.h."""
+
+    NEW_SERVER = 1
+    SET_SERVER = 2
+    DELETE_SERVER = 3
+    NEW_DESTINATION = 5
+    SET_DESTINATION = 6
+    DELETE_DESTINATION = 7
+
+
+class Change(NamedTuple):
+    """One change of one virtual server or of one of its real servers."""
+
+    verb: Verb
+    server: Server
+    config: Config | None = None
+    destination: Destination | None = None
+    weight: int = 1
+
+
+class Kind(NamedTuple):
+    """A type of set as ipset(8) names it, and what its elements carry."""
+
+    type: str
+    comments: bool = False
+    marks: bool = False
+
+
+class Element(NamedTuple):
+    """One element of a set; `second` is an address (hash:ip,port,ip) or a network (hash:ip,port,net)."""
+
+    address: str
+    port: int = 0
+    protocol: int = 0
+    second: str = ""
+
+
+class Edit(NamedTuple):
+    """Elements of one set to add (with their values) or to remove."""
+
+    name: str
+    family: int
+    add: bool
+    elements: Mapping[Element, Value]
