@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from controller.lab.agent import Agent
 from controller.lab.network import Lab
 from controller.lab.traffic import Tally, load
 
-from .kit import UDP, V4, V6, Bench, Service, attached, eventually, node_manifest, silent
+from .kit import PATIENCE, UDP, V4, V6, Bench, Service, attached, eventually, silent
 
 STRICT = """
 table inet strict {
@@ -31,19 +30,11 @@ table inet strict {
 
 
 @pytest.fixture
-def bench(lab: Lab, mode: str) -> Iterator[Bench]:
-    """An agent for each test: here it is what changes."""
-    manifests = lab.folder / "manifests"
-    shutil.rmtree(manifests, ignore_errors=True)
-    manifests.mkdir()
-    (manifests / "node.json").write_text(node_manifest(lab))
-    agent = Agent(lab, manifests, mode)
-    agent.start()
-    yield Bench(lab, agent, itertools.count(1))
-    print(f"--- log of the agent\n{agent.tail(60)}")
-    if agent.running():
-        agent.kill()
-    agent.cleanup()
+def bench(bench: Bench) -> Iterator[Bench]:
+    """The agent is what changes here; the next test finds it at work again."""
+    yield bench
+    if not bench.agent.running():
+        bench.agent.start(20 * PATIENCE)
 
 
 @contextmanager
@@ -157,10 +148,11 @@ def test_a_second_agent_on_the_node_refuses_to_start(bench: Bench) -> None:
 
 
 @pytest.fixture
-def foreign_filter(lab: Lab) -> Iterator[list[str]]:
+def foreign_filter(bench: Bench) -> Iterator[list[str]]:
     """Somebody else's clsact filter on a pod's interface."""
     if not shutil.which("tc"):
         pytest.skip("tc is not installed (apt-get install iproute2)")
+    lab = bench.lab
     device = lab["pod1"].interface
     lab.run("node", ["tc", "qdisc", "add", "dev", device, "clsact"])
     added = lab.run(
@@ -211,9 +203,8 @@ def test_cleanup_removes_everything_of_ours_and_nothing_else(
         pass  # the node still is a router
 
 
+@pytest.mark.parametrize("mode", ["ebpf"], indirect=True, scope="session")
 def test_cleanup_leaves_no_pins(bench: Bench, mode: str) -> None:
-    if mode != "ebpf":
-        pytest.skip("only the ebpf mode pins anything")
     bench.service("pod2")
     told = bench.agent.status()
     assert told is not None
@@ -226,14 +217,14 @@ def test_cleanup_leaves_no_pins(bench: Bench, mode: str) -> None:
 
 
 @pytest.fixture
-def strict(lab: Lab) -> Iterator[None]:
+def strict(bench: Bench) -> Iterator[None]:
     """A firewall as hosts have it: FORWARD accepts nothing that conntrack calls invalid."""
     if not shutil.which("nft"):
         pytest.skip("nft is not installed (apt-get install nftables)")
-    added = lab.run("node", ["nft", STRICT])
+    added = bench.lab.run("node", ["nft", STRICT])
     assert added.returncode == 0, added.stderr
     yield
-    lab.run("node", ["nft", "delete", "table", "inet", "strict"])
+    bench.lab.run("node", ["nft", "delete", "table", "inet", "strict"])
 
 
 def test_strict_conntrack_rules_are_tolerated(bench: Bench, strict: None) -> None:
