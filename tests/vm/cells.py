@@ -11,7 +11,18 @@ from typing import Any
 
 from .features import PREFIX, skipped_for
 
-__all__ = ["BEGIN", "END", "Cell", "count", "read_cells", "render", "replace_table", "write_cells"]
+__all__ = [
+    "BEGIN",
+    "END",
+    "Cell",
+    "count",
+    "read_cells",
+    "render",
+    "replace_table",
+    "replaced",
+    "summary",
+    "write_cells",
+]
 
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
@@ -87,7 +98,7 @@ def render(cells: Sequence[Cell], kernels: Sequence[str], modes: Sequence[str]) 
     heads = [f"{kernel} ({releases[kernel]})" if kernel in releases else kernel for kernel in kernels]
     lines = [f"| mode | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
     for mode in modes:
-        row = [_short(known.get((mode, kernel))) for kernel in kernels]
+        row = [summary(cell) if (cell := known.get((mode, kernel))) else "not run" for kernel in kernels]
         lines.append(f"| {mode} | {' | '.join(row)} |")
     notes = [
         line for mode in modes for kernel in kernels if (cell := known.get((mode, kernel))) for line in _notes(cell)
@@ -95,9 +106,8 @@ def render(cells: Sequence[Cell], kernels: Sequence[str], modes: Sequence[str]) 
     return "\n".join([*lines, *([""] if notes else []), *notes, ""])
 
 
-def _short(cell: Cell | None) -> str:
-    if cell is None:
-        return "not run"
+def summary(cell: Cell) -> str:
+    """The counts in words."""
     words = [f"{cell.passed} passed"]
     words += [f"{cell.expected} not yet"] if cell.expected else []
     words += [f"**{len(cell.failed)} failed**"] if cell.failed else []

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from .cells import Cell, count, read_cells, render, replace_table, replaced, write_cells
+from .cells import Cell, count, read_cells, render, replace_table, replaced, summary, write_cells
 from .kernels import FOLDER, ROOT, SERIES, Kernel, get
 from .machine import GuestFailed, Machine
 from .remote import read_reports, run_pytest
@@ -35,6 +35,7 @@ def run_matrix(series: Sequence[str], modes: Sequence[str], *, core: bool, limit
             kernel = get(name, progress.log)
             for mode in modes:
                 cell = run_cell(kernel, mode, progress, core=core, limit=limit)
+                progress.log(f"{mode} on {kernel.release}: {summary(cell)}")
                 write_cells(RESULTS, replaced(read_cells(RESULTS), cell))
                 write_document()
                 good = good and not cell.failed and not cell.unfinished
