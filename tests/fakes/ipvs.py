@@ -14,7 +14,17 @@ from typing import Any
 
 from dataplane.kernel.netlink import NetlinkFailed
 from dataplane.virtual_servers import (
-    Change, Config, Destination, Edit, Element, Kind, Load, Server, Timeouts, Value, Verb,
+    Change,
+    Config,
+    Destination,
+    Edit,
+    Element,
+    Kind,
+    Load,
+    Server,
+    Timeouts,
+    Value,
+    Verb,
 )  # fmt: skip
 
 __all__ = ["FakeDevice", "FakeIpvs", "FakeSets", "Journal"]
@@ -47,7 +57,7 @@ class FakeIpvs:
     known: dict[Server, Config] = field(default_factory=dict)
     real: dict[Server, dict[Destination, int]] = field(default_factory=dict)
     connections: dict[Destination, int] = field(default_factory=dict)
-    set_to: Timeouts = Timeouts(900, 120, 300)
+    set_to: Timeouts = field(default_factory=lambda: Timeouts(900, 120, 300))
 
     def change(self, changes: Sequence[Change]) -> None:
         for each in changes:

@@ -35,7 +35,6 @@ class Audit:
         self._programmer = programmer
         self._seconds = max(seconds, 0.001)
         self.told = threading.Event()
-        self.repairs = 0
         self.rules: dict[int, tuple[str, ...]] = {}
         self._waiting: list[Look] = []
         self._at = time.monotonic()
@@ -65,7 +64,7 @@ class Audit:
                 len(found), "; ".join(found[:SHOWN]), more,
             )  # fmt: skip
             self._programmer.repair()
-            self.repairs += len(found)
+            self._programmer.audit_repairs += len(found)
 
     def _all(self) -> Iterator[Look]:
         yield self._addresses

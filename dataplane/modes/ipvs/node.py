@@ -145,7 +145,7 @@ def open_doors(options: Options) -> Doors:
 
 
 def _find_tables(sets: Ipsets) -> xtables.Xtables:
-    """The iptables of this node, with the matches that the mode needs: they are tried with sets that are made for it."""
+    """The iptables of this node; the matches that the mode needs are tried with sets that are made for it."""
     probes = {(family, kind): f"{name}-{family}" for family in _FAMILIES for kind, name in _PROBE.items()}
     try:
         for (family, kind), name in probes.items():

@@ -55,6 +55,7 @@ class Ipvs:
         self.actual = Actual()
         self.lowered: dict[str, Lowered] = {}
         self.misfits: dict[str, str] = {}
+        self.audit_repairs = 0
         self.audit = Audit(self, options.sync_seconds)
         self.release = os.uname().release
         self.unset: dict[str, str] = {}  # settings of the kernel that could not be made
@@ -275,11 +276,6 @@ class Ipvs:
             raise DataplaneError(f"what others changed could not be put right: {error}") from error
 
     # What is told
-
-    @property
-    def audit_repairs(self) -> int:
-        """How many things that others changed were put right."""
-        return self.audit.repairs
 
     def limitations(self) -> list[str]:
         """What the table asks for and this mode does not do, in sentences."""

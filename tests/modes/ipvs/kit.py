@@ -1,0 +1,115 @@
+"""Services and a node in memory, for the tests of this folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dataplane.mode import Options
+from dataplane.modes.ipvs.node import Doors
+from dataplane.modes.ipvs.programmer import Ipvs
+from dataplane.table import (
+    Backend,
+    Detect,
+    Entry,
+    Frontend,
+    Kind,
+    Masquerade,
+    NodeNetwork,
+    Protocol,
+    Route,
+    ServiceTable,
+    WhenEmpty,
+)  # fmt: skip
+from dataplane.virtual_servers import Destination, Element, Server
+from tests.fakes.ipvs import FakeDevice, FakeIpvs, FakeSets, Journal
+from tests.fakes.xtables import FakeXtables
+
+NETWORK = NodeNetwork(
+    primary=("192.168.77.2", "fd77::2"),
+    addresses=("192.168.77.2", "192.168.77.22", "fd77::2"),
+    node_port_addresses=("192.168.77.2", "fd77::2"),
+    detect=Detect.CLUSTER_CIDR,
+    pod_cidrs=("10.77.0.0/16", "fd77:1::/48"),
+    service_cidrs=("10.96.0.0/12", "fd96::/108"),
+)
+A, B, C = Backend("10.77.1.2", 8080, local=True), Backend("10.77.2.2", 8080), Backend("10.77.2.3", 8080)
+TCP, UDP = 6, 17
+TO_ALL = Masquerade.NODE | Masquerade.EXTERNAL
+
+
+def route(*backends: Backend, drop: bool = False, why: str = "all") -> Route:
+    return Route(backends, WhenEmpty.DROP if drop else WhenEmpty.REJECT, why)
+
+
+def cluster_ip(inside: Route, address: str = "10.96.0.1", port: int = 80) -> Frontend:
+    return Frontend(Kind.CLUSTER_IP, address, port, inside, inside, TO_ALL)
+
+
+def entry(*frontends: Frontend, serving: tuple[Backend, ...] = (), **more: object) -> Entry:
+    fields = {"name": "default/web:http", "family": 4, "protocol": Protocol.TCP} | more
+    return Entry(**fields, frontends=frontends, serving=serving)  # type: ignore[arg-type]
+
+
+def web(*backends: Backend, **more: object) -> Entry:
+    """One ClusterIP."""
+    return entry(cluster_ip(route(*backends)), serving=backends, **more)
+
+
+@dataclass
+class Node:
+    """A node whose kernel is in memory; `start` is a new agent on it."""
+
+    journal: Journal = field(default_factory=Journal)
+    tables: FakeXtables = field(default_factory=FakeXtables)
+    woken: int = 0
+    generation: int = 0
+
+    def __post_init__(self) -> None:
+        self.ipvs = FakeIpvs(self.journal)
+        self.sets = FakeSets(self.journal, self._in_use)
+        self.device = FakeDevice(self.journal)
+        self.sysctls: dict[str, str] = {}
+
+    def _in_use(self, name: str) -> bool:
+        rules = (
+            rule for table in self.tables.tables.values() for chain in table.chains.values() for rule in chain
+        )  # fmt: skip
+        return any(name in rule.split() for rule in rules)
+
+    def start(self, **options: object) -> Ipvs:
+        doors = Doors(
+            self.ipvs, self.sets, self.device, self.tables,  # type: ignore[arg-type]
+            lambda wanted: self.sysctls.update(wanted) or {}, self.sysctls.get,
+        )  # fmt: skip
+        return Ipvs(Options(**options), self._wake, doors)  # type: ignore[arg-type]
+
+    def _wake(self) -> None:
+        self.woken += 1
+
+    def table(self, *entries: Entry, network: NodeNetwork = NETWORK, **services: tuple[Entry, ...]) -> ServiceTable:
+        """A table with one service, or several by their names."""
+        self.generation += 1
+        held = {"default/web": entries} if entries else {}
+        held |= {f"default/{name}": given for name, given in services.items()}
+        return ServiceTable(held, network, self.generation)
+
+    def weights(self, address: str = "10.96.0.1", port: int = 80, protocol: int = TCP) -> dict[str, int] | None:
+        """The real servers of a virtual server and their weights; None: there is no such virtual server."""
+        found = self.ipvs.real.get(Server(6 if ":" in address else 4, protocol, address, port))
+        return None if found is None else {each.address: weight for each, weight in found.items()}
+
+    def members(self, name: str, family: int = 4) -> set[Element]:
+        return set(self.sets.held[f"HPV-{family}-{name}"])
+
+    def rules(self) -> int:
+        """How many rules there are in chains of ours."""
+        return sum(
+            len(rules)
+            for table in self.tables.tables.values()
+            for chain, rules in table.chains.items()
+            if chain.startswith("HPV-")
+        )
+
+
+def destination(backend: Backend) -> Destination:
+    return Destination(backend.address, backend.port)

@@ -1,0 +1,365 @@
+"""The programmer against a kernel in memory: order of steps, cost of a change, draining, restart, drift, refusals."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+
+from dataplane.errors import SyncError
+from dataplane.modes.ipvs import programmer as module
+from dataplane.table import Frontend, Kind, Masquerade, Protocol, Route
+from dataplane.virtual_servers import Change, Config, Element, Server, Timeouts, Verb
+
+from .kit import NETWORK, TCP, UDP, A, B, C, Node, cluster_ip, destination, entry, route, web
+
+FOREIGN = Server(4, TCP, "198.51.100.7", 443)
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> Node:
+    monkeypatch.setattr(module, "delete_stale", lambda table, names: 0)  # its own tests are in tests/kernel
+    return Node()
+
+
+def test_a_service_is_served_before_its_address_leads_there(node: Node) -> None:
+    agent = node.start()
+    agent.sync(node.table(web(A, B)))
+    done = node.journal.take()
+    bound = done.index("BIND 10.96.0.1")
+    for step in ("ADD HPV-4-SERVERS 1", "NEW_SERVER 10.96.0.1:80", "ADD HPV-4-PORTS 1", "ADD HPV-4-ADDRESSES 1"):
+        assert done.index(step) < bound
+    assert done.index("ADD HPV-4-SERVERS 1") < done.index("NEW_SERVER 10.96.0.1:80"), "made, and not known as ours"
+    assert node.weights() == {A.address: 1, B.address: 1}
+    assert node.device.bound == {"10.96.0.1"}
+
+
+def test_a_service_that_goes_leaves_nothing_and_its_address_goes_first(node: Node) -> None:
+    agent = node.start()
+    agent.sync(node.table(web(A, B)))
+    node.journal.take()
+    agent.sync(node.table())
+    done = node.journal.take()
+    assert done[0] == "UNBIND 10.96.0.1"
+    assert done[1] == "REMOVE HPV-4-ADDRESSES 1"
+    assert done[-2:] == ["DELETE_SERVER 10.96.0.1:80", "REMOVE HPV-4-SERVERS 1"]
+    assert not any(node.sets.held.values())
+
+
+def test_one_endpoint_more_is_one_message(node: Node) -> None:
+    agent = node.start()
+    many = {f"s{n}": (web(B, name=f"default/s{n}:http"),) for n in range(200)}
+    for number, (name, (held,)) in enumerate(many.items()):
+        many[name] = (msgspec.structs.replace(held, frontends=(cluster_ip(route(B), f"10.96.1.{number + 1}"),)),)
+    agent.sync(node.table(**many))
+    node.journal.take()
+    changed = msgspec.structs.replace(many["s7"][0], frontends=(cluster_ip(route(B, C), "10.96.1.8"),), serving=(B, C))
+    result = agent.sync(node.table(**(many | {"s7": (changed,)})))
+    assert node.journal.take() == [f"NEW_DESTINATION 10.96.1.8:80 {C.address} weight 1"]
+    assert result.changed == 1
+
+
+def test_the_number_of_rules_does_not_depend_on_services(node: Node) -> None:
+    agent = node.start()
+    agent.sync(node.table(web(A)))
+    few = node.rules()
+    agent.sync(node.table(web(A), more=(entry(cluster_ip(route(B), "10.96.0.9"), name="default/more:x"),)))
+    assert node.rules() == few > 20
+
+
+# Endpoints that leave (row 4.9)
+
+
+def test_an_endpoint_of_tcp_that_leaves_keeps_its_flows_until_the_last_ends(node: Node) -> None:
+    agent = node.start()
+    agent.sync(node.table(web(A, B)))
+    node.ipvs.connections[destination(B)] = 3
+    agent.sync(node.table(web(A)))
+    assert node.weights() == {A.address: 1, B.address: 0}
+    assert agent.status()["draining"] == 1
+    agent.maintain()
+    assert node.weights() == {A.address: 1, B.address: 0}
+    node.ipvs.connections.clear()
+    agent._drain_at = 0.0
+    agent.maintain()
+    assert node.weights() == {A.address: 1}
+    assert agent.status()["draining"] == 0
+
+
+def test_flows_are_looked_at_more_often_than_each_minute() -> None:
+    assert module.DRAIN_SECONDS <= 60
+
+
+def test_an_endpoint_that_comes_back_is_used_again(node: Node) -> None:
+    agent = node.start()
+    agent.sync(node.table(web(A, B)))
+    agent.sync(node.table(web(A)))
+    agent.sync(node.table(web(A, B)))
+    assert node.weights() == {A.address: 1, B.address: 1}
+    agent.maintain()
+    assert node.weights() == {A.address: 1, B.address: 1}
+
+
+@pytest.mark.parametrize("protocol", [Protocol.UDP, Protocol.SCTP])
+def test_an_endpoint_of_datagrams_goes_at_once_unless_it_still_serves(node: Node, protocol: Protocol) -> None:
+    agent = node.start()
+    agent.sync(node.table(web(A, B, C, protocol=protocol)))
+    agent.sync(node.table(entry(cluster_ip(route(A)), serving=(A, B), protocol=protocol)))
+    assert node.weights(protocol=protocol) == {A.address: 1, B.address: 0}
+    agent.sync(node.table(entry(cluster_ip(route(A)), serving=(A,), protocol=protocol)))
+    assert node.weights(protocol=protocol) == {A.address: 1}
+
+
+def test_the_last_endpoint_is_refused_before_it_leaves(node: Node) -> None:
+    agent = node.start()
+    agent.sync(node.table(web(A)))
+    node.journal.take()
+    agent.sync(node.table(entry(cluster_ip(route()))))
+    done = node.journal.take()
+    assert done.index("ADD HPV-4-REJECT-IN 1") < done.index(f"SET_DESTINATION 10.96.0.1:80 {A.address} weight 0")
+    agent.sync(node.table(web(A)))
+    done = node.journal.take()
+    assert done.index(f"SET_DESTINATION 10.96.0.1:80 {A.address} weight 1") < done.index("REMOVE HPV-4-REJECT-IN 1")
+
+
+# Restart
+
+
+def test_a_restart_finds_everything_and_changes_nothing(node: Node) -> None:
+    frontend = Frontend(
+        Kind.LOAD_BALANCER, "203.0.113.7", 80, route(A, B), route(A, drop=True, why="local"), Masquerade.NODE
+    )  # fmt: skip
+    table = node.table(entry(cluster_ip(route(A, B)), frontend, serving=(A, B)))
+    node.start().sync(table)
+    node.journal.take()
+    node.start().sync(table)
+    assert node.journal.take() == []
+
+
+def test_a_restart_resets_weights_and_removes_what_is_not_wanted_any_more(node: Node) -> None:
+    node.start().sync(node.table(web(A, B), gone=(entry(cluster_ip(route(C), "10.96.0.2"), name="default/gone:x"),)))
+    node.ipvs.change([Change(Verb.SET_DESTINATION, Server(4, TCP, "10.96.0.1", 80), None, destination(A), 0)])
+    agent = node.start()
+    agent.sync(node.table(web(A)))
+    assert node.weights() == {A.address: 1, B.address: 0}, "B drains under the new agent, too"
+    assert agent.status()["draining"] == 1
+    assert node.weights("10.96.0.2") is None
+    assert node.device.bound == {"10.96.0.1"}
+
+
+def test_virtual_servers_and_addresses_of_others_are_left_alone(node: Node) -> None:
+    node.device.ensure()
+    node.device.bound.add("198.51.100.7")
+    marked = Server(4, mark=7)
+    node.ipvs.change([Change(Verb.NEW_SERVER, FOREIGN, Config("wrr")), Change(Verb.NEW_SERVER, marked, Config("rr"))])
+    agent = node.start()
+    agent.sync(node.table(web(A)))
+    agent.sync(node.table())
+    agent = node.start()
+    agent.sync(node.table())
+    assert set(node.ipvs.known) == {FOREIGN, marked}
+    assert node.device.bound == {"198.51.100.7"}
+
+
+# Drift
+
+
+def swept(node: Node, agent: module.Ipvs) -> int:
+    """How many things a whole period of looking around puts right."""
+    before = agent.audit_repairs
+    agent.audit._at = time.monotonic() - 2 * agent.options.sync_seconds
+    agent.maintain()
+    return agent.audit_repairs - before
+
+
+def test_an_address_that_others_remove_is_back_at_once(node: Node) -> None:
+    agent = node.start()
+    agent.sync(node.table(web(A)))
+    node.device.lose("10.96.0.1")
+    assert node.woken == 1
+    agent.maintain()
+    assert node.device.bound == {"10.96.0.1"}
+    assert agent.audit_repairs == 1
+
+
+def test_what_we_remove_ourselves_is_no_news(node: Node) -> None:
+    agent = node.start()
+    agent.sync(node.table(web(A)))
+    agent.sync(node.table())
+    assert node.woken == 0
+
+
+def test_a_device_that_others_remove_is_made_again_with_its_addresses(node: Node) -> None:
+    agent = node.start()
+    agent.sync(node.table(web(A)))
+    node.device.lose_device()
+    agent.maintain()
+    assert node.device.there
+    assert node.device.bound == {"10.96.0.1"}
+
+
+SERVER = Server(4, TCP, "10.96.0.1", 80)
+DAMAGE = {
+    "virtual server": lambda node: node.ipvs.change([Change(Verb.DELETE_SERVER, SERVER)]),
+    "its scheduler": lambda node: node.ipvs.change([Change(Verb.SET_SERVER, SERVER, Config("lc"))]),
+    "real server": lambda node: node.ipvs.change([Change(Verb.DELETE_DESTINATION, SERVER, None, destination(A))]),
+    "its weight": lambda node: node.ipvs.change([Change(Verb.SET_DESTINATION, SERVER, None, destination(A), 0)]),
+    "foreign real server": lambda node: node.ipvs.change([Change(Verb.NEW_DESTINATION, SERVER, None, destination(C))]),
+    "element": lambda node: node.sets.held["HPV-4-PORTS"].clear(),
+    "foreign element": lambda node: node.sets.held["HPV-4-REJECT-IN"].update({Element("10.96.0.1", 80, TCP): None}),
+    "chain": lambda node: node.tables.restore(4, "*nat\n-F HPV-OUTPUT\nCOMMIT\n"),
+    "jump": lambda node: node.tables.restore(4, "*filter\n-F INPUT\nCOMMIT\n"),
+    "setting": lambda node: node.sysctls.update({"net/ipv4/vs/conntrack": "0"}),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_what_others_change_is_found_in_one_period_and_put_right(node: Node, what: str) -> None:
+    agent = node.start()
+    agent.sync(node.table(web(A, B)))
+    picture = snapshot(node)
+    assert swept(node, agent) == 0
+    DAMAGE[what](node)
+    assert swept(node, agent) > 0
+    weights = node.weights()
+    if what == "foreign real server":
+        assert weights == {A.address: 1, B.address: 1, C.address: 0}, "its flows end by themselves"
+    else:
+        assert snapshot(node) == picture
+    assert swept(node, agent) == 0
+
+
+def snapshot(node: Node) -> object:
+    return (
+        dict(node.ipvs.known), {server: dict(real) for server, real in node.ipvs.real.items()},
+        {name: dict(held) for name, held in node.sets.held.items()}, set(node.device.bound),
+        [node.tables.save(4, table) for table in ("mangle", "nat", "filter")], dict(node.sysctls),
+    )  # fmt: skip
+
+
+# What fails
+
+
+@pytest.mark.parametrize(
+    "word", ["ADD HPV-4-SERVERS", "NEW_SERVER", "NEW_DESTINATION", "ADD HPV-4-PORTS", "BIND", "ADD HPV-4-ADDRESSES"]
+)  # fmt: skip
+def test_a_sync_that_the_kernel_refuses_is_made_good_by_the_next(node: Node, word: str) -> None:
+    agent = node.start()
+    agent.sync(node.table(other=(entry(cluster_ip(route(C), "10.96.0.2"), name="default/other:x"),)))
+    node.journal.fail = word
+    table = node.table(web(A, B))
+    with pytest.raises(SyncError):
+        agent.sync(table)
+    agent.sync(table)
+    assert node.weights() == {A.address: 1, B.address: 1}
+    assert node.device.bound == {"10.96.0.1"}
+    assert node.weights("10.96.0.2") is None
+
+
+def test_a_restore_that_is_refused_is_a_sync_error(node: Node) -> None:
+    agent = node.start()
+    node.tables.fail_next = "resource temporarily unavailable"
+    table = node.table(web(A))
+    with pytest.raises(SyncError, match="temporarily"):
+        agent.sync(table)
+    assert node.device.bound == set(), "no address without the rules that guard it"
+    agent.sync(table)
+    assert node.weights() == {A.address: 1}
+
+
+# Settings
+
+
+def test_a_scheduler_that_the_kernel_lacks_is_replaced_and_told(node: Node) -> None:
+    agent = node.start(ipvs_scheduler="lc")
+    lacks = entry(cluster_ip(route(A), "10.96.0.2"), name="default/odd:x", algorithm="twos")
+    has = entry(cluster_ip(route(A), "10.96.0.3"), name="default/hash:x", algorithm="mh")
+    agent.sync(node.table(web(A), odd=(lacks,), hash=(has,)))
+    schedulers = {server.address: config.scheduler for server, config in node.ipvs.known.items()}
+    assert schedulers == {"10.96.0.1": "lc", "10.96.0.2": "lc", "10.96.0.3": "mh"}
+    assert [s for s in agent.limitations() if "twos" in s and "default/odd:x" in s]
+
+
+def test_timeouts_are_set_where_given(node: Node) -> None:
+    node.start(ipvs_tcp_timeout=1200).sync(node.table(web(A)))
+    assert node.ipvs.set_to == Timeouts(1200, 120, 300)
+
+
+@pytest.mark.parametrize(("strict", "value"), [(True, "1"), (False, None)])
+def test_strict_arp_is_a_setting_of_all_interfaces(node: Node, strict: bool, value: str | None) -> None:
+    node.start(ipvs_strict_arp=strict).sync(node.table(web(A)))
+    assert node.sysctls.get("net/ipv4/conf/all/arp_ignore") == value
+
+
+def test_a_scheduler_of_a_service_may_change(node: Node) -> None:
+    agent = node.start()
+    agent.sync(node.table(web(A)))
+    node.journal.take()
+    agent.sync(node.table(web(A, algorithm="sh")))
+    assert node.journal.take() == ["SET_SERVER 10.96.0.1:80"]
+
+
+def test_what_is_in_excluded_ranges_is_not_served_and_told(node: Node) -> None:
+    agent = node.start(ipvs_exclude_cidrs=("10.96.0.0/24",))
+    agent.sync(node.table(web(A)))
+    assert not node.ipvs.known
+    assert [sentence for sentence in agent.limitations() if "exclude" in sentence]
+
+
+def test_without_ip6tables_services_of_ipv6_are_misfits(node: Node) -> None:
+    node.tables.families = (4,)
+    node.tables.missing = {6: "the kernel has no IPv6"}
+    six = entry(cluster_ip(Route(()), "fd96::1"), family=6)
+    result = node.start().sync(node.table(web(A), six))
+    assert ["the kernel has no IPv6" in misfit.reason for misfit in result.misfits] == [True]
+    assert node.weights() == {A.address: 1}
+
+
+# Sharing
+
+
+def test_two_services_share_a_load_balancer_address(node: Node) -> None:
+    def port(number: int) -> Frontend:
+        return Frontend(Kind.LOAD_BALANCER, "203.0.113.7", number, route(A), route(A), Masquerade.ALWAYS)
+
+    one, two = entry(port(80)), entry(port(81), name="default/two:x")
+    agent = node.start()
+    agent.sync(node.table(one, two=(two,)))
+    agent.sync(node.table(two=(two,)))
+    assert node.device.bound == {"203.0.113.7"}
+    assert node.members("PORTS") == {Element("203.0.113.7", 81, TCP)}
+    assert len(node.members("HAIRPIN")) == 1
+
+
+def test_a_node_port_gives_way_to_a_service_with_the_nodes_address(node: Node) -> None:
+    port = Frontend(Kind.NODE_PORT, None, 30080, route(A), route(A), Masquerade.ALWAYS)
+    own = Frontend(Kind.EXTERNAL_IP, "192.168.77.2", 30080, route(B), route(B), Masquerade.ALWAYS)
+    agent = node.start()
+    agent.sync(node.table(entry(port)))
+    assert node.weights("192.168.77.2", 30080) == {A.address: 1}
+    agent.sync(node.table(entry(port), other=(entry(own, name="default/other:x"),)))
+    assert {a for a, w in node.weights("192.168.77.2", 30080).items() if w} == {B.address}
+    agent.sync(node.table(entry(port)))
+    assert {a for a, w in node.weights("192.168.77.2", 30080).items() if w} == {A.address}
+
+
+def test_another_masquerade_bit_moves_marks_of_the_outside(node: Node) -> None:
+    frontend = Frontend(
+        Kind.EXTERNAL_IP, "203.0.113.7", 80, route(A, B), route(A, why="local"), Masquerade.ALWAYS
+    )  # fmt: skip
+    agent = node.start()
+    agent.sync(node.table(entry(frontend)))
+    moved = msgspec.structs.replace(NETWORK, masquerade_bit=20)
+    agent.sync(node.table(entry(frontend), network=moved))
+    marks = {server.mark for server in node.ipvs.known if server.mark}
+    assert len(marks) == 1
+    assert all(mark & 1 << 20 for mark in marks)
+    assert set(node.sets.held["HPV-4-MARKS"].values()) == marks
+
+
+def test_datagrams_and_streams_of_one_port_are_apart(node: Node) -> None:
+    agent = node.start()
+    agent.sync(node.table(web(A), entry(cluster_ip(route(B)), name="default/web:dns", protocol=Protocol.UDP)))
+    assert node.weights() == {A.address: 1}
+    assert node.weights(protocol=UDP) == {B.address: 1}
