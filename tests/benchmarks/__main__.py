@@ -27,6 +27,7 @@ def available() -> dict[str, str]:
 def main(names: list[str]) -> int:
     """Measure; the exit code."""
     known = available()
+    names = [name.replace("-", "_") for name in names]
     for unknown in [name for name in names if name not in known]:
         listed = "\n".join(f"  {name:12} {what}" for name, what in known.items())
         print(f"there is no benchmark named {unknown!r}; there are:\n{listed}", file=sys.stderr)

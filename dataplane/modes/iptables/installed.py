@@ -13,17 +13,45 @@ from dataplane.modes.iptables.restore import ENTRANCES, PART, jumps, leads_to_us
 if TYPE_CHECKING:
     from dataplane.kernel.xtables import Xtables
 
-__all__ = ["TABLES", "Installed", "remove"]
+__all__ = ["TABLES", "Installed", "Ruleset", "remove"]
 
 TABLES: Final = ("filter", "nat")  # the order of changes: what is refused comes before what is no longer translated
+
+
+class Ruleset:
+    """Tells whether anybody but us changed a rule of this namespace, by the generation of its ruleset (nf_tables)."""
+
+    def __init__(self, xtables: Xtables) -> None:
+        self.xtables = xtables
+        self._known: int | None = None  # None: others may have changed something
+
+    def restore(self, family: int, text: str) -> None:
+        """A restore of ours. A table of the text in which nothing differs makes no transaction.
+
+        Raises:
+            XtablesError: it failed.
+        """
+        before, known = self.xtables.generation(), self._known
+        self._known = None
+        self.xtables.restore(family, text)
+        after = self.xtables.generation()
+        if before is not None and after is not None and known == before and after - before <= text.count("\nCOMMIT\n"):
+            self._known = after
+
+    def seen(self, generation: int | None) -> None:
+        """At this generation all was as it should be."""
+        self._known = generation
+
+    def untouched(self) -> bool:
+        """Whether the kernel says that nobody but us changed any rule since `seen`."""
+        return self._known is not None and self.xtables.generation() == self._known
 
 
 class Installed:
     """What we wrote into the tables of one family."""
 
-    def __init__(self, xtables: Xtables, family: int) -> None:
-        self.xtables, self.family = xtables, family
-        self.generation: int | None = None  # of the ruleset, as far as only we have changed it
+    def __init__(self, ruleset: Ruleset, family: int) -> None:
+        self.ruleset, self.xtables, self.family = ruleset, ruleset.xtables, family
         self.restores = 0
         self._shapes: dict[str, dict[str, int]] = {table: {} for table in TABLES}
         self._seen: dict[str, dict[str, int]] = {table: {} for table in TABLES}  # chain -> hash of what save prints
@@ -62,13 +90,8 @@ class Installed:
             self._note(table, deltas[table])
 
     def _restore(self, pieces: list[tuple[str, list[str]]]) -> None:
-        before = self.xtables.generation()
-        known, self.generation = self.generation, None
-        self.xtables.restore(self.family, "".join(table_text(table, lines) for table, lines in pieces))
+        self.ruleset.restore(self.family, "".join(table_text(table, lines) for table, lines in pieces))
         self.restores += 1
-        after = self.xtables.generation()
-        if before is not None and after is not None and known in (None, before) and after - before <= len(pieces):
-            self.generation = after  # a transaction that changes nothing does not count
 
     def _note(self, table: str, delta: Delta) -> None:
         for name in (*delta.gone, *delta.written):
@@ -79,23 +102,16 @@ class Installed:
 
     # What others did
 
-    def untouched(self) -> bool:
-        """Whether the kernel says that nobody but us changed any rule since the last look."""
-        return self.generation is not None and self.xtables.generation() == self.generation
-
     def damage(self) -> list[str]:
         """What is not as we wrote it, in words; nothing: all is well.
 
         Raises:
             XtablesError: the tables cannot be read.
         """
-        at = self.xtables.generation()
         found = []
         for table in TABLES:
             saved = parse(self.xtables.save(self.family, table))
             found += [f"{table}: {what}" for what in self._damage_of(table, saved)]
-        if not found:
-            self.generation = at
         return found
 
     def _damage_of(self, table: str, saved: Saved) -> list[str]:

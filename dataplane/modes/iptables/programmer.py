@@ -18,7 +18,7 @@ from dataplane.kernel.conntrack import delete_stale
 from dataplane.kernel.nfmonitor import watch_ruleset
 from dataplane.mode import Misfit, Mode, Options, SyncResult, Wake
 from dataplane.modes.iptables import listing
-from dataplane.modes.iptables.installed import TABLES, Installed, remove
+from dataplane.modes.iptables.installed import TABLES, Installed, Ruleset, remove
 from dataplane.modes.iptables.lower import Node, node_of, same_addresses, usual_masquerade
 from dataplane.modes.iptables.plan import Plan
 from dataplane.table import EMPTY, Entry, Protocol, ServiceTable
@@ -61,7 +61,8 @@ class Iptables:
         self.stale_deleted = 0
         self.misfits: dict[str, Misfit] = {}
         self._plans: dict[int, Plan] = {}
-        self._installed = {family: Installed(self.xtables, family) for family in self.xtables.families}
+        self._ruleset = Ruleset(self.xtables)
+        self._installed = {family: Installed(self._ruleset, family) for family in self.xtables.families}
         self._full = True
         self._programmed = False
         self._audit_at = 0.0
@@ -101,6 +102,7 @@ class Iptables:
         changed = 0
         nodes = self._nodes(table)
         entries = [entry for held in table.services.values() for entry in held]
+        self._ruleset.seen(self.xtables.generation())
         for family, installed in self._installed.items():
             plan = Plan(nodes[family])
             mine = [entry for entry in entries if entry.family == family and self._fits(entry)]
@@ -191,8 +193,9 @@ class Iptables:
             return
         self._touched.clear()
         start = time.monotonic()
-        if self.xtables.variant == "nft" and all(held.untouched() for held in self._installed.values()):
+        if self._ruleset.untouched():
             return
+        generation = self.xtables.generation()
         damage = [
             f"{'ip' if family == 4 else 'ip6'} {what}"
             for family, installed in self._installed.items()
@@ -200,6 +203,8 @@ class Iptables:
         ]
         if damage:
             self._repair(damage)
+        else:
+            self._ruleset.seen(generation)
         took = time.monotonic() - start
         self._audit_at = time.monotonic() + AUDIT_SHARE * took
 

@@ -8,6 +8,7 @@ written in parts, in an order in which nothing leads to a chain that is not ther
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final
 
@@ -19,6 +20,9 @@ PART: Final = 2000  # chains in one restore
 _LEVELS: Final = tuple(
     f"{MINE}{kind}" for kind in ("MARK-", "SEP-", "SV", "EXT-", "FW-")
 )  # each leads to those before it alone
+
+_QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
+_LEADS: Final = re.compile(rf"(?:^|\s)-[jg] {MINE}")
 
 # Table and built-in chain -> our chain that it leads to, in the order of the rules there.
 ENTRANCES: Final[dict[str, tuple[tuple[str, str], ...]]] = {
@@ -47,8 +51,8 @@ def jumps(table: str, there: Collection[tuple[str, str]]) -> list[str]:
 
 
 def leads_to_us(rule: str) -> bool:
-    """Whether a rule, as save prints it, leads to a chain of ours."""
-    return f" -j {MINE}" in f" {rule}" or f" -g {MINE}" in f" {rule}"
+    """Whether a rule, as save prints it, leads to a chain of ours; what a comment says does not count."""
+    return _LEADS.search(_QUOTED.sub("", rule)) is not None
 
 
 def table_text(table: str, lines: Iterable[str]) -> str:

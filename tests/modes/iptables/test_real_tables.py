@@ -1,0 +1,308 @@
+"""The mode on real tables, with both variants: what is written is there, restarts, foreign rules, drift, clean-up."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dataplane.errors import SyncError, Unsupported
+from dataplane.kernel.xtables import Xtables, XtablesError, find
+from dataplane.mode import Options
+from dataplane.modes.iptables.programmer import Iptables, clean, look, needs, probe
+from dataplane.modes.iptables.readback import parse, shape
+from dataplane.table import (
+    Backend,
+    Detect,
+    Entry,
+    Frontend,
+    Kind,
+    Masquerade,
+    NodeNetwork,
+    Protocol,
+    Route,
+    ServiceTable,
+    WhenEmpty,
+)
+
+pytestmark = [pytest.mark.root, pytest.mark.usefixtures("namespace")]
+
+NETWORK = NodeNetwork(
+    addresses=("192.168.0.1", "fd01::1"),
+    node_port_addresses=("192.168.0.1", "fd01::1"),
+    detect=Detect.CLUSTER_CIDR,
+    pod_cidrs=("10.1.0.0/16", "fd02::/48"),
+    service_cidrs=("10.96.0.0/16", "fd96::/112"),
+)
+NOT_PODS = Masquerade.NODE | Masquerade.EXTERNAL
+FOREIGN = """*nat
+:FOREIGN - [0:0]
+:HPV-SERVICES - [0:0]
+-A FOREIGN -p tcp -m comment --comment "leads to -j HP-SERVICES, says the comment" -j RETURN
+-A PREROUTING -j FOREIGN
+-A OUTPUT -j HPV-SERVICES
+COMMIT
+*filter
+:FOREIGN - [0:0]
+-A FORWARD -j FOREIGN
+COMMIT
+"""
+
+
+def service(number: int, family: int = 4, backends: int = 3, **fields: object) -> Entry:
+    """One of everything: ClusterIP, node port, load balancer with ranges and a local policy."""
+    pod, vip = ("10.1.0.", "10.96.0.") if family == 4 else ("fd02::", "fd96::")
+    outside, range_ = ("203.0.113.", "198.51.100.0/24") if family == 4 else ("fd99::", "fd98::/64")
+    whole = Route(tuple(Backend(f"{pod}{10 + n}", 8080, n == 0) for n in range(backends)))
+    local = Route(whole.backends[:1]) if backends else Route((), WhenEmpty.DROP)
+    frontends = (
+        Frontend(Kind.CLUSTER_IP, f"{vip}{number}", 80, whole, whole, NOT_PODS),
+        Frontend(Kind.NODE_PORT, None, 30000 + number, whole, whole, Masquerade.ALWAYS),
+        Frontend(Kind.LOAD_BALANCER, f"{outside}{number}", 80, whole, local, Masquerade.NODE, (range_,)),
+    )
+    protocol = (Protocol.TCP, Protocol.UDP, Protocol.SCTP)[number % 3]
+    values = {"affinity_seconds": 60 * (number % 2), **fields}
+    return Entry(f"ns/s{number}:p", family, protocol, frontends, whole.backends, **values)  # type: ignore[arg-type]
+
+
+def table(*numbers: int, backends: int = 3, generation: int = 1) -> ServiceTable:
+    services = {f"ns/s{n}": (service(n, 4, backends), service(n, 6, backends)) for n in numbers}
+    return ServiceTable(services, NETWORK, generation)
+
+
+@contextmanager
+def opened(variant: str, wake: Callable[[], None] = lambda: None, **options: float) -> Iterator[Iptables]:
+    made = Iptables(Options(**options), wake, find(needs, variant=variant))  # type: ignore[arg-type]
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def rules(variant: str) -> dict[tuple[int, str], dict[str, list[str]]]:
+    xtables = Xtables(variant)
+    return {(family, name): parse(xtables.save(family, name)) for family in (4, 6) for name in ("nat", "filter")}
+
+
+def test_what_is_read_back_has_the_shape_of_what_was_written(variant: str) -> None:
+    with opened(variant) as programmer:
+        result = programmer.sync(table(*range(1, 40)))
+        assert (result.changed, result.misfits) == (78, ())
+        for family, held in programmer._installed.items():
+            assert held.damage() == []
+            found = rules(variant)
+            for name, shapes in held._shapes.items():
+                mine = {c: shape(r) for c, r in found[family, name].items() if c.startswith("HP-")}
+                assert mine == shapes
+
+
+def test_a_change_leads_to_what_a_fresh_start_makes(variant: str) -> None:
+    with opened(variant) as programmer:
+        programmer.sync(table(*range(1, 30)))
+        programmer.sync(table(*range(1, 30), backends=2, generation=2))
+        programmer.sync(table(*range(5, 45), backends=0, generation=3))
+        programmer.sync(table(*range(10, 45, 2), backends=4, generation=4))
+        changed = rules(variant)
+        assert all(held.damage() == [] for held in programmer._installed.values())
+    clean(Options())
+    with opened(variant) as programmer:
+        programmer.sync(table(*range(10, 45, 2), backends=4))
+        assert rules(variant) == changed
+
+
+def test_a_change_of_one_service_touches_no_other_chain(variant: str) -> None:
+    with opened(variant) as programmer:
+        programmer.sync(table(*range(1, 30)))
+        restored = []
+        real = programmer.xtables.restore
+        programmer.xtables.restore = lambda family, text: (restored.append(text), real(family, text))[1]  # type: ignore[method-assign]
+        services = dict(table(*range(1, 30)).services)
+        services["ns/s7"] = (service(7, 4, 2), services["ns/s7"][1])
+        programmer.sync(ServiceTable(services, NETWORK, 2))
+        (text,) = restored
+        assert text.count("\n:HP-") <= 5, text
+
+
+def test_a_restart_takes_over_what_is_there_and_removes_what_is_stale(variant: str) -> None:
+    with opened(variant) as programmer:
+        programmer.sync(table(*range(1, 20)))
+    with opened(variant) as programmer:
+        programmer.sync(table(*range(5, 25)))
+        after = rules(variant)
+        assert all(held.damage() == [] for held in programmer._installed.values())
+    clean(Options())
+    with opened(variant) as programmer:
+        programmer.sync(table(*range(5, 25)))
+        assert rules(variant) == after
+
+
+def test_cleanup_removes_ours_and_nothing_else(variant: str) -> None:
+    xtables = Xtables(variant)
+    for family in (4, 6):
+        xtables.restore(family, FOREIGN)
+    before = rules(variant)
+    with opened(variant) as programmer:
+        programmer.sync(table(1, 2, 3))
+    assert rules(variant) != before
+    assert clean(Options()) > 0
+    assert rules(variant) == before
+    assert clean(Options()) == 0
+
+
+def test_cleanup_works_when_only_half_is_there(variant: str) -> None:
+    with opened(variant) as programmer:
+        programmer.sync(table(1, 2, 3))
+    xtables = Xtables(variant)
+    xtables.restore(4, "*nat\n-F PREROUTING\n-F HP-SERVICES\nCOMMIT\n*filter\n-F\n-X\nCOMMIT\n")
+    clean(Options())
+    assert not any(chain.startswith("HP-") for chains in rules(variant).values() for chain in chains)
+
+
+def test_both_variants_are_cleaned() -> None:
+    for variant in ("nft", "legacy"):
+        with opened(variant) as programmer:
+            programmer.sync(table(1))
+    clean(Options())
+    for variant in ("nft", "legacy"):
+        assert not any(chain.startswith("HP-") for chains in rules(variant).values() for chain in chains)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "*nat\n-F\nCOMMIT\n",
+        "*nat\n-F\n-X\nCOMMIT\n*filter\n-F\n-X\nCOMMIT\n",
+        "*nat\n-D PREROUTING 1\nCOMMIT\n",
+        "*filter\n-F HP-FORWARD\nCOMMIT\n",
+        "*nat\n-I HP-SERVICES -j RETURN\nCOMMIT\n",
+        "*nat\n-D HP-MASQUERADE -j MASQUERADE --random-fully\nCOMMIT\n",
+    ],
+)
+def test_what_others_break_is_found_told_and_repaired(
+    variant: str, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(variant, sync_seconds=0.0) as programmer:
+        programmer.sync(table(*range(1, 10)))
+        whole = rules(variant)
+        programmer.maintain()
+        assert programmer.audit_repairs == 0
+        Xtables(variant).restore(4, damage)
+        assert rules(variant) != whole
+        time.sleep(0.1)
+        programmer._audit_at = 0.0  # as if the pause after the last look were over
+        programmer.maintain()
+        assert rules(variant) == whole
+        assert programmer.audit_repairs > 0
+        assert "written again" in caplog.text
+
+
+def test_the_kernel_tells_of_others_at_once_and_our_own_changes_cost_no_look() -> None:
+    told = threading.Event()
+    with opened("nft", told.set) as programmer:
+        time.sleep(0.2)
+        programmer.sync(table(1, 2, 3))
+        programmer.sync(table(1, 2, 3, 4, generation=2))
+        reads = []
+        real = programmer.xtables.save
+        programmer.xtables.save = lambda family, name: (reads.append(name), real(family, name))[1]  # type: ignore[method-assign]
+        time.sleep(0.2)
+        programmer.maintain()
+        assert not reads, "a look at all chains after a change of our own"
+        told.clear()
+        Xtables("nft").restore(6, "*nat\n-F HP-SERVICES\nCOMMIT\n")
+        assert told.wait(2)
+        programmer.maintain()
+        assert programmer.audit_repairs == 1
+
+
+def test_a_refused_restore_leaves_all_as_it_was_and_the_next_sync_is_a_full_one(variant: str) -> None:
+    with opened(variant) as programmer:
+        programmer.sync(table(1, 2))
+        before = rules(variant)
+        broken = service(3)
+        route = Route((Backend("not an address", 80),))
+        wrong = Frontend(Kind.CLUSTER_IP, "10.96.0.3", 80, route, route, NOT_PODS)
+        services = {**table(1, 2).services, "ns/s3": (msgspec.structs.replace(broken, frontends=(wrong,)),)}
+        with pytest.raises(SyncError, match="not an address"):
+            programmer.sync(ServiceTable(services, NETWORK, 2))
+        assert rules(variant)[4, "nat"] == before[4, "nat"]
+        programmer.sync(table(1, 2, generation=3))
+        assert rules(variant) == before
+
+
+def test_the_view_names_services_and_backends(variant: str) -> None:
+    with opened(variant) as programmer:
+        programmer.sync(table(1, 2))
+    view = look(Options(), {})
+    assert view is not None
+    assert f"iptables-{variant}" in view.place
+    rows = view.services()
+    assert [row["name"] for row in rows] == ["ns/s1:p", "ns/s1:p", "ns/s2:p", "ns/s2:p"]
+    four = next(row for row in rows if row["name"] == "ns/s1:p" and "10.96.0.1:80" in row["frontends"])
+    assert four == {
+        "name": "ns/s1:p", "frontends": ["10.96.0.1:80", "203.0.113.1:80", "nodePort 30001"], "protocol": "UDP",
+        "backends": 3, "local_backends": 1, "affinity": True,
+    }  # fmt: skip
+    assert {"service": "ns/s2:p", "address": "[fd02::11]:8080", "protocol": "SCTP", "used": True} in view.backends()
+    clean(Options())
+    assert look(Options(), {}) is None
+
+
+def test_the_variant_is_where_the_kubelet_left_its_hint(variant: str) -> None:
+    Xtables("nft" if variant == "legacy" else "legacy").restore(4, FOREIGN)
+    Xtables(variant).restore(6, "*mangle\n:KUBE-KUBELET-CANARY - [0:0]\nCOMMIT\n")
+    found = find(needs)
+    assert found.variant == variant
+    assert "kubelet" in found.chosen
+
+
+def test_without_a_hint_the_variant_is_where_others_have_their_rules(variant: str) -> None:
+    Xtables(variant).restore(4, FOREIGN)
+    assert find(needs).variant == variant
+
+
+def test_a_look_makes_no_table() -> None:
+    clean(Options())
+    assert look(Options(), {}) is None
+    assert subprocess.run(["nft", "list", "tables"], capture_output=True, text=True, check=True).stdout == ""
+    for family in ("ip", "ip6"):
+        assert Path(f"/proc/thread-self/net/{family}_tables_names").read_text() == ""
+
+
+def test_a_probe_leaves_nothing(variant: str) -> None:
+    Xtables(variant).restore(4, "*mangle\n:KUBE-IPTABLES-HINT - [0:0]\nCOMMIT\n")
+    assert probe(Options()) is None
+    assert not any(chain.startswith("HP-") for chains in rules(variant).values() for chain in chains)
+
+
+def test_what_is_missing_is_said_in_one_sentence(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Unsupported, match="MISSING"):
+        find(lambda _: {"nat": ("-j MISSING",)}, variant=variant)
+    only6 = find(lambda family: {"nat": ("-j MISSING",) if family == 4 else ()}, variant=variant)
+    assert only6.families == (6,)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("dataplane.kernel.xtables._path", lambda: "")
+    with pytest.raises(Unsupported, match="install the package iptables"):
+        find(needs)
+
+
+def test_an_error_shows_the_line_that_is_wrong(variant: str) -> None:
+    with pytest.raises(XtablesError, match="line 3 is: -A HP-X -p nonsense"):
+        Xtables(variant).restore(4, "*nat\n:HP-X - [0:0]\n-A HP-X -p nonsense -j RETURN\nCOMMIT\n")
+
+
+def test_a_family_that_is_missing_does_not_stop_the_other(variant: str) -> None:
+    found = find(lambda family: {"nat": ("-j MISSING",) if family == 6 else ()}, variant=variant)
+    programmer = Iptables(Options(), lambda: None, found)
+    result = programmer.sync(table(1, 2))
+    programmer.close()
+    assert [misfit.entry for misfit in result.misfits] == ["ns/s1:p", "ns/s2:p"]
+    assert all("IPv6 does not work here" in misfit.reason for misfit in result.misfits)
+    assert result.changed == 2
+    assert any(chain.startswith("HP-SVC-") for chain in rules(variant)[4, "nat"])
