@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -89,6 +90,7 @@ class Machine:
         shared: Path | None = None,
         folder: Path = ROOT,
         env: Mapping[str, str] | None = None,
+        stop: threading.Event | None = None,
     ) -> Finished:
         """Run one command as root in `folder`; nobody is left behind when the time is over or this process dies.
 
@@ -100,6 +102,7 @@ class Machine:
             shared: a folder of the host that the guest may write to, at the same path.
             folder: the command's working folder.
             env: more environment variables.
+            stop: when set, as if the time were over.
 
         Raises:
             GuestFailed: the kernel did not come up or stopped in the middle.
@@ -107,9 +110,9 @@ class Machine:
         with _one_at_a_time(self.tell), tempfile.TemporaryDirectory(prefix="vm-", dir=FOLDER) as made:
             control = Path(made)
             accel = choose_accelerator(self._boots, FOLDER / "accelerator.json")
-            told = {GUEST: self.kernel.series, PATIENCE: "10" if accel is TCG else "1"} | dict(env or {})
+            told = {GUEST: self.kernel.series, PATIENCE: "5" if accel is TCG else "1"} | dict(env or {})
             self._prepare(control, _command(argv, folder, told), shared)
-            return self._boot(control, self._qemu(control, accel, memory, shared), timeout, progress)
+            return self._boot(control, self._qemu(control, accel, memory, shared), timeout, progress, stop)
 
     def _boots(self, accel: tuple[str, ...]) -> bool:
         """Whether a guest that does nothing comes to its end in a few seconds."""
@@ -127,8 +130,16 @@ class Machine:
         (control / "output").touch()
         (control / "initrd").write_bytes(self._initramfs(shared))
 
-    def _boot(self, control: Path, argv: Sequence[str], timeout: float, progress: Progress) -> Finished:
+    def _boot(
+        self,
+        control: Path,
+        argv: Sequence[str],
+        timeout: float,
+        progress: Progress,
+        stop: threading.Event | None = None,
+    ) -> Finished:
         start = time.monotonic()
+        stop = stop or threading.Event()
         said: list[str] = []
         # setpriv: the guest ends when this process is killed, whatever kills it.
         with (control / "qemu.log").open("w") as log:
@@ -138,7 +149,8 @@ class Machine:
             with (control / "output").open(errors="replace") as output:
                 while guest.poll() is None and time.monotonic() - start < timeout:
                     _pass_on(output.read(), said, progress)
-                    time.sleep(_POLL)
+                    if stop.wait(_POLL):
+                        break
                 _pass_on(output.read(), said, progress)
         finally:
             late = guest.poll() is None

@@ -80,6 +80,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         away = [item for item in away if item not in beside]
     for item in away:
         item.stash[_AWAY] = True
+        item.add_marker(pytest.mark.timeout(0), append=False)  # the guest keeps the time
     if away:  # behind all others: the guest needs the machine for itself
         items[:] = [item for item in items if item not in away] + away
         config.stash[_REMOTE] = Remote(config.getoption("--kernel"), [item.nodeid for item in away])

@@ -24,14 +24,19 @@ _POLL = 0.2
 
 
 def run_pytest(
-    machine: Machine, arguments: Sequence[str], folder: Path, timeout: float = PYTEST_LIMIT, memory: int = 2048
+    machine: Machine,
+    arguments: Sequence[str],
+    folder: Path,
+    timeout: float = PYTEST_LIMIT,
+    memory: int = 2048,
+    stop: threading.Event | None = None,
 ) -> Finished:
     """Run pytest with these arguments in a guest; its reports go to `folder`, while it runs."""
     command = [
         sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--tb=short", f"--timeout={TEST_LIMIT}",
         f"--report-to={folder / REPORTS}", *arguments,
     ]  # fmt: skip
-    return machine.run(command, timeout, memory, shared=folder)
+    return machine.run(command, timeout, memory, shared=folder, stop=stop)
 
 
 def read_reports(folder: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
@@ -59,6 +64,7 @@ class Remote:
         self.nodeids = tuple(nodeids)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
         self._ended = ""  # why there are no more reports
         self._read = 0
         self._known: dict[str, list[dict[str, Any]]] = {}
@@ -86,7 +92,8 @@ class Remote:
         return self._thread is not None
 
     def close(self) -> None:
-        """Wait for the guest's end; nothing of it is left."""
+        """End the guest, if it runs; nothing of it is left."""
+        self._stop.set()
         if self._thread is not None:
             self._thread.join()
         if self._folder is not None:
@@ -119,7 +126,7 @@ class Remote:
         wanted.write_text("".join(f"{nodeid}\n" for nodeid in self.nodeids))
         try:
             machine = Machine(get(self.kernel, _nothing), tell=_nothing)
-            done = run_pytest(machine, [f"@{wanted}"], folder)
+            done = run_pytest(machine, [f"@{wanted}"], folder, stop=self._stop)
         except (GuestFailed, LookupError, OSError) as error:
             self._ended = str(error)
         except subprocess.CalledProcessError as error:
