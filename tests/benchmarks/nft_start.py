@@ -84,13 +84,13 @@ def _control(made: Lab) -> float:
         key = f"{cluster_address(number)} . tcp . 80"
         verdicts.append(f"{key} : goto inside-10-ne")
         slots += [f"{n} . {key} : {pod_address(number, n, ENDPOINTS)} . 8080" for n in range(ENDPOINTS)]
+    key = "ipv4_addr . inet_proto . inet_service"
     text = "\n".join(
         [
             "add table ip control",
             "add chain ip control inside-10-ne",
-            "add map ip control inside { type ipv4_addr . inet_proto . inet_service : verdict; }",
-            "add map ip control slots "
-            "{ type mark . ipv4_addr . inet_proto . inet_service : ipv4_addr . inet_service; }",
+            f"add map ip control inside {{ type {key} : verdict; }}",
+            f"add map ip control slots {{ type mark . {key} : ipv4_addr . inet_service; }}",
             f"add element ip control inside {{ {', '.join(verdicts)} }}",
             f"add element ip control slots {{ {', '.join(slots)} }}",
         ]

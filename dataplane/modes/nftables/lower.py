@@ -25,6 +25,7 @@ entry must be searched and deleted when a backend goes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from ipaddress import IPv4Network, IPv6Network, collapse_addresses, ip_network
 from typing import Final, NamedTuple
@@ -35,8 +36,8 @@ from dataplane.table import Backend, Detect, Entry, Frontend, Kind, Masquerade, 
 
 __all__ = [
     "COUNTERS", "DISCARD", "FAMILIES", "MEMBERS", "SETS", "SPACES", "TABLE", "Chain", "Element", "Family", "Hook",
-    "Key", "Pick", "Set", "chain_of", "clients_set", "elements", "itself", "local_addresses", "node_elements",
-    "number_name", "parse_pick", "pick_chain", "routes_of", "set_named", "structure",
+    "Key", "Pick", "Set", "chain_of", "clients_set", "elements", "node_elements", "number_name", "parse_pick",
+    "pick_chain", "routes_of", "set_named", "shared", "structure",
 ]  # fmt: skip
 
 FAMILIES: Final = {4: Family(4), 6: Family(6)}
@@ -269,18 +270,19 @@ def _letters(classes: Masquerade) -> str:
     return "".join(letter for bit, letter in pairs if classes & bit) or "none"
 
 
+_PICK: Final = re.compile(rf"({'|'.join(SPACES)})-([1-9]\d*)-(none|(?=.)p?n?e?)(?:-([1-9]\d*)-([01]))?")
+
+
 def parse_pick(name: str) -> Pick | None:
     """The other way round; None: this chain picks nothing."""
-    for space in reversed(SPACES):
-        words = name.removeprefix(f"{space}-").split("-")
-        if not name.startswith(f"{space}-") or not words[0].isdigit() or len(words) not in {2, 4}:
-            continue
-        classes = Masquerade(sum(bit for bit, letter in ((1, "p"), (2, "n"), (4, "e")) if letter in words[1]))
-        if words[1] == "none":
-            classes = Masquerade.NEVER
-        seconds, route = (int(words[2]), int(words[3])) if len(words) == 4 else (0, 0)
-        return Pick(space, int(words[0]), classes, seconds, route)
-    return None
+    found = _PICK.fullmatch(name)
+    if found is None:
+        return None
+    space, backends, letters, seconds, route = found.groups()
+    classes = Masquerade.NEVER
+    if letters != "none":
+        classes = Masquerade(sum(bit for bit, letter in ((1, "p"), (2, "n"), (4, "e")) if letter in letters))
+    return Pick(space, int(backends), classes, int(seconds or 0), int(route or 0))
 
 
 def pick_chain(family: Family, pick: Pick) -> Chain:
@@ -339,7 +341,7 @@ def number_name(entry: Entry, backend: Backend | None = None) -> str:
 
 
 def elements(entry: Entry, number: Number) -> list[Element]:
-    """All elements of one service port, in order; `number` numbers what affinity has to remember."""
+    """The elements that are one service port's alone, in order; `number` numbers what affinity has to remember."""
     found: list[Element] = []
     protocol = int(entry.protocol)
     routes = routes_of(entry) if entry.affinity_seconds else []
@@ -353,8 +355,6 @@ def elements(entry: Entry, number: Number) -> list[Element]:
         if frontend.address is not None:
             key = (frontend.address, *key)
         ports = "" if frontend.address is not None else "-ports"
-        if frontend.kind is Kind.CLUSTER_IP and frontend.address is not None:
-            found.append(Element(CLUSTER_IPS, (frontend.address,), None, _service_of(entry)[:COMMENT]))
         if frontend.sources is not None:
             found.append(Element(RESTRICTED, key))
             found += [Element(ALLOWED, (*key, cidr)) for cidr in _ranges(frontend.sources)]
@@ -363,10 +363,6 @@ def elements(entry: Entry, number: Number) -> list[Element]:
         if frontend.outside is not frontend.inside and frontend.outside != frontend.inside:
             _serve(found, entry, frontend, outside, frontend.outside, key, routes, number)
     return found
-
-
-def _service_of(entry: Entry) -> str:
-    return entry.name.rpartition(":")[0]
 
 
 def _ranges(sources: tuple[str, ...]) -> list[str]:
@@ -398,15 +394,17 @@ def _serve(
         ]
 
 
-def local_addresses(entry: Entry) -> set[str]:
-    """Addresses of this node's backends that a route uses: these may be sent to themselves."""
-    routes = [route for frontend in entry.frontends for route in (frontend.inside, frontend.outside)]
-    return {backend.address for route in routes for backend in route.backends if backend.local}
-
-
-def itself(address: str) -> Element:
-    """A backend that is its own client."""
-    return Element(ITSELF, (address, address))
+def shared(entry: Entry) -> set[Element]:
+    """Elements that other service ports may have too: ClusterIPs, and backends here that may be their own clients."""
+    found = {
+        Element(CLUSTER_IPS, (frontend.address,))
+        for frontend in entry.frontends
+        if frontend.kind is Kind.CLUSTER_IP and frontend.address is not None
+    }
+    for frontend in entry.frontends:
+        for route in (frontend.inside, frontend.outside):
+            found.update(Element(ITSELF, (b.address, b.address)) for b in route.backends if b.local)
+    return found
 
 
 def node_elements(family: Family, node: NodeNetwork) -> list[Element]:

@@ -1,7 +1,7 @@
 """PURE. What must be written so that the kernel's table of one family is the service table's.
 
-A plan remembers only what an entry does not tell by itself: which picking chains are in use, which local addresses
-are backends, what numbers were given. Elements of unchanged services are nowhere but in the kernel.
+A plan remembers only what an entry does not tell by itself: which picking chains are in use, which elements several
+entries share, what numbers were given. Elements of unchanged services are nowhere but in the kernel.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Plan:
         self.structure = lower.structure(family, node)
         self.always = lower.node_elements(family, node)
         self.numbers = Numbers()
-        self.local: Counter[str] = Counter()
+        self.shared: Counter[Element] = Counter()
         self.users: Counter[Pick] = Counter()
         self.picks: set[Pick] = set()  # chains that are written
         self.seconds: set[int] = set()  # affinity times that have their set
@@ -95,12 +95,12 @@ class Plan:
                 if pick is not None:
                     self.users[pick] += sign
                 yield element
-            for address in lower.local_addresses(entry):
-                self.local[address] += sign
-                if sign < 0 and self.local[address] == 0:
-                    del self.local[address]
-                if self.local.get(address, 0) == (1 if sign > 0 else 0):
-                    yield lower.itself(address)
+            for element in lower.shared(entry):
+                self.shared[element] += sign
+                if self.shared[element] == max(0, sign):  # the first one, or none any more
+                    yield element
+                if not self.shared[element]:
+                    del self.shared[element]
 
     def _new_picks(self) -> tuple[list[Chain], list[Set]]:
         """Chains and sets that elements need now and that are not there yet."""

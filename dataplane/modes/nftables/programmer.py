@@ -64,7 +64,9 @@ class Nftables:
         self._programmed = False
         self._generation = 0
         self._check_at = 0.0
-        self._stop, self._touched, self._watching = threading.Event(), threading.Event(), threading.Event()
+        self.hears = threading.Event()  # from now on changes by others are told
+        self._stop, self._touched = threading.Event(), threading.Event()
+        self._watching = False
 
     # Changes
 
@@ -165,14 +167,14 @@ class Nftables:
 
     def _start_watching(self) -> None:
         """After the first fill: there is no use in hearing of a hundred thousand elements of our own."""
-        if self._watch and not self._watching.is_set():
-            self._watching.set()
+        if self._watch and not self._watching:
+            self._watching = True
             threading.Thread(target=self._hear, name="nftables-drift", daemon=True).start()
 
     def _hear(self) -> None:
         tables = [f"{family.name} {lower.TABLE}" for family in FAMILIES]
         try:
-            watch_ruleset(self._told, self._stop, tables)
+            watch_ruleset(self._told, self._stop, tables, self.hears)
         except OSError as error:
             log.warning("changes by others are noticed every %g s only: %s", self.options.sync_seconds, error)
 

@@ -1,0 +1,230 @@
+"""Real tables in a namespace: nft lists what was meant, damage is heard and repaired, others are left alone."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from dataplane.errors import SyncError
+from dataplane.kernel.nfnetlink import NftablesError
+from dataplane.mode import Options
+from dataplane.modes.nftables import lower
+from dataplane.modes.nftables import operations as op
+from dataplane.modes.nftables.programmer import MODE, Nftables
+from dataplane.modes.nftables.wire import Kernel
+from dataplane.table import Detect, Entry, Frontend, Kind, Masquerade, NodeNetwork, ServiceTable, WhenEmpty
+from tests.fakes.nftables import FakeNftables
+from tests.modes.nftables.make import NODE, cluster_ip, entry, route, table
+
+pytestmark = [pytest.mark.root, pytest.mark.usefixtures("namespace")]
+FAMILIES = pytest.mark.parametrize("version", [4, 6])
+IPV4 = lower.FAMILIES[4]
+
+
+def nft(*words: str) -> str:
+    if shutil.which("nft") is None:
+        pytest.skip("nft is not installed: apt-get install nftables")
+    done = subprocess.run(["nft", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def heard() -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture
+def mode(heard: threading.Event) -> Iterator[Nftables]:
+    made = Nftables(Options(), heard.set)
+    yield made
+    made.close()
+
+
+def everything() -> ServiceTable:
+    """Both families, each kind of frontend, affinity, source ranges, empty routes."""
+    made: list[Entry] = []
+    for family, vip, lb, pods, ranges in (
+        (4, "10.96.0.1", "5.5.5.5", ("10.1.0.5", "*10.1.0.6"), ("10.0.0.0/8", "172.16.0.1/32")),
+        (6, "fd00::1", "2001:db8::5", ("fd02::5", "*fd02::6"), ("2001:db8::/32", "fd02::1/128")),
+    ):
+        inside, local = route(*pods), route(pods[1], empty=WhenEmpty.DROP)
+        made.append(
+            entry(
+                cluster_ip(vip, inside),
+                Frontend(Kind.LOAD_BALANCER, lb, 80, inside, local, Masquerade.NODE, ranges),
+                Frontend(Kind.NODE_PORT, None, 30080, inside, local, Masquerade.NODE),
+                name=f"default/sticky{family}:http", affinity=60, family=family,
+            )
+        )  # fmt: skip
+        made.append(entry(cluster_ip(vip, route(), 81), name=f"default/empty{family}:http", family=family))
+        made.append(entry(cluster_ip(vip, route(*pods), 82), name=f"default/plain{family}:http", family=family))
+    return table(*made)
+
+
+@FAMILIES
+def test_nft_lists_every_rule_as_it_was_meant(mode: Nftables, version: int) -> None:
+    """nft decodes the byte code by itself: a wrong register or length would show here, or make it fail."""
+    mode.sync(everything())
+    family, plan = lower.FAMILIES[version], mode._plans[version]
+    chains = [*plan.structure, *(lower.pick_chain(family, pick) for pick in plan.picks)]
+    assert len(chains) > 20
+    for chain in chains:
+        told = nft("-y", "list", "chain", family.name, lower.TABLE, chain.name)
+        lines = [line.strip() for line in told.splitlines()[2:-2]]
+        if chain.hook:
+            assert lines.pop(0).startswith("type nat hook")
+        # nft leaves out what a statement implies.
+        wanted = [rule.text.replace("meta l4proto tcp reject", "reject") for rule in chain.rules]
+        wanted = [text.removesuffix(" with icmp port-unreachable") for text in wanted]
+        assert lines == [text.removesuffix(" with icmpv6 port-unreachable") for text in wanted]
+
+
+def test_what_is_read_back_is_what_was_written(mode: Nftables) -> None:
+    mode.sync(everything())
+    fake = FakeNftables()
+    Nftables(Options(), lambda: None, fake).sync(everything())
+    kernel = Kernel()
+    for version, family in lower.FAMILIES.items():
+        for wanted in lower.SETS.values():
+            assert kernel.contents(family, wanted) == fake.tables[version].elements[wanted.name], wanted
+        assert kernel.skeleton(family) == fake.skeleton(family)
+    kernel.close()
+
+
+def test_a_restart_writes_nothing(mode: Nftables) -> None:
+    mode.sync(everything())
+    again = Nftables(Options(), lambda: None)
+    before = again._door.generation()
+    again.sync(everything())
+    assert again._door.generation() == before
+    assert again.adopted
+    again.close()
+
+
+DAMAGES = {
+    "a chain flushed": "flush chain ip hybrid-proxy from-inside",
+    "a map flushed": "flush map ip hybrid-proxy inside",
+    "an element deleted": "delete element ip hybrid-proxy inside { 10.96.0.1 . tcp . 82 }",
+    "a foreign element": "add element ip hybrid-proxy cluster-ips { 10.96.0.77 }",
+    "a foreign rule": "insert rule ip hybrid-proxy nat-prerouting accept",
+    "a foreign chain": "add chain ip hybrid-proxy stranger",
+    "the table deleted": "delete table ip hybrid-proxy",
+    "everything flushed": "flush ruleset",
+}
+
+
+@pytest.mark.parametrize("command", DAMAGES.values(), ids=DAMAGES.keys())
+def test_damage_is_heard_and_put_right(mode: Nftables, heard: threading.Event, command: str) -> None:
+    mode.sync(everything())
+    assert mode.hears.wait(2)
+    wanted = nft("-s", "list", "ruleset")
+    nft(command)
+    assert heard.wait(2), "the kernel's message was not heard"
+    mode.maintain()
+    assert sorted(nft("-s", "list", "ruleset").split()) == sorted(wanted.split())
+    assert mode.audit_repairs >= 1
+
+
+def test_others_may_change_their_own_tables(mode: Nftables, heard: threading.Event) -> None:
+    mode.sync(everything())
+    assert mode.hears.wait(2)
+    nft("add table ip kube-proxy; add chain ip kube-proxy services")
+    assert not heard.wait(0.3)
+    mode.maintain()
+    assert mode.audit_repairs == 0
+
+
+def test_own_changes_are_no_damage(mode: Nftables, heard: threading.Event) -> None:
+    mode.sync(everything())
+    assert mode.hears.wait(2)
+    mode.sync(ServiceTable({}, NODE, 2))
+    assert not heard.wait(0.3)
+
+
+def test_clean_up_takes_ours_and_nothing_else(mode: Nftables) -> None:
+    nft("add table ip kube-proxy; add chain ip kube-proxy services; add table inet hybrid-proxy-not")
+    before = nft("list", "ruleset")
+    mode.sync(everything())
+    assert MODE.clean(Options()) == 2
+    assert nft("list", "ruleset") == before
+    assert MODE.clean(Options()) == 0
+
+
+def test_clean_up_of_half_a_thing() -> None:
+    nft("add table ip6 hybrid-proxy; add chain ip6 hybrid-proxy nat-output")
+    assert MODE.clean(Options()) == 1
+
+
+@pytest.mark.parametrize(
+    "left", ["add chain ip hybrid-proxy inside", "add map ip hybrid-proxy inside { type ipv4_addr : verdict; }"]
+)
+def test_what_an_unlike_agent_left_is_taken_over(mode: Nftables, left: str) -> None:
+    nft(f"add table ip hybrid-proxy; {left}")
+    mode.sync(everything())
+    wanted = nft("-s", "list", "ruleset")
+    MODE.clean(Options())
+    other = Nftables(Options(), lambda: None)
+    other.sync(everything())
+    assert sorted(nft("-s", "list", "ruleset").split()) == sorted(wanted.split())
+    other.close()
+
+
+def test_the_probe_leaves_nothing() -> None:
+    assert MODE.probe(Options()) is None
+    assert nft("list", "ruleset") == ""
+
+
+def test_nothing_to_look_at() -> None:
+    assert MODE.look(Options(), {}) is None
+
+
+def test_what_is_programmed_is_listed_without_an_agent(mode: Nftables) -> None:
+    mode.sync(everything())
+    view = MODE.look(Options(), {})
+    assert view is not None
+    rows = {row["name"]: row for row in view.services()}
+    assert rows["default/sticky4:http"]["frontends"] == ["10.96.0.1:80", "5.5.5.5:80", "node port 30080"]
+    assert rows["default/sticky6:http"]["affinity"]
+    assert rows["default/empty6:http"]["backends"] == 0
+    assert {row["address"] for row in view.backends() if row["service"] == "default/plain6:http"} == {
+        "[fd02::5]:8080",
+        "[fd02::6]:8080",
+    }
+    assert view.flows(10) == ([], 0)
+
+
+def test_a_refused_transaction_says_what_and_leaves_nothing(mode: Nftables) -> None:
+    mode.sync(everything())
+    before = nft("-s", "list", "ruleset")
+    lost = lower.Element("inside", ("10.96.0.9", 6, 80), "goto nowhere")
+    good = lower.Element("cluster-ips", ("10.96.0.9",))
+    with pytest.raises(NftablesError, match="elements of inside: No such file"):
+        mode._door.commit((IPV4, [op.AddElements("cluster-ips", [good]), op.AddElements("inside", [lost])]))
+    assert nft("-s", "list", "ruleset") == before
+
+
+def test_a_table_taken_away_under_a_change_is_told_and_made_anew(mode: Nftables) -> None:
+    mode.sync(everything())
+    wanted = nft("-s", "list", "ruleset")
+    nft("delete table ip hybrid-proxy")
+    with pytest.raises(SyncError):
+        mode.sync(table(entry(cluster_ip("10.96.0.50", route("10.1.0.1")), name="default/late:http"), generation=2))
+    mode.sync(everything())
+    assert sorted(nft("-s", "list", "ruleset").split()) == sorted(wanted.split())
+
+
+@pytest.mark.parametrize("detect", [Detect.BRIDGE_INTERFACE, Detect.INTERFACE_PREFIX])
+def test_pods_by_interface(mode: Nftables, detect: Detect) -> None:
+    mode.sync(ServiceTable({}, NodeNetwork(detect=detect, pod_interface="cni0"), 1))
+    star = "*" if detect is Detect.INTERFACE_PREFIX else ""
+    assert f'iifname "cni0{star}" goto from-inside' in nft("list", "chain", "ip6", lower.TABLE, "nat-prerouting")
+
+
+def test_counters_are_there(mode: Nftables) -> None:
+    mode.sync(everything())
+    assert mode.status()["counters"] == dict.fromkeys(lower.COUNTERS, 0)
