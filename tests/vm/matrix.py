@@ -54,7 +54,7 @@ def run_cell(kernel: Kernel, mode: str, progress: Progress, *, core: bool, limit
         "core" if core else "all",
         f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
     )
-    with tempfile.TemporaryDirectory(prefix="cell-", dir=FOLDER) as made:
+    with tempfile.TemporaryDirectory(prefix="hybrid-proxy-cell-") as made:
         folder = Path(made)
         guest = _Guest(kernel, chosen, folder, limit, progress)
         guest.start()

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .kernels import FOLDER, get
+from .kernels import get
 from .machine import Finished, GuestFailed, Machine, missing_programs
 
 __all__ = ["PYTEST_LIMIT", "Remote", "read_reports", "run_pytest"]
@@ -113,8 +113,7 @@ class Remote:
         return bool(fresh)
 
     def _start(self) -> None:
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        self._folder = tempfile.TemporaryDirectory(prefix="pytest-", dir=FOLDER)
+        self._folder = tempfile.TemporaryDirectory(prefix="hybrid-proxy-guest-")
         self._thread = threading.Thread(target=self._run, args=(Path(self._folder.name),), name="guest", daemon=True)
         self._thread.start()
 
