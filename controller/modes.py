@@ -146,9 +146,9 @@ def _open(name: str, options: Options, wake: Wake, failed: Mapping[str, str]) ->
 def take_over(effective: str, options: Options, told: Callable[[str], None] = log.info) -> None:
     """Let the mode at work serve alone, without a connection that fails for it; called when it serves.
 
-    Modes that rely on conntrack hand their flows to each other there, so what another left goes at once. A mode with
-    flows of its own (`Mode.drain`) gets, or is given, the time that short connections need to end; what that leaves
-    to do is done by a thread.
+    Modes that rely on conntrack hand their flows to each other there, so what another left goes at once. Under a mode
+    without it flows of others get the time that short connections need to end, and so do those of a mode that has
+    its own (`Mode.drain`); what that leaves to do is done by a thread.
 
     Args:
         effective: the mode at work.
@@ -156,7 +156,7 @@ def take_over(effective: str, options: Options, told: Callable[[str], None] = lo
         told: gets a sentence for each mode that had something here.
     """
     others = tuple(name for name in available_modes() if name != effective)
-    later = others if _keeps_flows(effective) else tuple(name for name in others if _drained(name, options))
+    later = others if not open_mode(effective).conntrack else tuple(name for name in others if _drained(name, options))
 
     def clean(names: tuple[str, ...]) -> None:
         for name, count in clean_others(effective, names, options).items():
@@ -167,13 +167,6 @@ def take_over(effective: str, options: Options, told: Callable[[str], None] = lo
         timer = threading.Timer(DRAIN_SECONDS, clean, (later,))
         timer.name, timer.daemon = "take-over", True
         timer.start()
-
-
-def _keeps_flows(name: str) -> bool:
-    try:
-        return open_mode(name).drain is not None
-    except Unsupported:
-        return False
 
 
 def _drained(name: str, options: Options) -> bool:

@@ -131,6 +131,7 @@ class Mode(NamedTuple):
     clean: Callable[[Options], int]  # removes everything of this mode from the namespace; how many things went
     probe: Callable[[Options], str | None]  # one sentence: what is missing here and what to do; None: it works
     look: Callable[[Options, Mapping[int, str]], View | None]  # None: nothing of this mode here; the names of numbers
-    # Of a mode that keeps flows itself, where others rely on conntrack: new flows pass it by from now on and those
-    # that it knows go on, until `clean` a moment later; whether anything of it was here.
+    # Of a mode whose flows end with `clean`: new flows pass it by from now on, and those that it knows go on until
+    # then, a moment later; whether anything of it was here.
     drain: Callable[[Options], bool] | None = None
+    conntrack: bool = True  # it translates by conntrack: flows of another such mode go on when that is removed

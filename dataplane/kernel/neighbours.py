@@ -32,7 +32,7 @@ CHILD_SECONDS: Final = 10.0
 KUBE_CHAIN: Final = "KUBE-SERVICES"
 IPVS_DEVICE: Final = "kube-ipvs0"
 OUR_TABLES: Final = {"nftables": "hybrid-proxy", "userspace": "hybrid-proxy-userspace"}
-OUR_CHAINS: Final = {"iptables": "HP-SERVICES", "ipvs": "HPV-SERVICES"}
+OUR_CHAINS: Final = {"iptables": "HP-SERVICES", "ipvs": "HPV-POSTROUTING"}
 
 
 def look_around(mode: str) -> Seen:

@@ -98,9 +98,20 @@ class TestLookAround:
         assert look_around("ipvs").kube_proxy == ()
 
     def test_modes_of_ours_other_than_the_one_at_work(self):
-        nft("table ip hybrid-proxy {}\ntable ip6 hybrid-proxy-userspace {}\ntable ip nat {\nchain HP-SERVICES {\n}\n}")
-        assert look_around("nftables").ours == ("table ip6 hybrid-proxy-userspace", "chain HP-SERVICES in ip nat")
-        assert look_around("userspace").ours == ("table ip hybrid-proxy", "chain HP-SERVICES in ip nat")
+        nft(
+            "table ip hybrid-proxy {}\ntable ip6 hybrid-proxy-userspace {}\ntable ip nat {\nchain HP-SERVICES {\n}\n}"
+            "\ntable ip6 nat {\nchain HPV-POSTROUTING {\n}\n}"
+        )
+        assert look_around("nftables").ours == (
+            "table ip6 hybrid-proxy-userspace",
+            "chain HP-SERVICES in ip nat",
+            "chain HPV-POSTROUTING in ip6 nat",
+        )
+        assert look_around("userspace").ours == (
+            "table ip hybrid-proxy",
+            "chain HP-SERVICES in ip nat",
+            "chain HPV-POSTROUTING in ip6 nat",
+        )
 
     def test_a_health_port_that_answers_as_kube_proxy_does(self, health):
         assert look_around("ebpf").health

@@ -301,4 +301,4 @@ def look(options: Options, names: Mapping[int, str]) -> listing.Pinned | None:
     return listing.Pinned(str(folder), maps, names) if maps else None
 
 
-MODE = Mode("ebpf", Ebpf, clean, probe, look, drain)
+MODE = Mode("ebpf", Ebpf, clean, probe, look, drain, conntrack=False)
