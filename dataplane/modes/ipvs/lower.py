@@ -163,7 +163,7 @@ def _frontend(
     names += [name for bit, name in _MASQUERADE if frontend.masquerade & bit]
     if frontend.sources is not None:
         names.append("SOURCES")
-        for network in _networks(_sources(frontend.sources, server.address, node)):
+        for network in _networks(frontend.sources):
             member = set_name(entry.family, "ALLOWED"), element._replace(second=network)
             lowered.members[member] = None
     for name in names:
@@ -183,14 +183,6 @@ def _wanted(entry: Entry, config: Config, route: Route) -> Wanted:
         frozenset(Destination(backend.address, backend.port) for backend in entry.serving),
         entry.protocol is Protocol.TCP,
     )
-
-
-def _sources(sources: tuple[str, ...], address: str, node: Node) -> Iterator[str]:
-    """The ranges. What this node sends to an address on its own device has that address as its source (row 2.14)."""
-    yield from sources
-    networks = [ip_network(text, strict=False) for text in sources]
-    if any(ip_address(own) in network for own in node.own for network in networks):
-        yield address
 
 
 def _networks(sources: Iterable[str]) -> Iterator[str]:

@@ -167,12 +167,12 @@ class Ipvs:
 
     def _put(self, name: str, entries: tuple[Entry, ...]) -> Lowered:
         """Replace what a service needs by what it needs now."""
-        for member in (old := self.lowered.pop(name, NOTHING)).members:
-            self._members[member] -= 1
-            if not self._members[member]:
-                del self._members[member]
+        old = self.lowered.pop(name, NOTHING)
+        for member in old.members:
+            if _release(self._members, member):
                 self._values.pop(member, None)
-        self._addresses -= Counter(old.addresses)
+        for address in old.addresses:
+            _release(self._addresses, address)
         for entry in entries:
             self._look_at(entry)
         new = lower(entries, self._node, self._scheduler, self._marks.take, self._taken)
@@ -340,6 +340,15 @@ class Ipvs:
         """See `dataplane.mode.Programmer.close`."""
         self._stop.set()
         self.doors.close()
+
+
+def _release(counts: Counter[Any], held: object) -> bool:
+    """One holder less; whether it was the last."""
+    counts[held] -= 1
+    if counts[held] > 0:
+        return False
+    del counts[held]
+    return True
 
 
 def clean(options: Options) -> int:

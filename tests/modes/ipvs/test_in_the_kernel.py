@@ -1,0 +1,291 @@
+"""The doors and the programmer with the kernel's IPVS, in a namespace of their own; services in conformance tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pyroute2 import IPRoute, netns
+
+from controller.config import SCHEDULERS
+from controller.lab import namespace
+from dataplane.errors import Unsupported
+from dataplane.kernel import sysctl, xtables
+from dataplane.kernel.dummy import ALIAS, Dummy
+from dataplane.kernel.ipset import Ipsets
+from dataplane.kernel.ipvs import Ipvs as Door
+from dataplane.mode import Options
+from dataplane.modes.ipvs.node import DEVICE
+from dataplane.modes.ipvs.programmer import Ipvs, clean, look, probe
+from dataplane.modes.ipvs.rules import JUMPS
+from dataplane.table import Backend, Entry, Frontend, Kind, Masquerade, NodeNetwork, Protocol, Route, ServiceTable
+from dataplane.virtual_servers import Change, Config, Destination, Edit, Element, Server, Timeouts, Verb
+
+pytestmark = [pytest.mark.root, pytest.mark.kernel("ip_vs"), pytest.mark.core]
+NAME = f"hpv{os.getpid()}"
+FOREIGN = Server(4, 6, "198.51.100.7", 443)
+
+
+@pytest.fixture
+def home() -> Iterator[None]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: makes a network namespace")
+    netns.create(NAME)
+    try:
+        with namespace.inside(Path("/run/netns") / NAME):
+            with IPRoute() as link:
+                loopback = link.link_lookup(ifname="lo")[0]
+                link.link("set", index=loopback, state="up")
+                for address in ("10.1.0.11", "10.1.0.12"):
+                    link.addr("add", index=loopback, address=address, prefixlen=32)
+            yield
+    finally:
+        netns.remove(NAME)
+
+
+@pytest.fixture
+def door(home: None) -> Iterator[Door]:
+    with contextlib.closing(Door()) as opened:
+        yield opened
+
+
+def table(*ends: str, generation: int = 0, services: int = 1) -> ServiceTable:
+    backends = tuple(Backend(address, 8080, local=True) for address in ends)
+    route = Route(backends, why="all")
+    held = {}
+    for number in range(services):
+        frontend = Frontend(Kind.CLUSTER_IP, f"10.96.0.{number + 1}", 80, route, route, Masquerade.NEVER)
+        name = f"default/s{number}"
+        held[name] = (Entry(f"{name}:http", 4, Protocol.TCP, (frontend,), backends),)
+    return ServiceTable(held, NodeNetwork(service_cidrs=("10.96.0.0/12",)), generation)
+
+
+def start(**options: object) -> Ipvs:
+    return Ipvs(Options(**options), lambda: None)  # type: ignore[arg-type]
+
+
+# Virtual servers
+
+
+def test_schedulers_of_the_flag_are_the_kernels(door: Door) -> None:
+    works = [name for name in SCHEDULERS if door.schedules(name)]
+    missing = set(SCHEDULERS) - set(works)
+    assert missing <= {"twos"}, "since Linux 5.11, all others before 5.10"
+    assert not door.schedules("nosuch")
+    assert door.servers() == {}, "a trial leaves nothing"
+
+
+@pytest.mark.parametrize(
+    "server",
+    [
+        Server(4, 6, "10.96.0.1", 80), Server(4, 17, "10.96.0.1", 53), Server(4, 132, "10.96.0.1", 65535),
+        Server(6, 6, "fd96::1", 80), Server(6, 17, "fd96::1", 53), Server(4, mark=0x48500001), Server(6, mark=7),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_virtual_and_real_servers_are_read_back(door: Door, server: Server) -> None:
+    here = "10.1.0.{}" if server.family == 4 else "fd01::{}"
+    ends = [Destination(here.format(n), 8000 + n) for n in range(1, 4)]
+    door.change(
+        [
+            Change(Verb.NEW_SERVER, server, Config("rr")),
+            Change(Verb.NEW_SERVER, server, Config("mh", 600, 0x10)),
+            *(Change(Verb.NEW_DESTINATION, server, None, end, weight) for weight, end in enumerate(ends)),
+            Change(Verb.NEW_DESTINATION, server, None, ends[0], 5),
+            Change(Verb.DELETE_DESTINATION, server, None, ends[1]),
+            Change(Verb.DELETE_DESTINATION, server, None, ends[1]),
+        ]
+    )
+    assert door.servers() == {server: Config("mh", 600, 0x10)}
+    assert {end: load.weight for end, load in door.destinations(server).items()} == {ends[0]: 5, ends[2]: 2}
+    door.change([Change(Verb.DELETE_SERVER, server)] * 2)
+    assert door.servers() == {}
+    assert door.destinations(server) == {}
+
+
+def test_timeouts_that_are_not_given_stay(door: Door) -> None:
+    before = door.timeouts()
+    door.set_timeouts(Timeouts(udp=77))
+    assert door.timeouts() == before._replace(udp=77)
+
+
+# The device
+
+
+def test_hundreds_of_addresses_are_nobodys_source(home: None) -> None:
+    device = Dummy(DEVICE)
+    assert device.ensure()
+    assert not device.ensure()
+    four = {f"10.96.{n // 250}.{n % 250 + 1}" for n in range(500)}
+    six = {f"fd96::{n:x}" for n in range(1, 500)}
+    device.change(four | six, ())
+    assert device.addresses() == four | six
+    with IPRoute() as ip:
+        told = list(ip.get_addr(index=device.index))
+        assert ip.get_links(device.index)[0].get_attr("IFLA_IFALIAS") == ALIAS
+    assert {a["scope"] for a in told if a["family"] == socket.AF_INET} == {254}
+    assert all(a.get_attr("IFA_FLAGS") & 0x20 for a in told if a["family"] == socket.AF_INET6), "deprecated"
+    device.change(four, ("10.96.0.1", "203.0.113.9"))
+    assert device.addresses() == (four | six) - {"10.96.0.1"}
+    assert not device.remove(), "addresses are left"
+    device.change((), four | six)
+    assert device.remove()
+    device.close()
+
+
+def test_a_device_that_somebody_else_made_is_not_removed(home: None) -> None:
+    with IPRoute() as ip:
+        ip.link("add", ifname=DEVICE, kind="dummy")
+    device = Dummy(DEVICE)
+    device.ensure()
+    assert not device.remove()
+    assert device.find()
+    device.close()
+
+
+def test_an_address_that_goes_is_told_unless_it_is_not_wanted(home: None) -> None:
+    device = Dummy(DEVICE)
+    device.ensure()
+    device.change(["10.96.0.1", "10.96.0.2", "fd96::1"], ())
+    wanted, told, stop = {"10.96.0.1", "fd96::1"}, threading.Event(), threading.Event()
+    device.watch(wanted, told.set, stop)
+    device.change((), ["10.96.0.2"])
+    assert not told.wait(0.5)
+    for address in list(wanted):
+        device.change((), [address])
+        assert told.wait(5), address
+        told.clear()
+    with IPRoute() as ip:
+        ip.link("del", index=device.index)
+    assert told.wait(5)
+    stop.set()
+    device.close()
+
+
+# The mode
+
+
+def test_the_mode_works_here_and_trying_it_leaves_nothing(home: None) -> None:
+    assert probe(Options()) is None
+    with IPRoute() as ip:
+        assert ip.link_lookup(ifname=DEVICE) == []
+    with contextlib.closing(Ipsets()) as sets:
+        assert sets.names("HPV") == []
+    with pytest.raises(Unsupported, match="ip_vs_nosuch"):
+        start(ipvs_scheduler="nosuch")
+
+
+def test_an_agent_that_was_killed_is_replaced_without_a_change_and_cleaned_exactly(home: None, door: Door) -> None:
+    door.change(
+        [Change(Verb.NEW_SERVER, FOREIGN, Config("rr")), Change(Verb.NEW_SERVER, Server(4, mark=7), Config("rr"))]
+    )
+    foreign = xtables.find()
+    foreign.restore(4, "*filter\n:OTHERS - [0:0]\n-A INPUT -j OTHERS\nCOMMIT\n")
+    first = start()
+    first.sync(table("10.1.0.11", services=20))
+    known, rules = door.servers(), first.audit.rules
+    second = start()  # nobody closed the first
+    second.sync(table("10.1.0.11", services=20))
+    assert door.servers() == known
+    assert second.audit.rules == rules
+    first.close()
+    second.close()
+    view = look(Options(), {})
+    assert view is not None
+    assert {row["name"] for row in view.services()} == {f"default/s{n}:http" for n in range(20)}
+    assert {(row["address"], row["used"]) for row in view.backends()} == {("10.1.0.11:8080", True)}
+    assert clean(Options()) > 20
+    assert clean(Options()) == 0
+    assert set(door.servers()) == {FOREIGN, Server(4, mark=7)}
+    assert "OTHERS" in foreign.save(4, "filter")
+    assert not any("HPV" in foreign.save(family, name) for family in foreign.families for name in JUMPS)
+    with IPRoute() as ip:
+        assert ip.link_lookup(ifname=DEVICE) == []
+    with contextlib.closing(Ipsets()) as sets:
+        assert sets.names("HPV") == []
+    assert look(Options(), {}) is None
+
+
+def test_half_of_it_missing_does_not_stop_cleaning(home: None, door: Door) -> None:
+    agent = start()
+    agent.sync(table("10.1.0.11", services=3))
+    agent.close()
+    with IPRoute() as ip:
+        ip.link("del", index=ip.link_lookup(ifname=DEVICE)[0])
+    door.change([Change(Verb.DELETE_SERVER, Server(4, 6, "10.96.0.1", 80))])
+    tables = xtables.find()
+    tables.restore(4, "*nat\n-F PREROUTING\n-F OUTPUT\n-F POSTROUTING\nCOMMIT\n")
+    assert clean(Options()) > 0
+    assert door.servers() == {}
+    with contextlib.closing(Ipsets()) as sets:
+        assert sets.names("HPV") == []
+
+
+def test_what_others_change_is_put_right_within_the_period(home: None, door: Door) -> None:
+    agent = start(sync_seconds=0.1)
+    agent.sync(table("10.1.0.11", "10.1.0.12"))
+    known, rules = door.servers(), agent.audit.rules
+    door.change([Change(Verb.DELETE_SERVER, Server(4, 6, "10.96.0.1", 80))])
+    xtables.find().restore(4, "*nat\n-F HPV-OUTPUT\nCOMMIT\n")
+    agent.doors.sets.change([Edit("HPV-4-PORTS", 4, False, {Element("10.96.0.1", 80, 6): None})])
+    sysctl.write("net/ipv4/vs/conntrack", "0")
+    time.sleep(0.2)
+    agent.maintain()
+    assert agent.audit_repairs >= 4
+    assert door.servers() == known
+    assert agent.audit.rules == rules
+    assert sysctl.read("net/ipv4/vs/conntrack") == "1"
+    assert agent.doors.sets.elements("HPV-4-PORTS")
+    found = agent.audit_repairs
+    time.sleep(0.2)
+    agent.maintain()
+    assert agent.audit_repairs == found
+    agent.close()
+
+
+def test_a_connection_outlives_its_endpoint_which_goes_when_the_connection_is_over(home: None, door: Door) -> None:
+    agent = start()
+    agent.sync(table("10.1.0.11"))
+    server = Server(4, 6, "10.96.0.1", 80)
+    with (
+        socket.create_server(("10.1.0.11", 8080)) as listener,
+        socket.create_connection(("10.96.0.1", 80), 5) as client,
+    ):
+        there, _ = listener.accept()
+        agent.sync(table("10.1.0.12", generation=1))
+        agent._drain_at = 0.0
+        agent.maintain()
+        loads = {end.address: load.weight for end, load in door.destinations(server).items()}
+        assert loads == {"10.1.0.11": 0, "10.1.0.12": 1}
+        there.sendall(b"still here")
+        assert client.recv(100) == b"still here"
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset: no FIN_WAIT
+        there.close()
+    deadline = time.monotonic() + 60
+    while len(door.destinations(server)) == 2:
+        assert time.monotonic() < deadline, door.destinations(server)
+        agent._drain_at = 0.0
+        agent.maintain()
+        time.sleep(1)
+    assert agent.status()["draining"] == 0
+    agent.close()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_strict_arp_sets_what_keeps_the_node_from_answering_for_others(home: None, strict: bool) -> None:
+    before = sysctl.read("net/ipv4/conf/all/arp_ignore")
+    agent = start(ipvs_strict_arp=strict)
+    agent.sync(table("10.1.0.11"))
+    assert sysctl.read("net/ipv4/conf/all/arp_ignore") == ("1" if strict else before)
+    assert sysctl.read("net/ipv4/conf/all/arp_announce") == ("2" if strict else "0")
+    for name in ("net/ipv4/vs/conntrack", "net/ipv4/vs/expire_nodest_conn", "net/ipv4/ip_forward"):
+        assert sysctl.read(name) == "1"
+    assert agent.limitations() == []
+    agent.close()
