@@ -6,10 +6,10 @@ entries share, what numbers were given. Elements of unchanged services are nowhe
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
 from typing import Final, NamedTuple
 
 from dataplane.modes.nftables import lower
@@ -134,7 +134,7 @@ class Plan:
         yield from (op.AddRules(chain.name, chain.rules) for chain in self.structure)
         yield from _additions(self.always)
         waiting = iter(services)
-        while chunk := tuple(islice(waiting, CHUNK)):
+        while chunk := tuple(itertools.islice(waiting, CHUNK)):
             elements = {(e.set, e.key): e for entries in chunk for e in self._elements(entries, 1)}
             chains, sets = self._new_picks()
             yield from (op.AddSet(wanted) for wanted in sets)
@@ -145,7 +145,7 @@ class Plan:
     def adopt(self, services: Iterable[tuple[Entry, ...]], found: Installed) -> list[op.Operation]:
         """Turn what is there into what is wanted, touching only what differs; what `found` holds is used up."""
         made, gone = [], []
-        for group in (self.always, *map(self._of_service, services)):
+        for group in itertools.chain((self.always,), map(self._of_service, services)):
             for place, element in {(e.set, e.key): e for e in group}.items():
                 held = found.contents.get(element.set, {}).pop(element.key, None)
                 if held == (element.value, element.comment):
@@ -177,15 +177,20 @@ class Plan:
     def _of_service(self, entries: tuple[Entry, ...]) -> Iterator[Element]:
         return self._elements(entries, 1)
 
-    def lacks(self, skeleton: op.Skeleton) -> bool:
-        """Whether a chain, rule, set or counter of ours is missing or another one."""
+    def mend(self, skeleton: op.Skeleton) -> list[op.Operation]:
+        """Put chains, rules, sets and counters right: little to read, quick to write. Elements are not looked at."""
         picks = [lower.pick_chain(self.family, pick) for pick in self.picks]
         sets = [*lower.SETS.values(), *(lower.clients_set(seconds) for seconds in self.seconds)]
-        return (
-            any(skeleton.chains.get(chain.name) != chain.marks for chain in (*self.structure, *picks))
-            or any(one.name not in skeleton.sets for one in sets)
-            or not skeleton.counters.issuperset(lower.COUNTERS)
-        )
+        chains = [*self.structure, *picks]
+        absent = [chain for chain in chains if chain.name not in skeleton.chains]
+        other = [chain for chain in chains if skeleton.chains.get(chain.name, chain.marks) != chain.marks]
+        return [
+            *(op.AddCounter(name) for name in lower.COUNTERS if name not in skeleton.counters),
+            *(op.AddSet(one) for one in sets if one.name not in skeleton.sets),
+            *(op.AddChain(chain) for chain in absent),
+            *(op.FlushChain(chain.name) for chain in other),
+            *(op.AddRules(chain.name, chain.rules) for chain in (*other, *absent)),
+        ]
 
     def unlike(self, skeleton: op.Skeleton) -> str:
         """Why what is there cannot be turned into ours bit by bit: it must be replaced as a whole. Empty: it can."""

@@ -203,33 +203,46 @@ class Nftables:
         """Whether chains, rules and sets are what they should be; elements are not looked at."""
         for family in FAMILIES:
             skeleton, plan = self._door.skeleton(family), self._plans[family.version]
-            if skeleton is None or plan.unlike(skeleton) or plan.lacks(skeleton):
+            if skeleton is None or plan.unlike(skeleton) or plan.mend(skeleton):
                 return False
         return True
 
     def _repair(self) -> None:
-        """Compare everything, and write what differs.
+        """Write what differs: first rules and chains, which is quick, then elements, for which all must be read.
 
         Raises:
             SyncError: refused; the next sync is a full one.
         """
+        written: dict[str, list[op.Operation]] = {family.name: [] for family in FAMILIES}
         try:
-            work = []
-            for family in FAMILIES:
-                plan, operations = self._differences(family, self.table)
-                self._plans[family.version] = plan
-                work.append((family, list(operations)))
-            self._door.commit(*work)
+            for find in (self._mending, self._comparison):
+                work = find()
+                self._door.commit(*work)
+                for family, operations in work:
+                    written[family.name] += operations
         except DataplaneError as error:
             self._plans.clear()
             raise SyncError(f"the nftables tables could not be repaired: {error}") from error
         self._verified()
-        for family, operations in work:
-            if operations:
+        for name, done in written.items():
+            if done:
                 self.audit_repairs += 1
-                log.warning(
-                    "table %s %s was changed by others, put right: %s", family.name, lower.TABLE, describe(operations)
-                )
+                log.warning("table %s %s was changed by others, put right: %s", name, lower.TABLE, describe(done))
+
+    def _mending(self) -> list[tuple[lower.Family, list[op.Operation]]]:
+        work = []
+        for family in FAMILIES:
+            skeleton, plan = self._door.skeleton(family), self._plans[family.version]
+            if skeleton is not None and not plan.unlike(skeleton):
+                work.append((family, plan.mend(skeleton)))
+        return work
+
+    def _comparison(self) -> list[tuple[lower.Family, list[op.Operation]]]:
+        work = []
+        for family in FAMILIES:
+            self._plans[family.version], operations = self._differences(family, self.table)
+            work.append((family, list(operations)))
+        return work
 
     def _verified(self) -> None:
         self._generation = self._door.generation()

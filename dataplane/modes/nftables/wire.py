@@ -80,7 +80,7 @@ def _width(family: Family, field: str) -> int:
     """Octets of a field; in a concatenation each is padded to four."""
     if field in {ADDRESS, RANGE}:
         return family.length
-    return {PROTOCOL: 1, PORT: 2, SLOT: 4, NUMBER: 4}[field]
+    return {PROTOCOL: 1, PORT: 2, SLOT: 4, NUMBER: 4, VERDICT: 0}[field]
 
 
 def _length(family: Family, fields: Sequence[str]) -> int:
@@ -151,27 +151,33 @@ class Codec:
         start = self.encoder(fields[:-1])(key[:-1])
         return start + network.network_address.packed, start + network.broadcast_address.packed
 
-    def decode(self, fields: Sequence[str], data: bytes, end: bytes | None = None) -> Key:
-        """Octets -> key."""
-        values: list[str | int] = []
-        offset = 0
+    def decoder(self, fields: Sequence[str]) -> Callable[[bytes], Key]:
+        """Octets -> key. What begins alike is made once: a dump has ten slots of each frontend."""
         alone = len(fields) == 1
+        places: list[tuple[str, int, int]] = []
+        offset = 0
         for field in fields:
             width = _width(self.family, field)
-            octets = data[offset : offset + width]
-            if field == RANGE:
-                values.append(_cidr(octets, (end or data)[offset : offset + width]))
-            elif field == ADDRESS:
-                values.append(socket.inet_ntop(self._af, octets))
-            elif field == PORT:
-                values.append(int.from_bytes(octets, "big"))
-            else:
-                values.append(int.from_bytes(octets, sys.byteorder) if width == 4 else octets[0])
+            places.append((field, offset, offset + width))
             offset += width if alone else -(-width // 4) * 4
-        return tuple(values)
+        known: dict[bytes, str] = {}
+
+        def one(field: str, octets: bytes) -> str | int:
+            if field in {ADDRESS, RANGE}:
+                found = known.get(octets)
+                if found is None:
+                    found = known[octets] = socket.inet_ntop(self._af, octets)
+                return found
+            return int.from_bytes(octets, "big" if field in {PORT, PROTOCOL} else sys.byteorder)
+
+        return lambda data: tuple([one(field, data[start:end]) for field, start, end in places])
+
+    def decode(self, fields: Sequence[str], data: bytes) -> Key:
+        """One key."""
+        return self.decoder(fields)(data)
 
 
-def _cidr(first: bytes, last: bytes) -> str:
+def _cidr(first: str, last: str) -> str:
     networks = ipaddress.summarize_address_range(ipaddress.ip_address(first), ipaddress.ip_address(last))
     return str(next(iter(networks)))
 
@@ -369,27 +375,38 @@ class Kernel:
 
     def contents(self, family: Family, wanted: Set) -> dict[Key, tuple[op.Value, str]]:
         """See `operations.Door.contents`."""
-        codec, found = self._codec(family), {}
+        codec = self._codec(family)
+        decode, value_of = codec.decoder(wanted.key), self._value_reader(codec, wanted)
+        found = {}
         body = string(1, self._table) + string(2, wanted.name)
         for message in self._netlink.dump(GETSETELEM, NFPROTO[family.version], body):
             for element in _list(attributes(message).get(3, b"")):
                 told = attributes(element)
-                end = attributes(told[10]).get(1) if 10 in told else None
-                key = codec.decode(wanted.key, attributes(told[1])[1], end)
-                comment = _user_data(told.get(6, b"")).get(_COMMENT, b"").rstrip(b"\0").decode(errors="replace")
-                found[key] = (self._read_value(codec, wanted, told.get(2)), comment)
+                key = decode(told[1][4:])  # behind the header of its only attribute
+                if 10 in told:
+                    key = (*key[:-1], _cidr(str(key[-1]), str(decode(told[10][4:])[-1])))
+                comment = (
+                    _user_data(told[6]).get(_COMMENT, b"").rstrip(b"\0").decode(errors="replace") if 6 in told else ""
+                )
+                found[key] = (value_of(told[2]) if 2 in told else None, comment)
         return found
 
-    def _read_value(self, codec: Codec, wanted: Set, data: bytes | None) -> op.Value:
-        if data is None:
-            return None
-        told = attributes(data)
-        if wanted.data == (VERDICT,):
-            return _verdict_text(attributes(told[2]))
-        value = codec.decode(wanted.data, told[1])
-        if len(value) == 1:
-            return value[0]
-        return str(value[0]), int(value[1])
+    def _value_reader(self, codec: Codec, wanted: Set) -> Callable[[bytes], op.Value]:
+        known: dict[bytes, op.Value] = {}
+        decode = codec.decoder(wanted.data)
+
+        def read(data: bytes) -> op.Value:
+            found = known.get(data)
+            if found is None:
+                if wanted.data == (VERDICT,):
+                    found = _verdict_text(attributes(attributes(data)[2]))
+                else:
+                    value = decode(data[4:])
+                    found = value[0] if len(value) == 1 else (str(value[0]), int(value[1]))
+                known[data] = found
+            return found
+
+        return read
 
     def counters(self, family: Family) -> dict[str, int]:
         """See `operations.Door.counters`."""
