@@ -1,0 +1,1 @@
+"""The userspace mode: a relay that accepts connections itself, and redirect rules that lead to it."""

@@ -1,0 +1,62 @@
+"""PURE. Which backend comes next: round robin, affinity, and another one after a failure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+
+__all__ = ["Chooser"]
+
+Pair = tuple[str, int]
+
+
+class Chooser:
+    """The memory of one service port: a position for each route, and which client was where.
+
+    Times are seconds of one monotonic clock. The position survives a change of the backends; affinity is shared
+    by all routes and proxy ports, lasts while new connections come, and ends when the backend is not in the route.
+    """
+
+    __slots__ = ("_positions", "_sticky", "affinity")
+
+    def __init__(self, affinity: int = 0) -> None:
+        self.affinity = affinity
+        self._positions: dict[int, int] = {}
+        self._sticky: OrderedDict[str, tuple[Pair, float]] = OrderedDict()
+
+    def first(self, number: int, route: tuple[Pair, ...], client: str, now: float) -> Pair | None:
+        """The backend of a new conversation; None: the route is empty."""
+        if self.affinity:
+            known = self._sticky.get(client)
+            if known is not None and now - known[1] < self.affinity and known[0] in route:
+                return known[0]
+        return self.another(number, route, ())
+
+    def another(self, number: int, route: tuple[Pair, ...], tried: Collection[Pair]) -> Pair | None:
+        """The next in turn that was not tried; None: there is none."""
+        for _ in range(len(route)):
+            position = self._positions.get(number, 0)
+            self._positions[number] = position + 1
+            backend = route[position % len(route)]
+            if backend not in tried:
+                return backend
+        return None
+
+    def settled(self, client: str, backend: Pair, now: float) -> None:
+        """The conversation works: with affinity, the next of this client goes there too."""
+        if not self.affinity:
+            return
+        self._sticky[client] = (backend, now)
+        self._sticky.move_to_end(client)
+        while now - next(iter(self._sticky.values()))[1] >= self.affinity:
+            self._sticky.popitem(last=False)
+
+    def forget(self, backend: Pair) -> None:
+        """It failed: clients that were there choose anew."""
+        for client in [client for client, (known, _) in self._sticky.items() if known == backend]:
+            del self._sticky[client]
+
+    @property
+    def remembered(self) -> int:
+        """How many clients are remembered."""
+        return len(self._sticky)

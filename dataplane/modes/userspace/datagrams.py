@@ -1,0 +1,264 @@
+"""Datagrams through the relay: a session for each client and proxy port, with a socket of its own to a backend.
+
+A session ends when it is idle as long as conntrack remembers the client's redirection: 30 s, or 120 s once both
+sides have talked for two seconds (nf_conntrack_udp_timeout and _udp_timeout_stream). Later an answer could not be
+given the service's address any more.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections import OrderedDict
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from dataplane.modes.userspace.icmp import Refuser
+from dataplane.modes.userspace.sockets import toward
+
+if TYPE_CHECKING:
+    from dataplane.modes.userspace.ports import Port
+    from dataplane.modes.userspace.state import State
+
+__all__ = ["Session", "Sessions"]
+
+SETTINGS: Final = Path("/proc/sys/net/netfilter")
+SHORT, LONG = 30.0, 120.0  # the kernel's defaults
+CONVERSATION: Final = 2.0  # seconds, as nf_conntrack_proto_udp.c
+AT_ONCE: Final = 64
+LARGEST: Final = 65_535
+SWEEP: Final = 1.0
+_REFUSED: Final = frozenset({errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH})
+
+Key = tuple["Port", tuple[str, int]]
+
+
+def timeout(name: str, default: float) -> float:
+    """A time-out of conntrack in this namespace, seconds."""
+    try:
+        return float((SETTINGS / name).read_text())
+    except (OSError, ValueError):
+        return default
+
+
+class Session:
+    """One client at one proxy port, and its backend."""
+
+    __slots__ = (
+        "answered",
+        "backend",
+        "began",
+        "client",
+        "lasting",
+        "port",
+        "sessions",
+        "sock",
+        "tried",
+        "unanswered",
+        "used",
+    )
+
+    def __init__(self, sessions: Sessions, port: Port, client: tuple[str, int]) -> None:
+        self.sessions = sessions
+        self.port = port
+        self.client = client
+        self.sock: socket.socket | None = None
+        self.backend: tuple[str, int] | None = None
+        self.tried: set[tuple[str, int]] = set()
+        self.unanswered = b""  # the last datagram, until there was an answer: it can be said again to another backend
+        self.began = self.used = sessions.state.loop.time()
+        self.answered = False
+        self.lasting = False
+
+    def send(self, data: bytes) -> None:
+        """To the backend; a refusal of an earlier datagram, which only shows now, does not lose this one."""
+        if not self.answered:
+            self.unanswered = data
+        for _ in range(2):
+            if self.sock is None:
+                return
+            try:
+                self.sock.send(data)
+            except BlockingIOError:
+                self.sessions.state.counters["datagrams_dropped"] += 1  # the socket's buffer is full, as on a wire
+            except OSError as error:
+                if error.errno in _REFUSED and self.answered:
+                    self.move()
+                    continue
+                self.refused()
+            return
+
+    def readable(self) -> None:
+        """Answers, and errors that came instead."""
+        for _ in range(AT_ONCE):
+            if self.sock is None:
+                return
+            try:
+                data = self.sock.recv(LARGEST)
+            except BlockingIOError:
+                return
+            except OSError:
+                self.refused()
+                return
+            if not self.answered:
+                self.answered, self.unanswered = True, b""
+                self.tried.clear()
+            self.sessions.answer(self, data)
+
+    def refused(self) -> None:
+        """The backend does not listen: say it again to another one, or tell the client."""
+        state = self.sessions.state
+        state.counters["refused_by_backends"] += 1
+        said = self.unanswered
+        if self.move() and said:
+            self.send(said)
+        elif said or self.sock is None:
+            self.sessions.refuser.refuse(self.port, self.client, said)
+            self.sessions.end(self)
+
+    def move(self) -> bool:
+        """Go on with a backend that was not tried; False: there is none."""
+        service = self.port.service
+        if self.backend is not None:
+            self.tried.add(self.backend)
+            service.chooser.forget(self.backend)
+        self.drop()
+        chosen = service.chooser.another(self.port.number, self.port.route, self.tried)
+        if chosen is None:
+            return False
+        self.sessions.state.counters["retries"] += 1
+        return self.open(chosen)
+
+    def open(self, backend: tuple[str, int]) -> bool:
+        """A socket to that backend; False: it cannot be had."""
+        state, row = self.sessions.state, self.port.service.row
+        try:
+            sock = toward(row.family, row.protocol, self.port.source_for(self.client[0], backend[0]))
+        except OSError as error:
+            state.note_exhaustion(error)
+            return False
+        try:
+            sock.connect(backend)
+        except OSError:
+            sock.close()
+            return False
+        self.sock, self.backend = sock, backend
+        state.opened(1)
+        state.loop.add_reader(sock, self.readable)
+        return True
+
+    def drop(self) -> None:
+        """Close the socket to the backend."""
+        if self.sock is not None:
+            state = self.sessions.state
+            state.loop.remove_reader(self.sock)
+            self.sock.close()
+            self.sock = None
+            state.closed(1)
+
+
+class Sessions:
+    """All sessions of a relay, the least recently used first."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.by_client: dict[Key, Session] = {}
+        self.short: OrderedDict[Key, Session] = OrderedDict()
+        self.long: OrderedDict[Key, Session] = OrderedDict()
+        self.short_seconds = timeout("nf_conntrack_udp_timeout", SHORT)
+        self.long_seconds = timeout("nf_conntrack_udp_timeout_stream", LONG)
+        self.refuser = Refuser()
+        self._sweeping = False
+
+    def readable(self, port: Port) -> None:
+        """Datagrams of clients at one proxy port."""
+        for _ in range(AT_ONCE):
+            try:
+                data, address = port.sock.recvfrom(LARGEST)
+            except BlockingIOError:
+                return
+            except OSError:
+                continue  # an error about an answer to a client that is gone
+            client = (address[0].partition("%")[0], address[1])
+            session = self.by_client.get((port, client)) or self._begin(port, client)
+            if session is not None:
+                self._touch(session)
+                self.state.counters["bytes_to_backends"] += len(data)
+                session.send(data)
+
+    def _begin(self, port: Port, client: tuple[str, int]) -> Session | None:
+        state = self.state
+        if not state.may_open(1) and not self._make_room():
+            state.tell_limit()
+            state.counters["datagrams_dropped"] += 1
+            return None
+        service = port.service
+        backend = service.chooser.first(port.number, port.route, client[0], state.loop.time())
+        session = Session(self, port, client)
+        while backend is not None and not session.open(backend):
+            session.tried.add(backend)
+            backend = service.chooser.another(port.number, port.route, session.tried)
+        if session.sock is None or session.backend is None:
+            state.counters["unreachable"] += 1
+            self.refuser.refuse(port, client, b"")
+            return None
+        service.chooser.settled(client[0], session.backend, state.loop.time())
+        state.counters["sessions"] += 1
+        self.by_client[port, client] = self.short[port, client] = session
+        if not self._sweeping:
+            self._sweeping = True
+            state.loop.call_later(SWEEP, self._sweep)
+        return session
+
+    def _make_room(self) -> bool:
+        """The session that was idle longest goes: most are one question and its answer."""
+        if not self.short:
+            return False
+        self.end(next(iter(self.short.values())))
+        return self.state.may_open(1)
+
+    def answer(self, session: Session, data: bytes) -> None:
+        """From the backend to the client; the rules give it the service's address."""
+        self._touch(session)
+        try:
+            session.port.sock.sendto(data, session.client)
+            self.state.counters["bytes_to_clients"] += len(data)
+        except OSError:
+            self.state.counters["datagrams_dropped"] += 1
+
+    def _touch(self, session: Session) -> None:
+        now = session.used = self.state.loop.time()
+        key = (session.port, session.client)
+        if session.lasting:
+            self.long.move_to_end(key)
+        elif session.answered and now - session.began > CONVERSATION:
+            session.lasting = True
+            del self.short[key]
+            self.long[key] = session
+        else:
+            self.short.move_to_end(key)
+
+    def _sweep(self) -> None:
+        now = self.state.loop.time()
+        for sessions, seconds in ((self.short, self.short_seconds), (self.long, self.long_seconds)):
+            while sessions and now - (first := next(iter(sessions.values()))).used >= seconds:
+                self.state.counters["sessions_idle"] += 1
+                self.end(first)
+        self._sweeping = bool(self.by_client)
+        if self._sweeping:
+            self.state.loop.call_later(SWEEP, self._sweep)
+
+    def end(self, session: Session) -> None:
+        """Forget it; the client's next datagram begins another."""
+        key = (session.port, session.client)
+        session.drop()
+        self.by_client.pop(key, None)
+        self.short.pop(key, None)
+        self.long.pop(key, None)
+        self.state.resume()
+
+    def end_where(self, ports: set[Port], serving: frozenset[tuple[str, int]] | None) -> None:
+        """Those of these ports whose backend does not serve any more (None: all)."""
+        for session in [s for s in self.by_client.values() if s.port in ports]:
+            if serving is None or session.backend not in serving:
+                self.end(session)

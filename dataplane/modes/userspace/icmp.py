@@ -1,0 +1,70 @@
+"""Tells a client of datagrams that nobody listens: ICMP and ICMPv6 port unreachable (RFC 792, RFC 4443).
+
+A UDP socket cannot refuse. The message carries the client's packet as it reached the proxy port; conntrack turns
+that back into one to the service, as it does with the kernel's own errors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from dataplane.modes.userspace.ports import Port
+
+__all__ = ["Refuser", "message"]
+
+_V4: Final = struct.Struct("!BBHHHBBH4s4s")
+_V6: Final = struct.Struct("!IHBB16s16s")
+_UDP: Final = struct.Struct("!HHHH")
+QUOTED: Final = 64  # bytes of the client's datagram
+
+
+class Refuser:
+    """Raw sockets, opened when the first client is refused; without the privilege clients learn nothing."""
+
+    def __init__(self) -> None:
+        self._sockets: dict[int, socket.socket | None] = {}
+
+    def refuse(self, port: Port, client: tuple[str, int], data: bytes) -> None:
+        """The client's datagram reached nobody."""
+        family = port.service.row.family
+        if family not in self._sockets:
+            self._sockets[family] = _open(family)
+        raw = self._sockets[family]
+        if raw is not None:
+            with contextlib.suppress(OSError):
+                raw.sendto(message(family, client, port.address, data), (client[0], 0))
+
+
+def _open(family: int) -> socket.socket | None:
+    try:
+        if family == 4:
+            return socket.socket(socket.AF_INET, socket.SOCK_RAW | socket.SOCK_NONBLOCK, socket.IPPROTO_ICMP)
+        return socket.socket(socket.AF_INET6, socket.SOCK_RAW | socket.SOCK_NONBLOCK, socket.IPPROTO_ICMPV6)
+    except OSError:
+        return None
+
+
+def message(family: int, client: tuple[str, int], listener: tuple[str, int], data: bytes) -> bytes:
+    """Port unreachable about a datagram from the client; the kernel adds the checksum of ICMPv6."""
+    udp = _UDP.pack(client[1], listener[1], _UDP.size + len(data), 0) + data[:QUOTED]
+    if family == 6:
+        addresses = [socket.inet_pton(socket.AF_INET6, address) for address in (client[0], listener[0])]
+        inner = _V6.pack(6 << 28, _UDP.size + len(data), socket.IPPROTO_UDP, 64, *addresses) + udp
+        return struct.pack("!BBHI", 1, 4, 0, 0) + inner
+    addresses = [socket.inet_aton(address) for address in (client[0], listener[0])]
+    head = _V4.pack(0x45, 0, _V4.size + _UDP.size + len(data), 0, 0, 64, socket.IPPROTO_UDP, 0, *addresses)
+    head = head[:10] + struct.pack("!H", checksum(head)) + head[12:]
+    body = head + udp
+    return struct.pack("!BBHI", 3, 3, checksum(struct.pack("!BBHI", 3, 3, 0, 0) + body), 0) + body
+
+
+def checksum(data: bytes) -> int:
+    """The internet checksum (RFC 1071)."""
+    data += b"\0" * (len(data) % 2)
+    total = sum(struct.unpack(f"!{len(data) // 2}H", data))
+    total = (total & 0xFFFF) + (total >> 16)
+    return ~(total + (total >> 16)) & 0xFFFF

@@ -1,0 +1,193 @@
+"""The agent's line to the relay: find it or start it, ask it, notice its end."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+
+from dataplane.errors import DataplaneError, Occupied
+from dataplane.modes.userspace import messages as m
+
+__all__ = ["DRAINING", "Line", "connect", "draining", "open_line"]
+
+START_SECONDS: Final = 15.0
+ASK_SECONDS: Final = 120.0
+DRAINING: Final = m.ADDRESS + "-draining-"
+
+Wanted = TypeVar("Wanted")
+
+
+class Line:
+    """One connection to a relay.
+
+    Raises:
+        Occupied: it has an agent already.
+        DataplaneError: it hung up, or speaks another language.
+    """
+
+    def __init__(self, sock: socket.socket, *, agent: bool, started: bool = False) -> None:
+        self.sock = sock
+        self.started = started
+        sock.settimeout(ASK_SECONDS)
+        answer = self.ask(m.Hello(agent), m.Welcome, refused=Occupied)
+        self.pid, self.version, self.rows = answer.pid, answer.version, answer.ports
+
+    def ask(self, request: m.Request, wanted: type[Wanted], refused: type[DataplaneError] = DataplaneError) -> Wanted:
+        """One question and its answer."""
+        try:
+            self.sock.sendall(m.pack(request))
+            size = m.LENGTH.unpack(self._read(m.LENGTH.size))[0]
+            answer = m.decode_answer(self._read(size))
+        except (OSError, msgspec.MsgspecError) as error:
+            raise DataplaneError(f"the relay does not answer: {error}") from error
+        if isinstance(answer, m.Refused):
+            raise refused(f"the relay of this network namespace is in use by {answer.reason}: stop that first")
+        if not isinstance(answer, wanted):
+            raise DataplaneError(f"the relay answered {type(answer).__name__} to {type(request).__name__}")
+        return answer
+
+    def _read(self, size: int) -> bytes:
+        parts: list[bytes] = []
+        while size:
+            part = self.sock.recv(min(size, 1 << 20))
+            if not part:
+                raise ConnectionError("it hung up")
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+    def watch(self, ended: Callable[[], None]) -> None:
+        """Call `ended` from a thread of its own when the relay's process is gone."""
+        try:
+            process = os.pidfd_open(self.pid)
+        except OSError:
+            ended()
+            return
+
+        def wait() -> None:
+            poll = select.poll()
+            poll.register(process, select.POLLIN)
+            poll.poll()
+            os.close(process)
+            ended()
+
+        threading.Thread(target=wait, name="relay", daemon=True).start()
+
+    def close(self) -> None:
+        """Hang up; the relay goes on."""
+        self.sock.close()
+
+
+def connect(*, agent: bool, address: str = m.ADDRESS) -> Line | None:
+    """A line to the relay of this network namespace; None: there is none.
+
+    Raises:
+        Occupied: it has an agent already.
+        DataplaneError: somebody else sits at its address, or it does not answer.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.connect(address)
+        uid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+        if uid not in {0, os.geteuid()}:
+            raise DataplaneError(f"user {uid} sits at the address of the relay, @{address[1:]}: end that process")
+        return Line(sock, agent=agent)
+    except ConnectionRefusedError:
+        sock.close()
+        return None
+    except BaseException:
+        sock.close()
+        raise
+
+
+def open_line() -> Line:
+    """The line of an agent: to the relay that is there, or to a new one. A relay of another version is replaced.
+
+    Raises:
+        Occupied: another agent has it.
+        DataplaneError: it does not start; says why.
+    """
+    line = connect(agent=True)
+    if line is not None and line.version == m.VERSION:
+        return line
+    if line is not None:
+        return _replace(line)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with sock:
+        try:
+            sock.bind(m.ADDRESS)
+        except OSError as error:
+            raise Occupied("another agent is starting the relay of this network namespace") from error
+        sock.listen(16)
+        child, errors = _start([sock.fileno()])
+    return _greet(child, errors)
+
+
+def _replace(old: Line) -> Line:
+    """A new relay takes the listening sockets; the old one serves what it has and ends by itself."""
+    child, errors = _start([-1, old.sock.fileno()])
+    old.close()
+    return _greet(child, errors)
+
+
+def _start(descriptors: list[int]) -> tuple[subprocess.Popen[bytes], tempfile._TemporaryFileWrapper[bytes]]:
+    errors = tempfile.TemporaryFile()  # noqa: SIM115 - read when it does not start; a pipe would bind it to us
+    argv = [sys.executable, "-m", "dataplane.modes.userspace.relay", *map(str, descriptors)]
+    root = str(Path(__file__).resolve().parents[3])
+    paths = [root, *filter(None, (os.environ.get("PYTHONPATH"),))]
+    child = subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
+        pass_fds=[number for number in descriptors if number >= 0],
+        start_new_session=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+    )
+    return child, errors  # type: ignore[return-value]
+
+
+def _greet(child: subprocess.Popen[bytes], errors: tempfile._TemporaryFileWrapper[bytes]) -> Line:
+    deadline = time.monotonic() + START_SECONDS
+    reason = "it does not answer"
+    with errors:
+        while time.monotonic() < deadline:
+            try:
+                line = connect(agent=True)
+            except Occupied:
+                raise
+            except DataplaneError as error:
+                line, reason = None, str(error)
+            if line is not None and line.pid == child.pid:
+                line.started = True
+                threading.Thread(target=child.wait, name="relay-wait", daemon=True).start()
+                return line
+            if line is not None:
+                line.close()
+            if child.poll() is not None:
+                errors.seek(0)
+                told = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+                raise DataplaneError(f"the relay ended at once, exit code {child.returncode}: {told or 'no reason'}")
+            time.sleep(0.02)
+    child.kill()
+    child.wait()
+    raise DataplaneError(f"the relay did not start within {START_SECONDS:.0f} s: {reason}")
+
+
+def draining() -> list[str]:
+    """Addresses of relays that were replaced and serve their last conversations."""
+    text = Path("/proc/thread-self/net/unix").read_text()
+    return ["\0" + name for name in sorted(set(re.findall(rf"@({re.escape(DRAINING[1:])}\d+)$", text, re.MULTILINE)))]

@@ -1,0 +1,68 @@
+"""What the relay serves and for whom, as it tells."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+
+from dataplane.modes.userspace import messages as m
+from dataplane.modes.userspace.line import Line
+from dataplane.table import Protocol, socket_text
+
+__all__ = ["Relayed"]
+
+
+class Relayed:
+    """A `dataplane.mode.View`, read once."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self.told = line.ask(m.Look(), m.Listing).told
+        self.rows = [msgspec.convert(row, m.Row) for row in self.told["rows"]]
+        self.place = f"relay, process {self.told['pid']}"
+
+    def services(self) -> list[dict[str, Any]]:
+        """See `dataplane.mode.View.services`."""
+        return [
+            {
+                "name": row.name,
+                "frontends": list(row.frontends),
+                "protocol": Protocol(row.protocol).name,
+                "backends": len(row.routes[0]),
+                "local_backends": len(row.routes[1]) if len(row.routes) > 1 else None,
+                "affinity": row.affinity or None,
+                "proxy_ports": len(row.ports),
+            }
+            for row in self.rows
+        ]
+
+    def backends(self) -> list[dict[str, Any]]:
+        """See `dataplane.mode.View.backends`."""
+        used = {(key, address, port): count for key, address, port, count in self.told["used"]}
+        rows = []
+        for row in self.rows:
+            members = Counter(pair for route in row.routes for pair in route)
+            for address, port in {**dict.fromkeys(members), **dict.fromkeys(row.serving)}:
+                rows.append(
+                    {
+                        "service": row.name,
+                        "address": socket_text(address, port),
+                        "protocol": Protocol(row.protocol).name,
+                        "used": (address, port) in members,
+                        "conversations": used.get((row.key, address, port), 0),
+                    }
+                )
+        return rows
+
+    def flows(self, limit: int) -> tuple[list[dict[str, Any]], int]:
+        """See `dataplane.mode.View.flows`."""
+        told = self._line.ask(m.Look(min(limit, 1 << 20)), m.Listing).told
+        rows = []
+        for flow in told["flows"]:
+            row = dict(flow) | {"protocol": Protocol(flow["protocol"]).name}
+            for column in ("client", "frontend", "backend"):
+                row[column] = socket_text(*flow[column]) if flow[column] else None
+            rows.append(row)
+        return rows, told["flow_count"]

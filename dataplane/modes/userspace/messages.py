@@ -1,0 +1,180 @@
+"""What the agent and its relay say to each other: frozen rows, packed by msgspec, each behind its length.
+
+The relay listens on a socket in the abstract namespace of unix(7), which belongs to the network namespace: one
+relay for each, no file that can be stale, and nobody finds that of another namespace.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import Any, Final
+
+import msgspec
+
+__all__ = [
+    "ADDRESS", "VERSION", "Applied", "Apply", "Commit", "Done", "End", "HandOver", "Hello", "Keep", "Listing", "Look",
+    "Network", "Port", "Refused", "Row", "Stale", "Status", "Tell", "Welcome", "decode_answer", "decode_request",
+    "pack", "LENGTH",
+]  # fmt: skip
+
+ADDRESS: Final = "\0hybrid-proxy-userspace"
+VERSION: Final = 1  # of these messages and of what a relay does: an agent replaces a relay of another version
+LENGTH: Final = struct.Struct("=I")
+
+Pair = tuple[str, int]  # address and port of a backend or a client
+
+
+class Keep(IntEnum):
+    """Whose source address the backend sees instead of the node's; that of the node's own clients is the node's."""
+
+    NEVER = 0
+    ALWAYS = 1
+    PODS = 2  # of clients whose address is in `Network.pods`
+
+
+class Port(msgspec.Struct, frozen=True):
+    """One proxy port: which route its clients take, and whose address is kept."""
+
+    route: int
+    keep: Keep
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One service port as the relay knows it. `serving`: conversations with these are left alone."""
+
+    key: str
+    name: str
+    family: int
+    protocol: int
+    routes: tuple[tuple[Pair, ...], ...]
+    ports: tuple[Port, ...]
+    serving: tuple[Pair, ...] = ()
+    affinity: int = 0
+    frontends: tuple[str, ...] = ()  # for people
+
+
+class Network(msgspec.Struct, frozen=True):
+    """Where to listen, by family (4, 6), which clients are the node itself, and which are pods."""
+
+    listen: dict[int, str] = {}
+    own: tuple[str, ...] = ()
+    pods: tuple[str, ...] = ()
+    transparent: tuple[int, ...] = ()  # families in which source addresses can be kept
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """First on every line. The relay has at most one agent; anybody else may only look."""
+
+    agent: bool
+    version: int = VERSION
+
+
+class Apply(msgspec.Struct, frozen=True, tag=True):
+    """Service ports that changed (None: gone); `whole`: these are all there are."""
+
+    rows: dict[str, Row | None]
+    network: Network | None = None
+    whole: bool = False
+
+
+class Commit(msgspec.Struct, frozen=True, tag=True):
+    """The rules no longer lead to the proxy ports that the last `Apply` made needless: close them."""
+
+
+class Status(msgspec.Struct, frozen=True, tag=True):
+    """Ask for counters and fill."""
+
+
+class Look(msgspec.Struct, frozen=True, tag=True):
+    """Ask for what is programmed, and for at most `flows` conversations."""
+
+    flows: int = 0
+
+
+class HandOver(msgspec.Struct, frozen=True, tag=True):
+    """A new relay asks for the listening sockets; whoever is asked serves what it has to its end, and exits."""
+
+
+class End(msgspec.Struct, frozen=True, tag=True):
+    """Close everything and exit."""
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """The relay's answer to `Hello`."""
+
+    pid: int
+    version: int = VERSION
+    ports: int = 0
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """Not done, and why."""
+
+    reason: str
+
+
+class Applied(msgspec.Struct, frozen=True, tag=True):
+    """The proxy ports of the rows that were sent, in the order of `Row.ports`; reasons for those that have none."""
+
+    ports: dict[str, tuple[int, ...]]
+    failed: dict[str, str]
+
+
+class Stale(msgspec.Struct, frozen=True):
+    """One listening socket that changes hands."""
+
+    key: str
+    port: Port
+    number: int
+    row: Row
+
+
+class Tell(msgspec.Struct, frozen=True, tag=True):
+    """Listening sockets; as many descriptors come with this message."""
+
+    sockets: tuple[Stale, ...]
+    last: bool
+    network: Network
+
+
+class Listing(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `Status` and `Look`."""
+
+    told: dict[str, Any]
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """It is done."""
+
+
+Request = Hello | Apply | Commit | Status | Look | HandOver | End
+Answer = Welcome | Refused | Applied | Tell | Listing | Done
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_requests: Final = msgspec.msgpack.Decoder(Request)
+_answers: Final = msgspec.msgpack.Decoder(Answer)
+
+
+def pack(message: Request | Answer) -> bytes:
+    """The message behind its length."""
+    body = _encoder.encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+def decode_request(body: bytes) -> Request:
+    """What an agent said.
+
+    Raises:
+        msgspec.MsgspecError: it is no request of this version.
+    """
+    return _requests.decode(body)
+
+
+def decode_answer(body: bytes) -> Answer:
+    """What a relay said.
+
+    Raises:
+        msgspec.MsgspecError: it is no answer of this version.
+    """
+    return _answers.decode(body)

@@ -1,0 +1,134 @@
+"""Proxy ports: one listening socket for each route of a service port that clients can take."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from typing import TYPE_CHECKING, Final
+
+from dataplane.modes.userspace import messages
+from dataplane.modes.userspace.choice import Chooser
+from dataplane.modes.userspace.messages import Keep, Network, Row
+from dataplane.modes.userspace.sockets import listening
+from dataplane.modes.userspace.streams import Flow
+
+if TYPE_CHECKING:
+    from dataplane.modes.userspace.state import State
+
+__all__ = ["Clients", "Port", "Service"]
+
+AT_ONCE: Final = 32  # connections that one port accepts before others get their turn
+
+
+class Clients:
+    """Who is who: the node's own addresses, and pods by their ranges."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.own = frozenset(network.own)
+        self.pods = [ipaddress.ip_network(cidr) for cidr in network.pods]
+
+    def is_own(self, address: str) -> bool:
+        """Whether the node itself is the client."""
+        return address in self.own or address.startswith("127.") or address == "::1"
+
+    def is_pod(self, address: str) -> bool:
+        """Whether the address is in a pod range."""
+        parsed = ipaddress.ip_address(address)
+        return any(parsed in network for network in self.pods)
+
+
+class Service:
+    """One service port and what it remembers."""
+
+    __slots__ = ("chooser", "clients", "ports", "row")
+
+    def __init__(self, row: Row, clients: Clients) -> None:
+        self.row = row
+        self.clients = clients
+        self.chooser = Chooser(row.affinity)
+        self.ports: dict[messages.Port, Port] = {}
+
+    def update(self, row: Row) -> None:
+        """Other backends, another affinity: positions and memories stay."""
+        self.row = row
+        self.chooser.affinity = row.affinity
+        for want, port in self.ports.items():
+            port.route = row.routes[want.route] if want.route < len(row.routes) else ()
+
+
+class Port:
+    """One listening socket."""
+
+    __slots__ = ("accepts", "address", "keep", "needed", "number", "route", "service", "sock", "state")
+
+    def __init__(self, state: State, service: Service, want: messages.Port, sock: socket.socket | None = None) -> None:
+        self.state = state
+        self.service = service
+        self.keep = want.keep
+        self.number = want.route
+        self.route = service.row.routes[want.route]
+        row = service.row
+        self.sock = sock or listening(row.family, row.protocol, service.clients.network.listen[row.family])
+        name = self.sock.getsockname()
+        self.address: tuple[str, int] = (name[0], name[1])
+        self.needed = True
+        self.accepts = False
+        state.opened(1)
+        self.listen()
+
+    def source_for(self, client: str, backend: str) -> str | None:
+        """The client's address if the backend is to see it; a pod that is its own backend sees the node."""
+        if self.keep is Keep.NEVER or client == backend:
+            return None
+        clients = self.service.clients
+        if self.service.row.family not in clients.network.transparent or clients.is_own(client):
+            return None
+        return client if self.keep is Keep.ALWAYS or clients.is_pod(client) else None
+
+    def listen(self) -> None:
+        """Take what comes."""
+        if self.sock.fileno() < 0:
+            return
+        self.accepts = True
+        if self.service.row.protocol == socket.IPPROTO_UDP:
+            self.state.loop.add_reader(self.sock, self.state.sessions.readable, self)
+        else:
+            self.state.loop.add_reader(self.sock, self._accept)
+
+    def _accept(self) -> None:
+        state = self.state
+        for _ in range(AT_ONCE):
+            if not state.may_open(2):
+                state.tell_limit()
+                self._wait()
+                return
+            try:
+                client, address = self.sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if state.note_exhaustion(error):
+                    self._wait()
+                return
+            client.setblocking(False)
+            Flow(state, self, client, (address[0].partition("%")[0], address[1]))
+
+    def _wait(self) -> None:
+        """A level-triggered poll would spin: stop listening until something is closed."""
+        self.stop()
+        self.state.wait(self)
+
+    def stop(self) -> None:
+        """Take nothing more, for the moment or for ever."""
+        if self.accepts:
+            self.accepts = False
+            self.state.loop.remove_reader(self.sock)
+
+    def close(self) -> None:
+        """Nobody is led here any more. Connections that exist go on."""
+        self.stop()
+        self.sock.close()
+        self.state.closed(1)
+        if self in self.state.waiting:
+            self.state.waiting.remove(self)

@@ -1,0 +1,399 @@
+"""The userspace mode, open on this node: the relay told, the rules that lead to it in place."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from dataplane.diff import changed_services
+from dataplane.errors import DataplaneError, SyncError, Unsupported
+from dataplane.kernel import conntrack, nft, nfmonitor, policy
+from dataplane.mode import Misfit, Mode, Options, SyncResult, Wake
+from dataplane.modes.userspace import lower as low
+from dataplane.modes.userspace import messages as m
+from dataplane.modes.userspace import rules
+from dataplane.modes.userspace.line import Line, connect, draining, open_line
+from dataplane.modes.userspace.listing import Relayed
+from dataplane.modes.userspace.sockets import transparent_works
+from dataplane.table import EMPTY, Entry, NodeNetwork, Protocol, ServiceTable
+
+__all__ = ["MODE", "Userspace", "clean", "look", "probe"]
+
+log = logging.getLogger(__name__)
+
+TABLES: Final = tuple(f"{name} {rules.TABLE}" for name in rules.FAMILIES.values())
+END_SECONDS: Final = 5.0
+
+
+class _Known:
+    """What is programmed of one service port."""
+
+    __slots__ = ("elements", "family", "row")
+
+    def __init__(self, family: int, row: m.Row | None, elements: rules.Elements) -> None:
+        self.family = family
+        self.row = row
+        self.elements = elements
+
+
+class Userspace:
+    """A `dataplane.mode.Programmer`.
+
+    Raises:
+        Unsupported: this machine cannot run the mode; says what is missing.
+        Occupied: another agent has the relay of this namespace.
+    """
+
+    name = "userspace"
+
+    def __init__(self, options: Options, wake: Wake) -> None:
+        missing = probe(options)
+        if missing:
+            raise Unsupported("the userspace mode", missing)
+        self.options = options
+        self._wake = wake
+        self.transparent = tuple(family for family in rules.FAMILIES if transparent_works(family))
+        self._sctp = _has_sctp()
+        self.table: ServiceTable = EMPTY
+        self._known: dict[str, dict[str, _Known]] = {}  # service -> service port
+        self._misfits: dict[str, dict[str, str]] = {}  # service -> name of a service port -> reason
+        self._whole = True
+        self._stop = threading.Event()
+        self._drifted = threading.Event()
+        self._lost = threading.Event()
+        self._told = True  # the kernel tells when others change the rules
+        self._audit_at = 0.0
+        self.audit_repairs = 0
+        self.line: Line = open_line()
+        self.adopted = not self.line.started
+        self._watch_relay()
+        threading.Thread(target=self._watch_rules, name="nft-monitor", daemon=True).start()
+
+    # Watching
+
+    def _watch_relay(self) -> None:
+        line = self.line
+
+        def ended() -> None:
+            if self.line is line and not self._stop.is_set():
+                self._lost.set()
+                self._wake()
+
+        line.watch(ended)
+
+    def _watch_rules(self) -> None:
+        try:
+            nfmonitor.watch_ruleset(self._rules_touched, self._stop, TABLES)
+        except OSError as error:
+            self._told = False
+            log.warning("changes of nftables by others are found every %.0f s: %s", self.options.sync_seconds, error)
+
+    def _rules_touched(self) -> None:
+        self._drifted.set()
+        self._wake()
+
+    # Sync
+
+    def sync(self, table: ServiceTable) -> SyncResult:
+        """See `dataplane.mode.Programmer.sync`."""
+        names = changed_services(self.table, table)
+        whole = self._whole or _rewrites(self.table.node, table.node)
+        if whole:
+            names = frozenset({*table.services, *self._known})
+        try:
+            if self._lost.is_set():
+                self._reopen()
+                whole, names = True, frozenset({*table.services, *self._known})
+            result = self._program(table, names, whole=whole)
+        except (DataplaneError, OSError) as error:
+            self._whole = True
+            raise SyncError(f"the relay or its rules could not be programmed: {error}") from error
+        first, self._whole, self.table = self._whole, False, table
+        conntrack.delete_stale(table, table.services if first else names, self._datagram_ports())
+        return result
+
+    def _program(self, table: ServiceTable, names: frozenset[str], *, whole: bool) -> SyncResult:
+        """Proxy ports first, then the rules to them in one transaction, then what nobody is led to closes."""
+        network = low.lower_node(table.node, self.transparent)
+        lowered: dict[str, dict[str, tuple[Entry, low.Lowered]]] = {}
+        misfits: dict[str, dict[str, str]] = {}
+        rows: dict[str, m.Row | None] = {}
+        for name in names:
+            ports = {
+                low.row_key(entry): (entry, low.lower(entry, table.node)) for entry in table.services.get(name, ())
+            }
+            lowered[name] = ports
+            for known in self._known.get(name, {}):
+                rows[known] = None
+            for key, (entry, found) in ports.items():
+                reason = self._unfit(entry, network)
+                if reason:
+                    misfits.setdefault(name, {})[entry.name] = reason
+                rows[key] = None if reason else found.row
+        applied = self.line.ask(m.Apply(rows, network if whole else None, whole), m.Applied)
+        if whole:
+            for family in self._families():
+                if family in self.transparent:
+                    policy.deliver_marked(family, 1 << table.node.masquerade_bit)
+        fresh: dict[str, dict[str, _Known]] = {}
+        for name, ports in lowered.items():
+            fresh[name] = {}
+            for key, (entry, found) in ports.items():
+                if key in applied.failed:
+                    misfits.setdefault(name, {})[entry.name] = applied.failed[key]
+                numbers = applied.ports.get(key, ())
+                listen = network.listen.get(entry.family, "")
+                elements = rules.elements_of(found, int(entry.protocol), listen, numbers)
+                fresh[name][key] = _Known(entry.family, rows[key], elements)
+        text = self._text(table.node, fresh, whole=whole)
+        if text:
+            nft.run(text)
+        self.line.ask(m.Commit(), m.Done)
+        changed = sum(1 for ports in fresh.values() for _ in ports)
+        removed = sum(1 for name in names for key in self._known.get(name, {}) if key not in fresh.get(name, {}))
+        for name in names:
+            self._note(self._known, name, fresh.get(name))
+            self._note(self._misfits, name, misfits.get(name))
+        return SyncResult(changed, removed, self._all_misfits())
+
+    @staticmethod
+    def _note(where: dict[str, Any], name: str, what: Any) -> None:
+        if what:
+            where[name] = what
+        else:
+            where.pop(name, None)
+
+    def _text(self, node: NodeNetwork, fresh: dict[str, dict[str, _Known]], *, whole: bool) -> str:
+        parts = []
+        for family in self._families():
+            new = _join(fresh.values(), family)
+            if whole:
+                parts.append(rules.skeleton(family, node) + rules.update(family, {}, new))
+            else:
+                old = _join((self._known.get(name, {}) for name in fresh), family)
+                parts.append(rules.update(family, old, new))
+        return "".join(parts)
+
+    def _families(self) -> tuple[int, ...]:
+        return tuple(rules.FAMILIES)
+
+    def _unfit(self, entry: Entry, network: m.Network) -> str:
+        if entry.family not in network.listen:
+            return f"this node has no IPv{entry.family} address at which the relay could listen"
+        if entry.protocol is Protocol.SCTP and not self._sctp:
+            return "this kernel has no SCTP sockets, which a relay needs (module sctp)"
+        return ""
+
+    def _all_misfits(self) -> tuple[Misfit, ...]:
+        return tuple(Misfit(name, reason) for found in self._misfits.values() for name, reason in sorted(found.items()))
+
+    def _datagram_ports(self) -> set[int]:
+        return {
+            int(key.partition(" . ")[2])
+            for ports in self._known.values()
+            for known in ports.values()
+            for name, key in known.elements
+            if name == "listeners" and key.startswith("17 ")
+        }
+
+    # Drift
+
+    def links_changed(self) -> None:
+        """See `dataplane.mode.Programmer.links_changed`: nothing hangs at an interface."""
+
+    def maintain(self) -> None:
+        """See `dataplane.mode.Programmer.maintain`."""
+        if self.table is EMPTY:
+            return
+        gone = []
+        if self._lost.is_set():
+            gone.append("the relay's process had ended")
+        due = time.monotonic() >= self._audit_at
+        if self._drifted.is_set() or (due and not self._told):
+            self._drifted.clear()
+            gone += self._missing_rules()
+        if due:
+            self._audit_at = time.monotonic() + self.options.sync_seconds
+            for family in self.transparent:
+                if policy.deliver_marked(family, 1 << self.table.node.masquerade_bit):
+                    self.audit_repairs += 1
+                    log.warning("repaired: the routing rule for answers to kept IPv%d addresses was gone", family)
+        if gone:
+            self.audit_repairs += len(gone)
+            log.warning("repairing what others changed: %s", "; ".join(gone))
+            self._whole = True
+            self.sync(self.table)
+        elif self._misfits:
+            self._retry_misfits()
+
+    def _retry_misfits(self) -> None:
+        """A service port that the relay had no room for may find some now."""
+        if any("open files" in reason for found in self._misfits.values() for reason in found.values()):
+            self._program(self.table, frozenset(self._misfits), whole=False)
+
+    def _missing_rules(self) -> list[str]:
+        """What is not as this process wrote it, in words."""
+        found = []
+        for family in self._families():
+            name = f"{rules.FAMILIES[family]} {rules.TABLE}"
+            try:
+                items = nft.query(f"list table {name}")
+            except nft.NftError:
+                found.append(f"the table {name} was gone")
+                continue
+            wrong = rules.differences(family, self.table.node, self._elements(family), items)
+            if wrong:
+                found.append(f"the table {name} had lost or gained {', '.join(wrong)}")
+        return found
+
+    def _elements(self, family: int) -> rules.Elements:
+        return _join(self._known.values(), family)
+
+    def _reopen(self) -> None:
+        self.line.close()
+        self.line = open_line()
+        self._lost.clear()
+        self._watch_relay()
+
+    # Questions
+
+    def names(self) -> dict[int, str]:
+        """A number for each service port -> its name."""
+        rows = (known.row for ports in self._known.values() for known in ports.values() if known.row)
+        return {number: row.name for number, row in enumerate(sorted(rows, key=lambda row: row.key), 1)}
+
+    def ask(self, src: str, dst: str, port: int, protocol: int) -> dict[str, Any]:
+        """See `dataplane.mode.Programmer.ask`.
+
+        Raises:
+            DataplaneError: always; the kernel has no program here that could be asked.
+        """
+        raise DataplaneError(
+            f"mode {self.name} cannot be asked about {src} -> {dst} port {port}/{protocol}: use explain without --live"
+        )
+
+    def limitations(self) -> list[str]:
+        """What the table asks for and this mode does otherwise, in sentences."""
+        sentences = [
+            "a client is connected before its backend is: where no backend can be reached it sees a reset, not a refusal",
+            "connections in flight end when the relay's process ends",
+        ]
+        other = low.algorithms(self.table)
+        if other:
+            sentences.append(
+                f"{other} service ports ask for another algorithm than round robin, which they get instead"
+            )
+        if len(self.transparent) < len(rules.FAMILIES):
+            sentences.append("client addresses cannot be kept here: backends see the node's address")
+        return sentences
+
+    def status(self) -> dict[str, Any]:
+        """See `dataplane.mode.Programmer.status`."""
+        told = self._relay_status()
+        return {
+            "mode": self.name,
+            "adopted": self.adopted,
+            "relay": {
+                key: told.get(key) for key in ("pid", "proxy_ports", "connections", "sessions", "dialling", "trouble")
+            },
+            "kept_addresses": [f"IPv{family}" for family in self.transparent],
+            "fill": {"files": told.get("files", [0, 0])},
+            "misfits": [{"entry": misfit.entry, "reason": misfit.reason} for misfit in self._all_misfits()],
+            "limitations": self.limitations() + ([told["trouble"]] if told.get("trouble") else []),
+            "audit_repairs": self.audit_repairs,
+            "counters": told.get("counters", {}),
+        }
+
+    def _relay_status(self) -> dict[str, Any]:
+        try:
+            return self.line.ask(m.Status(), m.Listing).told
+        except DataplaneError as error:
+            return {"trouble": str(error)}
+
+    def counters(self) -> dict[str, int]:
+        """See `dataplane.mode.Programmer.counters`."""
+        return dict(self._relay_status().get("counters", {}))
+
+    def close(self) -> None:
+        """See `dataplane.mode.Programmer.close`: the relay goes on, unless nothing was ever programmed."""
+        self._stop.set()
+        if self._whole and self.line.started and not self._known:
+            with contextlib.suppress(DataplaneError):
+                self.line.ask(m.End(), m.Done)
+        self.line.close()
+
+
+def _join(services: Iterable[Mapping[str, _Known]], family: int) -> rules.Elements:
+    joined: rules.Elements = {}
+    for ports in services:
+        for known in ports.values():
+            if known.family == family:
+                joined.update(known.elements)
+    return joined
+
+
+def _rewrites(old: NodeNetwork, new: NodeNetwork) -> bool:
+    """Whether the change of the node needs other rules or another network for the relay."""
+    return old != new
+
+
+def _has_sctp() -> bool:
+    try:
+        socket.socket(socket.AF_INET, socket.SOCK_STREAM, int(Protocol.SCTP)).close()
+    except OSError:
+        return False
+    return True
+
+
+def probe(options: Options) -> str | None:
+    """Have the kernel check the whole ruleset without taking it."""
+    del options
+    try:
+        for family in rules.FAMILIES:
+            nft.check(rules.skeleton(family, NodeNetwork()))
+    except DataplaneError as error:
+        return f"the redirect rules are not possible here: {error}"
+    return None
+
+
+def clean(options: Options) -> int:
+    """Remove rules, routing rules and relay; how many things went. Connections in flight end."""
+    del options
+    line = connect(agent=True)  # an agent that runs has it: Occupied
+    removed = 0
+    for family, name in rules.FAMILIES.items():
+        with contextlib.suppress(nft.NftError, Unsupported):
+            nft.run(f"delete table {name} {rules.TABLE}")
+            removed += 1
+        removed += policy.remove(family)
+    addresses = [m.ADDRESS, *draining()]
+    for address in addresses:
+        found = line if address == m.ADDRESS else connect(agent=True, address=address)
+        if found is not None:
+            removed += 1
+            found.ask(m.End(), m.Done)
+            _wait_for_end(found)
+            found.close()
+    return removed
+
+
+def _wait_for_end(line: Line) -> None:
+    ended = threading.Event()
+    line.watch(ended.set)
+    if not ended.wait(END_SECONDS):
+        raise DataplaneError(f"the relay, process {line.pid}, does not end; end it with kill {line.pid}")
+
+
+def look(options: Options, names: Mapping[int, str]) -> Relayed | None:
+    """What the relay serves, asked of itself."""
+    del options, names
+    line = connect(agent=False)
+    return Relayed(line) if line is not None else None
+
+
+MODE = Mode("userspace", Userspace, clean, probe, look)

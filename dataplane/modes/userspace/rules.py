@@ -1,0 +1,284 @@
+"""PURE. The tables of this mode as text for nft(8): a constant number of rules, everything else is elements.
+
+Order of a packet: the marks of replies to a kept address (-150), sources that may not pass (-110), redirection
+(-100), what was not redirected although it is a service's (-90), and at the proxy ports themselves what did not come
+by a redirection (0).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, NamedTuple
+
+from dataplane.modes.userspace.lower import CIDR_DETECTION, Lowered, listen_addresses
+from dataplane.table import Detect, NodeNetwork, WhenEmpty
+
+__all__ = ["FAMILIES", "TABLE", "Elements", "delete_table", "differences", "elements_of", "skeleton", "update"]
+
+TABLE: Final = "hybrid-proxy-userspace"
+FAMILIES: Final = {4: "ip", 6: "ip6"}
+_ADDRESS: Final = {4: "ipv4_addr", 6: "ipv6_addr"}
+_VERDICT: Final = {WhenEmpty.REJECT: "goto refuse", WhenEmpty.DROP: "drop"}
+
+_MAPS: Final = frozenset(
+    f"{side}{what}" for side in ("inside", "outside") for what in ("", "-ports", "-empty", "-ports-empty")
+)
+_INTERVALS: Final = frozenset({"allowed", "service-cidrs"})  # the kernel tells them merged and split
+_PROTOCOLS: Final = {"tcp": "6", "udp": "17", "sctp": "132"}
+
+# (name of the set or map, key) -> value, None for the elements of a set
+Elements = dict[tuple[str, str], str | None]
+
+
+class _Words(NamedTuple):
+    ip: str
+    kind: str
+    key: str
+    port: str
+
+
+def _words(family: int) -> _Words:
+    ip = FAMILIES[family]
+    return _Words(ip, _ADDRESS[family], f"{ip} daddr . meta l4proto . th dport", "meta l4proto . th dport")
+
+
+def delete_table(family: int) -> str:
+    """Remove the table whether it is there or not."""
+    name = f"{FAMILIES[family]} {TABLE}"
+    return f"add table {name}\ndelete table {name}\n"
+
+
+def skeleton(family: int, node: NodeNetwork) -> str:
+    """Table, sets, chains and rules, without the elements of services; in place of what was there."""
+    w = _words(family)
+    bit = 1 << node.masquerade_bit
+    icmp = "icmp" if family == 4 else "icmpv6"
+    own = [a for a in node.node_port_addresses if (":" in a) == (family == 6)]
+    cidrs = [c for c in node.service_cidrs if (":" in c) == (family == 6)]
+    pods = _pods(family, node)
+    mark, unmark = f"meta mark set meta mark | {bit:#x}", f"meta mark set meta mark & {~bit & 0xFFFFFFFF:#x}"
+    kept = f"ct mark & {bit:#x} == {bit:#x}"
+    listen = listen_addresses(node).get(family)
+    guard = f"{w.ip} daddr {listen} {w.port} @listeners goto refuse" if listen else ""
+    text = f"""
+    map inside {{ type {w.kind} . inet_proto . inet_service : {w.kind} . inet_service; }}
+    map outside {{ type {w.kind} . inet_proto . inet_service : {w.kind} . inet_service; }}
+    map inside-ports {{ type inet_proto . inet_service : {w.kind} . inet_service; }}
+    map outside-ports {{ type inet_proto . inet_service : {w.kind} . inet_service; }}
+    map inside-empty {{ type {w.kind} . inet_proto . inet_service : verdict; }}
+    map outside-empty {{ type {w.kind} . inet_proto . inet_service : verdict; }}
+    map inside-ports-empty {{ type inet_proto . inet_service : verdict; }}
+    map outside-ports-empty {{ type inet_proto . inet_service : verdict; }}
+    set firewalled {{ type {w.kind} . inet_proto . inet_service; }}
+    set allowed {{ type {w.kind} . inet_proto . inet_service . {w.kind}; flags interval; }}
+    set cluster-ips {{ type {w.kind}; }}
+    set service-cidrs {{ type {w.kind}; flags interval; auto-merge; {_initial(cidrs)} }}
+    set node-addresses {{ type {w.kind}; {_initial(own)} }}
+    set listeners {{ type inet_proto . inet_service; }}
+
+    chain refuse {{
+        meta l4proto tcp reject with tcp reset
+        reject with {icmp} port-unreachable
+    }}
+    chain strangers {{
+        {w.ip} daddr @cluster-ips goto refuse
+        {w.ip} daddr @service-cidrs drop
+    }}
+    chain inside-rest {{
+        {w.key} vmap @inside-empty
+        {w.ip} daddr @node-addresses {w.port} vmap @inside-ports-empty
+        goto strangers
+    }}
+    chain outside-rest {{
+        {w.key} vmap @outside-empty
+        {w.ip} daddr @node-addresses {w.port} vmap @outside-ports-empty
+        goto strangers
+    }}
+    chain inside-nat {{
+        dnat {w.ip} to {w.key} map @inside
+        {w.ip} daddr @node-addresses dnat {w.ip} to {w.port} map @inside-ports
+    }}
+    chain outside-nat {{
+        dnat {w.ip} to {w.key} map @outside
+        {w.ip} daddr @node-addresses dnat {w.ip} to {w.port} map @outside-ports
+    }}
+    chain firewall {{
+        {w.key} @firewalled {w.key} . {w.ip} saddr != @allowed drop
+    }}
+
+    chain marks-prerouting {{
+        type filter hook prerouting priority -150;
+        ct direction reply {kept} {mark}
+    }}
+    chain marks-output {{
+        type route hook output priority -150;
+        meta priority 4850:10 ct state new ct mark set ct mark | {bit:#x}
+        ct direction reply {kept} {mark}
+    }}
+    chain marks-input {{
+        type filter hook input priority -150;
+        ct direction reply {kept} {unmark}
+    }}
+    chain firewall-prerouting {{
+        type filter hook prerouting priority -110;
+        jump firewall
+    }}
+    chain firewall-output {{
+        type filter hook output priority -110;
+        jump firewall
+    }}
+    chain nat-prerouting {{
+        type nat hook prerouting priority -100;
+        {f"{pods} goto inside-nat" if pods else ""}
+        goto outside-nat
+    }}
+    chain nat-output {{
+        type nat hook output priority -100;
+        meta priority {{ 4850:0, 4850:10 }} return
+        goto inside-nat
+    }}
+    chain rest-prerouting {{
+        type filter hook prerouting priority -90;
+        ct status dnat return
+        {f"{pods} goto inside-rest" if pods else ""}
+        goto outside-rest
+    }}
+    chain rest-output {{
+        type filter hook output priority -90;
+        ct status dnat return
+        meta priority {{ 4850:0, 4850:10 }} return
+        goto inside-rest
+    }}
+    chain guard {{
+        type filter hook input priority 0;
+        ct status dnat return
+        {guard}
+    }}
+"""
+    body = "\n".join(line for line in text.split("\n") if line.strip())
+    return f"{delete_table(family)}table {w.ip} {TABLE} {{\n{body}\n}}\n"
+
+
+def _pods(family: int, node: NodeNetwork) -> str:
+    """The match for packets of pods, empty: they are not told apart."""
+    if node.detect in CIDR_DETECTION:
+        for cidr in node.pod_cidrs:
+            if (":" in cidr) == (family == 6):
+                return f"{FAMILIES[family]} saddr {cidr}"
+        return ""
+    if not node.pod_interface or node.detect is Detect.NONE:
+        return ""
+    return f'iifname "{node.pod_interface}{"*" if node.detect is Detect.INTERFACE_PREFIX else ""}"'
+
+
+def _initial(items: Iterable[str]) -> str:
+    joined = ", ".join(items)
+    return f"elements = {{ {joined} }};" if joined else ""
+
+
+def elements_of(lowered: Lowered, protocol: int, listen: str, numbers: tuple[int, ...]) -> Elements:
+    """The elements of one service port.
+
+    Args:
+        lowered: as `lower` says.
+        protocol: of IANA.
+        listen: the address that clients are led to.
+        numbers: the proxy ports, in the order of `Row.ports`; empty: the relay has none, clients are refused.
+    """
+    found: Elements = {}
+    for element in lowered.elements:
+        at = f"{protocol} . {element.port}"
+        name = element.side
+        if element.address is None:
+            name += "-ports"
+        else:
+            at = f"{element.address} . {at}"
+        if isinstance(element.target, WhenEmpty):
+            found[f"{name}-empty", at] = _VERDICT[element.target]
+        elif numbers:
+            found[name, at] = f"{listen} . {numbers[element.target]}"
+        else:
+            found[f"{name}-empty", at] = _VERDICT[WhenEmpty.REJECT]
+    for number in numbers:
+        found["listeners", f"{protocol} . {number}"] = None
+    for address, port, sources in lowered.firewalled:
+        found["firewalled", f"{address} . {protocol} . {port}"] = None
+        for source in sources:
+            found["allowed", f"{address} . {protocol} . {port} . {source}"] = None
+    for address in lowered.cluster_ips:
+        found["cluster-ips", address] = None
+    return found
+
+
+def update(family: int, old: Elements, new: Elements) -> str:
+    """The commands that make the one of the other; removals first, so that values can change."""
+    gone: dict[str, list[str]] = {}
+    come: dict[str, list[str]] = {}
+    for (name, key), value in old.items():
+        if (name, key) not in new or new[name, key] != value:
+            gone.setdefault(name, []).append(key if value is None else f"{key} : {value}")
+    for (name, key), value in new.items():
+        if (name, key) not in old or old[name, key] != value:
+            come.setdefault(name, []).append(key if value is None else f"{key} : {value}")
+    return "".join((*_commands("delete", family, gone), *_commands("add", family, come)))
+
+
+def _commands(verb: str, family: int, changes: dict[str, list[str]]) -> Iterator[str]:
+    for name, items in changes.items():
+        yield f"{verb} element {FAMILIES[family]} {TABLE} {name} {{ {', '.join(items)} }}\n"
+
+
+def differences(family: int, node: NodeNetwork, elements: Elements, items: Iterable[dict[str, Any]]) -> list[str]:
+    """Chains, sets and maps that are not as they were written, by name.
+
+    Args:
+        family: of the table.
+        node: that the skeleton was made for.
+        elements: all that were added.
+        items: what `list table` tells, as libnftables-json(5) has it.
+    """
+    rules: Counter[str] = Counter()
+    found: Elements = {}
+    for item in items:
+        if rule := item.get("rule"):
+            rules[rule["chain"]] += 1
+        elif stored := item.get("map") or item.get("set"):
+            name = stored["name"]
+            for element in stored.get("elem", ()):
+                pair = element if name in _MAPS else (element, None)
+                key, value = pair
+                found[name, _text(key)] = None if value is None else _text(value)
+    wrong = {chain for chain, count in _rule_counts(skeleton(family, node)).items() if rules[chain] != count}
+    wanted = {key: value for key, value in elements.items() if key[0] not in _INTERVALS}
+    present = {key: value for key, value in found.items() if key[0] not in _INTERVALS and key[0] != "node-addresses"}
+    wrong |= {key[0] for key in wanted.keys() ^ present.keys()}
+    wrong |= {key[0] for key in wanted.keys() & present.keys() if wanted[key] != present[key]}
+    return sorted(wrong)
+
+
+def _rule_counts(text: str) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    chain = ""
+    for line in map(str.strip, text.split("\n")):
+        if line.startswith("chain "):
+            chain = line.split()[1]
+            counts[chain] = 0
+        elif line == "}":
+            chain = ""
+        elif chain and not line.startswith("type "):
+            counts[chain] += 1
+    return counts
+
+
+def _text(value: Any) -> str:
+    """One key or value of libnftables' JSON, as this module writes it."""
+    if isinstance(value, dict):
+        if "elem" in value:
+            return _text(value["elem"]["val"])
+        if "concat" in value:
+            return " . ".join(_text(part) for part in value["concat"])
+        if "goto" in value:
+            return f"goto {value['goto']['target']}"
+        return str(next(iter(value)))
+    return _PROTOCOLS.get(value, str(value))

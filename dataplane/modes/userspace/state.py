@@ -1,0 +1,139 @@
+"""What all parts of a relay share: the loop, descriptors in use and their limit, counters, who is being dialled."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import resource
+import traceback
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
+
+from dataplane.modes.userspace.sockets import open_files
+
+if TYPE_CHECKING:
+    from dataplane.modes.userspace.datagrams import Sessions
+    from dataplane.modes.userspace.ports import Port
+    from dataplane.modes.userspace.streams import Flow
+
+__all__ = ["State"]
+
+log = logging.getLogger(__name__)
+
+RESERVE: Final = 64  # descriptors for the agent's line, for those who look, for a hand-over
+TICK: Final = 0.1  # seconds between looks at those who are being dialled and at who had to wait
+TELL_SECONDS: Final = 60.0
+EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+class State:
+    """Of one relay, on one loop. Descriptors are counted, so that asking what is left costs nothing."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, limit: int | None = None) -> None:
+        self.loop = loop
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if limit is None and soft != hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        self.limit = limit or hard
+        self.used = open_files()
+        self.counters: Counter[str] = Counter()
+        self.flows: set[Flow] = set()
+        self.dialling: set[Flow] = set()
+        self.waiting: list[Port] = []  # ports that accept nothing at the moment
+        self.sessions: Sessions
+        self.trouble = ""
+        self._told = -TELL_SECONDS
+        self._ticking: asyncio.TimerHandle | None = None
+
+    # Descriptors
+
+    def may_open(self, count: int) -> bool:
+        """Whether so many more are within the limit."""
+        return self.used + count + RESERVE <= self.limit
+
+    def opened(self, count: int) -> None:
+        """So many more are in use."""
+        self.used += count
+
+    def closed(self, count: int) -> None:
+        """So many are free again."""
+        self.used -= count
+
+    def note_exhaustion(self, error: OSError) -> bool:
+        """Whether the error means that descriptors or memory ran out; it is told, once a minute."""
+        if error.errno not in EXHAUSTED:
+            return False
+        self.tell_limit(str(error))
+        return True
+
+    def tell_limit(self, why: str = "") -> None:
+        """Say once a minute that connections have to wait, and what to do."""
+        self.counters["limit_reached"] += 1
+        self.trouble = (
+            f"the relay has {self.used} of {self.limit} files open{f' ({why})' if why else ''}: new connections wait "
+            "until others end; raise the limit of open files (LimitNOFILE= of the service, ulimit -n)"
+        )
+        if self.loop.time() - self._told >= TELL_SECONDS:
+            self._told = self.loop.time()
+            log.warning("%s", self.trouble)
+
+    def note_failure(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback raised what it should not: one conversation is broken, `status` shows why, the rest goes on."""
+        del loop
+        self.counters["failures"] += 1
+        error = context.get("exception")
+        where = traceback.extract_tb(error.__traceback__)[-1] if isinstance(error, BaseException) else None
+        place = f" at {where.filename.rpartition('/')[2]}:{where.lineno}" if where else ""
+        self.trouble = f"the relay failed{place}: {error or context.get('message')!r}"
+
+    def wait(self, port: Port) -> None:
+        """Accept nothing at this port until descriptors are free."""
+        self.waiting.append(port)
+        self._tick_soon()
+
+    def resume(self) -> None:
+        """Something was closed: those who wait may go on."""
+        if self.waiting and self.may_open(2):
+            self.trouble = ""
+            waiting, self.waiting = self.waiting, []
+            for port in waiting:
+                port.listen()
+
+    # Dials
+
+    def dial(self, flow: Flow) -> None:
+        """Watch over one attempt."""
+        self.dialling.add(flow)
+        self._tick_soon()
+
+    def _tick_soon(self) -> None:
+        if self._ticking is None:
+            self._ticking = self.loop.call_later(TICK, self._tick)
+
+    def _tick(self) -> None:
+        """One timer for all attempts: they are many, and hardly one ever expires."""
+        self._ticking = None
+        now = self.loop.time()
+        for flow in [flow for flow in self.dialling if flow.deadline <= now]:
+            flow.expired()
+        self.resume()
+        if self.dialling or self.waiting:
+            self._tick_soon()
+
+    # For people
+
+    def flow_row(
+        self, port: Port, client: tuple[str, int], backend: tuple[str, int] | None, state: str
+    ) -> dict[str, object]:
+        """A row of `flows`."""
+        row = port.service.row
+        return {
+            "service": row.name,
+            "protocol": row.protocol,
+            "client": list(client),
+            "frontend": list(port.address),
+            "backend": list(backend) if backend else None,
+            "source": (backend and port.source_for(client[0], backend[0])) or "node",
+            "state": state,
+        }
