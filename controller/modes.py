@@ -195,4 +195,6 @@ def clean_others(effective: str, names: tuple[str, ...], options: Options) -> di
             continue  # what cannot run here has left nothing here
         except (DataplaneError, OSError) as error:
             log.warning("cleaning up after mode %s failed: %s", name, error)
+        except Exception:  # of a mode that does not serve: it must not stop the one that does
+            log.exception("cleaning up after mode %s failed", name)
     return {name: count for name, count in removed.items() if count}

@@ -21,7 +21,7 @@ import dataplane.modes
 from controller import modes
 from controller.lab.agent import Agent
 from controller.lab.network import NODE_NAMES, Lab
-from controller.modes import FALLBACK, clean_others, open_first, open_mode, survey
+from controller.modes import FALLBACK, clean_others, open_first, open_mode, survey, take_over
 from dataplane.errors import Unsupported
 from dataplane.mode import Options
 from tests.fakes.apiserver import ApiServer, endpoint_slice, node, service
@@ -48,18 +48,17 @@ WORKS = """
 
     def clean(options): {clean}
     def probe(options): {probe}
-    MODE = Mode({name!r}, Nothing, clean, probe, lambda options, names: None)
+    def drain(options): {drain}
+    MODE = Mode({name!r}, Nothing, clean, probe, lambda options, names: None, drain, {conntrack})
 """
 
 
 def source(name: str, **parts: str) -> str:
     given = {
-        "init": "pass",
-        "sync": "return SyncResult()",
-        "maintain": "pass",
-        "clean": "return 0",
-        "probe": "return None",
-    } | parts
+        "init": "pass", "sync": "return SyncResult()", "maintain": "pass", "clean": "return 0", "probe": "return None",
+        "drain": "return False", "conntrack": "True",
+    }  # fmt: skip
+    given |= parts
     return dedent(WORKS).format(name=name, **given)
 
 
@@ -69,6 +68,9 @@ MODES = {
                       clean="raise DataplaneError('no')", probe="return 'the feature is missing: load the module'"),
     "later": source("later", sync="raise Unsupported('a rule', 'the kernel lacks it')"),
     "drifts": source("drifts", maintain="self.audit_repairs = 2"),
+    "drains": source("drains", clean="return 4", drain="return True"),
+    "sticks": source("sticks", clean="return 5", drain="raise DataplaneError('the maps are locked')"),
+    "direct": source("direct", conntrack="False"),
     "crashes": source("crashes", clean="raise OSError(5, 'Input/output error')", probe="raise OSError(5, 'EIO')"),
     "nolibrary": "import a_library_that_is_not_there",
     "nomode": "",
@@ -150,9 +152,27 @@ class TestChoosing:
             open_mode(name)
 
     def test_a_clean_up_that_fails_does_not_stop_the_next(self, caplog):
-        assert clean_others("", tuple(MODES), Options()) == {"works": 3}
-        assert clean_others("works", tuple(MODES), Options()) == {}
+        assert clean_others("", tuple(MODES), Options()) == {"works": 3, "drains": 4, "sticks": 5}
+        assert clean_others("works", tuple(MODES), Options()) == {"drains": 4, "sticks": 5}
         assert "cleaning up after mode crashes failed" in caplog.text
+
+    def test_what_can_be_drained_goes_later_and_the_rest_at_once(self, monkeypatch, caplog):
+        monkeypatch.setattr(modes, "DRAIN_SECONDS", 0.3)
+        told: list[str] = []
+        take_over("later", Options(), told.append)
+        assert told == ["removed 3 things that mode works had left here"]
+        eventually(lambda: len(told) == 3, "the rest")
+        assert told[1:] == [
+            f"removed {n} things that mode {name} had left here" for n, name in ((4, "drains"), (5, "sticks"))
+        ]
+        assert "mode sticks still takes new flows: the maps are locked" in caplog.text
+
+    def test_under_a_mode_without_conntrack_everything_goes_later(self, monkeypatch):
+        monkeypatch.setattr(modes, "DRAIN_SECONDS", 0.3)
+        told: list[str] = []
+        take_over("direct", Options(), told.append)
+        assert told == []
+        eventually(lambda: len(told) == 3, "everything")
 
     def test_the_survey_has_a_sentence_for_each(self):
         rows = {row["mode"]: row for row in survey(Options())}
@@ -160,7 +180,9 @@ class TestChoosing:
         assert rows["works"] == {"mode": "works", "works": True, "missing": ""}
         assert rows["lacking"]["missing"] == "the feature is missing: load the module"
         assert rows["crashes"]["missing"].startswith("it cannot be tried: ")
-        assert [name for name, row in rows.items() if row["works"]] == ["drifts", "later", "works"]
+        assert [name for name, row in rows.items() if row["works"]] == [
+            "direct", "drains", "drifts", "later", "sticks", "works",
+        ]  # fmt: skip
 
 
 # A real agent. `Patched` adds the folder of broken modes to the program that runs, and nothing else.
