@@ -143,8 +143,8 @@ class Machine:
         said: list[str] = []
         # setpriv: the guest ends when this process is killed, whatever kills it.
         with (control / "qemu.log").open("w") as log:
-            words = ["setpriv", "--pdeathsig", "KILL", *argv]
-            guest = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            tied = ["setpriv", "--pdeathsig", "KILL", *argv]
+            guest = subprocess.Popen(tied, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
             with (control / "output").open(errors="replace") as output:
                 while guest.poll() is None and time.monotonic() - start < timeout:
@@ -163,7 +163,8 @@ class Machine:
         try:
             return Finished(int((control / "exit").read_text()), "".join(said), seconds)
         except (FileNotFoundError, ValueError):
-            raise GuestFailed(f"kernel {self.kernel.release} ended early:\n{_console(control)}") from None
+            words = f"{''.join(said)[-2000:]}\n{_console(control)}"
+            raise GuestFailed(f"kernel {self.kernel.release} ended early:\n{words}") from None
 
     def _qemu(self, control: Path, accel: Sequence[str], memory: int, shared: Path | None) -> list[str]:
         folders = {"host": (Path("/"), ",readonly=on,multidevs=remap"), "control": (control, "")}
@@ -177,7 +178,7 @@ class Machine:
             "-append", "console=ttyS0 quiet loglevel=4 panic=-1 tsc=reliable mitigations=off",
         ]  # fmt: skip
         for tag, (path, more) in folders.items():
-            words += ["-fsdev", f"local,id={tag},path={path},security_model=none{more}"]
+            words += ["-fsdev", f"local,id={tag},path={_escaped(path)},security_model=none{more}"]
             words += ["-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}"]
         return words
 
@@ -233,6 +234,11 @@ def snapshot(checkout: Path, target: Path) -> None:
         for path in sorted(checkout.iterdir()):
             with contextlib.suppress(FileNotFoundError):  # gone while we looked
                 packed.add(path, path.name, filter=unless_elsewhere)
+
+
+def _escaped(path: Path) -> str:
+    """As a value in an option of QEMU."""
+    return str(path).replace(",", ",,")
 
 
 def _pass_on(text: str, said: list[str], progress: Progress) -> None:
