@@ -350,7 +350,7 @@ def attached(lab: Lab) -> int:
         os.close(folder)
 
 
-def node_manifest(lab: Lab) -> str:
+def node_manifest(lab: Lab, *, pod_cidrs: bool = True) -> str:
     """The lab's node as a Node object, in zone-a: its addresses are where masqueraded traffic comes from.
 
     And the range of ClusterIPs, as the API server knows it.
@@ -360,7 +360,7 @@ def node_manifest(lab: Lab) -> str:
         "apiVersion": "v1",
         "kind": "Node",
         "metadata": {"name": NODE_NAMES["node"], "labels": {"topology.kubernetes.io/zone": "zone-a"}},
-        "spec": {"podCIDRs": ["10.77.1.0/24", "fd77:1::/64"]},
+        "spec": {"podCIDRs": ["10.77.1.0/24", "fd77:1::/64"] if pod_cidrs else []},
         "status": {"addresses": addresses},
     }
     services = {

@@ -1,0 +1,161 @@
+"""Agents with other flags: masqueradeAll, the mark's bit, how pods are told apart, where node ports are served."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from controller.explain import Packet, explain
+from controller.lab.agent import Agent
+from controller.lab.network import Lab
+from dataplane.kernel.links import read_node
+
+from .cases import node, own
+from .conftest import new_lab, route_services, serve
+from .kit import PATIENCE, V4, V6, Bench, Service, eventually, node_manifest
+from .probes import Probe, To, observe
+from .test_neighbours import CNI, run
+from .test_rows import target_of
+from .world import SECOND, table_of
+
+STREAM = 1  # SOCK_STREAM
+FAMILIES = {"v4": V4, "v6": V6}
+THIRD = ("192.168.77.33", "fd77::33")
+LOCAL = {"externalTrafficPolicy": "Local"}
+SUBNETS = "192.168.77.16/28,fd77::20/124"  # SECOND, and not the primary addresses
+MORE = "192.168.77.0/24,fd77::/64"
+
+
+@pytest.fixture(scope="module")
+def field() -> Iterator[Lab]:
+    """A smaller lab, whose agent changes with every setting."""
+    with new_lab(2, 1) as made:
+        route_services(made)
+        serve(made)
+        yield made
+
+
+@contextmanager
+def agent_with(field: Lab, mode: str, *flags: str) -> Iterator[tuple[Bench, dict[str, Service]]]:
+    """An agent of that mode with these flags, later ones win, and three services: far, near and local."""
+    manifests = field.folder / "manifests"
+    manifests.mkdir(exist_ok=True)
+    (manifests / "node.json").write_text(node_manifest(field, pod_cidrs=flags != NO_CIDR))
+    agent = Agent(field, manifests, mode, flags)
+    with field.inside("node"):
+        bench = Bench(field, agent, itertools.count(1), read_node().addresses)
+    plans = {"far": ("remote1", {}), "near": ("pod2", {}), "local": ("pod2", LOCAL), "away": ("remote1", LOCAL)}
+    made = {}
+    for name, (pod, spec) in plans.items():
+        made[name] = bench.service(pod, settle=False, spec=spec, outside=True, title=name)
+    try:
+        agent.start(20 * PATIENCE)
+        yield bench, made
+    finally:
+        if agent.running():
+            agent.kill()
+        for path in manifests.iterdir():
+            path.unlink()
+        cleaned = agent.cleanup()
+        assert cleaned.returncode == 0, cleaned.stderr
+
+
+# Setting -> flags, and for each question (place, service, way) the answer.
+NO_CIDR = ("--detect-local-mode=NodeCIDR", "--v=0")  # of a node that has none
+PREFIX = ("--detect-local-mode=InterfaceNamePrefix", "--pod-interface-name-prefix=veth")
+BRIDGE = ("--detect-local-mode=BridgeInterface", "--pod-bridge-interface=veth1")
+NODE_CIDR = ("--detect-local-mode=NodeCIDR",)
+SETTINGS: dict[str, tuple[str, str, tuple[str, ...], list[tuple[str, str, str, To | str, str | None]]]] = {
+    "masquerade-all": ("2.5", "masqueradeAll: pods are masqueraded at ClusterIPs", ("--masquerade-all",), [
+        ("pod1", "far", "cluster", node("remote1"), None), ("node", "far", "cluster", node("remote1"), None),
+        ("client", "local", "lb", own("pod2"), None),
+    ]),
+    "no-detection": ("2.4", "no CIDR: nobody is a pod", NO_CIDR, [
+        ("pod1", "far", "cluster", own("remote1"), None), ("client", "near", "cluster", own("pod2"), None),
+        ("pod1", "away", "lb", "silent", None), ("node", "away", "lb", node("remote1"), None),
+        ("pod1", "far", "nodeport", node("remote1"), None),
+    ]),
+    "node-cidr": ("2.4", "NodeCIDR: only this node's pods are pods", NODE_CIDR, [
+        ("pod1", "far", "cluster", own("remote1"), None), ("remote1", "near", "cluster", node("pod2"), None),
+        ("pod1", "away", "lb", own("remote1"), None), ("remote1", "away", "lb", "silent", None),
+    ]),
+    "interface-prefix": ("2.4", "InterfaceNamePrefix: what comes from such an interface is a pod", PREFIX, [
+        ("pod1", "far", "cluster", own("remote1"), "pod"), ("remote1", "near", "cluster", node("pod2"), "external"),
+        ("pod2", "away", "lb", own("remote1"), "pod"), ("client", "far", "cluster", node("remote1"), "external"),
+    ]),
+    "bridge-interface": ("2.4", "BridgeInterface: what comes from this interface is a pod", BRIDGE, [
+        ("pod1", "far", "cluster", own("remote1"), "pod"), ("pod2", "far", "cluster", node("remote1"), "external"),
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "setting", [pytest.param(name, marks=pytest.mark.row(*SETTINGS[name][:2])) for name in SETTINGS]
+)
+def test_who_is_a_pod_and_who_is_masqueraded(field: Lab, mode: str, setting: str) -> None:
+    flags, questions = SETTINGS[setting][2:]
+    with agent_with(field, mode, *flags) as (bench, services):
+        table = table_of(bench, bench.agent)
+        for (place, name, way, want, given), family in itertools.product(questions, (V4, V6)):
+            target = target_of(bench, services[name], way, family)
+            told = explain(table, Packet("", field[place].address(family), *target, "tcp", given))  # type: ignore[arg-type]
+            assert told.verdict == ("dnat" if isinstance(want, To) else "drop"), told
+            assert not isinstance(want, To) or told.masquerade == (want.peer == "node"), told
+            seen = observe(bench, Probe(place, target, STREAM), want)  # type: ignore[arg-type]
+            assert seen.is_(want, place), f"{place} to {name} at {way}: want {want}, see {seen}"  # type: ignore[arg-type]
+
+
+@pytest.mark.row("2.16", "another bit of the mark")
+def test_another_masquerade_bit(field: Lab, mode: str) -> None:
+    """The default's bit is somebody else's then: it stays set on what passes, and ours is nowhere to be seen."""
+    rules = CNI.replace("0x10000", "0x4000", 2).replace("meta mark and 0x4000 != 0 counter name kept",
+                                                        "meta mark and 0x100000 != 0 counter name kept")  # fmt: skip
+    with agent_with(field, mode, "--iptables-masquerade-bit=20") as (bench, services):
+        run(bench, "nft", rules)
+        try:
+            for family in (V4, V6):
+                probe = Probe("client", target_of(bench, services["far"], "nodeport", family), STREAM)
+                assert observe(bench, probe, node("remote1")).is_(node("remote1"), "client")
+            told = run(bench, "nft", "list", "counters", "table", "inet", "cni")
+        finally:
+            run(bench, "nft", "delete", "table", "inet", "cni")
+    packets = {part.split()[0]: int(part.split("packets ")[1].split()[0]) for part in told.split("counter ")[1:]}
+    assert packets["seen"] > 0
+    assert packets["kept"] == 0, "our mark leaves the node"
+    assert mode == "userspace" or packets["lost"] == 0, "the mark of somebody else was lost"
+
+
+@pytest.mark.row("3.2", "nodePortAddresses: only addresses in the CIDRs")
+def test_node_ports_only_at_the_chosen_addresses(field: Lab, mode: str) -> None:
+    with agent_with(field, mode, f"--nodeport-addresses={SUBNETS}") as (bench, services):
+        for family in (V4, V6):
+            port = services["far"].node_port
+            probe = Probe("client", (SECOND[family != V4], port), STREAM)
+            seen = observe(bench, probe, node("remote1"))
+            assert seen.is_(node("remote1"), "client"), seen
+            other = Probe("client", (field["node"].address(family), services["near"].node_port), STREAM)
+            assert observe(bench, other, "refused").is_("refused", "client"), "served at an address that is excluded"
+
+
+@pytest.mark.row("3.10", "an address that the node gets later serves at once")
+def test_addresses_that_come_later_serve(field: Lab, mode: str) -> None:
+    link = field.netlink("node")
+    index = link.link_lookup(ifname="eth0")[0]
+    with agent_with(field, mode, f"--nodeport-addresses={MORE}") as (bench, services):
+        try:
+            for address, length in zip(THIRD, (24, 64), strict=True):
+                link.addr("add", index=index, address=address, prefixlen=length, flags=0x02)
+            for family in (V4, V6):
+                probe = Probe("client", (THIRD[family != V4], services["near"].node_port), STREAM)
+                want = node("pod2")
+                bench.node_addresses = (*bench.node_addresses, *THIRD)
+                eventually(
+                    lambda probe=probe, want=want: observe(bench, probe, want).is_(want, "client"),
+                    5, f"{THIRD[family != V4]} does not serve",
+                )  # fmt: skip
+        finally:
+            for address, length in zip(THIRD, (24, 64), strict=True):
+                link.addr("delete", index=index, address=address, prefixlen=length)
