@@ -138,18 +138,21 @@ class Nfnetlink:
         """
         if not messages:
             return
-        first = self._sequence + 1
         parts = [self._message(BATCH_BEGIN, NLM_F_REQUEST, 0, b"", 10)]
-        parts += [self._message(SUBSYSTEM | m.kind, NLM_F_REQUEST | m.flags, m.family, m.body) for m in messages]
-        # The end of a batch is acknowledged only if asked, and only then is it certain that all was looked at.
-        parts.append(self._message(BATCH_END, NLM_F_REQUEST | NLM_F_ACK, 0, b"", 10))
+        first = self._sequence
+        for message in messages:
+            # The answer to the last one says that all were looked at; the end itself is answered since Linux 6.10 only.
+            flags = NLM_F_REQUEST | message.flags | (NLM_F_ACK if message is messages[-1] else 0)
+            parts.append(self._message(SUBSYSTEM | message.kind, flags, message.family, message.body))
+        last = self._sequence
+        parts.append(self._message(BATCH_END, NLM_F_REQUEST, 0, b"", 10))
         data = b"".join(parts)
         if len(data) + _REST > self._room:
             self._room = len(data) + _REST
             self._socket.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, self._room)
         self._drain()
         self._socket.send(data)
-        self._await(first, self._sequence, messages)
+        self._await(first, last, messages)
 
     def dump(self, kind: int, family: int, body: bytes = b"") -> list[bytes]:
         """The bodies of all objects of one kind (NFT_MSG_GET...), from one generation of the ruleset.
