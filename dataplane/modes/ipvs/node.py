@@ -30,6 +30,7 @@ __all__ = [
     "DEVICE",
     "Doors",
     "clean",
+    "drain",
     "make_sets",
     "note",
     "open_doors",
@@ -133,6 +134,10 @@ def open_doors(options: Options) -> Doors:
         sets = Ipsets()
         opened.callback(sets.close)
         found = _find_tables(sets)
+        try:
+            ipvs.schedules(options.ipvs_scheduler, 6)
+        except NetlinkFailed as error:
+            found.missing[6] = f"IPVS serves no IPv6 here ({error})"
         device = Dummy(DEVICE)
         opened.callback(device.close)
         if not device.find():
@@ -325,6 +330,20 @@ def clean() -> int:
         sets.destroy(name)
     sets.close()
     return removed + len(names)
+
+
+def drain() -> bool:
+    """Let new flows pass by: no rule of ours decides any more, and another mode translates before IPVS looks.
+
+    Flows that IPVS knows need no rule; they go on until `clean` takes the virtual servers away.
+    """
+    try:
+        sets = Ipsets()
+    except Unsupported:
+        return False
+    with contextlib.closing(sets):
+        here = bool(sets.names(PREFIX))
+    return bool(_clean_rules()) or here
 
 
 def _clean_rules() -> int:

@@ -382,4 +382,10 @@ def look(options: Options, names: Mapping[int, str]) -> Programmed | None:
             return Programmed(sets, ipvs)
 
 
-MODE = Mode("ipvs", Ipvs, clean, probe, look)
+def drain(options: Options) -> bool:
+    """New flows pass by, those that IPVS knows go on; whether anything of ours was here."""
+    del options
+    return machine.drain()
+
+
+MODE = Mode("ipvs", Ipvs, clean, probe, look, drain)

@@ -23,7 +23,7 @@ from dataplane.kernel.ipset import Ipsets
 from dataplane.kernel.ipvs import Ipvs as Door
 from dataplane.mode import Options
 from dataplane.modes.ipvs.node import DEVICE
-from dataplane.modes.ipvs.programmer import Ipvs, clean, look, probe
+from dataplane.modes.ipvs.programmer import Ipvs, clean, drain, look, probe
 from dataplane.modes.ipvs.rules import JUMPS
 from dataplane.table import Backend, Entry, Frontend, Kind, Masquerade, NodeNetwork, Protocol, Route, ServiceTable
 from dataplane.virtual_servers import Change, Config, Destination, Edit, Element, Server, Timeouts, Verb
@@ -289,3 +289,22 @@ def test_strict_arp_sets_what_keeps_the_node_from_answering_for_others(home: Non
         assert sysctl.read(name) == "1"
     assert agent.limitations() == []
     agent.close()
+
+
+def test_draining_takes_the_rules_away_and_leaves_connections_until_cleaning(home: None, door: Door) -> None:
+    assert not drain(Options())
+    agent = start()
+    agent.sync(table("10.1.0.11"))
+    agent.close()
+    with (
+        socket.create_server(("10.1.0.11", 8080)) as listener,
+        socket.create_connection(("10.96.0.1", 80), 5) as client,
+    ):
+        there, _ = listener.accept()
+        assert drain(Options())
+        assert "HPV" not in xtables.find().save(4, "nat")
+        there.sendall(b"goes on")
+        assert client.recv(100) == b"goes on"
+        there.close()
+    assert clean(Options()) > 0
+    assert not drain(Options())
