@@ -9,7 +9,8 @@ from controller.lab.network import Lab
 from dataplane.kernel.nfnetlink import NFPROTO, Nfnetlink, attribute, nested, string
 from dataplane.modes.nftables import lower
 from dataplane.modes.nftables import operations as op
-from dataplane.modes.nftables.wire import GETSETELEM, Codec, Kernel
+from dataplane.modes.nftables.codec import Codec
+from dataplane.modes.nftables.wire import GETSETELEM, Kernel
 from dataplane.table import Detect, NodeNetwork
 from tests.benchmarks.apidata import ApiProcess
 from tests.benchmarks.kit import ApiAgent, Result, Target, lab, median, quantile, say

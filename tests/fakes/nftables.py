@@ -19,9 +19,9 @@ from typing import Any
 from dataplane.kernel.nfnetlink import NftablesError
 from dataplane.modes.nftables import lower
 from dataplane.modes.nftables import operations as op
+from dataplane.modes.nftables.codec import Codec
 from dataplane.modes.nftables.expressions import Expression, Family, Rule
 from dataplane.modes.nftables.lower import Chain, Key, Set
-from dataplane.modes.nftables.wire import Codec
 
 __all__ = ["FakeNftables", "Outcome", "Packet"]
 

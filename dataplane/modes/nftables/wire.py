@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
-import socket
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,16 +21,12 @@ from dataplane.kernel.nfnetlink import (
     string,
 )
 from dataplane.modes.nftables import operations as op
+from dataplane.modes.nftables.codec import Codec, cidr_between, length, type_of, width
 from dataplane.modes.nftables.expressions import Attributes, Family, Rule, verdict
 from dataplane.modes.nftables.lower import (
-    ADDRESS,
     ALLOWED,
     MAX_CLIENTS,
-    NUMBER,
-    PORT,
-    PROTOCOL,
     RANGE,
-    SLOT,
     TABLE,
     VERDICT,
     Chain,
@@ -54,8 +48,6 @@ VERDICT_TYPE: Final = 0xFFFFFF00
 COUNTER: Final = 1
 ELEMENTS_ROOM: Final = 60_000  # an attribute's length has 16 bits
 
-# nft's own numbers of types (its include/datatype.h): they only say how to list a set.
-_TYPE: Final = {PROTOCOL: 12, PORT: 13, SLOT: 19, NUMBER: 23}
 _COMMENT: Final = 0  # nft's user data: a comment
 _MARK: Final = 0xF0  # ours, which nft skips
 
@@ -76,110 +68,9 @@ def _expressions(rule: Rule) -> bytes:
     return nested(4, *encoded)
 
 
-def _width(family: Family, field: str) -> int:
-    """Octets of a field; in a concatenation each is padded to four."""
-    if field in {ADDRESS, RANGE}:
-        return family.length
-    return {PROTOCOL: 1, PORT: 2, SLOT: 4, NUMBER: 4, VERDICT: 0}[field]
-
-
-def _length(family: Family, fields: Sequence[str]) -> int:
-    if len(fields) == 1:
-        return _width(family, fields[0])
-    return sum(-(-_width(family, field) // 4) * 4 for field in fields)
-
-
-def _type(family: Family, fields: Sequence[str]) -> int:
-    number = 0
-    for field in fields:
-        number = number << 6 | (_TYPE.get(field) or (7 if family.version == 4 else 8))
-    return number
-
-
 def _flags(wanted: Set) -> int:
     flags = (MAP if wanted.data else 0) | (TIMEOUT | EVAL if wanted.seconds else 0)
     return flags | (INTERVAL | CONCAT if RANGE in wanted.key else 0)
-
-
-class Codec:
-    """Keys and values of one family as octets and back. Addresses are remembered: endpoints repeat in each frontend."""
-
-    def __init__(self, family: Family) -> None:
-        self.family = family
-        self._af = socket.AF_INET if family.version == 4 else socket.AF_INET6
-
-    def address(self, text: str) -> bytes:
-        return socket.inet_pton(self._af, text)
-
-    def encoder(self, fields: tuple[str, ...]) -> Callable[[Key], bytes]:
-        """Key -> octets."""
-        alone = len(fields) == 1
-        order = "little" if sys.byteorder == "little" else "big"
-
-        def one(field: str, value: str | int) -> bytes:
-            if isinstance(value, str):
-                return self.address(value)
-            if field == PORT:
-                return value.to_bytes(2, "big") + (b"" if alone else bytes(2))
-            if field == PROTOCOL:
-                return bytes([value]) if alone else bytes([value, 0, 0, 0])
-            return value.to_bytes(4, "little" if order == "little" else "big")
-
-        rest = struct.Struct("=HH")
-        if fields in {(ADDRESS, PROTOCOL, PORT), (SLOT, ADDRESS, PROTOCOL, PORT)}:
-            # The two that there are many of.
-            tails: dict[tuple[str | int, ...], bytes] = {}
-
-            def tail(key: Key) -> bytes:
-                found = tails.get(key)
-                if found is None:
-                    if len(tails) > 64:
-                        tails.clear()
-                    address, protocol, port = key
-                    octets = rest.pack(int(protocol), 0) + int(port).to_bytes(2, "big") + bytes(2)
-                    found = tails[key] = self.address(str(address)) + octets
-                return found
-
-            if fields[0] == ADDRESS:
-                return tail
-            return lambda key: int(key[0]).to_bytes(4, "little" if order == "little" else "big") + tail(key[1:])
-        return lambda key: b"".join(one(field, value) for field, value in zip(fields, key, strict=True))
-
-    def range_ends(self, fields: tuple[str, ...], key: Key) -> tuple[bytes, bytes]:
-        """First and last key of a key that ends in a CIDR."""
-        network = ipaddress.ip_network(str(key[-1]))
-        start = self.encoder(fields[:-1])(key[:-1])
-        return start + network.network_address.packed, start + network.broadcast_address.packed
-
-    def decoder(self, fields: Sequence[str]) -> Callable[[bytes], Key]:
-        """Octets -> key. What begins alike is made once: a dump has ten slots of each frontend."""
-        alone = len(fields) == 1
-        places: list[tuple[str, int, int]] = []
-        offset = 0
-        for field in fields:
-            width = _width(self.family, field)
-            places.append((field, offset, offset + width))
-            offset += width if alone else -(-width // 4) * 4
-        known: dict[bytes, str] = {}
-
-        def one(field: str, octets: bytes) -> str | int:
-            if field in {ADDRESS, RANGE}:
-                found = known.get(octets)
-                if found is None:
-                    found = known[octets] = socket.inet_ntop(self._af, octets)
-                return found
-            return int.from_bytes(octets, "big" if field in {PORT, PROTOCOL} else sys.byteorder)
-
-        return lambda data: tuple([one(field, data[start:end]) for field, start, end in places])
-
-    def decode(self, fields: Sequence[str], data: bytes) -> Key:
-        """One key."""
-        return self.decoder(fields)(data)
-
-
-def _cidr(first: str, last: str) -> str:
-    networks = ipaddress.summarize_address_range(ipaddress.ip_address(first), ipaddress.ip_address(last))
-    return str(next(iter(networks)))
 
 
 class Kernel:
@@ -256,17 +147,17 @@ class Kernel:
     def _set(self, family: Family, wanted: Set) -> bytes:
         self._ids += 1
         parts = [
-            string(2, wanted.name), number(3, _flags(wanted)), number(4, _type(family, wanted.key)),
-            number(5, _length(family, wanted.key)), number(10, self._ids),
+            string(2, wanted.name), number(3, _flags(wanted)), number(4, type_of(family, wanted.key)),
+            number(5, length(family, wanted.key)), number(10, self._ids),
         ]  # fmt: skip
         if wanted.data == (VERDICT,):
             parts += [number(6, VERDICT_TYPE), number(7, 0)]
         elif wanted.data:
-            parts += [number(6, _type(family, wanted.data)), number(7, _length(family, wanted.data))]
+            parts += [number(6, type_of(family, wanted.data)), number(7, length(family, wanted.data))]
         if wanted.seconds:
             parts += [nested(9, number(1, MAX_CLIENTS)), number64(11, 1000 * wanted.seconds)]
         elif RANGE in wanted.key:
-            widths = (nested(1, number(1, _width(family, field))) for field in wanted.key)
+            widths = (nested(1, number(1, width(family, field))) for field in wanted.key)
             parts.append(nested(9, nested(2, *widths)))
         return b"".join(parts)
 
@@ -384,7 +275,7 @@ class Kernel:
                 told = attributes(element)
                 key = decode(told[1][4:])  # behind the header of its only attribute
                 if 10 in told:
-                    key = (*key[:-1], _cidr(str(key[-1]), str(decode(told[10][4:])[-1])))
+                    key = (*key[:-1], cidr_between(str(key[-1]), str(decode(told[10][4:])[-1])))
                 comment = (
                     _user_data(told[6]).get(_COMMENT, b"").rstrip(b"\0").decode(errors="replace") if 6 in told else ""
                 )
@@ -447,11 +338,11 @@ def _rule_data(rule: Rule) -> bytes:
 def _looks(family: Family, wanted: Set, told: dict[int, bytes]) -> bool:
     """Whether the kernel's set has our types, lengths and flags."""
     data = (
-        (VERDICT_TYPE, 0) if wanted.data == (VERDICT,) else (_type(family, wanted.data), _length(family, wanted.data))
+        (VERDICT_TYPE, 0) if wanted.data == (VERDICT,) else (type_of(family, wanted.data), length(family, wanted.data))
     )
     if not wanted.data:
         data = (0, 0)
-    expected = (_flags(wanted), _type(family, wanted.key), _length(family, wanted.key), data[0])
+    expected = (_flags(wanted), type_of(family, wanted.key), length(family, wanted.key), data[0])
     found = tuple(_u32(told.get(kind, b"")) for kind in (3, 4, 5, 6))
     seconds = int.from_bytes(told.get(11, b""), "big") // 1000
     return expected == found and seconds == wanted.seconds
