@@ -34,6 +34,7 @@ int nft_run_cmd_from_filename(struct nft_ctx *ctx, const char *filename);
 # nftables/libnftables.h
 _JSON, _NUMERIC = 1 << 4, 1 << 7 | 1 << 8 | 1 << 9
 _SHOWN: Final = 200  # characters of a refused line
+_FD_SETSIZE, _SPARE = 1024, 16  # the library waits with select(2), which aborts beyond; other threads open files too
 
 
 class NftError(DataplaneError):
@@ -104,10 +105,14 @@ def library() -> tuple[FFI, Any]:
 def _run(text: str, *, dry: bool = False, flags: int = 0) -> str:
     """A context for each run: what the library remembers of the ruleset goes with it."""
     ffi, lib = library()
+    descriptor = os.memfd_create("nftables")
+    if descriptor >= _FD_SETSIZE - _SPARE:
+        os.close(descriptor)
+        raise NftError(f"this process has {descriptor} files open, and libnftables ends a process with that many")
     context = lib.nft_ctx_new(0)
     if context == ffi.NULL:
+        os.close(descriptor)
         raise NftError("libnftables has no memory or no netlink socket")
-    descriptor = os.memfd_create("nftables")
     try:
         _write(descriptor, text.encode() + b"\n")
         lib.nft_ctx_buffer_output(context)

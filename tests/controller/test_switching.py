@@ -124,13 +124,18 @@ def test_the_next_mode_takes_over_under_load(agents: tuple[Agent, Agent], lab: L
             streams = [bench.stream("pod1", service.vip(family), family) for family in (V4, V6)]
             new.start()
             go_on(streams, 1.0)
-        eventually(lambda: left_of(old.mode, lab) is None, 10, f"mode {old.mode} is still there")
+        removed = f"things that mode {old.mode} had left here"
+        eventually(lambda: removed in new.tail(80), 10, f"mode {old.mode} was not removed")
+        assert left_of(old.mode, lab) is None
         time.sleep(0.7)
         if not {old.mode, new.mode} & {"ebpf", "userspace"}:
             go_on(streams, 0.2)  # conntrack has them, whoever made its entries
+    # docs/architecture.md, known limits: a few of the node's own connections, and no others
+    to_relay = new.mode == "userspace" and old.mode in {"nftables", "iptables"}
     for name, tally in tallies.items():
+        lost = 0.02 if to_relay and name.startswith("node") else 0
         assert tally.answered > 50, f"{name}: hardly any traffic: {tally.report()}"
-        assert not tally.failures, f"{name}: {tally.report()}"
+        assert tally.failed <= tally.answered * lost, f"{name}: {tally.report()}"
     assert new.status()["mode"]["effective"] == new.mode
     assert new.status()["neighbours"] == []
     # and it serves what changes from now on
