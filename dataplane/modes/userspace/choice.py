@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection
+from typing import Final
 
 __all__ = ["Chooser"]
+
+SUSPECT_SECONDS: Final = 5.0
 
 Pair = tuple[str, int]
 
@@ -17,11 +20,12 @@ class Chooser:
     by all routes and proxy ports, lasts while new connections come, and ends when the backend is not in the route.
     """
 
-    __slots__ = ("_positions", "_sticky", "affinity")
+    __slots__ = ("_positions", "_sticky", "_suspected", "affinity")
 
     def __init__(self, affinity: int = 0) -> None:
         self.affinity = affinity
         self._positions: dict[int, int] = {}
+        self._suspected: dict[Pair, float] = {}  # until when
         self._sticky: OrderedDict[str, tuple[Pair, float]] = OrderedDict()
 
     def first(self, number: int, route: tuple[Pair, ...], client: str, now: float) -> Pair | None:
@@ -30,7 +34,8 @@ class Chooser:
             known = self._sticky.get(client)
             if known is not None and now - known[1] < self.affinity and known[0] in route:
                 return known[0]
-        return self.another(number, route, ())
+        suspected = self._suspected and {backend for backend, until in self._suspected.items() if until > now}
+        return self.another(number, route, suspected or ()) or self.another(number, route, ())
 
     def another(self, number: int, route: tuple[Pair, ...], tried: Collection[Pair]) -> Pair | None:
         """The next in turn that was not tried; None: there is none."""
@@ -44,6 +49,7 @@ class Chooser:
 
     def settled(self, client: str, backend: Pair, now: float) -> None:
         """The conversation works: with affinity, the next of this client goes there too."""
+        self._suspected.pop(backend, None)
         if not self.affinity:
             return
         self._sticky[client] = (backend, now)
@@ -51,8 +57,10 @@ class Chooser:
         while now - next(iter(self._sticky.values()))[1] >= self.affinity:
             self._sticky.popitem(last=False)
 
-    def forget(self, backend: Pair) -> None:
-        """It failed: clients that were there choose anew."""
+    def forget(self, backend: Pair, now: float) -> None:
+        """It failed: clients that were there choose anew, and new ones begin with others for a while."""
+        self._suspected = {known: until for known, until in self._suspected.items() if until > now}
+        self._suspected[backend] = now + SUSPECT_SECONDS
         for client in [client for client, (known, _) in self._sticky.items() if known == backend]:
             del self._sticky[client]
 

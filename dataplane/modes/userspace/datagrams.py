@@ -121,7 +121,7 @@ class Session:
         service = self.port.service
         if self.backend is not None:
             self.tried.add(self.backend)
-            service.chooser.forget(self.backend)
+            service.chooser.forget(self.backend, self.sessions.state.loop.time())
         self.drop()
         chosen = service.chooser.another(self.port.number, self.port.route, self.tried)
         if chosen is None:

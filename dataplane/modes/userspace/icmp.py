@@ -65,6 +65,6 @@ def message(family: int, client: tuple[str, int], listener: tuple[str, int], dat
 def checksum(data: bytes) -> int:
     """The internet checksum (RFC 1071)."""
     data += b"\0" * (len(data) % 2)
-    total = sum(struct.unpack(f"!{len(data) // 2}H", data))
+    total: int = sum(struct.unpack(f"!{len(data) // 2}H", data))
     total = (total & 0xFFFF) + (total >> 16)
     return ~(total + (total >> 16)) & 0xFFFF

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import IO, Final, TypeVar
 
 import msgspec
 
@@ -25,6 +25,7 @@ __all__ = ["DRAINING", "Line", "connect", "draining", "open_line"]
 
 START_SECONDS: Final = 15.0
 ASK_SECONDS: Final = 120.0
+HELLO_SECONDS: Final = 10.0
 DRAINING: Final = m.ADDRESS + "-draining-"
 
 Wanted = TypeVar("Wanted")
@@ -41,17 +42,27 @@ class Line:
     def __init__(self, sock: socket.socket, *, agent: bool, started: bool = False) -> None:
         self.sock = sock
         self.started = started
-        sock.settimeout(ASK_SECONDS)
-        answer = self.ask(m.Hello(agent), m.Welcome, refused=Occupied)
+        self.broken = False
+        answer = self.ask(m.Hello(agent), m.Welcome, refused=Occupied, seconds=HELLO_SECONDS)
         self.pid, self.version, self.rows = answer.pid, answer.version, answer.ports
 
-    def ask(self, request: m.Request, wanted: type[Wanted], refused: type[DataplaneError] = DataplaneError) -> Wanted:
-        """One question and its answer."""
+    def ask(
+        self,
+        request: m.Request,
+        wanted: type[Wanted],
+        refused: type[DataplaneError] = DataplaneError,
+        seconds: float = ASK_SECONDS,
+    ) -> Wanted:
+        """One question and its answer. After an answer that did not come the line is of no use any more."""
+        if self.broken:
+            raise DataplaneError("the relay does not answer any more")
         try:
+            self.sock.settimeout(seconds)
             self.sock.sendall(m.pack(request))
             size = m.LENGTH.unpack(self._read(m.LENGTH.size))[0]
             answer = m.decode_answer(self._read(size))
         except (OSError, msgspec.MsgspecError) as error:
+            self.broken = True
             raise DataplaneError(f"the relay does not answer: {error}") from error
         if isinstance(answer, m.Refused):
             raise refused(f"the relay of this network namespace is in use by {answer.reason}: stop that first")
@@ -101,9 +112,7 @@ def connect(*, agent: bool, address: str = m.ADDRESS) -> Line | None:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.connect(address)
-        uid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
-        if uid not in {0, os.geteuid()}:
-            raise DataplaneError(f"user {uid} sits at the address of the relay, @{address[1:]}: end that process")
+        _refuse_strangers(sock, address)
         return Line(sock, agent=agent)
     except ConnectionRefusedError:
         sock.close()
@@ -111,6 +120,13 @@ def connect(*, agent: bool, address: str = m.ADDRESS) -> Line | None:
     except BaseException:
         sock.close()
         raise
+
+
+def _refuse_strangers(sock: socket.socket, address: str) -> None:
+    """Any user may bind a name in the abstract namespace."""
+    uid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+    if uid not in {0, os.geteuid()}:
+        raise DataplaneError(f"user {uid} sits at the address of the relay, @{address[1:]}: end that process")
 
 
 def open_line() -> Line:
@@ -140,10 +156,10 @@ def _replace(old: Line) -> Line:
     """A new relay takes the listening sockets; the old one serves what it has and ends by itself."""
     child, errors = _start([-1, old.sock.fileno()])
     old.close()
-    return _greet(child, errors)
+    return _greet(child, errors, replacing=True)
 
 
-def _start(descriptors: list[int]) -> tuple[subprocess.Popen[bytes], tempfile._TemporaryFileWrapper[bytes]]:
+def _start(descriptors: list[int]) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     errors = tempfile.TemporaryFile()  # noqa: SIM115 - read when it does not start; a pipe would bind it to us
     argv = [sys.executable, "-m", "dataplane.modes.userspace.relay", *map(str, descriptors)]
     root = str(Path(__file__).resolve().parents[3])
@@ -157,18 +173,20 @@ def _start(descriptors: list[int]) -> tuple[subprocess.Popen[bytes], tempfile._T
         start_new_session=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
     )
-    return child, errors  # type: ignore[return-value]
+    return child, errors
 
 
-def _greet(child: subprocess.Popen[bytes], errors: tempfile._TemporaryFileWrapper[bytes]) -> Line:
+def _greet(child: subprocess.Popen[bytes], errors: IO[bytes], *, replacing: bool = False) -> Line:
     deadline = time.monotonic() + START_SECONDS
     reason = "it does not answer"
     with errors:
         while time.monotonic() < deadline:
             try:
                 line = connect(agent=True)
-            except Occupied:
-                raise
+            except Occupied as error:
+                if not replacing:
+                    raise
+                line, reason = None, str(error)  # the old one still is at its address
             except DataplaneError as error:
                 line, reason = None, str(error)
             if line is not None and line.pid == child.pid:

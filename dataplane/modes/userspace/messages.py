@@ -168,7 +168,8 @@ def decode_request(body: bytes) -> Request:
     Raises:
         msgspec.MsgspecError: it is no request of this version.
     """
-    return _requests.decode(body)
+    request: Request = _requests.decode(body)
+    return request
 
 
 def decode_answer(body: bytes) -> Answer:
@@ -177,4 +178,5 @@ def decode_answer(body: bytes) -> Answer:
     Raises:
         msgspec.MsgspecError: it is no answer of this version.
     """
-    return _answers.decode(body)
+    answer: Answer = _answers.decode(body)
+    return answer

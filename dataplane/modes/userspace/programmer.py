@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from dataplane.diff import changed_services
 from dataplane.errors import DataplaneError, SyncError, Unsupported
-from dataplane.kernel import conntrack, nft, nfmonitor, policy
+from dataplane.kernel import conntrack, nfmonitor, nft, policy
 from dataplane.mode import Misfit, Mode, Options, SyncResult, Wake
 from dataplane.modes.userspace import lower as low
 from dataplane.modes.userspace import messages as m
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 TABLES: Final = tuple(f"{name} {rules.TABLE}" for name in rules.FAMILIES.values())
 END_SECONDS: Final = 5.0
+STATUS_SECONDS: Final = 5.0
 
 
 class _Known:
@@ -112,6 +113,8 @@ class Userspace:
             result = self._program(table, names, whole=whole)
         except (DataplaneError, OSError) as error:
             self._whole = True
+            if self.line.broken:
+                self._lost.set()
             raise SyncError(f"the relay or its rules could not be programmed: {error}") from error
         first, self._whole, self.table = self._whole, False, table
         conntrack.delete_stale(table, table.services if first else names, self._datagram_ports())
@@ -119,6 +122,8 @@ class Userspace:
 
     def _program(self, table: ServiceTable, names: frozenset[str], *, whole: bool) -> SyncResult:
         """Proxy ports first, then the rules to them in one transaction, then what nobody is led to closes."""
+        if whole:
+            self._deliver_answers(1 << table.node.masquerade_bit)
         network = low.lower_node(table.node, self.transparent)
         lowered: dict[str, dict[str, tuple[Entry, low.Lowered]]] = {}
         misfits: dict[str, dict[str, str]] = {}
@@ -136,10 +141,6 @@ class Userspace:
                     misfits.setdefault(name, {})[entry.name] = reason
                 rows[key] = None if reason else found.row
         applied = self.line.ask(m.Apply(rows, network if whole else None, whole), m.Applied)
-        if whole:
-            for family in self._families():
-                if family in self.transparent:
-                    policy.deliver_marked(family, 1 << table.node.masquerade_bit)
         fresh: dict[str, dict[str, _Known]] = {}
         for name, ports in lowered.items():
             fresh[name] = {}
@@ -160,6 +161,15 @@ class Userspace:
             self._note(self._known, name, fresh.get(name))
             self._note(self._misfits, name, misfits.get(name))
         return SyncResult(changed, removed, self._all_misfits())
+
+    def _deliver_answers(self, bit: int) -> None:
+        """Where that is impossible backends see the node's address, as with any relay."""
+        for family in self.transparent:
+            try:
+                policy.deliver_marked(family, bit)
+            except DataplaneError as error:
+                self.transparent = tuple(known for known in self.transparent if known != family)
+                log.warning("backends see the node's address instead of their clients': %s", error)
 
     @staticmethod
     def _note(where: dict[str, Any], name: str, what: Any) -> None:
@@ -280,7 +290,7 @@ class Userspace:
     def limitations(self) -> list[str]:
         """What the table asks for and this mode does otherwise, in sentences."""
         sentences = [
-            "a client is connected before its backend is: where no backend can be reached it sees a reset, not a refusal",
+            "a client is connected before its backend: where no backend can be reached it sees a reset, not a refusal",
             "connections in flight end when the relay's process ends",
         ]
         other = low.algorithms(self.table)
@@ -311,8 +321,10 @@ class Userspace:
 
     def _relay_status(self) -> dict[str, Any]:
         try:
-            return self.line.ask(m.Status(), m.Listing).told
+            return self.line.ask(m.Status(), m.Listing, seconds=STATUS_SECONDS).told
         except DataplaneError as error:
+            if not self._stop.is_set():
+                self._lost.set()  # the next look at it reconnects, or starts another
             return {"trouble": str(error)}
 
     def counters(self) -> dict[str, int]:

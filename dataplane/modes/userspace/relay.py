@@ -3,8 +3,8 @@
     python -m dataplane.modes.userspace.relay DESCRIPTOR [TAKE-OVER]
 
 DESCRIPTOR is the listening socket of the line to the agent; -1 with TAKE-OVER, the line to a relay of another version
-whose listening sockets it takes. Without an agent it serves what it was last told; it ends when it is told to (`clean`),
-when its listening sockets were handed over and the last conversation is over, and at SIGTERM.
+whose listening sockets it takes. Without an agent it serves what it was last told. It ends when it is told to
+(`clean`), when its sockets were handed over and the last conversation is over, and at SIGTERM.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Relay:
         for key, service in list(self.services.items()):
             service.clients = self.clients
             if moved and service.row.family in network.listen:
-                old = [port for port in service.ports.values()]
+                old = list(service.ports.values())
                 if all(port.address[0] == network.listen[service.row.family] for port in old):
                     continue
                 replaced = Service(service.row, self.clients)
@@ -240,7 +240,7 @@ class Relay:
 
     async def _hand_over(self, writer: asyncio.StreamWriter) -> None:
         """Give the listening sockets away, then serve what is there to its end."""
-        loop, line = self.state.loop, writer.get_extra_info("socket")
+        line = writer.get_extra_info("socket")
         await writer.drain()
         ports = [(key, want, port) for key, service in self.services.items() for want, port in service.ports.items()]
         chosen = [ports[start : start + PER_MESSAGE] for start in range(0, len(ports), PER_MESSAGE)] or [[]]
@@ -249,7 +249,7 @@ class Relay:
             for number, part in enumerate(chosen):
                 told = tuple(m.Stale(key, want, port.address[1], port.service.row) for key, want, port in part)
                 body = m.pack(m.Tell(told, number == len(chosen) - 1, self.clients.network))
-                await _send_with(loop, raw, body, [port.sock.fileno() for _, _, port in part])
+                await _send_with(raw, body, [port.sock.fileno() for _, _, port in part])
         for _, _, port in ports:
             port.stop()
         if self.server is not None:
@@ -259,7 +259,7 @@ class Relay:
         self.draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
-        while self.state.flows or self.state.sessions.by_client:
+        while self.state.flows or self.state.sessions.by_client:  # noqa: ASYNC110 - rare, and as long as it takes
             await asyncio.sleep(0.2)
         self.ended.set()
 
@@ -290,7 +290,7 @@ def _peer(writer: asyncio.StreamWriter) -> tuple[int, bool]:
     return pid, uid in {0, os.geteuid()}
 
 
-async def _send_with(loop: asyncio.AbstractEventLoop, raw: socket.socket, body: bytes, descriptors: list[int]) -> None:
+async def _send_with(raw: socket.socket, body: bytes, descriptors: list[int]) -> None:
     """The first bytes of the message carry the descriptors."""
     while body:
         try:

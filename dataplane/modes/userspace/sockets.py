@@ -8,6 +8,7 @@ import random
 import socket
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 __all__ = [
@@ -144,6 +145,4 @@ def transparent_works(family: int) -> bool:
 
 def open_files() -> int:
     """How many descriptors this process has."""
-    import os
-
-    return len(os.listdir("/proc/self/fd")) - 1
+    return sum(1 for _ in Path("/proc/self/fd").iterdir()) - 1

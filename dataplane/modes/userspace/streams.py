@@ -8,6 +8,7 @@ same rate at half the processor time with a pipe of 1 MiB (measured on loopback)
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -133,10 +134,8 @@ class Way:
             return
         self.flow.state.opened(2)
         self.flow.state.counters["spliced_ways"] += 1
-        try:
+        with contextlib.suppress(OSError):  # the limit for all pipes of a user: the default size does, too
             fcntl.fcntl(self.pipe[1], fcntl.F_SETPIPE_SZ, PIPE)
-        except OSError:
-            pass  # the limit for all pipes of a user: the default size does, too
 
     def _splice_in(self) -> None:
         assert self.pipe is not None
@@ -181,8 +180,19 @@ class Flow:
     """One connection of a client and the one to its backend."""
 
     __slots__ = (
-        "backend", "client", "client_address", "deadline", "ending", "forth", "back", "port", "protocol", "state",
-        "tried", "upstream", "attempts",
+        "attempts",
+        "back",
+        "backend",
+        "client",
+        "client_address",
+        "deadline",
+        "ending",
+        "forth",
+        "port",
+        "protocol",
+        "state",
+        "tried",
+        "upstream",
     )  # fmt: skip
 
     def __init__(self, state: State, port: Port, client: socket.socket, client_address: tuple[str, int]) -> None:
@@ -227,9 +237,9 @@ class Flow:
         row = self.port.service.row
         try:
             upstream = toward(row.family, row.protocol, self.port.source_for(self.client_address[0], backend[0]))
-        except OSError as error:
-            state.note_exhaustion(error)
-            return error.errno or errno.EIO
+        except OSError as failure:
+            state.note_exhaustion(failure)
+            return failure.errno or errno.EIO
         self.upstream = upstream
         state.opened(1)
         error = upstream.connect_ex(backend)
@@ -276,7 +286,7 @@ class Flow:
             self.tried = set()
         self.tried.add(failed)
         state.counters["refused_by_backends" if refused else "silent_backends"] += 1
-        service.chooser.forget(failed)
+        service.chooser.forget(failed, state.loop.time())
         if self.attempts >= MOST_ATTEMPTS:
             return None
         chosen = service.chooser.another(self.port.number, self.port.route, self.tried)

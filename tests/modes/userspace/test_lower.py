@@ -1,0 +1,126 @@
+"""One service port to proxy ports and elements: golden cases of the pure translation."""
+
+from __future__ import annotations
+
+import pytest
+
+from dataplane.modes.userspace import rules
+from dataplane.modes.userspace.choice import SUSPECT_SECONDS, Chooser
+from dataplane.modes.userspace.lower import Element, lower
+from dataplane.modes.userspace.messages import Keep, Port
+from dataplane.table import Backend, Detect, Entry, Frontend, Kind, Masquerade, NodeNetwork, Protocol, Route, WhenEmpty
+
+A, B = Backend("10.1.0.1", 8080, local=True), Backend("10.1.1.2", 8080)
+ALL, LOCAL, NONE = Route((A, B)), Route((A,)), Route((), WhenEmpty.DROP)
+BOTH = (("10.1.0.1", 8080), ("10.1.1.2", 8080))
+REFUSED = Route(())
+OUTSIDERS = Masquerade.NODE | Masquerade.EXTERNAL
+
+BY_CIDR = NodeNetwork(
+    primary=("192.0.2.1",), addresses=("192.0.2.1", "192.0.2.9"), node_port_addresses=("192.0.2.1", "192.0.2.9"),
+    detect=Detect.CLUSTER_CIDR, pod_cidrs=("10.1.0.0/16",), service_cidrs=("10.96.0.0/12",),
+)  # fmt: skip
+BY_INTERFACE = NodeNetwork(primary=("192.0.2.1",), detect=Detect.INTERFACE_PREFIX, pod_interface="veth")
+UNKNOWN = NodeNetwork(primary=("192.0.2.1",))
+
+
+def entry(*frontends: Frontend) -> Entry:
+    return Entry("d/web:http", 4, Protocol.TCP, frontends, (A, B))
+
+
+def vip(inside: Route, outside: Route | None = None, masquerade: Masquerade = OUTSIDERS) -> Frontend:
+    return Frontend(Kind.CLUSTER_IP, "10.96.0.1", 80, inside, outside or inside, masquerade)
+
+
+def both(target: int | WhenEmpty, address: str | None = "10.96.0.1", port: int = 80) -> tuple[Element, ...]:
+    return Element("inside", address, port, target), Element("outside", address, port, target)
+
+
+CASES = [
+    pytest.param(BY_CIDR, [vip(ALL)], [BOTH], [Port(0, Keep.PODS)], both(0), id="one-port-where-addresses-tell-pods"),
+    pytest.param(
+        BY_INTERFACE, [vip(ALL)], [BOTH], [Port(0, Keep.ALWAYS), Port(0, Keep.NEVER)],
+        (Element("inside", "10.96.0.1", 80, 0), Element("outside", "10.96.0.1", 80, 1)),
+        id="two-ports-where-only-the-interface-tells",
+    ),
+    pytest.param(
+        UNKNOWN, [vip(ALL, masquerade=Masquerade.NEVER)], [BOTH], [Port(0, Keep.ALWAYS)], both(0), id="no-detection"
+    ),
+    pytest.param(
+        BY_CIDR, [vip(ALL, masquerade=Masquerade.ALWAYS)], [BOTH], [Port(0, Keep.NEVER)], both(0), id="masquerade-all"
+    ),
+    pytest.param(
+        BY_CIDR, [vip(ALL, LOCAL, Masquerade.NODE)], [BOTH, BOTH[:1]], [Port(0, Keep.ALWAYS), Port(1, Keep.ALWAYS)],
+        (Element("inside", "10.96.0.1", 80, 0), Element("outside", "10.96.0.1", 80, 1)), id="policy-local-outside",
+    ),
+    pytest.param(
+        BY_CIDR, [vip(ALL, NONE, Masquerade.NODE)], [BOTH], [Port(0, Keep.ALWAYS)],
+        (Element("inside", "10.96.0.1", 80, 0), Element("outside", "10.96.0.1", 80, WhenEmpty.DROP)),
+        id="outside-drops",
+    ),
+    pytest.param(
+        BY_CIDR, [vip(ALL), Frontend(Kind.NODE_PORT, None, 30080, ALL, ALL, Masquerade.ALWAYS)], [BOTH],
+        [Port(0, Keep.PODS), Port(0, Keep.NEVER)], both(0) + both(1, None, 30080), id="a-node-port-masquerades",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("node", "frontends", "routes", "ports", "elements"), CASES)
+def test_service_ports(node, frontends, routes, ports, elements) -> None:
+    found = lower(entry(*frontends), node)
+    assert found.row is not None
+    assert (list(found.row.routes), list(found.row.ports)) == (routes, ports)
+    assert found.elements == elements
+
+
+def test_without_backends_there_is_no_proxy_port_and_clients_are_refused() -> None:
+    found = lower(entry(vip(REFUSED)), BY_CIDR)
+    assert found.row is None
+    assert rules.elements_of(found, 6, "192.0.2.1", ()) == {
+        ("inside-empty", "10.96.0.1 . 6 . 80"): "goto refuse",
+        ("outside-empty", "10.96.0.1 . 6 . 80"): "goto refuse",
+        ("cluster-ips", "10.96.0.1"): None,
+    }
+
+
+def test_sources_are_elements_too() -> None:
+    frontend = Frontend(Kind.LOAD_BALANCER, "198.51.100.1", 80, ALL, ALL, Masquerade.ALWAYS, ("203.0.113.0/24",))
+    found = rules.elements_of(lower(entry(frontend), BY_CIDR), 6, "192.0.2.1", (50001,))
+    assert found == {
+        ("inside", "198.51.100.1 . 6 . 80"): "192.0.2.1 . 50001",
+        ("outside", "198.51.100.1 . 6 . 80"): "192.0.2.1 . 50001",
+        ("listeners", "6 . 50001"): None,
+        ("firewalled", "198.51.100.1 . 6 . 80"): None,
+        ("allowed", "198.51.100.1 . 6 . 80 . 203.0.113.0/24"): None,
+    }
+
+
+def test_an_update_touches_only_what_differs() -> None:
+    old: rules.Elements = {("inside", "k"): "v", ("inside", "same"): "v", ("cluster-ips", "gone"): None}
+    new: rules.Elements = {("inside", "k"): "w", ("inside", "same"): "v", ("cluster-ips", "new"): None}
+    assert rules.update(4, old, new).splitlines() == [
+        "delete element ip hybrid-proxy-userspace inside { k : v }",
+        "delete element ip hybrid-proxy-userspace cluster-ips { gone }",
+        "add element ip hybrid-proxy-userspace inside { k : w }",
+        "add element ip hybrid-proxy-userspace cluster-ips { new }",
+    ]
+    assert rules.update(4, new, new) == ""
+
+
+def test_rules_are_constant_in_number_and_use_one_bit() -> None:
+    text = rules.skeleton(4, BY_CIDR)
+    assert text.startswith("add table ip hybrid-proxy-userspace\ndelete table ip hybrid-proxy-userspace\n")
+    assert "ip saddr 10.1.0.0/16 goto inside-nat" in text
+    assert "| 0x4000" in text
+    assert 'iifname "veth*"' in rules.skeleton(4, BY_INTERFACE)
+    assert "goto inside-nat" in rules.skeleton(4, UNKNOWN), "the node's own clients are inside even then"
+
+
+def test_who_failed_is_avoided_for_a_while_by_new_clients() -> None:
+    chooser, route = Chooser(), (("a", 1), ("b", 1))
+    assert chooser.first(0, route, "c", 0.0) == ("a", 1)
+    chooser.forget(("a", 1), 0.0)
+    assert {chooser.first(0, route, "c", 1.0) for _ in range(4)} == {("b", 1)}
+    chooser.forget(("b", 1), 1.0)
+    assert chooser.first(0, route, "c", 2.0) is not None, "when all are suspected somebody is asked all the same"
+    assert {chooser.first(0, route, "c", 2 * SUSPECT_SECONDS) for _ in range(4)} == set(route)

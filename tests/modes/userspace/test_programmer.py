@@ -1,0 +1,238 @@
+"""The mode on a node of its own: relay process, rules, repair, hand-over, clean-up. Needs root."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from controller.lab.network import Lab
+from controller.lab.traffic import ask_tcp
+from dataplane.errors import Occupied
+from dataplane.kernel import nft, policy
+from dataplane.mode import Options
+from dataplane.modes.userspace import messages, programmer
+from dataplane.modes.userspace.line import draining
+from dataplane.modes.userspace.rules import TABLE
+from dataplane.table import (
+    Backend,
+    Detect,
+    Entry,
+    Frontend,
+    Kind,
+    Masquerade,
+    NodeNetwork,
+    Protocol,
+    Route,
+    ServiceTable,
+)
+
+from .kit import eventually
+
+pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: makes namespaces")]
+
+VIP = ("10.96.0.9", 80)
+LABS = itertools.count()
+
+
+@dataclass
+class Node:
+    lab: Lab
+    mode: programmer.Userspace
+    woken: threading.Event
+
+    def table(self, *pods: str, port: int = 80, generation: int = 0, sctp: bool = False) -> ServiceTable:
+        route = Route(tuple(Backend(self.lab[pod].address4, 8080, local=True) for pod in pods))
+        mask = Masquerade.NODE | Masquerade.EXTERNAL
+        frontend = Frontend(Kind.CLUSTER_IP, VIP[0], port, route, route, mask)
+        entries = [Entry("d/web:http", 4, Protocol.TCP, (frontend,), route.backends)]
+        if sctp:
+            entries.append(Entry("d/web:sctp", 4, Protocol.SCTP, (frontend,), route.backends))
+        address = self.lab["node"].address4
+        network = NodeNetwork(
+            primary=(address,), addresses=(address,), detect=Detect.CLUSTER_CIDR, pod_cidrs=("10.77.0.0/16",),
+            service_cidrs=("10.96.0.0/12",),
+        )  # fmt: skip
+        return ServiceTable({"d/web": tuple(entries)}, network, generation)
+
+    def connect(self, place: str = "pod1") -> socket.socket:
+        made = self.lab.socket(place)
+        made.settimeout(2)
+        made.connect(VIP)
+        return made
+
+    def ask(self, place: str = "pod1") -> tuple[str, str]:
+        with self.connect(place) as client:
+            reply = ask_tcp(client)
+            return reply.pod, reply.peer[0]
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    woken = threading.Event()
+    with Lab(f"uspt{os.getpid() % 100000}x{next(LABS)}", 3) as lab:
+        lab.serve("pod1", "pod2", "pod3")
+        with lab.inside("node"):
+            mode = programmer.Userspace(Options(), woken.set)
+            made = Node(lab, mode, woken)
+            mode.sync(made.table("pod2"))
+            try:
+                yield made
+            finally:
+                made.mode.close()
+                with contextlib.suppress(Occupied):
+                    programmer.clean(Options())
+
+
+def test_who_the_backend_sees(node: Node) -> None:
+    assert node.ask("pod1") == ("pod2", node.lab["pod1"].address4)
+    assert node.ask("node") == ("pod2", node.lab["node"].address4)
+    assert node.ask("pod2") == ("pod2", node.lab["node"].address4), "a pod that is its own backend"
+    assert node.ask("client") == ("pod2", node.lab["node"].address4)
+
+
+def test_a_proxy_port_cannot_be_used_past_the_rules(node: Node) -> None:
+    elements = node.mode._elements(4)
+    port = next(int(key.split()[-1]) for name, key in elements if name == "listeners")
+    with node.lab.socket("client") as client:
+        client.settimeout(2)
+        with pytest.raises(ConnectionRefusedError):
+            client.connect((node.lab["node"].address4, port))
+
+
+def test_the_relay_outlives_the_agent_and_is_adopted(node: Node) -> None:
+    with node.connect() as client:
+        pid = node.mode.line.pid
+        node.mode.close()
+        assert ask_tcp(client).pod == "pod2"
+        assert node.ask()[0] == "pod2"
+        node.mode = programmer.Userspace(Options(), node.woken.set)
+        assert (node.mode.adopted, node.mode.line.pid) == (True, pid)
+        node.mode.sync(node.table("pod3"))
+        assert node.ask()[0] == "pod3"
+        assert ask_tcp(client).pod == "pod2"
+
+
+def test_a_second_agent_is_refused_and_told_by_whom(node: Node) -> None:
+    with pytest.raises(Occupied, match=f"process {os.getpid()}"):
+        programmer.Userspace(Options(), lambda: None)
+    with pytest.raises(Occupied):
+        programmer.clean(Options())
+    assert node.ask()[0] == "pod2"
+
+
+def test_a_killed_relay_is_noticed_and_started_again(node: Node) -> None:
+    os.kill(node.mode.line.pid, signal.SIGKILL)
+    assert node.woken.wait(5), "nobody was told"
+    node.mode.maintain()
+    assert node.ask()[0] == "pod2"
+    assert node.mode.status()["audit_repairs"] == 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        f"delete table ip {TABLE}",
+        "flush ruleset",
+        f"flush chain ip {TABLE} inside-nat",
+        f"flush map ip {TABLE} inside",
+        f"add element ip {TABLE} cluster-ips {{ 192.0.2.77 }}",
+    ],
+)
+def test_what_others_change_of_the_rules_is_repaired_at_once(node: Node, damage: str) -> None:
+    node.woken.clear()
+    told = node.lab.run("node", ["nft", damage])
+    assert told.returncode == 0, told.stderr
+    assert node.woken.wait(5), "nobody was told"
+    node.mode.maintain()
+    assert node.ask()[0] == "pod2"
+    assert node.mode.status()["audit_repairs"] >= 1
+    assert node.mode._missing_rules() == []
+
+
+def test_tables_of_others_are_none_of_ours(node: Node) -> None:
+    node.lab.run("node", ["nft", "add table ip somebody"])
+    node.mode.maintain()
+    assert node.mode.status()["audit_repairs"] == 0
+    node.mode.close()
+    programmer.clean(Options())
+    assert {item["table"]["name"] for item in nft.query("list tables")} == {"somebody"}
+
+
+def test_a_lost_routing_rule_comes_back(node: Node) -> None:
+    policy.remove(4)
+    node.mode._audit_at = 0.0
+    node.mode.maintain()
+    assert node.mode.status()["audit_repairs"] == 1
+    assert node.ask() == ("pod2", node.lab["pod1"].address4)
+
+
+def test_clean_removes_everything_and_is_idempotent(node: Node) -> None:
+    pid = node.mode.line.pid
+    node.mode.close()
+    assert programmer.clean(Options()) >= 5
+    assert programmer.clean(Options()) == 0
+    assert nft.query("list tables") == []
+    assert policy.remove(4) == policy.remove(6) == 0
+    with pytest.raises(ProcessLookupError):
+        eventually(lambda: os.kill(pid, 0), "the relay is still there", 3)
+    assert programmer.look(Options(), {}) is None
+
+
+def test_half_of_it_is_cleaned_too(node: Node) -> None:
+    os.kill(node.mode.line.pid, signal.SIGKILL)
+    nft.run(f"delete table ip6 {TABLE}")
+    node.mode.close()
+    assert programmer.clean(Options()) > 0
+    assert nft.query("list tables") == []
+
+
+def test_a_relay_of_another_version_hands_over_and_serves_to_the_end(node: Node, monkeypatch) -> None:
+    with node.connect() as client:
+        assert ask_tcp(client).pod == "pod2"
+        old = node.mode.line.pid
+        node.mode.close()
+        monkeypatch.setattr(messages, "VERSION", messages.VERSION + 1)
+        monkeypatch.setattr(programmer.m, "VERSION", messages.VERSION)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("dataplane.modes.userspace.line.m.VERSION", messages.VERSION)
+            node.mode = programmer.Userspace(Options(), node.woken.set)
+        assert node.mode.line.pid != old
+        assert len(draining()) == 1
+        assert node.ask()[0] == "pod2", "the proxy ports work before the first sync"
+        node.mode.sync(node.table("pod3"))
+        assert node.ask()[0] == "pod3"
+        assert ask_tcp(client).pod == "pod2"
+    eventually(lambda: not draining(), "the old relay does not end after its last connection")
+
+
+def test_sctp_without_sctp_sockets_is_a_misfit(node: Node) -> None:
+    result = node.mode.sync(node.table("pod2", sctp=True, generation=1))
+    if node.mode._sctp:
+        assert not result.misfits
+    else:
+        assert [misfit.entry for misfit in result.misfits] == ["d/web:sctp"]
+        assert "SCTP" in result.misfits[0].reason
+    assert node.ask()[0] == "pod2"
+
+
+def test_what_is_programmed_can_be_looked_at(node: Node) -> None:
+    with node.connect() as client:
+        ask_tcp(client)
+        view = programmer.look(Options(), {})
+        assert view is not None
+        assert [row["name"] for row in view.services()] == ["d/web:http"]
+        assert [(row["address"], row["conversations"]) for row in view.backends()] == [
+            (f"{node.lab['pod2'].address4}:8080", 1)
+        ]
+        rows, count = view.flows(10)
+        assert count == len(rows) == 1
+        assert rows[0]["client"].startswith(node.lab["pod1"].address4)
+        assert rows[0]["source"] == node.lab["pod1"].address4
