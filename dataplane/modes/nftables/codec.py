@@ -52,7 +52,7 @@ class Codec:
 
     def encoder(self, fields: tuple[str, ...]) -> Callable[[Key], bytes]:
         """Key -> octets. The slots of one frontend follow each other: what they share is made once."""
-        if fields[:1] == (SLOT,):
+        if fields[:1] == (SLOT,) and len(fields) > 1:
             rest = self.encoder(fields[1:])
             last: list[tuple[Key, bytes]] = [((), b"")]
 
@@ -81,8 +81,19 @@ class Codec:
         start = self.encoder(fields[:-1])(key[:-1])
         return start + network.network_address.packed, start + network.broadcast_address.packed
 
-    def decoder(self, fields: Sequence[str]) -> Callable[[bytes], Key]:
-        """Octets -> key. What begins alike is made once: a dump has ten slots of each frontend."""
+    def decoder(self, fields: tuple[str, ...]) -> Callable[[bytes], Key]:
+        """Octets -> key. What the slots of one frontend share is made once."""
+        if fields[:1] == (SLOT,) and len(fields) > 1:
+            rest = self.decoder(fields[1:])
+            tails: dict[bytes, Key] = {}
+
+            def slot(data: bytes) -> Key:
+                tail = tails.get(data[4:])
+                if tail is None:
+                    tail = tails[data[4:]] = rest(data[4:])
+                return (int.from_bytes(data[:4], sys.byteorder), *tail)
+
+            return slot
         alone = len(fields) == 1
         places: list[tuple[str, int, int]] = []
         offset = 0
@@ -102,7 +113,7 @@ class Codec:
 
         return lambda data: tuple([one(field, data[start:end]) for field, start, end in places])
 
-    def decode(self, fields: Sequence[str], data: bytes) -> Key:
+    def decode(self, fields: tuple[str, ...], data: bytes) -> Key:
         """One key."""
         return self.decoder(fields)(data)
 
