@@ -173,12 +173,14 @@ def test_clients_are_independent_of_each_other(bench: Bench, family: int) -> Non
     assert max(map(len, chosen)) > 1, "every client went to the same backend"
 
 
-def test_affinity_lasts_while_it_is_used_and_ends_when_idle(bench: Bench, family: int) -> None:
+def test_affinity_lasts_while_it_is_used_and_ends_when_idle(bench: Bench, mode: str, family: int) -> None:
     service = sticky(bench, 2)
     first = {place: bench.ask(place, service, family).pod for place in PODS}
     for _ in range(4):  # 3.2 s in all, never idle for 2 s
         time.sleep(0.8)
         assert {place: bench.ask(place, service, family).pod for place in PODS} == first
+    if mode == "ipvs":
+        return  # the kernel keeps it as long as it remembers a connection, minutes (docs/differences.md)
     for _ in range(4):  # five clients choose anew among three backends: all the same four times is 1 in 3 billion
         time.sleep(2.6)
         if {place: bench.ask(place, service, family).pod for place in PODS} != first:
@@ -229,7 +231,8 @@ def test_dual_stack_socket_of_the_node_reaches_an_ipv4_service(bench: Bench, web
 
 @pytest.mark.parametrize("first", ["vip", "direct"])
 @pytest.mark.parametrize("protocol", ["TCP", "UDP"])
-def test_vip_and_direct_from_one_source_port(bench: Bench, protocol: str, first: str, family: int) -> None:
+def test_vip_and_direct_from_one_source_port(bench: Bench, mode: str, protocol: str, first: str, family: int) -> None:
+    skip_where_ports_are_confused(mode)
     target = HTTP if protocol == "TCP" else UDP
     service = bench.service("pod2", protocol=protocol, target=target)
     ways = [service.vip(family), (bench.lab["pod2"].address(family), target)]
@@ -237,16 +240,18 @@ def test_vip_and_direct_from_one_source_port(bench: Bench, protocol: str, first:
 
 
 @pytest.mark.parametrize("protocol", ["TCP", "UDP"])
-def test_two_vips_of_one_backend_from_one_source_port(bench: Bench, protocol: str, family: int) -> None:
+def test_two_vips_of_one_backend_from_one_source_port(bench: Bench, mode: str, protocol: str, family: int) -> None:
+    skip_where_ports_are_confused(mode)
     target = HTTP if protocol == "TCP" else UDP
     services = [bench.service("pod2", protocol=protocol, target=target) for _ in range(2)]
     both_answer(bench, [service.vip(family) for service in services], protocol, family)
 
 
-def test_a_port_serves_the_vip_and_then_the_backend(bench: Bench, family: int) -> None:
+def test_a_port_serves_the_vip_and_then_the_backend(bench: Bench, mode: str, family: int) -> None:
     """The backend closes first and keeps each tuple in TIME_WAIT; its answer to another conversation there would be
     an acknowledgement, and the client's next SYN comes a second later. Many ports, because luck is half of it.
     """
+    skip_where_ports_are_confused(mode)
     service = bench.service("pod2", target=HTTP)
     direct = (bench.lab["pod2"].address(family), HTTP)
     for way in (service.vip(family), direct, service.vip(family)):
@@ -254,6 +259,11 @@ def test_a_port_serves_the_vip_and_then_the_backend(bench: Bench, family: int) -
             with bench.connect("pod1", way, family, port, timeout=0.8) as connection:
                 assert ask_tcp(connection, close=True).pod == "pod2"
                 assert connection.recv(1) == b"", "the server was to close first"
+
+
+def skip_where_ports_are_confused(mode: str) -> None:
+    if mode == "ipvs":
+        pytest.skip("IPVS finds an answer's flow by client, backend and ports alone (docs/differences.md)")
 
 
 def both_answer(bench: Bench, ways: list[tuple[str, int]], protocol: str, family: int) -> None:
