@@ -10,8 +10,6 @@ import pytest
 
 from controller.config import MODES
 
-from .gaps import name_of
-
 __all__ = ["FILE", "Matrix", "Rows", "merge", "read_table", "render"]
 
 FILE: Final = Path(__file__).resolve().parents[2] / "docs" / "conformance.md"
@@ -36,8 +34,8 @@ class Matrix:
         """Remember what a test is about: reports carry its id alone."""
         mark, spec = item.get_closest_marker("row"), getattr(item, "callspec", None)
         if mark is not None and spec is not None and "mode" in spec.params:
-            words = mark.args[1] if len(mark.args) > 1 else name_of(item).removeprefix("test_").replace("_", " ")
-            self.names[item.nodeid] = (mark.args[0], words, spec.params["mode"])
+            row, words = mark.args
+            self.names[item.nodeid] = (row, words, spec.params["mode"])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note the outcome of a test, and of a set-up that failed."""

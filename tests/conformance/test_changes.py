@@ -19,6 +19,8 @@ spec: {clusterIP: 10.96.7.300, ports: [{port: 80}]}
 """
 
 
+@pytest.mark.core
+@pytest.mark.row("6.5", "traffic follows scaling")
 def test_traffic_follows_scaling(bench: Bench, family: int) -> None:
     pods = [bench.lab[f"pod{n}"] for n in range(2, 6)]
     service = bench.service(pods[0])
@@ -47,6 +49,7 @@ def test_a_change_is_seen_soon(bench: Bench, family: int) -> None:
     assert sorted(waits)[2] < 1.0, waits
 
 
+@pytest.mark.row("1.5", "a port change moves the service")
 def test_a_port_change_moves_the_service(bench: Bench, family: int) -> None:
     service = bench.service("pod2")
     old = service.port
@@ -63,6 +66,7 @@ def test_a_target_port_change_is_followed(bench: Bench, family: int) -> None:
     eventually(lambda: bench.ask("pod1", service, family).local[1] == SECOND_HTTP, 8, "still the old port")
 
 
+@pytest.mark.row("6.8", "a deleted service is gone, its neighbour stays")
 def test_a_deleted_service_is_gone_and_its_neighbour_stays(bench: Bench, family: int) -> None:
     doomed, neighbour = bench.service("pod2"), bench.service("pod3")
     doomed.delete()
@@ -89,6 +93,8 @@ def test_a_malformed_object_stops_nothing_else(bench: Bench, family: int) -> Non
 # 2.2 and 2.12: established flows and endpoints that end
 
 
+@pytest.mark.core
+@pytest.mark.row("2.2", "an open connection outlives its endpoint")
 @pytest.mark.parametrize("place", ["pod1", "node"])
 def test_an_open_connection_outlives_its_endpoint(bench: Bench, place: str, family: int) -> None:
     service = bench.service("pod2")
@@ -104,6 +110,7 @@ def test_an_open_connection_outlives_its_endpoint(bench: Bench, place: str, fami
         assert stream.ask().pod == "pod2"
 
 
+@pytest.mark.row("2.12", "terminating endpoints are the last resort")
 def test_terminating_endpoints_are_the_last_resort(bench: Bench, family: int) -> None:
     pod2, pod3 = bench.lab["pod2"], bench.lab["pod3"]
     service = bench.service(pod2)
@@ -118,6 +125,7 @@ def test_terminating_endpoints_are_the_last_resort(bench: Bench, family: int) ->
     assert refused(bench, "pod1", service, family)
 
 
+@pytest.mark.row("2.25", "a connected or unconnected UDP socket moves to the new backend")
 @pytest.mark.parametrize("connected", [True, False], ids=["connected", "unconnected"])
 @pytest.mark.parametrize("place", ["pod1", "node"])
 def test_a_udp_flow_moves_when_its_backend_is_gone(bench: Bench, place: str, connected: bool, family: int) -> None:

@@ -45,6 +45,8 @@ def empty_dns(bench: Bench, empty: Service) -> Service:
 # 2.1: spread
 
 
+@pytest.mark.core
+@pytest.mark.row("2.1", "ClusterIP: every backend gets its share")
 @pytest.mark.parametrize("place", ["pod1", "node"])
 @pytest.mark.parametrize("kind", ["web", "dns"])
 def test_every_backend_gets_its_share(
@@ -56,6 +58,7 @@ def test_every_backend_gets_its_share(
     assert chi_square(seen, ["pod2", "pod3", "pod4"]) < CHI_SQUARE_2, seen
 
 
+@pytest.mark.row("2.1", "local and remote backends mix")
 def test_remote_and_local_backends_mix(bench: Bench, family: int) -> None:
     service = bench.service("pod2", "remote1", "remote2")
     assert bench.seen("pod1", service, family, 60) == {"pod2", "remote1", "remote2"}
@@ -65,6 +68,7 @@ def test_remote_and_local_backends_mix(bench: Bench, family: int) -> None:
 # 2.5: whose address a backend sees
 
 
+@pytest.mark.row("2.5", "local backends see the pod's own address")
 @pytest.mark.parametrize("kind", ["web", "dns"])
 def test_backends_see_the_pods_own_address(
     bench: Bench, request: pytest.FixtureRequest, kind: str, family: int
@@ -74,11 +78,13 @@ def test_backends_see_the_pods_own_address(
         assert bench.ask("pod1", service, family).peer[0] == bench.lab["pod1"].address(family)
 
 
+@pytest.mark.row("2.5", "backends see the node's address for its own clients")
 def test_backends_see_the_nodes_address_for_its_own_clients(bench: Bench, web: Service, family: int) -> None:
     for _ in range(12):
         assert bench.ask("node", web, family).peer[0] == bench.lab["node"].address(family)
 
 
+@pytest.mark.row("2.5", "remote backends see the pod's own address")
 def test_remote_backends_see_the_pods_own_address(bench: Bench, family: int) -> None:
     service = bench.service("remote1")
     assert bench.ask("pod1", service, family).peer[0] == bench.lab["pod1"].address(family)
@@ -87,6 +93,8 @@ def test_remote_backends_see_the_pods_own_address(bench: Bench, family: int) -> 
 # 2.7: hairpin
 
 
+@pytest.mark.core
+@pytest.mark.row("2.7", "a pod reaches itself, others still see its address")
 @pytest.mark.parametrize("protocol", ["TCP", "UDP"])
 def test_a_pod_reaches_itself_through_its_service(bench: Bench, family: int, protocol: str) -> None:
     service = bench.service("pod1", "pod2", protocol=protocol, target=HTTP if protocol == "TCP" else UDP)
@@ -101,6 +109,7 @@ def test_a_pod_reaches_itself_through_its_service(bench: Bench, family: int, pro
 # 2.3 and 2.19: refusal
 
 
+@pytest.mark.row("2.3", "refused in less than 100 ms")
 @pytest.mark.parametrize("place", ["pod1", "node"])
 @pytest.mark.parametrize("kind", ["empty", "empty_dns"])
 def test_no_endpoints_is_refused_at_once(
@@ -111,6 +120,7 @@ def test_no_endpoints_is_refused_at_once(
     assert waited[2] < 0.1, f"the middle one of five refusals took {waited[2] * 1000:.0f} ms"
 
 
+@pytest.mark.row("2.19", "an unknown port is refused in less than 100 ms")
 @pytest.mark.parametrize("place", ["pod1", "node"])
 def test_unknown_port_of_a_cluster_ip_is_refused_at_once(bench: Bench, web: Service, place: str, family: int) -> None:
     waited = sorted(bench.refusal(place, web, family, port=81) for _ in range(5))
@@ -126,6 +136,7 @@ def test_refusals_do_not_break_the_service_beside(bench: Bench, web: Service, em
 # 2.11: internalTrafficPolicy
 
 
+@pytest.mark.row("2.11", "silence where only others have endpoints")
 def test_local_policy_without_a_local_endpoint_is_silence(bench: Bench, family: int) -> None:
     service = bench.service("remote1", spec={"internalTrafficPolicy": "Local"}, settle=False)
     eventually(
@@ -136,6 +147,7 @@ def test_local_policy_without_a_local_endpoint_is_silence(bench: Bench, family: 
     assert silent(bench, "pod1", service, family), "not silent any more once a later service is programmed"
 
 
+@pytest.mark.row("2.11", "local endpoints alone")
 def test_local_policy_uses_local_endpoints_alone(bench: Bench, family: int) -> None:
     service = bench.service("pod2", "pod3", "remote1", spec={"internalTrafficPolicy": "Local"}, settle=False)
     bench.settle(service, {"pod2", "pod3"}, family)
@@ -157,6 +169,7 @@ def sticky(bench: Bench, seconds: int) -> Service:
     return made
 
 
+@pytest.mark.row("2.15", "one client keeps its backend")
 def test_one_client_keeps_its_backend(bench: Bench, family: int) -> None:
     service = sticky(bench, 10800)
     for place in ("pod1", "pod3"):
@@ -164,6 +177,7 @@ def test_one_client_keeps_its_backend(bench: Bench, family: int) -> None:
         assert len(seen) == 1, f"{place} went to {dict(seen)}"
 
 
+@pytest.mark.row("2.15", "clients are independent of each other")
 def test_clients_are_independent_of_each_other(bench: Bench, family: int) -> None:
     """All five clients at one backend of three, in each of three services: less than once in 500,000 runs."""
     chosen = []
@@ -173,6 +187,7 @@ def test_clients_are_independent_of_each_other(bench: Bench, family: int) -> Non
     assert max(map(len, chosen)) > 1, "every client went to the same backend"
 
 
+@pytest.mark.row("2.15", "affinity lasts while it is used and ends when idle")
 def test_affinity_lasts_while_it_is_used_and_ends_when_idle(bench: Bench, mode: str, family: int) -> None:
     service = sticky(bench, 2)
     first = {place: bench.ask(place, service, family).pod for place in PODS}
@@ -299,6 +314,8 @@ def narrow(bench: Bench):
     bench.lab.set_segment_mtu(1500)
 
 
+@pytest.mark.core
+@pytest.mark.row("2.23", "a large transfer over a narrow segment")
 @pytest.mark.parametrize("service_port", [80, HTTP], ids=["port-rewritten", "same-port"])
 def test_large_transfer_over_a_smaller_mtu(bench: Bench, narrow: None, service_port: int, family: int) -> None:
     """The node's own kernel says `too big` about a translated packet; the pod must understand it as its own."""
@@ -309,6 +326,7 @@ def test_large_transfer_over_a_smaller_mtu(bench: Bench, narrow: None, service_p
         assert download(connection, size) == size
 
 
+@pytest.mark.row("2.23", "a backend's ICMP error comes back as the VIP's")
 def test_a_closed_port_of_a_backend_is_refused(bench: Bench, family: int) -> None:
     """The backend's own ICMP error, about the pod's address, comes back as one about the VIP."""
     service = bench.service("pod2", protocol="UDP", target=UDP)

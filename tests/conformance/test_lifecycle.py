@@ -71,6 +71,8 @@ def under_load(bench: Bench, *services: Service) -> Iterator[dict[str, Tally]]:
         assert not tally.moved, f"{name}: an open connection changed its backend"
 
 
+@pytest.mark.core
+@pytest.mark.row("6.7", "kill -9 and restart under load: nothing is lost")
 def test_kill_and_restart_under_load(bench: Bench) -> None:
     web = bench.service("pod2", "pod3", "remote1")
     dns = bench.service("pod2", "pod3", protocol="UDP", port=53, target=UDP)
@@ -88,6 +90,7 @@ def test_kill_and_restart_under_load(bench: Bench) -> None:
     assert after["services"] == before["services"]
 
 
+@pytest.mark.row("6.1", "a restarted agent works on")
 def test_a_restarted_agent_works_on(bench: Bench, family: int) -> None:
     web = bench.service("pod2")
     stream = bench.stream("pod1", web.vip(family), family)
@@ -119,6 +122,7 @@ def test_sockets_of_the_node_see_the_service_over_a_restart(bench: Bench, family
         assert connection.getpeername()[:2] == web.vip(family)
 
 
+@pytest.mark.row("6.1", "a service deleted while the agent was down goes")
 def test_a_service_deleted_while_the_agent_was_down_goes(bench: Bench, family: int) -> None:
     doomed, kept = bench.service("pod2"), bench.service("pod3")
     bench.agent.kill()
@@ -128,6 +132,7 @@ def test_a_service_deleted_while_the_agent_was_down_goes(bench: Bench, family: i
     assert bench.seen("pod1", kept, family, 4) == {"pod3"}
 
 
+@pytest.mark.row("6.7", "SIGTERM leaves the dataplane in place")
 def test_sigterm_leaves_the_dataplane_working(bench: Bench, family: int) -> None:
     web = bench.service("pod2", "pod3")
     assert bench.agent.terminate() == 0
@@ -183,6 +188,7 @@ def foreign_filter(bench: Bench) -> Iterator[list[str]]:
     lab.run("node", ["tc", "qdisc", "del", "dev", device, "clsact"])
 
 
+@pytest.mark.row("7.9", "clean-up removes everything of ours")
 def test_cleanup_removes_everything_of_ours_and_nothing_else(
     bench: Bench, foreign_filter: list[str], mode: str, family: int
 ) -> None:
@@ -227,6 +233,7 @@ def strict(bench: Bench) -> Iterator[None]:
     bench.lab.run("node", ["nft", "delete", "table", "inet", "strict"])
 
 
+@pytest.mark.row("2.18", "a firewall that drops INVALID loses nothing")
 def test_strict_conntrack_rules_are_tolerated(bench: Bench, strict: None) -> None:
     """Translation must look symmetric to conntrack, also where packets take a short cut."""
     web = bench.service("pod2", "remote1")

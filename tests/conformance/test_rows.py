@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import struct
 
 import pytest
 
@@ -11,10 +13,11 @@ from dataplane.table import ServiceTable
 
 from .cases import CASES, CORE, Case
 from .gaps import is_gap
-from .kit import V4, Bench, Service
-from .probes import QUIET, SILENT, Probe, Seen, To, observe, sight, volley
-from .world import World
+from .kit import PATIENCE, V4, Bench, Service
+from .probes import QUIET, REFUSED, SILENT, Probe, Seen, To, observe, sight, volley
+from .world import UNALLOCATED, World
 
+ETH_P_ALL = 0x0003  # linux/if_ether.h
 FAMILIES = {"v4": socket.AF_INET, "v6": socket.AF_INET6}
 
 
@@ -94,3 +97,128 @@ def _in_words(case: Case, bench: Bench, family: int) -> tuple[str, frozenset[str
     candidates = frozenset(bench.lab[pod].address(family) for pod in want.pods)
     masquerade = want.peer == "node" or want.pods == {case.place}
     return "dnat", candidates, None if want.peer == "any" else masquerade
+
+
+# What a probe cannot show: nothing leaves by the uplink, and what is no TCP or UDP
+
+
+def uplink(bench: Bench) -> socket.socket:
+    """Hears every frame at the node's side of the segment, in both directions (packet(7))."""
+    with bench.lab.inside("node"):
+        made = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(ETH_P_ALL))
+        made.bind(("eth0", ETH_P_ALL))
+    made.setblocking(False)
+    return made
+
+
+def heard(listener: socket.socket, address: str, family: int) -> int:
+    """How many frames with that destination passed so far."""
+    packed, start = socket.inet_pton(family, address), 16 if family == V4 else 24
+    found = 0
+    with contextlib.suppress(BlockingIOError):
+        while frame := listener.recv(2048):
+            found += frame[start : start + len(packed)] == packed
+    return found
+
+
+@pytest.mark.row("2.21", "pods and the node reach outer addresses without leaving the node")
+@pytest.mark.parametrize("place", ["pod1", "node"])
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_outer_addresses_are_reached_inside(world: World, mode: str, place: str, family: int) -> None:
+    with uplink(world.bench) as listener:
+        for kind in ("external", "lb"):
+            target = target_of(world.bench, world.services["one"], kind, family)
+            want = To(frozenset({"pod2"}), "node")
+            assert observe(world.bench, Probe(place, target, socket.SOCK_STREAM), want).is_(want, place)
+            assert heard(listener, target[0], family) == 0, f"packets for {target[0]} left the node"
+
+
+@pytest.mark.core
+@pytest.mark.row("2.19", "what is sent to an address of no service does not leave the node")
+@pytest.mark.parametrize("place", ["pod1", "node"])
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_unallocated_addresses_do_not_leave_the_node(world: World, mode: str, place: str, family: int) -> None:
+    address = UNALLOCATED[family != V4]
+    with uplink(world.bench) as listener:
+        answers = volley(world.bench, [Probe(place, (address, 80), socket.SOCK_STREAM)], 0.2)
+        assert answers == [SILENT]
+        assert heard(listener, address, family) == 0
+
+
+# Row 2.22: in ipvs the address is one of the node's own; elsewhere a ClusterIP has its ports alone.
+PING = {"ipvs": "answered", "nftables": REFUSED, "iptables": REFUSED, "ebpf": REFUSED, "userspace": REFUSED}
+
+
+@pytest.mark.row("2.22", "ping of a ClusterIP (per mode)")
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_ping_of_a_cluster_ip(world: World, mode: str, family: int) -> None:
+    address = world.services["web"].address(family)
+    protocol, asked, answer = (1, 8, 0) if family == V4 else (58, 128, 129)  # RFC 792, RFC 4443
+    with world.bench.lab.socket("pod1", family, socket.SOCK_RAW, protocol) as client:
+        client.settimeout(QUIET * PATIENCE)
+        client.connect((address, 0))
+        client.send(struct.pack("!BBHHH", asked, 0, 0xFFFF - (asked << 8) - 77, 77, 0))  # the kernel sums ICMPv6
+        try:
+            data = client.recv(2048)
+            told = "answered" if data[20 if family == V4 else 0] == answer else f"answered {data!r}"
+        except ConnectionRefusedError:
+            told = REFUSED
+        except TimeoutError:
+            told = SILENT
+    assert told == PING[mode]
+
+
+@pytest.mark.row("1.5", "SCTP associations begin at a backend, and its answer comes from the VIP")
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_sctp_is_translated_both_ways(world: World, mode: str, family: int) -> None:
+    """Raw packets: conntrack follows INIT and INIT ACK (RFC 9260) whether or not this kernel has SCTP sockets."""
+    service, lab = world.services["sctp"], world.bench.lab
+    if mode == "userspace" and not relays_sctp():
+        assert "SCTP" in limits(world.bench), "`status` does not say that the relay lacks SCTP sockets"
+        return
+    raw = (family, socket.SOCK_RAW, socket.IPPROTO_SCTP)
+    with lab.socket("pod4", *raw) as backend, lab.socket("pod1", *raw) as client:
+        backend.settimeout(1 * PATIENCE)
+        client.settimeout(1 * PATIENCE)
+        client.sendto(sctp_packet(34567, service.port, 0, kind=1), (service.address(family), 0))
+        data, source = backend.recvfrom(2048)
+        data = data[20:] if family == V4 else data
+        assert struct.unpack_from("!HH", data) == (34567, service.target)
+        assert source[0] == lab["pod1"].address(family)
+        backend.sendto(sctp_packet(service.target, 34567, 7, kind=2), (source[0], 0))
+        data, source = client.recvfrom(2048)
+        data = data[20:] if family == V4 else data
+        assert (source[0], *struct.unpack_from("!HH", data)) == (*service.vip(family), 34567)
+
+
+def relays_sctp() -> bool:
+    """Whether this kernel has SCTP sockets."""
+    try:
+        socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_SCTP).close()
+    except OSError:
+        return False
+    return True
+
+
+def limits(bench: Bench) -> str:
+    """What the mode says that it cannot do."""
+    told = bench.agent.status()
+    assert told is not None
+    return f"{told['dataplane']['limitations']} {told['dataplane']['misfits']}"
+
+
+def sctp_packet(source: int, target: int, tag: int, kind: int) -> bytes:
+    """One INIT (1) or INIT ACK (2) chunk with initiate tag 7."""
+    chunk = struct.pack("!BBHIIHHI", kind, 0, 20, 7, 65535, 1, 1, 1)
+    head = struct.pack("!HHI", source, target, tag)
+    return head + struct.pack("<I", crc32c(head + bytes(4) + chunk)) + chunk
+
+
+def crc32c(data: bytes) -> int:
+    """Castagnoli's CRC (RFC 9260, appendix A), bit by bit: a few packets are summed."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF

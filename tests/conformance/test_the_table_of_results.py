@@ -1,0 +1,45 @@
+"""The table mode x case, and the list of expected failures."""
+
+from __future__ import annotations
+
+from . import cases, gaps, matrix
+
+OLD = f"""# Title
+
+{matrix.BEGIN}
+
+| row | case | ebpf | nftables |
+|---|---|---|---|
+| 2.3 | no endpoints: refused | yes | **no** |
+| 2.10 | silence | not yet | yes |
+
+{matrix.END}
+tail
+"""
+
+
+def test_a_run_of_one_mode_changes_its_column_alone() -> None:
+    text = matrix.merge(OLD, {("2.3", "no endpoints: refused"): {"nftables": "yes"}})
+    assert "| 2.3 | no endpoints: refused | yes | yes |" in text
+    assert "| 2.10 | silence | not yet | yes |" in text
+    assert text.startswith("# Title")
+    assert text.endswith("tail\n")
+
+
+def test_a_mode_and_a_row_that_are_new_find_their_place() -> None:
+    text = matrix.merge(OLD, {("2.9", "short cut"): {"userspace": "yes"}})
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert lines[0] == "| row | case | ebpf | nftables | userspace |"
+    assert [line.split("|")[1].strip() for line in lines[2:]] == ["2.3", "2.9", "2.10"]
+
+
+def test_what_is_written_can_be_read() -> None:
+    rows = {("2.14a", "a"): {"ebpf": "yes"}, ("2.14", "b"): {"iptables": "**no**"}}
+    assert matrix.read_table(matrix.render(rows).splitlines()) == rows
+
+
+def test_expected_failures_and_the_short_list_name_cases_that_exist() -> None:
+    names = {f"test_row[{case.name}]" for case in cases.CASES}
+    assert {name for name in gaps.EBPF if name.startswith("test_row[")} <= names
+    assert {f"test_row[{name}]" for name in cases.CORE} <= names
+    assert len(names) == len(cases.CASES), "two cases have one name"
