@@ -54,7 +54,7 @@ class Ipvs:
         self.table: ServiceTable = EMPTY
         self.actual = Actual()
         self.lowered: dict[str, Lowered] = {}
-        self.misfits: dict[str, str] = {}
+        self.misfits: dict[str, tuple[Misfit, ...]] = {}  # by service
         self.audit_repairs = 0
         self.audit = Audit(self, options.sync_seconds)
         self.release = os.uname().release
@@ -70,6 +70,7 @@ class Ipvs:
         self._draining: set[Server] = set()
         self._drain_at = 0.0
         self._full = self._first = True
+        self._broken = False  # a repair failed
         self._wake = wake
         self._stop = threading.Event()
         self._watching = False
@@ -113,6 +114,7 @@ class Ipvs:
             self.audit.rules = machine.write_rules(self.doors, table.node)
 
         machine.perform(self.doors, steps, self.actual, ready)
+        self._broken = False
         self._note_draining(steps)
         self._watch()
         entries = sum(len(held) for held in table.services.values())
@@ -173,8 +175,9 @@ class Ipvs:
                 self._values.pop(member, None)
         for address in old.addresses:
             _release(self._addresses, address)
-        for entry in entries:
-            self._look_at(entry)
+        self.misfits.pop(name, None)
+        if unfit := self._unfit(entries):
+            self.misfits[name] = unfit
         new = lower(entries, self._node, self._scheduler, self._marks.take, self._taken)
         self._marks.give_back(set(old.servers) - set(new.servers))
         self._members.update(new.members.keys())
@@ -184,14 +187,17 @@ class Ipvs:
             self.lowered[name] = new
         return new
 
-    def _look_at(self, entry: Entry) -> None:
-        if entry.family not in self._node.families:
-            self.misfits[f"{entry.name} IPv{entry.family}"] = (
-                f"IPv{entry.family} does not work here: {self.doors.tables.missing.get(entry.family, 'no iptables')}"
-            )
+    def _unfit(self, entries: Iterable[Entry]) -> tuple[Misfit, ...]:
+        """The service ports that this machine cannot have."""
+        why = self.doors.tables.missing
+        return tuple(
+            Misfit(entry.name, f"IPv{entry.family} does not work here: {why.get(entry.family, 'no iptables')}")
+            for entry in entries
+            if entry.family not in self._node.families
+        )
 
     def _misfits(self) -> tuple[Misfit, ...]:
-        return tuple(Misfit(entry, reason) for entry, reason in self.misfits.items())
+        return tuple(misfit for held in self.misfits.values() for misfit in held)
 
     def _scheduler(self, entry: Entry) -> str:
         """What the entry asks for, where the kernel has it; it is asked once for each."""
@@ -263,16 +269,18 @@ class Ipvs:
     def maintain(self) -> None:
         """See `dataplane.mode.Programmer.maintain`."""
         if self._full:
-            return
+            return  # the next sync reads and writes everything
+        if self._broken:
+            self.repair()
         self._drain()
         self.audit.step()
 
     def repair(self) -> None:
-        """Read everything and put right what differs."""
+        """Read everything and put right what differs; what fails is tried again by the next `maintain`."""
+        self._broken = True
         try:
             self._replace(self.table)
         except (DataplaneError, OSError) as error:
-            self._full = True
             raise DataplaneError(f"what others changed could not be put right: {error}") from error
 
     # What is told
@@ -317,7 +325,7 @@ class Ipvs:
             "families": list(self.doors.tables.families),
             "strict_arp": self.options.ipvs_strict_arp,
             "fill": {f"set {name}": [count, LIMIT] for name, count in sorted(elements.items())},
-            "misfits": [{"entry": entry, "reason": reason} for entry, reason in self.misfits.items()],
+            "misfits": [{"entry": misfit.entry, "reason": misfit.reason} for misfit in self._misfits()],
             "limitations": self.limitations(),
             "audit_repairs": self.audit_repairs,
             "counters": self.counters(),

@@ -7,7 +7,7 @@ import time
 import msgspec
 import pytest
 
-from dataplane.errors import SyncError
+from dataplane.errors import DataplaneError, SyncError
 from dataplane.modes.ipvs import programmer as module
 from dataplane.table import Frontend, Kind, Masquerade, Protocol, Route
 from dataplane.virtual_servers import Change, Config, Element, Server, Timeouts, Verb
@@ -230,6 +230,18 @@ def test_what_others_change_is_found_in_one_period_and_put_right(node: Node, wha
     assert swept(node, agent) == 0
 
 
+def test_a_repair_that_fails_is_tried_again(node: Node) -> None:
+    agent = node.start()
+    agent.sync(node.table(web(A)))
+    node.ipvs.change([Change(Verb.DELETE_SERVER, SERVER)])
+    node.journal.fail = "NEW_SERVER"
+    with pytest.raises(DataplaneError, match="put right"):
+        swept(node, agent)
+    assert node.weights() is None
+    agent.maintain()
+    assert node.weights() == {A.address: 1}
+
+
 def snapshot(node: Node) -> object:
     return (
         dict(node.ipvs.known), {server: dict(real) for server, real in node.ipvs.real.items()},
@@ -314,6 +326,14 @@ def test_without_ip6tables_services_of_ipv6_are_misfits(node: Node) -> None:
     result = node.start().sync(node.table(web(A), six))
     assert ["the kernel has no IPv6" in misfit.reason for misfit in result.misfits] == [True]
     assert node.weights() == {A.address: 1}
+
+
+def test_a_misfit_is_forgotten_with_its_service(node: Node) -> None:
+    node.tables.families = (4,)
+    agent = node.start()
+    six = entry(cluster_ip(Route(()), "fd96::1"), family=6)
+    assert len(agent.sync(node.table(web(A), six=(six,))).misfits) == 1
+    assert agent.sync(node.table(web(A))).misfits == ()
 
 
 # Sharing
