@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,19 +91,44 @@ def replaced(cells: Iterable[Cell], cell: Cell) -> list[Cell]:
     return [each for each in cells if (each.kernel, each.mode) != (cell.kernel, cell.mode)] + [cell]
 
 
-def render(cells: Sequence[Cell], kernels: Sequence[str], modes: Sequence[str]) -> str:
-    """The table in Markdown, and below it one line for each failure, skip and run that did not end."""
+def render(cells: Sequence[Cell], kernels: Sequence[str], modes: Sequence[str], before: str = "") -> str:
+    """The table in Markdown, and below it one line for each failing case and each run that did not end.
+
+    What no cell is about stays as it is in `before`, an earlier table: results of another machine, say.
+    """
     known = {(cell.mode, cell.kernel): cell for cell in cells}
-    releases = {cell.kernel: cell.release for cell in cells}
-    heads = [f"{kernel} ({releases[kernel]})" if kernel in releases else kernel for kernel in kernels]
-    lines = [f"| mode | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
-    for mode in modes:
-        row = [summary(cell) if (cell := known.get((mode, kernel))) else "not run" for kernel in kernels]
-        lines.append(f"| {mode} | {' | '.join(row)} |")
-    notes = [
-        line for mode in modes for kernel in kernels if (cell := known.get((mode, kernel))) for line in _notes(cell)
+    heads = _earlier_heads(before) | {cell.kernel: f"{cell.kernel} ({cell.release})" for cell in cells}
+    earlier = _earlier_cells(before)
+    kernels = [*kernels, *sorted({*heads} - {*kernels})]
+    lines = [
+        f"| mode | {' | '.join(heads.get(kernel, kernel) for kernel in kernels)} |",
+        f"|---|{'---|' * len(kernels)}",
     ]
+    notes: list[str] = []
+    for mode in modes:
+        row = []
+        for kernel in kernels:
+            cell = known.get((mode, kernel))
+            row.append(summary(cell) if cell else earlier.get((mode, kernel), "not run"))
+            begins = f"- {mode} on {kernel}: "
+            notes += _notes(cell) if cell else [line for line in before.splitlines() if line.startswith(begins)]
+        lines.append(f"| {mode} | {' | '.join(row)} |")
     return "\n".join([*lines, *([""] if notes else []), *notes, ""])
+
+
+def _rows(table: str) -> list[list[str]]:
+    return [[part.strip() for part in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
+
+
+def _earlier_heads(table: str) -> dict[str, str]:
+    """Kernel -> what stands above its column."""
+    return {head.partition(" ")[0]: head for row in _rows(table)[:1] for head in row[1:]}
+
+
+def _earlier_cells(table: str) -> dict[tuple[str, str], str]:
+    """(mode, kernel) -> what stands there."""
+    kernels = list(_earlier_heads(table))
+    return {(row[0], kernel): text for row in _rows(table)[2:] for kernel, text in zip(kernels, row[1:], strict=True)}
 
 
 def summary(cell: Cell) -> str:
@@ -123,14 +148,14 @@ def _notes(cell: Cell) -> list[str]:
     return notes + ([f"{where}: {cell.unfinished}"] if cell.unfinished else [])
 
 
-def replace_table(document: str, table: str) -> str:
-    """The document with another table between its marks.
+def replace_table(document: str, make: Callable[[str], str]) -> str:
+    """The document with the table that `make` makes of the one between its marks.
 
     Raises:
         ValueError: it has no marks.
     """
     before, begin, rest = document.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    table, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"no {BEGIN} ... {END} in the document")
-    return f"{before}{BEGIN}\n{table}{END}{after}"
+    return f"{before}{BEGIN}\n{make(table.strip())}{END}{after}"

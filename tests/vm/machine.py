@@ -107,7 +107,8 @@ class Machine:
         Raises:
             GuestFailed: the kernel did not come up or stopped in the middle.
         """
-        with _one_at_a_time(self.tell), tempfile.TemporaryDirectory(prefix="vm-", dir=FOLDER) as made:
+        stop = stop or threading.Event()
+        with _one_at_a_time(self.tell, stop), tempfile.TemporaryDirectory(prefix="vm-", dir=FOLDER) as made:
             control = Path(made)
             accel = choose_accelerator(self._boots, FOLDER / "accelerator.json")
             told = {GUEST: self.kernel.series, PATIENCE: "5" if accel is TCG else "1"} | dict(env or {})
@@ -254,14 +255,25 @@ def _console(control: Path) -> str:
 
 
 @contextmanager
-def _one_at_a_time(tell: Progress) -> Iterator[None]:
+def _one_at_a_time(tell: Progress, stop: threading.Event) -> Iterator[None]:
     FOLDER.mkdir(parents=True, exist_ok=True)
     with (FOLDER / "running.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            tell("waiting for another virtual machine to end")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting = False
+        while not _locked(lock.fileno()):
+            if not waiting:
+                tell("waiting for another virtual machine to end")
+            waiting = True
+            if stop.wait(_POLL):
+                raise GuestFailed("stopped while another virtual machine ran")
         for left in FOLDER.glob("vm-*"):  # of processes that were killed
             shutil.rmtree(left)
         yield
+
+
+def _locked(file: int) -> bool:
+    """Whether the lock is ours now."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

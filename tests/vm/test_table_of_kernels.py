@@ -73,9 +73,26 @@ def test_a_rerun_changes_its_own_cell_alone(tmp_path: Path) -> None:
 
 def test_the_rest_of_the_document_stays() -> None:
     document = f"before\n{BEGIN}\nold\n{END}\nafter\n"
-    assert replace_table(document, "new\n") == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
+    assert (
+        replace_table(document, lambda old: f"new after {old}\n") == f"before\n{BEGIN}\nnew after old\n{END}\nafter\n"
+    )
     with pytest.raises(ValueError, match="no <!-- table: begin -->"):
-        replace_table("no marks", "new")
+        replace_table("no marks", str)
+
+
+def test_what_another_machine_found_stays_in_the_table() -> None:
+    kernels, modes = ["5.10", "6.1"], ["ebpf", "ipvs"]
+    theirs = render([cell("5.10", failed=["t.py::one[ebpf]"]), cell("6.1", "ipvs", passed=7)], kernels, modes)
+    both = render([cell("6.1", "ipvs", passed=8)], kernels, modes, theirs)
+    assert both == theirs.replace("7 passed", "8 passed")
+    assert render([], kernels, modes, both) == both
+
+
+def test_a_kernel_outside_the_list_gets_a_column() -> None:
+    assert render([cell("6.6", passed=1)], ["5.10"], ["ebpf"]).splitlines()[::2] == [
+        "| mode | 5.10 | 6.6 (6.6.0-1-amd64) |",
+        "| ebpf | not run | 1 passed |",
+    ]
 
 
 @pytest.mark.parametrize(
