@@ -28,7 +28,7 @@ from dataplane.modes.ipvs.rules import JUMPS
 from dataplane.table import Backend, Entry, Frontend, Kind, Masquerade, NodeNetwork, Protocol, Route, ServiceTable
 from dataplane.virtual_servers import Change, Config, Destination, Edit, Element, Server, Timeouts, Verb
 
-pytestmark = [pytest.mark.root, pytest.mark.kernel("ip_vs"), pytest.mark.core]
+pytestmark = [pytest.mark.root, pytest.mark.kernel("ip_vs")]
 NAME = f"hpv{os.getpid()}"
 FOREIGN = Server(4, 6, "198.51.100.7", 443)
 
@@ -74,6 +74,7 @@ def start(**options: object) -> Ipvs:
 # Virtual servers
 
 
+@pytest.mark.core
 def test_schedulers_of_the_flag_are_the_kernels(door: Door) -> None:
     works = [name for name in SCHEDULERS if door.schedules(name)]
     missing = set(SCHEDULERS) - set(works)
@@ -119,6 +120,7 @@ def test_timeouts_that_are_not_given_stay(door: Door) -> None:
 # The device
 
 
+@pytest.mark.core
 def test_hundreds_of_addresses_are_nobodys_source(home: None) -> None:
     device = Dummy(DEVICE)
     assert device.ensure()
@@ -182,6 +184,7 @@ def test_the_mode_works_here_and_trying_it_leaves_nothing(home: None) -> None:
         start(ipvs_scheduler="nosuch")
 
 
+@pytest.mark.core
 def test_an_agent_that_was_killed_is_replaced_without_a_change_and_cleaned_exactly(home: None, door: Door) -> None:
     door.change(
         [Change(Verb.NEW_SERVER, FOREIGN, Config("rr")), Change(Verb.NEW_SERVER, Server(4, mark=7), Config("rr"))]
@@ -228,6 +231,7 @@ def test_half_of_it_missing_does_not_stop_cleaning(home: None, door: Door) -> No
         assert sets.names("HPV") == []
 
 
+@pytest.mark.core
 def test_what_others_change_is_put_right_within_the_period(home: None, door: Door) -> None:
     agent = start(sync_seconds=0.1)
     agent.sync(table("10.1.0.11", "10.1.0.12"))
@@ -250,6 +254,7 @@ def test_what_others_change_is_put_right_within_the_period(home: None, door: Doo
     agent.close()
 
 
+@pytest.mark.core
 def test_a_connection_outlives_its_endpoint_which_goes_when_the_connection_is_over(home: None, door: Door) -> None:
     agent = start()
     agent.sync(table("10.1.0.11"))
