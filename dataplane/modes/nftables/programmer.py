@@ -187,9 +187,9 @@ class Nftables:
 
     def maintain(self) -> None:
         """See `dataplane.mode.Programmer.maintain`."""
-        if not self._plans:
+        if not self._programmed:
             return
-        if self._touched.is_set():
+        if self._touched.is_set() or not self._plans:  # without plans the last attempt to write failed
             self._touched.clear()
             self._repair()
         elif time.monotonic() >= self._check_at:
@@ -232,8 +232,8 @@ class Nftables:
     def _mending(self) -> list[tuple[lower.Family, list[op.Operation]]]:
         work = []
         for family in FAMILIES:
-            skeleton, plan = self._door.skeleton(family), self._plans[family.version]
-            if skeleton is not None and not plan.unlike(skeleton):
+            skeleton, plan = self._door.skeleton(family), self._plans.get(family.version)
+            if skeleton is not None and plan is not None and not plan.unlike(skeleton):
                 work.append((family, plan.mend(skeleton)))
         return work
 

@@ -170,6 +170,17 @@ def test_a_refused_transaction_is_told_and_the_next_sync_is_complete(fake: FakeN
     assert state(fake) == fresh(many(4))
 
 
+def test_a_repair_that_is_refused_is_tried_again(fake: FakeNftables, mode: Nftables) -> None:
+    mode.sync(many(3))
+    del fake.tables[4]
+    mode._told()
+    fake.refuse = errno.ENOMEM
+    with pytest.raises(SyncError, match="could not be repaired"):
+        mode.maintain()
+    mode.maintain()
+    assert state(fake) == fresh(many(3))
+
+
 @pytest.mark.parametrize(
     "damage", ["element", "foreign element", "verdict", "rules", "chain", "set", "table", "counter"]
 )
