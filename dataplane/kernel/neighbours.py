@@ -17,9 +17,11 @@ from typing import Final
 
 import msgspec
 
+from dataplane.errors import Unsupported
+from dataplane.kernel.places import pin_folder
 from dataplane.neighbours import HEALTH_PORT, Process, Seen
 
-__all__ = ["look_around"]
+__all__ = ["look_around", "may_have_left"]
 
 NETLINK_NETFILTER: Final = 12
 NFT: Final = 10 << 8  # NFNL_SUBSYS_NFTABLES
@@ -40,8 +42,7 @@ def look_around(mode: str) -> Seen:
 
     Never raises: what cannot be asked is not seen.
     """
-    ours = [f"table {family} {name}" for key, name in OUR_TABLES.items() if key != mode for family in _tables(name)]
-    ours += [text for key, chain in OUR_CHAINS.items() if key != mode for text in _chains(chain)]
+    ours = [text for key in (*OUR_TABLES, *OUR_CHAINS) if key != mode for text in _traces(key)]
     kube = [f"table {family} kube-proxy" for family in _tables("kube-proxy")]
     kube += [*_chains(KUBE_CHAIN), *(_ipvs() if mode != "ipvs" else ())]
     processes = list(_processes())
@@ -52,6 +53,31 @@ def look_around(mode: str) -> Seen:
         ours=tuple(ours),
         agents=tuple(p for p in processes if p.name != "kube-proxy"),
     )
+
+
+def may_have_left(mode: str, pin_root: str | None) -> bool:
+    """Whether a mode of ours has something here, asked by name without loading its code; a stranger may have.
+
+    Args:
+        mode: its name.
+        pin_root: as in `dataplane.mode.Options`.
+    """
+    if mode == "ebpf":
+        with contextlib.suppress(Unsupported):
+            folder = pin_folder(pin_root, mount=False)
+            return folder.is_dir() and any(folder.iterdir())
+        return False
+    if mode not in OUR_TABLES and mode not in OUR_CHAINS:
+        return True
+    return any(True for _ in _traces(mode))
+
+
+def _traces(mode: str) -> Iterator[str]:
+    """What is here of one of our modes in netfilter, as its tools name it."""
+    if mode in OUR_TABLES:
+        yield from (f"table {family} {OUR_TABLES[mode]}" for family in _tables(OUR_TABLES[mode]))
+    if mode in OUR_CHAINS:
+        yield from _chains(OUR_CHAINS[mode])
 
 
 def _tables(name: str) -> list[str]:
