@@ -77,7 +77,7 @@ class Nftables:
         names: Iterable[str] = table.services if first else changed_services(self.table, table)
         try:
             result = self._everything(table) if full else self._change(table, names)
-        except DataplaneError as error:
+        except (DataplaneError, OSError, ValueError) as error:
             self._plans.clear()  # the next sync reads what there is
             raise SyncError(f"the nftables tables could not be programmed: {error}") from error
         self.table = table
@@ -220,7 +220,7 @@ class Nftables:
                 self._door.commit(*work)
                 for family, operations in work:
                     written[family.name] += operations
-        except DataplaneError as error:
+        except (DataplaneError, OSError, ValueError) as error:
             self._plans.clear()
             raise SyncError(f"the nftables tables could not be repaired: {error}") from error
         self._verified()
