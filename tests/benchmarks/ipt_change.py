@@ -46,6 +46,7 @@ def _changes(
     """Seconds of each change from outside (nft) and of the control, and the agent's own median."""
     agent = agent_with(made, api, variant)
     say(f"  iptables-{variant}: the agent is ready after {agent.timed_start():.2f} s")
+    agent.wait(lambda status: bool(status.get("synced")), 30, "at leisure")
     time.sleep(2)
     xtables = Xtables(variant)
     seconds: list[float] = []
@@ -65,10 +66,11 @@ def _changes(
             while before is None and (agent.status() or {})["change_seconds"]["count"] == done:
                 assert time.monotonic() < deadline, f"the change of service {index} is not done after 10 s"
             time.sleep(PAUSE)
+        own = (agent.status() or {})["change_seconds"]["p50"]
+        agent.terminate()  # it would look at what the control does
         chains = parse(xtables.save(4, "nat"))
         _check(chains, counts)
         control = _control(xtables, chains)
-    own = (agent.status() or {})["change_seconds"]["p50"]
     say(f"  {len(seconds)} changes: the agent says {1000 * own:.1f} ms, everything again takes {control:.2f} s")
     end(made, agent, variant)
     return (seconds, control), own

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from dataplane.modes.iptables.names import MINE
 from dataplane.modes.iptables.plan import Delta
 from dataplane.modes.iptables.readback import Saved, parse, shape
-from dataplane.modes.iptables.restore import ENTRANCES, PART, jumps, leads_to_us, parts, table_text
+from dataplane.modes.iptables.restore import ENTRANCES, PART, WHOLE, jumps, leads_to_us, parts, table_text
 
 if TYPE_CHECKING:
     from dataplane.kernel.xtables import Xtables
@@ -53,6 +53,7 @@ class Installed:
     def __init__(self, ruleset: Ruleset, family: int) -> None:
         self.ruleset, self.xtables, self.family = ruleset, ruleset.xtables, family
         self.restores = 0
+        self._size = WHOLE if self.xtables.variant == "legacy" else PART  # chains in one restore
         self._shapes: dict[str, dict[str, int]] = {table: {} for table in TABLES}
         self._seen: dict[str, dict[str, int]] = {table: {} for table in TABLES}  # chain -> hash of what save prints
 
@@ -68,7 +69,7 @@ class Installed:
             stale = [name for name in saved if name.startswith(MINE) and name not in written]
             entrances = [*_odd_entrances(table, saved), *jumps(table, _entrances(saved))]
             self._shapes[table], self._seen[table] = {}, {}
-            for lines in parts(written, stale, entrances):
+            for lines in parts(written, stale, entrances, self._size):
                 self._restore([(table, lines)])
             self._note(table, Delta(written, ()))
 
@@ -78,10 +79,14 @@ class Installed:
         Raises:
             XtablesError: a restore failed.
         """
-        pieces = [(table, lines) for table in TABLES for lines in parts(deltas[table].written, deltas[table].gone)]
+        pieces = [
+            (table, lines)
+            for table in TABLES
+            for lines in parts(deltas[table].written, deltas[table].gone, size=self._size)
+        ]
         if not pieces:
             return
-        if sum(len(deltas[table].written) for table in TABLES) > PART:
+        if sum(len(deltas[table].written) for table in TABLES) > self._size:
             for piece in pieces:
                 self._restore([piece])
         else:

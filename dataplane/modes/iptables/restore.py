@@ -15,9 +15,10 @@ from typing import Final
 from dataplane.modes.iptables.names import MINE
 from dataplane.table import Protocol
 
-__all__ = ["ENTRANCES", "PART", "jumps", "leads_to_us", "parts", "table_text"]
+__all__ = ["ENTRANCES", "PART", "WHOLE", "jumps", "leads_to_us", "parts", "table_text"]
 
 PART: Final = 1000  # chains that one restore is about
+WHOLE: Final = 1 << 30
 _LEVELS: Final = tuple(
     f"{MINE}{kind}" for kind in ("REJECT", "IN-", "MARK-", "SEP-", "SV", "EXT-", "FW-")
 )  # each leads to those before it alone
@@ -63,18 +64,20 @@ def table_text(table: str, lines: Iterable[str]) -> str:
 
 
 def parts(
-    chains: Mapping[str, Collection[str]], gone: Collection[str] = (), more: Iterable[str] = ()
+    chains: Mapping[str, Collection[str]], gone: Collection[str] = (), more: Iterable[str] = (), size: int = PART
 ) -> Iterator[list[str]]:
     """The lines of successive restores of one table that write these chains, then `more`, then remove `gone`.
 
     Small changes are one restore. Where there are several, a packet sees each service as it was or as it will be.
+    `size` is how many chains one restore may be about; iptables-legacy, which copies the whole table each time, is
+    quickest with `WHOLE`.
     """
     *levels, top = _levels(chains)
     last: list[str] = []
     for level in levels:
-        for group in _groups(level, chains):
+        for group in _groups(level, chains, size):
             lines = [line for name in group for line in _chain(name, chains[name])]
-            if len(chains) > PART:
+            if len(chains) > size:
                 yield lines
             else:
                 last += lines
@@ -104,14 +107,14 @@ def _is_leaf(rules: Collection[str]) -> bool:
     return not any(rule.rpartition("-j ")[2].startswith(_TREES) for rule in rules)
 
 
-def _groups(names: list[str], chains: Mapping[str, Collection[str]]) -> Iterator[list[str]]:
+def _groups(names: list[str], chains: Mapping[str, Collection[str]], size: int) -> Iterator[list[str]]:
     """Names, cut where one restore would be about too many chains: each one written or led to counts."""
     group: list[str] = []
     count = 0
     for name in names:
         group.append(name)
         count += 1 + sum(" -j HP-S" in rule for rule in chains[name])
-        if count >= PART:
+        if count >= size:
             yield group
             group, count = [], 0
     if group:
