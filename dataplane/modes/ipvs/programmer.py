@@ -151,15 +151,17 @@ class Ipvs:
         addresses: set[str] = set()
         changed = removed = 0
         for name in names:
+            before, after = self.table.services.get(name, ()), table.services.get(name, ())
             old = self.lowered.get(name, NOTHING)
-            new = self._put(name, table.services.get(name, ()))
+            new = self._put(name, after)
             servers.update(dict.fromkeys(old.servers))
             members.update(old.members, new.members)
             addresses |= old.addresses | new.addresses
-            changed += len(new.servers)
-            removed += len(old.servers.keys() - new.servers.keys())
+            changed += len(after)
+            removed += max(0, len(before) - len(after))
         for name in names:  # after all that go: a service may have taken over the server of another
             servers.update(self.lowered.get(name, NOTHING).servers)
+        self._marks.give_back(server for server, wanted in servers.items() if wanted is None)
         steps = plan(
             self.actual, servers, self._wanted_members(members), {text: self._addresses[text] > 0 for text in addresses}
         )
@@ -179,7 +181,6 @@ class Ipvs:
         if unfit := self._unfit(entries):
             self.misfits[name] = unfit
         new = lower(entries, self._node, self._scheduler, self._marks.take, self._taken)
-        self._marks.give_back(set(old.servers) - set(new.servers))
         self._members.update(new.members.keys())
         self._values.update({member: value for member, value in new.members.items() if value is not None})
         self._addresses.update(new.addresses)

@@ -378,6 +378,23 @@ def test_another_masquerade_bit_moves_marks_of_the_outside(node: Node) -> None:
     assert set(node.sets.held["HPV-4-MARKS"].values()) == marks
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_service_that_takes_over_an_address_of_another_keeps_its_marks_apart(node: Node, order: int) -> None:
+    def local(address: str, name: str) -> tuple[object, ...]:
+        frontend = Frontend(Kind.EXTERNAL_IP, address, 80, route(A, B), route(A, why="local"), Masquerade.NODE)
+        return (entry(frontend, name=f"default/{name}:x"),)
+
+    names = ["a", "b", "c"][::order]
+    agent = node.start()
+    agent.sync(node.table(**{names[0]: local("203.0.113.1", names[0])}))  # type: ignore[arg-type]
+    agent.sync(node.table(**{names[1]: local("203.0.113.1", names[1])}))  # type: ignore[arg-type]
+    both = {names[1]: local("203.0.113.1", names[1]), names[2]: local("203.0.113.2", names[2])}
+    agent.sync(node.table(**both))  # type: ignore[arg-type]
+    marks = list(node.sets.held["HPV-4-MARKS"].values())
+    assert len(set(marks)) == 2
+    assert {server.mark for server in node.ipvs.known if server.mark} == set(marks)
+
+
 def test_datagrams_and_streams_of_one_port_are_apart(node: Node) -> None:
     agent = node.start()
     agent.sync(node.table(web(A), entry(cluster_ip(route(B)), name="default/web:dns", protocol=Protocol.UDP)))
