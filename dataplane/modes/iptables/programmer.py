@@ -31,6 +31,7 @@ FAMILIES: Final = (4, 6)
 LIBERAL: Final = Path("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal")
 RECENT_CLIENTS: Final = Path("/sys/module/xt_recent/parameters/ip_list_tot")
 AUDIT_SHARE: Final = 10  # an audit that took a second is followed by ten without
+REPAIR_PAUSE: Final = 5.0  # seconds until a repair that failed is tried again
 
 
 class Able(msgspec.Struct, frozen=True):
@@ -65,6 +66,7 @@ class Iptables:
         self._installed = {family: Installed(self._ruleset, family) for family in self.xtables.families}
         self._full = True
         self._programmed = False
+        self._damage: list[str] = []  # what is still to be repaired
         self._audit_at = 0.0
         self._touched = threading.Event()
         self._stop = threading.Event()
@@ -189,8 +191,12 @@ class Iptables:
 
     def maintain(self) -> None:
         """See `dataplane.mode.Programmer.maintain`."""
-        if not self._programmed or self._full or not self._audit_due():
+        if not self._programmed or not self._audit_due():
             return
+        if self._damage:
+            self._repair(self._damage)  # the last time it failed
+        if self._full:
+            return  # the loop tries again
         self._touched.clear()
         start = time.monotonic()
         if self._ruleset.untouched():
@@ -219,8 +225,12 @@ class Iptables:
             "%d of our chains and rules were changed by others and are written again: %s%s",
             len(damage), "; ".join(damage[:5]), "; ..." if len(damage) > 5 else "",
         )  # fmt: skip
-        self._full = True
+        self._full, self._damage = True, damage
+        self._audit_at = time.monotonic() + REPAIR_PAUSE
+        self._touched.set()  # look again soon if this fails
         self.sync(self.table)
+        self._touched.clear()
+        self._damage = []
         self.audit_repairs += len(damage)
 
     # What is told

@@ -202,6 +202,22 @@ def test_what_others_break_is_found_told_and_repaired(
         assert "written again" in caplog.text
 
 
+def test_a_repair_that_failed_is_tried_again(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(variant, sync_seconds=0.0) as programmer:
+        programmer.sync(table(1, 2))
+        whole = rules(variant)
+        Xtables(variant).restore(4, "*nat\n-F HP-SERVICES\nCOMMIT\n")
+        with monkeypatch.context() as broken:
+            broken.setattr("dataplane.kernel.xtables._tool", lambda *_: "false")
+            programmer._damage = ["nat: chain HP-SERVICES was emptied"]
+            with pytest.raises(SyncError):
+                programmer.maintain()
+        programmer._audit_at = 0.0
+        programmer.maintain()
+        assert rules(variant) == whole
+        assert programmer.audit_repairs == 1
+
+
 def test_the_kernel_tells_of_others_at_once_and_our_own_changes_cost_no_look() -> None:
     told = threading.Event()
     with opened("nft", told.set) as programmer:
