@@ -227,9 +227,8 @@ class Iptables:
         )  # fmt: skip
         self._full, self._damage = True, damage
         self._audit_at = time.monotonic() + REPAIR_PAUSE
-        self._touched.set()  # look again soon if this fails
+        self._touched.set()  # look again soon: it may fail, or be undone meanwhile
         self.sync(self.table)
-        self._touched.clear()
         self._damage = []
         self.audit_repairs += len(damage)
 
