@@ -192,7 +192,7 @@ class Nfnetlink:
             self._socket.settimeout(_TIMEOUT)
 
     def _await(self, first: int, last: int, messages: Sequence[Message]) -> None:
-        """The first error refuses everything; what the end of the batch got comes last, and only without an error."""
+        """The first error refuses everything; without one the answer to the last message is the end."""
         while True:
             data = self._receive()
             offset = 0
