@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from .kernels import FOLDER, ROOT, Kernel, get
+from .kernels import ROOT, Kernel, get
 from .machine import TIMED_OUT, Machine, missing_programs
 
 pytestmark = pytest.mark.root
@@ -26,17 +27,22 @@ def kernel() -> Kernel:
     return get("6.1", print)
 
 
-def guests() -> list[int]:
-    """The processes of QEMU that this test's kernels run in."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if words[0].endswith(b"qemu-system-x86_64") and any(word.startswith(bytes(FOLDER)) for word in words):
-            found.append(int(folder.name))
-    return found
+def guests(parent: int) -> list[int]:
+    """The processes of QEMU that a process started; setpriv(1) becomes QEMU."""
+    every = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in every if is_guest(pid) and f"PPid:\t{parent}\n" in told(pid, "status")]
+
+
+def is_guest(pid: int) -> bool:
+    return told(pid, "cmdline").startswith("qemu-system-x86_64")
+
+
+def told(pid: int, name: str) -> str:
+    """A file of proc(5); nothing when the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def test_a_command_runs_on_the_other_kernel_and_leaves_only_what_it_shared(kernel: Kernel, tmp_path: Path) -> None:
@@ -53,19 +59,19 @@ def test_a_command_runs_on_the_other_kernel_and_leaves_only_what_it_shared(kerne
 def test_a_guest_ends_with_its_time(kernel: Kernel) -> None:
     done = Machine(kernel).run(["sleep", "60"], timeout=8)
     assert done.code == TIMED_OUT
-    assert guests() == []
+    assert guests(os.getpid()) == []
 
 
 def test_a_guest_ends_when_its_runner_is_killed(kernel: Kernel) -> None:
     words = [sys.executable, "-m", "tests.vm", "run", kernel.series, "--", "sleep", "60"]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as runner:
-        _until(lambda: bool(guests()), "a guest that runs")
+        _until(lambda: bool(guests(runner.pid)), "a guest that runs", 200)
+        started = guests(runner.pid)
         runner.send_signal(signal.SIGKILL)
-    _until(lambda: not guests(), "no guest")
+    _until(lambda: not any(map(is_guest, started)), "the guest's end", 20)
 
 
-def _until(true: object, what: str, limit: float = 20) -> None:
-    assert callable(true)
+def _until(true: Callable[[], bool], what: str, limit: float) -> None:
     deadline = time.monotonic() + limit
     while not true():
         assert time.monotonic() < deadline, f"waited {limit} s for {what}"
