@@ -335,7 +335,8 @@ def clean() -> int:
 def drain() -> bool:
     """Let new flows pass by: no rule of ours decides any more, and another mode translates before IPVS looks.
 
-    Flows that IPVS knows need no rule; they go on until `clean` takes the virtual servers away.
+    Flows that IPVS knows go on until `clean` takes the virtual servers away. They need conntrack, which the kernel
+    switches off with the last rule that uses it: the masquerade stays.
     """
     try:
         sets = Ipsets()
@@ -343,16 +344,16 @@ def drain() -> bool:
         return False
     with contextlib.closing(sets):
         here = bool(sets.names(PREFIX))
-    return bool(_clean_rules()) or here
+    return bool(_clean_rules(f"{PREFIX}POSTROUTING")) or here
 
 
-def _clean_rules() -> int:
+def _clean_rules(keep: str = "") -> int:
     removed = 0
     for tables in xtables.present():
         for family in tables.families:
             for table in rules.JUMPS:
                 with contextlib.suppress(xtables.XtablesError):  # a variant that this kernel does not have
-                    text, count = rules.removal(table, tables.save(family, table))
+                    text, count = rules.removal(table, tables.save(family, table), keep)
                     if count:
                         tables.restore(family, text)
                         removed += count

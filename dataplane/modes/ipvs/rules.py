@@ -70,11 +70,17 @@ def _table(table: str, rules: list[tuple[str, str]], saved: str) -> str:
     return "\n".join([*lines, "COMMIT", ""])
 
 
-def removal(table: str, saved: str) -> tuple[str, int]:
-    """A restore that removes every chain of ours and every jump to them, and how many these are."""
+def removal(table: str, saved: str, keep: str = "") -> tuple[str, int]:
+    """A restore that removes every chain of ours and every jump to them, and how many these are.
+
+    Args:
+        table: its name.
+        saved: as iptables-save prints it.
+        keep: a chain that stays, with the jump to it.
+    """
     lines = saved.splitlines()
-    chains = [line[1:].split()[0] for line in lines if line.startswith(f":{PREFIX}")]
-    jumps = [f"-D {line[3:]}" for line in lines if _is_jump(line)]
+    chains = [name for line in lines if line.startswith(f":{PREFIX}") and (name := line[1:].split()[0]) != keep]
+    jumps = [f"-D {line[3:]}" for line in lines if _is_jump(line) and not (keep and line.endswith(f" {keep}"))]
     if not chains and not jumps:
         return "", 0
     body = [*jumps, *(f"-F {chain}" for chain in chains), *(f"-X {chain}" for chain in chains)]
