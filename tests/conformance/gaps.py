@@ -13,6 +13,8 @@ REASON: Final = "the whole eBPF dataplane: it serves ClusterIPs for pods and for
 # Test and case (or place and way), without mode and family; a test's name alone means all of its cases.
 EBPF: Final[frozenset[str]] = frozenset(
     {
+        "test_outer_addresses_are_reached_inside",
+        "test_unallocated_addresses_do_not_leave_the_node[node]",
         "test_a_flow_moves_when_its_backend_is_gone[client-cluster]",
         "test_a_flow_moves_when_its_backend_is_gone[client-nodeport]",
         "test_a_flow_moves_when_its_backend_is_gone[client-lb]",
