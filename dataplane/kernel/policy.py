@@ -21,8 +21,8 @@ _RTN_LOCAL: Final = 2
 _EVERYTHING: Final = {4: "0.0.0.0/0", 6: "::/0"}
 
 
-def deliver_marked(family: int, bit: int) -> bool:
-    """Have packets with this mark bit delivered here; whether anything had to be done.
+def deliver_marked(family: int, mark: int) -> bool:
+    """Have packets with all bits of this mark delivered here; whether anything had to be done.
 
     Raises:
         DataplaneError: the kernel refused.
@@ -40,13 +40,13 @@ def deliver_marked(family: int, bit: int) -> bool:
                 )  # fmt: skip
                 changed = True
             rules = _rules(link, family)
-            wanted = [rule for rule in rules if _mark(rule) == (bit, bit)]
+            wanted = [rule for rule in rules if _mark(rule) == (mark, mark)]
             for rule in rules:
                 if rule not in wanted[:1]:
                     _delete(link, family, rule)
                     changed = True
             if not wanted:
-                link.rule("add", priority=PRIORITY, fwmark=bit, fwmask=bit, table=TABLE, family=_FAMILIES[family])
+                link.rule("add", priority=PRIORITY, fwmark=mark, fwmask=mark, table=TABLE, family=_FAMILIES[family])
                 changed = True
     except (NetlinkError, OSError, IndexError) as error:
         raise DataplaneError(f"the routing rule for marked IPv{family} packets cannot be set: {error}") from error

@@ -130,12 +130,9 @@ def test_the_next_mode_takes_over_under_load(agents: tuple[Agent, Agent], lab: L
         time.sleep(0.7)
         if not {old.mode, new.mode} & {"ebpf", "userspace"}:
             go_on(streams, 0.2)  # conntrack has them, whoever made its entries
-    # docs/architecture.md, known limits: a few of the node's own connections, and no others
-    to_relay = new.mode == "userspace" and old.mode in {"nftables", "iptables"}
     for name, tally in tallies.items():
-        lost = 0.02 if to_relay and name.startswith("node") else 0
         assert tally.answered > 50, f"{name}: hardly any traffic: {tally.report()}"
-        assert tally.failed <= tally.answered * lost, f"{name}: {tally.report()}"
+        assert not tally.failed, f"{name}: {tally.report()}"
     assert new.status()["mode"]["effective"] == new.mode
     assert new.status()["neighbours"] == []
     # and it serves what changes from now on

@@ -123,7 +123,7 @@ class Userspace:
     def _program(self, table: ServiceTable, names: frozenset[str], *, whole: bool) -> SyncResult:
         """Proxy ports first, then the rules to them in one transaction, then what nobody is led to closes."""
         if whole:
-            self._deliver_answers(1 << table.node.masquerade_bit)
+            self._deliver_answers(rules.answer_mark(table.node))
         network = low.lower_node(table.node, self.transparent)
         lowered: dict[str, dict[str, tuple[Entry, low.Lowered]]] = {}
         misfits: dict[str, dict[str, str]] = {}
@@ -162,11 +162,11 @@ class Userspace:
             self._note(self._misfits, name, misfits.get(name))
         return SyncResult(changed, removed, self._all_misfits())
 
-    def _deliver_answers(self, bit: int) -> None:
+    def _deliver_answers(self, mark: int) -> None:
         """Where that is impossible backends see the node's address, as with any relay."""
         for family in self.transparent:
             try:
-                policy.deliver_marked(family, bit)
+                policy.deliver_marked(family, mark)
             except DataplaneError as error:
                 self.transparent = tuple(known for known in self.transparent if known != family)
                 log.warning("backends see the node's address instead of their clients': %s", error)
@@ -230,7 +230,7 @@ class Userspace:
         if due:
             self._audit_at = time.monotonic() + self.options.sync_seconds
             for family in self.transparent:
-                if policy.deliver_marked(family, 1 << self.table.node.masquerade_bit):
+                if policy.deliver_marked(family, rules.answer_mark(self.table.node)):
                     self.audit_repairs += 1
                     log.warning("repaired: the routing rule for answers to kept IPv%d addresses was gone", family)
         if gone:

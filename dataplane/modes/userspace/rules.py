@@ -14,7 +14,9 @@ from typing import Any, Final, NamedTuple
 from dataplane.modes.userspace.lower import CIDR_DETECTION, Lowered, listen_addresses
 from dataplane.table import Detect, NodeNetwork, WhenEmpty
 
-__all__ = ["FAMILIES", "TABLE", "Elements", "delete_table", "differences", "elements_of", "skeleton", "update"]
+__all__ = [
+    "FAMILIES", "TABLE", "Elements", "answer_mark", "delete_table", "differences", "elements_of", "skeleton", "update",
+]  # fmt: skip
 
 TABLE: Final = "hybrid-proxy-userspace"
 FAMILIES: Final = {4: "ip", 6: "ip6"}
@@ -43,6 +45,15 @@ def _words(family: int) -> _Words:
     return _Words(ip, _ADDRESS[family], f"{ip} daddr . meta l4proto . th dport", "meta l4proto . th dport")
 
 
+def answer_mark(node: NodeNetwork) -> int:
+    """The mark of answers that this node receives for a kept address: the masquerade bit and one more.
+
+    With the masquerade bit alone, whatever another proxy is about to masquerade would be delivered here: a mode of
+    ours that still serves while this one starts, a kube-proxy with the same bit.
+    """
+    return 1 << node.masquerade_bit | 1 << (12 if node.masquerade_bit != 12 else 13)
+
+
 def delete_table(family: int) -> str:
     """Remove the table whether it is there or not."""
     name = f"{FAMILIES[family]} {TABLE}"
@@ -52,13 +63,13 @@ def delete_table(family: int) -> str:
 def skeleton(family: int, node: NodeNetwork) -> str:
     """Table, sets, chains and rules, without the elements of services; in place of what was there."""
     w = _words(family)
-    bit = 1 << node.masquerade_bit
+    bits = answer_mark(node)
     icmp = "icmp" if family == 4 else "icmpv6"
     own = [a for a in node.node_port_addresses if (":" in a) == (family == 6)]
     cidrs = [c for c in node.service_cidrs if (":" in c) == (family == 6)]
     pods = _pods(family, node)
-    mark, unmark = f"meta mark set meta mark | {bit:#x}", f"meta mark set meta mark & {~bit & 0xFFFFFFFF:#x}"
-    kept = f"ct mark & {bit:#x} == {bit:#x}"
+    mark, unmark = f"meta mark set meta mark | {bits:#x}", f"meta mark set meta mark & {~bits & 0xFFFFFFFF:#x}"
+    kept = f"ct mark & {bits:#x} == {bits:#x}"
     listen = listen_addresses(node).get(family)
     guard = f"{w.ip} daddr {listen} {w.port} @listeners goto refuse" if listen else ""
     text = f"""
@@ -113,7 +124,7 @@ def skeleton(family: int, node: NodeNetwork) -> str:
     }}
     chain marks-output {{
         type route hook output priority -150;
-        meta priority 4850:10 ct state new ct mark set ct mark | {bit:#x}
+        meta priority 4850:10 ct state new ct mark set ct mark | {bits:#x}
         ct direction reply {kept} {mark}
     }}
     chain marks-input {{

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from dataplane.modes.userspace import rules
@@ -107,11 +108,13 @@ def test_an_update_touches_only_what_differs() -> None:
     assert rules.update(4, new, new) == ""
 
 
-def test_rules_are_constant_in_number_and_use_one_bit() -> None:
+def test_rules_are_constant_in_number_and_their_marks_are_not_the_masquerade_bit_alone() -> None:
     text = rules.skeleton(4, BY_CIDR)
     assert text.startswith("add table ip hybrid-proxy-userspace\ndelete table ip hybrid-proxy-userspace\n")
     assert "ip saddr 10.1.0.0/16 goto inside-nat" in text
-    assert "| 0x4000" in text
+    assert "| 0x5000" in text
+    assert "| 0x4000" not in text
+    assert "| 0x3000" in rules.skeleton(4, msgspec.structs.replace(BY_CIDR, masquerade_bit=12))
     assert 'iifname "veth*"' in rules.skeleton(4, BY_INTERFACE)
     assert "goto inside-nat" in rules.skeleton(4, UNKNOWN), "the node's own clients are inside even then"
 

@@ -174,6 +174,17 @@ def test_a_lost_routing_rule_comes_back(node: Node) -> None:
     assert node.ask() == ("pod2", node.lab["pod1"].address4)
 
 
+def test_what_another_proxy_is_about_to_masquerade_is_not_delivered_here(node: Node) -> None:
+    mark = "chain marks { type route hook output priority -200; tcp dport 8080 meta mark set meta mark | 0x4000; };"
+    told = node.lab.run("node", ["nft", f"table ip another-proxy {{ {mark} }}"])
+    assert told.returncode == 0, told.stderr
+    with node.lab.socket("node") as client:
+        client.settimeout(2)
+        client.connect((node.lab["pod3"].address4, 8080))
+        assert ask_tcp(client).pod == "pod3"
+    assert node.ask("pod1") == ("pod2", node.lab["pod1"].address4)
+
+
 def test_clean_removes_everything_and_is_idempotent(node: Node) -> None:
     pid = node.mode.line.pid
     node.mode.close()
