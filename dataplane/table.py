@@ -9,14 +9,15 @@ Addresses are canonical text (`10.0.0.1`, `fd00::1`), ports are host integers, t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum, IntEnum, IntFlag
+from ipaddress import IPv4Network, IPv6Network, collapse_addresses, ip_network
 
 import msgspec
 
 __all__ = [
     "EMPTY", "Backend", "Detect", "Entry", "Frontend", "Kind", "Masquerade", "NodeNetwork", "Protocol", "Route",
-    "ServiceTable", "WhenEmpty", "socket_text",
+    "ServiceTable", "WhenEmpty", "disjoint", "socket_text",
 ]  # fmt: skip
 
 
@@ -148,3 +149,11 @@ EMPTY = ServiceTable(services={})
 def socket_text(address: str, port: int) -> str:
     """`10.0.0.1:80` or `[fd00::1]:80`."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def disjoint(cidrs: Iterable[str]) -> list[str]:
+    """The same addresses as ranges without overlaps, which is all that a set of ranges in the kernel can hold."""
+    networks = [ip_network(cidr, strict=False) for cidr in cidrs]
+    v4 = [network for network in networks if isinstance(network, IPv4Network)]
+    v6 = [network for network in networks if isinstance(network, IPv6Network)]
+    return [str(network) for network in (*collapse_addresses(v4), *collapse_addresses(v6))]

@@ -27,12 +27,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from ipaddress import IPv4Network, IPv6Network, collapse_addresses, ip_network
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import Final, NamedTuple
 
 from dataplane.modes.nftables import expressions as x
 from dataplane.modes.nftables.expressions import Family, Rule, rule
-from dataplane.table import Backend, Detect, Entry, Frontend, Kind, Masquerade, NodeNetwork, Route, WhenEmpty
+from dataplane.table import Backend, Detect, Entry, Frontend, Kind, Masquerade, NodeNetwork, Route, WhenEmpty, disjoint
 
 __all__ = [
     "COUNTERS", "DISCARD", "FAMILIES", "MEMBERS", "SETS", "SPACES", "TABLE", "Chain", "Element", "Family", "Hook",
@@ -357,19 +357,12 @@ def elements(entry: Entry, number: Number) -> list[Element]:
         ports = "" if frontend.address is not None else "-ports"
         if frontend.sources is not None:
             found.append(Element(RESTRICTED, key))
-            found += [Element(ALLOWED, (*key, cidr)) for cidr in _ranges(frontend.sources)]
+            found += [Element(ALLOWED, (*key, cidr)) for cidr in disjoint(frontend.sources)]
         inside, outside = f"inside{ports}", f"outside{ports}"
         _serve(found, entry, frontend, inside, frontend.inside, key, routes, number)
         if frontend.outside is not frontend.inside and frontend.outside != frontend.inside:
             _serve(found, entry, frontend, outside, frontend.outside, key, routes, number)
     return found
-
-
-def _ranges(sources: tuple[str, ...]) -> list[str]:
-    """Without overlaps, which a set of ranges cannot hold."""
-    v4 = [n for n in (ip_network(s, strict=False) for s in sources) if isinstance(n, IPv4Network)]
-    v6 = [n for n in (ip_network(s, strict=False) for s in sources) if isinstance(n, IPv6Network)]
-    return [str(n) for n in (*collapse_addresses(v4), *collapse_addresses(v6))]
 
 
 def _serve(

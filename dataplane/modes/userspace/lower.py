@@ -15,6 +15,7 @@ from dataplane.table import (
     Route,
     ServiceTable,
     WhenEmpty,
+    disjoint,
     socket_text,
 )
 
@@ -60,7 +61,8 @@ def lower(entry: Entry, node: NodeNetwork) -> Lowered:
         if frontend.kind is Kind.CLUSTER_IP and frontend.address is not None:
             cluster_ips.append(frontend.address)
         if frontend.sources is not None:
-            firewalled += [(at, frontend.port, frontend.sources) for at in _addresses(frontend, entry.family, node)]
+            sources = tuple(disjoint(frontend.sources))
+            firewalled += [(at, frontend.port, sources) for at in _addresses(frontend, entry.family, node)]
         keeps = _keeps(frontend, entry.family, node)
         for side, route, keep in zip(("inside", "outside"), (frontend.inside, frontend.outside), keeps, strict=True):
             target = _target(route, keep, routes, ports) if route.backends else route.when_empty

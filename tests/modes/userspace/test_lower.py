@@ -96,6 +96,12 @@ def test_sources_are_elements_too() -> None:
     }
 
 
+def test_source_ranges_that_overlap_become_one() -> None:
+    sources = ("10.0.0.0/8", "10.1.0.0/16", "192.0.2.0/25", "192.0.2.128/25")
+    frontend = Frontend(Kind.LOAD_BALANCER, "203.0.113.1", 80, ALL, ALL, OUTSIDERS, sources)
+    assert lower(entry(frontend), UNKNOWN).firewalled == (("203.0.113.1", 80, ("10.0.0.0/8", "192.0.2.0/24")),)
+
+
 def test_an_update_touches_only_what_differs() -> None:
     old: rules.Elements = {("inside", "k"): "v", ("inside", "same"): "v", ("cluster-ips", "gone"): None}
     new: rules.Elements = {("inside", "k"): "w", ("inside", "same"): "v", ("cluster-ips", "new"): None}
