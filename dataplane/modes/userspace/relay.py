@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 AT_ONCE: Final = 50  # rows between which others get their turn
 PER_MESSAGE: Final = 200  # descriptors in one message, the kernel allows 253
 ENTRIES_SHOWN: Final = 100_000
+HAND_OVER_SECONDS: Final = 10.0
 
 
 class Relay:
@@ -191,13 +192,14 @@ class Relay:
         try:
             pid, allowed = _peer(writer)
             agent = False
-            while not self.ended.is_set():
+            if not allowed:  # nothing of theirs is read: a length alone could cost 4 GiB
+                writer.write(m.pack(m.Refused("only root may talk to the relay")))
+                await writer.drain()
+            while allowed and not self.ended.is_set():
                 size = m.LENGTH.unpack(await reader.readexactly(m.LENGTH.size))[0]
                 request = m.decode_request(await reader.readexactly(size))
-                if not allowed:
-                    answer: m.Answer = m.Refused("only root may talk to the relay")
-                elif isinstance(request, m.Hello):
-                    answer = self._hello(request, writer, pid)
+                if isinstance(request, m.Hello):
+                    answer: m.Answer = self._hello(request, writer, pid)
                     agent = request.agent and isinstance(answer, m.Welcome)
                 else:
                     answer = await self._answer(request, writer, agent=agent)
@@ -252,6 +254,7 @@ class Relay:
                 await _send_with(raw, body, [port.sock.fileno() for _, _, port in part])
         for _, _, port in ports:
             port.stop()
+        self.state.waiting.clear()  # or they would listen again when descriptors are free
         if self.server is not None:
             self.server.close()
         sock = bound(f"{m.ADDRESS}-draining-{os.getpid()}")  # where `clean` finds it
@@ -368,7 +371,11 @@ def main() -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.chdir("/")
-    taken = take_over(socket.socket(fileno=int(sys.argv[2]))) if len(sys.argv) > 2 else []
+    taken: list[tuple[m.Stale, m.Network, socket.socket]] = []
+    if len(sys.argv) > 2:
+        with socket.socket(fileno=int(sys.argv[2])) as old:
+            old.settimeout(HAND_OVER_SECONDS)  # the agent left it non-blocking
+            taken = take_over(old)
     number = int(sys.argv[1])
     line = socket.socket(fileno=number) if number >= 0 else bound(m.ADDRESS)
     line.setblocking(False)
