@@ -106,19 +106,23 @@ class Userspace:
         whole = self._whole or _rewrites(self.table.node, table.node)
         if whole:
             names = frozenset({*table.services, *self._known})
+        result = self._attempt(table, names, whole=whole)
+        first, self._whole, self.table = self._whole, False, table
+        conntrack.delete_stale(table, table.services if first else names, self._datagram_ports())
+        return result
+
+    def _attempt(self, table: ServiceTable, names: frozenset[str], *, whole: bool) -> SyncResult:
+        """After a failure the next one is a full one."""
         try:
             if self._lost.is_set():
                 self._reopen()
                 whole, names = True, frozenset({*table.services, *self._known})
-            result = self._program(table, names, whole=whole)
+            return self._program(table, names, whole=whole)
         except (DataplaneError, OSError) as error:
             self._whole = True
             if self.line.broken:
                 self._lost.set()
             raise SyncError(f"the relay or its rules could not be programmed: {error}") from error
-        first, self._whole, self.table = self._whole, False, table
-        conntrack.delete_stale(table, table.services if first else names, self._datagram_ports())
-        return result
 
     def _program(self, table: ServiceTable, names: frozenset[str], *, whole: bool) -> SyncResult:
         """Proxy ports first, then the rules to them in one transaction, then what nobody is led to closes."""
@@ -237,6 +241,7 @@ class Userspace:
             self.audit_repairs += len(gone)
             log.warning("repairing what others changed: %s", "; ".join(gone))
             self._whole = True
+        if self._whole:  # also when the last attempt failed
             self.sync(self.table)
         elif self._misfits:
             self._retry_misfits()
@@ -244,7 +249,7 @@ class Userspace:
     def _retry_misfits(self) -> None:
         """A service port that the relay had no room for may find some now."""
         if any("open files" in reason for found in self._misfits.values() for reason in found.values()):
-            self._program(self.table, frozenset(self._misfits), whole=False)
+            self._attempt(self.table, frozenset(self._misfits), whole=False)
 
     def _missing_rules(self) -> list[str]:
         """What is not as this process wrote it, in words."""

@@ -15,7 +15,7 @@ import pytest
 
 from controller.lab.network import Lab
 from controller.lab.traffic import ask_tcp
-from dataplane.errors import Occupied
+from dataplane.errors import Occupied, SyncError
 from dataplane.kernel import nft, policy
 from dataplane.mode import Options
 from dataplane.modes.userspace import messages, programmer
@@ -155,6 +155,18 @@ def test_what_others_change_of_the_rules_is_repaired_at_once(node: Node, damage:
     assert node.ask()[0] == "pod2"
     assert node.mode.status()["audit_repairs"] >= 1
     assert node.mode._missing_rules() == []
+
+
+def test_a_repair_that_failed_is_tried_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.woken.clear()
+    node.lab.run("node", ["nft", f"delete table ip {TABLE}"])
+    assert node.woken.wait(5), "nobody was told"
+    with monkeypatch.context() as patch:
+        patch.setattr(programmer.nft, "run", lambda _: (_ for _ in ()).throw(OSError(24, "too many open files")))
+        with pytest.raises(SyncError):
+            node.mode.maintain()
+    node.mode.maintain()
+    assert node.ask()[0] == "pod2"
 
 
 def test_tables_of_others_are_none_of_ours(node: Node) -> None:
