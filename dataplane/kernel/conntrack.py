@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 from dataplane.stale import Judge
 from dataplane.table import Protocol, ServiceTable, socket_text
 
-__all__ = ["delete_stale", "flows"]
+__all__ = ["Key", "delete_stale", "flows"]
 
 log = logging.getLogger(__name__)
 

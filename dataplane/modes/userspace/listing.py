@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
+from dataplane.kernel import conntrack
 from dataplane.modes.userspace import messages as m
 from dataplane.modes.userspace.line import Line
 from dataplane.table import Protocol, socket_text
 
 __all__ = ["Relayed"]
+
+MOST: Final = 1 << 20  # flows that are looked at
 
 
 class Relayed:
@@ -58,11 +62,28 @@ class Relayed:
 
     def flows(self, limit: int) -> tuple[list[dict[str, Any]], int]:
         """See `dataplane.mode.View.flows`."""
-        told = self._line.ask(m.Look(min(limit, 1 << 20)), m.Listing).told
+        told = self._line.ask(m.Look(min(limit, MOST)), m.Listing).told
+        asked = self._asked()
         rows = []
         for flow in told["flows"]:
             row = dict(flow) | {"protocol": Protocol(flow["protocol"]).name}
             for column in ("client", "frontend", "backend"):
                 row[column] = socket_text(*flow[column]) if flow[column] else None
+            row |= asked.get((row["client"], row["frontend"]), {})
             rows.append(row)
         return rows, told["flow_count"]
+
+    def _asked(self) -> dict[tuple[str, str], dict[str, str]]:
+        """What the relay sees of a client and its own proxy port -> who asked, and whom: conntrack knows."""
+        frontends: dict[conntrack.Key, str | None] = {}
+        for row in self.rows:
+            for text in row.frontends:
+                address, _, port = text.rpartition(":")
+                frontends[None if address == "*" else address.strip("[]"), int(port), row.protocol] = row.name
+        with contextlib.suppress(OSError):  # then the proxy port has to do
+            flows, _ = conntrack.flows(frontends, MOST)
+            return {
+                (flow["source"], flow["backend"]): {"client": flow["client"], "frontend": flow["frontend"]}
+                for flow in flows
+            }
+        return {}

@@ -32,6 +32,7 @@ from dataplane.table import (
     Protocol,
     Route,
     ServiceTable,
+    socket_text,
 )
 
 from .kit import eventually
@@ -257,5 +258,6 @@ def test_what_is_programmed_can_be_looked_at(node: Node) -> None:
         ]
         rows, count = view.flows(10)
         assert count == len(rows) == 1
-        assert rows[0]["client"].startswith(node.lab["pod1"].address4)
+        assert rows[0]["client"] == socket_text(*client.getsockname())
+        assert rows[0]["frontend"] == socket_text(*VIP)
         assert rows[0]["source"] == node.lab["pod1"].address4
