@@ -366,7 +366,7 @@ class _Agent:
         self._read_addresses()
         try:
             self.programmer.links_changed()
-        except DataplaneError as error:
+        except (DataplaneError, OSError) as error:
             log.warning("interfaces changed, and attaching failed: %s", error)
 
     def _read_addresses(self) -> None:
@@ -384,7 +384,7 @@ class _Agent:
             return
         try:
             self.programmer.maintain()
-        except DataplaneError as error:
+        except (DataplaneError, OSError) as error:
             log.warning("maintenance failed: %s", error)
         self._tell_repairs()
 
@@ -401,7 +401,7 @@ class _Agent:
     def _answer(self, question: _Question) -> None:
         try:
             question.answer = self._answer_to(question.request)
-        except (ControllerError, DataplaneError, ValueError, KeyError, TypeError) as error:
+        except (ControllerError, DataplaneError, OSError, ValueError, KeyError, TypeError) as error:
             question.answer = {"failed": f"{type(error).__name__}: {error}"}
         question.answered.set()
 

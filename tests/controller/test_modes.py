@@ -68,6 +68,7 @@ MODES = {
                       clean="raise DataplaneError('no')", probe="return 'the feature is missing: load the module'"),
     "later": source("later", sync="raise Unsupported('a rule', 'the kernel lacks it')"),
     "drifts": source("drifts", maintain="self.audit_repairs = 2"),
+    "nofiles": source("nofiles", maintain="raise OSError(24, 'Too many open files')"),
     "drains": source("drains", clean="return 4", drain="return True"),
     "sticks": source("sticks", clean="return 5", drain="raise DataplaneError('the maps are locked')"),
     "direct": source("direct", conntrack="False"),
@@ -181,7 +182,7 @@ class TestChoosing:
         assert rows["lacking"]["missing"] == "the feature is missing: load the module"
         assert rows["crashes"]["missing"].startswith("it cannot be tried: ")
         assert [name for name, row in rows.items() if row["works"]] == [
-            "direct", "drains", "drifts", "later", "sticks", "works",
+            "direct", "drains", "drifts", "later", "nofiles", "sticks", "works",
         ]  # fmt: skip
 
 
@@ -321,6 +322,12 @@ class TestAgent:
         assert event["note"].startswith("somebody changed or removed what mode drifts had programmed")
         assert "(2 things)" in event["note"]
         assert "series" not in event
+
+    def test_what_the_system_refuses_in_maintenance_does_not_end_the_agent(self, start):
+        agent = start("nofiles")
+        eventually(lambda: agent.tail().count("maintenance failed: [Errno 24] Too many open files") > 1, "a warning")
+        assert agent.running()
+        assert agent.status()["synced"]
 
     def test_auto_takes_the_first_that_works(self, start):
         agent = start("auto")
