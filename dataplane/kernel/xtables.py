@@ -23,7 +23,7 @@ from typing import Final
 
 from dataplane.errors import DataplaneError, Unsupported
 
-__all__ = ["VARIANTS", "Needs", "Xtables", "XtablesError", "find", "present"]
+__all__ = ["PROBE_CHAIN", "VARIANTS", "Needs", "Xtables", "XtablesError", "find", "present"]
 
 Needs = Callable[[int], Mapping[str, Sequence[str]]]
 
@@ -36,7 +36,7 @@ NETLINK_NETFILTER: Final = 12
 NLM_F_REQUEST, NFT_MSG_GETGEN, NFTA_GEN_ID = 1, 10 << 8 | 16, 1  # linux/netfilter/nf_tables.h
 INSTALL: Final = "install the package iptables"
 _NAMES: Final = {4: "ip", 6: "ip6"}
-_PROBE_CHAIN: Final = "HP-PROBE"
+PROBE_CHAIN: Final = "HP-PROBE"  # for a moment, also while an agent runs
 _LINE: Final = re.compile(r"\bline:? (\d+)")
 
 
@@ -111,14 +111,14 @@ class Xtables:
 
         The kernel checks matches and targets when they are loaded, whether or not a packet can get there.
         """
-        body = "".join(f"-A {_PROBE_CHAIN} {rule}\n" for rule in rules)
+        body = "".join(f"-A {PROBE_CHAIN} {rule}\n" for rule in rules)
         refused = None
         try:
-            self.restore(family, f"*{table}\n:{_PROBE_CHAIN} - [0:0]\n{body}COMMIT\n")
+            self.restore(family, f"*{table}\n:{PROBE_CHAIN} - [0:0]\n{body}COMMIT\n")
         except XtablesError as error:
             refused = str(error)
         with contextlib.suppress(XtablesError):  # nothing was made where the first one failed
-            self.restore(family, f"*{table}\n-F {_PROBE_CHAIN}\n-X {_PROBE_CHAIN}\nCOMMIT\n")
+            self.restore(family, f"*{table}\n-F {PROBE_CHAIN}\n-X {PROBE_CHAIN}\nCOMMIT\n")
         return refused
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
+from dataplane.kernel.xtables import PROBE_CHAIN
 from dataplane.modes.iptables.names import MINE
 from dataplane.modes.iptables.plan import Delta
 from dataplane.modes.iptables.readback import Saved, parse, shape
@@ -134,8 +135,8 @@ class Installed:
             elif known != digest:
                 found.append(f"chain {name} was changed" if rules or not expected else f"chain {name} was emptied")
         found += [f"{chain} does not lead to us any more" for chain, _ in set(ENTRANCES[table]) - _entrances(saved)]
-        found += [f"{name} is there again" for name in saved if name.startswith(MINE) and name not in shapes]
-        return found
+        strange = [name for name in saved if name.startswith(MINE) and name not in shapes]
+        return found + [f"{name} is there again" for name in strange if name != PROBE_CHAIN]
 
     def chains(self) -> int:
         """How many chains of ours there are."""

@@ -202,6 +202,17 @@ def test_what_others_break_is_found_told_and_repaired(
         assert "written again" in caplog.text
 
 
+def test_what_another_process_tries_out_is_no_damage(variant: str) -> None:
+    with opened(variant, sync_seconds=0.0) as mode:
+        mode.sync(table(1))
+        Xtables(variant).restore(4, "*nat\n:HP-PROBE - [0:0]\n-A HP-PROBE -j RETURN\nCOMMIT\n")
+        mode._touched.set()
+        mode.maintain()
+        assert mode.audit_repairs == 0
+    clean(Options())
+    assert "HP-" not in Xtables(variant).save(4, "nat")
+
+
 def test_a_repair_that_failed_is_tried_again(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(variant, sync_seconds=0.0) as programmer:
         programmer.sync(table(1, 2))
