@@ -9,6 +9,7 @@ from typing import Final
 __all__ = ["Chooser"]
 
 SUSPECT_SECONDS: Final = 5.0
+MAX_CLIENTS: Final = 262_144  # with affinity, of one service port: who was silent longest is forgotten first
 
 Pair = tuple[str, int]
 
@@ -54,7 +55,7 @@ class Chooser:
             return
         self._sticky[client] = (backend, now)
         self._sticky.move_to_end(client)
-        while now - next(iter(self._sticky.values()))[1] >= self.affinity:
+        while len(self._sticky) > MAX_CLIENTS or now - next(iter(self._sticky.values()))[1] >= self.affinity:
             self._sticky.popitem(last=False)
 
     def forget(self, backend: Pair, now: float) -> None:

@@ -133,3 +133,12 @@ def test_who_failed_is_avoided_for_a_while_by_new_clients() -> None:
     chooser.forget(("b", 1), 1.0)
     assert chooser.first(0, route, "c", 2.0) is not None, "when all are suspected somebody is asked all the same"
     assert {chooser.first(0, route, "c", 2 * SUSPECT_SECONDS) for _ in range(4)} == set(route)
+
+
+def test_clients_with_affinity_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dataplane.modes.userspace.choice.MAX_CLIENTS", 2)
+    chooser = Chooser(affinity=3600)
+    for number, client in enumerate(("a", "b", "a", "c")):
+        chooser.settled(client, ("10.0.0.1", 80), float(number))
+    assert chooser.remembered == 2
+    assert chooser.first(0, (("10.0.0.2", 80), ("10.0.0.1", 80)), "a", 5.0) == ("10.0.0.1", 80)
