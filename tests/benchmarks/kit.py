@@ -132,12 +132,21 @@ def lab(pods: int = 0, plain: int = 0, kind: str = "bench") -> Iterator[Lab]:
 class ApiAgent(Agent):
     """The agent on the lab's node, with the fake API server as its source.
 
-    It takes no part of the lab for the cluster's: the node and the pods are those of the fake API server.
+    It takes no part of the lab for the cluster's, unless `cluster_cidr` says so: the node and the pods are those of
+    the fake API server.
     """
 
-    def __init__(self, lab: Lab, kubeconfig: str, mode: str = "ebpf", flags: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        lab: Lab,
+        kubeconfig: str,
+        mode: str = "ebpf",
+        flags: Sequence[str] = (),
+        cluster_cidr: str = "10.128.0.0/9",
+    ) -> None:
         super().__init__(lab, lab.folder / "no-manifests", mode, ("--strict-mode", *flags))
         self.kubeconfig = kubeconfig
+        self.cluster_cidr = cluster_cidr
 
     @property
     def argv(self) -> list[str]:
@@ -147,7 +156,7 @@ class ApiAgent(Agent):
             "--kubeconfig", self.kubeconfig,
             "--proxy-mode", self.mode,
             "--hostname-override", NODE,
-            "--cluster-cidr", "10.128.0.0/9",
+            "--cluster-cidr", self.cluster_cidr,
             "--cgroup", str(self.lab.cgroup),
             "--admin-socket", str(self.socket),
             "--metrics-bind-address", "",

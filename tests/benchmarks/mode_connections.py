@@ -6,7 +6,6 @@ from rich.console import Console
 from rich.table import Table
 
 from controller.config import available_modes
-from controller.lab.network import Lab
 from controller.modes import open_mode
 from dataplane.mode import Options
 from tests.benchmarks.apidata import ApiProcess
@@ -15,26 +14,21 @@ from tests.benchmarks.kit import ApiAgent, Result, Target, built, lab, median, s
 
 SIZES = (10, 10_000)
 ROUNDS = 11
+ALL_PODS = "10.0.0.0/8"  # the lab's and the API server's: clients are pods and keep their addresses
 PEERS = {("iptables", 10): 0.9, ("iptables", 10_000): 0.5}  # kube-proxy v1.36.2 in the mode of that name
 
 
 def measure() -> Result:
-    """One node with the agent, one bare: the client of one and the client of the other take turns."""
+    """For each mode a node with the agent and one without: their clients take turns."""
     program = str(built("build/tests/benchmarks/crr"))
     ratios: dict[tuple[str, int], float] = {}
     rates: dict[tuple[str, int], tuple[float, float]] = {}
-    with lab(pods=2) as made, lab(pods=2, kind="bare") as bare:
-        modes = _working(made)
-        for place in (made, bare):
-            serve(place, "pod2", program)
-        for size in SIZES:
-            with ApiProcess(size, ENDPOINTS, lab=made) as api:
-                for obj in objects(made["pod2"]):
-                    api.control("put", **obj)
-                for mode in modes:
-                    value, control = _compare(made, bare, program, ApiAgent(made, api.kubeconfig, mode))
-                    rates[mode, size], ratios[mode, size] = (value, control), value / control
-                    say(f"  {mode}, {size:,} services: {value:,.0f}/s, bare {control:,.0f}/s, {value / control:.3f}")
+    modes = _working()
+    for size in SIZES:
+        for mode in modes:
+            value, control = _compare(mode, size, program)
+            rates[mode, size], ratios[mode, size] = (value, control), value / control
+            say(f"  {mode}, {size:,} services: {value:,.0f}/s, bare {control:,.0f}/s, {value / control:.3f}")
     _print(modes, ratios)
     targets = [
         (Target(f"{mode} with {size:,} services / no proxy", peer, at_least=True), ratios[mode, size])
@@ -50,30 +44,42 @@ def measure() -> Result:
     )  # fmt: skip
 
 
-def _working(made: Lab) -> list[str]:
+def _working() -> list[str]:
     """The modes that work on this machine; the others are told with what they lack."""
     works = []
-    for mode in available_modes():
-        with made.inside("node"):
-            missing = open_mode(mode).probe(Options(cgroup=str(made.cgroup)))
-        if missing:
-            say(f"  {mode} is left out: {missing}")
-        else:
-            works.append(mode)
+    with lab() as made:
+        for mode in available_modes():
+            with made.inside("node"):
+                missing = open_mode(mode).probe(Options(cgroup=str(made.cgroup)))
+            if missing:
+                say(f"  {mode} is left out: {missing}")
+            else:
+                works.append(mode)
     return works
 
 
-def _compare(made: Lab, bare: Lab, program: str, agent: ApiAgent) -> tuple[float, float]:
-    """Medians of the ClusterIP's rate and of the bare node's, measured in turn under this agent."""
-    agent.start(180)
-    service, plain = Arm("pod1", VIP), Arm("pod1", bare["pod2"].address4)
-    try:
-        for number in range(ROUNDS + 1):
-            turns = [(service, made), (plain, bare)]
-            for arm, where in turns if number % 2 else reversed(turns):
-                arm.run(where, program)
-    finally:
-        agent.end()
+def _compare(mode: str, size: int, program: str) -> tuple[float, float]:
+    """Medians of the ClusterIP's rate and of the bare node's, measured in turn.
+
+    Each mode has a new node: conntrack remembers the connections of the one before for two minutes.
+    """
+    service, plain = Arm("pod1", VIP), Arm("pod1", "")
+    with lab(pods=2) as made, lab(pods=2, kind="bare") as bare, ApiProcess(size, ENDPOINTS, lab=made) as api:
+        for place in (made, bare):
+            serve(place, "pod2", program)
+        for obj in objects(made["pod2"]):
+            api.control("put", **obj)
+        plain.address = bare["pod2"].address4
+        own = ("--bind-address", made["node"].address4)  # the Node object's is nobody's here
+        agent = ApiAgent(made, api.kubeconfig, mode, own, cluster_cidr=ALL_PODS)
+        agent.start(180)
+        try:
+            for number in range(ROUNDS + 1):
+                turns = [(service, made), (plain, bare)]
+                for arm, where in turns if number % 2 else reversed(turns):
+                    arm.run(where, program)
+        finally:
+            agent.end()
     return median(service.rates[1:]), median(plain.rates[1:])  # the first round warms up
 
 
