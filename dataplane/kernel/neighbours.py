@@ -34,6 +34,7 @@ CHILD_SECONDS: Final = 10.0
 KUBE_CHAIN: Final = "KUBE-SERVICES"
 IPVS_DEVICE: Final = "kube-ipvs0"
 OUR_TABLES: Final = {"nftables": "hybrid-proxy", "userspace": "hybrid-proxy-userspace"}
+OUR_SOCKETS: Final = {"userspace": "hybrid-proxy-userspace"}  # in the abstract namespace: the relay outlives its rules
 OUR_CHAINS: Final = {"iptables": "HP-SERVICES", "ipvs": "HPV-POSTROUTING"}
 
 
@@ -73,11 +74,20 @@ def may_have_left(mode: str, pin_root: str | None) -> bool:
 
 
 def _traces(mode: str) -> Iterator[str]:
-    """What is here of one of our modes in netfilter, as its tools name it."""
+    """What is here of one of our modes, as its tools name it."""
     if mode in OUR_TABLES:
         yield from (f"table {family} {OUR_TABLES[mode]}" for family in _tables(OUR_TABLES[mode]))
     if mode in OUR_CHAINS:
         yield from _chains(OUR_CHAINS[mode])
+    if mode in OUR_SOCKETS and _listens(OUR_SOCKETS[mode]):
+        yield f"relay at @{OUR_SOCKETS[mode]}"
+
+
+def _listens(name: str) -> bool:
+    """Whether a process has a name that begins so in the abstract namespace of unix(7)."""
+    with contextlib.suppress(OSError):
+        return f" @{name}" in Path("/proc/thread-self/net/unix").read_text()
+    return False
 
 
 def _tables(name: str) -> list[str]:
