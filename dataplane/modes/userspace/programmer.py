@@ -231,6 +231,8 @@ class Userspace:
         if self._drifted.is_set() or (due and not self._told):
             self._drifted.clear()
             gone += self._missing_rules()
+        if gone:
+            self._whole = True
         if due:
             self._audit_at = time.monotonic() + self.options.sync_seconds
             for family in self.transparent:
@@ -240,7 +242,6 @@ class Userspace:
         if gone:
             self.audit_repairs += len(gone)
             log.warning("repairing what others changed: %s", "; ".join(gone))
-            self._whole = True
         if self._whole:  # also when the last attempt failed
             self.sync(self.table)
         elif self._misfits:
@@ -260,6 +261,9 @@ class Userspace:
                 items = nft.query(f"list table {name}")
             except nft.NftError:
                 found.append(f"the table {name} was gone")
+                continue
+            except OSError as error:
+                found.append(f"the table {name} could not be read ({error})")
                 continue
             wrong = rules.differences(family, self.table.node, self._elements(family), items)
             if wrong:

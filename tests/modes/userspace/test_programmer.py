@@ -15,8 +15,9 @@ import pytest
 
 from controller.lab.network import Lab
 from controller.lab.traffic import ask_tcp
-from dataplane.errors import Occupied, SyncError
+from dataplane.errors import DataplaneError, Occupied, SyncError
 from dataplane.kernel import nft, policy
+from dataplane.kernel.neighbours import may_have_left
 from dataplane.mode import Options
 from dataplane.modes.userspace import messages, programmer
 from dataplane.modes.userspace.line import draining
@@ -170,6 +171,19 @@ def test_a_repair_that_failed_is_tried_again(node: Node, monkeypatch: pytest.Mon
     assert node.ask()[0] == "pod2"
 
 
+def test_what_was_told_is_not_forgotten_when_something_else_fails(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.woken.clear()
+    node.lab.run("node", ["nft", f"delete table ip {TABLE}"])
+    assert node.woken.wait(5), "nobody was told"
+    node.mode._audit_at = 0.0
+    with monkeypatch.context() as patch:
+        patch.setattr(policy, "deliver_marked", lambda *_: (_ for _ in ()).throw(DataplaneError("no routing rules")))
+        with pytest.raises(DataplaneError):
+            node.mode.maintain()
+    node.mode.maintain()
+    assert node.ask()[0] == "pod2"
+
+
 def test_tables_of_others_are_none_of_ours(node: Node) -> None:
     node.lab.run("node", ["nft", "add table ip somebody"])
     node.mode.maintain()
@@ -216,6 +230,14 @@ def test_half_of_it_is_cleaned_too(node: Node) -> None:
     node.mode.close()
     assert programmer.clean(Options()) > 0
     assert nft.query("list tables") == []
+
+
+def test_a_relay_without_its_rules_is_still_seen_and_cleaned(node: Node) -> None:
+    node.mode.close()
+    nft.run("flush ruleset")
+    assert may_have_left("userspace", None)
+    assert programmer.clean(Options()) > 0
+    assert not may_have_left("userspace", None)
 
 
 def test_a_relay_of_another_version_hands_over_and_serves_to_the_end(node: Node, monkeypatch) -> None:
