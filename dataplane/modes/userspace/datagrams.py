@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from dataplane.modes.userspace.icmp import Refuser
 from dataplane.modes.userspace.sockets import toward
+from dataplane.modes.userspace.streams import MOST_ATTEMPTS
 
 if TYPE_CHECKING:
     from dataplane.modes.userspace.ports import Port
@@ -123,11 +124,15 @@ class Session:
             self.tried.add(self.backend)
             service.chooser.forget(self.backend, self.sessions.state.loop.time())
         self.drop()
-        chosen = service.chooser.another(self.port.number, self.port.route, self.tried)
-        if chosen is None:
-            return False
-        self.sessions.state.counters["retries"] += 1
-        return self.open(chosen)
+        while len(self.tried) < MOST_ATTEMPTS:
+            chosen = service.chooser.another(self.port.number, self.port.route, self.tried)
+            if chosen is None:
+                return False
+            self.sessions.state.counters["retries"] += 1
+            if self.open(chosen):
+                return True
+            self.tried.add(chosen)
+        return False
 
     def open(self, backend: tuple[str, int]) -> bool:
         """A socket to that backend; False: it cannot be had."""

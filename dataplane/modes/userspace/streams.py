@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from dataplane.modes.userspace.ports import Port
     from dataplane.modes.userspace.state import State
 
-__all__ = ["CHUNK", "DIAL_SECONDS", "Flow"]
+__all__ = ["CHUNK", "DIAL_SECONDS", "MOST_ATTEMPTS", "Flow"]
 
 CHUNK: Final = 1 << 16  # the most that is held in user space for one way of one connection
 PIPE: Final = 1 << 20  # the most that is held in a pipe
 BULK: Final = 8  # so many full chunks one after the other are a bulk transfer
 DIAL_SECONDS: Final = (1.0, 2.0, 4.0, 8.0)  # patience with one backend after the other, then the last again
-MOST_ATTEMPTS: Final = 16
+MOST_ATTEMPTS: Final = 16  # for one connection, or one datagram
 SAME_TUPLE: Final = 16
 _SPLICE: Final = getattr(os, "SPLICE_F_MOVE", 1) | getattr(os, "SPLICE_F_NONBLOCK", 2)
 

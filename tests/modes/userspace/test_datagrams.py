@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 from collections import Counter
@@ -9,6 +10,7 @@ from collections import Counter
 import pytest
 
 from dataplane.modes.userspace.icmp import checksum, message
+from dataplane.modes.userspace.streams import MOST_ATTEMPTS
 
 from .kit import HOST, UDP, Running, eventually
 
@@ -166,3 +168,20 @@ def test_a_refusal_quotes_the_datagram_of_the_client(family: int) -> None:
     assert (inner.src, inner.dst) == (client[0], listener[0])
     assert (inner[scapy.UDP].sport, inner[scapy.UDP].dport) == (client[1], listener[1])
     assert bytes(inner[scapy.UDP].payload) == b"question"
+
+
+def test_a_datagram_that_the_host_lets_out_to_nobody_is_given_up(relay: Running, monkeypatch) -> None:
+    class Forbidden(socket.socket):
+        def send(self, data, flags=0):
+            raise PermissionError(errno.EPERM, "as a firewall says it")
+
+    def toward(*_: object) -> socket.socket:
+        return Forbidden(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+
+    monkeypatch.setattr("dataplane.modes.userspace.datagrams.toward", toward)
+    at = relay.serve(*((HOST, 20_000 + number) for number in range(600)), protocol=UDP)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+        client.sendto(b"question", at)
+        eventually(lambda: relay.counters["refused_by_backends"], "nobody was tried")
+        eventually(lambda: not relay.relay.state.sessions.by_client, "the session is still there")
+    assert relay.counters["refused_by_backends"] == MOST_ATTEMPTS
