@@ -93,7 +93,7 @@ def open_mode(name: str) -> Mode:
 def survey(options: Options) -> list[dict[str, Any]]:
     """Every mode of this installation: `mode`, `works` here, and in a sentence what is `missing` (empty: nothing).
 
-    Each is tried for what it needs; nothing that is tried stays.
+    Each is tried for what it needs; nothing of what is tried stays; iptables-nft leaves its tables, empty.
     """
     rows = []
     for name in available_modes():
