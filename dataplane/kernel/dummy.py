@@ -23,19 +23,27 @@ from pyroute2.netlink.exceptions import NetlinkError
 from dataplane.errors import Unsupported
 from dataplane.kernel import sysctl
 from dataplane.kernel.ipvs import load_module
-from dataplane.kernel.netlink import DUMP, ROUTE, Message, Netlink, NetlinkFailed, attribute, attributes
+from dataplane.kernel.netlink import (
+    NLM_F_CREATE,
+    NLM_F_DUMP,
+    ROUTE,
+    Message,
+    Netlink,
+    NetlinkFailed,
+    attribute,
+    attributes,
+    messages,
+)
 
 __all__ = ["ALIAS", "Dummy"]
 
 ALIAS: Final = "hybrid-proxy"  # on devices that we made
 NEW_ADDRESS, DELETE_ADDRESS, GET_ADDRESS, DELETE_LINK = 20, 21, 22, 17
-CREATE: Final = 0x400  # NLM_F_CREATE
 IFA_ADDRESS, IFA_LOCAL, IFA_CACHEINFO, IFA_FLAGS = 1, 2, 6, 8
 NODAD, NOPREFIXROUTE = 0x02, 0x200
 SCOPE_HOST, SCOPE_LINK = 254, 253
 FOREVER: Final = 0xFFFFFFFF
 GROUPS: Final = 0x1 | 0x10 | 0x100  # links, IPv4 and IPv6 addresses
-_HEADER: Final = struct.Struct("=IHHII")
 _IFADDR: Final = struct.Struct("=BBBBI")
 _IFINFO_INDEX: Final = struct.Struct("=BBHi")
 _CACHEINFO: Final = struct.Struct("=IIII")
@@ -96,7 +104,7 @@ class Dummy:
         """The addresses on it, link-local ones left out; none when it is not there."""
         found = set()
         for family in (socket.AF_INET, socket.AF_INET6):
-            request = Message(GET_ADDRESS, _IFADDR.pack(family, 0, 0, 0, 0), DUMP)
+            request = Message(GET_ADDRESS, _IFADDR.pack(family, 0, 0, 0, 0), NLM_F_DUMP)
             for answer in self._netlink.dump(request, f"reading the addresses of {self.name}"):
                 address = _address(answer, self.index)
                 if address:
@@ -110,8 +118,7 @@ class Dummy:
             NetlinkFailed: the kernel refused one; the others are done.
         """
         wanted = [(NEW_ADDRESS, text) for text in add] + [(DELETE_ADDRESS, text) for text in remove]
-        messages = [self._message(kind, text) for kind, text in wanted]
-        for position, code in self._netlink.send(messages):
+        for position, code in self._netlink.send([self._message(kind, text) for kind, text in wanted]):
             kind, text = wanted[position]
             if (kind, code) not in ((NEW_ADDRESS, errno.EEXIST), (DELETE_ADDRESS, errno.EADDRNOTAVAIL)):
                 what = "adding" if kind == NEW_ADDRESS else "removing"
@@ -128,7 +135,7 @@ class Dummy:
         if family == socket.AF_INET6:
             body += attribute(IFA_FLAGS, struct.pack("=I", NODAD | NOPREFIXROUTE))
             body += attribute(IFA_CACHEINFO, _CACHEINFO.pack(0, FOREVER, 0, 0))
-        return Message(kind, body, CREATE)
+        return Message(kind, body, NLM_F_CREATE)
 
     def remove(self) -> bool:
         """Remove it, when we made it and no address is left on it; whether it went."""
@@ -147,7 +154,7 @@ class Dummy:
 
         Take an address out of `wanted` before removing it: what we do ourselves is no news.
         """
-        events = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE)
+        events = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, ROUTE)
         events.bind((0, GROUPS))
         thread = threading.Thread(target=self._watch, args=(events, wanted, changed, stop), name=self.name, daemon=True)
         thread.start()
@@ -170,17 +177,11 @@ class Dummy:
                     changed()
 
     def _is_loss(self, data: bytes, wanted: Collection[str]) -> bool:
-        start = 0
-        while start + _HEADER.size <= len(data):
-            length, kind, *_ = _HEADER.unpack_from(data, start)
-            if length < _HEADER.size:
-                break
-            body = data[start + _HEADER.size : start + length]
+        for kind, _, _, _, body in messages(data):
             if kind == DELETE_LINK and _IFINFO_INDEX.unpack_from(body)[3] == self.index:
                 return True
             if kind == DELETE_ADDRESS and _address(body, self.index) in wanted:
                 return True
-            start += (length + 3) & ~3
         return False
 
 

@@ -18,15 +18,17 @@ from pyroute2.netlink.nfnetlink.ipset import IPSET_CMD_ADD, IPSET_CMD_DEL, IPSET
 
 from dataplane.errors import Unsupported
 from dataplane.kernel.netlink import (
-    DUMP,
-    NESTED,
     NET_BYTEORDER,
     NETFILTER,
+    NFGEN,
+    NLM_F_DUMP,
     Message,
     Netlink,
     NetlinkFailed,
     attribute,
     attributes,
+    nested,
+    string,
 )
 from dataplane.virtual_servers import Edit, Element, Kind, Value
 
@@ -36,7 +38,6 @@ LIMIT: Final = 1 << 20  # elements of one set; memory is taken as they come
 PROTOCOL: Final = 6  # of ip_set's messages; every kernel that has ip_set knows it
 SUBSYSTEM: Final = 6 << 8
 _ADT_BYTES: Final = 48_000  # an attribute has 16 bits for its length
-_NFGEN: Final = struct.Struct(">BBH")
 _A_PROTOCOL, _A_SETNAME, _A_FLAGS, _A_DATA, _A_ADT, _A_LINENO = 1, 2, 6, 7, 8, 9
 _IP, _PORT, _PROTO, _IP2, _CIDR2, _COMMENT, _MARK = 1, 4, 7, 20, 21, 26, 27
 _LONGEST_COMMENT: Final = 255
@@ -70,8 +71,8 @@ class Ipsets:
             _A_FLAGS | NET_BYTEORDER, _BE32.pack(IPSET_FLAG_LIST_SETNAME)
         )
         found = []
-        for answer in self._netlink.dump(_message(IPSET_CMD_LIST, 4, body, DUMP), "listing sets"):
-            known = dict(attributes(answer, _NFGEN.size))
+        for answer in self._netlink.dump(_message(IPSET_CMD_LIST, 4, body, NLM_F_DUMP), "listing sets"):
+            known = dict(attributes(answer, NFGEN.size))
             name = known.get(_A_SETNAME, b"").rstrip(b"\0").decode()
             if name.startswith(prefix):
                 found.append(name)
@@ -135,45 +136,45 @@ class Ipsets:
         Raises:
             NetlinkFailed: ENOENT, there is no such set.
         """
-        body = attribute(_A_PROTOCOL, bytes([PROTOCOL])) + attribute(_A_SETNAME, name.encode() + b"\0")
+        body = attribute(_A_PROTOCOL, bytes([PROTOCOL])) + string(_A_SETNAME, name)
         found: dict[Element, Value] = {}
-        for answer in self._netlink.dump(_message(IPSET_CMD_LIST, 4, body, DUMP), f"reading the set {name}"):
-            for kind, value in attributes(answer, _NFGEN.size):
+        for answer in self._netlink.dump(_message(IPSET_CMD_LIST, 4, body, NLM_F_DUMP), f"reading the set {name}"):
+            for kind, value in attributes(answer, NFGEN.size):
                 if kind == _A_ADT:
                     found.update(_read(data) for _, data in attributes(value))
         return found
 
 
 def _message(command: int, family: int, body: bytes, flags: int = 0) -> Message:
-    return Message(SUBSYSTEM | command, _NFGEN.pack(_AF[family], 0, 0) + body, flags)
+    return Message(SUBSYSTEM | command, NFGEN.pack(_AF[family], 0, 0) + body, flags)
 
 
 def _edit_messages(edit: Edit) -> Iterator[Message]:
     """One message for as many elements as fit."""
     command = IPSET_CMD_ADD if edit.add else IPSET_CMD_DEL
-    start = attribute(_A_PROTOCOL, bytes([PROTOCOL])) + attribute(_A_SETNAME, edit.name.encode() + b"\0")
+    start = attribute(_A_PROTOCOL, bytes([PROTOCOL])) + string(_A_SETNAME, edit.name)
     start += attribute(_A_LINENO, bytes(4))
     parts: list[bytes] = []
     size = 0
     for element, value in edit.elements.items():
-        part = attribute(_A_DATA | NESTED, _write(edit.family, element, value if edit.add else None))
+        part = nested(_A_DATA, _write(edit.family, element, value if edit.add else None))
         if size + len(part) > _ADT_BYTES:
-            yield _message(command, edit.family, start + attribute(_A_ADT | NESTED, b"".join(parts)))
+            yield _message(command, edit.family, start + nested(_A_ADT, *parts))
             parts, size = [], 0
         parts.append(part)
         size += len(part)
     if parts:
-        yield _message(command, edit.family, start + attribute(_A_ADT | NESTED, b"".join(parts)))
+        yield _message(command, edit.family, start + nested(_A_ADT, *parts))
 
 
 def _write(family: int, element: Element, value: Value) -> bytes:
-    parts = [attribute(_IP | NESTED, _address(family, element.address))]
+    parts = [nested(_IP, _address(family, element.address))]
     if element.port or element.protocol:
         parts.append(attribute(_PORT | NET_BYTEORDER, _BE16.pack(element.port)))
         parts.append(attribute(_PROTO, bytes([element.protocol])))
     if element.second:
         address, _, length = element.second.partition("/")
-        parts.append(attribute(_IP2 | NESTED, _address(family, address)))
+        parts.append(nested(_IP2, _address(family, address)))
         if length:
             parts.append(attribute(_CIDR2, bytes([int(length)])))
     if isinstance(value, str):
@@ -210,7 +211,7 @@ def _read(data: bytes) -> tuple[Element, Value]:
     return Element(address, port, protocol, second), value
 
 
-def _text(nested: bytes) -> str:
-    for kind, value in attributes(nested):
+def _text(data: bytes) -> str:
+    for kind, value in attributes(data):
         return socket.inet_ntop(socket.AF_INET if kind == 1 else socket.AF_INET6, value)
     return ""

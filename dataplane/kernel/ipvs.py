@@ -16,7 +16,17 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from dataplane.errors import Unsupported
-from dataplane.kernel.netlink import DUMP, GENERIC, NESTED, Message, Netlink, NetlinkFailed, attribute, attributes
+from dataplane.kernel.netlink import (
+    GENERIC,
+    NLM_F_DUMP,
+    Message,
+    Netlink,
+    NetlinkFailed,
+    attribute,
+    attributes,
+    nested,
+    string,
+)
 from dataplane.virtual_servers import Change, Config, Destination, Load, Server, Timeouts, Verb
 
 __all__ = ["Ipvs", "load_module"]
@@ -73,7 +83,7 @@ class Ipvs:
         self._netlink.close()
 
     def _find(self) -> int | None:
-        name = attribute(_FAMILY_NAME, b"IPVS\0")
+        name = string(_FAMILY_NAME, "IPVS")
         request = Message(_CONTROL, _GENERIC_HEADER.pack(_GET_FAMILY, 1, 0) + name)
         try:
             for answer in self._netlink.dump(request, "looking for IPVS"):
@@ -111,7 +121,7 @@ class Ipvs:
             NetlinkFailed: they cannot be read.
         """
         found = {}
-        for answer in self._netlink.dump(self._request(_GET_SERVICE, b"", DUMP), "reading virtual servers"):
+        for answer in self._netlink.dump(self._request(_GET_SERVICE, b"", NLM_F_DUMP), "reading virtual servers"):
             for kind, value in attributes(answer, 4):
                 if kind == _ATTR_SERVICE:
                     server, config = _read_server(value)
@@ -124,7 +134,7 @@ class Ipvs:
         Raises:
             NetlinkFailed: they cannot be read.
         """
-        request = self._request(_GET_DEST, attribute(_ATTR_SERVICE | NESTED, _name(server)), DUMP)
+        request = self._request(_GET_DEST, nested(_ATTR_SERVICE, _name(server)), NLM_F_DUMP)
         found = {}
         for answer in self._netlink.dump(request, f"reading the real servers of {_text(server)}"):
             for kind, value in attributes(answer, 4):
@@ -178,9 +188,9 @@ class Ipvs:
         server = _name(change.server)
         if change.config is not None:
             server += _settings(change.server.family, change.config)
-        body = attribute(_ATTR_SERVICE | NESTED, server)
+        body = nested(_ATTR_SERVICE, server)
         if change.destination is not None:
-            body += attribute(_ATTR_DEST | NESTED, _destination(change.server.family, change))
+            body += nested(_ATTR_DEST, _destination(change.server.family, change))
         return self._request(change.verb, body)
 
 
@@ -203,7 +213,7 @@ def _settings(family: int, config: Config) -> bytes:
     netmask = b"\xff" * 4 if family == 4 else _U32.pack(128)  # of a client: every address is one of its own
     return b"".join(
         (
-            attribute(_SCHEDULER, config.scheduler.encode() + b"\0"),
+            string(_SCHEDULER, config.scheduler),
             attribute(_FLAGS, _PAIR.pack(flags, 0xFFFFFFFF)),
             attribute(_TIMEOUT, _U32.pack(config.persistent)),
             attribute(_NETMASK, netmask),
