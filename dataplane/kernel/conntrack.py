@@ -15,6 +15,23 @@ import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
+from dataplane.kernel.netlink import (
+    ATTRIBUTE,
+    NESTED,
+    NETFILTER,
+    NFGEN,
+    NLM_F_ACK,
+    NLM_F_DUMP,
+    NLM_F_REQUEST,
+    NLMSG_DONE,
+    NLMSG_ERROR,
+    attribute,
+    attributes,
+    error_of,
+    message,
+    messages,
+    nested,
+)
 from dataplane.stale import Judge
 from dataplane.table import Protocol, ServiceTable, socket_text
 
@@ -22,16 +39,9 @@ __all__ = ["Key", "delete_stale", "flows"]
 
 log = logging.getLogger(__name__)
 
-NETLINK_NETFILTER: Final = 12
 SUBSYSTEM: Final = 1 << 8  # NFNL_SUBSYS_CTNETLINK
 GET, DELETE = SUBSYSTEM | 1, SUBSYSTEM | 2
-NLM_F_REQUEST, NLM_F_ACK, NLM_F_DUMP = 0x1, 0x4, 0x300
-NLMSG_ERROR, NLMSG_DONE = 2, 3
-HEADER: Final = struct.Struct("=IHHII")  # length, type, flags, sequence, port
-NFGEN: Final = struct.Struct("=BBH")  # family, version, resource
-ATTRIBUTE: Final = struct.Struct("=HH")  # length, type
-NESTED, TYPE_MASK = 0x8000, 0x3FFF
-START: Final = HEADER.size + NFGEN.size  # of the attributes in a message
+START: Final = NFGEN.size  # of the attributes in the body of a message
 
 # linux/netfilter/nfnetlink_conntrack.h
 CTA_TUPLE_ORIG, CTA_TUPLE_REPLY, CTA_STATUS, CTA_PROTOINFO, CTA_ID, CTA_ZONE, CTA_FILTER = 1, 2, 3, 4, 12, 18, 25
@@ -64,7 +74,7 @@ class _Entry(NamedTuple):
     answerer_port: bytes
     peer: bytes  # their destination: what the backend sees as its client
     peer_port: bytes
-    message: bytes
+    body: bytes  # of the message that told of it
 
 
 def delete_stale(table: ServiceTable, names: Iterable[str], relays: Collection[int] = ()) -> int:
@@ -158,12 +168,12 @@ def _row(entry: _Entry, family: int, service: str | None) -> dict[str, Any]:
 
 def _state(entry: _Entry) -> str:
     """As the eBPF mode words it: half-open connections and one-way datagrams are opening."""
-    attributes = dict(_attributes(entry.message, START))
+    told = dict(attributes(entry.body, START))
     if entry.protocol not in OPENING:
-        status = int.from_bytes(attributes.get(CTA_STATUS, b""), "big")
+        status = int.from_bytes(told.get(CTA_STATUS, b""), "big")
         return "established" if status & IPS_ASSURED else "opening"
-    info = dict(_attributes(attributes.get(CTA_PROTOINFO, b"")))
-    state = dict(_attributes(info.get(PROTOINFO_KINDS[entry.protocol], b""))).get(PROTOINFO_STATE, b"\0")[0]
+    info = dict(attributes(told.get(CTA_PROTOINFO, b"")))
+    state = dict(attributes(info.get(PROTOINFO_KINDS[entry.protocol], b""))).get(PROTOINFO_STATE, b"\0")[0]
     if state in OPENING[entry.protocol]:
         return "opening"
     return "closed" if state in CLOSED[entry.protocol] else "established"
@@ -180,42 +190,42 @@ def _delete_stale(family: int, wanted: set[bytes], judge: Judge) -> int:
             destination = socket.inet_ntop(kind, entry.destination), int.from_bytes(entry.destination_port, "big")
             answerer = socket.inet_ntop(kind, entry.answerer), int.from_bytes(entry.answerer_port, "big")
             if judge.stale(destination, answerer):
-                chosen.append(entry.message)
+                chosen.append(entry.body)
     return _delete(family, chosen) if chosen else 0
 
 
-def _delete(family: int, messages: list[bytes]) -> int:
+def _delete(family: int, entries: list[bytes]) -> int:
     """Delete entries by the identity that the dump gave them; one that ended meanwhile is no error."""
     deleted = 0
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_NETFILTER) as netlink:
-        for first in range(0, len(messages), BATCH):
-            batch = messages[first : first + BATCH]
-            netlink.send(b"".join(_deletion(family, message) for message in batch))
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETFILTER) as netlink:
+        for first in range(0, len(entries), BATCH):
+            batch = entries[first : first + BATCH]
+            netlink.send(b"".join(_deletion(family, entry) for entry in batch))
             answers = 0
             while answers < len(batch):
-                for kind, message in _messages(netlink.recv(BUFFER)):
+                for kind, _, _, _, body in messages(netlink.recv(BUFFER)):
                     if kind != NLMSG_ERROR:
                         continue
                     answers += 1
-                    code = -struct.unpack_from("=i", message, HEADER.size)[0]
+                    code = error_of(body)
                     deleted += code == 0
                     if code not in (0, errno.ENOENT):
                         raise OSError(code, f"deleting a conntrack entry: {os.strerror(code)}")
     return deleted
 
 
-def _deletion(family: int, message: bytes) -> bytes:
+def _deletion(family: int, entry: bytes) -> bytes:
     """By the tuple of the answers.
 
     A client's next entry that goes elsewhere has the same original one, and often the same id, which is made of the
     entry's place in memory.
     """
     named = b"".join(
-        _attribute(kind | (NESTED if kind == CTA_TUPLE_REPLY else 0), value)
-        for kind, value in _attributes(message, START)
+        attribute(kind | (NESTED if kind == CTA_TUPLE_REPLY else 0), value)
+        for kind, value in attributes(entry, START)
         if kind in (CTA_TUPLE_REPLY, CTA_ID, CTA_ZONE)
     )
-    return _message(DELETE, NLM_F_REQUEST | NLM_F_ACK, _AF[family], named)
+    return message(DELETE, NLM_F_REQUEST | NLM_F_ACK, NFGEN.pack(_AF[family], 0, 0) + named)
 
 
 # Reading
@@ -223,52 +233,25 @@ def _deletion(family: int, message: bytes) -> bytes:
 
 def _dump(family: int, protocol: int | None = None) -> Iterator[_Entry]:
     """The entries of one family. A kernel before 5.8 does not filter by the protocol: the caller looks again."""
-    wanted = b""
+    wanted = NFGEN.pack(_AF[family], 0, 0)
     if protocol is not None:
-        number = _attribute(CTA_PROTO_NUM, bytes((protocol,)))
-        flags = _attribute(CTA_FILTER_ORIG_FLAGS, struct.pack("=I", FILTER_PROTO_NUM))
-        wanted = _attribute(CTA_TUPLE_ORIG | NESTED, _attribute(CTA_TUPLE_PROTO | NESTED, number))
-        wanted += _attribute(CTA_FILTER | NESTED, flags)
+        number = attribute(CTA_PROTO_NUM, bytes((protocol,)))
+        flags = attribute(CTA_FILTER_ORIG_FLAGS, struct.pack("=I", FILTER_PROTO_NUM))
+        wanted += nested(CTA_TUPLE_ORIG, nested(CTA_TUPLE_PROTO, number)) + nested(CTA_FILTER, flags)
     unpack = _unpack4 if family == 4 else _unpack6
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_NETFILTER) as netlink:
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETFILTER) as netlink:
         netlink.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
-        netlink.send(_message(GET, NLM_F_REQUEST | NLM_F_DUMP, _AF[family], wanted))
+        netlink.send(message(GET, NLM_F_REQUEST | NLM_F_DUMP, wanted))
         while True:
-            for kind, message in _messages(netlink.recv(BUFFER)):
+            for kind, _, _, _, body in messages(netlink.recv(BUFFER)):
                 if kind == NLMSG_DONE:
                     return
                 if kind == NLMSG_ERROR:
-                    code = -struct.unpack_from("=i", message, HEADER.size)[0]
+                    code = error_of(body)
                     raise OSError(code, f"reading conntrack: {os.strerror(code)}")
-                entry = unpack(message)
+                entry = unpack(body)
                 if entry is not None:
                     yield entry
-
-
-def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
-    position = 0
-    while position + HEADER.size <= len(data):
-        length, kind, *_ = HEADER.unpack_from(data, position)
-        yield kind, data[position : position + length]
-        position += (length + 3) & ~3
-
-
-def _message(kind: int, flags: int, family: int, attributes: bytes) -> bytes:
-    body = NFGEN.pack(family, 0, 0) + attributes
-    return HEADER.pack(HEADER.size + len(body), kind, flags, 0, 0) + body
-
-
-def _attribute(kind: int, value: bytes) -> bytes:
-    return ATTRIBUTE.pack(ATTRIBUTE.size + len(value), kind) + value + bytes(-len(value) % 4)
-
-
-def _attributes(data: bytes, position: int = 0) -> Iterator[tuple[int, bytes]]:
-    while position + ATTRIBUTE.size <= len(data):
-        length, kind = ATTRIBUTE.unpack_from(data, position)
-        if length < ATTRIBUTE.size:
-            return
-        yield kind & TYPE_MASK, data[position + ATTRIBUTE.size : position + length]
-        position += (length + 3) & ~3
 
 
 # The layout of both tuples of TCP, UDP and SCTP: attribute headers, addresses, protocol, ports.
@@ -302,41 +285,41 @@ _HEADERS4: Final = _headers(4)
 _HEADERS6: Final = _headers(16)
 
 
-def _unpack4(message: bytes) -> _Entry | None:
-    return _unpack(message, _LAYOUT4, _HEADERS4)
+def _unpack4(body: bytes) -> _Entry | None:
+    return _unpack(body, _LAYOUT4, _HEADERS4)
 
 
-def _unpack6(message: bytes) -> _Entry | None:
-    return _unpack(message, _LAYOUT6, _HEADERS6)
+def _unpack6(body: bytes) -> _Entry | None:
+    return _unpack(body, _LAYOUT6, _HEADERS6)
 
 
-def _unpack(message: bytes, layout: struct.Struct, headers: tuple[bytes, ...]) -> _Entry | None:
+def _unpack(body: bytes, layout: struct.Struct, headers: tuple[bytes, ...]) -> _Entry | None:
     """An entry with ports, None for another."""
-    if len(message) < START + layout.size:
-        return _walk(message)
+    if len(body) < START + layout.size:
+        return _walk(body)
     (
         h0, h1, h2, source, h3, destination, h4, h5, protocol, h6, source_port, h7, destination_port,
         g0, g1, g2, answerer, g3, peer, g4, g5, _, g6, answerer_port, g7, peer_port,
-    ) = layout.unpack_from(message, START)  # fmt: skip
+    ) = layout.unpack_from(body, START)  # fmt: skip
     if (h0, h1, h2, h3, h4, h5, h6, h7, g0, g1, g2, g3, g4, g5, g6, g7) != headers:
-        return _walk(message)
+        return _walk(body)
     return _Entry(
-        protocol, source, source_port, destination, destination_port, answerer, answerer_port, peer, peer_port, message
+        protocol, source, source_port, destination, destination_port, answerer, answerer_port, peer, peer_port, body
     )
 
 
-def _walk(message: bytes) -> _Entry | None:
+def _walk(body: bytes) -> _Entry | None:
     """The same, of an entry that is laid out in another way: in a zone, or without ports."""
-    attributes = dict(_attributes(message, START))
+    told = dict(attributes(body, START))
     ends: list[bytes] = []
     protocol = -1
     for kind in (CTA_TUPLE_ORIG, CTA_TUPLE_REPLY):
-        parts = dict(_attributes(attributes.get(kind, b"")))
-        addresses = [value for _, value in sorted(_attributes(parts.get(CTA_TUPLE_IP, b"")))]
-        transport = dict(_attributes(parts.get(CTA_TUPLE_PROTO, b"")))
+        parts = dict(attributes(told.get(kind, b"")))
+        addresses = [value for _, value in sorted(attributes(parts.get(CTA_TUPLE_IP, b"")))]
+        transport = dict(attributes(parts.get(CTA_TUPLE_PROTO, b"")))
         ports = [transport.get(CTA_PROTO_SRC_PORT), transport.get(CTA_PROTO_DST_PORT)]
         if len(addresses) != 2 or None in ports:
             return None
         protocol = transport[CTA_PROTO_NUM][0]
         ends += [addresses[0], ports[0] or b"", addresses[1], ports[1] or b""]
-    return _Entry._make((protocol, *ends, message))
+    return _Entry._make((protocol, *ends, body))

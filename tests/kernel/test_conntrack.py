@@ -156,7 +156,7 @@ class TestStale:
         rules(OLD)
         with socket.socket(V4, socket.SOCK_DGRAM) as client:
             client.sendto(b"?", (VIP[V4], PORT))
-            old = [entry.message for entry in conntrack._dump(4)]
+            old = [entry.body for entry in conntrack._dump(4)]
             assert conntrack._delete(4, old) == 1
             rules(NEW)
             client.sendto(b"?", (VIP[V4], PORT))
