@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,15 +17,14 @@ from typing import Final
 import msgspec
 
 from dataplane.errors import Unsupported
+from dataplane.kernel.netlink import NETFILTER, NFGEN, NLM_F_REQUEST, NLMSG_ERROR, message, messages, string
 from dataplane.kernel.places import pin_folder
 from dataplane.neighbours import HEALTH_PORT, Process, Seen
 
 __all__ = ["look_around", "may_have_left"]
 
-NETLINK_NETFILTER: Final = 12
 NFT: Final = 10 << 8  # NFNL_SUBSYS_NFTABLES
 GET_TABLE, GET_CHAIN = NFT | 1, NFT | 4
-NLM_F_REQUEST, NLM_F_ACK, NLMSG_ERROR = 0x1, 0x4, 2
 TABLE_NAME, CHAIN_TABLE, CHAIN_NAME = 1, 1, 3  # linux/netfilter/nf_tables.h
 FAMILIES: Final = {"ip": 2, "ip6": 10}  # NFPROTO_IPV4, NFPROTO_IPV6
 ANSWER_SECONDS: Final = 1.0
@@ -92,13 +90,13 @@ def _listens(name: str) -> bool:
 
 def _tables(name: str) -> list[str]:
     """The families in which nf_tables has a table of that name."""
-    wanted = _attribute(TABLE_NAME, name)
+    wanted = string(TABLE_NAME, name)
     return [family for family, number in FAMILIES.items() if _has(GET_TABLE, number, wanted)]
 
 
 def _chains(name: str) -> Iterator[str]:
     """Where the tables `nat` of iptables have a chain of that name, in either variant."""
-    wanted = _attribute(CHAIN_TABLE, "nat") + _attribute(CHAIN_NAME, name)
+    wanted = string(CHAIN_TABLE, "nat") + string(CHAIN_NAME, name)
     for family, number in FAMILIES.items():
         if _has(GET_CHAIN, number, wanted):
             yield f"chain {name} in {family} nat"
@@ -137,17 +135,11 @@ def _ipvs() -> Iterator[str]:
 
 def _has(kind: int, family: int, attributes: bytes) -> bool:
     """Whether nf_tables has what is named; no when it cannot be asked."""
-    body = struct.pack("=BBH", family, 0, 0) + attributes
-    with contextlib.suppress(OSError), socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_NETFILTER) as netlink:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETFILTER) as netlink:
         netlink.settimeout(ANSWER_SECONDS)
-        netlink.send(struct.pack("=IHHII", 16 + len(body), kind, NLM_F_REQUEST, 1, 0) + body)
-        return bool(struct.unpack_from("=IH", netlink.recv(1 << 16))[1] != NLMSG_ERROR)
+        netlink.send(message(kind, NLM_F_REQUEST, NFGEN.pack(family, 0, 0) + attributes))
+        return any(answered != NLMSG_ERROR for answered, *_ in messages(netlink.recv(1 << 16)))
     return False
-
-
-def _attribute(kind: int, text: str) -> bytes:
-    value = text.encode() + b"\0"
-    return struct.pack("=HH", 4 + len(value), kind) + value + bytes(-len(value) % 4)
 
 
 def _health() -> bool:
