@@ -10,18 +10,17 @@ from __future__ import annotations
 import errno
 import select
 import socket
-import struct
 import threading
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from dataplane.kernel.netlink import NETFILTER, NFGEN, SO_RCVBUFFORCE, attributes, messages
+
 __all__ = ["OWN_PORTS", "Change", "watch_ruleset"]
 
-NETLINK_NETFILTER: Final = 12
 NFNLGRP_NFTABLES: Final = 7
 NFNL_SUBSYS_NFTABLES: Final = 10
-SO_RCVBUFFORCE: Final = 33
 RECEIVE_BUFFER: Final = 8 << 20
 _NEWGEN: Final = NFNL_SUBSYS_NFTABLES << 8 | 15
 _NAME: Final = 1  # the attribute that names the table is number 1 in messages of every kind
@@ -65,7 +64,7 @@ def watch_ruleset(
         OSError: the socket cannot be made (no nf_tables in this kernel, no privilege).
     """
     wanted = frozenset(tables)
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_NETFILTER) as monitor:
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETFILTER) as monitor:
         monitor.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, RECEIVE_BUFFER)
         monitor.bind((0, 1 << (NFNLGRP_NFTABLES - 1)))
         monitor.setblocking(False)
@@ -101,23 +100,16 @@ class _Reader:
 
     def take(self, data: bytes) -> Iterator[Change]:
         """The transactions that end in this buffer."""
-        offset = 0
-        while offset + 20 <= len(data):
-            length, kind, _, _, port = struct.unpack_from("=IHHII", data, offset)
-            if length < 20:
-                return
+        for kind, _, _, port, body in messages(data):
             if port in OWN_PORTS:
-                pass
-            elif kind == _NEWGEN:
+                continue
+            if kind == _NEWGEN:
                 touched, self._tables = frozenset(self._tables), set()
-                if _writer(data, offset + 20, offset + length) not in _own_threads():
+                if _writer(body) not in _own_threads():
                     yield Change(touched)
-            else:
-                name = _attribute(data, offset + 20, offset + length, _NAME)
-                if name is not None:
-                    family = _FAMILIES.get(data[offset + 16], str(data[offset + 16]))
-                    self._tables.add(f"{family} {name.rstrip(bytes(1)).decode(errors='replace')}")
-            offset += (length + 3) & ~3
+            elif (name := _attribute(body, _NAME)) is not None:
+                family = _FAMILIES.get(body[0], str(body[0]))
+                self._tables.add(f"{family} {name.rstrip(bytes(1)).decode(errors='replace')}")
 
 
 def _own_threads() -> set[int]:
@@ -125,17 +117,10 @@ def _own_threads() -> set[int]:
     return {int(path.name) for path in Path("/proc/self/task").iterdir()}
 
 
-def _writer(data: bytes, start: int, end: int) -> int:
-    found = _attribute(data, start, end, _GEN_PROC_PID)
-    return struct.unpack(">I", found)[0] if found else 0
+def _writer(body: bytes) -> int:
+    return int.from_bytes(_attribute(body, _GEN_PROC_PID) or b"", "big")
 
 
-def _attribute(data: bytes, offset: int, end: int, wanted: int) -> bytes | None:
-    while offset + 4 <= end:
-        length, kind = struct.unpack_from("=HH", data, offset)
-        if length < 4:
-            return None
-        if kind & 0x3FFF == wanted:
-            return data[offset + 4 : offset + length]
-        offset += (length + 3) & ~3
-    return None
+def _attribute(body: bytes, wanted: int) -> bytes | None:
+    """The first of that number behind the nfgenmsg of a body."""
+    return next((value for kind, value in attributes(body, NFGEN.size) if kind == wanted), None)
