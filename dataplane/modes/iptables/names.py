@@ -48,6 +48,7 @@ def service_chains(entry: Entry) -> tuple[str, str]:
 def comment(entry: Entry, frontend: Frontend) -> str:
     """The words that name the service in a rule."""
     text = f"{entry.name} {frontend.kind.value}".replace('"', "'").replace("\\", "/")
+    text = "".join(letter if letter.isprintable() else "?" for letter in text)  # a new line would begin another rule
     return f'-m comment --comment "{text}"'
 
 

@@ -105,6 +105,14 @@ def test_addresses_of_ipv6_stand_in_brackets_before_a_port() -> None:
     assert nat(lowered)[0].startswith("-d fd96::a/128 -p sctp -m sctp --dport 80 ")
 
 
+def test_a_name_cannot_add_a_rule() -> None:
+    made = lower(entry(cluster_ip(), name='default/web:a\n-A INPUT -j DROP" \\'), node())
+    (rule,) = nat(made)
+    assert "\n" not in rule
+    assert rule.count('"') == 2
+    assert "default/web:a?-A INPUT -j DROP' / ClusterIP" in rule
+
+
 def test_who_is_masqueraded_otherwise_says_so_in_a_chain_before() -> None:
     lowered = lower(entry(cluster_ip(masquerade=Masquerade.ALWAYS)), node())
     extra = next(name for name in lowered.chains if name.startswith("HP-EXT-"))

@@ -129,6 +129,39 @@ def test_a_change_of_one_service_touches_no_other_chain(variant: str) -> None:
         assert text.count("\n:HP-") <= 5, text
 
 
+def extremes(family: int) -> dict[str, Entry]:
+    """Service ports with values at the ends of what a table can hold."""
+    plain = service(1, family)
+    cluster, ports, balancer = plain.frontends
+    everybody = "0.0.0.0/0" if family == 4 else "::/0"
+    nested = ("10.0.0.0/8", "10.1.2.3/32", "10.1.2.3/8") if family == 4 else ("fd98::/16", "fd98::1/128", "fd98::7/16")
+    many = tuple(f"10.0.{n % 256}.{n // 256}/32" if family == 4 else f"fd98:{n:x}::/48" for n in range(500))
+    at = [Backend(backend.address, port) for backend in plain.serving for port in (1, 65535)]
+    replace = msgspec.structs.replace
+    made = {
+        f"sources {len(sources)}": replace(plain, frontends=(cluster, ports, replace(balancer, sources=sources)))
+        for sources in ((), (everybody,), (everybody, *nested), many)
+    }
+    made |= {
+        f"port {port}": replace(plain, frontends=tuple(replace(one, port=port) for one in plain.frontends))
+        for port in (1, 65535)
+    }
+    made |= {f"affinity {seconds}": replace(plain, affinity_seconds=seconds) for seconds in (1, 86_400)}
+    made["ports of one endpoint"] = replace(plain, frontends=(replace(cluster, inside=Route(tuple(at))),))
+    made["long name"] = replace(plain, name=f"{'n' * 63}/{'s' * 253}:{'p' * 63}")
+    made["odd name"] = replace(plain, name="n/'$(s);\"\\#%{}é:-j HP-SERVICES")
+    made["1000 backends"] = service(0, family, 1000 if family == 6 else 240)
+    return made
+
+
+@pytest.mark.parametrize("family", [4, 6])
+def test_no_value_of_a_table_is_refused_or_taken_for_damage(variant: str, family: int) -> None:
+    with opened(variant) as mode:
+        for generation, (what, made) in enumerate(extremes(family).items(), 1):
+            mode.sync(ServiceTable({"ns/s": (made,)}, NETWORK, generation))
+            assert [damage for held in mode._installed.values() for damage in held.damage()] == [], what
+
+
 def test_a_restart_takes_over_what_is_there_and_removes_what_is_stale(variant: str) -> None:
     with opened(variant) as programmer:
         programmer.sync(table(*range(1, 20)))
