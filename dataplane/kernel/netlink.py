@@ -17,14 +17,15 @@ from dataplane.errors import DataplaneError
 
 __all__ = [
     "ATTRIBUTE", "GENERIC", "HEADER", "NESTED", "NETFILTER", "NET_BYTEORDER", "NFGEN", "NLMSG_DONE", "NLMSG_ERROR",
-    "NLM_F_ACK", "NLM_F_CREATE", "NLM_F_DUMP", "NLM_F_DUMP_INTR", "NLM_F_REQUEST", "ROUTE", "SOCK_DIAG",
-    "SO_RCVBUFFORCE", "SO_SNDBUFFORCE", "Message", "Netlink", "NetlinkFailed", "attribute", "attributes", "error_of",
-    "message", "messages", "nested", "string",
+    "NLM_F_ACK", "NLM_F_APPEND", "NLM_F_CREATE", "NLM_F_DUMP", "NLM_F_DUMP_INTR", "NLM_F_REQUEST", "ROUTE",
+    "SOCK_DIAG", "SO_RCVBUFFORCE", "SO_SNDBUFFORCE", "Message", "Netlink", "NetlinkFailed", "attribute", "attributes",
+    "error_of", "message", "messages", "nested", "string",
 ]  # fmt: skip
 
 # linux/netlink.h
 ROUTE, SOCK_DIAG, NETFILTER, GENERIC = 0, 4, 12, 16
-NLM_F_REQUEST, NLM_F_ACK, NLM_F_DUMP_INTR, NLM_F_DUMP, NLM_F_CREATE = 0x1, 0x4, 0x10, 0x300, 0x400
+NLM_F_REQUEST, NLM_F_ACK, NLM_F_DUMP_INTR, NLM_F_DUMP = 0x1, 0x4, 0x10, 0x300
+NLM_F_CREATE, NLM_F_APPEND = 0x400, 0x800
 NLMSG_ERROR, NLMSG_DONE = 2, 3
 NESTED: Final = 0x8000
 NET_BYTEORDER: Final = 0x4000

@@ -1,8 +1,8 @@
 """nf_tables over netlink: batches of messages as one transaction, and dumps.
 
 For whoever writes many elements or changes few of many: nothing is parsed, nothing but what is asked for is read.
-Bodies of messages are built by the caller out of `attribute`, `nested` and `string`; numbers of messages and
-attributes are those of linux/netfilter/nf_tables.h.
+Bodies of messages are built by the caller out of `number` and what `netlink` has; numbers of messages and attributes
+are those of linux/netfilter/nf_tables.h.
 """
 
 from __future__ import annotations
@@ -15,23 +15,29 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple, Self
 
 from dataplane.errors import DataplaneError
+from dataplane.kernel import netlink
+from dataplane.kernel.netlink import (
+    NETFILTER,
+    NFGEN,
+    NLM_F_ACK,
+    NLM_F_DUMP,
+    NLM_F_DUMP_INTR,
+    NLM_F_REQUEST,
+    NLMSG_DONE,
+    NLMSG_ERROR,
+    SO_RCVBUFFORCE,
+    SO_SNDBUFFORCE,
+    error_of,
+)
 from dataplane.kernel.nfmonitor import OWN_PORTS
 
-__all__ = [
-    "NFPROTO", "Message", "Nfnetlink", "NftablesError", "attribute", "attributes", "nested", "number", "number64",
-    "string",
-]  # fmt: skip
+__all__ = ["NFPROTO", "Message", "Nfnetlink", "NftablesError", "attributes", "number", "number64"]
 
-NETLINK_NETFILTER: Final = 12
 SUBSYSTEM: Final = 10 << 8
 BATCH_BEGIN, BATCH_END = 0x10, 0x11
-NLM_F_REQUEST, NLM_F_ACK, NLM_F_DUMP, NLM_F_DUMP_INTR = 0x1, 0x4, 0x300, 0x10
-NLMSG_ERROR, NLMSG_DONE = 2, 3
-SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
 GETGEN: Final = 16
 NFPROTO: Final = {4: 2, 6: 10}
-NESTED: Final = 0x8000
-_HEADER: Final = struct.Struct("=IHHIIBBH")  # nlmsghdr, nfgenmsg
+_BE32, _BE64 = struct.Struct(">I"), struct.Struct(">Q")
 _TIMEOUT: Final = 30.0
 _ATTEMPTS: Final = 20
 _REST: Final = 1 << 16  # of the send buffer: what is in it besides the message
@@ -61,50 +67,26 @@ class Message(NamedTuple):
     what: str
 
 
-def attribute(kind: int, value: bytes) -> bytes:
-    """One attribute, padded."""
-    length = 4 + len(value)
-    return struct.pack("=HH", length, kind) + value + bytes(-length % 4)
-
-
-def nested(kind: int, *parts: bytes) -> bytes:
-    """An attribute of attributes."""
-    return attribute(kind | NESTED, b"".join(parts))
-
-
 def number(kind: int, value: int) -> bytes:
     """32 bits in network order, as nf_tables has almost everything."""
-    return struct.pack("=HH", 8, kind) + struct.pack(">I", value & 0xFFFFFFFF)
+    return netlink.attribute(kind, _BE32.pack(value & 0xFFFFFFFF))
 
 
 def number64(kind: int, value: int) -> bytes:
     """64 bits in network order."""
-    return struct.pack("=HH", 12, kind) + struct.pack(">Q", value)
+    return netlink.attribute(kind, _BE64.pack(value))
 
 
-def string(kind: int, value: str) -> bytes:
-    """Text with its zero."""
-    return attribute(kind, value.encode() + b"\0")
-
-
-def attributes(data: bytes | memoryview) -> dict[int, bytes]:
+def attributes(data: bytes) -> dict[int, bytes]:
     """The attributes of a body; of several with one number the last."""
-    found: dict[int, bytes] = {}
-    offset, end = 0, len(data)
-    while offset + 4 <= end:
-        length, kind = struct.unpack_from("=HH", data, offset)
-        if length < 4:
-            break
-        found[kind & 0x3FFF] = bytes(data[offset + 4 : offset + length])
-        offset += (length + 3) & ~3
-    return found
+    return dict(netlink.attributes(data))
 
 
 class Nfnetlink:
     """A socket of the calling thread's network namespace. A context manager."""
 
     def __init__(self) -> None:
-        self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, NETLINK_NETFILTER)
+        self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, NETFILTER)
         self._socket.bind((0, 0))
         self._socket.settimeout(_TIMEOUT)
         self._socket.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 4 << 20)
@@ -177,8 +159,7 @@ class Nfnetlink:
 
     def _message(self, kind: int, flags: int, family: int, body: bytes, resource: int = 0) -> bytes:
         self._sequence = self._sequence % 0x7FFFFFFF + 1
-        size = _HEADER.size + len(body)
-        return _HEADER.pack(size, kind, flags, self._sequence, 0, family, 0, socket.htons(resource)) + body
+        return netlink.message(kind, flags, NFGEN.pack(family, 0, resource) + body, self._sequence)
 
     def _drain(self) -> None:
         """What an earlier, interrupted conversation left."""
@@ -194,19 +175,16 @@ class Nfnetlink:
     def _await(self, first: int, last: int, messages: Sequence[Message]) -> None:
         """The first error refuses everything; without one the answer to the last message is the end."""
         while True:
-            data = self._receive()
-            offset = 0
-            while offset + 20 <= len(data):
-                length, kind, _, sequence, _ = struct.unpack_from("=IHHII", data, offset)
-                if kind == NLMSG_ERROR:
-                    code = -struct.unpack_from("=i", data, offset + 16)[0]
-                    index = sequence - first - 1
-                    if code:
-                        what = messages[index].what if 0 <= index < len(messages) else "a transaction"
-                        raise NftablesError(code, what)
-                    if sequence == last:
-                        return
-                offset += (length + 3) & ~3
+            for kind, _, sequence, _, body in netlink.messages(self._receive()):
+                if kind != NLMSG_ERROR:
+                    continue
+                code = error_of(body)
+                index = sequence - first - 1
+                if code:
+                    what = messages[index].what if 0 <= index < len(messages) else "a transaction"
+                    raise NftablesError(code, what)
+                if sequence == last:
+                    return
 
     def _receive(self) -> bytes:
         try:
@@ -218,14 +196,12 @@ class Nfnetlink:
         """One object: its message, or an error."""
         self._drain()
         self._socket.send(self._message(SUBSYSTEM | kind, flags, family, body))
-        data = self._receive()
-        length, answered, *_ = struct.unpack_from("=IHH", data)
-        if answered == NLMSG_ERROR:
-            code = -struct.unpack_from("=i", data, 16)[0]
-            if code:
+        for answered, _, _, _, told in netlink.messages(self._receive()):
+            if answered != NLMSG_ERROR:
+                yield told[NFGEN.size :]
+            elif code := error_of(told):
                 raise NftablesError(code, "a question")
             return
-        yield data[20:length]
 
     def _dump_once(self, kind: int, family: int, body: bytes) -> list[bytes] | None:
         """None: the ruleset changed meanwhile."""
@@ -234,17 +210,13 @@ class Nfnetlink:
         found: list[bytes] = []
         interrupted = False
         while True:
-            data = self._receive()
-            offset = 0
-            while offset + 16 <= len(data):
-                length, answered, flags, *_ = struct.unpack_from("=IHHII", data, offset)
+            for answered, flags, _, _, told in netlink.messages(self._receive()):
                 interrupted = interrupted or bool(flags & NLM_F_DUMP_INTR)
                 if answered in {NLMSG_DONE, NLMSG_ERROR}:
-                    code = -struct.unpack_from("=i", data, offset + 16)[0] if length >= 20 else 0
+                    code = error_of(told)
                     if code in {errno.EINTR, errno.EAGAIN} or interrupted:
                         return None
                     if code:
                         raise NftablesError(code, "a listing")
                     return found
-                found.append(data[offset + 20 : offset + length])
-                offset += (length + 3) & ~3
+                found.append(told[NFGEN.size :])

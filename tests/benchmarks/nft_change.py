@@ -6,7 +6,8 @@ import contextlib
 import time
 
 from controller.lab.network import Lab
-from dataplane.kernel.nfnetlink import NFPROTO, Nfnetlink, attribute, nested, string
+from dataplane.kernel.netlink import attribute, nested, string
+from dataplane.kernel.nfnetlink import NFPROTO, Nfnetlink
 from dataplane.modes.nftables import lower
 from dataplane.modes.nftables import operations as op
 from dataplane.modes.nftables.codec import Codec

@@ -8,18 +8,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
-from dataplane.kernel.nfnetlink import (
-    NFPROTO,
-    Message,
-    Nfnetlink,
-    NftablesError,
-    attribute,
-    attributes,
-    nested,
-    number,
-    number64,
-    string,
-)
+from dataplane.kernel.netlink import NLM_F_APPEND, NLM_F_CREATE, attribute, nested, string
+from dataplane.kernel.netlink import attributes as each_attribute
+from dataplane.kernel.nfnetlink import NFPROTO, Message, Nfnetlink, NftablesError, attributes, number, number64
 from dataplane.modes.nftables import operations as op
 from dataplane.modes.nftables.codec import Codec, cidr_between, length, type_of, width
 from dataplane.modes.nftables.expressions import Attributes, Family, Rule, verdict
@@ -42,7 +33,6 @@ __all__ = ["Kernel"]
 NEWTABLE, GETTABLE, DELTABLE, NEWCHAIN, GETCHAIN, DELCHAIN, NEWRULE, GETRULE, DELRULE = range(9)
 NEWSET, GETSET, DELSET, NEWSETELEM, GETSETELEM, DELSETELEM = range(9, 15)
 NEWOBJ, GETOBJ = 18, 19
-CREATE, APPEND = 0x400, 0x800
 INTERVAL, MAP, TIMEOUT, EVAL, CONCAT = 0x4, 0x8, 0x10, 0x20, 0x80
 VERDICT_TYPE: Final = 0xFFFFFF00
 COUNTER: Final = 1
@@ -117,18 +107,18 @@ class Kernel:
         table = string(1, self._table)
         match operation:
             case op.AddTable():
-                yield Message(NEWTABLE, CREATE, protocol, table, f"table {family.name} {self._table}")
+                yield Message(NEWTABLE, NLM_F_CREATE, protocol, table, f"table {family.name} {self._table}")
             case op.DeleteTable():
                 yield Message(DELTABLE, 0, protocol, table, f"to delete table {family.name} {self._table}")
             case op.AddCounter(name):
                 body = table + string(2, name) + number(3, COUNTER) + nested(4)
-                yield Message(NEWOBJ, CREATE, protocol, body, f"counter {name}")
+                yield Message(NEWOBJ, NLM_F_CREATE, protocol, body, f"counter {name}")
             case op.AddSet(wanted):
-                yield Message(NEWSET, CREATE, protocol, table + self._set(family, wanted), f"set {wanted.name}")
+                yield Message(NEWSET, NLM_F_CREATE, protocol, table + self._set(family, wanted), f"set {wanted.name}")
             case op.DeleteSet(name):
                 yield Message(DELSET, 0, protocol, table + string(2, name), f"to delete set {name}")
             case op.AddChain(chain):
-                yield Message(NEWCHAIN, CREATE, protocol, table + _chain(chain), f"chain {chain.name}")
+                yield Message(NEWCHAIN, NLM_F_CREATE, protocol, table + _chain(chain), f"chain {chain.name}")
             case op.FlushChain(name):
                 yield Message(DELRULE, 0, protocol, table + string(2, name), f"to flush chain {name}")
             case op.DeleteChain(name):
@@ -136,10 +126,11 @@ class Kernel:
             case op.AddRules(chain, rules):
                 for rule in rules:
                     body = table + string(2, chain) + _expressions(rule) + _rule_data(rule)
-                    yield Message(NEWRULE, CREATE | APPEND, protocol, body, f"rule `{rule.text}` in chain {chain}")
+                    what = f"rule `{rule.text}` in chain {chain}"
+                    yield Message(NEWRULE, NLM_F_CREATE | NLM_F_APPEND, protocol, body, what)
             case op.AddElements(name, elements):
                 octets = self._new_elements(family, name, elements)
-                yield from self._element_messages(NEWSETELEM, CREATE, protocol, name, octets)
+                yield from self._element_messages(NEWSETELEM, NLM_F_CREATE, protocol, name, octets)
             case op.DeleteElements(name, keys):
                 octets = self._old_elements(family, name, keys)
                 yield from self._element_messages(DELSETELEM, 0, protocol, name, octets)
@@ -271,7 +262,7 @@ class Kernel:
         found = {}
         body = string(1, self._table) + string(2, wanted.name)
         for message in self._netlink.dump(GETSETELEM, NFPROTO[family.version], body):
-            for element in _list(attributes(message).get(3, b"")):
+            for _, element in each_attribute(attributes(message).get(3, b"")):
                 told = attributes(element)
                 key = decode(told[1][4:])  # behind the header of its only attribute
                 if 10 in told:
@@ -361,16 +352,6 @@ def _text(data: bytes) -> str:
 
 def _u32(data: bytes) -> int:
     return int.from_bytes(data, "big")
-
-
-def _list(data: bytes) -> Iterator[bytes]:
-    offset = 0
-    while offset + 4 <= len(data):
-        length = struct.unpack_from("=H", data, offset)[0]
-        if length < 4:
-            return
-        yield data[offset + 4 : offset + length]
-        offset += (length + 3) & ~3
 
 
 def _user_data(data: bytes) -> dict[int, bytes]:
