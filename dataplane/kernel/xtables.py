@@ -15,13 +15,13 @@ import os
 import re
 import shutil
 import socket
-import struct
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from dataplane.errors import DataplaneError, Unsupported
+from dataplane.kernel.netlink import NETFILTER, NFGEN, NLM_F_REQUEST, NLMSG_ERROR, attributes, message, messages
 
 __all__ = ["PROBE_CHAIN", "VARIANTS", "Needs", "Xtables", "XtablesError", "find", "present"]
 
@@ -32,8 +32,7 @@ TABLES: Final = ("raw", "mangle", "nat", "filter")
 HINTS: Final = re.compile(r"^:(KUBE-IPTABLES-HINT|KUBE-KUBELET-CANARY) ", re.MULTILINE)
 LOCK_SECONDS: Final = 10  # how long another writer may hold /run/xtables.lock (legacy)
 CALL_SECONDS: Final = 120  # for one restore or save, however large
-NETLINK_NETFILTER: Final = 12
-NLM_F_REQUEST, NFT_MSG_GETGEN, NFTA_GEN_ID = 1, 10 << 8 | 16, 1  # linux/netfilter/nf_tables.h
+NFT_MSG_GETGEN, NFTA_GEN_ID = 10 << 8 | 16, 1  # linux/netfilter/nf_tables.h
 INSTALL: Final = "install the package iptables"
 _NAMES: Final = {4: "ip", 6: "ip6"}
 PROBE_CHAIN: Final = "HP-PROBE"  # for a moment, also while an agent runs
@@ -97,14 +96,16 @@ class Xtables:
         if self.variant != "nft":
             return None
         try:
-            with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_NETFILTER) as kernel:
-                kernel.send(struct.pack("=IHHIIBBH", 20, NFT_MSG_GETGEN, NLM_F_REQUEST, 1, 0, 0, 0, 0))
+            with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETFILTER) as kernel:
+                kernel.send(message(NFT_MSG_GETGEN, NLM_F_REQUEST, NFGEN.pack(0, 0, 0)))
                 answer = kernel.recv(4096)
         except OSError as error:
             raise XtablesError(f"nf_tables does not tell its generation: {error}") from error
-        if len(answer) < 28 or struct.unpack_from("=H", answer, 22)[0] != NFTA_GEN_ID:
-            raise XtablesError("nf_tables does not tell its generation: unexpected answer")
-        return int.from_bytes(answer[24:28], "big")
+        for kind, _, _, _, body in messages(answer):
+            told = dict(attributes(body, NFGEN.size)) if kind != NLMSG_ERROR else {}
+            if NFTA_GEN_ID in told:
+                return int.from_bytes(told[NFTA_GEN_ID], "big")
+        raise XtablesError("nf_tables does not tell its generation: unexpected answer")
 
     def accepts(self, family: int, table: str, rules: Iterable[str]) -> str | None:
         """Try rules (`-p tcp -j ...`) in a chain of their own that nothing leads to; None, or what refused them.
