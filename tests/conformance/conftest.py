@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -74,13 +74,14 @@ def new_lab(pods: int, remote: int) -> Lab:
     return Lab(f"c{os.getpid()}x{next(LABS)}", pods, remote=remote)
 
 
-def serve(made: Lab) -> None:
-    """Servers in all pods, and on the nodes themselves at every one of their addresses."""
+def serve(made: Lab, second: Sequence[str] = ()) -> None:
+    """Servers in all pods, and on the nodes themselves at every one of their addresses, `second` too."""
     ports = {"http": (HTTP, SECOND_HTTP, HOST_PORT, node_port_of("web")), "udp": (UDP,)}
     made.serve(*(place.name for place in made.pods()), **ports)
     node = made["node"]
     at = [f"node={node.namespace},{node.address4},{node.address6}", f"loopback={node.namespace},127.0.0.1,::1"]
-    at.append(f"second={node.namespace},{','.join(SECOND)}")
+    if second:
+        at.append(f"second={node.namespace},{','.join(second)}")
     at.append(f"node2={made['node2'].namespace},{made['node2'].address4},{made['node2'].address6}")
     made.serve(*(place.name for place in made.pods("remote")), at=at, **ports)
 
@@ -109,7 +110,7 @@ def bench(mode: str, request: pytest.FixtureRequest) -> Iterator[Bench]:
     """The lab with an agent that runs; what it leaves behind is cleaned up, and what it said is shown on failure."""
     with new_lab(5, 2) as made:
         route_services(made)
-        serve(made)
+        serve(made, SECOND)
         manifests = made.folder / "manifests"
         manifests.mkdir()
         (manifests / "node.json").write_text(node_manifest(made))

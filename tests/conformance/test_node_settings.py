@@ -34,7 +34,7 @@ def field() -> Iterator[Lab]:
     """A smaller lab, whose agent changes with every setting."""
     with new_lab(2, 1) as made:
         route_services(made)
-        serve(made)
+        serve(made, SECOND)
         yield made
 
 

@@ -27,7 +27,7 @@ from .conftest import new_lab, route_services, serve
 from .kit import HTTP, PATIENCE, UDP, V4, V6, Bench, End, Service, eventually, node_manifest
 from .probes import QUIET, REFUSED, SILENT, Probe, sight, volley
 from .test_rows import target_of
-from .world import table_of
+from .world import SECOND, table_of
 
 NAMES = ("red", "blue")
 PODS = ("pod1", "pod2", "remote1")
@@ -175,7 +175,7 @@ def nodes() -> Iterator[list[Node]]:
                 print(f"{mode} does not take part: {missing}")
                 continue
             route_services(lab)
-            serve(lab)
+            serve(lab, SECOND)
             manifests = lab.folder / "manifests"
             manifests.mkdir()
             (manifests / "node.json").write_text(node_manifest(lab))
