@@ -82,7 +82,7 @@ def test_kill_and_restart_under_load(bench: Bench) -> None:
         time.sleep(0.7)
         bench.agent.kill()
         time.sleep(0.7)
-        bench.agent.start()
+        bench.agent.start(20 * PATIENCE)
         after = bench.agent.status()
         time.sleep(0.7)
     assert after is not None
@@ -98,7 +98,7 @@ def test_a_restarted_agent_works_on(bench: Bench, family: int) -> None:
         stream.ask()
         bench.agent.kill()
         web.write(bench.lab["pod3"])  # changed while nobody watches
-        bench.agent.start()
+        bench.agent.start(20 * PATIENCE)
         bench.settle(web, {"pod3"}, family)
         assert stream.ask().pod == "pod2"
     later = bench.service("pod4")
@@ -117,7 +117,7 @@ def test_sockets_of_the_node_see_the_service_over_a_restart(bench: Bench, family
         client.sendto(b"question", dns.vip(family))
         time.sleep(0.1)  # the answer waits in the socket
         bench.agent.kill()
-        bench.agent.start()
+        bench.agent.start(20 * PATIENCE)
         assert client.recvfrom(1000)[1][:2] == dns.vip(family)
         assert connection.getpeername()[:2] == web.vip(family)
 
@@ -127,7 +127,7 @@ def test_a_service_deleted_while_the_agent_was_down_goes(bench: Bench, family: i
     doomed, kept = bench.service("pod2"), bench.service("pod3")
     bench.agent.kill()
     doomed.delete()
-    bench.agent.start()
+    bench.agent.start(20 * PATIENCE)
     eventually(lambda: silent(bench, "pod1", doomed, family, 0.3), 8, "a service deleted in the meantime still answers")
     assert bench.seen("pod1", kept, family, 4) == {"pod3"}
 
@@ -144,7 +144,7 @@ def test_sigterm_leaves_the_dataplane_working(bench: Bench, family: int) -> None
 
 def test_a_second_agent_on_the_node_refuses_to_start(bench: Bench) -> None:
     second = bench.lab.run(
-        "node", [*bench.agent.argv, "--admin-socket", str(bench.lab.folder / "second.sock")], timeout=20
+        "node", [*bench.agent.argv, "--admin-socket", str(bench.lab.folder / "second.sock")], timeout=20 * PATIENCE
     )
     assert second.returncode != 0
     assert second.stderr.strip(), "it says nothing about why"
@@ -280,7 +280,7 @@ def test_what_is_no_services_waits_for_no_agent(bench: Bench, family: int) -> No
     client.start()
     bench.agent.kill()
     bench.agent.cleanup()
-    bench.agent.start()
+    bench.agent.start(20 * PATIENCE)
     bench.agent.terminate()
     stop.set()
     client.join()
