@@ -43,6 +43,7 @@ class Line:
         self.sock = sock
         self.started = started
         self.broken = False
+        self._watchers: list[socket.socket] = []  # closing one ends the thread at its other end
         answer = self.ask(m.Hello(agent), m.Welcome, refused=Occupied, seconds=HELLO_SECONDS)
         self.pid, self.version, self.rows = answer.pid, answer.version, answer.ports
 
@@ -81,25 +82,32 @@ class Line:
         return b"".join(parts)
 
     def watch(self, ended: Callable[[], None]) -> None:
-        """Call `ended` from a thread of its own when the relay's process is gone."""
+        """Call `ended` from a thread of its own when the relay's process is gone, unless this line is closed before."""
         try:
             process = os.pidfd_open(self.pid)
         except OSError:
             ended()
             return
+        held, closed = socket.socketpair()
+        self._watchers.append(held)
 
         def wait() -> None:
             poll = select.poll()
             poll.register(process, select.POLLIN)
-            poll.poll()
+            poll.register(closed, select.POLLIN)
+            gone = any(descriptor == process for descriptor, _ in poll.poll())
             os.close(process)
-            ended()
+            closed.close()
+            if gone:
+                ended()
 
         threading.Thread(target=wait, name="relay", daemon=True).start()
 
     def close(self) -> None:
         """Hang up; the relay goes on."""
         self.sock.close()
+        for held in self._watchers:
+            held.close()
 
 
 def connect(*, agent: bool, address: str = m.ADDRESS) -> Line | None:
@@ -161,7 +169,8 @@ def _replace(old: Line) -> Line:
 
 def _start(descriptors: list[int]) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     errors = tempfile.TemporaryFile()  # noqa: SIM115 - read when it does not start; a pipe would bind it to us
-    argv = [sys.executable, "-m", "dataplane.modes.userspace.relay", *map(str, descriptors)]
+    # -P: what lies in the agent's working directory is no module of ours.
+    argv = [sys.executable, "-P", "-m", "dataplane.modes.userspace.relay", *map(str, descriptors)]
     root = str(Path(__file__).resolve().parents[3])
     paths = [root, *filter(None, (os.environ.get("PYTHONPATH"),))]
     child = subprocess.Popen(

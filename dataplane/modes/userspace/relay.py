@@ -18,6 +18,7 @@ import socket
 import struct
 import sys
 import time
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -359,11 +360,18 @@ async def _serve(line: socket.socket, taken: list[tuple[m.Stale, m.Network, sock
     relay.server = await asyncio.start_unix_server(relay.talk, sock=line, limit=1 << 20)
     for number in (signal.SIGTERM, signal.SIGINT):
         state.loop.add_signal_handler(number, relay.ended.set)
+    _fall_silent()
     await relay.ended.wait()
     await asyncio.sleep(0)
     relay.close()
     if relay.server is not None:
         relay.server.close()
+
+
+def _fall_silent() -> None:
+    """What went wrong at the start was for the agent to read; later it is in `status`, nobody would read it here."""
+    with Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stderr.fileno())
 
 
 def main() -> int:

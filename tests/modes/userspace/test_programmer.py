@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -136,6 +137,33 @@ def test_a_killed_relay_is_noticed_and_started_again(node: Node) -> None:
     node.mode.maintain()
     assert node.ask()[0] == "pod2"
     assert node.mode.status()["audit_repairs"] == 1
+
+
+def test_a_line_that_is_closed_leaves_nothing_behind(node: Node) -> None:
+    def held() -> tuple[int, int]:
+        threads = sum(thread.name == "relay" for thread in threading.enumerate())
+        return threads, sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+    before = held()
+    for _ in range(3):
+        node.mode._reopen()
+    eventually(lambda: held() == before, "threads or descriptors of closed lines are still there")
+    node.woken.clear()
+    os.kill(node.mode.line.pid, signal.SIGKILL)
+    assert node.woken.wait(5), "nobody was told"
+    node.mode.maintain()
+
+
+def test_the_relay_has_no_module_from_the_working_directory_and_keeps_no_file_of_what_it_says(
+    node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "msgspec.py").write_text("raise SystemExit('the wrong one')")
+    monkeypatch.chdir(tmp_path)
+    os.kill(node.mode.line.pid, signal.SIGKILL)
+    assert node.woken.wait(5), "nobody was told"
+    node.mode.maintain()
+    assert node.ask()[0] == "pod2"
+    assert str(Path(f"/proc/{node.mode.line.pid}/fd/2").readlink()) == os.devnull
 
 
 @pytest.mark.parametrize(
