@@ -58,7 +58,8 @@ class Userspace:
             raise Unsupported("the userspace mode", missing)
         self.options = options
         self._wake = wake
-        self.transparent = tuple(family for family in rules.FAMILIES if transparent_works(family))
+        self._possible = tuple(family for family in rules.FAMILIES if transparent_works(family))
+        self.transparent = self._possible  # of these, those whose answers are delivered here
         self._sctp = _has_sctp()
         self.table: ServiceTable = EMPTY
         self._known: dict[str, dict[str, _Known]] = {}  # service -> service port
@@ -167,13 +168,15 @@ class Userspace:
         return SyncResult(changed, removed, self._all_misfits())
 
     def _deliver_answers(self, mark: int) -> None:
-        """Where that is impossible backends see the node's address, as with any relay."""
-        for family in self.transparent:
+        """While that is impossible backends see the node's address, as with any relay; each full sync tries again."""
+        delivered = []
+        for family in self._possible:
             try:
                 policy.deliver_marked(family, mark)
+                delivered.append(family)
             except DataplaneError as error:
-                self.transparent = tuple(known for known in self.transparent if known != family)
                 log.warning("backends see the node's address instead of their clients': %s", error)
+        self.transparent = tuple(delivered)
 
     @staticmethod
     def _note(where: dict[str, Any], name: str, what: Any) -> None:
@@ -235,10 +238,7 @@ class Userspace:
             self._whole = True
         if due:
             self._audit_at = time.monotonic() + self.options.sync_seconds
-            for family in self.transparent:
-                if policy.deliver_marked(family, rules.answer_mark(self.table.node)):
-                    self.audit_repairs += 1
-                    log.warning("repaired: the routing rule for answers to kept IPv%d addresses was gone", family)
+            self._audit_answers()
         if gone:
             self.audit_repairs += len(gone)
             log.warning("repairing what others changed: %s", "; ".join(gone))
@@ -246,6 +246,18 @@ class Userspace:
             self.sync(self.table)
         elif self._misfits:
             self._retry_misfits()
+
+    def _audit_answers(self) -> None:
+        """The routing rules for answers to kept addresses; once one that was impossible works all is told anew."""
+        mark = rules.answer_mark(self.table.node)
+        for family in self._possible:
+            if family not in self.transparent:
+                with contextlib.suppress(DataplaneError):
+                    policy.deliver_marked(family, mark)
+                    self._whole = True
+            elif policy.deliver_marked(family, mark):
+                self.audit_repairs += 1
+                log.warning("repaired: the routing rule for answers to kept IPv%d addresses was gone", family)
 
     def _retry_misfits(self) -> None:
         """A service port that the relay had no room for may find some now."""

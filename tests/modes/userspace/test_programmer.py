@@ -229,6 +229,22 @@ def test_a_lost_routing_rule_comes_back(node: Node) -> None:
     assert node.ask() == ("pod2", node.lab["pod1"].address4)
 
 
+def test_addresses_are_kept_again_after_an_error_that_passes(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(family: int, mark: int) -> bool:
+        raise DataplaneError(f"no buffer space for IPv{family} and {mark}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(policy, "deliver_marked", refuse)
+        node.mode._whole = True
+        node.mode.sync(node.table("pod2", generation=1))
+        assert node.mode.status()["kept_addresses"] == []
+        assert node.ask()[1] != node.lab["pod1"].address4
+    node.mode._audit_at = 0.0
+    node.mode.maintain()
+    assert "IPv4" in node.mode.status()["kept_addresses"]
+    assert node.ask() == ("pod2", node.lab["pod1"].address4)
+
+
 def test_what_another_proxy_is_about_to_masquerade_is_not_delivered_here(node: Node) -> None:
     mark = "chain marks { type route hook output priority -200; tcp dport 8080 meta mark set meta mark | 0x4000; };"
     told = node.lab.run("node", ["nft", f"table ip another-proxy {{ {mark} }}"])
