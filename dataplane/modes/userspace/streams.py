@@ -16,6 +16,7 @@ import socket
 from typing import TYPE_CHECKING, Final
 
 from dataplane.modes.userspace.sockets import resetting, toward
+from dataplane.modes.userspace.state import EXHAUSTED
 
 if TYPE_CHECKING:
     from dataplane.modes.userspace.ports import Port
@@ -227,6 +228,8 @@ class Flow:
                 error = self._connect(backend)
             if error in {0, errno.EINPROGRESS}:
                 return
+            if error in EXHAUSTED:
+                break  # it is the relay that has no room: no other backend would do, and this one is no suspect
             backend = self._another(refused=error != errno.ETIMEDOUT)
         self.state.counters["unreachable"] += 1
         self.reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import select
@@ -13,6 +14,7 @@ from collections import Counter
 
 import pytest
 
+from dataplane.modes.userspace import streams
 from dataplane.modes.userspace.sockets import RESET
 from dataplane.modes.userspace.streams import CHUNK, PIPE
 
@@ -295,6 +297,21 @@ def test_a_full_process_is_noticed_at_accept(relay: Running, backend) -> None:
     assert client.recv(1) == b"a"
     assert relay.counters["limit_reached"] > 0
     client.close()
+
+
+def test_a_relay_without_room_suspects_no_backend(relay: Running, backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = relay.serve(*(backend(name).address for name in "ab"), affinity=100)
+    first = who(address)
+
+    def full(*arguments: object) -> socket.socket:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streams, "toward", full)
+        with connect(address) as client, pytest.raises(ConnectionResetError):
+            client.recv(1)
+    assert {who(address) for _ in range(5)} == {first}, "affinity was forgotten"
+    assert relay.counters["retries"] == relay.counters["refused_by_backends"] == 0
 
 
 def test_dead_peers_are_found_some_day(relay: Running, backend) -> None:
