@@ -13,6 +13,7 @@ filter   refusals. Where IPVS would come before them (a connection of this node 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from ipaddress import ip_network
 from typing import Final
@@ -28,6 +29,8 @@ JUMPS: Final = {
     "nat": ("PREROUTING", "OUTPUT", "POSTROUTING"),
     "filter": ("INPUT", "FORWARD", "OUTPUT"),
 }
+_QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
+_LEADS: Final = re.compile(rf"\s-[jg] {PREFIX}")
 _NEW: Final = "-m conntrack --ctstate NEW"
 _REFUSED: Final = {4: "127.0.0.1", 6: "::1"}
 _REFUSED_PORT: Final = 1  # tcpmux: nobody is asked there, the rule comes first
@@ -99,10 +102,10 @@ def ours(saved: str) -> tuple[str, ...]:
 
 
 def _is_jump(line: str) -> bool:
-    """A rule in a chain that is not ours that leads to one of ours."""
+    """A rule in a chain that is not ours that leads to one of ours; what a comment says does not count."""
     if not line.startswith("-A ") or line.startswith(f"-A {PREFIX}"):
         return False
-    return any(f" {option} {PREFIX}" in line for option in ("-j", "-g"))
+    return _LEADS.search(_QUOTED.sub("", line)) is not None
 
 
 def samples(family: int, probe_set: str, mark_set: str) -> dict[str, list[str]]:

@@ -56,6 +56,16 @@ def test_rules_of_others_survive_removal() -> None:
     assert all(removal(table, tables.save(4, table)) == ("", 0) for table in JUMPS)
 
 
+def test_what_a_comment_says_leads_nowhere() -> None:
+    tables = FakeXtables()
+    foreign = '-m comment --comment "before -j HPV-INPUT, after -g HPV-INPUT" -j ACCEPT'
+    saved = f"*filter\n-A INPUT {foreign}\nCOMMIT\n"
+    tables.restore(4, saved)
+    assert ours(saved) == ()
+    assert removal("filter", saved) == ("", 0)
+    assert foreign not in restore_text(4, NETWORK, {"filter": saved})
+
+
 def test_what_is_kept_is_kept_with_the_jump_to_it() -> None:
     tables = written()
     for table in JUMPS:
