@@ -31,6 +31,7 @@ from dataplane.virtual_servers import Change, Config, Destination, Load, Server,
 
 __all__ = ["Ipvs", "load_module"]
 
+MODPROBE_SECONDS: Final = 30
 PERSISTENT, HASHED = 0x1, 0x2  # IP_VS_SVC_F_*; the second is the kernel's own mark
 _AF: Final = {4: socket.AF_INET, 6: socket.AF_INET6}
 _FAMILY: Final = {socket.AF_INET: 4, socket.AF_INET6: 6}
@@ -57,7 +58,12 @@ def load_module(name: str) -> str | None:
     program = shutil.which("modprobe", path=path)
     if program is None:
         return "the command modprobe is not installed"
-    done = subprocess.run([program, "-q", name], capture_output=True, text=True, check=False, timeout=30)
+    try:
+        done = subprocess.run(
+            [program, "-q", name], capture_output=True, text=True, check=False, timeout=MODPROBE_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"modprobe {name} did not work: {error}"
     return None if done.returncode == 0 else f"modprobe {name} failed {done.stderr.strip()}".strip()
 
 

@@ -1,0 +1,32 @@
+"""Loading a kernel module: whatever goes wrong is a reason in words."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dataplane.kernel import ipvs
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("#!/bin/sh\nexec sleep 60\n", "modprobe none did not work: .* timed out"),
+        ("#!/no/such/interpreter\n", "modprobe none did not work: "),
+        ("#!/bin/sh\necho no such module >&2\nexit 1\n", "modprobe none failed no such module"),
+    ],
+    ids=["hangs", "cannot run", "refuses"],
+)
+def test_a_module_that_cannot_be_loaded_is_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, reason: str
+) -> None:
+    program = tmp_path / "modprobe"
+    program.write_text(script)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(ipvs, "MODPROBE_SECONDS", 0.2)
+    told = ipvs.load_module("none")
+    assert told is not None
+    assert re.match(reason, told), told
