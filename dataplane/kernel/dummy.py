@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import select
 import socket
 import struct
 import threading
@@ -32,6 +31,7 @@ from dataplane.kernel.netlink import (
     NetlinkFailed,
     attribute,
     attributes,
+    heard,
     messages,
 )
 
@@ -165,7 +165,7 @@ class Dummy:
     ) -> None:
         with events:
             while not stop.is_set():
-                if not select.select([events], [], [], 0.5)[0]:
+                if not heard(events, 0.5):
                     continue
                 try:
                     lost = self._is_loss(events.recv(1 << 16), wanted)

@@ -8,7 +8,6 @@ in the options replace either half of the rule.
 from __future__ import annotations
 
 import errno
-import select
 import socket
 import threading
 from collections.abc import Callable, Iterable
@@ -19,6 +18,7 @@ from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
 from dataplane.kernel.bpf import BpfError
+from dataplane.kernel.netlink import heard
 
 __all__ = ["Interface", "Node", "clsact_attach", "clsact_detach", "is_pod", "is_uplink", "read_node", "watch"]
 
@@ -111,7 +111,7 @@ def watch(changed: Callable[[], None], stop: threading.Event) -> None:
         events.bind((0, RTNLGRP))
         events.setblocking(False)
         while not stop.is_set():
-            if select.select([events], [], [], 0.5)[0]:
+            if heard(events, 0.5):
                 _drain(events)
                 changed()
 

@@ -8,6 +8,7 @@ pyroute2's classes costs 300 to 700 us each, in one buffer it is a few.
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ __all__ = [
     "ATTRIBUTE", "GENERIC", "HEADER", "NESTED", "NETFILTER", "NET_BYTEORDER", "NFGEN", "NLMSG_DONE", "NLMSG_ERROR",
     "NLM_F_ACK", "NLM_F_APPEND", "NLM_F_CREATE", "NLM_F_DUMP", "NLM_F_DUMP_INTR", "NLM_F_REQUEST", "ROUTE",
     "SOCK_DIAG", "SO_RCVBUFFORCE", "SO_SNDBUFFORCE", "Message", "Netlink", "NetlinkFailed", "attribute", "attributes",
-    "error_of", "message", "messages", "nested", "string",
+    "error_of", "heard", "message", "messages", "nested", "string",
 ]  # fmt: skip
 
 # linux/netlink.h
@@ -104,6 +105,13 @@ def messages(data: bytes) -> Iterator[tuple[int, int, int, int, bytes]]:
             return
         yield kind, flags, number, port, data[start + 16 : start + length]
         start += (length + 3) & ~3
+
+
+def heard(sock: socket.socket, seconds: float) -> bool:
+    """Whether there is something to receive, or an error, within so many seconds; for any number of a descriptor."""
+    poll = select.poll()  # select(2) knows none beyond 1023
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
 
 
 def error_of(body: bytes) -> int:

@@ -8,14 +8,13 @@ like all others; those of iptables-legacy are not part of nftables and are not t
 from __future__ import annotations
 
 import errno
-import select
 import socket
 import threading
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from dataplane.kernel.netlink import NETFILTER, NFGEN, SO_RCVBUFFORCE, attributes, messages
+from dataplane.kernel.netlink import NETFILTER, NFGEN, SO_RCVBUFFORCE, attributes, heard, messages
 
 __all__ = ["OWN_PORTS", "Change", "watch_ruleset"]
 
@@ -72,7 +71,7 @@ def watch_ruleset(
             ready.set()
         reader = _Reader()
         while not stop.is_set():
-            if not select.select([monitor], [], [], _TICK)[0]:
+            if not heard(monitor, _TICK):
                 continue
             for change in reader.read(monitor):
                 if change.lost or not wanted or change.tables & wanted:

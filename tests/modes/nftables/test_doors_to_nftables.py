@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import shutil
 import subprocess
 import threading
@@ -84,6 +86,22 @@ def test_others_are_heard_and_this_process_is_not() -> None:
         assert settled(called, 0)
         foreign("add rule ip t c drop")
         assert settled(called, 1)
+
+
+def test_others_are_heard_by_a_process_with_a_thousand_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("this process may not open that many files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1030)]
+    try:
+        with watching() as called:
+            foreign("add table ip t")
+            assert settled(called, 1)
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_only_tables_that_matter_are_told() -> None:
