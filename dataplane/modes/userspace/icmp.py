@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+import time
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -19,17 +20,26 @@ __all__ = ["Refuser", "message"]
 _V4: Final = struct.Struct("!BBHHHBBH4s4s")
 _V6: Final = struct.Struct("!IHBB16s16s")
 _UDP: Final = struct.Struct("!HHHH")
+PER_SECOND: Final = 1000
 QUOTED: Final = 64  # bytes of the client's datagram
 
 
 class Refuser:
-    """Raw sockets, opened when the first client is refused; without the privilege clients learn nothing."""
+    """Raw sockets, opened when the first client is refused; without the privilege clients learn nothing.
+
+    At most `PER_SECOND` messages go out, in bursts of as many: who is asked by a flood, with sources of its choice,
+    does not pass it on (RFC 1812 4.3.2.8, RFC 4443 2.4 (f)).
+    """
 
     def __init__(self) -> None:
         self._sockets: dict[int, socket.socket | None] = {}
+        self._left = float(PER_SECOND)
+        self._at = 0.0
 
     def refuse(self, port: Port, client: tuple[str, int], data: bytes) -> None:
         """The client's datagram reached nobody."""
+        if not self.may_refuse(time.monotonic()):
+            return
         family = port.service.row.family
         if family not in self._sockets:
             self._sockets[family] = _open(family)
@@ -37,6 +47,15 @@ class Refuser:
         if raw is not None:
             with contextlib.suppress(OSError):
                 raw.sendto(message(family, client, port.address, data), (client[0], 0))
+
+    def may_refuse(self, now: float) -> bool:
+        """Whether one more message may go out at this time, which then counts."""
+        self._left = min(PER_SECOND, self._left + (now - self._at) * PER_SECOND)
+        self._at = now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
 
 
 def _open(family: int) -> socket.socket | None:

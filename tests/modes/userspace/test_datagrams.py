@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from dataplane.modes.userspace.icmp import checksum, message
+from dataplane.modes.userspace.icmp import PER_SECOND, Refuser, checksum, message
 from dataplane.modes.userspace.streams import MOST_ATTEMPTS
 
 from .kit import HOST, UDP, Running, eventually
@@ -149,6 +149,12 @@ def test_without_room_the_oldest_question_makes_way(relay: Running, echo) -> Non
     assert len(state.sessions.by_client) == 3
     for client in clients:
         client.close()
+
+
+def test_refusals_are_limited_in_number() -> None:
+    refuser = Refuser()
+    assert sum(refuser.may_refuse(100.0) for _ in range(3 * PER_SECOND)) == PER_SECOND
+    assert sum(refuser.may_refuse(100.5) for _ in range(3 * PER_SECOND)) == PER_SECOND // 2
 
 
 @pytest.mark.parametrize("family", [4, 6])
