@@ -53,8 +53,12 @@ class Service:
         """Other backends, another affinity: positions and memories stay."""
         self.row = row
         self.chooser.affinity = row.affinity
-        for want, port in self.ports.items():
-            port.route = row.routes[want.route] if want.route < len(row.routes) else ()
+        for port in self.ports.values():
+            port.route = self.route(port.number)
+
+    def route(self, number: int) -> tuple[tuple[str, int], ...]:
+        """The backends of a route; none of one that the row has not any more: its port closes with the next commit."""
+        return self.row.routes[number] if number < len(self.row.routes) else ()
 
 
 class Port:
@@ -67,7 +71,7 @@ class Port:
         self.service = service
         self.keep = want.keep
         self.number = want.route
-        self.route = service.row.routes[want.route]
+        self.route = service.route(want.route)
         row = service.row
         self.sock = sock or listening(row.family, row.protocol, service.clients.network.listen[row.family])
         name = self.sock.getsockname()

@@ -14,11 +14,12 @@ from collections import Counter
 
 import pytest
 
+from dataplane.modes.userspace import messages as m
 from dataplane.modes.userspace import streams
 from dataplane.modes.userspace.sockets import RESET
 from dataplane.modes.userspace.streams import CHUNK, PIPE
 
-from .kit import Running, connect, eventually, nobody, silent, who
+from .kit import NETWORK, Running, connect, eventually, nobody, silent, who
 
 
 def test_round_robin_is_even(relay: Running, backend) -> None:
@@ -312,6 +313,18 @@ def test_a_relay_without_room_suspects_no_backend(relay: Running, backend, monke
             client.recv(1)
     assert {who(address) for _ in range(5)} == {first}, "affinity was forgotten"
     assert relay.counters["retries"] == relay.counters["refused_by_backends"] == 0
+
+
+def test_a_port_of_a_route_that_is_no_more_can_be_taken_over(relay: Running, backend) -> None:
+    address = relay.serve(backend("a").address)
+    (row,) = (service.row for service in relay.relay.services.values())
+    sock = socket.create_server(("127.0.0.1", 0))
+    sock.setblocking(False)
+    stale = m.Stale(row.key, m.Port(1, m.Keep.NEVER), sock.getsockname()[1], row)
+    relay.do(lambda: relay.relay.adopt(stale, NETWORK, sock))
+    with pytest.raises(ConnectionResetError), connect(sock.getsockname()) as client:
+        client.recv(1)
+    assert who(address) == "a"
 
 
 def test_dead_peers_are_found_some_day(relay: Running, backend) -> None:
