@@ -28,10 +28,10 @@ class Judge:
     Args:
         table: as it was just programmed.
         names: the services whose endpoints or addresses changed; all of them at the first sync.
-        relays: ports of a relay of ours on this node: answers from these are no sign of age.
+        relays: where a relay of ours on this node listens: answers from there are no sign of age.
     """
 
-    def __init__(self, table: ServiceTable, names: Iterable[str], relays: Collection[int] = ()) -> None:
+    def __init__(self, table: ServiceTable, names: Iterable[str], relays: Collection[Socket] = ()) -> None:
         self._relays = relays
         self._serving: dict[int, frozenset[Socket]] = {}  # by identity of the entry, made when it is first needed
         self._at: dict[Socket, Entry] = {}
@@ -48,7 +48,7 @@ class Judge:
     def stale(self, destination: Socket, answerer: Socket) -> bool:
         """Whether an entry that went to `destination`, and whose answers come from `answerer`, must go."""
         entry = self._at.get(destination)
-        if entry is None or answerer[1] in self._relays:
+        if entry is None or answerer in self._relays:
             return False
         serving = self._serving.get(id(entry))
         if serving is None:

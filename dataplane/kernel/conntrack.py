@@ -77,7 +77,7 @@ class _Entry(NamedTuple):
     body: bytes  # of the message that told of it
 
 
-def delete_stale(table: ServiceTable, names: Iterable[str], relays: Collection[int] = ()) -> int:
+def delete_stale(table: ServiceTable, names: Iterable[str], relays: Collection[tuple[str, int]] = ()) -> int:
     """Delete the conntrack entries of datagrams that lead to where nobody serves any more; how many went.
 
     To be called after each sync of a mode that uses conntrack, when the rules are in place. One dump of the UDP
@@ -87,7 +87,7 @@ def delete_stale(table: ServiceTable, names: Iterable[str], relays: Collection[i
     Args:
         table: as it was just programmed.
         names: the services that changed (`dataplane.diff.changed_services`); all of them at the first sync.
-        relays: ports of a relay of ours on this node (mode userspace): entries that lead there are alive.
+        relays: addresses and ports of a relay of ours (mode userspace): entries that lead there are alive.
     """
     judge = Judge(table, names, relays)
     packed = {4: set[bytes](), 6: set[bytes]()}

@@ -209,9 +209,10 @@ class Userspace:
     def _all_misfits(self) -> tuple[Misfit, ...]:
         return tuple(Misfit(name, reason) for found in self._misfits.values() for name, reason in sorted(found.items()))
 
-    def _datagram_ports(self) -> set[int]:
+    def _datagram_ports(self) -> set[tuple[str, int]]:
+        listen = low.lower_node(self.table.node, self.transparent).listen
         return {
-            int(key.partition(" . ")[2])
+            (listen[known.family], int(key.partition(" . ")[2]))
             for ports in self._known.values()
             for known in ports.values()
             for name, key in known.elements
