@@ -191,6 +191,8 @@ class Nftables:
             return
         if self._touched.is_set() or not self._plans:  # without plans the last attempt to write failed
             self._touched.clear()
+            if self._plans:
+                self._remove_idle()  # what we left behind is no damage that others did
             self._repair()
         elif time.monotonic() >= self._check_at:
             # The generation counts everybody's transactions. What is said to have been ours alone is not looked at.

@@ -92,6 +92,16 @@ def test_a_new_number_of_backends_brings_its_chain_and_takes_it_away_when_unused
     assert state(fake) == fresh(many(3, 4, s2=("10.1.1.2",)))
 
 
+def test_chains_that_are_unused_are_no_damage_when_others_are_heard(fake: FakeNftables, mode: Nftables) -> None:
+    mode.sync(many(3, s2=("10.1.1.2",)))
+    mode.sync(many(3, 2))
+    assert "inside-1-ne" in fake.tables[4].chains
+    mode._touched.set()
+    mode.maintain()
+    assert mode.audit_repairs == 0
+    assert state(fake) == fresh(many(3, 2))
+
+
 def test_a_chain_that_cannot_be_removed_is_used_again(fake: FakeNftables, mode: Nftables) -> None:
     mode.sync(many(3, s2=("10.1.1.2",)))
     mode.sync(many(3, 2))
