@@ -6,23 +6,19 @@ The namespace has everything at one loopback: addresses of services, backends an
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from pyroute2 import IPRoute, netns
 
-from controller.lab import namespace
 from dataplane.kernel import conntrack
 from dataplane.table import Backend, Entry, Frontend, Kind, NodeNetwork, Protocol, Route, ServiceTable, socket_text
+from tests import namespaces
 
 pytestmark = pytest.mark.root
 V4, V6 = socket.AF_INET, socket.AF_INET6
-NAME = f"ct{os.getpid()}"
 VIP = {V4: "10.96.0.53", V6: "fd96::53"}
 NODE = {V4: "192.168.0.1", V6: "fd01::1"}
 OLD, NEW = {V4: "10.1.0.11", V6: "fd02::11"}, {V4: "10.1.0.12", V6: "fd02::12"}
@@ -31,20 +27,9 @@ PORT, NODE_PORT, TARGET = 53, 30053, 5353
 
 @pytest.fixture
 def home() -> Iterator[None]:
-    if os.geteuid() != 0:
-        pytest.skip("needs root: makes a network namespace")
-    netns.create(NAME)
-    try:
-        with namespace.inside(Path("/run/netns") / NAME):
-            with IPRoute() as link:
-                loopback = link.link_lookup(ifname="lo")[0]
-                link.link("set", index=loopback, state="up")
-                for family, length in ((V4, 32), (V6, 128)):
-                    for addresses in (VIP, NODE, OLD, NEW):
-                        link.addr("add", index=loopback, address=addresses[family], prefixlen=length)
-            yield
-    finally:
-        netns.remove(NAME)
+    with namespaces.fresh():
+        namespaces.loopback(*(texts[family] for family in (V4, V6) for texts in (VIP, NODE, OLD, NEW)))
+        yield
 
 
 def rules(backend: dict[int, str] | None, zone: int = 0) -> None:

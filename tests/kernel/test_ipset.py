@@ -3,40 +3,30 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from pyroute2 import netns
 
-from controller.lab import namespace
 from dataplane.errors import Unsupported
 from dataplane.kernel.ipset import Ipsets
 from dataplane.kernel.netlink import NetlinkFailed
 from dataplane.modes.ipvs.lower import SETS
 from dataplane.virtual_servers import Edit, Element, Kind
+from tests import namespaces
 
 pytestmark = pytest.mark.root
-NAME = f"ipset{os.getpid()}"
 PORTS = Kind("hash:ip,port", comments=True)
 
 
 @pytest.fixture
 def sets() -> Iterator[Ipsets]:
-    if os.geteuid() != 0:
-        pytest.skip("needs root: makes a network namespace")
-    netns.create(NAME)
-    try:
-        with namespace.inside(Path("/run/netns") / NAME):
-            try:
-                opened = Ipsets()
-            except Unsupported:
-                pytest.skip("missing feature: ip_set")
-            yield opened
-            opened.close()
-    finally:
-        netns.remove(NAME)
+    with namespaces.fresh():
+        try:
+            opened = Ipsets()
+        except Unsupported:
+            pytest.skip("missing feature: ip_set")
+        yield opened
+        opened.close()
 
 
 def address(family: int, number: int) -> str:

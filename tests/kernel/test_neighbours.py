@@ -12,30 +12,22 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from pyroute2 import IPRoute, netns
+from pyroute2 import IPRoute
 
-from controller.lab import namespace
 from controller.neighbours import Neighbours
 from dataplane.kernel.neighbours import look_around
 from dataplane.neighbours import HEALTH_PORT, Process, Seen, sentences
+from tests import namespaces
 
 pytestmark = pytest.mark.root
-NAME = f"nb{os.getpid()}"
 HEALTHY = b'{"lastUpdated": "2026-01-01 00:00:00 +0000 UTC","currentTime": "2026-01-01 00:00:01 +0000 UTC"}'
 
 
 @pytest.fixture
 def home() -> Iterator[None]:
-    if os.geteuid() != 0:
-        pytest.skip("needs root: makes a network namespace")
-    netns.create(NAME)
-    try:
-        with namespace.inside(Path("/run/netns") / NAME):
-            with IPRoute() as link:
-                link.link("set", index=link.link_lookup(ifname="lo")[0], state="up")
-            yield
-    finally:
-        netns.remove(NAME)
+    with namespaces.fresh():
+        namespaces.loopback()
+        yield
 
 
 def nft(text: str) -> None:
@@ -134,11 +126,9 @@ class TestLookAround:
             assert here.stdout.readline() == b"up\n"
             found = look_around("ebpf").kube_proxy_processes
             assert [process.name for process in found] == ["kube-proxy"]
-            netns.create(f"{NAME}b")
-            with namespace.inside(Path("/run/netns") / f"{NAME}b"):
+            with namespaces.fresh():
                 assert look_around("ebpf").kube_proxy_processes == ()
         finally:
-            netns.remove(f"{NAME}b")
             os.killpg(here.pid, 9)
             here.communicate()
 

@@ -1,33 +1,12 @@
-"""A network namespace of its own for a test, and tables of a wanted size."""
+"""The variants of iptables that are installed."""
 
 from __future__ import annotations
 
-import ctypes
-import os
 import shutil
-from collections.abc import Iterator
 
 import pytest
 
-from controller.lab.namespace import CLONE_NEWNET
 from dataplane.kernel.xtables import VARIANTS
-
-LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-@pytest.fixture
-def namespace() -> Iterator[None]:
-    """The test's thread is in a new network namespace, which goes with it."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root: makes a network namespace of its own")
-    before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-    try:
-        if LIBC.unshare(CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), "unshare")
-        yield
-    finally:
-        LIBC.setns(before, CLONE_NEWNET)
-        os.close(before)
 
 
 @pytest.fixture(params=VARIANTS)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from pyroute2 import IPRoute, netns
+from pyroute2 import IPRoute
 
 from controller.config import SCHEDULERS
-from controller.lab import namespace
 from dataplane.errors import Unsupported
 from dataplane.kernel import sysctl, xtables
 from dataplane.kernel.dummy import ALIAS, Dummy
@@ -27,27 +24,17 @@ from dataplane.modes.ipvs.programmer import Ipvs, clean, drain, look, probe
 from dataplane.modes.ipvs.rules import JUMPS, ours
 from dataplane.table import Backend, Entry, Frontend, Kind, Masquerade, NodeNetwork, Protocol, Route, ServiceTable
 from dataplane.virtual_servers import Change, Config, Destination, Edit, Element, Server, Timeouts, Verb
+from tests import namespaces
 
 pytestmark = [pytest.mark.root, pytest.mark.kernel("ip_vs")]
-NAME = f"hpv{os.getpid()}"
 FOREIGN = Server(4, 6, "198.51.100.7", 443)
 
 
 @pytest.fixture
 def home() -> Iterator[None]:
-    if os.geteuid() != 0:
-        pytest.skip("needs root: makes a network namespace")
-    netns.create(NAME)
-    try:
-        with namespace.inside(Path("/run/netns") / NAME):
-            with IPRoute() as link:
-                loopback = link.link_lookup(ifname="lo")[0]
-                link.link("set", index=loopback, state="up")
-                for address in ("10.1.0.11", "10.1.0.12"):
-                    link.addr("add", index=loopback, address=address, prefixlen=32)
-            yield
-    finally:
-        netns.remove(NAME)
+    with namespaces.fresh():
+        namespaces.loopback("10.1.0.11", "10.1.0.12")
+        yield
 
 
 @pytest.fixture
