@@ -25,7 +25,8 @@ __all__ = ["Pods", "Sockets", "detach_everything", "remove_pins"]
 log = logging.getLogger(__name__)
 
 TCX_INGRESS, TCX_EGRESS = 46, 47
-PROGRAMS = (("pod_ingress", TCX_INGRESS, True), ("pod_egress", TCX_EGRESS, False))
+# In this order: what ingress translates meets its answer at egress, even if that comes at once.
+PROGRAMS = (("pod_egress", TCX_EGRESS, False), ("pod_ingress", TCX_INGRESS, True))
 SOCKET_HOOKS = {
     "connect4": 10, "connect6": 11, "sendmsg4": 14, "sendmsg6": 15, "recvmsg4": 19, "recvmsg6": 20,
     "getpeername4": 29, "getpeername6": 30,
