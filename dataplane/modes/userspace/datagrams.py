@@ -83,8 +83,7 @@ class Session:
             except BlockingIOError:
                 self.sessions.state.counters["datagrams_dropped"] += 1  # the socket's buffer is full, as on a wire
             except OSError as error:
-                if error.errno in _REFUSED and self.answered:
-                    self.move()
+                if error.errno in _REFUSED and self.answered and self.move():
                     continue
                 self.refused()
             return
@@ -124,6 +123,8 @@ class Session:
             self.tried.add(self.backend)
             service.chooser.forget(self.backend, self.sessions.state.loop.time())
         self.drop()
+        if self.port.leaving:
+            return False
         while len(self.tried) < MOST_ATTEMPTS:
             chosen = service.chooser.another(self.port.number, self.port.route, self.tried)
             if chosen is None:
@@ -193,6 +194,9 @@ class Sessions:
 
     def _begin(self, port: Port, client: tuple[str, int]) -> Session | None:
         state = self.state
+        if port.leaving:
+            self.refuser.refuse(port, client, b"")
+            return None
         if not state.may_open(1) and not self._make_room():
             state.tell_limit()
             state.counters["datagrams_dropped"] += 1
@@ -210,6 +214,7 @@ class Sessions:
         service.chooser.settled(client[0], session.backend, state.loop.time())
         state.counters["sessions"] += 1
         self.by_client[port, client] = self.short[port, client] = session
+        port.sessions += 1
         if not self._sweeping:
             self._sweeping = True
             state.loop.call_later(SWEEP, self._sweep)
@@ -257,7 +262,8 @@ class Sessions:
         """Forget it; the client's next datagram begins another."""
         key = (session.port, session.client)
         session.drop()
-        self.by_client.pop(key, None)
+        if self.by_client.pop(key, None) is not None:
+            session.port.session_ended()
         self.short.pop(key, None)
         self.long.pop(key, None)
         self.state.resume()

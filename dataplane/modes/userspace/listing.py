@@ -34,7 +34,7 @@ class Relayed:
                 "name": row.name,
                 "frontends": list(row.frontends),
                 "protocol": Protocol(row.protocol).name,
-                "backends": len(row.routes[0]),
+                "backends": len(row.routes[0]) if row.routes else 0,
                 "local_backends": len(row.routes[1]) if len(row.routes) > 1 else None,
                 "affinity": row.affinity or None,
                 "proxy_ports": len(row.ports),

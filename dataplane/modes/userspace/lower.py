@@ -12,6 +12,7 @@ from dataplane.table import (
     Kind,
     Masquerade,
     NodeNetwork,
+    Protocol,
     Route,
     ServiceTable,
     WhenEmpty,
@@ -37,7 +38,10 @@ class Element(NamedTuple):
 
 
 class Lowered(NamedTuple):
-    """One service port: the relay's row (None: no route has a backend) and the elements of the rules."""
+    """One service port: the relay's row and the elements of the rules.
+
+    The row is None when no route has a backend; datagrams have one all the same, so that their sessions go on.
+    """
 
     row: Row | None
     elements: tuple[Element, ...]
@@ -68,7 +72,7 @@ def lower(entry: Entry, node: NodeNetwork) -> Lowered:
             target = _target(route, keep, routes, ports) if route.backends else route.when_empty
             elements.append(Element(side, frontend.address, frontend.port, target))
     row = None
-    if ports:
+    if ports or entry.protocol is Protocol.UDP:
         row = Row(
             row_key(entry),
             entry.name,

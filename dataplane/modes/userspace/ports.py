@@ -62,9 +62,24 @@ class Service:
 
 
 class Port:
-    """One listening socket."""
+    """One listening socket.
 
-    __slots__ = ("accepts", "address", "keep", "needed", "number", "route", "service", "sock", "state")
+    `leaving`: the rules lead nobody here any more, it serves the sessions that conntrack still leads here.
+    """
+
+    __slots__ = (
+        "accepts",
+        "address",
+        "keep",
+        "leaving",
+        "needed",
+        "number",
+        "route",
+        "service",
+        "sessions",
+        "sock",
+        "state",
+    )
 
     def __init__(self, state: State, service: Service, want: messages.Port, sock: socket.socket | None = None) -> None:
         self.state = state
@@ -77,6 +92,8 @@ class Port:
         name = self.sock.getsockname()
         self.address: tuple[str, int] = (name[0], name[1])
         self.needed = True
+        self.leaving = False
+        self.sessions = 0
         self.accepts = False
         state.opened(1)
         self.listen()
@@ -129,8 +146,16 @@ class Port:
             self.accepts = False
             self.state.loop.remove_reader(self.sock)
 
+    def session_ended(self) -> None:
+        """The last one closes a port that was only open for them."""
+        self.sessions -= 1
+        if self.leaving and not self.sessions:
+            del self.service.ports[messages.Port(self.number, self.keep)]
+            self.close()
+
     def close(self) -> None:
         """Nobody is led here any more. Connections that exist go on."""
+        self.leaving = False
         self.stop()
         self.sock.close()
         self.state.closed(1)

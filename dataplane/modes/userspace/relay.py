@@ -109,6 +109,7 @@ class Relay:
                 service.ports[want] = Port(self.state, service, want)
         for want, port in service.ports.items():
             port.needed = want in row.ports
+            port.leaving = port.leaving and not port.needed
         if row.protocol == socket.IPPROTO_UDP and row.serving:
             self.state.sessions.end_where(set(service.ports.values()), frozenset(row.serving))
         return tuple(service.ports[want].address[1] for want in row.ports)
@@ -119,17 +120,25 @@ class Relay:
             self.gone.append(service)
 
     def commit(self) -> None:
-        """Close what nobody is led to any more; established connections go on."""
+        """Close what nobody is led to any more; established connections go on.
+
+        So do sessions of a service that nobody serves: conntrack goes on leading their clients to the old port.
+        """
         for service in self.gone:
             self._close(service, list(service.ports))
         self.gone.clear()
         for service in self.services.values():
-            needless = [want for want, port in service.ports.items() if not port.needed]
+            needless = {want: port for want, port in service.ports.items() if not port.needed}
+            if service.row.protocol == socket.IPPROTO_UDP and not service.row.serving:
+                for want in [want for want, port in needless.items() if port.sessions]:
+                    needless.pop(want).leaving = True
             if needless:
-                self._close(service, needless)
+                self._close(service, list(needless))
 
     def _close(self, service: Service, wanted: list[m.Port]) -> None:
         ports = {service.ports.pop(want) for want in wanted}
+        for port in ports:
+            port.leaving = False  # its last session does not close it: that is done here
         if service.row.protocol == socket.IPPROTO_UDP:
             self.state.sessions.end_where(ports, None)
         for port in ports:

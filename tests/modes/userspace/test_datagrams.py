@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 
+from dataplane.modes.userspace import messages as m
 from dataplane.modes.userspace.icmp import PER_SECOND, Refuser, checksum, message
 from dataplane.modes.userspace.streams import MOST_ATTEMPTS
 
@@ -111,6 +112,53 @@ def test_a_session_ends_when_its_backend_leaves(relay: Running, echo) -> None:
         assert ask(client) == "a"
         relay.serve(b.address, protocol=UDP)
         assert ask(client) == "b"
+
+
+def emptied(relay: Running) -> None:
+    """Nobody serves any more, and the rules lead nobody to the relay."""
+    relay.apply({"a": m.Row("a", "a", 4, UDP, (), (), ())})
+
+
+def test_a_session_goes_on_when_nobody_serves_any_more_and_no_other_begins(relay: Running, echo) -> None:
+    sessions = relay.relay.state.sessions
+    sessions.short_seconds = 0.5
+    address = relay.serve(echo("a").address, protocol=UDP)
+    with client_of(address) as client, client_of(address) as late:
+        assert ask(client) == "a"
+        used = relay.relay.state.used
+        emptied(relay)
+        assert ask(client) == "a"
+        late.send(b"?")
+        assert ask(client) == "a"
+        assert len(sessions.by_client) == 1, "the late client, who is read before, has a session"
+        eventually(lambda: not sessions.by_client, "the session does not end")
+        assert relay.relay.state.used == used - 2, "the proxy port is still open"
+        client.send(b"?")
+        with pytest.raises(ConnectionRefusedError):
+            client.recv(1)
+
+
+def test_who_serves_again_takes_over_from_a_backend_that_is_gone(relay: Running, echo) -> None:
+    address = relay.serve(echo("a").address, protocol=UDP)
+    with client_of(address) as client:
+        assert ask(client) == "a"
+        emptied(relay)
+        assert relay.serve(echo("b").address, protocol=UDP) == address, "conntrack leads the client to the old port"
+        assert ask(client) == "b"
+
+
+def test_a_service_that_is_deleted_ends_its_sessions_also_those_that_nobody_serves(relay: Running, echo) -> None:
+    before = relay.relay.state.used
+    address = relay.serve(echo("a").address, protocol=UDP)
+    with client_of(address) as client:
+        assert ask(client) == "a"
+        emptied(relay)
+        relay.apply({"a": None})
+        assert not relay.relay.state.sessions.by_client
+        assert relay.relay.state.used == before
+        client.send(b"?")
+        with pytest.raises(ConnectionRefusedError):
+            client.recv(1)
 
 
 def test_an_idle_session_ends_and_the_next_datagram_begins_another(relay: Running, echo) -> None:

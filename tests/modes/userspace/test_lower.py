@@ -25,8 +25,8 @@ BY_INTERFACE = NodeNetwork(primary=("192.0.2.1",), detect=Detect.INTERFACE_PREFI
 UNKNOWN = NodeNetwork(primary=("192.0.2.1",))
 
 
-def entry(*frontends: Frontend) -> Entry:
-    return Entry("d/web:http", 4, Protocol.TCP, frontends, (A, B))
+def entry(*frontends: Frontend, protocol: Protocol = Protocol.TCP) -> Entry:
+    return Entry("d/web:http", 4, protocol, frontends, (A, B))
 
 
 def vip(inside: Route, outside: Route | None = None, masquerade: Masquerade = OUTSIDERS) -> Frontend:
@@ -72,6 +72,13 @@ def test_service_ports(node, frontends, routes, ports, elements) -> None:
     assert found.row is not None
     assert (list(found.row.routes), list(found.row.ports)) == (routes, ports)
     assert found.elements == elements
+
+
+def test_datagrams_without_backends_keep_their_row_so_that_sessions_go_on() -> None:
+    found = lower(entry(vip(REFUSED), protocol=Protocol.UDP), BY_CIDR)
+    assert found.row is not None
+    assert (found.row.routes, found.row.ports) == ((), ())
+    assert {element.target for element in found.elements} == {WhenEmpty.REJECT}
 
 
 def test_without_backends_there_is_no_proxy_port_and_clients_are_refused() -> None:
