@@ -30,16 +30,33 @@ class Chooser:
         self._sticky: OrderedDict[str, tuple[Pair, float]] = OrderedDict()
 
     def first(self, number: int, route: tuple[Pair, ...], client: str, now: float) -> Pair | None:
-        """The backend of a new conversation; None: the route is empty."""
-        if self.affinity:
-            known = self._sticky.get(client)
-            if known is not None and now - known[1] < self.affinity and known[0] in route:
-                return known[0]
-        suspected = self._suspected and {backend for backend, until in self._suspected.items() if until > now}
-        return self.another(number, route, suspected or ()) or self.another(number, route, ())
+        """The backend of a new conversation; None: the route is empty.
 
-    def another(self, number: int, route: tuple[Pair, ...], tried: Collection[Pair]) -> Pair | None:
-        """The next in turn that was not tried; None: there is none."""
+        With affinity it is remembered at once: what the client begins before this is settled goes there too.
+        """
+        known = self._remembered(route, client, now)
+        if known is not None:
+            return known
+        suspected = self._suspected and {backend for backend, until in self._suspected.items() if until > now}
+        chosen = self._next(number, route, suspected or ()) or self._next(number, route, ())
+        self._remember(client, chosen, now)
+        return chosen
+
+    def another(
+        self, number: int, route: tuple[Pair, ...], client: str, tried: Collection[Pair], now: float
+    ) -> Pair | None:
+        """One that this conversation has not tried; None: there is none.
+
+        With affinity all conversations of a client whose backend failed at the same time move together.
+        """
+        known = self._remembered(route, client, now)
+        if known is not None and known not in tried:
+            return known
+        chosen = self._next(number, route, tried)
+        self._remember(client, chosen, now)
+        return chosen
+
+    def _next(self, number: int, route: tuple[Pair, ...], tried: Collection[Pair]) -> Pair | None:
         for _ in range(len(route)):
             position = self._positions.get(number, 0)
             self._positions[number] = position + 1
@@ -49,9 +66,24 @@ class Chooser:
         return None
 
     def settled(self, client: str, backend: Pair, now: float) -> None:
-        """The conversation works: with affinity, the next of this client goes there too."""
+        """The conversation works: with affinity, the next of this client goes there too.
+
+        Unless the client was given another one meanwhile, on a route that lacks this backend: there it would have to
+        move again.
+        """
         self._suspected.pop(backend, None)
-        if not self.affinity:
+        known = self._sticky.get(client)
+        if known is None or known[0] == backend:
+            self._remember(client, backend, now)
+
+    def _remembered(self, route: tuple[Pair, ...], client: str, now: float) -> Pair | None:
+        known = self._sticky.get(client) if self.affinity else None
+        if known is None or now - known[1] >= self.affinity or known[0] not in route:
+            return None
+        return known[0]
+
+    def _remember(self, client: str, backend: Pair | None, now: float) -> None:
+        if not self.affinity or backend is None:
             return
         self._sticky[client] = (backend, now)
         self._sticky.move_to_end(client)

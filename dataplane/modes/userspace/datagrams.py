@@ -118,15 +118,15 @@ class Session:
 
     def move(self) -> bool:
         """Go on with a backend that was not tried; False: there is none."""
-        service = self.port.service
+        service, now = self.port.service, self.sessions.state.loop.time()
         if self.backend is not None:
             self.tried.add(self.backend)
-            service.chooser.forget(self.backend, self.sessions.state.loop.time())
+            service.chooser.forget(self.backend, now)
         self.drop()
         if self.port.leaving:
             return False
         while len(self.tried) < MOST_ATTEMPTS:
-            chosen = service.chooser.another(self.port.number, self.port.route, self.tried)
+            chosen = service.chooser.another(self.port.number, self.port.route, self.client[0], self.tried, now)
             if chosen is None:
                 return False
             self.sessions.state.counters["retries"] += 1
@@ -202,16 +202,17 @@ class Sessions:
             state.counters["datagrams_dropped"] += 1
             return None
         service = port.service
-        backend = service.chooser.first(port.number, port.route, client[0], state.loop.time())
+        now = state.loop.time()
+        backend = service.chooser.first(port.number, port.route, client[0], now)
         session = Session(self, port, client)
         while backend is not None and not session.open(backend):
             session.tried.add(backend)
-            backend = service.chooser.another(port.number, port.route, session.tried)
+            backend = service.chooser.another(port.number, port.route, client[0], session.tried, now)
         if session.sock is None or session.backend is None:
             state.counters["unreachable"] += 1
             self.refuser.refuse(port, client, b"")
             return None
-        service.chooser.settled(client[0], session.backend, state.loop.time())
+        service.chooser.settled(client[0], session.backend, now)
         state.counters["sessions"] += 1
         self.by_client[port, client] = self.short[port, client] = session
         port.sessions += 1

@@ -289,10 +289,11 @@ class Flow:
             self.tried = set()
         self.tried.add(failed)
         state.counters["refused_by_backends" if refused else "silent_backends"] += 1
-        service.chooser.forget(failed, state.loop.time())
+        now = state.loop.time()
+        service.chooser.forget(failed, now)
         if self.attempts >= MOST_ATTEMPTS:
             return None
-        chosen = service.chooser.another(self.port.number, self.port.route, self.tried)
+        chosen = service.chooser.another(self.port.number, self.port.route, self.client_address[0], self.tried, now)
         if chosen is None and not refused and self.attempts < len(DIAL_SECONDS):
             chosen = failed if failed in self.port.route else None
         if chosen is not None:

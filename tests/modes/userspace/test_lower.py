@@ -74,6 +74,21 @@ def test_service_ports(node, frontends, routes, ports, elements) -> None:
     assert found.elements == elements
 
 
+def test_affinity_on_two_routes_settles_on_a_backend_of_both() -> None:
+    chooser, everywhere, here = (
+        Chooser(affinity=3600),
+        (("far", 1), ("near", 1), ("near", 2)),
+        (("near", 1), ("near", 2)),
+    )
+    far = chooser.first(0, everywhere, "c", 0.0)
+    assert far == ("far", 1)
+    near = chooser.first(1, here, "c", 0.1)
+    assert near is not None
+    chooser.settled("c", near, 0.2)
+    chooser.settled("c", far, 0.3)  # its handshake took longer
+    assert {chooser.first(number, route, "c", 1.0) for number, route in ((1, here), (0, everywhere))} == {near}
+
+
 def test_datagrams_without_backends_keep_their_row_so_that_sessions_go_on() -> None:
     found = lower(entry(vip(REFUSED), protocol=Protocol.UDP), BY_CIDR)
     assert found.row is not None

@@ -75,6 +75,26 @@ def test_affinity_keeps_the_backend_until_it_leaves_or_fails(relay: Running, bac
     assert {who(address) for _ in range(5)} == {third}
 
 
+def test_connections_that_a_client_opens_at_once_go_to_one_backend(relay: Running, backend) -> None:
+    address = relay.serve(*(backend(name).address for name in "abc"), affinity=100)
+    assert at_once(relay, address, 12) in ({"a"}, {"b"}, {"c"})
+
+
+def test_connections_that_a_client_opens_at_once_move_together_from_a_backend_that_fails(relay: Running, backend):
+    address = relay.serve(nobody(), *(backend(name).address for name in "bc"), affinity=100)
+    assert at_once(relay, address, 12) in ({"b"}, {"c"})
+
+
+def at_once(relay: Running, address: tuple[str, int], count: int) -> set[str]:
+    """Who answers connections that the relay finds all together."""
+    clients: list[socket.socket] = []
+    relay.do(lambda: clients.extend(connect(address) for _ in range(count)))
+    names = {client.recv(16).decode() for client in clients}
+    for client in clients:
+        client.close()
+    return names
+
+
 def test_affinity_ends_when_idle(relay: Running, backend) -> None:
     address = relay.serve(*(backend(name).address for name in "ab"), affinity=1)
     first = who(address)
