@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from dataplane.table import ServiceTable
 
-__all__ = ["Misfit", "Mode", "Options", "Programmer", "SyncResult", "View", "Wake"]
+__all__ = [
+    "Misfit",
+    "Mode",
+    "Options",
+    "Programmer",
+    "SyncResult",
+    "View",
+    "Wake",
+    "misfit_rows",
+    "unknown_algorithms",
+]
 
 Wake = Callable[[], None]  # from any thread: have `Programmer.maintain` called at once, something drifted
 
@@ -55,6 +65,17 @@ class SyncResult(msgspec.Struct, frozen=True):
     changed: int = 0  # service ports written
     removed: int = 0
     misfits: tuple[Misfit, ...] = ()
+
+
+def misfit_rows(misfits: Iterable[Misfit]) -> list[dict[str, str]]:
+    """The value of `misfits` in a status: entry and reason of each."""
+    return [{"entry": misfit.entry, "reason": misfit.reason} for misfit in misfits]
+
+
+def unknown_algorithms(table: ServiceTable, known: Collection[str], instead: str) -> list[str]:
+    """At most one sentence for `limitations`: how many service ports ask for an algorithm that is not `known`."""
+    other = sum(1 for entries in table.services.values() for entry in entries if entry.algorithm not in known)
+    return [f"{other} service ports ask for another algorithm than {instead}, which they get instead"] * (other > 0)
 
 
 class Programmer(Protocol):

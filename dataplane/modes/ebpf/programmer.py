@@ -18,7 +18,7 @@ from dataplane.kernel.grace import jiffies_per_second, wait_for_programs
 from dataplane.kernel.lock import hold
 from dataplane.kernel.packets import first_packet
 from dataplane.kernel.places import netns_cookie, pin_folder
-from dataplane.mode import Mode, Options, SyncResult, Wake
+from dataplane.mode import Mode, Options, SyncResult, Wake, misfit_rows, unknown_algorithms
 from dataplane.modes.ebpf import attach, layout, listing
 from dataplane.modes.ebpf.flows import UDP, Caretaker
 from dataplane.modes.ebpf.maps import MapSet, open_pinned_maps
@@ -225,10 +225,7 @@ class Ebpf:
         frontends = [frontend for entry in entries for frontend in entry.frontends]
         left_out = sum(1 for frontend in frontends if frontend.kind is not Kind.CLUSTER_IP)
         masked = sum(1 for f in frontends if f.kind is Kind.CLUSTER_IP and f.masquerade & Masquerade.POD)
-        other = sum(1 for entry in entries if entry.algorithm != "random")
-        sentences = []
-        if other:
-            sentences.append(f"{other} service ports ask for another algorithm than random, which they get instead")
+        sentences = unknown_algorithms(self.table, {"random"}, "random")
         if left_out:
             sentences.append(f"{left_out} node ports, external and load-balancer addresses are left to others")
         if masked:
@@ -252,7 +249,7 @@ class Ebpf:
                 "flows": [self.caretaker.known_flows, 2 * self.options.max_flows],
             },
             "quarantined": len(store.quarantine),
-            "misfits": [{"entry": m.entry, "reason": m.reason} for m in store.misfits.values()],
+            "misfits": misfit_rows(store.misfits.values()),
             "limitations": self.limitations(),
             "audit_repairs": self.audit_repairs,
             "counters": self.counters(),

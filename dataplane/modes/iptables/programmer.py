@@ -16,7 +16,7 @@ from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel import xtables as door
 from dataplane.kernel.conntrack import delete_stale
 from dataplane.kernel.nfmonitor import watch_ruleset
-from dataplane.mode import Misfit, Mode, Options, SyncResult, Wake
+from dataplane.mode import Misfit, Mode, Options, SyncResult, Wake, misfit_rows, unknown_algorithms
 from dataplane.modes.iptables import listing
 from dataplane.modes.iptables.installed import TABLES, Installed, Ruleset, remove
 from dataplane.modes.iptables.lower import Node, node_of, same_addresses, usual_masquerade
@@ -236,12 +236,8 @@ class Iptables:
 
     def limitations(self) -> list[str]:
         """What the table asks for and this mode does not do, in sentences."""
-        sentences = []
-        entries = [entry for held in self.table.services.values() for entry in held]
-        other = sum(1 for entry in entries if entry.algorithm != "random")
-        if other:
-            sentences.append(f"{other} service ports ask for another algorithm than random, which they get instead")
-        sticky = [entry for entry in entries if entry.affinity_seconds]
+        sentences = unknown_algorithms(self.table, {"random"}, "random")
+        sticky = [entry for held in self.table.services.values() for entry in held if entry.affinity_seconds]
         forgetful = sum(1 for entry in sticky if entry.family in self.able and not self.able[entry.family].remembers)
         if forgetful:
             sentences.append(f"{forgetful} service ports have no session affinity: the kernel has no match recent")
@@ -267,7 +263,7 @@ class Iptables:
             "chains": sum(held.chains() for held in self._installed.values()),
             "drift_told_by_kernel": self._watching,
             "fill": {},
-            "misfits": [{"entry": misfit.entry, "reason": misfit.reason} for misfit in self.misfits.values()],
+            "misfits": misfit_rows(self.misfits.values()),
             "limitations": self.limitations(),
             "audit_repairs": self.audit_repairs,
             "counters": self.counters(),

@@ -16,7 +16,7 @@ from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel.conntrack import delete_stale
 from dataplane.kernel.ipset import LIMIT, Ipsets
 from dataplane.kernel.ipvs import Ipvs as Door
-from dataplane.mode import Misfit, Mode, Options, SyncResult, Wake
+from dataplane.mode import Misfit, Mode, Options, SyncResult, Wake, misfit_rows
 from dataplane.modes.ipvs import node as machine
 from dataplane.modes.ipvs.audit import Audit
 from dataplane.modes.ipvs.listing import Programmed
@@ -326,7 +326,7 @@ class Ipvs:
             "families": list(self.doors.tables.families),
             "strict_arp": self.options.ipvs_strict_arp,
             "fill": {f"set {name}": [count, LIMIT] for name, count in sorted(elements.items())},
-            "misfits": [{"entry": misfit.entry, "reason": misfit.reason} for misfit in self._misfits()],
+            "misfits": misfit_rows(self._misfits()),
             "limitations": self.limitations(),
             "audit_repairs": self.audit_repairs,
             "counters": self.counters(),

@@ -15,7 +15,7 @@ from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel.conntrack import delete_stale
 from dataplane.kernel.nfmonitor import watch_ruleset
 from dataplane.kernel.nfnetlink import NftablesError
-from dataplane.mode import Misfit, Mode, Options, SyncResult, Wake
+from dataplane.mode import Misfit, Mode, Options, SyncResult, Wake, misfit_rows, unknown_algorithms
 from dataplane.modes.nftables import lower
 from dataplane.modes.nftables import operations as op
 from dataplane.modes.nftables.listing import Tables
@@ -273,11 +273,7 @@ class Nftables:
 
     def limitations(self) -> list[str]:
         """What the table asks for and this mode does not do, in sentences."""
-        entries = [entry for entries in self.table.services.values() for entry in entries]
-        other = sum(1 for entry in entries if entry.algorithm != "random")
-        if not other:
-            return []
-        return [f"{other} service ports ask for another algorithm than random, which they get instead"]
+        return unknown_algorithms(self.table, {"random"}, "random")
 
     def status(self) -> dict[str, Any]:
         """See `dataplane.mode.Programmer.status`."""
@@ -286,7 +282,7 @@ class Nftables:
             "tables": [f"{family.name} {lower.TABLE}" for family in FAMILIES],
             "adopted": self.adopted,
             "fill": {},  # sets grow as long as there is memory
-            "misfits": [{"entry": m.entry, "reason": m.reason} for m in self._misfits.values()],
+            "misfits": misfit_rows(self._misfits.values()),
             "limitations": self.limitations(),
             "audit_repairs": self.audit_repairs,
             "stale_flows_deleted": self.stale_deleted,

@@ -14,7 +14,6 @@ from dataplane.table import (
     NodeNetwork,
     Protocol,
     Route,
-    ServiceTable,
     WhenEmpty,
     disjoint,
     socket_text,
@@ -140,8 +139,3 @@ def listen_addresses(node: NodeNetwork) -> dict[int, str]:
         if not address.lower().startswith("fe80:"):
             found.setdefault(6 if ":" in address else 4, address)
     return found
-
-
-def algorithms(table: ServiceTable) -> int:
-    """How many service ports ask for an algorithm that this mode does not have."""
-    return sum(1 for entries in table.services.values() for entry in entries if entry.algorithm not in {"random", "rr"})

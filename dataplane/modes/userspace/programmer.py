@@ -13,7 +13,7 @@ from typing import Any, Final
 from dataplane.diff import changed_services
 from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel import conntrack, nfmonitor, nft, policy
-from dataplane.mode import Misfit, Mode, Options, SyncResult, Wake
+from dataplane.mode import Misfit, Mode, Options, SyncResult, Wake, misfit_rows, unknown_algorithms
 from dataplane.modes.userspace import lower as low
 from dataplane.modes.userspace import messages as m
 from dataplane.modes.userspace import rules
@@ -315,11 +315,7 @@ class Userspace:
             "a client is connected before its backend: where no backend can be reached it sees a reset, not a refusal",
             "connections in flight end when the relay's process ends",
         ]
-        other = low.algorithms(self.table)
-        if other:
-            sentences.append(
-                f"{other} service ports ask for another algorithm than round robin, which they get instead"
-            )
+        sentences += unknown_algorithms(self.table, {"random", "rr"}, "round robin")
         if len(self.transparent) < len(rules.FAMILIES):
             sentences.append("client addresses cannot be kept here: backends see the node's address")
         return sentences
@@ -335,7 +331,7 @@ class Userspace:
             },
             "kept_addresses": [f"IPv{family}" for family in self.transparent],
             "fill": {"files": told.get("files", [0, 0])},
-            "misfits": [{"entry": misfit.entry, "reason": misfit.reason} for misfit in self._all_misfits()],
+            "misfits": misfit_rows(self._all_misfits()),
             "limitations": self.limitations() + ([told["trouble"]] if told.get("trouble") else []),
             "audit_repairs": self.audit_repairs,
             "counters": told.get("counters", {}),

@@ -1,0 +1,27 @@
+"""Sentences and rows that all modes tell in the same words."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from dataplane.mode import Misfit, misfit_rows, unknown_algorithms
+from dataplane.table import Entry, NodeNetwork, Protocol, ServiceTable
+
+
+def asking_for(*algorithms: str) -> ServiceTable:
+    entries = tuple(Entry(f"d/web:p{n}", 4, Protocol.TCP, (), (), 0, name) for n, name in enumerate(algorithms))
+    return ServiceTable(MappingProxyType({"d/web": entries}), NodeNetwork())
+
+
+def test_algorithms_that_a_mode_knows_are_no_limitation() -> None:
+    assert unknown_algorithms(asking_for("random", "rr"), {"random", "rr"}, "round robin") == []
+
+
+def test_service_ports_with_other_algorithms_are_counted() -> None:
+    assert unknown_algorithms(asking_for("random", "maglev", "rr"), {"random"}, "random") == [
+        "2 service ports ask for another algorithm than random, which they get instead"
+    ]
+
+
+def test_a_misfit_is_a_row_of_the_status() -> None:
+    assert misfit_rows([Misfit("d/web:p1", "the map is full")]) == [{"entry": "d/web:p1", "reason": "the map is full"}]
