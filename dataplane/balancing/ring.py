@@ -1,0 +1,80 @@
+"""PURE. What algorithms have in common: their description, and places divided by shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from math import gcd
+from typing import NamedTuple
+
+from dataplane.table import Backend
+
+__all__ = ["Algorithm", "Ring", "Spread", "divide", "in_turns", "turns"]
+
+Ring = Callable[[Sequence[Backend], Sequence[int], int], list[int]]  # backends, shares, limit -> positions
+
+
+class Spread(Enum):
+    """How the datapath comes to a place in a ring."""
+
+    RANDOM = "random"  # a random number
+    TUPLE = "tuple"  # a hash of client and service address, ports and protocol: the same on every node
+    CLIENT = "client"  # a hash of the client's address: the same on every node
+    IN_TURN = "in turn"  # a counter of the service port
+
+
+class Algorithm(NamedTuple):
+    """One algorithm.
+
+    `words` say what decides, for people. `weighs`: the weights of backends count. `loads`: shares follow the number
+    of connections, see `least_connections`.
+    """
+
+    name: str
+    words: str
+    spread: Spread
+    ring: Ring
+    weighs: bool = True
+    loads: bool = False
+
+
+def divide(shares: Sequence[int], places: int) -> list[int]:
+    """So many places divided by shares, by the largest remainder; everybody gets one at least."""
+    counts = [1] * len(shares)
+    large = list(range(len(shares)))
+    left, total = max(places, len(shares)), sum(shares)
+    while small := {i for i in large if shares[i] * left < total}:  # less than a place: those have theirs
+        left, total = left - len(small), total - sum(shares[i] for i in small)
+        large = [i for i in large if i not in small]
+    for i in large:
+        counts[i] = shares[i] * left // total
+    rest = left - sum(counts[i] for i in large)
+    for i in sorted(large, key=lambda i: (-(shares[i] * left % total), i))[:rest]:
+        counts[i] += 1
+    return counts
+
+
+def turns(shares: Sequence[int], limit: int) -> list[int]:
+    """Positions in which each appears by its share, its turns evenly apart; as short as the shares allow.
+
+    Shares that need more than `limit` places are rounded to that many.
+    """
+    common = gcd(*shares)
+    counts = [share // common for share in shares]
+    if sum(counts) > max(limit, len(shares)):
+        counts = divide(shares, limit)
+    return in_turns(counts)
+
+
+def in_turns(counts: Sequence[int]) -> list[int]:
+    """Each position as often as its count says, and evenly apart.
+
+    The k-th turn of position i is after (k + i / n) / count of the way: who has few turns has them at another time
+    than others with as few.
+    """
+    number = len(counts)
+    if len(set(counts)) == 1:
+        return list(range(number)) * counts[0]
+    places = [((nth + (who + 0.5) / number) / count, who) for who, count in enumerate(counts) for nth in range(count)]
+    places.sort()
+    return [who for _, who in places]

@@ -1,0 +1,16 @@
+"""PURE. Source hash: a client always gets the same backend, on every node, and nothing is remembered; IPVS's `sh`.
+
+IPVS has a table of 256 buckets, dealt anew when a backend comes or goes: most clients move. Here the hash of the
+client's address indexes a Maglev ring, so that only the clients of a backend that goes have to move.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dataplane.balancing import maglev
+from dataplane.balancing.ring import Algorithm, Spread
+
+__all__ = ["SOURCE_HASH"]
+
+SOURCE_HASH: Final = Algorithm("sh", "the client's address decides, alike on every node", Spread.CLIENT, maglev.ring)
