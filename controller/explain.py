@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from controller.semantics import detects
+from dataplane.balancing import find
 from dataplane.table import (
     Detect,
     Entry,
@@ -212,6 +213,7 @@ class Explainer:
 
         masquerade = bool(frontend.masquerade & _BIT[acts_as])
         says.append(f"Candidates: {route.why}.")
+        says += _choice(entry, route)
         if entry.affinity_seconds:
             says.append(f"A client stays with its backend while it is not idle for {entry.affinity_seconds} s.")
         selves = sum(1 for backend in route.backends if backend.address == str(src))
@@ -262,6 +264,17 @@ def _empty(name: str, entry: Entry, route: Route, says: list[str]) -> Verdict:
         return Verdict(name, "reject", " ".join(says), service=entry.name)
     says.append(f"No backend: {route.why}; silence makes clients and load balancers try elsewhere.")
     return Verdict(name, "drop", " ".join(says), service=entry.name)
+
+
+def _choice(entry: Entry, route: Route) -> list[str]:
+    """What decides among several, where it is not chance alone."""
+    algorithm = find(entry.algorithm)
+    words = algorithm.words if algorithm else "a scheduler of mode ipvs"
+    said = [] if entry.algorithm == "random" else [f"Algorithm {entry.algorithm}: {words}."]
+    if len({backend.weight for backend in route.backends}) > 1:
+        weights = ", ".join(f"{socket_text(b.address, b.port)} {b.weight}" for b in route.backends)
+        said.append(f"Weights: {weights}.")
+    return said
 
 
 def _detection_matters(frontend: Frontend) -> bool:

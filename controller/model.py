@@ -50,6 +50,7 @@ class Service(msgspec.Struct, frozen=True):
     health_check_node_port: int = 0
     created: str = ""
     annotations: tuple[tuple[str, str], ...] = ()  # those with our prefix `hybrid-proxy.io/`, sorted
+    weights: tuple[tuple[str, int], ...] = ()  # of endpoints, by address; others have 1
 
 
 class EndpointPort(msgspec.Struct, frozen=True, gc=False):

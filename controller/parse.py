@@ -39,12 +39,14 @@ from dataplane.table import Protocol
 __all__ = ["ANNOTATIONS", "canonical_address", "canonical_cidr", "convert", "decode", "family_of"]
 
 ANNOTATIONS: Final = "hybrid-proxy.io/"  # annotations with this prefix are read, no others
+WEIGHTS: Final = "hybrid-proxy.io/weights"
 
 # Limits against absurd objects. A name is a DNS subdomain (RFC 1123). The API allows 1,000 endpoints a slice.
 _MAX_NAME: Final = 253
 _MAX_PORTS: Final = 1000
 _MAX_ENDPOINTS: Final = 5000
 _MAX_ADDRESSES: Final = 5000  # external IPs, source ranges and the like
+_MAX_WEIGHT: Final = 1000
 
 _DEFAULT_AFFINITY: Final = 10_800  # seconds, the API's default for sessionAffinity: ClientIP
 _MAX_AFFINITY: Final = 86_400
@@ -452,6 +454,7 @@ def _service(wire: _Service) -> Service | Ignored:
         return Ignored("Service", key, "headless: clusterIP is None, clients connect to pods directly")
     if not texts:
         return Ignored("Service", key, "no cluster IP yet")
+    annotations = _annotations(metadata.annotations)
     return Service(
         namespace=namespace,
         name=name,
@@ -469,7 +472,8 @@ def _service(wire: _Service) -> Service | Ignored:
         affinity_seconds=_affinity(spec),
         health_check_node_port=_optional_port(spec.health_check_node_port, "spec.healthCheckNodePort"),
         created=metadata.creation_timestamp or "",
-        annotations=_annotations(metadata.annotations),
+        annotations=annotations,
+        weights=_weights(dict(annotations)[WEIGHTS]) if annotations and WEIGHTS in dict(annotations) else (),
     )
 
 
@@ -554,6 +558,23 @@ def _annotations(wire: dict[str, object] | None) -> tuple[tuple[str, str], ...]:
                 _fail(f"metadata.annotations[{name}]", f"expected a text, got {_show(value)}")
             found.append((name, value or ""))
     return tuple(sorted(found))
+
+
+def _weights(text: str) -> tuple[tuple[str, int], ...]:
+    """Weights of endpoints by address, as in `10.0.1.5=3, fd00::6=0`, sorted."""
+    field = f"metadata.annotations[{WEIGHTS}]"
+    found: dict[str, int] = {}
+    for item in _at_most([item for item in text.split(",") if item.strip()], _MAX_ADDRESSES, field):
+        address, equals, number = (part.strip() for part in item.partition("="))
+        if not equals:
+            _fail(field, f"{_show(item.strip())} is not ADDRESS=WEIGHT, such as 10.0.1.5=3")
+        address = _address(address, field, link_local=True)
+        if not re.fullmatch(r"[0-9]{1,4}", number) or int(number) > _MAX_WEIGHT:
+            _fail(field, f"{_show(number)} is not a weight (0 to {_MAX_WEIGHT}) for {address}")
+        if address in found:
+            _fail(field, f"{address} is there twice")
+        found[address] = int(number)
+    return tuple(sorted(found.items()))
 
 
 def _slice(wire: _EndpointSlice) -> EndpointSlice | Ignored:

@@ -21,13 +21,14 @@ Where kube-proxy's modes disagree there is one answer, and docs/differences.md l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from ipaddress import ip_address, ip_network
 from typing import Final
 
 import msgspec
 
 from controller.model import Endpoint, EndpointSlice, Node, Service, ServicePort
+from dataplane.balancing import canonical
 from dataplane.table import Backend, Detect, Entry, Frontend, Kind, Masquerade, NodeNetwork, Route, WhenEmpty
 
 __all__ = [
@@ -47,7 +48,8 @@ class Settings(msgspec.Struct, frozen=True):
 
     `node_port_addresses` is a list of CIDRs or exactly `("primary",)`; empty means primary. `primary`
     overrides the node's primary address of its family (kube-proxy's `bindAddress`). `algorithms` are
-    the names that the annotation `hybrid-proxy.io/algorithm` may choose from.
+    the names that the annotation `hybrid-proxy.io/algorithm` may choose from, `algorithm` is what services
+    without it get; the table has the canonical ones (`dataplane.balancing`).
     """
 
     node_name: str = ""
@@ -190,6 +192,8 @@ def entries(
         place = _Place(settings.node_name, zone, vips.policy)
         for port in service.ports:
             cluster, local, serving = _routes(port, mine, plain, place)
+            if service.weights:
+                cluster, local, serving = _weighted(dict(service.weights), cluster, local, serving)
             result.append(
                 Entry(
                     f"{service.namespace}/{service.name}:{port.name or port.port}",
@@ -207,8 +211,8 @@ def entries(
 def _algorithm(service: Service, settings: Settings) -> str:
     for key, value in service.annotations:
         if key == ALGORITHM_ANNOTATION and value in settings.algorithms:
-            return value
-    return settings.algorithm
+            return canonical(value)
+    return canonical(settings.algorithm)
 
 
 class _Vips:
@@ -394,6 +398,28 @@ def _local_route(here: tuple[Backend, ...], fallback: bool, ready_elsewhere: boo
         return Route(here, WhenEmpty.DROP, f"{policy}: endpoints on this node")
     others = ", others are ready elsewhere" if ready_elsewhere else ""
     return Route(here, WhenEmpty.DROP, f"{policy}: terminating fallback on this node: none here is ready{others}")
+
+
+def _weighted(
+    weights: Mapping[str, int], cluster: Route, local: Route | None, serving: tuple[Backend, ...]
+) -> tuple[Route, Route | None, tuple[Backend, ...]]:
+    """The same with weights. Weight 0 is out of the routes and serves on: whoever is there may stay."""
+
+    def weigh(backends: tuple[Backend, ...]) -> tuple[Backend, ...]:
+        return tuple([Backend(b.address, b.port, b.local, weights.get(b.address, 1)) for b in backends])
+
+    def narrow(route: Route) -> Route:
+        backends = weigh(route.backends)
+        left = tuple([b for b in backends if b.weight])
+        why = f"{route.why}, but all of weight 0" if backends and not left else route.why
+        return Route(left, route.when_empty, why)
+
+    cluster, known = narrow(cluster), cluster
+    if local is None:
+        return cluster, None, weigh(serving)
+    # As without weights: silence on this node is for clients that find somebody on others.
+    local = cluster if local is known or not cluster.backends else narrow(local)
+    return cluster, local, weigh(serving)
 
 
 def _worth(endpoint: Endpoint, me: str) -> tuple[bool, bool, bool, bool, tuple[str, ...], tuple[str, ...], str]:

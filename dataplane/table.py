@@ -56,11 +56,16 @@ class Masquerade(IntFlag):
 
 
 class Backend(msgspec.Struct, frozen=True, gc=False):
-    """One endpoint of one service port."""
+    """One endpoint of one service port.
+
+    `weight` is its share among the backends of a route, for algorithms that weigh. 0: no new connections; such a
+    backend is in no route.
+    """
 
     address: str
     port: int
     local: bool = False
+    weight: int = 1
 
 
 class Route(msgspec.Struct, frozen=True):

@@ -354,6 +354,47 @@ def test_malformed_metadata(metadata: dict[str, Any], field: str, problem: str, 
     assert problem in refused.value.problem
 
 
+def weighing(text: str) -> dict[str, Any]:
+    return service_of({}, metadata={"annotations": {"hybrid-proxy.io/weights": text}})
+
+
+# fmt: off
+WEIGHTS = [
+    pytest.param("10.0.1.5=3",                 (("10.0.1.5", 3),),                    id="one"),
+    pytest.param(" 10.0.1.6 = 0 ,fd00::0:5=1000,", (("10.0.1.6", 0), ("fd00::5", 1000)), id="spaces, IPv6"),
+    pytest.param("10.0.1.05=1",                (("10.0.1.5", 1),),                    id="addresses are canonical"),
+    pytest.param("",                           (),                                    id="empty"),
+]
+MALFORMED_WEIGHTS = [
+    pytest.param("10.0.1.5",            "'10.0.1.5' is not ADDRESS=WEIGHT",                  id="no weight"),
+    pytest.param("web-0=3",             "'web-0' is not an IP address",                      id="a name"),
+    pytest.param("10.0.1.5=-1",         "'-1' is not a weight (0 to 1000) for 10.0.1.5",     id="negative"),
+    pytest.param("10.0.1.5=1001",       "'1001' is not a weight",                            id="too large"),
+    pytest.param("10.0.1.5=1.5",        "'1.5' is not a weight",                             id="a fraction"),
+    pytest.param("10.0.1.5=",           "'' is not a weight",                                id="empty weight"),
+    pytest.param("10.0.1.5=\u0663",     "is not a weight",                                   id="other digits"),
+    pytest.param("10.0.1.5=1,10.0.1.5=2", "10.0.1.5 is there twice",                         id="twice"),
+    pytest.param("127.0.0.1=1",         "loopback",                                          id="loopback"),
+    pytest.param(",".join(f"10.{n >> 8}.{n & 255}.1=1" for n in range(5001)), "5001 items", id="too many"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("text", "expected"), WEIGHTS)
+def test_weights(text: str, expected: tuple[tuple[str, int], ...]) -> None:
+    found = both("Service", weighing(text))
+    assert isinstance(found, Service)
+    assert found.weights == expected
+
+
+@pytest.mark.parametrize(("text", "problem"), MALFORMED_WEIGHTS)
+def test_malformed_weights_refuse_the_service_alone(text: str, problem: str) -> None:
+    with pytest.raises(Refused) as refused:
+        both("Service", weighing(text))
+    assert (refused.value.field, refused.value.key) == ("metadata.annotations[hybrid-proxy.io/weights]", "shop/web")
+    assert problem in refused.value.problem
+
+
 def test_what_nobody_reads_may_be_anything() -> None:
     odd = {"labels": {"a": 1, "b": []}, "annotations": {"x": 5}, "managedFields": "odd", "ownerReferences": 7}
     value = service_of({"selector": 4, "ipFamilies": {}, "allocateLoadBalancerNodePorts": "x"}, metadata=odd)

@@ -12,7 +12,8 @@ from dataplane.table import Protocol
 
 KEY = "hybrid-proxy.io/algorithm"
 TWO = msgspec.structs.replace(SETTINGS, algorithms=frozenset({"random", "maglev"}))
-MAGLEV = msgspec.structs.replace(TWO, algorithm="maglev")
+MAGLEV = msgspec.structs.replace(TWO, algorithm="mh")
+OLD = msgspec.structs.replace(TWO, algorithms=frozenset({"random", "mh", "maglev"}))
 
 
 @pytest.mark.parametrize("seconds", [0, 1, 10800, 86400])
@@ -25,10 +26,11 @@ def test_affinity_is_carried_to_every_port(seconds):
 # fmt: off
 CASES = [
     pytest.param((),                                      TWO,      "random", id="no annotation: the default"),
-    pytest.param(((KEY, "maglev"),),                      TWO,      "maglev", id="a known name"),
+    pytest.param(((KEY, "maglev"),),                      TWO,      "mh",     id="a known name: the table has IPVS's name for it"),
+    pytest.param(((KEY, "mh"),),                          OLD,      "mh",     id="IPVS's own name"),
     pytest.param(((KEY, "maglev"),),                      SETTINGS, "random", id="a name that this build does not know"),
     pytest.param(((KEY, "Maglev"),),                      TWO,      "random", id="names compare exactly"),
-    pytest.param(((KEY, ""),),                            MAGLEV,   "maglev", id="an empty name: the default"),
+    pytest.param(((KEY, ""),),                            MAGLEV,   "mh",     id="an empty name: the default"),
     pytest.param(((KEY, "random"),),                      MAGLEV,   "random", id="the annotation wins over the default"),
     pytest.param((("hybrid-proxy.io/other", "maglev"),),  TWO,      "random", id="another annotation"),
 ]

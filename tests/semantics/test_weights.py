@@ -1,0 +1,89 @@
+"""Weights of endpoints: carried to every backend; 0 is out of the routes and keeps what it has."""
+
+# ruff: noqa: E501 (a case is one line)
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from make import SETTINGS, away, decide, endpoint_slice, ep, frontend, here, only, service, shown, table
+
+from controller.explain import Packet, explain
+from dataplane.table import Kind, WhenEmpty
+
+LB = {"type": "LoadBalancer", "load_balancer_ips": ("5.5.5.5",), "external_local": True}
+A, B = here("10.1.0.1"), away("10.1.1.1")
+KEY = "hybrid-proxy.io/algorithm"
+
+
+def weights(**by_name: int) -> tuple[tuple[str, int], ...]:
+    addresses = {"a": "10.1.0.1", "b": "10.1.1.1", "c": "fd02::5"}
+    return tuple(sorted((addresses[name], weight) for name, weight in by_name.items()))
+
+
+def test_every_backend_has_its_weight_and_others_have_one():
+    entry = only(service(weights=weights(a=3)), endpoint_slice(A, B))
+    carried = {backend.address: backend.weight for backend in frontend(entry).inside.backends}
+    assert carried == {"10.1.0.1": 3, "10.1.1.1": 1}
+    assert set(frontend(entry).inside.backends) <= set(entry.serving), "the same values in both places"
+
+
+def test_both_families_and_all_ports():
+    svc = service(cluster_ips=("10.96.0.10", "fd00::10"), weights=weights(a=2, c=5))
+    entries = decide(svc, endpoint_slice(A), endpoint_slice(ep("fd02::5"), name="web-6", family=6))
+    assert [entry.serving[0].weight for entry in entries] == [2, 5]
+
+
+def test_a_weight_for_an_address_that_is_no_endpoint_means_nothing():
+    entry = only(service(weights=(("10.9.9.9", 0),)), endpoint_slice(A, B))
+    assert [backend.weight for backend in entry.serving] == [1, 1]
+
+
+# fmt: off
+CASES = [
+    #            weights              endpoints  cluster               local
+    pytest.param(weights(a=0),        (A, B),    "10.1.1.1",           "drop",     id="none left here, one elsewhere: silence, as with Local"),
+    pytest.param(weights(b=0),        (A, B),    "10.1.0.1",           "10.1.0.1", id="the one elsewhere is out"),
+    pytest.param(weights(a=0, b=0),   (A, B),    "reject",             "reject",   id="all out: refused"),
+    pytest.param(weights(a=0),        (A,),      "reject",             "reject",   id="the only one out: refused"),
+    pytest.param(weights(a=1, b=2),   (A, B),    "10.1.0.1 10.1.1.1",  "10.1.0.1", id="none out"),
+    pytest.param(weights(a=0),        (B,),      "10.1.1.1",           "drop",     id="no endpoint here anyway"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("given", "endpoints", "cluster", "local"), CASES)
+def test_weight_zero_gets_no_new_connections(given, endpoints, cluster, local):
+    entry = only(service(weights=given, **LB), endpoint_slice(*endpoints))
+    outer = frontend(entry, Kind.LOAD_BALANCER)
+    assert (shown(outer.inside), shown(outer.outside)) == (cluster, local)
+    assert {backend.address for backend in entry.serving} == {e.address for e in endpoints}, "they serve who is there"
+
+
+def test_weight_zero_does_not_bring_terminating_endpoints_back():
+    svc = service(weights=weights(a=0))
+    entry = only(svc, endpoint_slice(A, away("10.1.1.9", "draining")))
+    assert shown(frontend(entry).inside) == "reject"
+    assert "weight 0" in frontend(entry).inside.why
+    assert frontend(entry).inside.when_empty is WhenEmpty.REJECT
+
+
+def test_without_the_annotation_routes_are_not_touched():
+    entry = only(service(**LB), endpoint_slice(A))
+    assert frontend(entry).inside is frontend(entry, Kind.LOAD_BALANCER).inside
+
+
+def test_explain_names_the_algorithm_and_the_weights():
+    svc = service(annotations=((KEY, "mh"),), weights=weights(a=3))
+    settings = msgspec.structs.replace(SETTINGS, algorithms=frozenset({"mh", "dh"}))
+    made = table(svc, endpoint_slice(A, B), settings=settings)
+    said = explain(made, Packet("", "10.1.7.7", "10.96.0.10", 80, "tcp")).reason
+    assert "Algorithm mh: a hash of the connection decides, alike on every node." in said
+    assert "Weights: 10.1.0.1:8080 3, 10.1.1.1:8080 1." in said
+
+
+def test_explain_says_nothing_of_equal_chances():
+    made = table(service(), endpoint_slice(A, B))
+    said = explain(made, Packet("", "10.1.7.7", "10.96.0.10", 80, "tcp")).reason
+    assert "Algorithm" not in said
+    assert "Weights" not in said
