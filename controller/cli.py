@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from controller.config import ADMIN_SOCKET, MODES, SCHEDULERS, Config, from_flags
+from controller.config import ADMIN_SOCKET, CHOICES, MODES, SCHEDULERS, Config, from_flags
 from controller.errors import ConfigError, ControllerError
 from dataplane.errors import DataplaneError
 
@@ -88,6 +88,12 @@ def _settings(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--bind-address", metavar="IP", help="use this as the node's IP instead of the Node object's; binds nothing"
     )
+    group.add_argument(
+        "--algorithm",
+        metavar="NAME",
+        help="how a backend is chosen, in the modes ebpf and ipvs, for services without the annotation "
+        f"hybrid-proxy.io/algorithm: one of {', '.join(CHOICES)} (default: random; mode ipvs: as --ipvs-scheduler)",
+    )
     _list(
         group,
         "--node-addresses",
@@ -140,8 +146,8 @@ def _ipvs(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ipvs-scheduler",
         metavar="NAME",
-        help=f"one of {', '.join(SCHEDULERS)} (default: rr); a Service chooses its own by the annotation "
-        "hybrid-proxy.io/algorithm",
+        help=f"what services without another algorithm get: one of {', '.join(SCHEDULERS)} (default: rr); see "
+        "--algorithm",
     )
     _switch(group, "--ipvs-strict-arp", "answer ARP for addresses of the asked interface alone")
     _list(group, "--ipvs-exclude-cidrs", "CIDR[,CIDR]", "virtual servers in these are never touched")

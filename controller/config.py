@@ -17,10 +17,11 @@ import dataplane.modes
 from controller.errors import ConfigError
 from controller.parse import canonical_address, canonical_cidr, family_of
 from controller.semantics import Settings
+from dataplane.balancing import ALGORITHMS, ALIASES
 from dataplane.mode import Options
 from dataplane.table import Detect
 
-__all__ = ["ADMIN_SOCKET", "MODES", "SCHEDULERS", "Config", "Endpoint", "available_modes", "from_flags"]
+__all__ = ["ADMIN_SOCKET", "CHOICES", "MODES", "SCHEDULERS", "Config", "Endpoint", "available_modes", "from_flags"]
 
 ADMIN_SOCKET: Final = "/run/hybrid-proxy/admin.sock"
 METRICS_PORT: Final = 10249
@@ -30,6 +31,7 @@ MODES: Final = ("ebpf", "nftables", "iptables", "ipvs", "userspace")  # all that
 
 # Those of the kernel (net/netfilter/ipvs); what a kernel lacks is told when it is used.
 SCHEDULERS: Final = ("rr", "wrr", "lc", "wlc", "lblc", "lblcr", "dh", "sh", "sed", "nq", "fo", "ovf", "mh", "twos")
+CHOICES: Final = tuple(dict.fromkeys((*ALGORITHMS, *ALIASES, *SCHEDULERS)))  # what may be asked for; random is first
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -111,7 +113,8 @@ def _settings(given: _Flags) -> Settings:
         masquerade_all=given.flag("masquerade_all"),
         masquerade_bit=given.number("iptables_masquerade_bit", 14, 0, 31),
         primary=_bind_address(given),
-        algorithms=frozenset({"random", *SCHEDULERS}),
+        algorithm=given.choice("algorithm", CHOICES),
+        algorithms=frozenset(CHOICES),
     )
 
 
