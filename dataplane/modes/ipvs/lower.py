@@ -8,7 +8,7 @@ sources, hairpin) is membership in a set that a constant number of rules looks i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from typing import Final, NamedTuple
 
@@ -50,11 +50,12 @@ Member = tuple[str, Element]  # the set's full name and the element
 class Wanted(NamedTuple):
     """One virtual server as it should be.
 
-    A real server that leaves keeps its flows (weight 0) where `lingers`, or while it is in `serving`.
+    `backends` have weights of 1 or more. A real server that leaves keeps its flows (weight 0) where `lingers`, or
+    while it is in `serving`.
     """
 
     config: Config
-    backends: frozenset[Destination]
+    backends: Mapping[Destination, int]
     serving: frozenset[Destination] = frozenset()
     lingers: bool = True
 
@@ -179,7 +180,7 @@ def _frontend(
 def _wanted(entry: Entry, config: Config, route: Route) -> Wanted:
     return Wanted(
         config,
-        frozenset(Destination(backend.address, backend.port) for backend in route.backends),
+        {Destination(backend.address, backend.port): backend.weight for backend in route.backends},
         frozenset(Destination(backend.address, backend.port) for backend in entry.serving),
         entry.protocol is Protocol.TCP,
     )

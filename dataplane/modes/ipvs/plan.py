@@ -62,13 +62,12 @@ def server_changes(server: Server, wanted: Wanted, actual: ServerState | None) -
     elif actual.config != wanted.config:
         changes.append(Change(Verb.SET_SERVER, server, wanted.config))
     weights = actual.weights if actual else {}
-    for destination in sorted(wanted.backends):
-        weight = weights.get(destination)
-        if weight is None:
-            changes.append(Change(Verb.NEW_DESTINATION, server, None, destination))
-        elif weight != 1:
-            changes.append(Change(Verb.SET_DESTINATION, server, None, destination))
-    for destination in sorted(weights.keys() - wanted.backends):
+    for destination, weight in sorted(wanted.backends.items()):
+        if destination not in weights:
+            changes.append(Change(Verb.NEW_DESTINATION, server, None, destination, weight))
+        elif weights[destination] != weight:
+            changes.append(Change(Verb.SET_DESTINATION, server, None, destination, weight))
+    for destination in sorted(weights.keys() - wanted.backends.keys()):
         if not wanted.lingers and destination not in wanted.serving:
             changes.append(Change(Verb.DELETE_DESTINATION, server, None, destination))
         elif weights[destination] != 0:

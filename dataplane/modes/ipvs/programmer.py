@@ -202,12 +202,18 @@ class Ipvs:
 
     def _scheduler(self, entry: Entry) -> str:
         """What the entry asks for, where the kernel has it; it is asked once for each."""
+        default, asked = self.options.ipvs_scheduler, self._asked(entry)
+        if asked not in self._schedulers:
+            self._schedulers[asked] = self.doors.ipvs.schedules(asked)
+        return asked if self._schedulers[asked] else default
+
+    def _asked(self, entry: Entry) -> str:
+        """The table's algorithm as a scheduler. The kernel has no random one, and its rr knows no weights."""
+        if entry.algorithm != "random":
+            return entry.algorithm
         default = self.options.ipvs_scheduler
-        if entry.algorithm == "random":
-            return default
-        if entry.algorithm not in self._schedulers:
-            self._schedulers[entry.algorithm] = self.doors.ipvs.schedules(entry.algorithm)
-        return entry.algorithm if self._schedulers[entry.algorithm] else default
+        weighs = any(backend.weight > 1 for backend in entry.serving)
+        return "wrr" if weighs and default == "rr" else default
 
     def _explicit(self, table: ServiceTable, name: str) -> list[tuple[str, int, int]]:
         """Addresses of a service that are node-port addresses too."""
@@ -291,7 +297,7 @@ class Ipvs:
         entries = [entry for held in self.table.services.values() for entry in held]
         sentences = []
         for algorithm in sorted(name for name, works in self._schedulers.items() if not works):
-            who = [entry.name for entry in entries if entry.algorithm == algorithm]
+            who = [entry.name for entry in entries if self._asked(entry) == algorithm]
             if who:
                 sentences.append(
                     f"{len(who)} service ports ask for {algorithm} ({who[0]}{', ...' if len(who) > 1 else ''}), which "

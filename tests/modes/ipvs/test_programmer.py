@@ -9,7 +9,7 @@ import pytest
 
 from dataplane.errors import DataplaneError, SyncError
 from dataplane.modes.ipvs import programmer as module
-from dataplane.table import Frontend, Kind, Masquerade, Protocol, Route
+from dataplane.table import Backend, Frontend, Kind, Masquerade, Protocol, Route
 from dataplane.virtual_servers import Change, Config, Element, Server, Timeouts, Verb
 
 from .kit import NETWORK, TCP, UDP, A, B, C, Node, cluster_ip, destination, entry, route, web
@@ -291,6 +291,38 @@ def test_a_scheduler_that_the_kernel_lacks_is_replaced_and_told(node: Node) -> N
     schedulers = {server.address: config.scheduler for server, config in node.ipvs.known.items()}
     assert schedulers == {"10.96.0.1": "lc", "10.96.0.2": "lc", "10.96.0.3": "mh"}
     assert [s for s in agent.limitations() if "twos" in s and "default/odd:x" in s]
+
+
+def weighing(backend: Backend, weight: int) -> Backend:
+    return msgspec.structs.replace(backend, weight=weight)
+
+
+def test_weights_are_the_kernels_and_a_changed_one_is_one_message(node: Node) -> None:
+    agent = node.start()
+    agent.sync(node.table(web(weighing(A, 3), B)))
+    assert node.weights() == {A.address: 3, B.address: 1}
+    node.journal.take()
+    agent.sync(node.table(web(weighing(A, 2), B)))
+    assert node.journal.take() == [f"SET_DESTINATION 10.96.0.1:80 {A.address} weight 2"]
+
+
+def test_weight_zero_drains(node: Node) -> None:
+    """It is in no route, and serves on."""
+    agent = node.start()
+    agent.sync(node.table(web(A, B)))
+    agent.sync(node.table(entry(cluster_ip(route(B)), serving=(weighing(A, 0), B))))
+    assert node.weights() == {A.address: 0, B.address: 1}
+    agent.sync(node.table(web(A, B)))
+    assert node.weights() == {A.address: 1, B.address: 1}
+
+
+@pytest.mark.parametrize(
+    ("default", "algorithm", "expected"), [("rr", "random", "wrr"), ("lc", "random", "lc"), ("rr", "rr", "rr")]
+)
+def test_weights_need_a_scheduler_that_weighs(node: Node, default: str, algorithm: str, expected: str) -> None:
+    """The kernel's rr does not; who asks for it by name gets it."""
+    node.start(ipvs_scheduler=default).sync(node.table(web(weighing(A, 3), B, algorithm=algorithm)))
+    assert [config.scheduler for config in node.ipvs.known.values()] == [expected]
 
 
 def test_timeouts_are_set_where_given(node: Node) -> None:
