@@ -13,6 +13,7 @@ import os
 import socket
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from dataplane.kernel.netlink import (
@@ -35,10 +36,11 @@ from dataplane.kernel.netlink import (
 from dataplane.stale import Judge
 from dataplane.table import Protocol, ServiceTable, socket_text
 
-__all__ = ["Key", "delete_stale", "flows"]
+__all__ = ["Key", "delete_stale", "flows", "is_liberal"]
 
 log = logging.getLogger(__name__)
 
+LIBERAL: Final = Path("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal")
 SUBSYSTEM: Final = 1 << 8  # NFNL_SUBSYS_CTNETLINK
 GET, DELETE = SUBSYSTEM | 1, SUBSYSTEM | 2
 START: Final = NFGEN.size  # of the attributes in the body of a message
@@ -323,3 +325,11 @@ def _walk(body: bytes) -> _Entry | None:
         protocol = transport[CTA_PROTO_NUM][0]
         ends += [addresses[0], ports[0] or b"", addresses[1], ports[1] or b""]
     return _Entry._make((protocol, *ends, body))
+
+
+def is_liberal() -> bool:
+    """Whether this namespace's conntrack takes any segment for valid: then none is INVALID by its sequence number."""
+    try:
+        return LIBERAL.read_text().strip() != "0"
+    except OSError:
+        return False

@@ -14,7 +14,7 @@ import msgspec
 from dataplane.diff import changed_services
 from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel import xtables as door
-from dataplane.kernel.conntrack import delete_stale
+from dataplane.kernel.conntrack import delete_stale, is_liberal
 from dataplane.kernel.nfmonitor import watch_ruleset
 from dataplane.mode import Misfit, Mode, Options, SyncResult, Wake, misfit_rows, unknown_algorithms
 from dataplane.modes.iptables import listing
@@ -28,7 +28,6 @@ __all__ = ["MODE", "Iptables", "clean", "look", "probe"]
 log = logging.getLogger(__name__)
 
 FAMILIES: Final = (4, 6)
-LIBERAL: Final = Path("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal")
 RECENT_CLIENTS: Final = Path("/sys/module/xt_recent/parameters/ip_list_tot")
 AUDIT_SHARE: Final = 10  # an audit that took a second is followed by ten without
 REPAIR_PAUSE: Final = 5.0  # seconds until a repair that failed is tried again
@@ -56,7 +55,7 @@ class Iptables:
         self.options = options
         self.xtables = xtables or door.find(needs)
         self.able = {family: _ability(self.xtables, family) for family in self.xtables.families}
-        self.drop_invalid = not _is_liberal()
+        self.drop_invalid = not is_liberal()
         self.table: ServiceTable = EMPTY
         self.audit_repairs = 0
         self.stale_deleted = 0
@@ -296,14 +295,6 @@ def _key(entry: Entry) -> tuple[str, int]:
 
 def _misfit_key(entry: Entry) -> str:
     return f"{entry.name}/{entry.protocol.name}/{entry.family}"
-
-
-def _is_liberal() -> bool:
-    """Whether this namespace's conntrack takes any segment for valid: then none is INVALID by its sequence number."""
-    try:
-        return LIBERAL.read_text().strip() != "0"
-    except OSError:
-        return False
 
 
 def _clients_remembered() -> int:

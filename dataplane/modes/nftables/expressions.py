@@ -27,7 +27,8 @@ _CODES: Final = {ACCEPT: NF_ACCEPT, DROP: NF_DROP, RETURN: NFT_RETURN}
 REG32_00: Final = 8
 NETWORK, TRANSPORT = 1, 2
 META_PRIORITY, META_MARK, META_IIF, META_IIFNAME, META_L4PROTO = 2, 3, 4, 6, 16
-CT_STATUS, IPS_DST_NAT = 2, 0x20
+CT_STATE, CT_STATUS, IPS_DST_NAT = 0, 2, 0x20
+STATE_INVALID: Final = 1  # NF_CT_STATE_INVALID_BIT, linux/netfilter/nf_conntrack_common.h
 CMP_EQ, CMP_NEQ = 0, 1
 RANDOM: Final = 1
 FIB_ADDRTYPE, FIB_DADDR = 3, 1 << 1
@@ -168,6 +169,12 @@ def translated() -> Part:
     """Whether the destination of this connection was translated."""
     found = (Expression("ct", ((2, CT_STATUS), (1, _register(0)))), _bitwise(0, _host(IPS_DST_NAT), bytes(4)))
     return Part("ct status dnat", (*found, _compare(0, CMP_NEQ, bytes(4))))
+
+
+def invalid() -> Part:
+    """Whether conntrack finds no place for the packet: it will be translated neither way."""
+    found = (Expression("ct", ((2, CT_STATE), (1, _register(0)))), _bitwise(0, _host(STATE_INVALID), bytes(4)))
+    return Part("ct state invalid", (*found, _compare(0, CMP_NEQ, bytes(4))))
 
 
 def from_outside(*, negate: bool = False) -> Part:

@@ -57,6 +57,7 @@ MAX_CLIENTS: Final = 262_144  # of one affinity time and family; beyond that a n
 
 COUNTERS: Final = (
     "refused", "discarded", "source-not-allowed", "unknown-port", "unallocated", "masqueraded", "to-itself", "no-slot",
+    "invalid",
 )  # fmt: skip
 
 Key = tuple[str | int, ...]
@@ -82,10 +83,11 @@ class Set(NamedTuple):
 
 
 class Hook(NamedTuple):
-    """Where a base chain of type nat sits: the number of the hook (NF_INET_...) and its priority."""
+    """Where a base chain sits: the number of the hook (NF_INET_...), its priority, and the chain's type."""
 
     number: int
     priority: int
+    type: str = "nat"
 
 
 class Chain(NamedTuple):
@@ -101,8 +103,8 @@ class Chain(NamedTuple):
         return tuple(rule.mark for rule in self.rules)
 
 
-PREROUTING, LOCAL_OUT, POSTROUTING = 0, 3, 4
-DSTNAT, SRCNAT = -100, 100
+PREROUTING, FORWARD, LOCAL_OUT, POSTROUTING = 0, 2, 3, 4
+DSTNAT, FILTER, SRCNAT = -100, 0, 100
 SPACES: Final = ("inside", "outside", "inside-ports", "outside-ports")
 
 
@@ -143,9 +145,15 @@ def set_named(name: str) -> Set | None:
     return SETS.get(name)
 
 
-def structure(family: Family, node: NodeNetwork) -> tuple[Chain, ...]:
-    """The chains of a family that are there whatever the services are."""
-    return (*_refusals(family), *_marks(family, node), *_ways(family, node))
+def structure(family: Family, node: NodeNetwork, *, drop_invalid: bool = True) -> tuple[Chain, ...]:
+    """The chains of a family that are there whatever the services are.
+
+    A segment that conntrack calls invalid is not translated: a client would get a backend's own address, know nothing
+    of that connection and reset it (`drop_invalid`, kubernetes #74839).
+    """
+    strict = (rule(x.invalid(), x.count("invalid"), x.end(x.DROP)),) if drop_invalid else ()
+    forward = Chain("filter-forward", strict, Hook(FORWARD, FILTER, "filter"))
+    return (*_refusals(family), *_marks(family, node), *_ways(family, node), forward)
 
 
 def _refusals(family: Family) -> Iterator[Chain]:

@@ -58,9 +58,9 @@ class Numbers:
 class Plan:
     """The table of one family, as it is wanted or written."""
 
-    def __init__(self, family: Family, node: NodeNetwork) -> None:
+    def __init__(self, family: Family, node: NodeNetwork, *, drop_invalid: bool = True) -> None:
         self.family = family
-        self.structure = lower.structure(family, node)
+        self.structure = lower.structure(family, node, drop_invalid=drop_invalid)
         self.always = lower.node_elements(family, node)
         self.numbers = Numbers()
         self.shared: Counter[Element] = Counter()

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from dataplane.diff import changed_services
 from dataplane.errors import DataplaneError, SyncError, Unsupported
-from dataplane.kernel.conntrack import delete_stale
+from dataplane.kernel.conntrack import delete_stale, is_liberal
 from dataplane.kernel.nfmonitor import watch_ruleset
 from dataplane.kernel.nfnetlink import NftablesError
 from dataplane.mode import Misfit, Mode, Options, SyncResult, Wake, misfit_rows, unknown_algorithms
@@ -59,6 +59,7 @@ class Nftables:
         self._door: op.Door = door or Kernel()
         self._wake = wake
         self._watch = door is None
+        self._drop_invalid = not (self._watch and is_liberal())
         self._plans: dict[int, Plan] = {}
         self._misfits: dict[str, Misfit] = {}
         self._programmed = False
@@ -101,7 +102,7 @@ class Nftables:
 
     def _differences(self, family: lower.Family, table: ServiceTable) -> tuple[Plan, Iterable[op.Operation]]:
         """A new plan, and the operations that make the kernel's table it."""
-        plan = Plan(family, table.node)
+        plan = Plan(family, table.node, drop_invalid=self._drop_invalid)
         services = self._services(table, family)
         for _ in range(ATTEMPTS):
             skeleton = self._door.skeleton(family)

@@ -304,6 +304,7 @@ _HOOKS: Final[dict[str, set[tuple[int, int, str, int]]]] = {
     "nat-prerouting": {(0, -100, "nat", 1)},
     "nat-output": {(3, -100, "nat", 1)},
     "nat-postrouting": {(4, 100, "nat", 1)},
+    "filter-forward": {(2, 0, "filter", 1)},
 }
 
 
@@ -318,7 +319,7 @@ def _chain(chain: Chain) -> bytes:
     if chain.hook is None:
         return body
     hook = nested(4, number(1, chain.hook.number), attribute(2, struct.pack(">i", chain.hook.priority)))
-    return body + hook + number(5, 1) + string(7, "nat")
+    return body + hook + number(5, 1) + string(7, chain.hook.type)
 
 
 def _rule_data(rule: Rule) -> bytes:

@@ -52,6 +52,12 @@ def test_the_ways_to_a_service_ipv4() -> None:
     ]
 
 
+def test_what_conntrack_calls_invalid_is_not_forwarded() -> None:
+    assert rules()["filter-forward"] == ['ct state invalid counter name "invalid" drop']
+    liberal = lower.structure(FAMILIES[4], NODE, drop_invalid=False)
+    assert [chain.rules for chain in liberal if chain.name == "filter-forward"] == [()]
+
+
 def test_masquerading_ipv6_with_another_bit() -> None:
     node = NodeNetwork(detect=Detect.INTERFACE_PREFIX, pod_interface="veth", masquerade_bit=20)
     found = rules(6, node)

@@ -77,7 +77,7 @@ def test_nft_lists_every_rule_as_it_was_meant(mode: Nftables, version: int) -> N
         told = nft("-y", "list", "chain", family.name, lower.TABLE, chain.name)
         lines = [line.strip() for line in told.splitlines()[2:-2]]
         if chain.hook:
-            assert lines.pop(0).startswith("type nat hook")
+            assert lines.pop(0).startswith(f"type {chain.hook.type} hook")
         # nft leaves out what a statement implies.
         wanted = [rule.text.replace("meta l4proto tcp reject", "reject") for rule in chain.rules]
         wanted = [text.removesuffix(" with icmp port-unreachable") for text in wanted]
