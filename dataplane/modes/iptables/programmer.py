@@ -206,11 +206,11 @@ class Iptables:
             for family, installed in self._installed.items()
             for what in installed.damage()
         ]
+        took = time.monotonic() - start
         if damage:
             self._repair(damage)
         else:
             self._ruleset.seen(generation)
-        took = time.monotonic() - start
         self._audit_at = time.monotonic() + AUDIT_SHARE * took
 
     def _audit_due(self) -> bool:

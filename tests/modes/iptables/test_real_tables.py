@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from dataplane.errors import SyncError, Unsupported
 from dataplane.kernel.xtables import Xtables, XtablesError, find
-from dataplane.mode import Options
+from dataplane.mode import Options, SyncResult
 from dataplane.modes.iptables.programmer import Iptables, clean, look, needs, probe
 from dataplane.modes.iptables.readback import parse, shape
 from dataplane.table import (
@@ -260,6 +261,27 @@ def test_a_repair_that_failed_is_tried_again(variant: str, monkeypatch: pytest.M
         programmer.maintain()
         assert rules(variant) == whole
         assert programmer.audit_repairs == 1
+
+
+def test_a_long_repair_delays_no_further_one(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking is what takes time again and again; the pause after it follows that alone."""
+    now = [1000.0]
+    monkeypatch.setattr("dataplane.modes.iptables.programmer.time", SimpleNamespace(monotonic=lambda: now[0]))
+    with opened(variant, sync_seconds=0.0) as programmer:
+        programmer.sync(table(1, 2))
+        whole, sync = rules(variant), programmer.sync
+
+        def long_sync(wanted: ServiceTable) -> SyncResult:
+            now[0] += 60
+            return sync(wanted)
+
+        monkeypatch.setattr(programmer, "sync", long_sync)
+        for _ in range(2):
+            Xtables(variant).restore(4, "*nat\n-F HP-SERVICES\nCOMMIT\n")
+            programmer._touched.set()
+            programmer.maintain()
+            assert rules(variant) == whole
+        assert now[0] == 1120
 
 
 def test_the_kernel_tells_of_others_at_once_and_our_own_changes_cost_no_look() -> None:
