@@ -140,6 +140,26 @@ def test_node_ports_only_at_the_chosen_addresses(field: Lab, mode: str) -> None:
             assert observe(bench, other, "refused").is_("refused", "client"), "served at an address that is excluded"
 
 
+@pytest.mark.core
+@pytest.mark.row("3.9", "no endpoints: at an address that is excluded the node's own port is left alone")
+def test_an_excluded_address_refuses_for_no_service(field: Lab, mode: str) -> None:
+    """A process of the node listens there: a refusal would be ours."""
+    with agent_with(field, mode, f"--nodeport-addresses={SUBNETS}") as (bench, services):
+        services["far"].empty()
+        table = table_of(bench, bench.agent)
+        for family in (V4, V6):
+            served = Probe("client", (SECOND[family != V4], services["far"].node_port), STREAM)
+            eventually(
+                lambda served=served: observe(bench, served, "refused").is_("refused", "client"),
+                5, "the service has no endpoints, and its node port does not refuse",
+            )  # fmt: skip
+            target = target_of(bench, services["far"], "nodeport", family)
+            for place in ("client", "pod1", "node"):
+                assert explain(table, Packet("", field[place].address(family), *target, "tcp")).verdict == "untouched"
+                seen = observe(bench, Probe(place, target, STREAM), own("node"))
+                assert seen.is_(own("node"), place), f"{place}: {seen}"
+
+
 @pytest.mark.row("3.10", "an address that the node gets later serves at once")
 def test_addresses_that_come_later_serve(field: Lab, mode: str) -> None:
     link = field.netlink("node")
