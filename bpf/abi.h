@@ -29,9 +29,14 @@ enum abi_limits {
  * key: an element that was recycled for another key while a program looked at it does not match.
  */
 enum frontend_flags {
-	FRONTEND_INSIDE_ROUTE = 1 << 0,	 /* which route pods and this node take */
-	FRONTEND_OUTSIDE_ROUTE = 1 << 1, /* which route clients beyond the cluster take */
-	FRONTEND_ADDRESS = 1 << 2,	 /* port 0, protocol 0: the address is a service's; other ports are refused */
+	FRONTEND_INSIDE_ROUTE = 1 << 0,	  /* which route pods and this node take */
+	FRONTEND_OUTSIDE_ROUTE = 1 << 1,  /* which route clients beyond the cluster take */
+	FRONTEND_ADDRESS = 1 << 2,	  /* port 0, protocol 0: the address is a service's; other ports are refused */
+	FRONTEND_MASQUERADE_POD = 1 << 3, /* these clients' source address is replaced by the node's */
+	FRONTEND_MASQUERADE_NODE = 1 << 4,
+	FRONTEND_MASQUERADE_OUTSIDE = 1 << 5,
+	FRONTEND_SOURCES = 1 << 6,    /* only sources that map `sources` holds for the service may come */
+	FRONTEND_NODE_PORTS = 1 << 7, /* of an address: node ports are served here, as frontends of address 0 */
 };
 
 struct frontend4_key {
@@ -46,6 +51,19 @@ struct frontend6_key {
 	__u16 port;
 	__u8 protocol;
 	__u8 pad;
+};
+
+/* Clients that may come to the load-balancer IPs of a service, by longest prefix; `bits` counts from `service` on. */
+struct source4_key {
+	__u32 bits;
+	__u32 service;
+	__u32 address;
+};
+
+struct source6_key {
+	__u32 bits;
+	__u32 service;
+	__u32 address[4];
 };
 
 enum service_flags {
@@ -111,6 +129,8 @@ enum flow_flags {
 	FLOW_ESTABLISHED = 1 << 9, /* both directions have spoken */
 	FLOW_ANSWERED = 1 << 8,	   /* the backend accepted: the client's next segment establishes the pair */
 	FLOW_CLASH = 1 << 6,	   /* the reply tuple turned out to be a direct connection's: choose another port */
+	FLOW_MASQUERADE = 1 << 10, /* the source is the node's: the packet goes on by our own route lookup */
+	FLOW_NODE = 1 << 11,	   /* the client is this node */
 };
 
 /* What to make of a packet with the key's tuple. The pair's key is this tuple turned round. */
@@ -150,9 +170,17 @@ struct node {
 	__u32 mask4[4];
 	__u32 cidr6[4][4];
 	__u32 mask6[4][4];
+	__u32 pods_by_link; /* pods are known by their interface (map `pod_links`), not by these: */
+	__u32 pod4_known;
+	__u32 pod6_known;
+	__u32 pod4;
+	__u32 pod4_mask;
+	__u32 pod6[4];
+	__u32 pod6_mask[4];
 	__u32 direct_flows; /* non-zero once a direct flow had to change its port */
 	__u32 overflowed;   /* non-zero once a TCP flow had to begin in the table that forgets */
-	__s32 opening;	    /* pairs among the flows that are not established; user space counts them again */
+	__u32 pad;
+	__s32 opening; /* pairs among the flows that are not established; user space counts them again */
 };
 
 /* Set before load (`const volatile`, one struct: the order of scalars in .rodata is not the source's). */
@@ -164,6 +192,8 @@ struct settings {
 	__u32 can_set_errno; /* bpf_set_retval exists */
 	__s32 max_opening;   /* pairs that may begin among the flows; more begin in the table that forgets */
 	__u32 udp_timeout;   /* jiffies after which an unused reply tuple may be claimed by another flow */
+	__u32 port_first;    /* source ports that we give: those of masqueraded clients and of flows that clash */
+	__u32 port_count;
 };
 
 /* A socket's memory of the service addresses it talks to. */
@@ -226,6 +256,11 @@ enum counter {
 	COUNT_TUPLE_EXHAUSTED,
 	COUNT_STALE_BACKEND,
 	COUNT_ICMP_RELATED,
+	COUNT_MASQUERADE,
+	COUNT_DROP_SOURCE,
+	COUNT_DROP_NO_ROUTE,
+	COUNT_TOO_BIG,
+	COUNT_TTL_EXPIRED,
 	COUNT_SOCKET_CONNECT,
 	COUNT_SOCKET_REFUSED,
 	COUNTERS

@@ -26,15 +26,20 @@ struct icmp_header {
 	__be32 rest;
 };
 
+enum socket_families { AF_INET = 2, AF_INET6 = 10 };
+
 enum icmp_numbers {
 	ICMP_DEST_UNREACH = 3,
 	ICMP_PORT_UNREACH = 3,
+	ICMP_FRAG_NEEDED = 4,
 	ICMP_SOURCE_QUENCH = 4,
 	ICMP_REDIRECT = 5,
 	ICMP_TIME_EXCEEDED = 11,
 	ICMP_PARAMETERPROB = 12,
 	ICMPV6_DEST_UNREACH = 1,
 	ICMPV6_PORT_UNREACH = 4,
+	ICMPV6_PKT_TOOBIG = 2,
+	ICMPV6_TIME_EXCEEDED = 3,
 	ICMPV6_INFORMATIONAL = 128, /* lower types are errors */
 };
 

@@ -94,15 +94,17 @@ INLINE void choose_for(struct choice *c, const struct target *t, __u8 protocol)
 
 	if (t->v6) {
 		own_address(client, true);
-		choose(c, client, t->address, t->port, protocol, true, true);
+		choose(c, CLIENT_NODE, client, t->address, t->port, protocol, true, true);
 	} else {
 		own_address(client, false);
-		choose(c, client, t->address, t->port, protocol, false, true);
+		choose(c, CLIENT_NODE, client, t->address, t->port, protocol, false, true);
 	}
 }
 
-INLINE bool may_be_target(const struct target *t)
+INLINE bool may_be_target(const struct target *t, __u8 protocol)
 {
+	if (may_be_node_port(t->port, protocol))
+		return true;
 	return t->v6 ? may_be_service(t->address, true) : may_be_service(t->address, false);
 }
 
@@ -132,7 +134,7 @@ INLINE int connect_socket(struct bpf_sock_addr *ctx, const bool v6)
 	if (!is_ours(ctx))
 		return PROCEED;
 	read_target(ctx, &target, v6);
-	if (!may_be_target(&target)) {
+	if (!may_be_target(&target, protocol)) {
 		state = state_of(ctx, 0);
 		if (state)
 			state->connected = 0;
@@ -192,7 +194,7 @@ INLINE int send_datagram(struct bpf_sock_addr *ctx, const bool v6)
 	if (!is_ours(ctx))
 		return PROCEED;
 	read_target(ctx, &target, v6);
-	if (!may_be_target(&target))
+	if (!may_be_target(&target, IPPROTO_UDP))
 		return PROCEED;
 	state = state_of(ctx, 0);
 	peer = state ? known_peer(state, &target) : NULL;

@@ -11,9 +11,10 @@
 
 #define DATAGRAM_SECONDS 2
 #define CLASH_TRIES 16
-#define CLASH_PORTS 1024 /* below the ports that clients are given by their kernel, and below node ports */
-#define CLASH_PORTS_COUNT 28672
 #define CLASH_STEP 9973
+#define UNANSWERED_PART                                                                                                \
+	6 /* of the time-out of datagrams: one that was never answered holds its ports for that long                   \
+	   */
 
 enum flow_table { TABLE_FLOWS, TABLE_OPENING };
 
@@ -289,7 +290,8 @@ INLINE bool is_abandoned(const struct flow *f, __u8 protocol)
 {
 	if (f->flags & FLOW_RESET || (f->flags & FLOW_FIN_ACKED && f->flags & FLOW_OTHER_FIN))
 		return true;
-	return protocol == IPPROTO_UDP && now() - f->seen > settings.udp_timeout;
+	return protocol == IPPROTO_UDP &&
+	       now() - f->seen > settings.udp_timeout / (f->flags & FLOW_ESTABLISHED ? 1 : UNANSWERED_PART);
 }
 
 INLINE bool same_tuple(const struct tuple *a, const struct tuple *b, const bool v6)
@@ -319,22 +321,24 @@ INLINE bool is_free(const struct tuple *key, const struct tuple *forward, const 
 }
 
 /* Choose the source port that the backend sees, so that replies belong to one flow only: the client's own if it is
- * free. `reply` is the key backend -> client; false: none of the ports tried is free. A client's port leads to the
- * same first candidate every time, so that a conversation that comes again meets its own tuple. One that another
- * had a minute ago is taken when there is nothing better.
+ * free, and `own` says that it is the client's to use. `reply` is the key backend -> client; false: none of the ports
+ * tried is free. A client's port leads to the same first candidate every time, so that a conversation that comes again
+ * meets its own tuple. One that another had a minute ago is taken when there is nothing better.
  */
-INLINE bool claim_reply(struct tuple *reply, const struct tuple *forward, const bool v6)
+INLINE bool claim_reply(struct tuple *reply, const struct tuple *forward, const bool own, const bool v6)
 {
-	bool free = is_free(reply, forward, v6), tcp = forward->protocol == IPPROTO_TCP;
-	__u32 start = bpf_ntohs(reply->dport);
+	bool free = own && is_free(reply, forward, v6), tcp = forward->protocol == IPPROTO_TCP;
+	__u32 start = own ? bpf_ntohs(reply->dport) : flow_tag(forward, v6) * 0x9e3779b1u >> 16;
 	__be16 second_best = free ? reply->dport : 0;
 
 	if (free && !(tcp && was_anothers(reply, forward, v6)))
 		return true;
-	count(COUNT_TUPLE_CLASH);
+	if (own)
+		count(COUNT_TUPLE_CLASH);
+#pragma clang loop unroll(disable)
 	for (int i = 0; i < CLASH_TRIES; i++) {
-		reply->dport = bpf_htons(CLASH_PORTS + (start + i * CLASH_STEP) % CLASH_PORTS_COUNT);
-		if (flow_in(reply, TABLE_FLOWS, v6) || flow_in(reply, TABLE_OPENING, v6))
+		reply->dport = bpf_htons(settings.port_first + (start + i * CLASH_STEP) % settings.port_count);
+		if (!is_free(reply, forward, v6))
 			continue;
 		if (!(tcp && was_anothers(reply, forward, v6)))
 			return true;

@@ -47,6 +47,16 @@ INLINE bool may_be_service(const __u32 *address, const bool v6)
 	return bit_set(&service_addresses, hash_address(address, v6));
 }
 
+/* The bit of a node port; a port of a transport that services do not have is nobody's. */
+INLINE bool may_be_node_port(__be16 port, __u8 protocol)
+{
+	__u32 kind = protocol == IPPROTO_TCP ? 0 : protocol == IPPROTO_UDP ? 1 : 2;
+	__u32 bit = kind << 16 | bpf_ntohs(port), word = bit / 64;
+	__u64 *value = bpf_map_lookup_elem(&node_ports, &word);
+
+	return value && (READ_ONCE(*value) >> (bit & 63) & 1);
+}
+
 INLINE bool may_be_backend(const __u32 *address, __be16 port, __u8 protocol, const bool v6)
 {
 	return bit_set(&backend_sockets, hash_socket(address, port, protocol, v6));

@@ -39,7 +39,8 @@ INLINE int answer_for(struct __sk_buff *skb, struct answer *a, const bool v6)
 	parse_packet(skb, &p, v6);
 	if (p.kind != PACKET_TRANSPORT || answer_from_flow(a, &p, v6))
 		return 0;
-	choose(&choice, p.tuple.saddr, p.tuple.daddr, p.tuple.dport, p.tuple.protocol, v6, false);
+	choose(&choice, classify(p.tuple.saddr, skb->ifindex, v6), p.tuple.saddr, p.tuple.daddr, p.tuple.dport,
+	       p.tuple.protocol, v6, false);
 	a->verdict = choice.verdict;
 	if (choice.verdict == VERDICT_UNTOUCHED && is_unallocated(p.tuple.daddr, v6))
 		a->verdict = VERDICT_DROP;

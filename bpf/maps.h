@@ -21,13 +21,29 @@
 		__type(value, VALUE);                                                                                  \
 	} NAME SEC(".maps")
 
+#define PREFIX_MAP(NAME, KEY, ENTRIES)                                                                                 \
+	struct {                                                                                                       \
+		__uint(type, BPF_MAP_TYPE_LPM_TRIE);                                                                   \
+		__uint(map_flags, BPF_F_NO_PREALLOC);                                                                  \
+		__uint(max_entries, ENTRIES);                                                                          \
+		__type(key, KEY);                                                                                      \
+		__type(value, __u32);                                                                                  \
+	} NAME SEC(".maps")
+
 /* Is this address possibly a service's? One bit each, by hash: a false hit costs a lookup. */
 ARRAY_MAP(service_addresses, __u64, (1 << PREFILTER_BITS) / 64);
+/* Is this port a node port, of TCP, UDP or SCTP? 2^16 bits for each. */
+ARRAY_MAP(node_ports, __u64, 3 * 65536 / 64);
 /* Is this address and port possibly a backend's? */
 ARRAY_MAP(backend_sockets, __u64, (1 << PREFILTER_BITS) / 64);
 /* (address, port, protocol) -> service, flags, tag. */
 HASH_MAP(frontends4, BPF_MAP_TYPE_HASH, struct frontend4_key, __u64, 65536);
 HASH_MAP(frontends6, BPF_MAP_TYPE_HASH, struct frontend6_key, __u64, 65536);
+/* Clients that may come to load-balancer IPs with source ranges. */
+PREFIX_MAP(sources4, struct source4_key, 65536);
+PREFIX_MAP(sources6, struct source6_key, 65536);
+/* Interfaces behind which all sources are pods, where pods are told apart so. */
+HASH_MAP(pod_links, BPF_MAP_TYPE_HASH, __u32, __u32, 4096);
 /* Service id -> its two slices. */
 ARRAY_MAP(services, struct service, 32768);
 /* All slices, one after the other. */

@@ -34,6 +34,8 @@ struct packet {
 	enum packet_kind kind;
 	__u32 l4;	/* offset of the transport header */
 	__u16 ip_check; /* IPv4: the header's checksum */
+	__u8 ttl;
+	__u8 header; /* bytes of the transport's header */
 	__u8 tcp_flags;
 	__u32 fin_end; /* of a FIN: the sequence number that acknowledges it */
 	__u32 ack;
@@ -177,6 +179,7 @@ INLINE void parse_tcp(struct __sk_buff *skb, void *data, void *end, struct packe
 		return;
 	}
 	p->tcp_flags = ((__u8 *)tcp)[13];
+	p->header = tcp->doff * 4;
 	p->ack = bpf_ntohl(tcp->ack_seq);
 	if (!(p->tcp_flags & TCP_FIN))
 		return;
@@ -202,8 +205,12 @@ INLINE __u64 parse_linear(struct __sk_buff *skb, struct packet *p, const bool v6
 	p->l4 = parse_ip(data, end, L3_OFFSET, &p->tuple, v6);
 	if (!p->l4)
 		return end - data;
-	if (!v6 && data + L3_OFFSET + sizeof(struct iphdr) <= end)
-		p->ip_check = ((struct iphdr *)(data + L3_OFFSET))->check;
+	if (data + L3_OFFSET + sizeof(struct iphdr) <= end) {
+		struct iphdr *ip = data + L3_OFFSET;
+
+		p->ip_check = ip->check;
+		p->ttl = v6 ? ((struct ipv6hdr *)ip)->hop_limit : ip->ttl;
+	}
 	if (parse_ports(data, end, p->l4, &p->tuple)) {
 		p->kind = PACKET_TRANSPORT;
 		if (p->tuple.protocol == IPPROTO_TCP)

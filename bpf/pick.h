@@ -70,21 +70,53 @@ INLINE void choose_empty(struct choice *c, struct service *service)
 	c->verdict = !empty || service->flags & drops ? VERDICT_DROP : VERDICT_REJECT;
 }
 
-/* Decide for a client inside the cluster (a pod or this node). `remember` false: without side effects. */
-INLINE void choose(struct choice *c, const __u32 *client, const __u32 *address, __be16 port, __u8 protocol,
-		   const bool v6, const bool remember)
+/* The frontend at this address and port. Node ports have address 0, and are served at addresses that say so; at other
+ * addresses of services a port without a frontend is refused.
+ */
+INLINE __u64 frontend_at(struct choice *c, const __u32 *address, __be16 port, __u8 protocol, const bool v6)
 {
-	__u64 frontend = find_frontend(address, port, protocol, v6);
+	__u64 found = find_frontend(address, port, protocol, v6);
+	__u32 any[4] = {};
+
+	if (found)
+		return found;
+	found = find_frontend(address, 0, 0, v6);
+	if (!found)
+		return 0;
+	if (found >> 32 & FRONTEND_NODE_PORTS)
+		return find_frontend(any, port, protocol, v6);
+	c->verdict = VERDICT_REJECT;
+	return 0;
+}
+
+INLINE bool is_masqueraded(__u32 flags, enum client from)
+{
+	if (from == CLIENT_POD)
+		return flags & FRONTEND_MASQUERADE_POD;
+	return flags & (from == CLIENT_NODE ? FRONTEND_MASQUERADE_NODE : FRONTEND_MASQUERADE_OUTSIDE);
+}
+
+/* Decide for a client. `remember` false: without side effects. */
+INLINE void choose(struct choice *c, const enum client from, const __u32 *client, const __u32 *address, __be16 port,
+		   __u8 protocol, const bool v6, const bool remember)
+{
 	struct service *service;
+	__u64 frontend;
+	__u32 flags;
 
 	c->verdict = VERDICT_UNTOUCHED;
-	if (!frontend) {
-		if (find_frontend(address, 0, 0, v6))
-			c->verdict = VERDICT_REJECT;
+	frontend = frontend_at(c, address, port, protocol, v6);
+	if (!frontend)
+		return;
+	flags = frontend >> 32;
+	c->service = (__u32)frontend;
+	c->route = flags & (from == CLIENT_OUTSIDE ? FRONTEND_OUTSIDE_ROUTE : FRONTEND_INSIDE_ROUTE) ? 1 : 0;
+	c->masquerade = is_masqueraded(flags, from);
+	if (flags & FRONTEND_SOURCES && !may_come(c->service, client, v6)) {
+		count(COUNT_DROP_SOURCE);
+		c->verdict = VERDICT_DROP;
 		return;
 	}
-	c->service = (__u32)frontend;
-	c->route = frontend >> 32 & FRONTEND_INSIDE_ROUTE ? 1 : 0;
 	service = bpf_map_lookup_elem(&services, &c->service);
 	if (!service)
 		return;

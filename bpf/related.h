@@ -2,7 +2,7 @@
 #ifndef HYBRID_PROXY_RELATED_H
 #define HYBRID_PROXY_RELATED_H
 
-#include "nat.h"
+#include "scratch.h"
 
 #define ICMP_HEADER 8
 
@@ -45,34 +45,36 @@ INLINE void rewrite_outer(struct __sk_buff *skb, const struct packet *p, const s
 	rewrite_addresses(skb, L3_OFFSET, to, difference, v6);
 }
 
-/* Translate an ICMP error about a flow of ours. The quoted packet was sent by the receiver of the error; the
- * flow of the opposite direction tells what it looked like before translation.
- */
-INLINE int translate_related(struct __sk_buff *skb, struct packet *p, const bool v6)
+INLINE bool read_quotation(struct __sk_buff *skb, const struct packet *p, struct quotation *q, const bool v6)
 {
-	__u32 offset = p->l4 + ICMP_HEADER, l4;
-	struct tuple quoted = {}, key, before, outer;
+	struct tuple key;
 	struct found found;
 
-	l4 = parse_quotation(skb, offset, &quoted, v6);
-	if (!l4)
-		return pass();
-	turn_round(&key, &quoted);
+	__builtin_memset(q, 0, sizeof(*q));
+	q->offset = p->l4 + ICMP_HEADER;
+	q->l4 = parse_quotation(skb, q->offset, &q->quoted, v6);
+	if (!q->l4)
+		return false;
+	turn_round(&key, &q->quoted);
 	find_flow(&found, &key, v6);
 	if (!found.entry)
-		return pass();
-	pair_key(&before, found.entry, key.protocol);
-	outer = p->tuple;
-	copy_address(outer.daddr, before.saddr);
-	if (same_address(outer.saddr, quoted.daddr, v6))
-		copy_address(outer.saddr, before.daddr);
-	rewrite_quotation(skb, p, offset, l4, &quoted, &before, v6);
-	rewrite_outer(skb, p, &outer, v6);
+		return false;
+	pair_key(&q->before, found.entry, key.protocol);
+	q->flags = found.entry->flags;
+	return true;
+}
+
+/* Translate it: the quoted packet, whom it is for, and, where the receiver's peer itself complains, whom it is from. */
+INLINE void translate(struct __sk_buff *skb, const struct packet *p, const struct quotation *q, struct tuple *outer,
+		      const bool v6)
+{
+	*outer = p->tuple;
+	copy_address(outer->daddr, q->before.saddr);
+	if (same_address(outer->saddr, q->quoted.daddr, v6))
+		copy_address(outer->saddr, q->before.daddr);
+	rewrite_quotation(skb, p, q->offset, q->l4, &q->quoted, &q->before, v6);
+	rewrite_outer(skb, p, outer, v6);
 	count(COUNT_ICMP_RELATED);
-	if (!(found.entry->flags & FLOW_HAIRPIN))
-		return pass();
-	swap_frame(skb);
-	return bpf_redirect(skb->ifindex, 0);
 }
 
 #endif

@@ -25,7 +25,7 @@ INLINE bool may_refuse(void)
 	if (!budget)
 		return false;
 	left = (__u32)*budget;
-	if (time - (__u32)(*budget >> 32) >= settings.hz)
+	if (!*budget || time - (__u32)(*budget >> 32) >= settings.hz)
 		left = settings.reject_burst;
 	else
 		time = *budget >> 32;
@@ -53,6 +53,13 @@ struct refusal6 {
 	struct icmp_header icmp;
 };
 
+/* What an ICMP error says: its type and code, and the word behind its checksum. */
+struct complaint {
+	__u8 type;
+	__u8 code;
+	__be32 rest;
+};
+
 INLINE __u32 quoted_payload(__u8 protocol)
 {
 	return protocol == IPPROTO_SCTP ? QUOTED_SCTP : QUOTED_OTHER;
@@ -68,7 +75,7 @@ INLINE long load_quoted(struct __sk_buff *skb, __u32 offset, void *to, __u32 ip,
 	return bpf_skb_load_bytes(skb, offset, to, ip + QUOTED_OTHER);
 }
 
-INLINE long write_refusal4(struct __sk_buff *skb, const struct tuple *t, __u32 payload)
+INLINE long write_error4(struct __sk_buff *skb, const struct tuple *t, const struct complaint *what, __u32 payload)
 {
 	struct refusal4 head = {};
 	__u32 quoted[(sizeof(struct iphdr) + QUOTED_SCTP) / 4] = {};
@@ -85,15 +92,16 @@ INLINE long write_refusal4(struct __sk_buff *skb, const struct tuple *t, __u32 p
 	head.ip.daddr = t->saddr[0];
 	sum = bpf_csum_diff(NULL, 0, (__be32 *)&head.ip, sizeof(head.ip), 0);
 	head.ip.check = fold(sum);
-	head.icmp.type = ICMP_DEST_UNREACH;
-	head.icmp.code = ICMP_PORT_UNREACH;
+	head.icmp.type = what->type;
+	head.icmp.code = what->code;
+	head.icmp.rest = what->rest;
 	sum = bpf_csum_diff(NULL, 0, (__be32 *)&head.icmp, sizeof(head.icmp), 0);
 	sum = bpf_csum_diff(NULL, 0, quoted, sizeof(quoted), (__u32)sum);
 	head.icmp.checksum = fold(sum);
 	return bpf_skb_store_bytes(skb, L3_OFFSET, &head, sizeof(head), 0);
 }
 
-INLINE long write_refusal6(struct __sk_buff *skb, const struct tuple *t, __u32 payload)
+INLINE long write_error6(struct __sk_buff *skb, const struct tuple *t, const struct complaint *what, __u32 payload)
 {
 	struct refusal6 head = {};
 	__u32 quoted[(sizeof(struct ipv6hdr) + QUOTED_SCTP) / 4] = {};
@@ -109,8 +117,9 @@ INLINE long write_refusal6(struct __sk_buff *skb, const struct tuple *t, __u32 p
 	head.ip.payload_len = bpf_htons(length);
 	__builtin_memcpy(&head.ip.saddr, t->daddr, 16);
 	__builtin_memcpy(&head.ip.daddr, t->saddr, 16);
-	head.icmp.type = ICMPV6_DEST_UNREACH;
-	head.icmp.code = ICMPV6_PORT_UNREACH;
+	head.icmp.type = what->type;
+	head.icmp.code = what->code;
+	head.icmp.rest = what->rest;
 	sum = bpf_csum_diff(NULL, 0, (__be32 *)t->saddr, 16, 0);
 	sum = bpf_csum_diff(NULL, 0, (__be32 *)t->daddr, 16, (__u32)sum);
 	sum = bpf_csum_diff(NULL, 0, pseudo, sizeof(pseudo), (__u32)sum);
@@ -120,11 +129,11 @@ INLINE long write_refusal6(struct __sk_buff *skb, const struct tuple *t, __u32 p
 	return bpf_skb_store_bytes(skb, L3_OFFSET, &head, sizeof(head), 0);
 }
 
+/* Out of the interface that the packet came from; what this node sends comes back to it. */
 INLINE int send_back(struct __sk_buff *skb)
 {
 	swap_frame(skb);
-	count(COUNT_REJECT);
-	return bpf_redirect(skb->ifindex, 0);
+	return bpf_redirect(skb->ifindex, skb->ingress_ifindex ? 0 : BPF_F_INGRESS);
 }
 
 /* Turn the SYN into the reset that answers it. Options stay: lengths do not change, and nobody reads them. */
@@ -144,32 +153,67 @@ INLINE int refuse_tcp(struct __sk_buff *skb, const struct packet *p, const bool 
 			    bpf_csum_diff(old, sizeof(old), new, sizeof(new), 0), 0);
 	bpf_skb_store_bytes(skb, p->l4, new, sizeof(new), 0);
 	rewrite_addresses(skb, L3_OFFSET, &back, 0, v6);
+	count(COUNT_REJECT);
 	return send_back(skb);
 }
 
-/* Quote the headers that the sender needs to find its socket, in a new packet to it. */
-INLINE int refuse_by_icmp(struct __sk_buff *skb, const struct packet *p, const bool v6)
+enum complaints {
+	UNREACHABLE,
+	EXPIRED,
+	TOO_BIG, /* and larger numbers: what fits */
+};
+
+INLINE void word_complaint(struct complaint *c, __u32 what, const bool v6)
+{
+	__builtin_memset(c, 0, sizeof(*c));
+	if (what == UNREACHABLE) {
+		c->type = v6 ? ICMPV6_DEST_UNREACH : ICMP_DEST_UNREACH;
+		c->code = v6 ? ICMPV6_PORT_UNREACH : ICMP_PORT_UNREACH;
+		count(COUNT_REJECT);
+	} else if (what == EXPIRED) {
+		c->type = v6 ? ICMPV6_TIME_EXCEEDED : ICMP_TIME_EXCEEDED;
+		count(COUNT_TTL_EXPIRED);
+	} else { /* RFC 1191, RFC 8201 */
+		c->type = v6 ? ICMPV6_PKT_TOOBIG : ICMP_DEST_UNREACH;
+		c->code = v6 ? 0 : ICMP_FRAG_NEEDED;
+		c->rest = bpf_htonl(what);
+		count(COUNT_TOO_BIG);
+	}
+}
+
+/* Say by ICMP what is wrong with the packet: quote the headers that the sender needs to find its socket, in a new
+ * packet to it, from the address that it asked for. `what` is one of enum complaints, or the size that would fit.
+ */
+INLINE int complain(struct __sk_buff *skb, struct scratch *space, __u32 what, const bool v6)
 {
 	__u32 ip = v6 ? sizeof(struct ipv6hdr) : sizeof(struct iphdr), head = v6 ? REFUSAL6 : REFUSAL4;
+	const struct packet *p = &space->packet;
 	__u32 payload = quoted_payload(p->tuple.protocol);
+	struct complaint said;
 
-	if (p->l4 != L3_OFFSET + ip)
+	if (!may_refuse() || p->l4 != L3_OFFSET + ip)
 		return drop(COUNT_REJECT_LIMITED);
+	word_complaint(&said, what, v6);
 	if (bpf_skb_change_tail(skb, L3_OFFSET + ip + payload, 0) ||
 	    bpf_skb_adjust_room(skb, head, BPF_ADJ_ROOM_MAC, 0))
 		return drop(COUNT_REJECT_LIMITED);
-	if (v6 ? write_refusal6(skb, &p->tuple, payload) : write_refusal4(skb, &p->tuple, payload))
+	if (v6 ? write_error6(skb, &p->tuple, &said, payload) : write_error4(skb, &p->tuple, &said, payload))
 		return drop(COUNT_REJECT_LIMITED);
 	return send_back(skb);
 }
 
-INLINE int refuse(struct __sk_buff *skb, const struct packet *p, const bool v6)
+GLOBAL_VERB(complain)
+
+/* Refuse: a connection by a reset, the rest by ICMP. */
+INLINE int refuse(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
 {
-	if (!may_refuse())
-		return drop(COUNT_REJECT_LIMITED);
-	if (p->kind == PACKET_TRANSPORT && p->tuple.protocol == IPPROTO_TCP)
-		return refuse_tcp(skb, p, v6);
-	return refuse_by_icmp(skb, p, v6);
+	const struct packet *p = &space->packet;
+
+	if (p->kind != PACKET_TRANSPORT || p->tuple.protocol != IPPROTO_TCP)
+		return CALL(complain, skb, UNREACHABLE);
+	return may_refuse() ? refuse_tcp(skb, p, v6) : drop(COUNT_REJECT_LIMITED);
 }
+
+GLOBAL_VERB(refuse)
 
 #endif

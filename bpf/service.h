@@ -12,6 +12,14 @@ struct choice {
 	__u32 route;
 	__u32 address[4];
 	__be16 port;
+	bool masquerade;
+};
+
+/* Who asks: which route it takes, and whether its address is replaced. */
+enum client {
+	CLIENT_POD,
+	CLIENT_NODE,
+	CLIENT_OUTSIDE,
 };
 
 INLINE __u64 lookup_frontend(const __u32 *address, __be16 port, __u8 protocol, const bool v6)
@@ -80,6 +88,39 @@ INLINE void own_address(__u32 *address, const bool v6)
 		copy_address(address, self->primary6);
 	else
 		address[0] = self->primary4;
+}
+
+/* What the source of a packet is, by its address or by the interface that it came in at. */
+INLINE enum client classify(const __u32 *a, __u32 ifindex, const bool v6)
+{
+	struct node *self = this_node();
+
+	if (!self)
+		return CLIENT_OUTSIDE;
+	if (self->pods_by_link)
+		return bpf_map_lookup_elem(&pod_links, &ifindex) ? CLIENT_POD : CLIENT_OUTSIDE;
+	if (!v6)
+		return self->pod4_known && (a[0] & self->pod4_mask) == self->pod4 ? CLIENT_POD : CLIENT_OUTSIDE;
+	if (self->pod6_known && (a[0] & self->pod6_mask[0]) == self->pod6[0] &&
+	    (a[1] & self->pod6_mask[1]) == self->pod6[1] && (a[2] & self->pod6_mask[2]) == self->pod6[2] &&
+	    (a[3] & self->pod6_mask[3]) == self->pod6[3])
+		return CLIENT_POD;
+	return CLIENT_OUTSIDE;
+}
+
+/* May this client come to a load-balancer IP of the service? (KEP-3866: before every other rule) */
+INLINE bool may_come(__u32 service, const __u32 *client, const bool v6)
+{
+	if (v6) {
+		struct source6_key key = {.bits = 160, .service = service};
+
+		copy_address(key.address, client);
+		return bpf_map_lookup_elem(&sources6, &key);
+	} else {
+		struct source4_key key = {.bits = 64, .service = service, .address = client[0]};
+
+		return bpf_map_lookup_elem(&sources4, &key);
+	}
 }
 
 /* Addresses that services are allocated from, but none has: nobody is there, and nobody is to be asked. */

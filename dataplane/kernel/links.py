@@ -1,6 +1,7 @@
 """Interfaces by rtnetlink: which there are, which are pods, when they change; and tc without TCX.
 
-Default rule: an uplink is an interface that carries a default route or one of the node's primary addresses; a
+Default rule: an uplink is an interface that carries a default route or one of the node's primary addresses, or a
+device (also a bond, a team, a VLAN) with an address; a
 pod's interface is a veth or netkit device that is no uplink and whose peer lives in another namespace. Patterns
 in the options replace either half of the rule.
 """
@@ -12,6 +13,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
+from ipaddress import ip_address
 
 import msgspec
 from pyroute2 import IPRoute
@@ -23,6 +25,7 @@ from dataplane.kernel.netlink import heard
 __all__ = ["Interface", "Node", "clsact_attach", "clsact_detach", "is_pod", "is_uplink", "read_node", "watch"]
 
 POD_KINDS = frozenset({"veth", "netkit"})
+UPLINK_KINDS = frozenset({"", "bond", "team", "vlan"})  # "": a device of its own
 INGRESS, EGRESS = 0xFFFFFFF2, 0xFFFFFFF3
 PRIORITY = 1
 HANDLE = 0x4850  # "HP": our filters are those with this handle and our name
@@ -41,6 +44,7 @@ class Interface(msgspec.Struct, frozen=True):
     peer_elsewhere: bool
     default_route: bool
     addresses: tuple[str, ...]
+    master: int = 0  # index of the bridge or bond that it is a port of
 
 
 class Node(msgspec.Struct, frozen=True):
@@ -84,6 +88,7 @@ def _interface(link: object, defaults: set[int], addresses: dict[int, list[str]]
         peer_elsewhere=get("IFLA_LINK_NETNSID") is not None,
         default_route=index in defaults,
         addresses=tuple(addresses.get(index, ())),
+        master=get("IFLA_MASTER") or 0,
     )
 
 
@@ -95,7 +100,15 @@ def is_uplink(interface: Interface, patterns: tuple[str, ...], primary: Iterable
     """Whether traffic from beyond the node arrives here."""
     if patterns:
         return _matches(interface.name, patterns)
-    return interface.default_route or any(address in interface.addresses for address in primary)
+    if interface.default_route or any(address in interface.addresses for address in primary):
+        return True
+    return interface.kind in UPLINK_KINDS and any(is_usable(address) for address in interface.addresses)
+
+
+def is_usable(address: str) -> bool:
+    """Whether others can send to this address."""
+    parsed = ip_address(address)
+    return not (parsed.is_loopback or parsed.is_link_local)
 
 
 def is_pod(interface: Interface, patterns: tuple[str, ...], uplinks: tuple[str, ...], primary: Iterable[str]) -> bool:

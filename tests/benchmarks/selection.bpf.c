@@ -72,7 +72,7 @@ static long one_choice(__u32 round, struct work *w)
 	__u32 address[4] = {next_address(w)}, client[4] = {bpf_htonl(0x0a4d010b)};
 	struct choice c = {};
 
-	choose(&c, client, address, SERVICE_PORT, IPPROTO_TCP, false, true);
+	choose(&c, CLIENT_POD, client, address, SERVICE_PORT, IPPROTO_TCP, false, true);
 	if (c.verdict == VERDICT_DNAT) {
 		w->sum += c.address[0] + c.port;
 		w->chosen++;

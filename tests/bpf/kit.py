@@ -226,7 +226,8 @@ class Bench:
         try:
             self.maps = MapSet(self.folder, options)
             values = {"hz": HZ, "reject_burst": 1_000_000, "fast_path": 1, "can_set_errno": 1,
-                      "udp_timeout": UDP_TIMEOUT * HZ} | settings  # fmt: skip
+                      "udp_timeout": UDP_TIMEOUT * HZ, "port_first": options.port_first,
+                      "port_count": options.port_count} | settings  # fmt: skip
             self.settings = layout.pack("settings", **values)
             self.pod = self.load(layout.OBJECTS / "pod.bpf.o")
             self.inspect = self.load(layout.OBJECTS / "inspect.bpf.o")

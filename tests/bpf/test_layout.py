@@ -15,14 +15,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dataplane.modes.ebpf import layout, lower
-from dataplane.table import Protocol
+from dataplane.table import Masquerade, Protocol
 
 from .kit import NETS, PASS, Bench, datagram, frame, read, service, syn
 
 FIXED_ROWS = {"frontend4_key": 8, "frontend6_key": 20, "service": 32, "backend": 32, "flow4_key": 16, "flow6_key": 40}
 STRUCTS = [
     "frontend4_key", "frontend6_key", "service", "backend", "flow4_key", "flow6_key", "flow", "affinity_key", "node",
-    "settings", "answer", "slot", "recent_bucket",
+    "settings", "answer", "slot", "recent_bucket", "source4_key", "source6_key",
 ]  # fmt: skip
 SOCKET_STRUCTS = ["socket_peer", "socket_state"]
 COMMON = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -101,6 +101,11 @@ CONSTANTS = [
     ("FRONTEND_INSIDE_ROUTE", lower.FRONTEND_INSIDE_ROUTE),
     ("FRONTEND_OUTSIDE_ROUTE", lower.FRONTEND_OUTSIDE_ROUTE),
     ("FRONTEND_ADDRESS", lower.FRONTEND_ADDRESS),
+    ("FRONTEND_MASQUERADE_POD", lower.FRONTEND_MASQUERADE[Masquerade.POD]),
+    ("FRONTEND_MASQUERADE_NODE", lower.FRONTEND_MASQUERADE[Masquerade.NODE]),
+    ("FRONTEND_MASQUERADE_OUTSIDE", lower.FRONTEND_MASQUERADE[Masquerade.EXTERNAL]),
+    ("FRONTEND_SOURCES", lower.FRONTEND_SOURCES),
+    ("FRONTEND_NODE_PORTS", lower.FRONTEND_NODE_PORTS),
     ("SERVICE_DROP_ROUTE0", lower.SERVICE_DROP_ROUTE[0]),
     ("SERVICE_DROP_ROUTE1", lower.SERVICE_DROP_ROUTE[1]),
     ("BACKEND_SERVING", lower.BACKEND_SERVING),
@@ -129,7 +134,8 @@ def test_slice_words_are_read_as_written(offset: int, count: int, epoch: int) ->
     assert layout.split_slice_word(word) == (offset, count, epoch % 2**18)
 
 
-ADDRESSES = {4: st.ip_addresses(v=4), 6: st.ip_addresses(v=6)}
+# The unspecified address stands for every one that serves node ports.
+ADDRESSES = {v: st.ip_addresses(v=v).filter(lambda a: int(a) != 0) for v in (4, 6)}
 
 
 @pytest.mark.parametrize("family", [4, 6], ids=["v4", "v6"])

@@ -1,4 +1,4 @@
-"""Attachments: programs at pods' interfaces (TCX links, else clsact) and at the node's cgroup.
+"""Attachments: programs at pods' interfaces and uplinks (TCX links, else clsact) and at the node's cgroup.
 
 Links are pinned, so that traffic goes on when the process ends, and a new process swaps its programs in by
 link update. A kernel without TCX refuses the first link; from then on clsact is used, and `status` says so.
@@ -10,23 +10,23 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from dataplane.errors import Unsupported
 from dataplane.kernel.bpf import BpfError, Object, create_link, pin_link, pinned_link, update_link
-from dataplane.kernel.links import Interface, clsact_attach, clsact_detach, is_pod, read_node
+from dataplane.kernel.links import Interface, clsact_attach, clsact_detach, is_pod, is_uplink, read_node
 from dataplane.kernel.places import cgroup_of_node
 from dataplane.mode import Options
 
-__all__ = ["Pods", "Sockets", "detach_everything", "remove_pins"]
+__all__ = ["Links", "Sockets", "detach_everything", "pods", "remove_pins", "uplinks"]
 
 log = logging.getLogger(__name__)
 
 TCX_INGRESS, TCX_EGRESS = 46, 47
 # In this order: what ingress translates meets its answer at egress, even if that comes at once.
-PROGRAMS = (("pod_egress", TCX_EGRESS, False), ("pod_ingress", TCX_INGRESS, True))
+HOOKS = (("egress", TCX_EGRESS, False), ("ingress", TCX_INGRESS, True))
 SOCKET_HOOKS = {
     "connect4": 10, "connect6": 11, "sendmsg4": 14, "sendmsg6": 15, "recvmsg4": 19, "recvmsg6": 20,
     "getpeername4": 29, "getpeername6": 30,
@@ -38,25 +38,33 @@ def _link_path(folder: Path, *words: object) -> Path:
     return folder / "_".join(("link", *map(str, words)))
 
 
-class Pods:
-    """Programs at the host side of pods' interfaces."""
+Chosen = Callable[[Interface, tuple[str, ...]], bool]  # an interface and the node's primary addresses
 
-    def __init__(self, folder: Path, programs: Object, options: Options) -> None:
+
+class Links:
+    """Programs at the interfaces of one kind.
+
+    Args:
+        folder: where links are pinned.
+        programs: the loaded object with `KIND_ingress` and `KIND_egress`.
+        kind: "pod" or "uplink".
+        chosen: whether an interface is of this kind.
+    """
+
+    def __init__(self, folder: Path, programs: Object, kind: str, chosen: Chosen) -> None:
         self.folder = folder
         self.programs = programs
-        self.options = options
+        self.what = kind
+        self.chosen = chosen
+        self.hooks = tuple((f"{kind}_{way}", attach_type, ingress) for way, attach_type, ingress in HOOKS)
         self.attached: dict[int, Interface] = {}
         self.failed: dict[str, str] = {}
         self.kind = "tcx"
 
     def refresh(self, primary: Iterable[str]) -> None:
-        """Attach to pods' interfaces that are new, forget what is gone, leave those that are no pods (any more)."""
+        """Attach to interfaces that are new, forget what is gone, leave those that are of another kind (by now)."""
         primary = tuple(primary)
-        wanted = {
-            interface.index: interface
-            for interface in read_node().interfaces
-            if is_pod(interface, self.options.pod_interfaces, self.options.uplink_interfaces, primary)
-        }
+        wanted = {interface.index: interface for interface in read_node().interfaces if self.chosen(interface, primary)}
         for index in [i for i in self.attached if i not in wanted or wanted[i].name != self.attached[i].name]:
             self._detach(index)
         for index, interface in wanted.items():
@@ -66,18 +74,18 @@ class Pods:
 
     def _attach(self, interface: Interface) -> None:
         try:
-            for name, attach_type, ingress in PROGRAMS:
+            for name, attach_type, ingress in self.hooks:
                 self._attach_one(interface, name, attach_type, ingress=ingress)
         except BpfError as error:
             if error.code == errno.ENODEV:
                 return
             if interface.name not in self.failed:
-                log.warning("cannot attach to pod interface %s: %s", interface.name, error)
+                log.warning("cannot attach to %s interface %s: %s", self.what, interface.name, error)
             self.failed[interface.name] = str(error)
             return
         self.failed.pop(interface.name, None)
         self.attached[interface.index] = interface
-        log.info("serving pod interface %s by %s", interface.name, self.kind)
+        log.info("serving %s interface %s by %s", self.what, interface.name, self.kind)
 
     def _attach_one(self, interface: Interface, name: str, attach_type: int, *, ingress: bool) -> None:
         program = self.programs.program(name)
@@ -95,15 +103,15 @@ class Pods:
 
     def _detach(self, index: int) -> None:
         interface = self.attached.pop(index)
-        for name, _, _ in PROGRAMS:
+        for name, _, _ in self.hooks:
             _link_path(self.folder, name, index).unlink(missing_ok=True)
         if self.kind == "clsact":
             clsact_detach(index)
-        log.info("pod interface %s is gone", interface.name)
+        log.info("%s interface %s is gone", self.what, interface.name)
 
     def _forget_stale(self, wanted: dict[int, Interface]) -> None:
         """Pins of interfaces that went while no process was there to see it."""
-        for name, _, _ in PROGRAMS:
+        for name, _, _ in self.hooks:
             for path in self.folder.glob(f"link_{name}_*"):
                 if int(path.name.rsplit("_", 1)[1]) not in wanted:
                     path.unlink(missing_ok=True)
@@ -115,6 +123,18 @@ class Pods:
             "interfaces": sorted(interface.name for interface in self.attached.values()),
             "failed": dict(self.failed),
         }
+
+
+def pods(folder: Path, programs: Object, options: Options) -> Links:
+    """Programs at the host side of pods' interfaces."""
+    patterns, uplinks_too = options.pod_interfaces, options.uplink_interfaces
+    return Links(folder, programs, "pod", lambda interface, own: is_pod(interface, patterns, uplinks_too, own))
+
+
+def uplinks(folder: Path, programs: Object, options: Options) -> Links:
+    """Programs at the interfaces by which the node is reached."""
+    patterns = options.uplink_interfaces
+    return Links(folder, programs, "uplink", lambda interface, own: is_uplink(interface, patterns, own))
 
 
 def _adopt_or_create(path: Path, program: int, target: int, attach_type: int, what: str) -> None:

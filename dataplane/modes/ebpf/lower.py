@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dataplane.table import Backend, Entry, Frontend, Kind, Route, WhenEmpty
+from dataplane.table import Backend, Entry, Frontend, Kind, Masquerade, Route, WhenEmpty
 
-__all__ = ["FRONTEND_ADDRESS", "FRONTEND_INSIDE_ROUTE", "FRONTEND_OUTSIDE_ROUTE", "Rows", "lower"]
+__all__ = [
+    "ANY", "FRONTEND_ADDRESS", "FRONTEND_INSIDE_ROUTE", "FRONTEND_MASQUERADE", "FRONTEND_NODE_PORTS",
+    "FRONTEND_OUTSIDE_ROUTE", "FRONTEND_SOURCES", "Rows", "lower",
+]  # fmt: skip
 
 # The enumerators of bpf/abi.h that a translation needs; a test compares them with the header.
 FRONTEND_INSIDE_ROUTE, FRONTEND_OUTSIDE_ROUTE, FRONTEND_ADDRESS = 1, 2, 4
+FRONTEND_MASQUERADE = {Masquerade.POD: 8, Masquerade.NODE: 16, Masquerade.EXTERNAL: 32}
+FRONTEND_SOURCES, FRONTEND_NODE_PORTS = 64, 128
 SERVICE_DROP_ROUTE = (1, 2)
 BACKEND_SERVING, BACKEND_ROUTE = 1, (2, 4)
 
-SERVED = frozenset({Kind.CLUSTER_IP})
+ANY = {4: "0.0.0.0", 6: "::"}  # noqa: S104 - the address of node ports' frontends: every one that serves node ports
 
 
 class Rows(NamedTuple):
     """What the maps hold for one service port.
 
-    `frontends` are (address, port, flags); `members` every backend that has a row, with `member_flags`;
-    `rings` are indexes into `members`, in the order of the slots.
+    `frontends` are (address, port, flags), a node port's address being `ANY`; `members` every backend that has a
+    row, with `member_flags`; `rings` are indexes into `members`, in the order of the slots; `sources` the CIDRs that
+    may come to the frontends with FRONTEND_SOURCES.
     """
 
     frontends: list[tuple[str, int, int]]
@@ -29,6 +35,8 @@ class Rows(NamedTuple):
     rings: list[list[int]]
     flags: int
     affinity_seconds: int
+    sources: tuple[str, ...] = ()
+    closed: tuple[str, ...] = ()  # addresses at which ports without a frontend are refused: ClusterIPs
 
 
 def lower(entry: Entry) -> Rows:
@@ -49,30 +57,37 @@ def lower(entry: Entry) -> Rows:
         rings=[[index[backend] for backend in route.backends] for route in routes],
         flags=flags,
         affinity_seconds=entry.affinity_seconds,
+        sources=_sources(entry),
+        closed=tuple(f.address for f in entry.frontends if f.kind is Kind.CLUSTER_IP and f.address is not None),
     )
 
 
 def _routes(entry: Entry) -> list[Route]:
-    """The distinct routes of the frontends that are served."""
+    """The distinct routes of the frontends."""
     routes: list[Route] = []
     for frontend in entry.frontends:
         for route in (frontend.inside, frontend.outside):
-            if frontend.kind in SERVED and not any(route is known or route == known for known in routes):
+            if not any(route is known or route == known for known in routes):
                 routes.append(route)
     if len(routes) > 2:
         raise ValueError(f"{entry.name}: {len(routes)} distinct routes, the layout has room for two")
     return routes
 
 
+def _sources(entry: Entry) -> tuple[str, ...]:
+    """One list for the service port: a Service has one `loadBalancerSourceRanges`."""
+    return next((frontend.sources for frontend in entry.frontends if frontend.sources is not None), ())
+
+
 def _frontends(entry: Entry, routes: list[Route]) -> list[tuple[str, int, int]]:
     return [
-        (frontend.address, frontend.port, _frontend_flags(frontend, routes))
+        (ANY[entry.family] if frontend.address is None else frontend.address, frontend.port, _flags(frontend, routes))
         for frontend in entry.frontends
-        if frontend.kind in SERVED and frontend.address is not None
     ]
 
 
-def _frontend_flags(frontend: Frontend, routes: list[Route]) -> int:
+def _flags(frontend: Frontend, routes: list[Route]) -> int:
     inside = FRONTEND_INSIDE_ROUTE if routes.index(frontend.inside) else 0
     outside = FRONTEND_OUTSIDE_ROUTE if routes.index(frontend.outside) else 0
-    return inside | outside
+    masquerade = sum(flag for whom, flag in FRONTEND_MASQUERADE.items() if frontend.masquerade & whom)
+    return inside | outside | masquerade | (FRONTEND_SOURCES if frontend.sources is not None else 0)

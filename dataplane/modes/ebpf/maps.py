@@ -15,8 +15,8 @@ from dataplane.modes.ebpf.layout import OBJECTS, abi_constants, dtype_of
 
 __all__ = ["MapSet", "open_pinned_maps"]
 
-PRIVATE = frozenset({"answer"})  # a scratch element; all other maps outlive the process
-BITMAPS = ("service_addresses", "backend_sockets")
+PRIVATE = frozenset({"answer", "scratch"})  # of one program at a time; all other maps outlive the process
+BITMAPS = ("service_addresses", "backend_sockets", "node_ports")
 STRUCTS = {"slots": "slot", "services": "service", "backends": "backend", "node": "node"}
 
 

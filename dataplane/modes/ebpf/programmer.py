@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,17 @@ from dataplane.diff import changed_services
 from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel.bpf import BpfError, Object
 from dataplane.kernel.grace import jiffies_per_second, wait_for_programs
+from dataplane.kernel.links import read_node
 from dataplane.kernel.lock import hold
 from dataplane.kernel.packets import first_packet
 from dataplane.kernel.places import netns_cookie, pin_folder
 from dataplane.mode import Mode, Options, SyncResult, Wake, misfit_rows, unknown_algorithms
 from dataplane.modes.ebpf import attach, layout, listing
+from dataplane.modes.ebpf.edges import pod_columns, pod_links
 from dataplane.modes.ebpf.flows import UDP, Caretaker
 from dataplane.modes.ebpf.maps import MapSet, open_pinned_maps
 from dataplane.modes.ebpf.store import Store
-from dataplane.table import EMPTY, Kind, Masquerade, NodeNetwork, ServiceTable
+from dataplane.table import EMPTY, NodeNetwork, ServiceTable
 
 __all__ = ["MODE", "Ebpf", "clean", "drain", "folder_of", "look", "probe"]
 
@@ -89,6 +92,7 @@ class Ebpf:
             self.maps = MapSet(self.folder, options)
             self.adopted = self.maps.adopted
             self._pod = self._load("pod.bpf.o")
+            self._uplink = self._load("uplink.bpf.o")
             self._inspect = self._load("inspect.bpf.o")
         except BpfError as error:
             if not getattr(self, "adopted", True):
@@ -100,7 +104,8 @@ class Ebpf:
         self.table: ServiceTable = EMPTY
         self._misfitting: frozenset[str] = frozenset()
         self._attached = False
-        self.pods = attach.Pods(self.folder, self._pod, options)
+        self.pods = attach.pods(self.folder, self._pod, options)
+        self.uplinks = attach.uplinks(self.folder, self._uplink, options)
         self.sockets: attach.Sockets | None = None
         self.audit_repairs = 0
         self.caretaker = Caretaker(
@@ -118,6 +123,8 @@ class Ebpf:
             can_set_errno=int(can_set_errno),
             max_opening=self.options.max_flows // 8,
             udp_timeout=UDP * self.hz,
+            port_first=self.options.port_first,
+            port_count=self.options.port_count,
         )
 
     def _load(self, name: str, *, can_set_errno: bool = True) -> Object:
@@ -168,7 +175,7 @@ class Ebpf:
         self.table = EMPTY
 
     def _attach(self) -> None:
-        self.pods.refresh(self.table.node.primary)
+        self._refresh_links()
         if self.sockets is None:
             self.sockets = attach.Sockets(self.folder, self._connect, self.options)
         self._attached = True
@@ -187,11 +194,29 @@ class Ebpf:
                     words = layout.address_words([str(address)])[0]
                     row[f"{column}{family}"][0, position] = words if family == 6 else words[0]
             row[f"cidr{family}_count"] = len(networks)
+        for column, value in pod_columns(node).items():
+            row[column] = value
+        self.store.serve_node_ports_at(node.node_port_addresses)
 
     def links_changed(self) -> None:
         """See `dataplane.mode.Programmer.links_changed`."""
         if self._attached:
-            self.pods.refresh(self.table.node.primary)
+            self._refresh_links()
+
+    def _refresh_links(self) -> None:
+        self._write_pod_links()
+        for links in (self.pods, self.uplinks):
+            links.refresh(self.table.node.primary)
+
+    def _write_pod_links(self) -> None:
+        """Where pods are known by their interface: all interfaces whose packets are pods'."""
+        known = self.maps.maps["pod_links"]
+        wanted = {index.to_bytes(4, sys.byteorder) for index in pod_links(read_node().interfaces, self.table.node)}
+        for key in known.items(np.dtype(np.uint32), np.dtype(np.uint32))[0].tolist():
+            if (raw := key.to_bytes(4, sys.byteorder)) not in wanted:
+                known.delete(raw)
+        for raw in wanted:
+            known.update(raw, bytes(4))
 
     def maintain(self) -> None:
         """See `dataplane.mode.Programmer.maintain`."""
@@ -221,16 +246,7 @@ class Ebpf:
 
     def limitations(self) -> list[str]:
         """What the table asks for and this mode does not do, in sentences."""
-        entries = [entry for entries in self.table.services.values() for entry in entries]
-        frontends = [frontend for entry in entries for frontend in entry.frontends]
-        left_out = sum(1 for frontend in frontends if frontend.kind is not Kind.CLUSTER_IP)
-        masked = sum(1 for f in frontends if f.kind is Kind.CLUSTER_IP and f.masquerade & Masquerade.POD)
-        sentences = unknown_algorithms(self.table, {"random"}, "random")
-        if left_out:
-            sentences.append(f"{left_out} node ports, external and load-balancer addresses are left to others")
-        if masked:
-            sentences.append(f"{masked} ClusterIPs should masquerade pods: their source is kept instead")
-        return sentences
+        return unknown_algorithms(self.table, {"random"}, "random")
 
     def status(self) -> dict[str, Any]:
         """See `dataplane.mode.Programmer.status`."""
@@ -240,6 +256,7 @@ class Ebpf:
             "pins": str(self.folder),
             "adopted": self.adopted,
             "pods": self.pods.status(),
+            "uplinks": self.uplinks.status(),
             "sockets": self.sockets.status() if self.sockets else {"cgroup": None, "reason": "not attached yet"},
             "fast_path": self.options.fast_path,
             "fill": {
@@ -266,7 +283,7 @@ class Ebpf:
     def close(self) -> None:
         """See `dataplane.mode.Programmer.close`."""
         self.caretaker.stop()
-        for loaded in (self._pod, self._inspect, self._connect):
+        for loaded in (self._pod, self._uplink, self._inspect, self._connect):
             if loaded is not None:
                 loaded.close()
         self.maps.close()

@@ -20,14 +20,16 @@ from dataplane.errors import DataplaneError
 from dataplane.kernel._publish import ffi, lib
 from dataplane.mode import Misfit
 from dataplane.modes.ebpf import layout
+from dataplane.modes.ebpf.edges import Sources
 from dataplane.modes.ebpf.ids import FullError, IdPool, Quarantine, SlicePool, size_class
-from dataplane.modes.ebpf.lower import Rows, lower
+from dataplane.modes.ebpf.lower import ANY, FRONTEND_ADDRESS, FRONTEND_NODE_PORTS, Rows, lower
 from dataplane.modes.ebpf.maps import MapSet
 from dataplane.table import Entry, Protocol
 
 __all__ = ["Installed", "Store"]
 
 Key = tuple[int, str, int, int]  # family, address, port, protocol; an address entry has port and protocol 0
+PORT_KINDS = {int(Protocol.TCP): 0, int(Protocol.UDP): 1, int(Protocol.SCTP): 2}  # parts of the bitmap of node ports
 FIRST_FILL = 500  # services
 EntryKey = tuple[str, int, int]  # name, family, protocol
 
@@ -59,6 +61,8 @@ class Previous:
     frontends: dict[Key, int] = field(default_factory=dict)
     flags: int = 0
     affinity: int = 0
+    sources: tuple[str, ...] = ()
+    closed: tuple[str, ...] = ()
     adopted: bool = False  # the rows are a former process's: inherit the numbers, write everything
 
 
@@ -80,6 +84,7 @@ class Batch:
     frontends: dict[Key, tuple[int, int]] = field(default_factory=dict)  # service, flags
     new_frontends: list[Key] = field(default_factory=list)  # those of them that nobody had, for the prefilter
     gone_frontends: list[tuple[Key, int]] = field(default_factory=list)  # and the service that had it
+    sources: list[tuple[int, int, tuple[str, ...]]] = field(default_factory=list)  # service, family, ranges
     gone_backends: list[int] = field(default_factory=list)
     gone_services: list[int] = field(default_factory=list)
     gone_slices: list[tuple[int, int]] = field(default_factory=list)
@@ -137,8 +142,11 @@ class Store:
         self._frontend_count: Counter[int] = Counter()
         self._service_bits = Prefilter(maps.view("service_addresses"))
         self._backend_bits = Prefilter(maps.view("backend_sockets"))
-        self._clearing: list[tuple[int, layout.Words]] = []  # bits of frontends whose service lives on, after grace
-        self._held: dict[int, list[layout.Words]] = {}  # bits of a gone service's frontends, as long as it has flows
+        self._node_port_bits = Prefilter(maps.view("node_ports"))
+        self._clearing: list[tuple[int, Key]] = []  # bits of frontends whose service lives on, after grace
+        self._held: dict[int, list[Key]] = {}  # bits of a gone service's frontends, as long as it has flows
+        self._node_ports_at: set[tuple[int, str]] = set()
+        self.sources = Sources({family: maps.maps[f"sources{family}"] for family in (4, 6)})
         self._adopted = _Adopted(self) if (maps.adopted if adopt is None else adopt) else None
         used_services, used_backends, used_slices = self._adopted.used() if self._adopted else ((), (), ())
         self.service_ids = IdPool(len(self.services), "map services (--max-services)", used_services)
@@ -165,8 +173,9 @@ class Store:
             late.append((batch, self._commit(batch)))
             late = [(waiting, keys) for waiting, keys in late if keys]
         if self._adopted is not None:
-            self._adopted.remove_leftovers(self.installed, self._owners, self._addresses)
+            self._adopted.remove_leftovers(self.installed, self._owners, {*self._addresses, *self._node_ports_at})
             self._adopted = None
+            self.sources.only()
         if any([self._insert(waiting, keys) for waiting, keys in late]):  # noqa: C419 - all of them are tried
             raise DataplaneError("the maps of frontends hold more than this process wrote: `hybrid-proxy cleanup`")
         return changed, removed
@@ -211,6 +220,8 @@ class Store:
         rows = lower(entry)
         previous = self._previous(entry, rows, known)
         self._check_frontends(entry, rows)
+        if rows.sources != previous.sources:
+            self.sources.check_room(entry.family, rows.sources)
         ids, taken = self._take_members(rows, previous)
         rings = [[ids[position] for position in ring] for ring in rows.rings]
         keep_slices = bool(previous.service) and rings == previous.rings
@@ -231,6 +242,8 @@ class Store:
         known_settings = previous.service and not previous.adopted  # a number used before has its last owner's
         if not known_settings or (rows.flags, rows.affinity_seconds) != (previous.flags, previous.affinity):
             batch.services.append((service, rows.flags, rows.affinity_seconds))
+        if rows.sources != previous.sources:
+            batch.sources.append((service, entry.family, rows.sources))
         self._plan_frontends(batch, entry, rows, previous, service)
         return Installed(entry, service, array("I", ids), slices, epoch)
 
@@ -300,7 +313,7 @@ class Store:
     def _plan_frontends(self, batch: Batch, entry: Entry, rows: Rows, previous: Previous, service: int) -> None:
         wanted = {(entry.family, address, port, int(entry.protocol)): flags for address, port, flags in rows.frontends}
         for key, flags in wanted.items():
-            if key not in previous.frontends:
+            if key not in previous.frontends and key[1] in rows.closed:
                 self._count_address(batch, key, service, 1)
             if previous.frontends.get(key) != flags or self._owners.get(key) != service:
                 batch.frontends[key] = (service, flags)
@@ -310,10 +323,11 @@ class Store:
                 self._owners[key] = service
         for key in previous.frontends:
             if key not in wanted:
-                self._release_frontend(batch, key, service)
+                self._release_frontend(batch, key, service, previous.closed)
 
-    def _release_frontend(self, batch: Batch, key: Key, service: int) -> None:
-        self._count_address(batch, key, service, -1)
+    def _release_frontend(self, batch: Batch, key: Key, service: int, closed: tuple[str, ...]) -> None:
+        if key[1] in closed:
+            self._count_address(batch, key, service, -1)
         if self._owners.get(key) == service:
             del self._owners[key]
             self._frontend_count[key[0]] -= 1
@@ -326,7 +340,7 @@ class Store:
         self._addresses[family, address] = before + step
         if before == 0:
             self._frontend_count[family] += 1
-            batch.frontends[family, address, 0, 0] = (0, layout.abi_constants()["FRONTEND_ADDRESS"])
+            batch.frontends[family, address, 0, 0] = (0, FRONTEND_ADDRESS)
             batch.new_frontends.append((family, address, 0, 0))
         elif before + step == 0:
             del self._addresses[family, address]
@@ -337,7 +351,10 @@ class Store:
         rows = lower(installed.entry)
         entry = installed.entry
         for address, port, _ in rows.frontends:
-            self._release_frontend(batch, (entry.family, address, port, int(entry.protocol)), installed.service)
+            key = (entry.family, address, port, int(entry.protocol))
+            self._release_frontend(batch, key, installed.service, rows.closed)
+        if rows.sources:
+            batch.sources.append((installed.service, entry.family, ()))
         batch.gone_backends += installed.ids.tolist()
         batch.gone_services.append(installed.service)
         batch.gone_slices += [piece for piece in installed.slices if piece[1]]
@@ -356,6 +373,8 @@ class Store:
             frontends={(entry.family, a, p, int(entry.protocol)): flags for a, p, flags in old.frontends},
             flags=old.flags,
             affinity=old.affinity_seconds,
+            sources=old.sources,
+            closed=old.closed,
         )
 
     # Committing: the order is the protocol.
@@ -368,8 +387,11 @@ class Store:
             self.services[service]["flags"] = flags
             self.services[service]["affinity"] = min(affinity * self.hz, 0xFFFFFFFF)
         self._publish_words(batch.words)
-        for family in (4, 6):
-            self._service_bits.add(self._bits_of_frontends(batch.new_frontends, family))
+        for service, family, cidrs in batch.sources:
+            if cidrs:
+                self.sources.allow(service, family, cidrs)
+        for bitmap, bits in self._bits_of_frontends(batch.new_frontends):
+            bitmap.add(bits)
         waiting = self._insert(batch, list(batch.frontends))
         self._remove(batch)
         return waiting
@@ -429,10 +451,33 @@ class Store:
                 self._words, ffi.from_buffer("uint64_t[]", places), ffi.from_buffer("uint64_t[]", values), len(words)
             )
 
-    @staticmethod
-    def _bits_of_frontends(keys: list[Key], family: int) -> layout.Words:
-        addresses = [key[1] for key in keys if key[0] == family]
-        return layout.service_bits(layout.address_words(addresses), family)
+    def _bits_of_frontends(self, keys: list[Key]) -> Iterable[tuple[Prefilter, layout.Words]]:
+        for family in (4, 6):
+            addresses = [key[1] for key in keys if key[0] == family and key[1] != ANY[family]]
+            if addresses:
+                yield self._service_bits, layout.service_bits(layout.address_words(addresses), family)
+        ports = [PORT_KINDS[key[3]] << 16 | key[2] for key in keys if key[1] == ANY[key[0]]]
+        if ports:
+            yield self._node_port_bits, np.array(ports, dtype=np.uint32)
+
+    def serve_node_ports_at(self, addresses: Collection[str]) -> None:
+        """At these addresses of the node, and no others, a frontend of address `ANY` is served."""
+        wanted: set[tuple[int, str]] = {(6 if ":" in address else 4, address) for address in addresses}
+        for family in (4, 6):
+            for frontends, chosen in ((wanted, True), (self._node_ports_at - wanted, False)):
+                keys: list[Key] = sorted((of, address, 0, 0) for of, address in frontends if of == family)
+                if not keys:
+                    continue
+                rows, words = self._frontend_keys(keys, family)
+                if chosen:
+                    flags = np.full(len(keys), FRONTEND_ADDRESS | FRONTEND_NODE_PORTS, dtype=np.uint64)
+                    values = layout.frontend_values(
+                        words, rows["port"], rows["protocol"], np.zeros_like(flags), flags, family
+                    )
+                    self.maps.maps[f"frontends{family}"].update_batch(rows, values)
+                else:
+                    self.maps.maps[f"frontends{family}"].delete_batch(rows)
+        self._node_ports_at = wanted
 
     def _insert(self, batch: Batch, frontends: list[Key]) -> list[Key]:
         """Write these frontends of the batch; returns those for which the map had no room."""
@@ -461,6 +506,9 @@ class Store:
             keys = [key for key, _ in batch.gone_frontends if key[0] == family and key not in batch.frontends]
             if keys:
                 self.maps.maps[f"frontends{family}"].delete_batch(self._frontend_keys(keys, family)[0])
+        for service, family, cidrs in batch.sources:
+            if not cidrs:
+                self.sources.allow(service, family, cidrs)
         if not (batch.gone_backends or batch.gone_services or batch.gone_slices or batch.gone_frontends):
             return
         self.stamp += 1
@@ -476,11 +524,14 @@ class Store:
         """Established connections to a service that is gone go on, as with conntrack: its packets must be looked at."""
         gone_services = set(batch.gone_services)
         for key, service in batch.gone_frontends:
-            bits = self._bits_of_frontends([key], key[0])
             if service in gone_services:
-                self._held.setdefault(service, []).append(bits)
+                self._held.setdefault(service, []).append(key)
             else:
-                self._clearing.append((self.stamp, bits))
+                self._clearing.append((self.stamp, key))
+
+    def _clear_bits(self, keys: list[Key]) -> None:
+        for bitmap, bits in self._bits_of_frontends(keys):
+            bitmap.remove(bits)
 
     def take_gone_datagram_backends(self) -> list[int]:
         """UDP backends that went since the last call: sockets connected to them are of no use."""
@@ -490,10 +541,10 @@ class Store:
     def graced(self, stamp: int) -> None:
         """Every program that ran when `stamp` was current has ended: forget what only those could see."""
         while self._clearing and self._clearing[0][0] <= stamp:
-            self._service_bits.remove(self._clearing.pop(0)[1])
+            self._clear_bits([self._clearing.pop(0)[1]])
         if self.exact_after and self.exact_after <= stamp:
-            self._service_bits.only()
-            self._backend_bits.only()
+            for bitmap in (self._service_bits, self._backend_bits, self._node_port_bits):
+                bitmap.only()
             self.exact_after = 0
         services, _ = self.quarantine.graced(stamp)
         self.services["routes"][services] = self._published[services] = 0
@@ -505,8 +556,7 @@ class Store:
         """The flows were searched for these ids and some were found: forget what is known of the others."""
         free_services, free_backends = self.quarantine.scanned(services, backends, named_services, named_backends)
         for service in free_services:
-            for bits in self._held.pop(service, ()):
-                self._service_bits.remove(bits)
+            self._clear_bits(self._held.pop(service, []))
         rows = np.array(free_backends, dtype=np.int64)
         for bits in self._bits_of_backends(rows):
             self._backend_bits.remove(bits)
@@ -601,7 +651,7 @@ class _Adopted:
 
     def remove_leftovers(
         self, installed: dict[str, dict[EntryKey, Installed]], owners: dict[Key, int],
-        addresses: Counter[tuple[int, str]],
+        addresses: Collection[tuple[int, str]],
     ) -> None:  # fmt: skip
         """What nobody claimed goes: frontends first, then, after a grace period, what they led to."""
         store = self.store

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from dataplane.modes.ebpf.lower import Rows, lower
-from dataplane.table import Backend, Entry, Frontend, Kind, Protocol, Route, WhenEmpty
+from dataplane.table import Backend, Entry, Frontend, Kind, Masquerade, Protocol, Route, WhenEmpty
 
 A, B, C, D = (Backend(f"10.1.0.{n}", 8080, local=n < 3) for n in range(1, 5))
-INSIDE, OUTSIDE = 1, 2
+INSIDE, OUTSIDE, SOURCES = 1, 2, 64
 DROP0, DROP1 = 1, 2
 SERVING, ROUTE0, ROUTE1 = 1, 2, 4
 
@@ -71,16 +71,43 @@ CASES = [
     ),
     pytest.param(
         port(cluster_ip(ALL), other(Kind.NODE_PORT, ALL, LOCAL), other(Kind.LOAD_BALANCER, ALL, LOCAL),
-             other(Kind.EXTERNAL_IP, ALL, LOCAL), serving=(A, B, C)),
-        Rows([("10.96.0.1", 80, 0)], [A, B, C], [SERVING | ROUTE0] * 3, [[0, 1, 2]], 0, 0),
-        id="other-kinds-are-not-served-yet",
+             other(Kind.EXTERNAL_IP, LOCAL, LOCAL), serving=(A, B, C)),
+        Rows([("10.96.0.1", 80, 0), ("0.0.0.0", 80, OUTSIDE), ("192.0.2.1", 80, OUTSIDE),
+              ("192.0.2.1", 80, INSIDE | OUTSIDE)], [A, B, C],
+             [SERVING | ROUTE0 | ROUTE1, SERVING | ROUTE0 | ROUTE1, SERVING | ROUTE0], [[0, 1, 2], [0, 1]], 0, 0),
+        id="all-kinds-share-two-routes",
     ),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("entry", "rows"), CASES)
 def test_a_service_port_becomes_rows(entry: Entry, rows: Rows) -> None:
-    assert lower(entry) == rows
+    closed = tuple(f.address for f in entry.frontends if f.kind is Kind.CLUSTER_IP and f.address)
+    assert lower(entry) == rows._replace(closed=closed)
+
+
+MASQUERADES = [(Masquerade.NEVER, 0), (Masquerade.POD, 8), (Masquerade.NODE, 16), (Masquerade.EXTERNAL, 32),
+               (Masquerade.NODE | Masquerade.EXTERNAL, 48), (Masquerade.ALWAYS, 56)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("masquerade", "flags"), MASQUERADES)
+def test_who_is_masqueraded_is_in_the_frontends_flags(masquerade: Masquerade, flags: int) -> None:
+    front = Frontend(Kind.EXTERNAL_IP, "192.0.2.1", 80, ALL, ALL, masquerade)
+    assert lower(port(front)).frontends == [("192.0.2.1", 80, flags)]
+
+
+def test_source_ranges_guard_the_frontends_that_have_them() -> None:
+    guarded = Frontend(Kind.LOAD_BALANCER, "192.0.2.1", 80, ALL, ALL, sources=("203.0.113.0/24",))
+    nobody = Frontend(Kind.LOAD_BALANCER, "192.0.2.1", 80, ALL, ALL, sources=())
+    rows = lower(port(cluster_ip(ALL), guarded))
+    assert rows.frontends == [("10.96.0.1", 80, 0), ("192.0.2.1", 80, SOURCES)]
+    assert rows.sources == ("203.0.113.0/24",)
+    assert lower(port(nobody)).frontends == [("192.0.2.1", 80, SOURCES)]
+
+
+def test_only_a_cluster_ip_refuses_ports_without_a_frontend() -> None:
+    kinds = (Kind.NODE_PORT, Kind.LOAD_BALANCER, Kind.EXTERNAL_IP)
+    assert lower(port(*(other(kind, ALL, ALL) for kind in kinds))).closed == ()
 
 
 def test_more_routes_than_the_layout_has_is_an_error_that_names_the_port() -> None:

@@ -1,0 +1,379 @@
+/* What a client sends: to a service, to a backend directly, and what a backend sends back. */
+#ifndef HYBRID_PROXY_CLIENT_H
+#define HYBRID_PROXY_CLIENT_H
+
+#include "open.h"
+
+/* Hand the packet of an established flow to a pod of this node directly, or send it on as its flow says. */
+INLINE int dispatch(struct __sk_buff *skb, struct scratch *space, const enum place place, const bool v6)
+{
+	const struct packet *p = &space->packet;
+	const struct flow *flow = &space->flow;
+	const __u32 answer_to_node = FLOW_NODE | FLOW_REPLY;
+	bool direct = place != AT_NODE && settings.fast_path && flow->ifindex && flow->flags & FLOW_ESTABLISHED;
+
+	if (flow->flags & FLOW_MASQUERADE && !direct && (flow->flags & answer_to_node) != answer_to_node) {
+		count(flow->flags & FLOW_REPLY ? COUNT_REPLY : COUNT_DNAT);
+		return STEP_SEND_ON;
+	}
+	rewrite(skb, p, &space->result, v6);
+	if (flow->flags & FLOW_HAIRPIN) {
+		swap_frame(skb);
+		return bpf_redirect(skb->ifindex, 0);
+	}
+	if ((flow->flags & answer_to_node) == answer_to_node) {
+		count(COUNT_REPLY);
+		return skb->ifindex == flow->ifindex ? pass() : bpf_redirect(flow->ifindex, BPF_F_INGRESS);
+	}
+	if (!direct) {
+		count(flow->flags & FLOW_REPLY ? COUNT_REPLY : COUNT_DNAT);
+		return pass();
+	}
+	rewrite_frame(skb, flow->mac);
+	count(COUNT_FAST);
+	return bpf_redirect_peer(flow->ifindex, 0);
+}
+
+/* The packet's flow says what to do: rewrite, then hand over or pass on. */
+INLINE int follow(struct __sk_buff *skb, struct scratch *space, struct found *found, const enum place place,
+		  const bool v6)
+{
+	struct packet *p = &space->packet;
+
+	if (completes_handshake(p, found)) {
+		establish(&p->tuple, found->entry, found->table, v6);
+		if (found->table == TABLE_OPENING)
+			find_flow(found, &p->tuple, v6);
+		if (!found->entry)
+			return drop(COUNT_SLOT_LOST);
+	}
+	space->flow = *found->entry;
+	if (space->flow.tag != flow_tag(&p->tuple, v6))
+		return drop(COUNT_SLOT_LOST);
+	if (touch(p, found->entry, found->table, v6))
+		finish(&p->tuple, &space->flow, found->table, v6);
+	rewritten(&space->result, &space->flow, p->tuple.protocol);
+	return dispatch(skb, space, place, v6);
+}
+
+INLINE bool is_opening_segment(const struct packet *p)
+{
+	return (p->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST | TCP_FIN)) == TCP_SYN;
+}
+
+/* May a SYN begin anew with this flow's ports? */
+INLINE bool has_ended(const struct flow *f)
+{
+	return f->flags & (FLOW_FIN | FLOW_OTHER_FIN | FLOW_RESET | FLOW_CLASH);
+}
+
+/* Forget a flow that is about to begin anew. After a clash the other half stays: it shows that the tuple is taken. */
+INLINE void make_way(const struct tuple *key, const struct found *found, const bool v6)
+{
+	if (found->entry->flags & FLOW_CLASH)
+		flow_delete(key, found->table, v6);
+	else
+		delete_pair(key, found->entry, found->table, v6);
+}
+
+/* Does this packet want another backend than its flow has? A new connection from a port that was used before,
+ * or a datagram to a backend that is gone. Established TCP stays with its backend.
+ */
+INLINE bool wants_renewal(const struct packet *p, const struct flow *f)
+{
+	if (p->tuple.protocol == IPPROTO_TCP) {
+		if (!is_opening_segment(p))
+			return false;
+		if (has_ended(f))
+			return true;
+	}
+	if (is_serving(f->backend, f->service, f->daddr, f->dport))
+		return false;
+	count(COUNT_STALE_BACKEND);
+	return true;
+}
+
+/* Choose for the packet; the verdict. */
+INLINE int decide(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
+{
+	const struct tuple *t = &space->packet.tuple;
+	enum client from = place == AT_NODE ? CLIENT_NODE : classify(t->saddr, skb->ifindex, v6);
+
+	__builtin_memset(&space->choice, 0, sizeof(space->choice));
+	choose(&space->choice, from, t->saddr, t->daddr, t->dport, t->protocol, v6, true);
+	return space->choice.verdict;
+}
+
+GLOBAL_VERB(decide)
+
+/* The destination may be a service's address, or a node port. */
+INLINE int to_service(struct __sk_buff *skb, struct scratch *space, const enum place place, const bool v6)
+{
+	struct packet *p = &space->packet;
+	struct found found;
+
+	find_flow(&found, &p->tuple, v6);
+	if (found.entry) {
+		if (!wants_renewal(p, found.entry))
+			return follow(skb, space, &found, place, v6);
+		make_way(&p->tuple, &found, v6);
+	} else if (p->tuple.protocol == IPPROTO_TCP && !is_opening_segment(p)) {
+		return STEP_NONE; /* somebody else's connection, netfilter's perhaps */
+	}
+	switch (CALL(decide, skb, place)) {
+	case VERDICT_REJECT:
+		return STEP_REFUSE;
+	case VERDICT_DROP:
+		return drop(COUNT_DROP_EMPTY);
+	case VERDICT_DNAT:
+		return STEP_OPEN_FLOW;
+	}
+	return is_unallocated(p->tuple.daddr, v6) ? drop(COUNT_DROP_UNALLOCATED) : STEP_NONE;
+}
+
+/* A ping, say, to a service's address: no port answers there. */
+INLINE int other_to_service(struct __sk_buff *skb, const struct packet *p, const bool v6)
+{
+	__u32 flags = find_frontend(p->tuple.daddr, 0, 0, v6) >> 32;
+
+	if (flags & FRONTEND_ADDRESS && !(flags & FRONTEND_NODE_PORTS))
+		return STEP_REFUSE;
+	return is_unallocated(p->tuple.daddr, v6) ? drop(COUNT_DROP_UNALLOCATED) : pass();
+}
+
+/* The destination may be a backend, addressed directly. Datagrams leave a claim, because nothing in them
+ * tells a reply to this from a reply to a service flow; TCP is looked at when it opens.
+ */
+INLINE int to_backend(struct __sk_buff *skb, struct scratch *space, const enum place place, const bool v6)
+{
+	struct packet *p = &space->packet;
+	struct found found;
+	struct node *self = this_node();
+	bool opens = is_opening_segment(p), tcp = p->tuple.protocol == IPPROTO_TCP;
+
+	if (tcp && !opens && !(self && READ_ONCE(self->direct_flows)))
+		return pass();
+	find_flow(&found, &p->tuple, v6);
+	if (found.entry && !(found.entry->flags & FLOW_DIRECT))
+		return pass();
+	if (found.entry && !(opens && has_ended(found.entry))) {
+		if (found.entry->sport != p->tuple.sport)
+			return follow(skb, space, &found, place, v6);
+		touch(p, found.entry, found.table, v6);
+		return pass();
+	}
+	if (found.entry)
+		make_way(&p->tuple, &found, v6);
+	if (tcp && !opens)
+		return pass();
+	return STEP_OPEN_DIRECT;
+}
+
+/* Remember where the backend of an opening flow is, for the time after it is established. */
+INLINE void learn_backend(struct __sk_buff *skb, const struct packet *p, const struct found *reply, const bool v6)
+{
+	__u32 ifindex = skb->ifindex;
+	struct flow *forward;
+	__u8 mac[12];
+
+	if (p->tuple.protocol == IPPROTO_TCP && (p->tcp_flags & (TCP_SYN | TCP_ACK)) != (TCP_SYN | TCP_ACK))
+		return;
+	forward = other_half(reply->entry, p->tuple.protocol, reply->table, v6);
+	if (!forward)
+		return;
+	read_frame(skb, mac);
+	__builtin_memcpy(forward->mac, mac + 6, 6);
+	__builtin_memcpy(forward->mac + 6, mac, 6);
+	forward->ifindex = ifindex;
+}
+
+/* The source may be a backend that answers. Where the client's address is the node's by now, it is put back here,
+ * before the answer is routed. Else the first answer goes through the stack, so that firewalls see the flow open; it is
+ * translated at the client's interface.
+ */
+INLINE int from_backend(struct __sk_buff *skb, struct scratch *space, const enum place place, const bool v6)
+{
+	struct packet *p = &space->packet;
+	const __u32 ours = FLOW_HAIRPIN | FLOW_MASQUERADE;
+	struct found found;
+
+	find_flow(&found, &p->tuple, v6);
+	if (!found.entry || !(found.entry->flags & FLOW_REPLY) || found.entry->flags & (FLOW_CLASH | FLOW_DIRECT))
+		return pass();
+	if (!(found.entry->flags & FLOW_ESTABLISHED)) {
+		if (place == AT_POD && !(found.entry->flags & FLOW_HAIRPIN))
+			learn_backend(skb, p, &found, v6);
+		if (!(found.entry->flags & ours))
+			return pass();
+		note_answer(p, &found, v6);
+		find_flow(&found, &p->tuple, v6);
+		if (!found.entry)
+			return pass();
+	} else if (!(found.entry->flags & ours) && (!settings.fast_path || !found.entry->ifindex)) {
+		return pass();
+	}
+	return follow(skb, space, &found, place, v6);
+}
+
+INLINE bool may_be_frontend(const struct packet *p, const bool v6)
+{
+	return may_be_service(p->tuple.daddr, v6) ||
+	       (p->kind == PACKET_TRANSPORT && may_be_node_port(p->tuple.dport, p->tuple.protocol));
+}
+
+/* An address of the services' ranges at which there is none. */
+INLINE bool is_nobodys(const __u32 *address, const bool v6)
+{
+	return is_unallocated(address, v6) && !may_be_service(address, v6);
+}
+
+/* An answer that opens no connection, on a flow that is opening: the tuple is a direct connection's, which was
+ * there first. Leave the packet alone; the service flow takes another port when its SYN is repeated.
+ */
+INLINE bool is_clash(const struct packet *p, const struct flow *f)
+{
+	if (f->flags & FLOW_CLASH)
+		return true;
+	return p->tuple.protocol == IPPROTO_TCP && !(f->flags & FLOW_ANSWERED) && !(p->tcp_flags & TCP_RST) &&
+	       (p->tcp_flags & (TCP_SYN | TCP_ACK)) != (TCP_SYN | TCP_ACK);
+}
+
+INLINE void mark_clash(const struct packet *p, const struct found *reply, const bool v6)
+{
+	struct flow *forward = other_half(reply->entry, p->tuple.protocol, reply->table, v6);
+
+	if (forward)
+		forward->flags |= FLOW_CLASH;
+	reply->entry->flags |= FLOW_CLASH;
+	count(COUNT_TUPLE_CLASH);
+}
+
+/* The source may be a backend whose answer the client expects from the service's address. */
+INLINE int answer(struct __sk_buff *skb, struct packet *p, const bool v6)
+{
+	struct found found;
+	struct tuple to;
+
+	find_flow(&found, &p->tuple, v6);
+	if (!found.entry || !(found.entry->flags & FLOW_REPLY) || found.entry->flags & (FLOW_HAIRPIN | FLOW_MASQUERADE))
+		return pass();
+	rewritten(&to, found.entry, p->tuple.protocol);
+	if (same_tuple(&to, &p->tuple, v6))
+		return pass();
+	if (!(found.entry->flags & FLOW_ESTABLISHED)) {
+		if (is_clash(p, found.entry)) {
+			if (!(found.entry->flags & FLOW_CLASH))
+				mark_clash(p, &found, v6);
+			return pass();
+		}
+		note_answer(p, &found, v6);
+	} else if (touch(p, found.entry, found.table, v6)) {
+		finish(&p->tuple, found.entry, found.table, v6);
+	}
+	count(COUNT_REPLY);
+	rewrite(skb, p, &to, v6);
+	return pass();
+}
+
+/* A packet from a pod or from beyond the node, before it is routed. */
+INLINE int from_client(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
+{
+	struct packet *p = &space->packet;
+	int verdict;
+
+	__builtin_memset(p, 0, sizeof(*p));
+	parse_packet(skb, p, v6);
+	if (p->kind == PACKET_OTHER)
+		return pass();
+	if (p->kind == PACKET_ICMP_ERROR)
+		return STEP_TRANSLATE_INWARD;
+	if (may_be_frontend(p, v6)) {
+		verdict =
+			p->kind == PACKET_TRANSPORT ? to_service(skb, space, place, v6) : other_to_service(skb, p, v6);
+		if (verdict != STEP_NONE)
+			return verdict;
+	}
+	if (p->kind == PACKET_TRANSPORT && may_be_backend(p->tuple.saddr, p->tuple.sport, p->tuple.protocol, v6)) {
+		verdict = from_backend(skb, space, place, v6);
+		if (verdict != TC_ACT_UNSPEC)
+			return verdict;
+	}
+	if (is_nobodys(p->tuple.daddr, v6))
+		return drop(COUNT_DROP_UNALLOCATED);
+	if (p->kind == PACKET_TRANSPORT && may_be_backend(p->tuple.daddr, p->tuple.dport, p->tuple.protocol, v6))
+		return to_backend(skb, space, place, v6);
+	return pass();
+}
+
+GLOBAL_VERB(from_client)
+
+/* A packet to a client, behind routing: an answer becomes the service's again. At an uplink it may also be one for a
+ * service that nobody has translated, because this node itself sends it past its sockets' hooks.
+ */
+INLINE int to_client(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
+{
+	struct packet *p = &space->packet;
+
+	__builtin_memset(p, 0, sizeof(*p));
+	parse_packet(skb, p, v6);
+	if (p->kind == PACKET_OTHER)
+		return pass();
+	if (place == AT_NODE && p->kind == PACKET_TRANSPORT && !skb->ingress_ifindex && may_be_frontend(p, v6)) {
+		int step = to_service(skb, space, AT_NODE, v6);
+
+		if (step != STEP_NONE)
+			return step;
+	}
+	if (place == AT_NODE && is_nobodys(p->tuple.daddr, v6))
+		return drop(COUNT_DROP_UNALLOCATED);
+	if (p->kind == PACKET_ICMP_ERROR)
+		return STEP_TRANSLATE_OUTWARD;
+	if (p->kind != PACKET_TRANSPORT || !may_be_backend(p->tuple.saddr, p->tuple.sport, p->tuple.protocol, v6))
+		return pass();
+	return answer(skb, p, v6);
+}
+
+GLOBAL_VERB(to_client)
+
+/* Do what is left to do, until there is a verdict. */
+INLINE int finish_steps(struct __sk_buff *skb, int step, const enum place place, const bool v6)
+{
+	if (step == STEP_OPEN_FLOW)
+		step = CALL(open_flow, skb, place);
+	else if (step == STEP_OPEN_DIRECT)
+		step = CALL(open_direct, skb, 0);
+	else if (step == STEP_TRANSLATE_INWARD)
+		step = CALL(translate_inward, skb, 0);
+	else if (step == STEP_TRANSLATE_OUTWARD)
+		step = CALL(translate_outward, skb, 0);
+	if (step == STEP_CLAIM)
+		step = CALL(claim, skb, 0);
+	if (step == STEP_REMEMBER)
+		step = CALL(remember_flow, skb, place);
+	if (step == STEP_SEND_ON)
+		return CALL(send_on, skb, 0);
+	if (step == STEP_REFUSE)
+		return CALL(refuse, skb, 0);
+	return step == STEP_NONE ? pass() : step;
+}
+
+/* The two hooks of an interface. */
+INLINE int ingress(struct __sk_buff *skb, const enum place place)
+{
+	if (skb->protocol == bpf_htons(ETH_P_IP))
+		return finish_steps(skb, from_client4(skb, place), place, false);
+	if (skb->protocol == bpf_htons(ETH_P_IPV6))
+		return finish_steps(skb, from_client6(skb, place), place, true);
+	return pass();
+}
+
+INLINE int egress(struct __sk_buff *skb, const enum place place)
+{
+	if (skb->protocol == bpf_htons(ETH_P_IP))
+		return finish_steps(skb, to_client4(skb, place), place, false);
+	if (skb->protocol == bpf_htons(ETH_P_IPV6))
+		return finish_steps(skb, to_client6(skb, place), place, true);
+	return pass();
+}
+
+#endif

@@ -1,0 +1,142 @@
+/* Send a translated packet on by our own route lookup.
+ *
+ * A packet whose source became the node's cannot go through the stack: it came in at an interface, and the stack takes
+ * nothing from outside that claims to be from here. The kernel's tables say where it goes, the kernel resolves the
+ * neighbour; what the stack would have said to the sender (too big, expired) is said here.
+ */
+#ifndef HYBRID_PROXY_HOP_H
+#define HYBRID_PROXY_HOP_H
+
+#include "reply.h"
+
+#define SMALLEST_MTU 1280
+
+/* Bytes of the IP packet, of the largest of those that it stands for. */
+INLINE __u32 packet_length(struct __sk_buff *skb, const struct packet *p)
+{
+	__u32 segment = skb->gso_size, length = skb->len - L3_OFFSET;
+
+	if (!segment)
+		return length;
+	return p->l4 - L3_OFFSET + (p->tuple.protocol == IPPROTO_TCP ? p->header : sizeof(struct udphdr)) + segment;
+}
+
+/* Ask for the next hop of `to`: a BPF_FIB_LKUP_RET_*, or a negative errno. */
+INLINE long find_hop(struct __sk_buff *skb, struct bpf_fib_lookup *hop, const struct packet *p, const struct tuple *to,
+		     const bool v6)
+{
+	__u32 length = packet_length(skb, p);
+
+	__builtin_memset(hop, 0, sizeof(*hop));
+	hop->family = v6 ? AF_INET6 : AF_INET;
+	hop->l4_protocol = to->protocol;
+	hop->sport = to->sport;
+	hop->dport = to->dport;
+	hop->tot_len = length < 0xffff ? length : 0xffff;
+	hop->ifindex = skb->ifindex;
+	if (v6) {
+		copy_address(hop->ipv6_src, to->saddr);
+		copy_address(hop->ipv6_dst, to->daddr);
+	} else {
+		hop->ipv4_src = to->saddr[0];
+		hop->ipv4_dst = to->daddr[0];
+	}
+	return bpf_fib_lookup(skb, hop, sizeof(*hop), 0);
+}
+
+/* Is the packet for this node itself? Then it needs no hop. */
+INLINE bool ends_here(long result)
+{
+	return result == BPF_FIB_LKUP_RET_NOT_FWDED || result == BPF_FIB_LKUP_RET_FWD_DISABLED ||
+	       result == BPF_FIB_LKUP_RET_UNSUPP_LWT;
+}
+
+/* One hop less to live, as every router does. */
+INLINE void spend_hop(struct __sk_buff *skb, const struct packet *p, const bool v6)
+{
+	const __u32 offset =
+		v6 ? L3_OFFSET + offsetof(struct ipv6hdr, hop_limit) : L3_OFFSET + offsetof(struct iphdr, ttl);
+	__u8 left = p->ttl - 1;
+
+	if (!v6)
+		bpf_l3_csum_replace(skb, L3_OFFSET + offsetof(struct iphdr, check), bpf_htons(p->ttl << 8),
+				    bpf_htons(left << 8), 2);
+	bpf_skb_store_bytes(skb, offset, &left, sizeof(left), 0);
+}
+
+/* Out of the interface that the lookup named; the kernel writes the frame's addresses, and asks for them if need be. */
+INLINE int leave_by(const struct bpf_fib_lookup *hop)
+{
+	struct bpf_redir_neigh next = {.nh_family = hop->family};
+
+	if (hop->family == AF_INET6)
+		copy_address(next.ipv6_nh, hop->ipv6_dst);
+	else
+		next.ipv4_nh = hop->ipv4_dst;
+	return bpf_redirect_neigh(hop->ifindex, &next, sizeof(next), 0);
+}
+
+/* Rewrite the packet to `space->result` and send it on. Linux before 5.12 does not tell the size that would fit. */
+INLINE int send_on(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+{
+	const struct packet *p = &space->packet;
+	struct bpf_fib_lookup *hop = &space->hop;
+	long result = find_hop(skb, hop, p, &space->result, v6);
+
+	if (result == BPF_FIB_LKUP_RET_FRAG_NEEDED)
+		return CALL(complain, skb, hop->tot_len < packet_length(skb, p) ? hop->tot_len : SMALLEST_MTU);
+	if (!ends_here(result)) {
+		if (result != BPF_FIB_LKUP_RET_SUCCESS && result != BPF_FIB_LKUP_RET_NO_NEIGH)
+			return drop(COUNT_DROP_NO_ROUTE);
+		if (p->ttl <= 1)
+			return CALL(complain, skb, EXPIRED);
+	}
+	rewrite(skb, p, &space->result, v6);
+	if (ends_here(result))
+		return pass();
+	spend_hop(skb, p, v6);
+	return leave_by(hop);
+}
+
+GLOBAL_VERB(send_on)
+
+/* To a client, behind routing: what a backend, or a router on the way to it, has to say. */
+INLINE int translate_outward(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+{
+	struct quotation *q = &space->quotation;
+
+	if (!read_quotation(skb, &space->packet, q, v6) || !(q->flags & FLOW_REPLY) ||
+	    q->flags & (FLOW_HAIRPIN | FLOW_MASQUERADE))
+		return pass();
+	translate(skb, &space->packet, q, &space->result, v6);
+	return pass();
+}
+
+GLOBAL_VERB(translate_outward)
+
+/* Before routing: an ICMP error to a service's address, about its answers, or to this node, about a packet whose source
+ * it gave. The latter, and what concerns such flows, goes on by our own lookup, as their packets do.
+ */
+INLINE int translate_inward(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+{
+	struct quotation *q = &space->quotation;
+
+	if (!read_quotation(skb, &space->packet, q, v6))
+		return pass();
+	if (q->flags & FLOW_REPLY && !(q->flags & (FLOW_HAIRPIN | FLOW_MASQUERADE)))
+		return pass(); /* about a plain flow between client and backend: translated at the client's interface */
+	translate(skb, &space->packet, q, &space->result, v6);
+	if (q->flags & FLOW_HAIRPIN) {
+		swap_frame(skb);
+		return bpf_redirect(skb->ifindex, 0);
+	}
+	if (!(q->flags & FLOW_MASQUERADE) || q->flags & FLOW_NODE)
+		return pass();
+	if (find_hop(skb, &space->hop, &space->packet, &space->result, v6) != BPF_FIB_LKUP_RET_SUCCESS)
+		return pass();
+	return leave_by(&space->hop);
+}
+
+GLOBAL_VERB(translate_inward)
+
+#endif

@@ -1,0 +1,177 @@
+/* New flows: claim the reply tuple, remember both directions, rewrite the first packet. */
+#ifndef HYBRID_PROXY_OPEN_H
+#define HYBRID_PROXY_OPEN_H
+
+#include "hop.h"
+
+#define EEXIST 17
+
+/* Where a program runs, which is where its clients are. */
+enum place {
+	AT_POD,	   /* ingress of a pod's interface */
+	AT_UPLINK, /* ingress of an uplink */
+	AT_NODE,   /* egress of an uplink: what this node itself sends, past its own sockets' hooks */
+};
+
+/* Store both directions of a new flow in one table: `key` becomes `result`, and back, `reply` being the other
+ * direction of `result`. 0 or a negative errno.
+ */
+INLINE long put_pair(const struct tuple *key, const struct tuple *result, const struct tuple *reply, struct flow *f,
+		     const __u8 *mac, __u32 ifindex, const enum flow_table table, const bool v6)
+{
+	__u32 direction = f->flags;
+	struct tuple reply_result;
+	long error;
+
+	turn_round(&reply_result, key);
+	fill_flow(f, reply, &reply_result, v6);
+	f->flags = direction | FLOW_REPLY;
+	f->ifindex = ifindex;
+	__builtin_memcpy(f->mac, mac + 6, 6);
+	__builtin_memcpy(f->mac + 6, mac, 6);
+	error = flow_put(reply, f, table, BPF_NOEXIST, v6);
+	if (error)
+		goto out;
+	fill_flow(f, key, result, v6);
+	f->flags = direction;
+	f->ifindex = 0;
+	error = flow_put(key, f, table, BPF_ANY, v6);
+	if (error)
+		flow_delete(reply, table, v6);
+out:
+	f->flags = direction;
+	return error;
+}
+
+/* The reply tuple was claimed. When `flows` has no room, the table that forgets keeps the service going. */
+INLINE bool open_pair(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
+{
+	/* Answers are handed to a pod, or to this node as from the interface that it sent by. */
+	__u32 ifindex = place == AT_UPLINK ? 0 : skb->ifindex;
+	const struct tuple *key = &space->packet.tuple, *result = &space->result, *reply = &space->reply;
+	struct flow *f = &space->flow;
+	__u8 mac[12];
+
+	read_frame(skb, mac);
+	note_recent(reply, key, v6);
+	if (first_table(key->protocol) == TABLE_FLOWS) {
+		long error = put_pair(key, result, reply, f, mac, ifindex, TABLE_FLOWS, v6);
+
+		if (!error)
+			count_opening(1);
+		if (!error || error == -EEXIST)
+			return !error;
+		count(COUNT_FLOW_FULL);
+		note_overflow();
+	}
+	return !put_pair(key, result, reply, f, mac, ifindex, TABLE_OPENING, v6);
+}
+
+/* The source of masqueraded packets, and of a pod that talks to itself: this node, so that answers come back to us. */
+INLINE bool node_source(__u32 *address, const bool v6)
+{
+	address[0] = 0;
+	own_address(address, v6);
+	return address[0] != 0;
+}
+
+/* Which source the backend sees: the client's, or the node's, for a client that is its own backend and where the
+ * frontend says so. A backend that is the node itself sees the client: nothing would come back another way, and the
+ * stack takes no packet from outside that claims to be from here. False: the node has no address to give.
+ */
+INLINE bool set_source(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
+{
+	struct tuple *result = &space->result;
+
+	space->flow.flags = 0;
+	if (place == AT_NODE) {
+		space->flow.flags = FLOW_NODE | FLOW_MASQUERADE;
+	} else if (same_address(result->daddr, space->packet.tuple.saddr, v6)) {
+		space->flow.flags = FLOW_HAIRPIN;
+		return node_source(result->saddr, v6);
+	} else if (space->choice.masquerade && !ends_here(find_hop(skb, &space->hop, &space->packet, result, v6))) {
+		space->flow.flags = FLOW_MASQUERADE;
+		count(COUNT_MASQUERADE);
+		return node_source(result->saddr, v6);
+	}
+	return true;
+}
+
+/* A first packet to the chosen backend: what it becomes, and the key of its answers. */
+INLINE int open_flow(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
+{
+	struct tuple *result = &space->result;
+
+	*result = space->packet.tuple;
+	copy_address(result->daddr, space->choice.address);
+	result->dport = space->choice.port;
+	space->flow.service = space->choice.service;
+	space->flow.backend = space->choice.backend;
+	if (!set_source(skb, space, place, v6))
+		return drop(COUNT_TUPLE_EXHAUSTED);
+	turn_round(&space->reply, result);
+	return STEP_CLAIM;
+}
+
+GLOBAL_VERB(open_flow)
+
+/* A client talks to a backend directly: its answers must not be taken for those of a service flow. */
+INLINE int open_direct(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+{
+	space->result = space->packet.tuple;
+	space->flow.flags = FLOW_DIRECT;
+	space->flow.service = space->flow.backend = 0;
+	turn_round(&space->reply, &space->result);
+	return STEP_CLAIM;
+}
+
+GLOBAL_VERB(open_direct)
+
+/* Make the key of the answers this flow's own. A client keeps its source port where it can; the node gives away ports,
+ * but not those of its own sockets.
+ */
+INLINE int claim(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+{
+	bool own = (space->flow.flags & (FLOW_MASQUERADE | FLOW_NODE)) != FLOW_MASQUERADE;
+
+	if (!claim_reply(&space->reply, &space->packet.tuple, own, v6))
+		return drop(COUNT_TUPLE_EXHAUSTED);
+	space->result.sport = space->reply.dport;
+	return STEP_REMEMBER;
+}
+
+GLOBAL_VERB(claim)
+
+/* Store both directions of the flow, then rewrite its first packet. Of a direct connection with the client's own port
+ * nothing needs to be stored: packets that open one are looked at.
+ */
+INLINE int remember_flow(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
+{
+	const struct tuple *old = &space->packet.tuple;
+	struct node *self = this_node();
+	__u32 flags = space->flow.flags;
+
+	if (flags & FLOW_DIRECT && space->result.sport == old->sport && old->protocol == IPPROTO_TCP) {
+		note_recent(&space->reply, old, v6);
+		return pass();
+	}
+	if (!open_pair(skb, space, place, v6))
+		return drop(COUNT_FLOW_FULL);
+	if (flags & FLOW_DIRECT && space->result.sport == old->sport)
+		return pass();
+	if (flags & FLOW_DIRECT && self)
+		WRITE_ONCE(self->direct_flows, 1);
+	if (!(flags & FLOW_DIRECT))
+		count(COUNT_NEW_FLOW);
+	if (flags & FLOW_MASQUERADE)
+		return STEP_SEND_ON;
+	rewrite(skb, &space->packet, &space->result, v6);
+	if (!(flags & FLOW_HAIRPIN))
+		return pass();
+	swap_frame(skb);
+	return bpf_redirect(skb->ifindex, 0);
+}
+
+GLOBAL_VERB(remember_flow)
+
+#endif
