@@ -357,22 +357,70 @@ INLINE int finish_steps(struct __sk_buff *skb, int step, const enum place place,
 	return step == STEP_NONE ? pass() : step;
 }
 
+/* Addresses and ports of a packet whose headers are the common ones; false: look at it more closely. */
+INLINE bool glance(struct __sk_buff *skb, struct tuple *t, const bool v6)
+{
+	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
+	struct ipv6hdr *ip6 = data + L3_OFFSET;
+	struct iphdr *ip4 = data + L3_OFFSET;
+	__be16 *ports = v6 ? (void *)(ip6 + 1) : (void *)(ip4 + 1);
+
+	if ((void *)(ports + 2) > end)
+		return false;
+	if (v6) {
+		__builtin_memcpy(t->saddr, &ip6->saddr, 16);
+		__builtin_memcpy(t->daddr, &ip6->daddr, 16);
+		t->protocol = ip6->nexthdr;
+	} else {
+		if (((__u8 *)ip4)[0] != 0x45 || ip4->frag_off & IP_FRAGMENT_MASK)
+			return false;
+		t->saddr[0] = ip4->saddr;
+		t->daddr[0] = ip4->daddr;
+		t->protocol = ip4->protocol;
+	}
+	t->sport = ports[0];
+	t->dport = ports[1];
+	return t->protocol == IPPROTO_TCP || t->protocol == IPPROTO_UDP || t->protocol == IPPROTO_SCTP;
+}
+
+/* Most packets are no service's. These leave here, after a few bits; what is asked is what the verbs ask again. */
+INLINE bool is_no_services(struct __sk_buff *skb, const enum place place, const bool inward, const bool v6)
+{
+	struct tuple t = {};
+
+	if (!glance(skb, &t, v6) || may_be_backend(t.saddr, t.sport, t.protocol, v6))
+		return false;
+	if (!inward && place == AT_POD)
+		return true;
+	if (may_be_service(t.daddr, v6) || may_be_node_port(t.dport, t.protocol))
+		return false;
+	return !(inward && may_be_backend(t.daddr, t.dport, t.protocol, v6)) && !is_unallocated(t.daddr, v6);
+}
+
 /* The two hooks of an interface. */
 INLINE int ingress(struct __sk_buff *skb, const enum place place)
 {
 	if (skb->protocol == bpf_htons(ETH_P_IP))
-		return finish_steps(skb, from_client4(skb, place), place, false);
+		return is_no_services(skb, place, true, false)
+			       ? pass()
+			       : finish_steps(skb, from_client4(skb, place), place, false);
 	if (skb->protocol == bpf_htons(ETH_P_IPV6))
-		return finish_steps(skb, from_client6(skb, place), place, true);
+		return is_no_services(skb, place, true, true)
+			       ? pass()
+			       : finish_steps(skb, from_client6(skb, place), place, true);
 	return pass();
 }
 
 INLINE int egress(struct __sk_buff *skb, const enum place place)
 {
 	if (skb->protocol == bpf_htons(ETH_P_IP))
-		return finish_steps(skb, to_client4(skb, place), place, false);
+		return is_no_services(skb, place, false, false)
+			       ? pass()
+			       : finish_steps(skb, to_client4(skb, place), place, false);
 	if (skb->protocol == bpf_htons(ETH_P_IPV6))
-		return finish_steps(skb, to_client6(skb, place), place, true);
+		return is_no_services(skb, place, false, true)
+			       ? pass()
+			       : finish_steps(skb, to_client6(skb, place), place, true);
 	return pass();
 }
 
