@@ -58,8 +58,8 @@ class Loops:
         """Medians of rounds of these loops in turn, each with packets to its target, less those of `loop_nothing`."""
         runs: dict[str, list[float]] = {name: [] for name in ("loop_nothing", *targets)}
         for number in range(ROUNDS):
-            for name in runs:
-                runs[name].append(self.time(name, targets.get(name, STRANGER), 1 + number))
+            for name, times in runs.items():
+                times.append(self.time(name, targets.get(name, STRANGER), 1 + number))
         nothing = median(runs["loop_nothing"])
         return {name: median(times) - nothing for name, times in runs.items() if name != "loop_nothing"}
 
