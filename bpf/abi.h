@@ -90,6 +90,8 @@ enum backend_flags {
 	BACKEND_SERVING = 1 << 0, /* established flows may stay */
 	BACKEND_ROUTE0 = 1 << 1,  /* a member of the service's route 0 */
 	BACKEND_ROUTE1 = 1 << 2,
+	BACKEND_LEFT_OUT = 1 << 3,     /* it would be in a route, but its connections kept failing */
+	BACKEND_PROBE_FAILED = 1 << 4, /* beside that: it is the agent's probes that failed */
 };
 
 struct backend {
@@ -97,7 +99,8 @@ struct backend {
 	__u16 port;
 	__u16 flags;
 	__u32 service; /* ids belong to one service, so that a stale id proves itself wrong */
-	__u64 reserved;
+	__u32 reserved;
+	__u32 failures; /* connections one after the other that it did not answer, or refused */
 };
 
 struct flow4_key {
@@ -146,8 +149,8 @@ struct flow {
 	__u32 seen;    /* jiffies of the last packet of either direction, to a second */
 	__u32 tag;     /* hash of the key, as for frontends */
 	__u32 ifindex; /* host side of the pod to hand established packets to, 0: the host's stack decides */
-	__u32 mark; /* TCP: the sequence number that acknowledges this direction's FIN; others: jiffies of the start */
-	__u8 mac[12]; /* destination and source of frames to that pod */
+	__u32 mark;    /* jiffies of the start; of TCP, once FLOW_FIN: the sequence number that acknowledges it */
+	__u8 mac[12];  /* destination and source of frames to that pod */
 };
 
 /* Each mark: hash of the tuple << 40 | hash of whom it belonged to << 16 | time in ticks of 256 jiffies. */
@@ -263,6 +266,7 @@ enum counter {
 	COUNT_TTL_EXPIRED,
 	COUNT_SOCKET_CONNECT,
 	COUNT_SOCKET_REFUSED,
+	COUNT_FAILOVER,
 	COUNTERS
 };
 

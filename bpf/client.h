@@ -76,10 +76,19 @@ INLINE void make_way(const struct tuple *key, const struct found *found, const b
 		delete_pair(key, found->entry, found->table, v6);
 }
 
-/* Does this packet want another backend than its flow has? A new connection from a port that was used before,
- * or a datagram to a backend that is gone. Established TCP stays with its backend.
+/* Has the backend of a flow been silent for so long that its client's SYN comes again? Clients wait a second before
+ * they repeat one (RFC 6298); what comes sooner is a copy of the first.
  */
-INLINE bool wants_renewal(const struct packet *p, const struct flow *f)
+INLINE bool is_unanswered(const struct flow *f)
+{
+	return !(f->flags & (FLOW_ANSWERED | FLOW_ESTABLISHED)) && now() - f->mark >= settings.hz / 2;
+}
+
+/* Does this packet want another backend than its flow has? A new connection from a port that was used before, a SYN
+ * that got no answer, which then names the backend to avoid, or a datagram to a backend that is gone. Established TCP
+ * stays with its backend.
+ */
+INLINE bool wants_renewal(const struct packet *p, const struct flow *f, __u32 *avoid)
 {
 	if (p->tuple.protocol == IPPROTO_TCP) {
 		if (!is_opening_segment(p))
@@ -87,9 +96,14 @@ INLINE bool wants_renewal(const struct packet *p, const struct flow *f)
 		if (has_ended(f))
 			return true;
 	}
-	if (is_serving(f->backend, f->service, f->daddr, f->dport))
+	if (!is_serving(f->backend, f->service, f->daddr, f->dport)) {
+		count(COUNT_STALE_BACKEND);
+		return true;
+	}
+	if (p->tuple.protocol != IPPROTO_TCP || !is_unanswered(f))
 		return false;
-	count(COUNT_STALE_BACKEND);
+	note_failure(f->backend, f->service);
+	*avoid = f->backend;
 	return true;
 }
 
@@ -100,7 +114,10 @@ INLINE int decide(struct __sk_buff *skb, struct scratch *space, __u32 place, con
 	enum client from = place == AT_NODE ? CLIENT_NODE : classify(t->saddr, skb->ifindex, v6);
 
 	__builtin_memset(&space->choice, 0, sizeof(space->choice));
+	space->choice.avoid = space->avoid;
 	choose(&space->choice, from, t->saddr, t->daddr, t->dport, t->protocol, v6, true);
+	if (space->avoid && space->choice.verdict == VERDICT_DNAT && space->choice.backend != space->avoid)
+		count(COUNT_FAILOVER);
 	return space->choice.verdict;
 }
 
@@ -112,9 +129,10 @@ INLINE int to_service(struct __sk_buff *skb, struct scratch *space, const enum p
 	struct packet *p = &space->packet;
 	struct found found;
 
+	space->avoid = 0;
 	find_flow(&found, &p->tuple, v6);
 	if (found.entry) {
-		if (!wants_renewal(p, found.entry))
+		if (!wants_renewal(p, found.entry, &space->avoid))
 			return follow(skb, space, &found, place, v6);
 		make_way(&p->tuple, &found, v6);
 	} else if (p->tuple.protocol == IPPROTO_TCP && !is_opening_segment(p)) {

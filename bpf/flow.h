@@ -434,9 +434,12 @@ INLINE void note_answer(const struct packet *p, const struct found *found, const
 		return;
 	}
 	if (!(p->tcp_flags & TCP_SYN)) {
+		if (p->tcp_flags & TCP_RST && !(reply->flags & (FLOW_ANSWERED | FLOW_RESET)))
+			note_failure(reply->backend, reply->service);
 		touch(p, reply, found->table, v6);
 		return;
 	}
+	note_success(reply->backend, reply->service);
 	reply->flags |= FLOW_ANSWERED;
 	forward = other_half(reply, p->tuple.protocol, found->table, v6);
 	if (forward)

@@ -53,6 +53,8 @@ INLINE bool pick(struct choice *c, struct service *service, const __u32 *client,
 		return index_slice(c, service, bpf_get_prandom_u32()) && (!v6 || read_row(c));
 	copy_address(key.client, client);
 	c->backend = recall(&key, timeout, c->route);
+	if (c->avoid && c->backend == c->avoid)
+		c->backend = 0;
 	if (!c->backend && !index_slice(c, service, bpf_get_prandom_u32()))
 		return false;
 	if (remember)

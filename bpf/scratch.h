@@ -21,6 +21,7 @@ struct quotation {
 struct scratch {
 	struct packet packet;
 	struct choice choice;
+	__u32 avoid; /* a backend that was tried in vain, for the choice of another */
 	struct flow flow;
 	struct tuple result; /* what the packet becomes */
 	struct tuple reply;  /* the key of its answers */

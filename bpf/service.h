@@ -4,11 +4,12 @@
 
 #include "hash.h"
 
-/* Where a packet or socket goes, with nothing remembered yet. */
+/* Where a packet or socket goes, with nothing remembered yet. `avoid` is a backend that was tried in vain, 0: none. */
 struct choice {
 	enum verdict verdict;
 	__u32 service;
 	__u32 backend;
+	__u32 avoid;
 	__u32 route;
 	__u32 address[4];
 	__be16 port;
@@ -142,10 +143,10 @@ INLINE bool is_unallocated(const __u32 *a, const bool v6)
 	return false;
 }
 
-/* One slot of the slice, chosen by `number`, into `c`; false: the slice is empty.
+/* The slot at `number`'s place of the slice into `c`; false: the slice is empty.
  * A slice that was given to another service while we looked shows that service's id: look again.
  */
-INLINE bool index_slice(struct choice *c, struct service *service, __u32 number)
+INLINE bool read_slot(struct choice *c, struct service *service, __u32 number)
 {
 #pragma unroll
 	for (int i = 0; i < 2; i++) {
@@ -172,6 +173,44 @@ INLINE bool index_slice(struct choice *c, struct service *service, __u32 number)
 	}
 	count(COUNT_SLOT_LOST);
 	return false;
+}
+
+#define AVOID_TRIES 16
+#define AVOID_STEP 0x9e3779b9u /* steps of the golden ratio: they come to every part of the slice soon */
+
+/* One slot of the slice, chosen by `number`, into `c`; false: the slice is empty. A backend to avoid is taken only when
+ * no other is met.
+ */
+INLINE bool index_slice(struct choice *c, struct service *service, __u32 number)
+{
+	if (!c->avoid)
+		return read_slot(c, service, number);
+#pragma clang loop unroll(disable)
+	for (int i = 0; i < AVOID_TRIES; i++) {
+		if (!read_slot(c, service, number))
+			return false;
+		if (c->backend != c->avoid)
+			break;
+		number += AVOID_STEP;
+	}
+	return true;
+}
+
+/* A connection to the backend failed: user space leaves out one of which too many do (outliers.py). */
+INLINE void note_failure(__u32 backend, __u32 service)
+{
+	struct backend *row = find_backend(backend, service);
+
+	if (row)
+		__sync_fetch_and_add(&row->failures, 1);
+}
+
+INLINE void note_success(__u32 backend, __u32 service)
+{
+	struct backend *row = find_backend(backend, service);
+
+	if (row && READ_ONCE(row->failures))
+		WRITE_ONCE(row->failures, 0);
 }
 
 #endif

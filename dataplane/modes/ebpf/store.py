@@ -560,7 +560,7 @@ class Store:
         rows = np.array(free_backends, dtype=np.int64)
         for bits in self._bits_of_backends(rows):
             self._backend_bits.remove(bits)
-        self.backends["service"][rows] = 0
+        self.backends["service"][rows] = self.backends["failures"][rows] = 0
 
     def audit(self) -> int:
         """Compare the slice words with what was published; repair and return the number of differences."""

@@ -1,0 +1,226 @@
+"""A SYN that comes again finds another backend; what is counted of the one that was silent."""
+
+from __future__ import annotations
+
+import pytest
+
+from dataplane.modes.ebpf import layout
+from dataplane.modes.ebpf.flows import flow_arrays
+from dataplane.table import Protocol
+
+from .kit import (
+    HZ,
+    PASS,
+    REDIRECT,
+    Bench,
+    Net,
+    Seen,
+    chunk,
+    datagram,
+    frame,
+    read,
+    segment,
+    service,
+    syn,
+)
+
+FLAGS = layout.abi_constants()
+
+
+def wait(bench: Bench, net: Net, jiffies: int = HZ) -> None:
+    """Make all flows look as if they had begun so long ago."""
+    for table in ("flows", "opening"):
+        known = bench.maps.maps[f"{table}{net.family}"]
+        keys, values = flow_arrays(known, net.family)
+        for key, value in zip(keys, values, strict=True):
+            aged = value.copy()
+            for stamp in ("seen", "mark"):
+                aged[stamp] = (int(value[stamp]) - jiffies) & 0xFFFFFFFF
+            known.update(key.tobytes(), aged.tobytes())
+
+
+def web(net: Net, count: int, **more: object):
+    return service(net.vip, 80, [(address, 8080) for address in net.backends[:count]], **more)
+
+
+def connect(bench: Bench, net: Net, sport: int = 40000, client: str = "") -> Seen:
+    """A SYN through the client's interface, as its backend gets it."""
+    verdict, out = bench.ingress(frame(net, client or net.client, net.vip, syn(sport)))
+    assert verdict in (PASS, REDIRECT)
+    return read(out)
+
+
+def answer(bench: Bench, net: Net, there: Seen, flags: str) -> Seen:
+    """What the backend says to that, as the client gets it."""
+    back = frame(net, there.dst, there.src, segment(there.dport, there.sport, flags, 1, 1001), from_backend=True)
+    verdict, out = bench.egress(back)
+    assert verdict == PASS
+    return read(out)
+
+
+def failures(bench: Bench, net: Net) -> dict[str, int]:
+    """Counted failures by address, of those that have any."""
+    table = bench.maps.view("backends")
+    rows = table[(table["failures"] != 0) & (table["service"] != 0)]
+    return {layout.address_text(row["address"].tobytes(), net.family): int(row["failures"]) for row in rows}
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_a_repeated_syn_goes_to_another_backend(bench: Bench, net: Net, count: int) -> None:
+    bench.serve(web(net, count))
+    for sport in range(40000, 40040):
+        first = connect(bench, net, sport)
+        wait(bench, net)
+        second = connect(bench, net, sport)
+        assert second.dst != first.dst
+        assert (second.src, second.sport, second.dport) == (first.src, first.sport, 8080)
+        assert answer(bench, net, second, "SA").tuple == (net.vip, 80, net.client, sport)
+        verdict, out = bench.ingress(frame(net, net.client, net.vip, segment(sport, 80, "A")))
+        assert (verdict in (PASS, REDIRECT), read(out).dst) == (True, second.dst)
+    assert bench.count("failover") == 40
+    assert bench.flow_count(net.family) == (80, 0)
+
+
+def test_a_late_answer_of_the_silent_one_is_not_translated(bench: Bench, net: Net) -> None:
+    """The client's kernel knows no such connection and resets it."""
+    bench.serve(web(net, 2))
+    first = connect(bench, net)
+    wait(bench, net)
+    connect(bench, net)
+    back = frame(net, first.dst, first.src, segment(8080, 40000, "SA", 1, 1001), from_backend=True)
+    assert bench.egress(back) == (PASS, back)
+
+
+@pytest.mark.parametrize(("jiffies", "moves"), [(0, False), (HZ // 8, False), (HZ // 2, True), (60 * HZ, True)])
+def test_a_copy_of_a_syn_is_no_repeat(bench: Bench, net: Net, jiffies: int, moves: bool) -> None:
+    bench.serve(web(net, 2))
+    first = connect(bench, net)
+    wait(bench, net, jiffies)
+    assert (connect(bench, net).dst != first.dst) == moves
+    assert failures(bench, net) == ({first.dst: 1} if moves else {})
+    assert bench.count("failover") == moves
+
+
+def test_each_repeat_goes_elsewhere(bench: Bench, net: Net) -> None:
+    bench.serve(web(net, 2))
+    seen = [connect(bench, net).dst]
+    for _ in range(6):
+        wait(bench, net)
+        seen.append(connect(bench, net).dst)
+    a, b = seen[:2]
+    assert seen == [a, b, a, b, a, b, a]
+    assert failures(bench, net) == {a: 3, b: 3}
+
+
+@pytest.mark.parametrize("affinity", [0, 60])
+def test_the_only_backend_is_asked_again(bench: Bench, net: Net, affinity: int) -> None:
+    bench.serve(web(net, 1, affinity=affinity))
+    first = connect(bench, net)
+    wait(bench, net)
+    assert connect(bench, net).tuple == first.tuple
+    assert failures(bench, net) == {first.dst: 1}
+    assert bench.count("failover") == 0
+    assert answer(bench, net, first, "SA").tuple == (net.vip, 80, net.client, 40000)
+
+
+def test_the_memory_of_affinity_moves_along(bench: Bench, net: Net) -> None:
+    bench.serve(web(net, 5, affinity=60))
+    first = connect(bench, net)
+    assert connect(bench, net, 40001).dst == first.dst
+    wait(bench, net)
+    second = connect(bench, net)
+    assert second.dst != first.dst
+    assert {connect(bench, net, sport).dst for sport in range(40002, 40020)} == {second.dst}
+
+
+@pytest.mark.parametrize("flags", ["SA", "A"])
+def test_a_flow_with_an_answer_stays(bench: Bench, net: Net, flags: str) -> None:
+    """The SYN/ACK may be lost between us and the client, or the connection be established and the SYN a stray."""
+    bench.serve(web(net, 5))
+    first = connect(bench, net)
+    answer(bench, net, first, "SA")
+    if flags == "A":
+        bench.ingress(frame(net, net.client, net.vip, segment(40000, 80, "A")))
+    wait(bench, net)
+    assert connect(bench, net).tuple == first.tuple
+    assert failures(bench, net) == {}
+    assert bench.count("failover") == 0
+
+
+def test_a_refusal_is_a_failure_and_an_answer_ends_the_row(bench: Bench, net: Net) -> None:
+    bench.serve(web(net, 1))
+    address = net.backends[0]
+    for number in range(1, 4):
+        there = connect(bench, net, 40000 + number)
+        assert answer(bench, net, there, "RA").tuple == (net.vip, 80, net.client, 40000 + number)
+        answer(bench, net, there, "RA")  # a copy
+        assert failures(bench, net) == {address: number}
+    answer(bench, net, connect(bench, net, 40100), "SA")
+    assert failures(bench, net) == {}
+
+
+def test_a_reset_of_an_accepted_connection_is_no_failure(bench: Bench, net: Net) -> None:
+    bench.serve(web(net, 1))
+    answer(bench, net, connect(bench, net), "SA")
+    there = connect(bench, net)
+    answer(bench, net, there, "RA")
+    there = bench.open_tcp(net, net.vip, sport=40001)
+    bench.talk(net, there, net.vip, 80, 40001, "RA", up=False, seq=1, ack=1001)
+    assert failures(bench, net) == {}
+
+
+def test_a_port_used_again_after_a_refusal_is_no_repeat(bench: Bench, net: Net) -> None:
+    """The SYN begins another connection: any backend will do, and nobody failed once more."""
+    bench.serve(web(net, 1))
+    answer(bench, net, connect(bench, net), "RA")
+    wait(bench, net)
+    connect(bench, net)
+    assert failures(bench, net) == {net.backends[0]: 1}
+
+
+def test_a_pod_that_does_not_answer_itself(bench: Bench, net: Net) -> None:
+    """Hairpin: the first choice is the client itself, the second another pod, and the way back from there."""
+    me, other = net.backends[0], net.backends[1]
+    bench.serve(web(net, 2))
+    for sport in range(40000, 40030):
+        first = connect(bench, net, sport, me)
+        assert first.src == (net.primary if first.dst == me else me)
+        wait(bench, net)
+        second = connect(bench, net, sport, me)
+        assert {first.dst, second.dst} == {me, other}
+        assert second.src == (net.primary if second.dst == me else me)
+    assert bench.count("failover") == 30
+
+
+def test_datagrams_and_sctp_are_left_alone(bench: Bench, net: Net) -> None:
+    backends = [(address, 5353) for address in net.backends[:5]]
+    bench.serve(
+        service(net.vip, 53, backends, name="default/dns:dns", protocol=Protocol.UDP),
+        service(net.vip, 38412, backends, name="default/sctp:main", protocol=Protocol.SCTP),
+    )
+    for packet in (datagram(), chunk()):
+        first = read(bench.ingress(frame(net, net.client, net.vip, packet))[1], check=False)
+        wait(bench, net)
+        assert read(bench.ingress(frame(net, net.client, net.vip, packet))[1], check=False).dst == first.dst
+    assert failures(bench, net) == {}
+
+
+def test_a_number_that_is_given_again_begins_without_failures(bench: Bench, net: Net) -> None:
+    bench.serve(web(net, 1))
+    answer(bench, net, connect(bench, net), "RA")
+    assert failures(bench, net) == {net.backends[0]: 1}
+    bench.serve()
+    bench.forget_flows()
+    bench.settle()
+    assert not bench.maps.view("backends")["failures"].any()
+
+
+def test_no_route_left_for_a_repeat(bench: Bench, net: Net) -> None:
+    """All backends are gone when the SYN comes again: refused, as every new connection."""
+    bench.serve(web(net, 2))
+    connect(bench, net)
+    bench.serve(web(net, 0, serving=[(address, 8080) for address in net.backends[:2]]))
+    wait(bench, net)
+    verdict, out = bench.ingress(frame(net, net.client, net.vip, syn()))
+    assert (verdict, read(out).tuple) == (REDIRECT, (net.vip, 80, net.client, 40000))
+    assert bench.count("failover") == 0
