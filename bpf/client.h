@@ -415,31 +415,33 @@ INLINE bool is_no_services(struct __sk_buff *skb, const enum place place, const 
 	return !(inward && may_be_backend(t.daddr, t.dport, t.protocol, v6)) && !is_unallocated(t.daddr, v6);
 }
 
+INLINE int inward(struct __sk_buff *skb, const enum place place, const bool v6)
+{
+	if (is_no_services(skb, place, true, v6))
+		return pass();
+	return finish_steps(skb, CALL(from_client, skb, place), place, v6);
+}
+
+INLINE int outward(struct __sk_buff *skb, const enum place place, const bool v6)
+{
+	if (is_no_services(skb, place, false, v6))
+		return pass();
+	return finish_steps(skb, CALL(to_client, skb, place), place, v6);
+}
+
 /* The two hooks of an interface. */
 INLINE int ingress(struct __sk_buff *skb, const enum place place)
 {
 	if (skb->protocol == bpf_htons(ETH_P_IP))
-		return is_no_services(skb, place, true, false)
-			       ? pass()
-			       : finish_steps(skb, from_client4(skb, place), place, false);
-	if (skb->protocol == bpf_htons(ETH_P_IPV6))
-		return is_no_services(skb, place, true, true)
-			       ? pass()
-			       : finish_steps(skb, from_client6(skb, place), place, true);
-	return pass();
+		return inward(skb, place, false);
+	return skb->protocol == bpf_htons(ETH_P_IPV6) ? inward(skb, place, true) : pass();
 }
 
 INLINE int egress(struct __sk_buff *skb, const enum place place)
 {
 	if (skb->protocol == bpf_htons(ETH_P_IP))
-		return is_no_services(skb, place, false, false)
-			       ? pass()
-			       : finish_steps(skb, to_client4(skb, place), place, false);
-	if (skb->protocol == bpf_htons(ETH_P_IPV6))
-		return is_no_services(skb, place, false, true)
-			       ? pass()
-			       : finish_steps(skb, to_client6(skb, place), place, true);
-	return pass();
+		return outward(skb, place, false);
+	return skb->protocol == bpf_htons(ETH_P_IPV6) ? outward(skb, place, true) : pass();
 }
 
 #endif
