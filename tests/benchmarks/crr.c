@@ -1,7 +1,10 @@
 /* Connect, request, response, close: the lightest client and server that do it with blocking sockets.
  *
  *   crr serve PORT             answers for ever: reads 64 bytes, writes 256, closes
- *   crr ask ADDRESS PORT SEC   as often as it can for SEC seconds; prints connections, seconds and failures
+ *   crr ask ADDRESS PORT SEC   as often as it can for SEC seconds; prints connections, seconds and failures, then
+ *                              median and 99th percentile of an exchange in microseconds
+ *   crr sink PORT              reads whatever comes, one connection after the other
+ *   crr pour ADDRESS PORT SEC  one connection, as much as it takes; prints bytes and seconds
  */
 #include <arpa/inet.h>
 #include <errno.h>
@@ -14,7 +17,9 @@
 #include <time.h>
 #include <unistd.h>
 
-enum sizes { REQUEST = 64, RESPONSE = 256 };
+enum sizes { REQUEST = 64, RESPONSE = 256, PIECE = 1 << 17, SLOWEST = 100000 };
+
+static long times[SLOWEST + 1]; /* exchanges by microseconds, the last for all that took longer */
 
 static double seconds(void)
 {
@@ -41,17 +46,24 @@ static void give_up(const char *what)
 	exit(1);
 }
 
-static void serve(const char *port)
+static int listen_at(const char *port)
 {
 	struct sockaddr_in a = socket_address("0.0.0.0", port);
 	int listener = socket(AF_INET, SOCK_STREAM, 0), one = 1;
-	char buffer[RESPONSE] = {0};
 
 	setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &one, sizeof(one));
 	if (bind(listener, (struct sockaddr *)&a, sizeof(a)) || listen(listener, 1024))
 		give_up("listening");
 	printf("ready\n");
 	fflush(stdout);
+	return listener;
+}
+
+static void serve(const char *port)
+{
+	int listener = listen_at(port);
+	char buffer[RESPONSE] = {0};
+
 	for (;;) {
 		int s = accept(listener, NULL, NULL);
 
@@ -61,6 +73,44 @@ static void serve(const char *port)
 			send(s, buffer, RESPONSE, MSG_NOSIGNAL);
 		close(s);
 	}
+}
+
+static void sink(const char *port)
+{
+	static char buffer[PIECE];
+	int listener = listen_at(port);
+
+	for (;;) {
+		int s = accept(listener, NULL, NULL);
+
+		while (s >= 0 && recv(s, buffer, PIECE, 0) > 0)
+			;
+		close(s);
+	}
+}
+
+static void pour(const char *address, const char *port, const char *time)
+{
+	static char buffer[PIECE];
+	struct sockaddr_in to = socket_address(address, port);
+	int s = socket(AF_INET, SOCK_STREAM, 0);
+	double start, end, now;
+	long long sent = 0;
+
+	if (s < 0 || connect(s, (const struct sockaddr *)&to, sizeof(to)))
+		give_up("connecting");
+	start = seconds();
+	end = start + atof(time);
+	do {
+		ssize_t piece = send(s, buffer, PIECE, MSG_NOSIGNAL);
+
+		if (piece < 0)
+			give_up("sending");
+		sent += piece;
+		now = seconds();
+	} while (now < end);
+	printf("%lld %.6f\n", sent, now - start);
+	close(s);
 }
 
 /* One whole exchange; 0 when it was complete. */
@@ -82,31 +132,49 @@ static int ask_once(const struct sockaddr_in *to)
 	return failed;
 }
 
+/* The smallest time that this share of the exchanges does not exceed. */
+static long quantile(long all, double share)
+{
+	long seen = 0;
+
+	for (int i = 0; i <= SLOWEST; i++) {
+		seen += times[i];
+		if (seen >= all * share)
+			return i;
+	}
+	return SLOWEST;
+}
+
 static void ask(const char *address, const char *port, const char *time)
 {
 	struct sockaddr_in to = socket_address(address, port);
-	double start = seconds(), end = start + atof(time), now;
+	double start = seconds(), end = start + atof(time), before = start, now;
 	long done = 0, failed = 0;
 
 	do {
-		for (int i = 0; i < 16; i++) {
-			if (ask_once(&to))
-				failed++;
-			else
-				done++;
-		}
+		if (ask_once(&to))
+			failed++;
+		else
+			done++;
 		now = seconds();
+		times[(now - before) * 1e6 < SLOWEST ? (long)((now - before) * 1e6) : SLOWEST]++;
+		before = now;
 	} while (now < end);
-	printf("%ld %.6f %ld\n", done, now - start, failed);
+	printf("%ld %.6f %ld %ld %ld\n", done, now - start, failed, quantile(done + failed, 0.5),
+	       quantile(done + failed, 0.99));
 }
 
 int main(int argc, char **argv)
 {
 	if (argc == 3 && !strcmp(argv[1], "serve"))
 		serve(argv[2]);
+	else if (argc == 3 && !strcmp(argv[1], "sink"))
+		sink(argv[2]);
 	else if (argc == 5 && !strcmp(argv[1], "ask"))
 		ask(argv[2], argv[3], argv[4]);
+	else if (argc == 5 && !strcmp(argv[1], "pour"))
+		pour(argv[2], argv[3], argv[4]);
 	else
-		fprintf(stderr, "crr serve PORT | crr ask ADDRESS PORT SECONDS\n");
+		fprintf(stderr, "crr serve|sink PORT, crr ask|pour ADDRESS PORT SECONDS\n");
 	return argc == 5 ? 0 : 2;
 }

@@ -31,7 +31,7 @@ def measure() -> Result:
     modes = [*_working(), PEER]
     for size in SIZES:
         for mode in modes:
-            value, control = _compare(mode, size, program)
+            value, control = compare(mode, size, program)
             rates[mode, size], ratios[mode, size] = (value, control), value / control
             say(f"  {mode}, {size:,} services: {value:,.0f}/s, bare {control:,.0f}/s, {value / control:.3f}")
     _print(modes, ratios)
@@ -63,7 +63,7 @@ def _working() -> list[str]:
     return works
 
 
-def _compare(mode: str, size: int, program: str) -> tuple[float, float]:
+def compare(mode: str, size: int, program: str) -> tuple[float, float]:
     """Medians of the ClusterIP's rate and of the bare node's, measured in turn.
 
     Each mode has a new node: conntrack remembers the connections of the one before for two minutes.
