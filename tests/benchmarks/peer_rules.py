@@ -1,25 +1,46 @@
-"""Rules in the shape that kube-proxy's iptables mode gives them, for comparison: one line for each service, in a list.
+"""Rules in the shape that kube-proxy's modes iptables and nftables give them, for comparison.
 
-The shape is that of `iptables-save` on a node with kube-proxy v1.36 (its chains KUBE-SERVICES, KUBE-SVC-, KUBE-SEP- and
-those around them); names and texts are ours. The other services have one endpoint, which no packet here reaches.
+The shapes are those of kube-proxy v1.36 as `iptables-save` and `nft list table` show them on a node: chains, maps,
+which chain leads where, at which hook; names and texts of services are ours. iptables: one line for each service, in a
+list. nftables: an element of a verdict map for each service, which leads to a chain of its own. The other services
+have one endpoint, which no packet here reaches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
 
-from controller.lab.network import Lab
+from controller.lab.network import SERVICE_CIDRS, Lab
 
-__all__ = ["load"]
+__all__ = ["PEERS", "load"]
+
+Socket = tuple[str, int]
+MARK: Final = "0x4000"
 
 
-def load(made: Lab, services: int, cluster_cidr: str, frontend: tuple[str, int], backend: tuple[str, int]) -> None:
-    """Put them into the node of a lab: `services` of them, and the measured one in the middle of the list."""
-    text = "\n".join([*_filter(), *_nat(services, cluster_cidr, frontend, backend)]) + "\n"
+class Rows(NamedTuple):
+    """What is programmed: the measured service is in the middle; clients outside `cidr` are masqueraded."""
+
+    cidr: str
+    services: list[tuple[Socket, Socket]]  # ClusterIP and port, its endpoint
+
+
+def load(made: Lab, mode: str, services: int, cluster_cidr: str, frontend: Socket, backend: Socket) -> None:
+    """Put the rules of a mode (of `PEERS`) into the node of a lab: `services` of them and the measured one."""
+    ends = [f"{n // 250}.{n % 250 + 1}" for n in range(services)]
+    rows = [((f"10.112.{end}", 80), (f"10.160.{end}", 8080)) for end in ends]
+    rows.insert(services // 2, (frontend, backend))
+    lines, command = PEERS[mode]
     path = made.folder / "peer-rules"
-    path.write_text(text)
-    done = made.run("node", ["iptables-restore", "--noflush", str(path)], timeout=300)
+    path.write_text("".join(f"{line}\n" for line in lines(Rows(cluster_cidr, rows))))
+    done = made.run("node", [*command, str(path)], timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+def _iptables(rows: Rows) -> Iterator[str]:
+    yield from _filter()
+    yield from _nat(rows)
 
 
 def _filter() -> Iterator[str]:
@@ -34,33 +55,105 @@ def _filter() -> Iterator[str]:
     yield from (f"-A FORWARD {new} KUBE-{name}" for name in ("SERVICES", "EXTERNAL-SERVICES"))
     yield from (f"-A OUTPUT {new} KUBE-SERVICES", "-A OUTPUT -j KUBE-FIREWALL")
     yield "-A KUBE-FORWARD -m conntrack --ctstate INVALID -j DROP"
-    yield "-A KUBE-FORWARD -m mark --mark 0x4000/0x4000 -j ACCEPT"
+    yield f"-A KUBE-FORWARD -m mark --mark {MARK}/{MARK} -j ACCEPT"
     yield "-A KUBE-FORWARD -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT"
     yield "-A KUBE-FIREWALL ! -s 127.0.0.0/8 -d 127.0.0.0/8 -m conntrack ! --ctstate RELATED,ESTABLISHED,DNAT -j DROP"
     yield "COMMIT"
 
 
-def _nat(services: int, cidr: str, frontend: tuple[str, int], backend: tuple[str, int]) -> Iterator[str]:
-    ends = [f"{n // 250}.{n % 250 + 1}" for n in range(services)]
-    rows = [((f"10.112.{end}", 80), (f"10.160.{end}", 8080)) for end in ends]
-    rows.insert(services // 2, (frontend, backend))
+def _nat(rows: Rows) -> Iterator[str]:
     yield "*nat"
     yield from (f":KUBE-{name} - [0:0]" for name in ("SERVICES", "NODEPORTS", "POSTROUTING", "MARK-MASQ"))
-    for number in range(len(rows)):
+    for number in range(len(rows.services)):
         yield f":KUBE-SVC-{number:016d} - [0:0]"
         yield f":KUBE-SEP-{number:016d} - [0:0]"
     yield from (f"-A {hook} -j KUBE-SERVICES" for hook in ("PREROUTING", "OUTPUT"))
     yield "-A POSTROUTING -j KUBE-POSTROUTING"
-    yield "-A KUBE-MARK-MASQ -j MARK --or-mark 0x4000"
-    yield "-A KUBE-POSTROUTING -m mark ! --mark 0x4000/0x4000 -j RETURN"
-    yield "-A KUBE-POSTROUTING -j MARK --xor-mark 0x4000"
+    yield f"-A KUBE-MARK-MASQ -j MARK --or-mark {MARK}"
+    yield f"-A KUBE-POSTROUTING -m mark ! --mark {MARK}/{MARK} -j RETURN"
+    yield f"-A KUBE-POSTROUTING -j MARK --xor-mark {MARK}"
     yield "-A KUBE-POSTROUTING -j MASQUERADE --random-fully"
-    for number, ((vip, port), (address, target)) in enumerate(rows):
+    for number, ((vip, port), (address, target)) in enumerate(rows.services):
         svc, sep = f"KUBE-SVC-{number:016d}", f"KUBE-SEP-{number:016d}"
         yield f"-A KUBE-SERVICES -d {vip}/32 -p tcp -m tcp --dport {port} -j {svc}"
-        yield f"-A {svc} ! -s {cidr} -d {vip}/32 -p tcp -m tcp --dport {port} -j KUBE-MARK-MASQ"
+        yield f"-A {svc} ! -s {rows.cidr} -d {vip}/32 -p tcp -m tcp --dport {port} -j KUBE-MARK-MASQ"
         yield f"-A {svc} -j {sep}"
         yield f"-A {sep} -s {address}/32 -j KUBE-MARK-MASQ"
         yield f"-A {sep} -p tcp -m tcp -j DNAT --to-destination {address}:{target}"
     yield "-A KUBE-SERVICES -m addrtype --dst-type LOCAL -j KUBE-NODEPORTS"
     yield "COMMIT"
+
+
+_FRONTENDS = "ipv4_addr . inet_proto . inet_service"
+_CHECKS = {
+    "firewall-check": ("ip daddr . meta l4proto . th dport vmap @firewall-ips",),
+    "service-endpoints-check": ("ip daddr . meta l4proto . th dport vmap @no-endpoint-services",),
+    "nodeport-endpoints-check": ("ip daddr @nodeport-ips meta l4proto . th dport vmap @no-endpoint-nodeports",),
+    "cluster-ips-check": ("ip daddr @cluster-ips reject", f"ip daddr {SERVICE_CIDRS[0]} drop"),
+}
+_HOOKS = {  # name -> type, hook, priority, rules
+    "filter-prerouting-pre-dnat": ("filter", "prerouting", -110, ("ct state new jump firewall-check",)),
+    "filter-output-pre-dnat": ("filter", "output", -110, ("ct state new jump firewall-check",)),
+    "filter-input": ("filter", "input", 0, ("ct state new jump nodeport-endpoints-check",
+                                            "ct state new jump service-endpoints-check")),
+    "filter-forward": ("filter", "forward", 0, ("ct state new jump service-endpoints-check",
+                                                "ct state new jump cluster-ips-check")),
+    "filter-output": ("filter", "output", 0, ("ct state new jump service-endpoints-check",
+                                              "ct state new jump cluster-ips-check")),
+    "nat-prerouting": ("nat", "prerouting", -100, ("jump services",)),
+    "nat-output": ("nat", "output", -100, ("jump services",)),
+    "nat-postrouting": ("nat", "postrouting", 100, ("jump masquerading",)),
+}  # fmt: skip
+
+
+def _nftables(rows: Rows) -> Iterator[str]:
+    """Endpoints have chains of their own with affinity alone; without, one rule of the service translates to them."""
+    yield "table ip kube-proxy {"
+    for name in ("cluster-ips", "nodeport-ips"):
+        yield from _map(f"set {name}", "ipv4_addr", [vip for (vip, _), _ in rows.services] * (name == "cluster-ips"))
+    yield from _map("set hairpin-connections", "ipv4_addr . ipv4_addr", [])
+    yield from _map("map no-endpoint-nodeports", "inet_proto . inet_service : verdict", [])
+    yield from _map("map service-nodeports", "inet_proto . inet_service : verdict", [])
+    yield from _map("map no-endpoint-services", f"{_FRONTENDS} : verdict", [])
+    yield from _map("map firewall-ips", f"{_FRONTENDS} : verdict", [])
+    for name, rules in _CHECKS.items():
+        yield from _chain(name, *rules)
+    yield from _chain("mark-for-masquerade", f"meta mark set meta mark or {MARK}")
+    yield from _chain(
+        "masquerading",
+        f"meta mark and {MARK} != 0 meta mark set meta mark xor {MARK} masquerade fully-random",
+        "ct status dnat ip saddr . ip daddr @hairpin-connections masquerade",
+    )
+    names = [f"service-{number:08d}-default/other/tcp/main" for number in range(len(rows.services))]
+    for name, ((vip, port), (address, target)) in zip(names, rows.services, strict=True):
+        outside = f"ip daddr {vip} tcp dport {port} ip saddr != {rows.cidr} jump mark-for-masquerade"
+        choice = f"meta l4proto tcp dnat ip to numgen random mod 1 map {{ 0 : {address} . {target} }}"
+        yield from _chain(name, outside, choice)
+    found = [f"{vip} . tcp . {port} : goto {n}" for n, ((vip, port), _) in zip(names, rows.services, strict=True)]
+    yield from _map("map service-ips", f"{_FRONTENDS} : verdict", found)
+    yield from _chain(
+        "services",
+        "ip daddr . meta l4proto . th dport vmap @service-ips",
+        "ip daddr @nodeport-ips meta l4proto . th dport vmap @service-nodeports",
+    )
+    for name, (kind, hook, priority, rules) in _HOOKS.items():
+        yield from _chain(name, f"type {kind} hook {hook} priority {priority};", *rules)
+    yield "}"
+
+
+def _map(head: str, kind: str, elements: list[str]) -> Iterator[str]:
+    yield f"{head} {{ type {kind};"
+    if elements:
+        yield f"elements = {{ {', '.join(elements)} }}"
+    yield "}"
+
+
+def _chain(name: str, *rules: str) -> Iterator[str]:
+    yield from (f"chain {name} {{", *rules, "}")
+
+
+# Mode -> its rules, and the command that loads a file of them.
+PEERS: Final[dict[str, tuple[Callable[[Rows], Iterator[str]], tuple[str, ...]]]] = {
+    "iptables": (_iptables, ("iptables-restore", "--noflush")),
+    "nftables": (_nftables, ("nft", "-f")),
+}
