@@ -99,7 +99,7 @@ class Service:
         self.ends = tuple(end if isinstance(end, End) else End(end) for end in ends) if ends else self.ends
         for name, value in changes.items():
             setattr(self, name, value)
-        items = [self._service(), self._slice(V4), self._slice(V6)]
+        items = [self.service_json(), self._slice(V4), self._slice(V6)]
         draft = self.path.with_name(f".{self.name}.draft")
         draft.write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=1))
         draft.replace(self.path)
@@ -111,7 +111,7 @@ class Service:
     def delete(self) -> None:
         self.path.unlink()
 
-    def _service(self) -> dict[str, Any]:
+    def service_json(self) -> dict[str, Any]:
         addresses = [self.address(V4), self.address(V6)]
         spec = {
             "type": "ClusterIP",

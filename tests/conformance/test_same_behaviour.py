@@ -1,8 +1,13 @@
-"""One random history of a cluster, told to a real agent of every mode: all answer alike, and as `explain` says."""
+"""One random history of a cluster, told to a real agent of every mode: all answer alike, and as `explain` says.
+
+A history is a row of steps, each of some events at once. An agent has made a table of one step before the next
+begins, so that it changes what it has programmed, again and again, and does not begin with the last state.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -35,6 +40,7 @@ STATES = ("ready", "draining", "unready")
 PLACES = ("pod1", "node", "client")
 KINDS = ("cluster", "external", "lb", "nodeport")
 STREAM, DATAGRAM = 1, 2  # SOCK_STREAM, SOCK_DGRAM
+STEPS, EVENTS = 5, 3  # at most; events in one step
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,23 @@ class Node:
     mode: str
     bench: Bench
     services: dict[str, Service] = field(default_factory=dict)
+    signs: list[Service] = field(default_factory=list)
+
+    def take(self, step: int, life: dict[str, Life]) -> None:
+        """Write what changed, and wait until the agent has programmed it.
+
+        How many steps it has seen shows in its number of services: a step comes with three that nobody asks.
+        """
+        self.tell(life)
+        signs = len(NAMES) + 1
+        items = [sign.service_json() for sign in self.signs[: signs * step]]
+        draft = self.bench.agent.manifests / ".steps.draft"
+        draft.write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": items}))
+        draft.replace(draft.with_name("steps.json"))
+        self.bench.agent.wait(
+            lambda status: status["synced"] and status["services"] == len(life) + signs * step,
+            10 * PATIENCE, f"at step {step}",
+        )  # fmt: skip
 
     def tell(self, life: dict[str, Life]) -> None:
         """Write what changed."""
@@ -182,9 +205,10 @@ def nodes() -> Iterator[list[Node]]:
             with lab.inside("node"):
                 bench = Bench(lab, Agent(lab, manifests, mode), itertools.count(1), read_node().addresses)
             services = {title: Service(bench, next(bench.numbers), (), title=title) for title in NAMES}
+            signs = [Service(bench, next(bench.numbers), ()) for _ in range((len(NAMES) + 1) * STEPS)]
             bench.agent.start(20 * PATIENCE)
             stack.callback(tidy, bench.agent)
-            made.append(Node(mode, bench, services))
+            made.append(Node(mode, bench, services, signs))
         yield made
 
 
@@ -199,29 +223,22 @@ def tidy(agent: Agent) -> None:
 @settings(
     max_examples=24, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
-@given(events=st.lists(event, min_size=1, max_size=8))
-def test_every_mode_behaves_as_explained(nodes: list[Node], events: list[tuple[Any, ...]]) -> None:
+@given(history=st.lists(st.lists(event, min_size=1, max_size=EVENTS), min_size=1, max_size=STEPS))
+def test_every_mode_behaves_as_explained(nodes: list[Node], history: list[list[tuple[Any, ...]]]) -> None:
     with ThreadPoolExecutor(len(nodes)) as pool:
         life: dict[str, Life] = {}
-        list(pool.map(forget, nodes))
-        for happened in events:
-            life = after(life, happened)
-            for node in nodes:
-                node.tell(life)
+        list(pool.map(lambda node: node.take(0, {}), nodes))  # an example does not depend on the one before
+        for step, events in enumerate(history, 1):
+            for happened in events:
+                life = after(life, happened)
+            list(pool.map(lambda node, step=step, life=life: node.take(step, life), nodes))  # type: ignore[misc]
         table = table_of(nodes[0].bench, nodes[0].bench.agent)
         problems = [problem for found in pool.map(lambda node: settled(node, life, table), nodes) for problem in found]
     assert not problems, "\n".join(problems)
 
 
-def forget(node: Node) -> None:
-    """As if nothing had ever been: the history of an example does not depend on the one before."""
-    node.tell({})
-    node.bench.agent.wait(lambda status: status["synced"] and not status["services"], 10 * PATIENCE, "empty")
-
-
 def settled(node: Node, life: dict[str, Life], table: ServiceTable) -> list[str]:
     """What is still wrong when the changes had time to arrive."""
-    node.bench.agent.wait(lambda status: status["synced"] and status["services"] == len(life), 10 * PATIENCE, "synced")
     problems: list[str] = []
 
     def right() -> bool:
