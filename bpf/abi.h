@@ -197,6 +197,7 @@ struct settings {
 	__u32 udp_timeout;   /* jiffies after which an unused reply tuple may be claimed by another flow */
 	__u32 port_first;    /* source ports that we give: those of masqueraded clients and of flows that clash */
 	__u32 port_count;
+	__u32 can_check_mtu; /* bpf_check_mtu exists */
 };
 
 /* A socket's memory of the service addresses it talks to. */

@@ -4,13 +4,36 @@
 
 #include "open.h"
 
+/* May packets of the flow be handed to a pod past the stack? Only where the other direction goes past it, too:
+ * conntrack that sees one half of a connection calls the rest invalid. So both ends are pods of this node, or the flow
+ * is masqueraded.
+ */
+INLINE bool skips_stack(const struct flow *f, const enum place place)
+{
+	if (place == AT_NODE || !settings.fast_path || !f->ifindex || !(f->flags & FLOW_ESTABLISHED))
+		return false;
+	return place == AT_POD || f->flags & FLOW_MASQUERADE;
+}
+
+/* Does the packet, or each of those that it stands for, pass through the interface? The handover would not ask. What
+ * is too long goes another way, where its sender is told. Small ones always pass.
+ */
+INLINE bool fits(struct __sk_buff *skb, __u32 ifindex)
+{
+	__u32 mtu = 0; /* none of ours: the packet's own size counts */
+
+	if (skb->len <= L3_OFFSET + SMALLEST_MTU || !settings.can_check_mtu)
+		return true;
+	return bpf_check_mtu(skb, ifindex, &mtu, 0, BPF_MTU_CHK_SEGS) <= 0;
+}
+
 /* Hand the packet of an established flow to a pod of this node directly, or send it on as its flow says. */
 INLINE int dispatch(struct __sk_buff *skb, struct scratch *space, const enum place place, const bool v6)
 {
 	const struct packet *p = &space->packet;
 	const struct flow *flow = &space->flow;
 	const __u32 answer_to_node = FLOW_NODE | FLOW_REPLY;
-	bool direct = place != AT_NODE && settings.fast_path && flow->ifindex && flow->flags & FLOW_ESTABLISHED;
+	bool direct = skips_stack(flow, place) && fits(skb, flow->ifindex);
 
 	if (flow->flags & FLOW_MASQUERADE && !direct && (flow->flags & answer_to_node) != answer_to_node) {
 		count(flow->flags & FLOW_REPLY ? COUNT_REPLY : COUNT_DNAT);
@@ -227,7 +250,8 @@ INLINE int from_backend(struct __sk_buff *skb, struct scratch *space, const enum
 		find_flow(&found, &p->tuple, v6);
 		if (!found.entry)
 			return pass();
-	} else if (!(found.entry->flags & ours) && (!settings.fast_path || !found.entry->ifindex)) {
+	} else if (!(found.entry->flags & ours) &&
+		   !(skips_stack(found.entry, place) && fits(skb, found.entry->ifindex))) {
 		return pass();
 	}
 	return follow(skb, space, &found, place, v6);

@@ -11,6 +11,7 @@
 /* How much of the transport is quoted: what its receiver needs, and never less than up to the checksum, below
  * which the kernel does not shorten a packet whose checksum is still to be filled in.
  */
+#define QUOTED_TCP 20
 #define QUOTED_SCTP 12
 #define QUOTED_OTHER 8
 #define REFUSAL4 (sizeof(struct iphdr) + ICMP_HEADER)
@@ -62,14 +63,18 @@ struct complaint {
 
 INLINE __u32 quoted_payload(__u8 protocol)
 {
+	if (protocol == IPPROTO_TCP)
+		return QUOTED_TCP;
 	return protocol == IPPROTO_SCTP ? QUOTED_SCTP : QUOTED_OTHER;
 }
 
-/* Load `length` bytes; one of two lengths that the verifier can check. The rest of the buffer stays zero, which
- * a checksum does not see.
+/* Load an IP header and so much of what it carries; lengths that the verifier can check. The rest of the buffer stays
+ * zero, which a checksum does not see.
  */
 INLINE long load_quoted(struct __sk_buff *skb, __u32 offset, void *to, __u32 ip, __u32 payload)
 {
+	if (payload == QUOTED_TCP)
+		return bpf_skb_load_bytes(skb, offset, to, ip + QUOTED_TCP);
 	if (payload == QUOTED_SCTP)
 		return bpf_skb_load_bytes(skb, offset, to, ip + QUOTED_SCTP);
 	return bpf_skb_load_bytes(skb, offset, to, ip + QUOTED_OTHER);
@@ -78,7 +83,7 @@ INLINE long load_quoted(struct __sk_buff *skb, __u32 offset, void *to, __u32 ip,
 INLINE long write_error4(struct __sk_buff *skb, const struct tuple *t, const struct complaint *what, __u32 payload)
 {
 	struct refusal4 head = {};
-	__u32 quoted[(sizeof(struct iphdr) + QUOTED_SCTP) / 4] = {};
+	__u32 quoted[(sizeof(struct iphdr) + QUOTED_TCP) / 4] = {};
 	__s64 sum;
 
 	if (load_quoted(skb, L3_OFFSET + REFUSAL4, quoted, sizeof(struct iphdr), payload))
@@ -104,7 +109,7 @@ INLINE long write_error4(struct __sk_buff *skb, const struct tuple *t, const str
 INLINE long write_error6(struct __sk_buff *skb, const struct tuple *t, const struct complaint *what, __u32 payload)
 {
 	struct refusal6 head = {};
-	__u32 quoted[(sizeof(struct ipv6hdr) + QUOTED_SCTP) / 4] = {};
+	__u32 quoted[(sizeof(struct ipv6hdr) + QUOTED_TCP) / 4] = {};
 	__u32 length = ICMP_HEADER + sizeof(struct ipv6hdr) + payload;
 	__u32 pseudo[2] = {bpf_htonl(length), bpf_htonl(IPPROTO_ICMPV6)};
 	__s64 sum;

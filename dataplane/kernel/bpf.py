@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from dataplane.errors import DataplaneError, Unsupported
 
-__all__ = ["BpfError", "Map", "Object", "pin_link", "run_on_packet", "update_link"]
+__all__ = ["BpfError", "Map", "Object", "has_helper", "pin_link", "run_on_packet", "update_link"]
 
 Bytes = NDArray[np.uint8]
 
@@ -68,9 +68,11 @@ ffi.cdef(
     int bpf_obj_get(const char *path);
     int bpf_prog_test_run_opts(int prog_fd, struct bpf_test_run_opts *opts);
     int bpf_obj_get_info_by_fd(int fd, void *info, uint32_t *len);
+    int libbpf_probe_bpf_helper(int prog_type, int helper, const void *opts);
     """.replace(" ...;", "")
 )
 
+SCHED_CLS = 3  # BPF_PROG_TYPE_SCHED_CLS
 LOG_SIZE = 1 << 24  # kernels before 6.4 keep the beginning of a longer log, and say ENOSPC instead of their reason
 _untouched = ffi.new_allocator(should_clear_after_alloc=False)  # memory that nobody writes costs nothing
 
@@ -375,6 +377,12 @@ def pinned_link(path: Path) -> int:
 def update_link(link: int, program: int, what: str) -> None:
     """Replace a link's program; packets see the old one or the new one, never none."""
     check(library().bpf_link_update(link, program, ffi.NULL), f"updating {what}")
+
+
+@lru_cache
+def has_helper(number: int) -> bool:
+    """Whether programs at tc may call the helper of this number (enum bpf_func_id); found by loading one that does."""
+    return bool(library().libbpf_probe_bpf_helper(SCHED_CLS, number, ffi.NULL) == 1)
 
 
 def run_on_packet(program: int, packet: bytes, *, repeat: int = 1, room: int = 512) -> tuple[int, bytes, int]:

@@ -225,7 +225,7 @@ class Bench:
         self.options = options
         try:
             self.maps = MapSet(self.folder, options)
-            values = {"hz": HZ, "reject_burst": 1_000_000, "fast_path": 1, "can_set_errno": 1,
+            values = {"hz": HZ, "reject_burst": 1_000_000, "fast_path": 1, "can_set_errno": 1, "can_check_mtu": 1,
                       "udp_timeout": UDP_TIMEOUT * HZ, "port_first": options.port_first,
                       "port_count": options.port_count} | settings  # fmt: skip
             self.settings = layout.pack("settings", **values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,6 +27,15 @@ MODES = (
 )
 LABS = itertools.count()
 IFA_F_NODAD, FOREVER = 0x02, 0xFFFFFFFF  # linux/if_addr.h
+STRICT = """
+table inet strict {
+    chain forward {
+        type filter hook forward priority 0; policy drop;
+        ct state invalid counter drop
+        ct state new,established,related accept
+    }
+}
+"""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -146,3 +156,14 @@ def hurry(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(params=[socket.AF_INET, socket.AF_INET6], ids=["v4", "v6"])
 def family(request: pytest.FixtureRequest) -> int:
     return request.param
+
+
+@pytest.fixture
+def strict(bench: Bench) -> Iterator[None]:
+    """A firewall as hosts have it: FORWARD accepts nothing that conntrack calls invalid."""
+    if not shutil.which("nft"):
+        pytest.skip("nft is not installed (apt-get install nftables)")
+    added = bench.lab.run("node", ["nft", STRICT])
+    assert added.returncode == 0, added.stderr
+    yield
+    bench.lab.run("node", ["nft", "delete", "table", "inet", "strict"])

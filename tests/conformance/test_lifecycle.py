@@ -18,16 +18,6 @@ from controller.lab.traffic import Tally, load
 
 from .kit import PATIENCE, UDP, V4, V6, Bench, Service, attached, eventually, silent
 
-STRICT = """
-table inet strict {
-    chain forward {
-        type filter hook forward priority 0; policy drop;
-        ct state invalid counter drop
-        ct state new,established,related accept
-    }
-}
-"""
-
 
 @pytest.fixture
 def bench(bench: Bench) -> Iterator[Bench]:
@@ -220,17 +210,6 @@ def test_cleanup_leaves_no_pins(bench: Bench, mode: str) -> None:
     bench.agent.terminate()
     bench.agent.cleanup()
     assert not root.exists() or not any(root.iterdir())
-
-
-@pytest.fixture
-def strict(bench: Bench) -> Iterator[None]:
-    """A firewall as hosts have it: FORWARD accepts nothing that conntrack calls invalid."""
-    if not shutil.which("nft"):
-        pytest.skip("nft is not installed (apt-get install nftables)")
-    added = bench.lab.run("node", ["nft", STRICT])
-    assert added.returncode == 0, added.stderr
-    yield
-    bench.lab.run("node", ["nft", "delete", "table", "inet", "strict"])
 
 
 @pytest.mark.row("2.18", "a firewall that drops INVALID loses nothing")

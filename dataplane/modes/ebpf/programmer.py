@@ -14,7 +14,7 @@ import numpy as np
 
 from dataplane.diff import changed_services
 from dataplane.errors import DataplaneError, SyncError, Unsupported
-from dataplane.kernel.bpf import BpfError, Object
+from dataplane.kernel.bpf import BpfError, Object, has_helper
 from dataplane.kernel.grace import jiffies_per_second, wait_for_programs
 from dataplane.kernel.links import read_node
 from dataplane.kernel.lock import hold
@@ -31,6 +31,8 @@ from dataplane.table import EMPTY, NodeNetwork, ServiceTable
 __all__ = ["MODE", "Ebpf", "clean", "drain", "folder_of", "look", "probe"]
 
 log = logging.getLogger(__name__)
+
+CHECK_MTU = 163  # BPF_FUNC_check_mtu, linux/bpf.h (Linux 5.12)
 
 
 def folder_of(options: Options, *, mount: bool = False) -> Path:
@@ -125,6 +127,7 @@ class Ebpf:
             udp_timeout=UDP * self.hz,
             port_first=self.options.port_first,
             port_count=self.options.port_count,
+            can_check_mtu=int(has_helper(CHECK_MTU)),
         )
 
     def _load(self, name: str, *, can_set_errno: bool = True) -> Object:
