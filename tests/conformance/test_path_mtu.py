@@ -16,8 +16,8 @@ from .test_rows import target_of
 NARROW = 1300  # above IPv6's minimum of 1280
 SIZE = 300_000
 IP_MTU, IPV6_MTU = 14, 24  # linux/in.h, linux/in6.h: the path MTU that a connected socket knows
-WAYS = [("pod1", "cluster", "remote1"), ("pod1", "cluster", "pod2"), ("client", "cluster", "pod2"), ("client", "nodeport", "pod2"),
-        ("client", "lb", "remote1"), ("node", "cluster", "remote1")]  # fmt: skip
+WAYS = [("pod1", "cluster", "remote1"), ("pod1", "cluster", "pod2"), ("client", "cluster", "pod2"),
+        ("client", "nodeport", "pod2"), ("client", "lb", "remote1"), ("node", "cluster", "remote1")]  # fmt: skip
 
 
 @contextmanager
