@@ -119,13 +119,13 @@ def built(target: str) -> Path:
 
 
 @contextlib.contextmanager
-def lab(pods: int = 0, plain: int = 0, kind: str = "bench") -> Iterator[Lab]:
+def lab(pods: int = 0, plain: int = 0, kind: str = "bench", remote: int = 0) -> Iterator[Lab]:
     """A lab of this process, one of each kind; those of benchmarks that were killed are removed first."""
     for folder in RUN.glob(f"{kind}*"):
         owner = folder.name.removeprefix(kind)
         if owner.isdigit() and not Path("/proc", owner).exists():
             Lab(folder.name, 0).down()
-    with Lab(f"{kind}{os.getpid()}", pods, plain=plain) as made:
+    with Lab(f"{kind}{os.getpid()}", pods, plain=plain, remote=remote) as made:
         yield made
 
 
