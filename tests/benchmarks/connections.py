@@ -21,6 +21,7 @@ ROUNDS, FEW = 30, 7
 # Client and server share one: what a connection costs in all, no idle CPU to wake. The last has fewest interrupts.
 ONE_CPU = ("taskset", "-c", str(max(os.sched_getaffinity(0))))
 BOTH_CPUS: tuple[str, ...] = ()
+ALL_PODS = "10.0.0.0/8"  # the lab's and the API server's: clients are pods and keep their addresses
 PODS_ONLY = ("--pod-interfaces", "veth*")  # the interfaces of plain pods are left alone
 # What practically every node has: the kubelet, the container runtime or the network plugin brings such rules.
 FIREWALL = (
@@ -62,14 +63,16 @@ def measure() -> Result:
         with ApiProcess(SERVICES, ENDPOINTS, lab=made) as api:
             for obj in objects(made["pod2"]):
                 api.control("put", **obj)
-            plain, full = _compare(made, program, ApiAgent(made, api.kubeconfig, flags=PODS_ONLY), ROUNDS)
-            both = ApiAgent(made, api.kubeconfig, flags=PODS_ONLY)
+            plain, full = _compare(
+                made, program, ApiAgent(made, api.kubeconfig, flags=PODS_ONLY), ROUNDS, cluster_cidr=ALL_PODS
+            )
+            both = ApiAgent(made, api.kubeconfig, flags=PODS_ONLY, cluster_cidr=ALL_PODS)
             plain_on_both, on_both = _compare(made, program, both, FEW, BOTH_CPUS)
             made.run("node", ["nft", FIREWALL])
-            walled = ApiAgent(made, api.kubeconfig, flags=PODS_ONLY)
+            walled = ApiAgent(made, api.kubeconfig, flags=PODS_ONLY, cluster_cidr=ALL_PODS)
             plain_behind_wall, behind_wall = _compare(made, program, walled, FEW)
             made.run("node", ["nft", "delete table inet firewall"])
-            slow = ApiAgent(made, api.kubeconfig, flags=(*PODS_ONLY, "--no-fast-path"))
+            slow = ApiAgent(made, api.kubeconfig, flags=(*PODS_ONLY, "--no-fast-path"), cluster_cidr=ALL_PODS)
             plain_beside_slow, without = _compare(made, program, slow, FEW)
         with _manifests(made) as alone:
             plain_beside_one, one = _compare(made, program, alone, FEW)

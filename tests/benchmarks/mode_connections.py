@@ -14,12 +14,11 @@ from controller.modes import open_mode
 from dataplane.mode import Options
 from tests.benchmarks import peer_rules
 from tests.benchmarks.apidata import ApiProcess
-from tests.benchmarks.connections import ENDPOINTS, PORT, VIP, Arm, objects, serve
+from tests.benchmarks.connections import ALL_PODS, ENDPOINTS, PORT, VIP, Arm, objects, serve
 from tests.benchmarks.kit import ApiAgent, Result, Target, built, lab, median, say
 
 SIZES = (10, 10_000)
 ROUNDS = 11
-ALL_PODS = "10.0.0.0/8"  # the lab's and the API server's: clients are pods and keep their addresses
 # In the same run; the program itself gave 0.83-0.90 and 0.5-0.55 with iptables, measured before.
 PEERS = {f"kube-proxy's {mode} rules": mode for mode in peer_rules.PEERS}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from controller.lab.network import Lab
 from tests.benchmarks.apidata import ApiProcess
-from tests.benchmarks.connections import PODS_ONLY, PORT, VIP, objects, serve
+from tests.benchmarks.connections import ALL_PODS, PODS_ONLY, PORT, VIP, objects, serve
 from tests.benchmarks.kit import ApiAgent, Result, Target, built, lab, median, say
 
 SECONDS, ROUNDS = 1.0, 11
@@ -37,7 +37,7 @@ def _compare(program: str, backend: str) -> tuple[float, float]:
             serve(made, name, program, "sink", ())
         for obj in objects(made[backend]):
             api.control("put", **obj)
-        agent = ApiAgent(made, api.kubeconfig, flags=PODS_ONLY)
+        agent = ApiAgent(made, api.kubeconfig, flags=PODS_ONLY, cluster_cidr=ALL_PODS)
         agent.start(60)
         try:
             for _ in range(ROUNDS + 1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from tests.benchmarks.apidata import ApiProcess
-from tests.benchmarks.connections import ENDPOINTS, PODS_ONLY, VIP, Arm, objects, serve
+from tests.benchmarks.connections import ALL_PODS, ENDPOINTS, PODS_ONLY, VIP, Arm, objects, serve
 from tests.benchmarks.kit import ApiAgent, Result, Target, built, lab, median, say
 
 SIZES = (10, 10_000)
@@ -25,7 +25,7 @@ def measure() -> Result:
             serve(made, "pod2", program)
             for obj in objects(made["pod2"]):
                 api.control("put", **obj)
-            agent = ApiAgent(made, api.kubeconfig, flags=PODS_ONLY)
+            agent = ApiAgent(made, api.kubeconfig, flags=PODS_ONLY, cluster_cidr=ALL_PODS)
             agent.start(60)
             stack.callback(agent.end)
             nodes.append(made)
