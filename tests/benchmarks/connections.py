@@ -63,9 +63,8 @@ def measure() -> Result:
         with ApiProcess(SERVICES, ENDPOINTS, lab=made) as api:
             for obj in objects(made["pod2"]):
                 api.control("put", **obj)
-            plain, full = _compare(
-                made, program, ApiAgent(made, api.kubeconfig, flags=PODS_ONLY), ROUNDS, cluster_cidr=ALL_PODS
-            )
+            alone = ApiAgent(made, api.kubeconfig, flags=PODS_ONLY, cluster_cidr=ALL_PODS)
+            plain, full = _compare(made, program, alone, ROUNDS)
             both = ApiAgent(made, api.kubeconfig, flags=PODS_ONLY, cluster_cidr=ALL_PODS)
             plain_on_both, on_both = _compare(made, program, both, FEW, BOTH_CPUS)
             made.run("node", ["nft", FIREWALL])
@@ -74,8 +73,8 @@ def measure() -> Result:
             made.run("node", ["nft", "delete table inet firewall"])
             slow = ApiAgent(made, api.kubeconfig, flags=(*PODS_ONLY, "--no-fast-path"), cluster_cidr=ALL_PODS)
             plain_beside_slow, without = _compare(made, program, slow, FEW)
-        with _manifests(made) as alone:
-            plain_beside_one, one = _compare(made, program, alone, FEW)
+        with _manifests(made) as lonely:
+            plain_beside_one, one = _compare(made, program, lonely, FEW)
     ratios = {
         f"{SERVICES:,} services": full / plain,
         "with a firewall on the node that knows connections": behind_wall / plain_behind_wall,
