@@ -69,13 +69,16 @@ struct source6_key {
 enum service_flags {
 	SERVICE_DROP_ROUTE0 = 1 << 0, /* an empty route 0 drops; otherwise it refuses */
 	SERVICE_DROP_ROUTE1 = 1 << 1,
+	SERVICE_BY_TUPLE = 1 << 4, /* what chooses a place in a slice; none of these: chance */
+	SERVICE_BY_CLIENT = 1 << 5,
+	SERVICE_IN_TURN = 1 << 6,
 };
 
 struct service {
 	__u64 routes[2]; /* slice words, each replaced by one store */
 	__u32 flags;
 	__u32 affinity; /* idle time in jiffies after which a client may move, 0: no affinity */
-	__u64 reserved;
+	__u64 turn;	/* counts connections where SERVICE_IN_TURN */
 };
 
 /* One place in a slice. Both words carry the service's id, so that a reader whose slice was given to another

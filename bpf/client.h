@@ -137,6 +137,7 @@ INLINE int decide(struct __sk_buff *skb, struct scratch *space, __u32 place, con
 	enum client from = place == AT_NODE ? CLIENT_NODE : classify(t->saddr, skb->ifindex, v6);
 
 	__builtin_memset(&space->choice, 0, sizeof(space->choice));
+	space->choice.sport = t->sport;
 	space->choice.avoid = space->avoid;
 	choose(&space->choice, from, t->saddr, t->daddr, t->dport, t->protocol, v6, true);
 	if (space->avoid && space->choice.verdict == VERDICT_DNAT && space->choice.backend != space->avoid)

@@ -39,6 +39,7 @@ INLINE int answer_for(struct __sk_buff *skb, struct answer *a, const bool v6)
 	parse_packet(skb, &p, v6);
 	if (p.kind != PACKET_TRANSPORT || answer_from_flow(a, &p, v6))
 		return 0;
+	choice.sport = p.tuple.sport;
 	choose(&choice, classify(p.tuple.saddr, skb->ifindex, v6), p.tuple.saddr, p.tuple.daddr, p.tuple.dport,
 	       p.tuple.protocol, v6, false);
 	a->verdict = choice.verdict;

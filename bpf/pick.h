@@ -1,8 +1,10 @@
-/* Affinity first, then one index into the slice. Algorithms live in user space: they fill slices. */
+/* Affinity first, then one index into the slice. Algorithms live in user space: they fill slices, and say by which
+ * number a place is found (spread.h).
+ */
 #ifndef HYBRID_PROXY_PICK_H
 #define HYBRID_PROXY_PICK_H
 
-#include "service.h"
+#include "spread.h"
 
 INLINE bool is_member(__u32 backend, __u32 service, __u32 route)
 {
@@ -44,19 +46,22 @@ INLINE bool read_row(struct choice *c)
 }
 
 /* A backend for a new connection of `client`; false: the route is empty. */
-INLINE bool pick(struct choice *c, struct service *service, const __u32 *client, const bool v6, const bool remember)
+INLINE bool pick(struct choice *c, struct service *service, const __u32 *client, const __u32 *address, __be16 port,
+		 __u8 protocol, const bool v6, const bool remember)
 {
 	__u32 timeout = service->affinity;
 	struct affinity_key key = {.service = c->service};
 
-	if (!timeout)
-		return index_slice(c, service, bpf_get_prandom_u32()) && (!v6 || read_row(c));
-	copy_address(key.client, client);
-	c->backend = recall(&key, timeout, c->route);
-	if (c->avoid && c->backend == c->avoid)
-		c->backend = 0;
-	if (!c->backend && !index_slice(c, service, bpf_get_prandom_u32()))
+	if (timeout) {
+		copy_address(key.client, client);
+		c->backend = recall(&key, timeout, c->route);
+		if (c->avoid && c->backend == c->avoid)
+			c->backend = 0;
+	}
+	if (!c->backend && !index_slice(c, service, spread(c, service, client, address, port, protocol, v6, remember)))
 		return false;
+	if (!timeout)
+		return !v6 || read_row(c);
 	if (remember)
 		memorise(&key, c->backend);
 	return read_row(c);
@@ -67,7 +72,7 @@ INLINE void choose_empty(struct choice *c, struct service *service)
 {
 	__u32 drops = c->route ? SERVICE_DROP_ROUTE1 : SERVICE_DROP_ROUTE0;
 	__u64 word = READ_ONCE(service->routes[c->route & 1]);
-	bool empty = !(word >> SLICE_OFFSET_BITS & ((1 << SLICE_COUNT_BITS) - 1));
+	bool empty = !slice_size(word);
 
 	c->verdict = !empty || service->flags & drops ? VERDICT_DROP : VERDICT_REJECT;
 }
@@ -122,7 +127,7 @@ INLINE void choose(struct choice *c, const enum client from, const __u32 *client
 	service = bpf_map_lookup_elem(&services, &c->service);
 	if (!service)
 		return;
-	if (pick(c, service, client, v6, remember))
+	if (pick(c, service, client, address, port, protocol, v6, remember))
 		c->verdict = VERDICT_DNAT;
 	else
 		choose_empty(c, service);

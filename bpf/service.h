@@ -4,7 +4,9 @@
 
 #include "hash.h"
 
-/* Where a packet or socket goes, with nothing remembered yet. `avoid` is a backend that was tried in vain, 0: none. */
+/* Where a packet or socket goes, with nothing remembered yet. `sport` is the client's, 0: it has none yet; `avoid` a
+ * backend that was tried in vain, 0: none.
+ */
 struct choice {
 	enum verdict verdict;
 	__u32 service;
@@ -13,6 +15,7 @@ struct choice {
 	__u32 route;
 	__u32 address[4];
 	__be16 port;
+	__be16 sport;
 	bool masquerade;
 };
 
@@ -143,6 +146,11 @@ INLINE bool is_unallocated(const __u32 *a, const bool v6)
 	return false;
 }
 
+INLINE __u32 slice_size(__u64 word)
+{
+	return word >> SLICE_OFFSET_BITS & ((1 << SLICE_COUNT_BITS) - 1);
+}
+
 /* The slot at `number`'s place of the slice into `c`; false: the slice is empty.
  * A slice that was given to another service while we looked shows that service's id: look again.
  */
@@ -151,7 +159,7 @@ INLINE bool read_slot(struct choice *c, struct service *service, __u32 number)
 #pragma unroll
 	for (int i = 0; i < 2; i++) {
 		__u64 word = READ_ONCE(service->routes[c->route & 1]), backend, endpoint;
-		__u32 size = word >> SLICE_OFFSET_BITS & ((1 << SLICE_COUNT_BITS) - 1);
+		__u32 size = slice_size(word);
 		__u32 index = word & ((1 << SLICE_OFFSET_BITS) - 1);
 		struct slot *slot;
 

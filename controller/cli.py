@@ -139,6 +139,12 @@ def _dataplane(parser: argparse.ArgumentParser) -> None:
     _places(group)
     for what, default in (("services", 32_768), ("backends", 262_144), ("slots", 262_144), ("flows", 262_144)):
         group.add_argument(f"--max-{what}", metavar="N", help=f"room for {what} in the maps (default: {default:,})")
+    group.add_argument(
+        "--max-ring",
+        metavar="N",
+        help="places that Maglev, source hash, weights and least connections may take for one service port; give all "
+        "nodes the same (mode ebpf, default: 16,381)",
+    )
 
 
 def _ipvs(parser: argparse.ArgumentParser) -> None:

@@ -130,6 +130,7 @@ def _options(given: _Flags) -> Options:
         max_services=given.number("max_services", default.max_services, 1, 1 << 24),
         max_backends=given.number("max_backends", default.max_backends, 1, 1 << 24),
         max_slots=given.number("max_slots", default.max_slots, 1, 1 << 28),
+        max_ring=given.number("max_ring", default.max_ring, 1, 65_521),
         max_flows=given.number("max_flows", default.max_flows, 2, 1 << 26),
         sync_seconds=given.seconds("iptables_sync_period", default.sync_seconds),
         ipvs_scheduler=given.choice("ipvs_scheduler", SCHEDULERS),

@@ -44,6 +44,7 @@ class Options(msgspec.Struct, frozen=True):
     max_services: int = 32_768
     max_backends: int = 262_144
     max_slots: int = 262_144
+    max_ring: int = 16_381  # places of the ring that an algorithm fills for one route; more only for more backends
     max_flows: int = 262_144  # entries, two for each flow, each address family
     sync_seconds: float = 30.0  # how often to compare with the kernel where it does not tell of changes itself
     ipvs_scheduler: str = "rr"
@@ -74,10 +75,17 @@ def misfit_rows(misfits: Iterable[Misfit]) -> list[dict[str, str]]:
     return [{"entry": misfit.entry, "reason": misfit.reason} for misfit in misfits]
 
 
-def unknown_algorithms(table: ServiceTable, known: Collection[str], instead: str) -> list[str]:
-    """At most one sentence for `limitations`: how many service ports ask for an algorithm that is not `known`."""
-    other = sum(1 for entries in table.services.values() for entry in entries if entry.algorithm not in known)
-    return [f"{other} service ports ask for another algorithm than {instead}, which they get instead"] * (other > 0)
+def unknown_algorithms(table: ServiceTable, known: Collection[str], instead: str, *, weighs: bool = False) -> list[str]:
+    """Sentences for `limitations`: how many service ports ask for an algorithm that is not `known`, or for weights."""
+    entries = [entry for entries in table.services.values() for entry in entries]
+    other = sum(1 for entry in entries if entry.algorithm not in known)
+    sentences = []
+    if other:
+        sentences.append(f"{other} service ports ask for another algorithm than {instead}, which they get instead")
+    weighted = 0 if weighs else sum(1 for entry in entries if any(backend.weight > 1 for backend in entry.serving))
+    if weighted:
+        sentences.append(f"{weighted} service ports have weights: only 0 counts here, all others are the same")
+    return sentences
 
 
 class Programmer(Protocol):

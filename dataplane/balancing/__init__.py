@@ -16,7 +16,7 @@ from dataplane.balancing import at_random, least_connections, maglev, round_robi
 from dataplane.balancing.ring import Algorithm, Spread
 from dataplane.table import Backend
 
-__all__ = ["ALGORITHMS", "ALIASES", "Algorithm", "Spread", "canonical", "find", "ring_of"]
+__all__ = ["ALGORITHMS", "ALIASES", "KNOWN", "Algorithm", "Spread", "canonical", "find", "ring_of"]
 
 ALGORITHMS: Final = {
     algorithm.name: algorithm
@@ -39,6 +39,7 @@ ALIASES: Final = {
 }
 # Schedulers of IPVS that do the same with other means: they look at connections and weights.
 _EQUIVALENT: Final = {"sed": "wlc", "nq": "wlc", "twos": "wlc"}
+KNOWN: Final = frozenset({*ALGORITHMS, *_EQUIVALENT})  # what `find` finds
 
 
 def canonical(name: str) -> str:

@@ -17,7 +17,7 @@ from typing import Final
 from dataplane.balancing.ring import Algorithm, Spread, turns
 from dataplane.table import Backend
 
-__all__ = ["LEAST_CONNECTIONS", "WEIGHTED_LEAST_CONNECTIONS", "shares"]
+__all__ = ["FAIR", "LEAST_CONNECTIONS", "WEIGHTED_LEAST_CONNECTIONS", "shares"]
 
 FAIR: Final = 16  # parts in a fair share
 LEAST, MOST = 1, 4 * FAIR

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dataplane.balancing import Spread
 from dataplane.modes.ebpf import layout, lower
 from dataplane.table import Masquerade, Protocol
 
@@ -108,6 +109,9 @@ CONSTANTS = [
     ("FRONTEND_NODE_PORTS", lower.FRONTEND_NODE_PORTS),
     ("SERVICE_DROP_ROUTE0", lower.SERVICE_DROP_ROUTE[0]),
     ("SERVICE_DROP_ROUTE1", lower.SERVICE_DROP_ROUTE[1]),
+    ("SERVICE_BY_TUPLE", lower.SERVICE_SPREAD[Spread.TUPLE]),
+    ("SERVICE_BY_CLIENT", lower.SERVICE_SPREAD[Spread.CLIENT]),
+    ("SERVICE_IN_TURN", lower.SERVICE_SPREAD[Spread.IN_TURN]),
     ("BACKEND_SERVING", lower.BACKEND_SERVING),
     ("BACKEND_ROUTE0", lower.BACKEND_ROUTE[0]),
     ("BACKEND_ROUTE1", lower.BACKEND_ROUTE[1]),

@@ -55,6 +55,7 @@ GOOD = [
     pytest.param("--ipvs-scheduler=mh",    "options.ipvs_scheduler", "mh",                   id="scheduler"),
     pytest.param("--algorithm=maglev",     "settings.algorithm",     "maglev",               id="algorithm"),
     pytest.param("--algorithm=dh",         "settings.algorithm",     "dh",                   id="IPVS's algorithm"),
+    pytest.param("--max-ring=65521",       "options.max_ring",       65521,                  id="ring"),
     pytest.param("--ipvs-strict-arp=true", "options.ipvs_strict_arp", True,                  id="strict ARP"),
     pytest.param("--ipvs-exclude-cidrs=10.9.0.0/16", "options.ipvs_exclude_cidrs", ("10.9.0.0/16",), id="excluded"),
     pytest.param("--ipvs-tcp-timeout=15m", "options.ipvs_tcp_timeout", 900,                  id="IPVS timeout"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from dataplane.mode import Misfit, misfit_rows, unknown_algorithms
-from dataplane.table import Entry, NodeNetwork, Protocol, ServiceTable
+from dataplane.table import Backend, Entry, NodeNetwork, Protocol, ServiceTable
 
 
 def asking_for(*algorithms: str) -> ServiceTable:
@@ -20,6 +20,17 @@ def test_algorithms_that_a_mode_knows_are_no_limitation() -> None:
 def test_service_ports_with_other_algorithms_are_counted() -> None:
     assert unknown_algorithms(asking_for("random", "maglev", "rr"), {"random"}, "random") == [
         "2 service ports ask for another algorithm than random, which they get instead"
+    ]
+
+
+def test_weights_that_a_mode_does_not_use_are_counted() -> None:
+    heavy, plain = Backend("10.0.0.1", 80, weight=3), Backend("10.0.0.2", 80)
+    out = Backend("10.0.0.3", 80, weight=0)
+    entries = tuple(Entry(f"d/web:p{n}", 4, Protocol.TCP, (), (one,)) for n, one in enumerate((heavy, plain, out)))
+    table = ServiceTable(MappingProxyType({"d/web": entries}), NodeNetwork())
+    assert unknown_algorithms(table, {"random"}, "random", weighs=True) == []
+    assert unknown_algorithms(table, {"random"}, "random") == [
+        "1 service ports have weights: only 0 counts here, all others are the same"
     ]
 
 

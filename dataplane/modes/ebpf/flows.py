@@ -50,6 +50,17 @@ def idle_limits(keys: NDArray[Any], values: NDArray[Any]) -> NDArray[np.int64]:
     return limits
 
 
+def connections_by_backend(values: NDArray[Any], services: frozenset[int]) -> dict[int, int]:
+    """How many flows to these services have not begun to end, by backend id."""
+    if not services:
+        return {}
+    names = abi_constants()
+    over = names["FLOW_REPLY"] | names["FLOW_FIN"] | names["FLOW_OTHER_FIN"] | names["FLOW_RESET"]
+    alive = (values["flags"] & over == 0) & np.isin(values["service"], list(services))
+    ids, counts = np.unique(values["backend"][alive], return_counts=True)
+    return dict(zip(ids.tolist(), counts.tolist(), strict=True))
+
+
 class Caretaker:
     """Waits for grace periods and sweeps flows.
 
@@ -74,6 +85,8 @@ class Caretaker:
         self._result: tuple[frozenset[int], frozenset[int], frozenset[int], frozenset[int]] | None = None
         self.known_flows = 0
         self.opening_flows: int | None = None  # a new count, for the programs' own
+        self.count_for: frozenset[int] = frozenset()  # services whose connections are counted by backend
+        self.loads: dict[int, int] | None = None  # these counts, when there are new ones
         self.swept = 0
         self._thread = threading.Thread(target=self._run, name="caretaker", daemon=True)
 
@@ -155,6 +168,7 @@ class Caretaker:
         found_services: set[int] = set()
         found_backends: set[int] = set()
         total = opening = 0
+        counted, loads = self.count_for, dict[int, int]()
         young = abi_constants()["FLOW_ESTABLISHED"] | abi_constants()["FLOW_REPLY"]
         for family, known in self._flows.items():
             keys, values = flow_arrays(known, family)
@@ -163,8 +177,10 @@ class Caretaker:
             if len(keys):
                 found_services |= services.intersection(np.unique(values["service"]).tolist())
                 found_backends |= backends.intersection(np.unique(values["backend"]).tolist())
+                loads |= connections_by_backend(values, counted)
                 self._forget_idle(family, keys, values)
         self.known_flows, self.opening_flows = total, opening
+        self.loads = loads if counted else None
         with self._lock:
             if services or backends:
                 self._result = (services, backends, frozenset(found_services), frozenset(found_backends))

@@ -64,22 +64,40 @@ def _services(maps: Maps, names: Names) -> list[dict[str, Any]]:
     rows = []
     table = maps["services"].view(layout.dtype_of("service"))
     drops = layout.abi_constants()["SERVICE_DROP_ROUTE0"]
+    members = _members(maps, len(table))
     for number, frontends in sorted(_frontends(maps).items()):
         row = table[number]
-        counts = [layout.split_slice_word(word)[1] for word in row["routes"].tolist()]
         rows.append(
             {
                 "name": names.get(number),
                 "id": number,
                 "frontends": sorted(frontend["address"] for frontend in frontends),
                 "protocol": frontends[0]["protocol"],
-                "backends": counts[0],
-                "local_backends": counts[1],
+                "backends": int(members[0][number]),
+                "local_backends": int(members[1][number]),
                 "when_empty": "drop" if int(row["flags"]) & drops else "reject",
                 "affinity": bool(row["affinity"]),
+                "chosen_by": _chosen_by(int(row["flags"])),
+                "slots": [layout.split_slice_word(word)[1] for word in row["routes"].tolist()],
             }
         )
     return sorted(rows, key=lambda row: (row["name"] or "", row["frontends"]))
+
+
+def _members(maps: Maps, services: int) -> list[Any]:
+    """Backends in each route, by service: a ring may have each of them many times."""
+    table = maps["backends"].view(layout.dtype_of("backend"))
+    flags = layout.abi_constants()
+    return [
+        np.bincount(table["service"][table["flags"] & flags[name] != 0], minlength=services)
+        for name in ("BACKEND_ROUTE0", "BACKEND_ROUTE1")
+    ]
+
+
+def _chosen_by(flags: int) -> str:
+    names = layout.abi_constants()
+    ways = {"SERVICE_BY_TUPLE": "connection", "SERVICE_BY_CLIENT": "client", "SERVICE_IN_TURN": "turn"}
+    return next((way for name, way in ways.items() if flags & names[name]), "chance")
 
 
 def _backends(maps: Maps, names: Names) -> list[dict[str, Any]]:

@@ -1,14 +1,17 @@
-"""PURE. One service port of the table to rows: frontends, members with their flags, rings of members."""
+"""PURE. One service port of the table to rows: frontends, members with their flags, routes and rings of members."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
+from dataplane.balancing import ALGORITHMS, Algorithm, Spread, find, ring_of
+from dataplane.balancing.least_connections import FAIR
 from dataplane.table import Backend, Entry, Frontend, Kind, Masquerade, Route, WhenEmpty
 
 __all__ = [
     "ANY", "FRONTEND_ADDRESS", "FRONTEND_INSIDE_ROUTE", "FRONTEND_MASQUERADE", "FRONTEND_NODE_PORTS",
-    "FRONTEND_OUTSIDE_ROUTE", "FRONTEND_SOURCES", "Rows", "lower",
+    "FRONTEND_OUTSIDE_ROUTE", "FRONTEND_SOURCES", "Rows", "algorithm_of", "lower", "rings_of",
 ]  # fmt: skip
 
 # The enumerators of bpf/abi.h that a translation needs; a test compares them with the header.
@@ -16,23 +19,27 @@ FRONTEND_INSIDE_ROUTE, FRONTEND_OUTSIDE_ROUTE, FRONTEND_ADDRESS = 1, 2, 4
 FRONTEND_MASQUERADE = {Masquerade.POD: 8, Masquerade.NODE: 16, Masquerade.EXTERNAL: 32}
 FRONTEND_SOURCES, FRONTEND_NODE_PORTS = 64, 128
 SERVICE_DROP_ROUTE = (1, 2)
+SERVICE_SPREAD = {Spread.RANDOM: 0, Spread.TUPLE: 16, Spread.CLIENT: 32, Spread.IN_TURN: 64}
 BACKEND_SERVING, BACKEND_ROUTE = 1, (2, 4)
 
 ANY = {4: "0.0.0.0", 6: "::"}  # noqa: S104 - the address of node ports' frontends: every one that serves node ports
+
+
+Socket = tuple[str, int]  # address and port
 
 
 class Rows(NamedTuple):
     """What the maps hold for one service port.
 
     `frontends` are (address, port, flags), a node port's address being `ANY`; `members` every backend that has a
-    row, with `member_flags`; `rings` are indexes into `members`, in the order of the slots; `sources` the CIDRs that
-    may come to the frontends with FRONTEND_SOURCES.
+    row, with `member_flags`; `routes` are indexes into `members`, in the order of the table, of which `rings_of` makes
+    slots; `sources` the CIDRs that may come to the frontends with FRONTEND_SOURCES.
     """
 
     frontends: list[tuple[str, int, int]]
     members: list[Backend]
     member_flags: list[int]
-    rings: list[list[int]]
+    routes: list[list[int]]
     flags: int
     affinity_seconds: int
     sources: tuple[str, ...] = ()
@@ -43,7 +50,7 @@ def lower(entry: Entry) -> Rows:
     """Translate; nothing is decided here."""
     routes = _routes(entry)
     members: dict[Backend, int] = dict.fromkeys(entry.serving, BACKEND_SERVING)
-    flags = 0
+    flags = SERVICE_SPREAD[algorithm_of(entry).spread]
     for bit, (route, drops) in enumerate(zip(routes, SERVICE_DROP_ROUTE, strict=False)):
         for backend in route.backends:
             members[backend] = members.get(backend, BACKEND_SERVING) | BACKEND_ROUTE[bit]
@@ -54,12 +61,37 @@ def lower(entry: Entry) -> Rows:
         frontends=list(_frontends(entry, routes)),
         members=list(members),
         member_flags=list(members.values()),
-        rings=[[index[backend] for backend in route.backends] for route in routes],
+        routes=[[index[backend] for backend in route.backends] for route in routes],
         flags=flags,
         affinity_seconds=entry.affinity_seconds,
         sources=_sources(entry),
         closed=tuple(f.address for f in entry.frontends if f.kind is Kind.CLUSTER_IP and f.address is not None),
     )
+
+
+def algorithm_of(entry: Entry) -> Algorithm:
+    """What fills the rings: the default where this mode has no equivalent of what is asked for."""
+    return find(entry.algorithm) or ALGORITHMS["random"]
+
+
+def rings_of(entry: Entry, rows: Rows, limit: int, shares: Mapping[Socket, int] | None = None) -> list[list[int]]:
+    """Indexes into `rows.members` for each route, in the order of the slots.
+
+    Args:
+        entry: the service port.
+        rows: what `lower` made of it.
+        limit: slots for one ring; 0: a slot for each backend, whatever the algorithm would like.
+        shares: of backends, where the algorithm follows the load; those it does not name get a fair one.
+    """
+    if not limit:
+        return rows.routes
+    algorithm = algorithm_of(entry)
+    rings = []
+    for route in rows.routes:
+        backends = [rows.members[position] for position in route]
+        parts = [shares.get((backend.address, backend.port), FAIR) for backend in backends] if shares else None
+        rings.append([route[place] for place in ring_of(algorithm, backends, limit, parts)])
+    return rings
 
 
 def _routes(entry: Entry) -> list[Route]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from dataplane.balancing import KNOWN
 from dataplane.diff import changed_services
 from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel.bpf import BpfError, Object, has_helper
@@ -102,7 +103,7 @@ class Ebpf:
             os.close(self._lock)
             raise Unsupported("eBPF", f"the kernel refused the programs or maps: {error}") from error
         self._connect = self._load_socket_programs()
-        self.store = Store(self.maps, self.hz)
+        self.store = Store(self.maps, self.hz, max_ring=options.max_ring)
         self.table: ServiceTable = EMPTY
         self._misfitting: frozenset[str] = frozenset()
         self._attached = False
@@ -158,6 +159,7 @@ class Ebpf:
             self._collect()
             changed, removed = self.store.apply({name: table.services.get(name, ()) for name in names})
             self.caretaker.want_grace(self.store.stamp)
+            self.caretaker.count_for = frozenset(self.store.follows_load())
             self.caretaker.disconnect(self.store.take_gone_datagram_backends())
             moved = table.node.primary != self.table.node.primary
             self.table = table
@@ -173,7 +175,7 @@ class Ebpf:
         """What was planned and what was written may differ now: the next sync reads the maps and adopts."""
         wait_for_programs()  # the quarantine is forgotten with the store: nobody may still look at what it held
         stamp = self.store.stamp
-        self.store = Store(self.maps, self.hz, adopt=True)
+        self.store = Store(self.maps, self.hz, adopt=True, max_ring=self.options.max_ring)
         self.store.stamp = stamp
         self.table = EMPTY
 
@@ -240,6 +242,9 @@ class Ebpf:
         self.store.graced(graced)
         if scanned is not None:
             self.store.scanned(*scanned)
+        loads, self.caretaker.loads = self.caretaker.loads, None
+        if loads is not None and self.store.balance(loads):
+            self.caretaker.want_grace(self.store.stamp)
 
     def names(self) -> dict[int, str]:
         """Service id -> name of the service port."""
@@ -249,7 +254,15 @@ class Ebpf:
 
     def limitations(self) -> list[str]:
         """What the table asks for and this mode does not do, in sentences."""
-        return unknown_algorithms(self.table, {"random"}, "random")
+        sentences = unknown_algorithms(self.table, KNOWN, "random", weighs=True)
+        cut = [(key[0], has, wanted) for key, (has, wanted) in self.store.cut.items()]
+        if cut:
+            name, has, wanted = cut[0]
+            sentences.append(
+                f"{len(cut)} service ports have smaller rings than their algorithm would fill ({name}: {has} of "
+                f"{wanted} slots): --max-slots is used up, and other nodes may choose other backends"
+            )
+        return sentences
 
     def status(self) -> dict[str, Any]:
         """See `dataplane.mode.Programmer.status`."""

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dataplane.balancing.least_connections import shares as shares_by_load
+from dataplane.balancing.maglev import SIZES
 from dataplane.errors import DataplaneError
 from dataplane.kernel._publish import ffi, lib
-from dataplane.mode import Misfit
+from dataplane.mode import Misfit, Options
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.edges import Sources
 from dataplane.modes.ebpf.ids import FullError, IdPool, Quarantine, SlicePool, size_class
-from dataplane.modes.ebpf.lower import ANY, FRONTEND_ADDRESS, FRONTEND_NODE_PORTS, Rows, lower
+from dataplane.modes.ebpf.lower import ANY, FRONTEND_ADDRESS, FRONTEND_NODE_PORTS, Rows, algorithm_of, lower, rings_of
 from dataplane.modes.ebpf.maps import MapSet
 from dataplane.table import Entry, Protocol
 
@@ -32,6 +34,16 @@ Key = tuple[int, str, int, int]  # family, address, port, protocol; an address e
 PORT_KINDS = {int(Protocol.TCP): 0, int(Protocol.UDP): 1, int(Protocol.SCTP): 2}  # parts of the bitmap of node ports
 FIRST_FILL = 500  # services
 EntryKey = tuple[str, int, int]  # name, family, protocol
+
+
+def key_of(entry: Entry) -> EntryKey:
+    """What names a service port of one family."""
+    return entry.name, entry.family, int(entry.protocol)
+
+
+def service_of(key: EntryKey) -> str:
+    """The service that a service port belongs to: `namespace/service` of `namespace/service:port`."""
+    return key[0].rpartition(":")[0]
 
 
 class Installed:
@@ -121,14 +133,18 @@ class Store:
         maps: the open set.
         hz: jiffies per second, for affinity times.
         adopt: the maps hold what a former owner wrote: the first `apply` takes it over. None: when they were pinned.
+        max_ring: slots that an algorithm may fill for one route.
     """
 
-    def __init__(self, maps: MapSet, hz: int, *, adopt: bool | None = None) -> None:
+    def __init__(self, maps: MapSet, hz: int, *, adopt: bool | None = None, max_ring: int = Options().max_ring) -> None:
         self.maps = maps
         self.hz = hz
+        self.max_ring = max_ring
         self.installed: dict[str, dict[EntryKey, Installed]] = {}
         self.misfits: dict[EntryKey, Misfit] = {}
         self.unfit: dict[str, set[EntryKey]] = {}  # by service: what is in `misfits`
+        self.cut: dict[EntryKey, tuple[int, int]] = {}  # slots of the largest ring, and those it should have
+        self._shares: dict[EntryKey, dict[tuple[str, int], int]] = {}  # of backends that get theirs by load
         self._gone_datagram_backends: list[int] = []
         self.services: NDArray[Any] = maps.view("services")
         self.backends: NDArray[Any] = maps.view("backends")
@@ -188,7 +204,7 @@ class Store:
         unfit = self.unfit.pop(name, set())
         for key in unfit:
             del self.misfits[key]
-        wanted = {(entry.name, entry.family, int(entry.protocol)): entry for entry in entries}
+        wanted = {key_of(entry): entry for entry in entries}
         for key, installed in before.items():
             if key not in wanted:
                 self._plan_removal(batch, installed)
@@ -222,16 +238,17 @@ class Store:
         self._check_frontends(entry, rows)
         if rows.sources != previous.sources:
             self.sources.check_room(entry.family, rows.sources)
+        if known is not None and known.entry.algorithm != entry.algorithm:
+            self._shares.pop(key_of(entry), None)
         ids, taken = self._take_members(rows, previous)
-        rings = [[ids[position] for position in ring] for ring in rows.rings]
-        keep_slices = bool(previous.service) and rings == previous.rings
-        slices: tuple[tuple[int, int], ...] = previous.slices if keep_slices else ()
+        slices: tuple[tuple[int, int], ...] = ()
+        keep_slices = False
         try:
-            if not keep_slices:
-                slices = self._take_slices(rings)
+            rings, slices, keep_slices = self._take_rings(entry, rows, previous, ids)
             service = previous.service or self.service_ids.take(1)[0]
         except FullError:
             self.backend_ids.give(taken)
+            self.cut.pop(key_of(entry), None)
             if not keep_slices:
                 self._give_slices(slices)
             raise
@@ -245,6 +262,10 @@ class Store:
         if rows.sources != previous.sources:
             batch.sources.append((service, entry.family, rows.sources))
         self._plan_frontends(batch, entry, rows, previous, service)
+        if algorithm_of(entry).loads:
+            self._shares.setdefault(key_of(entry), {})
+        else:
+            self._shares.pop(key_of(entry), None)
         return Installed(entry, service, array("I", ids), slices, epoch)
 
     def _check_frontends(self, entry: Entry, rows: Rows) -> None:
@@ -263,6 +284,46 @@ class Store:
             known = previous.members.get((member.address, member.port))
             ids.append(next(numbers) if known is None else known[0])
         return ids, taken
+
+    def _take_rings(
+        self, entry: Entry, rows: Rows, previous: Previous, ids: list[int]
+    ) -> tuple[list[list[int]], tuple[tuple[int, int], ...], bool]:
+        """Rings of backend ids, slots for them, and whether these are the ones there are.
+
+        Where slots do not suffice for what the algorithm would like, the ring is a smaller one, in the end that of a
+        slot for each backend. It is tried anew when the service port changes.
+
+        Raises:
+            FullError: not even that is left.
+        """
+        key, limit, wanted = key_of(entry), self.max_ring, 0
+        shares = self._shares.get(key) if algorithm_of(entry).loads else None
+        self.cut.pop(key, None)
+        while True:
+            rings = [[ids[position] for position in ring] for ring in rings_of(entry, rows, limit, shares)]
+            largest = max(map(len, rings), default=0)
+            wanted = wanted or largest
+            keep = bool(previous.service) and rings == previous.rings
+            try:
+                if not keep and limit:
+                    self._check_luxury(rings, rows.routes)
+                slices = previous.slices if keep else self._take_slices(rings)
+            except FullError:
+                if not limit or largest == max(map(len, rows.routes)):
+                    raise
+                limit = max((size for size in SIZES if size < min(limit, largest)), default=0)
+            else:
+                break
+        if largest < wanted:
+            self.cut[key] = (largest, wanted)
+        return rings, slices, keep
+
+    def _check_luxury(self, rings: list[list[int]], routes: list[list[int]]) -> None:
+        """A quarter of all slots is kept for rings that have one for each backend and no more."""
+        slots = sum(size_class(len(ring)) for ring in rings)
+        needed = sum(size_class(len(route)) for route in routes)
+        if slots > needed and self.slices.in_use + slots > self.slices.limit * 3 // 4:
+            raise FullError(self.slices.what, self.slices.limit)
 
     def _take_slices(self, rings: list[list[int]]) -> tuple[tuple[int, int], ...]:
         """Slots for the rings; a ring that is the beginning of the first one shares its slots."""
@@ -350,6 +411,8 @@ class Store:
     def _plan_removal(self, batch: Batch, installed: Installed) -> None:
         rows = lower(installed.entry)
         entry = installed.entry
+        self._shares.pop(key_of(entry), None)
+        self.cut.pop(key_of(entry), None)
         for address, port, _ in rows.frontends:
             key = (entry.family, address, port, int(entry.protocol))
             self._release_frontend(batch, key, installed.service, rows.closed)
@@ -367,7 +430,7 @@ class Store:
         return Previous(
             service=known.service,
             members={(m.address, m.port): (i, f) for m, i, f in zip(old.members, ids, old.member_flags, strict=True)},
-            rings=[[ids[position] for position in ring] for ring in old.rings],
+            rings=self._rings_of(known.service)[: len(old.routes)],
             slices=known.slices,
             epoch=known.epoch,
             frontends={(entry.family, a, p, int(entry.protocol)): flags for a, p, flags in old.frontends},
@@ -376,6 +439,44 @@ class Store:
             sources=old.sources,
             closed=old.closed,
         )
+
+    def _rings_of(self, service: int) -> list[list[int]]:
+        """The backend ids in the slots of each route."""
+        pieces = [layout.split_slice_word(word)[:2] for word in self._published[service].tolist()]
+        return [(self.slots[offset : offset + count] & np.uint64(0xFFFFFFFF)).tolist() for offset, count in pieces]
+
+    def follows_load(self) -> frozenset[int]:
+        """Ids of the services whose algorithm follows the load."""
+        return frozenset(self._named(key).service for key in self._shares)
+
+    def _named(self, key: EntryKey) -> Installed:
+        return self.installed[service_of(key)][key]
+
+    def balance(self, loads: Mapping[int, int]) -> int:
+        """Give the backends of these services new shares; returns how many rings changed.
+
+        Args:
+            loads: connections by backend id; those that are not there have none.
+        """
+        batch = Batch()
+        for key, before in list(self._shares.items()):
+            known = self._named(key)
+            weighs = algorithm_of(known.entry).weighs
+            pairs = zip(lower(known.entry).members, known.ids, strict=True)
+            members = [(backend, loads.get(number, 0)) for backend, number in pairs if backend.weight]
+            if len(members) < 2:
+                continue
+            sockets = [(backend.address, backend.port) for backend, _ in members]
+            weights = [backend.weight if weighs else 1 for backend, _ in members]
+            found = shares_by_load(weights, [load for _, load in members], [before.get(socket) for socket in sockets])
+            self._shares[key] = dict(zip(sockets, found, strict=True))
+            try:
+                self.installed[service_of(key)][key] = self._plan(batch, known.entry, known)
+            except FullError:
+                self._shares[key] = before
+        if batch.slots:
+            self._commit(batch)
+        return len(batch.slots)
 
     # Committing: the order is the protocol.
 

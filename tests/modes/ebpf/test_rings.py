@@ -1,0 +1,230 @@
+"""Algorithms in the maps: the rings that the store fills, and what it does when there is no room for them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+import pytest
+
+from dataplane.balancing import ALGORITHMS, ring_of
+from dataplane.balancing.least_connections import FAIR
+from dataplane.modes.ebpf import layout
+from dataplane.modes.ebpf.store import Store
+from dataplane.table import Backend, Entry, Route
+
+from .readback import check_books, programmed, settle
+from .test_store import HZ, V1, V2, V6, OpenMaps, Table, entry, many, one, restart, two, without_sharing
+
+pytestmark = pytest.mark.root
+
+LIMIT = 16_381
+SPREADS = {"mh": "SERVICE_BY_TUPLE", "sh": "SERVICE_BY_CLIENT", "rr": "SERVICE_IN_TURN", "wrr": "SERVICE_IN_TURN"}
+
+
+def port(
+    algorithm: str, weights: list[int], vip: str = V1, name: str = one, local: int | None = None, affinity: int = 0
+) -> Entry:
+    """A service port with a backend for each weight."""
+    made = entry(name, vip, len(weights), local=local, affinity=affinity)
+    weighed = tuple(msgspec.structs.replace(b, weight=w) for b, w in zip(made.serving, weights, strict=True))
+
+    def weigh(route: Route) -> Route:
+        return msgspec.structs.replace(route, backends=weighed[: len(route.backends)])
+
+    front = made.frontends[0]
+    inside, outside = weigh(front.inside), weigh(front.outside)
+    front = msgspec.structs.replace(front, inside=inside, outside=inside if local is None else outside)
+    return msgspec.structs.replace(made, frontends=(front,), serving=weighed, algorithm=algorithm)
+
+
+def slots_of(store: Store, vip: str = V1) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """Backends in the order of slots, inside and outside, read back from the maps."""
+    ports, _ = programmed(store.maps)
+    family = 6 if ":" in vip else 4
+    found = ports[family, vip, 80, 6]
+    return found.inside, found.outside
+
+
+def expected(algorithm: str, backends: tuple[Backend, ...], limit: int = LIMIT) -> list[tuple[str, int]]:
+    return [(backends[i].address, backends[i].port) for i in ring_of(ALGORITHMS[algorithm], backends, limit)]
+
+
+def flags_of(store: Store, key: str = one) -> int:
+    (known,) = store.installed[key].values()
+    return int(store.services[known.service]["flags"])
+
+
+def spread_of(store: Store) -> set[str]:
+    names = layout.abi_constants()
+    return {name for name in set(SPREADS.values()) if flags_of(store) & names[name]}
+
+
+@pytest.fixture
+def store(open_maps: OpenMaps) -> Store:
+    return Store(open_maps(max_slots=16_384), HZ)
+
+
+CHANGES = [
+    pytest.param([port(name, [1, 1, 1]) for name in (*ALGORITHMS, *reversed(ALGORITHMS))], id="algorithms"),
+    pytest.param([port("mh", [1] * n) for n in (0, 1, 2, 10, 11, 40, 3, 0)], id="maglev-scales"),
+    pytest.param([port("mh", w) for w in ([1, 1], [3, 1], [3, 2, 1], [1, 1, 1])], id="maglev-weights"),
+    pytest.param([port("random", w) for w in ([1, 1], [3, 1], [30, 7], [1, 1])], id="random-weights"),
+    pytest.param([port("wrr", w) for w in ([1, 1], [3, 1], [1000, 999], [1])], id="weights-in-turn"),
+    pytest.param([port("mh", [1, 2, 1], local=n) for n in (None, 0, 1, 3, 2)], id="two-routes"),
+    pytest.param([port("mh", [1, 2, 1], vip=V6), port("sh", [1, 2, 1], vip=V6)], id="v6"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("entries", CHANGES)
+def test_slots_are_the_ring_of_the_algorithm(store: Store, entries: list[Entry]) -> None:
+    for made in entries:
+        store.apply({one: (made,)})
+        assert not store.misfits
+        assert not store.cut
+        front = made.frontends[0]
+        inside, outside = slots_of(store, front.address or "")
+        assert inside == expected(made.algorithm, front.inside.backends)
+        assert outside == expected(made.algorithm, front.outside.backends)
+        assert spread_of(store) == {SPREADS[name] for name in [made.algorithm] if name in SPREADS}
+        check_books(store, 1, [made], settled=False)
+        settle(store)
+        assert store.slices.in_use == sum(size for known in store.installed[one].values() for _, size in known.slices)
+    store.apply({one: ()})
+    settle(store)
+    assert store.slices.in_use == 0
+    assert not store.follows_load()
+
+
+def test_an_algorithm_that_is_not_here_is_random(store: Store) -> None:
+    store.apply({one: (port("dh", [2, 1]),)})
+    assert Counter(slots_of(store)[0]).most_common(1)[0][1] == 2
+    assert spread_of(store) == set()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_restart_takes_the_ring_over(store: Store, open_maps: OpenMaps, algorithm: str) -> None:
+    table = {one: (port(algorithm, [1, 2, 3]),), two: (entry(two, V2, 3),)}
+    store.apply(table)
+    before = {key: known.slices for group in store.installed.values() for key, known in group.items()}
+    words = store.services["routes"].copy()
+    again = restart(lambda: open_maps(max_slots=16_384))
+    again.apply(without_sharing(table))
+    assert {key: known.slices for group in again.installed.values() for key, known in group.items()} == before
+    assert (again.services["routes"] == words).all(), "the same slots, not even another epoch"
+
+
+def test_a_change_that_leaves_the_backends_leaves_the_slots(store: Store) -> None:
+    store.apply({one: (port("mh", [1, 1, 1]),)})
+    words = store.services["routes"].copy()
+    store.apply({one: (port("mh", [1, 1, 1], affinity=600),)})
+    store.apply({one: (port("sh", [1, 1, 1], affinity=600),)})
+    assert (store.services["routes"] == words).all()
+
+
+# --- no room
+
+
+def test_rings_get_smaller_before_anything_is_left_out(open_maps: OpenMaps) -> None:
+    """Four slots are enough for three backends: Maglev gets what others do not need."""
+    store = Store(open_maps(max_slots=2048, max_backends=1024, max_services=256), HZ)
+    table: Table = {f"default/s{n}": (port("mh", [1, 1, 1], f"10.96.0.{n}", f"default/s{n}"),) for n in range(1, 40)}
+    store.apply(table)
+    store.apply(many(80, 3, 60))
+    assert not store.misfits
+    sizes = [len(slots_of(store, f"10.96.0.{n}")[0]) for n in range(1, 40)]
+    assert sizes[0] == 1021
+    assert sorted(set(sizes), reverse=True) == [1021, 509, 3], "251 would leave less than a quarter"
+    assert sizes == sorted(sizes, reverse=True), "the first come had the most"
+    assert all(cut == (size, 1021) for cut, size in zip(store.cut.values(), sizes[1:], strict=True))
+
+
+def test_a_smaller_ring_is_made_larger_when_there_is_room_again(open_maps: OpenMaps) -> None:
+    store = Store(open_maps(max_slots=2048), HZ)
+    store.apply({one: (port("mh", [1, 1, 1]),), two: (port("mh", [1, 1, 1], V2, two),)})
+    assert list(store.cut.values()) == [(509, 1021)]
+    store.apply({one: ()})
+    settle(store)
+    store.apply({two: (port("mh", [1, 1, 1], V2, two, affinity=60),)})
+    assert not store.cut
+    assert slots_of(store, V2)[0] == expected("mh", port("mh", [1, 1, 1], V2, two).serving)
+
+
+def test_the_setting_bounds_the_ring(open_maps: OpenMaps) -> None:
+    store = Store(open_maps(max_slots=2048), HZ, max_ring=251)
+    made = port("mh", [1, 1, 1])
+    store.apply({one: (made,)})
+    assert slots_of(store)[0] == expected("mh", made.serving, 251)
+    assert not store.cut, "what was asked for"
+
+
+# --- least connections
+
+
+def ids(store: Store, key: str = one) -> list[int]:
+    (known,) = store.installed[key].values()
+    return known.ids.tolist()
+
+
+def test_shares_follow_the_load(store: Store) -> None:
+    store.apply({one: (port("lc", [1, 1, 1]),), two: (entry(two, V2, 3),)})
+    assert len(store.follows_load()) == 1
+    others = slots_of(store, V2)
+    first, second, third = ids(store)
+    assert store.balance({first: 100, second: 10, third: 10}) == 1
+    counts = Counter(slots_of(store)[0])
+    busy, *idle = (counts[backend] for backend in expected("lc", port("lc", [1, 1, 1]).serving))
+    assert 0 < busy < FAIR / 2
+    assert min(idle) > FAIR
+    assert slots_of(store, V2) == others
+    for _ in range(8):
+        store.balance(dict.fromkeys(ids(store), 40))
+        settle(store)
+    assert slots_of(store)[0] == expected("lc", port("lc", [1, 1, 1]).serving), "equal again"
+
+
+def test_equal_loads_change_nothing(store: Store) -> None:
+    store.apply({one: (port("lc", [1, 1, 1]),)})
+    words = store.services["routes"].copy()
+    assert store.balance({}) == 0
+    assert store.balance(dict.fromkeys(ids(store), 500)) == 0
+    assert (store.services["routes"] == words).all()
+
+
+def test_weights_count_for_wlc_and_not_for_lc(store: Store) -> None:
+    for algorithm, parts in (("wlc", 3), ("lc", 1)):
+        store.apply({one: (port(algorithm, [3, 1]),)})
+        light, heavy = ids(store)[1], ids(store)[0]
+        store.balance({heavy: 100 * parts, light: 100})
+        counts = Counter(slots_of(store)[0])
+        (heavy_count, light_count) = (counts[backend] for backend in expected("lc", port("lc", [3, 1]).serving))
+        assert heavy_count == parts * light_count
+
+
+def test_a_backend_that_comes_between_two_counts_gets_a_fair_share(store: Store) -> None:
+    store.apply({one: (port("lc", [1, 1]),)})
+    store.balance({ids(store)[0]: 1000})
+    store.apply({one: (port("lc", [1, 1, 1]),)})
+    counts = Counter(slots_of(store)[0])
+    busy, idle, new = (counts[backend] for backend in expected("lc", port("lc", [1, 1, 1]).serving))
+    assert busy < new < idle
+    settle(store)
+    check_books(store, 1, [port("lc", [1, 1, 1])], settled=False)
+
+
+def test_counts_of_services_that_are_gone_mean_nothing(store: Store) -> None:
+    store.apply({one: (port("lc", [1, 1]),)})
+    old = ids(store)
+    store.apply({one: ()})
+    assert store.balance(dict.fromkeys(old, 7)) == 0
+    store.apply({one: (port("random", [1, 1]),)})
+    assert store.balance(dict.fromkeys(ids(store), 7)) == 0
+
+
+def test_no_room_for_other_shares_leaves_the_ring(open_maps: OpenMaps) -> None:
+    store = Store(open_maps(max_slots=64), HZ)
+    store.apply({one: (port("lc", [1, 1, 1]),), **many(14, 3, 20)})
+    before = slots_of(store)
+    store.balance({ids(store)[0]: 100})
+    assert not store.misfits
+    assert slots_of(store) == before
