@@ -69,6 +69,7 @@ class Service:
     spec: dict[str, Any] = field(default_factory=dict)
     outside: bool = False  # with a node port, an external IP and a load-balancer IP
     title: str = ""
+    annotations: dict[str, str] = field(default_factory=dict)  # without our prefix
 
     @property
     def name(self) -> str:
@@ -123,7 +124,11 @@ class Service:
         made = {
             "apiVersion": "v1",
             "kind": "Service",
-            "metadata": {"namespace": "conformance", "name": self.name},
+            "metadata": {
+                "namespace": "conformance",
+                "name": self.name,
+                "annotations": {f"hybrid-proxy.io/{name}": text for name, text in self.annotations.items()},
+            },
             "spec": spec | (self._outside(spec) if self.outside else {}) | self.spec,
         }
         if self.outside:

@@ -1,0 +1,103 @@
+"""One annotation, the same meaning in the modes that choose: real connections, with each algorithm."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from .kit import Bench, Service, eventually
+
+CHOOSING = ("ebpf", "ipvs")
+PODS = ("pod2", "pod3", "remote1")
+
+
+@pytest.fixture(autouse=True)
+def chooses(mode: str) -> None:
+    if mode not in CHOOSING:
+        pytest.skip(f"mode {mode} has one way to choose, and says so in `status`")
+
+
+def balanced(bench: Bench, algorithm: str, pods: Sequence[str] = PODS, **fields: object) -> Service:
+    return bench.service(*pods, annotations={"algorithm": algorithm}, **fields)
+
+
+def weights(bench: Bench, by_pod: dict[str, int]) -> str:
+    places = {bench.lab[pod]: weight for pod, weight in by_pod.items()}
+    return ",".join(f"{place.address(family)}={weight}" for place, weight in places.items() for family in FAMILIES)
+
+
+FAMILIES = (2, 10)  # AF_INET, AF_INET6
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("place", ["pod1", "node"])
+def test_round_robin_is_exact(bench: Bench, family: int, place: str) -> None:
+    service = balanced(bench, "rr")
+    assert bench.spread(place, service, family, 12) == dict.fromkeys(PODS, 4)
+
+
+@pytest.mark.core
+def test_weighted_round_robin_is_exact(bench: Bench, family: int) -> None:
+    told = weights(bench, {"pod2": 3})
+    service = bench.service(*PODS, annotations={"algorithm": "wrr", "weights": told})
+    assert bench.spread("pod1", service, family, 20) == {"pod2": 12, "pod3": 4, "remote1": 4}
+
+
+@pytest.mark.core
+def test_a_source_has_one_backend(bench: Bench, family: int) -> None:
+    """Whichever it is; and not all sources have the same one."""
+    service = bench.service(*PODS, annotations={"algorithm": "sh"}, settle=False)
+    chosen = {}
+    for place in ("pod1", "pod4", "pod5", "node"):
+        eventually(lambda place=place: bench.ask(place, service, family, timeout=0.3), 8, f"{place} gets no answer")
+        seen = bench.spread(place, service, family, 8)
+        assert len(seen) == 1, f"{place} went to {dict(seen)}"
+        chosen[place] = next(iter(seen))
+    assert set(chosen.values()) <= set(PODS)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["mh", "maglev"])
+def test_maglev_uses_every_backend(bench: Bench, family: int, name: str) -> None:
+    service = balanced(bench, name)
+    for place in ("pod1", "node"):
+        seen = bench.spread(place, service, family, 60)
+        assert set(seen) == set(PODS), seen
+        assert min(seen.values()) >= 5, seen
+
+
+def test_connections_go_where_fewer_are(bench: Bench, family: int) -> None:
+    """In mode ebpf from the next count on, which is made every five seconds."""
+    service = bench.service("pod2", annotations={"algorithm": "lc"})
+    held = [bench.connect("pod1", service.vip(family), family) for _ in range(60)]
+    try:
+        service.write(bench.lab["pod2"], bench.lab["pod3"])
+
+        def mostly() -> bool:
+            return bench.spread("pod4", service, family, 20)["pod3"] >= 16
+
+        eventually(mostly, 15, lambda: f"{dict(bench.spread('pod4', service, family, 20))}")
+    finally:
+        for connection in held:
+            connection.close()
+
+
+def test_weight_zero_gets_no_new_connections_and_keeps_what_it_has(bench: Bench, family: int) -> None:
+    service = bench.service("pod2")
+    stream = bench.stream("pod1", service.vip(family), family)
+    with stream.connection:
+        stream.ask()
+        service.write(bench.lab["pod2"], bench.lab["pod3"], annotations={"weights": weights(bench, {"pod2": 0})})
+        bench.settle(service, {"pod3"}, family, timeout=5)
+        assert stream.ask().pod == "pod2"
+
+
+def test_another_algorithm_is_taken_at_once(bench: Bench, family: int) -> None:
+    service = balanced(bench, "rr")
+    service.write(annotations={"algorithm": "sh"})
+    eventually(lambda: len(bench.seen("pod1", service, family, 8)) == 1, 5, "round robin goes on")
+    service.write(annotations={"algorithm": "rr"})
+    even = Counter(dict.fromkeys(PODS, 3))
+    eventually(lambda: bench.spread("pod1", service, family, 9) == even, 5, "source hash goes on")
