@@ -128,6 +128,12 @@ def _dataplane(parser: argparse.ArgumentParser) -> None:
     )
     _switch(group, "--no-fast-path", "send established flows between local pods through the host's stack too")
     group.add_argument(
+        "--failover-failures",
+        metavar="N",
+        help="mode ebpf: leave a backend out for a while after so many connections, one after the other, that it did "
+        "not answer or refused; 0: never (default: 3)",
+    )
+    group.add_argument(
         "--iptables-masquerade-bit", metavar="BIT", help="the bit of the packet mark for masquerade (default: 14)"
     )
     group.add_argument(

@@ -126,6 +126,7 @@ def _options(given: _Flags) -> Options:
         cgroup=given.folder("cgroup"),
         pin_root=given.folder("pin_root"),
         socket_scope=given.choice("socket_scope", ("host", "all", "off")),
+        failover_failures=given.number("failover_failures", default.failover_failures, 0, 1_000_000),
         fast_path=not given.flag("no_fast_path"),
         max_services=given.number("max_services", default.max_services, 1, 1 << 24),
         max_backends=given.number("max_backends", default.max_backends, 1, 1 << 24),

@@ -55,23 +55,25 @@ def _views(args: argparse.Namespace, mode: str | None, names: dict[int, str]) ->
             yield name, view
 
 
-def _programmed(args: argparse.Namespace) -> tuple[list[tuple[str, View]], bool]:
-    """The views, and whether an agent runs and told the names."""
+def _programmed(args: argparse.Namespace) -> tuple[list[tuple[str, View]], dict[str, Any] | None]:
+    """The views, and what the agent told of them, None: none runs."""
+    told = None
     try:
         told = ask(args.admin_socket, "names")
     except NoAgentError:
-        views, known = list(_views(args, None, {})), False
+        views = list(_views(args, None, {}))
     else:
         args.pin_root = args.pin_root or told["pin_root"]
-        views, known = list(_views(args, told["mode"], {int(k): name for k, name in told["names"].items()})), True
+        views = list(_views(args, told["mode"], {int(k): name for k, name in told["names"].items()}))
     if not views:
         raise ControllerError("nothing is programmed in this network namespace")
-    return views, known
+    return views, told
 
 
 def _rows(command: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
-    views, known = _programmed(args)
-    notes = [] if known else ["no agent is running: names may be unknown"]
+    views, told = _programmed(args)
+    notes = [] if told else ["no agent is running: names may be unknown"]
+    states = {(row["service"], row["address"]): row["state"] for row in told["backends"]} if told else {}
     rows: list[dict[str, Any]] = []
     for name, view in views:
         several = {"mode": name} if len(views) > 1 else {}
@@ -81,6 +83,8 @@ def _rows(command: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]],
                 notes.append(f"{len(found)} of {total} flows; --limit shows more")
         else:
             found = view.services() if command == "services" else view.backends()
+            for row in found if states and command == "backends" else ():
+                row["state"] = states.get((row["service"], row["address"]), row.get("state", ""))
         rows += [several | row for row in found]
     if args.service:
         rows = [row for row in rows if _belongs(row.get("name", row.get("service")), args.service)]
@@ -191,6 +195,8 @@ def _status_lines(status: dict[str, Any]) -> Iterable[str]:
         yield f"  programmed: {', '.join(fill)}"
     counters = (f"{name} {value}" for name, value in dataplane["counters"].items() if value)
     yield f"  events: {', '.join(counters) or 'none yet'}"
+    for row in dataplane.get("left_out", ()):
+        yield f"  backend {row['address']} of {row['service']}: {row['state']}"
     for misfit in dataplane["misfits"]:
         yield f"  DOES NOT FIT: {misfit['entry']}: {misfit['reason']}"
     for sentence in dataplane["limitations"]:

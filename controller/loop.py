@@ -383,7 +383,8 @@ class _Agent:
         if self.ready_after is None:
             return
         try:
-            self.programmer.maintain()
+            for told in self.programmer.maintain() or ():
+                self.events.event(service(told.entry), told.kind, told.reason, told.action, told.note)
         except (DataplaneError, OSError) as error:
             log.warning("maintenance failed: %s", error)
         self._tell_repairs()
@@ -414,6 +415,7 @@ class _Agent:
                     "names": {str(number): name for number, name in self.programmer.names().items()},
                     "mode": self.choice.effective,
                     "pin_root": self.config.options.pin_root,
+                    "backends": self.programmer.status().get("left_out", []),
                 }
             case "explain":
                 return {"answers": [self.programmer.ask(*packet) for packet in request["packets"]]}

@@ -71,6 +71,13 @@ class _Status(Collector):
             GaugeMetricFamily("hybrid_proxy_misfit", "Service ports that did not fit into a map", labels=["entry"]),
             {misfit["entry"]: 1 for misfit in dataplane["misfits"]},
         )
+        out = GaugeMetricFamily(
+            "hybrid_proxy_backend_left_out", "1 for a backend that gets no new connections because it fails",
+            labels=["entry", "backend"],
+        )  # fmt: skip
+        for row in dataplane.get("left_out", ()):
+            out.add_metric([row["service"], row["address"]], int(row["left_out"]))
+        yield out
         fill = GaugeMetricFamily("hybrid_proxy_map_fill_ratio", "Used part of a map", labels=["map"])
         yield _labelled(fill, {name: used / max(limit, 1) for name, (used, limit) in dataplane["fill"].items()})
         events = CounterMetricFamily("hybrid_proxy_events", "Events in the programs, by reason", labels=["reason"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -12,6 +12,7 @@ from dataplane.table import ServiceTable
 __all__ = [
     "Misfit",
     "Mode",
+    "Notice",
     "Options",
     "Programmer",
     "SyncResult",
@@ -37,6 +38,7 @@ class Options(msgspec.Struct, frozen=True):
     cgroup: str | None = None
     pin_root: str | None = None
     socket_scope: str = "host"  # "host": the node's namespace alone, "all": pods too, "off"
+    failover_failures: int = 3  # connections one after the other from which on a backend is left out, 0: never
     fast_path: bool = True  # established flows between local pods skip the host stack
     port_first: int = 1024  # source ports that masqueraded clients get: below those of the kernel and node ports
     port_count: int = 28_672
@@ -60,6 +62,16 @@ class Misfit(msgspec.Struct, frozen=True):
 
     entry: str
     reason: str
+
+
+class Notice(NamedTuple):
+    """What happened to a service port, for the cluster's events; see `controller.events.Recorder.event`."""
+
+    entry: str
+    kind: str  # Normal or Warning
+    reason: str
+    action: str
+    note: str
 
 
 class SyncResult(msgspec.Struct, frozen=True):
@@ -104,8 +116,10 @@ class Programmer(Protocol):
     def links_changed(self) -> None:
         """Interfaces came or went: attach what is new, forget what is gone."""
 
-    def maintain(self) -> None:
+    def maintain(self) -> Sequence[Notice] | None:
         """Called about once a second, and at once after `Wake`: garbage, quarantine, repair of what drifted.
+
+        Returns what the cluster should be told.
 
         Raises:
             DataplaneError: a repair failed; it is tried again next time.

@@ -102,6 +102,7 @@ GOOD = [
     pytest.param("--cgroup=/sys/fs/cgroup/x", "options.cgroup",         "/sys/fs/cgroup/x",     id="cgroup"),
     pytest.param("--pin-root=/sys/fs/bpf", "options.pin_root",       "/sys/fs/bpf",          id="pins"),
     pytest.param("--socket-scope=all",     "options.socket_scope",   "all",                  id="scope"),
+    pytest.param("--failover-failures=0",  "options.failover_failures", 0,                   id="no failover"),
     pytest.param("--no-fast-path",         "options.fast_path",      False,                  id="fast path off"),
     pytest.param("--no-fast-path=false",   "options.fast_path",      True,                   id="fast path on"),
     pytest.param("--max-services=7",       "options.max_services",   7,                      id="services"),

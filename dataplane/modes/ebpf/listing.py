@@ -116,9 +116,21 @@ def _backends(maps: Maps, names: Names) -> list[dict[str, Any]]:
                 "address": socket_text(address, int(layout.swap16([int(row["port"])])[0])),
                 "protocol": _protocol(kind >> 8),
                 "used": bool(flags & (limits["BACKEND_ROUTE0"] | limits["BACKEND_ROUTE1"])),
+                "failures": int(row["failures"]),
+                "state": _state(flags),
             }
         )
     return sorted(rows, key=lambda row: (row["service"] or "", row["service_id"], row["address"]))
+
+
+def _state(flags: int) -> str:
+    """Of a backend as far as the maps know it; an agent tells until when and why."""
+    names = layout.abi_constants()
+    if flags & names["BACKEND_PROBE_FAILED"]:
+        return "left out: its probe fails"
+    if flags & names["BACKEND_LEFT_OUT"]:
+        return "left out: its connections failed"
+    return "serving" if flags & (names["BACKEND_ROUTE0"] | names["BACKEND_ROUTE1"]) else "in no route"
 
 
 def _flows(maps: Maps, names: Names, limit: int) -> tuple[list[dict[str, Any]], int]:

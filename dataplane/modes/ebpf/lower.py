@@ -7,11 +7,13 @@ from typing import NamedTuple
 
 from dataplane.balancing import ALGORITHMS, Algorithm, Spread, find, ring_of
 from dataplane.balancing.least_connections import FAIR
+from dataplane.modes.ebpf.outliers import Sentence, leave_out
 from dataplane.table import Backend, Entry, Frontend, Kind, Masquerade, Route, WhenEmpty
 
 __all__ = [
-    "ANY", "FRONTEND_ADDRESS", "FRONTEND_INSIDE_ROUTE", "FRONTEND_MASQUERADE", "FRONTEND_NODE_PORTS",
-    "FRONTEND_OUTSIDE_ROUTE", "FRONTEND_SOURCES", "Rows", "algorithm_of", "lower", "rings_of",
+    "ANY", "BACKEND_LEFT_OUT", "FRONTEND_ADDRESS", "FRONTEND_INSIDE_ROUTE", "FRONTEND_MASQUERADE",
+    "FRONTEND_NODE_PORTS", "FRONTEND_OUTSIDE_ROUTE", "FRONTEND_SOURCES", "NOBODY", "Rows", "Socket", "algorithm_of",
+    "lower", "rings_of",
 ]  # fmt: skip
 
 # The enumerators of bpf/abi.h that a translation needs; a test compares them with the header.
@@ -20,7 +22,7 @@ FRONTEND_MASQUERADE = {Masquerade.POD: 8, Masquerade.NODE: 16, Masquerade.EXTERN
 FRONTEND_SOURCES, FRONTEND_NODE_PORTS = 64, 128
 SERVICE_DROP_ROUTE = (1, 2)
 SERVICE_SPREAD = {Spread.RANDOM: 0, Spread.TUPLE: 16, Spread.CLIENT: 32, Spread.IN_TURN: 64}
-BACKEND_SERVING, BACKEND_ROUTE = 1, (2, 4)
+BACKEND_SERVING, BACKEND_ROUTE, BACKEND_LEFT_OUT, BACKEND_PROBE_FAILED = 1, (2, 4), 8, 16
 
 ANY = {4: "0.0.0.0", 6: "::"}  # noqa: S104 - the address of node ports' frontends: every one that serves node ports
 
@@ -46,14 +48,26 @@ class Rows(NamedTuple):
     closed: tuple[str, ...] = ()  # addresses at which ports without a frontend are refused: ClusterIPs
 
 
-def lower(entry: Entry) -> Rows:
-    """Translate; nothing is decided here."""
+NOBODY: Mapping[Socket, Sentence] = {}
+
+
+def lower(entry: Entry, sentences: Mapping[Socket, Sentence] = NOBODY) -> Rows:
+    """Translate; nothing is decided here but whom of those with a sentence each route can do without."""
     routes = _routes(entry)
     members: dict[Backend, int] = dict.fromkeys(entry.serving, BACKEND_SERVING)
     flags = SERVICE_SPREAD[algorithm_of(entry).spread]
+    kept: list[list[Backend]] = []
     for bit, (route, drops) in enumerate(zip(routes, SERVICE_DROP_ROUTE, strict=False)):
+        out = leave_out([(b.address, b.port) for b in route.backends], sentences) if sentences else ()
+        kept.append([])
         for backend in route.backends:
-            members[backend] = members.get(backend, BACKEND_SERVING) | BACKEND_ROUTE[bit]
+            flag = BACKEND_ROUTE[bit]
+            if (backend.address, backend.port) in out:
+                told = sentences[backend.address, backend.port]
+                flag = BACKEND_LEFT_OUT | (BACKEND_PROBE_FAILED if told.until is None else 0)
+            else:
+                kept[bit].append(backend)
+            members[backend] = members.get(backend, BACKEND_SERVING) | flag
         if route.when_empty is WhenEmpty.DROP:
             flags |= drops
     index = {backend: position for position, backend in enumerate(members)}
@@ -61,7 +75,7 @@ def lower(entry: Entry) -> Rows:
         frontends=list(_frontends(entry, routes)),
         members=list(members),
         member_flags=list(members.values()),
-        routes=[[index[backend] for backend in route.backends] for route in routes],
+        routes=[[index[backend] for backend in route] for route in kept],
         flags=flags,
         affinity_seconds=entry.affinity_seconds,
         sources=_sources(entry),

@@ -6,7 +6,7 @@ import ipaddress
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ from dataplane.kernel.links import read_node
 from dataplane.kernel.lock import hold
 from dataplane.kernel.packets import first_packet
 from dataplane.kernel.places import netns_cookie, pin_folder
-from dataplane.mode import Mode, Options, SyncResult, Wake, misfit_rows, unknown_algorithms
+from dataplane.mode import Mode, Notice, Options, SyncResult, Wake, misfit_rows, unknown_algorithms
 from dataplane.modes.ebpf import attach, layout, listing
 from dataplane.modes.ebpf.edges import pod_columns, pod_links
+from dataplane.modes.ebpf.failover import Failover
 from dataplane.modes.ebpf.flows import UDP, Caretaker
 from dataplane.modes.ebpf.maps import MapSet, open_pinned_maps
 from dataplane.modes.ebpf.store import Store
@@ -111,6 +112,7 @@ class Ebpf:
         self.uplinks = attach.uplinks(self.folder, self._uplink, options)
         self.sockets: attach.Sockets | None = None
         self.audit_repairs = 0
+        self.failover = Failover(options)
         self.caretaker = Caretaker(
             self.maps.maps, self._inspect.program("sweep"), self._inspect.program("read_clock"), self.hz
         )
@@ -223,7 +225,7 @@ class Ebpf:
         for raw in wanted:
             known.update(raw, bytes(4))
 
-    def maintain(self) -> None:
+    def maintain(self) -> Sequence[Notice]:
         """See `dataplane.mode.Programmer.maintain`."""
         self._collect()
         self.caretaker.look_for(*self.store.quarantine.candidates)
@@ -233,6 +235,9 @@ class Ebpf:
         if repaired:
             self.audit_repairs += repaired
             log.warning("%d slice words in the maps were not ours and have been repaired", repaired)
+        notices = self.failover.look(self.store)
+        self.caretaker.want_grace(self.store.stamp)
+        return notices
 
     def _collect(self) -> None:
         graced, scanned = self.caretaker.collect()
@@ -284,6 +289,7 @@ class Ebpf:
             "quarantined": len(store.quarantine),
             "misfits": misfit_rows(store.misfits.values()),
             "limitations": self.limitations(),
+            "left_out": self.failover.rows(),
             "audit_repairs": self.audit_repairs,
             "counters": self.counters(),
         }

@@ -24,16 +24,29 @@ from dataplane.mode import Misfit, Options
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.edges import Sources
 from dataplane.modes.ebpf.ids import FullError, IdPool, Quarantine, SlicePool, size_class
-from dataplane.modes.ebpf.lower import ANY, FRONTEND_ADDRESS, FRONTEND_NODE_PORTS, Rows, algorithm_of, lower, rings_of
+from dataplane.modes.ebpf.lower import (
+    ANY,
+    BACKEND_LEFT_OUT,
+    FRONTEND_ADDRESS,
+    FRONTEND_NODE_PORTS,
+    NOBODY,
+    Rows,
+    Socket,
+    algorithm_of,
+    lower,
+    rings_of,
+)  # fmt: skip
 from dataplane.modes.ebpf.maps import MapSet
+from dataplane.modes.ebpf.outliers import Sentence
 from dataplane.table import Entry, Protocol
 
-__all__ = ["Installed", "Store"]
+__all__ = ["EntryKey", "Installed", "Store", "Subject"]
 
 Key = tuple[int, str, int, int]  # family, address, port, protocol; an address entry has port and protocol 0
 PORT_KINDS = {int(Protocol.TCP): 0, int(Protocol.UDP): 1, int(Protocol.SCTP): 2}  # parts of the bitmap of node ports
 FIRST_FILL = 500  # services
 EntryKey = tuple[str, int, int]  # name, family, protocol
+Subject = tuple[EntryKey, Socket]  # a backend of a service port
 
 
 def key_of(entry: Entry) -> EntryKey:
@@ -49,16 +62,18 @@ def service_of(key: EntryKey) -> str:
 class Installed:
     """A service port as it stands in the maps."""
 
-    __slots__ = ("entry", "epoch", "ids", "service", "slices")
+    __slots__ = ("entry", "epoch", "ids", "sentences", "service", "slices")
 
     def __init__(
-        self, entry: Entry, service: int, ids: array[int], slices: tuple[tuple[int, int], ...], epoch: int
-    ) -> None:
+        self, entry: Entry, service: int, ids: array[int], slices: tuple[tuple[int, int], ...], epoch: int,
+        sentences: Mapping[Socket, Sentence],
+    ) -> None:  # fmt: skip
         self.entry = entry
         self.service = service
         self.ids = ids  # of lower(entry).members, in that order
         self.slices = slices  # (offset, size) of each route; size 0: none of its own
         self.epoch = epoch
+        self.sentences = sentences  # of backends that are left out where the routes can do without them
 
 
 @dataclass(slots=True)
@@ -145,6 +160,7 @@ class Store:
         self.unfit: dict[str, set[EntryKey]] = {}  # by service: what is in `misfits`
         self.cut: dict[EntryKey, tuple[int, int]] = {}  # slots of the largest ring, and those it should have
         self._shares: dict[EntryKey, dict[tuple[str, int], int]] = {}  # of backends that get theirs by load
+        self._sentences: dict[EntryKey, dict[Socket, Sentence]] = {}
         self._gone_datagram_backends: list[int] = []
         self.services: NDArray[Any] = maps.view("services")
         self.backends: NDArray[Any] = maps.view("backends")
@@ -233,7 +249,8 @@ class Store:
 
     def _plan(self, batch: Batch, entry: Entry, known: Installed | None) -> Installed:
         """Take every number first, so that a full map leaves nothing half planned; then list the rows."""
-        rows = lower(entry)
+        sentences = self._sentences.get(key_of(entry), NOBODY)
+        rows = lower(entry, sentences)
         previous = self._previous(entry, rows, known)
         self._check_frontends(entry, rows)
         if rows.sources != previous.sources:
@@ -266,7 +283,7 @@ class Store:
             self._shares.setdefault(key_of(entry), {})
         else:
             self._shares.pop(key_of(entry), None)
-        return Installed(entry, service, array("I", ids), slices, epoch)
+        return Installed(entry, service, array("I", ids), slices, epoch, sentences)
 
     def _check_frontends(self, entry: Entry, rows: Rows) -> None:
         name = f"frontends{entry.family}"
@@ -425,7 +442,7 @@ class Store:
     def _previous(self, entry: Entry, rows: Rows, known: Installed | None) -> Previous:
         if known is None:
             return self._adopted.claim(entry, rows) if self._adopted is not None else Previous()
-        old = lower(known.entry)
+        old = lower(known.entry, known.sentences)
         ids = known.ids
         return Previous(
             service=known.service,
@@ -477,6 +494,63 @@ class Store:
         if batch.slots:
             self._commit(batch)
         return len(batch.slots)
+
+    # Backends that fail.
+
+    def failures(self) -> dict[Subject, int]:
+        """Connections one after the other that failed, of each backend with any, as the programs counted them."""
+        ids = np.flatnonzero(self.backends["failures"])
+        if not len(ids):
+            return {}
+        rows = self.backends[ids]
+        keys = {known.service: key for ports in self.installed.values() for key, known in ports.items()}
+        ports, raw = layout.swap16(rows["port"]).tolist(), np.ascontiguousarray(rows["address"]).tobytes()
+        found: dict[Subject, int] = {}
+        for i, (service, port, count) in enumerate(zip(rows["service"].tolist(), ports, rows["failures"].tolist())):  # noqa: B905
+            key = keys.get(service)
+            if key is not None:
+                found[key, (layout.address_text(raw[16 * i : 16 * i + 16], key[1]), port)] = count
+        return found
+
+    def number_of(self, subject: Subject) -> int:
+        """The backend's id, 0: there is none such."""
+        key, socket = subject
+        known = self.installed.get(service_of(key), {}).get(key)
+        if known is None:
+            return 0
+        pairs = zip(known.ids, lower(known.entry).members, strict=True)
+        return next((number for number, member in pairs if (member.address, member.port) == socket), 0)
+
+    @property
+    def sentenced(self) -> bool:
+        """Whether any backend has a sentence, with effect or without."""
+        return bool(self._sentences)
+
+    def put_on_probation(self, subject: Subject, count: int) -> None:
+        """Forget failures of the backend until `count` are left."""
+        number = self.number_of(subject)
+        self.backends["failures"][number] = min(int(self.backends["failures"][number]), count)
+
+    def is_left_out(self, subject: Subject) -> bool:
+        """Whether a route that the backend belongs to does without it."""
+        return bool(int(self.backends["flags"][self.number_of(subject)]) & BACKEND_LEFT_OUT)
+
+    def leave_out(self, sentences: Mapping[Subject, Sentence]) -> None:
+        """Take these backends, and no others, out of the routes that can do without them."""
+        wanted: dict[EntryKey, dict[Socket, Sentence]] = {}
+        for (key, socket), told in sentences.items():
+            wanted.setdefault(key, {})[socket] = told
+        former, self._sentences = self._sentences, wanted
+        batch = Batch()
+        for key in {*former, *wanted}:
+            known = self.installed.get(service_of(key), {}).get(key)
+            if known is not None and known.sentences != wanted.get(key, NOBODY):
+                try:
+                    self.installed[service_of(key)][key] = self._plan(batch, known.entry, known)
+                except FullError:  # a smaller ring needs no more room; an old slice may still be in quarantine
+                    self._sentences[key] = dict(known.sentences)
+        if batch.slots or batch.words or batch.flag_ids:
+            self._commit(batch)
 
     # Committing: the order is the protocol.
 

@@ -1,0 +1,98 @@
+"""Backends that fail are left out for a while: what was counted goes to the judge, sentences go to the maps."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from dataplane.mode import Notice, Options
+from dataplane.modes.ebpf.outliers import Outliers
+from dataplane.modes.ebpf.store import Store, Subject
+from dataplane.table import socket_text
+
+__all__ = ["Failover"]
+
+log = logging.getLogger(__name__)
+
+
+class Failover:
+    """Looks once a second; remembers who is out. One thread calls it.
+
+    Args:
+        options: `failover_failures`.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._judge: Outliers[Subject] = Outliers(options.failover_failures)
+        self._out: set[Subject] = set()  # a route does without them
+
+    def look(self, store: Store) -> list[Notice]:
+        """Judge what was counted since the last time, change the routes, and tell whom that concerns."""
+        failures = store.failures() if self._judge.limit else {}
+        if not failures and not self._judge.busy and not store.sentenced:
+            return []
+        known = _Known(store)
+        changes = self._judge.judge(time.monotonic(), failures, {}, known)
+        for subject in changes.back:
+            store.put_on_probation(subject, self._judge.on_probation)
+        store.leave_out(self._judge.sentences)
+        return self._tell(store, known)
+
+    def _tell(self, store: Store, known: _Known) -> list[Notice]:
+        """What changed, by what is programmed: a sentence may stand without effect, where too many have one."""
+        out = {subject for subject in self._judge.sentences if store.is_left_out(subject)}
+        left = [_left_out(subject, self._words(subject)) for subject in out - self._out]
+        back = [_back(subject) for subject in self._out - out if subject in known]
+        self._out = out
+        for notice in left:
+            log.warning("%s", notice.note)
+        for notice in back:
+            log.info("%s", notice.note)
+        return [*left, *back]
+
+    def _words(self, subject: Subject) -> str:
+        """For how long, and why."""
+        told = self._judge.sentences[subject]
+        if told.until is None:
+            return f"until its probe succeeds: {told.why}"
+        return f"for {max(0.0, told.until - time.monotonic()):.0f} s: {told.why}"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """For a status: every backend with a sentence, whether it is left out, and why."""
+        rows = []
+        for (key, (address, port)), told in self._judge.sentences.items():
+            subject = (key, (address, port))
+            out = subject in self._out
+            rows.append(
+                {
+                    "service": key[0],
+                    "address": socket_text(address, port),
+                    "left_out": out,
+                    "seconds": None if told.until is None else max(0.0, told.until - time.monotonic()),
+                    "state": f"left out {self._words(subject)}" if out else f"kept for want of others: {told.why}",
+                }
+            )
+        return rows
+
+
+class _Known:
+    """Membership: whether the backend is still one of its service port."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __contains__(self, subject: Any) -> bool:
+        return self._store.number_of(subject) != 0
+
+
+def _left_out(subject: Subject, words: str) -> Notice:
+    (entry, _, _), (address, port) = subject
+    note = f"{entry}: backend {socket_text(address, port)} gets no new connections from this node {words}"
+    return Notice(entry, "Warning", "BackendLeftOut", "LeaveOut", note)
+
+
+def _back(subject: Subject) -> Notice:
+    (entry, _, _), (address, port) = subject
+    note = f"{entry}: backend {socket_text(address, port)} gets new connections from this node again"
+    return Notice(entry, "Normal", "BackendBack", "TakeBack", note)

@@ -1,0 +1,195 @@
+"""Backends that are silent or refuse, with real sockets: clients are connected all the same, and then pass them by."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from controller.lab.traffic import Stream, ask_tcp
+
+from .kit import HTTP, PATIENCE, V4, V6, Bench, Service, eventually
+
+CLIENTS = 12
+RECOVERY = 25.0  # a backend that is well again is tried after ten seconds
+
+
+@pytest.fixture(autouse=True)
+def fails_over(mode: str) -> None:
+    if mode != "ebpf":
+        pytest.skip(f"mode {mode} leaves failing backends to its clients, or has its own way (userspace)")
+
+
+@contextmanager
+def failing(bench: Bench, *pods: str, how: str = "drop") -> Iterator[None]:
+    """What opens a connection to these pods gets no answer, or a reset (`reject with tcp reset`)."""
+    rules = (
+        "add table inet deaf; add chain inet deaf input { type filter hook input priority 0; }; "
+        f"add rule inet deaf input tcp dport {HTTP} tcp flags & (syn | ack) == syn {how}"
+    )
+    for pod in pods:
+        done = bench.lab.run(pod, ["nft", rules])
+        assert done.returncode == 0, done.stderr
+    try:
+        yield
+    finally:
+        hear(bench, *pods)
+
+
+def hear(bench: Bench, *pods: str) -> None:
+    for pod in pods:
+        bench.lab.run(pod, ["nft", "delete table inet deaf"])
+
+
+def ask_at_once(bench: Bench, place: str, target: tuple[str, int], family: int, count: int = CLIENTS) -> Counter[str]:
+    """So many connections at the same moment; who answered, errors by name."""
+    seen: Counter[str] = Counter()
+
+    def one() -> None:
+        try:
+            with bench.connect(place, target, family, timeout=4) as connection:
+                seen[ask_tcp(connection, close=True).pod] += 1
+        except OSError as error:
+            seen[type(error).__name__] += 1
+
+    threads = [threading.Thread(target=one) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return seen
+
+
+def states(bench: Bench, service: Service) -> dict[str, str]:
+    """What `backends` says of each, by address and port."""
+    done = bench.agent.command(
+        "backends", f"conformance/{service.name}", "-o", "json", "--admin-socket", str(bench.agent.socket)
+    )
+    assert done.returncode == 0, done.stderr
+    return {row["address"]: row["state"] for row in json.loads(done.stdout)}
+
+
+def left_out(bench: Bench, service: Service) -> set[str]:
+    """Addresses that the agent leaves out."""
+    status = bench.agent.status()
+    assert status is not None
+    rows: list[dict[str, Any]] = status["dataplane"]["left_out"]
+    return {row["address"] for row in rows if row["left_out"] and f"/{service.name}:" in row["service"]}
+
+
+def ends(bench: Bench, pods: Sequence[str], families: Sequence[int] = (V4, V6)) -> set[str]:
+    places = [(bench.lab[pod].address(family), family) for pod in pods for family in families]
+    return {f"{address}:{HTTP}" if family == V4 else f"[{address}]:{HTTP}" for address, family in places}
+
+
+def stream_to(bench: Bench, service: Service, pod: str) -> Stream:
+    """An open connection to that backend."""
+    while True:
+        stream = bench.stream("pod1", service.vip(V4), V4)
+        if stream.ask().pod == pod:
+            return stream
+        stream.connection.close()
+
+
+def count(bench: Bench, name: str) -> int:
+    status = bench.agent.status()
+    assert status is not None
+    return int(status["dataplane"]["counters"][name])
+
+
+@pytest.mark.core
+def test_a_silent_backend_costs_a_second_and_is_then_passed_by(bench: Bench) -> None:
+    """All clients are connected by their first repeated SYN; later ones at once; in the end it is back."""
+    web = bench.service("pod2", "pod3", "pod4")
+    before = count(bench, "failover")
+    stream = stream_to(bench, web, "pod2")
+    with stream.connection, failing(bench, "pod2"):
+        for family in (V4, V6):
+            for _ in range(6):  # a dozen connections in each round: one or two failures of pod2 would be rare
+                if ends(bench, ["pod2"], [family]) <= left_out(bench, web):
+                    break
+                seen = ask_at_once(bench, "pod1", web.vip(family), family)
+                assert seen.keys() <= {"pod3", "pod4"}, seen
+        eventually(lambda: left_out(bench, web) == ends(bench, ["pod2"]), 3, "pod2 is not left out")
+        assert count(bench, "failover") - before >= 2 * 3
+        said = states(bench, web)
+        assert {address for address, state in said.items() if state.startswith("left out for")} == ends(bench, ["pod2"])
+        for family in (V4, V6):
+            assert bench.seen("pod1", web, family, 12, timeout=0.5) == {"pod3", "pod4"}
+            assert bench.seen("node", web, family, 12, timeout=0.5) == {"pod3", "pod4"}
+        assert stream.ask().pod == "pod2", "an established connection is not touched"
+    for family in (V4, V6):
+        bench.settle(web, {"pod2", "pod3", "pod4"}, family, timeout=RECOVERY)
+    assert set(states(bench, web).values()) == {"serving"}
+
+
+@pytest.mark.core
+def test_every_client_is_connected_while_one_of_three_is_silent(bench: Bench, family: int) -> None:
+    web = bench.service("pod2", "pod3", "remote1")
+    with failing(bench, "pod2"):
+        seen = ask_at_once(bench, "pod1", web.vip(family), family, 24)
+        assert seen.keys() <= {"pod3", "remote1"}, seen
+
+
+def test_clients_outside_whose_address_is_replaced(bench: Bench, family: int) -> None:
+    """Masqueraded flows, to a pod of this node and to one of another."""
+    web = bench.service("pod2", "remote1", outside=True)
+    target = (bench.lab["node"].address(family), web.node_port)
+    before = count(bench, "failover")
+    for silent, answering in (("remote1", "pod2"), ("pod2", "remote1")):
+        with failing(bench, silent):
+            eventually(
+                lambda answering=answering: ask_at_once(bench, "client", target, family, 8).keys() == {answering},
+                PATIENCE,
+                "clients outside are not connected",
+            )
+        eventually(lambda: not left_out(bench, web), RECOVERY, "nobody comes back")
+    assert count(bench, "failover") > before
+
+
+def test_a_pod_that_is_deaf_to_itself(bench: Bench, family: int) -> None:
+    web = bench.service("pod1", "pod2")
+    with failing(bench, "pod1"):
+        assert ask_at_once(bench, "pod1", web.vip(family), family, 8) == {"pod2": 8}
+
+
+@pytest.mark.core
+def test_a_backend_that_refuses_is_passed_by(bench: Bench, family: int) -> None:
+    """The first clients see the refusal, as a reset must be believed."""
+    web = bench.service("pod2", "pod3", "pod4")
+    with failing(bench, "pod3", how="reject with tcp reset"):
+        eventually(
+            lambda: bench.spread("pod1", web, family, 24).keys() == {"pod2", "pod4"}, 8, "pod3 is never left out"
+        )
+        eventually(lambda: left_out(bench, web) == ends(bench, ["pod3"], [family]), 3, "it is not told who is out")
+
+
+@pytest.mark.core
+def test_the_last_backend_is_never_left_out(bench: Bench, family: int) -> None:
+    web = bench.service("pod2")
+    with failing(bench, "pod2", how="reject with tcp reset"):
+        for _ in range(6):
+            assert bench.seen("pod1", web, family, 1) == {"[Errno 111] Connection refused"}
+        eventually(
+            lambda: any(state.startswith("kept for want of others") for state in states(bench, web).values()),
+            5,
+            "six refusals were not counted",
+        )
+        assert left_out(bench, web) == set()
+    assert bench.seen("pod1", web, family, 4) == {"pod2"}
+
+
+def test_affinity_moves_to_the_backend_that_answered(bench: Bench, family: int) -> None:
+    sticky = {"sessionAffinity": "ClientIP"}
+    web = bench.service("pod2", "pod3", settle=False, spec=sticky)
+    eventually(lambda: bench.ask("pod1", web, family, timeout=0.3), 8, "the service is not served")
+    (first,) = bench.seen("pod1", web, family, 4)
+    (other,) = {"pod2", "pod3"} - {first}
+    with failing(bench, first):
+        assert bench.ask("pod1", web, family, timeout=4).pod == other
+    assert bench.seen("pod1", web, family, 8) == {other}
