@@ -3,6 +3,7 @@
  *   crr serve PORT             answers for ever: reads 64 bytes, writes 256, closes
  *   crr ask ADDRESS PORT SEC   as often as it can for SEC seconds; prints connections, seconds and failures, then
  *                              median and 99th percentile of an exchange in microseconds
+ *   crr ask ADDRESS PORT SEC RATE   the same, RATE times a second
  *   crr sink PORT              reads whatever comes, one connection after the other
  *   crr pour ADDRESS PORT SEC  one connection, as much as it takes; prints bytes and seconds
  */
@@ -145,13 +146,25 @@ static long quantile(long all, double share)
 	return SLOWEST;
 }
 
-static void ask(const char *address, const char *port, const char *time)
+/* Sleep until that second of the monotonic clock. */
+static void wait_until(double when)
+{
+	struct timespec t = {.tv_sec = (time_t)when, .tv_nsec = (long)((when - (time_t)when) * 1e9)};
+
+	clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &t, NULL);
+}
+
+static void ask(const char *address, const char *port, const char *time, double rate)
 {
 	struct sockaddr_in to = socket_address(address, port);
 	double start = seconds(), end = start + atof(time), before = start, now;
 	long done = 0, failed = 0;
 
 	do {
+		if (rate) {
+			wait_until(start + (done + failed) / rate);
+			before = seconds();
+		}
 		if (ask_once(&to))
 			failed++;
 		else
@@ -171,10 +184,12 @@ int main(int argc, char **argv)
 	else if (argc == 3 && !strcmp(argv[1], "sink"))
 		sink(argv[2]);
 	else if (argc == 5 && !strcmp(argv[1], "ask"))
-		ask(argv[2], argv[3], argv[4]);
+		ask(argv[2], argv[3], argv[4], 0);
+	else if (argc == 6 && !strcmp(argv[1], "ask"))
+		ask(argv[2], argv[3], argv[4], atof(argv[5]));
 	else if (argc == 5 && !strcmp(argv[1], "pour"))
 		pour(argv[2], argv[3], argv[4]);
 	else
-		fprintf(stderr, "crr serve|sink PORT, crr ask|pour ADDRESS PORT SECONDS\n");
-	return argc == 5 ? 0 : 2;
+		fprintf(stderr, "crr serve|sink PORT, crr ask|pour ADDRESS PORT SECONDS [RATE]\n");
+	return argc >= 5 ? 0 : 2;
 }
