@@ -16,8 +16,8 @@ from controller.lab.agent import Agent, remove
 from controller.lab.network import RUN, SERVICE_CIDRS, Lab, LabError
 from dataplane.kernel.links import read_node
 
-from . import gaps, matrix
-from .kit import EXTERNAL_CIDRS, HTTP, HURRY, PATIENCE, SECOND_HTTP, UDP, V4, Bench, node_manifest
+from . import matrix
+from .kit import EXTERNAL_CIDRS, HTTP, PATIENCE, SECOND_HTTP, UDP, V4, Bench, node_manifest
 from .world import HOST_PORT, SECOND, World, make_world, node_port_of, table_of
 
 MODES = (
@@ -49,7 +49,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.root)
-            gaps.mark(item)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -143,14 +142,6 @@ def bench(mode: str, request: pytest.FixtureRequest) -> Iterator[Bench]:
 @pytest.fixture(scope="session")
 def world(bench: Bench) -> World:
     return World(bench, bench.static, table_of(bench, bench.agent))
-
-
-@pytest.fixture(autouse=True)
-def hurry(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Short deadlines for what is expected to fail."""
-    HURRY[0] = 0.2 if request.node.get_closest_marker("xfail") else 1.0
-    yield
-    HURRY[0] = 1.0
 
 
 @pytest.fixture(params=[socket.AF_INET, socket.AF_INET6], ids=["v4", "v6"])

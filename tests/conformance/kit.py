@@ -27,7 +27,6 @@ SECOND_HTTP = 8081
 V4, V6 = socket.AF_INET, socket.AF_INET6
 TCP = "TCP"
 PATIENCE = float(os.environ.get("HYBRID_PROXY_PATIENCE", "1"))  # a slow machine's factor for every deadline
-HURRY = [1.0]  # the same for the test that runs: nobody waits long for what is expected to fail
 EXTERNAL_CIDRS = ("198.18.0.0/15", "fd98::/15")  # external and load-balancer IPs: routed to the node, like ClusterIPs
 
 # The services of all tests of one run get addresses and ports of their own, so that no test sees another's flows.
@@ -201,7 +200,7 @@ class Bench:
     def socket(self, place: str, family: int, kind: int, port: int = 0, timeout: float = 2.0) -> socket.socket:
         """A socket of that place, bound to its address and a source port if one is given."""
         made = self.lab.socket(place, family, kind)
-        made.settimeout(timeout * PATIENCE * HURRY[0])
+        made.settimeout(timeout * PATIENCE)
         if port:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             made.bind((self.lab[place].address(family), port))
@@ -276,7 +275,7 @@ def ask_first(client: socket.socket, target: tuple[str, int]) -> Reply:
 
 def eventually(check: Callable[[], Any], timeout: float, explain: Callable[[], str] | str) -> None:
     """Try until `check` is true and raises nothing of the network's errors; fail with `explain` at the deadline."""
-    deadline = time.monotonic() + timeout * PATIENCE * HURRY[0]
+    deadline = time.monotonic() + timeout * PATIENCE
     while True:
         try:
             if check():

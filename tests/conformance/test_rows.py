@@ -12,7 +12,6 @@ from controller.explain import Packet, explain
 from dataplane.table import ServiceTable
 
 from .cases import CASES, CORE, Case
-from .gaps import is_gap
 from .kit import PATIENCE, V4, Bench, Service
 from .probes import QUIET, REFUSED, SILENT, Probe, Seen, To, observe, sight, volley
 from .world import UNALLOCATED, World
@@ -33,18 +32,14 @@ def _params() -> list[object]:
 
 @pytest.fixture(scope="session")
 def silences(world: World, mode: str) -> dict[tuple[str, int], Seen]:
-    """Nobody can be heard to be silent: all who should be, or may be yet, are asked at once and waited for once."""
-    asked = [(case, family) for case in CASES for family in FAMILIES.values() if _may_be_silent(case, mode)]
+    """Nobody can be heard to be silent: all who should be are asked at once and waited for once."""
+    asked = [(case, family) for case in CASES for family in FAMILIES.values() if case.wanted(mode) == SILENT]
     answers = volley(world.bench, [_probe(world, case, family) for case, family in asked for _ in range(2)], QUIET)
     told = {
         (case.name, family): sight(world.bench, case.place, answers[2 * n : 2 * n + 2])
         for n, (case, family) in enumerate(asked)
     }
     return {key: seen for key, seen in told.items() if seen.errors == {SILENT}}
-
-
-def _may_be_silent(case: Case, mode: str) -> bool:
-    return case.wanted(mode) == SILENT or is_gap(mode, f"test_row[{case.name}]")
 
 
 @pytest.mark.parametrize(("case", "family"), _params())

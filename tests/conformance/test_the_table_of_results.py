@@ -1,8 +1,8 @@
-"""The table mode x case, and the list of expected failures."""
+"""The table mode x case, and the short list."""
 
 from __future__ import annotations
 
-from . import cases, gaps, matrix
+from . import cases, matrix
 
 OLD = f"""# Title
 
@@ -38,8 +38,7 @@ def test_what_is_written_can_be_read() -> None:
     assert matrix.read_table(matrix.render(rows).splitlines()) == rows
 
 
-def test_expected_failures_and_the_short_list_name_cases_that_exist() -> None:
+def test_the_short_list_names_cases_that_exist() -> None:
     names = {f"test_row[{case.name}]" for case in cases.CASES}
-    assert {name for name in gaps.EBPF if name.startswith("test_row[")} <= names
     assert {f"test_row[{name}]" for name in cases.CORE} <= names
     assert len(names) == len(cases.CASES), "two cases have one name"
