@@ -95,8 +95,8 @@ def internet_sum(data: bytes) -> int:
     return ~total & 0xFFFF
 
 
-# Where both ends are beyond the node. What is masqueraded comes back to the node itself, whose own reset only a relay
-# and the eBPF programs spare the backend: a proxy that drops what is sent to the node would be a firewall.
+# Where both ends are beyond the node. What is masqueraded comes back to the node itself, whose own reset not every mode
+# spares the backend: a proxy that drops what is sent to the node would be a firewall.
 WAYS = [("pod1", "one", "cluster"), ("client", "local", "lb")]
 
 
