@@ -43,6 +43,7 @@ def under_load(bench: Bench, *services: Service) -> Iterator[dict[str, Tally]]:
                         "rate": 40,
                         "concurrency": 2,
                         "stop": stop,
+                        "timeout": 2 * PATIENCE,
                         "open_socket": lambda family, kind, place=place: bench.lab.socket(place, family, kind),
                     },
                 )
@@ -254,7 +255,13 @@ def test_what_is_no_services_waits_for_no_agent(bench: Bench, family: int) -> No
     client = threading.Thread(
         target=load,
         args=("connections", target),
-        kwargs={"tally": tally, "rate": 100, "stop": stop, "open_socket": lambda f, k: bench.lab.socket("pod1", f, k)},
+        kwargs={
+            "tally": tally,
+            "rate": 100,
+            "stop": stop,
+            "timeout": 2 * PATIENCE,
+            "open_socket": lambda f, k: bench.lab.socket("pod1", f, k),
+        },
     )
     client.start()
     bench.agent.kill()
