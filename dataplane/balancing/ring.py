@@ -59,6 +59,8 @@ def turns(shares: Sequence[int], limit: int) -> list[int]:
 
     Shares that need more than `limit` places are rounded to that many.
     """
+    if min(shares) == max(shares):
+        return list(range(len(shares)))
     common = gcd(*shares)
     counts = [share // common for share in shares]
     if sum(counts) > max(limit, len(shares)):

@@ -44,6 +44,7 @@ __all__ = ["EntryKey", "Installed", "Store", "Subject"]
 
 Key = tuple[int, str, int, int]  # family, address, port, protocol; an address entry has port and protocol 0
 PORT_KINDS = {int(Protocol.TCP): 0, int(Protocol.UDP): 1, int(Protocol.SCTP): 2}  # parts of the bitmap of node ports
+LOW_WORD = np.uint64(0xFFFFFFFF)
 FIRST_FILL = 500  # services
 EntryKey = tuple[str, int, int]  # name, family, protocol
 Subject = tuple[EntryKey, Socket]  # a backend of a service port
@@ -447,7 +448,7 @@ class Store:
         return Previous(
             service=known.service,
             members={(m.address, m.port): (i, f) for m, i, f in zip(old.members, ids, old.member_flags, strict=True)},
-            rings=self._rings_of(known.service)[: len(old.routes)],
+            rings=self._rings_of(known.service, len(old.routes)),
             slices=known.slices,
             epoch=known.epoch,
             frontends={(entry.family, a, p, int(entry.protocol)): flags for a, p, flags in old.frontends},
@@ -457,10 +458,13 @@ class Store:
             closed=old.closed,
         )
 
-    def _rings_of(self, service: int) -> list[list[int]]:
-        """The backend ids in the slots of each route."""
-        pieces = [layout.split_slice_word(word)[:2] for word in self._published[service].tolist()]
-        return [(self.slots[offset : offset + count] & np.uint64(0xFFFFFFFF)).tolist() for offset, count in pieces]
+    def _rings_of(self, service: int, routes: int) -> list[list[int]]:
+        """The backend ids in the slots of the first so many routes."""
+        rings = []
+        for word in self._published[service, :routes].tolist():
+            offset, count, _ = layout.split_slice_word(word)
+            rings.append((self.slots[offset : offset + count] & LOW_WORD).tolist())
+        return rings
 
     def follows_load(self) -> frozenset[int]:
         """Ids of the services whose algorithm follows the load."""
@@ -815,7 +819,7 @@ class _Adopted:
         rings, epoch = [], 0
         for word in store.services[service]["routes"].tolist():
             offset, count, epoch_of_word = layout.split_slice_word(word)
-            rings.append((store.slots[offset : offset + count] & np.uint64(0xFFFFFFFF)).tolist())
+            rings.append((store.slots[offset : offset + count] & LOW_WORD).tolist())
             epoch = max(epoch, epoch_of_word)
         while rings and not rings[-1]:
             rings.pop()
