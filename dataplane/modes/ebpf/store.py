@@ -458,7 +458,7 @@ class Store:
             closed=old.closed,
         )
 
-    def _rings_of(self, service: int, routes: int) -> list[list[int]]:
+    def _rings_of(self, service: int, routes: int = 2) -> list[list[int]]:
         """The backend ids in the slots of the first so many routes."""
         rings = []
         for word in self._published[service, :routes].tolist():
