@@ -195,10 +195,11 @@ struct settings {
 	__u32 hz;	    /* jiffies per second */
 	__u32 reject_burst; /* refusals per CPU and second */
 	__u32 fast_path;
-	__u32 can_set_errno; /* bpf_set_retval exists */
-	__s32 max_opening;   /* pairs that may begin among the flows; more begin in the table that forgets */
-	__u32 udp_timeout;   /* jiffies after which an unused reply tuple may be claimed by another flow */
-	__u32 port_first;    /* source ports that we give: those of masqueraded clients and of flows that clash */
+	__u32 can_set_errno;	  /* bpf_set_retval exists */
+	__s32 max_opening;	  /* pairs that may begin among the flows; more begin in the table that forgets */
+	__u32 udp_timeout;	  /* jiffies after which another flow may claim the reply tuple of datagrams, */
+	__u32 udp_timeout_stream; /* and of those that both sides have sent for a while */
+	__u32 port_first;	  /* source ports that we give: those of masqueraded clients and of flows that clash */
 	__u32 port_count;
 	__u32 can_check_mtu; /* bpf_check_mtu exists */
 };

@@ -12,9 +12,6 @@
 #define DATAGRAM_SECONDS 2
 #define CLASH_TRIES 16
 #define CLASH_STEP 9973
-#define UNANSWERED_PART                                                                                                \
-	6 /* of the time-out of datagrams: one that was never answered holds its ports for that long                   \
-	   */
 
 enum flow_table { TABLE_FLOWS, TABLE_OPENING };
 
@@ -291,7 +288,7 @@ INLINE bool is_abandoned(const struct flow *f, __u8 protocol)
 	if (f->flags & FLOW_RESET || (f->flags & FLOW_FIN_ACKED && f->flags & FLOW_OTHER_FIN))
 		return true;
 	return protocol == IPPROTO_UDP &&
-	       now() - f->seen > settings.udp_timeout / (f->flags & FLOW_ESTABLISHED ? 1 : UNANSWERED_PART);
+	       now() - f->seen > (f->flags & FLOW_ESTABLISHED ? settings.udp_timeout_stream : settings.udp_timeout);
 }
 
 INLINE bool same_tuple(const struct tuple *a, const struct tuple *b, const bool v6)

@@ -120,6 +120,7 @@ GLOBAL_VERB(translate_outward)
 INLINE int translate_inward(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
 {
 	struct quotation *q = &space->quotation;
+	long result;
 
 	if (!read_quotation(skb, &space->packet, q, v6))
 		return pass();
@@ -132,7 +133,8 @@ INLINE int translate_inward(struct __sk_buff *skb, struct scratch *space, __u32 
 	}
 	if (!(q->flags & FLOW_MASQUERADE) || q->flags & FLOW_NODE)
 		return pass();
-	if (find_hop(skb, &space->hop, &space->packet, &space->result, v6) != BPF_FIB_LKUP_RET_SUCCESS)
+	result = find_hop(skb, &space->hop, &space->packet, &space->result, v6);
+	if (result != BPF_FIB_LKUP_RET_SUCCESS && result != BPF_FIB_LKUP_RET_NO_NEIGH)
 		return pass();
 	return leave_by(&space->hop);
 }

@@ -134,6 +134,23 @@ def _dataplane(parser: argparse.ArgumentParser) -> None:
         "not answer or refused; 0: never (default: 3)",
     )
     group.add_argument(
+        "--masquerade-ports",
+        metavar="FIRST-LAST",
+        help="mode ebpf: source ports that masqueraded clients get; keep them apart from node ports and from "
+        "net.ipv4.ip_local_port_range (default: 1024-29695)",
+    )
+    for name, words, value in (
+        ("tcp-timeout-established", "an established connection", "24h"),
+        ("tcp-timeout-close-wait", "a connection that one side has ended", "1h"),
+        ("udp-timeout", "datagrams", "30s"),
+        ("udp-timeout-stream", "datagrams that both sides have sent for a while", "3m"),
+    ):
+        group.add_argument(
+            f"--conntrack-{name}",
+            metavar="DURATION",
+            help=f"mode ebpf: forget {words} after so long without a packet (default: {value})",
+        )
+    group.add_argument(
         "--iptables-masquerade-bit", metavar="BIT", help="the bit of the packet mark for masquerade (default: 14)"
     )
     group.add_argument(

@@ -120,6 +120,7 @@ def _settings(given: _Flags) -> Settings:
 
 def _options(given: _Flags) -> Options:
     default = Options()
+    first, last = _masquerade_ports(given, default)
     return Options(
         pod_interfaces=given.items("pod_interfaces"),
         uplink_interfaces=given.items("uplink_interfaces"),
@@ -133,6 +134,14 @@ def _options(given: _Flags) -> Options:
         max_slots=given.number("max_slots", default.max_slots, 1, 1 << 28),
         max_ring=given.number("max_ring", default.max_ring, 1, 65_521),
         max_flows=given.number("max_flows", default.max_flows, 2, 1 << 26),
+        port_first=first,
+        port_count=last - first + 1,
+        tcp_timeout_established=int(
+            given.seconds("conntrack_tcp_timeout_established", default.tcp_timeout_established)
+        ),
+        tcp_timeout_close_wait=int(given.seconds("conntrack_tcp_timeout_close_wait", default.tcp_timeout_close_wait)),
+        udp_timeout=int(given.seconds("conntrack_udp_timeout", default.udp_timeout)),
+        udp_timeout_stream=int(given.seconds("conntrack_udp_timeout_stream", default.udp_timeout_stream)),
         sync_seconds=given.seconds("iptables_sync_period", default.sync_seconds),
         ipvs_scheduler=given.choice("ipvs_scheduler", SCHEDULERS),
         ipvs_strict_arp=given.flag("ipvs_strict_arp"),
@@ -141,6 +150,18 @@ def _options(given: _Flags) -> Options:
         ipvs_tcpfin_timeout=int(given.seconds("ipvs_tcpfin_timeout", 0)),
         ipvs_udp_timeout=int(given.seconds("ipvs_udp_timeout", 0)),
     )
+
+
+def _masquerade_ports(given: _Flags, default: Options) -> tuple[int, int]:
+    """First and last; kube-proxy has no such flag, netfilter takes any port."""
+    text = given.text("masquerade_ports")
+    if not text:
+        return default.port_first, default.port_first + default.port_count - 1
+    found = re.fullmatch(r"(\d+)-(\d+)", text)
+    first, last = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= first <= last <= 65_535:
+        given.fail("masquerade_ports", "is not a range of ports such as 1024-29695")
+    return first, last
 
 
 def _node_name(given: _Flags) -> str:

@@ -15,7 +15,6 @@ from dataplane.kernel.grace import jiffies_per_second
 from dataplane.kernel.places import bpf_fs
 from dataplane.mode import Options
 from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.flows import UDP
 from dataplane.modes.ebpf.maps import MapSet
 from dataplane.modes.ebpf.store import Store
 from dataplane.table import Backend, Entry, Frontend, Kind, Protocol, Route
@@ -82,8 +81,8 @@ def loops() -> Iterator[Loops]:
             front = Frontend(Kind.CLUSTER_IP, VIP, PORT, route, route)
             store.apply({"bench/web": (Entry("bench/web:http", 4, Protocol.TCP, (front,), route.backends),)})
             settings = layout.pack(
-                "settings", hz=hz, reject_burst=1, fast_path=1, max_opening=1 << 30, udp_timeout=UDP * hz,
-                port_first=options.port_first, port_count=options.port_count,
+                "settings", hz=hz, reject_burst=1, fast_path=1, max_opening=1 << 30,
+                udp_timeout=options.udp_timeout * hz, port_first=options.port_first, port_count=options.port_count,
             )  # fmt: skip
             program.constants(settings)
             maps.share_with(program)

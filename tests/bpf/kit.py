@@ -30,7 +30,6 @@ from dataplane.kernel.grace import jiffies_per_second, wait_for_programs
 from dataplane.kernel.places import bpf_fs
 from dataplane.mode import Options
 from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.flows import UDP as UDP_TIMEOUT
 from dataplane.modes.ebpf.flows import Caretaker, flow_arrays
 from dataplane.modes.ebpf.maps import MapSet
 from dataplane.modes.ebpf.store import Store
@@ -226,8 +225,8 @@ class Bench:
         try:
             self.maps = MapSet(self.folder, options)
             values = {"hz": HZ, "reject_burst": 1_000_000, "fast_path": 1, "can_set_errno": 1, "can_check_mtu": 1,
-                      "udp_timeout": UDP_TIMEOUT * HZ, "port_first": options.port_first,
-                      "port_count": options.port_count} | settings  # fmt: skip
+                      "udp_timeout": options.udp_timeout * HZ, "udp_timeout_stream": options.udp_timeout_stream * HZ,
+                      "port_first": options.port_first, "port_count": options.port_count} | settings  # fmt: skip
             self.settings = layout.pack("settings", **values)
             self.pod = self.load(layout.OBJECTS / "pod.bpf.o")
             self.inspect = self.load(layout.OBJECTS / "inspect.bpf.o")
@@ -245,7 +244,9 @@ class Bench:
         return loaded
 
     def new_caretaker(self) -> Caretaker:
-        return Caretaker(self.maps.maps, self.inspect.program("sweep"), self.inspect.program("read_clock"), HZ)
+        return Caretaker(
+            self.maps.maps, self.inspect.program("sweep"), self.inspect.program("read_clock"), HZ, self.options
+        )
 
     def close(self) -> None:
         for loaded in (self.pod, self.inspect):

@@ -276,7 +276,7 @@ def test_idle_limits(flags: list[str], protocol: Protocol, seconds: int) -> None
     values = np.zeros(1, dtype=layout.dtype_of("flow"))
     keys["protocol"] = protocol
     values["flags"] = sum(FLAGS[flag] for flag in flags)
-    assert idle_limits(keys, values).tolist() == [seconds]
+    assert idle_limits(keys, values, Options()).tolist() == [seconds]
 
 
 def test_a_half_closed_connection_may_be_silent_for_long(bench: Bench, net: Net) -> None:

@@ -18,6 +18,7 @@ from dataplane.errors import DataplaneError
 from dataplane.kernel.bpf import Map, run_on_packet
 from dataplane.kernel.diag import end_datagram_sockets
 from dataplane.kernel.grace import wait_for_programs
+from dataplane.mode import Options
 from dataplane.modes.ebpf.layout import abi_constants, dtype_of
 from dataplane.table import Protocol
 
@@ -26,9 +27,8 @@ __all__ = ["Caretaker", "flow_arrays", "idle_limits"]
 log = logging.getLogger(__name__)
 
 SCAN_SECONDS = 5.0
-# Idle times in seconds, as nf_conntrack's and kube-proxy's defaults.
-ESTABLISHED, OPENING, HALF_CLOSED, ENDED = 86400, 60, 3600, 10
-UDP, SCTP = 180, 210
+# Idle times in seconds, as nf_conntrack's; those that kube-proxy sets, too, are in the options.
+OPENING, ENDED, SCTP = 60, 10, 210
 ETHERNET = bytes(12) + b"\x08\x00"
 
 
@@ -37,15 +37,15 @@ def flow_arrays(known: Map, family: int) -> tuple[NDArray[Any], NDArray[Any]]:
     return known.items(dtype_of(f"flow{family}_key"), dtype_of("flow"))
 
 
-def idle_limits(keys: NDArray[Any], values: NDArray[Any]) -> NDArray[np.int64]:
+def idle_limits(keys: NDArray[Any], values: NDArray[Any], options: Options) -> NDArray[np.int64]:
     """Seconds without a packet after which each flow is forgotten."""
     flags, protocols, names = values["flags"], keys["protocol"], abi_constants()
-    limits = np.full(len(keys), ESTABLISHED, dtype=np.int64)
+    limits = np.full(len(keys), options.tcp_timeout_established, dtype=np.int64)
     limits[flags & names["FLOW_ESTABLISHED"] == 0] = OPENING
-    limits[flags & (names["FLOW_FIN"] | names["FLOW_OTHER_FIN"]) != 0] = HALF_CLOSED
+    limits[flags & (names["FLOW_FIN"] | names["FLOW_OTHER_FIN"]) != 0] = options.tcp_timeout_close_wait
     both = names["FLOW_FIN_ACKED"] | names["FLOW_OTHER_FIN"]
     limits[(flags & both == both) | (flags & names["FLOW_RESET"] != 0)] = ENDED
-    limits[protocols == Protocol.UDP] = UDP
+    limits[protocols == Protocol.UDP] = options.udp_timeout_stream
     limits[protocols == Protocol.SCTP] = SCTP
     return limits
 
@@ -69,9 +69,11 @@ class Caretaker:
         sweep: the sweep program's descriptor.
         clock: the program that returns the time of time stamps.
         hz: jiffies per second.
+        options: the time-outs.
     """
 
-    def __init__(self, maps: dict[str, Map], sweep: int, clock: int, hz: int) -> None:
+    def __init__(self, maps: dict[str, Map], sweep: int, clock: int, hz: int, options: Options) -> None:
+        self._options = options
         self._flows = {4: maps["flows4"], 6: maps["flows6"]}
         self._connected = maps.get("connected")
         self._sweep, self._clock, self._hz = sweep, clock, hz
@@ -189,7 +191,7 @@ class Caretaker:
     def _forget_idle(self, family: int, keys: NDArray[Any], values: NDArray[Any]) -> None:
         now = run_on_packet(self._clock, bytes(64))[0]
         age = (np.uint32(now) - values["seen"]).astype(np.int32).astype(np.int64)
-        limits = idle_limits(keys, values) * self._hz
+        limits = idle_limits(keys, values, self._options) * self._hz
         old = np.flatnonzero(age >= limits)
         for start in range(0, len(old), abi_constants()["SWEEP_KEYS"]):
             part = old[start : start + abi_constants()["SWEEP_KEYS"]]

@@ -25,7 +25,7 @@ from dataplane.mode import Mode, Notice, Options, SyncResult, Wake, misfit_rows,
 from dataplane.modes.ebpf import attach, layout, listing
 from dataplane.modes.ebpf.edges import pod_columns, pod_links
 from dataplane.modes.ebpf.failover import Failover
-from dataplane.modes.ebpf.flows import UDP, Caretaker
+from dataplane.modes.ebpf.flows import Caretaker
 from dataplane.modes.ebpf.maps import MapSet, open_pinned_maps
 from dataplane.modes.ebpf.store import Store
 from dataplane.table import EMPTY, NodeNetwork, ServiceTable
@@ -114,7 +114,7 @@ class Ebpf:
         self.audit_repairs = 0
         self.failover = Failover(options)
         self.caretaker = Caretaker(
-            self.maps.maps, self._inspect.program("sweep"), self._inspect.program("read_clock"), self.hz
+            self.maps.maps, self._inspect.program("sweep"), self._inspect.program("read_clock"), self.hz, options
         )
         self.caretaker.start()
 
@@ -127,7 +127,8 @@ class Ebpf:
             fast_path=int(self.options.fast_path),
             can_set_errno=int(can_set_errno),
             max_opening=self.options.max_flows // 8,
-            udp_timeout=UDP * self.hz,
+            udp_timeout=self.options.udp_timeout * self.hz,
+            udp_timeout_stream=self.options.udp_timeout_stream * self.hz,
             port_first=self.options.port_first,
             port_count=self.options.port_count,
             can_check_mtu=int(has_helper(CHECK_MTU)),
