@@ -139,7 +139,7 @@ BAD = [
     pytest.param("--bind-address=eth0",               "--bind-address 'eth0': is not an IP address", id="bind address"),
     pytest.param("--node-addresses=10.0.0.7,x", "--node-addresses '10.0.0.7,x': 'x' is not an IP", id="node addresses"),
     pytest.param("--iptables-sync-period=30", "--iptables-sync-period '30': is not a duration", id="no unit"),
-    pytest.param("--masquerade-ports=0-70000", "--masquerade-ports .0-70000.: is not a range of ports", id="ports"),
+    pytest.param("--masquerade-ports=0-70000", "--masquerade-ports '0-70000': is not a range of ports", id="ports"),
     pytest.param("--ipvs-scheduler=best", "--ipvs-scheduler 'best': is not one of rr, wrr", id="unknown scheduler"),
     pytest.param("--proxy-mode=windows", "--proxy-mode 'windows': is not a mode; this version has ebpf",
                  id="mode unknown"),
