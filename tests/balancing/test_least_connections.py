@@ -7,7 +7,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataplane.balancing import ALGORITHMS, ring_of
@@ -17,6 +17,7 @@ from tests.balancing.make import LIMIT, backends
 loads = st.lists(st.integers(0, 100_000), min_size=2, max_size=60)
 
 
+@settings(deadline=None)
 @given(loads)
 def test_nobody_is_left_out_and_nobody_is_flooded(given_loads):
     found = shares([1] * len(given_loads), given_loads, [None] * len(given_loads))
@@ -24,6 +25,7 @@ def test_nobody_is_left_out_and_nobody_is_flooded(given_loads):
     assert max(found) <= 4 * FAIR
 
 
+@settings(deadline=None)
 @given(loads)
 def test_who_has_more_gets_no_more(given_loads):
     found = shares([1] * len(given_loads), given_loads, [None] * len(given_loads))

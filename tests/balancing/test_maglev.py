@@ -6,7 +6,7 @@ import random
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataplane.balancing import ALGORITHMS, ring_of
@@ -31,6 +31,7 @@ def moved(before: list[Backend], after: list[Backend]) -> float:
     )
 
 
+@settings(deadline=None)
 @given(several, st.randoms(use_true_random=False), st.booleans())
 def test_order_and_place_of_backends_do_not_matter(made, rng, local):
     """Another node lists them in another order, and other ones are local to it."""
@@ -41,6 +42,7 @@ def test_order_and_place_of_backends_do_not_matter(made, rng, local):
     assert here == there
 
 
+@settings(deadline=None)
 @given(several)
 def test_equal_weights_differ_by_one_place(made):
     counts = counted(ring_of(MAGLEV, made, LIMIT), len(made))
@@ -67,6 +69,7 @@ def test_a_backend_that_comes_takes_its_own_share(count):
     assert moved(before, after) <= 1 / (count + 1) + 0.05
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 20), min_size=3, max_size=30), st.data())
 def test_a_weighted_backend_that_leaves_moves_its_own_share(given_weights, data):
     made = [

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.config import CHOICES, SCHEDULERS
@@ -19,6 +19,7 @@ every = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS
 
 
 @every
+@settings(deadline=None)
 @given(given_backends=several, data=st.data())
 def test_every_backend_is_in_the_ring_and_nothing_else(algorithm, given_backends, data):
     weighed = [msgspec.structs.replace(b, weight=data.draw(st.integers(1, 1000))) for b in given_backends]
@@ -45,6 +46,7 @@ def test_equal_backends_need_a_place_each(name):
 
 
 @pytest.mark.parametrize("name", ["random", "wrr", "wlc", "sh", "mh"])
+@settings(deadline=None)
 @given(given_weights=weights)
 def test_places_follow_weights(name, given_weights):
     made = [Backend(f"10.0.0.{n}", 80, weight=weight) for n, weight in enumerate(given_weights)]
@@ -67,6 +69,7 @@ def test_turns_are_apart():
     assert turns([2, 4, 6], LIMIT) == turns([1, 2, 3], LIMIT), "the shortest ring that says the same"
 
 
+@settings(deadline=None)
 @given(weights)
 def test_between_two_turns_of_one_others_have_theirs(given_weights):
     """Not more than their shares, and one each."""
@@ -78,6 +81,7 @@ def test_between_two_turns_of_one_others_have_theirs(given_weights):
         assert widest <= len(ring) / count + len(counts) + 1
 
 
+@settings(deadline=None)
 @given(weights, st.integers(1, 5000))
 def test_places_are_divided_without_rest(given_weights, places):
     counts = divide(given_weights, places)
