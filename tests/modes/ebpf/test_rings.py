@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -10,8 +11,9 @@ import pytest
 from dataplane.balancing import ALGORITHMS, ring_of
 from dataplane.balancing.least_connections import FAIR
 from dataplane.modes.ebpf import layout
+from dataplane.modes.ebpf.programmer import Ebpf
 from dataplane.modes.ebpf.store import Store
-from dataplane.table import Backend, Entry, Route
+from dataplane.table import Backend, Entry, Route, ServiceTable
 
 from .readback import check_books, programmed, settle
 from .test_store import HZ, V1, V2, V6, OpenMaps, Table, entry, many, one, restart, two, without_sharing
@@ -156,6 +158,19 @@ def test_the_setting_bounds_the_ring(open_maps: OpenMaps) -> None:
     store.apply({one: (made,)})
     assert slots_of(store)[0] == expected("mh", made.serving, 251)
     assert not store.cut, "what was asked for"
+
+
+def test_what_is_not_as_asked_for_is_told() -> None:
+    mode = Ebpf.__new__(Ebpf)
+    mode.table = ServiceTable({one: (port("dh", [1, 1]), port("mh", [3, 1]), port("twos", [1, 1]))})
+    mode.store = SimpleNamespace(cut={(f"{one}:p80", 4, 6): (251, 1021)})  # type: ignore[assignment]
+    assert mode.limitations() == [
+        "1 service ports ask for another algorithm than random, which they get instead",
+        (
+            f"1 service ports have smaller rings than their algorithm would fill ({one}:p80: 251 of 1021 slots): "
+            "--max-slots is used up, and other nodes may choose other backends"
+        ),
+    ]
 
 
 # --- least connections
