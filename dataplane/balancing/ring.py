@@ -75,8 +75,12 @@ def in_turns(counts: Sequence[int]) -> list[int]:
     than others with as few.
     """
     number = len(counts)
-    if len(set(counts)) == 1:
+    if min(counts) == max(counts):
         return list(range(number)) * counts[0]
-    places = [((nth + (who + 0.5) / number) / count, who) for who, count in enumerate(counts) for nth in range(count)]
-    places.sort()
-    return [who for _, who in places]
+    import numpy as np  # who only asks for names and words of algorithms does not wait for it
+
+    times = np.asarray(counts, dtype=np.int64)
+    who = np.repeat(np.arange(number), times)
+    nth = np.arange(len(who)) - np.repeat(np.cumsum(times) - times, times)
+    found: list[int] = who[np.lexsort((who, (nth + (who + 0.5) / number) / times[who]))].tolist()
+    return found
