@@ -133,6 +133,16 @@ def _dataplane(parser: argparse.ArgumentParser) -> None:
         help="mode ebpf: leave a backend out for a while after so many connections, one after the other, that it did "
         "not answer or refused; 0: never (default: 3)",
     )
+    for flag, metavar, text in (
+        (
+            "interval",
+            "TIME",
+            "ask backends of services with annotation hybrid-proxy.io/probe so often (default: 5s)",
+        ),
+        ("timeout", "TIME", "wait so long for its answer (default: 1s)"),
+        ("failures", "N", "leave it out after so many probes without, until one succeeds (default: 3)"),
+    ):
+        group.add_argument(f"--probe-{flag}", metavar=metavar, help=f"mode ebpf: {text}")
     group.add_argument(
         "--masquerade-ports",
         metavar="FIRST-LAST",

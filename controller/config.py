@@ -128,6 +128,9 @@ def _options(given: _Flags) -> Options:
         pin_root=given.folder("pin_root"),
         socket_scope=given.choice("socket_scope", ("host", "all", "off")),
         failover_failures=given.number("failover_failures", default.failover_failures, 0, 1_000_000),
+        probe_interval=given.seconds("probe_interval", default.probe_interval, at_least=0.1),
+        probe_timeout=given.seconds("probe_timeout", default.probe_timeout, at_least=0.01),
+        probe_failures=given.number("probe_failures", default.probe_failures, 1, 1000),
         fast_path=not given.flag("no_fast_path"),
         max_services=given.number("max_services", default.max_services, 1, 1 << 24),
         max_backends=given.number("max_backends", default.max_backends, 1, 1 << 24),
@@ -306,7 +309,7 @@ class _Flags:
             self.fail(name, f"is not a whole number from {low} to {high}")
         return int(text)
 
-    def seconds(self, name: str, default: float) -> float:
+    def seconds(self, name: str, default: float, at_least: float = 0.0) -> float:
         """A Go duration, such as 30s, 1m30s or 500ms."""
         text = self.text(name)
         if text is None:
@@ -314,7 +317,10 @@ class _Flags:
         parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)", text)
         if text != "0" and (not parts or "".join(number + unit for number, unit in parts) != text):
             self.fail(name, "is not a duration, such as 30s, 1m30s or 500ms")
-        return float(sum(float(number) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600}[unit] for number, unit in parts))
+        found = sum(float(number) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600}[unit] for number, unit in parts)
+        if found < at_least:
+            self.fail(name, f"is less than {1000 * at_least:.0f}ms")
+        return float(found)
 
     def flag(self, name: str) -> bool:
         text = self.text(name)

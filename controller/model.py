@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from dataplane.table import Protocol
+from dataplane.table import Probe, Protocol
 
 __all__ = [
     "KINDS", "Endpoint", "EndpointPort", "EndpointSlice", "Event", "Ignored", "Node", "Object", "Problem", "Removed",
@@ -51,6 +51,7 @@ class Service(msgspec.Struct, frozen=True):
     created: str = ""
     annotations: tuple[tuple[str, str], ...] = ()  # those with our prefix `hybrid-proxy.io/`, sorted
     weights: tuple[tuple[str, int], ...] = ()  # of endpoints, by address; others have 1
+    probe: Probe | None = None
 
 
 class EndpointPort(msgspec.Struct, frozen=True, gc=False):

@@ -34,12 +34,13 @@ from controller.model import (
     ServiceCIDR,
     ServicePort,
 )
-from dataplane.table import Protocol
+from dataplane.table import Probe, Protocol
 
 __all__ = ["ANNOTATIONS", "canonical_address", "canonical_cidr", "convert", "decode", "family_of"]
 
 ANNOTATIONS: Final = "hybrid-proxy.io/"  # annotations with this prefix are read, no others
 WEIGHTS: Final = "hybrid-proxy.io/weights"
+PROBE: Final = "hybrid-proxy.io/probe"
 
 # Limits against absurd objects. A name is a DNS subdomain (RFC 1123). The API allows 1,000 endpoints a slice.
 _MAX_NAME: Final = 253
@@ -455,6 +456,7 @@ def _service(wire: _Service) -> Service | Ignored:
     if not texts:
         return Ignored("Service", key, "no cluster IP yet")
     annotations = _annotations(metadata.annotations)
+    ours = dict(annotations)
     return Service(
         namespace=namespace,
         name=name,
@@ -473,7 +475,8 @@ def _service(wire: _Service) -> Service | Ignored:
         health_check_node_port=_optional_port(spec.health_check_node_port, "spec.healthCheckNodePort"),
         created=metadata.creation_timestamp or "",
         annotations=annotations,
-        weights=_weights(dict(annotations)[WEIGHTS]) if annotations and WEIGHTS in dict(annotations) else (),
+        weights=_weights(ours[WEIGHTS]) if WEIGHTS in ours else (),
+        probe=_probe(ours[PROBE]) if PROBE in ours else None,
     )
 
 
@@ -575,6 +578,16 @@ def _weights(text: str) -> tuple[tuple[str, int], ...]:
             _fail(field, f"{address} is there twice")
         found[address] = int(number)
     return tuple(sorted(found.items()))
+
+
+def _probe(text: str) -> Probe:
+    """`tcp`, or `http:` and the path."""
+    if text.strip() == "tcp":
+        return Probe()
+    kind, _, path = text.strip().partition(":")
+    if kind != "http" or not re.fullmatch(r"/[!-~]{0,1023}", path):
+        _fail(f"metadata.annotations[{PROBE}]", f"{_show(text)} is not tcp or http:/PATH, such as http:/healthz")
+    return Probe(path)
 
 
 def _slice(wire: _EndpointSlice) -> EndpointSlice | Ignored:

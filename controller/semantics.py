@@ -29,7 +29,7 @@ import msgspec
 
 from controller.model import Endpoint, EndpointSlice, Node, Service, ServicePort
 from dataplane.balancing import canonical
-from dataplane.table import Backend, Detect, Entry, Frontend, Kind, Masquerade, NodeNetwork, Route, WhenEmpty
+from dataplane.table import Backend, Detect, Entry, Frontend, Kind, Masquerade, NodeNetwork, Protocol, Route, WhenEmpty
 
 __all__ = [
     "ALGORITHM_ANNOTATION", "Settings", "detects", "entries", "family_text", "node_network", "primary_of",
@@ -203,6 +203,7 @@ def entries(
                     serving,
                     service.affinity_seconds,
                     algorithm,
+                    service.probe if port.protocol is Protocol.TCP else None,
                 )
             )
     return tuple(result)

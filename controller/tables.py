@@ -208,7 +208,7 @@ def _keys(entries: Entries) -> list[tuple[Key, Frontend]]:
 def _with_frontends(entry: Entry, frontends: list[Frontend]) -> Entry:
     return Entry(
         entry.name, entry.family, entry.protocol, tuple(frontends), entry.serving, entry.affinity_seconds,
-        entry.algorithm,
+        entry.algorithm, entry.probe,
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "Wake",
     "misfit_rows",
     "unknown_algorithms",
+    "unprobed",
 ]
 
 Wake = Callable[[], None]  # from any thread: have `Programmer.maintain` called at once, something drifted
@@ -39,6 +40,9 @@ class Options(msgspec.Struct, frozen=True):
     pin_root: str | None = None
     socket_scope: str = "host"  # "host": the node's namespace alone, "all": pods too, "off"
     failover_failures: int = 3  # connections one after the other from which on a backend is left out, 0: never
+    probe_interval: float = 5.0  # seconds between two probes of a backend
+    probe_timeout: float = 1.0
+    probe_failures: int = 3  # probes one after the other
     fast_path: bool = True  # established flows between local pods skip the host stack
     port_first: int = 1024  # source ports that masqueraded clients get: below those of the kernel and node ports
     port_count: int = 28_672
@@ -102,6 +106,12 @@ def unknown_algorithms(table: ServiceTable, known: Collection[str], instead: str
     if weighted:
         sentences.append(f"{weighted} service ports have weights: only 0 counts here, all others are the same")
     return sentences
+
+
+def unprobed(table: ServiceTable) -> list[str]:
+    """At most one sentence for `limitations` of a mode that asks no backend whether it is well."""
+    asked = sum(1 for entries in table.services.values() for entry in entries if entry.probe is not None)
+    return [f"{asked} service ports ask for probes of their backends, which this mode does not make"] * (asked > 0)
 
 
 class Programmer(Protocol):

@@ -16,8 +16,8 @@ from ipaddress import IPv4Network, IPv6Network, collapse_addresses, ip_network
 import msgspec
 
 __all__ = [
-    "EMPTY", "Backend", "Detect", "Entry", "Frontend", "Kind", "Masquerade", "NodeNetwork", "Protocol", "Route",
-    "ServiceTable", "WhenEmpty", "disjoint", "socket_text",
+    "EMPTY", "Backend", "Detect", "Entry", "Frontend", "Kind", "Masquerade", "NodeNetwork", "Probe", "Protocol",
+    "Route", "ServiceTable", "WhenEmpty", "disjoint", "socket_text",
 ]  # fmt: skip
 
 
@@ -97,6 +97,12 @@ class Frontend(msgspec.Struct, frozen=True):
     sources: tuple[str, ...] | None = None
 
 
+class Probe(msgspec.Struct, frozen=True):
+    """How this node asks backends whether they are well: by a connection, or by a request for an HTTP path."""
+
+    path: str | None = None
+
+
 class Entry(msgspec.Struct, frozen=True):
     """One service port of one address family, with all its frontends.
 
@@ -112,6 +118,7 @@ class Entry(msgspec.Struct, frozen=True):
     serving: tuple[Backend, ...] = ()
     affinity_seconds: int = 0  # 0: no session affinity
     algorithm: str = "random"
+    probe: Probe | None = None  # None: nobody asks; of TCP ports alone
 
 
 class Detect(Enum):

@@ -193,3 +193,52 @@ def test_affinity_moves_to_the_backend_that_answered(bench: Bench, family: int) 
     with failing(bench, first):
         assert bench.ask("pod1", web, family, timeout=4).pod == other
     assert bench.seen("pod1", web, family, 8) == {other}
+
+
+# --- probes
+
+
+@pytest.fixture(scope="module")
+def probing(mode: str, bench: Bench) -> Iterator[Bench]:
+    """An agent that asks often, and goes by nothing else."""
+    if mode != "ebpf":
+        pytest.skip(f"mode {mode} makes no probes, and says so in `status`")
+    flags, bench.agent.flags = bench.agent.flags, (
+        *bench.agent.flags, "--probe-interval=200ms", "--probe-failures=2", "--failover-failures=0",
+    )  # fmt: skip
+    bench.agent.terminate()
+    bench.agent.start(20 * PATIENCE)
+    yield bench
+    bench.agent.flags = flags
+    bench.agent.terminate()
+    bench.agent.start(20 * PATIENCE)
+
+
+@pytest.mark.parametrize("probe", ["tcp", "http:/healthz"])
+def test_who_fails_its_probes_gets_no_connections_until_it_succeeds(probing: Bench, probe: str) -> None:
+    """A pod of this node and one of another; nobody has connected to them meanwhile."""
+    bench = probing
+    web = bench.service("pod2", "pod3", "remote1", "remote2", annotations={"probe": probe})
+    with failing(bench, "pod2", "remote1"):
+        silent = ends(bench, ["pod2", "remote1"])
+        eventually(lambda: left_out(bench, web) == silent, 10, "two of four are not left out")
+        assert all(("its probe" in state) == (where in silent) for where, state in states(bench, web).items())
+        for family in (V4, V6):
+            assert bench.seen("pod1", web, family, 16, timeout=0.5) == {"pod3", "remote2"}
+            assert bench.seen("node", web, family, 16, timeout=0.5) == {"pod3", "remote2"}
+    for family in (V4, V6):
+        bench.settle(web, {"pod2", "pod3", "remote1", "remote2"}, family)
+    assert left_out(bench, web) == set()
+
+
+def test_a_malformed_probe_refuses_that_service_alone(probing: Bench) -> None:
+    bench = probing
+    web = bench.service("pod2", "pod3", annotations={"probe": "http:/"})
+    status = bench.agent.status()
+    assert status is not None
+    assert status["dataplane"]["probes"]["targets"] >= 4
+    assert bench.seen("pod1", web, V4, 8) == {"pod2", "pod3"}
+    web.write(annotations={"probe": "udp"})
+    told = bench.agent.wait(lambda status: any(web.name in p["key"] for p in status["problems"]), what="refusing it")
+    assert any("is not tcp or http:/PATH" in problem["message"] for problem in told["problems"])
+    assert bench.seen("pod1", bench.service("pod4"), V4, 2) == {"pod4"}, "others are served"

@@ -16,7 +16,7 @@ from controller import parse
 from controller.errors import Refused
 from controller.model import Endpoint, EndpointPort, EndpointSlice, Ignored, Node, Object, Service, ServicePort
 from controller.model import ServiceCIDR as Range
-from dataplane.table import Protocol
+from dataplane.table import Probe, Protocol
 
 TCP, UDP, SCTP = Protocol.TCP, Protocol.UDP, Protocol.SCTP
 PROXY_NAME = "service.kubernetes.io/service-proxy-name"
@@ -393,6 +393,47 @@ def test_malformed_weights_refuse_the_service_alone(text: str, problem: str) -> 
         both("Service", weighing(text))
     assert (refused.value.field, refused.value.key) == ("metadata.annotations[hybrid-proxy.io/weights]", "shop/web")
     assert problem in refused.value.problem
+
+
+def probing(text: str) -> dict[str, Any]:
+    return service_of({}, metadata={"annotations": {"hybrid-proxy.io/probe": text}})
+
+
+# fmt: off
+PROBES = [
+    pytest.param("tcp",                 Probe(),                   id="a connection"),
+    pytest.param(" tcp ",               Probe(),                   id="spaces"),
+    pytest.param("http:/",              Probe("/"),                id="the root"),
+    pytest.param("http:/a/b?c=d:e&%20", Probe("/a/b?c=d:e&%20"),   id="a path and a question"),
+]
+MALFORMED_PROBES = [
+    pytest.param("",                        id="empty"),
+    pytest.param("udp",                     id="another protocol"),
+    pytest.param("TCP",                     id="upper case"),
+    pytest.param("http",                    id="no path"),
+    pytest.param("http:healthz",            id="not from the root"),
+    pytest.param("http://web/healthz ok",   id="a space"),
+    pytest.param("http:/a\r\nHost: x",      id="a second line"),
+    pytest.param("http:/\u00e4",            id="not ASCII"),
+    pytest.param("http:/" + 1024 * "a",     id="too long"),
+    pytest.param("tcp:8080",                id="a port"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("text", "expected"), PROBES)
+def test_probes(text: str, expected: Probe) -> None:
+    found = both("Service", probing(text))
+    assert isinstance(found, Service)
+    assert found.probe == expected
+
+
+@pytest.mark.parametrize("text", MALFORMED_PROBES)
+def test_malformed_probes_refuse_the_service_alone(text: str) -> None:
+    with pytest.raises(Refused) as refused:
+        both("Service", probing(text))
+    assert (refused.value.field, refused.value.key) == ("metadata.annotations[hybrid-proxy.io/probe]", "shop/web")
+    assert "is not tcp or http:/PATH, such as http:/healthz" in refused.value.problem
 
 
 def test_what_nobody_reads_may_be_anything() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from dataplane.mode import Misfit, misfit_rows, unknown_algorithms
-from dataplane.table import Backend, Entry, NodeNetwork, Protocol, ServiceTable
+from dataplane.mode import Misfit, misfit_rows, unknown_algorithms, unprobed
+from dataplane.table import Backend, Entry, NodeNetwork, Probe, Protocol, ServiceTable
 
 
 def asking_for(*algorithms: str) -> ServiceTable:
@@ -32,6 +32,14 @@ def test_weights_that_a_mode_does_not_use_are_counted() -> None:
     assert unknown_algorithms(table, {"random"}, "random") == [
         "1 service ports have weights: only 0 counts here, all others are the same"
     ]
+
+
+def test_probes_that_a_mode_does_not_make_are_counted() -> None:
+    entries = tuple(Entry(f"d/web:p{n}", 4, Protocol.TCP, (), probe=probe) for n, probe in enumerate((Probe(), None)))
+    assert unprobed(ServiceTable(MappingProxyType({"d/web": entries}), NodeNetwork())) == [
+        "1 service ports ask for probes of their backends, which this mode does not make"
+    ]
+    assert unprobed(asking_for("random")) == []
 
 
 def test_a_misfit_is_a_row_of_the_status() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from dataplane.mode import Notice, Options
 from dataplane.modes.ebpf.outliers import Outliers
+from dataplane.modes.ebpf.probes import Prober, Target
 from dataplane.modes.ebpf.store import Store, Subject
 from dataplane.table import socket_text
 
@@ -20,20 +22,57 @@ class Failover:
     """Looks once a second; remembers who is out. One thread calls it.
 
     Args:
-        options: `failover_failures`.
+        options: `failover_failures`, and those of `probes`.
     """
 
     def __init__(self, options: Options) -> None:
         self._judge: Outliers[Subject] = Outliers(options.failover_failures)
         self._out: set[Subject] = set()  # a route does without them
+        self._prober = Prober(options)
+        self._probed: dict[str, dict[Subject, Target]] = {}  # by service
+
+    def close(self) -> None:
+        """End the probes."""
+        self._prober.stop()
+
+    def forget(self) -> None:
+        """The store begins anew, and will tell of every service that there is."""
+        self._probed.clear()
+        self._prober.watch(())
+
+    def services_changed(self, store: Store, names: Iterable[str]) -> None:
+        """These services are others now, or gone: probe the backends that they have."""
+        changed = False
+        for name in names:
+            before = self._probed.pop(name, {})
+            after = {
+                (key, (backend.address, backend.port)): Target(backend.address, backend.port, known.entry.probe.path)
+                for key, known in store.installed.get(name, {}).items()
+                if known.entry.probe is not None
+                for frontend in known.entry.frontends
+                for backend in (*frontend.inside.backends, *frontend.outside.backends)
+            }
+            if after:
+                self._probed[name] = after
+            changed = changed or before != after
+        if changed:
+            self._prober.watch({target for targets in self._probed.values() for target in targets.values()})
+
+    def _down(self) -> dict[Subject, str]:
+        """What probes say of backends."""
+        if not self._probed or not (said := self._prober.down()):
+            return {}
+        probed = (pair for targets in self._probed.values() for pair in targets.items())
+        return {subject: said[target] for subject, target in probed if target in said}
 
     def look(self, store: Store) -> list[Notice]:
         """Judge what was counted since the last time, change the routes, and tell whom that concerns."""
         failures = store.failures() if self._judge.limit else {}
-        if not failures and not self._judge.busy and not store.sentenced:
+        down = self._down()
+        if not failures and not down and not self._judge.busy and not store.sentenced:
             return []
         known = _Known(store)
-        changes = self._judge.judge(time.monotonic(), failures, {}, known)
+        changes = self._judge.judge(time.monotonic(), failures, down, known)
         for subject in changes.back:
             store.put_on_probation(subject, self._judge.on_probation)
         store.leave_out(self._judge.sentences)
@@ -57,6 +96,10 @@ class Failover:
         if told.until is None:
             return f"until its probe succeeds: {told.why}"
         return f"for {max(0.0, told.until - time.monotonic()):.0f} s: {told.why}"
+
+    def probes(self) -> dict[str, Any]:
+        """For a status."""
+        return self._prober.status()
 
     def rows(self) -> list[dict[str, Any]]:
         """For a status: every backend with a sentence, whether it is left out, and why."""

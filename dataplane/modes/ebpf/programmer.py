@@ -162,6 +162,7 @@ class Ebpf:
             self._collect()
             changed, removed = self.store.apply({name: table.services.get(name, ()) for name in names})
             self.caretaker.want_grace(self.store.stamp)
+            self.failover.services_changed(self.store, names)
             self.caretaker.count_for = frozenset(self.store.follows_load())
             self.caretaker.disconnect(self.store.take_gone_datagram_backends())
             moved = table.node.primary != self.table.node.primary
@@ -180,6 +181,7 @@ class Ebpf:
         stamp = self.store.stamp
         self.store = Store(self.maps, self.hz, adopt=True, max_ring=self.options.max_ring)
         self.store.stamp = stamp
+        self.failover.forget()
         self.table = EMPTY
 
     def _attach(self) -> None:
@@ -291,6 +293,7 @@ class Ebpf:
             "misfits": misfit_rows(store.misfits.values()),
             "limitations": self.limitations(),
             "left_out": self.failover.rows(),
+            "probes": self.failover.probes(),
             "audit_repairs": self.audit_repairs,
             "counters": self.counters(),
         }
@@ -306,6 +309,7 @@ class Ebpf:
     def close(self) -> None:
         """See `dataplane.mode.Programmer.close`."""
         self.caretaker.stop()
+        self.failover.close()
         for loaded in (self._pod, self._uplink, self._inspect, self._connect):
             if loaded is not None:
                 loaded.close()

@@ -16,7 +16,7 @@ from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel import xtables as door
 from dataplane.kernel.conntrack import delete_stale, is_liberal
 from dataplane.kernel.nfmonitor import watch_ruleset
-from dataplane.mode import Misfit, Mode, Options, SyncResult, Wake, misfit_rows, unknown_algorithms
+from dataplane.mode import Misfit, Mode, Options, SyncResult, Wake, misfit_rows, unknown_algorithms, unprobed
 from dataplane.modes.iptables import listing
 from dataplane.modes.iptables.installed import TABLES, Installed, Ruleset, remove
 from dataplane.modes.iptables.lower import Node, node_of, same_addresses, usual_masquerade
@@ -235,7 +235,7 @@ class Iptables:
 
     def limitations(self) -> list[str]:
         """What the table asks for and this mode does not do, in sentences."""
-        sentences = unknown_algorithms(self.table, {"random"}, "random")
+        sentences = unknown_algorithms(self.table, {"random"}, "random") + unprobed(self.table)
         sticky = [entry for held in self.table.services.values() for entry in held if entry.affinity_seconds]
         forgetful = sum(1 for entry in sticky if entry.family in self.able and not self.able[entry.family].remembers)
         if forgetful:

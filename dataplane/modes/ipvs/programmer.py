@@ -16,7 +16,7 @@ from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel.conntrack import delete_stale
 from dataplane.kernel.ipset import LIMIT, Ipsets
 from dataplane.kernel.ipvs import Ipvs as Door
-from dataplane.mode import Misfit, Mode, Options, SyncResult, Wake, misfit_rows
+from dataplane.mode import Misfit, Mode, Options, SyncResult, Wake, misfit_rows, unprobed
 from dataplane.modes.ipvs import node as machine
 from dataplane.modes.ipvs.audit import Audit
 from dataplane.modes.ipvs.listing import Programmed
@@ -295,7 +295,7 @@ class Ipvs:
     def limitations(self) -> list[str]:
         """What the table asks for and this mode does not do, in sentences."""
         entries = [entry for held in self.table.services.values() for entry in held]
-        sentences = []
+        sentences = unprobed(self.table)
         for algorithm in sorted(name for name, works in self._schedulers.items() if not works):
             who = [entry.name for entry in entries if self._asked(entry) == algorithm]
             if who:

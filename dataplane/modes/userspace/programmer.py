@@ -13,7 +13,7 @@ from typing import Any, Final
 from dataplane.diff import changed_services
 from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel import conntrack, nfmonitor, nft, policy
-from dataplane.mode import Misfit, Mode, Options, SyncResult, Wake, misfit_rows, unknown_algorithms
+from dataplane.mode import Misfit, Mode, Options, SyncResult, Wake, misfit_rows, unknown_algorithms, unprobed
 from dataplane.modes.userspace import lower as low
 from dataplane.modes.userspace import messages as m
 from dataplane.modes.userspace import rules
@@ -315,7 +315,7 @@ class Userspace:
             "a client is connected before its backend: where no backend can be reached it sees a reset, not a refusal",
             "connections in flight end when the relay's process ends",
         ]
-        sentences += unknown_algorithms(self.table, {"random", "rr"}, "round robin")
+        sentences += unknown_algorithms(self.table, {"random", "rr"}, "round robin") + unprobed(self.table)
         if len(self.transparent) < len(rules.FAMILIES):
             sentences.append("client addresses cannot be kept here: backends see the node's address")
         return sentences

@@ -1,0 +1,188 @@
+"""Active probes: one thread that asks backends from this node, again and again, and remembers who does not answer.
+
+A probe is a TCP connection, or an HTTP request whose status is from 200 to 399, as for kubelet. So many failures one
+after the other make a backend down, one success makes it well. Probes are spread over the interval; no more than
+`AT_ONCE` are under way, and where that does not suffice they come later than the interval says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import os
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Collection
+from typing import Any, Final, NamedTuple
+
+from dataplane.mode import Options
+from dataplane.table import socket_text
+
+__all__ = ["AT_ONCE", "Prober", "Target", "probe"]
+
+log = logging.getLogger(__name__)
+
+AT_ONCE: Final = 64
+STATUS_LINE: Final = 1024  # bytes of an answer that are looked at
+IMPATIENT: Final = struct.pack("ii", 1, 0)  # SO_LINGER: the connection is reset, no TIME_WAIT is left behind
+
+
+class Target(NamedTuple):
+    """What is probed; `path` None: a connection is enough."""
+
+    address: str
+    port: int
+    path: str | None
+
+
+class Prober:
+    """Probes what it is told to; `start` is not needed, the thread begins with the first target.
+
+    Args:
+        options: `probe_interval`, `probe_timeout` and `probe_failures`.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._interval, self._timeout = options.probe_interval, options.probe_timeout
+        self._failures = options.probe_failures
+        self._lock = threading.Lock()
+        self._misses: dict[Target, int] = {}  # one after the other, of every target
+        self._why: dict[Target, str] = {}  # of those that are down
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._changed = asyncio.Event()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self.lag = 0.0  # seconds that the last probe came too late
+
+    def watch(self, targets: Collection[Target]) -> None:
+        """From now on probe these, and no others."""
+        with self._lock:
+            self._misses = {target: self._misses.get(target, 0) for target in targets}
+            self._why = {target: why for target, why in self._why.items() if target in self._misses}
+        if targets and self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="probes", daemon=True)
+            self._thread.start()
+        self._wake()
+
+    def down(self) -> dict[Target, str]:
+        """Every target that failed so often, and what was wrong the last time."""
+        with self._lock:
+            return dict(self._why)
+
+    def status(self) -> dict[str, Any]:
+        """Figures."""
+        with self._lock:
+            return {"targets": len(self._misses), "down": len(self._why), "late_seconds": round(self.lag, 3)}
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopping = True
+        self._wake()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+
+    def note(self, target: Target, problem: str) -> None:
+        """A probe ended: "" for success."""
+        with self._lock:
+            if target not in self._misses:
+                return
+            self._misses[target] = self._misses[target] + 1 if problem else 0
+            if not problem:
+                self._why.pop(target, None)
+            elif self._misses[target] >= self._failures:
+                self._why[target] = problem
+
+    def _wake(self) -> None:
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self._changed.set)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._schedule())
+        except Exception:
+            log.exception("probes have ended: backends are judged by their connections alone")
+            with self._lock:
+                self._why.clear()
+
+    async def _schedule(self) -> None:
+        """The next target that is due, as soon as one of `AT_ONCE` is free."""
+        self._loop = asyncio.get_running_loop()
+        due: list[tuple[float, Target]] = []
+        scheduled: set[Target] = set()
+        free, running = asyncio.Semaphore(AT_ONCE), set[asyncio.Task[None]]()
+
+        async def one(target: Target) -> None:
+            try:
+                self.note(target, await probe(target, self._timeout))
+            finally:
+                free.release()
+
+        while not self._stopping:
+            self._changed.clear()
+            with self._lock:
+                wanted = set(self._misses)
+            for target in wanted - scheduled:
+                heapq.heappush(due, (time.monotonic() + random.uniform(0, self._interval), target))
+            scheduled |= wanted
+            if not due or due[0][0] > time.monotonic():
+                await self._sleep(due[0][0] - time.monotonic() if due else None)
+                continue
+            at, target = heapq.heappop(due)
+            if target not in wanted:
+                scheduled.discard(target)
+                continue
+            await free.acquire()
+            now = time.monotonic()
+            self.lag = now - at
+            heapq.heappush(due, (max(at + self._interval, now), target))
+            task = asyncio.create_task(one(target))
+            running.add(task)
+            task.add_done_callback(running.discard)
+
+    async def _sleep(self, seconds: float | None) -> None:
+        """Until then, or until there are other targets."""
+        try:
+            await asyncio.wait_for(self._changed.wait(), seconds)
+        except TimeoutError:
+            return
+
+
+async def probe(target: Target, timeout: float) -> str:  # noqa: ASYNC109 - of the whole probe, for its sentence too
+    """One probe; what was wrong, "" for success."""
+    where = socket_text(target.address, target.port)
+    try:
+        async with asyncio.timeout(timeout):
+            return await _ask(target, where)
+    except TimeoutError:
+        return f"no answer from {where} within {timeout:g} s"
+    except OSError as error:
+        return f"{where}: {os.strerror(error.errno) if error.errno else error}"
+
+
+async def _ask(target: Target, where: str) -> str:
+    reader, writer = await asyncio.open_connection(target.address, target.port, limit=STATUS_LINE)
+    try:
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, IMPATIENT)
+        if target.path is None:
+            return ""
+        lines = f"GET {target.path} HTTP/1.1", f"Host: {where}", "User-Agent: hybrid-proxy-probe", "Connection: close"
+        writer.write("\r\n".join((*lines, "", "")).encode("ascii"))
+        return _judge(await reader.readuntil(b"\n"), target.path)
+    except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+        return f"what answers at {where} is not HTTP"
+    finally:
+        writer.close()
+
+
+def _judge(line: bytes, path: str) -> str:
+    """Of a status line, `HTTP/1.1 200 OK`."""
+    words = line.split(maxsplit=2)
+    if len(words) < 2 or not words[0].startswith(b"HTTP/") or not words[1].isdigit():
+        return f"the answer to GET {path} is not HTTP"
+    status = int(words[1])
+    return "" if 200 <= status < 400 else f"GET {path} was answered by status {status}"
