@@ -2,7 +2,7 @@
 #ifndef HYBRID_PROXY_CLIENT_H
 #define HYBRID_PROXY_CLIENT_H
 
-#include "open.h"
+#include "fragment.h"
 
 /* May packets of the flow be handed to a pod past the stack? Only where the other direction goes past it, too:
  * conntrack that sees one half of a connection calls the rest invalid. So both ends are pods of this node, or the flow
@@ -152,6 +152,7 @@ INLINE int to_service(struct __sk_buff *skb, struct scratch *space, const enum p
 {
 	struct packet *p = &space->packet;
 	struct found found;
+	int verdict;
 
 	space->avoid = 0;
 	find_flow(&found, &p->tuple, v6);
@@ -162,7 +163,10 @@ INLINE int to_service(struct __sk_buff *skb, struct scratch *space, const enum p
 	} else if (p->tuple.protocol == IPPROTO_TCP && !is_opening_segment(p)) {
 		return STEP_NONE; /* somebody else's connection, netfilter's perhaps */
 	}
-	switch (CALL(decide, skb, place)) {
+	verdict = CALL(decide, skb, place);
+	if (p->fragment.part == LATER_FRAGMENT && verdict != VERDICT_UNTOUCHED)
+		return drop(COUNT_FRAGMENT_LOST); /* as its first */
+	switch (verdict) {
 	case VERDICT_REJECT:
 		return STEP_REFUSE;
 	case VERDICT_DROP:
@@ -206,7 +210,7 @@ INLINE int to_backend(struct __sk_buff *skb, struct scratch *space, const enum p
 	}
 	if (found.entry)
 		make_way(&p->tuple, &found, v6);
-	if (tcp && !opens)
+	if ((tcp && !opens) || p->fragment.part == LATER_FRAGMENT)
 		return pass();
 	return STEP_OPEN_DIRECT;
 }
@@ -326,6 +330,12 @@ INLINE int from_client(struct __sk_buff *skb, struct scratch *space, __u32 place
 
 	__builtin_memset(p, 0, sizeof(*p));
 	parse_packet(skb, p, v6);
+	if (p->kind == PACKET_FRAGMENT) {
+		int step = CALL(join, skb, MAY_HOLD);
+
+		if (step != STEP_NONE)
+			return step;
+	}
 	if (p->kind == PACKET_OTHER)
 		return pass();
 	if (p->kind == PACKET_ICMP_ERROR)
@@ -359,6 +369,12 @@ INLINE int to_client(struct __sk_buff *skb, struct scratch *space, __u32 place, 
 
 	__builtin_memset(p, 0, sizeof(*p));
 	parse_packet(skb, p, v6);
+	if (p->kind == PACKET_FRAGMENT) {
+		int step = CALL(join, skb, MUST_PASS);
+
+		if (step != STEP_NONE)
+			return step;
+	}
 	if (p->kind == PACKET_OTHER)
 		return pass();
 	if (place == AT_NODE && p->kind == PACKET_TRANSPORT && !skb->ingress_ifindex && may_be_frontend(p, v6)) {

@@ -4,6 +4,39 @@
 
 #include "config.h"
 
+/* Rows of programs alone. */
+
+#define HELD 256	/* fragments that wait for their first, of all datagrams together */
+#define HELD_EACH 48	/* of one datagram: 64 KiB over an MTU of 1500 */
+#define HELD_BYTES 2048 /* of a frame that can wait */
+
+/* A datagram in fragments, on its way: all of them have this key. */
+struct fragment_key {
+	__u32 saddr[4];
+	__u32 daddr[4];
+	__u32 id;
+	__u32 protocol;
+};
+
+/* The ports of its first fragment, or which later ones wait for it (places in map `held`). */
+struct fragments {
+	__u32 seen; /* jiffies of the one that came first */
+	__u16 sport;
+	__u16 dport;
+	__u8 known; /* the first fragment was seen */
+	__u8 protocol;
+	__u16 waiting;
+	__u8 places[HELD_EACH];
+};
+
+/* A fragment that came before its datagram's first. */
+struct held {
+	struct fragment_key key;
+	__u32 length;
+	__u32 pad;
+	__u8 frame[HELD_BYTES];
+};
+
 #define ARRAY_MAP(NAME, TYPE, ENTRIES)                                                                                 \
 	struct {                                                                                                       \
 		__uint(type, BPF_MAP_TYPE_ARRAY);                                                                      \
@@ -64,6 +97,10 @@ HASH_MAP(opening6, BPF_MAP_TYPE_LRU_HASH, struct flow6_key, struct flow, 65536);
 ARRAY_MAP(recent, struct recent_bucket, 1 << RECENT_BITS);
 /* Client and service -> backend | jiffies of the last connection << 32. */
 HASH_MAP(affinity, BPF_MAP_TYPE_LRU_HASH, struct affinity_key, __u64, 65536);
+/* Datagrams in fragments: ports for those that have none. */
+HASH_MAP(fragments, BPF_MAP_TYPE_LRU_HASH, struct fragment_key, struct fragments, 4096);
+/* Fragments that came before their first; a ring. */
+ARRAY_MAP(held, struct held, HELD);
 /* Addresses of this node; what else may change at run time. */
 ARRAY_MAP(node, struct node, 1);
 

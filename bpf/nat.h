@@ -120,10 +120,33 @@ INLINE void store_tuple6(struct __sk_buff *skb, const struct packet *p, const st
 	}
 }
 
+/* Of a later fragment, addresses alone: the first one's checksum covers the whole datagram. Nothing makes up for the
+ * change of IPv6's, so that a sum over the packet, which the device may have made, needs to change with them.
+ */
+INLINE void rewrite_later(struct __sk_buff *skb, const struct tuple *to, __s64 difference, const bool v6)
+{
+	struct {
+		__u32 saddr[4], daddr[4];
+	} both;
+
+	if (!v6) {
+		rewrite_addresses(skb, L3_OFFSET, to, difference, false);
+		return;
+	}
+	copy_address(both.saddr, to->saddr);
+	copy_address(both.daddr, to->daddr);
+	bpf_skb_store_bytes(skb, L3_OFFSET + offsetof(struct ipv6hdr, saddr), &both, sizeof(both),
+			    BPF_F_RECOMPUTE_CSUM);
+}
+
 INLINE void rewrite(struct __sk_buff *skb, const struct packet *p, const struct tuple *to, const bool v6)
 {
 	__s64 difference = address_difference(&p->tuple, to, v6);
 
+	if (p->fragment.part == LATER_FRAGMENT) {
+		rewrite_later(skb, to, difference, v6);
+		return;
+	}
 	update_transport(skb, p, to, difference);
 	if (v6)
 		store_tuple6(skb, p, to);

@@ -5,6 +5,9 @@
 #include "verdict.h"
 
 #define IP_FRAGMENT_MASK bpf_htons(0x3fff)
+#define IP_OFFSET_MASK bpf_htons(0x1fff)
+#define IPV6_FRAGMENT_MASK bpf_htons(0xfff9)
+#define IPV6_OFFSET_MASK bpf_htons(0xfff8)
 #define TCP_FIN 0x01
 #define TCP_SYN 0x02
 #define TCP_RST 0x04
@@ -23,15 +26,29 @@ struct tuple {
 };
 
 enum packet_kind {
-	PACKET_OTHER, /* nothing for us: not IP, a fragment, too short, an unknown transport */
+	PACKET_OTHER, /* nothing for us: not IP, too short, an unknown transport */
 	PACKET_TRANSPORT,
+	PACKET_FRAGMENT, /* of a transport: what fragment.h makes a PACKET_TRANSPORT, with the ports of its first */
 	PACKET_ICMP_ERROR,
 	PACKET_ICMP_OTHER,
+};
+
+enum fragment_part {
+	WHOLE,
+	FIRST_FRAGMENT,
+	LATER_FRAGMENT, /* without a transport header */
+};
+
+struct fragment {
+	__u32 id;
+	__u8 part;     /* of enum fragment_part */
+	__u8 protocol; /* what all fragments of a datagram say follows */
 };
 
 struct packet {
 	struct tuple tuple;
 	enum packet_kind kind;
+	struct fragment fragment;
 	__u32 l4;	/* offset of the transport header */
 	__u16 ip_check; /* IPv4: the header's checksum */
 	__u8 ttl;
@@ -67,14 +84,17 @@ INLINE void turn_round(struct tuple *to, const struct tuple *from)
 }
 
 /* IPv4 header at `offset` into the tuple's addresses and protocol; the transport's offset, 0: not for us. */
-INLINE __u32 parse_ipv4(void *data, void *end, __u32 offset, struct tuple *t)
+INLINE __u32 parse_ipv4(void *data, void *end, __u32 offset, struct tuple *t, struct fragment *f)
 {
 	struct iphdr *ip = data + offset;
 
 	if ((void *)(ip + 1) > end || ip->version != 4 || ip->ihl < 5)
 		return 0;
-	if (ip->frag_off & IP_FRAGMENT_MASK)
-		return 0;
+	if (ip->frag_off & IP_FRAGMENT_MASK) {
+		f->part = ip->frag_off & IP_OFFSET_MASK ? LATER_FRAGMENT : FIRST_FRAGMENT;
+		f->id = ip->id;
+		f->protocol = ip->protocol;
+	}
 	t->saddr[0] = ip->saddr;
 	t->daddr[0] = ip->daddr;
 	t->protocol = ip->protocol;
@@ -91,8 +111,27 @@ INLINE __u32 bounded(__u32 offset)
 	return offset & 0x3fff;
 }
 
+struct ipv6_fragment {
+	__u8 nexthdr;
+	__u8 reserved;
+	__be16 offset;
+	__be32 id;
+};
+
+/* What the fragment header at `option` says; a datagram in one piece may have it, too (RFC 6946). */
+INLINE bool parse_fragment_header(const struct ipv6_fragment *option, void *end, struct fragment *f)
+{
+	if ((void *)(option + 1) > end)
+		return false;
+	if (option->offset & IPV6_FRAGMENT_MASK)
+		f->part = option->offset & IPV6_OFFSET_MASK ? LATER_FRAGMENT : FIRST_FRAGMENT;
+	f->id = option->id;
+	f->protocol = option->nexthdr;
+	return true;
+}
+
 /* IPv6 header at `offset`, extension headers skipped; the transport's offset, 0: not for us. */
-INLINE __u32 parse_ipv6(void *data, void *end, __u32 offset, struct tuple *t)
+INLINE __u32 parse_ipv6(void *data, void *end, __u32 offset, struct tuple *t, struct fragment *f)
 {
 	struct ipv6hdr *ip = data + offset;
 	__u8 next;
@@ -106,21 +145,31 @@ INLINE __u32 parse_ipv6(void *data, void *end, __u32 offset, struct tuple *t)
 #pragma unroll
 	for (int i = 0; i < IPV6_EXTENSIONS; i++) {
 		struct ipv6_opt_hdr *option = data + offset;
+		__u32 length;
 
-		if (next != IPPROTO_HOPOPTS && next != IPPROTO_ROUTING && next != IPPROTO_DSTOPTS)
+		if (next != IPPROTO_HOPOPTS && next != IPPROTO_ROUTING && next != IPPROTO_DSTOPTS &&
+		    next != IPPROTO_FRAGMENT)
 			break;
 		if ((void *)(option + 1) > end)
 			return 0;
+		length = (option->hdrlen + 1) * 8;
+		if (next == IPPROTO_FRAGMENT) {
+			if (!parse_fragment_header((void *)option, end, f))
+				return 0;
+			length = sizeof(struct ipv6_fragment);
+		}
 		next = option->nexthdr;
-		offset = bounded(offset + (option->hdrlen + 1) * 8);
+		offset = bounded(offset + length);
+		if (f->part == LATER_FRAGMENT)
+			break;
 	}
 	t->protocol = next;
 	return offset;
 }
 
-INLINE __u32 parse_ip(void *data, void *end, __u32 offset, struct tuple *t, const bool v6)
+INLINE __u32 parse_ip(void *data, void *end, __u32 offset, struct tuple *t, struct fragment *f, const bool v6)
 {
-	return v6 ? parse_ipv6(data, end, offset, t) : parse_ipv4(data, end, offset, t);
+	return v6 ? parse_ipv6(data, end, offset, t, f) : parse_ipv4(data, end, offset, t, f);
 }
 
 /* The first four bytes of TCP, UDP and SCTP are the ports; an ICMP error may quote no more than eight. */
@@ -202,7 +251,7 @@ INLINE __u64 parse_linear(struct __sk_buff *skb, struct packet *p, const bool v6
 {
 	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
 
-	p->l4 = parse_ip(data, end, L3_OFFSET, &p->tuple, v6);
+	p->l4 = parse_ip(data, end, L3_OFFSET, &p->tuple, &p->fragment, v6);
 	if (!p->l4)
 		return end - data;
 	if (data + L3_OFFSET + sizeof(struct iphdr) <= end) {
@@ -211,13 +260,15 @@ INLINE __u64 parse_linear(struct __sk_buff *skb, struct packet *p, const bool v6
 		p->ip_check = ip->check;
 		p->ttl = v6 ? ((struct ipv6hdr *)ip)->hop_limit : ip->ttl;
 	}
-	if (parse_ports(data, end, p->l4, &p->tuple)) {
-		p->kind = PACKET_TRANSPORT;
+	if (p->fragment.part == LATER_FRAGMENT) {
+		p->kind = PACKET_FRAGMENT;
+	} else if (parse_ports(data, end, p->l4, &p->tuple)) {
+		p->kind = p->fragment.part ? PACKET_FRAGMENT : PACKET_TRANSPORT;
 		if (p->tuple.protocol == IPPROTO_TCP)
 			parse_tcp(skb, data, end, p, v6);
 		else if (!has_header(data, end, p))
 			p->kind = PACKET_OTHER;
-	} else if (p->tuple.protocol == (v6 ? IPPROTO_ICMPV6 : IPPROTO_ICMP)) {
+	} else if (!p->fragment.part && p->tuple.protocol == (v6 ? IPPROTO_ICMPV6 : IPPROTO_ICMP)) {
 		parse_icmp(data, end, p, v6);
 	}
 	return end - data;

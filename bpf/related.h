@@ -10,9 +10,10 @@
 INLINE __u32 parse_quotation(struct __sk_buff *skb, __u32 offset, struct tuple *quoted, const bool v6)
 {
 	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
-	__u32 l4 = offset <= WINDOW ? parse_ip(data, end, bounded(offset), quoted, v6) : 0;
+	struct fragment fragment = {};
+	__u32 l4 = offset <= WINDOW ? parse_ip(data, end, bounded(offset), quoted, &fragment, v6) : 0;
 
-	return l4 && parse_ports(data, end, l4, quoted) ? l4 : 0;
+	return l4 && fragment.part != LATER_FRAGMENT && parse_ports(data, end, l4, quoted) ? l4 : 0;
 }
 
 /* Replace the quoted tuple by `to`. For IPv4 the quoted header's own checksum absorbs the addresses, so that

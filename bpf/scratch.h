@@ -27,6 +27,10 @@ struct scratch {
 	struct tuple reply;  /* the key of its answers */
 	struct quotation quotation;
 	struct bpf_fib_lookup hop;
+	struct fragment_key datagram;
+	struct fragments fragments;
+	struct held first; /* a first fragment, while those that waited for it take its place */
+	__u32 next_place;
 };
 
 struct {

@@ -615,10 +615,10 @@ class Store:
             chosen = ids[(kinds & np.uint64(0xFF)) == family]
             if len(chosen):
                 protocols = self.backends["reserved"][chosen] >> np.uint64(8)
-                yield layout.backend_bits(
-                    np.ascontiguousarray(self.backends["address"][chosen]), self.backends["port"][chosen], protocols,
-                    family,
-                )  # fmt: skip
+                words = np.ascontiguousarray(self.backends["address"][chosen])
+                yield layout.backend_bits(words, self.backends["port"][chosen], protocols, family)
+                words = words[protocols != Protocol.TCP]  # those whose answers may come in fragments, without a port
+                yield layout.backend_bits(words, np.zeros(len(words), np.uint16), np.zeros(len(words), int), family)
 
     def _publish_words(self, words: list[tuple[int, int]]) -> None:
         if words:

@@ -11,7 +11,7 @@ import numpy as np
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.maps import MapSet
 from dataplane.modes.ebpf.store import Store
-from dataplane.table import Entry, Kind, WhenEmpty
+from dataplane.table import Entry, Kind, Protocol, WhenEmpty
 
 FLAGS = layout.abi_constants()
 Key = tuple[int, str, int, int]  # family, address, port, protocol
@@ -177,6 +177,9 @@ def check_prefilters(store: Store, entries: list[Entry]) -> None:
             words = np.ascontiguousarray(row["address"])
             protocol = np.array([int(known.entry.protocol)])
             np.add.at(backends, layout.backend_bits(words, row["port"], protocol, known.entry.family), 1)
+            if known.entry.protocol is not Protocol.TCP:  # of fragments, which have no ports
+                none = np.zeros(1, np.uint16)
+                np.add.at(backends, layout.backend_bits(words, none, none, known.entry.family), 1)
     for prefilter, counts in ((store._service_bits, services), (store._backend_bits, backends)):
         assert np.array_equal(prefilter.counts, counts)
         assert np.array_equal(np.unpackbits(prefilter.view.view(np.uint8), bitorder="little"), counts > 0)

@@ -1,0 +1,189 @@
+"""Datagrams of 8 kB over an MTU of 1500, both ways through a service, in order and not."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+from scapy.layers.inet import IP, UDP, fragment
+from scapy.layers.inet6 import IPv6, IPv6ExtHdrFragment, fragment6
+from scapy.packet import Raw
+
+from .kit import V4, Bench, Service, eventually
+from .test_rows import target_of
+
+SIZE = 8000
+ECHO = 7007
+LOCAL = {"externalTrafficPolicy": "Local"}
+WAYS = [("pod1", "cluster", "pod2", {}), ("pod1", "cluster", "remote1", {}), ("pod1", "cluster", "pod1", {}),
+        ("client", "nodeport", "pod2", {}), ("client", "nodeport", "pod2", LOCAL),
+        ("client", "nodeport", "remote1", {}), ("client", "lb", "pod2", {}),
+        ("node", "cluster", "remote1", {})]  # fmt: skip
+IDS = ["-".join(way[:3]) + ("-local" if way[3] else "") for way in WAYS]
+NUMBERS = itertools.count(1000)  # of datagrams
+ORDERS: dict[str, Callable[[list[bytes]], Sequence[bytes]]] = {
+    "in-order": lambda pieces: pieces,
+    "reversed": lambda pieces: pieces[::-1],
+    "first-last": lambda pieces: [*pieces[1:], pieces[0]],
+    "second-first": lambda pieces: [pieces[1], pieces[0], *pieces[2:]],
+    "doubled": lambda pieces: [*pieces[1:], *pieces, *pieces[1:]],
+}
+CONNTRACK = """
+table inet tracking {
+    chain forward { type filter hook forward priority 0; ct state invalid counter drop; }
+}
+"""
+
+
+@pytest.fixture(params=[False, True], ids=["", "conntrack"])
+def conntrack(bench: Bench, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where conntrack works on the node, it puts fragments together on their way and they are cut again."""
+    if not request.param:
+        yield
+        return
+    if not shutil.which("nft"):
+        pytest.skip("nft is not installed (apt-get install nftables)")
+    added = bench.lab.run("node", ["nft", CONNTRACK])
+    assert added.returncode == 0, added.stderr
+    yield
+    told = bench.lab.run("node", ["nft", "list", "table", "inet", "tracking"]).stdout
+    bench.lab.run("node", ["nft", "delete", "table", "inet", "tracking"])
+    assert "counter packets 0 " in told, told
+
+
+@contextmanager
+def echo(bench: Bench, place: str, family: int) -> Iterator[None]:
+    """A server that sends every datagram back."""
+    stop = threading.Event()
+    with bench.lab.socket(place, family, socket.SOCK_DGRAM) as server:
+        server.bind((bench.lab[place].address(family), ECHO))
+        server.settimeout(0.1)
+
+        def serve() -> None:
+            while not stop.is_set():
+                try:
+                    data, client = server.recvfrom(65536)
+                    server.sendto(data, client)
+                except TimeoutError:
+                    continue
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+
+def returned(client: socket.socket, data: bytes, target: tuple[str, int]) -> bool:
+    """Whether the datagram comes back from where it went."""
+    client.sendto(data, target)
+    got, source = client.recvfrom(65536)
+    return got == data and source[:2] == target
+
+
+def service_of(bench: Bench, pod: str, spec: dict[str, str]) -> Service:
+    return bench.service(pod, protocol="UDP", port=53, target=ECHO, outside=True, spec=spec, settle=False)
+
+
+@pytest.mark.row("2.23", "datagrams larger than the MTU, both ways")
+@pytest.mark.parametrize(("place", "way", "pod", "spec"), WAYS, ids=IDS)
+def test_a_large_datagram_comes_back(
+    bench: Bench, conntrack: None, place: str, way: str, pod: str, spec: dict[str, str], family: int
+) -> None:
+    service = service_of(bench, pod, spec)
+    target = target_of(bench, service, way, family)
+    with echo(bench, pod, family), bench.socket(place, family, socket.SOCK_DGRAM, timeout=0.5) as client:
+        eventually(lambda: returned(client, b"small", target), 8, "nothing comes back at all")
+        for _ in range(5):
+            assert returned(client, random.randbytes(SIZE), target)
+
+
+def test_an_established_flow_of_large_datagrams_skips_the_stack(bench: Bench, mode: str, family: int) -> None:
+    """After two seconds both pods' packets are handed over directly, fragments too."""
+    service = service_of(bench, "pod2", {})
+    with echo(bench, "pod2", family), bench.socket("pod1", family, socket.SOCK_DGRAM, timeout=0.5) as client:
+        eventually(lambda: returned(client, b"small", service.vip(family)), 8, "nothing comes back at all")
+        if mode == "ebpf":
+            before = counted(bench, "fast")
+            data = random.randbytes(SIZE)
+            eventually(
+                lambda: returned(client, data, service.vip(family)) and counted(bench, "fast") > before + 5,
+                6, "no packet takes the short way",
+            )  # fmt: skip
+        for _ in range(5):
+            assert returned(client, random.randbytes(SIZE), service.vip(family))
+
+
+def counted(bench: Bench, name: str) -> int:
+    told = bench.agent.status()
+    assert told is not None
+    return int(told["dataplane"]["counters"][name])
+
+
+def pieces_of(source: tuple[str, int], target: tuple[str, int], data: bytes) -> list[bytes]:
+    """The datagram as IP fragments."""
+    number = next(NUMBERS)
+    udp = UDP(sport=source[1], dport=target[1]) / Raw(data)
+    if ":" not in target[0]:
+        return [bytes(piece) for piece in fragment(IP(src=source[0], dst=target[0], id=number) / udp, fragsize=1400)]
+    head = IPv6(src=source[0], dst=target[0])
+    whole = IPv6(bytes(head / udp))  # summed before it is cut
+    return [bytes(piece) for piece in fragment6(head / IPv6ExtHdrFragment(id=number) / whole.payload, 1448)]
+
+
+def send_pieces(bench: Bench, place: str, pieces: Sequence[bytes], target: tuple[str, int]) -> None:
+    """As they are; the kernel of the place only routes them."""
+    family = V4 if pieces[0][0] >> 4 == 4 else socket.AF_INET6
+    with bench.lab.socket(place, family, socket.SOCK_RAW, socket.IPPROTO_RAW) as raw:
+        if family != V4:
+            raw.setsockopt(socket.IPPROTO_IPV6, 36, 1)  # IPV6_HDRINCL, linux/in6.h
+        for piece in pieces:
+            raw.sendto(piece, (target[0], 0))
+
+
+REMOTE = [way for way in WAYS if way[0] != "node"]
+
+
+@pytest.mark.row("2.23", "fragments in any order, both ways")
+@pytest.mark.parametrize(("place", "way", "pod", "spec"), REMOTE, ids=IDS[: len(REMOTE)])
+def test_fragments_may_come_in_any_order(
+    bench: Bench, place: str, way: str, pod: str, spec: dict[str, str], family: int
+) -> None:
+    """Of a datagram that opens a flow, and of the answer."""
+    service = service_of(bench, pod, spec)
+    target = target_of(bench, service, way, family)
+    with (
+        bench.socket(place, family, socket.SOCK_DGRAM, timeout=1.0) as client,
+        bench.socket(pod, family, socket.SOCK_DGRAM, timeout=1.0) as server,
+    ):
+        server.bind((bench.lab[pod].address(family), ECHO))
+        with bench.socket(place, family, socket.SOCK_DGRAM, timeout=0.2) as other:
+
+            def serves() -> bool:
+                other.sendto(b"small", target)
+                return server.recv(100) == b"small"
+
+            server.settimeout(0.2)
+            eventually(serves, 8, "nothing arrives at all")
+            server.settimeout(1.0)
+        client.bind((bench.lab[place].address(family), 0))
+        own = client.getsockname()[:2]
+        for name, order in ORDERS.items():
+            asked = random.randbytes(SIZE)
+            send_pieces(bench, place, order(pieces_of(own, target, asked)), target)
+            data, peer = server.recvfrom(65536)
+            assert data == asked, name
+            told = random.randbytes(SIZE)
+            answer = pieces_of((bench.lab[pod].address(family), ECHO), peer[:2], told)
+            send_pieces(bench, pod, order(answer), peer[:2])
+            data, source = client.recvfrom(65536)
+            assert data == told, name
+            assert source[:2] == target
