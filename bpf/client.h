@@ -46,7 +46,10 @@ INLINE int dispatch(struct __sk_buff *skb, struct scratch *space, const enum pla
 	}
 	if ((flow->flags & answer_to_node) == answer_to_node) {
 		count(COUNT_REPLY);
-		return skb->ifindex == flow->ifindex ? pass() : bpf_redirect(flow->ifindex, BPF_F_INGRESS);
+		if (skb->ifindex == flow->ifindex)
+			return pass();
+		rewrite_frame(skb, flow->mac); /* or the stack takes it for another machine's */
+		return bpf_redirect(flow->ifindex, BPF_F_INGRESS);
 	}
 	if (!direct) {
 		count(flow->flags & FLOW_REPLY ? COUNT_REPLY : COUNT_DNAT);

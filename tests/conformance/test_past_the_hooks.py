@@ -1,0 +1,108 @@
+"""Kernel clients and raw sockets of the node: what they send never meets the hooks of its sockets, but its uplink's.
+
+Stood in for by sockets of a cgroup beside the one that the agent serves; where services are no addresses of the node's
+own, their packets go to the uplink, as those of an NFS mount do.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from controller.lab.sockets import Opener
+from controller.lab.traffic import ask_tcp, ask_udp, download
+
+from .kit import UDP, Bench, eventually
+from .test_rows import target_of
+
+SIZE = 1_000_000
+WAYS = [("cluster", "remote1"), ("cluster", "pod2"), ("lb", "remote1"), ("cluster", "node2")]
+IDS = ["-".join(way) for way in WAYS]
+
+
+@pytest.fixture(scope="module")
+def beyond(bench: Bench) -> Iterator[Opener]:
+    """Sockets of the node's namespace in a cgroup beside the lab's."""
+    folder = bench.lab.cgroup.with_name(bench.lab.cgroup.name + "-beside")
+    folder.mkdir()
+    opener = Opener(folder, bench.lab["node"].namespace, bench.lab.environment())
+    try:
+        yield opener
+    finally:
+        opener.close()
+        eventually(lambda: not (folder / "cgroup.procs").read_text(), 5, f"processes are left in {folder}")
+        folder.rmdir()
+
+
+@contextmanager
+def past_the_hooks(bench: Bench, opener: Opener, family: int, kind: int) -> Iterator[socket.socket]:
+    with opener.open(bench.lab["node"].namespace, family, kind, 0) as made:
+        made.settimeout(2.0)
+        yield made
+
+
+def only_ebpf(mode: str) -> None:
+    if mode != "ebpf":
+        pytest.skip("in this mode all sockets of the node are alike")
+
+
+@pytest.mark.parametrize(("way", "pod"), WAYS, ids=IDS)
+def test_connections(bench: Bench, mode: str, beyond: Opener, way: str, pod: str, family: int) -> None:
+    only_ebpf(mode)
+    service = bench.service(pod, outside=True, **({"target": 9090} if pod == "node2" else {}))
+    target = target_of(bench, service, way, family)
+    with past_the_hooks(bench, beyond, family, socket.SOCK_STREAM) as client:
+        client.connect(target)
+        assert client.getpeername()[:2] == target
+        reply = ask_tcp(client)
+        assert reply.pod == pod
+        assert reply.peer[0] == bench.lab["node"].address(family)
+        assert ask_tcp(client, body=bytes(SIZE)).received == SIZE
+        assert download(client, SIZE) == SIZE
+
+
+@pytest.mark.parametrize(("way", "pod"), WAYS[:3], ids=IDS[:3])
+def test_datagrams(bench: Bench, mode: str, beyond: Opener, way: str, pod: str, family: int) -> None:
+    only_ebpf(mode)
+    service = bench.service(pod, protocol="UDP", port=53, target=UDP, outside=True)
+    target = target_of(bench, service, way, family)
+    with past_the_hooks(bench, beyond, family, socket.SOCK_DGRAM) as client:
+        for _ in range(3):
+            reply, source = ask_udp(client, target, text="x" * random.choice([10, 5000]))
+            assert reply.pod == pod
+            assert source == target
+
+
+def test_a_refusal(bench: Bench, mode: str, beyond: Opener, family: int) -> None:
+    only_ebpf(mode)
+    service = bench.service("pod2", outside=True)
+    with past_the_hooks(bench, beyond, family, socket.SOCK_STREAM) as client, pytest.raises(ConnectionRefusedError):
+        client.connect((service.address(family), 81))
+
+
+def test_datagrams_move_when_their_backend_is_gone(bench: Bench, mode: str, beyond: Opener, family: int) -> None:
+    only_ebpf(mode)
+    service = bench.service("pod2", "remote1", protocol="UDP", port=53, target=UDP)
+    with past_the_hooks(bench, beyond, family, socket.SOCK_DGRAM) as client:
+        client.connect(service.vip(family))
+        client.settimeout(0.3)
+        gone = ask_udp(client)[0].pod
+        left = ({"pod2", "remote1"} - {gone}).pop()
+        service.write(bench.lab[left])
+        eventually(lambda: ask_udp(client)[0].pod == left, 5, f"the flow still goes to {gone}, which is gone")
+
+
+def test_more_than_one_client_port(bench: Bench, mode: str, beyond: Opener, family: int) -> None:
+    """New connections all the time, as a mount that is made again and again."""
+    only_ebpf(mode)
+    service = bench.service("pod2", "remote1")
+    seen = set()
+    for _ in range(40):
+        with past_the_hooks(bench, beyond, family, socket.SOCK_STREAM) as client:
+            client.connect(service.vip(family))
+            seen.add(ask_tcp(client, close=True).pod)
+    assert seen == {"pod2", "remote1"}
