@@ -25,6 +25,7 @@ from dataplane.kernel.netlink import heard
 __all__ = ["Interface", "Node", "clsact_attach", "clsact_detach", "is_pod", "is_uplink", "read_node", "watch"]
 
 POD_KINDS = frozenset({"veth", "netkit"})
+ETHERNET = 1  # ARPHRD_ETHER
 UPLINK_KINDS = frozenset({"", "bond", "team", "vlan"})  # "": a device of its own
 INGRESS, EGRESS = 0xFFFFFFF2, 0xFFFFFFF3
 PRIORITY = 1
@@ -45,6 +46,7 @@ class Interface(msgspec.Struct, frozen=True):
     default_route: bool
     addresses: tuple[str, ...]
     master: int = 0  # index of the bridge or bond that it is a port of
+    ethernet: bool = True  # packets have an Ethernet header, which the programs expect
 
 
 class Node(msgspec.Struct, frozen=True):
@@ -89,6 +91,7 @@ def _interface(link: object, defaults: set[int], addresses: dict[int, list[str]]
         default_route=index in defaults,
         addresses=tuple(addresses.get(index, ())),
         master=get("IFLA_MASTER") or 0,
+        ethernet=link["ifi_type"] == ETHERNET,  # type: ignore[index]
     )
 
 

@@ -73,19 +73,25 @@ class Links:
         self._forget_stale(wanted)
 
     def _attach(self, interface: Interface) -> None:
+        if not interface.ethernet:
+            self._note_failure(interface, "its packets have no Ethernet header, which the programs expect")
+            return
         try:
             for name, attach_type, ingress in self.hooks:
                 self._attach_one(interface, name, attach_type, ingress=ingress)
         except BpfError as error:
             if error.code == errno.ENODEV:
                 return
-            if interface.name not in self.failed:
-                log.warning("cannot attach to %s interface %s: %s", self.what, interface.name, error)
-            self.failed[interface.name] = str(error)
+            self._note_failure(interface, str(error))
             return
         self.failed.pop(interface.name, None)
         self.attached[interface.index] = interface
         log.info("serving %s interface %s by %s", self.what, interface.name, self.kind)
+
+    def _note_failure(self, interface: Interface, why: str) -> None:
+        if self.failed.get(interface.name) != why:
+            log.warning("cannot serve %s interface %s: %s", self.what, interface.name, why)
+        self.failed[interface.name] = why
 
     def _attach_one(self, interface: Interface, name: str, attach_type: int, *, ingress: bool) -> None:
         program = self.programs.program(name)
