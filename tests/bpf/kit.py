@@ -25,13 +25,14 @@ from scapy.layers.l2 import Ether
 from scapy.layers.sctp import SCTP
 from scapy.packet import Packet, Raw
 
-from dataplane.kernel.bpf import Object, run_on_packet
+from dataplane.kernel.bpf import Object, has_helper, run_on_packet
 from dataplane.kernel.grace import jiffies_per_second, wait_for_programs
 from dataplane.kernel.places import bpf_fs
 from dataplane.mode import Options
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.flows import Caretaker, flow_arrays
 from dataplane.modes.ebpf.maps import MapSet
+from dataplane.modes.ebpf.programmer import CHECK_MTU
 from dataplane.modes.ebpf.store import Store
 from dataplane.table import Backend, Entry, Frontend, Kind, Protocol, Route, WhenEmpty
 
@@ -224,7 +225,8 @@ class Bench:
         self.options = options
         try:
             self.maps = MapSet(self.folder, options)
-            values = {"hz": HZ, "reject_burst": 1_000_000, "fast_path": 1, "can_set_errno": 1, "can_check_mtu": 1,
+            values = {"hz": HZ, "reject_burst": 1_000_000, "fast_path": 1, "can_set_errno": 1,
+                      "can_check_mtu": int(has_helper(CHECK_MTU)),
                       "udp_timeout": options.udp_timeout * HZ, "udp_timeout_stream": options.udp_timeout_stream * HZ,
                       "port_first": options.port_first, "port_count": options.port_count} | settings  # fmt: skip
             self.settings = layout.pack("settings", **values)

@@ -18,6 +18,7 @@ from dataplane.modes.ebpf import layout
 from dataplane.table import Backend, Entry, Protocol, Route
 
 from .kit import PASS, REDIRECT, SMALL, Bench, Net, bench_with, datagram, frame, read, segment, service, syn
+from .test_failover import wait
 
 RINGS = msgspec.structs.replace(SMALL, max_slots=65_536)
 LIMIT = Options().max_ring
@@ -378,3 +379,27 @@ def test_datagrams_are_hashed_too(bench: Bench, net: Net) -> None:
     for sport in range(30_000, 30_040):
         _, out = bench.ingress(frame(net, net.client, net.vip, datagram(sport, 80)))
         assert read(out).dst == place(entry, tuple_hash(net.client, sport, net.vip, 80, 17))
+
+
+# --- beside failover
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_repeated_syn_goes_to_another_backend(bench: Bench, net: Net, algorithm: str) -> None:
+    bench.serve(balanced(net, algorithm))
+    for sport in range(30_000, 30_020):
+        first = open_once(bench, net, sport)
+        wait(bench, net)
+        assert open_once(bench, net, sport) != first
+
+
+def test_the_other_backend_is_the_same_one_on_every_node(bench: Bench, net: Net) -> None:
+    bench.serve(balanced(net, "mh"))
+    chosen = []
+    for _ in range(2):
+        bench.forget()
+        for sport in range(30_000, 30_020):
+            open_once(bench, net, sport)
+            wait(bench, net)
+            chosen.append(open_once(bench, net, sport))
+    assert chosen[:20] == chosen[20:]
