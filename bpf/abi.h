@@ -23,6 +23,7 @@ enum abi_limits {
 	RECENT_BITS = 16,  /* buckets of reply tuples that are remembered after their connection ended */
 	RECENT_MARKS = 4,  /* tuples in a bucket */
 	SWEEP_KEYS = 16,   /* flows that one call of the sweep program re-checks */
+	TRAFFIC_GROUP = 8, /* backends whose rows in map `traffic` lie together, for one CPU after the other */
 };
 
 /* A frontend's value is one immutable u64: service | flags << 32 | tag << 40. The tag is a hash of the
@@ -104,6 +105,17 @@ struct backend {
 	__u32 service; /* ids belong to one service, so that a stale id proves itself wrong */
 	__u32 reserved;
 	__u32 failures; /* connections one after the other that it did not answer, or refused */
+};
+
+/* What a backend's flows came to on one CPU (map `traffic`). Bytes are those of IP packets; of a packet that stands for
+ * several segments (GSO) all are counted, their headers once.
+ */
+struct traffic {
+	__u64 flows; /* begun */
+	__u64 packets;
+	__u64 bytes;
+	__u64 reply_packets;
+	__u64 reply_bytes;
 };
 
 struct flow4_key {
@@ -202,6 +214,8 @@ struct settings {
 	__u32 port_first;	  /* source ports that we give: those of masqueraded clients and of flows that clash */
 	__u32 port_count;
 	__u32 can_check_mtu; /* bpf_check_mtu exists */
+	__u32 traffic_cpus;  /* CPUs that map `traffic` has rows for, 0: traffic is not counted */
+	__u32 event_burst;   /* events per CPU and second that are told to user space, 0: none */
 };
 
 /* A socket's memory of the service addresses it talks to. */
@@ -254,14 +268,14 @@ enum counter {
 	COUNT_REPLY,
 	COUNT_FAST,
 	COUNT_REJECT,
-	COUNT_REJECT_LIMITED,
+	COUNT_DROP_REJECT_LIMITED,
 	COUNT_DROP_EMPTY,
 	COUNT_DROP_UNALLOCATED,
 	COUNT_SLOT_RETRY,
 	COUNT_SLOT_LOST,
 	COUNT_FLOW_FULL,
 	COUNT_TUPLE_CLASH,
-	COUNT_TUPLE_EXHAUSTED,
+	COUNT_DROP_NO_PORT,
 	COUNT_STALE_BACKEND,
 	COUNT_ICMP_RELATED,
 	COUNT_MASQUERADE,
@@ -275,6 +289,11 @@ enum counter {
 	COUNT_FRAGMENT_HELD,
 	COUNT_FRAGMENT_RELEASED,
 	COUNT_FRAGMENT_LOST,
+	COUNT_DROP_CHANGING,
+	COUNT_DROP_FLOW_LOST,
+	COUNT_DROP_NO_ADDRESS,
+	COUNT_DROP_FLOW_FULL,
+	COUNT_DROP_REJECT_FAILED,
 	COUNTERS
 };
 

@@ -35,6 +35,7 @@ INLINE int dispatch(struct __sk_buff *skb, struct scratch *space, const enum pla
 	const __u32 answer_to_node = FLOW_NODE | FLOW_REPLY;
 	bool direct = skips_stack(flow, place) && fits(skb, flow->ifindex);
 
+	account(skb, flow->backend, flow->flags & FLOW_REPLY, 0);
 	if (flow->flags & FLOW_MASQUERADE && !direct && (flow->flags & answer_to_node) != answer_to_node) {
 		count(flow->flags & FLOW_REPLY ? COUNT_REPLY : COUNT_DNAT);
 		return STEP_SEND_ON;
@@ -71,11 +72,11 @@ INLINE int follow(struct __sk_buff *skb, struct scratch *space, struct found *fo
 		if (found->table == TABLE_OPENING)
 			find_flow(found, &p->tuple, v6);
 		if (!found->entry)
-			return drop(COUNT_SLOT_LOST);
+			return drop(COUNT_DROP_FLOW_LOST);
 	}
 	space->flow = *found->entry;
 	if (space->flow.tag != flow_tag(&p->tuple, v6))
-		return drop(COUNT_SLOT_LOST);
+		return drop(COUNT_DROP_FLOW_LOST);
 	if (touch(p, found->entry, found->table, v6))
 		finish(&p->tuple, &space->flow, found->table, v6);
 	rewritten(&space->result, &space->flow, p->tuple.protocol);
@@ -173,7 +174,7 @@ INLINE int to_service(struct __sk_buff *skb, struct scratch *space, const enum p
 	case VERDICT_REJECT:
 		return STEP_REFUSE;
 	case VERDICT_DROP:
-		return drop(COUNT_DROP_EMPTY);
+		return drop(space->choice.why);
 	case VERDICT_DNAT:
 		return STEP_OPEN_FLOW;
 	}
@@ -303,6 +304,7 @@ INLINE int answer(struct __sk_buff *skb, struct packet *p, const bool v6)
 {
 	struct found found;
 	struct tuple to;
+	__u32 backend;
 
 	find_flow(&found, &p->tuple, v6);
 	if (!found.entry || !(found.entry->flags & FLOW_REPLY) || found.entry->flags & (FLOW_HAIRPIN | FLOW_MASQUERADE))
@@ -310,6 +312,7 @@ INLINE int answer(struct __sk_buff *skb, struct packet *p, const bool v6)
 	rewritten(&to, found.entry, p->tuple.protocol);
 	if (same_tuple(&to, &p->tuple, v6))
 		return pass();
+	backend = found.entry->backend;
 	if (!(found.entry->flags & FLOW_ESTABLISHED)) {
 		if (is_clash(p, found.entry)) {
 			if (!(found.entry->flags & FLOW_CLASH))
@@ -321,6 +324,7 @@ INLINE int answer(struct __sk_buff *skb, struct packet *p, const bool v6)
 		finish(&p->tuple, found.entry, found.table, v6);
 	}
 	count(COUNT_REPLY);
+	account(skb, backend, true, 0);
 	rewrite(skb, p, &to, v6);
 	return pass();
 }

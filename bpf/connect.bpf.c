@@ -2,6 +2,7 @@
  * translated. What a socket asked for is kept with the socket, so that answers and getpeername show the service.
  */
 #include "pick.h"
+#include "traffic.h"
 
 #define ECONNREFUSED 111
 #define ETIMEDOUT 110
@@ -79,11 +80,13 @@ INLINE struct socket_state *state_of(struct bpf_sock_addr *ctx, __u64 flags)
 }
 
 /* Without bpf_set_retval the caller sees EPERM. */
-INLINE int fail(int error)
+INLINE int fail(const struct choice *c)
 {
-	count(COUNT_SOCKET_REFUSED);
+	bool refused = c->verdict == VERDICT_REJECT;
+
+	count(refused ? COUNT_SOCKET_REFUSED : c->why);
 	if (settings.can_set_errno)
-		bpf_set_retval(-error);
+		bpf_set_retval(refused ? -ECONNREFUSED : -ETIMEDOUT);
 	return REFUSE;
 }
 
@@ -144,7 +147,7 @@ INLINE int connect_socket(struct bpf_sock_addr *ctx, const bool v6)
 	if (choice.verdict == VERDICT_UNTOUCHED)
 		return PROCEED;
 	if (choice.verdict != VERDICT_DNAT)
-		return fail(choice.verdict == VERDICT_REJECT ? ECONNREFUSED : ETIMEDOUT);
+		return fail(&choice);
 	state = state_of(ctx, BPF_SK_STORAGE_GET_F_CREATE);
 	if (state) {
 		remember(&state->peers[0], &target, &choice);
@@ -157,6 +160,7 @@ INLINE int connect_socket(struct bpf_sock_addr *ctx, const bool v6)
 	}
 	write_target(ctx, &target, choice.address, choice.port, v6);
 	count(COUNT_SOCKET_CONNECT);
+	account_flow(choice.backend);
 	return PROCEED;
 }
 
@@ -206,10 +210,11 @@ INLINE int send_datagram(struct bpf_sock_addr *ctx, const bool v6)
 	if (choice.verdict == VERDICT_UNTOUCHED)
 		return PROCEED;
 	if (choice.verdict != VERDICT_DNAT)
-		return fail(choice.verdict == VERDICT_REJECT ? ECONNREFUSED : ETIMEDOUT);
+		return fail(&choice);
 	state = state_of(ctx, BPF_SK_STORAGE_GET_F_CREATE);
 	if (state)
 		remember(new_peer(state, &target), &target, &choice);
+	account_flow(choice.backend);
 	write_target(ctx, &target, choice.address, choice.port, v6);
 	return PROCEED;
 }

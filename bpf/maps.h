@@ -104,6 +104,13 @@ ARRAY_MAP(held, struct held, HELD);
 /* Addresses of this node; what else may change at run time. */
 ARRAY_MAP(node, struct node, 1);
 
+/* What each backend's flows came to: rows of TRAFFIC_GROUP backends for one CPU, then for the next, so that no two CPUs
+ * write to one cache line and user space reads all of it as one array.
+ */
+ARRAY_MAP(traffic, struct traffic, 524288);
+/* What backends that a service has no more came to, by service; of user space alone. */
+ARRAY_MAP(traffic_gone, struct traffic, 32768);
+
 /* Events by reason, per CPU. */
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);

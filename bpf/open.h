@@ -108,7 +108,7 @@ INLINE int open_flow(struct __sk_buff *skb, struct scratch *space, __u32 place, 
 	space->flow.service = space->choice.service;
 	space->flow.backend = space->choice.backend;
 	if (!set_source(skb, space, place, v6))
-		return drop(COUNT_TUPLE_EXHAUSTED);
+		return drop(COUNT_DROP_NO_ADDRESS);
 	turn_round(&space->reply, result);
 	return STEP_CLAIM;
 }
@@ -135,7 +135,7 @@ INLINE int claim(struct __sk_buff *skb, struct scratch *space, __u32 unused, con
 	bool own = (space->flow.flags & (FLOW_MASQUERADE | FLOW_NODE)) != FLOW_MASQUERADE;
 
 	if (!claim_reply(&space->reply, &space->packet.tuple, own, v6))
-		return drop(COUNT_TUPLE_EXHAUSTED);
+		return drop(COUNT_DROP_NO_PORT);
 	space->result.sport = space->reply.dport;
 	return STEP_REMEMBER;
 }
@@ -156,13 +156,15 @@ INLINE int remember_flow(struct __sk_buff *skb, struct scratch *space, __u32 pla
 		return pass();
 	}
 	if (!open_pair(skb, space, place, v6))
-		return drop(COUNT_FLOW_FULL);
+		return drop(COUNT_DROP_FLOW_FULL);
 	if (flags & FLOW_DIRECT && space->result.sport == old->sport)
 		return pass();
 	if (flags & FLOW_DIRECT && self)
 		WRITE_ONCE(self->direct_flows, 1);
-	if (!(flags & FLOW_DIRECT))
+	if (!(flags & FLOW_DIRECT)) {
 		count(COUNT_NEW_FLOW);
+		account(skb, space->flow.backend, false, 1);
+	}
 	if (flags & FLOW_MASQUERADE)
 		return STEP_SEND_ON;
 	rewrite(skb, &space->packet, &space->result, v6);

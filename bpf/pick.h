@@ -74,6 +74,7 @@ INLINE void choose_empty(struct choice *c, struct service *service)
 	__u64 word = READ_ONCE(service->routes[c->route & 1]);
 	bool empty = !slice_size(word);
 
+	c->why = empty ? COUNT_DROP_EMPTY : COUNT_DROP_CHANGING;
 	c->verdict = !empty || service->flags & drops ? VERDICT_DROP : VERDICT_REJECT;
 }
 
@@ -120,7 +121,7 @@ INLINE void choose(struct choice *c, const enum client from, const __u32 *client
 	c->route = flags & (from == CLIENT_OUTSIDE ? FRONTEND_OUTSIDE_ROUTE : FRONTEND_INSIDE_ROUTE) ? 1 : 0;
 	c->masquerade = is_masqueraded(flags, from);
 	if (flags & FRONTEND_SOURCES && !may_come(c->service, client, v6)) {
-		count(COUNT_DROP_SOURCE);
+		c->why = COUNT_DROP_SOURCE;
 		c->verdict = VERDICT_DROP;
 		return;
 	}

@@ -148,7 +148,7 @@ INLINE int refuse_tcp(struct __sk_buff *skb, const struct packet *p, const bool 
 	struct tuple back;
 
 	if (bpf_skb_load_bytes(skb, p->l4, old, sizeof(old)))
-		return drop(COUNT_REJECT_LIMITED);
+		return drop(COUNT_DROP_REJECT_FAILED);
 	turn_round(&back, &p->tuple);
 	new[0] = (__u32)back.dport << 16 | back.sport;
 	new[1] = 0;
@@ -196,14 +196,16 @@ INLINE int complain(struct __sk_buff *skb, struct scratch *space, __u32 what, co
 	__u32 payload = quoted_payload(p->tuple.protocol);
 	struct complaint said;
 
-	if (!may_refuse() || p->l4 != L3_OFFSET + ip)
-		return drop(COUNT_REJECT_LIMITED);
+	if (!may_refuse())
+		return drop(COUNT_DROP_REJECT_LIMITED);
+	if (p->l4 != L3_OFFSET + ip)
+		return drop(COUNT_DROP_REJECT_FAILED);
 	word_complaint(&said, what, v6);
 	if (bpf_skb_change_tail(skb, L3_OFFSET + ip + payload, 0) ||
 	    bpf_skb_adjust_room(skb, head, BPF_ADJ_ROOM_MAC, 0))
-		return drop(COUNT_REJECT_LIMITED);
+		return drop(COUNT_DROP_REJECT_FAILED);
 	if (v6 ? write_error6(skb, &p->tuple, &said, payload) : write_error4(skb, &p->tuple, &said, payload))
-		return drop(COUNT_REJECT_LIMITED);
+		return drop(COUNT_DROP_REJECT_FAILED);
 	return send_back(skb);
 }
 
@@ -216,7 +218,7 @@ INLINE int refuse(struct __sk_buff *skb, struct scratch *space, __u32 unused, co
 
 	if (p->kind != PACKET_TRANSPORT || p->tuple.protocol != IPPROTO_TCP)
 		return CALL(complain, skb, UNREACHABLE);
-	return may_refuse() ? refuse_tcp(skb, p, v6) : drop(COUNT_REJECT_LIMITED);
+	return may_refuse() ? refuse_tcp(skb, p, v6) : drop(COUNT_DROP_REJECT_LIMITED);
 }
 
 GLOBAL_VERB(refuse)

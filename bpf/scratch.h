@@ -8,6 +8,7 @@
 #define HYBRID_PROXY_SCRATCH_H
 
 #include "nat.h"
+#include "traffic.h"
 
 /* An ICMP error about a flow of ours, taken apart. */
 struct quotation {

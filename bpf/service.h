@@ -17,6 +17,7 @@ struct choice {
 	__be16 port;
 	__be16 sport;
 	bool masquerade;
+	enum counter why; /* of a drop */
 };
 
 /* Who asks: which route it takes, and whether its address is replaced. */

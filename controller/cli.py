@@ -127,6 +127,7 @@ def _dataplane(parser: argparse.ArgumentParser) -> None:
         help="whose sockets choose a backend at connect(): the host's own, pods' too, or nobody's (default: host)",
     )
     _switch(group, "--no-fast-path", "send established flows between local pods through the host's stack too")
+    _switch(group, "--no-traffic-counters", "do not count flows, packets and bytes of services and backends (ebpf)")
     group.add_argument(
         "--failover-failures",
         metavar="N",
@@ -342,6 +343,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="IP[:PORT]",
         help="where metrics are served; empty turns them off (default: 127.0.0.1:10249)",
     )
+    _switch(group, "--metrics-per-backend", "count traffic for each backend instead of each service port")
     _logging(run)
     _output(run)
 

@@ -58,6 +58,7 @@ class Config(msgspec.Struct, frozen=True):
     master: str | None = None
     node_addresses: tuple[str, ...] = ()
     metrics: Endpoint | None = Endpoint("127.0.0.1", METRICS_PORT)
+    metrics_per_backend: bool = False
     admin_socket: str = ADMIN_SOCKET
     log_format: str = "text"
     verbosity: int = 0
@@ -92,6 +93,7 @@ def from_flags(flags: Mapping[str, Any]) -> Config:
         master=given.text("master") or None,
         node_addresses=given.addresses("node_addresses"),
         metrics=_metrics(given),
+        metrics_per_backend=given.flag("metrics_per_backend"),
         admin_socket=given.text("admin_socket") or ADMIN_SOCKET,
         log_format=given.choice("log_format", ("text", "json")),
         verbosity=given.number("v", 0, 0, 10),
@@ -132,6 +134,7 @@ def _options(given: _Flags) -> Options:
         probe_timeout=given.seconds("probe_timeout", default.probe_timeout, at_least=0.01),
         probe_failures=given.number("probe_failures", default.probe_failures, 1, 1000),
         fast_path=not given.flag("no_fast_path"),
+        count_traffic=not given.flag("no_traffic_counters"),
         max_services=given.number("max_services", default.max_services, 1, 1 << 24),
         max_backends=given.number("max_backends", default.max_backends, 1, 1 << 24),
         max_slots=given.number("max_slots", default.max_slots, 1, 1 << 28),

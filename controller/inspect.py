@@ -193,6 +193,8 @@ def _status_lines(status: dict[str, Any]) -> Iterable[str]:
     if dataplane["fill"]:
         fill = (f"{name} {used}/{limit}" for name, (used, limit) in dataplane["fill"].items())
         yield f"  programmed: {', '.join(fill)}"
+    if dataplane.get("traffic_bytes"):
+        yield f"  traffic is counted for each backend, in {dataplane['traffic_bytes'] / 1e6:.1f} MB of kernel memory"
     counters = (f"{name} {value}" for name, value in dataplane["counters"].items() if value)
     yield f"  events: {', '.join(counters) or 'none yet'}"
     for row in dataplane.get("left_out", ()):

@@ -349,8 +349,13 @@ class _Agent:
         if self.config.metrics is not None:
             from controller.metrics import Metrics
 
-            self.metrics = Metrics(lambda: self._ask({"command": "status"}))
+            self.metrics = Metrics(lambda: self._ask({"command": "status"}), self._traffic)
             self.metrics.serve(self.config.metrics)
+
+    def _traffic(self) -> list[dict[str, Any]]:
+        """For metrics, from their thread."""
+        rows: list[dict[str, Any]] = self._ask({"command": "traffic"}).get("rows", [])
+        return rows
 
     def _tell_misfits(self, misfits: dict[str, str]) -> None:
         for entry in misfits.keys() - self.misfits:
@@ -417,6 +422,8 @@ class _Agent:
                     "pin_root": self.config.options.pin_root,
                     "backends": self.programmer.status().get("left_out", []),
                 }
+            case "traffic":
+                return {"rows": self.programmer.traffic(by_backend=self.config.metrics_per_backend)}
             case "explain":
                 return {"answers": [self.programmer.ask(*packet) for packet in request["packets"]]}
             case other:

@@ -24,9 +24,12 @@ class Metrics:
 
     Args:
         status: asked at each scrape, from the server's thread.
+        traffic: rows of `dataplane.mode.Programmer.traffic`, asked likewise.
     """
 
-    def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self, status: Callable[[], dict[str, Any]], traffic: Callable[[], list[dict[str, Any]]] = list
+    ) -> None:
         self.registry = CollectorRegistry()
         self.sync = Histogram(
             "hybrid_proxy_sync_duration_seconds", "Time to program one table", buckets=BUCKETS, registry=self.registry
@@ -38,6 +41,7 @@ class Metrics:
             registry=self.registry,
         )
         self.registry.register(_Status(status))
+        self.registry.register(_Traffic(traffic))
 
     def serve(self, endpoint: Endpoint) -> None:
         """Listen in a thread; a port that is taken is told and nothing else stops."""
@@ -85,6 +89,33 @@ class _Status(Collector):
         repairs = CounterMetricFamily("hybrid_proxy_audit_repairs", "Things of ours that somebody else had changed")
         repairs.add_metric([], dataplane["audit_repairs"])
         yield repairs
+
+
+class _Traffic(Collector):
+    """Traffic of services, or of backends; those without any have no series."""
+
+    def __init__(self, traffic: Callable[[], list[dict[str, Any]]]) -> None:
+        self._traffic = traffic
+
+    def collect(self) -> Iterator[Metric]:
+        rows = [row for row in self._traffic() if row["flows"] or row["packets"] or row["reply_packets"]]
+        labels = ["service", "address", "protocol"] if rows and "address" in rows[0] else ["service"]
+        what = "backend" if len(labels) > 1 else "service"
+        flows = CounterMetricFamily(f"hybrid_proxy_{what}_flows", "Connections and conversations begun", labels=labels)
+        packets = CounterMetricFamily(
+            f"hybrid_proxy_{what}_packets", "Packets, to backends and back", labels=[*labels, "direction"]
+        )
+        octets = CounterMetricFamily(
+            f"hybrid_proxy_{what}_bytes", "Bytes of IP packets, to backends and back", labels=[*labels, "direction"]
+        )
+        for row in rows:
+            whose = [row[label] for label in labels]
+            flows.add_metric(whose, row["flows"])
+            for direction, prefix in (("request", ""), ("reply", "reply_")):
+                packets.add_metric([*whose, direction], row[f"{prefix}packets"])
+                octets.add_metric([*whose, direction], row[f"{prefix}bytes"])
+        if rows:
+            yield from (flows, packets, octets)
 
 
 def _labelled(family: Any, values: dict[str, float]) -> Any:

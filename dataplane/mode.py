@@ -46,6 +46,8 @@ class Options(msgspec.Struct, frozen=True):
     fast_path: bool = True  # established flows between local pods skip the host stack
     port_first: int = 1024  # source ports that masqueraded clients get: below those of the kernel and node ports
     port_count: int = 28_672
+    count_traffic: bool = True  # flows, packets and bytes of each backend and service
+    event_rate: int = 100  # drops, refusals and traced packets told to the agent, per second and CPU
     reject_rate: int = 10_000  # ICMP refusals per second and CPU
     max_services: int = 32_768
     max_backends: int = 262_144
@@ -159,6 +161,13 @@ class Programmer(Protocol):
 
     def counters(self) -> dict[str, int]:
         """Events by reason since the maps were made."""
+
+    def traffic(self, *, by_backend: bool) -> list[dict[str, Any]]:
+        """Traffic since the maps were made, a row for each service port, or for each backend of each.
+
+        Rows have service, flows, packets, bytes, reply_packets and reply_bytes, and those of backends address and
+        protocol. Empty in a mode that does not count, or was told not to.
+        """
 
     def close(self) -> None:
         """Release this process's hold; traffic goes on as programmed."""

@@ -385,7 +385,13 @@ def has_helper(number: int) -> bool:
     return bool(library().libbpf_probe_bpf_helper(SCHED_CLS, number, ffi.NULL) == 1)
 
 
-def run_on_packet(program: int, packet: bytes, *, repeat: int = 1, room: int = 512) -> tuple[int, bytes, int]:
+# Of struct __sk_buff: what a packet that a program is run on may come with, and its offset there.
+CONTEXT = {"mark": 8, "ingress_ifindex": 36, "ifindex": 40, "gso_segs": 164, "gso_size": 176}
+
+
+def run_on_packet(
+    program: int, packet: bytes, *, repeat: int = 1, room: int = 512, **context: int
+) -> tuple[int, bytes, int]:
     """Run a program on a packet without attaching it.
 
     Args:
@@ -393,6 +399,7 @@ def run_on_packet(program: int, packet: bytes, *, repeat: int = 1, room: int = 5
         packet: starts with the Ethernet header.
         repeat: runs; the duration is their mean.
         room: bytes that the packet may grow by.
+        context: of `CONTEXT`, where not 0.
 
     Returns:
         The program's return value (unsigned 32 bit), the packet afterwards, nanoseconds for one run.
@@ -404,5 +411,10 @@ def run_on_packet(program: int, packet: bytes, *, repeat: int = 1, room: int = 5
     options.data_in, options.data_size_in = data, len(packet)
     options.data_out, options.data_size_out = output, len(packet) + room
     options.repeat = repeat
+    if context:
+        given = np.zeros(48, dtype=np.uint32)
+        for name, value in context.items():
+            given[CONTEXT[name] // 4] = value
+        options.ctx_in, options.ctx_size_in = ffi.from_buffer(given), given.nbytes
     check(library().bpf_prog_test_run_opts(program, options), "running a program on a packet")
     return int(options.retval), bytes(ffi.buffer(output, options.data_size_out)), int(options.duration)

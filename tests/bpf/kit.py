@@ -31,7 +31,7 @@ from dataplane.kernel.places import bpf_fs
 from dataplane.mode import Options
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.flows import Caretaker, flow_arrays
-from dataplane.modes.ebpf.maps import MapSet
+from dataplane.modes.ebpf.maps import MapSet, traffic_cpus
 from dataplane.modes.ebpf.programmer import CHECK_MTU
 from dataplane.modes.ebpf.store import Store
 from dataplane.table import Backend, Entry, Frontend, Kind, Protocol, Route, WhenEmpty
@@ -228,7 +228,8 @@ class Bench:
             values = {"hz": HZ, "reject_burst": 1_000_000, "fast_path": 1, "can_set_errno": 1,
                       "can_check_mtu": int(has_helper(CHECK_MTU)),
                       "udp_timeout": options.udp_timeout * HZ, "udp_timeout_stream": options.udp_timeout_stream * HZ,
-                      "port_first": options.port_first, "port_count": options.port_count} | settings  # fmt: skip
+                      "port_first": options.port_first, "port_count": options.port_count,
+                      "traffic_cpus": traffic_cpus(options)} | settings  # fmt: skip
             self.settings = layout.pack("settings", **values)
             self.pod = self.load(layout.OBJECTS / "pod.bpf.o")
             self.inspect = self.load(layout.OBJECTS / "inspect.bpf.o")
@@ -301,6 +302,7 @@ class Bench:
         memory = self.maps.maps["affinity"]
         for key in memory.items(layout.dtype_of("affinity_key"), np.dtype(np.uint64))[0]:
             memory.delete(key.tobytes())
+        self.maps.view("traffic")[:] = self.maps.view("traffic_gone")[:] = 0
         for number in range(layout.abi_constants()["COUNTERS"]):
             self.maps.maps["counters"].update(number.to_bytes(4, "little"), bytes(8 * cpus()))
 
@@ -318,9 +320,9 @@ class Bench:
         """What leaves the program at the host's side of a pod's interface for a packet from the pod."""
         return run_on_packet(self.pod.program("pod_ingress"), packet, **options)[:2]
 
-    def egress(self, packet: bytes) -> tuple[int, bytes]:
+    def egress(self, packet: bytes, **options: Any) -> tuple[int, bytes]:
         """The same for a packet to the pod."""
-        return run_on_packet(self.pod.program("pod_egress"), packet)[:2]
+        return run_on_packet(self.pod.program("pod_egress"), packet, **options)[:2]
 
     def clock(self) -> int:
         return run_on_packet(self.inspect.program("read_clock"), bytes(64))[0]

@@ -560,7 +560,7 @@ def test_when_no_port_is_left_the_packet_is_dropped_not_mixed_up(net: Net) -> No
         assert ports == {40000, 2000, 2001, 2002, 2003}
         verdict, _ = narrow.ingress(frame(net, net.client, vips[5], syn()))
         assert verdict == DROP
-        assert narrow.count("tuple_exhausted") == 1
+        assert narrow.count("drop_no_port") == 1
 
 
 # --- floods and full tables

@@ -317,7 +317,7 @@ def test_refusals_are_bounded_in_time(bench: Bench, net: Net) -> None:
         verdicts = [bounded.ingress(frame(net, net.client, net.vip, syn(dport=81)))[0] for _ in range(100)]
         assert 1 <= verdicts.count(REDIRECT) <= 5 * cpus()
         assert verdicts.count(REDIRECT) + verdicts.count(DROP) == 100
-        assert bounded.count("reject_limited") == verdicts.count(DROP)
+        assert bounded.count("drop_reject_limited") == verdicts.count(DROP)
 
 
 def allocate(bench: Bench, net: Net) -> None:

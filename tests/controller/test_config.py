@@ -110,6 +110,8 @@ GOOD = [
     pytest.param("--probe-timeout=2s",     "options.probe_timeout",  2.0,                    id="probe timeout"),
     pytest.param("--probe-failures=2",     "options.probe_failures", 2,                      id="probe failures"),
     pytest.param("--no-fast-path",         "options.fast_path",      False,                  id="fast path off"),
+    pytest.param("--no-traffic-counters",  "options.count_traffic",  False,                  id="traffic not counted"),
+    pytest.param("--metrics-per-backend",  "metrics_per_backend",    True,                   id="metrics of backends"),
     pytest.param("--no-fast-path=false",   "options.fast_path",      True,                   id="fast path on"),
     pytest.param("--max-services=7",       "options.max_services",   7,                      id="services"),
     pytest.param("--max-backends=7",       "options.max_backends",   7,                      id="backends"),

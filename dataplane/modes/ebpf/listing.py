@@ -10,9 +10,10 @@ import numpy as np
 from dataplane.kernel.bpf import Map, Object, run_on_packet
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.flows import flow_arrays
+from dataplane.modes.ebpf.traffic import FIELDS, Traffic, traffic_of, traffic_row
 from dataplane.table import Protocol, socket_text
 
-__all__ = ["Pinned", "ask"]
+__all__ = ["Pinned", "ask", "traffic"]
 
 Maps = Mapping[str, Map]
 Names = Mapping[int, str]
@@ -65,6 +66,9 @@ def _services(maps: Maps, names: Names) -> list[dict[str, Any]]:
     table = maps["services"].view(layout.dtype_of("service"))
     drops = layout.abi_constants()["SERVICE_DROP_ROUTE0"]
     members = _members(maps, len(table))
+    counted = traffic_of(maps)
+    owners = maps["backends"].view(layout.dtype_of("backend"))["service"]
+    figures = None if counted is None else counted.of_services(owners)
     for number, frontends in sorted(_frontends(maps).items()):
         row = table[number]
         rows.append(
@@ -79,6 +83,7 @@ def _services(maps: Maps, names: Names) -> list[dict[str, Any]]:
                 "affinity": bool(row["affinity"]),
                 "chosen_by": _chosen_by(int(row["flags"])),
                 "slots": [layout.split_slice_word(word)[1] for word in row["routes"].tolist()],
+                **({} if figures is None else traffic_row(figures[number])),
             }
         )
     return sorted(rows, key=lambda row: (row["name"] or "", row["frontends"]))
@@ -104,7 +109,10 @@ def _backends(maps: Maps, names: Names) -> list[dict[str, Any]]:
     table = maps["backends"].view(layout.dtype_of("backend"))
     limits = layout.abi_constants()
     rows = []
-    for number in np.flatnonzero((table["flags"] != 0) & (table["service"] != 0)).tolist():
+    chosen = np.flatnonzero((table["flags"] != 0) & (table["service"] != 0))
+    counted = traffic_of(maps)
+    figures = None if counted is None else counted.of_backends(chosen)
+    for position, number in enumerate(chosen.tolist()):
         row = table[number]
         flags, kind = int(row["flags"]), int(row["reserved"])
         address = layout.address_text(row["address"].tobytes(), kind & 0xFF)
@@ -118,6 +126,7 @@ def _backends(maps: Maps, names: Names) -> list[dict[str, Any]]:
                 "used": bool(flags & (limits["BACKEND_ROUTE0"] | limits["BACKEND_ROUTE1"])),
                 "failures": int(row["failures"]),
                 "state": _state(flags),
+                **({} if figures is None else traffic_row(figures[position])),
             }
         )
     return sorted(rows, key=lambda row: (row["service"] or "", row["service_id"], row["address"]))
@@ -131,6 +140,18 @@ def _state(flags: int) -> str:
     if flags & names["BACKEND_LEFT_OUT"]:
         return "left out: its connections failed"
     return "serving" if flags & (names["BACKEND_ROUTE0"] | names["BACKEND_ROUTE1"]) else "in no route"
+
+
+def traffic(counted: Traffic, maps: Maps, names: Names, *, by_backend: bool) -> list[dict[str, Any]]:
+    """Rows of `dataplane.mode.Programmer.traffic`, of the services that have names."""
+    if not counted.counting:
+        return []
+    table = maps["backends"].view(layout.dtype_of("backend"))
+    if by_backend:
+        wanted = ("service", "address", "protocol", *FIELDS)
+        return [{key: row[key] for key in wanted} for row in _backends(maps, names) if row["service"]]
+    figures = counted.of_services(table["service"])
+    return [{"service": name, **traffic_row(figures[number])} for number, name in sorted(names.items())]
 
 
 def _flows(maps: Maps, names: Names, limit: int) -> tuple[list[dict[str, Any]], int]:

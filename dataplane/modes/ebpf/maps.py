@@ -12,12 +12,17 @@ from dataplane.errors import DataplaneError
 from dataplane.kernel.bpf import Map, Object
 from dataplane.mode import Options
 from dataplane.modes.ebpf.layout import OBJECTS, abi_constants, dtype_of
+from dataplane.modes.ebpf.traffic import Traffic, possible_cpus, traffic_sizes
 
-__all__ = ["MapSet", "open_pinned_maps"]
+__all__ = ["MapSet", "open_pinned_maps", "traffic_cpus"]
 
 PRIVATE = frozenset({"answer", "scratch"})  # of one program at a time; all other maps outlive the process
 BITMAPS = ("service_addresses", "backend_sockets", "node_ports")
-STRUCTS = {"slots": "slot", "services": "service", "backends": "backend", "node": "node"}
+STRUCTS = {
+    "slots": "slot", "services": "service", "backends": "backend", "node": "node", "traffic": "traffic",
+    "traffic_gone": "traffic",
+}  # fmt: skip
+REMADE = frozenset({"traffic", "traffic_gone"})  # when another size is asked for: figures begin at 0
 
 
 def _sizes(options: Options) -> dict[str, int]:
@@ -29,7 +34,13 @@ def _sizes(options: Options) -> dict[str, int]:
         "flows6": options.max_flows,
         "frontends4": 2 * options.max_services,
         "frontends6": 2 * options.max_services,
+        **traffic_sizes(options.max_services, options.max_backends, traffic_cpus(options)),
     }
+
+
+def traffic_cpus(options: Options) -> int:
+    """As in the programs' settings: 0 where traffic is not counted."""
+    return possible_cpus() if options.count_traffic else 0
 
 
 class MapSet:
@@ -43,6 +54,7 @@ class MapSet:
     def __init__(self, folder: Path, options: Options) -> None:
         self.maps: dict[str, Map] = {}
         self.adopted = (folder / "slots").exists()
+        self._traffic_cpus = traffic_cpus(options)
         template = Object(OBJECTS / "pod.bpf.o")
         try:
             sizes = _sizes(options)
@@ -66,7 +78,10 @@ class MapSet:
         for path in _map_pins(folder):
             self.maps[path.name] = Map.pinned(path)
             wanted = sizes.get(path.name, self.maps[path.name].entries)
-            if self.maps[path.name].entries != wanted:
+            if path.name in REMADE and self.maps[path.name].entries != wanted:
+                self.maps.pop(path.name).close()
+                path.unlink()
+            elif self.maps[path.name].entries != wanted:
                 raise DataplaneError(
                     f"map {path.name} at {folder} has {self.maps[path.name].entries} entries, the settings ask for "
                     f"{wanted}: "
@@ -93,9 +108,13 @@ class MapSet:
             self._views[name] = self.maps[name].view(dtype)
         return self._views[name]
 
+    def traffic(self) -> Traffic:
+        """What backends and services came to."""
+        return Traffic(self.view("traffic"), self.view("traffic_gone"), self._traffic_cpus)
+
     def counters(self) -> dict[str, int]:
         """Sums over all CPUs by name, `new_flow` for COUNT_NEW_FLOW."""
-        cpus = _possible_cpus()
+        cpus = possible_cpus()
         totals = {}
         for name, number in abi_constants().items():
             if name.startswith("COUNT_"):
@@ -114,11 +133,6 @@ def _remove_unfinished(folder: Path) -> None:
     for path in folder.iterdir():
         if not path.is_dir() and not path.name.startswith("link_"):
             path.unlink()
-
-
-def _possible_cpus() -> int:
-    last = Path("/sys/devices/system/cpu/possible").read_text().strip().split(",")[-1]
-    return int(last.split("-")[-1]) + 1
 
 
 def open_pinned_maps(folder: Path) -> dict[str, Map]:

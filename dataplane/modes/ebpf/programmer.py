@@ -26,7 +26,7 @@ from dataplane.modes.ebpf import attach, layout, listing
 from dataplane.modes.ebpf.edges import pod_columns, pod_links
 from dataplane.modes.ebpf.failover import Failover
 from dataplane.modes.ebpf.flows import Caretaker
-from dataplane.modes.ebpf.maps import MapSet, open_pinned_maps
+from dataplane.modes.ebpf.maps import MapSet, open_pinned_maps, traffic_cpus
 from dataplane.modes.ebpf.store import Store
 from dataplane.table import EMPTY, NodeNetwork, ServiceTable
 
@@ -132,6 +132,8 @@ class Ebpf:
             port_first=self.options.port_first,
             port_count=self.options.port_count,
             can_check_mtu=int(has_helper(CHECK_MTU)),
+            traffic_cpus=traffic_cpus(self.options),
+            event_burst=self.options.event_rate,
         )
 
     def _load(self, name: str, *, can_set_errno: bool = True) -> Object:
@@ -289,6 +291,7 @@ class Ebpf:
                 "slots": [store.slices.in_use, store.slices.limit],
                 "flows": [self.caretaker.known_flows, 2 * self.options.max_flows],
             },
+            "traffic_bytes": store.traffic.bytes if store.traffic.counting else 0,
             "quarantined": len(store.quarantine),
             "misfits": misfit_rows(store.misfits.values()),
             "limitations": self.limitations(),
@@ -301,6 +304,10 @@ class Ebpf:
     def counters(self) -> dict[str, int]:
         """See `dataplane.mode.Programmer.counters`."""
         return self.maps.counters()
+
+    def traffic(self, *, by_backend: bool) -> list[dict[str, Any]]:
+        """See `dataplane.mode.Programmer.traffic`."""
+        return listing.traffic(self.store.traffic, self.maps.maps, self.names(), by_backend=by_backend)
 
     def ask(self, src: str, dst: str, port: int, protocol: int) -> dict[str, Any]:
         """See `dataplane.mode.Programmer.ask`."""

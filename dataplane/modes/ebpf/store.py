@@ -185,6 +185,9 @@ class Store:
         self.service_ids = IdPool(len(self.services), "map services (--max-services)", used_services)
         self.backend_ids = IdPool(len(self.backends), "map backends (--max-backends)", used_backends)
         self.slices = SlicePool(len(self.slots), "map slots (--max-slots)", used_slices)
+        self.traffic = maps.traffic()
+        if self._adopted is not None:
+            self.traffic.only(used_services, used_backends)
         self.quarantine = Quarantine(self.service_ids, self.backend_ids, self.slices)
         self.exact_after = 0  # once this grace period is over, prefilter bits of a former process go
         self.stamp = 0  # number of the grace period that covers the last commit
@@ -739,6 +742,7 @@ class Store:
         rows = np.array(free_backends, dtype=np.int64)
         for bits in self._bits_of_backends(rows):
             self._backend_bits.remove(bits)
+        self.traffic.give_back(free_services, rows, self.backends["service"][rows])
         self.backends["service"][rows] = self.backends["failures"][rows] = 0
 
     def audit(self) -> int:

@@ -351,6 +351,11 @@ class Ipvs:
         """See `dataplane.mode.Programmer.counters`."""
         return {"stale_conntrack_entries_deleted": self.stale_deleted}
 
+    def traffic(self, *, by_backend: bool) -> list[dict[str, Any]]:
+        """See `dataplane.mode.Programmer.traffic`."""
+        del by_backend
+        return []
+
     def close(self) -> None:
         """See `dataplane.mode.Programmer.close`."""
         self._stop.set()

@@ -304,6 +304,11 @@ class Nftables:
         del src, dst, port, protocol
         raise DataplaneError("the kernel cannot be asked what its rules would do: use explain without --live")
 
+    def traffic(self, *, by_backend: bool) -> list[dict[str, Any]]:
+        """See `dataplane.mode.Programmer.traffic`."""
+        del by_backend
+        return []
+
     def close(self) -> None:
         """See `dataplane.mode.Programmer.close`."""
         self._stop.set()

@@ -349,6 +349,11 @@ class Userspace:
         """See `dataplane.mode.Programmer.counters`."""
         return dict(self._relay_status().get("counters", {}))
 
+    def traffic(self, *, by_backend: bool) -> list[dict[str, Any]]:
+        """See `dataplane.mode.Programmer.traffic`."""
+        del by_backend
+        return []
+
     def close(self) -> None:
         """See `dataplane.mode.Programmer.close`: the relay goes on, unless nothing was ever programmed."""
         self._stop.set()

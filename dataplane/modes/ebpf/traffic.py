@@ -1,0 +1,113 @@
+"""Flows, packets and bytes of backends and services: read as arrays, moved on when a backend's number is given back.
+
+Programs count by backend alone, each CPU in rows of its own (`bpf/traffic.h`). A service's figures are those of its
+backends, and of the backends that it had: what these came to is kept in map `traffic_gone`, which only user space
+writes. Both maps are pinned, so figures outlive the agent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataplane.kernel.bpf import Map
+from dataplane.modes.ebpf.layout import abi_constants, dtype_of
+
+__all__ = ["FIELDS", "Traffic", "possible_cpus", "traffic_of", "traffic_row", "traffic_sizes"]
+
+Figures = NDArray[np.uint64]  # a row for each number, a column for each of FIELDS
+
+FIELDS = ("flows", "packets", "bytes", "reply_packets", "reply_bytes")
+
+
+def possible_cpus() -> int:
+    """How many CPUs the kernel may ever have, which is how many per-CPU values it keeps."""
+    last = Path("/sys/devices/system/cpu/possible").read_text().strip().split(",")[-1]
+    return int(last.split("-")[-1]) + 1
+
+
+def traffic_sizes(services: int, backends: int, cpus: int) -> dict[str, int]:
+    """Entries of the maps; `cpus` 0: nothing is counted, and they are as small as can be."""
+    group = abi_constants()["TRAFFIC_GROUP"]
+    return {
+        "traffic": -(-backends // group) * group * cpus if cpus else group,
+        "traffic_gone": services if cpus else 1,
+    }
+
+
+class Traffic:
+    """The two maps.
+
+    Args:
+        counted: the rows that programs write, mapped.
+        gone: what services' former backends came to.
+        cpus: as in the programs' settings; 0: nothing is counted, and all figures are 0.
+    """
+
+    def __init__(self, counted: NDArray[Any], gone: NDArray[Any], cpus: int) -> None:
+        group = abi_constants()["TRAFFIC_GROUP"]
+        self.counting = cpus > 0
+        words = counted.view(np.uint64).reshape(-1, max(cpus, 1), group, len(FIELDS))
+        self._rows: NDArray[np.uint64] = words  # group of backends, CPU, place in the group, field
+        self._gone: NDArray[np.uint64] = gone.view(np.uint64).reshape(-1, len(FIELDS))
+        self._group = group
+        self.bytes = counted.nbytes + gone.nbytes
+
+    def of_backends(self, ids: NDArray[np.int64]) -> Figures:
+        """What these backends came to, over all CPUs."""
+        if not self.counting:
+            return np.zeros((len(ids), len(FIELDS)), dtype=np.uint64)
+        figures: Figures = self._rows[ids // self._group, :, ids % self._group].sum(axis=1, dtype=np.uint64)
+        return figures
+
+    def of_services(self, owners: NDArray[Any]) -> Figures:
+        """What every service came to; `owners` is the service of each backend, 0 for none."""
+        figures: Figures = self._gone.copy()
+        if self.counting:
+            ids = np.flatnonzero(owners)
+            np.add.at(figures, owners[ids], self.of_backends(ids))
+        return figures
+
+    def give_back(self, services: Collection[int], backends: NDArray[np.int64], owners: NDArray[Any]) -> None:
+        """These numbers mean nothing from now on: their figures go, those of backends to their `owners`."""
+        if not self.counting:
+            return
+        if len(backends):
+            np.add.at(self._gone, owners, self.of_backends(backends))
+            self._clear(backends)
+        self._gone[list(services)] = 0
+
+    def only(self, services: Iterable[int], backends: Iterable[int]) -> None:
+        """Nothing but these numbers means something: forget what is left of others."""
+        if not self.counting:
+            return
+        unused = np.ones(len(self._gone), dtype=bool)
+        unused[list(services)] = False
+        self._gone[unused] = 0
+        idle = np.ones(len(self._rows) * self._group, dtype=bool)
+        idle[list(backends)] = False
+        self._clear(np.flatnonzero(idle & self._touched()))
+
+    def _touched(self) -> NDArray[np.bool_]:
+        touched: NDArray[np.bool_] = self._rows.any(axis=(1, 3)).reshape(-1)
+        return touched
+
+    def _clear(self, backends: NDArray[np.int64]) -> None:
+        self._rows[backends // self._group, :, backends % self._group] = 0
+
+
+def traffic_of(maps: Mapping[str, Map]) -> Traffic | None:
+    """The figures in pinned maps, for looking; None where nothing is counted."""
+    if "traffic" not in maps or maps["traffic"].entries <= abi_constants()["TRAFFIC_GROUP"]:
+        return None
+    kind = dtype_of("traffic")
+    return Traffic(maps["traffic"].view(kind), maps["traffic_gone"].view(kind), possible_cpus())
+
+
+def traffic_row(figures: NDArray[np.uint64]) -> dict[str, int]:
+    """One row of figures, for people and `-o json`."""
+    return dict(zip(FIELDS, figures.tolist(), strict=True))

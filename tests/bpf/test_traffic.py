@@ -1,0 +1,208 @@
+"""Flows, packets and bytes of backends and services: counted once, for their owner, and still there afterwards."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dataplane.kernel.bpf import run_on_packet
+from dataplane.mode import Options
+from dataplane.modes.ebpf.maps import MapSet
+from dataplane.modes.ebpf.store import Store
+from dataplane.modes.ebpf.traffic import FIELDS, Traffic, traffic_sizes
+from dataplane.table import Protocol
+
+from .kit import HZ, NETS, PASS, SMALL, Bench, Net, bench_with, cpus, datagram, frame, read, segment, service, syn
+
+
+def of_service(bench: Bench, name: str) -> dict[str, int]:
+    known = next(iter(bench.store.installed[name].values()))
+    figures = bench.store.traffic.of_services(bench.store.backends["service"])[known.service]
+    return dict(zip(FIELDS, figures.tolist(), strict=True))
+
+
+def of_backend(bench: Bench, name: str, position: int = 0) -> dict[str, int]:
+    known = next(iter(bench.store.installed[name].values()))
+    figures = bench.store.traffic.of_backends(np.array([known.ids[position]], dtype=np.int64))[0]
+    return dict(zip(FIELDS, figures.tolist(), strict=True))
+
+
+def figures(flows: int, packets: int, octets: int, reply_packets: int, reply_octets: int) -> dict[str, int]:
+    return dict(zip(FIELDS, (flows, packets, octets, reply_packets, reply_octets), strict=True))
+
+
+def head(net: Net) -> int:
+    """Bytes of the IP header."""
+    return 20 if net.family == 4 else 40
+
+
+def test_a_connection_is_counted_in_both_directions(bench: Bench, net: Net) -> None:
+    bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
+    there = bench.open_tcp(net, net.vip)
+    empty = head(net) + 20
+    assert of_backend(bench, "default/web") == figures(1, 2, 2 * empty, 1, empty)
+    bench.talk(net, there, net.vip, 80, 40000, "PA", up=True, seq=1001, ack=1, payload=b"q" * 100)
+    bench.talk(net, there, net.vip, 80, 40000, "PA", up=False, seq=1, ack=1101, payload=b"a" * 1000)
+    wanted = figures(1, 3, 3 * empty + 100, 2, 2 * empty + 1000)
+    assert of_backend(bench, "default/web") == wanted
+    assert of_service(bench, "default/web") == wanted
+
+
+def test_a_datagram_is_counted_in_both_directions(bench: Bench, net: Net) -> None:
+    bench.serve(service(net.vip, 53, [(net.backends[0], 5353)], name="kube-system/dns:dns", protocol=Protocol.UDP))
+    bench.open_udp(net, net.vip)
+    size = head(net) + 8
+    assert of_service(bench, "kube-system/dns") == figures(1, 1, size + 5, 1, size + 4)
+
+
+def test_answers_that_are_handed_over_are_counted_once(bench: Bench, net: Net) -> None:
+    """Known pods: the answer leaves at the backend's interface and never meets the client's."""
+    bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
+    there = bench.open_tcp(net, net.vip)
+    before = of_backend(bench, "default/web")
+    back = frame(net, there.dst, there.src, segment(there.dport, there.sport, "A"), from_backend=True)
+    verdict, out = bench.ingress(back)
+    assert verdict != PASS
+    assert read(out).src == net.vip
+    assert of_backend(bench, "default/web")["reply_packets"] == before["reply_packets"] + 1
+
+
+def test_a_packet_of_several_segments_counts_as_so_many(bench: Bench, net: Net) -> None:
+    bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
+    there = bench.open_tcp(net, net.vip)
+    before = of_backend(bench, "default/web")
+    big = frame(net, net.client, net.vip, segment(40000, 80, "PA", 1001, 1, bytes(3000)))
+    bench.ingress(big, gso_segs=5, gso_size=600)
+    back = frame(net, there.dst, there.src, segment(there.dport, there.sport, "PA", 1, 4001, bytes(2800)))
+    bench.egress(back, gso_segs=2, gso_size=1400)
+    after = of_backend(bench, "default/web")
+    assert after["packets"] - before["packets"] == 5
+    assert after["bytes"] - before["bytes"] == len(big) - 14
+    assert after["reply_packets"] - before["reply_packets"] == 2
+    assert after["reply_bytes"] - before["reply_bytes"] == len(back) - 14
+
+
+def test_what_is_refused_or_no_services_counts_for_nobody(bench: Bench, net: Net) -> None:
+    bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
+    bench.ingress(frame(net, net.client, net.vip, syn(dport=81)))
+    bench.ingress(frame(net, net.client, net.backends[0], syn(dport=8080)))
+    bench.ingress(frame(net, net.client, net.backends[0], datagram(dport=8080)))
+    assert not any(of_service(bench, "default/web").values())
+    assert not bench.maps.view("traffic").view(np.uint64).any()
+
+
+def test_a_service_keeps_what_its_former_backends_did(bench: Bench, net: Net) -> None:
+    bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
+    bench.open_tcp(net, net.vip)
+    bench.open_tcp(net, net.vip, sport=40001)
+    wanted = of_service(bench, "default/web")
+    assert wanted["flows"] == 2
+    bench.serve(service(net.vip, 80, [(net.backends[1], 8080)]))
+    assert of_service(bench, "default/web") == wanted  # its flows go on: the number is not free
+    bench.forget_flows()
+    bench.settle()
+    assert of_service(bench, "default/web") == wanted
+    assert not any(of_backend(bench, "default/web").values())
+
+
+def test_numbers_that_are_given_out_again_begin_at_nothing(bench: Bench, net: Net) -> None:
+    first = service(net.vip, 80, [(net.backends[0], 8080)])
+    bench.serve(first)
+    used = set()
+    bench.open_tcp(net, net.vip)
+    # Numbers are given out in a circle: go once round.
+    for _ in range(SMALL.max_services + 1):
+        known = next(iter(bench.store.installed["default/web"].values()))
+        used.add(known.service)
+        bench.forget_flows()
+        bench.serve()
+        bench.settle()
+        bench.serve(first)
+        assert not any(of_service(bench, "default/web").values())
+        assert not any(of_backend(bench, "default/web").values())
+        bench.open_tcp(net, net.vip)
+        assert of_service(bench, "default/web")["flows"] == 1
+    assert len(used) < SMALL.max_services + 1, "no number came back"
+
+
+def test_figures_outlive_the_agent_and_leftovers_do_not(bench: Bench, net: Net) -> None:
+    entry = service(net.vip, 80, [(net.backends[0], 8080)])
+    bench.serve(entry)
+    bench.open_tcp(net, net.vip)
+    wanted = of_service(bench, "default/web")
+    unused = SMALL.max_backends - 1
+    bench.store.traffic._rows[unused // 8, 0, unused % 8] = 7
+    bench.store.traffic._gone[SMALL.max_services - 1] = 7
+    bench.store = Store(bench.maps, HZ, adopt=True)
+    bench.store.apply({"default/web": (entry,)})
+    assert of_service(bench, "default/web") == wanted
+    assert not bench.store.traffic.of_backends(np.array([unused])).any()
+    assert not bench.store.traffic.of_services(bench.store.backends["service"])[-1].any()
+
+
+def test_maps_of_another_size_are_made_anew(net: Net) -> None:
+    with bench_with() as made:
+        assert made.maps.maps["traffic"].entries == SMALL.max_backends * cpus()
+        again = MapSet(made.folder, Options(**{**{f: getattr(SMALL, f) for f in SMALL.__struct_fields__},
+                                               "count_traffic": False}))  # fmt: skip
+        assert again.adopted
+        assert again.maps["traffic"].entries == 8
+        assert not again.traffic().counting
+        again.close()
+
+
+def test_without_counting_nothing_is_counted(net: Net) -> None:
+    with bench_with(traffic_cpus=0) as off:
+        off.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
+        off.open_tcp(net, net.vip)
+        assert not off.maps.view("traffic").view(np.uint64).any()
+
+
+def test_each_backend_and_cpu_has_a_row_of_its_own(bench: Bench) -> None:
+    """The program's arithmetic and numpy's are the same, to the last row."""
+    net = NETS[4]
+    backends = [(f"10.2.{n >> 8}.{n & 255}", 8080) for n in range(1, 1201)]
+    bench.serve(service(net.vip, 80, backends))
+    known = next(iter(bench.store.installed["default/web"].values()))
+    program = bench.pod.program("pod_ingress")
+    seen: dict[str, int] = {}
+    for sport in range(20000, 22000):
+        _, out, _ = run_on_packet(program, frame(net, net.client, net.vip, syn(sport)))
+        target = read(out).dst
+        seen[target] = seen.get(target, 0) + 1
+    for (address, _), number in zip(backends, known.ids, strict=True):
+        row = bench.store.traffic.of_backends(np.array([number], dtype=np.int64))[0]
+        assert row[0] == row[1] == seen.get(address, 0)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_no_figure_is_lost_or_given_to_another(data: st.DataObject) -> None:
+    """Numbers used, given back and used again in any order; every count ends with the service that it was made for."""
+    cpus_, services, backends = 3, 6, 24
+    sizes = traffic_sizes(services, backends, cpus_)
+    kind = np.dtype([(name, "u8") for name in FIELDS])
+    traffic = Traffic(np.zeros(sizes["traffic"], kind), np.zeros(sizes["traffic_gone"], kind), cpus_)
+    owners = np.zeros(backends, dtype=np.uint32)
+    wanted = np.zeros((services, len(FIELDS)), dtype=np.uint64)
+    for _ in range(data.draw(st.integers(1, 30))):
+        backend = data.draw(st.integers(1, backends - 1))
+        what = data.draw(st.sampled_from(["count", "give back", "end service"]))
+        if what == "count":
+            owners[backend] = owners[backend] or data.draw(st.integers(1, services - 1))
+            amount = data.draw(st.integers(1, 1 << 60))
+            place = (backend // 8, data.draw(st.integers(0, cpus_ - 1)), backend % 8, data.draw(st.integers(0, 4)))
+            with np.errstate(over="ignore"):
+                traffic._rows[place] += np.uint64(amount)
+                wanted[owners[backend], place[3]] += np.uint64(amount)
+        elif what == "give back" and owners[backend]:
+            gone = np.array([backend])
+            traffic.give_back([], gone, owners[gone])
+            owners[backend] = 0
+        elif owners[backend]:
+            service_id = int(owners[backend])
+            gone = np.flatnonzero(owners == service_id)
+            traffic.give_back([service_id], gone, owners[gone])
+            owners[gone], wanted[service_id] = 0, 0
+        assert (traffic.of_services(owners)[1:] == wanted[1:]).all()
