@@ -40,7 +40,7 @@ def under_load(bench: Bench, *services: Service) -> Iterator[dict[str, Tally]]:
                     args=(kind, (family, service.vip(family))),
                     kwargs={
                         "tally": tally,
-                        "rate": 40,
+                        "rate": 40 / PATIENCE,  # a slow machine must be left the time to start an agent
                         "concurrency": 2,
                         "stop": stop,
                         "timeout": 2 * PATIENCE,
@@ -57,7 +57,7 @@ def under_load(bench: Bench, *services: Service) -> Iterator[dict[str, Tally]]:
         for thread in threads:
             thread.join()
     for name, tally in tallies.items():
-        assert tally.answered >= 20, f"{name}: hardly any traffic: {tally.report()}"
+        assert tally.answered >= 20 / PATIENCE, f"{name}: hardly any traffic: {tally.report()}"
         assert not tally.failures, f"{name}: {tally.report()}"
         assert not tally.moved, f"{name}: an open connection changed its backend"
 
@@ -257,7 +257,7 @@ def test_what_is_no_services_waits_for_no_agent(bench: Bench, family: int) -> No
         args=("connections", target),
         kwargs={
             "tally": tally,
-            "rate": 100,
+            "rate": 100 / PATIENCE,
             "stop": stop,
             "timeout": 2 * PATIENCE,
             "open_socket": lambda f, k: bench.lab.socket("pod1", f, k),
@@ -271,4 +271,4 @@ def test_what_is_no_services_waits_for_no_agent(bench: Bench, family: int) -> No
     stop.set()
     client.join()
     assert not tally.failures, tally.report()
-    assert tally.answered > 20
+    assert tally.answered > 20 / PATIENCE
