@@ -24,6 +24,7 @@ __all__ = [
     "write_cells",
 ]
 
+_OTHER_MODE = "mode "  # so begins the reason of a skip that is no matter of the kernel
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 
@@ -136,7 +137,9 @@ def summary(cell: Cell) -> str:
     words = [f"{cell.passed} passed"]
     words += [f"{cell.expected} not yet"] if cell.expected else []
     words += [f"**{len(cell.failed)} failed**"] if cell.failed else []
-    words += [f"{number} skipped: {reason}" for reason, number in sorted(cell.skipped.items())]
+    other = sum(number for reason, number in cell.skipped.items() if reason.startswith(_OTHER_MODE))
+    words += [f"{n} skipped: {why}" for why, n in sorted(cell.skipped.items()) if not why.startswith(_OTHER_MODE)]
+    words += [f"{other} of other modes"] if other else []
     words += ["**not finished**"] if cell.unfinished else []
     return ", ".join(words) + (" (core)" if cell.subset == "core" else "")
 
