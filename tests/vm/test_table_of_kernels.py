@@ -56,7 +56,8 @@ def test_the_table_tells_what_passed_failed_and_was_skipped_for_what() -> None:
     assert render(cells, ["5.10", "6.1"], ["ebpf", "ipvs"]) == (
         "| mode | 5.10 (5.10.0-1-amd64) | 6.1 (6.1.0-1-amd64) |\n"
         "|---|---|---|\n"
-        "| ebpf | 1 passed, **2 failed**, **not finished** | 40 passed, 2 not yet, 3 skipped: TCX link, 5 of other modes |\n"
+        "| ebpf | 1 passed, **2 failed**, **not finished** | "
+        "40 passed, 2 not yet, 3 skipped: TCX link, 5 of other modes |\n"
         "| ipvs | not run | 7 passed (core) |\n"
         "\n"
         "- ebpf on 5.10: `one` failed (2)\n"
