@@ -52,16 +52,15 @@ INLINE bool pick(struct choice *c, struct service *service, const __u32 *client,
 	__u32 timeout = service->affinity;
 	struct affinity_key key = {.service = c->service};
 
-	if (timeout) {
-		copy_address(key.client, client);
-		c->backend = recall(&key, timeout, c->route);
-		if (c->avoid && c->backend == c->avoid)
-			c->backend = 0;
-	}
+	if (!timeout)
+		return index_slice(c, service, spread(c, service, client, address, port, protocol, v6, remember)) &&
+		       (!v6 || read_row(c));
+	copy_address(key.client, client);
+	c->backend = recall(&key, timeout, c->route);
+	if (c->avoid && c->backend == c->avoid)
+		c->backend = 0;
 	if (!c->backend && !index_slice(c, service, spread(c, service, client, address, port, protocol, v6, remember)))
 		return false;
-	if (!timeout)
-		return !v6 || read_row(c);
 	if (remember)
 		memorise(&key, c->backend);
 	return read_row(c);
