@@ -96,6 +96,7 @@ enum backend_flags {
 	BACKEND_ROUTE1 = 1 << 2,
 	BACKEND_LEFT_OUT = 1 << 3,     /* it would be in a route, but its connections kept failing */
 	BACKEND_PROBE_FAILED = 1 << 4, /* beside that: it is the agent's probes that failed */
+	BACKEND_LOCAL = 1 << 5,	       /* it runs on this node */
 };
 
 struct backend {
@@ -149,6 +150,7 @@ enum flow_flags {
 	FLOW_CLASH = 1 << 6,	   /* the reply tuple turned out to be a direct connection's: choose another port */
 	FLOW_MASQUERADE = 1 << 10, /* the source is the node's: the packet goes on by our own route lookup */
 	FLOW_NODE = 1 << 11,	   /* the client is this node */
+	FLOW_WRAPPED = 1 << 12, /* its packets go to the backend's node in another one, and answers do not come here */
 };
 
 /* What to make of a packet with the key's tuple. The pair's key is this tuple turned round. */
@@ -214,6 +216,7 @@ struct settings {
 	__u32 port_first;	  /* source ports that we give: those of masqueraded clients and of flows that clash */
 	__u32 port_count;
 	__u32 can_check_mtu; /* bpf_check_mtu exists */
+	__u32 dsr;	     /* clients outside are answered by the backend's node */
 	__u32 traffic_cpus;  /* CPUs that map `traffic` has rows for, 0: traffic is not counted */
 	__u32 event_burst;   /* events per CPU and second that are told to user space, 0: none */
 };
@@ -283,6 +286,8 @@ enum counter {
 	COUNT_DROP_NO_ROUTE,
 	COUNT_TOO_BIG,
 	COUNT_TTL_EXPIRED,
+	COUNT_WRAPPED,
+	COUNT_UNWRAPPED,
 	COUNT_SOCKET_CONNECT,
 	COUNT_SOCKET_REFUSED,
 	COUNT_FAILOVER,
@@ -294,6 +299,7 @@ enum counter {
 	COUNT_DROP_NO_ADDRESS,
 	COUNT_DROP_FLOW_FULL,
 	COUNT_DROP_REJECT_FAILED,
+	COUNT_DROP_WRAPPING,
 	COUNTERS
 };
 

@@ -2,7 +2,7 @@
 #ifndef HYBRID_PROXY_CLIENT_H
 #define HYBRID_PROXY_CLIENT_H
 
-#include "fragment.h"
+#include "dsr.h"
 
 /* May packets of the flow be handed to a pod past the stack? Only where the other direction goes past it, too:
  * conntrack that sees one half of a connection calls the rest invalid. So both ends are pods of this node, or the flow
@@ -77,6 +77,11 @@ INLINE int follow(struct __sk_buff *skb, struct scratch *space, struct found *fo
 	space->flow = *found->entry;
 	if (space->flow.tag != flow_tag(&p->tuple, v6))
 		return drop(COUNT_DROP_FLOW_LOST);
+	if (space->flow.flags & FLOW_WRAPPED) {
+		note_wrapped(p, found->entry, found->table);
+		rewritten(&space->result, &space->flow, p->tuple.protocol);
+		return STEP_WRAP;
+	}
 	if (touch(p, found->entry, found->table, v6))
 		finish(&p->tuple, &space->flow, found->table, v6);
 	rewritten(&space->result, &space->flow, p->tuple.protocol);
@@ -344,7 +349,9 @@ INLINE int from_client(struct __sk_buff *skb, struct scratch *space, __u32 place
 			return step;
 	}
 	if (p->kind == PACKET_OTHER)
-		return pass();
+		return settings.dsr && place == AT_UPLINK && p->tuple.protocol == (v6 ? IPPROTO_IPV6 : IPPROTO_IPIP)
+			       ? STEP_UNWRAP
+			       : pass();
 	if (p->kind == PACKET_ICMP_ERROR)
 		return STEP_TRANSLATE_INWARD;
 	if (may_be_frontend(p, v6)) {
@@ -401,6 +408,17 @@ INLINE int to_client(struct __sk_buff *skb, struct scratch *space, __u32 place, 
 
 GLOBAL_VERB(to_client)
 
+/* What was unwrapped is of a flow that is known. */
+INLINE int follow_unwrapped(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
+{
+	struct found found;
+
+	find_flow(&found, &space->packet.tuple, v6);
+	return found.entry ? follow(skb, space, &found, place, v6) : drop(COUNT_DROP_FLOW_LOST);
+}
+
+GLOBAL_VERB(follow_unwrapped)
+
 /* Do what is left to do, until there is a verdict. */
 INLINE int finish_steps(struct __sk_buff *skb, int step, const enum place place, const bool v6)
 {
@@ -412,12 +430,20 @@ INLINE int finish_steps(struct __sk_buff *skb, int step, const enum place place,
 		step = CALL(translate_inward, skb, 0);
 	else if (step == STEP_TRANSLATE_OUTWARD)
 		step = CALL(translate_outward, skb, 0);
+	else if (step == STEP_UNWRAP)
+		step = CALL(unwrap, skb, 0);
+	if (step == STEP_FOLLOW)
+		step = CALL(follow_unwrapped, skb, place);
+	if (step == STEP_OPEN_WRAPPED)
+		step = CALL(open_wrapped, skb, 0);
 	if (step == STEP_CLAIM)
 		step = CALL(claim, skb, 0);
 	if (step == STEP_REMEMBER)
 		step = CALL(remember_flow, skb, place);
 	if (step == STEP_SEND_ON)
 		return CALL(send_on, skb, 0);
+	if (step == STEP_WRAP)
+		return CALL(wrap, skb, 0);
 	if (step == STEP_REFUSE)
 		return CALL(refuse, skb, 0);
 	return step == STEP_NONE ? pass() : step;

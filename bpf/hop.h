@@ -21,11 +21,11 @@ INLINE __u32 packet_length(struct __sk_buff *skb, const struct packet *p)
 	return p->l4 - L3_OFFSET + (p->tuple.protocol == IPPROTO_TCP ? p->header : sizeof(struct udphdr)) + segment;
 }
 
-/* Ask for the next hop of `to`: a BPF_FIB_LKUP_RET_*, or a negative errno. */
+/* Ask for the next hop of `to`, of a packet that grows by `more` bytes: a BPF_FIB_LKUP_RET_*, or a negative errno. */
 INLINE long find_hop(struct __sk_buff *skb, struct bpf_fib_lookup *hop, const struct packet *p, const struct tuple *to,
-		     const bool v6)
+		     __u32 more, const bool v6)
 {
-	__u32 length = packet_length(skb, p);
+	__u32 length = packet_length(skb, p) + more;
 
 	__builtin_memset(hop, 0, sizeof(*hop));
 	hop->family = v6 ? AF_INET6 : AF_INET;
@@ -81,7 +81,7 @@ INLINE int send_on(struct __sk_buff *skb, struct scratch *space, __u32 unused, c
 {
 	const struct packet *p = &space->packet;
 	struct bpf_fib_lookup *hop = &space->hop;
-	long result = find_hop(skb, hop, p, &space->result, v6);
+	long result = find_hop(skb, hop, p, &space->result, 0, v6);
 
 	if (result == BPF_FIB_LKUP_RET_FRAG_NEEDED)
 		return CALL(complain, skb, hop->tot_len < packet_length(skb, p) ? hop->tot_len : SMALLEST_MTU);
@@ -133,7 +133,7 @@ INLINE int translate_inward(struct __sk_buff *skb, struct scratch *space, __u32 
 	}
 	if (!(q->flags & FLOW_MASQUERADE) || q->flags & FLOW_NODE)
 		return pass();
-	result = find_hop(skb, &space->hop, &space->packet, &space->result, v6);
+	result = find_hop(skb, &space->hop, &space->packet, &space->result, 0, v6);
 	if (result != BPF_FIB_LKUP_RET_SUCCESS && result != BPF_FIB_LKUP_RET_NO_NEIGH)
 		return pass();
 	return leave_by(&space->hop);

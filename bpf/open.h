@@ -89,12 +89,23 @@ INLINE bool set_source(struct __sk_buff *skb, struct scratch *space, __u32 place
 	} else if (same_address(result->daddr, space->packet.tuple.saddr, v6)) {
 		space->flow.flags = FLOW_HAIRPIN;
 		return node_source(result->saddr, v6);
-	} else if (space->choice.masquerade && !ends_here(find_hop(skb, &space->hop, &space->packet, result, v6))) {
+	} else if (space->choice.masquerade && !ends_here(find_hop(skb, &space->hop, &space->packet, result, 0, v6))) {
 		space->flow.flags = FLOW_MASQUERADE;
 		count(COUNT_MASQUERADE);
 		return node_source(result->saddr, v6);
 	}
 	return true;
+}
+
+/* May this client's packets to the chosen backend be wrapped (dsr.h)? */
+INLINE bool may_wrap(const struct choice *c, __u32 place)
+{
+	struct backend *row;
+
+	if (!settings.dsr || place != AT_UPLINK || !c->masquerade)
+		return false;
+	row = find_backend(c->backend, c->service);
+	return row && !(READ_ONCE(row->flags) & BACKEND_LOCAL);
 }
 
 /* A first packet to the chosen backend: what it becomes, and the key of its answers. */
@@ -107,6 +118,8 @@ INLINE int open_flow(struct __sk_buff *skb, struct scratch *space, __u32 place, 
 	result->dport = space->choice.port;
 	space->flow.service = space->choice.service;
 	space->flow.backend = space->choice.backend;
+	if (may_wrap(&space->choice, place))
+		return STEP_OPEN_WRAPPED;
 	if (!set_source(skb, space, place, v6))
 		return drop(COUNT_DROP_NO_ADDRESS);
 	turn_round(&space->reply, result);

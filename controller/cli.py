@@ -145,6 +145,13 @@ def _dataplane(parser: argparse.ArgumentParser) -> None:
     ):
         group.add_argument(f"--probe-{flag}", metavar=metavar, help=f"mode ebpf: {text}")
     group.add_argument(
+        "--dsr",
+        metavar="off|ipip",
+        help="mode ebpf, on all nodes alike: wrap requests from outside for backends of other nodes (IP in IP), so "
+        "that these answer the client directly and see its address; the network must let nodes send from each other's "
+        "addresses (default: off)",
+    )
+    group.add_argument(
         "--masquerade-ports",
         metavar="FIRST-LAST",
         help="mode ebpf: source ports that masqueraded clients get; keep them apart from node ports and from "

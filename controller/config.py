@@ -141,6 +141,7 @@ def _options(given: _Flags) -> Options:
         max_ring=given.number("max_ring", default.max_ring, 1, 65_521),
         max_flows=given.number("max_flows", default.max_flows, 2, 1 << 26),
         port_first=first,
+        dsr=given.choice("dsr", ("off", "ipip")) == "ipip",
         port_count=last - first + 1,
         tcp_timeout_established=int(
             given.seconds("conntrack_tcp_timeout_established", default.tcp_timeout_established)

@@ -29,23 +29,28 @@ MTU = 1400
 PORTS = range(1024, 29_696)
 
 
+def routes() -> None:
+    """An interface and a default route in the namespace that the calling thread is in."""
+    loopback()
+    for name in ("ipv4/ip_forward", "ipv6/conf/all/forwarding"):
+        Path("/proc/sys/net", name).write_text("1")
+    with IPRoute() as link:
+        link.link("add", ifname="up0", kind="veth", peer={"ifname": "peer0"})
+        for name in ("up0", "peer0"):
+            link.link("set", index=link.link_lookup(ifname=name)[0], state="up", mtu=MTU)
+        index = link.link_lookup(ifname="up0")[0]
+        for net, length in ((NETS[4], 24), (NETS[6], 64)):
+            link.addr("add", index=index, address=net.primary, prefixlen=length, flags=0x02)
+        link.route("add", dst="default", gateway="192.168.7.2", oif=index)
+        link.route("add", family=socket.AF_INET6, dst="default", gateway="fd00:7::2", oif=index)
+
+
 @pytest.fixture(scope="module")
 def uplink(programs: Bench) -> Iterator[Object]:
     """The uplink's programs; the calling thread is in a namespace with an interface and a default route."""
     loaded = programs.load(layout.OBJECTS / "uplink.bpf.o")
     with fresh():
-        loopback()
-        for name in ("ipv4/ip_forward", "ipv6/conf/all/forwarding"):
-            Path("/proc/sys/net", name).write_text("1")
-        with IPRoute() as link:
-            link.link("add", ifname="up0", kind="veth", peer={"ifname": "peer0"})
-            for name in ("up0", "peer0"):
-                link.link("set", index=link.link_lookup(ifname=name)[0], state="up", mtu=MTU)
-            index = link.link_lookup(ifname="up0")[0]
-            for net, length in ((NETS[4], 24), (NETS[6], 64)):
-                link.addr("add", index=index, address=net.primary, prefixlen=length, flags=0x02)
-            link.route("add", dst="default", gateway="192.168.7.2", oif=index)
-            link.route("add", family=socket.AF_INET6, dst="default", gateway="fd00:7::2", oif=index)
+        routes()
         yield loaded
     loaded.close()
 

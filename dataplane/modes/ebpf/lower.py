@@ -22,7 +22,7 @@ FRONTEND_MASQUERADE = {Masquerade.POD: 8, Masquerade.NODE: 16, Masquerade.EXTERN
 FRONTEND_SOURCES, FRONTEND_NODE_PORTS = 64, 128
 SERVICE_DROP_ROUTE = (1, 2)
 SERVICE_SPREAD = {Spread.RANDOM: 0, Spread.TUPLE: 16, Spread.CLIENT: 32, Spread.IN_TURN: 64}
-BACKEND_SERVING, BACKEND_ROUTE, BACKEND_LEFT_OUT, BACKEND_PROBE_FAILED = 1, (2, 4), 8, 16
+BACKEND_SERVING, BACKEND_ROUTE, BACKEND_LEFT_OUT, BACKEND_PROBE_FAILED, BACKEND_LOCAL = 1, (2, 4), 8, 16, 32
 
 ANY = {4: "0.0.0.0", 6: "::"}  # noqa: S104 - the address of node ports' frontends: every one that serves node ports
 
@@ -74,7 +74,7 @@ def lower(entry: Entry, sentences: Mapping[Socket, Sentence] = NOBODY) -> Rows:
     return Rows(
         frontends=list(_frontends(entry, routes)),
         members=list(members),
-        member_flags=list(members.values()),
+        member_flags=[flag | (BACKEND_LOCAL if member.local else 0) for member, flag in members.items()],
         routes=[[index[backend] for backend in route] for route in kept],
         flags=flags,
         affinity_seconds=entry.affinity_seconds,

@@ -130,6 +130,7 @@ class Ebpf:
             udp_timeout=self.options.udp_timeout * self.hz,
             udp_timeout_stream=self.options.udp_timeout_stream * self.hz,
             port_first=self.options.port_first,
+            dsr=int(self.options.dsr),
             port_count=self.options.port_count,
             can_check_mtu=int(has_helper(CHECK_MTU)),
             traffic_cpus=traffic_cpus(self.options),

@@ -10,7 +10,7 @@ from dataplane.table import Backend, Entry, Frontend, Kind, Masquerade, Protocol
 A, B, C, D = (Backend(f"10.1.0.{n}", 8080, local=n < 3) for n in range(1, 5))
 INSIDE, OUTSIDE, SOURCES = 1, 2, 64
 DROP0, DROP1 = 1, 2
-SERVING, ROUTE0, ROUTE1 = 1, 2, 4
+SERVING, ROUTE0, ROUTE1, HERE = 1, 2, 4, 32
 
 
 def port(*frontends: Frontend, serving: tuple[Backend, ...] = (), affinity: int = 0) -> Entry:
@@ -83,7 +83,8 @@ CASES = [
 @pytest.mark.parametrize(("entry", "rows"), CASES)
 def test_a_service_port_becomes_rows(entry: Entry, rows: Rows) -> None:
     closed = tuple(f.address for f in entry.frontends if f.kind is Kind.CLUSTER_IP and f.address)
-    assert lower(entry) == rows._replace(closed=closed)
+    flags = [flag | HERE * member.local for member, flag in zip(rows.members, rows.member_flags, strict=True)]
+    assert lower(entry) == rows._replace(closed=closed, member_flags=flags)
 
 
 MASQUERADES = [(Masquerade.NEVER, 0), (Masquerade.POD, 8), (Masquerade.NODE, 16), (Masquerade.EXTERNAL, 32),

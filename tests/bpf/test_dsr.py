@@ -1,0 +1,171 @@
+"""Direct server return, packet by packet: what one node wraps another one unwraps, and answers the client itself."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from scapy.layers.inet import IP
+from scapy.layers.inet6 import IPv6
+
+from dataplane.kernel.bpf import Object
+from dataplane.modes.ebpf import layout
+from dataplane.table import Backend, Entry, Frontend, Kind, Masquerade, Protocol, Route
+from tests.namespaces import fresh
+
+from .kit import DROP, NETS, PASS, REDIRECT, SMALL, Bench, Net, bench_with, datagram, frame, read, segment, syn
+from .test_uplinks import CLIENTS, MTU, NODE_PORT, OUTER, Uplink, routes
+
+OTHER = {4: "192.168.7.99", 6: "fd00:7::99"}  # the primary address of the node where the backend is
+HEAD = {4: 20, 6: 40}
+
+
+def web(net: Net, protocol: Protocol, *, local: bool) -> Entry:
+    """A node port and a load-balancer IP of one backend, as seen by its own node or by another one."""
+    route = Route((Backend(net.backends[0], 8080, local=local),))
+    fronts = (
+        Frontend(Kind.CLUSTER_IP, net.vip, 80, route, route, Masquerade.NODE),
+        Frontend(Kind.NODE_PORT, None, NODE_PORT, route, route, Masquerade.ALWAYS),
+        Frontend(Kind.LOAD_BALANCER, OUTER[net.family], 80, route, route, Masquerade.ALWAYS),
+    )
+    return Entry("default/web:http", net.family, protocol, fronts, route.backends)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[list[tuple[Bench, Object]]]:
+    """Two sets of programs and maps, with the setting; the calling thread is in a namespace with routes."""
+    with fresh(), ExitStack() as stack:
+        routes()
+        made = []
+        for _ in range(2):
+            bench = stack.enter_context(bench_with(SMALL, dsr=1))
+            programs = bench.load(layout.OBJECTS / "uplink.bpf.o")
+            stack.callback(programs.close)
+            made.append((bench, programs))
+        yield made
+
+
+def a_node(node: tuple[Bench, Object], net: Net, entry: Entry, primary: str) -> Uplink:
+    bench, programs = node
+    bench.reset()
+    words = layout.address_words([primary])[0]
+    bench.node(**{f"primary{net.family}": words if net.family == 6 else words[0]})
+    bench.serve(entry)
+    made = Uplink(bench, programs, net)
+    bench.store.serve_node_ports_at((primary,))
+    return made
+
+
+class Pair:
+    """The node that is asked, and the one where the backend is."""
+
+    def __init__(self, asked: Uplink, server: Uplink) -> None:
+        self.asked, self.server, self.net = asked, server, asked.net
+
+
+@pytest.fixture(params=[Protocol.TCP, Protocol.UDP], ids=["tcp", "udp"])
+def protocol(request: pytest.FixtureRequest) -> Protocol:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def pair(nodes: list[tuple[Bench, Object]], net: Net, protocol: Protocol) -> Pair:
+    asked = a_node(nodes[0], net, web(net, protocol, local=False), net.primary)
+    return Pair(asked, a_node(nodes[1], net, web(net, protocol, local=True), OTHER[net.family]))
+
+
+def first(protocol: Protocol, port: int, sport: int = 40000) -> object:
+    return syn(sport, port) if protocol is Protocol.TCP else datagram(sport, port)
+
+
+def later(protocol: Protocol, port: int, sport: int = 40000, flags: str = "A") -> object:
+    return segment(sport, port, flags, 1001, 2) if protocol is Protocol.TCP else datagram(sport, port)
+
+
+WAYS = {"node-port": (lambda net: net.primary, NODE_PORT), "load-balancer": (lambda net: OUTER[net.family], 80)}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_request_is_wrapped_unwrapped_and_answered_directly(pair: Pair, protocol: Protocol, way: tuple) -> None:
+    net, (address_of, port) = pair.net, way
+    vip, client = address_of(net), pair.asked.client
+    for transport in (first(protocol, port), later(protocol, port), later(protocol, port)):
+        plain = frame(net, client, vip, transport)
+        verdict, wrapped = pair.asked.in_(plain)
+        outer = (IP if net.family == 4 else IPv6)(wrapped[14:])
+        assert (verdict, outer.src, outer.dst) == (REDIRECT, net.primary, net.backends[0])
+        assert wrapped[14 + HEAD[net.family] :] == plain[14:], "what is inside is the client's packet as it came"
+        verdict, out = pair.server.in_(wrapped)
+        assert (verdict, read(out).tuple) == (PASS, (client, 40000, net.backends[0], 8080))
+    reply = segment(8080, 40000, "SA", 1, 1001) if protocol is Protocol.TCP else datagram(8080, 40000)
+    answer = frame(net, net.backends[0], client, reply, from_backend=True)
+    verdict, out = pair.server.out(answer)
+    assert (verdict, read(out).tuple) == (PASS, (vip, port, client, 40000))
+    assert pair.asked.bench.count("wrapped") == pair.server.bench.count("unwrapped") == 3
+
+
+def test_a_source_port_that_comes_again_begins_anew(pair: Pair, protocol: Protocol) -> None:
+    net = pair.net
+    for transport in (first(protocol, NODE_PORT), later(protocol, NODE_PORT), later(protocol, NODE_PORT, flags="FA"),
+                      first(protocol, NODE_PORT)):  # fmt: skip
+        verdict, wrapped = pair.asked.ask(net.primary, transport)
+        assert verdict == REDIRECT
+        assert pair.server.in_(wrapped)[0] == PASS
+    flows = [*pair.asked.bench.flows(net.family), *pair.asked.bench.flows(net.family, "opening")]
+    assert len(flows) == 1, "the node that is asked knows the client's direction, and that once"
+
+
+def test_what_does_not_fit_when_wrapped_is_too_big(pair: Pair, protocol: Protocol) -> None:
+    net, room = pair.net, MTU - HEAD[pair.net.family]
+    pair.asked.ask(net.primary, first(protocol, NODE_PORT))
+    head = HEAD[net.family] + (20 if protocol is Protocol.TCP else 8)
+    for size, fits in ((room, True), (room + 1, False)):
+        payload = bytes(size - head)
+        big = (
+            segment(40000, NODE_PORT, "A", 1001, 2, payload) if protocol is Protocol.TCP
+            else datagram(40000, NODE_PORT, payload)
+        )  # fmt: skip
+        told = read(pair.asked.ask(net.primary, big)[1], check=False)
+        if fits:
+            assert told.dst == net.backends[0]
+        else:
+            assert told.dst == pair.asked.client
+            assert int.from_bytes(told.l4[6:8] if net.family == 4 else told.l4[4:8], "big") == room
+
+
+def test_other_peoples_tunnels_pass(pair: Pair) -> None:
+    net = pair.net
+    inner = frame(net, CLIENTS[net.family][0], net.vip, syn())[14:]
+    for port in (0, 9999):
+        if net.family == 4:
+            outer = IP(src="203.0.113.77", dst=net.backends[0], id=port, proto=socket.IPPROTO_IPIP)
+        else:
+            outer = IPv6(src="2001:db8::77", dst=net.backends[0], fl=port, nh=socket.IPPROTO_IPV6)
+        tunnel = frame(net, net.client, net.stranger, syn())[:14] + bytes(outer / inner)
+        assert pair.server.in_(tunnel) == (PASS, tunnel)
+
+
+def test_local_backends_are_masqueraded(nodes: list[tuple[Bench, Object]], net: Net) -> None:
+    node = a_node(nodes[0], net, web(net, Protocol.TCP, local=True), net.primary)
+    verdict, out = node.ask(net.primary, syn(40000, NODE_PORT))
+    assert (verdict, read(out).src) == (REDIRECT, net.primary)
+    assert node.bench.count("wrapped") == 0
+    assert node.bench.count("masquerade") == 1
+
+
+def test_without_the_setting_nothing_is_unwrapped(bench: Bench, net: Net) -> None:
+    programs: Object = bench.load(layout.OBJECTS / "uplink.bpf.o")
+    try:
+        node = Uplink(bench, programs, net)
+        bench.serve(web(net, Protocol.TCP, local=True))
+        inner = frame(net, node.client, NETS[net.family].vip, syn())[14:]
+        outer = (IP(src=OTHER[4], dst=net.backends[0], id=8080, proto=4) if net.family == 4
+                 else IPv6(src=OTHER[6], dst=net.backends[0], fl=8080, nh=41))  # fmt: skip
+        tunnel = frame(net, net.client, net.vip, syn())[:14] + bytes(outer / inner)
+        verdict, out = node.in_(tunnel)
+        assert (verdict, out) == (PASS, tunnel)
+        assert verdict != DROP
+    finally:
+        programs.close()
