@@ -192,8 +192,8 @@ INLINE int other_to_service(struct __sk_buff *skb, const struct packet *p, const
 	__u32 flags = find_frontend(p->tuple.daddr, 0, 0, v6) >> 32;
 
 	if (flags & FRONTEND_ADDRESS && !(flags & FRONTEND_NODE_PORTS))
-		return STEP_REFUSE;
-	return is_unallocated(p->tuple.daddr, v6) ? drop(COUNT_DROP_UNALLOCATED) : pass();
+		return settings.answer_ping && p->kind == PACKET_ECHO ? STEP_ECHO : STEP_REFUSE;
+	return is_unallocated(p->tuple.daddr, v6) ? drop(COUNT_DROP_UNALLOCATED) : STEP_NONE;
 }
 
 /* The destination may be a backend, addressed directly. Datagrams leave a claim, because nothing in them
@@ -391,8 +391,9 @@ INLINE int to_client(struct __sk_buff *skb, struct scratch *space, __u32 place, 
 	}
 	if (p->kind == PACKET_OTHER)
 		return pass();
-	if (place == AT_NODE && p->kind == PACKET_TRANSPORT && !skb->ingress_ifindex && may_be_frontend(p, v6)) {
-		int step = to_service(skb, space, AT_NODE, v6);
+	if (place == AT_NODE && p->kind != PACKET_ICMP_ERROR && !skb->ingress_ifindex && may_be_frontend(p, v6)) {
+		int step = p->kind == PACKET_TRANSPORT ? to_service(skb, space, AT_NODE, v6)
+						       : other_to_service(skb, p, v6);
 
 		if (step != STEP_NONE)
 			return step;
@@ -446,6 +447,8 @@ INLINE int finish_steps(struct __sk_buff *skb, int step, const enum place place,
 		return CALL(wrap, skb, 0);
 	if (step == STEP_REFUSE)
 		return CALL(refuse, skb, 0);
+	if (step == STEP_ECHO)
+		return CALL(answer_echo, skb, 0);
 	return step == STEP_NONE ? pass() : step;
 }
 

@@ -29,11 +29,13 @@ struct icmp_header {
 enum socket_families { AF_INET = 2, AF_INET6 = 10 };
 
 enum icmp_numbers {
+	ICMP_ECHO_REPLY = 0,
 	ICMP_DEST_UNREACH = 3,
 	ICMP_PORT_UNREACH = 3,
 	ICMP_FRAG_NEEDED = 4,
 	ICMP_SOURCE_QUENCH = 4,
 	ICMP_REDIRECT = 5,
+	ICMP_ECHO_REQUEST = 8,
 	ICMP_TIME_EXCEEDED = 11,
 	ICMP_PARAMETERPROB = 12,
 	ICMPV6_DEST_UNREACH = 1,
@@ -41,6 +43,8 @@ enum icmp_numbers {
 	ICMPV6_PKT_TOOBIG = 2,
 	ICMPV6_TIME_EXCEEDED = 3,
 	ICMPV6_INFORMATIONAL = 128, /* lower types are errors */
+	ICMPV6_ECHO_REQUEST = 128,
+	ICMPV6_ECHO_REPLY = 129,
 };
 
 #define INLINE static __always_inline

@@ -58,12 +58,19 @@ INLINE bool may_be_ours(const struct tuple *t, const bool v6)
 	return may_be_service(t->daddr, v6) || find_frontend(t->daddr, 0, 0, v6) || may_be_backend(t->saddr, 0, 0, v6);
 }
 
+/* A length that is known to be from 1 to HELD_BYTES, for verifiers before 6.4, as `bounded()` is. */
+INLINE __u32 bounded_length(__u32 length)
+{
+	asm volatile("" : "+r"(length));
+	return ((length - 1) & (HELD_BYTES - 1)) + 1;
+}
+
 /* Copy the frame; its length, 0: it is too long. */
 INLINE __u32 copy_frame(struct __sk_buff *skb, struct held *to)
 {
 	__u32 length = skb->len;
 
-	if (length < L3_OFFSET || length > HELD_BYTES || bpf_skb_load_bytes(skb, 0, to->frame, length))
+	if (length < L3_OFFSET || length > HELD_BYTES || bpf_skb_load_bytes(skb, 0, to->frame, bounded_length(length)))
 		return 0;
 	to->length = length;
 	return length;
@@ -77,7 +84,7 @@ INLINE bool become(struct __sk_buff *skb, struct held *copy)
 	if (length < L3_OFFSET || length > HELD_BYTES)
 		return false;
 	return !bpf_skb_change_tail(skb, length, 0) &&
-	       !bpf_skb_store_bytes(skb, 0, copy->frame, length, BPF_F_RECOMPUTE_CSUM);
+	       !bpf_skb_store_bytes(skb, 0, copy->frame, bounded_length(length), BPF_F_RECOMPUTE_CSUM);
 }
 
 /* Keep a copy and drop the packet; or pass it, when it cannot wait. */
@@ -91,7 +98,7 @@ INLINE int hold(struct __sk_buff *skb, struct scratch *space, struct fragments *
 		return pass();
 	}
 	copy->key = space->datagram;
-	datagram->places[number] = place;
+	datagram->places[bounded(number) & (HELD_EACH - 1)] = place;
 	WRITE_ONCE(datagram->waiting, number + 1);
 	count(COUNT_FRAGMENT_HELD);
 	return TC_ACT_SHOT;

@@ -7,7 +7,7 @@
 /* Rows of programs alone. */
 
 #define HELD 256	/* fragments that wait for their first, of all datagrams together */
-#define HELD_EACH 48	/* of one datagram: 64 KiB over an MTU of 1500 */
+#define HELD_EACH 64	/* of one datagram: 64 KiB over an MTU of 1500 are 45 */
 #define HELD_BYTES 2048 /* of a frame that can wait */
 
 /* A datagram in fragments, on its way: all of them have this key. */

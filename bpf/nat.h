@@ -2,7 +2,9 @@
 #ifndef HYBRID_PROXY_NAT_H
 #define HYBRID_PROXY_NAT_H
 
-#include "flow.h"
+#include "crc.h"
+
+#define SCTP_CHECKSUM 8
 
 INLINE int checksum_offset(__u8 protocol)
 {
@@ -10,7 +12,7 @@ INLINE int checksum_offset(__u8 protocol)
 		return offsetof(struct tcphdr, check);
 	if (protocol == IPPROTO_UDP)
 		return offsetof(struct udphdr, check);
-	return -1; /* SCTP's CRC does not cover addresses */
+	return -1;
 }
 
 /* Ones' complement sum of 32 bit words, carries kept. */
@@ -44,15 +46,36 @@ INLINE __u16 updated_checksum(__u16 check, __s64 difference)
 	return ~sum;
 }
 
+/* SCTP's CRC covers ports, but no addresses. 0: still to be filled in. Of a datagram in fragments it is out of reach.
+ */
+INLINE void update_sctp(struct __sk_buff *skb, const struct packet *p, const struct tuple *to, const bool v6)
+{
+	const __u32 offset = L3_OFFSET + (v6 ? offsetof(struct ipv6hdr, payload_len) : offsetof(struct iphdr, tot_len));
+	__be32 old = bpf_htonl((__u32)bpf_ntohs(p->tuple.sport) << 16 | bpf_ntohs(p->tuple.dport));
+	__be32 new = bpf_htonl((__u32)bpf_ntohs(to->sport) << 16 | bpf_ntohs(to->dport));
+	__u32 sum = 0;
+	__be16 length = 0;
+
+	if (old == new || p->fragment.part || bpf_skb_load_bytes(skb, p->l4 + SCTP_CHECKSUM, &sum, sizeof(sum)) ||
+	    !sum || bpf_skb_load_bytes(skb, offset, &length, sizeof(length)))
+		return;
+	sum ^= __cpu_to_le32(
+		crc_difference(old, new, bpf_ntohs(length) + (v6 ? sizeof(struct ipv6hdr) : 0) + L3_OFFSET - p->l4));
+	bpf_skb_store_bytes(skb, p->l4 + SCTP_CHECKSUM, &sum, sizeof(sum), 0);
+}
+
 /* The transport's checksum. Where it is still to be filled in, the helper knows, and ports do not count. */
-INLINE void update_transport(struct __sk_buff *skb, const struct packet *p, const struct tuple *to, __s64 difference)
+INLINE void update_transport(struct __sk_buff *skb, const struct packet *p, const struct tuple *to, __s64 difference,
+			     const bool v6)
 {
 	int check = checksum_offset(p->tuple.protocol);
 	__u64 zero_is_none = p->tuple.protocol == IPPROTO_UDP ? BPF_F_MARK_MANGLED_0 : 0;
 	__u32 old = (__u32)p->tuple.sport << 16 | p->tuple.dport, new = (__u32)to->sport << 16 | to->dport;
 
-	if (check < 0)
+	if (check < 0) {
+		update_sctp(skb, p, to, v6);
 		return;
+	}
 	bpf_l4_csum_replace(skb, p->l4 + check, 0, difference, BPF_F_PSEUDO_HDR | zero_is_none);
 	if (old != new)
 		bpf_l4_csum_replace(skb, p->l4 + check, old, new, 4 | zero_is_none);
@@ -147,7 +170,7 @@ INLINE void rewrite(struct __sk_buff *skb, const struct packet *p, const struct 
 		rewrite_later(skb, to, difference, v6);
 		return;
 	}
-	update_transport(skb, p, to, difference);
+	update_transport(skb, p, to, difference, v6);
 	if (v6)
 		store_tuple6(skb, p, to);
 	else

@@ -30,6 +30,7 @@ enum packet_kind {
 	PACKET_TRANSPORT,
 	PACKET_FRAGMENT, /* of a transport: what fragment.h makes a PACKET_TRANSPORT, with the ports of its first */
 	PACKET_ICMP_ERROR,
+	PACKET_ECHO, /* an echo request */
 	PACKET_ICMP_OTHER,
 };
 
@@ -202,7 +203,10 @@ INLINE void parse_icmp(void *data, void *end, struct packet *p, const bool v6)
 
 	if (p->l4 > WINDOW || (void *)(type + 8) > end)
 		return;
-	p->kind = is_icmp_error(*type, v6) ? PACKET_ICMP_ERROR : PACKET_ICMP_OTHER;
+	if (*type == (v6 ? ICMPV6_ECHO_REQUEST : ICMP_ECHO_REQUEST))
+		p->kind = PACKET_ECHO;
+	else
+		p->kind = is_icmp_error(*type, v6) ? PACKET_ICMP_ERROR : PACKET_ICMP_OTHER;
 }
 
 /* Where the IP packet ends in the frame, which may be padded; 0 for a length that the header has no room for. */

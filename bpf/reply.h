@@ -141,6 +141,24 @@ INLINE int send_back(struct __sk_buff *skb)
 	return bpf_redirect(skb->ifindex, skb->ingress_ifindex ? 0 : BPF_F_INGRESS);
 }
 
+/* Turn the echo request into its reply. */
+INLINE int answer_echo(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+{
+	const struct packet *p = &space->packet;
+	__u8 type = v6 ? ICMPV6_ECHO_REPLY : ICMP_ECHO_REPLY, asked = v6 ? ICMPV6_ECHO_REQUEST : ICMP_ECHO_REQUEST;
+	struct tuple back;
+
+	turn_round(&back, &p->tuple);
+	bpf_l4_csum_replace(skb, p->l4 + offsetof(struct icmp_header, checksum), bpf_htons(asked << 8),
+			    bpf_htons(type << 8), 2);
+	bpf_skb_store_bytes(skb, p->l4, &type, sizeof(type), 0);
+	rewrite_addresses(skb, L3_OFFSET, &back, 0, v6);
+	count(COUNT_ECHO);
+	return send_back(skb);
+}
+
+GLOBAL_VERB(answer_echo)
+
 /* Turn the SYN into the reset that answers it. Options stay: lengths do not change, and nobody reads them. */
 INLINE int refuse_tcp(struct __sk_buff *skb, const struct packet *p, const bool v6)
 {

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import socket
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +37,9 @@ def field() -> Iterator[Lab]:
     """A smaller lab, whose agent changes with every setting."""
     with new_lab(2, 1) as made:
         route_services(made)
+        for place in made.places:
+            with made.inside(place):
+                Path("/proc/sys/net/ipv4/ping_group_range").write_text("0 0")
         serve(made, SECOND)
         yield made
 
@@ -180,3 +186,27 @@ def test_addresses_that_come_later_serve(field: Lab, mode: str) -> None:
         finally:
             for address, length in zip(THIRD, (24, 64), strict=True):
                 link.addr("delete", index=index, address=address, prefixlen=length)
+
+
+@pytest.mark.parametrize("place", ["pod1", "client", "node"])
+@pytest.mark.parametrize("mode", ["ebpf"], indirect=True, scope="session")
+def test_pings_are_answered_where_the_setting_says_so(field: Lab, mode: str, place: str) -> None:
+    with agent_with(field, mode, "--answer-ping") as (bench, made):
+        bench.settle(made["near"], {"pod2"}, V4)
+        for family in FAMILIES.values():
+            data = ping(bench, place, made["near"].address(family), family)
+            assert data == b"how are you?" * 20, "what was asked comes back"
+
+
+def ping(bench: Bench, place: str, address: str, family: int) -> bytes:
+    """The data of an echo reply (RFC 792, RFC 4443); checksums are the kernel's to look at."""
+    protocol = socket.IPPROTO_ICMP if family == V4 else socket.IPPROTO_ICMPV6
+    with bench.lab.socket(place, family, socket.SOCK_DGRAM, protocol) as client:  # a ping socket, icmp(7)
+        client.settimeout(2 * PATIENCE)
+        client.sendto(
+            struct.pack("!BBHHH", 8 if family == V4 else 128, 0, 0, 0, 1) + b"how are you?" * 20, (address, 0)
+        )
+        data, source = client.recvfrom(2048)
+    assert source[0] == address
+    assert data[0] == (0 if family == V4 else 129)
+    return data[8:]

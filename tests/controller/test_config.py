@@ -112,6 +112,7 @@ GOOD = [
     pytest.param("--no-fast-path",         "options.fast_path",      False,                  id="fast path off"),
     pytest.param("--no-traffic-counters",  "options.count_traffic",  False,                  id="traffic not counted"),
     pytest.param("--metrics-per-backend",  "metrics_per_backend",    True,                   id="metrics of backends"),
+    pytest.param("--answer-ping",          "options.answer_ping",    True,                   id="pings answered"),
     pytest.param("--no-fast-path=false",   "options.fast_path",      True,                   id="fast path on"),
     pytest.param("--max-services=7",       "options.max_services",   7,                      id="services"),
     pytest.param("--max-backends=7",       "options.max_backends",   7,                      id="backends"),

@@ -132,6 +132,7 @@ class Ebpf:
             port_first=self.options.port_first,
             dsr=int(self.options.dsr),
             port_count=self.options.port_count,
+            answer_ping=int(self.options.answer_ping),
             can_check_mtu=int(has_helper(CHECK_MTU)),
             traffic_cpus=traffic_cpus(self.options),
             event_burst=self.options.event_rate,
