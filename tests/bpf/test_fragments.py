@@ -74,7 +74,7 @@ def test_fragments_follow_their_first(bench: Bench, net: Net, option: bool) -> N
     assert (src, dst) == (net.vip, net.client)
     assert body[:4] == (53).to_bytes(2, "big") + (40000).to_bytes(2, "big")
     assert body[8:] == PAYLOAD
-    assert bench.flow_count(net.family) == (0, 2)
+    assert sum(bench.flow_count(net.family)) == 2
 
 
 def test_a_datagram_without_checksum_keeps_none(bench: Bench) -> None:
