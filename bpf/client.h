@@ -4,6 +4,8 @@
 
 #include "dsr.h"
 
+#define VLAN_NUMBER 0x0fff /* of a tag */
+
 /* May packets of the flow be handed to a pod past the stack? Only where the other direction goes past it, too:
  * conntrack that sees one half of a connection calls the rest invalid. So both ends are pods of this node, or the flow
  * is masqueraded.
@@ -506,9 +508,17 @@ INLINE int outward(struct __sk_buff *skb, const enum place place, const bool v6)
 	return finish_steps(skb, CALL(to_client, skb, place), place, v6);
 }
 
+/* A VLAN's packets are its own device's, whose programs see them without the tag. Number 0 only gives a priority. */
+INLINE bool is_tagged(struct __sk_buff *skb)
+{
+	return skb->vlan_present && skb->vlan_tci & VLAN_NUMBER;
+}
+
 /* The two hooks of an interface. */
 INLINE int ingress(struct __sk_buff *skb, const enum place place)
 {
+	if (is_tagged(skb))
+		return pass();
 	if (skb->protocol == bpf_htons(ETH_P_IP))
 		return inward(skb, place, false);
 	return skb->protocol == bpf_htons(ETH_P_IPV6) ? inward(skb, place, true) : pass();
@@ -516,6 +526,8 @@ INLINE int ingress(struct __sk_buff *skb, const enum place place)
 
 INLINE int egress(struct __sk_buff *skb, const enum place place)
 {
+	if (is_tagged(skb))
+		return pass();
 	if (skb->protocol == bpf_htons(ETH_P_IP))
 		return outward(skb, place, false);
 	return skb->protocol == bpf_htons(ETH_P_IPV6) ? outward(skb, place, true) : pass();
