@@ -230,12 +230,12 @@ struct socket_peer {
 	__u16 backend_port;
 	__u32 service;
 	__u32 backend_id;
-	__u32 pad;
+	__u32 sent; /* number of the last datagram to it */
 };
 
 struct socket_state {
 	struct socket_peer peers[4];
-	__u32 next;
+	__u32 sent;	 /* datagrams to services */
 	__u32 connected; /* 1: peers[0] is the peer of a connected socket */
 };
 

@@ -177,15 +177,22 @@ INLINE struct socket_peer *known_peer(struct socket_state *state, const struct t
 	return NULL;
 }
 
+/* The place of a peer: its own, or that of the one that was sent to least lately. */
 INLINE struct socket_peer *new_peer(struct socket_state *state, const struct target *t)
 {
+	__u32 chosen = 0, age = 0;
+
 	for (int i = 0; i < SOCKET_PEERS; i++) {
 		struct socket_peer *peer = &state->peers[i];
 
 		if (peer->frontend_port == t->port && equal(peer->frontend, t->address))
 			return peer;
+		if (state->sent + 1 - peer->sent > age) {
+			age = state->sent + 1 - peer->sent;
+			chosen = i;
+		}
 	}
-	return &state->peers[state->next++ & (SOCKET_PEERS - 1)];
+	return &state->peers[chosen & (SOCKET_PEERS - 1)];
 }
 
 INLINE int send_datagram(struct bpf_sock_addr *ctx, const bool v6)
@@ -203,6 +210,7 @@ INLINE int send_datagram(struct bpf_sock_addr *ctx, const bool v6)
 	state = state_of(ctx, 0);
 	peer = state ? known_peer(state, &target) : NULL;
 	if (peer) {
+		peer->sent = ++state->sent;
 		write_target(ctx, &target, peer->backend, peer->backend_port, v6);
 		return PROCEED;
 	}
@@ -212,17 +220,21 @@ INLINE int send_datagram(struct bpf_sock_addr *ctx, const bool v6)
 	if (choice.verdict != VERDICT_DNAT)
 		return fail(&choice);
 	state = state_of(ctx, BPF_SK_STORAGE_GET_F_CREATE);
-	if (state)
-		remember(new_peer(state, &target), &target, &choice);
+	if (state) {
+		peer = new_peer(state, &target);
+		remember(peer, &target, &choice);
+		peer->sent = ++state->sent;
+	}
 	account_flow(choice.backend);
 	write_target(ctx, &target, choice.address, choice.port, v6);
 	return PROCEED;
 }
 
-/* A datagram came from a backend: show the service that the socket sent to. */
+/* A datagram came from a backend: show the service that the socket sent to, of several with this backend the last. */
 INLINE int receive_datagram(struct bpf_sock_addr *ctx, const bool v6)
 {
 	struct socket_state *state = state_of(ctx, 0);
+	struct socket_peer *found = NULL;
 	struct target source;
 
 	if (!state)
@@ -231,11 +243,12 @@ INLINE int receive_datagram(struct bpf_sock_addr *ctx, const bool v6)
 	for (int i = 0; i < SOCKET_PEERS; i++) {
 		struct socket_peer *peer = &state->peers[i];
 
-		if (peer->service && peer->backend_port == source.port && equal(peer->backend, source.address)) {
-			write_target(ctx, &source, peer->frontend, peer->frontend_port, v6);
-			break;
-		}
+		if (peer->service && peer->backend_port == source.port && equal(peer->backend, source.address) &&
+		    (!found || (__s32)(peer->sent - found->sent) > 0))
+			found = peer;
 	}
+	if (found)
+		write_target(ctx, &source, found->frontend, found->frontend_port, v6);
 	return PROCEED;
 }
 
