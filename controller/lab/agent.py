@@ -26,15 +26,20 @@ class Agent:
         manifests: folder that the agent watches.
         mode: `--proxy-mode`.
         flags: more flags of `run`.
+        place: the node, where there are several. A second one leaves the sockets of its processes alone.
     """
 
-    def __init__(self, lab: Lab, manifests: Path, mode: str = "ebpf", flags: Sequence[str] = ()) -> None:
+    def __init__(
+        self, lab: Lab, manifests: Path, mode: str = "ebpf", flags: Sequence[str] = (), place: str = "node"
+    ) -> None:
         self.lab = lab
         self.manifests = manifests
         self.mode = mode
         self.flags = tuple(flags)
-        self.socket = lab.folder / "agent.sock"
-        self.log = lab.folder / "agent.log"
+        self.place = place
+        second = "" if place == "node" else f"-{place}"
+        self.socket = lab.folder / f"agent{second}.sock"
+        self.log = lab.folder / f"agent{second}.log"
         self.process: subprocess.Popen[str] | None = None
 
     @property
@@ -45,9 +50,9 @@ class Agent:
             "--manifests", str(self.manifests),
             "--proxy-mode", self.mode,
             "--strict-mode",
-            "--hostname-override", NODE_NAMES["node"],
+            "--hostname-override", NODE_NAMES[self.place],
             "--cluster-cidr", ",".join(CLUSTER_CIDRS),
-            "--cgroup", str(self.lab.cgroup),
+            *(("--cgroup", str(self.lab.cgroup)) if self.place == "node" else ("--socket-scope", "off")),
             "--admin-socket", str(self.socket),
             "--metrics-bind-address", "",
             *self.flags,
@@ -61,12 +66,12 @@ class Agent:
         """
         self._refuse_the_machine_itself()
         with self.log.open("a") as log:
-            self.process = self.lab.start("node", self.argv, output=log, errors=log)
+            self.process = self.lab.start(self.place, self.argv, output=log, errors=log)
         self.wait(lambda status: bool(status.get("synced")), timeout, "ready")
 
     def _refuse_the_machine_itself(self) -> None:
         """Nothing is ever attached to the namespace or the cgroup of the machine that runs the lab."""
-        if namespace.is_current(self.lab["node"].namespace):
+        if namespace.is_current(self.lab[self.place].namespace):
             raise LabError("the node's namespace is the one that the lab was started in: no agent is started there")
         if self.lab.cgroup.resolve() == namespace.cgroup2_root().resolve():
             raise LabError("the lab's cgroup is the machine's root cgroup: no agent is started there")
@@ -95,7 +100,7 @@ class Agent:
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Any other command of hybrid-proxy, on the node."""
-        return self.lab.run("node", [*_PROXY, *arguments], timeout=60)
+        return self.lab.run(self.place, [*_PROXY, *arguments], timeout=60)
 
     def kill(self) -> None:
         """Kill -9: it has no chance to tidy up."""
