@@ -8,6 +8,7 @@
 #define HYBRID_PROXY_HOP_H
 
 #include "reply.h"
+#include "route.h"
 
 #define SMALLEST_MTU 1280
 
@@ -21,34 +22,11 @@ INLINE __u32 packet_length(struct __sk_buff *skb, const struct packet *p)
 	return p->l4 - L3_OFFSET + (p->tuple.protocol == IPPROTO_TCP ? p->header : sizeof(struct udphdr)) + segment;
 }
 
-/* Ask for the next hop of `to`, of a packet that grows by `more` bytes: a BPF_FIB_LKUP_RET_*, or a negative errno. */
+/* The next hop of a packet that was in the stack's hands and grows by `more` bytes. */
 INLINE long find_hop(struct __sk_buff *skb, struct bpf_fib_lookup *hop, const struct packet *p, const struct tuple *to,
 		     __u32 more, const bool v6)
 {
-	__u32 length = packet_length(skb, p) + more;
-
-	__builtin_memset(hop, 0, sizeof(*hop));
-	hop->family = v6 ? AF_INET6 : AF_INET;
-	hop->l4_protocol = to->protocol;
-	hop->sport = to->sport;
-	hop->dport = to->dport;
-	hop->tot_len = length < 0xffff ? length : 0xffff;
-	hop->ifindex = skb->ifindex;
-	if (v6) {
-		copy_address(hop->ipv6_src, to->saddr);
-		copy_address(hop->ipv6_dst, to->daddr);
-	} else {
-		hop->ipv4_src = to->saddr[0];
-		hop->ipv4_dst = to->daddr[0];
-	}
-	return bpf_fib_lookup(skb, hop, sizeof(*hop), 0);
-}
-
-/* Is the packet for this node itself? Then it needs no hop. */
-INLINE bool ends_here(long result)
-{
-	return result == BPF_FIB_LKUP_RET_NOT_FWDED || result == BPF_FIB_LKUP_RET_FWD_DISABLED ||
-	       result == BPF_FIB_LKUP_RET_UNSUPP_LWT;
+	return look_up_hop(skb, skb->ifindex, packet_length(skb, p) + more, hop, to, v6);
 }
 
 /* One hop less to live, as every router does. */

@@ -222,7 +222,7 @@ INLINE __u32 end_of_packet(void *data, void *end, const bool v6)
 	return (void *)(ip4 + 1) <= end && ip4->tot_len ? L3_OFFSET + bpf_ntohs(ip4->tot_len) : 0;
 }
 
-INLINE void parse_tcp(struct __sk_buff *skb, void *data, void *end, struct packet *p, const bool v6)
+INLINE void parse_tcp(void *data, void *end, __u32 whole, struct packet *p, const bool v6)
 {
 	struct tcphdr *tcp = data + (p->l4 & WINDOW);
 	__u32 length;
@@ -238,7 +238,7 @@ INLINE void parse_tcp(struct __sk_buff *skb, void *data, void *end, struct packe
 		return;
 	length = end_of_packet(data, end, v6);
 	if (!length)
-		length = skb->len;
+		length = whole;
 	p->fin_end = bpf_ntohl(tcp->seq) + length - p->l4 - tcp->doff * 4 + 1;
 }
 
@@ -250,14 +250,12 @@ INLINE bool has_header(void *data, void *end, const struct packet *p)
 	return p->tuple.protocol == IPPROTO_UDP ? (void *)(header + 8) <= end : (void *)(header + 12) <= end;
 }
 
-/* Returns how many bytes could be looked at (64 bits: as 32, the compiler cuts the pointers that it subtracts). */
-INLINE __u64 parse_linear(struct __sk_buff *skb, struct packet *p, const bool v6)
+/* Fill `p` from the bytes between `data` and `end`, of a frame that has `whole` bytes. */
+INLINE void parse_bytes(void *data, void *end, __u32 whole, struct packet *p, const bool v6)
 {
-	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
-
 	p->l4 = parse_ip(data, end, L3_OFFSET, &p->tuple, &p->fragment, v6);
 	if (!p->l4)
-		return end - data;
+		return;
 	if (data + L3_OFFSET + sizeof(struct iphdr) <= end) {
 		struct iphdr *ip = data + L3_OFFSET;
 
@@ -269,12 +267,20 @@ INLINE __u64 parse_linear(struct __sk_buff *skb, struct packet *p, const bool v6
 	} else if (parse_ports(data, end, p->l4, &p->tuple)) {
 		p->kind = p->fragment.part ? PACKET_FRAGMENT : PACKET_TRANSPORT;
 		if (p->tuple.protocol == IPPROTO_TCP)
-			parse_tcp(skb, data, end, p, v6);
+			parse_tcp(data, end, whole, p, v6);
 		else if (!has_header(data, end, p))
 			p->kind = PACKET_OTHER;
 	} else if (!p->fragment.part && p->tuple.protocol == (v6 ? IPPROTO_ICMPV6 : IPPROTO_ICMP)) {
 		parse_icmp(data, end, p, v6);
 	}
+}
+
+/* Returns how many bytes could be looked at (64 bits: as 32, the compiler cuts the pointers that it subtracts). */
+INLINE __u64 parse_linear(struct __sk_buff *skb, struct packet *p, const bool v6)
+{
+	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
+
+	parse_bytes(data, end, skb->len, p, v6);
 	return end - data;
 }
 

@@ -1,0 +1,216 @@
+/* A packet of a known flow, sent on in the driver's hands: before the kernel has made anything of the frame.
+ *
+ * This is a short cut and decides nothing: tc begins, establishes and ends flows. What it does not do here it leaves to
+ * tc, untouched, and tc does it as if there were no short cut.
+ */
+#ifndef HYBRID_PROXY_DRIVER_H
+#define HYBRID_PROXY_DRIVER_H
+
+#include "nat.h"
+#include "route.h"
+
+#define NEIGHBOUR_SECONDS 16
+#define HOPS 1024
+#define MULTICAST_BIT 1 /* of a frame's first byte */
+
+/* Interfaces that take frames from XDP; a frame redirected to another one is lost. */
+HASH_MAP(xdp_links, BPF_MAP_TYPE_HASH, __u32, __u32, 256);
+
+/* When the last packet to a neighbour went through the stack, by hash of its address; jiffies. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, HOPS);
+	__type(key, __u32);
+	__type(value, __u32);
+} hop_times SEC(".maps");
+
+/* Leave the packet to the stack, and tc there. */
+INLINE int leave(enum counter why)
+{
+	count(why);
+	return XDP_PASS;
+}
+
+/* A frame for one receiver, TCP in the midst of a connection or UDP, nothing between the headers, a hop to spend. */
+INLINE bool is_plain(const struct ethhdr *frame, const struct packet *p, const bool v6)
+{
+	if (p->kind != PACKET_TRANSPORT || frame->h_dest[0] & MULTICAST_BIT || p->ttl <= 1)
+		return false;
+	if (p->l4 != L3_OFFSET + (v6 ? sizeof(struct ipv6hdr) : sizeof(struct iphdr)))
+		return false;
+	if (p->tuple.protocol == IPPROTO_TCP)
+		return !(p->tcp_flags & (TCP_SYN | TCP_FIN | TCP_RST));
+	return p->tuple.protocol == IPPROTO_UDP;
+}
+
+/* May there be a flow of ours? As tc asks. */
+INLINE bool may_be_ours(const struct tuple *t, const bool v6)
+{
+	return may_be_service(t->daddr, v6) || may_be_node_port(t->dport, t->protocol) ||
+	       may_be_backend(t->saddr, t->sport, t->protocol, v6);
+}
+
+/* Does this flow's packet need nothing but translation? It crosses the node under the node's address, neither end is a
+ * pod here, and tc has nothing to learn from it: a client's datagrams change nothing, whoever answers.
+ */
+INLINE bool crosses(const struct flow *f, __u8 protocol)
+{
+	const __u32 never = FLOW_HAIRPIN | FLOW_DIRECT | FLOW_RESET | FLOW_OTHER_FIN | FLOW_CLASH | FLOW_NODE;
+	__u32 flags = f->flags;
+
+	if (!(flags & FLOW_MASQUERADE) || flags & never || f->ifindex)
+		return false;
+	if (flags & FLOW_ESTABLISHED)
+		return true;
+	return protocol == IPPROTO_UDP && !(flags & FLOW_REPLY);
+}
+
+/* Datagrams to a backend that is gone get another one from tc. */
+INLINE bool has_backend(const struct flow *f, __u8 protocol)
+{
+	return protocol == IPPROTO_TCP || f->flags & FLOW_REPLY ||
+	       is_serving(f->backend, f->service, f->daddr, f->dport);
+}
+
+/* A lookup does not tell the kernel that a neighbour is in use. Now and then a packet goes through the stack, which
+ * then asks whether the neighbour is still there and has the same address.
+ */
+INLINE bool is_neighbours_turn(const struct bpf_fib_lookup *hop, const bool v6)
+{
+	__u32 key = hash_address(v6 ? hop->ipv6_dst : &hop->ipv4_dst, v6) % HOPS, time = now();
+	__u32 *last = bpf_map_lookup_elem(&hop_times, &key);
+
+	if (!last || time - READ_ONCE(*last) < NEIGHBOUR_SECONDS * settings.hz)
+		return false;
+	WRITE_ONCE(*last, time);
+	return true;
+}
+
+/* The transport's checksum after a difference; 0 in UDP says that there is none, and stays. */
+INLINE void update_checksum(__u16 *check, __s64 difference, __u8 protocol)
+{
+	if (protocol == IPPROTO_UDP && !*check)
+		return;
+	*check = updated_checksum(*check, difference);
+	if (protocol == IPPROTO_UDP && !*check)
+		*check = 0xffff;
+}
+
+/* Addresses and one hop less to live. */
+INLINE void write_ip4(struct iphdr *ip, const struct tuple *to, __s64 difference)
+{
+	__u32 before = bpf_htons(ip->ttl << 8), after = bpf_htons((ip->ttl - 1) << 8);
+
+	ip->saddr = to->saddr[0];
+	ip->daddr = to->daddr[0];
+	ip->ttl -= 1;
+	ip->check = updated_checksum(ip->check, exchange(difference, before, after));
+}
+
+INLINE void write_ip6(struct ipv6hdr *ip, const struct tuple *to)
+{
+	__builtin_memcpy(&ip->saddr, to->saddr, 16);
+	__builtin_memcpy(&ip->daddr, to->daddr, 16);
+	ip->hop_limit -= 1;
+}
+
+/* Ports and checksum; false: the header is not there, and nothing was written. */
+INLINE bool write_transport(void *data, void *end, const struct packet *p, const struct tuple *to, __s64 difference,
+			    const bool v6)
+{
+	void *transport = data + L3_OFFSET + (v6 ? sizeof(struct ipv6hdr) : sizeof(struct iphdr));
+	__u32 old = (__u32)p->tuple.sport << 16 | p->tuple.dport, new = (__u32)to->sport << 16 | to->dport;
+	struct tcphdr *tcp = transport;
+	struct udphdr *udp = transport;
+
+	difference = exchange(difference, old, new);
+	if (p->tuple.protocol == IPPROTO_TCP) {
+		if ((void *)(tcp + 1) > end)
+			return false;
+		update_checksum(&tcp->check, difference, IPPROTO_TCP);
+	} else {
+		if ((void *)(udp + 1) > end)
+			return false;
+		update_checksum(&udp->check, difference, IPPROTO_UDP);
+	}
+	udp->source = to->sport;
+	udp->dest = to->dport;
+	return true;
+}
+
+/* Rewrite the packet to `to`, and the frame for the next hop. */
+INLINE bool write_frame(struct xdp_md *ctx, const struct packet *p, const struct tuple *to,
+			const struct bpf_fib_lookup *hop, const bool v6)
+{
+	void *data = (void *)(long)ctx->data, *end = (void *)(long)ctx->data_end;
+	__s64 difference = address_difference(&p->tuple, to, v6);
+	struct ethhdr *frame = data;
+
+	if (!write_transport(data, end, p, to, difference, v6))
+		return false;
+	if (v6)
+		write_ip6(data + L3_OFFSET, to);
+	else
+		write_ip4(data + L3_OFFSET, to, difference);
+	__builtin_memcpy(frame->h_dest, hop->dmac, ETH_ALEN);
+	__builtin_memcpy(frame->h_source, hop->smac, ETH_ALEN);
+	return true;
+}
+
+/* Where the packet goes on; false: not from here. A hop that is too narrow, a neighbour that must be asked for, a
+ * route that ends at this node or at a pod: tc knows what to do.
+ */
+INLINE bool find_way(struct xdp_md *ctx, struct bpf_fib_lookup *hop, const struct tuple *to, __u32 length,
+		     const bool v6)
+{
+	__u32 target;
+
+	if (look_up_hop(ctx, ctx->ingress_ifindex, length, hop, to, v6) != BPF_FIB_LKUP_RET_SUCCESS)
+		return false;
+	target = hop->ifindex;
+	if (target != ctx->ingress_ifindex && !bpf_map_lookup_elem(&xdp_links, &target))
+		return false;
+	return !is_neighbours_turn(hop, v6);
+}
+
+INLINE int send_away(struct xdp_md *ctx, const struct bpf_fib_lookup *hop, __u32 flags)
+{
+	count(flags & FLOW_REPLY ? COUNT_XDP_REPLY : COUNT_XDP_DNAT);
+	return hop->ifindex == ctx->ingress_ifindex ? XDP_TX : bpf_redirect(hop->ifindex, 0);
+}
+
+/* The packet's flow, as it is now, into `flow`; false: nothing of ours, or nothing for here. */
+INLINE bool find_crossing(struct found *found, struct flow *flow, const struct packet *p, const bool v6)
+{
+	find_flow(found, &p->tuple, v6);
+	if (!found->entry)
+		return false;
+	*flow = *found->entry;
+	return flow->tag == flow_tag(&p->tuple, v6) && crosses(flow, p->tuple.protocol) &&
+	       has_backend(flow, p->tuple.protocol);
+}
+
+/* All of it, in order. */
+INLINE int cross(struct xdp_md *ctx, const bool v6)
+{
+	void *data = (void *)(long)ctx->data, *end = (void *)(long)ctx->data_end;
+	__u64 length = end_of_packet(data, end, v6);
+	struct bpf_fib_lookup hop;
+	struct packet p = {};
+	struct found found;
+	struct flow flow;
+	struct tuple to;
+
+	parse_bytes(data, end, end - data, &p, v6);
+	if (!is_plain(data, &p, v6) || !may_be_ours(&p.tuple, v6) || !find_crossing(&found, &flow, &p, v6))
+		return XDP_PASS;
+	rewritten(&to, &flow, p.tuple.protocol);
+	if (!length || length > end - data || !find_way(ctx, &hop, &to, length - L3_OFFSET, v6))
+		return leave(COUNT_XDP_LEFT);
+	touch(&p, found.entry, found.table, v6);
+	if (!write_frame(ctx, &p, &to, &hop, v6))
+		return XDP_PASS;
+	return send_away(ctx, &hop, flow.flags);
+}
+
+#endif

@@ -1,0 +1,35 @@
+/* The kernel's own tables say where a packet goes on. */
+#ifndef HYBRID_PROXY_ROUTE_H
+#define HYBRID_PROXY_ROUTE_H
+
+#include "flow.h"
+
+/* Ask for the next hop of `to`, a packet of `length` bytes: a BPF_FIB_LKUP_RET_*, or a negative errno. */
+INLINE long look_up_hop(void *context, __u32 ifindex, __u32 length, struct bpf_fib_lookup *hop, const struct tuple *to,
+			const bool v6)
+{
+	__builtin_memset(hop, 0, sizeof(*hop));
+	hop->family = v6 ? AF_INET6 : AF_INET;
+	hop->l4_protocol = to->protocol;
+	hop->sport = to->sport;
+	hop->dport = to->dport;
+	hop->tot_len = length < 0xffff ? length : 0xffff;
+	hop->ifindex = ifindex;
+	if (v6) {
+		copy_address(hop->ipv6_src, to->saddr);
+		copy_address(hop->ipv6_dst, to->daddr);
+	} else {
+		hop->ipv4_src = to->saddr[0];
+		hop->ipv4_dst = to->daddr[0];
+	}
+	return bpf_fib_lookup(context, hop, sizeof(*hop), 0);
+}
+
+/* Is the packet for this node itself? Then it needs no hop. */
+INLINE bool ends_here(long result)
+{
+	return result == BPF_FIB_LKUP_RET_NOT_FWDED || result == BPF_FIB_LKUP_RET_FWD_DISABLED ||
+	       result == BPF_FIB_LKUP_RET_UNSUPP_LWT;
+}
+
+#endif
