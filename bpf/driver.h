@@ -17,12 +17,7 @@
 HASH_MAP(xdp_links, BPF_MAP_TYPE_HASH, __u32, __u32, 256);
 
 /* When the last packet to a neighbour went through the stack, by hash of its address; jiffies. */
-struct {
-	__uint(type, BPF_MAP_TYPE_ARRAY);
-	__uint(max_entries, HOPS);
-	__type(key, __u32);
-	__type(value, __u32);
-} hop_times SEC(".maps");
+ARRAY_MAP(hop_times, __u64, HOPS);
 
 /* Leave the packet to the stack, and tc there. */
 INLINE int leave(enum counter why)
@@ -78,9 +73,9 @@ INLINE bool has_backend(const struct flow *f, __u8 protocol)
 INLINE bool is_neighbours_turn(const struct bpf_fib_lookup *hop, const bool v6)
 {
 	__u32 key = hash_address(v6 ? hop->ipv6_dst : &hop->ipv4_dst, v6) % HOPS, time = now();
-	__u32 *last = bpf_map_lookup_elem(&hop_times, &key);
+	__u64 *last = bpf_map_lookup_elem(&hop_times, &key);
 
-	if (!last || time - READ_ONCE(*last) < NEIGHBOUR_SECONDS * settings.hz)
+	if (!last || time - (__u32)READ_ONCE(*last) < NEIGHBOUR_SECONDS * settings.hz)
 		return false;
 	WRITE_ONCE(*last, time);
 	return true;
