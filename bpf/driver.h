@@ -8,6 +8,7 @@
 
 #include "nat.h"
 #include "route.h"
+#include "traffic.h"
 
 #define NEIGHBOUR_SECONDS 16
 #define HOPS 1024
@@ -205,6 +206,7 @@ INLINE int cross(struct xdp_md *ctx, const bool v6)
 	touch(&p, found.entry, found.table, v6);
 	if (!write_frame(ctx, &p, &to, &hop, v6))
 		return XDP_PASS;
+	account_bytes(flow.backend, flow.flags & FLOW_REPLY, 1, length - L3_OFFSET, 0);
 	return send_away(ctx, &hop, flow.flags);
 }
 

@@ -13,25 +13,29 @@ INLINE struct traffic *traffic_of(__u32 backend)
 	return settings.traffic_cpus && backend ? bpf_map_lookup_elem(&traffic, &index) : NULL;
 }
 
-/* A packet of a flow; `begun`: 1 if it is the flow's first. */
-INLINE void account(struct __sk_buff *skb, __u32 backend, bool reply, const __u64 begun)
+/* So many packets of a flow, and the bytes of their IP packets; `begun`: 1 if the flow begins with them. */
+INLINE void account_bytes(__u32 backend, bool reply, __u32 packets, __u32 bytes, const __u64 begun)
 {
 	struct traffic *row = traffic_of(backend);
-	__u32 segments;
 
 	if (!row)
 		return;
-	segments = skb->gso_segs;
-	if (!segments)
-		segments = 1;
 	if (reply) {
-		row->reply_packets += segments;
-		row->reply_bytes += skb->len - L3_OFFSET;
+		row->reply_packets += packets;
+		row->reply_bytes += bytes;
 	} else {
-		row->packets += segments;
-		row->bytes += skb->len - L3_OFFSET;
+		row->packets += packets;
+		row->bytes += bytes;
 		row->flows += begun;
 	}
+}
+
+/* A packet of a flow, or what stands for several. */
+INLINE void account(struct __sk_buff *skb, __u32 backend, bool reply, const __u64 begun)
+{
+	__u32 segments = skb->gso_segs;
+
+	account_bytes(backend, reply, segments ? segments : 1, skb->len - L3_OFFSET, begun);
 }
 
 /* A flow of which no program sees a packet: a socket's of this node. */

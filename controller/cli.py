@@ -170,6 +170,12 @@ def _dataplane(parser: argparse.ArgumentParser) -> None:
             help=f"mode ebpf: forget {words} after so long without a packet (default: {value})",
         )
     group.add_argument(
+        "--xdp",
+        metavar="auto|native|off",
+        help="forward known flows to other nodes' backends in the drivers of uplinks: where that is safe by itself, "
+        "wherever a driver can, or nowhere (default: auto; `status` says where)",
+    )
+    group.add_argument(
         "--iptables-masquerade-bit", metavar="BIT", help="the bit of the packet mark for masquerade (default: 14)"
     )
     group.add_argument(

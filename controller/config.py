@@ -136,6 +136,7 @@ def _options(given: _Flags) -> Options:
         fast_path=not given.flag("no_fast_path"),
         count_traffic=not given.flag("no_traffic_counters"),
         answer_ping=given.flag("answer_ping"),
+        xdp=given.choice("xdp", ("auto", "native", "off")),
         max_services=given.number("max_services", default.max_services, 1, 1 << 24),
         max_backends=given.number("max_backends", default.max_backends, 1, 1 << 24),
         max_slots=given.number("max_slots", default.max_slots, 1, 1 << 28),

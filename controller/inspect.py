@@ -217,6 +217,9 @@ def _hook_lines(dataplane: dict[str, Any]) -> Iterable[str]:
     yield f"  pods: {len(pods['interfaces'])} interfaces by {pods['kind']}: {' '.join(pods['interfaces'])}"
     for name, problem in pods["failed"].items():
         yield f"    {name} FAILED: {problem}"
+    xdp = dataplane["xdp"]
+    yield f"  XDP ({xdp['setting']}): {' '.join(xdp['interfaces']) or 'nowhere'}"
+    yield from (f"    {name} is left to tc: {reason}" for name, reason in xdp["left_to_tc"].items())
     served = f"cgroup {sockets['cgroup']}" if sockets["cgroup"] else f"not served: {sockets['reason']}"
     yield f"  node's own sockets: {served}"
     yield f"  pins: {dataplane['pins']}"

@@ -46,6 +46,7 @@ class Options(msgspec.Struct, frozen=True):
     fast_path: bool = True  # established flows between local pods skip the host stack
     dsr: bool = False  # answers to clients outside go straight from the backend's node; of all nodes or none
     answer_ping: bool = False  # of addresses of services; else refused
+    xdp: str = "auto"  # at uplinks' drivers: "auto": devices of the machine, "native": all that can, "off"
     port_first: int = 1024  # source ports that masqueraded clients get: below those of the kernel and node ports
     port_count: int = 28_672
     count_traffic: bool = True  # flows, packets and bytes of each backend and service

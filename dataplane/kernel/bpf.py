@@ -61,6 +61,7 @@ ffi.cdef(
     int bpf_map_update_batch(int fd, const void *keys, const void *values, uint32_t *count, const void *opts);
     int bpf_map_lookup_batch(int fd, void *in, void *out, void *keys, void *values, uint32_t *count, const void *opts);
     int bpf_map_delete_batch(int fd, const void *keys, uint32_t *count, const void *opts);
+    struct bpf_link_create_opts { size_t sz; uint32_t flags; const void *iter_info; uint32_t iter_info_len; };
     int bpf_link_create(int prog_fd, int target_fd, int attach_type, const void *opts);
     int bpf_link_update(int link_fd, int new_prog_fd, const void *opts);
     int bpf_prog_attach(int prog_fd, int target_fd, int type, unsigned int flags);
@@ -355,13 +356,16 @@ class Object:
         library().bpf_object__close(self.handle)
 
 
-def create_link(program: int, target: int, attach_type: int, what: str) -> int:
+def create_link(program: int, target: int, attach_type: int, what: str, flags: int = 0) -> int:
     """Attach by a link; its file descriptor.
 
     Raises:
         BpfError: EINVAL where the kernel has no such link.
     """
-    return check(library().bpf_link_create(program, target, attach_type, ffi.NULL), f"attaching to {what}")
+    options = ffi.new(
+        "struct bpf_link_create_opts *", {"sz": ffi.sizeof("struct bpf_link_create_opts"), "flags": flags}
+    )
+    return check(library().bpf_link_create(program, target, attach_type, options), f"attaching to {what}")
 
 
 def pin_link(link: int, path: Path) -> None:
@@ -383,6 +387,29 @@ def update_link(link: int, program: int, what: str) -> None:
 def has_helper(number: int) -> bool:
     """Whether programs at tc may call the helper of this number (enum bpf_func_id); found by loading one that does."""
     return bool(library().libbpf_probe_bpf_helper(SCHED_CLS, number, ffi.NULL) == 1)
+
+
+def adopt_or_create(path: Path, program: int, target: int, attach_type: int, what: str, flags: int = 0) -> None:
+    """Swap the program of the pinned link at `path`, or make and pin a new link.
+
+    Raises:
+        BpfError: EINVAL where the kernel has no such link, EBUSY where somebody else's program excludes ours.
+    """
+    if path.exists():
+        link = pinned_link(path)
+        try:
+            return update_link(link, program, what)
+        except BpfError as error:
+            if error.code not in (errno.ENOLINK, errno.ENODEV, errno.EINVAL):
+                raise
+            path.unlink()  # the device or cgroup that it was attached to is gone
+        finally:
+            os.close(link)
+    link = create_link(program, target, attach_type, what, flags)
+    try:
+        pin_link(link, path)
+    finally:
+        os.close(link)
 
 
 # Of struct __sk_buff: what a packet that a program is run on may come with, and its offset there.

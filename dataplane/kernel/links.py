@@ -47,6 +47,7 @@ class Interface(msgspec.Struct, frozen=True):
     addresses: tuple[str, ...]
     master: int = 0  # index of the bridge or bond that it is a port of
     ethernet: bool = True  # packets have an Ethernet header, which the programs expect
+    lower: int = 0  # of a VLAN: index of the interface that it is on
 
 
 class Node(msgspec.Struct, frozen=True):
@@ -92,6 +93,7 @@ def _interface(link: object, defaults: set[int], addresses: dict[int, list[str]]
         addresses=tuple(addresses.get(index, ())),
         master=get("IFLA_MASTER") or 0,
         ethernet=link["ifi_type"] == ETHERNET,  # type: ignore[index]
+        lower=get("IFLA_LINK") or 0,
     )
 
 

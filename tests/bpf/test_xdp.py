@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pyroute2 import IPRoute
-from scapy.layers.inet import ICMP, IP, TCP, UDP, IPOption_RR
+from scapy.layers.inet import ICMP, IP, UDP, IPOption_RR
 from scapy.layers.inet6 import ICMPv6TimeExceeded, IPv6, IPv6ExtHdrFragment, IPv6ExtHdrHopByHop
 from scapy.layers.l2 import Dot1Q, Ether
 from scapy.packet import Packet, Raw
@@ -340,7 +340,9 @@ def fragment(world: World, offset: int) -> bytes:
     if world.net.family == 4:
         return world.wrap(CLIENT[4], world.net.vip, transport, flags="MF" if not offset else 0, frag=offset)
     proto = 17 if world.protocol is Protocol.UDP else 6
-    return world.wrap(CLIENT[6], world.net.vip, IPv6ExtHdrFragment(nh=proto, m=int(not offset), offset=offset) / transport)
+    return world.wrap(
+        CLIENT[6], world.net.vip, IPv6ExtHdrFragment(nh=proto, m=int(not offset), offset=offset) / transport
+    )
 
 
 def with_options(world: World) -> bytes:
@@ -427,7 +429,7 @@ def test_a_node_that_does_not_forward_leaves_all(world: World) -> None:
 def test_flows_that_keep_the_clients_address_are_left(world: World) -> None:
     """They go through the stack and are translated back behind it."""
     world.serve(world.backend, masquerade=Masquerade.NEVER)
-    verdict, out = world.at_tc(world.request("S"))
+    _, out = world.at_tc(world.request("S"))
     there = read(out)
     assert there.src == CLIENT[world.net.family]
     assert world.left(world.request())

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dataplane.errors import Unsupported
-from dataplane.kernel.bpf import BpfError, Object, create_link, pin_link, pinned_link, update_link
+from dataplane.kernel.bpf import BpfError, Object, adopt_or_create
 from dataplane.kernel.links import Interface, clsact_attach, clsact_detach, is_pod, is_uplink, read_node
 from dataplane.kernel.places import cgroup_of_node
 from dataplane.mode import Options
@@ -98,7 +98,7 @@ class Links:
         path = _link_path(self.folder, name, interface.index)
         if self.kind == "tcx":
             try:
-                _adopt_or_create(path, program, interface.index, attach_type, interface.name)
+                adopt_or_create(path, program, interface.index, attach_type, interface.name)
             except BpfError as error:
                 if error.code not in NO_SUCH_LINK:
                     raise
@@ -143,25 +143,6 @@ def uplinks(folder: Path, programs: Object, options: Options) -> Links:
     return Links(folder, programs, "uplink", lambda interface, own: is_uplink(interface, patterns, own))
 
 
-def _adopt_or_create(path: Path, program: int, target: int, attach_type: int, what: str) -> None:
-    """Swap the program of the pinned link at `path`, or make and pin a new link."""
-    if path.exists():
-        link = pinned_link(path)
-        try:
-            return update_link(link, program, what)
-        except BpfError as error:
-            if error.code not in (errno.ENOLINK, errno.ENODEV, errno.EINVAL):
-                raise
-            path.unlink()  # the device or cgroup that it was attached to is gone
-        finally:
-            os.close(link)
-    link = create_link(program, target, attach_type, what)
-    try:
-        pin_link(link, path)
-    finally:
-        os.close(link)
-
-
 class Sockets:
     """Programs at the cgroup of the node's own processes."""
 
@@ -183,7 +164,7 @@ class Sockets:
         try:
             for name, attach_type in SOCKET_HOOKS.items():
                 path = _link_path(self.folder, "cgroup", name)
-                _adopt_or_create(path, programs.program(name), target, attach_type, str(cgroup))
+                adopt_or_create(path, programs.program(name), target, attach_type, str(cgroup))
         finally:
             os.close(target)
         self.cgroup = cgroup

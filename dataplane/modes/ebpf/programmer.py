@@ -23,6 +23,7 @@ from dataplane.kernel.packets import first_packet
 from dataplane.kernel.places import netns_cookie, pin_folder
 from dataplane.mode import Mode, Notice, Options, SyncResult, Wake, misfit_rows, unknown_algorithms
 from dataplane.modes.ebpf import attach, layout, listing
+from dataplane.modes.ebpf.driver import Drivers
 from dataplane.modes.ebpf.edges import pod_columns, pod_links
 from dataplane.modes.ebpf.failover import Failover
 from dataplane.modes.ebpf.flows import Caretaker
@@ -110,6 +111,9 @@ class Ebpf:
         self._attached = False
         self.pods = attach.pods(self.folder, self._pod, options)
         self.uplinks = attach.uplinks(self.folder, self._uplink, options)
+        self.drivers = Drivers(
+            self.folder, options.xdp, lambda: self._load("xdp.bpf.o"), lambda: self.maps.maps["xdp_links"]
+        )
         self.sockets: attach.Sockets | None = None
         self.audit_repairs = 0
         self.failover = Failover(options)
@@ -221,6 +225,7 @@ class Ebpf:
         self._write_pod_links()
         for links in (self.pods, self.uplinks):
             links.refresh(self.table.node.primary)
+        self.drivers.refresh(self.uplinks.attached.values(), read_node().interfaces)
 
     def _write_pod_links(self) -> None:
         """Where pods are known by their interface: all interfaces whose packets are pods'."""
@@ -285,6 +290,7 @@ class Ebpf:
             "adopted": self.adopted,
             "pods": self.pods.status(),
             "uplinks": self.uplinks.status(),
+            "xdp": self.drivers.status(),
             "sockets": self.sockets.status() if self.sockets else {"cgroup": None, "reason": "not attached yet"},
             "fast_path": self.options.fast_path,
             "fill": {
@@ -322,6 +328,7 @@ class Ebpf:
         for loaded in (self._pod, self._uplink, self._inspect, self._connect):
             if loaded is not None:
                 loaded.close()
+        self.drivers.close()
         self.maps.close()
         if not self._attached and not self.adopted:
             attach.remove_pins(self.folder)  # nothing was ever programmed: leave no empty maps behind

@@ -1,0 +1,140 @@
+"""XDP at uplinks: a short cut in the driver for known flows, where the driver has it. tc is the complete path.
+
+Native mode alone: generic XDP runs behind the stack's own work and is slower than tc. `auto` takes devices of the
+machine. Packets of virtual ones come with checksums that are still to be filled in, which XDP does not see; `native`
+takes these, too, for those who have switched that off.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dataplane.kernel.bpf import BpfError, Map, Object, adopt_or_create
+from dataplane.kernel.drivers import driver_of, is_virtual, takes_frames
+from dataplane.kernel.links import Interface
+
+__all__ = ["Drivers"]
+
+log = logging.getLogger(__name__)
+
+ATTACH_TYPE = 37  # BPF_XDP
+DRIVER_MODE = 1 << 2  # XDP_FLAGS_DRV_MODE, linux/if_link.h
+PROGRAM = "xdp_uplink"
+LAYERED = {"bridge": "a bridge", "bond": "a bond", "team": "a team", "vlan": "a VLAN"}
+WHY = {
+    errno.EBUSY: "another XDP program is there and stays",
+    errno.EOPNOTSUPP: "the driver has no native XDP",
+    errno.EINVAL: "this kernel or driver refuses XDP links (Linux 5.9 has them), or the MTU is too large for XDP",
+}
+
+
+class Drivers:
+    """The program at the drivers of uplinks.
+
+    Args:
+        folder: where links are pinned.
+        setting: "off", "native" or "auto" (`Options.xdp`).
+        load: loads the object and returns it; called when the first device qualifies.
+        targets: the map of interfaces that frames may be redirected to, once the object is loaded.
+    """
+
+    def __init__(self, folder: Path, setting: str, load: Callable[[], Object], targets: Callable[[], Map]) -> None:
+        self.folder = folder
+        self.setting = setting
+        self.attached: dict[int, Interface] = {}
+        self.left: dict[str, str] = {}  # interface -> why tc alone serves it
+        self._load = load
+        self._targets = targets
+        self._programs: Object | None = None
+        self._refused = ""  # why the kernel did not load the program
+
+    def refresh(self, uplinks: Iterable[Interface], everybody: Iterable[Interface]) -> None:
+        """Attach to uplinks that are new, detach from what is none any more. `everybody`: all interfaces."""
+        self.left = {}
+        below = {interface.lower for interface in everybody if interface.kind == "vlan"}
+        wanted = {}
+        for interface in uplinks if self.setting != "off" else ():
+            reason = self._reason(interface, below)
+            if reason:
+                self.left[interface.name] = reason
+            else:
+                wanted[interface.index] = interface
+        for index in [index for index in self.attached if index not in wanted]:
+            log.info("XDP no longer serves %s", self.attached.pop(index).name)
+        self.attached = {index: i for index, i in wanted.items() if index in self.attached or self._attach(i)}
+        for path in self.folder.glob("link_xdp_*"):
+            if int(path.name.rsplit("_", 1)[1]) not in self.attached:
+                path.unlink(missing_ok=True)
+        self._tell_targets()
+
+    def _reason(self, interface: Interface, below: set[int]) -> str:
+        """Why tc alone serves an interface; "": nothing known against it."""
+        if interface.kind in LAYERED:
+            return f"{LAYERED[interface.kind]}, whose ports have the drivers"
+        if interface.master:
+            return "a port of another interface, which gets its packets"
+        if self.setting == "auto":
+            driver = driver_of(interface.name)
+            if is_virtual(driver):
+                return f"a virtual device ({driver.name or interface.kind or 'no driver'}); --xdp native takes it"
+            if interface.index in below:
+                return "VLANs are above it, whose tags the device may hide from XDP; --xdp native takes it"
+        if interface.kind == "veth" and takes_frames(interface.index) is False:
+            return "a veth whose other end takes no frames from XDP: a program must be attached there"
+        return self._refused
+
+    def _attach(self, interface: Interface) -> bool:
+        try:
+            if self._programs is None:
+                self._programs = self._load()
+        except BpfError as error:
+            self._refused = f"the kernel refused the program: {error}"
+            self.left[interface.name] = self._refused
+            log.warning("XDP is not used: %s", error)
+            return False
+        program = self._programs.program(PROGRAM)
+        path = self.folder / f"link_xdp_{interface.index}"
+        try:
+            adopt_or_create(path, program, interface.index, ATTACH_TYPE, interface.name, DRIVER_MODE)
+        except BpfError as error:
+            if error.code != errno.ENODEV:
+                self.left[interface.name] = WHY.get(error.code, str(error))
+                log.log(
+                    logging.INFO if self.setting == "auto" else logging.WARNING,
+                    "tc alone serves %s: %s", interface.name, self.left[interface.name],
+                )  # fmt: skip
+            return False
+        log.info("serving %s by XDP in its driver", interface.name)
+        return True
+
+    def _tell_targets(self) -> None:
+        """Frames go to interfaces that take them; where the kernel does not tell, having XDP is taken for it."""
+        if self._programs is None:
+            return
+        targets = self._targets()
+        wanted = {index for index in self.attached if takes_frames(index) is not False}
+        known = set(targets.items(np.dtype(np.uint32), np.dtype(np.uint32))[0].tolist())
+        for index in known - wanted:
+            targets.delete(int(index).to_bytes(4, sys.byteorder))
+        for index in wanted - known:
+            targets.update(int(index).to_bytes(4, sys.byteorder), bytes(4))
+
+    def status(self) -> dict[str, Any]:
+        """For people and `-o json`."""
+        return {
+            "setting": self.setting,
+            "interfaces": sorted(interface.name for interface in self.attached.values()),
+            "left_to_tc": dict(self.left),
+        }
+
+    def close(self) -> None:
+        """Unload what is not attached."""
+        if self._programs is not None:
+            self._programs.close()

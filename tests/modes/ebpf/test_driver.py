@@ -1,0 +1,210 @@
+"""Which interfaces get the program at the driver, and why others do not: devices of a namespace, the real program."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from pyroute2 import IPRoute
+
+from dataplane.kernel.bpf import Object
+from dataplane.kernel.drivers import Driver, driver_of, is_virtual, takes_frames
+from dataplane.kernel.links import Interface, read_node
+from dataplane.modes.ebpf import driver as module
+from dataplane.modes.ebpf import layout
+from dataplane.modes.ebpf.driver import Drivers
+from dataplane.modes.ebpf.maps import MapSet
+from tests.frames import receiver
+
+pytestmark = pytest.mark.root
+
+
+class Place:
+    """A namespace with the pair up0 and wire0, and the maps."""
+
+    def __init__(self, folder: Path, maps: MapSet) -> None:
+        self.folder, self.maps = folder, maps
+        self.made: list[Drivers] = []
+        self.link = IPRoute()
+        self.pair("up0", "wire0")
+
+    def pair(self, name: str, other: str) -> None:
+        self.link.link("add", ifname=name, kind="veth", peer={"ifname": other})
+        for end in (name, other):
+            self.link.link("set", index=socket.if_nametoindex(end), state="up")
+
+    def load(self) -> Object:
+        loaded = Object(layout.OBJECTS / "xdp.bpf.o")
+        self.maps.share_with(loaded)
+        loaded.load()
+        self.maps.pin_new(loaded, self.folder)
+        return loaded
+
+    def drivers(self, setting: str) -> Drivers:
+        """As a process begins with them."""
+        self.made.append(Drivers(self.folder, setting, self.load, lambda: self.maps.maps["xdp_links"]))
+        return self.made[-1]
+
+    def interfaces(self, *names: str) -> list[Interface]:
+        return [known for known in read_node().interfaces if not names or known.name in names]
+
+    def serve(self, setting: str, *names: str) -> Drivers:
+        made = self.drivers(setting)
+        made.refresh(self.interfaces(*(names or ("up0",))), self.interfaces())
+        return made
+
+    def program_at(self, name: str) -> int:
+        """The number of the XDP program there, 0: none."""
+        told = self.link.get_links(socket.if_nametoindex(name))[0].get_attr("IFLA_XDP")
+        return int((told and told.get_attr("IFLA_XDP_PROG_ID")) or 0)
+
+    def pins(self) -> list[str]:
+        return sorted(path.name for path in self.folder.glob("link_xdp_*"))
+
+
+@pytest.fixture
+def place(namespace: None, pins: Path, open_maps: Callable[..., MapSet]) -> Iterator[Place]:
+    made = Place(pins, open_maps())
+    yield made
+    for drivers in made.made:
+        drivers.close()
+    made.link.close()
+
+
+def test_native_serves_what_takes_frames_and_a_new_process_takes_over(place: Place) -> None:
+    with receiver("wire0"):
+        first = place.serve("native")
+        assert first.status() == {"setting": "native", "interfaces": ["up0"], "left_to_tc": {}}
+        before = place.program_at("up0")
+        assert before
+        first.close()
+        place.made.clear()
+        assert place.program_at("up0") == before  # the pin holds it
+        second = place.serve("native")
+        assert second.status()["interfaces"] == ["up0"]
+        assert place.program_at("up0") not in {0, before}
+        assert place.pins() == [f"link_xdp_{socket.if_nametoindex('up0')}"]
+
+
+def test_frames_are_redirected_only_to_where_the_program_is(place: Place) -> None:
+    with receiver("wire0"):
+        drivers = place.serve("native")
+        index = socket.if_nametoindex("up0").to_bytes(4, "little")
+        assert place.maps.maps["xdp_links"].lookup(index) is not None
+        drivers.refresh([], place.interfaces())
+        assert place.maps.maps["xdp_links"].lookup(index) is None
+        assert place.program_at("up0") == 0
+        assert place.pins() == []
+
+
+def test_off_removes_what_a_former_process_left(place: Place) -> None:
+    with receiver("wire0"):
+        place.serve("native")
+        drivers = place.serve("off")
+        assert drivers.status() == {"setting": "off", "interfaces": [], "left_to_tc": {}}
+        assert place.program_at("up0") == 0
+        assert place.pins() == []
+
+
+def test_auto_leaves_virtual_devices_to_tc(place: Place) -> None:
+    with receiver("wire0"):
+        told = place.serve("auto").status()
+    assert told["interfaces"] == []
+    assert told["left_to_tc"]["up0"] == "a virtual device (veth); --xdp native takes it"
+
+
+def test_auto_takes_a_device_of_the_machine_that_has_no_vlans(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "is_virtual", lambda driver: False)
+    with receiver("wire0"):
+        drivers = place.serve("auto")
+        assert drivers.status()["interfaces"] == ["up0"]
+        index = socket.if_nametoindex("up0")
+        vlan = Interface(99, "up0.7", "vlan", True, False, False, (), lower=index)
+        drivers.refresh(place.interfaces("up0"), [*place.interfaces(), vlan])
+        assert drivers.status()["interfaces"] == []
+        assert "VLANs are above it" in drivers.status()["left_to_tc"]["up0"]
+        assert place.program_at("up0") == 0
+
+
+def test_somebody_elses_program_stays(place: Place) -> None:
+    with receiver("wire0"), receiver("up0"):
+        before = place.program_at("up0")
+        told = place.serve("native").status()
+        assert told["interfaces"] == []
+        assert told["left_to_tc"]["up0"] == "another XDP program is there and stays"
+        assert place.program_at("up0") == before
+
+
+def test_a_veth_whose_other_end_takes_no_frames_is_left(place: Place) -> None:
+    """A frame sent there would be lost."""
+    if takes_frames(socket.if_nametoindex("up0")) is None:
+        pytest.skip("this kernel does not tell (Linux 6.3 does)")
+    told = place.serve("native").status()
+    assert told["interfaces"] == []
+    assert "takes no frames" in told["left_to_tc"]["up0"]
+
+
+def test_layers_above_devices_are_left(place: Place) -> None:
+    bond = Interface(98, "bond0", "bond", True, False, False, ())
+    port = Interface(97, "eth7", "", True, False, False, (), master=98)
+    drivers = place.drivers("native")
+    drivers.refresh([bond, port], [bond, port])
+    assert drivers.status()["left_to_tc"] == {
+        "bond0": "a bond, whose ports have the drivers",
+        "eth7": "a port of another interface, which gets its packets",
+    }
+
+
+def test_a_driver_without_native_mode_is_left(place: Place) -> None:
+    drivers = place.serve("native", "lo")
+    assert drivers.status()["left_to_tc"] == {"lo": "the driver has no native XDP"}
+
+
+def test_a_pin_of_a_device_that_went_is_removed(place: Place) -> None:
+    with receiver("wire0"):
+        place.serve("native")
+        place.link.link("del", index=socket.if_nametoindex("up0"))
+        drivers = place.serve("native")
+        assert drivers.status() == {"setting": "native", "interfaces": [], "left_to_tc": {}}
+        assert place.pins() == []
+
+
+def test_a_device_that_came_again_under_the_same_number_is_served(place: Place) -> None:
+    with receiver("wire0"):
+        index = socket.if_nametoindex("up0")
+        place.serve("native")
+        place.link.link("del", index=index)
+        place.link.link("add", ifname="up0", kind="veth", index=index, peer={"ifname": "wire1"})
+        for end in ("up0", "wire1"):
+            place.link.link("set", index=socket.if_nametoindex(end), state="up")
+    with receiver("wire1"):
+        assert place.serve("native").status()["interfaces"] == ["up0"]
+        assert place.program_at("up0")
+
+
+def test_a_program_that_the_kernel_refuses_leaves_all_to_tc(place: Place, tmp_path: Path) -> None:
+    def refuse() -> Object:
+        broken = tmp_path / "xdp.bpf.o"
+        broken.write_bytes(b"no object")
+        return Object(broken)
+
+    with receiver("wire0"):
+        drivers = Drivers(place.folder, "native", refuse, lambda: place.maps.maps["xdp_links"])
+        drivers.refresh(place.interfaces("up0"), place.interfaces())
+        assert drivers.status()["left_to_tc"]["up0"].startswith("the kernel refused the program")
+
+
+def test_what_the_kernel_tells_of_devices(place: Place) -> None:
+    assert driver_of("up0").name == "veth"
+    assert is_virtual(driver_of("up0"))
+    assert is_virtual(driver_of("lo"))
+    assert is_virtual(driver_of("not-there"))
+    assert not is_virtual(Driver("ixgbe", "0000:01:00.0"))
+    assert is_virtual(Driver("virtio_net", "0000:00:03.0"))
+    index = socket.if_nametoindex("up0")
+    assert takes_frames(index) in (False, None)
+    with receiver("wire0"):
+        assert takes_frames(index) in (True, None)
+    assert takes_frames(1 << 20) in (False, None)

@@ -1,0 +1,18 @@
+/* The other end of a veth must run an XDP program, any one, to be given frames by XDP. */
+#include <linux/bpf.h>
+
+#include <bpf/bpf_helpers.h>
+
+SEC("xdp")
+int take(struct xdp_md *ctx)
+{
+	return XDP_PASS;
+}
+
+SEC("xdp")
+int discard(struct xdp_md *ctx)
+{
+	return XDP_DROP;
+}
+
+char LICENSE[] SEC("license") = "GPL";
