@@ -7,6 +7,7 @@ Every error is a `BpfError` that says which call on which object failed, with th
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -64,6 +65,7 @@ ffi.cdef(
     struct bpf_link_create_opts { size_t sz; uint32_t flags; const void *iter_info; uint32_t iter_info_len; };
     int bpf_link_create(int prog_fd, int target_fd, int attach_type, const void *opts);
     int bpf_link_update(int link_fd, int new_prog_fd, const void *opts);
+    int bpf_link_detach(int link_fd);
     int bpf_prog_attach(int prog_fd, int target_fd, int type, unsigned int flags);
     int bpf_obj_pin(int fd, const char *path);
     int bpf_obj_get(const char *path);
@@ -376,6 +378,17 @@ def pin_link(link: int, path: Path) -> None:
 def pinned_link(path: Path) -> int:
     """A pinned link's file descriptor."""
     return check(library().bpf_obj_get(str(path).encode()), f"opening pinned link {path}")
+
+
+def remove_link(path: Path) -> None:
+    """Detach the pinned link at `path` and remove the pin; without the first, the kernel detaches it a little later."""
+    with contextlib.suppress(BpfError):  # a kind of link that cannot be detached, or a pin that is gone
+        link = pinned_link(path)
+        try:
+            check(library().bpf_link_detach(link), f"detaching {path}")
+        finally:
+            os.close(link)
+    path.unlink(missing_ok=True)
 
 
 def update_link(link: int, program: int, what: str) -> None:

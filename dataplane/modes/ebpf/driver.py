@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dataplane.kernel.bpf import BpfError, Map, Object, adopt_or_create
+from dataplane.kernel.bpf import BpfError, Map, Object, adopt_or_create, remove_link
 from dataplane.kernel.drivers import driver_of, is_virtual, takes_frames
 from dataplane.kernel.links import Interface
 
@@ -71,7 +71,7 @@ class Drivers:
         self.attached = {index: i for index, i in wanted.items() if index in self.attached or self._attach(i)}
         for path in self.folder.glob("link_xdp_*"):
             if int(path.name.rsplit("_", 1)[1]) not in self.attached:
-                path.unlink(missing_ok=True)
+                remove_link(path)
         self._tell_targets()
 
     def _reason(self, interface: Interface, below: set[int]) -> str:
