@@ -8,9 +8,8 @@ import os
 import socket
 import struct
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 from dataplane.kernel.bpf import Object, create_link
 
@@ -26,19 +25,27 @@ def fill_in_checksums(interface: str) -> None:
         fcntl.ioctl(door, SIOCETHTOOL, struct.pack("16sQ16x", interface.encode(), value.buffer_info()[0]))
 
 
-@contextmanager
-def receiver(interface: str, program: str = "take") -> Iterator[None]:
-    """An XDP program at this interface, so that it takes frames from XDP: `take` passes them on, `discard` ends them.
+class Receiver:
+    """An XDP program that passes everything, at this interface, so that it takes frames from XDP. A context manager.
 
-    The calling thread must be in the interface's namespace at the begin.
+    The interface is one of the calling thread's namespace when this is made. `link` may be given another program.
     """
-    target = "build/tests/receive.bpf.o"
-    subprocess.run(["make", "--no-print-directory", "-s", target], cwd=ROOT, check=True)
-    loaded = Object(ROOT / target)
-    loaded.load()
-    link = create_link(loaded.program(program), socket.if_nametoindex(interface), BPF_XDP, interface, DRIVER_MODE)
-    try:
-        yield
-    finally:
-        os.close(link)
-        loaded.close()
+
+    def __init__(self, interface: str) -> None:
+        target = "build/tests/receive.bpf.o"
+        subprocess.run(["make", "--no-print-directory", "-s", target], cwd=ROOT, check=True)
+        self.loaded = Object(ROOT / target)
+        self.loaded.load()
+        self.link = create_link(
+            self.loaded.program("take"), socket.if_nametoindex(interface), BPF_XDP, interface, DRIVER_MODE
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self.link)
+        self.loaded.close()

@@ -9,10 +9,4 @@ int take(struct xdp_md *ctx)
 	return XDP_PASS;
 }
 
-SEC("xdp")
-int discard(struct xdp_md *ctx)
-{
-	return XDP_DROP;
-}
-
 char LICENSE[] SEC("license") = "GPL";

@@ -16,7 +16,7 @@ from dataplane.modes.ebpf import driver as module
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.driver import Drivers
 from dataplane.modes.ebpf.maps import MapSet
-from tests.frames import receiver
+from tests.frames import Receiver
 
 pytestmark = pytest.mark.root
 
@@ -74,7 +74,7 @@ def place(namespace: None, pins: Path, open_maps: Callable[..., MapSet]) -> Iter
 
 
 def test_native_serves_what_takes_frames_and_a_new_process_takes_over(place: Place) -> None:
-    with receiver("wire0"):
+    with Receiver("wire0"):
         first = place.serve("native")
         assert first.status() == {"setting": "native", "interfaces": ["up0"], "left_to_tc": {}}
         before = place.program_at("up0")
@@ -89,7 +89,7 @@ def test_native_serves_what_takes_frames_and_a_new_process_takes_over(place: Pla
 
 
 def test_frames_are_redirected_only_to_where_the_program_is(place: Place) -> None:
-    with receiver("wire0"):
+    with Receiver("wire0"):
         drivers = place.serve("native")
         index = socket.if_nametoindex("up0").to_bytes(4, "little")
         assert place.maps.maps["xdp_links"].lookup(index) is not None
@@ -100,7 +100,7 @@ def test_frames_are_redirected_only_to_where_the_program_is(place: Place) -> Non
 
 
 def test_off_removes_what_a_former_process_left(place: Place) -> None:
-    with receiver("wire0"):
+    with Receiver("wire0"):
         place.serve("native")
         drivers = place.serve("off")
         assert drivers.status() == {"setting": "off", "interfaces": [], "left_to_tc": {}}
@@ -109,7 +109,7 @@ def test_off_removes_what_a_former_process_left(place: Place) -> None:
 
 
 def test_auto_leaves_virtual_devices_to_tc(place: Place) -> None:
-    with receiver("wire0"):
+    with Receiver("wire0"):
         told = place.serve("auto").status()
     assert told["interfaces"] == []
     assert told["left_to_tc"]["up0"] == "a virtual device (veth); --xdp native takes it"
@@ -117,7 +117,7 @@ def test_auto_leaves_virtual_devices_to_tc(place: Place) -> None:
 
 def test_auto_takes_a_device_of_the_machine_that_has_no_vlans(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "is_virtual", lambda driver: False)
-    with receiver("wire0"):
+    with Receiver("wire0"):
         drivers = place.serve("auto")
         assert drivers.status()["interfaces"] == ["up0"]
         index = socket.if_nametoindex("up0")
@@ -129,7 +129,7 @@ def test_auto_takes_a_device_of_the_machine_that_has_no_vlans(place: Place, monk
 
 
 def test_somebody_elses_program_stays(place: Place) -> None:
-    with receiver("wire0"), receiver("up0"):
+    with Receiver("wire0"), Receiver("up0"):
         before = place.program_at("up0")
         told = place.serve("native").status()
         assert told["interfaces"] == []
@@ -163,7 +163,7 @@ def test_a_driver_without_native_mode_is_left(place: Place) -> None:
 
 
 def test_a_pin_of_a_device_that_went_is_removed(place: Place) -> None:
-    with receiver("wire0"):
+    with Receiver("wire0"):
         place.serve("native")
         place.link.link("del", index=socket.if_nametoindex("up0"))
         drivers = place.serve("native")
@@ -172,14 +172,14 @@ def test_a_pin_of_a_device_that_went_is_removed(place: Place) -> None:
 
 
 def test_a_device_that_came_again_under_the_same_number_is_served(place: Place) -> None:
-    with receiver("wire0"):
+    with Receiver("wire0"):
         index = socket.if_nametoindex("up0")
         place.serve("native")
         place.link.link("del", index=index)
         place.link.link("add", ifname="up0", kind="veth", index=index, peer={"ifname": "wire1"})
         for end in ("up0", "wire1"):
             place.link.link("set", index=socket.if_nametoindex(end), state="up")
-    with receiver("wire1"):
+    with Receiver("wire1"):
         assert place.serve("native").status()["interfaces"] == ["up0"]
         assert place.program_at("up0")
 
@@ -190,7 +190,7 @@ def test_a_program_that_the_kernel_refuses_leaves_all_to_tc(place: Place, tmp_pa
         broken.write_bytes(b"no object")
         return Object(broken)
 
-    with receiver("wire0"):
+    with Receiver("wire0"):
         drivers = Drivers(place.folder, "native", refuse, lambda: place.maps.maps["xdp_links"])
         drivers.refresh(place.interfaces("up0"), place.interfaces())
         assert drivers.status()["left_to_tc"]["up0"].startswith("the kernel refused the program")
@@ -205,6 +205,6 @@ def test_what_the_kernel_tells_of_devices(place: Place) -> None:
     assert is_virtual(Driver("virtio_net", "0000:00:03.0"))
     index = socket.if_nametoindex("up0")
     assert takes_frames(index) in (False, None)
-    with receiver("wire0"):
+    with Receiver("wire0"):
         assert takes_frames(index) in (True, None)
     assert takes_frames(1 << 20) in (False, None)

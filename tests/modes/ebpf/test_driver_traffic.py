@@ -20,7 +20,7 @@ from controller.lab.agent import Agent
 from controller.lab.network import Lab
 from controller.lab.traffic import ask_tcp, ask_udp, download
 from tests.conformance.kit import HTTP, PATIENCE, UDP, V4, V6, Bench, Service, attached, eventually, node_manifest
-from tests.frames import fill_in_checksums, receiver
+from tests.frames import Receiver, fill_in_checksums
 
 pytestmark = pytest.mark.root
 
@@ -84,11 +84,10 @@ def road() -> Iterator[Road]:
         agent = Agent(lab, manifests, flags=FLAGS)
         with lab.inside("client"):
             fill_in_checksums(WIRE)
-            other_end = receiver(WIRE)
-            other_end.__enter__()
+            other_end = Receiver(WIRE)
         agent.start(20 * PATIENCE)
         yield Road(lab, agent, itertools.count(1))
-        other_end.__exit__(None, None, None)
+        other_end.close()
         if agent.running():
             agent.terminate()
         cleaned = agent.cleanup()
@@ -189,13 +188,12 @@ def second_uplink(road: Road) -> Iterator[str]:
     node.link("set", index=index, state="up")
     try:
         with road.lab.inside("client"):
-            other_end = receiver("wire1")
-            other_end.__enter__()
+            other_end = Receiver("wire1")
         try:
             node.addr("add", index=index, address="192.168.99.2", prefixlen=24)
             yield "up1"
         finally:
-            other_end.__exit__(None, None, None)
+            other_end.close()
     finally:
         for left in node.link_lookup(ifname="up1"):
             node.link("del", index=left)
