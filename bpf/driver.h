@@ -47,18 +47,17 @@ INLINE bool may_be_ours(const struct tuple *t, const bool v6)
 }
 
 /* Does this flow's packet need nothing but translation? It crosses the node under the node's address, neither end is a
- * pod here, and tc has nothing to learn from it: a client's datagrams change nothing, whoever answers.
+ * pod here, and tc has nothing to learn from it: a client's datagrams change nothing, whoever answers. A flow of which
+ * anything else is known is tc's.
  */
 INLINE bool crosses(const struct flow *f, __u8 protocol)
 {
-	const __u32 never = FLOW_HAIRPIN | FLOW_DIRECT | FLOW_RESET | FLOW_OTHER_FIN | FLOW_CLASH | FLOW_NODE;
+	const __u32 plain = FLOW_MASQUERADE | FLOW_REPLY | FLOW_ANSWERED | FLOW_ESTABLISHED | FLOW_FIN | FLOW_FIN_ACKED;
 	__u32 flags = f->flags;
 
-	if (!(flags & FLOW_MASQUERADE) || flags & never || f->ifindex)
+	if (!(flags & FLOW_MASQUERADE) || flags & ~plain || f->ifindex)
 		return false;
-	if (flags & FLOW_ESTABLISHED)
-		return true;
-	return protocol == IPPROTO_UDP && !(flags & FLOW_REPLY);
+	return flags & FLOW_ESTABLISHED || (protocol == IPPROTO_UDP && !(flags & FLOW_REPLY));
 }
 
 /* Datagrams to a backend that is gone get another one from tc. */

@@ -275,6 +275,19 @@ def test_time_stamps_follow_in_the_table_that_forgets_too(udp: World) -> None:
     assert max((now - int(flow["seen"])) & 0xFFFFFFFF for flow in flows) < 2 * HZ
 
 
+def test_what_crosses_is_counted_for_its_backend(world: World) -> None:
+    there = world.open()
+    known = next(iter(world.bench.store.installed["default/web"].values()))
+    of_backend = np.array([known.ids[0]], dtype=np.int64)
+    before = world.bench.store.traffic.of_backends(of_backend)[0]
+    request, answer = world.request(), world.answer(there)
+    for packet in (request, request, answer):
+        assert world.at_driver(packet)[0] == SENT
+    flows, packets, octets, reply_packets, reply_octets = world.bench.store.traffic.of_backends(of_backend)[0] - before
+    assert (flows, packets, reply_packets) == (0, 2, 1)
+    assert (octets, reply_octets) == (2 * (len(request) - 14), len(answer) - 14)
+
+
 # --- what is left to tc
 
 
@@ -434,6 +447,27 @@ def test_flows_that_keep_the_clients_address_are_left(world: World) -> None:
     assert there.src == CLIENT[world.net.family]
     assert world.left(world.request())
     assert world.left(world.answer(there))
+
+
+def test_flows_of_which_something_else_is_known_are_left(world: World) -> None:
+    """Any flag that the program does not know: whatever it will mean one day, tc knows."""
+    there = world.open()
+    assert not world.left(world.request())
+    names = layout.abi_constants()
+    fine = ("MASQUERADE", "REPLY", "ANSWERED", "ESTABLISHED", "FIN", "FIN_ACKED")
+    known = world.bench.maps.maps[f"flows{world.net.family}"]
+    for bit in range(16):
+        if 1 << bit not in {names[f"FLOW_{name}"] for name in fine}:
+            keys, values = known.items(layout.dtype_of(f"flow{world.net.family}_key"), layout.dtype_of("flow"))
+            for key, value in zip(keys, values, strict=True):
+                odd = value.copy()
+                odd["flags"] |= 1 << bit
+                known.update(key.tobytes(), odd.tobytes())
+            assert world.left(world.request()), bit
+            assert world.left(world.answer(there)), bit
+            for key, value in zip(keys, values, strict=True):
+                known.update(key.tobytes(), value.tobytes())
+    assert not world.left(world.request())
 
 
 def test_now_and_then_a_packet_tells_the_kernel_that_a_neighbour_is_used(world: World) -> None:
