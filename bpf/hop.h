@@ -29,17 +29,21 @@ INLINE long find_hop(struct __sk_buff *skb, struct bpf_fib_lookup *hop, const st
 	return look_up_hop(skb, skb->ifindex, packet_length(skb, p) + more, hop, to, v6);
 }
 
-/* One hop less to live, as every router does. */
-INLINE void spend_hop(struct __sk_buff *skb, const struct packet *p, const bool v6)
+/* One hop less to live, as every router does; before `rewrite`, which writes IPv4's with the addresses. */
+INLINE void spend_hop(struct __sk_buff *skb, struct packet *p, const bool v6)
 {
 	const __u32 offset =
 		v6 ? L3_OFFSET + offsetof(struct ipv6hdr, hop_limit) : L3_OFFSET + offsetof(struct iphdr, ttl);
-	__u8 left = p->ttl - 1;
+	__u32 before = bpf_htons(p->ttl << 8), after = bpf_htons((p->ttl - 1) << 8);
 
+	p->ttl -= 1;
+	if (!v6 && p->fragment.part != LATER_FRAGMENT) {
+		p->ip_check = updated_checksum(p->ip_check, exchange(0, before, after));
+		return;
+	}
 	if (!v6)
-		bpf_l3_csum_replace(skb, L3_OFFSET + offsetof(struct iphdr, check), bpf_htons(p->ttl << 8),
-				    bpf_htons(left << 8), 2);
-	bpf_skb_store_bytes(skb, offset, &left, sizeof(left), 0);
+		bpf_l3_csum_replace(skb, L3_OFFSET + offsetof(struct iphdr, check), before, after, 2);
+	bpf_skb_store_bytes(skb, offset, &p->ttl, sizeof(p->ttl), 0);
 }
 
 /* Out of the interface that the lookup named; the kernel writes the frame's addresses, and asks for them if need be. */
@@ -57,8 +61,8 @@ INLINE int leave_by(const struct bpf_fib_lookup *hop)
 /* Rewrite the packet to `space->result` and send it on. Linux before 5.12 does not tell the size that would fit. */
 INLINE int send_on(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
 {
-	const struct packet *p = &space->packet;
 	struct bpf_fib_lookup *hop = &space->hop;
+	struct packet *p = &space->packet;
 	long result = find_hop(skb, hop, p, &space->result, 0, v6);
 
 	if (result == BPF_FIB_LKUP_RET_FRAG_NEEDED)
@@ -69,11 +73,10 @@ INLINE int send_on(struct __sk_buff *skb, struct scratch *space, __u32 unused, c
 		if (p->ttl <= 1)
 			return CALL(complain, skb, EXPIRED);
 	}
+	if (!ends_here(result))
+		spend_hop(skb, p, v6);
 	rewrite(skb, p, &space->result, v6);
-	if (ends_here(result))
-		return pass();
-	spend_hop(skb, p, v6);
-	return leave_by(hop);
+	return ends_here(result) ? pass() : leave_by(hop);
 }
 
 GLOBAL_VERB(send_on)

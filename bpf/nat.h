@@ -100,10 +100,11 @@ INLINE void rewrite_addresses(struct __sk_buff *skb, __u32 offset, const struct 
 	}
 }
 
-/* IPv4's checksum, addresses and, where no options are between them, ports lie in one piece: one store. */
+/* IPv4's hops, checksum, addresses and, where no options are between them, ports lie in one piece: one store. */
 INLINE void store_tuple4(struct __sk_buff *skb, const struct packet *p, const struct tuple *to, __s64 difference)
 {
-	__u16 piece[7] = {
+	__u16 piece[8] = {
+		bpf_htons(p->ttl << 8 | p->tuple.protocol),
 		updated_checksum(p->ip_check, difference),
 		to->saddr[0],
 		to->saddr[0] >> 16,
@@ -112,13 +113,13 @@ INLINE void store_tuple4(struct __sk_buff *skb, const struct packet *p, const st
 		to->sport,
 		to->dport,
 	};
-	const __u32 offset = L3_OFFSET + offsetof(struct iphdr, check);
+	const __u32 offset = L3_OFFSET + offsetof(struct iphdr, ttl);
 
 	if (p->l4 == L3_OFFSET + sizeof(struct iphdr)) {
-		bpf_skb_store_bytes(skb, offset, piece, 14, 0);
+		bpf_skb_store_bytes(skb, offset, piece, 16, 0);
 	} else {
-		bpf_skb_store_bytes(skb, offset, piece, 10, 0);
-		bpf_skb_store_bytes(skb, p->l4, piece + 5, 4, 0);
+		bpf_skb_store_bytes(skb, offset, piece, 12, 0);
+		bpf_skb_store_bytes(skb, p->l4, piece + 6, 4, 0);
 	}
 }
 

@@ -27,7 +27,7 @@ from tests.conformance.kit import UDP, node_manifest
 from tests.frames import Receiver, fill_in_checksums
 
 CLIENTS, FIRST_PORT, NODE_PORT = 64, 40_000, 30_053
-PACKETS, BATCH, ROUNDS = 64_000, 64, 15
+PACKETS, BATCH, ROUNDS = 64_000, 64, 9
 LIVE_FRAMES = 1 << 1  # BPF_F_TEST_XDP_LIVE_FRAMES, since Linux 5.18
 WIRE, UPLINK = "to-node", "eth0"
 ONE_CPU = {max(os.sched_getaffinity(0))}
