@@ -10,15 +10,10 @@
 #include "route.h"
 #include "traffic.h"
 
-#define NEIGHBOUR_SECONDS 16
-#define HOPS 1024
 #define MULTICAST_BIT 1 /* of a frame's first byte */
 
 /* Interfaces that take frames from XDP; a frame redirected to another one is lost. */
 HASH_MAP(xdp_links, BPF_MAP_TYPE_HASH, __u32, __u32, 256);
-
-/* When the last packet to a neighbour went through the stack, by hash of its address; jiffies. */
-ARRAY_MAP(hop_times, __u64, HOPS);
 
 /* Leave the packet to the stack, and tc there. */
 INLINE int leave(enum counter why)
@@ -65,20 +60,6 @@ INLINE bool has_backend(const struct flow *f, __u8 protocol)
 {
 	return protocol == IPPROTO_TCP || f->flags & FLOW_REPLY ||
 	       is_serving(f->backend, f->service, f->daddr, f->dport);
-}
-
-/* A lookup does not tell the kernel that a neighbour is in use. Now and then a packet goes through the stack, which
- * then asks whether the neighbour is still there and has the same address.
- */
-INLINE bool is_neighbours_turn(const struct bpf_fib_lookup *hop, const bool v6)
-{
-	__u32 key = hash_address(v6 ? hop->ipv6_dst : &hop->ipv4_dst, v6) % HOPS, time = now();
-	__u64 *last = bpf_map_lookup_elem(&hop_times, &key);
-
-	if (!last || time - (__u32)READ_ONCE(*last) < NEIGHBOUR_SECONDS * settings.hz)
-		return false;
-	WRITE_ONCE(*last, time);
-	return true;
 }
 
 /* The transport's checksum after a difference; 0 in UDP says that there is none, and stays. */

@@ -58,6 +58,17 @@ INLINE int leave_by(const struct bpf_fib_lookup *hop)
 	return bpf_redirect_neigh(hop->ifindex, &next, sizeof(next), 0);
 }
 
+/* The same to a neighbour whose address the lookup told, without asking the kernel for it again. */
+INLINE int leave_to(struct __sk_buff *skb, const struct bpf_fib_lookup *hop)
+{
+	__u8 mac[12];
+
+	__builtin_memcpy(mac, hop->dmac, 6);
+	__builtin_memcpy(mac + 6, hop->smac, 6);
+	rewrite_frame(skb, mac);
+	return bpf_redirect(hop->ifindex, 0);
+}
+
 /* Rewrite the packet to `space->result` and send it on. Linux before 5.12 does not tell the size that would fit. */
 INLINE int send_on(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
 {
@@ -72,11 +83,12 @@ INLINE int send_on(struct __sk_buff *skb, struct scratch *space, __u32 unused, c
 			return drop(COUNT_DROP_NO_ROUTE);
 		if (p->ttl <= 1)
 			return CALL(complain, skb, EXPIRED);
-	}
-	if (!ends_here(result))
 		spend_hop(skb, p, v6);
+	}
 	rewrite(skb, p, &space->result, v6);
-	return ends_here(result) ? pass() : leave_by(hop);
+	if (ends_here(result))
+		return pass();
+	return result == BPF_FIB_LKUP_RET_SUCCESS && !is_neighbours_turn(hop, v6) ? leave_to(skb, hop) : leave_by(hop);
 }
 
 GLOBAL_VERB(send_on)

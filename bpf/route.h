@@ -4,6 +4,12 @@
 
 #include "flow.h"
 
+#define NEIGHBOUR_SECONDS 16
+#define HOP_BITS 10
+
+/* When the last packet to a neighbour went out by the kernel, by hash of its address; jiffies. */
+ARRAY_MAP(hop_times, __u64, 1 << HOP_BITS);
+
 /* Ask for the next hop of `to`, a packet of `length` bytes: a BPF_FIB_LKUP_RET_*, or a negative errno. */
 INLINE long look_up_hop(void *context, __u32 ifindex, __u32 length, struct bpf_fib_lookup *hop, const struct tuple *to,
 			const bool v6)
@@ -30,6 +36,20 @@ INLINE bool ends_here(long result)
 {
 	return result == BPF_FIB_LKUP_RET_NOT_FWDED || result == BPF_FIB_LKUP_RET_FWD_DISABLED ||
 	       result == BPF_FIB_LKUP_RET_UNSUPP_LWT;
+}
+
+/* A lookup does not tell the kernel that a neighbour is in use. Now and then a packet goes out by the kernel's own
+ * output, which then asks whether the neighbour is still there and has the same address.
+ */
+INLINE bool is_neighbours_turn(const struct bpf_fib_lookup *hop, const bool v6)
+{
+	__u32 key = hash_address(v6 ? hop->ipv6_dst : &hop->ipv4_dst, v6) >> (32 - HOP_BITS), time = now();
+	__u64 *last = bpf_map_lookup_elem(&hop_times, &key);
+
+	if (!last || time - (__u32)READ_ONCE(*last) < NEIGHBOUR_SECONDS * settings.hz)
+		return false;
+	WRITE_ONCE(*last, time);
+	return true;
 }
 
 #endif

@@ -479,6 +479,32 @@ def test_now_and_then_a_packet_tells_the_kernel_that_a_neighbour_is_used(world: 
     assert world.bench.count("xdp_left") == 1
 
 
+def test_each_neighbour_has_its_turn(world: World) -> None:
+    """Those of one subnet too, whose addresses differ in a few bits."""
+    there = world.open()
+    other = GATEWAY[world.net.family].replace("254", "253").replace("::fe", "::fd")
+    family = world.neighbour["family"]
+    prefix = 32 if world.net.family == 4 else 128
+    world.link.neigh("add", dst=other, lladdr=CLIENT_MAC, state=PERMANENT, ifindex=world.index, family=family)
+    world.link.route("add", dst=f"{world.backend}/{prefix}", gateway=other, family=family)
+    world.neighbours_are_fresh(age=20 * HZ)
+    assert world.left(world.request())
+    assert world.left(world.answer(there))
+    assert not world.left(world.request())
+    assert not world.left(world.answer(there))
+
+
+def test_tc_asks_the_kernel_for_a_neighbour_in_turn_too(world: World) -> None:
+    """Known ones it takes from the lookup, which writes the frame; else the kernel's output does."""
+    world.open()
+    _, out = world.at_tc(world.request())
+    assert (read(out).mac_src, read(out).mac_dst) == (NODE_MAC, NEXT_MAC)
+    world.neighbours_are_fresh(age=20 * HZ)
+    verdict, out = world.at_tc(world.request())
+    assert verdict == REDIRECT
+    assert (read(out).mac_src, read(out).mac_dst) == (CLIENT_MAC, NODE_MAC)
+
+
 def test_a_recycled_element_is_not_followed(world: World) -> None:
     """An entry whose tag is another key's: what a program sees of an element that was given to another flow."""
     world.open()
