@@ -6,7 +6,7 @@ import ipaddress
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from dataplane.diff import changed_services
 from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel.bpf import BpfError, Object, has_helper
 from dataplane.kernel.grace import jiffies_per_second, wait_for_programs
-from dataplane.kernel.links import read_node
+from dataplane.kernel.links import Interface, read_node
 from dataplane.kernel.lock import hold
 from dataplane.kernel.packets import first_packet
 from dataplane.kernel.places import netns_cookie, pin_folder
@@ -222,15 +222,16 @@ class Ebpf:
             self._refresh_links()
 
     def _refresh_links(self) -> None:
-        self._write_pod_links()
+        interfaces = read_node().interfaces
+        self._write_pod_links(interfaces)
         for links in (self.pods, self.uplinks):
             links.refresh(self.table.node.primary)
-        self.drivers.refresh(self.uplinks.attached.values(), read_node().interfaces)
+        self.drivers.refresh(self.uplinks.attached.values(), interfaces)
 
-    def _write_pod_links(self) -> None:
+    def _write_pod_links(self, interfaces: Iterable[Interface]) -> None:
         """Where pods are known by their interface: all interfaces whose packets are pods'."""
         known = self.maps.maps["pod_links"]
-        wanted = {index.to_bytes(4, sys.byteorder) for index in pod_links(read_node().interfaces, self.table.node)}
+        wanted = {index.to_bytes(4, sys.byteorder) for index in pod_links(interfaces, self.table.node)}
         for key in known.items(np.dtype(np.uint32), np.dtype(np.uint32))[0].tolist():
             if (raw := key.to_bytes(4, sys.byteorder)) not in wanted:
                 known.delete(raw)
