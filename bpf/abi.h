@@ -199,7 +199,10 @@ struct node {
 	__u32 pod6_mask[4];
 	__u32 direct_flows; /* non-zero once a direct flow had to change its port */
 	__u32 overflowed;   /* non-zero once a TCP flow had to begin in the table that forgets */
-	__u32 pad;
+	__u32 trace; /* tell what happens to packets of `trace_services` (zeros: any) from or to `trace_client` (or any)
+		      */
+	__u32 trace_services[4];
+	__u32 trace_client[4];
 	__s32 opening; /* pairs among the flows that are not established; user space counts them again */
 };
 
@@ -246,16 +249,67 @@ enum verdict {
 	VERDICT_DROP = 3,
 };
 
-/* What the explain program answers (map `answer`, one element). */
-struct answer {
-	__u32 verdict;
+/* What the verbs tell when they explain themselves: each of these with two numbers. */
+enum note_kind {
+	NOTE_NONE,
+	NOTE_COUNT,	     /* an event that is counted: enum counter */
+	NOTE_MAY_BE_SERVICE, /* the prefilters have a bit for the destination */
+	NOTE_FLOW,	     /* a flow is known: its flags, jiffies since its last packet */
+	NOTE_FLOW_OWNER,     /* its service, its backend */
+	NOTE_RENEWAL,	     /* the known flow is not followed: a new one takes its place */
+	NOTE_FRONTEND,	     /* service, flags of the frontend at the address and port */
+	NOTE_NODE_PORT,	     /* the same, of a node port at an address that serves these */
+	NOTE_CLOSED,	     /* the address is a service's, the port is not */
+	NOTE_CLIENT,	     /* enum client */
+	NOTE_SOURCES,	     /* 1: the client is in the service's source ranges */
+	NOTE_ROUTE,	     /* the route's number, 1: masquerade */
+	NOTE_AFFINITY,	     /* the idle time in jiffies, the backend that is remembered, 0: none */
+	NOTE_SLOT,	     /* index of the slot, its backend */
+	NOTE_EMPTY,	     /* the route's number, 1: it drops */
+	NOTE_HOP,	     /* index of the interface that leads to the backend, BPF_FIB_LKUP_RET_* */
+	NOTES = 32
+};
+
+struct note {
+	__u32 what;
+	__u32 a;
+	__u32 b;
+};
+
+/* What was told about one packet (map `explanation` of the explaining programs, one element). */
+struct explanation {
+	__u32 count;
+	__u32 copied;
+	struct note notes[32];
+};
+
+/* Where a program runs; the first three are `enum place` of open.h. */
+enum hook {
+	HOOK_POD_INGRESS,
+	HOOK_UPLINK_INGRESS,
+	HOOK_UPLINK_EGRESS,
+	HOOK_POD_EGRESS,
+	HOOK_SOCKET,
+	HOOK_XDP,
+};
+
+/* What happened to a packet (ring buffer `events`): dropped, refused, or part of what is traced. */
+struct event {
+	__u64 time; /* nanoseconds, CLOCK_MONOTONIC */
 	__u32 service;
 	__u32 backend;
-	__u32 route;
-	__u32 known_flow; /* 1: an existing flow decided */
-	__u16 port;
+	__u32 ifindex;
+	__u8 reason; /* enum counter */
+	__u8 hook;
+	__u8 family;	/* 4 or 6 */
+	__u8 traced;	/* told because of `trace` in map `node` */
+	__u32 saddr[4]; /* of the packet as it came */
+	__u32 daddr[4];
+	__u16 sport;
+	__u16 dport;
+	__u8 protocol;
+	__u8 tcp_flags;
 	__u16 pad;
-	__u32 address[4];
 };
 
 /* A sweep request: the packet of the sweep program, after its Ethernet header. */
@@ -305,6 +359,7 @@ enum counter {
 	COUNT_XDP_DNAT,
 	COUNT_XDP_REPLY,
 	COUNT_XDP_LEFT,
+	COUNT_DROP_FRAGMENT,
 	COUNTERS
 };
 

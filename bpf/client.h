@@ -38,6 +38,7 @@ INLINE int dispatch(struct __sk_buff *skb, struct scratch *space, const enum pla
 	bool direct = skips_stack(flow, place) && fits(skb, flow->ifindex);
 
 	account(skb, flow->backend, flow->flags & FLOW_REPLY, 0);
+	TRACE(skb, flow->flags & FLOW_REPLY ? COUNT_REPLY : COUNT_DNAT, place);
 	if (flow->flags & FLOW_MASQUERADE && !direct && (flow->flags & answer_to_node) != answer_to_node) {
 		count(flow->flags & FLOW_REPLY ? COUNT_REPLY : COUNT_DNAT);
 		return STEP_SEND_ON;
@@ -79,7 +80,10 @@ INLINE int follow(struct __sk_buff *skb, struct scratch *space, struct found *fo
 	space->flow = *found->entry;
 	if (space->flow.tag != flow_tag(&p->tuple, v6))
 		return drop(COUNT_DROP_FLOW_LOST);
+	space->service = space->flow.service;
+	space->backend = space->flow.backend;
 	if (space->flow.flags & FLOW_WRAPPED) {
+		account(skb, space->flow.backend, false, 0);
 		note_wrapped(p, found->entry, found->table);
 		rewritten(&space->result, &space->flow, p->tuple.protocol);
 		return STEP_WRAP;
@@ -153,6 +157,8 @@ INLINE int decide(struct __sk_buff *skb, struct scratch *space, __u32 place, con
 	choose(&space->choice, from, t->saddr, t->daddr, t->dport, t->protocol, v6, true);
 	if (space->avoid && space->choice.verdict == VERDICT_DNAT && space->choice.backend != space->avoid)
 		count(COUNT_FAILOVER);
+	space->service = space->choice.service;
+	space->backend = space->choice.backend;
 	return space->choice.verdict;
 }
 
@@ -168,15 +174,18 @@ INLINE int to_service(struct __sk_buff *skb, struct scratch *space, const enum p
 	space->avoid = 0;
 	find_flow(&found, &p->tuple, v6);
 	if (found.entry) {
+		NOTE(NOTE_FLOW_OWNER, found.entry->service, found.entry->backend);
+		NOTE(NOTE_FLOW, found.entry->flags, now() - found.entry->seen);
 		if (!wants_renewal(p, found.entry, &space->avoid))
 			return follow(skb, space, &found, place, v6);
+		NOTE(NOTE_RENEWAL, 0, 0);
 		make_way(&p->tuple, &found, v6);
 	} else if (p->tuple.protocol == IPPROTO_TCP && !is_opening_segment(p)) {
 		return STEP_NONE; /* somebody else's connection, netfilter's perhaps */
 	}
 	verdict = CALL(decide, skb, place);
 	if (p->fragment.part == LATER_FRAGMENT && verdict != VERDICT_UNTOUCHED)
-		return drop(COUNT_FRAGMENT_LOST); /* as its first */
+		return drop(COUNT_DROP_FRAGMENT); /* as its first */
 	switch (verdict) {
 	case VERDICT_REJECT:
 		return STEP_REFUSE;
@@ -307,11 +316,11 @@ INLINE void mark_clash(const struct packet *p, const struct found *reply, const 
 }
 
 /* The source may be a backend whose answer the client expects from the service's address. */
-INLINE int answer(struct __sk_buff *skb, struct packet *p, const bool v6)
+INLINE int answer(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
 {
+	struct packet *p = &space->packet;
 	struct found found;
 	struct tuple to;
-	__u32 backend;
 
 	find_flow(&found, &p->tuple, v6);
 	if (!found.entry || !(found.entry->flags & FLOW_REPLY) || found.entry->flags & (FLOW_HAIRPIN | FLOW_MASQUERADE))
@@ -319,7 +328,8 @@ INLINE int answer(struct __sk_buff *skb, struct packet *p, const bool v6)
 	rewritten(&to, found.entry, p->tuple.protocol);
 	if (same_tuple(&to, &p->tuple, v6))
 		return pass();
-	backend = found.entry->backend;
+	space->service = found.entry->service;
+	space->backend = found.entry->backend;
 	if (!(found.entry->flags & FLOW_ESTABLISHED)) {
 		if (is_clash(p, found.entry)) {
 			if (!(found.entry->flags & FLOW_CLASH))
@@ -331,7 +341,8 @@ INLINE int answer(struct __sk_buff *skb, struct packet *p, const bool v6)
 		finish(&p->tuple, found.entry, found.table, v6);
 	}
 	count(COUNT_REPLY);
-	account(skb, backend, true, 0);
+	account(skb, space->backend, true, 0);
+	TRACE(skb, COUNT_REPLY, place == AT_NODE ? HOOK_UPLINK_EGRESS : HOOK_POD_EGRESS);
 	rewrite(skb, p, &to, v6);
 	return pass();
 }
@@ -343,6 +354,7 @@ INLINE int from_client(struct __sk_buff *skb, struct scratch *space, __u32 place
 	int verdict;
 
 	__builtin_memset(p, 0, sizeof(*p));
+	space->service = space->backend = 0;
 	parse_packet(skb, p, v6);
 	if (p->kind == PACKET_FRAGMENT) {
 		int step = CALL(join, skb, MAY_HOLD);
@@ -357,6 +369,7 @@ INLINE int from_client(struct __sk_buff *skb, struct scratch *space, __u32 place
 	if (p->kind == PACKET_ICMP_ERROR)
 		return STEP_TRANSLATE_INWARD;
 	if (may_be_frontend(p, v6)) {
+		NOTE(NOTE_MAY_BE_SERVICE, 0, 0);
 		verdict =
 			p->kind == PACKET_TRANSPORT ? to_service(skb, space, place, v6) : other_to_service(skb, p, v6);
 		if (verdict != STEP_NONE)
@@ -384,6 +397,7 @@ INLINE int to_client(struct __sk_buff *skb, struct scratch *space, __u32 place, 
 	struct packet *p = &space->packet;
 
 	__builtin_memset(p, 0, sizeof(*p));
+	space->service = space->backend = 0;
 	parse_packet(skb, p, v6);
 	if (p->kind == PACKET_FRAGMENT) {
 		int step = CALL(join, skb, MUST_PASS);
@@ -406,7 +420,7 @@ INLINE int to_client(struct __sk_buff *skb, struct scratch *space, __u32 place, 
 		return STEP_TRANSLATE_OUTWARD;
 	if (p->kind != PACKET_TRANSPORT || !may_be_backend(p->tuple.saddr, p->tuple.sport, p->tuple.protocol, v6))
 		return pass();
-	return answer(skb, p, v6);
+	return answer(skb, space, place, v6);
 }
 
 GLOBAL_VERB(to_client)
@@ -443,14 +457,21 @@ INLINE int finish_steps(struct __sk_buff *skb, int step, const enum place place,
 		step = CALL(claim, skb, 0);
 	if (step == STEP_REMEMBER)
 		step = CALL(remember_flow, skb, place);
-	if (step == STEP_SEND_ON)
-		return CALL(send_on, skb, 0);
-	if (step == STEP_WRAP)
-		return CALL(wrap, skb, 0);
-	if (step == STEP_REFUSE)
-		return CALL(refuse, skb, 0);
-	if (step == STEP_ECHO)
-		return CALL(answer_echo, skb, 0);
+	if (step == STEP_SEND_ON) {
+		step = CALL(send_on, skb, 0);
+	} else if (step == STEP_WRAP) {
+		step = CALL(wrap, skb, 0);
+	} else if (step == STEP_ECHO) {
+		step = CALL(answer_echo, skb, 0);
+	} else if (step == STEP_REFUSE) {
+		step = CALL(refuse, skb, 0);
+		if (step < DROPPED)
+			TELL(skb, COUNT_REJECT, place);
+	}
+	if (step >= DROPPED) {
+		TELL(skb, step & ~DROPPED, place);
+		return TC_ACT_SHOT;
+	}
 	return step == STEP_NONE ? pass() : step;
 }
 

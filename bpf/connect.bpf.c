@@ -2,6 +2,7 @@
  * translated. What a socket asked for is kept with the socket, so that answers and getpeername show the service.
  */
 #include "pick.h"
+#include "events.h"
 #include "traffic.h"
 
 #define ECONNREFUSED 111
@@ -79,12 +80,51 @@ INLINE struct socket_state *state_of(struct bpf_sock_addr *ctx, __u64 flags)
 	return sk ? bpf_sk_storage_get(&sockets, sk, NULL, flags) : NULL;
 }
 
+/* What the socket asked for, as an event: the packet that it would have sent. */
+INLINE void tell_socket(const struct target *t, const struct choice *c, __u8 protocol, enum counter reason,
+			const bool traced)
+{
+	struct tuple asked = {.dport = t->port, .protocol = protocol};
+	struct event *e;
+
+	own_address(asked.saddr, t->v6);
+	copy_address(asked.daddr, t->address);
+	if (!may_tell(false))
+		return;
+	e = bpf_ringbuf_reserve(&events, sizeof(*e), 0);
+	if (!e)
+		return;
+	fill_event(e, &asked, reason, HOOK_SOCKET, t->v6);
+	e->service = c->service;
+	e->backend = c->backend;
+	e->ifindex = 0;
+	e->tcp_flags = 0;
+	e->traced = traced;
+	bpf_ringbuf_submit(e, 0);
+}
+
+/* A socket chose: tell it to whom traces the service, or this node's own address. */
+INLINE void trace_socket(const struct target *t, const struct choice *c, __u8 protocol)
+{
+	struct node *self = this_node();
+	__u32 client[4] = {};
+
+	if (!settings.event_burst || !self || !READ_ONCE(self->trace))
+		return;
+	own_address(client, t->v6);
+	if (is_traced(self, c->service, client, client))
+		tell_socket(t, c, protocol, COUNT_SOCKET_CONNECT, true);
+}
+
 /* Without bpf_set_retval the caller sees EPERM. */
-INLINE int fail(const struct choice *c)
+INLINE int fail(const struct target *t, const struct choice *c, __u8 protocol)
 {
 	bool refused = c->verdict == VERDICT_REJECT;
+	enum counter reason = refused ? COUNT_SOCKET_REFUSED : c->why;
 
-	count(refused ? COUNT_SOCKET_REFUSED : c->why);
+	count(reason);
+	if (settings.event_burst)
+		tell_socket(t, c, protocol, reason, false);
 	if (settings.can_set_errno)
 		bpf_set_retval(refused ? -ECONNREFUSED : -ETIMEDOUT);
 	return REFUSE;
@@ -147,7 +187,7 @@ INLINE int connect_socket(struct bpf_sock_addr *ctx, const bool v6)
 	if (choice.verdict == VERDICT_UNTOUCHED)
 		return PROCEED;
 	if (choice.verdict != VERDICT_DNAT)
-		return fail(&choice);
+		return fail(&target, &choice, protocol);
 	state = state_of(ctx, BPF_SK_STORAGE_GET_F_CREATE);
 	if (state) {
 		remember(&state->peers[0], &target, &choice);
@@ -161,6 +201,7 @@ INLINE int connect_socket(struct bpf_sock_addr *ctx, const bool v6)
 	write_target(ctx, &target, choice.address, choice.port, v6);
 	count(COUNT_SOCKET_CONNECT);
 	account_flow(choice.backend);
+	trace_socket(&target, &choice, protocol);
 	return PROCEED;
 }
 
@@ -218,7 +259,7 @@ INLINE int send_datagram(struct bpf_sock_addr *ctx, const bool v6)
 	if (choice.verdict == VERDICT_UNTOUCHED)
 		return PROCEED;
 	if (choice.verdict != VERDICT_DNAT)
-		return fail(&choice);
+		return fail(&target, &choice, IPPROTO_UDP);
 	state = state_of(ctx, BPF_SK_STORAGE_GET_F_CREATE);
 	if (state) {
 		peer = new_peer(state, &target);
@@ -226,6 +267,7 @@ INLINE int send_datagram(struct bpf_sock_addr *ctx, const bool v6)
 		peer->sent = ++state->sent;
 	}
 	account_flow(choice.backend);
+	trace_socket(&target, &choice, IPPROTO_UDP);
 	write_target(ctx, &target, choice.address, choice.port, v6);
 	return PROCEED;
 }

@@ -41,12 +41,14 @@ INLINE struct flow *flow_in(const struct tuple *t, const enum flow_table table, 
 		struct flow6_key key;
 
 		flow6_key(&key, t);
-		return table == TABLE_FLOWS ? bpf_map_lookup_elem(&flows6, &key) : bpf_map_lookup_elem(&opening6, &key);
+		return SEEN(table == TABLE_FLOWS ? bpf_map_lookup_elem(&flows6, &key)
+						 : bpf_map_lookup_elem(&opening6, &key));
 	} else {
 		struct flow4_key key;
 
 		flow4_key(&key, t);
-		return table == TABLE_FLOWS ? bpf_map_lookup_elem(&flows4, &key) : bpf_map_lookup_elem(&opening4, &key);
+		return SEEN(table == TABLE_FLOWS ? bpf_map_lookup_elem(&flows4, &key)
+						 : bpf_map_lookup_elem(&opening4, &key));
 	}
 }
 

@@ -143,7 +143,7 @@ INLINE int join_first(struct __sk_buff *skb, struct scratch *space)
 	datagram->protocol = p->tuple.protocol;
 	WRITE_ONCE(datagram->known, 1);
 	if (datagram->waiting && !release(skb, space, datagram))
-		return drop(COUNT_FRAGMENT_LOST);
+		return drop(COUNT_DROP_FRAGMENT);
 	return STEP_NONE;
 }
 

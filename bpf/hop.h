@@ -76,6 +76,7 @@ INLINE int send_on(struct __sk_buff *skb, struct scratch *space, __u32 unused, c
 	struct packet *p = &space->packet;
 	long result = find_hop(skb, hop, p, &space->result, 0, v6);
 
+	NOTE(NOTE_HOP, hop->ifindex, result);
 	if (result == BPF_FIB_LKUP_RET_FRAG_NEEDED)
 		return CALL(complain, skb, hop->tot_len < packet_length(skb, p) ? hop->tot_len : SMALLEST_MTU);
 	if (!ends_here(result)) {

@@ -1,71 +1,13 @@
-/* Programs that the agent runs by BPF_PROG_TEST_RUN, attached nowhere: the same verbs on the same maps. */
+/* Programs that the agent runs by BPF_PROG_TEST_RUN, attached nowhere: the same verbs on the same maps. See also
+ * explain.bpf.c.
+ */
 #include "flow.h"
-
-struct {
-	__uint(type, BPF_MAP_TYPE_ARRAY);
-	__uint(max_entries, 1);
-	__type(key, __u32);
-	__type(value, struct answer);
-} answer SEC(".maps");
 
 /* The clock of time stamps, as the return value. */
 SEC("tc")
 int read_clock(struct __sk_buff *skb)
 {
 	return (int)now();
-}
-
-INLINE bool answer_from_flow(struct answer *a, const struct packet *p, const bool v6)
-{
-	struct found found;
-
-	find_flow(&found, &p->tuple, v6);
-	if (!found.entry)
-		return false;
-	a->verdict = VERDICT_DNAT;
-	a->known_flow = 1;
-	a->service = found.entry->service;
-	a->backend = found.entry->backend;
-	a->port = found.entry->dport;
-	copy_address(a->address, found.entry->daddr);
-	return true;
-}
-
-INLINE int answer_for(struct __sk_buff *skb, struct answer *a, const bool v6)
-{
-	struct choice choice = {};
-	struct packet p = {};
-
-	parse_packet(skb, &p, v6);
-	if (p.kind != PACKET_TRANSPORT || answer_from_flow(a, &p, v6))
-		return 0;
-	choice.sport = p.tuple.sport;
-	choose(&choice, classify(p.tuple.saddr, skb->ifindex, v6), p.tuple.saddr, p.tuple.daddr, p.tuple.dport,
-	       p.tuple.protocol, v6, false);
-	a->verdict = choice.verdict;
-	if (choice.verdict == VERDICT_UNTOUCHED && is_unallocated(p.tuple.daddr, v6))
-		a->verdict = VERDICT_DROP;
-	a->service = choice.service;
-	a->backend = choice.backend;
-	a->route = choice.route;
-	a->port = choice.port;
-	copy_address(a->address, choice.address);
-	return 0;
-}
-
-/* What would happen to this packet if a pod sent it now; nothing is remembered. */
-SEC("tc")
-int explain(struct __sk_buff *skb)
-{
-	__u32 key = 0;
-	struct answer *a = bpf_map_lookup_elem(&answer, &key);
-
-	if (!a)
-		return -1;
-	__builtin_memset(a, 0, sizeof(*a));
-	if (skb->protocol == bpf_htons(ETH_P_IPV6))
-		return answer_for(skb, a, true);
-	return answer_for(skb, a, false);
 }
 
 INLINE void sweep_one(const struct flow6_key *key, __u32 idle, const bool v6)

@@ -119,6 +119,20 @@ struct {
 	__type(value, __u64);
 } counters SEC(".maps");
 
+/* What happened to packets, told to user space; the counters have all of it, this has some. */
+struct {
+	__uint(type, BPF_MAP_TYPE_RINGBUF);
+	__uint(max_entries, 1 << 18);
+} events SEC(".maps");
+
+/* Events left | jiffies of the last refill << 32, per CPU. */
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, __u64);
+} event_budget SEC(".maps");
+
 /* Refusals left | jiffies of the last refill << 32, per CPU. */
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);

@@ -62,6 +62,7 @@ INLINE bool open_pair(struct __sk_buff *skb, struct scratch *space, __u32 place,
 		if (!error || error == -EEXIST)
 			return !error;
 		count(COUNT_FLOW_FULL);
+		TELL(skb, COUNT_FLOW_FULL, place);
 		note_overflow();
 	}
 	return !put_pair(key, result, reply, f, mac, ifindex, TABLE_OPENING, v6);
@@ -177,6 +178,7 @@ INLINE int remember_flow(struct __sk_buff *skb, struct scratch *space, __u32 pla
 	if (!(flags & FLOW_DIRECT)) {
 		count(COUNT_NEW_FLOW);
 		account(skb, space->flow.backend, false, 1);
+		TRACE(skb, COUNT_NEW_FLOW, place);
 	}
 	if (flags & FLOW_MASQUERADE)
 		return STEP_SEND_ON;

@@ -57,6 +57,7 @@ INLINE bool pick(struct choice *c, struct service *service, const __u32 *client,
 		       (!v6 || read_row(c));
 	copy_address(key.client, client);
 	c->backend = recall(&key, timeout, c->route);
+	NOTE(NOTE_AFFINITY, timeout, c->backend);
 	if (c->avoid && c->backend == c->avoid)
 		c->backend = 0;
 	if (!c->backend && !index_slice(c, service, spread(c, service, client, address, port, protocol, v6, remember)))
@@ -73,6 +74,7 @@ INLINE void choose_empty(struct choice *c, struct service *service)
 	__u64 word = READ_ONCE(service->routes[c->route & 1]);
 	bool empty = !slice_size(word);
 
+	NOTE(NOTE_EMPTY, c->route, !empty || service->flags & drops ? 1 : 0);
 	c->why = empty ? COUNT_DROP_EMPTY : COUNT_DROP_CHANGING;
 	c->verdict = !empty || service->flags & drops ? VERDICT_DROP : VERDICT_REJECT;
 }
@@ -85,13 +87,19 @@ INLINE __u64 frontend_at(struct choice *c, const __u32 *address, __be16 port, __
 	__u64 found = find_frontend(address, port, protocol, v6);
 	__u32 any[4] = {};
 
-	if (found)
+	if (found) {
+		NOTE(NOTE_FRONTEND, (__u32)found, found >> 32 & 0xff);
 		return found;
+	}
 	found = find_frontend(address, 0, 0, v6);
 	if (!found)
 		return 0;
-	if (found >> 32 & FRONTEND_NODE_PORTS)
-		return find_frontend(any, port, protocol, v6);
+	if (found >> 32 & FRONTEND_NODE_PORTS) {
+		found = find_frontend(any, port, protocol, v6);
+		NOTE(NOTE_NODE_PORT, (__u32)found, found >> 32 & 0xff);
+		return found;
+	}
+	NOTE(NOTE_CLOSED, 0, 0);
 	c->verdict = VERDICT_REJECT;
 	return 0;
 }
@@ -119,11 +127,16 @@ INLINE void choose(struct choice *c, const enum client from, const __u32 *client
 	c->service = (__u32)frontend;
 	c->route = flags & (from == CLIENT_OUTSIDE ? FRONTEND_OUTSIDE_ROUTE : FRONTEND_INSIDE_ROUTE) ? 1 : 0;
 	c->masquerade = is_masqueraded(flags, from);
+	NOTE(NOTE_CLIENT, from, 0);
 	if (flags & FRONTEND_SOURCES && !may_come(c->service, client, v6)) {
+		NOTE(NOTE_SOURCES, 0, 0);
 		c->why = COUNT_DROP_SOURCE;
 		c->verdict = VERDICT_DROP;
 		return;
 	}
+	if (flags & FRONTEND_SOURCES)
+		NOTE(NOTE_SOURCES, 1, 0);
+	NOTE(NOTE_ROUTE, c->route, c->masquerade);
 	service = bpf_map_lookup_elem(&services, &c->service);
 	if (!service)
 		return;

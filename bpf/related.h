@@ -2,7 +2,7 @@
 #ifndef HYBRID_PROXY_RELATED_H
 #define HYBRID_PROXY_RELATED_H
 
-#include "scratch.h"
+#include "tell.h"
 
 #define ICMP_HEADER 8
 

@@ -32,7 +32,7 @@ INLINE bool may_refuse(void)
 		time = *budget >> 32;
 	if (!left)
 		return false;
-	*budget = (__u64)time << 32 | (left - 1);
+	WRITE_ONCE(*budget, (__u64)time << 32 | (left - 1));
 	return true;
 }
 

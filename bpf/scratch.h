@@ -22,6 +22,8 @@ struct quotation {
 struct scratch {
 	struct packet packet;
 	struct choice choice;
+	__u32 service; /* whose packet it is, as far as is known, and which backend's: for events */
+	__u32 backend;
 	__u32 avoid; /* a backend that was tried in vain, for the choice of another */
 	struct flow flow;
 	struct tuple result; /* what the packet becomes */

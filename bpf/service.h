@@ -176,6 +176,7 @@ INLINE bool read_slot(struct choice *c, struct service *service, __u32 number)
 			c->backend = (__u32)backend;
 			c->address[0] = (__u32)endpoint;
 			c->port = endpoint >> 32;
+			NOTE(NOTE_SLOT, index, c->backend);
 			return true;
 		}
 		count(COUNT_SLOT_RETRY);

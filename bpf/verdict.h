@@ -4,6 +4,10 @@
 
 #include "maps.h"
 
+/* Programs that explain themselves (explaining.h) tell these; the others know nothing of it. */
+#define NOTE(what, a, b)
+#define SEEN(flow) (flow)
+
 INLINE void count(enum counter what)
 {
 	__u32 key = what;
@@ -19,10 +23,12 @@ INLINE int pass(void)
 	return TC_ACT_UNSPEC;
 }
 
+#define DROPPED 0x1000 /* | why: a verdict in the making, see finish_steps() */
+
 INLINE int drop(enum counter why)
 {
 	count(why);
-	return TC_ACT_SHOT;
+	return DROPPED | why;
 }
 
 #endif

@@ -257,8 +257,10 @@ examples:
     hybrid-proxy explain --manifests ./examples --from fd77:1::11 --to '[fd96::10]:80/tcp'
   many at once, for scripts:
     hybrid-proxy explain --manifests ./examples --flows flows.json -o json
-  ask the program in the kernel instead of the rules:
+  ask the program in the kernel instead of the rules; it prints each decision, and changes nothing:
     hybrid-proxy explain --live --from 10.77.1.11 --to 10.96.0.10:80
+    hybrid-proxy explain --live --from 192.0.2.7 --to 192.0.2.1:30080 --source-class external
+    hybrid-proxy explain --live --from 10.77.1.11 --source-port 41234 --to 10.96.0.10:80 -o json
 
 A flows file is a JSON list of {"name", "src", "dst", "port", "proto", "src_class"}; src_class (pod, node or
 external) is optional and says what the source is where its address alone cannot. The answer is a list in the
@@ -305,6 +307,26 @@ examples:
   hybrid-proxy flows                       who talks to which backend through which service
   hybrid-proxy flows default/web --limit 20
   hybrid-proxy flows -o json
+"""
+
+_DROPS: Final = """
+Some of what is dropped is told by the programs to the agent, which keeps the last 1,000 events: at most 100 a second
+and CPU. `status` and the metric hybrid_proxy_events_total count all of it; docs/counters.md explains the reasons.
+
+examples:
+  hybrid-proxy drops                       what was dropped or refused of late, and why
+  hybrid-proxy drops default/web -f        what is dropped from now on, until Ctrl-C
+  hybrid-proxy drops -f -o json            an object a line
+"""
+
+_TRACE: Final = """
+Prints what happens to packets as they pass: new flows and their backends, packets of known flows (as many as there is
+room for), answers, drops and refusals. It costs something only while it runs.
+
+examples:
+  hybrid-proxy trace default/web                     everybody's packets to a service, for 10 seconds
+  hybrid-proxy trace --client 10.77.1.11 --seconds 60
+  hybrid-proxy trace default/web --limit 5 -o json   an object a line
 """
 
 _CLEANUP: Final = """
@@ -377,6 +399,17 @@ def parser() -> argparse.ArgumentParser:
         _places(shown)
         _output(shown)
 
+    drops = command("drops", "packets that were dropped or refused, and why", _DROPS)
+    drops.add_argument("-f", "--follow", action="store_true", help="go on, until Ctrl-C")
+    trace = command("trace", "what happens to packets while they pass", _TRACE)
+    trace.add_argument("--client", metavar="IP", help="packets from or to this address alone")
+    trace.add_argument("--seconds", type=float, default=10, metavar="N", help="for so long (default: 10)")
+    for shown in (drops, trace):
+        shown.add_argument("service", nargs="?", metavar="NAMESPACE/NAME", help="this service alone")
+        shown.add_argument("--limit", type=int, default=1000, metavar="N", help="at most N (default: 1000)")
+        _admin(shown)
+        _output(shown)
+
     explain = command(
         "explain",
         "what happens to a packet on this node, and why",
@@ -390,6 +423,9 @@ def parser() -> argparse.ArgumentParser:
         "--source-class", choices=("pod", "node", "external"), help="what the source is (default: from its address)"
     )
     group.add_argument("--flows", metavar="FILE", help="a JSON list of packets, - for standard input")
+    group.add_argument(
+        "--source-port", type=int, default=0, metavar="PORT", help="with --live: of a connection that may be there"
+    )
     group = explain.add_argument_group("by what rules")
     group.add_argument("--manifests", metavar="PATH", help="a file or folder of YAML and JSON")
     group.add_argument("--live", action="store_true", help="ask the agent and the program in the kernel instead")
@@ -447,6 +483,10 @@ def _call(args: argparse.Namespace) -> int:
 
             config = from_flags(vars(args))
             return loop.run(config) if args.command == "run" else loop.cleanup(config)
+        case "drops" | "trace":
+            from controller import watch
+
+            return watch.show(args.command, args)
     from controller import inspect
 
     return inspect.show(args.command, args)
@@ -462,6 +502,8 @@ def _explain(args: argparse.Namespace) -> int:
         raise ConfigError("say which packets: --from and --to for one, or --flows for many")
     if not args.flows and not (args.source and args.target):
         raise ConfigError("--from and --to belong together: a packet has a source and a destination")
+    if not 0 <= args.source_port <= 65535 or (args.source_port and not args.live):
+        raise ConfigError("--source-port: a port (1 to 65535), and only with --live: rules do not go by it")
     if args.live:
         from controller import inspect
 

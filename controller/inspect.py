@@ -227,7 +227,9 @@ def _hook_lines(dataplane: dict[str, Any]) -> Iterable[str]:
 
 def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
     """Ask the loaded program, through the agent."""
-    question = [[p.src, p.dst, p.port, int(Protocol[p.protocol.upper()])] for p in packets]
+    question = [
+        [p.src, p.dst, p.port, int(Protocol[p.protocol.upper()]), p.source_class, args.source_port] for p in packets
+    ]
     answers = ask(args.admin_socket, "explain", packets=question)["answers"]
     rows = [{"name": packet.name, **answer} for packet, answer in zip(packets, answers, strict=True)]
     if args.output == "json":
@@ -235,7 +237,8 @@ def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
         return 0
     for packet, row in zip(packets, rows, strict=True):
         print(f"{packet.src} -> {packet.dst} port {packet.port}/{packet.protocol}: {row['verdict']}")
-        print(f"  {row['reason']}")
+        for number, step in enumerate(row["steps"], 1):
+            print(f"  {number:2}. {step['text']}")
         if row["service"]:
             print(f"  service:  {row['service']}")
         if row["backends"]:

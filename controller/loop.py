@@ -32,6 +32,7 @@ from controller.neighbours import Neighbours
 from controller.sources import Source
 from controller.tables import Builder
 from dataplane.errors import DataplaneError, SyncError, Unsupported
+from dataplane.mode import Question, Watched
 
 if TYPE_CHECKING:
     from controller.metrics import Metrics
@@ -425,9 +426,20 @@ class _Agent:
             case "traffic":
                 return {"rows": self.programmer.traffic(by_backend=self.config.metrics_per_backend)}
             case "explain":
-                return {"answers": [self.programmer.ask(*packet) for packet in request["packets"]]}
+                return {"answers": [self.programmer.ask(Question(*packet)) for packet in request["packets"]]}
+            case "events":
+                events, last = self._watched().happened(request["after"])
+                return {"events": events, "last": last}
+            case "trace":
+                self._watched().trace(request["service"], request["client"], request["seconds"])
+                return {}
             case other:
                 raise ValueError(f"no such command: {other!r}")
+
+    def _watched(self) -> Watched:
+        if not isinstance(self.programmer, Watched):
+            raise ControllerError(f"mode {self.choice.effective} does not tell what happens to packets; mode ebpf does")
+        return self.programmer
 
     def _status(self) -> dict[str, Any]:
         latencies = sorted(self.latencies)

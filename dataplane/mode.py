@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
@@ -15,9 +15,11 @@ __all__ = [
     "Notice",
     "Options",
     "Programmer",
+    "Question",
     "SyncResult",
     "View",
     "Wake",
+    "Watched",
     "misfit_rows",
     "unknown_algorithms",
     "unprobed",
@@ -95,6 +97,17 @@ class SyncResult(msgspec.Struct, frozen=True):
     misfits: tuple[Misfit, ...] = ()
 
 
+class Question(msgspec.Struct, frozen=True):
+    """A packet that nobody sent: IANA number of its protocol, pod, node or external as its class, None: find out."""
+
+    src: str
+    dst: str
+    port: int
+    protocol: int
+    source_class: str | None = None
+    source_port: int = 0  # 0: any
+
+
 def misfit_rows(misfits: Iterable[Misfit]) -> list[dict[str, str]]:
     """The value of `misfits` in a status: entry and reason of each."""
     return [{"entry": misfit.entry, "reason": misfit.reason} for misfit in misfits]
@@ -155,8 +168,8 @@ class Programmer(Protocol):
     def names(self) -> dict[int, str]:
         """The mode's number of each service port -> its name, to read what is programmed."""
 
-    def ask(self, src: str, dst: str, port: int, protocol: int) -> dict[str, Any]:
-        """What the loaded programs would do with a first packet from a pod: verdict, backend, service, reason.
+    def ask(self, question: Question) -> dict[str, Any]:
+        """What the loaded programs would do with a packet now: verdict, backends, service, masquerade, reason, steps.
 
         Raises:
             DataplaneError: this mode cannot be asked.
@@ -174,6 +187,21 @@ class Programmer(Protocol):
 
     def close(self) -> None:
         """Release this process's hold; traffic goes on as programmed."""
+
+
+@runtime_checkable
+class Watched(Protocol):
+    """A mode that tells what happens to packets."""
+
+    def happened(self, after: int) -> tuple[list[dict[str, Any]], int]:
+        """Events with larger numbers than `after`, the oldest first, and the number of the latest.
+
+        Rows have number, time (seconds since 1970), what (drop, refuse, note, trace), reason, words, service, protocol,
+        source, destination, backend, where and interface.
+        """
+
+    def trace(self, service: str | None, client: str | None, seconds: float) -> None:
+        """For so many seconds from now tell of all packets of this service and from or to this address."""
 
 
 class View(Protocol):

@@ -11,7 +11,7 @@ import contextlib
 import errno
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,15 @@ from numpy.typing import NDArray
 
 from dataplane.errors import DataplaneError, Unsupported
 
-__all__ = ["BpfError", "Map", "Object", "has_helper", "pin_link", "run_on_packet", "update_link"]
+__all__ = ["BpfError", "Map", "Object", "Ring", "has_helper", "pin_link", "run_on_packet", "update_link"]
 
 Bytes = NDArray[np.uint8]
 
 ffi = FFI()
 ffi.cdef(
     """
-    struct bpf_object; struct bpf_map; struct bpf_program;
+    struct bpf_object; struct bpf_map; struct bpf_program; struct ring_buffer;
+    typedef int (*ring_buffer_sample_fn)(void *ctx, void *data, size_t size);
     struct bpf_map_batch_opts { size_t sz; uint64_t elem_flags; uint64_t flags; };
     struct bpf_test_run_opts {
         size_t sz; const void *data_in; void *data_out; uint32_t data_size_in; uint32_t data_size_out;
@@ -69,6 +70,9 @@ ffi.cdef(
     int bpf_prog_attach(int prog_fd, int target_fd, int type, unsigned int flags);
     int bpf_obj_pin(int fd, const char *path);
     int bpf_obj_get(const char *path);
+    struct ring_buffer *ring_buffer__new(int map_fd, ring_buffer_sample_fn take, void *ctx, const void *opts);
+    int ring_buffer__poll(struct ring_buffer *, int timeout_ms);
+    void ring_buffer__free(struct ring_buffer *);
     int bpf_prog_test_run_opts(int prog_fd, struct bpf_test_run_opts *opts);
     int bpf_obj_get_info_by_fd(int fd, void *info, uint32_t *len);
     int libbpf_probe_bpf_helper(int prog_type, int helper, const void *opts);
@@ -273,6 +277,38 @@ class Map:
     @staticmethod
     def _batch_options() -> Any:
         return ffi.new("struct bpf_map_batch_opts *", {"sz": ffi.sizeof("struct bpf_map_batch_opts")})
+
+
+class Ring:
+    """A ring buffer's reading end; there is one reader.
+
+    Args:
+        known: the map.
+        take: called by `poll`, in its thread, with each record.
+
+    Raises:
+        BpfError: it cannot be mapped.
+    """
+
+    def __init__(self, known: Map, take: Callable[[bytes], None]) -> None:
+        def taken(_: Any, data: Any, size: int) -> int:
+            take(bytes(ffi.buffer(data, size)))
+            return 0
+
+        self._name = known.name
+        self._callback = ffi.callback("ring_buffer_sample_fn", taken)
+        self._handle = library().ring_buffer__new(known.fd, self._callback, ffi.NULL, ffi.NULL)
+        if self._handle == ffi.NULL:
+            raise BpfError(f"ring buffer {known.name}", ffi.errno)
+
+    def poll(self, seconds: float) -> int:
+        """Take what is there, or wait for it; how many records there were."""
+        code = library().ring_buffer__poll(self._handle, int(1000 * seconds))
+        return 0 if code == -errno.EINTR else check(code, f"reading ring buffer {self._name}")
+
+    def close(self) -> None:
+        """Unmap it. Nobody may be in `poll`."""
+        library().ring_buffer__free(self._handle)
 
 
 class Object:

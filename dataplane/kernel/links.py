@@ -22,7 +22,10 @@ from pyroute2.netlink.exceptions import NetlinkError
 from dataplane.kernel.bpf import BpfError
 from dataplane.kernel.netlink import heard
 
-__all__ = ["Interface", "Node", "clsact_attach", "clsact_detach", "is_pod", "is_uplink", "read_node", "watch"]
+__all__ = [
+    "Interface", "Node", "clsact_attach", "clsact_detach", "interface_name", "interface_towards", "is_pod", "is_uplink",
+    "read_node", "watch",
+]  # fmt: skip
 
 POD_KINDS = frozenset({"veth", "netkit"})
 ETHERNET = 1  # ARPHRD_ETHER
@@ -55,6 +58,25 @@ class Node(msgspec.Struct, frozen=True):
 
     interfaces: tuple[Interface, ...]
     addresses: tuple[str, ...]
+
+
+def interface_name(index: int) -> str | None:
+    """None: it is gone, or there never was one."""
+    try:
+        return socket.if_indextoname(index)
+    except OSError:
+        return None
+
+
+def interface_towards(address: str) -> int | None:
+    """Index of the interface by which this node's packets to an address leave; None: by none."""
+    with IPRoute() as ip:
+        try:
+            found = ip.route("get", dst=address)
+        except NetlinkError:
+            return None
+        index: int | None = found[0].get_attr("RTA_OIF") if found else None
+        return index
 
 
 def read_node() -> Node:

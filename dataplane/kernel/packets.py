@@ -12,7 +12,7 @@ SOURCE_PORT = 40000
 SYN = 0x02
 
 
-def first_packet(src: str, dst: str, port: int, protocol: int) -> bytes:
+def first_packet(src: str, dst: str, port: int, protocol: int, source_port: int | None = None) -> bytes:
     """The first packet of a connection: a SYN for TCP, an empty datagram otherwise. Checksums are left 0.
 
     Args:
@@ -20,8 +20,9 @@ def first_packet(src: str, dst: str, port: int, protocol: int) -> bytes:
         dst: destination address, of the same family.
         port: destination port.
         protocol: IANA number of TCP, UDP or SCTP.
+        source_port: None: one of those that clients get.
     """
-    ports = struct.pack("!HH", SOURCE_PORT, port)
+    ports = struct.pack("!HH", source_port or SOURCE_PORT, port)
     if protocol == socket.IPPROTO_TCP:
         transport = ports + struct.pack("!IIBBHHH", 1, 0, 5 << 4, SYN, 65535, 0, 0)
     else:

@@ -27,9 +27,10 @@ from scapy.packet import Packet, Raw
 
 from dataplane.kernel.bpf import Object, has_helper, run_on_packet
 from dataplane.kernel.grace import jiffies_per_second, wait_for_programs
+from dataplane.kernel.links import interface_name
 from dataplane.kernel.places import bpf_fs
-from dataplane.mode import Options
-from dataplane.modes.ebpf import layout
+from dataplane.mode import Options, Question
+from dataplane.modes.ebpf import explaining, layout
 from dataplane.modes.ebpf.flows import Caretaker, flow_arrays
 from dataplane.modes.ebpf.maps import MapSet, traffic_cpus
 from dataplane.modes.ebpf.programmer import CHECK_MTU
@@ -223,6 +224,7 @@ class Bench:
         self.folder = bpf_fs(mount=True) / f"hybrid-proxy-test-{os.getpid()}-{next(FOLDERS)}"
         self.folder.mkdir()
         self.options = options
+        self._explain: Object | None = None
         try:
             self.maps = MapSet(self.folder, options)
             values = {"hz": HZ, "reject_burst": 1_000_000, "fast_path": 1, "can_set_errno": 1,
@@ -239,9 +241,9 @@ class Bench:
             raise
         self.caretaker = self.new_caretaker()
 
-    def load(self, path: Path) -> Object:
+    def load(self, path: Path, constants: bytes = b"") -> Object:
         loaded = Object(path)
-        loaded.constants(self.settings)
+        loaded.constants(constants or self.settings)
         self.maps.share_with(loaded)
         loaded.load()
         return loaded
@@ -252,8 +254,9 @@ class Bench:
         )
 
     def close(self) -> None:
-        for loaded in (self.pod, self.inspect):
-            loaded.close()
+        for loaded in (self.pod, self.inspect, self._explain):
+            if loaded is not None:
+                loaded.close()
         self.maps.close()
         for path in self.folder.iterdir():
             path.unlink()
@@ -327,13 +330,22 @@ class Bench:
     def clock(self) -> int:
         return run_on_packet(self.inspect.program("read_clock"), bytes(64))[0]
 
-    def explain(self, packet: bytes) -> Any:
-        run_on_packet(self.inspect.program("explain"), packet)
-        answers = self.inspect.map("answer")
-        try:
-            return np.frombuffer(answers.lookup(bytes(4)) or b"", dtype=layout.dtype_of("answer"))[0]
-        finally:
-            answers.close()
+    def explain(self, packet: bytes, place: str = "pod", ifindex: int = 0) -> dict[str, Any]:
+        """What the explaining programs say of a packet; they are loaded for the occasion."""
+        seen = read(packet, check=False)
+        question = Question(seen.src, seen.dst, seen.dport, seen.protocol, place, seen.sport)
+        names = {
+            known.service: known.entry.name for entries in self.store.installed.values() for known in entries.values()
+        }
+        around = explaining.Surroundings(names, self.store.backends, self.store.services, HZ, interface_name)
+        return explaining.explain(self.explaining(), question, place, ifindex, around, packet)
+
+    def explaining(self) -> Object:
+        if self._explain is None:
+            quiet = np.frombuffer(self.settings, dtype=layout.dtype_of("settings")).copy()
+            quiet["traffic_cpus"] = quiet["event_burst"] = 0
+            self._explain = self.load(layout.OBJECTS / "explain.bpf.o", quiet.tobytes())
+        return self._explain
 
     # conversations: each step checked
 

@@ -67,8 +67,8 @@ class Asker:
             at = 26 if self.net.family == 4 else 22
             self.packet[at : at + len(raw)] = raw
         answer = self.bench.explain(bytes(self.packet))
-        assert answer["verdict"] == 1
-        return layout.address_text(answer["address"].tobytes(), self.net.family)
+        assert answer["verdict"] == "dnat"
+        return str(answer["backends"][0].rpartition(":")[0].strip("[]"))
 
 
 def open_once(bench: Bench, net: Net, sport: int, client: str = "") -> str:

@@ -23,7 +23,7 @@ from .kit import NETS, PASS, Bench, datagram, frame, read, service, syn
 FIXED_ROWS = {"frontend4_key": 8, "frontend6_key": 20, "service": 32, "backend": 32, "flow4_key": 16, "flow6_key": 40}
 STRUCTS = [
     "frontend4_key", "frontend6_key", "service", "backend", "flow4_key", "flow6_key", "flow", "affinity_key", "node",
-    "settings", "answer", "slot", "recent_bucket", "source4_key", "source6_key",
+    "settings", "explanation", "note", "slot", "recent_bucket", "source4_key", "source6_key",
     "traffic",
 ]  # fmt: skip
 SOCKET_STRUCTS = ["socket_peer", "socket_state"]
@@ -77,7 +77,7 @@ def check_struct(objects: list[str], name: str) -> None:
 
 @pytest.mark.parametrize("name", STRUCTS)
 def test_rows_are_laid_out_as_compiled(name: str) -> None:
-    check_struct(["pod.bpf.o", "inspect.bpf.o"], name)
+    check_struct(["pod.bpf.o", "inspect.bpf.o", "explain.bpf.o"], name)
     assert layout.dtype_of(name).itemsize == FIXED_ROWS.get(name, layout.dtype_of(name).itemsize)
 
 
@@ -93,7 +93,7 @@ def test_rows_of_mapped_arrays_have_no_hidden_padding(name: str) -> None:
 
 
 def test_no_row_is_forgotten_here() -> None:
-    declared = {*STRUCTS, *SOCKET_STRUCTS, "sweep"}  # a sweep is read from a packet, BTF does not know it
+    declared = {*STRUCTS, *SOCKET_STRUCTS, "sweep", "event"}  # of packets and the ring buffer: BTF does not know them
     header = (layout.OBJECTS / "abi.h").read_text()
     assert {line.split()[1] for line in header.splitlines() if line.startswith("struct ") and "{" in line} == declared
 

@@ -51,7 +51,10 @@ def abi() -> FFI:
 def abi_constants() -> dict[str, int]:
     """Every enumerator of the header by name."""
     names: dict[str, int] = {}
-    for enum in ("abi_limits", "frontend_flags", "service_flags", "backend_flags", "flow_flags", "verdict", "counter"):
+    for enum in (
+        "abi_limits", "frontend_flags", "service_flags", "backend_flags", "flow_flags", "verdict", "counter", "hook",
+        "note_kind",
+    ):  # fmt: skip
         names.update(abi().typeof(f"enum {enum}").relements)
     return names
 

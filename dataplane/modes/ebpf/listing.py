@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from dataplane.kernel.bpf import Map, Object, run_on_packet
+from dataplane.kernel.bpf import Map
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.flows import flow_arrays
 from dataplane.modes.ebpf.traffic import FIELDS, Traffic, traffic_of, traffic_row
 from dataplane.table import Protocol, socket_text
 
-__all__ = ["Pinned", "ask", "traffic"]
+__all__ = ["Pinned", "traffic"]
 
 Maps = Mapping[str, Map]
 Names = Mapping[int, str]
@@ -187,29 +187,3 @@ def _flow(key: Any, value: Any, family: int, state: str, names: Names) -> dict[s
         "direct": bool(flags & constants["FLOW_DIRECT"]),
         "fast_path": bool(value["ifindex"]) and state == "established",
     }
-
-
-VERDICTS = ("untouched", "dnat", "reject", "drop")
-
-
-def ask(programs: Object, names: Names, packet: bytes) -> dict[str, Any]:
-    """Run the explain program on a packet; it changes nothing."""
-    run_on_packet(programs.program("explain"), packet)
-    answers = programs.map("answer")
-    try:
-        raw = answers.lookup(bytes(4)) or bytes(answers.value_size)
-    finally:
-        answers.close()
-    answer = np.frombuffer(raw, dtype=layout.dtype_of("answer"))[0]
-    verdict = VERDICTS[int(answer["verdict"])]
-    family = 6 if packet[12:14] == b"\x86\xdd" else 4
-    chosen = []
-    if verdict == "dnat":
-        address = layout.address_text(answer["address"].tobytes(), family)
-        chosen = [socket_text(address, int(layout.swap16([int(answer["port"])])[0]))]
-    reason = (
-        "The loaded program knows this flow."
-        if answer["known_flow"]
-        else "The loaded program decided on the live maps."
-    )
-    return {"verdict": verdict, "backends": chosen, "service": names.get(int(answer["service"])), "reason": reason}

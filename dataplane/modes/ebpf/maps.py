@@ -16,7 +16,9 @@ from dataplane.modes.ebpf.traffic import Traffic, possible_cpus, traffic_sizes
 
 __all__ = ["MapSet", "open_pinned_maps", "traffic_cpus"]
 
-PRIVATE = frozenset({"answer", "scratch"})  # of one program at a time; all other maps outlive the process
+PRIVATE = frozenset(
+    {"copies", "explanation", "scratch"}
+)  # of one program at a time; all other maps outlive the process
 BITMAPS = ("service_addresses", "backend_sockets", "node_ports")
 STRUCTS = {
     "slots": "slot", "services": "service", "backends": "backend", "node": "node", "traffic": "traffic",

@@ -6,6 +6,7 @@ import ipaddress
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,14 @@ from dataplane.diff import changed_services
 from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel.bpf import BpfError, Object, has_helper
 from dataplane.kernel.grace import jiffies_per_second, wait_for_programs
-from dataplane.kernel.links import Interface, read_node
+from dataplane.kernel.links import Interface, interface_name, interface_towards, read_node
 from dataplane.kernel.lock import hold
-from dataplane.kernel.packets import first_packet
 from dataplane.kernel.places import netns_cookie, pin_folder
-from dataplane.mode import Mode, Notice, Options, SyncResult, Wake, misfit_rows, unknown_algorithms
-from dataplane.modes.ebpf import attach, layout, listing
+from dataplane.mode import Mode, Notice, Options, Question, SyncResult, Wake, misfit_rows, unknown_algorithms
+from dataplane.modes.ebpf import attach, explaining, layout, listing
 from dataplane.modes.ebpf.driver import Drivers
 from dataplane.modes.ebpf.edges import pod_columns, pod_links
+from dataplane.modes.ebpf.events import Journal, Reader
 from dataplane.modes.ebpf.failover import Failover
 from dataplane.modes.ebpf.flows import Caretaker
 from dataplane.modes.ebpf.maps import MapSet, open_pinned_maps, traffic_cpus
@@ -121,8 +122,14 @@ class Ebpf:
             self.maps.maps, self._inspect.program("sweep"), self._inspect.program("read_clock"), self.hz, options
         )
         self.caretaker.start()
+        self._explain: Object | None = None  # loaded when somebody asks
+        self.journal = Journal()
+        self._trace_until = 0.0
+        self.maps.view("node")["trace"] = 0
+        self.events = Reader(self.maps.maps["events"])
+        self.events.start()
 
-    def _settings(self, *, can_set_errno: bool = True) -> bytes:
+    def _settings(self, *, can_set_errno: bool = True, quiet: bool = False) -> bytes:
         return layout.pack(
             "settings",
             host_netns=netns_cookie() if self.options.socket_scope == "host" else 0,
@@ -138,13 +145,13 @@ class Ebpf:
             port_count=self.options.port_count,
             answer_ping=int(self.options.answer_ping),
             can_check_mtu=int(has_helper(CHECK_MTU)),
-            traffic_cpus=traffic_cpus(self.options),
-            event_burst=self.options.event_rate,
+            traffic_cpus=0 if quiet else traffic_cpus(self.options),
+            event_burst=0 if quiet else self.options.event_rate,
         )
 
-    def _load(self, name: str, *, can_set_errno: bool = True) -> Object:
+    def _load(self, name: str, *, can_set_errno: bool = True, quiet: bool = False) -> Object:
         loaded = Object(layout.OBJECTS / name)
-        loaded.constants(self._settings(can_set_errno=can_set_errno))
+        loaded.constants(self._settings(can_set_errno=can_set_errno, quiet=quiet))
         self.maps.share_with(loaded)
         loaded.load()
         self.maps.pin_new(loaded, self.folder)
@@ -248,6 +255,11 @@ class Ebpf:
         if repaired:
             self.audit_repairs += repaired
             log.warning("%d slice words in the maps were not ours and have been repaired", repaired)
+        self._name_events()
+        self.journal.tell()
+        if self._trace_until and time.monotonic() > self._trace_until:
+            self.maps.view("node")["trace"] = 0
+            self._trace_until = 0.0
         notices = self.failover.look(self.store)
         self.caretaker.want_grace(self.store.stamp)
         return notices
@@ -318,15 +330,60 @@ class Ebpf:
         """See `dataplane.mode.Programmer.traffic`."""
         return listing.traffic(self.store.traffic, self.maps.maps, self.names(), by_backend=by_backend)
 
-    def ask(self, src: str, dst: str, port: int, protocol: int) -> dict[str, Any]:
+    def ask(self, question: Question) -> dict[str, Any]:
         """See `dataplane.mode.Programmer.ask`."""
-        return listing.ask(self._inspect, self.names(), first_packet(src, dst, port, protocol))
+        if self._explain is None:
+            self._explain = self._load("explain.bpf.o", quiet=True)
+        around = explaining.Surroundings(
+            self.names(), self.store.backends, self.store.services, self.hz, interface_name
+        )
+        return explaining.explain(self._explain, question, *self._place_of(question), around)
+
+    def _place_of(self, question: Question) -> tuple[str, int]:
+        """Whose packet it is, and the interface at which it comes in; 0 for none."""
+        node = self.table.node
+        towards = interface_towards(question.src)
+        place = question.source_class
+        if place is None:
+            own = question.src in {*node.addresses, *node.primary} or ipaddress.ip_address(question.src).is_loopback
+            place = "node" if own else "pod" if towards in self.pods.attached else "external"
+        attached = {"pod": self.pods, "external": self.uplinks}.get(place)
+        if attached is None or not attached.attached:
+            return place, 0
+        return place, towards if towards in attached.attached else min(attached.attached)
+
+    def happened(self, after: int) -> tuple[list[dict[str, Any]], int]:
+        """See `dataplane.mode.Watched.happened`."""
+        self._name_events()
+        return self.journal.rows(after), self.journal.last
+
+    def _name_events(self) -> None:
+        raw = self.events.take()
+        if raw:
+            self.journal.add(raw, self.names(), self.store.addresses, self.store.backends)
+
+    def trace(self, service: str | None, client: str | None, seconds: float) -> None:
+        """See `dataplane.mode.Watched.trace`."""
+        limit = self.maps.view("node")["trace_services"].shape[1]
+        wanted = [number for number, name in self.names().items() if service in {name, name.partition(":")[0]}]
+        if service and not wanted:
+            raise DataplaneError(f"{service}: no such service is programmed; NAMESPACE/NAME, or NAMESPACE/NAME:PORT")
+        if len(wanted) > limit:
+            raise DataplaneError(f"{service} has {len(wanted)} ports, and {limit} can be traced: name one of them")
+        row = self.maps.view("node")
+        row["trace"] = 0
+        row["trace_services"] = wanted + [0] * (limit - len(wanted))
+        row["trace_client"] = layout.address_words([client])[0] if client else 0
+        row["trace"] = int(seconds > 0)
+        self._trace_until = time.monotonic() + seconds
 
     def close(self) -> None:
         """See `dataplane.mode.Programmer.close`."""
         self.caretaker.stop()
         self.failover.close()
-        for loaded in (self._pod, self._uplink, self._inspect, self._connect):
+        self.events.stop()
+        self.maps.view("node")["trace"] = 0
+        for loaded in (self._pod, self._uplink, self._inspect, self._connect, self._explain):
             if loaded is not None:
                 loaded.close()
         self.drivers.close()

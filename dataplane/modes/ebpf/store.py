@@ -715,6 +715,15 @@ class Store:
         for bitmap, bits in self._bits_of_frontends(keys):
             bitmap.remove(bits)
 
+    def addresses(self) -> dict[tuple[int, str], str]:
+        """Family and address -> the name of a service that has it."""
+        owners = {known.service: name for name, entries in self.installed.items() for known in entries.values()}
+        return {
+            (family, address): owners[number]
+            for (family, address, _, _), number in self._owners.items()
+            if number in owners
+        }
+
     def take_gone_datagram_backends(self) -> list[int]:
         """UDP backends that went since the last call: sockets connected to them are of no use."""
         gone, self._gone_datagram_backends = self._gone_datagram_backends, []

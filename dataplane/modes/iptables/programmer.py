@@ -16,7 +16,7 @@ from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel import xtables as door
 from dataplane.kernel.conntrack import delete_stale, is_liberal
 from dataplane.kernel.nfmonitor import watch_ruleset
-from dataplane.mode import Misfit, Mode, Options, SyncResult, Wake, misfit_rows, unknown_algorithms, unprobed
+from dataplane.mode import Misfit, Mode, Options, Question, SyncResult, Wake, misfit_rows, unknown_algorithms, unprobed
 from dataplane.modes.iptables import listing
 from dataplane.modes.iptables.installed import TABLES, Installed, Ruleset, remove
 from dataplane.modes.iptables.lower import Node, node_of, same_addresses, usual_masquerade
@@ -272,9 +272,9 @@ class Iptables:
         """Nothing is numbered: comments of rules have the names."""
         return {}
 
-    def ask(self, src: str, dst: str, port: int, protocol: int) -> dict[str, Any]:
+    def ask(self, question: Question) -> dict[str, Any]:
         """See `dataplane.mode.Programmer.ask`."""
-        del src, dst, port, protocol
+        del question
         raise DataplaneError("mode iptables cannot be asked about a packet; `explain` without --live answers")
 
     def counters(self) -> dict[str, int]:

@@ -16,7 +16,7 @@ from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel.conntrack import delete_stale
 from dataplane.kernel.ipset import LIMIT, Ipsets
 from dataplane.kernel.ipvs import Ipvs as Door
-from dataplane.mode import Misfit, Mode, Options, SyncResult, Wake, misfit_rows, unprobed
+from dataplane.mode import Misfit, Mode, Options, Question, SyncResult, Wake, misfit_rows, unprobed
 from dataplane.modes.ipvs import node as machine
 from dataplane.modes.ipvs.audit import Audit
 from dataplane.modes.ipvs.listing import Programmed
@@ -342,9 +342,9 @@ class Ipvs:
         """Nothing is numbered: the set SERVERS has the names."""
         return {}
 
-    def ask(self, src: str, dst: str, port: int, protocol: int) -> dict[str, Any]:
+    def ask(self, question: Question) -> dict[str, Any]:
         """See `dataplane.mode.Programmer.ask`."""
-        del src, dst, port, protocol
+        del question
         raise DataplaneError("mode ipvs cannot be asked about a packet; `explain` without --live answers")
 
     def counters(self) -> dict[str, int]:

@@ -15,7 +15,7 @@ from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel.conntrack import delete_stale, is_liberal
 from dataplane.kernel.nfmonitor import watch_ruleset
 from dataplane.kernel.nfnetlink import NftablesError
-from dataplane.mode import Misfit, Mode, Options, SyncResult, Wake, misfit_rows, unknown_algorithms, unprobed
+from dataplane.mode import Misfit, Mode, Options, Question, SyncResult, Wake, misfit_rows, unknown_algorithms, unprobed
 from dataplane.modes.nftables import lower
 from dataplane.modes.nftables import operations as op
 from dataplane.modes.nftables.listing import Tables
@@ -299,9 +299,9 @@ class Nftables:
                     total[name] = total.get(name, 0) + packets
         return total
 
-    def ask(self, src: str, dst: str, port: int, protocol: int) -> dict[str, Any]:
+    def ask(self, question: Question) -> dict[str, Any]:
         """See `dataplane.mode.Programmer.ask`."""
-        del src, dst, port, protocol
+        del question
         raise DataplaneError("the kernel cannot be asked what its rules would do: use explain without --live")
 
     def traffic(self, *, by_backend: bool) -> list[dict[str, Any]]:

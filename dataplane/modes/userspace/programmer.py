@@ -13,7 +13,7 @@ from typing import Any, Final
 from dataplane.diff import changed_services
 from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel import conntrack, nfmonitor, nft, policy
-from dataplane.mode import Misfit, Mode, Options, SyncResult, Wake, misfit_rows, unknown_algorithms, unprobed
+from dataplane.mode import Misfit, Mode, Options, Question, SyncResult, Wake, misfit_rows, unknown_algorithms, unprobed
 from dataplane.modes.userspace import lower as low
 from dataplane.modes.userspace import messages as m
 from dataplane.modes.userspace import rules
@@ -299,14 +299,14 @@ class Userspace:
         rows = (known.row for ports in self._known.values() for known in ports.values() if known.row)
         return {number: row.name for number, row in enumerate(sorted(rows, key=lambda row: row.key), 1)}
 
-    def ask(self, src: str, dst: str, port: int, protocol: int) -> dict[str, Any]:
+    def ask(self, question: Question) -> dict[str, Any]:
         """See `dataplane.mode.Programmer.ask`.
 
         Raises:
             DataplaneError: always; the kernel has no program here that could be asked.
         """
         raise DataplaneError(
-            f"mode {self.name} cannot be asked about {src} -> {dst} port {port}/{protocol}: use explain without --live"
+            f"mode {self.name} cannot be asked about a packet to {question.dst}: use explain without --live"
         )
 
     def limitations(self) -> list[str]:

@@ -1,0 +1,61 @@
+/* Tell user space what happened to a packet: a few events a second and CPU, of all that are dropped or refused and of
+ * what is traced. Counters count them all.
+ */
+#ifndef HYBRID_PROXY_EVENTS_H
+#define HYBRID_PROXY_EVENTS_H
+
+#include "service.h"
+
+/* One of the events that this CPU may tell in this second; `spare`: only while more than half of them are left. */
+INLINE bool may_tell(const bool spare)
+{
+	__u32 key = 0, time = now(), left;
+	__u64 *budget = bpf_map_lookup_elem(&event_budget, &key);
+
+	if (!budget)
+		return false;
+	left = (__u32)*budget;
+	if (!*budget || time - (__u32)(*budget >> 32) >= settings.hz)
+		left = settings.event_burst;
+	else
+		time = *budget >> 32;
+	if (spare ? left <= settings.event_burst / 2 : !left)
+		return false;
+	WRITE_ONCE(*budget, (__u64)time << 32 | (left - 1));
+	return true;
+}
+
+/* Is anything traced? All that it costs when nothing is. */
+INLINE bool tracing(void)
+{
+	struct node *self = this_node();
+
+	return self && READ_ONCE(self->trace);
+}
+
+/* Is this what is traced? `client` is one end of the packet, `other` another, or the same. */
+INLINE bool is_traced(const struct node *self, __u32 service, const __u32 *client, const __u32 *other)
+{
+	const __u32 *wanted = self->trace_services;
+
+	if (wanted[0] && wanted[0] != service && wanted[1] != service && wanted[2] != service && wanted[3] != service)
+		return false;
+	return same_address(self->trace_client, (const __u32[4]){}, true) ||
+	       same_address(self->trace_client, client, true) || same_address(self->trace_client, other, true);
+}
+
+INLINE void fill_event(struct event *e, const struct tuple *t, enum counter reason, enum hook hook, const bool v6)
+{
+	e->time = bpf_ktime_get_ns();
+	e->reason = reason;
+	e->hook = hook;
+	e->family = v6 ? 6 : 4;
+	e->sport = t->sport;
+	e->dport = t->dport;
+	e->protocol = t->protocol;
+	e->pad = 0;
+	copy_address(e->saddr, t->saddr);
+	copy_address(e->daddr, t->daddr);
+}
+
+#endif

@@ -1,0 +1,60 @@
+/* The programs of the data path once more, run by BPF_PROG_TEST_RUN on a packet that nobody sent: they find the
+ * decisions that the attached ones would make now, and the agent puts these into words. Loaded when somebody asks.
+ */
+#include "explaining.h"
+
+#include "client.h"
+
+INLINE void begin(void)
+{
+	struct explanation *e = told();
+
+	if (e)
+		e->count = e->copied = 0;
+}
+
+SEC("tc")
+int explain_pod(struct __sk_buff *skb)
+{
+	begin();
+	return ingress(skb, AT_POD);
+}
+
+SEC("tc")
+int explain_uplink(struct __sk_buff *skb)
+{
+	begin();
+	return ingress(skb, AT_UPLINK);
+}
+
+/* What the node's own sockets get when they connect: see connect.bpf.c. Returns enum verdict. */
+INLINE int choose_for_socket(struct __sk_buff *skb, const bool v6)
+{
+	struct scratch *space = scratch_space();
+	__u32 client[4] = {};
+	struct packet *p;
+
+	if (!space)
+		return VERDICT_UNTOUCHED;
+	p = &space->packet;
+	__builtin_memset(p, 0, sizeof(*p));
+	parse_packet(skb, p, v6);
+	if (p->kind != PACKET_TRANSPORT || !may_be_frontend(p, v6))
+		return VERDICT_UNTOUCHED;
+	note(NOTE_MAY_BE_SERVICE, 0, 0);
+	own_address(client, v6);
+	__builtin_memset(&space->choice, 0, sizeof(space->choice));
+	choose(&space->choice, CLIENT_NODE, client, p->tuple.daddr, p->tuple.dport, p->tuple.protocol, v6, false);
+	if (space->choice.verdict == VERDICT_DROP)
+		note(NOTE_COUNT, space->choice.why, 0);
+	return space->choice.verdict;
+}
+
+SEC("tc")
+int explain_socket(struct __sk_buff *skb)
+{
+	begin();
+	return skb->protocol == bpf_htons(ETH_P_IPV6) ? choose_for_socket(skb, true) : choose_for_socket(skb, false);
+}
+
+char LICENSE[] SEC("license") = "GPL";

@@ -1,0 +1,61 @@
+/* Events of packets: dropped, refused, traced. */
+#ifndef HYBRID_PROXY_TELL_H
+#define HYBRID_PROXY_TELL_H
+
+#include "events.h"
+#include "scratch.h"
+
+#define TOLD_HOOK 8 /* bits before it: the reason */
+#define TOLD_TRACED (1 << 16)
+
+/* A packet of an established flow: traced when there is room. */
+INLINE bool is_routine(__u32 reason)
+{
+	return reason == COUNT_DNAT || reason == COUNT_REPLY || reason == COUNT_FAST;
+}
+
+/* `detail` is reason | hook << TOLD_HOOK | TOLD_TRACED. */
+INLINE int tell(struct __sk_buff *skb, struct scratch *space, __u32 detail, const bool v6)
+{
+	const struct tuple *t = &space->packet.tuple;
+	__u32 reason = detail & ((1 << TOLD_HOOK) - 1), hook = detail >> TOLD_HOOK & 0xff;
+	struct node *self = this_node();
+	struct event *e;
+
+	if (detail & TOLD_TRACED) {
+		const __u32 *end = is_routine(reason) ? space->result.daddr : t->daddr;
+
+		if (!self ||
+		    !(is_traced(self, space->service, t->saddr, t->daddr) || is_traced(self, space->service, end, end)))
+			return 0;
+	}
+	if (!(is_routine(reason) ? may_tell(true) : may_tell(false)))
+		return 0;
+	e = bpf_ringbuf_reserve(&events, sizeof(*e), 0);
+	if (!e)
+		return 0;
+	fill_event(e, t, reason, hook, v6);
+	e->service = space->service;
+	e->backend = space->backend;
+	e->ifindex = skb->ifindex;
+	e->tcp_flags = space->packet.tcp_flags;
+	e->traced = !!(detail & TOLD_TRACED);
+	bpf_ringbuf_submit(e, 0);
+	return 0;
+}
+
+GLOBAL_VERB(tell)
+
+#define TELL(skb, reason, place)                                                                                       \
+	do {                                                                                                           \
+		if (settings.event_burst)                                                                              \
+			CALL(tell, skb, (reason) | (place) << TOLD_HOOK);                                              \
+	} while (0)
+
+#define TRACE(skb, reason, place)                                                                                      \
+	do {                                                                                                           \
+		if (settings.event_burst && tracing())                                                                 \
+			CALL(tell, skb, (reason) | (place) << TOLD_HOOK | TOLD_TRACED);                                \
+	} while (0)
+
+#endif

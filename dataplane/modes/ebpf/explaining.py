@@ -1,0 +1,255 @@
+"""`explain --live`: the data path's programs, compiled so that they change nothing, run on a packet that nobody sent.
+
+They note each decision in the order in which it is made (`bpf/explaining.h`); here the notes become sentences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataplane.kernel.bpf import Object, run_on_packet
+from dataplane.kernel.packets import first_packet
+from dataplane.mode import Question
+from dataplane.modes.ebpf import layout
+from dataplane.modes.ebpf.reasons import WORDS, kind_of
+from dataplane.table import Protocol, socket_text
+
+__all__ = ["Answers", "Surroundings", "explain"]
+
+CLIENTS = ("a pod", "this node", "outside the cluster")
+VERDICTS = ("untouched", "dnat", "reject", "drop")
+SERVED = frozenset({"new_flow", "dnat", "reply", "fast", "wrapped"})
+PASS = 0xFFFFFFFF
+HOPS = {0: "found", 7: "found, its neighbour is to be asked for", 8: "the packet does not fit"}  # BPF_FIB_LKUP_RET_*
+PROGRAMS = {"pod": "explain_pod", "external": "explain_uplink", "node": "explain_socket"}
+ARRIVES = {
+    "pod": "The packet comes from a pod{interface}.",
+    "external": "The packet comes from outside{interface}.",
+    "node": "A socket of this node connects, or sends a datagram.",
+}
+
+Answers = dict[str, Any]
+
+
+class Surroundings(NamedTuple):
+    """What sentences need beside the notes."""
+
+    names: Mapping[int, str]  # service id -> name
+    backends: NDArray[Any]  # rows of the maps
+    services: NDArray[Any]
+    hz: int
+    interface: Callable[[int], str | None]
+
+
+class _Notes:
+    """One packet's notes on the way to sentences."""
+
+    def __init__(self, question: Question, around: Surroundings, place: str) -> None:
+        self.question, self.around, self.place = question, around, place
+        self.family = 6 if ":" in question.dst else 4
+        self.service = self.backend = 0
+        self.counted: list[str] = []
+        self.closed = self.masquerade = False
+        self.steps: list[dict[str, str]] = []
+        self._flow = ""
+
+    def step(self, name: str, text: str) -> None:
+        self.steps.append({"step": name, "text": text})
+
+    def name(self, service: int) -> str:
+        return self.around.names.get(service, f"service {service}")
+
+    def address(self, backend: int) -> str:
+        row = self.around.backends[backend]
+        text = layout.address_text(row["address"].tobytes(), self.family)
+        return socket_text(text, int(layout.swap16([int(row["port"])])[0]))
+
+    def target(self) -> str:
+        return f"{socket_text(self.question.dst, self.question.port)}/{Protocol(self.question.protocol).name}"
+
+    # One method for each kind of note.
+
+    def may_be_service(self, _a: int, _b: int) -> None:
+        self.step("prefilter", f"{self.target()} may be a service's: the prefilters have a bit for it.")
+
+    def flow_owner(self, service: int, backend: int) -> None:
+        self.service, self.backend = service, backend
+        self._flow = f"to backend {self.address(backend)} of {self.name(service)}" if backend else "to no service"
+
+    def flow(self, flags: int, age: int) -> None:
+        constants = layout.abi_constants()
+        states = {"ESTABLISHED": "established", "RESET": "reset", "FIN": "closing", "MASQUERADE": "masqueraded",
+                  "HAIRPIN": "hairpin", "CLASH": "clashing"}  # fmt: skip
+        told = [words for flag, words in states.items() if flags & constants[f"FLOW_{flag}"]]
+        self.masquerade = bool(flags & (constants["FLOW_MASQUERADE"] | constants["FLOW_HAIRPIN"]))
+        seconds = age / self.around.hz
+        self.step(
+            "flow", f"A flow is known, {self._flow}: {', '.join(told) or 'opening'}, last used {seconds:.1f} s ago."
+        )
+
+    def renewal(self, _a: int, _b: int) -> None:
+        self.step("renewal", "The packet does not follow it: a new flow takes its place.")
+
+    def frontend(self, service: int, flags: int) -> None:
+        self.service = service
+        self.step("frontend", f"{self.target()} is an address of {self.name(service)}{self._flags(flags)}.")
+
+    def node_port(self, service: int, flags: int) -> None:
+        self.service = service
+        port, text = self.question.port, f"{self.question.dst} serves node ports"
+        if not service:
+            self.step("frontend", f"{text}, and {port} is none.")
+            return
+        self.step("frontend", f"{text}, and {port} is one of {self.name(service)}{self._flags(flags)}.")
+
+    def closed_port(self, _a: int, _b: int) -> None:
+        self.closed = True
+        self.step("frontend", f"{self.question.dst} is a service's address, which has no such port.")
+
+    def _flags(self, flags: int) -> str:
+        constants = layout.abi_constants()
+        told = [
+            words
+            for name, words in (
+                ("INSIDE_ROUTE", "pods and this node take route 1"),
+                ("OUTSIDE_ROUTE", "clients outside take route 1"),
+                ("MASQUERADE_POD", "pods are masqueraded"),
+                ("MASQUERADE_NODE", "this node is masqueraded"),
+                ("MASQUERADE_OUTSIDE", "clients outside are masqueraded"),
+                ("SOURCES", "source ranges"),
+            )
+            if flags & constants[f"FRONTEND_{name}"]
+        ]
+        return f" ({', '.join(told)})" if told else ""
+
+    def client(self, kind: int, _b: int) -> None:
+        self.step("client", f"The source {self.question.src} is {CLIENTS[kind]}.")
+
+    def sources(self, allowed: int, _b: int) -> None:
+        self.step("sources", f"The source {'is' if allowed else 'is not'} in loadBalancerSourceRanges.")
+
+    def route(self, number: int, masquerade: int) -> None:
+        self.masquerade = bool(masquerade) and self.place != "node"  # a socket has the node's address anyway
+        word = int(self.around.services[self.service]["routes"][number])
+        slots = layout.split_slice_word(word)[1]
+        source = "; its source is replaced by the node's address" if self.masquerade else ""
+        self.step("route", f"It takes route {number}, which has {slots} slots{source}.")
+
+    def affinity(self, timeout: int, backend: int) -> None:
+        self.backend = backend
+        seconds = timeout // self.around.hz
+        if backend:
+            self.step("affinity", f"It was at {self.address(backend)} less than {seconds} s ago, and stays there.")
+        else:
+            self.step("affinity", f"Affinity: it was at no backend of the route in the last {seconds} s.")
+
+    def slot(self, index: int, backend: int) -> None:
+        self.backend = backend
+        self.step("slot", f"Slot {index} was chosen: backend {self.address(backend)}. Another packet may get another.")
+
+    def empty(self, number: int, drops: int) -> None:
+        self.step("empty", f"Route {number} is empty, which {'drops' if drops else 'refuses'}.")
+
+    def hop(self, ifindex: int, result: int) -> None:
+        way = HOPS.get(result, "none: the stack is to decide" if result in {4, 5, 6} else f"none ({result})")
+        interface = f", by {self.around.interface(ifindex)}" if result in {0, 7} else ""
+        self.step("hop", f"The next hop: {way}{interface}.")
+
+    def count(self, number: int, _b: int) -> None:
+        reason = _counters()[number]
+        self.counted.append(reason)
+        self.step(reason, f"{WORDS[reason][0].upper()}{WORDS[reason][1:]}.")
+
+
+def _counters() -> dict[int, str]:
+    constants = layout.abi_constants().items()
+    return {number: name.removeprefix("COUNT_").lower() for name, number in constants if name.startswith("COUNT_")}
+
+
+def _methods() -> dict[int, str]:
+    other = {"closed": "closed_port"}
+    names = (
+        (number, name.removeprefix("NOTE_").lower())
+        for name, number in layout.abi_constants().items()
+        if name.startswith("NOTE_")
+    )
+    return {number: other.get(name, name) for number, name in names if name != "none"}
+
+
+def explain(
+    programs: Object, question: Question, place: str, ifindex: int, around: Surroundings, packet: bytes = b""
+) -> Answers:
+    """Run the programs of `place` (pod, external, node) on the packet, as if it came in at an interface.
+
+    `packet` is the question's first packet, unless another is given.
+
+    Returns:
+        verdict, backends (the chosen one), service, masquerade, reason, and steps: name and text of each.
+    """
+    packet = packet or first_packet(
+        question.src, question.dst, question.port, question.protocol, question.source_port or None
+    )
+    context = {"ifindex": ifindex, "ingress_ifindex": ifindex} if ifindex and place != "node" else {}
+    code, out, _ = run_on_packet(programs.program(PROGRAMS[place]), packet, **context)
+    told = _Notes(question, around, place)
+    interface = around.interface(ifindex) if ifindex else None
+    told.step("arrives", ARRIVES[place].format(interface=f", at {interface}" if interface else ""))
+    methods = _methods()
+    for note in _read(programs):
+        getattr(told, methods[int(note["what"])])(int(note["a"]), int(note["b"]))
+    if len(told.steps) == 1:
+        told.step("prefilter", f"{told.target()} is no service's, and neither end is a backend: nothing is looked up.")
+    verdict = VERDICTS[code] if place == "node" else _verdict(told)
+    source = _source(out, told.family) if verdict == "dnat" and place != "node" else question.src
+    told.step("verdict", _conclusion(verdict, told, code, source, place))
+    return {
+        "verdict": verdict,
+        "backends": [told.address(told.backend)] if verdict == "dnat" and told.backend else [],
+        "service": around.names.get(told.service) if told.service else None,
+        "masquerade": verdict == "dnat" and (told.masquerade or source != question.src),
+        "reason": told.steps[-1]["text"],
+        "steps": told.steps,
+    }
+
+
+def _read(programs: Object) -> NDArray[Any]:
+    known = programs.map("explanation")
+    try:
+        raw = known.lookup(bytes(4)) or bytes(known.value_size)
+    finally:
+        known.close()
+    explanation = np.frombuffer(raw, dtype=layout.dtype_of("explanation"))[0]
+    notes: NDArray[Any] = explanation["notes"][: int(explanation["count"])]
+    return notes
+
+
+def _verdict(told: _Notes) -> str:
+    if any(kind_of(reason) == "drop" for reason in told.counted):
+        return "drop"
+    if "reject" in told.counted:
+        return "reject"
+    return "dnat" if SERVED & set(told.counted) else "untouched"
+
+
+def _source(out: bytes, family: int) -> str:
+    """The source address of the packet that left the program."""
+    start = 14 + (12 if family == 4 else 8)
+    return layout.address_text(out[start : start + (4 if family == 4 else 16)], family)
+
+
+def _conclusion(verdict: str, told: _Notes, code: int, source: str, place: str) -> str:
+    if verdict == "untouched":
+        return "It is left to the stack as it is."
+    if verdict == "drop":
+        return "It is dropped."
+    if verdict == "reject":
+        return "It is refused at once."
+    target = told.address(told.backend) if told.backend else "its backend"
+    if place == "node":
+        return f"The socket is connected to {target}; no packet is translated."
+    way = "routed by the stack" if code == PASS else "sent on by the program"
+    return f"It goes to {target} with source {source}, {way}."

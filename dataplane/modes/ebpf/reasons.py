@@ -1,0 +1,60 @@
+"""PURE. What each counter of the programs means, in words. docs/counters.md says what to do about them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["WORDS", "kind_of"]
+
+WORDS: Final = {
+    # What works
+    "new_flow": "a flow to a backend began",
+    "dnat": "a packet went to its flow's backend",
+    "reply": "an answer was made the service's again",
+    "fast": "a packet was handed to a pod of this node directly",
+    "xdp_dnat": "a packet went to its flow's backend from the driver (--xdp)",
+    "xdp_reply": "an answer was made the service's again in the driver (--xdp)",
+    "xdp_left": "a packet that may be a flow's was left by the driver's program to the other ones (--xdp)",
+    "masquerade": "a flow's source became the node's address",
+    "wrapped": "a packet was sent to the backend's node in another packet (--dsr)",
+    "unwrapped": "a packet that another node had wrapped was taken out (--dsr)",
+    "echo": "a ping to a service's address was answered",
+    "icmp_related": "an ICMP error about a flow was translated",
+    "socket_connect": "a socket of this node was led to a backend",
+    "too_big": "a sender was told that its packet does not fit the way",
+    "ttl_expired": "a sender was told that its packet's hops are spent",
+    # What went another way than planned
+    "slot_retry": "a slice changed while a program read it, which looked again",
+    "slot_lost": "a slice changed again while a program looked again",
+    "flow_full": "a table of flows is full; the flow began in the table that forgets",
+    "tuple_clash": "two flows would have had one reply tuple; one got another source port",
+    "stale_backend": "a flow's backend serves no more; another was chosen",
+    "failover": "a connection that got no answer was given another backend",
+    "fragment_held": "a fragment that came before its datagram's first waits for it",
+    "fragment_released": "a fragment that waited went on",
+    "fragment_lost": "a fragment could not wait, and went on as it was",
+    # What was refused
+    "reject": "refused: no backend, or no such port at a service's address",
+    "socket_refused": "refused a socket of this node: no backend, or no such port at a service's address",
+    # What was dropped
+    "drop_empty": "no backend, and the service's policy is silence",
+    "drop_source": "the client is not in loadBalancerSourceRanges",
+    "drop_unallocated": "an address of the services' range that no service has",
+    "drop_no_route": "the kernel has no route to the backend",
+    "drop_no_port": "no source port was left for the flow",
+    "drop_no_address": "the node has no address of this family to give to the flow",
+    "drop_flow_full": "no table had room for the flow, or another took its reply tuple at that moment",
+    "drop_flow_lost": "the flow was replaced while a program read it",
+    "drop_changing": "the service's backends changed while a program chose",
+    "drop_fragment": "a fragment whose first was dropped, or a first one that was lost while others waited for it",
+    "drop_wrapping": "a packet could not be wrapped for the backend's node, or what was inside is no packet (--dsr)",
+    "drop_reject_limited": "more is refused than may be answered (10,000 a second and CPU)",
+    "drop_reject_failed": "an answer to refuse it could not be made: IP options or extension headers, or too short",
+}
+
+
+def kind_of(reason: str) -> str:
+    """`drop`, `refuse`, or `note` for what happened to a packet that went on."""
+    if reason.startswith("drop_"):
+        return "drop"
+    return "refuse" if reason in {"reject", "socket_refused"} else "note"

@@ -1,0 +1,219 @@
+"""What programs tell of packets that are dropped, refused or traced, and the words for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataplane.kernel.bpf import Ring
+from dataplane.modes.ebpf import layout
+from dataplane.modes.ebpf.events import Journal
+from dataplane.modes.ebpf.reasons import WORDS, kind_of
+from dataplane.table import WhenEmpty
+
+from .kit import DROP, NETS, REDIRECT, Bench, Net, cpus, datagram, frame, segment, service, syn
+
+ROOT = Path(__file__).parents[2]
+COUNTERS = {n.removeprefix("COUNT_").lower() for n in layout.abi_constants() if n.startswith("COUNT_")}
+BURST = 10
+
+
+@pytest.fixture(scope="module")
+def loud() -> Iterator[Bench]:
+    """Programs that tell."""
+    made = Bench(event_burst=BURST)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def told(loud: Bench) -> Iterator[Told]:
+    loud.reset()
+    loud.maps.maps["event_budget"].update(bytes(4), bytes(8 * cpus()))
+    reader = Told(loud)
+    reader.rows()  # of former tests
+    yield reader
+    reader.ring.close()
+
+
+class Told:
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.raw: list[bytes] = []
+        self.ring = Ring(bench.maps.maps["events"], self.raw.append)
+        self.journal = Journal()
+
+    def rows(self) -> list[dict[str, Any]]:
+        self.ring.poll(0)
+        installed = [known for entries in self.bench.store.installed.values() for known in entries.values()]
+        names = {known.service: known.entry.name for known in installed}
+        last = self.journal.last
+        self.journal.add(self.raw, names, self.bench.store.addresses, self.bench.store.backends)
+        self.raw.clear()
+        return self.journal.rows(last)
+
+
+def socket(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def test_a_drop_is_told_with_its_tuple_reason_and_service(told: Told, net: Net) -> None:
+    told.bench.serve(service(net.vip, 80, [], when_empty=WhenEmpty.DROP))
+    assert told.bench.ingress(frame(net, net.client, net.vip, syn(41234)), ifindex=1)[0] == DROP
+    (row,) = told.rows()
+    wanted = {
+        "what": "drop", "reason": "drop_empty", "service": "default/web:http", "protocol": "TCP",
+        "source": socket(net.client, 41234), "destination": socket(net.vip, 80), "backend": None,
+        "where": "from a pod", "interface": "lo",
+    }  # fmt: skip
+    assert {key: row[key] for key in wanted} == wanted
+
+
+def test_a_refused_port_is_told_with_the_service_whose_address_it_is(told: Told, net: Net) -> None:
+    told.bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
+    assert told.bench.ingress(frame(net, net.client, net.vip, syn(dport=81)))[0] == REDIRECT
+    (row,) = told.rows()
+    assert (row["what"], row["reason"], row["service"]) == ("refuse", "reject", "default/web")
+    assert row["destination"] == socket(net.vip, 81)
+
+
+def test_what_is_served_is_not_told(told: Told, net: Net) -> None:
+    told.bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
+    told.bench.open_tcp(net, net.vip)
+    assert told.rows() == []
+
+
+def test_a_full_table_is_told(net: Net) -> None:
+    from dataplane.mode import Options
+
+    options = Options(max_services=64, max_backends=256, max_slots=512, max_flows=64)
+    small = Bench(options, event_burst=1000, max_opening=1 << 20)
+    try:
+        small.reset()
+        small.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
+        reader = Told(small)
+        for sport in range(40000, 40200):
+            small.ingress(frame(net, net.client, net.vip, syn(sport)))
+        assert small.count("flow_full") > 0
+        full = [row for row in reader.rows() if row["reason"] == "flow_full"]
+        assert full
+        assert {(row["what"], row["service"]) for row in full} == {("note", "default/web:http")}
+        reader.ring.close()
+    finally:
+        small.close()
+
+
+def test_no_more_is_told_than_the_burst_of_each_cpu(told: Told, net: Net) -> None:
+    told.bench.serve(service(net.vip, 80, [], when_empty=WhenEmpty.DROP))
+    for sport in range(40000, 40200):
+        told.bench.ingress(frame(net, net.client, net.vip, syn(sport)))
+    assert told.bench.count("drop_empty") == 200
+    assert 1 <= len(told.rows()) <= 2 * BURST * cpus()  # the second may change meanwhile
+
+
+def test_without_a_burst_nothing_is_told(bench: Bench, net: Net) -> None:
+    bench.serve(service(net.vip, 80, [], when_empty=WhenEmpty.DROP))
+    reader = Told(bench)
+    bench.ingress(frame(net, net.client, net.vip, syn()))
+    assert reader.rows() == []
+    reader.ring.close()
+
+
+def trace(bench: Bench, service_id: int = 0, client: str = "") -> None:
+    words = layout.address_words([client])[0] if client else 0
+    bench.node(trace_services=[service_id, 0, 0, 0], trace_client=words, trace=1)
+
+
+def test_a_trace_tells_each_decision_of_its_packets(told: Told, net: Net) -> None:
+    bench = told.bench
+    bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
+    known = next(iter(bench.store.installed["default/web"].values()))
+    trace(bench, known.service)
+    bench.open_tcp(net, net.vip)
+    rows = told.rows()
+    assert [row["reason"] for row in rows] == ["new_flow", "reply", "dnat"]
+    assert {row["what"] for row in rows} == {"trace"}
+    assert {row["backend"] for row in rows} == {socket(net.backends[0], 8080)}
+    assert {row["service"] for row in rows} == {"default/web:http"}
+    assert rows[1]["where"] == "to a pod"
+
+
+def test_a_trace_is_of_one_service_or_client(told: Told, net: Net) -> None:
+    bench = told.bench
+    other = net.backends[9]
+    bench.serve(
+        service(net.vip, 80, [(net.backends[0], 8080)]),
+        service(net.vip2, 80, [(net.backends[1], 8080)], name="default/other:http"),
+    )
+    known = next(iter(bench.store.installed["default/other"].values()))
+    trace(bench, known.service)
+    bench.open_tcp(net, net.vip)
+    assert told.rows() == []
+    trace(bench, 0, other)
+    bench.open_tcp(net, net.vip, sport=40001)
+    assert told.rows() == []
+    bench.open_tcp(net, net.vip, sport=40002, client=other)
+    assert {row["reason"] for row in told.rows()} == {"new_flow", "reply", "dnat"}
+
+
+def test_packets_of_known_flows_leave_room_for_others(told: Told, net: Net) -> None:
+    bench = told.bench
+    bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
+    bench.open_tcp(net, net.vip)
+    trace(bench)
+    for _ in range(10 * BURST):
+        bench.ingress(frame(net, net.client, net.vip, segment(40000, 80, "A")))
+    routine = told.rows()
+    assert {row["reason"] for row in routine} <= {"dnat", "fast"}
+    assert len(routine) <= 2 * (BURST // 2) * cpus()
+    bench.ingress(frame(net, net.client, net.vip, datagram(dport=81)))
+    assert [row["reason"] for row in told.rows()] == ["reject"]
+
+
+def test_the_journal_keeps_a_thousand_and_numbers_them(told: Told) -> None:
+    net = NETS[4]
+    told.bench.serve(service(net.vip, 80, [], when_empty=WhenEmpty.DROP))
+    told.bench.ingress(frame(net, net.client, net.vip, syn()))
+    told.ring.poll(0)
+    raw = list(told.raw) * 1500
+    told.journal.add(raw, {}, dict, told.bench.store.backends)
+    rows = told.journal.rows(0)
+    assert [row["number"] for row in rows] == list(range(501, 1501))
+    assert told.journal.rows(1499) == rows[-1:]
+
+
+def test_the_log_has_one_line_for_many_drops(told: Told, caplog: pytest.LogCaptureFixture) -> None:
+    net = NETS[4]
+    told.bench.serve(service(net.vip, 80, [], when_empty=WhenEmpty.DROP))
+    for sport in range(40000, 40005):
+        told.bench.ingress(frame(net, net.client, net.vip, syn(sport)))
+    seen = len(told.rows())
+    told.journal.tell()
+    told.journal.tell()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"{seen} x drop_empty default/web:http" in line
+
+
+# --- words
+
+
+def test_every_counter_has_words_and_a_line_in_the_docs() -> None:
+    assert set(WORDS) == COUNTERS
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/counters.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(COUNTERS)
+
+
+def test_every_drop_in_the_programs_has_a_reason_of_its_own() -> None:
+    """Each name stands at one place, but for those of one reason that several hooks or families share."""
+    text = "".join(path.read_text() for path in sorted((ROOT / "bpf").glob("*.h")))
+    drops = re.findall(r"drop\((COUNT_\w+)\)", text)
+    assert drops
+    assert all(kind_of(name.removeprefix("COUNT_").lower()) == "drop" for name in drops)
+    named = (
+        set(drops) | set(re.findall(r"why = .*?(COUNT_DROP_\w+)", text)) | set(re.findall(r": (COUNT_DROP_\w+);", text))
+    )
+    assert named == {f"COUNT_{name.upper()}" for name in COUNTERS if name.startswith("drop_")}

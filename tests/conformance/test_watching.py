@@ -1,0 +1,131 @@
+"""What `services`, `backends`, `drops`, `trace` and `explain --live` say of real traffic."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from typing import Any
+
+import pytest
+
+from .kit import V4, Bench, Service, eventually
+
+
+@pytest.fixture(autouse=True)
+def of_ebpf(mode: str) -> None:
+    if mode != "ebpf":
+        pytest.skip(f"mode {mode} has no programs of ours that could tell")
+
+
+def said(bench: Bench, *arguments: str) -> Any:
+    """What a command prints with -o json."""
+    done = bench.agent.command(*arguments, "--admin-socket", str(bench.agent.socket), "-o", "json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def figures(bench: Bench, command: str, service: Service, family: int) -> list[dict[str, Any]]:
+    rows = said(bench, command, f"conformance/{service.name}")
+    ours = service.address(family)
+    if command == "services":
+        return [row for row in rows if any(ours in frontend for frontend in row["frontends"])]
+    return [row for row in rows if row["address"].startswith("[") == (family != V4)]
+
+
+def test_traffic_is_shown_by_service_and_backend(bench: Bench, family: int) -> None:
+    service = bench.service("pod2", "pod3", settle=False)
+    bench.settle(service, {"pod2", "pod3"}, family)
+    (before,) = figures(bench, "services", service, family)
+    stream = bench.stream("pod1", service.vip(family), family)
+    for _ in range(20):
+        stream.ask()
+    stream.connection.close()
+    (after,) = figures(bench, "services", service, family)
+    assert after["flows"] == before["flows"] + 1
+    for what in ("packets", "reply_packets"):
+        assert after[what] - before[what] >= 20
+    assert after["reply_bytes"] - before["reply_bytes"] > 20 * 40
+    backends = figures(bench, "backends", service, family)
+    for what in ("flows", "packets", "bytes", "reply_packets", "reply_bytes"):
+        assert sum(row[what] for row in backends) >= after[what]
+
+
+def test_a_refused_port_shows_with_the_services_name(bench: Bench, family: int) -> None:
+    service = bench.service("pod2")
+    bench.refusal("pod1", service, family, port=4444)
+
+    def told() -> bool:
+        rows = said(bench, "drops", f"conformance/{service.name}")
+        wanted = f"{service.address(family)}]:4444" if family != V4 else f"{service.address(family)}:4444"
+        return any(row["reason"] == "reject" and row["destination"].endswith(wanted) for row in rows)
+
+    eventually(told, 5, "the refusal is not told")
+    text = bench.agent.command("drops", f"conformance/{service.name}", "--admin-socket", str(bench.agent.socket)).stdout
+    assert re.search(rf"reject +conformance/{service.name} +TCP .*:4444 .*from a pod", text)
+
+
+def test_a_refused_socket_of_the_node_shows(bench: Bench, family: int) -> None:
+    service = bench.service("pod2")
+    service.empty()
+
+    def refused() -> bool:
+        try:
+            bench.connect("node", service.vip(family), family).close()
+        except ConnectionRefusedError:
+            return True
+        return False
+
+    eventually(refused, 5, "the node is not refused")
+    eventually(
+        lambda: any(
+            row["reason"] == "socket_refused" and row["where"] == "socket of this node"
+            for row in said(bench, "drops", f"conformance/{service.name}")
+        ),
+        5,
+        "the refusal is not told",
+    )  # fmt: skip
+
+
+def test_a_trace_shows_a_connection(bench: Bench, family: int) -> None:
+    service = bench.service("pod2")
+    stop = threading.Event()
+
+    def ask() -> None:
+        while not stop.wait(0.05):
+            bench.ask("pod1", service, family)
+
+    client = threading.Thread(target=ask)
+    client.start()
+    try:
+        done = bench.agent.command(
+            "trace", f"conformance/{service.name}", "--seconds", "20", "--limit", "6", "-o", "json",
+            "--admin-socket", str(bench.agent.socket),
+        )  # fmt: skip
+    finally:
+        stop.set()
+        client.join()
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {row["service"] for row in rows} == {f"conformance/{service.name}:main"}
+    assert "new_flow" in {row["reason"] for row in rows}
+    assert bench.lab["pod2"].address(family) in {row["backend"].rpartition(":")[0].strip("[]") for row in rows}
+
+
+@pytest.mark.parametrize("place", ["pod1", "node", "client"])
+def test_explain_live_tells_what_then_happens(bench: Bench, place: str, family: int) -> None:
+    service = bench.service("pod2", outside=True)
+    target = service.vip(family) if place != "client" else (service.external_ip(family), service.port)
+    text = f"[{target[0]}]:{target[1]}" if family != V4 else f"{target[0]}:{target[1]}"
+    source = bench.lab[place].address(family)
+    answer = said(bench, "explain", "--live", "--from", source, "--to", text)
+    assert (answer["verdict"], answer["service"]) == ("dnat", f"conformance/{service.name}:main"), answer
+    assert bench.lab["pod2"].address(family) in answer["backends"][0]
+    arrives = {"pod1": "from a pod", "node": "socket of this node", "client": "from outside"}[place]
+    assert arrives in answer["steps"][0]["text"]
+    with bench.connect(place, target, family) as connection:
+        port = connection.getsockname()[1]
+        if place == "pod1":
+            known = said(bench, "explain", "--live", "--from", source, "--source-port", str(port), "--to", text)
+            assert "flow" in [step["step"] for step in known["steps"]], known
+    assert answer["masquerade"] == (place == "client"), answer
