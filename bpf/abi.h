@@ -218,7 +218,7 @@ struct settings {
 	__u32 udp_timeout_stream; /* and of those that both sides have sent for a while */
 	__u32 port_first;	  /* source ports that we give: those of masqueraded clients and of flows that clash */
 	__u32 port_count;
-	__u32 answer_ping;   /* echo requests to services' addresses are answered, not refused */
+	__u32 answer_ping;   /* echo requests to ClusterIPs are answered, not refused */
 	__u32 can_check_mtu; /* bpf_check_mtu exists */
 	__u32 dsr;	     /* clients outside are answered by the backend's node */
 	__u32 traffic_cpus;  /* CPUs that map `traffic` has rows for, 0: traffic is not counted */

@@ -128,7 +128,7 @@ def _dataplane(parser: argparse.ArgumentParser) -> None:
     )
     _switch(group, "--no-fast-path", "send established flows between local pods through the host's stack too")
     _switch(group, "--no-traffic-counters", "do not count flows, packets and bytes of services and backends (ebpf)")
-    _switch(group, "--answer-ping", "mode ebpf: answer pings of services' addresses instead of refusing them")
+    _switch(group, "--answer-ping", "mode ebpf: answer pings of ClusterIPs instead of refusing them")
     group.add_argument(
         "--failover-failures",
         metavar="N",
