@@ -6,6 +6,7 @@
 #ifndef HYBRID_PROXY_DRIVER_H
 #define HYBRID_PROXY_DRIVER_H
 
+#include "events.h"
 #include "nat.h"
 #include "route.h"
 #include "traffic.h"
@@ -34,9 +35,11 @@ INLINE bool is_plain(const struct ethhdr *frame, const struct packet *p, const b
 	return p->tuple.protocol == IPPROTO_UDP;
 }
 
-/* May there be a flow of ours? As tc asks. */
+/* May there be a flow of ours? As tc asks. While something is traced all is tc's, which tells of every packet. */
 INLINE bool may_be_ours(const struct tuple *t, const bool v6)
 {
+	if (tracing())
+		return false;
 	return may_be_service(t->daddr, v6) || may_be_node_port(t->dport, t->protocol) ||
 	       may_be_backend(t->saddr, t->sport, t->protocol, v6);
 }

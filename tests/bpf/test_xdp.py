@@ -470,6 +470,16 @@ def test_flows_of_which_something_else_is_known_are_left(world: World) -> None:
     assert not world.left(world.request())
 
 
+def test_while_something_is_traced_all_is_left(world: World) -> None:
+    """tc tells of the packets that it sees."""
+    there = world.open()
+    world.bench.node(trace=1)
+    assert world.left(world.request())
+    assert world.left(world.answer(there))
+    world.bench.node(trace=0)
+    assert not world.left(world.request())
+
+
 def test_now_and_then_a_packet_tells_the_kernel_that_a_neighbour_is_used(world: World) -> None:
     there = world.open()
     world.neighbours_are_fresh(age=20 * HZ)
