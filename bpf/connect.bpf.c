@@ -1,8 +1,8 @@
 /* cgroup hooks: sockets of the node itself choose a backend when they connect or send, and never see a packet
  * translated. What a socket asked for is kept with the socket, so that answers and getpeername show the service.
  */
-#include "pick.h"
 #include "events.h"
+#include "sockets.h"
 #include "traffic.h"
 
 #define ECONNREFUSED 111
@@ -10,13 +10,6 @@
 #define PROCEED 1
 #define REFUSE 0
 #define MAPPED_PREFIX bpf_htonl(0xffff) /* ::ffff:0:0/96, an IPv4 address in an IPv6 socket */
-
-struct {
-	__uint(type, BPF_MAP_TYPE_SK_STORAGE);
-	__uint(map_flags, BPF_F_NO_PREALLOC);
-	__type(key, int);
-	__type(value, struct socket_state);
-} sockets SEC(".maps");
 
 /* Cookie of a connected UDP socket -> its backend: user space ends the socket when the backend goes, because no
  * program sees what a connected socket sends.

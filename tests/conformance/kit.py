@@ -318,7 +318,7 @@ def chi_square(seen: Counter[str], pods: Sequence[str]) -> float:
 _SYS_BPF = {"x86_64": 321, "aarch64": 280}[os.uname().machine]
 _BPF_PROG_QUERY = 16
 _TCX, _XDP = (46, 47), 37
-_CGROUP = (10, 11, 14, 15, 19, 20, 29, 30)  # connect, sendmsg, recvmsg, getpeername; IPv4 and IPv6
+_CGROUP = (3, 10, 11, 14, 15, 19, 20, 29, 30)  # sock_ops; connect, sendmsg, recvmsg, getpeername, both families
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import select
+import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -134,6 +136,29 @@ def test_every_client_is_connected_while_one_of_three_is_silent(bench: Bench, fa
     with failing(bench, "pod2"):
         seen = ask_at_once(bench, "pod1", web.vip(family), family, 24)
         assert seen.keys() <= {"pod3", "remote1"}, seen
+
+
+def test_what_the_nodes_own_sockets_meet_is_counted(bench: Bench, family: int) -> None:
+    """Their SYNs go where the first one went; but three of them in vain are enough for all that come later."""
+    web = bench.service("pod2", "pod3")
+    with failing(bench, "pod2"):
+        patient = []
+        while len(patient) < 3:
+            client = bench.socket("node", family, socket.SOCK_STREAM)
+            client.setblocking(False)
+            client.connect_ex(web.vip(family))
+            if select.select([], [client], [], 0.3 * PATIENCE)[1]:
+                client.close()
+            else:
+                patient.append(client)
+        eventually(lambda: left_out(bench, web) == ends(bench, ["pod2"], [family]), 5, "pod2 is not left out")
+        assert bench.seen("node", web, family, 8, timeout=0.5) == {"pod3"}
+    for client in patient:
+        client.settimeout(20)
+        assert select.select([], [client], [], 20)[1], "it listens again, and the next repetition connects"
+        assert client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
+        client.close()
+    bench.settle(web, {"pod2", "pod3"}, family, timeout=RECOVERY)
 
 
 def test_clients_outside_whose_address_is_replaced(bench: Bench, family: int) -> None:

@@ -31,6 +31,7 @@ SOCKET_HOOKS = {
     "connect4": 10, "connect6": 11, "sendmsg4": 14, "sendmsg6": 15, "recvmsg4": 19, "recvmsg6": 20,
     "getpeername4": 29, "getpeername6": 30,
 }  # fmt: skip
+WATCH_HOOKS = {"watch": 3}  # BPF_CGROUP_SOCK_OPS
 NO_SUCH_LINK = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 
 
@@ -144,27 +145,31 @@ def uplinks(folder: Path, programs: Object, options: Options) -> Links:
 
 
 class Sockets:
-    """Programs at the cgroup of the node's own processes."""
+    """Programs at the cgroup of the node's own processes; `watch` hears how their connections begin, None: nobody."""
 
-    def __init__(self, folder: Path, programs: Object | None, options: Options) -> None:
+    def __init__(self, folder: Path, programs: Object | None, options: Options, watch: Object | None = None) -> None:
         self.folder = folder
         self.cgroup: Path | None = None
         self.reason = "switched off (--socket-scope off)" if options.socket_scope == "off" else ""
         if self.reason or programs is None:
             return
         try:
-            self._attach(programs, cgroup_of_node(options.cgroup))
+            self._attach(programs, watch, cgroup_of_node(options.cgroup))
         except (BpfError, Unsupported, OSError) as error:
             self.reason = str(error)
             log.warning("the node's own sockets are not served: %s", error)
 
-    def _attach(self, programs: Object, cgroup: Path) -> None:
+    def _attach(self, programs: Object, watch: Object | None, cgroup: Path) -> None:
         self._drop_pins_of_other_cgroup(cgroup)
         target = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            for name, attach_type in SOCKET_HOOKS.items():
-                path = _link_path(self.folder, "cgroup", name)
-                adopt_or_create(path, programs.program(name), target, attach_type, str(cgroup))
+            for loaded, hooks in ((programs, SOCKET_HOOKS), (watch, WATCH_HOOKS)):
+                for name, attach_type in hooks.items():
+                    path = _link_path(self.folder, "cgroup", name)
+                    if loaded is None:
+                        path.unlink(missing_ok=True)
+                    else:
+                        adopt_or_create(path, loaded.program(name), target, attach_type, str(cgroup))
         finally:
             os.close(target)
         self.cgroup = cgroup
@@ -175,7 +180,7 @@ class Sockets:
         marker = cgroup.stat().st_ino
         for path in self.folder.glob("link_at_*"):
             if path.name != f"link_at_{marker}":
-                for name in SOCKET_HOOKS:
+                for name in (*SOCKET_HOOKS, *WATCH_HOOKS):
                     _link_path(self.folder, "cgroup", name).unlink(missing_ok=True)
                 path.rmdir()
         (self.folder / f"link_at_{marker}").mkdir(exist_ok=True)

@@ -106,6 +106,7 @@ class Ebpf:
             os.close(self._lock)
             raise Unsupported("eBPF", f"the kernel refused the programs or maps: {error}") from error
         self._connect = self._load_socket_programs()
+        self._watch = self._load_watch()
         self.store = Store(self.maps, self.hz, max_ring=options.max_ring)
         self.table: ServiceTable = EMPTY
         self._misfitting: frozenset[str] = frozenset()
@@ -168,6 +169,16 @@ class Ebpf:
                 log.warning("socket programs%s: %s", "" if can_set_errno else " without bpf_set_retval", error)
         return None
 
+    def _load_watch(self) -> Object | None:
+        """What hears of the node's own connections that get no answer; nobody needs to where none is left out."""
+        if self._connect is None or not self.options.failover_failures:
+            return None
+        try:
+            return self._load("watch.bpf.o")
+        except BpfError as error:
+            log.warning("silent backends are not noticed by what the node's own sockets meet: %s", error)
+        return None
+
     def sync(self, table: ServiceTable) -> SyncResult:
         """See `dataplane.mode.Programmer.sync`."""
         names = changed_services(self.table, table) | self._misfitting
@@ -202,7 +213,7 @@ class Ebpf:
     def _attach(self) -> None:
         self._refresh_links()
         if self.sockets is None:
-            self.sockets = attach.Sockets(self.folder, self._connect, self.options)
+            self.sockets = attach.Sockets(self.folder, self._connect, self.options, self._watch)
         self._attached = True
 
     def _write_node(self, node: NodeNetwork) -> None:
@@ -383,7 +394,7 @@ class Ebpf:
         self.failover.close()
         self.events.stop()
         self.maps.view("node")["trace"] = 0
-        for loaded in (self._pod, self._uplink, self._inspect, self._connect, self._explain):
+        for loaded in (self._pod, self._uplink, self._inspect, self._connect, self._watch, self._explain):
             if loaded is not None:
                 loaded.close()
         self.drivers.close()

@@ -1,0 +1,52 @@
+/* cgroup hook that hears how connections of the node's own sockets begin. Where they go was chosen at connect(), and no
+ * program sees their packets; but the kernel tells when it repeats a SYN, and when a backend has accepted. That a
+ * connection was refused it does not tell apart from a socket that was closed too soon.
+ */
+#include "sockets.h"
+
+#define PROCEED 1
+#define SYN_SENT 2 /* TCP_SYN_SENT, net/tcp_states.h */
+
+/* The service that this socket connects to, and its backend; NULL: it is none of ours. */
+INLINE struct socket_peer *peer_of(struct bpf_sock_ops *ctx)
+{
+	struct bpf_sock *sk = ctx->sk;
+	struct socket_state *state = sk ? bpf_sk_storage_get(&sockets, sk, NULL, 0) : NULL;
+
+	return state && state->connected ? &state->peers[0] : NULL;
+}
+
+/* Other programs' wishes stay. */
+INLINE void hear_of_repeats(struct bpf_sock_ops *ctx, const bool wanted)
+{
+	__u32 flags = ctx->bpf_sock_ops_cb_flags;
+
+	bpf_sock_ops_cb_flags_set(ctx, wanted ? flags | BPF_SOCK_OPS_RTO_CB_FLAG : flags & ~BPF_SOCK_OPS_RTO_CB_FLAG);
+}
+
+/* One failure for each connection, however often its SYN is repeated. */
+SEC("sockops")
+int watch(struct bpf_sock_ops *ctx)
+{
+	__u32 what = ctx->op;
+	struct socket_peer *peer;
+
+	if (what != BPF_SOCK_OPS_TCP_CONNECT_CB && what != BPF_SOCK_OPS_RTO_CB &&
+	    what != BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB)
+		return PROCEED;
+	peer = peer_of(ctx);
+	if (!peer)
+		return PROCEED;
+	if (what == BPF_SOCK_OPS_TCP_CONNECT_CB) {
+		hear_of_repeats(ctx, true);
+		return PROCEED;
+	}
+	if (what == BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB)
+		note_success(peer->backend_id, peer->service);
+	else if (ctx->state == SYN_SENT)
+		note_failure(peer->backend_id, peer->service);
+	hear_of_repeats(ctx, false);
+	return PROCEED;
+}
+
+char LICENSE[] SEC("license") = "GPL";
