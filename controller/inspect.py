@@ -197,6 +197,9 @@ def _status_lines(status: dict[str, Any]) -> Iterable[str]:
         yield f"  traffic is counted for each backend, in {dataplane['traffic_bytes'] / 1e6:.1f} MB of kernel memory"
     counters = (f"{name} {value}" for name, value in dataplane["counters"].items() if value)
     yield f"  events: {', '.join(counters) or 'none yet'}"
+    if dataplane.get("probes", {}).get("targets"):
+        probes = dataplane["probes"]
+        yield f"  probes: {probes['targets']} backends are asked, {probes['down']} of them are down"
     for row in dataplane.get("left_out", ()):
         yield f"  backend {row['address']} of {row['service']}: {row['state']}"
     for misfit in dataplane["misfits"]:

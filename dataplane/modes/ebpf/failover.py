@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from dataplane.mode import Notice, Options
+from dataplane.modes.ebpf.lower import Socket
 from dataplane.modes.ebpf.outliers import Outliers
 from dataplane.modes.ebpf.probes import Prober, Target
-from dataplane.modes.ebpf.store import Store, Subject
+from dataplane.modes.ebpf.store import EntryKey, Store, Subject
 from dataplane.table import socket_text
 
 __all__ = ["Failover"]
@@ -71,16 +72,16 @@ class Failover:
         down = self._down()
         if not failures and not down and not self._judge.busy and not store.sentenced:
             return []
-        known = _Known(store)
+        known = _Numbers(store)
         changes = self._judge.judge(time.monotonic(), failures, down, known)
         for subject in changes.back:
-            store.put_on_probation(subject, self._judge.on_probation)
+            store.put_on_probation(known.of(subject), self._judge.on_probation)
         store.leave_out(self._judge.sentences)
         return self._tell(store, known)
 
-    def _tell(self, store: Store, known: _Known) -> list[Notice]:
+    def _tell(self, store: Store, known: _Numbers) -> list[Notice]:
         """What changed, by what is programmed: a sentence may stand without effect, where too many have one."""
-        out = {subject for subject in self._judge.sentences if store.is_left_out(subject)}
+        out = {subject for subject in self._judge.sentences if store.is_left_out(known.of(subject))}
         left = [_left_out(subject, self._words(subject)) for subject in out - self._out]
         back = [_back(subject) for subject in self._out - out if subject in known]
         self._out = out
@@ -119,14 +120,22 @@ class Failover:
         return rows
 
 
-class _Known:
-    """Membership: whether the backend is still one of its service port."""
+class _Numbers:
+    """Ids of backends by name, looked up once for each service port; a container of those that there are."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._ports: dict[EntryKey, dict[Socket, int]] = {}
+
+    def of(self, subject: Subject) -> int:
+        """The backend's id, 0: there is none such."""
+        key, socket = subject
+        if key not in self._ports:
+            self._ports[key] = self._store.numbers(key)
+        return self._ports[key].get(socket, 0)
 
     def __contains__(self, subject: Any) -> bool:
-        return self._store.number_of(subject) != 0
+        return self.of(subject) != 0
 
 
 def _left_out(subject: Subject, words: str) -> Notice:

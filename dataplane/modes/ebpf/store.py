@@ -519,28 +519,25 @@ class Store:
                 found[key, (layout.address_text(raw[16 * i : 16 * i + 16], key[1]), port)] = count
         return found
 
-    def number_of(self, subject: Subject) -> int:
-        """The backend's id, 0: there is none such."""
-        key, socket = subject
+    def numbers(self, key: EntryKey) -> dict[Socket, int]:
+        """Ids of the backends of a service port, none where there is no such port."""
         known = self.installed.get(service_of(key), {}).get(key)
         if known is None:
-            return 0
-        pairs = zip(known.ids, lower(known.entry).members, strict=True)
-        return next((number for number, member in pairs if (member.address, member.port) == socket), 0)
+            return {}
+        return {(b.address, b.port): i for i, b in zip(known.ids, lower(known.entry).members, strict=True)}
 
     @property
     def sentenced(self) -> bool:
         """Whether any backend has a sentence, with effect or without."""
         return bool(self._sentences)
 
-    def put_on_probation(self, subject: Subject, count: int) -> None:
+    def put_on_probation(self, backend: int, count: int) -> None:
         """Forget failures of the backend until `count` are left."""
-        number = self.number_of(subject)
-        self.backends["failures"][number] = min(int(self.backends["failures"][number]), count)
+        self.backends["failures"][backend] = min(int(self.backends["failures"][backend]), count)
 
-    def is_left_out(self, subject: Subject) -> bool:
+    def is_left_out(self, backend: int) -> bool:
         """Whether a route that the backend belongs to does without it."""
-        return bool(int(self.backends["flags"][self.number_of(subject)]) & BACKEND_LEFT_OUT)
+        return bool(int(self.backends["flags"][backend]) & BACKEND_LEFT_OUT)
 
     def leave_out(self, sentences: Mapping[Subject, Sentence]) -> None:
         """Take these backends, and no others, out of the routes that can do without them."""

@@ -151,6 +151,11 @@ def subject(of: Entry, number: int) -> Subject:
     return key_of(of), (of.serving[number].address, of.serving[number].port)
 
 
+def number(store: Store, of: Entry, place: int) -> int:
+    key, socket = subject(of, place)
+    return store.numbers(key)[socket]
+
+
 def sentence(*subjects: Subject) -> dict[Subject, Sentence]:
     return {s: Sentence(10.0, "", float(position)) for position, s in enumerate(subjects)}
 
@@ -161,7 +166,7 @@ def inside(store: Store, vip: str = V1) -> list[str]:
 
 
 def state(store: Store, of: Entry) -> list[int]:
-    return [int(store.backends["flags"][store.number_of(subject(of, i))]) for i in range(len(of.serving))]
+    return [int(store.backends["flags"][number(store, of, i)]) for i in range(len(of.serving))]
 
 
 @pytest.fixture
@@ -197,7 +202,7 @@ def test_each_route_keeps_half(store: Store) -> None:
     store.leave_out(sentence(*(subject(web, i) for i in range(3))))
     port = programmed_without_members(store)
     assert port == ([names[1]], [names[2], names[3]])
-    assert [store.is_left_out(subject(web, i)) for i in range(4)] == [True, True, False, False]
+    assert [store.is_left_out(number(store, web, i)) for i in range(4)] == [True, True, False, False]
 
 
 def programmed_without_members(store: Store) -> tuple[list[str], list[str]]:
@@ -240,11 +245,11 @@ def test_counts_are_read_by_name(store: Store) -> None:
     web, six = entry(one, V1, 3), entry(one, V6, 2)
     store.apply({one: (web, six)})
     assert store.failures() == {}
-    for number, (of, place) in enumerate(((web, 2), (six, 0)), 3):
-        store.backends["failures"][store.number_of(subject(of, place))] = number
+    for failures, (of, place) in enumerate(((web, 2), (six, 0)), 3):
+        store.backends["failures"][number(store, of, place)] = failures
     assert store.failures() == {subject(web, 2): 3, subject(six, 0): 4}
-    store.put_on_probation(subject(web, 2), 2)
-    store.put_on_probation(subject(six, 0), 7)
+    store.put_on_probation(number(store, web, 2), 2)
+    store.put_on_probation(number(store, six, 0), 7)
     assert store.failures() == {subject(web, 2): 2, subject(six, 0): 4}
 
 
@@ -253,7 +258,7 @@ def test_a_restart_begins_with_all_and_with_the_counts(open_maps: OpenMaps) -> N
     web = entry(one, V1, 3)
     store = Store(open_maps(), HZ)
     store.apply({one: (web,)})
-    store.backends["failures"][store.number_of(subject(web, 1))] = 5
+    store.backends["failures"][number(store, web, 1)] = 5
     store.leave_out(sentence(subject(web, 1)))
     settle(store)
     again = restart(open_maps)
