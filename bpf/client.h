@@ -126,7 +126,7 @@ INLINE bool is_unanswered(const struct flow *f)
  * that got no answer, which then names the backend to avoid, or a datagram to a backend that is gone. Established TCP
  * stays with its backend.
  */
-INLINE bool wants_renewal(const struct packet *p, const struct flow *f, __u32 *avoid)
+INLINE bool wants_renewal(const struct packet *p, struct flow *f, __u32 *avoid)
 {
 	if (p->tuple.protocol == IPPROTO_TCP) {
 		if (!is_opening_segment(p))
@@ -141,6 +141,10 @@ INLINE bool wants_renewal(const struct packet *p, const struct flow *f, __u32 *a
 	if (p->tuple.protocol != IPPROTO_TCP || !is_unanswered(f))
 		return false;
 	note_failure(f->backend, f->service);
+	if (f->flags & FLOW_WRAPPED) { /* answers do not come here: it may be one of them that was lost */
+		f->mark = now();
+		return false;
+	}
 	*avoid = f->backend;
 	return true;
 }

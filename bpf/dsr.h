@@ -44,6 +44,7 @@ INLINE void note_wrapped(const struct packet *p, struct flow *f, const enum flow
 		return;
 	if (!(f->flags & FLOW_ESTABLISHED) && (p->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST)) == TCP_ACK) {
 		f->flags |= FLOW_ESTABLISHED;
+		note_success(f->backend, f->service);
 		if (table == TABLE_FLOWS)
 			count_opening(-1);
 	}

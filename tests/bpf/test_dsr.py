@@ -12,10 +12,11 @@ from scapy.layers.inet6 import IPv6
 
 from dataplane.kernel.bpf import Object
 from dataplane.modes.ebpf import layout
+from dataplane.modes.ebpf.flows import flow_arrays
 from dataplane.table import Backend, Entry, Frontend, Kind, Masquerade, Protocol, Route
 from tests.namespaces import fresh
 
-from .kit import DROP, NETS, PASS, REDIRECT, SMALL, Bench, Net, bench_with, datagram, frame, read, segment, syn
+from .kit import DROP, HZ, NETS, PASS, REDIRECT, SMALL, Bench, Net, bench_with, datagram, frame, read, segment, syn
 from .test_uplinks import CLIENTS, MTU, NODE_PORT, OUTER, Uplink, routes
 
 OTHER = {4: "192.168.7.99", 6: "fd00:7::99"}  # the primary address of the node where the backend is
@@ -169,3 +170,26 @@ def test_without_the_setting_nothing_is_unwrapped(bench: Bench, net: Net) -> Non
         assert verdict != DROP
     finally:
         programs.close()
+
+
+@pytest.mark.parametrize("protocol", [Protocol.TCP], ids=["tcp"], indirect=True)
+def test_a_repeated_syn_stays_and_is_counted(pair: Pair, protocol: Protocol) -> None:
+    """Answers do not come this way: the first backend may have accepted, and its answer be lost behind us."""
+    net, bench = pair.net, pair.asked.bench
+    route = Route(tuple(Backend(address, 8080) for address in net.backends[:8]))
+    (front,) = [f for f in web(net, protocol, local=False).frontends if f.kind is Kind.NODE_PORT]
+    front = Frontend(front.kind, front.address, front.port, route, route, front.masquerade)
+    bench.serve(Entry("default/web:http", net.family, protocol, (front,), route.backends))
+    there = {pair.asked.ask(net.primary, first(protocol, NODE_PORT))[1][14:][: HEAD[net.family]]}
+    for count in range(1, 4):
+        assert int(bench.maps.view("backends")["failures"].sum()) == count - 1
+        known = bench.maps.maps[f"opening{net.family}"]
+        for key, value in zip(*flow_arrays(known, net.family), strict=True):
+            aged = value.copy()
+            aged["mark"] = (int(value["mark"]) - HZ) & 0xFFFFFFFF
+            known.update(key.tobytes(), aged.tobytes())
+        there |= {pair.asked.ask(net.primary, first(protocol, NODE_PORT))[1][14:][: HEAD[net.family]] for _ in range(2)}
+    assert len(there) == 1, "one outer header: one backend"
+    assert int(bench.maps.view("backends")["failures"].sum()) == 3
+    pair.asked.ask(net.primary, later(protocol, NODE_PORT))
+    assert int(bench.maps.view("backends")["failures"].sum()) == 0, "the client goes on: it was accepted"
