@@ -10,7 +10,6 @@ from scapy.layers.inet import ICMP, IP, TCP, UDP, IPOption_NOP
 from scapy.layers.inet6 import (
     ICMPv6EchoRequest,
     IPv6ExtHdrDestOpt,
-    IPv6ExtHdrFragment,
     IPv6ExtHdrHopByHop,
     IPv6ExtHdrRouting,
 )
@@ -144,21 +143,6 @@ def test_tcp_that_opens_nothing_and_has_no_flow_is_somebody_elses(
 ) -> None:
     bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
     packet = frame(net, net.client, net.vip, segment(40000, port, flags))
-    assert bench.ingress(packet) == (PASS, packet)
-    assert bench.flow_count(net.family) == (0, 0)
-
-
-def fragments(net: Net, *, more: bool, offset: int) -> bytes:
-    if net.family == 4:
-        return frame(net, net.client, net.vip, datagram(dport=53), flags="MF" if more else 0, frag=offset)
-    inner = IPv6ExtHdrFragment(nh=17, m=int(more), offset=offset, id=7) / datagram(dport=53)
-    return frame(net, net.client, net.vip, inner)
-
-
-@pytest.mark.parametrize(("more", "offset"), [(True, 0), (True, 185), (False, 185)], ids=["first", "middle", "last"])
-def test_fragments_pass(bench: Bench, net: Net, more: bool, offset: int) -> None:
-    bench.serve(service(net.vip, 53, [(net.backends[0], 53)], protocol=Protocol.UDP))
-    packet = fragments(net, more=more, offset=offset)
     assert bench.ingress(packet) == (PASS, packet)
     assert bench.flow_count(net.family) == (0, 0)
 
