@@ -15,7 +15,7 @@ from dataplane.kernel.grace import jiffies_per_second
 from dataplane.kernel.places import bpf_fs
 from dataplane.mode import Options
 from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.maps import MapSet
+from dataplane.modes.ebpf.maps import MapSet, traffic_cpus
 from dataplane.modes.ebpf.store import Store
 from dataplane.table import Backend, Entry, Frontend, Kind, Protocol, Route
 from tests.benchmarks.kit import built, median
@@ -83,6 +83,7 @@ def loops() -> Iterator[Loops]:
             settings = layout.pack(
                 "settings", hz=hz, reject_burst=1, fast_path=1, max_opening=1 << 30,
                 udp_timeout=options.udp_timeout * hz, port_first=options.port_first, port_count=options.port_count,
+                traffic_cpus=traffic_cpus(options), event_burst=options.event_rate,
             )  # fmt: skip
             program.constants(settings)
             maps.share_with(program)
