@@ -115,7 +115,7 @@ def test_the_rest_of_a_refused_datagram_is_dropped(bench: Bench, net: Net) -> No
     assert bench.ingress(first)[0] != PASS
     for raw in rest:
         assert bench.ingress(raw)[0] == DROP
-    assert bench.count("fragment_lost") == len(rest)
+    assert bench.count("drop_fragment") == len(rest)
 
 
 def test_fragments_of_others_pass(bench: Bench, net: Net) -> None:
