@@ -31,7 +31,7 @@ METRICS = 10259
 WORKS = """
     from typing import Any
     from dataplane.errors import DataplaneError, Unsupported
-    from dataplane.mode import Mode, SyncResult
+    from dataplane.mode import Mode, Notice, SyncResult
 
     class Nothing:
         name = {name!r}
@@ -68,6 +68,7 @@ MODES = {
                       clean="raise DataplaneError('no')", probe="return 'the feature is missing: load the module'"),
     "later": source("later", sync="raise Unsupported('a rule', 'the kernel lacks it')"),
     "drifts": source("drifts", maintain="self.audit_repairs = 2"),
+    "tells": source("tells", maintain="return [Notice('d/web:p', 'Warning', 'BackendLeftOut', 'LeaveOut', 'so')]"),
     "nofiles": source("nofiles", maintain="raise OSError(24, 'Too many open files')"),
     "drains": source("drains", clean="return 4", drain="return True"),
     "sticks": source("sticks", clean="return 5", drain="raise DataplaneError('the maps are locked')"),
@@ -182,7 +183,7 @@ class TestChoosing:
         assert rows["lacking"]["missing"] == "the feature is missing: load the module"
         assert rows["crashes"]["missing"].startswith("it cannot be tried: ")
         assert [name for name, row in rows.items() if row["works"]] == [
-            "direct", "drains", "drifts", "later", "nofiles", "sticks", "works",
+            "direct", "drains", "drifts", "later", "nofiles", "sticks", "tells", "works",
         ]  # fmt: skip
 
 
@@ -322,6 +323,14 @@ class TestAgent:
         assert event["note"].startswith("somebody changed or removed what mode drifts had programmed")
         assert "(2 things)" in event["note"]
         assert "series" not in event
+
+    def test_what_a_mode_tells_of_a_service_is_an_event_of_it(self, start, api):
+        start("tells", kubeconfig=api.kubeconfig())
+        eventually(lambda: api.events("BackendLeftOut"), "the event")
+        (event,) = api.events("BackendLeftOut")
+        about = event["regarding"]
+        assert (about["kind"], about["namespace"], about["name"]) == ("Service", "d", "web")
+        assert (event["type"], event["action"], event["note"]) == ("Warning", "LeaveOut", "so")
 
     def test_what_the_system_refuses_in_maintenance_does_not_end_the_agent(self, start):
         agent = start("nofiles")
