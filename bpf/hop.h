@@ -59,13 +59,17 @@ INLINE int leave_by(const struct bpf_fib_lookup *hop)
 }
 
 /* The same to a neighbour whose address the lookup told, without asking the kernel for it again. */
-INLINE int leave_to(struct __sk_buff *skb, const struct bpf_fib_lookup *hop)
+INLINE int rewrite_and_leave(struct __sk_buff *skb, const struct packet *p, const struct tuple *to,
+			     const struct bpf_fib_lookup *hop, const bool v6)
 {
-	__u8 mac[12];
+	__u16 mac[6];
 
 	__builtin_memcpy(mac, hop->dmac, 6);
-	__builtin_memcpy(mac + 6, hop->smac, 6);
-	rewrite_frame(skb, mac);
+	__builtin_memcpy(mac + 3, hop->smac, 6);
+	if (v6 || !rewrite_with_frame(skb, p, to, mac)) {
+		rewrite(skb, p, to, v6);
+		rewrite_frame(skb, (const __u8 *)mac);
+	}
 	return bpf_redirect(hop->ifindex, 0);
 }
 
@@ -86,10 +90,10 @@ INLINE int send_on(struct __sk_buff *skb, struct scratch *space, __u32 unused, c
 			return CALL(complain, skb, EXPIRED);
 		spend_hop(skb, p, v6);
 	}
+	if (result == BPF_FIB_LKUP_RET_SUCCESS && !is_neighbours_turn(hop, v6))
+		return rewrite_and_leave(skb, p, &space->result, hop, v6);
 	rewrite(skb, p, &space->result, v6);
-	if (ends_here(result))
-		return pass();
-	return result == BPF_FIB_LKUP_RET_SUCCESS && !is_neighbours_turn(hop, v6) ? leave_to(skb, hop) : leave_by(hop);
+	return ends_here(result) ? pass() : leave_by(hop);
 }
 
 GLOBAL_VERB(send_on)

@@ -100,21 +100,25 @@ INLINE void rewrite_addresses(struct __sk_buff *skb, __u32 offset, const struct 
 	}
 }
 
-/* IPv4's hops, checksum, addresses and, where no options are between them, ports lie in one piece: one store. */
+/* IPv4's hops, protocol, checksum, addresses and, where no options are between them, ports: they lie in one piece. */
+INLINE void fill_piece4(__u16 *piece, const struct packet *p, const struct tuple *to, __s64 difference)
+{
+	piece[0] = bpf_htons(p->ttl << 8 | p->tuple.protocol);
+	piece[1] = updated_checksum(p->ip_check, difference);
+	piece[2] = to->saddr[0];
+	piece[3] = to->saddr[0] >> 16;
+	piece[4] = to->daddr[0];
+	piece[5] = to->daddr[0] >> 16;
+	piece[6] = to->sport;
+	piece[7] = to->dport;
+}
+
 INLINE void store_tuple4(struct __sk_buff *skb, const struct packet *p, const struct tuple *to, __s64 difference)
 {
-	__u16 piece[8] = {
-		bpf_htons(p->ttl << 8 | p->tuple.protocol),
-		updated_checksum(p->ip_check, difference),
-		to->saddr[0],
-		to->saddr[0] >> 16,
-		to->daddr[0],
-		to->daddr[0] >> 16,
-		to->sport,
-		to->dport,
-	};
 	const __u32 offset = L3_OFFSET + offsetof(struct iphdr, ttl);
+	__u16 piece[8];
 
+	fill_piece4(piece, p, to, difference);
 	if (p->l4 == L3_OFFSET + sizeof(struct iphdr)) {
 		bpf_skb_store_bytes(skb, offset, piece, 16, 0);
 	} else {
@@ -176,6 +180,29 @@ INLINE void rewrite(struct __sk_buff *skb, const struct packet *p, const struct 
 		store_tuple6(skb, p, to);
 	else
 		store_tuple4(skb, p, to, difference);
+}
+
+/* All that changes of an IPv4 packet without options and its frame, with what lies between: one store. False: this is
+ * no such packet.
+ */
+INLINE bool rewrite_with_frame(struct __sk_buff *skb, const struct packet *p, const struct tuple *to, const __u16 *mac)
+{
+	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
+	__s64 difference = address_difference(&p->tuple, to, false);
+	__u16 piece[19], *old = data;
+
+	if (p->l4 != L3_OFFSET + sizeof(struct iphdr) || p->fragment.part || data + sizeof(piece) > end)
+		return false;
+#pragma unroll
+	for (int i = 0; i < 6; i++)
+		piece[i] = mac[i];
+#pragma unroll
+	for (int i = 6; i < 11; i++)
+		piece[i] = old[i];
+	fill_piece4(piece + 11, p, to, difference);
+	update_transport(skb, p, to, difference, false);
+	bpf_skb_store_bytes(skb, 0, piece, sizeof(piece), 0);
+	return true;
 }
 
 /* Destination and source of the frame, as the pod that gets it expects them. */
