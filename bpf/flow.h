@@ -10,8 +10,6 @@
 #include "pick.h"
 
 #define DATAGRAM_SECONDS 2
-#define CLASH_TRIES 16
-#define CLASH_STEP 9973
 
 enum flow_table { TABLE_FLOWS, TABLE_OPENING };
 
@@ -317,34 +315,6 @@ INLINE bool is_free(const struct tuple *key, const struct tuple *forward, const 
 		return false;
 	delete_pair(key, found.entry, found.table, v6);
 	return true;
-}
-
-/* Choose the source port that the backend sees, so that replies belong to one flow only: the client's own if it is
- * free, and `own` says that it is the client's to use. `reply` is the key backend -> client; false: none of the ports
- * tried is free. A client's port leads to the same first candidate every time, so that a conversation that comes again
- * meets its own tuple. One that another had a minute ago is taken when there is nothing better.
- */
-INLINE bool claim_reply(struct tuple *reply, const struct tuple *forward, const bool own, const bool v6)
-{
-	bool free = own && is_free(reply, forward, v6), tcp = forward->protocol == IPPROTO_TCP;
-	__u32 start = own ? bpf_ntohs(reply->dport) : flow_tag(forward, v6) * 0x9e3779b1u >> 16;
-	__be16 second_best = free ? reply->dport : 0;
-
-	if (free && !(tcp && was_anothers(reply, forward, v6)))
-		return true;
-	if (own)
-		count(COUNT_TUPLE_CLASH);
-#pragma clang loop unroll(disable)
-	for (int i = 0; i < CLASH_TRIES; i++) {
-		reply->dport = bpf_htons(settings.port_first + (start + i * CLASH_STEP) % settings.port_count);
-		if (!is_free(reply, forward, v6))
-			continue;
-		if (!(tcp && was_anothers(reply, forward, v6)))
-			return true;
-		second_best = second_best ? second_best : reply->dport;
-	}
-	reply->dport = second_best;
-	return second_best != 0;
 }
 
 /* A datagram's flow counts as established when it lasts, as in nf_conntrack: a question with

@@ -5,6 +5,8 @@
 #include "hop.h"
 
 #define EEXIST 17
+#define CLASH_TRIES 16
+#define CLASH_STEP 9973
 
 /* Where a program runs, which is where its clients are. */
 enum place {
@@ -141,16 +143,50 @@ INLINE int open_direct(struct __sk_buff *skb, struct scratch *space, __u32 unuse
 
 GLOBAL_VERB(open_direct)
 
-/* Make the key of the answers this flow's own. A client keeps its source port where it can; the node gives away ports,
- * but not those of its own sockets.
+enum claims {
+	TAKEN,
+	FREE_OF_LATE, /* free, but another had it less than a minute ago */
+	FREE,
+};
+
+/* May the packet's flow have this source port towards the backend? Then `space->reply` is its own. */
+INLINE int try_port(struct __sk_buff *skb, struct scratch *space, __u32 port, const bool v6)
+{
+	const struct tuple *forward = &space->packet.tuple;
+
+	space->reply.dport = port;
+	if (!is_free(&space->reply, forward, v6))
+		return TAKEN;
+	return forward->protocol == IPPROTO_TCP && was_anothers(&space->reply, forward, v6) ? FREE_OF_LATE : FREE;
+}
+
+GLOBAL_VERB(try_port)
+
+/* Choose the source port that the backend sees, so that replies belong to one flow only: the client's own, if that is
+ * free; the node gives away ports, but not those of its own sockets. A client's port leads to the same first candidate
+ * every time, so that a conversation that comes again meets its own tuple. One that another had a minute ago is taken
+ * when there is nothing better.
  */
 INLINE int claim(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
 {
 	bool own = (space->flow.flags & (FLOW_MASQUERADE | FLOW_NODE)) != FLOW_MASQUERADE;
+	__be16 port = space->reply.dport, second_best = 0;
+	__u32 start = own ? bpf_ntohs(port) : flow_tag(&space->packet.tuple, v6) * 0x9e3779b1u >> 16;
+	int found = own ? CALL(try_port, skb, port) : TAKEN;
 
-	if (!claim_reply(&space->reply, &space->packet.tuple, own, v6))
+	if (own && found != FREE)
+		count(COUNT_TUPLE_CLASH);
+#pragma clang loop unroll(disable)
+	for (int i = 0; i < CLASH_TRIES && found != FREE; i++) {
+		second_best = found == FREE_OF_LATE && !second_best ? port : second_best;
+		port = bpf_htons(settings.port_first + (start + i * CLASH_STEP) % settings.port_count);
+		found = CALL(try_port, skb, port);
+	}
+	if (found == TAKEN)
+		port = second_best;
+	if (!port)
 		return drop(COUNT_DROP_NO_PORT);
-	space->result.sport = space->reply.dport;
+	space->result.sport = space->reply.dport = port;
 	return STEP_REMEMBER;
 }
 
