@@ -355,14 +355,13 @@ INLINE int answer(struct __sk_buff *skb, struct scratch *space, __u32 place, con
 INLINE int from_client(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
 {
 	struct packet *p = &space->packet;
-	int verdict;
+	int step;
 
 	__builtin_memset(p, 0, sizeof(*p));
 	space->service = space->backend = 0;
 	parse_packet(skb, p, v6);
 	if (p->kind == PACKET_FRAGMENT) {
-		int step = CALL(join, skb, MAY_HOLD);
-
+		step = CALL(join, skb, MAY_HOLD);
 		if (step != STEP_NONE)
 			return step;
 	}
@@ -372,15 +371,33 @@ INLINE int from_client(struct __sk_buff *skb, struct scratch *space, __u32 place
 			       : pass();
 	if (p->kind == PACKET_ICMP_ERROR)
 		return STEP_TRANSLATE_INWARD;
-	if (may_be_frontend(p, v6)) {
-		NOTE(NOTE_MAY_BE_SERVICE, 0, 0);
-		verdict =
-			p->kind == PACKET_TRANSPORT ? to_service(skb, space, place, v6) : other_to_service(skb, p, v6);
-		if (verdict != STEP_NONE)
-			return verdict;
-	}
+	if (!may_be_frontend(p, v6))
+		return STEP_PASS_BY;
+	NOTE(NOTE_MAY_BE_SERVICE, 0, 0);
+	if (p->kind == PACKET_TRANSPORT)
+		return STEP_SERVE;
+	step = other_to_service(skb, p, v6);
+	return step == STEP_NONE ? STEP_PASS_BY : step;
+}
+
+GLOBAL_VERB(from_client)
+
+/* It may be to a service. */
+INLINE int serve(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
+{
+	return to_service(skb, space, place, v6);
+}
+
+GLOBAL_VERB(serve)
+
+/* It is to no service: from a backend, to one, or neither. */
+INLINE int pass_by(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
+{
+	const struct packet *p = &space->packet;
+
 	if (p->kind == PACKET_TRANSPORT && may_be_backend(p->tuple.saddr, p->tuple.sport, p->tuple.protocol, v6)) {
-		verdict = from_backend(skb, space, place, v6);
+		int verdict = from_backend(skb, space, place, v6);
+
 		if (verdict != TC_ACT_UNSPEC)
 			return verdict;
 	}
@@ -391,7 +408,7 @@ INLINE int from_client(struct __sk_buff *skb, struct scratch *space, __u32 place
 	return pass();
 }
 
-GLOBAL_VERB(from_client)
+GLOBAL_VERB(pass_by)
 
 /* A packet to a client, behind routing: an answer becomes the service's again. At an uplink it may also be one for a
  * service that nobody has translated, because this node itself sends it past its sockets' hooks.
@@ -399,35 +416,43 @@ GLOBAL_VERB(from_client)
 INLINE int to_client(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
 {
 	struct packet *p = &space->packet;
+	int step;
 
 	__builtin_memset(p, 0, sizeof(*p));
 	space->service = space->backend = 0;
 	parse_packet(skb, p, v6);
 	if (p->kind == PACKET_FRAGMENT) {
-		int step = CALL(join, skb, MUST_PASS);
-
+		step = CALL(join, skb, MUST_PASS);
 		if (step != STEP_NONE)
 			return step;
 	}
 	if (p->kind == PACKET_OTHER)
 		return pass();
-	if (place == AT_NODE && p->kind != PACKET_ICMP_ERROR && !skb->ingress_ifindex && may_be_frontend(p, v6)) {
-		int step = p->kind == PACKET_TRANSPORT ? to_service(skb, space, AT_NODE, v6)
-						       : other_to_service(skb, p, v6);
-
-		if (step != STEP_NONE)
-			return step;
-	}
-	if (place == AT_NODE && is_nobodys(p->tuple.daddr, v6))
-		return drop(COUNT_DROP_UNALLOCATED);
 	if (p->kind == PACKET_ICMP_ERROR)
 		return STEP_TRANSLATE_OUTWARD;
+	if (place != AT_NODE || skb->ingress_ifindex || !may_be_frontend(p, v6))
+		return STEP_DELIVER;
+	if (p->kind == PACKET_TRANSPORT)
+		return STEP_SERVE;
+	step = other_to_service(skb, p, v6);
+	return step == STEP_NONE ? STEP_DELIVER : step;
+}
+
+GLOBAL_VERB(to_client)
+
+/* It is to no service: an answer, perhaps. */
+INLINE int deliver(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
+{
+	const struct packet *p = &space->packet;
+
+	if (place == AT_NODE && is_nobodys(p->tuple.daddr, v6))
+		return drop(COUNT_DROP_UNALLOCATED);
 	if (p->kind != PACKET_TRANSPORT || !may_be_backend(p->tuple.saddr, p->tuple.sport, p->tuple.protocol, v6))
 		return pass();
 	return answer(skb, space, place, v6);
 }
 
-GLOBAL_VERB(to_client)
+GLOBAL_VERB(deliver)
 
 /* What was unwrapped is of a flow that is known. */
 INLINE int follow_unwrapped(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
@@ -440,20 +465,39 @@ INLINE int follow_unwrapped(struct __sk_buff *skb, struct scratch *space, __u32 
 
 GLOBAL_VERB(follow_unwrapped)
 
+/* The verdict, and why, where somebody listens. */
+INLINE int say(struct __sk_buff *skb, int step, const enum place place, const bool v6)
+{
+	if (step >= DROPPED) {
+		TELL(skb, step & ~DROPPED, place);
+		return TC_ACT_SHOT;
+	}
+	return step == STEP_NONE ? pass() : step;
+}
+
 /* Do what is left to do, until there is a verdict. */
 INLINE int finish_steps(struct __sk_buff *skb, int step, const enum place place, const bool v6)
 {
-	if (step == STEP_OPEN_FLOW)
-		step = CALL(open_flow, skb, place);
-	else if (step == STEP_OPEN_DIRECT)
-		step = CALL(open_direct, skb, 0);
+	if (step == STEP_SERVE) {
+		step = CALL(serve, skb, place);
+		if (step == STEP_NONE)
+			step = place == AT_NODE ? STEP_DELIVER : STEP_PASS_BY;
+	}
+	if (step == STEP_PASS_BY)
+		step = CALL(pass_by, skb, place);
+	else if (step == STEP_DELIVER)
+		step = CALL(deliver, skb, place);
 	else if (step == STEP_TRANSLATE_INWARD)
 		step = CALL(translate_inward, skb, 0);
 	else if (step == STEP_TRANSLATE_OUTWARD)
 		step = CALL(translate_outward, skb, 0);
 	else if (step == STEP_UNWRAP)
 		step = CALL(unwrap, skb, 0);
-	if (step == STEP_FOLLOW)
+	if (step == STEP_OPEN_FLOW)
+		step = CALL(open_flow, skb, place);
+	else if (step == STEP_OPEN_DIRECT)
+		step = CALL(open_direct, skb, 0);
+	else if (step == STEP_FOLLOW)
 		step = CALL(follow_unwrapped, skb, place);
 	if (step == STEP_OPEN_WRAPPED)
 		step = CALL(open_wrapped, skb, 0);
@@ -472,11 +516,18 @@ INLINE int finish_steps(struct __sk_buff *skb, int step, const enum place place,
 		if (step < DROPPED)
 			TELL(skb, COUNT_REJECT, place);
 	}
-	if (step >= DROPPED) {
-		TELL(skb, step & ~DROPPED, place);
-		return TC_ACT_SHOT;
-	}
-	return step == STEP_NONE ? pass() : step;
+	return say(skb, step, place, v6);
+}
+
+/* At a pod's egress nothing begins and nothing is refused: what can happen there is all that the verifier has to see.
+ */
+INLINE int finish_delivery(struct __sk_buff *skb, int step, const bool v6)
+{
+	if (step == STEP_DELIVER)
+		step = CALL(deliver, skb, AT_POD);
+	else if (step == STEP_TRANSLATE_OUTWARD)
+		step = CALL(translate_outward, skb, 0);
+	return say(skb, step, AT_POD, v6);
 }
 
 /* Addresses and ports of a packet whose headers are the common ones; false: look at it more closely. */
@@ -530,6 +581,8 @@ INLINE int outward(struct __sk_buff *skb, const enum place place, const bool v6)
 {
 	if (is_no_services(skb, place, false, v6))
 		return pass();
+	if (place == AT_POD)
+		return finish_delivery(skb, CALL(to_client, skb, place), v6);
 	return finish_steps(skb, CALL(to_client, skb, place), place, v6);
 }
 

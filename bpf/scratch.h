@@ -77,6 +77,9 @@ INLINE struct scratch *scratch_space(void)
  */
 enum step {
 	STEP_NONE = 0x100, /* the packet was not touched, and is no service's */
+	STEP_SERVE,
+	STEP_PASS_BY,
+	STEP_DELIVER,
 	STEP_OPEN_FLOW,
 	STEP_OPEN_DIRECT,
 	STEP_CLAIM,
