@@ -261,14 +261,21 @@ class Map:
         Raises:
             BpfError: the kernel cannot map this map.
         """
+        if self._mapping is None:
+            self._mapping = self._map_elements(dtype)
+        return np.frombuffer(self._mapping, dtype=dtype)
+
+    def glimpse(self, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """As `view`, but mapped for as long as somebody holds the array."""
+        return np.frombuffer(self._map_elements(dtype), dtype=dtype)
+
+    def _map_elements(self, dtype: np.dtype[Any]) -> mmap.mmap:
         if dtype.itemsize % 8:
             raise ValueError(f"map {self.name}: elements of {dtype.itemsize} bytes are padded to 8 by the kernel")
-        if self._mapping is None:
-            try:
-                self._mapping = mmap.mmap(self.fd, self.entries * dtype.itemsize, mmap.MAP_SHARED)
-            except OSError as error:
-                raise BpfError(f"mapping {self.name}", error.errno or errno.EINVAL) from error
-        return np.frombuffer(self._mapping, dtype=dtype)
+        try:
+            return mmap.mmap(self.fd, self.entries * dtype.itemsize, mmap.MAP_SHARED)
+        except OSError as error:
+            raise BpfError(f"mapping {self.name}", error.errno or errno.EINVAL) from error
 
     def close(self) -> None:
         """Give the descriptor back. Views stay valid as long as somebody holds them."""

@@ -183,7 +183,8 @@ def test_no_figure_is_lost_or_given_to_another(data: st.DataObject) -> None:
     cpus_, services, backends = 3, 6, 24
     sizes = traffic_sizes(services, backends, cpus_)
     kind = np.dtype([(name, "u8") for name in FIELDS])
-    traffic = Traffic(np.zeros(sizes["traffic"], kind), np.zeros(sizes["traffic_gone"], kind), cpus_)
+    counted = np.zeros(sizes["traffic"], kind)
+    traffic = Traffic(lambda: counted, np.zeros(sizes["traffic_gone"], kind), cpus_)
     owners = np.zeros(backends, dtype=np.uint32)
     wanted = np.zeros((services, len(FIELDS)), dtype=np.uint64)
     for _ in range(data.draw(st.integers(1, 30))):

@@ -112,7 +112,8 @@ class MapSet:
 
     def traffic(self) -> Traffic:
         """What backends and services came to."""
-        return Traffic(self.view("traffic"), self.view("traffic_gone"), self._traffic_cpus)
+        counted, kind = self.maps["traffic"], dtype_of("traffic")
+        return Traffic(lambda: counted.glimpse(kind), self.view("traffic_gone"), self._traffic_cpus)
 
     def counters(self) -> dict[str, int]:
         """Sums over all CPUs by name, `new_flow` for COUNT_NEW_FLOW."""

@@ -7,7 +7,7 @@ writes. Both maps are pinned, so figures outlive the agent.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,19 +43,25 @@ class Traffic:
     """The two maps.
 
     Args:
-        counted: the rows that programs write, mapped.
+        counted: maps the rows that programs write; done anew for each reading, because the pages of what stays mapped
+            count as the agent's memory, 20 MB of them.
         gone: what services' former backends came to.
         cpus: as in the programs' settings; 0: nothing is counted, and all figures are 0.
     """
 
-    def __init__(self, counted: NDArray[Any], gone: NDArray[Any], cpus: int) -> None:
-        group = abi_constants()["TRAFFIC_GROUP"]
+    def __init__(self, counted: Callable[[], NDArray[Any]], gone: NDArray[Any], cpus: int) -> None:
         self.counting = cpus > 0
-        words = counted.view(np.uint64).reshape(-1, max(cpus, 1), group, len(FIELDS))
-        self._rows: NDArray[np.uint64] = words  # group of backends, CPU, place in the group, field
+        self._counted = counted
+        self._cpus = max(cpus, 1)
         self._gone: NDArray[np.uint64] = gone.view(np.uint64).reshape(-1, len(FIELDS))
-        self._group = group
-        self.bytes = counted.nbytes + gone.nbytes
+        self._group = abi_constants()["TRAFFIC_GROUP"]
+        self.bytes = counted().nbytes + gone.nbytes
+
+    @property
+    def _rows(self) -> NDArray[np.uint64]:
+        """Group of backends, CPU, place in the group, field."""
+        words: NDArray[np.uint64] = self._counted().view(np.uint64)
+        return words.reshape(-1, self._cpus, self._group, len(FIELDS))
 
     def of_backends(self, ids: NDArray[np.int64]) -> Figures:
         """What these backends came to, over all CPUs."""
@@ -88,9 +94,9 @@ class Traffic:
         unused = np.ones(len(self._gone), dtype=bool)
         unused[list(services)] = False
         self._gone[unused] = 0
-        idle = np.ones(len(self._rows) * self._group, dtype=bool)
-        idle[list(backends)] = False
-        self._clear(np.flatnonzero(idle & self._touched()))
+        touched = self._touched()
+        touched[list(backends)] = False
+        self._clear(np.flatnonzero(touched))
 
     def _touched(self) -> NDArray[np.bool_]:
         touched: NDArray[np.bool_] = self._rows.any(axis=(1, 3)).reshape(-1)
@@ -105,7 +111,7 @@ def traffic_of(maps: Mapping[str, Map]) -> Traffic | None:
     if "traffic" not in maps or maps["traffic"].entries <= abi_constants()["TRAFFIC_GROUP"]:
         return None
     kind = dtype_of("traffic")
-    return Traffic(maps["traffic"].view(kind), maps["traffic_gone"].view(kind), possible_cpus())
+    return Traffic(lambda: maps["traffic"].glimpse(kind), maps["traffic_gone"].view(kind), possible_cpus())
 
 
 def traffic_row(figures: NDArray[np.uint64]) -> dict[str, int]:
