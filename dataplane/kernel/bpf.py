@@ -329,6 +329,8 @@ class Object:
         self._maps = {ffi.string(library().bpf_map__name(m)).decode(): m for m in self._each("map")}
         self._programs = {ffi.string(library().bpf_program__name(p)).decode(): p for p in self._each("program")}
         self._logs: dict[str, Any] = {}
+        self._program_fds: dict[str, int] = {}
+        self._map_fds: dict[str, int] = {}
 
     def _each(self, what: str) -> Iterator[Any]:
         following = getattr(library(), f"bpf_object__next_{what}")
@@ -383,6 +385,15 @@ class Object:
         if code < 0:
             check(code, f"loading {self.path.name}", self._last_words())
         self._logs.clear()
+        self._keep_descriptors()
+
+    def _keep_descriptors(self) -> None:
+        """What is loaded lives by its descriptors; libbpf's own picture of the object, some megabytes, may go."""
+        programs = ((name, library().bpf_program__fd(handle)) for name, handle in self._programs.items())
+        self._program_fds = {name: os.dup(fd) for name, fd in programs if fd >= 0}
+        self._map_fds = {name: os.dup(library().bpf_map__fd(self._maps[name])) for name in self.map_names}
+        library().bpf_object__close(self.handle)
+        self.handle = ffi.NULL
 
     def _last_words(self) -> str:
         texts = (ffi.string(log).decode(errors="replace").strip() for log in self._logs.values())
@@ -390,15 +401,21 @@ class Object:
 
     def map(self, name: str) -> Map:
         """A loaded map, with a descriptor of its own."""
-        return Map(os.dup(library().bpf_map__fd(self._maps[name])), name)
+        return Map(os.dup(self._map_fds[name]), name)
 
     def program(self, name: str) -> int:
         """A loaded program's file descriptor; this object owns it."""
-        return check(library().bpf_program__fd(self._programs[name]), f"program {name}")
+        return self._program_fds[name]
 
     def close(self) -> None:
         """Unload what is not pinned or attached."""
-        library().bpf_object__close(self.handle)
+        for fd in (*self._program_fds.values(), *self._map_fds.values()):
+            os.close(fd)
+        self._program_fds.clear()
+        self._map_fds.clear()
+        if self.handle != ffi.NULL:
+            library().bpf_object__close(self.handle)
+            self.handle = ffi.NULL
 
 
 def create_link(program: int, target: int, attach_type: int, what: str, flags: int = 0) -> int:
