@@ -50,7 +50,13 @@ def clean(options: Options) -> int:
     folder = folder_of(options)
     if folder.is_dir():
         os.close(hold(folder, f"the eBPF maps at {folder}"))
-    return attach.detach_everything(folder)
+    formerly = sum(attach.remove_pins(former) for former in former_layouts(folder))
+    return formerly + attach.detach_everything(folder)
+
+
+def former_layouts(folder: Path) -> list[Path]:
+    """Pins beside these, of agents whose maps were laid out otherwise."""
+    return [beside for beside in folder.parent.glob("abi*") if beside != folder and beside.is_dir()]
 
 
 def drain(options: Options) -> bool:
@@ -208,10 +214,17 @@ class Ebpf:
             self._misfitting = frozenset(self.store.unfit)
             if not self._attached or moved:
                 self._attach()
+                self._take_over()
         except (DataplaneError, OSError, ValueError) as error:
             self._start_over()
             raise SyncError(f"the eBPF maps could not be programmed: {error}") from error
         return SyncResult(changed, removed, tuple(self.store.misfits.values()))
+
+    def _take_over(self) -> None:
+        """An agent of another layout left its programs attached: ours serve now, and what only those knew ends."""
+        for former in former_layouts(self.folder):
+            log.warning("maps of another layout at %s are removed; flows that only they knew end", former)
+            attach.remove_pins(former)
 
     def _start_over(self) -> None:
         """What was planned and what was written may differ now: the next sync reads the maps and adopts."""
