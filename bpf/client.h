@@ -351,20 +351,26 @@ INLINE int answer(struct __sk_buff *skb, struct scratch *space, __u32 place, con
 	return pass();
 }
 
+/* What packet it is; of a fragment, of which datagram. Something else than STEP_NONE when it has to wait. */
+INLINE int look_at(struct __sk_buff *skb, struct scratch *space, const enum holding holding, const bool v6)
+{
+	struct packet *p = &space->packet;
+
+	__builtin_memset(p, 0, sizeof(*p));
+	space->service = space->backend = 0;
+	parse_packet(skb, p, v6);
+	return p->kind == PACKET_FRAGMENT ? CALL(join, skb, holding) : STEP_NONE;
+}
+
 /* A packet from a pod or from beyond the node, before it is routed. */
 INLINE int from_client(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
 {
 	struct packet *p = &space->packet;
 	int step;
 
-	__builtin_memset(p, 0, sizeof(*p));
-	space->service = space->backend = 0;
-	parse_packet(skb, p, v6);
-	if (p->kind == PACKET_FRAGMENT) {
-		step = CALL(join, skb, MAY_HOLD);
-		if (step != STEP_NONE)
-			return step;
-	}
+	step = look_at(skb, space, MAY_HOLD, v6);
+	if (step != STEP_NONE)
+		return step;
 	if (p->kind == PACKET_OTHER)
 		return settings.dsr && place == AT_UPLINK && p->tuple.protocol == (v6 ? IPPROTO_IPV6 : IPPROTO_IPIP)
 			       ? STEP_UNWRAP
@@ -418,14 +424,9 @@ INLINE int to_client(struct __sk_buff *skb, struct scratch *space, __u32 place, 
 	struct packet *p = &space->packet;
 	int step;
 
-	__builtin_memset(p, 0, sizeof(*p));
-	space->service = space->backend = 0;
-	parse_packet(skb, p, v6);
-	if (p->kind == PACKET_FRAGMENT) {
-		step = CALL(join, skb, MUST_PASS);
-		if (step != STEP_NONE)
-			return step;
-	}
+	step = look_at(skb, space, MUST_PASS, v6);
+	if (step != STEP_NONE)
+		return step;
 	if (p->kind == PACKET_OTHER)
 		return pass();
 	if (p->kind == PACKET_ICMP_ERROR)
