@@ -113,7 +113,9 @@ def longest(bench: Bench, place: str) -> Iterator[list[int]]:
         listener.close()
 
 
-def test_a_transfer_in_packets_of_more_than_64_kilobytes(bench: Bench) -> None:
+def test_a_transfer_in_packets_of_more_than_64_kilobytes(bench: Bench, mode: str) -> None:
+    if mode == "iptables":
+        pytest.skip("mode iptables does not carry such packets through ip6tables")
     family = socket.AF_INET6
     service = bench.service("pod2")
     with (

@@ -32,7 +32,7 @@ def narrow_pod(bench: Bench, pod: str) -> Iterator[None]:
         yield
     finally:
         link.link("set", index=index, mtu=1500)
-        for name in ("client", "node", "pod1"):
+        for name in bench.lab.places:
             for family in ("-4", "-6"):
                 bench.lab.run(name, ["ip", family, "route", "flush", "cache"])
 

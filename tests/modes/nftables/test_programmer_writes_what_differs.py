@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from dataplane.errors import DataplaneError, SyncError
-from dataplane.mode import Options
+from dataplane.mode import Options, Question
 from dataplane.modes.nftables import lower
 from dataplane.modes.nftables import operations as op
 from dataplane.modes.nftables.listing import Tables
@@ -270,4 +270,4 @@ def test_algorithms_are_a_limitation(mode: Nftables) -> None:
 
 def test_the_kernel_is_not_asked_what_it_would_do(mode: Nftables) -> None:
     with pytest.raises(DataplaneError, match="without --live"):
-        mode.ask("10.1.0.1", "10.96.0.1", 80, 6)
+        mode.ask(Question("10.1.0.1", "10.96.0.1", 80, 6))
