@@ -40,7 +40,7 @@ def under_load(bench: Bench, *services: Service) -> Iterator[dict[str, Tally]]:
                     args=(kind, (family, service.vip(family))),
                     kwargs={
                         "tally": tally,
-                        "rate": 40 / PATIENCE,  # a slow machine must be left the time to start an agent
+                        "rate": 40 / PATIENCE**2,  # an emulated machine is slower at work than at waiting
                         "concurrency": 2,
                         "stop": stop,
                         "timeout": 2 * PATIENCE,
