@@ -375,10 +375,17 @@ def parser() -> argparse.ArgumentParser:
     group = run.add_argument_group("where it can be asked")
     _admin(group)
     group.add_argument(
+        "--healthz-bind-address",
+        metavar="IP[:PORT]",
+        help="where health is served; empty turns it off (default: 0.0.0.0:10256)",
+    )
+    group.add_argument(
         "--metrics-bind-address",
         metavar="IP[:PORT]",
         help="where metrics are served; empty turns them off (default: 127.0.0.1:10249)",
     )
+    _switch(group, "--bind-address-hard-fail", "end when health or metrics cannot be served there, instead of retrying")
+    _switch(group, "--profiling", "serve pages for debugging beside the metrics")
     _switch(group, "--metrics-per-backend", "count traffic for each backend instead of each service port")
     _logging(run)
     _output(run)

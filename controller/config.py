@@ -24,6 +24,7 @@ from dataplane.table import Detect
 __all__ = ["ADMIN_SOCKET", "CHOICES", "MODES", "SCHEDULERS", "Config", "Endpoint", "available_modes", "from_flags"]
 
 ADMIN_SOCKET: Final = "/run/hybrid-proxy/admin.sock"
+HEALTHZ_PORT: Final = 10256
 METRICS_PORT: Final = 10249
 AUTO: Final = "auto"  # the first mode that works here
 MODES: Final = ("ebpf", "nftables", "iptables", "ipvs", "userspace")  # all that there will be, best first
@@ -46,7 +47,9 @@ class Config(msgspec.Struct, frozen=True):
 
     `manifests` is a file or folder; None: objects come from the API server, found by `kubeconfig` and
     `master`, or by the pod's service account when both are None. `node_addresses` are the addresses on the
-    node's interfaces; empty: they are read from the interfaces. `metrics` None: metrics are not served.
+    node's interfaces; empty: they are read from the interfaces. `healthz_bind_address` and `metrics_bind_address`
+    are where health and metrics are served, None: nowhere; with `bind_address_hard_fail` the agent ends when it
+    cannot listen there. `enable_profiling` adds pages for debugging to those of the metrics.
     """
 
     settings: Settings
@@ -57,7 +60,10 @@ class Config(msgspec.Struct, frozen=True):
     kubeconfig: str | None = None
     master: str | None = None
     node_addresses: tuple[str, ...] = ()
-    metrics: Endpoint | None = Endpoint("127.0.0.1", METRICS_PORT)
+    healthz_bind_address: Endpoint | None = Endpoint("0.0.0.0", HEALTHZ_PORT)  # noqa: S104 (kube-proxy's default)
+    metrics_bind_address: Endpoint | None = Endpoint("127.0.0.1", METRICS_PORT)
+    bind_address_hard_fail: bool = False
+    enable_profiling: bool = False
     metrics_per_backend: bool = False
     admin_socket: str = ADMIN_SOCKET
     log_format: str = "text"
@@ -83,6 +89,7 @@ def from_flags(flags: Mapping[str, Any]) -> Config:
         ConfigError: names a flag, its value and what is possible.
     """
     given = _Flags(flags)
+    default = Config(Settings())
     config = Config(
         settings=_settings(given),
         options=_options(given),
@@ -92,7 +99,10 @@ def from_flags(flags: Mapping[str, Any]) -> Config:
         kubeconfig=given.text("kubeconfig") or None,
         master=given.text("master") or None,
         node_addresses=given.addresses("node_addresses"),
-        metrics=_metrics(given),
+        healthz_bind_address=_endpoint(given, "healthz_bind_address", default.healthz_bind_address, HEALTHZ_PORT),
+        metrics_bind_address=_endpoint(given, "metrics_bind_address", default.metrics_bind_address, METRICS_PORT),
+        bind_address_hard_fail=given.flag("bind_address_hard_fail"),
+        enable_profiling=given.flag("profiling"),
         metrics_per_backend=given.flag("metrics_per_backend"),
         admin_socket=given.text("admin_socket") or ADMIN_SOCKET,
         log_format=given.choice("log_format", ("text", "json")),
@@ -249,21 +259,21 @@ def _mode(given: _Flags) -> str:
     return mode
 
 
-def _metrics(given: _Flags) -> Endpoint | None:
+def _endpoint(given: _Flags, name: str, default: Endpoint | None, usual_port: int) -> Endpoint | None:
     """IP or IP:port; an empty value turns the server off."""
-    text = given.text("metrics_bind_address")
+    text = given.text(name)
     if text is None:
-        return Endpoint("127.0.0.1", METRICS_PORT)
+        return default
     if not text:
         return None
     match = re.fullmatch(_SOCKET, text)
     try:
         address = canonical_address(match["six"] or match["four"] if match else text)
     except ValueError:
-        given.fail("metrics_bind_address", "is not an IP address, alone or as IP:port or [IP]:port")
-    port = int(match["port"] or METRICS_PORT) if match else METRICS_PORT
+        given.fail(name, "is not an IP address, alone or as IP:port or [IP]:port")
+    port = int(match["port"] or usual_port) if match else usual_port
     if not 1 <= port <= 65535:
-        given.fail("metrics_bind_address", f"{port} is not a port (1 to 65535)")
+        given.fail(name, f"{port} is not a port (1 to 65535)")
     return Endpoint(address, port)
 
 

@@ -347,11 +347,11 @@ class _Agent:
         take_over(self.choice.effective, self.config.options)
         self.neighbours.settled = True
         _settle()
-        if self.config.metrics is not None:
+        if self.config.metrics_bind_address is not None:
             from controller.metrics import Metrics
 
             self.metrics = Metrics(lambda: self._ask({"command": "status"}), self._traffic)
-            self.metrics.serve(self.config.metrics)
+            self.metrics.serve(self.config.metrics_bind_address)
 
     def _traffic(self) -> list[dict[str, Any]]:
         """For metrics, from their thread."""
