@@ -18,15 +18,16 @@ INLINE bool skips_stack(const struct flow *f, const enum place place)
 }
 
 /* Does the packet, or each of those that it stands for, pass through the interface? The handover would not ask. What
- * is too long goes another way, where its sender is told. Small ones always pass.
+ * is too long goes another way, where its sender is told. Small ones always pass. The helper tells the MTU; its own
+ * comparison would count BIG TCP's extra header.
  */
-INLINE bool fits(struct __sk_buff *skb, __u32 ifindex)
+INLINE bool fits(struct __sk_buff *skb, const struct packet *p, __u32 ifindex, const bool v6)
 {
-	__u32 mtu = 0; /* none of ours: the packet's own size counts */
+	__u32 mtu = 0;
 
 	if (skb->len <= L3_OFFSET + SMALLEST_MTU || !settings.can_check_mtu)
 		return true;
-	return bpf_check_mtu(skb, ifindex, &mtu, 0, BPF_MTU_CHK_SEGS) <= 0;
+	return bpf_check_mtu(skb, ifindex, &mtu, 0, 0) < 0 || packet_length(skb, p, v6) <= mtu;
 }
 
 /* Hand the packet of an established flow to a pod of this node directly, or send it on as its flow says. */
@@ -35,7 +36,7 @@ INLINE int dispatch(struct __sk_buff *skb, struct scratch *space, const enum pla
 	const struct packet *p = &space->packet;
 	const struct flow *flow = &space->flow;
 	const __u32 answer_to_node = FLOW_NODE | FLOW_REPLY;
-	bool direct = skips_stack(flow, place) && fits(skb, flow->ifindex);
+	bool direct = skips_stack(flow, place) && fits(skb, p, flow->ifindex, v6);
 
 	account(skb, flow->backend, flow->flags & FLOW_REPLY, 0);
 	TRACE(skb, flow->flags & FLOW_REPLY ? COUNT_REPLY : COUNT_DNAT, place);
@@ -280,7 +281,7 @@ INLINE int from_backend(struct __sk_buff *skb, struct scratch *space, const enum
 		if (!found.entry)
 			return pass();
 	} else if (!(found.entry->flags & ours) &&
-		   !(skips_stack(found.entry, place) && fits(skb, found.entry->ifindex))) {
+		   !(skips_stack(found.entry, place) && fits(skb, p, found.entry->ifindex, v6))) {
 		return pass();
 	}
 	return follow(skb, space, &found, place, v6);

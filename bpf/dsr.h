@@ -86,7 +86,7 @@ INLINE int wrap(struct __sk_buff *skb, struct scratch *space, __u32 unused, cons
 	const struct packet *p = &space->packet;
 	struct bpf_fib_lookup *hop = &space->hop;
 	struct tuple *outer = &space->reply;
-	__u32 length = packet_length(skb, p);
+	__u32 length = packet_length(skb, p, v6);
 	long result;
 
 	__builtin_memset(outer, 0, sizeof(*outer));

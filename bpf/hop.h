@@ -11,22 +11,36 @@
 #include "route.h"
 
 #define SMALLEST_MTU 1280
+#define GSO_BY_FRAGS 0xffff /* linux/skbuff.h: SCTP's packets in one, each as long as its sender made it */
+#define JUMBO_HEADER 8	    /* hop-by-hop options with the length (RFC 2675), IPV6_TLV_JUMBO alone */
 
-/* Bytes of the IP packet, of the largest of those that it stands for. */
-INLINE __u32 packet_length(struct __sk_buff *skb, const struct packet *p)
+/* Does it stand for more than IPv6's header can say? */
+INLINE bool is_jumbo(struct __sk_buff *skb, const bool v6)
 {
-	__u32 segment = skb->gso_size, length = skb->len - L3_OFFSET;
+	return v6 && skb->len > L3_OFFSET + sizeof(struct ipv6hdr) + 0xffff;
+}
+
+/* Bytes of the IP packet, of the largest of those that it stands for. Linux before 7.0 writes the length of BIG TCP's
+ * into a header that it takes away when it cuts them.
+ */
+INLINE __u32 packet_length(struct __sk_buff *skb, const struct packet *p, const bool v6)
+{
+	__u32 segment = skb->gso_size, length = p->l4 - L3_OFFSET;
 
 	if (!segment)
-		return length;
-	return p->l4 - L3_OFFSET + (p->tuple.protocol == IPPROTO_TCP ? p->header : sizeof(struct udphdr)) + segment;
+		return skb->len - L3_OFFSET;
+	if (segment == GSO_BY_FRAGS)
+		return SMALLEST_MTU;
+	if (is_jumbo(skb, v6) && length > sizeof(struct ipv6hdr))
+		length -= JUMBO_HEADER;
+	return length + (p->tuple.protocol == IPPROTO_TCP ? p->header : sizeof(struct udphdr)) + segment;
 }
 
 /* The next hop of a packet that was in the stack's hands and grows by `more` bytes. */
 INLINE long find_hop(struct __sk_buff *skb, struct bpf_fib_lookup *hop, const struct packet *p, const struct tuple *to,
 		     __u32 more, const bool v6)
 {
-	return look_up_hop(skb, skb->ifindex, packet_length(skb, p) + more, hop, to, v6);
+	return look_up_hop(skb, skb->ifindex, packet_length(skb, p, v6) + more, hop, to, v6);
 }
 
 /* One hop less to live, as every router does; before `rewrite`, which writes IPv4's with the addresses. */
@@ -82,7 +96,7 @@ INLINE int send_on(struct __sk_buff *skb, struct scratch *space, __u32 unused, c
 
 	NOTE(NOTE_HOP, hop->ifindex, result);
 	if (result == BPF_FIB_LKUP_RET_FRAG_NEEDED)
-		return CALL(complain, skb, hop->tot_len < packet_length(skb, p) ? hop->tot_len : SMALLEST_MTU);
+		return CALL(complain, skb, hop->tot_len < packet_length(skb, p, v6) ? hop->tot_len : SMALLEST_MTU);
 	if (!ends_here(result)) {
 		if (result != BPF_FIB_LKUP_RET_SUCCESS && result != BPF_FIB_LKUP_RET_NO_NEIGH)
 			return drop(COUNT_DROP_NO_ROUTE);

@@ -19,7 +19,7 @@ from dataplane.modes.ebpf.edges import pod_columns
 from dataplane.table import Backend, Detect, Entry, Frontend, Kind, Masquerade, NodeNetwork, Protocol, Route, WhenEmpty
 from tests.namespaces import fresh, loopback
 
-from .kit import DROP, NETS, PASS, REDIRECT, Bench, Net, datagram, frame, ones_complement, read, segment, syn
+from .kit import DROP, NETS, PASS, REDIRECT, Bench, Net, chunk, datagram, frame, ones_complement, read, segment, syn
 
 NODE_PORT = 30080
 OUTER = {4: "198.18.0.9", 6: "fd98::9"}
@@ -77,8 +77,8 @@ class Uplink:
         self.client = CLIENTS[net.family][0]
         bench.store.serve_node_ports_at((net.primary,))
 
-    def in_(self, packet: bytes) -> tuple[int, bytes]:
-        return run_on_packet(self.programs.program("uplink_ingress"), packet)[:2]
+    def in_(self, packet: bytes, **context: int) -> tuple[int, bytes]:
+        return run_on_packet(self.programs.program("uplink_ingress"), packet, **context)[:2]
 
     def out(self, packet: bytes) -> tuple[int, bytes]:
         return run_on_packet(self.programs.program("uplink_egress"), packet)[:2]
@@ -231,6 +231,28 @@ def test_too_big_and_expired_are_told_to_the_sender(node: Uplink) -> None:
     last = {"ttl": 1} if net.family == 4 else {"hlim": 1}
     verdict, out = node.ask(net.primary, segment(40000, NODE_PORT, "A", 1001, 2), **last)
     assert (verdict, read(out).l4[0]) == (REDIRECT, 11 if net.family == 4 else 3)
+
+
+def test_a_packet_for_many_is_as_long_as_the_longest_of_them(node: Uplink) -> None:
+    net = node.net
+    node.bench.serve(outer_service(net, [(net.backends[0], 8080)]))
+    node.ask(net.primary, syn(40000, NODE_PORT))
+    large = frame(net, node.client, net.primary, segment(40000, NODE_PORT, "A", 1001, 2, bytes(2 * MTU)))
+    fits = MTU - (40 if net.family == 4 else 60)
+    verdict, out = node.in_(large, gso_segs=3, gso_size=fits)
+    assert (verdict, read(out).dst) == (REDIRECT, net.backends[0])
+    verdict, out = node.in_(large, gso_segs=3, gso_size=fits + 1)
+    assert (verdict, read(out).dst) == (REDIRECT, node.client)
+    assert node.bench.count("too_big") == 1
+
+
+def test_packets_of_sctp_in_one_are_as_long_as_their_sender_made_them(node: Uplink) -> None:
+    """The kernel tells no length of theirs (GSO_BY_FRAGS)."""
+    net = node.net
+    node.bench.serve(outer_service(net, [(net.backends[0], 8080)], protocol=Protocol.SCTP))
+    bundle = frame(net, node.client, net.primary, chunk(40000, NODE_PORT) / Raw(bytes(2 * MTU)))
+    verdict, out = node.in_(bundle, gso_segs=3, gso_size=0xFFFF)
+    assert (verdict, read(out).dst) == (REDIRECT, net.backends[0])
 
 
 def test_a_router_behind_the_node_is_heard_by_the_client(node: Uplink) -> None:

@@ -29,6 +29,8 @@ FEATURES = {
     "bpf_set_retval": Feature((5, 18), "b44123b4a3dc, bpf: Add cgroup helpers bpf_{get,set}_retval"),
     "batch operations of LPM tries": Feature((5, 13), "March 2021, bpf: Add support for batched ops in LPM trie maps"),
     "netfilter link": Feature((6, 4), "84601d6ee68a, bpf: add bpf_link support for BPF_NETFILTER programs"),
+    "BIG TCP over IPv6": Feature((5, 19), "7c4e983c4f3c, net: allow gso_max_size to exceed 65536"),
+    "forwarding of BIG TCP over IPv6": Feature((7, 0), "1fdad81d8803, Merge branch 'big-tcp-without-hbh-in-ipv6'"),
     "ip_vs": Feature((2, 6), "in every Linux since 2.6.0, as a module of Debian"),
     "dummy device": Feature((2, 6), "in every Linux since 2.6.0, as a module of Debian"),
     "ip_set": Feature((2, 6), "2.6.39, netfilter: ipset: IP set core support"),
