@@ -227,9 +227,10 @@ def _cluster_cidrs(given: _Flags) -> tuple[str, ...]:
 
 
 def _node_port_addresses(given: _Flags) -> tuple[str, ...]:
+    """Nothing given means primary for node ports, and every address for health checks."""
     items = given.items("nodeport_addresses")
     if not items or set(items) == {"primary"}:
-        return ("primary",)
+        return items
     if "primary" in items:
         given.fail("nodeport_addresses", "can't use both 'primary' and CIDRs")
     return given.cidrs("nodeport_addresses")

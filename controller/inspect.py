@@ -206,6 +206,11 @@ def _status_lines(status: dict[str, Any]) -> Iterable[str]:
         yield f"  DOES NOT FIT: {misfit['entry']}: {misfit['reason']}"
     for sentence in dataplane["limitations"]:
         yield f"  note: {sentence}"
+    checks = status["health_checks"]
+    if checks["served"]:
+        yield f"  health-check node ports: {checks['served']} are served"
+    for trouble in (*checks["listeners"].values(), *checks["failed"].values()):
+        yield f"  NOT SERVED: {trouble}"
     for problem in status["problems"]:
         yield f"  refused: {problem['message']} ({problem['where']})"
     for service, sentences in status["conflicts"].items():

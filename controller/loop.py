@@ -26,16 +26,18 @@ from controller.cluster import Cluster
 from controller.config import Config, available_modes
 from controller.errors import ControllerError, SourceError
 from controller.events import Recorder, node, service
-from controller.model import Event, Problem, Removed, SourceState, Upserted
+from controller.figures import Figures
+from controller.health import Health
+from controller.model import EndpointSlice, Event, Problem, Removed, SourceState, Upserted
 from controller.modes import Choice, clean_others, hold_namespace, open_first, take_over
 from controller.neighbours import Neighbours
+from controller.pages import Pages
 from controller.sources import Source
 from controller.tables import Builder
 from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.mode import Question, Watched
 
 if TYPE_CHECKING:
-    from controller.metrics import Metrics
     from dataplane.mode import Programmer
 
 __all__ = ["cleanup", "run"]
@@ -71,8 +73,9 @@ class _Stop:
 
 @dataclass(slots=True)
 class _Failed:
-    """The source cannot work."""
+    """The agent cannot go on."""
 
+    what: str
     error: Exception
 
 
@@ -156,7 +159,11 @@ class _Agent:
         self.limitations: tuple[str, ...] = ()
         self.sync_seconds = 0.0
         self.latencies: deque[float] = deque(maxlen=LATENCIES)
-        self.metrics: Metrics | None = None
+        self.figures = Figures(time.time())
+        self.health = Health(
+            2 * config.options.sync_seconds, _families(), needs_node=self.source.connection is not None
+        )
+        self.pages: Pages
 
     def run(self) -> int:
         """Until told to stop."""
@@ -166,6 +173,7 @@ class _Agent:
         )  # fmt: skip
         with contextlib.ExitStack() as stack:
             stack.enter_context(hold_namespace())
+            self._serve_pages(stack)
             threading.Thread(target=self._run_source, name="source", daemon=True).start()
             stack.callback(self.stop.set)
             self._open_mode()
@@ -183,6 +191,7 @@ class _Agent:
         )  # fmt: skip
         self.repairs = 0
         choice = self.choice
+        self.pages.mode = choice.effective
         self._event("Normal", "Starting", "StartProxy", f"hybrid-proxy serves in mode {choice.effective}.")
         if choice.degraded:
             sentence = f"mode {choice.effective} serves instead of {choice.requested}: {choice.reason}"
@@ -209,10 +218,10 @@ class _Agent:
         try:
             self.source.run(self.messages.put, self.stop)
         except SourceError as error:
-            self.messages.put(_Failed(error))
+            self.messages.put(_Failed(f"no objects from {self.source.describe()}", error))
         except Exception as error:
             log.exception("the source of objects failed")
-            self.messages.put(_Failed(error))
+            self.messages.put(_Failed(f"no objects from {self.source.describe()}", error))
 
     def _watch_links(self) -> None:
         from dataplane.kernel.links import watch
@@ -230,6 +239,13 @@ class _Agent:
         if not self.drift_told.is_set():
             self.drift_told.set()
             self.messages.put(_Drift())
+
+    def _serve_pages(self, stack: contextlib.ExitStack) -> None:
+        self.pages = Pages(
+            self.config, self.health, self.figures, self._ask, self.events,
+            lambda error: self.messages.put(_Failed("a page cannot be served", error)),
+        )  # fmt: skip
+        stack.callback(self.pages.close)
 
     def _serve(self, stack: contextlib.ExitStack) -> None:
         from controller.admin import Server, socket_path
@@ -256,7 +272,7 @@ class _Agent:
                         log.info("stopping; the dataplane stays in place and traffic goes on")
                         return 0
                     case _Failed():
-                        log.error("no objects from %s: %s", self.source.describe(), message.error)
+                        log.error("%s: %s", message.what, message.error)
                         return 1
                     case _Question():
                         self._answer(message)
@@ -267,6 +283,7 @@ class _Agent:
                         maintain_at = 0.0
                     case _:
                         self._observe(message)
+            self.health.turned(time.monotonic())
             if self.unsynced and time.monotonic() >= self._due():
                 self._sync()
             if time.monotonic() >= maintain_at:
@@ -290,13 +307,18 @@ class _Agent:
             log.warning("refused: %s", event.message)
         elif isinstance(event, SourceState):
             log.log(logging.INFO if event.healthy else logging.WARNING, "%s", event.message)
-        if self.cluster.apply(event):
+        changed = self.cluster.apply(event)
+        self.figures.saw(event, changed=changed, wall=time.time())
+        if changed:
             if isinstance(event, Upserted | Removed) and event.received:
                 self.pending.append(event.received)
+            self.health.queued(time.monotonic(), _family_of(event))
             self.unsynced = True
         elif self.cluster.complete and self.ready_after is None:
             self.unsynced = True
         self.unsynced = self.unsynced and self.cluster.complete
+        here = self.cluster.node
+        self.health.node(here.eligible if here else None)
 
     def _sync(self) -> None:
         start = time.monotonic()
@@ -308,6 +330,7 @@ class _Agent:
                 self._next_mode(error)
                 return
             self.last_error = str(error)
+            self.figures.sync_failures[self.choice.effective] += 1
             log.exception("sync failed, trying again in %.1f s", self.retry_delay)
             self.retry_at = time.monotonic() + self.retry_delay
             self.retry_delay = min(2 * self.retry_delay, LONGEST_RETRY)
@@ -315,7 +338,7 @@ class _Agent:
         end = time.monotonic()
         self.unsynced, self.last_error, self.retry_at, self.retry_delay = False, "", 0.0, FIRST_RETRY
         self.sync_seconds = end - start
-        self._note_latency(end)
+        self._note_sync(end)
         if self.ready_after is None:
             self._first_sync_done(end, len(table.services))
         elif result.changed or result.removed:
@@ -332,14 +355,13 @@ class _Agent:
         self._open_mode()
         self.neighbours.mode = self.choice.effective
 
-    def _note_latency(self, end: float) -> None:
+    def _note_sync(self, end: float) -> None:
         latencies = [end - received for received in self.pending]
         self.pending.clear()
         self.latencies.extend(latencies)
-        if self.metrics is not None:
-            self.metrics.sync.observe(self.sync_seconds)
-            for latency in latencies:
-                self.metrics.change.observe(latency)
+        self.figures.synced(self.builder.table, self.sync_seconds, latencies, time.time())
+        self.health.updated(end)
+        self.pages.follow(self.builder.health_checks, self.builder.health_addresses)
 
     def _first_sync_done(self, end: float, services: int) -> None:
         self.ready_after = end - self.started
@@ -347,16 +369,6 @@ class _Agent:
         take_over(self.choice.effective, self.config.options)
         self.neighbours.settled = True
         _settle()
-        if self.config.metrics_bind_address is not None:
-            from controller.metrics import Metrics
-
-            self.metrics = Metrics(lambda: self._ask({"command": "status"}), self._traffic)
-            self.metrics.serve(self.config.metrics_bind_address)
-
-    def _traffic(self) -> list[dict[str, Any]]:
-        """For metrics, from their thread."""
-        rows: list[dict[str, Any]] = self._ask({"command": "traffic"}).get("rows", [])
-        return rows
 
     def _tell_misfits(self, misfits: dict[str, str]) -> None:
         for entry in misfits.keys() - self.misfits:
@@ -384,6 +396,7 @@ class _Agent:
         if addresses != self.addresses:
             self.addresses = addresses
             self.unsynced = self.cluster.complete
+            self.health.queued(time.monotonic())
 
     def _maintain(self) -> None:
         if self.ready_after is None:
@@ -462,6 +475,8 @@ class _Agent:
             ],
             "conflicts": {service: list(sentences) for service, sentences in self.builder.conflicts.items()},
             "neighbours": list(self.neighbours.sentences),
+            "health_checks": self.pages.status(),
+            "requests": self.source.connection.answers() if self.source.connection else [],
             "error": self.last_error,
             "ready_seconds": self.ready_after,
             "last_sync_seconds": self.sync_seconds,
@@ -474,6 +489,16 @@ class _Agent:
             "uptime_seconds": time.monotonic() - self.started,
             "dataplane": self.programmer.status(),
         }
+
+
+def _family_of(event: Event) -> int | None:
+    """The address family that a change is about, None: both."""
+    return event.object.family if isinstance(event, Upserted) and isinstance(event.object, EndpointSlice) else None
+
+
+def _families() -> tuple[int, ...]:
+    """The address families of this machine."""
+    return (4, 6) if Path("/proc/thread-self/net/if_inet6").exists() else (4,)
 
 
 def _give_memory_back_early() -> None:

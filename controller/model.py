@@ -145,10 +145,14 @@ class Replaced(msgspec.Struct, frozen=True):
 
 
 class Upserted(msgspec.Struct, frozen=True):
-    """One object, new or changed. `received` is a monotonic time in seconds, 0 when unknown."""
+    """One object, new or changed. `received` is a monotonic time in seconds, 0 when unknown.
+
+    `triggered` is when what an EndpointSlice tells of changed in the cluster, in seconds since 1970, 0 when unknown.
+    """
 
     object: Object
     received: float = 0.0
+    triggered: float = 0.0
 
 
 class Removed(msgspec.Struct, frozen=True):

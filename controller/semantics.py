@@ -32,7 +32,8 @@ from dataplane.balancing import canonical
 from dataplane.table import Backend, Detect, Entry, Frontend, Kind, Masquerade, NodeNetwork, Protocol, Route, WhenEmpty
 
 __all__ = [
-    "ALGORITHM_ANNOTATION", "Settings", "detects", "entries", "family_text", "node_network", "primary_of",
+    "ALGORITHM_ANNOTATION", "HealthCheck", "Settings", "detects", "entries", "family_text", "health_addresses",
+    "health_check", "node_network", "primary_of",
 ]  # fmt: skip
 
 ALGORITHM_ANNOTATION: Final = "hybrid-proxy.io/algorithm"
@@ -46,17 +47,17 @@ NONE_USABLE: Final = "no endpoint is ready, and none serves while it terminates"
 class Settings(msgspec.Struct, frozen=True):
     """The settings that change what a Service means; names and defaults follow kube-proxy's.
 
-    `node_port_addresses` is a list of CIDRs or exactly `("primary",)`; empty means primary. `primary`
-    overrides the node's primary address of its family (kube-proxy's `bindAddress`). `algorithms` are
-    the names that the annotation `hybrid-proxy.io/algorithm` may choose from, `algorithm` is what services
-    without it get; the table has the canonical ones (`dataplane.balancing`).
+    `node_port_addresses` is a list of CIDRs or exactly `("primary",)`; empty means primary, but see
+    `health_addresses`. `primary` overrides the node's primary address of its family (kube-proxy's `bindAddress`).
+    `algorithms` are the names that the annotation `hybrid-proxy.io/algorithm` may choose from, `algorithm` is what
+    services without it get; the table has the canonical ones (`dataplane.balancing`).
     """
 
     node_name: str = ""
     detect: Detect = Detect.CLUSTER_CIDR
     cluster_cidrs: tuple[str, ...] = ()
     pod_interface: str = ""
-    node_port_addresses: tuple[str, ...] = ("primary",)
+    node_port_addresses: tuple[str, ...] = ()
     masquerade_all: bool = False
     masquerade_bit: int = 14
     external_ips: bool = True
@@ -159,6 +160,72 @@ def detects(network: NodeNetwork, family: int) -> bool:
 def primary_of(network: NodeNetwork, family: int) -> str | None:
     """The node's primary address of a family, None when it has none."""
     return next((a for a in network.primary if family_text(a) == family), None)
+
+
+# Health-check node ports
+
+
+class HealthCheck(msgspec.Struct, frozen=True):
+    """Where a load balancer asks whether this node has endpoints of a Service, and the answer.
+
+    `local` are pairs of a family that the Service has, and how many addresses are ready on this node.
+    """
+
+    port: int
+    local: tuple[tuple[int, int], ...]
+
+    def local_endpoints(self, family: int) -> int:
+        """How many there are, for somebody who asks at an address of this family.
+
+        The endpoints of a dual-stack Service have an address of each family: they are not counted twice.
+        """
+        counts = dict(self.local)
+        return counts.get(family, max(counts.values(), default=0))
+
+
+def health_check(service: Service, slices: Iterable[EndpointSlice], node_name: str) -> HealthCheck | None:
+    """The health-check node port of a Service: of type LoadBalancer and with externalTrafficPolicy Local alone.
+
+    Endpoints count by address, whatever ports they have, if they are ready and on this node; of copies the best one
+    counts. An address of weight 0 gets no new connections and does not count.
+    """
+    if not (service.health_check_node_port and service.external_local and service.type == "LoadBalancer"):
+        return None
+    families = tuple(dict.fromkeys(family_text(address) for address in service.cluster_ips))
+    best: dict[tuple[int, str, int], Endpoint] = {}
+    for one in slices:
+        for endpoint in one.endpoints:
+            for port in one.ports:
+                key = (one.family, endpoint.address, port.port)
+                held = best.get(key)
+                if held is None or _worth(endpoint, node_name) < _worth(held, node_name):
+                    best[key] = endpoint
+    unused = {address for address, weight in service.weights if not weight}
+    ready = {
+        (family, address)
+        for (family, address, _), endpoint in best.items()
+        if node_name and endpoint.node == node_name and endpoint.ready and address not in unused
+    }
+    return HealthCheck(
+        service.health_check_node_port, tuple((family, sum(f == family for f, _ in ready)) for family in families)
+    )
+
+
+def health_addresses(settings: Settings, network: NodeNetwork) -> tuple[str, ...]:
+    """Where health-check node ports listen; `0.0.0.0` is every address of both families.
+
+    As kube-proxy's iptables mode: at every address unless `node_port_addresses` names some. Load balancers that ask
+    at their own IP (Google Cloud's) depend on it.
+    """
+    if not settings.node_port_addresses or not network.node_port_addresses:
+        return (_EVERYWHERE,)
+    everywhere = {cidr for cidr in settings.node_port_addresses if cidr.endswith("/0")}
+    if everywhere:
+        return (_EVERYWHERE,)
+    return network.node_port_addresses
+
+
+_EVERYWHERE: Final = "0.0.0.0"  # noqa: S104 (kube-proxy's default)
 
 
 # One service

@@ -14,7 +14,7 @@ from typing import Final
 
 from controller.cluster import Cluster
 from controller.model import Node
-from controller.semantics import Settings, detects, entries, node_network
+from controller.semantics import HealthCheck, Settings, detects, entries, health_addresses, health_check, node_network
 from dataplane.table import EMPTY, Entry, Frontend, Kind, NodeNetwork, Protocol, ServiceTable, socket_text
 
 __all__ = ["Builder"]
@@ -32,6 +32,17 @@ class Builder:
         self._claims = _Claims()
         self._asked: tuple[Node | None, tuple[str, ...], tuple[str, ...]] | None = None
         self._basis: object = None
+        self._checks: Mapping[str, HealthCheck] = MappingProxyType({})
+
+    @property
+    def health_checks(self) -> Mapping[str, HealthCheck]:
+        """Service -> its health-check node port, as of the last table; the very same object when none changed."""
+        return self._checks
+
+    @property
+    def health_addresses(self) -> tuple[str, ...]:
+        """Where health-check node ports listen."""
+        return health_addresses(self._settings, self._table.node)
 
     @property
     def table(self) -> ServiceTable:
@@ -60,6 +71,7 @@ class Builder:
         else:
             names = dirty.services
         self._basis = basis
+        self._check(cluster, names)
         changes = self._claims.update(cluster, {name: self._entries(cluster, name, network) for name in names})
         return self._next(changes, network)
 
@@ -70,6 +82,18 @@ class Builder:
         network = node_network(self._settings, *asked)
         self._asked = asked
         return network
+
+    def _check(self, cluster: Cluster, names: Iterable[str]) -> None:
+        """Look again at the health-check node ports of these services."""
+        changed: dict[str, HealthCheck | None] = {}
+        for name in names:
+            service = cluster.services.get(name)
+            check = service and health_check(service, cluster.slices_of(name), self._settings.node_name)
+            if check != self._checks.get(name):
+                changed[name] = check or None
+        if changed:
+            checks = {**self._checks, **changed}
+            self._checks = MappingProxyType({name: check for name, check in checks.items() if check is not None})
 
     def _entries(self, cluster: Cluster, name: str, network: NodeNetwork) -> Entries:
         service = cluster.services.get(name)

@@ -17,6 +17,7 @@ import socket
 import ssl
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlencode
@@ -91,6 +92,7 @@ class Connection:
         self._lock = threading.Lock()
         self._loaded: _Loaded | None = None
         self._sockets = _Sockets()
+        self._answers: Counter[tuple[str, str, str]] = Counter()
 
     def open(self) -> None:
         """Read the configuration; connections are made when they are needed.
@@ -106,6 +108,11 @@ class Connection:
         if self._loaded is not None:
             return self._loaded.url
         return self._master or self._kubeconfig or "this cluster"
+
+    def answers(self) -> list[tuple[str, str, str, int]]:
+        """Rows of a method, the server, the status of its answer (`<error>` without one), and how many there were."""
+        with self._lock:
+            return [(*key, count) for key, count in self._answers.items()]
 
     def get(self, path: str, query: Mapping[str, str], read_seconds: float) -> BaseHTTPResponse:
         """Ask for `path`; the body is not read yet. `read_seconds` bounds the wait for any part of it.
@@ -160,16 +167,22 @@ class Connection:
                     headers[setting["key"]] = str(setting["value"]).strip()
         # The pool itself and not RESTClientObject.request(), whose arguments differ between versions. Retries are
         # ours: urllib3 would sleep through a stop.
-        response: BaseHTTPResponse = loaded.pool.request(
-            method,
-            f"{loaded.url}{target}",
-            body=body,
-            headers=headers,
-            timeout=urllib3.Timeout(connect=_CONNECT_SECONDS, read=read_seconds),
-            preload_content=False,
-            retries=False,
-            redirect=False,
-        )
+        code = "<error>"
+        try:
+            response: BaseHTTPResponse = loaded.pool.request(
+                method,
+                f"{loaded.url}{target}",
+                body=body,
+                headers=headers,
+                timeout=urllib3.Timeout(connect=_CONNECT_SECONDS, read=read_seconds),
+                preload_content=False,
+                retries=False,
+                redirect=False,
+            )
+            code = str(response.status)
+        finally:
+            with self._lock:
+                self._answers[method, loaded.url.partition("://")[2], code] += 1
         if response.status not in _DONE:
             raise _status_error(response)
         return response

@@ -21,12 +21,24 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
 from controller.errors import Refused
-from controller.model import KINDS, Event, Ignored, Object, Problem, Removed, Replaced, SourceState, Upserted
+from controller.model import (
+    KINDS,
+    EndpointSlice,
+    Event,
+    Ignored,
+    Object,
+    Problem,
+    Removed,
+    Replaced,
+    SourceState,
+    Upserted,
+)
 from controller.parse import decode
 from controller.sources import Emit
 from controller.sources.connection import Connection, Status, StatusError, words
@@ -185,6 +197,21 @@ class _Partial(msgspec.Struct):
         return f"{self.metadata.namespace or 'default'}/{name}" if kind in {"Service", "EndpointSlice"} else name
 
 
+class _Trigger(msgspec.Struct):
+    at: object = msgspec.field(default=None, name="endpoints.kubernetes.io/last-change-trigger-time")
+
+
+class _TriggerMeta(msgspec.Struct):
+    annotations: _Trigger | None = None
+
+
+class _Triggered(msgspec.Struct):
+    """Of an EndpointSlice: since when what it tells is so. The slice controller writes it."""
+
+    metadata: _TriggerMeta | None = None
+
+
+_decode_triggered = msgspec.json.Decoder(_Triggered).decode
 _decode_page = msgspec.json.Decoder(_Page).decode
 _decode_line = msgspec.json.Decoder(_Line).decode
 _decode_partial = msgspec.json.Decoder(_Partial).decode
@@ -491,7 +518,7 @@ class _Reflector:
         if isinstance(obj, Ignored):
             self._emit(Removed(self._kind, key, received))
         else:
-            self._emit(Upserted(obj, received))
+            self._emit(Upserted(obj, received, _triggered(raw) if isinstance(obj, EndpointSlice) else 0.0))
 
     # Problems
 
@@ -527,6 +554,17 @@ def _partial(raw: msgspec.Raw) -> _Partial:
         return _decode_partial(raw)
     except msgspec.MsgspecError:
         return _Partial()
+
+
+def _triggered(raw: msgspec.Raw) -> float:
+    """When what a slice tells of changed, in seconds since 1970; 0 when it does not say so, or not in RFC 3339."""
+    try:
+        metadata = _decode_triggered(raw).metadata
+        at = metadata.annotations.at if metadata and metadata.annotations else None
+        moment = datetime.fromisoformat(at) if isinstance(at, str) else None
+        return moment.timestamp() if moment and moment.tzinfo else 0.0
+    except (msgspec.MsgspecError, ValueError, OverflowError):
+        return 0.0
 
 
 def _decode_one(kind: str, raw: msgspec.Raw) -> Object | Ignored | Refused:

@@ -28,6 +28,7 @@ GET_TABLE, GET_CHAIN = NFT | 1, NFT | 4
 TABLE_NAME, CHAIN_TABLE, CHAIN_NAME = 1, 1, 3  # linux/netfilter/nf_tables.h
 FAMILIES: Final = {"ip": 2, "ip6": 10}  # NFPROTO_IPV4, NFPROTO_IPV6
 ANSWER_SECONDS: Final = 1.0
+OURS: Final = b"\r\nserver: hybrid-proxy\r\n"  # in the answer of an agent of ours
 CHILD_SECONDS: Final = 10.0
 KUBE_CHAIN: Final = "KUBE-SERVICES"
 IPVS_DEVICE: Final = "kube-ipvs0"
@@ -148,7 +149,7 @@ def _health() -> bool:
 
 
 def _fetch(address: str) -> bytes:
-    """The body of /healthz, empty without an answer."""
+    """The body of /healthz, empty without an answer, and where an agent of ours answers."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     answer = b""
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as client:
@@ -157,7 +158,8 @@ def _fetch(address: str) -> bytes:
         client.sendall(b"GET /healthz HTTP/1.0\r\nHost: localhost\r\n\r\n")
         while len(answer) < 1 << 16 and (part := client.recv(1 << 14)):
             answer += part
-    return answer.partition(b"\r\n\r\n")[2]
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return b"" if OURS in head.lower() else body
 
 
 def _is_kube_proxy(body: bytes) -> bool:

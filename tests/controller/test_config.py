@@ -33,7 +33,7 @@ def test_defaults_are_kube_proxys() -> None:
         settings=Settings(
             node_name=name,
             detect=Detect.CLUSTER_CIDR,
-            node_port_addresses=("primary",),
+            node_port_addresses=(),
             masquerade_bit=14,
             algorithm="random",
             algorithms=frozenset(config.CHOICES),
@@ -78,7 +78,7 @@ GOOD = [
                  "cali", id="prefix"),
     pytest.param("--pod-bridge-interface=cni0", "settings.pod_interface", "", id="bridge without its mode"),
     pytest.param("--nodeport-addresses=primary", "settings.node_port_addresses", ("primary",), id="3.3 primary"),
-    pytest.param("--nodeport-addresses=",  "settings.node_port_addresses", ("primary",),           id="3.1 default"),
+    pytest.param("--nodeport-addresses=",  "settings.node_port_addresses", (),                     id="3.1 default"),
     pytest.param("--nodeport-addresses=10.0.0.0/8,fd00::/8", "settings.node_port_addresses", ("10.0.0.0/8", "fd00::/8"),
                  id="3.2 CIDRs"),
     pytest.param("--masquerade-all",       "settings.masquerade_all", True,                   id="switch"),

@@ -112,6 +112,10 @@ class TestLookAround:
         health.body = b"ok"
         assert not look_around("ebpf").health
 
+    def test_a_health_port_of_an_agent_of_ours(self, health):
+        health.version_string = lambda self: "hybrid-proxy"
+        assert not look_around("ebpf").health
+
     def test_a_health_port_that_never_answers(self):
         with socket.create_server(("127.0.0.1", HEALTH_PORT)):
             assert not look_around("ebpf").health

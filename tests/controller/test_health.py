@@ -1,0 +1,225 @@
+"""Rows 8.1 to 8.4 decided: who is well, and what is told. No socket is opened here."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from controller.health import NEVER, Answer, Health, service_answer
+from controller.model import Endpoint, EndpointPort, EndpointSlice, Service, ServicePort
+from controller.semantics import HealthCheck, Settings, health_addresses, health_check, node_network
+from dataplane.table import Protocol
+
+TIMEOUT = 60.0
+WALL = 1_700_000_000.0  # 2023-11-14T22:13:20Z
+
+
+def told(answer: Answer) -> tuple[int, dict[str, Any]]:
+    return answer.code, json.loads(answer.body)
+
+
+def programmed(at: float = 100.0) -> Health:
+    health = Health(TIMEOUT)
+    health.node(True)
+    health.turned(at)
+    health.updated(at)
+    return health
+
+
+class TestProxy:
+    """8.1 to 8.3."""
+
+    def test_before_the_first_table(self):
+        health = Health(TIMEOUT)
+        assert told(health.livez(5, WALL)) == (
+            200, {"lastUpdated": "2023-11-14T22:13:20.000000Z", "currentTime": "2023-11-14T22:13:20.000000Z",
+                  "healthy": True},
+        )  # fmt: skip
+        assert told(health.healthz(5, WALL)) == (
+            503, {"lastUpdated": NEVER, "currentTime": "2023-11-14T22:13:20.000000Z", "nodeEligible": False,
+                  "healthy": False},
+        )  # fmt: skip
+
+    def test_a_family_that_was_never_programmed_is_never_unwell(self):
+        health = Health(TIMEOUT)
+        health.queued(0)
+        assert health.livez(10 * TIMEOUT, WALL).code == 200
+
+    def test_well_is_updated_now(self):
+        health = programmed(100)
+        health.turned(170)
+        code, body = told(health.healthz(170, WALL))
+        assert code == 200
+        assert body == {
+            "lastUpdated": "2023-11-14T22:13:20.000000Z",
+            "currentTime": "2023-11-14T22:13:20.000000Z",
+            "nodeEligible": True,
+            "healthy": True,
+            "status": {
+                family: {"lastUpdated": "2023-11-14T22:12:10.000000Z", "healthy": True} for family in ("IPv4", "IPv6")
+            },
+        }
+
+    @pytest.mark.parametrize(("waited", "code"), [(TIMEOUT - 0.1, 200), (TIMEOUT, 503)])
+    def test_a_change_that_waits(self, waited, code):
+        health = programmed(100)
+        health.queued(110)
+        health.turned(110 + waited)
+        assert health.livez(110 + waited, WALL).code == code
+        assert health.healthz(110 + waited, WALL).code == code
+
+    def test_another_change_does_not_begin_the_wait_anew(self):
+        health = programmed(100)
+        health.queued(110)
+        health.queued(165)
+        health.turned(170)
+        assert health.livez(170, WALL).code == 503
+
+    def test_one_family_alone(self):
+        health = programmed(100)
+        health.queued(110, 6)
+        health.turned(180)
+        code, body = told(health.livez(180, WALL))
+        assert code == 503
+        assert {family: one["healthy"] for family, one in body["status"].items()} == {"IPv4": True, "IPv6": False}
+        assert body["lastUpdated"] == "2023-11-14T22:12:00.000000Z", "when it was, as it is not well"
+        health.updated(181)
+        assert health.livez(182, WALL).code == 200
+
+    def test_a_loop_that_does_not_turn_any_more(self):
+        health = programmed(100)
+        assert health.livez(159, WALL).code == 200
+        assert health.livez(160, WALL).code == 503
+
+    @pytest.mark.parametrize("eligible", [False, None])
+    def test_a_node_that_is_deleted_or_gone(self, eligible):
+        health = programmed(100)
+        health.node(eligible)
+        code, body = told(health.healthz(101, WALL))
+        assert (code, body["nodeEligible"], body["healthy"]) == (503, False, True)
+        code, body = told(health.livez(101, WALL))
+        assert (code, body["healthy"]) == (200, True)
+        assert "nodeEligible" not in body
+
+    def test_without_an_api_server_a_node_need_not_be_there(self):
+        health = Health(TIMEOUT, needs_node=False)
+        health.updated(100)
+        assert health.healthz(101, WALL).code == 200
+        health.node(False)
+        assert health.healthz(101, WALL).code == 503
+        health.node(None)
+        assert health.healthz(101, WALL).code == 200
+
+    def test_answers_are_counted(self):
+        health = programmed(100)
+        health.healthz(101, WALL)
+        health.livez(101, WALL)
+        health.livez(400, WALL)
+        assert dict(health.asked) == {("healthz", 200): 1, ("livez", 200): 1, ("livez", 503): 1}
+
+    def test_a_machine_without_ipv6(self):
+        health = Health(TIMEOUT, (4,))
+        health.queued(90, 6)  # a slice that no rule is made for
+        health.updated(100)
+        assert list(told(health.livez(101, WALL))[1]["status"]) == ["IPv4"]
+
+
+class TestServiceAnswer:
+    """8.4."""
+
+    @pytest.mark.parametrize(("count", "well", "code"), [(2, True, 200), (0, True, 503), (2, False, 503)])
+    def test_status_and_body(self, count, well, code):
+        answer = service_answer("shop/web", HealthCheck(30100, ((4, count),)), 4, well=well)
+        assert told(answer) == (
+            code,
+            {"service": {"namespace": "shop", "name": "web"}, "localEndpoints": count, "serviceProxyHealthy": well},
+        )
+        assert dict(answer.headers) == {
+            "X-Content-Type-Options": "nosniff",
+            "X-Load-Balancing-Endpoint-Weight": str(count),
+        }
+        assert answer.content_type == "application/json"
+
+    def test_each_family_has_its_own_count(self):
+        check = HealthCheck(30100, ((4, 2), (6, 1)))
+        assert [check.local_endpoints(family) for family in (4, 6)] == [2, 1]
+        assert HealthCheck(30100, ((4, 2),)).local_endpoints(6) == 2, "a load balancer may ask at the other family"
+
+
+ME, OTHER = "me", "other"
+WEB = Service(
+    "shop", "web", "LoadBalancer", ("10.96.0.10", "fd96::10"), ports=(ServicePort("http", Protocol.TCP, 80),),
+    external_local=True, health_check_node_port=30100,
+)  # fmt: skip
+HTTP, METRICS = EndpointPort("http", Protocol.TCP, 8080), EndpointPort("metrics", Protocol.TCP, 9090)
+
+
+def a_slice(*endpoints: Endpoint, name: str = "a", family: int = 4, ports: tuple[EndpointPort, ...] = (HTTP,)):
+    return EndpointSlice("shop", name, "shop/web", family, ports, endpoints)
+
+
+def count(*slices: EndpointSlice, service: Service = WEB, family: int = 4) -> int:
+    check = health_check(service, slices, ME)
+    assert check is not None
+    return check.local_endpoints(family)
+
+
+class TestWhoCounts:
+    """8.4: distinct local ready addresses."""
+
+    @pytest.mark.parametrize(
+        ("expected", "endpoint"),
+        [
+            pytest.param(1, Endpoint("10.1.0.1", ME), id="ready here"),
+            pytest.param(0, Endpoint("10.1.0.1", OTHER), id="ready elsewhere"),
+            pytest.param(0, Endpoint("10.1.0.1"), id="without a node"),
+            pytest.param(0, Endpoint("10.1.0.1", ME, ready=False), id="serving, not ready"),
+            pytest.param(0, Endpoint("10.1.0.1", ME, ready=False, terminating=True), id="terminating"),
+            pytest.param(1, Endpoint("10.1.0.1", ME, ready=True, terminating=True), id="publishNotReadyAddresses"),
+        ],
+    )
+    def test_one_endpoint(self, endpoint, expected):
+        assert count(a_slice(endpoint)) == expected
+
+    def test_an_address_counts_once(self):
+        here = Endpoint("10.1.0.1", ME)
+        assert count(a_slice(here, ports=(HTTP, METRICS)), a_slice(here, name="b")) == 1
+
+    def test_of_copies_the_better_one(self):
+        old, new = Endpoint("10.1.0.1", ME, ready=False, terminating=True), Endpoint("10.1.0.1", ME)
+        assert count(a_slice(old), a_slice(new, name="b")) == count(a_slice(new), a_slice(old, name="b")) == 1
+
+    def test_families_are_counted_apart(self):
+        slices = a_slice(Endpoint("10.1.0.1", ME)), a_slice(Endpoint("fd01::1", ME), Endpoint("fd01::2", ME), family=6)
+        assert [count(*slices, family=family) for family in (4, 6)] == [1, 2]
+
+    def test_weight_0_gets_no_new_connections(self):
+        service = Service(**{f: getattr(WEB, f) for f in WEB.__struct_fields__} | {"weights": (("10.1.0.1", 0),)})
+        assert count(a_slice(Endpoint("10.1.0.1", ME)), service=service) == 0
+
+    def test_no_endpoints_at_all(self):
+        assert count() == 0
+
+    @pytest.mark.parametrize(
+        "changes", [{"type": "NodePort"}, {"external_local": False}, {"health_check_node_port": 0}], ids=str
+    )
+    def test_only_load_balancers_with_local_policy(self, changes):
+        fields = {f: getattr(WEB, f) for f in WEB.__struct_fields__} | changes
+        assert health_check(Service(**fields), [a_slice(Endpoint("10.1.0.1", ME))], ME) is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        pytest.param((), ("0.0.0.0",), id="unset: as kube-proxy's iptables mode"),
+        pytest.param(("primary",), ("192.168.0.1",), id="primary: as its nftables mode"),
+        pytest.param(("10.0.0.0/8",), ("10.0.0.5",), id="some"),
+        pytest.param(("0.0.0.0/0", "::/0"), ("0.0.0.0",), id="all"),
+        pytest.param(("172.16.0.0/12",), ("0.0.0.0",), id="none of this node's: everywhere, as kube-proxy"),
+    ],
+)
+def test_where_the_ports_are(wanted, expected):
+    settings = Settings(node_name=ME, node_port_addresses=wanted, primary=("192.168.0.1",))
+    assert health_addresses(settings, node_network(settings, None, ("192.168.0.1", "10.0.0.5"), ())) == expected

@@ -1,0 +1,236 @@
+"""The server by itself, on loopback: what a hostile or clumsy client does to it, and what that does to the others."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from controller import web
+from controller.health import Answer
+from controller.web import Page, Site, Web
+
+DEADLINE = 10.0
+
+
+class Served:
+    """A web on ports that were free a moment ago, and what it said of those that were not."""
+
+    def __init__(self) -> None:
+        self.failures: list[tuple[str, str]] = []
+        self.web = Web(lambda key, trouble: self.failures.append((key, trouble)), retry_seconds=0.05)
+        self.port = free_port()
+
+    def site(self, pages: dict[str, Page], port: int = 0, *addresses: str) -> Site:
+        return Site("the site", addresses or ("127.0.0.1",), port or self.port, pages)
+
+    def follow(self, **sites: Site) -> None:
+        self.web.follow(sites)
+        until(lambda: self.web.served | set(self.web.troubles) == set(sites))
+
+    def get(self, path: str = "/", port: int = 0, address: str = "127.0.0.1") -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(address, port or self.port, timeout=5)
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        body = answer.read()
+        connection.close()
+        return answer.status, body
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=5)
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+        return port
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def ended(line: socket.socket) -> bool:
+    try:
+        return line.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def page(text: str, code: int = 200) -> Page:
+    return Page(lambda family, accept: Answer(code, text.encode(), "text/plain", ()))
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    made = Served()
+    yield made
+    made.web.close()
+
+
+def test_pages_by_path_and_all_the_others(served):
+    served.follow(a=served.site({"/one": page("1"), "*": page("rest", 503)}))
+    assert served.get("/one") == (200, b"1")
+    assert served.get("/one?x=y") == (200, b"1")
+    assert served.get("/two") == (503, b"rest")
+
+
+def test_many_requests_on_one_connection(served):
+    served.follow(a=served.site({"/": page("hello")}))
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=5)
+    for _ in range(20):
+        connection.request("POST", "/", body=b"x" * 1000)  # Go's mux does not mind either
+        answer = connection.getresponse()
+        assert (answer.status, answer.read()) == (200, b"hello")
+    assert len(served.web.connections) == 1
+    connection.close()
+    until(lambda: not served.web.connections)
+
+
+def test_requests_that_come_together_are_answered_in_turn(served):
+    served.follow(a=served.site({"/1": page("one"), "/2": Page(lambda *_: Answer(200, b"two"), slow=True)}))
+    with served.connect() as line:
+        line.sendall(b"GET /2 HTTP/1.1\r\nHost: x\r\n\r\nGET /1 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        told = b"".join(iter(lambda: line.recv(1 << 16), b""))
+    assert told.index(b"two") < told.index(b"one")
+    assert told.count(b"HTTP/1.1 200") == 2
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(b"\x16\x03\x01\x02\x00\x01\x00", id="TLS"),
+        pytest.param(b"GET / HTTP/1.1\r\n\r\n", id="no Host"),
+        pytest.param(b"GET /" + b"a" * (web.REQUEST_BYTES + 10), id="too long"),
+        pytest.param(b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: one\r\n\r\n", id="nonsense"),
+    ],
+)
+def test_what_is_no_request_is_refused(served, sent):
+    served.follow(a=served.site({"/": page("hello")}))
+    with served.connect() as line:
+        line.sendall(sent)
+        line.shutdown(socket.SHUT_WR)
+        try:
+            told = b"".join(iter(lambda: line.recv(1 << 16), b""))
+        except ConnectionResetError:
+            told = b"HTTP/1.1 4"
+    assert told.startswith(b"HTTP/1.1 4")
+    assert served.get() == (200, b"hello")
+
+
+def test_a_page_that_fails_is_its_own_trouble(served):
+    def broken(family: int, accept: str) -> Answer:
+        raise ValueError("no")
+
+    served.follow(a=served.site({"/": page("hello"), "/broken": Page(broken), "/slow": Page(broken, slow=True)}))
+    assert served.get("/broken")[0] == served.get("/slow")[0] == 500
+    assert served.get() == (200, b"hello")
+
+
+def test_a_slow_page_keeps_nobody_waiting(served):
+    release = threading.Event()
+
+    def slow(family: int, accept: str) -> Answer:
+        release.wait(DEADLINE)
+        return Answer(200, b"at last")
+
+    served.follow(a=served.site({"/": page("hello"), "/slow": Page(slow, slow=True)}))
+    found: list[tuple[int, bytes]] = []
+    asker = threading.Thread(target=lambda: found.append(served.get("/slow")))
+    asker.start()
+    assert served.get() == (200, b"hello")
+    assert not found
+    release.set()
+    asker.join(DEADLINE)
+    assert found == [(200, b"at last")]
+
+
+def test_the_oldest_of_too_many_connections_ends(served, monkeypatch):
+    monkeypatch.setattr(web, "CONNECTIONS", 3)
+    served.follow(a=served.site({"/": page("hello")}))
+    lines = [served.connect() for _ in range(3)]
+    until(lambda: len(served.web.connections) == 3)
+    assert served.get() == (200, b"hello")
+    assert ended(lines[0])
+    for line in lines:
+        line.close()
+
+
+def test_who_says_nothing_is_ended(served, monkeypatch):
+    monkeypatch.setattr(web, "IDLE_SECONDS", 0.05)
+    served.follow(a=served.site({"/": page("hello")}))
+    with served.connect() as line:
+        line.sendall(b"GET / HT")
+        assert ended(line)
+
+
+def test_sites_come_change_and_go(served):
+    other = free_port()
+    served.follow(a=served.site({"/": page("a")}))
+    served.follow(a=served.site({"/": page("A")}), b=served.site({"/": page("b")}, other))
+    assert [served.get(), served.get(port=other)] == [(200, b"A"), (200, b"b")]
+    served.follow(b=served.site({"/": page("b")}, other))
+    until(lambda: served.web.served == {"b"})
+    with pytest.raises(ConnectionRefusedError):
+        served.get()
+    assert served.get(port=other) == (200, b"b")
+
+
+def test_a_site_that_closes_ends_its_connections(served):
+    served.follow(a=served.site({"/": page("a")}))
+    with served.connect() as line:
+        until(lambda: served.web.connections)
+        served.web.follow({})
+        assert ended(line)
+
+
+def test_half_of_a_site_is_none(served):
+    """kube-proxy, too, serves a health check at all its addresses or not at all."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.3", 0))
+        port = taken.getsockname()[1]
+        taken.listen()
+        served.follow(a=served.site({"/": page("a")}, port, "127.0.0.2", "127.0.0.3"))
+        assert not served.web.served
+        with pytest.raises(ConnectionRefusedError):
+            served.get(port=port, address="127.0.0.2")
+        time.sleep(0.2)  # several tries
+        assert len(served.failures) == 1, "told once"
+        assert f"127.0.0.3:{port}: another socket has this port" in served.failures[0][1]
+    until(lambda: served.web.served == {"a"})
+    assert served.get(port=port, address="127.0.0.2") == (200, b"a")
+    assert served.get(port=port, address="127.0.0.3") == (200, b"a")
+
+
+def test_every_address_means_both_families(served):
+    families: list[int] = []
+
+    def note(family: int, accept: str) -> Answer:
+        families.append(family)
+        return Answer(200, b"")
+
+    served.follow(a=served.site({"*": Page(note)}, 0, "0.0.0.0"))
+    served.get()
+    served.get(address="::1")
+    assert families == [4, 6]
+
+
+def test_an_address_that_is_not_there_yet(served):
+    served.follow(a=served.site({"/": page("a")}, 0, "192.0.2.77", "2001:db8::77"))
+    assert served.web.served == {"a"}
+
+
+def test_nothing_listens_after_the_end(served):
+    served.follow(a=served.site({"/": page("a")}))
+    served.web.close()
+    with pytest.raises(ConnectionRefusedError):
+        served.get()
+    served.web.follow({})  # too late, and no error
