@@ -22,7 +22,7 @@ else
 Q := @
 endif
 
-.PHONY: help demo test test-kernels check bench setup vm bpf format clean
+.PHONY: help demo test test-kernels check bench setup vm bpf docs format clean
 .DEFAULT_GOAL := help
 
 help: ## print this list
@@ -53,6 +53,9 @@ setup: $(STAMPS)/apt $(STAMPS)/venv bpf ## install what is missing: packages, th
 vm: setup $(STAMPS)/vm ## install what tests on other kernels need (QEMU)
 
 bpf: $(BUILT) ## compile the BPF programs (clang)
+
+docs: setup ## write the pages that are made of definitions: docs/configuration.md and its JSON schema
+	$(Q)$(PYTHON) -m controller.reference .
 
 format: setup ## format Python and C in place
 	$(Q)$(VENV)/bin/ruff format .

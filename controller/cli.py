@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from controller.config import ADMIN_SOCKET, CHOICES, MODES, SCHEDULERS, Config, from_flags
+from controller.config import ADMIN_SOCKET, CHOICES, MODES, REMOVED_FLAGS, SCHEDULERS, Config, from_flags
 from controller.errors import ConfigError, ControllerError
 from dataplane.errors import DataplaneError
 
@@ -52,11 +52,11 @@ def _output(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _admin(parser: argparse._ActionsContainer) -> None:
+def _admin(parser: argparse._ActionsContainer, default: str | None = ADMIN_SOCKET) -> None:
     parser.add_argument(
         "--admin-socket",
         metavar="PATH",
-        default=ADMIN_SOCKET,
+        default=default,
         help=f"where the agent listens for commands (default: {ADMIN_SOCKET})",
     )
 
@@ -220,9 +220,73 @@ def _places(group: argparse._ActionsContainer) -> None:
     group.add_argument("--pin-root", metavar="PATH", help="folder on a BPF file system for the pins (default: found)")
 
 
+def _files(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("configuration files (docs/configuration.md)")
+    _config(group)
+    group.add_argument(
+        "--write-config-to", metavar="FILE", help="write the configuration that the others make, in full, and end"
+    )
+    _switch(group, "--cleanup", "as the command cleanup")
+    _switch(group, "--init-only", "set what the node needs as root (connection tracking), and end")
+
+
+def _config(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--config",
+        metavar="FILE",
+        help="a KubeProxyConfiguration, a HybridProxyConfiguration, or both. kube-proxy's flags are ignored with it, "
+        "as kube-proxy does, but for --hostname-override, --master and those of the log; flags that it does not have "
+        "count over the file. A change is applied while it runs, or told where it needs a restart",
+    )
+
+
+# kube-proxy's flags that are seldom needed, or have no effect here.
+_MORE: Final = (
+    ("feature-gates", "GATE=BOOL,...", "AllowServiceExternalIPs=false: do not serve external IPs; others are told"),
+    ("iptables-min-sync-period", "TIME", "rest after a sync; all modes but ipvs (default: none)"),
+    ("ipvs-sync-period", "TIME", "as --iptables-sync-period, in mode ipvs"),
+    ("ipvs-min-sync-period", "TIME", "as --iptables-min-sync-period, in mode ipvs"),
+    ("oom-score-adj", "N", "how readily the kernel ends the agent, -1000 to 1000 (default: -999)"),
+    ("conntrack-max-per-core", "N", "nf_conntrack_max for each CPU; 0: leave it (default: 32768)"),
+    ("conntrack-min", "N", "nf_conntrack_max at least (default: 131072)"),
+    ("healthz-port", "PORT", "0: as an empty --healthz-bind-address"),
+    ("metrics-port", "PORT", "0: as an empty --metrics-bind-address"),
+    ("kube-api-content-type", "TYPE", ""),
+    ("kube-api-qps", "N", ""),
+    ("kube-api-burst", "N", ""),
+    ("config-sync-period", "TIME", ""),
+    ("show-hidden-metrics-for-version", "VERSION", ""),
+    ("vmodule", "PATTERN=N,...", ""),
+    ("log-flush-frequency", "TIME", ""),
+    ("log-json-info-buffer-size", "SIZE", ""),
+    ("log-text-info-buffer-size", "SIZE", ""),
+)
+_MORE_SWITCHES: Final = (
+    ("conntrack-tcp-be-liberal", "let packets out of a connection's window pass as known ones"),
+    ("iptables-localhost-nodeports", ""),
+    ("log-json-split-stream", ""),
+    ("log-text-split-stream", ""),
+    ("windows-service", ""),
+)
+
+
+def _kube_proxys(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("more of kube-proxy's flags, for its manifests")
+    for name, metavar, text in _MORE:
+        repeated: dict[str, Any] = {"action": "append"} if name == "feature-gates" else {}
+        group.add_argument(f"--{name}", metavar=metavar, help=text or "checked, and has no effect here", **repeated)
+    for name, text in _MORE_SWITCHES:
+        _switch(group, f"--{name}", text or "checked, and has no effect here")
+    for name in REMOVED_FLAGS:
+        parser.add_argument(f"--{name.replace('_', '-')}", nargs="?", const="true", help=argparse.SUPPRESS)
+
+
 def _logging(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what it says")
-    group.add_argument("--log-format", metavar="text|json", help="for people, or one JSON object a line")
+    group.add_argument(
+        "--logging-format", "--log-format", metavar="text|json", dest="logging_format",
+        help="for people, or one JSON object a line (default: text)",
+    )  # fmt: skip
     group.add_argument("-v", "--v", metavar="N", dest="v", help="how much: 0 (default) to 10, as kube-proxy's")
 
 
@@ -369,11 +433,12 @@ def parser() -> argparse.ArgumentParser:
     run = command(
         "run", "serve the cluster's Services on this node", _RUN, "[--manifests PATH | --kubeconfig FILE] [flags]"
     )
+    _files(run)
     _sources(run)
     _settings(run)
     _dataplane(run)
     group = run.add_argument_group("where it can be asked")
-    _admin(group)
+    _admin(group, None)  # a file may say it
     group.add_argument(
         "--healthz-bind-address",
         metavar="IP[:PORT]",
@@ -387,6 +452,7 @@ def parser() -> argparse.ArgumentParser:
     _switch(group, "--bind-address-hard-fail", "end when health or metrics cannot be served there, instead of retrying")
     _switch(group, "--profiling", "serve pages for debugging beside the metrics")
     _switch(group, "--metrics-per-backend", "count traffic for each backend instead of each service port")
+    _kube_proxys(run)
     _logging(run)
     _output(run)
 
@@ -437,6 +503,7 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument("--manifests", metavar="PATH", help="a file or folder of YAML and JSON")
     group.add_argument("--live", action="store_true", help="ask the agent and the program in the kernel instead")
     _admin(group)
+    _config(group)
     _settings(explain)
     _output(explain)
 
@@ -485,11 +552,12 @@ def _call(args: argparse.Namespace) -> int:
             from controller.lab import commands
 
             return commands.main(args)
-        case "run" | "cleanup":
+        case "run":
+            return _run(args)
+        case "cleanup":
             from controller import loop
 
-            config = from_flags(vars(args))
-            return loop.run(config) if args.command == "run" else loop.cleanup(config)
+            return loop.cleanup(from_flags(vars(args)))
         case "drops" | "trace":
             from controller import watch
 
@@ -499,12 +567,45 @@ def _call(args: argparse.Namespace) -> int:
     return inspect.show(args.command, args)
 
 
+def _run(args: argparse.Namespace) -> int:
+    flags = vars(args)
+    loaded = None
+    if args.config or args.write_config_to:  # otherwise nothing of documents and YAML is needed
+        from controller import configfile
+
+        loaded = configfile.load(Path(args.config), flags) if args.config else configfile.of_flags(flags)
+        if args.write_config_to:
+            for warning in loaded.config.warnings:
+                _say(f"warning: {warning}")
+            configfile.write(Path(args.write_config_to), loaded)
+            return OK
+    from controller import loop
+
+    config = loaded.config if loaded else from_flags(flags)
+    followed = loop.Followed(Path(args.config), flags, loaded) if loaded else None
+
+    if config.task == "cleanup":
+        return loop.cleanup(config)
+    if config.task == "prepare":
+        return loop.prepare_node(config)
+    return loop.run(config, followed)
+
+
+def _config_of(flags: dict[str, Any]) -> Config:
+    """Of flags, or of a file and the flags that count beside it."""
+    if not flags["config"]:
+        return from_flags(flags)
+    from controller.configfile import load
+
+    return load(Path(flags["config"]), flags).config
+
+
 def _say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
 def _explain(args: argparse.Namespace) -> int:
-    config = from_flags({**vars(args), "manifests": None})
+    config = _config_of({**vars(args), "manifests": None})
     if bool(args.flows) == bool(args.source or args.target):
         raise ConfigError("say which packets: --from and --to for one, or --flows for many")
     if not args.flows and not (args.source and args.target):

@@ -1,15 +1,17 @@
-"""One frozen `Config` from the command line. Names and defaults are kube-proxy's where the meaning is.
+"""One frozen `Config` from flags and files. Names and defaults are kube-proxy's where the meaning is.
 
-The command line hands over texts as they were typed, by flag name; everything is checked here, so that
-each error names the flag and its value, and nothing is touched before all flags are good.
+The command line hands over texts as they were typed, by flag name, and `controller.configfile` hands over fields of
+documents in the same form; everything is checked here, so that each error names the flag, or file and field, with its
+value, and nothing is touched before all of it is good. What has no effect is in `Config.warnings`, with the reason.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
 import msgspec
 
@@ -21,14 +23,22 @@ from dataplane.balancing import ALGORITHMS, ALIASES
 from dataplane.mode import Options
 from dataplane.table import Detect
 
-__all__ = ["ADMIN_SOCKET", "CHOICES", "MODES", "SCHEDULERS", "Config", "Endpoint", "available_modes", "from_flags"]
+__all__ = [
+    "ADMIN_SOCKET", "CHOICES", "MODES", "REMOVED_FLAGS", "SCHEDULERS", "UNUSED", "Config", "Conntrack", "Endpoint",
+    "available_modes", "duration", "from_flags",
+]  # fmt: skip
+
+T = TypeVar("T")
 
 ADMIN_SOCKET: Final = "/run/hybrid-proxy/admin.sock"
 HEALTHZ_PORT: Final = 10256
 METRICS_PORT: Final = 10249
 AUTO: Final = "auto"  # the first mode that works here
 MODES: Final = ("ebpf", "nftables", "iptables", "ipvs", "userspace")  # all that there will be, best first
-
+KUBE_PROXYS_MODES: Final = ("iptables", "ipvs", "nftables")
+USUAL_REST: Final = 1.0  # seconds, minSyncPeriod's default in kube-proxy
+_INT32: Final = (1 << 31) - 1
+_LONGEST_UDP: Final = _INT32 // 1000  # the programs count it in jiffies, of which a second has 1,000 at most
 
 # Those of the kernel (net/netfilter/ipvs); what a kernel lacks is told when it is used.
 SCHEDULERS: Final = ("rr", "wrr", "lc", "wlc", "lblc", "lblcr", "dh", "sh", "sed", "nq", "fo", "ovf", "mh", "twos")
@@ -42,6 +52,18 @@ class Endpoint(msgspec.Struct, frozen=True):
     port: int
 
 
+class Conntrack(msgspec.Struct, frozen=True):
+    """The kernel's connection tracking as kube-proxy sets it; 0 leaves a value as it is. Times in seconds."""
+
+    max_per_core: int = 32_768
+    minimum: int = 131_072
+    tcp_timeout_established: int = 86_400
+    tcp_timeout_close_wait: int = 3_600
+    tcp_be_liberal: bool = False
+    udp_timeout: int = 0
+    udp_timeout_stream: int = 0
+
+
 class Config(msgspec.Struct, frozen=True):
     """Everything that `run` needs.
 
@@ -49,7 +71,9 @@ class Config(msgspec.Struct, frozen=True):
     `master`, or by the pod's service account when both are None. `node_addresses` are the addresses on the
     node's interfaces; empty: they are read from the interfaces. `healthz_bind_address` and `metrics_bind_address`
     are where health and metrics are served, None: nowhere; with `bind_address_hard_fail` the agent ends when it
-    cannot listen there. `enable_profiling` adds pages for debugging to those of the metrics.
+    cannot listen there. `enable_profiling` adds pages for debugging to those of the metrics. `min_sync_seconds` is
+    the rest after a sync. `oom_score_adj` is what proc_pid_oom_score_adj(5) says. `warnings` are sentences about
+    settings that have no effect. `task` is serve, cleanup or prepare (--cleanup, --init-only).
     """
 
     settings: Settings
@@ -68,6 +92,11 @@ class Config(msgspec.Struct, frozen=True):
     admin_socket: str = ADMIN_SOCKET
     log_format: str = "text"
     verbosity: int = 0
+    min_sync_seconds: float = 0.0
+    oom_score_adj: int = -999
+    conntrack: Conntrack = Conntrack()
+    warnings: tuple[str, ...] = ()
+    task: str = "serve"
 
 
 def available_modes() -> tuple[str, ...]:
@@ -78,43 +107,51 @@ def available_modes() -> tuple[str, ...]:
     return (*(mode for mode in MODES if mode in found), *sorted(found.difference(MODES)))
 
 
-def from_flags(flags: Mapping[str, Any]) -> Config:
+def from_flags(flags: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> Config:
     """A checked configuration.
 
     Args:
         flags: values by name, `cluster_cidr` for `--cluster-cidr`, as argparse's `vars()` gives them: texts,
             lists of texts for flags that may be repeated, None for what was not given. Others are ignored.
+        origins: for values that come from a file, where they stand there; None: there is no file.
 
     Raises:
-        ConfigError: names a flag, its value and what is possible.
+        ConfigError: names a flag, or file and field, its value and what is possible.
     """
-    given = _Flags(flags)
+    given = _Flags(flags, origins)
     default = Config(Settings())
+    mode = _mode(given)
+    settings = _settings(given, mode)
     config = Config(
-        settings=_settings(given),
-        options=_options(given),
-        mode=_mode(given),
+        settings=settings,
+        options=_options(given, mode),
+        mode=mode,
         strict_mode=given.flag("strict_mode"),
         manifests=Path(text) if (text := given.text("manifests")) else None,
         kubeconfig=given.text("kubeconfig") or None,
         master=given.text("master") or None,
         node_addresses=given.addresses("node_addresses"),
-        healthz_bind_address=_endpoint(given, "healthz_bind_address", default.healthz_bind_address, HEALTHZ_PORT),
-        metrics_bind_address=_endpoint(given, "metrics_bind_address", default.metrics_bind_address, METRICS_PORT),
+        healthz_bind_address=_endpoint(given, "healthz", default.healthz_bind_address, settings),
+        metrics_bind_address=_endpoint(given, "metrics", default.metrics_bind_address, settings),
         bind_address_hard_fail=given.flag("bind_address_hard_fail"),
         enable_profiling=given.flag("profiling"),
         metrics_per_backend=given.flag("metrics_per_backend"),
         admin_socket=given.text("admin_socket") or ADMIN_SOCKET,
-        log_format=given.choice("log_format", ("text", "json")),
-        verbosity=given.number("v", 0, 0, 10),
+        log_format=given.choice("logging_format", ("text", "json")),
+        verbosity=given.number("v", 0, 0, _INT32),
+        min_sync_seconds=_rest(given, mode),
+        oom_score_adj=given.number("oom_score_adj", default.oom_score_adj, -1000, 1000),
+        conntrack=_conntrack(given),
+        task="cleanup" if given.flag("cleanup") else "prepare" if given.flag("init_only") else "serve",
     )
     if config.manifests and (config.kubeconfig or config.master):
-        other = "kubeconfig" if config.kubeconfig else "master"
-        given.fail("manifests", f"cannot be used together with --{other}: there is one source of objects")
-    return config
+        other = given.called("kubeconfig" if config.kubeconfig else "master")
+        given.fail("manifests", f"cannot be used together with {other}: there is one source of objects")
+    _look_at_unused(given)
+    return msgspec.structs.replace(config, warnings=tuple(given.warnings))
 
 
-def _settings(given: _Flags) -> Settings:
+def _settings(given: _Flags, mode: str) -> Settings:
     detect = _detect(given)
     return Settings(
         node_name=_node_name(given),
@@ -122,17 +159,24 @@ def _settings(given: _Flags) -> Settings:
         cluster_cidrs=_cluster_cidrs(given),
         pod_interface=_pod_interface(given, detect),
         node_port_addresses=_node_port_addresses(given),
-        masquerade_all=given.flag("masquerade_all"),
-        masquerade_bit=given.number("iptables_masquerade_bit", 14, 0, 31),
+        masquerade_all=given.flag(_own(given, mode, "nftables_masquerade_all", "masquerade_all")),
+        masquerade_bit=given.number(_own(given, mode, "nftables_masquerade_bit", "iptables_masquerade_bit"), 14, 0, 31),
+        external_ips=_feature_gates(given),
         primary=_bind_address(given),
         algorithm=given.choice("algorithm", CHOICES),
         algorithms=frozenset(CHOICES),
     )
 
 
-def _options(given: _Flags) -> Options:
+def _own(given: _Flags, mode: str, nftables: str, shared: str) -> str:
+    """A setting of mode nftables has a field of its own and no flag: there the one of all modes counts."""
+    return nftables if mode == "nftables" and given.of_file else shared
+
+
+def _options(given: _Flags, mode: str) -> Options:
     default = Options()
     first, last = _masquerade_ports(given, default)
+    conntrack = _conntrack(given)
     return Options(
         pod_interfaces=given.items("pod_interfaces"),
         uplink_interfaces=given.items("uplink_interfaces"),
@@ -145,6 +189,8 @@ def _options(given: _Flags) -> Options:
         probe_failures=given.number("probe_failures", default.probe_failures, 1, 1000),
         fast_path=not given.flag("no_fast_path"),
         count_traffic=not given.flag("no_traffic_counters"),
+        event_rate=given.number("event_rate", default.event_rate, 0, 1_000_000),
+        reject_rate=given.number("reject_rate", default.reject_rate, 0, 100_000_000),
         answer_ping=given.flag("answer_ping"),
         xdp=given.choice("xdp", ("auto", "native", "off")),
         max_services=given.number("max_services", default.max_services, 1, 1 << 24),
@@ -155,20 +201,156 @@ def _options(given: _Flags) -> Options:
         port_first=first,
         dsr=given.choice("dsr", ("off", "ipip")) == "ipip",
         port_count=last - first + 1,
-        tcp_timeout_established=int(
-            given.seconds("conntrack_tcp_timeout_established", default.tcp_timeout_established)
-        ),
-        tcp_timeout_close_wait=int(given.seconds("conntrack_tcp_timeout_close_wait", default.tcp_timeout_close_wait)),
-        udp_timeout=int(given.seconds("conntrack_udp_timeout", default.udp_timeout)),
-        udp_timeout_stream=int(given.seconds("conntrack_udp_timeout_stream", default.udp_timeout_stream)),
-        sync_seconds=given.seconds("iptables_sync_period", default.sync_seconds),
-        ipvs_scheduler=given.choice("ipvs_scheduler", SCHEDULERS),
+        # 0 leaves the kernel's value as it is; the programs have none of their own to leave.
+        tcp_timeout_established=conntrack.tcp_timeout_established or default.tcp_timeout_established,
+        tcp_timeout_close_wait=conntrack.tcp_timeout_close_wait or default.tcp_timeout_close_wait,
+        udp_timeout=min(conntrack.udp_timeout or default.udp_timeout, _LONGEST_UDP),
+        udp_timeout_stream=min(conntrack.udp_timeout_stream or default.udp_timeout_stream, _LONGEST_UDP),
+        sync_seconds=given.seconds(_period(given, mode, "sync_period"), default.sync_seconds, more_than=0),
+        ipvs_scheduler=_of_ipvs(given, mode, lambda: given.choice("ipvs_scheduler", SCHEDULERS), SCHEDULERS[0]),
         ipvs_strict_arp=given.flag("ipvs_strict_arp"),
-        ipvs_exclude_cidrs=given.cidrs("ipvs_exclude_cidrs"),
-        ipvs_tcp_timeout=int(given.seconds("ipvs_tcp_timeout", 0)),
-        ipvs_tcpfin_timeout=int(given.seconds("ipvs_tcpfin_timeout", 0)),
-        ipvs_udp_timeout=int(given.seconds("ipvs_udp_timeout", 0)),
+        ipvs_exclude_cidrs=_of_ipvs(given, mode, lambda: given.cidrs("ipvs_exclude_cidrs"), ()),
+        ipvs_tcp_timeout=_of_ipvs(given, mode, lambda: given.whole_seconds("ipvs_tcp_timeout", 0), 0),
+        ipvs_tcpfin_timeout=_of_ipvs(given, mode, lambda: given.whole_seconds("ipvs_tcpfin_timeout", 0), 0),
+        ipvs_udp_timeout=_of_ipvs(given, mode, lambda: given.whole_seconds("ipvs_udp_timeout", 0), 0),
     )
+
+
+def _of_ipvs(given: _Flags, mode: str, read: Callable[[], T], default: T) -> T:
+    """As kube-proxy: what mode ipvs alone needs is no error in another mode."""
+    try:
+        return read()
+    except ConfigError as error:
+        if mode == "ipvs":
+            raise
+        given.warnings.append(f"{error}; the default is used, which matters in mode ipvs alone")
+        return default
+
+
+def _period(given: _Flags, mode: str, what: str) -> str:
+    """The setting of this mode's section."""
+    return f"ipvs_{what}" if mode == "ipvs" else _own(given, mode, f"nftables_{what}", f"iptables_{what}")
+
+
+def _rest(given: _Flags, mode: str) -> float:
+    """How long to wait after a sync.
+
+    kube-proxy's second is there because its syncs are costly. Here a change costs what changed: the default is 0,
+    and what was set to something else counts.
+    """
+    default = 0.0 if mode == "ipvs" else USUAL_REST
+    name = _period(given, mode, "min_sync_period")
+    rest = given.seconds(name, default)
+    if rest > given.seconds(_period(given, mode, "sync_period"), Options().sync_seconds):
+        given.fail(name, f"is longer than {given.called(_period(given, mode, 'sync_period'))}")
+    return 0.0 if rest == default else rest
+
+
+def _conntrack(given: _Flags) -> Conntrack:
+    default = Conntrack()
+    return Conntrack(
+        max_per_core=given.number("conntrack_max_per_core", default.max_per_core, 0, _INT32),
+        minimum=given.number("conntrack_min", default.minimum, 0, _INT32),
+        tcp_timeout_established=given.whole_seconds(
+            "conntrack_tcp_timeout_established", default.tcp_timeout_established
+        ),
+        tcp_timeout_close_wait=given.whole_seconds("conntrack_tcp_timeout_close_wait", default.tcp_timeout_close_wait),
+        tcp_be_liberal=given.flag("conntrack_tcp_be_liberal"),
+        udp_timeout=given.whole_seconds("conntrack_udp_timeout", default.udp_timeout),
+        udp_timeout_stream=given.whole_seconds("conntrack_udp_timeout_stream", default.udp_timeout_stream),
+    )
+
+
+# Gates of kube-proxy that were for things which are always done here (KEP-1880, 2433, 1669, 4444, 1860, 3866).
+_ALWAYS: Final = frozenset({
+    "MultiCIDRServiceAllocator", "TopologyAwareHints", "ProxyTerminatingEndpoints", "ServiceTrafficDistribution",
+    "PreferSameTrafficDistribution", "LoadBalancerIPMode", "NFTablesProxyMode", "KubeProxyIPVS",
+    "EndpointSliceProxying", "ServiceInternalTrafficPolicy", "IPv6DualStack", "SCTPSupport",
+})  # fmt: skip
+
+
+def _feature_gates(given: _Flags) -> bool:
+    """Whether external IPs are served (gate AllowServiceExternalIPs, KEP-5707); no other gate has a meaning here."""
+    external_ips = True
+    for item in given.items("feature_gates"):
+        gate, equals, text = item.partition("=")
+        if not equals or text.strip() not in _TRUE | _FALSE:
+            given.fail("feature_gates", f"{item!r} is not of the form GATE=true or GATE=false")
+        on = text.strip() in _TRUE
+        if gate.strip() == "AllowServiceExternalIPs":
+            external_ips = on
+        elif gate.strip() not in _ALWAYS:
+            given.warn("feature_gates", f"{gate.strip()} has no meaning here")
+        elif not on:
+            given.warn("feature_gates", f"{gate.strip()} cannot be turned off")
+    return external_ips
+
+
+# Settings of kube-proxy without an effect here, by name; `controller.documents` has the reasons.
+UNUSED: Final = (
+    "config_sync_period", "enable_dsr", "forward_healthcheck_vip", "iptables_localhost_nodeports",
+    "kube_api_accept", "kube_api_burst", "kube_api_content_type", "kube_api_qps", "log_flush_frequency",
+    "log_json_info_buffer_size", "log_json_split_stream", "log_text_info_buffer_size", "log_text_split_stream",
+    "network_name", "proxy_port_range", "root_hns_endpoint_name", "show_hidden_metrics_for_version", "source_vip",
+    "vmodule", "windows_service",
+)  # fmt: skip
+# Flags that kube-proxy had until 1.26 and that old manifests still pass (KEP-2845).
+REMOVED_FLAGS: Final = (
+    "add_dir_header", "alsologtostderr", "log_backtrace_at", "log_dir", "log_file", "log_file_max_size",
+    "logtostderr", "one_output", "skip_headers", "skip_log_headers", "stderrthreshold",
+    "cleanup_ipvs", "proxy_port_range", "udp_timeout",
+)  # fmt: skip
+_LIKE_JSON: Final = ("", "application/json", "application/vnd.kubernetes.protobuf")
+
+
+def _look_at_unused(given: _Flags) -> None:
+    """Settings without an effect are checked as kube-proxy does, and told when they are not the default."""
+    for name in REMOVED_FLAGS:
+        if name not in UNUSED and given.text(name) is not None:
+            given.warn(name, "kube-proxy has no such flag any more; it has no effect, logs go to stderr")
+    named = [name for name in UNUSED if given.text(name) is not None]
+    if not named:
+        return
+    from controller.documents import rows
+
+    known = {row.name: row for row in rows()}
+    for name in named:
+        row = known[name]
+        if row.setting.is_duration:
+            usual: object = duration(row.default)
+            told: object = given.seconds(name, 0, **({"more_than": 0} if name == "config_sync_period" else {}))
+        elif row.type is bool:
+            usual, told = row.default, given.flag(name)
+        elif row.type is int:
+            usual, told = row.default, given.number(name, 0, 0, _INT32)
+        elif row.type is float:
+            usual, told = row.default, given.rate(name)
+        else:
+            usual, told = row.default or "", given.text(name)
+        if (
+            name == "show_hidden_metrics_for_version"
+            and told
+            and not re.fullmatch(r"[0-9]{1,3}\.[0-9]{1,3}", str(told))
+        ):
+            given.fail(name, "is not of the form MAJOR.MINOR, such as 1.35")
+        if name == "iptables_localhost_nodeports":  # that it is on in kube-proxy's mode iptables is what has no effect
+            usual = False if _mode(given) in (AUTO, "iptables") else told
+        if told != usual and not (name in ("kube_api_content_type", "kube_api_accept") and told in _LIKE_JSON):
+            given.warn(name, f"has no effect: {row.setting.unused}")
+
+
+_UNITS: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION: Final = re.compile(r"[-+]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:ns|us|µs|μs|ms|s|m|h))+|[-+]?0")
+_PART: Final = re.compile(r"([0-9]*\.?[0-9]*)(ns|us|µs|μs|ms|s|m|h)")
+_LONGEST: Final = (1 << 63) / 1e9  # seconds in Go's time.Duration, which counts nanoseconds in 64 bits
+
+
+def duration(text: str) -> float | None:
+    """Seconds of a duration as Go reads it (`time.ParseDuration`), such as 1m30s, -5ms or 0; None: it is none."""
+    if len(text) > 100 or not _DURATION.fullmatch(text):
+        return None
+    seconds = sum((float(number) * _UNITS[unit] for number, unit in _PART.findall(text)), 0.0)
+    return None if seconds >= _LONGEST else -seconds if text.startswith("-") else seconds
 
 
 def _masquerade_ports(given: _Flags, default: Options) -> tuple[int, int]:
@@ -212,7 +394,7 @@ def _pod_interface(given: _Flags, detect: Detect) -> str:
         return ""
     text = given.text(name)
     if not text:
-        given.fail(name, f"is needed with --detect-local-mode {detect.value}")
+        given.fail(name, f"is needed with {given.called('detect_local_mode')} {detect.value}")
     if len(text) > 15 or re.search(r"[\s/]", text):
         given.fail(name, "is not the name of an interface (15 characters at most)")
     return text
@@ -249,30 +431,39 @@ def _bind_address(given: _Flags) -> tuple[str, ...]:
 
 
 def _mode(given: _Flags) -> str:
-    mode = given.text("proxy_mode")
+    name = "mode" if given.text("mode") else "proxy_mode"  # our document's field wins
+    mode = given.text(name)
     if not mode or mode == AUTO:
         return AUTO
     available = available_modes()
+    if name == "proxy_mode" and given.of_file and mode not in KUBE_PROXYS_MODES:
+        given.fail(
+            name, f"is not one of {', '.join(KUBE_PROXYS_MODES)} or blank; others: HybridProxyConfiguration.mode"
+        )
     if mode not in available:
         if mode in MODES:
-            given.fail("proxy_mode", f"this version does not have that mode yet; it has {', '.join(available)}")
-        given.fail("proxy_mode", f"is not a mode; this version has {', '.join(available)}, and auto")
+            given.fail(name, f"this version does not have that mode yet; it has {', '.join(available)}")
+        given.fail(name, f"is not a mode; this version has {', '.join(available)}, and auto")
     return mode
 
 
-def _endpoint(given: _Flags, name: str, default: Endpoint | None, usual_port: int) -> Endpoint | None:
-    """IP or IP:port; an empty value turns the server off."""
+def _endpoint(given: _Flags, what: str, default: Endpoint | None, settings: Settings) -> Endpoint | None:
+    """IP or IP:port; an empty value turns the server off, and so does port 0 of the flag that kube-proxy deprecates."""
+    name, usual_port = f"{what}_bind_address", METRICS_PORT if what == "metrics" else HEALTHZ_PORT
+    port_of_flag = given.number(f"{what}_port", usual_port, 0, 65_535)
     text = given.text(name)
-    if text is None:
-        return default
-    if not text:
+    if not port_of_flag or text == "" or given.flag(f"no_{what}"):
         return None
+    if text is None:
+        if default and any(family_of(address) == 6 for address in settings.primary):
+            return Endpoint("::1" if what == "metrics" else "::", default.port)
+        return default
     match = re.fullmatch(_SOCKET, text)
     try:
         address = canonical_address(match["six"] or match["four"] if match else text)
     except ValueError:
         given.fail(name, "is not an IP address, alone or as IP:port or [IP]:port")
-    port = int(match["port"] or usual_port) if match else usual_port
+    port = int(match["port"] or port_of_flag) if match else port_of_flag
     if not 1 <= port <= 65535:
         given.fail(name, f"{port} is not a port (1 to 65535)")
     return Endpoint(address, port)
@@ -286,15 +477,31 @@ _FALSE: Final = frozenset({"0", "f", "F", "false", "False", "FALSE"})
 class _Flags:
     """Typed access to what was typed."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, Any], origins: Mapping[str, str] | None) -> None:
         self._values = values
+        self._origins = origins or {}
+        self.of_file = origins is not None
+        self.warnings: list[str] = []
+
+    def called(self, name: str) -> str:
+        """The flag, or the file and field where the value stands."""
+        return self._origins.get(name) or ("-v" if name == "v" else "--" + name.replace("_", "-"))
+
+    def _about(self, name: str, problem: str) -> str:
+        value = self._values.get(name)
+        shown = ",".join(value) if isinstance(value, list | tuple) else value
+        called = self.called(name)
+        return f"{called}: {problem}" if shown is None else f"{called} {_short(str(shown))}: {problem}"
 
     def fail(self, name: str, problem: str) -> NoReturn:
-        """Raise `ConfigError` for a flag."""
-        value = self._values.get(name)
-        shown = ",".join(value) if isinstance(value, list) else value
-        flag = "-v" if name == "v" else "--" + name.replace("_", "-")
-        raise ConfigError(f"{flag}: {problem}" if shown is None else f"{flag} {shown!r}: {problem}")
+        """Raise `ConfigError` for a flag or field."""
+        raise ConfigError(self._about(name, problem))
+
+    def warn(self, name: str, problem: str) -> None:
+        """Have the problem told, once."""
+        sentence = self._about(name, problem)
+        if sentence not in self.warnings:
+            self.warnings.append(sentence)
 
     def text(self, name: str) -> str | None:
         value = self._values.get(name)
@@ -322,22 +529,40 @@ class _Flags:
         text = self.text(name)
         if text is None:
             return default
-        if not re.fullmatch(r"[0-9]{1,10}", text) or not low <= int(text) <= high:
+        if not re.fullmatch(r"-?[0-9]{1,10}", text, re.ASCII) or not low <= int(text) <= high:
             self.fail(name, f"is not a whole number from {low} to {high}")
         return int(text)
 
-    def seconds(self, name: str, default: float, at_least: float = 0.0) -> float:
+    def rate(self, name: str) -> float:
+        """A number that is not negative."""
+        try:
+            found = float(self.text(name) or "")
+        except ValueError:
+            found = -1.0
+        if not 0 <= found < math.inf:
+            self.fail(name, "is not a number from 0 on")
+        return found
+
+    def seconds(self, name: str, default: float, at_least: float = 0.0, more_than: float | None = None) -> float:
         """A Go duration, such as 30s, 1m30s or 500ms."""
         text = self.text(name)
         if text is None:
             return default
-        parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)", text)
-        if text != "0" and (not parts or "".join(number + unit for number, unit in parts) != text):
+        found = duration(text)
+        if found is None:
             self.fail(name, "is not a duration, such as 30s, 1m30s or 500ms")
-        found = sum(float(number) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600}[unit] for number, unit in parts)
+        if more_than is not None and found <= more_than:
+            self.fail(name, "must be greater than 0")
         if found < at_least:
             self.fail(name, f"is less than {1000 * at_least:.0f}ms")
-        return float(found)
+        return found
+
+    def whole_seconds(self, name: str, default: int) -> int:
+        """The same for the kernel, which counts in seconds; what is not 0 is 1 at least."""
+        found = self.seconds(name, default)
+        if found > _INT32:
+            self.fail(name, "is longer than the kernel can count")
+        return max(int(found), 1) if found else 0
 
     def flag(self, name: str) -> bool:
         text = self.text(name)
@@ -359,3 +584,8 @@ class _Flags:
         if text and not text.startswith("/"):
             self.fail(name, "is not an absolute path")
         return text or None
+
+
+def _short(text: str) -> str:
+    """Quoted, and not longer than a line."""
+    return repr(text if len(text) <= 200 else text[:197] + "...")

@@ -168,6 +168,17 @@ def _show_without_agent(args: argparse.Namespace, reason: str) -> int:
     return 1
 
 
+def _configuration_lines(configuration: dict[str, Any]) -> Iterable[str]:
+    if configuration["file"]:
+        yield f"  configured by {configuration['file']}"
+    if configuration["refused"]:
+        yield f"  its newest content is NOT used: {configuration['refused']}"
+    if configuration["waiting"]:
+        yield f"  these fields wait for the next start of the agent: {', '.join(configuration['waiting'])}"
+    for warning in configuration["warnings"]:
+        yield f"  configuration: {warning}"
+
+
 def _status_lines(status: dict[str, Any]) -> Iterable[str]:
     dataplane, source = status["dataplane"], status["source"]
     state = "in sync" if status["synced"] else "NOT in sync"
@@ -188,6 +199,7 @@ def _status_lines(status: dict[str, Any]) -> Iterable[str]:
             f", changes p50 {1000 * change['p50']:.1f} ms, p99 {1000 * change['p99']:.1f} ms" if change["count"] else ""
         )
         yield f"  ready {status['ready_seconds']:.2f} s after start{latency}"
+    yield from _configuration_lines(status["configuration"])
     yield f"  memory {status['memory_bytes'] / 1e6:.0f} MB, up {status['uptime_seconds']:.0f} s"
     yield from _hook_lines(dataplane)
     if dataplane["fill"]:

@@ -17,14 +17,14 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from controller.cluster import Cluster
 from controller.config import Config, available_modes
-from controller.errors import ControllerError, SourceError
+from controller.errors import ConfigError, ControllerError, SourceError
 from controller.events import Recorder, node, service
 from controller.figures import Figures
 from controller.health import Health
@@ -32,15 +32,17 @@ from controller.model import EndpointSlice, Event, Problem, Removed, SourceState
 from controller.modes import Choice, clean_others, hold_namespace, open_first, take_over
 from controller.neighbours import Neighbours
 from controller.pages import Pages
+from controller.prepare import prepare
 from controller.sources import Source
 from controller.tables import Builder
 from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.mode import Question, Watched
 
 if TYPE_CHECKING:
+    from controller.configfile import Loaded
     from dataplane.mode import Programmer
 
-__all__ = ["cleanup", "run"]
+__all__ = ["Followed", "cleanup", "prepare_node", "run"]
 
 log = logging.getLogger(__name__)
 
@@ -79,15 +81,32 @@ class _Failed:
     error: Exception
 
 
-Message = Event | _Question | _Links | _Drift | _Stop | _Failed
+@dataclass(slots=True)
+class _Configured:
+    """The configuration file is another, or cannot be used."""
+
+    found: Loaded | ConfigError
 
 
-def run(config: Config) -> int:
+class Followed(NamedTuple):
+    """A configuration file whose changes are applied: where, the flags beside it, and what it said at the start."""
+
+    path: Path
+    flags: Mapping[str, Any]
+    loaded: Loaded
+
+
+Message = Event | _Question | _Links | _Drift | _Stop | _Failed | _Configured
+
+
+def run(config: Config, followed: Followed | None = None) -> int:
     """Serve until SIGTERM or SIGINT; the exit code."""
     _start_logging(config)
+    for warning in config.warnings:
+        log.warning("%s", warning)
     gc.disable()  # nothing that start-up makes is garbage; `_settle` turns it on again
     _give_memory_back_early()
-    agent = _Agent(config)
+    agent = _Agent(config, followed)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: agent.messages.put(_Stop()))
     return agent.run()
@@ -101,6 +120,13 @@ def cleanup(config: Config) -> int:
         print(f"removed {count} things of mode {name} from this network namespace")
     if not removed:
         print("nothing of ours is here")
+    return 0
+
+
+def prepare_node(config: Config) -> int:
+    """Set what needs root, and no more (kube-proxy's --init-only)."""
+    _start_logging(config)
+    prepare(config)
     return 0
 
 
@@ -131,8 +157,15 @@ def _source_of(config: Config) -> Source:
 class _Agent:
     """State of a running agent; only `run`'s thread touches it."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, followed: Followed | None) -> None:
         self.config = config
+        self.followed = followed
+        self.waiting: tuple[str, ...] = ()  # fields of the file that wait for the next start
+        self.refused = ""  # why the file's newest content is not used
+        self.before: Config | None = None  # to go back to, until what came after it serves
+        self.fresh = True  # the mode has programmed nothing yet
+        self.draining: threading.Timer | None = None
+        self.rested_at = 0.0
         self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.stop = threading.Event()
         self.links_told = threading.Event()
@@ -176,7 +209,10 @@ class _Agent:
             self._serve_pages(stack)
             threading.Thread(target=self._run_source, name="source", daemon=True).start()
             stack.callback(self.stop.set)
+            prepared = prepare(self.config)
             self._open_mode()
+            if not prepared:  # the mode may have loaded it
+                prepare(self.config)
             stack.callback(self._close_mode)
             self._look_for_neighbours(stack)
             self._read_addresses()
@@ -192,7 +228,8 @@ class _Agent:
         self.repairs = 0
         choice = self.choice
         self.pages.mode = choice.effective
-        self._event("Normal", "Starting", "StartProxy", f"hybrid-proxy serves in mode {choice.effective}.")
+        if self.ready_after is None:
+            self._event("Normal", "Starting", "StartProxy", f"hybrid-proxy serves in mode {choice.effective}.")
         if choice.degraded:
             sentence = f"mode {choice.effective} serves instead of {choice.requested}: {choice.reason}"
             log.warning("%s", sentence)
@@ -278,6 +315,8 @@ class _Agent:
                         self._answer(message)
                     case _Links():
                         self._links_changed()
+                    case _Configured():
+                        self._configured(message.found)
                     case _Drift():
                         self.drift_told.clear()
                         maintain_at = 0.0
@@ -298,8 +337,8 @@ class _Agent:
                 yield self.messages.get_nowait()
 
     def _due(self) -> float:
-        """When the next sync may begin: at once, unless the last one failed."""
-        return self.retry_at if self.unsynced else float("inf")
+        """When the next sync may begin: at once, unless the last one failed or is to be rested after."""
+        return max(self.retry_at, self.rested_at) if self.unsynced else float("inf")
 
     def _observe(self, event: Event) -> None:
         self.observed += 1
@@ -326,7 +365,7 @@ class _Agent:
         try:
             result = self.programmer.sync(table)
         except (SyncError, Unsupported) as error:
-            if isinstance(error, Unsupported) and self.ready_after is None:
+            if isinstance(error, Unsupported) and self.fresh:
                 self._next_mode(error)
                 return
             self.last_error = str(error)
@@ -338,9 +377,14 @@ class _Agent:
         end = time.monotonic()
         self.unsynced, self.last_error, self.retry_at, self.retry_delay = False, "", 0.0, FIRST_RETRY
         self.sync_seconds = end - start
+        self.rested_at = end + self.config.min_sync_seconds
         self._note_sync(end)
+        first, self.fresh, self.before = self.fresh, False, None
         if self.ready_after is None:
             self._first_sync_done(end, len(table.services))
+        elif first:
+            log.info("mode %s serves %d services", self.choice.effective, len(table.services))
+            self._take_over()
         elif result.changed or result.removed:
             log.info(
                 "%d service ports changed, %d removed, in %.1f ms",
@@ -352,8 +396,95 @@ class _Agent:
         """The mode opened, and then this machine could not do what the first table asks of it: as if it had not."""
         self.failed_modes[self.choice.effective] = str(error)
         self.programmer.close()
-        self._open_mode()
+        try:
+            self._open_mode()
+        except (DataplaneError, OSError) as none:
+            self._go_back(none)
         self.neighbours.mode = self.choice.effective
+
+    def _take_over(self) -> None:
+        self.draining = take_over(self.choice.effective, self.config.options)
+        self.neighbours.settled = True
+
+    # The configuration file
+
+    def _watch_config(self, followed: Followed) -> None:
+        from controller.configfile import follow
+
+        path, flags, loaded = followed
+        follow(path, flags, loaded.content, lambda found: self.messages.put(_Configured(found)), self.stop)
+
+    def _configured(self, found: Loaded | ConfigError) -> None:
+        """Apply what can be applied now, and say what cannot."""
+        from controller.configfile import change
+
+        assert self.followed is not None
+        try:
+            if isinstance(found, ConfigError):
+                raise found
+            changed = change(self.followed.loaded, found)
+        except ConfigError as error:
+            self.refused = str(error)
+            log.error("the changed configuration is not used, the one before stays: %s", error)  # noqa: TRY400
+            return
+        self.refused, self.waiting = "", changed.waiting
+        for warning in changed.now.config.warnings:
+            log.warning("%s", warning)
+        if self._apply(changed.now.config):
+            self.followed = self.followed._replace(loaded=changed.now)
+            log.info("%s changed; applied: %s", self.followed.path, ", ".join(changed.applied) or "nothing")
+        if changed.waiting:
+            log.warning(
+                "%s changed; these wait for the next start of the agent: %s",
+                self.followed.path, ", ".join(changed.waiting),
+            )  # fmt: skip
+
+    def _apply(self, config: Config) -> bool:
+        """Go on with another configuration; False: it cannot serve, and the one before does."""
+        old, self.config = self.config, config
+        _start_logging(config)
+        self.health.timeout = 2 * config.options.sync_seconds
+        if (old.oom_score_adj, old.conntrack) != (config.oom_score_adj, config.conntrack):
+            prepare(config)
+        dataplane = (old.mode, old.strict_mode, old.options, old.settings)
+        if dataplane == (config.mode, config.strict_mode, config.options, config.settings):
+            return True
+        self.before = old
+        return self._reopen()
+
+    def _reopen(self) -> bool:
+        """Let a mode take over, another one or the same with other settings.
+
+        As a new agent does it: what is programmed stays until the mode that is opened has adopted or replaced it.
+        """
+        if self.draining is not None:
+            self.draining.cancel()  # what it would remove may be what serves next; the next mode sees to it again
+        self.programmer.close()
+        self.failed_modes = {}
+        opened = True
+        try:
+            self._open_mode()
+        except (DataplaneError, OSError) as error:
+            self._go_back(error)
+            opened = False
+        self.neighbours.mode = self.choice.effective
+        self._begin_anew()
+        return opened
+
+    def _begin_anew(self) -> None:
+        """The mode knows nothing yet: everything is built and programmed again."""
+        self.builder = Builder(self.config.settings)
+        self.fresh, self.unsynced, self.retry_at, self.rested_at = True, self.cluster.complete, 0.0, 0.0
+
+    def _go_back(self, error: Exception) -> None:
+        """No mode serves: with a changed configuration the one before does again, otherwise the agent ends."""
+        if self.before is None:
+            raise error
+        self.refused = f"it cannot serve: {error}"
+        log.error("the changed configuration cannot serve, the one before stays: %s", error)
+        self.config, self.before, self.failed_modes = self.before, None, {}
+        self._open_mode()
+        self._begin_anew()
 
     def _note_sync(self, end: float) -> None:
         latencies = [end - received for received in self.pending]
@@ -366,9 +497,10 @@ class _Agent:
     def _first_sync_done(self, end: float, services: int) -> None:
         self.ready_after = end - self.started
         log.info("programmed %d services, %.2f s after the start", services, self.ready_after)
-        take_over(self.choice.effective, self.config.options)
-        self.neighbours.settled = True
+        self._take_over()
         _settle()
+        if self.followed is not None:
+            threading.Thread(target=self._watch_config, args=(self.followed,), name="config", daemon=True).start()
 
     def _tell_misfits(self, misfits: dict[str, str]) -> None:
         for entry in misfits.keys() - self.misfits:
@@ -474,6 +606,12 @@ class _Agent:
                 for p in self.cluster.problems.values()
             ],
             "conflicts": {service: list(sentences) for service, sentences in self.builder.conflicts.items()},
+            "configuration": {
+                "file": str(self.followed.path) if self.followed else None,
+                "warnings": list(self.config.warnings),
+                "waiting": list(self.waiting),
+                "refused": self.refused,
+            },
             "neighbours": list(self.neighbours.sentences),
             "health_checks": self.pages.status(),
             "requests": self.source.connection.answers() if self.source.connection else [],

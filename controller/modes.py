@@ -144,7 +144,7 @@ def _open(name: str, options: Options, wake: Wake, failed: Mapping[str, str]) ->
     return open_mode(name).open(options, wake)
 
 
-def take_over(effective: str, options: Options, told: Callable[[str], None] = log.info) -> None:
+def take_over(effective: str, options: Options, told: Callable[[str], None] = log.info) -> threading.Timer | None:
     """Let the mode at work serve alone, without a connection that fails for it; called when it serves.
 
     Modes that rely on conntrack hand their flows to each other there, so what another left goes at once. Under a mode
@@ -155,6 +155,9 @@ def take_over(effective: str, options: Options, told: Callable[[str], None] = lo
         effective: the mode at work.
         options: for the modes.
         told: gets a sentence for each mode that had something here.
+
+    Returns:
+        What is left to do, to be cancelled when another mode takes over before it is done.
     """
     # Looked for by name first: code of a mode that is not used here is 5 MB in an agent that has 150.
     others = tuple(name for name in available_modes() if name != effective and may_have_left(name, options.pin_root))
@@ -165,10 +168,12 @@ def take_over(effective: str, options: Options, told: Callable[[str], None] = lo
             told(f"removed {count} things that mode {name} had left here")
 
     clean(tuple(name for name in others if name not in later))
-    if later:
-        timer = threading.Timer(DRAIN_SECONDS, clean, (later,))
-        timer.name, timer.daemon = "take-over", True
-        timer.start()
+    if not later:
+        return None
+    timer = threading.Timer(DRAIN_SECONDS, clean, (later,))
+    timer.name, timer.daemon = "take-over", True
+    timer.start()
+    return timer
 
 
 def _drained(name: str, options: Options) -> bool:

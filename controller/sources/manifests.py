@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -26,9 +25,8 @@ from controller import parse
 from controller.errors import Refused, SourceError
 from controller.model import KINDS, Event, Ignored, Object, Problem, Removed, Replaced, SourceState, Upserted, key_of
 from controller.sources import Emit
-
-if TYPE_CHECKING:
-    import yaml
+from controller.sources.changes import STEP, TICK, ticks
+from controller.sources.yamldoc import NotYamlError, documents
 
 __all__ = ["Manifests", "load"]
 
@@ -47,9 +45,6 @@ _VERSIONS: Final = {
 }
 
 # Seconds.
-_STEP: Final = 0.02  # quiet time after which a burst of file events is over
-_DEBOUNCE: Final = 0.1  # a burst is looked at after this time even if it goes on
-_TICK: Final = 0.1  # how often the source looks for `stop` and for files that were not settled
 _LOOK: Final = 2.0  # how often signatures are compared without any event
 _SETTLE: Final = 1.0  # a file that is written all the time is read after this time
 _EMPTY: Final = 0.3  # a file that had objects and is empty counts as emptied after this time
@@ -128,9 +123,12 @@ def _objects(content: bytes, is_json: bool, shown: str) -> Iterator[tuple[str, s
         if content.strip():
             yield from _json_objects(msgspec.Raw(content), shown, "", "")
         return
-    for line, value in _yaml_documents(content):
-        if value is not None:
-            yield from _plain_objects(value, f"{shown}:{line}", "", "")
+    try:
+        for document in documents(content):
+            if document.value is not None:
+                yield from _plain_objects(document.value, f"{shown}:{document.line}", "", "")
+    except NotYamlError as error:
+        raise _BrokenError(str(error)) from None
 
 
 def _json_objects(raw: msgspec.Raw, place: str, kind: str, version: str) -> Iterator[tuple[str, str, object, str]]:
@@ -176,78 +174,6 @@ def _kind_of(kind: object, version: object, place: str, default: str, default_ve
 def _item_kind(kind: str, version: str) -> tuple[str, str]:
     """Items of a typed list need not repeat their kind; those of `kind: List` must."""
     return ("", "") if kind == "List" else (kind.removesuffix("List"), version)
-
-
-def _yaml_documents(content: bytes) -> Iterator[tuple[int, object]]:
-    """(line, document) of every document of a YAML stream."""
-    loader_class = _yaml_loader()
-    import yaml
-
-    try:
-        loader = loader_class(content)
-        try:
-            while loader.check_node():
-                node = loader.get_node()
-                yield node.start_mark.line + 1, loader.construct_document(node)
-        finally:
-            loader.dispose()
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        what = " ".join(text for text in (error.problem, error.context) if text)
-        raise _BrokenError(f"line {mark.line + 1}: {what}" if mark else what) from None
-    except yaml.reader.ReaderError as error:
-        raise _BrokenError(f"not text: {error.reason} at byte {error.position}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise _BrokenError(f"not YAML: {error}") from None
-
-
-def _yaml_loader() -> Any:
-    """The C loader with the types of JSON.
-
-    YAML 1.1 would make a date of an unquoted time stamp and, worse, a base-60 number of an IPv6 address of
-    small decimal groups; Kubernetes' own readers do neither. Keys are text, as JSON has them.
-    """
-    global _loader
-    if _loader is None:
-        import yaml
-
-        base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-        class Loader(base):  # type: ignore[misc]
-            yaml_implicit_resolvers: Final = {
-                first: [
-                    (tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":int", ":float"))
-                ]
-                for first, resolvers in base.yaml_implicit_resolvers.items()
-            }
-
-            def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, object]:
-                made = super().construct_mapping(node, deep=deep)
-                return {key if isinstance(key, str) else _key_text(key): value for key, value in made.items()}
-
-        Loader.add_implicit_resolver(
-            "tag:yaml.org,2002:int",
-            re.compile(r"[-+]?(?:0|[1-9][0-9]*|0o?[0-7]+|0x[0-9a-fA-F]+)$"),
-            list("-+0123456789"),
-        )
-        Loader.add_implicit_resolver(
-            "tag:yaml.org,2002:float",
-            re.compile(
-                r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$"
-            ),
-            list("-+0123456789."),
-        )
-        _loader = Loader
-    return _loader
-
-
-_loader: Any = None
-
-
-def _key_text(key: object) -> str:
-    if isinstance(key, bool):
-        return "true" if key else "false"
-    return "null" if key is None else str(key)
 
 
 # ------------------------------------------------------------------------------------ a folder, to a picture
@@ -412,7 +338,7 @@ class _Folder:
         waited = time.monotonic() - self.unsettled.setdefault(shown, time.monotonic())
         if size == 0 and known.content.documents:
             return waited < _EMPTY
-        return 0 <= age < _STEP / 2 and waited < _SETTLE
+        return 0 <= age < STEP / 2 and waited < _SETTLE
 
     @staticmethod
     def _read(path: Path, shown: str, signature: tuple[int, ...], known: _File | None) -> _File:
@@ -509,12 +435,12 @@ class Manifests:
             if self._tell(emit, patient=False):
                 self._follow(identity, emit, stop)
             else:
-                stop.wait(_TICK)
+                stop.wait(TICK)
 
     def _follow(self, identity: tuple[int, int] | None, emit: Emit, stop: threading.Event) -> None:
         """Watch the path until it is another file or folder than before, or gone."""
         looked = float("-inf")  # once more when the watch stands: a file may have changed meanwhile
-        for happened in self._ticks(stop):
+        for happened in ticks(self._path, stop):
             now = time.monotonic()
             if happened or self._folder.unsettled or now - looked >= _LOOK:
                 looked = now
@@ -522,32 +448,6 @@ class Manifests:
                     return
             if self._identity() != identity:
                 return
-
-    def _ticks(self, stop: threading.Event) -> Iterator[bool]:
-        """True when something changed, False about every `_TICK`; first False once the watch stands."""
-        import watchfiles
-
-        is_folder = self._path.is_dir()
-        try:
-            for changes in watchfiles.watch(
-                # A file is replaced by a rename over it: only its folder sees that.
-                self._path if is_folder else self._path.absolute().parent,
-                recursive=is_folder,
-                watch_filter=None,  # links that are swapped have hidden names
-                debounce=int(_DEBOUNCE * 1000),
-                step=int(_STEP * 1000),
-                rust_timeout=int(_TICK * 1000),
-                yield_on_timeout=True,
-                stop_event=stop,
-                raise_interrupt=False,
-            ):
-                yield bool(changes)
-        except (OSError, RuntimeError) as error:
-            if not self._path.exists():
-                return
-            log.warning("%s cannot be watched (%s): looking for changes twice a second instead", self._path, error)
-            while not stop.wait(0.5):
-                yield True
 
     def _identity(self) -> tuple[int, int] | None:
         """Which folder the path is now. A file is replaced all the time: its folder is what is watched."""

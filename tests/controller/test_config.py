@@ -130,7 +130,7 @@ GOOD = [
     pytest.param("--max-slots=7",          "options.max_slots",      7,                      id="slots"),
     pytest.param("--max-flows=8",          "options.max_flows",      8,                      id="flows"),
     pytest.param("--admin-socket=/tmp/a",  "admin_socket",           "/tmp/a",               id="admin socket"),
-    pytest.param("--log-format=json",      "log_format",             "json",                 id="log format"),
+    pytest.param("--log-format=json",      "log_format", "json",                 id="log format"),
     pytest.param("-v=4",                   "verbosity",              4,                      id="-v=4"),
     pytest.param("--v=4",                  "verbosity",              4,                      id="--v=4"),
 ]
@@ -159,7 +159,8 @@ BAD = [
     pytest.param("--probe-timeout=1ms", "--probe-timeout '1ms': is less than 10ms", id="no patience"),
     pytest.param("--iptables-sync-period=30", "--iptables-sync-period '30': is not a duration", id="no unit"),
     pytest.param("--masquerade-ports=0-70000", "--masquerade-ports '0-70000': is not a range of ports", id="ports"),
-    pytest.param("--ipvs-scheduler=best", "--ipvs-scheduler 'best': is not one of rr, wrr", id="unknown scheduler"),
+    pytest.param("--proxy-mode=ipvs --ipvs-scheduler=best", "--ipvs-scheduler 'best': is not one of rr, wrr",
+                 id="unknown scheduler"),
     pytest.param("--proxy-mode=windows", "--proxy-mode 'windows': is not a mode; this version has ebpf",
                  id="mode unknown"),
     pytest.param("--manifests=/x --kubeconfig=/y", "--manifests '/x': cannot be used together with --kubeconfig",
@@ -175,8 +176,10 @@ BAD = [
     pytest.param("--socket-scope=pods", "--socket-scope 'pods': is not one of host, all, off", id="scope"),
     pytest.param("--max-services=0", "--max-services '0': is not a whole number from 1", id="services"),
     pytest.param("--max-flows=many",                  "--max-flows 'many': is not a whole number", id="flows"),
-    pytest.param("--log-format=xml",                  "--log-format 'xml': is not one of text, json", id="log format"),
-    pytest.param("--v=high",                          "-v 'high': is not a whole number from 0 to 10", id="verbosity"),
+    pytest.param("--log-format=xml",                  "--logging-format 'xml': is not one of text, json",
+                 id="log format"),
+    pytest.param("--v=high",                          "-v 'high': is not a whole number from 0 to 2147483647",
+                 id="verbosity"),
 ]
 # fmt: on
 

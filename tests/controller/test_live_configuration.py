@@ -1,0 +1,211 @@
+"""A configuration file that changes under a running agent: what is applied, what waits, what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller.lab.agent import Agent
+from controller.lab.network import CLUSTER_CIDRS, Lab
+from tests.conformance.kit import HTTP, V4, V6, Bench, eventually, node_manifest
+from tests.controller.test_switching import left_of, new_connections, works
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: makes network namespaces and a cgroup of its own")
+    with Lab(f"c{os.getpid()}x", 3) as made:
+        made.serve(*(place.name for place in made.pods()), http=(HTTP,))
+        yield made
+
+
+class File:
+    """The agent's configuration file, replaced as a whole."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.theirs: dict[str, Any] = {"clusterCIDR": ",".join(CLUSTER_CIDRS)}
+        self.ours: dict[str, Any] = {}
+
+    def write(self) -> None:
+        """What is said now."""
+        import yaml
+
+        documents = [
+            {"apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration", **self.theirs},
+            {"apiVersion": "hybrid-proxy.io/v1alpha1", "kind": "HybridProxyConfiguration", **self.ours},
+        ]
+        new = self.path.with_suffix(".new")
+        new.write_text(yaml.safe_dump_all(documents))
+        new.rename(self.path)
+
+    def mode(self, mode: str) -> None:
+        self.ours["mode"] = mode
+        self.write()
+
+
+@pytest.fixture
+def file(lab: Lab) -> File:
+    return File(lab.folder / "config.yaml")
+
+
+@pytest.fixture
+def start(lab: Lab, file: File) -> Iterator[Callable[[str], Agent]]:
+    manifests = lab.folder / "manifests"
+    manifests.mkdir(exist_ok=True)
+    (manifests / "node.json").write_text(node_manifest(lab))
+    started: list[Agent] = []
+
+    def begin(mode: str) -> Agent:
+        works(mode, lab)
+        file.mode(mode)
+        agent = Agent(lab, manifests, mode, ("--config", str(file.path)))
+        started.append(agent)
+        agent.start()
+        return agent
+
+    yield begin
+    for agent in started:
+        print(f"--- log of the agent\n{agent.tail(100)}")
+        if agent.running():
+            agent.terminate()
+        agent.cleanup()
+        agent.log.unlink(missing_ok=True)
+    for path in (*manifests.iterdir(), file.path):
+        path.unlink(missing_ok=True)
+
+
+def serves(agent: Agent, mode: str) -> dict[str, Any]:
+    return agent.wait(lambda status: status["mode"]["effective"] == mode and status["synced"], 30, f"in mode {mode}")
+
+
+def test_the_mode_changes_under_load(start: Callable[[str], Agent], file: File, lab: Lab):
+    agent = start("iptables")
+    bench = Bench(lab, agent, itertools.count(1))
+    service = bench.service("pod2", "pod3")
+    process = agent.process
+    ways = [mode for mode in ("nftables", "ebpf", "iptables") if not _missing(mode, lab)]
+    with new_connections(lab, service) as tallies:
+        before = "iptables"
+        for mode in ways:
+            time.sleep(0.5)
+            file.mode(mode)
+            serves(agent, mode)
+            removed = f"things that mode {before} had left here"
+            eventually(lambda told=removed: told in agent.tail(80), 15, f"mode {before} was not removed")
+            assert left_of(before, lab) is None
+            before = mode
+        time.sleep(0.5)
+    for name, tally in tallies.items():
+        assert tally.answered > 50, f"{name}: hardly any traffic: {tally.report()}"
+        assert not tally.failed, f"{name}: {tally.report()}"
+    assert agent.process is process
+    service.write(lab["pod2"])  # and what changes from now on is served
+    for family in (V4, V6):
+        bench.settle(service, {"pod2"}, family)
+
+
+def _missing(mode: str, lab: Lab) -> bool:
+    try:
+        works(mode, lab)
+    except pytest.skip.Exception:
+        return True
+    return False
+
+
+def test_back_before_the_other_mode_has_ended(start: Callable[[str], Agent], file: File, lab: Lab):
+    """What is left to remove of a mode is not removed when that mode serves again."""
+    agent = start("ebpf")
+    works("nftables", lab)
+    bench = Bench(lab, agent, itertools.count(1))
+    service = bench.service("pod2", "pod3")
+    with new_connections(lab, service) as tallies:
+        for mode in ("nftables", "ebpf"):
+            file.mode(mode)
+            serves(agent, mode)
+        time.sleep(4.0)
+        assert left_of("ebpf", lab) is not None
+        eventually(lambda: left_of("nftables", lab) is None, 10, "mode nftables was not removed")
+    for name, tally in tallies.items():
+        assert not tally.failed, f"{name}: {tally.report()}"
+
+
+def test_settings_of_the_dataplane_and_of_services(start: Callable[[str], Agent], file: File, lab: Lab):
+    agent = start("ebpf")
+    bench = Bench(lab, agent, itertools.count(1))
+    service = bench.service("pod2", "pod3")
+    for changes in ({"eventRate": 7, "failover": {"failures": 0}}, {"fastPath": False}, {"probes": {"interval": "1s"}}):
+        file.ours["ebpf"] = changes
+        file.ours["algorithm"] = "rr"
+        told = f"HybridProxyConfiguration.ebpf.{next(iter(changes))}"
+        with new_connections(lab, service) as tallies:
+            file.write()
+            eventually(lambda told=told: told in agent.tail(100), 15, "it was not applied")
+            serves(agent, "ebpf")
+            time.sleep(0.5)
+        for name, tally in tallies.items():
+            assert not tally.failed, f"{name}: {tally.report()}"
+    lines = [line for line in agent.tail(100).splitlines() if "applied: " in line]
+    assert lines[0].endswith(
+        "applied: HybridProxyConfiguration.algorithm, HybridProxyConfiguration.ebpf.eventRate, "
+        "HybridProxyConfiguration.ebpf.failover.failures"
+    )
+    rows = agent.command("backends", "--admin-socket", str(agent.socket), "-o", "json").stdout
+    assert rows.count('"service"') >= 4
+
+
+def test_log_level_and_what_waits_and_what_is_refused(start: Callable[[str], Agent], file: File, lab: Lab):
+    agent = start("nftables")
+    configuration = agent.status()["configuration"]
+    assert configuration["file"] == str(file.path)
+    assert any(warning.startswith("--proxy-mode: is ignored") for warning in configuration["warnings"])
+    opened = agent.status()["ready_seconds"]
+
+    file.theirs |= {"metricsBindAddress": "127.0.0.1:1", "logging": {"verbosity": 5}}
+    file.write()
+    status = agent.wait(lambda status: status["configuration"]["waiting"], 10, "told of the change")
+    assert status["configuration"]["waiting"] == ["KubeProxyConfiguration.metricsBindAddress"]
+    assert "these wait for the next start of the agent: KubeProxyConfiguration.metricsBindAddress" in agent.tail(20)
+    assert "applied: KubeProxyConfiguration.logging.verbosity" in agent.tail(20)
+
+    file.theirs |= {"mode": "nftables", "nftables": {"masqueradeBit": 99}}
+    file.write()
+    status = agent.wait(lambda status: status["configuration"]["refused"], 10, "told of the error")
+    assert status["configuration"]["refused"] == (
+        f"{file.path}: KubeProxyConfiguration.nftables.masqueradeBit '99': is not a whole number from 0 to 31"
+    )
+
+    file.theirs = {"clusterCIDR": ",".join(CLUSTER_CIDRS)}
+    file.write()
+    status = agent.wait(lambda status: not status["configuration"]["refused"], 10, "content again")
+    assert status["configuration"]["waiting"] == []
+    assert status["ready_seconds"] == opened
+    shown = agent.command("status", "--admin-socket", str(agent.socket)).stdout
+    assert str(file.path) in shown
+
+
+def test_a_mode_that_cannot_serve_leaves_the_one_before(start: Callable[[str], Agent], file: File, lab: Lab):
+    agent = start("nftables")
+    if not _missing("ipvs", lab):
+        pytest.skip("every mode works here")
+    bench = Bench(lab, agent, itertools.count(1))
+    service = bench.service("pod2")
+    with new_connections(lab, service) as tallies:
+        file.mode("ipvs")
+        status = agent.wait(lambda status: status["configuration"]["refused"], 15, "told of the error")
+        assert status["configuration"]["refused"].startswith("it cannot serve: mode ipvs: ")
+        serves(agent, "nftables")
+        time.sleep(0.5)
+    for name, tally in tallies.items():
+        assert not tally.failed, f"{name}: {tally.report()}"
+    service.write(lab["pod3"])
+    bench.settle(service, {"pod3"}, V4)
