@@ -208,7 +208,7 @@ struct node {
 
 /* Set before load (`const volatile`, one struct: the order of scalars in .rodata is not the source's). */
 struct settings {
-	__u64 host_netns;   /* cookie of the namespace whose sockets are the node's, 0: any */
+	__u64 host_netns;   /* cookie of the namespace whose sockets are the node's, 0: any, all bits: see `home` */
 	__u32 hz;	    /* jiffies per second */
 	__u32 reject_burst; /* refusals per CPU and second */
 	__u32 fast_path;

@@ -7,6 +7,7 @@
 
 #define ECONNREFUSED 111
 #define ETIMEDOUT 110
+#define UNKNOWN_NETNS (~0ULL)
 #define PROCEED 1
 #define REFUSE 0
 #define MAPPED_PREFIX bpf_htonl(0xffff) /* ::ffff:0:0/96, an IPv4 address in an IPv6 socket */
@@ -16,6 +17,15 @@
  */
 HASH_MAP(connected, BPF_MAP_TYPE_LRU_HASH, __u64, __u32, 65536);
 
+/* Before Linux 5.14 user space cannot read its namespace's cookie: when the socket with cookie `teacher` connects, this
+ * program sees it.
+ */
+struct home {
+	__u64 teacher;
+	__u64 netns;
+};
+ARRAY_MAP(home, struct home, 1);
+
 /* An address and port as a socket names it; `mapped` remembers how to write an IPv4 one back. */
 struct target {
 	__u32 address[4];
@@ -24,8 +34,24 @@ struct target {
 	bool mapped;
 };
 
+INLINE bool is_at_home(struct bpf_sock_addr *ctx)
+{
+	__u64 netns = bpf_get_netns_cookie(ctx);
+	struct home *known;
+	__u32 first = 0;
+
+	known = bpf_map_lookup_elem(&home, &first);
+	if (!known)
+		return false;
+	if (known->teacher && known->teacher == bpf_get_socket_cookie(ctx))
+		known->netns = netns;
+	return known->netns == netns;
+}
+
 INLINE bool is_ours(struct bpf_sock_addr *ctx)
 {
+	if (settings.host_netns == UNKNOWN_NETNS)
+		return is_at_home(ctx);
 	return !settings.host_netns || bpf_get_netns_cookie(ctx) == settings.host_netns;
 }
 

@@ -54,6 +54,18 @@ struct held {
 		__type(value, VALUE);                                                                                  \
 	} NAME SEC(".maps")
 
+/* Elements take memory when they come, and programs find them faster than in a table that is made whole: the kernel
+ * keeps such elements in large pages. The number of entries is a bound.
+ */
+#define GROWING_MAP(NAME, KEY, VALUE, ENTRIES)                                                                         \
+	struct {                                                                                                       \
+		__uint(type, BPF_MAP_TYPE_HASH);                                                                       \
+		__uint(map_flags, BPF_F_NO_PREALLOC);                                                                  \
+		__uint(max_entries, ENTRIES);                                                                          \
+		__type(key, KEY);                                                                                      \
+		__type(value, VALUE);                                                                                  \
+	} NAME SEC(".maps")
+
 #define PREFIX_MAP(NAME, KEY, ENTRIES)                                                                                 \
 	struct {                                                                                                       \
 		__uint(type, BPF_MAP_TYPE_LPM_TRIE);                                                                   \
@@ -70,13 +82,13 @@ ARRAY_MAP(node_ports, __u64, 3 * 65536 / 64);
 /* Is this address and port possibly a backend's? */
 ARRAY_MAP(backend_sockets, __u64, (1 << PREFILTER_BITS) / 64);
 /* (address, port, protocol) -> service, flags, tag. */
-HASH_MAP(frontends4, BPF_MAP_TYPE_HASH, struct frontend4_key, __u64, 65536);
-HASH_MAP(frontends6, BPF_MAP_TYPE_HASH, struct frontend6_key, __u64, 65536);
+GROWING_MAP(frontends4, struct frontend4_key, __u64, 65536);
+GROWING_MAP(frontends6, struct frontend6_key, __u64, 65536);
 /* Clients that may come to load-balancer IPs with source ranges. */
 PREFIX_MAP(sources4, struct source4_key, 65536);
 PREFIX_MAP(sources6, struct source6_key, 65536);
 /* Interfaces behind which all sources are pods, where pods are told apart so. */
-HASH_MAP(pod_links, BPF_MAP_TYPE_HASH, __u32, __u32, 4096);
+GROWING_MAP(pod_links, __u32, __u32, 4096);
 /* Service id -> its two slices. */
 ARRAY_MAP(services, struct service, 32768);
 /* All slices, one after the other. */
@@ -84,8 +96,8 @@ ARRAY_MAP(slots, struct slot, 262144);
 /* Backend id -> address and port. */
 ARRAY_MAP(backends, struct backend, 262144);
 /* Both directions of flows; nothing evicts them. */
-HASH_MAP(flows4, BPF_MAP_TYPE_HASH, struct flow4_key, struct flow, 262144);
-HASH_MAP(flows6, BPF_MAP_TYPE_HASH, struct flow6_key, struct flow, 262144);
+GROWING_MAP(flows4, struct flow4_key, struct flow, 262144);
+GROWING_MAP(flows6, struct flow6_key, struct flow, 262144);
 /* Datagrams until they prove to be a conversation, and connections that begin while too many others do: a flood of
  * these evicts only its like.
  */

@@ -19,7 +19,7 @@ import msgspec
 
 from controller.config import ADMIN_SOCKET
 from controller.errors import ControllerError
-from dataplane.kernel.places import in_initial_netns, netns_cookie
+from dataplane.kernel.places import in_initial_netns, netns_number
 
 __all__ = ["NoAgentError", "Server", "ask", "socket_path"]
 
@@ -38,7 +38,7 @@ def socket_path(asked: str) -> Path:
     """The socket of this network namespace's agent; the default name serves the machine's own namespace."""
     if asked != ADMIN_SOCKET or in_initial_netns():
         return Path(asked)
-    return Path(ADMIN_SOCKET).with_name(f"netns-{netns_cookie()}.sock")
+    return Path(ADMIN_SOCKET).with_name(f"netns-{netns_number()}.sock")
 
 
 def ask(asked: str, command: str, **arguments: Any) -> dict[str, Any]:

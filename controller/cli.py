@@ -186,7 +186,11 @@ def _dataplane(parser: argparse.ArgumentParser) -> None:
     _ipvs(parser)
     _places(group)
     for what, default in (("services", 32_768), ("backends", 262_144), ("slots", 262_144), ("flows", 262_144)):
-        group.add_argument(f"--max-{what}", metavar="N", help=f"room for {what} in the maps (default: {default:,})")
+        group.add_argument(
+            f"--max-{what}",
+            metavar="N",
+            help=f"maps grow until there is room for so many {what} (default: {default:,})",
+        )
     group.add_argument(
         "--max-ring",
         metavar="N",

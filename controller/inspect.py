@@ -207,6 +207,7 @@ def _status_lines(status: dict[str, Any]) -> Iterable[str]:
         yield f"  programmed: {', '.join(fill)}"
     if dataplane.get("traffic_bytes"):
         yield f"  traffic is counted for each backend, in {dataplane['traffic_bytes'] / 1e6:.1f} MB of kernel memory"
+    yield from _map_lines(dataplane.get("maps", {}))
     counters = (f"{name} {value}" for name, value in dataplane["counters"].items() if value)
     yield f"  events: {', '.join(counters) or 'none yet'}"
     if dataplane.get("probes", {}).get("targets"):
@@ -227,6 +228,16 @@ def _status_lines(status: dict[str, Any]) -> Iterable[str]:
         yield f"  refused: {problem['message']} ({problem['where']})"
     for service, sentences in status["conflicts"].items():
         yield from (f"  conflict: {service}: {sentence}" for sentence in sentences)
+
+
+def _map_lines(maps: dict[str, dict[str, int]]) -> Iterable[str]:
+    """Kernel memory in all, and the maps that grow."""
+    if maps:
+        yield f"  maps: {sum(row['bytes'] for row in maps.values()) / 1e6:.1f} MB of kernel memory"
+    for name, row in maps.items():
+        if "bound" in row:
+            size = f"{row['used']} of {row['entries']} entries used, at most {row['bound']}"
+            yield f"    {name}: {size}, {row['bytes'] / 1e6:.1f} MB"
 
 
 def _hook_lines(dataplane: dict[str, Any]) -> Iterable[str]:

@@ -535,7 +535,10 @@ class _Agent:
             return
         try:
             for told in self.programmer.maintain() or ():
-                self.events.event(service(told.entry), told.kind, told.reason, told.action, told.note)
+                if told.entry:
+                    self.events.event(service(told.entry), told.kind, told.reason, told.action, told.note)
+                else:
+                    self._event(told.kind, told.reason, told.action, told.note)
         except (DataplaneError, OSError) as error:
             log.warning("maintenance failed: %s", error)
         self._tell_repairs()

@@ -223,6 +223,9 @@ def _of_dataplane(dataplane: Status) -> Iterator[Metric]:
         ("map_fill_ratio", "Used part of a map", {name: used / max(limit, 1) for name, (used, limit) in fill.items()}),
     ):
         yield _labelled(GaugeMetricFamily(f"hybrid_proxy_{name}", words, labels=["map"]), values)
+    if "maps" in dataplane:
+        memory = {name: row["bytes"] for name, row in dataplane["maps"].items()}
+        yield _labelled(GaugeMetricFamily("hybrid_proxy_map_bytes", "Kernel memory of a map", labels=["map"]), memory)
     events = CounterMetricFamily("hybrid_proxy_events", "Events in the programs, by reason", labels=["reason"])
     yield _labelled(events, dataplane["counters"])
     yield CounterMetricFamily(

@@ -14,7 +14,7 @@ from controller.config import ADMIN_SOCKET, available_modes
 from dataplane.errors import DataplaneError, Unsupported
 from dataplane.kernel.lock import hold_new, let_go
 from dataplane.kernel.neighbours import may_have_left
-from dataplane.kernel.places import netns_cookie
+from dataplane.kernel.places import netns_number
 from dataplane.mode import Mode, Options, Programmer, Wake
 
 __all__ = [
@@ -65,7 +65,7 @@ def hold_namespace() -> Iterator[None]:
         Occupied: another process is that; says which.
         Unsupported: the lock cannot be taken at all.
     """
-    folder = Path(ADMIN_SOCKET).parent / f"netns-{netns_cookie()}"
+    folder = Path(ADMIN_SOCKET).parent / f"netns-{netns_number()}"
     try:
         descriptor = hold_new(folder, "this network namespace")
     except OSError as error:

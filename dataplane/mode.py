@@ -80,9 +80,9 @@ class Misfit(msgspec.Struct, frozen=True):
 
 
 class Notice(NamedTuple):
-    """What happened to a service port, for the cluster's events; see `controller.events.Recorder.event`."""
+    """What happened to a service port or the node, for the cluster's events; see `controller.events.Recorder.event`."""
 
-    entry: str
+    entry: str  # empty: it is about the node
     kind: str  # Normal or Warning
     reason: str
     action: str
@@ -162,7 +162,8 @@ class Programmer(Protocol):
 
         Every mode has the keys `mode`, `misfits` (list of entry and reason), `limitations` (sentences),
         `fill` (name -> [used, limit]), `counters` (as `counters()`) and `audit_repairs` (how often something
-        of ours was found changed by others and put right); a mode adds its own.
+        of ours was found changed by others and put right); a mode adds its own. Where it has maps that grow, `maps`
+        tells of each `entries` and `bytes`, and of those that grow `used` and `bound`.
         """
 
     def names(self) -> dict[int, str]:

@@ -149,6 +149,14 @@ class Map:
         """
         return cls(check(library().bpf_obj_get(str(path).encode()), f"opening pinned map {path}"), path.name)
 
+    @property
+    def memory(self) -> int:
+        """Bytes of kernel memory, as the kernel counts them."""
+        for line in Path(f"/proc/self/fdinfo/{self.fd}").read_text().splitlines():
+            if line.startswith("memlock:"):
+                return int(line.split()[1])
+        return 0
+
     def pin(self, path: Path) -> None:
         """Keep the map alive beyond this process."""
         check(library().bpf_obj_pin(self.fd, str(path).encode()), f"pinning map at {path}")

@@ -14,20 +14,25 @@ from pathlib import Path
 
 from dataplane.errors import Unsupported
 
-__all__ = ["cgroup_of_node", "in_initial_netns", "netns_cookie", "pin_folder"]
+__all__ = ["cgroup_of_node", "in_initial_netns", "netns_cookie", "netns_number", "pin_folder"]
 
 SO_NETNS_COOKIE = 71  # since Linux kernel commit e8b9eab99232 (v5.14)
 BPF_FS_MAGIC = 0xCAFE4A11
 CLONE_NEWNS = 0x00020000
 
 
-def netns_cookie() -> int:
-    """A number that no other network namespace gets until the next boot; its inode where there is no cookie."""
+def netns_cookie() -> int | None:
+    """The number by which programs know this network namespace; None: this kernel does not tell (before Linux 5.14)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             return int.from_bytes(probe.getsockopt(socket.SOL_SOCKET, SO_NETNS_COOKIE, 8), "little")
         except OSError:
-            return Path("/proc/self/ns/net").stat().st_ino
+            return None
+
+
+def netns_number() -> int:
+    """A number that no other network namespace has now: its cookie, its inode where there is none."""
+    return netns_cookie() or Path("/proc/self/ns/net").stat().st_ino
 
 
 def in_initial_netns() -> bool:
@@ -192,4 +197,4 @@ def pin_folder(asked: str | None, *, mount: bool) -> Path:
         if not _is_bpf_fs(str(parent)):
             raise Unsupported("pinning", f"{asked} is not on a BPF file system")
         return Path(asked)
-    return bpf_fs(mount=mount) / "hybrid-proxy" / f"netns-{netns_cookie()}"
+    return bpf_fs(mount=mount) / "hybrid-proxy" / f"netns-{netns_number()}"

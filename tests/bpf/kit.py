@@ -33,7 +33,7 @@ from dataplane.mode import Options, Question
 from dataplane.modes.ebpf import explaining, layout
 from dataplane.modes.ebpf.flows import Caretaker, flow_arrays
 from dataplane.modes.ebpf.maps import MapSet, traffic_cpus
-from dataplane.modes.ebpf.programmer import CHECK_MTU
+from dataplane.modes.ebpf.programs import CHECK_MTU
 from dataplane.modes.ebpf.store import Store
 from dataplane.table import Backend, Entry, Frontend, Kind, Protocol, Route, WhenEmpty
 

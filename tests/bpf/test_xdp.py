@@ -133,7 +133,7 @@ Maker = Callable[[Net, Protocol], World]
 def loaded(programs: Bench) -> Iterator[tuple[Object, Object]]:
     """The driver's program and those of tc."""
     here, tc = (programs.load(layout.OBJECTS / name) for name in ("xdp.bpf.o", "uplink.bpf.o"))
-    programs.maps.pin_new(here, programs.folder)
+    programs.maps.pin_new(here)
     yield here, tc
     here.close()
     tc.close()

@@ -47,20 +47,26 @@ class Links:
 
     Args:
         folder: where links are pinned.
-        programs: the loaded object with `KIND_ingress` and `KIND_egress`.
         kind: "pod" or "uplink".
         chosen: whether an interface is of this kind.
     """
 
-    def __init__(self, folder: Path, programs: Object, kind: str, chosen: Chosen) -> None:
+    def __init__(self, folder: Path, kind: str, chosen: Chosen) -> None:
         self.folder = folder
-        self.programs = programs
+        self.programs: Object | None = None
         self.what = kind
         self.chosen = chosen
         self.hooks = tuple((f"{kind}_{way}", attach_type, ingress) for way, attach_type, ingress in HOOKS)
         self.attached: dict[int, Interface] = {}
         self.failed: dict[str, str] = {}
         self.kind = "tcx"
+
+    def use(self, programs: Object) -> None:
+        """Attach this loaded object's `KIND_ingress` and `KIND_egress` from now on, and now where others are."""
+        self.programs = programs
+        for interface in list(self.attached.values()):
+            del self.attached[interface.index]
+            self._attach(interface)
 
     def refresh(self, primary: Iterable[str]) -> None:
         """Attach to interfaces that are new, forget what is gone, leave those that are of another kind (by now)."""
@@ -71,6 +77,8 @@ class Links:
         for index, interface in wanted.items():
             if index not in self.attached:
                 self._attach(interface)
+                if index in self.attached:
+                    log.info("serving %s interface %s by %s", self.what, interface.name, self.kind)
         self._forget_stale(wanted)
 
     def _attach(self, interface: Interface) -> None:
@@ -87,7 +95,6 @@ class Links:
             return
         self.failed.pop(interface.name, None)
         self.attached[interface.index] = interface
-        log.info("serving %s interface %s by %s", self.what, interface.name, self.kind)
 
     def _note_failure(self, interface: Interface, why: str) -> None:
         if self.failed.get(interface.name) != why:
@@ -95,6 +102,7 @@ class Links:
         self.failed[interface.name] = why
 
     def _attach_one(self, interface: Interface, name: str, attach_type: int, *, ingress: bool) -> None:
+        assert self.programs is not None
         program = self.programs.program(name)
         path = _link_path(self.folder, name, interface.index)
         if self.kind == "tcx":
@@ -132,32 +140,41 @@ class Links:
         }
 
 
-def pods(folder: Path, programs: Object, options: Options) -> Links:
+def pods(folder: Path, options: Options) -> Links:
     """Programs at the host side of pods' interfaces."""
     patterns, uplinks_too = options.pod_interfaces, options.uplink_interfaces
-    return Links(folder, programs, "pod", lambda interface, own: is_pod(interface, patterns, uplinks_too, own))
+    return Links(folder, "pod", lambda interface, own: is_pod(interface, patterns, uplinks_too, own))
 
 
-def uplinks(folder: Path, programs: Object, options: Options) -> Links:
+def uplinks(folder: Path, options: Options) -> Links:
     """Programs at the interfaces by which the node is reached."""
     patterns = options.uplink_interfaces
-    return Links(folder, programs, "uplink", lambda interface, own: is_uplink(interface, patterns, own))
+    return Links(folder, "uplink", lambda interface, own: is_uplink(interface, patterns, own))
 
 
 class Sockets:
-    """Programs at the cgroup of the node's own processes; `watch` hears how their connections begin, None: nobody."""
+    """Programs at the cgroup of the node's own processes."""
 
-    def __init__(self, folder: Path, programs: Object | None, options: Options, watch: Object | None = None) -> None:
+    def __init__(self, folder: Path, options: Options) -> None:
         self.folder = folder
+        self.options = options
         self.cgroup: Path | None = None
-        self.reason = "switched off (--socket-scope off)" if options.socket_scope == "off" else ""
-        if self.reason or programs is None:
+        self.reason = "switched off (--socket-scope off)" if options.socket_scope == "off" else "not attached yet"
+
+    def use(self, programs: Object | None, watch: Object | None = None) -> None:
+        """Attach these; `watch` hears how connections begin, None: nobody. Without `programs` all stays as it is."""
+        if self.options.socket_scope == "off" or programs is None:
             return
         try:
-            self._attach(programs, watch, cgroup_of_node(options.cgroup))
+            cgroup = cgroup_of_node(self.options.cgroup)
+            self._attach(programs, watch, cgroup)
         except (BpfError, Unsupported, OSError) as error:
             self.reason = str(error)
             log.warning("the node's own sockets are not served: %s", error)
+            return
+        if self.cgroup is None:
+            log.info("serving the node's own sockets at cgroup %s", cgroup)
+        self.cgroup, self.reason = cgroup, ""
 
     def _attach(self, programs: Object, watch: Object | None, cgroup: Path) -> None:
         self._drop_pins_of_other_cgroup(cgroup)
@@ -172,8 +189,6 @@ class Sockets:
                         adopt_or_create(path, loaded.program(name), target, attach_type, str(cgroup))
         finally:
             os.close(target)
-        self.cgroup = cgroup
-        log.info("serving the node's own sockets at cgroup %s", cgroup)
 
     def _drop_pins_of_other_cgroup(self, cgroup: Path) -> None:
         """The name of the cgroup is not in a link: it is kept in the name of a marker beside the pins."""

@@ -55,6 +55,18 @@ class Drivers:
         self._programs: Object | None = None
         self._refused = ""  # why the kernel did not load the program
 
+    @property
+    def loaded(self) -> bool:
+        """Whether there is a device that qualified, so that the object had to be loaded."""
+        return self._programs is not None
+
+    def use(self, programs: Object) -> None:
+        """Attach this object's program from now on, and now where another one is."""
+        if self._programs is not None:
+            self._programs.close()
+        self._programs = programs
+        self.attached = {index: known for index, known in self.attached.items() if self._attach(known)}
+
     def refresh(self, uplinks: Iterable[Interface], everybody: Iterable[Interface]) -> None:
         """Attach to uplinks that are new, detach from what is none any more. `everybody`: all interfaces."""
         self.left = {}
@@ -68,7 +80,10 @@ class Drivers:
                 wanted[interface.index] = interface
         for index in [index for index in self.attached if index not in wanted]:
             log.info("XDP no longer serves %s", self.attached.pop(index).name)
-        self.attached = {index: i for index, i in wanted.items() if index in self.attached or self._attach(i)}
+        fresh = [index for index in wanted if index not in self.attached and self._attach(wanted[index])]
+        self.attached = {index: i for index, i in wanted.items() if index in self.attached or index in fresh}
+        for index in fresh:
+            log.info("serving %s by XDP in its driver", wanted[index].name)
         for path in self.folder.glob("link_xdp_*"):
             if int(path.name.rsplit("_", 1)[1]) not in self.attached:
                 remove_link(path)
@@ -111,7 +126,6 @@ class Drivers:
                     "tc alone serves %s: %s", interface.name, self.left[interface.name],
                 )  # fmt: skip
             return False
-        log.info("serving %s by XDP in its driver", interface.name)
         return True
 
     def _tell_targets(self) -> None:

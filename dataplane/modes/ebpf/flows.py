@@ -85,12 +85,17 @@ class Caretaker:
         self._wanted_stamp = self._graced = 0
         self._candidates: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
         self._result: tuple[frozenset[int], frozenset[int], frozenset[int], frozenset[int]] | None = None
-        self.known_flows = 0
+        self.used = {"flows4": 0, "flows6": 0}  # entries, by map
         self.opening_flows: int | None = None  # a new count, for the programs' own
         self.count_for: frozenset[int] = frozenset()  # services whose connections are counted by backend
         self.loads: dict[int, int] | None = None  # these counts, when there are new ones
         self.swept = 0
         self._thread = threading.Thread(target=self._run, name="caretaker", daemon=True)
+
+    @property
+    def known_flows(self) -> int:
+        """Entries of both families when they were read last."""
+        return sum(self.used.values())
 
     def start(self) -> None:
         """Begin; from then on this object's thread reads the flow tables."""
@@ -169,19 +174,19 @@ class Caretaker:
             services, backends = self._candidates
         found_services: set[int] = set()
         found_backends: set[int] = set()
-        total = opening = 0
+        opening = 0
         counted, loads = self.count_for, dict[int, int]()
         young = abi_constants()["FLOW_ESTABLISHED"] | abi_constants()["FLOW_REPLY"]
         for family, known in self._flows.items():
             keys, values = flow_arrays(known, family)
-            total += len(keys)
+            self.used[f"flows{family}"] = len(keys)
             opening += int(np.count_nonzero(values["flags"] & young == 0))
             if len(keys):
                 found_services |= services.intersection(np.unique(values["service"]).tolist())
                 found_backends |= backends.intersection(np.unique(values["backend"]).tolist())
                 loads |= connections_by_backend(values, counted)
                 self._forget_idle(family, keys, values)
-        self.known_flows, self.opening_flows = total, opening
+        self.opening_flows = opening
         self.loads = loads if counted else None
         with self._lock:
             if services or backends:

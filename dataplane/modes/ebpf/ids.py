@@ -10,22 +10,30 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable
 
-__all__ = ["FullError", "IdPool", "Quarantine", "SlicePool", "size_class"]
+__all__ = ["SETTINGS", "FullError", "IdPool", "Quarantine", "SlicePool", "size_class"]
+
+# What bounds each map that grows.
+SETTINGS = {
+    "services": "--max-services", "backends": "--max-backends", "slots": "--max-slots",
+    "frontends4": "--max-services", "frontends6": "--max-services",
+}  # fmt: skip
 
 
 class FullError(Exception):
-    """A pool has nothing left; `what` is the setting that bounds it."""
+    """A map has nothing left, and `name` says which."""
 
-    def __init__(self, what: str, limit: int) -> None:
-        super().__init__(f"{what} is full ({limit})")
+    def __init__(self, name: str, limit: int) -> None:
+        setting = f" ({SETTINGS[name]})" if name in SETTINGS else ""
+        super().__init__(f"map {name}{setting} is full ({limit})")
+        self.name = name
 
 
 class IdPool:
     """Small numbers from 1 to `limit` - 1; 0 means none."""
 
-    def __init__(self, limit: int, what: str, used: Iterable[int] = ()) -> None:
+    def __init__(self, limit: int, name: str, used: Iterable[int] = ()) -> None:
         self.limit = limit
-        self.what = what
+        self.name = name
         taken = sorted(set(used))
         self._next = taken[-1] + 1 if taken else 1
         present = set(taken)
@@ -36,6 +44,11 @@ class IdPool:
         """How many can be taken."""
         return self.limit - self._next + len(self._free)
 
+    @property
+    def used(self) -> int:
+        """How many are taken, in quarantine or not."""
+        return self.limit - 1 - self.left
+
     def take(self, count: int) -> list[int]:
         """`count` numbers, or none at all.
 
@@ -43,7 +56,7 @@ class IdPool:
             FullError: fewer are left.
         """
         if count > self.left:
-            raise FullError(self.what, self.limit)
+            raise FullError(self.name, self.limit)
         fresh = min(count, self.limit - self._next)
         numbers = list(range(self._next, self._next + fresh))
         self._next += fresh
@@ -64,9 +77,9 @@ def size_class(count: int) -> int:
 class SlicePool:
     """Stretches of the slots array in powers of two."""
 
-    def __init__(self, limit: int, what: str, used: Iterable[tuple[int, int]] = ()) -> None:
+    def __init__(self, limit: int, name: str, used: Iterable[tuple[int, int]] = ()) -> None:
         self.limit = limit
-        self.what = what
+        self.name = name
         self.in_use = 0
         self._free: dict[int, list[int]] = defaultdict(list)
         self._next = 0
@@ -106,7 +119,7 @@ class SlicePool:
             self._merge()
             larger = self._at_least(size)
         if not larger:
-            raise FullError(self.what, self.limit)
+            raise FullError(self.name, self.limit)
         offset = self._free[larger[0]].pop()
         self._fill_gap(offset + size, offset + larger[0])
         return offset

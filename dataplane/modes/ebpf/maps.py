@@ -1,7 +1,11 @@
-"""The maps as one set: created or adopted by their pins, sized once, some of them mapped into memory."""
+"""The maps as one set: created or adopted by their pins, some of them mapped into memory, some of them growing.
+
+A map that grows is made anew, larger. Its content is copied, and its pin renamed over the other's.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +15,12 @@ from numpy.typing import NDArray
 from dataplane.errors import DataplaneError
 from dataplane.kernel.bpf import Map, Object
 from dataplane.mode import Options
-from dataplane.modes.ebpf.layout import OBJECTS, abi_constants, dtype_of
+from dataplane.modes.ebpf import sizes as policy
+from dataplane.modes.ebpf.layout import OBJECTS, abi_constants, dtype_of, frontend_dtype
+from dataplane.modes.ebpf.sizes import Sizes
 from dataplane.modes.ebpf.traffic import Traffic, possible_cpus, traffic_sizes
 
-__all__ = ["MapSet", "open_pinned_maps", "traffic_cpus"]
+__all__ = ["Larger", "MapSet", "open_pinned_maps", "traffic_cpus"]
 
 PRIVATE = frozenset(
     {"copies", "explanation", "scratch"}
@@ -24,20 +30,10 @@ STRUCTS = {
     "slots": "slot", "services": "service", "backends": "backend", "node": "node", "traffic": "traffic",
     "traffic_gone": "traffic",
 }  # fmt: skip
-REMADE = frozenset({"traffic", "traffic_gone"})  # when another size is asked for: figures begin at 0
+TRAFFIC = ("traffic", "traffic_gone")  # replaced in this order: figures may be lost in between, but never count twice
+NEXT = "next_"  # pins that are about to take the place of others
 
-
-def _sizes(options: Options) -> dict[str, int]:
-    return {
-        "services": options.max_services,
-        "backends": options.max_backends,
-        "slots": options.max_slots,
-        "flows4": options.max_flows,
-        "flows6": options.max_flows,
-        "frontends4": 2 * options.max_services,
-        "frontends6": 2 * options.max_services,
-        **traffic_sizes(options.max_services, options.max_backends, traffic_cpus(options)),
-    }
+Larger = Mapping[str, Map]  # maps that will replace those of the same names
 
 
 def traffic_cpus(options: Options) -> int:
@@ -50,58 +46,96 @@ class MapSet:
 
     Args:
         folder: where the maps are pinned, and found again after a restart.
-        options: sizes. A pinned map of another size is an error that says which setting differs.
+        options: sizes of tables that programs write, and bounds of others.
+        sizes: of maps that follow the table, if they are made now; None: their bounds. Pinned ones have theirs.
     """
 
-    def __init__(self, folder: Path, options: Options) -> None:
+    def __init__(self, folder: Path, options: Options, sizes: Sizes | None = None) -> None:
+        self.folder = folder
         self.maps: dict[str, Map] = {}
         self.adopted = (folder / "slots").exists()
         self._traffic_cpus = traffic_cpus(options)
-        template = Object(OBJECTS / "pod.bpf.o")
-        try:
-            sizes = _sizes(options)
-            for program in template.program_names:
-                template.leave_out(program)
-            for name, entries in sizes.items():
-                template.resize(name, entries)
-            if self.adopted:
-                self._adopt(folder, sizes)
-                for name, pinned in self.maps.items():
-                    template.share(name, pinned)
-            else:
-                _remove_unfinished(folder)
-            template.load()
-            self.pin_new(template, folder)
-        finally:
-            template.close()
         self._views: dict[str, NDArray[Any]] = {}
+        if self.adopted:
+            self._adopt()
+        else:
+            _remove_unfinished(folder)
+        fixed = policy.fixed(options)
+        self.other_sizes = {name: size for name, size in fixed.items() if self._entries(name, size) != size}
+        for name, made in _make({**fixed, **self._with_traffic(sizes or policy.bounds(options))}, self.maps).items():
+            self.maps[name] = made
+            made.pin(folder / name)
 
-    def _adopt(self, folder: Path, sizes: dict[str, int]) -> None:
-        for path in _map_pins(folder):
+    def _adopt(self) -> None:
+        for path in self.folder.glob(f"{NEXT}*"):  # of a process that ended while it replaced maps
+            path.unlink()
+        for path in _map_pins(self.folder):
             self.maps[path.name] = Map.pinned(path)
-            wanted = sizes.get(path.name, self.maps[path.name].entries)
-            if path.name in REMADE and self.maps[path.name].entries != wanted:
-                self.maps.pop(path.name).close()
-                path.unlink()
-            elif self.maps[path.name].entries != wanted:
-                raise DataplaneError(
-                    f"map {path.name} at {folder} has {self.maps[path.name].entries} entries, the settings ask for "
-                    f"{wanted}: "
-                    "run with the former sizes, or `hybrid-proxy cleanup` first"
-                )
+        wanted = self._with_traffic({})
+        if any(self._entries(name, wanted.get(name, 1)) != wanted.get(name) for name in TRAFFIC):
+            for name in TRAFFIC:  # others are asked for, or they did not grow with the rest: figures begin at 0
+                if name in self.maps:
+                    self.maps.pop(name).close()
+                    (self.folder / name).unlink()
 
-    def pin_new(self, loaded: Object, folder: Path) -> None:
+    def _entries(self, name: str, otherwise: int) -> int:
+        return self.maps[name].entries if name in self.maps else otherwise
+
+    def _with_traffic(self, sizes: Sizes) -> dict[str, int]:
+        """What counts traffic is as large as what it belongs to, which may be pinned."""
+        services, backends = (sizes.get(name) or self._entries(name, 0) for name in ("services", "backends"))
+        counting = traffic_sizes(services, backends, self._traffic_cpus) if services and backends else {}
+        return {**sizes, **counting}
+
+    def make_larger(self, sizes: Sizes) -> dict[str, Map]:
+        """New maps of these names and sizes, and those of traffic that go with them, empty."""
+        if {"services", "backends"} & sizes.keys():
+            sizes = self._with_traffic(
+                {name: self.maps[name].entries for name in ("services", "backends")} | dict(sizes)
+            )
+            sizes = {name: size for name, size in sizes.items() if name in TRAFFIC or size > self.maps[name].entries}
+        return _make(sizes, {name: known for name, known in self.maps.items() if name not in sizes})
+
+    def copy_into(self, larger: Larger) -> None:
+        """Copy what only user space writes, and what traffic came to.
+
+        Raises:
+            DataplaneError: the kernel has no memory for that.
+        """
+        for name, new in larger.items():
+            if name == "traffic_gone":
+                figures = self.traffic().of_services(self.view("backends")["service"])
+                new.view(dtype_of("traffic")).view(np.uint64).reshape(-1, figures.shape[1])[: len(figures)] = figures
+            elif name in STRUCTS and name not in TRAFFIC:
+                old = self.view(name)
+                new.view(old.dtype)[: len(old)] = old
+            elif name.startswith("frontends"):
+                keys, values = self.maps[name].items(frontend_dtype(int(name[-1])), np.dtype(np.uint64))
+                if new.update_batch(keys, values) < len(keys):
+                    raise DataplaneError(f"map {name} could not be copied into a larger one")
+
+    def replace(self, larger: Larger) -> None:
+        """Let these take the places of the maps that they are copies of. Views are others then."""
+        for name in sorted(larger, key=lambda name: (name not in TRAFFIC, name)):
+            larger[name].pin(self.folder / f"{NEXT}{name}")
+            (self.folder / f"{NEXT}{name}").rename(self.folder / name)
+            self.maps[name].close()
+            self.maps[name] = larger[name]
+            self._views.pop(name, None)
+
+    def pin_new(self, loaded: Object) -> None:
         """Take in and pin the maps of a loaded object that are not in the set yet."""
         for name in loaded.map_names:
             if name not in self.maps and name not in PRIVATE:
                 self.maps[name] = loaded.map(name)
-                self.maps[name].pin(folder / name)
+                self.maps[name].pin(self.folder / name)
 
-    def share_with(self, program: Object) -> None:
-        """Make an object use these maps; before its load."""
+    def share_with(self, program: Object, larger: Larger | None = None) -> None:
+        """Make an object use these maps, and `larger` ones in place of some; before its load."""
+        shared = {**self.maps, **(larger or {})}
         for name in program.map_names:
-            if name in self.maps:
-                program.share(name, self.maps[name])
+            if name in shared:
+                program.share(name, shared[name])
 
     def view(self, name: str) -> NDArray[Any]:
         """A mappable array's elements, shared with the kernel."""
@@ -131,6 +165,23 @@ class MapSet:
             known.close()
 
 
+def _make(sizes: Sizes, shared: Mapping[str, Map]) -> dict[str, Map]:
+    """The maps of the programs that are not in `shared`, made."""
+    template = Object(OBJECTS / "pod.bpf.o")
+    try:
+        for program in template.program_names:
+            template.leave_out(program)
+        for name, entries in sizes.items():
+            if name not in shared:
+                template.resize(name, entries)
+        for name, known in shared.items():
+            template.share(name, known)
+        template.load()
+        return {name: template.map(name) for name in template.map_names if name not in shared and name not in PRIVATE}
+    finally:
+        template.close()
+
+
 def _remove_unfinished(folder: Path) -> None:
     """Pins of a process that ended while it made its maps; they have no slots, so nothing is lost."""
     for path in folder.iterdir():
@@ -151,4 +202,6 @@ def open_pinned_maps(folder: Path) -> dict[str, Map]:
 
 def _map_pins(folder: Path) -> list[Path]:
     """The pins of maps; links and markers lie beside them."""
-    return [path for path in sorted(folder.iterdir()) if not path.is_dir() and not path.name.startswith("link_")]
+    return [
+        path for path in sorted(folder.iterdir()) if not path.is_dir() and not path.name.startswith(("link_", NEXT))
+    ]

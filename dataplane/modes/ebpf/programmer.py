@@ -7,8 +7,8 @@ import logging
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +17,27 @@ import numpy as np
 from dataplane.balancing import KNOWN
 from dataplane.diff import changed_services
 from dataplane.errors import DataplaneError, SyncError, Unsupported
-from dataplane.kernel.bpf import BpfError, Object, has_helper
+from dataplane.kernel.bpf import BpfError, Object
 from dataplane.kernel.grace import jiffies_per_second, wait_for_programs
 from dataplane.kernel.links import Interface, interface_name, interface_towards, read_node
 from dataplane.kernel.lock import hold
 from dataplane.kernel.places import netns_cookie, pin_folder
 from dataplane.mode import Mode, Notice, Options, Question, SyncResult, Wake, misfit_rows, unknown_algorithms
-from dataplane.modes.ebpf import attach, explaining, layout, listing
+from dataplane.modes.ebpf import attach, explaining, layout, listing, sizes
 from dataplane.modes.ebpf.driver import Drivers
 from dataplane.modes.ebpf.edges import pod_columns, pod_links
 from dataplane.modes.ebpf.events import Journal, Reader
 from dataplane.modes.ebpf.failover import Failover
 from dataplane.modes.ebpf.flows import Caretaker
-from dataplane.modes.ebpf.maps import MapSet, open_pinned_maps, traffic_cpus
+from dataplane.modes.ebpf.growth import Grower
+from dataplane.modes.ebpf.maps import Larger, MapSet, open_pinned_maps
+from dataplane.modes.ebpf.programs import Loader, Programs, teach_namespace
 from dataplane.modes.ebpf.store import Store
-from dataplane.table import EMPTY, NodeNetwork, ServiceTable
+from dataplane.table import EMPTY, Entry, NodeNetwork, ServiceTable
 
 __all__ = ["MODE", "Ebpf", "clean", "drain", "folder_of", "look", "probe"]
 
 log = logging.getLogger(__name__)
-
-CHECK_MTU = 163  # BPF_FUNC_check_mtu, linux/bpf.h (Linux 5.12)
 
 
 def folder_of(options: Options, *, mount: bool = False) -> Path:
@@ -92,7 +92,6 @@ class Ebpf:
     name = "ebpf"
 
     def __init__(self, options: Options, wake: Wake) -> None:
-        del wake  # every word is compared each second: nobody has to tell
         self.options = options
         self.folder = folder_of(options, mount=True)
         try:
@@ -102,27 +101,31 @@ class Ebpf:
         self._lock = hold(self.folder, f"the eBPF maps at {self.folder}")
         self.hz = jiffies_per_second()
         try:
-            self.maps = MapSet(self.folder, options)
+            self.maps = MapSet(self.folder, options, sizes.least(sizes.bounds(options)))
             self.adopted = self.maps.adopted
-            self._pod, self._uplink = self._load_together("pod.bpf.o", "uplink.bpf.o")
-            self._inspect = self._load("inspect.bpf.o")
+            self.loader = Loader(self.maps, options, self.hz)
+            self._inspect = self.loader.one("inspect")
         except BpfError as error:
             if not getattr(self, "adopted", True):
                 attach.remove_pins(self.folder)
             os.close(self._lock)
             raise Unsupported("eBPF", f"the kernel refused the programs or maps: {error}") from error
-        self._connect = self._load_socket_programs()
-        self._watch = self._load_watch()
-        self.store = Store(self.maps, self.hz, max_ring=options.max_ring)
+        for name, size in self.maps.other_sizes.items():
+            log.warning(
+                "map %s has room for %d, as it was made; the settings' %d hold after `hybrid-proxy cleanup`",
+                name, self.maps.maps[name].entries, size,
+            )  # fmt: skip
+        self.store = self._new_store(adopt=self.adopted)
         self.table: ServiceTable = EMPTY
         self._misfitting: frozenset[str] = frozenset()
         self._attached = False
-        self.pods = attach.pods(self.folder, self._pod, options)
-        self.uplinks = attach.uplinks(self.folder, self._uplink, options)
-        self.drivers = Drivers(
-            self.folder, options.xdp, lambda: self._load("xdp.bpf.o"), lambda: self.maps.maps["xdp_links"]
-        )
-        self.sockets: attach.Sockets | None = None
+        self.programs: Programs | None = None  # loaded when the first table has told how large maps must be
+        self.pods = attach.pods(self.folder, options)
+        self.uplinks = attach.uplinks(self.folder, options)
+        self.drivers = Drivers(self.folder, options.xdp, self._load_xdp, lambda: self.maps.maps["xdp_links"])
+        self.sockets = attach.Sockets(self.folder, options)
+        self.grower = Grower(self.maps, sizes.bounds(options), self._load, self._use, self._take_larger_maps, wake)
+        self.nearly_full: dict[str, str] = {}  # map -> sentence
         self.audit_repairs = 0
         self.failover = Failover(options)
         self.caretaker = Caretaker(
@@ -136,75 +139,55 @@ class Ebpf:
         self.events = Reader(self.maps.maps["events"])
         self.events.start()
 
-    def _settings(self, *, can_set_errno: bool = True, quiet: bool = False) -> bytes:
-        return layout.pack(
-            "settings",
-            host_netns=netns_cookie() if self.options.socket_scope == "host" else 0,
-            hz=self.hz,
-            reject_burst=self.options.reject_rate,
-            fast_path=int(self.options.fast_path),
-            can_set_errno=int(can_set_errno),
-            max_opening=self.options.max_flows // 8,
-            udp_timeout=self.options.udp_timeout * self.hz,
-            udp_timeout_stream=self.options.udp_timeout_stream * self.hz,
-            port_first=self.options.port_first,
-            dsr=int(self.options.dsr),
-            port_count=self.options.port_count,
-            answer_ping=int(self.options.answer_ping),
-            can_check_mtu=int(has_helper(CHECK_MTU)),
-            traffic_cpus=0 if quiet else traffic_cpus(self.options),
-            event_burst=0 if quiet else self.options.event_rate,
-        )
+    def _new_store(self, *, adopt: bool) -> Store:
+        return Store(self.maps, self.hz, adopt=adopt, max_ring=self.options.max_ring, max_slots=self.options.max_slots)
 
-    def _load(self, name: str, *, can_set_errno: bool = True, quiet: bool = False) -> Object:
-        loaded = self._prepare(name, can_set_errno=can_set_errno, quiet=quiet)
-        loaded.load()
-        self.maps.pin_new(loaded, self.folder)
+    def _load(self, larger: Larger) -> Programs:
+        return self.loader.generation(larger, xdp=self.drivers.loaded)
+
+    def _load_xdp(self) -> Object:
+        """For a device that qualified, when the others are loaded already."""
+        loaded = self.loader.one("xdp")
+        self.maps.pin_new(loaded)
         return loaded
 
-    def _prepare(self, name: str, *, can_set_errno: bool = True, quiet: bool = False) -> Object:
-        prepared = Object(layout.OBJECTS / name)
-        prepared.constants(self._settings(can_set_errno=can_set_errno, quiet=quiet))
-        self.maps.share_with(prepared)
-        return prepared
+    def _use(self, programs: Programs) -> None:
+        """Let all links run this generation."""
+        former, self.programs = self.programs, programs
+        for loaded in programs:
+            self.maps.pin_new(loaded)
+        self.pods.use(programs.pod)
+        self.uplinks.use(programs.uplink)
+        if programs.xdp is not None:
+            self.drivers.use(programs.xdp)
+        self.sockets.use(programs.connect, programs.watch)
+        taught = self.sockets.cgroup is None or netns_cookie() or teach_namespace(self.maps.maps["home"])
+        if not taught:
+            log.warning("the node's own sockets are not served: the agent runs in none of the node's cgroups")
+        if former is not None:
+            former.close()
 
-    def _load_together(self, *names: str) -> list[Object]:
-        """At once, because the verifier takes half a second for each. They have no maps that are not in the set."""
-        prepared = [self._prepare(name) for name in names]
-        with ThreadPoolExecutor(len(names)) as threads:
-            for loading in [threads.submit(one.load) for one in prepared]:
-                loading.result()
-        return prepared
+    def _take_larger_maps(self) -> None:
+        self.store.grown()
+        self._forget_explain()
+        if self.programs is not None and self.programs.xdp is None and self.drivers.loaded:
+            self.drivers.use(self._load_xdp())  # a device qualified meanwhile
 
-    def _load_socket_programs(self) -> Object | None:
-        """The cgroup programs; without bpf_set_retval (Linux 5.18) a refusal shows as EPERM."""
-        if self.options.socket_scope == "off":
-            return None
-        for can_set_errno in (True, False):
-            try:
-                return self._load("connect.bpf.o", can_set_errno=can_set_errno)
-            except BpfError as error:
-                log.warning("socket programs%s: %s", "" if can_set_errno else " without bpf_set_retval", error)
-        return None
-
-    def _load_watch(self) -> Object | None:
-        """What hears of the node's own connections that get no answer; nobody needs to where none is left out."""
-        if self._connect is None or not self.options.failover_failures:
-            return None
-        try:
-            return self._load("watch.bpf.o")
-        except BpfError as error:
-            log.warning("silent backends are not noticed by what the node's own sockets meet: %s", error)
-        return None
+    def _forget_explain(self) -> None:
+        if self._explain is not None:
+            self._explain.close()
+        self._explain = None
 
     def sync(self, table: ServiceTable) -> SyncResult:
         """See `dataplane.mode.Programmer.sync`."""
         names = changed_services(self.table, table) | self._misfitting
         try:
+            if self.programs is None and not self.grower.growing:
+                self.grower.begin(sizes.needs(entry for entries in table.services.values() for entry in entries))
             if table.node != self.table.node or not self._attached:
                 self._write_node(table.node)
             self._collect()
-            changed, removed = self.store.apply({name: table.services.get(name, ()) for name in names})
+            changed, removed = self._apply({name: table.services.get(name, ()) for name in names})
             self.caretaker.want_grace(self.store.stamp)
             self.failover.services_changed(self.store, names)
             self.caretaker.count_for = frozenset(self.store.follows_load())
@@ -215,10 +198,30 @@ class Ebpf:
             if not self._attached or moved:
                 self._attach()
                 self._take_over()
+        except Unsupported:
+            raise
         except (DataplaneError, OSError, ValueError) as error:
             self._start_over()
             raise SyncError(f"the eBPF maps could not be programmed: {error}") from error
         return SyncResult(changed, removed, tuple(self.store.misfits.values()))
+
+    def _apply(self, services: dict[str, tuple[Entry, ...]]) -> tuple[int, int]:
+        """As `Store.apply`; what does not fit makes its maps grow."""
+        store = self.store
+        changed, removed = store.apply(services)
+        while store.full:
+            need = Counter(store.used()) + Counter(
+                sizes.needs(entry for name in store.unfit for entry in services.get(name, ()))
+            )
+            if not self.grower.make_room(store.full, need):
+                if "slots" not in store.full or len(store.slots) >= store.max_slots:
+                    break
+                store.max_slots = 0  # they cannot be more at the moment: rings are cut
+            store.full.clear()
+            changed += store.apply({name: services[name] for name in store.unfit if name in services})[0]
+        store.full.clear()
+        store.max_slots = self.options.max_slots
+        return changed, removed
 
     def _take_over(self) -> None:
         """An agent of another layout left its programs attached: ours serve now, and what only those knew ends."""
@@ -230,15 +233,17 @@ class Ebpf:
         """What was planned and what was written may differ now: the next sync reads the maps and adopts."""
         wait_for_programs()  # the quarantine is forgotten with the store: nobody may still look at what it held
         stamp = self.store.stamp
-        self.store = Store(self.maps, self.hz, adopt=True, max_ring=self.options.max_ring)
+        self.store = self._new_store(adopt=True)
         self.store.stamp = stamp
         self.failover.forget()
         self.table = EMPTY
 
     def _attach(self) -> None:
+        try:
+            self.grower.catch_up()
+        except BpfError as error:
+            raise Unsupported("eBPF", f"the kernel refused the programs: {error}") from error
         self._refresh_links()
-        if self.sockets is None:
-            self.sockets = attach.Sockets(self.folder, self._connect, self.options, self._watch)
         self._attached = True
 
     def _write_node(self, node: NodeNetwork) -> None:
@@ -287,6 +292,7 @@ class Ebpf:
         self.caretaker.look_for(*self.store.quarantine.candidates)
         if self._misfitting:
             self.sync(self.table)
+        self.grower.step(self.store.used())
         repaired = self.store.audit()
         if repaired:
             self.audit_repairs += repaired
@@ -298,7 +304,20 @@ class Ebpf:
             self._trace_until = 0.0
         notices = self.failover.look(self.store)
         self.caretaker.want_grace(self.store.stamp)
-        return notices
+        return [*notices, *self._tell_nearly_full()]
+
+    def _tell_nearly_full(self) -> Iterable[Notice]:
+        """Once for each map, until it has room again."""
+        flows = self.caretaker.used
+        entries = {name: self.maps.maps[name].entries for name in flows}
+        full = self.grower.nearly_full(self.store.used()) | {
+            name: f"map {name} is nearly full, with {flows[name]} of {entries[name]} entries: raise --max-flows"
+            for name in sizes.crowded(entries, flows)
+        }
+        for name in full.keys() - self.nearly_full.keys():
+            log.warning("%s", full[name])
+            yield Notice("", "Warning", "MapNearlyFull", "GrowMap", full[name])
+        self.nearly_full = full
 
     def _collect(self) -> None:
         graced, scanned = self.caretaker.collect()
@@ -328,11 +347,11 @@ class Ebpf:
                 f"{len(cut)} service ports have smaller rings than their algorithm would fill ({name}: {has} of "
                 f"{wanted} slots): --max-slots is used up, and other nodes may choose other backends"
             )
-        return sentences
+        return [*sentences, *self.nearly_full.values(), *filter(None, [self.grower.failure])]
 
     def status(self) -> dict[str, Any]:
         """See `dataplane.mode.Programmer.status`."""
-        store = self.store
+        store, used, entries = self.store, self.store.used(), self.grower.entries
         return {
             "mode": self.name,
             "pins": str(self.folder),
@@ -340,14 +359,15 @@ class Ebpf:
             "pods": self.pods.status(),
             "uplinks": self.uplinks.status(),
             "xdp": self.drivers.status(),
-            "sockets": self.sockets.status() if self.sockets else {"cgroup": None, "reason": "not attached yet"},
+            "sockets": self.sockets.status(),
             "fast_path": self.options.fast_path,
             "fill": {
-                "services": [store.service_ids.limit - 1 - store.service_ids.left, store.service_ids.limit - 1],
-                "backends": [store.backend_ids.limit - 1 - store.backend_ids.left, store.backend_ids.limit - 1],
-                "slots": [store.slices.in_use, store.slices.limit],
-                "flows": [self.caretaker.known_flows, 2 * self.options.max_flows],
+                "services": [used["services"], entries["services"] - 1],
+                "backends": [used["backends"], entries["backends"] - 1],
+                "slots": [used["slots"], entries["slots"]],
+                "flows": [self.caretaker.known_flows, 2 * self.maps.maps["flows4"].entries],
             },
+            "maps": self.memory(),
             "traffic_bytes": store.traffic.bytes if store.traffic.counting else 0,
             "quarantined": len(store.quarantine),
             "misfits": misfit_rows(store.misfits.values()),
@@ -357,6 +377,16 @@ class Ebpf:
             "audit_repairs": self.audit_repairs,
             "counters": self.counters(),
         }
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Each map's entries and kernel memory in bytes; of some also how many are used, and to which they may grow."""
+        used, upper = self.store.used() | self.caretaker.used, self.grower.upper
+        rows: dict[str, dict[str, int]] = {}
+        for name, known in sorted(self.maps.maps.items()):
+            rows[name] = {"entries": known.entries, "bytes": known.memory}
+            if name in used:
+                rows[name] |= {"used": used[name], "bound": upper.get(name, known.entries)}
+        return rows
 
     def counters(self) -> dict[str, int]:
         """See `dataplane.mode.Programmer.counters`."""
@@ -369,7 +399,7 @@ class Ebpf:
     def ask(self, question: Question) -> dict[str, Any]:
         """See `dataplane.mode.Programmer.ask`."""
         if self._explain is None:
-            self._explain = self._load("explain.bpf.o", quiet=True)
+            self._explain = self.loader.one("explain", quiet=True)
         around = explaining.Surroundings(
             self.names(), self.store.backends, self.store.services, self.hz, interface_name
         )
@@ -419,9 +449,11 @@ class Ebpf:
         self.failover.close()
         self.events.stop()
         self.maps.view("node")["trace"] = 0
-        for loaded in (self._pod, self._uplink, self._inspect, self._connect, self._watch, self._explain):
-            if loaded is not None:
-                loaded.close()
+        self.grower.close()
+        self._forget_explain()
+        self._inspect.close()
+        if self.programs is not None:
+            self.programs.close()
         self.drivers.close()
         self.maps.close()
         if not self._attached and not self.adopted:

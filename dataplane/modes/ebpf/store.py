@@ -150,12 +150,17 @@ class Store:
         hz: jiffies per second, for affinity times.
         adopt: the maps hold what a former owner wrote: the first `apply` takes it over. None: when they were pinned.
         max_ring: slots that an algorithm may fill for one route.
+        max_slots: to which the map of slots may grow: as long as it is smaller no ring is cut.
     """
 
-    def __init__(self, maps: MapSet, hz: int, *, adopt: bool | None = None, max_ring: int = Options().max_ring) -> None:
+    def __init__(
+        self, maps: MapSet, hz: int, *, adopt: bool | None = None, max_ring: int = Options().max_ring,
+        max_slots: int = 0,
+    ) -> None:  # fmt: skip
         self.maps = maps
         self.hz = hz
         self.max_ring = max_ring
+        self.max_slots = max_slots
         self.installed: dict[str, dict[EntryKey, Installed]] = {}
         self.misfits: dict[EntryKey, Misfit] = {}
         self.unfit: dict[str, set[EntryKey]] = {}  # by service: what is in `misfits`
@@ -163,11 +168,7 @@ class Store:
         self._shares: dict[EntryKey, dict[tuple[str, int], int]] = {}  # of backends that get theirs by load
         self._sentences: dict[EntryKey, dict[Socket, Sentence]] = {}
         self._gone_datagram_backends: list[int] = []
-        self.services: NDArray[Any] = maps.view("services")
-        self.backends: NDArray[Any] = maps.view("backends")
-        self.slots: NDArray[Any] = maps.view("slots")["backend"]
-        self._endpoints: NDArray[Any] = maps.view("slots")["endpoint"]
-        self._words = ffi.from_buffer("uint64_t[]", self.services)
+        self._open_views()
         self._published = self.services["routes"].copy()
         self._words_per_service = layout.dtype_of("service").itemsize // 8
         self._owners: dict[Key, int] = {}
@@ -182,15 +183,38 @@ class Store:
         self.sources = Sources({family: maps.maps[f"sources{family}"] for family in (4, 6)})
         self._adopted = _Adopted(self) if (maps.adopted if adopt is None else adopt) else None
         used_services, used_backends, used_slices = self._adopted.used() if self._adopted else ((), (), ())
-        self.service_ids = IdPool(len(self.services), "map services (--max-services)", used_services)
-        self.backend_ids = IdPool(len(self.backends), "map backends (--max-backends)", used_backends)
-        self.slices = SlicePool(len(self.slots), "map slots (--max-slots)", used_slices)
+        self.service_ids = IdPool(len(self.services), "services", used_services)
+        self.backend_ids = IdPool(len(self.backends), "backends", used_backends)
+        self.slices = SlicePool(len(self.slots), "slots", used_slices)
+        self.full: set[str] = set()  # maps for which something did not fit since this was emptied
         self.traffic = maps.traffic()
         if self._adopted is not None:
             self.traffic.only(used_services, used_backends)
         self.quarantine = Quarantine(self.service_ids, self.backend_ids, self.slices)
         self.exact_after = 0  # once this grace period is over, prefilter bits of a former process go
         self.stamp = 0  # number of the grace period that covers the last commit
+
+    def _open_views(self) -> None:
+        self.services: NDArray[Any] = self.maps.view("services")
+        self.backends: NDArray[Any] = self.maps.view("backends")
+        self.slots: NDArray[Any] = self.maps.view("slots")["backend"]
+        self._endpoints: NDArray[Any] = self.maps.view("slots")["endpoint"]
+        self._words = ffi.from_buffer("uint64_t[]", self.services)
+
+    def grown(self) -> None:
+        """The maps have been replaced by larger ones with the same content: from now on those are written."""
+        self._open_views()
+        self._published.resize((len(self.services), self._published.shape[1]), refcheck=False)
+        self.service_ids.limit, self.backend_ids.limit = len(self.services), len(self.backends)
+        self.slices.limit = len(self.slots)
+        self.traffic = self.maps.traffic()
+
+    def used(self) -> dict[str, int]:
+        """Entries in use, or in quarantine, of the maps that follow the table."""
+        return {
+            "services": self.service_ids.used, "backends": self.backend_ids.used, "slots": self.slices.in_use,
+            "frontends4": self._frontend_count[4], "frontends6": self._frontend_count[6],
+        }  # fmt: skip
 
     # Planning: numbers and rows, nothing written.
 
@@ -242,6 +266,7 @@ class Store:
                 changed += 1
             except FullError as error:
                 self.misfits[key] = Misfit(entry.name, str(error))
+                self.full.add(error.name)
                 self.unfit.setdefault(name, set()).add(key)
                 if known is not None:
                     after[key] = known
@@ -293,7 +318,7 @@ class Store:
         name = f"frontends{entry.family}"
         limit = self.maps.maps[name].entries
         if self._frontend_count[entry.family] + 2 * len(rows.frontends) > limit:
-            raise FullError(f"map {name} (--max-services)", limit)
+            raise FullError(name, limit)
 
     def _take_members(self, rows: Rows, previous: Previous) -> tuple[list[int], list[int]]:
         """Ids of all members, and those of them that are new."""
@@ -311,8 +336,8 @@ class Store:
     ) -> tuple[list[list[int]], tuple[tuple[int, int], ...], bool]:
         """Rings of backend ids, slots for them, and whether these are the ones there are.
 
-        Where slots do not suffice for what the algorithm would like, the ring is a smaller one, in the end that of a
-        slot for each backend. It is tried anew when the service port changes.
+        Where slots do not suffice, and cannot be more (`max_slots`), for what the algorithm would like, the ring is a
+        smaller one, in the end that of a slot for each backend. It is tried anew when the service port changes.
 
         Raises:
             FullError: not even that is left.
@@ -330,7 +355,7 @@ class Store:
                     self._check_luxury(rings, rows.routes)
                 slices = previous.slices if keep else self._take_slices(rings)
             except FullError:
-                if not limit or largest == max(map(len, rows.routes)):
+                if len(self.slots) < self.max_slots or not limit or largest == max(map(len, rows.routes)):
                     raise
                 limit = max((size for size in SIZES if size < min(limit, largest)), default=0)
             else:
@@ -344,7 +369,7 @@ class Store:
         slots = sum(size_class(len(ring)) for ring in rings)
         needed = sum(size_class(len(route)) for route in routes)
         if slots > needed and self.slices.in_use + slots > self.slices.limit * 3 // 4:
-            raise FullError(self.slices.what, self.slices.limit)
+            raise FullError(self.slices.name, self.slices.limit)
 
     def _take_slices(self, rings: list[list[int]]) -> tuple[tuple[int, int], ...]:
         """Slots for the rings; a ring that is the beginning of the first one shares its slots."""

@@ -39,7 +39,7 @@ class Place:
         loaded = Object(layout.OBJECTS / "xdp.bpf.o")
         self.maps.share_with(loaded)
         loaded.load()
-        self.maps.pin_new(loaded, self.folder)
+        self.maps.pin_new(loaded)
         return loaded
 
     def drivers(self, setting: str) -> Drivers:

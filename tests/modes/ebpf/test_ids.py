@@ -21,23 +21,23 @@ def test_size_classes(count: int, slots: int) -> None:
 
 
 def test_numbers_begin_at_one_and_end_before_the_limit() -> None:
-    pool = IdPool(5, "map services")
+    pool = IdPool(5, "services")
     assert pool.take(4) == [1, 2, 3, 4]
-    with pytest.raises(FullError, match=r"map services is full \(5\)"):
+    with pytest.raises(FullError, match=r"map services \(--max-services\) is full \(5\)"):
         pool.take(1)
     pool.give([3])
     assert pool.take(1) == [3]
 
 
 def test_all_or_nothing() -> None:
-    pool = IdPool(5, "x")
+    pool = IdPool(5, "backends")
     with pytest.raises(FullError):
         pool.take(5)
     assert pool.left == 4
 
 
 def test_used_numbers_are_not_handed_out() -> None:
-    pool = IdPool(8, "x", used=[2, 5])
+    pool = IdPool(8, "backends", used=[2, 5])
     assert pool.left == 5
     assert sorted(pool.take(5)) == [1, 3, 4, 6, 7]
 
@@ -76,7 +76,7 @@ class Numbers(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = IdPool(12, "x", used=(3, 7))
+        self.pool = IdPool(12, "backends", used=(3, 7))
         self.out = {3, 7}
 
     @rule(count=st.integers(0, 6))

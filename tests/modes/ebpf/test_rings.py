@@ -164,12 +164,16 @@ def test_what_is_not_as_asked_for_is_told() -> None:
     mode = Ebpf.__new__(Ebpf)
     mode.table = ServiceTable({one: (port("dh", [1, 1]), port("mh", [3, 1]), port("twos", [1, 1]))})
     mode.store = SimpleNamespace(cut={(f"{one}:p80", 4, 6): (251, 1021)})  # type: ignore[assignment]
+    mode.nearly_full = {"slots": "slots are nearly full"}
+    mode.grower = SimpleNamespace(failure="no memory")  # type: ignore[assignment]
     assert mode.limitations() == [
         "1 service ports ask for another algorithm than random, which they get instead",
         (
             f"1 service ports have smaller rings than their algorithm would fill ({one}:p80: 251 of 1021 slots): "
             "--max-slots is used up, and other nodes may choose other backends"
         ),
+        "slots are nearly full",
+        "no memory",
     ]
 
 

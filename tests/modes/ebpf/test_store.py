@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.errors import DataplaneError, Occupied
+from dataplane.errors import Occupied
 from dataplane.kernel.bpf import BpfError
 from dataplane.kernel.lock import hold
-from dataplane.mode import Misfit
+from dataplane.mode import Misfit, Options
 from dataplane.modes.ebpf.maps import MapSet
+from dataplane.modes.ebpf.sizes import bounds
 from dataplane.modes.ebpf.store import Store
 from dataplane.table import Backend, Entry, Frontend, Kind, Protocol, Route, WhenEmpty
 
@@ -290,9 +291,14 @@ def test_numbers_that_flows_may_name_stay_reserved_over_a_restart(store: Store, 
     check(again, {two: (entry(two, V2, 3),)}, settled=True)
 
 
-def test_other_sizes_than_the_pinned_maps_are_refused(store: Store, open_maps: OpenMaps) -> None:
-    with pytest.raises(DataplaneError, match=r"map backends at .* has 256 entries, the settings ask for 512.*cleanup"):
-        open_maps(max_backends=512)
+def test_pinned_maps_are_adopted_whatever_their_sizes(store: Store, open_maps: OpenMaps) -> None:
+    apply(store, {}, {one: (entry(one, V1, 3),)})
+    again = open_maps(max_backends=512, max_services=32)
+    assert again.maps["backends"].entries == 256
+    assert again.maps["services"].entries == 64
+    after = Store(again, HZ)
+    after.apply({one: (entry(one, V1, 3),)})
+    check(after, {one: (entry(one, V1, 3),)}, settled=False)
 
 
 def test_pins_of_a_start_that_was_cut_short_are_made_anew(pins: Path, open_maps: OpenMaps) -> None:
@@ -389,6 +395,72 @@ def test_a_full_map_of_frontends_takes_a_change_of_all(open_maps: OpenMaps) -> N
     check(again, old, settled=False)
     settle(again)
     check(again, old, settled=True)
+
+
+def grow(maps: MapSet, store: Store, **sizes: int) -> None:
+    """As the agent does it for these maps, but for the programs."""
+    larger = maps.make_larger(sizes)
+    maps.copy_into(larger)
+    maps.replace(larger)
+    store.grown()
+
+
+@pytest.mark.parametrize(("sizes", "services", "backends", "what"), FULL)
+def test_what_did_not_fit_fits_when_its_map_has_grown(
+    pins: Path, open_maps: OpenMaps, sizes: dict[str, int], services: int, backends: int, what: str
+) -> None:
+    maps = open_maps(**sizes)
+    store = Store(maps, HZ)
+    table = many(services, backends)
+    store.apply(table)
+    assert {f"map {name}" for name in store.full} == {what}
+    before = sorted(path.name for path in pins.iterdir())
+    while store.full:
+        grow(maps, store, **{name: 4 * maps.maps[name].entries for name in store.full})
+        store.full.clear()
+        store.apply({name: table[name] for name in store.unfit})
+    assert sorted(path.name for path in pins.iterdir()) == before
+    assert not store.misfits
+    check(store, table, settled=False)
+    settle(store)
+    apply(store, table, many(services, backends + 1, 2))
+    again = Store(open_maps(**sizes), HZ)
+    again.apply(many(services, backends + 1, 2))
+    settle(again)
+    check(again, many(services, backends + 1, 2), settled=True)
+
+
+def test_all_maps_grow_at_any_time(open_maps: OpenMaps) -> None:
+    """Between random changes, some of them still in quarantine."""
+    rng = random.Random(5)
+    maps = open_maps(max_services=64, max_backends=128, max_slots=128)
+    store, table = Store(maps, HZ), {}
+    for step in range(60):
+        name = f"default/r{rng.randrange(12)}"
+        after = {**table, name: (entry(name, f"10.96.1.{1 + int(name[9:])}", rng.randrange(5)),)}
+        if rng.random() < 0.3:
+            del after[name]
+        store.apply({name: after.get(name, ())})
+        assert not store.misfits
+        table = after
+        if step % 20 == 10:
+            grow(maps, store, **{n: 2 * maps.maps[n].entries for n in ("services", "backends", "slots", "frontends4")})
+        if rng.random() < 0.3:
+            settle(store)
+        check(store, table, settled=False)
+
+
+def test_a_service_whose_frontends_do_not_fit_is_a_misfit_alone(pins: Path) -> None:
+    options = Options(max_services=64, max_backends=256, max_slots=512, max_flows=64)
+    maps = MapSet(pins, options, bounds(options) | {"frontends6": 4})
+    store = Store(maps, HZ)
+    table = {f"default/s{n}": (entry(f"default/s{n}", f"fd00:96::{n}", 2),) for n in range(1, 4)}
+    table |= many(2, 2, 10)
+    store.apply(table)
+    assert list(store.misfits.values()) == [Misfit("default/s3:p80", "map frontends6 (--max-services) is full (4)")]
+    del table["default/s3"]
+    check(store, table, settled=True)
+    maps.close()
 
 
 def test_slots_in_small_pieces_make_room_for_large_ones(open_maps: OpenMaps) -> None:

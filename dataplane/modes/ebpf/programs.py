@@ -1,0 +1,160 @@
+"""The programs that carry traffic, in generations: all programs of one are loaded on the same maps."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from dataplane.kernel.bpf import BpfError, Map, Object, has_helper
+from dataplane.kernel.places import netns_cookie
+from dataplane.mode import Options
+from dataplane.modes.ebpf import layout
+from dataplane.modes.ebpf.maps import Larger, MapSet, traffic_cpus
+
+__all__ = ["CHECK_MTU", "Loader", "Programs", "teach_namespace"]
+
+log = logging.getLogger(__name__)
+
+SO_COOKIE = 57  # asm-generic/socket.h
+UNKNOWN_NETNS = (1 << 64) - 1  # as in bpf/connect.bpf.c
+CHECK_MTU = 163  # BPF_FUNC_check_mtu, linux/bpf.h (Linux 5.12)
+
+
+@dataclass(slots=True)
+class Programs:
+    """One generation. None: this kernel refuses them, or nobody needs them."""
+
+    pod: Object
+    uplink: Object
+    connect: Object | None = None
+    watch: Object | None = None
+    xdp: Object | None = None
+
+    def __iter__(self) -> Iterator[Object]:
+        loaded = (self.pod, self.uplink, self.connect, self.watch, self.xdp)
+        return (one for one in loaded if one is not None)
+
+    def close(self) -> None:
+        """Unload what is not attached."""
+        for loaded in self:
+            loaded.close()
+
+
+class Loader:
+    """Loads objects on a set of maps.
+
+    Args:
+        maps: the open set, which takes in and pins maps of objects that it does not have yet.
+        options: what the programs' settings are made of.
+        hz: jiffies per second.
+    """
+
+    def __init__(self, maps: MapSet, options: Options, hz: int) -> None:
+        self._maps, self._options, self._hz = maps, options, hz
+
+    def _settings(self, *, can_set_errno: bool, quiet: bool) -> bytes:
+        options = self._options
+        return layout.pack(
+            "settings",
+            host_netns=(netns_cookie() or UNKNOWN_NETNS) if options.socket_scope == "host" else 0,
+            hz=self._hz,
+            reject_burst=options.reject_rate,
+            fast_path=int(options.fast_path),
+            can_set_errno=int(can_set_errno),
+            max_opening=options.max_flows // 8,
+            udp_timeout=options.udp_timeout * self._hz,
+            udp_timeout_stream=options.udp_timeout_stream * self._hz,
+            port_first=options.port_first,
+            dsr=int(options.dsr),
+            port_count=options.port_count,
+            answer_ping=int(options.answer_ping),
+            can_check_mtu=int(has_helper(CHECK_MTU)),
+            traffic_cpus=0 if quiet else traffic_cpus(options),
+            event_burst=0 if quiet else options.event_rate,
+        )
+
+    def one(
+        self, name: str, larger: Larger | None = None, *, can_set_errno: bool = True, quiet: bool = False
+    ) -> Object:
+        """The object `NAME.bpf.o`, on the maps of the set, or on `larger` ones in place of some.
+
+        Args:
+            name: of the object.
+            larger: maps of the next generation.
+            can_set_errno: whether the kernel has bpf_set_retval.
+            quiet: let it count nothing and tell no events.
+
+        Raises:
+            BpfError: the kernel refuses it.
+        """
+        loaded = Object(layout.OBJECTS / f"{name}.bpf.o")
+        try:
+            loaded.constants(self._settings(can_set_errno=can_set_errno, quiet=quiet))
+            self._maps.share_with(loaded, larger)
+            loaded.load()
+        except BpfError:
+            loaded.close()
+            raise
+        return loaded
+
+    def generation(self, larger: Larger | None = None, *, xdp: bool = False) -> Programs:
+        """All programs that carry traffic, those for drivers if `xdp`.
+
+        The verifier takes half a second for some of them, so they are loaded at once. May be called by another thread
+        than that of the maps' owner.
+
+        Raises:
+            BpfError: the kernel refuses programs without which there is no service.
+        """
+        with ThreadPoolExecutor(3, thread_name_prefix="load") as threads:
+            loading = {name: threads.submit(self.one, name, larger) for name in ("uplink", "pod", *["xdp"] * xdp)}
+            sockets = threads.submit(self._sockets, larger)
+        try:
+            loaded = {name: known.result() for name, known in loading.items()}
+        except BpfError:
+            for programs in _those_loaded(*loading.values()):
+                programs.close()
+            for programs in sockets.result().values():
+                programs.close()
+            raise
+        return Programs(**loaded, **sockets.result())
+
+    def _sockets(self, larger: Larger | None) -> dict[str, Object]:
+        """The cgroup programs; without bpf_set_retval (Linux 5.18) a refusal shows as EPERM.
+
+        With them, where backends are left out, what hears of the node's own connections that get no answer.
+        """
+        loaded: dict[str, Object] = {}
+        if self._options.socket_scope == "off":
+            return loaded
+        for can_set_errno in (True, False):
+            try:
+                loaded["connect"] = self.one("connect", larger, can_set_errno=can_set_errno)
+                break
+            except BpfError as error:
+                log.warning("socket programs%s: %s", "" if can_set_errno else " without bpf_set_retval", error)
+        if "connect" in loaded and self._options.failover_failures:
+            try:
+                loaded["watch"] = self.one("watch", larger)
+            except BpfError as error:
+                log.warning("silent backends are not noticed by what the node's own sockets meet: %s", error)
+        return loaded
+
+
+def teach_namespace(home: Map) -> bool:
+    """Let the attached socket programs see this namespace, where its cookie cannot be read; whether they did."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as teacher:
+        cookie = teacher.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8)
+        known = home.lookup(bytes(4)) or bytes(16)
+        home.update(bytes(4), cookie + known[8:])
+        teacher.connect(("127.0.0.1", 9))  # sends nothing
+    learnt = (home.lookup(bytes(4)) or bytes(16))[8:]
+    home.update(bytes(4), bytes(8) + learnt)
+    return learnt != bytes(8)
+
+
+def _those_loaded(*loading: Future[Object]) -> Iterator[Object]:
+    return (known.result() for known in loading if known.exception() is None)

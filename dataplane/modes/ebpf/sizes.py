@@ -1,0 +1,84 @@
+"""PURE. How many entries each map has.
+
+Arrays of services and backends follow the table: few entries at first, more when a cluster asks for it, up to a bound.
+A size is a power of two, or the bound. What shrinks is left as it is: memory that was needed once may be needed again.
+
+Tables of frontends and flows take memory for each entry that there is, so they have their bound from the beginning.
+Tables that forget their oldest entries are made whole, and a quarter of that bound long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from dataplane.mode import Options
+from dataplane.modes.ebpf.ids import size_class
+from dataplane.table import Entry
+
+__all__ = ["GROW_ABOVE", "Sizes", "bounds", "crowded", "fitting", "fixed", "grown", "least", "needs"]
+
+Sizes = Mapping[str, int]  # map -> entries
+
+GROW_ABOVE = 0.75  # of the entries
+PLAIN = frozenset({"random", "rr"})  # algorithms that fill one slot for each backend
+LUXURY = 128  # slots for each backend that others fill, about
+FORGETFUL = ("opening4", "opening6", "affinity")
+SMALLEST_FORGETFUL = 1 << 14  # each CPU of the kernel keeps some entries to itself
+FLOOR = {"services": 1 << 10, "backends": 1 << 13, "slots": 1 << 13, "frontends4": 1 << 30, "frontends6": 1 << 30}
+
+
+def bounds(options: Options) -> dict[str, int]:
+    """How large each map that follows the table may become."""
+    return {
+        "services": options.max_services, "backends": options.max_backends, "slots": options.max_slots,
+        "frontends4": 2 * options.max_services, "frontends6": 2 * options.max_services,
+    }  # fmt: skip
+
+
+def fixed(options: Options) -> dict[str, int]:
+    """The sizes of tables that programs write."""
+    flows = options.max_flows
+    return {"flows4": flows, "flows6": flows} | dict.fromkeys(FORGETFUL, max(SMALLEST_FORGETFUL, flows // 4))
+
+
+def least(upper: Sizes) -> dict[str, int]:
+    """Where every map that follows the table begins."""
+    return {name: min(FLOOR[name], bound) for name, bound in upper.items()}
+
+
+def fitting(name: str, need: int, upper: Sizes) -> int:
+    """The size for a map that shall hold `need` entries: twice that, a power of two, between floor and bound."""
+    return min(upper[name], max(FLOOR[name], 1 << max(0, 2 * need - 1).bit_length()))
+
+
+def grown(names: Collection[str], entries: Sizes, used: Sizes, upper: Sizes) -> dict[str, int]:
+    """The next sizes of these maps, which have become too small, without those that have reached their bound.
+
+    A size is at least twice the former one, and leaves room for twice what is used.
+    """
+    sizes = {name: min(upper[name], max(2 * entries[name], fitting(name, used[name], upper))) for name in names}
+    return {name: size for name, size in sizes.items() if size > entries[name]}
+
+
+def crowded(entries: Sizes, used: Sizes) -> list[str]:
+    """The maps of which most is used."""
+    return [name for name, count in used.items() if count > GROW_ABOVE * entries[name]]
+
+
+def needs(entries: Iterable[Entry]) -> dict[str, int]:
+    """About how many entries these service ports need in each map that follows the table.
+
+    No more than a guess, because it must cost little. What it misses is seen when it does not fit.
+    """
+    services, backends, slots, frontends = 1, 1, 0, {4: 0, 6: 0}
+    for entry in entries:
+        services += 1
+        frontends[entry.family] += 2 * len(entry.frontends)  # each address has an entry of its own
+        routes = {id(route): route for frontend in entry.frontends for route in (frontend.inside, frontend.outside)}
+        lengths = [len(route.backends) for route in routes.values()]
+        backends += max(len(entry.serving), *lengths, 0)
+        slots += sum(map(size_class, lengths)) * (1 if entry.algorithm in PLAIN else LUXURY)
+    return {
+        "services": services, "backends": backends, "slots": slots,
+        "frontends4": frontends[4], "frontends6": frontends[6],
+    }  # fmt: skip

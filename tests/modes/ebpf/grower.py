@@ -1,0 +1,130 @@
+"""A process with mode ebpf on a lab's node, told over standard input what to do; tests end it wherever they want.
+
+Commands, each answered by one JSON line: `more N` serves N services more, `grow` lets all maps grow at once, `begin`
+loads programs for that and leaves it there, `maintain` lets the mode do what it does each second, `status`.
+`die links N` and `die pins N` end the process by SIGKILL when the N-th link or pin from then on has been replaced.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dataplane.kernel import bpf
+from dataplane.mode import Options
+from dataplane.modes.ebpf import programmer, programs, sizes
+from dataplane.modes.ebpf.programmer import Ebpf
+from dataplane.modes.ebpf.programs import Loader
+from dataplane.table import Backend, Entry, Frontend, Kind, NodeNetwork, Protocol, Route, ServiceTable
+
+TINY = {"services": 8, "backends": 16, "slots": 16}
+
+
+def entry(name: str, protocol: Protocol, vip: str, port: int, backends: list[str], target: int) -> Entry:
+    route = Route(tuple(Backend(address, target) for address in backends))
+    front = Frontend(Kind.CLUSTER_IP, vip, port, route, route)
+    return Entry(name, 6 if ":" in vip else 4, protocol, (front,), route.backends)
+
+
+class Grower:
+    def __init__(self, told: dict[str, Any]) -> None:
+        sizes.FLOOR.update(TINY)
+        if told["old_kernel"]:
+            programmer.netns_cookie = programs.netns_cookie = lambda: None
+        self.told, self.count = told, 0
+        self.mode = Ebpf(Options(cgroup=told["cgroup"]), lambda: None)
+        self.sync()
+
+    def sync(self) -> None:
+        node = NodeNetwork(name="lab-node", primary=tuple(self.told["primary"]))
+        services: dict[str, tuple[Entry, ...]] = {
+            "default/web": tuple(
+                entry("default/web:http", Protocol.TCP, vip, 80, pods, 8080) for vip, pods in self.told["web"]
+            ),
+            "default/dns": tuple(
+                entry("default/dns:dns", Protocol.UDP, vip, 53, pods, 5353) for vip, pods in self.told["dns"]
+            ),
+        }
+        for n in range(self.count):
+            vip = f"10.97.{n // 250}.{1 + n % 250}"
+            services[f"default/s{n}"] = (
+                entry(f"default/s{n}:http", Protocol.TCP, vip, 80, [f"10.1.{n // 250}.{1 + n % 250}"], 80),
+            )
+        self.result = self.mode.sync(ServiceTable(services, node))
+
+    def do(self, words: list[str]) -> Any:
+        match words:
+            case ["more", number]:
+                self.count += int(number)
+                self.sync()
+                return [misfit.reason for misfit in self.result.misfits]
+            case ["maintain"]:
+                self.mode.maintain()
+                return self.mode.grower.growing
+            case ["status"]:
+                return self.mode.status()
+            case ["begin"]:
+                self.mode.grower._start(self.mode.maps.make_larger({n: 2 * e for n, e in self.entries().items()}))
+            case ["grow"]:
+                return self.mode.grower.make_room(TINY, self.mode.store.used())
+            case ["traffic"]:
+                return self.mode.traffic(by_backend=False)
+            case ["refuse", number]:
+                refuse(Loader, "generation", int(number))
+            case ["retry"]:
+                self.mode.grower._retry_at = 0.0
+            case ["die", "links", number]:
+                die_after(bpf, "update_link", int(number))
+            case ["die", "pins", number]:
+                die_after(Path, "rename", int(number))
+        return True
+
+    def entries(self) -> dict[str, int]:
+        return {name: entries for name, entries in self.mode.grower.entries.items() if name in TINY}
+
+
+def refuse(owner: Any, name: str, count: int) -> None:
+    """Let that function fail so many times."""
+    real: Callable[..., Any] = getattr(owner, name)
+    left = [count]
+
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise bpf.BpfError("loading", errno.ENOMEM)
+        return real(*args, **kwargs)
+
+    setattr(owner, name, refused)
+
+
+def die_after(owner: Any, name: str, count: int) -> None:
+    """Let this process end by a signal when that function has done its work so many times."""
+    real: Callable[..., Any] = getattr(owner, name)
+    left = [count]
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        result = real(*args, **kwargs)
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, counted)
+
+
+def main() -> None:
+    grower = Grower(json.loads(sys.argv[1]))
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(grower.do(line.split())), flush=True)
+    grower.mode.close()
+
+
+if __name__ == "__main__":
+    main()

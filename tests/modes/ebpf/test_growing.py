@@ -1,0 +1,276 @@
+"""Maps grow while real connections go through them, and the agent is killed at every step of it. In a lab."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller.lab.network import Lab
+from controller.lab.traffic import Stream, Tally, load
+from dataplane.mode import Options
+from dataplane.modes.ebpf.programmer import clean
+from dataplane.modes.ebpf.traffic import FIELDS
+
+pytestmark = pytest.mark.root
+
+FAMILIES = (socket.AF_INET, socket.AF_INET6)
+WEB = {socket.AF_INET: ("10.96.0.10", 80), socket.AF_INET6: ("fd96::10", 80)}
+DNS = {socket.AF_INET: ("10.96.0.11", 53), socket.AF_INET6: ("fd96::11", 53)}
+PATIENT = 20.0  # seconds that a client waits for an answer on a busy machine
+LABS = itertools.count()
+CHILDREN: list[Child] = []
+
+
+class Child:
+    """See `grower`."""
+
+    def __init__(self, lab: Lab, *, old_kernel: bool = False) -> None:
+        self.lab = lab
+        pods = {f: [lab[name].address(f) for name in ("pod2", "pod3")] for f in FAMILIES}
+        told = {
+            "cgroup": str(lab.cgroup), "old_kernel": old_kernel, "primary": [lab["node"].address(f) for f in FAMILIES],
+            "web": [(WEB[f][0], pods[f]) for f in FAMILIES], "dns": [(DNS[f][0], pods[f]) for f in FAMILIES],
+        }  # fmt: skip
+        argv = lab.command("node", [sys.executable, "-m", "tests.modes.ebpf.grower", json.dumps(told)])
+        self.process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=lab.environment()
+        )
+        CHILDREN.append(self)
+        assert self._read() == "ready"
+
+    def do(self, command: str) -> Any:
+        """None: it died of that."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{command}\n")
+        self.process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else None
+
+    def maintain_until(self, reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """As the agent's loop does it, until no growth is under way and the status is as wanted."""
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline:
+            busy = self.do("maintain")
+            status: dict[str, Any] = self.do("status")
+            if not busy and reached(status):
+                return status
+            time.sleep(0.1)
+        raise AssertionError(f"not reached: {status['maps']}")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            assert self.process.wait(timeout=60) == 0
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: makes network namespaces and a cgroup of its own")
+    with Lab(f"w{os.getpid()}x{next(LABS)}", 3) as made:
+        made.serve("pod2", "pod3")
+        yield made
+        while CHILDREN:
+            CHILDREN.pop().kill()
+        with made.inside("node"):
+            clean(Options(cgroup=str(made.cgroup)))
+
+
+class Traffic:
+    """New connections, datagrams and open streams, from a pod and from the node, all the while."""
+
+    def __init__(self, lab: Lab, *, old_kernel: bool = False) -> None:
+        self.lab, self.streams, self.tallies = lab, list[Stream](), dict[str, Tally]()
+
+    def open_streams(self, count: int) -> None:
+        """So many more of each family, all of which stay open."""
+        for family in FAMILIES:
+            for _ in range(count):
+                client = self.lab.socket("pod1", family)
+                client.settimeout(PATIENT)
+                client.connect(WEB[family])
+                self.streams.append(Stream(client, Tally()))
+        self.ask()
+
+    def ask(self) -> None:
+        """Every stream is answered, by the backend that it had."""
+        for stream in self.streams:
+            stream.ask()
+            assert not stream.tally.moved
+
+    def moves_on(self, answers: int = 10) -> None:
+        """Wait until every client has had so many answers more."""
+        goal = {name: tally.answered + answers for name, tally in self.tallies.items()}
+        deadline = time.monotonic() + 60
+        while any(tally.answered < goal[name] for name, tally in self.tallies.items()):
+            assert time.monotonic() < deadline, {n: t.report() for n, t in self.tallies.items()}
+            assert not any(tally.failures for tally in self.tallies.values()), self.failures()
+            time.sleep(0.02)
+        self.ask()
+
+    def failures(self) -> dict[str, Any]:
+        return {name: tally.report() for name, tally in self.tallies.items() if tally.failures or tally.moved}
+
+
+@contextmanager
+def traffic_of(lab: Lab) -> Iterator[Traffic]:
+    made, stop, threads = Traffic(lab), threading.Event(), []
+    for place, family in itertools.product(("pod1", "node"), FAMILIES):
+        for kind in ("connections", "streams", "udp"):
+            tally = made.tallies[f"{place} {kind} {family.name}"] = Tally()
+            target = DNS[family] if kind == "udp" else WEB[family]
+            opened = lambda family, kind, place=place: lab.socket(place, family, kind)  # noqa: E731
+            fields = {"tally": tally, "rate": 30, "concurrency": 2, "stop": stop, "timeout": PATIENT,
+                      "open_socket": opened}  # fmt: skip
+            threads.append(threading.Thread(target=load, args=(kind, (family, target)), kwargs=fields))
+    with ExitStack() as stack:
+        for thread in threads:
+            thread.start()
+        stack.callback(lambda: [thread.join() for thread in threads])
+        stack.callback(stop.set)
+        yield made
+        made.moves_on()
+    for stream in made.streams:
+        stream.connection.close()
+    assert not made.failures()
+
+
+def entries(status: dict[str, Any], name: str) -> int:
+    return int(status["maps"][name]["entries"])
+
+
+def roomy(status: dict[str, Any]) -> bool:
+    return all(row["used"] <= 0.75 * row["entries"] for row in status["maps"].values() if "used" in row)
+
+
+def test_maps_grow_under_load(lab: Lab) -> None:
+    """From a handful of entries, because something did not fit, or was about not to."""
+    child = Child(lab)
+    first = child.do("status")
+    with traffic_of(lab) as traffic:
+        traffic.open_streams(5)
+        traffic.moves_on()
+        counted = child.do("status")["counters"]["new_flow"]
+        for _ in range(3):
+            assert child.do("more 40") == []
+            traffic.moves_on()
+            traffic.open_streams(5)
+            child.maintain_until(roomy)
+        traffic.moves_on()
+        last = child.do("status")
+    for name in ("services", "backends", "slots"):
+        assert entries(last, name) > entries(first, name), name
+        assert last["maps"][name]["bytes"] > first["maps"][name]["bytes"], name
+    assert last["misfits"] == last["limitations"] == []
+    assert last["counters"]["new_flow"] > counted
+    assert last["counters"]["drop_no_port"] == last["counters"]["slot_lost"] == 0
+    child.end()
+
+
+def test_what_was_counted_stays_when_maps_grow(lab: Lab) -> None:
+    """Figures of a service never go back; those of a backend begin anew."""
+    child = Child(lab)
+    with traffic_of(lab) as traffic:
+        traffic.moves_on()
+    before = figures(child)
+    assert before["flows"] >= 40
+    assert child.do("grow")
+    after = figures(child)
+    assert all(after[name] >= before[name] for name in before), (before, after)
+    assert after["flows"] == before["flows"]
+    with traffic_of(lab) as traffic:
+        traffic.moves_on()
+    assert figures(child)["flows"] >= before["flows"] + 40
+    child.end()
+
+
+def figures(child: Child) -> dict[str, int]:
+    rows = [row for row in child.do("traffic") if row["service"] == "default/web:http"]
+    return {name: sum(row[name] for row in rows) for name in FIELDS}
+
+
+def test_a_growth_that_fails_is_told_and_tried_again(lab: Lab) -> None:
+    child = Child(lab)
+    with traffic_of(lab) as traffic:
+        assert child.do("refuse 1")
+        refused = child.do("more 40")
+        assert refused
+        assert "is full" in refused[0]
+        assert any("maps cannot grow" in sentence for sentence in child.do("status")["limitations"])
+        traffic.moves_on()
+        assert child.do("retry")
+        last = child.maintain_until(lambda status: not status["misfits"])
+        assert last["limitations"] == []
+        traffic.moves_on()
+    child.end()
+
+
+KILLS = [
+    ("begin",),
+    *(("die links " + n, "grow") for n in "147"),
+    *(("die pins " + n, "grow") for n in "12345"),
+    ("grow",),
+]
+
+
+@pytest.mark.timeout(600)
+def test_the_agent_is_killed_at_every_step(lab: Lab) -> None:
+    """The next one finds every flow and the same services, and grows on."""
+    child = Child(lab)
+    with traffic_of(lab) as traffic:
+        for commands in KILLS:
+            traffic.open_streams(2)
+            for command in commands:
+                answer = child.do(command)
+            assert (answer is None) == commands[0].startswith("die"), f"{commands} ended with {answer}"
+            child.kill()
+            traffic.open_streams(1)
+            traffic.moves_on(3)
+            child = Child(lab)
+            status = child.maintain_until(lambda _: True)
+            assert status["adopted"]
+            assert status["misfits"] == []
+            assert not list(Path(status["pins"]).glob("next_*")), commands
+            traffic.moves_on(3)
+        assert child.do("more 40") == []
+        status = child.maintain_until(roomy)
+        traffic.moves_on()
+    assert status["counters"]["drop_no_port"] == status["counters"]["slot_lost"] == 0
+    child.end()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_nodes_sockets_are_known_where_a_namespace_has_no_readable_number(lab: Lab, family: int) -> None:
+    """Linux 5.13 and before. Pods' processes are in the same cgroup here, and are no sockets of the node."""
+    child = Child(lab, old_kernel=True)
+    counters = []
+    for place in ("node", "pod1"):
+        before = child.do("status")["counters"]["socket_connect"]
+        with lab.socket(place, family) as client:
+            client.settimeout(PATIENT)
+            client.connect(WEB[family])
+            assert client.getpeername()[:2] == WEB[family]
+        counters.append(child.do("status")["counters"]["socket_connect"] - before)
+    assert counters == [1, 0]
+    child.end()

@@ -1,0 +1,101 @@
+"""How large maps are: what they begin with, when they grow, where that ends."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataplane.mode import Options
+from dataplane.modes.ebpf.ids import SETTINGS, size_class
+from dataplane.modes.ebpf.lower import lower
+from dataplane.modes.ebpf.sizes import FLOOR, bounds, crowded, fitting, fixed, grown, least, needs
+from dataplane.table import Backend, Entry, Frontend, Kind, Protocol, Route
+
+UPPER = bounds(Options())
+NAMES = st.sampled_from(sorted(UPPER))
+
+
+def test_every_map_that_grows_has_a_bound_a_floor_and_a_setting() -> None:
+    assert UPPER.keys() == FLOOR.keys() == SETTINGS.keys()
+
+
+def test_a_start_is_small() -> None:
+    assert least(UPPER) == {
+        "services": 1024, "backends": 8192, "slots": 8192, "frontends4": 65_536, "frontends6": 65_536
+    }  # fmt: skip
+
+
+def test_bounds_below_the_floor_are_kept() -> None:
+    small = bounds(Options(max_services=8, max_backends=16, max_slots=32))
+    assert least(small) == small
+    assert fitting("services", 100, small) == 8
+
+
+SIZES = [
+    # map        need     size
+    ("services", 0,       1024),
+    ("services", 512,     1024),
+    ("services", 513,     2048),
+    ("services", 10_001,  32768),
+    ("backends", 100_001, 262144),
+    ("slots",    160_000, 262144),  # the bound
+    ("frontends4", 10,    65536),  # takes no memory before it is used
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "need", "size"), SIZES)
+def test_a_size_is_the_power_of_two_above_twice_the_need(name: str, need: int, size: int) -> None:
+    assert fitting(name, need, UPPER) == size
+
+
+@given(NAMES, st.integers(0, 1 << 20))
+def test_what_fits_below_the_bound_is_not_crowded(name: str, need: int) -> None:
+    size = fitting(name, need, UPPER)
+    assert min(FLOOR[name], UPPER[name]) <= size <= UPPER[name]
+    assert size == UPPER[name] or (size & (size - 1) == 0 and 2 * need <= size)
+
+
+@given(NAMES, st.integers(1, 1 << 20), st.integers(0, 1 << 20))
+def test_growing_doubles_at_least_and_ends_at_the_bound(name: str, entries: int, used: int) -> None:
+    before = least(UPPER) | {name: entries}
+    sizes = grown([name], before, {name: used}, UPPER)
+    if entries >= UPPER[name]:
+        assert not sizes
+    else:
+        assert sizes[name] == UPPER[name] or sizes[name] >= max(2 * entries, 2 * used)
+        assert entries < sizes[name] <= UPPER[name]
+
+
+def test_tables_that_programs_write_have_their_size_from_the_beginning() -> None:
+    assert fixed(Options(max_flows=1 << 20)) == {
+        "flows4": 1 << 20, "flows6": 1 << 20, "opening4": 1 << 18, "opening6": 1 << 18, "affinity": 1 << 18
+    }  # fmt: skip
+    assert fixed(Options(max_flows=64))["opening4"] == 16_384
+
+
+def test_three_quarters_are_enough() -> None:
+    assert crowded({"services": 1024}, {"services": 768}) == []
+    assert crowded({"services": 1024}, {"services": 769}) == ["services"]
+
+
+def entry(number: int, size: int, local: int, family: int = 4) -> Entry:
+    prefix = "fd00::" if family == 6 else "10.0.0."
+    members = tuple(Backend(f"{prefix}{i}", 80) for i in range(1, size + 1))
+    outside, inside = Route(members), Route(members[:local])
+    address = f"fd96::{number}" if family == 6 else f"10.96.0.{number}"
+    return Entry(
+        f"d/s{number}:p", family, Protocol.TCP, (Frontend(Kind.CLUSTER_IP, address, 80, inside, outside),), members
+    )
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.sampled_from([4, 6])), max_size=20))
+def test_the_guess_is_never_less_than_what_rows_take(shapes: list[tuple[int, int, int]]) -> None:
+    entries = [entry(n, size, min(local, size), family) for n, (size, local, family) in enumerate(shapes, 1)]
+    rows = [lower(e) for e in entries]
+    need = needs(entries)
+    assert need["services"] == len(entries) + 1
+    assert need["backends"] == sum(len(r.members) for r in rows) + 1
+    assert need["slots"] >= sum(size_class(len(ring)) for r in rows for ring in r.routes)
+    for family in (4, 6):
+        assert need[f"frontends{family}"] == 2 * sum(e.family == family for e in entries)
