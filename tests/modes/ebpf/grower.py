@@ -3,6 +3,7 @@
 Commands, each answered by one JSON line: `more N` serves N services more, `grow` lets all maps grow at once, `begin`
 loads programs for that and leaves it there, `maintain` lets the mode do what it does each second, `status`.
 `die links N` and `die pins N` end the process by SIGKILL when the N-th link or pin from then on has been replaced.
+`notices` lists what `maintain` told for the cluster.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Grower:
         if told["old_kernel"]:
             programmer.netns_cookie = programs.netns_cookie = lambda: None
         self.told, self.count = told, 0
-        self.mode = Ebpf(Options(cgroup=told["cgroup"]), lambda: None)
+        self.notices: list[str] = []
+        self.mode = Ebpf(Options(cgroup=told["cgroup"], **told["options"]), lambda: None)
         self.sync()
 
     def sync(self) -> None:
@@ -65,8 +67,10 @@ class Grower:
                 self.sync()
                 return [misfit.reason for misfit in self.result.misfits]
             case ["maintain"]:
-                self.mode.maintain()
+                self.notices += [notice.reason for notice in self.mode.maintain()]
                 return self.mode.grower.growing
+            case ["notices"]:
+                return self.notices
             case ["status"]:
                 return self.mode.status()
             case ["begin"]:

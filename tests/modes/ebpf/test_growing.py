@@ -36,11 +36,12 @@ CHILDREN: list[Child] = []
 class Child:
     """See `grower`."""
 
-    def __init__(self, lab: Lab, *, old_kernel: bool = False) -> None:
+    def __init__(self, lab: Lab, *, old_kernel: bool = False, **options: int) -> None:
         self.lab = lab
         pods = {f: [lab[name].address(f) for name in ("pod2", "pod3")] for f in FAMILIES}
         told = {
-            "cgroup": str(lab.cgroup), "old_kernel": old_kernel, "primary": [lab["node"].address(f) for f in FAMILIES],
+            "cgroup": str(lab.cgroup), "old_kernel": old_kernel, "options": options,
+            "primary": [lab["node"].address(f) for f in FAMILIES],
             "web": [(WEB[f][0], pods[f]) for f in FAMILIES], "dns": [(DNS[f][0], pods[f]) for f in FAMILIES],
         }  # fmt: skip
         argv = lab.command("node", [sys.executable, "-m", "tests.modes.ebpf.grower", json.dumps(told)])
@@ -100,7 +101,7 @@ def lab() -> Iterator[Lab]:
 class Traffic:
     """New connections, datagrams and open streams, from a pod and from the node, all the while."""
 
-    def __init__(self, lab: Lab, *, old_kernel: bool = False) -> None:
+    def __init__(self, lab: Lab) -> None:
         self.lab, self.streams, self.tallies = lab, list[Stream](), dict[str, Tally]()
 
     def open_streams(self, count: int) -> None:
@@ -208,6 +209,25 @@ def test_what_was_counted_stays_when_maps_grow(lab: Lab) -> None:
 def figures(child: Child) -> dict[str, int]:
     rows = [row for row in child.do("traffic") if row["service"] == "default/web:http"]
     return {name: sum(row[name] for row in rows) for name in FIELDS}
+
+
+def test_bounds_are_told(lab: Lab) -> None:
+    """Before they are met, once, and when they are; what does not fit waits, the rest is served."""
+    child = Child(lab, max_services=32)
+    assert child.do("more 10") == []
+    status = child.maintain_until(lambda status: entries(status, "services") == 32)
+    assert not status["limitations"]
+    assert child.do("more 15") == []
+    status = child.maintain_until(lambda status: bool(status["limitations"]))
+    assert set(status["limitations"]) == {
+        "map services is nearly full, with 29 of 32 entries: raise --max-services",
+        "map frontends4 is nearly full, with 54 of 64 entries: raise --max-services",
+    }
+    child.do("maintain")
+    assert child.do("notices") == ["MapNearlyFull"] * 2
+    assert child.do("more 5") == ["map services (--max-services) is full (32)"] * 3
+    assert child.do("status")["maps"]["services"]["bound"] == 32
+    child.end()
 
 
 def test_a_growth_that_fails_is_told_and_tried_again(lab: Lab) -> None:
