@@ -200,8 +200,8 @@ INLINE void delete_pair(const struct tuple *key, const struct flow *f, const enu
 	flow_delete(&pair, table, v6);
 }
 
-#define RECENT_SECONDS 60
-#define RECENT_TICK 8 /* jiffies >> 8 is a tick */
+#define RECENT_SECONDS 68 /* TIME_WAIT's 60, and by how much the kernel's timers may be late: an eighth of them */
+#define RECENT_TICK 8	  /* jiffies >> 8 is a tick */
 
 INLINE struct recent_bucket *recent_bucket(const struct tuple *reply, const bool v6)
 {
@@ -298,7 +298,8 @@ INLINE bool same_tuple(const struct tuple *a, const struct tuple *b, const bool 
 }
 
 /* May `key` (backend -> client) become the reply entry of the flow whose own key is `forward`? An entry
- * that nobody uses any more, or our own whose other half was evicted, makes way.
+ * that nobody uses any more, or our own whose other half was evicted, makes way; where it ended, the backend may
+ * remember it.
  */
 INLINE bool is_free(const struct tuple *key, const struct tuple *forward, const bool v6)
 {
@@ -313,6 +314,8 @@ INLINE bool is_free(const struct tuple *key, const struct tuple *forward, const 
 		return false;
 	if (found.entry->flags & FLOW_CLASH)
 		return false;
+	if (!(found.entry->flags & FLOW_RESET))
+		note_recent(key, &owner, v6);
 	delete_pair(key, found.entry, found.table, v6);
 	return true;
 }

@@ -40,6 +40,7 @@ from dataplane.table import Backend, Entry, Frontend, Kind, Protocol, Route, Whe
 PASS, DROP, REDIRECT = 0xFFFFFFFF, 2, 7  # TC_ACT_UNSPEC, TC_ACT_SHOT, TC_ACT_REDIRECT
 FOLDERS = itertools.count()
 HZ = jiffies_per_second()
+RECENT_TICK = 8  # flow.h: jiffies >> 8 are the time of a mark
 
 POD_MAC, HOST_MAC = "02:00:00:00:00:05", "02:00:00:00:00:01"
 BACKEND_MAC, BACKEND_HOST_MAC = "02:00:00:00:00:21", "02:00:00:00:00:02"
@@ -422,6 +423,13 @@ class Bench:
             if key["protocol"] != Protocol.TCP:  # there the mark is a sequence number
                 aged["mark"] = (int(value["mark"]) - jiffies) & 0xFFFFFFFF
             known.update(key.tobytes(), aged.tobytes())
+
+    def age_marks(self, jiffies: int) -> None:
+        """Make every tuple that is remembered look as if it was used so long ago."""
+        marks = self.maps.maps["recent"].view(layout.dtype_of("recent_bucket"))["marks"]
+        used = marks != 0
+        ticks = ((marks[used] & 0xFFFF) - np.uint64(jiffies >> RECENT_TICK)) & np.uint64(0xFFFF)
+        marks[used] = marks[used] & ~np.uint64(0xFFFF) | ticks
 
 
 def swapped(port: Any) -> int:

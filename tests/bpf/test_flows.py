@@ -509,6 +509,29 @@ def test_a_tuple_is_remembered_after_its_connection(bench: Bench, net: Net, firs
     assert read(back[1]).tuple == (*expected, net.client, 40000)
 
 
+@pytest.mark.parametrize(("seconds", "moves"), [(64, True), (72, False)])
+def test_a_tuple_is_remembered_until_the_backend_has_forgotten_it(
+    bench: Bench, net: Net, seconds: int, moves: bool
+) -> None:
+    """TIME_WAIT lasts 60 seconds and what the kernel's timers are late: 62.1 were seen, an eighth is the most."""
+    bench.serve(web(net))
+    direct = frame(net, net.client, net.backends[0], syn(dport=8080))
+    assert bench.ingress(direct) == (PASS, direct)
+    bench.age_marks(seconds * HZ)
+    assert (read(bench.ingress(frame(net, net.client, net.vip, syn()))[1]).sport != 40000) is moves
+
+
+def test_a_long_connection_is_remembered_when_its_tuple_is_wanted_before_its_last_segment(
+    bench: Bench, net: Net
+) -> None:
+    bench.serve(*both(net))
+    there = bench.open_tcp(net, net.vip)
+    bench.age_marks(3600 * HZ)
+    bench.talk(net, there, net.vip, 80, 40000, "FA", up=False, seq=1, ack=1001)
+    bench.talk(net, there, net.vip, 80, 40000, "FA", up=True, seq=1001, ack=2)
+    assert bench.open_tcp(net, net.vip2).sport != 40000
+
+
 def test_datagrams_directly_first_then_through_a_service(bench: Bench, net: Net) -> None:
     bench.serve(dns(net))
     direct = frame(net, net.client, net.backends[0], datagram(dport=5353))
