@@ -377,6 +377,14 @@ def node_manifest(lab: Lab, *, pod_cidrs: bool = True) -> str:
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": [node, services]})
 
 
+def forget_path_mtus(lab: Lab) -> None:
+    """Whoever learned that a path is narrow would believe it for ten minutes more, in tests that come later."""
+    for name in lab.places:
+        for family in ("-4", "-6"):
+            flushed = lab.run(name, ["ip", family, "route", "flush", "cache"])
+            assert flushed.returncode == 0, flushed.stderr
+
+
 @contextmanager
 def extra_pod(bench: Bench) -> Iterator[Place]:
     """A pod that comes now, with servers, and goes at the end."""

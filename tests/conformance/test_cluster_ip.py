@@ -11,7 +11,7 @@ import pytest
 
 from controller.lab.traffic import ask_tcp, ask_udp, download
 
-from .kit import HTTP, SECOND_HTTP, UDP, V4, Bench, Service, chi_square, eventually, refused, silent
+from .kit import HTTP, SECOND_HTTP, UDP, V4, Bench, Service, chi_square, eventually, forget_path_mtus, refused, silent
 
 CHI_SQUARE_2 = 27.6  # 3 pods: an even spread exceeds this once in a million runs
 
@@ -312,6 +312,7 @@ def narrow(bench: Bench):
     bench.lab.set_segment_mtu(1400)
     yield
     bench.lab.set_segment_mtu(1500)
+    forget_path_mtus(bench.lab)
 
 
 @pytest.mark.core

@@ -10,7 +10,7 @@ import pytest
 
 from controller.lab.traffic import ask_tcp, download
 
-from .kit import V4, Bench
+from .kit import V4, Bench, forget_path_mtus
 from .test_rows import target_of
 
 NARROW = 1300  # above IPv6's minimum of 1280
@@ -32,9 +32,7 @@ def narrow_pod(bench: Bench, pod: str) -> Iterator[None]:
         yield
     finally:
         link.link("set", index=index, mtu=1500)
-        for name in bench.lab.places:
-            for family in ("-4", "-6"):
-                bench.lab.run(name, ["ip", family, "route", "flush", "cache"])
+        forget_path_mtus(bench.lab)
 
 
 @pytest.mark.row("2.23", "path MTU discovery through a VIP")
