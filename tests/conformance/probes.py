@@ -111,8 +111,10 @@ def _volley(bench: Bench, probes: Sequence[Probe], wait: float) -> list[Reply | 
                 waiting.register(client, select.POLLOUT)
         by_descriptor = {client.fileno(): number for number, client in enumerate(clients)}
         deadline = time.monotonic() + wait * PATIENCE
-        while len(results) < len(probes) and (left := deadline - time.monotonic()) > 0:
-            for descriptor, _ in waiting.poll(1000 * left):
+        left = 1.0
+        while len(results) < len(probes) and left > 0:
+            left = deadline - time.monotonic()  # at its end once more: who waited for others to be asked was not silent
+            for descriptor, _ in waiting.poll(max(0, 1000 * left)):
                 waiting.unregister(descriptor)
                 number = by_descriptor[descriptor]
                 results[number] = _finish(clients[number])
