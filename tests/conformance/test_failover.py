@@ -19,6 +19,7 @@ from .kit import HTTP, PATIENCE, V4, V6, Bench, Service, eventually
 
 CLIENTS = 12
 RECOVERY = 25.0  # a backend that is well again is tried after ten seconds
+IN_TIME = PATIENCE == 1  # an emulated machine takes longer for one command than that
 
 
 @pytest.fixture(autouse=True)
@@ -76,12 +77,12 @@ def states(bench: Bench, service: Service) -> dict[str, str]:
     return {row["address"]: row["state"] for row in json.loads(done.stdout)}
 
 
-def left_out(bench: Bench, service: Service) -> set[str]:
-    """Addresses that the agent leaves out."""
+def left_out(bench: Bench, service: Service, *, really: bool = True) -> set[str]:
+    """Addresses that the agent leaves out, or would if there were others."""
     status = bench.agent.status()
     assert status is not None
     rows: list[dict[str, Any]] = status["dataplane"]["left_out"]
-    return {row["address"] for row in rows if row["left_out"] and f"/{service.name}:" in row["service"]}
+    return {row["address"] for row in rows if row["left_out"] == really and f"/{service.name}:" in row["service"]}
 
 
 def ends(bench: Bench, pods: Sequence[str], families: Sequence[int] = (V4, V6)) -> set[str]:
@@ -119,8 +120,9 @@ def test_a_silent_backend_costs_a_second_and_is_then_passed_by(bench: Bench) -> 
                 assert seen.keys() <= {"pod3", "pod4"}, seen
         eventually(lambda: left_out(bench, web) == ends(bench, ["pod2"]), 3, "pod2 is not left out")
         assert count(bench, "failover") - before >= 2 * 3
-        said = states(bench, web)
-        assert {address for address, state in said.items() if state.startswith("left out for")} == ends(bench, ["pod2"])
+        if IN_TIME:
+            said = [address for address, state in states(bench, web).items() if state.startswith("left out for")]
+            assert set(said) == ends(bench, ["pod2"])
         for family in (V4, V6):
             assert bench.seen("pod1", web, family, 12, timeout=0.5) == {"pod3", "pod4"}
             assert bench.seen("node", web, family, 12, timeout=0.5) == {"pod3", "pod4"}
@@ -201,11 +203,13 @@ def test_the_last_backend_is_never_left_out(bench: Bench, family: int) -> None:
         for _ in range(6):
             assert bench.seen("pod1", web, family, 1) == {"[Errno 111] Connection refused"}
         eventually(
-            lambda: any(state.startswith("kept for want of others") for state in states(bench, web).values()),
+            lambda: left_out(bench, web, really=False) == ends(bench, ["pod2"], [family]),
             5,
             "six refusals were not counted",
         )
         assert left_out(bench, web) == set()
+        if IN_TIME:
+            assert any(state.startswith("kept for want of others") for state in states(bench, web).values())
     assert bench.seen("pod1", web, family, 4) == {"pod2"}
 
 
