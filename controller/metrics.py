@@ -29,6 +29,7 @@ _FAILURES: Final = {
     "iptables": "iptables_restore_failures", "ipvs": "iptables_restore_failures", "nftables": "nftables_sync_failures",
 }  # fmt: skip
 _POLICIES: Final = ("internal", "external")
+_END: Final = b"# EOF\n"
 
 
 class Metrics:
@@ -50,22 +51,28 @@ class Metrics:
     ) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self.registry.register(_Agent(status, traffic, figures or Figures(), health or Health(60.0)))
+        self.registry.register(_Agent(status, figures or Figures(), health or Health(60.0)))
+        self._traffic = traffic
 
     def page(self, accept: str) -> tuple[bytes, str]:
         """The text of a scrape and its content type, in the format that is asked for."""
         encode, content_type = choose_encoder(accept)
-        return encode(self.registry), content_type
+        body = bytearray(encode(self.registry))
+        openmetrics = content_type.startswith("application/openmetrics-text")
+        if openmetrics:
+            del body[-len(_END) :]
+        for text in _traffic_text(self._traffic(), openmetrics=openmetrics):
+            body += text.encode()
+        if openmetrics:
+            body += _END
+        return bytes(body), content_type
 
 
 class _Agent(Collector):
     """Everything of one agent, from one look at it."""
 
-    def __init__(
-        self, status: Callable[[], Status], traffic: Callable[[], Rows], figures: Figures, health: Health
-    ) -> None:
+    def __init__(self, status: Callable[[], Status], figures: Figures, health: Health) -> None:
         self._status = status
-        self._traffic = traffic
         self._figures = figures
         self._health = health
 
@@ -87,7 +94,6 @@ class _Agent(Collector):
             yield from _of_agent(status, self._figures)
             yield from _of_connection(status.get("requests", []))
             yield from _of_dataplane(status["dataplane"])
-            yield from _of_traffic(self._traffic())
 
 
 def _build_info() -> Metric:
@@ -231,6 +237,18 @@ def _of_dataplane(dataplane: Status) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "hybrid_proxy_audit_repairs", "Things of ours that somebody else had changed", value=dataplane["audit_repairs"]
     )
+    for key, name, words in (
+        ("rules", "total", "Rules of ours in a table"),
+        ("last_rules", "last", "Rules that the last change of a table wrote"),
+    ):
+        if key in dataplane:
+            gauge = GaugeMetricFamily(
+                f"kubeproxy_sync_proxy_rules_iptables_{name}", words, labels=["ip_family", "table"]
+            )
+            for family, tables in dataplane[key].items():
+                for table, count in tables.items():
+                    gauge.add_metric([family, table], count)
+            yield gauge
     if "stale_deleted" in dataplane:
         family = CounterMetricFamily(
             "kubeproxy_conntrack_reconciler_deleted_entries", "Entries of datagrams that were deleted: nobody served",
@@ -250,26 +268,39 @@ def _of_connection(requests: Iterable[tuple[str, str, str, int]]) -> Iterator[Me
         yield family
 
 
-def _of_traffic(told: Rows) -> Iterator[Metric]:
-    """Traffic of services, or of backends; those without any have no series."""
+def _traffic_text(told: Rows, *, openmetrics: bool) -> Iterator[str]:
+    """Traffic of services, or of backends; those without any have no series.
+
+    Written here and not by prometheus-client, which makes objects of each line: of 10,000 services that takes 36 MB,
+    and 0.8 s in which the loop waits for the interpreter's lock. This takes 5 MB and 0.04 s.
+    """
     rows = [row for row in told if row["flows"] or row["packets"] or row["reply_packets"]]
-    labels = ["service", "address", "protocol"] if rows and "address" in rows[0] else ["service"]
+    if not rows:
+        return
+    labels = ("service", "address", "protocol") if "address" in rows[0] else ("service",)
     what = "backend" if len(labels) > 1 else "service"
-    flows = CounterMetricFamily(f"hybrid_proxy_{what}_flows", "Connections and conversations begun", labels=labels)
-    packets = CounterMetricFamily(
-        f"hybrid_proxy_{what}_packets", "Packets, to backends and back", labels=[*labels, "direction"]
-    )
-    octets = CounterMetricFamily(
-        f"hybrid_proxy_{what}_bytes", "Bytes of IP packets, to backends and back", labels=[*labels, "direction"]
-    )
-    for row in rows:
-        whose = [row[label] for label in labels]
-        flows.add_metric(whose, row["flows"])
-        for direction, prefix in (("request", ""), ("reply", "reply_")):
-            packets.add_metric([*whose, direction], row[f"{prefix}packets"])
-            octets.add_metric([*whose, direction], row[f"{prefix}bytes"])
-    if rows:
-        yield from (flows, packets, octets)
+    whose = [",".join(f'{label}="{_escaped(str(row[label]))}"' for label in labels) for row in rows]
+    for unit, words, directions in (
+        ("flows", "Connections and conversations begun", (("", ""),)),
+        ("packets", "Packets, to backends and back", _DIRECTIONS),
+        ("bytes", "Bytes of IP packets, to backends and back", _DIRECTIONS),
+    ):
+        name = f"hybrid_proxy_{what}_{unit}"
+        family = name if openmetrics else f"{name}_total"
+        yield f"# HELP {family} {words}\n# TYPE {family} counter\n"
+        for label, prefix in directions:
+            field = f"{prefix}{unit}"
+            for first in range(0, len(rows), _CHUNK):
+                chunk = zip(whose[first : first + _CHUNK], rows[first : first + _CHUNK], strict=True)
+                yield "".join([f"{name}_total{{{text}{label}}} {row[field]}\n" for text, row in chunk])
+
+
+_CHUNK: Final = 500
+_DIRECTIONS: Final = ((',direction="request"', ""), (',direction="reply"', "reply_"))
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 # Families

@@ -21,6 +21,7 @@ __all__ = [
     "Wake",
     "Watched",
     "misfit_rows",
+    "stale_row",
     "unknown_algorithms",
     "unprobed",
 ]
@@ -111,6 +112,11 @@ class Question(msgspec.Struct, frozen=True):
 def misfit_rows(misfits: Iterable[Misfit]) -> list[dict[str, str]]:
     """The value of `misfits` in a status: entry and reason of each."""
     return [{"entry": misfit.entry, "reason": misfit.reason} for misfit in misfits]
+
+
+def stale_row(deleted: Mapping[int, int]) -> dict[str, int]:
+    """The value of `stale_deleted` in a status of modes with conntrack: entries of datagrams deleted, by family."""
+    return {f"IPv{family}": count for family, count in sorted(deleted.items())}
 
 
 def unknown_algorithms(table: ServiceTable, known: Collection[str], instead: str, *, weighs: bool = False) -> list[str]:

@@ -79,8 +79,8 @@ class _Entry(NamedTuple):
     body: bytes  # of the message that told of it
 
 
-def delete_stale(table: ServiceTable, names: Iterable[str], relays: Collection[tuple[str, int]] = ()) -> int:
-    """Delete the conntrack entries of datagrams that lead to where nobody serves any more; how many went.
+def delete_stale(table: ServiceTable, names: Iterable[str], relays: Collection[tuple[str, int]] = ()) -> dict[int, int]:
+    """Delete the conntrack entries of datagrams that lead to where nobody serves any more.
 
     To be called after each sync of a mode that uses conntrack, when the rules are in place. One dump of the UDP
     entries of a family however many services changed; none when no changed service has a UDP port that somebody
@@ -90,21 +90,24 @@ def delete_stale(table: ServiceTable, names: Iterable[str], relays: Collection[t
         table: as it was just programmed.
         names: the services that changed (`dataplane.diff.changed_services`); all of them at the first sync.
         relays: addresses and ports of a relay of ours (mode userspace): entries that lead there are alive.
+
+    Returns:
+        How many went, by family (4 and 6).
     """
     judge = Judge(table, names, relays)
     packed = {4: set[bytes](), 6: set[bytes]()}
     for address, port in judge.destinations:
         family = 6 if ":" in address else 4
         packed[family].add(socket.inet_pton(_AF[family], address) + port.to_bytes(2, "big"))
-    deleted = 0
+    deleted = {4: 0, 6: 0}
     for family, wanted in packed.items():
         if wanted:
             try:
-                deleted += _delete_stale(family, wanted, judge)
+                deleted[family] = _delete_stale(family, wanted, judge)
             except OSError as error:
                 log.warning("stale conntrack entries of IPv%d datagrams could not be deleted: %s", family, error)
-    if deleted:
-        log.info("%d stale conntrack entries of datagrams deleted", deleted)
+    if any(deleted.values()):
+        log.info("%d stale conntrack entries of datagrams deleted", sum(deleted.values()))
     return deleted
 
 

@@ -54,9 +54,11 @@ class Installed:
     def __init__(self, ruleset: Ruleset, family: int) -> None:
         self.ruleset, self.xtables, self.family = ruleset, ruleset.xtables, family
         self.restores = 0
+        self.last_rules = dict.fromkeys(TABLES, 0)  # table -> rules of the last change
         self._size = WHOLE if self.xtables.variant == "legacy" else PART  # chains in one restore
         self._shapes: dict[str, dict[str, int]] = {table: {} for table in TABLES}
         self._seen: dict[str, dict[str, int]] = {table: {} for table in TABLES}  # chain -> hash of what save prints
+        self._rules: dict[str, dict[str, int]] = {table: {} for table in TABLES}  # chain -> how many
 
     def replace(self, deltas: Mapping[str, Delta]) -> None:
         """Make these chains all that there is of ours; what was there serves until it is replaced.
@@ -69,7 +71,7 @@ class Installed:
             written = deltas[table].written
             stale = [name for name in saved if name.startswith(MINE) and name not in written]
             entrances = [*_odd_entrances(table, saved), *jumps(table, _entrances(saved))]
-            self._shapes[table], self._seen[table] = {}, {}
+            self._shapes[table], self._seen[table], self._rules[table] = {}, {}, {}
             for lines in parts(written, stale, entrances, self._size):
                 self._restore([(table, lines)])
             self._note(table, Delta(written, ()))
@@ -103,8 +105,11 @@ class Installed:
         for name in (*delta.gone, *delta.written):
             self._shapes[table].pop(name, None)
             self._seen[table].pop(name, None)
+            self._rules[table].pop(name, None)
         for name, rules in delta.written.items():
             self._shapes[table][name] = shape(rules)
+            self._rules[table][name] = len(rules)
+        self.last_rules[table] = sum(map(len, delta.written.values()))
 
     # What others did
 
@@ -141,6 +146,10 @@ class Installed:
     def chains(self) -> int:
         """How many chains of ours there are."""
         return sum(len(shapes) for shapes in self._shapes.values())
+
+    def rules(self) -> dict[str, int]:
+        """Table -> how many rules of ours it has."""
+        return {table: sum(rules.values()) for table, rules in self._rules.items()}
 
 
 def _entrances(saved: Saved) -> set[tuple[str, str]]:

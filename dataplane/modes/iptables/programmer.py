@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +17,18 @@ from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel import xtables as door
 from dataplane.kernel.conntrack import delete_stale, is_liberal
 from dataplane.kernel.nfmonitor import watch_ruleset
-from dataplane.mode import Misfit, Mode, Options, Question, SyncResult, Wake, misfit_rows, unknown_algorithms, unprobed
+from dataplane.mode import (
+    Misfit,
+    Mode,
+    Options,
+    Question,
+    SyncResult,
+    Wake,
+    misfit_rows,
+    stale_row,
+    unknown_algorithms,
+    unprobed,
+)
 from dataplane.modes.iptables import listing
 from dataplane.modes.iptables.installed import TABLES, Installed, Ruleset, remove
 from dataplane.modes.iptables.lower import Node, node_of, same_addresses, usual_masquerade
@@ -58,7 +70,7 @@ class Iptables:
         self.drop_invalid = not is_liberal()
         self.table: ServiceTable = EMPTY
         self.audit_repairs = 0
-        self.stale_deleted = 0
+        self.stale_deleted = Counter({4: 0, 6: 0})  # by family
         self.misfits: dict[str, Misfit] = {}
         self._plans: dict[int, Plan] = {}
         self._ruleset = Ruleset(self.xtables)
@@ -94,7 +106,7 @@ class Iptables:
             raise SyncError(f"the iptables rules could not be programmed: {error}") from error
         self.table = table
         self._full, self._programmed = False, True
-        self.stale_deleted += delete_stale(table, table.services if first else names)
+        self.stale_deleted.update(delete_stale(table, table.services if first else names))
         return result
 
     def _replace(self, table: ServiceTable) -> SyncResult:
@@ -260,11 +272,14 @@ class Iptables:
             "families": list(self.xtables.families),
             "missing": {str(family): reason for family, reason in self.xtables.missing.items()},
             "chains": sum(held.chains() for held in self._installed.values()),
+            "rules": {f"IPv{family}": held.rules() for family, held in self._installed.items()},
+            "last_rules": {f"IPv{family}": dict(held.last_rules) for family, held in self._installed.items()},
             "drift_told_by_kernel": self._watching,
             "fill": {},
             "misfits": misfit_rows(self.misfits.values()),
             "limitations": self.limitations(),
             "audit_repairs": self.audit_repairs,
+            "stale_deleted": stale_row(self.stale_deleted),
             "counters": self.counters(),
         }
 
@@ -281,7 +296,7 @@ class Iptables:
         """See `dataplane.mode.Programmer.counters`."""
         return {
             "restores": sum(held.restores for held in self._installed.values()),
-            "stale_conntrack_entries_deleted": self.stale_deleted,
+            "stale_conntrack_entries_deleted": self.stale_deleted.total(),
         }
 
     def traffic(self, *, by_backend: bool) -> list[dict[str, Any]]:

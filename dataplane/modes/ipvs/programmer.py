@@ -16,7 +16,7 @@ from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel.conntrack import delete_stale
 from dataplane.kernel.ipset import LIMIT, Ipsets
 from dataplane.kernel.ipvs import Ipvs as Door
-from dataplane.mode import Misfit, Mode, Options, Question, SyncResult, Wake, misfit_rows, unprobed
+from dataplane.mode import Misfit, Mode, Options, Question, SyncResult, Wake, misfit_rows, stale_row, unprobed
 from dataplane.modes.ipvs import node as machine
 from dataplane.modes.ipvs.audit import Audit
 from dataplane.modes.ipvs.listing import Programmed
@@ -59,7 +59,7 @@ class Ipvs:
         self.audit = Audit(self, options.sync_seconds)
         self.release = os.uname().release
         self.unset: dict[str, str] = {}  # settings of the kernel that could not be made
-        self.stale_deleted = 0
+        self.stale_deleted = Counter({4: 0, 6: 0})  # by family
         self._members: Counter[Member] = Counter()
         self._addresses: Counter[str] = Counter()
         self._values: dict[Member, Value] = {}
@@ -92,7 +92,7 @@ class Ipvs:
             raise SyncError(f"IPVS could not be programmed: {error}") from error
         self.table = table
         self._full = self._first = False
-        self.stale_deleted += delete_stale(table, table.services if first else names)
+        self.stale_deleted.update(delete_stale(table, table.services if first else names))
         return result
 
     def _replace(self, table: ServiceTable) -> SyncResult:
@@ -335,6 +335,7 @@ class Ipvs:
             "misfits": misfit_rows(self._misfits()),
             "limitations": self.limitations(),
             "audit_repairs": self.audit_repairs,
+            "stale_deleted": stale_row(self.stale_deleted),
             "counters": self.counters(),
         }
 
@@ -349,7 +350,7 @@ class Ipvs:
 
     def counters(self) -> dict[str, int]:
         """See `dataplane.mode.Programmer.counters`."""
-        return {"stale_conntrack_entries_deleted": self.stale_deleted}
+        return {"stale_conntrack_entries_deleted": self.stale_deleted.total()}
 
     def traffic(self, *, by_backend: bool) -> list[dict[str, Any]]:
         """See `dataplane.mode.Programmer.traffic`."""

@@ -7,6 +7,7 @@ import errno
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -15,7 +16,18 @@ from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel.conntrack import delete_stale, is_liberal
 from dataplane.kernel.nfmonitor import watch_ruleset
 from dataplane.kernel.nfnetlink import NftablesError
-from dataplane.mode import Misfit, Mode, Options, Question, SyncResult, Wake, misfit_rows, unknown_algorithms, unprobed
+from dataplane.mode import (
+    Misfit,
+    Mode,
+    Options,
+    Question,
+    SyncResult,
+    Wake,
+    misfit_rows,
+    stale_row,
+    unknown_algorithms,
+    unprobed,
+)
 from dataplane.modes.nftables import lower
 from dataplane.modes.nftables import operations as op
 from dataplane.modes.nftables.listing import Tables
@@ -53,7 +65,7 @@ class Nftables:
                 raise Unsupported("nftables", missing)
         self.options = options
         self.audit_repairs = 0
-        self.stale_deleted = 0
+        self.stale_deleted = Counter({4: 0, 6: 0})  # by family
         self.adopted = False
         self.table: ServiceTable = EMPTY
         self._door: op.Door = door or Kernel()
@@ -160,7 +172,7 @@ class Nftables:
         if not self._watch:
             return  # not the kernel's door: nor are its flows ours
         try:
-            self.stale_deleted += delete_stale(table, names)
+            self.stale_deleted.update(delete_stale(table, names))
         except OSError as error:
             log.warning("stale conntrack entries of datagrams could not be deleted: %s", error)
 
@@ -286,7 +298,7 @@ class Nftables:
             "misfits": misfit_rows(self._misfits.values()),
             "limitations": self.limitations(),
             "audit_repairs": self.audit_repairs,
-            "stale_flows_deleted": self.stale_deleted,
+            "stale_deleted": stale_row(self.stale_deleted),
             "counters": self.counters(),
         }
 

@@ -19,7 +19,7 @@ FOREIGN = Server(4, TCP, "198.51.100.7", 443)
 
 @pytest.fixture
 def node(monkeypatch: pytest.MonkeyPatch) -> Node:
-    monkeypatch.setattr(module, "delete_stale", lambda table, names: 0)  # its own tests are in tests/kernel
+    monkeypatch.setattr(module, "delete_stale", lambda table, names: {4: 0, 6: 0})  # its own tests are in tests/kernel
     return Node()
 
 
