@@ -95,6 +95,12 @@ class Cluster:
         """All services by `namespace/name`."""
         return MappingProxyType(self._services)
 
+    @property
+    def extent(self) -> tuple[int, int]:
+        """How many service ports there are, each address family's its own, and how many endpoints of ports."""
+        ports = sum(len(service.ports) * max(1, len(service.cluster_ips)) for service in self._services.values())
+        return ports, sum(len(one.endpoints) * max(1, len(one.ports)) for one in self._slices.values())
+
     def slices_of(self, service: str) -> Collection[EndpointSlice]:
         """The EndpointSlices of a service, in no particular order."""
         return self._of_service.get(service, _NO_SLICES).values()

@@ -36,7 +36,7 @@ from controller.prepare import prepare
 from controller.sources import Source
 from controller.tables import Builder
 from dataplane.errors import DataplaneError, SyncError, Unsupported
-from dataplane.mode import Question, Watched
+from dataplane.mode import Foresighted, Question, Watched
 
 if TYPE_CHECKING:
     from controller.configfile import Loaded
@@ -361,6 +361,8 @@ class _Agent:
 
     def _sync(self) -> None:
         start = time.monotonic()
+        if self.ready_after is None and isinstance(self.programmer, Foresighted):
+            self.programmer.expect(*self.cluster.extent)
         table = self.builder.build(self.cluster, self.addresses)
         try:
             result = self.programmer.sync(table)

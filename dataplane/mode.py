@@ -211,6 +211,14 @@ class Watched(Protocol):
         """For so many seconds from now tell of all packets of this service and from or to this address."""
 
 
+@runtime_checkable
+class Foresighted(Protocol):
+    """A mode that begins with what takes long before it has the first table."""
+
+    def expect(self, ports: int, endpoints: int) -> None:
+        """The first table will have about so many service ports, with so many endpoints together."""
+
+
 class View(Protocol):
     """What a mode has programmed in this network namespace, read from the kernel, agent or not.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,12 +179,21 @@ class Ebpf:
             self._explain.close()
         self._explain = None
 
+    def expect(self, ports: int, endpoints: int) -> None:
+        """See `dataplane.mode.Foresighted.expect`."""
+        with contextlib.suppress(DataplaneError, OSError):  # `sync` tries again, and tells
+            self._begin(sizes.foreseen, ports, endpoints)
+
+    def _begin(self, foresee: Callable[..., sizes.Sizes], *what: Any) -> None:
+        """Maps for what is foreseen, and the loading of programs, unless that was done."""
+        if self.programs is None and not self.grower.growing:
+            self.grower.begin(foresee(*what))
+
     def sync(self, table: ServiceTable) -> SyncResult:
         """See `dataplane.mode.Programmer.sync`."""
         names = changed_services(self.table, table) | self._misfitting
         try:
-            if self.programs is None and not self.grower.growing:
-                self.grower.begin(sizes.needs(entry for entries in table.services.values() for entry in entries))
+            self._begin(sizes.needs, (entry for entries in table.services.values() for entry in entries))
             if table.node != self.table.node or not self._attached:
                 self._write_node(table.node)
             self._collect()

@@ -15,7 +15,7 @@ from dataplane.mode import Options
 from dataplane.modes.ebpf.ids import size_class
 from dataplane.table import Entry
 
-__all__ = ["GROW_ABOVE", "Sizes", "bounds", "crowded", "fitting", "fixed", "grown", "least", "needs"]
+__all__ = ["GROW_ABOVE", "Sizes", "bounds", "crowded", "fitting", "fixed", "foreseen", "grown", "least", "needs"]
 
 Sizes = Mapping[str, int]  # map -> entries
 
@@ -63,6 +63,11 @@ def grown(names: Collection[str], entries: Sizes, used: Sizes, upper: Sizes) -> 
 def crowded(entries: Sizes, used: Sizes) -> list[str]:
     """The maps of which most is used."""
     return [name for name, count in used.items() if count > GROW_ABOVE * entries[name]]
+
+
+def foreseen(ports: int, endpoints: int) -> dict[str, int]:
+    """As `needs`, from how many service ports and endpoints there are; slices are powers of two."""
+    return {"services": ports + 1, "backends": endpoints + 1, "slots": 2 * endpoints}
 
 
 def needs(entries: Iterable[Entry]) -> dict[str, int]:

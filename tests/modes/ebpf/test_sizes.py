@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dataplane.mode import Options
 from dataplane.modes.ebpf.ids import SETTINGS, size_class
 from dataplane.modes.ebpf.lower import lower
-from dataplane.modes.ebpf.sizes import FLOOR, bounds, crowded, fitting, fixed, grown, least, needs
+from dataplane.modes.ebpf.sizes import FLOOR, bounds, crowded, fitting, fixed, foreseen, grown, least, needs
 from dataplane.table import Backend, Entry, Frontend, Kind, Protocol, Route
 
 UPPER = bounds(Options())
@@ -77,6 +77,14 @@ def test_tables_that_programs_write_have_their_size_from_the_beginning() -> None
 def test_three_quarters_are_enough() -> None:
     assert crowded({"services": 1024}, {"services": 768}) == []
     assert crowded({"services": 1024}, {"services": 769}) == ["services"]
+
+
+@given(st.integers(0, 50), st.integers(0, 50))
+def test_what_is_foreseen_is_enough_for_equal_services(services: int, size: int) -> None:
+    entries = [entry(n, size, 0) for n in range(1, services + 1)]
+    told, need = foreseen(services, services * size), needs(entries)
+    for name, count in told.items():
+        assert fitting(name, count, UPPER) >= need[name], name
 
 
 def entry(number: int, size: int, local: int, family: int = 4) -> Entry:
