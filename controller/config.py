@@ -24,7 +24,8 @@ from dataplane.mode import Options
 from dataplane.table import Detect
 
 __all__ = [
-    "ADMIN_SOCKET", "CHOICES", "MODES", "REMOVED_FLAGS", "SCHEDULERS", "UNUSED", "Config", "Conntrack", "Endpoint",
+    "ADMIN_SOCKET", "CHOICES", "MODES", "REMOVED_FLAGS", "SCHEDULERS", "UNUSED", "USUAL_OOM_SCORE", "Config",
+    "Conntrack", "Endpoint",
     "available_modes", "duration", "from_flags",
 ]  # fmt: skip
 
@@ -36,6 +37,7 @@ METRICS_PORT: Final = 10249
 AUTO: Final = "auto"  # the first mode that works here
 MODES: Final = ("ebpf", "nftables", "iptables", "ipvs", "userspace")  # all that there will be, best first
 KUBE_PROXYS_MODES: Final = ("iptables", "ipvs", "nftables")
+USUAL_OOM_SCORE: Final = -999
 USUAL_REST: Final = 1.0  # seconds, minSyncPeriod's default in kube-proxy
 _INT32: Final = (1 << 31) - 1
 _LONGEST_UDP: Final = _INT32 // 1000  # the programs count it in jiffies, of which a second has 1,000 at most
@@ -93,7 +95,7 @@ class Config(msgspec.Struct, frozen=True):
     log_format: str = "text"
     verbosity: int = 0
     min_sync_seconds: float = 0.0
-    oom_score_adj: int = -999
+    oom_score_adj: int = USUAL_OOM_SCORE
     conntrack: Conntrack = Conntrack()
     warnings: tuple[str, ...] = ()
     task: str = "serve"

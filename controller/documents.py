@@ -344,20 +344,20 @@ class KubeProxyConfiguration(_Loose, frozen=True):
     ] = "0.0.0.0"  # fmt: skip  # noqa: S104 (kube-proxy's default)
     healthz_bind_address: Annotated[
         str,
-        _is("Where health is served", "healthz_bind_address", "healthz-bind-address", zero=True, restart=True),
+        _is("Where health is served", "healthz_bind_address", "healthz-bind-address", zero=True),
     ] = "0.0.0.0:10256"
     metrics_bind_address: Annotated[
         str,
-        _is("Where metrics are served", "metrics_bind_address", "metrics-bind-address", zero=True, restart=True),
+        _is("Where metrics are served", "metrics_bind_address", "metrics-bind-address", zero=True),
     ] = "127.0.0.1:10249"
     bind_address_hard_fail: Annotated[
         bool,
         _is("End when health or metrics cannot be served, instead of trying again", "bind_address_hard_fail",
-            "bind-address-hard-fail", restart=True),
+            "bind-address-hard-fail"),
     ] = False  # fmt: skip
-    enable_profiling: Annotated[
-        bool, _is("Serve pages for debugging beside the metrics", "profiling", "profiling", restart=True)
-    ] = False
+    enable_profiling: Annotated[bool, _is("Serve pages for debugging beside the metrics", "profiling", "profiling")] = (
+        False
+    )
     show_hidden_metrics_for_version: Annotated[
         str,
         _is("Show metrics that the version after this one hid", "show_hidden_metrics_for_version",
@@ -551,11 +551,11 @@ class HybridProxyConfiguration(_Part, frozen=True):
         str, _is("Where the agent listens for commands", "admin_socket", "admin-socket", restart=True)
     ] = "/run/hybrid-proxy/admin.sock"
     serve_healthz: Annotated[
-        bool, _is(f"Serve health at all, at {KUBE_PROXY}.healthzBindAddress", "no_healthz", inverted=True, restart=True)
+        bool, _is(f"Serve health at all, at {KUBE_PROXY}.healthzBindAddress", "no_healthz", inverted=True)
     ] = True
     serve_metrics: Annotated[
         bool,
-        _is(f"Serve metrics at all, at {KUBE_PROXY}.metricsBindAddress", "no_metrics", inverted=True, restart=True),
+        _is(f"Serve metrics at all, at {KUBE_PROXY}.metricsBindAddress", "no_metrics", inverted=True),
     ] = True
     metrics_per_backend: Annotated[
         bool,

@@ -444,15 +444,19 @@ class _Agent:
     def _apply(self, config: Config) -> bool:
         """Go on with another configuration; False: it cannot serve, and the one before does."""
         old, self.config = self.config, config
-        _start_logging(config)
-        self.health.timeout = 2 * config.options.sync_seconds
-        if (old.oom_score_adj, old.conntrack) != (config.oom_score_adj, config.conntrack):
-            prepare(config)
+        self._settle_in(config)
         dataplane = (old.mode, old.strict_mode, old.options, old.settings)
         if dataplane == (config.mode, config.strict_mode, config.options, config.settings):
             return True
         self.before = old
         return self._reopen()
+
+    def _settle_in(self, config: Config) -> None:
+        """Everything but the dataplane."""
+        _start_logging(config)
+        self.health.timeout = 2 * config.options.sync_seconds
+        self.pages.configure(config)
+        prepare(config)
 
     def _reopen(self) -> bool:
         """Let a mode take over, another one or the same with other settings.
@@ -461,6 +465,7 @@ class _Agent:
         """
         if self.draining is not None:
             self.draining.cancel()  # what it would remove may be what serves next; the next mode sees to it again
+            self.draining.join()  # where it has begun
         self.programmer.close()
         self.failed_modes = {}
         opened = True
@@ -485,6 +490,7 @@ class _Agent:
         self.refused = f"it cannot serve: {error}"
         log.error("the changed configuration cannot serve, the one before stays: %s", error)
         self.config, self.before, self.failed_modes = self.before, None, {}
+        self._settle_in(self.config)
         self._open_mode()
         self._begin_anew()
 

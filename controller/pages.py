@@ -84,11 +84,13 @@ class Pages:
         if addresses == self._addresses and _ports(before) == _ports(checks):
             return
         self._addresses = addresses
-        sites = {
-            name: Site(f"the health check of service {name}", addresses, check.port, {"*": self._check_page(name)})
-            for name, check in checks.items()
-        }
-        self._web.follow(self._own | sites)
+        self._web.follow(self._own | self._check_sites())
+
+    def configure(self, config: Config) -> None:
+        """Serve as another configuration says; what listens at the same address and port stays."""
+        self._config = config
+        self._own = dict(self._own_sites())
+        self._web.follow(self._own | self._check_sites())
 
     def status(self) -> dict[str, Any]:
         """How many health-check node ports are served, and why others are not; for `status`."""
@@ -100,6 +102,14 @@ class Pages:
         }
 
     # Sites
+
+    def _check_sites(self) -> dict[str, Site]:
+        return {
+            name: Site(
+                f"the health check of service {name}", self._addresses, check.port, {"*": self._check_page(name)}
+            )
+            for name, check in self._checks.items()
+        }
 
     def _own_sites(self) -> dict[str, Site]:
         sites = {}

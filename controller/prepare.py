@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from controller.config import Config, Conntrack
+from controller.config import USUAL_OOM_SCORE, Config, Conntrack
 from dataplane.kernel.places import in_initial_netns
 from dataplane.kernel.sysctl import apply, read
 
@@ -49,7 +49,12 @@ def prepare(config: Config) -> bool:
     try:
         OOM_SCORE.write_text(str(config.oom_score_adj))
     except OSError as error:
-        log.warning("oomScoreAdj %d cannot be set: %s", config.oom_score_adj, error.strerror)
+        asked_for = config.oom_score_adj != USUAL_OOM_SCORE
+        log.log(
+            logging.WARNING if asked_for else logging.INFO,
+            "oomScoreAdj cannot be set to %d (%s): less than it is needs CAP_SYS_RESOURCE",
+            config.oom_score_adj, error.strerror,
+        )  # fmt: skip
     if read(FOLDER + "tcp_timeout_established") is None:
         return False
     wanted = conntrack_settings(config.conntrack)

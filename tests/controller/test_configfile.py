@@ -378,6 +378,15 @@ class TestErrors:
             "f.conf: KubeProxyConfiguration.ipVS {}: there is no such field, it is left out",
         )
 
+    def test_explain_reads_files_too(self, tmp_path: Path, capsys):
+        (tmp_path / "f").write_text(HEAD + "nodePortAddresses: [primary, x]\n")
+        packet = ["--manifests", str(ROOT / "examples"), "--from", "10.77.1.11", "--to", "10.96.0.10:80"]
+        assert cli.main(["explain", "--config", str(tmp_path / "f"), *packet]) == 2
+        assert "KubeProxyConfiguration.nodePortAddresses 'primary,x': can't use both" in capsys.readouterr().err
+        (tmp_path / "f").write_text(HEAD + "hostnameOverride: lab-node\nclusterCIDR: 10.77.0.0/16\n")
+        assert cli.main(["explain", "--config", str(tmp_path / "f"), *packet]) == 0
+        assert "goes to a backend" in capsys.readouterr().out
+
     def test_no_file(self, tmp_path: Path, capsys):
         assert cli.main(["run", "--config", str(tmp_path / "none")]) == 2
         assert capsys.readouterr().err == f"hybrid-proxy run: --config {tmp_path}/none: No such file or directory\n"
@@ -564,15 +573,18 @@ class TestChange:
         new = loaded(HEAD + "mode: nftables\nhostnameOverride: b\nmetricsBindAddress: 127.0.0.1:2\n" + OURS
                      + "ebpf: {limits: {flows: 8}, probes: {interval: 1s}}\n")  # fmt: skip
         changed = change(old, new)
-        assert changed.applied == ("HybridProxyConfiguration.ebpf.probes.interval", "KubeProxyConfiguration.mode")
-        assert changed.waiting == (
-            "KubeProxyConfiguration.hostnameOverride",
-            "HybridProxyConfiguration.ebpf.limits.flows",
+        assert sorted(changed.applied) == [
+            "HybridProxyConfiguration.ebpf.probes.interval",
             "KubeProxyConfiguration.metricsBindAddress",
-        )
+            "KubeProxyConfiguration.mode",
+        ]
+        assert sorted(changed.waiting) == [
+            "HybridProxyConfiguration.ebpf.limits.flows",
+            "KubeProxyConfiguration.hostnameOverride",
+        ]
         config = changed.now.config
         assert (config.mode, config.options.probe_interval) == ("nftables", 1.0)
-        assert (config.settings.node_name, config.metrics_bind_address) == ("a", Endpoint("127.0.0.1", 1))
+        assert (config.settings.node_name, config.metrics_bind_address) == ("a", Endpoint("127.0.0.1", 2))
         assert config.options.max_flows == old.config.options.max_flows
 
     def test_going_back_leaves_nothing_waiting(self):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -170,11 +171,12 @@ def test_log_level_and_what_waits_and_what_is_refused(start: Callable[[str], Age
     assert any(warning.startswith("--proxy-mode: is ignored") for warning in configuration["warnings"])
     opened = agent.status()["ready_seconds"]
 
-    file.theirs |= {"metricsBindAddress": "127.0.0.1:1", "logging": {"verbosity": 5}}
+    file.theirs["logging"] = {"verbosity": 5}
+    file.ours["ebpf"] = {"limits": {"flows": 8}}
     file.write()
     status = agent.wait(lambda status: status["configuration"]["waiting"], 10, "told of the change")
-    assert status["configuration"]["waiting"] == ["KubeProxyConfiguration.metricsBindAddress"]
-    assert "these wait for the next start of the agent: KubeProxyConfiguration.metricsBindAddress" in agent.tail(20)
+    assert status["configuration"]["waiting"] == ["HybridProxyConfiguration.ebpf.limits.flows"]
+    assert "these wait for the next start of the agent: HybridProxyConfiguration.ebpf.limits.flows" in agent.tail(20)
     assert "applied: KubeProxyConfiguration.logging.verbosity" in agent.tail(20)
 
     file.theirs |= {"mode": "nftables", "nftables": {"masqueradeBit": 99}}
@@ -184,13 +186,76 @@ def test_log_level_and_what_waits_and_what_is_refused(start: Callable[[str], Age
         f"{file.path}: KubeProxyConfiguration.nftables.masqueradeBit '99': is not a whole number from 0 to 31"
     )
 
-    file.theirs = {"clusterCIDR": ",".join(CLUSTER_CIDRS)}
+    file.theirs, file.ours = {"clusterCIDR": ",".join(CLUSTER_CIDRS)}, {"mode": "nftables"}
     file.write()
     status = agent.wait(lambda status: not status["configuration"]["refused"], 10, "content again")
     assert status["configuration"]["waiting"] == []
     assert status["ready_seconds"] == opened
     shown = agent.command("status", "--admin-socket", str(agent.socket)).stdout
-    assert str(file.path) in shown
+    assert f"configured by {file.path}" in shown
+
+
+def page(lab: Lab, place: str) -> str:
+    """What the node gets of a page of its own; empty: nobody answers."""
+    with lab.inside("node"):
+        try:
+            with urllib.request.urlopen(f"http://{place}", timeout=5) as answer:
+                return answer.read().decode()
+        except OSError:
+            return ""
+
+
+def test_what_is_served_and_what_is_set_on_the_node(start: Callable[[str], Agent], file: File, lab: Lab):
+    file.theirs |= {
+        "metricsBindAddress": "127.0.0.1:10301",
+        "oomScoreAdj": 100,
+        "conntrack": {"tcpEstablishedTimeout": "2h", "udpTimeout": "31s", "tcpBeLiberal": True},
+    }
+    agent = start("nftables")
+    conntrack = "/proc/sys/net/netfilter/nf_conntrack_"
+
+    def timeouts() -> list[str]:
+        names = ("tcp_timeout_established", "tcp_timeout_close_wait", "udp_timeout", "tcp_be_liberal")
+        return lab.run("node", ["cat", *(conntrack + name for name in names)]).stdout.split()
+
+    def score() -> str:
+        return Path(f"/proc/{agent.process.pid}/oom_score_adj").read_text().strip()
+
+    assert page(lab, "127.0.0.1:10301/proxyMode") == "nftables"
+    assert timeouts() == ["7200", "3600", "31", "1"]
+    assert score() == "100"
+
+    file.theirs |= {"metricsBindAddress": "127.0.0.1:10302", "enableProfiling": True, "oomScoreAdj": 200}
+    file.theirs["conntrack"] = {"tcpEstablishedTimeout": "3h"}
+    file.write()
+    eventually(lambda: page(lab, "127.0.0.1:10302/proxyMode") == "nftables", 10, "metrics did not move")
+    assert page(lab, "127.0.0.1:10301/proxyMode") == ""
+    assert "Thread" in page(lab, "127.0.0.1:10302/debug/threads")
+    eventually(lambda: timeouts()[0] == "10800", 5, "the time-out was not set")
+    assert score() == "200"
+
+    file.ours["serveMetrics"] = False
+    file.write()
+    eventually(lambda: page(lab, "127.0.0.1:10302/proxyMode") == "", 10, "metrics are still served")
+
+
+def test_a_rest_between_syncs(start: Callable[[str], Agent], file: File, lab: Lab):
+    """6.2: the first change after a quiet time is programmed at once, the next ones together after the rest."""
+    file.theirs |= {"iptables": {"minSyncPeriod": "3s"}}
+    file.theirs["mode"] = "iptables"
+    agent = start("iptables")
+    bench = Bench(lab, agent, itertools.count(1))
+    service = bench.service("pod2")
+    time.sleep(3.2)
+    started = time.monotonic()
+    service.write(lab["pod3"])
+    bench.settle(service, {"pod3"}, V4)
+    first = time.monotonic() - started
+    service.write(lab["pod2"])
+    bench.settle(service, {"pod2"}, V4)
+    second = time.monotonic() - started
+    assert first < 2.5
+    assert second >= 3.0
 
 
 def test_a_mode_that_cannot_serve_leaves_the_one_before(start: Callable[[str], Agent], file: File, lab: Lab):
