@@ -1,0 +1,66 @@
+"""Agents that are asked for their pages; see `tests.served`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from controller.lab.network import Lab
+from tests.fakes.apiserver import ApiServer
+from tests.served import FRAGILE, PATIENCE, SYNC_PERIOD, Served, the_node
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: makes network namespaces and a cgroup of its own")
+    with Lab(f"p{os.getpid()}x", 1) as made:
+        yield made
+
+
+@pytest.fixture
+def api(lab: Lab) -> Iterator[ApiServer]:
+    server = ApiServer()
+    with lab.inside("node"):
+        server.start()
+    server.put(the_node(lab))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def fragile(tmp_path: Path) -> Path:
+    home = tmp_path / "fragile"
+    home.mkdir()
+    (home / "__init__.py").touch()
+    (home / "programmer.py").write_text(dedent(FRAGILE))
+    return home
+
+
+@pytest.fixture
+def start(lab: Lab, api: ApiServer, fragile: Path) -> Iterator[Callable[..., Served]]:
+    started: list[Served] = []
+
+    def begin(*flags: str, mode: str = "fragile", wait: bool = True, kubeconfig: Path | None = None) -> Served:
+        agent = Served(lab, lab.folder, mode, ("--iptables-sync-period", f"{SYNC_PERIOD:g}s", *flags))
+        agent.folder, agent.kubeconfig = fragile.parent, kubeconfig or api.kubeconfig()
+        started.append(agent)
+        if wait:
+            agent.start(20 * PATIENCE)
+        else:
+            with agent.log.open("a") as log:
+                agent.process = lab.start("node", agent.argv, output=log, errors=log)
+        return agent
+
+    yield begin
+    for agent in started:
+        print(f"--- log of the agent\n{agent.tail(40)}")
+        if agent.running():
+            agent.terminate()
+        agent.log.unlink(missing_ok=True)
+        if agent.mode != "fragile":
+            agent.cleanup()
