@@ -1,7 +1,8 @@
 """PURE. How many entries each map has.
 
 Arrays of services and backends follow the table: few entries at first, more when a cluster asks for it, up to a bound.
-A size is a power of two, or the bound. What shrinks is left as it is: memory that was needed once may be needed again.
+A size is a multiple of the smallest one, or the bound. What shrinks is left as it is: memory that was needed once may
+be needed again.
 
 Tables of frontends and flows take memory for each entry that there is, so they have their bound from the beginning.
 Tables that forget their oldest entries are made whole, and a quarter of that bound long.
@@ -47,14 +48,14 @@ def least(upper: Sizes) -> dict[str, int]:
 
 
 def fitting(name: str, need: int, upper: Sizes) -> int:
-    """The size for a map that shall hold `need` entries: twice that, a power of two, between floor and bound."""
-    return min(upper[name], max(FLOOR[name], 1 << max(0, 2 * need - 1).bit_length()))
+    """The size for a map that shall hold `need` entries: half as many again, in steps of the smallest size."""
+    return min(upper[name], max(1, -(-need * 3 // (2 * FLOOR[name]))) * FLOOR[name])
 
 
 def grown(names: Collection[str], entries: Sizes, used: Sizes, upper: Sizes) -> dict[str, int]:
     """The next sizes of these maps, which have become too small, without those that have reached their bound.
 
-    A size is at least twice the former one, and leaves room for twice what is used.
+    A size is at least twice the former one, and leaves room for half as much again as is used.
     """
     sizes = {name: min(upper[name], max(2 * entries[name], fitting(name, used[name], upper))) for name in names}
     return {name: size for name, size in sizes.items() if size > entries[name]}

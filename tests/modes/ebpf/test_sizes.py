@@ -35,17 +35,17 @@ def test_bounds_below_the_floor_are_kept() -> None:
 SIZES = [
     # map        need     size
     ("services", 0,       1024),
-    ("services", 512,     1024),
-    ("services", 513,     2048),
-    ("services", 10_001,  32768),
-    ("backends", 100_001, 262144),
-    ("slots",    160_000, 262144),  # the bound
+    ("services", 682,     1024),
+    ("services", 683,     2048),
+    ("services", 10_001,  15360),
+    ("backends", 100_001, 155_648),
+    ("slots",    200_000, 262144),  # the bound
     ("frontends4", 10,    65536),  # takes no memory before it is used
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "need", "size"), SIZES)
-def test_a_size_is_the_power_of_two_above_twice_the_need(name: str, need: int, size: int) -> None:
+def test_a_size_is_half_as_much_again_as_is_needed(name: str, need: int, size: int) -> None:
     assert fitting(name, need, UPPER) == size
 
 
@@ -53,7 +53,7 @@ def test_a_size_is_the_power_of_two_above_twice_the_need(name: str, need: int, s
 def test_what_fits_below_the_bound_is_not_crowded(name: str, need: int) -> None:
     size = fitting(name, need, UPPER)
     assert min(FLOOR[name], UPPER[name]) <= size <= UPPER[name]
-    assert size == UPPER[name] or (size & (size - 1) == 0 and 2 * need <= size)
+    assert size == UPPER[name] or (size % FLOOR[name] == 0 and 3 * need <= 2 * size)
 
 
 @given(NAMES, st.integers(1, 1 << 20), st.integers(0, 1 << 20))
@@ -63,7 +63,7 @@ def test_growing_doubles_at_least_and_ends_at_the_bound(name: str, entries: int,
     if entries >= UPPER[name]:
         assert not sizes
     else:
-        assert sizes[name] == UPPER[name] or sizes[name] >= max(2 * entries, 2 * used)
+        assert sizes[name] == UPPER[name] or sizes[name] >= max(2 * entries, 1.5 * used)
         assert entries < sizes[name] <= UPPER[name]
 
 
