@@ -215,7 +215,7 @@ def test_bounds_are_told(lab: Lab) -> None:
     """Before they are met, once, and when they are; what does not fit waits, the rest is served."""
     child = Child(lab, max_services=32)
     assert child.do("more 10") == []
-    status = child.maintain_until(lambda status: entries(status, "services") == 32)
+    status = child.maintain_until(roomy)
     assert not status["limitations"]
     assert child.do("more 15") == []
     status = child.maintain_until(lambda status: bool(status["limitations"]))
