@@ -361,7 +361,7 @@ class _Agent:
 
     def _sync(self) -> None:
         start = time.monotonic()
-        if self.ready_after is None and isinstance(self.programmer, Foresighted):
+        if self.fresh and isinstance(self.programmer, Foresighted):
             self.programmer.expect(*self.cluster.extent)
         table = self.builder.build(self.cluster, self.addresses)
         try:
