@@ -7,6 +7,7 @@ SOURCES  := $(wildcard bpf/*.bpf.c)
 HEADERS  := $(wildcard bpf/*.h)
 BUILT    := $(patsubst bpf/%.bpf.c,$(OBJECTS)/%.bpf.o,$(SOURCES)) $(OBJECTS)/abi.h
 APT      := iproute2 util-linux clang llvm clang-format bpftool libbpf-dev libbpf1 linux-libc-dev libc6-dev gcc make python3-venv python3-dev nftables libnftables1 iptables
+APT_LAB  := shellcheck vagrant systemd debian-archive-keyring libseccomp2
 APT_VM   := qemu-system-x86 busybox-static kmod debian-archive-keyring
 STAMPS   := $(VENV)/.stamps
 IPVS      = $(wildcard /proc/net/ip_vs)$(shell modprobe -nq ip_vs 2>/dev/null && echo loadable)
@@ -48,7 +49,7 @@ check: setup ## formatters, linters, types and the import contracts
 bench: setup ## run the benchmarks, or one: make bench BENCH=selection
 	$(Q)$(PYTHON) -m tests.benchmarks $(BENCH)
 
-setup: $(STAMPS)/apt $(STAMPS)/venv bpf ## install what is missing: packages, the virtual environment, BPF objects
+setup: $(STAMPS)/apt $(STAMPS)/venv bpf $(STAMPS)/lab ## install what is missing: packages, the virtual environment, BPF objects
 
 vm: setup $(STAMPS)/vm ## install what tests on other kernels need (QEMU)
 
@@ -95,6 +96,12 @@ endef
 # Virtual machines, for tests on other kernels. Kernels are downloaded when they are needed.
 $(STAMPS)/vm: Makefile $(STAMPS)/apt
 	$(call packages,$(APT_VM))
+	@touch $@
+
+# What checks deploy/ and vagrant/. Without these the tests that need them are skipped, and say so.
+$(STAMPS)/lab: Makefile tests/deploy/kubectl.py $(STAMPS)/apt $(STAMPS)/venv
+	$(call packages,$(APT_LAB))
+	-$(Q)$(PYTHON) -m tests.deploy.kubectl
 	@touch $@
 
 $(STAMPS)/apt: Makefile

@@ -27,16 +27,24 @@ class Agent:
         mode: `--proxy-mode`.
         flags: more flags of `run`.
         place: the node, where there are several. A second one leaves the sockets of its processes alone.
+        under: a command that starts another one with less than root has, such as `setpriv ...`.
     """
 
     def __init__(
-        self, lab: Lab, manifests: Path, mode: str = "ebpf", flags: Sequence[str] = (), place: str = "node"
+        self,
+        lab: Lab,
+        manifests: Path,
+        mode: str = "ebpf",
+        flags: Sequence[str] = (),
+        place: str = "node",
+        under: Sequence[str] = (),
     ) -> None:
         self.lab = lab
         self.manifests = manifests
         self.mode = mode
         self.flags = tuple(flags)
         self.place = place
+        self.under = tuple(under)
         second = "" if place == "node" else f"-{place}"
         self.socket = lab.folder / f"agent{second}.sock"
         self.log = lab.folder / f"agent{second}.log"
@@ -46,7 +54,7 @@ class Agent:
     def argv(self) -> list[str]:
         """The command that runs it, as a person would type it inside the node."""
         return [
-            *_PROXY, "run",
+            *self.under, *_PROXY, "run",
             "--manifests", str(self.manifests),
             "--proxy-mode", self.mode,
             "--strict-mode",

@@ -18,7 +18,7 @@ import msgspec
 
 from dataplane.errors import Unsupported
 from dataplane.kernel.netlink import NETFILTER, NFGEN, NLM_F_REQUEST, NLMSG_ERROR, message, messages, string
-from dataplane.kernel.places import pin_folder
+from dataplane.kernel.places import netns_of, pin_folder
 from dataplane.neighbours import HEALTH_PORT, Process, Seen
 
 __all__ = ["look_around", "may_have_left"]
@@ -174,14 +174,14 @@ def _is_kube_proxy(body: bytes) -> bool:
 def _processes() -> Iterator[Process]:
     """Proxies among the processes of this network namespace that can be seen, other than this one and its children."""
     try:
-        own = Path("/proc/thread-self/ns/net").stat().st_ino
+        own = netns_of("thread-self")
         numbers = [name for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 (names alone)
     except OSError:
         return
     for number in numbers:
         name = _proxy_name(number)
         with contextlib.suppress(OSError):
-            if name and Path(f"/proc/{number}/ns/net").stat().st_ino == own and not _related(number):
+            if name and netns_of(number) == own and not _related(number):
                 yield Process(int(number), name)
 
 

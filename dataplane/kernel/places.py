@@ -14,7 +14,9 @@ from pathlib import Path
 
 from dataplane.errors import Unsupported
 
-__all__ = ["cgroup_of_node", "in_initial_netns", "netns_cookie", "netns_number", "pin_folder"]
+__all__ = [
+    "cgroup_of_node", "in_initial_netns", "netns_cookie", "netns_number", "netns_of", "outermost_first", "pin_folder",
+]  # fmt: skip
 
 SO_NETNS_COOKIE = 71  # since Linux kernel commit e8b9eab99232 (v5.14)
 BPF_FS_MAGIC = 0xCAFE4A11
@@ -38,17 +40,40 @@ def netns_number() -> int:
 def in_initial_netns() -> bool:
     """Whether this is the machine's own network namespace, as far as process 1 shows it."""
     try:
-        return Path("/proc/self/ns/net").readlink() == Path("/proc/1/ns/net").readlink()
+        return netns_of("1") == netns_of("thread-self")
     except OSError:
         return False
 
 
+def netns_of(pid: str) -> int:
+    """A number for the network namespace of a process, the same for all processes in it.
+
+    /proc/PID/ns/net would be the obvious one, but who has fewer capabilities than a process may not look at it
+    (ptrace(2), PTRACE_MODE_READ), and this agent should have few. Each namespace has inodes of its own below
+    /proc/PID/net, which everybody may look at.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    return os.stat(f"/proc/{pid}/net/dev").st_ino  # noqa: PTH116 (asked of every process)
+
+
 def _mounts(pid: str, kind: str) -> list[str]:
+    """Where file systems of a kind are mounted; the outermost first, of cgroups seen from a cgroup namespace."""
     try:
-        lines = Path(f"/proc/{pid}/mountinfo").read_text().splitlines()
+        return outermost_first(Path(f"/proc/{pid}/mountinfo").read_text(), kind)
     except OSError:
         return []
-    return [line.split()[4] for line in lines if line.split(" - ")[1].split()[0] == kind]
+
+
+def outermost_first(mountinfo: str, kind: str) -> list[str]:
+    """Mount points of one kind in the text of /proc/PID/mountinfo.
+
+    In a cgroup namespace a mount that shows more than that namespace has a root such as `/../..`
+    (cgroup_namespaces(7)). A container has such a one when the node's hierarchy is mounted into it, beside its own.
+    """
+    mounts = [line.split() for line in mountinfo.splitlines() if line.split(" - ")[1].split()[0] == kind]
+    return [fields[4] for fields in sorted(mounts, key=lambda fields: -fields[3].split("/").count(".."))]
 
 
 def _parent(pid: str) -> str:

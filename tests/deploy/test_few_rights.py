@@ -1,0 +1,207 @@
+"""The agent as the manifests start it: few capabilities, system calls allowed by name, a root that it cannot write to.
+
+Everything here is the real thing: the sets come from the DaemonSet of each overlay, the profile is the one that is
+shipped, and the kernel enforces both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller.admin import ask
+from controller.lab import examples
+from controller.lab.agent import Agent
+from controller.lab.network import Lab
+from tests.conformance.kit import PATIENCE
+
+from . import manifests
+
+pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: makes network namespaces")]
+
+HERE = Path(__file__).parent
+MODES = ("ebpf", "nftables", "iptables", "userspace")  # mode ipvs runs privileged: /proc/sys is not writable otherwise
+BITS = {"NET_BIND_SERVICE": 10, "NET_ADMIN": 12, "NET_RAW": 13, "SYS_RESOURCE": 24, "PERFMON": 38, "BPF": 39}
+COMPLAINTS = ("not permitted", "ermission denied", "ead-only file", "No usable temporary", "Traceback")
+
+# Every mount becomes read-only but those of the arguments up to `--`, devices, and a fresh /tmp. What is bound to
+# itself first is a mount of its own; /run is a folder of the root file system on some machines.
+READ_ONLY = """
+set -e
+for place; do
+    [ "$place" = -- ] && break
+    mount --bind "$place" "$place"
+done
+mount -t tmpfs -o size=16m none /tmp
+keep=" /tmp "
+while [ "$1" != -- ]; do keep="$keep$1 "; shift; done
+shift
+findmnt -rno TARGET | while read -r place; do
+    case "$keep" in *" $place "*) continue ;; esac
+    case "$place" in /dev|/dev/*|*\\\\x*) continue ;; esac
+    mount -o remount,bind,ro "$place" 2>/dev/null || true
+done
+exec "$@"
+"""
+
+
+def confined(lab: Lab, capabilities: Sequence[str]) -> list[str]:
+    """The command that starts another one with exactly these rights, as a container of the DaemonSet has them."""
+    # The variables of a lab: what an image has at fixed places. XTABLES_LOCKFILE as it is in the DaemonSet.
+    lock = Path("/run/xtables.lock")
+    lock.touch(mode=0o600)
+    writable = [str(lab.folder), "/run/hybrid-proxy", "/sys/fs/bpf", str(lock)]
+    Path("/run/hybrid-proxy").mkdir(mode=0o700, exist_ok=True)
+    kept = ",".join(["-all", *(f"+{name.lower()}" for name in capabilities)])
+    return [
+        "unshare", "--mount", "--propagation", "private", "sh", "-c", READ_ONLY, "sh", *writable, "--",
+        "setpriv", f"--bounding-set={kept}", "--inh-caps=-all", "--no-new-privs",
+        sys.executable, str(HERE / "confine.py"), str(manifests.SECCOMP), "--",
+    ]  # fmt: skip
+
+
+@pytest.fixture(params=MODES)
+def mode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    with Lab(f"r{os.getpid()}", 3) as made:
+        folder = examples.copy(made)
+        examples.scale(folder / "web.yaml", made.pods())
+        http, udp = examples.ports(folder)
+        made.serve(*(pod.name for pod in made.pods()), http=http, udp=udp)
+        yield made
+
+
+@contextlib.contextmanager
+def running(lab: Lab, mode: str, *flags: str) -> Iterator[Agent]:
+    agent = Agent(lab, lab.folder / "manifests", mode, flags, under=confined(lab, manifests.capabilities(mode)))
+    try:
+        agent.start(30 * PATIENCE)
+        yield agent
+    finally:
+        if agent.running():
+            agent.terminate()
+        agent.under = ()
+        cleaned = agent.cleanup()
+        assert cleaned.returncode == 0, cleaned.stderr
+
+
+def status_of(agent: Agent) -> dict[str, str]:
+    assert agent.process is not None
+    lines = Path(f"/proc/{agent.process.pid}/status").read_text().splitlines()
+    return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+
+
+def load(lab: Lab, place: str, kind: str, target: str) -> dict[str, Any]:
+    import msgspec
+
+    argv = [sys.executable, "-m", "controller.lab.traffic", "load", kind, target, "--count", "30"]
+    told = lab.run(place, argv)
+    return msgspec.json.decode(told.stdout.splitlines()[-1])
+
+
+def test_it_serves_with_the_rights_of_its_manifest(lab: Lab, mode: str) -> None:
+    with running(lab, mode) as agent:
+        status = status_of(agent)
+        mask = sum(1 << BITS[name] for name in manifests.capabilities(mode))
+        assert int(status["CapEff"], 16) == int(status["CapPrm"], 16) == int(status["CapBnd"], 16) == mask
+        assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
+
+        for place in ("pod1", "node", "client"):
+            for kind, target in (
+                ("connections", "10.96.0.10:80"),
+                ("connections", "[fd96::10]:80"),
+                ("udp", "10.96.0.53:53"),
+            ):
+                told = load(lab, place, kind, target)
+                assert (told["answered"], told["failed"]) == (30, 0), (place, kind, target, told)
+
+        examples.scale(lab.folder / "manifests/web.yaml", lab.pods()[:1])
+        deadline = time.monotonic() + 10 * PATIENCE
+        while set(load(lab, "pod2", "connections", "10.96.0.10:80")["backends"]) != {"pod1"}:
+            assert time.monotonic() < deadline, "the change did not take effect"
+        for command in ("status", "services", "backends", "flows"):
+            told = agent.command(command, "--admin-socket", str(agent.socket))
+            assert told.returncode == 0, (command, told.stderr)
+        time.sleep(2.5)  # maintenance: a sweep of the flows, a look at other proxies
+
+        agent.kill()
+        agent.start(30 * PATIENCE)
+        assert load(lab, "pod2", "connections", "10.96.0.10:80")["answered"] == 30
+        log = agent.log.read_text()
+        assert not [line for line in log.splitlines() if any(words in line for words in COMPLAINTS)], log
+
+
+def test_it_may_not_do_more(lab: Lab) -> None:
+    """The same cage, asked by something that tries: otherwise the tests above would show nothing."""
+    attempts = """
+import ctypes, errno, os
+libc = ctypes.CDLL(None, use_errno=True)
+def refused(what, call):
+    try:
+        code = call()
+    except OSError as error:
+        print(what, errno.errorcode[error.errno]); return
+    print(what, errno.errorcode[ctypes.get_errno()] if code == -1 else "worked")
+refused("write", lambda: os.close(os.open("/usr/hybrid-proxy-was-here", os.O_CREAT | os.O_WRONLY)))
+refused("sysctl", lambda: open("/proc/sys/net/ipv4/ip_forward", "w").close())
+refused("mount", lambda: libc.mount(b"none", b"/mnt", b"tmpfs", 0, None))
+refused("unshare", lambda: libc.unshare(0x10000000))
+refused("clone", lambda: libc.syscall(56, 0x10000000 | 17, 0, 0, 0, 0))
+refused("ptrace", lambda: libc.ptrace(16, 1, 0, 0))
+refused("module", lambda: libc.syscall(175, 0, 0, b""))
+refused("keyring", lambda: libc.syscall(250, 0, -3, 0))
+refused("temporary", lambda: os.close(os.open("/tmp/x", os.O_CREAT | os.O_WRONLY)))
+"""
+    told = lab.run("node", [*confined(lab, manifests.capabilities("ebpf")), sys.executable, "-c", attempts])
+    found = dict(line.split() for line in told.stdout.splitlines())
+    assert found == {
+        "write": "EROFS", "sysctl": "EROFS", "mount": "EPERM", "unshare": "EPERM", "clone": "EPERM", "ptrace": "EPERM",
+        "module": "EPERM", "keyring": "EPERM", "temporary": "worked",
+    }, told.stderr  # fmt: skip
+
+
+@pytest.mark.parametrize("missing", manifests.capabilities("ebpf"))
+def test_no_capability_of_mode_ebpf_can_be_left_out(lab: Lab, missing: str) -> None:
+    """And the agent says in a sentence which kind of right it lacks, instead of serving half."""
+    fewer = [name for name in manifests.capabilities("ebpf") if name != missing]
+    agent = Agent(lab, lab.folder / "manifests", "ebpf")
+    told = lab.run("node", [*confined(lab, fewer), *agent.argv])
+    assert told.returncode == 1, told.stderr
+    assert "mode ebpf: eBPF: the kernel refused" in told.stderr
+    assert agent.cleanup().returncode == 0
+
+
+def test_only_root_may_ask_it(lab: Lab) -> None:
+    with running(lab, "nftables") as agent:
+        found = agent.socket.stat()
+        assert (found.st_mode & 0o777, found.st_uid, found.st_gid) == (0o600, 0, 0)
+        assert ask(str(agent.socket), "status")["synced"]
+        tried = """
+import socket, sys
+with socket.socket(socket.AF_UNIX) as client:
+    try:
+        client.connect(sys.argv[1])
+    except OSError as error:
+        print(error.errno)
+"""
+        # Not root, and not stopped by a folder on the way: the socket's own mode has to do it.
+        lab.folder.chmod(0o755)
+        argv = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/python3", "-c", tried]
+        told = subprocess.run([*argv, str(agent.socket)], capture_output=True, text=True, check=True)
+        assert told.stdout.split() == [str(errno.EACCES)]
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(agent.socket))

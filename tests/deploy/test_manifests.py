@@ -1,0 +1,244 @@
+"""The manifests under deploy/: they build, they are valid, and they grant what the code needs and no more."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from controller.config import MODES
+from controller.sources.kubernetes import _resources
+
+from . import manifests
+from .manifests import DEPLOY, OVERLAYS, ROOT, agent_of, build, capabilities, one, text
+
+FOLDERS = ("base", *(f"overlays/{name}" for name in OVERLAYS))
+UNKNOWN = {"ServiceMonitor"}  # the Prometheus operator's, no schema of Kubernetes
+VERSIONS = ("1.33", "1.36")
+
+
+def test_every_mode_has_an_overlay() -> None:
+    assert {*MODES, "kubeadm", "debug", "servicemonitor"} <= set(OVERLAYS)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_object_is_valid(version: str, tmp_path: Path) -> None:
+    files, known = [], 0
+    for folder in FOLDERS:
+        objects = [item for item in build(folder) if item["kind"] not in UNKNOWN]
+        known += len(objects)
+        files.append(tmp_path / f"{Path(folder).name}.yaml")
+        files[-1].write_text(yaml.safe_dump_all(objects))
+    done = validate(version, *files)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (done.stdout + done.stderr).count(" passed ") == known
+
+
+def test_the_check_of_objects_sees_a_mistake(tmp_path: Path) -> None:
+    file = tmp_path / "broken.yaml"
+    file.write_text(text("base").replace("hostNetwork: true", "hostNetwrok: true"))
+    assert validate(VERSIONS[-1], file).returncode != 0
+
+
+def validate(version: str, *files: Path) -> subprocess.CompletedProcess[str]:
+    tool = Path(sys.executable).with_name("kubernetes-validate")
+    if not tool.exists():
+        pytest.skip("kubernetes-validate is missing: `make setup` installs it")
+    argv = [str(tool), "--strict", "-k", version, *map(str, files)]
+    return subprocess.run(argv, capture_output=True, text=True, check=False)
+
+
+def test_the_role_has_what_the_agent_asks_for_and_nothing_else() -> None:
+    asked: dict[tuple[str, str], set[str]] = {("events.k8s.io", "events"): {"create", "patch"}}
+    for resource in _resources("node-1"):
+        group = match[1] if (match := re.match(r"/apis/([^/]+)/", resource.path)) else ""
+        asked[group, resource.path.rpartition("/")[2]] = {"list", "watch"}
+    granted = {
+        (group, name): set(rule["verbs"])
+        for rule in one("base", "ClusterRole")["rules"]
+        for group in rule["apiGroups"]
+        for name in rule["resources"]
+    }
+    assert granted == asked
+    binding = one("base", "ClusterRoleBinding")
+    (subject,) = binding["subjects"]
+    account = one("base", "ServiceAccount")["metadata"]
+    assert (subject["name"], subject["namespace"]) == (account["name"], account["namespace"])
+    assert binding["roleRef"]["name"] == one("base", "ClusterRole")["metadata"]["name"]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_pod_is_one_of_the_node_on_every_node(folder: str) -> None:
+    pod = one(folder, "DaemonSet")["spec"]["template"]["spec"]
+    assert pod["hostNetwork"] is True
+    assert pod["priorityClassName"] == "system-node-critical"
+    assert pod["tolerations"] == [{"operator": "Exists"}]
+    assert pod.get("hostPID", False) == (folder == "overlays/debug")
+    for container in (*pod["initContainers"], *pod["containers"]):
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    (agent,) = pod["containers"]
+    rights = agent["securityContext"]
+    if folder == "overlays/ipvs":
+        assert rights["privileged"] is True
+        return
+    assert rights["allowPrivilegeEscalation"] is False
+    assert rights["capabilities"]["drop"] == ["ALL"]
+    assert "SYS_ADMIN" not in rights["capabilities"]["add"]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_what_is_mounted_is_there_and_what_need_not_be_written_is_read_only(folder: str) -> None:
+    pod = one(folder, "DaemonSet")["spec"]["template"]["spec"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mounts = {mount["mountPath"]: mount for mount in agent_of(folder)["volumeMounts"]}
+    used = {m["name"] for c in (*pod["initContainers"], *pod["containers"]) for m in c["volumeMounts"]}
+    assert used == set(volumes)
+    writable = {path for path, mount in mounts.items() if not mount.get("readOnly")}
+    assert writable == {"/run/hybrid-proxy", "/sys/fs/bpf", "/run/xtables.lock", "/tmp"}
+    for path in ("/lib/modules", "/host/sys/fs/cgroup"):
+        assert mounts[path]["readOnly"]
+    for path in ("/sys/fs/bpf", "/run/hybrid-proxy", "/lib/modules", "/run/xtables.lock"):
+        assert volumes[mounts[path]["name"]]["hostPath"]["path"] == path
+
+
+def test_the_overlay_of_a_mode_selects_it() -> None:
+    for mode in MODES:
+        args = agent_of(f"overlays/{mode}")["args"]
+        assert f"--proxy-mode={mode}" in args
+        assert "--strict-mode" in args
+        if mode != "ipvs":  # which is privileged
+            assert set(capabilities(mode)) <= {*capabilities("ebpf"), "NET_RAW"}
+
+
+def test_the_overlay_for_kubeadm_takes_kube_proxys_own_configuration() -> None:
+    assert not [item for item in build("overlays/kubeadm") if item["kind"] == "ConfigMap"]
+    pod = one("overlays/kubeadm", "DaemonSet")["spec"]["template"]["spec"]
+    config = next(volume for volume in pod["volumes"] if volume["name"] == "config")
+    assert config["configMap"]["name"] == "kube-proxy"
+    agent = agent_of("overlays/kubeadm")
+    assert "--config=/var/lib/kube-proxy/config.conf" in agent["args"]
+    assert "/var/lib/kube-proxy" in {mount["mountPath"] for mount in agent["volumeMounts"]}
+
+
+def test_the_service_monitor_finds_the_pods() -> None:
+    folder = "overlays/servicemonitor"
+    labels = one(folder, "DaemonSet")["spec"]["template"]["metadata"]["labels"]
+    service, monitor = one(folder, "Service"), one(folder, "ServiceMonitor")
+    assert service["spec"]["selector"].items() <= labels.items()
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    (port,) = agent_of(folder)["ports"]
+    assert service["spec"]["ports"][0]["targetPort"] == port["name"] == monitor["spec"]["endpoints"][0]["port"]
+
+
+def test_the_profile_allows_no_call_that_leads_out() -> None:
+    import json
+
+    profile = json.loads(manifests.SECCOMP.read_text())
+    allowed = {
+        name
+        for rule in profile["syscalls"]
+        if rule["action"] == "SCMP_ACT_ALLOW" and not rule.get("args")
+        for name in rule["names"]
+    }
+    assert profile["defaultAction"] == "SCMP_ACT_ERRNO"
+    assert not allowed & {
+        "mount", "umount2", "setns", "unshare", "clone", "clone3", "ptrace", "process_vm_readv", "process_vm_writev",
+        "init_module", "finit_module", "delete_module", "kexec_load", "kexec_file_load", "reboot", "swapon", "keyctl",
+        "add_key", "request_key", "perf_event_open", "userfaultfd", "io_uring_setup", "open_by_handle_at", "chroot",
+        "pivot_root", "setuid", "setgid", "setreuid", "settimeofday", "clock_settime", "iopl", "ioperm", "mknod",
+        "mknodat", "personality", "fsopen", "move_mount", "capset", "syslog", "acct", "quotactl", "bdflush",
+    }  # fmt: skip
+    for name in sorted(allowed):
+        number = _number(name)
+        assert number is None or number >= 0, f"libseccomp does not know {name}"
+
+
+def _number(name: str) -> int | None:
+    import ctypes
+
+    try:
+        library = ctypes.CDLL("libseccomp.so.2")
+    except OSError:
+        return None
+    return int(library.seccomp_syscall_resolve_name(name.encode()))
+
+
+def test_the_image_has_what_the_manifests_start() -> None:
+    recipe = (DEPLOY / "image/Dockerfile").read_text()
+    pod = one("base", "DaemonSet")["spec"]["template"]["spec"]
+    source = next(word for word in pod["initContainers"][0]["command"] if word.endswith("seccomp.json"))
+    assert f"COPY deploy/seccomp/hybrid-proxy.json {source}" in recipe
+    assert pod["containers"][0]["args"][0] == "run"
+    assert 'ENTRYPOINT ["hybrid-proxy"]' in recipe
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    for line in recipe.splitlines():
+        if line.startswith("COPY ") and "--from" not in line:
+            for path in line.split()[1:-1]:
+                assert (ROOT / path).exists(), line
+                assert any(Path(path).is_relative_to(allowed) for allowed in kept), f".dockerignore hides {path}"
+
+
+def test_the_constraints_of_the_image_are_possible() -> None:
+    """Every dependency of the project has one exact version, inside its bounds."""
+    import tomllib
+
+    from packaging.requirements import Requirement
+
+    lines = (DEPLOY / "image/constraints.txt").read_text().splitlines()
+    exact = {name.lower(): version for name, _, version in (line.partition("==") for line in lines if "==" in line)}
+    for wanted in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]:
+        requirement = Requirement(wanted)
+        found = exact.get(requirement.name.lower().replace("_", "-")) or exact.get(
+            requirement.name.lower().replace("-", "_")
+        )
+        assert found, f"{requirement.name} has no exact version in constraints.txt"
+        assert requirement.specifier.contains(found), f"{requirement.name}=={found} is outside {requirement.specifier}"
+
+
+def unit() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for line in (DEPLOY / "systemd/hybrid-proxy.service").read_text().splitlines():
+        name, is_setting, value = line.partition("=")
+        if is_setting and not line.startswith("#"):
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def test_the_unit_grants_what_the_daemonset_grants() -> None:
+    granted = {name.removeprefix("CAP_") for name in unit()["CapabilityBoundingSet"][0].split()}
+    assert granted == set(capabilities("ebpf"))
+
+
+def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("systemd-analyze is missing (apt-get install systemd)")
+    program = tmp_path / "hybrid-proxy"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    file = tmp_path / "hybrid-proxy.service"
+    source = (DEPLOY / "systemd/hybrid-proxy.service").read_text()
+    file.write_text(source.replace("/opt/hybrid-proxy/bin/hybrid-proxy", str(program)))
+    verified = _analyze("verify", "--man=no", str(file))
+    assert verified.returncode == 0, verified.stderr
+    assert not verified.stderr, verified.stderr
+    graded = _analyze("security", "--offline=yes", "--threshold=30", "--no-pager", str(file))
+    assert graded.returncode == 0, graded.stdout[-300:]
+
+
+def _analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["systemd-analyze", *arguments], capture_output=True, text=True, check=False)
+
+
+def test_every_file_below_deploy_is_used() -> None:
+    """No manifest that no kustomization names."""
+    for folder in FOLDERS:
+        kustomization: dict[str, Any] = yaml.safe_load((DEPLOY / folder / "kustomization.yaml").read_text())
+        named = {"kustomization.yaml", *kustomization["resources"]}
+        named |= {file for maker in kustomization.get("configMapGenerator", ()) for file in maker["files"]}
+        assert {path.name for path in (DEPLOY / folder).iterdir()} <= named

@@ -1,0 +1,108 @@
+"""What the agent is given to authenticate itself never shows: not in its log, not in its answers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from controller.lab.agent import Agent
+from controller.lab.network import Lab
+from tests.conformance.kit import PATIENCE
+from tests.fakes.apiserver import ApiServer
+
+pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: makes network namespaces")]
+
+TOKENS = ("first-token-0a1b2c3d", "second-token-4e5f6a7b", "refused-token-8c9d0e1f")
+# Not YAML, not a kubeconfig, and one whose parts are no certificates.
+BROKEN = (
+    "users: [{name: a, user: {token: hidden-1234}}]\ncurrent-context: [",
+    "{users: hidden-1234, current-context: x}",
+    """
+apiVersion: v1
+kind: Config
+current-context: a
+contexts: [{name: a, context: {cluster: a, user: a}}]
+clusters: [{name: a, cluster: {server: "https://127.0.0.1:1", certificate-authority-data: hidden-1234}}]
+users: [{name: a, user: {token: hidden-1234, client-key-data: hidden-1234, client-certificate-data: hidden-1234}}]
+""",
+)
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    with Lab(f"s{os.getpid()}", 1) as made:
+        yield made
+
+
+class FromServer(Agent):
+    """An agent that gets its objects from an API server."""
+
+    kubeconfig = Path()
+
+    @property
+    def argv(self) -> list[str]:
+        argv = super().argv
+        place = argv.index("--manifests")
+        argv[place : place + 2] = ["--kubeconfig", str(self.kubeconfig)]
+        return [*argv, "-v", "10"]
+
+
+def told(what: str, agent: Agent) -> None:
+    deadline = time.monotonic() + 20 * PATIENCE
+    while what not in agent.log.read_text():
+        assert time.monotonic() < deadline, f"{what!r} was not told:\n{agent.tail()}"
+        time.sleep(0.1)
+
+
+def test_no_secret_is_told_at_the_highest_verbosity(lab: Lab, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKENS[0])
+    with contextlib.ExitStack() as stack:
+        with lab.inside("node"):  # the server's thread stays there, this one does not
+            api = stack.enter_context(ApiServer(bookmark_every=0.2, token=TOKENS[0]))
+        api.populate(3, 1, nodes=["lab-node"])
+        agent = FromServer(lab, tmp_path, "nftables")
+        agent.kubeconfig = api.kubeconfig(token_file=token)
+        config = yaml.safe_load(agent.kubeconfig.read_text())
+        # A password too, and a key inside the file: neither is used by the server, both are read.
+        config["users"][0]["user"] |= {"username": "someone", "password": "pass-word-2a3b4c5d"}
+        agent.kubeconfig.write_text(yaml.safe_dump(config))
+        agent.start(20 * PATIENCE)
+        try:
+            answers = [str(agent.status())]
+            api.set_token(TOKENS[1])
+            token.write_text(TOKENS[1])
+            api.cut()
+            told("read the API server's configuration and credentials again", agent)
+            token.write_text(TOKENS[2])  # one that the server refuses
+            api.cut()
+            told("401", agent)
+            answers.append(str(agent.status()))
+            for command in ("status", "services", "backends"):
+                said = agent.command(command, "--admin-socket", str(agent.socket), "-o", "json")
+                answers += [said.stdout, said.stderr]
+        finally:
+            agent.terminate()
+            assert agent.cleanup().returncode == 0
+    shown = agent.log.read_text() + "".join(answers)
+    authority = config["clusters"][0]["cluster"]["certificate-authority-data"]
+    for secret in (*TOKENS, "pass-word-2a3b4c5d", authority):
+        assert secret not in shown
+
+
+def test_a_kubeconfig_that_cannot_be_used_is_not_quoted(lab: Lab, tmp_path: Path) -> None:
+    agent = FromServer(lab, tmp_path, "nftables")
+    for number, text in enumerate(BROKEN):
+        agent.kubeconfig = tmp_path / f"kubeconfig-{number}"
+        agent.kubeconfig.write_text(text)
+        said = lab.run("node", agent.argv, timeout=30)
+        assert said.returncode == 1
+        assert "kubeconfig" in said.stderr
+        assert "hidden-1234" not in said.stdout + said.stderr
+    assert agent.cleanup().returncode == 0
