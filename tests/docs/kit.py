@@ -1,0 +1,48 @@
+"""A node of a lab as a page addresses it: what it says to type is typed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from controller.lab.network import CLUSTER_CIDRS, NODE_NAMES, Lab
+from tests.conformance.kit import PATIENCE
+
+from .pages import blocks
+
+__all__ = ["run_blocks", "shell", "start_agent"]
+
+
+def shell(lab: Lab, line: str) -> subprocess.CompletedProcess[str]:
+    """A line of a page as root types it on the node of a lab; `hybrid-proxy` is this very source."""
+    path = f"PATH={Path(sys.executable).parent}:$PATH:/usr/sbin:/sbin; "
+    return lab.run("node", ["sh", "-c", path + line], timeout=90)
+
+
+def run_blocks(lab: Lab, page: str, *words: str) -> list[subprocess.CompletedProcess[str]]:
+    done = []
+    for block in blocks(page, "sh", *words):
+        if block.words[1:] == words:
+            for line in block.lines:
+                done.append(shell(lab, line))
+                assert done[-1].returncode == 0, f"{page}: {line}: {done[-1].stdout}{done[-1].stderr}"
+    return done
+
+
+def start_agent(lab: Lab, mode: str) -> subprocess.Popen[str]:
+    """As a node has it, with the admin socket at its default place, so that commands find it."""
+    log = (lab.folder / "agent.log").open("a")
+    agent = lab.start(
+        "node",
+        [sys.executable, "-m", "controller", "run", "--manifests", str(lab.folder / "manifests"), "--proxy-mode", mode,
+         "--strict-mode", "--hostname-override", NODE_NAMES["node"], "--cluster-cidr", ",".join(CLUSTER_CIDRS)],
+        output=log, errors=log,
+    )  # fmt: skip
+    deadline = time.monotonic() + 30 * PATIENCE
+    while '"synced": true' not in shell(lab, "hybrid-proxy status -o json").stdout:
+        assert agent.poll() is None, (lab.folder / "agent.log").read_text()
+        assert time.monotonic() < deadline, "the agent is not ready"
+        time.sleep(0.2)
+    return agent

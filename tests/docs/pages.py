@@ -1,0 +1,46 @@
+"""The commands in the documentation: fenced blocks and the lines in them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["PAGES", "ROOT", "Block", "blocks", "commands"]
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = tuple(
+    path.relative_to(ROOT).as_posix()
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md"))
+    if ".venv" not in path.parts
+)
+FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+class Block(NamedTuple):
+    """One fenced block: `words` of its first line (`sh`, `node`), its lines with continuations joined."""
+
+    page: str
+    words: tuple[str, ...]
+    lines: tuple[str, ...]
+
+
+def blocks(page: str, *words: str) -> Iterator[Block]:
+    """The blocks of a page that begin with these words, or all."""
+    for found in FENCE.finditer((ROOT / page).read_text()):
+        info = tuple(found["info"].split())
+        if info[: len(words)] == words:
+            lines = re.sub(r"\\\n\s*", "", found["body"]).splitlines()
+            yield Block(page, info, tuple(line for line in lines if line.strip() and not line.startswith("#")))
+
+
+def commands(program: str) -> Iterator[tuple[str, list[str]]]:
+    """(page, argument list) of every command in a block of any page that starts with the program's name."""
+    for page in PAGES:
+        for block in blocks(page):
+            if not block.words or block.words[0] in ("sh", "bash"):
+                for line in block.lines:
+                    if line.startswith(f"{program} "):
+                        yield page, shlex.split(line, comments=True)

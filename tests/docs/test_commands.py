@@ -1,0 +1,71 @@
+"""Every command that a page shows can be typed: flags exist, targets exist, and what needs no cluster is run."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+
+import pytest
+
+from controller.cli import parser
+from controller.lab.network import Lab
+from tests.deploy import manifests
+
+from .kit import run_blocks, shell, start_agent
+from .pages import PAGES, ROOT, blocks, commands
+
+OURS = tuple(commands("hybrid-proxy"))
+KUBECTL = tuple(
+    (page, line.split("#")[0].strip())
+    for page in PAGES
+    for block in blocks(page, "sh", "cluster")
+    for line in block.lines
+)
+NOWHERE = "http://127.0.0.1:9"  # the port "discard": nobody listens
+
+
+def test_pages_have_commands() -> None:
+    """The net is no sieve: what is known to be there is found."""
+    assert len(OURS) > 30
+    assert len(KUBECTL) >= 8
+    assert {"README.md", "docs/operations.md", "docs/troubleshooting.md", "docs/migration.md"} <= set(PAGES)
+
+
+def test_every_command_of_ours_has_flags_that_exist() -> None:
+    for page, argv in OURS:
+        words = [word.strip("[]") for word in argv[1:]]
+        if "--help" not in words:
+            with contextlib.suppress(SystemExit):
+                parser().parse_args(words)
+                continue
+            pytest.fail(f"{page}: {' '.join(argv)}")
+
+
+def test_every_target_of_make_is_there() -> None:
+    for page, argv in commands("make"):
+        targets = [word for word in argv[1:] if "=" not in word]
+        asked = subprocess.run(["make", "-n", *targets], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert asked.returncode == 0, f"{page}: {' '.join(argv)}: {asked.stderr}"
+
+
+@pytest.mark.parametrize(("page", "line"), KUBECTL, ids=[f"{page}-{n}" for n, (page, _) in enumerate(KUBECTL)])
+def test_kubectl_understands_it(page: str, line: str) -> None:
+    """The real one does everything but talk to a server: it reads flags, patches and kustomizations first."""
+    program = manifests.kubectl()
+    assert line.startswith("kubectl "), f"{page}: {line}"
+    there = line.replace("kubectl ", f"{program} --server={NOWHERE} --request-timeout=2s ", 1)
+    done = subprocess.run(["sh", "-c", there], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert "refused" in done.stderr, f"{page}: {line}: {done.stderr}"
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("page", ["docs/operations.md", "docs/troubleshooting.md"])
+def test_what_a_page_says_for_a_node_works_there(lab: Lab, page: str) -> None:
+    agent = start_agent(lab, "ebpf")
+    assert run_blocks(lab, page, "node")
+    agent.terminate()
+    assert agent.wait(10) == 0
+    (cleaned,) = run_blocks(lab, page, "node", "stop")
+    assert "removed" in cleaned.stdout
+    assert "nothing of ours" in shell(lab, "hybrid-proxy cleanup").stdout

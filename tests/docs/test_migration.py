@@ -1,0 +1,113 @@
+"""docs/migration.md, there and back: its own commands, with connections being opened all the while."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from controller.lab.network import Lab
+from controller.lab.traffic import Tally, load
+from tests.conformance.kit import PATIENCE
+
+from .kit import run_blocks, shell, start_agent
+
+pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: makes network namespaces")]
+
+PAGE = "docs/migration.md"
+WEB = ("10.96.0.10", 80)
+BACKENDS = ("10.77.1.11", "10.77.1.12", "10.77.1.13")
+
+# What kube-proxy writes for one service, as far as a packet is concerned (pkg/proxy/iptables, pkg/proxy/nftables).
+IPTABLES = """*nat
+:KUBE-SERVICES - [0:0]
+:KUBE-SVC-WEB - [0:0]
+-A PREROUTING -m comment --comment "kubernetes service portals" -j KUBE-SERVICES
+-A OUTPUT -m comment --comment "kubernetes service portals" -j KUBE-SERVICES
+-A KUBE-SERVICES -d 10.96.0.10/32 -p tcp -m tcp --dport 80 -j KUBE-SVC-WEB
+-A KUBE-SVC-WEB -m statistic --mode random --probability 0.33333333349 -p tcp -j DNAT --to-destination 10.77.1.11:8080
+-A KUBE-SVC-WEB -m statistic --mode random --probability 0.50000000000 -p tcp -j DNAT --to-destination 10.77.1.12:8080
+-A KUBE-SVC-WEB -p tcp -j DNAT --to-destination 10.77.1.13:8080
+COMMIT
+"""
+NFTABLES = """
+table ip kube-proxy {
+    chain nat-prerouting { type nat hook prerouting priority dstnat; jump services; }
+    chain nat-output { type nat hook output priority -100; jump services; }
+    chain services {
+        ip daddr 10.96.0.10 tcp dport 80 dnat to numgen random mod 3 map {
+            0 : 10.77.1.11 . 8080, 1 : 10.77.1.12 . 8080, 2 : 10.77.1.13 . 8080 }
+    }
+}
+table ip6 kube-proxy { }
+"""
+
+
+def write_kube_proxys_rules(lab: Lab, mode: str) -> None:
+    commands = {"iptables": ("iptables-restore --noflush", IPTABLES), "nftables": ("nft -f -", NFTABLES)}
+    program, text = commands[mode]
+    file = lab.folder / "kube-proxy.rules"
+    file.write_text(text)
+    done = shell(lab, f"{program} <{file}")
+    assert done.returncode == 0, done.stderr
+
+
+def kube_proxys_rules(lab: Lab) -> str:
+    told = shell(lab, "iptables-save; ip6tables-save; nft list ruleset").stdout
+    return "\n".join(line for line in told.splitlines() if "KUBE-" in line or "kube-proxy" in line)
+
+
+@contextmanager
+def connections(lab: Lab) -> Iterator[None]:
+    """New ones from a pod, the node and outside, none of which may fail."""
+    stop, tallies, threads = threading.Event(), {}, []
+    for place in ("pod4", "node", "client"):
+        tally = tallies[place] = Tally()
+        threads.append(
+            threading.Thread(
+                target=load,
+                args=("connections", (socket.AF_INET, WEB)),
+                kwargs={
+                    "tally": tally, "rate": 30 / PATIENCE, "concurrency": 2, "stop": stop, "timeout": 3 * PATIENCE,
+                    "open_socket": lambda family, kind, place=place: lab.socket(place, family, kind),
+                },
+            )
+        )  # fmt: skip
+        threads[-1].start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    for place, tally in tallies.items():
+        assert tally.answered >= 20 / PATIENCE, f"{place}: hardly any traffic: {tally.report()}"
+        assert not tally.failures, f"{place}: {tally.report()}"
+
+
+@pytest.mark.parametrize(("former", "ours"), [("iptables", "ebpf"), ("nftables", "nftables")])
+def test_from_kube_proxy_and_back(lab: Lab, former: str, ours: str) -> None:
+    write_kube_proxys_rules(lab, former)
+    assert kube_proxys_rules(lab)
+    with connections(lab):
+        agent = start_agent(lab, ours)  # step 3; before it, nothing is asked of a node but `modes`
+        told = run_blocks(lab, PAGE, "node")
+        assert all(done.stdout for done in told)
+        status = json.loads(shell(lab, "hybrid-proxy status -o json").stdout)
+        assert any("kube-proxy left its" in sentence for sentence in status["neighbours"]), status["neighbours"]
+        assert run_blocks(lab, PAGE, "node", former)
+        assert not kube_proxys_rules(lab)
+
+        agent.terminate()
+        assert agent.wait(10) == 0
+        write_kube_proxys_rules(lab, former)  # kube-proxy starts again
+    assert run_blocks(lab, PAGE, "node", "back")
+    with connections(lab):
+        assert kube_proxys_rules(lab)
+        assert "nothing of ours" in shell(lab, "hybrid-proxy cleanup").stdout
+    assert set(BACKENDS) == {pod.address4 for pod in lab.pods()[:3]}

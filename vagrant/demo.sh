@@ -1,0 +1,68 @@
+#!/bin/sh
+# Shows a service balanced in each mode, on a machine of the lab: `demo`, or `demo nftables ebpf`.
+# `demo compare` hands over to the comparison of modes, if this installation has one (DEMO_COMPARE names it).
+set -eu
+: "${REQUESTS:=60}" "${NODES:=control worker1 worker2}" "${ROOT_COMMAND:=sudo}" "${CONFIG:=/etc/hybrid-proxy/config.conf}"
+: "${DEMO_COMPARE:=/usr/local/bin/hybrid-proxy-compare}"
+
+# tally: answers, one a line, to "pod-a 21, pod-b 19"; an empty line is a request without an answer.
+tally() {
+    awk '{ count[$0 == "" ? "no answer" : $0]++ }
+         END { for (name in count) printf "%s%s %d", (n++ ? ", " : ""), name, count[name]; print "" }'
+}
+
+# ask WHERE URL: one answer a line, each over a connection of its own.
+from_pod() {
+    kubectl exec client -- sh -c "for i in \$(seq $REQUESTS); do curl -s -m 3 $1/hostname; echo; done"
+}
+from_node() {
+    for _ in $(seq "$REQUESTS"); do
+        curl -s -m 3 "$1/hostname" || true
+        echo
+    done
+}
+
+# on NODE COMMAND: here, or on another machine of the lab.
+on() {
+    node=$1
+    shift
+    if [ "$node" = "$(hostname)" ]; then $ROOT_COMMAND "$@"; else ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new "$node" sudo "$@"; fi
+}
+
+# set_mode NODE MODE: the agent takes over from the former mode without losing a connection that begins now.
+set_mode() {
+    on "$1" sed -i "s/^mode: .*/mode: $2/" "$CONFIG"
+    on "$1" systemctl restart hybrid-proxy
+    for _ in $(seq 60); do
+        on "$1" hybrid-proxy status -o json 2>/dev/null | grep -q '"synced": *true' && return
+        sleep 1
+    done
+    echo "demo: the agent of $1 is not ready after a minute: journalctl -u hybrid-proxy" >&2
+    return 1
+}
+
+serving_mode() {
+    on "$(hostname)" hybrid-proxy status -o json | sed -n 's/.*"effective": *"\([a-z]*\)".*/\1/p' | head -n 1
+}
+
+main() {
+    if [ "${1:-}" = compare ]; then
+        shift
+        [ -x "$DEMO_COMPARE" ] || { echo "demo: no comparison of modes is installed at $DEMO_COMPARE" >&2; exit 1; }
+        exec "$DEMO_COMPARE" "$@"
+    fi
+    kubectl rollout status deployment/web --timeout 180s
+    kubectl wait pod/client --for condition=Ready --timeout 180s
+    address=$(kubectl get service web -o 'jsonpath={.spec.clusterIP}')
+    [ $# -gt 0 ] || set -- ebpf nftables iptables ipvs userspace
+    for mode; do
+        for node in $NODES; do set_mode "$node" "$mode"; done
+        echo "mode $mode ($(serving_mode) serves)"
+        echo "  pod  -> $address:80          $(from_pod "http://$address" | grep -v '^$' | tally)"
+        echo "  node -> $address:80          $(from_node "http://$address" | grep -v '^$' | tally)"
+        echo "  node -> $(hostname):30080    $(from_node "http://$(hostname):30080" | grep -v '^$' | tally)"
+    done
+}
+
+# Sourced by a test, it only defines.
+[ "${DEMO_SOURCED:-}" = yes ] || main "$@"

@@ -1,0 +1,40 @@
+#!/bin/sh
+# A control plane without kube-proxy, what the other machines need to join it, and the example services. Run as root.
+set -eu
+: "${NODE_ADDRESS:?the address of this machine in the lab}" "${SOURCE:=/hybrid-proxy}"
+here=$SOURCE/vagrant
+export KUBECONFIG=/etc/kubernetes/admin.conf
+
+[ -e "$KUBECONFIG" ] || kubeadm init \
+    --apiserver-advertise-address "$NODE_ADDRESS" \
+    --pod-network-cidr 10.244.0.0/16 \
+    --service-cidr 10.96.0.0/16 \
+    --skip-phases addon/kube-proxy
+
+# The agents of all nodes: the rights of the manifests, for a user with a certificate instead of a pod's account.
+kubectl apply -f "$SOURCE/deploy/base/rbac.yaml" -n kube-system
+kubectl create clusterrolebinding hybrid-proxy-nodes --clusterrole hybrid-proxy --user hybrid-proxy \
+    --dry-run=client -o yaml | kubectl apply -f -
+install -d -m 700 /etc/hybrid-proxy
+umask 077
+[ -s /etc/hybrid-proxy/kubeconfig.conf ] ||
+    kubeadm kubeconfig user --client-name hybrid-proxy --validity-period 720h >/etc/hybrid-proxy/kubeconfig.conf
+systemctl restart hybrid-proxy
+sh "$here/provision/network.sh"
+
+# What the workers need, over the network of the lab's machines, unencrypted and for two hours: this is a lab.
+install -d -m 700 /root/join
+kubeadm token create --ttl 2h --print-join-command >/root/join/command
+cp /etc/hybrid-proxy/kubeconfig.conf /root/join/kubeconfig.conf
+user=/home/vagrant
+if [ -d "$user" ]; then
+    install -d -o vagrant -g vagrant -m 700 "$user/.kube" "$user/.ssh"
+    install -o vagrant -g vagrant -m 600 "$KUBECONFIG" "$user/.kube/config"
+    [ -e "$user/.ssh/id_ed25519" ] || runuser -u vagrant -- ssh-keygen -q -t ed25519 -N '' -f "$user/.ssh/id_ed25519"
+    cp "$user/.ssh/id_ed25519.pub" /root/join/key.pub
+fi
+systemctl is-active -q lab-join || systemd-run -q --unit lab-join --property RuntimeMaxSec=2h \
+    python3 -m http.server --bind "$NODE_ADDRESS" --directory /root/join 8079
+
+kubectl apply -f "$here/example.yaml"
+install -m 755 "$here/demo.sh" /usr/local/bin/demo

@@ -1,0 +1,33 @@
+#!/bin/sh
+# Installs hybrid-proxy from its source on this machine, as a service of systemd. Run as root; run it again to upgrade:
+# traffic goes on meanwhile. It starts when /etc/hybrid-proxy/kubeconfig.conf is there.
+#
+#   SOURCE=/hybrid-proxy sh hybrid-proxy.sh
+set -eu
+: "${SOURCE:=/hybrid-proxy}" "${PREFIX:=/opt/hybrid-proxy}"
+
+export DEBIAN_FRONTEND=noninteractive
+apt-get update -q
+apt-get install -q -y --no-install-recommends \
+    clang gcc libbpf-dev libbpf1 libc6-dev libnftables1 linux-libc-dev llvm iptables make python3-dev python3-venv
+
+# Built from a copy: the source may be read-only, and other machines build from it, too.
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+for part in pyproject.toml setup.py README.md Makefile bpf controller dataplane examples deploy; do
+    cp -a "$SOURCE/$part" "$work/"
+done
+rm -rf "$work/dataplane/modes/ebpf/objects"
+[ -x "$PREFIX/bin/pip" ] || python3 -m venv "$PREFIX"
+"$PREFIX/bin/pip" install --quiet --constraint "$work/deploy/image/constraints.txt" "$work"
+ln -sf "$PREFIX/bin/hybrid-proxy" /usr/local/bin/hybrid-proxy
+
+install -d -m 700 /etc/hybrid-proxy
+[ -e /etc/hybrid-proxy/config.conf ] || install -m 600 "$work/deploy/base/config.conf" /etc/hybrid-proxy/config.conf
+install -D -m 644 "$work/deploy/systemd/hybrid-proxy.service" /etc/systemd/system/hybrid-proxy.service
+hybrid-proxy --help >/dev/null
+
+systemctl enable -q hybrid-proxy
+[ -d /run/systemd/system ] || exit 0
+systemctl daemon-reload
+[ ! -e /etc/hybrid-proxy/kubeconfig.conf ] || systemctl restart hybrid-proxy

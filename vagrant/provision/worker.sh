@@ -1,0 +1,26 @@
+#!/bin/sh
+# Joins the cluster of the machine at CONTROL_ADDRESS. Run as root.
+set -eu
+: "${CONTROL_ADDRESS:?the address of the control plane}" "${SOURCE:=/hybrid-proxy}"
+
+umask 077
+from=http://$CONTROL_ADDRESS:8079
+install -d -m 700 /etc/hybrid-proxy
+curl -fsS --retry 60 --retry-delay 5 --retry-connrefused -o /etc/hybrid-proxy/kubeconfig.conf "$from/kubeconfig.conf"
+if [ ! -e /etc/kubernetes/kubelet.conf ]; then
+    join=$(curl -fsS "$from/command")
+    case "$join" in
+        "kubeadm join "*) ;;
+        *) echo "worker: $from/command is no command to join: $join" >&2; exit 1 ;;
+    esac
+    # shellcheck disable=SC2086  # it is a list of words
+    $join
+fi
+systemctl restart hybrid-proxy
+# The demonstration changes the mode of every node from the control plane.
+user=/home/vagrant
+if [ -d "$user/.ssh" ]; then
+    key=$(curl -fsS "$from/key.pub")
+    grep -qF "$key" "$user/.ssh/authorized_keys" || echo "$key" >>"$user/.ssh/authorized_keys"
+fi
+KUBECONFIG=/etc/kubernetes/kubelet.conf sh "$SOURCE/vagrant/provision/network.sh"
