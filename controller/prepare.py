@@ -47,7 +47,8 @@ def conntrack_settings(conntrack: Conntrack) -> dict[str, str]:
 def prepare(config: Config) -> bool:
     """Set what the configuration wants; False: connection tracking is not loaded, so that nothing could be set."""
     try:
-        OOM_SCORE.write_text(str(config.oom_score_adj))
+        if int(OOM_SCORE.read_text()) != config.oom_score_adj:  # to lower it needs a right that few agents have
+            OOM_SCORE.write_text(str(config.oom_score_adj))
     except OSError as error:
         asked_for = config.oom_score_adj != USUAL_OOM_SCORE
         log.log(

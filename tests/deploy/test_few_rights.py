@@ -87,6 +87,11 @@ def lab() -> Iterator[Lab]:
 
 @contextlib.contextmanager
 def running(lab: Lab, mode: str, *flags: str) -> Iterator[Agent]:
+    # As the first container does it, with all rights, and the kubelet, which gives the agent its score.
+    first = lab.run("node", [sys.executable, "-m", "controller", "run", "--init-only"])
+    assert first.returncode == 0, first.stderr
+    score = Path("/proc/self/oom_score_adj").read_text().strip()
+    flags = (*flags, "--oom-score-adj", score)
     agent = Agent(lab, lab.folder / "manifests", mode, flags, under=confined(lab, manifests.capabilities(mode)))
     try:
         agent.start(30 * PATIENCE)

@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
-from controller.config import MODES
+from controller import configfile
+from controller.cli import parser
+from controller.config import MODES, Config, Endpoint
 from controller.sources.kubernetes import _resources
 
 from . import manifests
@@ -82,6 +85,9 @@ def test_the_pod_is_one_of_the_node_on_every_node(folder: str) -> None:
     assert pod.get("hostPID", False) == (folder == "overlays/debug")
     for container in (*pod["initContainers"], *pod["containers"]):
         assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    first = {container["name"]: container for container in pod["initContainers"]}
+    assert first["seccomp-profile"]["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert "--init-only" in first["node-settings"]["args"]  # which ends
     (agent,) = pod["containers"]
     rights = agent["securityContext"]
     if folder == "overlays/ipvs":
@@ -107,13 +113,34 @@ def test_what_is_mounted_is_there_and_what_need_not_be_written_is_read_only(fold
         assert volumes[mounts[path]["name"]]["hostPath"]["path"] == path
 
 
-def test_the_overlay_of_a_mode_selects_it() -> None:
+def loaded(folder: str, tmp_path: Path) -> Config:
+    """The configuration as the agent of an overlay reads it."""
+    file = tmp_path / f"{Path(folder).name}.conf"
+    file.write_text(one(folder, "ConfigMap")["data"]["config.conf"])
+    args = parser().parse_args([word.replace("$(NODE_NAME)", "node-1") for word in agent_of(folder)["args"]])
+    return configfile.load(file, vars(args)).config
+
+
+def test_the_overlay_of_a_mode_selects_it(tmp_path: Path) -> None:
+    base = loaded("base", tmp_path)
+    assert (base.mode, base.strict_mode, base.settings.node_name, base.log_format) == ("auto", False, "node-1", "json")
+    assert not base.warnings
+    probes = agent_of("base")
+    assert base.healthz_bind_address is not None
+    for name in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert probes[name]["httpGet"]["port"] == base.healthz_bind_address.port
     for mode in MODES:
-        args = agent_of(f"overlays/{mode}")["args"]
-        assert f"--proxy-mode={mode}" in args
-        assert "--strict-mode" in args
+        config = loaded(f"overlays/{mode}", tmp_path)
+        assert config == msgspec.structs.replace(base, mode=mode, strict_mode=True)
         if mode != "ipvs":  # which is privileged
             assert set(capabilities(mode)) <= {*capabilities("ebpf"), "NET_RAW"}
+
+
+def test_overlays_change_what_they_say_and_no_other_setting(tmp_path: Path) -> None:
+    base, debug = loaded("base", tmp_path), loaded("overlays/debug", tmp_path)
+    assert debug == msgspec.structs.replace(base, verbosity=6)
+    monitored = loaded("overlays/servicemonitor", tmp_path)
+    assert monitored == msgspec.structs.replace(base, metrics_bind_address=Endpoint("0.0.0.0", 10249))
 
 
 def test_the_overlay_for_kubeadm_takes_kube_proxys_own_configuration() -> None:
@@ -121,9 +148,9 @@ def test_the_overlay_for_kubeadm_takes_kube_proxys_own_configuration() -> None:
     pod = one("overlays/kubeadm", "DaemonSet")["spec"]["template"]["spec"]
     config = next(volume for volume in pod["volumes"] if volume["name"] == "config")
     assert config["configMap"]["name"] == "kube-proxy"
-    agent = agent_of("overlays/kubeadm")
-    assert "--config=/var/lib/kube-proxy/config.conf" in agent["args"]
-    assert "/var/lib/kube-proxy" in {mount["mountPath"] for mount in agent["volumeMounts"]}
+    for container in (agent_of("overlays/kubeadm"), pod["initContainers"][0]):
+        assert "--config=/var/lib/kube-proxy/config.conf" in container["args"]
+        assert "/var/lib/kube-proxy" in {mount["mountPath"] for mount in container["volumeMounts"]}
 
 
 def test_the_service_monitor_finds_the_pods() -> None:
@@ -172,7 +199,7 @@ def _number(name: str) -> int | None:
 def test_the_image_has_what_the_manifests_start() -> None:
     recipe = (DEPLOY / "image/Dockerfile").read_text()
     pod = one("base", "DaemonSet")["spec"]["template"]["spec"]
-    source = next(word for word in pod["initContainers"][0]["command"] if word.endswith("seccomp.json"))
+    source = next(word for word in pod["initContainers"][1]["command"] if word.endswith("seccomp.json"))
     assert f"COPY deploy/seccomp/hybrid-proxy.json {source}" in recipe
     assert pod["containers"][0]["args"][0] == "run"
     assert 'ENTRYPOINT ["hybrid-proxy"]' in recipe
