@@ -26,11 +26,11 @@ class Sources:
         self._known: dict[int, tuple[int, tuple[str, ...]]] = {}  # service -> family, its ranges
         self._count = {4: 0, 6: 0}
 
-    def check_room(self, family: int, cidrs: tuple[str, ...]) -> None:
-        """Raises FullError: there is no room for these."""
+    def check_room(self, family: int, cidrs: tuple[str, ...], planned: int) -> None:
+        """Raises FullError: there is no room for these beside what is known and so many that are planned."""
         limit = self._maps[family].entries
-        if self._count[family] + len(cidrs) > limit:
-            raise FullError(f"map sources{family}", limit)
+        if self._count[family] + planned + len(cidrs) > limit:
+            raise FullError(f"sources{family}", limit)
 
     def allow(self, service: int, family: int, cidrs: tuple[str, ...]) -> None:
         """From now on these may come, and only these."""

@@ -23,7 +23,7 @@ from dataplane.kernel._publish import ffi, lib
 from dataplane.mode import Misfit, Options
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.edges import Sources
-from dataplane.modes.ebpf.ids import FullError, IdPool, Quarantine, SlicePool, size_class
+from dataplane.modes.ebpf.ids import SETTINGS, FullError, IdPool, Quarantine, SlicePool, size_class
 from dataplane.modes.ebpf.lower import (
     ANY,
     BACKEND_LEFT_OUT,
@@ -113,6 +113,7 @@ class Batch:
     new_frontends: list[Key] = field(default_factory=list)  # those of them that nobody had, for the prefilter
     gone_frontends: list[tuple[Key, int]] = field(default_factory=list)  # and the service that had it
     sources: list[tuple[int, int, tuple[str, ...]]] = field(default_factory=list)  # service, family, ranges
+    ranges: dict[int, int] = field(default_factory=lambda: {4: 0, 6: 0})  # how many these are, by family
     gone_backends: list[int] = field(default_factory=list)
     gone_services: list[int] = field(default_factory=list)
     gone_slices: list[tuple[int, int]] = field(default_factory=list)
@@ -186,7 +187,7 @@ class Store:
         self.service_ids = IdPool(len(self.services), "services", used_services)
         self.backend_ids = IdPool(len(self.backends), "backends", used_backends)
         self.slices = SlicePool(len(self.slots), "slots", used_slices)
-        self.full: set[str] = set()  # maps for which something did not fit since this was emptied
+        self.full: set[str] = set()  # maps that may grow for which something did not fit since this was emptied
         self.traffic = maps.traffic()
         if self._adopted is not None:
             self.traffic.only(used_services, used_backends)
@@ -266,7 +267,8 @@ class Store:
                 changed += 1
             except FullError as error:
                 self.misfits[key] = Misfit(entry.name, str(error))
-                self.full.add(error.name)
+                if error.name in SETTINGS:
+                    self.full.add(error.name)
                 self.unfit.setdefault(name, set()).add(key)
                 if known is not None:
                     after[key] = known
@@ -283,7 +285,7 @@ class Store:
         previous = self._previous(entry, rows, known)
         self._check_frontends(entry, rows)
         if rows.sources != previous.sources:
-            self.sources.check_room(entry.family, rows.sources)
+            self.sources.check_room(entry.family, rows.sources, batch.ranges[entry.family])
         if known is not None and known.entry.algorithm != entry.algorithm:
             self._shares.pop(key_of(entry), None)
         ids, taken = self._take_members(rows, previous)
@@ -307,6 +309,7 @@ class Store:
             batch.services.append((service, rows.flags, rows.affinity_seconds))
         if rows.sources != previous.sources:
             batch.sources.append((service, entry.family, rows.sources))
+            batch.ranges[entry.family] += len(rows.sources)
         self._plan_frontends(batch, entry, rows, previous, service)
         if algorithm_of(entry).loads:
             self._shares.setdefault(key_of(entry), {})

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from dataplane.errors import Occupied
 from dataplane.kernel.bpf import BpfError
@@ -459,6 +460,26 @@ def test_a_service_whose_frontends_do_not_fit_is_a_misfit_alone(pins: Path) -> N
     store.apply(table)
     assert list(store.misfits.values()) == [Misfit("default/s3:p80", "map frontends6 (--max-services) is full (4)")]
     del table["default/s3"]
+    check(store, table, settled=True)
+    maps.close()
+
+
+@pytest.mark.parametrize("family", [4, 6])
+@pytest.mark.parametrize("together", [True, False], ids=["together", "one after the other"])
+def test_a_service_whose_source_ranges_do_not_fit_is_a_misfit_alone(pins: Path, family: int, together: bool) -> None:
+    options = Options(max_services=64, max_backends=256, max_slots=512, max_flows=64)
+    maps = MapSet(pins, options, bounds(options) | {f"sources{family}": 4})
+    store = Store(maps, HZ)
+    table = {}
+    for number in (1, 2, 3):
+        made = entry(f"default/s{number}", f"fd00:96::{number}" if family == 6 else f"10.96.0.{number}", 2)
+        ranges = tuple(f"fd00:{n}::/64" if family == 6 else f"10.{n}.0.0/16" for n in range(3 if number < 3 else 1))
+        table[f"default/s{number}"] = (replace(made, frontends=(replace(made.frontends[0], sources=ranges),)),)
+    for changes in [table] if together else [{name: entries} for name, entries in table.items()]:
+        store.apply(changes)
+    assert list(store.misfits.values()) == [Misfit("default/s2:p80", f"map sources{family} is full (4)")]
+    assert not store.full, "this map does not grow"
+    del table["default/s2"]
     check(store, table, settled=True)
     maps.close()
 
