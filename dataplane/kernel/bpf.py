@@ -11,6 +11,7 @@ import contextlib
 import errno
 import mmap
 import os
+import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -56,6 +57,11 @@ ffi.cdef(
     void *bpf_map__initial_value(struct bpf_map *, size_t *);
     int bpf_program__set_autoload(struct bpf_program *, bool);
     int bpf_program__set_log_buf(struct bpf_program *, char *, size_t);
+    struct bpf_map_create_opts {
+        size_t sz; uint32_t btf_fd; uint32_t btf_key_type_id; uint32_t btf_value_type_id;
+        uint32_t btf_vmlinux_value_type_id; uint32_t inner_map_fd; uint32_t map_flags;
+    };
+    int bpf_map_create(int type, const char *name, uint32_t key, uint32_t value, uint32_t entries, const void *opts);
     int bpf_map_update_elem(int fd, const void *k, const void *v, uint64_t flags);
     int bpf_map_lookup_elem(int fd, const void *k, void *v);
     int bpf_map_delete_elem(int fd, const void *k);
@@ -80,6 +86,7 @@ ffi.cdef(
 )
 
 SCHED_CLS = 3  # BPF_PROG_TYPE_SCHED_CLS
+ARRAY, ARRAY_OF_MAPS = 2, 12  # BPF_MAP_TYPE_
 LOG_SIZE = 1 << 24  # kernels before 6.4 keep the beginning of a longer log, and say ENOSPC instead of their reason
 _untouched = ffi.new_allocator(should_clear_after_alloc=False)  # memory that nobody writes costs nothing
 
@@ -119,6 +126,29 @@ def check(code: int, what: str, detail: str = "") -> int:
     if code >= 0:
         return int(code)
     raise BpfError(what, ffi.errno if code == -1 else -code, detail)
+
+
+def await_grace_period() -> None:
+    """Return when the kernel has passed an RCU grace period, on any number of CPUs and with `nohz_full`.
+
+    Whoever changes a map of maps is kept until no program can see what stood there (Linux 4.19, 1ae80cf31938).
+
+    Raises:
+        BpfError: no privilege.
+    """
+    options = ffi.new("struct bpf_map_create_opts *")
+    options.sz = ffi.sizeof("struct bpf_map_create_opts")
+    inner = check(library().bpf_map_create(ARRAY, b"hp_grace_inner", 4, 4, 1, options), "creating a map")
+    try:
+        options.inner_map_fd = inner
+        outer = check(library().bpf_map_create(ARRAY_OF_MAPS, b"hp_grace", 4, 4, 1, options), "creating a map of maps")
+        try:
+            value = inner.to_bytes(4, sys.byteorder)
+            check(library().bpf_map_update_elem(outer, bytes(4), value, 0), "changing a map of maps")
+        finally:
+            os.close(outer)
+    finally:
+        os.close(inner)
 
 
 def is_there(path: Path) -> bool:

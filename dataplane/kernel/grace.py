@@ -7,6 +7,9 @@ import os
 import platform
 import time
 
+from dataplane.errors import DataplaneError
+from dataplane.kernel.bpf import await_grace_period
+
 __all__ = ["jiffies_per_second", "wait_for_programs"]
 
 MEMBARRIER = {"x86_64": 324, "aarch64": 283}
@@ -21,14 +24,26 @@ def jiffies_per_second() -> int:
 
 
 def wait_for_programs() -> None:
-    """Return when every BPF program that was running at the call has ended.
+    """Return when every BPF program that was running at the call has ended: after an RCU grace period.
 
-    membarrier(GLOBAL) waits for an RCU grace period (7-17 ms). It does nothing on one CPU and fails with
-    nohz_full; there, far more time passes than a program can take.
+    membarrier(GLOBAL) waits for one (7-17 ms). It does nothing on one CPU, where a program may have been preempted, and
+    fails with nohz_full; there the change of a map waits. Who may do neither waits for far more time than a program
+    that gets its CPU can take.
     """
+    if not (_barrier() or _changed_a_map()):
+        time.sleep(FALLBACK_SECONDS)
+
+
+def _barrier() -> bool:
     number = MEMBARRIER.get(platform.machine())
-    if number is not None and (os.cpu_count() or 1) > 1:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.syscall(number, MEMBARRIER_CMD_GLOBAL, 0, 0) == 0:
-            return
-    time.sleep(FALLBACK_SECONDS)
+    if number is None or (os.cpu_count() or 1) == 1:
+        return False
+    return bool(ctypes.CDLL(None, use_errno=True).syscall(number, MEMBARRIER_CMD_GLOBAL, 0, 0) == 0)
+
+
+def _changed_a_map() -> bool:
+    try:
+        await_grace_period()
+    except DataplaneError:
+        return False
+    return True
