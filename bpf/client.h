@@ -170,7 +170,7 @@ INLINE int decide(struct __sk_buff *skb, struct scratch *space, __u32 place, con
 GLOBAL_VERB(decide)
 
 /* The destination may be a service's address, or a node port. */
-INLINE int to_service(struct __sk_buff *skb, struct scratch *space, const enum place place, const bool v6)
+INLINE int serve(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
 {
 	struct packet *p = &space->packet;
 	struct found found;
@@ -201,6 +201,8 @@ INLINE int to_service(struct __sk_buff *skb, struct scratch *space, const enum p
 	}
 	return is_unallocated(p->tuple.daddr, v6) ? drop(COUNT_DROP_UNALLOCATED) : STEP_NONE;
 }
+
+GLOBAL_VERB(serve)
 
 /* A ping, say, to a service's address: no port answers there. */
 INLINE int other_to_service(struct __sk_buff *skb, const struct packet *p, const bool v6)
@@ -388,14 +390,6 @@ INLINE int from_client(struct __sk_buff *skb, struct scratch *space, __u32 place
 }
 
 GLOBAL_VERB(from_client)
-
-/* It may be to a service. */
-INLINE int serve(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
-{
-	return to_service(skb, space, place, v6);
-}
-
-GLOBAL_VERB(serve)
 
 /* It is to no service: from a backend, to one, or neither. */
 INLINE int pass_by(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)

@@ -23,6 +23,8 @@ STREAM, DATAGRAM = 1, 2  # SOCK_STREAM, SOCK_DGRAM
 SIZE = 2_000_000
 FLAGS = ("--dsr=ipip",)
 
+pytestmark = pytest.mark.parametrize("mode", ["ebpf"], indirect=True, scope="session")  # it alone wraps requests
+
 
 @dataclass
 class Cluster:
@@ -31,7 +33,7 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster(mode: str) -> Iterator[Cluster]:
     """Two nodes; one manifest folder for both, and each takes itself for the node that it is."""
     with new_lab(2, 1) as lab:
         route_services(lab)
@@ -39,7 +41,7 @@ def cluster() -> Iterator[Cluster]:
         manifests = lab.folder / "manifests"
         manifests.mkdir(exist_ok=True)
         (manifests / "node.json").write_text(node_manifest(lab, pod_cidrs=True))
-        agents = [Agent(lab, manifests, "ebpf", FLAGS, place) for place in ("node", "node2")]
+        agents = [Agent(lab, manifests, mode, FLAGS, place) for place in ("node", "node2")]
         try:
             for agent in agents:
                 agent.start(20 * PATIENCE)
@@ -58,9 +60,7 @@ def counted(agent: Agent, name: str) -> int:
 
 
 @pytest.mark.parametrize("way", ["nodeport", "lb", "external"])
-def test_a_backend_of_another_node_sees_and_answers_the_client(cluster: Cluster, mode: str, way: str) -> None:
-    if mode != "ebpf":
-        pytest.skip("mode ebpf alone wraps requests")
+def test_a_backend_of_another_node_sees_and_answers_the_client(cluster: Cluster, way: str) -> None:
     bench = cluster.bench
     service = bench.service("remote1", outside=True)
     for family in (V4, V6):
@@ -75,9 +75,7 @@ def test_a_backend_of_another_node_sees_and_answers_the_client(cluster: Cluster,
         assert counted(cluster.other, "unwrapped") > unwrapped
 
 
-def test_datagrams_are_answered_directly_too(cluster: Cluster, mode: str) -> None:
-    if mode != "ebpf":
-        pytest.skip("mode ebpf alone wraps requests")
+def test_datagrams_are_answered_directly_too(cluster: Cluster) -> None:
     bench = cluster.bench
     service = bench.service("remote1", protocol="UDP", port=53, target=UDP, outside=True)
     for family in (V4, V6):
@@ -88,9 +86,7 @@ def test_datagrams_are_answered_directly_too(cluster: Cluster, mode: str) -> Non
                 assert (reply.pod, source[:2]) == ("remote1", target)
 
 
-def test_backends_here_and_pods_go_the_usual_way(cluster: Cluster, mode: str) -> None:
-    if mode != "ebpf":
-        pytest.skip("mode ebpf alone wraps requests")
+def test_backends_here_and_pods_go_the_usual_way(cluster: Cluster) -> None:
     bench = cluster.bench
     here, there = bench.service("pod2", outside=True), bench.service("remote1", outside=True)
     for family in (V4, V6):

@@ -104,7 +104,7 @@ class Prober:
     def _run(self) -> None:
         try:
             asyncio.run(self._schedule())
-        except Exception:
+        except Exception:  # whatever it was: a verdict that nobody renews must not last
             log.exception("probes have ended: backends are judged by their connections alone")
             with self._lock:
                 self._why.clear()
