@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -77,10 +78,16 @@ def lab() -> Iterator[Lab]:
         yield made
 
 
-def new_lab(pods: int, remote: int) -> Lab:
+@contextmanager
+def new_lab(pods: int, remote: int) -> Iterator[Lab]:
     if os.geteuid() != 0:
         pytest.skip("needs root: makes network namespaces and a cgroup of its own")
-    return Lab(f"c{os.getpid()}x{next(LABS)}", pods, remote=remote)
+    with Lab(f"c{os.getpid()}x{next(LABS)}", pods, remote=remote) as made:
+        try:
+            yield made
+        except BaseException:  # of an agent that did not start, say: its pins would outlive the namespace
+            remove(made)
+            raise
 
 
 def serve(made: Lab, second: Sequence[str] = ()) -> None:

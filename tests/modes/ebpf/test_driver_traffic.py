@@ -85,14 +85,16 @@ def road() -> Iterator[Road]:
         with lab.inside("client"):
             fill_in_checksums(WIRE)
             other_end = Receiver(WIRE)
-        agent.start(20 * PATIENCE)
-        yield Road(lab, agent, itertools.count(1))
-        other_end.close()
-        if agent.running():
-            agent.terminate()
-        cleaned = agent.cleanup()
-        assert cleaned.returncode == 0, cleaned.stderr
-        assert attached(lab) == 0
+        try:
+            agent.start(20 * PATIENCE)
+            yield Road(lab, agent, itertools.count(1))
+        finally:
+            other_end.close()
+            if agent.running():
+                agent.terminate()
+            cleaned = agent.cleanup()
+            assert cleaned.returncode == 0, cleaned.stderr
+            assert attached(lab) == 0
 
 
 @pytest.fixture(params=[V4, V6], ids=["v4", "v6"])
