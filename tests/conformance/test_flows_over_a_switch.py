@@ -1,0 +1,269 @@
+"""From each mode to each other one: what is open, of TCP, UDP and SCTP, lives on as docs/architecture.md says.
+
+New connections meanwhile, and what is left of the former mode: tests/controller/test_switching.py. From a mode to
+itself is a restart: test_lifecycle.py. What a relay of mode userspace has open ends with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+
+import pytest
+
+from controller.lab.agent import Agent
+from controller.lab.traffic import ask_tcp, ask_udp
+from controller.modes import DRAIN_SECONDS
+from dataplane.kernel.links import read_node
+
+from .conftest import MODES, new_lab, route_services, serve
+from .kit import PATIENCE, UDP, V4, V6, Bench, Service, eventually, node_manifest
+from .test_rows import crc32c, target_of
+
+FOUR = [mode for mode in ("ebpf", "nftables", "iptables", "ipvs") if mode in MODES]
+EACH = 0.15  # seconds from one question on an open flow to the next
+INIT, INIT_ACK, COOKIE_ECHO, COOKIE_ACK, DATA, SACK = 1, 2, 10, 11, 0, 3  # RFC 9260
+TO_BACKEND, TO_CLIENT = 7, 9  # verification tags
+SCTP = (socket.SOCK_RAW, socket.IPPROTO_SCTP)
+
+
+@dataclass
+class Node:
+    """A lab with services, and whichever agent is at work there."""
+
+    bench: Bench
+    tcp: Service
+    far: Service
+    udp: Service
+    sctp: Service
+
+    def agent(self, mode: str) -> Agent:
+        return Agent(self.bench.lab, self.bench.agent.manifests, mode)
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Node]:
+    with new_lab(3, 1) as lab:
+        route_services(lab)
+        serve(lab)
+        manifests = lab.folder / "manifests"
+        manifests.mkdir()
+        (manifests / "node.json").write_text(node_manifest(lab))
+        with lab.inside("node"):
+            bench = Bench(lab, Agent(lab, manifests), itertools.count(1), read_node().addresses)
+        yield Node(
+            bench,
+            tcp=bench.service("pod2", outside=True, settle=False),
+            far=bench.service("remote1", settle=False),
+            udp=bench.service("pod2", protocol="UDP", port=53, target=UDP, outside=True, settle=False),
+            sctp=bench.service("pod3", protocol="SCTP", port=7000, target=7777, settle=False),
+        )
+        assert bench.agent.cleanup().returncode == 0
+
+
+@dataclass
+class Flow:
+    """One open conversation; `ask` is a question and its answer."""
+
+    name: str
+    place: str
+    protocol: str
+    ask: Callable[[], None]
+    failed: list[tuple[float, str]] = field(default_factory=list)  # when, and with what
+    asked: int = 0
+
+    def go_on(self, stop: threading.Event) -> None:
+        while not stop.wait(EACH * PATIENCE):
+            self.asked += 1
+            start = time.monotonic()
+            try:
+                self.ask()
+            except OSError as error:
+                self.failed.append((start, repr(error)))
+                if self.protocol == "TCP":
+                    return
+
+
+def tcp_flow(bench: Bench, stack: ExitStack, place: str, target: tuple[str, int], family: int) -> Flow:
+    connection = stack.enter_context(bench.connect(place, target, family))
+
+    def ask() -> None:
+        ask_tcp(connection)
+
+    return Flow(f"TCP from {place} to {target}", place, "TCP", ask)
+
+
+def udp_flow(bench: Bench, stack: ExitStack, place: str, target: tuple[str, int], family: int) -> Flow:
+    client = stack.enter_context(bench.socket(place, family, socket.SOCK_DGRAM))
+
+    def ask() -> None:
+        _, source = ask_udp(client, target)
+        assert source == target
+
+    return Flow(f"UDP from {place} to {target}", place, "UDP", ask)
+
+
+def sctp_flow(bench: Bench, stack: ExitStack, service: Service, family: int) -> Flow:
+    """Packets of an association between pod1 and pod3, written here: not every kernel has SCTP sockets."""
+    port = 34000 + family
+    client, backend = (stack.enter_context(bench.lab.socket(place, family, *SCTP)) for place in ("pod1", "pod3"))
+    for one in (client, backend):
+        one.settimeout(0.5 * PATIENCE)
+    vip, own = service.address(family), bench.lab["pod1"].address(family)
+
+    def send(kind: int, answer: int) -> None:
+        client.sendto(sctp_packet(port, service.port, 0 if kind == INIT else TO_BACKEND, kind), (vip, 0))
+        heard(backend, (own, port), kind)
+        backend.sendto(sctp_packet(service.target, port, TO_CLIENT, answer), (own, 0))
+        heard(client, (vip, service.port), answer)
+
+    def heard(one: socket.socket, sender: tuple[str, int], kind: int) -> None:
+        """The next packet of this association; whatever else comes (raw sockets get all of SCTP) is not ours."""
+        while True:
+            data, source = one.recvfrom(2048)
+            data = data[(data[0] & 15) * 4 :] if family == V4 else data
+            if (source[0], int.from_bytes(data[:2], "big"), data[12]) == (*sender, kind):
+                return
+
+    send(INIT, INIT_ACK)
+    send(COOKIE_ECHO, COOKIE_ACK)
+    return Flow(f"SCTP from pod1 to {service.vip(family)}", "pod1", "SCTP", lambda: send(DATA, SACK))
+
+
+def sctp_packet(source: int, target: int, tag: int, kind: int) -> bytes:
+    """A packet of one chunk; INIT and INIT ACK say which tag their sender wants to see."""
+    wanted = TO_CLIENT if kind == INIT else TO_BACKEND
+    body = struct.pack("!IIHHI", wanted, 65535, 1, 1, 1) if kind in (INIT, INIT_ACK) else bytes(12)
+    chunk = struct.pack("!BBH", kind, 3 if kind == DATA else 0, 4 + len(body)) + body
+    head = struct.pack("!HHI", source, target, tag)
+    return head + struct.pack("<I", crc32c(head + bytes(4) + chunk)) + chunk
+
+
+def open_flows(node: Node, stack: ExitStack) -> list[Flow]:
+    """Between pods, to another node's pod, from outside with a masquerade, and of the node itself."""
+    bench, flows = node.bench, []
+    for family in (V4, V6):
+        outside = target_of(bench, node.tcp, "nodeport", family)
+        for place, target in (
+            ("pod1", node.tcp.vip(family)), ("pod1", node.far.vip(family)), ("client", outside),
+            ("node", node.tcp.vip(family)),
+        ):  # fmt: skip
+            flows.append(tcp_flow(bench, stack, place, target, family))
+        for place, target in (
+            ("pod1", node.udp.vip(family)), ("client", target_of(bench, node.udp, "nodeport", family)),
+        ):  # fmt: skip
+            flows.append(udp_flow(bench, stack, place, target, family))
+        flows.append(sctp_flow(bench, stack, node.sctp, family))
+    return flows
+
+
+@contextmanager
+def going_on(flows: list[Flow]) -> Iterator[None]:
+    stop = threading.Event()
+    threads = [threading.Thread(target=flow.go_on, args=(stop,)) for flow in flows]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+class Lives(Enum):
+    """How long what was open before a switch goes on after it."""
+
+    ON = "no question is lost"
+    ALMOST = "but for a datagram that is under way while the former mode's flows go"
+    FOR_A_WHILE = "as long as the former mode's rules are there, or its flows"
+    AGAIN = "when the former mode's rules are gone"
+
+
+def documented(former: str, mode: str, flow: Flow) -> Lives:
+    """What docs/architecture.md says of the flow."""
+    if {former, mode} == {"nftables", "iptables"} or (former == "ebpf" and flow.place == "node"):
+        return Lives.ON
+    if flow.protocol == "UDP":
+        return Lives.ALMOST
+    return Lives.AGAIN if mode == "ebpf" and flow.protocol == "SCTP" else Lives.FOR_A_WHILE
+
+
+@dataclass
+class Switch:
+    """When the new mode served, and when the former was gone."""
+
+    served: float
+    gone: float
+
+    def keeps(self, flow: Flow, lives: Lives) -> bool:
+        """Whether the flow went on so."""
+        last = flow.failed[-1][0] if flow.failed else -math.inf
+        match lives:
+            case Lives.ON:
+                return not flow.failed
+            case Lives.ALMOST:
+                return len(flow.failed) <= 1
+            case Lives.FOR_A_WHILE:
+                return all(when > self.served + DRAIN_SECONDS - 1.0 for when, _ in flow.failed)
+            case Lives.AGAIN:
+                return last < self.gone + 0.5 * PATIENCE
+
+    def told(self, flow: Flow) -> str:
+        failed = ", ".join(f"{when - self.served:+.2f} s {error}" for when, error in flow.failed)
+        gone = f"the former mode went at {self.gone - self.served:+.2f} s"
+        return f"{flow.name}, {flow.asked} questions, failed: {failed}; {gone}"
+
+
+@contextmanager
+def switch(node: Node, former: str, mode: str) -> Iterator[Callable[[], Switch]]:
+    """The former mode serves in the block, until the function that this yields has switched."""
+    node.bench.agent.cleanup()
+    before, after = node.agent(former), node.agent(mode)
+
+    def now() -> Switch:
+        before.terminate()
+        known = len(after.log.read_text())
+        after.start(20 * PATIENCE)
+        served = time.monotonic()
+        said = f"mode {former} had left here"
+        eventually(lambda: said in after.log.read_text()[known:], DRAIN_SECONDS + 5, f"nothing says {said!r}")
+        return Switch(served, time.monotonic())
+
+    try:
+        before.start(20 * PATIENCE)
+        yield now
+    finally:
+        for agent in (before, after):
+            if agent.running():
+                agent.terminate()
+
+
+def params() -> list[object]:
+    made: list[object] = []
+    for former, mode in itertools.permutations(FOUR, 2):
+        marks = [pytest.mark.kernel("ip_vs")] if "ipvs" in (former, mode) else []
+        made.append(pytest.param(mode, former, id=f"{former}-to-{mode}", marks=marks))
+    return made
+
+
+@pytest.mark.parametrize(("mode", "former"), params(), indirect=["mode"], scope="session")
+def test_what_is_open_goes_on(node: Node, mode: str, former: str) -> None:
+    with switch(node, former, mode) as now, ExitStack() as stack:
+        flows = open_flows(node, stack)
+        with going_on(flows):
+            time.sleep(0.5 * PATIENCE)
+            done = now()
+            time.sleep(2.0 * PATIENCE)
+    for flow in flows:
+        lives = documented(former, mode, flow)
+        assert flow.asked - len(flow.failed) >= 3, done.told(flow)
+        assert done.keeps(flow, lives), f"should live on, {lives.value}: {done.told(flow)}"
