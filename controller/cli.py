@@ -592,7 +592,7 @@ def _run(args: argparse.Namespace) -> int:
         return loop.cleanup(config)
     if config.task == "prepare":
         return loop.prepare_node(config)
-    return loop.run(config, followed)
+    return loop.run(config, followed, flags)
 
 
 def _config_of(flags: dict[str, Any]) -> Config:

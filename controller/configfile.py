@@ -26,7 +26,7 @@ from controller.errors import ConfigError
 from controller.sources.changes import ticks
 from controller.sources.yamldoc import Document, NotYamlError, documents, duplicates
 
-__all__ = ["Change", "Loaded", "change", "follow", "load", "of_flags", "text", "write"]
+__all__ = ["Change", "Loaded", "change", "follow", "in_effect", "load", "of_flags", "text", "write"]
 
 LOOK: Final = 1.0  # seconds between two looks at the file where nothing is told
 SETTLE: Final = 0.03  # seconds
@@ -331,12 +331,16 @@ def change(old: Loaded, new: Loaded) -> Change:
 # ----------------------------------------------------------------------------------------------- to a file
 
 
-def text(loaded: Loaded) -> str:
+def in_effect(loaded: Loaded) -> list[dict[str, Any]]:
     """Both documents in full: what is in effect, with the defaults of everything that was not said."""
+    return [_document(kind, loaded) for kind in DOCUMENTS]
+
+
+def text(loaded: Loaded) -> str:
+    """`in_effect` as YAML."""
     import yaml
 
-    made = [_document(kind, loaded) for kind in DOCUMENTS]
-    return yaml.safe_dump_all(made, explicit_start=False, sort_keys=False, default_flow_style=False)
+    return yaml.safe_dump_all(in_effect(loaded), explicit_start=False, sort_keys=False, default_flow_style=False)
 
 
 def write(path: Path, loaded: Loaded) -> None:

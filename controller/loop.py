@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from controller.cluster import Cluster
@@ -99,14 +100,14 @@ class Followed(NamedTuple):
 Message = Event | _Question | _Links | _Drift | _Stop | _Failed | _Configured
 
 
-def run(config: Config, followed: Followed | None = None) -> int:
+def run(config: Config, followed: Followed | None = None, flags: Mapping[str, Any] = MappingProxyType({})) -> int:
     """Serve until SIGTERM or SIGINT; the exit code."""
     _start_logging(config)
     for warning in config.warnings:
         log.warning("%s", warning)
     gc.disable()  # nothing that start-up makes is garbage; `_settle` turns it on again
     _give_memory_back_early()
-    agent = _Agent(config, followed)
+    agent = _Agent(config, followed, flags)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: agent.messages.put(_Stop()))
     return agent.run()
@@ -157,9 +158,10 @@ def _source_of(config: Config) -> Source:
 class _Agent:
     """State of a running agent; only `run`'s thread touches it."""
 
-    def __init__(self, config: Config, followed: Followed | None) -> None:
+    def __init__(self, config: Config, followed: Followed | None, flags: Mapping[str, Any]) -> None:
         self.config = config
         self.followed = followed
+        self.flags = flags
         self.waiting: tuple[str, ...] = ()  # fields of the file that wait for the next start
         self.refused = ""  # why the file's newest content is not used
         self.before: Config | None = None  # to go back to, until what came after it serves
@@ -279,10 +281,16 @@ class _Agent:
 
     def _serve_pages(self, stack: contextlib.ExitStack) -> None:
         self.pages = Pages(
-            self.config, self.health, self.figures, self._ask, self.events,
+            self.config, self.health, self.figures, self._ask, self._in_effect, self.events,
             lambda error: self.messages.put(_Failed("a page cannot be served", error)),
         )  # fmt: skip
         stack.callback(self.pages.close)
+
+    def _in_effect(self) -> list[dict[str, Any]]:
+        """The configuration as documents; for a page, from its thread."""
+        from controller.configfile import in_effect, of_flags
+
+        return in_effect(self.followed.loaded if self.followed else of_flags(self.flags))
 
     def _serve(self, stack: contextlib.ExitStack) -> None:
         from controller.admin import Server, socket_path

@@ -47,6 +47,7 @@ class Pages:
         health: of the proxy.
         figures: what the loop counts.
         ask: a question to the loop, as at the admin socket; waits for the answer.
+        in_effect: the configuration in effect, as documents.
         events: where a socket that cannot be opened is told.
         end: called when the agent must end, because `bind_address_hard_fail` says so.
     """
@@ -57,6 +58,7 @@ class Pages:
         health: Health,
         figures: Figures,
         ask: Callable[[dict[str, Any]], dict[str, Any]],
+        in_effect: Callable[[], list[dict[str, Any]]],
         events: Log,
         end: Callable[[Exception], None],
     ) -> None:
@@ -64,6 +66,7 @@ class Pages:
         self._health = health
         self._figures = figures
         self._ask = ask
+        self._in_effect = in_effect
         self._events = events
         self._end = end
         self._metrics: Metrics | None = None
@@ -121,7 +124,7 @@ class Pages:
                 "/metrics": Page(self._metrics_page, slow=True),
                 "/healthz": Page(lambda *_: _text("ok")),
                 "/proxyMode": Page(lambda *_: _text(self.mode)),
-                "/configz": Page(lambda *_: Answer(OK, self._configz())),
+                "/configz": Page(lambda *_: Answer(OK, self._configz()), slow=True),
             }
             if self._config.enable_profiling:
                 pages["/debug/threads"] = Page(lambda *_: _text(_threads()))
@@ -170,7 +173,9 @@ class Pages:
         return Answer(OK, body, content_type, ())
 
     def _configz(self) -> bytes:
-        return msgspec.json.encode({"hybrid-proxy": msgspec.to_builtins(self._config, enc_hook=str)})
+        """Documents by the group of their apiVersion, as kube-proxy has its own."""
+        made = self._in_effect()
+        return msgspec.json.encode({document["apiVersion"].partition("/")[0]: document for document in made})
 
 
 def _ports(checks: Mapping[str, HealthCheck]) -> dict[str, int]:

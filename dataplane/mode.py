@@ -186,7 +186,7 @@ class Programmer(Protocol):
         """Events by reason since the maps were made."""
 
     def traffic(self, *, by_backend: bool) -> list[dict[str, Any]]:
-        """Traffic since the maps were made, a row for each service port, or for each backend of each.
+        """Traffic since the maps were made, a row for each service port that had any, or for each backend of each.
 
         Rows have service, flows, packets, bytes, reply_packets and reply_bytes, and those of backends address and
         protocol. Empty in a mode that does not count, or was told not to.

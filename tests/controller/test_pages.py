@@ -248,7 +248,12 @@ class TestMetricsServer:
         assert fetch(lab, "/healthz", METRICS).body == b"ok"
         configuration = fetch(lab, "/configz", METRICS)
         assert configuration.headers["Content-Type"] == "application/json"
-        assert configuration.json["hybrid-proxy"]["settings"]["node_name"] == ME
+        theirs = configuration.json["kubeproxy.config.k8s.io"]
+        assert (theirs["apiVersion"], theirs["kind"]) == ("kubeproxy.config.k8s.io/v1alpha1", "KubeProxyConfiguration")
+        assert (theirs["hostnameOverride"], theirs["metricsBindAddress"]) == (ME, "127.0.0.1:10249")
+        assert theirs["iptables"]["syncPeriod"] == "1s"
+        (ours,) = (one for group, one in configuration.json.items() if group != "kubeproxy.config.k8s.io")
+        assert ours["kind"] == "HybridProxyConfiguration"
         assert fetch(lab, "/debug/pprof/", METRICS).status == 404
         assert fetch(lab, "/debug/threads", METRICS).status == 404
 

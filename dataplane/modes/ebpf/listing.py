@@ -143,7 +143,7 @@ def _state(flags: int) -> str:
 
 
 def traffic(counted: Traffic, maps: Maps, names: Names, *, by_backend: bool) -> list[dict[str, Any]]:
-    """Rows of `dataplane.mode.Programmer.traffic`, of the services that have names."""
+    """Rows of `dataplane.mode.Programmer.traffic`, of the services that have names and any traffic."""
     if not counted.counting:
         return []
     table = maps["backends"].view(layout.dtype_of("backend"))
@@ -151,7 +151,8 @@ def traffic(counted: Traffic, maps: Maps, names: Names, *, by_backend: bool) -> 
         wanted = ("service", "address", "protocol", *FIELDS)
         return [{key: row[key] for key in wanted} for row in _backends(maps, names) if row["service"]]
     figures = counted.of_services(table["service"])
-    return [{"service": name, **traffic_row(figures[number])} for number, name in sorted(names.items())]
+    busy = np.flatnonzero(figures.any(axis=1)).tolist()
+    return [{"service": names[number], **traffic_row(figures[number])} for number in busy if number in names]
 
 
 def _flows(maps: Maps, names: Names, limit: int) -> tuple[list[dict[str, Any]], int]:
