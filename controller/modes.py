@@ -170,6 +170,10 @@ def take_over(effective: str, options: Options, told: Callable[[str], None] = lo
     clean(tuple(name for name in others if name not in later))
     if not later:
         return None
+    if not open_mode(effective).conntrack:
+        from dataplane.kernel.conntrack import forget_ended
+
+        threading.Thread(target=forget_ended, name="forget", daemon=True).start()
     timer = threading.Timer(DRAIN_SECONDS, clean, (later,))
     timer.name, timer.daemon = "take-over", True
     timer.start()

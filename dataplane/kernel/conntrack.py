@@ -36,7 +36,7 @@ from dataplane.kernel.netlink import (
 from dataplane.stale import Judge
 from dataplane.table import Protocol, ServiceTable, socket_text
 
-__all__ = ["Key", "delete_stale", "flows", "is_liberal"]
+__all__ = ["Key", "delete_stale", "flows", "forget_ended", "is_liberal"]
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ IPS_ASSURED: Final = 1 << 2
 # TCP: 1 SYN_SENT, 2 SYN_RECV, 9 SYN_SENT2; 6 LAST_ACK, 7 TIME_WAIT, 8 CLOSE. SCTP: up to 4 COOKIE_ECHOED, 5 and on
 OPENING: Final = {socket.IPPROTO_TCP: frozenset({0, 1, 2, 9}), socket.IPPROTO_SCTP: frozenset({0, 1, 2, 3})}
 CLOSED: Final = {socket.IPPROTO_TCP: frozenset({6, 7, 8}), socket.IPPROTO_SCTP: frozenset({7})}
+ENDED: Final = frozenset({7, 8})
 
 BATCH: Final = 64  # deletions that are sent before their answers are read
 BUFFER: Final = 1 << 17
@@ -108,6 +109,30 @@ def delete_stale(table: ServiceTable, names: Iterable[str], relays: Collection[t
                 log.warning("stale conntrack entries of IPv%d datagrams could not be deleted: %s", family, error)
     if any(deleted.values()):
         log.info("%d stale conntrack entries of datagrams deleted", sum(deleted.values()))
+    return deleted
+
+
+def forget_ended() -> int:
+    """Delete the entries of translated TCP connections that are over (TIME_WAIT, CLOSE); how many went.
+
+    To be called when a mode takes over that does not translate by conntrack. Such an entry holds the ports of its
+    client and backend for two minutes. A new connection that has the same ones, and goes to the backend by itself, gets
+    another port from conntrack, and loses it when the last rule that translates is removed: the connection stalls.
+    What went wrong is logged, never raised.
+    """
+    deleted = 0
+    for family in (4, 6):
+        try:
+            ended = [
+                entry.body
+                for entry in _dump(family, socket.IPPROTO_TCP)
+                if entry.protocol == socket.IPPROTO_TCP
+                and (entry.answerer, entry.answerer_port) != (entry.destination, entry.destination_port)
+                and _stage(entry) in ENDED
+            ]
+            deleted += _delete(family, ended) if ended else 0
+        except OSError as error:
+            log.warning("conntrack entries of IPv%d connections that are over could not be deleted: %s", family, error)
     return deleted
 
 
@@ -177,11 +202,16 @@ def _state(entry: _Entry) -> str:
     if entry.protocol not in OPENING:
         status = int.from_bytes(told.get(CTA_STATUS, b""), "big")
         return "established" if status & IPS_ASSURED else "opening"
-    info = dict(attributes(told.get(CTA_PROTOINFO, b"")))
-    state = dict(attributes(info.get(PROTOINFO_KINDS[entry.protocol], b""))).get(PROTOINFO_STATE, b"\0")[0]
+    state = _stage(entry)
     if state in OPENING[entry.protocol]:
         return "opening"
     return "closed" if state in CLOSED[entry.protocol] else "established"
+
+
+def _stage(entry: _Entry) -> int:
+    """The kernel's state of a connection or association."""
+    info = dict(attributes(dict(attributes(entry.body, START)).get(CTA_PROTOINFO, b"")))
+    return dict(attributes(info.get(PROTOINFO_KINDS[entry.protocol], b""))).get(PROTOINFO_STATE, b"\0")[0]
 
 
 # Deleting

@@ -219,6 +219,59 @@ class TestFlows:
             answered.close()
             assert [row["state"] for row in conntrack.flows(self.SERVICES, 9)[0]] == ["closed"]
 
+    @pytest.mark.parametrize("family", [V4, V6])
+    def test_what_is_over_and_was_translated_is_forgotten(self, family):
+        """And nothing else: neither what goes on, nor what went where it was sent."""
+        rules(OLD)
+        with socket.create_server((OLD[family], TARGET), family=family) as server, contextlib.ExitStack() as stack:
+            for address, ends in (
+                ((VIP[family], PORT), True),
+                ((VIP[family], PORT), False),
+                ((OLD[family], TARGET), True),
+            ):
+                client = stack.enter_context(socket.create_connection(address, timeout=2))
+                answered = stack.enter_context(server.accept()[0])
+                if ends:
+                    client.close()
+                    assert answered.recv(1) == b""
+                    answered.close()
+            translated, plain = ((socket.IPPROTO_TCP, to, port, OLD[family]) for to, port in
+                                 ((VIP[family], PORT), (OLD[family], TARGET)))  # fmt: skip
+            assert sorted(destinations()) == sorted([translated, translated, plain])
+            assert conntrack.forget_ended() == 1
+            assert sorted(destinations()) == sorted([translated, plain])
+            assert conntrack.forget_ended() == 0
+
+    @pytest.mark.parametrize("forgotten", [False, True])
+    def test_what_is_over_holds_ports_that_a_plain_connection_then_loses(self, forgotten):
+        """Why it is forgotten when a mode takes over that does not translate by conntrack, and removes the rules."""
+        rules(OLD)
+        with socket.create_server((OLD[V4], TARGET)) as server, contextlib.ExitStack() as stack:
+            server.settimeout(2)
+
+            def connect(address):
+                client = stack.enter_context(socket.socket(V4))
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                client.bind((NODE[V4], 40_001))
+                client.settimeout(2)
+                client.connect(address)
+                answered, peer = server.accept()
+                return client, stack.enter_context(answered), peer[1]
+
+            client, answered, _ = connect((VIP[V4], PORT))
+            answered.close()  # it keeps the TIME_WAIT of the sockets, the client's port is free
+            assert client.recv(1) == b""
+            client.close()
+            if forgotten:
+                assert conntrack.forget_ended() == 1
+            client, answered, port = connect((OLD[V4], TARGET))
+            answered.settimeout(1.5)
+            assert (port == 40_001) is forgotten
+            subprocess.run(["nft", "delete table inet test"], check=True)
+            client.sendall(b"?")
+            with contextlib.nullcontext() if forgotten else pytest.raises(TimeoutError):
+                assert answered.recv(1) == b"?"
+
     def test_a_conversation_of_datagrams_becomes_established(self):
         rules(OLD)
         with socket.socket(V4, socket.SOCK_DGRAM) as server, socket.socket(V4, socket.SOCK_DGRAM) as client:
