@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import msgspec
 import pytest
 import yaml
@@ -673,6 +674,27 @@ class TestReference:
             assert known[path]["default"] == row.default
         assert not definitions[HYBRID]["additionalProperties"]
         assert msgspec.convert({}, HybridProxyConfiguration) == HybridProxyConfiguration()
+
+    def test_the_schema_takes_what_we_take_and_refuses_what_we_refuse(self):
+        made = reference.schema()
+        jsonschema.Draft202012Validator.check_schema(made)
+        judge = jsonschema.Draft202012Validator(made)
+        head = {"apiVersion": "hybrid-proxy.io/v1alpha1", "kind": HYBRID}
+        written = list(yaml.safe_load_all(text(of_flags({}))))[1]
+        example = list(yaml.safe_load_all((FOLDER / "kind-nftables.yaml").read_text()))[1]
+        good = [written, example, head, head | {"ebpf": {"probes": {"interval": "1m30s", "timeout": "0.5s"}}}]
+        bad = [{}, {"kind": HYBRID}, head | {"kind": "Other"}, head | {"apiVersion": "v1"}, head | {"mod": "ebpf"},
+               head | {"mode": "fast"}, head | {"strictMode": "yes"}, head | {"nodeAddresses": "10.0.0.1"},
+               head | {"ebpf": {"xdp": "generic"}}, head | {"ebpf": {"limits": {"flows": 1}}},
+               head | {"ebpf": {"failover": {"failures": "3"}}}, head | {"ebpf": {"probes": {"interval": "5"}}},
+               head | {"ebpf": {"probes": {"every": "5s"}}}]  # fmt: skip
+        for document in good:
+            assert not list(judge.iter_errors(document)), document
+            loaded(yaml.safe_dump(document))
+        for document in bad:
+            assert list(judge.iter_errors(document)), document
+            with pytest.raises(ConfigError):
+                loaded(yaml.safe_dump(document))
 
     def test_every_default_passes_the_check(self):
         both = loaded(text(of_flags({})))
