@@ -305,11 +305,23 @@ REMOVED_FLAGS: Final = (
 _LIKE_JSON: Final = ("", "application/json", "application/vnd.kubernetes.protobuf")
 
 
+_QUANTITY: Final = (
+    r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[KMGTPE]i|[numkMGTPE]|[eE][-+]?[0-9]{1,3})?",
+    "a quantity, such as 64Ki",
+)
+_FORMS: Final = {  # of texts, as kube-proxy's readers have them
+    "show_hidden_metrics_for_version": (r"(?:[0-9]{1,3}\.[0-9]{1,3})?", "of the form MAJOR.MINOR, such as 1.35"),
+    "vmodule": (r"(?:[^=,]+=[0-9]{1,9}(?:,|$))*", "of the form PATTERN=LEVEL,..."),
+    "log_json_info_buffer_size": _QUANTITY,
+    "log_text_info_buffer_size": _QUANTITY,
+}
+
+
 def _look_at_unused(given: _Flags) -> None:
     """Settings without an effect are checked as kube-proxy does, and told when they are not the default."""
     for name in REMOVED_FLAGS:
         if name not in UNUSED and given.text(name) is not None:
-            given.warn(name, "kube-proxy has no such flag any more; it has no effect, logs go to stderr")
+            given.warn(name, "kube-proxy has no such flag any more, and it has no effect")
     named = [name for name in UNUSED if given.text(name) is not None]
     if not named:
         return
@@ -318,27 +330,28 @@ def _look_at_unused(given: _Flags) -> None:
     known = {row.name: row for row in rows()}
     for name in named:
         row = known[name]
-        if row.setting.is_duration:
-            usual: object = duration(row.default)
-            told: object = given.seconds(name, 0, **({"more_than": 0} if name == "config_sync_period" else {}))
-        elif row.type is bool:
-            usual, told = row.default, given.flag(name)
-        elif row.type is int:
-            usual, told = row.default, given.number(name, 0, 0, _INT32)
-        elif row.type is float:
-            usual, told = row.default, given.rate(name)
-        else:
-            usual, told = row.default or "", given.text(name)
-        if (
-            name == "show_hidden_metrics_for_version"
-            and told
-            and not re.fullmatch(r"[0-9]{1,3}\.[0-9]{1,3}", str(told))
-        ):
-            given.fail(name, "is not of the form MAJOR.MINOR, such as 1.35")
+        told, usual = _unused(given, name, row.type, row.default, is_duration=row.setting.is_duration)
         if name == "iptables_localhost_nodeports":  # that it is on in kube-proxy's mode iptables is what has no effect
             usual = False if _mode(given) in (AUTO, "iptables") else told
         if told != usual and not (name in ("kube_api_content_type", "kube_api_accept") and told in _LIKE_JSON):
             given.warn(name, f"has no effect: {row.setting.unused}")
+
+
+def _unused(given: _Flags, name: str, kind: Any, default: Any, *, is_duration: bool) -> tuple[object, object]:
+    """The value and the default, once the value is found to be possible."""
+    if is_duration:
+        return given.seconds(name, 0, more_than=0 if name == "config_sync_period" else None), duration(default)
+    if kind is bool:
+        return given.flag(name), default
+    if kind is int:
+        return given.number(name, 0, 0, _INT32), default
+    if kind is float:
+        return given.rate(name), default
+    form, words = _FORMS.get(name, (".*", ""))
+    text = given.text(name) or ""
+    if not re.fullmatch(form, text, re.ASCII | re.DOTALL):
+        given.fail(name, f"is not {words}")
+    return text, default or ""
 
 
 _UNITS: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}

@@ -188,7 +188,7 @@ def _as_flag(given: Any, row: Row, name: str) -> Any:
         case dict():
             return [f"{key}={str(on).lower()}" for key, on in given.items()]
         case list() if row.name == "vmodule":
-            return ",".join(f"{item.get('filePattern')}={item.get('verbosity', 0)}" for item in given)
+            return ",".join(f"{item.get('filePattern', '')}={item.get('verbosity', 0)}" for item in given)
         case list():
             return [str(item) for item in given]
     return str(given)
