@@ -274,3 +274,18 @@ def test_a_mode_that_cannot_serve_leaves_the_one_before(start: Callable[[str], A
         assert not tally.failed, f"{name}: {tally.report()}"
     service.write(lab["pod3"])
     bench.settle(service, {"pod3"}, V4)
+
+
+def test_tasks_of_kube_proxys_flags(start: Callable[[str], Agent], file: File, lab: Lab):
+    agent = start("nftables")
+    agent.terminate()
+    assert left_of("nftables", lab) is not None
+    done = agent.command("run", "--config", str(file.path), "--init-only", "--proxy-mode=ipvs")
+    assert (done.returncode, left_of("nftables", lab) is None) == (0, False)
+    done = agent.command("run", "--init-only", "--conntrack-tcp-timeout-established=5h")
+    assert done.returncode == 0, done.stderr
+    value = lab.run("node", ["cat", "/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_established"]).stdout
+    assert value.strip() == str(5 * 3600)
+    done = agent.command("run", "--config", str(file.path), "--cleanup")
+    assert "things of mode nftables" in done.stdout, done.stderr
+    assert left_of("nftables", lab) is None
