@@ -104,7 +104,8 @@ class Builder:
     def _next(self, wanted: Mapping[str, Entries], network: NodeNetwork) -> ServiceTable:
         last = self._table
         changed = {name: new for name, new in wanted.items() if last.services.get(name, ()) != new}
-        if not changed and network == last.node:
+        ports = tuple(sorted({check.port for check in self._checks.values()}))
+        if not changed and network == last.node and ports == last.health_ports:
             return last
         services = last.services
         if changed:
@@ -120,6 +121,7 @@ class Builder:
             generation=last.generation + 1,
             base=last.generation,
             changed=frozenset(changed),
+            health_ports=ports,
         )
         return self._table
 

@@ -146,13 +146,18 @@ class NodeNetwork(msgspec.Struct, frozen=True):
 
 
 class ServiceTable(msgspec.Struct, frozen=True):
-    """Everything. `changed` names the services that differ from the table with generation `base`."""
+    """Everything. `changed` names the services that differ from the table with generation `base`.
+
+    At the TCP ports `health_ports` this node itself answers load balancers: where kube-proxy lets them through the
+    host's firewall, so does the mode of that name.
+    """
 
     services: Mapping[str, tuple[Entry, ...]]
     node: NodeNetwork = NodeNetwork()
     generation: int = 0
     base: int = -1
     changed: frozenset[str] = frozenset()
+    health_ports: tuple[int, ...] = ()  # sorted
 
 
 EMPTY = ServiceTable(services={})

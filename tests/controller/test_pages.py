@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 import socket
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from controller.lab.network import Lab
 from tests.fakes.apiserver import endpoint_slice, service
 from tests.served import (
     HEALTH,
@@ -235,6 +237,33 @@ class TestHealthCheckNodePorts:
             where = {"address": lab["node"].address(family), "place": "client"}
             until(status_is(lab, "/", 200, 30501, **where), "the port answers a client outside")
             assert fetch(lab, "/", 30501, lab["node"].address(family), "pod1").status == 200
+
+
+@pytest.fixture
+def closed(lab: Lab) -> Iterator[None]:
+    """A host that drops what comes in from outside."""
+    rules = ("INPUT -i lo -j ACCEPT", "INPUT -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT")
+    commands = [f"-A {rule}" for rule in rules] + ["-P INPUT DROP"]
+    for command in commands:
+        assert lab.run("node", ["iptables-nft", *command.split()]).returncode == 0
+    yield
+    for command in ("-P INPUT ACCEPT", *(f"-D {rule}" for rule in rules)):
+        assert lab.run("node", ["iptables-nft", *command.split()]).returncode == 0
+
+
+class TestHostFirewall:
+    def test_3_12_mode_iptables_lets_load_balancers_in(self, lab, api, closed, start):
+        start(mode="iptables")
+        for one in balanced("web", 1, 30501, True):
+            api.put(one)
+        where = {"address": lab["node"].address4, "place": "client"}
+        until(status_is(lab, "/", 200, 30501, **where), "the port answers a client outside")
+        with pytest.raises(TimeoutError):
+            fetch(lab, "/livez", **where)
+        api.delete("services", "shop/web")
+        until(lambda: refused(lab, 30501), "closed with its Service")
+        saved = lab.run("node", ["iptables-nft-save", "-t", "filter"]).stdout
+        assert "--dport 30501" not in saved
 
 
 class TestMetricsServer:

@@ -71,6 +71,26 @@ def test_one_change(world):
     assert len(table.services["default/web"][0].serving) == 1, "the last table is not touched"
 
 
+def test_health_check_node_ports_change_without_a_service_of_the_table(world):
+    state, builder, _ = world
+    fields = {"type": "LoadBalancer", "external_local": True, "health_check_node_port": 32000}
+    state.apply(Upserted(msgspec.structs.replace(WEB, **fields)))
+    first = builder.build(state, ADDRESSES)
+    assert first.health_ports == (32000,)
+    assert {name: check.port for name, check in builder.health_checks.items()} == {"default/web": 32000}
+    state.apply(Upserted(msgspec.structs.replace(WEB, **fields | {"health_check_node_port": 32001})))
+    second = builder.build(state, ADDRESSES)
+    assert (second.generation, second.base, second.changed) == (first.generation + 1, first.generation, frozenset())
+    assert second.health_ports == (32001,)
+    checks = builder.health_checks
+    state.apply(Upserted(endpoint_slice(here("10.1.0.1"), here("10.1.0.2"))))
+    third = builder.build(state, ADDRESSES)
+    assert third.health_ports == (32001,)
+    assert builder.health_checks is not checks, "another count"
+    state.apply(Removed("Service", "default/web"))
+    assert builder.build(state, ADDRESSES).health_ports == ()
+
+
 def test_a_removed_service(world):
     state, builder, _ = world
     state.apply(Removed("Service", "default/api"))

@@ -15,7 +15,7 @@ from dataplane.modes.iptables.tree import Space
 from dataplane.table import Entry, Frontend, Protocol
 
 __all__ = [
-    "ACCEPTED", "CLUSTER_IPS", "FORWARD", "MINE", "NODE_PORTS", "POSTROUTING", "REJECT", "SERVICES",
+    "ACCEPTED", "CLUSTER_IPS", "FORWARD", "HEALTH", "MINE", "NODE_PORTS", "POSTROUTING", "REJECT", "SERVICES",
     "addresses", "chain", "comment", "identity", "number", "ports", "service_chains",
 ]  # fmt: skip
 
@@ -26,6 +26,7 @@ NODE_PORTS: Final = "HP-NODEPORTS"
 POSTROUTING: Final = "HP-POSTROUTING"
 FORWARD: Final = "HP-FORWARD"
 REJECT: Final = "HP-REJECT"
+HEALTH: Final = "HP-HEALTH"
 ACCEPTED: Final = "-j ACCEPT"  # in nat: no more rules are looked at, the packet stays as it is
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from dataplane.modes.iptables.lower import Chains, Leaves, Lowered, Node, cluster_ips, constant_chains, lower
-from dataplane.modes.iptables.names import CLUSTER_IPS, NODE_PORTS, SERVICES, addresses, identity, ports
+from dataplane.modes.iptables.names import CLUSTER_IPS, HEALTH, NODE_PORTS, SERVICES, addresses, identity, ports
 from dataplane.modes.iptables.tree import Rank, Space, Tree
 from dataplane.table import Entry, Protocol
 
@@ -34,6 +34,7 @@ class Plan:
 
     def __init__(self, node: Node) -> None:
         self.node = node
+        self.health_ports: tuple[int, ...] = ()  # of `ServiceTable`
         self._trees = {table: {kind: Tree(_space(node, kind)) for kind in _KINDS} for table in ("nat", "filter")}
         self._top: dict[str, Chains] = {"nat": {}, "filter": {}}
 
@@ -75,6 +76,7 @@ class Plan:
         if table == "filter":
             unallocated = "-m addrtype ! --dst-type LOCAL -j DROP"
             services += (f"-d {cidr} {unallocated}" for cidr in self.node.service_cidrs)
+            more[HEALTH] = tuple(f"-p tcp -m tcp --dport {port} -j ACCEPT" for port in self.health_ports)
         return constant | more | {SERVICES: tuple(services)}
 
 

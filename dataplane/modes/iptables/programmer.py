@@ -118,6 +118,7 @@ class Iptables:
         self._ruleset.seen(self.xtables.generation())
         for family, installed in self._installed.items():
             plan = Plan(nodes[family])
+            plan.health_ports = table.health_ports
             mine = [entry for entry in entries if entry.family == family and self._fits(entry)]
             installed.replace(plan.change((), mine))
             self._plans[family] = plan
@@ -137,6 +138,7 @@ class Iptables:
         for family, installed in self._installed.items():
             before = [entry for entry in old if entry.family == family and self._can(entry) is None]
             after = [entry for entry in new if entry.family == family and self._can(entry) is None]
+            self._plans[family].health_ports = table.health_ports
             installed.change(self._plans[family].change(before, after))
             known, wanted = {_key(entry): entry for entry in before}, {_key(entry): entry for entry in after}
             changed += sum(1 for key, entry in wanted.items() if known.get(key) != entry)

@@ -35,6 +35,7 @@ ENTRANCES: Final[dict[str, tuple[tuple[str, str], ...]]] = {
         ("POSTROUTING", "-j HP-POSTROUTING"),
     ),
     "filter": (
+        ("INPUT", "-p tcp -m conntrack --ctstate NEW -j HP-HEALTH"),
         ("INPUT", "-m conntrack --ctstate NEW -j HP-SERVICES"),
         ("FORWARD", "-j HP-FORWARD"),
         ("OUTPUT", "-m conntrack --ctstate NEW -j HP-SERVICES"),

@@ -285,7 +285,7 @@ def note(actual: Actual, change: Change) -> None:
             weights[change.destination] = change.weight
 
 
-def write_rules(doors: Doors, node: NodeNetwork) -> dict[int, tuple[str, ...]]:
+def write_rules(doors: Doors, node: NodeNetwork, health_ports: Iterable[int]) -> dict[int, tuple[str, ...]]:
     """Make the rules of all families; what of ours is there then, to compare with later.
 
     Raises:
@@ -294,7 +294,7 @@ def write_rules(doors: Doors, node: NodeNetwork) -> dict[int, tuple[str, ...]]:
     written = {}
     for family in doors.tables.families:
         saved = {table: doors.tables.save(family, table) for table in rules.JUMPS}
-        doors.tables.restore(family, rules.restore_text(family, node, saved))
+        doors.tables.restore(family, rules.restore_text(family, node, saved, health_ports))
         written[family] = read_rules(doors, family)
     return written
 

@@ -87,6 +87,8 @@ class Ipvs:
                 result = self._replace(table)
             else:
                 result = self._change(table, names)
+                if table.health_ports != self.table.health_ports:
+                    self.audit.rules = machine.write_rules(self.doors, table.node, table.health_ports)
         except (DataplaneError, OSError) as error:
             self._full = True
             raise SyncError(f"IPVS could not be programmed: {error}") from error
@@ -111,7 +113,7 @@ class Ipvs:
         steps = self._plan_all()
 
         def ready() -> None:  # the sets that rules look into are full, and no packet meets them without the rules
-            self.audit.rules = machine.write_rules(self.doors, table.node)
+            self.audit.rules = machine.write_rules(self.doors, table.node, table.health_ports)
 
         machine.perform(self.doors, steps, self.actual, ready)
         self._broken = False

@@ -14,7 +14,7 @@ filter   refusals. Where IPVS would come before them (a connection of this node 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from ipaddress import ip_network
 from typing import Final
 
@@ -48,18 +48,19 @@ def pod_match(node: NodeNetwork, family: int) -> str:
     return ""
 
 
-def restore_text(family: int, node: NodeNetwork, saved: dict[str, str]) -> str:
+def restore_text(family: int, node: NodeNetwork, saved: dict[str, str], health_ports: Iterable[int] = ()) -> str:
     """A restore that makes our chains and jumps anew in one transaction for each table.
 
     Args:
         family: 4 or 6.
         node: pods, service ranges and the masquerade bit.
         saved: table -> what is there now, as iptables-save prints it: jumps that are there are taken out.
+        health_ports: TCP ports of this node that load balancers ask at: one rule each.
     """
     rules = {
         "mangle": list(_mangle(family, node)),
         "nat": list(_nat(family, node)),
-        "filter": list(_filter(family, node)),
+        "filter": [*_filter(family, node, health_ports)],
     }
     return "".join(_table(table, rules[table], saved.get(table, "")) for table in JUMPS)
 
@@ -175,7 +176,7 @@ def _refusal_target(family: int) -> str:
     return f"[{address}]:{_REFUSED_PORT}" if family == 6 else f"{address}:{_REFUSED_PORT}"
 
 
-def _filter(family: int, node: NodeNetwork) -> Iterator[tuple[str, str]]:
+def _filter(family: int, node: NodeNetwork, health_ports: Iterable[int]) -> Iterator[tuple[str, str]]:
     pods = pod_match(node, family)
     enter, forward, output = (f"{PREFIX}{hook}" for hook in JUMPS["filter"])
     reject, inside, unknown = f"{PREFIX}REJECT", f"{PREFIX}INSIDE", f"{PREFIX}UNKNOWN"
@@ -189,6 +190,8 @@ def _filter(family: int, node: NodeNetwork) -> Iterator[tuple[str, str]]:
     yield inside, f"-g {unknown}"
     for chain in (enter, output):
         yield chain, "-m conntrack ! --ctstate NEW -j RETURN"
+    for port in health_ports:
+        yield enter, f"-p tcp -m tcp --dport {port} -j ACCEPT"  # at service addresses too: load balancers ask there
     if pods:
         yield enter, f"{pods} -g {inside}"
     yield enter, f"{_set(family, 'REJECT-OUT')} -j {reject}"

@@ -130,6 +130,31 @@ def test_a_change_of_one_service_touches_no_other_chain(variant: str) -> None:
         assert text.count("\n:HP-") <= 5, text
 
 
+def test_row_3_12_health_check_node_ports_pass_the_hosts_own_rules(variant: str) -> None:
+    with opened(variant) as programmer:
+        first = msgspec.structs.replace(table(1, 2), health_ports=(30501, 30502))
+        programmer.sync(first)
+        accepted = [f"-p tcp -m tcp --dport {port} -j ACCEPT" for port in (30501, 30502)]
+        for family in (4, 6):
+            assert rules(variant)[family, "filter"]["HP-HEALTH"] == accepted
+            assert rules(variant)[family, "filter"]["INPUT"][0] == ("-p tcp -m conntrack --ctstate NEW -j HP-HEALTH"), (
+                "before everything of the host"
+            )
+        restored = []
+        real = programmer.xtables.restore
+        programmer.xtables.restore = lambda family, text: (restored.append(text), real(family, text))[1]  # type: ignore[method-assign]
+        changes = {"health_ports": (30502,), "generation": 2, "base": 1}
+        programmer.sync(msgspec.structs.replace(first, **changes))
+        assert {line.split()[0] for text in restored for line in text.splitlines() if line.startswith(":")} == {
+            ":HP-HEALTH"
+        }
+        assert rules(variant)[4, "filter"]["HP-HEALTH"] == accepted[1:]
+        assert all(held.damage() == [] for held in programmer._installed.values())
+    with opened(variant) as programmer:
+        programmer.sync(first)
+        assert rules(variant)[6, "filter"]["HP-HEALTH"] == accepted, "after a restart, too"
+
+
 def extremes(family: int) -> dict[str, Entry]:
     """Service ports with values at the ends of what a table can hold."""
     plain = service(1, family)

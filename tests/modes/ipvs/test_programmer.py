@@ -126,6 +126,22 @@ def test_the_last_endpoint_is_refused_before_it_leaves(node: Node) -> None:
 # Restart
 
 
+def test_row_3_12_health_check_node_ports_come_and_go_and_nothing_else_is_touched(node: Node) -> None:
+    agent = node.start()
+    first = node.table(web(A, B))
+    agent.sync(first)
+    node.journal.take()
+    accepted = "-p tcp -m tcp --dport 30501 -j ACCEPT"
+    agent.sync(msgspec.structs.replace(first, health_ports=(30501,), generation=2, base=first.generation))
+    assert accepted in node.tables.chain(4, "filter", "HPV-INPUT")
+    assert accepted in node.tables.chain(6, "filter", "HPV-INPUT")
+    assert agent.maintain() in (None, (), [])
+    assert agent.audit_repairs == 0
+    agent.sync(msgspec.structs.replace(first, generation=3, base=2, changed=frozenset()))
+    assert accepted not in node.tables.chain(4, "filter", "HPV-INPUT")
+    assert not [done for done in node.journal.take() if "BIND" in done]
+
+
 def test_a_restart_finds_everything_and_changes_nothing(node: Node) -> None:
     frontend = Frontend(
         Kind.LOAD_BALANCER, "203.0.113.7", 80, route(A, B), route(A, drop=True, why="local"), Masquerade.NODE

@@ -28,6 +28,16 @@ def test_rules_refer_to_sets_that_are_made(family: int) -> None:
     assert words == known - {set_name(family, "SERVERS")}
 
 
+@pytest.mark.parametrize("family", [4, 6])
+def test_row_3_12_health_check_node_ports_pass_before_anything_is_refused(family: int) -> None:
+    tables = FakeXtables()
+    tables.restore(family, restore_text(family, NETWORK, {}, (30501, 30502)))
+    chain = tables.chain(family, "filter", "HPV-INPUT")
+    accepted = [f"-p tcp -m tcp --dport {port} -j ACCEPT" for port in (30501, 30502)]
+    assert chain[1:3] == accepted
+    assert not any("-j HPV-REJECT" in rule or "-g" in rule for rule in chain[:1])
+
+
 def test_writing_them_again_changes_nothing() -> None:
     once, twice = written(), written(times=3)
     for table in JUMPS:
