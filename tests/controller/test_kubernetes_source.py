@@ -17,7 +17,7 @@ from controller.errors import SourceError
 from controller.model import KINDS, Event, Ignored, Problem, Removed, Replaced, SourceState, Upserted, key_of, kind_of
 from controller.parse import decode
 from controller.sources.connection import StatusError
-from controller.sources.kubernetes import Kubernetes, Patience, _forgotten, _number, _Versions
+from controller.sources.kubernetes import Kubernetes, Patience, _forgotten, _number, _triggered, _Versions
 from tests.fakes.apiserver import (
     ApiServer,
     cluster_address,
@@ -940,3 +940,27 @@ def test_addresses_of_the_fake_are_real(api: ApiServer) -> None:
     assert base64.b64decode(
         msgspec.json.decode(api.kubeconfig().read_bytes())["clusters"][0]["cluster"]["certificate-authority-data"]
     ).startswith(b"-----BEGIN CERTIFICATE")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param("2026-03-01T08:00:00Z", 1772352000.0, id="whole seconds"),
+        pytest.param("2026-03-01T08:00:00.25Z", 1772352000.25, id="part of a second"),
+        pytest.param("2026-03-01T08:00:00.123456789Z", 1772352000.123456, id="nanoseconds"),
+        pytest.param("2026-03-01T10:00:00+02:00", 1772352000.0, id="another zone"),
+        pytest.param("2026-03-01T08:00:00", 0.0, id="no zone: not RFC 3339"),
+        pytest.param("yesterday", 0.0, id="no time"),
+        pytest.param(17, 0.0, id="no text"),
+        pytest.param(None, 0.0, id="not said"),
+    ],
+)
+def test_when_a_slice_says_that_it_was_changed(text, expected):
+    made = endpoint_slice(0, range(2), 2)
+    made["metadata"]["annotations"] = {"endpoints.kubernetes.io/last-change-trigger-time": text, "other": "x"}
+    assert _triggered(msgspec.Raw(msgspec.json.encode(made))) == expected
+
+
+@pytest.mark.parametrize("raw", [b"{}", b'{"metadata": null}', b'{"metadata": {"annotations": null}}', b"[]", b"x"])
+def test_a_slice_that_does_not_say_it(raw):
+    assert _triggered(msgspec.Raw(raw)) == 0.0

@@ -290,6 +290,34 @@ class TestMetricsServer:
         start("--profiling")
         assert b"_loop" in fetch(lab, "/debug/threads", METRICS).body
 
+    def test_row_6_6_network_programming_and_8_6_changes(self, start, lab, api, fragile):
+        start()
+        before = samples(lab)
+        ends, made = balanced("web", 1, 30501, True)
+        at = datetime.now(UTC) - timedelta(seconds=0.4)
+        text = f"{at:%Y-%m-%dT%H:%M:%S.%f}000Z"  # RFC 3339 with nanoseconds, as the controller writes it
+        ends["metadata"]["annotations"] = {"endpoints.kubernetes.io/last-change-trigger-time": text}
+        api.put(made)
+        until(lambda: samples(lab)["hybrid_proxy_services"][()] == 1, "the service")
+        api.put(ends)
+        until(status_is(lab, "/", 200, 30501), "its endpoint")
+        after = samples(lab)
+        name = "kubeproxy_network_programming_duration_seconds"
+        assert before[f"{name}_count"] == {("IPv4",): 0, ("IPv6",): 0}
+        assert after[f"{name}_count"] == {("IPv4",): 1, ("IPv6",): 0}
+        assert 0.35 <= after[f"{name}_sum"]["IPv4",] <= 0.4 + 8 * PATIENCE
+        for thing in ("endpoint", "service"):
+            total, pending = (f"kubeproxy_sync_proxy_rules_{thing}_changes_{end}" for end in ("total", "pending"))
+            assert after[total][()] == before[total][()] + 1
+            assert after[pending][()] == 0
+        queued, synced = (after[f"kubeproxy_sync_proxy_rules_{x}_timestamp_seconds"] for x in ("last_queued", "last"))
+        assert time.time() - 60 * PATIENCE < queued["IPv4",] <= synced["IPv4",] <= time.time()
+        assert after["kubeproxy_sync_proxy_rules_duration_seconds_count"]["IPv4",] >= 2
+        (fragile / "broken").touch()
+        api.put(endpoint_slice(9, range(1), 1))
+        api.put(service(9))
+        until(lambda: samples(lab)["kubeproxy_sync_proxy_rules_service_changes_pending"][()] == 1, "a change waits")
+
     def test_formats(self, start, lab):
         start()
         plain = fetch(lab, "/metrics", METRICS)
