@@ -30,7 +30,7 @@ __all__ = ["Page", "Site", "Web"]
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS: Final = 5.0  # as kube-proxy
-IDLE_SECONDS: Final = 30.0  # of a connection, for a request or between two
+IDLE_SECONDS: Final = 90.0  # of a connection, for a request or between two; scrapers come every minute or sooner
 CONNECTIONS: Final = 256
 REQUEST_BYTES: Final = 16 << 10
 BACKLOG: Final = 128
