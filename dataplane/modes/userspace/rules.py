@@ -26,8 +26,11 @@ _VERDICT: Final = {WhenEmpty.REJECT: "goto refuse", WhenEmpty.DROP: "drop"}
 _MAPS: Final = frozenset(
     f"{side}{what}" for side in ("inside", "outside") for what in ("", "-ports", "-empty", "-ports-empty")
 )
-_INTERVALS: Final = frozenset({"allowed", "service-cidrs"})  # the kernel tells them merged and split
 _PROTOCOLS: Final = {"tcp": "6", "udp": "17", "sctp": "132"}
+# One set for each protocol: nft before 1.1 converts the protocol in a key with ranges as if it had two bytes, which
+# recent kernels refuse.
+_ALLOWED: Final = {number: f"allowed-{name}" for name, number in _PROTOCOLS.items()}
+_INTERVALS: Final = frozenset({*_ALLOWED.values(), "service-cidrs"})  # the kernel tells them merged and split
 
 # (name of the set or map, key) -> value, None for the elements of a set
 Elements = dict[tuple[str, str], str | None]
@@ -72,6 +75,12 @@ def skeleton(family: int, node: NodeNetwork) -> str:
     kept = f"ct mark & {bits:#x} == {bits:#x}"
     listen = listen_addresses(node).get(family)
     guard = f"{w.ip} daddr {listen} {w.port} @listeners goto refuse" if listen else ""
+    ranges = f"type {w.kind} . inet_service . {w.kind}; flags interval;"
+    ranges = "\n    ".join(f"set {name} {{ {ranges} }}" for name in _ALLOWED.values())
+    allowed = "\n".join(
+        f"        meta l4proto {number} {w.ip} daddr . th dport . {w.ip} saddr != @{name} drop"
+        for number, name in _ALLOWED.items()
+    )
     text = f"""
     map inside {{ type {w.kind} . inet_proto . inet_service : {w.kind} . inet_service; }}
     map outside {{ type {w.kind} . inet_proto . inet_service : {w.kind} . inet_service; }}
@@ -82,7 +91,7 @@ def skeleton(family: int, node: NodeNetwork) -> str:
     map inside-ports-empty {{ type inet_proto . inet_service : verdict; }}
     map outside-ports-empty {{ type inet_proto . inet_service : verdict; }}
     set firewalled {{ type {w.kind} . inet_proto . inet_service; }}
-    set allowed {{ type {w.kind} . inet_proto . inet_service . {w.kind}; flags interval; }}
+    {ranges}
     set cluster-ips {{ type {w.kind}; }}
     set service-cidrs {{ type {w.kind}; flags interval; auto-merge; {_initial(cidrs)} }}
     set node-addresses {{ type {w.kind}; {_initial(own)} }}
@@ -114,8 +123,11 @@ def skeleton(family: int, node: NodeNetwork) -> str:
         dnat {w.ip} to {w.key} map @outside
         {w.ip} daddr @node-addresses dnat {w.ip} to {w.port} map @outside-ports
     }}
+    chain guarded {{
+{allowed}
+    }}
     chain firewall {{
-        {w.key} @firewalled {w.key} . {w.ip} saddr != @allowed drop
+        {w.key} @firewalled goto guarded
     }}
 
     chain marks-prerouting {{
@@ -216,7 +228,7 @@ def elements_of(lowered: Lowered, protocol: int, listen: str, numbers: tuple[int
     for address, port, sources in lowered.firewalled:
         found["firewalled", f"{address} . {protocol} . {port}"] = None
         for source in sources:
-            found["allowed", f"{address} . {protocol} . {port} . {source}"] = None
+            found[_ALLOWED[str(protocol)], f"{address} . {port} . {source}"] = None
     for address in lowered.cluster_ips:
         found["cluster-ips", address] = None
     return found

@@ -114,7 +114,7 @@ def test_sources_are_elements_too() -> None:
         ("outside", "198.51.100.1 . 6 . 80"): "192.0.2.1 . 50001",
         ("listeners", "6 . 50001"): None,
         ("firewalled", "198.51.100.1 . 6 . 80"): None,
-        ("allowed", "198.51.100.1 . 6 . 80 . 203.0.113.0/24"): None,
+        ("allowed-tcp", "198.51.100.1 . 80 . 203.0.113.0/24"): None,
     }
 
 
