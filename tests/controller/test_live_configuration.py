@@ -14,10 +14,14 @@ import pytest
 
 from controller.lab.agent import Agent
 from controller.lab.network import CLUSTER_CIDRS, Lab
+from controller.lab.traffic import Tally
 from tests.conformance.kit import HTTP, V4, V6, Bench, eventually, node_manifest
 from tests.controller.test_switching import left_of, new_connections, works
 
 pytestmark = pytest.mark.root
+# Loading eBPF programs keeps the CPUs of a small machine, and with them the servers of the lab, busy for seconds: their
+# answers may come late. A connection that was broken is not answered at all, and one whose SYN was lost more than once connects late.
+PATIENCE = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +93,21 @@ def serves(agent: Agent, mode: str) -> dict[str, Any]:
     return agent.wait(lambda status: status["mode"]["effective"] == mode and status["synced"], 30, f"in mode {mode}")
 
 
+def nothing_failed(tallies: dict[str, Tally]) -> None:
+    """All of them at once: whether one path failed or everybody says whether it was the change or the machine."""
+    told = {name: tally.report() for name, tally in tallies.items()}
+    assert all(report["answered"] > 20 for report in told.values()), told
+    assert not any(report["failed"] for report in told.values()), told
+    assert all(report["connect_ms"]["max"] < 2000 for report in told.values()), told
+
+
 def test_the_mode_changes_under_load(start: Callable[[str], Agent], file: File, lab: Lab):
     agent = start("iptables")
     bench = Bench(lab, agent, itertools.count(1))
     service = bench.service("pod2", "pod3")
     process = agent.process
     ways = [mode for mode in ("nftables", "ebpf", "iptables") if not _missing(mode, lab)]
-    with new_connections(lab, service) as tallies:
+    with new_connections(lab, service, PATIENCE) as tallies:
         before = "iptables"
         for mode in ways:
             time.sleep(0.5)
@@ -106,9 +118,7 @@ def test_the_mode_changes_under_load(start: Callable[[str], Agent], file: File, 
             assert left_of(before, lab) is None
             before = mode
         time.sleep(0.5)
-    for name, tally in tallies.items():
-        assert tally.answered > 50, f"{name}: hardly any traffic: {tally.report()}"
-        assert not tally.failed, f"{name}: {tally.report()}"
+    nothing_failed(tallies)
     assert agent.process is process
     service.write(lab["pod2"])  # and what changes from now on is served
     for family in (V4, V6):
@@ -129,15 +139,14 @@ def test_back_before_the_other_mode_has_ended(start: Callable[[str], Agent], fil
     works("nftables", lab)
     bench = Bench(lab, agent, itertools.count(1))
     service = bench.service("pod2", "pod3")
-    with new_connections(lab, service) as tallies:
+    with new_connections(lab, service, PATIENCE) as tallies:
         for mode in ("nftables", "ebpf"):
             file.mode(mode)
             serves(agent, mode)
         time.sleep(4.0)
         assert left_of("ebpf", lab) is not None
         eventually(lambda: left_of("nftables", lab) is None, 10, "mode nftables was not removed")
-    for name, tally in tallies.items():
-        assert not tally.failed, f"{name}: {tally.report()}"
+    nothing_failed(tallies)
 
 
 def test_settings_of_the_dataplane_and_of_services(start: Callable[[str], Agent], file: File, lab: Lab):
@@ -148,13 +157,12 @@ def test_settings_of_the_dataplane_and_of_services(start: Callable[[str], Agent]
         file.ours["ebpf"] = changes
         file.ours["algorithm"] = "rr"
         told = f"HybridProxyConfiguration.ebpf.{next(iter(changes))}"
-        with new_connections(lab, service) as tallies:
+        with new_connections(lab, service, PATIENCE) as tallies:
             file.write()
             eventually(lambda told=told: told in agent.tail(100), 15, "it was not applied")
             serves(agent, "ebpf")
             time.sleep(0.5)
-        for name, tally in tallies.items():
-            assert not tally.failed, f"{name}: {tally.report()}"
+        nothing_failed(tallies)
     lines = [line for line in agent.tail(100).splitlines() if "applied: " in line]
     assert lines[0].endswith(
         "applied: HybridProxyConfiguration.algorithm, HybridProxyConfiguration.ebpf.eventRate, "
@@ -264,14 +272,13 @@ def test_a_mode_that_cannot_serve_leaves_the_one_before(start: Callable[[str], A
         pytest.skip("every mode works here")
     bench = Bench(lab, agent, itertools.count(1))
     service = bench.service("pod2")
-    with new_connections(lab, service) as tallies:
+    with new_connections(lab, service, PATIENCE) as tallies:
         file.mode("ipvs")
         status = agent.wait(lambda status: status["configuration"]["refused"], 15, "told of the error")
         assert status["configuration"]["refused"].startswith("it cannot serve: mode ipvs: ")
         serves(agent, "nftables")
         time.sleep(0.5)
-    for name, tally in tallies.items():
-        assert not tally.failed, f"{name}: {tally.report()}"
+    nothing_failed(tallies)
     service.write(lab["pod3"])
     bench.settle(service, {"pod3"}, V4)
 

@@ -17,7 +17,7 @@ import pytest
 from controller.config import available_modes
 from controller.lab.agent import Agent
 from controller.lab.network import Lab
-from controller.lab.traffic import Stream, Tally, load
+from controller.lab.traffic import TIMEOUT, Stream, Tally, load
 from controller.modes import open_mode
 from dataplane.errors import Unsupported
 from dataplane.mode import Options
@@ -66,7 +66,7 @@ def agents(request: pytest.FixtureRequest, lab: Lab) -> Iterator[tuple[Agent, Ag
 
 
 @contextmanager
-def new_connections(lab: Lab, service: Service) -> Iterator[dict[str, Tally]]:
+def new_connections(lab: Lab, service: Service, timeout: float = TIMEOUT) -> Iterator[dict[str, Tally]]:
     """From a pod and from the node, over both families, all the while."""
     stop, tallies, threads = threading.Event(), {}, []
     for place, family in itertools.product(("pod1", "node"), (V4, V6)):
@@ -76,7 +76,7 @@ def new_connections(lab: Lab, service: Service) -> Iterator[dict[str, Tally]]:
                 target=load,
                 args=("connections", (family, service.vip(family))),
                 kwargs={
-                    "tally": tally, "rate": 100, "concurrency": 4, "stop": stop,
+                    "tally": tally, "rate": 100, "concurrency": 4, "stop": stop, "timeout": timeout,
                     "open_socket": lambda family, kind, place=place: lab.socket(place, family, kind),
                 },
             )
