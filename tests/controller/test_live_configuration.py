@@ -20,7 +20,8 @@ from tests.controller.test_switching import left_of, new_connections, works
 
 pytestmark = pytest.mark.root
 # Loading eBPF programs keeps the CPUs of a small machine, and with them the servers of the lab, busy for seconds: their
-# answers may come late. A connection that was broken is not answered at all, and one whose SYN was lost more than once connects late.
+# answers may come late. A connection that was broken is not answered at all, and one whose SYN was lost more than once
+# connects late.
 PATIENCE = 10.0
 
 
