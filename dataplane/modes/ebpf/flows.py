@@ -75,7 +75,7 @@ class Caretaker:
     def __init__(self, maps: dict[str, Map], sweep: int, clock: int, hz: int, options: Options) -> None:
         self._options = options
         self._flows = {4: maps["flows4"], 6: maps["flows6"]}
-        self._connected = maps.get("connected")
+        self._maps = maps
         self._sweep, self._clock, self._hz = sweep, clock, hz
         self._disconnecting: set[int] = set()
         self.disconnected = 0
@@ -96,6 +96,11 @@ class Caretaker:
     def known_flows(self) -> int:
         """Entries of both families when they were read last."""
         return sum(self.used.values())
+
+    @property
+    def _connected(self) -> Map | None:
+        """There once the socket programs are loaded."""
+        return self._maps.get("connected")
 
     def start(self) -> None:
         """Begin; from then on this object's thread reads the flow tables."""
@@ -149,14 +154,15 @@ class Caretaker:
     def _end_sockets(self) -> None:
         with self._lock:
             backends, self._disconnecting = self._disconnecting, set()
-        if not backends or self._connected is None:
+        connected = self._connected
+        if not backends or connected is None:
             return
         try:
-            cookies, values = self._connected.items(np.dtype(np.uint64), np.dtype(np.uint32))
+            cookies, values = connected.items(np.dtype(np.uint64), np.dtype(np.uint32))
             chosen = cookies[np.isin(values, list(backends))]
             if len(chosen):
                 self.disconnected += end_datagram_sockets(frozenset(chosen.tolist()))
-                self._connected.delete_batch(chosen)
+                connected.delete_batch(chosen)
         except (DataplaneError, OSError) as error:
             log.warning("UDP sockets connected to backends that are gone could not be ended: %s", error)
 
