@@ -80,7 +80,8 @@ def observe(bench: Bench, probe: Probe, want: Want) -> Seen:
     rounds, each = (5, 8 * len(want.pods)) if len(want.pods) > 1 else (1, 3)
     answers: list[Reply | str] = []
     for _ in range(rounds):
-        answers += volley(bench, [probe] * each, wait=1.0)
+        # Long enough for a second SYN: the first one may meet a TIME_WAIT of the same four-tuple at the backend.
+        answers += volley(bench, [probe] * each, wait=2.5)
         seen = sight(bench, probe.place, answers)
         if seen.errors or seen.pods >= want.pods:
             break

@@ -260,7 +260,9 @@ def test_what_is_open_goes_on(node: Node, mode: str, former: str) -> None:
     with switch(node, former, mode) as now, ExitStack() as stack:
         flows = open_flows(node, stack)
         with going_on(flows):
-            time.sleep(2.5 * PATIENCE)  # by then mode ebpf hands over between pods: no hook sees what it has not seen begin
+            time.sleep(
+                2.5 * PATIENCE
+            )  # by then mode ebpf hands over between pods: no hook sees what it has not seen begin
             done = now()
             time.sleep(2.0 * PATIENCE)
     for flow in flows:

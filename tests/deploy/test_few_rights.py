@@ -35,14 +35,19 @@ BITS = {"NET_BIND_SERVICE": 10, "NET_ADMIN": 12, "NET_RAW": 13, "SYS_RESOURCE": 
 COMPLAINTS = ("not permitted", "ermission denied", "ead-only file", "No usable temporary", "Traceback")
 
 # Every mount becomes read-only but those of the arguments up to `--`, devices, and a fresh /tmp. What is bound to
-# itself first is a mount of its own; /run is a folder of the root file system on some machines.
+# itself first is a mount of its own; /run is a folder of the root file system on some machines. The checkout stays where
+# it is, in /tmp too.
 READ_ONLY = """
 set -e
 for place; do
     [ "$place" = -- ] && break
     mount --bind "$place" "$place"
 done
+exec 3<.
 mount -t tmpfs -o size=16m none /tmp
+mkdir -p "$PWD"
+mount --no-canonicalize --bind /proc/self/fd/3 "$PWD"
+exec 3<&-
 keep=" /tmp "
 while [ "$1" != -- ]; do keep="$keep$1 "; shift; done
 shift

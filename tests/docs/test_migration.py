@@ -86,7 +86,7 @@ def connections(lab: Lab) -> Iterator[None]:
         for thread in threads:
             thread.join()
     for place, tally in tallies.items():
-        assert tally.answered >= 20 / PATIENCE, f"{place}: hardly any traffic: {tally.report()}"
+        assert tally.answered >= 5, f"{place}: hardly any traffic: {tally.report()}"
         assert not tally.failures, f"{place}: {tally.report()}"
 
 
