@@ -35,8 +35,8 @@ BITS = {"NET_BIND_SERVICE": 10, "NET_ADMIN": 12, "NET_RAW": 13, "SYS_RESOURCE": 
 COMPLAINTS = ("not permitted", "ermission denied", "ead-only file", "No usable temporary", "Traceback")
 
 # Every mount becomes read-only but those of the arguments up to `--`, devices, and a fresh /tmp. What is bound to
-# itself first is a mount of its own; /run is a folder of the root file system on some machines. The checkout stays where
-# it is, in /tmp too.
+# itself first is a mount of its own; /run is a folder of the root file system on some machines. The checkout stays
+# where it is, in /tmp too.
 READ_ONLY = """
 set -e
 for place; do
