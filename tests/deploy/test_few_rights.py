@@ -174,7 +174,7 @@ refused("clone", lambda: libc.syscall(56, 0x10000000 | 17, 0, 0, 0, 0))
 refused("ptrace", lambda: libc.ptrace(16, 1, 0, 0))
 refused("module", lambda: libc.syscall(175, 0, 0, b""))
 refused("keyring", lambda: libc.syscall(250, 0, -3, 0))
-refused("temporary", lambda: os.close(os.open("/tmp/x", os.O_CREAT | os.O_WRONLY)))
+refused("temporary", lambda: os.close(os.open(f"/tmp/{os.getpid()}", os.O_CREAT | os.O_WRONLY)))
 """
     told = lab.run("node", [*confined(lab, manifests.capabilities("ebpf")), sys.executable, "-c", attempts])
     found = dict(line.split() for line in told.stdout.splitlines())
