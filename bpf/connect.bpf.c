@@ -135,17 +135,20 @@ INLINE void trace_socket(const struct target *t, const struct choice *c, __u8 pr
 		tell_socket(t, c, protocol, COUNT_SOCKET_CONNECT, true);
 }
 
-/* Without bpf_set_retval the caller sees EPERM. */
+/* Without bpf_set_retval the caller would see EPERM, whatever the reason: its packets find out at the uplink instead,
+ * as those of a pod do.
+ */
 INLINE int fail(const struct target *t, const struct choice *c, __u8 protocol)
 {
 	bool refused = c->verdict == VERDICT_REJECT;
 	enum counter reason = refused ? COUNT_SOCKET_REFUSED : c->why;
 
+	if (!settings.can_set_errno)
+		return PROCEED;
 	count(reason);
 	if (settings.event_burst)
 		tell_socket(t, c, protocol, reason, false);
-	if (settings.can_set_errno)
-		bpf_set_retval(refused ? -ECONNREFUSED : -ETIMEDOUT);
+	bpf_set_retval(refused ? -ECONNREFUSED : -ETIMEDOUT);
 	return REFUSE;
 }
 

@@ -123,7 +123,7 @@ class Loader:
         return Programs(**loaded, **sockets.result())
 
     def _sockets(self, larger: Larger | None) -> dict[str, Object]:
-        """The cgroup programs; without bpf_set_retval (Linux 5.18) a refusal shows as EPERM.
+        """The cgroup programs; without bpf_set_retval (Linux 5.18) they refuse nobody.
 
         With them, where backends are left out, what hears of the node's own connections that get no answer.
         """
