@@ -26,15 +26,27 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
 
 from controller.lab import namespace
 
-__all__ = ["Reply", "Stream", "Tally", "WrongSource", "ask_tcp", "ask_udp", "failure", "load", "main", "target_of"]
+__all__ = [
+    "Reply",
+    "Stream",
+    "Tally",
+    "WrongSource",
+    "ask_tcp",
+    "ask_udp",
+    "failure",
+    "load",
+    "main",
+    "meanwhile",
+    "target_of",
+]
 
 Address = tuple[str, int]
 OpenSocket = Callable[[int, int], socket.socket]  # family, kind
@@ -262,6 +274,21 @@ def load(
     for thread in clients:
         thread.join()
     return tally
+
+
+@contextmanager
+def meanwhile(calls: Iterable[Callable[..., object]]) -> Iterator[None]:
+    """All of these at the same time for as long as the block lasts; each is given `stop`, the event that ends it."""
+    stop = threading.Event()
+    threads = [threading.Thread(target=call, kwargs={"stop": stop}) for call in calls]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
 
 
 class _Turns:

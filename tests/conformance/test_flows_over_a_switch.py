@@ -20,7 +20,7 @@ from enum import Enum
 import pytest
 
 from controller.lab.agent import Agent
-from controller.lab.traffic import ask_tcp, ask_udp
+from controller.lab.traffic import ask_tcp, ask_udp, meanwhile
 from controller.modes import DRAIN_SECONDS
 from dataplane.kernel.links import read_node
 
@@ -165,20 +165,6 @@ def open_flows(node: Node, stack: ExitStack) -> list[Flow]:
     return flows
 
 
-@contextmanager
-def going_on(flows: list[Flow]) -> Iterator[None]:
-    stop = threading.Event()
-    threads = [threading.Thread(target=flow.go_on, args=(stop,)) for flow in flows]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-
-
 class Lives(Enum):
     """How long what was open before a switch goes on after it."""
 
@@ -259,7 +245,7 @@ def params() -> list[object]:
 def test_what_is_open_goes_on(node: Node, mode: str, former: str) -> None:
     with switch(node, former, mode) as now, ExitStack() as stack:
         flows = open_flows(node, stack)
-        with going_on(flows):
+        with meanwhile(flow.go_on for flow in flows):
             time.sleep(
                 2.5 * PATIENCE
             )  # by then mode ebpf hands over between pods: no hook sees what it has not seen begin

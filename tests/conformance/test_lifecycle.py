@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 import shutil
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from controller.lab.network import Lab
-from controller.lab.traffic import Tally, load
+from controller.lab.traffic import Tally, load, meanwhile
 
 from .kit import PATIENCE, UDP, V4, V6, Bench, Service, attached, eventually, silent
 
@@ -30,32 +30,24 @@ def bench(bench: Bench) -> Iterator[Bench]:
 @contextmanager
 def under_load(bench: Bench, *services: Service) -> Iterator[dict[str, Tally]]:
     """New connections, open streams and datagrams, from a pod and from the node, all the while."""
-    stop, tallies, threads = threading.Event(), {}, []
+    tallies, clients = {}, []
     for place, service, family in itertools.product(("pod1", "node"), services, (V4, V6)):
         for kind in ("connections", "streams") if service.protocol == "TCP" else ("udp",):
             tally = tallies[f"{place} {kind} {service.vip(family)}"] = Tally()
-            threads.append(
-                threading.Thread(
-                    target=load,
-                    args=(kind, (family, service.vip(family))),
-                    kwargs={
-                        "tally": tally,
-                        "rate": 40 / PATIENCE**2,  # an emulated machine is slower at work than at waiting
-                        "concurrency": 2,
-                        "stop": stop,
-                        "timeout": 2 * PATIENCE,
-                        "open_socket": lambda family, kind, place=place: bench.lab.socket(place, family, kind),
-                    },
+            clients.append(
+                partial(
+                    load,
+                    kind,
+                    (family, service.vip(family)),
+                    tally=tally,
+                    rate=40 / PATIENCE**2,  # an emulated machine is slower at work than at waiting
+                    concurrency=2,
+                    timeout=2 * PATIENCE,
+                    open_socket=partial(bench.lab.socket, place),
                 )
             )
-    for thread in threads:
-        thread.start()
-    try:
+    with meanwhile(clients):
         yield tallies
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
     for name, tally in tallies.items():
         assert tally.answered >= 20 / PATIENCE, f"{name}: hardly any traffic: {tally.report()}"
         assert not tally.failures, f"{name}: {tally.report()}"
@@ -250,25 +242,20 @@ def established(lab: Lab, place: str, family: int) -> list[str]:
 
 def test_what_is_no_services_waits_for_no_agent(bench: Bench, family: int) -> None:
     """Direct traffic in a time without agent, and right through its start."""
-    stop, tally = threading.Event(), Tally()
-    target = (family, (bench.lab["pod2"].address(family), 8080))
-    client = threading.Thread(
-        target=load,
-        args=("connections", target),
-        kwargs={
-            "tally": tally,
-            "rate": 100 / PATIENCE,
-            "stop": stop,
-            "timeout": 2 * PATIENCE,
-            "open_socket": lambda f, k: bench.lab.socket("pod1", f, k),
-        },
+    tally = Tally()
+    client = partial(
+        load,
+        "connections",
+        (family, (bench.lab["pod2"].address(family), 8080)),
+        tally=tally,
+        rate=100 / PATIENCE,
+        timeout=2 * PATIENCE,
+        open_socket=partial(bench.lab.socket, "pod1"),
     )
-    client.start()
-    bench.agent.kill()
-    bench.agent.cleanup()
-    bench.agent.start(20 * PATIENCE)
-    bench.agent.terminate()
-    stop.set()
-    client.join()
+    with meanwhile([client]):
+        bench.agent.kill()
+        bench.agent.cleanup()
+        bench.agent.start(20 * PATIENCE)
+        bench.agent.terminate()
     assert not tally.failures, tally.report()
     assert tally.answered > 20 / PATIENCE

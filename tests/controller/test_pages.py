@@ -301,8 +301,9 @@ class TestMetricsServer:
         until(lambda: samples(lab)["hybrid_proxy_services"][()] == 1, "the service")
         api.put(ends)
         until(status_is(lab, "/", 200, 30501), "its endpoint")
-        after = samples(lab)
         name = "kubeproxy_network_programming_duration_seconds"
+        until(lambda: sum(samples(lab)[f"{name}_count"].values()) == 1, "the figures of that sync")
+        after = samples(lab)
         assert before[f"{name}_count"] == {("IPv4",): 0, ("IPv6",): 0}
         assert after[f"{name}_count"] == {("IPv4",): 1, ("IPv6",): 0}
         assert 0.35 <= after[f"{name}_sum"]["IPv4",] <= 0.4 + 8 * PATIENCE

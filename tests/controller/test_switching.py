@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
 from controller.config import available_modes
 from controller.lab.agent import Agent
 from controller.lab.network import Lab
-from controller.lab.traffic import TIMEOUT, Stream, Tally, load
+from controller.lab.traffic import TIMEOUT, Stream, Tally, load, meanwhile
 from controller.modes import open_mode
 from dataplane.errors import Unsupported
 from dataplane.mode import Options
@@ -68,27 +68,15 @@ def agents(request: pytest.FixtureRequest, lab: Lab) -> Iterator[tuple[Agent, Ag
 @contextmanager
 def new_connections(lab: Lab, service: Service, timeout: float = TIMEOUT) -> Iterator[dict[str, Tally]]:
     """From a pod and from the node, over both families, all the while."""
-    stop, tallies, threads = threading.Event(), {}, []
+    tallies, clients = {}, []
     for place, family in itertools.product(("pod1", "node"), (V4, V6)):
         tally = tallies[f"{place} IPv{4 if family == V4 else 6}"] = Tally()
-        threads.append(
-            threading.Thread(
-                target=load,
-                args=("connections", (family, service.vip(family))),
-                kwargs={
-                    "tally": tally, "rate": 100, "concurrency": 4, "stop": stop, "timeout": timeout,
-                    "open_socket": lambda family, kind, place=place: lab.socket(place, family, kind),
-                },
-            )
+        clients.append(
+            partial(load, "connections", (family, service.vip(family)), tally=tally, rate=100, timeout=timeout,
+                    open_socket=partial(lab.socket, place))
         )  # fmt: skip
-    for thread in threads:
-        thread.start()
-    try:
+    with meanwhile(clients):
         yield tallies
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
 
 
 def go_on(streams: list[Stream], seconds: float) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
 from controller.lab.network import Lab
-from controller.lab.traffic import Tally, load
+from controller.lab.traffic import Tally, load, meanwhile
 from tests.conformance.kit import PATIENCE
 
 from .kit import run_blocks, shell, start_agent
@@ -65,26 +65,15 @@ def kube_proxys_rules(lab: Lab) -> str:
 @contextmanager
 def connections(lab: Lab) -> Iterator[None]:
     """New ones from a pod, the node and outside, none of which may fail."""
-    stop, tallies, threads = threading.Event(), {}, []
+    tallies, clients = {}, []
     for place in ("pod4", "node", "client"):
         tally = tallies[place] = Tally()
-        threads.append(
-            threading.Thread(
-                target=load,
-                args=("connections", (socket.AF_INET, WEB)),
-                kwargs={
-                    "tally": tally, "rate": 30 / PATIENCE, "concurrency": 2, "stop": stop, "timeout": 3 * PATIENCE,
-                    "open_socket": lambda family, kind, place=place: lab.socket(place, family, kind),
-                },
-            )
+        clients.append(
+            partial(load, "connections", (socket.AF_INET, WEB), tally=tally, rate=30 / PATIENCE, concurrency=2,
+                    timeout=3 * PATIENCE, open_socket=partial(lab.socket, place))
         )  # fmt: skip
-        threads[-1].start()
-    try:
+    with meanwhile(clients):
         yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
     for place, tally in tallies.items():
         assert tally.answered >= 5, f"{place}: hardly any traffic: {tally.report()}"
         assert not tally.failures, f"{place}: {tally.report()}"

@@ -8,17 +8,17 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from controller.lab.network import Lab
-from controller.lab.traffic import Stream, Tally, load
+from controller.lab.traffic import Stream, Tally, load, meanwhile
 from dataplane.mode import Options
 from dataplane.modes.ebpf.programmer import clean
 from dataplane.modes.ebpf.traffic import FIELDS
@@ -136,20 +136,16 @@ class Traffic:
 
 @contextmanager
 def traffic_of(lab: Lab) -> Iterator[Traffic]:
-    made, stop, threads = Traffic(lab), threading.Event(), []
+    made, clients = Traffic(lab), []
     for place, family in itertools.product(("pod1", "node"), FAMILIES):
         for kind in ("connections", "streams", "udp"):
             tally = made.tallies[f"{place} {kind} {family.name}"] = Tally()
             target = DNS[family] if kind == "udp" else WEB[family]
-            opened = lambda family, kind, place=place: lab.socket(place, family, kind)  # noqa: E731
-            fields = {"tally": tally, "rate": 30, "concurrency": 2, "stop": stop, "timeout": PATIENT,
-                      "open_socket": opened}  # fmt: skip
-            threads.append(threading.Thread(target=load, args=(kind, (family, target)), kwargs=fields))
-    with ExitStack() as stack:
-        for thread in threads:
-            thread.start()
-        stack.callback(lambda: [thread.join() for thread in threads])
-        stack.callback(stop.set)
+            clients.append(
+                partial(load, kind, (family, target), tally=tally, rate=30, concurrency=2, timeout=PATIENT,
+                        open_socket=partial(lab.socket, place))
+            )  # fmt: skip
+    with meanwhile(clients):
         yield made
         made.moves_on()
     for stream in made.streams:
