@@ -32,9 +32,9 @@ help: ## print this list
 demo: setup ## show the main job on this machine, in namespaces of its own (root; under a minute)
 	$(Q)$(VENV)/bin/hybrid-proxy lab demo
 
-# Without IPVS in this kernel, its tests run in a virtual machine.
+# Without IPVS in this kernel, its tests run in a virtual machine. A failed test gets a second try: tests/steadiness.py.
 test: setup $(if $(IPVS),,$(STAMPS)/vm) ## run all tests (root: they make network namespaces of their own)
-	$(Q)$(PYTHON) -m pytest $(ARGS)
+	$(Q)$(PYTHON) -m pytest --reruns 1 --reruns-delay 1 $(ARGS)
 
 test-kernels: vm ## the conformance suite of every mode on Debian's kernels: KERNELS="5.10 6.1" MODES="ebpf" CORE=1
 	$(Q)$(PYTHON) -m tests.vm matrix $(if $(KERNELS),--kernels $(KERNELS)) $(if $(MODES),--modes $(MODES)) $(if $(CORE),--core)

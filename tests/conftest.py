@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest_plugins = ["vm.plugin"]
+pytest_plugins = ["vm.plugin", "steadiness"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

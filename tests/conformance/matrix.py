@@ -40,7 +40,7 @@ class Matrix:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note the outcome of a test, and of a set-up that failed."""
         key = self.names.get(report.nodeid)
-        if key is None or (report.when != "call" and report.passed):
+        if key is None or report.outcome == "rerun" or (report.when != "call" and report.passed):
             return
         outcome = "xfailed" if hasattr(report, "wasxfail") and report.skipped else report.outcome
         self.outcomes[key] = max(outcome, self.outcomes.get(key, "passed"), key=_WORST.index)
