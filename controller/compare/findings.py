@@ -1,0 +1,225 @@
+"""From measurements to rows and sentences: which mode, by how much, how sure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from controller.compare.plan import METRICS, Metric
+from controller.compare.result import Cell, Run
+from controller.compare.stats import SURE, Estimate, Verdict, estimate, judge, ratios, spread
+
+__all__ = ["NOISY", "Findings", "Noise", "Row", "findings", "shown"]
+
+NOISY: Final = 0.10  # a control that spreads further than this part of its median tells of a busy machine
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One metric of one mode with one number of services.
+
+    Args:
+        metric: its name.
+        mode: which.
+        size: number of services.
+        value: in the metric's unit.
+        control: of the plain pod address, in the metric's unit.
+        ratio: value / control, each pair of one round.
+        lead: the first mode / this one, in times of their controls where there are any; None for the first itself.
+        verdict: of the first mode against this one.
+        missing: why there is no value.
+    """
+
+    metric: str
+    mode: str
+    size: int
+    value: Estimate | None
+    control: Estimate | None = None
+    ratio: Estimate | None = None
+    lead: Estimate | None = None
+    verdict: Verdict = ""
+    missing: str = ""
+
+
+class Noise(msgspec.Struct, frozen=True):
+    """How far the control of a metric spreads: the middle half of its measurements, as a part of their median."""
+
+    metric: str
+    size: int
+    spread: float
+
+
+class Findings(msgspec.Struct, frozen=True):
+    """All rows, and what they come to in sentences: `summary` first, `warnings` beside it."""
+
+    rows: Sequence[Row]
+    noise: Sequence[Noise]
+    summary: Sequence[str]
+    warnings: Sequence[str]
+
+    def row(self, metric: str, mode: str, size: int) -> Row | None:
+        """The row of that metric, mode and size."""
+        return next((r for r in self.rows if (r.metric, r.mode, r.size) == (metric, mode, size)), None)
+
+
+def findings(run: Run) -> Findings:
+    """What a run comes to, finished or not."""
+    rows = [_row(run, metric, mode, size) for size, metric, mode in _all(run)]
+    noise = list(_noise(run))
+    return Findings(rows, noise, list(_summary(run, rows)), list(_warnings(run, rows, noise)))
+
+
+def _all(run: Run) -> Iterator[tuple[int, Metric, str]]:
+    for size in run.settings.sizes:
+        for metric in METRICS:
+            if not run.settings.live or metric.load in ("connections", "requests"):
+                for mode in run.settings.modes:
+                    yield size, metric, mode
+
+
+def _cells(run: Run, metric: Metric, mode: str, size: int) -> dict[int, Cell]:
+    """By round."""
+    kinds = {metric.kind, "live"} if metric.load else {metric.kind}
+    return {
+        cell.step.round: cell
+        for cell in run.cells
+        if (cell.step.mode, cell.step.size) == (mode, size) and cell.step.kind in kinds
+    }
+
+
+def _row(run: Run, metric: Metric, mode: str, size: int) -> Row:
+    state = next((known for known in run.modes if known.mode == mode), None)
+    if state is not None and not state.works:
+        return Row(metric.name, mode, size, None, missing=f"mode {mode} does not work here: {state.missing}")
+    cells = _cells(run, metric, mode, size)
+    value = estimate([cell.values[metric.name] for cell in cells.values() if metric.name in cell.values])
+    if value is None:
+        return Row(metric.name, mode, size, None, missing=_why(run, metric, cells, mode, size))
+    controls = [cell.controls[metric.name] for cell in cells.values() if metric.name in cell.controls]
+    own = _relative(metric, cells)
+    first = run.settings.modes[0]
+    lead = None
+    if mode != first:
+        theirs = _relative(metric, _cells(run, metric, first, size))
+        both = sorted(own.keys() & theirs.keys())
+        lead = estimate(ratios([theirs[n] for n in both], [own[n] for n in both]))
+    ratio = estimate(list(own.values())) if metric.control else None
+    return Row(metric.name, mode, size, value, estimate(controls), ratio, lead, judge(lead, metric.better))
+
+
+def _relative(metric: Metric, cells: Mapping[int, Cell]) -> dict[int, float]:
+    """By round: the value in times of its control, or itself where there is none."""
+    found: dict[int, float] = {}
+    for number, cell in cells.items():
+        value, control = cell.values.get(metric.name), cell.controls.get(metric.name)
+        if value is not None and not metric.control:
+            found[number] = value
+        elif value is not None and control:
+            found[number] = value / control
+    return found
+
+
+def _why(run: Run, metric: Metric, cells: Mapping[int, Cell], mode: str, size: int) -> str:
+    told = [cell.missing[metric.name] for cell in cells.values() if metric.name in cell.missing]
+    if told:
+        return told[-1]
+    for cell in run.cells:  # a mode that did not start was not measured any further
+        if (cell.step.mode, cell.step.size) == (mode, size) and "all" in cell.missing:
+            return cell.missing["all"]
+    return "not measured yet" if not run.complete else "not measured"
+
+
+def _noise(run: Run) -> Iterator[Noise]:
+    for size in run.settings.sizes:
+        for metric in METRICS:
+            values = [
+                cell.controls[metric.name]
+                for cell in run.cells
+                if cell.step.size == size and metric.name in cell.controls
+            ]
+            if len(values) > 1:
+                yield Noise(metric.name, size, spread(values))
+
+
+def _summary(run: Run, rows: Sequence[Row]) -> Iterator[str]:
+    first = run.settings.modes[0]
+    for mode in run.settings.modes[1:]:
+        for size in run.settings.sizes:
+            judged = [row for row in rows if row.mode == mode and row.size == size and row.verdict]
+            if judged:
+                yield _standing(first, mode, size, judged)
+    if len(run.settings.modes) == 1 or run.settings.live:
+        for row in rows:
+            if row.ratio is not None and row.metric in ("connections", "requests", "latency_p99"):
+                yield f"{row.mode}, {_titled(row.metric)}: {_times(row.ratio)} that of the plain pod address."
+
+
+def _standing(first: str, mode: str, size: int, judged: Sequence[Row]) -> str:
+    """`ebpf against nftables, 1,000 services: ahead in 8 of 11 (connections 1.21 x), behind in 1 (start 2.1 x)`."""
+    parts = []
+    for verdict, words in (("ahead", "ahead in"), ("behind", "behind in"), ("even", "not told apart in")):
+        of = [row for row in judged if row.verdict == verdict]
+        if of:
+            names = ", ".join(
+                _titled(row.metric) + (f" {row.lead.median:.2f} ×" if verdict != "even" and row.lead else "")
+                for row in of
+            )
+            parts.append(f"{words} {len(of)} of {len(judged)} ({names})")
+    least = min(row.lead.sure for row in judged if row.lead)
+    doubt = "" if least >= SURE else f" Too few rounds to be sure: each interval holds with {least:.0%}."
+    return f"{first} against {mode}, {size:,} services: {'; '.join(parts)}.{doubt}"
+
+
+def _titled(name: str) -> str:
+    return next(metric.title for metric in METRICS if metric.name == name)
+
+
+def _times(ratio: Estimate) -> str:
+    return f"{ratio.median:.2f} × ({ratio.low:.2f} to {ratio.high:.2f})"
+
+
+def _warnings(run: Run, rows: Sequence[Row], noise: Sequence[Noise]) -> Iterator[str]:
+    if run.machine.emulated:
+        yield (
+            "The processor of this machine is emulated by software: times and rates mean nothing. Only ratios of "
+            "what was measured in turn are shown, and of these only the direction is worth something."
+        )
+    if not run.complete:
+        yield f"The run is not finished: {len(run.cells)} of {run.planned} measurements."
+    for state in run.modes:
+        if not state.works:
+            yield f"Mode {state.mode} does not work on this machine: {state.missing}."
+    loud = sorted({_titled(known.metric) for known in noise if known.spread > NOISY})
+    if loud:
+        worst = max(known.spread for known in noise)
+        yield (
+            f"The machine was not quiet: measurements of the plain pod address, which is always the same, spread by "
+            f"more than {NOISY:.0%} (up to {worst:.0%}) in {', '.join(loud)}. Trust ratios, not values."
+        )
+    even = sum(row.verdict == "even" for row in rows)
+    if even:
+        judged = sum(bool(row.verdict) for row in rows)
+        yield f"In {even} of {judged} comparisons the noise is larger than the difference; they are not told apart."
+    seen: set[str] = set()
+    for cell in run.cells:
+        for note in cell.notes:
+            if note not in seen:
+                seen.add(note)
+                yield f"{cell.step.mode}, {cell.step.size:,} services: {note}"
+
+
+_STEPS: Final[Sequence[tuple[float, Callable[[float], str]]]] = (
+    (1000, lambda value: f"{value:,.0f}"),
+    (100, lambda value: f"{value:.0f}"),
+    (10, lambda value: f"{value:.1f}"),
+    (1, lambda value: f"{value:.2f}"),
+    (0, lambda value: f"{value:.3f}"),
+)
+
+
+def shown(value: float, whole: bool = False) -> str:
+    """A number for people: three digits or a little more; `whole`: of things that are counted."""
+    if whole:
+        return f"{value:,.0f}"
+    return next(write for limit, write in _STEPS if abs(value) >= limit)(value)

@@ -1,0 +1,132 @@
+"""What is measured, in which order.
+
+Rounds follow each other, and in each the modes take turns, so that what else the machine does meets all of them
+alike. The order turns from round to round: nobody is always the first, or always after the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, Literal
+
+import msgspec
+
+__all__ = ["LOADS", "METRICS", "MODES", "Kind", "Metric", "Settings", "Step", "control_first", "metric", "steps"]
+
+MODES: Final = ("ebpf", "ipvs", "nftables", "iptables", "userspace")
+
+Kind = Literal["start", "traffic", "change", "live"]
+
+
+class Metric(msgspec.Struct, frozen=True):
+    """One row of the report.
+
+    Args:
+        name: in JSON.
+        title: for people.
+        unit: of its values; "" for a number of things.
+        better: which direction is.
+        control: whether the plain address of a pod was asked the same in turn.
+        kind: the step that measures it.
+        load: the load that it comes from.
+    """
+
+    name: str
+    title: str
+    unit: str
+    better: Literal["more", "less", "neither"]
+    control: bool
+    kind: Kind
+    load: str = ""
+
+
+METRICS: Final = (
+    Metric("connections", "new connections", "1/s", "more", True, "traffic", "connections"),
+    Metric("connection_cpu", "CPU for a connection", "µs", "less", True, "traffic", "connections"),
+    Metric("requests", "requests on open connections", "1/s", "more", True, "traffic", "requests"),
+    Metric("request_cpu", "CPU for a request", "µs", "less", True, "traffic", "requests"),
+    Metric("latency_p50", "latency, median", "ms", "less", True, "traffic", "requests"),
+    Metric("latency_p90", "latency, 90 %", "ms", "less", True, "traffic", "requests"),
+    Metric("latency_p99", "latency, 99 %", "ms", "less", True, "traffic", "requests"),
+    Metric("stream", "throughput of one connection", "Gbit/s", "more", True, "traffic", "stream"),
+    Metric("datagrams", "small UDP packets", "1/s", "more", True, "traffic", "datagrams"),
+    Metric("change", "time until a change counts", "ms", "less", False, "change"),
+    Metric("start", "time to start", "s", "less", False, "start"),
+    Metric("memory", "memory of the agent", "MB", "less", False, "change"),
+    Metric("rules", "rules in the kernel", "", "neither", False, "start"),
+    Metric("entries", "entries of maps, sets and tables", "", "neither", False, "start"),
+)
+LOADS: Final = ("connections", "requests", "stream", "datagrams")
+
+
+def metric(name: str) -> Metric:
+    """The metric of that name."""
+    return next(known for known in METRICS if known.name == name)
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What was asked for; a run that is taken up again must have the same.
+
+    Args:
+        modes: the first one is compared with each of the others.
+        sizes: numbers of services.
+        backends: endpoints of each service.
+        rounds: how often everything is measured.
+        seconds: how long each load lasts.
+        changes: of a backend, in each round.
+        one_cpu: clients and servers share one CPU.
+        live: `NAMESPACE/NAME` of a service of this node, "": a lab.
+        path: of the requests to that service.
+    """
+
+    modes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    backends: int
+    rounds: int
+    seconds: int
+    changes: int
+    one_cpu: bool = True
+    live: str = ""
+    path: str = "/"
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One measurement: what, in which mode, with how many services, in which round (from 0)."""
+
+    kind: Kind
+    mode: str
+    size: int
+    round: int
+
+    @property
+    def key(self) -> str:
+        """Its name in files."""
+        return f"{self.kind}/{self.mode}/{self.size}/{self.round}"
+
+
+def steps(settings: Settings, works: tuple[str, ...]) -> Iterator[Step]:
+    """All steps in order, for the modes that work here; those of one size and round stand together.
+
+    A round starts every mode anew, then gives each its traffic, then its changes.
+    """
+    kinds: tuple[Kind, ...] = ("live",) if settings.live else ("start", "traffic", "change")
+    chosen = [mode for mode in settings.modes if mode in works]
+    for size in settings.sizes:
+        for number in range(settings.rounds):
+            for kind in kinds:
+                for mode in _turned(chosen, number):
+                    yield Step(kind, mode, size, number)
+
+
+def _turned(modes: list[str], number: int) -> list[str]:
+    """Each in turn is the first, and every second round goes backwards."""
+    if not modes:
+        return []
+    first = number // 2 % len(modes)
+    order = modes[first:] + modes[:first]
+    return order[::-1] if number % 2 else order
+
+
+def control_first(step: Step, load: str) -> bool:
+    """Whether the control takes its turn before the service; so in half of all cases, whatever the load."""
+    return (step.round + LOADS.index(load)) % 2 == 0

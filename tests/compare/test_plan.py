@@ -1,0 +1,53 @@
+"""The order of measurements: everybody takes turns."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from controller.compare.plan import LOADS, METRICS, Settings, Step, control_first, steps
+
+ALL = ("ebpf", "nftables", "iptables")
+SETTINGS = Settings(modes=ALL, sizes=(10, 1000), backends=2, rounds=6, seconds=1, changes=3)
+
+
+def test_every_mode_has_every_step_once() -> None:
+    made = list(steps(SETTINGS, ALL))
+    assert len(made) == len({step.key for step in made}) == 2 * 6 * 3 * 3
+
+
+def test_rounds_are_interleaved() -> None:
+    for kind in ("start", "traffic", "change"):
+        order = [step for step in steps(SETTINGS, ALL) if step.kind == kind and step.size == 10]
+        assert [step.round for step in order] == sorted(step.round for step in order)
+        for number in range(6):
+            assert {step.mode for step in order if step.round == number} == set(ALL)
+
+
+def test_nobody_is_always_first_or_after_the_same_one() -> None:
+    order = [step for step in steps(SETTINGS, ALL) if step.kind == "traffic" and step.size == 10]
+    firsts = Counter(order[n * 3].mode for n in range(6))
+    assert firsts == dict.fromkeys(ALL, 2)
+    for mode in ALL:
+        before = {order[i - 1].mode for i in range(1, len(order)) if order[i].mode == mode}
+        assert len(before - {mode}) == 2
+
+
+def test_a_mode_that_does_not_work_has_no_steps() -> None:
+    assert {step.mode for step in steps(SETTINGS, ("nftables",))} == {"nftables"}
+    assert list(steps(SETTINGS, ())) == []
+
+
+def test_the_control_is_first_in_half_of_the_cases() -> None:
+    for load in LOADS:
+        turns = [control_first(Step("traffic", "ebpf", 10, number), load) for number in range(6)]
+        assert sum(turns) == 3
+
+
+def test_a_live_service_is_measured_with_its_traffic_alone() -> None:
+    live = Settings(("ebpf",), (7,), 1, 3, 1, 0, live="default/web")
+    assert [step.kind for step in steps(live, ("ebpf",))] == ["live"] * 3
+
+
+def test_names_of_metrics_are_unique() -> None:
+    names = [metric.name for metric in METRICS]
+    assert len(names) == len(set(names))
