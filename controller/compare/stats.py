@@ -40,7 +40,7 @@ class Estimate(msgspec.Struct, frozen=True):
 def coverage(count: int, k: int) -> float:
     """Probability that the median lies between the k-th smallest and the k-th largest of `count` measurements."""
     below: int = sum(math.comb(count, i) for i in range(k))
-    return max(0.0, 1 - below / 2 ** (count - 1))
+    return max(0.0, 1 - below * math.ldexp(1.0, 1 - count))
 
 
 def estimate(values: Sequence[float], wanted: float = SURE) -> Estimate | None:
