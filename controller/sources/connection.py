@@ -2,7 +2,7 @@
 
 The official client reads the configuration (kubeconfig with all its ways to authenticate, or the pod's
 service account), makes the TLS context and owns the pool of connections. Its typed API and models are not
-used: answers are handed over as raw streams. It is imported late, because it costs 0.2 s and 30 MB.
+used: answers are handed over as raw streams. It is imported late, and in parts (`controller.sources.client`).
 
 Credentials change while a proxy runs. Every file that the configuration came from is looked at before each
 request (one `stat` each), and an answer of 401 reads everything again and tries once more.
@@ -210,10 +210,9 @@ class Connection:
         log.info("read the API server's configuration and credentials again: %s", why)
 
     def _load(self) -> _Loaded:
-        from kubernetes.client import Configuration
-        from kubernetes.client.rest import RESTClientObject
+        from controller.sources.client import client
 
-        configuration = Configuration()
+        configuration = client().Configuration()
         try:
             if self._kubeconfig:
                 files = _load_kubeconfig(self._kubeconfig, configuration)
@@ -224,7 +223,7 @@ class Connection:
             if self._master:
                 configuration.host = self._master.rstrip("/")
             configuration.keep_alive = True  # a peer that vanished without a word is noticed by TCP
-            pool = RESTClientObject(configuration).pool_manager
+            pool = client().RESTClientObject(configuration).pool_manager
         except SourceError:
             raise
         except Exception as error:  # the client raises whatever an odd file makes it stumble over
@@ -249,13 +248,13 @@ def _load_kubeconfig(path: str, configuration: Any) -> list[str]:
     The steps of the client's `load_kube_config`, taken one by one to learn of the user's `tokenFile`, which
     the client reads only once. Renewed OIDC tokens are not written back: the file is the user's.
     """
-    from kubernetes.config import kube_config
+    from controller.sources.client import client
 
-    client: Any = kube_config  # it has no annotations
-    merger = client.KubeConfigMerger(path)
+    config = client().kube_config
+    merger = config.KubeConfigMerger(path)
     if merger.config is None:
         raise SourceError(f"kubeconfig {path}: there is no such file")
-    loader = client.KubeConfigLoader(config_dict=merger.config, config_base_path=None)
+    loader = config.KubeConfigLoader(config_dict=merger.config, config_base_path=None)
     loader.load_and_set(configuration)
     files = list(merger.paths)
     name = loader.current_context["context"].get("user")
@@ -269,11 +268,11 @@ def _load_kubeconfig(path: str, configuration: Any) -> list[str]:
 
 
 def _load_service_account(configuration: Any) -> list[str]:
-    from kubernetes.config import incluster_config
+    from controller.sources.client import client
 
-    client: Any = incluster_config
-    client.load_incluster_config(configuration)
-    return [incluster_config.SERVICE_TOKEN_FILENAME]
+    config = client().incluster_config
+    config.load_incluster_config(configuration)
+    return [config.SERVICE_TOKEN_FILENAME]
 
 
 def _stamp(path: str) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ import pytest
 from controller.errors import SourceError
 from controller.model import KINDS, Event, Ignored, Problem, Removed, Replaced, SourceState, Upserted, key_of, kind_of
 from controller.parse import decode
+from controller.sources.client import client
 from controller.sources.connection import StatusError
 from controller.sources.kubernetes import Kubernetes, Patience, _forgotten, _number, _triggered, _Versions
 from tests.fakes.apiserver import (
@@ -633,8 +634,8 @@ def test_a_token_that_changes(
         kubeconfig.write_bytes(msgspec.json.encode(config))
     elif kind == "service account":
         (tmp_path / "ca.crt").write_bytes(api.authority)
-        monkeypatch.setattr("kubernetes.config.incluster_config.SERVICE_TOKEN_FILENAME", str(token))
-        monkeypatch.setattr("kubernetes.config.incluster_config.SERVICE_CERT_FILENAME", str(tmp_path / "ca.crt"))
+        monkeypatch.setattr(client().incluster_config, "SERVICE_TOKEN_FILENAME", str(token))
+        monkeypatch.setattr(client().incluster_config, "SERVICE_CERT_FILENAME", str(tmp_path / "ca.crt"))
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
         monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(api.port))
         kubeconfig = None
