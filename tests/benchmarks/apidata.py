@@ -12,6 +12,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -31,10 +32,16 @@ class ApiProcess:
     """
 
     def __init__(
-        self, services: int, endpoints: int, nodes: tuple[str, ...] = ("node-0",), lab: Lab | None = None
+        self,
+        services: int,
+        endpoints: int,
+        nodes: tuple[str, ...] = ("node-0",),
+        lab: Lab | None = None,
+        health_checks: int = 0,
     ) -> None:
         command = [sys.executable, "-m", "tests.fakes.apiserver"]
         command += ["--services", str(services), "--endpoints", str(endpoints)]
+        command += ["--health-checks", str(health_checks)]
         command += [word for name in nodes for word in ("--node", name)]
         if lab is None:
             self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -86,6 +93,16 @@ class ApiProcess:
         if written is None:
             raise RuntimeError("no watcher took the change within 2 s")
         return written
+
+    def churn(self, rate: float, seconds: float) -> None:
+        """Let `rate` services a second change for so long; it goes on by itself."""
+        self.control("churn", rate=rate, seconds=seconds)
+
+    def churned(self) -> list[tuple[int, int | None]]:
+        """Wait for the end of the churn; a service and CLOCK_MONOTONIC (ns) of each change, None: sent to nobody."""
+        while (told := self.control("churned"))["running"]:
+            time.sleep(0.1)
+        return [(index, written) for index, written in told["writes"]]
 
     def _ask(self, name: str, **body: Any) -> None:
         self._control.request("POST", f"/control/{name}", json.dumps(body))

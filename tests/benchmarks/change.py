@@ -15,11 +15,25 @@ from dataplane.mode import Options
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.programmer import Ebpf, clean
 from tests.benchmarks.apidata import ApiProcess
-from tests.benchmarks.kit import NODE, ApiAgent, Kernel, Result, Target, lab, listed, median, quantile, say
+from tests.benchmarks.kit import (
+    HEALTH_CHECKS,
+    NODE,
+    ApiAgent,
+    Kernel,
+    Result,
+    Scraper,
+    Target,
+    lab,
+    listed,
+    median,
+    quantile,
+    say,
+)
 from tests.fakes.apiserver import cluster_address
 
 SERVICES, ENDPOINTS = 10_000, 10
 CHANGES, PAUSE = 400, 0.02
+SCRAPES = 1.0  # seconds between two of /metrics: far more often than anybody does
 FULL_SYNCS = 3
 STEP = 7  # services are taken in no particular order: 7 and 10,000 have no common divisor
 KUBE_PROXY = "kube-proxy v1.36.2 at this size, measured before: 7.4 s (nftables), > 60 s (iptables)"
@@ -28,12 +42,13 @@ POLL = 0.00005
 
 def measure() -> Result:
     """Change one service after the other and look into the maps from outside."""
-    with lab() as made, ApiProcess(SERVICES, ENDPOINTS, lab=made) as api:
+    with lab() as made, ApiProcess(SERVICES, ENDPOINTS, lab=made, health_checks=HEALTH_CHECKS) as api:
         agent = ApiAgent(made, api.kubeconfig)
         say(f"  the agent is ready after {agent.timed_start():.2f} s")
         time.sleep(2)  # the first maintenance is over
         kernel = Kernel(made)
-        seen = _changes(kernel, api)
+        with Scraper(made, metrics_every=SCRAPES) as scraper:
+            seen = _changes(kernel, api)
         status = agent.status() or {}
         own = status["change_seconds"]
         kernel.close()
@@ -44,7 +59,7 @@ def measure() -> Result:
     note = (
         f"change: {len(seen)} changes, from the moment the API server sends the event (TLS included) to the new slice "
         f"in the kernel; the agent's own figures, from its receipt: median {1000 * own['p50']:.2f} ms, "
-        f"p99 {1000 * own['p99']:.2f} ms; {KUBE_PROXY}"
+        f"p99 {1000 * own['p99']:.2f} ms; meanwhile {scraper.sentence()}; {KUBE_PROXY}"
     )
     return Result(
         "change", p50, "ms", "one change by building the whole table again and programming what differs",

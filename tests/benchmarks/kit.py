@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import math
 import os
@@ -16,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -32,11 +33,13 @@ from dataplane.modes.ebpf.programmer import folder_of
 from tests.benchmarks.apidata import ApiProcess
 
 __all__ = [
+    "HEALTH_CHECKS",
     "NODE",
     "ROOT",
     "ApiAgent",
     "Kernel",
     "Result",
+    "Scraper",
     "Target",
     "built",
     "lab",
@@ -48,6 +51,8 @@ __all__ = [
 
 ROOT = Path(__file__).resolve().parents[2]
 NODE = "node-0"  # the Node that the fake API server has
+HEALTH_CHECKS = 10  # services with a health-check node port, where all servers of the agent are on
+METRICS, HEALTHZ = ("127.0.0.1", 10249), ("127.0.0.1", 10256)  # as kube-proxy's
 
 median = statistics.median
 
@@ -129,6 +134,78 @@ def lab(pods: int = 0, plain: int = 0, kind: str = "bench", remote: int = 0) -> 
         yield made
 
 
+class Scraper:
+    """Asks for /metrics and /healthz of an agent as Prometheus and the kubelet do, from a thread, until it is closed.
+
+    `metrics` and `healthz` have the seconds of each answer. What is wrong with one is raised at the end.
+    """
+
+    def __init__(self, lab: Lab, metrics_every: float = 15.0, healthz_every: float = 1.0) -> None:
+        self.metrics: list[float] = []
+        self.healthz: list[float] = []
+        self.page = b""  # the last of the metrics
+        self._lab = lab
+        self._stop = threading.Event()
+        self._error: Exception | None = None
+        self._plan = (
+            (metrics_every, METRICS, "/metrics", self.metrics),
+            (healthz_every, HEALTHZ, "/healthz", self.healthz),
+        )
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(30)
+        if self._error is not None:
+            raise self._error
+
+    def sentence(self) -> str:
+        """How many answers there were, and how long they took."""
+        return ", ".join(
+            f"{len(seconds)} of {name} ({1000 * median(seconds):.0f} ms, {1000 * max(seconds):.0f} ms at most)"
+            for name, seconds in (("/metrics", self.metrics), ("/healthz", self.healthz))
+        )
+
+    def _run(self) -> None:
+        due = [time.monotonic()] * len(self._plan)
+        try:
+            while not self._stop.wait(max(0.0, min(due) - time.monotonic())):
+                for number, (every, place, path, seconds) in enumerate(self._plan):
+                    if time.monotonic() >= due[number]:
+                        due[number] += every
+                        start = time.monotonic()
+                        page = get(self._lab, place, path)
+                        seconds.append(time.monotonic() - start)
+                        self.page = page if path == "/metrics" else self.page
+        except Exception as error:
+            self._error = error
+
+
+def get(lab: Lab, place: tuple[str, int], path: str) -> bytes:
+    """One page from the lab's node.
+
+    Raises:
+        RuntimeError: the answer is not 200.
+    """
+    connection = http.client.HTTPConnection(*place, timeout=20)
+    connection.sock = lab.socket("node")
+    connection.sock.settimeout(20)
+    try:
+        connection.sock.connect(place)
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        body = answer.read()
+    finally:
+        connection.close()
+    if answer.status != 200:
+        raise RuntimeError(f"{path} answered {answer.status}: {body[:200]!r}")
+    return body
+
+
 class ApiAgent(Agent):
     """The agent on the lab's node, with the fake API server as its source.
 
@@ -159,7 +236,7 @@ class ApiAgent(Agent):
             "--cluster-cidr", self.cluster_cidr,
             "--cgroup", str(self.lab.cgroup),
             "--admin-socket", str(self.socket),
-            "--metrics-bind-address", "",
+            "--metrics-bind-address", f"{METRICS[0]}:{METRICS[1]}",
             *self.flags,
         ]  # fmt: skip
 
@@ -185,6 +262,12 @@ class ApiAgent(Agent):
         found = re.search(r"programmed \d+ services, ([\d.]+) s after the start", self.log.read_text())
         assert found, self.tail()
         return float(found[1])
+
+    def processor_seconds(self) -> float:
+        """Processor time that it has used, of all its threads, user and system."""
+        assert self.process is not None
+        user, system = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
     def memory(self) -> dict[str, float]:
         """VmRSS, RssAnon and RssFile in MB (10^6 bytes), as the kernel counts them."""

@@ -1,4 +1,4 @@
-"""Resident memory of the agent at 10,000 services x 10 endpoints."""
+"""Resident memory of the agent at 10,000 services x 10 endpoints, with all its servers on and scraped."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ import sys
 import time
 
 from tests.benchmarks.apidata import ApiProcess
-from tests.benchmarks.kit import ROOT, ApiAgent, Result, Target, lab, resident, say
+from tests.benchmarks.kit import HEALTH_CHECKS, ROOT, ApiAgent, Result, Scraper, Target, lab, resident, say
 
 SERVICES, ENDPOINTS = 10_000, 10
 CHANGES = 200
-SETTLED = 5.0  # seconds after the last change
+SETTLED = 10.0  # seconds after the last change
+SCRAPES = 3.0  # seconds between two of /metrics
 KUBE_PROXY = "kube-proxy v1.36.2 at this size, measured before: 279 MB (nftables), 333 MB (iptables)"
 
 # What the agent cannot do without: the interpreter and the libraries that it imports, with nothing in them.
 BARE = """
 import sys
-import cffi, kubernetes.client, kubernetes.config, msgspec, numpy, pyroute2
-from kubernetes.client.rest import RESTClientObject
+import cffi, h11, msgspec, numpy, prometheus_client, pyroute2
+from controller.sources.client import client
+client()
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -26,20 +28,21 @@ sys.stdin.read()
 
 def measure() -> Result:
     """Fill the agent, change some services, let it settle, and read what the kernel counts."""
-    with lab() as made, ApiProcess(SERVICES, ENDPOINTS, lab=made) as api:
+    with lab() as made, ApiProcess(SERVICES, ENDPOINTS, lab=made, health_checks=HEALTH_CHECKS) as api:
         agent = ApiAgent(made, api.kubeconfig)
         say(f"  the agent is ready after {agent.timed_start():.2f} s")
         first = agent.memory()
-        for number in range(CHANGES):
-            api.set_endpoints(number, list(range(ENDPOINTS - 1)))
-        time.sleep(SETTLED)
+        with Scraper(made, metrics_every=SCRAPES) as scraper:
+            for number in range(CHANGES):
+                api.set_endpoints(number, list(range(ENDPOINTS - 1)))
+            time.sleep(SETTLED)
         settled = agent.memory()
         agent.end()
     bare = _bare()
     parts = f"{settled['RssAnon']:.1f} MB its own, {settled['RssFile']:.1f} MB files and mapped parts of kernel maps"
     note = (
         f"memory: {first['VmRSS']:.1f} MB when ready, {settled['VmRSS']:.1f} MB {SETTLED:.0f} s after {CHANGES} "
-        f"changes ({parts}); bare imports {bare['VmRSS']:.1f} MB; {KUBE_PROXY}"
+        f"changes ({parts}); answers {scraper.sentence()}; bare imports {bare['VmRSS']:.1f} MB; {KUBE_PROXY}"
     )
     return Result(
         "memory", settled["VmRSS"], "MB", "a Python process that only imports the same libraries", bare["VmRSS"],

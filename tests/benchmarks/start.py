@@ -8,7 +8,7 @@ import time
 
 from controller.lab.network import Lab
 from tests.benchmarks.apidata import ApiProcess
-from tests.benchmarks.kit import ApiAgent, Kernel, Result, Target, lab, median, say
+from tests.benchmarks.kit import HEALTH_CHECKS, ApiAgent, Kernel, Result, Target, lab, median, say
 
 SERVICES, ENDPOINTS, RUNS = 10_000, 10, 5
 KUBE_PROXY = "kube-proxy v1.36.2 at this size on such a machine, measured before: 42 s (nftables), 72 s (iptables)"
@@ -32,7 +32,7 @@ assert len(kept) == 2 * int(sys.argv[2]), len(kept)
 
 def measure() -> Result:
     """Run the agent several times on an empty node, and the control once."""
-    with lab() as made, ApiProcess(SERVICES, ENDPOINTS, lab=made) as api:
+    with lab() as made, ApiProcess(SERVICES, ENDPOINTS, lab=made, health_checks=HEALTH_CHECKS) as api:
         seconds, own = [], []
         for _ in range(RUNS):
             agent = ApiAgent(made, api.kubeconfig)

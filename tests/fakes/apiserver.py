@@ -29,6 +29,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
@@ -39,6 +40,9 @@ from aiohttp import web
 __all__ = ["KINDS", "ApiServer", "Faults", "Stored", "endpoint_slice", "node", "pod_address", "service", "slice_name"]
 
 Json = dict[str, Any]
+
+STRIDE: Final = 7  # of changes over services: no neighbour follows the other
+CHANGED: Final = "endpoints.kubernetes.io/last-change-trigger-time"
 
 
 class Resource(NamedTuple):
@@ -238,6 +242,8 @@ class ApiServer:
         self.port = 0
         self.control_port = 0
         self._shapes: dict[str, int] = {}
+        self._churning: asyncio.Task[None] | None = None
+        self.churned: list[tuple[int, int]] = []
 
     # What is stored
 
@@ -313,13 +319,18 @@ class ApiServer:
                 self._wake(plural)
             return self._version
 
-    def populate(self, services: int, endpoints: int, nodes: Sequence[str] = ("node-0",)) -> None:
-        """Fill with `services` Services of one slice with `endpoints` endpoints each; see the module's functions."""
+    def populate(
+        self, services: int, endpoints: int, nodes: Sequence[str] = ("node-0",), health_checks: int = 0
+    ) -> None:
+        """Fill with `services` Services of one slice with `endpoints` endpoints each; see the module's functions.
+
+        The first `health_checks` of them have a health-check node port.
+        """
         self._shapes = {"services": services, "endpoints": endpoints}
         self.put_all(node(name, index) for index, name in enumerate(nodes))
         self.put({"kind": "ServiceCIDR", "apiVersion": "networking.k8s.io/v1",
                   "metadata": {"name": "kubernetes"}, "spec": {"cidrs": ["10.96.0.0/12"]}})  # fmt: skip
-        self.put_all(service(index) for index in range(services))
+        self.put_all(checked_service(index) if index < health_checks else service(index) for index in range(services))
         self.put_all(endpoint_slice(index, range(endpoints), endpoints) for index in range(services))
         with self._lock:  # history of the filling helps nobody
             for kept in self._kinds.values():
@@ -329,6 +340,23 @@ class ApiServer:
     def set_endpoints(self, index: int, which: Iterable[int]) -> int:
         """Give service `index` these endpoints by number; the new resourceVersion."""
         return self.put(endpoint_slice(index, which, self._shapes.get("endpoints", 10)))
+
+    async def churn(self, rate: float, seconds: float) -> None:
+        """Change the endpoints of one service after the other, `rate` a second, each slice with the time of its change.
+
+        Every visit leaves out another endpoint. `self.churned` has (service, version) of each change.
+        """
+        services, endpoints = self._shapes["services"], self._shapes["endpoints"]
+        self.churned = []
+        start, done = time.monotonic(), 0
+        while (now := time.monotonic() - start) < seconds:
+            for number in range(done, min(int(now * rate) + 1, int(seconds * rate))):
+                index, visit = number * STRIDE % services, number // services
+                one = endpoint_slice(index, (n for n in range(endpoints) if n != visit % endpoints), endpoints)
+                one["metadata"]["annotations"] |= {CHANGED: datetime.now(UTC).isoformat()}
+                self.churned.append((index, self.put(one)))
+                done = number + 1
+            await asyncio.sleep(0.5 / rate)
 
     def written(self, version: int, timeout: float = 5.0) -> int:
         """Monotonic nanoseconds at which the change with this version was first written to a stream.
@@ -759,6 +787,8 @@ class ApiServer:
 
         `/control/endpoints` {"service": 7, "endpoints": [0, 1, 2]}: set them; answers the version and
         `written_ns`, CLOCK_MONOTONIC when the event went out to the first stream (null: to none within 2 s).
+        `/control/churn` {"rate": 1000, "seconds": 20}: begin to change so many services a second; `/control/churned` {}
+        answers whether that goes on, how many were `sent` and, at the end, pairs of a service and `written_ns`.
         `/control/put` {object}; `/control/delete` {"plural", "key"}; `/control/cut` {"plural"?};
         `/control/token` {"token"}; `/control/fault` {"plural", attribute of `Faults`: value, ...}; `/control/state` {}.
         """
@@ -787,6 +817,19 @@ class ApiServer:
                 setattr(faults, name, deque((code, dict(head)) for code, head in value) if name == "answers" else value)
             return {}
 
+        async def churn(request: web.Request) -> web.Response:
+            asked = msgspec.json.decode(await request.read())
+            self._churning = asyncio.get_running_loop().create_task(self.churn(asked["rate"], asked["seconds"]))
+            return web.json_response({})
+
+        def churned(_: Json) -> Json:
+            task = self._churning
+            if task is not None and task.done():
+                task.result()
+            running = task is not None and not task.done()
+            rows = [] if running else [[index, self._written.get(version)] for index, version in self.churned]
+            return {"running": running, "sent": len(self.churned), "writes": rows}
+
         def state(_: Json) -> Json:
             return {
                 "version": self._version,
@@ -796,6 +839,8 @@ class ApiServer:
             }
 
         app.router.add_post("/control/endpoints", endpoints)
+        app.router.add_post("/control/churn", churn)
+        route("churned", churned)
         route("put", lambda obj: {"version": self.put(obj)})
         route("delete", lambda asked: {"version": self.delete(asked["plural"], asked["key"])})
         route("token", lambda asked: self.set_token(asked["token"]) or {})
@@ -841,6 +886,7 @@ def fields_of(plural: str, obj: Json) -> Mapping[str, str]:
 # Objects as a cluster has them, by number
 
 NAMESPACES: Final = 50
+HEALTH_CHECK_PORTS: Final = 32_000
 UID: Final = "6f1c9b52-3f0e-4c1d-9a55-%012d"
 
 
@@ -897,6 +943,14 @@ def service(index: int, **spec: Any) -> Json:
     }  # fmt: skip
 
 
+def checked_service(index: int) -> Json:
+    """Service `index` with a health-check node port, and as yet no load balancer."""
+    return service(
+        index, type="LoadBalancer", externalTrafficPolicy="Local", healthCheckNodePort=HEALTH_CHECK_PORTS + index,
+        allocateLoadBalancerNodePorts=False,
+    )  # fmt: skip
+
+
 def endpoint_slice(index: int, which: Iterable[int], endpoints: int = 10) -> Json:
     """The slice of service `index` with the endpoints of these numbers."""
     name, namespace = f"shop-{index:05d}", namespace_of(index)
@@ -912,7 +966,7 @@ def endpoint_slice(index: int, which: Iterable[int], endpoints: int = 10) -> Jso
                 "endpointslice.kubernetes.io/managed-by": "endpointslice-controller.k8s.io",
                 "kubernetes.io/service-name": name,
             },
-            "annotations": {"endpoints.kubernetes.io/last-change-trigger-time": "2026-03-01T08:00:00Z"},
+            "annotations": {CHANGED: "2026-03-01T08:00:00Z"},
             "ownerReferences": [{"apiVersion": "v1", "kind": "Service", "name": name, "uid": UID % index,
                                  "controller": True, "blockOwnerDeletion": True}],
             "managedFields": managed("kube-controller-manager", {
@@ -964,6 +1018,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--services", type=int, default=0)
     parser.add_argument("--endpoints", type=int, default=10, help="of each service")
+    parser.add_argument("--health-checks", type=int, default=0, help="services with a health-check node port")
     parser.add_argument("--node", action="append", help="names of nodes (node-0)")
     parser.add_argument("--bookmarks", type=float, default=60.0, help="seconds between bookmarks, as real servers")
     options = parser.parse_args()
@@ -972,7 +1027,7 @@ def main() -> None:
         signal.signal(number, lambda *_: done.set())
     parent = os.getppid()
     with ApiServer(bookmark_every=options.bookmarks) as api:
-        api.populate(options.services, options.endpoints, options.node or ["node-0"])
+        api.populate(options.services, options.endpoints, options.node or ["node-0"], options.health_checks)
         print(api.kubeconfig(), api.control, sep="\n", flush=True)
         while not done.wait(0.5) and os.getppid() == parent:
             pass
