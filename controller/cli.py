@@ -397,6 +397,19 @@ examples:
   hybrid-proxy trace default/web --limit 5 -o json   an object a line
 """
 
+_COMPARE: Final = """
+Every mode gets a lab of its own, namespaces with the real agent in them, and one more lab has no proxy: the control.
+Modes and control take turns, round after round, so that what else the machine does meets all alike; what counts are
+ratios. Load comes from wrk and iperf3, answers from nginx (Debian packages of these names; what is missing is not
+measured, and the report says so). It needs root, and takes about 20 seconds for each mode, size and round.
+
+Ctrl-C interrupts it; the same command goes on where it was. What is finished stands in a folder beside the report.
+
+examples:
+  hybrid-proxy compare --report report.html                      all modes that work here, 10 and 1,000 services
+  hybrid-proxy compare --modes ebpf,nftables --services 10,1000,10000 --backends 10 --report report.html -o json
+"""
+
 _CLEANUP: Final = """
 Removes the programs, links, maps and pins of hybrid-proxy from this network namespace, and nothing else.
 Established connections through a service end with it. Stop the agent first.
@@ -517,12 +530,36 @@ def parser() -> argparse.ArgumentParser:
     _logging(cleanup)
     _output(cleanup)
 
+    _compare(command("compare", "modes beside each other and beside no proxy at all", _COMPARE))
+
     lab = command("lab", "a node, pods and a client as network namespaces", _LAB)
     lab.add_argument("action", choices=("up", "down", "demo"), help="make one, remove it, or watch the demonstration")
     lab.add_argument("--name", default="lab", metavar="NAME", help="several labs can be up at once (default: lab)")
     lab.add_argument("--pods", type=int, default=3, metavar="N", help="pods that serve (default: 3)")
     _output(lab)
     return root
+
+
+def _compare(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what is measured")
+    group.add_argument(
+        "--modes", metavar="MODE,...", default="ebpf,ipvs,nftables,iptables,userspace",
+        help="the first is compared with each of the others (default: all)",
+    )  # fmt: skip
+    for flag, default, text in (
+        ("services", "10,1000", "numbers of services, N,..."),
+        ("backends", "10", "endpoints of each service"),
+        ("rounds", "6", "how often everything is measured; six are the fewest that make a difference sure"),
+        ("seconds", "1", "how long each load lasts"),
+        ("changes", "5", "changes of a backend in each round"),
+    ):
+        group.add_argument(f"--{flag}", metavar="N", default=default, help=f"{text} (default: {default})")
+    group.add_argument("--all-cpus", action="store_true", help="clients and servers on any CPU instead of sharing one")
+    group = parser.add_argument_group("what becomes of it")
+    group.add_argument("--report", metavar="FILE.html", help="write the report there, and as .md and .json beside it")
+    group.add_argument("--state", metavar="DIR", help="where finished measurements are (default: beside the report)")
+    group.add_argument("--fresh", action="store_true", help="begin again, whatever is finished")
+    _output(parser)
 
 
 # -------------------------------------------------------------------------------------------- main, explain
@@ -552,6 +589,10 @@ def _call(args: argparse.Namespace) -> int:
     match args.command:
         case "explain":
             return _explain(args)
+        case "compare":
+            from controller.compare import commands as compare
+
+            return compare.main(args)
         case "lab":
             from controller.lab import commands
 

@@ -11,7 +11,7 @@ from controller.compare.plan import METRICS, Metric
 from controller.compare.result import Cell, Run
 from controller.compare.stats import SURE, Estimate, Verdict, estimate, judge, ratios, spread
 
-__all__ = ["NOISY", "Findings", "Noise", "Row", "findings", "shown"]
+__all__ = ["NOISY", "Findings", "Noise", "Report", "Row", "findings", "shown"]
 
 NOISY: Final = 0.10  # a control that spreads further than this part of its median tells of a busy machine
 
@@ -53,21 +53,28 @@ class Noise(msgspec.Struct, frozen=True):
 class Findings(msgspec.Struct, frozen=True):
     """All rows, and what they come to in sentences: `summary` first, `warnings` beside it."""
 
-    rows: Sequence[Row]
-    noise: Sequence[Noise]
-    summary: Sequence[str]
-    warnings: Sequence[str]
+    rows: tuple[Row, ...]
+    noise: tuple[Noise, ...]
+    summary: tuple[str, ...]
+    warnings: tuple[str, ...]
 
     def row(self, metric: str, mode: str, size: int) -> Row | None:
         """The row of that metric, mode and size."""
         return next((r for r in self.rows if (r.metric, r.mode, r.size) == (metric, mode, size)), None)
 
 
+class Report(msgspec.Struct, frozen=True):
+    """What `-o json` prints: every measurement, and what they come to."""
+
+    run: Run
+    findings: Findings
+
+
 def findings(run: Run) -> Findings:
     """What a run comes to, finished or not."""
-    rows = [_row(run, metric, mode, size) for size, metric, mode in _all(run)]
-    noise = list(_noise(run))
-    return Findings(rows, noise, list(_summary(run, rows)), list(_warnings(run, rows, noise)))
+    rows = tuple(_row(run, metric, mode, size) for size, metric, mode in _all(run))
+    noise = tuple(_noise(run))
+    return Findings(rows, noise, tuple(_summary(run, rows)), tuple(_warnings(run, rows, noise)))
 
 
 def _all(run: Run) -> Iterator[tuple[int, Metric, str]]:

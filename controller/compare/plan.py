@@ -51,6 +51,7 @@ METRICS: Final = (
     Metric("stream", "throughput of one connection", "Gbit/s", "more", True, "traffic", "stream"),
     Metric("datagrams", "small UDP packets", "1/s", "more", True, "traffic", "datagrams"),
     Metric("change", "time until a change counts", "ms", "less", False, "change"),
+    Metric("applied", "the agent's part of a change", "ms", "less", False, "change"),
     Metric("start", "time to start", "s", "less", False, "start"),
     Metric("memory", "memory of the agent", "MB", "less", False, "change"),
     Metric("rules", "rules in the kernel", "", "neither", False, "start"),

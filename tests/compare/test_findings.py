@@ -34,7 +34,7 @@ def test_who_is_behind_is_told() -> None:
     row = found.row("requests", "ebpf", 10)
     assert row is not None
     assert row.verdict == "behind"
-    assert any("behind in 12 of 12" in sentence for sentence in found.summary), found.summary
+    assert any("behind in 13 of 13" in sentence for sentence in found.summary), found.summary
 
 
 def test_a_mode_that_does_not_work_has_rows_with_the_reason() -> None:

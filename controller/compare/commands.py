@@ -1,0 +1,158 @@
+"""`hybrid-proxy compare`."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import os
+import signal
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from controller.compare import objects
+from controller.compare.findings import Report, findings
+from controller.compare.loads import PACKAGES
+from controller.compare.machine import describe, missing_tools
+from controller.compare.measure import carry_out
+from controller.compare.plan import MODES, Settings, steps
+from controller.compare.progress import progress
+from controller.compare.result import Cell, ModeState, Run
+from controller.compare.stand import Stand, forsaken, stand
+from controller.compare.state import State, opened
+from controller.errors import ConfigError, ControllerError
+from controller.lab.network import Lab
+from controller.modes import survey
+from dataplane.mode import Options
+
+__all__ = ["main"]
+
+STATE: Final = "compare-state"  # folder, where no report says a name
+_MOST: Final = {"backends": 100, "rounds": 100, "seconds": 600, "changes": 1000}
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measure what is not measured yet, and report.
+
+    Raises:
+        ControllerError: it cannot be done here; says what to do.
+        ConfigError: a flag cannot be used.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # labs are removed, whoever ends it
+    run = _measured(args)
+    found = findings(run)
+    if args.output == "json":
+        print(msgspec.json.format(msgspec.json.encode(Report(run, found)), indent=1).decode())
+    else:
+        print("\n".join([*found.summary, *found.warnings]))
+    return 0
+
+
+def _measured(args: argparse.Namespace) -> Run:
+    settings = _settings(args)
+    if os.geteuid() != 0:
+        raise ControllerError("compare needs root: it makes network namespaces and runs the agent in them")
+    report = Path(args.report) if args.report else None
+    folder = Path(args.state) if args.state else report.with_suffix(".state") if report else Path(STATE)
+    with opened(folder) as state:
+        run = None if args.fresh else state.load()
+        if run is None:
+            run = _new(settings)
+            state.begin(run)
+        elif run.settings != settings:
+            raise ConfigError(
+                f"--state {folder}: has a run with other settings ({_differences(run.settings, settings)}): "
+                "repeat those, name another folder, or begin again with --fresh"
+            )
+        try:
+            return _go_on(run, state)
+        except KeyboardInterrupt:
+            done = len((state.load() or run).cells)
+            print(f"\nInterrupted: {done} of {run.planned} measurements are in {folder}. "
+                  "The same command goes on from there.", file=sys.stderr)  # fmt: skip
+            raise
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    modes = tuple(dict.fromkeys(filter(None, args.modes.split(","))))
+    for mode in modes:
+        if mode not in MODES:
+            raise ConfigError(f"--modes: {mode!r} is none of {', '.join(MODES)}")
+    sizes = tuple(_number("--services", text, objects.FEWEST + 1, 60_000) for text in args.services.split(","))
+    if not modes:
+        raise ConfigError("--modes: names no mode")
+    number = {name: _number(f"--{name}", getattr(args, name), 1, most) for name, most in _MOST.items()}
+    return Settings(
+        modes, sizes, number["backends"], number["rounds"], number["seconds"], number["changes"],
+        one_cpu=not args.all_cpus,
+    )  # fmt: skip
+
+
+def _number(flag: str, text: str, least: int, most: int) -> int:
+    if not text.strip().isdigit() or not least <= int(text) <= most:
+        raise ConfigError(f"{flag}: {text!r} is not a number from {least} to {most:,}")
+    return int(text)
+
+
+def _differences(one: Settings, other: Settings) -> str:
+    fields = Settings.__struct_fields__
+    return ", ".join(f"{name} {getattr(one, name)}" for name in fields if getattr(one, name) != getattr(other, name))
+
+
+def _new(settings: Settings) -> Run:
+    lacking = missing_tools()
+    for reason in lacking.values():
+        print(f"compare  {reason}", file=sys.stderr)
+    if len(lacking) == len(PACKAGES):
+        print("compare  no traffic is measured, only starts, changes and memory", file=sys.stderr)
+    modes = tuple(_tried(settings.modes))
+    works = tuple(state.mode for state in modes if state.works)
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return Run(now, settings, describe(), modes, (), sum(1 for _ in steps(settings, works)))
+
+
+def _tried(modes: tuple[str, ...]) -> list[ModeState]:
+    """Each mode tried in a namespace of its own for what it needs."""
+    forsaken()
+    with Lab(f"cmp{os.getpid()}x0", 0) as lab, lab.inside("node"):
+        found = {row["mode"]: row["missing"] for row in survey(Options(cgroup=str(lab.cgroup)))}
+    told = {mode: found.get(mode, "this installation does not have it") for mode in modes}
+    return [ModeState(mode, not missing, missing) for mode, missing in told.items()]
+
+
+def _go_on(run: Run, state: State) -> Run:
+    done = {cell.step.key for cell in run.cells}
+    left = [step for step in steps(run.settings, run.works) if step.key not in done]
+    lacking = missing_tools()
+    cells = list(run.cells)
+    broken = {(cell.step.mode, cell.step.size): cell for cell in cells if "all" in cell.missing}
+    with progress(run.planned, len(done)) as told:
+        for size, group in itertools.groupby(left, key=lambda step: step.size):
+            todo = list(group)
+            with ExitStack() as stack:
+                stands = _stands(stack, run.settings, size, {step.mode for step in todo})
+                for step in todo:
+                    told.begins(step)
+                    known = broken.get((step.mode, step.size))
+                    if known is None:
+                        cell = carry_out(step, stands[step.mode], stands[""], lacking)
+                    else:  # a mode that does not start is not tried in every round
+                        cell = Cell(step, 0.0, missing=known.missing)
+                    if "all" in cell.missing:
+                        broken[step.mode, step.size] = cell
+                    state.add(cell)
+                    cells.append(cell)
+                    told.ends(cell)
+    return msgspec.structs.replace(run, cells=tuple(cells))
+
+
+def _stands(stack: ExitStack, settings: Settings, size: int, modes: set[str]) -> dict[str, Stand]:
+    """A lab for each mode, and one without a proxy, side by side for all rounds of one size."""
+    wanted: list[tuple[str, str | None]] = [("", None), *((mode, mode) for mode in settings.modes if mode in modes)]
+    return {
+        name: stack.enter_context(stand(number, settings, mode, size)) for number, (name, mode) in enumerate(wanted)
+    }

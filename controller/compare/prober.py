@@ -1,0 +1,44 @@
+"""Asks a service again and again, with a new connection each time, until the wanted backend answers.
+
+    python prober.py ADDRESS PORT WANTED SECONDS
+
+Prints `looking` after the first answer, then the CLOCK_MONOTONIC time in nanoseconds at which the first connection to
+that backend was there. The backend tells its port in the answer. Runs alone: nothing of this project is loaded.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+
+_REQUEST = b"GET / HTTP/1.1\r\nHost: compare\r\nConnection: close\r\n\r\n"
+
+
+def main() -> int:
+    """Exit code 1: not in time."""
+    address, port, wanted = sys.argv[1], int(sys.argv[2]), f', {sys.argv[3]}], "received"'.encode()
+    deadline = time.monotonic() + float(sys.argv[4])
+    told = False
+    while time.monotonic() < deadline:
+        try:
+            with socket.create_connection((address, port), 2) as connection:
+                connected = time.monotonic_ns()
+                connection.sendall(_REQUEST)
+                answer = b""
+                while piece := connection.recv(4096):
+                    answer += piece
+        except OSError:
+            answer, connected = b"", 0
+        if not told and answer:
+            told = True
+            print("looking", flush=True)
+        elif wanted in answer:
+            print(connected, flush=True)
+            return 0
+        time.sleep(0.0003)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

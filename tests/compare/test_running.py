@@ -1,0 +1,128 @@
+"""A short comparison of two modes, for real: interrupted, taken up again, its result looked at."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from controller.compare.findings import Report
+from controller.compare.plan import METRICS
+from controller.lab import namespace
+from controller.lab.network import RUN
+
+pytestmark = pytest.mark.root
+MODES = ("ebpf", "nftables")
+SHORT = ["--modes", ",".join(MODES), "--services", "10", "--backends", "2", "--rounds", "1", "--changes", "2"]
+
+
+def command(*more: str) -> list[str]:
+    return [sys.executable, "-m", "controller", "compare", *SHORT, *more]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: makes network namespaces")
+    for tool in ("nginx", "wrk", "iperf3"):
+        if not shutil.which(tool):
+            pytest.skip(f"{tool} is missing: make setup")
+    return tmp_path_factory.mktemp("compare")
+
+
+@pytest.fixture(scope="module")
+def report(folder: Path) -> Report:
+    """The first process is interrupted after two steps, the second one finishes."""
+    state = folder / "state"
+    cells = state / "cells.jsonl"
+    begun = subprocess.Popen(command("--state", str(state)), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not cells.exists() or cells.read_bytes().count(b"\n") < 2:
+        assert begun.poll() is None, begun.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    begun.send_signal(signal.SIGINT)
+    _, told = begun.communicate(timeout=60)
+    assert begun.returncode == 1
+    assert "The same command goes on from there" in told, told
+    assert_nothing_left(begun.pid)
+    kept = cells.read_bytes()
+    again = subprocess.Popen(
+        command("--state", str(state), "-o", "json"), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    output, told = again.communicate(timeout=250)
+    assert again.returncode == 0, told
+    assert cells.read_bytes().startswith(kept), "what was finished is not measured again"
+    assert_nothing_left(again.pid)
+    return msgspec.json.decode(output, type=Report)
+
+
+def assert_nothing_left(pid: int) -> None:
+    for place in (namespace.FOLDER, RUN, namespace.cgroup2_root()):
+        assert not [path for path in place.glob("*") if f"cmp{pid}x" in path.name]
+
+
+def test_everything_is_measured(report: Report) -> None:
+    assert report.run.complete
+    for metric in METRICS:
+        for mode in MODES:
+            row = report.findings.row(metric.name, mode, 10)
+            assert row is not None
+            assert row.value is not None, row.missing
+            assert row.value.median > 0 or metric.name in ("rules", "entries")
+            assert (row.control is not None) == metric.control
+            assert (row.lead is None) == (mode == MODES[0])
+
+
+def test_the_control_is_sane(report: Report) -> None:
+    """No proxy, one CPU: thousands of connections, more requests than connections, gigabits."""
+    control = {name: row.control.median for row in report.findings.rows if row.control for name in [row.metric]}
+    assert 300 < control["connections"] < control["requests"]
+    assert control["request_cpu"] < control["connection_cpu"]
+    assert control["latency_p50"] <= control["latency_p90"] <= control["latency_p99"]
+    assert control["stream"] > 0.2
+    assert control["datagrams"] > 1000
+
+
+def test_each_mode_stands_for_itself(report: Report) -> None:
+    rules = {mode: report.findings.row("rules", mode, 10) for mode in MODES}
+    assert rules["ebpf"] is not None
+    assert rules["nftables"] is not None
+    assert rules["ebpf"].value is not None
+    assert rules["nftables"].value is not None
+    assert rules["ebpf"].value.median == 0
+    assert rules["nftables"].value.median > 20
+
+
+def test_one_round_is_not_called_sure(report: Report) -> None:
+    assert any("Too few rounds" in sentence for sentence in report.findings.summary)
+
+
+def test_other_settings_are_not_mixed_in(report: Report, folder: Path) -> None:
+    state = str(folder / "state")
+    done = subprocess.run(command("--state", state, "--seconds", "2"), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "seconds 1" in done.stderr
+    assert "--fresh" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--modes", "ebpf,xdp"], "'xdp' is none of"),
+        (["--services", "10,many"], "--services: 'many'"),
+        (["--services", "3"], "from 4 to"),
+        (["--rounds", "0"], "--rounds: '0'"),
+    ],
+)
+def test_flags_that_cannot_be_used(flags: list[str], words: str, tmp_path: Path) -> None:
+    done = subprocess.run(command("--state", str(tmp_path), *flags), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert words in done.stderr
