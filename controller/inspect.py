@@ -18,7 +18,7 @@ from controller.errors import ControllerError
 from controller.explain import Packet
 from controller.modes import open_mode, survey
 from dataplane.errors import Unsupported
-from dataplane.mode import Options, View
+from dataplane.mode import Options, View, belongs
 from dataplane.table import Protocol
 
 __all__ = ["explain_live", "show"]
@@ -82,17 +82,13 @@ def _rows(command: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]],
             if not args.service and total > len(found):
                 notes.append(f"{len(found)} of {total} flows; --limit shows more")
         else:
-            found = view.services() if command == "services" else view.backends()
+            found = view.services() if command == "services" else view.backends(args.service if told else None)
             for row in found if states and command == "backends" else ():
                 row["state"] = states.get((row["service"], row["address"]), row.get("state", ""))
         rows += [several | row for row in found]
     if args.service:
-        rows = [row for row in rows if _belongs(row.get("name", row.get("service")), args.service)]
+        rows = [row for row in rows if belongs(row.get("name", row.get("service")), args.service)]
     return rows[: args.limit] if command == "flows" else rows, "; ".join(notes)
-
-
-def _belongs(name: str | None, service: str) -> bool:
-    return name is not None and (name == service or name.startswith(f"{service}:"))
 
 
 def _print_table(rows: list[dict[str, Any]], note: str) -> None:

@@ -20,6 +20,7 @@ __all__ = [
     "View",
     "Wake",
     "Watched",
+    "belongs",
     "misfit_rows",
     "stale_row",
     "unknown_algorithms",
@@ -138,6 +139,11 @@ def unprobed(table: ServiceTable) -> list[str]:
     return [f"{asked} service ports ask for probes of their backends, which this mode does not make"] * (asked > 0)
 
 
+def belongs(name: str | None, service: str | None) -> bool:
+    """Whether a service port is one of this service (namespace/name), or this one itself; of no service all are."""
+    return not service or (name is not None and (name == service or name.startswith(f"{service}:")))
+
+
 class Programmer(Protocol):
     """One mode, open on this node. One thread calls it at a time."""
 
@@ -230,11 +236,17 @@ class View(Protocol):
     def services(self) -> list[dict[str, Any]]:
         """For each service port: name (None: unknown), frontends, protocol, backends, local_backends, affinity."""
 
-    def backends(self) -> list[dict[str, Any]]:
-        """For each backend of each service port: service, address (with its port), protocol, used."""
+    def backends(self, of: str | None = None) -> list[dict[str, Any]]:
+        """For each backend of each service port: service, address (with its port), protocol, used.
+
+        `of` is a service (namespace/name) or one port of it (namespace/name:port), whose backends alone are wanted.
+        """
 
     def flows(self, limit: int) -> tuple[list[dict[str, Any]], int]:
         """At most `limit` rows of service, protocol, client, frontend, backend, source, state; how many there are."""
+
+    def close(self) -> None:
+        """Give back what it was read through."""
 
 
 class Mode(NamedTuple):

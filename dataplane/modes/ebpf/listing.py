@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from dataplane.kernel.bpf import Map
+from dataplane.mode import belongs
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.flows import flow_arrays
 from dataplane.modes.ebpf.traffic import FIELDS, Traffic, traffic_of, traffic_row
@@ -29,13 +30,18 @@ class Pinned:
         """One row for each service port: name (None without an agent), frontends, number of backends of its routes."""
         return _services(self._maps, self._names)
 
-    def backends(self) -> list[dict[str, Any]]:
-        """One row for each backend of each service port."""
-        return _backends(self._maps, self._names)
+    def backends(self, of: str | None = None) -> list[dict[str, Any]]:
+        """One row for each backend of each service port, or of those of one service."""
+        return _backends(self._maps, self._names, of)
 
     def flows(self, limit: int) -> tuple[list[dict[str, Any]], int]:
         """Rows of the clients' direction, at most `limit`, and how many flows there are."""
         return _flows(self._maps, self._names, limit)
+
+    def close(self) -> None:
+        """Give the descriptors back; what was returned is no part of the maps."""
+        for known in self._maps.values():
+            known.close()
 
 
 def _protocol(number: int) -> str:
@@ -105,11 +111,14 @@ def _chosen_by(flags: int) -> str:
     return next((way for name, way in ways.items() if flags & names[name]), "chance")
 
 
-def _backends(maps: Maps, names: Names) -> list[dict[str, Any]]:
+def _backends(maps: Maps, names: Names, of: str | None = None) -> list[dict[str, Any]]:
     table = maps["backends"].view(layout.dtype_of("backend"))
     limits = layout.abi_constants()
     rows = []
-    chosen = np.flatnonzero((table["flags"] != 0) & (table["service"] != 0))
+    wanted = table["service"] != 0
+    if of is not None:
+        wanted &= np.isin(table["service"], [number for number, name in names.items() if belongs(name, of)])
+    chosen = np.flatnonzero(wanted & (table["flags"] != 0))
     counted = traffic_of(maps)
     figures = None if counted is None else counted.of_backends(chosen)
     for position, number in enumerate(chosen.tolist()):

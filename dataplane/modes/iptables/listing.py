@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from dataplane.kernel.conntrack import flows
+from dataplane.mode import belongs
 from dataplane.modes.iptables.names import MINE
 from dataplane.modes.iptables.readback import Saved, parse
 from dataplane.table import Kind, Protocol, socket_text
@@ -77,10 +78,10 @@ class Programmed:
             row["frontends"].sort()
         return sorted(rows.values(), key=lambda row: (row["name"], row["protocol"], row["frontends"]))
 
-    def backends(self) -> list[dict[str, Any]]:
+    def backends(self, of: str | None = None) -> list[dict[str, Any]]:
         """See `dataplane.mode.View.backends`."""
         found: set[tuple[str, str, str]] = set()
-        for frontend in self._frontends():
+        for frontend in filter(lambda each: belongs(each.name, of), self._frontends()):
             chains = self._chains[frontend.family]
             for route in _routes(chains, frontend.target):
                 found |= {(frontend.name, goal, frontend.protocol.name) for goal in _goals(chains, route)}
@@ -93,6 +94,9 @@ class Programmed:
         """See `dataplane.mode.View.flows`."""
         known = {(found.address, found.port, int(found.protocol)): found.name for found in self._frontends()}
         return flows(known, limit)
+
+    def close(self) -> None:
+        """See `dataplane.mode.View.close`: it was read when it was made."""
 
 
 def _frontend(family: int, rule: str) -> _Found | None:

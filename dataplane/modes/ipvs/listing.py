@@ -6,6 +6,7 @@ from typing import Any
 
 from dataplane.kernel.conntrack import flows
 from dataplane.kernel.netlink import NetlinkFailed
+from dataplane.mode import belongs
 from dataplane.modes.ipvs.lower import PREFIX, set_name
 from dataplane.modes.ipvs.node import IpvsDoor, SetsDoor
 from dataplane.table import Protocol, socket_text
@@ -64,7 +65,7 @@ class Programmed:
             )
         return rows
 
-    def backends(self) -> list[dict[str, Any]]:
+    def backends(self, of: str | None = None) -> list[dict[str, Any]]:
         """One row for each real server; `used`: new connections may go to it."""
         return [
             {
@@ -74,6 +75,7 @@ class Programmed:
                 "used": used,
             }
             for (name, _, protocol), servers in sorted(self._ports.items())
+            if belongs(name or None, of)
             for each, used in sorted(self._backends(servers).items())
         ]
 
@@ -86,6 +88,9 @@ class Programmed:
             if not server.mark
         }
         return flows(names, limit)
+
+    def close(self) -> None:
+        """See `dataplane.mode.View.close`: it was read when it was made."""
 
     def _backends(self, servers: list[Server]) -> dict[Destination, bool]:
         """Real servers of all these, and whether one of them still sends new connections there."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dataplane.kernel import conntrack
+from dataplane.mode import belongs
 from dataplane.modes.nftables import lower
 from dataplane.modes.nftables import operations as op
 from dataplane.table import Protocol, socket_text
@@ -81,11 +82,12 @@ class Tables:
             row["frontends"].sort()
         return sorted(rows.values(), key=lambda row: (row["name"] or "", row["frontends"]))
 
-    def backends(self) -> list[dict[str, Any]]:
+    def backends(self, of: str | None = None) -> list[dict[str, Any]]:
         """See `dataplane.mode.View.backends`: those of any route."""
         found = {
             (frontend.name or "", address, frontend.protocol)
             for frontend in self._frontends()
+            if belongs(frontend.name, of)
             for address in frontend.backends.values()
         }
         return [
@@ -97,3 +99,7 @@ class Tables:
         """See `dataplane.mode.View.flows`: from conntrack."""
         keys = {(f.address, int(f.key[-1]), int(f.key[-2])): f.name for f in self._frontends()}
         return conntrack.flows(keys, limit)
+
+    def close(self) -> None:
+        """See `dataplane.mode.View.close`."""
+        self._door.close()

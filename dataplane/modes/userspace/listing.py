@@ -9,6 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from dataplane.kernel import conntrack
+from dataplane.mode import belongs
 from dataplane.modes.userspace import messages as m
 from dataplane.modes.userspace.line import Line
 from dataplane.table import Protocol, socket_text
@@ -42,11 +43,11 @@ class Relayed:
             for row in self.rows
         ]
 
-    def backends(self) -> list[dict[str, Any]]:
+    def backends(self, of: str | None = None) -> list[dict[str, Any]]:
         """See `dataplane.mode.View.backends`."""
         used = {(key, address, port): count for key, address, port, count in self.told["used"]}
         rows = []
-        for row in self.rows:
+        for row in filter(lambda each: belongs(each.name, of), self.rows):
             members = Counter(pair for route in row.routes for pair in route)
             for address, port in {**dict.fromkeys(members), **dict.fromkeys(row.serving)}:
                 rows.append(
@@ -72,6 +73,10 @@ class Relayed:
             row |= asked.get((row["client"], row["frontend"]), {})
             rows.append(row)
         return rows, told["flow_count"]
+
+    def close(self) -> None:
+        """See `dataplane.mode.View.close`."""
+        self._line.close()
 
     def _asked(self) -> dict[tuple[str, str], dict[str, str]]:
         """What the relay sees of a client and its own proxy port -> who asked, and whom: conntrack knows."""
