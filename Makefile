@@ -7,7 +7,7 @@ SOURCES  := $(wildcard bpf/*.bpf.c)
 HEADERS  := $(wildcard bpf/*.h)
 BUILT    := $(patsubst bpf/%.bpf.c,$(OBJECTS)/%.bpf.o,$(SOURCES)) $(OBJECTS)/abi.h
 APT      := iproute2 util-linux clang llvm clang-format bpftool libbpf-dev libbpf1 linux-libc-dev libc6-dev gcc make python3-venv python3-dev nftables libnftables1 iptables
-APT_LAB  := shellcheck vagrant systemd debian-archive-keyring libseccomp2
+APT_LAB  := shellcheck tmux vagrant systemd debian-archive-keyring libseccomp2
 APT_COMPARE := wrk iperf3 chromium fonts-dejavu-core
 APT_VM   := qemu-system-x86 busybox-static kmod debian-archive-keyring
 STAMPS   := $(VENV)/.stamps
@@ -106,7 +106,7 @@ $(TOOLS)/nginx:
 	$(Q)mkdir -p build/tools && cd build/tools && apt-get download -qq nginx && dpkg -x nginx_*.deb . && rm nginx_*.deb
 	@touch $@
 
-# What checks deploy/ and vagrant/, and compares modes. Without these the tests that need them are skipped, and say so.
+# What checks deploy/, vagrant/ and the screen of `top`, and compares modes. Without these the tests that need them are skipped, and say so.
 $(STAMPS)/lab: Makefile tests/deploy/kubectl.py $(TOOLS)/nginx $(STAMPS)/apt $(STAMPS)/venv
 	$(call packages,$(APT_LAB) $(APT_COMPARE))
 	-$(Q)$(PYTHON) -m tests.deploy.kubectl

@@ -377,6 +377,21 @@ examples:
   hybrid-proxy flows -o json
 """
 
+_TOP: Final = """
+Services by connections a second, the backends of the one under the cursor with their shares, drops by reason, and how
+full maps are. It goes on without an agent: what is programmed is read from the kernel. docs/top.md explains it.
+
+keys:
+  arrows  move           /  filter           b  backends below        q  quit
+  s       sort by next   r  turn the order   d  drops, events below   p  pause
+  tab     next table     escape  no filter   m  maps below
+
+examples:
+  hybrid-proxy top
+  hybrid-proxy top --filter "kube-system udp" --interval 5
+  hybrid-proxy top default/web:http -o json --count 1     one object: rates of a second, shares of its backends
+"""
+
 _DROPS: Final = """
 Some of what is dropped is told by the programs to the agent, which keeps the last 1,000 events: at most 100 a second
 and CPU. `status` and the metric hybrid_proxy_events_total count all of it; docs/counters.md explains the reasons.
@@ -488,6 +503,15 @@ def parser() -> argparse.ArgumentParser:
         _admin(shown)
         _places(shown)
         _output(shown)
+
+    top = command("top", "services, backends and drops, live in this terminal", _TOP)
+    top.add_argument("service", nargs="?", metavar="NAMESPACE/NAME:PORT", help="with -o json: whose backends")
+    top.add_argument("--filter", default="", metavar="TEXT", help="services with this in name, address or protocol")
+    top.add_argument("--interval", type=float, default=1, metavar="SECONDS", help="between two looks (default: 1)")
+    top.add_argument("--count", type=int, default=0, metavar="N", help="with -o json: end after N (default: never)")
+    _admin(top)
+    _places(top)
+    _output(top)
 
     drops = command("drops", "packets that were dropped or refused, and why", _DROPS)
     drops.add_argument("-f", "--follow", action="store_true", help="go on, until Ctrl-C")
@@ -603,6 +627,10 @@ def _call(args: argparse.Namespace) -> int:
             from controller import loop
 
             return loop.cleanup(from_flags(vars(args)))
+        case "top":
+            from controller.top import command
+
+            return command.main(args)
         case "drops" | "trace":
             from controller import watch
 

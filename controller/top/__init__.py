@@ -1,0 +1,1 @@
+"""`hybrid-proxy top`: services, backends and drops of this node, live in a terminal."""

@@ -1,0 +1,277 @@
+"""PURE. Two looks at a node -> what happens there each second, as rows.
+
+Counters only grow. One that is smaller than it was belongs to maps that were made anew: what it means for a rate is not
+known until the next look, and not known is None everywhere.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import msgspec
+
+__all__ = ["BackendRow", "MapRow", "Picture", "ReasonRow", "Sample", "ServiceRow", "Window", "picture"]
+
+SHARE_SECONDS: Final = 30.0  # shares are of the connections of so long, or up to twice that
+SHORTEST: Final = 0.5  # seconds: a rate of less time says little
+KINDS: Final = {"drop": 0, "refuse": 1, "note": 2}
+# Names of counters that do not begin with `drop_`, of all modes.
+DROPS: Final = frozenset({"discarded", "source-not-allowed", "unallocated", "no-slot", "invalid"})
+REFUSALS: Final = frozenset({"reject", "socket_refused", "refused", "unknown-port"})
+
+Row = Mapping[str, Any]
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One look at the node.
+
+    Args:
+        at: when, in seconds of a clock that does not jump.
+        status: what the agent answered to `status`, None: nobody answered.
+        trouble: why not.
+        mode: whose rows these are, empty: nothing is programmed.
+        services: rows of `dataplane.mode.View.services`.
+        chosen: the service port whose backends were looked at.
+        backends: rows of `dataplane.mode.View.backends` of that one.
+    """
+
+    at: float
+    status: Row | None = None
+    trouble: str = ""
+    mode: str = ""
+    services: tuple[Row, ...] = ()
+    chosen: str | None = None
+    backends: tuple[Row, ...] = ()
+
+
+class ServiceRow(msgspec.Struct, frozen=True):
+    """A service port of one family. Rates are per second; those of answers are what backends send."""
+
+    key: str
+    name: str
+    protocol: str
+    frontends: tuple[str, ...]
+    backends: int
+    left_out: int
+    connections: float | None
+    packets: float | None
+    request_bytes: float | None
+    reply_bytes: float | None
+    total: int | None  # connections since the maps were made
+
+
+class BackendRow(msgspec.Struct, frozen=True):
+    """A backend of the service port that was looked at."""
+
+    key: str
+    address: str
+    protocol: str
+    state: str
+    share: float | None  # of the service port's connections of late, 0 to 1
+    connections: float | None
+    packets: float | None
+    request_bytes: float | None
+    reply_bytes: float | None
+    failures: int | None  # connections one after the other that it did not answer, or refused
+    total: int | None
+
+
+class ReasonRow(msgspec.Struct, frozen=True):
+    """Something that the dataplane counts."""
+
+    key: str
+    kind: str  # drop, refuse or note
+    rate: float | None
+    total: int
+
+
+class MapRow(msgspec.Struct, frozen=True):
+    """A table of the dataplane, and how full it is."""
+
+    key: str
+    used: int
+    entries: int
+    bound: int  # to which it may grow
+    bytes: int | None
+
+    @property
+    def fill(self) -> float:
+        """Of what it may ever hold, 0 to 1."""
+        return self.used / self.bound if self.bound else 0.0
+
+
+class Picture(msgspec.Struct, frozen=True):
+    """What a person is shown."""
+
+    sample: Sample
+    services: tuple[ServiceRow, ...]
+    backends: tuple[BackendRow, ...]
+    reasons: tuple[ReasonRow, ...]
+    maps: tuple[MapRow, ...]
+
+    def rate(self, kind: str) -> float | None:
+        """Packets a second that met with a drop or a refusal; None: not known."""
+        return _sum(row.rate for row in self.reasons if row.kind == kind)
+
+    def all(self, column: str) -> float | None:
+        """The sum of a column of the services; None: not known of any."""
+        return _sum(getattr(row, column) for row in self.services)
+
+    @property
+    def counts(self) -> bool:
+        """Whether this mode counts what passes through each service."""
+        return any(row.total is not None for row in self.services)
+
+
+class Window:
+    """The looks that are needed for the next picture."""
+
+    def __init__(self) -> None:
+        self._before: Sample | None = None
+        self._latest: Sample | None = None
+        self._bases: list[Sample] = []  # of shares: the oldest that is left, and the next
+
+    def add(self, sample: Sample) -> Picture:
+        """What is to be seen now."""
+        if self._bases and self._bases[-1].chosen != sample.chosen:
+            self._bases.clear()
+        if not self._bases or sample.at - self._bases[-1].at >= SHARE_SECONDS:
+            self._bases = [*self._bases[-1:], sample]
+        if self._latest is None or sample.at - self._latest.at >= SHORTEST:
+            self._before = self._latest or sample
+        self._latest = sample
+        return picture(self._bases[0], self._before or sample, sample)
+
+
+def picture(base: Sample, before: Sample, now: Sample) -> Picture:
+    """Rates of the time between `before` and `now`, shares of that since `base`."""
+    return Picture(now, _services(before, now), _backends(base, before, now), _reasons(before, now), _maps(now))
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+class _Rates:
+    """What columns of a row have grown by, each second."""
+
+    def __init__(self, before: Row | None, now: Row, seconds: float) -> None:
+        self._before, self._now, self._seconds = before, now, seconds
+
+    def of(self, *columns: str) -> float | None:
+        grown = self.growth(*columns)
+        return None if grown is None or self._seconds <= 0 else grown / self._seconds
+
+    def growth(self, *columns: str) -> int | None:
+        if self._before is None:
+            return None
+        total = 0
+        for column in columns:
+            if column not in self._before or column not in self._now or self._now[column] < self._before[column]:
+                return None
+            total += self._now[column] - self._before[column]
+        return total
+
+
+def _family(texts: Iterable[str]) -> int:
+    return 6 if any("[" in text for text in texts) else 4
+
+
+def _service_key(row: Row) -> str:
+    return f"{row['name'] or row.get('id', row['frontends'])} {row['protocol']} {_family(row['frontends'])}"
+
+
+def _services(before: Sample, now: Sample) -> tuple[ServiceRow, ...]:
+    seconds = now.at - before.at
+    known = {_service_key(row): row for row in before.services}
+    out = Counter((row["service"], _family([row["address"]])) for row in _left_out(now) if row["left_out"])
+    rows = []
+    for row in now.services:
+        key = _service_key(row)
+        rates = _Rates(known.get(key), row, seconds)
+        name = row["name"] or "unknown"
+        rows.append(
+            ServiceRow(
+                key, name, row["protocol"], tuple(row["frontends"]), row["backends"],
+                out[name, _family(row["frontends"])],
+                rates.of("flows"), rates.of("packets", "reply_packets"), rates.of("bytes"), rates.of("reply_bytes"),
+                row.get("flows"),
+            )
+        )  # fmt: skip
+    return tuple(rows)
+
+
+def _left_out(sample: Sample) -> list[Row]:
+    return list(sample.status["dataplane"].get("left_out", ())) if sample.status else []
+
+
+def _backend_key(row: Row) -> str:
+    return f"{row['address']} {row['protocol']}"
+
+
+def _backends(base: Sample, before: Sample, now: Sample) -> tuple[BackendRow, ...]:
+    seconds = now.at - before.at
+    former = {_backend_key(row): row for row in before.backends} if before.chosen == now.chosen else {}
+    oldest = {_backend_key(row): row for row in base.backends} if base.chosen == now.chosen else {}
+    told = {(row["service"], row["address"]): row["state"] for row in _left_out(now)}
+    grown = {
+        (key := _backend_key(row)): _Rates(oldest.get(key), row, 1).growth("flows") for row in now.backends
+    }  # a backend that is new since `base` takes part from the next base on
+    totals = {family: _sum(grown[_backend_key(row)] for row in of) for family, of in _by_family(now.backends).items()}
+    rows = []
+    for row in now.backends:
+        key = _backend_key(row)
+        rates = _Rates(former.get(key), row, seconds)
+        all_of, mine = totals[_family([row["address"]])], grown[key]
+        rows.append(
+            BackendRow(
+                key, row["address"], row["protocol"],
+                told.get((row["service"], row["address"])) or row.get("state") or _state(row),
+                mine / all_of if mine is not None and all_of else None,
+                rates.of("flows"), rates.of("packets", "reply_packets"), rates.of("bytes"), rates.of("reply_bytes"),
+                row.get("failures"), row.get("flows"),
+            )
+        )  # fmt: skip
+    return tuple(rows)
+
+
+def _by_family(rows: Iterable[Row]) -> dict[int, list[Row]]:
+    found: dict[int, list[Row]] = {}
+    for row in rows:
+        found.setdefault(_family([row["address"]]), []).append(row)
+    return found
+
+
+def _state(row: Row) -> str:
+    return "serving" if row["used"] else "in no route"
+
+
+def _kind(reason: str) -> str:
+    if reason.startswith("drop_") or reason in DROPS:
+        return "drop"
+    return "refuse" if reason in REFUSALS else "note"
+
+
+def _reasons(before: Sample, now: Sample) -> tuple[ReasonRow, ...]:
+    """Everything that is counted, drops first."""
+    counters: Row = now.status["dataplane"]["counters"] if now.status else {}
+    former: Row | None = before.status["dataplane"]["counters"] if before.status else None
+    rates = _Rates(former, counters, now.at - before.at)
+    rows = [ReasonRow(name, _kind(name), rates.of(name), total) for name, total in counters.items()]
+    return tuple(sorted(rows, key=lambda row: (KINDS[row.kind], row.key)))
+
+
+def _maps(now: Sample) -> tuple[MapRow, ...]:
+    if now.status is None:
+        return ()
+    dataplane = now.status["dataplane"]
+    sized = {
+        name: MapRow(name, row["used"], row["entries"], row["bound"], row["bytes"])
+        for name, row in dataplane.get("maps", {}).items()
+        if "bound" in row
+    }
+    rest = {name: MapRow(name, used, limit, limit, None) for name, (used, limit) in dataplane["fill"].items()}
+    return tuple((sized or rest).values())

@@ -1,0 +1,55 @@
+"""A lab with the examples, an agent, and load on one service."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from controller.lab import examples
+from controller.lab.agent import Agent, remove
+from controller.lab.network import Lab
+
+TRAFFIC = (sys.executable, "-m", "controller.lab.traffic", "load")
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: makes network namespaces and a cgroup of its own")
+    with Lab(f"t{os.getpid()}x", 3) as made:
+        manifests = examples.copy(made)
+        examples.scale(manifests / "web.yaml", made.pods())
+        http, udp = examples.ports(manifests)
+        made.serve(*(pod.name for pod in made.pods()), http=http, udp=udp)
+        yield made
+        remove(made)
+
+
+@pytest.fixture
+def agent(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Agent]:
+    """In mode ebpf, or as a parameter says."""
+    made = Agent(lab, lab.folder / "manifests", getattr(request, "param", "ebpf"))
+    made.start()
+    yield made
+    print(f"--- log of the agent\n{made.tail(40)}")
+    if made.running():
+        made.terminate()
+    made.cleanup()
+
+
+@pytest.fixture
+def load(lab: Lab) -> Iterator[None]:
+    """100 connections a second to default/web from a pod, and 20 that are refused by default/empty."""
+    wanted = (("10.96.0.10:80", "100"), ("10.96.0.99:80", "20"))
+    clients = [
+        lab.start("pod1", [*TRAFFIC, "connections", target, "--rate", rate], output=subprocess.DEVNULL)
+        for target, rate in wanted
+    ]
+    yield
+    for client in clients:
+        client.terminate()
+        client.wait(timeout=10)

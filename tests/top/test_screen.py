@@ -1,0 +1,322 @@
+"""`hybrid-proxy top` on a node with real traffic: by its library's pilot, in a real terminal, and as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import Static, TabbedContent
+
+from controller.lab.agent import Agent
+from controller.lab.network import Lab
+from controller.top.app import Listing, Top
+from controller.top.look import Looker
+
+pytestmark = pytest.mark.root
+PATIENCE = 15.0
+INTERVAL = 0.6
+
+Driven = Callable[[Top, "Pilot[None]"], Awaitable[None]]
+
+
+def drive(lab: Lab, agent: Agent, keys: Driven) -> Top:
+    """The screen in the node's namespace, without a terminal, at the hands of `keys`."""
+
+    async def run() -> Top:
+        screen = Top(Looker(str(agent.socket), None), INTERVAL)
+        async with screen.run_test(size=(140, 40)) as pilot:
+            await keys(screen, pilot)
+        return screen
+
+    with lab.inside("node"):
+        return asyncio.run(run())
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Executor]:
+    """A thread that is not in the node's namespace, whatever the test does."""
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(int).result()
+        yield threads
+
+
+async def until(reached: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not reached():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.05)
+
+
+def lines(screen: Top, name: str) -> list[list[str]]:
+    """The texts of a table, row by row."""
+    table = screen.query_one(f"#{name}", Listing)
+    return [[str(cell) for cell in table.get_row_at(position)] for position in range(table.row_count)]
+
+
+def titles(screen: Top, name: str) -> list[str]:
+    return [str(column.label) for column in screen.query_one(f"#{name}", Listing).ordered_columns]
+
+
+def text(screen: Top, name: str) -> str:
+    return str(screen.query_one(f"#{name}", Static).content)
+
+
+def web(screen: Top) -> list[str]:
+    return next(row for row in lines(screen, "services") if row[0] == "default/web:http" and row[8] == "10.96.0.10:80")
+
+
+def is_busy(screen: Top) -> bool:
+    rows = lines(screen, "services")
+    return bool(rows) and rows[0][0] == "default/web:http" and rows[0][1] not in {"-", "0"}
+
+
+@pytest.mark.usefixtures("load")
+def test_the_busiest_service_is_first_and_its_backends_share(lab: Lab, agent: Agent) -> None:
+    async def keys(screen: Top, pilot: Pilot[None]) -> None:
+        await until(lambda: is_busy(screen), "the service under load is not first")
+        await until(lambda: 50 < float(web(screen)[1]) < 150, f"not 100 connections a second: {web(screen)}")
+        await until(lambda: len(lines(screen, "backends")) == 6, "there are not three backends of each family")
+        backends = [row for row in lines(screen, "backends") if not row[0].startswith("[")]
+        assert {row[0] for row in backends} == {f"{pod.address4}:8080" for pod in lab.pods()}
+
+        def shared() -> bool:
+            shares = [row[1] for row in lines(screen, "backends") if not row[0].startswith("[")]
+            return "-" not in shares and 97 <= sum(int(share.rstrip("%")) for share in shares) <= 103
+
+        await until(shared, f"the shares are not those of one whole: {lines(screen, 'backends')}")
+        assert all(row[7] == "serving" for row in backends)
+        assert re.search(r"mode ebpf +in sync", text(screen, "head"))
+
+    drive(lab, agent, keys)
+
+
+@pytest.mark.usefixtures("load")
+def test_keys_sort_turn_and_filter(lab: Lab, agent: Agent) -> None:
+    async def keys(screen: Top, pilot: Pilot[None]) -> None:
+        await until(lambda: is_busy(screen), "the service under load is not first")
+        assert titles(screen, "services")[1] == "conn/s▼"
+        await pilot.press("r")
+        assert titles(screen, "services")[1] == "conn/s▲"
+        await until(lambda: lines(screen, "services")[-1][0] == "default/web:http", "the order was not turned")
+        for _ in range(8):
+            await pilot.press("s")
+        assert titles(screen, "services")[:2] == ["service▲", "conn/s"]
+        names = [row[0] for row in lines(screen, "services")]
+        assert names == sorted(names)
+        await pilot.press("slash", *"dns tcp", "enter")
+        await until(lambda: {row[0] for row in lines(screen, "services")} == {"default/dns:dns-tcp"}, "no filter")
+        assert "filter 'dns tcp': 2 of 10" in text(screen, "head")
+        await pilot.press("slash", "escape")
+        await until(lambda: len(lines(screen, "services")) == 10, "the filter was not forgotten")
+
+    drive(lab, agent, keys)
+
+
+@pytest.mark.usefixtures("load")
+def test_the_cursor_stays_with_its_service(lab: Lab, agent: Agent) -> None:
+    async def keys(screen: Top, pilot: Pilot[None]) -> None:
+        await until(lambda: is_busy(screen), "the service under load is not first")
+        await pilot.press("down", "down")
+        table = screen.query_one("#services", Listing)
+        chosen = table.chosen
+        await pilot.press("r")
+        await asyncio.sleep(3 * INTERVAL)
+        assert table.chosen == chosen
+        assert table.cursor_row == 1  # of all others, which are as quiet, in the order of their names
+        label = str(screen.query_one("#below", TabbedContent).get_tab("tab-backends").label)
+        assert chosen is not None
+        assert label == f"backends of {chosen.split()[0]}"
+
+    drive(lab, agent, keys)
+
+
+@pytest.mark.usefixtures("load")
+def test_refusals_and_maps_are_shown_below(lab: Lab, agent: Agent) -> None:
+    async def keys(screen: Top, pilot: Pilot[None]) -> None:
+        await pilot.press("d")
+        assert screen.query_one("#below", TabbedContent).active == "tab-reasons"
+
+        def refused() -> bool:
+            rows = {row[1]: row for row in lines(screen, "reasons")}
+            return "reject" in rows and rows["reject"][0] == "refuse" and rows["reject"][2] not in {"-", "0"}
+
+        await until(refused, "refusals are not told")
+        assert re.search(r"refused/s [1-9]", text(screen, "head"))
+        await pilot.press("m")
+        assert screen.query_one("#below", TabbedContent).active == "tab-maps"
+        assert {"flows4", "services", "backends"} <= {row[0] for row in lines(screen, "maps")}
+
+    drive(lab, agent, keys)
+
+
+@pytest.mark.usefixtures("load")
+def test_a_pause_stands_still(lab: Lab, agent: Agent) -> None:
+    async def keys(screen: Top, pilot: Pilot[None]) -> None:
+        await until(lambda: is_busy(screen), "the service under load is not first")
+        await pilot.press("p")
+        assert "PAUSED" in text(screen, "head")
+        await asyncio.sleep(2 * INTERVAL)
+        before = web(screen)
+        await asyncio.sleep(3 * INTERVAL)
+        assert web(screen) == before
+        await pilot.press("p")
+        await until(lambda: web(screen)[7] != before[7], "it does not go on")
+
+    drive(lab, agent, keys)
+
+
+@pytest.mark.usefixtures("load")
+def test_an_agent_that_goes_and_comes_back(lab: Lab, agent: Agent, elsewhere: Executor) -> None:
+    async def keys(screen: Top, pilot: Pilot[None]) -> None:
+        await until(lambda: is_busy(screen), "the service under load is not first")
+        agent.kill()
+        await until(lambda: "no answer from the agent" in text(screen, "trouble"), "nobody tells that it is gone")
+        total = web(screen)[7]
+        await until(lambda: web(screen)[7] != total and is_busy(screen), "without an agent nothing is counted")
+        assert "as last programmed" in text(screen, "head")
+        await asyncio.wrap_future(elsewhere.submit(agent.start))
+        await until(lambda: "in sync" in text(screen, "head"), "nobody tells that it is back")
+        assert text(screen, "trouble") == ""
+
+    drive(lab, agent, keys)
+
+
+@pytest.mark.usefixtures("load")
+@pytest.mark.parametrize("agent", ["nftables", "iptables", "userspace"], indirect=True)
+def test_modes_that_do_not_count_say_so(lab: Lab, agent: Agent) -> None:
+    async def keys(screen: Top, pilot: Pilot[None]) -> None:
+        await until(lambda: bool(lines(screen, "services")), "no services")
+        assert f"mode {agent.mode} does not count" in text(screen, "trouble")
+        assert {row[1] for row in lines(screen, "services")} == {"-"}
+        table = screen.query_one("#services", Listing)
+        position = next(n for n, row in enumerate(lines(screen, "services")) if row[0] == "default/web:http")
+        await pilot.press(*["down"] * position)
+        assert table.cursor_row == position
+        wanted = {f"{pod.address4}:8080" for pod in lab.pods()}
+        await until(lambda: wanted <= {row[0] for row in lines(screen, "backends")}, "backends are not shown")
+
+    drive(lab, agent, keys)
+
+
+@pytest.mark.usefixtures("load")
+def test_programs_get_json(lab: Lab, agent: Agent) -> None:
+    argv = ("top", "default/web:http", "--filter", "web", "--count", "2", "-o", "json")
+    done = agent.command(*argv, "--admin-socket", str(agent.socket))
+    assert done.returncode == 0, done.stderr
+    looks = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(looks) == 2
+    assert {row["name"] for row in looks[1]["services"]} == {"default/web:http"}
+    assert 30 < max(row["connections"] for row in looks[1]["services"]) < 300
+    assert sum(row["share"] or 0 for row in looks[1]["backends"]) == pytest.approx(1)
+    assert looks[1]["mode"] == "ebpf"
+
+
+def test_without_a_terminal_it_says_what_to_do(lab: Lab, agent: Agent) -> None:
+    done = agent.command("top", "--admin-socket", str(agent.socket))
+    assert done.returncode == 2
+    assert "-o json" in done.stderr
+
+
+# In a real terminal
+
+
+class Terminal:
+    """A shell in tmux, on a server of its own."""
+
+    def __init__(self, name: str) -> None:
+        self.argv = ("tmux", "-L", name, "-f", "/dev/null")
+
+    def _run(self, *words: str) -> str:
+        return subprocess.run([*self.argv, *words], check=True, capture_output=True, text=True, timeout=20).stdout
+
+    def start(self) -> None:
+        self._run("new-session", "-d", "-s", "t", "-x", "120", "-y", "36", "env PS1='$ ' bash --norc --noprofile")
+
+    def type(self, *keys: str) -> None:
+        self._run("send-keys", "-t", "t", *keys)
+
+    def screen(self) -> str:
+        return self._run("capture-pane", "-p", "-t", "t")
+
+    def alternate(self) -> bool:
+        """Whether a program has the terminal's other screen."""
+        return self._run("display-message", "-p", "-t", "t", "#{alternate_on}").strip() == "1"
+
+    def wait(self, pattern: str) -> str:
+        deadline = time.monotonic() + PATIENCE
+        while not re.search(pattern, shown := self.screen(), re.MULTILINE):
+            assert time.monotonic() < deadline, f"{pattern!r} does not appear:\n{shown}"
+            time.sleep(0.1)
+        return shown
+
+    def end(self) -> None:
+        with contextlib.suppress(subprocess.CalledProcessError):
+            self._run("kill-server")
+
+
+@pytest.fixture
+def terminal(lab: Lab) -> Iterator[Terminal]:
+    if shutil.which("tmux") is None:
+        pytest.skip("tmux is missing: make setup installs it")
+    made = Terminal(f"hp-{lab.name}")
+    made.start()
+    yield made
+    made.end()
+
+
+def started(terminal: Terminal, lab: Lab, agent: Agent) -> str:
+    words = [sys.executable, "-m", "controller", "top", "--admin-socket", str(agent.socket)]
+    terminal.wait(r"^\$$")
+    terminal.type(shlex.join(lab.command("node", words)), "Enter")
+    return terminal.wait(r"^ default/web:http +[1-9]")
+
+
+@pytest.mark.usefixtures("load")
+def test_in_a_terminal_keys_work_and_it_quits_cleanly(lab: Lab, agent: Agent, terminal: Terminal) -> None:
+    shown = started(terminal, lab, agent)
+    assert "node lab-node   mode ebpf   in sync" in shown
+    assert "conn/s▼" in shown
+    assert terminal.alternate()
+    terminal.type("s")
+    terminal.wait(r"packets/s▼")
+    terminal.type("r")
+    terminal.wait(r"packets/s▲")
+    terminal.type("/")
+    terminal.wait(r"part of a name")
+    terminal.type("dns")
+    terminal.wait(r"filter 'dns': 4 of 10 service ports")
+    assert "default/web:http" not in terminal.screen().partition("backends of")[0]
+    terminal.type("Enter")
+    terminal.wait(r"q quit")
+    terminal.type("d")
+    terminal.wait(r"refuse +reject +[0-9]")
+    terminal.type("q")
+    terminal.wait(r"^\$$")
+    assert not terminal.alternate()
+    terminal.type("echo code $? in $(stty -a | grep -c ' echo ') line", "Enter")
+    terminal.wait(r"^code 0 in 1 line")
+
+
+@pytest.mark.usefixtures("load")
+def test_ctrl_c_ends_it_too(lab: Lab, agent: Agent, terminal: Terminal) -> None:
+    started(terminal, lab, agent)
+    terminal.type("C-c")
+    terminal.wait(r"^\$$")
+    assert not terminal.alternate()
+
+
+def test_nothing_else_imports_the_terminal_library() -> None:
+    modules = "controller.cli, controller.loop, controller.inspect, controller.watch, controller.top.command"
+    code = f"import sys, {modules}; sys.exit('textual' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
