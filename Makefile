@@ -121,5 +121,5 @@ $(STAMPS)/apt: Makefile
 $(STAMPS)/venv: pyproject.toml setup.py dataplane/kernel/publish_build.py $(STAMPS)/apt
 	@echo "pip      hybrid-proxy and its development tools"
 	$(Q)$(PYTHON) -m pip install --quiet --upgrade 'pip>=25.1'
-	$(Q)$(PYTHON) -m pip install --quiet --group dev --editable .
+	$(Q)$(PYTHON) -m pip install --quiet --group dev --editable '.[compare]'
 	@touch $@

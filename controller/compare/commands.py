@@ -8,6 +8,7 @@ import itertools
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
@@ -15,9 +16,10 @@ from typing import Final
 import msgspec
 
 from controller.compare import objects
-from controller.compare.findings import Report, findings
+from controller.compare.findings import Findings, Report, findings
 from controller.compare.loads import PACKAGES
 from controller.compare.machine import describe, missing_tools
+from controller.compare.markdown import markdown
 from controller.compare.measure import carry_out
 from controller.compare.plan import MODES, Settings, steps
 from controller.compare.progress import progress
@@ -43,13 +45,51 @@ def main(args: argparse.Namespace) -> int:
         ConfigError: a flag cannot be used.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # labs are removed, whoever ends it
-    run = _measured(args)
+    if args.report and not args.report.endswith(".html"):
+        raise ConfigError(
+            f"--report {args.report}: name a file that ends in .html; .md and .json are written beside it"
+        )
+    render = _renderer() if args.report else None  # a missing library is told before an hour of measuring
+    run = _read(Path(args.measured)) if args.measured else _measured(args)
     found = findings(run)
+    if render is not None:
+        path = Path(args.report)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(render(run, found))
+        path.with_suffix(".md").write_text(markdown(run, found))
+        path.with_suffix(".json").write_bytes(msgspec.json.encode(Report(run, found)) + b"\n")
+        print(f"compare  the report is {path}", file=sys.stderr)
     if args.output == "json":
         print(msgspec.json.format(msgspec.json.encode(Report(run, found)), indent=1).decode())
     else:
-        print("\n".join([*found.summary, *found.warnings]))
+        standings = [standing.sentence(run.settings.modes[0]) for standing in found.standings]
+        print("\n".join([*found.summary, *standings, *found.warnings]))
     return 0
+
+
+def _renderer() -> Callable[[Run, Findings], str]:
+    try:
+        from controller.compare.html import html
+    except ImportError as error:
+        raise ControllerError(
+            f"--report needs {error.name}, which this installation does not have: pip install 'hybrid-proxy[compare]'; "
+            "without --report, -o json keeps everything for `compare --from`"
+        ) from error
+    return html
+
+
+def _read(path: Path) -> Run:
+    """The run in a report's JSON.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Report).run
+    except OSError as error:
+        raise ConfigError(f"--from {path}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"--from {path}: no report of compare: {error}") from error
 
 
 def _measured(args: argparse.Namespace) -> Run:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from controller.compare.findings import Findings
+from controller.compare.findings import Findings, Standing
 from controller.compare.result import Run
-from controller.compare.tables import VERDICTS, Line, Table, Text, method, place, reasons, tables
+from controller.compare.tables import VERDICTS, Line, Table, Text, method, not_ahead, place, reasons, scoreboard, tables
 
 __all__ = ["markdown"]
 
@@ -20,12 +20,26 @@ def _lines(run: Run, found: Findings) -> Iterator[str]:
     yield "# Modes compared"
     yield ""
     yield from _list(found.summary or ["Nothing was compared."])
+    first = run.settings.modes[0]
+    if found.standings:
+        yield from (
+            "",
+            f"| {first} against | " + " | ".join(f"{size:,} services" for size in run.settings.sizes) + " |",
+        )
+        yield "|---|" + "---|" * len(run.settings.sizes)
+        for mode, row in scoreboard(run, found):
+            yield f"| {mode} | {' | '.join(map(_standing, row))} |"
+        yield from ("", f"Rows in which {first} is ▲ ahead, ▼ behind, ≈ not told apart.")
+    behind = not_ahead(run, found)
+    if behind:
+        yield from ("", f"Where {first} is not ahead:", "")
+        yield from _list(behind)
     if found.warnings:
         yield from ("", "## How far to trust it", "")
         yield from _list(found.warnings)
     for table in tables(run, found):
         yield from ("", f"## {table.size:,} services", "")
-        yield from _table(table, run.settings.modes[0])
+        yield from _table(table, first)
     why = list(reasons(found))
     if why:
         yield from ("", "Not measured:", "")
@@ -57,6 +71,10 @@ def _field(field: Text, first: str) -> str:
         return "-"
     parts = [field.value, field.ratio, f"{VERDICTS[field.verdict]} {first} {field.lead}" if field.lead else ""]
     return "<br>".join(filter(None, parts))
+
+
+def _standing(one: Standing | None) -> str:
+    return f"▲ {len(one.ahead)} ▼ {len(one.behind)} ≈ {len(one.even)}" if one else "-"
 
 
 def _escaped(text: str) -> str:

@@ -7,12 +7,12 @@ from typing import Final
 
 import msgspec
 
-from controller.compare.findings import Findings, Row, shown
+from controller.compare.findings import Findings, Row, Standing, shown
 from controller.compare.plan import METRICS, Metric
 from controller.compare.result import Run
 from controller.compare.stats import Estimate, Verdict
 
-__all__ = ["VERDICTS", "Line", "Table", "Text", "method", "place", "reasons", "tables"]
+__all__ = ["VERDICTS", "Line", "Table", "Text", "method", "not_ahead", "place", "reasons", "scoreboard", "tables"]
 
 VERDICTS: Final = {"ahead": "▲", "behind": "▼", "even": "≈", "": ""}
 
@@ -78,8 +78,9 @@ def _field(row: Row | None, metric: Metric, *, hide: bool) -> Text:
     if row is None or row.value is None:
         return Text(missing=row.missing if row else "not measured")
     whole = metric.better == "neither"
+    unit = "" if row.ratio or row.lead else "1 ×"  # of those without a control, the first mode is the measure
     return Text(
-        value="" if hide else shown(row.value.median, whole),
+        value=unit if hide else shown(row.value.median, whole),
         interval="" if hide or row.value.count < 2 else _interval(row.value),
         ratio=_times(row.ratio) if row.ratio else "",
         lead=_times(row.lead) if row.lead and row.verdict else "",
@@ -116,6 +117,18 @@ def place(run: Run) -> list[tuple[str, str]]:
     if s.live:
         return [*told, ("service", f"{s.live} of this node")]
     return [*told, ("cluster", f"{s.backends} endpoints for each service")]
+
+
+def scoreboard(run: Run, found: Findings) -> list[tuple[str, list[Standing | None]]]:
+    """For each mode but the first, and each number of services, how the first stands against it."""
+    known = {(standing.mode, standing.size): standing for standing in found.standings}
+    return [(mode, [known.get((mode, size)) for size in run.settings.sizes]) for mode in run.settings.modes[1:]]
+
+
+def not_ahead(run: Run, found: Findings) -> list[str]:
+    """A sentence for each standing in which the first mode is not ahead everywhere."""
+    first = run.settings.modes[0]
+    return [standing.sentence(first) for standing in found.standings if standing.behind or standing.even]
 
 
 def reasons(found: Findings) -> Iterator[str]:

@@ -34,7 +34,9 @@ def test_who_is_behind_is_told() -> None:
     row = found.row("requests", "ebpf", 10)
     assert row is not None
     assert row.verdict == "behind"
-    assert any("behind in 13 of 13" in sentence for sentence in found.summary), found.summary
+    for standing in found.standings:
+        assert (len(standing.ahead), len(standing.behind), len(standing.even)) == (0, 13, 0)
+        assert "behind in new connections 0.76 ×" in standing.sentence("iptables")
 
 
 def test_a_mode_that_does_not_work_has_rows_with_the_reason() -> None:
@@ -58,8 +60,8 @@ def test_an_unfinished_run_says_so() -> None:
 
 def test_few_rounds_are_not_sure() -> None:
     found = findings(made_up(rounds=3))
-    assert all("Too few rounds" in sentence and "75%" in sentence for sentence in found.summary)
-    assert not any("Too few" in sentence for sentence in findings(made_up()).summary)
+    assert any("Too few rounds" in sentence and "75%" in sentence for sentence in found.warnings)
+    assert not any("Too few" in sentence for sentence in findings(made_up()).warnings)
 
 
 def test_noise_that_is_larger_than_the_difference_is_called_that() -> None:
