@@ -25,7 +25,7 @@ else
 Q := @
 endif
 
-.PHONY: help demo test test-kernels check bench setup vm bpf docs format clean
+.PHONY: help demo test test-kernels check bench compare compare-vm setup vm bpf docs format clean
 .DEFAULT_GOAL := help
 
 help: ## print this list
@@ -50,6 +50,17 @@ check: setup ## formatters, linters, types and the import contracts
 
 bench: setup ## run the benchmarks, or one: make bench BENCH=selection
 	$(Q)$(PYTHON) -m tests.benchmarks $(BENCH)
+
+compare: setup ## compare the modes on this machine, ten minutes: ARGS="--services 10,1000,10000"; build/compare/report.html
+	$(Q)PATH="$(CURDIR)/$(TOOLS):$$PATH" $(VENV)/bin/hybrid-proxy compare --report build/compare/report.html $(ARGS)
+
+# Ratios only: the processor may be emulated. What is finished stays in build/compare-vm; the same command goes on.
+compare-vm: vm ## the same, with mode ipvs too, in a virtual machine; under an hour: build/compare-vm/report.html
+	$(Q)mkdir -p build/compare-vm
+	$(Q)$(PYTHON) -m tests.vm run 6.1 --memory 3072 --timeout 7200 --share build/compare-vm -- \
+		env PATH="$(CURDIR)/$(TOOLS):/usr/sbin:/usr/bin:/sbin:/bin" $(VENV)/bin/python -m controller compare \
+		--services 100 --changes 3 --state $(CURDIR)/build/compare-vm/state $(ARGS)
+	$(Q)$(VENV)/bin/hybrid-proxy compare --from build/compare-vm/state --report build/compare-vm/report.html
 
 setup: $(STAMPS)/apt $(STAMPS)/venv bpf $(STAMPS)/lab ## install what is missing: packages, the virtual environment, BPF objects
 

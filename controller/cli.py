@@ -423,6 +423,7 @@ Ctrl-C interrupts it; the same command goes on where it was. What is finished st
 examples:
   hybrid-proxy compare --report report.html                      all modes that work here, 10 and 1,000 services
   hybrid-proxy compare --modes ebpf,nftables --services 10,1000,10000 --backends 10 --report report.html -o json
+  hybrid-proxy compare --live default/web --path /healthz        a service of this node, beside one of its endpoints
   hybrid-proxy compare --from report.json --report again.html    the report of what was measured elsewhere
 """
 
@@ -580,10 +581,20 @@ def _compare(parser: argparse.ArgumentParser) -> None:
     ):
         group.add_argument(f"--{flag}", metavar="N", default=default, help=f"{text} (default: {default})")
     group.add_argument("--all-cpus", action="store_true", help="clients and servers on any CPU instead of sharing one")
+    group.add_argument(
+        "--live", metavar="NAMESPACE/NAME",
+        help="measure this service of this node instead of a lab: HTTP clients of the node ask it and one of its "
+        "endpoints in turn; nothing is changed (--modes, --services, --backends and --changes have no meaning)",
+    )  # fmt: skip
+    group.add_argument("--path", metavar="PATH", default="/", help="with --live: what is asked for (default: /)")
+    _admin(group)
     group = parser.add_argument_group("what becomes of it")
     group.add_argument("--report", metavar="FILE.html", help="write the report there, and as .md and .json beside it")
     group.add_argument(
-        "--from", dest="measured", metavar="FILE.json", help="report what was measured then; measure nothing"
+        "--from",
+        dest="measured",
+        metavar="FILE.json|DIR",
+        help="report what was measured then (a report, or a folder of --state); measure nothing",
     )
     group.add_argument("--state", metavar="DIR", help="where finished measurements are (default: beside the report)")
     group.add_argument("--fresh", action="store_true", help="begin again, whatever is finished")

@@ -17,6 +17,7 @@ import msgspec
 
 from controller.compare import objects
 from controller.compare.findings import Findings, Report, findings
+from controller.compare.live import Live, look
 from controller.compare.loads import PACKAGES
 from controller.compare.machine import describe, missing_tools
 from controller.compare.markdown import markdown
@@ -79,11 +80,16 @@ def _renderer() -> Callable[[Run, Findings], str]:
 
 
 def _read(path: Path) -> Run:
-    """The run in a report's JSON.
+    """The run in a report's JSON, or in the folder of a run that may not be finished.
 
     Raises:
         ConfigError: it is none.
     """
+    if path.is_dir():
+        run = State(path).load()
+        if run is None:
+            raise ConfigError(f"--from {path}: no run of compare is there")
+        return run
     try:
         return msgspec.json.decode(path.read_bytes(), type=Report).run
     except OSError as error:
@@ -93,9 +99,10 @@ def _read(path: Path) -> Run:
 
 
 def _measured(args: argparse.Namespace) -> Run:
-    settings = _settings(args)
     if os.geteuid() != 0:
-        raise ControllerError("compare needs root: it makes network namespaces and runs the agent in them")
+        raise ControllerError("compare needs root: it makes network namespaces, or reads what is programmed here")
+    live = look(args.live, args.admin_socket) if args.live else None
+    settings = _settings(args, live)
     report = Path(args.report) if args.report else None
     folder = Path(args.state) if args.state else report.with_suffix(".state") if report else Path(STATE)
     with opened(folder) as state:
@@ -109,7 +116,7 @@ def _measured(args: argparse.Namespace) -> Run:
                 "repeat those, name another folder, or begin again with --fresh"
             )
         try:
-            return _go_on(run, state)
+            return _go_on(run, state, live)
         except KeyboardInterrupt:
             done = len((state.load() or run).cells)
             print(f"\nInterrupted: {done} of {run.planned} measurements are in {folder}. "
@@ -117,7 +124,15 @@ def _measured(args: argparse.Namespace) -> Run:
             raise
 
 
-def _settings(args: argparse.Namespace) -> Settings:
+def _settings(args: argparse.Namespace, live: Live | None) -> Settings:
+    number = {name: _number(f"--{name}", getattr(args, name), 1, most) for name, most in _MOST.items()}
+    rounds, seconds = number["rounds"], number["seconds"]
+    if live is not None:
+        if not args.path.startswith("/"):
+            raise ConfigError(f"--path {args.path}: begins with /")
+        return Settings(
+            (live.mode,), (live.services,), 0, rounds, seconds, 0, one_cpu=False, live=args.live, path=args.path
+        )
     modes = tuple(dict.fromkeys(filter(None, args.modes.split(","))))
     for mode in modes:
         if mode not in MODES:
@@ -125,11 +140,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     sizes = tuple(_number("--services", text, objects.FEWEST + 1, 60_000) for text in args.services.split(","))
     if not modes:
         raise ConfigError("--modes: names no mode")
-    number = {name: _number(f"--{name}", getattr(args, name), 1, most) for name, most in _MOST.items()}
-    return Settings(
-        modes, sizes, number["backends"], number["rounds"], number["seconds"], number["changes"],
-        one_cpu=not args.all_cpus,
-    )  # fmt: skip
+    return Settings(modes, sizes, number["backends"], rounds, seconds, number["changes"], one_cpu=not args.all_cpus)
 
 
 def _number(flag: str, text: str, least: int, most: int) -> int:
@@ -149,7 +160,7 @@ def _new(settings: Settings) -> Run:
         print(f"compare  {reason}", file=sys.stderr)
     if len(lacking) == len(PACKAGES):
         print("compare  no traffic is measured, only starts, changes and memory", file=sys.stderr)
-    modes = tuple(_tried(settings.modes))
+    modes = (ModeState(settings.modes[0], True),) if settings.live else tuple(_tried(settings.modes))
     works = tuple(state.mode for state in modes if state.works)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return Run(now, settings, describe(), modes, (), sum(1 for _ in steps(settings, works)))
@@ -164,7 +175,7 @@ def _tried(modes: tuple[str, ...]) -> list[ModeState]:
     return [ModeState(mode, not missing, missing) for mode, missing in told.items()]
 
 
-def _go_on(run: Run, state: State) -> Run:
+def _go_on(run: Run, state: State, live: Live | None) -> Run:
     done = {cell.step.key for cell in run.cells}
     left = [step for step in steps(run.settings, run.works) if step.key not in done]
     lacking = missing_tools()
@@ -174,14 +185,16 @@ def _go_on(run: Run, state: State) -> Run:
         for size, group in itertools.groupby(left, key=lambda step: step.size):
             todo = list(group)
             with ExitStack() as stack:
-                stands = _stands(stack, run.settings, size, {step.mode for step in todo})
+                stands = {} if live else _stands(stack, run.settings, size, {step.mode for step in todo})
                 for step in todo:
                     told.begins(step)
                     known = broken.get((step.mode, step.size))
-                    if known is None:
-                        cell = carry_out(step, stands[step.mode], stands[""], lacking)
-                    else:  # a mode that does not start is not tried in every round
+                    if known is not None:  # a mode that does not start is not tried in every round
                         cell = Cell(step, 0.0, missing=known.missing)
+                    elif live is not None:
+                        cell = live.carry_out(step, run.settings, lacking)
+                    else:
+                        cell = carry_out(step, stands[step.mode], stands[""], lacking)
                     if "all" in cell.missing:
                         broken[step.mode, step.size] = cell
                     state.add(cell)

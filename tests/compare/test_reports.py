@@ -165,6 +165,7 @@ def test_a_report_of_nothing_can_be_written(tmp_path: Path) -> None:
     ("flags", "words"),
     [
         (["--from", "/nowhere.json"], "--from /nowhere.json: No such file"),
+        (["--from", "/proc"], "no run of compare is there"),
         (["--from", "/dev/null"], "no report of compare"),
         (["--from", "/dev/null", "--report", "x.pdf"], "ends in .html"),
     ],
