@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
-from controller.model import EndpointSlice, Event, Removed, Replaced, Service, Upserted
+from controller.model import EndpointSlice, Event, Overtaken, Removed, Replaced, Service, Upserted
 from dataplane.table import EMPTY, Entry, Kind, ServiceTable, WhenEmpty
 
 __all__ = ["NETWORK_BUCKETS", "QUICK_BUCKETS", "SYNC_BUCKETS", "Figures", "Spread", "Tally"]
@@ -106,9 +106,10 @@ class Figures:
         self.sync_failures: Counter[str] = Counter()  # mode -> how often
         self._triggers: list[tuple[int, float]] = []
 
-    def saw(self, event: Event, *, changed: bool, wall: float) -> None:
-        """An event came; `changed`: there is something to program for it."""
+    def saw(self, event: Event, *, changed: bool, wall: float, overtaken: Collection[Overtaken] = ()) -> None:
+        """An event came, and these before it; `changed`: there is something to program for it."""
         kind, count = _about(event)
+        count += len(overtaken)
         if kind == "Service":
             self.service_changes += count
             self.services_waiting += count * changed
@@ -118,10 +119,14 @@ class Figures:
         if not changed:
             return
         self.last_queued = wall
-        if not (isinstance(event, Upserted) and isinstance(event.object, EndpointSlice)):
-            return
-        if event.triggered > self._started and len(self._triggers) < TRIGGERS:
-            self._triggers.append((event.object.family, event.triggered))
+        for older in overtaken:
+            self._note_trigger(older.family, older.triggered)
+        if isinstance(event, Upserted) and isinstance(event.object, EndpointSlice):
+            self._note_trigger(event.object.family, event.triggered)
+
+    def _note_trigger(self, family: int, triggered: float) -> None:
+        if triggered > self._started and len(self._triggers) < TRIGGERS:
+            self._triggers.append((family, triggered))
 
     def synced(self, table: ServiceTable, seconds: float, latencies: Iterable[float], wall: float) -> None:
         """Everything that came is programmed.

@@ -1,6 +1,6 @@
 """The agent's heart: take events, build the next table, give it to the mode. One thread decides everything.
 
-Sources, the interface watcher and the admin server only put messages into one queue. A failed sync is tried
+Sources, the interface watcher and the admin server only put messages into one mailbox. A failed sync is tried
 again with the table that is current by then, never with a queue of changes.
 """
 
@@ -10,14 +10,13 @@ import contextlib
 import ctypes
 import gc
 import logging
-import queue
 import resource
 import signal
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -29,7 +28,8 @@ from controller.errors import ConfigError, ControllerError, SourceError
 from controller.events import Recorder, node, service
 from controller.figures import Figures
 from controller.health import Health
-from controller.model import EndpointSlice, Event, Problem, Removed, SourceState, Upserted
+from controller.mailbox import Mailbox
+from controller.model import EndpointSlice, Event, Overtaken, Problem, Removed, SourceState, Upserted
 from controller.modes import Choice, clean_others, hold_namespace, open_first, take_over
 from controller.neighbours import Neighbours
 from controller.pages import Pages
@@ -37,7 +37,7 @@ from controller.prepare import prepare
 from controller.sources import Source
 from controller.tables import Builder
 from dataplane.errors import DataplaneError, SyncError, Unsupported
-from dataplane.mode import Foresighted, Question, Watched
+from dataplane.mode import Foresighted, Question, SyncResult, Watched
 
 if TYPE_CHECKING:
     from controller.configfile import Loaded
@@ -48,8 +48,11 @@ __all__ = ["Followed", "cleanup", "prepare_node", "run"]
 log = logging.getLogger(__name__)
 
 MAINTAIN_SECONDS: Final = 1.0
+REST: Final = 0.005  # seconds after a sync: changes that come close together are programmed together
+SWITCH_SECONDS: Final = 0.001  # Python's 5 ms would be what a change waits while a page of metrics is made
 FIRST_RETRY, LONGEST_RETRY = 0.5, 30.0
 LATENCIES: Final = 1000  # kept for `status`
+PENDING: Final = 10_000  # changes that wait for one sync and whose delay is told
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # malloc.h
 
 
@@ -89,6 +92,29 @@ class _Configured:
     found: Loaded | ConfigError
 
 
+@dataclass(slots=True)
+class _Untold:
+    """Syncs that the log does not have yet; `told_at` is when it got the last ones, monotonic."""
+
+    told_at: float = 0.0
+    syncs: int = 0
+    changed: int = 0
+    removed: int = 0
+    seconds: float = 0.0
+
+    def add(self, result: SyncResult, seconds: float) -> None:
+        """One more."""
+        self.syncs += 1
+        self.changed += result.changed
+        self.removed += result.removed
+        self.seconds += seconds
+
+    def sentence(self) -> str:
+        """For the log."""
+        times = f" by {self.syncs} syncs" if self.syncs > 1 else ""
+        return f"{self.changed} service ports changed, {self.removed} removed, in {1000 * self.seconds:.1f} ms{times}"
+
+
 class Followed(NamedTuple):
     """A configuration file whose changes are applied: where, the flags beside it, and what it said at the start."""
 
@@ -97,7 +123,7 @@ class Followed(NamedTuple):
     loaded: Loaded
 
 
-Message = Event | _Question | _Links | _Drift | _Stop | _Failed | _Configured
+Message = _Question | _Links | _Drift | _Stop | _Failed | _Configured
 
 
 def run(config: Config, followed: Followed | None = None, flags: Mapping[str, Any] = MappingProxyType({})) -> int:
@@ -107,6 +133,7 @@ def run(config: Config, followed: Followed | None = None, flags: Mapping[str, An
         log.warning("%s", warning)
     gc.disable()  # nothing that start-up makes is garbage; `_settle` turns it on again
     _give_memory_back_early()
+    sys.setswitchinterval(SWITCH_SECONDS)
     agent = _Agent(config, followed, flags)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: agent.messages.put(_Stop()))
@@ -168,7 +195,7 @@ class _Agent:
         self.fresh = True  # the mode has programmed nothing yet
         self.draining: threading.Timer | None = None
         self.rested_at = 0.0
-        self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.messages: Mailbox[Message] = Mailbox()
         self.stop = threading.Event()
         self.links_told = threading.Event()
         self.drift_told = threading.Event()
@@ -193,6 +220,7 @@ class _Agent:
         self.failed_modes: dict[str, str] = {}
         self.limitations: tuple[str, ...] = ()
         self.sync_seconds = 0.0
+        self.untold = _Untold()
         self.latencies: deque[float] = deque(maxlen=LATENCIES)
         self.figures = Figures(time.time())
         self.health = Health(
@@ -210,6 +238,7 @@ class _Agent:
             stack.enter_context(hold_namespace())
             self._serve_pages(stack)
             threading.Thread(target=self._run_source, name="source", daemon=True).start()
+            stack.callback(self.messages.close)
             stack.callback(self.stop.set)
             prepared = prepare(self.config)
             self._open_mode()
@@ -255,7 +284,7 @@ class _Agent:
 
     def _run_source(self) -> None:
         try:
-            self.source.run(self.messages.put, self.stop)
+            self.source.run(self.messages.emit, self.stop)
         except SourceError as error:
             self.messages.put(_Failed(f"no objects from {self.source.describe()}", error))
         except Exception as error:
@@ -311,7 +340,11 @@ class _Agent:
     def _loop(self) -> int:
         maintain_at = time.monotonic() + MAINTAIN_SECONDS
         while True:
-            for message in self._take(max(0.0, min(maintain_at, self._due()) - time.monotonic())):
+            timeout = max(0.0, min(maintain_at, self._due()) - time.monotonic())
+            events, messages = self.messages.take(timeout, patient=self.unsynced)
+            for event, overtaken in events:
+                self._observe(event, overtaken)
+            for message in messages:
                 match message:
                     case _Stop():
                         log.info("stopping; the dataplane stays in place and traffic goes on")
@@ -328,8 +361,6 @@ class _Agent:
                     case _Drift():
                         self.drift_told.clear()
                         maintain_at = 0.0
-                    case _:
-                        self._observe(message)
             self.health.turned(time.monotonic())
             if self.unsynced and time.monotonic() >= self._due():
                 self._sync()
@@ -337,28 +368,22 @@ class _Agent:
                 self._maintain()
                 maintain_at = time.monotonic() + MAINTAIN_SECONDS
 
-    def _take(self, timeout: float) -> Iterator[Message]:
-        """The next message and everything that is there by then: changes coalesce by themselves."""
-        with contextlib.suppress(queue.Empty):
-            yield self.messages.get(timeout=timeout)
-            while True:
-                yield self.messages.get_nowait()
-
     def _due(self) -> float:
         """When the next sync may begin: at once, unless the last one failed or is to be rested after."""
         return max(self.retry_at, self.rested_at) if self.unsynced else float("inf")
 
-    def _observe(self, event: Event) -> None:
-        self.observed += 1
+    def _observe(self, event: Event, overtaken: tuple[Overtaken, ...]) -> None:
+        self.observed += 1 + len(overtaken)
         if isinstance(event, Problem) and event.message:
             log.warning("refused: %s", event.message)
         elif isinstance(event, SourceState):
             log.log(logging.INFO if event.healthy else logging.WARNING, "%s", event.message)
         changed = self.cluster.apply(event)
-        self.figures.saw(event, changed=changed, wall=time.time())
+        self.figures.saw(event, changed=changed, wall=time.time(), overtaken=overtaken)
         if changed:
-            if isinstance(event, Upserted | Removed) and event.received:
-                self.pending.append(event.received)
+            came: Iterable[Upserted | Removed | Overtaken]
+            came = (*overtaken, event) if isinstance(event, Upserted | Removed) else overtaken
+            self.pending += [one.received for one in came if one.received][: PENDING - len(self.pending)]
             self.health.queued(time.monotonic(), _family_of(event))
             self.unsynced = True
         elif self.cluster.complete and self.ready_after is None:
@@ -387,7 +412,7 @@ class _Agent:
         end = time.monotonic()
         self.unsynced, self.last_error, self.retry_at, self.retry_delay = False, "", 0.0, FIRST_RETRY
         self.sync_seconds = end - start
-        self.rested_at = end + self.config.min_sync_seconds
+        self.rested_at = end + max(self.config.min_sync_seconds, REST)
         self._note_sync(end)
         first, self.fresh, self.before = self.fresh, False, None
         if self.ready_after is None:
@@ -396,11 +421,15 @@ class _Agent:
             log.info("mode %s serves %d services", self.choice.effective, len(table.services))
             self._take_over()
         elif result.changed or result.removed:
-            log.info(
-                "%d service ports changed, %d removed, in %.1f ms",
-                result.changed, result.removed, 1000 * self.sync_seconds,
-            )  # fmt: skip
+            self.untold.add(result, self.sync_seconds)
+            self._tell_changes()
         self._tell_misfits({misfit.entry: misfit.reason for misfit in result.misfits})
+
+    def _tell_changes(self) -> None:
+        """In the log: a single change at once, many of them once a second."""
+        if self.untold.syncs and time.monotonic() >= self.untold.told_at + MAINTAIN_SECONDS:
+            log.info("%s", self.untold.sentence())
+            self.untold = _Untold(told_at=time.monotonic())
 
     def _next_mode(self, error: Unsupported) -> None:
         """The mode opened, and then this machine could not do what the first table asks of it: as if it had not."""
@@ -549,6 +578,7 @@ class _Agent:
     def _maintain(self) -> None:
         if self.ready_after is None:
             return
+        self._tell_changes()
         try:
             for told in self.programmer.maintain() or ():
                 if told.entry:
@@ -615,6 +645,7 @@ class _Agent:
             "generation": self.builder.table.generation,
             "services": len(self.builder.table.services),
             "observed": self.observed,
+            "waiting": {"now": len(self.messages), "most": self.messages.most},
             "source": {
                 "description": self.source.describe(),
                 "healthy": state.healthy if state else True,

@@ -199,6 +199,11 @@ def _of_agent(status: Status, figures: Figures) -> Iterator[Metric]:
         ("refused_objects", "Malformed objects", len(status["problems"])),
         ("conflicts", "Services with an address and port that another one has", len(status.get("conflicts", ()))),
         ("neighbours", "Other proxies that were found on this node", len(status.get("neighbours", ()))),
+        (
+            "waiting_objects",
+            "Objects whose changes the loop has not taken yet",
+            status.get("waiting", {}).get("now", 0),
+        ),
         ("source_up", "1 when the source of objects can be read", int(status.get("source", {}).get("healthy", True))),
         ("start_seconds", "From the start to the first programmed table, 0: not yet", status.get("ready_seconds") or 0),
     ):

@@ -14,7 +14,8 @@ import msgspec
 from dataplane.table import Probe, Protocol
 
 __all__ = [
-    "KINDS", "Endpoint", "EndpointPort", "EndpointSlice", "Event", "Ignored", "Node", "Object", "Problem", "Removed",
+    "KINDS", "Endpoint", "EndpointPort", "EndpointSlice", "Event", "Ignored", "Node", "Object", "Overtaken", "Problem",
+    "Removed",
     "Replaced", "Service", "ServiceCIDR", "ServicePort", "SourceState", "Upserted", "key_of", "kind_of",
 ]  # fmt: skip
 
@@ -177,6 +178,18 @@ class SourceState(msgspec.Struct, frozen=True):
 
     healthy: bool
     message: str
+
+
+class Overtaken(msgspec.Struct, frozen=True, gc=False):
+    """A change that another one of the same object overtook before it was looked at; times as in `Upserted`.
+
+    `family` is that of an EndpointSlice, 0 for other kinds and where the object is gone.
+    """
+
+    kind: str
+    received: float = 0.0
+    family: int = 0
+    triggered: float = 0.0
 
 
 Event = Replaced | Upserted | Removed | Problem | SourceState

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram
 
 from controller.figures import NETWORK_BUCKETS, SYNC_BUCKETS, TRIGGERS, Figures, Spread, Tally
-from controller.model import Endpoint, EndpointSlice, Node, Removed, Replaced, Service, Upserted
+from controller.model import Endpoint, EndpointSlice, Node, Overtaken, Removed, Replaced, Service, Upserted
 from dataplane.table import (
     EMPTY,
     Backend,
@@ -41,6 +41,17 @@ def table(after: ServiceTable = EMPTY, **services: tuple[Entry, ...]) -> Service
     held = {name: entries for name, entries in services.items() if entries}
     changed = {name for name in {*held, *after.services} if held.get(name) != after.services.get(name)}
     return ServiceTable(held, NodeNetwork(), after.generation + 1, after.generation, frozenset(changed))
+
+
+def test_what_was_overtaken_counts_as_long_as_it_took() -> None:
+    """A change that waited, and that another one of its object overtook, was programmed with that one."""
+    figures = Figures(started=100.0)
+    one = EndpointSlice("d", "s", "d/web", 4, endpoints=(Endpoint("10.0.0.1"),))
+    older = (Overtaken("EndpointSlice", 1.0, 4, 110.0), Overtaken("EndpointSlice", 2.0, 4, 50.0))
+    figures.saw(Upserted(one, 3.0, 112.0), changed=True, wall=113.0, overtaken=older)
+    figures.synced(EMPTY, 0.001, (), 120.0)
+    assert figures.endpoint_changes == 3
+    assert figures.programming[4].sum == (120 - 110) + (120 - 112)  # what is older than the agent says nothing
 
 
 class TestSpread:
