@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
-from dataplane.table import ServiceTable
+from dataplane.table import Entry, ServiceTable
 
 __all__ = [
     "Misfit",
@@ -122,15 +123,19 @@ def stale_row(deleted: Mapping[int, int]) -> dict[str, int]:
 
 def unknown_algorithms(table: ServiceTable, known: Collection[str], instead: str, *, weighs: bool = False) -> list[str]:
     """Sentences for `limitations`: how many service ports ask for an algorithm that is not `known`, or for weights."""
-    entries = [entry for entries in table.services.values() for entry in entries]
-    other = sum(1 for entry in entries if entry.algorithm not in known)
+    asked = Counter(entry.algorithm for entries in table.services.values() for entry in entries)
+    other = sum(count for algorithm, count in asked.items() if algorithm not in known)
     sentences = []
     if other:
         sentences.append(f"{other} service ports ask for another algorithm than {instead}, which they get instead")
-    weighted = 0 if weighs else sum(1 for entry in entries if any(backend.weight > 1 for backend in entry.serving))
+    weighted = 0 if weighs else sum(1 for entries in table.services.values() for entry in entries if _weighs(entry))
     if weighted:
         sentences.append(f"{weighted} service ports have weights: only 0 counts here, all others are the same")
     return sentences
+
+
+def _weighs(entry: Entry) -> bool:
+    return any(backend.weight > 1 for backend in entry.serving)
 
 
 def unprobed(table: ServiceTable) -> list[str]:
@@ -178,7 +183,7 @@ class Programmer(Protocol):
         tells of each `entries` and `bytes`, and of those that grow `used` and `bound`.
         """
 
-    def names(self) -> dict[int, str]:
+    def names(self) -> Mapping[int, str]:
         """The mode's number of each service port -> its name, to read what is programmed."""
 
     def ask(self, question: Question) -> dict[str, Any]:

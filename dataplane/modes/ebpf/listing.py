@@ -160,8 +160,11 @@ def traffic(counted: Traffic, maps: Maps, names: Names, *, by_backend: bool) -> 
         wanted = ("service", "address", "protocol", *FIELDS)
         return [{key: row[key] for key in wanted} for row in _backends(maps, names) if row["service"]]
     figures = counted.of_services(table["service"])
-    busy = np.flatnonzero(figures.any(axis=1)).tolist()
-    return [{"service": names[number], **traffic_row(figures[number])} for number in busy if number in names]
+    busy = np.flatnonzero(figures.any(axis=1))
+    found = zip(busy.tolist(), figures[busy].tolist(), strict=True)
+    return [
+        {"service": names[number]} | dict(zip(FIELDS, row, strict=True)) for number, row in found if number in names
+    ]
 
 
 def _flows(maps: Maps, names: Names, limit: int) -> tuple[list[dict[str, Any]], int]:

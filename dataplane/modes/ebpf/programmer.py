@@ -341,11 +341,9 @@ class Ebpf:
         if loads is not None and self.store.balance(loads):
             self.caretaker.want_grace(self.store.stamp)
 
-    def names(self) -> dict[int, str]:
+    def names(self) -> Mapping[int, str]:
         """Service id -> name of the service port."""
-        return {
-            known.service: known.entry.name for entries in self.store.installed.values() for known in entries.values()
-        }
+        return self.store.names
 
     def limitations(self) -> list[str]:
         """What the table asks for and this mode does not do, in sentences."""

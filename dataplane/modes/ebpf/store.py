@@ -163,6 +163,7 @@ class Store:
         self.max_ring = max_ring
         self.max_slots = max_slots
         self.installed: dict[str, dict[EntryKey, Installed]] = {}
+        self.names: dict[int, str] = {}  # of the service ports in `installed`, by number
         self.misfits: dict[EntryKey, Misfit] = {}
         self.unfit: dict[str, set[EntryKey]] = {}  # by service: what is in `misfits`
         self.cut: dict[EntryKey, tuple[int, int]] = {}  # slots of the largest ring, and those it should have
@@ -315,6 +316,7 @@ class Store:
             self._shares.setdefault(key_of(entry), {})
         else:
             self._shares.pop(key_of(entry), None)
+        self.names[service] = entry.name
         return Installed(entry, service, array("I", ids), slices, epoch, sentences)
 
     def _check_frontends(self, entry: Entry, rows: Rows) -> None:
@@ -467,6 +469,7 @@ class Store:
             self._release_frontend(batch, key, installed.service, rows.closed)
         if rows.sources:
             batch.sources.append((installed.service, entry.family, ()))
+        del self.names[installed.service]
         batch.gone_backends += installed.ids.tolist()
         batch.gone_services.append(installed.service)
         batch.gone_slices += [piece for piece in installed.slices if piece[1]]
