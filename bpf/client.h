@@ -4,8 +4,6 @@
 
 #include "dsr.h"
 
-#define VLAN_NUMBER 0x0fff /* of a tag */
-
 /* May packets of the flow be handed to a pod past the stack? Only where the other direction goes past it, too:
  * conntrack that sees one half of a connection calls the rest invalid. So both ends are pods of this node, or the flow
  * is masqueraded.
@@ -515,96 +513,14 @@ INLINE int finish_steps(struct __sk_buff *skb, int step, const enum place place,
 	return say(skb, step, place, v6);
 }
 
-/* At a pod's egress nothing begins and nothing is refused: what can happen there is all that the verifier has to see.
- */
-INLINE int finish_delivery(struct __sk_buff *skb, int step, const bool v6)
+/* All that is left to do with a packet that one of the hooks handed over. */
+INLINE int carry(struct __sk_buff *skb, const enum hook hook, const bool v6)
 {
-	if (step == STEP_DELIVER)
-		step = CALL(deliver, skb, AT_POD);
-	else if (step == STEP_TRANSLATE_OUTWARD)
-		step = CALL(translate_outward, skb, 0);
-	return say(skb, step, AT_POD, v6);
-}
+	enum place place = hook == HOOK_POD_EGRESS ? AT_POD : (enum place)hook;
+	bool inward = hook == HOOK_POD_INGRESS || hook == HOOK_UPLINK_INGRESS;
+	int step = inward ? CALL(from_client, skb, place) : CALL(to_client, skb, place);
 
-/* Addresses and ports of a packet whose headers are the common ones; false: look at it more closely. */
-INLINE bool glance(struct __sk_buff *skb, struct tuple *t, const bool v6)
-{
-	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
-	struct ipv6hdr *ip6 = data + L3_OFFSET;
-	struct iphdr *ip4 = data + L3_OFFSET;
-	__be16 *ports = v6 ? (void *)(ip6 + 1) : (void *)(ip4 + 1);
-
-	if ((void *)(ports + 2) > end)
-		return false;
-	if (v6) {
-		__builtin_memcpy(t->saddr, &ip6->saddr, 16);
-		__builtin_memcpy(t->daddr, &ip6->daddr, 16);
-		t->protocol = ip6->nexthdr;
-	} else {
-		if (((__u8 *)ip4)[0] != 0x45 || ip4->frag_off & IP_FRAGMENT_MASK)
-			return false;
-		t->saddr[0] = ip4->saddr;
-		t->daddr[0] = ip4->daddr;
-		t->protocol = ip4->protocol;
-	}
-	t->sport = ports[0];
-	t->dport = ports[1];
-	return t->protocol == IPPROTO_TCP || t->protocol == IPPROTO_UDP || t->protocol == IPPROTO_SCTP;
-}
-
-/* Most packets are no service's. These leave here, after a few bits; what is asked is what the verbs ask again. */
-INLINE bool is_no_services(struct __sk_buff *skb, const enum place place, const bool inward, const bool v6)
-{
-	struct tuple t = {};
-
-	if (!glance(skb, &t, v6) || may_be_backend(t.saddr, t.sport, t.protocol, v6))
-		return false;
-	if (!inward && place == AT_POD)
-		return true;
-	if (may_be_service(t.daddr, v6) || may_be_node_port(t.dport, t.protocol))
-		return false;
-	return !(inward && may_be_backend(t.daddr, t.dport, t.protocol, v6)) && !is_unallocated(t.daddr, v6);
-}
-
-INLINE int inward(struct __sk_buff *skb, const enum place place, const bool v6)
-{
-	if (is_no_services(skb, place, true, v6))
-		return pass();
-	return finish_steps(skb, CALL(from_client, skb, place), place, v6);
-}
-
-INLINE int outward(struct __sk_buff *skb, const enum place place, const bool v6)
-{
-	if (is_no_services(skb, place, false, v6))
-		return pass();
-	if (place == AT_POD)
-		return finish_delivery(skb, CALL(to_client, skb, place), v6);
-	return finish_steps(skb, CALL(to_client, skb, place), place, v6);
-}
-
-/* A VLAN's packets are its own device's, whose programs see them without the tag. Number 0 only gives a priority. */
-INLINE bool is_tagged(struct __sk_buff *skb)
-{
-	return skb->vlan_present && skb->vlan_tci & VLAN_NUMBER;
-}
-
-/* The two hooks of an interface. */
-INLINE int ingress(struct __sk_buff *skb, const enum place place)
-{
-	if (is_tagged(skb))
-		return pass();
-	if (skb->protocol == bpf_htons(ETH_P_IP))
-		return inward(skb, place, false);
-	return skb->protocol == bpf_htons(ETH_P_IPV6) ? inward(skb, place, true) : pass();
-}
-
-INLINE int egress(struct __sk_buff *skb, const enum place place)
-{
-	if (is_tagged(skb))
-		return pass();
-	if (skb->protocol == bpf_htons(ETH_P_IP))
-		return outward(skb, place, false);
-	return skb->protocol == bpf_htons(ETH_P_IPV6) ? outward(skb, place, true) : pass();
+	return finish_steps(skb, step, place, v6);
 }
 
 #endif

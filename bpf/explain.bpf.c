@@ -4,6 +4,12 @@
 #include "explaining.h"
 
 #include "client.h"
+#include "enter.h"
+
+INLINE int hand_over(struct __sk_buff *skb, const enum hook hook, const bool v6)
+{
+	return carry(skb, hook, v6);
+}
 
 INLINE void begin(void)
 {
@@ -17,14 +23,14 @@ SEC("tc")
 int explain_pod(struct __sk_buff *skb)
 {
 	begin();
-	return ingress(skb, AT_POD);
+	return enter(skb, HOOK_POD_INGRESS);
 }
 
 SEC("tc")
 int explain_uplink(struct __sk_buff *skb)
 {
 	begin();
-	return ingress(skb, AT_UPLINK);
+	return enter(skb, HOOK_UPLINK_INGRESS);
 }
 
 /* What the node's own sockets get when they connect: see connect.bpf.c. Returns enum verdict. */

@@ -123,6 +123,20 @@ ARRAY_MAP(traffic, struct traffic, 524288);
 /* What backends that a service has no more came to, by service; of user space alone. */
 ARRAY_MAP(traffic_gone, struct traffic, 32768);
 
+/* The programs that carry, which all hooks' programs call: to replace them is one store. */
+enum carrier {
+	CARRIER4,
+	CARRIER6,
+	CARRIERS,
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_PROG_ARRAY);
+	__uint(max_entries, CARRIERS);
+	__type(key, __u32);
+	__type(value, __u32);
+} carriers SEC(".maps");
+
 /* Events by reason, per CPU. */
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);

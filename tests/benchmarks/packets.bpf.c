@@ -1,10 +1,17 @@
 /* What packets cost, many in one run: of established flows, and such as are no service's.
  *
  * Each loop writes the next packet's header into the buffer; `loop_nothing` does only that, and the others are corrected
- * by it. `loop_lookup` is the floor: one look into the table of flows. The rest is the production path, `ingress()` of
- * bpf/client.h, on maps that were filled by the same layout.
+ * by it. `loop_lookup` is the floor: one look into the table of flows. The rest is the production path, `enter()` of
+ * bpf/enter.h and `carry()` of bpf/client.h, on maps that were filled by the same layout.
  */
 #include "../../bpf/client.h"
+#include "../../bpf/enter.h"
+
+/* Here a tail call would end the loop. */
+INLINE int hand_over(struct __sk_buff *skb, const enum hook hook, const bool v6)
+{
+	return carry(skb, hook, v6);
+}
 
 #define PACKETS 64 /* in one run: the verifier walks through all of them */
 
@@ -88,9 +95,9 @@ INLINE bool look_up(const struct tuple *t)
 
 LOOP(nothing, TC_ACT_UNSPEC, TC_ACT_UNSPEC)
 LOOP(lookup, 1, look_up(&t))
-LOOP(established, TC_ACT_REDIRECT, ingress(skb, AT_POD))
-LOOP(passing, TC_ACT_UNSPEC, ingress(skb, AT_POD))
-LOOP(passing_out, TC_ACT_UNSPEC, egress(skb, AT_POD))
-LOOP(passing_uplink, TC_ACT_UNSPEC, ingress(skb, AT_UPLINK))
+LOOP(established, TC_ACT_REDIRECT, enter(skb, HOOK_POD_INGRESS))
+LOOP(passing, TC_ACT_UNSPEC, enter(skb, HOOK_POD_INGRESS))
+LOOP(passing_out, TC_ACT_UNSPEC, enter(skb, HOOK_POD_EGRESS))
+LOOP(passing_uplink, TC_ACT_UNSPEC, enter(skb, HOOK_UPLINK_INGRESS))
 
 char LICENSE[] SEC("license") = "GPL";

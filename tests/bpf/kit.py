@@ -33,7 +33,7 @@ from dataplane.mode import Options, Question
 from dataplane.modes.ebpf import explaining, layout
 from dataplane.modes.ebpf.flows import Caretaker, flow_arrays
 from dataplane.modes.ebpf.maps import MapSet, traffic_cpus
-from dataplane.modes.ebpf.programs import CHECK_MTU
+from dataplane.modes.ebpf.programs import CHECK_MTU, put_carriers
 from dataplane.modes.ebpf.store import Store
 from dataplane.table import Backend, Entry, Frontend, Kind, Protocol, Route, WhenEmpty
 
@@ -234,7 +234,8 @@ class Bench:
                       "port_first": options.port_first, "port_count": options.port_count,
                       "traffic_cpus": traffic_cpus(options)} | settings  # fmt: skip
             self.settings = layout.pack("settings", **values)
-            self.pod = self.load(layout.OBJECTS / "pod.bpf.o")
+            self.hooks, self.carry = (self.load(layout.OBJECTS / f"{name}.bpf.o") for name in ("hooks", "carry"))
+            put_carriers(self.maps.maps["carriers"], self.carry)
             self.inspect = self.load(layout.OBJECTS / "inspect.bpf.o")
             self.store = Store(self.maps, HZ)
         except BaseException:
@@ -255,7 +256,7 @@ class Bench:
         )
 
     def close(self) -> None:
-        for loaded in (self.pod, self.inspect, self._explain):
+        for loaded in (self.hooks, self.carry, self.inspect, self._explain):
             if loaded is not None:
                 loaded.close()
         self.maps.close()
@@ -322,11 +323,11 @@ class Bench:
 
     def ingress(self, packet: bytes, **options: Any) -> tuple[int, bytes]:
         """What leaves the program at the host's side of a pod's interface for a packet from the pod."""
-        return run_on_packet(self.pod.program("pod_ingress"), packet, **options)[:2]
+        return run_on_packet(self.hooks.program("pod_ingress"), packet, **options)[:2]
 
     def egress(self, packet: bytes, **options: Any) -> tuple[int, bytes]:
         """The same for a packet to the pod."""
-        return run_on_packet(self.pod.program("pod_egress"), packet, **options)[:2]
+        return run_on_packet(self.hooks.program("pod_egress"), packet, **options)[:2]
 
     def clock(self) -> int:
         return run_on_packet(self.inspect.program("read_clock"), bytes(64))[0]

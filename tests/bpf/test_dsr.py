@@ -42,9 +42,7 @@ def nodes() -> Iterator[list[tuple[Bench, Object]]]:
         made = []
         for _ in range(2):
             bench = stack.enter_context(bench_with(SMALL, dsr=1))
-            programs = bench.load(layout.OBJECTS / "uplink.bpf.o")
-            stack.callback(programs.close)
-            made.append((bench, programs))
+            made.append((bench, bench.hooks))
         yield made
 
 
@@ -157,19 +155,15 @@ def test_local_backends_are_masqueraded(nodes: list[tuple[Bench, Object]], net: 
 
 
 def test_without_the_setting_nothing_is_unwrapped(bench: Bench, net: Net) -> None:
-    programs: Object = bench.load(layout.OBJECTS / "uplink.bpf.o")
-    try:
-        node = Uplink(bench, programs, net)
-        bench.serve(web(net, Protocol.TCP, local=True))
-        inner = frame(net, node.client, NETS[net.family].vip, syn())[14:]
-        outer = (IP(src=OTHER[4], dst=net.backends[0], id=8080, proto=4) if net.family == 4
-                 else IPv6(src=OTHER[6], dst=net.backends[0], fl=8080, nh=41))  # fmt: skip
-        tunnel = frame(net, net.client, net.vip, syn())[:14] + bytes(outer / inner)
-        verdict, out = node.in_(tunnel)
-        assert (verdict, out) == (PASS, tunnel)
-        assert verdict != DROP
-    finally:
-        programs.close()
+    node = Uplink(bench, bench.hooks, net)
+    bench.serve(web(net, Protocol.TCP, local=True))
+    inner = frame(net, node.client, NETS[net.family].vip, syn())[14:]
+    outer = (IP(src=OTHER[4], dst=net.backends[0], id=8080, proto=4) if net.family == 4
+             else IPv6(src=OTHER[6], dst=net.backends[0], fl=8080, nh=41))  # fmt: skip
+    tunnel = frame(net, net.client, net.vip, syn())[:14] + bytes(outer / inner)
+    verdict, out = node.in_(tunnel)
+    assert (verdict, out) == (PASS, tunnel)
+    assert verdict != DROP
 
 
 @pytest.mark.parametrize("protocol", [Protocol.TCP], ids=["tcp"], indirect=True)

@@ -165,7 +165,7 @@ def test_each_backend_and_cpu_has_a_row_of_its_own(bench: Bench) -> None:
     backends = [(f"10.2.{n >> 8}.{n & 255}", 8080) for n in range(1, 1201)]
     bench.serve(service(net.vip, 80, backends))
     known = next(iter(bench.store.installed["default/web"].values()))
-    program = bench.pod.program("pod_ingress")
+    program = bench.hooks.program("pod_ingress")
     seen: dict[str, int] = {}
     for sport in range(20000, 22000):
         _, out, _ = run_on_packet(program, frame(net, net.client, net.vip, syn(sport)))

@@ -48,11 +48,9 @@ def routes() -> None:
 @pytest.fixture(scope="module")
 def uplink(programs: Bench) -> Iterator[Object]:
     """The uplink's programs; the calling thread is in a namespace with an interface and a default route."""
-    loaded = programs.load(layout.OBJECTS / "uplink.bpf.o")
     with fresh():
         routes()
-        yield loaded
-    loaded.close()
+        yield programs.hooks
 
 
 def outer_service(net: Net, backends: list[tuple[str, int]], *, protocol: Protocol = Protocol.TCP,

@@ -132,11 +132,10 @@ Maker = Callable[[Net, Protocol], World]
 @pytest.fixture(scope="module")
 def loaded(programs: Bench) -> Iterator[tuple[Object, Object]]:
     """The driver's program and those of tc."""
-    here, tc = (programs.load(layout.OBJECTS / name) for name in ("xdp.bpf.o", "uplink.bpf.o"))
+    here = programs.load(layout.OBJECTS / "xdp.bpf.o")
     programs.maps.pin_new(here)
-    yield here, tc
+    yield here, programs.hooks
     here.close()
-    tc.close()
 
 
 @pytest.fixture

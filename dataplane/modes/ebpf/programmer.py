@@ -32,7 +32,7 @@ from dataplane.modes.ebpf.failover import Failover
 from dataplane.modes.ebpf.flows import Caretaker
 from dataplane.modes.ebpf.growth import Grower
 from dataplane.modes.ebpf.maps import Larger, MapSet, open_pinned_maps
-from dataplane.modes.ebpf.programs import Loader, Programs, teach_namespace
+from dataplane.modes.ebpf.programs import Loader, Programs, put_carriers, teach_namespace
 from dataplane.modes.ebpf.store import Store
 from dataplane.table import EMPTY, Entry, NodeNetwork, ServiceTable
 
@@ -157,8 +157,9 @@ class Ebpf:
         former, self.programs = self.programs, programs
         for loaded in programs:
             self.maps.pin_new(loaded)
-        self.pods.use(programs.pod)
-        self.uplinks.use(programs.uplink)
+        put_carriers(self.maps.maps["carriers"], programs.carry)
+        self.pods.use(programs.hooks)
+        self.uplinks.use(programs.hooks)
         if programs.xdp is not None:
             self.drivers.use(programs.xdp)
         self.sockets.use(programs.connect, programs.watch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from dataplane.mode import Options
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.maps import Larger, MapSet, traffic_cpus
 
-__all__ = ["CHECK_MTU", "Loader", "Programs", "teach_namespace"]
+__all__ = ["CHECK_MTU", "Loader", "Programs", "put_carriers", "teach_namespace"]
 
 log = logging.getLogger(__name__)
 
@@ -25,16 +26,20 @@ CHECK_MTU = 163  # BPF_FUNC_check_mtu, linux/bpf.h (Linux 5.12)
 
 @dataclass(slots=True)
 class Programs:
-    """One generation. None: this kernel refuses them, or nobody needs them."""
+    """One generation. None: this kernel refuses them, or nobody needs them.
 
-    pod: Object
-    uplink: Object
+    Those of the tc hooks are small. They call the ones that carry through the map `carriers`, which all generations
+    share: what is put there carries all packets from then on.
+    """
+
+    hooks: Object
+    carry: Object
     connect: Object | None = None
     watch: Object | None = None
     xdp: Object | None = None
 
     def __iter__(self) -> Iterator[Object]:
-        loaded = (self.pod, self.uplink, self.connect, self.watch, self.xdp)
+        loaded = (self.hooks, self.carry, self.connect, self.watch, self.xdp)
         return (one for one in loaded if one is not None)
 
     def close(self) -> None:
@@ -103,14 +108,14 @@ class Loader:
     def generation(self, larger: Larger | None = None, *, xdp: bool = False) -> Programs:
         """All programs that carry traffic, those for drivers if `xdp`.
 
-        The verifier takes half a second for some of them, so they are loaded at once. May be called by another thread
-        than that of the maps' owner.
+        The verifier takes a third of a second for those that carry, so all are loaded at once. May be called by another
+        thread than that of the maps' owner.
 
         Raises:
             BpfError: the kernel refuses programs without which there is no service.
         """
         with ThreadPoolExecutor(3, thread_name_prefix="load") as threads:
-            loading = {name: threads.submit(self.one, name, larger) for name in ("uplink", "pod", *["xdp"] * xdp)}
+            loading = {name: threads.submit(self.one, name, larger) for name in ("carry", "hooks", *["xdp"] * xdp)}
             sockets = threads.submit(self._sockets, larger)
         try:
             loaded = {name: known.result() for name, known in loading.items()}
@@ -142,6 +147,12 @@ class Loader:
             except BpfError as error:
                 log.warning("silent backends are not noticed by what the node's own sockets meet: %s", error)
         return loaded
+
+
+def put_carriers(carriers: Map, carry: Object) -> None:
+    """Let the programs of `carry.bpf.o` be those that hooks call."""
+    for place, name in enumerate(("carry4", "carry6")):  # enum carrier of bpf/maps.h
+        carriers.update(place.to_bytes(4, sys.byteorder), carry.program(name).to_bytes(4, sys.byteorder))
 
 
 def teach_namespace(home: Map) -> bool:

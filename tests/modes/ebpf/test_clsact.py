@@ -34,7 +34,7 @@ def filters(index: int, parent: int) -> list[str]:
 def test_clsact_filters_are_swapped_in_place_and_removed_exactly(inside_node: Lab) -> None:
     from pyroute2 import IPRoute
 
-    programs = Object(OBJECTS / "pod.bpf.o")
+    programs = Object(OBJECTS / "hooks.bpf.o")
     programs.load()
     index = next(i.index for i in read_node().interfaces if i.name == inside_node["pod1"].interface)
     for _ in range(2):

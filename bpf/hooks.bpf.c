@@ -1,0 +1,46 @@
+/* tc at the host side of pods' interfaces and at uplinks: what is a service's is handed over to carry.bpf.c.
+ *
+ * Ingress of a pod's interface (from the pod) is where a service address becomes a backend's, egress (to the pod) where
+ * a backend's reply becomes the service's again: between the two, routing, rp_filter, conntrack and policies see one
+ * plain, symmetric flow from client to backend. Once that flow is established both ends are handed over directly.
+ *
+ * At an uplink are clients beyond the node, other nodes' pods, and what this node sends past its sockets' hooks.
+ * Ingress translates what they send to a service, and puts back clients' addresses where the node's replaced them.
+ * Egress turns backends' answers into the service's, translates what kernel clients and raw sockets of this node send
+ * to a service, and keeps packets for addresses that no service has from leaving.
+ */
+#include "enter.h"
+
+/* One program for all hooks: the verifier looks at it once, and it is replaced for all of them at the same moment. */
+INLINE int hand_over(struct __sk_buff *skb, const enum hook hook, const bool v6)
+{
+	skb->cb[0] = hook;
+	bpf_tail_call(skb, &carriers, v6 ? CARRIER6 : CARRIER4);
+	return pass(); /* not loaded yet */
+}
+
+SEC("tc")
+int pod_ingress(struct __sk_buff *skb)
+{
+	return enter(skb, HOOK_POD_INGRESS);
+}
+
+SEC("tc")
+int pod_egress(struct __sk_buff *skb)
+{
+	return enter(skb, HOOK_POD_EGRESS);
+}
+
+SEC("tc")
+int uplink_ingress(struct __sk_buff *skb)
+{
+	return enter(skb, HOOK_UPLINK_INGRESS);
+}
+
+SEC("tc")
+int uplink_egress(struct __sk_buff *skb)
+{
+	return enter(skb, HOOK_UPLINK_EGRESS);
+}
+
+char LICENSE[] SEC("license") = "GPL";
