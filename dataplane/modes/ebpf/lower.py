@@ -19,6 +19,7 @@ __all__ = [
 # The enumerators of bpf/abi.h that a translation needs; a test compares them with the header.
 FRONTEND_INSIDE_ROUTE, FRONTEND_OUTSIDE_ROUTE, FRONTEND_ADDRESS = 1, 2, 4
 FRONTEND_MASQUERADE = {Masquerade.POD: 8, Masquerade.NODE: 16, Masquerade.EXTERNAL: 32}
+_MASQUERADE = tuple((int(whom), flag) for whom, flag in FRONTEND_MASQUERADE.items())  # IntFlag's own `&` takes 2 us
 FRONTEND_SOURCES, FRONTEND_NODE_PORTS = 64, 128
 SERVICE_DROP_ROUTE = (1, 2)
 SERVICE_SPREAD = {Spread.RANDOM: 0, Spread.TUPLE: 16, Spread.CLIENT: 32, Spread.IN_TURN: 64}
@@ -54,10 +55,32 @@ NOBODY: Mapping[Socket, Sentence] = {}
 def lower(entry: Entry, sentences: Mapping[Socket, Sentence] = NOBODY) -> Rows:
     """Translate; nothing is decided here but whom of those with a sentence each route can do without."""
     routes = _routes(entry)
+    members, member_flags, places = _members(entry, routes, sentences)
+    drops = (
+        drop for route, drop in zip(routes, SERVICE_DROP_ROUTE, strict=False) if route.when_empty is WhenEmpty.DROP
+    )
+    return Rows(
+        frontends=list(_frontends(entry, routes)),
+        members=members,
+        member_flags=[flag | (BACKEND_LOCAL if m.local else 0) for m, flag in zip(members, member_flags, strict=True)],
+        routes=places,
+        flags=SERVICE_SPREAD[algorithm_of(entry).spread] | sum(drops),
+        affinity_seconds=entry.affinity_seconds,
+        sources=_sources(entry),
+        closed=tuple(f.address for f in entry.frontends if f.kind is Kind.CLUSTER_IP and f.address is not None),
+    )
+
+
+def _members(
+    entry: Entry, routes: list[Route], sentences: Mapping[Socket, Sentence]
+) -> tuple[list[Backend], list[int], list[list[int]]]:
+    """Members, their flags, and for each route the indexes of its members."""
+    if not sentences and len(routes) == 1 and routes[0].backends is entry.serving:  # nearly all: nothing to look up
+        count = len(entry.serving)
+        return list(entry.serving), [BACKEND_SERVING | BACKEND_ROUTE[0]] * count, [list(range(count))]
     members: dict[Backend, int] = dict.fromkeys(entry.serving, BACKEND_SERVING)
-    flags = SERVICE_SPREAD[algorithm_of(entry).spread]
     kept: list[list[Backend]] = []
-    for bit, (route, drops) in enumerate(zip(routes, SERVICE_DROP_ROUTE, strict=False)):
+    for bit, route in enumerate(routes):
         out = leave_out([(b.address, b.port) for b in route.backends], sentences) if sentences else ()
         kept.append([])
         for backend in route.backends:
@@ -68,19 +91,8 @@ def lower(entry: Entry, sentences: Mapping[Socket, Sentence] = NOBODY) -> Rows:
             else:
                 kept[bit].append(backend)
             members[backend] = members.get(backend, BACKEND_SERVING) | flag
-        if route.when_empty is WhenEmpty.DROP:
-            flags |= drops
     index = {backend: position for position, backend in enumerate(members)}
-    return Rows(
-        frontends=list(_frontends(entry, routes)),
-        members=list(members),
-        member_flags=[flag | (BACKEND_LOCAL if member.local else 0) for member, flag in members.items()],
-        routes=[[index[backend] for backend in route] for route in kept],
-        flags=flags,
-        affinity_seconds=entry.affinity_seconds,
-        sources=_sources(entry),
-        closed=tuple(f.address for f in entry.frontends if f.kind is Kind.CLUSTER_IP and f.address is not None),
-    )
+    return list(members), list(members.values()), [[index[backend] for backend in route] for route in kept]
 
 
 def algorithm_of(entry: Entry) -> Algorithm:
@@ -135,5 +147,6 @@ def _frontends(entry: Entry, routes: list[Route]) -> list[tuple[str, int, int]]:
 def _flags(frontend: Frontend, routes: list[Route]) -> int:
     inside = FRONTEND_INSIDE_ROUTE if routes.index(frontend.inside) else 0
     outside = FRONTEND_OUTSIDE_ROUTE if routes.index(frontend.outside) else 0
-    masquerade = sum(flag for whom, flag in FRONTEND_MASQUERADE.items() if frontend.masquerade & whom)
+    asked = int(frontend.masquerade)
+    masquerade = sum(flag for whom, flag in _MASQUERADE if asked & whom)
     return inside | outside | masquerade | (FRONTEND_SOURCES if frontend.sources is not None else 0)

@@ -327,6 +327,9 @@ class Store:
 
     def _take_members(self, rows: Rows, previous: Previous) -> tuple[list[int], list[int]]:
         """Ids of all members, and those of them that are new."""
+        if not previous.members:
+            taken = self.backend_ids.take(len(rows.members))
+            return taken, taken
         fresh = sum(1 for m in rows.members if (m.address, m.port) not in previous.members)
         taken = self.backend_ids.take(fresh)
         numbers = iter(taken)
@@ -395,6 +398,14 @@ class Store:
     @staticmethod
     def _list_members(batch: Batch, entry: Entry, rows: Rows, previous: Previous, service: int, ids: list[int]) -> None:
         kind = entry.family | int(entry.protocol) << 8
+        if not previous.members:
+            batch.backend_ids += ids
+            batch.backend_addresses += [member.address for member in rows.members]
+            batch.backend_ports += [member.port for member in rows.members]
+            batch.backend_flags += rows.member_flags
+            batch.backend_services += [service] * len(ids)
+            batch.backend_kinds += [kind] * len(ids)
+            return
         for number, member, flags in zip(ids, rows.members, rows.member_flags, strict=True):
             known = previous.members.pop((member.address, member.port), None)
             if known is None or previous.adopted:
