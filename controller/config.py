@@ -74,8 +74,9 @@ class Config(msgspec.Struct, frozen=True):
     node's interfaces; empty: they are read from the interfaces. `healthz_bind_address` and `metrics_bind_address`
     are where health and metrics are served, None: nowhere; with `bind_address_hard_fail` the agent ends when it
     cannot listen there. `enable_profiling` adds pages for debugging to those of the metrics. `min_sync_seconds` is
-    the rest after a sync. `oom_score_adj` is what proc_pid_oom_score_adj(5) says. `warnings` are sentences about
-    settings that have no effect. `task` is serve, cleanup or prepare (--cleanup, --init-only).
+    the rest after a sync. `api_rate` requests a second go to the API server, `api_burst` of them at once.
+    `oom_score_adj` is what proc_pid_oom_score_adj(5) says. `warnings` are sentences about settings that have no
+    effect. `task` is serve, cleanup or prepare (--cleanup, --init-only).
     """
 
     settings: Settings
@@ -95,6 +96,8 @@ class Config(msgspec.Struct, frozen=True):
     log_format: str = "text"
     verbosity: int = 0
     min_sync_seconds: float = 0.0
+    api_rate: float = 5.0
+    api_burst: int = 10
     oom_score_adj: int = USUAL_OOM_SCORE
     conntrack: Conntrack = Conntrack()
     warnings: tuple[str, ...] = ()
@@ -142,6 +145,9 @@ def from_flags(flags: Mapping[str, Any], origins: Mapping[str, str] | None = Non
         log_format=given.choice("logging_format", ("text", "json")),
         verbosity=given.number("v", 0, 0, _INT32),
         min_sync_seconds=_rest(given, mode),
+        # 0 is what is not given, as in client-go.
+        api_rate=(given.rate("kube_api_qps") if given.text("kube_api_qps") else 0) or default.api_rate,
+        api_burst=given.number("kube_api_burst", 0, 0, _INT32) or default.api_burst,
         oom_score_adj=given.number("oom_score_adj", default.oom_score_adj, -1000, 1000),
         conntrack=_conntrack(given),
         task="cleanup" if given.flag("cleanup") else "prepare" if given.flag("init_only") else "serve",
@@ -291,7 +297,7 @@ def _feature_gates(given: _Flags) -> bool:
 # Settings of kube-proxy without an effect here, by name; `controller.documents` has the reasons.
 UNUSED: Final = (
     "config_sync_period", "enable_dsr", "forward_healthcheck_vip", "iptables_localhost_nodeports",
-    "kube_api_accept", "kube_api_burst", "kube_api_content_type", "kube_api_qps", "log_flush_frequency",
+    "kube_api_accept", "kube_api_content_type", "log_flush_frequency",
     "log_json_info_buffer_size", "log_json_split_stream", "log_text_info_buffer_size", "log_text_split_stream",
     "network_name", "proxy_port_range", "root_hns_endpoint_name", "show_hidden_metrics_for_version", "source_vip",
     "vmodule", "windows_service",
@@ -345,8 +351,6 @@ def _unused(given: _Flags, name: str, kind: Any, default: Any, *, is_duration: b
         return given.flag(name), default
     if kind is int:
         return given.number(name, 0, 0, _INT32), default
-    if kind is float:
-        return given.rate(name), default
     form, words = _FORMS.get(name, (".*", ""))
     text = given.text(name) or ""
     if not re.fullmatch(form, text, re.ASCII | re.DOTALL):

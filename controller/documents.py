@@ -110,7 +110,6 @@ class _Loose(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 # ---------------------------------------------------------------------------------------------- kube-proxy's
 
-_NO_LIMIT: Final = "nothing that needs a limit is asked: a list and a watch for each of four kinds, and few events"
 _JSON: Final = "the API is read as JSON, which is decoded faster here"
 _WINDOWS: Final = "this proxy is for Linux"
 _STDERR: Final = "each line is written to stderr at once"
@@ -131,11 +130,13 @@ class ClientConnection(_Loose, frozen=True):
             restart=True),
     ] = "application/vnd.kubernetes.protobuf"  # fmt: skip
     qps: Annotated[
-        float, _is("Requests per second", "kube_api_qps", "kube-api-qps", unused=_NO_LIMIT, zero=True, restart=True)
-    ] = 5
+        float,
+        _is("Requests a second, of those that read and of those that write; the pages of a list are one request",
+            "kube_api_qps", "kube-api-qps", zero=True, restart=True),
+    ] = 5  # fmt: skip
     burst: Annotated[
         int,
-        _is("Requests at once", "kube_api_burst", "kube-api-burst", unused=_NO_LIMIT, zero=True, restart=True, low=0),
+        _is("How many of them may come at once", "kube_api_burst", "kube-api-burst", zero=True, restart=True, low=0),
     ] = 10
 
 

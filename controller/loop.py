@@ -178,8 +178,10 @@ def _source_of(config: Config) -> Source:
 
         return Manifests(config.manifests)
     from controller.sources.kubernetes import Kubernetes
+    from controller.sources.pace import Pace
 
-    return Kubernetes(config.settings.node_name, kubeconfig=config.kubeconfig, master=config.master)
+    pace = Pace(config.api_rate, config.api_burst)
+    return Kubernetes(config.settings.node_name, kubeconfig=config.kubeconfig, master=config.master, pace=pace)
 
 
 class _Agent:

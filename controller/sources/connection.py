@@ -25,6 +25,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from controller.errors import SourceError
+from controller.sources.pace import Gate, Pace
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse
@@ -84,14 +85,17 @@ class Connection:
     Args:
         kubeconfig: path of a kubeconfig (several, separated by `:`); None with no `master`: in the cluster.
         master: address of the server, instead of the one that the configuration names.
+        pace: of requests that read, and of those that write; each for itself, as kube-proxy has two clients.
     """
 
-    def __init__(self, kubeconfig: str | None, master: str | None) -> None:
+    def __init__(self, kubeconfig: str | None, master: str | None, pace: Pace = Pace()) -> None:  # noqa: B008 (frozen)
         self._kubeconfig = kubeconfig
         self._master = master
         self._lock = threading.Lock()
         self._loaded: _Loaded | None = None
         self._sockets = _Sockets()
+        self._closed = threading.Event()
+        self._reads, self._writes = Gate(pace, self._closed), Gate(pace, self._closed)
         self._answers: Counter[tuple[str, str, str]] = Counter()
 
     def open(self) -> None:
@@ -114,13 +118,20 @@ class Connection:
         with self._lock:
             return [(*key, count) for key, count in self._answers.items()]
 
-    def get(self, path: str, query: Mapping[str, str], read_seconds: float) -> BaseHTTPResponse:
+    def get(
+        self, path: str, query: Mapping[str, str], read_seconds: float, *, more: bool = False
+    ) -> BaseHTTPResponse:  # fmt: skip
         """Ask for `path`; the body is not read yet. `read_seconds` bounds the wait for any part of it.
+
+        `more`: it goes on with what was asked before, such as the next page of a list. Each page waits for the one
+        before it, and a list is one request; kube-proxy's come without pages.
 
         Raises:
             StatusError: the answer is not 200.
             OSError, urllib3.exceptions.HTTPError: there is no answer; `words` says it in a sentence.
         """
+        if not more:
+            self._reads.wait()
         return self._authorized("GET", f"{path}?{urlencode(query)}", read_seconds)
 
     def write(self, method: str, path: str, body: bytes, content_type: str) -> None:
@@ -131,10 +142,12 @@ class Connection:
             StatusError: the server refused it.
             OSError, urllib3.exceptions.HTTPError: there is no answer; `words` says it in a sentence.
         """
+        self._writes.wait()
         self._authorized(method, path, _WRITE_SECONDS, body, content_type).close()
 
     def close(self) -> None:
         """End every request that is under way, also those that wait for an answer; later ones fail."""
+        self._closed.set()
         self._sockets.close()
 
     def _authorized(

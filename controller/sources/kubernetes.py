@@ -1,8 +1,10 @@
 """Services, EndpointSlices, this Node and ServiceCIDRs of a cluster, as the API server tells them.
 
-One thread for each kind lists, then watches. The rules that keep a node right through all weather:
+One thread for each kind lists, then watches; where the server can, one stream does both (KEP-3157: it costs the
+server no copy of everything). The rules that keep a node right through all weather:
 
-- A list counts when its last page arrived. Until then, and whenever the API is away, nothing changes here.
+- A list counts when its last page arrived, or its last event. Until then, and whenever the API is away, nothing
+  changes here.
 - A stream that ends is taken up at the last version seen: no list, nothing lost (API concepts, "watch").
   Only when the server forgot that version (410 Gone) is everything listed again.
 - No object goes back in time: an event older than what is known of its object is dropped. Versions are
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import http.client
 import logging
+import math
 import random
 import threading
 import time
@@ -38,10 +41,12 @@ from controller.model import (
     Replaced,
     SourceState,
     Upserted,
+    key_of,
 )
 from controller.parse import decode
 from controller.sources import Emit
 from controller.sources.connection import Connection, Status, StatusError, words
+from controller.sources.pace import Pace
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse
@@ -56,6 +61,10 @@ _STOP_SECONDS: Final = 0.8
 _LIST_SECONDS: Final = 60.0  # the API server's own limit for a request that is no watch
 _SETTLED: Final = 10.0  # seconds after which a stream counts as working, even if nothing was to be told
 _MAX_GRAVES: Final = 4096
+_INITIAL_END: Final = "k8s.io/initial-events-end"
+# Servers refuse to begin a stream with all objects: with 422 where they know the option, or where they forbid
+# `resourceVersionMatch` in a watch, as all before 1.27 do. The others are what things between answer.
+_NO_INITIAL: Final = frozenset({400, 405, 406, 415, 422, 501})
 
 
 class Patience(msgspec.Struct, frozen=True):
@@ -107,8 +116,10 @@ class Kubernetes:
         node_name: the Node that is read.
         kubeconfig: path; None without `master` means the pod's own service account.
         master: address of the API server, instead of the configured one.
+        pace: of requests.
         page_size: objects in one answer of a list; bounds the memory that a list needs.
         patience: time-outs and pauses.
+        streams: a list is first asked for as the beginning of a stream, and by pages where that is refused.
     """
 
     kinds: tuple[str, ...] = KINDS
@@ -119,13 +130,16 @@ class Kubernetes:
         kubeconfig: str | None = None,
         master: str | None = None,
         *,
+        pace: Pace = Pace(),  # noqa: B008 (frozen)
         page_size: int = 500,
         patience: Patience = Patience(),  # noqa: B008 (frozen)
+        streams: bool = True,
     ) -> None:
         self._node_name = node_name
         self._page_size = page_size
         self._patience = patience
-        self.connection = Connection(kubeconfig, master)
+        self._streams = streams
+        self.connection = Connection(kubeconfig, master, pace)
 
     def describe(self) -> str:
         """Which server."""
@@ -150,7 +164,7 @@ class Kubernetes:
         for resource in _resources(self._node_name):
             reflector = _Reflector(
                 resource, connection, guarded, stop,
-                health=health, page_size=self._page_size, patience=self._patience,
+                health=health, page_size=self._page_size, patience=self._patience, streams=self._streams,
             )  # fmt: skip
             thread = threading.Thread(target=reflector.run, name=f"watch-{resource.kind}", daemon=True)
             thread.start()
@@ -197,6 +211,20 @@ class _Partial(msgspec.Struct):
         return f"{self.metadata.namespace or 'default'}/{name}" if kind in {"Service", "EndpointSlice"} else name
 
 
+class _MarkMeta(msgspec.Struct):
+    annotations: dict[str, str] | None = None
+
+
+class _Mark(msgspec.Struct):
+    """Of a bookmark: whether all that there was has been told."""
+
+    metadata: _MarkMeta = msgspec.field(default_factory=_MarkMeta)
+
+    @property
+    def ends_initial(self) -> bool:
+        return (self.metadata.annotations or {}).get(_INITIAL_END) == "true"
+
+
 class _Trigger(msgspec.Struct):
     at: object = msgspec.field(default=None, name="endpoints.kubernetes.io/last-change-trigger-time")
 
@@ -211,6 +239,7 @@ class _Triggered(msgspec.Struct):
     metadata: _TriggerMeta | None = None
 
 
+_decode_mark = msgspec.json.Decoder(_Mark).decode
 _decode_triggered = msgspec.json.Decoder(_Triggered).decode
 _decode_page = msgspec.json.Decoder(_Page).decode
 _decode_line = msgspec.json.Decoder(_Line).decode
@@ -223,6 +252,10 @@ class _GoneError(Exception):
 
 class _EndedError(Exception):
     """A stream ended before its time."""
+
+
+class _PagesError(Exception):
+    """The server does not tell everything by a stream: it is to be listed by pages."""
 
 
 # ------------------------------------------------------------------------------------------- versions
@@ -340,6 +373,7 @@ class _Reflector:
         health: _Health,
         page_size: int,
         patience: Patience,
+        streams: bool,
     ) -> None:
         self._resource = resource
         self._kind = resource.kind
@@ -354,16 +388,20 @@ class _Reflector:
         self._refused: set[str] = set()  # keys with a Problem
         self._listed = False
         self._whole = False  # the next list comes in one piece
+        self._initial: dict[str, Object | Refused] | None = None  # what a stream told that begins with everything
+        self._pages_until = 0.0 if streams else math.inf  # monotonic; lists are asked for by pages until then
         self._failures = 0  # in a row
 
     def run(self) -> None:
         """Until `stop` is set. Whatever goes wrong is told and tried again."""
         while not self._stop.is_set():
             try:
-                if self._version is None:
-                    self._list()
-                if not self._stop.is_set():
+                if self._version is not None:
                     self._watch()
+                elif time.monotonic() >= self._pages_until:
+                    self._watch_from_the_beginning()
+                else:
+                    self._list()
             except Exception as error:
                 if not self._stop.is_set():
                     self._stop.wait(self._failed(error))
@@ -426,7 +464,8 @@ class _Reflector:
             limit = "" if self._whole else str(self._page_size)
             query = self._resource.query(limit=limit, **{"continue": token})
             try:
-                page = _decode_page(self._connection.get(self._resource.path, query, _LIST_SECONDS).read())
+                response = self._connection.get(self._resource.path, query, _LIST_SECONDS, more=bool(token))
+                page = _decode_page(response.read())
             except StatusError as error:
                 if token and error.code == 410:
                     self._whole = True  # pages expire faster than we read them
@@ -443,8 +482,12 @@ class _Reflector:
             if not token:
                 break
         self._whole = False
-        self._version = page.metadata.version
-        self._versions.listed(page.metadata.version)
+        self._know(page.metadata.version, objects, problems)
+
+    def _know(self, version: str | None, objects: list[Object], problems: dict[str, str]) -> None:
+        """Tell of everything that there is at this version; it is gone on from there."""
+        self._version = version
+        self._versions.listed(version)
         self._listed = True
         for key in self._refused - problems.keys():
             self._clear(key)
@@ -456,21 +499,38 @@ class _Reflector:
 
     # Watch
 
-    def _watch(self) -> None:
+    def _watch_from_the_beginning(self) -> None:
+        """One stream that tells of everything first, then of changes (API concepts, "streaming lists")."""
+        self._initial = {}
+        self._pages_until = time.monotonic() + self._patience.longest  # what fails here may work by pages
+        try:
+            self._watch(sendInitialEvents="true", resourceVersionMatch="NotOlderThan")
+        except (StatusError, _PagesError) as error:
+            refused = isinstance(error, _PagesError) or error.code in _NO_INITIAL
+            if self._version is not None or not refused:
+                raise
+            log.info("%ss are listed by pages: %s", self._kind, error)
+            self._pages_until = time.monotonic() + self._patience.rarely  # it may be another server some day
+        finally:
+            self._initial = None
+
+    def _watch(self, **initial: str) -> None:
         """Changes since the version known, until the stream ends."""
         shortest, longest = self._patience.lifetime
         query = self._resource.query(
-            watch="true", allowWatchBookmarks="true", resourceVersion=self._version or "0",
-            timeoutSeconds=str(max(1, round(random.uniform(shortest, longest)))),
+            watch="true", allowWatchBookmarks="true", resourceVersion="" if initial else self._version or "0",
+            timeoutSeconds=str(max(1, round(random.uniform(shortest, longest)))), **initial,
         )  # fmt: skip
         response = self._connection.get(self._resource.path, query, self._patience.silence)
-        self._health.found(self._kind)
+        if not initial:
+            self._health.found(self._kind)
         started = time.monotonic()
         try:
             for line, received in _lines(response):
                 self._event(line, received)
-                self._failures = 0
-        except (_GoneError, StatusError):
+                if self._initial is None:
+                    self._failures = 0
+        except (_GoneError, _PagesError, StatusError):
             raise
         except Exception as error:
             if not _expected(error):
@@ -493,6 +553,9 @@ class _Reflector:
             raise _GoneError(f"a line of the stream cannot be read: {error}") from error
         if event.type == "ERROR":
             raise _status_of(event.object)
+        if self._initial is not None:
+            self._gather(event, self._initial)
+            return
         partial = _partial(event.object)
         version = partial.metadata.version
         if event.type == "BOOKMARK":
@@ -508,6 +571,22 @@ class _Reflector:
         else:
             self._upsert(key, event.object, received)
         self._version = version or self._version
+
+    def _gather(self, event: _Line, initial: dict[str, Object | Refused]) -> None:
+        """An event of a stream that has not told everything yet."""
+        if event.type == "BOOKMARK":
+            if not _decode_mark(event.object).ends_initial:
+                raise _PagesError("a stream that was to begin with all of them does not say when that is done")
+            self._initial, self._pages_until = None, 0.0
+            good = [obj for obj in initial.values() if not isinstance(obj, Refused)]
+            problems = {key: str(obj) for key, obj in initial.items() if isinstance(obj, Refused)}
+            self._know(_partial(event.object).metadata.version, good, problems)
+            return
+        obj = _decode_one(self._kind, event.object)
+        if event.type == "DELETED" or isinstance(obj, Ignored):
+            initial.pop(_partial(event.object).key(self._kind), None)
+        else:
+            initial[obj.key if isinstance(obj, Refused) else key_of(obj)] = obj
 
     def _upsert(self, key: str, raw: msgspec.Raw, received: float) -> None:
         obj = _decode_one(self._kind, raw)
@@ -595,7 +674,16 @@ def _expected(error: Exception) -> bool:
     """Whether this can happen with correct programs on both sides."""
     from urllib3.exceptions import HTTPError
 
-    kinds = (StatusError, _GoneError, _EndedError, OSError, HTTPError, http.client.HTTPException, msgspec.MsgspecError)
+    kinds = (
+        StatusError,
+        _GoneError,
+        _EndedError,
+        _PagesError,
+        OSError,
+        HTTPError,
+        http.client.HTTPException,
+        msgspec.MsgspecError,
+    )
     return isinstance(error, kinds)
 
 

@@ -38,10 +38,11 @@ class ApiProcess:
         nodes: tuple[str, ...] = ("node-0",),
         lab: Lab | None = None,
         health_checks: int = 0,
+        watch_list: bool = False,
     ) -> None:
         command = [sys.executable, "-m", "tests.fakes.apiserver"]
         command += ["--services", str(services), "--endpoints", str(endpoints)]
-        command += ["--health-checks", str(health_checks)]
+        command += ["--health-checks", str(health_checks), *(["--watch-list"] if watch_list else [])]
         command += [word for name in nodes for word in ("--node", name)]
         if lab is None:
             self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -142,6 +142,8 @@ class TestTheirFiles:
 HONOURED = [
     ("featureGates", "{AllowServiceExternalIPs: false}", "settings.external_ips", False),
     ("clientConnection.kubeconfig", "/k", "kubeconfig", "/k"),
+    ("clientConnection.qps", "50", "api_rate", 50.0),
+    ("clientConnection.burst", "100", "api_burst", 100),
     ("logging.format", "json", "log_format", "json"),
     ("logging.verbosity", "4", "verbosity", 4),
     ("hostnameOverride", "' Node-1 '", "settings.node_name", "node-1"),
@@ -189,8 +191,6 @@ HONOURED = [
 TOLD = [
     ("clientConnection.acceptContentTypes", "text/html", "application/json"),
     ("clientConnection.contentType", "text/html", "application/json"),
-    ("clientConnection.qps", "50", "0"),
-    ("clientConnection.burst", "100", "0"),
     ("logging.flushFrequency", "1s", "5000000000"),
     ("logging.vmodule", "[{filePattern: proxier, verbosity: 5}]", "[]"),
     ("logging.options.json.splitStream", "true", "false"),

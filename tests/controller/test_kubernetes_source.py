@@ -19,6 +19,7 @@ from controller.parse import decode
 from controller.sources.client import client
 from controller.sources.connection import StatusError
 from controller.sources.kubernetes import Kubernetes, Patience, _forgotten, _number, _triggered, _Versions
+from controller.sources.pace import Gate, Pace
 from tests.fakes.apiserver import (
     ApiServer,
     cluster_address,
@@ -123,7 +124,10 @@ def watch(api: ApiServer) -> Iterator[Callable[..., Watcher]]:
     watchers = []
 
     def start(**options: Any) -> Watcher:
-        options = {"kubeconfig": str(api.kubeconfig()), "page_size": 500, "patience": QUICK} | options
+        options = {
+            "kubeconfig": str(api.kubeconfig()), "page_size": 500, "patience": QUICK, "pace": Pace(rate=0),
+            "streams": False,
+        } | options  # fmt: skip
         watcher = Watcher(Kubernetes("node-0", **options))
         watchers.append(watcher)
         return watcher
@@ -875,12 +879,18 @@ def test_a_defect_of_ours_costs_one_object(
 # ------------------------------------------------------------------------------------------- everything at once
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_nothing_is_lost_in_a_storm(seed: int, api: ApiServer, watch: Callable[..., Watcher]) -> None:
+@pytest.mark.parametrize(
+    ("seed", "streams", "served"),
+    [(0, False, False), (1, False, False), (2, False, False), (3, True, True), (4, True, True), (5, True, False)],
+)
+def test_nothing_is_lost_in_a_storm(
+    seed: int, streams: bool, served: bool, api: ApiServer, watch: Callable[..., Watcher]
+) -> None:
     """300 random changes, faults between them; in the end the reader knows what the server knows."""
     dice = random.Random(seed)
+    api.watch_list = served
     api.faults("endpointslices").duplicate = True
-    watcher = watch(page_size=3, patience=msgspec.structs.replace(QUICK, silence=0.6))
+    watcher = watch(page_size=3, streams=streams, patience=msgspec.structs.replace(QUICK, silence=0.6))
     for step in range(300):
         index = dice.randrange(12)
         match dice.randrange(4):
@@ -965,3 +975,155 @@ def test_when_a_slice_says_that_it_was_changed(text, expected):
 @pytest.mark.parametrize("raw", [b"{}", b'{"metadata": null}', b'{"metadata": {"annotations": null}}', b"[]", b"x"])
 def test_a_slice_that_does_not_say_it(raw):
     assert _triggered(msgspec.Raw(raw)) == 0.0
+
+
+# ------------------------------------------------------------------------------------------- lists as streams
+
+
+def initial_asked(api: ApiServer, plural: str) -> int:
+    return sum(1 for request in api.requests if request.plural == plural and "sendInitialEvents" in request.query)
+
+
+@pytest.fixture
+def streaming(api: ApiServer) -> ApiServer:
+    api.watch_list = True
+    return api
+
+
+def test_one_stream_tells_everything_and_goes_on(streaming: ApiServer, watch: Callable[..., Watcher]) -> None:
+    api = streaming
+    watcher = watch(streams=True)
+    watcher.complete()
+    assert watcher.state == expected(api)
+    api.set_endpoints(3, [0])
+    watcher.until(lambda: watcher.endpoints(3) == [pod_address(3, 0, 2)], "the change")
+    assert [(request.plural, request.watch) for request in sorted(api.requests)] == [
+        (plural, True) for plural in sorted(PLURALS.values())
+    ]
+
+
+def test_a_list_of_nothing_is_a_list(streaming: ApiServer, watch: Callable[..., Watcher]) -> None:
+    streaming.reset()
+    streaming.watch_list = True
+    watcher = watch(streams=True)
+    watcher.complete()
+    assert watcher.state == {kind: {} for kind in KINDS}
+
+
+def test_a_server_that_refuses_is_asked_by_pages(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    watcher = watch(streams=True)
+    watcher.complete()
+    connected(api, watcher)
+    assert (initial_asked(api, "services"), lists_asked(api, "services")) == (1, 1)
+    api.expire()
+    api.cut()
+    watcher.until(lambda: lists_asked(api, "services") == 2, "a new list")
+    assert initial_asked(api, "services") == 1  # not asked again so soon
+    assert watcher.of(SourceState)[0].healthy  # no failure of any kind
+
+
+def test_a_server_that_does_not_say_where_all_ends_is_asked_by_pages(
+    streaming: ApiServer, watch: Callable[..., Watcher]
+) -> None:
+    """As one that does not know the option and takes the request for a plain watch."""
+    api = streaming
+    for faults in api.all_faults():
+        faults.endless = True
+    watcher = watch(streams=True)
+    watcher.complete()
+    assert watcher.state == expected(api)
+    assert lists_asked(api, "endpointslices") == 1
+
+
+def test_nothing_counts_before_all_was_told(streaming: ApiServer, watch: Callable[..., Watcher]) -> None:
+    api = streaming
+    api.faults("services").cut_lists = 1
+    watcher = watch(streams=True)
+    watcher.complete()
+    assert watcher.state == expected(api)
+    assert len(watcher.lists("Service")) == 1
+    assert (initial_asked(api, "services"), lists_asked(api, "services")) == (1, 1)  # what failed so is done by pages
+
+
+def test_after_410_a_stream_tells_everything_again(streaming: ApiServer, watch: Callable[..., Watcher]) -> None:
+    api = streaming
+    watcher = watch(streams=True)
+    watcher.complete()
+    connected(api, watcher)
+    api.cut("services")
+    with api.quiet():
+        api.delete("services", f"{namespace_of(2)}/shop-00002")
+        api.put(service(7))
+        api.expire("services")
+    watcher.until(lambda: watcher.state["Service"] == expected(api)["Service"], "the new list")
+    assert (initial_asked(api, "services"), lists_asked(api, "services")) == (2, 0)
+
+
+def test_a_malformed_object_in_a_stream_of_all(streaming: ApiServer, watch: Callable[..., Watcher]) -> None:
+    api = streaming
+    api.put(service(2, ports=[{"port": 80, "protocol": "TCP"}]) | {"spec": "nonsense"})
+    watcher = watch(streams=True)
+    watcher.complete()
+    key = f"{namespace_of(2)}/shop-00002"
+    (problem,) = [one for one in watcher.of(Problem) if one.message]
+    assert problem.key == key
+    assert watcher.lists("Service")[0].kept == {key}
+    assert len(watcher.state["Service"]) == 5
+    api.put(service(2))
+    watcher.until(lambda: watcher.state["Service"] == expected(api)["Service"], "the good one")
+
+
+def test_a_kind_that_is_not_served_is_none_by_streams_either(
+    streaming: ApiServer, watch: Callable[..., Watcher]
+) -> None:
+    streaming.serve("servicecidrs", False)
+    watcher = watch(streams=True)
+    watcher.complete()
+    assert watcher.state["ServiceCIDR"] == {}
+
+
+# ------------------------------------------------------------------------------------------- pace
+
+
+@pytest.mark.parametrize(
+    ("pace", "moments", "waits"),
+    [
+        (Pace(5, 3), [0.0] * 6, [0, 0, 0, 0.2, 0.4, 0.6]),  # some at once, then so many a second
+        (Pace(5, 3), [0, 0, 0, 0.2, 0.4, 10, 10, 10, 10], [0, 0, 0, 0, 0, 0, 0, 0, 0.2]),  # a rest fills the bucket
+        (Pace(5, 0), [0, 0], [0, 0.2]),
+        (Pace(0, 1), [0.0] * 9, [0] * 9),
+    ],
+)
+def test_a_gate_lets_pass_what_the_pace_allows(pace: Pace, moments: list[float], waits: list[float]) -> None:
+    gate = Gate(pace, threading.Event())
+    assert [gate.book(100 + moment) for moment in moments] == pytest.approx(waits)
+
+
+def test_a_source_keeps_to_its_pace(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    """Eight requests begin, the burst; every stream that is cut from then on waits for its turn."""
+    watcher = watch(pace=Pace(rate=10, burst=8), page_size=1)
+    connected(api, watcher)
+    asked = len(api.requests)
+    start = time.monotonic()
+    while time.monotonic() - start < 1.5:
+        api.cut()
+        time.sleep(0.02)
+    assert 5 <= len(api.requests) - asked <= 10 * (time.monotonic() - start) + 9
+    api.put(service(5, ports=[{"port": 81, "protocol": "TCP"}]))
+    watcher.until(lambda: watcher.state["Service"] == expected(api)["Service"], "it still follows")
+
+
+def test_pages_of_a_list_are_one_request(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    api.populate(60, 1)
+    start = time.monotonic()
+    watch(pace=Pace(rate=0.5, burst=8), page_size=2).complete()
+    assert lists_asked(api, "services") >= 30
+    assert time.monotonic() - start < 15  # at half a request a second these pages alone would take a minute
+
+
+def test_who_waits_for_its_turn_stops_at_once(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    watcher = watch(pace=Pace(rate=0.01, burst=4))
+    watcher.complete()
+    start = time.monotonic()
+    watcher.stop()
+    assert time.monotonic() - start < 1.5

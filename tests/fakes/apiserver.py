@@ -110,6 +110,7 @@ class Faults:
         self.duplicate = False  # every event comes twice, and then the one before it once more
         self.reorder = False  # neighbours that are ready together are swapped
         self.bad_line = 0  # the next events come with a broken line before them
+        self.endless = False  # a watch that begins with all objects does not say when that is done
 
 
 Predicate = Callable[[Mapping[str, str]], bool]
@@ -216,9 +217,13 @@ class ApiServer:
         window: how many changes of each kind a watch can go back.
         bookmark_every: seconds between bookmarks of a watch that allows them.
         token: the bearer token that is accepted.
+        watch_list: whether a watch may begin with all objects; without, it is refused as servers do that lack it.
     """
 
-    def __init__(self, *, window: int = 4096, bookmark_every: float = 1.0, token: str = "first-token") -> None:
+    def __init__(
+        self, *, window: int = 4096, bookmark_every: float = 1.0, token: str = "first-token", watch_list: bool = False
+    ) -> None:
+        self.watch_list = self._first_watch_list = watch_list
         self.token = self._first_token = token
         self.bookmark_every = bookmark_every
         self.requests: list[Request] = []
@@ -292,6 +297,7 @@ class ApiServer:
             self.event_faults.clear()
             self.expire()
             self.token = self._first_token
+            self.watch_list = self._first_watch_list
             self.refused_tokens = 0
             self.requests.clear()
             self._bookmarked.clear()
@@ -634,10 +640,22 @@ class ApiServer:
             )
         except ValueError as error:
             return status(400, "BadRequest", str(error))
+        if watch and "sendInitialEvents" in request.query and (refused := self._refused_beginning(request.query)):
+            return status(422, "Invalid", f'ListOptions.meta.k8s.io "" is invalid: {refused}')
         if watch:
             return await self._watch(kept, request, selection)
         found = self._list(kept, request, selection)
         return found if isinstance(found, web.Response) else await self._send(kept, request, found)
+
+    def _refused_beginning(self, query: Mapping[str, str]) -> str:
+        """As ValidateListOptions of k8s.io/apimachinery says it."""
+        if not self.watch_list:
+            return "sendInitialEvents: Forbidden: sendInitialEvents is forbidden for watch unless WatchList is enabled"
+        if query.get("resourceVersionMatch") != "NotOlderThan":
+            return "resourceVersionMatch: Forbidden: sendInitialEvents requires setting resourceVersionMatch"
+        if query.get("allowWatchBookmarks") != "true":
+            return "allowWatchBookmarks: Forbidden: sendInitialEvents requires setting allowWatchBookmarks"
+        return ""
 
     async def _send(self, kept: Kept, request: web.Request, body: bytes) -> web.StreamResponse:
         """In chunks, as the real one does."""
@@ -724,8 +742,8 @@ class ApiServer:
             body = status_body(410, "Expired", f"too old resource version: {place} ({kept.floor})")
             await response.write(event_line("ERROR", msgspec.json.encode(body)))
             return
-        if first and not faults.silent:
-            await response.write(b"".join(first))
+        if not faults.silent and not await self._begin(kept, request, response, first, place):
+            return
         next_bookmark = time.monotonic() + self.bookmark_every
         previous = b""
         while time.monotonic() < end and alive(request):
@@ -755,14 +773,29 @@ class ApiServer:
                 place = changes[-1].version if changes else place
                 if bookmarks and time.monotonic() >= next_bookmark:
                     place = max(place, now)
-                    mark = {"kind": kept.resource.kind, "apiVersion": kept.resource.version,
-                            "metadata": {"resourceVersion": str(place), "creationTimestamp": None}}  # fmt: skip
-                    await response.write(event_line("BOOKMARK", msgspec.json.encode(mark)))
+                    await response.write(event_line("BOOKMARK", msgspec.json.encode(mark_of(kept, place))))
                     self._bookmarked[kept.resource.plural] = place
                     next_bookmark = time.monotonic() + self.bookmark_every
             pause = max(0.005, min(end, next_bookmark if not faults.silent else end) - time.monotonic())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(waker.wait(), min(pause, 0.25 if faults.silent else pause))
+
+    async def _begin(
+        self, kept: Kept, request: web.Request, response: web.StreamResponse, first: list[bytes], place: int
+    ) -> bool:
+        """All objects, and that they are all where that was asked for; False: the connection was cut."""
+        faults = kept.faults
+        cut = bool(first) and faults.cut_lists > 0
+        faults.cut_lists -= cut
+        for start in range(0, len(first) // 2 if cut else len(first), 100):
+            await response.write(b"".join(first[start : start + 100]))
+        if cut:
+            abort(request)
+            return False
+        if request.query.get("sendInitialEvents") == "true" and not faults.endless:
+            await response.write(event_line("BOOKMARK", msgspec.json.encode(mark_of(kept, place, last=True))))
+            self._bookmarked[kept.resource.plural] = place
+        return True
 
     def _note_written(self, version: int) -> None:
         if version not in self._written:
@@ -848,6 +881,14 @@ class ApiServer:
         route("cut", lambda asked: {"streams": self._cut(asked.get("plural"))})
         route("state", state)
         return app
+
+
+def mark_of(kept: Kept, version: int, *, last: bool = False) -> Json:
+    """A bookmark; `last`: of all objects that there were when the watch began."""
+    meta: Json = {"resourceVersion": str(version), "creationTimestamp": None}
+    if last:
+        meta["annotations"] = {"k8s.io/initial-events-end": "true"}
+    return {"kind": kept.resource.kind, "apiVersion": kept.resource.version, "metadata": meta}
 
 
 def alive(request: web.Request) -> bool:
@@ -1020,13 +1061,14 @@ def main() -> None:
     parser.add_argument("--endpoints", type=int, default=10, help="of each service")
     parser.add_argument("--health-checks", type=int, default=0, help="services with a health-check node port")
     parser.add_argument("--node", action="append", help="names of nodes (node-0)")
+    parser.add_argument("--watch-list", action="store_true", help="a watch may begin with all objects")
     parser.add_argument("--bookmarks", type=float, default=60.0, help="seconds between bookmarks, as real servers")
     options = parser.parse_args()
     done = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: done.set())
     parent = os.getppid()
-    with ApiServer(bookmark_every=options.bookmarks) as api:
+    with ApiServer(bookmark_every=options.bookmarks, watch_list=options.watch_list) as api:
         api.populate(options.services, options.endpoints, options.node or ["node-0"], options.health_checks)
         print(api.kubeconfig(), api.control, sep="\n", flush=True)
         while not done.wait(0.5) and os.getppid() == parent:

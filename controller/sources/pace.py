@@ -1,0 +1,50 @@
+"""How many requests the API server gets from this agent: so many a second, and some at once (a token bucket).
+
+The same as client-go's flow control, with which kube-proxy obeys `clientConnection.qps` and `burst`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import msgspec
+
+__all__ = ["Gate", "Pace"]
+
+
+class Pace(msgspec.Struct, frozen=True):
+    """Requests a second, and how many may come at once; without a `rate` there is no limit."""
+
+    rate: float = 5.0
+    burst: int = 10
+
+
+class Gate:
+    """Lets requests pass at a pace, those of all threads together.
+
+    Args:
+        pace: the limits.
+        closed: ends every wait.
+    """
+
+    def __init__(self, pace: Pace, closed: threading.Event) -> None:
+        self._pace = pace
+        self._closed = closed
+        self._lock = threading.Lock()
+        self._full_at = 0.0  # monotonic; when the bucket is full again
+
+    def wait(self) -> None:
+        """Return when the next request may go, or when it is closed."""
+        pause = self.book(time.monotonic())
+        if pause > 0:
+            self._closed.wait(pause)
+
+    def book(self, now: float) -> float:
+        """Take a place for one request; in how many seconds that is."""
+        if self._pace.rate <= 0:
+            return 0.0
+        with self._lock:
+            each = 1.0 / self._pace.rate
+            self._full_at = max(self._full_at, now) + each
+            return max(0.0, self._full_at - now - max(1, self._pace.burst) * each)
