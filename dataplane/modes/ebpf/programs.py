@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import sys
@@ -143,7 +144,8 @@ class Loader:
                 log.warning("socket programs%s: %s", "" if can_set_errno else " without bpf_set_retval", error)
         if "connect" in loaded and self._options.failover_failures:
             try:
-                loaded["watch"] = self.one("watch", larger)
+                with contextlib.closing(loaded["connect"].map("sockets")) as sockets:  # of both, pinned or not yet
+                    loaded["watch"] = self.one("watch", {**(larger or {}), "sockets": sockets})
             except BpfError as error:
                 log.warning("silent backends are not noticed by what the node's own sockets meet: %s", error)
         return loaded

@@ -1,0 +1,28 @@
+"""Programs of one generation work on the same maps, from the first generation on."""
+
+from __future__ import annotations
+
+from dataplane.modes.ebpf.programs import Loader
+
+from .kit import HZ, SMALL, Bench
+from .test_traffic import number
+
+
+def test_what_sockets_remember_is_one_map_of_all_their_programs(bench: Bench) -> None:
+    """No map of that name is pinned yet: the program that chooses backends and the one that listens begin with one."""
+    assert "sockets" not in bench.maps.maps
+    programs = Loader(bench.maps, SMALL, HZ).generation()
+    try:
+        assert programs.connect is not None
+        assert programs.watch is not None
+        maps = [loaded.map("sockets") for loaded in (programs.connect, programs.watch)]
+        assert number(maps[0]) == number(maps[1])
+        for known in maps:
+            known.close()
+        for name in programs.watch.map_names:
+            if name in bench.maps.maps:
+                shared = programs.watch.map(name)
+                assert number(shared) == number(bench.maps.maps[name]), name
+                shared.close()
+    finally:
+        programs.close()
