@@ -117,6 +117,8 @@ struct traffic {
 	__u64 bytes;
 	__u64 reply_packets;
 	__u64 reply_bytes;
+	__u64 answered;	  /* TCP connections that it accepted */
+	__u64 connect_ns; /* from their SYN to its answer, together */
 };
 
 struct flow4_key {
@@ -166,8 +168,9 @@ struct flow {
 	__u32 seen;    /* jiffies of the last packet of either direction, to a second */
 	__u32 tag;     /* hash of the key, as for frontends */
 	__u32 ifindex; /* host side of the pod to hand established packets to, 0: the host's stack decides */
-	__u32 mark;    /* jiffies of the start; of TCP, once FLOW_FIN: the sequence number that acknowledges it */
-	__u8 mac[12];  /* destination and source of frames to that pod */
+	__u32 mark;   /* jiffies of the start; of TCP its `moment`, once FLOW_FIN: the sequence number that acknowledges
+			 it */
+	__u8 mac[12]; /* destination and source of frames to that pod */
 };
 
 /* Each mark: hash of the tuple << 40 | hash of whom it belonged to << 16 | time in ticks of 256 jiffies. */

@@ -93,6 +93,8 @@ INLINE int follow(struct __sk_buff *skb, struct scratch *space, struct found *fo
 	return dispatch(skb, space, place, v6);
 }
 
+#define REPEAT_MOMENTS (500000000u >> MOMENT_BITS) /* half a second */
+
 INLINE bool is_opening_segment(const struct packet *p)
 {
 	return (p->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST | TCP_FIN)) == TCP_SYN;
@@ -118,7 +120,7 @@ INLINE void make_way(const struct tuple *key, const struct found *found, const b
  */
 INLINE bool is_unanswered(const struct flow *f)
 {
-	return !(f->flags & (FLOW_ANSWERED | FLOW_ESTABLISHED)) && now() - f->mark >= settings.hz / 2;
+	return !(f->flags & (FLOW_ANSWERED | FLOW_ESTABLISHED)) && moment() - f->mark >= REPEAT_MOMENTS;
 }
 
 /* Does this packet want another backend than its flow has? A new connection from a port that was used before, a SYN
@@ -141,7 +143,7 @@ INLINE bool wants_renewal(const struct packet *p, struct flow *f, __u32 *avoid)
 		return false;
 	note_failure(f->backend, f->service);
 	if (f->flags & FLOW_WRAPPED) { /* answers do not come here: it may be one of them that was lost */
-		f->mark = now();
+		f->mark = moment();
 		return false;
 	}
 	*avoid = f->backend;

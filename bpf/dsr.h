@@ -20,6 +20,7 @@ INLINE int open_wrapped(struct __sk_buff *skb, struct scratch *space, __u32 unus
 	struct flow *f = &space->flow;
 
 	fill_flow(f, key, &space->result, v6);
+	f->mark = start_mark(key->protocol);
 	f->flags = FLOW_WRAPPED;
 	f->ifindex = 0;
 	if (flow_put(key, f, table, BPF_ANY, v6)) {

@@ -8,8 +8,10 @@
 #define HYBRID_PROXY_FLOW_H
 
 #include "pick.h"
+#include "traffic.h"
 
 #define DATAGRAM_SECONDS 2
+#define LONGEST_CONNECT (1u << 26) /* moments, 67 s: longer than clients try */
 
 enum flow_table { TABLE_FLOWS, TABLE_OPENING };
 
@@ -186,7 +188,12 @@ INLINE void fill_flow(struct flow *f, const struct tuple *key, const struct tupl
 	f->dport = result->dport;
 	f->tag = flow_tag(key, v6);
 	f->seen = now();
-	f->mark = f->seen;
+}
+
+/* When a flow begins, as `mark` has it. */
+INLINE __u32 start_mark(__u8 protocol)
+{
+	return protocol == IPPROTO_TCP ? moment() : now();
 }
 
 INLINE void delete_pair(const struct tuple *key, const struct flow *f, const enum flow_table table, const bool v6)
@@ -393,6 +400,15 @@ INLINE bool touch(const struct packet *p, struct flow *f, const enum flow_table 
 	return ending && note_ack(p, f, other);
 }
 
+/* How long the backend took to accept. What is longer than can be was begun by programs with another clock. */
+INLINE void note_connect(const struct flow *f)
+{
+	__u32 took = moment() - f->mark;
+
+	if (took < LONGEST_CONNECT)
+		account_answer(f->backend, (__u64)took << MOMENT_BITS);
+}
+
 /* The backend answered on a flow that is opening. A connection that it accepts is established
  * by the client's next segment, so that a flood of SYNs, each of them answered, still fills
  * nothing but the table that forgets.
@@ -412,6 +428,8 @@ INLINE void note_answer(const struct packet *p, const struct found *found, const
 		return;
 	}
 	note_success(reply->backend, reply->service);
+	if (!(reply->flags & FLOW_ANSWERED))
+		note_connect(reply);
 	reply->flags |= FLOW_ANSWERED;
 	forward = other_half(reply, p->tuple.protocol, found->table, v6);
 	if (forward)

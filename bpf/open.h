@@ -26,6 +26,7 @@ INLINE long put_pair(const struct tuple *key, const struct tuple *result, const 
 	long error;
 
 	turn_round(&reply_result, key);
+	f->mark = start_mark(key->protocol);
 	fill_flow(f, reply, &reply_result, v6);
 	f->flags = direction | FLOW_REPLY;
 	f->ifindex = ifindex;

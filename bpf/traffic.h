@@ -47,4 +47,15 @@ INLINE void account_flow(__u32 backend)
 		row->flows += 1;
 }
 
+/* The backend accepted a connection, so long after its SYN. */
+INLINE void account_answer(__u32 backend, __u64 nanoseconds)
+{
+	struct traffic *row = traffic_of(backend);
+
+	if (!row)
+		return;
+	row->answered += 1;
+	row->connect_ns += nanoseconds;
+}
+
 #endif

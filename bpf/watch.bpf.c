@@ -3,6 +3,7 @@
  * connection was refused it does not tell apart from a socket that was closed too soon.
  */
 #include "sockets.h"
+#include "traffic.h"
 
 #define PROCEED 1
 #define SYN_SENT 2 /* TCP_SYN_SENT, net/tcp_states.h */
@@ -24,6 +25,16 @@ INLINE void hear_of_repeats(struct bpf_sock_ops *ctx, const bool wanted)
 	bpf_sock_ops_cb_flags_set(ctx, wanted ? flags | BPF_SOCK_OPS_RTO_CB_FLAG : flags & ~BPF_SOCK_OPS_RTO_CB_FLAG);
 }
 
+/* The only round trip so far is that of the SYN; of one that was repeated the kernel measures none. */
+INLINE void note_accepted(struct bpf_sock_ops *ctx, const struct socket_peer *peer)
+{
+	__u32 eighths = ctx->srtt_us;
+
+	note_success(peer->backend_id, peer->service);
+	if (eighths)
+		account_answer(peer->backend_id, (__u64)eighths * 1000 / 8);
+}
+
 /* One failure for each connection, however often its SYN is repeated. */
 SEC("sockops")
 int watch(struct bpf_sock_ops *ctx)
@@ -42,7 +53,7 @@ int watch(struct bpf_sock_ops *ctx)
 		return PROCEED;
 	}
 	if (what == BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB)
-		note_success(peer->backend_id, peer->service);
+		note_accepted(ctx, peer);
 	else if (ctx->state == SYN_SENT)
 		note_failure(peer->backend_id, peer->service);
 	hear_of_repeats(ctx, false);

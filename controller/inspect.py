@@ -94,6 +94,7 @@ def _rows(command: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]],
 def _print_table(rows: list[dict[str, Any]], note: str) -> None:
     console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 200)
     if rows:
+        rows = [_readable(row) for row in rows]
         table = Table(box=None, pad_edge=False, header_style="bold")
         for column in rows[0]:
             table.add_column(column.replace("_", " "), no_wrap=True)
@@ -104,6 +105,15 @@ def _print_table(rows: list[dict[str, Any]], note: str) -> None:
         console.print("none")
     if note:
         console.print(f"({note})")
+
+
+def _readable(row: dict[str, Any]) -> dict[str, Any]:
+    """What programs add up, people read as an average: the time until a backend accepted a connection."""
+    if "connect_ns" not in row:
+        return row
+    kept = {key: value for key, value in row.items() if key not in {"answered", "connect_ns"}}
+    took = f"{row['connect_ns'] / row['answered'] / 1e6:.3f} ms" if row["answered"] else None
+    return kept | {"connect": took}
 
 
 def _cell(value: Any) -> str:

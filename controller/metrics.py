@@ -298,6 +298,17 @@ def _traffic_text(told: Rows, *, openmetrics: bool) -> Iterator[str]:
             for first in range(0, len(rows), _CHUNK):
                 chunk = zip(whose[first : first + _CHUNK], rows[first : first + _CHUNK], strict=True)
                 yield "".join([f"{name}_total{{{text}{label}}} {row[field]}\n" for text, row in chunk])
+    name = f"hybrid_proxy_{what}_connect_seconds"
+    yield f"# HELP {name} From a connection's SYN to the backend's answer\n# TYPE {name} summary\n"
+    for first in range(0, len(rows), _CHUNK):
+        chunk = zip(whose[first : first + _CHUNK], rows[first : first + _CHUNK], strict=True)
+        yield "".join(
+            [
+                f"{name}_count{{{text}}} {row['answered']}\n{name}_sum{{{text}}} {row['connect_ns'] / 1e9:.9f}\n"
+                for text, row in chunk
+                if row["answered"]
+            ]
+        )
 
 
 _CHUNK: Final = 500

@@ -199,8 +199,9 @@ class Programmer(Protocol):
     def traffic(self, *, by_backend: bool) -> list[dict[str, Any]]:
         """Traffic since the maps were made, a row for each service port that had any, or for each backend of each.
 
-        Rows have service, flows, packets, bytes, reply_packets and reply_bytes, and those of backends address and
-        protocol. Empty in a mode that does not count, or was told not to.
+        Rows have service, flows, packets, bytes, reply_packets, reply_bytes, answered (TCP connections that backends
+        accepted) and connect_ns (how long they took for that, together), and those of backends address and protocol.
+        Empty in a mode that does not count, or was told not to.
         """
 
     def close(self) -> None:

@@ -40,6 +40,7 @@ from dataplane.table import Backend, Entry, Frontend, Kind, Protocol, Route, Whe
 PASS, DROP, REDIRECT = 0xFFFFFFFF, 2, 7  # TC_ACT_UNSPEC, TC_ACT_SHOT, TC_ACT_REDIRECT
 FOLDERS = itertools.count()
 HZ = jiffies_per_second()
+MOMENT_BITS = 10  # config.h: nanoseconds in a moment
 RECENT_TICK = 8  # flow.h: jiffies >> 8 are the time of a mark
 
 POD_MAC, HOST_MAC = "02:00:00:00:00:05", "02:00:00:00:00:01"
@@ -82,6 +83,11 @@ def service(
     front = Frontend(Kind.CLUSTER_IP, address, port, route, route)
     more = tuple(Backend(a, p) for a, p in serving)
     return Entry(name, 6 if ":" in address else 4, protocol, (front,), (*members, *more), affinity)
+
+
+def moments(jiffies: int) -> int:
+    """As the programs count the age of a TCP flow that begins."""
+    return (jiffies * 1_000_000_000 // HZ) >> MOMENT_BITS
 
 
 # --- packets

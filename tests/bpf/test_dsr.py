@@ -16,7 +16,23 @@ from dataplane.modes.ebpf.flows import flow_arrays
 from dataplane.table import Backend, Entry, Frontend, Kind, Masquerade, Protocol, Route
 from tests.namespaces import fresh
 
-from .kit import DROP, HZ, NETS, PASS, REDIRECT, SMALL, Bench, Net, bench_with, datagram, frame, read, segment, syn
+from .kit import (
+    DROP,
+    HZ,
+    NETS,
+    PASS,
+    REDIRECT,
+    SMALL,
+    Bench,
+    Net,
+    bench_with,
+    datagram,
+    frame,
+    moments,
+    read,
+    segment,
+    syn,
+)
 from .test_uplinks import CLIENTS, MTU, NODE_PORT, OUTER, Uplink, routes
 
 OTHER = {4: "192.168.7.99", 6: "fd00:7::99"}  # the primary address of the node where the backend is
@@ -180,7 +196,7 @@ def test_a_repeated_syn_stays_and_is_counted(pair: Pair, protocol: Protocol) -> 
         known = bench.maps.maps[f"opening{net.family}"]
         for key, value in zip(*flow_arrays(known, net.family), strict=True):
             aged = value.copy()
-            aged["mark"] = (int(value["mark"]) - HZ) & 0xFFFFFFFF
+            aged["mark"] = (int(value["mark"]) - moments(HZ)) & 0xFFFFFFFF
             known.update(key.tobytes(), aged.tobytes())
         there |= {pair.asked.ask(net.primary, first(protocol, NODE_PORT))[1][14:][: HEAD[net.family]] for _ in range(2)}
     assert len(there) == 1, "one outer header: one backend"

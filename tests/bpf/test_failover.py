@@ -18,6 +18,7 @@ from .kit import (
     chunk,
     datagram,
     frame,
+    moments,
     read,
     segment,
     service,
@@ -34,8 +35,8 @@ def wait(bench: Bench, net: Net, jiffies: int = HZ) -> None:
         keys, values = flow_arrays(known, net.family)
         for key, value in zip(keys, values, strict=True):
             aged = value.copy()
-            for stamp in ("seen", "mark"):
-                aged[stamp] = (int(value[stamp]) - jiffies) & 0xFFFFFFFF
+            for stamp, age in (("seen", jiffies), ("mark", moments(jiffies))):
+                aged[stamp] = (int(value[stamp]) - age) & 0xFFFFFFFF
             known.update(key.tobytes(), aged.tobytes())
 
 

@@ -2,34 +2,66 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dataplane.kernel.bpf import run_on_packet
+from dataplane.kernel.bpf import Map, run_on_packet
 from dataplane.mode import Options
+from dataplane.modes.ebpf import maps
+from dataplane.modes.ebpf.flows import flow_arrays
 from dataplane.modes.ebpf.maps import MapSet
 from dataplane.modes.ebpf.store import Store
 from dataplane.modes.ebpf.traffic import FIELDS, Traffic, traffic_sizes
 from dataplane.table import Protocol
 
-from .kit import HZ, NETS, PASS, SMALL, Bench, Net, bench_with, cpus, datagram, frame, read, segment, service, syn
+from .kit import (
+    HZ,
+    NETS,
+    PASS,
+    SMALL,
+    Bench,
+    Net,
+    bench_with,
+    cpus,
+    datagram,
+    frame,
+    moments,
+    read,
+    segment,
+    service,
+    syn,
+)
+
+COUNTED = FIELDS[:5]  # the others are about time
 
 
 def of_service(bench: Bench, name: str) -> dict[str, int]:
     known = next(iter(bench.store.installed[name].values()))
     figures = bench.store.traffic.of_services(bench.store.backends["service"])[known.service]
-    return dict(zip(FIELDS, figures.tolist(), strict=True))
+    return dict(zip(COUNTED, figures.tolist(), strict=False))
 
 
 def of_backend(bench: Bench, name: str, position: int = 0) -> dict[str, int]:
     known = next(iter(bench.store.installed[name].values()))
     figures = bench.store.traffic.of_backends(np.array([known.ids[position]], dtype=np.int64))[0]
-    return dict(zip(FIELDS, figures.tolist(), strict=True))
+    return dict(zip(COUNTED, figures.tolist(), strict=False))
+
+
+def connects(bench: Bench) -> tuple[int, float]:
+    """Connections that default/web's only backend accepted, and how many seconds they took for that, together."""
+    known = next(iter(bench.store.installed["default/web"].values()))
+    figures = bench.store.traffic.of_backends(np.array([known.ids[0]], dtype=np.int64))[0].tolist()
+    told = dict(zip(FIELDS, figures, strict=True))
+    return told["answered"], told["connect_ns"] / 1e9
 
 
 def figures(flows: int, packets: int, octets: int, reply_packets: int, reply_octets: int) -> dict[str, int]:
-    return dict(zip(FIELDS, (flows, packets, octets, reply_packets, reply_octets), strict=True))
+    return dict(zip(COUNTED, (flows, packets, octets, reply_packets, reply_octets), strict=True))
 
 
 def head(net: Net) -> int:
@@ -106,6 +138,52 @@ def test_a_service_keeps_what_its_former_backends_did(bench: Bench, net: Net) ->
     assert not any(of_backend(bench, "default/web").values())
 
 
+def answer(bench: Bench, net: Net, sport: int, flags: str = "SA") -> None:
+    """What the backend says to the SYN of this port."""
+    bench.egress(frame(net, net.backends[0], net.client, segment(8080, sport, flags, 1, 1001), from_backend=True))
+
+
+def test_the_time_to_accept_is_that_of_the_first_answer(bench: Bench, net: Net) -> None:
+    bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
+    bench.ingress(frame(net, net.client, net.vip, syn(40000)))
+    began = time.monotonic()
+    time.sleep(0.05)
+    answer(bench, net, 40000)
+    longest = time.monotonic() - began + 0.05  # the SYN was on its way before that
+    answered, seconds = connects(bench)
+    assert answered == 1
+    assert 0.049 <= seconds <= longest
+    answer(bench, net, 40000)  # repeated
+    assert connects(bench) == (answered, seconds)
+    bench.ingress(frame(net, net.client, net.vip, syn(40001)))
+    answer(bench, net, 40001)
+    answered, both = connects(bench)
+    assert answered == 2
+    assert seconds <= both < 2 * seconds
+
+
+def test_who_refuses_has_accepted_nothing(bench: Bench, net: Net) -> None:
+    bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
+    bench.ingress(frame(net, net.client, net.vip, syn(40000)))
+    answer(bench, net, 40000, "RA")
+    assert connects(bench) == (0, 0)
+
+
+@pytest.mark.parametrize("seconds", [120, 3000])
+def test_a_start_that_cannot_be_is_no_time(bench: Bench, net: Net, seconds: int) -> None:
+    """Programs of another version, with another clock, may have begun the connection."""
+    bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
+    bench.ingress(frame(net, net.client, net.vip, syn(40000)))
+    for table in ("flows", "opening"):
+        known = bench.maps.maps[f"{table}{net.family}"]
+        for key, value in zip(*flow_arrays(known, net.family), strict=True):
+            aged = value.copy()
+            aged["mark"] = (int(value["mark"]) - moments(seconds * HZ)) & 0xFFFFFFFF
+            known.update(key.tobytes(), aged.tobytes())
+    answer(bench, net, 40000)
+    assert connects(bench) == (0, 0)
+
+
 def test_numbers_that_are_given_out_again_begin_at_nothing(bench: Bench, net: Net) -> None:
     first = service(net.vip, 80, [(net.backends[0], 8080)])
     bench.serve(first)
@@ -150,6 +228,26 @@ def test_maps_of_another_size_are_made_anew(net: Net) -> None:
         assert again.maps["traffic"].entries == 8
         assert not again.traffic().counting
         again.close()
+
+
+def test_maps_of_another_layout_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a row holds has changed since the maps were made; flows stay."""
+    with bench_with() as made:
+        narrow = np.dtype([(name, "u8") for name in COUNTED])
+        kind = maps.dtype_of
+        with monkeypatch.context() as patched:
+            patched.setattr(maps, "dtype_of", lambda name: narrow if name == "traffic" else kind(name))
+            again = MapSet(made.folder, made.options)
+        assert again.maps["traffic"].fd != made.maps.maps["traffic"].fd
+        assert number(again.maps["traffic"]) != number(made.maps.maps["traffic"])
+        assert number(again.maps["flows4"]) == number(made.maps.maps["flows4"])
+        again.close()
+
+
+def number(known: Map) -> int:
+    """The kernel's id of a map."""
+    told = Path(f"/proc/self/fdinfo/{known.fd}").read_text()
+    return next(int(line.split()[1]) for line in told.splitlines() if line.startswith("map_id:"))
 
 
 def test_without_counting_nothing_is_counted(net: Net) -> None:

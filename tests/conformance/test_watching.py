@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -49,6 +50,25 @@ def test_traffic_is_shown_by_service_and_backend(bench: Bench, family: int) -> N
     backends = figures(bench, "backends", service, family)
     for what in ("flows", "packets", "bytes", "reply_packets", "reply_bytes"):
         assert sum(row[what] for row in backends) >= after[what]
+
+
+@pytest.mark.parametrize("place", ["pod1", "client", "node"])
+def test_the_time_to_accept_is_about_what_the_client_saw(bench: Bench, family: int, place: str) -> None:
+    """Of pods and clients outside by the programs at interfaces, of the node's own sockets as the kernel has it."""
+    service = bench.service("pod2", outside=True, settle=False)
+    bench.settle(service, {"pod2"}, family)
+    target = (bench.lab["node"].address(family), service.node_port) if place == "client" else service.vip(family)
+    (before,) = figures(bench, "services", service, family)
+    saw = 0.0
+    for _ in range(20):
+        began = time.perf_counter()
+        connection = bench.connect(place, target, family)
+        saw += time.perf_counter() - began
+        connection.close()
+    (after,) = figures(bench, "services", service, family)
+    took = (after["connect_ns"] - before["connect_ns"]) / 1e9
+    assert after["answered"] - before["answered"] == 20
+    assert 0 < took < saw
 
 
 def test_a_refused_port_shows_with_the_services_name(bench: Bench, family: int) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from prometheus_client import generate_latest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_parser
+from prometheus_client.parser import text_string_to_metric_families as text_parser
 
 from controller.metrics import Metrics
 
@@ -28,3 +31,29 @@ def test_who_is_left_out_and_who_would_be() -> None:
 
 def test_a_mode_that_leaves_nobody_out() -> None:
     assert not [line for line in scrape() if line.startswith("hybrid_proxy_backend_left_out{")]
+
+
+@pytest.mark.parametrize("openmetrics", [False, True])
+def test_traffic_is_what_a_scraper_can_read(openmetrics: bool) -> None:
+    figures = {"flows": 4, "packets": 40, "bytes": 400, "reply_packets": 30, "reply_bytes": 300}
+    rows = [
+        {"service": "d/web:http", **figures, "answered": 4, "connect_ns": 6_000_000},
+        {"service": "d/dns:dns", **figures, "answered": 0, "connect_ns": 0},
+    ]
+    status = {
+        "mode": {"requested": "ebpf", "effective": "ebpf", "reason": ""}, "services": 1, "synced": True,
+        "problems": [],
+        "dataplane": {
+            "mode": "ebpf", "misfits": [], "fill": {}, "counters": {}, "audit_repairs": 0, "limitations": [],
+        },
+    }  # fmt: skip
+    accept = "application/openmetrics-text; version=1.0.0" if openmetrics else "text/plain"
+    body, _ = Metrics(lambda: status, lambda: rows).page(accept)
+    parse = openmetrics_parser if openmetrics else text_parser
+    samples = {(s.name, *sorted(s.labels.items())): s.value for family in parse(body.decode()) for s in family.samples}
+    web, dns = ("service", "d/web:http"), ("service", "d/dns:dns")
+    assert samples["hybrid_proxy_service_flows_total", web] == 4
+    assert samples["hybrid_proxy_service_bytes_total", ("direction", "reply"), web] == 300
+    assert samples["hybrid_proxy_service_connect_seconds_sum", web] == pytest.approx(0.006)
+    assert samples["hybrid_proxy_service_connect_seconds_count", web] == 4
+    assert ("hybrid_proxy_service_connect_seconds_count", dns) not in samples

@@ -72,11 +72,15 @@ class MapSet:
         for path in _map_pins(self.folder):
             self.maps[path.name] = Map.pinned(path)
         wanted = self._with_traffic({})
-        if any(self._entries(name, wanted.get(name, 1)) != wanted.get(name) for name in TRAFFIC):
+        if not all(self._can_count(name, wanted.get(name)) for name in TRAFFIC):
             for name in TRAFFIC:  # others are asked for, or they did not grow with the rest: figures begin at 0
                 if name in self.maps:
                     self.maps.pop(name).close()
                     (self.folder / name).unlink()
+
+    def _can_count(self, name: str, entries: int | None) -> bool:
+        known = self.maps.get(name)
+        return known is None or (known.entries, known.value_size) == (entries, dtype_of("traffic").itemsize)
 
     def _entries(self, name: str, otherwise: int) -> int:
         return self.maps[name].entries if name in self.maps else otherwise

@@ -22,7 +22,7 @@ __all__ = ["FIELDS", "Traffic", "possible_cpus", "traffic_of", "traffic_row", "t
 Figures = NDArray[np.uint64]  # a row for each number, a column for each of FIELDS
 
 _GROUPS = 1024  # of backends, read in one go: 0.6 MB for each CPU
-FIELDS = ("flows", "packets", "bytes", "reply_packets", "reply_bytes")
+FIELDS = ("flows", "packets", "bytes", "reply_packets", "reply_bytes", "answered", "connect_ns")
 
 
 def possible_cpus() -> int:
@@ -118,9 +118,10 @@ def _add(figures: Figures, backends: Figures, owners: NDArray[Any]) -> None:
 
 def traffic_of(maps: Mapping[str, Map]) -> Traffic | None:
     """The figures in pinned maps, for looking; None where nothing is counted."""
-    if "traffic" not in maps or maps["traffic"].entries <= abi_constants()["TRAFFIC_GROUP"]:
-        return None
     kind = dtype_of("traffic")
+    known = maps.get("traffic")
+    if known is None or known.entries <= abi_constants()["TRAFFIC_GROUP"] or known.value_size != kind.itemsize:
+        return None
     return Traffic(lambda: maps["traffic"].glimpse(kind), maps["traffic_gone"].view(kind), possible_cpus())
 
 
