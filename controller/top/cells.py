@@ -65,6 +65,16 @@ def percent(value: float | None) -> str:
     return UNKNOWN if value is None else f"{100 * value:.0f}%"
 
 
+def latency(value: float | None) -> str:
+    """Seconds, as `85µs`, `1.2ms` or `2.0s`."""
+    if value is None:
+        return UNKNOWN
+    if value < 0.9995e-3:
+        return f"{value * 1e6:.0f}µs"
+    scaled, unit = (value * 1e3, "ms") if value < 0.9995 else (value, "s")
+    return f"{scaled:.{1 if scaled < 9.95 else 0}f}{unit}"
+
+
 def _of(column: str) -> Callable[[Any], Any]:
     return lambda row: getattr(row, column)
 
@@ -90,6 +100,7 @@ SERVICES: Final = (
     _words("name", "service"),
     Column("conn/s", _of("connections"), _shown("connections", rate)),
     *_TRAFFIC,
+    Column("connect", _of("connect"), _shown("connect", latency)),
     Column("backends", lambda row: (row.left_out, row.backends), _endpoints),
     _words("protocol", "protocol"),
     Column("conn total", _of("total"), _shown("total", number)),
@@ -100,6 +111,7 @@ BACKENDS: Final = (
     Column("share", _of("share"), _shown("share", percent)),
     Column("conn/s", _of("connections"), _shown("connections", rate)),
     *_TRAFFIC,
+    Column("connect", _of("connect"), _shown("connect", latency)),
     Column("failures", _of("failures"), _shown("failures", number)),
     _words("state", "health"),
     Column("conn total", _of("total"), _shown("total", number)),

@@ -59,6 +59,7 @@ class ServiceRow(msgspec.Struct, frozen=True):
     packets: float | None
     request_bytes: float | None
     reply_bytes: float | None
+    connect: float | None  # seconds until a backend accepted, on average, since `before`
     total: int | None  # connections since the maps were made
 
 
@@ -74,6 +75,7 @@ class BackendRow(msgspec.Struct, frozen=True):
     packets: float | None
     request_bytes: float | None
     reply_bytes: float | None
+    connect: float | None
     failures: int | None  # connections one after the other that it did not answer, or refused
     total: int | None
 
@@ -165,6 +167,11 @@ class _Rates:
         grown = self.growth(*columns)
         return None if grown is None or self._seconds <= 0 else grown / self._seconds
 
+    def connect(self) -> float | None:
+        """Seconds that a connection took until it was accepted, on average."""
+        answered, nanoseconds = self.growth("answered"), self.growth("connect_ns")
+        return nanoseconds / answered / 1e9 if answered and nanoseconds is not None else None
+
     def growth(self, *columns: str) -> int | None:
         if self._before is None:
             return None
@@ -198,7 +205,7 @@ def _services(before: Sample, now: Sample) -> tuple[ServiceRow, ...]:
                 key, name, row["protocol"], tuple(row["frontends"]), row["backends"],
                 out[name, _family(row["frontends"])],
                 rates.of("flows"), rates.of("packets", "reply_packets"), rates.of("bytes"), rates.of("reply_bytes"),
-                row.get("flows"),
+                rates.connect(), row.get("flows"),
             )
         )  # fmt: skip
     return tuple(rows)
@@ -232,7 +239,7 @@ def _backends(base: Sample, before: Sample, now: Sample) -> tuple[BackendRow, ..
                 told.get((row["service"], row["address"])) or row.get("state") or _state(row),
                 mine / all_of if mine is not None and all_of else None,
                 rates.of("flows"), rates.of("packets", "reply_packets"), rates.of("bytes"), rates.of("reply_bytes"),
-                row.get("failures"), row.get("flows"),
+                rates.connect(), row.get("failures"), row.get("flows"),
             )
         )  # fmt: skip
     return tuple(rows)

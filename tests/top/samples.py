@@ -11,7 +11,8 @@ def service(name: str, flows: int, frontend: str = "10.96.0.10:80", **more: Any)
     """A row of mode ebpf's view, with 10 packets and 1,000 bytes each way for each flow."""
     return {
         "name": name, "id": 7, "protocol": "TCP", "frontends": [frontend], "backends": 2, "flows": flows,
-        "packets": 10 * flows, "bytes": 1000 * flows, "reply_packets": 10 * flows, "reply_bytes": 1000 * flows, **more,
+        "packets": 10 * flows, "bytes": 1000 * flows, "reply_packets": 10 * flows, "reply_bytes": 1000 * flows,
+        "answered": flows, "connect_ns": 2_000_000 * flows, **more,
     }  # fmt: skip
 
 

@@ -19,6 +19,15 @@ def test_rates_have_few_digits(value: float | None, text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (0, "0µs"), (85.4e-6, "85µs"), (999.6e-6, "1.0ms"), (1.24e-3, "1.2ms"), (9.96e-3, "10ms"),
+     (0.9996, "1.0s"), (12.4, "12s")],
+)  # fmt: skip
+def test_latencies(value: float | None, text: str) -> None:
+    assert cells.latency(value) == text
+
+
+@pytest.mark.parametrize(
     ("seconds", "text"), [(5.9, "5s"), (192, "3m12s"), (7_500, "2h5m"), (273_600, "3d4h"), (60, "1m0s")]
 )
 def test_durations(seconds: float, text: str) -> None:
@@ -28,7 +37,8 @@ def test_durations(seconds: float, text: str) -> None:
 def row(key: str, connections: float | None, **more: object) -> ServiceRow:
     fields = {
         "name": key, "protocol": "TCP", "frontends": ("10.96.0.10:80",), "backends": 2, "left_out": 0,
-        "packets": None, "request_bytes": None, "reply_bytes": None, "total": None,
+        "packets": None, "request_bytes": None, "reply_bytes": None, "connect": None,
+        "total": None,
     }  # fmt: skip
     return ServiceRow(key=key, connections=connections, **{**fields, **more})  # type: ignore[arg-type]
 

@@ -13,6 +13,12 @@ def test_rates_are_growth_over_time() -> None:
     (row,) = picture(before, before, now).services
     assert (row.connections, row.packets, row.request_bytes, row.reply_bytes) == (25, 500, 25_000, 25_000)
     assert row.total == 150
+    assert row.connect == pytest.approx(0.002)
+
+
+def test_where_nothing_was_accepted_there_is_no_time() -> None:
+    before, now = sample(10, service("ns/a:http", 100)), sample(12, service("ns/a:http", 100))
+    assert picture(before, before, now).services[0].connect is None
 
 
 def test_the_first_look_has_no_rates() -> None:

@@ -73,7 +73,7 @@ def text(screen: Top, name: str) -> str:
 
 
 def web(screen: Top) -> list[str]:
-    return next(row for row in lines(screen, "services") if row[0] == "default/web:http" and row[8] == "10.96.0.10:80")
+    return next(row for row in lines(screen, "services") if row[0] == "default/web:http" and row[9] == "10.96.0.10:80")
 
 
 def is_busy(screen: Top) -> bool:
@@ -95,8 +95,14 @@ def test_the_busiest_service_is_first_and_its_backends_share(lab: Lab, agent: Ag
             return "-" not in shares and 97 <= sum(int(share.rstrip("%")) for share in shares) <= 103
 
         await until(shared, f"the shares are not those of one whole: {lines(screen, 'backends')}")
-        assert all(row[7] == "serving" for row in backends)
+        assert all(row[8] == "serving" for row in backends)
         assert re.search(r"mode ebpf +in sync", text(screen, "head"))
+
+        def timed() -> bool:
+            rows = [row for row in lines(screen, "backends") if not row[0].startswith("[")]
+            return all(re.fullmatch(r"[0-9.]+(µs|ms)", row[6]) for row in rows)
+
+        await until(timed, f"no time to accept a connection: {lines(screen, 'backends')}")
 
     drive(lab, agent, keys)
 
@@ -109,7 +115,7 @@ def test_keys_sort_turn_and_filter(lab: Lab, agent: Agent) -> None:
         await pilot.press("r")
         assert titles(screen, "services")[1] == "conn/s▲"
         await until(lambda: lines(screen, "services")[-1][0] == "default/web:http", "the order was not turned")
-        for _ in range(8):
+        for _ in range(9):
             await pilot.press("s")
         assert titles(screen, "services")[:2] == ["service▲", "conn/s"]
         names = [row[0] for row in lines(screen, "services")]
@@ -171,7 +177,7 @@ def test_a_pause_stands_still(lab: Lab, agent: Agent) -> None:
         await asyncio.sleep(3 * INTERVAL)
         assert web(screen) == before
         await pilot.press("p")
-        await until(lambda: web(screen)[7] != before[7], "it does not go on")
+        await until(lambda: web(screen)[8] != before[8], "it does not go on")
 
     drive(lab, agent, keys)
 
@@ -182,8 +188,8 @@ def test_an_agent_that_goes_and_comes_back(lab: Lab, agent: Agent, elsewhere: Ex
         await until(lambda: is_busy(screen), "the service under load is not first")
         agent.kill()
         await until(lambda: "no answer from the agent" in text(screen, "trouble"), "nobody tells that it is gone")
-        total = web(screen)[7]
-        await until(lambda: web(screen)[7] != total and is_busy(screen), "without an agent nothing is counted")
+        total = web(screen)[8]
+        await until(lambda: web(screen)[8] != total and is_busy(screen), "without an agent nothing is counted")
         assert "as last programmed" in text(screen, "head")
         await asyncio.wrap_future(elsewhere.submit(agent.start))
         await until(lambda: "in sync" in text(screen, "head"), "nobody tells that it is back")
