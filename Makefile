@@ -9,6 +9,7 @@ BUILT    := $(patsubst bpf/%.bpf.c,$(OBJECTS)/%.bpf.o,$(SOURCES)) $(OBJECTS)/abi
 APT      := iproute2 util-linux clang llvm clang-format bpftool libbpf-dev libbpf1 linux-libc-dev libc6-dev gcc make python3-venv python3-dev nftables libnftables1 iptables
 APT_LAB  := shellcheck tmux vagrant systemd debian-archive-keyring libseccomp2
 APT_COMPARE := wrk iperf3 chromium fonts-dejavu-core
+APT_TRACE := python3-bpfcc
 APT_VM   := qemu-system-x86 busybox-static kmod debian-archive-keyring
 STAMPS   := $(VENV)/.stamps
 TOOLS    := build/tools/usr/sbin
@@ -62,7 +63,7 @@ compare-vm: vm ## the same, with mode ipvs too, in a virtual machine; under an h
 		--services 100 --changes 3 --state $(CURDIR)/build/compare-vm/state $(ARGS)
 	$(Q)$(VENV)/bin/hybrid-proxy compare --from build/compare-vm/state --report build/compare-vm/report.html
 
-setup: $(STAMPS)/apt $(STAMPS)/venv bpf $(STAMPS)/lab ## install what is missing: packages, the virtual environment, BPF objects
+setup: $(STAMPS)/apt $(STAMPS)/venv bpf $(STAMPS)/lab $(STAMPS)/trace ## install what is missing: packages, the virtual environment, BPF objects
 
 vm: setup $(STAMPS)/vm ## install what tests on other kernels need (QEMU)
 
@@ -121,6 +122,12 @@ $(TOOLS)/nginx:
 $(STAMPS)/lab: Makefile tests/deploy/kubectl.py $(TOOLS)/nginx $(STAMPS)/apt $(STAMPS)/venv
 	$(call packages,$(APT_LAB) $(APT_COMPARE))
 	-$(Q)$(PYTHON) -m tests.deploy.kubectl
+	@touch $@
+
+# What `hybrid-proxy trace` measures with. Without it the tests of that are skipped, and say so.
+$(STAMPS)/trace: Makefile controller/tracing/headers.py $(STAMPS)/apt $(STAMPS)/venv
+	-$(call packages,$(APT_TRACE))
+	-$(Q)$(PYTHON) -m controller trace --fetch-headers >/dev/null
 	@touch $@
 
 $(STAMPS)/apt: Makefile

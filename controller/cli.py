@@ -403,13 +403,23 @@ examples:
 """
 
 _TRACE: Final = """
-Prints what happens to packets as they pass: new flows and their backends, packets of known flows (as many as there is
-room for), answers, drops and refusals. It costs something only while it runs.
+Without a view: what the programs of mode ebpf tell of packets as they pass: new flows and their backends, packets of
+known flows (as many as there is room for), answers, drops and refusals.
+
+With one, the kernel itself is measured, in every mode; docs/trace.md says how to read it. That needs Debian's
+python3-bpfcc and kernel headers. It costs something only while it runs, and Ctrl-C ends it.
 
 examples:
   hybrid-proxy trace default/web                     everybody's packets to a service, for 10 seconds
   hybrid-proxy trace --client 10.77.1.11 --seconds 60
   hybrid-proxy trace default/web --limit 5 -o json   an object a line
+  hybrid-proxy trace --stages                        where packets of all services spend their time
+  hybrid-proxy trace default/web --stages --whole    the whole way alone, undisturbed by points between
+  hybrid-proxy trace --latency --seconds 60          SYN to SYN/ACK, by service and backend
+  hybrid-proxy trace --drops -o json                 what the kernel drops, and why
+  hybrid-proxy trace --retransmits
+  hybrid-proxy trace --from 10.77.1.11 --to 10.96.0.10:80    follow the next flow, point by point
+  hybrid-proxy trace --fetch-headers                 kernel headers for bcc, where the distribution has none
 """
 
 _COMPARE: Final = """
@@ -520,6 +530,27 @@ def parser() -> argparse.ArgumentParser:
     trace = command("trace", "what happens to packets while they pass", _TRACE)
     trace.add_argument("--client", metavar="IP", help="packets from or to this address alone")
     trace.add_argument("--seconds", type=float, default=10, metavar="N", help="for so long (default: 10)")
+    group = trace.add_argument_group("measured in the kernel, in every mode (docs/trace.md)")
+    for flag, text in (
+        ("stages", "how long packets take in each stage, as histograms"),
+        ("latency", "how long SYNs wait for their answer, by service and backend"),
+        ("drops", "what the kernel drops, with its reason"),
+        ("retransmits", "segments that are sent again, by backend"),
+    ):
+        group.add_argument(f"--{flag}", action="store_true", help=text)
+    group.add_argument(
+        "--whole", action="store_true", help="without points at netfilter's hooks, each of which costs about 0.1 us"
+    )
+    group.add_argument("--from", dest="source", metavar="SRC", help="packets of this source alone")
+    group.add_argument(
+        "--to",
+        dest="target",
+        metavar="DST:PORT[/PROTO]",
+        help="packets to this destination alone. --from and --to without a view: follow one flow",
+    )
+    group.add_argument(
+        "--fetch-headers", action="store_true", help="fetch the kernel headers that bcc needs into a cache, and end"
+    )
     for shown in (drops, trace):
         shown.add_argument("service", nargs="?", metavar="NAMESPACE/NAME", help="this service alone")
         shown.add_argument("--limit", type=int, default=1000, metavar="N", help="at most N (default: 1000)")
@@ -646,6 +677,8 @@ def _call(args: argparse.Namespace) -> int:
             from controller.top import command
 
             return command.main(args)
+        case "trace" if (code := _measured(args)) is not None:
+            return code
         case "drops" | "trace":
             from controller import watch
 
@@ -653,6 +686,21 @@ def _call(args: argparse.Namespace) -> int:
     from controller import inspect
 
     return inspect.show(args.command, args)
+
+
+def _measured(args: argparse.Namespace) -> int | None:
+    """`trace` with a view; None: without."""
+    if not (args.stages or args.latency or args.drops or args.retransmits or args.source or args.target):
+        if not args.fetch_headers:
+            return None
+        from controller.tracing import show
+
+        return show.fetch()
+    from controller.tracing import show
+
+    view = show.view_of(args)
+    assert view is not None
+    return show.show(view, args, _target(args.target) if args.target else None)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ from dataplane.errors import Unsupported
 from dataplane.mode import Options, View, belongs
 from dataplane.table import Protocol
 
-__all__ = ["explain_live", "show"]
+__all__ = ["explain_live", "programmed", "show"]
 
 
 def show(command: str, args: argparse.Namespace) -> int:
@@ -55,8 +55,12 @@ def _views(args: argparse.Namespace, mode: str | None, names: dict[int, str]) ->
             yield name, view
 
 
-def _programmed(args: argparse.Namespace) -> tuple[list[tuple[str, View]], dict[str, Any] | None]:
-    """The views, and what the agent told of them, None: none runs."""
+def programmed(args: argparse.Namespace) -> tuple[list[tuple[str, View]], dict[str, Any] | None]:
+    """Of each mode that programmed something here its name and view, and what the agent told of them, None: none runs.
+
+    Raises:
+        ControllerError: nothing is programmed in this network namespace.
+    """
     told = None
     try:
         told = ask(args.admin_socket, "names")
@@ -71,7 +75,7 @@ def _programmed(args: argparse.Namespace) -> tuple[list[tuple[str, View]], dict[
 
 
 def _rows(command: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
-    views, told = _programmed(args)
+    views, told = programmed(args)
     notes = [] if told else ["no agent is running: names may be unknown"]
     states = {(row["service"], row["address"]): row["state"] for row in told["backends"]} if told else {}
     rows: list[dict[str, Any]] = []

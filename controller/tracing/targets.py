@@ -1,0 +1,102 @@
+"""Which addresses count and whose they are: from what is programmed to the keys of a map, and back to names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Any, Final, NamedTuple
+
+from controller.errors import ConfigError
+
+__all__ = ["PROTOCOLS", "Place", "Targets", "mapped", "of_services", "place_text", "unmapped"]
+
+PROTOCOLS: Final = {"TCP": 6, "UDP": 17, "SCTP": 132}
+_V4: Final = bytes(10) + b"\xff\xff"  # RFC 4291, 2.5.5.2
+_NODE_PORT: Final = "node port "
+
+
+class Place(NamedTuple):
+    """An address (16 bytes), a port and a protocol's number."""
+
+    address: bytes
+    port: int
+    protocol: int
+
+
+class Targets(NamedTuple):
+    """Places that count and the index of their name; backends with those of the services that use them."""
+
+    names: tuple[str, ...]
+    places: Mapping[Place, int]
+    backends: Mapping[Place, int]
+
+
+def mapped(text: str) -> bytes:
+    """16 bytes of an address; IPv4 as an IPv4-mapped one."""
+    address = ip_address(text)
+    return _V4 + address.packed if isinstance(address, IPv4Address) else address.packed
+
+
+def unmapped(address: bytes) -> str:
+    """The text of 16 bytes."""
+    return str(IPv4Address(address[12:]) if address.startswith(_V4) else IPv6Address(address))
+
+
+def place_text(address: bytes, port: int) -> str:
+    """`10.0.0.1:80`, `[fd00::1]:80`; without a port the address alone."""
+    text = unmapped(address)
+    if not port:
+        return text
+    return f"[{text}]:{port}" if ":" in text else f"{text}:{port}"
+
+
+def _place(text: str, protocol: str) -> Place:
+    host, _, port = text.rpartition(":")
+    return Place(mapped(host.strip("[]")), int(port), PROTOCOLS[protocol])
+
+
+def of_services(
+    services: Sequence[Mapping[str, Any]],
+    backends: Iterable[Mapping[str, Any]],
+    node: Sequence[str],
+    *,
+    service: str | None = None,
+    to: Place | None = None,
+) -> Targets:
+    """What counts: all services, one of them, or one destination.
+
+    Args:
+        services: rows of `hybrid-proxy services`.
+        backends: rows of `hybrid-proxy backends`.
+        node: the node's addresses, for node ports.
+        service: `namespace/name`, or with the port's name.
+        to: a destination, of a service or not.
+
+    Raises:
+        ConfigError: nothing is programmed under that name.
+    """
+    names: list[str] = []
+    places: dict[Place, int] = {}
+    for row in services:
+        name = row["name"] or "?"
+        if service and name != service and not name.startswith(f"{service}:"):
+            continue
+        if name not in names:
+            names.append(name)
+        for text in row["frontends"]:
+            for place in _frontend(text, row["protocol"], node):
+                places.setdefault(place, names.index(name))
+    if service and not places:
+        raise ConfigError(f"no service port of {service!r} is programmed here; `hybrid-proxy services` lists them")
+    if to is not None:
+        names = [names[places[to]] if to in places else place_text(to.address, to.port)]
+        places = {to: 0}
+    served = {_place(row["address"], row["protocol"]): row["service"] for row in backends if row["service"] in names}
+    return Targets(tuple(names), places, {place: names.index(name) for place, name in served.items()})
+
+
+def _frontend(text: str, protocol: str, node: Sequence[str]) -> Iterable[Place]:
+    if text.startswith(_NODE_PORT):
+        port = int(text.removeprefix(_NODE_PORT))
+        return [Place(mapped(address), port, PROTOCOLS[protocol]) for address in node]
+    return [_place(text, protocol)]

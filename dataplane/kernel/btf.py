@@ -1,0 +1,132 @@
+"""What the running kernel says of its own types: where a field lies, and the names of an enum's values (BTF).
+
+Programs that are compiled against another kernel's headers read kernel memory by these numbers alone.
+"""
+
+from __future__ import annotations
+
+import errno
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+from cffi import FFI
+
+from dataplane.errors import Unsupported
+
+__all__ = ["enum_names", "offset_of", "takes"]
+
+ffi = FFI()
+ffi.cdef(
+    """
+    struct btf;
+    struct btf_type { uint32_t name_off; uint32_t info; uint32_t size_or_type; };
+    struct btf_member { uint32_t name_off; uint32_t type; uint32_t offset; };
+    struct btf_enum { uint32_t name_off; int32_t val; };
+    struct btf_param { uint32_t name_off; uint32_t type; };
+    struct btf *btf__parse(const char *path, void *ext);
+    int32_t btf__find_by_name_kind(const struct btf *, const char *name, uint32_t kind);
+    const struct btf_type *btf__type_by_id(const struct btf *, uint32_t id);
+    const char *btf__name_by_offset(const struct btf *, uint32_t offset);
+    """
+)
+
+KERNEL: Final = Path("/sys/kernel/btf/vmlinux")
+# BTF_KIND_, include/uapi/linux/btf.h
+_STRUCT, _UNION, _ENUM, _FUNC, _PROTO = 4, 5, 6, 12, 13
+_THROUGH: Final = (8, 9, 10, 11, 18)  # typedef, volatile, const, restrict, type tag
+
+
+@lru_cache(maxsize=1)
+def _library() -> Any:
+    try:
+        return ffi.dlopen("libbpf.so.1")
+    except OSError as error:
+        raise Unsupported("BTF", "libbpf.so.1 is not installed (Debian: apt-get install libbpf1)") from error
+
+
+@lru_cache(maxsize=1)
+def _kernel() -> Any:
+    if not KERNEL.exists():
+        raise Unsupported("BTF", f"{KERNEL} is not there: the kernel was built without CONFIG_DEBUG_INFO_BTF")
+    types = _library().btf__parse(str(KERNEL).encode(), ffi.NULL)
+    if types == ffi.NULL:
+        raise Unsupported("BTF", f"{KERNEL} cannot be read: {errno.errorcode.get(ffi.errno, ffi.errno)}")
+    return types
+
+
+def _name(offset: int) -> str:
+    return str(ffi.string(_library().btf__name_by_offset(_kernel(), offset)).decode())
+
+
+def _kind(entry: Any) -> int:
+    return (int(entry.info) >> 24) & 0x1F
+
+
+def _count(entry: Any) -> int:
+    return int(entry.info) & 0xFFFF
+
+
+def _members(entry: Any, kind: str) -> Any:
+    """What stands behind a type's head, as an array."""
+    return ffi.cast(f"struct {kind} *", entry + 1)
+
+
+def _resolved(number: int) -> Any:
+    entry = _library().btf__type_by_id(_kernel(), number)
+    while _kind(entry) in _THROUGH:
+        entry = _library().btf__type_by_id(_kernel(), entry.size_or_type)
+    return entry
+
+
+def _field(entry: Any, name: str) -> tuple[int, Any] | None:
+    """Bits from the start of a struct to a field, also of an anonymous part of it, and the field's type."""
+    packed = int(entry.info) >> 31  # offsets have the size of a bit field in their upper byte
+    members = _members(entry, "btf_member")
+    for member in (members[index] for index in range(_count(entry))):
+        bits = int(member.offset) & (0xFFFFFF if packed else 0xFFFFFFFF)
+        inner = _resolved(member.type)
+        if _name(member.name_off) == name:
+            return bits, inner
+        if not _name(member.name_off) and _kind(inner) in (_STRUCT, _UNION) and (found := _field(inner, name)):
+            return bits + found[0], found[1]
+    return None
+
+
+@lru_cache(maxsize=256)
+def offset_of(path: str) -> int:
+    """Bytes from the start of a struct to a field: `sk_buff.head`, `net_device.nd_net.net`.
+
+    Raises:
+        Unsupported: this kernel has no such field, or does not describe its types.
+    """
+    first, *fields = path.split(".")
+    number = _library().btf__find_by_name_kind(_kernel(), first.encode(), _STRUCT)
+    entry = _resolved(number) if number > 0 else None
+    bits = 0
+    for name in fields:
+        found = _field(entry, name) if entry is not None and _kind(entry) in (_STRUCT, _UNION) else None
+        if found is None:
+            raise Unsupported("BTF", f"this kernel has no {path} (looked for {name})")
+        bits, entry = bits + found[0], found[1]
+    return bits // 8
+
+
+def enum_names(name: str) -> dict[int, str]:
+    """The values of an enum by number; empty where this kernel does not have it."""
+    number = _library().btf__find_by_name_kind(_kernel(), name.encode(), _ENUM)
+    if number <= 0:
+        return {}
+    entry = _library().btf__type_by_id(_kernel(), number)
+    values = _members(entry, "btf_enum")
+    return {int(values[index].val): _name(values[index].name_off) for index in range(_count(entry))}
+
+
+def takes(function: str) -> tuple[str, ...]:
+    """The names of a kernel function's parameters, in order; empty where this kernel's image does not have it."""
+    number = _library().btf__find_by_name_kind(_kernel(), function.encode(), _FUNC)
+    if number <= 0:
+        return ()
+    prototype = _library().btf__type_by_id(_kernel(), _library().btf__type_by_id(_kernel(), number).size_or_type)
+    parameters = _members(prototype, "btf_param")
+    return tuple(_name(parameters[index].name_off) for index in range(_count(prototype)))

@@ -1,0 +1,47 @@
+"""docs/trace.md: its commands are typed on a node while there is traffic."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from controller.errors import ControllerError
+from controller.lab.network import Lab
+from controller.lab.traffic import load, target_of
+from controller.tracing import compiler, headers
+
+from .kit import run_blocks, start_agent
+
+
+@pytest.mark.root
+def test_its_commands_show_what_passes(lab: Lab) -> None:
+    try:
+        compiler.load()
+        headers.find()
+    except ControllerError as error:
+        pytest.skip(str(error))
+    agent = start_agent(lab, "ebpf")
+    stop = threading.Event()
+    client = threading.Thread(
+        target=load, args=("connections", target_of("10.96.0.10:80")),
+        kwargs={"rate": 50, "stop": stop, "open_socket": lambda family, kind: lab.socket("pod4", family, kind)},
+    )  # fmt: skip
+    client.start()
+    try:
+        done = run_blocks(lab, "docs/trace.md", "node")
+    finally:
+        stop.set()
+        client.join()
+        agent.terminate()
+        agent.wait(10)
+    outputs = {answer.args[-1].partition("hybrid-proxy ")[2]: answer.stdout for answer in done}
+    assert len(outputs) == len(done) >= 8
+    for line, output in outputs.items():
+        if "--stages" in line and "--to" not in line:
+            assert "whole way: received to sent" in output, line
+        if "--latency" in line:
+            assert "default/web:http" in output
+        if "--from" in line:
+            assert "packet 1: request" in output
+            assert "default/web:http" in output

@@ -1,0 +1,85 @@
+"""`hybrid-proxy trace` in a process of its own, on a lab's node, around a load that is known."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from controller.lab.agent import Agent
+from controller.lab.network import Lab
+from controller.lab.traffic import Tally, load, target_of
+from tests.conformance.kit import PATIENCE
+
+__all__ = ["Stage", "repeated"]
+
+WEB = {4: "10.96.0.10:80", 6: "[fd96::10]:80"}
+DNS = {4: "10.96.0.53:53", 6: "[fd96::53]:53"}
+
+
+@dataclass
+class Stage:
+    """A lab and its agent."""
+
+    lab: Lab
+    agent: Agent
+    mode: str
+
+    @contextmanager
+    def traced(self, *arguments: str) -> Iterator[dict[str, Any]]:
+        """Measured within the block; what the command said is there behind it."""
+        argv = [sys.executable, "-m", "controller", "trace", *arguments, "-o", "json", "--seconds", str(60 * PATIENCE)]
+        if self.agent.running():
+            argv += ["--admin-socket", str(self.agent.socket)]
+        told: dict[str, Any] = {}
+        errors = self.lab.folder / "trace.err"
+        with errors.open("w") as log:
+            child = self.lab.start("node", argv, output=subprocess.PIPE, errors=log)
+        assert child.stdout is not None
+        deadline = time.monotonic() + 30 * PATIENCE
+        while "measuring" not in errors.read_text():
+            assert child.poll() is None, errors.read_text()
+            assert time.monotonic() < deadline, f"it does not begin to measure: {errors.read_text()}"
+            time.sleep(0.02)
+        try:
+            yield told
+        finally:
+            child.send_signal(signal.SIGINT)
+            output = child.communicate(timeout=90 * PATIENCE)[0]
+        assert child.returncode == 0, errors.read_text()
+        told |= json.loads(output)
+
+    def load(self, kind: str, target: str, place: str = "pod4", **fields: Any) -> Tally:
+        """A load from one place; its tally is the truth that a measurement must agree with."""
+        return load(
+            kind, target_of(target), open_socket=lambda family, of: self.lab.socket(place, family, of),
+            timeout=5 * PATIENCE, **fields,
+        )  # fmt: skip
+
+    def drop_in(self, place: str, rule: str, hook: str) -> None:
+        """A firewall's rule in one namespace of the lab; gone with `undrop`."""
+        text = (
+            f"table inet lost {{\n chain lost {{\n type filter hook {hook} priority 10\n {rule} counter drop\n }}\n}}"
+        )
+        added = self.lab.run(place, ["nft", text])
+        assert added.returncode == 0, added.stderr
+
+    def undrop(self, place: str) -> int:
+        """Remove it; how many packets it dropped."""
+        told = self.lab.run(place, ["nft", "-j", "list", "table", "inet", "lost"])
+        self.lab.run(place, ["nft", "delete", "table", "inet", "lost"])
+        rules = [item["rule"] for item in json.loads(told.stdout)["nftables"] if "rule" in item]
+        return sum(part["counter"]["packets"] for rule in rules for part in rule["expr"] if "counter" in part)
+
+
+def repeated(stage: Stage, place: str) -> int:
+    """Segments that TCP sent again in one namespace, as the kernel itself counts (RFC 4022, tcpRetransSegs)."""
+    told = stage.lab.run(place, ["cat", "/proc/net/snmp"]).stdout
+    names, values = (line.split()[1:] for line in told.splitlines() if line.startswith("Tcp:"))
+    return int(dict(zip(names, values, strict=True))["RetransSegs"])

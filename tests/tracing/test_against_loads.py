@@ -1,0 +1,238 @@
+"""What is counted in the kernel agrees with what clients, and the kernel's own counters, counted."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import Any
+
+import pytest
+
+from tests.conformance.kit import PATIENCE, eventually
+
+from .kit import DNS, WEB, Stage, repeated
+
+FAMILIES = pytest.mark.parametrize("family", [4, 6], ids=["v4", "v6"])
+
+
+def count(told: dict[str, Any], stage: str, direction: str = "request", *, opening: bool = True) -> int:
+    return sum(
+        row["count"]
+        for row in told["stages"]
+        if row["stage"].startswith(stage) and row["direction"] == direction and row["opening"] == opening
+    )
+
+
+def has_links(told: dict[str, Any]) -> bool:
+    """Whether programs are possible at netfilter's hooks (Linux 6.4)."""
+    return not told["missing"]
+
+
+@pytest.mark.core
+@FAMILIES
+def test_stages_count_every_connection_once(stage: Stage, family: int) -> None:
+    with stage.traced("--stages") as told:
+        tally = stage.load("connections", WEB[family], count=150)
+    assert (tally.answered, tally.failed) == (150, 0)
+    assert count(told, "received") == 150
+    if stage.mode == "userspace":  # the node's own relay takes them
+        assert count(told, "whole way: received to sent") == 0
+        return
+    assert count(told, "whole way: received to sent") == 150
+    assert count(told, "received", "reply") == 150
+    assert count(told, "whole way: received to sent", "reply") == 150
+    if has_links(told):
+        nat = [row for row in told["stages"] if row["stage"] == "PREROUTING: NAT" and row["opening"]]
+        assert {row["direction"]: row["count"] for row in nat} == {"request": 150, "reply": 150}
+    for row in told["stages"]:
+        assert sum(slot["count"] for slot in row["histogram"]) == row["count"]
+        assert row["p50_ns"] <= row["p99_ns"] <= row["max_ns"]
+        if row["whole"]:
+            assert 0 < row["mean_ns"] <= row["max_ns"] < 60e9
+
+
+@pytest.mark.parametrize("family", [6], ids=["v6"])
+def test_stages_count_every_datagram(stage: Stage, family: int) -> None:
+    with stage.traced("--stages", "--whole") as told:
+        tally = stage.load("udp", DNS[family], count=120)
+    assert (tally.answered, tally.failed) == (120, 0)
+    # A source port may come twice among so many: then the second datagram is one of a known flow.
+    assert count(told, "received") + count(told, "received", opening=False) == 120
+    assert not any("ROUTING" in row["stage"] for row in told["stages"])
+    if stage.mode != "userspace":
+        assert count(told, "received", "reply", opening=False) == 120
+        for direction in ("request", "reply"):
+            whole = [count(told, "whole way: received to sent", direction, opening=each) for each in (True, False)]
+            assert sum(whole) == 120
+
+
+def test_nobody_elses_packets_count(stage: Stage) -> None:
+    """Straight to a pod's own address, without any service, and to another service than the one that is asked for."""
+    with stage.traced("default/dns", "--stages") as told:
+        direct = stage.load("connections", f"{stage.lab['pod1'].address4}:8080", count=20)
+        other = stage.load("connections", WEB[4], count=20)
+    assert (direct.answered, other.answered) == (20, 20)
+    assert told["stages"] == []
+
+
+def test_a_destination_without_a_service_can_be_measured(stage: Stage) -> None:
+    """The control to compare a service with."""
+    target = f"{stage.lab['pod1'].address4}:8080"
+    with stage.traced("--stages", "--whole", "--to", target) as told:
+        tally = stage.load("connections", target, count=40)
+    assert tally.answered == 40
+    assert count(told, "whole way: received to sent") == 40
+    assert count(told, "whole way: received to sent", "reply") == 40
+
+
+@pytest.mark.parametrize("family", [4], ids=["v4"])
+def test_answers_are_counted_by_backend(stage: Stage, family: int) -> None:
+    if stage.mode == "userspace":
+        pytest.skip("mode userspace answers SYNs itself: its relay listens on the node")
+    with stage.traced("--latency") as told:
+        tally = stage.load("connections", WEB[family], count=90)
+        own = stage.load("connections", WEB[family], "node", count=30)
+    assert (tally.answered, own.answered) == (90, 30)
+    (row,) = told["services"]
+    assert (row["service"], row["connections"], row["answered"], row["unanswered"]) == (
+        "default/web:http", 120, 120, 0,
+    )  # fmt: skip
+    pods = {pod.name: pod.address4 if family == 4 else pod.address6 for pod in stage.lab.pods()}
+    by_packets = {one["backend"]: one["count"] for one in row["backends"] if one["seen"] == "packets"}
+    assert by_packets == {
+        (f"{pods[name]}:8080" if family == 4 else f"[{pods[name]}]:8080"): asked
+        for name, asked in tally.backends.items()
+    }
+    by_sockets = [one for one in row["backends"] if one["seen"] == "socket of this node"]
+    assert sum(one["count"] for one in by_sockets) == 30
+    if stage.mode == "ebpf":  # chosen at connect(): the socket knows its backend
+        assert sorted(one["count"] for one in by_sockets) == sorted(own.backends.values())
+    longest = max(tally.connects + own.connects) * 1e9
+    assert all(one["max_ns"] <= longest for one in row["backends"]), "the client waits longer than the node sees"
+
+
+def test_connections_without_an_answer_show(stage: Stage) -> None:
+    if stage.mode == "userspace":
+        pytest.skip("mode userspace answers SYNs itself: its relay listens on the node")
+    clients = []
+    stage.drop_in("pod4", "tcp sport 80", "input")  # answers are lost behind the node: it saw them
+    for pod in ("pod1", "pod2", "pod3"):
+        stage.drop_in(pod, "tcp dport 8080", "input")
+    try:
+        with stage.traced("default/web", "--latency") as told:
+            for _ in range(5):
+                clients.append(stage.lab.socket("pod4"))
+                clients[-1].setblocking(False)
+                clients[-1].connect_ex(("10.96.0.10", 80))
+            time.sleep(0.3)
+    finally:
+        for client in clients:
+            client.close()
+        for pod in ("pod1", "pod2", "pod3", "pod4"):
+            stage.undrop(pod)
+    (row,) = told["services"]
+    assert (row["connections"], row["answered"], row["unanswered"]) == (5, 0, 5)
+
+
+@pytest.mark.parametrize("family", [4], ids=["v4"])
+def test_drops_have_the_kernels_reason_and_the_services_name(stage: Stage, family: int) -> None:
+    if stage.mode == "userspace":
+        pytest.skip("mode userspace: the node's relay takes the packets, none is forwarded")
+    address, port = ("10.96.0.53", 53) if family == 4 else ("fd96::53", 53)
+    stage.drop_in("node", "udp dport 5353", "forward")
+    try:
+        with stage.traced("--drops") as told:
+            for _ in range(25):
+                with stage.lab.socket(
+                    "pod4", socket.AF_INET if family == 4 else socket.AF_INET6, socket.SOCK_DGRAM
+                ) as one:
+                    one.sendto(b"lost", (address, port))
+            time.sleep(0.2)
+    finally:
+        lost = stage.undrop("node")
+    assert lost == 25, "the rule itself"
+    rows = [row for row in told["drops"] if row["service"] == "default/dns:dns" and row["direction"] == "request"]
+    assert sum(row["count"] for row in rows) == 25, told
+    assert {row["protocol"] for row in rows} == {"UDP"}
+    assert {row["reason"] for row in rows} <= {"NETFILTER_DROP", "not told by this kernel"}
+
+
+def test_repeated_segments_agree_with_the_kernels_counter(stage: Stage) -> None:
+    """A client that hears nothing: it repeats its SYN, then its backend's answers are lost and repeated."""
+    if stage.mode == "userspace":
+        pytest.skip("mode userspace: the connection to the backend is the node's own, to no service")
+    with stage.lab.socket("pod4") as client:
+        client.settimeout(10 * PATIENCE)
+        client.connect(("10.96.0.10", 80))
+        client.sendall(b"POST / HTTP/1.1\r\nHost: lab\r\nContent-Length: 0\r\n\r\n")
+        assert client.recv(4096)
+        with stage.traced("--retransmits") as told:
+            before = {pod: repeated(stage, pod) for pod in ("pod1", "pod2", "pod3", "pod4")}
+            # A first exchange shows the flow to the node; then what comes for the client is lost.
+            client.sendall(b"POST / HTTP/1.1\r\nHost: lab\r\nContent-Length: 0\r\n\r\n")
+            assert client.recv(4096)
+            stage.drop_in("pod4", "tcp sport 80", "input")
+            try:
+                client.sendall(b"POST / HTTP/1.1\r\nHost: lab\r\nContent-Length: 0\r\n\r\n")
+                eventually(
+                    lambda: sum(repeated(stage, pod) - before[pod] for pod in ("pod1", "pod2", "pod3")) >= 2
+                    and repeated(stage, "pod4") > before["pod4"],
+                    10, "nothing is sent again",
+                )  # fmt: skip
+            finally:
+                stage.undrop("pod4")
+            client.settimeout(30 * PATIENCE)
+            assert client.recv(4096)
+            time.sleep(0.3)
+            after = {pod: repeated(stage, pod) for pod in before}
+    rows = {(row["sender"], row["service"]): row for row in told["retransmits"]}
+    assert set(rows) == {("client", "default/web:http"), ("backend", "default/web:http")}, told
+    assert rows["client", "default/web:http"]["count"] == after["pod4"] - before["pod4"]
+    from_pods = {pod: after[pod] - before[pod] for pod in ("pod1", "pod2", "pod3") if after[pod] > before[pod]}
+    ((name, segments),) = from_pods.items()
+    row = rows["backend", "default/web:http"]
+    assert (row["backend"], row["count"]) == (f"{stage.lab[name].address4}:8080", segments)
+    assert rows["client", "default/web:http"]["backend"] == row["backend"]
+
+
+@FAMILIES
+def test_a_flow_is_followed_in_order(stage: Stage, family: int) -> None:
+    client, target = stage.lab["pod4"], WEB[family]
+    source = client.address4 if family == 4 else client.address6
+    with stage.traced("--from", source, "--to", target) as told:
+        tally = stage.load("connections", target, count=1, concurrency=1)
+    assert tally.answered == 1
+    points = told["points"]
+    syn = [row for row in points if row["packet"] == points[0]["packet"]]
+    assert syn[0]["flags"] == "SYN"
+    assert [row["us"] for row in syn] == sorted(row["us"] for row in syn)
+    assert {row["service"] for row in points} == {"default/web:http"}
+    at_node = [row for row in syn if row["where"] == "node"]
+    assert at_node[0]["point"] == "received"
+    assert at_node[0]["destination"] == target
+    if stage.mode == "userspace":
+        return
+    (pod,) = tally.backends
+    backend = stage.lab[pod].address4 if family == 4 else stage.lab[pod].address6
+    assert at_node[-1]["point"] == "sent"
+    assert at_node[-1]["destination"].strip("[").startswith(backend)
+    if has_links(told):
+        names = [row["point"] for row in at_node]
+        order = ["PREROUTING, before NAT", "PREROUTING, after NAT", "FORWARD begins", "POSTROUTING ends"]
+        assert [name for name in names if name in order] == order
+    answers = [row for row in points if row["direction"] == "reply" and row["where"] == "node"]
+    assert answers[0]["source"].strip("[").startswith(backend)
+    synack = [row for row in answers if row["packet"] == answers[0]["packet"]]
+    assert (synack[0]["flags"], synack[-1]["point"], synack[-1]["source"]) == ("SYN ACK", "sent", target)
+
+
+def test_a_flow_that_is_closed_ends_the_following(stage: Stage) -> None:
+    if stage.mode == "userspace":
+        pytest.skip("mode userspace: the node's relay answers, its packets begin on the node")
+    with stage.traced("--from", stage.lab["pod4"].address4, "--to", WEB[4]) as told:
+        start = time.monotonic()
+        stage.load("connections", WEB[4], count=1, concurrency=1)
+        time.sleep(3 * PATIENCE)
+        longest = time.monotonic() - start
+    assert told["points"]
+    assert told["seconds"] < longest, "it went on until it was told to end"

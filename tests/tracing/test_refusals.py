@@ -1,0 +1,103 @@
+"""What is missing is told with what to do; flags that do not go together are refused. Real processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from controller.tracing import compiler, headers
+from tests.namespaces import fresh
+
+
+def trace(*arguments: str, under: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
+    argv = [*under, sys.executable, "-m", "controller", "trace", *arguments, "--seconds", "0.1"]
+    clean = {name: text for name, text in os.environ.items() if name not in (headers.VARIABLE, compiler.PACKAGE)}
+    with fresh():
+        return subprocess.run(argv, env=clean | environment, capture_output=True, text=True, timeout=120)
+
+
+TARGET = ("--stages", "--to", "192.0.2.1:80")
+
+
+def test_without_bcc_it_says_what_to_install(tmp_path: Path) -> None:
+    done = trace(*TARGET, **{compiler.PACKAGE: str(tmp_path)})
+    assert done.returncode == 1
+    assert "apt-get install python3-bpfcc" in done.stderr
+    assert str(tmp_path) in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_another_package_named_bcc_is_not_taken(tmp_path: Path) -> None:
+    (tmp_path / "__init__.py").write_text("raise SystemExit('not this one')")
+    done = trace(*TARGET, **{compiler.PACKAGE: str(tmp_path)})
+    assert done.returncode == 1
+    assert "not installed" in done.stderr
+
+
+def test_without_its_library_it_says_so(tmp_path: Path) -> None:
+    real = Path(compiler.load().__file__ or "").parent
+    copy = tmp_path / "bcc"
+    shutil.copytree(real, copy)
+    library = copy / "libbcc.py"
+    library.write_text(library.read_text().replace("libbcc.so", "libbcc-gone.so"))
+    done = trace(*TARGET, **{compiler.PACKAGE: str(copy)})
+    assert done.returncode == 1
+    assert "libbcc-gone.so" in done.stderr
+    assert "apt-get install python3-bpfcc" in done.stderr
+
+
+def test_without_headers_it_says_what_to_install() -> None:
+    if Path(f"/lib/modules/{os.uname().release}/build").exists() or Path("/sys/kernel/kheaders.tar.xz").exists():
+        pytest.skip("this kernel's own headers are here, and cannot be hidden from bcc")
+    headers.CACHE.mkdir(parents=True, exist_ok=True)
+    hide = ("unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {headers.CACHE} && exec "$@"', "sh")
+    done = trace(*TARGET, under=hide)
+    assert done.returncode == 1
+    assert f"apt-get install linux-headers-{os.uname().release}" in done.stderr
+    assert "trace --fetch-headers" in done.stderr
+
+
+def test_a_folder_without_headers_is_refused(tmp_path: Path) -> None:
+    done = trace(*TARGET, **{headers.VARIABLE: str(tmp_path)})
+    assert done.returncode == 1
+    assert f"{headers.VARIABLE}={tmp_path}" in done.stderr
+
+
+def test_headers_that_do_not_compile_show_the_compilers_words(tmp_path: Path) -> None:
+    (tmp_path / "include" / "linux").mkdir(parents=True)
+    done = trace(*TARGET, **{headers.VARIABLE: str(tmp_path)})
+    assert done.returncode == 1
+    assert "does not compile" in done.stderr
+    assert str(tmp_path) in done.stderr
+    assert "kernel headers" in done.stderr.partition("last words:")[2]
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--stages", "--drops"), "one view at a time"),
+        (("--from", "10.77.1.11"), "say where to"),
+        (("default/web", "--to", "10.96.0.10:80"), "one of them"),
+        (("--stages", "--client", "10.77.1.11"), "is --from"),
+        (("--drops", "--whole"), "--whole"),
+        (("--from", "nobody", "--to", "10.96.0.10:80"), "nobody"),
+        (("--to", "10.96.0.10"), "has no port"),
+        (("--to", "10.96.0.10/icmp"), "icmp"),
+    ],
+)
+def test_flags_that_do_not_go_together(arguments: tuple[str, ...], words: str) -> None:
+    done = trace(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr
+
+
+def test_nothing_to_measure_is_told() -> None:
+    done = trace("--stages")
+    assert done.returncode == 1
+    assert "nothing is programmed" in done.stderr

@@ -1,0 +1,180 @@
+"""The pure parts: histograms, names, one flow out of many events."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from controller.errors import ConfigError
+from controller.tracing import rows
+from controller.tracing.points import DROP, HOOKS, POINTS, RECEIVE, SOCKET, TRANSMIT, WHOLE, stage
+from controller.tracing.rows import Event
+from controller.tracing.targets import Place, mapped, of_services, place_text
+from controller.tracing.text import FIELDS, Plan, View, entries, program
+
+HOME, AWAY, OTHER = 1, 2, 3
+
+
+def slot_of(ns: int) -> int:
+    """As packets.c does it."""
+    if ns < 4:
+        return ns
+    octave = ns.bit_length() - 1
+    return octave * 4 + (ns >> (octave - 2) & 3)
+
+
+def test_slots_have_no_gaps_and_hold_what_they_say() -> None:
+    for ns in (*range(5000), 10**6, 10**9, 2**40 + 1):
+        low, high = rows.bounds(slot_of(ns))
+        assert low <= ns < high
+        assert high - low <= max(1, ns // 4)
+    edges = [rows.bounds(slot) for slot in sorted({slot_of(ns) for ns in range(4096)})]
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(edges))
+
+
+def test_quantiles_are_the_upper_bounds_of_slots() -> None:
+    histogram = {slot_of(100): 98, slot_of(1000): 1, slot_of(100_000): 1}
+    assert rows.quantile(histogram, 0.5) == rows.bounds(slot_of(100))[1]
+    assert rows.quantile(histogram, 0.99) == rows.bounds(slot_of(1000))[1]
+    assert rows.quantile(histogram, 1.0) == rows.bounds(slot_of(100_000))[1]
+    assert rows.quantile({}, 0.5) == 0
+
+
+def test_stages_are_in_the_order_of_the_way() -> None:
+    key = lambda first, last, way=0, opening=0: first | last << 8 | way << 16 | opening << 17  # noqa: E731
+    first, last = HOOKS[0].number, HOOKS[-1].number
+    numbers = [
+        key(last, TRANSMIT), key(RECEIVE, TRANSMIT + WHOLE), key(RECEIVE, first), key(0, RECEIVE),
+        key(RECEIVE, first, opening=1), key(0, RECEIVE, way=1),
+    ]  # fmt: skip
+    told = rows.stage_rows({(number, 8): 1 for number in numbers}, {})
+    assert [(row["direction"], row["opening"], row["from"], row["to"]) for row in told] == [
+        ("request", True, "received", "PREROUTING begins"),
+        ("request", False, None, "received"),
+        ("request", False, "received", "PREROUTING begins"),
+        ("request", False, "POSTROUTING ends", "sent"),
+        ("request", False, "received", "sent"),
+        ("reply", False, None, "received"),
+    ]
+
+
+def test_every_pair_of_points_has_a_name() -> None:
+    assert len({point.number for point in POINTS.values()}) == len(POINTS)
+    assert max(POINTS) < WHOLE
+    for first in POINTS:
+        for last in POINTS:
+            assert stage(first, last)
+    assert stage(RECEIVE, SOCKET) == "program, hand-over, and the pod's own IP and TCP"
+
+
+def event(ns: int, packet: int, point: int, netns: int, ends: tuple[str, str], sequence: int = 1, **more: int) -> Event:
+    told = {"way": 0, "service": 0, "protocol": 6, "flags": 2, "length": 60, "more": 0} | more
+    return Event(
+        ns, packet, point, netns, "eth0", told["way"], told["service"], *ends, told["protocol"], sequence,
+        told["flags"], told["length"], told["more"],
+    )  # fmt: skip
+
+
+SERVICE, BACKEND = ("c:1", "vip:80"), ("c:1", "pod:8080")
+ANSWER = ("pod:8080", "c:1")
+
+
+def test_packets_of_another_node_with_the_same_addresses_are_not_ours() -> None:
+    events = [
+        event(10, 7, TRANSMIT, AWAY, SERVICE),
+        event(11, 8, TRANSMIT, AWAY, SERVICE),
+        event(20, 7, RECEIVE, HOME, SERVICE),
+        event(21, 8, RECEIVE, OTHER, SERVICE),
+        event(30, 7, TRANSMIT, HOME, BACKEND),
+    ]
+    (way,) = rows.ours(events, HOME)
+    assert [each.ns for each in way] == [10, 20, 30]
+
+
+def test_an_address_of_a_packet_that_is_used_again_is_another_packet() -> None:
+    events = [
+        event(10, 7, RECEIVE, HOME, SERVICE, sequence=1),
+        event(20, 7, SOCKET, AWAY, BACKEND, sequence=1),
+        event(30, 7, RECEIVE, HOME, SERVICE, sequence=1),
+        event(40, 7, RECEIVE, HOME, SERVICE, sequence=2),
+    ]
+    assert [len(way) for way in rows.ours(events, HOME)] == [2, 1, 1]
+
+
+def test_one_flow_is_both_directions_and_nobody_elses() -> None:
+    ways = [
+        [event(10, 1, RECEIVE, HOME, SERVICE), event(11, 1, TRANSMIT, HOME, BACKEND)],
+        [event(12, 2, RECEIVE, HOME, ("c:2", "vip:80"))],
+        [event(13, 3, RECEIVE, HOME, ANSWER, way=1, flags=17)],
+    ]
+    flow = rows.one_flow(ways)
+    assert [way[0].packet for way in flow] == [1, 3]
+    assert not rows.is_closed(flow)
+    assert rows.is_closed([*flow, [event(14, 4, RECEIVE, HOME, SERVICE, flags=17)]])
+    assert rows.is_closed([[event(14, 4, RECEIVE, HOME, SERVICE, flags=20)]])
+
+
+def test_a_drop_has_its_reason_and_function() -> None:
+    way = [
+        event(1000, 1, RECEIVE, HOME, SERVICE),
+        event(3500, 1, DROP, HOME, BACKEND, more=8 << 48 | 0xABC),
+    ]
+    told = rows.flow_rows([way], HOME, ["default/web:http"], {8: "NETFILTER_DROP"}, {0xABC: "nf_hook_slow"})
+    assert (told[1]["us"], told[1]["reason"], told[1]["function"]) == (2.5, "NETFILTER_DROP", "nf_hook_slow")
+    assert told[0]["flags"] == "SYN"
+
+
+def test_answers_by_service_and_backend() -> None:
+    pod, none = mapped("10.77.1.11"), bytes(16)
+    counts = {
+        (0, rows.ASKED, none, 0, 0, 0): 10,
+        (0, rows.ANSWERED, pod, 8080, 6, slot_of(2000)): 7,
+        (0, rows.REFUSED, pod, 8080, 6, 0): 1,
+        (0, rows.REPEATED, none, 0, 0, 0): 2,
+    }
+    (row,) = rows.answer_rows(counts, {(0, rows.ANSWERED, pod, 8080, 6): (7 * 2000, 2000)}, ["default/web:http"])
+    assert [row[name] for name in ("connections", "answered", "refused", "unanswered", "syn_repeated")] == [
+        10,
+        7,
+        1,
+        2,
+        2,
+    ]
+    (one,) = row["backends"]
+    assert (one["backend"], one["count"], one["refused"], one["mean_ns"]) == ("10.77.1.11:8080", 7, 1, 2000)
+
+
+ROWS = [
+    {"name": "default/web:http", "protocol": "TCP", "frontends": ["10.96.0.10:80", "[fd96::10]:80", "node port 30080"]},
+    {"name": "default/dns:dns", "protocol": "UDP", "frontends": ["10.96.0.53:53"]},
+]
+BACKENDS = [{"service": "default/web:http", "address": "[fd77:1::11]:8080", "protocol": "TCP"}]
+
+
+def test_targets_are_all_frontends_and_node_ports_at_the_nodes_addresses() -> None:
+    targets = of_services(ROWS, BACKENDS, ["192.168.77.2", "fd77::2"])
+    assert targets.names == ("default/web:http", "default/dns:dns")
+    assert {place_text(place.address, place.port): number for place, number in targets.places.items()} == {
+        "10.96.0.10:80": 0, "[fd96::10]:80": 0, "192.168.77.2:30080": 0, "[fd77::2]:30080": 0, "10.96.0.53:53": 1,
+    }  # fmt: skip
+    assert targets.backends == {Place(mapped("fd77:1::11"), 8080, 6): 0}
+
+
+def test_one_service_or_one_destination() -> None:
+    assert of_services(ROWS, BACKENDS, [], service="default/dns").names == ("default/dns:dns",)
+    with pytest.raises(ConfigError, match="default/nix"):
+        of_services(ROWS, BACKENDS, [], service="default/nix")
+    named = of_services(ROWS, BACKENDS, [], to=Place(mapped("10.96.0.10"), 80, 6))
+    assert (named.names, list(named.places.values())) == (("default/web:http",), [0])
+    assert of_services(ROWS, BACKENDS, [], to=Place(mapped("10.0.0.1"), 80, 6)).names == ("10.0.0.1:80",)
+
+
+def test_the_text_has_an_entry_for_each_point() -> None:
+    plan = Plan(View.FOLLOW, 4026531840, tuple(POINTS.values()), 3, mapped("10.77.1.11"))
+    text = program(plan, dict.fromkeys(FIELDS, 8), "/* programs */")
+    names = [entry.function for entry in entries(plan)]
+    assert len(set(names)) == len(names) == len(POINTS) + 2
+    assert all(text.count(f"int {name}(void *ctx)") == 1 for name in names)
+    assert "#define FOLLOW 1" in text
+    assert "#define FROM_LOW" in text
