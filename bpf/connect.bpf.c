@@ -15,7 +15,7 @@
 /* Cookie of a connected UDP socket -> its backend: user space ends the socket when the backend goes, because no
  * program sees what a connected socket sends.
  */
-HASH_MAP(connected, BPF_MAP_TYPE_LRU_HASH, __u64, __u32, 65536);
+LRU_MAP(connected, __u64, __u32, 65536);
 
 /* Before Linux 5.14 user space cannot read its namespace's cookie: when the socket with cookie `teacher` connects, this
  * program sees it.

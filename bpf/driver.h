@@ -14,7 +14,7 @@
 #define MULTICAST_BIT 1 /* of a frame's first byte */
 
 /* Interfaces that take frames from XDP; a frame redirected to another one is lost. */
-HASH_MAP(xdp_links, BPF_MAP_TYPE_HASH, __u32, __u32, 256);
+HASH_MAP(xdp_links, __u32, __u32, 256);
 
 /* Leave the packet to the stack, and tc there. */
 INLINE int leave(enum counter why)

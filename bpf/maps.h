@@ -37,43 +37,24 @@ struct held {
 	__u8 frame[HELD_BYTES];
 };
 
-#define ARRAY_MAP(NAME, TYPE, ENTRIES)                                                                                 \
-	struct {                                                                                                       \
-		__uint(type, BPF_MAP_TYPE_ARRAY);                                                                      \
-		__uint(map_flags, BPF_F_MMAPABLE);                                                                     \
-		__uint(max_entries, ENTRIES);                                                                          \
-		__type(key, __u32);                                                                                    \
-		__type(value, TYPE);                                                                                   \
-	} NAME SEC(".maps")
-
-#define HASH_MAP(NAME, KIND, KEY, VALUE, ENTRIES)                                                                      \
+#define MAP(NAME, KIND, FLAGS, KEY, VALUE, ENTRIES)                                                                    \
 	struct {                                                                                                       \
 		__uint(type, KIND);                                                                                    \
+		__uint(map_flags, FLAGS);                                                                              \
 		__uint(max_entries, ENTRIES);                                                                          \
 		__type(key, KEY);                                                                                      \
 		__type(value, VALUE);                                                                                  \
 	} NAME SEC(".maps")
 
+#define ARRAY_MAP(NAME, VALUE, ENTRIES) MAP(NAME, BPF_MAP_TYPE_ARRAY, BPF_F_MMAPABLE, __u32, VALUE, ENTRIES)
+#define CPU_MAP(NAME, VALUE, ENTRIES) MAP(NAME, BPF_MAP_TYPE_PERCPU_ARRAY, 0, __u32, VALUE, ENTRIES)
+#define HASH_MAP(NAME, KEY, VALUE, ENTRIES) MAP(NAME, BPF_MAP_TYPE_HASH, 0, KEY, VALUE, ENTRIES)
+#define LRU_MAP(NAME, KEY, VALUE, ENTRIES) MAP(NAME, BPF_MAP_TYPE_LRU_HASH, 0, KEY, VALUE, ENTRIES)
+#define PREFIX_MAP(NAME, KEY, ENTRIES) MAP(NAME, BPF_MAP_TYPE_LPM_TRIE, BPF_F_NO_PREALLOC, KEY, __u32, ENTRIES)
 /* Elements take memory when they come, and programs find them faster than in a table that is made whole: the kernel
  * keeps such elements in large pages. The number of entries is a bound.
  */
-#define GROWING_MAP(NAME, KEY, VALUE, ENTRIES)                                                                         \
-	struct {                                                                                                       \
-		__uint(type, BPF_MAP_TYPE_HASH);                                                                       \
-		__uint(map_flags, BPF_F_NO_PREALLOC);                                                                  \
-		__uint(max_entries, ENTRIES);                                                                          \
-		__type(key, KEY);                                                                                      \
-		__type(value, VALUE);                                                                                  \
-	} NAME SEC(".maps")
-
-#define PREFIX_MAP(NAME, KEY, ENTRIES)                                                                                 \
-	struct {                                                                                                       \
-		__uint(type, BPF_MAP_TYPE_LPM_TRIE);                                                                   \
-		__uint(map_flags, BPF_F_NO_PREALLOC);                                                                  \
-		__uint(max_entries, ENTRIES);                                                                          \
-		__type(key, KEY);                                                                                      \
-		__type(value, __u32);                                                                                  \
-	} NAME SEC(".maps")
+#define GROWING_MAP(NAME, KEY, VALUE, ENTRIES) MAP(NAME, BPF_MAP_TYPE_HASH, BPF_F_NO_PREALLOC, KEY, VALUE, ENTRIES)
 
 /* Is this address possibly a service's? One bit each, by hash: a false hit costs a lookup. */
 ARRAY_MAP(service_addresses, __u64, (1 << PREFILTER_BITS) / 64);
@@ -101,16 +82,16 @@ GROWING_MAP(flows6, struct flow6_key, struct flow, 262144);
 /* Datagrams until they prove to be a conversation, and connections that begin while too many others do: a flood of
  * these evicts only its like.
  */
-HASH_MAP(opening4, BPF_MAP_TYPE_LRU_HASH, struct flow4_key, struct flow, 65536);
-HASH_MAP(opening6, BPF_MAP_TYPE_LRU_HASH, struct flow6_key, struct flow, 65536);
+LRU_MAP(opening4, struct flow4_key, struct flow, 65536);
+LRU_MAP(opening6, struct flow6_key, struct flow, 65536);
 /* Reply tuples of late. A backend that closed a connection keeps its tuple for a minute (TIME_WAIT); another
  * conversation must not meet it there.
  */
 ARRAY_MAP(recent, struct recent_bucket, 1 << RECENT_BITS);
 /* Client and service -> backend | jiffies of the last connection << 32. */
-HASH_MAP(affinity, BPF_MAP_TYPE_LRU_HASH, struct affinity_key, __u64, 65536);
+LRU_MAP(affinity, struct affinity_key, __u64, 65536);
 /* Datagrams in fragments: ports for those that have none. */
-HASH_MAP(fragments, BPF_MAP_TYPE_LRU_HASH, struct fragment_key, struct fragments, 4096);
+LRU_MAP(fragments, struct fragment_key, struct fragments, 4096);
 /* Fragments that came before their first; a ring. */
 ARRAY_MAP(held, struct held, HELD);
 /* Addresses of this node; what else may change at run time. */
@@ -130,20 +111,10 @@ enum carrier {
 	CARRIERS,
 };
 
-struct {
-	__uint(type, BPF_MAP_TYPE_PROG_ARRAY);
-	__uint(max_entries, CARRIERS);
-	__type(key, __u32);
-	__type(value, __u32);
-} carriers SEC(".maps");
+MAP(carriers, BPF_MAP_TYPE_PROG_ARRAY, 0, __u32, __u32, CARRIERS);
 
 /* Events by reason, per CPU. */
-struct {
-	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
-	__uint(max_entries, COUNTERS);
-	__type(key, __u32);
-	__type(value, __u64);
-} counters SEC(".maps");
+CPU_MAP(counters, __u64, COUNTERS);
 
 /* What happened to packets, told to user space; the counters have all of it, this has some. */
 struct {
@@ -152,19 +123,9 @@ struct {
 } events SEC(".maps");
 
 /* Events left | jiffies of the last refill << 32, per CPU. */
-struct {
-	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
-	__uint(max_entries, 1);
-	__type(key, __u32);
-	__type(value, __u64);
-} event_budget SEC(".maps");
+CPU_MAP(event_budget, __u64, 1);
 
 /* Refusals left | jiffies of the last refill << 32, per CPU. */
-struct {
-	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
-	__uint(max_entries, 1);
-	__type(key, __u32);
-	__type(value, __u64);
-} reject_budget SEC(".maps");
+CPU_MAP(reject_budget, __u64, 1);
 
 #endif

@@ -36,12 +36,7 @@ struct scratch {
 	__u32 next_place;
 };
 
-struct {
-	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
-	__uint(max_entries, 1);
-	__type(key, __u32);
-	__type(value, struct scratch);
-} scratch SEC(".maps");
+CPU_MAP(scratch, struct scratch, 1);
 
 INLINE struct scratch *scratch_space(void)
 {

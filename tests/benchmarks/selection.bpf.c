@@ -32,8 +32,8 @@ struct peer_backend {
 	__u32 zone;
 };
 
-HASH_MAP(peer_services, BPF_MAP_TYPE_HASH, struct peer_key, struct peer_slot, 1048576);
-HASH_MAP(peer_backends, BPF_MAP_TYPE_HASH, __u32, struct peer_backend, 1048576);
+HASH_MAP(peer_services, struct peer_key, struct peer_slot, 1048576);
+HASH_MAP(peer_backends, __u32, struct peer_backend, 1048576);
 
 /* What to do, and what came of it (map `work`, one element). */
 struct work {
