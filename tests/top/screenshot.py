@@ -24,12 +24,11 @@ LOADS = (
 SECONDS = 8
 
 
-async def _shoot(agent: Agent, path: Path) -> None:
+async def _shoot(agent: Agent) -> str:
     screen = Top(Looker(str(agent.socket), None), 1.0)
     async with screen.run_test(size=(118, 30)):
         await asyncio.sleep(SECONDS)
-        picture = screen.export_screenshot(title="hybrid-proxy top", simplify=True)
-        path.write_text(re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL))  # nothing from elsewhere
+        return screen.export_screenshot(title="hybrid-proxy top", simplify=True)
 
 
 def main(path: Path) -> None:
@@ -45,8 +44,9 @@ def main(path: Path) -> None:
             argv = [sys.executable, "-m", "controller.lab.traffic", "load", kind, target, "--rate", str(rate)]
             lab.start(place, argv, output=subprocess.DEVNULL, errors=subprocess.DEVNULL)
         with lab.inside("node"):
-            asyncio.run(_shoot(agent, path))
+            picture = asyncio.run(_shoot(agent))
         remove(lab)
+    path.write_text(re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL))  # nothing from elsewhere
 
 
 if __name__ == "__main__":
