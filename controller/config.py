@@ -121,8 +121,27 @@ def from_flags(flags: Mapping[str, Any], origins: Mapping[str, str] | None = Non
         origins: for values that come from a file, where they stand there; None: there is no file.
 
     Raises:
-        ConfigError: names a flag, or file and field, its value and what is possible.
+        ConfigError: names each flag, or file and field, that is wrong, its value and what is possible.
     """
+    left, found = dict(flags), dict[str, str]()
+    while True:
+        try:
+            config = _from_flags(left, origins)
+        except ConfigError as error:
+            follows = any(_Flags(flags, origins).called(name) in str(error) for name in found)
+            if not follows:  # else it is because of what was put aside
+                found[error.setting] = str(error)
+            if left.get(error.setting) is None:
+                raise ConfigError(*found.values()) from None
+            left[error.setting] = None  # as if it were not there, to find what else is wrong
+            continue
+        if found:
+            raise ConfigError(*found.values())
+        return config
+
+
+def _from_flags(flags: Mapping[str, Any], origins: Mapping[str, str] | None) -> Config:
+    """The same, or the first error."""
     given = _Flags(flags, origins)
     default = Config(Settings())
     mode = _mode(given)
@@ -413,7 +432,8 @@ def _pod_interface(given: _Flags, detect: Detect) -> str:
         return ""
     text = given.text(name)
     if not text:
-        given.fail(name, f"is needed with {given.called('detect_local_mode')} {detect.value}")
+        needed = f"is needed with {given.called('detect_local_mode')} {detect.value}"
+        given.fail(name, needed, because_of="detect_local_mode")
     if len(text) > 15 or re.search(r"[\s/]", text):
         given.fail(name, "is not the name of an interface (15 characters at most)")
     return text
@@ -512,9 +532,9 @@ class _Flags:
         called = self.called(name)
         return f"{called}: {problem}" if shown is None else f"{called} {_short(str(shown))}: {problem}"
 
-    def fail(self, name: str, problem: str) -> NoReturn:
-        """Raise `ConfigError` for a flag or field."""
-        raise ConfigError(self._about(name, problem))
+    def fail(self, name: str, problem: str, because_of: str = "") -> NoReturn:
+        """Raise `ConfigError` for a flag or field, which may be missing because of another one."""
+        raise ConfigError(self._about(name, problem), setting=because_of or name)
 
     def warn(self, name: str, problem: str) -> None:
         """Have the problem told, once."""

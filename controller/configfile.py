@@ -81,10 +81,16 @@ def read(content: bytes, name: str, flags: Mapping[str, Any]) -> Loaded:
     values: Values = {}
     origins: dict[str, str] = {}
     warnings: list[str] = []
-    for kind, value in _documents_of(content, name, warnings).items():
-        _take(kind, value, name, values, origins, warnings)
+    errors: list[str] = []
+    for kind, value in _documents_of(content, name, warnings, errors).items():
+        _take(kind, value, name, values, origins, warnings, errors)
     values |= _counting(flags, name, warnings, origins)
-    config = from_flags(values, origins)
+    try:
+        config = from_flags(values, origins)
+    except ConfigError as error:
+        raise ConfigError(*errors, *error.problems) from None
+    if errors:
+        raise ConfigError(*errors)
     config = msgspec.structs.replace(config, warnings=(*warnings, *config.warnings))
     return Loaded(config, values, origins, content)
 
@@ -94,24 +100,31 @@ def of_flags(flags: Mapping[str, Any]) -> Loaded:
     return Loaded(from_flags(flags), {name: value for name, value in flags.items() if value is not None}, {})
 
 
-def _documents_of(content: bytes, name: str, warnings: list[str]) -> dict[str, dict[str, Any]]:
+def _documents_of(content: bytes, name: str, warnings: list[str], errors: list[str]) -> dict[str, dict[str, Any]]:
+    """By kind; what is wrong with one goes to `errors`, and the others are looked at all the same."""
     found: dict[str, dict[str, Any]] = {}
     try:
         for document in documents(content.removeprefix(b"\xef\xbb\xbf")):
             if document.value is None:
                 continue
-            kind = _kind_of(document, name)
+            try:
+                kind = _kind_of(document, name)
+            except ConfigError as error:
+                errors += error.problems
+                continue
             if kind in found:
-                raise ConfigError(f"{name}: line {document.line}: a second {kind}: one is possible")
+                errors.append(f"{name}: line {document.line}: a second {kind}: one is possible")
+                continue
             found[kind] = document.value  # type: ignore[assignment]  # `_kind_of` has looked
             for line, key in duplicates(document):
                 sentence = f"{name}: {kind}: line {line}: {_shown(key)} stands there twice"
                 if kind == HYBRID:
-                    raise ConfigError(sentence)
-                warnings.append(f"{sentence}, the last one counts")
+                    errors.append(sentence)
+                else:
+                    warnings.append(f"{sentence}, the last one counts")
     except NotYamlError as error:
-        raise ConfigError(f"{name}: {error}") from None
-    if not found:
+        raise ConfigError(*errors, f"{name}: {error}") from None
+    if not found and not errors:
         raise ConfigError(f"{name}: no {KUBE_PROXY} and no {HYBRID} is in it")
     return found
 
@@ -130,27 +143,50 @@ def _kind_of(document: Document, name: str) -> str:
 
 
 def _take(
-    kind: str, value: dict[str, Any], name: str, values: Values, origins: dict[str, str], warnings: list[str]
-) -> None:
-    """Put the fields of a document into `values`."""
+    kind: str, value: dict[str, Any], name: str, values: Values, origins: dict[str, str], warnings: list[str],
+    errors: list[str],
+) -> None:  # fmt: skip
+    """Put the fields of a document into `values`, without those that are wrong."""
     unknown: list[str] = []
     value = _known(DOCUMENTS[kind], value, kind, unknown)
-    if unknown and kind == HYBRID:
-        path, _, rest = unknown[0].partition(" ")
-        raise ConfigError(f"{name}: {path} {rest}: there is no such field")
-    warnings += [f"{name}: {field}: there is no such field, it is left out" for field in unknown]
-    try:
-        msgspec.convert(value, DOCUMENTS[kind])
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{name}: {_in_words(error, kind, value)}") from None
-    except (RecursionError, OverflowError, ValueError) as error:
-        raise ConfigError(f"{name}: {kind}: cannot be read: {error}") from None
+    if kind == HYBRID:
+        errors += [f"{name}: {field}: there is no such field" for field in unknown]
+    else:
+        warnings += [f"{name}: {field}: there is no such field, it is left out" for field in unknown]
+    if not _drop_what_is_wrong(kind, value, name, errors):
+        return
     for row in (row for row in rows() if row.document == kind):
         given = _dig(value, row.path)
         origins[row.name] = f"{name}: {row.full_path}"
         if given is None or (row.setting.zero_is_default and _is_zero(given, row)):
             continue
-        values[row.name] = _as_flag(given, row, name)
+        try:
+            values[row.name] = _as_flag(given, row, name)
+        except ConfigError as error:
+            errors += error.problems
+
+
+def _drop_what_is_wrong(kind: str, value: dict[str, Any], name: str, errors: list[str]) -> bool:
+    """Leave fields of another type out of the value, each with an error; False: nothing of it can be used."""
+    while True:
+        try:
+            msgspec.convert(value, DOCUMENTS[kind])
+        except msgspec.ValidationError as error:
+            errors.append(f"{name}: {_in_words(error, kind, value)}")
+            if not _drop(value, _path_of(error)):
+                return False
+        except (RecursionError, OverflowError, ValueError) as error:
+            errors.append(f"{name}: {kind}: cannot be read: {error}")
+            return False
+        else:
+            return True
+
+
+def _drop(value: dict[str, Any], path: str) -> bool:
+    """Take a field out, of a list the whole; whether there was one."""
+    *parents, last = path.partition("[")[0].split(".")
+    owner = _dig(value, ".".join(parents)) if parents else value
+    return isinstance(owner, dict) and owner.pop(last, None) is not None
 
 
 def _known(cls: type[msgspec.Struct], value: dict[str, Any], path: str, unknown: list[str]) -> dict[str, Any]:
@@ -206,10 +242,15 @@ _WORDS: Final = {
 }  # fmt: skip
 
 
+def _path_of(error: msgspec.ValidationError) -> str:
+    """Of a field, from the document on: `iptables.masqueradeBit`."""
+    path = str(error).partition(" - at `")[2]
+    return path.rstrip("`").removeprefix("key in ").removeprefix("$").lstrip(".")
+
+
 def _in_words(error: msgspec.ValidationError, kind: str, value: Any) -> str:
     """`KubeProxyConfiguration.iptables.masqueradeBit 'x': is not a whole number`."""
-    problem, _, path = str(error).partition(" - at `")
-    path = path.rstrip("`").removeprefix("key in ").removeprefix("$").lstrip(".")
+    problem, path = str(error).partition(" - at `")[0], _path_of(error)
     for part in re.findall(r"[^.\[\]]+|\[[^\]]*\]", path):
         if isinstance(value, list) and part[1:-1].isdecimal():
             value = value[int(part[1:-1])]

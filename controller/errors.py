@@ -11,12 +11,27 @@ from __future__ import annotations
 __all__ = ["ConfigError", "ControllerError", "Refused", "SourceError"]
 
 
+MOST = 20  # problems in one message
+
+
 class ControllerError(Exception):
     """Base of all errors of this package."""
 
 
 class ConfigError(ControllerError):
-    """A setting that cannot be used."""
+    """Settings that cannot be used.
+
+    Args:
+        problems: a sentence for each.
+        setting: the name of the one that it is about, where it is one that could be left out to look for more.
+    """
+
+    def __init__(self, *problems: str, setting: str = "") -> None:
+        several = f"{len(problems)} settings cannot be used:"
+        more = [f"and {len(problems) - MOST} more"] * (len(problems) > MOST)
+        super().__init__(problems[0] if len(problems) == 1 else "\n  ".join((several, *problems[:MOST], *more)))
+        self.problems = problems
+        self.setting = setting
 
 
 class SourceError(ControllerError):

@@ -37,8 +37,8 @@ kind: HybridProxyConfiguration
 mode: ebpf
 ```
 
-- **An error** names file, field and value, and nothing is touched before all of it is good: `config.conf:
-  KubeProxyConfiguration.iptables.masqueradeBit '32': is not a whole number from 0 to 31`.
+- **An error** names file, field and value. All are told at once, and nothing is touched before all of it is good:
+  `config.conf: KubeProxyConfiguration.iptables.masqueradeBit '32': is not a whole number from 0 to 31`.
 - **A field that kube-proxy does not know** is told and left out, as kube-proxy does it, so that a file of another
   version works. In `HybridProxyConfiguration` it is an error.
 - **A field without an effect here** is told when its value asks for something; the reason is below, and in

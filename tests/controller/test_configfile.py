@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from pathlib import Path
@@ -377,6 +378,52 @@ class TestErrors:
             loaded(content)
         assert str(error.value).startswith(message)
 
+    def test_all_are_told_at_once(self):
+        """Fields of both documents, of wrong types and wrong values, fields that do not exist, and a flag."""
+        content = f"""{HEAD}iptables: {{masqueradeBit: x, syncPeriod: 30x, minSyncPeriod: 1m}}
+mode: userspace
+oomScoreAdj: 5000
+nodePortAddresses: [1, 2]
+{OURS}mod: ebpf
+ebpf: {{xdp: generic, limits: {{flows: 1}}, probes: [1]}}
+"""
+        with pytest.raises(ConfigError) as error:
+            loaded(content, "--algorithm", "best")
+        expected = (
+            K + "iptables.masqueradeBit 'x': is not a whole number", K + "nodePortAddresses[0] 1: is not a text",
+            H + "mod 'ebpf': there is no such field", H + "ebpf.probes [1]: is not an object",
+            K + "mode 'userspace': is not one of iptables", K + "oomScoreAdj '5000': is not a whole number from",
+            K + "iptables.syncPeriod '30x': is not a duration", H + "ebpf.xdp 'generic': is not one of",
+            H + "ebpf.limits.flows '1': is not a whole number", "--algorithm 'best': is not one of",
+        )  # fmt: skip
+        told = list(error.value.problems)
+        for start in expected:
+            (found,) = [problem for problem in told if problem.startswith(start)]
+            told.remove(found)
+        assert told == [], "minSyncPeriod is longer than the default of a syncPeriod that is wrong: not its fault"
+        assert str(error.value).startswith("10 settings cannot be used:\n  f.conf: ")
+
+    def test_another_document_is_looked_at_too(self):
+        with pytest.raises(ConfigError) as error:
+            loaded(f"kind: Pod\n---\n{HEAD}oomScoreAdj: 5000")
+        assert [problem.partition(":")[2][:12] for problem in error.value.problems] == [" line 1: kin", " KubeProxyCo"]
+
+    def test_what_is_missing_is_told_with_the_rest(self):
+        with pytest.raises(ConfigError) as error:
+            loaded(HEAD + "detectLocalMode: BridgeInterface\noomScoreAdj: 5000")
+        assert len(error.value.problems) == 2
+
+    def test_very_many_are_cut_short(self):
+        with pytest.raises(ConfigError) as error:
+            loaded(OURS + "\n".join(f"field{n}: 1" for n in range(100)))
+        assert len(error.value.problems) == 100
+        assert str(error.value).endswith("\n  and 80 more")
+
+    def test_flags_alone_are_told_at_once_too(self, capsys):
+        assert cli.main(["run", "--proxy-mode", "fast", "--xdp", "maybe", "--max-flows", "1"]) == 2
+        said = capsys.readouterr().err
+        assert [flag in said for flag in ("--proxy-mode 'fast'", "--xdp 'maybe'", "--max-flows '1'")] == [True] * 3
+
     def test_what_kube_proxy_does_not_know_is_told_and_left_out(self):
         config = kube("iptables: {masqueradeBits: 3, masqueradeBit: 4}\nipVS: {}\nmode: ipvs\nmode: nftables\n")
         assert config.mode == "nftables"
@@ -429,7 +476,12 @@ class TestHostile:
             refused = str(error)
         else:
             assert len(list(yaml.safe_load_all(text(found)))) == 2
-        assert not refused or (refused.startswith("f.conf: ") and refused.isprintable() and len(refused) < 1500)
+        first, *rest = refused.splitlines() or [""]
+        told = [line.strip() for line in rest if not re.fullmatch(r"  and \d+ more", line)] if rest else [first]
+        assert len(told) <= 20
+        assert not refused or all(
+            line.startswith("f.conf: ") and line.isprintable() and len(line) < 1500 for line in told
+        )
 
     @given(st.binary(max_size=200))
     def test_bytes(self, content: bytes):
