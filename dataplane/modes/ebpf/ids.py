@@ -164,6 +164,11 @@ class Quarantine:
             + len(self._unnamed_backends)
         )
 
+    @property
+    def has_slices(self) -> bool:
+        """Whether slices wait for a grace period."""
+        return any(slices for _, _, _, slices in self._waiting)
+
     def put(self, stamp: int, services: list[int], backends: list[int], slices: list[tuple[int, int]]) -> None:
         """Release these once grace period `stamp` is over."""
         if services or backends or slices:

@@ -221,6 +221,9 @@ class Ebpf:
         store = self.store
         changed, removed = store.apply(services)
         while store.full:
+            if self._free_slots():
+                changed += store.apply({name: services[name] for name in store.unfit if name in services})[0]
+                continue
             need = Counter(store.used()) + Counter(
                 sizes.needs(entry for name in store.unfit for entry in services.get(name, ()))
             )
@@ -233,6 +236,19 @@ class Ebpf:
         store.full.clear()
         store.max_slots = self.options.max_slots
         return changed, removed
+
+    def _free_slots(self) -> bool:
+        """Where slots lack and some only wait for programs that may still look at them: wait for these programs.
+
+        A change of most services at once takes their new slots before it gives the old ones back.
+        """
+        store = self.store
+        if "slots" not in store.full or not store.quarantine.has_slices:
+            return False
+        store.full.clear()
+        wait_for_programs()
+        store.graced(store.stamp)
+        return True
 
     def _take_over(self) -> None:
         """An agent of another layout left its programs attached: ours serve now, and what only those knew ends."""

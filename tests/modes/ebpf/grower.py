@@ -3,7 +3,10 @@
 Commands, each answered by one JSON line: `more N` serves N services more, `grow` lets all maps grow at once, `begin`
 loads programs for that and leaves it there, `maintain` lets the mode do what it does each second, `status`.
 `die links N` and `die pins N` end the process by SIGKILL when the N-th link or pin from then on has been replaced.
-`notices` lists what `maintain` told for the cluster.
+`notices` lists what `maintain` told for the cluster. `state COUNT VERSION` serves so many services, each with backends
+of that version, some of which another version has too, and some services only in odd versions. `die store STEP N` ends
+the process when the store has done that step N times from then on. `check` compares all maps with the table; with
+`check settled` nothing may be left of what was before.
 """
 
 from __future__ import annotations
@@ -22,7 +25,10 @@ from dataplane.mode import Options
 from dataplane.modes.ebpf import programmer, programs, sizes
 from dataplane.modes.ebpf.programmer import Ebpf
 from dataplane.modes.ebpf.programs import Loader
+from dataplane.modes.ebpf.store import Store
 from dataplane.table import Backend, Entry, Frontend, Kind, NodeNetwork, Protocol, Route, ServiceTable
+
+from . import readback
 
 TINY = {"services": 8, "backends": 16, "slots": 16}
 
@@ -33,12 +39,25 @@ def entry(name: str, protocol: Protocol, vip: str, port: int, backends: list[str
     return Entry(name, 6 if ":" in vip else 4, protocol, (front,), route.backends)
 
 
+def numbered(n: int, version: int) -> dict[str, tuple[Entry, ...]]:
+    """Service `n`. From version 1 on it has several backends, more or less of them; each third one comes and goes."""
+    vip, base = f"10.97.{n // 250}.{1 + n % 250}", f"10.{1 + n // 250}.{1 + n % 250}"
+    if not version:
+        backends = [f"10.1.{n // 250}.{1 + n % 250}"]
+    elif n % 3 == 0 and version % 2 == 0:
+        return {}
+    else:
+        backends = [f"{base}.{version + number}" for number in range(1 + (n + version) % 5)]
+    name = f"default/s{n}" if n % 5 else f"default/s{n}-{version}"  # another service by the same address
+    return {name: (entry(f"{name}:http", Protocol.TCP, vip, 80, backends, 80),)}
+
+
 class Grower:
     def __init__(self, told: dict[str, Any]) -> None:
         sizes.FLOOR.update(TINY)
         if told["old_kernel"]:
             programmer.netns_cookie = programs.netns_cookie = lambda: None
-        self.told, self.count = told, 0
+        self.told, self.count, self.version = told, told.get("count", 0), told.get("version", 0)
         self.notices: list[str] = []
         self.mode = Ebpf(Options(cgroup=told["cgroup"], **told["options"]), lambda: None)
         self.sync()
@@ -54,10 +73,8 @@ class Grower:
             ),
         }
         for n in range(self.count):
-            vip = f"10.97.{n // 250}.{1 + n % 250}"
-            services[f"default/s{n}"] = (
-                entry(f"default/s{n}:http", Protocol.TCP, vip, 80, [f"10.1.{n // 250}.{1 + n % 250}"], 80),
-            )
+            services |= numbered(n, self.version)
+        self.services = services
         self.result = self.mode.sync(ServiceTable(services, node))
 
     def do(self, words: list[str]) -> Any:
@@ -83,6 +100,16 @@ class Grower:
                 refuse(Loader, "generation", int(number))
             case ["retry"]:
                 self.mode.grower._retry_at = 0.0
+            case ["state", count, version]:
+                self.count, self.version = int(count), int(version)
+                self.sync()
+                return [misfit.reason for misfit in self.result.misfits]
+            case ["check", *how]:
+                readback.check(self.mode.store, self.services, settled=bool(how))
+            case ["waiting"]:
+                return len(self.mode.store.quarantine) + bool(self.mode.store.exact_after)
+            case ["die", "store", step, number]:
+                die_after(Store, step, int(number))
             case ["die", "links", number]:
                 die_after(bpf, "update_link", int(number))
             case ["die", "pins", number]:

@@ -36,11 +36,12 @@ CHILDREN: list[Child] = []
 class Child:
     """See `grower`."""
 
-    def __init__(self, lab: Lab, *, old_kernel: bool = False, **options: int) -> None:
+    def __init__(self, lab: Lab, *, old_kernel: bool = False, count: int = 0, version: int = 0, **options: int) -> None:
         self.lab = lab
         pods = {f: [lab[name].address(f) for name in ("pod2", "pod3")] for f in FAMILIES}
         told = {
             "cgroup": str(lab.cgroup), "old_kernel": old_kernel, "options": options,
+            "count": count, "version": version,
             "primary": [lab["node"].address(f) for f in FAMILIES],
             "web": [(WEB[f][0], pods[f]) for f in FAMILIES], "dns": [(DNS[f][0], pods[f]) for f in FAMILIES],
         }  # fmt: skip
