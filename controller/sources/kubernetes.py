@@ -12,7 +12,8 @@ server no copy of everything). The rules that keep a node right through all weat
 - One malformed object is a `Problem`, its last good version stays, the others go on.
 
 Objects are decoded from raw JSON straight into model values, page by page: a cluster with 100,000 endpoints
-is never held as text.
+is never held as text. What a new list tells as it was known stays the same value, so that a list costs memory for
+what is different.
 """
 
 from __future__ import annotations
@@ -385,10 +386,12 @@ class _Reflector:
         self._patience = patience
         self._version: str | None = None  # to go on from; None: list first
         self._versions = _Versions()
+        self._known: dict[str, Object] = {}  # what was told last; values that the cluster has as well
         self._refused: set[str] = set()  # keys with a Problem
         self._listed = False
         self._whole = False  # the next list comes in one piece
         self._initial: dict[str, Object | Refused] | None = None  # what a stream told that begins with everything
+        self._pages = False  # what failed as a stream may work by pages
         self._pages_until = 0.0 if streams else math.inf  # monotonic; lists are asked for by pages until then
         self._failures = 0  # in a row
 
@@ -398,7 +401,7 @@ class _Reflector:
             try:
                 if self._version is not None:
                     self._watch()
-                elif time.monotonic() >= self._pages_until:
+                elif not self._pages and time.monotonic() >= self._pages_until:
                     self._watch_from_the_beginning()
                 else:
                     self._list()
@@ -475,7 +478,7 @@ class _Reflector:
                 if isinstance(obj, Refused):
                     problems[obj.key] = str(obj)
                 elif not isinstance(obj, Ignored):
-                    objects.append(obj)
+                    objects.append(self._as_known(obj))
             token = page.metadata.token or ""
             if self._stop.is_set():
                 return
@@ -488,21 +491,28 @@ class _Reflector:
         """Tell of everything that there is at this version; it is gone on from there."""
         self._version = version
         self._versions.listed(version)
-        self._listed = True
+        self._listed, self._pages = True, False
         for key in self._refused - problems.keys():
             self._clear(key)
         for key, message in problems.items():
             self._refuse(key, message)
+        kept = {key: self._known[key] for key in problems.keys() & self._known.keys()}
+        self._known = kept | {key_of(obj): obj for obj in objects}
         self._emit(Replaced(self._kind, tuple(objects), frozenset(problems)))
         self._failures = 0
         self._health.found(self._kind)
+
+    def _as_known(self, obj: Object) -> Object:
+        """The value that is known, where it is the same."""
+        known = self._known.get(key_of(obj))
+        return known if known is not None and known == obj else obj
 
     # Watch
 
     def _watch_from_the_beginning(self) -> None:
         """One stream that tells of everything first, then of changes (API concepts, "streaming lists")."""
         self._initial = {}
-        self._pages_until = time.monotonic() + self._patience.longest  # what fails here may work by pages
+        self._pages = True
         try:
             self._watch(sendInitialEvents="true", resourceVersionMatch="NotOlderThan")
         except (StatusError, _PagesError) as error:
@@ -567,6 +577,7 @@ class _Reflector:
             return
         if gone:
             self._clear(key)
+            self._known.pop(key, None)
             self._emit(Removed(self._kind, key, received))
         else:
             self._upsert(key, event.object, received)
@@ -577,7 +588,7 @@ class _Reflector:
         if event.type == "BOOKMARK":
             if not _decode_mark(event.object).ends_initial:
                 raise _PagesError("a stream that was to begin with all of them does not say when that is done")
-            self._initial, self._pages_until = None, 0.0
+            self._initial = None
             good = [obj for obj in initial.values() if not isinstance(obj, Refused)]
             problems = {key: str(obj) for key, obj in initial.items() if isinstance(obj, Refused)}
             self._know(_partial(event.object).metadata.version, good, problems)
@@ -586,7 +597,9 @@ class _Reflector:
         if event.type == "DELETED" or isinstance(obj, Ignored):
             initial.pop(_partial(event.object).key(self._kind), None)
         else:
-            initial[obj.key if isinstance(obj, Refused) else key_of(obj)] = obj
+            initial[obj.key if isinstance(obj, Refused) else key_of(obj)] = (
+                obj if isinstance(obj, Refused) else self._as_known(obj)
+            )
 
     def _upsert(self, key: str, raw: msgspec.Raw, received: float) -> None:
         obj = _decode_one(self._kind, raw)
@@ -595,8 +608,10 @@ class _Reflector:
             return
         self._clear(key)
         if isinstance(obj, Ignored):
+            self._known.pop(key, None)
             self._emit(Removed(self._kind, key, received))
         else:
+            self._known[key] = obj
             self._emit(Upserted(obj, received, _triggered(raw) if isinstance(obj, EndpointSlice) else 0.0))
 
     # Problems
