@@ -39,10 +39,17 @@ class ApiProcess:
         lab: Lab | None = None,
         health_checks: int = 0,
         watch_list: bool = False,
+        window: int = 4096,
     ) -> None:
         command = [sys.executable, "-m", "tests.fakes.apiserver"]
         command += ["--services", str(services), "--endpoints", str(endpoints)]
-        command += ["--health-checks", str(health_checks), *(["--watch-list"] if watch_list else [])]
+        command += [
+            "--health-checks",
+            str(health_checks),
+            "--window",
+            str(window),
+            *(["--watch-list"] if watch_list else []),
+        ]
         command += [word for name in nodes for word in ("--node", name)]
         if lab is None:
             self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -53,7 +60,7 @@ class ApiProcess:
         control = self._process.stdout.readline().strip()
         if not control:
             raise RuntimeError(f"the fake API server ended with status {self._process.wait()}")
-        self._control = http.client.HTTPConnection(urlsplit(control).netloc, timeout=10)
+        self._control = http.client.HTTPConnection(urlsplit(control).netloc, timeout=60)
         if lab is not None:
             self._control.sock = lab.socket("node")
             self._control.sock.connect((self._control.host, self._control.port))
@@ -99,11 +106,14 @@ class ApiProcess:
         """Let `rate` services a second change for so long; it goes on by itself."""
         self.control("churn", rate=rate, seconds=seconds)
 
-    def churned(self) -> list[tuple[int, int | None]]:
-        """Wait for the end of the churn; a service and CLOCK_MONOTONIC (ns) of each change, None: sent to nobody."""
+    def churned(self) -> list[tuple[int, int | None, int]]:
+        """Wait for the end of the churn; of each change its service, when it was written and when it was made.
+
+        Both are CLOCK_MONOTONIC in ns; written is None where nobody watched at that moment, or too long ago.
+        """
         while (told := self.control("churned"))["running"]:
             time.sleep(0.1)
-        return [(index, written) for index, written in told["writes"]]
+        return [(index, written, made) for index, written, made in told["writes"]]
 
     def _ask(self, name: str, **body: Any) -> None:
         self._control.request("POST", f"/control/{name}", json.dumps(body))

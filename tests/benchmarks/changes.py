@@ -99,7 +99,7 @@ class Watcher:
             known = now
 
 
-def matched(kernel: Kernel, writes: list[tuple[int, int | None]], seen: dict[int, list[int]]) -> list[float]:
+def matched(kernel: Kernel, writes: list[tuple[int, int | None, int]], seen: dict[int, list[int]]) -> list[float]:
     """Seconds from each write to the change of its service in the kernel.
 
     Raises:
@@ -107,7 +107,7 @@ def matched(kernel: Kernel, writes: list[tuple[int, int | None]], seen: dict[int
     """
     ids = kernel.ids()
     sent: dict[int, list[int]] = defaultdict(list)
-    for index, written in writes:
+    for index, written, _ in writes:
         assert written is not None, f"a change of service {index} was sent to nobody"
         sent[ids[cluster_address(index)]].append(written)
     delays: list[float] = []

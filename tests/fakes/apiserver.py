@@ -248,7 +248,7 @@ class ApiServer:
         self.control_port = 0
         self._shapes: dict[str, int] = {}
         self._churning: asyncio.Task[None] | None = None
-        self.churned: list[tuple[int, int]] = []
+        self.churned: list[tuple[int, int, int]] = []
 
     # What is stored
 
@@ -347,10 +347,28 @@ class ApiServer:
         """Give service `index` these endpoints by number; the new resourceVersion."""
         return self.put(endpoint_slice(index, which, self._shapes.get("endpoints", 10)))
 
+    def recreate(self, index: int) -> None:
+        """Delete service `index` and its slice, and make them again with other endpoints; streams see it together."""
+        endpoints = self._shapes.get("endpoints", 10)
+        with self.quiet():
+            self.delete("services", f"{namespace_of(index)}/shop-{index:05d}")
+            self.delete("endpointslices", f"{namespace_of(index)}/{slice_name(index)}")
+            self.put(service(index))
+            self.put(endpoint_slice(index, range(endpoints // 2), endpoints))
+
+    def table(self) -> dict[str, list[str]]:
+        """ClusterIP -> `address:port` of the endpoints of TCP port 8080, of all objects that this module made."""
+        behind: dict[str, list[str]] = {}
+        for key, one in self.objects("endpointslices").items():
+            owner = one["metadata"]["labels"]["kubernetes.io/service-name"]
+            sockets = [f"{each['addresses'][0]}:8080" for each in one["endpoints"]]
+            behind.setdefault(f"{key.partition('/')[0]}/{owner}", []).extend(sockets)
+        return {one["spec"]["clusterIP"]: sorted(behind.get(key, ())) for key, one in self.objects("services").items()}
+
     async def churn(self, rate: float, seconds: float) -> None:
         """Change the endpoints of one service after the other, `rate` a second, each slice with the time of its change.
 
-        Every visit leaves out another endpoint. `self.churned` has (service, version) of each change.
+        Every visit leaves out another endpoint. `self.churned` has service, version and monotonic ns of each change.
         """
         services, endpoints = self._shapes["services"], self._shapes["endpoints"]
         self.churned = []
@@ -360,7 +378,7 @@ class ApiServer:
                 index, visit = number * STRIDE % services, number // services
                 one = endpoint_slice(index, (n for n in range(endpoints) if n != visit % endpoints), endpoints)
                 one["metadata"]["annotations"] |= {CHANGED: datetime.now(UTC).isoformat()}
-                self.churned.append((index, self.put(one)))
+                self.churned.append((index, self.put(one), time.monotonic_ns()))
                 done = number + 1
             await asyncio.sleep(0.5 / rate)
 
@@ -821,7 +839,9 @@ class ApiServer:
         `/control/endpoints` {"service": 7, "endpoints": [0, 1, 2]}: set them; answers the version and
         `written_ns`, CLOCK_MONOTONIC when the event went out to the first stream (null: to none within 2 s).
         `/control/churn` {"rate": 1000, "seconds": 20}: begin to change so many services a second; `/control/churned` {}
-        answers whether that goes on, how many were `sent` and, at the end, pairs of a service and `written_ns`.
+        answers whether that goes on, how many were `sent` and, at the end, service, `written_ns` and ns of each.
+        `/control/recreate` {"service": 7}: delete it and its slice and make them again, in one batch.
+        `/control/expire` {"plural"?}: forget history. `/control/table` {}: ClusterIPs and the sockets behind them.
         `/control/put` {object}; `/control/delete` {"plural", "key"}; `/control/cut` {"plural"?};
         `/control/token` {"token"}; `/control/fault` {"plural", attribute of `Faults`: value, ...}; `/control/state` {}.
         """
@@ -860,8 +880,9 @@ class ApiServer:
             if task is not None and task.done():
                 task.result()
             running = task is not None and not task.done()
-            rows = [] if running else [[index, self._written.get(version)] for index, version in self.churned]
-            return {"running": running, "sent": len(self.churned), "writes": rows}
+            rows = [] if running else self.churned
+            writes = [[index, self._written.get(version), made] for index, version, made in rows]
+            return {"running": running, "sent": len(self.churned), "writes": writes}
 
         def state(_: Json) -> Json:
             return {
@@ -876,6 +897,9 @@ class ApiServer:
         route("churned", churned)
         route("put", lambda obj: {"version": self.put(obj)})
         route("delete", lambda asked: {"version": self.delete(asked["plural"], asked["key"])})
+        route("recreate", lambda asked: self.recreate(asked["service"]) or {})
+        route("expire", lambda asked: self.expire(asked.get("plural")) or {})
+        route("table", lambda _: self.table())
         route("token", lambda asked: self.set_token(asked["token"]) or {})
         route("fault", fault)
         route("cut", lambda asked: {"streams": self._cut(asked.get("plural"))})
@@ -1062,13 +1086,14 @@ def main() -> None:
     parser.add_argument("--health-checks", type=int, default=0, help="services with a health-check node port")
     parser.add_argument("--node", action="append", help="names of nodes (node-0)")
     parser.add_argument("--watch-list", action="store_true", help="a watch may begin with all objects")
+    parser.add_argument("--window", type=int, default=4096, help="changes of a kind that a watch can go back")
     parser.add_argument("--bookmarks", type=float, default=60.0, help="seconds between bookmarks, as real servers")
     options = parser.parse_args()
     done = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: done.set())
     parent = os.getppid()
-    with ApiServer(bookmark_every=options.bookmarks, watch_list=options.watch_list) as api:
+    with ApiServer(window=options.window, bookmark_every=options.bookmarks, watch_list=options.watch_list) as api:
         api.populate(options.services, options.endpoints, options.node or ["node-0"], options.health_checks)
         print(api.kubeconfig(), api.control, sep="\n", flush=True)
         while not done.wait(0.5) and os.getppid() == parent:
