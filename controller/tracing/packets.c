@@ -516,6 +516,43 @@ static __always_inline void step(u64 skb, const u32 point, const u32 kind)
 }
 #endif
 
+#ifdef PROBES
+struct inside {
+	u64 skb;
+	u32 point;
+	u32 unused;
+};
+
+BPF_TABLE("lru_hash", u64, struct inside, calls, 4096);
+
+/* A call, until it returns: on a CPU, for softirqs of all of them have one process number. */
+static __always_inline u64 call_of(u32 function)
+{
+	return (u64)bpf_get_smp_processor_id() << 40 | (bpf_get_current_pid_tgid() & 0xffffffff) << 8 | function;
+}
+
+static __always_inline void entered(u32 function, u64 skb, u32 point)
+{
+	struct inside call = {.skb = skb, .point = point};
+	u64 key = call_of(function);
+
+	calls.update(&key, &call);
+}
+
+/* Only what goes on is at the function's end: what it dropped or took over is gone (NF_ACCEPT is 1, and so is nf_hook's). */
+static __always_inline void returned(u32 function, u32 verdict)
+{
+	u64 key = call_of(function);
+	struct inside *call = calls.lookup(&key);
+
+	if (!call)
+		return;
+	if (verdict == 1 && call->point && walks.lookup(&call->skb))
+		step(call->skb, call->point, 0);
+	calls.delete(&key);
+}
+#endif
+
 #ifdef DROPS
 struct drop {
 	u32 service;

@@ -7,11 +7,12 @@ a packet passed one after the other.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 __all__ = [
-    "AT_DATA", "BEGINS", "DROP", "ENDS", "EVERYWHERE", "HERE", "HOOKS", "PASSED", "POINTS", "RECEIVE", "SOCKET",
-    "TRACEPOINTS", "TRANSMIT", "WHOLE", "Point", "label", "stage",
+    "AT_DATA", "BEGINS", "DROP", "ENDS", "EVERYWHERE", "FUNCTIONS", "HERE", "HOOKS", "PASSED", "POINTS", "RECEIVE",
+    "SOCKET", "TRACEPOINTS", "TRANSMIT", "WHOLE", "Function", "Point", "label", "stage",
 ]  # fmt: skip
 
 # What an entry does; the same numbers are in the text that bcc gets.
@@ -75,7 +76,41 @@ HOOKS: Final = tuple(
     )
 )
 PASSED: Final = tuple(point for point in HOOKS if not point.name.endswith("_second"))  # without the control
-POINTS: Final = {point.number: point for point in (*TRACEPOINTS, *HOOKS)}
+IPVS: Final = (Point(40, "ipvs_first", "IPVS begins", 0), Point(41, "ipvs_last", "IPVS ends", 0))
+POINTS: Final = {point.number: point for point in (*TRACEPOINTS, *HOOKS, *IPVS)}
+
+
+class Function(NamedTuple):
+    """A function of the kernel, probed where programs cannot be at netfilter's hooks: its entry and its return.
+
+    Its arguments are named by position: the packet, and the state of the hook (struct nf_hook_state). `begins` and
+    `ends` are the points that these are, by the hook's number; a hook that is not among them does not count.
+    """
+
+    name: str
+    packet: int
+    state: int
+    begins: Mapping[int, int]
+    ends: Mapping[int, int]
+
+
+def _at(*names: str) -> dict[int, int]:
+    return {
+        point.hook: point.number
+        for point in HOOKS
+        for name in names
+        if point.name.endswith(name) and point.hook is not None
+    }
+
+
+_ROUND_IPVS: Final = (dict.fromkeys((INPUT, FORWARD, OUTPUT), 40), dict.fromkeys((INPUT, FORWARD, OUTPUT), 41))
+FUNCTIONS: Final = (
+    Function("nf_hook_slow", 1, 2, _at("_first"), _at("_last")),  # net/netfilter/core.c
+    Function("nf_nat_inet_fn", 2, 3, _at("_before_nat"), _at("_after_nat")),  # net/netfilter/nf_nat_core.c
+    Function("ip_vs_in_hook", 2, 3, *_ROUND_IPVS),  # net/netfilter/ipvs/ip_vs_core.c, Linux 5.14
+    Function("ip_vs_remote_request4", 2, 3, *_ROUND_IPVS),  # and before
+    Function("ip_vs_remote_request6", 2, 3, *_ROUND_IPVS),
+)
 
 _STAGES: Final = {
     ("receive", "prerouting_first"): "tc programs, and the way into IP",
@@ -83,6 +118,13 @@ _STAGES: Final = {
     ("prerouting_second", "prerouting_before_nat"): "PREROUTING: raw, conntrack, mangle",
     ("prerouting_before_nat", "prerouting_after_nat"): "PREROUTING: NAT",
     ("prerouting_after_nat", "prerouting_last"): "PREROUTING: behind NAT",
+    ("prerouting_first", "prerouting_before_nat"): "PREROUTING: raw, conntrack, mangle",
+    ("prerouting_first", "prerouting_last"): "PREROUTING",
+    ("output_first", "output_last"): "OUTPUT",
+    ("postrouting_first", "postrouting_last"): "POSTROUTING",
+    ("input_first", "ipvs_first"): "INPUT before IPVS",
+    ("ipvs_first", "output_first"): "IPVS and its routing",
+    ("ipvs_first", "ipvs_last"): "IPVS",
     ("prerouting_last", "forward_first"): "routing",
     ("prerouting_last", "input_first"): "routing",
     ("input_first", "input_last"): "INPUT",
@@ -101,7 +143,9 @@ _STAGES: Final = {
     ("receive", "transmit"): "programs, routing, neighbour, queue",
     ("receive", "socket"): "program, hand-over, and the pod's own IP and TCP",
 }
-_SHORT: Final = {RECEIVE: "receive", SOCKET: "socket", TRANSMIT: "transmit"} | {p.number: p.name for p in HOOKS}
+_SHORT: Final = {RECEIVE: "receive", SOCKET: "socket", TRANSMIT: "transmit"} | {
+    p.number: p.name for p in (*HOOKS, *IPVS)
+}
 
 
 def label(number: int) -> str:

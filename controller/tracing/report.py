@@ -101,6 +101,9 @@ def _bars(console: Console, histogram: Sequence[Row]) -> None:
 
 
 def _latency(console: Console, told: Row) -> None:
+    if not told["services"]:
+        console.print("nobody connected to a service")
+        return
     _table(
         console,
         ("service", "connections", "answered", "refused", "unanswered", "SYNs repeated"),
@@ -109,6 +112,8 @@ def _latency(console: Console, told: Row) -> None:
             for r in told["services"]
         ),
     )
+    if not any(row["backends"] for row in told["services"]):
+        return
     console.print()
     _table(
         console,
@@ -128,7 +133,7 @@ def _drops(console: Console, told: Row) -> None:
     else:
         console.print("the kernel dropped no packet of a service")
     if told["programs"]:
-        console.print("\n[bold]of these, and without a packet, by the programs of mode ebpf (docs/counters.md)[/bold]")
+        console.print("\n[bold]dropped and refused by the programs of mode ebpf (docs/counters.md)[/bold]")
         _table(console, ("reason", "count"), (row.values() for row in told["programs"]))
 
 

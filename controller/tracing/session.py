@@ -8,6 +8,7 @@ import os
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -22,7 +23,7 @@ from dataplane.errors import DataplaneError
 from dataplane.kernel import btf, measure
 from dataplane.kernel.bpf import BpfError
 
-__all__ = ["Session", "has_reasons", "runs_of"]
+__all__ = ["Session", "functions", "has_reasons", "runs_of"]
 
 _SOURCE: Final = Path(__file__).with_name("packets.c")
 _TRIES: Final = 8
@@ -89,11 +90,13 @@ class Session:
         try:
             if entry.tracepoint is not None:
                 self._at_tracepoint(entry)
+            elif entry.probed is not None:
+                self._at_function(entry, entry.probed)
             else:
                 assert entry.point is not None
                 self._at_hook(entry, entry.point)
         except (DataplaneError, OSError) as error:
-            name = entry.tracepoint or f"netfilter {entry.point.words if entry.point else ''}"
+            name = entry.tracepoint or entry.probed or (entry.point.words if entry.point else entry.function)
             if entry.needed:
                 raise ControllerError(f"this kernel does not let us look at {name}: {error}") from error
             self.missing[name] = str(error)
@@ -107,6 +110,16 @@ class Session:
             except Exception as error:
                 raise OSError(f"{error}\n{said()[-2000:]}".rstrip()) from error
         assert function is not None
+
+    def _at_function(self, entry: Entry, function: str) -> None:
+        attach = self._bpf.attach_kretprobe if entry.returns else self._bpf.attach_kprobe
+        if function not in functions():
+            raise OSError("this kernel has no such function, or its module is not loaded")
+        with compiler.said() as said:
+            try:
+                attach(event=function.encode(), fn_name=entry.function.encode())
+            except Exception as error:
+                raise OSError(f"kprobes cannot be used here: {error}\n{said()[-2000:]}".rstrip()) from error
 
     def _at_hook(self, entry: Entry, point: Point) -> None:
         assert point.hook is not None
@@ -187,6 +200,13 @@ class Session:
         """The name of the kernel's function at an address, of which the upper bits may be missing."""
         whole = address | 0xFFFF << 48 if address >> 47 & 1 else address
         return str(self._module.BPF.ksym(whole).decode())
+
+
+@lru_cache(maxsize=1)
+def functions() -> frozenset[str]:
+    """The functions of the kernel and its modules that have a name."""
+    with Path("/proc/kallsyms").open() as lines:
+        return frozenset(line.split()[2] for line in lines if line.split()[1] in "tT")
 
 
 def _event(record: bytes) -> Event:

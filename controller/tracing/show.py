@@ -17,13 +17,13 @@ from controller.errors import ConfigError, ControllerError
 from controller.explain import packet_from_dict
 from controller.inspect import programmed
 from controller.tracing import headers, report, rows
-from controller.tracing.points import HOOKS, PASSED, POINTS, SOCKET, TRACEPOINTS, label
-from controller.tracing.session import Session, has_reasons, runs_of
+from controller.tracing.points import FUNCTIONS, HOOKS, PASSED, POINTS, SOCKET, TRACEPOINTS, label
+from controller.tracing.session import Session, functions, has_reasons, runs_of
 from controller.tracing.targets import PROTOCOLS, Place, Targets, mapped, of_services
 from controller.tracing.text import Plan, View
 from dataplane.kernel import btf
 from dataplane.kernel.links import read_node
-from dataplane.kernel.measure import netns_inode
+from dataplane.kernel.measure import has_hook_programs, netns_inode
 
 __all__ = ["fetch", "show", "view_of"]
 
@@ -62,16 +62,18 @@ def show(view: View, args: argparse.Namespace, target: Row | None) -> int:
     targets = of_services(here.services, here.backends, node, service=args.service, to=place)
     if not targets.places:
         raise ControllerError("no service port is programmed here, so there is nothing to measure; --to names a target")
-    hooks = () if args.whole else HOOKS if view is View.STAGES else PASSED if view is View.FOLLOW else ()
-    plan = Plan(view, netns_inode(), (*TRACEPOINTS, *hooks), len(targets.places) + len(targets.backends), client,
+    plan = Plan(view, netns_inode(), TRACEPOINTS, len(targets.places) + len(targets.backends), client,
                 reasons=has_reasons())  # fmt: skip
+    if view in (View.STAGES, View.FOLLOW) and not args.whole:
+        plan = _with_netfilter(plan)
     with ExitStack() as stack:
         runs = stack.enter_context(runs_of(here.pins)) if view is View.STAGES else {}
         before = _counters(args) if view is View.DROPS else {}
         with Session(plan, targets) as session:
+            asked = stack.enter_context(_until_asked())
             start = time.monotonic()
             print(f"measuring for {args.seconds:g} s; Ctrl-C ends it earlier", file=sys.stderr, flush=True)
-            _wait(session, args, stack.enter_context(_until_asked()))
+            _wait(session, args, asked)
             seconds = round(time.monotonic() - start, 3)
             answer = _answer(view, session, targets, args)
         if view is View.DROPS:
@@ -80,7 +82,10 @@ def show(view: View, args: argparse.Namespace, target: Row | None) -> int:
         answer["programs"] = [
             {"program": name, "runs": count, "mean_ns": round(ns / count)} for name, (count, ns) in runs.items()
         ]
-    told = {"view": view.value.lower(), "mode": here.mode, "seconds": seconds}
+    by = "functions" if plan.functions else "programs" if len(plan.points) > len(TRACEPOINTS) else None
+    if by == "functions" and FUNCTIONS[0].name in session.missing:
+        by = None
+    told = {"view": view.value.lower(), "mode": here.mode, "seconds": seconds, "hooks": by}
     report.show(told | answer | {"missing": session.missing}, as_json=args.output == "json")
     return 0
 
@@ -125,6 +130,15 @@ def _packet(source: str | None, target: Row | None) -> tuple[Place | None, bytes
     if protocol not in PROTOCOLS:
         raise ConfigError(f"--to: {packet.protocol}: packets of {', '.join(PROTOCOLS)} are followed")
     return Place(mapped(packet.dst), packet.port, PROTOCOLS[protocol]), mapped(packet.src) if source else None
+
+
+def _with_netfilter(plan: Plan) -> Plan:
+    """Points at netfilter's hooks: by programs there, or by probes of the functions that run them."""
+    if has_hook_programs():
+        return plan._replace(points=(*TRACEPOINTS, *(HOOKS if plan.view is View.STAGES else PASSED)))
+    known = functions()
+    there = (each for each in FUNCTIONS if each.name in known or each.name == FUNCTIONS[0].name)
+    return plan._replace(functions=tuple(there))
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Final, NamedTuple
 
-from controller.tracing.points import AT_DATA, BEGINS, DROP, ENDS, EVERYWHERE, HERE, WHOLE, Point
+from controller.tracing.points import AT_DATA, BEGINS, DROP, ENDS, EVERYWHERE, HERE, POINTS, WHOLE, Function, Point
 
 __all__ = ["FIELDS", "Entry", "Plan", "View", "entries", "program"]
 
@@ -54,6 +54,7 @@ class Plan(NamedTuple):
         wanted: how many addresses with ports count.
         client: of packets of this source address alone, 16 bytes (IPv4 mapped); None: of everybody.
         reasons: the kernel says why it drops (Linux 5.17).
+        functions: of the kernel, whose entries and returns are points.
     """
 
     view: View
@@ -62,16 +63,19 @@ class Plan(NamedTuple):
     wanted: int
     client: bytes | None = None
     reasons: bool = True
+    functions: tuple[Function, ...] = ()
 
 
 class Entry(NamedTuple):
-    """A function of the text, and the tracepoint or hook that calls it."""
+    """A function of the text, and what calls it: a tracepoint, a hook, or a function of the kernel."""
 
     function: str
     tracepoint: str | None
     point: Point | None
     body: str
     needed: bool  # without it nothing can be shown
+    probed: str | None = None
+    returns: bool = False  # at the function's return
 
 
 def program(plan: Plan, fields: Mapping[str, int], source: str) -> str:
@@ -85,12 +89,14 @@ def program(plan: Plan, fields: Mapping[str, int], source: str) -> str:
     if plan.client is not None:
         for name, part in (("FROM_HIGH", plan.client[:8]), ("FROM_LOW", plan.client[8:])):
             lines.append(f"#define {name} {int.from_bytes(part, 'little')}ULL")
+    if plan.functions:
+        lines += ["#define PROBES 1", "#include <uapi/linux/ptrace.h>"]
     return "\n".join([*lines, source, *(_function(entry) for entry in entries(plan))])
 
 
 def entries(plan: Plan) -> list[Entry]:
     """The functions of a plan, in the order of attaching."""
-    return [*_of_points(plan), *_of_view(plan)]
+    return [*_of_points(plan), *_of_functions(plan), *_of_view(plan)]
 
 
 def _of_points(plan: Plan) -> Iterable[Entry]:
@@ -101,6 +107,25 @@ def _of_points(plan: Plan) -> Iterable[Entry]:
         body = f"step(arguments[{skb}], {point.number}, {point.kind});"
         tracepoint = point.name if point.hook is None else None
         yield Entry(f"at_{point.name}", tracepoint, point, body, tracepoint not in (None, "tcp_probe"))
+
+
+def _of_functions(plan: Plan) -> Iterable[Entry]:
+    for number, function in enumerate(plan.functions):
+        ends = "".join(f"case {hook}: point = {point}; break; " for hook, point in function.ends.items())
+        begins = "".join(
+            f"case {hook}: point = {point}; kind = {POINTS[point].kind & ~HERE}; break; "
+            for hook, point in function.begins.items()
+        )
+        # What is passed is gone at the return: it is kept from the entry on.
+        entered = (
+            f"u32 point = 0, kind = 0; u64 skb = PT_REGS_PARM{function.packet}(ctx); "
+            f"u32 hook = quarter(PT_REGS_PARM{function.state}(ctx)) & 0xff; "
+            f"switch (hook) {{ {begins}default: return 0; }} step(skb, point, kind); "
+            f"point = 0; switch (hook) {{ {ends}}} entered({number}, skb, point);"
+        )
+        yield Entry(f"into_{function.name}", None, None, entered, needed=False, probed=function.name)
+        body = f"returned({number}, PT_REGS_RC(ctx));"
+        yield Entry(f"out_of_{function.name}", None, None, body, needed=False, probed=function.name, returns=True)
 
 
 def _of_view(plan: Plan) -> Iterable[Entry]:
@@ -117,5 +142,7 @@ def _of_view(plan: Plan) -> Iterable[Entry]:
 
 
 def _function(entry: Entry) -> str:
+    if entry.probed is not None:
+        return f"int {entry.function}(struct pt_regs *ctx)\n{{\n\t{entry.body}\n\treturn 0;\n}}"
     accept = 1 if entry.point is not None and entry.point.hook is not None else 0  # NF_ACCEPT
     return f"int {entry.function}(void *ctx)\n{{\n\tu64 *arguments = ctx;\n\n\t{entry.body}\n\treturn {accept};\n}}"

@@ -17,11 +17,21 @@ from cffi import FFI
 from dataplane.kernel.bpf import BpfError, check, library
 from dataplane.kernel.bpf import ffi as libbpf
 
-__all__ = ["NETFILTER_ATTACH", "NETFILTER_PROGRAM", "Runs", "at_hook", "counting_runs", "netns_inode", "runs"]
+__all__ = [
+    "NETFILTER_ATTACH",
+    "NETFILTER_PROGRAM",
+    "Runs",
+    "at_hook",
+    "counting_runs",
+    "has_hook_programs",
+    "netns_inode",
+    "runs",
+]
 
 NETFILTER_PROGRAM: Final = 32  # BPF_PROG_TYPE_NETFILTER, Linux 6.4
 NETFILTER_ATTACH: Final = 45  # BPF_NETFILTER
-_PROG_GET_FD_BY_ID, _LINK_CREATE, _ENABLE_STATS = 13, 28, 32
+_PROG_LOAD, _PROG_GET_FD_BY_ID, _LINK_CREATE, _ENABLE_STATS = 5, 13, 28, 32
+_ACCEPT: Final = struct.pack("=BBhi", 0xB7, 0, 0, 1) + struct.pack("=BBhi", 0x95, 0, 0, 0)  # r0 = 1; exit
 _SYS_BPF: Final = {"x86_64": 321, "aarch64": 280}
 
 ffi = FFI()
@@ -58,6 +68,20 @@ def at_hook(program: int, family: int, hook: int, priority: int) -> int:
 def netns_inode() -> int:
     """What the kernel has in `net.ns.inum` for the network namespace of the caller; needs the rights of root."""
     return Path("/proc/thread-self/ns/net").stat().st_ino
+
+
+def has_hook_programs() -> bool:
+    """Whether programs can be at netfilter's hooks (Linux 6.4): the smallest one is loaded, and goes."""
+    code, licence = ffi.new("char[]", _ACCEPT), ffi.new("char[]", b"GPL")
+    attributes = struct.pack(
+        "=IIQQIIQII16sII", NETFILTER_PROGRAM, len(_ACCEPT) // 8, int(ffi.cast("uintptr_t", code)),
+        int(ffi.cast("uintptr_t", licence)), 0, 0, 0, 0, 0, b"", 0, NETFILTER_ATTACH,
+    )  # fmt: skip
+    try:
+        os.close(_bpf(_PROG_LOAD, attributes, "loading a netfilter program"))
+    except BpfError:
+        return False
+    return True
 
 
 def counting_runs() -> int:
