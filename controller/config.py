@@ -26,7 +26,7 @@ from dataplane.table import Detect
 __all__ = [
     "ADMIN_SOCKET", "CHOICES", "MODES", "REMOVED_FLAGS", "SCHEDULERS", "UNUSED", "USUAL_OOM_SCORE", "Config",
     "Conntrack", "Endpoint",
-    "available_modes", "duration", "from_flags",
+    "available_modes", "duration", "from_flags", "needs_reopening",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -102,6 +102,19 @@ class Config(msgspec.Struct, frozen=True):
     conntrack: Conntrack = Conntrack()
     warnings: tuple[str, ...] = ()
     task: str = "serve"
+
+
+def needs_reopening(old: Config, new: Config) -> bool:
+    """Whether the mode must be opened anew for what is different. What only changes the table needs no more than that.
+
+    How pods are told apart and the bit of the mark are wired into programs and rules when a mode begins.
+    """
+
+    def wired(config: Config) -> tuple[object, ...]:
+        said = config.settings
+        return (config.mode, config.strict_mode, config.options, said.detect, said.pod_interface, said.masquerade_bit)
+
+    return wired(old) != wired(new)
 
 
 def available_modes() -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from controller.cluster import Cluster
-from controller.config import Config, available_modes
+from controller.config import Config, available_modes, needs_reopening
 from controller.errors import ConfigError, ControllerError, SourceError
 from controller.events import Recorder, node, service
 from controller.figures import Figures
@@ -484,11 +484,13 @@ class _Agent:
         """Go on with another configuration; False: it cannot serve, and the one before does."""
         old, self.config = self.config, config
         self._settle_in(config)
-        dataplane = (old.mode, old.strict_mode, old.options, old.settings)
-        if dataplane == (config.mode, config.strict_mode, config.options, config.settings):
-            return True
-        self.before = old
-        return self._reopen()
+        if needs_reopening(old, config):
+            self.before = old
+            return self._reopen()
+        if old.settings != config.settings:  # the next table says it
+            self.builder.mean(config.settings)
+            self.unsynced, self.rested_at = self.cluster.complete, 0.0
+        return True
 
     def _settle_in(self, config: Config) -> None:
         """Everything but the dataplane."""

@@ -54,10 +54,12 @@ mode: ebpf
 ## A file that changes
 
 The agent watches the file, also through the symbolic links of a ConfigMap's volume. kube-proxy ends when its file
-changes; here what can be applied is applied at once. Another mode, or other settings of the dataplane, take over as
-a new agent would: what is programmed serves until the next has adopted or replaced it. Fields marked *restart* wait
-for the next start of the agent, and the log and `status` name them. A file that cannot be used, or a mode that
-cannot serve, is told there too, and the configuration before stays.
+changes; here what can be applied is applied. Fields marked *at once* are: what a Service means goes into the next
+table, of which only what differs is programmed. Those marked *reopens* are wired into programs and rules: the mode
+takes over from itself, or from another one, as a new agent would. What is programmed serves until the next has
+adopted or replaced it; changes of Services wait for that, which takes seconds in mode `ebpf`. Fields marked
+*restart* wait for the next start of the agent, and the log and `status` name them. A file that cannot be used, or a
+mode that cannot serve, is told there too, and the configuration before stays.
 
 ## What is done to the node
 
@@ -81,6 +83,26 @@ def page() -> str:
     return "".join(parts)
 
 
+# Settings for which the mode is opened anew (`controller.config.needs_reopening`; a test compares).
+REOPEN: Final = frozenset({
+    "mode", "proxy_mode", "strict_mode", "detect_local_mode", "pod_bridge_interface", "pod_interface_name_prefix",
+    "iptables_masquerade_bit", "nftables_masquerade_bit", "iptables_sync_period", "nftables_sync_period",
+    "ipvs_sync_period", "ipvs_scheduler", "ipvs_exclude_cidrs", "ipvs_strict_arp", "ipvs_tcp_timeout",
+    "ipvs_tcpfin_timeout", "ipvs_udp_timeout", "conntrack_tcp_timeout_established",
+    "conntrack_tcp_timeout_close_wait", "conntrack_udp_timeout", "conntrack_udp_timeout_stream", "pod_interfaces",
+    "uplink_interfaces", "socket_scope", "no_fast_path", "no_traffic_counters", "answer_ping", "xdp", "dsr",
+    "masquerade_ports", "event_rate", "reject_rate", "failover_failures", "probe_interval", "probe_timeout",
+    "probe_failures",
+})  # fmt: skip
+
+
+def _change(row: Row) -> str:
+    """When a change takes effect."""
+    if row.setting.unused:
+        return ""
+    return "restart" if row.setting.restart else "reopens" if row.name in REOPEN else "at once"
+
+
 def _table(document: str) -> str:
     return _COLUMNS + "".join(f"{line}\n" for line in _lines(document))
 
@@ -90,9 +112,8 @@ def _lines(document: str) -> Iterator[str]:
         if row.document == document:
             setting = row.setting
             what = f"*Has no effect: {setting.unused}.*" if setting.unused else f"{row.text}."
-            change = "" if setting.unused else "restart" if setting.restart else "at once"
             flag = "" if not setting.flag else f"`-{'-' if len(setting.flag) > 1 else ''}{setting.flag}`"
-            cells = [f"`{row.path}`", _default(row), flag, what, change]
+            cells = [f"`{row.path}`", _default(row), flag, what, _change(row)]
             yield "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 

@@ -34,6 +34,10 @@ class Builder:
         self._basis: object = None
         self._checks: Mapping[str, HealthCheck] = MappingProxyType({})
 
+    def mean(self, settings: Settings) -> None:
+        """By these settings from the next table on; services that they do not change stay the same objects."""
+        self._settings, self._asked, self._basis = settings, None, None
+
     @property
     def health_checks(self) -> Mapping[str, HealthCheck]:
         """Service -> its health-check node port, as of the last table; the very same object when none changed."""

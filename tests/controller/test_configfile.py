@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller import cli, reference
-from controller.config import REMOVED_FLAGS, UNUSED, Config, Conntrack, Endpoint, duration, from_flags
+from controller.config import REMOVED_FLAGS, UNUSED, Config, Conntrack, Endpoint, duration, from_flags, needs_reopening
 from controller.configfile import Loaded, change, follow, load, of_flags, read, text, write
 from controller.documents import DOCUMENTS, HYBRID, KUBE_PROXY, HybridProxyConfiguration, Row, rows
 from controller.errors import ConfigError
@@ -571,6 +571,46 @@ class TestFlagsBesideAFile:
         for mode, seconds, rest in (("auto", 60, 5), ("nftables", 60, 5), ("ipvs", 120, 0)):
             config = from_flags(flags(*common, f"--proxy-mode={mode}"))
             assert (config.options.sync_seconds, config.min_sync_seconds) == (seconds, rest)
+
+
+OTHER: dict[str, Any] = {  # another value than the default, where `other` cannot guess one
+    "feature_gates": ["AllowServiceExternalIPs=false"], "bind_address": "192.0.2.1", "healthz_bind_address": "[::1]:1",
+    "metrics_bind_address": "[::1]:1", "logging_format": "json", "proxy_mode": "iptables", "mode": "iptables",
+    "masquerade_ports": "1024-2048", "cluster_cidr": "10.0.0.0/8", "nodeport_addresses": ["10.0.0.0/8"],
+    "pod_interfaces": ["v*"], "uplink_interfaces": ["e*"], "socket_scope": "all", "xdp": "off", "dsr": "ipip",
+    "algorithm": "maglev", "ipvs_scheduler": "wrr", "ipvs_exclude_cidrs": ["10.0.0.0/8"],
+    "pod_bridge_interface": "cni0", "pod_interface_name_prefix": "veth", "detect_local_mode": "NodeCIDR",
+    "nftables_min_sync_period": "7s", "conntrack_udp_timeout": "7s", "conntrack_udp_timeout_stream": "7s",
+}  # fmt: skip
+BESIDE: dict[str, dict[str, Any]] = {  # where a setting counts only with others
+    "pod_bridge_interface": {"detect_local_mode": "BridgeInterface"},
+    "pod_interface_name_prefix": {"detect_local_mode": "InterfaceNamePrefix"},
+}
+
+
+def other(row: Row) -> Any:
+    if row.name in OTHER:
+        return OTHER[row.name]
+    if row.type is bool:
+        return str(row.setting.inverted or not row.default).lower()  # inverted ones are named for what they turn off
+    return str(row.default + 1) if row.type is int else "7s"
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in rows() if not (row.setting.unused or row.setting.restart)], ids=lambda row: row.name
+)
+def test_what_reopens_the_mode_is_marked_so(row: Row):
+    """By what comes of the setting, in the mode that has it."""
+    mode = row.name.partition("_")[0]
+    base = {"mode": mode if mode in ("ipvs", "nftables", "iptables") and row.name != "mode" else "ebpf"}
+    if row.name == "proxy_mode":
+        base = {}
+    base |= BESIDE.get(row.name, {})
+    first = {row.name: "first0"} if row.name in BESIDE else {}
+    before = from_flags(base | first, {})
+    after = from_flags(base | {row.name: other(row)}, {})
+    assert after != before, "the test needs another value"
+    assert needs_reopening(before, after) == (row.name in reference.REOPEN)
 
 
 # ------------------------------------------------------------------------------------ what is written out

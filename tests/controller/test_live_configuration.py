@@ -14,7 +14,7 @@ import pytest
 
 from controller.lab.agent import Agent
 from controller.lab.network import CLUSTER_CIDRS, Lab
-from controller.lab.traffic import Tally
+from controller.lab.traffic import Tally, ask_tcp
 from tests.conformance.kit import HTTP, V4, V6, Bench, eventually, node_manifest
 from tests.controller.test_switching import left_of, new_connections, works
 
@@ -171,6 +171,42 @@ def test_settings_of_the_dataplane_and_of_services(start: Callable[[str], Agent]
     )
     rows = agent.command("backends", "--admin-socket", str(agent.socket), "-o", "json").stdout
     assert rows.count('"service"') >= 4
+
+
+@pytest.mark.parametrize("mode", ["ebpf", "nftables", "iptables"])
+def test_what_services_mean_changes_in_place(start: Callable[[str], Agent], file: File, lab: Lab, mode: str):
+    """The mode stays open: neither programs nor rules are made anew, and traffic sees no more than the change."""
+    agent = start(mode)
+    bench = Bench(lab, agent, itertools.count(1))
+    service = bench.service("pod2", "pod3", outside=True)
+    target = (lab["node"].address(V4), service.node_port)
+
+    def reaches_the_node_port() -> bool:
+        try:
+            bench.connect("client", target, V4, timeout=0.3).close()
+        except OSError:
+            return False
+        return True
+
+    eventually(reaches_the_node_port, 5, "the node port is not served")
+    generation = agent.status()["generation"]
+    with new_connections(lab, service, PATIENCE) as tallies:
+        for addresses, served in ((["203.0.113.0/24"], False), ([], True)):
+            file.theirs["nodePortAddresses"] = addresses
+            file.write()
+            eventually(lambda served=served: reaches_the_node_port() is served, 10, f"node port served: not {served}")
+        file.theirs["nftables" if mode == "nftables" else "iptables"] = {"masqueradeAll": True}
+        file.write()
+
+        def is_seen_as() -> str:
+            with bench.connect("pod1", service.vip(V4), V4) as connection:
+                return ask_tcp(connection).peer[0]
+
+        eventually(lambda: is_seen_as() != lab["pod1"].address4, 10, "masqueradeAll has no effect")
+        time.sleep(0.5)
+    nothing_failed(tallies)
+    assert agent.status()["generation"] > generation, "tables go on from the one before"
+    assert f"mode {mode} serves" not in agent.tail(200), "the mode was opened anew"
 
 
 def test_log_level_and_what_waits_and_what_is_refused(start: Callable[[str], Agent], file: File, lab: Lab):
