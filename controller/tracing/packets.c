@@ -12,7 +12,7 @@ enum { FIN = 1, SYN = 2, RST = 4, ACK = 16 };
 enum { TCP = 6, UDP = 17, SCTP = 132 };
 enum { ASKED, ANSWERED, REFUSED, REPEATED };
 
-#define STALE_NS 20000000ULL /* an sk_buff that was not seen for so long has become another packet's */
+#define STALE_NS 100000000ULL /* an sk_buff that was not seen for so long has become another packet's */
 
 struct ends {
 	u8 source[16];

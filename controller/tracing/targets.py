@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any, Final, NamedTuple
@@ -12,7 +13,7 @@ __all__ = ["PROTOCOLS", "Place", "Targets", "mapped", "of_services", "place_text
 
 PROTOCOLS: Final = {"TCP": 6, "UDP": 17, "SCTP": 132}
 _V4: Final = bytes(10) + b"\xff\xff"  # RFC 4291, 2.5.5.2
-_NODE_PORT: Final = "node port "
+_NODE_PORT: Final = re.compile(r"(?:node ?port |\*:)(\d+)", re.IGNORECASE)
 
 
 class Place(NamedTuple):
@@ -96,7 +97,12 @@ def of_services(
 
 
 def _frontend(text: str, protocol: str, node: Sequence[str]) -> Iterable[Place]:
-    if text.startswith(_NODE_PORT):
-        port = int(text.removeprefix(_NODE_PORT))
+    """The modes write a node port as `node port 30080`, `nodePort 30080`, `*:30080`, or at no address in particular."""
+    if found := _NODE_PORT.fullmatch(text):
+        port = int(found[1])
         return [Place(mapped(address), port, PROTOCOLS[protocol]) for address in node]
-    return [_place(text, protocol)]
+    place = _place(text, protocol)
+    if not ip_address(unmapped(place.address)).is_unspecified:
+        return [place]
+    version = ip_address(unmapped(place.address)).version
+    return [place._replace(address=mapped(address)) for address in node if ip_address(address).version == version]

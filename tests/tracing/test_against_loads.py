@@ -84,6 +84,27 @@ def test_a_destination_without_a_service_can_be_measured(stage: Stage) -> None:
     assert count(told, "whole way: received to sent", "reply") == 40
 
 
+def test_node_ports_count_with_masqueraded_clients(stage: Stage) -> None:
+    """From outside to the node's own address: source and destination change, and the answers are still found."""
+    path = stage.agent.manifests / "web.yaml"
+    before = path.read_text()
+    path.write_text(
+        before.replace("type: ClusterIP", "type: NodePort").replace("port: 80\n", "nodePort: 30080\n    port: 80\n")
+    )
+    target = f"{stage.lab['node'].address4}:30080"
+    try:
+        eventually(lambda: stage.load("connections", target, "client", count=1).answered == 1, 10, "no node port")
+        with stage.traced("default/web", "--stages", "--whole") as told:
+            tally = stage.load("connections", target, "client", count=30)
+    finally:
+        path.write_text(before)
+    assert tally.answered == 30
+    assert count(told, "received") == 30
+    if stage.mode != "userspace":
+        assert count(told, "whole way: received to sent") == 30
+        assert count(told, "whole way: received to sent", "reply") == 30
+
+
 @pytest.mark.parametrize("family", [4], ids=["v4"])
 def test_answers_are_counted_by_backend(stage: Stage, family: int) -> None:
     if stage.mode == "userspace":
