@@ -439,10 +439,12 @@ examples:
 
 _CLEANUP: Final = """
 Removes the programs, links, maps and pins of hybrid-proxy from this network namespace, and nothing else.
-Established connections through a service end with it. Stop the agent first.
+Stop the agent first. Where another proxy is on the node it gets the new connections at once, and those that are open
+have three seconds to end (--drain), fewer when none is open; what is open then breaks in mode ebpf.
 
-example:
+examples:
   hybrid-proxy cleanup
+  hybrid-proxy cleanup --drain 60          for longer requests, on the way back to kube-proxy
 """
 
 _LAB: Final = """
@@ -582,6 +584,10 @@ def parser() -> argparse.ArgumentParser:
     _output(explain)
 
     cleanup = command("cleanup", "remove everything of hybrid-proxy from this network namespace", _CLEANUP)
+    cleanup.add_argument(
+        "--drain", type=float, metavar="SECONDS",
+        help="let open connections go on for so long, and new ones pass (default: 3 beside another proxy, else 0)",
+    )  # fmt: skip
     _places(cleanup)
     _admin(cleanup)
     _logging(cleanup)
@@ -672,7 +678,7 @@ def _call(args: argparse.Namespace) -> int:
         case "cleanup":
             from controller import loop
 
-            return loop.cleanup(from_flags(vars(args)))
+            return loop.cleanup(from_flags(vars(args)), args.drain)
         case "top":
             from controller.top import command
 

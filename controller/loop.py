@@ -30,7 +30,7 @@ from controller.figures import Figures
 from controller.health import Health
 from controller.mailbox import Mailbox
 from controller.model import EndpointSlice, Event, Overtaken, Problem, Removed, SourceState, Upserted
-from controller.modes import Choice, clean_others, hold_namespace, open_first, take_over
+from controller.modes import DRAIN_SECONDS, Choice, clean_others, hold_namespace, let_end, open_first, take_over
 from controller.neighbours import Neighbours
 from controller.pages import Pages
 from controller.prepare import prepare
@@ -140,15 +140,31 @@ def run(config: Config, followed: Followed | None = None, flags: Mapping[str, An
     return agent.run()
 
 
-def cleanup(config: Config) -> int:
-    """Remove what every mode may have left in this namespace."""
+def cleanup(config: Config, drain: float | None = None) -> int:
+    """Remove what every mode may have left in this namespace.
+
+    `drain` is for how many seconds open connections may go on before that, None: as long as in a change of modes where
+    another proxy is here, which takes the new ones, and not at all where none is.
+    """
     with hold_namespace():
+        if drain is None:
+            drain = DRAIN_SECONDS if _another_proxy() else 0.0
+        if drain > 0:
+            print(f"new connections are left to others; open ones get {drain:g} s to end", file=sys.stderr)
+            let_end(config.options, drain)
         removed = clean_others("", available_modes(), config.options)
     for name, count in removed.items():
         print(f"removed {count} things of mode {name} from this network namespace")
     if not removed:
         print("nothing of ours is here")
     return 0
+
+
+def _another_proxy() -> bool:
+    from dataplane.kernel.neighbours import look_around
+
+    seen = look_around("")
+    return bool(seen.kube_proxy or seen.kube_proxy_processes)
 
 
 def prepare_node(config: Config) -> int:

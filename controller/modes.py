@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -18,13 +19,15 @@ from dataplane.kernel.places import netns_number
 from dataplane.mode import Mode, Options, Programmer, Wake
 
 __all__ = [
-    "FALLBACK", "Choice", "Opened", "clean_others", "hold_namespace", "open_first", "open_mode", "survey",
-    "take_over",
+    "DRAIN_SECONDS", "FALLBACK", "Choice", "Opened", "clean_others", "hold_namespace", "let_end", "open_first",
+    "open_mode", "survey", "take_over",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
 
 DRAIN_SECONDS: Final = 3.0
+LOOK_SECONDS: Final = 0.2
+MOST_FLOWS: Final = 10_000  # looked at for one that is open
 
 # What is tried, in this order, for each mode that can be asked for.
 FALLBACK: Final = {
@@ -178,6 +181,33 @@ def take_over(effective: str, options: Options, told: Callable[[str], None] = lo
     timer.name, timer.daemon = "take-over", True
     timer.start()
     return timer
+
+
+def let_end(options: Options, seconds: float) -> float:
+    """Before everything of ours goes: who else serves here gets the new connections, and open ones may end.
+
+    Only modes that have flows of their own need it (`Mode.drain`); with others open connections go on in conntrack.
+
+    Args:
+        options: for the modes.
+        seconds: how long to wait for TCP connections that are open; less when there are none.
+
+    Returns:
+        Seconds that were waited.
+    """
+    began = time.monotonic()
+    drained = [name for name in available_modes() if may_have_left(name, options.pin_root) and _drained(name, options)]
+    while any(_has_open(name, options) for name in drained) and time.monotonic() - began < seconds:
+        time.sleep(LOOK_SECONDS)
+    return time.monotonic() - began
+
+
+def _has_open(name: str, options: Options) -> bool:
+    view = open_mode(name).look(options, {})
+    if view is None:
+        return False
+    with contextlib.closing(view):
+        return any(row["protocol"] == "TCP" and row["state"] != "closed" for row in view.flows(MOST_FLOWS)[0])
 
 
 def _drained(name: str, options: Options) -> bool:

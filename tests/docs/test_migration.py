@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +15,7 @@ from functools import partial
 import pytest
 
 from controller.lab.network import Lab
-from controller.lab.traffic import Tally, load, meanwhile
+from controller.lab.traffic import Tally, ask_tcp, load, meanwhile
 from tests.conformance.kit import PATIENCE
 
 from .kit import run_blocks, shell, start_agent
@@ -95,8 +98,41 @@ def test_from_kube_proxy_and_back(lab: Lab, former: str, ours: str) -> None:
         agent.terminate()
         assert agent.wait(10) == 0
         write_kube_proxys_rules(lab, former)  # kube-proxy starts again
-    assert run_blocks(lab, PAGE, "node", "back")
+        assert run_blocks(lab, PAGE, "node", "back")
     with connections(lab):
         assert kube_proxys_rules(lab)
         assert "nothing of ours" in shell(lab, "hybrid-proxy cleanup").stdout
     assert set(BACKENDS) == {pod.address4 for pod in lab.pods()[:3]}
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["it ends", "it stays open"])
+def test_what_is_open_may_end_before_ours_goes(lab: Lab, ends: bool) -> None:
+    """On the way back from mode ebpf: what is under way is answered; what lasts longer is not waited for."""
+    agent = start_agent(lab, "ebpf")
+    try:
+        connection = lab.socket("pod4")
+        connection.settimeout(2 * PATIENCE)
+        connection.connect(WEB)
+        assert ask_tcp(connection).peer[0] == lab["pod4"].address4
+    finally:
+        agent.terminate()
+        agent.wait(10)
+    write_kube_proxys_rules(lab, "iptables")
+    drain = "60" if ends else "2"
+    argv = [sys.executable, "-m", "controller", "cleanup", "--drain", drain, "--cgroup", str(lab.cgroup)]
+    cleanup = lab.start("node", argv, output=subprocess.PIPE)
+    time.sleep(1)
+    assert ask_tcp(connection).peer[0] == lab["pod4"].address4, "the open connection has not gone on"
+    with lab.socket("pod4") as other:
+        other.settimeout(2 * PATIENCE)
+        other.connect(WEB)
+        ask_tcp(other)
+    if ends:
+        assert cleanup.poll() is None, "cleanup does not wait for what is open"
+        connection.close()
+    assert cleanup.wait(20) == 0
+    assert cleanup.stdout is not None
+    assert "of mode ebpf" in cleanup.stdout.read()
+    connection.close()
+    with connections(lab):
+        time.sleep(0.5)
