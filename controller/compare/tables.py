@@ -176,7 +176,7 @@ _ONE_CPU: Final = (
     "wakes up. The agent and the relay of mode userspace may use the others."
 )
 _CHANGE: Final = (
-    "A change counts from the moment at which its manifest is in place to the first connection that reaches the new "
-    "backend; some 20 ms of it are the watch of the folder, in every mode. The agent's part begins when it has read "
-    "the object and ends when that is programmed."
+    "After each start one change goes uncounted. A change counts from the moment at which its manifest is in place to "
+    "the first connection that reaches the new backend; some 20 ms of it are the watch of the folder, in every mode. "
+    "The agent's part begins when it has read the object and ends when that is programmed."
 )
