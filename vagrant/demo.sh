@@ -1,9 +1,9 @@
 #!/bin/sh
 # Shows a service balanced in each mode, on a machine of the lab: `demo`, or `demo nftables ebpf`.
-# `demo compare` hands over to the comparison of modes, if this installation has one (DEMO_COMPARE names it).
+# `demo compare` measures the modes beside each other, in namespaces of this machine; more flags are those of the command.
 set -eu
 : "${REQUESTS:=60}" "${NODES:=control worker1 worker2}" "${ROOT_COMMAND:=sudo}" "${CONFIG:=/etc/hybrid-proxy/config.conf}"
-: "${DEMO_COMPARE:=/usr/local/bin/hybrid-proxy-compare}"
+: "${REPORT:=/var/tmp/compare/report.html}"
 
 # tally: answers, one a line, to "pod-a 21, pod-b 19"; an empty line is a request without an answer.
 tally() {
@@ -45,11 +45,23 @@ serving_mode() {
     on "$(hostname)" hybrid-proxy status -o json | sed -n 's/.*"effective": *"\([a-z]*\)".*/\1/p' | head -n 1
 }
 
+# load_generators: installed when one is missing. Of nginx the program is wanted, not a server at port 80.
+load_generators() {
+    for program in wrk iperf3 nginx; do
+        [ -x "/usr/bin/$program" ] || [ -x "/usr/sbin/$program" ] || missing="${missing:-} $program"
+    done
+    [ -n "${missing:-}" ] || return 0
+    $ROOT_COMMAND systemctl mask -q nginx
+    $ROOT_COMMAND apt-get update -q
+    # shellcheck disable=SC2086 # words
+    $ROOT_COMMAND apt-get install -q -y --no-install-recommends $missing
+}
+
 main() {
     if [ "${1:-}" = compare ]; then
         shift
-        [ -x "$DEMO_COMPARE" ] || { echo "demo: no comparison of modes is installed at $DEMO_COMPARE" >&2; exit 1; }
-        exec "$DEMO_COMPARE" "$@"
+        load_generators
+        exec $ROOT_COMMAND hybrid-proxy compare --report "$REPORT" "$@"
     fi
     kubectl rollout status deployment/web --timeout 180s
     kubectl wait pod/client --for condition=Ready --timeout 180s

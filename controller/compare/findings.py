@@ -109,7 +109,8 @@ def findings(run: Run) -> Findings:
 def _all(run: Run) -> Iterator[tuple[int, Metric, str]]:
     for size in run.settings.sizes:
         for metric in METRICS:
-            if not run.settings.live or metric.load in ("connections", "requests"):
+            # Of a live service nobody knows which processes serve it: there is no cost of them alone.
+            if not run.settings.live or (metric.load in ("connections", "requests") and "_cost" not in metric.name):
                 for mode in run.settings.modes:
                     yield size, metric, mode
 
@@ -257,8 +258,9 @@ def _warnings(run: Run, rows: Sequence[Row], noise: Sequence[Noise], standings: 
 
 
 _HEADLINES: Final = {
+    "connection_cost": "cost of a new connection: {first} takes",
+    "request_cost": "cost of a request on an open connection: {first} takes",
     "connections": "new connections a second: {first} makes",
-    "requests": "requests on open connections: {first} makes",
     "change": "time until a change counts: {first} takes",
 }
 

@@ -15,7 +15,18 @@ import msgspec
 from controller.compare.result import SHARES
 from controller.errors import ControllerError
 
-__all__ = ["CLIENTS", "DATAGRAM", "NEEDS", "PACKAGES", "Found", "LoadFailed", "argv", "busy_seconds", "found"]
+__all__ = [
+    "CLIENTS",
+    "DATAGRAM",
+    "NEEDS",
+    "PACKAGES",
+    "Found",
+    "LoadFailed",
+    "argv",
+    "busy_seconds",
+    "found",
+    "interrupt_seconds",
+]
 
 CLIENTS: Final = 8  # connections of wrk at the same time
 DATAGRAM: Final = 64  # bytes of payload
@@ -59,21 +70,32 @@ def argv(load: str, address: str, port: int, seconds: int, script: PurePath, pat
     return [*iperf, "-u", "-b", "0", "-l", str(DATAGRAM)] if load == "datagrams" else iperf
 
 
-def found(load: str, output: str, cpu: float) -> Found:
+def found(load: str, output: str, cpu: float, own: float | None = None) -> Found:
     """What the command's output says.
 
     Args:
         load: which.
         output: of `argv`'s command.
         cpu: seconds that all processors worked meanwhile.
+        own: seconds that they worked for client, server and proxy; None: not known.
 
     Raises:
         LoadFailed: nothing was measured.
     """
-    return _wrk(load, output, cpu) if load in ("connections", "requests") else _iperf(load, output)
+    told, amount = _wrk(load, output, cpu) if load in ("connections", "requests") else _iperf(load, output)
+    if own is None or not amount:
+        return told
+    return msgspec.structs.replace(told, values={**told.values, _COST[load]: own / amount})
 
 
-def _wrk(load: str, output: str, cpu: float) -> Found:
+# What a cost is of, and in: a connection, a request and a packet in microseconds, a Gbit in milliseconds.
+_COST: Final = {
+    "connections": "connection_cost", "requests": "request_cost", "stream": "stream_cost", "datagrams": "datagram_cost",
+}  # fmt: skip
+
+
+def _wrk(load: str, output: str, cpu: float) -> tuple[Found, float]:
+    """What was found, and the number of requests in millions."""
     last = output.strip().rpartition("\n")[2]
     try:
         told = msgspec.json.decode(last)
@@ -84,13 +106,14 @@ def _wrk(load: str, output: str, cpu: float) -> Found:
         raise LoadFailed(f"wrk: no request was answered, {failed} failed")
     rate, each = count / seconds, cpu / count * 1e6
     if load == "connections":
-        return Found({"connections": rate, "connection_cpu": each}, count, failed=failed)
+        return Found({"connections": rate, "connection_cpu": each}, count, failed=failed), count / 1e6
     curve = tuple(us / 1000 for us in told["latency"])
     latency = {f"latency_p{share}": curve[SHARES.index(share)] for share in (50, 90, 99)}
-    return Found({"requests": rate, "request_cpu": each} | latency, count, curve, failed)
+    return Found({"requests": rate, "request_cpu": each} | latency, count, curve, failed), count / 1e6
 
 
-def _iperf(load: str, output: str) -> Found:
+def _iperf(load: str, output: str) -> tuple[Found, float]:
+    """What was found, and what arrived: thousands of Gbit, or millions of packets."""
     try:
         told: dict[str, Any] = msgspec.json.decode(output)
     except msgspec.DecodeError as error:
@@ -99,9 +122,11 @@ def _iperf(load: str, output: str) -> Found:
         raise LoadFailed(f"iperf3: {told['error']}")
     end = told["end"]
     if load == "stream":
-        return Found({"stream": end["sum_received"]["bits_per_second"] / 1e9})
+        arrived = end["sum_received"]
+        return Found({"stream": arrived["bits_per_second"] / 1e9}), arrived["bytes"] * 8 / 1e12
     total = end["sum"]
-    return Found({"datagrams": (total["packets"] - total["lost_packets"]) / total["seconds"]})
+    packets = total["packets"] - total["lost_packets"]
+    return Found({"datagrams": packets / total["seconds"]}), packets / 1e6
 
 
 def busy_seconds(stat: str, ticks: int) -> float:
@@ -112,3 +137,14 @@ def busy_seconds(stat: str, ticks: int) -> float:
     words: Sequence[str] = stat.partition("\n")[0].split()
     user, nice, system, _idle, _iowait, irq, softirq = map(int, words[1:8])
     return (user + nice + system + irq + softirq) / ticks
+
+
+def interrupt_seconds(stat: str, ticks: int) -> float:
+    """Seconds spent in interrupts that are in no process's account, of the text of /proc/stat.
+
+    A kernel that measures them takes them out of the processes' time (CONFIG_IRQ_TIME_ACCOUNTING); one that samples by
+    its clock leaves them in, and then never sees itself in a hard interrupt, so that `irq` stays 0.
+    """
+    words = stat.partition("\n")[0].split()
+    hard, soft = int(words[6]), int(words[7])
+    return (hard + soft) / ticks if hard else 0.0

@@ -10,12 +10,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 from controller.compare import objects
-from controller.compare.loads import Found, LoadFailed, argv, busy_seconds, found
+from controller.compare.loads import Found, LoadFailed, argv, busy_seconds, found, interrupt_seconds
 from controller.compare.plan import Settings
 from controller.errors import ControllerError
 from controller.lab.agent import Agent, remove
@@ -173,7 +173,12 @@ class Stand:
         """
         port = objects.HTTP_PORT if name in ("connections", "requests") else objects.STREAM_PORT
         command = argv(name, address, port, self.settings.seconds, SCRIPT)
-        return measured(name, self.lab.command(_CLIENT, [*self.prefix, *command]), self.settings.seconds)
+        return measured(name, self.lab.command(_CLIENT, [*self.prefix, *command]), self.settings.seconds, self._used)
+
+    def _used(self) -> float:
+        """Seconds of CPU that processes of this lab have used: clients, servers, the agent and its relay."""
+        words = (self.lab.cgroup / "cpu.stat").read_text().split()
+        return int(words[words.index("usage_usec") + 1]) / 1e6
 
     def service(self, load: str) -> str:
         """The address of the service that this load goes to."""
@@ -200,30 +205,45 @@ class Stand:
         return (int(told) - wrote) / 1e6
 
 
-def measured(load: str, command: Sequence[str], seconds: int, tries: int = 2) -> Found:
+def measured(
+    load: str, command: Sequence[str], seconds: int, used: Callable[[], float] | None = None, tries: int = 2
+) -> Found:
     """Run one load generator and read what it says; iperf3's server may need a moment after the last client.
+
+    Args:
+        load: which.
+        command: that makes it.
+        seconds: how long it lasts.
+        used: how many seconds of CPU client, server and proxy have had.
+        tries: how often.
 
     Raises:
         LoadFailed: nothing was measured.
     """
     ticks = os.sysconf("SC_CLK_TCK")
     while True:
-        before = busy_seconds(Path("/proc/stat").read_text(), ticks)
+        before = _clocks(ticks, used)
         try:
             done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds + 60, check=False
             )
         except subprocess.TimeoutExpired as error:
             raise LoadFailed(f"{load}: no end after {seconds + 60} s") from error
-        cpu = busy_seconds(Path("/proc/stat").read_text(), ticks) - before
+        busy, own = (now - then for now, then in zip(_clocks(ticks, used), before, strict=True))
         try:
-            return found(load, done.stdout, cpu)
+            return found(load, done.stdout, busy, own if used else None)
         except LoadFailed as error:
             tries -= 1
             if not tries:
                 words = done.stderr.strip()
                 raise LoadFailed(f"{error} {words[-200:]}".strip()) from error
             time.sleep(0.5)
+
+
+def _clocks(ticks: int, used: Callable[[], float] | None) -> tuple[float, float]:
+    """Seconds that all processors worked, and those for client, server and proxy, with the kernel's interrupts."""
+    stat = Path("/proc/stat").read_text()
+    return busy_seconds(stat, ticks), (used() + interrupt_seconds(stat, ticks)) if used else 0.0
 
 
 @contextlib.contextmanager

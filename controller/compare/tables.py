@@ -168,8 +168,9 @@ _LEAD: Final = (
     "≈ not told apart, because the interval holds 1."
 )
 _CPU: Final = (
-    "CPU is that of the whole machine, so that the kernel's work for packets counts, and what other processes do "
-    "meanwhile, too. Latency is of clients that ask again as soon as they are answered, not of a given rate."
+    "Cost is the CPU time of clients, servers and the proxy's processes, with the kernel's work for their packets; it "
+    "holds on a busy machine, too. The machine's CPU is that of all processes. Latency is of clients that ask again as "
+    "soon as they are answered, not of a given rate."
 )
 _ONE_CPU: Final = (
     "Client and server share one CPU: rates are what a connection or a packet costs in all, not how fast an idle CPU "

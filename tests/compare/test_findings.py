@@ -35,7 +35,7 @@ def test_who_is_behind_is_told() -> None:
     assert row is not None
     assert row.verdict == "behind"
     for standing in found.standings:
-        assert (len(standing.ahead), len(standing.behind), len(standing.even)) == (0, 13, 0)
+        assert (len(standing.ahead), len(standing.behind), len(standing.even)) == (0, 17, 0)
         assert "behind in new connections 0.76 ×" in standing.sentence("iptables")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.compare.loads import LoadFailed, argv, busy_seconds, found
+from controller.compare.loads import LoadFailed, argv, busy_seconds, found, interrupt_seconds
 
 SCRIPT = Path("latency.lua")
 LAST = {"requests": 2000, "duration": 1000000, "failed": 0, "latency": [100, 1, 2, 3, 250, 5, 600, 7, 900, 1000]}
@@ -37,8 +37,17 @@ def test_a_load_without_answers_is_no_measurement(output: str) -> None:
         found("requests", output, cpu=1)
 
 
+def test_the_cost_is_of_each_connection_request_gbit_and_packet() -> None:
+    assert found("connections", WRK, cpu=0.5, own=0.2).values["connection_cost"] == pytest.approx(100)
+    assert found("requests", WRK, cpu=0.5, own=0.02).values["request_cost"] == pytest.approx(10)
+    stream = {"end": {"sum_received": {"bits_per_second": 8e9, "bytes": 1e9}}}
+    assert found("stream", json.dumps(stream), 1, own=0.4).values["stream_cost"] == pytest.approx(50)
+    udp = {"end": {"sum": {"packets": 30_000, "lost_packets": 10_000, "seconds": 1.0}}}
+    assert found("datagrams", json.dumps(udp), 1, own=0.3).values["datagram_cost"] == pytest.approx(15)
+
+
 def test_of_a_stream_what_was_received_counts() -> None:
-    told = {"end": {"sum_sent": {"bits_per_second": 9e9}, "sum_received": {"bits_per_second": 8e9}}}
+    told = {"end": {"sum_sent": {"bits_per_second": 9e9}, "sum_received": {"bits_per_second": 8e9, "bytes": 1e9}}}
     assert found("stream", json.dumps(told), 0).values == {"stream": 8}
 
 
@@ -64,3 +73,10 @@ def test_softirq_is_work_and_waiting_is_not() -> None:
     #      user nice system idle iowait irq softirq steal guest guest_nice
     stat = "cpu  100 20 300 5000 600 7 80 900 50 5\ncpu0 1 1 1 1 1 1 1 1 1 1\n"
     assert busy_seconds(stat, 100) == pytest.approx((100 + 20 + 300 + 7 + 80) / 100)
+
+
+def test_interrupts_are_added_where_the_kernel_keeps_them_apart() -> None:
+    measures = "cpu  100 20 300 5000 600 7 80 900 50 5\n"
+    samples = "cpu  100 20 300 5000 600 0 80 900 50 5\n"
+    assert interrupt_seconds(measures, 100) == pytest.approx(0.87)
+    assert interrupt_seconds(samples, 100) == 0

@@ -86,6 +86,7 @@ def test_the_control_is_sane(report: Report) -> None:
     control = {name: row.control.median for row in report.findings.rows if row.control for name in [row.metric]}
     assert 300 < control["connections"] < control["requests"]
     assert control["request_cpu"] < control["connection_cpu"]
+    assert control["request_cost"] < control["connection_cost"] < control["connection_cpu"] * 1.2
     assert control["latency_p50"] <= control["latency_p90"] <= control["latency_p99"]
     assert control["stream"] > 0.2
     assert control["datagrams"] > 1000
