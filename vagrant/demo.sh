@@ -48,7 +48,7 @@ serving_mode() {
 # load_generators: installed when one is missing. Of nginx the program is wanted, not a server at port 80.
 load_generators() {
     for program in wrk iperf3 nginx; do
-        [ -x "/usr/bin/$program" ] || [ -x "/usr/sbin/$program" ] || missing="${missing:-} $program"
+        (PATH="$PATH:/usr/sbin"; command -v "$program" >/dev/null) || missing="${missing:-} $program"
     done
     [ -n "${missing:-}" ] || return 0
     $ROOT_COMMAND systemctl mask -q nginx

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -17,7 +19,8 @@ from controller.compare.result import Run
 from tests.compare import browser
 from tests.compare.kit import MACHINE, made_up
 
-PICTURES = Path(__file__).resolve().parents[2] / "build/compare-pictures"
+ROOT = Path(__file__).resolve().parents[2]
+PICTURES = ROOT / "build/compare-pictures"
 EVERY = ("ebpf", "ipvs", "nftables", "iptables", "userspace")
 
 
@@ -159,6 +162,22 @@ def test_a_report_of_nothing_can_be_written(tmp_path: Path) -> None:
     run = made_up(upto=0)
     assert "not finished" in html(run, findings(run))
     assert "not finished" in markdown(run, findings(run))
+
+
+def test_the_demonstration_of_the_machines_hands_over(page: Path, tmp_path: Path) -> None:
+    """`demo compare` with all tools in place: the command itself, with a report and the flags that were given."""
+    for tool in ("nginx", "wrk", "iperf3"):
+        if not shutil.which(tool):
+            pytest.skip(f"{tool} is missing: make setup")
+    target = tmp_path / "there" / "report.html"
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["sh", str(ROOT / "vagrant/demo.sh"), "compare", "--from", str(page.with_suffix(".json"))],
+        env=os.environ | {"ROOT_COMMAND": "env", "REPORT": str(target), "PATH": path},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert target.read_text() == page.read_text()
 
 
 @pytest.mark.parametrize(
