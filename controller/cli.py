@@ -613,6 +613,7 @@ def _compare(parser: argparse.ArgumentParser) -> None:
         ("services", "10,1000", "numbers of services, N,..."),
         ("backends", "10", "endpoints of each service"),
         ("rounds", "6", "how often everything is measured; six are the fewest that make a difference sure"),
+        ("turns", "2", "how often each load has its turn in a round: pairs with the control are rounds times turns"),
         ("seconds", "1", "how long each load lasts"),
         ("changes", "5", "changes of a backend in each round"),
     ):

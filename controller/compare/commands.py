@@ -35,7 +35,7 @@ from dataplane.mode import Options
 __all__ = ["main"]
 
 STATE: Final = "compare-state"  # folder, where no report says a name
-_MOST: Final = {"backends": 100, "rounds": 100, "seconds": 600, "changes": 1000}
+_MOST: Final = {"backends": 100, "rounds": 100, "turns": 20, "seconds": 600, "changes": 1000}
 
 
 def main(args: argparse.Namespace) -> int:
@@ -131,7 +131,16 @@ def _settings(args: argparse.Namespace, live: Live | None) -> Settings:
         if not args.path.startswith("/"):
             raise ConfigError(f"--path {args.path}: begins with /")
         return Settings(
-            (live.mode,), (live.services,), 0, rounds, seconds, 0, one_cpu=False, live=args.live, path=args.path
+            (live.mode,),
+            (live.services,),
+            0,
+            rounds,
+            seconds,
+            0,
+            one_cpu=False,
+            live=args.live,
+            path=args.path,
+            turns=number["turns"],
         )
     modes = tuple(dict.fromkeys(filter(None, args.modes.split(","))))
     for mode in modes:
@@ -140,7 +149,10 @@ def _settings(args: argparse.Namespace, live: Live | None) -> Settings:
     sizes = tuple(_number("--services", text, objects.FEWEST + 1, 60_000) for text in args.services.split(","))
     if not modes:
         raise ConfigError("--modes: names no mode")
-    return Settings(modes, sizes, number["backends"], rounds, seconds, number["changes"], one_cpu=not args.all_cpus)
+    return Settings(
+        modes, sizes, number["backends"], rounds, seconds, number["changes"],
+        one_cpu=not args.all_cpus, turns=number["turns"],
+    )  # fmt: skip
 
 
 def _number(flag: str, text: str, least: int, most: int) -> int:

@@ -82,6 +82,7 @@ class Settings(msgspec.Struct, frozen=True):
         one_cpu: clients and servers share one CPU.
         live: `NAMESPACE/NAME` of a service of this node, "": a lab.
         path: of the requests to that service.
+        turns: how often each load has its turn in a round; a start takes longer and is measured once.
     """
 
     modes: tuple[str, ...]
@@ -93,10 +94,11 @@ class Settings(msgspec.Struct, frozen=True):
     one_cpu: bool = True
     live: str = ""
     path: str = "/"
+    turns: int = 1
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One measurement: what, in which mode, with how many services, in which round (from 0)."""
+    """One measurement: what, in which mode, with how many services, in which round (from 0; of traffic: which turn)."""
 
     kind: Kind
     mode: str
@@ -112,15 +114,25 @@ class Step(msgspec.Struct, frozen=True):
 def steps(settings: Settings, works: tuple[str, ...]) -> Iterator[Step]:
     """All steps in order, for the modes that work here; those of one size and round stand together.
 
-    A round starts every mode anew, then gives each its traffic, then its changes.
+    A round starts every mode anew, then gives each its traffic, as often as there are turns, then its changes.
     """
-    kinds: tuple[Kind, ...] = ("live",) if settings.live else ("start", "traffic", "change")
     chosen = [mode for mode in settings.modes if mode in works]
     for size in settings.sizes:
         for number in range(settings.rounds):
-            for kind in kinds:
-                for mode in _turned(chosen, number):
-                    yield Step(kind, mode, size, number)
+            for kind, turn in _parts(settings, number):
+                for mode in _turned(chosen, turn):
+                    yield Step(kind, mode, size, turn)
+
+
+def _parts(settings: Settings, number: int) -> Iterator[tuple[Kind, int]]:
+    """The kinds of steps in one round, each with the number that its steps get."""
+    turns = range(number * settings.turns, (number + 1) * settings.turns)
+    if settings.live:
+        yield from (("live", turn) for turn in turns)
+        return
+    yield "start", number
+    yield from (("traffic", turn) for turn in turns)
+    yield "change", number
 
 
 def _turned(modes: list[str], number: int) -> list[str]:

@@ -69,7 +69,8 @@ def progress(total: int, done: int) -> Iterator[Told]:
 
 def _words(step: Step) -> str:
     what = {"start": "starts", "traffic": "traffic", "change": "changes", "live": "traffic"}[step.kind]
-    return f"{step.mode:<9} {step.size:>6,} services  round {step.round + 1}  {what}"
+    number = f"{'turn' if what == 'traffic' else 'round'} {step.round + 1}"
+    return f"{step.mode:<9} {step.size:>6,} services  {what}, {number}"
 
 
 def _problems(cell: Cell) -> Iterator[str]:

@@ -111,7 +111,7 @@ def place(run: Run) -> list[tuple[str, str]]:
         ("machine", f"{m.processor}, {m.cpus} CPUs, {m.memory / 2**30:.0f} GiB{virtual}"),
         ("system", f"Linux {m.kernel}, {m.system}"),
         ("load before", f"{m.load:.2f} running processes"),
-        ("rounds", f"{s.rounds}, loads of {s.seconds} s, {s.changes} changes in each"),
+        ("rounds", f"{s.rounds}; in each {s.turns} turns of loads of {s.seconds} s, {s.changes} changes"),
         ("tools", ", ".join(f"{name} {version}" for name, version in m.tools.items()) or "none"),
     ]
     if s.live:

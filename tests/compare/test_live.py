@@ -44,7 +44,7 @@ def agent() -> Iterator[Agent]:
 def command(agent: Agent, state: Path, *more: str) -> list[str]:
     return [
         sys.executable, "-m", "controller", "compare", "--live", NAME, "--admin-socket", str(agent.socket),
-        "--rounds", "2", "--state", str(state), "-o", "json", *more,
+        "--rounds", "2", "--turns", "1", "--state", str(state), "-o", "json", *more,
     ]  # fmt: skip
 
 

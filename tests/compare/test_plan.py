@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
+
 from controller.compare.plan import LOADS, METRICS, Settings, Step, control_first, steps
 
 ALL = ("ebpf", "nftables", "iptables")
@@ -30,6 +32,14 @@ def test_nobody_is_always_first_or_after_the_same_one() -> None:
     for mode in ALL:
         before = {order[i - 1].mode for i in range(1, len(order)) if order[i].mode == mode}
         assert len(before - {mode}) == 2
+
+
+def test_a_round_has_several_turns_of_traffic() -> None:
+    made = list(steps(msgspec.structs.replace(SETTINGS, turns=2, sizes=(10,)), ALL))
+    kinds = [step.kind for step in made[:12]]
+    assert kinds == ["start"] * 3 + ["traffic"] * 6 + ["change"] * 3
+    assert len({step.key for step in made}) == len(made) == 6 * 12
+    assert [step.round for step in made if step.kind == "traffic"][::3] == list(range(12))
 
 
 def test_a_mode_that_does_not_work_has_no_steps() -> None:

@@ -20,7 +20,20 @@ from controller.lab.network import RUN
 
 pytestmark = pytest.mark.root
 MODES = ("ebpf", "nftables")
-SHORT = ["--modes", ",".join(MODES), "--services", "10", "--backends", "2", "--rounds", "1", "--changes", "2"]
+SHORT = [
+    "--modes",
+    ",".join(MODES),
+    "--services",
+    "10",
+    "--backends",
+    "2",
+    "--rounds",
+    "1",
+    "--turns",
+    "1",
+    "--changes",
+    "2",
+]
 
 
 def command(*more: str) -> list[str]:
