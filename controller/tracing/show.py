@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import threading
@@ -57,6 +58,8 @@ def view_of(args: argparse.Namespace) -> View | None:
 def show(view: View, args: argparse.Namespace, target: Row | None) -> int:
     """Measure and print; the exit code. `target` is --to: dst, port, proto."""
     place, client = _packet(args.source, target)
+    if os.geteuid() != 0:
+        raise ControllerError("measuring in the kernel needs root")
     here = _programmed(args)
     node = read_node().addresses
     targets = of_services(here.services, here.backends, node, service=args.service, to=place)

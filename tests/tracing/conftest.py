@@ -19,7 +19,7 @@ from .kit import Stage
 MODES = ("ebpf", "nftables", "iptables", "ipvs", "userspace")
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def measurable() -> None:
     """Root, bcc and headers; without them these tests say what is missing."""
     if os.geteuid() != 0:

@@ -39,6 +39,7 @@ def test_another_package_named_bcc_is_not_taken(tmp_path: Path) -> None:
     assert "not installed" in done.stderr
 
 
+@pytest.mark.usefixtures("measurable")
 def test_without_its_library_it_says_so(tmp_path: Path) -> None:
     real = Path(compiler.load().__file__ or "").parent
     copy = tmp_path / "bcc"
@@ -51,6 +52,7 @@ def test_without_its_library_it_says_so(tmp_path: Path) -> None:
     assert "apt-get install python3-bpfcc" in done.stderr
 
 
+@pytest.mark.usefixtures("measurable")
 def test_without_headers_it_says_what_to_install() -> None:
     if Path(f"/lib/modules/{os.uname().release}/build").exists() or Path("/sys/kernel/kheaders.tar.xz").exists():
         pytest.skip("this kernel's own headers are here, and cannot be hidden from bcc")
@@ -62,12 +64,14 @@ def test_without_headers_it_says_what_to_install() -> None:
     assert "trace --fetch-headers" in done.stderr
 
 
+@pytest.mark.usefixtures("measurable")
 def test_a_folder_without_headers_is_refused(tmp_path: Path) -> None:
     done = trace(*TARGET, **{headers.VARIABLE: str(tmp_path)})
     assert done.returncode == 1
     assert f"{headers.VARIABLE}={tmp_path}" in done.stderr
 
 
+@pytest.mark.usefixtures("measurable")
 def test_headers_that_do_not_compile_show_the_compilers_words(tmp_path: Path) -> None:
     (tmp_path / "include" / "linux").mkdir(parents=True)
     done = trace(*TARGET, **{headers.VARIABLE: str(tmp_path)})
@@ -95,6 +99,13 @@ def test_flags_that_do_not_go_together(arguments: tuple[str, ...], words: str) -
     done = trace(*arguments)
     assert done.returncode == 2, done.stderr
     assert words in done.stderr
+
+
+def test_who_is_not_root_is_told() -> None:
+    done = trace(*TARGET, under=("setpriv", "--reuid", "65534", "--clear-groups"))
+    assert done.returncode == 1
+    assert "needs root" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_nothing_to_measure_is_told() -> None:
