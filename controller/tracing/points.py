@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 __all__ = [
-    "AT_DATA", "BEGINS", "DROP", "ENDS", "EVERYWHERE", "FUNCTIONS", "HERE", "HOOKS", "PASSED", "POINTS", "RECEIVE",
-    "SOCKET", "TRACEPOINTS", "TRANSMIT", "WHOLE", "Function", "Point", "label", "stage",
+    "AT_DATA", "BEGINS", "DROP", "ENDS", "EVERYWHERE", "FUNCTIONS", "HERE", "HOOKS", "INPUT_ENDS", "IPVS", "PASSED",
+    "POINTS", "RECEIVE", "SOCKET", "TRACEPOINTS", "TRANSMIT", "WHOLE", "Function", "Point", "label", "stage",
 ]  # fmt: skip
 
 # What an entry does; the same numbers are in the text that bcc gets.
@@ -76,6 +76,7 @@ HOOKS: Final = tuple(
     )
 )
 PASSED: Final = tuple(point for point in HOOKS if not point.name.endswith("_second"))  # without the control
+INPUT_ENDS: Final = next(point.number for point in HOOKS if point.name == "input_last")
 IPVS: Final = (Point(40, "ipvs_first", "IPVS begins", 0), Point(41, "ipvs_last", "IPVS ends", 0))
 POINTS: Final = {point.number: point for point in (*TRACEPOINTS, *HOOKS, *IPVS)}
 

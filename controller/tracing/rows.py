@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from controller.tracing.points import DROP, RECEIVE, SOCKET, TRANSMIT, WHOLE, label, stage
+from controller.tracing.points import DROP, INPUT_ENDS, IPVS, RECEIVE, SOCKET, TRANSMIT, WHOLE, label, stage
 from controller.tracing.targets import place_text
 
 __all__ = [
@@ -29,6 +29,7 @@ Row = dict[str, Any]
 DIRECTIONS: Final = ("request", "reply")
 ASKED, ANSWERED, REFUSED, REPEATED = range(4)  # as in packets.c
 OF_SOCKET: Final = 255
+IN_INPUT: Final = {point.number: INPUT_ENDS - 0.5 + 0.1 * place for place, point in enumerate(IPVS)}
 
 
 def bounds(slot: int) -> tuple[int, int]:
@@ -92,9 +93,9 @@ def stage_rows(counts: Mapping[tuple[int, int], int], sums: Mapping[int, tuple[i
     return rows
 
 
-def _order(number: int) -> tuple[int, ...]:
+def _order(number: int) -> tuple[float, ...]:
     first, last = number & 0xFF, number >> 8 & 0xFF
-    way = {0: -1, RECEIVE: 0, SOCKET: 250, TRANSMIT: 251}
+    way: dict[int, float] = {0: -1, RECEIVE: 0, SOCKET: 250, TRANSMIT: 251} | IN_INPUT
     ends = way.get(last & ~WHOLE, last)
     return (number >> 16 & 1, 1 - (number >> 17 & 1), int(last >= WHOLE), way.get(first, first), ends)
 
