@@ -158,9 +158,14 @@ class TestMailbox:
     @pytest.mark.parametrize("patient", [False, True])
     def test_an_event_ends_the_wait_of_who_is_not_patient(self, patient: bool) -> None:
         box: Mailbox[str] = Mailbox()
-        threading.Timer(0.05, box.emit, [Upserted(web(1))]).start()
-        if patient:
-            threading.Timer(0.25, box.put, ["a message ends it"]).start()
+
+        def put() -> None:
+            box.emit(Upserted(web(1)))
+            time.sleep(0.2)
+            if patient:
+                box.put("a message ends it")
+
+        threading.Timer(0.05, put).start()
         events, messages = box.take(20.0, patient=patient)
         assert len(events) == 1
         assert bool(messages) == patient
