@@ -1,0 +1,125 @@
+"""The agent is killed between its transaction and the clean-up of connection tracking: the next one does the rest."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller.lab.agent import Agent
+from controller.lab.network import NODE_NAMES, Lab
+from controller.lab.traffic import ask_tcp, ask_udp
+from tests.fakes.apiserver import ApiServer
+from tests.served import PATIENCE, the_node, until
+
+pytestmark = pytest.mark.root
+
+VIP, DNS, WEB = "10.96.8.8", 53, 80
+PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+from dataplane.modes.nftables.programmer import Nftables
+from controller.__main__ import main
+die, real = Path(sys.argv.pop(1)), Nftables._delete_stale
+def delete_stale(*arguments):
+    if die.exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(*arguments)
+Nftables._delete_stale = delete_stale
+sys.exit(main())
+"""
+
+
+class Mortal(Agent):
+    """An agent of mode nftables that is killed there when the file `die` is there."""
+
+    die: Path
+    kubeconfig: Path
+
+    @property
+    def argv(self) -> list[str]:
+        argv = [sys.executable, "-c", PROGRAM, str(self.die), *super().argv[3:]]
+        argv[argv.index("--manifests") : argv.index("--manifests") + 2] = ["--kubeconfig", str(self.kubeconfig)]
+        return argv
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: makes network namespaces and a cgroup of its own")
+    with Lab(f"k{os.getpid()}x", 3) as made:
+        made.serve("pod2", "pod3")
+        yield made
+
+
+@pytest.fixture
+def api(lab: Lab) -> Iterator[ApiServer]:
+    server = ApiServer()
+    with lab.inside("node"):
+        server.start()
+    server.put(the_node(lab))
+    yield server
+    server.stop()
+
+
+def objects(lab: Lab, *pods: str) -> list[dict[str, Any]]:
+    ports = [
+        {"name": "dns", "protocol": "UDP", "port": DNS, "targetPort": 5353},
+        {"name": "web", "protocol": "TCP", "port": WEB, "targetPort": 8080},
+    ]
+    service = {
+        "kind": "Service", "apiVersion": "v1", "metadata": {"name": "names", "namespace": "shop"},
+        "spec": {"type": "ClusterIP", "clusterIP": VIP, "clusterIPs": [VIP], "ports": ports},
+    }  # fmt: skip
+    ready = {"conditions": {"ready": True}, "nodeName": NODE_NAMES["node"]}
+    one = {
+        "kind": "EndpointSlice", "apiVersion": "discovery.k8s.io/v1", "addressType": "IPv4",
+        "metadata": {"name": "names-x", "namespace": "shop", "labels": {"kubernetes.io/service-name": "names"}},
+        "ports": [{"name": each["name"], "protocol": each["protocol"], "port": each["targetPort"]} for each in ports],
+        "endpoints": [ready | {"addresses": [lab[pod].address4]} for pod in pods],
+    }  # fmt: skip
+    return [service, one]
+
+
+def test_what_was_not_cleaned_up_is_by_the_next_agent(lab: Lab, api: ApiServer, tmp_path: Path) -> None:
+    api.put_all(objects(lab, "pod2", "pod3"))
+    agent = Mortal(lab, lab.folder / "none", "nftables")
+    agent.die, agent.kubeconfig = tmp_path / "die", api.kubeconfig()
+    agent.start(20 * PATIENCE)
+    with (
+        lab.socket("pod1", kind=socket.SOCK_DGRAM) as flow,
+        lab.socket("pod1") as connection,
+    ):
+        for client in (flow, connection):
+            client.settimeout(PATIENCE)
+        gone = until(lambda: ask_udp(flow, (VIP, DNS))[0].pod, "a first answer")
+        (left,) = {"pod2", "pod3"} - {gone}
+        connection.connect((VIP, WEB))
+        served_by = ask_tcp(connection).pod
+
+        agent.die.touch()
+        api.put_all(objects(lab, left))
+        assert agent.process is not None
+        assert agent.process.wait(20 * PATIENCE) == -9
+        assert ask_udp(flow, (VIP, DNS))[0].pod == gone, "the clean-up was to be missing"
+        assert {asked_anew(lab) for _ in range(12)} == {left}, "the transaction was to be there"
+        assert ask_tcp(connection).pod == served_by
+
+        agent.die.unlink()
+        agent.start(20 * PATIENCE)
+        until(lambda: ask_udp(flow, (VIP, DNS))[0].pod == left, "the flow moves")
+        assert {asked_anew(lab) for _ in range(12)} == {left}
+        assert ask_tcp(connection).pod == served_by
+    agent.terminate()
+    assert agent.cleanup().returncode == 0
+
+
+def asked_anew(lab: Lab) -> str:
+    with lab.socket("pod1", kind=socket.SOCK_DGRAM) as client:
+        client.settimeout(2 * PATIENCE)
+        return ask_udp(client, (VIP, DNS))[0].pod
