@@ -6,11 +6,11 @@ collected. docs/metrics.md must list exactly that, and a dashboard or an alert m
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,8 +83,11 @@ def told_by(lab: Lab, api: ApiServer, mode: str, *flags: str) -> str:
     agent.folder, agent.kubeconfig = lab.folder, api.kubeconfig()
     agent.start(40 * PATIENCE)
     try:
-        with lab.socket("pod1") as client, contextlib.suppress(OSError):  # nobody listens: a refusal is traffic, too
-            client.settimeout(0.3)
+        with lab.socket("pod1") as server, lab.socket("pod1") as client:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind((lab["pod1"].address4, 8080))
+            server.listen()
+            client.settimeout(2.0)
             client.connect((VIP, 80))
         until(lambda: fetch(lab, "/livez").status == 200, "livez")
         return fetch(lab, "/metrics", METRICS).body.decode()

@@ -59,7 +59,9 @@ async def until(reached: Callable[[], bool], what: str) -> None:
 
 
 def lines(screen: Top, name: str) -> list[list[str]]:
-    """The texts of a table, row by row."""
+    """The texts of a table, row by row; none before there is a table."""
+    if not screen.query(f"#{name}"):
+        return []
     table = screen.query_one(f"#{name}", Listing)
     return [[str(cell) for cell in table.get_row_at(position)] for position in range(table.row_count)]
 
