@@ -270,6 +270,8 @@ static __always_inline void record(u32 from, u32 to, const struct walk *w, u64 n
 	struct sum none = {}, *s;
 
 	counts.increment(key);
+	if (!ns) /* adding a constant 0 becomes an atomic OR, which Linux 5.10 does not have */
+		return;
 	s = sums.lookup_or_try_init(&key.stage, &none);
 	if (!s)
 		return;

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -17,7 +19,7 @@ from controller.lab.network import Lab
 from controller.lab.traffic import Tally, load, target_of
 from tests.conformance.kit import PATIENCE
 
-__all__ = ["Stage", "repeated"]
+__all__ = ["Stage", "repeated", "repeated_by"]
 
 WEB = {4: "10.96.0.10:80", 6: "[fd96::10]:80"}
 DNS = {4: "10.96.0.53:53", 6: "[fd96::53]:53"}
@@ -76,6 +78,12 @@ class Stage:
         self.lab.run(place, ["nft", "delete", "table", "inet", "lost"])
         rules = [item["rule"] for item in json.loads(told.stdout)["nftables"] if "rule" in item]
         return sum(part["counter"]["packets"] for rule in rules for part in rule["expr"] if "counter" in part)
+
+
+def repeated_by(client: socket.socket) -> int:
+    """Segments that a connection sent again, as its own socket counts (tcp(7), TCP_INFO: tcpi_total_retrans)."""
+    told = client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+    return int(struct.unpack_from("=I", told, 100)[0])
 
 
 def repeated(stage: Stage, place: str) -> int:

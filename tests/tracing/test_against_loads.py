@@ -11,7 +11,7 @@ import pytest
 
 from tests.conformance.kit import PATIENCE, eventually
 
-from .kit import DNS, WEB, Stage, repeated
+from .kit import DNS, WEB, Stage, repeated, repeated_by
 
 FAMILIES = pytest.mark.parametrize("family", [4, 6], ids=["v4", "v6"])
 
@@ -196,7 +196,7 @@ def test_refusals_are_told_by_whoever_refuses(stage: Stage) -> None:
 
 
 def test_repeated_segments_agree_with_the_kernels_counter(stage: Stage) -> None:
-    """A client that hears nothing: it repeats its SYN, then its backend's answers are lost and repeated."""
+    """A client that hears nothing for a while repeats what it sent, and so does its backend."""
     if stage.mode == "userspace":
         pytest.skip("mode userspace: the connection to the backend is the node's own, to no service")
     with stage.lab.socket("pod4") as client:
@@ -205,7 +205,8 @@ def test_repeated_segments_agree_with_the_kernels_counter(stage: Stage) -> None:
         client.sendall(b"POST / HTTP/1.1\r\nHost: lab\r\nContent-Length: 0\r\n\r\n")
         assert client.recv(4096)
         with stage.traced("--retransmits") as told:
-            before = {pod: repeated(stage, pod) for pod in ("pod1", "pod2", "pod3", "pod4")}
+            before = {pod: repeated(stage, pod) for pod in ("pod1", "pod2", "pod3")}
+            own = repeated_by(client)
             # A first exchange shows the flow to the node; then what comes for the client is lost.
             client.sendall(b"POST / HTTP/1.1\r\nHost: lab\r\nContent-Length: 0\r\n\r\n")
             assert client.recv(4096)
@@ -214,7 +215,7 @@ def test_repeated_segments_agree_with_the_kernels_counter(stage: Stage) -> None:
                 client.sendall(b"POST / HTTP/1.1\r\nHost: lab\r\nContent-Length: 0\r\n\r\n")
                 eventually(
                     lambda: sum(repeated(stage, pod) - before[pod] for pod in ("pod1", "pod2", "pod3")) >= 2
-                    and repeated(stage, "pod4") > before["pod4"],
+                    and repeated_by(client) > own,
                     10, "nothing is sent again",
                 )  # fmt: skip
             finally:
@@ -223,14 +224,15 @@ def test_repeated_segments_agree_with_the_kernels_counter(stage: Stage) -> None:
             assert client.recv(4096)
             time.sleep(0.3)
             after = {pod: repeated(stage, pod) for pod in before}
+            own = repeated_by(client) - own
     rows = {(row["sender"], row["service"]): row for row in told["retransmits"]}
     assert set(rows) == {("client", "default/web:http"), ("backend", "default/web:http")}, told
-    assert rows["client", "default/web:http"]["count"] == after["pod4"] - before["pod4"]
-    from_pods = {pod: after[pod] - before[pod] for pod in ("pod1", "pod2", "pod3") if after[pod] > before[pod]}
-    ((name, segments),) = from_pods.items()
-    row = rows["backend", "default/web:http"]
-    assert (row["backend"], row["count"]) == (f"{stage.lab[name].address4}:8080", segments)
-    assert rows["client", "default/web:http"]["backend"] == row["backend"]
+    assert rows["client", "default/web:http"]["count"] == own
+    backend = rows["backend", "default/web:http"]
+    (name,) = (pod for pod in before if backend["backend"] == f"{stage.lab[pod].address4}:8080")
+    # A pod's counter has all its connections: one of an earlier test may still repeat its last segment.
+    assert 2 <= backend["count"] <= after[name] - before[name]
+    assert rows["client", "default/web:http"]["backend"] == backend["backend"]
 
 
 @FAMILIES
