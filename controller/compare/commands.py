@@ -192,7 +192,7 @@ def _go_on(run: Run, state: State, live: Live | None) -> Run:
     left = [step for step in steps(run.settings, run.works) if step.key not in done]
     lacking = missing_tools()
     cells = list(run.cells)
-    broken = {(cell.step.mode, cell.step.size): cell for cell in cells if "all" in cell.missing}
+    broken = {(cell.step.mode, cell.step.size): cell for cell in cells if _gives_up(cell)}
     with progress(run.planned, len(done)) as told:
         for size, group in itertools.groupby(left, key=lambda step: step.size):
             todo = list(group)
@@ -207,12 +207,17 @@ def _go_on(run: Run, state: State, live: Live | None) -> Run:
                         cell = live.carry_out(step, run.settings, lacking)
                     else:
                         cell = carry_out(step, stands[step.mode], stands[""], lacking)
-                    if "all" in cell.missing:
+                    if _gives_up(cell):
                         broken[step.mode, step.size] = cell
                     state.add(cell)
                     cells.append(cell)
                     told.ends(cell)
     return msgspec.structs.replace(run, cells=tuple(cells))
+
+
+def _gives_up(cell: Cell) -> bool:
+    """Whether the mode did not start in the first round: then it will not in the others."""
+    return "all" in cell.missing and cell.step.round == 0
 
 
 def _stands(stack: ExitStack, settings: Settings, size: int, modes: set[str]) -> dict[str, Stand]:

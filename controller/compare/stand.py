@@ -27,6 +27,7 @@ PATIENCE: Final = 900.0  # seconds for the start of an agent, also on an emulate
 SCRIPT: Final = Path(__file__).with_name("latency.lua")
 _PROBER: Final = Path(__file__).with_name("prober.py")
 _CHANGE: Final = 120.0  # seconds in which a change must count
+_END: Final = 120.0  # seconds that processes of an agent may take to end after `cleanup`, as a relay does
 _CLIENT, _SERVER = "pod1", "pod2"
 _NAME: Final = re.compile(r"cmp(\d+)x\d+")
 
@@ -131,9 +132,9 @@ class Stand:
             self.agent.process = self.lab.start("node", self.agent.argv, output=log, errors=log)
         while not (self.agent.status() or {}).get("synced"):
             if not self.agent.running():
-                raise LabError(f"the agent ended:\n{self.agent.tail(5)}")
+                raise LabError(f"the agent ended:\n{self.agent.tail(2)}")
             if time.monotonic() - began > PATIENCE:
-                raise LabError(f"the agent is not ready after {PATIENCE:.0f} s:\n{self.agent.tail(5)}")
+                raise LabError(f"the agent is not ready after {PATIENCE:.0f} s:\n{self.agent.tail(2)}")
             time.sleep(0.005)
         return time.monotonic() - began
 
@@ -151,11 +152,17 @@ class Stand:
         """
         if self.agent is None or not self.agent.log.exists():
             return
+        family = list(_family(self.agent.process.pid)) if self.agent.process and self.agent.running() else []
         if self.agent.running():
             self.agent.terminate()
         cleaned = self.agent.cleanup()
         if cleaned.returncode:
             raise LabError(f"cleaning up after mode {self.mode} failed: {cleaned.stderr.strip()}")
+        deadline = time.monotonic() + _END
+        while alive := [pid for pid in family if _resident(pid)]:  # a zombie has no memory
+            if time.monotonic() > deadline:
+                raise LabError(f"mode {self.mode} is cleaned up, but processes {alive} of it still run")
+            time.sleep(0.01)
 
     def memory(self) -> float:
         """Resident memory of the agent and of the processes that it started, in MB (10^6 bytes)."""
