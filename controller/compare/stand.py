@@ -23,7 +23,7 @@ from controller.lab.network import NODE_NAMES, RUN, Lab, LabError
 
 __all__ = ["PATIENCE", "SCRIPT", "Stand", "forsaken", "measured", "stand"]
 
-PATIENCE: Final = 900.0  # seconds for the start of an agent, also on an emulated processor
+PATIENCE: Final = 900.0  # seconds for a start or a cleanup, also on an emulated processor
 SCRIPT: Final = Path(__file__).with_name("latency.lua")
 _PROBER: Final = Path(__file__).with_name("prober.py")
 _CHANGE: Final = 120.0  # seconds in which a change must count
@@ -62,6 +62,7 @@ class Stand:
         if mode is not None:
             self._furnish(size)
             self.agent = Agent(lab, self.folder, mode)
+            self.agent.patience = PATIENCE
 
     @property
     def server(self) -> str:
@@ -264,7 +265,7 @@ def stand(number: int, settings: Settings, mode: str | None, size: int) -> Itera
         yield made
     finally:
         if made is not None and made.agent is not None:
-            remove(lab)
+            remove(lab, PATIENCE)
         else:
             lab.down()
 

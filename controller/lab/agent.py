@@ -49,6 +49,7 @@ class Agent:
         self.socket = lab.folder / f"agent{second}.sock"
         self.log = lab.folder / f"agent{second}.log"
         self.process: subprocess.Popen[str] | None = None
+        self.patience = 60.0  # seconds for another command
 
     @property
     def argv(self) -> list[str]:
@@ -108,7 +109,7 @@ class Agent:
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Any other command of hybrid-proxy, on the node."""
-        return self.lab.run(self.place, [*_PROXY, *arguments], timeout=60)
+        return self.lab.run(self.place, [*_PROXY, *arguments], timeout=self.patience)
 
     def kill(self) -> None:
         """Kill -9: it has no chance to tidy up."""
@@ -139,14 +140,16 @@ class Agent:
         return "\n".join(self.log.read_text().splitlines()[-lines:]) if self.log.exists() else "(no log)"
 
 
-def remove(lab: Lab) -> None:
-    """End what runs in a lab that stands, clean up after its agent, take the lab down.
+def remove(lab: Lab, patience: float = 60.0) -> None:
+    """End what runs in a lab that stands, clean up after its agent (for so many seconds), take the lab down.
 
     Raises:
         LabError: the lab is gone, but `cleanup` failed before: pins of the agent may be left.
     """
     lab.end_processes()
-    cleaned = Agent(lab, lab.folder / "manifests").cleanup() if "node" in lab.places else None
+    agent = Agent(lab, lab.folder / "manifests")
+    agent.patience = patience
+    cleaned = agent.cleanup() if "node" in lab.places else None
     lab.down()
     if cleaned is not None and cleaned.returncode:
         raise LabError(f"the lab is removed, but cleaning up after its agent failed: {cleaned.stderr.strip()}")
