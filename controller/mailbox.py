@@ -19,7 +19,7 @@ __all__ = ["ROOM", "Mailbox"]
 
 Message = TypeVar("Message")
 
-ROOM: Final = 8192  # objects whose events wait: some seconds of 1,000 changes a second, at most some tens of MB
+ROOM: Final = 2048  # objects whose events wait: two seconds of 1,000 changes a second, some MB
 
 
 class _Wake:

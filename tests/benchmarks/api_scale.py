@@ -183,7 +183,10 @@ def _weather(load: Load, api: ApiProcess, agent: ApiAgent, found: Outcome) -> No
 
 def _good_weather(api: ApiProcess) -> None:
     for plural in ("services", "endpointslices", "nodes", "servicecidrs"):
-        api.control("fault", plural=plural, delay=0, silent=False, duplicate=False, reorder=False)
+        api.control(
+            "fault", plural=plural, delay=0, silent=False, duplicate=False, reorder=False,
+            answers=[], gone_watches=0, cut_mid_line=0, cut_lists=0, bad_line=0,
+        )  # fmt: skip
 
 
 # Faults, by what they are called. Each ends when the next one begins.

@@ -776,6 +776,8 @@ class ApiServer:
                 if faults.reorder:
                     lines = [pair for i in range(0, len(lines), 2) for pair in reversed(lines[i : i + 2])]
                 for version, line in lines:
+                    if not alive(request):
+                        return
                     if faults.cut_mid_line:
                         faults.cut_mid_line -= 1
                         await response.write(line[: len(line) // 2])
@@ -806,6 +808,8 @@ class ApiServer:
         cut = bool(first) and faults.cut_lists > 0
         faults.cut_lists -= cut
         for start in range(0, len(first) // 2 if cut else len(first), 100):
+            if not alive(request):
+                return False
             await response.write(b"".join(first[start : start + 100]))
         if cut:
             abort(request)
