@@ -42,7 +42,8 @@ FRAGILE = """
         def names(self): return {}
         def counters(self): return {"drop_empty": 7}
         def traffic(self, *, by_backend):
-            return [dict(service="shop/a:http", flows=3, packets=5, bytes=500, reply_packets=4, reply_bytes=400)]
+            return [dict(service="shop/a:http", flows=3, packets=5, bytes=500, reply_packets=4, reply_bytes=400,
+                         answered=2, connect_ns=3_000_000)]
         def close(self): pass
         def status(self):
             return dict(mode=self.name, misfits=[], limitations=[], fill={"flows": [1, 4]},
