@@ -37,7 +37,8 @@ SHORT = [
 
 
 def command(*more: str) -> list[str]:
-    return [sys.executable, "-m", "controller", "compare", *SHORT, *more]
+    """Ctrl-C means something to it, also where this run ignores it, as what a shell starts in the background does."""
+    return ["env", "--default-signal=INT", sys.executable, "-m", "controller", "compare", *SHORT, *more]
 
 
 @pytest.fixture(scope="module")
