@@ -10,13 +10,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from cffi import FFI
-
 from dataplane.errors import Unsupported
+from dataplane.kernel.bpf import ffi, library
 
 __all__ = ["enum_names", "offset_of", "takes"]
 
-ffi = FFI()
 ffi.cdef(
     """
     struct btf;
@@ -38,25 +36,17 @@ _THROUGH: Final = (8, 9, 10, 11, 18)  # typedef, volatile, const, restrict, type
 
 
 @lru_cache(maxsize=1)
-def _library() -> Any:
-    try:
-        return ffi.dlopen("libbpf.so.1")
-    except OSError as error:
-        raise Unsupported("BTF", "libbpf.so.1 is not installed (Debian: apt-get install libbpf1)") from error
-
-
-@lru_cache(maxsize=1)
 def _kernel() -> Any:
     if not KERNEL.exists():
         raise Unsupported("BTF", f"{KERNEL} is not there: the kernel was built without CONFIG_DEBUG_INFO_BTF")
-    types = _library().btf__parse(str(KERNEL).encode(), ffi.NULL)
+    types = library().btf__parse(str(KERNEL).encode(), ffi.NULL)
     if types == ffi.NULL:
         raise Unsupported("BTF", f"{KERNEL} cannot be read: {errno.errorcode.get(ffi.errno, ffi.errno)}")
     return types
 
 
 def _name(offset: int) -> str:
-    return str(ffi.string(_library().btf__name_by_offset(_kernel(), offset)).decode())
+    return str(ffi.string(library().btf__name_by_offset(_kernel(), offset)).decode())
 
 
 def _kind(entry: Any) -> int:
@@ -73,9 +63,9 @@ def _members(entry: Any, kind: str) -> Any:
 
 
 def _resolved(number: int) -> Any:
-    entry = _library().btf__type_by_id(_kernel(), number)
+    entry = library().btf__type_by_id(_kernel(), number)
     while _kind(entry) in _THROUGH:
-        entry = _library().btf__type_by_id(_kernel(), entry.size_or_type)
+        entry = library().btf__type_by_id(_kernel(), entry.size_or_type)
     return entry
 
 
@@ -101,7 +91,7 @@ def offset_of(path: str) -> int:
         Unsupported: this kernel has no such field, or does not describe its types.
     """
     first, *fields = path.split(".")
-    number = _library().btf__find_by_name_kind(_kernel(), first.encode(), _STRUCT)
+    number = library().btf__find_by_name_kind(_kernel(), first.encode(), _STRUCT)
     entry = _resolved(number) if number > 0 else None
     bits = 0
     for name in fields:
@@ -114,19 +104,19 @@ def offset_of(path: str) -> int:
 
 def enum_names(name: str) -> dict[int, str]:
     """The values of an enum by number; empty where this kernel does not have it."""
-    number = _library().btf__find_by_name_kind(_kernel(), name.encode(), _ENUM)
+    number = library().btf__find_by_name_kind(_kernel(), name.encode(), _ENUM)
     if number <= 0:
         return {}
-    entry = _library().btf__type_by_id(_kernel(), number)
+    entry = library().btf__type_by_id(_kernel(), number)
     values = _members(entry, "btf_enum")
     return {int(values[index].val): _name(values[index].name_off) for index in range(_count(entry))}
 
 
 def takes(function: str) -> tuple[str, ...]:
     """The names of a kernel function's parameters, in order; empty where this kernel's image does not have it."""
-    number = _library().btf__find_by_name_kind(_kernel(), function.encode(), _FUNC)
+    number = library().btf__find_by_name_kind(_kernel(), function.encode(), _FUNC)
     if number <= 0:
         return ()
-    prototype = _library().btf__type_by_id(_kernel(), _library().btf__type_by_id(_kernel(), number).size_or_type)
+    prototype = library().btf__type_by_id(_kernel(), library().btf__type_by_id(_kernel(), number).size_or_type)
     parameters = _members(prototype, "btf_param")
     return tuple(_name(parameters[index].name_off) for index in range(_count(prototype)))
