@@ -519,8 +519,7 @@ INLINE int finish_steps(struct __sk_buff *skb, int step, const enum place place,
 INLINE int carry(struct __sk_buff *skb, const enum hook hook, const bool v6)
 {
 	enum place place = hook == HOOK_POD_EGRESS ? AT_POD : (enum place)hook;
-	bool inward = hook == HOOK_POD_INGRESS || hook == HOOK_UPLINK_INGRESS;
-	int step = inward ? CALL(from_client, skb, place) : CALL(to_client, skb, place);
+	int step = is_inward(hook) ? CALL(from_client, skb, place) : CALL(to_client, skb, place);
 
 	return finish_steps(skb, step, place, v6);
 }

@@ -39,7 +39,6 @@ INLINE bool glance(struct __sk_buff *skb, struct tuple *t, const bool v6)
 /* Most packets are no service's. These leave here, after a few bits; what is asked is what the verbs ask again. */
 INLINE bool is_no_services(struct __sk_buff *skb, const enum hook hook, const bool v6)
 {
-	bool inward = hook == HOOK_POD_INGRESS || hook == HOOK_UPLINK_INGRESS;
 	struct tuple t = {};
 
 	if (!glance(skb, &t, v6) || may_be_backend(t.saddr, t.sport, t.protocol, v6))
@@ -48,7 +47,7 @@ INLINE bool is_no_services(struct __sk_buff *skb, const enum hook hook, const bo
 		return true;
 	if (may_be_service(t.daddr, v6) || may_be_node_port(t.dport, t.protocol))
 		return false;
-	return !(inward && may_be_backend(t.daddr, t.dport, t.protocol, v6)) && !is_unallocated(t.daddr, v6);
+	return !(is_inward(hook) && may_be_backend(t.daddr, t.dport, t.protocol, v6)) && !is_unallocated(t.daddr, v6);
 }
 
 /* A VLAN's packets are its own device's, whose programs see them without the tag. Number 0 only gives a priority. */

@@ -84,6 +84,12 @@ INLINE void turn_round(struct tuple *to, const struct tuple *from)
 	to->protocol = from->protocol;
 }
 
+/* Does the hook see packets before they are routed: from a pod, or from beyond the node? */
+INLINE bool is_inward(const enum hook hook)
+{
+	return hook == HOOK_POD_INGRESS || hook == HOOK_UPLINK_INGRESS;
+}
+
 /* IPv4 header at `offset` into the tuple's addresses and protocol; the transport's offset, 0: not for us. */
 INLINE __u32 parse_ipv4(void *data, void *end, __u32 offset, struct tuple *t, struct fragment *f)
 {
