@@ -696,17 +696,12 @@ def _call(args: argparse.Namespace) -> int:
 
 
 def _measured(args: argparse.Namespace) -> int | None:
-    """`trace` with a view; None: without."""
-    if not (args.stages or args.latency or args.drops or args.retransmits or args.source or args.target):
-        if not args.fetch_headers:
-            return None
-        from controller.tracing import show
-
-        return show.fetch()
+    """`trace` with a view, or for its headers; None: without."""
     from controller.tracing import show
 
     view = show.view_of(args)
-    assert view is not None
+    if view is None:
+        return show.fetch() if args.fetch_headers else None
     return show.show(view, args, _target(args.target) if args.target else None)
 
 

@@ -90,6 +90,7 @@ def test_headers_that_do_not_compile_show_the_compilers_words(tmp_path: Path) ->
         (("default/web", "--to", "10.96.0.10:80"), "one of them"),
         (("--stages", "--client", "10.77.1.11"), "is --from"),
         (("--drops", "--whole"), "--whole"),
+        (("--whole",), "--whole"),
         (("--from", "nobody", "--to", "10.96.0.10:80"), "nobody"),
         (("--to", "10.96.0.10"), "has no port"),
         (("--to", "10.96.0.10/icmp"), "icmp"),
