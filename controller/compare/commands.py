@@ -22,11 +22,12 @@ from controller.compare.loads import PACKAGES
 from controller.compare.machine import describe, missing_tools
 from controller.compare.markdown import markdown
 from controller.compare.measure import carry_out
-from controller.compare.plan import MODES, Settings, steps
+from controller.compare.plan import Settings, steps
 from controller.compare.progress import progress
 from controller.compare.result import Cell, ModeState, Run
 from controller.compare.stand import Stand, forsaken, stand
 from controller.compare.state import State, opened
+from controller.config import MODES
 from controller.errors import ConfigError, ControllerError
 from controller.lab.network import Lab
 from controller.modes import survey

@@ -11,9 +11,7 @@ from typing import Final, Literal
 
 import msgspec
 
-__all__ = ["LOADS", "METRICS", "MODES", "Kind", "Metric", "Settings", "Step", "control_first", "metric", "steps"]
-
-MODES: Final = ("ebpf", "ipvs", "nftables", "iptables", "userspace")
+__all__ = ["LOADS", "METRICS", "Kind", "Metric", "Settings", "Step", "control_first", "metric", "steps"]
 
 Kind = Literal["start", "traffic", "change", "live"]
 
