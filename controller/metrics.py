@@ -295,13 +295,11 @@ def _traffic_text(told: Rows, *, openmetrics: bool) -> Iterator[str]:
         yield f"# HELP {family} {words}\n# TYPE {family} counter\n"
         for label, prefix in directions:
             field = f"{prefix}{unit}"
-            for first in range(0, len(rows), _CHUNK):
-                chunk = zip(whose[first : first + _CHUNK], rows[first : first + _CHUNK], strict=True)
+            for chunk in _chunks(whose, rows):
                 yield "".join([f"{name}_total{{{text}{label}}} {row[field]}\n" for text, row in chunk])
     name = f"hybrid_proxy_{what}_connect_seconds"
     yield f"# HELP {name} From a connection's SYN to the backend's answer\n# TYPE {name} summary\n"
-    for first in range(0, len(rows), _CHUNK):
-        chunk = zip(whose[first : first + _CHUNK], rows[first : first + _CHUNK], strict=True)
+    for chunk in _chunks(whose, rows):
         yield "".join(
             [
                 f"{name}_count{{{text}}} {row['answered']}\n{name}_sum{{{text}}} {row['connect_ns'] / 1e9:.9f}\n"
@@ -313,6 +311,12 @@ def _traffic_text(told: Rows, *, openmetrics: bool) -> Iterator[str]:
 
 _CHUNK: Final = 500
 _DIRECTIONS: Final = ((',direction="request"', ""), (',direction="reply"', "reply_"))
+
+
+def _chunks(whose: list[str], rows: Rows) -> Iterator[Iterable[tuple[str, dict[str, Any]]]]:
+    """Rows with their labels, a chunk of them after the other: no text gets as long as all of them."""
+    for first in range(0, len(rows), _CHUNK):
+        yield zip(whose[first : first + _CHUNK], rows[first : first + _CHUNK], strict=True)
 
 
 def _escaped(text: str) -> str:
