@@ -8,7 +8,6 @@ that kube-proxy's document does not know are told and left out, as kube-proxy do
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import reprlib
@@ -319,7 +318,6 @@ def follow(
         told: gets what the file says now, or why it cannot be used.
         stop: ends it.
     """
-    logging.getLogger("watchfiles").setLevel(logging.WARNING)  # it reports every event
     while not stop.is_set():
         for _ in ticks(path, stop, LOOK):
             content = _settled(path, stop)

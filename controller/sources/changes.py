@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
-__all__ = ["STEP", "TICK", "ticks"]
+if TYPE_CHECKING:
+    from inotify_simple import Event, INotify
+
+__all__ = ["STEP", "TICK", "Tick", "ticks"]
 
 log = logging.getLogger(__name__)
 
@@ -17,32 +23,144 @@ STEP: Final = 0.02  # quiet time after which a burst of file events is over
 DEBOUNCE: Final = 0.1  # a burst is looked at after this time even if it goes on
 TICK: Final = 0.1  # how often `stop` and files that were not settled are looked at
 
+# linux/inotify.h
+_MODIFY, _ATTRIB, _CLOSE_WRITE, _MOVED_FROM, _MOVED_TO = 0x2, 0x4, 0x8, 0x40, 0x80
+_CREATE, _DELETE, _DELETE_SELF, _MOVE_SELF = 0x100, 0x200, 0x400, 0x800
+_OVERFLOW, _IGNORED, _ONLY_FOLDERS, _OF_FOLDER = 0x4000, 0x8000, 0x1000000, 0x40000000
+_HEARD: Final = (
+    _MODIFY | _ATTRIB | _CLOSE_WRITE | _MOVED_FROM | _MOVED_TO | _CREATE | _DELETE | _DELETE_SELF | _MOVE_SELF
+)  # fmt: skip
+_COMPLETE: Final = _CLOSE_WRITE | _MOVED_TO  # nobody writes this file any more
+_OVER: Final = _COMPLETE | _MOVED_FROM | _DELETE  # there is no reason to wait for more
 
-def ticks(path: Path, stop: threading.Event, tick: float = TICK) -> Iterator[bool]:
-    """True when something changed, False about every `tick` seconds; first False once the watch stands.
 
-    Ends when the path is gone. Where inotify does not work, True twice a second.
+class Tick(NamedTuple):
+    """`happened`: something did. `complete`: paths of files that somebody finished to write, or moved there, since."""
+
+    happened: bool
+    complete: frozenset[str] = frozenset()
+
+
+def ticks(path: Path, stop: threading.Event, tick: float = TICK) -> Iterator[Tick]:
+    """What happened, and that nothing did about every `tick` seconds; the latter first, once the watch stands.
+
+    A file that was finished or moved there is told at once; what follows within `STEP` seconds, or within the time that
+    the caller took to look, is told together. Ends when the path is gone. Where inotify does not work, something
+    happens twice a second.
     """
-    import watchfiles
-
-    is_folder = path.is_dir()
     try:
-        for changes in watchfiles.watch(
-            # A file is replaced by a rename over it: only its folder sees that.
-            path if is_folder else path.absolute().parent,
-            recursive=is_folder,
-            watch_filter=None,  # links that are swapped have hidden names
-            debounce=int(DEBOUNCE * 1000),
-            step=int(STEP * 1000),
-            rust_timeout=int(tick * 1000),
-            yield_on_timeout=True,
-            stop_event=stop,
-            raise_interrupt=False,
-        ):
-            yield bool(changes)
-    except (OSError, RuntimeError) as error:
+        with _Watch(path) as watch:
+            yield Tick(False)
+            while not stop.is_set() and watch.stands:
+                yield watch.next(stop, tick)
+    except OSError as error:
         if not path.exists():
             return
         log.warning("%s cannot be watched (%s): looking for changes twice a second instead", path, error)
         while not stop.wait(0.5):
-            yield True
+            yield Tick(True)
+
+
+class _Watch:
+    """One inotify instance for a folder and all below it, or for a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._is_folder = path.is_dir()
+        self._folders: dict[int, str] = {}  # watch descriptor -> folder
+        self._asked = float("-inf")  # when the caller came back
+        self._gap = STEP  # seconds from then until something is told again
+        self._told = 0.0
+        self.stands = True
+
+    def __enter__(self) -> Self:
+        from inotify_simple import INotify
+
+        self._inotify: INotify = INotify()
+        try:
+            self._watch_folders()
+        except BaseException:
+            self._inotify.close()
+            raise
+        self._told = time.monotonic()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._inotify.close()
+
+    def next(self, stop: threading.Event, tick: float) -> Tick:
+        """Wait for something to tell, at most for `tick` seconds or a little more."""
+        self._asked = time.monotonic()
+        self._gap = min(max(STEP, self._asked - self._told), DEBOUNCE)
+        told = self._wait(stop, tick)
+        self._told = time.monotonic()
+        return told
+
+    def _wait(self, stop: threading.Event, tick: float) -> Tick:
+        complete: set[str] = set()
+        began = last = 0.0  # of what was heard
+        over = False
+        until = self._asked + tick
+        while not stop.is_set() and self.stands:
+            now = time.monotonic()
+            if now >= until:
+                break
+            events = self._inotify.read(timeout=max(1, int((until - now) * 1000)))
+            if not events:
+                continue
+            last = time.monotonic()
+            began = began or last
+            for event in events:
+                over |= self._hear(event, complete)
+            quiet = self._asked + self._gap if over else last + STEP
+            until = min(quiet, max(began, self._asked) + DEBOUNCE)
+        return Tick(bool(began), frozenset(complete))
+
+    def _hear(self, event: Event, complete: set[str]) -> bool:
+        """Note one event; whether it needs nobody's patience."""
+        folder = self._folders.get(event.wd, "")
+        if event.mask & (_DELETE_SELF | _MOVE_SELF | _IGNORED):
+            if event.mask & _IGNORED:
+                self._folders.pop(event.wd, None)
+            self.stands &= self._path.exists()
+            return False
+        if event.mask & _OVERFLOW or (event.mask & _OF_FOLDER and event.mask & (_CREATE | _MOVED_TO)):
+            self._watch_folders()
+            return False
+        name = str(self._path) if not self._is_folder and event.name == self._path.name else ""
+        shown = name or os.path.join(folder, event.name)  # noqa: PTH118 (paths here are text)
+        if event.mask & _COMPLETE:
+            complete.add(shown)
+        else:
+            complete.discard(shown)
+        # A draft with a hidden name is followed by its rename; a hidden link that moves is a ConfigMap's new version.
+        return bool(event.mask & _OVER) and (not event.name.startswith(".") or bool(event.mask & _MOVED_TO))
+
+    def _watch_folders(self) -> None:
+        """Watch every folder, also those that came since.
+
+        Raises:
+            OSError: the first one cannot be watched; a limit of the system (fs.inotify.max_user_watches) is reached.
+        """
+        # A file is replaced by a rename over it: only its folder sees that.
+        root = str(self._path) if self._is_folder else str(self._path.absolute().parent)
+        for folder in _below(root) if self._is_folder else [root]:
+            try:
+                self._folders[self._inotify.add_watch(folder, _HEARD | _ONLY_FOLDERS)] = folder
+            except (FileNotFoundError, NotADirectoryError, PermissionError):
+                if folder == root:
+                    raise
+
+
+def _below(root: str) -> Iterator[str]:
+    """A folder and those below it, hidden ones too, each once; links are followed."""
+    seen: set[tuple[int, int]] = set()
+    for folder, below, _ in os.walk(root, followlinks=True):
+        stat = None
+        with contextlib.suppress(OSError):
+            stat = os.stat(folder)  # noqa: PTH116 (paths here are text)
+        if stat is None or (stat.st_dev, stat.st_ino) in seen:
+            below.clear()  # a link back to a folder above
+            continue
+        seen.add((stat.st_dev, stat.st_ino))
+        yield folder

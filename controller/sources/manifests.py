@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -296,13 +296,14 @@ class _Folder:
         self.unsettled: dict[str, float] = {}  # file -> when it was first seen changing
         self.picture = _NOTHING
 
-    def refresh(self, *, patient: bool, suspicious: bool = False) -> _Picture:
+    def refresh(self, *, patient: bool, suspicious: bool = False, complete: Collection[str] = ()) -> _Picture:
         """Read what changed.
 
         Args:
             patient: leave a file alone that is being written at this very moment; it is in `unsettled` then.
             suspicious: something happened: read files of the last second even if their signature is known,
                 because two writes within a tick of the file system's clock have one signature.
+            complete: files that are known to be written to the end, however young they are.
 
         Raises:
             OSError: the path itself cannot be read.
@@ -311,7 +312,7 @@ class _Folder:
         for path in _manifest_files(self.path):
             shown = str(path)
             try:
-                file = self._look_at(path, shown, patient, suspicious)
+                file = self._look_at(path, shown, patient and shown not in complete, suspicious)
             except FileNotFoundError:
                 self.unsettled.pop(shown, None)  # deleted between the listing and now
                 continue
@@ -429,7 +430,6 @@ class Manifests:
 
     def run(self, emit: Emit, stop: threading.Event) -> None:
         """Emit until `stop` is set; see `controller.sources.Source.run`."""
-        logging.getLogger("watchfiles").setLevel(logging.WARNING)  # it reports every event
         while not stop.is_set():
             identity = self._identity()
             if self._tell(emit, patient=False):
@@ -440,11 +440,11 @@ class Manifests:
     def _follow(self, identity: tuple[int, int] | None, emit: Emit, stop: threading.Event) -> None:
         """Watch the path until it is another file or folder than before, or gone."""
         looked = float("-inf")  # once more when the watch stands: a file may have changed meanwhile
-        for happened in ticks(self._path, stop):
+        for tick in ticks(self._path, stop):
             now = time.monotonic()
-            if happened or self._folder.unsettled or now - looked >= _LOOK:
+            if tick.happened or self._folder.unsettled or now - looked >= _LOOK:
                 looked = now
-                if not self._tell(emit, patient=True, suspicious=happened):
+                if not self._tell(emit, patient=True, suspicious=tick.happened, complete=tick.complete):
                     return
             if self._identity() != identity:
                 return
@@ -458,11 +458,11 @@ class Manifests:
             return None
         return stat.st_dev, stat.st_ino
 
-    def _tell(self, emit: Emit, *, patient: bool, suspicious: bool = False) -> bool:
+    def _tell(self, emit: Emit, *, patient: bool, suspicious: bool = False, complete: Collection[str] = ()) -> bool:
         """Read what changed and emit the difference; False when the path cannot be read."""
         received = time.monotonic()
         try:
-            picture = self._folder.refresh(patient=patient, suspicious=suspicious)
+            picture = self._folder.refresh(patient=patient, suspicious=suspicious, complete=complete)
         except OSError as error:
             stays = "what is known stays" if self._told else "waiting for it"
             self._health(emit, False, f"manifests {self._path}: {error.strerror}; {stays}")

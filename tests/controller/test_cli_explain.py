@@ -23,7 +23,7 @@ HEAVY = {
     "pyroute2",
     "cffi",
     "_cffi_backend",
-    "watchfiles",
+    "inotify_simple",
     "rich",
     "prometheus_client",
     "asyncio",
