@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -13,15 +13,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from controller.admin import NoAgentError, ask
-from controller.config import available_modes
-from controller.errors import ControllerError
 from controller.explain import Packet
-from controller.modes import open_mode, survey
-from dataplane.errors import Unsupported
-from dataplane.mode import Options, View, belongs
+from controller.modes import survey
+from controller.views import left_here, programmed
+from dataplane.mode import Options, belongs
 from dataplane.table import Protocol
 
-__all__ = ["explain_live", "programmed", "show"]
+__all__ = ["explain_live", "show"]
 
 
 def show(command: str, args: argparse.Namespace) -> int:
@@ -42,40 +40,8 @@ def _print_json(value: Any) -> None:
     print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
-def _views(args: argparse.Namespace, mode: str | None, names: dict[int, str]) -> Iterator[tuple[str, View]]:
-    """What is programmed here: by the mode of the running agent, or by any that left something."""
-    for name in [mode] if mode else available_modes():
-        try:
-            view = open_mode(name).look(Options(pin_root=args.pin_root), names)
-        except Unsupported:
-            if mode:
-                raise
-            continue  # what cannot run here has left nothing here
-        if view is not None:
-            yield name, view
-
-
-def programmed(args: argparse.Namespace) -> tuple[list[tuple[str, View]], dict[str, Any] | None]:
-    """Of each mode that programmed something here its name and view, and what the agent told of them, None: none runs.
-
-    Raises:
-        ControllerError: nothing is programmed in this network namespace.
-    """
-    told = None
-    try:
-        told = ask(args.admin_socket, "names")
-    except NoAgentError:
-        views = list(_views(args, None, {}))
-    else:
-        args.pin_root = args.pin_root or told["pin_root"]
-        views = list(_views(args, told["mode"], {int(k): name for k, name in told["names"].items()}))
-    if not views:
-        raise ControllerError("nothing is programmed in this network namespace")
-    return views, told
-
-
 def _rows(command: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
-    views, told = programmed(args)
+    views, told = programmed(args.admin_socket, args.pin_root)
     notes = [] if told else ["no agent is running: names may be unknown"]
     states = {(row["service"], row["address"]): row["state"] for row in told["backends"]} if told else {}
     rows: list[dict[str, Any]] = []
@@ -165,7 +131,7 @@ def _show_status(args: argparse.Namespace) -> int:
 
 def _show_without_agent(args: argparse.Namespace, reason: str) -> int:
     """No agent: what is programmed may still carry traffic."""
-    left = {name: (view.place, len(view.services())) for name, view in _views(args, None, {})}
+    left = {name: (view.place, len(view.services())) for name, view in left_here(args.pin_root)}
     if args.output == "json":
         rows = {name: {"place": place, "service_ports": ports} for name, (place, ports) in left.items()}
         _print_json({"agent": False, "reason": reason, "programmed": rows})

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import socket
 import struct
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -19,6 +17,7 @@ from controller.compare.plan import Settings, Step
 from controller.compare.result import Cell
 from controller.compare.stand import SCRIPT, measured
 from controller.errors import ConfigError, ControllerError
+from controller.views import programmed
 
 __all__ = ["LOADS", "Live", "look"]
 
@@ -56,13 +55,14 @@ def look(name: str, admin_socket: str) -> Live:
     Raises:
         ConfigError: there is no such service here, or it has no TCP port with an endpoint.
         ControllerError: no agent runs, or it serves another network namespace than this process is in.
+        DataplaneError: what is programmed cannot be read.
     """
     status = ask(admin_socket, "status")
     _refuse_elsewhere(admin_socket)
-    services = _listed("services", name, admin_socket)
+    with closing(programmed(admin_socket)) as here:
+        services, backends = here.services(name), here.backends(name)
     if not services:
         raise ConfigError(f"--live {name}: no such service is programmed here; `hybrid-proxy services` lists them")
-    backends = _listed("backends", name, admin_socket)
     for row in services:
         for frontend in row["frontends"] if row["protocol"].lower() == "tcp" else ():
             address, port = _parted(frontend)
@@ -71,16 +71,6 @@ def look(name: str, admin_socket: str) -> Live:
             if near and address not in ("0.0.0.0", "::"):  # noqa: S104 - a node port's row, not an address to bind
                 return Live(status["mode"]["effective"], status["services"], address, port, *near[0])
     raise ConfigError(f"--live {name}: has no TCP port with an address and an endpoint; HTTP is what is measured")
-
-
-def _listed(command: str, name: str, admin_socket: str) -> Sequence[dict[str, Any]]:
-    """Asked as anybody asks: the listing is what the kernel has, by the agent's names."""
-    argv = [sys.executable, "-m", "controller", command, name, "--admin-socket", admin_socket, "-o", "json"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
-    if done.returncode:
-        raise ControllerError(done.stderr.strip())
-    rows: list[dict[str, Any]] = msgspec.json.decode(done.stdout)
-    return rows
 
 
 def _parted(text: str) -> tuple[str, int]:

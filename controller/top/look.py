@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 from controller.admin import ask
 from controller.config import available_modes
 from controller.errors import ControllerError
-from controller.modes import open_mode
 from controller.top.rates import Sample
+from controller.views import views_of
 from dataplane.errors import DataplaneError
-from dataplane.mode import Options, View
 
 __all__ = ["Looker", "Watcher"]
 
@@ -63,26 +62,16 @@ class Looker:
         self._named, self._named_at = known, time.monotonic()
 
     def _read(self, status: dict[str, Any] | None, trouble: str, chosen: str | None) -> Sample:
-        for name, view in self._views(status):
+        # The agent's mode; without an agent whatever is there, that mode first.
+        modes = [self._mode] if status else sorted(available_modes(), key=lambda name: name != self._mode)
+        passed_over = () if status else (DataplaneError,)
+        for name, view in views_of(modes, self._pin_root, self._names, passed_over):
             with contextlib.closing(view):
                 at = time.monotonic()
                 services = tuple(view.services())
                 backends = tuple(view.backends(chosen)) if chosen else ()
             return Sample(at, status, trouble, name, services, chosen, backends)
         return Sample(time.monotonic(), status, trouble, chosen=chosen)
-
-    def _views(self, status: dict[str, Any] | None) -> Iterator[tuple[str, View]]:
-        """Of the agent's mode; without one of whatever is there, that mode first."""
-        modes = [self._mode] if status else sorted(available_modes(), key=lambda name: name != self._mode)
-        for name in modes:
-            try:
-                view = open_mode(name).look(Options(pin_root=self._pin_root), self._names)
-            except DataplaneError:
-                if status:
-                    raise
-                continue
-            if view is not None:
-                yield name, view
 
 
 class Watcher:

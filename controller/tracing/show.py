@@ -9,19 +9,19 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from controller.admin import NoAgentError, ask
 from controller.errors import ConfigError, ControllerError
 from controller.explain import packet_from_dict
-from controller.inspect import programmed
 from controller.tracing import headers, report, rows
 from controller.tracing.points import FUNCTIONS, HOOKS, PASSED, POINTS, SOCKET, TRACEPOINTS, label
 from controller.tracing.session import Session, functions, has_reasons, runs_of
 from controller.tracing.targets import PROTOCOLS, Place, Targets, mapped, of_services
 from controller.tracing.text import Plan, View
+from controller.views import programmed
 from dataplane.kernel import btf
 from dataplane.kernel.links import read_node
 from dataplane.kernel.measure import has_hook_programs, netns_inode
@@ -103,22 +103,19 @@ class _Here(NamedTuple):
 
 
 def _programmed(args: argparse.Namespace) -> _Here:
-    args.pin_root = None
     try:
-        views, told = programmed(args)
+        here = programmed(args.admin_socket)
     except ControllerError:
         if not args.target:
             raise
         return _Here(None, [], [], None)  # a destination can be measured without any service
-    services = [row for _, view in views for row in view.services()]
-    backends = [row for _, view in views for row in view.backends(args.service)]
-    for _, view in views:
-        view.close()
+    with closing(here):
+        services, backends = here.services(), here.backends(args.service)
     pins = None
-    if told:
+    if here.told:
         dataplane = ask(args.admin_socket, "status")["dataplane"]
         pins = Path(dataplane["pins"]) if "pins" in dataplane else None
-    return _Here(", ".join(name for name, _ in views), services, backends, pins)
+    return _Here(", ".join(name for name, _ in here.views), services, backends, pins)
 
 
 def _packet(source: str | None, target: Row | None) -> tuple[Place | None, bytes | None]:
