@@ -7,9 +7,11 @@ value, and nothing is touched before all of it is good. What has no effect is in
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -26,7 +28,7 @@ from dataplane.table import Detect
 __all__ = [
     "ADMIN_SOCKET", "CHOICES", "MODES", "REMOVED_FLAGS", "SCHEDULERS", "UNUSED", "USUAL_OOM_SCORE", "Config",
     "Conntrack", "Endpoint",
-    "available_modes", "duration", "from_flags", "needs_reopening",
+    "available_modes", "duration", "from_flags", "needs_reopening", "reopening_settings",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -117,6 +119,38 @@ def needs_reopening(old: Config, new: Config) -> bool:
     return wired(old) != wired(new)
 
 
+@cache
+def reopening_settings() -> frozenset[str]:
+    """Names of the settings for which the mode is opened anew: those that are read to make what it is opened with.
+
+    They are read in every mode and of flags and files, because some count in one of these alone.
+    """
+    read = _Noting(pod_bridge_interface="any0", pod_interface_name_prefix="any")
+    for mode, detect, of_file in itertools.product((None, *available_modes()), Detect, (False, True)):
+        read |= {"mode": mode, "detect_local_mode": detect.value or None}
+        _wired(_Flags(read, {} if of_file else None))
+    return frozenset(read.names)
+
+
+class _Noting(dict[str, Any]):
+    """Values that note which of them are asked for."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(values)
+        self.names = set[str]()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
+
+
+def _wired(given: _Flags) -> tuple[object, ...]:
+    """What `needs_reopening` compares, from the settings."""
+    mode, detect = _mode(given), _detect(given)
+    pods, bit = _pod_interface(given, detect), _masquerade_bit(given, mode)
+    return mode, given.flag("strict_mode"), _options(given, mode), detect, pods, bit
+
+
 def available_modes() -> tuple[str, ...]:
     """The modes of this installation: a folder in `dataplane.modes` is one."""
     import pkgutil
@@ -200,12 +234,16 @@ def _settings(given: _Flags, mode: str) -> Settings:
         pod_interface=_pod_interface(given, detect),
         node_port_addresses=_node_port_addresses(given),
         masquerade_all=given.flag(_own(given, mode, "nftables_masquerade_all", "masquerade_all")),
-        masquerade_bit=given.number(_own(given, mode, "nftables_masquerade_bit", "iptables_masquerade_bit"), 14, 0, 31),
+        masquerade_bit=_masquerade_bit(given, mode),
         external_ips=_feature_gates(given),
         primary=_bind_address(given),
         algorithm=given.choice("algorithm", CHOICES),
         algorithms=frozenset(CHOICES),
     )
+
+
+def _masquerade_bit(given: _Flags, mode: str) -> int:
+    return given.number(_own(given, mode, "nftables_masquerade_bit", "iptables_masquerade_bit"), 14, 0, 31)
 
 
 def _own(given: _Flags, mode: str, nftables: str, shared: str) -> str:
@@ -216,7 +254,7 @@ def _own(given: _Flags, mode: str, nftables: str, shared: str) -> str:
 def _options(given: _Flags, mode: str) -> Options:
     default = Options()
     first, last = _masquerade_ports(given, default)
-    conntrack = _conntrack(given)
+    established, close_wait, udp, stream = _conntrack_timeouts(given)
     return Options(
         pod_interfaces=given.items("pod_interfaces"),
         uplink_interfaces=given.items("uplink_interfaces"),
@@ -242,10 +280,10 @@ def _options(given: _Flags, mode: str) -> Options:
         dsr=given.choice("dsr", ("off", "ipip")) == "ipip",
         port_count=last - first + 1,
         # 0 leaves the kernel's value as it is; the programs have none of their own to leave.
-        tcp_timeout_established=conntrack.tcp_timeout_established or default.tcp_timeout_established,
-        tcp_timeout_close_wait=conntrack.tcp_timeout_close_wait or default.tcp_timeout_close_wait,
-        udp_timeout=min(conntrack.udp_timeout or default.udp_timeout, _LONGEST_UDP),
-        udp_timeout_stream=min(conntrack.udp_timeout_stream or default.udp_timeout_stream, _LONGEST_UDP),
+        tcp_timeout_established=established or default.tcp_timeout_established,
+        tcp_timeout_close_wait=close_wait or default.tcp_timeout_close_wait,
+        udp_timeout=min(udp or default.udp_timeout, _LONGEST_UDP),
+        udp_timeout_stream=min(stream or default.udp_timeout_stream, _LONGEST_UDP),
         sync_seconds=given.seconds(_period(given, mode, "sync_period"), default.sync_seconds, more_than=0),
         ipvs_scheduler=_of_ipvs(given, mode, lambda: given.choice("ipvs_scheduler", SCHEDULERS), SCHEDULERS[0]),
         ipvs_strict_arp=given.flag("ipvs_strict_arp"),
@@ -288,16 +326,26 @@ def _rest(given: _Flags, mode: str) -> float:
 
 def _conntrack(given: _Flags) -> Conntrack:
     default = Conntrack()
+    established, close_wait, udp, stream = _conntrack_timeouts(given)
     return Conntrack(
         max_per_core=given.number("conntrack_max_per_core", default.max_per_core, 0, _INT32),
         minimum=given.number("conntrack_min", default.minimum, 0, _INT32),
-        tcp_timeout_established=given.whole_seconds(
-            "conntrack_tcp_timeout_established", default.tcp_timeout_established
-        ),
-        tcp_timeout_close_wait=given.whole_seconds("conntrack_tcp_timeout_close_wait", default.tcp_timeout_close_wait),
+        tcp_timeout_established=established,
+        tcp_timeout_close_wait=close_wait,
         tcp_be_liberal=given.flag("conntrack_tcp_be_liberal"),
-        udp_timeout=given.whole_seconds("conntrack_udp_timeout", default.udp_timeout),
-        udp_timeout_stream=given.whole_seconds("conntrack_udp_timeout_stream", default.udp_timeout_stream),
+        udp_timeout=udp,
+        udp_timeout_stream=stream,
+    )
+
+
+def _conntrack_timeouts(given: _Flags) -> tuple[int, int, int, int]:
+    """Seconds, 0: as the kernel has it: of TCP established and in CLOSE_WAIT, of UDP and its streams."""
+    default = Conntrack()
+    return (
+        given.whole_seconds("conntrack_tcp_timeout_established", default.tcp_timeout_established),
+        given.whole_seconds("conntrack_tcp_timeout_close_wait", default.tcp_timeout_close_wait),
+        given.whole_seconds("conntrack_udp_timeout", default.udp_timeout),
+        given.whole_seconds("conntrack_udp_timeout_stream", default.udp_timeout_stream),
     )
 
 

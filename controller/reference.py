@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
+from controller.config import reopening_settings
 from controller.documents import HYBRID, KUBE_PROXY, HybridProxyConfiguration, Row, rows
 
 __all__ = ["FILES", "page", "schema"]
@@ -83,24 +84,11 @@ def page() -> str:
     return "".join(parts)
 
 
-# Settings for which the mode is opened anew (`controller.config.needs_reopening`; a test compares).
-REOPEN: Final = frozenset({
-    "mode", "proxy_mode", "strict_mode", "detect_local_mode", "pod_bridge_interface", "pod_interface_name_prefix",
-    "iptables_masquerade_bit", "nftables_masquerade_bit", "iptables_sync_period", "nftables_sync_period",
-    "ipvs_sync_period", "ipvs_scheduler", "ipvs_exclude_cidrs", "ipvs_strict_arp", "ipvs_tcp_timeout",
-    "ipvs_tcpfin_timeout", "ipvs_udp_timeout", "conntrack_tcp_timeout_established",
-    "conntrack_tcp_timeout_close_wait", "conntrack_udp_timeout", "conntrack_udp_timeout_stream", "pod_interfaces",
-    "uplink_interfaces", "socket_scope", "no_fast_path", "no_traffic_counters", "answer_ping", "xdp", "dsr",
-    "masquerade_ports", "event_rate", "reject_rate", "failover_failures", "probe_interval", "probe_timeout",
-    "probe_failures",
-})  # fmt: skip
-
-
 def _change(row: Row) -> str:
     """When a change takes effect."""
     if row.setting.unused:
         return ""
-    return "restart" if row.setting.restart else "reopens" if row.name in REOPEN else "at once"
+    return "restart" if row.setting.restart else "reopens" if row.name in reopening_settings() else "at once"
 
 
 def _table(document: str) -> str:

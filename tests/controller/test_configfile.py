@@ -17,7 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller import cli, reference
-from controller.config import REMOVED_FLAGS, UNUSED, Config, Conntrack, Endpoint, duration, from_flags, needs_reopening
+from controller.config import (
+    REMOVED_FLAGS,
+    UNUSED,
+    Config,
+    Conntrack,
+    Endpoint,
+    duration,
+    from_flags,
+    needs_reopening,
+    reopening_settings,
+)  # fmt: skip
 from controller.configfile import Loaded, change, follow, load, of_flags, read, text, write
 from controller.documents import DOCUMENTS, HYBRID, KUBE_PROXY, HybridProxyConfiguration, Row, rows
 from controller.errors import ConfigError
@@ -610,7 +620,7 @@ def test_what_reopens_the_mode_is_marked_so(row: Row):
     before = from_flags(base | first, {})
     after = from_flags(base | {row.name: other(row)}, {})
     assert after != before, "the test needs another value"
-    assert needs_reopening(before, after) == (row.name in reference.REOPEN)
+    assert needs_reopening(before, after) == (row.name in reopening_settings())
 
 
 # ------------------------------------------------------------------------------------ what is written out
