@@ -5,7 +5,7 @@ PYTHON   := $(VENV)/bin/python
 OBJECTS  := dataplane/modes/ebpf/objects
 SOURCES  := $(wildcard bpf/*.bpf.c)
 HEADERS  := $(wildcard bpf/*.h)
-BUILT    := $(patsubst bpf/%.bpf.c,$(OBJECTS)/%.bpf.o,$(SOURCES)) $(OBJECTS)/abi.h
+BUILT    := $(patsubst bpf/%.bpf.c,$(OBJECTS)/%.bpf.o,$(SOURCES)) dataplane/modes/ebpf/_abi.py
 APT      := iproute2 util-linux clang llvm clang-format bpftool libbpf-dev libbpf1 linux-libc-dev libc6-dev gcc make python3-venv python3-dev nftables libnftables1 iptables
 APT_LAB  := shellcheck tmux vagrant systemd debian-archive-keyring libseccomp2
 APT_COMPARE := wrk iperf3 chromium fonts-dejavu-core
@@ -78,7 +78,8 @@ format: setup ## format Python and C in place
 	$(Q)clang-format -i $(SOURCES) $(HEADERS)
 
 clean: ## remove everything that was built
-	rm -rf $(VENV) $(OBJECTS) build dist *.egg-info dataplane/kernel/_publish*.so dataplane/kernel/_publish.c
+	rm -rf $(VENV) $(OBJECTS) build dist *.egg-info dataplane/kernel/_publish*.so dataplane/kernel/_publish.c \
+		dataplane/kernel/_libbpf.py dataplane/modes/ebpf/_abi.py
 
 $(OBJECTS)/%.bpf.o: bpf/%.bpf.c $(HEADERS)
 	@mkdir -p $(OBJECTS)
@@ -88,6 +89,10 @@ $(OBJECTS)/%.bpf.o: bpf/%.bpf.c $(HEADERS)
 $(OBJECTS)/abi.h: bpf/abi.h
 	@mkdir -p $(OBJECTS)
 	$(Q)$(CLANG) -E -P -DABI_FOR_PYTHON -x c $< -o $@
+
+# PYTHON has cffi: that of the virtual environment, or the one that builds the package (setup.py).
+dataplane/modes/ebpf/_abi.py: dataplane/modes/ebpf/abi_build.py $(OBJECTS)/abi.h
+	$(Q)$(PYTHON) -P $^ $@
 
 # Programs that only benchmarks use: they ask for these files themselves.
 build/%.bpf.o: %.bpf.c $(HEADERS)
@@ -136,7 +141,7 @@ $(STAMPS)/apt: Makefile
 	@test -x $(PYTHON) || { echo "venv     $(VENV)"; python3 -m venv $(VENV); }
 	@mkdir -p $(STAMPS) && touch $@
 
-$(STAMPS)/venv: pyproject.toml setup.py dataplane/kernel/publish_build.py $(STAMPS)/apt
+$(STAMPS)/venv: pyproject.toml setup.py $(wildcard dataplane/kernel/*_build.py) $(STAMPS)/apt
 	@echo "pip      hybrid-proxy and its development tools"
 	$(Q)$(PYTHON) -m pip install --quiet --upgrade 'pip>=25.1'
 	$(Q)$(PYTHON) -m pip install --quiet --group dev --editable '.[compare]'

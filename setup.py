@@ -1,8 +1,9 @@
-"""Builds what is not Python: the BPF objects (clang) and one C helper (any C compiler)."""
+"""Builds what is not Python: the BPF objects (clang), one C helper (any C compiler), and parses what cffi declares."""
 
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 from setuptools import setup
@@ -17,7 +18,7 @@ class BuildWithBpf(build_py):
     def run(self) -> None:
         """Compile, then copy like any package data."""
         try:
-            subprocess.run(["make", "--silent", "bpf"], cwd=HERE, check=True)
+            subprocess.run(["make", "--silent", "bpf", f"PYTHON={sys.executable}"], cwd=HERE, check=True)
         except FileNotFoundError as error:
             raise SystemExit(
                 "building hybrid-proxy needs make and clang (Debian: apt-get install make clang)"
@@ -33,4 +34,7 @@ class BuildWithBpf(build_py):
         return target
 
 
-setup(cmdclass={"build_py": BuildWithBpf}, cffi_modules=["dataplane/kernel/publish_build.py:builder"])
+setup(
+    cmdclass={"build_py": BuildWithBpf},
+    cffi_modules=["dataplane/kernel/publish_build.py:builder", "dataplane/kernel/libbpf_build.py:builder"],
+)

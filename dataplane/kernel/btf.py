@@ -11,23 +11,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from dataplane.errors import Unsupported
-from dataplane.kernel.bpf import ffi, library
+from dataplane.kernel._libbpf import ffi
+from dataplane.kernel.bpf import library
 
 __all__ = ["enum_names", "offset_of", "takes"]
-
-ffi.cdef(
-    """
-    struct btf;
-    struct btf_type { uint32_t name_off; uint32_t info; uint32_t size_or_type; };
-    struct btf_member { uint32_t name_off; uint32_t type; uint32_t offset; };
-    struct btf_enum { uint32_t name_off; int32_t val; };
-    struct btf_param { uint32_t name_off; uint32_t type; };
-    struct btf *btf__parse(const char *path, void *ext);
-    int32_t btf__find_by_name_kind(const struct btf *, const char *name, uint32_t kind);
-    const struct btf_type *btf__type_by_id(const struct btf *, uint32_t id);
-    const char *btf__name_by_offset(const struct btf *, uint32_t offset);
-    """
-)
 
 KERNEL: Final = Path("/sys/kernel/btf/vmlinux")
 # BTF_KIND_, include/uapi/linux/btf.h

@@ -12,10 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from cffi import FFI
-
+from dataplane.kernel._libbpf import ffi
 from dataplane.kernel.bpf import BpfError, check, library
-from dataplane.kernel.bpf import ffi as libbpf
 
 __all__ = [
     "NETFILTER_ATTACH",
@@ -34,8 +32,6 @@ _PROG_LOAD, _PROG_GET_FD_BY_ID, _LINK_CREATE, _ENABLE_STATS = 5, 13, 28, 32
 _ACCEPT: Final = struct.pack("=BBhi", 0xB7, 0, 0, 1) + struct.pack("=BBhi", 0x95, 0, 0, 0)  # r0 = 1; exit
 _SYS_BPF: Final = {"x86_64": 321, "aarch64": 280}
 
-ffi = FFI()
-ffi.cdef("long syscall(long number, ...);")
 _libc = ffi.dlopen(None)
 
 
@@ -119,9 +115,9 @@ def runs(pins: Path) -> Iterator[tuple[str, Runs]]:
 
 
 def _program_of(link: int) -> int:
-    info = libbpf.new("char[]", 64)
-    check(library().bpf_obj_get_info_by_fd(link, info, libbpf.new("uint32_t *", 64)), "describing a link")
-    number: int = struct.unpack_from("=III", bytes(libbpf.buffer(info)))[2]  # struct bpf_link_info: type, id, prog_id
+    info = ffi.new("char[]", 64)
+    check(library().bpf_obj_get_info_by_fd(link, info, ffi.new("uint32_t *", 64)), "describing a link")
+    number: int = struct.unpack_from("=III", bytes(ffi.buffer(info)))[2]  # struct bpf_link_info: type, id, prog_id
     return number
 
 

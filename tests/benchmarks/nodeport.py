@@ -21,7 +21,8 @@ from typing import Any
 from controller.lab.agent import Agent
 from controller.lab.network import Lab
 from controller.lab.traffic import ask_udp
-from dataplane.kernel.bpf import Object, check, ffi, library, update_link
+from dataplane.kernel._libbpf import ffi
+from dataplane.kernel.bpf import Object, check, library, update_link
 from tests.benchmarks.kit import Result, Target, built, lab, median, say
 from tests.conformance.kit import UDP, node_manifest
 from tests.frames import Receiver, fill_in_checksums

@@ -1,7 +1,7 @@
 """Rows of `bpf/abi.h` as numpy types, its enums as Python ints, and the hashes that both sides compute.
 
-The header is written once: the build preprocesses it, cffi reads the result, numpy types follow from cffi's
-offsets. A test compares them with the BTF of the compiled objects.
+The header is written once: the build preprocesses it and has cffi parse the result (`abi_build`), numpy types follow
+from cffi's offsets. A test compares them with the BTF of the compiled objects.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cffi import FFI
 from numpy.typing import NDArray
 
+from dataplane.modes.ebpf._abi import ffi as abi
+
 __all__ = [
-    "OBJECTS", "Words", "abi", "abi_constants", "address_bytes", "address_text", "address_words", "backend_bits",
+    "OBJECTS", "Words", "abi_constants", "address_bytes", "address_text", "address_words", "backend_bits",
     "dtype_of", "frontend_dtype", "frontend_values", "pack", "prefilter_bits", "service_bits", "slice_word",
     "split_slice_word", "swap16",
 ]  # fmt: skip
@@ -25,26 +26,6 @@ __all__ = [
 OBJECTS = Path(__file__).parent / "objects"
 
 Words = NDArray[np.uint32]
-
-TYPES = "".join(
-    f"typedef {name}_t {kernel};\n"
-    for name, kernel in (
-        ("uint8", "__u8"),
-        ("uint16", "__u16"),
-        ("uint32", "__u32"),
-        ("int32", "__s32"),
-        ("uint64", "__u64"),
-    )
-)
-
-
-@lru_cache(maxsize=1)
-def abi() -> FFI:
-    """What cffi knows of the header."""
-    header = OBJECTS / "abi.h"
-    known = FFI()
-    known.cdef(TYPES + header.read_text())
-    return known
 
 
 @lru_cache(maxsize=1)
@@ -55,21 +36,21 @@ def abi_constants() -> dict[str, int]:
         "abi_limits", "frontend_flags", "service_flags", "backend_flags", "flow_flags", "verdict", "counter", "hook",
         "note_kind",
     ):  # fmt: skip
-        names.update(abi().typeof(f"enum {enum}").relements)
+        names.update(abi.typeof(f"enum {enum}").relements)
     return names
 
 
 @lru_cache(maxsize=32)
 def dtype_of(struct: str) -> np.dtype[Any]:
     """A numpy type with the struct's fields, offsets and size."""
-    kind = abi().typeof(f"struct {struct}")
+    kind = abi.typeof(f"struct {struct}")
     names, formats, offsets = [], [], []
     for name, field in kind.fields:
         names.append(name)
         formats.append(_format(field.type))
         offsets.append(field.offset)
     return np.dtype(
-        {"names": names, "formats": formats, "offsets": offsets, "itemsize": abi().sizeof(f"struct {struct}")}
+        {"names": names, "formats": formats, "offsets": offsets, "itemsize": abi.sizeof(f"struct {struct}")}
     )
 
 
@@ -78,7 +59,7 @@ def _format(kind: Any) -> Any:
         return (_format(kind.item), kind.length)
     if kind.kind == "struct":
         return dtype_of(kind.cname.removeprefix("struct "))
-    return np.dtype(f"u{abi().sizeof(kind)}")
+    return np.dtype(f"u{abi.sizeof(kind)}")
 
 
 def pack(struct: str, **fields: Any) -> bytes:

@@ -1,0 +1,82 @@
+"""Builds `dataplane.kernel._libbpf`: what we call of libbpf, and the system call itself, for cffi's ABI mode.
+
+The declarations are parsed when the package is built. A process that parses them itself needs pycparser for that: 4 MB
+and 50 ms of each start, with those of `bpf/abi.h`.
+"""
+
+from __future__ import annotations
+
+from cffi import FFI
+
+builder = FFI()
+builder.cdef(
+    """
+    struct bpf_object; struct bpf_map; struct bpf_program; struct ring_buffer;
+    typedef int (*ring_buffer_sample_fn)(void *ctx, void *data, size_t size);
+    struct bpf_map_batch_opts { size_t sz; uint64_t elem_flags; uint64_t flags; };
+    struct bpf_test_run_opts {
+        size_t sz; const void *data_in; void *data_out; uint32_t data_size_in; uint32_t data_size_out;
+        const void *ctx_in; void *ctx_out; uint32_t ctx_size_in; uint32_t ctx_size_out; uint32_t retval;
+        int repeat; uint32_t duration; uint32_t flags; uint32_t cpu; uint32_t batch_size;
+    };
+    struct bpf_map_info {
+        uint32_t type; uint32_t id; uint32_t key_size; uint32_t value_size; uint32_t max_entries;
+        uint32_t map_flags; char name[16];
+    };
+    void *libbpf_set_print(void *fn);
+    struct bpf_object *bpf_object__open_file(const char *path, const void *opts);
+    int bpf_object__load(struct bpf_object *);
+    void bpf_object__close(struct bpf_object *);
+    struct bpf_program *bpf_object__next_program(const struct bpf_object *, struct bpf_program *);
+    struct bpf_map *bpf_object__next_map(const struct bpf_object *, const struct bpf_map *);
+    const char *bpf_map__name(const struct bpf_map *);
+    const char *bpf_program__name(const struct bpf_program *);
+    int bpf_map__fd(const struct bpf_map *);
+    int bpf_program__fd(const struct bpf_program *);
+    int bpf_map__set_max_entries(struct bpf_map *, uint32_t);
+    int bpf_map__reuse_fd(struct bpf_map *, int fd);
+    void *bpf_map__initial_value(struct bpf_map *, size_t *);
+    int bpf_program__set_autoload(struct bpf_program *, bool);
+    int bpf_program__set_log_buf(struct bpf_program *, char *, size_t);
+    struct bpf_map_create_opts {
+        size_t sz; uint32_t btf_fd; uint32_t btf_key_type_id; uint32_t btf_value_type_id;
+        uint32_t btf_vmlinux_value_type_id; uint32_t inner_map_fd; uint32_t map_flags;
+    };
+    int bpf_map_create(int type, const char *name, uint32_t key, uint32_t value, uint32_t entries, const void *opts);
+    int bpf_map_update_elem(int fd, const void *k, const void *v, uint64_t flags);
+    int bpf_map_lookup_elem(int fd, const void *k, void *v);
+    int bpf_map_delete_elem(int fd, const void *k);
+    int bpf_map_get_next_key(int fd, const void *k, void *next);
+    int bpf_map_update_batch(int fd, const void *keys, const void *values, uint32_t *count, const void *opts);
+    int bpf_map_lookup_batch(int fd, void *in, void *out, void *keys, void *values, uint32_t *count, const void *opts);
+    int bpf_map_delete_batch(int fd, const void *keys, uint32_t *count, const void *opts);
+    struct bpf_link_create_opts { size_t sz; uint32_t flags; const void *iter_info; uint32_t iter_info_len; };
+    int bpf_link_create(int prog_fd, int target_fd, int attach_type, const void *opts);
+    int bpf_link_update(int link_fd, int new_prog_fd, const void *opts);
+    int bpf_link_detach(int link_fd);
+    int bpf_prog_attach(int prog_fd, int target_fd, int type, unsigned int flags);
+    int bpf_obj_pin(int fd, const char *path);
+    int bpf_obj_get(const char *path);
+    struct ring_buffer *ring_buffer__new(int map_fd, ring_buffer_sample_fn take, void *ctx, const void *opts);
+    int ring_buffer__poll(struct ring_buffer *, int timeout_ms);
+    void ring_buffer__free(struct ring_buffer *);
+    int bpf_prog_test_run_opts(int prog_fd, struct bpf_test_run_opts *opts);
+    int bpf_obj_get_info_by_fd(int fd, void *info, uint32_t *len);
+    int libbpf_probe_bpf_helper(int prog_type, int helper, const void *opts);
+    """
+)
+builder.cdef(  # of types, bpf/btf.h and linux/btf.h
+    """
+    struct btf;
+    struct btf_type { uint32_t name_off; uint32_t info; uint32_t size_or_type; };
+    struct btf_member { uint32_t name_off; uint32_t type; uint32_t offset; };
+    struct btf_enum { uint32_t name_off; int32_t val; };
+    struct btf_param { uint32_t name_off; uint32_t type; };
+    struct btf *btf__parse(const char *path, void *ext);
+    int32_t btf__find_by_name_kind(const struct btf *, const char *name, uint32_t kind);
+    const struct btf_type *btf__type_by_id(const struct btf *, uint32_t id);
+    const char *btf__name_by_offset(const struct btf *, uint32_t offset);
+    """
+)
+builder.cdef("long syscall(long number, ...);")
+builder.set_source("dataplane.kernel._libbpf", None)
