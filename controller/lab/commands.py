@@ -47,10 +47,7 @@ def _up(name: str, pods: int, as_json: bool) -> int:
     lab = Lab(name, pods)
     lab.up()
     try:
-        manifests = examples.copy(lab)
-        examples.scale(manifests / "web.yaml", lab.pods())
-        http, udp = examples.ports(manifests)
-        lab.serve(*(pod.name for pod in lab.pods()), http=http, udp=udp)
+        manifests = examples.serve(lab)
         agent = Agent(lab, manifests)
         agent.start()
     except BaseException:

@@ -11,7 +11,7 @@ import yaml
 
 from controller.lab.network import NODE_NAMES, Lab, LabError, Place
 
-__all__ = ["copy", "ports", "scale"]
+__all__ = ["copy", "ports", "scale", "serve"]
 
 
 def _folder() -> Path:
@@ -23,6 +23,23 @@ def _folder() -> Path:
     raise LabError(
         "the example manifests are missing: neither examples/ in the source tree nor controller/lab/manifests"
     )
+
+
+def serve(lab: Lab, web: Sequence[Place] | None = None) -> Path:
+    """Every pod of the lab listens as the examples say.
+
+    Args:
+        lab: a lab that stands.
+        web: the endpoints of web.yaml, None: all pods of the lab's own node.
+
+    Returns:
+        The folder of the lab with the examples, for an agent.
+    """
+    manifests = copy(lab)
+    scale(manifests / "web.yaml", lab.pods() if web is None else web)
+    http, udp = ports(manifests)
+    lab.serve(*(pod.name for pod in lab.pods()), http=http, udp=udp)
+    return manifests
 
 
 def copy(lab: Lab) -> Path:

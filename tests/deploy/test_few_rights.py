@@ -83,10 +83,7 @@ def mode(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def lab() -> Iterator[Lab]:
     with Lab(f"r{os.getpid()}", 3) as made:
-        folder = examples.copy(made)
-        examples.scale(folder / "web.yaml", made.pods())
-        http, udp = examples.ports(folder)
-        made.serve(*(pod.name for pod in made.pods()), http=http, udp=udp)
+        examples.serve(made)
         yield made
 
 

@@ -18,9 +18,6 @@ def lab() -> Iterator[Lab]:
     if os.geteuid() != 0:
         pytest.skip("needs root: makes network namespaces")
     with Lab(f"w{os.getpid()}", 4) as made:
-        folder = examples.copy(made)
-        examples.scale(folder / "web.yaml", made.pods()[:3])
-        http, udp = examples.ports(folder)
-        made.serve(*(pod.name for pod in made.pods()), http=http, udp=udp)
+        examples.serve(made, made.pods()[:3])
         yield made
         shell(made, "hybrid-proxy cleanup")

@@ -21,10 +21,7 @@ def lab() -> Iterator[Lab]:
     if os.geteuid() != 0:
         pytest.skip("needs root: makes network namespaces and a cgroup of its own")
     with Lab(f"t{os.getpid()}x", 3) as made:
-        manifests = examples.copy(made)
-        examples.scale(manifests / "web.yaml", made.pods())
-        http, udp = examples.ports(manifests)
-        made.serve(*(pod.name for pod in made.pods()), http=http, udp=udp)
+        examples.serve(made)
         yield made
         remove(made)
 

@@ -34,10 +34,7 @@ async def _shoot(agent: Agent) -> str:
 def main(path: Path) -> None:
     """Build the lab, make the load, take the picture, remove the lab."""
     with Lab("topshot", 3) as lab:
-        manifests = examples.copy(lab)
-        examples.scale(manifests / "web.yaml", lab.pods())
-        http, udp = examples.ports(manifests)
-        lab.serve(*(pod.name for pod in lab.pods()), http=http, udp=udp)
+        manifests = examples.serve(lab)
         agent = Agent(lab, manifests)
         agent.start()
         for place, kind, target, rate in LOADS:

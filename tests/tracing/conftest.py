@@ -39,10 +39,7 @@ def mode(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def stage(mode: str, measurable: None) -> Iterator[Stage]:
     with Lab(f"tr{os.getpid()}", 4) as lab:
-        folder = examples.copy(lab)
-        examples.scale(folder / "web.yaml", lab.pods()[:3])
-        http, udp = examples.ports(folder)
-        lab.serve(*(pod.name for pod in lab.pods()), http=http, udp=udp)
+        folder = examples.serve(lab, lab.pods()[:3])
         agent = Agent(lab, folder, mode)
         agent.start(20 * PATIENCE)
         yield Stage(lab, agent, mode)
