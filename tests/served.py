@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from controller.lab.agent import Agent
 from controller.lab.network import NODE_NAMES, Lab
-from tests.fakes.apiserver import endpoint_slice, node, service
+from tests.fakes.apiserver import ApiServer, endpoint_slice, node, service
 
 ME = NODE_NAMES["node"]
 PATIENCE = float(os.environ.get("HYBRID_PROXY_PATIENCE", "1"))
@@ -59,16 +59,35 @@ sys.exit(main())
 """
 
 
-class Served(Agent):
-    """An agent that knows the mode `fragile`, with an API server as its source."""
+class Asking(Agent):
+    """An agent with an API server as its source, started by a program of the test's own."""
 
-    folder: Path
     kubeconfig: Path
 
     @property
+    def program(self) -> tuple[str, ...]:
+        """Its text, and what it takes from the command line before the agent does."""
+        raise NotImplementedError
+
+    @property
     def argv(self) -> list[str]:
-        argv = [sys.executable, "-c", PROGRAM, str(self.folder), *super().argv[3:]]
+        argv = [sys.executable, "-c", *self.program, *super().argv[3:]]
         argv[argv.index("--manifests") : argv.index("--manifests") + 2] = ["--kubeconfig", str(self.kubeconfig)]
+        return argv
+
+
+class Served(Asking):
+    """One that knows the mode `fragile`."""
+
+    folder: Path
+
+    @property
+    def program(self) -> tuple[str, ...]:
+        return PROGRAM, str(self.folder)
+
+    @property
+    def argv(self) -> list[str]:
+        argv = super().argv
         for flag in ("--metrics-bind-address", "--healthz-bind-address"):
             if flag in argv and argv[argv.index(flag) + 1] == "":  # labs have none unless they are asked for
                 del argv[argv.index(flag) : argv.index(flag) + 2]
@@ -84,6 +103,19 @@ class Reply(NamedTuple):
     def json(self) -> dict[str, Any]:
         told: dict[str, Any] = json.loads(self.body)
         return told
+
+
+@contextmanager
+def api_server(lab: Lab) -> Iterator[ApiServer]:
+    """An API server on the lab's node, which has this node alone."""
+    server = ApiServer()
+    with lab.inside("node"):
+        server.start()
+    try:
+        server.put(the_node(lab))
+        yield server
+    finally:
+        server.stop()
 
 
 def the_node(lab: Lab, *, taint: str = "", deleted: bool = False) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 
 from controller.lab.network import Lab
 from tests.fakes.apiserver import ApiServer
-from tests.served import FRAGILE, PATIENCE, SYNC_PERIOD, Served, the_node
+from tests.served import FRAGILE, PATIENCE, SYNC_PERIOD, Served, api_server
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +24,8 @@ def lab() -> Iterator[Lab]:
 
 @pytest.fixture
 def api(lab: Lab) -> Iterator[ApiServer]:
-    server = ApiServer()
-    with lab.inside("node"):
-        server.start()
-    server.put(the_node(lab))
-    yield server
-    server.stop()
+    with api_server(lab) as server:
+        yield server
 
 
 @pytest.fixture

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from controller.lab.agent import Agent
 from controller.lab.network import NODE_NAMES, Lab
 from controller.lab.traffic import ask_tcp, ask_udp
 from tests.fakes.apiserver import ApiServer
-from tests.served import PATIENCE, the_node, until
+from tests.served import PATIENCE, Asking, api_server, until
 
 pytestmark = pytest.mark.root
 
@@ -35,17 +33,14 @@ sys.exit(main())
 """
 
 
-class Mortal(Agent):
+class Mortal(Asking):
     """An agent of mode nftables that is killed there when the file `die` is there."""
 
     die: Path
-    kubeconfig: Path
 
     @property
-    def argv(self) -> list[str]:
-        argv = [sys.executable, "-c", PROGRAM, str(self.die), *super().argv[3:]]
-        argv[argv.index("--manifests") : argv.index("--manifests") + 2] = ["--kubeconfig", str(self.kubeconfig)]
-        return argv
+    def program(self) -> tuple[str, ...]:
+        return PROGRAM, str(self.die)
 
 
 @pytest.fixture
@@ -59,12 +54,8 @@ def lab() -> Iterator[Lab]:
 
 @pytest.fixture
 def api(lab: Lab) -> Iterator[ApiServer]:
-    server = ApiServer()
-    with lab.inside("node"):
-        server.start()
-    server.put(the_node(lab))
-    yield server
-    server.stop()
+    with api_server(lab) as server:
+        yield server
 
 
 def objects(lab: Lab, *pods: str) -> list[dict[str, Any]]:
