@@ -17,11 +17,14 @@ LETS_THROUGH = {
 }
 
 
-def served(bench: Bench, *pods: str) -> tuple[Service, int]:
-    """A service with endpoints there, and its health-check node port."""
+def served(bench: Bench, pod: str, family: int, status: int = 200) -> tuple[Service, tuple[str, int]]:
+    """A service with an endpoint there, and its health-check node port, which answers with this status."""
     number = next(PORTS)
     spec = {"externalTrafficPolicy": "Local", "healthCheckNodePort": number}
-    return bench.service(*pods, outside=True, settle=False, spec=spec), number
+    service = bench.service(pod, outside=True, settle=False, spec=spec)
+    target = (bench.lab["node"].address(family), number)
+    eventually(lambda: answer(bench, target, family) == status, 8, f"not {status}, without any firewall")
+    return service, target
 
 
 def answer(bench: Bench, target: tuple[str, int], family: int) -> int | str:
@@ -53,28 +56,22 @@ def dropping(bench: Bench, port: int) -> Iterator[None]:
 
 @pytest.mark.row("3.12", "a health-check node port: 200 with an endpoint here, 503 without")
 def test_the_port_answers_for_this_node(bench: Bench, family: int) -> None:
-    for pods, status in ((("pod2",), 200), (("remote1",), 503)):
-        _, port = served(bench, *pods)
-        target = (bench.lab["node"].address(family), port)
-        eventually(lambda target=target, status=status: answer(bench, target, family) == status, 8, f"not {status}")
+    served(bench, "pod2", family, 200)
+    served(bench, "remote1", family, 503)
 
 
 @pytest.mark.row("3.12", "a health-check node port behind a host's firewall (per mode)")
 def test_the_port_behind_a_firewall(bench: Bench, mode: str, family: int) -> None:
-    _, port = served(bench, "pod2")
-    target = (bench.lab["node"].address(family), port)
-    eventually(lambda: answer(bench, target, family) == 200, 8, "nobody answers, without any firewall")
-    with dropping(bench, port):
+    _, target = served(bench, "pod2", family)
+    with dropping(bench, target[1]):
         assert answer(bench, target, family) == (200 if mode in LETS_THROUGH else "silence")
     assert answer(bench, target, family) == 200
 
 
 @pytest.mark.row("3.12", "a host's firewall stays for a port that is no health-check node port any more (per mode)")
 def test_a_port_that_is_gone_is_closed(bench: Bench, mode: str, family: int) -> None:
-    service, port = served(bench, "pod2")
-    target = (bench.lab["node"].address(family), port)
-    eventually(lambda: answer(bench, target, family) == 200, 8, "nobody answers")
-    with dropping(bench, port):
+    service, target = served(bench, "pod2", family)
+    with dropping(bench, target[1]):
         service.delete()
         eventually(lambda: answer(bench, target, family) == "silence", 8, "packets still come through")
     assert answer(bench, target, family) == "refused"
