@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from controller.lab.network import RUN, SERVICE_CIDRS, Lab, LabError
 from dataplane.kernel.links import read_node
 
 from . import matrix
-from .kit import EXTERNAL_CIDRS, HTTP, PATIENCE, SECOND_HTTP, UDP, V4, Bench, node_manifest
+from .kit import EXTERNAL_CIDRS, HTTP, PATIENCE, SECOND_HTTP, UDP, V4, Bench, node_manifest, ruleset
 from .world import HOST_PORT, SECOND, World, make_world, node_port_of, table_of
 
 MODES = (
@@ -159,9 +158,5 @@ def family(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def strict(bench: Bench) -> Iterator[None]:
     """A firewall as hosts have it: FORWARD accepts nothing that conntrack calls invalid."""
-    if not shutil.which("nft"):
-        pytest.skip("nft is not installed (apt-get install nftables)")
-    added = bench.lab.run("node", ["nft", STRICT])
-    assert added.returncode == 0, added.stderr
-    yield
-    bench.lab.run("node", ["nft", "delete", "table", "inet", "strict"])
+    with ruleset(bench.lab, STRICT):
+        yield

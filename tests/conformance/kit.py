@@ -6,6 +6,7 @@ import ctypes
 import errno
 import json
 import os
+import shutil
 import socket
 import struct
 import time
@@ -384,6 +385,20 @@ def forget_path_mtus(lab: Lab) -> None:
             for _ in range(5):  # a route that goes while `ip` lists them ends its list; on Linux 7.2 all of them may
                 if lab.run(name, ["ip", family, "route", "flush", "cache"]).returncode == 0:
                     break
+
+
+@contextmanager
+def ruleset(lab: Lab, table: str) -> Iterator[None]:
+    """A table of somebody else on the node, in nft's words, until the block ends."""
+    if not shutil.which("nft"):
+        pytest.skip("nft is not installed (apt-get install nftables)")
+    added = lab.run("node", ["nft", table])
+    assert added.returncode == 0, added.stderr
+    _, family, name, *_ = table.split()
+    try:
+        yield
+    finally:
+        lab.run("node", ["nft", "delete", "table", family, name])
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import socket
 from collections.abc import Iterator
 
@@ -11,7 +10,7 @@ import pytest
 
 from controller.lab.traffic import ask_tcp
 
-from .kit import HTTP, Bench
+from .kit import HTTP, Bench, ruleset
 from .test_rows import target_of
 
 FOREIGN = """
@@ -28,12 +27,8 @@ table inet foreign {
 @pytest.fixture
 def masquerade(bench: Bench) -> Iterator[None]:
     """What leaves the node gets its address, as with many CNIs; a port is kept where conntrack calls it free."""
-    if not shutil.which("nft"):
-        pytest.skip("nft is not installed (apt-get install nftables)")
-    added = bench.lab.run("node", ["nft", FOREIGN])
-    assert added.returncode == 0, added.stderr
-    yield
-    bench.lab.run("node", ["nft", "delete", "table", "inet", "foreign"])
+    with ruleset(bench.lab, FOREIGN):
+        yield
 
 
 def test_an_open_connection_keeps_its_port(bench: Bench, mode: str, masquerade: None, family: int) -> None:

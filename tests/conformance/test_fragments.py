@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ from scapy.layers.inet import IP, UDP, fragment
 from scapy.layers.inet6 import IPv6, IPv6ExtHdrFragment, fragment6
 from scapy.packet import Raw
 
-from .kit import V4, Bench, Service, eventually
+from .kit import V4, Bench, Service, eventually, ruleset
 from .test_rows import target_of
 
 SIZE = 8000
@@ -47,13 +46,9 @@ def conntrack(bench: Bench, request: pytest.FixtureRequest) -> Iterator[None]:
     if not request.param:
         yield
         return
-    if not shutil.which("nft"):
-        pytest.skip("nft is not installed (apt-get install nftables)")
-    added = bench.lab.run("node", ["nft", CONNTRACK])
-    assert added.returncode == 0, added.stderr
-    yield
-    told = bench.lab.run("node", ["nft", "list", "table", "inet", "tracking"]).stdout
-    bench.lab.run("node", ["nft", "delete", "table", "inet", "tracking"])
+    with ruleset(bench.lab, CONNTRACK):
+        yield
+        told = bench.lab.run("node", ["nft", "list", "table", "inet", "tracking"]).stdout
     assert "counter packets 0 " in told, told
 
 

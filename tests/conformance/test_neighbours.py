@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from .cases import node, own
-from .kit import PATIENCE, V4, V6, Bench, eventually, silent
+from .kit import PATIENCE, V4, V6, Bench, eventually, ruleset, silent
 from .probes import SILENT, Probe, observe
 from .test_rows import FAMILIES, target_of
 from .world import World
@@ -77,15 +77,12 @@ def test_marks_of_others_survive(world: World, mode: str, family: int) -> None:
     passes no netfilter hook and is not marked by anybody: there a client whose address stays is looked at.
     """
     bench = world.bench
-    run(bench, "nft", CNI)
     name, want = ("local", own("pod2")) if mode == "ebpf" else ("one", node("pod2"))
-    try:
+    with ruleset(bench.lab, CNI):
         probe = Probe("client", target_of(bench, world.services[name], "nodeport", family), STREAM)
         assert observe(bench, probe, want).is_(want, "client")
         told = json.loads(run(bench, "nft", "-j", "list", "counters", "table", "inet", "cni"))
         counted = {c["counter"]["name"]: c["counter"]["packets"] for c in told["nftables"] if "counter" in c}
-    finally:
-        run(bench, "nft", "delete", "table", "inet", "cni")
     assert counted["seen"] > 0, "the packets went another way than the check looks"
     assert counted["kept"] == 0, "our mark leaves the node"
     assert mode == "userspace" or counted["lost"] == 0, "the mark of somebody else was lost"
