@@ -198,9 +198,8 @@ def _row(entry: _Entry, family: int, service: str | None) -> dict[str, Any]:
 
 def _state(entry: _Entry) -> str:
     """As the eBPF mode words it: half-open connections and one-way datagrams are opening."""
-    told = dict(attributes(entry.body, START))
     if entry.protocol not in OPENING:
-        status = int.from_bytes(told.get(CTA_STATUS, b""), "big")
+        status = int.from_bytes(_told(entry).get(CTA_STATUS, b""), "big")
         return "established" if status & IPS_ASSURED else "opening"
     state = _stage(entry)
     if state in OPENING[entry.protocol]:
@@ -210,8 +209,13 @@ def _state(entry: _Entry) -> str:
 
 def _stage(entry: _Entry) -> int:
     """The kernel's state of a connection or association."""
-    info = dict(attributes(dict(attributes(entry.body, START)).get(CTA_PROTOINFO, b"")))
+    info = dict(attributes(_told(entry).get(CTA_PROTOINFO, b"")))
     return dict(attributes(info.get(PROTOINFO_KINDS[entry.protocol], b""))).get(PROTOINFO_STATE, b"\0")[0]
+
+
+def _told(entry: _Entry) -> dict[int, bytes]:
+    """The attributes of the message."""
+    return dict(attributes(entry.body, START))
 
 
 # Deleting
