@@ -18,7 +18,7 @@ import msgspec
 from controller.compare import objects
 from controller.compare.findings import Findings, Report, findings
 from controller.compare.live import Live, look
-from controller.compare.loads import PACKAGES
+from controller.compare.loads import TOOLS
 from controller.compare.machine import describe, missing_tools
 from controller.compare.markdown import markdown
 from controller.compare.measure import carry_out
@@ -171,7 +171,7 @@ def _new(settings: Settings) -> Run:
     lacking = missing_tools()
     for reason in lacking.values():
         print(f"compare  {reason}", file=sys.stderr)
-    if len(lacking) == len(PACKAGES):
+    if len(lacking) == len(TOOLS):
         print("compare  no traffic is measured, only starts, changes and memory", file=sys.stderr)
     modes = (ModeState(settings.modes[0], True),) if settings.live else tuple(_tried(settings.modes))
     works = tuple(state.mode for state in modes if state.works)

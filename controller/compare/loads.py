@@ -19,7 +19,7 @@ __all__ = [
     "CLIENTS",
     "DATAGRAM",
     "NEEDS",
-    "PACKAGES",
+    "TOOLS",
     "Found",
     "LoadFailed",
     "argv",
@@ -36,7 +36,7 @@ NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
     "stream": ("iperf3",),
     "datagrams": ("iperf3",),
 }
-PACKAGES: Final = {"nginx": "nginx", "wrk": "wrk", "iperf3": "iperf3"}  # Debian's names
+TOOLS: Final = tuple(dict.fromkeys(tool for tools in NEEDS.values() for tool in tools))  # Debian's packages, too
 
 
 class LoadFailed(ControllerError):

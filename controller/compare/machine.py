@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Final
 
-from controller.compare.loads import PACKAGES
+from controller.compare.loads import TOOLS
 from controller.compare.result import Machine
 
 __all__ = ["describe", "missing_tools"]
@@ -32,15 +32,15 @@ def describe() -> Machine:
         virtual=virtual,
         emulated="TCG" in processor,  # what QEMU calls the processor that it translates
         load=os.getloadavg()[0],
-        tools={name: _version(name) for name in PACKAGES if shutil.which(name)},
+        tools={name: _version(name) for name in TOOLS if shutil.which(name)},
     )
 
 
 def missing_tools() -> dict[str, str]:
     """Load generators that are not installed: what to do about it, by name."""
     return {
-        name: f"{name} is not installed: apt-get install {package}" + _HINTS.get(name, "")
-        for name, package in PACKAGES.items()
+        name: f"{name} is not installed: apt-get install {name}" + _HINTS.get(name, "")
+        for name in TOOLS
         if not shutil.which(name)
     }
 
