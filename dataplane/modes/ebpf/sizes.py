@@ -16,7 +16,7 @@ from dataplane.mode import Options
 from dataplane.modes.ebpf.ids import size_class
 from dataplane.table import Entry
 
-__all__ = ["GROW_ABOVE", "Sizes", "bounds", "crowded", "fitting", "fixed", "foreseen", "grown", "least", "needs"]
+__all__ = ["Sizes", "bounds", "crowded", "fitting", "fixed", "foreseen", "grown", "least", "needs"]
 
 Sizes = Mapping[str, int]  # map -> entries
 
