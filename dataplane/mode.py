@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
+from dataplane.errors import DataplaneError
 from dataplane.table import Entry, ServiceTable
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Programmer",
     "Question",
     "SyncResult",
+    "Unasked",
     "View",
     "Wake",
     "Watched",
@@ -206,6 +208,30 @@ class Programmer(Protocol):
 
     def close(self) -> None:
         """Release this process's hold; traffic goes on as programmed."""
+
+
+class Unasked:
+    """What a `Programmer` inherits that has no program which could be asked, and counts no traffic of services."""
+
+    name: str
+
+    def names(self) -> dict[int, str]:
+        """Nothing is numbered: the names are in the kernel."""
+        return {}
+
+    def ask(self, question: Question) -> dict[str, Any]:
+        """See `Programmer.ask`.
+
+        Raises:
+            DataplaneError: always.
+        """
+        del question
+        raise DataplaneError(f"mode {self.name} cannot be asked about a packet; `explain` without --live answers")
+
+    def traffic(self, *, by_backend: bool) -> list[dict[str, Any]]:
+        """See `Programmer.traffic`: nothing is counted."""
+        del by_backend
+        return []
 
 
 @runtime_checkable

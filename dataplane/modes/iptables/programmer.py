@@ -21,8 +21,8 @@ from dataplane.mode import (
     Misfit,
     Mode,
     Options,
-    Question,
     SyncResult,
+    Unasked,
     Wake,
     misfit_rows,
     stale_row,
@@ -54,7 +54,7 @@ class Able(msgspec.Struct, frozen=True):
     sctp: bool
 
 
-class Iptables:
+class Iptables(Unasked):
     """A `dataplane.mode.Programmer`.
 
     Raises:
@@ -285,26 +285,12 @@ class Iptables:
             "counters": self.counters(),
         }
 
-    def names(self) -> dict[int, str]:
-        """Nothing is numbered: comments of rules have the names."""
-        return {}
-
-    def ask(self, question: Question) -> dict[str, Any]:
-        """See `dataplane.mode.Programmer.ask`."""
-        del question
-        raise DataplaneError("mode iptables cannot be asked about a packet; `explain` without --live answers")
-
     def counters(self) -> dict[str, int]:
         """See `dataplane.mode.Programmer.counters`."""
         return {
             "restores": sum(held.restores for held in self._installed.values()),
             "stale_conntrack_entries_deleted": self.stale_deleted.total(),
         }
-
-    def traffic(self, *, by_backend: bool) -> list[dict[str, Any]]:
-        """See `dataplane.mode.Programmer.traffic`."""
-        del by_backend
-        return []
 
     def close(self) -> None:
         """See `dataplane.mode.Programmer.close`."""

@@ -16,7 +16,7 @@ from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel.conntrack import delete_stale
 from dataplane.kernel.ipset import LIMIT, Ipsets
 from dataplane.kernel.ipvs import Ipvs as Door
-from dataplane.mode import Misfit, Mode, Options, Question, SyncResult, Wake, misfit_rows, stale_row, unprobed
+from dataplane.mode import Misfit, Mode, Options, SyncResult, Unasked, Wake, misfit_rows, stale_row, unprobed
 from dataplane.modes.ipvs import node as machine
 from dataplane.modes.ipvs.audit import Audit
 from dataplane.modes.ipvs.listing import Programmed
@@ -34,7 +34,7 @@ DRAIN_SECONDS: Final = 5.0  # how often real servers of weight 0 are looked at; 
 NOTHING: Final = Lowered({}, {}, frozenset())
 
 
-class Ipvs:
+class Ipvs(Unasked):
     """A `dataplane.mode.Programmer`.
 
     Args:
@@ -341,23 +341,9 @@ class Ipvs:
             "counters": self.counters(),
         }
 
-    def names(self) -> dict[int, str]:
-        """Nothing is numbered: the set SERVERS has the names."""
-        return {}
-
-    def ask(self, question: Question) -> dict[str, Any]:
-        """See `dataplane.mode.Programmer.ask`."""
-        del question
-        raise DataplaneError("mode ipvs cannot be asked about a packet; `explain` without --live answers")
-
     def counters(self) -> dict[str, int]:
         """See `dataplane.mode.Programmer.counters`."""
         return {"stale_conntrack_entries_deleted": self.stale_deleted.total()}
-
-    def traffic(self, *, by_backend: bool) -> list[dict[str, Any]]:
-        """See `dataplane.mode.Programmer.traffic`."""
-        del by_backend
-        return []
 
     def close(self) -> None:
         """See `dataplane.mode.Programmer.close`."""

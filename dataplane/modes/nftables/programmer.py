@@ -20,8 +20,8 @@ from dataplane.mode import (
     Misfit,
     Mode,
     Options,
-    Question,
     SyncResult,
+    Unasked,
     Wake,
     misfit_rows,
     stale_row,
@@ -44,7 +44,7 @@ TRIAL: Final = "hybrid-proxy-trial"
 ATTEMPTS: Final = 3  # to read what others change at the same time
 
 
-class Nftables:
+class Nftables(Unasked):
     """A `dataplane.mode.Programmer`.
 
     Args:
@@ -280,10 +280,6 @@ class Nftables:
 
     # Telling
 
-    def names(self) -> dict[int, str]:
-        """See `dataplane.mode.Programmer.names`: the names are in the kernel."""
-        return {}
-
     def limitations(self) -> list[str]:
         """What the table asks for and this mode does not do, in sentences."""
         return unknown_algorithms(self.table, {"random"}, "random") + unprobed(self.table)
@@ -310,16 +306,6 @@ class Nftables:
                 for name, packets in self._door.counters(family).items():
                     total[name] = total.get(name, 0) + packets
         return total
-
-    def ask(self, question: Question) -> dict[str, Any]:
-        """See `dataplane.mode.Programmer.ask`."""
-        del question
-        raise DataplaneError("the kernel cannot be asked what its rules would do: use explain without --live")
-
-    def traffic(self, *, by_backend: bool) -> list[dict[str, Any]]:
-        """See `dataplane.mode.Programmer.traffic`."""
-        del by_backend
-        return []
 
     def close(self) -> None:
         """See `dataplane.mode.Programmer.close`."""

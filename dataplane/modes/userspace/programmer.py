@@ -13,7 +13,7 @@ from typing import Any, Final
 from dataplane.diff import changed_services
 from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel import conntrack, nfmonitor, nft, policy
-from dataplane.mode import Misfit, Mode, Options, Question, SyncResult, Wake, misfit_rows, unknown_algorithms, unprobed
+from dataplane.mode import Misfit, Mode, Options, SyncResult, Unasked, Wake, misfit_rows, unknown_algorithms, unprobed
 from dataplane.modes.userspace import lower as low
 from dataplane.modes.userspace import messages as m
 from dataplane.modes.userspace import rules
@@ -42,7 +42,7 @@ class _Known:
         self.elements = elements
 
 
-class Userspace:
+class Userspace(Unasked):
     """A `dataplane.mode.Programmer`.
 
     Raises:
@@ -299,16 +299,6 @@ class Userspace:
         rows = (known.row for ports in self._known.values() for known in ports.values() if known.row)
         return {number: row.name for number, row in enumerate(sorted(rows, key=lambda row: row.key), 1)}
 
-    def ask(self, question: Question) -> dict[str, Any]:
-        """See `dataplane.mode.Programmer.ask`.
-
-        Raises:
-            DataplaneError: always; the kernel has no program here that could be asked.
-        """
-        raise DataplaneError(
-            f"mode {self.name} cannot be asked about a packet to {question.dst}: use explain without --live"
-        )
-
     def limitations(self) -> list[str]:
         """What the table asks for and this mode does otherwise, in sentences."""
         sentences = [
@@ -348,11 +338,6 @@ class Userspace:
     def counters(self) -> dict[str, int]:
         """See `dataplane.mode.Programmer.counters`."""
         return dict(self._relay_status().get("counters", {}))
-
-    def traffic(self, *, by_backend: bool) -> list[dict[str, Any]]:
-        """See `dataplane.mode.Programmer.traffic`."""
-        del by_backend
-        return []
 
     def close(self) -> None:
         """See `dataplane.mode.Programmer.close`: the relay goes on, unless nothing was ever programmed."""
