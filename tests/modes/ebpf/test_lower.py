@@ -5,16 +5,13 @@ from __future__ import annotations
 import pytest
 
 from dataplane.modes.ebpf.lower import Rows, lower
-from dataplane.table import Backend, Entry, Frontend, Kind, Masquerade, Protocol, Route, WhenEmpty
+from dataplane.table import Backend, Entry, Frontend, Kind, Masquerade, Route, WhenEmpty
+from tests.modes.make import entry as port
 
 A, B, C, D = (Backend(f"10.1.0.{n}", 8080, local=n < 3) for n in range(1, 5))
 INSIDE, OUTSIDE, SOURCES = 1, 2, 64
 DROP0, DROP1 = 1, 2
 SERVING, ROUTE0, ROUTE1, HERE = 1, 2, 4, 32
-
-
-def port(*frontends: Frontend, serving: tuple[Backend, ...] = (), affinity: int = 0) -> Entry:
-    return Entry("default/web:http", 4, Protocol.TCP, frontends, serving, affinity)
 
 
 def cluster_ip(inside: Route, outside: Route | None = None, address: str = "10.96.0.1") -> Frontend:
@@ -65,7 +62,7 @@ CASES = [
         id="order-of-the-route-is-the-order-of-the-slots",
     ),
     pytest.param(
-        port(cluster_ip(ALL), serving=(A, B, C), affinity=10800),
+        port(cluster_ip(ALL), serving=(A, B, C), affinity_seconds=10800),
         Rows([("10.96.0.1", 80, 0)], [A, B, C], [SERVING | ROUTE0] * 3, [[0, 1, 2]], 0, 10800),
         id="affinity",
     ),

@@ -37,6 +37,7 @@ from dataplane.table import (
 )
 from tests.fakes.xtables import FakeXtables
 from tests.modes.iptables.walk import MARK_BIT, Packet, Walker, Ways
+from tests.modes.make import entry
 
 NETWORK = NodeNetwork(
     primary=("192.168.0.1", "fd01::1"),
@@ -61,11 +62,6 @@ def cluster_ip(
     inside: Route = TWO, outside: Route | None = None, masquerade: Masquerade = NOT_PODS, address: str = "10.96.0.10"
 ) -> Frontend:
     return Frontend(Kind.CLUSTER_IP, address, 80, inside, outside or inside, masquerade)
-
-
-def entry(*frontends: Frontend, **fields: object) -> Entry:
-    values = {"name": "default/web:http", "family": 4, "protocol": Protocol.TCP, **fields}
-    return Entry(frontends=frontends, **values)  # type: ignore[arg-type]
 
 
 SVC, SVL = service_chains(entry())

@@ -15,7 +15,6 @@ from dataplane.table import (
     Kind,
     Masquerade,
     NodeNetwork,
-    Protocol,
     Route,
     ServiceTable,
     WhenEmpty,
@@ -23,6 +22,7 @@ from dataplane.table import (
 from dataplane.virtual_servers import Destination, Element, Server
 from tests.fakes.ipvs import FakeDevice, FakeIpvs, FakeSets, Journal
 from tests.fakes.xtables import FakeXtables
+from tests.modes.make import entry
 
 NETWORK = NodeNetwork(
     primary=("192.168.77.2", "fd77::2"),
@@ -43,11 +43,6 @@ def route(*backends: Backend, drop: bool = False, why: str = "all") -> Route:
 
 def cluster_ip(inside: Route, address: str = "10.96.0.1", port: int = 80) -> Frontend:
     return Frontend(Kind.CLUSTER_IP, address, port, inside, inside, TO_ALL)
-
-
-def entry(*frontends: Frontend, serving: tuple[Backend, ...] = (), **more: object) -> Entry:
-    fields = {"name": "default/web:http", "family": 4, "protocol": Protocol.TCP} | more
-    return Entry(**fields, frontends=frontends, serving=serving)  # type: ignore[arg-type]
 
 
 def web(*backends: Backend, **more: object) -> Entry:

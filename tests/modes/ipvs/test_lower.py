@@ -7,8 +7,9 @@ import pytest
 from dataplane.modes.ipvs.lower import SETS, Lowered, Node, lower
 from dataplane.table import Frontend, Kind, Masquerade, Protocol
 from dataplane.virtual_servers import Config, Server
+from tests.modes.make import entry
 
-from .kit import TCP, A, B, C, cluster_ip, destination, entry, route, web
+from .kit import TCP, A, B, C, cluster_ip, destination, route, web
 
 NODE = Node(node_ports=("192.168.77.2", "fd77::2"), own=frozenset({"192.168.77.2", "fd77::2"}))
 MARK = 0x48500001

@@ -11,8 +11,9 @@ from dataplane.errors import DataplaneError, SyncError
 from dataplane.modes.ipvs import programmer as module
 from dataplane.table import Backend, Frontend, Kind, Masquerade, Protocol, Route
 from dataplane.virtual_servers import Change, Config, Element, Server, Timeouts, Verb
+from tests.modes.make import entry
 
-from .kit import NETWORK, TCP, UDP, A, B, C, Node, cluster_ip, destination, entry, route, web
+from .kit import NETWORK, TCP, UDP, A, B, C, Node, cluster_ip, destination, route, web
 
 FOREIGN = Server(4, TCP, "198.51.100.7", 443)
 

@@ -10,7 +10,6 @@ from dataplane.table import (
     Kind,
     Masquerade,
     NodeNetwork,
-    Protocol,
     Route,
     ServiceTable,
     WhenEmpty,
@@ -36,10 +35,6 @@ def route(*backends: str, empty: WhenEmpty = WhenEmpty.REJECT, why: str = "") ->
 
 def cluster_ip(address: str, inside: Route, port: int = 80, masquerade: Masquerade = CLUSTER) -> Frontend:
     return Frontend(Kind.CLUSTER_IP, address, port, inside, inside, masquerade)
-
-
-def entry(*frontends: Frontend, name: str = "default/web:http", affinity: int = 0, family: int = 4) -> Entry:
-    return Entry(name, family, Protocol.TCP, frontends, (), affinity)
 
 
 def table(*entries: Entry, node: NodeNetwork = NODE, generation: int = 1) -> ServiceTable:

@@ -9,7 +9,8 @@ import pytest
 from dataplane.modes.nftables import lower
 from dataplane.modes.nftables.lower import FAMILIES, Element, Pick
 from dataplane.table import Detect, Frontend, Kind, Masquerade, NodeNetwork, WhenEmpty
-from tests.modes.nftables.make import NODE, cluster_ip, entry, route
+from tests.modes.make import entry
+from tests.modes.nftables.make import NODE, cluster_ip, route
 
 KEY = ("10.96.0.10", 6, 80)
 
@@ -149,7 +150,7 @@ def test_no_endpoint_is_refused() -> None:
 def test_affinity_numbers_are_shared_by_all_frontends() -> None:
     both = route("10.1.0.5", "10.1.0.6")
     node_port = Frontend(Kind.NODE_PORT, None, 30080, both, both, Masquerade.ALWAYS)
-    found = lower.elements(entry(cluster_ip("10.96.0.10", both), node_port, affinity=60), number)
+    found = lower.elements(entry(cluster_ip("10.96.0.10", both), node_port, affinity_seconds=60), number)
     numbers = {e.value for e in found if e.set in {"inside-numbers", "inside-ports-numbers"}}
     assert len(numbers) == 1
     members = {e.key[0]: e.value for e in found if e.set == "members-0"}

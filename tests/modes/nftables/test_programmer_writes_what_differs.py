@@ -14,7 +14,8 @@ from dataplane.modes.nftables.listing import Tables
 from dataplane.modes.nftables.programmer import Nftables
 from dataplane.table import Frontend, Kind, Masquerade, NodeNetwork, ServiceTable
 from tests.fakes.nftables import FakeNftables
-from tests.modes.nftables.make import NODE, cluster_ip, entry, route, table
+from tests.modes.make import entry
+from tests.modes.nftables.make import NODE, cluster_ip, route, table
 
 
 @pytest.fixture
@@ -242,7 +243,9 @@ def test_an_entry_with_too_many_routes_is_refused_alone(fake: FakeNftables, mode
         Frontend(Kind.LOAD_BALANCER, f"5.5.5.{n}", 80, one, one, Masquerade.ALWAYS)
         for n, one in enumerate(map(route, ("10.1.0.1", "10.1.0.2", "10.1.0.3")))
     ]
-    result = mode.sync(table(entry(*frontends, name="default/odd:http", affinity=60), *many(2).services["default/s1"]))
+    result = mode.sync(
+        table(entry(*frontends, name="default/odd:http", affinity_seconds=60), *many(2).services["default/s1"])
+    )
     assert [misfit.entry for misfit in result.misfits] == ["default/odd:http"]
     assert [row["name"] for row in Tables(fake).services()] == ["default/s1:http"]
     assert mode.sync(many(2, 2)).misfits == ()
@@ -250,7 +253,7 @@ def test_an_entry_with_too_many_routes_is_refused_alone(fake: FakeNftables, mode
 
 def test_what_is_programmed_can_be_listed(fake: FakeNftables, mode: Nftables) -> None:
     node_port = Frontend(Kind.NODE_PORT, None, 30080, route(), route(), Masquerade.ALWAYS)
-    mode.sync(table(*many(2).services["default/s1"], entry(node_port, name="default/np:http", affinity=60)))
+    mode.sync(table(*many(2).services["default/s1"], entry(node_port, name="default/np:http", affinity_seconds=60)))
     view = Tables(fake)
     assert view.place == "table ip hybrid-proxy, table ip6 hybrid-proxy"
     assert [(row["name"], row["frontends"], row["backends"]) for row in view.services()] == [

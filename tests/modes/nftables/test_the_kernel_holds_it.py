@@ -18,7 +18,8 @@ from dataplane.modes.nftables.programmer import MODE, Nftables
 from dataplane.modes.nftables.wire import Kernel
 from dataplane.table import Detect, Entry, Frontend, Kind, Masquerade, NodeNetwork, ServiceTable, WhenEmpty
 from tests.fakes.nftables import FakeNftables
-from tests.modes.nftables.make import NODE, cluster_ip, entry, route, table
+from tests.modes.make import entry
+from tests.modes.nftables.make import NODE, cluster_ip, route, table
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("namespace")]
 FAMILIES = pytest.mark.parametrize("version", [4, 6])
@@ -58,7 +59,7 @@ def everything() -> ServiceTable:
                 cluster_ip(vip, inside),
                 Frontend(Kind.LOAD_BALANCER, lb, 80, inside, local, Masquerade.NODE, ranges),
                 Frontend(Kind.NODE_PORT, None, 30080, inside, local, Masquerade.NODE),
-                name=f"default/sticky{family}:http", affinity=60, family=family,
+                name=f"default/sticky{family}:http", affinity_seconds=60, family=family,
             )
         )  # fmt: skip
         made.append(entry(cluster_ip(vip, route(), 81), name=f"default/empty{family}:http", family=family))
