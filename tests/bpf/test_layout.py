@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import shutil
+import socket
 import subprocess
 from functools import cache
 from typing import Any
@@ -165,13 +166,18 @@ def test_any_programmed_frontend_is_found(bench: Bench, family: int, protocol: P
     assert (verdict, read(out).tuple) == (PASS, (vip, port, client, 40000))
 
 
-@given(st.lists(st.tuples(st.ip_addresses(v=6), st.integers(0, 65535)), min_size=1, max_size=20))
-def test_hashing_many_is_hashing_each(rows: list[tuple[ipaddress.IPv6Address, int]]) -> None:
-    words = layout.address_words(str(address) for address, _ in rows)
-    ports = layout.swap16([port for _, port in rows])
-    together = layout.backend_bits(words, ports, np.full(len(rows), 6), 6)
+@pytest.mark.parametrize("family", [4, 6], ids=["v4", "v6"])
+@given(st.data())
+def test_hashing_many_is_hashing_each(family: int, data: st.DataObject) -> None:
+    """Rows with numpy, and one without."""
+    drawn = st.tuples(st.ip_addresses(v=family), st.integers(0, 65535), st.sampled_from([0, 6, 17, 132]))
+    rows = data.draw(st.lists(drawn, min_size=1, max_size=20))
+    words = layout.address_words(str(address) for address, _, _ in rows)
+    ports = layout.swap16([port for _, port, _ in rows])
+    together = layout.backend_bits(words, ports, np.array([protocol for _, _, protocol in rows]), family)
     one_by_one = [
-        layout.backend_bits(words[i : i + 1], ports[i : i + 1], np.array([6]), 6)[0] for i in range(len(rows))
+        layout.backend_bit(layout.words_of(str(address)), socket.htons(port), protocol, family)
+        for address, port, protocol in rows
     ]
     assert together.tolist() == one_by_one
     assert together.max() < 1 << layout.abi_constants()["PREFILTER_BITS"]

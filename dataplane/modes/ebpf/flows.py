@@ -131,6 +131,12 @@ class Caretaker:
             result, self._result = self._result, None
             return self._graced, result
 
+    @property
+    def graced(self) -> int:
+        """The last grace period that is over."""
+        with self._lock:
+            return self._graced
+
     def stop(self) -> None:
         """End the thread."""
         self._stop.set()

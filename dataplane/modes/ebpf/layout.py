@@ -7,7 +7,8 @@ from cffi's offsets. A test compares them with the BTF of the compiled objects.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable
+import struct
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,16 @@ from numpy.typing import NDArray
 from dataplane.modes.ebpf._abi import ffi as abi
 
 __all__ = [
-    "OBJECTS", "Words", "abi_constants", "address_bytes", "address_text", "address_words", "backend_bits",
-    "dtype_of", "frontend_dtype", "frontend_values", "pack", "prefilter_bits", "service_bits", "slice_word",
-    "split_slice_word", "swap16",
+    "OBJECTS", "Words", "abi_constants", "address_bytes", "address_text", "address_words", "backend_bit",
+    "backend_bits", "dtype_of", "frontend_dtype", "frontend_values", "pack", "prefilter_bits", "service_bits",
+    "slice_word", "split_slice_word", "swap16", "words_of",
 ]  # fmt: skip
 
 OBJECTS = Path(__file__).parent / "objects"
 
 Words = NDArray[np.uint32]
+_WORD = 0xFFFFFFFF
+_FOUR_WORDS = struct.Struct("=4I")
 
 
 @lru_cache(maxsize=1)
@@ -82,6 +85,11 @@ def address_words(addresses: Iterable[str]) -> Words:
     return np.frombuffer(b"".join(map(address_bytes, addresses)), dtype=np.uint32).reshape(-1, 4)
 
 
+def words_of(address: str) -> tuple[int, ...]:
+    """One row of `address_words`, as ints."""
+    return _FOUR_WORDS.unpack(address_bytes(address))
+
+
 def address_text(words: bytes, family: int) -> str:
     """Canonical text of an address in a row."""
     return socket.inet_ntop(socket.AF_INET6, words[:16]) if family == 6 else socket.inet_ntoa(words[:4])
@@ -125,6 +133,17 @@ def backend_bits(words: Words, ports: NDArray[np.uint16], protocols: NDArray[Any
     with np.errstate(over="ignore"):
         mixed = (hash_addresses(words, family) ^ _port_word(ports, protocols)) * np.uint32(0x165667B1)
     return prefilter_bits(mixed)
+
+
+def backend_bit(words: Sequence[int], port: int, protocol: int, family: int) -> int:
+    """One of `backend_bits`, of four words and a port in network order."""
+    h = words[0]
+    if family == 6:
+        h = (h * 0x85EBCA77 + words[1]) & _WORD
+        h = (h * 0xC2B2AE3D + words[2]) & _WORD
+        h = (h * 0x27D4EB2F + words[3]) & _WORD
+    mixed = (h * 0x9E3779B1 & _WORD ^ (port << 8 | protocol)) * 0x165667B1 & _WORD
+    return mixed >> 32 - abi_constants()["PREFILTER_BITS"]
 
 
 def frontend_dtype(family: int) -> np.dtype[Any]:

@@ -56,18 +56,19 @@ def lower(entry: Entry, sentences: Mapping[Socket, Sentence] = NOBODY) -> Rows:
     """Translate; nothing is decided here but whom of those with a sentence each route can do without."""
     routes = _routes(entry)
     members, member_flags, places = _members(entry, routes, sentences)
-    drops = (
-        drop for route, drop in zip(routes, SERVICE_DROP_ROUTE, strict=False) if route.when_empty is WhenEmpty.DROP
-    )
+    flags = SERVICE_SPREAD[algorithm_of(entry).spread]
+    for route, drop in zip(routes, SERVICE_DROP_ROUTE, strict=False):
+        if route.when_empty is WhenEmpty.DROP:
+            flags |= drop
     return Rows(
-        frontends=list(_frontends(entry, routes)),
+        frontends=_frontends(entry, routes),
         members=members,
-        member_flags=[flag | (BACKEND_LOCAL if m.local else 0) for m, flag in zip(members, member_flags, strict=True)],
+        member_flags=[flag | BACKEND_LOCAL if m.local else flag for m, flag in zip(members, member_flags, strict=True)],
         routes=places,
-        flags=SERVICE_SPREAD[algorithm_of(entry).spread] | sum(drops),
+        flags=flags,
         affinity_seconds=entry.affinity_seconds,
         sources=_sources(entry),
-        closed=tuple(f.address for f in entry.frontends if f.kind is Kind.CLUSTER_IP and f.address is not None),
+        closed=tuple([f.address for f in entry.frontends if f.kind is Kind.CLUSTER_IP and f.address is not None]),
     )
 
 
@@ -125,7 +126,7 @@ def _routes(entry: Entry) -> list[Route]:
     routes: list[Route] = []
     for frontend in entry.frontends:
         for route in (frontend.inside, frontend.outside):
-            if not any(route is known or route == known for known in routes):
+            if route not in routes:  # the same one, or an equal one
                 routes.append(route)
     if len(routes) > 2:
         raise ValueError(f"{entry.name}: {len(routes)} distinct routes, the layout has room for two")
@@ -134,7 +135,10 @@ def _routes(entry: Entry) -> list[Route]:
 
 def _sources(entry: Entry) -> tuple[str, ...]:
     """One list for the service port: a Service has one `loadBalancerSourceRanges`."""
-    return next((frontend.sources for frontend in entry.frontends if frontend.sources is not None), ())
+    for frontend in entry.frontends:
+        if frontend.sources is not None:
+            return frontend.sources
+    return ()
 
 
 def _frontends(entry: Entry, routes: list[Route]) -> list[tuple[str, int, int]]:
@@ -148,5 +152,8 @@ def _flags(frontend: Frontend, routes: list[Route]) -> int:
     inside = FRONTEND_INSIDE_ROUTE if routes.index(frontend.inside) else 0
     outside = FRONTEND_OUTSIDE_ROUTE if routes.index(frontend.outside) else 0
     asked = int(frontend.masquerade)
-    masquerade = sum(flag for whom, flag in _MASQUERADE if asked & whom)
-    return inside | outside | masquerade | (FRONTEND_SOURCES if frontend.sources is not None else 0)
+    flags = inside | outside | (FRONTEND_SOURCES if frontend.sources is not None else 0)
+    for whom, flag in _MASQUERADE:
+        if asked & whom:
+            flags |= flag
+    return flags

@@ -197,9 +197,8 @@ class Ebpf:
             self._begin(sizes.needs, (entry for entries in table.services.values() for entry in entries))
             if table.node != self.table.node or not self._attached:
                 self._write_node(table.node)
-            self._collect()
+            self.store.graced(self.caretaker.graced)  # `maintain` does the rest of `_collect`
             changed, removed = self._apply({name: table.services.get(name, ()) for name in names})
-            self.caretaker.want_grace(self.store.stamp)
             self.failover.services_changed(self.store, names)
             self.caretaker.count_for = frozenset(self.store.follows_load())
             self.caretaker.disconnect(self.store.take_gone_datagram_backends())
@@ -214,6 +213,7 @@ class Ebpf:
         except (DataplaneError, OSError, ValueError) as error:
             self._start_over()
             raise SyncError(f"the eBPF maps could not be programmed: {error}") from error
+        self.caretaker.want_grace(self.store.stamp)  # last: it wakes a thread, which takes the interpreter
         return SyncResult(changed, removed, tuple(self.store.misfits.values()))
 
     def _apply(self, services: dict[str, tuple[Entry, ...]]) -> tuple[int, int]:

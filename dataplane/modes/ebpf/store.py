@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from dataplane.errors import DataplaneError
 from dataplane.kernel._publish import ffi, lib
 from dataplane.mode import Misfit, Options
 from dataplane.modes.ebpf import layout
+from dataplane.modes.ebpf.cells import FEW, Cells
 from dataplane.modes.ebpf.edges import Sources
 from dataplane.modes.ebpf.ids import SETTINGS, FullError, IdPool, Quarantine, SlicePool, size_class
 from dataplane.modes.ebpf.lower import (
@@ -44,6 +45,7 @@ __all__ = ["EntryKey", "Installed", "Store", "Subject"]
 
 Key = tuple[int, str, int, int]  # family, address, port, protocol; an address entry has port and protocol 0
 PORT_KINDS = {int(Protocol.TCP): 0, int(Protocol.UDP): 1, int(Protocol.SCTP): 2}  # parts of the bitmap of node ports
+Bits = layout.Words | list[int]
 LOW_WORD = np.uint64(0xFFFFFFFF)
 FIRST_FILL = 500  # services
 EntryKey = tuple[str, int, int]  # name, family, protocol
@@ -120,19 +122,31 @@ class Batch:
 
 
 class Prefilter:
-    """A bitmap that programs read, and how many keys stand behind each of its bits."""
+    """A bitmap that programs read, and how many keys stand behind each of its bits. Few bits come as a list."""
 
     def __init__(self, view: NDArray[Any]) -> None:
         self.view = view
         self.counts = np.zeros(len(view) * 64, dtype=np.uint16)
+        self._few_words, self._few_counts = view.data, self.counts.data
 
-    def add(self, bits: layout.Words) -> None:
+    def add(self, bits: Bits) -> None:
         """Set these bits."""
+        if isinstance(bits, list):
+            for bit in bits:
+                self._few_counts[bit] = self._few_counts[bit] + 1 & 0xFFFF
+                self._few_words[bit >> 6] |= 1 << (bit & 63)
+            return
         np.add.at(self.counts, bits, 1)
         np.bitwise_or.at(self.view, bits >> np.uint32(6), np.uint64(1) << (bits & np.uint32(63)).astype(np.uint64))
 
-    def remove(self, bits: layout.Words) -> None:
+    def remove(self, bits: Bits) -> None:
         """Clear those of these bits behind which nothing is left."""
+        if isinstance(bits, list):
+            for bit in bits:
+                self._few_counts[bit] = self._few_counts[bit] - 1 & 0xFFFF
+                if not self._few_counts[bit]:
+                    self._few_words[bit >> 6] &= ~(1 << (bit & 63))
+            return
         np.subtract.at(self.counts, bits, 1)
         for bit in np.unique(bits[self.counts[bits] == 0]).tolist():
             self.view[bit >> 6] &= ~np.uint64(1 << (bit & 63))
@@ -153,6 +167,8 @@ class Store:
         max_ring: slots that an algorithm may fill for one route.
         max_slots: to which the map of slots may grow: as long as it is smaller no ring is cut.
     """
+
+    few = FEW  # rows that are written one by one
 
     def __init__(
         self, maps: MapSet, hz: int, *, adopt: bool | None = None, max_ring: int = Options().max_ring,
@@ -201,6 +217,7 @@ class Store:
         self.backends: NDArray[Any] = self.maps.view("backends")
         self.slots: NDArray[Any] = self.maps.view("slots")["backend"]
         self._endpoints: NDArray[Any] = self.maps.view("slots")["endpoint"]
+        self._cells = Cells(self.backends, self.maps.view("slots"))
         self._words = ffi.from_buffer("uint64_t[]", self.services)
 
     def grown(self) -> None:
@@ -330,14 +347,10 @@ class Store:
         if not previous.members:
             taken = self.backend_ids.take(len(rows.members))
             return taken, taken
-        fresh = sum(1 for m in rows.members if (m.address, m.port) not in previous.members)
-        taken = self.backend_ids.take(fresh)
+        known = [previous.members.get((member.address, member.port)) for member in rows.members]
+        taken = self.backend_ids.take(known.count(None))
         numbers = iter(taken)
-        ids = []
-        for member in rows.members:
-            known = previous.members.get((member.address, member.port))
-            ids.append(next(numbers) if known is None else known[0])
-        return ids, taken
+        return [next(numbers) if row is None else row[0] for row in known], taken
 
     def _take_rings(
         self, entry: Entry, rows: Rows, previous: Previous, ids: list[int]
@@ -374,6 +387,8 @@ class Store:
 
     def _check_luxury(self, rings: list[list[int]], routes: list[list[int]]) -> None:
         """A quarter of all slots is kept for rings that have one for each backend and no more."""
+        if sum(map(len, rings)) == sum(map(len, routes)):  # no ring is shorter than its route
+            return
         slots = sum(size_class(len(ring)) for ring in rings)
         needed = sum(size_class(len(route)) for route in routes)
         if slots > needed and self.slices.in_use + slots > self.slices.limit * 3 // 4:
@@ -508,7 +523,10 @@ class Store:
         rings = []
         for word in self._published[service, :routes].tolist():
             offset, count, _ = layout.split_slice_word(word)
-            rings.append((self.slots[offset : offset + count] & LOW_WORD).tolist())
+            few = count <= self.few
+            rings.append(
+                self._cells.ring(offset, count) if few else (self.slots[offset : offset + count] & LOW_WORD).tolist()
+            )
         return rings
 
     def follows_load(self) -> frozenset[int]:
@@ -621,6 +639,10 @@ class Store:
         if not batch.slots:
             return
         counts = [len(ids) for _, _, ids in batch.slots]
+        if sum(counts) <= self.few:
+            for offset, service, ring in batch.slots:
+                self._cells.put_ring(offset, service, ring)
+            return
         starts = np.array([offset for offset, _, _ in batch.slots], dtype=np.int64)
         before = np.cumsum(counts) - counts
         places = np.repeat(starts - before, counts) + np.arange(sum(counts))
@@ -634,24 +656,40 @@ class Store:
 
     def _write_backends(self, batch: Batch) -> None:
         if batch.backend_ids:
-            ids = np.array(batch.backend_ids, dtype=np.int64)
-            words = layout.address_words(batch.backend_addresses)
-            ports = layout.swap16(batch.backend_ports)
-            self.backends["address"][ids] = words
-            self.backends["port"][ids] = ports
-            self.backends["service"][ids] = batch.backend_services
-            self.backends["reserved"][ids] = batch.backend_kinds
-            self.backends["flags"][ids] = batch.backend_flags
-            self.add_backend_bits(ids)
-        if batch.flag_ids:
+            rows = (
+                batch.backend_ids, batch.backend_addresses, batch.backend_ports, batch.backend_flags,
+                batch.backend_services, batch.backend_kinds,
+            )  # fmt: skip
+            if len(batch.backend_ids) <= self.few:
+                for row in zip(*rows, strict=True):
+                    self._cells.put_backend(*row)
+            else:
+                self._write_many_backends(batch)
+            self.add_backend_bits(batch.backend_ids)
+        if len(batch.flag_ids) <= self.few:
+            for number, flags in zip(batch.flag_ids, batch.flag_values, strict=True):
+                self._cells.put_flags(number, flags)
+        else:
             self.backends["flags"][np.array(batch.flag_ids, dtype=np.int64)] = batch.flag_values
 
-    def add_backend_bits(self, ids: NDArray[Any]) -> None:
+    def _write_many_backends(self, batch: Batch) -> None:
+        ids = np.array(batch.backend_ids, dtype=np.int64)
+        self.backends["address"][ids] = layout.address_words(batch.backend_addresses)
+        self.backends["port"][ids] = layout.swap16(batch.backend_ports)
+        self.backends["service"][ids] = batch.backend_services
+        self.backends["reserved"][ids] = batch.backend_kinds
+        self.backends["flags"][ids] = batch.backend_flags
+
+    def add_backend_bits(self, ids: Sequence[int]) -> None:
         """Let programs look at packets from these backends."""
         for bits in self._bits_of_backends(ids):
             self._backend_bits.add(bits)
 
-    def _bits_of_backends(self, ids: NDArray[Any]) -> Iterable[layout.Words]:
+    def _bits_of_backends(self, numbers: Sequence[int]) -> Iterable[Bits]:
+        if len(numbers) <= self.few:
+            yield list(self._cells.bits(numbers))
+            return
+        ids = np.array(numbers, dtype=np.int64)
         kinds = self.backends["reserved"][ids]
         for family in (4, 6):
             chosen = ids[(kinds & np.uint64(0xFF)) == family]
@@ -663,7 +701,11 @@ class Store:
                 yield layout.backend_bits(words, np.zeros(len(words), np.uint16), np.zeros(len(words), int), family)
 
     def _publish_words(self, words: list[tuple[int, int]]) -> None:
-        if words:
+        if len(words) <= self.few:
+            for index, value in words:
+                self._published[divmod(index, self._words_per_service)] = value
+                lib.store_release(self._words, index, value)
+        else:
             places = np.array([index for index, _ in words], dtype=np.uint64)
             values = np.array([value for _, value in words], dtype=np.uint64)
             services, routes = np.divmod(places.astype(np.int64), self._words_per_service)
@@ -734,12 +776,21 @@ class Store:
             return
         self.stamp += 1
         if batch.gone_backends:
-            ids = np.array(batch.gone_backends, dtype=np.int64)
-            self.backends["flags"][ids] = 0
-            datagram = self.backends["reserved"][ids] >> np.uint64(8) == int(Protocol.UDP)
-            self._gone_datagram_backends += ids[datagram].tolist()
+            self._withdraw(batch.gone_backends)
         self._hold_bits(batch)
         self.quarantine.put(self.stamp, batch.gone_services, batch.gone_backends, batch.gone_slices)
+
+    def _withdraw(self, backends: list[int]) -> None:
+        """These are no longer what they were; sockets are told apart from flows, which the programs look after."""
+        if len(backends) <= self.few:
+            for number in backends:
+                self._cells.put_flags(number, 0)
+            self._gone_datagram_backends += [n for n in backends if self._cells.protocol(n) == Protocol.UDP]
+            return
+        ids = np.array(backends, dtype=np.int64)
+        self.backends["flags"][ids] = 0
+        datagram = self.backends["reserved"][ids] >> np.uint64(8) == int(Protocol.UDP)
+        self._gone_datagram_backends += ids[datagram].tolist()
 
     def _hold_bits(self, batch: Batch) -> None:
         """Established connections to a service that is gone go on, as with conntrack: its packets must be looked at."""
@@ -777,7 +828,8 @@ class Store:
                 bitmap.only()
             self.exact_after = 0
         services, _ = self.quarantine.graced(stamp)
-        self.services["routes"][services] = self._published[services] = 0
+        if services:
+            self.services["routes"][services] = self._published[services] = 0
 
     def scanned(
         self, services: Collection[int], backends: Collection[int], named_services: Collection[int],
@@ -788,7 +840,7 @@ class Store:
         for service in free_services:
             self._clear_bits(self._held.pop(service, []))
         rows = np.array(free_backends, dtype=np.int64)
-        for bits in self._bits_of_backends(rows):
+        for bits in self._bits_of_backends(free_backends):
             self._backend_bits.remove(bits)
         self.traffic.give_back(free_services, rows, self.backends["service"][rows])
         self.backends["service"][rows] = self.backends["failures"][rows] = 0
@@ -896,7 +948,7 @@ class _Adopted:
         kept = np.concatenate([np.frombuffer(known.ids, dtype=np.uint32) for known in now]) if now else np.empty(0)
         gone = np.setdiff1d(self._used_backends, kept).astype(np.int64)
         store.backends["flags"][gone] = 0
-        store.add_backend_bits(gone)
+        store.add_backend_bits(gone.tolist())
         services = sorted(set(self.used()[0]) - {known.service for known in now})
         in_use = {piece for known in now for piece in known.slices}
         slices = [piece for service in services for piece in self._slices(service) if piece[1] and piece not in in_use]

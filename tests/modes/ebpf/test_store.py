@@ -145,8 +145,10 @@ def random_table(rng: random.Random, before: Table) -> Table:
     return table
 
 
+@pytest.mark.parametrize("few", [0, 6, 64], ids="up-to-{}-rows-without-numpy".format)
 @pytest.mark.parametrize("seed", range(4))
-def test_random_sequences(store: Store, seed: int) -> None:
+def test_random_sequences(store: Store, seed: int, few: int) -> None:
+    store.few = few
     rng = random.Random(seed)
     before: Table = {}
     for step in range(60):
