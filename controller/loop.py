@@ -692,6 +692,7 @@ class _Agent:
                 "count": len(latencies),
                 "p50": latencies[len(latencies) // 2] if latencies else None,
                 "p99": latencies[len(latencies) * 99 // 100] if latencies else None,
+                "last": self.latencies[-1] if latencies else None,
             },
             "memory_bytes": _resident_bytes(),
             "uptime_seconds": time.monotonic() - self.started,

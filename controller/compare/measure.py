@@ -92,20 +92,21 @@ def _started(step: Step, stand: Stand, began: float) -> Cell:
 def _changes(step: Step, stand: Stand, began: float) -> Cell:
     settings: Settings = stand.settings
     each: list[float] = []
+    own: list[float | None] = []
     missing = {}
     try:
         for _ in range(settings.changes + 1):
             each.append(stand.change())
+            own.append(stand.applied())
             time.sleep(_PAUSE)
-        del each[0]  # pays for what an agent does the first time
+        del each[0], own[0]  # pays for what an agent does the first time
     except LoadFailed as error:
         missing["change"] = str(error)
     values = {"memory": stand.memory()}
     middle = estimate(each)
     if middle is not None and not missing:
         values["change"] = middle.median
-    assert stand.agent is not None
-    own = ((stand.agent.status() or {}).get("change_seconds") or {}).get("p50")
-    if own is not None:
-        values["applied"] = own * 1000
+    applied = estimate([value for value in own if value is not None])
+    if applied is not None and not missing:
+        values["applied"] = applied.median
     return Cell(step, time.monotonic() - began, values, each=tuple(each), missing=missing)

@@ -212,6 +212,12 @@ class Stand:
             raise LoadFailed(f"a changed backend was not reached within {_CHANGE:.0f} s")
         return (int(told) - wrote) / 1e6
 
+    def applied(self) -> float | None:
+        """Milliseconds of the last change from its arrival at the agent to the kernel; None: it does not say."""
+        assert self.agent is not None
+        last = ((self.agent.status() or {}).get("change_seconds") or {}).get("last")
+        return None if last is None else 1000.0 * float(last)
+
 
 def measured(
     load: str, command: Sequence[str], seconds: int, used: Callable[[], float] | None = None, tries: int = 2
