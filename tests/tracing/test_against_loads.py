@@ -20,7 +20,7 @@ def count(told: dict[str, Any], stage: str, direction: str = "request", *, openi
     return sum(
         row["count"]
         for row in told["stages"]
-        if row["stage"].startswith(stage) and row["direction"] == direction and row["opening"] == opening
+        if row["stage"] == stage and row["direction"] == direction and row["opening"] == opening
     )
 
 
