@@ -32,6 +32,7 @@ class Stage:
     lab: Lab
     agent: Agent
     mode: str
+    tracing: subprocess.Popen[str] | None = None
 
     @contextmanager
     def traced(self, *arguments: str) -> Iterator[dict[str, Any]]:
@@ -44,6 +45,7 @@ class Stage:
         with errors.open("w") as log:
             child = self.lab.start("node", argv, output=subprocess.PIPE, errors=log)
         assert child.stdout is not None
+        self.tracing = child
         deadline = time.monotonic() + 30 * PATIENCE
         while "measuring" not in errors.read_text():
             assert child.poll() is None, errors.read_text()
@@ -56,6 +58,15 @@ class Stage:
             output = child.communicate(timeout=90 * PATIENCE)[0]
         assert child.returncode == 0, errors.read_text()
         told |= json.loads(output)
+
+    def ends_alone(self) -> bool:
+        """Whether the measurement ends before it is told to."""
+        assert self.tracing is not None
+        try:
+            self.tracing.wait(30 * PATIENCE)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def load(self, kind: str, target: str, place: str = "pod4", **fields: Any) -> Tally:
         """A load from one place; its tally is the truth that a measurement must agree with."""
