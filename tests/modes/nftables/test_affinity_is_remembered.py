@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
-
 from dataplane.mode import Options
 from dataplane.modes.nftables.programmer import Nftables
 from dataplane.table import Entry, Frontend, Kind, Masquerade, WhenEmpty
 from tests.fakes.nftables import FakeNftables, Packet
 from tests.modes.make import entry
-from tests.modes.nftables.make import NODE, cluster_ip, route, table
+from tests.modes.nftables.make import cluster_ip, route, table
 
 PODS = ("10.1.0.5", "10.1.0.6", "10.1.0.7")
 
@@ -22,16 +20,6 @@ def first(modulus: int) -> int:
 
 def last(modulus: int) -> int:
     return modulus - 1
-
-
-@pytest.fixture
-def fake() -> FakeNftables:
-    return FakeNftables(local=NODE.addresses)
-
-
-@pytest.fixture
-def mode(fake: FakeNftables) -> Nftables:
-    return Nftables(Options(), lambda: None, fake)
 
 
 def sticky(*pods: str) -> Entry:

@@ -18,16 +18,6 @@ from tests.modes.make import entry
 from tests.modes.nftables.make import NODE, cluster_ip, route, table
 
 
-@pytest.fixture
-def fake() -> FakeNftables:
-    return FakeNftables(local=NODE.addresses)
-
-
-@pytest.fixture
-def mode(fake: FakeNftables) -> Nftables:
-    return Nftables(Options(), lambda: None, fake)
-
-
 def many(count: int, generation: int = 1, node: NodeNetwork = NODE, **other: tuple[str, ...]) -> ServiceTable:
     """Services of three backends each; `s5=(...)` has others."""
     made = [

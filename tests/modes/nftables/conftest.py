@@ -1,0 +1,20 @@
+"""The mode over a kernel in memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from dataplane.mode import Options
+from dataplane.modes.nftables.programmer import Nftables
+from tests.fakes.nftables import FakeNftables
+from tests.modes.nftables.make import NODE
+
+
+@pytest.fixture
+def fake() -> FakeNftables:
+    return FakeNftables(local=NODE.addresses)
+
+
+@pytest.fixture
+def mode(fake: FakeNftables) -> Nftables:
+    return Nftables(Options(), lambda: None, fake)
