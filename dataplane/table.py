@@ -120,6 +120,15 @@ class Entry(msgspec.Struct, frozen=True):
     algorithm: str = "random"
     probe: Probe | None = None  # None: nobody asks; of TCP ports alone
 
+    def routes(self) -> list[Route]:
+        """The distinct routes of the frontends, in their order."""
+        found: list[Route] = []
+        for frontend in self.frontends:
+            for route in (frontend.inside, frontend.outside):
+                if route not in found:  # the same one, or an equal one
+                    found.append(route)
+        return found
+
 
 class Detect(Enum):
     """How a packet's source is recognised as a pod of the cluster."""

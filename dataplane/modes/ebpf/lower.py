@@ -122,12 +122,8 @@ def rings_of(entry: Entry, rows: Rows, limit: int, shares: Mapping[Socket, int] 
 
 
 def _routes(entry: Entry) -> list[Route]:
-    """The distinct routes of the frontends."""
-    routes: list[Route] = []
-    for frontend in entry.frontends:
-        for route in (frontend.inside, frontend.outside):
-            if route not in routes:  # the same one, or an equal one
-                routes.append(route)
+    """The distinct routes of the frontends, at most two."""
+    routes = entry.routes()
     if len(routes) > 2:
         raise ValueError(f"{entry.name}: {len(routes)} distinct routes, the layout has room for two")
     return routes

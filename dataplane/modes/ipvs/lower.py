@@ -196,8 +196,7 @@ def _networks(sources: Iterable[str]) -> Iterator[str]:
 
 def _hairpins(lowered: Lowered, entry: Entry) -> None:
     """Each backend of this node as its own client. Ready or not: its flows may be older than its state."""
-    routes = {id(route): route for frontend in entry.frontends for route in (frontend.inside, frontend.outside)}
-    backends = {*entry.serving, *(backend for route in routes.values() for backend in route.backends)}
+    backends = {*entry.serving, *(backend for route in entry.routes() for backend in route.backends)}
     name = set_name(entry.family, "HAIRPIN")
     for backend in backends:
         if backend.local:

@@ -37,7 +37,7 @@ from dataplane.table import Backend, Detect, Entry, Frontend, Kind, Masquerade, 
 __all__ = [
     "COUNTERS", "DISCARD", "FAMILIES", "MEMBERS", "SETS", "SPACES", "TABLE", "Chain", "Element", "Family", "Hook",
     "Key", "Pick", "Set", "chain_of", "clients_set", "elements", "node_elements", "number_name", "parse_pick",
-    "pick_chain", "routes_of", "set_named", "shared", "structure",
+    "pick_chain", "set_named", "shared", "structure",
 ]  # fmt: skip
 
 FAMILIES: Final = {4: Family(4), 6: Family(6)}
@@ -332,16 +332,6 @@ def _affinity(family: Family, pick: Pick) -> Iterator[Rule]:
 # Elements
 
 
-def routes_of(entry: Entry) -> list[Route]:
-    """The distinct routes of an entry, in the order of its frontends; there are at most two."""
-    routes: list[Route] = []
-    for frontend in entry.frontends:
-        for route in (frontend.inside, frontend.outside):
-            if not any(route is known or route == known for known in routes):
-                routes.append(route)
-    return routes
-
-
 def number_name(entry: Entry, backend: Backend | None = None) -> str:
     """What a number stands for: a service port, or one of its backends."""
     name = f"{entry.name}/{entry.protocol.name}/IPv{entry.family}"
@@ -352,7 +342,7 @@ def elements(entry: Entry, number: Number) -> list[Element]:
     """The elements that are one service port's alone, in order; `number` numbers what affinity has to remember."""
     found: list[Element] = []
     protocol = int(entry.protocol)
-    routes = routes_of(entry) if entry.affinity_seconds else []
+    routes = entry.routes() if entry.affinity_seconds else []
     for members, route in zip(MEMBERS, routes, strict=False):
         found += [
             Element(members, (number(number_name(entry, backend)),), (backend.address, backend.port))

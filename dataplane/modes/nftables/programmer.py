@@ -315,7 +315,7 @@ class Nftables(Unasked):
 
 def unfit(entry: Entry) -> str | None:
     """Why a service port cannot be programmed; None: it can."""
-    routes = len(lower.routes_of(entry))
+    routes = len(entry.routes())
     if entry.affinity_seconds and routes > len(lower.MEMBERS):
         return f"{routes} distinct routes with session affinity, there is room for {len(lower.MEMBERS)}"
     return None
