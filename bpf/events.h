@@ -4,25 +4,16 @@
 #ifndef HYBRID_PROXY_EVENTS_H
 #define HYBRID_PROXY_EVENTS_H
 
+#include "bucket.h"
 #include "service.h"
 
 /* One of the events that this CPU may tell in this second; `spare`: only while more than half of them are left. */
 INLINE bool may_tell(const bool spare)
 {
-	__u32 key = 0, time = now(), left;
+	__u32 key = 0;
 	__u64 *budget = bpf_map_lookup_elem(&event_budget, &key);
 
-	if (!budget)
-		return false;
-	left = (__u32)*budget;
-	if (!*budget || time - (__u32)(*budget >> 32) >= settings.hz)
-		left = settings.event_burst;
-	else
-		time = *budget >> 32;
-	if (spare ? left <= settings.event_burst / 2 : !left)
-		return false;
-	WRITE_ONCE(*budget, (__u64)time << 32 | (left - 1));
-	return true;
+	return budget && take(budget, settings.event_burst, spare ? settings.event_burst / 2 : 0);
 }
 
 /* Is anything traced? All that it costs when nothing is. */

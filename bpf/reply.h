@@ -6,6 +6,7 @@
 #ifndef HYBRID_PROXY_REPLY_H
 #define HYBRID_PROXY_REPLY_H
 
+#include "bucket.h"
 #include "related.h"
 
 /* How much of the transport is quoted: what its receiver needs, and never less than up to the checksum, below
@@ -20,20 +21,10 @@
 /* A bucket for each CPU that refills once a second. */
 INLINE bool may_refuse(void)
 {
-	__u32 key = 0, time = now();
-	__u64 *budget = bpf_map_lookup_elem(&reject_budget, &key), left;
+	__u32 key = 0;
+	__u64 *budget = bpf_map_lookup_elem(&reject_budget, &key);
 
-	if (!budget)
-		return false;
-	left = (__u32)*budget;
-	if (!*budget || time - (__u32)(*budget >> 32) >= settings.hz)
-		left = settings.reject_burst;
-	else
-		time = *budget >> 32;
-	if (!left)
-		return false;
-	WRITE_ONCE(*budget, (__u64)time << 32 | (left - 1));
-	return true;
+	return budget && take(budget, settings.reject_burst, 0);
 }
 
 INLINE __u16 fold(__s64 sum)

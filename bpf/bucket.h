@@ -1,0 +1,24 @@
+/* How often a CPU may do something: a bucket that is filled once a second. */
+#ifndef HYBRID_PROXY_BUCKET_H
+#define HYBRID_PROXY_BUCKET_H
+
+#include "verdict.h"
+
+/* Take one of `burst` in a second, but leave `kept` of them; false: there are no more. The upper half of a bucket is
+ * when it was filled, the lower one what is left.
+ */
+INLINE bool take(__u64 *bucket, const __u32 burst, const __u32 kept)
+{
+	__u32 time = now(), left = (__u32)*bucket;
+
+	if (!*bucket || time - (__u32)(*bucket >> 32) >= settings.hz)
+		left = burst;
+	else
+		time = *bucket >> 32;
+	if (left <= kept)
+		return false;
+	WRITE_ONCE(*bucket, (__u64)time << 32 | (left - 1));
+	return true;
+}
+
+#endif
