@@ -214,6 +214,17 @@ INLINE int other_to_service(struct __sk_buff *skb, const struct packet *p, const
 	return is_unallocated(p->tuple.daddr, v6) ? drop(COUNT_DROP_UNALLOCATED) : STEP_NONE;
 }
 
+/* The destination may be a service's address, or a node port; `otherwise` if it is not. */
+INLINE int to_frontend(struct __sk_buff *skb, const struct packet *p, const int otherwise, const bool v6)
+{
+	int step;
+
+	if (p->kind == PACKET_TRANSPORT)
+		return STEP_SERVE;
+	step = other_to_service(skb, p, v6);
+	return step == STEP_NONE ? otherwise : step;
+}
+
 /* The destination may be a backend, addressed directly. Datagrams leave a claim, because nothing in them
  * tells a reply to this from a reply to a service flow; TCP is looked at when it opens.
  */
@@ -383,10 +394,7 @@ INLINE int from_client(struct __sk_buff *skb, struct scratch *space, __u32 place
 	if (!may_be_frontend(p, v6))
 		return STEP_PASS_BY;
 	NOTE(NOTE_MAY_BE_SERVICE, 0, 0);
-	if (p->kind == PACKET_TRANSPORT)
-		return STEP_SERVE;
-	step = other_to_service(skb, p, v6);
-	return step == STEP_NONE ? STEP_PASS_BY : step;
+	return to_frontend(skb, p, STEP_PASS_BY, v6);
 }
 
 GLOBAL_VERB(from_client)
@@ -428,10 +436,7 @@ INLINE int to_client(struct __sk_buff *skb, struct scratch *space, __u32 place, 
 		return STEP_TRANSLATE_OUTWARD;
 	if (place != AT_NODE || skb->ingress_ifindex || !may_be_frontend(p, v6))
 		return STEP_DELIVER;
-	if (p->kind == PACKET_TRANSPORT)
-		return STEP_SERVE;
-	step = other_to_service(skb, p, v6);
-	return step == STEP_NONE ? STEP_DELIVER : step;
+	return to_frontend(skb, p, STEP_DELIVER, v6);
 }
 
 GLOBAL_VERB(to_client)
