@@ -1,8 +1,9 @@
-"""A network namespace of its own for a test."""
+"""Network namespaces of their own for tests: one, or a lab of them."""
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +12,10 @@ import pytest
 from pyroute2 import IPRoute
 
 from controller.lab.namespace import CLONE_NEWNET
+from controller.lab.network import Lab
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_LABS = itertools.count()
 
 
 @contextmanager
@@ -31,6 +34,15 @@ def fresh() -> Iterator[None]:
                 raise OSError(ctypes.get_errno(), "setns")
     finally:
         os.close(before)
+
+
+@contextmanager
+def new_lab(letter: str, pods: int, *, remote: int = 0) -> Iterator[Lab]:
+    """A lab whose name, which begins with the letter, is this process's alone; skips without root."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root: makes network namespaces and a cgroup of its own")
+    with Lab(f"{letter}{os.getpid()}x{next(_LABS)}", pods, remote=remote) as made:
+        yield made
 
 
 def loopback(*addresses: str) -> None:

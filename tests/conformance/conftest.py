@@ -15,6 +15,7 @@ from controller.config import available_modes
 from controller.lab.agent import Agent, remove
 from controller.lab.network import RUN, SERVICE_CIDRS, Lab, LabError
 from dataplane.kernel.links import read_node
+from tests import namespaces
 
 from . import matrix
 from .kit import EXTERNAL_CIDRS, HTTP, PATIENCE, SECOND_HTTP, UDP, V4, Bench, node_manifest, ruleset
@@ -25,7 +26,6 @@ MODES = (
     if os.environ.get("ONLY")
     else available_modes()
 )
-LABS = itertools.count()
 IFA_F_NODAD, FOREVER = 0x02, 0xFFFFFFFF  # linux/if_addr.h
 STRICT = """
 table inet strict {
@@ -79,9 +79,7 @@ def lab() -> Iterator[Lab]:
 
 @contextmanager
 def new_lab(pods: int, remote: int) -> Iterator[Lab]:
-    if os.geteuid() != 0:
-        pytest.skip("needs root: makes network namespaces and a cgroup of its own")
-    with Lab(f"c{os.getpid()}x{next(LABS)}", pods, remote=remote) as made:
+    with namespaces.new_lab("c", pods, remote=remote) as made:
         try:
             yield made
         except BaseException:  # of an agent that did not start, say: its pins would outlive the namespace

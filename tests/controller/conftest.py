@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
@@ -11,14 +10,13 @@ import pytest
 
 from controller.lab.network import Lab
 from tests.fakes.apiserver import ApiServer
+from tests.namespaces import new_lab
 from tests.served import FRAGILE, PATIENCE, SYNC_PERIOD, Served, api_server
 
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    if os.geteuid() != 0:
-        pytest.skip("needs root: makes network namespaces and a cgroup of its own")
-    with Lab(f"p{os.getpid()}x", 1) as made:
+    with new_lab("p", 1) as made:
         yield made
 
 

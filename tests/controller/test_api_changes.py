@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ import pytest
 from controller.lab.network import NODE_NAMES, Lab
 from controller.lab.traffic import ask_tcp
 from tests.fakes.apiserver import CHANGED, ApiServer
+from tests.namespaces import new_lab
 from tests.served import METRICS, PATIENCE, Served, fetch, samples, the_node, until
 
 pytestmark = pytest.mark.root
@@ -25,9 +25,7 @@ NOW_DUE = 3.0  # minSyncPeriod of the test that makes changes wait
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    if os.geteuid() != 0:
-        pytest.skip("needs root: makes network namespaces and a cgroup of its own")
-    with Lab(f"a{os.getpid()}x", 3) as made:
+    with new_lab("a", 3) as made:
         made.serve("pod2", "pod3")
         yield made
 

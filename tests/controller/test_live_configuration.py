@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from controller.lab.network import CLUSTER_CIDRS, Lab
 from controller.lab.traffic import Tally, ask_tcp
 from tests.conformance.kit import HTTP, V4, V6, Bench, eventually, node_manifest
 from tests.controller.test_switching import left_of, new_connections, works
+from tests.namespaces import new_lab
 
 pytestmark = pytest.mark.root
 # Loading eBPF programs keeps the CPUs of a small machine, and with them the servers of the lab, busy for seconds: their
@@ -27,9 +27,7 @@ PATIENCE = 10.0
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    if os.geteuid() != 0:
-        pytest.skip("needs root: makes network namespaces and a cgroup of its own")
-    with Lab(f"c{os.getpid()}x", 3) as made:
+    with new_lab("c", 3) as made:
         made.serve(*(place.name for place in made.pods()), http=(HTTP,))
         yield made
 

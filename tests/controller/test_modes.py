@@ -6,7 +6,6 @@ The modes here are folders as real ones are, each with one thing wrong. What fal
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from controller.modes import FALLBACK, clean_others, open_first, open_mode, surv
 from dataplane.errors import Unsupported
 from dataplane.mode import Options
 from tests.fakes.apiserver import ApiServer, endpoint_slice, node, service
+from tests.namespaces import new_lab
 
 METRICS = 10259
 
@@ -215,9 +215,7 @@ class Patched(Agent):
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    if os.geteuid() != 0:
-        pytest.skip("needs root: makes network namespaces and a cgroup of its own")
-    with Lab(f"m{os.getpid()}x", 1) as made:
+    with new_lab("m", 1) as made:
         yield made
 
 

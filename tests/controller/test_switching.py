@@ -6,7 +6,6 @@ The agent ends, its dataplane stays, an agent in another mode starts: what happe
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from controller.modes import open_mode
 from dataplane.errors import Unsupported
 from dataplane.mode import Options
 from tests.conformance.kit import HTTP, V4, V6, Bench, Service, eventually, node_manifest
+from tests.namespaces import new_lab
 
 pytestmark = pytest.mark.root
 PAIRS = list(itertools.permutations([mode for mode in available_modes() if mode != "ipvs"], 2))  # it needs ip_vs
@@ -29,9 +29,7 @@ PAIRS = list(itertools.permutations([mode for mode in available_modes() if mode 
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    if os.geteuid() != 0:
-        pytest.skip("needs root: makes network namespaces and a cgroup of its own")
-    with Lab(f"s{os.getpid()}x", 3) as made:
+    with new_lab("s", 3) as made:
         made.serve(*(place.name for place in made.pods()), http=(HTTP,))
         yield made
 

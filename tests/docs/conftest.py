@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 
 from controller.lab import examples
 from controller.lab.network import Lab
+from tests.namespaces import new_lab
 
 from .kit import shell
 
 
 @pytest.fixture
 def lab() -> Iterator[Lab]:
-    if os.geteuid() != 0:
-        pytest.skip("needs root: makes network namespaces")
-    with Lab(f"w{os.getpid()}", 4) as made:
+    with new_lab("w", 4) as made:
         examples.serve(made, made.pods()[:3])
         yield made
         shell(made, "hybrid-proxy cleanup")

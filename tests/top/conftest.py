@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,15 +11,14 @@ import pytest
 from controller.lab import examples
 from controller.lab.agent import Agent, remove
 from controller.lab.network import Lab
+from tests.namespaces import new_lab
 
 TRAFFIC = (sys.executable, "-m", "controller.lab.traffic", "load")
 
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    if os.geteuid() != 0:
-        pytest.skip("needs root: makes network namespaces and a cgroup of its own")
-    with Lab(f"t{os.getpid()}x", 3) as made:
+    with new_lab("t", 3) as made:
         examples.serve(made)
         yield made
         remove(made)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,15 +10,14 @@ from controller.lab.network import Lab
 from dataplane.kernel.bpf import Object
 from dataplane.kernel.links import EGRESS, INGRESS, clsact_attach, clsact_detach, read_node
 from dataplane.modes.ebpf.layout import OBJECTS
+from tests.namespaces import new_lab
 
 pytestmark = pytest.mark.root
 
 
 @pytest.fixture
 def inside_node() -> Iterator[Lab]:
-    if os.geteuid() != 0:
-        pytest.skip("needs root: makes network namespaces and a cgroup of its own")
-    with Lab(f"k{os.getpid()}", 3) as lab, lab.inside("node"):
+    with new_lab("k", 3) as lab, lab.inside("node"):
         yield lab
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,16 +16,15 @@ from typing import Any
 import pytest
 
 from controller.lab.agent import Agent
-from controller.lab.network import Lab
 from controller.lab.traffic import ask_tcp, ask_udp, download
 from tests.conformance.kit import HTTP, PATIENCE, UDP, V4, V6, Bench, Service, attached, eventually, node_manifest
 from tests.frames import Receiver, fill_in_checksums
+from tests.namespaces import new_lab
 
 pytestmark = pytest.mark.root
 
 WIRE, UPLINK = "to-node", "eth0"  # the segment's end of the node's uplink, and the uplink
 SIZE = 2_000_000
-NAMES = itertools.count()
 FLAGS = ("--xdp=native", f"--uplink-interfaces={UPLINK},up1")
 
 
@@ -74,9 +72,7 @@ class Road(Bench):
 
 @pytest.fixture(scope="module")
 def road() -> Iterator[Road]:
-    if os.geteuid() != 0:
-        pytest.skip("needs root: makes network namespaces and a cgroup of its own")
-    with Lab(f"x{os.getpid()}n{next(NAMES)}", 1, remote=1) as lab:
+    with new_lab("x", 1, remote=1) as lab:
         lab.serve("remote1", http=(HTTP,), udp=(UDP,))
         manifests = lab.folder / "manifests"
         manifests.mkdir()

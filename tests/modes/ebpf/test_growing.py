@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from controller.lab.traffic import Stream, Tally, load, meanwhile
 from dataplane.mode import Options
 from dataplane.modes.ebpf.programmer import clean
 from dataplane.modes.ebpf.traffic import FIELDS
+from tests.namespaces import new_lab
 
 pytestmark = pytest.mark.root
 
@@ -29,7 +29,6 @@ FAMILIES = (socket.AF_INET, socket.AF_INET6)
 WEB = {socket.AF_INET: ("10.96.0.10", 80), socket.AF_INET6: ("fd96::10", 80)}
 DNS = {socket.AF_INET: ("10.96.0.11", 53), socket.AF_INET6: ("fd96::11", 53)}
 PATIENT = 20.0  # seconds that a client waits for an answer on a busy machine
-LABS = itertools.count()
 CHILDREN: list[Child] = []
 
 
@@ -88,9 +87,7 @@ class Child:
 
 @pytest.fixture
 def lab() -> Iterator[Lab]:
-    if os.geteuid() != 0:
-        pytest.skip("needs root: makes network namespaces and a cgroup of its own")
-    with Lab(f"w{os.getpid()}x{next(LABS)}", 3) as made:
+    with new_lab("w", 3) as made:
         made.serve("pod2", "pod3")
         yield made
         while CHILDREN:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from controller.lab.network import NODE_NAMES, Lab
 from controller.lab.traffic import ask_tcp, ask_udp
 from tests.fakes.apiserver import ApiServer
+from tests.namespaces import new_lab
 from tests.served import PATIENCE, Asking, api_server, until
 
 pytestmark = pytest.mark.root
@@ -45,9 +45,7 @@ class Mortal(Asking):
 
 @pytest.fixture
 def lab() -> Iterator[Lab]:
-    if os.geteuid() != 0:
-        pytest.skip("needs root: makes network namespaces and a cgroup of its own")
-    with Lab(f"k{os.getpid()}x", 3) as made:
+    with new_lab("k", 3) as made:
         made.serve("pod2", "pod3")
         yield made
 
