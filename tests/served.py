@@ -59,10 +59,10 @@ sys.exit(main())
 """
 
 
-class Asking(Agent):
-    """An agent with an API server as its source, started by a program of the test's own."""
+class Altered(Agent):
+    """An agent started by a program of the test's own, with an API server as its source where there is a kubeconfig."""
 
-    kubeconfig: Path
+    kubeconfig: Path | None = None
 
     @property
     def program(self) -> tuple[str, ...]:
@@ -72,11 +72,13 @@ class Asking(Agent):
     @property
     def argv(self) -> list[str]:
         argv = [sys.executable, "-c", *self.program, *super().argv[3:]]
-        argv[argv.index("--manifests") : argv.index("--manifests") + 2] = ["--kubeconfig", str(self.kubeconfig)]
+        if self.kubeconfig is not None:
+            position = argv.index("--manifests")
+            argv[position : position + 2] = ["--kubeconfig", str(self.kubeconfig)]
         return argv
 
 
-class Served(Asking):
+class Served(Altered):
     """One that knows the mode `fragile`."""
 
     folder: Path
@@ -107,7 +109,10 @@ class Reply(NamedTuple):
 
 @contextmanager
 def api_server(lab: Lab) -> Iterator[ApiServer]:
-    """An API server on the lab's node, which has this node alone."""
+    """An API server that has the lab's node alone.
+
+    On the node's own loopback: a thread belongs to the namespace that it was started in.
+    """
     server = ApiServer()
     with lab.inside("node"):
         server.start()

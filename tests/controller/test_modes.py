@@ -18,13 +18,13 @@ import pytest
 
 import dataplane.modes
 from controller import modes
-from controller.lab.agent import Agent
 from controller.lab.network import NODE_NAMES, Lab
 from controller.modes import FALLBACK, clean_others, open_first, open_mode, survey, take_over
 from dataplane.errors import Unsupported
 from dataplane.mode import Options
-from tests.fakes.apiserver import ApiServer, endpoint_slice, node, service
+from tests.fakes.apiserver import ApiServer, endpoint_slice, service
 from tests.namespaces import new_lab
+from tests.served import Altered, api_server
 
 METRICS = 10259
 
@@ -198,19 +198,14 @@ sys.exit(main())
 """
 
 
-class Patched(Agent):
-    """An agent that knows the broken modes too, perhaps with an API server as its source."""
+class Patched(Altered):
+    """An agent that knows the broken modes too."""
 
     folder = Path()
-    kubeconfig: Path | None = None
 
     @property
-    def argv(self) -> list[str]:
-        argv = [sys.executable, "-c", PROGRAM, str(self.folder), *super().argv[3:]]
-        if self.kubeconfig is not None:
-            position = argv.index("--manifests")
-            argv[position : position + 2] = ["--kubeconfig", str(self.kubeconfig)]
-        return argv
+    def program(self) -> tuple[str, ...]:
+        return PROGRAM, str(self.folder)
 
 
 @pytest.fixture(scope="module")
@@ -245,13 +240,8 @@ def start(lab: Lab, folder: Path) -> Iterator[Callable[..., Patched]]:
 
 @pytest.fixture
 def api(lab: Lab) -> Iterator[ApiServer]:
-    """On the node's own loopback: a thread belongs to the namespace that it was started in."""
-    server = ApiServer()
-    with lab.inside("node"):
-        server.start()
-    server.put(node(NODE_NAMES["node"], 0))
-    yield server
-    server.stop()
+    with api_server(lab) as server:
+        yield server
 
 
 def eventually(condition: Callable[[], object], what: str) -> None:

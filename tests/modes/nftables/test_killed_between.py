@@ -13,7 +13,7 @@ from controller.lab.network import NODE_NAMES, Lab
 from controller.lab.traffic import ask_tcp, ask_udp
 from tests.fakes.apiserver import ApiServer
 from tests.namespaces import new_lab
-from tests.served import PATIENCE, Asking, api_server, until
+from tests.served import PATIENCE, Altered, api_server, until
 
 pytestmark = pytest.mark.root
 
@@ -33,7 +33,7 @@ sys.exit(main())
 """
 
 
-class Mortal(Asking):
+class Mortal(Altered):
     """An agent of mode nftables that is killed there when the file `die` is there."""
 
     die: Path
