@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -53,11 +53,13 @@ _EMPTY: Final = 0.3  # a file that had objects and is empty counts as emptied af
 # --------------------------------------------------------------------------------- one file, to documents
 
 
+_Name = tuple[str, str]  # kind and key
+
+
 class _Document(NamedTuple):
     """One object of one of our kinds; `place` is for people, `web.yaml:12`."""
 
-    kind: str
-    key: str
+    name: _Name
     result: Object | Ignored | Refused
     place: str
 
@@ -114,7 +116,7 @@ def _document(kind: str, version: str, value: object, place: str) -> _Document:
     except Refused as error:
         result = error
         key = error.key if not error.key.endswith("(unnamed)") else f"{error.key} in {place}"
-    return _Document(kind, key, result, place)
+    return _Document((kind, key), result, place)
 
 
 def _objects(content: bytes, is_json: bool, shown: str) -> Iterator[tuple[str, str, object, str]]:
@@ -179,9 +181,6 @@ def _item_kind(kind: str, version: str) -> tuple[str, str]:
 # ------------------------------------------------------------------------------------ a folder, to a picture
 
 
-_Name = tuple[str, str]  # kind and key
-
-
 class _Picture(NamedTuple):
     """All that the files say at one moment."""
 
@@ -203,10 +202,16 @@ class _File(NamedTuple):
     error: str = ""
 
 
-def _picture(files: Iterable[tuple[str, _File]], last: _Picture) -> _Picture:
+_NO_FILE: Final = _File((), 0, _Content())
+
+
+def _picture(files: Iterable[tuple[str, _File]], last: _Picture, names: Collection[_Name]) -> _Picture:
     """Merge files, in their order: the first object of a name counts.
 
-    A refused object keeps its last good version, from `last`.
+    Args:
+        files: what they say.
+        last: has the last good version of an object that is refused.
+        names: leave out all others.
     """
     objects: dict[_Name, Object] = {}
     refused: set[_Name] = set()
@@ -219,7 +224,9 @@ def _picture(files: Iterable[tuple[str, _File]], last: _Picture) -> _Picture:
             kept = " Its last good objects stay." if file.content.documents else ""
             problems[_FILE, shown] = Problem(_FILE, shown, f"{file.error}.{kept}", shown)
         for document in file.content.documents:
-            name = (document.kind, document.key)
+            name = document.name
+            if name not in names:
+                continue
             if name in places:
                 message = f"defined twice: {places[name]} counts, {document.place} is left out"
                 _add_problem(problems, name, message, document.place)
@@ -233,6 +240,17 @@ def _picture(files: Iterable[tuple[str, _File]], last: _Picture) -> _Picture:
             elif not isinstance(document.result, Ignored):
                 objects[name] = document.result
     return _Picture(objects, frozenset(refused), problems, foreign)
+
+
+def _repainted(last: _Picture, part: _Picture, touched: Collection[_Name], foreign: int) -> _Picture:
+    """`last` with what `part` says of the names that were touched, files among them; with so many foreign objects."""
+    objects, problems = last.objects.copy(), last.problems.copy()
+    for name in touched:
+        objects.pop(name, None)
+        problems.pop(name, None)
+    objects |= part.objects
+    problems |= part.problems
+    return _Picture(objects, last.refused.difference(touched) | part.refused, problems, foreign)
 
 
 def _add_problem(problems: dict[_Name, Problem], name: _Name, message: str, place: str) -> None:
@@ -259,27 +277,32 @@ def _complete(picture: _Picture) -> list[Event]:
 _COMING: Final = ("Node", "ServiceCIDR", "EndpointSlice", "Service")
 
 
-def _difference(old: _Picture, new: _Picture, received: float) -> list[Event]:
-    """What a listener that knows `old` must hear."""
+def _difference(old: _Picture, new: _Picture, touched: Iterable[_Name], received: float) -> list[Event]:
+    """What a listener that knows `old` must hear; the two differ in no name that is not `touched`."""
+    touched = sorted(touched)
     changed = [
         (name, value)
-        for name, value in new.objects.items()
-        if (known := old.objects.get(name)) is not value and known != value
+        for name in touched
+        if (value := new.objects.get(name)) is not None
+        and (known := old.objects.get(name)) is not value
+        and known != value
     ]
     changed.sort(key=lambda item: _COMING.index(item[0][0]))
-    gone = sorted((name for name in old.objects if name not in new.objects), key=lambda name: -_COMING.index(name[0]))
+    gone = [name for name in touched if name in old.objects and name not in new.objects]
+    gone.sort(key=lambda name: -_COMING.index(name[0]))
     events: list[Event] = [Upserted(value, received) for _, value in changed]
     events += [Removed(kind, key, received) for kind, key in gone]
     # A listener forgets the problem of an object that is removed: tell it again.
     events += [
         problem
-        for name, problem in new.problems.items()
-        if old.problems.get(name) != problem or (name in old.objects and name not in new.objects)
+        for name in touched
+        if (problem := new.problems.get(name)) is not None
+        and (old.problems.get(name) != problem or (name in old.objects and name not in new.objects))
     ]
     events += [
-        Problem(kind, key, "", problem.where)
-        for (kind, key), problem in old.problems.items()
-        if (kind, key) not in new.problems
+        Problem(*name, "", problem.where)
+        for name in touched
+        if name not in new.problems and (problem := old.problems.get(name)) is not None
     ]
     return events
 
@@ -288,13 +311,18 @@ def _difference(old: _Picture, new: _Picture, received: float) -> list[Event]:
 
 
 class _Folder:
-    """The files below a path as last read. Only files whose signature changed are read again."""
+    """The files below a path as last read. Only files whose signature changed are read again.
+
+    `picture` is what they say, `touched` the names in which it may differ from the one before.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.files: dict[str, _File] = {}
         self.unsettled: dict[str, float] = {}  # file -> when it was first seen changing
         self.picture = _NOTHING
+        self.touched: frozenset[_Name] = frozenset()
+        self._mentions: dict[_Name, tuple[str, ...]] = {}  # the files in which a name stands
 
     def refresh(self, *, patient: bool, suspicious: bool = False, complete: Collection[str] = ()) -> _Picture:
         """Read what changed.
@@ -317,10 +345,42 @@ class _Folder:
                 self.unsettled.pop(shown, None)  # deleted between the listing and now
                 continue
             found[shown] = file
-        self.files = found
+        before, self.files = self.files, found
         self.unsettled = {shown: since for shown, since in self.unsettled.items() if shown in found}
-        self.picture = _picture(found.items(), self.picture)
+        self._repaint(before)
         return self.picture
+
+    def _repaint(self, before: Mapping[str, _File]) -> None:
+        """Look again at the names in files that changed, in all files where they stand: few, of a large folder."""
+        names: set[_Name] = set()
+        files: set[str] = set()
+        foreign = self.picture.foreign
+        for shown in {**before, **self.files}:
+            old, new = before.get(shown, _NO_FILE), self.files.get(shown, _NO_FILE)
+            if old.content is new.content and old.error == new.error:
+                continue
+            files.add(shown)
+            foreign += new.content.foreign - old.content.foreign
+            names.update(self._mention(shown, old.content, new.content))
+        for name in names:
+            files.update(self._mentions.get(name, ()))
+        part = _picture(((shown, file) for shown, file in self.files.items() if shown in files), self.picture, names)
+        self.touched = frozenset(names).union((_FILE, shown) for shown in files)
+        self.picture = _repainted(self.picture, part, self.touched, foreign)
+
+    def _mention(self, shown: str, old: _Content, new: _Content) -> Iterator[_Name]:
+        """Note which names stand in a file, and which no longer; all of them."""
+        mentions, alone = self._mentions, (shown,)
+        for document in old.documents:
+            rest = tuple(other for other in mentions.pop(document.name, ()) if other != shown)
+            if rest:
+                mentions[document.name] = rest
+            yield document.name
+        for document in new.documents:
+            others = mentions.get(document.name, ())
+            if shown not in others:
+                mentions[document.name] = (*others, shown) if others else alone
+            yield document.name
 
     def _look_at(self, path: Path, shown: str, patient: bool, suspicious: bool) -> _File:
         known = self.files.get(shown)
@@ -467,7 +527,11 @@ class Manifests:
             stays = "what is known stays" if self._told else "waiting for it"
             self._health(emit, False, f"manifests {self._path}: {error.strerror}; {stays}")
             return False
-        events = _complete(picture) if self._told is None else _difference(self._told, picture, received)
+        events = (
+            _complete(picture)
+            if self._told is None
+            else _difference(self._told, picture, self._folder.touched, received)
+        )
         self._told = picture
         for event in events:
             emit(event)
