@@ -178,6 +178,6 @@ _ONE_CPU: Final = (
 )
 _CHANGE: Final = (
     "After each start one change goes uncounted. A change counts from the moment at which its manifest is in place to "
-    "the first connection that reaches the new backend; some 20 ms of it are the watch of the folder, in every mode. "
+    "the first connection that reaches the new backend; the folder is watched and read in the same way in every mode. "
     "The agent's part begins when it has read the object and ends when that is programmed."
 )
