@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import resource
 import shutil
 import subprocess
 import threading
@@ -16,6 +14,7 @@ import pytest
 from dataplane.kernel import nft
 from dataplane.kernel.nfmonitor import watch_ruleset
 from dataplane.kernel.nfnetlink import Nfnetlink
+from tests.descriptors import many_open
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("namespace")]
 
@@ -89,19 +88,9 @@ def test_others_are_heard_and_this_process_is_not() -> None:
 
 
 def test_others_are_heard_by_a_process_with_a_thousand_open_files() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < 2048:
-        pytest.skip("this process may not open that many files")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
-    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1030)]
-    try:
-        with watching() as called:
-            foreign("add table ip t")
-            assert settled(called, 1)
-    finally:
-        for descriptor in held:
-            os.close(descriptor)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with many_open(), watching() as called:
+        foreign("add table ip t")
+        assert settled(called, 1)
 
 
 def test_only_tables_that_matter_are_told() -> None:
