@@ -36,7 +36,8 @@ def test_stages_count_every_connection_once(stage: Stage, family: int) -> None:
     assert count(told, "whole way: received to sent") == 150
     assert count(told, "received", "reply") == 150
     assert count(told, "whole way: received to sent", "reply") == 150
-    if told["hooks"] and stage.mode != "ipvs":
+    probed = told["hooks"] == "functions"  # then a hook shows only where somebody hooked in
+    if told["hooks"] and stage.mode != "ipvs" and not (probed and stage.mode == "ebpf"):
         nat = [row for row in told["stages"] if row["stage"] == "PREROUTING: NAT" and row["opening"]]
         assert {row["direction"]: row["count"] for row in nat} == {"request": 150, "reply": 150}
     if stage.mode == "ipvs" and told["hooks"]:
@@ -256,7 +257,8 @@ def test_a_flow_is_followed_in_order(stage: Stage, family: int) -> None:
     backend = stage.lab[pod].address4 if family == 4 else stage.lab[pod].address6
     assert at_node[-1]["point"] == "sent"
     assert at_node[-1]["destination"].strip("[").startswith(backend)
-    if told["hooks"] and stage.mode != "ipvs":
+    probed = told["hooks"] == "functions"  # then a hook shows only where somebody hooked in
+    if told["hooks"] and stage.mode != "ipvs" and not (probed and stage.mode == "ebpf"):
         names = [row["point"] for row in at_node]
         order = ["PREROUTING, before NAT", "PREROUTING, after NAT", "FORWARD begins", "POSTROUTING ends"]
         assert [name for name in names if name in order] == order
