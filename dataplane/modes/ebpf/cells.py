@@ -1,6 +1,6 @@
 """Backends and slots one by one, without numpy: the ordinary change has a dozen rows.
 
-A call of numpy costs as much as some rows do here, and a change made seventy of them. Much of its code is run for the
+A call of numpy costs as much as some rows do here, and a change made dozens of them. Much of its code is run for the
 first time by the first change, which a processor that is emulated feels most.
 """
 
