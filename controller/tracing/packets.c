@@ -249,6 +249,25 @@ static __always_inline void begin(struct walk *w, const struct header *h, const 
 	w->first = h->ends;
 }
 
+/* Is it another flow's packet, of the same length, in the sk_buff of one that ended at a socket? A packet keeps its
+ * client's port for as long as it keeps the other end.
+ */
+static __always_inline int is_anothers(const struct walk *w, const struct ends *e)
+{
+	u64 now[2], then[2];
+
+	if (w->way == REQUEST) {
+		__builtin_memcpy(now, e->destination, 16);
+		__builtin_memcpy(then, w->first.destination, 16);
+		return now[0] == then[0] && now[1] == then[1] && e->destination_port == w->first.destination_port &&
+		       e->source_port != w->first.source_port;
+	}
+	__builtin_memcpy(now, e->source, 16);
+	__builtin_memcpy(then, w->first.source, 16);
+	return now[0] == then[0] && now[1] == then[1] && e->source_port == w->first.source_port &&
+	       e->destination_port != w->first.destination_port;
+}
+
 /* Four slots for each power of two: 0 to 3 for 0 to 3 ns, then a quarter of an octave each. */
 static __always_inline u32 slot_of(u64 ns)
 {
@@ -448,7 +467,7 @@ static __always_inline void step(u64 skb, const u32 point, const u32 kind)
 		walks.delete(&skb);
 		return;
 	}
-	if (w && (w->sign != h.sign || now - w->left > STALE_NS))
+	if (w && (w->sign != h.sign || now - w->left > STALE_NS || is_anothers(w, &h.ends)))
 		w = 0;
 	if (w) {
 		learn(w, &h);
@@ -492,7 +511,7 @@ static __always_inline void step(u64 skb, const u32 point, const u32 kind)
 	if (kind & POINT_BEGINS) {
 		if (!read_header(skb, kind & POINT_AT_DATA, &h))
 			return;
-		if (!w || w->sign != h.sign || now - w->left > STALE_NS) {
+		if (!w || w->sign != h.sign || now - w->left > STALE_NS || is_anothers(w, &h.ends)) {
 			walks.delete(&skb);
 			if (!belongs(&h, &k, &opening))
 				return;
