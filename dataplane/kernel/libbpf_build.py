@@ -1,7 +1,7 @@
 """Builds `dataplane.kernel._libbpf`: what we call of libbpf, and the system call itself, for cffi's ABI mode.
 
-The declarations are parsed when the package is built. A process that parses them itself needs pycparser for that: 4 MB
-and 50 ms of each start, with those of `bpf/abi.h`.
+The declarations are parsed when the package is built. A process that parses them itself needs pycparser for that: 1 MB
+and 50 ms of imports, with those of `bpf/abi.h`.
 """
 
 from __future__ import annotations
