@@ -362,10 +362,12 @@ class _Folder:
             files.add(shown)
             foreign += new.content.foreign - old.content.foreign
             names.update(self._mention(shown, old.content, new.content))
+        self.touched = frozenset(names).union((_FILE, shown) for shown in files)
+        if not files:
+            return
         for name in names:
             files.update(self._mentions.get(name, ()))
         part = _picture(((shown, file) for shown, file in self.files.items() if shown in files), self.picture, names)
-        self.touched = frozenset(names).union((_FILE, shown) for shown in files)
         self.picture = _repainted(self.picture, part, self.touched, foreign)
 
     def _mention(self, shown: str, old: _Content, new: _Content) -> Iterator[_Name]:
