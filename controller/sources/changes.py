@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from inotify_simple import Event, INotify
@@ -48,8 +48,11 @@ def ticks(path: Path, stop: threading.Event, tick: float = TICK) -> Iterator[Tic
     the caller took to look, is told together. Ends when the path is gone. Where inotify does not work, something
     happens twice a second.
     """
+    from inotify_simple import INotify
+
     try:
-        with _Watch(path) as watch:
+        with INotify() as inotify:
+            watch = _Watch(path, inotify)
             yield Tick(False)
             while not stop.is_set() and watch.stands:
                 yield watch.next(stop, tick)
@@ -62,49 +65,30 @@ def ticks(path: Path, stop: threading.Event, tick: float = TICK) -> Iterator[Tic
 
 
 class _Watch:
-    """One inotify instance for a folder and all below it, or for a file."""
+    """A folder and all below it, or a file.
 
-    def __init__(self, path: Path) -> None:
+    Raises:
+        OSError: see `_watch_folders`.
+    """
+
+    def __init__(self, path: Path, inotify: INotify) -> None:
         self._path = path
         self._is_folder = path.is_dir()
+        self._inotify = inotify
         self._folders: dict[int, str] = {}  # watch descriptor -> folder
-        self._asked = float("-inf")  # when the caller came back
-        self._gap = STEP  # seconds from then until something is told again
-        self._told = 0.0
         self.stands = True
-
-    def __enter__(self) -> Self:
-        from inotify_simple import INotify
-
-        self._inotify: INotify = INotify()
-        try:
-            self._watch_folders()
-        except BaseException:
-            self._inotify.close()
-            raise
-        self._told = time.monotonic()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._inotify.close()
+        self._watch_folders()
+        self._told = time.monotonic()  # when the caller was last told something
 
     def next(self, stop: threading.Event, tick: float) -> Tick:
         """Wait for something to tell, at most for `tick` seconds or a little more."""
-        self._asked = time.monotonic()
-        self._gap = min(max(STEP, self._asked - self._told), DEBOUNCE)
-        told = self._wait(stop, tick)
-        self._told = time.monotonic()
-        return told
-
-    def _wait(self, stop: threading.Event, tick: float) -> Tick:
+        asked = time.monotonic()
+        gap = min(max(STEP, asked - self._told), DEBOUNCE)  # the caller has as long for itself as it took to look
         complete: set[str] = set()
-        began = last = 0.0  # of what was heard
+        began = 0.0  # when something was heard first
         over = False
-        until = self._asked + tick
-        while not stop.is_set() and self.stands:
-            now = time.monotonic()
-            if now >= until:
-                break
+        until = asked + tick
+        while not stop.is_set() and self.stands and (now := time.monotonic()) < until:
             events = self._inotify.read(timeout=max(1, int((until - now) * 1000)))
             if not events:
                 continue
@@ -112,8 +96,8 @@ class _Watch:
             began = began or last
             for event in events:
                 over |= self._hear(event, complete)
-            quiet = self._asked + self._gap if over else last + STEP
-            until = min(quiet, max(began, self._asked) + DEBOUNCE)
+            until = min(asked + gap if over else last + STEP, max(began, asked) + DEBOUNCE)
+        self._told = time.monotonic()
         return Tick(bool(began), frozenset(complete))
 
     def _hear(self, event: Event, complete: set[str]) -> bool:
