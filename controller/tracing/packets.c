@@ -249,23 +249,33 @@ static __always_inline void begin(struct walk *w, const struct header *h, const 
 	w->first = h->ends;
 }
 
+static __always_inline int same_address(const u8 *a, const u8 *b)
+{
+	u64 one[2], other[2];
+
+	__builtin_memcpy(one, a, 16);
+	__builtin_memcpy(other, b, 16);
+	return one[0] == other[0] && one[1] == other[1];
+}
+
 /* Is it another flow's packet, of the same length, in the sk_buff of one that ended at a socket? A packet keeps its
  * client's port for as long as it keeps the other end.
  */
 static __always_inline int is_anothers(const struct walk *w, const struct ends *e)
 {
-	u64 now[2], then[2];
+	const struct ends *f = &w->first;
 
-	if (w->way == REQUEST) {
-		__builtin_memcpy(now, e->destination, 16);
-		__builtin_memcpy(then, w->first.destination, 16);
-		return now[0] == then[0] && now[1] == then[1] && e->destination_port == w->first.destination_port &&
-		       e->source_port != w->first.source_port;
-	}
-	__builtin_memcpy(now, e->source, 16);
-	__builtin_memcpy(then, w->first.source, 16);
-	return now[0] == then[0] && now[1] == then[1] && e->source_port == w->first.source_port &&
-	       e->destination_port != w->first.destination_port;
+	if (w->way == REQUEST)
+		return same_address(e->destination, f->destination) && e->destination_port == f->destination_port &&
+		       e->source_port != f->source_port;
+	return same_address(e->source, f->source) && e->source_port == f->source_port &&
+	       e->destination_port != f->destination_port;
+}
+
+/* Has the sk_buff become another packet's since it was seen last? */
+static __always_inline int is_stale(const struct walk *w, const struct header *h, u64 now)
+{
+	return w->sign != h->sign || now - w->left > STALE_NS;
 }
 
 /* Four slots for each power of two: 0 to 3 for 0 to 3 ns, then a quarter of an octave each. */
@@ -467,7 +477,7 @@ static __always_inline void step(u64 skb, const u32 point, const u32 kind)
 		walks.delete(&skb);
 		return;
 	}
-	if (w && (w->sign != h.sign || now - w->left > STALE_NS || is_anothers(w, &h.ends)))
+	if (w && (is_stale(w, &h, now) || is_anothers(w, &h.ends)))
 		w = 0;
 	if (w) {
 		learn(w, &h);
@@ -511,7 +521,7 @@ static __always_inline void step(u64 skb, const u32 point, const u32 kind)
 	if (kind & POINT_BEGINS) {
 		if (!read_header(skb, kind & POINT_AT_DATA, &h))
 			return;
-		if (!w || w->sign != h.sign || now - w->left > STALE_NS || is_anothers(w, &h.ends)) {
+		if (!w || is_stale(w, &h, now) || is_anothers(w, &h.ends)) {
 			walks.delete(&skb);
 			if (!belongs(&h, &k, &opening))
 				return;
@@ -526,7 +536,7 @@ static __always_inline void step(u64 skb, const u32 point, const u32 kind)
 		return;
 	}
 	if (kind & POINT_ENDS) {
-		if (!read_header(skb, 0, &h) || w->sign != h.sign || now - w->left > STALE_NS) {
+		if (!read_header(skb, 0, &h) || is_stale(w, &h, now)) {
 			walks.delete(&skb);
 			return;
 		}
