@@ -84,7 +84,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Result:
-    """One benchmark's outcome. `value` is compared with `control`, measured in the same run."""
+    """One benchmark's outcome. `value` is compared with `control`, measured in the same run: 0 gives no ratio."""
 
     name: str
     value: float
@@ -104,7 +104,7 @@ class Result:
         told = {
             "name": self.name, "value": _short(self.value), "unit": self.unit,
             "control": {"what": self.what, "value": _short(self.control)},
-            "ratio": _short(self.value / self.control), **self.extra,
+            "ratio": _short(self.value / self.control) if self.control else None, **self.extra,
         }  # fmt: skip
         print(json.dumps(told), flush=True)
 
