@@ -15,6 +15,7 @@ STAMPS   := $(VENV)/.stamps
 TOOLS    := build/tools/usr/sbin
 IPVS      = $(wildcard /proc/net/ip_vs)$(shell modprobe -nq ip_vs 2>/dev/null && echo loadable)
 
+WORKERS  ?= 4
 CLANG    ?= clang
 INCLUDES := -I/usr/include/$(shell uname -m)-linux-gnu
 CFLAGS_BPF := -O2 -g -target bpf -mcpu=v3 -Wall -Wextra -Werror -Wno-unused-parameter -Wno-sign-compare $(INCLUDES)
@@ -35,9 +36,10 @@ help: ## print this list
 demo: setup ## show the main job on this machine, in namespaces of its own (root; under a minute)
 	$(Q)$(VENV)/bin/hybrid-proxy lab demo
 
-# Without IPVS in this kernel, its tests run in a virtual machine. A failed test gets a second try: tests/steadiness.py.
-test: setup $(if $(IPVS),,$(STAMPS)/vm) ## run all tests (root: they make network namespaces of their own)
-	$(Q)$(PYTHON) -m pytest --reruns 1 --reruns-delay 1 $(ARGS)
+# Most tests wait rather than compute: there are more workers than processors. Without IPVS in this kernel, its tests
+# run in a virtual machine, beside the others. A failed test gets a second try: tests/steadiness.py.
+test: setup $(if $(IPVS),,$(STAMPS)/vm) ## run all tests (root: they make network namespaces of their own); WORKERS=4
+	$(Q)$(PYTHON) -m pytest -n $(WORKERS) --durations=20 --costs=20 --reruns 1 --reruns-delay 1 $(ARGS)
 
 test-kernels: vm ## the conformance suite of every mode on Debian's kernels: KERNELS="5.10 6.1" MODES="ebpf" CORE=1
 	$(Q)$(PYTHON) -m tests.vm matrix $(if $(KERNELS),--kernels $(KERNELS)) $(if $(MODES),--modes $(MODES)) $(if $(CORE),--core)

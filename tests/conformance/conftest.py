@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import socket
@@ -53,14 +54,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_leftovers() -> None:
-    """Labs of test runs that were killed: their names say whose they were."""
-    for folder in RUN.glob("c*x*"):
-        owner = folder.name[1:].partition("x")[0]
-        if owner.isdigit() and not Path("/proc", owner).exists():
-            try:
-                remove(Lab.standing(folder.name))
-            except LabError:
-                Lab(folder.name, 0).down()
+    """Labs of test runs that were killed: their names say whose they were. One process at a time removes them."""
+    RUN.mkdir(parents=True, exist_ok=True)
+    with (RUN / ".leftovers").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for folder in RUN.glob("c*x*"):
+            owner = folder.name[1:].partition("x")[0]
+            if owner.isdigit() and not Path("/proc", owner).exists():
+                try:
+                    remove(Lab.standing(folder.name))
+                except LabError:
+                    Lab(folder.name, 0).down()
 
 
 @pytest.fixture(scope="session", params=MODES)

@@ -17,31 +17,32 @@ BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 # From good to bad; of several runs of one case (families, places) the worst is told.
 MARKS: Final = {"passed": "yes", "xfailed": "not yet", "skipped": "skipped", "failed": "**no**"}
 _WORST: Final = list(MARKS)
+PROPERTY: Final = "row"  # of a report
 
 Key = tuple[str, str]  # row, words
 Rows = dict[Key, dict[str, str]]  # -> mode -> mark
 
 
 class Matrix:
-    """Collects what became of every test that names a row."""
+    """Collects what became of every test that names a row; its reports carry that row, from other processes too."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.outcomes: dict[tuple[str, str, str], str] = {}  # row, words, mode
-        self.names: dict[str, tuple[str, str, str]] = {}  # node id
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        """Remember what a test is about: reports carry its id alone."""
+        """Let the reports of a test say what it is about."""
         mark, spec = item.get_closest_marker("row"), getattr(item, "callspec", None)
         if mark is not None and spec is not None and "mode" in spec.params:
-            row, words = mark.args
-            self.names[item.nodeid] = (row, words, spec.params["mode"])
+            item.user_properties.append((PROPERTY, (*mark.args, spec.params["mode"])))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note the outcome of a test, and of a set-up that failed."""
-        key = self.names.get(report.nodeid)
-        if key is None or report.outcome == "rerun" or (report.when != "call" and report.passed):
+        about = dict(report.user_properties).get(PROPERTY)
+        if about is None or report.outcome == "rerun" or (report.when != "call" and report.passed):
             return
+        row, words, mode = about
+        key = str(row), str(words), str(mode)
         outcome = "xfailed" if hasattr(report, "wasxfail") and report.skipped else report.outcome
         self.outcomes[key] = max(outcome, self.outcomes.get(key, "passed"), key=_WORST.index)
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Generator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ from .features import excuse, missing
 from .machine import GUEST
 from .remote import Remote
 
-__all__ = ["NEEDS"]
+__all__ = ["NEEDS", "is_away", "mode_of"]
 
 NEEDS = {"ipvs": "ip_vs"}  # mode -> the kernel feature without which it is nothing
 PROBES = {
@@ -31,6 +32,7 @@ PROBES = {
 _REMOTE = pytest.StashKey[Remote]()
 _AWAY = pytest.StashKey[bool]()
 _LEFT_OUT = pytest.StashKey[int]()
+_WORKERS_AWAY = pytest.StashKey[int]()
 _has: dict[str, bool] = {}
 
 
@@ -45,7 +47,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "kernel(feature): needs this feature of the kernel (tests/vm/features.py)")
     config.addinivalue_line("markers", "core: `make test` runs it on another kernel where this one lacks what it needs")
-    if path := config.getoption("--report-to"):
+    path = config.getoption("--report-to")
+    if path and not hasattr(config, "workerinput"):  # workers of pytest-xdist tell their reports to the process above
         config.pluginmanager.register(Reporter(config, Path(path)))
 
 
@@ -69,7 +72,7 @@ class Reporter:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     modes = {mode for words in config.getoption("--mode") for mode in words.split(",")}
     if modes:
-        _deselect(config, items, [item for item in items if _mode(item) not in modes])
+        _deselect(config, items, [item for item in items if mode_of(item) not in modes])
     if os.environ.get(GUEST) or config.getoption("--kernel") == "none":
         return
     away = [item for item in items if (feature := _feature(item)) and not _is_there(feature)]
@@ -92,16 +95,21 @@ def _deselect(config: pytest.Config, items: list[pytest.Item], unwanted: Sequenc
         items[:] = [item for item in items if item not in unwanted]
 
 
-def _mode(item: pytest.Item) -> str | None:
+def mode_of(item: pytest.Item) -> str | None:
     """The mode that a parametrised test is a case of."""
     call = getattr(item, "callspec", None)
     mode = call.params.get("mode") if call else None
     return mode if isinstance(mode, str) else None
 
 
+def is_away(item: pytest.Item) -> bool:
+    """Whether the test runs on another kernel in this run."""
+    return item.stash.get(_AWAY, False)
+
+
 def _feature(item: pytest.Item) -> str | None:
     marker = item.get_closest_marker("kernel")
-    return marker.args[0] if marker else NEEDS.get(_mode(item) or "")
+    return marker.args[0] if marker else NEEDS.get(mode_of(item) or "")
 
 
 def _is_there(feature: str) -> bool:
@@ -114,7 +122,7 @@ def _is_there(feature: str) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    if not item.stash.get(_AWAY, False):
+    if not is_away(item):
         return None
     hook = item.ihook
     hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
@@ -147,13 +155,30 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if _REMOTE in session.config.stash:
-        session.config.stash[_REMOTE].close()
+    remote = session.config.stash.get(_REMOTE, None)
+    if remote is not None:
+        remote.close()
+    told = getattr(session.config, "workeroutput", None)  # of pytest-xdist: what a worker tells at its end
+    if told is not None:
+        told |= {"away": _away(session.config), "left out": session.config.stash.get(_LEFT_OUT, 0)}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """All workers leave out the same tests; one of them had the guest."""
+    told, stash = getattr(node, "workeroutput", {}), node.config.stash
+    stash[_WORKERS_AWAY] = stash.get(_WORKERS_AWAY, 0) + told.get("away", 0)
+    stash[_LEFT_OUT] = told.get("left out", 0) or stash.get(_LEFT_OUT, 0)
+
+
+def _away(config: pytest.Config) -> int:
+    """How many tests ran in this process's guest."""
+    remote = config.stash.get(_REMOTE, None)
+    return len(remote.nodeids) if remote is not None and remote.started else 0
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if _REMOTE in config.stash and config.stash[_REMOTE].started:
-        count = len(config.stash[_REMOTE].nodeids)
+    if count := _away(config) + config.stash.get(_WORKERS_AWAY, 0):
         terminalreporter.write_line(
             f"{count} tests ran on a Debian kernel {config.getoption('--kernel')} in a virtual machine"
         )

@@ -1,0 +1,40 @@
+"""pytest-xdist: units of tests instead of its scopes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from units import Unit, choose
+from xdist.scheduler.loadscope import LoadScopeScheduling
+from xdist.workermanage import WorkerController
+
+
+class Scheduler(LoadScopeScheduling):
+    """The largest units first, as many tests go; see `units.choose`.
+
+    Args:
+        told: a JSON file with the unit of each test, by its node id.
+    """
+
+    def __init__(self, config: pytest.Config, log: Any, told: Path) -> None:
+        super().__init__(config, log)
+        self.told = told
+        self.units: dict[str, Unit] = {}  # node id ->
+        self.former: dict[WorkerController, Unit] = {}
+
+    def schedule(self) -> None:
+        if not self.units:
+            self.units = {nodeid: Unit(*unit) for nodeid, unit in json.loads(self.told.read_text()).items()}
+        super().schedule()
+
+    def _split_scope(self, nodeid: str) -> str:
+        return self.units[nodeid].name
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        waiting = [self.units[next(iter(tests))] for tests in self.workqueue.values()]
+        chosen = self.former[node] = choose(waiting, self.former.get(node))
+        self.workqueue.move_to_end(chosen.name, last=False)  # from where the next line takes it
+        super()._assign_work_unit(node)

@@ -1,0 +1,55 @@
+"""What a worker takes next, and that a run with workers is one run: nothing twice, nothing left out, rows told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from units import GUEST, Unit, choose
+
+GUESTS, ROWS, CHANGES, PARSE = Unit(GUEST), Unit("rows[ebpf]", "ebpf"), Unit("changes[nftables]", "nftables"), Unit("p")
+
+CASES = """\
+import os, pytest
+
+@pytest.mark.parametrize("number", range(20))
+def test_one(number):
+    with open("ran", "a") as file:
+        file.write(f"{os.getpid()} {__name__} {number}\\n")
+"""
+
+
+@pytest.mark.parametrize(
+    ("waiting", "former", "chosen"),
+    [
+        ([ROWS, PARSE, GUESTS], None, GUESTS),
+        ([CHANGES, PARSE, GUESTS], ROWS, GUESTS),
+        ([ROWS, CHANGES, PARSE], None, ROWS),
+        ([ROWS, CHANGES, PARSE], Unit("sockets[nftables]", "nftables"), CHANGES),
+        ([ROWS, PARSE], Unit("sockets[nftables]", "nftables"), ROWS),
+        ([ROWS, PARSE], Unit("kernel"), ROWS),
+    ],
+)
+def test_the_guest_begins_and_a_bench_is_kept(waiting: list[Unit], former: Unit | None, chosen: Unit) -> None:
+    assert choose(waiting, former) == chosen
+
+
+def test_each_test_runs_once_and_a_file_stays_together(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / f"test_{name}.py").write_text(CASES)
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    variables["PYTHONPATH"] = str(Path(__file__).parent)
+    words = [sys.executable, "-m", "pytest", "-p", "vm.plugin", "-p", "workers", "-p", "no:cacheprovider", "-n2"]
+    done = subprocess.run([*words, "--costs=9", "."], cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert "60 passed" in done.stdout, done.stdout + done.stderr
+    assert "CPU seconds by file" in done.stdout
+    ran = [tuple(line.split()) for line in (tmp_path / "ran").read_text().splitlines()]
+    assert sorted((file, int(number)) for _, file, number in ran) == [
+        (f"test_{name}", number) for name in "abc" for number in range(20)
+    ]
+    homes = {(file, worker) for worker, file, _ in ran}
+    assert len(homes) == 3, homes
+    assert len({worker for _, worker in homes}) == 2
