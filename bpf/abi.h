@@ -173,6 +173,12 @@ struct flow {
 	__u8 mac[12]; /* destination and source of frames to that pod */
 };
 
+/* One of this node's own addresses. */
+struct own_address {
+	__u32 address[4];
+	__u32 family; /* 4 or 6 */
+};
+
 /* Each mark: hash of the tuple << 40 | hash of whom it belonged to << 16 | time in ticks of 256 jiffies. */
 struct recent_bucket {
 	__u64 marks[4];
@@ -363,6 +369,7 @@ enum counter {
 	COUNT_XDP_REPLY,
 	COUNT_XDP_LEFT,
 	COUNT_DROP_FRAGMENT,
+	COUNT_DROP_MARTIAN,
 	COUNTERS
 };
 

@@ -189,6 +189,12 @@ INLINE int serve(struct __sk_buff *skb, struct scratch *space, __u32 place, cons
 		return STEP_NONE; /* somebody else's connection, netfilter's perhaps */
 	}
 	verdict = CALL(decide, skb, place);
+	if (verdict != VERDICT_UNTOUCHED && place != AT_NODE) {
+		int checked = CALL(check_source, skb, 0);
+
+		if (checked != STEP_NONE)
+			return checked;
+	}
 	if (p->fragment.part == LATER_FRAGMENT && verdict != VERDICT_UNTOUCHED)
 		return drop(COUNT_DROP_FRAGMENT); /* as its first */
 	switch (verdict) {
@@ -205,23 +211,28 @@ INLINE int serve(struct __sk_buff *skb, struct scratch *space, __u32 place, cons
 GLOBAL_VERB(serve)
 
 /* A ping, say, to a service's address: no port answers there. */
-INLINE int other_to_service(struct __sk_buff *skb, const struct packet *p, const bool v6)
+INLINE int other_to_service(struct __sk_buff *skb, const struct packet *p, __u32 place, const bool v6)
 {
 	__u32 flags = find_frontend(p->tuple.daddr, 0, 0, v6) >> 32;
 
-	if (flags & FRONTEND_ADDRESS && !(flags & FRONTEND_NODE_PORTS))
+	if (flags & FRONTEND_ADDRESS && !(flags & FRONTEND_NODE_PORTS)) {
+		int checked = place == AT_NODE ? STEP_NONE : CALL(check_source, skb, 0);
+
+		if (checked != STEP_NONE)
+			return checked;
 		return settings.answer_ping && p->kind == PACKET_ECHO ? STEP_ECHO : STEP_REFUSE;
+	}
 	return is_unallocated(p->tuple.daddr, v6) ? drop(COUNT_DROP_UNALLOCATED) : STEP_NONE;
 }
 
 /* The destination may be a service's address, or a node port; `otherwise` if it is not. */
-INLINE int to_frontend(struct __sk_buff *skb, const struct packet *p, const int otherwise, const bool v6)
+INLINE int to_frontend(struct __sk_buff *skb, const struct packet *p, __u32 place, const int otherwise, const bool v6)
 {
 	int step;
 
 	if (p->kind == PACKET_TRANSPORT)
 		return STEP_SERVE;
-	step = other_to_service(skb, p, v6);
+	step = other_to_service(skb, p, place, v6);
 	return step == STEP_NONE ? otherwise : step;
 }
 
@@ -394,7 +405,7 @@ INLINE int from_client(struct __sk_buff *skb, struct scratch *space, __u32 place
 	if (!may_be_frontend(p, v6))
 		return STEP_PASS_BY;
 	NOTE(NOTE_MAY_BE_SERVICE, 0, 0);
-	return to_frontend(skb, p, STEP_PASS_BY, v6);
+	return to_frontend(skb, p, place, STEP_PASS_BY, v6);
 }
 
 GLOBAL_VERB(from_client)
@@ -436,7 +447,7 @@ INLINE int to_client(struct __sk_buff *skb, struct scratch *space, __u32 place, 
 		return STEP_TRANSLATE_OUTWARD;
 	if (place != AT_NODE || skb->ingress_ifindex || !may_be_frontend(p, v6))
 		return STEP_DELIVER;
-	return to_frontend(skb, p, STEP_DELIVER, v6);
+	return to_frontend(skb, p, place, STEP_DELIVER, v6);
 }
 
 GLOBAL_VERB(to_client)

@@ -130,6 +130,7 @@ INLINE int unwrap(struct __sk_buff *skb, struct scratch *space, __u32 unused, co
 	const int head = v6 ? sizeof(struct ipv6hdr) : sizeof(struct iphdr);
 	struct packet *p = &space->packet;
 	struct found found;
+	int checked;
 
 	space->result = p->tuple;
 	space->result.dport = wrapped_port(skb, v6);
@@ -154,6 +155,9 @@ INLINE int unwrap(struct __sk_buff *skb, struct scratch *space, __u32 unused, co
 		return STEP_FOLLOW;
 	if (found.entry)
 		delete_pair(&p->tuple, found.entry, found.table, v6);
+	checked = CALL(check_source, skb, 0);
+	if (checked != STEP_NONE)
+		return checked;
 	__builtin_memset(&space->choice, 0, sizeof(space->choice));
 	space->flow.flags = space->flow.backend = 0;
 	space->flow.service = (__u32)frontend_at(&space->choice, p->tuple.daddr, p->tuple.dport, p->tuple.protocol, v6);

@@ -8,7 +8,7 @@
 #define HYBRID_PROXY_HOP_H
 
 #include "reply.h"
-#include "route.h"
+#include "source.h"
 
 #define SMALLEST_MTU 1280
 #define GSO_BY_FRAGS 0xffff /* linux/skbuff.h: SCTP's packets in one, each as long as its sender made it */
@@ -132,12 +132,16 @@ GLOBAL_VERB(translate_outward)
 INLINE int translate_inward(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
 {
 	struct quotation *q = &space->quotation;
+	int checked;
 	long result;
 
 	if (!read_quotation(skb, &space->packet, q, v6))
 		return pass();
 	if (q->flags & FLOW_REPLY && !(q->flags & (FLOW_HAIRPIN | FLOW_MASQUERADE)))
 		return pass(); /* about a plain flow between client and backend: translated at the client's interface */
+	checked = CALL(check_source, skb, 0);
+	if (checked != STEP_NONE)
+		return checked;
 	translate(skb, &space->packet, q, &space->result, v6);
 	if (q->flags & FLOW_HAIRPIN) {
 		swap_frame(skb);

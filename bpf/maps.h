@@ -70,6 +70,8 @@ PREFIX_MAP(sources4, struct source4_key, 65536);
 PREFIX_MAP(sources6, struct source6_key, 65536);
 /* Interfaces behind which all sources are pods, where pods are told apart so. */
 GROWING_MAP(pod_links, __u32, __u32, 4096);
+/* Every address of this node, on whatever interface: no packet from outside may have it as its source. */
+GROWING_MAP(own_addresses, struct own_address, __u32, 65536);
 /* Service id -> its two slices. */
 ARRAY_MAP(services, struct service, 32768);
 /* All slices, one after the other. */

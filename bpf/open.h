@@ -101,12 +101,14 @@ INLINE bool set_source(struct __sk_buff *skb, struct scratch *space, __u32 place
 	return true;
 }
 
-/* May this client's packets to the chosen backend be wrapped (dsr.h)? */
-INLINE bool may_wrap(const struct choice *c, __u32 place)
+/* May this client's packets to the chosen backend be wrapped (dsr.h)? Link-local sources do not leave their link: as
+ * the kernel does not forward them, `set_source` leaves them to it.
+ */
+INLINE bool may_wrap(const struct choice *c, const struct tuple *t, __u32 place, const bool v6)
 {
 	struct backend *row;
 
-	if (!settings.dsr || place != AT_UPLINK || !c->masquerade)
+	if (!settings.dsr || place != AT_UPLINK || !c->masquerade || (v6 && is_link_local(t->saddr)))
 		return false;
 	row = find_backend(c->backend, c->service);
 	return row && !(READ_ONCE(row->flags) & BACKEND_LOCAL);
@@ -122,7 +124,7 @@ INLINE int open_flow(struct __sk_buff *skb, struct scratch *space, __u32 place, 
 	result->dport = space->choice.port;
 	space->flow.service = space->choice.service;
 	space->flow.backend = space->choice.backend;
-	if (may_wrap(&space->choice, place))
+	if (may_wrap(&space->choice, &space->packet.tuple, place, v6))
 		return STEP_OPEN_WRAPPED;
 	if (!set_source(skb, space, place, v6))
 		return drop(COUNT_DROP_NO_ADDRESS);

@@ -305,6 +305,9 @@ class Bench:
         row["primary4"] = layout.address_words([NETS[4].primary])[0, 0]
         row["primary6"] = layout.address_words([NETS[6].primary])[0]
         self.maps.maps["reject_budget"].update(bytes(4), bytes(8 * cpus()))
+        addresses = self.maps.maps["own_addresses"]
+        for key in addresses.items(layout.dtype_of("own_address"), np.dtype(np.uint32))[0]:
+            addresses.delete(key.tobytes())
 
     def forget(self) -> None:
         """Empty every table of flows, what is remembered of clients and tuples, and the counters."""
@@ -334,6 +337,10 @@ class Bench:
     def egress(self, packet: bytes, **options: Any) -> tuple[int, bytes]:
         """The same for a packet to the pod."""
         return run_on_packet(self.hooks.program("pod_egress"), packet, **options)[:2]
+
+    def enter(self, place: str, packet: bytes, **options: Any) -> tuple[int, bytes]:
+        """The same for a packet that comes in at a `pod`'s interface, or at an `uplink`."""
+        return run_on_packet(self.hooks.program(f"{place}_ingress"), packet, **options)[:2]
 
     def clock(self) -> int:
         return run_on_packet(self.inspect.program("read_clock"), bytes(64))[0]
@@ -419,6 +426,10 @@ class Bench:
 
     def count(self, name: str) -> int:
         return self.maps.counters()[name]
+
+    def counts(self) -> dict[str, int]:
+        """All that was counted."""
+        return {name: value for name, value in self.maps.counters().items() if value}
 
     def age_flows(self, family: int, jiffies: int, table: str = "flows") -> None:
         """Make every flow look as if it was last seen so long ago."""

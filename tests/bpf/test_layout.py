@@ -24,7 +24,7 @@ from .kit import NETS, PASS, Bench, datagram, frame, read, service, syn
 FIXED_ROWS = {"frontend4_key": 8, "frontend6_key": 20, "service": 32, "backend": 32, "flow4_key": 16, "flow6_key": 40}
 STRUCTS = [
     "frontend4_key", "frontend6_key", "service", "backend", "flow4_key", "flow6_key", "flow", "affinity_key", "node",
-    "settings", "explanation", "note", "slot", "recent_bucket", "source4_key", "source6_key",
+    "settings", "explanation", "note", "slot", "recent_bucket", "source4_key", "source6_key", "own_address",
     "traffic",
 ]  # fmt: skip
 SOCKET_STRUCTS = ["socket_peer", "socket_state"]
@@ -144,14 +144,24 @@ def test_slice_words_are_read_as_written(offset: int, count: int, epoch: int) ->
 ADDRESSES = {v: st.ip_addresses(v=v).filter(lambda a: int(a) != 0) for v in (4, 6)}
 
 
+def may_ask(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Whether it may be a client's."""
+    if address.is_multicast or address.is_loopback or str(address) == "255.255.255.255":
+        return False
+    return address.version == 4 or address.ipv4_mapped is None
+
+
+CLIENTS = {v: ADDRESSES[v].filter(may_ask) for v in (4, 6)}
+
+
 @pytest.mark.parametrize("family", [4, 6], ids=["v4", "v6"])
 @pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP], ids=["tcp", "udp"])
 @COMMON
 @given(st.data())
 def test_any_programmed_frontend_is_found(bench: Bench, family: int, protocol: Protocol, data: st.DataObject) -> None:
     """Prefilter, key, tag and the backend's own prefilter agree for any address and port, there and back."""
-    vip, client, backend = (str(data.draw(ADDRESSES[family])) for _ in range(3))
-    if backend == client or ipaddress.ip_address(vip) == ipaddress.ip_address(backend):
+    vip, client, backend = (str(data.draw(known[family])) for known in (ADDRESSES, CLIENTS, ADDRESSES))
+    if client in (backend, vip) or ipaddress.ip_address(vip) == ipaddress.ip_address(backend):
         return
     port, target = data.draw(st.integers(1, 65535)), data.draw(st.integers(1, 65535))
     bench.forget()

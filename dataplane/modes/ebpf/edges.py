@@ -15,7 +15,7 @@ from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.ids import FullError
 from dataplane.table import Detect, NodeNetwork
 
-__all__ = ["Sources", "pod_columns", "pod_links"]
+__all__ = ["Sources", "own_addresses", "pod_columns", "pod_links"]
 
 
 class Sources:
@@ -101,3 +101,11 @@ def pod_links(interfaces: Iterable[Interface], node: NodeNetwork) -> set[int]:
         return set()
     bridge = {interface.index for interface in interfaces if interface.name == node.pod_interface}
     return bridge | {interface.index for interface in interfaces if interface.master in bridge}
+
+
+def own_addresses(addresses: Iterable[str]) -> set[bytes]:
+    """Keys of map `own_addresses`."""
+    return {
+        layout.pack("own_address", address=layout.words_of(address), family=6 if ":" in address else 4)
+        for address in addresses
+    }

@@ -26,7 +26,7 @@ from dataplane.kernel.places import netns_cookie, pin_folder
 from dataplane.mode import Mode, Notice, Options, Question, SyncResult, Wake, misfit_rows, unknown_algorithms
 from dataplane.modes.ebpf import attach, explaining, layout, listing, sizes
 from dataplane.modes.ebpf.driver import Drivers
-from dataplane.modes.ebpf.edges import pod_columns, pod_links
+from dataplane.modes.ebpf.edges import own_addresses, pod_columns, pod_links
 from dataplane.modes.ebpf.events import Journal, Reader
 from dataplane.modes.ebpf.failover import Failover
 from dataplane.modes.ebpf.flows import Caretaker
@@ -298,10 +298,21 @@ class Ebpf:
 
     def _refresh_links(self) -> None:
         interfaces = read_node().interfaces
+        self._write_own_addresses(interfaces)
         self._write_pod_links(interfaces)
         for links in (self.pods, self.uplinks):
             links.refresh(self.table.node.primary)
         self.drivers.refresh(self.uplinks.attached.values(), interfaces)
+
+    def _write_own_addresses(self, interfaces: Iterable[Interface]) -> None:
+        """What no packet from outside may have as its source."""
+        known, kind = self.maps.maps["own_addresses"], layout.dtype_of("own_address")
+        wanted = own_addresses(address for interface in interfaces for address in interface.addresses)
+        present = {row.tobytes() for row in known.items(kind, np.dtype(np.uint32))[0]}
+        for key in wanted - present:
+            known.update(key, bytes(4))
+        for key in present - wanted:
+            known.delete(key)
 
     def _write_pod_links(self, interfaces: Iterable[Interface]) -> None:
         """Where pods are known by their interface: all interfaces whose packets are pods'."""
