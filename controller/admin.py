@@ -26,6 +26,7 @@ __all__ = ["NoAgentError", "Server", "ask", "socket_path"]
 log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 10.0
+REST_SECONDS = 0.1  # without accepting, when descriptors or memory have run out
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -97,6 +98,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     def __init__(self, path: Path, answer: Answer) -> None:
         self.answer = answer
         self.path = path
+        self._stopping = threading.Event()
         self._clear(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -109,6 +111,14 @@ class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
             raise ControllerError(f"--admin-socket {path}: {error.strerror}") from error
         self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), name="admin", daemon=True)
         self._thread.start()
+
+    def get_request(self) -> tuple[Any, Any]:
+        """Accept; the socket stays readable when that fails, so a short rest keeps the thread from spinning."""
+        try:
+            return super().get_request()
+        except OSError:
+            self._stopping.wait(REST_SECONDS)
+            raise
 
     @staticmethod
     def _clear(path: Path) -> None:
@@ -123,6 +133,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 
     def close(self) -> None:
         """Stop listening and remove the socket."""
+        self._stopping.set()
         self.shutdown()
         self.server_close()
         self.path.unlink(missing_ok=True)

@@ -4,7 +4,8 @@ A thousand health-check node ports are a thousand listening sockets, and no more
 and what. `follow` is told all sites that there should be; those that changed are closed and opened, a socket that
 cannot be opened is told once and tried again every few seconds, and the other sites go on.
 
-Everybody may ask: connections are few and short, and when there are too many the oldest is ended.
+Everybody may ask: connections are few and short, and when there are too many the oldest is ended. So it is when
+descriptors or memory run out: accepting rests for a moment, and the log says it once a minute.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import concurrent.futures
 import contextlib
 import email.utils
 import errno
+import http
 import logging
 import os
+import resource
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -31,7 +34,11 @@ log = logging.getLogger(__name__)
 
 RETRY_SECONDS: Final = 5.0  # as kube-proxy
 IDLE_SECONDS: Final = 90.0  # of a connection, for a request or between two; scrapers come every minute or sooner
-CONNECTIONS: Final = 256
+CONNECTIONS: Final = 256  # at most, and half of the descriptors that the process may have
+ACCEPTED_AT_ONCE: Final = 32  # at one socket, before others get their turn
+REST_SECONDS: Final = 0.1  # without accepting, when descriptors or memory have run out
+REPORT_SECONDS: Final = 60.0  # between two lines of the log about that
+EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 REQUEST_BYTES: Final = 16 << 10
 BACKLOG: Final = 128
 IP_FREEBIND, IPV6_FREEBIND = 15, 78  # linux/in.h, linux/in6.h
@@ -82,10 +89,11 @@ class Web:
         self._loop = asyncio.new_event_loop()
         self._slow = concurrent.futures.ThreadPoolExecutor(1, "slow-pages")
         self._sites: dict[str, Site] = {}
-        self._servers: dict[str, list[asyncio.Server]] = {}
+        self._listeners: dict[str, list[_Listener]] = {}
         self._troubles: dict[str, str] = {}
         self._retry: asyncio.TimerHandle | None = None
         self._opening: set[asyncio.Task[None]] = set()
+        self._exhaustion_reported = float("-inf")
         self._lock = asyncio.Lock()
         self.connections: dict[_Connection, None] = {}  # the oldest first
         self._thread = threading.Thread(target=self._run, name="web", daemon=True)
@@ -100,7 +108,7 @@ class Web:
     @property
     def served(self) -> frozenset[str]:
         """Keys of the sites that are open."""
-        return frozenset(self._servers.copy())
+        return frozenset(self._listeners.copy())
 
     @property
     def troubles(self) -> Mapping[str, str]:
@@ -119,9 +127,9 @@ class Web:
         try:
             self._loop.run_forever()
         finally:
-            for servers in self._servers.values():
-                for server in servers:
-                    server.close()
+            for listeners in self._listeners.values():
+                for listener in listeners:
+                    listener.close()
             for connection in list(self.connections):
                 connection.end()
             self._loop.run_until_complete(asyncio.sleep(0))
@@ -141,8 +149,8 @@ class Web:
                     self._close_site(key)
             self._sites = wanted
             for key, site in wanted.items():
-                if key not in self._servers:
-                    await self._open(key, site)
+                if key not in self._listeners:
+                    self._open(key, site)
             if self._retry is not None:
                 self._retry.cancel()
                 self._retry = None
@@ -154,24 +162,23 @@ class Web:
 
     def _close_site(self, key: str) -> None:
         self._troubles.pop(key, None)
-        for server in self._servers.pop(key, ()):
-            server.close()
+        for listener in self._listeners.pop(key, ()):
+            listener.close()
         for connection in [one for one in self.connections if one.key == key]:
             connection.end()
 
-    async def _open(self, key: str, site: Site) -> None:
-        servers: list[asyncio.Server] = []
+    def _open(self, key: str, site: Site) -> None:
+        listeners: list[_Listener] = []
         try:
             for address in site.addresses:
-                opened = _listen(address, site.port)
-                servers.append(await self._loop.create_server(lambda: _Connection(self, key), sock=opened))
+                listeners.append(_Listener(self, self._loop, key, _listen(address, site.port)))  # noqa: PERF401
         except OSError as error:
-            for server in servers:
-                server.close()
+            for listener in listeners:
+                listener.close()
             where = f"[{address}]:{site.port}" if ":" in address else f"{address}:{site.port}"
             self._tell(key, f"{site.what} cannot be served at {where}: {_words(error)}")
             return
-        self._servers[key] = servers
+        self._listeners[key] = listeners
         if self._troubles.pop(key, None):
             log.info("%s is served now, at port %d", site.what, site.port)
 
@@ -180,6 +187,30 @@ class Web:
             self._troubles[key] = trouble
             log.warning("%s; trying again every %g s", trouble, self._retry_seconds)
             self._failed(key, trouble)
+
+    # Connections
+
+    def began(self, connection: _Connection) -> None:
+        """Note a new connection; the oldest makes room where there are too many."""
+        self.connections[connection] = None
+        most = min(CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        if len(self.connections) > most:
+            self._end_oldest(1)
+
+    def note_exhaustion(self, error: OSError) -> None:
+        """Nothing more can be accepted: report it once in a while, and let the oldest quarter of the connections go."""
+        now = self._loop.time()
+        if now - self._exhaustion_reported >= REPORT_SECONDS:
+            self._exhaustion_reported = now
+            log.warning(
+                "connections to pages and health checks wait: %s; raise the limit of open files "
+                "(LimitNOFILE= of the service, ulimit -n)", error.strerror,
+            )  # fmt: skip
+        self._end_oldest(max(1, len(self.connections) // 4))
+
+    def _end_oldest(self, count: int) -> None:
+        for connection in list(self.connections)[:count]:
+            connection.end()
 
     # Requests
 
@@ -196,6 +227,57 @@ class Web:
         except Exception:
             log.exception("page %s of %s", path, site.what if site else key)
             return FAILED
+
+
+class _Listener:
+    """One listening socket, from now on until it is closed.
+
+    asyncio's own server reports each failed attempt to accept with a traceback, 100 for each event, and sets as many
+    timers to try again.
+    """
+
+    def __init__(self, web: Web, loop: asyncio.AbstractEventLoop, key: str, sock: socket.socket) -> None:
+        self._web = web
+        self._loop = loop
+        self._key = key
+        self._sock = sock
+        self._resting: asyncio.TimerHandle | None = None
+        self._beginning: set[asyncio.Task[object]] = set()
+        self._resume()
+
+    def close(self) -> None:
+        """Accept nothing more."""
+        self._loop.remove_reader(self._sock)
+        if self._resting is not None:
+            self._resting.cancel()
+        self._sock.close()
+
+    def _resume(self) -> None:
+        self._resting = None
+        self._loop.add_reader(self._sock, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                accepted, _ = self._sock.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in EXHAUSTED:
+                    self._rest(error)
+                    return
+                continue  # that one connection has failed already (accept(2))
+            accepted.setblocking(False)
+            made = self._loop.connect_accepted_socket(lambda: _Connection(self._web, self._key), accepted)
+            task: asyncio.Task[object] = self._loop.create_task(made)
+            self._beginning.add(task)
+            task.add_done_callback(self._beginning.discard)
+
+    def _rest(self, error: OSError) -> None:
+        """The socket stays readable, so that trying again at once would never end."""
+        self._loop.remove_reader(self._sock)
+        self._resting = self._loop.call_later(REST_SECONDS, self._resume)
+        self._web.note_exhaustion(error)
 
 
 class _Connection(asyncio.Protocol):
@@ -216,10 +298,7 @@ class _Connection(asyncio.Protocol):
         self._transport = transport
         address = str(transport.get_extra_info("sockname")[0])
         self._family = 6 if ":" in address and not address.startswith("::ffff:") else 4
-        connections = self._web.connections
-        connections[self] = None
-        if len(connections) > CONNECTIONS:
-            next(iter(connections)).end()
+        self._web.began(self)
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -295,11 +374,19 @@ class _Connection(asyncio.Protocol):
             *([("Connection", "close")] if close else []),
         ]
         with contextlib.suppress(h11.LocalProtocolError):  # the asker left in the middle
-            head = self._http.send(h11.Response(status_code=answer.code, headers=headers))
+            head = self._http.send(h11.Response(status_code=answer.code, reason=_reason(answer.code), headers=headers))
             self._transport.write(head or b"")
             if not bodiless:
                 self._transport.write(self._http.send(h11.Data(data=answer.body)) or b"")
             self._http.send(h11.EndOfMessage())
+
+
+def _reason(code: int) -> str:
+    """The reason phrase of a status (RFC 9112, section 4): optional, and looked for by tests of Kubernetes."""
+    try:
+        return http.HTTPStatus(code).phrase
+    except ValueError:
+        return ""
 
 
 def _listen(address: str, port: int) -> socket.socket:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -234,3 +236,54 @@ def test_nothing_listens_after_the_end(served):
     with pytest.raises(ConnectionRefusedError):
         served.get()
     served.web.follow({})  # too late, and no error
+
+
+def test_answers_have_a_reason_phrase(served):
+    """Kubernetes' own end-to-end tests look for "200 OK" and "503 Service Unavailable"."""
+    codes = {200: b"200 OK", 404: b"404 Not Found", 500: b"500 Internal Server Error", 503: b"503 Service Unavailable"}
+    served.follow(a=served.site({f"/{code}": page("x", code) for code in codes}))
+    for code, expected in codes.items():
+        with served.connect() as line:
+            line.sendall(f"GET /{code} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+            told = b"".join(iter(lambda: line.recv(1 << 16), b""))
+        assert told.partition(b"\r\n")[0] == b"HTTP/1.1 " + expected
+
+
+FEW_DESCRIPTORS = """\
+import logging, resource, sys, threading
+from controller.health import Answer
+from controller.web import Page, Site, Web
+
+logging.basicConfig(level=logging.INFO)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+held = [open("/dev/null") for _ in range(30)]
+page = Page(lambda family, accept: Answer(200, b"hello"))
+ports = [int(port) for port in sys.argv[1:]]
+web = Web(lambda key, trouble: print(trouble, flush=True))
+web.follow({str(port): Site("the site", ("127.0.0.1",), port, {"/": page}) for port in ports})
+while len(web.served) < len(ports):
+    threading.Event().wait(0.01)
+print("serves", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_descriptors_that_run_out(served):
+    """A hundred clients who say nothing: others are answered, and the log says once what is wrong."""
+    ports = [free_port() for _ in range(3)]
+    command = [sys.executable, "-c", FEW_DESCRIPTORS, *map(str, ports)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as few:
+        assert few.stdin
+        assert few.stdout
+        assert few.stderr
+        assert few.stdout.readline() == "serves\n"
+        lines = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(50) for port in ports[:2]]
+        assert [served.get(port=port) for port in ports * 3] == [(200, b"hello")] * 9
+        for line in lines:
+            line.close()
+        few.stdin.close()
+        told = few.stderr.read().splitlines()
+    assert len(told) == 1, told[:10]
+    assert "Too many open files" in told[0]
