@@ -23,7 +23,8 @@ from controller.config import KUBE_PROXYS_MODES, REMOVED_FLAGS, Config, duration
 from controller.documents import DOCUMENTS, HYBRID, KUBE_PROXY, Row, rows
 from controller.errors import ConfigError
 from controller.sources.changes import ticks
-from controller.sources.yamldoc import Document, NotYamlError, documents, duplicates
+from controller.sources.files import head
+from controller.sources.yamldoc import Document, NotYamlError, documents
 
 __all__ = ["Change", "Loaded", "change", "follow", "in_effect", "load", "of_flags", "text", "write"]
 
@@ -115,7 +116,7 @@ def _documents_of(content: bytes, name: str, warnings: list[str], errors: list[s
                 errors.append(f"{name}: line {document.line}: a second {kind}: one is possible")
                 continue
             found[kind] = document.value  # type: ignore[assignment]  # `_kind_of` has looked
-            for line, key in duplicates(document):
+            for line, key in document.duplicates:
                 sentence = f"{name}: {kind}: line {line}: {_shown(key)} stands there twice"
                 if kind == HYBRID:
                     errors.append(sentence)
@@ -333,13 +334,13 @@ def follow(
 
 
 def _settled(path: Path, stop: threading.Event) -> bytes | None:
-    """What is in the file when nobody writes to it any more; None: there is no such file."""
+    """What is in the file when nobody writes to it any more, no more than `load` takes; None: there is no such file."""
     try:
-        content = path.read_bytes()
+        content = head(path, _MAX_FILE + 1)
         for _ in range(20):
             if stop.wait(SETTLE):
                 break
-            if (again := path.read_bytes()) == content:
+            if (again := head(path, _MAX_FILE + 1)) == content:
                 break
             content = again
     except OSError:

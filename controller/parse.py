@@ -13,6 +13,7 @@ repeat over a cluster (names of nodes, services and zones) and tuples that repea
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Callable, Iterable
 from socket import AF_INET, AF_INET6, inet_ntop, inet_pton
 from sys import intern
@@ -333,8 +334,15 @@ class _BadError(Exception):
         self.problem = problem
 
 
+_REPR: Final = reprlib.Repr()  # looks at a few items of a list, however long it is
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = 100
+
+
 def _show(value: object) -> str:
-    text = repr(value)
+    try:
+        text = _REPR.repr(value)
+    except ValueError:  # Python prints no number of more than 4,300 digits
+        text = "..."
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -171,7 +171,7 @@ class Web:
         listeners: list[_Listener] = []
         try:
             for address in site.addresses:
-                listeners.append(_Listener(self, self._loop, key, _listen(address, site.port)))  # noqa: PERF401
+                listeners.append(_Listener(self, self._loop, key, _listen(address, site.port)))
         except OSError as error:
             for listener in listeners:
                 listener.close()

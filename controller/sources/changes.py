@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
@@ -137,14 +136,6 @@ class _Watch:
 
 
 def _below(root: str) -> Iterator[str]:
-    """A folder and those below it, hidden ones too, each once; links are followed."""
-    seen: set[tuple[int, int]] = set()
-    for folder, below, _ in os.walk(root, followlinks=True):
-        stat = None
-        with contextlib.suppress(OSError):
-            stat = os.stat(folder)  # noqa: PTH116 (paths here are text)
-        if stat is None or (stat.st_dev, stat.st_ino) in seen:
-            below.clear()  # a link back to a folder above
-            continue
-        seen.add((stat.st_dev, stat.st_ino))
+    """A folder and those below it, hidden ones too. Links are not followed: what may be read by one is inside."""
+    for folder, _, _ in os.walk(root):
         yield folder

@@ -19,13 +19,16 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlencode
 
 import msgspec
 
 from controller.errors import SourceError
+from controller.sources.files import read
 from controller.sources.pace import Gate, Pace
+from controller.sources.yamldoc import NotYamlError, documents
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse
@@ -38,6 +41,7 @@ _CONNECT_SECONDS: Final = 5.0
 _WRITE_SECONDS: Final = 10.0
 _DONE: Final = (200, 201)
 _MAX_ERROR_BYTES: Final = 65_536
+_MAX_KUBECONFIG: Final = 4 << 20  # bytes, with certificates and the contexts of many clusters
 
 
 class StatusError(Exception):
@@ -263,6 +267,7 @@ def _load_kubeconfig(path: str, configuration: Any) -> list[str]:
     """
     from controller.sources.client import client
 
+    _check_yaml(path)
     config = client().kube_config
     merger = config.KubeConfigMerger(path)
     if merger.config is None:
@@ -278,6 +283,25 @@ def _load_kubeconfig(path: str, configuration: Any) -> list[str]:
         base = os.path.dirname(os.path.abspath(user["user"].path))  # noqa: PTH100, PTH120 (paths here are text)
         files.append(os.path.join(base, token_file))  # noqa: PTH118
     return files
+
+
+def _check_yaml(paths: str) -> None:
+    """Read the files by our own reader, which has limits, before the client does, whose reader has none.
+
+    Raises:
+        SourceError: one of them cannot be used.
+    """
+    for part in filter(None, paths.split(os.pathsep)):
+        path = Path(part).expanduser()
+        if not path.exists():
+            continue  # the client reads those that there are
+        try:
+            for _ in documents(read(path, _MAX_KUBECONFIG)):
+                pass
+        except OSError as error:
+            raise SourceError(f"kubeconfig {path}: {error.strerror}") from None
+        except NotYamlError as error:
+            raise SourceError(f"kubeconfig {path}: {error}") from None
 
 
 def _load_service_account(configuration: Any) -> list[str]:

@@ -7,6 +7,10 @@ cannot see (targets of links outside the folder, network file systems).
 
 What cannot be read keeps its last good version: an object that is refused, a file that does not parse, and
 the whole folder when it is gone. Deleting a file from the folder deletes its objects.
+
+Links are followed to regular files anywhere, and to folders inside of the one that is read, one level: what a volume of
+a ConfigMap needs (`web.yaml -> ..data/web.yaml`, `sub -> ..data/sub`). Each file has limits of size, depth, aliases and
+objects; what exceeds them is told as that file's problem.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -26,14 +31,17 @@ from controller.errors import Refused, SourceError
 from controller.model import KINDS, Event, Ignored, Object, Problem, Removed, Replaced, SourceState, Upserted, key_of
 from controller.sources import Emit
 from controller.sources.changes import STEP, TICK, ticks
-from controller.sources.yamldoc import NotYamlError, documents
+from controller.sources.files import read
+from controller.sources.yamldoc import MAX_BYTES, MAX_DEPTH, MAX_VALUES, NotYamlError, documents
 
 __all__ = ["Manifests", "load"]
 
 log = logging.getLogger(__name__)
 
 _SUFFIXES: Final = frozenset({".yaml", ".yml", ".json"})
-_MAX_FILE: Final = 256 << 20  # bytes
+_MAX_OBJECTS: Final = 200_000  # in one file
+_MAX_MESSAGE: Final = 1000  # characters of a problem, to which others of the same object are added
+_MORE: Final = "; and more"
 _FILE: Final = "File"  # the kind of a problem with a whole file
 
 # API group of each kind, and its versions that have the fields `controller.parse` reads.
@@ -48,6 +56,7 @@ _VERSIONS: Final = {
 _LOOK: Final = 2.0  # how often signatures are compared without any event
 _SETTLE: Final = 1.0  # a file that is written all the time is read after this time
 _EMPTY: Final = 0.3  # a file that had objects and is empty counts as emptied after this time
+_COSTLY: Final = 0.1  # a file that took longer rests ten times as long: one that grows for ever must not stop the rest
 
 
 # --------------------------------------------------------------------------------- one file, to documents
@@ -81,12 +90,6 @@ class _Head(msgspec.Struct, rename="camel", gc=False):
     items: msgspec.Raw = msgspec.Raw(b"null")
 
 
-def _bytes(path: Path) -> bytes:
-    if path.stat().st_size > _MAX_FILE:
-        raise _BrokenError(f"larger than {_MAX_FILE >> 20} MiB")
-    return path.read_bytes().removeprefix(b"\xef\xbb\xbf")
-
-
 def _documents(content: bytes, is_json: bool, shown: str) -> _Content:
     found: list[_Document] = []
     foreign = 0
@@ -95,6 +98,8 @@ def _documents(content: bytes, is_json: bool, shown: str) -> _Content:
             found.append(_document(kind, version, value, place))
         else:
             foreign += 1
+        if len(found) + foreign > _MAX_OBJECTS:
+            raise _BrokenError(f"more than {_MAX_OBJECTS:,} objects, which is the limit of a file")
     return _Content(tuple(found), foreign)
 
 
@@ -112,7 +117,7 @@ def _document(kind: str, version: str, value: object, place: str) -> _Document:
         group, versions = _VERSIONS[kind]
         known = [f"{group}/{version}" if group else version for version in versions]
         if version and version not in known:
-            result = Refused(kind, key, "apiVersion", f"{version!r} is not supported, use {known[0]}")
+            result = Refused(kind, key, "apiVersion", f"{version[:80]!r} is not supported, use {known[0]}")
     except Refused as error:
         result = error
         key = error.key if not error.key.endswith("(unnamed)") else f"{error.key} in {place}"
@@ -123,7 +128,10 @@ def _objects(content: bytes, is_json: bool, shown: str) -> Iterator[tuple[str, s
     """(kind, apiVersion, value, place) of every object, lists unpacked."""
     if is_json:
         if content.strip():
-            yield from _json_objects(msgspec.Raw(content), shown, "", "")
+            # Each value but the first of a list or object follows a comma, so that these are as many or more.
+            if sum(content.count(sign) for sign in (b",", b"[", b"{")) > MAX_VALUES:
+                raise _BrokenError(f"more than {MAX_VALUES:,} values, which is the limit of a file")
+            yield from _json_objects(msgspec.Raw(content), shown, "", "", 0)
         return
     try:
         for document in documents(content):
@@ -133,7 +141,11 @@ def _objects(content: bytes, is_json: bool, shown: str) -> Iterator[tuple[str, s
         raise _BrokenError(str(error)) from None
 
 
-def _json_objects(raw: msgspec.Raw, place: str, kind: str, version: str) -> Iterator[tuple[str, str, object, str]]:
+def _json_objects(
+    raw: msgspec.Raw, place: str, kind: str, version: str, depth: int
+) -> Iterator[tuple[str, str, object, str]]:
+    if depth > MAX_DEPTH:
+        raise _BrokenError(f"lists nested more than {MAX_DEPTH} deep, which is the limit of a file")
     try:
         head = msgspec.json.decode(raw, type=_Head)
         kind, version = _kind_of(head.kind, head.api_version, place, kind, version)
@@ -146,7 +158,7 @@ def _json_objects(raw: msgspec.Raw, place: str, kind: str, version: str) -> Iter
         return
     item, item_version = _item_kind(kind, version)
     for index, value in enumerate(items or ()):
-        yield from _json_objects(value, f"{place} items[{index}]", item, item_version)
+        yield from _json_objects(value, f"{place} items[{index}]", item, item_version, depth + 1)
 
 
 def _plain_objects(value: object, place: str, kind: str, version: str) -> Iterator[tuple[str, str, object, str]]:
@@ -200,6 +212,7 @@ class _File(NamedTuple):
     digest: int
     content: _Content
     error: str = ""
+    again: float = 0.0  # monotonic; not before that is it read again
 
 
 _NO_FILE: Final = _File((), 0, _Content())
@@ -255,9 +268,11 @@ def _repainted(last: _Picture, part: _Picture, touched: Collection[_Name], forei
 
 def _add_problem(problems: dict[_Name, Problem], name: _Name, message: str, place: str) -> None:
     known = problems.get(name)
-    problems[name] = Problem(
-        *name, f"{known.message}; {message}" if known else message, known.where if known else place
-    )
+    if known is None:
+        problems[name] = Problem(*name, message, place)
+    elif not known.message.endswith(_MORE):
+        added = f"; {message}" if len(known.message) < _MAX_MESSAGE else _MORE
+        problems[name] = Problem(*name, known.message + added, known.where)
 
 
 def _complete(picture: _Picture) -> list[Event]:
@@ -337,18 +352,33 @@ class _Folder:
             OSError: the path itself cannot be read.
         """
         found: dict[str, _File] = {}
-        for path in _manifest_files(self.path):
-            shown = str(path)
+        paths, wrong = _manifest_files(self.path)
+        for path in paths:
+            shown = _shown(path)
             try:
                 file = self._look_at(path, shown, patient and shown not in complete, suspicious)
             except FileNotFoundError:
                 self.unsettled.pop(shown, None)  # deleted between the listing and now
                 continue
+            except OSError as error:
+                wrong[path] = f"cannot be read: {error.strerror}"
+                continue
             found[shown] = file
+        for path, why in wrong.items():
+            self._keep(_shown(path), why, found)
+        if wrong:
+            found = dict(sorted(found.items(), key=lambda item: Path(item[0])))
         before, self.files = self.files, found
         self.unsettled = {shown: since for shown, since in self.unsettled.items() if shown in found}
         self._repaint(before)
         return self.picture
+
+    def _keep(self, shown: str, error: str, found: dict[str, _File]) -> None:
+        """What a file, or all of a folder, said last, now that it cannot be read."""
+        known = self.files.get(shown, _NO_FILE)
+        found[shown] = _File((), 0, known.content, error)
+        below = f"{shown}/"
+        found |= {name: file for name, file in self.files.items() if name.startswith(below) and name not in found}
 
     def _repaint(self, before: Mapping[str, _File]) -> None:
         """Look again at the names in files that changed, in all files where they stand: few, of a large folder."""
@@ -394,11 +424,17 @@ class _Folder:
         if known and patient and self._is_unsettled(shown, known, stat.st_size, age):
             return known
         self.unsettled.pop(shown, None)
-        return self._read(path, shown, signature, known)
+        began = time.monotonic()
+        file = self._read(path, shown, signature, known)
+        end = time.monotonic()
+        return file._replace(again=end + 10 * (end - began)) if end - began > _COSTLY else file
 
     def _is_unsettled(self, shown: str, known: _File, size: int, age: float) -> bool:
         """Whether a writer is at work: it truncated the file, or wrote a moment ago."""
-        waited = time.monotonic() - self.unsettled.setdefault(shown, time.monotonic())
+        now = time.monotonic()
+        waited = now - self.unsettled.setdefault(shown, now)
+        if now < known.again:
+            return True
         if size == 0 and known.content.documents:
             return waited < _EMPTY
         return 0 <= age < STEP / 2 and waited < _SETTLE
@@ -408,10 +444,10 @@ class _Folder:
         content = known.content if known else _Content()
         digest = 0
         try:
-            raw = _bytes(path)
+            raw = read(path, MAX_BYTES).removeprefix(b"\xef\xbb\xbf")
             digest = hash(raw)
             if known and known.digest == digest:
-                return known._replace(signature=signature)
+                return known._replace(signature=signature, again=0.0)
             return _File(signature, digest, _documents(raw, path.suffix.lower() == ".json", shown))
         except FileNotFoundError:
             raise
@@ -421,37 +457,92 @@ class _Folder:
             return _File(signature, digest, content, str(error))
 
 
-def _manifest_files(root: Path) -> list[Path]:
-    """The manifests below `root` in sorted order; hidden files and folders, and what editors leave, are not.
+def _shown(path: Path) -> str:
+    """A path as text; a name may be any bytes, which no JSON can carry."""
+    return str(path).encode(errors="backslashreplace").decode()
+
+
+def _manifest_files(root: Path) -> tuple[list[Path], dict[Path, str]]:
+    """The manifests below `root`, and what is there and cannot be read, with the reason.
+
+    Hidden files and folders, and what editors leave, are not manifests.
 
     Raises:
         OSError: `root` cannot be read.
     """
     if not root.is_dir():
         root.stat()
-        return [root]
+        return [root], {}
     found: list[Path] = []
+    wrong: dict[Path, str] = {}
+    linked: list[Path] = []
     seen: set[tuple[int, int]] = set()
+    _walk(root, seen, found, linked, wrong)
+    inside = f"{root.resolve()}/"
+    for link in sorted(linked):  # after all that is there without them
+        further: list[Path] = []
+        try:
+            target = link.stat()
+            if (target.st_dev, target.st_ino) in seen:
+                continue  # such as a link to a folder above: its files were found
+            if not str(link.resolve()).startswith(inside):
+                wrong[link] = f"is a link to a folder outside of {root}, which is not followed"
+                continue
+            _walk(link, seen, found, further, wrong)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            wrong[link] = f"cannot be read: {error.strerror}"
+        wrong |= dict.fromkeys(further, "is a link to a folder below another one, which is not followed")
+    return sorted(found), wrong
+
+
+def _walk(
+    root: Path, seen: set[tuple[int, int]], found: list[Path], linked: list[Path], wrong: dict[Path, str]
+) -> None:
+    """Add the manifests in a folder and in those below; links to folders are noted alone.
+
+    Raises:
+        OSError: `root` cannot be read.
+    """
     folders = [root]
     while folders:
         folder = folders.pop()
         try:
-            stat = folder.stat()
-            if (stat.st_dev, stat.st_ino) in seen:
-                continue  # a link back to a folder above
-            seen.add((stat.st_dev, stat.st_ino))
+            at = folder.stat()
+            if (at.st_dev, at.st_ino) in seen:
+                continue
+            seen.add((at.st_dev, at.st_ino))
             with os.scandir(folder) as entries:
-                for entry in entries:
-                    if entry.name.startswith((".", "#")):
-                        continue
-                    if entry.is_dir():
-                        folders.append(Path(entry.path))
-                    elif Path(entry.name).suffix.lower() in _SUFFIXES and entry.is_file():
-                        found.append(Path(entry.path))
-        except OSError:
+                listed = [entry for entry in entries if not entry.name.startswith((".", "#"))]
+        except FileNotFoundError:
             if folder == root:
                 raise
-    return sorted(found)
+            continue
+        except OSError as error:
+            if folder == root:
+                raise
+            wrong[folder] = f"cannot be read: {error.strerror}"
+            continue
+        for entry in listed:
+            path = Path(entry.path)
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(path)
+                continue
+            try:
+                mode = path.stat().st_mode
+            except FileNotFoundError:
+                continue  # deleted since, or a link to what is not there yet
+            except OSError as error:  # a link to itself, or to where we may not look
+                wrong[path] = f"cannot be read: {error.strerror}"
+                continue
+            if S_ISDIR(mode):
+                linked.append(path)
+            elif path.suffix.lower() in _SUFFIXES:
+                if S_ISREG(mode):
+                    found.append(path)
+                else:
+                    wrong[path] = "is no regular file"
 
 
 # --------------------------------------------------------------------------------------------- the source

@@ -1,0 +1,43 @@
+"""Files that somebody else writes: regular ones alone, and no more of them than a limit."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+__all__ = ["head", "read"]
+
+
+def read(path: Path, most: int) -> bytes:
+    """The content of a regular file; links to one are followed.
+
+    Raises:
+        OSError: it cannot be read, is none, or has more than `most` bytes.
+    """
+    content = head(path, most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most >> 20} MiB, which is the limit of a file")
+    return content
+
+
+def head(path: Path, most: int) -> bytes:
+    """The same, and no more than its first bytes.
+
+    A named pipe would wait for a writer, a device may have no end, and neither does a file that somebody goes on
+    writing.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    _check_regular(os.stat(path))  # noqa: PTH116 (before it is opened: that alone does something to some devices)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:  # noqa: PTH123 (a descriptor)
+        _check_regular(os.fstat(descriptor))
+        return file.read(most)
+
+
+def _check_regular(found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file")

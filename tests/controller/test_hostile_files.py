@@ -1,0 +1,503 @@
+"""Files that nobody means well with: each is its own problem, the others are served, now and after a restart."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from controller import configfile
+from controller.configfile import Loaded
+from controller.errors import ConfigError, SourceError
+from controller.model import Problem, Service, Upserted
+from controller.sources import manifests, yamldoc
+from controller.sources.changes import _below
+from controller.sources.connection import Connection
+from controller.sources.files import head, read
+from controller.sources.manifests import Manifests, load
+from controller.sources.yamldoc import NotYamlError, documents
+
+GOOD = "kind: Service\nmetadata: {name: good}\nspec: {clusterIP: 10.96.0.1, ports: [{port: 80}]}\n"
+WITHIN = 10.0
+
+
+def nine_fold(levels: int, leaf: str = "x") -> str:
+    """Each anchor is a list of nine times the one before it."""
+    lines = [f"a0: &a0 [{', '.join([leaf] * 9)}]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, levels)]
+    return "\n".join(lines) + "\n"
+
+
+def doubling(levels: int) -> str:
+    """Each merge key takes the mapping before it twice."""
+    return "a0: &a0 {k: v}\n" + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}\n" for n in range(1, levels))
+
+
+def many_objects() -> str:
+    """630 bytes that are 10^5 Services."""
+    lines = ["x0: &x0 {kind: Service, metadata: {name: many}, spec: {clusterIP: None}}"]
+    for n in range(1, 6):
+        lines.append(f"x{n}: &x{n} {{kind: List, items: [{', '.join([f'*x{n - 1}'] * 10)}]}}")
+    return "\n".join([*lines, "kind: List", "items: [*x5]"])
+
+
+HOSTILE = [
+    pytest.param("a.yaml", "[" * 60_000, "line 1: nested more than 100 deep", id="open lists"),
+    pytest.param("a.yaml", "[\n" * 10_000, "line 101: nested more than 100 deep", id="open lists, lines"),
+    pytest.param("a.yaml", "{a: " * 15_000, "line 1: nested more than 100 deep", id="open mappings"),
+    pytest.param("a.yaml", "- " * 30_000, "line 1: nested more than 100 deep", id="block lists"),
+    pytest.param("a.yaml", "? " * 30_000, "line 1: nested more than 100 deep", id="keys of keys"),
+    pytest.param(
+        "a.yaml", "&a {kind: List, items: [*a]}", "line 1: alias *a stands for what it is", id="part of itself"
+    ),
+    pytest.param(
+        "a.yaml", "kind: List\nitems: &a [*a]", "line 2: alias *a stands for what it is", id="part of itself, items"
+    ),
+    pytest.param("a.yaml", "kind: List\nitems: [*b]", "line 2: alias *b has no anchor", id="no anchor"),
+    pytest.param("a.yaml", nine_fold(12), "line 6: aliases stand for more than", id="aliases"),
+    pytest.param("a.yaml", many_objects(), "aliases stand for more than 100,000", id="objects by aliases"),
+    pytest.param("a.yaml", doubling(40), "line 15: aliases stand for more than", id="merge keys"),
+    pytest.param(
+        "a.yaml",
+        "".join(f"%TAG !a{n}! b\n" for n in range(5000)) + "--- a",
+        "more than 100 directives",
+        id="directives",
+    ),
+    pytest.param("a.yaml", "kind: !!int " + "9" * 60_000, "line 1: '9999999999", id="a number by its tag"),
+    pytest.param("a.yaml", "kind: !!python/name:os.system a", "the tag 'tag:yaml.org,2002:python/name", id="tag"),
+    pytest.param("a.yaml", "? [a, b]\n: c\n", "a key that is a list or a mapping", id="odd key"),
+    pytest.param("a.yaml", "<<: [1]\n", "<< takes a mapping", id="odd merge"),
+    pytest.param("a.json", "[" * 60_000, "not an object in JSON", id="JSON lists"),
+    pytest.param(
+        "a.json", '{"kind":"List","items":[' * 400 + "]}" * 400, "nested more than 100 deep", id="lists of JSON"
+    ),
+    pytest.param("a.json", '{"kind":"List","items":[' * 9000 + "]}" * 9000, "not an object in JSON", id="deep JSON"),
+]
+
+
+def services_and_problems(path: Path) -> tuple[set[str], dict[str, str]]:
+    services: set[str] = set()
+    problems: dict[str, str] = {}
+    for event in load(path):
+        if isinstance(event, Problem):
+            problems[event.where] = event.message
+        else:
+            services |= {one.name for one in event.objects if isinstance(one, Service)}  # type: ignore[union-attr]
+    return services, problems
+
+
+@pytest.mark.parametrize(("name", "text", "message"), HOSTILE)
+def test_a_hostile_file_is_its_own_problem(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    (tmp_path / "good.yaml").write_text(GOOD)
+    services, problems = services_and_problems(tmp_path)
+    assert services == {"good"}
+    assert list(problems) == [str(tmp_path / name)]
+    assert message in problems[str(tmp_path / name)]
+    assert len(problems[str(tmp_path / name)]) < 400
+
+
+@pytest.mark.parametrize("port", ["0x" + "f" * 5000, "9" * 5000, "-0o" + "7" * 5000, "." + "9" * 5000])
+@pytest.mark.parametrize("name", ["a.yaml", "a.json"])
+def test_a_number_that_is_too_long_is_its_object_s_problem(tmp_path: Path, name: str, port: str) -> None:
+    manifest = (
+        '{"kind": "Service", "metadata": {"name": "a"}, "spec": {"clusterIP": "10.96.0.2", "ports": [{"port": %s}]}}'
+    )
+    (tmp_path / name).write_text(manifest % port)
+    (tmp_path / "good.yaml").write_text(GOOD)
+    services, problems = services_and_problems(tmp_path)
+    assert services == {"good"}
+    (problem,) = problems.values()
+    assert len(problem) < 400
+
+
+@pytest.mark.parametrize("name", ["a.yaml", "a.json"])
+def test_limits_of_what_a_file_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (tmp_path / name).write_text('{"kind":"List","items":[' + ",".join(['{"kind":"Pod"}'] * 300) + "]}")
+    assert services_and_problems(tmp_path) == (set(), {})
+    where = str(tmp_path / name)
+    with monkeypatch.context() as patch:
+        patch.setattr(manifests, "_MAX_OBJECTS", 299)
+        assert "more than 299 objects" in services_and_problems(tmp_path)[1][where]
+    with monkeypatch.context() as patch:
+        patch.setattr(manifests, "MAX_VALUES", 290)
+        patch.setattr(yamldoc, "MAX_VALUES", 290)
+        assert "more than 290 values" in services_and_problems(tmp_path)[1][where]
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(yamldoc.MAX_BYTES + 1)
+    assert "more than 64 MiB" in services_and_problems(tmp_path)[1][where]
+
+
+def test_one_name_many_times_is_one_short_problem(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("---\n".join([GOOD] * 3000))
+    services, problems = services_and_problems(tmp_path)
+    assert services == {"good"}
+    (problem,) = problems.values()
+    assert len(problem) < 2000
+    assert problem.endswith("; and more")
+
+
+def test_a_real_cluster_s_size_is_within_the_limits() -> None:
+    """10,000 Services with 10 endpoints each, as a List that kubectl writes."""
+    one = {
+        "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
+        "metadata": {"name": "web-abcde", "namespace": "shop", "labels": {"kubernetes.io/service-name": "web"}},
+        "ports": [{"name": "http", "port": 8080, "protocol": "TCP"}],
+        "endpoints": [
+            {
+                "addresses": [f"10.0.0.{n}"], "nodeName": "node-1", "zone": "a",
+                "conditions": {"ready": True, "serving": True, "terminating": False},
+                "targetRef": {"kind": "Pod", "name": f"web-{n}", "namespace": "shop", "uid": "x" * 36},
+            }
+            for n in range(10)
+        ],
+    }  # fmt: skip
+    text = yaml.dump({"kind": "List", "items": [one] * 10}, Dumper=_Plain).encode()
+    (document,) = documents(text)
+    assert len(text) / 10 * 10_000 < 0.8 * yamldoc.MAX_BYTES
+    assert _values(document.value) / 10 * 10_000 < 0.5 * yamldoc.MAX_VALUES
+
+
+class _Plain(yaml.SafeDumper):
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def _values(value: object) -> int:
+    below = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + sum(_values(child) for child in below)
+
+
+# ------------------------------------------------------------------------------------------- whatever comes
+
+
+PIECES = st.sampled_from([
+    *"[]{}:,-?|>'\"#%&*!~.0x9 \n", "- ", ": ", "? ", "<<: ", "&a ", "*a", "!!int ", "!!set ", "!!str ", "! ", "---\n",
+    "...\n", "kind: ", "Service", "List", "items: ", "metadata: ", "{name: a}", "spec: ", "ports: ", "port: ", "0x",
+    "f" * 5000, "9" * 70, "\t", "\r", "\0", "\ud800", "\u2028", "\ufeff", ".inf", ".nan", "null", "yes", "2024-01-02",
+])  # fmt: skip
+SOUP = st.lists(PIECES, max_size=40).map("".join)
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just(10**70)
+TREES = st.recursive(
+    LEAVES,
+    lambda below: (
+        st.lists(below, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["kind", "apiVersion", "metadata", "name", "spec", "items", "ports", "port", "clusterIP"])
+            | st.text(max_size=5),
+            below | st.sampled_from(["Service", "List", "EndpointSlice", "ServiceList", "v1"]),
+            max_size=6,
+        )
+    ),
+    max_leaves=30,
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.binary(max_size=300) | SOUP.map(lambda text: text.encode("utf-8", "surrogatepass")))
+@example(b"a: &a [x]\n<<: *a")
+@example(b"*a : &a b")
+@example(b"[<<, *a]")
+@example("kind: \ud800".encode("utf-8", "surrogatepass"))
+def test_whatever_a_file_holds(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    folder = _folder(tmp_path_factory)
+    (folder / "a.yaml").write_bytes(content)
+    (folder / "b.json").write_bytes(content)
+    (folder / "good.yaml").write_text(GOOD)
+    services, problems = services_and_problems(folder)
+    assert "good" in services
+    assert all(len(message) < 3000 for message in problems.values())
+    try:
+        configfile.read(content, "f", {})
+    except ConfigError as error:
+        assert len(str(error)) < 5000  # noqa: PT017
+
+
+@settings(deadline=None, max_examples=100)
+@given(TREES)
+def test_whatever_an_object_holds(tmp_path_factory: pytest.TempPathFactory, value: object) -> None:
+    folder = _folder(tmp_path_factory)
+    text = yaml.dump(value, Dumper=_Plain, allow_unicode=True)
+    (folder / "a.yaml").write_bytes(text.encode("utf-8", "surrogatepass"))
+    (folder / "good.yaml").write_text(GOOD)
+    assert "good" in services_and_problems(folder)[0]
+
+
+def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.getbasetemp() / "whatever"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+TEXT = st.text(st.characters(codec="utf-8"))
+JSON_TYPES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**60), 10**60) | st.floats(allow_nan=False) | TEXT,
+    lambda below: st.lists(below) | st.dictionaries(TEXT, below),
+    max_leaves=20,
+)
+
+
+@settings(deadline=None)
+@given(JSON_TYPES)
+def test_what_is_written_is_read(value: object) -> None:
+    (document,) = documents(yaml.safe_dump(value).encode())
+    assert document.value == value
+
+
+MEANINGS = [
+    ("a: &x {b: 1, c: 2}\nd: {<<: *x, b: 3}", {"a": {"b": 1, "c": 2}, "d": {"b": 3, "c": 2}}),
+    (
+        "a: &x {b: 1}\nc: &y {b: 2, d: 3}\ne: {<<: [*x, *y]}",
+        {"a": {"b": 1}, "c": {"b": 2, "d": 3}, "e": {"b": 1, "d": 3}},
+    ),
+    ("[<<, {a: <<}]", ["<<", {"a": "<<"}]),
+    ("[yes, Off, ~, '', , null, 'no']", None),
+    ("[yes, Off, ~, '', null, 'no']", [True, False, None, "", None, "no"]),
+    ("[010, 0o17, 0x1F, -5, +5, 0, 1_0]", [8, 15, 31, -5, 5, 0, "1_0"]),
+    ("[1.5, .5, 1., -2.5e+3, .inf, -.INF, 1e3]", [1.5, 0.5, 1.0, -2500.0, float("inf"), float("-inf"), "1e3"]),
+    ("[1:2:3:4:5:6:7:8, 1:20, 2024-01-02]", ["1:2:3:4:5:6:7:8", "1:20", "2024-01-02"]),
+    ("[!!str 5, !!int '5', !!float 5, !!null '']", ["5", 5, 5.0, None]),
+    ("{1: a, true: b, null: c, 1.5: d}", {"1": "a", "true": "b", "null": "c", "1.5": "d"}),
+    ("&a x: *a\n*a : y", {"x": "y"}),
+    ("a: b\n---\n--- c", {"a": "b"}),
+]
+
+
+@pytest.mark.parametrize(("text", "value"), MEANINGS)
+def test_what_yaml_means(text: str, value: object) -> None:
+    if value is None:
+        with pytest.raises(NotYamlError):
+            list(documents(text.encode()))
+        return
+    assert next(documents(text.encode())).value == value
+
+
+# ------------------------------------------------------------------------------------------- odd folders
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def unix_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+ODD = [
+    pytest.param("loop", lambda path: path.symlink_to("loop"), "symbolic links", id="link to itself"),
+    pytest.param(
+        "loop.yaml", lambda path: path.symlink_to("loop.yaml"), "symbolic links", id="link to itself, a manifest's"
+    ),
+    pytest.param("all", lambda path: path.symlink_to("/"), "a folder outside of", id="link to the root"),
+    pytest.param("above", lambda path: path.symlink_to(".."), "a folder outside of", id="link to above"),
+    pytest.param("pipe.yaml", pipe, "is no regular file", id="named pipe"),
+    pytest.param("link.yaml", lambda path: path.symlink_to("/dev/zero"), "is no regular file", id="endless device"),
+    pytest.param("socket.yaml", unix_socket, "is no regular file", id="socket"),
+    pytest.param("bad.yaml", lambda path: path.symlink_to("/proc/self/mem"), "Input/output error", id="read error"),
+    pytest.param("x\n\udcff.yaml", lambda path: path.write_text("[a"), "line 2: did not find", id="odd name"),
+]
+
+
+@pytest.mark.parametrize(("name", "make", "message"), ODD)
+def test_an_odd_entry_is_its_own_problem(tmp_path: Path, name: str, make: Callable[[Path], None], message: str) -> None:
+    folder = tmp_path / "folder"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub" / "good.yaml").write_text(GOOD)
+    (tmp_path / "outside.yaml").write_text(GOOD.replace("good", "outside"))
+    make(folder / name)
+    services, problems = services_and_problems(folder)
+    assert services == {"good"}
+    ((where, problem),) = problems.items()
+    assert where == str(folder / name).replace("\udcff", "\\udcff"), "which JSON can carry"
+    assert message in problem
+    assert set(_below(str(folder))) == {str(folder), str(folder / "sub")}, "what is watched"
+
+
+class Running:
+    """A source in its thread; what it said last."""
+
+    def __init__(self, path: Path) -> None:
+        self.addresses: dict[str, str] = {}
+        self.problems: dict[str, str] = {}
+        self._changed = threading.Condition()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=Manifests(path).run, args=(self._hear, self._stop), daemon=True)
+        self._thread.start()
+
+    def _hear(self, event: object) -> None:
+        with self._changed:
+            if isinstance(event, Problem):
+                self.problems[event.where] = event.message
+            objects = [event.object] if isinstance(event, Upserted) else getattr(event, "objects", ())
+            self.addresses |= {one.name: one.cluster_ips[0] for one in objects if isinstance(one, Service)}
+            self._changed.notify_all()
+
+    def wait(self, condition: Callable[[], object]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(condition, WITHIN), (self.addresses, self.problems)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(WITHIN)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    (tmp_path / "good.yaml").write_text(GOOD)
+    made = Running(tmp_path)
+    made.wait(lambda: made.addresses)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("make", [
+    lambda folder: (folder / "loop").symlink_to("loop"),
+    lambda folder: (folder / "all").symlink_to("/"),
+    lambda folder: os.mkfifo(folder / "pipe.yaml"),
+    lambda folder: (folder / "deep.yaml").write_text("{a: " * 15_000),
+    lambda folder: (folder / "self.yaml").write_text("&a {kind: List, items: [*a]}"),
+    lambda folder: (folder / "long.yaml").write_text(GOOD.replace("80", "0x" + "f" * 5000)),
+])  # fmt: skip
+def test_what_comes_later_stops_nothing(tmp_path: Path, running: Running, make: Callable[[Path], object]) -> None:
+    make(tmp_path)
+    running.wait(lambda: running.problems)
+    (tmp_path / "good.yaml").write_text(GOOD.replace("10.96.0.1", "10.96.0.9"))
+    running.wait(lambda: running.addresses["good"] == "10.96.0.9")
+
+
+def test_a_file_that_becomes_a_pipe_keeps_its_objects(tmp_path: Path, running: Running) -> None:
+    (tmp_path / "good.yaml").unlink()
+    os.mkfifo(tmp_path / "good.yaml")
+    running.wait(lambda: running.problems)
+    assert running.addresses == {"good": "10.96.0.1"}
+
+
+def test_a_file_that_grows_for_ever_does_not_stop_the_others(
+    tmp_path: Path, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifests, "_COSTLY", 0.0)
+    done = threading.Event()
+
+    def grow() -> None:
+        with (tmp_path / "log.yaml").open("a") as file:
+            while not done.wait(0.001):
+                file.write("# more\n" * 100)
+                file.flush()
+
+    writer = threading.Thread(target=grow)
+    writer.start()
+    try:
+        for last in range(20, 24):
+            (tmp_path / "good.yaml").write_text(GOOD.replace("10.96.0.1", f"10.96.0.{last}"))
+            running.wait(lambda last=last: running.addresses["good"] == f"10.96.0.{last}")
+    finally:
+        done.set()
+        writer.join()
+
+
+def test_a_folder_of_a_config_map(tmp_path: Path, running: Running) -> None:
+    """`items: [{path: sub/a.yaml}]` in a volume: the kubelet links the folder, and swaps `..data`."""
+
+    def write(version: str, ip: str) -> None:
+        (tmp_path / version / "sub" / "below").mkdir(parents=True)
+        (tmp_path / version / "sub" / "a.yaml").write_text(GOOD.replace("good", "a").replace("10.96.0.1", ip))
+        (tmp_path / version / "sub" / "below" / "b.yaml").write_text(GOOD.replace("good", "b"))
+        (tmp_path / "..data_tmp").symlink_to(version)
+        (tmp_path / "..data_tmp").rename(tmp_path / "..data")
+
+    write("..2024_1", "10.96.0.2")
+    (tmp_path / "sub").symlink_to("..data/sub")
+    running.wait(lambda: running.addresses.get("a") == "10.96.0.2" and "b" in running.addresses)
+    write("..2024_2", "10.96.0.3")
+    running.wait(lambda: running.addresses["a"] == "10.96.0.3")
+    assert not running.problems
+
+
+def test_a_link_to_a_folder_below_another_one_is_told(tmp_path: Path) -> None:
+    (tmp_path / ".real" / "deep").mkdir(parents=True)
+    (tmp_path / ".real" / "good.yaml").write_text(GOOD)
+    (tmp_path / ".other").mkdir()
+    (tmp_path / ".real" / "deep" / "link").symlink_to(tmp_path / ".other")
+    (tmp_path / "sub").symlink_to(".real")
+    services, problems = services_and_problems(tmp_path)
+    assert services == {"good"}
+    assert "below another one" in problems[str(tmp_path / "sub" / "deep" / "link")]
+
+
+# ------------------------------------------------------------------------------- other files of the same reader
+
+
+TRAPS = ["[" * 60_000, "x: &x [*x]\n", nine_fold(12), doubling(40), "x: !!int " + "9" * 60_000]
+
+
+@pytest.mark.parametrize("text", TRAPS)
+def test_a_configuration(tmp_path: Path, text: str) -> None:
+    (tmp_path / "f").write_text(text)
+    with pytest.raises(ConfigError, match=r"f: (line \d+: )?(nested|alias|'999)") as refused:
+        configfile.load(tmp_path / "f", {})
+    assert len(str(refused.value)) < 400
+
+
+def test_a_configuration_with_one_key_many_times(tmp_path: Path) -> None:
+    head = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
+    (tmp_path / "f").write_text(head + "mode: nftables\n" * 60_000)
+    assert len(configfile.load(tmp_path / "f", {}).config.warnings) <= 100
+
+
+def test_a_configuration_that_becomes_a_pipe_is_waited_for(tmp_path: Path) -> None:
+    text = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\nmode: %s\n"
+    path = tmp_path / "f"
+    path.write_text(text % "nftables")
+    heard: list[Loaded | ConfigError] = []
+    told, stop = threading.Event(), threading.Event()
+    known = path.read_bytes()
+
+    def hear(found: Loaded | ConfigError) -> None:
+        heard.append(found)
+        told.set()
+
+    follower = threading.Thread(target=configfile.follow, args=(path, {}, known, hear, stop), daemon=True)
+    follower.start()
+    try:
+        os.mkfifo(tmp_path / "pipe")
+        (tmp_path / "pipe").rename(path)
+        assert not told.wait(0.3)
+        (tmp_path / "g").write_text(text % "ipvs")
+        (tmp_path / "g").rename(path)
+        assert told.wait(WITHIN)
+        assert isinstance(heard[0], Loaded)
+        assert heard[0].config.mode == "ipvs"
+    finally:
+        stop.set()
+        follower.join(WITHIN)
+        assert not follower.is_alive()
+
+
+@pytest.mark.parametrize("text", TRAPS)
+def test_a_kubeconfig(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config").write_text(text)
+    with pytest.raises(SourceError, match=r"config: (line \d+: )?(nested|alias|'999)"):
+        Connection(str(tmp_path / "config"), None).open()
+
+
+def test_a_kubeconfig_that_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config")
+    with pytest.raises(SourceError, match=r"config: it is no regular file"):
+        Connection(str(tmp_path / "config"), None).open()
+
+
+def test_no_more_is_read_than_a_limit(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"x" * 2000)
+    assert head(tmp_path / "f", 10) == b"x" * 10
+    assert len(read(tmp_path / "f", 2000)) == 2000
+    with pytest.raises(OSError, match="limit of a file"):
+        read(tmp_path / "f", 1999)
