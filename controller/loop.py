@@ -224,6 +224,7 @@ class _Agent:
         self.cluster = Cluster(config.settings.node_name, self.source.kinds)
         self.builder = Builder(config.settings)
         self.programmer: Programmer
+        self.serving = contextlib.ExitStack()  # closes it, once: none may serve when the agent ends
         self.choice: Choice
         self.addresses: tuple[str, ...] = config.node_addresses
         self.observed = 0
@@ -262,7 +263,7 @@ class _Agent:
             self._open_mode()
             if not prepared:  # the mode may have loaded it
                 prepare(self.config)
-            stack.callback(self._close_mode)
+            stack.callback(self.serving.close)
             self._look_for_neighbours(stack)
             self._read_addresses()
             threading.Thread(target=self._watch_links, name="links", daemon=True).start()
@@ -274,6 +275,7 @@ class _Agent:
             self.config.mode, self.config.options, self._tell_drift,
             strict=self.config.strict_mode, failed=self.failed_modes,
         )  # fmt: skip
+        self.serving.callback(self.programmer.close)
         self.repairs = 0
         choice = self.choice
         self.pages.mode = choice.effective
@@ -283,9 +285,6 @@ class _Agent:
             sentence = f"mode {choice.effective} serves instead of {choice.requested}: {choice.reason}"
             log.warning("%s", sentence)
             self._event("Warning", "ModeDegraded", "SelectMode", sentence)
-
-    def _close_mode(self) -> None:
-        self.programmer.close()
 
     def _event(self, kind: str, reason: str, action: str, note: str) -> None:
         """About this node, for the cluster."""
@@ -452,7 +451,7 @@ class _Agent:
     def _next_mode(self, error: Unsupported) -> None:
         """The mode opened, and then this machine could not do what the first table asks of it: as if it had not."""
         self.failed_modes[self.choice.effective] = str(error)
-        self.programmer.close()
+        self.serving.close()
         try:
             self._open_mode()
         except (DataplaneError, OSError) as none:
@@ -523,7 +522,7 @@ class _Agent:
         if self.draining is not None:
             self.draining.cancel()  # what it would remove may be what serves next; the next mode sees to it again
             self.draining.join()  # where it has begun
-        self.programmer.close()
+        self.serving.close()
         self.failed_modes = {}
         opened = True
         try:

@@ -42,7 +42,7 @@ WORKS = """
         def maintain(self): {maintain}
         def names(self): return {{}}
         def counters(self): return {{}}
-        def close(self): pass
+        def close(self): {close}
         def status(self):
             return dict(mode=self.name, misfits=[], limitations=[], fill={{}}, counters={{}}, audit_repairs=0)
 
@@ -56,7 +56,7 @@ WORKS = """
 def source(name: str, **parts: str) -> str:
     given = {
         "init": "pass", "sync": "return SyncResult()", "maintain": "pass", "clean": "return 0", "probe": "return None",
-        "drain": "return False", "conntrack": "True",
+        "drain": "return False", "conntrack": "True", "close": "pass",
     }  # fmt: skip
     given |= parts
     return dedent(WORKS).format(name=name, **given)
@@ -66,7 +66,8 @@ MODES = {
     "works": source("works", clean="return 3"),
     "lacking": source("lacking", init="raise Unsupported('the feature', 'it is missing: load the module')",
                       clean="raise DataplaneError('no')", probe="return 'the feature is missing: load the module'"),
-    "later": source("later", sync="raise Unsupported('a rule', 'the kernel lacks it')"),
+    "later": source("later", sync="raise Unsupported('a rule', 'the kernel lacks it')",
+                    close="import sys; print('later is closed', file=sys.stderr)"),
     "drifts": source("drifts", maintain="self.audit_repairs = 2"),
     "tells": source("tells", maintain="return [Notice('d/web:p', 'Warning', 'BackendLeftOut', 'LeaveOut', 'so')]"),
     "nofiles": source("nofiles", maintain="raise OSError(24, 'Too many open files')"),
@@ -287,6 +288,11 @@ class TestAgent:
         assert last.startswith(f"hybrid-proxy run: mode {mode}: ")
         assert last.endswith("--strict-mode forbids another mode")
         assert "Traceback" not in ended.stderr
+
+    def test_a_mode_that_fails_at_the_first_table_is_closed_once(self, start, lab):
+        """Its descriptors and mappings are somebody else's after that."""
+        ended = lab.run("node", start("later", wait=False).argv, timeout=30)
+        assert ended.stderr.count("later is closed") == 1
 
     def test_what_does_not_fit_is_told_to_whose_service_it_is(self, start, api):
         for number in range(3):
