@@ -12,7 +12,7 @@
 #endif
 
 enum abi_limits {
-	ABI_VERSION = 2,	/* part of the pin path: another layout lives beside this one */
+	ABI_VERSION = 3,	/* to be raised when a field gets another meaning; the pin path has it and the layout */
 	PREFILTER_BITS = 20,	/* size of each bitmap: 2^20 bits, 128 KiB */
 	SLICE_OFFSET_BITS = 28, /* slice word: offset | count << 28 | epoch << 46 */
 	SLICE_COUNT_BITS = 18,

@@ -294,8 +294,9 @@ class Ring:
         return 0 if code == -errno.EINTR else check(code, f"reading ring buffer {self._name}")
 
     def close(self) -> None:
-        """Unmap it. Nobody may be in `poll`."""
-        library().ring_buffer__free(self._handle)
+        """Unmap it, once. Nobody may be in `poll`."""
+        handle, self._handle = self._handle, ffi.NULL
+        library().ring_buffer__free(handle)
 
 
 class Object:
@@ -323,6 +324,10 @@ class Object:
     def map_names(self) -> list[str]:
         """The object's own maps, without those of the compiler (.rodata, .bss)."""
         return [name for name in self._maps if "." not in name]
+
+    def declaration(self, name: str) -> Any:
+        """A map as libbpf knows it, before load."""
+        return self._maps[name]
 
     @property
     def program_names(self) -> list[str]:

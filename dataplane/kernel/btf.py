@@ -1,4 +1,4 @@
-"""What the running kernel says of its own types: where a field lies, and the names of an enum's values (BTF).
+"""Types as BTF describes them: where a field of the running kernel lies, and any type spelled out to compare it.
 
 Programs that are compiled against another kernel's headers read kernel memory by these numbers alone.
 """
@@ -14,11 +14,11 @@ from dataplane.errors import Unsupported
 from dataplane.kernel._libbpf import ffi
 from dataplane.kernel.bpf import library
 
-__all__ = ["enum_names", "offset_of", "takes"]
+__all__ = ["enum_names", "offset_of", "spelled", "takes"]
 
 KERNEL: Final = Path("/sys/kernel/btf/vmlinux")
 # BTF_KIND_, include/uapi/linux/btf.h
-_STRUCT, _UNION, _ENUM, _FUNC, _PROTO = 4, 5, 6, 12, 13
+_ARRAY, _STRUCT, _UNION, _ENUM, _FUNC, _PROTO = 3, 4, 5, 6, 12, 13
 _THROUGH: Final = (8, 9, 10, 11, 18)  # typedef, volatile, const, restrict, type tag
 
 
@@ -32,8 +32,8 @@ def _kernel() -> Any:
     return types
 
 
-def _name(offset: int) -> str:
-    return str(ffi.string(library().btf__name_by_offset(_kernel(), offset)).decode())
+def _name(types: Any, offset: int) -> str:
+    return str(ffi.string(library().btf__name_by_offset(types, offset)).decode())
 
 
 def _kind(entry: Any) -> int:
@@ -49,11 +49,35 @@ def _members(entry: Any, kind: str) -> Any:
     return ffi.cast(f"struct {kind} *", entry + 1)
 
 
-def _resolved(number: int) -> Any:
-    entry = library().btf__type_by_id(_kernel(), number)
+def _resolved(types: Any, number: int) -> Any:
+    entry = library().btf__type_by_id(types, number)
     while _kind(entry) in _THROUGH:
-        entry = library().btf__type_by_id(_kernel(), entry.size_or_type)
+        entry = library().btf__type_by_id(types, entry.size_or_type)
     return entry
+
+
+def spelled(types: Any, number: int) -> str:
+    """A type as text: what is laid out otherwise, or has other fields, is spelled otherwise; "" is no type.
+
+    Args:
+        types: a `struct btf *`.
+        number: of the type in it, 0: none.
+    """
+    if not number:
+        return ""
+    entry = _resolved(types, number)
+    kind = _kind(entry)
+    if kind == _ARRAY:
+        array = _members(entry, "btf_array")[0]
+        return f"{spelled(types, array.type)}[{int(array.nelems)}]"
+    if kind in (_STRUCT, _UNION):
+        members = _members(entry, "btf_member")
+        fields = ",".join(
+            f"{int(member.offset)}:{_name(types, member.name_off)}:{spelled(types, member.type)}"
+            for member in (members[index] for index in range(_count(entry)))
+        )
+        return f"{'struct' if kind == _STRUCT else 'union'} {int(entry.size_or_type)}{{{fields}}}"
+    return f"{kind}/{int(entry.size_or_type)}"
 
 
 def _field(entry: Any, name: str) -> tuple[int, Any] | None:
@@ -62,10 +86,11 @@ def _field(entry: Any, name: str) -> tuple[int, Any] | None:
     members = _members(entry, "btf_member")
     for member in (members[index] for index in range(_count(entry))):
         bits = int(member.offset) & (0xFFFFFF if packed else 0xFFFFFFFF)
-        inner = _resolved(member.type)
-        if _name(member.name_off) == name:
+        inner = _resolved(_kernel(), member.type)
+        if _name(_kernel(), member.name_off) == name:
             return bits, inner
-        if not _name(member.name_off) and _kind(inner) in (_STRUCT, _UNION) and (found := _field(inner, name)):
+        anonymous = not _name(_kernel(), member.name_off) and _kind(inner) in (_STRUCT, _UNION)
+        if anonymous and (found := _field(inner, name)):
             return bits + found[0], found[1]
     return None
 
@@ -79,7 +104,7 @@ def offset_of(path: str) -> int:
     """
     first, *fields = path.split(".")
     number = library().btf__find_by_name_kind(_kernel(), first.encode(), _STRUCT)
-    entry = _resolved(number) if number > 0 else None
+    entry = _resolved(_kernel(), number) if number > 0 else None
     bits = 0
     for name in fields:
         found = _field(entry, name) if entry is not None and _kind(entry) in (_STRUCT, _UNION) else None
@@ -96,7 +121,7 @@ def enum_names(name: str) -> dict[int, str]:
         return {}
     entry = library().btf__type_by_id(_kernel(), number)
     values = _members(entry, "btf_enum")
-    return {int(values[index].val): _name(values[index].name_off) for index in range(_count(entry))}
+    return {int(values[index].val): _name(_kernel(), values[index].name_off) for index in range(_count(entry))}
 
 
 def takes(function: str) -> tuple[str, ...]:
@@ -106,4 +131,4 @@ def takes(function: str) -> tuple[str, ...]:
         return ()
     prototype = library().btf__type_by_id(_kernel(), library().btf__type_by_id(_kernel(), number).size_or_type)
     parameters = _members(prototype, "btf_param")
-    return tuple(_name(parameters[index].name_off) for index in range(_count(prototype)))
+    return tuple(_name(_kernel(), parameters[index].name_off) for index in range(_count(prototype)))

@@ -21,7 +21,8 @@ builder.cdef(
     };
     struct bpf_map_info {
         uint32_t type; uint32_t id; uint32_t key_size; uint32_t value_size; uint32_t max_entries;
-        uint32_t map_flags; char name[16];
+        uint32_t map_flags; char name[16]; uint32_t ifindex; uint32_t btf_vmlinux_value_type_id; uint64_t netns_dev;
+        uint64_t netns_ino; uint32_t btf_id; uint32_t btf_key_type_id; uint32_t btf_value_type_id;
     };
     void *libbpf_set_print(void *fn);
     struct bpf_object *bpf_object__open_file(const char *path, const void *opts);
@@ -32,6 +33,12 @@ builder.cdef(
     const char *bpf_map__name(const struct bpf_map *);
     const char *bpf_program__name(const struct bpf_program *);
     int bpf_map__fd(const struct bpf_map *);
+    int bpf_map__type(const struct bpf_map *);
+    uint32_t bpf_map__key_size(const struct bpf_map *);
+    uint32_t bpf_map__value_size(const struct bpf_map *);
+    uint32_t bpf_map__map_flags(const struct bpf_map *);
+    uint32_t bpf_map__btf_key_type_id(const struct bpf_map *);
+    uint32_t bpf_map__btf_value_type_id(const struct bpf_map *);
     int bpf_program__fd(const struct bpf_program *);
     int bpf_map__set_max_entries(struct bpf_map *, uint32_t);
     int bpf_map__reuse_fd(struct bpf_map *, int fd);
@@ -72,7 +79,11 @@ builder.cdef(  # of types, bpf/btf.h and linux/btf.h
     struct btf_member { uint32_t name_off; uint32_t type; uint32_t offset; };
     struct btf_enum { uint32_t name_off; int32_t val; };
     struct btf_param { uint32_t name_off; uint32_t type; };
+    struct btf_array { uint32_t type; uint32_t index_type; uint32_t nelems; };
     struct btf *btf__parse(const char *path, void *ext);
+    struct btf *bpf_object__btf(const struct bpf_object *);
+    struct btf *btf__load_from_kernel_by_id(uint32_t id);
+    void btf__free(struct btf *);
     int32_t btf__find_by_name_kind(const struct btf *, const char *name, uint32_t kind);
     const struct btf_type *btf__type_by_id(const struct btf *, uint32_t id);
     const char *btf__name_by_offset(const struct btf *, uint32_t offset);

@@ -19,8 +19,9 @@ from dataplane.kernel.bpf import BpfError, Object, adopt_or_create
 from dataplane.kernel.links import Interface, clsact_attach, clsact_detach, is_pod, is_uplink, read_node
 from dataplane.kernel.places import cgroup_of_node
 from dataplane.mode import Options
+from dataplane.modes.ebpf.pins import remove_pins
 
-__all__ = ["Links", "Sockets", "detach_everything", "pods", "remove_pins", "uplinks"]
+__all__ = ["Links", "Sockets", "detach_everything", "pods", "uplinks"]
 
 log = logging.getLogger(__name__)
 
@@ -212,21 +213,3 @@ def detach_everything(folder: Path) -> int:
         with contextlib.suppress(OSError):
             removed += clsact_detach(interface.index)
     return removed + remove_pins(folder)
-
-
-def remove_pins(folder: Path) -> int:
-    """Remove the pins in a folder, the folder, and those above it that are ours and empty; how many pins went."""
-    if not folder.is_dir():
-        return 0
-    removed = 0
-    for path in sorted(folder.iterdir()):
-        if path.is_dir():
-            path.rmdir()
-        else:
-            path.unlink()
-            removed += 1
-    for emptied in (folder, folder.parent, folder.parent.parent):
-        if emptied.name == "bpf" or any(emptied.iterdir()):
-            break
-        emptied.rmdir()
-    return removed

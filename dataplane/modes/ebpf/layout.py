@@ -21,7 +21,7 @@ from dataplane.modes.ebpf._abi import ffi as abi
 __all__ = [
     "OBJECTS", "Words", "abi_constants", "address_bytes", "address_text", "address_words", "backend_bit",
     "backend_bits", "dtype_of", "frontend_dtype", "frontend_values", "pack", "prefilter_bits", "service_bits",
-    "slice_word", "split_slice_word", "swap16", "words_of",
+    "slice_word", "split_slice_word", "stored_numbers", "swap16", "words_of",
 ]  # fmt: skip
 
 OBJECTS = Path(__file__).parent / "objects"
@@ -40,6 +40,14 @@ def abi_constants() -> dict[str, int]:
         "note_kind",
     ):  # fmt: skip
         names.update(abi.typeof(f"enum {enum}").relements)
+    return names
+
+
+def stored_numbers(header: Any = abi) -> dict[str, int]:
+    """Limits and flags of the header, by which what is stored in maps is read."""
+    names: dict[str, int] = {}
+    for enum in ("abi_limits", "frontend_flags", "service_flags", "backend_flags", "flow_flags"):
+        names.update(header.typeof(f"enum {enum}").relements)
     return names
 
 

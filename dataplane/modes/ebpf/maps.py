@@ -17,21 +17,18 @@ from dataplane.kernel.bpf import Map, Object
 from dataplane.mode import Options
 from dataplane.modes.ebpf import sizes as policy
 from dataplane.modes.ebpf.layout import OBJECTS, abi_constants, dtype_of, frontend_dtype
+from dataplane.modes.ebpf.pins import NEXT, PRIVATE, shapes, strangers, told
 from dataplane.modes.ebpf.sizes import Sizes
 from dataplane.modes.ebpf.traffic import Traffic, possible_cpus, traffic_sizes
 
 __all__ = ["Larger", "MapSet", "open_pinned_maps", "traffic_cpus"]
 
-PRIVATE = frozenset(
-    {"copies", "explanation", "scratch"}
-)  # of one program at a time; all other maps outlive the process
 BITMAPS = ("service_addresses", "backend_sockets", "node_ports")
 STRUCTS = {
     "slots": "slot", "services": "service", "backends": "backend", "node": "node", "traffic": "traffic",
     "traffic_gone": "traffic",
 }  # fmt: skip
 TRAFFIC = ("traffic", "traffic_gone")  # replaced in this order: figures may be lost in between, but never count twice
-NEXT = "next_"  # pins that are about to take the place of others
 
 Larger = Mapping[str, Map]  # maps that will replace those of the same names
 
@@ -69,14 +66,20 @@ class MapSet:
     def _adopt(self) -> None:
         for path in self.folder.glob(f"{NEXT}*"):  # of a process that ended while it replaced maps
             path.unlink()
-        for path in _map_pins(self.folder):
-            self.maps[path.name] = Map.pinned(path)
+        for name in _map_pins(self.folder):
+            self.maps[name] = Map.pinned(self.folder / name)
+        if self._entries("counters", 0) != abi_constants()["COUNTERS"]:
+            self._drop("counters")
         wanted = self._with_traffic({})
         if not all(self._can_count(name, wanted.get(name)) for name in TRAFFIC):
             for name in TRAFFIC:  # others are asked for, or they did not grow with the rest: figures begin at 0
-                if name in self.maps:
-                    self.maps.pop(name).close()
-                    (self.folder / name).unlink()
+                self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        """Have a map made anew."""
+        if name in self.maps:
+            self.maps.pop(name).close()
+            (self.folder / name).unlink()
 
     def _can_count(self, name: str, entries: int | None) -> bool:
         known = self.maps.get(name)
@@ -189,7 +192,7 @@ def _make(sizes: Sizes, shared: Mapping[str, Map]) -> dict[str, Map]:
 def _remove_unfinished(folder: Path) -> None:
     """Pins of a process that ended while it made its maps; they have no slots, so nothing is lost."""
     for path in folder.iterdir():
-        if not path.is_dir() and not path.name.startswith("link_"):
+        if path.name.removeprefix(NEXT) in shapes():
             path.unlink()
 
 
@@ -198,14 +201,15 @@ def open_pinned_maps(folder: Path) -> dict[str, Map]:
 
     Raises:
         BpfError: no privilege.
+        DataplaneError: something else is pinned in a map's place.
     """
     if not folder.is_dir():
         return {}
-    return {path.name: Map.pinned(path) for path in _map_pins(folder)}
+    if wrong := strangers(folder):
+        raise DataplaneError(f"{folder} holds other things than maps of hybrid-proxy: {told(wrong)}")
+    return {name: Map.pinned(folder / name) for name in _map_pins(folder)}
 
 
-def _map_pins(folder: Path) -> list[Path]:
-    """The pins of maps; links and markers lie beside them."""
-    return [
-        path for path in sorted(folder.iterdir()) if not path.is_dir() and not path.name.startswith(("link_", NEXT))
-    ]
+def _map_pins(folder: Path) -> list[str]:
+    """The names of maps that are pinned; links and markers lie beside them."""
+    return [name for name in shapes() if (folder / name).exists()]

@@ -32,6 +32,7 @@ from dataplane.modes.ebpf.failover import Failover
 from dataplane.modes.ebpf.flows import Caretaker
 from dataplane.modes.ebpf.growth import Grower
 from dataplane.modes.ebpf.maps import Larger, MapSet, open_pinned_maps
+from dataplane.modes.ebpf.pins import beside, folder_of, former_layouts, remove_pins, strangers, told
 from dataplane.modes.ebpf.programs import Loader, Programs, put_carriers, teach_namespace
 from dataplane.modes.ebpf.store import Store
 from dataplane.table import EMPTY, Entry, NodeNetwork, ServiceTable
@@ -41,23 +42,13 @@ __all__ = ["MODE", "Ebpf", "clean", "drain", "folder_of", "look", "probe"]
 log = logging.getLogger(__name__)
 
 
-def folder_of(options: Options, *, mount: bool = False) -> Path:
-    """Where this namespace's pins are, of this layout version."""
-    return pin_folder(options.pin_root, mount=mount) / f"abi{layout.abi_constants()['ABI_VERSION']}"
-
-
 def clean(options: Options) -> int:
     """Remove everything of ours from this network namespace; returns how many things went."""
     folder = folder_of(options)
     if folder.is_dir():
         os.close(hold(folder, f"the eBPF maps at {folder}"))
-    formerly = sum(attach.remove_pins(former) for former in former_layouts(folder))
+    formerly = sum(remove_pins(former) for former in former_layouts(folder))
     return formerly + attach.detach_everything(folder)
-
-
-def former_layouts(folder: Path) -> list[Path]:
-    """Pins beside these, of agents whose maps were laid out otherwise."""
-    return [beside for beside in folder.parent.glob("abi*") if beside != folder and beside.is_dir()]
 
 
 def drain(options: Options) -> bool:
@@ -82,6 +73,35 @@ def drain(options: Options) -> bool:
     return True
 
 
+def _own_folder(options: Options) -> tuple[Path, int]:
+    """The folder for our pins, in which nothing else lies in their places, and the descriptor that locks it.
+
+    Raises:
+        Unsupported: it cannot be made.
+        Occupied: another instance serves this namespace.
+    """
+    folder = folder_of(options, mount=True)
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except PermissionError as error:
+            raise Unsupported("eBPF", f"{folder} cannot be made: run as root (CAP_BPF, CAP_NET_ADMIN)") from error
+        lock = hold(folder, f"the eBPF maps at {folder}")
+        try:
+            wrong = strangers(folder)
+        except BpfError as error:
+            os.close(lock)
+            raise Unsupported("eBPF", str(error)) from error
+        if not wrong:
+            return folder, lock
+        os.close(lock)
+        log.warning(
+            "%s holds other things than our maps, which are left alone: %s; new maps are made in %s, and flows that "
+            "only the former ones knew end", folder, told(wrong), beside(folder).name,
+        )  # fmt: skip
+        folder = beside(folder)
+
+
 class Ebpf:
     """A `dataplane.mode.Programmer`.
 
@@ -94,12 +114,7 @@ class Ebpf:
 
     def __init__(self, options: Options, wake: Wake) -> None:
         self.options = options
-        self.folder = folder_of(options, mount=True)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except PermissionError as error:
-            raise Unsupported("eBPF", f"{self.folder} cannot be made: run as root (CAP_BPF, CAP_NET_ADMIN)") from error
-        self._lock = hold(self.folder, f"the eBPF maps at {self.folder}")
+        self.folder, self._lock = _own_folder(options)
         self.hz = jiffies_per_second()
         try:
             self.maps = MapSet(self.folder, options, sizes.least(sizes.bounds(options)))
@@ -108,7 +123,7 @@ class Ebpf:
             self._inspect = self.loader.one("inspect")
         except BpfError as error:
             if not getattr(self, "adopted", True):
-                attach.remove_pins(self.folder)
+                remove_pins(self.folder)
             os.close(self._lock)
             raise Unsupported("eBPF", f"the kernel refused the programs or maps: {error}") from error
         for name, size in self.maps.other_sizes.items():
@@ -253,8 +268,8 @@ class Ebpf:
     def _take_over(self) -> None:
         """An agent of another layout left its programs attached: ours serve now, and what only those knew ends."""
         for former in former_layouts(self.folder):
-            log.warning("maps of another layout at %s are removed; flows that only they knew end", former)
-            attach.remove_pins(former)
+            if remove_pins(former):
+                log.warning("maps of another layout at %s are removed; flows that only they knew end", former)
 
     def _start_over(self) -> None:
         """What was planned and what was written may differ now: the next sync reads the maps and adopts."""
@@ -493,7 +508,7 @@ class Ebpf:
         self.drivers.close()
         self.maps.close()
         if not self._attached and not self.adopted:
-            attach.remove_pins(self.folder)  # nothing was ever programmed: leave no empty maps behind
+            remove_pins(self.folder)  # nothing was ever programmed: leave no empty maps behind
         os.close(self._lock)
 
 

@@ -1,0 +1,107 @@
+"""The shape of a map: type, sizes and the layout of its rows, as an object declares it and as the kernel has it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dataplane.kernel._libbpf import ffi
+from dataplane.kernel.bpf import BpfError, Object, check, library
+from dataplane.kernel.btf import spelled
+
+__all__ = ["Shape", "declared", "is_map", "name_in_kernel", "pinned"]
+
+NAME_LENGTH = 15  # BPF_OBJ_NAME_LEN without the terminating zero
+
+
+class Shape(NamedTuple):
+    """What two maps must have in common for one to take the other's place; the number of entries is no part of it.
+
+    `rows` is the key's and the value's type as BTF spells them; None where the kernel does not say (reading BTF of
+    others needs CAP_SYS_ADMIN), which is equal to everything in `differs`.
+    """
+
+    name: str  # as the kernel keeps it
+    kind: int  # BPF_MAP_TYPE_
+    key_size: int
+    value_size: int
+    flags: int
+    rows: str | None
+
+    def differs(self, other: Shape) -> str:
+        """In what this is another map than the one that is wanted; "": in nothing."""
+        for field, ours, wanted in zip(self._fields, self, other, strict=True):
+            if ours != wanted and not (field == "rows" and None in {ours, wanted}):
+                what = {"kind": "type", "rows": "layout of the rows"}.get(field, field.replace("_", " "))
+                return what if field == "rows" else f"{what} {ours} instead of {wanted}"
+        return ""
+
+
+def name_in_kernel(name: str) -> str:
+    """The kernel keeps the beginning of a map's name."""
+    return name[:NAME_LENGTH]
+
+
+def declared(program: Object) -> dict[str, Shape]:
+    """The shapes of an object's own maps, by name; the object is open and not loaded."""
+    types = library().bpf_object__btf(program.handle)
+    found = {}
+    for name in program.map_names:
+        known = program.declaration(name)
+        kind, key, value, flags = (
+            int(getattr(library(), f"bpf_map__{field}")(known))
+            for field in ("type", "key_size", "value_size", "map_flags")
+        )
+        numbers = (int(getattr(library(), f"bpf_map__btf_{part}_type_id")(known)) for part in ("key", "value"))
+        found[name] = Shape(name_in_kernel(name), kind, key, value, flags, _rows(types, *numbers))
+    return found
+
+
+def is_map(descriptor: int) -> bool:
+    """Whether a descriptor of a BPF object is a map's, and not a program's or a link's."""
+    return os.readlink(f"/proc/self/fd/{descriptor}") == "anon_inode:bpf-map"  # noqa: PTH115 (no path: a label)
+
+
+def pinned(path: Path) -> Shape | None:
+    """The shape of the map that is pinned at `path`; None: something else than a map is.
+
+    Raises:
+        BpfError: nothing is pinned there, or no privilege.
+    """
+    descriptor = check(library().bpf_obj_get(str(path).encode()), f"opening what is pinned at {path}")
+    try:
+        if not is_map(descriptor):
+            return None
+        info = ffi.new("struct bpf_map_info *")
+        size = ffi.new("uint32_t *", ffi.sizeof("struct bpf_map_info"))
+        check(library().bpf_obj_get_info_by_fd(descriptor, info, size), f"describing the map at {path}")
+    finally:
+        os.close(descriptor)
+    name = ffi.string(info.name).decode(errors="replace")
+    rows = None
+    with contextlib.suppress(BpfError), _types_of_kernel(int(info.btf_id)) as types:
+        rows = _rows(types, int(info.btf_key_type_id), int(info.btf_value_type_id))
+    return Shape(name, int(info.type), int(info.key_size), int(info.value_size), int(info.map_flags), rows)
+
+
+@contextlib.contextmanager
+def _types_of_kernel(number: int) -> Iterator[Any]:
+    """The loaded BTF of this number, for a moment; of number 0 there is none."""
+    if not number:
+        yield None
+        return
+    types = library().btf__load_from_kernel_by_id(number)
+    if types == ffi.NULL:
+        raise BpfError(f"reading BTF {number}", ffi.errno)
+    try:
+        yield types
+    finally:
+        library().btf__free(types)
+
+
+def _rows(types: Any, key: int, value: int) -> str:
+    """Empty where no types are told, as of a ring buffer."""
+    return f"{spelled(types, key)} -> {spelled(types, value)}" if key or value else ""

@@ -1,0 +1,139 @@
+"""The folders of pins: where they are, which layout of maps they hold, and which pins in them are somebody else's.
+
+A folder's name carries `ABI_VERSION`, which is raised by hand when a field gets another meaning, and a fingerprint of
+what the compiler knows: names, types, sizes and rows of all maps that outlive a process, and the flags stored in them.
+So an agent of another layout has a folder of its own, and so has one that found somebody else's pin in the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Final
+
+from dataplane.kernel.bpf import Object
+from dataplane.kernel.places import pin_folder
+from dataplane.kernel.shape import Shape, declared, name_in_kernel, pinned
+from dataplane.mode import Options
+from dataplane.modes.ebpf import layout
+
+__all__ = [
+    "FIGURES", "LINK", "NEXT", "PRIVATE", "beside", "fingerprint", "folder_of", "former_layouts", "remove_pins",
+    "shapes", "strangers", "told",
+]  # fmt: skip
+
+log = logging.getLogger(__name__)
+
+PRIVATE: Final = frozenset(
+    {"copies", "explanation", "scratch"}
+)  # of one program at a time; all other maps outlive the process
+FIGURES: Final = frozenset({"counters", "traffic", "traffic_gone"})  # made anew where they are laid out otherwise
+NEXT: Final = "next_"  # pins that are about to take the place of others
+LINK: Final = "link_"
+WITH_ALL_MAPS: Final = ("connect", "xdp")  # objects that know, together, every map that is pinned
+
+
+@lru_cache(maxsize=4)
+def shapes(objects: Path = layout.OBJECTS) -> Mapping[str, Shape]:
+    """The maps that outlive a process, by name."""
+    found: dict[str, Shape] = {}
+    for name in WITH_ALL_MAPS:
+        with contextlib.closing(Object(objects / f"{name}.bpf.o")) as known:
+            found |= declared(known)
+    return {name: found[name] for name in sorted(found.keys() - PRIVATE)}
+
+
+def fingerprint(known: Mapping[str, Shape], numbers: Mapping[str, int]) -> str:
+    """Eight digits that are others when a map, a row of one or one of these numbers is; figures do not count."""
+    lines = [repr((name, *shape)) for name, shape in sorted(known.items()) if name not in FIGURES]
+    lines += [repr(item) for item in sorted(numbers.items())]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
+
+
+@lru_cache(maxsize=1)
+def _layout() -> str:
+    numbers = layout.stored_numbers()
+    return f"abi{numbers['ABI_VERSION']}-{fingerprint(shapes(), numbers)}"
+
+
+def folder_of(options: Options, *, mount: bool = False) -> Path:
+    """Where this namespace's pins of this layout are; the latest folder, where others' pins are in the first."""
+    first = pin_folder(options.pin_root, mount=mount) / _layout()
+    return max([first, *first.parent.glob(f"{first.name}-*")], key=_number)
+
+
+def beside(folder: Path) -> Path:
+    """The folder that comes after this one."""
+    return folder.with_name("-".join([*folder.name.split("-")[:2], str(_number(folder) + 1)]))
+
+
+def _number(folder: Path) -> int:
+    """Of `abi3-0123abcd` 0, of `abi3-0123abcd-1` 1."""
+    return int([*folder.name.split("-"), "0"][2])
+
+
+def former_layouts(folder: Path) -> list[Path]:
+    """Pins beside these, of agents whose maps were laid out otherwise, or who met others' pins."""
+    return [known for known in folder.parent.glob("abi*") if known != folder and known.is_dir()]
+
+
+def strangers(folder: Path) -> dict[str, str]:
+    """Names of maps of ours under which something else is pinned -> what is wrong with it.
+
+    Raises:
+        BpfError: no privilege.
+    """
+    wrong = {}
+    for name, wanted in shapes().items():
+        path = folder / name
+        if path.exists() and (why := _why_not(pinned(path), wanted)):
+            wrong[name] = why
+    return wrong
+
+
+def told(wrong: Mapping[str, str]) -> str:
+    """What `strangers` found, for a sentence."""
+    return "; ".join(f"{name} ({why})" for name, why in sorted(wrong.items()))
+
+
+def _why_not(found: Shape | None, wanted: Shape) -> str:
+    if found is None:
+        return "no map"
+    if wanted.name in FIGURES:  # of another version they are ours all the same
+        wanted = wanted._replace(value_size=found.value_size, rows=found.rows)
+    return found.differs(wanted)
+
+
+def remove_pins(folder: Path) -> int:
+    """Remove our pins in a folder, the folder, and those above it that are ours and empty; how many pins went.
+
+    What is not ours stays: it has not the shape of our map or, of another layout, not its name in the kernel.
+    """
+    if not folder.is_dir():
+        return 0
+    others = strangers(folder) if folder.name.startswith(_layout()) else ()
+    removed = 0
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            path.rmdir()
+        elif path.name not in others and _is_ours(path):
+            path.unlink()
+            removed += 1
+        else:
+            log.warning("%s stays: what is pinned there is not ours", path)
+    for emptied in (folder, folder.parent, folder.parent.parent):
+        if emptied.name == "bpf" or any(emptied.iterdir()):
+            break
+        emptied.rmdir()
+    return removed
+
+
+def _is_ours(path: Path) -> bool:
+    if path.name.startswith(LINK):
+        return True
+    found = pinned(path)
+    return found is not None and found.name == name_in_kernel(path.name.removeprefix(NEXT))

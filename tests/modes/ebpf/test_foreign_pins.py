@@ -1,0 +1,177 @@
+"""What is pinned under a name of ours and is another thing is recognised before it is adopted, and left alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from controller.lab.network import Lab
+from dataplane.errors import DataplaneError
+from dataplane.kernel._libbpf import ffi
+from dataplane.kernel.bpf import Map, Object, check, library
+from dataplane.kernel.places import bpf_fs
+from dataplane.mode import Options
+from dataplane.modes.ebpf.layout import OBJECTS, stored_numbers
+from dataplane.modes.ebpf.maps import open_pinned_maps
+from dataplane.modes.ebpf.pins import fingerprint, folder_of, former_layouts, shapes, strangers
+from dataplane.modes.ebpf.programmer import Ebpf, clean, drain
+from dataplane.table import ServiceTable
+from tests.namespaces import new_lab
+
+from .variants import compiled, numbers
+
+HASH, ARRAY, PER_CPU_ARRAY, RING = 1, 2, 6, 27  # BPF_MAP_TYPE_
+SMALL = {"max_services": 64, "max_backends": 256, "max_slots": 512, "max_flows": 1024}
+# Name of the pin -> type, key, value, entries and the name in the kernel of what somebody else pins there.
+OTHERS = {
+    "another-type": ("carriers", HASH, 4, 4, 16, b"carriers"),
+    "another-key": ("frontends4", HASH, 64, 8, 16, b"frontends4"),
+    "rows-for-each-processor": ("node", PER_CPU_ARRAY, 4, 4096, 1, b"node"),
+    "larger-rows": ("counters", PER_CPU_ARRAY, 4, 512, 64, b"somebodys"),
+    "a-ring": ("slots", RING, 0, 0, 4096, b"slots"),
+    "another-name": ("services", ARRAY, 4, 32, 64, b"somebodys"),
+}
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    with new_lab("q", 2) as made, made.inside("node"):
+        yield made
+
+
+@pytest.fixture
+def options(lab: Lab) -> Iterator[Options]:
+    root = bpf_fs() / f"hybrid-proxy-test-{os.getpid()}-foreign"
+    root.mkdir()
+    made = Options(cgroup=str(lab.cgroup), pin_root=str(root), **SMALL)  # type: ignore[arg-type]
+    yield made
+    for path in sorted(root.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    root.rmdir()
+
+
+def serve(options: Options) -> Path:
+    with closing(Ebpf(options, lambda: None)) as agent:
+        agent.sync(ServiceTable(services={}))
+        return agent.folder
+
+
+def put_in_place(path: Path, kind: int, key: int, value: int, entries: int, name: bytes) -> int:
+    """Somebody else's map, pinned there instead of ours; the inode of its pin."""
+    path.unlink()
+    descriptor = check(library().bpf_map_create(kind, name, key, value, entries, ffi.NULL), "creating a map")
+    try:
+        check(library().bpf_obj_pin(descriptor, str(path).encode()), "pinning it")
+    finally:
+        os.close(descriptor)
+    return path.stat().st_ino
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_map_of_another_kind_stays_and_new_ones_are_made_beside_it(
+    options: Options, other: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    former = serve(options)
+    name, *kind = OTHERS[other]
+    theirs = put_in_place(former / name, *kind)  # type: ignore[arg-type]
+    with pytest.raises(DataplaneError, match=f"holds other things than maps of hybrid-proxy: {name}"):
+        open_pinned_maps(former)
+    with pytest.raises(DataplaneError):
+        drain(options)
+    with caplog.at_level(logging.WARNING):
+        ours = serve(options)
+    assert ours != former
+    assert f"{former} holds other things than our maps, which are left alone: {name} (" in caplog.text
+    assert strangers(ours) == {}
+    assert [path.name for path in former.iterdir()] == [name]
+    assert (former / name).stat().st_ino == theirs
+    assert serve(options) == ours == folder_of(options), "the next agent adopts what the last one made"
+    clean(options)
+    assert not ours.exists()
+    assert (former / name).stat().st_ino == theirs
+
+
+@pytest.mark.root
+def test_a_map_whose_rows_are_laid_out_otherwise_is_not_adopted(options: Options, tmp_path: Path) -> None:
+    """Same name, type and sizes: only the types of its rows tell."""
+    former = serve(options)
+    renamed = ("abi.h", "\t__u32 reserved;\n\t__u32 failures;", "\t__u32 spare;\n\t__u32 failures;")
+    with closing(Object(other_objects(tmp_path, renamed) / "connect.bpf.o")) as other:
+        for program in other.program_names:
+            other.leave_out(program)
+        other.resize("backends", 64)
+        other.load()
+        (former / "backends").unlink()
+        with closing(other.map("backends")) as backends:
+            backends.pin(former / "backends")
+    assert strangers(former) == {"backends": "layout of the rows"}
+    assert serve(options) != former
+
+
+@pytest.mark.root
+def test_a_program_in_a_maps_place_is_left_alone(options: Options) -> None:
+    former = serve(options)
+    (former / "affinity").unlink()
+    with closing(Object(OBJECTS / "inspect.bpf.o")) as other:
+        other.load()
+        program = other.program("read_clock")
+        check(library().bpf_obj_pin(program, str(former / "affinity").encode()), "pinning it")
+    assert serve(options) != former
+    assert [path.name for path in former.iterdir()] == ["affinity"]
+    assert former_layouts(folder_of(options)) == [former]
+
+
+@pytest.mark.root
+def test_counters_of_another_version_are_made_anew_and_flows_go_on(options: Options) -> None:
+    former = serve(options)
+    flows = Map.pinned(former / "flows4")
+    flows.update(bytes(flows.key_size), bytes(flows.value_size))
+    put_in_place(former / "counters", PER_CPU_ARRAY, 4, 8, 7, b"counters")
+    assert serve(options) == former
+    with closing(Map.pinned(former / "flows4")) as adopted:
+        assert adopted.lookup(bytes(flows.key_size)) is not None
+    flows.close()
+
+
+# The fingerprint
+
+MOVES = {
+    "a-field-more": (
+        "abi.h",
+        "\t__u32 client[4];\n\t__u32 service;\n};",
+        "\t__u32 client[4];\n\t__u32 service, more;\n};",
+    ),
+    "a-field-with-another-name": ("abi.h", "\t__u32 reserved;\n\t__u32 failures;", "\t__u32 spare;\n\t__u32 failures;"),
+    "another-map-type": ("maps.h", "LRU_MAP(affinity", "HASH_MAP(affinity"),
+    "a-flag-with-another-number": ("abi.h", "FLOW_HAIRPIN = 1 << 1", "FLOW_HAIRPIN = 1 << 14"),
+    "another-meaning": ("abi.h", "ABI_VERSION = ", "ABI_VERSION = 1"),
+}
+STAYS = {
+    "another-size": ("maps.h", "LRU_MAP(fragments, struct fragment_key, struct fragments, 4096)",
+                     "LRU_MAP(fragments, struct fragment_key, struct fragments, 8192)"),
+    "a-counter-more": ("abi.h", "\tCOUNTERS", "\tCOUNT_MORE,\n\tCOUNTERS"),
+}  # fmt: skip
+
+
+def other_objects(folder: Path, edit: tuple[str, str, str]) -> Path:
+    return compiled(folder / "variant", edit)
+
+
+def fingerprint_of(objects: Path) -> str:
+    return fingerprint(shapes(objects), numbers(objects))
+
+
+@pytest.mark.parametrize("change", MOVES)
+def test_the_fingerprint_moves_with_the_layout_and_the_meaning(tmp_path: Path, change: str) -> None:
+    assert fingerprint_of(other_objects(tmp_path, MOVES[change])) != fingerprint(shapes(), stored_numbers())
+
+
+@pytest.mark.parametrize("change", STAYS)
+def test_the_fingerprint_stays_with_what_can_be_adopted(tmp_path: Path, change: str) -> None:
+    assert fingerprint_of(other_objects(tmp_path, STAYS[change])) == fingerprint(shapes(), stored_numbers())
