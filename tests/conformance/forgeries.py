@@ -1,0 +1,228 @@
+"""PURE. Packets that are not what they say, as values: who sends what, and whether the control lets it through.
+
+The control is mode nftables on a node with `rp_filter` 1: what the kernel's own checks and conntrack refuse there,
+no mode may deliver. It says nothing about sources of IPv6 but martian ones: the kernel has no reverse-path check there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from .packets import ACK, PUSH
+
+__all__ = ["CASES", "FLOWS", "FORMS", "SOURCES", "WAYS", "Case", "Flow", "Form"]
+
+Origin = Literal["pod", "wire"]
+Part = Literal["new", "client", "backend", "service", "direct", "error-to-client", "error-to-backend"]
+NOBODY, SOMEBODY, ANYBODY = "nobody", "somebody", "anybody"  # who gets it, with the control
+
+ATTACKER: Final[dict[Origin, str]] = {"pod": "pod3", "wire": "client"}
+
+# Sources of new flows: the name of a place or a service's way, or an address of each family.
+SOURCES: Final[dict[str, str | tuple[str, str]]] = {
+    "own": "own",
+    "pod": "pod1",
+    "backend": "pod2",
+    "remote-pod": "remote2",
+    "node": "node",
+    "node-second": ("192.168.77.22", "fd77::22"),
+    "client": "client",
+    "cluster-ip": "cluster",
+    "lb-ip": "lb",
+    "external-ip": "external",
+    "public": ("8.8.8.8", "2001:4860:4860::8888"),
+    "loopback": ("127.0.0.1", "::1"),
+    "any": ("0.0.0.0", "::"),
+    "this-net": ("0.1.2.3", "::7f00:1"),
+    "multicast": ("224.0.0.5", "ff02::5"),
+    "broadcast": ("255.255.255.255", "ff0e::1"),
+    "segment-broadcast": ("192.168.77.255", "ff05::2"),
+    "class-e": ("240.0.0.1", "fe80::1:2"),
+    "mapped": ("127.255.255.254", "::ffff:10.77.1.11"),
+}
+WAYS: Final = {  # address of a service, and who stands behind it
+    "cluster": ("one", "cluster"),
+    "cluster-far": ("far", "cluster"),
+    "lb": ("one", "lb"),  # of the client alone
+    "nodeport": ("one", "nodeport"),
+    "nodeport-local": ("local", "nodeport"),
+}
+
+
+@dataclass(frozen=True)
+class Flow:
+    """An established flow: from a place to a service's way."""
+
+    client: str
+    service: str
+    way: str
+    backend: str
+
+    @property
+    def inside(self) -> frozenset[str]:
+        """The ends that are beyond the wire: what they send comes from there."""
+        return frozenset(place for place in (self.client, self.backend) if place in {"client", "remote1"})
+
+
+FLOWS: Final = {
+    "pod-to-pod": Flow("pod1", "one", "cluster", "pod2"),
+    "pod-to-far": Flow("pod1", "far", "cluster", "remote1"),
+    "wire-to-pod": Flow("client", "one", "nodeport", "pod2"),
+    "wire-to-local": Flow("client", "local", "nodeport", "pod2"),
+    "wire-to-far": Flow("client", "far", "nodeport", "remote1"),
+    "node-to-pod": Flow("node", "one", "cluster", "pod2"),
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is wrong with a packet whose source is right. Fields are those of packets.py."""
+
+    header: dict[str, Any] = field(default_factory=dict)
+    datagram: dict[str, int] = field(default_factory=dict)
+    segment: dict[str, int] = field(default_factory=dict)
+    families: tuple[int, ...] = (4, 6)
+    protocols: tuple[str, ...] = ("tcp", "udp")
+    cut: int | None = None  # bytes that are left of what follows the IP header
+    frame: Literal["", "broadcast", "multicast", "other", "cut"] = ""  # its Ethernet header's target; cut: IP header cut
+    pieces: tuple[tuple[int, int | None], ...] = ()  # fragments: from, to, in bytes of what follows the IP header
+    reached: bool = True  # seen by an interface; else: answered
+
+
+OPTION = {"lsrr": bytes([131, 7, 4, 10, 77, 1, 12, 0]), "ssrr": bytes([137, 7, 4, 10, 77, 1, 12, 0]),
+          "record-route": bytes([7, 7, 4, 0, 0, 0, 0, 0]), "broken": bytes([7, 40, 4, 0, 0, 0, 0, 0])}  # fmt: skip
+PAD = bytes([0, 1, 4, 0, 0, 0, 0])  # an option that fills: after the number of what follows
+DISCARD = bytes([0, 0x41, 4, 0, 0, 0, 0])  # an option unknown to all, of the kind that discards the packet
+TYPE0 = bytes([2, 0, 1, 0, 0, 0, 0]) + bytes.fromhex("fd770001000000000000000000000012")
+FORMS: Final = {
+    "ip-checksum": Form({"check": 0xDEAD}, families=(4,)),
+    "ip-words-4": Form({"words": 4}, families=(4,)),
+    "ip-words-0": Form({"words": 0}, families=(4,)),
+    "ip-words-15": Form({"words": 15}, families=(4,)),
+    "version-5": Form({"version": 5}),
+    "version-other": Form({"version": 6}, families=(4,)),
+    "version-other6": Form({"version": 4}, families=(6,)),
+    "length-0": Form({"length": 0}),
+    "length-short": Form({"length": 12}),
+    "length-in-transport": Form({"length": 24}, families=(4,)),
+    "length-in-transport6": Form({"length": 4}, families=(6,)),
+    "length-long": Form({"length": 1400}),
+    "cut-in-ip": Form(frame="cut"),
+    "cut-in-transport": Form(cut=4),
+    "cut-no-transport": Form(cut=0),
+    "udp-length-0": Form(datagram={"length": 0}, protocols=("udp",)),
+    "udp-length-short": Form(datagram={"length": 7}, protocols=("udp",)),
+    "udp-length-long": Form(datagram={"length": 1400}, protocols=("udp",)),
+    "tcp-words-4": Form(segment={"words": 4}, protocols=("tcp",)),
+    "tcp-words-0": Form(segment={"words": 0}, protocols=("tcp",)),
+    "tcp-words-15": Form(segment={"words": 15}, protocols=("tcp",)),
+    "frame-broadcast": Form(frame="broadcast"),
+    "frame-multicast": Form(frame="multicast"),
+    "frame-of-others": Form(frame="other"),
+    "fragments-overlap": Form(pieces=((0, 32), (24, None)), reached=False),
+    "fragments-inside": Form(pieces=((0, 40), (8, 32), (40, None)), reached=False),
+    "fragments-tiny": Form(pieces=((0, 8), (8, 16), (16, 24), (24, None)), reached=False),
+    "fragments-first": Form(pieces=((0, 32),), reached=False),
+    "fragments-last": Form(pieces=((32, None),), reached=False),
+    "options-lsrr": Form({"options": OPTION["lsrr"]}, families=(4,)),
+    "options-ssrr": Form({"options": OPTION["ssrr"]}, families=(4,)),
+    "options-record": Form({"options": OPTION["record-route"]}, families=(4,)),
+    "options-broken": Form({"options": OPTION["broken"]}, families=(4,)),
+    "hop-by-hop": Form({"extensions": ((0, PAD),)}, families=(6,)),
+    "hop-by-hop-discard": Form({"extensions": ((0, DISCARD),)}, families=(6,)),
+    "hop-by-hop-late": Form({"extensions": ((60, PAD), (0, PAD))}, families=(6,)),
+    "destination-options": Form({"extensions": ((60, PAD),)}, families=(6,)),
+    "destination-discard": Form({"extensions": ((60, DISCARD),)}, families=(6,)),
+    "routing-0": Form({"extensions": ((43, TYPE0),)}, families=(6,)),
+    "many-extensions": Form({"extensions": ((60, PAD),) * 6}, families=(6,)),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One packet. `new`: it opens a flow by this way; else it belongs to this flow, as that part of it sends it."""
+
+    origin: Origin
+    family: int
+    protocol: str
+    part: Part
+    where: str  # of WAYS or FLOWS
+    source: str = "own"
+    form: str = ""
+    flags: int = ACK | PUSH
+    offset: int = 0  # of its sequence number from the one that is due
+
+    @property
+    def name(self) -> str:
+        """As in test ids."""
+        words = [self.origin, f"v{self.family}", self.protocol, self.part, self.where, self.source, self.form]
+        return "-".join(word for word in words if word)
+
+    @property
+    def sender(self) -> str:
+        """Whose interface it leaves."""
+        if self.part in {"client", "backend"} and self.form:
+            return getattr(FLOWS[self.where], self.part)
+        return ATTACKER[self.origin]
+
+    @property
+    def must_arrive(self) -> bool:
+        """Nothing is wrong with it: in every mode somebody gets it, or the rest proves nothing."""
+        return self.part == "new" and self.source == "own" and not self.form and (self.origin, self.where) != ("pod", "lb")
+
+
+def _cases() -> Iterator[Case]:
+    yield from _new_flows()
+    yield from _into_flows()
+    yield from _errors()
+    yield from _malformed()
+
+
+BOTH: Final = tuple(itertools.product((4, 6), ("tcp", "udp")))
+
+
+def _new_flows() -> Iterator[Case]:
+    for (family, protocol), source, way in itertools.product(BOTH, SOURCES, WAYS):
+        for origin in ("pod", "wire"):
+            if (origin, source) != ("wire", "client"):
+                yield Case(origin, family, protocol, "new", way, source)
+
+
+def _into_flows() -> Iterator[Case]:
+    parts: tuple[Part, ...] = ("client", "backend", "service", "direct")
+    for (family, protocol), (name, flow), part in itertools.product(BOTH, FLOWS.items(), parts):
+        for origin in ("pod", "wire"):
+            owner = {"client": flow.client, "direct": flow.client, "backend": flow.backend, "service": ""}[part]
+            if not (origin == "wire" and owner in flow.inside):
+                yield Case(origin, family, protocol, part, name, source="")
+
+
+ERRORS: Final[tuple[Part, ...]] = ("error-to-client", "error-to-backend")
+
+
+def _errors() -> Iterator[Case]:
+    for (family, protocol), (name, flow), source in itertools.product(BOTH, FLOWS.items(), ("own", "node", "loopback")):
+        for origin in ("pod", "wire"):
+            for part in ERRORS:
+                yield Case(origin, family, protocol, part, name, source)
+
+
+def _malformed() -> Iterator[Case]:
+    for name, form in FORMS.items():
+        for family, protocol in itertools.product(form.families, form.protocols):
+            for where in ("cluster", "cluster-far"):
+                yield Case("pod", family, protocol, "new", where, form=name)
+            for where in ("nodeport", "nodeport-local"):
+                yield Case("wire", family, protocol, "new", where, form=name)
+            if form.pieces and protocol == "tcp":
+                continue
+            yield Case("pod", family, protocol, "client", "pod-to-pod", form=name)
+            yield Case("pod", family, protocol, "backend", "wire-to-pod", form=name)
+            yield Case("wire", family, protocol, "client", "wire-to-pod", form=name)
+            yield Case("wire", family, protocol, "client", "wire-to-far", form=name)
+
+
+CASES: Final = tuple(_cases())
