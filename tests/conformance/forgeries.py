@@ -16,13 +16,14 @@ from .packets import ACK, PUSH
 __all__ = ["CASES", "FLOWS", "FORMS", "SOURCES", "WAYS", "Case", "Flow", "Form"]
 
 Origin = Literal["pod", "wire"]
-Part = Literal["new", "client", "backend", "service", "direct", "error-to-client", "error-to-backend"]
+Part = Literal["new", "client", "backend", "service", "direct", "error-to-client", "error-to-backend",
+               "error-to-service", "error-to-peer"]  # fmt: skip
 NOBODY, SOMEBODY, ANYBODY = "nobody", "somebody", "anybody"  # who gets it, with the control
 
 ATTACKER: Final[dict[Origin, str]] = {"pod": "pod3", "wire": "client"}
 
-# Sources of new flows: the name of a place or a service's way, or an address of each family.
-SOURCES: Final[dict[str, str | tuple[str, str]]] = {
+# Sources of new flows: a place's address, that of a service's way, or one of each family (None: there is no such).
+SOURCES: Final[dict[str, str | tuple[str | None, str | None]]] = {
     "own": "own",
     "pod": "pod1",
     "backend": "pod2",
@@ -35,13 +36,17 @@ SOURCES: Final[dict[str, str | tuple[str, str]]] = {
     "external-ip": "external",
     "public": ("8.8.8.8", "2001:4860:4860::8888"),
     "loopback": ("127.0.0.1", "::1"),
-    "any": ("0.0.0.0", "::"),
-    "this-net": ("0.1.2.3", "::7f00:1"),
+    "loopback-other": ("127.255.255.254", None),
+    "unspecified": ("0.0.0.0", "::"),
+    "this-network": ("0.1.2.3", None),
+    "link-local": ("169.254.7.7", "fe80::7:7"),
     "multicast": ("224.0.0.5", "ff02::5"),
-    "broadcast": ("255.255.255.255", "ff0e::1"),
-    "segment-broadcast": ("192.168.77.255", "ff05::2"),
-    "class-e": ("240.0.0.1", "fe80::1:2"),
-    "mapped": ("127.255.255.254", "::ffff:10.77.1.11"),
+    "multicast-global": ("239.1.2.3", "ff0e::1"),
+    "broadcast": ("255.255.255.255", None),
+    "segment-broadcast": ("192.168.77.255", None),
+    "class-e": ("240.0.0.1", None),
+    "mapped": (None, "::ffff:10.77.1.11"),
+    "compatible": (None, "::10.77.1.11"),
 }
 WAYS: Final = {  # address of a service, and who stands behind it
     "cluster": ("one", "cluster"),
@@ -62,7 +67,7 @@ class Flow:
     backend: str
 
     @property
-    def inside(self) -> frozenset[str]:
+    def outside(self) -> frozenset[str]:
         """The ends that are beyond the wire: what they send comes from there."""
         return frozenset(place for place in (self.client, self.backend) if place in {"client", "remote1"})
 
@@ -141,6 +146,10 @@ FORMS: Final = {
 }
 
 
+PASSING: Final = {"fragments-inside", "fragments-tiny", "options-record", "hop-by-hop", "hop-by-hop-late",
+                  "destination-options", "destination-discard", "routing-0", "many-extensions"}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Case:
     """One packet. `new`: it opens a flow by this way; else it belongs to this flow, as that part of it sends it."""
@@ -174,6 +183,56 @@ class Case:
         return self.part == "new" and self.source == "own" and not self.form and (self.origin, self.where) != ("pod", "lb")
 
 
+    def control(self) -> str:
+        """Who gets it in mode nftables, where `rp_filter` is 1."""
+        if self.form:
+            return _well_formed(self)
+        if self.part == "new":
+            return _new_flow_of(self)
+        return _error_about(self) if self.part in ERRORS else _into_flow_of(self)
+
+
+def _well_formed(case: Case) -> str:
+    """Fragments are put together by conntrack and count by their answer, which a test may miss."""
+    if case.form not in PASSING:
+        return NOBODY
+    return SOMEBODY if FORMS[case.form].reached else ANYBODY
+
+
+def _new_flow_of(case: Case) -> str:
+    """The reverse path is asked for at IPv4 alone (`rp_filter`); of IPv6 the kernel refuses martian sources, and those
+    of a scope that ends here, but the latter not where a packet leaves by the interface that it came in at.
+    """
+    if case.where == "lb":  # the ranges let the client in
+        passes = case.source == ("own" if case.origin == "wire" else "client") and (case.family, case.origin) != (4, "pod")
+    elif case.family == 4:
+        passes = case.source == "own" if case.origin == "pod" else case.source in BY_DEFAULT_ROUTE
+    else:
+        narrow = case.source in {"unspecified", "link-local"} and (case.origin, case.where) != ("wire", "cluster-far")
+        passes = not (narrow or case.source in MARTIANS6)
+    return SOMEBODY if passes else NOBODY
+
+
+def _into_flow_of(case: Case) -> str:
+    """A service's address is routed by the uplink as any other: from there its packets may come to a pod."""
+    flow = FLOWS[case.where]
+    if case.family == 4:
+        passes = case.origin == "wire" and case.part == "service" and flow.client not in flow.outside
+    else:
+        passes = True
+    if passes and flow.client == "node" and case.part in {"backend", "service"}:
+        return ANYBODY  # it ends at a socket of the node, which may say nothing
+    return SOMEBODY if passes else NOBODY
+
+
+def _error_about(case: Case) -> str:
+    """Any router may send one, from its own address; conntrack must know what it quotes as others see it."""
+    passes = case.part in {"error-to-peer", "error-to-service"} and case.source in ({"own"} if case.family == 4 else {"own", "node"})
+    if passes and FLOWS[case.where].client == "node" and case.part == "error-to-peer":
+        return ANYBODY  # as above
+    return SOMEBODY if passes else NOBODY
+
+
 def _cases() -> Iterator[Case]:
     yield from _new_flows()
     yield from _into_flows()
@@ -181,13 +240,17 @@ def _cases() -> Iterator[Case]:
     yield from _malformed()
 
 
+BY_DEFAULT_ROUTE: Final = {"own", "remote-pod", "cluster-ip", "lb-ip", "external-ip", "public", "this-network", "class-e",
+                          "link-local"}  # fmt: skip
+MARTIANS6: Final = {"loopback", "multicast", "multicast-global"}
 BOTH: Final = tuple(itertools.product((4, 6), ("tcp", "udp")))
 
 
 def _new_flows() -> Iterator[Case]:
     for (family, protocol), source, way in itertools.product(BOTH, SOURCES, WAYS):
         for origin in ("pod", "wire"):
-            if (origin, source) != ("wire", "client"):
+            known = SOURCES[source]
+            if (origin, source) != ("wire", "client") and (isinstance(known, str) or known[family == 6]):
                 yield Case(origin, family, protocol, "new", way, source)
 
 
@@ -196,11 +259,13 @@ def _into_flows() -> Iterator[Case]:
     for (family, protocol), (name, flow), part in itertools.product(BOTH, FLOWS.items(), parts):
         for origin in ("pod", "wire"):
             owner = {"client": flow.client, "direct": flow.client, "backend": flow.backend, "service": ""}[part]
-            if not (origin == "wire" and owner in flow.inside):
+            if not (origin == "wire" and owner in flow.outside):
                 yield Case(origin, family, protocol, part, name, source="")
 
 
-ERRORS: Final[tuple[Part, ...]] = ("error-to-client", "error-to-backend")
+# Errors about what an end sent, to where it comes from as others see it, and as only the end itself and the node do.
+ERRORS: Final[dict[Part, str]] = {"error-to-peer": "peer", "error-to-service": "service",
+                                  "error-to-client": "client", "error-to-backend": "backend"}  # fmt: skip
 
 
 def _errors() -> Iterator[Case]:

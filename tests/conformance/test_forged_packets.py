@@ -29,9 +29,9 @@ from dataplane.kernel.links import read_node
 from tests.frames import Receiver, fill_in_checksums
 
 from .conftest import new_lab, route_services, serve
-from .forgeries import CASES, ERRORS, FLOWS, FORMS, SOURCES, WAYS, Case, Form
+from .forgeries import CASES, ERRORS, FLOWS, FORMS, NOBODY, SOMEBODY, SOURCES, WAYS, Case, Form
 from .kit import HTTP, PATIENCE, UDP, V4, V6, Bench, Service, eventually, node_manifest
-from .packets import SYN, Header, Read, datagram, ether, icmp_error, packet, read, segment
+from .packets import RST, SYN, Header, Read, datagram, ether, icmp_error, packet, read, segment
 from .test_rows import target_of
 from .world import CLIENT_ONLY, LOCAL, SECOND
 
@@ -129,9 +129,8 @@ class Attack:
         return door.send, (to, own)
 
     def _key(self, case: Case) -> Any:
-        """TCP takes what fits into its window: each case gets a connection of its own. Datagrams change nothing."""
-        alone = case.part not in ERRORS and (case.protocol == "tcp" or (case.form and not FORMS[case.form].reached))
-        return case if alone else (case.family, case.protocol, case.where)
+        """What is forged may change a flow, so each case has its own; errors about one change nothing."""
+        return (case.family, case.protocol, case.where) if case.part in ERRORS else case
 
     def _talk(self, case: Case, stack: ExitStack) -> None:
         if self._key(case) in self.talks:
@@ -207,7 +206,7 @@ class Attack:
     def _address(self, case: Case) -> str:
         known = SOURCES[case.source]
         if isinstance(known, tuple):
-            return known[case.family == 6]
+            return known[case.family == 6] or ""
         if known in {"cluster", "lb", "external"}:
             return target_of(self.bench, self.services["one", case.protocol], known, _family(case))[0]
         return self.lab[case.sender if known == "own" else known].address(_family(case))
@@ -219,8 +218,8 @@ class Attack:
         return self.due.get(ends[case.part]) or self.due.get(ends[alias]) or self.due[ends["peer"]]
 
     def _error(self, case: Case, token: bytes) -> tuple[int, Header, bytes]:
-        """Port unreachable, about what the client sent, or what the backend did."""
-        ends = self.talks[self._key(case)].ends["client" if case.part == "error-to-client" else "backend"]
+        """Port unreachable, to whom it quotes."""
+        ends = self.talks[self._key(case)].ends[ERRORS[case.part]]
         inner = Header(ends[0][0], ends[1][0])
         ports = ends[0][1], ends[1][1]
         quoted = (datagram(inner, ports, token) if case.protocol == "udp" else
@@ -240,12 +239,13 @@ class Attack:
         token = TOKEN.search(frame)
         if token:
             case = self.cases[int(token[1])]
-            if not case.form or FORMS[case.form].reached:
+            refusal = place == case.sender and told and told.quoted and case.part not in ERRORS
+            if not refusal and (not case.form or FORMS[case.form].reached):
                 self._saw(case, place, told)
             return
         for about in (told, told.quoted if told else None):
             case = self.owners.get((about.protocol, about.source, about.target)) if about else None
-            if case:
+            if case and not (place == case.sender and (about is not told or told.flags & RST)):
                 self._saw(case, place, told)
 
     def _saw(self, case: Case, place: str, told: Read | None) -> None:
@@ -296,3 +296,17 @@ def attacked(mode: str, cases: tuple[Case, ...], *flags: str) -> Iterator[Attack
                 bench.agent.terminate()
             cleaned = bench.agent.cleanup()
             assert cleaned.returncode == 0, cleaned.stderr
+
+
+@pytest.fixture(scope="module")
+def attack(mode: str) -> Iterator[Attack]:
+    with attacked(mode, CASES) as made:
+        yield made
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_forged(attack: Attack, mode: str, case: Case) -> None:
+    seen, control = attack.seen[case], case.control()
+    assert not (control == NOBODY and seen), f"nobody should get it: {'; '.join(seen[:3])}"
+    if case.must_arrive or (control == SOMEBODY and mode == "nftables"):
+        assert seen, "nobody got it"
