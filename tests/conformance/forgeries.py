@@ -92,7 +92,9 @@ class Form:
     families: tuple[int, ...] = (4, 6)
     protocols: tuple[str, ...] = ("tcp", "udp")
     cut: int | None = None  # bytes that are left of what follows the IP header
-    frame: Literal["", "broadcast", "multicast", "other", "cut"] = ""  # its Ethernet header's target; cut: IP header cut
+    frame: Literal["", "broadcast", "multicast", "other", "cut"] = (
+        ""  # its Ethernet header's target; cut: IP header cut
+    )
     pieces: tuple[tuple[int, int | None], ...] = ()  # fragments: from, to, in bytes of what follows the IP header
     reached: bool = True  # seen by an interface; else: answered
 
@@ -180,8 +182,31 @@ class Case:
     @property
     def must_arrive(self) -> bool:
         """Nothing is wrong with it: in every mode somebody gets it, or the rest proves nothing."""
-        return self.part == "new" and self.source == "own" and not self.form and (self.origin, self.where) != ("pod", "lb")
+        return (
+            self.part == "new" and self.source == "own" and not self.form and (self.origin, self.where) != ("pod", "lb")
+        )
 
+    @property
+    def row(self) -> tuple[str, str]:
+        """Of docs/conformance.md."""
+        if self.form:
+            return "2.29", "malformed packets go where the kernel lets them"
+        if self.part == "new":
+            return "2.27", "a forged source opens no flow that rp_filter=1 would not let in"
+        return "2.28", "what is forged into another's flow goes nowhere that rp_filter=1 would not let it"
+
+    @property
+    def is_core(self) -> bool:
+        """On the short list, for slow machines."""
+        if self.form:
+            return self.part == "new" and self.where in {"cluster", "nodeport"}
+        return self.where in {"cluster", "nodeport", "pod-to-pod", "wire-to-pod"} and self.protocol == "udp"
+
+    def wanted(self, mode: str) -> str:
+        """Who gets it at most, and with the control at least."""
+        if not self.form and (self.protocol, self.part) in BY_MODE.get(mode, ()):
+            return ANYBODY
+        return self.control()
 
     def control(self) -> str:
         """Who gets it in mode nftables, where `rp_filter` is 1."""
@@ -204,7 +229,10 @@ def _new_flow_of(case: Case) -> str:
     of a scope that ends here, but the latter not where a packet leaves by the interface that it came in at.
     """
     if case.where == "lb":  # the ranges let the client in
-        passes = case.source == ("own" if case.origin == "wire" else "client") and (case.family, case.origin) != (4, "pod")
+        passes = case.source == ("own" if case.origin == "wire" else "client") and (case.family, case.origin) != (
+            4,
+            "pod",
+        )
     elif case.family == 4:
         passes = case.source == "own" if case.origin == "pod" else case.source in BY_DEFAULT_ROUTE
     else:
@@ -226,11 +254,14 @@ def _into_flow_of(case: Case) -> str:
 
 
 def _error_about(case: Case) -> str:
-    """Any router may send one, from its own address; conntrack must know what it quotes as others see it."""
-    passes = case.part in {"error-to-peer", "error-to-service"} and case.source in ({"own"} if case.family == 4 else {"own", "node"})
-    if passes and FLOWS[case.where].client == "node" and case.part == "error-to-peer":
-        return ANYBODY  # as above
-    return SOMEBODY if passes else NOBODY
+    """Any router may send one, from its own address. Conntrack knows what it quotes as others see it; what quotes
+    anything else goes by as any packet, or is dropped as invalid.
+    """
+    if case.source not in ({"own"} if case.family == 4 else {"own", "node"}):
+        return NOBODY
+    known = case.part in {"error-to-peer", "error-to-service"}
+    seen = FLOWS[case.where].client != "node" or case.part != "error-to-peer"
+    return SOMEBODY if known and seen else ANYBODY
 
 
 def _cases() -> Iterator[Case]:
@@ -240,9 +271,12 @@ def _cases() -> Iterator[Case]:
     yield from _malformed()
 
 
-BY_DEFAULT_ROUTE: Final = {"own", "remote-pod", "cluster-ip", "lb-ip", "external-ip", "public", "this-network", "class-e",
-                          "link-local"}  # fmt: skip
+BY_DEFAULT_ROUTE: Final = {"own", "remote-pod", "cluster-ip", "lb-ip", "external-ip", "public", "this-network",
+                          "class-e", "link-local"}  # fmt: skip
 MARTIANS6: Final = {"loopback", "multicast", "multicast-global"}
+# What a mode cannot do otherwise. Userspace: a relay's socket is connected to the backend, and the kernel finds such a
+# socket of UDP before it asks for the reverse path (udp_v4_early_demux), as for every process.
+BY_MODE: Final = {"userspace": frozenset({("udp", "backend")})}
 BOTH: Final = tuple(itertools.product((4, 6), ("tcp", "udp")))
 
 
@@ -269,7 +303,7 @@ ERRORS: Final[dict[Part, str]] = {"error-to-peer": "peer", "error-to-service": "
 
 
 def _errors() -> Iterator[Case]:
-    for (family, protocol), (name, flow), source in itertools.product(BOTH, FLOWS.items(), ("own", "node", "loopback")):
+    for (family, protocol), name, source in itertools.product(BOTH, FLOWS, ("own", "node", "loopback")):
         for origin in ("pod", "wire"):
             for part in ERRORS:
                 yield Case(origin, family, protocol, part, name, source)

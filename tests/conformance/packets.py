@@ -7,7 +7,21 @@ import struct
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-__all__ = ["FIN", "ACK", "PUSH", "RST", "SYN", "Header", "Read", "datagram", "ether", "icmp_error", "packet", "read", "segment"]
+__all__ = [
+    "FIN",
+    "ACK",
+    "PUSH",
+    "RST",
+    "SYN",
+    "Header",
+    "Read",
+    "datagram",
+    "ether",
+    "icmp_error",
+    "packet",
+    "read",
+    "segment",
+]
 
 FIN, SYN, RST, PUSH, ACK = 0x01, 0x02, 0x04, 0x08, 0x10
 TCP, UDP, ICMP, ICMP6 = socket.IPPROTO_TCP, socket.IPPROTO_UDP, socket.IPPROTO_ICMP, socket.IPPROTO_ICMPV6
