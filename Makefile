@@ -5,7 +5,7 @@ PYTHON   := $(VENV)/bin/python
 OBJECTS  := dataplane/modes/ebpf/objects
 SOURCES  := $(wildcard bpf/*.bpf.c)
 HEADERS  := $(wildcard bpf/*.h)
-BUILT    := $(patsubst bpf/%.bpf.c,$(OBJECTS)/%.bpf.o,$(SOURCES)) dataplane/modes/ebpf/_abi.py
+BUILT    := $(patsubst bpf/%.bpf.c,$(OBJECTS)/%.bpf.o,$(SOURCES)) dataplane/modes/ebpf/_abi.py dataplane/kernel/_libbpf.py
 APT      := iproute2 util-linux clang llvm clang-format bpftool libbpf-dev libbpf1 linux-libc-dev libc6-dev gcc make python3-venv python3-dev nftables libnftables1 iptables
 APT_LAB  := shellcheck tmux vagrant systemd debian-archive-keyring libseccomp2
 APT_COMPARE := wrk iperf3 chromium fonts-dejavu-core
@@ -95,6 +95,10 @@ $(OBJECTS)/abi.h: bpf/abi.h
 # PYTHON has cffi: that of the virtual environment, or the one that builds the package (setup.py).
 dataplane/modes/ebpf/_abi.py: dataplane/modes/ebpf/abi_build.py $(OBJECTS)/abi.h
 	$(Q)$(PYTHON) -P $^ $@
+
+dataplane/kernel/_libbpf.py: dataplane/kernel/libbpf_build.py
+	$(Q)$(PYTHON) -P $< $@
+	@touch $@
 
 # Programs that only benchmarks use: they ask for these files themselves.
 build/%.bpf.o: %.bpf.c $(HEADERS)

@@ -1,10 +1,12 @@
 """Builds `dataplane.kernel._libbpf`: what we call of libbpf, and the system call itself, for cffi's ABI mode.
 
-The declarations are parsed when the package is built. A process that parses them itself needs pycparser for that: 1 MB
-and 50 ms of imports, with those of `bpf/abi.h`.
+The declarations are parsed when the package is built, and by `make bpf` when they have changed since. A process that
+parses them itself needs pycparser for that: 1 MB and 50 ms of imports, with those of `bpf/abi.h`.
 """
 
 from __future__ import annotations
+
+import sys
 
 from cffi import FFI
 
@@ -91,3 +93,6 @@ builder.cdef(  # of types, bpf/btf.h and linux/btf.h
 )
 builder.cdef("long syscall(long number, ...);")
 builder.set_source("dataplane.kernel._libbpf", None)
+
+if __name__ == "__main__":
+    builder.emit_python_code(sys.argv[1])
