@@ -20,7 +20,7 @@ import msgspec
 import dataplane.modes
 from controller.errors import ConfigError
 from controller.parse import canonical_address, canonical_cidr, family_of
-from controller.semantics import Settings
+from controller.semantics import NODE_PORT_KEYWORDS, Settings
 from dataplane.balancing import ALGORITHMS, ALIASES
 from dataplane.mode import Options
 from dataplane.table import Detect
@@ -509,13 +509,15 @@ def _cluster_cidrs(given: _Flags) -> tuple[str, ...]:
 
 
 def _node_port_addresses(given: _Flags) -> tuple[str, ...]:
-    """Nothing given means primary for node ports, and every address for health checks."""
+    """CIDRs and keywords in any mix. Nothing given means primary for node ports, every address for health checks."""
     items = given.items("nodeport_addresses")
-    if not items or set(items) == {"primary"}:
-        return items
-    if "primary" in items:
-        given.fail("nodeport_addresses", "can't use both 'primary' and CIDRs")
-    return given.cidrs("nodeport_addresses")
+    try:
+        chosen = tuple(dict.fromkeys(i if i in NODE_PORT_KEYWORDS else canonical_cidr(i) for i in items))
+    except ValueError as error:
+        given.fail("nodeport_addresses", f"{error}, nor one of {', '.join(NODE_PORT_KEYWORDS)}")
+    if "localhost" in chosen:
+        given.warn("nodeport_addresses", "node ports are not served at loopback addresses yet, in any mode")
+    return chosen
 
 
 def _bind_address(given: _Flags) -> tuple[str, ...]:

@@ -385,8 +385,8 @@ class KubeProxyConfiguration(_Loose, frozen=True):
     ] = msgspec.field(default="", name="clusterCIDR")  # fmt: skip
     node_port_addresses: Annotated[
         tuple[str, ...],
-        _is("The node's addresses that serve node ports: CIDRs, or `primary` alone (default: primary, in every mode)",
-            "nodeport_addresses", "nodeport-addresses"),
+        _is("The node's addresses that serve node ports: CIDRs, `primary`, `localhost` (nothing is served there yet) "
+            "and `all`, in any mix (default: primary, in every mode)", "nodeport_addresses", "nodeport-addresses"),
     ] = ()  # fmt: skip
     oom_score_adj: Annotated[
         int,

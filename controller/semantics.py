@@ -22,7 +22,7 @@ Where kube-proxy's modes disagree there is one answer, and docs/differences.md l
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from ipaddress import ip_address, ip_network
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from typing import Final
 
 import msgspec
@@ -32,8 +32,8 @@ from dataplane.balancing import canonical
 from dataplane.table import Backend, Detect, Entry, Frontend, Kind, Masquerade, NodeNetwork, Protocol, Route, WhenEmpty
 
 __all__ = [
-    "ALGORITHM_ANNOTATION", "HealthCheck", "Settings", "detects", "entries", "family_text", "health_addresses",
-    "health_check", "node_network", "primary_of",
+    "ALGORITHM_ANNOTATION", "NODE_PORT_KEYWORDS", "HealthCheck", "Settings", "detects", "entries", "family_text",
+    "health_addresses", "health_check", "node_network", "primary_of",
 ]  # fmt: skip
 
 ALGORITHM_ANNOTATION: Final = "hybrid-proxy.io/algorithm"
@@ -44,11 +44,15 @@ NO_ENDPOINTS: Final = "the service has no endpoints"
 NONE_USABLE: Final = "no endpoint is ready, and none serves while it terminates"
 
 
+# As kube-proxy 1.37 has them: this node's own addresses by its Node object, the loopback addresses, every address.
+NODE_PORT_KEYWORDS: Final = ("primary", "localhost", "all")
+
+
 class Settings(msgspec.Struct, frozen=True):
     """The settings that change what a Service means; names and defaults follow kube-proxy's.
 
-    `node_port_addresses` is a list of CIDRs or exactly `("primary",)`; empty means primary, but see
-    `health_addresses`. `primary` overrides the node's primary address of its family (kube-proxy's `bindAddress`).
+    `node_port_addresses` has CIDRs and `NODE_PORT_KEYWORDS`; empty means primary, but see `health_addresses`.
+    `primary` overrides the node's primary address of its family (kube-proxy's `bindAddress`).
     `algorithms` are the names that the annotation `hybrid-proxy.io/algorithm` may choose from, `algorithm` is what
     services without it get; the table has the canonical ones (`dataplane.balancing`).
     """
@@ -141,11 +145,20 @@ def _node_port_addresses(
 ) -> tuple[str, ...]:
     """The node's addresses that serve node ports; loopback and IPv6 link-local never do."""
     usable = [a for a in map(ip_address, addresses) if not (a.version == 6 and a.is_link_local)]
-    if not wanted or wanted == ("primary",):
-        return tuple(str(a) for a in usable if str(a) in primary)
-    networks = [ip_network(cidr, strict=False) for cidr in wanted]
-    limited = {n.version for n in networks}  # a family without a CIDR is not restricted
-    return tuple(str(a) for a in usable if a.version not in limited or any(a in n for n in networks))
+    keywords = {word for word in wanted if word in NODE_PORT_KEYWORDS} if wanted else {"primary"}
+    if "all" in keywords:
+        return tuple(map(str, usable))
+    networks = _networks(wanted)
+    # A family without a CIDR is not restricted, as in kube-proxy; a keyword is about both.
+    limited = {4, 6} if keywords else {n.version for n in networks}
+    chosen = primary if "primary" in keywords else ()
+    return tuple(
+        str(a) for a in usable if a.version not in limited or str(a) in chosen or any(a in n for n in networks)
+    )
+
+
+def _networks(wanted: Iterable[str]) -> list[IPv4Network | IPv6Network]:
+    return [ip_network(cidr, strict=False) for cidr in wanted if cidr not in NODE_PORT_KEYWORDS]
 
 
 def detects(network: NodeNetwork, family: int) -> bool:
@@ -217,15 +230,15 @@ def health_addresses(settings: Settings, network: NodeNetwork) -> tuple[str, ...
     As kube-proxy's iptables mode: at every address unless `node_port_addresses` names some. Load balancers that ask
     at their own IP (Google Cloud's) depend on it.
     """
-    if not settings.node_port_addresses or not network.node_port_addresses:
+    wanted = settings.node_port_addresses
+    found = network.node_port_addresses + ((_LOOPBACK,) if "localhost" in wanted else ())
+    if not wanted or not found or "all" in wanted or any(cidr.endswith("/0") for cidr in wanted):
         return (_EVERYWHERE,)
-    everywhere = {cidr for cidr in settings.node_port_addresses if cidr.endswith("/0")}
-    if everywhere:
-        return (_EVERYWHERE,)
-    return network.node_port_addresses
+    return found
 
 
 _EVERYWHERE: Final = "0.0.0.0"  # noqa: S104 (kube-proxy's default)
+_LOOPBACK: Final = "127.0.0.1"
 
 
 # One service

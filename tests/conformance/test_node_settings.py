@@ -147,6 +147,15 @@ def test_node_ports_only_at_the_chosen_addresses(field: Lab, mode: str) -> None:
             assert observe(bench, other, "refused").is_("refused", "client"), "served at an address that is excluded"
 
 
+@pytest.mark.row("3.4", "nodePortAddresses: keywords and CIDRs in any mix")
+def test_node_ports_at_addresses_by_keyword_and_by_cidr(field: Lab, mode: str) -> None:
+    with agent_with(field, mode, f"--nodeport-addresses=localhost,{SUBNETS},primary") as (bench, services):
+        for family in (V4, V6):
+            for address in (SECOND[family != V4], field["node"].address(family)):
+                seen = observe(bench, Probe("client", (address, services["far"].node_port), STREAM), node("remote1"))
+                assert seen.is_(node("remote1"), "client"), (address, seen)
+
+
 @pytest.mark.core
 @pytest.mark.row("3.9", "no endpoints: at an address that is excluded the node's own port is left alone")
 def test_an_excluded_address_refuses_for_no_service(field: Lab, mode: str) -> None:

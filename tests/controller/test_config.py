@@ -79,6 +79,8 @@ GOOD = [
     pytest.param("--pod-bridge-interface=cni0", "settings.pod_interface", "", id="bridge without its mode"),
     pytest.param("--nodeport-addresses=primary", "settings.node_port_addresses", ("primary",), id="3.3 primary"),
     pytest.param("--nodeport-addresses=",  "settings.node_port_addresses", (),                     id="3.1 default"),
+    pytest.param("--nodeport-addresses=all,10.0.0.0/8,localhost,primary", "settings.node_port_addresses",
+                 ("all", "10.0.0.0/8", "localhost", "primary"), id="3.4 keywords and CIDRs"),
     pytest.param("--nodeport-addresses=10.0.0.0/8,fd00::/8", "settings.node_port_addresses", ("10.0.0.0/8", "fd00::/8"),
                  id="3.2 CIDRs"),
     pytest.param("--masquerade-all",       "settings.masquerade_all", True,                   id="switch"),
@@ -147,8 +149,8 @@ BAD = [
                  id="no prefix"),
     pytest.param("--detect-local-mode=BridgeInterface --pod-bridge-interface=sixteen-letters-",
                  "is not the name of an interface", id="long name"),
-    pytest.param("--nodeport-addresses=primary,10.0.0.0/8",
-                 "--nodeport-addresses 'primary,10.0.0.0/8': can't use both 'primary' and", id="3.4 mixed"),
+    pytest.param("--nodeport-addresses=primary,ten",
+                 "'primary,ten': 'ten' is not a CIDR such as 10.0.0.0/8 or fd00::/8, nor one of primary,", id="3.4"),
     pytest.param("--nodeport-addresses=Primary",      "'Primary' is not a CIDR",            id="primary in upper case"),
     pytest.param("--masquerade-all=yes",              "--masquerade-all 'yes': is not true or false", id="switch"),
     pytest.param("--iptables-masquerade-bit=32", "--iptables-masquerade-bit '32': is not a whole number from 0 to 31",
@@ -219,3 +221,9 @@ def test_modes_are_found_in_their_folder(tmp_path: Path, monkeypatch: pytest.Mon
 def test_flag_names_are_not_cut_short() -> None:
     with pytest.raises(SystemExit):
         cli.parser().parse_args(["run", "--cluster", "10.0.0.0/8"])
+
+
+def test_localhost_is_taken_with_a_warning():
+    (warning,) = from_flags({"nodeport_addresses": "primary,localhost", "hostname_override": "a"}).warnings
+    assert "nodeport-addresses" in warning
+    assert "loopback" in warning

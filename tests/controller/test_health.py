@@ -217,6 +217,9 @@ class TestWhoCounts:
         pytest.param(("primary",), ("192.168.0.1",), id="primary: as its nftables mode"),
         pytest.param(("10.0.0.0/8",), ("10.0.0.5",), id="some"),
         pytest.param(("0.0.0.0/0", "::/0"), ("0.0.0.0",), id="all"),
+        pytest.param(("all", "primary"), ("0.0.0.0",), id="all, by its name"),
+        pytest.param(("primary", "localhost"), ("192.168.0.1", "127.0.0.1"), id="primary and loopback"),
+        pytest.param(("localhost",), ("127.0.0.1",), id="loopback alone"),
         pytest.param(("172.16.0.0/12",), ("0.0.0.0",), id="none of this node's: everywhere, as kube-proxy"),
     ],
 )

@@ -26,6 +26,12 @@ NODE_PORTS = [
     pytest.param(("127.0.0.0/8", "::1/128"),        ON, [],                                                                 id="loopback is never served"),
     pytest.param(("172.16.0.0/12", "fd09::/64"),    ON, [],                                                                 id="no address of the node inside"),
     pytest.param(("192.168.0.0/24", "fd01::/64"),   (), ["192.168.0.1", "192.168.0.9", "fd01::1"],                          id="interfaces unknown: the Node's addresses stand in"),
+    pytest.param(("primary", "10.0.0.0/8"),         ON, ["10.0.0.5", "192.168.0.1", "fd01::1"],                             id="primary and a CIDR"),
+    pytest.param(("primary", "localhost"),          ON, ["192.168.0.1", "fd01::1"],                                         id="primary and localhost"),
+    pytest.param(("localhost",),                    ON, [],                                                                 id="localhost alone, which is not served yet"),
+    pytest.param(("localhost", "fd03::/64"),        ON, ["fd03::3"],                                                        id="localhost is about both families"),
+    pytest.param(("all",),                          ON, ["10.0.0.5", "169.254.3.3", "192.168.0.1", "fd01::1", "fd03::3"],   id="all"),
+    pytest.param(("fd03::/64", "all", "primary"),   ON, ["10.0.0.5", "169.254.3.3", "192.168.0.1", "fd01::1", "fd03::3"],   id="all and others"),
     pytest.param(("primary",),                 WITHOUT, ["192.168.0.1", "fd01::1"],                                         id="a primary address that no interface carries (1:1 NAT)"),
 ]
 # fmt: on
