@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -169,6 +170,7 @@ def _status_lines(status: dict[str, Any]) -> Iterable[str]:
     yield f"  {status['services']} services from {source['description']}" + (
         "" if source["healthy"] else f" — {source['message']}"
     )
+    yield from _kind_lines(source["kinds"])
     if status["ready_seconds"] is not None:
         change = status["change_seconds"]
         latency = (
@@ -204,6 +206,19 @@ def _status_lines(status: dict[str, Any]) -> Iterable[str]:
         yield f"  refused: {problem['message']} ({problem['where']})"
     for service, sentences in status["conflicts"].items():
         yield from (f"  conflict: {service}: {sentence}" for sentence in sentences)
+
+
+def _kind_lines(kinds: list[dict[str, Any]]) -> Iterable[str]:
+    """How each kind of objects is read; in one line when nothing is missing."""
+    good = [row["kind"] for row in kinds if row["state"] == "read"]
+    if good:
+        yield f"    read: {', '.join(f'{kind}s' for kind in good)}"
+    for row in kinds:
+        if row["state"] == "read":
+            continue
+        since = time.strftime("%H:%M:%S UTC", time.gmtime(row["since"]))
+        stays = "; what was read stays in use" if row["state"] == "waiting" and row["listed"] else ""
+        yield f"    {row['state']}: {row['kind']}s, since {since}{': ' + row['why'] if row['why'] else ''}{stays}"
 
 
 def _map_lines(maps: dict[str, dict[str, int]]) -> Iterable[str]:

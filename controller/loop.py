@@ -22,6 +22,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import msgspec
+
 from controller.cluster import Cluster
 from controller.config import Config, available_modes, needs_reopening
 from controller.errors import ConfigError, ControllerError, SourceError
@@ -669,6 +671,7 @@ class _Agent:
                 "description": self.source.describe(),
                 "healthy": state.healthy if state else True,
                 "message": state.message if state else "",
+                "kinds": [msgspec.structs.asdict(state) for state in self.source.states()],
             },
             "problems": [
                 {"kind": p.kind, "key": p.key, "message": p.message, "where": p.where}

@@ -14,9 +14,9 @@ import msgspec
 from dataplane.table import Probe, Protocol
 
 __all__ = [
-    "KINDS", "Endpoint", "EndpointPort", "EndpointSlice", "Event", "Ignored", "Node", "Object", "Overtaken", "Problem",
-    "Removed",
-    "Replaced", "Service", "ServiceCIDR", "ServicePort", "SourceState", "Upserted", "key_of", "kind_of",
+    "KINDS", "Endpoint", "EndpointPort", "EndpointSlice", "Event", "Ignored", "KindState", "Node", "Object",
+    "Overtaken", "Problem", "Removed", "Replaced", "Service", "ServiceCIDR", "ServicePort", "SourceState", "Upserted",
+    "key_of", "kind_of",
 ]  # fmt: skip
 
 
@@ -178,6 +178,24 @@ class SourceState(msgspec.Struct, frozen=True):
 
     healthy: bool
     message: str
+
+
+class KindState(msgspec.Struct, frozen=True):
+    """How one kind of objects is read from its source.
+
+    Args:
+        kind: as in a manifest.
+        state: `read`, `waiting` (cannot be read at the moment) or `not served` (the service works without).
+        since: seconds since 1970.
+        why: what hinders it, empty when it is read and when nothing went wrong yet.
+        listed: it was listed once; what was read then stays in use.
+    """
+
+    kind: str
+    state: str
+    since: float
+    why: str = ""
+    listed: bool = False
 
 
 class Overtaken(msgspec.Struct, frozen=True, gc=False):

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from controller.model import Event
+from controller.model import Event, KindState
 
 if TYPE_CHECKING:
     from controller.sources.connection import Connection
@@ -36,6 +36,9 @@ class Source(Protocol):
     @property
     def connection(self) -> Connection | None:
         """To the API server, where there is one: events are written there."""
+
+    def states(self) -> list[KindState]:
+        """How each kind is read, where that differs from kind to kind; for any thread."""
 
     def describe(self) -> str:
         """One line for the log and `status`."""

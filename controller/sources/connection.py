@@ -5,7 +5,9 @@ service account), makes the TLS context and owns the pool of connections. Its ty
 used: answers are handed over as raw streams. It is imported late, and in parts (`controller.sources.client`).
 
 Credentials change while a proxy runs. Every file that the configuration came from is looked at before each
-request (one `stat` each), and an answer of 401 reads everything again and tries once more.
+request (one `stat` each). An answer of 401 reads everything again, and asks once more if that changed anything.
+
+Nothing that a server answers is held without a bound (`read`), and what is shown of it is short (`shown`).
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from controller.sources.yamldoc import NotYamlError, documents
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse
 
-__all__ = ["Connection", "StatusError", "words"]
+__all__ = ["Connection", "StatusError", "TooLargeError", "read", "shown", "words"]
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,8 @@ _WRITE_SECONDS: Final = 10.0
 _DONE: Final = (200, 201)
 _MAX_ERROR_BYTES: Final = 65_536
 _MAX_KUBECONFIG: Final = 4 << 20  # bytes, with certificates and the contexts of many clusters
+_PIECE: Final = 4 << 20  # bytes of a body that are read at a time
+_SHOWN: Final = 500  # characters of a server's sentence
 
 
 class StatusError(Exception):
@@ -62,6 +66,10 @@ class StatusError(Exception):
         self.retry_after = retry_after
 
 
+class TooLargeError(Exception):
+    """An answer has more bytes than any answer needs."""
+
+
 class Status(msgspec.Struct):
     """The part of an API Status object that is read."""
 
@@ -71,7 +79,7 @@ class Status(msgspec.Struct):
 
     def error(self, code: int = 0, retry_after: float | None = None) -> StatusError:
         """As an exception; `code` is used when the object has none."""
-        return StatusError(self.code or code, self.reason or "", self.message or "", retry_after)
+        return StatusError(self.code or code, shown(self.reason or ""), shown(self.message or ""), retry_after)
 
 
 class _Loaded(NamedTuple):
@@ -99,6 +107,7 @@ class Connection:
         self._loaded: _Loaded | None = None
         self._sockets = _Sockets()
         self._closed = threading.Event()
+        self._usable = threading.Event()  # open, or closed for good
         self._reads, self._writes = Gate(pace, self._closed), Gate(pace, self._closed)
         self._answers: Counter[tuple[str, str, str]] = Counter()
 
@@ -109,6 +118,7 @@ class Connection:
             SourceError: it cannot be used; says which and why.
         """
         self._loaded = self._load()
+        self._usable.set()
 
     @property
     def where(self) -> str:
@@ -116,6 +126,11 @@ class Connection:
         if self._loaded is not None:
             return self._loaded.url
         return self._master or self._kubeconfig or "this cluster"
+
+    def changed(self) -> bool:
+        """Whether a file with credentials is not as it was when it was read; the next request reads it again."""
+        loaded = self._loaded
+        return loaded is not None and bool(_changed(loaded.files))
 
     def answers(self) -> list[tuple[str, str, str, int]]:
         """Rows of a method, the server, the status of its answer (`<error>` without one), and how many there were."""
@@ -141,17 +156,21 @@ class Connection:
     def write(self, method: str, path: str, body: bytes, content_type: str) -> None:
         """Create (`POST`) or change (`PATCH`) an object; what the server answers is not read further.
 
+        Waits until the connection is open.
+
         Raises:
-            SourceError: the connection is not open yet.
+            SourceError: it was closed before.
             StatusError: the server refused it.
             OSError, urllib3.exceptions.HTTPError: there is no answer; `words` says it in a sentence.
         """
+        self._usable.wait()
         self._writes.wait()
         self._authorized(method, path, _WRITE_SECONDS, body, content_type).close()
 
     def close(self) -> None:
         """End every request that is under way, also those that wait for an answer; later ones fail."""
         self._closed.set()
+        self._usable.set()
         self._sockets.close()
 
     def _authorized(
@@ -162,9 +181,8 @@ class Connection:
         try:
             return self._ask(loaded, method, target, read_seconds, body, content_type)
         except StatusError as error:
-            if error.code != 401:
+            if error.code != 401 or not self._renewed(loaded):
                 raise
-            self._reload(loaded, "401 Unauthorized")
         return self._ask(self._current(), method, target, read_seconds, body, content_type)
 
     def _ask(
@@ -208,9 +226,9 @@ class Connection:
         loaded = self._loaded
         if loaded is None:
             raise SourceError("the connection is not open")
-        changed = [path for path, stamp in loaded.files.items() if _stamp(path) != stamp]
+        changed = _changed(loaded.files)
         if changed:
-            self._reload(loaded, f"{changed[0]} changed")
+            self._reload(loaded, f"{changed} changed")
             return self._loaded or loaded
         return loaded
 
@@ -219,12 +237,30 @@ class Connection:
         with self._lock:
             if self._loaded is not old:
                 return
+            stamps = {path: _stamp(path) for path in old.files}
             try:
                 self._loaded = self._load()
             except SourceError as error:
+                self._loaded = old._replace(files=stamps)  # tried again when they change again
                 log.warning("%s, but the configuration cannot be read again, the old one is used: %s", why, error)
                 return
         log.info("read the API server's configuration and credentials again: %s", why)
+
+    def _renewed(self, refused: _Loaded) -> bool:
+        """Whether there are other credentials than these by now. A program may give them, which no file betrays."""
+        with self._lock:
+            if self._loaded is not refused:
+                return True
+            try:
+                found = self._load()
+            except SourceError as error:
+                log.debug("the credentials were refused and cannot be read again: %s", error)
+                return False
+            if _identity(found) == _identity(refused):
+                return False
+            self._loaded = found
+        log.info("read the API server's configuration and credentials again: 401 Unauthorized")
+        return True
 
     def _load(self) -> _Loaded:
         from controller.sources.client import client
@@ -312,6 +348,18 @@ def _load_service_account(configuration: Any) -> list[str]:
     return [config.SERVICE_TOKEN_FILENAME]
 
 
+def _identity(loaded: _Loaded) -> tuple[object, ...]:
+    """What a server knows us by."""
+    configuration = loaded.configuration
+    headers = {name: setting["value"] for name, setting in configuration.auth_settings().items()}
+    return loaded.url, headers, configuration.cert_file, configuration.key_file, configuration.ssl_ca_cert, loaded.files
+
+
+def _changed(files: Mapping[str, tuple[int, ...]]) -> str:
+    """A file that is not as it was, "" when all are."""
+    return next((path for path, stamp in files.items() if _stamp(path) != stamp), "")
+
+
 def _stamp(path: str) -> tuple[int, ...]:
     """What differs when a file was written anew or its link points elsewhere; empty when it is missing."""
     try:
@@ -321,19 +369,43 @@ def _stamp(path: str) -> tuple[int, ...]:
     return (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size)
 
 
+def read(response: BaseHTTPResponse, most: int) -> bytes:
+    """The body.
+
+    Raises:
+        TooLargeError: it has more than `most` bytes; the connection is closed then.
+        OSError, urllib3.exceptions.HTTPError: it ended early, or nothing came any more.
+    """
+    pieces: list[bytes] = []
+    size = 0
+    while piece := response.read(_PIECE, decode_content=False):
+        size += len(piece)
+        if size > most:
+            response.close()
+            raise TooLargeError(f"the answer has more than {most >> 20} MiB")
+        pieces.append(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def shown(text: str) -> str:
+    """What a server says, in one line that fits into a log."""
+    line = "".join(letter if letter.isprintable() else " " for letter in text[: _SHOWN + 1])
+    return line if len(line) <= _SHOWN else line[: _SHOWN - 1] + "…"
+
+
 def _status_error(response: BaseHTTPResponse) -> StatusError:
     """Read the body of an error, as a Status object if it is one."""
     try:
-        body = response.read(_MAX_ERROR_BYTES)
+        body = response.read(_MAX_ERROR_BYTES, decode_content=False)
         status = msgspec.json.decode(body, type=Status)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         status = Status(message=body.decode(errors="replace")[:200])
     finally:
         response.close()
     retry_after = response.headers.get("Retry-After", "")
-    reason = status.reason or response.reason or ""
+    reason = shown(status.reason or response.reason or "")
     seconds = float(retry_after) if retry_after.isascii() and retry_after.isdigit() else None
-    return StatusError(response.status, reason, status.message or "", seconds)
+    return StatusError(response.status, reason, shown(status.message or ""), seconds)
 
 
 class _Sockets:
@@ -398,7 +470,7 @@ def words(error: BaseException) -> str:
             return link.strerror
     if isinstance(error, exceptions.ProtocolError):
         return "the connection was cut"
-    return str(error) or type(error).__name__
+    return shown(str(error)) or type(error).__name__
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:

@@ -10,6 +10,10 @@ server no copy of everything). The rules that keep a node right through all weat
 - No object goes back in time: an event older than what is known of its object is dropped. Versions are
   compared as numbers only where both are decimal (KEP-5504); otherwise the order of arrival counts.
 - One malformed object is a `Problem`, its last good version stays, the others go on.
+- Nothing is held without a bound: neither an answer, nor a line of a stream, nor all of a list. The bounds are far
+  above what clusters have; an answer of another kind is none.
+- When a kind can be read again, or when credentials change, the pauses of the others end: what kept them away has
+  probably ended, too. While the server refuses our credentials, one kind asks for all.
 
 Objects are decoded from raw JSON straight into model values, page by page: a cluster with 100,000 endpoints
 is never held as text. What a new list tells as it was known stays the same value, so that a list costs memory for
@@ -20,7 +24,6 @@ from __future__ import annotations
 
 import http.client
 import logging
-import math
 import random
 import threading
 import time
@@ -36,6 +39,7 @@ from controller.model import (
     EndpointSlice,
     Event,
     Ignored,
+    KindState,
     Object,
     Problem,
     Removed,
@@ -46,8 +50,9 @@ from controller.model import (
 )
 from controller.parse import decode
 from controller.sources import Emit
-from controller.sources.connection import Connection, Status, StatusError, words
+from controller.sources.connection import Connection, Status, StatusError, TooLargeError, read, shown, words
 from controller.sources.pace import Pace
+from controller.sources.retry import SETTLED, Patience, Retry
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse
@@ -56,30 +61,25 @@ __all__ = ["Kubernetes", "Patience"]
 
 log = logging.getLogger(__name__)
 
-_MAX_LINE: Final = 64 << 20  # bytes of one event; etcd allows objects of 1.5 MB
+_MAX_LINE: Final = 16 << 20  # bytes of one event; etcd allows objects of 1.5 MB
+_MAX_PAGE: Final = 32 << 20  # bytes of one page; pages that are larger are asked for with fewer objects
+_MAX_WHOLE: Final = 256 << 20  # bytes of a list in one piece, which is asked for when its pages expire
+_MAX_EMPTY: Final = 1000  # pages of a list with nothing in them, which the API allows
+# What all objects of a kind may take of our memory, about 1 KB for one and 150 bytes for each of its endpoints.
+# 150,000 pods and 10,000 Services, which Kubernetes is made for, take 50 MB.
+_MAX_KIND: Final = 512 << 20
+_OBJECT: Final = 1024
+_ENDPOINT: Final = 150
 _READ: Final = 1 << 18
 _STOP_SECONDS: Final = 0.8
 _LIST_SECONDS: Final = 60.0  # the API server's own limit for a request that is no watch
-_SETTLED: Final = 10.0  # seconds after which a stream counts as working, even if nothing was to be told
+_OVERDUE: Final = 60.0  # seconds that a server may take to end a stream which has lived as long as it was asked to
+_LOOK_SECONDS: Final = 1.0  # between two looks at the files with credentials, while nothing can be read
 _MAX_GRAVES: Final = 4096
 _INITIAL_END: Final = "k8s.io/initial-events-end"
 # Servers refuse to begin a stream with all objects: with 422 where they know the option, or where they forbid
 # `resourceVersionMatch` in a watch, as all before 1.27 do. The others are what things between answer.
 _NO_INITIAL: Final = frozenset({400, 405, 406, 415, 422, 501})
-
-
-class Patience(msgspec.Struct, frozen=True):
-    """How long to wait for what; all in seconds. Waits are shortened by up to half, at random.
-
-    `silence` ends a stream on which not even a bookmark came; servers send these about every minute.
-    `lifetime` is how long a stream is asked to live. `rarely` is for kinds that this server does not serve.
-    """
-
-    first: float = 0.5  # between tries, doubled with every failure in a row
-    longest: float = 30.0
-    silence: float = 150.0
-    lifetime: tuple[float, float] = (300.0, 600.0)
-    rarely: float = 600.0
 
 
 class _Resource(NamedTuple):
@@ -141,10 +141,15 @@ class Kubernetes:
         self._patience = patience
         self._streams = streams
         self.connection = Connection(kubeconfig, master, pace)
+        self._health = _Health(self.connection, self.kinds)
 
     def describe(self) -> str:
         """Which server."""
         return f"Kubernetes API at {self.connection.where}"
+
+    def states(self) -> list[KindState]:
+        """How each kind is read; for any thread."""
+        return self._health.states()
 
     def run(self, emit: Emit, stop: threading.Event) -> None:
         """List and watch until `stop` is set; then every request is cut and nothing is emitted any more.
@@ -160,17 +165,18 @@ class Kubernetes:
             if not stop.is_set():
                 emit(event)
 
-        health = _Health(guarded, connection, self.kinds)
+        self._health.emit = guarded
         threads = []
         for resource in _resources(self._node_name):
             reflector = _Reflector(
                 resource, connection, guarded, stop,
-                health=health, page_size=self._page_size, patience=self._patience, streams=self._streams,
+                health=self._health, page_size=self._page_size, patience=self._patience, streams=self._streams,
             )  # fmt: skip
             thread = threading.Thread(target=reflector.run, name=f"watch-{resource.kind}", daemon=True)
             thread.start()
             threads.append(thread)
         stop.wait()
+        self._health.close()
         connection.close()
         deadline = time.monotonic() + _STOP_SECONDS
         for thread in threads:
@@ -187,7 +193,8 @@ class _ListMeta(msgspec.Struct):
 
 class _Page(msgspec.Struct):
     metadata: _ListMeta
-    items: list[msgspec.Raw] | None = None
+    items: list[msgspec.Raw] | None  # Go writes an empty list as null in some places; without it, it is no list
+    kind: str
 
 
 class _Line(msgspec.Struct):
@@ -205,6 +212,7 @@ class _Partial(msgspec.Struct):
     """What every object has. Forgiving: a malformed object still has a name, most of the time."""
 
     metadata: _Meta = _Meta()
+    kind: str | None = None
 
     def key(self, kind: str) -> str:
         """`namespace/name`, or the name; as `controller.model.key_of`."""
@@ -220,6 +228,7 @@ class _Mark(msgspec.Struct):
     """Of a bookmark: whether all that there was has been told."""
 
     metadata: _MarkMeta = msgspec.field(default_factory=_MarkMeta)
+    kind: str | None = None
 
     @property
     def ends_initial(self) -> bool:
@@ -253,6 +262,10 @@ class _GoneError(Exception):
 
 class _EndedError(Exception):
     """A stream ended before its time."""
+
+
+class _UnusableError(Exception):
+    """The server answered with something that is not what was asked for; says what."""
 
 
 class _PagesError(Exception):
@@ -299,59 +312,139 @@ class _Versions:
         self._seen[key] = number
         self._graves.pop(key, None)
         if gone:
-            self._graves[key] = None
-            if len(self._graves) > _MAX_GRAVES:
-                oldest = next(iter(self._graves))
-                del self._graves[oldest], self._seen[oldest]
+            self.bury(key)
         return True
+
+    def bury(self, key: str) -> None:
+        """This object is none of ours any more; what was seen of it is kept for a while."""
+        if key not in self._seen:
+            return
+        self._graves[key] = None
+        if len(self._graves) > _MAX_GRAVES:
+            oldest = next(iter(self._graves))
+            del self._graves[oldest], self._seen[oldest]
 
 
 # ------------------------------------------------------------------------------------------- health
 
 
 class _Health:
-    """One opinion of all threads about the API server, told when it changes."""
+    """One opinion of all threads about the API server, told when it changes; and the pauses that its news end.
 
-    def __init__(self, emit: Emit, connection: Connection, kinds: tuple[str, ...]) -> None:
-        self._emit = emit
+    `emit` is told; set it before any thread asks.
+    """
+
+    emit: Emit
+
+    def __init__(self, connection: Connection, kinds: tuple[str, ...]) -> None:
         self._connection = connection
-        self._lock = threading.Lock()
-        self._awaited = set(kinds)
-        self._lost: dict[str, tuple[float, str]] = {}  # kind -> since when, why
+        self._changed = threading.Condition()
+        self._states = {kind: KindState(kind, "waiting", time.time()) for kind in kinds}
+        self._lost: dict[str, None] = {}  # kinds that were told to be lost
         self._since = 0.0
         self._told: bool | None = None
+        self._news = dict.fromkeys((*kinds, ""), 0)  # how often each kind had news for the others; "": credentials
+        self._asker = ""  # the kind that goes on asking while our credentials are refused
+        self._closed = False
+
+    def states(self) -> list[KindState]:
+        with self._changed:
+            return list(self._states.values())
+
+    def close(self) -> None:
+        """No pause lasts any longer."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
     def lost(self, kind: str, why: str, pause: float) -> None:
         """This kind cannot be read; it is tried again after `pause` seconds."""
-        with self._lock:
-            now = time.time()
-            since, before = self._lost.get(kind, (now, ""))
+        with self._changed:
+            now, before = time.time(), self._states[kind]
+            since = before.since if kind in self._lost else now
             self._since = self._since if self._lost else now
-            self._lost[kind] = (since, why)
-            if why == before:
+            self._states[kind] = KindState(kind, "waiting", since, why, before.listed)
+            if kind in self._lost and why == before.why:
                 return
-            stays = "nothing is programmed before" if kind in self._awaited else "what is programmed stays"
+            self._lost[kind] = None
+            stays = "what is programmed stays" if before.listed else "nothing is programmed before"
             self._told = False
             text = f"{self._where()}: {kind}s cannot be read since {_clock(since)}: {why}; {stays}, "
             text += f"next try in {pause:.1f} s"
-            log.warning("%s", text)
-            self._emit(SourceState(healthy=False, message=text))
+            self.emit(SourceState(healthy=False, message=text))
 
-    def found(self, kind: str) -> None:
-        """This kind is read."""
-        with self._lock:
-            self._awaited.discard(kind)
-            self._lost.pop(kind, None)
-            if self._lost or self._awaited or self._told is True:
-                return
-            after = "" if self._told is None else f" again, after {time.time() - self._since:.1f} s"
-            self._told = True
-            text = f"{self._where()}: all kinds are read{after}"
-            log.info("%s", text)
-            self._emit(SourceState(healthy=True, message=text))
+    def found(self, kind: str, absent: str = "") -> None:
+        """This kind is read, or (`absent` says why) the service works without."""
+        with self._changed:
+            state, before = "not served" if absent else "read", self._states[kind]
+            if before.state != state or before.why != absent:
+                self._states[kind] = KindState(kind, state, time.time(), absent, listed=True)
+                self._changed.notify_all()
+            if self._lost.pop(kind, "") is None or not before.listed:
+                self._tell_recovery()
+
+    def _tell_recovery(self) -> None:
+        if self._lost or self._told is True or not all(state.listed for state in self._states.values()):
+            return
+        after = "" if self._told is None else f" again, after {time.time() - self._since:.1f} s"
+        self._told = True
+        text = f"{self._where()}: all kinds are read{after}"
+        missing = [f"{state.kind}s" for state in self._states.values() if state.state == "not served"]
+        text += f", but {', '.join(missing)}: {self._where()} does not serve them" if missing else ""
+        self.emit(SourceState(healthy=True, message=text))
 
     def _where(self) -> str:
         return f"API server {self._connection.where}"
+
+    # Pauses
+
+    def news(self, kind: str) -> int:
+        """A number that grows when another kind than this one has news."""
+        with self._changed:
+            return self._news_for(kind)
+
+    def _news_for(self, kind: str) -> int:
+        return sum(self._news.values()) - self._news[kind]
+
+    def ring(self, kind: str) -> None:
+        """What kept this kind away has ended."""
+        with self._changed:
+            self._news[kind] += 1
+            self._changed.notify_all()
+
+    def wait(self, kind: str, seconds: float, least: float, news: int) -> None:
+        """Pause; not for less than `least` seconds, and not longer than it takes that `news` is out of date."""
+        now = time.monotonic()
+        earliest, end = now + min(least, seconds), now + seconds
+        while (left := end - time.monotonic()) > 0:
+            with self._changed:
+                if self._closed:
+                    return
+                early = self._news_for(kind) != news
+                if early and time.monotonic() >= earliest:
+                    return
+                self._changed.wait(min(left, earliest - time.monotonic() if early else _LOOK_SECONDS))
+            if not early and self._connection.changed():
+                self.ring("")
+
+    def another_is_read(self, kind: str, within: float) -> bool:
+        """Whether any other kind is read, or comes to be within so many seconds."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._closed or any(s.state == "read" for s in self._states.values() if s.kind != kind), within
+            )
+
+    def is_asker(self, kind: str, *, refused: bool) -> bool:
+        """Whether this kind goes on asking. When our credentials are `refused`, one of all does."""
+        with self._changed:
+            if refused:
+                self._asker = self._asker or kind
+                return self._asker == kind
+            if self._asker == kind:
+                self._asker = ""
+                self._news[kind] += 1
+                self._changed.notify_all()
+            return True
 
 
 def _clock(seconds: float) -> str:
@@ -387,17 +480,20 @@ class _Reflector:
         self._version: str | None = None  # to go on from; None: list first
         self._versions = _Versions()
         self._known: dict[str, Object] = {}  # what was told last; values that the cluster has as well
-        self._refused: set[str] = set()  # keys with a Problem
-        self._listed = False
+        self._weight = 0  # of these, in bytes
+        self._refused: dict[str, str] = {}  # keys with a Problem, and what it says
+        self._listed = False  # all of them were told, be it none because they are not served
+        self._was_read = False
         self._whole = False  # the next list comes in one piece
-        self._initial: dict[str, Object | Refused] | None = None  # what a stream told that begins with everything
+        self._initial: _Gathered | None = None  # what a stream told that begins with everything
         self._pages = False  # what failed as a stream may work by pages
-        self._pages_until = 0.0 if streams else math.inf  # monotonic; lists are asked for by pages until then
-        self._failures = 0  # in a row
+        self._pages_until = 0.0 if streams else float("inf")  # monotonic; lists are asked for by pages until then
+        self._retry = Retry(patience)
 
     def run(self) -> None:
         """Until `stop` is set. Whatever goes wrong is told and tried again."""
         while not self._stop.is_set():
+            news = self._health.news(self._kind)
             try:
                 if self._version is not None:
                     self._watch()
@@ -407,50 +503,68 @@ class _Reflector:
                     self._list()
             except Exception as error:
                 if not self._stop.is_set():
-                    self._stop.wait(self._failed(error))
+                    pause, least = self._failed(error)
+                    self._health.wait(self._kind, pause, least, news)
 
     # Failures
 
-    def _failed(self, error: Exception) -> float:
-        """Note a failure; how long to wait before the next try, in seconds."""
-        if isinstance(error, StatusError):
-            if self._resource.optional and error.code in {403, 404}:
-                return self._not_served(error)
-            if _forgotten(error):
-                error = _GoneError(str(error))
-        self._failures += 1
-        pause = self._pause(error)
-        if isinstance(error, _GoneError):
-            self._version = None
-            log.info("%ss are listed again: %s", self._kind, error)
-        # A lost stream is everyday life (a load balancer's idea of idle, a server's restart), and so is to find
-        # then that the server forgot our version. What goes on after that is worth telling.
-        if self._failures > 2 or not isinstance(error, _GoneError | _EndedError):
+    def _failed(self, error: Exception) -> tuple[float, float]:
+        """Note a failure; how long to wait before the next try, and at least if there are news, in seconds."""
+        code = error.code if isinstance(error, StatusError) else 0
+        asks = self._health.is_asker(self._kind, refused=code == 401)
+        if isinstance(error, StatusError) and code in {403, 404} and self._resource.optional and not self._was_read:
+            return self._not_served(error)
+        pause = self._count(error) * random.uniform(0.5, 1.0)
+        least = self._least(pause)
+        if isinstance(error, StatusError) and error.retry_after is not None:
+            # Many nodes are told the same second: come a little later than asked, not all at once.
+            pause = least = min(error.retry_after, 10 * self._patience.longest) * random.uniform(1.0, 1.25)
+        elif not asks:
+            pause = self._patience.longest
+        if not self._retry.passing:
             if not _expected(error):
                 log.exception("%ss: an error that should not happen", self._kind, exc_info=error)
             self._health.lost(self._kind, _hint(self._resource, error), pause)
-        return pause
+        return pause, least
 
-    def _pause(self, error: Exception) -> float:
-        patience = self._patience
-        if isinstance(error, StatusError) and error.retry_after is not None:
-            # Many nodes are told the same second: come a little later than asked, not all at once.
-            return min(error.retry_after, 10 * patience.longest) * random.uniform(1.0, 1.25)
-        longest = min(patience.longest, patience.first * 2.0 ** min(self._failures - 1, 16))
-        return longest * random.uniform(0.5, 1.0)
+    def _least(self, pause: float) -> float:
+        """Of a pause, in seconds: so that kinds which come and go do not drive each other."""
+        return min(pause, self._patience.first * random.uniform(0.5, 1.0))
 
-    def _not_served(self, error: StatusError) -> float:
-        """A kind that this cluster does without: as if there were none, and look again from time to time."""
+    def _count(self, error: Exception) -> float:
+        """One more failure of its sort; the longest pause."""
+        if isinstance(error, _GoneError) or (isinstance(error, StatusError) and _forgotten(error)):
+            self._version = None
+            log.info("%ss are listed again: %s", self._kind, error)
+            return self._retry.forgotten()
+        return self._retry.ended() if isinstance(error, _EndedError) else self._retry.failed()
+
+    def _not_served(self, error: StatusError) -> tuple[float, float]:
+        """This cluster may do without a kind, which is then as if there were none of it.
+
+        An API server that starts refuses everything until it has read its roles. So this counts when another kind is
+        read, and is asked again soon at first.
+        """
+        if not self._health.another_is_read(self._kind, 0.0):
+            pause = self._retry.failed() * random.uniform(0.5, 1.0)
+            if not self._health.another_is_read(self._kind, pause):
+                self._health.lost(self._kind, _hint(self._resource, error), pause)
+            return 0.0, 0.0
         if not self._listed:
-            log.info(
-                "%ss are not read (%s): the service works without, asked again every %.0f min",
-                self._kind, error, self._patience.rarely / 60,
-            )  # fmt: skip
             self._listed = True
             self._emit(Replaced(self._kind, ()))
-        self._version = None
+        pause = self._retry.absent() * random.uniform(0.5, 1.0)
+        self._health.found(self._kind, absent=_hint(self._resource, error))
+        return pause, self._least(pause)
+
+    def _reads(self) -> None:
+        """The server tells of this kind."""
+        if self._retry.failures:
+            self._health.ring(self._kind)
+        self._retry.answered()
+        self._was_read = True
+        self._health.is_asker(self._kind, refused=False)
         self._health.found(self._kind)
-        return self._patience.rarely * random.uniform(0.5, 1.0)
 
     # List
 
@@ -460,58 +574,81 @@ class _Reflector:
         Without a resourceVersion: the newest state. Asking for any version (0) would be cheaper for the
         server, but could be older than what we already know.
         """
-        objects: list[Object] = []
-        problems: dict[str, str] = {}
-        token = ""
+        gathered = _Gathered(self._kind)
+        token, empty = "", 0
         while True:
-            limit = "" if self._whole else str(self._page_size)
-            query = self._resource.query(limit=limit, **{"continue": token})
-            try:
-                response = self._connection.get(self._resource.path, query, _LIST_SECONDS, more=bool(token))
-                page = _decode_page(response.read())
-            except StatusError as error:
-                if token and error.code == 410:
-                    self._whole = True  # pages expire faster than we read them
-                raise
+            page = self._page(token)
+            if page is None:
+                return
             for raw in page.items or ():
                 obj = _decode_one(self._kind, raw)
-                if isinstance(obj, Refused):
-                    problems[obj.key] = str(obj)
-                elif not isinstance(obj, Ignored):
-                    objects.append(self._as_known(obj))
+                if isinstance(obj, Ignored):
+                    continue
+                key = obj.key if isinstance(obj, Refused) else key_of(obj)
+                if key in gathered.objects and not isinstance(obj, Refused):
+                    raise _UnusableError(f"the list has the {self._kind} {key} twice")
+                gathered.put(key, obj if isinstance(obj, Refused) else self._as_known(key, obj))
             token = page.metadata.token or ""
             if self._stop.is_set():
                 return
             if not token:
                 break
+            empty += not page.items
+            if empty > _MAX_EMPTY:
+                raise _UnusableError(f"the list has {empty} pages with nothing in them, and goes on")
         self._whole = False
-        self._know(page.metadata.version, objects, problems)
+        self._know(page.metadata.version, gathered)
 
-    def _know(self, version: str | None, objects: list[Object], problems: dict[str, str]) -> None:
+    def _page(self, token: str) -> _Page | None:
+        """What a list begins with, or goes on with after `token`; None: it is to begin anew, with smaller pages."""
+        limit = "" if self._whole else str(self._page_size)
+        query = self._resource.query(limit=limit, **{"continue": token})
+        try:
+            response = self._connection.get(self._resource.path, query, _LIST_SECONDS, more=bool(token))
+            page = _decode_page(read(response, _MAX_WHOLE if self._whole else _MAX_PAGE))
+        except StatusError as error:
+            if token and error.code == 410:
+                self._whole = True  # pages expire faster than we read them
+            raise
+        except TooLargeError as error:
+            if self._whole or self._page_size == 1:
+                self._whole = False
+                raise _UnusableError(str(error)) from error
+            self._page_size = max(1, self._page_size // 4)
+            log.info("%ss are asked for by pages of %d: %s", self._kind, self._page_size, error)
+            return None
+        if page.kind != f"{self._kind}List":
+            raise _UnusableError(f"the answer is a {shown(page.kind)!r} and no {self._kind}List")
+        return page
+
+    def _know(self, version: str | None, gathered: _Gathered) -> None:
         """Tell of everything that there is at this version; it is gone on from there."""
+        if not version:
+            raise _UnusableError("the list has no resourceVersion")
+        objects = {key: obj for key, obj in gathered.objects.items() if not isinstance(obj, Refused)}
+        problems = {key: str(obj) for key, obj in gathered.objects.items() if isinstance(obj, Refused)}
         self._version = version
         self._versions.listed(version)
         self._listed, self._pages = True, False
-        for key in self._refused - problems.keys():
+        for key in self._refused.keys() - problems.keys():
             self._clear(key)
         for key, message in problems.items():
             self._refuse(key, message)
-        kept = {key: self._known[key] for key in problems.keys() & self._known.keys()}
-        self._known = kept | {key_of(obj): obj for obj in objects}
-        self._emit(Replaced(self._kind, tuple(objects), frozenset(problems)))
-        self._failures = 0
-        self._health.found(self._kind)
+        self._known = {key: self._known[key] for key in problems.keys() & self._known.keys()} | objects
+        self._weight = sum(map(_weight, self._known.values()))
+        self._emit(Replaced(self._kind, tuple(objects.values()), frozenset(problems)))
+        self._reads()
 
-    def _as_known(self, obj: Object) -> Object:
+    def _as_known(self, key: str, obj: Object) -> Object:
         """The value that is known, where it is the same."""
-        known = self._known.get(key_of(obj))
+        known = self._known.get(key)
         return known if known is not None and known == obj else obj
 
     # Watch
 
     def _watch_from_the_beginning(self) -> None:
         """One stream that tells of everything first, then of changes (API concepts, "streaming lists")."""
-        self._initial = {}
+        self._initial = _Gathered(self._kind)
         self._pages = True
         try:
             self._watch(sendInitialEvents="true", resourceVersionMatch="NotOlderThan")
@@ -533,27 +670,27 @@ class _Reflector:
         )  # fmt: skip
         response = self._connection.get(self._resource.path, query, self._patience.silence)
         if not initial:
-            self._health.found(self._kind)
+            self._reads()
         started = time.monotonic()
         try:
-            for line, received in _lines(response):
+            for line, received in _lines(response, started + float(query["timeoutSeconds"]) + _OVERDUE):
                 self._event(line, received)
                 if self._initial is None:
-                    self._failures = 0
-        except (_GoneError, _PagesError, StatusError):
+                    self._retry.heard()
+        except (_GoneError, _PagesError):
             raise
         except Exception as error:
-            if not _expected(error):
+            if not _expected(error) or (isinstance(error, StatusError) and _forgotten(error)):
                 raise
-            if time.monotonic() - started > _SETTLED:
-                self._failures = 0
-            raise _EndedError(words(error)) from error
+            raise _EndedError(_hint(self._resource, error)) from error
         finally:
             response.close()
+            if time.monotonic() - started > SETTLED:
+                self._retry.settled()
         # Asked to live for minutes, so an early end is an accident or a proxy's, but no reason for a busy loop.
-        if time.monotonic() - started < min(_SETTLED, shortest / 2) and not self._stop.is_set():
+        if time.monotonic() - started < min(SETTLED, shortest / 2) and not self._stop.is_set():
             raise _EndedError("the stream ended early")
-        self._failures = 0
+        self._retry.settled()
 
     def _event(self, line: bytes, received: float) -> None:
         try:
@@ -567,6 +704,8 @@ class _Reflector:
             self._gather(event, self._initial)
             return
         partial = _partial(event.object)
+        if partial.kind is not None and partial.kind != self._kind:
+            raise _GoneError(f"the stream tells of a {shown(partial.kind)!r} and not of {self._kind}s")
         version = partial.metadata.version
         if event.type == "BOOKMARK":
             self._version = version or self._version
@@ -576,71 +715,135 @@ class _Reflector:
         if not self._versions.is_news(key, version, gone):
             return
         if gone:
-            self._clear(key)
-            self._known.pop(key, None)
-            self._emit(Removed(self._kind, key, received))
+            self._forget(key, received)
         else:
             self._upsert(key, event.object, received)
         self._version = version or self._version
 
-    def _gather(self, event: _Line, initial: dict[str, Object | Refused]) -> None:
+    def _gather(self, event: _Line, initial: _Gathered) -> None:
         """An event of a stream that has not told everything yet."""
         if event.type == "BOOKMARK":
-            if not _decode_mark(event.object).ends_initial:
+            mark = _decode_mark(event.object)
+            if not mark.ends_initial:
                 raise _PagesError("a stream that was to begin with all of them does not say when that is done")
+            if mark.kind != self._kind:
+                raise _PagesError(f"a stream tells of a {shown(mark.kind or '')!r} and not of {self._kind}s")
             self._initial = None
-            good = [obj for obj in initial.values() if not isinstance(obj, Refused)]
-            problems = {key: str(obj) for key, obj in initial.items() if isinstance(obj, Refused)}
-            self._know(_partial(event.object).metadata.version, good, problems)
+            self._know(_partial(event.object).metadata.version, initial)
             return
         obj = _decode_one(self._kind, event.object)
         if event.type == "DELETED" or isinstance(obj, Ignored):
-            initial.pop(_partial(event.object).key(self._kind), None)
-        else:
-            initial[obj.key if isinstance(obj, Refused) else key_of(obj)] = (
-                obj if isinstance(obj, Refused) else self._as_known(obj)
-            )
+            initial.drop(_partial(event.object).key(self._kind))
+            return
+        key = obj.key if isinstance(obj, Refused) else key_of(obj)
+        initial.put(key, obj if isinstance(obj, Refused) else self._as_known(key, obj))
 
     def _upsert(self, key: str, raw: msgspec.Raw, received: float) -> None:
         obj = _decode_one(self._kind, raw)
         if isinstance(obj, Refused):
+            self._bounded(_OBJECT)
             self._refuse(key, str(obj))
             return
-        self._clear(key)
         if isinstance(obj, Ignored):
-            self._known.pop(key, None)
-            self._emit(Removed(self._kind, key, received))
-        else:
-            self._known[key] = obj
-            self._emit(Upserted(obj, received, _triggered(raw) if isinstance(obj, EndpointSlice) else 0.0))
+            self._versions.bury(key)
+            self._forget(key, received)
+            return
+        before = self._known.get(key)
+        more = _weight(obj) - (_weight(before) if before is not None else 0)
+        self._bounded(more)
+        self._clear(key)
+        self._known[key] = obj
+        self._weight += more
+        self._emit(Upserted(obj, received, _triggered(raw) if isinstance(obj, EndpointSlice) else 0.0))
+
+    def _forget(self, key: str, received: float) -> None:
+        self._clear(key)
+        before = self._known.pop(key, None)
+        if before is not None:
+            self._weight -= _weight(before)
+        self._emit(Removed(self._kind, key, received))
+
+    def _bounded(self, more: int) -> None:
+        if self._weight + _OBJECT * len(self._refused) + more > _MAX_KIND and more > 0:
+            raise _too_many(self._kind, len(self._known))
 
     # Problems
 
     def _refuse(self, key: str, message: str) -> None:
-        self._refused.add(key)
-        log.warning("%s", message)
+        if self._refused.get(key) == message:
+            return
+        self._refused[key] = message
         self._emit(Problem(self._kind, key, message, self._connection.where))
 
     def _clear(self, key: str) -> None:
         if key in self._refused:
-            self._refused.discard(key)
+            del self._refused[key]
             self._emit(Problem(self._kind, key, "", self._connection.where))
 
 
 # ------------------------------------------------------------------------------------------- small things
 
 
-def _lines(response: BaseHTTPResponse) -> Iterator[tuple[bytes, float]]:
-    """The lines of a stream as they come, with the monotonic time of arrival. Half a line at the end is dropped."""
-    rest = b""
-    while chunk := response.read1(_READ):
+def _lines(response: BaseHTTPResponse, until: float) -> Iterator[tuple[bytes, float]]:
+    """The lines of a stream as they come, with the monotonic time of arrival. Half a line at the end is dropped.
+
+    Raises:
+        _EndedError: it goes on at `until`, a monotonic time.
+        _GoneError: a line is too long.
+    """
+    rest = bytearray()
+    while chunk := response.read1(_READ, decode_content=False):
         received = time.monotonic()
-        *lines, rest = (rest + chunk).split(b"\n")
-        if len(rest) > _MAX_LINE:
-            raise _GoneError(f"an event is longer than {_MAX_LINE >> 20} MB")
-        for line in lines:
+        if received > until:
+            raise _EndedError("the server does not end the stream, as it was asked to")
+        if rest or not chunk.endswith(b"\n"):
+            rest += chunk
+            if len(rest) > _MAX_LINE + _READ:
+                raise _GoneError(f"an event is longer than {_MAX_LINE >> 20} MiB")
+            if b"\n" not in chunk:
+                continue
+            whole, _, rest = rest.rpartition(b"\n")
+            chunk = bytes(whole)
+        for line in chunk.split(b"\n"):
             if line:
                 yield line, received
+
+
+class _Gathered:
+    """What came so far of all objects of one kind, by key."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._weight = 0
+        self.objects: dict[str, Object | Refused] = {}
+
+    def put(self, key: str, obj: Object | Refused) -> None:
+        """One more, or one anew.
+
+        Raises:
+            _UnusableError: these are too many.
+        """
+        if key in self.objects:
+            self.drop(key)
+        self.objects[key] = obj
+        self._weight += _weight(obj)
+        if self._weight > _MAX_KIND:
+            raise _too_many(self._kind, len(self.objects))
+
+    def drop(self, key: str) -> None:
+        """This one is gone."""
+        obj = self.objects.pop(key, None)
+        if obj is not None:
+            self._weight -= _weight(obj)
+
+
+def _weight(obj: Object | Refused) -> int:
+    """About how many bytes this takes."""
+    return _OBJECT + _ENDPOINT * len(obj.endpoints) if isinstance(obj, EndpointSlice) else _OBJECT
+
+
+def _too_many(kind: str, count: int) -> _UnusableError:
+    return _UnusableError(f"more than {count} {kind}s, which would take more than {_MAX_KIND >> 20} MiB of memory")
 
 
 def _partial(raw: msgspec.Raw) -> _Partial:
@@ -694,6 +897,9 @@ def _expected(error: Exception) -> bool:
         _GoneError,
         _EndedError,
         _PagesError,
+        _UnusableError,
+        UnicodeDecodeError,
+        RecursionError,
         OSError,
         HTTPError,
         http.client.HTTPException,
@@ -704,7 +910,11 @@ def _expected(error: Exception) -> bool:
 
 def _hint(resource: _Resource, error: Exception) -> str:
     """The failure, and what a person can do about it where that is known."""
-    if isinstance(error, msgspec.MsgspecError):
+    if isinstance(error, _UnusableError):
+        return f"{error}; is this the address of an API server?"
+    if isinstance(error, RecursionError):
+        return "the answer cannot be read (nested too deeply); is this the address of an API server?"
+    if isinstance(error, msgspec.MsgspecError | UnicodeDecodeError):
         return f"the answer cannot be read ({error}); is this the address of an API server?"
     if not isinstance(error, StatusError):
         return words(error)

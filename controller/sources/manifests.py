@@ -28,7 +28,19 @@ import msgspec
 
 from controller import parse
 from controller.errors import Refused, SourceError
-from controller.model import KINDS, Event, Ignored, Object, Problem, Removed, Replaced, SourceState, Upserted, key_of
+from controller.model import (
+    KINDS,
+    Event,
+    Ignored,
+    KindState,
+    Object,
+    Problem,
+    Removed,
+    Replaced,
+    SourceState,
+    Upserted,
+    key_of,
+)
 from controller.sources import Emit
 from controller.sources.changes import STEP, TICK, ticks
 from controller.sources.files import read
@@ -574,6 +586,10 @@ class Manifests:
         self._folder = _Folder(path)
         self._told: _Picture | None = None
         self._healthy: bool | None = None
+
+    def states(self) -> list[KindState]:
+        """Files have all kinds together."""
+        return []
 
     def describe(self) -> str:
         """One line for the log and `status`."""

@@ -1,0 +1,88 @@
+"""PURE. When one kind of objects is asked for again: how long to pause after what.
+
+- An answer that leads nowhere is not a failure to answer. Only the latter doubles the pause from try to try.
+- A server that forgot our version (410 Gone) or ended a stream is there: the first 410 is followed by a list at once. A
+  server that answers 410 again and again pays for a list each time, so the pauses double until a stream has settled.
+- A kind that is not served is asked for again soon at first, then ever more rarely.
+
+The caller shortens pauses at random (`random.uniform(0.5, 1.0)`), so that nodes do not come back together.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+__all__ = ["SETTLED", "Patience", "Retry"]
+
+SETTLED: Final = 10.0  # seconds after which a stream counts as working, even if it told nothing
+_PASSING: Final = 2  # ended streams or 410s in a row that are everyday life
+
+
+class Patience(msgspec.Struct, frozen=True):
+    """How long to wait for what; all in seconds.
+
+    `silence` ends a stream on which not even a bookmark came; servers send these about every minute.
+    `lifetime` is how long a stream is asked to live. `rarely` is for kinds that this server does not serve.
+    """
+
+    first: float = 0.5  # between tries, doubled with every failure in a row
+    longest: float = 30.0
+    silence: float = 150.0
+    lifetime: tuple[float, float] = (300.0, 600.0)
+    rarely: float = 600.0
+
+
+class Retry:
+    """The tries of one kind. Methods that return a number return the pause in seconds before the next try."""
+
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
+        self.failures = 0  # in a row, without an answer that helps
+        self._ended = 0  # streams in a row that ended early and told nothing
+        self._forgotten = 0  # 410s in a row, with no settled stream between them
+        self._absent = 0
+
+    def failed(self) -> float:
+        """There was no answer, or one that refuses."""
+        self.failures += 1
+        return self._doubled(self.failures, self._patience.longest)
+
+    def ended(self) -> float:
+        """The server accepted a watch, and the stream ended before its time."""
+        self.failures = 0
+        self._ended += 1
+        return self._doubled(self._ended, self._patience.longest)
+
+    def forgotten(self) -> float:
+        """Everything has to be listed again."""
+        self.failures = 0
+        self._forgotten += 1
+        return 0.0 if self._forgotten == 1 else self._doubled(self._forgotten - 1, self._patience.longest)
+
+    def absent(self) -> float:
+        """The server does not serve this kind, or does not let us read it."""
+        self.failures = 0
+        self._absent += 1
+        return self._doubled(self._absent, self._patience.rarely)
+
+    def answered(self) -> None:
+        """A complete list came, or a watch was accepted."""
+        self.failures = self._absent = 0
+
+    def heard(self) -> None:
+        """A stream told something."""
+        self.failures = self._ended = 0
+
+    def settled(self) -> None:
+        """A stream lived for `SETTLED` seconds, or as long as it was asked to."""
+        self.failures = self._ended = self._forgotten = 0
+
+    @property
+    def passing(self) -> bool:
+        """Whether what went wrong is everyday life so far: streams that end, versions that the server forgot."""
+        return not self.failures and self._ended <= _PASSING and self._forgotten <= _PASSING
+
+    def _doubled(self, times: int, longest: float) -> float:
+        return min(longest, self._patience.first * 2.0 ** min(times - 1, 16))
