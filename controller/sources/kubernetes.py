@@ -74,6 +74,7 @@ _READ: Final = 1 << 18
 _STOP_SECONDS: Final = 0.8
 _LIST_SECONDS: Final = 60.0  # the API server's own limit for a request that is no watch
 _OVERDUE: Final = 60.0  # seconds that a server may take to end a stream which has lived as long as it was asked to
+_LEAST: Final = 0.5  # seconds of a pause that news end
 _LOOK_SECONDS: Final = 1.0  # between two looks at the files with credentials, while nothing can be read
 _MAX_GRAVES: Final = 4096
 _INITIAL_END: Final = "k8s.io/initial-events-end"
@@ -343,7 +344,7 @@ class _Health:
         self._lost: dict[str, None] = {}  # kinds that were told to be lost
         self._since = 0.0
         self._told: bool | None = None
-        self._news = dict.fromkeys((*kinds, ""), 0)  # how often each kind had news for the others; "": credentials
+        self._news = dict.fromkeys(kinds, 0)  # how often each kind had news for the others
         self._asker = ""  # the kind that goes on asking while our credentials are refused
         self._closed = False
 
@@ -413,19 +414,19 @@ class _Health:
             self._changed.notify_all()
 
     def wait(self, kind: str, seconds: float, least: float, news: int) -> None:
-        """Pause; not for less than `least` seconds, and not longer than it takes that `news` is out of date."""
+        """Pause; not for less than `least` seconds, and not longer than it takes that `news` is out of date.
+
+        New credentials end it at once.
+        """
         now = time.monotonic()
         earliest, end = now + min(least, seconds), now + seconds
-        while (left := end - time.monotonic()) > 0:
+        while (left := end - time.monotonic()) > 0 and not self._connection.changed():
             with self._changed:
-                if self._closed:
-                    return
                 early = self._news_for(kind) != news
-                if early and time.monotonic() >= earliest:
+                to_earliest = earliest - time.monotonic()
+                if self._closed or (early and to_earliest <= 0):
                     return
-                self._changed.wait(min(left, earliest - time.monotonic() if early else _LOOK_SECONDS))
-            if not early and self._connection.changed():
-                self.ring("")
+                self._changed.wait(min(left, to_earliest if early else _LOOK_SECONDS, _LOOK_SECONDS))
 
     def another_is_read(self, kind: str, within: float) -> bool:
         """Whether any other kind is read, or comes to be within so many seconds."""
@@ -529,7 +530,7 @@ class _Reflector:
 
     def _least(self, pause: float) -> float:
         """Of a pause, in seconds: so that kinds which come and go do not drive each other."""
-        return min(pause, self._patience.first * random.uniform(0.5, 1.0))
+        return min(pause, _LEAST * random.uniform(0.5, 1.0))
 
     def _count(self, error: Exception) -> float:
         """One more failure of its sort; the longest pause."""

@@ -123,6 +123,21 @@ def test_a_server_that_is_away_gets_them_later(api):
         until(api.events, "the event")
 
 
+def test_the_first_event_goes_out_when_the_connection_is_open(api, caplog):
+    """It is told before the configuration of the connection was read; nothing is wrong, and no retry is awaited."""
+    caplog.set_level("INFO")
+    connection = Connection(str(api.kubeconfig()), None)
+    recorder = Recorder(connection, ME, retry_seconds=600)
+    recorder.start()
+    degraded(recorder)
+    until(lambda: not recorder._queue.qsize(), "the event is taken")
+    connection.open()
+    until(api.events, "the event")
+    assert "waits for the API server" not in caplog.text
+    recorder.stop()
+    connection.close()
+
+
 def test_errors_of_the_server_are_tried_again(api):
     api.event_faults.answers.extend([(500, {}), (503, {}), (429, {})])
     with recording(api) as recorder:

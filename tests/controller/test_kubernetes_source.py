@@ -6,6 +6,7 @@ import base64
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ import msgspec
 import pytest
 
 from controller.errors import SourceError
-from controller.model import KINDS, Event, Ignored, Problem, Removed, Replaced, SourceState, Upserted, key_of, kind_of
+from controller.model import KINDS, Ignored, Problem, Removed, Replaced, SourceState, Upserted, key_of
 from controller.parse import decode
 from controller.sources.client import client
 from controller.sources.connection import StatusError
 from controller.sources.kubernetes import Kubernetes, Patience, _forgotten, _number, _triggered, _Versions
 from controller.sources.pace import Gate, Pace
+from controller.sources.retry import Retry
+from tests.controller.watching import Watcher
 from tests.fakes.apiserver import (
     ApiServer,
     cluster_address,
@@ -33,75 +36,7 @@ from tests.fakes.apiserver import (
 
 PLURALS = {"Service": "services", "EndpointSlice": "endpointslices", "Node": "nodes", "ServiceCIDR": "servicecidrs"}
 QUICK = Patience(first=0.02, longest=0.1, silence=5.0, rarely=0.2)
-DEADLINE = 10.0  # of any wait; a passing run comes nowhere near
-
-
-class Watcher:
-    """Runs a source on a thread and remembers what it told, and the state that follows from it."""
-
-    def __init__(self, source: Kubernetes) -> None:
-        self.source = source
-        self.events: list[Event] = []
-        self.state: dict[str, dict[str, object]] = {kind: {} for kind in KINDS}
-        self.problems: dict[tuple[str, str], str] = {}
-        self.error: BaseException | None = None
-        self._changed = threading.Condition()
-        self.stop_event = threading.Event()
-        self.thread = threading.Thread(target=self._run)
-        self.thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.source.run(self._take, self.stop_event)
-        except BaseException as error:
-            self.error = error
-
-    def _take(self, event: Event) -> None:
-        with self._changed:
-            self.events.append(event)
-            match event:
-                case Replaced():
-                    kept = {k: o for k, o in self.state[event.kind].items() if k in event.kept}
-                    self.state[event.kind] = kept | {key_of(obj): obj for obj in event.objects}
-                case Upserted():
-                    self.state[kind_of(event.object)][key_of(event.object)] = event.object
-                case Removed():
-                    self.state[event.kind].pop(event.key, None)
-                case Problem():
-                    self.problems[event.kind, event.key] = event.message
-                    if not event.message:
-                        del self.problems[event.kind, event.key]
-            self._changed.notify_all()
-
-    def until(self, condition: Callable[[], Any], what: str = "") -> Any:
-        """Wait for a condition on what was told."""
-        deadline = time.monotonic() + DEADLINE
-        with self._changed:
-            while not (found := condition()):
-                left = deadline - time.monotonic()
-                assert left > 0, f"did not happen: {what or condition}; the last events: {self.events[-5:]}"
-                # The condition may also depend on the server, which does not notify.
-                self._changed.wait(min(left, 0.01))
-            return found
-
-    def complete(self) -> None:
-        self.until(lambda: {e.kind for e in self.of(Replaced)} == set(KINDS), "all kinds listed")
-
-    def of(self, kind: type[Any]) -> list[Any]:
-        return [event for event in self.events if isinstance(event, kind)]
-
-    def lists(self, kind: str) -> list[Replaced]:
-        return [event for event in self.of(Replaced) if event.kind == kind]
-
-    def endpoints(self, index: int) -> list[str]:
-        """Addresses of the slice of service `index` as known now."""
-        one: Any = self.state["EndpointSlice"].get(f"{namespace_of(index)}/{slice_name(index)}")
-        return [endpoint.address for endpoint in one.endpoints] if one else []
-
-    def stop(self) -> None:
-        self.stop_event.set()
-        self.thread.join(5)
-        assert not self.thread.is_alive()
+PATIENT = msgspec.structs.replace(QUICK, first=60.0, longest=60.0, rarely=600.0)  # any pause is a failure of the test
 
 
 @pytest.fixture(scope="module")
@@ -745,17 +680,164 @@ def test_service_cidrs_are_optional(code: int, api: ApiServer, watch: Callable[.
     assert len(watcher.lists("ServiceCIDR")) == 2
 
 
-def test_service_cidrs_that_were_read_stay(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+def test_a_kind_that_was_read_is_read_on_after_a_refusal(api: ApiServer, watch: Callable[..., Watcher]) -> None:
     """A server that starts up refuses for a moment what it grants later."""
-    watcher = watch()
+    watcher = watch(patience=msgspec.structs.replace(QUICK, rarely=600.0))
     watcher.complete()
     connected(api, watcher)
     api.faults("servicecidrs").answers.append((403, {}))
     api.cut("servicecidrs")
-    watcher.until(lambda: lists_asked(api, "servicecidrs") == 2, "they are listed again")
-    watcher.until(lambda: len(watcher.lists("ServiceCIDR")) == 2)
+    api.put({"kind": "ServiceCIDR", "metadata": {"name": "more"}, "spec": {"cidrs": ["10.97.0.0/16"]}})
 
-    assert [len(event.objects) for event in watcher.lists("ServiceCIDR")] == [1, 1]
+    watcher.until(lambda: "more" in watcher.state["ServiceCIDR"], "the change after the refusal")
+    assert lists_asked(api, "servicecidrs") == 1
+    lost = [state.message for state in watcher.of(SourceState) if not state.healthy]
+    assert "ServiceCIDRs cannot be read" in lost[0]
+    assert "grant list and watch of servicecidrs" in lost[0]
+
+
+def test_refusals_of_a_server_that_starts_are_no_absence(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    """Until it has read its roles, it refuses everything."""
+    for faults in api.all_faults():
+        faults.answers.extend([(403, {})] * 3)
+    watcher = watch(patience=msgspec.structs.replace(QUICK, rarely=600.0))
+    watcher.complete()
+
+    watcher.until(lambda: watcher.state == expected(api), "all of it")
+    assert [len(event.objects) for event in watcher.lists("ServiceCIDR")] == [1]
+    assert watcher.kind("ServiceCIDR").state == "read"
+
+
+def test_a_kind_that_is_not_served_is_asked_for_again_soon(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    api.faults("servicecidrs").answers.extend([(403, {})] * 4)
+    watcher = watch(patience=msgspec.structs.replace(QUICK, rarely=600.0))
+
+    watcher.until(lambda: watcher.state == expected(api), "all of it")
+    assert watcher.until(lambda: watcher.of(SourceState))[0].healthy
+
+
+def test_each_kind_says_how_it_is_read(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    api.serve("servicecidrs", served=False)
+    api.faults("endpointslices").answers.append((503, {"Retry-After": "600"}))
+    watcher = watch(patience=msgspec.structs.replace(QUICK, longest=60.0))
+    assert {state.state for state in watcher.source.states()} <= {"waiting", "read", "not served"}
+    watcher.until(lambda: len(watcher.of(Replaced)) == 3, "all kinds but one")
+    watcher.until(lambda: watcher.kind("EndpointSlice").why, "a reason")
+
+    states = {state.kind: (state.state, state.listed) for state in watcher.source.states()}
+    assert states == {
+        "Service": ("read", True), "EndpointSlice": ("waiting", False), "Node": ("read", True),
+        "ServiceCIDR": ("not served", True),
+    }  # fmt: skip
+    assert "503" in watcher.kind("EndpointSlice").why
+    assert "does not serve /apis/networking.k8s.io/v1/servicecidrs" in watcher.kind("ServiceCIDR").why
+
+
+def test_a_kind_that_is_lost_says_so(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    watcher = watch(patience=msgspec.structs.replace(QUICK, longest=60.0))
+    watcher.complete()
+    connected(api, watcher)
+    api.faults("services").answers.append((500, {"Retry-After": "600"}))
+    api.cut("services")
+    watcher.until(lambda: watcher.kind("Service").state == "waiting", "it is lost")
+
+    assert watcher.kind("Service").listed
+    assert watcher.kind("EndpointSlice").state == "read"
+
+
+# ------------------------------------------------------------------------------------------- pauses
+
+
+def test_gone_is_listed_at_once(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    watcher = watch(patience=msgspec.structs.replace(PATIENT, lifetime=(1.0, 1.0)))
+    watcher.complete()
+    connected(api, watcher)
+    api.faults("services").gone_watches = 1
+    watcher.until(lambda: len(watcher.lists("Service")) == 2, "a new list")
+
+
+def test_a_server_that_forgets_for_ever_is_not_hammered(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    api.faults("services").gone_watches = 1_000_000
+    watcher = watch(patience=PATIENT)
+    watcher.until(lambda: watcher.kind("EndpointSlice").state == "read", "the others are read")
+    watcher.until(lambda: sum(r.plural == "services" and r.watch for r in api.requests) == 2, "the second refusal")
+    for count in range(5):  # time enough for another list
+        api.set_endpoints(3, range(count))
+        watcher.until(lambda count=count: len(watcher.endpoints(3)) == count, "a change of another kind")
+
+    assert lists_asked(api, "services") == 2
+
+
+def test_what_can_be_read_again_wakes_the_others(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    """The server is back: nobody waits for the end of a pause that was made while it was away."""
+    for plural in PLURALS.values():
+        api.faults(plural).answers.append((500, {"Retry-After": "1"} if plural == "nodes" else {}))
+    watcher = watch(patience=PATIENT)
+    watcher.complete()
+
+    assert watcher.state == expected(api)
+
+
+@pytest.mark.parametrize("kind", ["kubeconfig", "tokenFile"])
+def test_new_credentials_end_all_pauses(
+    kind: str, api: ApiServer, watch: Callable[..., Watcher], tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("stolen")
+    kubeconfig = api.kubeconfig(token="stolen", token_file=token if kind == "tokenFile" else None)
+    watcher = watch(kubeconfig=str(kubeconfig), patience=PATIENT)
+    watcher.until(lambda: all(state.why for state in watcher.source.states()), "all are refused")
+    if kind == "tokenFile":
+        token.write_text(api.token)
+    else:
+        kubeconfig.write_bytes(kubeconfig.read_bytes().replace(b"stolen", api.token.encode()))
+    watcher.complete()
+
+    assert watcher.state == expected(api)
+
+
+def test_credentials_that_are_refused_are_tried_by_one_for_all(
+    api: ApiServer, watch: Callable[..., Watcher], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "controller")
+    watcher = watch(
+        kubeconfig=str(api.kubeconfig(token="second")), patience=msgspec.structs.replace(QUICK, longest=60.0)
+    )
+    watcher.until(lambda: api.refused_tokens >= 8, "some refusals")
+    assert sorted(Counter(request.plural for request in api.requests).values())[:3] == [1, 1, 1]
+    assert "read the API server's configuration" not in caplog.text, "they are the same"
+    assert len([s for s in watcher.of(SourceState) if not s.healthy]) <= 4, "told once for each kind"
+    api.set_token("second")
+    watcher.complete()
+
+    assert watcher.state == expected(api)
+
+
+# fmt: off
+@pytest.mark.parametrize(
+    ("what", "pauses"),
+    [
+        pytest.param(["failed"] * 5,                                  [1, 2, 4, 8, 8],  id="no answer"),
+        pytest.param(["forgotten"] * 5,                               [0, 1, 2, 4, 8],  id="410 for ever"),
+        pytest.param(["forgotten", "answered"] * 4,                   [0, 1, 2, 4],     id="410 after each list"),
+        pytest.param(["forgotten", "answered", "heard"] * 3,          [0, 1, 2],        id="410 after some events"),
+        pytest.param(["forgotten", "answered", "settled"] * 3,        [0, 0, 0],        id="410 once in a while"),
+        pytest.param(["ended"] * 4,                                   [1, 2, 4, 8],     id="streams that end"),
+        pytest.param(["ended", "answered"] * 3,                       [1, 2, 4],        id="streams that are accepted"),
+        pytest.param(["ended", "answered", "heard"] * 3,              [1, 1, 1],        id="streams that tell"),
+        pytest.param(["failed"] * 4 + ["forgotten", "failed"],        [1, 2, 4, 8, 0, 1], id="410 is an answer"),
+        pytest.param(["failed"] * 4 + ["ended", "failed"],            [1, 2, 4, 8, 1, 1], id="a stream is an answer"),
+        pytest.param(["absent"] * 6,                                  [1, 2, 4, 8, 16, 20], id="not served"),
+    ],
+)
+def test_pauses(what: list[str], pauses: list[float]) -> None:
+    retry = Retry(Patience(first=1.0, longest=8.0, rarely=20.0))
+    found = [getattr(retry, name)() for name in what]
+
+    assert [pause for pause in found if pause is not None] == pauses
+
+
+# fmt: on
 
 
 def test_a_node_that_is_not_there_yet(api: ApiServer, watch: Callable[..., Watcher]) -> None:
@@ -1123,7 +1205,7 @@ def test_pages_of_a_list_are_one_request(api: ApiServer, watch: Callable[..., Wa
 
 def test_who_waits_for_its_turn_stops_at_once(api: ApiServer, watch: Callable[..., Watcher]) -> None:
     watcher = watch(pace=Pace(rate=0.01, burst=4))
-    watcher.complete()
+    watcher.until(lambda: len(api.requests) == 4, "all that may go at once")
     start = time.monotonic()
     watcher.stop()
     assert time.monotonic() - start < 1.5
