@@ -82,6 +82,11 @@ class Cluster:
         """Whether every announced kind was listed once: nothing may be programmed before."""
         return not self._awaited
 
+    @property
+    def awaited(self) -> tuple[str, ...]:
+        """The kinds that were announced and not listed yet, sorted."""
+        return tuple(sorted(self._awaited))
+
     def take_dirty(self) -> Dirty:
         """What changed since the last call; the caller now owes the redoing."""
         services = None if self._dirty is None else frozenset(self._dirty)

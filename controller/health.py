@@ -57,6 +57,7 @@ class Health:
         self.timeout = timeout
         self.families = tuple(families)
         self.node_eligible = not needs_node
+        self.awaited: tuple[str, ...] = ()  # kinds of objects without which nothing is programmed
         self.asked: Counter[tuple[str, int]] = Counter()  # page and status -> how often
         self._needs_node = needs_node
         self._waiting: Mapping[int, float] = {}  # family -> since when the oldest change waits
@@ -110,6 +111,8 @@ class Health:
                 FAMILIES[family]: {"lastUpdated": rfc3339(wall - now + at), "healthy": self._family_well(family, now)}
                 for family, at in sorted(updated.items())
             }
+        elif self.awaited:
+            body["waitingFor"] = self.awaited
         code = OK if good else UNAVAILABLE
         self.asked[name, code] += 1
         return Answer(code, msgspec.json.encode(body))

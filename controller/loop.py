@@ -247,6 +247,7 @@ class _Agent:
         self.health = Health(
             2 * config.options.sync_seconds, _families(), needs_node=self.source.connection is not None
         )
+        self.health.awaited = self.cluster.awaited
         self.pages: Pages
 
     def run(self) -> int:
@@ -408,6 +409,7 @@ class _Agent:
         elif self.cluster.complete and self.ready_after is None:
             self.unsynced = True
         self.unsynced = self.unsynced and self.cluster.complete
+        self.health.awaited = self.cluster.awaited
         here = self.cluster.node
         self.health.node(here.eligible if here else None)
 

@@ -42,6 +42,13 @@ class TestProxy:
                   "healthy": False},
         )  # fmt: skip
 
+    def test_what_is_waited_for(self):
+        health = Health(TIMEOUT)
+        health.awaited = ("EndpointSlice", "Service")
+        assert told(health.healthz(5, WALL))[1]["waitingFor"] == ["EndpointSlice", "Service"]
+        health.updated(6)
+        assert "waitingFor" not in told(health.healthz(7, WALL))[1]
+
     def test_a_family_that_was_never_programmed_is_never_unwell(self):
         health = Health(TIMEOUT)
         health.queued(0)

@@ -1,0 +1,53 @@
+"""A real agent says how it reads each kind of objects: in its log once, in `status`, and to the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from controller.admin import ask
+from controller.inspect import _status_lines
+from controller.lab.network import Lab
+from tests.fakes.apiserver import ApiServer, service
+from tests.served import PATIENCE, Served, status_is, until
+
+pytestmark = pytest.mark.root
+
+
+def kinds(agent: Served) -> dict[str, str]:
+    return {row["kind"]: row["state"] for row in ask(agent.socket, "status")["source"]["kinds"]}
+
+
+def test_each_line_of_the_log_is_told_once(start: Callable[..., Served], api: ApiServer) -> None:
+    api.put(service(3, ports=[{"name": "http", "port": 70000}]))
+    agent = start()
+    until(lambda: "all kinds are read" in agent.log.read_text(), "the source is well")
+    api.faults("endpointslices").answers.append((500, {}))
+    api.cut("endpointslices")
+    until(lambda: "are read again, after" in agent.log.read_text(), "the source is well again")
+
+    log = agent.log.read_text()
+    assert log.count("spec.ports[0].port") == 1
+    assert log.count("cannot be read since") == 1
+    assert log.count("all kinds are read") == 2
+
+
+def test_status_names_each_kind(start: Callable[..., Served], api: ApiServer, lab: Lab) -> None:
+    api.serve("servicecidrs", served=False)
+    api.faults("endpointslices").answers.append((503, {"Retry-After": "5"}))
+    agent = start(wait=False)
+    reply = until(status_is(lab, "/healthz", 503), "the page", 20 * PATIENCE)
+    assert set(reply.json["waitingFor"]) <= {"EndpointSlice", "Node", "Service", "ServiceCIDR"}
+    until(lambda: "after the start" in agent.log.read_text(), "all of it", 20 * PATIENCE)
+
+    assert kinds(agent) == {"Service": "read", "EndpointSlice": "read", "Node": "read", "ServiceCIDR": "not served"}
+    lines = [line.strip() for line in _status_lines(ask(agent.socket, "status"))]
+    assert "read: Services, EndpointSlices, Nodes" in lines
+    assert any(line.startswith("not served: ServiceCIDRs, since") for line in lines)
+
+
+def test_the_first_event_is_not_late(start: Callable[..., Served], api: ApiServer) -> None:
+    agent = start()
+    until(lambda: api.events("Starting"), "the event", 5.0)
+    assert "waits for the API server" not in agent.log.read_text()
