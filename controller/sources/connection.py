@@ -7,7 +7,7 @@ used: answers are handed over as raw streams. It is imported late, and in parts 
 Credentials change while a proxy runs. Every file that the configuration came from is looked at before each
 request (one `stat` each). An answer of 401 reads everything again, and asks once more if that changed anything.
 
-Nothing that a server answers is held without a bound (`read`), and what is shown of it is short (`shown`).
+Nothing that a server answers is held without a bound (`body_of`), and what is shown of it is short (`shown`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from controller.sources.yamldoc import NotYamlError, documents
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse
 
-__all__ = ["Connection", "StatusError", "TooLargeError", "read", "shown", "words"]
+__all__ = ["Connection", "StatusError", "TooLargeError", "body_of", "shown", "words"]
 
 log = logging.getLogger(__name__)
 
@@ -369,7 +369,7 @@ def _stamp(path: str) -> tuple[int, ...]:
     return (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size)
 
 
-def read(response: BaseHTTPResponse, most: int) -> bytes:
+def body_of(response: BaseHTTPResponse, most: int) -> bytes:
     """The body.
 
     Raises:

@@ -50,7 +50,7 @@ from controller.model import (
 )
 from controller.parse import decode
 from controller.sources import Emit
-from controller.sources.connection import Connection, Status, StatusError, TooLargeError, read, shown, words
+from controller.sources.connection import Connection, Status, StatusError, TooLargeError, body_of, shown, words
 from controller.sources.pace import Pace
 from controller.sources.retry import SETTLED, Patience, Retry
 
@@ -606,7 +606,7 @@ class _Reflector:
         query = self._resource.query(limit=limit, **{"continue": token})
         try:
             response = self._connection.get(self._resource.path, query, _LIST_SECONDS, more=bool(token))
-            page = _decode_page(read(response, _MAX_WHOLE if self._whole else _MAX_PAGE))
+            page = _decode_page(body_of(response, _MAX_WHOLE if self._whole else _MAX_PAGE))
         except StatusError as error:
             if token and error.code == 410:
                 self._whole = True  # pages expire faster than we read them
