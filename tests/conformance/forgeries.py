@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 from .packets import ACK, PUSH
 
-__all__ = ["CASES", "FLOWS", "FORMS", "SOURCES", "WAYS", "Case", "Flow", "Form"]
+__all__ = ["CASES", "GROUPS", "FLOWS", "FORMS", "SOURCES", "WAYS", "Case", "Flow", "Form"]
 
 Origin = Literal["pod", "wire"]
 Part = Literal["new", "client", "backend", "service", "direct", "error-to-client", "error-to-backend",
@@ -168,8 +168,13 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As in test ids."""
-        words = [self.origin, f"v{self.family}", self.protocol, self.part, self.where, self.source, self.form]
+        """Of this case alone."""
+        return f"{self.group} {self.where}"
+
+    @property
+    def group(self) -> str:
+        """As in test ids: what one test is about, whatever the way or flow."""
+        words = [self.origin, f"v{self.family}", self.protocol, self.part, self.source, self.form]
         return "-".join(word for word in words if word)
 
     @property
@@ -204,7 +209,7 @@ class Case:
 
     def wanted(self, mode: str) -> str:
         """Who gets it at most, and with the control at least."""
-        if not self.form and (self.protocol, self.part) in BY_MODE.get(mode, ()):
+        if (self.protocol, self.part, self.form) in BY_MODE.get(mode, ()):
             return ANYBODY
         return self.control()
 
@@ -275,8 +280,11 @@ BY_DEFAULT_ROUTE: Final = {"own", "remote-pod", "cluster-ip", "lb-ip", "external
                           "class-e", "link-local"}  # fmt: skip
 MARTIANS6: Final = {"loopback", "multicast", "multicast-global"}
 # What a mode cannot do otherwise. Userspace: a relay's socket is connected to the backend, and the kernel finds such a
-# socket of UDP before it asks for the reverse path (udp_v4_early_demux), as for every process.
-BY_MODE: Final = {"userspace": frozenset({("udp", "backend")})}
+# socket of UDP before it asks for the reverse path (udp_v4_early_demux) and whatever frame brings the datagram, as for
+# every process.
+BY_MODE: Final = {
+    "userspace": frozenset(("udp", "backend", form) for form in ("", "frame-broadcast", "frame-multicast"))
+}
 BOTH: Final = tuple(itertools.product((4, 6), ("tcp", "udp")))
 
 
@@ -325,3 +333,6 @@ def _malformed() -> Iterator[Case]:
 
 
 CASES: Final = tuple(_cases())
+GROUPS: Final = {
+    name: tuple(cases) for name, cases in itertools.groupby(sorted(CASES, key=lambda c: c.group), lambda c: c.group)
+}

@@ -1,8 +1,8 @@
 """PURE. The tables of this mode as text for nft(8): a constant number of rules, everything else is elements.
 
 Order of a packet: the marks of replies to a kept address (-150), sources that may not pass (-110), redirection
-(-100), what was not redirected although it is a service's (-90), and at the proxy ports themselves what did not come
-by a redirection (0).
+(-100), what was not redirected although it is a service's (-90), and at the proxy ports themselves what no router would
+have forwarded, and what did not come by a redirection (0).
 """
 
 from __future__ import annotations
@@ -74,7 +74,11 @@ def skeleton(family: int, node: NodeNetwork) -> str:
     mark, unmark = f"meta mark set meta mark | {bits:#x}", f"meta mark set meta mark & {~bits & 0xFFFFFFFF:#x}"
     kept = f"ct mark & {bits:#x} == {bits:#x}"
     listen = listen_addresses(node).get(family)
-    guard = f"{w.ip} daddr {listen} {w.port} @listeners goto refuse" if listen else ""
+    relayed = f"{w.ip} daddr {listen} {w.port} @listeners"
+    guard = f"{relayed} goto refuse" if listen else ""
+    # What the stack would not forward to a backend: frames for all, and sources of a scope that ends here.
+    unsound = f"{relayed} meta pkttype != unicast drop" if listen else ""
+    narrow = f"{relayed} ip6 saddr {{ ::, fe80::/10 }} drop" if listen and family == 6 else ""
     ranges = f"type {w.kind} . inet_service . {w.kind}; flags interval;"
     ranges = "\n    ".join(f"set {name} {{ {ranges} }}" for name in _ALLOWED.values())
     allowed = "\n".join(
@@ -175,6 +179,8 @@ def skeleton(family: int, node: NodeNetwork) -> str:
     }}
     chain guard {{
         type filter hook input priority 0;
+        {unsound}
+        {narrow}
         ct status dnat return
         {guard}
     }}
