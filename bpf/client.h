@@ -160,14 +160,36 @@ INLINE int decide(struct __sk_buff *skb, struct scratch *space, __u32 place, con
 	space->choice.sport = t->sport;
 	space->choice.avoid = space->avoid;
 	choose(&space->choice, from, t->saddr, t->daddr, t->dport, t->protocol, v6, true);
-	if (space->avoid && space->choice.verdict == VERDICT_DNAT && space->choice.backend != space->avoid)
-		count(COUNT_FAILOVER);
 	space->service = space->choice.service;
 	space->backend = space->choice.backend;
 	return space->choice.verdict;
 }
 
 GLOBAL_VERB(decide)
+
+/* Is the chosen backend this node itself? What is on its way out cannot be brought back to the stack: that takes no
+ * packet from an interface with a source of its own.
+ */
+INLINE bool is_self(const struct choice *c, const bool v6)
+{
+	__u32 own[4] = {};
+
+	own_address(own, v6);
+	return c->verdict == VERDICT_DNAT && same_address(c->address, own, v6);
+}
+
+/* Choose for the packet, as well as can be: another backend than one that did not answer, or that cannot be reached. */
+INLINE int decide_well(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
+{
+	int verdict = CALL(decide, skb, place);
+
+	if (space->avoid && verdict == VERDICT_DNAT && space->choice.backend != space->avoid)
+		count(COUNT_FAILOVER);
+	if (place != AT_NODE || !is_self(&space->choice, v6))
+		return verdict;
+	space->avoid = space->choice.backend;
+	return CALL(decide, skb, place);
+}
 
 /* The destination may be a service's address, or a node port. */
 INLINE int serve(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
@@ -188,7 +210,7 @@ INLINE int serve(struct __sk_buff *skb, struct scratch *space, __u32 place, cons
 	} else if (p->tuple.protocol == IPPROTO_TCP && !is_opening_segment(p)) {
 		return STEP_NONE; /* somebody else's connection, netfilter's perhaps */
 	}
-	verdict = CALL(decide, skb, place);
+	verdict = decide_well(skb, space, place, v6);
 	if (verdict != VERDICT_UNTOUCHED && place != AT_NODE) {
 		int checked = CALL(check_source, skb, 0);
 

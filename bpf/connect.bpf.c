@@ -6,7 +6,6 @@
 #include "traffic.h"
 
 #define ECONNREFUSED 111
-#define ETIMEDOUT 110
 #define UNKNOWN_NETNS (~0ULL)
 #define PROCEED 1
 #define REFUSE 0
@@ -92,10 +91,11 @@ INLINE void write_target(struct bpf_sock_addr *ctx, const struct target *t, cons
 	}
 }
 
-INLINE struct socket_state *state_of(struct bpf_sock_addr *ctx, __u64 flags)
+/* The context's fields are read once, at the start: the verifier refuses a context pointer that the compiler moved to a
+ * field.
+ */
+INLINE struct socket_state *state_of(struct bpf_sock *sk, __u64 flags)
 {
-	struct bpf_sock *sk = ctx->sk;
-
 	return sk ? bpf_sk_storage_get(&sockets, sk, NULL, flags) : NULL;
 }
 
@@ -135,35 +135,114 @@ INLINE void trace_socket(const struct target *t, const struct choice *c, __u8 pr
 		tell_socket(t, c, protocol, COUNT_SOCKET_CONNECT, true);
 }
 
-/* Without bpf_set_retval the caller would see EPERM, whatever the reason: its packets find out at the uplink instead,
- * as those of a pod do.
- */
-INLINE int fail(const struct target *t, const struct choice *c, __u8 protocol)
+/* Without bpf_set_retval the caller would see EPERM: its packets find out at the uplink instead, as a pod's do. */
+INLINE int refuse(const struct target *t, const struct choice *c, __u8 protocol)
 {
-	bool refused = c->verdict == VERDICT_REJECT;
-	enum counter reason = refused ? COUNT_SOCKET_REFUSED : c->why;
-
 	if (!settings.can_set_errno)
 		return PROCEED;
-	count(reason);
+	count(COUNT_SOCKET_REFUSED);
 	if (settings.event_burst)
-		tell_socket(t, c, protocol, reason, false);
-	bpf_set_retval(refused ? -ECONNREFUSED : -ETIMEDOUT);
+		tell_socket(t, c, protocol, COUNT_SOCKET_REFUSED, false);
+	bpf_set_retval(-ECONNREFUSED);
 	return REFUSE;
 }
 
-/* A socket has no source address yet: affinity goes by the node's. */
-INLINE void choose_for(struct choice *c, const struct target *t, __u8 protocol)
+/* The socket goes where it asked to, whatever it was connected to before. */
+INLINE int proceed_untranslated(struct bpf_sock_addr *ctx, struct bpf_sock *sk)
 {
-	__u32 client[4] = {};
+	struct socket_state *state = state_of(sk, 0);
+	__u64 cookie;
 
-	if (t->v6) {
-		own_address(client, true);
-		choose(c, CLIENT_NODE, client, t->address, t->port, protocol, true, true);
-	} else {
-		own_address(client, false);
-		choose(c, CLIENT_NODE, client, t->address, t->port, protocol, false, true);
+	if (!state || !state->connected)
+		return PROCEED;
+	state->connected = 0;
+	cookie = bpf_get_socket_cookie(ctx);
+	bpf_map_delete_elem(&connected, &cookie);
+	return PROCEED;
+}
+
+INLINE bool is_given(const __u32 *address)
+{
+	return address[0] || address[1] || address[2] || address[3];
+}
+
+/* The address that the socket is bound to, zeros: none. Of one that is mapped the kernel keeps the IPv4 address, too.
+ * All of it is read, whatever is used: the verifier refuses a pointer that the compiler moved to one or the other.
+ */
+INLINE void read_bound(struct bpf_sock *sk, __u32 *source, const struct target *t, const bool v6)
+{
+	__u32 mapped;
+
+	if (!sk)
+		return;
+	mapped = READ_ONCE(sk->src_ip4);
+	if (v6) {
+		source[0] = READ_ONCE(sk->src_ip6[0]);
+		source[1] = READ_ONCE(sk->src_ip6[1]);
+		source[2] = READ_ONCE(sk->src_ip6[2]);
+		source[3] = READ_ONCE(sk->src_ip6[3]);
 	}
+	if (!t->v6) {
+		source[0] = mapped;
+		source[1] = source[2] = source[3] = 0;
+	}
+}
+
+/* The address that a datagram is sent from: the socket's, or one that came with the datagram (IP_PKTINFO). */
+INLINE void read_source(struct bpf_sock_addr *ctx, __u32 *source, const bool v6)
+{
+	if (!v6) {
+		source[0] = ctx->msg_src_ip4;
+		return;
+	}
+	source[0] = ctx->msg_src_ip6[0];
+	source[1] = ctx->msg_src_ip6[1];
+	source[2] = ctx->msg_src_ip6[2];
+	source[3] = ctx->msg_src_ip6[3];
+}
+
+/* Choose for a client with this address. A socket that is free to take any gets the node's, as if it had it already. */
+INLINE void choose_for(struct choice *c, const __u32 *source, const struct target *t, __u8 protocol)
+{
+	__u32 client[4];
+
+	copy_address(client, source);
+	if (!is_given(source))
+		own_address(client, t->v6);
+	if (t->v6)
+		choose(c, CLIENT_NODE, client, t->address, t->port, protocol, true, true);
+	else
+		choose(c, CLIENT_NODE, client, t->address, t->port, protocol, false, true);
+}
+
+INLINE bool equal(const __u32 *a, const __u32 *b)
+{
+	return a[0] == b[0] && a[1] == b[1] && a[2] == b[2] && a[3] == b[3];
+}
+
+/* Are node ports served at this address? Then it is the node's, and what is sent to it meets no uplink. */
+INLINE bool serves_node_ports(const struct target *t)
+{
+	__u64 found = t->v6 ? find_frontend(t->address, 0, 0, true) : find_frontend(t->address, 0, 0, false);
+
+	return found >> 32 & FRONTEND_NODE_PORTS;
+}
+
+/* Does the packet need another source than the socket is bound to? A socket cannot be given one, the program at the
+ * uplink can. Answers of a backend on this node find any address of the node's.
+ */
+INLINE bool needs_other_source(const struct choice *c, const __u32 *source, const struct target *t)
+{
+	struct backend *row;
+	__u32 own[4] = {};
+
+	if (!c->masquerade || !is_given(source))
+		return false;
+	own_address(own, t->v6);
+	if (equal(own, source))
+		return false;
+	row = find_backend(c->backend, c->service);
+	return row && !(READ_ONCE(row->flags) & BACKEND_LOCAL) && !serves_node_ports(t);
 }
 
 INLINE bool may_be_target(const struct target *t, __u8 protocol)
@@ -171,11 +250,6 @@ INLINE bool may_be_target(const struct target *t, __u8 protocol)
 	if (may_be_node_port(t->port, protocol))
 		return true;
 	return t->v6 ? may_be_service(t->address, true) : may_be_service(t->address, false);
-}
-
-INLINE bool equal(const __u32 *a, const __u32 *b)
-{
-	return a[0] == b[0] && a[1] == b[1] && a[2] == b[2] && a[3] == b[3];
 }
 
 INLINE void remember(struct socket_peer *peer, const struct target *t, const struct choice *c)
@@ -190,27 +264,25 @@ INLINE void remember(struct socket_peer *peer, const struct target *t, const str
 
 INLINE int connect_socket(struct bpf_sock_addr *ctx, const bool v6)
 {
-	/* Read once: the verifier refuses a context pointer that the compiler moved to the field. */
 	__u32 protocol = READ_ONCE(ctx->protocol);
+	struct bpf_sock *sk = READ_ONCE(ctx->sk);
 	struct choice choice = {};
 	struct socket_state *state;
+	__u32 source[4] = {};
 	struct target target;
 
 	if (!is_ours(ctx))
 		return PROCEED;
 	read_target(ctx, &target, v6);
-	if (!may_be_target(&target, protocol)) {
-		state = state_of(ctx, 0);
-		if (state)
-			state->connected = 0;
-		return PROCEED;
-	}
-	choose_for(&choice, &target, protocol);
-	if (choice.verdict == VERDICT_UNTOUCHED)
-		return PROCEED;
-	if (choice.verdict != VERDICT_DNAT)
-		return fail(&target, &choice, protocol);
-	state = state_of(ctx, BPF_SK_STORAGE_GET_F_CREATE);
+	if (!may_be_target(&target, protocol))
+		return proceed_untranslated(ctx, sk);
+	read_bound(sk, source, &target, v6);
+	choose_for(&choice, source, &target, protocol);
+	if (choice.verdict == VERDICT_REJECT)
+		return refuse(&target, &choice, protocol);
+	if (choice.verdict != VERDICT_DNAT || needs_other_source(&choice, source, &target))
+		return proceed_untranslated(ctx, sk); /* the uplink decides, also when its SYN comes again */
+	state = state_of(sk, BPF_SK_STORAGE_GET_F_CREATE);
 	if (state) {
 		remember(&state->peers[0], &target, &choice);
 		state->connected = 1;
@@ -260,6 +332,8 @@ INLINE struct socket_peer *new_peer(struct socket_state *state, const struct tar
 
 INLINE int send_datagram(struct bpf_sock_addr *ctx, const bool v6)
 {
+	struct bpf_sock *sk = READ_ONCE(ctx->sk);
+	__u32 source[4] = {}, bound[4] = {};
 	struct choice choice = {};
 	struct socket_state *state;
 	struct socket_peer *peer;
@@ -270,19 +344,21 @@ INLINE int send_datagram(struct bpf_sock_addr *ctx, const bool v6)
 	read_target(ctx, &target, v6);
 	if (!may_be_target(&target, IPPROTO_UDP))
 		return PROCEED;
-	state = state_of(ctx, 0);
-	peer = state ? known_peer(state, &target) : NULL;
+	read_source(ctx, source, v6);
+	read_bound(sk, bound, &target, v6);
+	state = state_of(sk, 0);
+	peer = state && equal(source, bound) ? known_peer(state, &target) : NULL;
 	if (peer) {
 		peer->sent = ++state->sent;
 		write_target(ctx, &target, peer->backend, peer->backend_port, v6);
 		return PROCEED;
 	}
-	choose_for(&choice, &target, IPPROTO_UDP);
-	if (choice.verdict == VERDICT_UNTOUCHED)
+	choose_for(&choice, source, &target, IPPROTO_UDP);
+	if (choice.verdict == VERDICT_REJECT)
+		return refuse(&target, &choice, IPPROTO_UDP);
+	if (choice.verdict != VERDICT_DNAT || needs_other_source(&choice, source, &target))
 		return PROCEED;
-	if (choice.verdict != VERDICT_DNAT)
-		return fail(&target, &choice, IPPROTO_UDP);
-	state = state_of(ctx, BPF_SK_STORAGE_GET_F_CREATE);
+	state = state_of(sk, BPF_SK_STORAGE_GET_F_CREATE);
 	if (state) {
 		peer = new_peer(state, &target);
 		remember(peer, &target, &choice);
@@ -297,7 +373,8 @@ INLINE int send_datagram(struct bpf_sock_addr *ctx, const bool v6)
 /* A datagram came from a backend: show the service that the socket sent to, of several with this backend the last. */
 INLINE int receive_datagram(struct bpf_sock_addr *ctx, const bool v6)
 {
-	struct socket_state *state = state_of(ctx, 0);
+	struct bpf_sock *sk = READ_ONCE(ctx->sk);
+	struct socket_state *state = state_of(sk, 0);
 	struct socket_peer *found = NULL;
 	struct target source;
 
@@ -318,7 +395,8 @@ INLINE int receive_datagram(struct bpf_sock_addr *ctx, const bool v6)
 
 INLINE int show_peer(struct bpf_sock_addr *ctx, const bool v6)
 {
-	struct socket_state *state = state_of(ctx, 0);
+	struct bpf_sock *sk = READ_ONCE(ctx->sk);
+	struct socket_state *state = state_of(sk, 0);
 	struct socket_peer *peer;
 	struct target actual;
 

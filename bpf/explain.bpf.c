@@ -37,7 +37,6 @@ int explain_uplink(struct __sk_buff *skb)
 INLINE int choose_for_socket(struct __sk_buff *skb, const bool v6)
 {
 	struct scratch *space = scratch_space();
-	__u32 client[4] = {};
 	struct packet *p;
 
 	if (!space)
@@ -48,9 +47,9 @@ INLINE int choose_for_socket(struct __sk_buff *skb, const bool v6)
 	if (p->kind != PACKET_TRANSPORT || !may_be_frontend(p, v6))
 		return VERDICT_UNTOUCHED;
 	note(NOTE_MAY_BE_SERVICE, 0, 0);
-	own_address(client, v6);
 	__builtin_memset(&space->choice, 0, sizeof(space->choice));
-	choose(&space->choice, CLIENT_NODE, client, p->tuple.daddr, p->tuple.dport, p->tuple.protocol, v6, false);
+	choose(&space->choice, CLIENT_NODE, p->tuple.saddr, p->tuple.daddr, p->tuple.dport, p->tuple.protocol, v6,
+	       false);
 	if (space->choice.verdict == VERDICT_DROP)
 		note(NOTE_COUNT, space->choice.why, 0);
 	return space->choice.verdict;

@@ -86,10 +86,14 @@ INLINE bool node_source(__u32 *address, const bool v6)
 INLINE bool set_source(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
 {
 	struct tuple *result = &space->result;
+	__u32 own[4] = {};
 
 	space->flow.flags = 0;
 	if (place == AT_NODE) {
 		space->flow.flags = FLOW_NODE | FLOW_MASQUERADE;
+		own_address(own, v6);
+		if (space->choice.masquerade && own[0])
+			copy_address(result->saddr, own);
 	} else if (same_address(result->daddr, space->packet.tuple.saddr, v6)) {
 		space->flow.flags = FLOW_HAIRPIN;
 		return node_source(result->saddr, v6);
@@ -166,13 +170,14 @@ INLINE int try_port(struct __sk_buff *skb, struct scratch *space, __u32 port, co
 GLOBAL_VERB(try_port)
 
 /* Choose the source port that the backend sees, so that replies belong to one flow only: the client's own, if that is
- * free; the node gives away ports, but not those of its own sockets. A client's port leads to the same first candidate
- * every time, so that a conversation that comes again meets its own tuple. One that another had a minute ago is taken
- * when there is nothing better.
+ * free and its address stays; the node gives away ports, but not those of its own sockets. A client's port leads to the
+ * same first candidate every time, so that a conversation that comes again meets its own tuple. One that another had a
+ * minute ago is taken when there is nothing better.
  */
 INLINE int claim(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
 {
-	bool own = (space->flow.flags & (FLOW_MASQUERADE | FLOW_NODE)) != FLOW_MASQUERADE;
+	bool kept = same_address(space->reply.daddr, space->packet.tuple.saddr, v6);
+	bool own = !(space->flow.flags & FLOW_MASQUERADE) || (space->flow.flags & FLOW_NODE && kept);
 	__be16 port = space->reply.dport, second_best = 0;
 	__u32 start = own ? bpf_ntohs(port) : flow_tag(&space->packet.tuple, v6) * 0x9e3779b1u >> 16;
 	int found = own ? CALL(try_port, skb, port) : TAKEN;

@@ -24,7 +24,10 @@ OUTSIDE: Final = ("client", "node2")
 
 @dataclass(frozen=True)
 class Case:
-    """One static case; `port` replaces the service's own port, `address` its own address."""
+    """One static case; `port` replaces the service's own port, `address` its own address.
+
+    The client's socket is bound to `bound`, another address of its place.
+    """
 
     row: str
     text: str
@@ -33,7 +36,8 @@ class Case:
     kind: Kind
     want: Want
     port: int | None = None
-    address: tuple[str, str] | None = None  # IPv4, IPv6
+    address: tuple[str, str] | None = None  # IPv4, IPv6; and the next
+    bound: tuple[str, str] | None = None
     by_mode: Mapping[str, tuple[Want, str]] = field(default_factory=dict)
     only4: bool = False
     only6: bool = False
@@ -43,6 +47,7 @@ class Case:
         """As in test ids."""
         where = f"{self.service}-{self.kind}" + (f"-{self.port}" if self.port else "")
         where += "-at-" + self.address[0] if self.address else ""
+        where += "-bound-to-" + self.bound[0] if self.bound else ""
         family = "-v4" if self.only4 else "-v6" if self.only6 else ""
         return f"{self.row}-{self.place}-to-{where}{family}"
 
@@ -73,6 +78,7 @@ def _cases() -> Iterator[Case]:
     yield from _endpoints()
     yield from _source_ranges()
     yield from _addresses()
+    yield from _bound()
 
 
 def _balancing() -> Iterator[Case]:
@@ -197,6 +203,25 @@ def _addresses() -> Iterator[Case]:
                      own("loopback"), address=("127.0.0.1", "::1"))  # fmt: skip
 
 
+def _bound() -> Iterator[Case]:
+    """The node has a second address, and a socket of it may choose that one."""
+    web, second = ("pod2", "pod3", "remote1"), ("192.168.77.22", "fd77::22")
+    lb: tuple[Kind, ...] = ("lb",)
+    yield from _each("2.27", "a socket bound to the node's second address is seen as the node", ("node",), "web", ALL,
+                     node(*web), bound=second)  # fmt: skip
+    yield from _each("2.27", "datagrams of such a socket", ("node",), "dns", ALL, node("pod2", "remote1"),
+                     bound=second)  # fmt: skip
+    yield from _each("2.27", "such a socket and a backend on the node itself", ("node",), "hosted", ("cluster", "lb"),
+                     To(frozenset({"node"}), "any"), bound=second)  # fmt: skip
+    yield from _each("2.27", "the ranges have its address: let in", ("node",), "guarded-second", lb, node("pod2"),
+                     bound=second)  # fmt: skip
+    yield from _each("2.27", "the ranges have the primary address alone: silence", ("node",), "guarded-node", lb,
+                     SILENT, bound=second)  # fmt: skip
+    yield from _each("2.27", "no endpoints: refused", ("node",), "empty", ALL, REFUSED, bound=second)
+    yield from _each("2.27", "a socket that is bound to none has the primary address", ("node",), "guarded-second", lb,
+                     SILENT)  # fmt: skip
+
+
 CASES: Final = tuple(_cases())
 # What a slow machine runs: one case of each kind of rule.
 CORE: Final = frozenset({
@@ -206,5 +231,7 @@ CORE: Final = frozenset({
     "2.9-pod1-to-away-lb", "2.9-node-to-local-nodeport", "2.10-client-to-away-lb", "2.10-client-to-away-nodeport",
     "2.11-pod1-to-inner-away-cluster", "2.13-pod1-to-zoned-cluster", "2.14-client-to-guarded-lb",
     "2.14-node2-to-guarded-lb", "2.14a-node2-to-guarded-empty-lb", "2.19-pod1-to-web-cluster-81",
-    "2.20-client-to-far-cluster", "2.26-client-to-hosted-cluster", "3.11-client-to-web-nodeport",
+    "2.20-client-to-far-cluster", "2.27-node-to-web-cluster-bound-to-192.168.77.22",
+    "2.27-node-to-guarded-second-lb-bound-to-192.168.77.22", "2.27-node-to-guarded-node-lb-bound-to-192.168.77.22",
+    "2.26-client-to-hosted-cluster", "3.11-client-to-web-nodeport",
 })  # fmt: skip

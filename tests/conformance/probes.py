@@ -46,6 +46,7 @@ class Probe(NamedTuple):
     place: str
     target: tuple[str, int]
     kind: int  # SOCK_STREAM or SOCK_DGRAM
+    bound: str = ""  # the address that the client's socket is bound to
 
     @property
     def family(self) -> int:
@@ -101,6 +102,8 @@ def _volley(bench: Bench, probes: Sequence[Probe], wait: float) -> list[Reply | 
         waiting = select.poll()
         for number, (client, probe) in enumerate(zip(clients, probes, strict=True)):
             client.setblocking(False)
+            if probe.bound:
+                client.bind((probe.bound, 0))
             failed = client.connect_ex(probe.target)
             if failed not in (0, errno.EINPROGRESS):
                 results[number] = _name(failed)
@@ -150,9 +153,8 @@ def _own(client: socket.socket, reply: Reply) -> Reply:
 
 
 def _name(number: int) -> str:
-    if number == errno.ECONNREFUSED:
-        return REFUSED
-    return SILENT if number == errno.ETIMEDOUT else errno.errorcode.get(number, "closed")
+    """Of an error. A time-out is one, too, where nobody waited for it: silence is not told to a socket."""
+    return REFUSED if number == errno.ECONNREFUSED else errno.errorcode.get(number, "closed")
 
 
 def sight(bench: Bench, place: str, answers: Sequence[Reply | str]) -> Seen:

@@ -106,3 +106,14 @@ def test_more_than_one_client_port(bench: Bench, mode: str, beyond: Opener, fami
             client.connect(service.vip(family))
             seen.add(ask_tcp(client, close=True).pod)
     assert seen == {"pod2", "remote1"}
+
+
+def test_a_backend_that_can_be_reached_is_taken(bench: Bench, mode: str, beyond: Opener, family: int) -> None:
+    """What is on its way out of the node cannot come back to it: of two backends only the other one serves."""
+    only_ebpf(mode)
+    service = bench.service("node", "node2", protocol="UDP", port=53, target=UDP)
+    for _ in range(12):
+        with past_the_hooks(bench, beyond, family, socket.SOCK_DGRAM) as client:
+            reply, source = ask_udp(client, service.vip(family))
+            assert reply.pod == "node2"
+            assert source == service.vip(family)

@@ -57,7 +57,7 @@ def _probe(world: World, case: Case, family: int) -> Probe:
     address, port = target_of(world.bench, service, case.kind, family)
     if case.address:
         address = case.address[family != V4]
-    return Probe(case.place, (address, case.port or port), kind)
+    return Probe(case.place, (address, case.port or port), kind, case.bound[family != V4] if case.bound else "")
 
 
 def target_of(bench: Bench, service: Service, kind: str, family: int) -> tuple[str, int]:
@@ -75,7 +75,7 @@ def target_of(bench: Bench, service: Service, kind: str, family: int) -> tuple[s
 def _explained(table: ServiceTable, bench: Bench, case: Case, probe: Probe) -> tuple[str, frozenset[str], bool]:
     """What `explain` says about the case: verdict, addresses of the candidates, masquerade."""
     source = "::1" if probe.target[0] == "::1" else bench.lab[case.place].address(probe.family)
-    source = "127.0.0.1" if probe.target[0] == "127.0.0.1" else source
+    source = "127.0.0.1" if probe.target[0] == "127.0.0.1" else probe.bound or source
     protocol = "udp" if probe.kind == socket.SOCK_DGRAM else "tcp"
     told = explain(table, Packet(case.name, source, *probe.target, protocol))
     candidates = frozenset(text.rpartition(":")[0].strip("[]") for text in told.backends)
