@@ -9,8 +9,9 @@ The rules are kube-proxy's (pkg/proxy/healthcheck; KEP-3836 for the Node, KEP-34
 - A health-check node port tells whether *this* node has endpoints of a Service: ready ones, each address once. Those
   that terminate do not count, although they still serve what comes.
 
-Two things are ours. A loop that does not turn any more is unwell, whatever waits. And `/healthz` is 503 until the
-first table is programmed: a load balancer should not send to a node that knows no Service yet.
+Three things are ours. A loop that does not turn any more is unwell, whatever waits. `/healthz` is 503 until the first
+table is programmed: a load balancer should not send to a node that knows no Service yet. And it is 503 while something
+is not in place that others removed; that is nothing a restart mends, so `/livez` does not tell of it.
 
 Times are handed in: monotonic seconds for ages, seconds since 1970 for what is told.
 """
@@ -63,6 +64,7 @@ class Health:
         self._waiting: Mapping[int, float] = {}  # family -> since when the oldest change waits
         self._updated: Mapping[int, float] = {}
         self._turned = float("inf")
+        self.damage: tuple[str, ...] = ()  # what others changed of the dataplane and could not be put right yet
 
     def turned(self, now: float) -> None:
         """The loop is at work."""
@@ -85,6 +87,9 @@ class Health:
 
     def well(self, now: float) -> bool:
         """Whether the proxy does its work, whatever the Node says."""
+        return self._timely(now) and not self.damage
+
+    def _timely(self, now: float) -> bool:
         return all(self._family_well(family, now) for family in self._updated)
 
     def _family_well(self, family: int, now: float) -> bool:
@@ -98,7 +103,7 @@ class Health:
 
     def livez(self, now: float, wall: float) -> Answer:
         """The page /livez."""
-        well = self.well(now)
+        well = self._timely(now)
         return self._page("livez", now, wall, well, well, {})
 
     def _page(self, name: str, now: float, wall: float, well: bool, good: bool, more: Mapping[str, bool]) -> Answer:

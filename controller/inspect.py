@@ -165,6 +165,8 @@ def _status_lines(status: dict[str, Any]) -> Iterable[str]:
         yield f"  {mode['requested']} was asked for: {mode['reason']}"
     if status["error"]:
         yield f"  last sync failed: {status['error']}"
+    for sentence in status.get("damage", ()):
+        yield f"  NOT IN PLACE: {sentence}"
     for sentence in status["neighbours"]:
         yield f"  NEIGHBOUR: {sentence}"
     yield f"  {status['services']} services from {source['description']}" + (

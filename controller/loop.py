@@ -39,7 +39,7 @@ from controller.prepare import prepare
 from controller.sources import Source
 from controller.tables import Builder
 from dataplane.errors import DataplaneError, SyncError, Unsupported
-from dataplane.mode import Foresighted, Question, SyncResult, Watched
+from dataplane.mode import Foresighted, Guarded, Question, SyncResult, Watched
 
 if TYPE_CHECKING:
     from controller.configfile import Loaded
@@ -50,6 +50,7 @@ __all__ = ["Followed", "cleanup", "prepare_node", "run"]
 log = logging.getLogger(__name__)
 
 MAINTAIN_SECONDS: Final = 1.0
+GLANCE_SECONDS: Final = 0.25  # between two looks whether others removed something of ours
 REST: Final = 0.005  # seconds after a sync: changes that come close together are programmed together
 SWITCH_SECONDS: Final = 0.001  # Python's 5 ms would be what a change waits while a page of metrics is made
 FIRST_RETRY, LONGEST_RETRY = 0.5, 30.0
@@ -358,9 +359,9 @@ class _Agent:
     # The loop
 
     def _loop(self) -> int:
-        maintain_at = time.monotonic() + MAINTAIN_SECONDS
+        maintain_at, glance_at = time.monotonic() + MAINTAIN_SECONDS, 0.0
         while True:
-            timeout = max(0.0, min(maintain_at, self._due()) - time.monotonic())
+            timeout = max(0.0, min(maintain_at, glance_at, self._due()) - time.monotonic())
             events, messages = self.messages.take(timeout, patient=self.unsynced)
             for event, overtaken in events:
                 self._observe(event, overtaken)
@@ -384,6 +385,9 @@ class _Agent:
             self.health.turned(time.monotonic())
             if self.unsynced and time.monotonic() >= self._due():
                 self._sync()
+            if time.monotonic() >= glance_at:
+                glance_at = time.monotonic() + GLANCE_SECONDS
+                maintain_at = 0.0 if self._disturbed() else maintain_at
             if time.monotonic() >= maintain_at:
                 self._maintain()
                 maintain_at = time.monotonic() + MAINTAIN_SECONDS
@@ -598,18 +602,32 @@ class _Agent:
             self.unsynced = self.cluster.complete
             self.health.queued(time.monotonic())
 
+    def _disturbed(self) -> bool:
+        """Whether others changed something, as far as that can be seen at a glance."""
+        try:
+            return self.ready_after is not None and isinstance(self.programmer, Guarded) and self.programmer.disturbed()
+        except (DataplaneError, OSError):
+            return True  # `maintain` finds it out, and tells
+
     def _maintain(self) -> None:
         if self.ready_after is None:
             return
         self._tell_changes()
+        damage: tuple[str, ...] = ()
         try:
             for told in self.programmer.maintain() or ():
                 if told.entry:
                     self.events.event(service(told.entry), told.kind, told.reason, told.action, told.note)
                 else:
                     self._event(told.kind, told.reason, told.action, told.note)
+            if isinstance(self.programmer, Guarded):
+                damage = self.programmer.damage
         except (DataplaneError, OSError) as error:
             log.warning("maintenance failed: %s", error)
+            damage = (str(error),) if isinstance(error, DataplaneError) else ()
+        if self.health.damage and not damage:
+            log.info("everything of ours is in place again")
+        self.health.damage = damage
         self._tell_repairs()
 
     def _tell_repairs(self) -> None:
@@ -664,7 +682,8 @@ class _Agent:
         return {
             "node": self.config.settings.node_name,
             "mode": self.choice._asdict(),
-            "synced": self.ready_after is not None and not self.unsynced,
+            "synced": self.ready_after is not None and not self.unsynced and not self.health.damage,
+            "damage": list(self.health.damage),
             "generation": self.builder.table.generation,
             "services": len(self.builder.table.services),
             "observed": self.observed,

@@ -198,6 +198,7 @@ def _of_agent(status: Status, figures: Figures) -> Iterator[Metric]:
         ("synced", "1 when everything known is programmed", int(status["synced"])),
         ("refused_objects", "Malformed objects", len(status["problems"])),
         ("conflicts", "Services with an address and port that another one has", len(status.get("conflicts", ()))),
+        ("damage", "Things that others changed and that are not put right yet", len(status.get("damage", ()))),
         ("neighbours", "Other proxies that were found on this node", len(status.get("neighbours", ()))),
         (
             "waiting_objects",

@@ -250,6 +250,23 @@ class Watched(Protocol):
 
 
 @runtime_checkable
+class Guarded(Protocol):
+    """A mode that can tell at a glance whether others changed what it has programmed.
+
+    `damage` is what `maintain` found and could not put right yet, in sentences.
+    """
+
+    damage: tuple[str, ...]
+
+    def disturbed(self) -> bool:
+        """Whether `maintain` should look now. Asked several times a second, so it must cost next to nothing.
+
+        Raises:
+            DataplaneError, OSError: it cannot be found out at the moment.
+        """
+
+
+@runtime_checkable
 class Foresighted(Protocol):
     """A mode that begins with what takes long before it has the first table."""
 

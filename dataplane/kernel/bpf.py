@@ -7,7 +7,6 @@ Every error is a `BpfError` that says which call on which object failed, with th
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import mmap
 import os
@@ -425,17 +424,6 @@ def pinned_link(path: Path) -> int:
     return check(library().bpf_obj_get(str(path).encode()), f"opening pinned link {path}")
 
 
-def remove_link(path: Path) -> None:
-    """Detach the pinned link at `path` and remove the pin; without the first, the kernel detaches it a little later."""
-    with contextlib.suppress(BpfError):  # a kind of link that cannot be detached, or a pin that is gone
-        link = pinned_link(path)
-        try:
-            check(library().bpf_link_detach(link), f"detaching {path}")
-        finally:
-            os.close(link)
-    path.unlink(missing_ok=True)
-
-
 def update_link(link: int, program: int, what: str) -> None:
     """Replace a link's program; packets see the old one or the new one, never none."""
     check(library().bpf_link_update(link, program, ffi.NULL), f"updating {what}")
@@ -445,29 +433,6 @@ def update_link(link: int, program: int, what: str) -> None:
 def has_helper(number: int) -> bool:
     """Whether programs at tc may call the helper of this number (enum bpf_func_id); found by loading one that does."""
     return bool(library().libbpf_probe_bpf_helper(SCHED_CLS, number, ffi.NULL) == 1)
-
-
-def adopt_or_create(path: Path, program: int, target: int, attach_type: int, what: str, flags: int = 0) -> None:
-    """Swap the program of the pinned link at `path`, or make and pin a new link.
-
-    Raises:
-        BpfError: EINVAL where the kernel has no such link, EBUSY where somebody else's program excludes ours.
-    """
-    if path.exists():
-        link = pinned_link(path)
-        try:
-            return update_link(link, program, what)
-        except BpfError as error:
-            if error.code not in (errno.ENOLINK, errno.ENODEV, errno.EINVAL):
-                raise
-            path.unlink()  # the device or cgroup that it was attached to is gone
-        finally:
-            os.close(link)
-    link = create_link(program, target, attach_type, what, flags)
-    try:
-        pin_link(link, path)
-    finally:
-        os.close(link)
 
 
 # Of struct __sk_buff: what a packet that a program is run on may come with, and its offset there.

@@ -26,6 +26,8 @@ builder.cdef(
         uint32_t map_flags; char name[16]; uint32_t ifindex; uint32_t btf_vmlinux_value_type_id; uint64_t netns_dev;
         uint64_t netns_ino; uint32_t btf_id; uint32_t btf_key_type_id; uint32_t btf_value_type_id;
     };
+    struct bpf_prog_info { uint32_t type; uint32_t id; };
+    struct bpf_link_info { uint32_t type; uint32_t id; uint32_t prog_id; uint32_t pad; uint32_t target[16]; };
     void *libbpf_set_print(void *fn);
     struct bpf_object *bpf_object__open_file(const char *path, const void *opts);
     int bpf_object__load(struct bpf_object *);

@@ -2,6 +2,8 @@
 
 Links are pinned, so that traffic goes on when the process ends, and a new process swaps its programs in by
 link update. A kernel without TCX refuses the first link; from then on clsact is used, and `status` says so.
+
+What others remove is noticed: `wrong` says what is not as it was attached, `mend` attaches it again.
 """
 
 from __future__ import annotations
@@ -10,13 +12,23 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from dataplane.errors import Unsupported
-from dataplane.kernel.bpf import BpfError, Object, adopt_or_create
-from dataplane.kernel.links import Interface, clsact_attach, clsact_detach, is_pod, is_uplink, read_node
+from dataplane.kernel.attachment import Attachment
+from dataplane.kernel.bpf import BpfError, Object
+from dataplane.kernel.filters import Filters
+from dataplane.kernel.links import (
+    Interface,
+    clsact_attach,
+    clsact_detach,
+    interface_name,
+    is_pod,
+    is_uplink,
+    read_node,
+)  # fmt: skip
 from dataplane.kernel.places import cgroup_of_node
 from dataplane.mode import Options
 from dataplane.modes.ebpf.pins import remove_pins
@@ -61,6 +73,8 @@ class Links:
         self.attached: dict[int, Interface] = {}
         self.failed: dict[str, str] = {}
         self.kind = "tcx"
+        self._held: dict[tuple[int, str], Attachment] = {}  # by interface and program, of kind tcx
+        self._filters: Filters | None = None  # of kind clsact
 
     def use(self, programs: Object) -> None:
         """Attach this loaded object's `KIND_ingress` and `KIND_egress` from now on, and now where others are."""
@@ -105,25 +119,69 @@ class Links:
     def _attach_one(self, interface: Interface, name: str, attach_type: int, *, ingress: bool) -> None:
         assert self.programs is not None
         program = self.programs.program(name)
-        path = _link_path(self.folder, name, interface.index)
         if self.kind == "tcx":
+            path = _link_path(self.folder, name, interface.index)
+            made = Attachment(path, attach_type, interface.index, interface.name)
             try:
-                adopt_or_create(path, program, interface.index, attach_type, interface.name)
+                held = self._held.get((interface.index, name), made)
+                held.run(program)
+                self._held[interface.index, name] = held
             except BpfError as error:
                 if error.code not in NO_SUCH_LINK:
                     raise
                 self.kind = "clsact"
                 log.warning("this kernel has no TCX links (%s); clsact filters are used instead", error)
         if self.kind == "clsact":
+            self._filters = self._filters or Filters()
             clsact_attach(interface.index, program, name, ingress=ingress)
 
     def _detach(self, index: int) -> None:
         interface = self.attached.pop(index)
         for name, _, _ in self.hooks:
-            _link_path(self.folder, name, index).unlink(missing_ok=True)
+            if held := self._held.pop((index, name), None):
+                held.remove()
         if self.kind == "clsact":
             clsact_detach(index)
         log.info("%s interface %s is gone", self.what, interface.name)
+
+    def wrong(self, pins: Mapping[str, int]) -> Iterator[str]:
+        """What others changed or removed at interfaces that are here, in words.
+
+        Args:
+            pins: the inode of each pin in the folder, by name.
+        """
+        for (index, name), held in self._held.items():
+            if (what := held.wrong(pins)) and interface_name(index) == held.where:
+                yield f"{name} at {held.where} {what}"
+        if self._filters is not None and self.programs is not None:
+            programs = {(name, ingress): self.programs.program(name) for name, _, ingress in self.hooks}
+            for interface in self.attached.values():
+                for name in self._filters.missing(interface.index, programs):
+                    yield f"{name} at {interface.name} is no filter any more"
+
+    def pins(self) -> dict[str, int]:
+        """The inodes of our pins, by name."""
+        return dict(held.pin for held in self._held.values())
+
+    def mend(self, pins: Mapping[str, int]) -> None:
+        """Attach again what is `wrong`.
+
+        Raises:
+            BpfError: the kernel refused.
+        """
+        for (index, name), held in self._held.items():
+            if held.wrong(pins) and interface_name(index) == held.where and self.programs is not None:
+                held.run(self.programs.program(name))
+        if self._filters is not None:
+            for interface in list(self.attached.values()):
+                self._attach(interface)
+
+    def close(self) -> None:
+        """Leave everything to the pins."""
+        for held in self._held.values():
+            held.close()
+        if self._filters is not None:
+            self._filters.close()
 
     def _forget_stale(self, wanted: dict[int, Interface]) -> None:
         """Pins of interfaces that went while no process was there to see it."""
@@ -160,6 +218,8 @@ class Sockets:
         self.folder = folder
         self.options = options
         self.cgroup: Path | None = None
+        self._held: dict[str, Attachment] = {}
+        self._programs: dict[str, int] = {}  # descriptors, by hook
         self.reason = "switched off (--socket-scope off)" if options.socket_scope == "off" else "not attached yet"
 
     def use(self, programs: Object | None, watch: Object | None = None) -> None:
@@ -178,28 +238,57 @@ class Sockets:
         self.cgroup, self.reason = cgroup, ""
 
     def _attach(self, programs: Object, watch: Object | None, cgroup: Path) -> None:
-        self._drop_pins_of_other_cgroup(cgroup)
+        self._programs = {name: programs.program(name) for name in SOCKET_HOOKS}
+        if watch is not None:
+            self._programs |= {name: watch.program(name) for name in WATCH_HOOKS}
+        for name in (SOCKET_HOOKS | WATCH_HOOKS).keys() - self._programs.keys():
+            self._made(name, cgroup).remove()
+            del self._held[name]
         target = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            for loaded, hooks in ((programs, SOCKET_HOOKS), (watch, WATCH_HOOKS)):
-                for name, attach_type in hooks.items():
-                    path = _link_path(self.folder, "cgroup", name)
-                    if loaded is None:
-                        path.unlink(missing_ok=True)
-                    else:
-                        adopt_or_create(path, loaded.program(name), target, attach_type, str(cgroup))
+            for name, program in self._programs.items():
+                self._made(name, cgroup).run(program, target)
         finally:
             os.close(target)
 
-    def _drop_pins_of_other_cgroup(self, cgroup: Path) -> None:
-        """The name of the cgroup is not in a link: it is kept in the name of a marker beside the pins."""
-        marker = cgroup.stat().st_ino
-        for path in self.folder.glob("link_at_*"):
-            if path.name != f"link_at_{marker}":
-                for name in (*SOCKET_HOOKS, *WATCH_HOOKS):
-                    _link_path(self.folder, "cgroup", name).unlink(missing_ok=True)
-                path.rmdir()
-        (self.folder / f"link_at_{marker}").mkdir(exist_ok=True)
+    def _made(self, name: str, cgroup: Path) -> Attachment:
+        """The attachment of this name at the cgroup."""
+        number = cgroup.stat().st_ino
+        if name in self._held and self._held[name].target != number:
+            self._held.pop(name).remove()
+        if name not in self._held:
+            path = _link_path(self.folder, "cgroup", name)
+            self._held[name] = Attachment(path, (SOCKET_HOOKS | WATCH_HOOKS)[name], number, str(cgroup))
+        return self._held[name]
+
+    def wrong(self, pins: Mapping[str, int]) -> Iterator[str]:
+        """As `Links.wrong`, as long as the cgroup is there."""
+        if self.cgroup is None or not self.cgroup.is_dir():
+            return
+        for name, held in self._held.items():
+            if what := held.wrong(pins):
+                yield f"{name} at cgroup {held.where} {what}"
+
+    def pins(self) -> dict[str, int]:
+        """The inodes of our pins, by name."""
+        return dict(held.pin for held in self._held.values())
+
+    def mend(self, pins: Mapping[str, int]) -> None:
+        """As `Links.mend`."""
+        if not any(self.wrong(pins)) or self.cgroup is None:
+            return
+        target = os.open(self.cgroup, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            for name, held in self._held.items():
+                if held.wrong(pins):
+                    held.run(self._programs[name], target)
+        finally:
+            os.close(target)
+
+    def close(self) -> None:
+        """As `Links.close`."""
+        for held in self._held.values():
+            held.close()
 
     def status(self) -> dict[str, Any]:
         """For people and `-o json`."""

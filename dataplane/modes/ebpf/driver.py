@@ -10,15 +10,16 @@ from __future__ import annotations
 import errno
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dataplane.kernel.bpf import BpfError, Map, Object, adopt_or_create, remove_link
+from dataplane.kernel.attachment import Attachment
+from dataplane.kernel.bpf import BpfError, Map, Object
 from dataplane.kernel.drivers import driver_of, is_virtual, takes_frames
-from dataplane.kernel.links import Interface
+from dataplane.kernel.links import Interface, interface_name
 
 __all__ = ["Drivers"]
 
@@ -50,6 +51,7 @@ class Drivers:
         self.setting = setting
         self.attached: dict[int, Interface] = {}
         self.left: dict[str, str] = {}  # interface -> why tc alone serves it
+        self._held: dict[int, Attachment] = {}
         self._load = load
         self._targets = targets
         self._programs: Object | None = None
@@ -85,9 +87,39 @@ class Drivers:
         for index in fresh:
             log.info("serving %s by XDP in its driver", wanted[index].name)
         for path in self.folder.glob("link_xdp_*"):
-            if int(path.name.rsplit("_", 1)[1]) not in self.attached:
-                remove_link(path)
+            index = int(path.name.rsplit("_", 1)[1])
+            if index not in self.attached:
+                self._made(index, "").remove()
+                del self._held[index]
         self._tell_targets()
+
+    def _made(self, index: int, name: str) -> Attachment:
+        """The attachment at an interface; one that has another name by now is looked at anew."""
+        known = self._held.get(index)
+        if known is None or known.where != name:
+            if known is not None:
+                known.close()
+            path = self.folder / f"link_xdp_{index}"
+            self._held[index] = known = Attachment(path, ATTACH_TYPE, index, name, DRIVER_MODE)
+        return known
+
+    def wrong(self, pins: Mapping[str, int]) -> Iterator[str]:
+        """As `attach.Links.wrong`."""
+        for index in self.attached:
+            held = self._held[index]
+            if (what := held.wrong(pins)) and interface_name(index) == held.where:
+                yield f"{PROGRAM} at {held.where} {what}"
+
+    def pins(self) -> dict[str, int]:
+        """The inodes of our pins, by name."""
+        return dict(held.pin for held in self._held.values())
+
+    def mend(self, pins: Mapping[str, int]) -> None:
+        """As `attach.Links.mend`."""
+        for index in self.attached:
+            held = self._held[index]
+            if held.wrong(pins) and interface_name(index) == held.where and self._programs is not None:
+                held.run(self._programs.program(PROGRAM))
 
     def _reason(self, interface: Interface, below: set[int]) -> str:
         """Why tc alone serves an interface; "": nothing known against it."""
@@ -114,10 +146,8 @@ class Drivers:
             self.left[interface.name] = self._refused
             log.warning("XDP is not used: %s", error)
             return False
-        program = self._programs.program(PROGRAM)
-        path = self.folder / f"link_xdp_{interface.index}"
         try:
-            adopt_or_create(path, program, interface.index, ATTACH_TYPE, interface.name, DRIVER_MODE)
+            self._made(interface.index, interface.name).run(self._programs.program(PROGRAM))
         except BpfError as error:
             if error.code != errno.ENODEV:
                 self.left[interface.name] = WHY.get(error.code, str(error))
@@ -150,5 +180,7 @@ class Drivers:
 
     def close(self) -> None:
         """Unload what is not attached."""
+        for held in self._held.values():
+            held.close()
         if self._programs is not None:
             self._programs.close()

@@ -5,7 +5,7 @@ A map that grows is made anew, larger. Its content is copied, and its pin rename
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ class MapSet:
         self.adopted = (folder / "slots").exists()
         self._traffic_cpus = traffic_cpus(options)
         self._views: dict[str, NDArray[Any]] = {}
+        self._inodes: dict[str, int] = {}  # of pins, by name
         if self.adopted:
             self._adopt()
         else:
@@ -60,14 +61,14 @@ class MapSet:
         fixed = policy.fixed(options)
         self.other_sizes = {name: size for name, size in fixed.items() if self._entries(name, size) != size}
         for name, made in _make({**fixed, **self._with_traffic(sizes or policy.bounds(options))}, self.maps).items():
-            self.maps[name] = made
-            made.pin(folder / name)
+            self._keep(name, made)
 
     def _adopt(self) -> None:
         for path in self.folder.glob(f"{NEXT}*"):  # of a process that ended while it replaced maps
             path.unlink()
         for name in _map_pins(self.folder):
             self.maps[name] = Map.pinned(self.folder / name)
+            self._inodes[name] = (self.folder / name).stat().st_ino
         if self._entries("counters", 0) != abi_constants()["COUNTERS"]:
             self._drop("counters")
         wanted = self._with_traffic({})
@@ -79,6 +80,7 @@ class MapSet:
         """Have a map made anew."""
         if name in self.maps:
             self.maps.pop(name).close()
+            del self._inodes[name]
             (self.folder / name).unlink()
 
     def _can_count(self, name: str, entries: int | None) -> bool:
@@ -126,16 +128,45 @@ class MapSet:
         for name in sorted(larger, key=lambda name: (name not in TRAFFIC, name)):
             larger[name].pin(self.folder / f"{NEXT}{name}")
             (self.folder / f"{NEXT}{name}").rename(self.folder / name)
+            self._inodes[name] = (self.folder / name).stat().st_ino
             self.maps[name].close()
             self.maps[name] = larger[name]
             self._views.pop(name, None)
+
+    def _keep(self, name: str, made: Map) -> None:
+        """Take a map into the set and pin it."""
+        made.pin(self.folder / name)
+        self.maps[name], self._inodes[name] = made, (self.folder / name).stat().st_ino
+
+    def wrong(self, pins: Mapping[str, int]) -> Iterator[str]:
+        """Which maps are not pinned any more, in words.
+
+        Args:
+            pins: the inode of each pin in the folder, by name.
+        """
+        for name, inode in self._inodes.items():
+            if pins.get(name) != inode:
+                yield f"map {name} {'has something else pinned in its place' if name in pins else 'is not pinned'}"
+
+    def pins(self) -> dict[str, int]:
+        """The inodes of our pins, by name."""
+        return dict(self._inodes)
+
+    def mend(self, pins: Mapping[str, int]) -> None:
+        """Pin again what is `wrong`.
+
+        Raises:
+            BpfError: EEXIST where something else is pinned.
+        """
+        for name, inode in list(self._inodes.items()):
+            if pins.get(name) != inode:
+                self._keep(name, self.maps[name])
 
     def pin_new(self, loaded: Object) -> None:
         """Take in and pin the maps of a loaded object that are not in the set yet."""
         for name in loaded.map_names:
             if name not in self.maps and name not in PRIVATE:
-                self.maps[name] = loaded.map(name)
-                self.maps[name].pin(self.folder / name)
+                self._keep(name, loaded.map(name))
 
     def share_with(self, program: Object, larger: Larger | None = None) -> None:
         """Make an object use these maps, and `larger` ones in place of some; before its load."""

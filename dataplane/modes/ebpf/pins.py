@@ -10,20 +10,22 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
-from dataplane.kernel.bpf import Object
+from dataplane.kernel.attachment import is_link
+from dataplane.kernel.bpf import Object, pinned_link
 from dataplane.kernel.places import pin_folder
 from dataplane.kernel.shape import Shape, declared, name_in_kernel, pinned
 from dataplane.mode import Options
 from dataplane.modes.ebpf import layout
 
 __all__ = [
-    "FIGURES", "LINK", "NEXT", "PRIVATE", "beside", "fingerprint", "folder_of", "former_layouts", "remove_pins",
-    "shapes", "strangers", "told",
+    "FIGURES", "LINK", "NEXT", "PRIVATE", "beside", "fingerprint", "folder_of", "former_layouts", "pins_in",
+    "remove_pins", "shapes", "strangers", "told",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -81,8 +83,17 @@ def former_layouts(folder: Path) -> list[Path]:
     return [known for known in folder.parent.glob("abi*") if known != folder and known.is_dir()]
 
 
+def pins_in(folder: Path) -> dict[str, int]:
+    """The inode of each pin by its name, as long as the pin is the same one; nothing of a folder that is gone."""
+    try:
+        with os.scandir(folder) as entries:
+            return {entry.name: entry.inode() for entry in entries}
+    except FileNotFoundError:
+        return {}
+
+
 def strangers(folder: Path) -> dict[str, str]:
-    """Names of maps of ours under which something else is pinned -> what is wrong with it.
+    """Names of pins of ours under which something else is pinned -> what is wrong with it.
 
     Raises:
         BpfError: no privilege.
@@ -92,7 +103,8 @@ def strangers(folder: Path) -> dict[str, str]:
         path = folder / name
         if path.exists() and (why := _why_not(pinned(path), wanted)):
             wrong[name] = why
-    return wrong
+    links = (path for path in folder.glob(f"{LINK}*") if not path.is_dir())
+    return wrong | {path.name: "no link" for path in links if not _is_link(path)}
 
 
 def told(wrong: Mapping[str, str]) -> str:
@@ -132,8 +144,16 @@ def remove_pins(folder: Path) -> int:
     return removed
 
 
+def _is_link(path: Path) -> bool:
+    found = pinned_link(path)
+    try:
+        return is_link(found)
+    finally:
+        os.close(found)
+
+
 def _is_ours(path: Path) -> bool:
     if path.name.startswith(LINK):
-        return True
+        return _is_link(path)
     found = pinned(path)
     return found is not None and found.name == name_in_kernel(path.name.removeprefix(NEXT))

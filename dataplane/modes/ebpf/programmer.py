@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from dataplane.kernel.lock import hold
 from dataplane.kernel.places import netns_cookie, pin_folder
 from dataplane.mode import Mode, Notice, Options, Question, SyncResult, Wake, misfit_rows, unknown_algorithms
 from dataplane.modes.ebpf import attach, explaining, layout, listing, sizes
+from dataplane.modes.ebpf.attach import Links, Sockets
 from dataplane.modes.ebpf.driver import Drivers
 from dataplane.modes.ebpf.edges import own_addresses, pod_columns, pod_links
 from dataplane.modes.ebpf.events import Journal, Reader
@@ -32,10 +33,12 @@ from dataplane.modes.ebpf.failover import Failover
 from dataplane.modes.ebpf.flows import Caretaker
 from dataplane.modes.ebpf.growth import Grower
 from dataplane.modes.ebpf.maps import Larger, MapSet, open_pinned_maps
-from dataplane.modes.ebpf.pins import beside, folder_of, former_layouts, remove_pins, strangers, told
-from dataplane.modes.ebpf.programs import Loader, Programs, put_carriers, teach_namespace
+from dataplane.modes.ebpf.pins import beside, folder_of, former_layouts, pins_in, remove_pins, strangers, told
+from dataplane.modes.ebpf.programs import Loader, Programs, missing_carriers, put_carriers, teach_namespace
 from dataplane.modes.ebpf.store import Store
 from dataplane.table import EMPTY, Entry, NodeNetwork, ServiceTable
+
+SHOWN = 5  # things that others changed, in one line of the log
 
 __all__ = ["MODE", "Ebpf", "clean", "drain", "folder_of", "look", "probe"]
 
@@ -143,6 +146,7 @@ class Ebpf:
         self.grower = Grower(self.maps, sizes.bounds(options), self._load, self._use, self._take_larger_maps, wake)
         self.nearly_full: dict[str, str] = {}  # map -> sentence
         self.audit_repairs = 0
+        self.damage: tuple[str, ...] = ()
         self.failover = Failover(options)
         self.caretaker = Caretaker(
             self.maps.maps, self._inspect.program("sweep"), self._inspect.program("read_clock"), self.hz, options
@@ -339,8 +343,74 @@ class Ebpf:
         for raw in wanted:
             known.update(raw, bytes(4))
 
+    def _pinned(self) -> Iterable[Links | Drivers | Sockets | MapSet]:
+        """What has pins; what carries traffic comes first."""
+        return self.pods, self.uplinks, self.drivers, self.sockets, self.maps
+
+    def disturbed(self) -> bool:
+        """See `dataplane.mode.Guarded.disturbed`."""
+        return self._attached and any(True for _ in self._wrong())
+
+    def _wrong(self) -> Iterator[str]:
+        """What somebody removed or changed of attachments and pins, in words."""
+        pins = pins_in(self.folder)
+        for held in self._pinned():
+            yield from held.wrong(pins)
+        if self.programs is not None:
+            yield from missing_carriers(self.maps.maps["carriers"], self.programs.carry)
+
+    def _mend(self) -> None:
+        """Put back what is `_wrong`; what cannot be put back stays in `damage`, and is tried again next time."""
+        wrong = list(self._wrong()) if self._attached else []
+        if not wrong:
+            self.damage = ()
+            return
+        new = [what for what in wrong if what not in self.damage]
+        if new:
+            more = f"; and {len(new) - SHOWN} more" if len(new) > SHOWN else ""
+            log.warning("others changed %d things, which are put back: %s%s", len(new), "; ".join(new[:SHOWN]), more)
+        failures = self._put_back()
+        before, self.damage = self.damage, tuple(self._wrong())
+        self.audit_repairs += max(0, len(wrong) - len(self.damage))
+        if self.damage and self.damage != before:
+            why = "; ".join(failures) or "they were changed again"
+            log.error("%d things cannot be put back: %s", len(self.damage), why)
+
+    def _put_back(self) -> list[str]:
+        """Attach and pin what is not; what failed, in words."""
+        failures = []
+        try:
+            self._make_folder_again()
+        except (DataplaneError, OSError) as error:
+            failures.append(str(error))
+        self._remove_misplaced()
+        pins = pins_in(self.folder)
+        for held in self._pinned():
+            try:
+                held.mend(pins)
+            except (BpfError, OSError) as error:
+                failures.append(str(error))
+        if self.programs is not None:
+            put_carriers(self.maps.maps["carriers"], self.programs.carry)
+        return failures
+
+    def _remove_misplaced(self) -> None:
+        """Pins of ours that somebody gave other names."""
+        ours = {name: inode for held in self._pinned() for name, inode in held.pins().items()}
+        for name, inode in pins_in(self.folder).items():
+            if inode in ours.values() and ours.get(name) != inode:
+                (self.folder / name).unlink()
+
+    def _make_folder_again(self) -> None:
+        """If somebody removed the folder, with the lock on it."""
+        if not self.folder.is_dir():
+            self.folder.mkdir(parents=True)
+            os.close(self._lock)
+            self._lock = hold(self.folder, f"the eBPF maps at {self.folder}")
+
     def maintain(self) -> Sequence[Notice]:
         """See `dataplane.mode.Programmer.maintain`."""
+        self._mend()
         self._collect()
         self.caretaker.look_for(*self.store.quarantine.candidates)
         if self._misfitting:
@@ -505,7 +575,8 @@ class Ebpf:
         self._inspect.close()
         if self.programs is not None:
             self.programs.close()
-        self.drivers.close()
+        for links in (self.pods, self.uplinks, self.sockets, self.drivers):
+            links.close()
         self.maps.close()
         if not self._attached and not self.adopted:
             remove_pins(self.folder)  # nothing was ever programmed: leave no empty maps behind

@@ -10,18 +10,20 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from dataplane.kernel.attachment import program_number
 from dataplane.kernel.bpf import BpfError, Map, Object, has_helper
 from dataplane.kernel.places import netns_cookie
 from dataplane.mode import Options
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.maps import Larger, MapSet, traffic_cpus
 
-__all__ = ["CHECK_MTU", "Loader", "Programs", "put_carriers", "teach_namespace"]
+__all__ = ["CHECK_MTU", "Loader", "Programs", "missing_carriers", "put_carriers", "teach_namespace"]
 
 log = logging.getLogger(__name__)
 
 SO_COOKIE = 57  # asm-generic/socket.h
 UNKNOWN_NETNS = (1 << 64) - 1  # as in bpf/connect.bpf.c
+CARRIERS = ("carry4", "carry6")  # enum carrier of bpf/maps.h
 CHECK_MTU = 163  # BPF_FUNC_check_mtu, linux/bpf.h (Linux 5.12)
 
 
@@ -153,8 +155,16 @@ class Loader:
 
 def put_carriers(carriers: Map, carry: Object) -> None:
     """Let the programs of `carry.bpf.o` be those that hooks call."""
-    for place, name in enumerate(("carry4", "carry6")):  # enum carrier of bpf/maps.h
+    for place, name in enumerate(CARRIERS):
         carriers.update(place.to_bytes(4, sys.byteorder), carry.program(name).to_bytes(4, sys.byteorder))
+
+
+def missing_carriers(carriers: Map, carry: Object) -> Iterator[str]:
+    """Which of them is not the one that was put there, in words."""
+    for place, name in enumerate(CARRIERS):
+        found = carriers.lookup(place.to_bytes(4, sys.byteorder))
+        if found is None or int.from_bytes(found, sys.byteorder) != program_number(carry.program(name)):
+            yield f"{name} is not what hooks call"
 
 
 def teach_namespace(home: Map) -> bool:

@@ -1,0 +1,161 @@
+"""A program attached by a link that is pinned and held: adopted or made, looked at, put back where it was.
+
+The pin keeps the attachment beyond this process, the descriptor keeps it when somebody removes the pin, and through the
+descriptor the kernel tells what became of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from dataplane.kernel import bpf
+from dataplane.kernel._libbpf import ffi
+from dataplane.kernel.bpf import BpfError, check, library
+
+__all__ = ["Attachment", "is_link", "program_number"]
+
+CGROUP: Final = 3  # BPF_LINK_TYPE_CGROUP; links at interfaces tell an index instead of a cgroup's number
+GONE: Final = frozenset({errno.ENOLINK, errno.ENODEV, errno.EINVAL})  # the device or cgroup of a link is
+
+
+class _State(NamedTuple):
+    """What the kernel says of a link: the number of its program, and of the interface or cgroup; 0: it is detached."""
+
+    program: int
+    target: int
+
+
+def is_link(descriptor: int) -> bool:
+    """Whether a descriptor of a BPF object is a link's, and not a program's or a map's."""
+    return os.readlink(f"/proc/self/fd/{descriptor}").startswith("anon_inode:bpf_link")  # noqa: PTH115 (a label)
+
+
+def _state(link: int) -> _State:
+    info = ffi.new("struct bpf_link_info *")
+    size = ffi.new("uint32_t *", ffi.sizeof("struct bpf_link_info"))
+    check(library().bpf_obj_get_info_by_fd(link, info, size), "describing a link")
+    words = info.target
+    target = int(words[0]) | int(words[1]) << 32 if info.type == CGROUP else int(words[0])
+    return _State(int(info.prog_id), target)
+
+
+def program_number(program: int) -> int:
+    """A loaded program's number."""
+    info = ffi.new("struct bpf_prog_info *")
+    size = ffi.new("uint32_t *", ffi.sizeof("struct bpf_prog_info"))
+    check(library().bpf_obj_get_info_by_fd(program, info, size), "describing a program")
+    return int(info.id)
+
+
+class Attachment:
+    """One link.
+
+    Args:
+        path: of its pin.
+        attach_type: BPF_ of enum bpf_attach_type.
+        target: the number of the interface, or of the cgroup (its inode).
+        where: the interface or the cgroup, for errors.
+        flags: of the link.
+    """
+
+    def __init__(self, path: Path, attach_type: int, target: int, where: str, flags: int = 0) -> None:
+        self.path, self.where, self.target = path, where, target
+        self._attach_type, self._flags = attach_type, flags
+        self._link = -1
+        self._program = self._inode = 0
+
+    def run(self, program: int, at: int | None = None) -> None:
+        """Swap this program in where the link is; where it is not, or somewhere else, make a new one.
+
+        Args:
+            program: a descriptor.
+            at: a descriptor of the cgroup, None: an interface is the target.
+
+        Raises:
+            BpfError: EINVAL where the kernel has no such link, EBUSY where somebody else's program excludes ours,
+                EEXIST where something else is pinned in its place.
+        """
+        if self._link < 0 and self.path.exists():
+            self._adopt()
+        if not self._swap(program):
+            self._let_go()
+            target = self.target if at is None else at
+            self._link = bpf.create_link(program, target, self._attach_type, self.where, self._flags)
+        self._program = program_number(program)
+        self._pin()
+
+    def wrong(self, pins: Mapping[str, int]) -> str:
+        """What of it is not as it was made, "": nothing. `pins` are the inodes of all pins in the folder by name."""
+        if self._link < 0:
+            return "is not attached"
+        state = _state(self._link)
+        if state.target != self.target:
+            return "is detached"
+        if state.program != self._program:
+            return "runs another program"
+        if self.path.name not in pins:
+            return "is not pinned"
+        return "" if pins[self.path.name] == self._inode else "has something else pinned in its place"
+
+    @property
+    def pin(self) -> tuple[str, int]:
+        """The name and the inode of its pin."""
+        return self.path.name, self._inode
+
+    def remove(self) -> None:
+        """Detach it now, also one that a former process has left, and remove the pin."""
+        if self._link < 0 and self.path.exists():
+            with contextlib.suppress(BpfError):  # somebody else's: it stays
+                self._adopt()
+        self._let_go()
+
+    def close(self) -> None:
+        """Leave it to the pin."""
+        if self._link >= 0:
+            os.close(self._link)
+        self._link = -1
+
+    def _adopt(self) -> None:
+        found = bpf.pinned_link(self.path)
+        if not is_link(found):
+            os.close(found)
+            raise BpfError(f"{self.path} is no link of ours", errno.EEXIST)
+        self._link, self._inode = found, self.path.stat().st_ino
+
+    def _swap(self, program: int) -> bool:
+        """Whether the link is attached where it should be, and runs this program now."""
+        if self._link < 0 or _state(self._link).target != self.target:
+            return False
+        try:
+            bpf.update_link(self._link, program, self.where)
+        except BpfError as error:
+            if error.code not in GONE:
+                raise
+            return False
+        return True
+
+    def _let_go(self) -> None:
+        """Of a link that is not what it should be; its pin goes with it if it is ours."""
+        if self._link < 0:
+            return
+        with contextlib.suppress(BpfError):  # a kind of link that cannot be detached
+            check(library().bpf_link_detach(self._link), f"detaching {self.path}")
+        self.close()
+        if self._pinned_here():
+            self.path.unlink(missing_ok=True)
+
+    def _pinned_here(self) -> bool:
+        try:
+            return self.path.stat().st_ino == self._inode
+        except FileNotFoundError:
+            return False
+
+    def _pin(self) -> None:
+        if not self._pinned_here():
+            bpf.pin_link(self._link, self.path)
+            self._inode = self.path.stat().st_ino

@@ -1,0 +1,234 @@
+"""Programs, links and pins that somebody removes or changes: seen at the next glance, put back, counted, told."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from pyroute2 import IPRoute
+
+from controller.lab.network import Lab
+from dataplane.kernel.bpf import Map, Object, check, library, pinned_link, update_link
+from dataplane.kernel.links import EGRESS, HANDLE, INGRESS, PRIORITY
+from dataplane.kernel.places import bpf_fs
+from dataplane.mode import Options
+from dataplane.modes.ebpf.attach import SOCKET_HOOKS, TCX_EGRESS, TCX_INGRESS, WATCH_HOOKS
+from dataplane.modes.ebpf.layout import OBJECTS
+from dataplane.modes.ebpf.programmer import Ebpf, clean
+from dataplane.table import ServiceTable
+from tests.conformance.kit import programs_at
+from tests.namespaces import new_lab
+
+pytestmark = pytest.mark.root
+
+SMALL = {"max_services": 64, "max_backends": 256, "max_slots": 512, "max_flows": 1024}
+
+
+class Place:
+    """An agent on a lab's node, which a test disturbs."""
+
+    def __init__(self, lab: Lab, *, clsact: bool) -> None:
+        self.lab = lab
+        self.root = bpf_fs() / f"hybrid-proxy-test-{os.getpid()}-removed{int(clsact)}"
+        self.root.mkdir()
+        self.options = Options(cgroup=str(lab.cgroup), pin_root=str(self.root), **SMALL)  # type: ignore[arg-type]
+        self.agent = Ebpf(self.options, lambda: None)
+        if clsact:
+            self.agent.pods.kind = self.agent.uplinks.kind = "clsact"
+        self.agent.sync(ServiceTable(services={}))
+        self.folder = self.agent.folder
+
+    def link(self, pattern: str) -> Path:
+        return next(path for path in sorted(self.folder.iterdir()) if path.name.startswith(pattern))
+
+    def interface(self) -> int:
+        return min(self.agent.pods.attached)
+
+    def attached(self) -> list[int]:
+        """How many programs are at each hook."""
+        hooks = [(TCX_INGRESS, index) for index in self.agent.pods.attached]
+        hooks += [(TCX_EGRESS, index) for index in self.agent.uplinks.attached]
+        cgroup = os.open(self.lab.cgroup, os.O_RDONLY)
+        try:
+            hooks += [(kind, cgroup) for kind in (SOCKET_HOOKS | WATCH_HOOKS).values()]
+            return [programs_at(target, kind) for kind, target in hooks]
+        finally:
+            os.close(cgroup)
+
+    def close(self) -> None:
+        self.agent.close()
+        clean(self.options)
+        if self.root.exists():
+            shutil.rmtree(self.root)
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with new_lab("g", 2) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def with_links(lab: Lab) -> Iterator[Place]:
+    with lab.inside("node"), closing(Place(lab, clsact=False)) as made:
+        yield made
+
+
+def detach(path: Path) -> None:
+    link = pinned_link(path)
+    try:
+        check(library().bpf_link_detach(link), "detaching")
+    finally:
+        os.close(link)
+
+
+def run_another(path: Path) -> None:
+    with closing(Object(OBJECTS / "hooks.bpf.o")) as other:
+        other.load()
+        link = pinned_link(path)
+        update_link(link, other.program("pod_ingress"), "somebody else's")
+        os.close(link)
+
+
+def exchange(place: Place) -> None:
+    one, other = place.link("link_pod_ingress"), place.link("link_pod_egress")
+    spare = place.folder / "spare"
+    one.rename(spare)
+    other.rename(one)
+    spare.rename(other)
+
+
+def everything(place: Place) -> None:
+    for path in place.folder.glob("link_*"):
+        detach(path)
+    shutil.rmtree(place.root)
+
+
+def forget_carriers(place: Place) -> None:
+    with closing(Map.pinned(place.folder / "carriers")) as carriers:
+        assert carriers.delete(bytes(4))
+
+
+# What somebody does -> how many things that concerns, None: all of them.
+ACCIDENTS: dict[str, tuple[Callable[[Place], object], int | None]] = {
+    "a-pods-link-detached": (lambda place: detach(place.link("link_pod_ingress")), 1),
+    "an-uplinks-link-detached": (lambda place: detach(place.link("link_uplink_egress")), 1),
+    "a-cgroups-link-detached": (lambda place: detach(place.link("link_cgroup_connect4")), 1),
+    "another-program": (lambda place: run_another(place.link("link_pod_ingress")), 1),
+    "a-links-pin-removed": (lambda place: place.link("link_pod_ingress").unlink(), 1),
+    "detached-and-unpinned": (
+        lambda place: [(detach(path), path.unlink()) for path in [place.link("link_uplink_ingress")]], 1
+    ),
+    "a-maps-pin-removed": (lambda place: (place.folder / "flows4").unlink(), 1),
+    "a-carrier-removed": (forget_carriers, 1),
+    "two-pins-exchanged": (exchange, 2),
+    "the-folder-removed": (lambda place: shutil.rmtree(place.root), None),
+    "everything": (everything, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("accident", ACCIDENTS)
+def test_what_is_removed_comes_back(with_links: Place, accident: str, caplog: pytest.LogCaptureFixture) -> None:
+    place, agent = with_links, with_links.agent
+    do, count = ACCIDENTS[accident]
+    before, repairs, pins = place.attached(), agent.audit_repairs, sorted(place.folder.iterdir())
+    assert min(before) == 1
+    assert not agent.disturbed()
+    do(place)
+    assert agent.disturbed()
+    with caplog.at_level(logging.WARNING):
+        agent.maintain()
+    assert f"others changed {len(pins) if count is None else count} things, which are put back: " in caplog.text
+    assert agent.damage == ()
+    assert agent.audit_repairs == repairs + (len(pins) if count is None else count)
+    assert not agent.disturbed()
+    assert place.attached() == before
+    assert sorted(place.folder.iterdir()) == pins
+    agent.maintain()
+    assert caplog.text.count("others changed") == 1
+
+
+def test_a_pin_in_the_place_of_ours_stays_and_is_told_until_it_goes(
+    with_links: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    place, agent = with_links, with_links.agent
+    path, spare = place.folder / "flows4", place.folder / "somebodys"
+    with closing(Map.pinned(place.folder / "affinity")) as other:
+        path.unlink()
+        other.pin(path)
+    theirs = path.stat().st_ino
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            agent.maintain()
+    assert agent.damage == ("map flows4 has something else pinned in its place",)
+    assert caplog.text.count("others changed 1 things") == caplog.text.count("1 things cannot be put back") == 1
+    assert path.stat().st_ino == theirs
+    path.rename(spare)
+    agent.maintain()
+    assert agent.damage == ()
+    spare.unlink()
+
+
+def test_an_interface_that_goes_is_no_damage(with_links: Place) -> None:
+    place, agent = with_links, with_links.agent
+    with IPRoute() as ip:
+        ip.link(
+            "add", ifname="gone0", kind="veth", peer={"ifname": "gone1", "net_ns_fd": str(place.lab["pod1"].namespace)}
+        )
+        agent.links_changed()
+        index = socket.if_nametoindex("gone0")
+        assert index in agent.pods.attached
+        ip.link("del", index=index)
+    assert not agent.disturbed()
+    agent.links_changed()
+    assert index not in agent.pods.attached
+
+
+@pytest.fixture(scope="module")
+def with_filters(lab: Lab) -> Iterator[Place]:
+    """As on kernels without TCX links."""
+    with lab.inside("node"), closing(Place(lab, clsact=True)) as made:
+        yield made
+
+
+def delete_filter(place: Place) -> None:
+    with IPRoute() as ip:
+        ip.tc("del-filter", "bpf", place.interface(), handle=HANDLE, prio=PRIORITY, parent=INGRESS)
+
+
+def replace_filter(place: Place) -> None:
+    with closing(Object(OBJECTS / "hooks.bpf.o")) as other, IPRoute() as ip:
+        other.load()
+        ip.tc(
+            "replace-filter", "bpf", place.interface(), handle=HANDLE, prio=PRIORITY, fd=other.program("pod_egress"),
+            name="hybrid_proxy_pod_egress", parent=EGRESS, classid=1, direct_action=True,
+        )  # fmt: skip
+
+
+def delete_qdisc(place: Place) -> None:
+    with IPRoute() as ip:
+        ip.tc("del", "clsact", place.interface())
+
+
+@pytest.mark.parametrize(
+    ("accident", "count"),
+    [(delete_filter, 1), (replace_filter, 1), (delete_qdisc, 2)],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_filters_that_are_removed_come_back(with_filters: Place, accident: Callable[[Place], None], count: int) -> None:
+    agent = with_filters.agent
+    repairs = agent.audit_repairs
+    assert agent.pods.status()["kind"] == "clsact"
+    agent.maintain()
+    assert not agent.disturbed()
+    accident(with_filters)
+    assert agent.disturbed()
+    agent.maintain()
+    assert (agent.damage, agent.audit_repairs) == ((), repairs + count)
+    assert not agent.disturbed()
