@@ -32,7 +32,8 @@ class _State(NamedTuple):
 
 def is_link(descriptor: int) -> bool:
     """Whether a descriptor of a BPF object is a link's, and not a program's or a map's."""
-    return os.readlink(f"/proc/self/fd/{descriptor}").startswith("anon_inode:bpf_link")  # noqa: PTH115 (a label)
+    label = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115 (no path: a label)
+    return label.partition(":")[2] in {"bpf_link", "bpf-link"}  # of bpf_link_prime and of bpf_link_new_fd
 
 
 def _state(link: int) -> _State:

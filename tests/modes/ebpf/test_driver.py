@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,13 +10,14 @@ from pathlib import Path
 import pytest
 from pyroute2 import IPRoute
 
-from dataplane.kernel.bpf import Object
+from dataplane.kernel.bpf import Object, check, library, pinned_link
 from dataplane.kernel.drivers import Driver, driver_of, is_virtual, takes_frames
 from dataplane.kernel.links import Interface, read_node
 from dataplane.modes.ebpf import driver as module
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.driver import Drivers
 from dataplane.modes.ebpf.maps import MapSet
+from dataplane.modes.ebpf.pins import pins_in
 from tests.frames import Receiver
 
 pytestmark = pytest.mark.root
@@ -144,6 +146,25 @@ def test_a_veth_whose_other_end_takes_no_frames_is_left(place: Place) -> None:
     told = place.serve("native").status()
     assert told["interfaces"] == []
     assert "takes no frames" in told["left_to_tc"]["up0"]
+
+
+def test_what_others_detach_is_attached_again(place: Place) -> None:
+    with Receiver("wire0"):
+        drivers = place.serve("native")
+        before = place.program_at("up0")
+        assert list(drivers.wrong(pins_in(place.folder))) == []
+        link = pinned_link(place.folder / place.pins()[0])
+        check(library().bpf_link_detach(link), "detaching")
+        os.close(link)
+        assert place.program_at("up0") == 0
+        assert list(drivers.wrong(pins_in(place.folder))) == ["xdp_uplink at up0 is detached"]
+        drivers.mend(pins_in(place.folder))
+        assert list(drivers.wrong(pins_in(place.folder))) == []
+        assert place.program_at("up0") == before
+        (place.folder / place.pins()[0]).unlink()
+        assert list(drivers.wrong(pins_in(place.folder))) == ["xdp_uplink at up0 is not pinned"]
+        drivers.mend(pins_in(place.folder))
+        assert len(place.pins()) == 1
 
 
 def test_layers_above_devices_are_left(place: Place) -> None:
