@@ -1,23 +1,35 @@
-"""Somebody else flushes or deletes what is ours: traffic comes back by itself, and `status` counts the repair."""
+"""Somebody else flushes or deletes what is ours: traffic comes back within a second, and `status` counts the repair."""
 
 from __future__ import annotations
 
 import shutil
+from functools import partial
 
 import pytest
 
 from controller.config import available_modes
+from controller.lab.traffic import Tally, load, meanwhile
 
 from .cases import node
-from .kit import V4, V6, Bench, eventually
+from .kit import PATIENCE, V4, V6, Bench, eventually
 from .probes import Probe, observe
 from .test_rows import target_of
 from .world import World
 
 STREAM = 1  # SOCK_STREAM
+RATE = 40  # new connections a second of each client
 FLUSHED = tuple((command, "-t", "nat", "-F") for command in ("iptables", "ip6tables"))
-# What somebody else does, by mode.
+# What somebody else does, by mode; `{pins}` is the folder of pins.
+DETACH = "for link in {pins}/link_%s*; do bpftool link detach pinned $link || exit 1; done"
 ACCIDENTS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
+    "ebpf": {
+        "pins-removed": (("rm", "-r", "{pins}"),),
+        "a-map-unpinned": (("rm", "{pins}/services"),),
+        "pods-detached": (("sh", "-c", DETACH % "pod"),),
+        "uplinks-detached": (("sh", "-c", DETACH % "uplink"),),
+        "sockets-detached": (("sh", "-c", DETACH % "cgroup"),),
+        "everything": (("sh", "-c", DETACH % ""), ("rm", "-r", "{pins}")),
+    },
     "nftables": {
         "ruleset-flushed": (("nft", "flush", "ruleset"),),
         "table-deleted": (("nft", "delete", "table", "ip", "hybrid-proxy"),
@@ -49,12 +61,23 @@ HAPPENS = [pytest.param(mode, name, id=f"{mode}-{name}") for mode in MODES for n
 def test_what_others_delete_comes_back(world: World, mode: str, accident: str) -> None:
     bench = world.bench
     before = repairs(bench)
-    for argv in ACCIDENTS[mode][accident]:
-        if not shutil.which(argv[0]):
-            pytest.skip(f"missing: the command {argv[0]}")
-        done = bench.lab.run("node", list(argv))
-        assert done.returncode == 0, done.stderr
-    eventually(lambda: repairs(bench) > before, 10, "the repair is not counted in `status`")
+    for command in {"bpftool"} if mode == "ebpf" else {argv[0] for argv in ACCIDENTS[mode][accident]}:
+        if not shutil.which(command):
+            pytest.skip(f"missing: the command {command}")
+    tallies = {place: Tally() for place in ("pod1", "node", "client")}
+    with meanwhile(connecting(bench, world, place, tally) for place, tally in tallies.items()):
+        eventually(lambda: all(tally.answered > 10 for tally in tallies.values()), 20, "there is no traffic")
+        for argv in ACCIDENTS[mode][accident]:
+            done = bench.lab.run("node", [word.replace("{pins}", pins(bench)) for word in argv])
+            assert done.returncode == 0, done.stderr
+        eventually(lambda: repairs(bench) > before, 10, "the repair is not counted in `status`")
+        answered = {place: tally.answered for place, tally in tallies.items()}
+        eventually(
+            lambda: all(tally.answered > answered[place] + 10 for place, tally in tallies.items()), 20,
+            "there is no traffic after the repair",
+        )  # fmt: skip
+    for place, tally in tallies.items():
+        assert tally.failed <= RATE, f"{place}: more failed than begin within a second: {tally.report()}"
     for family in (V4, V6):
         for place, way, want in (("client", "nodeport", node("pod2")), ("client", "cluster", node("pod2"))):
             probe = Probe(place, target_of(bench, world.services["one"], way, family), STREAM)
@@ -64,6 +87,20 @@ def test_what_others_delete_comes_back(world: World, mode: str, accident: str) -
             )  # fmt: skip
     service = bench.service("pod3")  # and it goes on from there
     assert bench.seen("pod1", service, V4, 3) == {"pod3"}
+
+
+def connecting(bench: Bench, world: World, place: str, tally: Tally) -> partial[Tally]:
+    """A client there that makes new connections to a service, `RATE` a second."""
+    return partial(
+        load, "connections", (V4, target_of(bench, world.services["one"], "cluster", V4)), tally=tally, rate=RATE,
+        concurrency=8, timeout=3 * PATIENCE, open_socket=partial(bench.lab.socket, place),
+    )  # fmt: skip
+
+
+def pins(bench: Bench) -> str:
+    told = bench.agent.status()
+    assert told is not None
+    return str(told["dataplane"].get("pins", ""))
 
 
 def repairs(bench: Bench) -> int:
