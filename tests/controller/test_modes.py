@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ from tests.fakes.apiserver import ApiServer, endpoint_slice, service
 from tests.namespaces import new_lab
 from tests.served import Altered, api_server
 
-METRICS = 10259
+METRICS, HEALTH = 10259, 10258
 
 WORKS = """
     from typing import Any
@@ -71,6 +72,7 @@ MODES = {
     "drifts": source("drifts", maintain="self.audit_repairs = 2"),
     "tells": source("tells", maintain="return [Notice('d/web:p', 'Warning', 'BackendLeftOut', 'LeaveOut', 'so')]"),
     "nofiles": source("nofiles", maintain="raise OSError(24, 'Too many open files')"),
+    "broken": source("broken", maintain="raise DataplaneError('a link cannot be put back')"),
     "drains": source("drains", clean="return 4", drain="return True"),
     "sticks": source("sticks", clean="return 5", drain="raise DataplaneError('the maps are locked')"),
     "direct": source("direct", conntrack="False"),
@@ -184,7 +186,7 @@ class TestChoosing:
         assert rows["lacking"]["missing"] == "the feature is missing: load the module"
         assert rows["crashes"]["missing"].startswith("it cannot be tried: ")
         assert [name for name, row in rows.items() if row["works"]] == [
-            "direct", "drains", "drifts", "later", "nofiles", "sticks", "tells", "works",
+            "broken", "direct", "drains", "drifts", "later", "nofiles", "sticks", "tells", "works",
         ]  # fmt: skip
 
 
@@ -243,6 +245,14 @@ def start(lab: Lab, folder: Path) -> Iterator[Callable[..., Patched]]:
 def api(lab: Lab) -> Iterator[ApiServer]:
     with api_server(lab) as server:
         yield server
+
+
+def code_of(page: str) -> int:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{HEALTH}/{page}", timeout=5) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
 
 
 def eventually(condition: Callable[[], object], what: str) -> None:
@@ -331,6 +341,16 @@ class TestAgent:
         eventually(lambda: agent.tail().count("maintenance failed: [Errno 24] Too many open files") > 1, "a warning")
         assert agent.running()
         assert agent.status()["synced"]
+
+    def test_what_cannot_be_put_right_fails_health_and_status(self, start, lab):
+        agent = start("broken", f"--healthz-bind-address=127.0.0.1:{HEALTH}")
+        eventually(lambda: agent.status()["damage"] == ["a link cannot be put back"], "what is not in place")
+        assert not agent.status()["synced"]
+        shown = agent.command("status", "--admin-socket", str(agent.socket)).stdout
+        assert "NOT in sync" in shown
+        assert "NOT IN PLACE: a link cannot be put back" in shown
+        with lab.inside("node"):
+            assert [code_of(page) for page in ("healthz", "livez")] == [503, 200]
 
     def test_auto_takes_the_first_that_works(self, start):
         agent = start("auto")
