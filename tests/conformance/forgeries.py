@@ -11,9 +11,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from .packets import ACK, PUSH
+from .packets import ACK, FIN, PUSH, RST, SYN
 
-__all__ = ["CASES", "GROUPS", "FLOWS", "FORMS", "SOURCES", "WAYS", "Case", "Flow", "Form"]
+__all__ = [
+    "CASES",
+    "ENDED",
+    "ENDINGS",
+    "MANY",
+    "GROUPS",
+    "FLOWS",
+    "FORMS",
+    "SOURCES",
+    "WAYS",
+    "Case",
+    "Ending",
+    "Flow",
+    "Form",
+]
 
 Origin = Literal["pod", "wire"]
 Part = Literal["new", "client", "backend", "service", "direct", "error-to-client", "error-to-backend",
@@ -336,3 +350,70 @@ CASES: Final = tuple(_cases())
 GROUPS: Final = {
     name: tuple(cases) for name, cases in itertools.groupby(sorted(CASES, key=lambda c: c.group), lambda c: c.group)
 }
+
+
+# What might end a connection: flags, and how far its number is from the one that is due.
+FAR, OLD, CLOSE = 1 << 29, -(1 << 20), 100
+ENDINGS: Final = {
+    "rst-due": ((RST, 0),),
+    "rst-in-window": ((RST, CLOSE),),
+    "rst-far": ((RST, FAR),),
+    "rst-old": ((RST, OLD),),
+    "rst-ack-far": ((RST | ACK, FAR),),
+    "fin-far": ((FIN | ACK, FAR),),
+    "fin-old": ((FIN | ACK, OLD),),
+    "syn-due": ((SYN, 0),),
+    "syn-far": ((SYN, FAR),),
+    "rst-in-window-then-syn": ((RST, CLOSE), (SYN, FAR)),
+    "rst-far-then-syn": ((RST, FAR), (SYN, FAR)),
+    "rst-old-then-syn": ((RST, OLD), (SYN, FAR)),
+    "fin-far-then-syn": ((FIN | ACK, FAR), (SYN, FAR)),
+    "both-fins-far-then-syn": ((FIN | ACK, FAR), (FIN | ACK, FAR), (SYN, FAR)),
+}
+MANY: Final = {
+    "pod-to-many": Flow("pod1", "many", "cluster", ""),
+    "wire-to-many": Flow("client", "many", "nodeport", ""),
+}
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Segments on an established connection, from where that end of it is (`own`) or from elsewhere."""
+
+    origin: Literal["own", "pod", "wire"]
+    family: int
+    part: Literal["client", "backend"]
+    flow: str  # of MANY
+    kind: str  # of ENDINGS
+
+    @property
+    def name(self) -> str:
+        return f"{self.origin}-v{self.family}-{self.part}-{self.flow}-{self.kind}"
+
+    def sender(self, backend: str) -> str:
+        """Whose interface it leaves, where that pod is the backend."""
+        if self.origin != "own":
+            return ATTACKER[self.origin]
+        return MANY[self.flow].client if self.part == "client" else backend
+
+    def ends(self, backend: str, mode: str) -> bool | None:
+        """Whether the connection ends; None: it may. The kernel has no reverse-path check for IPv6. Conntrack
+        translates nothing that is outside the window, and the node resets what is sent to its own address then.
+        """
+        if self.kind != "rst-due":
+            resets = "fin" in self.kind and self.flow == "wire-to-many" and mode != "ebpf"
+            return None if resets else False
+        owner = MANY[self.flow].client if self.part == "client" else backend
+        if self.origin == "own" or (self.origin == "wire" and owner[:6] in {"client", "remote"}):
+            return True
+        return False if self.family == 4 else None
+
+
+def _endings() -> Iterator[Ending]:
+    for family, flow, kind in itertools.product((4, 6), MANY, ENDINGS):
+        for origin, part in itertools.product(("own", "pod", "wire"), ("client", "backend")):
+            if (origin, part, flow) != ("wire", "client", "wire-to-many"):
+                yield Ending(origin, family, part, flow, kind)
+
+
+ENDED: Final = tuple(_endings())

@@ -102,6 +102,7 @@ def skeleton(family: int, node: NodeNetwork) -> str:
     set listeners {{ type inet_proto . inet_service; }}
 
     chain refuse {{
+        ct state invalid drop
         meta l4proto tcp reject with tcp reset
         reject with {icmp} port-unreachable
     }}
