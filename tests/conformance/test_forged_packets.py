@@ -196,7 +196,7 @@ def _groups(origin: str = "") -> list[Any]:
 def _chosen(request: pytest.FixtureRequest, mode: str) -> tuple[Case, ...]:
     """The cases of the tests that run: of a few, the others are not sent."""
     specs = [getattr(item, "callspec", None) for item in request.session.items if item.module is request.module]
-    ours = [spec.params["cases"] for spec in specs if spec and spec.params.get("mode") == mode]
+    ours = [spec.params.get("cases", ()) for spec in specs if spec and spec.params.get("mode") == mode]
     return tuple(dict.fromkeys(itertools.chain.from_iterable(ours)))
 
 
