@@ -37,7 +37,7 @@ from controller.model import (
 )
 from dataplane.table import Probe, Protocol
 
-__all__ = ["ANNOTATIONS", "canonical_address", "canonical_cidr", "convert", "decode", "family_of"]
+__all__ = ["ANNOTATIONS", "UNNAMED", "canonical_address", "canonical_cidr", "convert", "decode", "family_of"]
 
 ANNOTATIONS: Final = "hybrid-proxy.io/"  # annotations with this prefix are read, no others
 WEIGHTS: Final = "hybrid-proxy.io/weights"
@@ -809,7 +809,7 @@ def _leniently(raw: bytes | msgspec.Raw) -> object:
         return UNSET
 
 
-_UNNAMED: Final = "(unnamed)"
+UNNAMED: Final = "(unnamed)"
 
 
 def _key_of(kind: str, document: object) -> str:
@@ -817,7 +817,7 @@ def _key_of(kind: str, document: object) -> str:
     metadata = document.get("metadata") if isinstance(document, dict) else None
     metadata = metadata if isinstance(metadata, dict) else {}
     name, namespace = metadata.get("name"), metadata.get("namespace")
-    name = name[:_MAX_NAME] if isinstance(name, str) and name else _UNNAMED
+    name = name[:_MAX_NAME] if isinstance(name, str) and name else UNNAMED
     if kind not in ("Service", "EndpointSlice"):
         return name
     return f"{namespace[:_MAX_NAME] if isinstance(namespace, str) and namespace else 'default'}/{name}"

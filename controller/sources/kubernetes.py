@@ -48,7 +48,7 @@ from controller.model import (
     Upserted,
     key_of,
 )
-from controller.parse import decode
+from controller.parse import UNNAMED, decode
 from controller.sources import Emit
 from controller.sources.connection import Connection, Status, StatusError, TooLargeError, body_of, shown, words
 from controller.sources.pace import Pace
@@ -217,7 +217,7 @@ class _Partial(msgspec.Struct):
 
     def key(self, kind: str) -> str:
         """`namespace/name`, or the name; as `controller.model.key_of`."""
-        name = self.metadata.name or "(unnamed)"
+        name = self.metadata.name or UNNAMED
         return f"{self.metadata.namespace or 'default'}/{name}" if kind in {"Service", "EndpointSlice"} else name
 
 
@@ -519,7 +519,8 @@ class _Reflector:
         least = self._least(pause)
         if isinstance(error, StatusError) and error.retry_after is not None:
             # Many nodes are told the same second: come a little later than asked, not all at once.
-            pause = least = min(error.retry_after, 10 * self._patience.longest) * random.uniform(1.0, 1.25)
+            asked = min(error.retry_after, 10 * self._patience.longest) * random.uniform(1.0, 1.25)
+            pause = least = max(asked, least)
         elif not asks:
             pause = self._patience.longest
         if not self._retry.passing:
@@ -538,6 +539,8 @@ class _Reflector:
             self._version = None
             log.info("%ss are listed again: %s", self._kind, error)
             return self._retry.forgotten()
+        if isinstance(error, _UnusableError):
+            return self._retry.unusable()
         return self._retry.ended() if isinstance(error, _EndedError) else self._retry.failed()
 
     def _not_served(self, error: StatusError) -> tuple[float, float]:
@@ -635,9 +638,11 @@ class _Reflector:
             self._clear(key)
         for key, message in problems.items():
             self._refuse(key, message)
-        self._known = {key: self._known[key] for key in problems.keys() & self._known.keys()} | objects
+        # One without a name may be any of those that are known.
+        kept = self._known if any(key.endswith(UNNAMED) for key in problems) else problems.keys() & self._known.keys()
+        self._known = {key: self._known[key] for key in kept} | objects
         self._weight = sum(map(_weight, self._known.values()))
-        self._emit(Replaced(self._kind, tuple(objects.values()), frozenset(problems)))
+        self._emit(Replaced(self._kind, tuple(objects.values()), frozenset(problems) | (self._known.keys() - objects)))
         self._reads()
 
     def _as_known(self, key: str, obj: Object) -> Object:
@@ -678,7 +683,7 @@ class _Reflector:
                 self._event(line, received)
                 if self._initial is None:
                     self._retry.heard()
-        except (_GoneError, _PagesError):
+        except (_GoneError, _PagesError, _UnusableError):
             raise
         except Exception as error:
             if not _expected(error) or (isinstance(error, StatusError) and _forgotten(error)):

@@ -42,6 +42,7 @@ class Retry:
         self.failures = 0  # in a row, without an answer that helps
         self._ended = 0  # streams in a row that ended early and told nothing
         self._forgotten = 0  # 410s in a row, with no settled stream between them
+        self._unusable = 0  # as `_forgotten`, of answers that are none
         self._absent = 0
 
     def failed(self) -> float:
@@ -61,6 +62,11 @@ class Retry:
         self._forgotten += 1
         return 0.0 if self._forgotten == 1 else self._doubled(self._forgotten - 1, self._patience.longest)
 
+    def unusable(self) -> float:
+        """There was an answer that cannot be used; the same may come again."""
+        self._unusable += 1
+        return self._doubled(self._unusable, self._patience.longest)
+
     def absent(self) -> float:
         """The server does not serve this kind, or does not let us read it."""
         self.failures = 0
@@ -77,12 +83,12 @@ class Retry:
 
     def settled(self) -> None:
         """A stream lived for `SETTLED` seconds, or as long as it was asked to."""
-        self.failures = self._ended = self._forgotten = 0
+        self.failures = self._ended = self._forgotten = self._unusable = 0
 
     @property
     def passing(self) -> bool:
         """Whether what went wrong is everyday life so far: streams that end, versions that the server forgot."""
-        return not self.failures and self._ended <= _PASSING and self._forgotten <= _PASSING
+        return not (self.failures or self._unusable) and self._ended <= _PASSING and self._forgotten <= _PASSING
 
     def _doubled(self, times: int, longest: float) -> float:
         return min(longest, self._patience.first * 2.0 ** min(times - 1, 16))

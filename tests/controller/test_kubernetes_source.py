@@ -827,6 +827,7 @@ def test_credentials_that_are_refused_are_tried_by_one_for_all(
         pytest.param(["ended", "answered", "heard"] * 3,              [1, 1, 1],        id="streams that tell"),
         pytest.param(["failed"] * 4 + ["forgotten", "failed"],        [1, 2, 4, 8, 0, 1], id="410 is an answer"),
         pytest.param(["failed"] * 4 + ["ended", "failed"],            [1, 2, 4, 8, 1, 1], id="a stream is an answer"),
+        pytest.param(["unusable", "answered", "heard"] * 4,           [1, 2, 4, 8],     id="answers that are none"),
         pytest.param(["absent"] * 6,                                  [1, 2, 4, 8, 16, 20], id="not served"),
     ],
 )
