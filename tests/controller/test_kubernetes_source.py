@@ -160,6 +160,20 @@ def test_pages_make_one_list(api: ApiServer, watch: Callable[..., Watcher]) -> N
     assert len(watcher.state["Service"]) == 25
 
 
+def test_pages_that_are_too_large_are_asked_for_with_fewer_objects(
+    api: ApiServer, watch: Callable[..., Watcher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controller.sources.kubernetes._MAX_PAGE", 20_000)
+    api.populate(60, 2)
+    watcher = watch(page_size=500)
+    watcher.complete()
+
+    assert watcher.state == expected(api)
+    limits = [r.query["limit"] for r in api.requests if r.plural == "services" and not r.watch]
+    assert limits[:3] == ["500", "125", "31"]
+    assert all(state.healthy for state in watcher.of(SourceState))
+
+
 def test_nothing_is_told_before_the_last_page(api: ApiServer, watch: Callable[..., Watcher]) -> None:
     api.faults("services").delay = 0.1
     watcher = watch(page_size=2)
