@@ -39,6 +39,7 @@ from controller.prepare import prepare
 from controller.sources import Source
 from controller.tables import Builder
 from dataplane.errors import DataplaneError, SyncError, Unsupported
+from dataplane.kernel import sysctl
 from dataplane.mode import Foresighted, Guarded, Question, SyncResult, Watched
 
 if TYPE_CHECKING:
@@ -144,23 +145,37 @@ def run(config: Config, followed: Followed | None = None, flags: Mapping[str, An
 
 
 def cleanup(config: Config, drain: float | None = None) -> int:
-    """Remove what every mode may have left in this namespace.
+    """Remove what every mode may have left in this namespace, and put settings of the node back.
 
     `drain` is for how many seconds open connections may go on before that, None: as long as in a change of modes where
     another proxy is here, which takes the new ones, and not at all where none is.
     """
     with hold_namespace():
+        another = _another_proxy()
         if drain is None:
-            drain = DRAIN_SECONDS if _another_proxy() else 0.0
+            drain = DRAIN_SECONDS if another else 0.0
         if drain > 0:
             print(f"new connections are left to others; open ones get {drain:g} s to end", file=sys.stderr)
             let_end(config.options, drain)
         removed = clean_others("", available_modes(), config.options)
+        _put_settings_back(another)
     for name, count in removed.items():
         print(f"removed {count} things of mode {name} from this network namespace")
     if not removed:
         print("nothing of ours is here")
     return 0
+
+
+def _put_settings_back(another: bool) -> None:
+    """As they were before us; another proxy wants the same settings as we, and does not look at them again."""
+    if another and (names := sysctl.changed()):
+        print(f"another proxy is here, so these settings stay: {', '.join(names)}", file=sys.stderr)
+        return
+    count, refused = sysctl.restore()
+    if count:
+        print(f"put back {count} settings of this network namespace")
+    for reason in refused.values():
+        print(reason, file=sys.stderr)
 
 
 def _another_proxy() -> bool:
@@ -263,10 +278,7 @@ class _Agent:
             threading.Thread(target=self._run_source, name="source", daemon=True).start()
             stack.callback(self.messages.close)
             stack.callback(self.stop.set)
-            prepared = prepare(self.config)
             self._open_mode()
-            if not prepared:  # the mode may have loaded it
-                prepare(self.config)
             stack.callback(self.serving.close)
             self._look_for_neighbours(stack)
             self._read_addresses()
@@ -280,6 +292,7 @@ class _Agent:
             strict=self.config.strict_mode, failed=self.failed_modes,
         )  # fmt: skip
         self.serving.callback(self.programmer.close)
+        prepare(self.config)
         self.repairs = 0
         choice = self.choice
         self.pages.mode = choice.effective
@@ -510,6 +523,7 @@ class _Agent:
         if needs_reopening(old, config):
             self.before = old
             return self._reopen()
+        prepare(config)
         if old.settings != config.settings:  # the next table says it
             self.builder.mean(config.settings)
             self.unsynced, self.rested_at = self.cluster.complete, 0.0
@@ -520,7 +534,6 @@ class _Agent:
         _start_logging(config)
         self.health.timeout = 2 * config.options.sync_seconds
         self.pages.configure(config)
-        prepare(config)
 
     def _reopen(self) -> bool:
         """Let a mode take over, another one or the same with other settings.

@@ -13,14 +13,14 @@ from typing import Final
 
 from controller.config import USUAL_OOM_SCORE, Config, Conntrack
 from dataplane.kernel.places import in_initial_netns
-from dataplane.kernel.sysctl import apply, read
+from dataplane.kernel.sysctl import FOLDER, apply, is_read_only, read
 
 __all__ = ["conntrack_limit", "conntrack_settings", "prepare"]
 
 log = logging.getLogger(__name__)
 
-FOLDER: Final = "net/netfilter/nf_conntrack_"
-HASH_SIZE: Final = Path("/sys/module/nf_conntrack/parameters/hashsize")
+PREFIX: Final = "net/netfilter/nf_conntrack_"
+HASH_SIZE: Final = "/sys/module/nf_conntrack/parameters/hashsize"
 OOM_SCORE: Final = Path("/proc/self/oom_score_adj")
 MOST_BY_CPUS: Final = 1 << 20
 
@@ -41,11 +41,14 @@ def conntrack_settings(conntrack: Conntrack) -> dict[str, str]:
         "udp_timeout_stream": conntrack.udp_timeout_stream,
         "tcp_be_liberal": int(conntrack.tcp_be_liberal),
     }
-    return {FOLDER + name: str(value) for name, value in wanted.items() if value}
+    return {PREFIX + name: str(value) for name, value in wanted.items() if value}
 
 
-def prepare(config: Config) -> bool:
-    """Set what the configuration wants; False: connection tracking is not loaded, so that nothing could be set."""
+def prepare(config: Config) -> None:
+    """Set what the configuration wants, once a mode is open: what cannot start changes nothing.
+
+    Where connection tracking is not loaded, nothing of it can be set.
+    """
     try:
         if int(OOM_SCORE.read_text()) != config.oom_score_adj:  # to lower it needs a right that few agents have
             OOM_SCORE.write_text(str(config.oom_score_adj))
@@ -56,21 +59,25 @@ def prepare(config: Config) -> bool:
             "oomScoreAdj cannot be set to %d (%s): less than it is needs CAP_SYS_RESOURCE",
             config.oom_score_adj, error.strerror,
         )  # fmt: skip
-    if read(FOLDER + "tcp_timeout_established") is None:
-        return False
+    if read(PREFIX + "tcp_timeout_established") is None:
+        return
     wanted = conntrack_settings(config.conntrack)
     limit = conntrack_limit(config.conntrack, os.cpu_count() or 1)
-    if limit and in_initial_netns():  # it is the whole machine's; in other namespaces it can only be read
-        wanted[FOLDER + "max"] = str(limit)
-        _grow_hash_table(limit // 4)
-    for reason in apply(wanted).values():
-        log.warning("connection tracking: %s", reason)
-    return True
+    if limit and _is_whole_machine():
+        wanted[PREFIX + "max"] = str(limit)
+        if (size := read(HASH_SIZE)) is not None and int(size) < limit // 4:
+            wanted[HASH_SIZE] = str(limit // 4)
+    for name, reason in apply(wanted).items():
+        # A container whose /proc/sys is read-only can never set it: its first container, or the unit, has.
+        log.log(logging.INFO if is_read_only(name) else logging.WARNING, "connection tracking: %s", reason)
 
 
-def _grow_hash_table(size: int) -> None:
+def _is_whole_machine() -> bool:
+    """Whether the table's size may be set here: it is the machine's, in other network namespaces it can only be read.
+
+    Process 1 of a container is no proof of the machine's namespace; that the setting has a bit for writing is.
+    """
     try:
-        if int(HASH_SIZE.read_text()) < size:
-            HASH_SIZE.write_text(str(size))
-    except (OSError, ValueError) as error:
-        log.warning("connection tracking: %s cannot be raised to %d: %s", HASH_SIZE, size, error)
+        return in_initial_netns() and bool((FOLDER / (PREFIX + "max")).stat().st_mode & 0o200)
+    except OSError:
+        return False

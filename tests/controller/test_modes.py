@@ -22,6 +22,7 @@ from controller import modes
 from controller.lab.network import NODE_NAMES, Lab
 from controller.modes import FALLBACK, clean_others, open_first, open_mode, survey, take_over
 from dataplane.errors import Unsupported
+from dataplane.kernel.places import netns_number
 from dataplane.mode import Options
 from tests.fakes.apiserver import ApiServer, endpoint_slice, service
 from tests.namespaces import new_lab
@@ -365,6 +366,7 @@ class TestAgent:
 
     def test_looking_at_the_modes_leaves_nothing(self, start, lab):
         agent = start("works", wait=False)
+        in_lab(agent)  # iptables-nft leaves its tables, empty
         before = everything(lab)
         assert len(in_lab(agent)) > len(MODES)
         assert everything(lab) == before
@@ -422,7 +424,10 @@ def everything(lab: Lab) -> dict[str, object]:
         }.items()
     }
     pins = [str(path) for path in Path("/sys/fs/bpf").rglob("*")] if Path("/sys/fs/bpf").is_dir() else []
-    return texts | {"pins": pins, "run": sorted(Path("/run/hybrid-proxy").iterdir())}
+    with lab.inside("node"):
+        number = netns_number()
+    run = [path for path in Path("/run/hybrid-proxy").iterdir() if f"netns-{number}" in path.name]
+    return texts | {"pins": pins, "run": sorted(run)}
 
 
 @pytest.mark.root
