@@ -181,6 +181,14 @@ refused("temporary", lambda: os.close(os.open(f"/tmp/{os.getpid()}", os.O_CREAT 
     }, told.stderr  # fmt: skip
 
 
+def test_its_files_can_be_listed(lab: Lab) -> None:
+    """Whoever looks into the container; `ls -l` asks for extended attributes."""
+    tried = "import os; print(os.listxattr('/'), os.listxattr('/', follow_symlinks=False))"
+    for argv in (["ls", "-l", "/", "/run/hybrid-proxy"], [sys.executable, "-c", tried]):
+        told = lab.run("node", [*confined(lab, manifests.capabilities("ebpf")), *argv])
+        assert (told.returncode, told.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("missing", manifests.capabilities("ebpf"))
 def test_no_capability_of_mode_ebpf_can_be_left_out(lab: Lab, missing: str) -> None:
     """And the agent says in a sentence which kind of right it lacks, instead of serving half."""

@@ -109,6 +109,10 @@ def test_what_is_mounted_is_there_and_what_need_not_be_written_is_read_only(fold
     assert writable == {"/run/hybrid-proxy", "/sys/fs/bpf", "/run/xtables.lock", "/tmp"}
     for path in ("/lib/modules", "/host/sys/fs/cgroup"):
         assert mounts[path]["readOnly"]
+    assert mounts["/host/sys/fs/cgroup"]["recursiveReadOnly"] == "IfPossible", "hierarchies of version 1 are below it"
+    first = {container["name"]: container for container in pod["initContainers"]}
+    remembered = {mount["mountPath"]: mount["name"] for mount in first["node-settings"]["volumeMounts"]}
+    assert remembered["/run/hybrid-proxy"] == mounts["/run/hybrid-proxy"]["name"], "what `cleanup` puts back"
     for path in ("/sys/fs/bpf", "/run/hybrid-proxy", "/lib/modules", "/run/xtables.lock"):
         assert volumes[mounts[path]["name"]]["hostPath"]["path"] == path
 
@@ -128,6 +132,7 @@ def test_the_overlay_of_a_mode_selects_it(tmp_path: Path) -> None:
     probes = agent_of("base")
     assert base.healthz_bind_address is not None
     for name in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert probes[name]["timeoutSeconds"] >= 5, "a starved node must not kill its agent"
         assert probes[name]["httpGet"]["port"] == base.healthz_bind_address.port
     for mode in MODES:
         config = loaded(f"overlays/{mode}", tmp_path)
