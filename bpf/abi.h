@@ -173,7 +173,30 @@ struct flow {
 	__u8 mac[12]; /* destination and source of frames to that pod */
 };
 
-/* One of this node's own addresses. */
+/* What is asked of packets that come in at an interface (map `interfaces`); of one that is not there, nothing. */
+enum interface_flags {
+	INTERFACE_STRICT4 = 1 << 0, /* the way back to the source is by this interface */
+	INTERFACE_LOOSE4 = 1 << 1,  /* there is a way back to the source */
+	INTERFACE_STRICT6 = 1 << 2,
+	INTERFACE_IN_VRF = 1 << 3, /* its packets have a table of routes of their own */
+};
+
+/* Destinations of routes that have several next hops, by longest prefix; `bits` counts from `family` on. */
+struct equal_route {
+	__u32 bits;
+	__u32 family; /* 4 or 6 */
+	__u32 address[4];
+};
+
+/* Two next hops of such a route: who comes in at `ingress` may be answered by the hop at `ifindex`, and strictly so. */
+struct equal_path {
+	__u32 route; /* number that map `equal_routes` has */
+	__u32 ingress;
+	__u32 ifindex;
+	__u32 gateway[4]; /* zeros: the interface alone */
+};
+
+/* An address of this node, or one to all hosts of a network of its own. */
 struct own_address {
 	__u32 address[4];
 	__u32 family; /* 4 or 6 */
@@ -275,6 +298,7 @@ enum note_kind {
 	NOTE_AFFINITY,	     /* the idle time in jiffies, the backend that is remembered, 0: none */
 	NOTE_SLOT,	     /* index of the slot, its backend */
 	NOTE_EMPTY,	     /* the route's number, 1: it drops */
+	NOTE_PATH_BACK,	     /* index of the interface that leads back to the source, 0: none; 1: it must be this one */
 	NOTE_HOP,	     /* index of the interface that leads to the backend, BPF_FIB_LKUP_RET_* */
 	NOTES = 32
 };
@@ -370,6 +394,7 @@ enum counter {
 	COUNT_XDP_LEFT,
 	COUNT_DROP_FRAGMENT,
 	COUNT_DROP_MARTIAN,
+	COUNT_DROP_REVERSE_PATH,
 	COUNTERS
 };
 

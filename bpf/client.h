@@ -212,7 +212,8 @@ INLINE int serve(struct __sk_buff *skb, struct scratch *space, __u32 place, cons
 	}
 	verdict = decide_well(skb, space, place, v6);
 	if (verdict != VERDICT_UNTOUCHED && place != AT_NODE) {
-		int checked = CALL(check_source, skb, 0);
+		const __u32 *target = verdict == VERDICT_DNAT ? space->choice.address : p->tuple.daddr;
+		int checked = check_source_towards(skb, space, target, v6);
 
 		if (checked != STEP_NONE)
 			return checked;
@@ -233,12 +234,13 @@ INLINE int serve(struct __sk_buff *skb, struct scratch *space, __u32 place, cons
 GLOBAL_VERB(serve)
 
 /* A ping, say, to a service's address: no port answers there. */
-INLINE int other_to_service(struct __sk_buff *skb, const struct packet *p, __u32 place, const bool v6)
+INLINE int other_to_service(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
 {
+	const struct packet *p = &space->packet;
 	__u32 flags = find_frontend(p->tuple.daddr, 0, 0, v6) >> 32;
 
 	if (flags & FRONTEND_ADDRESS && !(flags & FRONTEND_NODE_PORTS)) {
-		int checked = place == AT_NODE ? STEP_NONE : CALL(check_source, skb, 0);
+		int checked = place == AT_NODE ? STEP_NONE : check_source_towards(skb, space, p->tuple.daddr, v6);
 
 		if (checked != STEP_NONE)
 			return checked;
@@ -248,13 +250,13 @@ INLINE int other_to_service(struct __sk_buff *skb, const struct packet *p, __u32
 }
 
 /* The destination may be a service's address, or a node port; `otherwise` if it is not. */
-INLINE int to_frontend(struct __sk_buff *skb, const struct packet *p, __u32 place, const int otherwise, const bool v6)
+INLINE int to_frontend(struct __sk_buff *skb, struct scratch *space, __u32 place, const int otherwise, const bool v6)
 {
 	int step;
 
-	if (p->kind == PACKET_TRANSPORT)
+	if (space->packet.kind == PACKET_TRANSPORT)
 		return STEP_SERVE;
-	step = other_to_service(skb, p, place, v6);
+	step = other_to_service(skb, space, place, v6);
 	return step == STEP_NONE ? otherwise : step;
 }
 
@@ -427,7 +429,7 @@ INLINE int from_client(struct __sk_buff *skb, struct scratch *space, __u32 place
 	if (!may_be_frontend(p, v6))
 		return STEP_PASS_BY;
 	NOTE(NOTE_MAY_BE_SERVICE, 0, 0);
-	return to_frontend(skb, p, place, STEP_PASS_BY, v6);
+	return to_frontend(skb, space, place, STEP_PASS_BY, v6);
 }
 
 GLOBAL_VERB(from_client)
@@ -469,7 +471,7 @@ INLINE int to_client(struct __sk_buff *skb, struct scratch *space, __u32 place, 
 		return STEP_TRANSLATE_OUTWARD;
 	if (place != AT_NODE || skb->ingress_ifindex || !may_be_frontend(p, v6))
 		return STEP_DELIVER;
-	return to_frontend(skb, p, place, STEP_DELIVER, v6);
+	return to_frontend(skb, space, place, STEP_DELIVER, v6);
 }
 
 GLOBAL_VERB(to_client)

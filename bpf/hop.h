@@ -139,7 +139,7 @@ INLINE int translate_inward(struct __sk_buff *skb, struct scratch *space, __u32 
 		return pass();
 	if (q->flags & FLOW_REPLY && !(q->flags & (FLOW_HAIRPIN | FLOW_MASQUERADE)))
 		return pass(); /* about a plain flow between client and backend: translated at the client's interface */
-	checked = CALL(check_source, skb, 0);
+	checked = check_source_towards(skb, space, space->packet.tuple.daddr, v6);
 	if (checked != STEP_NONE)
 		return checked;
 	translate(skb, &space->packet, q, &space->result, v6);

@@ -70,8 +70,15 @@ PREFIX_MAP(sources4, struct source4_key, 65536);
 PREFIX_MAP(sources6, struct source6_key, 65536);
 /* Interfaces behind which all sources are pods, where pods are told apart so. */
 GROWING_MAP(pod_links, __u32, __u32, 4096);
-/* Every address of this node, on whatever interface: no packet from outside may have it as its source. */
+/* This node's addresses, on whatever interface, and its networks' broadcast addresses: no source of a packet from
+ * outside.
+ */
 GROWING_MAP(own_addresses, struct own_address, __u32, 65536);
+/* What is asked of packets, by the index of the interface that they come in at: enum interface_flags. */
+GROWING_MAP(interfaces, __u32, __u32, 65536);
+/* Routes with several next hops, by number, and these by twos. */
+PREFIX_MAP(equal_routes, struct equal_route, 4096);
+GROWING_MAP(equal_paths, struct equal_path, __u32, 16384);
 /* Service id -> its two slices. */
 ARRAY_MAP(services, struct service, 32768);
 /* All slices, one after the other. */

@@ -61,12 +61,86 @@ INLINE bool is_martian(const __u32 *a, const bool v6)
 	return (v6 ? is_martian6(a) : is_martian4(a[0])) || is_own(a, v6) || is_virtual(a, v6);
 }
 
-/* May the packet's source begin a flow, or be answered? STEP_NONE, or a drop. */
-INLINE int check_source(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+#define LOOPBACK_IFINDEX 1
+
+/* Does a route with several next hops lead back by the one that was found, and by the interface that the packet came in
+ * at as well? A lookup tells one of them.
+ */
+INLINE bool is_equal_path(struct __sk_buff *skb, const struct bpf_fib_lookup *hop, const __u32 *source, const bool v6)
 {
-	return is_martian(space->packet.tuple.saddr, v6) ? drop(COUNT_DROP_MARTIAN) : STEP_NONE;
+	struct equal_route to = {.bits = v6 ? 32 + 128 : 32 + 32, .family = v6 ? 6 : 4};
+	struct equal_path key = {.ingress = skb->ifindex, .ifindex = hop->ifindex};
+	__u32 *route;
+
+	copy_address(to.address, source);
+	route = bpf_map_lookup_elem(&equal_routes, &to);
+	if (!route)
+		return false;
+	key.route = *route;
+	if (hop->family == AF_INET6)
+		copy_address(key.gateway, hop->ipv6_dst);
+	else
+		key.gateway[0] = hop->ipv4_dst;
+	if (same_address(key.gateway, source, v6))
+		__builtin_memset(key.gateway, 0, sizeof(key.gateway));
+	return bpf_map_lookup_elem(&equal_paths, &key);
+}
+
+/* Ask for the way from `space->result.daddr` back to the packet's source, as fib_validate_source() does: as a packet of
+ * this node's own. Where nothing is forwarded, nobody but the stack can take the packet.
+ */
+INLINE bool has_path_back(struct __sk_buff *skb, struct scratch *space, __u32 flags, const bool strict, const bool v6)
+{
+	const __u32 *source = space->packet.tuple.saddr;
+	struct bpf_fib_lookup *hop = &space->hop;
+	struct tuple back = {};
+	long result;
+
+	copy_address(back.saddr, space->result.daddr);
+	copy_address(back.daddr, source);
+	result = look_up_hop(skb, flags & INTERFACE_IN_VRF ? skb->ifindex : LOOPBACK_IFINDEX, 0, hop, &back, v6);
+	if (result == BPF_FIB_LKUP_RET_FWD_DISABLED)
+		result = look_up_hop(skb, skb->ifindex, 0, hop, &back, v6);
+	if (result == BPF_FIB_LKUP_RET_FWD_DISABLED)
+		return true;
+	if (result != BPF_FIB_LKUP_RET_SUCCESS && result != BPF_FIB_LKUP_RET_NO_NEIGH &&
+	    result != BPF_FIB_LKUP_RET_FRAG_NEEDED) {
+		NOTE(NOTE_PATH_BACK, 0, strict);
+		return false;
+	}
+	NOTE(NOTE_PATH_BACK, hop->ifindex, strict);
+	return !strict || hop->ifindex == skb->ifindex || is_equal_path(skb, hop, source, v6);
+}
+
+/* The kernel's rp_filter, or stricter (`--source-check`). */
+INLINE bool passes_reverse_path(struct __sk_buff *skb, struct scratch *space, __u32 ifindex, const bool v6)
+{
+	__u32 *flags = bpf_map_lookup_elem(&interfaces, &ifindex);
+
+	if (!flags || !(*flags & (v6 ? INTERFACE_STRICT6 : INTERFACE_STRICT4 | INTERFACE_LOOSE4)))
+		return true;
+	return has_path_back(skb, space, *flags, v6 || *flags & INTERFACE_STRICT4, v6);
+}
+
+/* May the packet's source begin a flow, or be answered? `ifindex`: where it came in, on its way to
+ * `space->result.daddr`; 0: its way is not asked for. STEP_NONE, or a drop.
+ */
+INLINE int check_source(struct __sk_buff *skb, struct scratch *space, __u32 ifindex, const bool v6)
+{
+	if (is_martian(space->packet.tuple.saddr, v6))
+		return drop(COUNT_DROP_MARTIAN);
+	if (ifindex && !passes_reverse_path(skb, space, ifindex, v6))
+		return drop(COUNT_DROP_REVERSE_PATH);
+	return STEP_NONE;
 }
 
 GLOBAL_VERB(check_source)
+
+/* The same for a packet to `target`, where it came in. */
+INLINE int check_source_towards(struct __sk_buff *skb, struct scratch *space, const __u32 *target, const bool v6)
+{
+	copy_address(space->result.daddr, target);
+	return CALL(check_source, skb, skb->ifindex);
+}
 
 #endif

@@ -130,6 +130,13 @@ def _dataplane(parser: argparse.ArgumentParser) -> None:
     _switch(group, "--no-traffic-counters", "do not count flows, packets and bytes of services and backends (ebpf)")
     _switch(group, "--answer-ping", "mode ebpf: answer pings of ClusterIPs instead of refusing them")
     group.add_argument(
+        "--source-check",
+        metavar="auto|strict",
+        help="mode ebpf: refuse new flows whose source is not behind the interface that they come in at: as the kernel "
+        "does there (rp_filter), or everywhere and of IPv6 too, for network plugins that rely on rules in netfilter's "
+        "raw table instead (default: auto)",
+    )
+    group.add_argument(
         "--failover-failures",
         metavar="N",
         help="mode ebpf: leave a backend out for a while after so many connections, one after the other, that it did "

@@ -270,6 +270,7 @@ def _options(given: _Flags, mode: str) -> Options:
         event_rate=given.number("event_rate", default.event_rate, 0, 1_000_000),
         reject_rate=given.number("reject_rate", default.reject_rate, 0, 100_000_000),
         answer_ping=given.flag("answer_ping"),
+        source_check=given.choice("source_check", ("auto", "strict")),
         xdp=given.choice("xdp", ("auto", "native", "off")),
         max_services=given.number("max_services", default.max_services, 1, 1 << 24),
         max_backends=given.number("max_backends", default.max_backends, 1, 1 << 24),

@@ -491,6 +491,12 @@ class Ebpf(_Part, frozen=True):
     answer_ping: Annotated[
         bool, _is("Answer pings of ClusterIPs instead of refusing them", "answer_ping", "answer-ping")
     ] = False
+    source_check: Annotated[
+        str,
+        _is("Refuse new flows whose source is not behind the interface that they come in at: as the kernel does there "
+            "(rp_filter), or at all interfaces and of IPv6 too", "source_check", "source-check",
+            choices=("auto", "strict")),
+    ] = "auto"  # fmt: skip
     xdp: Annotated[
         str,
         _is("Forward known flows to other nodes' backends in the drivers of uplinks: where that is safe by itself, "

@@ -53,6 +53,7 @@ class Options(msgspec.Struct, frozen=True):
     fast_path: bool = True  # established flows between local pods skip the host stack
     dsr: bool = False  # answers to clients outside go straight from the backend's node; of all nodes or none
     xdp: str = "auto"  # at uplinks' drivers: "auto": devices of the machine, "native": all that can, "off"
+    source_check: str = "auto"  # of new flows' sources: "auto": as rp_filter says, "strict": as if it were 1, IPv6 too
     answer_ping: bool = False  # of ClusterIPs; else refused
     port_first: int = 1024  # source ports that masqueraded clients get: below those of the kernel and node ports
     port_count: int = 28_672

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
@@ -20,22 +21,25 @@ from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
 from dataplane.kernel.bpf import BpfError
-from dataplane.kernel.netlink import heard
+from dataplane.kernel.netlink import NLM_F_DUMP, ROUTE, Message, Netlink, attributes, heard
 
 __all__ = [
-    "Interface", "Node", "clsact_attach", "clsact_detach", "interface_name", "interface_towards", "is_pod", "is_uplink",
-    "read_node", "watch",
+    "Hop", "Interface", "Node", "clsact_attach", "clsact_detach", "interface_name", "interface_towards", "is_pod",
+    "is_uplink", "read_node", "read_reverse_path_filters", "watch",
 ]  # fmt: skip
 
 POD_KINDS = frozenset({"veth", "netkit"})
 ETHERNET = 1  # ARPHRD_ETHER
+UNICAST, LOCAL, BROADCAST, MAIN_TABLE = 1, 2, 3, 254  # linux/rtnetlink.h
 UPLINK_KINDS = frozenset({"", "bond", "team", "vlan"})  # "": a device of its own
 INGRESS, EGRESS = 0xFFFFFFF2, 0xFFFFFFF3
 PRIORITY = 1
 HANDLE = 0x4850  # "HP": our filters are those with this handle and our name
 NAME = "hybrid_proxy_"
 SERVICES_DEVICE = "kube-ipvs0"  # of mode ipvs, ours or kube-proxy's: its addresses are services'
-RTNLGRP = 0x1 | 0x10 | 0x100 | 0x40  # links, IPv4 and IPv6 addresses, IPv4 routes
+# Links, addresses and routes of IPv4 and IPv6, and IPv4's settings of interfaces (RTNLGRP_IPV4_NETCONF, 24).
+RTNLGRP = 0x1 | 0x10 | 0x100 | 0x40 | 0x400 | 1 << 23
+RTM_GETNETCONF, NETCONFA_IFINDEX, NETCONFA_RP_FILTER, NETCONFA_IFINDEX_ALL = 82, 1, 3, -1  # linux/netconf.h
 
 
 class Interface(msgspec.Struct, frozen=True):
@@ -53,11 +57,24 @@ class Interface(msgspec.Struct, frozen=True):
     lower: int = 0  # of a VLAN: index of the interface that it is on
 
 
+class Hop(msgspec.Struct, frozen=True):
+    """A next hop of a route."""
+
+    index: int  # of the interface
+    gateway: str  # "": the interface alone
+
+
 class Node(msgspec.Struct, frozen=True):
-    """The interfaces and the addresses on them; in `addresses` without loopback, link-local and services' ones."""
+    """The interfaces and the addresses on them; in `addresses` without loopback, link-local and services' ones.
+
+    `local` are the node's addresses and its networks' broadcast addresses, as its tables have them. `equal_paths` are
+    routes that have several next hops, as destination, length of its prefix, and hops.
+    """
 
     interfaces: tuple[Interface, ...]
     addresses: tuple[str, ...]
+    local: frozenset[str] = frozenset()
+    equal_paths: frozenset[tuple[str, int, tuple[Hop, ...]]] = frozenset()
 
 
 def interface_name(index: int) -> str | None:
@@ -82,11 +99,17 @@ def interface_towards(address: str) -> int | None:
 def read_node() -> Node:
     """Ask the kernel."""
     with IPRoute() as ip:
+        routes = [route for family in (socket.AF_INET, socket.AF_INET6) for route in ip.get_routes(family=family)]
+        unicast = [route for route in routes if route["type"] == UNICAST]
         defaults = {
             route.get_attr("RTA_OIF")
-            for family in (socket.AF_INET, socket.AF_INET6)
-            for route in ip.get_routes(family=family)
-            if route["dst_len"] == 0 and route.get_attr("RTA_TABLE") == 254 and route["type"] == 1
+            for route in unicast
+            if route["dst_len"] == 0 and route.get_attr("RTA_TABLE") == MAIN_TABLE
+        }
+        local = {
+            route.get_attr("RTA_DST")
+            for route in routes
+            if route["type"] in (LOCAL, BROADCAST) and route["dst_len"] == (32 if _is_ipv4(route) else 128)
         }
         links = list(ip.get_links())
         services = {link["index"] for link in links if link.get_attr("IFLA_IFNAME") == SERVICES_DEVICE}
@@ -98,7 +121,45 @@ def read_node() -> Node:
             if message["scope"] not in (253, 254) and message["index"] not in services:  # link, host
                 usable.append(text)
         interfaces = tuple(_interface(link, defaults, addresses) for link in links)
-    return Node(interfaces, tuple(dict.fromkeys(usable)))
+    several = frozenset(
+        (
+            route.get_attr("RTA_DST") or (str(ip_address(0)) if _is_ipv4(route) else "::"),
+            route["dst_len"],
+            tuple(map(_hop, hops)),
+        )
+        for route in unicast
+        if (hops := route.get_attr("RTA_MULTIPATH"))
+    )
+    return Node(interfaces, tuple(dict.fromkeys(usable)), frozenset(local), several)
+
+
+def _is_ipv4(route: object) -> bool:
+    return bool(route["family"] == socket.AF_INET)  # type: ignore[index]
+
+
+def _hop(hop: object) -> Hop:
+    via = hop.get_attr("RTA_VIA")  # type: ignore[attr-defined]
+    gateway = via["addr"] if via else hop.get_attr("RTA_GATEWAY")  # type: ignore[attr-defined]
+    return Hop(hop["oif"], gateway or "")  # type: ignore[index]
+
+
+def read_reverse_path_filters() -> dict[int, int]:
+    """Interface index -> `rp_filter` as it counts there, the larger one of its own and of `all`."""
+    wire = Netlink(ROUTE)
+    try:
+        request = Message(RTM_GETNETCONF, bytes([socket.AF_INET, 0, 0, 0]), NLM_F_DUMP)
+        told = [dict(attributes(answer, 4)) for answer in wire.dump(request, "settings of interfaces")]
+    finally:
+        wire.close()
+    own = {
+        int.from_bytes(known[NETCONFA_IFINDEX], sys.byteorder, signed=True): int.from_bytes(
+            known[NETCONFA_RP_FILTER], sys.byteorder
+        )
+        for known in told
+        if NETCONFA_RP_FILTER in known
+    }
+    everywhere = own.get(NETCONFA_IFINDEX_ALL, 0)
+    return {index: max(value, everywhere) for index, value in own.items() if index > 0}
 
 
 def _interface(link: object, defaults: set[int], addresses: dict[int, list[str]]) -> Interface:
@@ -146,7 +207,7 @@ def is_pod(interface: Interface, patterns: tuple[str, ...], uplinks: tuple[str, 
 
 
 def watch(changed: Callable[[], None], stop: threading.Event) -> None:
-    """Call `changed` soon after links, addresses or routes change, until `stop`. Runs in its own thread."""
+    """Call `changed` soon after links, addresses, routes or settings change, until `stop`. Runs in its own thread."""
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as events:
         events.bind((0, RTNLGRP))
         events.setblocking(False)

@@ -31,6 +31,7 @@ from dataplane.kernel.links import interface_name
 from dataplane.kernel.places import bpf_fs
 from dataplane.mode import Options, Question
 from dataplane.modes.ebpf import explaining, layout
+from dataplane.modes.ebpf.edges import set_elements
 from dataplane.modes.ebpf.flows import Caretaker, flow_arrays
 from dataplane.modes.ebpf.maps import MapSet, traffic_cpus
 from dataplane.modes.ebpf.programs import CHECK_MTU, put_carriers
@@ -305,9 +306,8 @@ class Bench:
         row["primary4"] = layout.address_words([NETS[4].primary])[0, 0]
         row["primary6"] = layout.address_words([NETS[6].primary])[0]
         self.maps.maps["reject_budget"].update(bytes(4), bytes(8 * cpus()))
-        addresses = self.maps.maps["own_addresses"]
-        for key in addresses.items(layout.dtype_of("own_address"), np.dtype(np.uint32))[0]:
-            addresses.delete(key.tobytes())
+        for name in ("own_addresses", "interfaces", "equal_routes", "equal_paths"):
+            set_elements(self.maps.maps[name], {})
 
     def forget(self) -> None:
         """Empty every table of flows, what is remembered of clients and tuples, and the counters."""

@@ -25,7 +25,7 @@ FIXED_ROWS = {"frontend4_key": 8, "frontend6_key": 20, "service": 32, "backend":
 STRUCTS = [
     "frontend4_key", "frontend6_key", "service", "backend", "flow4_key", "flow6_key", "flow", "affinity_key", "node",
     "settings", "explanation", "note", "slot", "recent_bucket", "source4_key", "source6_key", "own_address",
-    "traffic",
+    "equal_path", "equal_route", "traffic",
 ]  # fmt: skip
 SOCKET_STRUCTS = ["socket_peer", "socket_state"]
 COMMON = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

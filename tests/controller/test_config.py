@@ -124,6 +124,7 @@ GOOD = [
     pytest.param("--no-fast-path",         "options.fast_path",      False,                  id="fast path off"),
     pytest.param("--no-traffic-counters",  "options.count_traffic",  False,                  id="traffic not counted"),
     pytest.param("--metrics-per-backend",  "metrics_per_backend",    True,                   id="metrics of backends"),
+    pytest.param("--source-check=strict",  "options.source_check",   "strict",               id="sources strictly"),
     pytest.param("--answer-ping",          "options.answer_ping",    True,                   id="pings answered"),
     pytest.param("--xdp=native",           "options.xdp",            "native",               id="xdp"),
     pytest.param("--no-fast-path=false",   "options.fast_path",      True,                   id="fast path on"),

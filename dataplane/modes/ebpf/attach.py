@@ -83,10 +83,10 @@ class Links:
             del self.attached[interface.index]
             self._attach(interface)
 
-    def refresh(self, primary: Iterable[str]) -> None:
+    def refresh(self, interfaces: Iterable[Interface], primary: Iterable[str]) -> None:
         """Attach to interfaces that are new, forget what is gone, leave those that are of another kind (by now)."""
         primary = tuple(primary)
-        wanted = {interface.index: interface for interface in read_node().interfaces if self.chosen(interface, primary)}
+        wanted = {interface.index: interface for interface in interfaces if self.chosen(interface, primary)}
         for index in [i for i in self.attached if i not in wanted or wanted[i].name != self.attached[i].name]:
             self._detach(index)
         for index, interface in wanted.items():

@@ -1,21 +1,34 @@
-"""What stands around the frontends: where node ports are served, and who may come to load-balancer IPs."""
+"""What stands around the frontends: who may come to load-balancer IPs, who is a pod, and which sources are believed."""
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable
+import itertools
+import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dataplane.kernel.bpf import Map
-from dataplane.kernel.links import Interface
+from dataplane.kernel.links import Hop, Interface
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.ids import FullError
 from dataplane.table import Detect, NodeNetwork
 
-__all__ = ["Sources", "own_addresses", "pod_columns", "pod_links"]
+STRICT = 1  # of rp_filter; larger is loose, 0 is none (Documentation/networking/ip-sysctl.rst)
+
+__all__ = [
+    "Sources",
+    "equal_paths",
+    "interface_flags",
+    "own_addresses",
+    "pod_columns",
+    "pod_links",
+    "set_elements",
+    "word",
+]
 
 
 class Sources:
@@ -103,9 +116,71 @@ def pod_links(interfaces: Iterable[Interface], node: NodeNetwork) -> set[int]:
     return bridge | {interface.index for interface in interfaces if interface.master in bridge}
 
 
+def word(value: int) -> bytes:
+    """A key or value of 32 bits."""
+    return value.to_bytes(4, sys.byteorder)
+
+
+def set_elements(known: Map, wanted: Mapping[bytes, bytes]) -> None:
+    """Make these, key and value, all elements of a hash. What is new comes before what is old goes."""
+    keys, values = known.items(np.dtype(f"V{known.key_size}"), np.dtype(f"V{known.value_size}"))
+    present = {key.tobytes(): value.tobytes() for key, value in zip(keys, values, strict=True)}
+    for key, value in wanted.items():
+        if present.get(key) != value:
+            known.update(key, value)
+    for key in present.keys() - wanted.keys():
+        known.delete(key)
+
+
 def own_addresses(addresses: Iterable[str]) -> set[bytes]:
-    """Keys of map `own_addresses`."""
+    """Keys of map `own_addresses`, of the node's addresses and its networks' broadcast addresses."""
     return {
         layout.pack("own_address", address=layout.words_of(address), family=6 if ":" in address else 4)
         for address in addresses
     }
+
+
+def interface_flags(interfaces: Iterable[Interface], filters: Mapping[int, int], *, strictly: bool) -> dict[int, int]:
+    """Elements of map `interfaces`: what is asked of packets that come in at each of them.
+
+    As the kernel does in __fib_validate_source(). Where the interface has no address, a loose check is a strict one.
+
+    Args:
+        interfaces: all of the node.
+        filters: `rp_filter` as it counts, by index.
+        strictly: let the way back be by the interface itself everywhere, IPv6's too, for which the kernel has no check.
+    """
+    interfaces = tuple(interfaces)
+    flag = layout.abi_constants()
+    vrfs = {interface.index for interface in interfaces if interface.kind == "vrf"}
+    asked = {}
+    for interface in interfaces:
+        if not interface.ethernet:
+            continue
+        setting = filters.get(interface.index, 0)
+        strict = strictly or setting == STRICT or (setting > STRICT and not any("." in a for a in interface.addresses))
+        asked[interface.index] = (
+            flag["INTERFACE_STRICT4"] * strict
+            | flag["INTERFACE_LOOSE4"] * (setting > STRICT and not strict)
+            | flag["INTERFACE_STRICT6"] * strictly
+            | flag["INTERFACE_IN_VRF"] * (interface.master in vrfs)
+        )
+    return asked
+
+
+def equal_paths(
+    routes: Iterable[tuple[str, int, tuple[Hop, ...]]],
+) -> tuple[dict[bytes, bytes], dict[bytes, bytes]]:
+    """Elements of maps `equal_routes` and `equal_paths`, from destination, prefix length and hops of each route."""
+    numbers: dict[bytes, int] = {}
+    paths: dict[bytes, bytes] = {}
+    for destination, length, hops in sorted(routes):
+        key = layout.pack(
+            "equal_route", bits=32 + length, family=6 if ":" in destination else 4, address=layout.words_of(destination)
+        )
+        number = numbers.setdefault(key, len(numbers))
+        for hop, other in itertools.permutations(hops, 2):
+            gateway = layout.words_of(hop.gateway or "::")
+            path = layout.pack("equal_path", route=number, ingress=other.index, ifindex=hop.index, gateway=gateway)
+            paths[path] = bytes(4)
+    return {key: word(number) for key, number in numbers.items()}, paths

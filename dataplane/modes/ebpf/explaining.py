@@ -154,6 +154,11 @@ class _Notes:
     def empty(self, number: int, drops: int) -> None:
         self.step("empty", f"Route {number} is empty, which {'drops' if drops else 'refuses'}.")
 
+    def path_back(self, ifindex: int, strict: int) -> None:
+        way = f"is by {self.around.interface(ifindex)}" if ifindex else "does not exist"
+        rule = "must be by the interface that it came in at" if strict else "must exist"
+        self.step("path_back", f"The way back to {self.question.src} {way}; it {rule}.")
+
     def hop(self, ifindex: int, result: int) -> None:
         way = HOPS.get(result, "none: the stack is to decide" if result in {4, 5, 6} else f"none ({result})")
         interface = f", by {self.around.interface(ifindex)}" if result in {0, 7} else ""

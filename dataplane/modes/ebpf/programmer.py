@@ -6,7 +6,6 @@ import contextlib
 import ipaddress
 import logging
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,14 +19,22 @@ from dataplane.diff import changed_services
 from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel.bpf import BpfError, Object
 from dataplane.kernel.grace import jiffies_per_second, wait_for_programs
-from dataplane.kernel.links import Interface, interface_name, interface_towards, read_node
+from dataplane.kernel.links import Node, interface_name, interface_towards, read_node, read_reverse_path_filters
 from dataplane.kernel.lock import hold
 from dataplane.kernel.places import netns_cookie, pin_folder
 from dataplane.mode import Mode, Notice, Options, Question, SyncResult, Wake, misfit_rows, unknown_algorithms
 from dataplane.modes.ebpf import attach, explaining, layout, listing, sizes
 from dataplane.modes.ebpf.attach import Links, Sockets
 from dataplane.modes.ebpf.driver import Drivers
-from dataplane.modes.ebpf.edges import own_addresses, pod_columns, pod_links
+from dataplane.modes.ebpf.edges import (
+    equal_paths,
+    interface_flags,
+    own_addresses,
+    pod_columns,
+    pod_links,
+    set_elements,
+    word,
+)
 from dataplane.modes.ebpf.events import Journal, Reader
 from dataplane.modes.ebpf.failover import Failover
 from dataplane.modes.ebpf.flows import Caretaker
@@ -316,32 +323,25 @@ class Ebpf:
             self._refresh_links()
 
     def _refresh_links(self) -> None:
-        interfaces = read_node().interfaces
-        self._write_own_addresses(interfaces)
-        self._write_pod_links(interfaces)
+        node = read_node()
+        self._write_surroundings(node)
         for links in (self.pods, self.uplinks):
-            links.refresh(self.table.node.primary)
-        self.drivers.refresh(self.uplinks.attached.values(), interfaces)
+            links.refresh(node.interfaces, self.table.node.primary)
+        self.drivers.refresh(self.uplinks.attached.values(), node.interfaces)
 
-    def _write_own_addresses(self, interfaces: Iterable[Interface]) -> None:
-        """What no packet from outside may have as its source."""
-        known, kind = self.maps.maps["own_addresses"], layout.dtype_of("own_address")
-        wanted = own_addresses(address for interface in interfaces for address in interface.addresses)
-        present = {row.tobytes() for row in known.items(kind, np.dtype(np.uint32))[0]}
-        for key in wanted - present:
-            known.update(key, bytes(4))
-        for key in present - wanted:
-            known.delete(key)
-
-    def _write_pod_links(self, interfaces: Iterable[Interface]) -> None:
-        """Where pods are known by their interface: all interfaces whose packets are pods'."""
-        known = self.maps.maps["pod_links"]
-        wanted = {index.to_bytes(4, sys.byteorder) for index in pod_links(interfaces, self.table.node)}
-        for key in known.items(np.dtype(np.uint32), np.dtype(np.uint32))[0].tolist():
-            if (raw := key.to_bytes(4, sys.byteorder)) not in wanted:
-                known.delete(raw)
-        for raw in wanted:
-            known.update(raw, bytes(4))
+    def _write_surroundings(self, node: Node) -> None:
+        """What the programs must know of the node before they see packets of its interfaces."""
+        strictly = self.options.source_check == "strict"
+        flags = interface_flags(node.interfaces, read_reverse_path_filters(), strictly=strictly)
+        routes, paths = equal_paths(node.equal_paths)
+        for name, wanted in (
+            ("own_addresses", dict.fromkeys(own_addresses(node.local), bytes(4))),
+            ("pod_links", dict.fromkeys(map(word, pod_links(node.interfaces, self.table.node)), bytes(4))),
+            ("equal_paths", paths),
+            ("equal_routes", routes),
+            ("interfaces", {word(index): word(asked) for index, asked in flags.items()}),
+        ):
+            set_elements(self.maps.maps[name], wanted)
 
     def _pinned(self) -> Iterable[Links | Drivers | Sockets | MapSet]:
         """What has pins; what carries traffic comes first."""

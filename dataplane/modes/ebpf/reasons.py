@@ -40,6 +40,7 @@ WORDS: Final = {
     "drop_empty": "no backend, and the service's policy is silence",
     "drop_source": "the client is not in loadBalancerSourceRanges",
     "drop_martian": "no packet from outside has this source: the node's own, a ClusterIP, loopback, multicast, none",
+    "drop_reverse_path": "the source is not behind the interface that the packet came in at (rp_filter)",
     "drop_unallocated": "an address of the services' range that no service has",
     "drop_no_route": "the kernel has no route to the backend",
     "drop_no_port": "no source port was left for the flow",
