@@ -32,7 +32,16 @@ from controller.figures import Figures
 from controller.health import Health
 from controller.mailbox import Mailbox
 from controller.model import EndpointSlice, Event, Overtaken, Problem, Removed, SourceState, Upserted
-from controller.modes import DRAIN_SECONDS, Choice, clean_others, hold_namespace, let_end, open_first, take_over
+from controller.modes import (
+    DRAIN_SECONDS,
+    Choice,
+    clean_others,
+    collect,
+    hold_namespace,
+    let_end,
+    open_first,
+    take_over,
+)
 from controller.neighbours import Neighbours
 from controller.pages import Pages
 from controller.prepare import prepare
@@ -159,6 +168,7 @@ def cleanup(config: Config, drain: float | None = None) -> int:
             let_end(config.options, drain)
         removed = clean_others("", available_modes(), config.options)
         _put_settings_back(another)
+        collect(config.options, print)
     for name, count in removed.items():
         print(f"removed {count} things of mode {name} from this network namespace")
     if not removed:
@@ -481,6 +491,7 @@ class _Agent:
 
     def _take_over(self) -> None:
         self.draining = take_over(self.choice.effective, self.config.options)
+        threading.Thread(target=collect, args=(self.config.options,), name="collect", daemon=True).start()
         self.neighbours.settled = True
 
     # The configuration file

@@ -14,13 +14,13 @@ from typing import Any, Final, NamedTuple
 from controller.config import ADMIN_SOCKET, available_modes
 from dataplane.errors import DataplaneError, Unsupported
 from dataplane.kernel.lock import hold_new, let_go
-from dataplane.kernel.neighbours import may_have_left
+from dataplane.kernel.neighbours import may_have_left, others_have_pins
 from dataplane.kernel.places import netns_number
 from dataplane.mode import Mode, Options, Programmer, Wake
 
 __all__ = [
-    "DRAIN_SECONDS", "FALLBACK", "Choice", "Opened", "clean_others", "hold_namespace", "let_end", "open_first",
-    "open_mode", "survey", "take_over",
+    "DRAIN_SECONDS", "FALLBACK", "Choice", "Opened", "clean_others", "collect", "hold_namespace", "let_end",
+    "open_first", "open_mode", "survey", "take_over",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -181,6 +181,22 @@ def take_over(effective: str, options: Options, told: Callable[[str], None] = lo
     timer.name, timer.daemon = "take-over", True
     timer.start()
     return timer
+
+
+def collect(options: Options, told: Callable[[str], None] = log.info) -> None:
+    """Remove what agents have left of network namespaces that are gone. A failure is told, and nothing else.
+
+    Args:
+        options: for the modes.
+        told: gets a sentence if there was something.
+    """
+    try:
+        if others_have_pins(options.pin_root) and (find := open_mode("ebpf").collect) is not None:
+            removed = find(options)
+            if removed:
+                told(f"removed {removed} pins of network namespaces that are gone")
+    except (DataplaneError, OSError) as error:
+        log.warning("pins of network namespaces that are gone are not looked for: %s", error)
 
 
 def let_end(options: Options, seconds: float) -> float:

@@ -311,3 +311,4 @@ class Mode(NamedTuple):
     # then, a moment later; whether anything of it was here.
     drain: Callable[[Options], bool] | None = None
     conntrack: bool = True  # it translates by conntrack: flows of another such mode go on when that is removed
+    collect: Callable[[Options], int] | None = None  # removes what it left of network namespaces that are gone

@@ -17,7 +17,7 @@ from dataplane.kernel import bpf
 from dataplane.kernel._libbpf import ffi
 from dataplane.kernel.bpf import BpfError, check, library
 
-__all__ = ["Attachment", "is_link", "program_number"]
+__all__ = ["Attachment", "is_link", "program_number", "target_of"]
 
 CGROUP: Final = 3  # BPF_LINK_TYPE_CGROUP; links at interfaces tell an index instead of a cgroup's number
 GONE: Final = frozenset({errno.ENOLINK, errno.ENODEV, errno.EINVAL})  # the device or cgroup of a link is
@@ -43,6 +43,21 @@ def _state(link: int) -> _State:
     words = info.target
     target = int(words[0]) | int(words[1]) << 32 if info.type == CGROUP else int(words[0])
     return _State(int(info.prog_id), target)
+
+
+def target_of(path: Path) -> int:
+    """The number of the interface or cgroup that the link pinned at `path` is attached to, 0: that is gone.
+
+    Raises:
+        BpfError: something else than a link is pinned there.
+    """
+    link = bpf.pinned_link(path)
+    try:
+        if not is_link(link):
+            raise BpfError(f"{path} is no link", errno.EINVAL)
+        return _state(link).target
+    finally:
+        os.close(link)
 
 
 def program_number(program: int) -> int:

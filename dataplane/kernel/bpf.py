@@ -120,6 +120,16 @@ class Map:
         """
         return cls(check(library().bpf_obj_get(str(path).encode()), f"opening pinned map {path}"), path.name)
 
+    @classmethod
+    def made(cls, kind: int, name: str, key_size: int, value_size: int, entries: int) -> Map:
+        """A new map without types of its rows; `kind` is BPF_MAP_TYPE_.
+
+        Raises:
+            BpfError: no privilege, or no memory.
+        """
+        made = library().bpf_map_create(kind, name.encode(), key_size, value_size, entries, ffi.NULL)
+        return cls(check(made, f"making map {name}"), name)
+
     @property
     def memory(self) -> int:
         """Bytes of kernel memory, as the kernel counts them."""

@@ -21,7 +21,7 @@ from dataplane.kernel.netlink import NETFILTER, NFGEN, NLM_F_REQUEST, NLMSG_ERRO
 from dataplane.kernel.places import netns_of, pin_folder
 from dataplane.neighbours import HEALTH_PORT, Process, Seen
 
-__all__ = ["look_around", "may_have_left"]
+__all__ = ["look_around", "may_have_left", "others_have_pins"]
 
 NFT: Final = 10 << 8  # NFNL_SUBSYS_NFTABLES
 GET_TABLE, GET_CHAIN = NFT | 1, NFT | 4
@@ -70,6 +70,20 @@ def may_have_left(mode: str, pin_root: str | None) -> bool:
     if mode not in OUR_TABLES and mode not in OUR_CHAINS:
         return True
     return any(True for _ in _traces(mode))
+
+
+def others_have_pins(pin_root: str | None) -> bool:
+    """Whether agents of other network namespaces have pins beside ours, or had when they ended.
+
+    Args:
+        pin_root: as in `dataplane.mode.Options`.
+    """
+    if pin_root:
+        return False
+    with contextlib.suppress(Unsupported):
+        own = pin_folder(None, mount=False)
+        return any(folder != own for folder in own.parent.glob("netns-*"))
+    return False
 
 
 def _traces(mode: str) -> Iterator[str]:

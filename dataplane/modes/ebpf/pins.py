@@ -24,8 +24,8 @@ from dataplane.mode import Options
 from dataplane.modes.ebpf import layout
 
 __all__ = [
-    "FIGURES", "LINK", "NEXT", "PRIVATE", "beside", "fingerprint", "folder_of", "former_layouts", "pins_in",
-    "remove_pins", "shapes", "strangers", "told",
+    "DEVICES", "FIGURES", "LINK", "MARK", "NEXT", "PRIVATE", "beside", "fingerprint", "folder_of",
+    "former_layouts", "is_mark", "pins_in", "remove_pins", "shapes", "strangers", "told",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,8 @@ PRIVATE: Final = frozenset(
 FIGURES: Final = frozenset({"counters", "traffic", "traffic_gone"})  # made anew where they are laid out otherwise
 NEXT: Final = "next_"  # pins that are about to take the place of others
 LINK: Final = "link_"
+MARK: Final = "namespace"  # the map of `gone`
+DEVICES: Final = 14  # BPF_MAP_TYPE_DEVMAP
 WITH_ALL_MAPS: Final = ("connect", "xdp")  # objects that know, together, every map that is pinned
 
 
@@ -103,8 +105,15 @@ def strangers(folder: Path) -> dict[str, str]:
         path = folder / name
         if path.exists() and (why := _why_not(pinned(path), wanted)):
             wrong[name] = why
+    if (folder / MARK).exists() and not is_mark(pinned(folder / MARK)):
+        wrong[MARK] = "not the loopback interface of a namespace"
     links = (path for path in folder.glob(f"{LINK}*") if not path.is_dir())
     return wrong | {path.name: "no link" for path in links if not _is_link(path)}
+
+
+def is_mark(found: Shape | None) -> bool:
+    """Whether this is the map of `gone`."""
+    return found is not None and (found.kind, found.name) == (DEVICES, MARK)
 
 
 def told(wrong: Mapping[str, str]) -> str:

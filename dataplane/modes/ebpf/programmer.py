@@ -38,6 +38,7 @@ from dataplane.modes.ebpf.edges import (
 from dataplane.modes.ebpf.events import Journal, Reader
 from dataplane.modes.ebpf.failover import Failover
 from dataplane.modes.ebpf.flows import Caretaker
+from dataplane.modes.ebpf.gone import Mark, collect, is_gone
 from dataplane.modes.ebpf.growth import Grower
 from dataplane.modes.ebpf.maps import Larger, MapSet, open_pinned_maps
 from dataplane.modes.ebpf.pins import beside, folder_of, former_layouts, pins_in, remove_pins, strangers, told
@@ -102,6 +103,10 @@ def _own_folder(options: Options) -> tuple[Path, int]:
         except BpfError as error:
             os.close(lock)
             raise Unsupported("eBPF", str(error)) from error
+        if not wrong and is_gone(folder):
+            remove_pins(folder)  # of another namespace that had this one's number
+            os.close(lock)
+            continue
         if not wrong:
             return folder, lock
         os.close(lock)
@@ -127,6 +132,7 @@ class Ebpf:
         self.folder, self._lock = _own_folder(options)
         self.hz = jiffies_per_second()
         try:
+            self.mark = Mark(self.folder)
             self.maps = MapSet(self.folder, options, sizes.least(sizes.bounds(options)))
             self.adopted = self.maps.adopted
             self.loader = Loader(self.maps, options, self.hz)
@@ -343,9 +349,9 @@ class Ebpf:
         ):
             set_elements(self.maps.maps[name], wanted)
 
-    def _pinned(self) -> Iterable[Links | Drivers | Sockets | MapSet]:
+    def _pinned(self) -> Iterable[Links | Drivers | Sockets | MapSet | Mark]:
         """What has pins; what carries traffic comes first."""
-        return self.pods, self.uplinks, self.drivers, self.sockets, self.maps
+        return self.pods, self.uplinks, self.drivers, self.sockets, self.maps, self.mark
 
     def disturbed(self) -> bool:
         """See `dataplane.mode.Guarded.disturbed`."""
@@ -577,6 +583,7 @@ class Ebpf:
             self.programs.close()
         for links in (self.pods, self.uplinks, self.sockets, self.drivers):
             links.close()
+        self.mark.close()
         self.maps.close()
         if not self._attached and not self.adopted:
             remove_pins(self.folder)  # nothing was ever programmed: leave no empty maps behind
@@ -606,4 +613,4 @@ def look(options: Options, names: Mapping[int, str]) -> listing.Pinned | None:
     return listing.Pinned(str(folder), maps, names) if maps else None
 
 
-MODE = Mode("ebpf", Ebpf, clean, probe, look, drain, conntrack=False)
+MODE = Mode("ebpf", Ebpf, clean, probe, look, drain, conntrack=False, collect=collect)

@@ -1,0 +1,105 @@
+"""Pins of network namespaces that are gone are collected; those of one that lives are not, whoever holds it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from controller.lab.network import Lab
+from dataplane.kernel.bpf import Map
+from dataplane.kernel.lock import hold
+from dataplane.kernel.places import bpf_fs
+from dataplane.mode import Options
+from dataplane.modes.ebpf.gone import collect, is_gone
+from dataplane.modes.ebpf.programmer import Ebpf
+from dataplane.table import ServiceTable
+from tests.namespaces import new_lab
+
+pytestmark = pytest.mark.root
+
+SMALL = {"max_services": 64, "max_backends": 256, "max_slots": 512, "max_flows": 1024}
+UNMARKED = pytest.mark.parametrize("marked", [True, False], ids=["marked", "of-an-older-version"])
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    with new_lab("z", 2) as made:
+        yield made
+
+
+def serve(lab: Lab, **more: str) -> Path:
+    """The folder that an agent on the lab's node has left."""
+    with lab.inside("node"), closing(Ebpf(Options(cgroup=str(lab.cgroup), **SMALL, **more), lambda: None)) as agent:  # type: ignore[arg-type]
+        agent.sync(ServiceTable(services={}))
+        return agent.folder
+
+
+def eventually(reached: Callable[[], bool], what: str) -> None:
+    """The kernel takes namespaces and cgroups down in the background."""
+    deadline = time.monotonic() + 60
+    while not reached():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+@UNMARKED
+def test_pins_go_with_their_namespace_and_not_before(lab: Lab, marked: bool) -> None:
+    folder = serve(lab)
+    if not marked:
+        (folder / "namespace").unlink()
+    held = os.open(lab["node"].namespace, os.O_RDONLY)
+    try:
+        assert not is_gone(folder)
+        collect(Options())
+        assert folder.is_dir()
+        lab.down()
+        if marked:  # a descriptor alone holds the namespace: nobody finds that by looking at processes or mounts
+            assert not is_gone(folder)
+            collect(Options())
+            assert folder.is_dir()
+    finally:
+        os.close(held)
+    eventually(lambda: is_gone(folder), "the namespace lives on")
+    assert collect(Options()) > 0
+    assert not folder.parent.exists()
+
+
+def test_what_an_agent_holds_and_what_is_not_ours_stays(lab: Lab) -> None:
+    folder = serve(lab)
+    (folder / "flows4").unlink()
+    with closing(Map.pinned(folder / "flows6")) as somebodys:
+        somebodys.pin(folder / "flows4")
+    lab.down()
+    eventually(lambda: is_gone(folder), "the namespace lives on")
+    lock = hold(folder, "the pins")
+    collect(Options())
+    assert len(list(folder.iterdir())) > 1
+    os.close(lock)
+    collect(Options())
+    assert [path.name for path in folder.iterdir()] == ["flows4"]
+    (folder / "flows4").unlink()
+    folder.rmdir()
+    folder.parent.rmdir()
+
+
+def test_a_namespace_with_the_number_of_one_that_is_gone_adopts_nothing_of_it(lab: Lab) -> None:
+    """Before Linux 5.14 that number is an inode, which is used again."""
+    root = bpf_fs() / f"hybrid-proxy-test-{os.getpid()}-gone"
+    root.mkdir()
+    former = serve(lab, pin_root=str(root))
+    lab.down()
+    eventually(lambda: is_gone(former), "the namespace lives on")
+    with new_lab("z", 2) as later:
+        options = Options(cgroup=str(later.cgroup), pin_root=str(root), **SMALL)  # type: ignore[arg-type]
+        with later.inside("node"), closing(Ebpf(options, lambda: None)) as agent:
+            assert agent.folder == former
+            assert not agent.adopted
+            assert not is_gone(former)
+    assert not root.exists() or not list(root.rglob("link_*"))
+    if root.exists():
+        root.rmdir()
