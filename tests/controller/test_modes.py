@@ -411,6 +411,9 @@ def in_lab(agent: Patched) -> list[dict[str, object]]:
     return json.loads(asked.stdout)
 
 
+FOLDERS = ("/sys/fs/bpf", "/run/hybrid-proxy")
+
+
 def everything(lab: Lab) -> dict[str, object]:
     """What a mode could leave: rules, links, pins, mounts, files."""
     texts = {
@@ -419,15 +422,14 @@ def everything(lab: Lab) -> dict[str, object]:
             "nftables": ["nft", "list", "ruleset"],
             "links": ["ip", "-o", "link"],
             "addresses": ["ip", "-o", "addr"],
-            "mounts": ["cat", "/proc/self/mounts"],
+            "mounts": ["grep", "-v", "^nsfs ", "/proc/self/mounts"],  # namespaces of other tests come and go
             "legacy": ["cat", "/proc/self/net/ip_tables_names"],
         }.items()
     }
-    pins = [str(path) for path in Path("/sys/fs/bpf").rglob("*")] if Path("/sys/fs/bpf").is_dir() else []
     with lab.inside("node"):
-        number = netns_number()
-    run = [path for path in Path("/run/hybrid-proxy").iterdir() if f"netns-{number}" in path.name]
-    return texts | {"pins": pins, "run": sorted(run)}
+        mine = f"netns-{netns_number()}"  # other tests run beside this one
+    files = {folder: [path for path in Path(folder).rglob("*") if mine in str(path)] for folder in FOLDERS}
+    return texts | {folder: sorted(found) for folder, found in files.items()}
 
 
 @pytest.mark.root
