@@ -469,6 +469,9 @@ class _Folder:
             return _File(signature, digest, content, str(error))
 
 
+_NO_FILE_AT_ALL: Final = "is no regular file"
+
+
 def _shown(path: Path) -> str:
     """A path as text; a name may be any bytes, which no JSON can carry."""
     return str(path).encode(errors="backslashreplace").decode()
@@ -538,23 +541,32 @@ def _walk(
             continue
         for entry in listed:
             path = Path(entry.path)
+            is_manifest = path.suffix.lower() in _SUFFIXES
             if entry.is_dir(follow_symlinks=False):
                 folders.append(path)
-                continue
-            try:
-                mode = path.stat().st_mode
-            except FileNotFoundError:
-                continue  # deleted since, or a link to what is not there yet
-            except OSError as error:  # a link to itself, or to where we may not look
-                wrong[path] = f"cannot be read: {error.strerror}"
-                continue
-            if S_ISDIR(mode):
-                linked.append(path)
-            elif path.suffix.lower() in _SUFFIXES:
-                if S_ISREG(mode):
-                    found.append(path)
-                else:
-                    wrong[path] = "is no regular file"
+            elif entry.is_symlink():
+                _follow(path, is_manifest, found, linked, wrong)
+            elif is_manifest and entry.is_file(follow_symlinks=False):
+                found.append(path)
+            elif is_manifest:
+                wrong[path] = _NO_FILE_AT_ALL
+
+
+def _follow(link: Path, is_manifest: bool, found: list[Path], linked: list[Path], wrong: dict[Path, str]) -> None:
+    """Add what a link leads to."""
+    try:
+        mode = link.stat().st_mode
+    except FileNotFoundError:
+        return  # what it leads to may come
+    except OSError as error:  # a link to itself, or to where we may not look
+        wrong[link] = f"cannot be read: {error.strerror}"
+        return
+    if S_ISDIR(mode):
+        linked.append(link)
+    elif is_manifest and S_ISREG(mode):
+        found.append(link)
+    elif is_manifest:
+        wrong[link] = _NO_FILE_AT_ALL
 
 
 # --------------------------------------------------------------------------------------------- the source
