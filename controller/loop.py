@@ -136,7 +136,12 @@ class Followed(NamedTuple):
     loaded: Loaded
 
 
-Message = _Question | _Links | _Drift | _Stop | _Failed | _Configured
+@dataclass(slots=True)
+class _Alone:
+    """Another mode takes no new flows any more, or is gone."""
+
+
+Message = _Question | _Links | _Drift | _Stop | _Failed | _Configured | _Alone
 
 
 def run(config: Config, followed: Followed | None = None, flags: Mapping[str, Any] = MappingProxyType({})) -> int:
@@ -402,6 +407,8 @@ class _Agent:
                         self._links_changed()
                     case _Configured():
                         self._configured(message.found)
+                    case _Alone():
+                        self.programmer.alone()
                     case _Drift():
                         self.drift_told.clear()
                         maintain_at = 0.0
@@ -490,7 +497,7 @@ class _Agent:
         self.neighbours.mode = self.choice.effective
 
     def _take_over(self) -> None:
-        self.draining = take_over(self.choice.effective, self.config.options)
+        self.draining = take_over(self.choice.effective, self.config.options, lambda: self.messages.put(_Alone()))
         threading.Thread(target=collect, args=(self.config.options,), name="collect", daemon=True).start()
         self.neighbours.settled = True
 

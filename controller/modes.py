@@ -147,7 +147,9 @@ def _open(name: str, options: Options, wake: Wake, failed: Mapping[str, str]) ->
     return open_mode(name).open(options, wake)
 
 
-def take_over(effective: str, options: Options, told: Callable[[str], None] = log.info) -> threading.Timer | None:
+def take_over(
+    effective: str, options: Options, alone: Callable[[], None], told: Callable[[str], None] = log.info
+) -> threading.Timer | None:
     """Let the mode at work serve alone, without a connection that fails for it; called when it serves.
 
     Modes that rely on conntrack hand their flows to each other there, so what another left goes at once. Under a mode
@@ -157,6 +159,7 @@ def take_over(effective: str, options: Options, told: Callable[[str], None] = lo
     Args:
         effective: the mode at work.
         options: for the modes.
+        alone: called each time that others take no new flows any more, or are gone; from a thread, the second time.
         told: gets a sentence for each mode that had something here.
 
     Returns:
@@ -169,8 +172,10 @@ def take_over(effective: str, options: Options, told: Callable[[str], None] = lo
     def clean(names: tuple[str, ...]) -> None:
         for name, count in clean_others(effective, names, options).items():
             told(f"removed {count} things that mode {name} had left here")
+        alone()
 
-    clean(tuple(name for name in others if name not in later))
+    if others:
+        clean(tuple(name for name in others if name not in later))
     if not later:
         return None
     if not open_mode(effective).conntrack:

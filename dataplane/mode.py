@@ -168,6 +168,12 @@ class Programmer(Protocol):
     def links_changed(self) -> None:
         """Interfaces came or went: attach what is new, forget what is gone."""
 
+    def alone(self) -> None:
+        """Another mode of ours takes no new flows any more, or is gone: what it began since the last sync is judged.
+
+        Datagrams that conntrack leads to where nobody serves any more would go there for as long as their client sends.
+        """
+
     def maintain(self) -> Sequence[Notice] | None:
         """Called about once a second, and at once after `Wake`: garbage, quarantine, repair of what drifted.
 

@@ -38,6 +38,7 @@ FRAGILE = """
                 raise SyncError("broken by the test")
             return SyncResult()
         def links_changed(self): pass
+        def alone(self): pass
         def maintain(self): pass
         def names(self): return {}
         def counters(self): return {"drop_empty": 7}

@@ -41,6 +41,7 @@ WORKS = """
         def __init__(self, options, wake): {init}
         def sync(self, table): {sync}
         def links_changed(self): pass
+        def alone(self): pass
         def maintain(self): {maintain}
         def names(self): return {{}}
         def counters(self): return {{}}
@@ -165,18 +166,19 @@ class TestChoosing:
     def test_what_can_be_drained_goes_later_and_the_rest_at_once(self, monkeypatch, caplog):
         monkeypatch.setattr(modes, "DRAIN_SECONDS", 0.3)
         told: list[str] = []
-        take_over("later", Options(), told.append)
-        assert told == ["removed 3 things that mode works had left here"]
-        eventually(lambda: len(told) == 3, "the rest")
-        assert told[1:] == [
-            f"removed {n} things that mode {name} had left here" for n, name in ((4, "drains"), (5, "sticks"))
+        take_over("later", Options(), lambda: told.append("alone"), told.append)
+        assert told == ["removed 3 things that mode works had left here", "alone"]
+        eventually(lambda: len(told) == 5, "the rest")
+        assert told[2:] == [
+            *(f"removed {n} things that mode {name} had left here" for n, name in ((4, "drains"), (5, "sticks"))),
+            "alone",
         ]
         assert "mode sticks still takes new flows: the maps are locked" in caplog.text
 
     def test_under_a_mode_without_conntrack_everything_goes_later(self, monkeypatch):
         monkeypatch.setattr(modes, "DRAIN_SECONDS", 0.3)
         told: list[str] = []
-        take_over("direct", Options(), told.append)
+        take_over("direct", Options(), lambda: None, told.append)
         assert told == []
         eventually(lambda: len(told) == 3, "everything")
 

@@ -5,7 +5,10 @@ The agent ends, its dataplane stays, an agent in another mode starts: what happe
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +19,11 @@ import pytest
 from controller.config import available_modes
 from controller.lab.agent import Agent
 from controller.lab.network import Lab
-from controller.lab.traffic import TIMEOUT, Stream, Tally, load, meanwhile
+from controller.lab.traffic import TIMEOUT, Stream, Tally, ask_udp, load, meanwhile
 from controller.modes import open_mode
 from dataplane.errors import Unsupported
 from dataplane.mode import Options
-from tests.conformance.kit import HTTP, V4, V6, Bench, Service, eventually, node_manifest
+from tests.conformance.kit import HTTP, UDP, V4, V6, Bench, Service, eventually, node_manifest
 from tests.namespaces import new_lab
 
 pytestmark = pytest.mark.root
@@ -30,7 +33,7 @@ PAIRS = list(itertools.permutations([mode for mode in available_modes() if mode 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
     with new_lab("s", 3) as made:
-        made.serve(*(place.name for place in made.pods()), http=(HTTP,))
+        made.serve(*(place.name for place in made.pods()), http=(HTTP,), udp=(UDP,))
         yield made
 
 
@@ -98,23 +101,19 @@ def test_the_next_mode_takes_over_under_load(agents: tuple[Agent, Agent], lab: L
     bench = Bench(lab, old, itertools.count(1))
     service = bench.service("pod2", "pod3")
     assert left_of(old.mode, lab) is not None
-    relays = old.mode == "userspace"  # its connections go through the process: they end with it
-    if relays:
-        old.terminate()
-        new.start()
+    lasting = old.mode != "userspace"  # or connections go through the relay, and end with it
     with new_connections(lab, service) as tallies:
         time.sleep(0.5)
-        if not relays:
-            assert old.terminate() == 0
-            time.sleep(0.3)
-            streams = [bench.stream("pod1", service.vip(family), family) for family in (V4, V6)]
-            new.start()
-            go_on(streams, 1.0)
+        assert old.terminate() == 0
+        time.sleep(0.3)
+        streams = [bench.stream("pod1", service.vip(family), family) for family in (V4, V6)]
+        new.start()
+        go_on(streams, 1.0)
         removed = f"things that mode {old.mode} had left here"
         eventually(lambda: removed in new.tail(80), 10, f"mode {old.mode} was not removed")
         assert left_of(old.mode, lab) is None
         time.sleep(0.7)
-        if not relays and "ebpf" not in {old.mode, new.mode}:
+        if lasting and "ebpf" not in {old.mode, new.mode}:
             go_on(streams, 0.2)  # conntrack has them, whoever made its entries
     for name, tally in tallies.items():
         assert tally.answered > 50, f"{name}: hardly any traffic: {tally.report()}"
@@ -126,3 +125,39 @@ def test_the_next_mode_takes_over_under_load(agents: tuple[Agent, Agent], lab: L
     bench.agent = new
     for family in (V4, V6):
         bench.settle(service, {"pod2"}, family)
+
+
+def keep_sending(client: socket.socket, stop: threading.Event) -> None:
+    """As a resolver that keeps its port: one datagram after the other, whoever answers."""
+    while not stop.wait(0.005):
+        with contextlib.suppress(OSError):
+            client.send(b"who?")
+
+
+def is_answered(client: socket.socket) -> bool:
+    """Whether what the socket sends now is answered; what came before is no answer to it."""
+    client.settimeout(0)
+    with contextlib.suppress(OSError):
+        while client.recv(65536):
+            pass
+    client.settimeout(0.5)
+    return bool(ask_udp(client)[0].pod)
+
+
+def test_datagrams_of_a_client_that_keeps_its_port_go_on(agents: tuple[Agent, Agent], lab: Lab) -> None:
+    """While both modes are there, the one whose hooks came first gets what is new; its entries must not outlive it."""
+    old, new = agents
+    old.start()
+    service = Bench(lab, old, itertools.count(1)).service("pod2", "pod3", protocol="UDP", port=53, target=UDP)
+    with contextlib.ExitStack() as stack:
+        clients = []
+        for place, family in itertools.product(("pod1", "node"), (V4, V6)):
+            clients.append(stack.enter_context(lab.socket(place, family, socket.SOCK_DGRAM)))
+            clients[-1].connect(service.vip(family))
+        with meanwhile(partial(keep_sending, client) for client in clients):
+            assert old.terminate() == 0
+            new.start()
+            removed = f"things that mode {old.mode} had left here"
+            eventually(lambda: removed in new.tail(80), 10, f"mode {old.mode} was not removed")
+        for client in clients:
+            eventually(partial(is_answered, client), 2, f"nobody answers {client.getsockname()} any more")

@@ -323,6 +323,12 @@ class Ebpf:
             row[column] = value
         self.store.serve_node_ports_at(node.node_port_addresses)
 
+    def alone(self) -> None:
+        """See `dataplane.mode.Programmer.alone`: what conntrack translates does not come to the programs at uplinks."""
+        from dataplane.kernel.conntrack import delete_stale
+
+        delete_stale(self.table, self.table.services)
+
     def links_changed(self) -> None:
         """See `dataplane.mode.Programmer.links_changed`."""
         if self._attached:

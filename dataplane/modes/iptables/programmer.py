@@ -109,6 +109,10 @@ class Iptables(Unasked):
         self.stale_deleted.update(delete_stale(table, table.services if first else names))
         return result
 
+    def alone(self) -> None:
+        """See `dataplane.mode.Programmer.alone`."""
+        self.stale_deleted.update(delete_stale(self.table, self.table.services))
+
     def _replace(self, table: ServiceTable) -> SyncResult:
         """Write everything, in place of what is there."""
         self.misfits.clear()

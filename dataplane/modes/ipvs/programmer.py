@@ -97,6 +97,10 @@ class Ipvs(Unasked):
         self.stale_deleted.update(delete_stale(table, table.services if first else names))
         return result
 
+    def alone(self) -> None:
+        """See `dataplane.mode.Programmer.alone`."""
+        self.stale_deleted.update(delete_stale(self.table, self.table.services))
+
     def _replace(self, table: ServiceTable) -> SyncResult:
         """Everything: what is in the kernel is read, and whatever differs is changed in place."""
         self.unset = self.doors.set_sysctls(machine.sysctls(self.options, self.release))

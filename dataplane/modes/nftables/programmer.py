@@ -176,6 +176,10 @@ class Nftables(Unasked):
         except OSError as error:
             log.warning("stale conntrack entries of datagrams could not be deleted: %s", error)
 
+    def alone(self) -> None:
+        """See `dataplane.mode.Programmer.alone`."""
+        self._delete_stale(self.table, self.table.services)
+
     # Drift
 
     def _start_watching(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from dataplane.diff import changed_services
-from dataplane.errors import DataplaneError, SyncError, Unsupported
+from dataplane.errors import DataplaneError, Occupied, SyncError, Unsupported
 from dataplane.kernel import conntrack, nfmonitor, nft, policy
 from dataplane.mode import Misfit, Mode, Options, SyncResult, Unasked, Wake, misfit_rows, unknown_algorithms, unprobed
 from dataplane.modes.userspace import lower as low
@@ -22,7 +22,7 @@ from dataplane.modes.userspace.listing import Relayed
 from dataplane.modes.userspace.sockets import transparent_works
 from dataplane.table import EMPTY, Entry, NodeNetwork, Protocol, ServiceTable
 
-__all__ = ["MODE", "Userspace", "clean", "look", "probe"]
+__all__ = ["MODE", "Userspace", "clean", "drain", "look", "probe"]
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +111,10 @@ class Userspace(Unasked):
         first, self._whole, self.table = self._whole, False, table
         conntrack.delete_stale(table, table.services if first else names, self._datagram_ports())
         return result
+
+    def alone(self) -> None:
+        """See `dataplane.mode.Programmer.alone`."""
+        conntrack.delete_stale(self.table, self.table.services, self._datagram_ports())
 
     def _attempt(self, table: ServiceTable, names: frozenset[str], *, whole: bool) -> SyncResult:
         """After a failure the next one is a full one."""
@@ -381,6 +385,26 @@ def probe(options: Options) -> str | None:
     return None
 
 
+def drain(options: Options) -> bool:
+    """Lead no more clients to the relay; whether it was here. What it has goes on, answers to kept addresses, too.
+
+    Raises:
+        Occupied: an agent in this mode runs.
+    """
+    del options
+    line = connect(agent=False)
+    if line is None:
+        return False
+    with contextlib.closing(line):
+        agent = line.ask(m.Status(), m.Listing).told.get("agent")
+    if agent:
+        raise Occupied(f"the relay of this network namespace is in use by process {agent}: stop that first")
+    for family in rules.FAMILIES:
+        with contextlib.suppress(nft.NftError):  # there is no table
+            nft.run(rules.lead_nobody(family))
+    return True
+
+
 def clean(options: Options) -> int:
     """Remove rules, routing rules and relay; how many things went. Connections in flight end."""
     del options
@@ -416,4 +440,4 @@ def look(options: Options, names: Mapping[int, str]) -> Relayed | None:
     return Relayed(line) if line is not None else None
 
 
-MODE = Mode("userspace", Userspace, clean, probe, look)
+MODE = Mode("userspace", Userspace, clean, probe, look, drain)

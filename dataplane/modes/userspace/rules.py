@@ -15,7 +15,8 @@ from dataplane.modes.userspace.lower import CIDR_DETECTION, Lowered, listen_addr
 from dataplane.table import Detect, NodeNetwork, WhenEmpty
 
 __all__ = [
-    "FAMILIES", "TABLE", "Elements", "answer_mark", "delete_table", "differences", "elements_of", "skeleton", "update",
+    "FAMILIES", "TABLE", "Elements", "answer_mark", "delete_table", "differences", "elements_of", "lead_nobody",
+    "skeleton", "update",
 ]  # fmt: skip
 
 TABLE: Final = "hybrid-proxy-userspace"
@@ -188,6 +189,19 @@ def skeleton(family: int, node: NodeNetwork) -> str:
 """
     body = "\n".join(line for line in text.split("\n") if line.strip())
     return f"{delete_table(family)}table {w.ip} {TABLE} {{\n{body}\n}}\n"
+
+
+_LEADING: Final = (
+    "firewall",
+    "nat",
+    "rest",
+)  # chains of new flows, at both hooks; the others are for those that are known
+
+
+def lead_nobody(family: int) -> str:
+    """Empty the chains that decide about new flows; the next whole update writes them again."""
+    chains = [f"{name}-{hook}" for name in _LEADING for hook in ("prerouting", "output")]
+    return "".join(f"flush chain {FAMILIES[family]} {TABLE} {chain}\n" for chain in chains)
 
 
 def _pods(family: int, node: NodeNetwork) -> str:
