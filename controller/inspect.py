@@ -15,6 +15,7 @@ from rich.table import Table
 
 from controller.admin import NoAgentError, ask
 from controller.explain import Packet
+from controller.model import Problem
 from controller.modes import survey
 from controller.views import left_here, programmed
 from dataplane.mode import Options, belongs
@@ -205,7 +206,7 @@ def _status_lines(status: dict[str, Any]) -> Iterable[str]:
     for trouble in (*checks["listeners"].values(), *checks["failed"].values()):
         yield f"  NOT SERVED: {trouble}"
     for problem in status["problems"]:
-        yield f"  refused: {problem['message']} ({problem['where']})"
+        yield f"  refused: {Problem(**problem).sentence}"
     for service, sentences in status["conflicts"].items():
         yield from (f"  conflict: {service}: {sentence}" for sentence in sentences)
 

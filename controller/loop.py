@@ -429,7 +429,7 @@ class _Agent:
     def _observe(self, event: Event, overtaken: tuple[Overtaken, ...]) -> None:
         self.observed += 1 + len(overtaken)
         if isinstance(event, Problem) and event.message:
-            log.warning("refused: %s", event.message)
+            log.warning("refused: %s", event.sentence)
         elif isinstance(event, SourceState):
             log.log(logging.INFO if event.healthy else logging.WARNING, "%s", event.message)
         changed = self.cluster.apply(event)

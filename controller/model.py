@@ -172,6 +172,11 @@ class Problem(msgspec.Struct, frozen=True):
     message: str
     where: str = ""  # file, or the API
 
+    @property
+    def sentence(self) -> str:
+        """What is wrong, and where."""
+        return self.message if not self.where or self.where in self.message else f"{self.message} ({self.where})"
+
 
 class SourceState(msgspec.Struct, frozen=True):
     """The source itself came up, or cannot be read at the moment."""

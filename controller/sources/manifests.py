@@ -247,7 +247,8 @@ def _picture(files: Iterable[tuple[str, _File]], last: _Picture, names: Collecti
         foreign += file.content.foreign
         if file.error:
             kept = " Its last good objects stay." if file.content.documents else ""
-            problems[_FILE, shown] = Problem(_FILE, shown, f"{file.error}.{kept}", shown)
+            error = file.error if file.error.startswith(shown) else f"{shown}: {file.error}"
+            problems[_FILE, shown] = Problem(_FILE, shown, f"{error}.{kept}", shown)
         for document in file.content.documents:
             name = document.name
             if name not in names:

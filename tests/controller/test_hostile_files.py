@@ -101,6 +101,7 @@ def test_a_hostile_file_is_its_own_problem(tmp_path: Path, name: str, text: str,
     assert services == {"good"}
     assert list(problems) == [str(tmp_path / name)]
     assert message in problems[str(tmp_path / name)]
+    assert problems[str(tmp_path / name)].startswith(str(tmp_path / name)), "what the log says names the file"
     assert len(problems[str(tmp_path / name)]) < 400
 
 
