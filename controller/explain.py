@@ -131,6 +131,7 @@ class Explainer:
         self._node = node = table.node
         self._at: dict[tuple[str | int, int, int], tuple[Entry, Frontend]] = {}
         self._owner: dict[str, str] = {}  # ClusterIP -> service
+        self._outer: dict[str, tuple[str, Kind]] = {}  # external and load-balancer IP -> service
         for service, entries in table.services.items():
             for entry in entries:
                 for frontend in entry.frontends:
@@ -138,6 +139,8 @@ class Explainer:
                     self._at[key] = (entry, frontend)
                     if frontend.kind is Kind.CLUSTER_IP and frontend.address:
                         self._owner[frontend.address] = service
+                    elif frontend.address:
+                        self._outer.setdefault(frontend.address, (service, frontend.kind))
         self._own = frozenset((*node.addresses, *node.primary))
         self._node_port_addresses = frozenset(node.node_port_addresses)
         self._pods: list[Network] = [ip_network(cidr) for cidr in node.pod_cidrs]
@@ -187,6 +190,11 @@ class Explainer:
             served = ", ".join(a for a in self._node.node_port_addresses if ip_address(a).version == dst.version)
             reason = f"{what}: {packet.port} is a node port of {other[0].name}, but node ports are not served at {dst}"
             return Verdict(packet.name, "untouched", f"{reason} (only at {served or 'no address of this family'}).")
+        outer = self._outer.get(text)
+        if outer is not None and protocol:
+            reason = f"{what}: {dst} is the {outer[1].value} of {outer[0]}, which has no such port; the packet is left"
+            ipvs = "in mode ipvs it is refused, because the address is the node's own there"
+            return Verdict(packet.name, "untouched", f"{reason} alone ({ipvs}).")
         return Verdict(packet.name, "untouched", f"{what} is no address and port of a service.")
 
     # A frontend

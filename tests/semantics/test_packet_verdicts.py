@@ -100,8 +100,8 @@ CASES = [
     pytest.param(OTHER_NODE, "10.96.0.10", 80,   "tcp",  "dnat",      ALL,              True,  WEB,               ["outside the cluster"], id="another node is an outsider"),
     pytest.param(OTHER_POD, "1.1.1.1",    80,    "tcp",  "dnat",      ALL,              True,  WEB,               ["externalIP", "policy Cluster"], id="pod to an external IP is masqueraded"),
     pytest.param(OUT,       "1.1.1.1",    80,    "tcp",  "dnat",      ALL,              True,  WEB,               ["externalIP"], id="outsider to an external IP"),
-    pytest.param(OUT,       "1.1.1.1",    81,    "tcp",  "untouched", [],               False, None,              ["no address and port of a service"], id="unknown port of an external IP"),
-    pytest.param(OUT,       "1.1.1.1",    80,    "udp",  "untouched", [],               False, None,              [], id="another protocol on an external IP"),
+    pytest.param(OUT,       "1.1.1.1",    81,    "tcp",  "untouched", [],               False, None,              ["externalIP of default/web", "in mode ipvs", "refused"], id="unknown port of an external IP"),
+    pytest.param(OUT,       "1.1.1.1",    80,    "udp",  "untouched", [],               False, None,              ["externalIP", "in mode ipvs"], id="another protocol on an external IP"),
     # external policy Local
     pytest.param(OUT,       "5.5.5.5",    80,    "tcp",  "dnat",      ALL[:1],          False, "default/lb:http", ["externalTrafficPolicy Local: endpoints on this node", "stays"], id="policy Local: outsider gets local endpoints, address kept"),
     pytest.param(OTHER_POD, "5.5.5.5",    80,    "tcp",  "dnat",      ALL,              False, "default/lb:http", ["does not bind pods and this node"], id="policy Local: pod gets all (short-circuit), address kept"),
