@@ -16,9 +16,11 @@ import pytest
 
 from controller.lab.network import Lab
 from controller.lab.traffic import Tally, load, meanwhile
+from tests.loads import goes_on
 
 from .kit import PATIENCE, UDP, V4, V6, Bench, Service, attached, eventually, silent
 
+SOME = max(2, int(10 / PATIENCE))  # answers of each load
 FAMILIES = (V4, V6)  # in one test where each start of an agent would be another one's copy
 
 
@@ -52,7 +54,6 @@ def under_load(bench: Bench, *services: Service) -> Iterator[dict[str, Tally]]:
     with meanwhile(clients):
         yield tallies
     for name, tally in tallies.items():
-        assert tally.answered >= 20 / PATIENCE, f"{name}: hardly any traffic: {tally.report()}"
         assert not tally.failures, f"{name}: {tally.report()}"
         assert not tally.moved, f"{name}: an open connection changed its backend"
 
@@ -64,13 +65,13 @@ def test_kill_and_restart_under_load(bench: Bench) -> None:
     dns = bench.service("pod2", "pod3", protocol="UDP", port=53, target=UDP)
     before = bench.agent.status()
     assert before is not None
-    with under_load(bench, web, dns):
-        time.sleep(0.7)
+    with under_load(bench, web, dns) as tallies:
+        goes_on(tallies, SOME)
         bench.agent.kill()
-        time.sleep(0.7)
+        goes_on(tallies, SOME)
         bench.agent.start(20 * PATIENCE)
         after = bench.agent.status()
-        time.sleep(0.7)
+        goes_on(tallies, SOME)
     assert after is not None
     assert after["dataplane"].get("adopted", True), "the new agent says that it adopted nothing"
     assert after["services"] == before["services"]
@@ -225,8 +226,8 @@ def test_strict_conntrack_rules_are_tolerated(bench: Bench, strict: None) -> Non
     """Translation must look symmetric to conntrack, also where packets take a short cut."""
     web = bench.service("pod2", "remote1")
     dns = bench.service("pod2", "pod1", protocol="UDP", port=53, target=UDP)
-    with under_load(bench, web, dns):
-        time.sleep(2.0)
+    with under_load(bench, web, dns) as tallies:
+        goes_on(tallies, 3 * SOME)
     assert "counter packets 0 " in bench.lab.run("node", ["nft", "list", "table", "inet", "strict"]).stdout
 
 
@@ -266,10 +267,9 @@ def test_what_is_no_services_waits_for_no_agent(bench: Bench) -> None:
         for family, tally in tallies.items()
     ]  # fmt: skip
     with meanwhile(clients):
-        bench.agent.kill()
-        bench.agent.cleanup()
-        bench.agent.start(20 * PATIENCE)
+        for step in (bench.agent.kill, bench.agent.cleanup, partial(bench.agent.start, 20 * PATIENCE)):
+            step()
+            goes_on(tallies.values(), SOME)
         bench.agent.terminate()
     for tally in tallies.values():
         assert not tally.failures, tally.report()
-        assert tally.answered > 20 / PATIENCE

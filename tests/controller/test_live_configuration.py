@@ -16,6 +16,7 @@ from controller.lab.network import CLUSTER_CIDRS, Lab
 from controller.lab.traffic import Tally, ask_tcp
 from tests.conformance.kit import HTTP, V4, V6, Bench, eventually, node_manifest
 from tests.controller.test_switching import left_of, new_connections, works
+from tests.loads import goes_on
 from tests.namespaces import new_lab
 
 pytestmark = pytest.mark.root
@@ -95,7 +96,6 @@ def serves(agent: Agent, mode: str) -> dict[str, Any]:
 def nothing_failed(tallies: dict[str, Tally]) -> None:
     """All of them at once: whether one path failed or everybody says whether it was the change or the machine."""
     told = {name: tally.report() for name, tally in tallies.items()}
-    assert all(report["answered"] > 20 for report in told.values()), told
     assert not any(report["failed"] for report in told.values()), told
     assert all(report["connect_ms"]["max"] < 2000 for report in told.values()), told
 
@@ -109,14 +109,14 @@ def test_the_mode_changes_under_load(start: Callable[[str], Agent], file: File, 
     with new_connections(lab, service, PATIENCE) as tallies:
         before = "iptables"
         for mode in ways:
-            time.sleep(0.5)
+            goes_on(tallies)
             file.mode(mode)
             serves(agent, mode)
             removed = f"things that mode {before} had left here"
             eventually(lambda told=removed: told in agent.tail(80), 15, f"mode {before} was not removed")
             assert left_of(before, lab) is None
             before = mode
-        time.sleep(0.5)
+        goes_on(tallies)
     nothing_failed(tallies)
     assert agent.process is process
     service.write(lab["pod2"])  # and what changes from now on is served
@@ -142,9 +142,9 @@ def test_back_before_the_other_mode_has_ended(start: Callable[[str], Agent], fil
         for mode in ("nftables", "ebpf"):
             file.mode(mode)
             serves(agent, mode)
-        time.sleep(4.0)
-        assert left_of("ebpf", lab) is not None
-        eventually(lambda: left_of("nftables", lab) is None, 10, "mode nftables was not removed")
+        eventually(lambda: left_of("nftables", lab) is None, 15, "mode nftables was not removed")
+        assert left_of("ebpf", lab) is not None  # its removal would have been due before
+        goes_on(tallies)
     nothing_failed(tallies)
 
 
@@ -160,7 +160,7 @@ def test_settings_of_the_dataplane_and_of_services(start: Callable[[str], Agent]
             file.write()
             eventually(lambda told=told: told in agent.tail(100), 15, "it was not applied")
             serves(agent, "ebpf")
-            time.sleep(0.5)
+            goes_on(tallies)
         nothing_failed(tallies)
     lines = [line for line in agent.tail(100).splitlines() if "applied: " in line]
     assert lines[0].endswith(
@@ -201,7 +201,7 @@ def test_what_services_mean_changes_in_place(start: Callable[[str], Agent], file
                 return ask_tcp(connection).peer[0]
 
         eventually(lambda: is_seen_as() != lab["pod1"].address4, 10, "masqueradeAll has no effect")
-        time.sleep(0.5)
+        goes_on(tallies)
     nothing_failed(tallies)
     assert agent.status()["generation"] > generation, "tables go on from the one before"
     assert f"mode {mode} serves" not in agent.tail(200), "the mode was opened anew"
@@ -312,7 +312,7 @@ def test_a_mode_that_cannot_serve_leaves_the_one_before(start: Callable[[str], A
         status = agent.wait(lambda status: status["configuration"]["refused"], 15, "told of the error")
         assert status["configuration"]["refused"].startswith("it cannot serve: mode ipvs: ")
         serves(agent, "nftables")
-        time.sleep(0.5)
+        goes_on(tallies)
     nothing_failed(tallies)
     service.write(lab["pod3"])
     bench.settle(service, {"pod3"}, V4)

@@ -24,6 +24,7 @@ from controller.modes import open_mode
 from dataplane.errors import Unsupported
 from dataplane.mode import Options
 from tests.conformance.kit import HTTP, UDP, V4, V6, Bench, Service, eventually, node_manifest
+from tests.loads import goes_on
 from tests.namespaces import new_lab
 
 pytestmark = pytest.mark.root
@@ -73,7 +74,7 @@ def new_connections(lab: Lab, service: Service, timeout: float = TIMEOUT) -> Ite
     for place, family in itertools.product(("pod1", "node"), (V4, V6)):
         tally = tallies[f"{place} IPv{4 if family == V4 else 6}"] = Tally()
         clients.append(
-            partial(load, "connections", (family, service.vip(family)), tally=tally, rate=100, timeout=timeout,
+            partial(load, "connections", (family, service.vip(family)), tally=tally, rate=50, timeout=timeout,
                     open_socket=partial(lab.socket, place))
         )  # fmt: skip
     with meanwhile(clients):
@@ -103,20 +104,19 @@ def test_the_next_mode_takes_over_under_load(agents: tuple[Agent, Agent], lab: L
     assert left_of(old.mode, lab) is not None
     lasting = old.mode != "userspace"  # or connections go through the relay, and end with it
     with new_connections(lab, service) as tallies:
-        time.sleep(0.5)
+        goes_on(tallies)
         assert old.terminate() == 0
-        time.sleep(0.3)
+        goes_on(tallies)
         streams = [bench.stream("pod1", service.vip(family), family) for family in (V4, V6)]
         new.start()
         go_on(streams, 1.0)
         removed = f"things that mode {old.mode} had left here"
         eventually(lambda: removed in new.tail(80), 10, f"mode {old.mode} was not removed")
         assert left_of(old.mode, lab) is None
-        time.sleep(0.7)
+        goes_on(tallies)
         if lasting and "ebpf" not in {old.mode, new.mode}:
             go_on(streams, 0.2)  # conntrack has them, whoever made its entries
     for name, tally in tallies.items():
-        assert tally.answered > 50, f"{name}: hardly any traffic: {tally.report()}"
         assert not tally.failed, f"{name}: {tally.report()}"
     assert new.status()["mode"]["effective"] == new.mode
     assert new.status()["neighbours"] == []

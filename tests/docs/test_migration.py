@@ -17,6 +17,7 @@ import pytest
 from controller.lab.network import Lab
 from controller.lab.traffic import Tally, ask_tcp, load, meanwhile
 from tests.conformance.kit import PATIENCE
+from tests.loads import goes_on
 
 from .kit import run_blocks, shell, start_agent
 
@@ -77,8 +78,8 @@ def connections(lab: Lab) -> Iterator[None]:
         )  # fmt: skip
     with meanwhile(clients):
         yield
+        goes_on(tallies, 5)
     for place, tally in tallies.items():
-        assert tally.answered >= 5, f"{place}: hardly any traffic: {tally.report()}"
         assert not tally.failures, f"{place}: {tally.report()}"
 
 
@@ -135,4 +136,4 @@ def test_what_is_open_may_end_before_ours_goes(lab: Lab, ends: bool) -> None:
     assert "of mode ebpf" in cleanup.stdout.read()
     connection.close()
     with connections(lab):
-        time.sleep(0.5)
+        pass

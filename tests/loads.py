@@ -1,0 +1,27 @@
+"""Waiting for a load of `controller.lab.traffic` by what it did, not by the clock."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+
+from controller.lab.traffic import Tally
+
+__all__ = ["goes_on"]
+
+PATIENCE = float(os.environ.get("HYBRID_PROXY_PATIENCE", "1"))
+
+
+def goes_on(tallies: Mapping[str, Tally] | Iterable[Tally], answers: int = 10, seconds: float = 30.0) -> None:
+    """Wait until every load has had so many answers more.
+
+    Raises:
+        AssertionError: one of them had not after that many seconds; all of them are told.
+    """
+    waiting = list(tallies.values() if isinstance(tallies, Mapping) else tallies)
+    goals = [tally.answered + answers for tally in waiting]
+    deadline = time.monotonic() + seconds * PATIENCE
+    while any(tally.answered < goal for tally, goal in zip(waiting, goals, strict=True)):
+        assert time.monotonic() < deadline, [tally.report() for tally in waiting]
+        time.sleep(0.01)
