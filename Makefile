@@ -15,7 +15,7 @@ STAMPS   := $(VENV)/.stamps
 TOOLS    := build/tools/usr/sbin
 IPVS      = $(wildcard /proc/net/ip_vs)$(shell modprobe -nq ip_vs 2>/dev/null && echo loadable)
 
-WORKERS  ?= 4
+WORKERS  ?= 5
 CLANG    ?= clang
 INCLUDES := -I/usr/include/$(shell uname -m)-linux-gnu
 CFLAGS_BPF := -O2 -g -target bpf -mcpu=v3 -Wall -Wextra -Werror -Wno-unused-parameter -Wno-sign-compare $(INCLUDES)
@@ -27,7 +27,7 @@ else
 Q := @
 endif
 
-.PHONY: help demo test test-kernels check bench compare compare-vm setup vm bpf docs format clean
+.PHONY: help demo test test-long test-kernels check bench compare compare-vm setup vm bpf docs format clean
 .DEFAULT_GOAL := help
 
 help: ## print this list
@@ -37,9 +37,15 @@ demo: setup ## show the main job on this machine, in namespaces of its own (root
 	$(Q)$(VENV)/bin/hybrid-proxy lab demo
 
 # Most tests wait rather than compute: there are more workers than processors. Without IPVS in this kernel, its tests
-# run in a virtual machine, beside the others. A failed test gets a second try: tests/steadiness.py.
-test: setup $(if $(IPVS),,$(STAMPS)/vm) ## run all tests (root: they make network namespaces of their own); WORKERS=4
-	$(Q)$(PYTHON) -m pytest -n $(WORKERS) --durations=20 --costs=20 --reruns 1 --reruns-delay 1 $(ARGS)
+# run in a virtual machine, beside the others. Hundreds of processes begin from bytecode, the guest's too.
+test test-long: export PYTHONDONTWRITEBYTECODE =
+test: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests, a quarter of an hour (root: they make namespaces of their own); WORKERS=5
+	$(Q)$(PYTHON) -m compileall -q controller dataplane
+	$(Q)$(PYTHON) -m pytest -n $(WORKERS) -m "not long" --durations=20 --costs=20 $(ARGS)
+
+test-long: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests that only take long, before a release
+	$(Q)$(PYTHON) -m compileall -q controller dataplane
+	$(Q)$(PYTHON) -m pytest -n $(WORKERS) -m long --durations=20 --costs=20 $(ARGS)
 
 test-kernels: vm ## the conformance suite of every mode on Debian's kernels: KERNELS="5.10 6.1" MODES="ebpf" CORE=1
 	$(Q)$(PYTHON) -m tests.vm matrix $(if $(KERNELS),--kernels $(KERNELS)) $(if $(MODES),--modes $(MODES)) $(if $(CORE),--core)

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest_plugins = ["vm.plugin", "steadiness", "workers"]
+pytest_plugins = ["vm.plugin", "workers"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

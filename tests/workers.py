@@ -2,8 +2,8 @@
 
 A worker is a process whose namespaces, cgroups, pins and folders carry its process id, so that workers do not meet.
 What must not be spread over workers is a *unit*: the tests of one file; in tests/conformance those of one mode of it;
-and the tests that run in a virtual machine, whose guest begins first and works beside all others. Who has set up
-the bench of one mode goes on with that mode while there is anything left of it.
+and the tests that need a virtual machine, of which one runs at a time: they begin first, and the guest works beside all
+others. Who has set up the bench of one mode goes on with that mode while there is anything left of it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COSTS: Final = pytest.StashKey["Costs"]()
 
 def unit_of(item: pytest.Item) -> Unit:
     """The unit of one test."""
-    if is_away(item):
+    if is_away(item) or item.get_closest_marker("guest"):
         return Unit(GUEST)
     file, mode = item.nodeid.partition("::")[0], mode_of(item)
     return Unit(f"{file}[{mode}]", mode) if mode and file.startswith("tests/conformance/") else Unit(file)

@@ -24,7 +24,7 @@ def count(told: dict[str, Any], stage: str, direction: str = "request", *, openi
     )
 
 
-@pytest.mark.parametrize("family", [pytest.param(4, marks=pytest.mark.core), 6], ids=["v4", "v6"])
+@pytest.mark.parametrize("family", [pytest.param(4, marks=pytest.mark.core(long=True)), 6], ids=["v4", "v6"])
 def test_stages_count_every_connection_once(stage: Stage, family: int) -> None:
     with stage.traced("--stages") as told:
         tally = stage.load("connections", WEB[family], count=150)

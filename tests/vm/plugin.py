@@ -3,7 +3,8 @@
 A test asks for a kernel feature by `@pytest.mark.kernel("ip_vs")`, or by the mode that it is a case of (`NEEDS`).
 Where the feature is missing, all such tests of the run go into one virtual machine, in the same order, by their
 node ids; what pytest says of each one there is what is shown here. There only those marked `core` are run unless
-`--all-away` is given; how many that leaves out is said at the end. `--kernel none` skips them instead.
+`--all-away` is given; how many that leaves out is said at the end. `--kernel none` skips them instead. What takes long
+where the processor is emulated is marked `core(long=True)`: it is `long` then.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "kernel(feature): needs this feature of the kernel (tests/vm/features.py)")
     config.addinivalue_line("markers", "core: `make test` runs it on another kernel where this one lacks what it needs")
+    config.addinivalue_line("markers", "guest: starts virtual machines, one of which runs at a time")
     path = config.getoption("--report-to")
     if path and not hasattr(config, "workerinput"):  # workers of pytest-xdist tell their reports to the process above
         config.pluginmanager.register(Reporter(config, Path(path)))
@@ -66,6 +68,13 @@ class Reporter:
 
     def pytest_unconfigure(self) -> None:
         self.file.close()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Before `-m` is asked."""
+    core = item.get_closest_marker("core")
+    if core is not None and core.kwargs.get("long") and (feature := _feature(item)) and not _is_there(feature):
+        item.add_marker("long")
 
 
 @pytest.hookimpl(trylast=True)

@@ -15,7 +15,7 @@ import pytest
 from .kernels import ROOT, Kernel, get
 from .machine import TIMED_OUT, Machine, missing_programs
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(1800)]  # another guest may run before ours
+pytestmark = [pytest.mark.root, pytest.mark.guest, pytest.mark.timeout(1800)]  # another one may run before ours
 
 
 @pytest.fixture(scope="module")
