@@ -240,20 +240,21 @@ def test_a_growth_that_fails_is_told_and_tried_again(lab: Lab) -> None:
     child.end()
 
 
-KILLS = [
-    ("begin",),
-    *(("die links " + n, "grow") for n in "147"),
-    *(("die pins " + n, "grow") for n in "12345"),
-    ("grow",),
-]
+def kills(links: str, pins: str) -> list[tuple[str, ...]]:
+    """Commands whose last one it does not outlive, or is killed after."""
+    steps = [("die links " + n, "grow") for n in links] + [("die pins " + n, "grow") for n in pins]
+    return [("begin",), *steps, ("grow",)]
 
 
 @pytest.mark.timeout(600)
-def test_the_agent_is_killed_at_every_step(lab: Lab) -> None:
+@pytest.mark.parametrize(
+    "steps", [kills("4", "2"), pytest.param(kills("147", "12345"), marks=pytest.mark.long)], ids=["some", "all"]
+)
+def test_the_agent_is_killed_at_every_step(lab: Lab, steps: list[tuple[str, ...]]) -> None:
     """The next one finds every flow and the same services, and grows on."""
     child = Child(lab)
     with traffic_of(lab) as traffic:
-        for commands in KILLS:
+        for commands in steps:
             traffic.open_streams(2)
             for command in commands:
                 answer = child.do(command)
