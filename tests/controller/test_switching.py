@@ -74,7 +74,7 @@ def new_connections(lab: Lab, service: Service, timeout: float = TIMEOUT) -> Ite
     for place, family in itertools.product(("pod1", "node"), (V4, V6)):
         tally = tallies[f"{place} IPv{4 if family == V4 else 6}"] = Tally()
         clients.append(
-            partial(load, "connections", (family, service.vip(family)), tally=tally, rate=50, timeout=timeout,
+            partial(load, "connections", (family, service.vip(family)), tally=tally, rate=100, timeout=timeout,
                     open_socket=partial(lab.socket, place))
         )  # fmt: skip
     with meanwhile(clients):
