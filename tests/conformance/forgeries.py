@@ -217,13 +217,12 @@ class Case:
     @property
     def is_core(self) -> bool:
         """On the short list, for slow machines."""
-        if self.form:
-            return self.part == "new" and self.where in {"cluster", "nodeport"}
-        return self.where in {"cluster", "nodeport", "pod-to-pod", "wire-to-pod"} and self.protocol == "udp"
+        some = self.form in {"", "ip-checksum", "frame-broadcast"} and self.part in {"new", "client", "backend"}
+        return some and self.protocol == "udp"
 
     def wanted(self, mode: str) -> str:
         """Who gets it at most, and with the control at least."""
-        if (self.protocol, self.part, self.form) in BY_MODE.get(mode, ()):
+        if (self.protocol, self.part, self.form) in OPEN.get(mode, ()):
             return ANYBODY
         return self.control()
 
@@ -293,11 +292,20 @@ def _cases() -> Iterator[Case]:
 BY_DEFAULT_ROUTE: Final = {"own", "remote-pod", "cluster-ip", "lb-ip", "external-ip", "public", "this-network",
                           "class-e", "link-local"}  # fmt: skip
 MARTIANS6: Final = {"loopback", "multicast", "multicast-global"}
-# What a mode cannot do otherwise. Userspace: a relay's socket is connected to the backend, and the kernel finds such a
-# socket of UDP before it asks for the reverse path (udp_v4_early_demux) and whatever frame brings the datagram, as for
-# every process.
-BY_MODE: Final = {
-    "userspace": frozenset(("udp", "backend", form) for form in ("", "frame-broadcast", "frame-multicast"))
+# What a mode does not look at, by protocol, part and form. Userspace: a relay's socket is connected to the backend, and
+# the kernel finds such a socket of UDP before it asks for the reverse path (udp_v4_early_demux) and whatever frame
+# brings the datagram, as for every process. IPVS reads ports alone, as a router does; the backend's kernel refuses it.
+OPEN: Final = {
+    "userspace": frozenset(("udp", "backend", form) for form in ("", "frame-broadcast", "frame-multicast")),
+    "ipvs": frozenset(
+        (protocol, part, f"{protocol}-{wrong}")
+        for part in ("new", "client", "backend")
+        for protocol, kinds in {
+            "udp": ("length-0", "length-short", "length-long"),
+            "tcp": ("words-4", "words-0", "words-15"),
+        }.items()
+        for wrong in kinds
+    ),
 }
 BOTH: Final = tuple(itertools.product((4, 6), ("tcp", "udp")))
 

@@ -4,8 +4,8 @@ Packets to services are this node's own, because their addresses are on its devi
 PREROUTING and INPUT, and IPVS takes them at the end of INPUT; those of this node pass OUTPUT, and IPVS takes them
 there right after nat. So all that must come first is at these places:
 
-mangle   drops: sources that are not allowed, unallocated service addresses, routes that want silence;
-         in INPUT, behind routing, the mark that chooses a virtual server for clients outside
+mangle   drops: sources that are not allowed or whose scope ends at this node, unallocated service addresses, routes
+         that want silence; in INPUT, behind routing, the mark that chooses a virtual server for clients outside
 nat      the masquerade mark for the class of the client, and the masquerade
 filter   refusals. Where IPVS would come before them (a connection of this node itself), nat turns the packet to
          the loopback address first: IPVS answers TCP by ICMP, which a socket in connect() notes but waits on
@@ -142,6 +142,9 @@ def _mangle(family: int, node: NodeNetwork) -> Iterator[tuple[str, str]]:
     for chain in (before, output):
         yield chain, "-m conntrack ! --ctstate NEW -j RETURN"
         yield chain, f"-j {always}"
+    if family == 6:  # a router would not forward these, whose scope ends here; IPVS does not ask
+        for source in ("::/128", "fe80::/10"):
+            yield before, f"-s {source} {_set(family, 'PORTS')} -j DROP"
     if pods:
         yield before, f"{pods} -g {inside}"
     yield before, f"{_set(family, 'DROP-OUT')} -j DROP"
