@@ -307,7 +307,6 @@ class _Agent:
             strict=self.config.strict_mode, failed=self.failed_modes,
         )  # fmt: skip
         self.serving.callback(self.programmer.close)
-        prepare(self.config)
         self.repairs = 0
         choice = self.choice
         self.pages.mode = choice.effective
@@ -470,6 +469,8 @@ class _Agent:
         self.rested_at = end + max(self.config.min_sync_seconds, REST)
         self._note_sync(end)
         first, self.fresh, self.before = self.fresh, False, None
+        if first:
+            prepare(self.config)
         if self.ready_after is None:
             self._first_sync_done(end, len(table.services))
         elif first:

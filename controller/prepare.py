@@ -45,7 +45,7 @@ def conntrack_settings(conntrack: Conntrack) -> dict[str, str]:
 
 
 def prepare(config: Config) -> None:
-    """Set what the configuration wants, once a mode is open: what cannot start changes nothing.
+    """Set what the configuration wants, once a mode serves: what cannot start changes nothing.
 
     Where connection tracking is not loaded, nothing of it can be set.
     """

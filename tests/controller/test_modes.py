@@ -295,8 +295,11 @@ class TestAgent:
     @pytest.mark.parametrize("mode", ["lacking", "later"])
     def test_strict_ends_with_one_sentence(self, start, lab, mode):
         agent = start(mode, wait=False)
-        ended = lab.run("node", agent.argv, timeout=30)
+        setting = "/proc/sys/net/netfilter/nf_conntrack_udp_timeout"
+        before = lab.run("node", ["cat", setting]).stdout
+        ended = lab.run("node", [*agent.argv, "--conntrack-udp-timeout=77s"], timeout=30)
         assert ended.returncode == 1
+        assert lab.run("node", ["cat", setting]).stdout == before
         last = ended.stderr.strip().splitlines()[-1]
         assert last.startswith(f"hybrid-proxy run: mode {mode}: ")
         assert last.endswith("--strict-mode forbids another mode")
