@@ -646,9 +646,21 @@ class _Reflector:
         self._reads()
 
     def _as_known(self, key: str, obj: Object) -> Object:
-        """The value that is known, where it is the same."""
+        """The value that is known, where it is the same; of a slice that changed, the endpoints that did not.
+
+        Old and new objects are in memory together until the list is complete.
+        """
         known = self._known.get(key)
-        return known if known is not None and known == obj else obj
+        if known is None:
+            return obj
+        if known == obj:
+            return known
+        if not isinstance(known, EndpointSlice) or not isinstance(obj, EndpointSlice):
+            return obj
+        before = {endpoint.address: endpoint for endpoint in known.endpoints}
+        shared = (before.get(endpoint.address, endpoint) for endpoint in obj.endpoints)
+        endpoints = tuple(old if old == new else new for old, new in zip(shared, obj.endpoints, strict=True))
+        return msgspec.structs.replace(obj, endpoints=endpoints)
 
     # Watch
 
