@@ -31,7 +31,7 @@ from controller.events import Recorder, node, service
 from controller.figures import Figures
 from controller.health import Health
 from controller.mailbox import Mailbox
-from controller.model import EndpointSlice, Event, Overtaken, Problem, Removed, SourceState, Upserted
+from controller.model import EndpointSlice, Event, Overtaken, Problem, Removed, Replaced, SourceState, Upserted
 from controller.modes import (
     DRAIN_SECONDS,
     Choice,
@@ -263,6 +263,7 @@ class _Agent:
         self.observed = 0
         self.pending: list[float] = []  # when the events came that the next sync covers
         self.unsynced = False
+        self.relisted = False  # since memory was given back
         self.ready_after: float | None = None
         self.retry_at = 0.0
         self.retry_delay = FIRST_RETRY
@@ -432,6 +433,7 @@ class _Agent:
         elif isinstance(event, SourceState):
             log.log(logging.INFO if event.healthy else logging.WARNING, "%s", event.message)
         changed = self.cluster.apply(event)
+        self.relisted = self.relisted or isinstance(event, Replaced)
         self.figures.saw(event, changed=changed, wall=time.time(), overtaken=overtaken)
         if changed:
             came: Iterable[Upserted | Removed | Overtaken]
@@ -645,6 +647,9 @@ class _Agent:
         if self.ready_after is None:
             return
         self._tell_changes()
+        if self.relisted and not self.unsynced:
+            _trim()
+            self.relisted = False
         damage: tuple[str, ...] = ()
         try:
             for told in self.programmer.maintain() or ():
@@ -782,6 +787,11 @@ def _settle() -> None:
     gc.freeze()
     gc.set_threshold(20_000, 20, 100)
     gc.enable()
+    _trim()
+
+
+def _trim() -> None:
+    """Give back to the kernel what was freed, also between what is in use; less than 2 ms (malloc_trim(3))."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:  # glibc
         trim(0)

@@ -245,7 +245,12 @@ _LOOPBACK: Final = "127.0.0.1"
 
 
 def entries(
-    service: Service, slices: Iterable[EndpointSlice], settings: Settings, node: Node | None, network: NodeNetwork
+    service: Service,
+    slices: Iterable[EndpointSlice],
+    settings: Settings,
+    node: Node | None,
+    network: NodeNetwork,
+    former: Iterable[Entry] = (),
 ) -> tuple[Entry, ...]:
     """The entries of one service: one for each family that it has a ClusterIP of, and each port.
 
@@ -255,8 +260,11 @@ def entries(
         settings: the same that made `network`.
         node: this node's own object (its zone decides on zone hints), None while it is unknown.
         network: the answer of `node_network`.
+        former: the entries of this service before; what is as it was there is the same object, as old and new entries
+            of all services may be in memory together.
     """
     slices = list(slices)
+    known = {backend.address: backend for entry in former for backend in entry.serving}
     algorithm = _algorithm(service, settings)
     zone = node.zone if node else ""
     result: list[Entry] = []
@@ -271,7 +279,7 @@ def entries(
         vips = _Vips(service, cluster_ip, family, settings, network)
         place = _Place(settings.node_name, zone, vips.policy)
         for port in service.ports:
-            cluster, local, serving = _routes(port, mine, plain, place)
+            cluster, local, serving = _routes(port, mine, plain, place, known)
             if service.weights:
                 cluster, local, serving = _weighted(dict(service.weights), cluster, local, serving)
             result.append(
@@ -404,13 +412,17 @@ class _Place(msgspec.Struct, frozen=True):
 
 
 def _routes(
-    port: ServicePort, slices: Sequence[EndpointSlice], plain: bool, place: _Place
+    port: ServicePort,
+    slices: Sequence[EndpointSlice],
+    plain: bool,
+    place: _Place,
+    known: Mapping[str, Backend],
 ) -> tuple[Route, Route | None, tuple[Backend, ...]]:
     """Cluster route, local route (None when no policy asks for it), and all that still serves."""
     name, protocol = port.name, port.protocol
     joined = [(s, p.port) for s in slices for p in s.ports if p.protocol == protocol and p.name == name]
     if plain and len(joined) == 1:
-        backends = _plain_backends(joined[0][0].endpoints, joined[0][1], place.node)
+        backends = _plain_backends(joined[0][0].endpoints, joined[0][1], place.node, known)
         if backends:
             local = None
             if place.policy:
@@ -420,7 +432,9 @@ def _routes(
     return _weighed(port, slices, joined, place)
 
 
-def _plain_backends(endpoints: Sequence[Endpoint], number: int, me: str) -> tuple[Backend, ...] | None:
+def _plain_backends(
+    endpoints: Sequence[Endpoint], number: int, me: str, known: Mapping[str, Backend]
+) -> tuple[Backend, ...] | None:
     """Sorted backends of one slice, those of this node first; None: an address is there twice."""
     here = sorted([e.address for e in endpoints if e.node == me]) if me else []
     away = sorted([e.address for e in endpoints if e.node != me or not me])
@@ -428,6 +442,8 @@ def _plain_backends(endpoints: Sequence[Endpoint], number: int, me: str) -> tupl
         return None
     backends = [Backend(a, number, True) for a in here]
     backends += [Backend(a, number) for a in away]
+    if known:
+        return tuple([old if (old := known.get(new.address)) == new else new for new in backends])
     return tuple(backends)
 
 

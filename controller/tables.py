@@ -103,7 +103,9 @@ class Builder:
         service = cluster.services.get(name)
         if service is None:
             return ()
-        return entries(service, cluster.slices_of(name), self._settings, cluster.node, network)
+        return entries(
+            service, cluster.slices_of(name), self._settings, cluster.node, network, self._claims.wanted.get(name, ())
+        )
 
     def _next(self, wanted: Mapping[str, Entries], network: NodeNetwork) -> ServiceTable:
         last = self._table

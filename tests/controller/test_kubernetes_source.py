@@ -351,6 +351,25 @@ def test_gone_between_pages_begins_the_list_anew(times: int, api: ApiServer, wat
     assert limits[-1] is None, "pages that expire: the list is read in one piece"
 
 
+def test_a_new_list_shares_what_did_not_change(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+    """Old and new objects are in memory together until the list is complete."""
+    watcher = watch()
+    watcher.complete()
+    connected(api, watcher)
+    before: dict[str, Any] = dict(watcher.state["EndpointSlice"])
+    api.faults("endpointslices").answers.append((500, {}))  # keeps the source away while the server changes
+    api.cut("endpointslices")
+    api.set_endpoints(3, [1])
+    api.expire("endpointslices")
+    watcher.until(lambda: len(watcher.lists("EndpointSlice")) == 2, "the new list")
+
+    key = f"{namespace_of(3)}/{slice_name(3)}"
+    after: dict[str, Any] = watcher.state["EndpointSlice"]
+    assert all(after[other] is before[other] for other in after if other != key)
+    assert after[key].endpoints == before[key].endpoints[1:]
+    assert after[key].endpoints[0] is before[key].endpoints[1]
+
+
 # ------------------------------------------------------------------------------------------- a server in trouble
 
 

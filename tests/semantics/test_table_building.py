@@ -43,6 +43,16 @@ def test_nothing_changed_is_the_same_table(world):
     assert builder.build(state, ADDRESSES) is table
 
 
+def test_backends_that_stay_are_the_same_objects():
+    """Old and new entries of all services may be in memory together."""
+    state, builder = cluster(NODE, WEB, endpoint_slice(away("10.1.1.1"), here("10.1.0.1"))), Builder(SETTINGS)
+    (before,) = builder.build(state, ADDRESSES).services["default/web"]
+    state.apply(Upserted(endpoint_slice(away("10.1.1.1"), here("10.1.0.1"), away("10.1.1.2"))))
+    (after,) = builder.build(state, ADDRESSES).services["default/web"]
+    assert len(after.serving) == 3
+    assert [backend for backend in after.serving if any(backend is one for one in before.serving)] == [*before.serving]
+
+
 # fmt: off
 UNCHANGED = [
     pytest.param([Removed("Service", "default/web"), Upserted(WEB)],                        id="deleted and made again"),
