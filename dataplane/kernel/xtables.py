@@ -11,6 +11,7 @@ Nothing here decides about services. All calls act on the network namespace of t
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import shutil
@@ -34,6 +35,9 @@ LOCK_SECONDS: Final = 10  # how long another writer may hold /run/xtables.lock (
 CALL_SECONDS: Final = 120  # for one restore or save, however large
 NFT_MSG_GETGEN, NFTA_GEN_ID = 10 << 8 | 16, 1  # linux/netfilter/nf_tables.h
 INSTALL: Final = "install the package iptables"
+SO_GET_INFO: Final = 64  # IPT_SO_GET_INFO and IP6T_SO_GET_INFO, linux/netfilter_ipv4/ip_tables.h
+GETINFO_SIZE: Final = 84  # struct ipt_getinfo
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _NAMES: Final = {4: "ip", 6: "ip6"}
 PROBE_CHAIN: Final = "HP-PROBE"  # for a moment, also while an agent runs
 _LINE: Final = re.compile(r"\bline:? (\d+)")
@@ -106,6 +110,19 @@ class Xtables:
             if NFTA_GEN_ID in told:
                 return int.from_bytes(told[NFTA_GEN_ID], "big")
         raise XtablesError("nf_tables does not tell its generation: unexpected answer")
+
+    def revision(self, tables: Iterable[str]) -> object:
+        """What is another value after somebody changed rules: the generation, of legacy the sizes of these tables.
+
+        A change that keeps the sizes of legacy tables, one rule for another, cannot be seen so.
+
+        Raises:
+            XtablesError: the kernel does not tell.
+        """
+        if self.variant == "nft":
+            return self.generation()
+        tables = tuple(tables)
+        return [_legacy_size(family, table) for family in self.families for table in tables]
 
     def accepts(self, family: int, table: str, rules: Iterable[str]) -> str | None:
         """Try rules (`-p tcp -j ...`) in a chain of their own that nothing leads to; None, or what refused them.
@@ -213,6 +230,19 @@ def _default() -> str:
         return ""
     told = _call(["iptables", "--version"]).stdout
     return "nft" if "nf_tables" in told else "legacy"
+
+
+def _legacy_size(family: int, table: str) -> bytes | None:
+    """What ip_tables tells of a table in one call: where its chains begin, how many entries and bytes it has.
+
+    None: there is no such table.
+    """
+    level, kind = (socket.IPPROTO_IP, socket.AF_INET) if family == 4 else (socket.IPPROTO_IPV6, socket.AF_INET6)
+    answer = ctypes.create_string_buffer(table.encode(), GETINFO_SIZE)
+    size = ctypes.c_uint32(GETINFO_SIZE)
+    with socket.socket(kind, socket.SOCK_DGRAM) as kernel:
+        failed = _LIBC.getsockopt(kernel.fileno(), level, SO_GET_INFO, answer, ctypes.byref(size))
+    return None if failed else answer.raw[: size.value]
 
 
 def _legacy_tables(family: int) -> list[str]:

@@ -83,6 +83,8 @@ class Iptables(Unasked):
         self._stop = threading.Event()
         self._wake = wake
         self._watching = False
+        self._revision: object = None  # of the rules when they were looked at
+        self.damage: tuple[str, ...] = ()  # what fails is raised
         if self.xtables.variant == "nft":
             threading.Thread(target=self._watch, name="iptables-drift", daemon=True).start()
         log.info("iptables variant %s: %s", self.xtables.variant, self.xtables.chosen)
@@ -106,6 +108,7 @@ class Iptables(Unasked):
             raise SyncError(f"the iptables rules could not be programmed: {error}") from error
         self.table = table
         self._full, self._programmed = False, True
+        self._note_revision()
         self.stale_deleted.update(delete_stale(table, table.services if first else names))
         return result
 
@@ -206,6 +209,19 @@ class Iptables(Unasked):
         self._touched.set()
         self._wake()
 
+    def disturbed(self) -> bool:
+        """See `dataplane.mode.Guarded.disturbed`: of legacy tables, which tell nobody; nf_tables wakes us."""
+        if not self._programmed or self._watching:
+            return False
+        if self.xtables.revision(TABLES) != self._revision:
+            self._touched.set()
+        return self._touched.is_set() and self._audit_due()
+
+    def _note_revision(self) -> None:
+        """What is changed after this was not by us, or it is by us and looked at in vain once."""
+        if not self._watching:
+            self._revision = self.xtables.revision(TABLES)
+
     def maintain(self) -> None:
         """See `dataplane.mode.Programmer.maintain`."""
         if not self._programmed or not self._audit_due():
@@ -215,6 +231,7 @@ class Iptables(Unasked):
         if self._full:
             return  # the loop tries again
         self._touched.clear()
+        self._note_revision()
         start = time.monotonic()
         if self._ruleset.untouched():
             return

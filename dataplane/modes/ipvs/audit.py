@@ -1,4 +1,8 @@
-"""What others changed of ours: the kernel tells of addresses alone, so the rest is compared, a share each second."""
+"""What others changed of ours: the kernel tells of addresses alone, so the rest is compared.
+
+All of it within a second, as long as that takes a fiftieth of a processor at most, else as long as that allows; the
+rules, whose tools are processes, when the kernel has another revision of them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from dataplane.modes.ipvs.lower import SETS, set_name
-from dataplane.modes.ipvs.node import DEVICE, read_rules, read_set, sysctls
+from dataplane.modes.ipvs.node import DEVICE, read_rules, read_set, revision, sysctls
 
 if TYPE_CHECKING:
     from dataplane.modes.ipvs.programmer import Ipvs
@@ -21,6 +25,8 @@ log = logging.getLogger(__name__)
 
 SLICES: Final = 16  # real servers cost a request for each virtual server: they are not read all at once
 SHOWN: Final = 5
+ROUND_SECONDS: Final = 0.75  # for everything, where that costs little
+COST: Final = 50  # a round takes so many times what its looks take
 
 Look = Callable[[], list[str]]  # sentences: what was found changed
 
@@ -38,6 +44,19 @@ class Audit:
         self.rules: dict[int, tuple[str, ...]] = {}
         self._waiting: list[Look] = []
         self._at = time.monotonic()
+        self._cost = self._spent = 0.0  # seconds of the looks of the last round, and of this one so far
+        self._revision: object = None  # of the rules, when they were looked at
+        self._rules_at = self._rules_after = 0.0  # when they are at the latest, and not before
+
+    @property
+    def due(self) -> bool:
+        """Whether `step` has something to look at."""
+        return self.told.is_set() or time.monotonic() >= self._at + min(self._seconds, ROUND_SECONDS)
+
+    @property
+    def _round(self) -> float:
+        """Seconds in which everything is looked at once."""
+        return min(self._seconds, max(ROUND_SECONDS, COST * self._cost))
 
     def step(self) -> None:
         """Called about once a second: look at a share, and at addresses when they were told of.
@@ -50,13 +69,17 @@ class Audit:
             self.told.clear()
             found += self._addresses()
         now = time.monotonic()
+        found += self._changed_rules(now)
         all_of_it = list(self._all())
-        due = int((now - self._at) * len(all_of_it) / self._seconds)
+        due = int((now - self._at) * len(all_of_it) / self._round)
         if due:
             self._at = now
             for _ in range(min(due, len(all_of_it))):
                 self._waiting = self._waiting or all_of_it
                 found += self._waiting.pop()()
+            self._spent += time.monotonic() - now
+            if not self._waiting:
+                self._cost, self._spent = self._spent, 0.0
         if found:
             more = "; ..." if len(found) > SHOWN else ""
             log.warning(
@@ -73,9 +96,20 @@ class Audit:
         for number in range(SLICES):
             yield partial(self._destinations, number)
         for family in self._programmer.doors.tables.families:
-            yield partial(self._rules, family)
             for name in SETS:
                 yield partial(self._set, set_name(family, name))
+
+    def _changed_rules(self, now: float) -> list[str]:
+        """Looked at when they have another revision, and once in the whole period."""
+        doors = self._programmer.doors
+        known = revision(doors)
+        changed = known != self._revision and now >= self._rules_after
+        if not changed and now < self._rules_at and now - self._at < self._seconds:
+            return []
+        found = [sentence for family in doors.tables.families for sentence in self._rules(family)]
+        ended = time.monotonic()
+        self._revision, self._rules_at, self._rules_after = known, ended + self._seconds, ended + 10 * (ended - now)
+        return found
 
     def _addresses(self) -> list[str]:
         device = self._programmer.doors.device

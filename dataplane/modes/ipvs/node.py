@@ -38,6 +38,7 @@ __all__ = [
     "read_actual",
     "read_rules",
     "read_set",
+    "revision",
     "sysctls",
     "write_rules",
 ]
@@ -297,6 +298,15 @@ def write_rules(doors: Doors, node: NodeNetwork, health_ports: Iterable[int]) ->
         doors.tables.restore(family, rules.restore_text(family, node, saved, health_ports))
         written[family] = read_rules(doors, family)
     return written
+
+
+def revision(doors: Doors) -> object:
+    """What is another value after somebody changed rules in our tables, None: nobody tells.
+
+    Raises:
+        XtablesError: the kernel does not tell.
+    """
+    return doors.tables.revision(rules.JUMPS) if isinstance(doors.tables, xtables.Xtables) else None
 
 
 def read_rules(doors: Doors, family: int) -> tuple[str, ...]:

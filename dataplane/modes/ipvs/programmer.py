@@ -56,6 +56,7 @@ class Ipvs(Unasked):
         self.lowered: dict[str, Lowered] = {}
         self.misfits: dict[str, tuple[Misfit, ...]] = {}  # by service
         self.audit_repairs = 0
+        self.damage: tuple[str, ...] = ()  # what fails is raised
         self.audit = Audit(self, options.sync_seconds)
         self.release = os.uname().release
         self.unset: dict[str, str] = {}  # settings of the kernel that could not be made
@@ -278,6 +279,10 @@ class Ipvs(Unasked):
         """From the watching thread: an address of ours, or the device, is gone."""
         self.audit.told.set()
         self._wake()
+
+    def disturbed(self) -> bool:
+        """See `dataplane.mode.Guarded.disturbed`: whether it is time to look."""
+        return not self._full and self.audit.due
 
     def maintain(self) -> None:
         """See `dataplane.mode.Programmer.maintain`."""

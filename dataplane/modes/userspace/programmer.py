@@ -26,6 +26,8 @@ __all__ = ["MODE", "Userspace", "clean", "drain", "look", "probe"]
 
 log = logging.getLogger(__name__)
 
+ANSWERS_SECONDS = 0.25  # from a change of routes to the look at ours: routes may change often
+
 TABLES: Final = tuple(f"{name} {rules.TABLE}" for name in rules.FAMILIES.values())
 END_SECONDS: Final = 5.0
 STATUS_SECONDS: Final = 5.0
@@ -70,7 +72,9 @@ class Userspace(Unasked):
         self._lost = threading.Event()
         self._told = True  # the kernel tells when others change the rules
         self._audit_at = 0.0
+        self._answers = policy.Watch()
         self.audit_repairs = 0
+        self.damage: tuple[str, ...] = ()  # what fails is raised
         self.line: Line = open_line()
         self.adopted = not self.line.started
         self._watch_relay()
@@ -228,6 +232,13 @@ class Userspace(Unasked):
     def links_changed(self) -> None:
         """See `dataplane.mode.Programmer.links_changed`: nothing hangs at an interface."""
 
+    def disturbed(self) -> bool:
+        """See `dataplane.mode.Guarded.disturbed`: routing rules; of everything else the kernel wakes us."""
+        now = time.monotonic()
+        if self._answers.touched():
+            self._audit_at = min(self._audit_at, now + ANSWERS_SECONDS)
+        return now >= self._audit_at
+
     def maintain(self) -> None:
         """See `dataplane.mode.Programmer.maintain`."""
         if self.table is EMPTY:
@@ -350,6 +361,7 @@ class Userspace(Unasked):
             with contextlib.suppress(DataplaneError):
                 self.line.ask(m.End(), m.Done)
         self.line.close()
+        self._answers.close()
 
 
 def _join(services: Iterable[Mapping[str, _Known]], family: int) -> rules.Elements:

@@ -261,6 +261,22 @@ def test_what_others_break_is_found_told_and_repaired(
         assert "written again" in caplog.text
 
 
+def test_what_others_remove_from_legacy_tables_is_seen_at_a_glance() -> None:
+    """They tell nobody; their sizes are asked for instead of waiting for the next comparison."""
+    with opened("legacy", sync_seconds=600.0) as programmer:
+        programmer.sync(table(1, 2))
+        programmer.maintain()
+        whole = rules("legacy")
+        for number, damage in enumerate(("-F HP-SERVICES", "-D PREROUTING 1", "-F"), 1):
+            assert not programmer.disturbed()
+            Xtables("legacy").restore(4, f"*nat\n{damage}\nCOMMIT\n")
+            while not programmer.disturbed():  # a look that took long is followed by a pause
+                time.sleep(0.01)
+            programmer.maintain()
+            assert rules("legacy") == whole
+            assert programmer.audit_repairs >= number
+
+
 def test_what_another_process_tries_out_is_no_damage(variant: str) -> None:
     with opened(variant, sync_seconds=0.0) as mode:
         mode.sync(table(1))

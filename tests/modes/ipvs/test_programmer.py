@@ -231,6 +231,21 @@ DAMAGE = {
 }
 
 
+@pytest.mark.parametrize("what", sorted(DAMAGE.keys() - {"chain", "jump"}))
+def test_what_others_change_is_found_within_a_second(node: Node, what: str) -> None:
+    """Rules apart: the kernel has another revision of them then."""
+    agent = node.start()
+    agent.sync(node.table(web(A, B)))
+    agent.audit._at = time.monotonic() - 1
+    agent.maintain()
+    assert not agent.disturbed()
+    DAMAGE[what](node)
+    agent.audit._at = time.monotonic() - 1
+    assert agent.disturbed()
+    agent.maintain()
+    assert agent.audit_repairs > 0
+
+
 @pytest.mark.parametrize("what", DAMAGE)
 def test_what_others_change_is_found_in_one_period_and_put_right(node: Node, what: str) -> None:
     agent = node.start()

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -219,6 +220,22 @@ def test_tables_of_others_are_none_of_ours(node: Node) -> None:
     node.mode.close()
     programmer.clean(Options())
     assert {item["table"]["name"] for item in nft.query("list tables")} == {"somebody"}
+
+
+def test_a_routing_rule_that_others_delete_is_seen_at_a_glance(node: Node) -> None:
+    node.mode.maintain()  # looks, and has half a minute until the next look
+    for command in (["ip", "rule", "del", "priority", str(policy.PRIORITY)],
+                    ["ip", "-6", "rule", "del", "priority", str(policy.PRIORITY)],
+                    ["ip", "route", "flush", "table", str(policy.TABLE)]):  # fmt: skip
+        before = node.mode.audit_repairs
+        assert node.lab.run("node", command).returncode == 0
+        deadline = time.monotonic() + 10
+        while node.mode.audit_repairs == before:
+            assert time.monotonic() < deadline, f"{command} is not noticed"
+            if node.mode.disturbed():
+                node.mode.maintain()
+            time.sleep(0.01)
+    assert node.ask() == ("pod2", node.lab["pod1"].address4)
 
 
 def test_a_lost_routing_rule_comes_back(node: Node) -> None:
