@@ -60,7 +60,7 @@ __all__ = ["Followed", "cleanup", "prepare_node", "run"]
 log = logging.getLogger(__name__)
 
 MAINTAIN_SECONDS: Final = 1.0
-GLANCE_SECONDS: Final = 0.25  # between two looks whether others removed something of ours
+GLANCE_SECONDS: Final = 0.5  # between two looks whether others removed something of ours
 REST: Final = 0.005  # seconds after a sync: changes that come close together are programmed together
 SWITCH_SECONDS: Final = 0.001  # Python's 5 ms would be what a change waits while a page of metrics is made
 FIRST_RETRY, LONGEST_RETRY = 0.5, 30.0

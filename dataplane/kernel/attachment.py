@@ -11,7 +11,7 @@ import errno
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final
 
 from dataplane.kernel import bpf
 from dataplane.kernel._libbpf import ffi
@@ -20,14 +20,8 @@ from dataplane.kernel.bpf import BpfError, check, library
 __all__ = ["Attachment", "is_link", "program_number", "target_of"]
 
 CGROUP: Final = 3  # BPF_LINK_TYPE_CGROUP; links at interfaces tell an index instead of a cgroup's number
+INFO_SIZE: Final = ffi.sizeof("struct bpf_link_info")
 GONE: Final = frozenset({errno.ENOLINK, errno.ENODEV, errno.EINVAL})  # the device or cgroup of a link is
-
-
-class _State(NamedTuple):
-    """What the kernel says of a link: the number of its program, and of the interface or cgroup; 0: it is detached."""
-
-    program: int
-    target: int
 
 
 def is_link(descriptor: int) -> bool:
@@ -36,13 +30,17 @@ def is_link(descriptor: int) -> bool:
     return label.partition(":")[2] in {"bpf_link", "bpf-link"}  # of bpf_link_prime and of bpf_link_new_fd
 
 
-def _state(link: int) -> _State:
-    info = ffi.new("struct bpf_link_info *")
-    size = ffi.new("uint32_t *", ffi.sizeof("struct bpf_link_info"))
+def _described(link: int, info: Any) -> tuple[int, int]:
+    """The numbers of a link's program, and of its interface or cgroup; 0: it is detached.
+
+    Args:
+        link: a descriptor.
+        info: a `struct bpf_link_info` for the kernel to write to; links are asked often.
+    """
+    size = ffi.new("uint32_t *", INFO_SIZE)
     check(library().bpf_obj_get_info_by_fd(link, info, size), "describing a link")
-    words = info.target
-    target = int(words[0]) | int(words[1]) << 32 if info.type == CGROUP else int(words[0])
-    return _State(int(info.prog_id), target)
+    target = info.target[0] | info.target[1] << 32 if info.type == CGROUP else info.target[0]
+    return info.prog_id, target
 
 
 def target_of(path: Path) -> int:
@@ -55,7 +53,7 @@ def target_of(path: Path) -> int:
     try:
         if not is_link(link):
             raise BpfError(f"{path} is no link", errno.EINVAL)
-        return _state(link).target
+        return _described(link, ffi.new("struct bpf_link_info *"))[1]
     finally:
         os.close(link)
 
@@ -82,6 +80,8 @@ class Attachment:
     def __init__(self, path: Path, attach_type: int, target: int, where: str, flags: int = 0) -> None:
         self.path, self.where, self.target = path, where, target
         self._attach_type, self._flags = attach_type, flags
+        self._name = path.name
+        self._info = ffi.new("struct bpf_link_info *")
         self._link = -1
         self._program = self._inode = 0
 
@@ -109,19 +109,19 @@ class Attachment:
         """What of it is not as it was made, "": nothing. `pins` are the inodes of all pins in the folder by name."""
         if self._link < 0:
             return "is not attached"
-        state = _state(self._link)
-        if state.target != self.target:
+        program, target = _described(self._link, self._info)
+        if target != self.target:
             return "is detached"
-        if state.program != self._program:
+        if program != self._program:
             return "runs another program"
-        if self.path.name not in pins:
+        if self._name not in pins:
             return "is not pinned"
-        return "" if pins[self.path.name] == self._inode else "has something else pinned in its place"
+        return "" if pins[self._name] == self._inode else "has something else pinned in its place"
 
     @property
     def pin(self) -> tuple[str, int]:
         """The name and the inode of its pin."""
-        return self.path.name, self._inode
+        return self._name, self._inode
 
     def remove(self) -> None:
         """Detach it now, also one that a former process has left, and remove the pin."""
@@ -145,7 +145,7 @@ class Attachment:
 
     def _swap(self, program: int) -> bool:
         """Whether the link is attached where it should be, and runs this program now."""
-        if self._link < 0 or _state(self._link).target != self.target:
+        if self._link < 0 or _described(self._link, self._info)[1] != self.target:
             return False
         try:
             bpf.update_link(self._link, program, self.where)

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import time
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -24,7 +25,7 @@ from dataplane.mode import Options
 from dataplane.modes.ebpf import layout
 
 __all__ = [
-    "DEVICES", "FIGURES", "LINK", "MARK", "NEXT", "PRIVATE", "beside", "fingerprint", "folder_of",
+    "DEVICES", "FIGURES", "LINK", "MARK", "NEXT", "PRIVATE", "Glance", "beside", "fingerprint", "folder_of",
     "former_layouts", "is_mark", "pins_in", "remove_pins", "shapes", "strangers", "told",
 ]  # fmt: skip
 
@@ -36,6 +37,7 @@ PRIVATE: Final = frozenset(
 FIGURES: Final = frozenset({"counters", "traffic", "traffic_gone"})  # made anew where they are laid out otherwise
 NEXT: Final = "next_"  # pins that are about to take the place of others
 LINK: Final = "link_"
+TICK: Final = 100_000_000  # nanoseconds; the kernel's clock for files is some milliseconds behind
 MARK: Final = "namespace"  # the map of `gone`
 DEVICES: Final = 14  # BPF_MAP_TYPE_DEVMAP
 WITH_ALL_MAPS: Final = ("connect", "xdp")  # objects that know, together, every map that is pinned
@@ -92,6 +94,27 @@ def pins_in(folder: Path) -> dict[str, int]:
             return {entry.name: entry.inode() for entry in entries}
     except FileNotFoundError:
         return {}
+
+
+class Glance:
+    """`pins_in` a folder, read again only when the folder has changed since."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._known: dict[str, int] = {}
+        self._seen: tuple[int, int] | None = None  # inode and time of change of the folder
+
+    def pins(self) -> Mapping[str, int]:
+        """Those that are there now."""
+        try:
+            state = os.stat(self._folder)  # noqa: PTH116 (asked all the time)
+        except FileNotFoundError:
+            return {}
+        if (state.st_ino, state.st_mtime_ns) != self._seen:
+            self._known = pins_in(self._folder)
+            settled = time.time_ns() - state.st_mtime_ns > TICK  # what comes in the same tick has the same time
+            self._seen = (state.st_ino, state.st_mtime_ns) if settled else None
+        return self._known
 
 
 def strangers(folder: Path) -> dict[str, str]:

@@ -41,7 +41,7 @@ from dataplane.modes.ebpf.flows import Caretaker
 from dataplane.modes.ebpf.gone import Mark, collect, is_gone
 from dataplane.modes.ebpf.growth import Grower
 from dataplane.modes.ebpf.maps import Larger, MapSet, open_pinned_maps
-from dataplane.modes.ebpf.pins import beside, folder_of, former_layouts, pins_in, remove_pins, strangers, told
+from dataplane.modes.ebpf.pins import Glance, beside, folder_of, former_layouts, pins_in, remove_pins, strangers, told
 from dataplane.modes.ebpf.programs import Loader, Programs, missing_carriers, put_carriers, teach_namespace
 from dataplane.modes.ebpf.store import Store
 from dataplane.table import EMPTY, Entry, NodeNetwork, ServiceTable
@@ -160,6 +160,7 @@ class Ebpf:
         self.nearly_full: dict[str, str] = {}  # map -> sentence
         self.audit_repairs = 0
         self.damage: tuple[str, ...] = ()
+        self._glance = Glance(self.folder)
         self.failover = Failover(options)
         self.caretaker = Caretaker(
             self.maps.maps, self._inspect.program("sweep"), self._inspect.program("read_clock"), self.hz, options
@@ -365,7 +366,7 @@ class Ebpf:
 
     def _wrong(self) -> Iterator[str]:
         """What somebody removed or changed of attachments and pins, in words."""
-        pins = pins_in(self.folder)
+        pins = self._glance.pins()
         for held in self._pinned():
             yield from held.wrong(pins)
         if self.programs is not None:
