@@ -84,9 +84,12 @@ INLINE void choose_empty(struct choice *c, struct service *service)
  */
 INLINE __u64 frontend_at(struct choice *c, const __u32 *address, __be16 port, __u8 protocol, const bool v6)
 {
-	__u64 found = find_frontend(address, port, protocol, v6);
 	__u32 any[4] = {};
+	__u64 found;
 
+	if (same_address(address, any, v6))
+		return 0; /* nothing is sent there, but node ports would be found */
+	found = find_frontend(address, port, protocol, v6);
 	if (found) {
 		NOTE(NOTE_FRONTEND, (__u32)found, found >> 32 & 0xff);
 		return found;

@@ -46,12 +46,22 @@ INLINE void rewrite_outer(struct __sk_buff *skb, const struct packet *p, const s
 	rewrite_addresses(skb, L3_OFFSET, to, difference, v6);
 }
 
+/* Who follows a redirect that was translated goes past the translation: netfilter drops those, too (nf_nat). */
+INLINE bool is_redirect(struct __sk_buff *skb, const struct packet *p, const bool v6)
+{
+	__u8 *type = (void *)(long)skb->data + (p->l4 & WINDOW), *end = (void *)(long)skb->data_end;
+
+	return !v6 && type + 1 <= end && *type == ICMP_REDIRECT;
+}
+
 INLINE bool read_quotation(struct __sk_buff *skb, const struct packet *p, struct quotation *q, const bool v6)
 {
 	struct tuple key;
 	struct found found;
 
 	__builtin_memset(q, 0, sizeof(*q));
+	if (is_redirect(skb, p, v6))
+		return false;
 	q->offset = p->l4 + ICMP_HEADER;
 	q->l4 = parse_quotation(skb, q->offset, &q->quoted, v6);
 	if (!q->l4)

@@ -116,6 +116,18 @@ def test_an_error_from_the_client_quotes_what_the_backend_sent(
     assert seen.l4[:2] == read(packet).l4[:2]
 
 
+def test_a_redirect_is_not_translated(bench: Bench) -> None:
+    """Whoever followed one would go past the translation."""
+    net = NETS[4]
+    backend = open_flow(bench, net, Protocol.TCP, 8080)
+    about = quote(net, net.client, backend, transport_of(Protocol.TCP, 40000, 8080), None)
+    redirect = frame(net, backend, net.client, ICMP(type=5, code=1, gw=net.stranger) / about, from_backend=True)
+    assert bench.egress(redirect) == (PASS, redirect)
+    about = quote(net, net.vip, net.client, transport_of(Protocol.TCP, 80, 40000), None)
+    assert bench.ingress(frame(net, net.client, net.vip, ICMP(type=5, code=1, gw=net.stranger) / about))[0] == PASS
+    assert bench.count("icmp_related") == 0
+
+
 def test_an_error_about_a_flow_with_another_source_port(bench: Bench, net: Net) -> None:
     bench.serve(
         service(net.vip, 80, [(net.backends[0], 8080)]),

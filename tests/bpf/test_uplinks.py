@@ -166,7 +166,7 @@ def test_pods_take_the_inside_route_unmasked(node: Uplink) -> None:
 def test_node_ports_are_served_at_their_addresses_alone(node: Uplink) -> None:
     net = node.net
     node.bench.serve(outer_service(net, [(net.backends[0], 8080)]))
-    for address in (SECOND[net.family], net.stranger):
+    for address in (SECOND[net.family], net.stranger, "0.0.0.0" if net.family == 4 else "::"):
         packet = frame(net, node.client, address, syn(40000, NODE_PORT))
         assert node.in_(packet) == (PASS, packet)
     udp = frame(net, node.client, net.primary, datagram(40000, NODE_PORT))
