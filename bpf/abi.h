@@ -257,6 +257,12 @@ struct settings {
 	__u32 event_burst;   /* events per CPU and second that are told to user space, 0: none */
 };
 
+/* How a connected socket came to its source address. */
+enum connected {
+	CONNECTED_BOUND = 1,
+	CONNECTED_FREE, /* the kernel chose one on the way to the backend */
+};
+
 /* A socket's memory of the service addresses it talks to. */
 struct socket_peer {
 	__u32 frontend[4];
@@ -271,7 +277,7 @@ struct socket_peer {
 struct socket_state {
 	struct socket_peer peers[4];
 	__u32 sent;	 /* datagrams to services */
-	__u32 connected; /* 1: peers[0] is the peer of a connected socket */
+	__u32 connected; /* peers[0] is the peer of a connected socket: enum connected */
 };
 
 enum verdict {

@@ -188,6 +188,16 @@ INLINE void read_bound(struct bpf_sock *sk, __u32 *source, const struct target *
 	}
 }
 
+/* A datagram socket that connects again still has the address that the kernel chose the last time: it counts as free.
+ */
+INLINE void forget_chosen(struct bpf_sock *sk, __u32 *source)
+{
+	struct socket_state *state = is_given(source) ? state_of(sk, 0) : NULL;
+
+	if (state && state->connected == CONNECTED_FREE)
+		source[0] = source[1] = source[2] = source[3] = 0;
+}
+
 /* The address that a datagram is sent from: the socket's, or one that came with the datagram (IP_PKTINFO). */
 INLINE void read_source(struct bpf_sock_addr *ctx, __u32 *source, const bool v6)
 {
@@ -277,6 +287,7 @@ INLINE int connect_socket(struct bpf_sock_addr *ctx, const bool v6)
 	if (!may_be_target(&target, protocol))
 		return proceed_untranslated(ctx, sk);
 	read_bound(sk, source, &target, v6);
+	forget_chosen(sk, source);
 	choose_for(&choice, source, &target, protocol);
 	if (choice.verdict == VERDICT_REJECT)
 		return refuse(&target, &choice, protocol);
@@ -285,7 +296,7 @@ INLINE int connect_socket(struct bpf_sock_addr *ctx, const bool v6)
 	state = state_of(sk, BPF_SK_STORAGE_GET_F_CREATE);
 	if (state) {
 		remember(&state->peers[0], &target, &choice);
-		state->connected = 1;
+		state->connected = is_given(source) ? CONNECTED_BOUND : CONNECTED_FREE;
 	}
 	if (protocol == IPPROTO_UDP) {
 		__u64 cookie = bpf_get_socket_cookie(ctx);

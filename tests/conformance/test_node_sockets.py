@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from controller.lab.network import Place
 from controller.lab.traffic import Reply, ask_tcp, ask_udp
 
 from .kit import PATIENCE, UDP, V4, Bench, Service, eventually, silent
@@ -167,3 +168,29 @@ def test_bound_with_backends_here_and_there(bench: Bench, family: int) -> None:
     seen = {connected_from(bench, SECOND[family != V4], service.vip(family), family).pod for _ in range(24)}
     assert "node2" in seen
     assert seen <= {"node", "node2"}
+
+
+@pytest.mark.row("2.27", "a free socket that connects again is judged by the primary address")
+def test_the_address_that_the_kernel_chose_is_no_bound_one(bench: Bench, family: int) -> None:
+    """Where pods are behind a bridge, the way to a backend has another source than the way to a service."""
+    ranges = [f"{bench.lab['node'].address(V4)}/32", f"{bench.lab['node'].address(socket.AF_INET6)}/128"]
+    service = bench.service(
+        "pod2", protocol="UDP", port=53, target=UDP, outside=True, spec={"loadBalancerSourceRanges": ranges}
+    )
+    target, pod = (service.load_balancer_ip(family), service.port), bench.lab["pod2"]
+    other, length = SECOND[family != V4], 32 if family == V4 else 128
+    way = {"dst": f"{pod.address(family)}/{length}", "oif": interface_of(bench, pod), "family": family}
+    link = bench.lab.netlink("node")
+    link.route("replace", prefsrc=other, **way)
+    try:
+        with bench.socket("node", family, socket.SOCK_DGRAM) as client:
+            for _ in range(3):
+                client.connect(target)
+                assert ask_udp(client)[0].pod == "pod2"
+    finally:
+        link.route("replace", **way, **({"scope": "link"} if family == V4 else {}))
+
+
+def interface_of(bench: Bench, pod: Place) -> int:
+    with bench.lab.inside("node"):
+        return socket.if_nametoindex(pod.interface)
