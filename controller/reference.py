@@ -64,9 +64,10 @@ mode that cannot serve, is told there too, and the configuration before stays.
 
 ## What is done to the node
 
-Before it serves, the agent sets what kube-proxy sets: its `oom_score_adj`, and the kernel's connection tracking as
+When its mode serves, the agent sets what kube-proxy sets: its `oom_score_adj`, and the kernel's connection tracking as
 `conntrack` says, in every mode, if it is loaded. `nf_conntrack_max` and the size of its table are set in the
-machine's own network namespace alone. kube-proxy ends when one of these cannot be set; here it is told.
+machine's own network namespace alone. kube-proxy ends when one of these cannot be set; here it is told. `cleanup` puts
+connection tracking back ([operations.md](operations.md#removing)).
 """
 
 _COLUMNS: Final = "| field | default | flag | what it does | a change |\n|---|---|---|---|---|\n"
