@@ -14,13 +14,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from controller.admin import ask
-from controller.lab import examples
+from controller.lab import examples, traffic
 from controller.lab.agent import Agent
 from controller.lab.network import Lab
 from tests.conformance.kit import PATIENCE
@@ -113,11 +114,8 @@ def status_of(agent: Agent) -> dict[str, str]:
 
 
 def load(lab: Lab, place: str, kind: str, target: str) -> dict[str, Any]:
-    import msgspec
-
-    argv = [sys.executable, "-m", "controller.lab.traffic", "load", kind, target, "--count", "30"]
-    told = lab.run(place, argv)
-    return msgspec.json.decode(told.stdout.splitlines()[-1])
+    opened = partial(lab.socket, place)
+    return traffic.load(kind, traffic.target_of(target), count=30, open_socket=opened).report()
 
 
 def test_it_serves_with_the_rights_of_its_manifest(lab: Lab, mode: str) -> None:

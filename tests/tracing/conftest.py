@@ -17,6 +17,20 @@ from tests.conformance.kit import PATIENCE
 from .kit import Stage
 
 MODES = ("ebpf", "nftables", "iptables", "ipvs", "userspace")
+HOOKS = {
+    "test_stages_count_every_connection_once",
+    "test_stages_count_every_datagram",
+    "test_a_flow_is_followed_in_order",
+}
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Each measurement compiles programs: what is no matter of hooks is shown in one mode of netfilter, in two before
+    a release.
+    """
+    call = getattr(item, "callspec", None)
+    if call and call.params.get("mode") == "iptables" and item.originalname not in HOOKS:  # type: ignore[attr-defined]
+        item.add_marker("long")
 
 
 @pytest.fixture(scope="session")
