@@ -49,6 +49,7 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "nft_start": {"nft_start": {"SERVICES": 20, "RUNS": 1}},
     "nodeport": {"nodeport": {**ROUNDS, "PACKETS": 6400}},
     "passing": {"packets": {**ROUNDS, "FLOWS": 1000, "REPEAT": 20}},
+    "relists": {"relists": {**CLUSTER, "RELISTS": 1, "RATE": 50.0, "AWAY": 1, "SETTLED": 0.2}},
     "selection": {"selection": {**ROUNDS, "SERVICES": 64, "BACKENDS": 4, "TOTAL": 256, "CHOICES": 1 << 10}},
     "soak": {"soak": {**CLUSTER, "SECONDS": 2.0, "CONNECTIONS": 50, "CHANGES": 20, "SAMPLES": 8}},
     "start": {"start": {**CLUSTER, "RUNS": 1}},
