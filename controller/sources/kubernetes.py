@@ -648,7 +648,7 @@ class _Reflector:
     def _as_known(self, key: str, obj: Object) -> Object:
         """The value that is known, where it is the same; of a slice that changed, the endpoints that did not.
 
-        Old and new objects are in memory together until the list is complete.
+        Old and new objects are in memory together until a list is complete, and what is not made anew leaves no holes.
         """
         known = self._known.get(key)
         if known is None:
@@ -766,6 +766,7 @@ class _Reflector:
             self._versions.bury(key)
             self._forget(key, received)
             return
+        obj = self._as_known(key, obj)
         before = self._known.get(key)
         more = _weight(obj) - (_weight(before) if before is not None else 0)
         self._bounded(more)

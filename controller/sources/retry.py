@@ -51,10 +51,10 @@ class Retry:
         return self._doubled(self.failures, self._patience.longest)
 
     def ended(self) -> float:
-        """The server accepted a watch, and the stream ended before its time."""
+        """A stream ended before its time. It was accepted, and to go on with it costs the server little."""
         self.failures = 0
         self._ended += 1
-        return self._doubled(self._ended, self._patience.longest)
+        return self._doubled(self._ended, max(self._patience.first, self._patience.longest / 8))
 
     def forgotten(self) -> float:
         """Everything has to be listed again."""

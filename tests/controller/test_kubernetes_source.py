@@ -850,12 +850,12 @@ def test_credentials_that_are_refused_are_tried_by_one_for_all(
 @pytest.mark.parametrize(
     ("what", "pauses"),
     [
-        pytest.param(["failed"] * 5,                                  [1, 2, 4, 8, 8],  id="no answer"),
+        pytest.param(["failed"] * 7,                                  [1, 2, 4, 8, 16, 32, 32],  id="no answer"),
         pytest.param(["forgotten"] * 5,                               [0, 1, 2, 4, 8],  id="410 for ever"),
         pytest.param(["forgotten", "answered"] * 4,                   [0, 1, 2, 4],     id="410 after each list"),
         pytest.param(["forgotten", "answered", "heard"] * 3,          [0, 1, 2],        id="410 after some events"),
         pytest.param(["forgotten", "answered", "settled"] * 3,        [0, 0, 0],        id="410 once in a while"),
-        pytest.param(["ended"] * 4,                                   [1, 2, 4, 8],     id="streams that end"),
+        pytest.param(["ended"] * 6,                                   [1, 2, 4, 4, 4, 4],     id="streams that end"),
         pytest.param(["ended", "answered"] * 3,                       [1, 2, 4],        id="streams that are accepted"),
         pytest.param(["ended", "answered", "heard"] * 3,              [1, 1, 1],        id="streams that tell"),
         pytest.param(["failed"] * 4 + ["forgotten", "failed"],        [1, 2, 4, 8, 0, 1], id="410 is an answer"),
@@ -865,7 +865,7 @@ def test_credentials_that_are_refused_are_tried_by_one_for_all(
     ],
 )
 def test_pauses(what: list[str], pauses: list[float]) -> None:
-    retry = Retry(Patience(first=1.0, longest=8.0, rarely=20.0))
+    retry = Retry(Patience(first=1.0, longest=32.0, rarely=20.0))
     found = [getattr(retry, name)() for name in what]
 
     assert [pause for pause in found if pause is not None] == pauses
