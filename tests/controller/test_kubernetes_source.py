@@ -1127,7 +1127,7 @@ def test_a_list_of_nothing_is_a_list(streaming: ApiServer, watch: Callable[..., 
 
 
 def test_a_server_that_refuses_is_asked_by_pages(api: ApiServer, watch: Callable[..., Watcher]) -> None:
-    watcher = watch(streams=True)
+    watcher = watch(streams=True, patience=msgspec.structs.replace(QUICK, rarely=600.0))
     watcher.complete()
     connected(api, watcher)
     assert (initial_asked(api, "services"), lists_asked(api, "services")) == (1, 1)
