@@ -153,6 +153,23 @@ enum flow_flags {
 	FLOW_MASQUERADE = 1 << 10, /* the source is the node's: the packet goes on by our own route lookup */
 	FLOW_NODE = 1 << 11,	   /* the client is this node */
 	FLOW_WRAPPED = 1 << 12, /* its packets go to the backend's node in another one, and answers do not come here */
+	FLOW_ASKED = 1 << 13,	/* a SYN asked the backend whether this connection still lives; it has not answered */
+};
+
+/* Where the packets of a flow come in: the index of a pod's interface, or one of these. */
+enum origin {
+	ORIGIN_UPLINKS = 0,	     /* at any uplink: they are one place */
+	ORIGIN_NODE = 0x7ffffffd,    /* from this node itself */
+	ORIGIN_UNKNOWN = 0x7ffffffe, /* nothing came yet */
+	/* Where a route leads to may also be: */
+	WAY_ELSEWHERE = 0x7ffffff0, /* to an interface without programs, a bridge say */
+	WAY_NONE = 0x7ffffff1,
+};
+
+/* Map `links` has the index of each interface that programs are at, and once more with the bit of what it is. */
+enum link_kind {
+	LINK_POD_BIT = 30,
+	LINK_OUTER_BIT = 31, /* an uplink that no pod of this node is behind, as pods may be behind a bridge */
 };
 
 /* What to make of a packet with the key's tuple. The pair's key is this tuple turned round. */
@@ -162,7 +179,7 @@ struct flow {
 	__u16 sport;
 	__u16 dport;
 	__u16 flags;
-	__u16 reserved;
+	__u16 asked; /* how many SYNs asked since the other direction spoke, while FLOW_ASKED */
 	__u32 service;
 	__u32 backend;
 	__u32 seen;    /* jiffies of the last packet of either direction, to a second */
@@ -171,6 +188,10 @@ struct flow {
 	__u32 mark;   /* jiffies of the start; of TCP its `moment`, once FLOW_FIN: the sequence number that acknowledges
 			 it */
 	__u8 mac[12]; /* destination and source of frames to that pod */
+	__u32 origin; /* of enum origin */
+	__u32 ack;    /* of TCP: what this direction acknowledged last; before its first segment, what that must
+			 acknowledge. Of FLOW_WRAPPED: the last sequence number. */
+	__u32 asked_at; /* jiffies of the last SYN that asked */
 };
 
 /* What is asked of packets that come in at an interface (map `interfaces`); of one that is not there, nothing. */
@@ -306,6 +327,7 @@ enum note_kind {
 	NOTE_EMPTY,	     /* the route's number, 1: it drops */
 	NOTE_PATH_BACK,	     /* index of the interface that leads back to the source, 0: none; 1: it must be this one */
 	NOTE_HOP,	     /* index of the interface that leads to the backend, BPF_FIB_LKUP_RET_* */
+	NOTE_FOREIGN,	     /* where packets of the flow come in (enum origin), where the route to the sender leads */
 	NOTES = 32
 };
 
@@ -401,6 +423,10 @@ enum counter {
 	COUNT_DROP_FRAGMENT,
 	COUNT_DROP_MARTIAN,
 	COUNT_DROP_REVERSE_PATH,
+	COUNT_DROP_FOREIGN,
+	COUNT_MOVED,
+	COUNT_LINK_GONE,
+	COUNT_UNBELIEVED,
 	COUNTERS
 };
 

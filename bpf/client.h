@@ -28,14 +28,34 @@ INLINE bool fits(struct __sk_buff *skb, const struct packet *p, __u32 ifindex, c
 	return bpf_check_mtu(skb, ifindex, &mtu, 0, 0) < 0 || packet_length(skb, p, v6) <= mtu;
 }
 
-/* Hand the packet of an established flow to a pod of this node directly, or send it on as its flow says. */
-INLINE int dispatch(struct __sk_buff *skb, struct scratch *space, const enum place place, const bool v6)
+/* Is the pod's interface still there? A pod made anew has another one: until the flow has learned which, its packets
+ * are the stack's.
+ */
+INLINE bool is_there(const struct flow *f)
+{
+	if (has_link(f->ifindex))
+		return true;
+	count(COUNT_LINK_GONE);
+	return false;
+}
+
+/* May this packet be handed to the pod of its flow directly? */
+INLINE bool goes_directly(struct __sk_buff *skb, const struct packet *p, const struct flow *f, const enum place place,
+			  const bool v6)
+{
+	return skips_stack(f, place) && is_there(f) && fits(skb, p, f->ifindex, v6);
+}
+
+/* Hand the packet of an established flow to a pod of this node directly, or send it on as its flow says. `direct`: it
+ * is known to go directly.
+ */
+INLINE int dispatch(struct __sk_buff *skb, struct scratch *space, const enum place place, bool direct, const bool v6)
 {
 	const struct packet *p = &space->packet;
 	const struct flow *flow = &space->flow;
 	const __u32 answer_to_node = FLOW_NODE | FLOW_REPLY;
-	bool direct = skips_stack(flow, place) && fits(skb, p, flow->ifindex, v6);
 
+	direct = direct || goes_directly(skb, p, flow, place, v6);
 	account(skb, flow->backend, flow->flags & FLOW_REPLY, 0);
 	TRACE(skb, flow->flags & FLOW_REPLY ? COUNT_REPLY : COUNT_DNAT, place);
 	if (flow->flags & FLOW_MASQUERADE && !direct && (flow->flags & answer_to_node) != answer_to_node) {
@@ -49,7 +69,7 @@ INLINE int dispatch(struct __sk_buff *skb, struct scratch *space, const enum pla
 	}
 	if ((flow->flags & answer_to_node) == answer_to_node) {
 		count(COUNT_REPLY);
-		if (skb->ifindex == flow->ifindex)
+		if (skb->ifindex == flow->ifindex || !is_there(flow))
 			return pass();
 		rewrite_frame(skb, flow->mac); /* or the stack takes it for another machine's */
 		return bpf_redirect(flow->ifindex, BPF_F_INGRESS);
@@ -63,12 +83,25 @@ INLINE int dispatch(struct __sk_buff *skb, struct scratch *space, const enum pla
 	return bpf_redirect_peer(flow->ifindex, 0);
 }
 
+/* Does the packet come in where its flow lives, perhaps by now? */
+INLINE bool admit(struct __sk_buff *skb, struct scratch *space, const struct found *found, __u32 place, const bool v6)
+{
+	const struct packet *p = &space->packet;
+
+	if (!lives_here(skb, space, &p->tuple, found->entry, place, v6))
+		return false;
+	if (found->entry->origin != origin_at(skb, place) && can_tell(p, found->entry))
+		settle(skb, p, found, place, v6);
+	return true;
+}
+
 /* The packet's flow says what to do: rewrite, then hand over or pass on. */
 INLINE int follow(struct __sk_buff *skb, struct scratch *space, struct found *found, const enum place place,
-		  const bool v6)
+		  const bool direct, const bool v6)
 {
 	struct packet *p = &space->packet;
 
+	note_opening(p, found, v6);
 	if (completes_handshake(p, found)) {
 		establish(&p->tuple, found->entry, found->table, v6);
 		if (found->table == TABLE_OPENING)
@@ -90,20 +123,17 @@ INLINE int follow(struct __sk_buff *skb, struct scratch *space, struct found *fo
 	if (touch(p, found->entry, found->table, v6))
 		finish(&p->tuple, &space->flow, found->table, v6);
 	rewritten(&space->result, &space->flow, p->tuple.protocol);
-	return dispatch(skb, space, place, v6);
+	return dispatch(skb, space, place, direct, v6);
 }
 
 #define REPEAT_MOMENTS (500000000u >> MOMENT_BITS) /* half a second */
 
-INLINE bool is_opening_segment(const struct packet *p)
-{
-	return (p->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST | TCP_FIN)) == TCP_SYN;
-}
-
-/* May a SYN begin anew with this flow's ports? */
+/* May a SYN begin anew with this flow's ports? After a FIN that is the backend's to say, as with conntrack: the other
+ * half may still be open. A pair of which both have ended is gone.
+ */
 INLINE bool has_ended(const struct flow *f)
 {
-	return f->flags & (FLOW_FIN | FLOW_OTHER_FIN | FLOW_RESET | FLOW_CLASH);
+	return f->flags & (FLOW_RESET | FLOW_CLASH);
 }
 
 /* Forget a flow that is about to begin anew. After a clash the other half stays: it shows that the tuple is taken. */
@@ -123,12 +153,36 @@ INLINE bool is_unanswered(const struct flow *f)
 	return !(f->flags & (FLOW_ANSWERED | FLOW_ESTABLISHED)) && moment() - f->mark >= REPEAT_MOMENTS;
 }
 
+/* A SYN on a connection that lives goes to its backend, which answers it whatever it is about: with a challenge, a
+ * reset or an acceptance (RFC 9293, 3.10.7.4). Is there nobody left to do that? Linux leaves one of two SYNs unanswered
+ * that come within half a second (tcp_invalid_ratelimit), so three are needed, with that time between.
+ */
+INLINE bool is_deaf(const struct packet *p, struct found *found, const bool v6)
+{
+	struct flow *f = found->entry, *reply;
+	__u32 time = now();
+
+	if (f->flags & FLOW_ASKED && time - f->asked_at < settings.hz * 5 / 8)
+		return false;
+	f->asked_at = time;
+	f->asked += 1;
+	if (f->asked == 1) {
+		reply = other_half(f, p->tuple.protocol, found->table, v6);
+		if (reply)
+			reply->flags |= FLOW_ASKED;
+		f->flags |= FLOW_ASKED;
+	}
+	return f->asked > 2;
+}
+
 /* Does this packet want another backend than its flow has? A new connection from a port that was used before, a SYN
  * that got no answer, which then names the backend to avoid, or a datagram to a backend that is gone. Established TCP
  * stays with its backend.
  */
-INLINE bool wants_renewal(const struct packet *p, struct flow *f, __u32 *avoid)
+INLINE bool wants_renewal(const struct packet *p, struct found *found, __u32 *avoid, const bool v6)
 {
+	struct flow *f = found->entry;
+
 	if (p->tuple.protocol == IPPROTO_TCP) {
 		if (!is_opening_segment(p))
 			return false;
@@ -136,6 +190,8 @@ INLINE bool wants_renewal(const struct packet *p, struct flow *f, __u32 *avoid)
 			return true;
 	}
 	if (!is_serving(f->backend, f->service, f->daddr, f->dport)) {
+		if (p->tuple.protocol == IPPROTO_TCP && f->flags & FLOW_ESTABLISHED && !is_deaf(p, found, v6))
+			return false;
 		count(COUNT_STALE_BACKEND);
 		return true;
 	}
@@ -203,8 +259,10 @@ INLINE int serve(struct __sk_buff *skb, struct scratch *space, __u32 place, cons
 	if (found.entry) {
 		NOTE(NOTE_FLOW_OWNER, found.entry->service, found.entry->backend);
 		NOTE(NOTE_FLOW, found.entry->flags, now() - found.entry->seen);
-		if (!wants_renewal(p, found.entry, &space->avoid))
-			return follow(skb, space, &found, place, v6);
+		if (!admit(skb, space, &found, place, v6))
+			return drop(COUNT_DROP_FOREIGN);
+		if (!wants_renewal(p, &found, &space->avoid, v6))
+			return follow(skb, space, &found, place, false, v6);
 		NOTE(NOTE_RENEWAL, 0, 0);
 		make_way(&p->tuple, &found, v6);
 	} else if (p->tuple.protocol == IPPROTO_TCP && !is_opening_segment(p)) {
@@ -275,9 +333,11 @@ INLINE int to_backend(struct __sk_buff *skb, struct scratch *space, const enum p
 	find_flow(&found, &p->tuple, v6);
 	if (found.entry && !(found.entry->flags & FLOW_DIRECT))
 		return pass();
+	if (found.entry && !admit(skb, space, &found, place, v6))
+		return drop(COUNT_DROP_FOREIGN);
 	if (found.entry && !(opens && has_ended(found.entry))) {
 		if (found.entry->sport != p->tuple.sport)
-			return follow(skb, space, &found, place, v6);
+			return follow(skb, space, &found, place, false, v6);
 		touch(p, found.entry, found.table, v6);
 		return pass();
 	}
@@ -286,24 +346,6 @@ INLINE int to_backend(struct __sk_buff *skb, struct scratch *space, const enum p
 	if ((tcp && !opens) || p->fragment.part == LATER_FRAGMENT)
 		return pass();
 	return STEP_OPEN_DIRECT;
-}
-
-/* Remember where the backend of an opening flow is, for the time after it is established. */
-INLINE void learn_backend(struct __sk_buff *skb, const struct packet *p, const struct found *reply, const bool v6)
-{
-	__u32 ifindex = skb->ifindex;
-	struct flow *forward;
-	__u8 mac[12];
-
-	if (p->tuple.protocol == IPPROTO_TCP && (p->tcp_flags & (TCP_SYN | TCP_ACK)) != (TCP_SYN | TCP_ACK))
-		return;
-	forward = other_half(reply->entry, p->tuple.protocol, reply->table, v6);
-	if (!forward)
-		return;
-	read_frame(skb, mac);
-	__builtin_memcpy(forward->mac, mac + 6, 6);
-	__builtin_memcpy(forward->mac + 6, mac, 6);
-	forward->ifindex = ifindex;
 }
 
 /* The source may be a backend that answers. Where the client's address is the node's by now, it is put back here,
@@ -315,24 +357,28 @@ INLINE int from_backend(struct __sk_buff *skb, struct scratch *space, const enum
 	struct packet *p = &space->packet;
 	const __u32 ours = FLOW_HAIRPIN | FLOW_MASQUERADE;
 	struct found found;
+	bool direct = false;
 
 	find_flow(&found, &p->tuple, v6);
-	if (!found.entry || !(found.entry->flags & FLOW_REPLY) || found.entry->flags & (FLOW_CLASH | FLOW_DIRECT))
+	if (!found.entry || !(found.entry->flags & FLOW_REPLY) || found.entry->flags & FLOW_CLASH)
+		return pass();
+	if (!admit(skb, space, &found, place, v6))
+		return drop(COUNT_DROP_FOREIGN);
+	if (found.entry->flags & FLOW_DIRECT)
 		return pass();
 	if (!(found.entry->flags & FLOW_ESTABLISHED)) {
-		if (place == AT_POD && !(found.entry->flags & FLOW_HAIRPIN))
-			learn_backend(skb, p, &found, v6);
 		if (!(found.entry->flags & ours))
 			return pass();
 		note_answer(p, &found, v6);
 		find_flow(&found, &p->tuple, v6);
 		if (!found.entry)
 			return pass();
-	} else if (!(found.entry->flags & ours) &&
-		   !(skips_stack(found.entry, place) && fits(skb, p, found.entry->ifindex, v6))) {
-		return pass();
+	} else if (!(found.entry->flags & ours)) {
+		direct = goes_directly(skb, p, found.entry, place, v6);
+		if (!direct)
+			return pass();
 	}
-	return follow(skb, space, &found, place, v6);
+	return follow(skb, space, &found, place, direct, v6);
 }
 
 INLINE bool may_be_frontend(const struct packet *p, const bool v6)
@@ -496,7 +542,7 @@ INLINE int follow_unwrapped(struct __sk_buff *skb, struct scratch *space, __u32 
 	struct found found;
 
 	find_flow(&found, &space->packet.tuple, v6);
-	return found.entry ? follow(skb, space, &found, place, v6) : drop(COUNT_DROP_FLOW_LOST);
+	return found.entry ? follow(skb, space, &found, place, false, v6) : drop(COUNT_DROP_FLOW_LOST);
 }
 
 GLOBAL_VERB(follow_unwrapped)
@@ -524,7 +570,7 @@ INLINE int finish_steps(struct __sk_buff *skb, int step, const enum place place,
 	else if (step == STEP_DELIVER)
 		step = CALL(deliver, skb, place);
 	else if (step == STEP_TRANSLATE_INWARD)
-		step = CALL(translate_inward, skb, 0);
+		step = CALL(translate_inward, skb, place);
 	else if (step == STEP_TRANSLATE_OUTWARD)
 		step = CALL(translate_outward, skb, 0);
 	else if (step == STEP_UNWRAP)

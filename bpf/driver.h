@@ -53,7 +53,7 @@ INLINE bool crosses(const struct flow *f, __u8 protocol)
 	const __u32 plain = FLOW_MASQUERADE | FLOW_REPLY | FLOW_ANSWERED | FLOW_ESTABLISHED | FLOW_FIN | FLOW_FIN_ACKED;
 	__u32 flags = f->flags;
 
-	if (!(flags & FLOW_MASQUERADE) || flags & ~plain || f->ifindex)
+	if (!(flags & FLOW_MASQUERADE) || flags & ~plain || f->ifindex || f->origin != ORIGIN_UPLINKS)
 		return false;
 	return flags & FLOW_ESTABLISHED || (protocol == IPPROTO_UDP && !(flags & FLOW_REPLY));
 }

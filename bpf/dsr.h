@@ -11,6 +11,7 @@
 #include "fragment.h"
 
 #define IP_DF bpf_htons(0x4000)
+#define WRAPPED_WINDOW (1u << 20) /* by how much a client's segment may be ahead of its last */
 
 /* Remember the client's direction, which is all that this node will see. */
 INLINE int open_wrapped(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
@@ -22,7 +23,9 @@ INLINE int open_wrapped(struct __sk_buff *skb, struct scratch *space, __u32 unus
 	fill_flow(f, key, &space->result, v6);
 	f->mark = start_mark(key->protocol);
 	f->flags = FLOW_WRAPPED;
-	f->ifindex = 0;
+	f->ifindex = f->asked = 0;
+	f->origin = ORIGIN_UPLINKS;
+	f->ack = space->packet.seq;
 	if (flow_put(key, f, table, BPF_ANY, v6)) {
 		count(COUNT_FLOW_FULL);
 		if (table == TABLE_OPENING || flow_put(key, f, TABLE_OPENING, BPF_ANY, v6))
@@ -37,12 +40,27 @@ INLINE int open_wrapped(struct __sk_buff *skb, struct scratch *space, __u32 unus
 
 GLOBAL_VERB(open_wrapped)
 
-/* What is seen of the connection: the client goes on after its SYN, or ends it. */
+/* What is seen of the connection: the client goes on after its SYN, or ends it. What its segments may be is judged by
+ * the last one, because nothing of the backend's comes here.
+ */
 INLINE void note_wrapped(const struct packet *p, struct flow *f, const enum flow_table table)
 {
 	WRITE_ONCE(f->seen, now());
 	if (p->tuple.protocol != IPPROTO_TCP)
 		return;
+	if (is_opening_segment(p)) {
+		if (!(f->flags & FLOW_ESTABLISHED))
+			f->ack = p->seq;
+		return;
+	}
+	if (!is_ahead(p->seq, f->ack, WRAPPED_WINDOW)) {
+		if (p->tcp_flags & (TCP_FIN | TCP_RST))
+			count(COUNT_UNBELIEVED);
+		return;
+	}
+	f->ack = p->seq;
+	f->flags &= ~FLOW_ASKED;
+	f->asked = 0;
 	if (!(f->flags & FLOW_ESTABLISHED) && (p->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST)) == TCP_ACK) {
 		f->flags |= FLOW_ESTABLISHED;
 		note_success(f->backend, f->service);

@@ -12,6 +12,8 @@
 
 #define DATAGRAM_SECONDS 2
 #define LONGEST_CONNECT (1u << 26) /* moments, 67 s: longer than clients try */
+#define RESET_WINDOW (1u << 16)	   /* by how much a reset may be ahead of what its receiver has acknowledged */
+#define FIN_WINDOW (1u << 26)	   /* the same for a FIN, which may follow all data that is under way */
 
 enum flow_table { TABLE_FLOWS, TABLE_OPENING };
 
@@ -360,14 +362,86 @@ INLINE void establish(const struct tuple *key, struct flow *f, const enum flow_t
 	flow_delete(&pair, TABLE_OPENING, v6);
 }
 
+INLINE bool is_opening_segment(const struct packet *p)
+{
+	return (p->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST | TCP_FIN)) == TCP_SYN;
+}
+
+/* Is the number ahead of the other one, by no more than so much? */
+INLINE bool is_ahead(__u32 number, __u32 of, __u32 window)
+{
+	return number - of <= window;
+}
+
+/* Does this segment of the backend answer the SYN that its flow began with (RFC 9293, 3.10.7.3)? */
+INLINE bool answers_syn(const struct packet *p, const struct flow *reply)
+{
+	return p->tcp_flags & TCP_ACK && p->tcp_flags & (TCP_SYN | TCP_RST) && p->ack == reply->ack;
+}
+
+/* Can the reset be of the direction that it comes in? Its receiver takes it with the next sequence number that it
+ * expects alone (RFC 5961, 3.2), which is what it has acknowledged, or ahead of that by data that is under way. More
+ * than a little of that is acknowledged while it comes in, and the sender then answers with another reset.
+ */
+INLINE bool is_senders_reset(const struct packet *p, const struct flow *f, const struct flow *other)
+{
+	if ((f->flags & (FLOW_REPLY | FLOW_ANSWERED | FLOW_ESTABLISHED)) == FLOW_REPLY)
+		return answers_syn(p, f);
+	return is_ahead(p->seq, other->ack, RESET_WINDOW);
+}
+
+/* Both directions know that the connection is over. */
+INLINE void note_reset(const struct packet *p, struct flow *f, struct flow *other)
+{
+	if (!is_senders_reset(p, f, other)) {
+		count(COUNT_UNBELIEVED);
+		return;
+	}
+	f->flags |= FLOW_RESET;
+	other->flags |= FLOW_RESET;
+}
+
+INLINE void note_fin(const struct packet *p, struct flow *f, struct flow *other)
+{
+	if (!is_ahead(p->fin_end, other->ack, FIN_WINDOW)) {
+		count(COUNT_UNBELIEVED);
+		return;
+	}
+	f->mark = p->fin_end;
+	f->flags |= FLOW_FIN;
+	other->flags |= FLOW_OTHER_FIN;
+}
+
+/* The backend accepted a SYN on what had begun to end: its connection was over, and this is the next one. */
+INLINE void begin_again(struct flow *f, struct flow *other)
+{
+	f->flags &= ~(FLOW_FIN | FLOW_FIN_ACKED | FLOW_OTHER_FIN);
+	other->flags &= ~(FLOW_FIN | FLOW_FIN_ACKED | FLOW_OTHER_FIN);
+}
+
+/* The connection lives: who was asked by a SYN has said something, or who seemed to begin anew goes on. */
+INLINE void note_life(struct flow *f, struct flow *other)
+{
+	f->flags &= ~FLOW_ASKED;
+	other->flags &= ~FLOW_ASKED;
+	f->asked = other->asked = 0;
+}
+
 /* Did this packet, of `f`'s direction, acknowledge the other direction's FIN? Then note it;
  * returns true when both FINs are acknowledged and the pair is finished.
  */
 INLINE bool note_ack(const struct packet *p, struct flow *f, struct flow *other)
 {
-	if (other->flags & FLOW_FIN && (__s32)(p->ack - other->mark) >= 0)
+	if (other->flags & FLOW_FIN && p->tcp_flags & TCP_ACK && p->ack == other->mark)
 		other->flags |= FLOW_FIN_ACKED;
 	return f->flags & FLOW_FIN_ACKED && other->flags & FLOW_FIN_ACKED;
+}
+
+/* What the sender has got: by that a reset of the other side is judged. */
+INLINE void note_progress(const struct packet *p, struct flow *f)
+{
+	if ((p->tcp_flags & (TCP_SYN | TCP_RST | TCP_ACK)) == TCP_ACK && f->flags & FLOW_ESTABLISHED)
+		WRITE_ONCE(f->ack, p->ack);
 }
 
 /* Note the packet: time stamps of both directions at most once a second, ends of TCP
@@ -378,9 +452,10 @@ INLINE bool touch(const struct packet *p, struct flow *f, const enum flow_table 
 {
 	__u32 time = now();
 	bool stale = time - f->seen >= settings.hz;
-	bool ending = p->tcp_flags & (TCP_FIN | TCP_RST) || f->flags & FLOW_OTHER_FIN;
+	bool ending = p->tcp_flags & (TCP_FIN | TCP_RST | TCP_SYN) || f->flags & (FLOW_OTHER_FIN | FLOW_ASKED);
 	struct flow *other;
 
+	note_progress(p, f);
 	if (!stale && !ending)
 		return false;
 	WRITE_ONCE(f->seen, time);
@@ -388,16 +463,17 @@ INLINE bool touch(const struct packet *p, struct flow *f, const enum flow_table 
 	if (!other)
 		return false;
 	WRITE_ONCE(other->seen, time);
-	if (p->tcp_flags & TCP_RST) {
-		f->flags |= FLOW_RESET;
-		other->flags |= FLOW_RESET;
-	}
-	if (p->tcp_flags & TCP_FIN) {
-		f->mark = p->fin_end;
-		f->flags |= FLOW_FIN;
-		other->flags |= FLOW_OTHER_FIN;
-	}
-	return ending && note_ack(p, f, other);
+	if (!ending)
+		return false;
+	if (f->flags & FLOW_ASKED && (f->flags & FLOW_REPLY || !is_opening_segment(p)))
+		note_life(f, other);
+	if (p->tcp_flags & TCP_RST)
+		note_reset(p, f, other);
+	else if (p->tcp_flags & TCP_SYN && f->flags & FLOW_REPLY)
+		begin_again(f, other);
+	else if (p->tcp_flags & TCP_FIN)
+		note_fin(p, f, other);
+	return note_ack(p, f, other);
 }
 
 /* How long the backend took to accept. What is longer than can be was begun by programs with another clock. */
@@ -422,9 +498,13 @@ INLINE void note_answer(const struct packet *p, const struct found *found, const
 		return;
 	}
 	if (!(p->tcp_flags & TCP_SYN)) {
-		if (p->tcp_flags & TCP_RST && !(reply->flags & (FLOW_ANSWERED | FLOW_RESET)))
+		if (answers_syn(p, reply) && !(reply->flags & (FLOW_ANSWERED | FLOW_RESET)))
 			note_failure(reply->backend, reply->service);
 		touch(p, reply, found->table, v6);
+		return;
+	}
+	if (!answers_syn(p, reply)) {
+		count(COUNT_UNBELIEVED);
 		return;
 	}
 	note_success(reply->backend, reply->service);
@@ -432,15 +512,30 @@ INLINE void note_answer(const struct packet *p, const struct found *found, const
 		note_connect(reply);
 	reply->flags |= FLOW_ANSWERED;
 	forward = other_half(reply, p->tuple.protocol, found->table, v6);
-	if (forward)
-		forward->flags |= FLOW_ANSWERED;
+	if (!forward)
+		return;
+	forward->flags |= FLOW_ANSWERED;
+	forward->ack = p->seq + 1;
 }
 
-/* Is this the client's segment that follows the backend's SYN/ACK? */
+/* Is this the client's segment that follows the backend's SYN/ACK? It may acknowledge first data, too. */
 INLINE bool completes_handshake(const struct packet *p, const struct found *found)
 {
 	return (found->entry->flags & (FLOW_ANSWERED | FLOW_ESTABLISHED)) == FLOW_ANSWERED &&
-	       (p->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST)) == TCP_ACK;
+	       (p->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST)) == TCP_ACK &&
+	       is_ahead(p->ack, found->entry->ack, RESET_WINDOW);
+}
+
+/* A client that has got no connection yet may begin anew with the same ports and another number. */
+INLINE void note_opening(const struct packet *p, const struct found *found, const bool v6)
+{
+	struct flow *reply;
+
+	if (found->entry->flags & (FLOW_ESTABLISHED | FLOW_REPLY) || !is_opening_segment(p))
+		return;
+	reply = other_half(found->entry, p->tuple.protocol, found->table, v6);
+	if (reply)
+		reply->ack = p->seq + 1;
 }
 
 #endif

@@ -117,7 +117,7 @@ INLINE int translate_outward(struct __sk_buff *skb, struct scratch *space, __u32
 {
 	struct quotation *q = &space->quotation;
 
-	if (!read_quotation(skb, &space->packet, q, v6) || !(q->flags & FLOW_REPLY) ||
+	if (read_quotation(skb, space, AT_NODE, v6) != STEP_NONE || !(q->flags & FLOW_REPLY) ||
 	    q->flags & (FLOW_HAIRPIN | FLOW_MASQUERADE))
 		return pass();
 	translate(skb, &space->packet, q, &space->result, v6);
@@ -129,14 +129,15 @@ GLOBAL_VERB(translate_outward)
 /* Before routing: an ICMP error to a service's address, about its answers, or to this node, about a packet whose source
  * it gave. The latter, and what concerns such flows, goes on by our own lookup, as their packets do.
  */
-INLINE int translate_inward(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+INLINE int translate_inward(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
 {
 	struct quotation *q = &space->quotation;
 	int checked;
 	long result;
 
-	if (!read_quotation(skb, &space->packet, q, v6))
-		return pass();
+	checked = read_quotation(skb, space, place, v6);
+	if (checked != STEP_NONE)
+		return checked;
 	if (q->flags & FLOW_REPLY && !(q->flags & (FLOW_HAIRPIN | FLOW_MASQUERADE)))
 		return pass(); /* about a plain flow between client and backend: translated at the client's interface */
 	checked = check_source_towards(skb, space, space->packet.tuple.daddr, v6);

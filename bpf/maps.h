@@ -79,6 +79,15 @@ GROWING_MAP(interfaces, __u32, __u32, 65536);
 /* Routes with several next hops, by number, and these by twos. */
 PREFIX_MAP(equal_routes, struct equal_route, 4096);
 GROWING_MAP(equal_paths, struct equal_path, __u32, 16384);
+/* Interfaces that programs are at (keys: enum link_kind). The kernel removes the entries of one that goes; it keeps no
+ * types of such a map's rows.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_DEVMAP_HASH);
+	__uint(max_entries, 16384);
+	__uint(key_size, sizeof(__u32));
+	__uint(value_size, sizeof(__u32));
+} links SEC(".maps");
 /* Service id -> its two slices. */
 ARRAY_MAP(services, struct service, 32768);
 /* All slices, one after the other. */

@@ -8,28 +8,33 @@
 #define CLASH_TRIES 16
 #define CLASH_STEP 9973
 
-/* Where a program runs, which is where its clients are. */
-enum place {
-	AT_POD,	   /* ingress of a pod's interface */
-	AT_UPLINK, /* ingress of an uplink */
-	AT_NODE,   /* egress of an uplink: what this node itself sends, past its own sockets' hooks */
+/* What is known of a flow's client by its first packet. */
+struct opening {
+	__u32 ifindex; /* where to hand answers over */
+	__u32 origin;
+	__u32 seq;
+	__u8 mac[12];
 };
 
 /* Store both directions of a new flow in one table: `key` becomes `result`, and back, `reply` being the other
  * direction of `result`. 0 or a negative errno.
  */
 INLINE long put_pair(const struct tuple *key, const struct tuple *result, const struct tuple *reply, struct flow *f,
-		     const __u8 *mac, __u32 ifindex, const enum flow_table table, const bool v6)
+		     const struct opening *from, const enum flow_table table, const bool v6)
 {
+	const __u8 *mac = from->mac;
 	__u32 direction = f->flags;
 	struct tuple reply_result;
 	long error;
 
 	turn_round(&reply_result, key);
 	f->mark = start_mark(key->protocol);
+	f->asked = 0;
 	fill_flow(f, reply, &reply_result, v6);
 	f->flags = direction | FLOW_REPLY;
-	f->ifindex = ifindex;
+	f->ifindex = from->ifindex;
+	f->origin = direction & FLOW_HAIRPIN ? from->origin : ORIGIN_UNKNOWN;
+	f->ack = from->seq + 1;
 	__builtin_memcpy(f->mac, mac + 6, 6);
 	__builtin_memcpy(f->mac + 6, mac, 6);
 	error = flow_put(reply, f, table, BPF_NOEXIST, v6);
@@ -38,6 +43,7 @@ INLINE long put_pair(const struct tuple *key, const struct tuple *result, const 
 	fill_flow(f, key, result, v6);
 	f->flags = direction;
 	f->ifindex = 0;
+	f->origin = from->origin;
 	error = flow_put(key, f, table, BPF_ANY, v6);
 	if (error)
 		flow_delete(reply, table, v6);
@@ -50,15 +56,18 @@ out:
 INLINE bool open_pair(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
 {
 	/* Answers are handed to a pod, or to this node as from the interface that it sent by. */
-	__u32 ifindex = place == AT_UPLINK ? 0 : skb->ifindex;
+	struct opening from = {
+		.ifindex = place == AT_UPLINK ? 0 : skb->ifindex,
+		.origin = origin_at(skb, place),
+		.seq = space->packet.seq,
+	};
 	const struct tuple *key = &space->packet.tuple, *result = &space->result, *reply = &space->reply;
 	struct flow *f = &space->flow;
-	__u8 mac[12];
 
-	read_frame(skb, mac);
+	read_frame(skb, from.mac);
 	note_recent(reply, key, v6);
 	if (first_table(key->protocol) == TABLE_FLOWS) {
-		long error = put_pair(key, result, reply, f, mac, ifindex, TABLE_FLOWS, v6);
+		long error = put_pair(key, result, reply, f, &from, TABLE_FLOWS, v6);
 
 		if (!error)
 			count_opening(1);
@@ -68,7 +77,7 @@ INLINE bool open_pair(struct __sk_buff *skb, struct scratch *space, __u32 place,
 		TELL(skb, COUNT_FLOW_FULL, place);
 		note_overflow();
 	}
-	return !put_pair(key, result, reply, f, mac, ifindex, TABLE_OPENING, v6);
+	return !put_pair(key, result, reply, f, &from, TABLE_OPENING, v6);
 }
 
 /* The source of masqueraded packets, and of a pod that talks to itself: this node, so that answers come back to us. */

@@ -56,6 +56,7 @@ struct packet {
 	__u8 header; /* bytes of the transport's header */
 	__u8 tcp_flags;
 	__u32 fin_end; /* of a FIN: the sequence number that acknowledges it */
+	__u32 seq;
 	__u32 ack;
 };
 
@@ -239,13 +240,14 @@ INLINE void parse_tcp(void *data, void *end, __u32 whole, struct packet *p, cons
 	}
 	p->tcp_flags = ((__u8 *)tcp)[13];
 	p->header = tcp->doff * 4;
+	p->seq = bpf_ntohl(tcp->seq);
 	p->ack = bpf_ntohl(tcp->ack_seq);
 	if (!(p->tcp_flags & TCP_FIN))
 		return;
 	length = end_of_packet(data, end, v6);
 	if (!length)
 		length = whole;
-	p->fin_end = bpf_ntohl(tcp->seq) + length - p->l4 - tcp->doff * 4 + 1;
+	p->fin_end = p->seq + length - p->l4 - tcp->doff * 4 + 1;
 }
 
 /* UDP's header has 8 bytes, SCTP's 12: a packet that ends before is nobody's. */

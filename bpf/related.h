@@ -2,7 +2,7 @@
 #ifndef HYBRID_PROXY_RELATED_H
 #define HYBRID_PROXY_RELATED_H
 
-#include "tell.h"
+#include "origin.h"
 
 #define ICMP_HEADER 8
 
@@ -54,25 +54,32 @@ INLINE bool is_redirect(struct __sk_buff *skb, const struct packet *p, const boo
 	return !v6 && type + 1 <= end && *type == ICMP_REDIRECT;
 }
 
-INLINE bool read_quotation(struct __sk_buff *skb, const struct packet *p, struct quotation *q, const bool v6)
+/* Read what an ICMP error quotes, and whose it is. `place`: where it came in, which must be where the flow's own
+ * packets from there come in; AT_NODE: behind routing. STEP_NONE, or a verdict.
+ */
+INLINE int read_quotation(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
 {
+	const struct packet *p = &space->packet;
+	struct quotation *q = &space->quotation;
 	struct tuple key;
 	struct found found;
 
 	__builtin_memset(q, 0, sizeof(*q));
 	if (is_redirect(skb, p, v6))
-		return false;
+		return pass();
 	q->offset = p->l4 + ICMP_HEADER;
 	q->l4 = parse_quotation(skb, q->offset, &q->quoted, v6);
 	if (!q->l4)
-		return false;
+		return pass();
 	turn_round(&key, &q->quoted);
 	find_flow(&found, &key, v6);
 	if (!found.entry)
-		return false;
+		return pass();
+	if (place != AT_NODE && !lives_here(skb, space, &key, found.entry, place, v6))
+		return drop(COUNT_DROP_FOREIGN);
 	pair_key(&q->before, found.entry, key.protocol);
 	q->flags = found.entry->flags;
-	return true;
+	return STEP_NONE;
 }
 
 /* Translate it: the quoted packet, whom it is for, and, where the receiver's peer itself complains, whom it is from. */

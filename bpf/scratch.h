@@ -45,6 +45,13 @@ INLINE struct scratch *scratch_space(void)
 	return bpf_map_lookup_elem(&scratch, &key);
 }
 
+/* Where a program runs, which is where its clients are. */
+enum place {
+	AT_POD,	   /* ingress of a pod's interface */
+	AT_UPLINK, /* ingress of an uplink */
+	AT_NODE,   /* egress of an uplink: what this node itself sends, past its own sockets' hooks */
+};
+
 /* A global verb for each family: `NAME4` and `NAME6` of the inlined `NAME`, which takes scratch space and `v6` beside.
  * The barrier uses both arguments: what the compiler sees unused, its callers leave unset, and the verifier refuses
  * that.

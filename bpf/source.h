@@ -86,10 +86,20 @@ INLINE bool is_equal_path(struct __sk_buff *skb, const struct bpf_fib_lookup *ho
 	return bpf_map_lookup_elem(&equal_paths, &key);
 }
 
+/* Ask for the next hop of `to` as of a packet of this node's own; in a VRF, of its interface's table. */
+INLINE long ask_as_host(struct __sk_buff *skb, struct bpf_fib_lookup *hop, const struct tuple *to, const bool v6)
+{
+	__u32 ifindex = skb->ifindex, *flags = bpf_map_lookup_elem(&interfaces, &ifindex);
+	bool in_vrf = flags && *flags & INTERFACE_IN_VRF;
+	long result = look_up_hop(skb, in_vrf ? ifindex : LOOPBACK_IFINDEX, 0, hop, to, v6);
+
+	return result == BPF_FIB_LKUP_RET_FWD_DISABLED ? look_up_hop(skb, ifindex, 0, hop, to, v6) : result;
+}
+
 /* Ask for the way from `space->result.daddr` back to the packet's source, as fib_validate_source() does: as a packet of
  * this node's own. Where nothing is forwarded, nobody but the stack can take the packet.
  */
-INLINE bool has_path_back(struct __sk_buff *skb, struct scratch *space, __u32 flags, const bool strict, const bool v6)
+INLINE bool has_path_back(struct __sk_buff *skb, struct scratch *space, const bool strict, const bool v6)
 {
 	const __u32 *source = space->packet.tuple.saddr;
 	struct bpf_fib_lookup *hop = &space->hop;
@@ -98,9 +108,7 @@ INLINE bool has_path_back(struct __sk_buff *skb, struct scratch *space, __u32 fl
 
 	copy_address(back.saddr, space->result.daddr);
 	copy_address(back.daddr, source);
-	result = look_up_hop(skb, flags & INTERFACE_IN_VRF ? skb->ifindex : LOOPBACK_IFINDEX, 0, hop, &back, v6);
-	if (result == BPF_FIB_LKUP_RET_FWD_DISABLED)
-		result = look_up_hop(skb, skb->ifindex, 0, hop, &back, v6);
+	result = ask_as_host(skb, hop, &back, v6);
 	if (result == BPF_FIB_LKUP_RET_FWD_DISABLED)
 		return true;
 	if (result != BPF_FIB_LKUP_RET_SUCCESS && result != BPF_FIB_LKUP_RET_NO_NEIGH &&
@@ -119,7 +127,7 @@ INLINE bool passes_reverse_path(struct __sk_buff *skb, struct scratch *space, __
 
 	if (!flags || !(*flags & (v6 ? INTERFACE_STRICT6 : INTERFACE_STRICT4 | INTERFACE_LOOSE4)))
 		return true;
-	return has_path_back(skb, space, *flags, v6 || *flags & INTERFACE_STRICT4, v6);
+	return has_path_back(skb, space, v6 || *flags & INTERFACE_STRICT4, v6);
 }
 
 /* May the packet's source begin a flow, or be answered? `ifindex`: where it came in, on its way to

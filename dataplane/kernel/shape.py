@@ -14,6 +14,8 @@ from dataplane.kernel.btf import spelled
 
 __all__ = ["Shape", "declared", "is_map", "name_in_kernel", "pinned"]
 
+DEVICE_MAPS = frozenset({14, 25})  # BPF_MAP_TYPE_DEVMAP and _HASH: the kernel sets the flag below by itself
+RDONLY_PROG = 1 << 7  # BPF_F_RDONLY_PROG
 NAME_LENGTH = 15  # BPF_OBJ_NAME_LEN without the terminating zero
 
 
@@ -84,7 +86,8 @@ def pinned(path: Path) -> Shape | None:
     rows = None
     with contextlib.suppress(BpfError), _types_of_kernel(int(info.btf_id)) as types:
         rows = _rows(types, int(info.btf_key_type_id), int(info.btf_value_type_id))
-    return Shape(name, int(info.type), int(info.key_size), int(info.value_size), int(info.map_flags), rows)
+    flags = int(info.map_flags) & ~(RDONLY_PROG if info.type in DEVICE_MAPS else 0)
+    return Shape(name, int(info.type), int(info.key_size), int(info.value_size), flags, rows)
 
 
 @contextlib.contextmanager

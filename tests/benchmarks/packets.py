@@ -26,6 +26,7 @@ FLOWS = 100_000  # connections, two entries each
 PACKETS, REPEAT, ROUNDS = 64, 2_000, 15  # in one run of a loop, runs in a round
 FIRST_CLIENT = 0x0A010000  # 10.1.0.0
 VIP, BACKEND, STRANGER = "10.96.0.10", "10.200.0.9", "203.0.113.9"
+LOOPBACK = 1  # where BPF_PROG_TEST_RUN lets packets come in
 SPORT, PORT, BACKEND_PORT = 40_000, 80, 8080
 FRAME = bytes(12) + b"\x08\x00" + bytes([0x45, 0, 0, 40, 0, 0, 0x40, 0, 64, 6]) + bytes(10) + bytes(12) + b"\x50\x10" \
     + bytes(6)  # fmt: skip
@@ -88,6 +89,7 @@ def loops() -> Iterator[Loops]:
             program.constants(settings)
             maps.share_with(program)
             program.load()
+            maps.maps["links"].update(LOOPBACK.to_bytes(4, "little"), LOOPBACK.to_bytes(4, "little"))
             _fill(maps, program)
             yield Loops(program, maps)
     finally:
@@ -113,7 +115,8 @@ def _fill(maps: MapSet, program: Object) -> None:
         values = np.zeros(FLOWS, dtype=layout.dtype_of("flow"))
         values["saddr"][:, 0], values["daddr"][:, 0], values["sport"], values["dport"] = result
         values["flags"] = direction | names["FLOW_ESTABLISHED"] | names["FLOW_ANSWERED"]
-        values["service"] = values["backend"] = values["ifindex"] = 1
+        values["service"] = values["backend"] = 1
+        values["ifindex"] = values["origin"] = LOOPBACK
         values["seen"] = now
         values["tag"] = _tags(keys)
         assert flows.update_batch(keys, values) == FLOWS

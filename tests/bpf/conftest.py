@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from .kit import NETS, Bench, Net
+from tests.namespaces import fresh
+
+from .kit import NETS, Bench, Net, forward_by
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -16,6 +18,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.root)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def routes() -> Iterator[None]:
+    """The thread that runs tests here is in a namespace that forwards; all routes lead out of one interface."""
+    with fresh():
+        forward_by("out0")
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import ipaddress
 import itertools
 import os
 import shutil
+import socket
 import struct
 import time
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pyroute2 import IPRoute
 from scapy.layers.inet import IP, TCP, UDP
 from scapy.layers.inet6 import IPv6
 from scapy.layers.l2 import Ether
@@ -42,6 +44,7 @@ PASS, DROP, REDIRECT = 0xFFFFFFFF, 2, 7  # TC_ACT_UNSPEC, TC_ACT_SHOT, TC_ACT_RE
 FOLDERS = itertools.count()
 HZ = jiffies_per_second()
 MOMENT_BITS = 10  # config.h: nanoseconds in a moment
+LOOPBACK = 1  # where BPF_PROG_TEST_RUN lets packets come in, if nothing else is said
 RECENT_TICK = 8  # flow.h: jiffies >> 8 are the time of a mark
 
 POD_MAC, HOST_MAC = "02:00:00:00:00:05", "02:00:00:00:00:01"
@@ -101,8 +104,8 @@ def frame(net: Net, src: str, dst: str, transport: Packet, *, from_backend: bool
     return bytes(Ether(src=source, dst=target) / head / transport)
 
 
-def syn(sport: int = 40000, dport: int = 80, **fields: Any) -> TCP:
-    return TCP(sport=sport, dport=dport, flags="S", seq=1000, **fields)
+def syn(sport: int = 40000, dport: int = 80, seq: int = 1000, **fields: Any) -> TCP:
+    return TCP(sport=sport, dport=dport, flags="S", seq=seq, **fields)
 
 
 def segment(sport: int, dport: int, flags: str, seq: int = 1001, ack: int = 1, payload: bytes = b"") -> Packet:
@@ -250,6 +253,11 @@ class Bench:
             raise
         self.caretaker = self.new_caretaker()
 
+    def link(self, index: int, *kinds: str) -> None:
+        """Let programs be at this interface."""
+        for key in (index, *(index | 1 << layout.abi_constants()[kind] for kind in kinds)):
+            self.maps.maps["links"].update(key.to_bytes(4, "little"), index.to_bytes(4, "little"))
+
     def load(self, path: Path, constants: bytes = b"") -> Object:
         loaded = Object(path)
         loaded.constants(constants or self.settings)
@@ -301,6 +309,9 @@ class Bench:
         self.serve()
         self.forget()
         self.settle()
+        for key in self.maps.maps["links"].items(np.dtype(np.uint32), np.dtype(np.uint32))[0].tolist():
+            self.maps.maps["links"].delete(key.to_bytes(4, "little"))
+        self.link(LOOPBACK, "LINK_POD_BIT")
         row = self.maps.view("node")
         row[:] = np.zeros(1, dtype=row.dtype)
         row["primary4"] = layout.address_words([NETS[4].primary])[0, 0]
@@ -364,18 +375,20 @@ class Bench:
 
     # conversations: each step checked
 
-    def open_tcp(self, net: Net, vip: str, port: int = 80, sport: int = 40000, client: str | None = None) -> Seen:
-        """SYN, SYN/ACK and ACK through both interfaces; the SYN as the backend got it."""
-        client = client or net.client
-        verdict, out = self.ingress(frame(net, client, vip, syn(sport, port)))
+    def open_tcp(
+        self, net: Net, vip: str, port: int = 80, sport: int = 40000, client: str | None = None, start: int = 1000
+    ) -> Seen:
+        """SYN, SYN/ACK and ACK through both interfaces; the SYN as the backend got it. `start`: the SYN's number."""
+        client, first = client or net.client, (start + 1) & 0xFFFFFFFF
+        verdict, out = self.ingress(frame(net, client, vip, syn(sport, port, start)))
         assert verdict == PASS, verdict
         there = read(out)
-        back = frame(net, there.dst, there.src, segment(there.dport, there.sport, "SA", 1, 1001), from_backend=True)
+        back = frame(net, there.dst, there.src, segment(there.dport, there.sport, "SA", 0, first), from_backend=True)
         assert self.ingress(back) == (PASS, back)  # the first answer takes the way through the stack
         verdict, out = self.egress(back)
         assert verdict == PASS
         assert read(out).tuple == (vip, port, client, sport)
-        verdict, out = self.ingress(frame(net, client, vip, segment(sport, port, "A")))
+        verdict, out = self.ingress(frame(net, client, vip, segment(sport, port, "A", first)))
         assert verdict in (PASS, REDIRECT)
         assert read(out).tuple == there.tuple
         return there
@@ -448,6 +461,19 @@ class Bench:
         used = marks != 0
         ticks = ((marks[used] & 0xFFFF) - np.uint64(jiffies >> RECENT_TICK)) & np.uint64(0xFFFF)
         marks[used] = marks[used] & ~np.uint64(0xFFFF) | ticks
+
+
+def forward_by(interface: str) -> None:
+    """Let the namespace that the calling thread is in forward everything by this new interface."""
+    for name in ("ipv4/ip_forward", "ipv6/conf/all/forwarding"):
+        Path("/proc/sys/net", name).write_text("1")
+    with IPRoute() as link:
+        link.link("add", ifname=interface, kind="veth", peer={"ifname": "nobody"})
+        index = link.link_lookup(ifname=interface)[0]
+        for number in (index, link.link_lookup(ifname="nobody")[0], LOOPBACK):
+            link.link("set", index=number, state="up")
+        for family, everything in ((socket.AF_INET, "0.0.0.0/0"), (socket.AF_INET6, "::/0")):
+            link.route("add", family=family, dst=everything, oif=index)
 
 
 def swapped(port: Any) -> int:

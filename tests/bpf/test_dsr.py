@@ -114,7 +114,7 @@ def test_a_request_is_wrapped_unwrapped_and_answered_directly(pair: Pair, protoc
         assert wrapped[14 + HEAD[net.family] :] == plain[14:], "what is inside is the client's packet as it came"
         verdict, out = pair.server.in_(wrapped)
         assert (verdict, read(out).tuple) == (PASS, (client, 40000, net.backends[0], 8080))
-    reply = segment(8080, 40000, "SA", 1, 1001) if protocol is Protocol.TCP else datagram(8080, 40000)
+    reply = segment(8080, 40000, "SA", 0, 1001) if protocol is Protocol.TCP else datagram(8080, 40000)
     answer = frame(net, net.backends[0], client, reply, from_backend=True)
     verdict, out = pair.server.out(answer)
     assert (verdict, read(out).tuple) == (PASS, (vip, port, client, 40000))

@@ -53,7 +53,7 @@ def connect(bench: Bench, net: Net, sport: int = 40000, client: str = "") -> See
 
 def answer(bench: Bench, net: Net, there: Seen, flags: str) -> Seen:
     """What the backend says to that, as the client gets it."""
-    back = frame(net, there.dst, there.src, segment(there.dport, there.sport, flags, 1, 1001), from_backend=True)
+    back = frame(net, there.dst, there.src, segment(there.dport, there.sport, flags, 0, 1001), from_backend=True)
     verdict, out = bench.egress(back)
     assert verdict == PASS
     return read(out)
@@ -88,7 +88,7 @@ def test_a_late_answer_of_the_silent_one_is_not_translated(bench: Bench, net: Ne
     first = connect(bench, net)
     wait(bench, net)
     connect(bench, net)
-    back = frame(net, first.dst, first.src, segment(8080, 40000, "SA", 1, 1001), from_backend=True)
+    back = frame(net, first.dst, first.src, segment(8080, 40000, "SA", 0, 1001), from_backend=True)
     assert bench.egress(back) == (PASS, back)
 
 

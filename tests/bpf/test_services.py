@@ -59,7 +59,7 @@ def test_a_first_packet_goes_to_a_backend(bench: Bench, net: Net, protocol: Prot
     assert read(out).tuple == (net.client, 40000, backend, target)
     assert out[:14] == packet[:14]
     back = frame(net, backend, net.client, TRANSPORTS[protocol](target, 40000) if protocol != Protocol.TCP
-                 else segment(target, 40000, "SA", 1, 1001), from_backend=True)  # fmt: skip
+                 else segment(target, 40000, "SA", 0, 1001), from_backend=True)  # fmt: skip
     verdict, out = bench.egress(back)
     assert verdict == PASS
     assert read(out).tuple == (net.vip, port, net.client, 40000)

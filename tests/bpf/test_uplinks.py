@@ -109,7 +109,7 @@ def test_an_outsider_is_masqueraded_and_gets_its_answer(node: Uplink, way: int, 
     assert (verdict, there.src, there.dst, there.dport) == (REDIRECT, net.primary, net.backends[0], 8080)
     assert there.sport in PORTS
     assert ttl_of(out) == 63
-    reply = segment(8080, there.sport, "SA", 1, 1001) if tcp else datagram(8080, there.sport)
+    reply = segment(8080, there.sport, "SA", 0, 1001) if tcp else datagram(8080, there.sport)
     verdict, out = node.in_(frame(net, net.backends[0], net.primary, reply, from_backend=True))
     assert (verdict, read(out).tuple) == (REDIRECT, (address, port, node.client, 40000))
     verdict, out = node.ask(address, segment(40000, port, "A", 1001, 2) if tcp else datagram(40000, port))
@@ -128,7 +128,7 @@ def test_a_masqueraded_connection_that_ends_is_forgotten(node: Uplink) -> None:
     def forth(flags: str, seq: int, ack: int) -> int:
         return node.ask(target[0], segment(40000, NODE_PORT, flags, seq, ack))[0]
 
-    assert [back("SA", 1, 1001), forth("A", 1001, 2)] == [REDIRECT] * 2
+    assert [back("SA", 0, 1001), forth("A", 1001, 2)] == [REDIRECT] * 2
     assert len(node.bench.flows(net.family)) == 2
     assert [forth("FA", 1001, 2), back("FA", 2, 1002), forth("A", 1002, 3)] == [REDIRECT] * 3
     assert not node.bench.flows(net.family)
@@ -141,7 +141,7 @@ def test_a_kept_source_goes_through_the_stack(node: Uplink) -> None:
     verdict, out = node.ask(net.primary, syn(40000, NODE_PORT))
     assert (verdict, read(out).tuple) == (PASS, (node.client, 40000, net.backends[1], 8080))
     assert ttl_of(out) == 64
-    answer = frame(net, net.backends[1], node.client, segment(8080, 40000, "SA", 1, 1001), from_backend=True)
+    answer = frame(net, net.backends[1], node.client, segment(8080, 40000, "SA", 0, 1001), from_backend=True)
     assert node.in_(answer)[0] == PASS
     verdict, out = node.out(answer)
     assert (verdict, read(out).tuple) == (PASS, (net.primary, NODE_PORT, node.client, 40000))
@@ -210,7 +210,7 @@ def test_clients_with_one_port_get_ports_of_their_own(node: Uplink) -> None:
     seen = {c: read(node.ask(net.primary, syn(40000, NODE_PORT), client=c)[1]) for c in CLIENTS[net.family]}
     assert len({there.sport for there in seen.values()}) == 2
     for client, there in seen.items():
-        back = segment(8080, there.sport, "SA", 1, 1001)
+        back = segment(8080, there.sport, "SA", 0, 1001)
         _, out = node.in_(frame(net, net.backends[0], net.primary, back, from_backend=True))
         assert read(out).tuple == (net.primary, NODE_PORT, client, 40000)
 
@@ -281,7 +281,7 @@ def test_what_the_node_sends_past_its_hooks_is_translated(node: Uplink) -> None:
     node.bench.serve(outer_service(net, [(net.backends[0], 8080)]))
     verdict, out = node.out(frame(net, net.primary, net.vip, syn(40000, 80)))
     assert (verdict, read(out).tuple) == (REDIRECT, (net.primary, 40000, net.backends[0], 8080))
-    back = frame(net, net.backends[0], net.primary, segment(8080, 40000, "SA", 1, 1001), from_backend=True)
+    back = frame(net, net.backends[0], net.primary, segment(8080, 40000, "SA", 0, 1001), from_backend=True)
     verdict, out = node.in_(back)
     assert (verdict, read(out).tuple) == (PASS, (net.vip, 80, net.primary, 40000))
 

@@ -92,7 +92,8 @@ class World:
         if self.protocol is Protocol.UDP:
             return UDP(sport=sport, dport=dport) / Raw(payload)
         ack = 1001 if flags == "SA" else 0 if flags == "S" else 1
-        return segment(sport, dport, flags, 1000 if flags == "S" else 1001, ack, b"" if "S" in flags else payload)
+        seq = {"S": 1000, "SA": 0}.get(flags, 1001)
+        return segment(sport, dport, flags, seq, ack, b"" if "S" in flags else payload)
 
     # the two programs
 

@@ -26,6 +26,7 @@ __all__ = [
     "own_addresses",
     "pod_columns",
     "pod_links",
+    "served_links",
     "set_elements",
     "word",
 ]
@@ -184,3 +185,14 @@ def equal_paths(
             path = layout.pack("equal_path", route=number, ingress=other.index, ifindex=hop.index, gateway=gateway)
             paths[path] = bytes(4)
     return {key: word(number) for key, number in numbers.items()}, paths
+
+
+def served_links(pods: Iterable[Interface], uplinks: Iterable[Interface]) -> dict[int, int]:
+    """Map `links`: the interfaces that programs are at, each by its index and by that with the bit of its kind."""
+    bits, pods, uplinks = layout.abi_constants(), tuple(pods), tuple(uplinks)
+    before_pods = {interface.master for interface in pods}
+    outer = [interface for interface in uplinks if interface.index not in before_pods]
+    rows = {interface.index: interface.index for interface in (*pods, *uplinks)}
+    for kind, those in (("LINK_POD_BIT", pods), ("LINK_OUTER_BIT", outer)):
+        rows |= {interface.index | 1 << bits[kind]: interface.index for interface in those}
+    return rows

@@ -164,6 +164,24 @@ class _Notes:
         interface = f", by {self.around.interface(ifindex)}" if result in {0, 7} else ""
         self.step("hop", f"The next hop: {way}{interface}.")
 
+    def foreign(self, origin: int, way: int) -> None:
+        self.step("origin", f"The flow's packets come in {self._place(origin)}; its sender lives {self._place(way)}.")
+
+    def _place(self, number: int) -> str:
+        names = layout.abi_constants()
+        if number == names["ORIGIN_UPLINKS"]:
+            return "at the uplinks"
+        if number == names["ORIGIN_NODE"]:
+            return "from this node itself"
+        if number == names["ORIGIN_UNKNOWN"]:
+            return "where nobody knows yet"
+        if number == names["WAY_NONE"]:
+            return "where no route leads"
+        if number == names["WAY_ELSEWHERE"]:
+            return "behind an interface without programs"
+        name = self.around.interface(number)
+        return f"at {name}" if name else f"at interface {number}, which is gone"
+
     def count(self, number: int, _b: int) -> None:
         reason = _counters()[number]
         self.counted.append(reason)

@@ -36,8 +36,8 @@ def abi_constants() -> dict[str, int]:
     """Every enumerator of the header by name."""
     names: dict[str, int] = {}
     for enum in (
-        "abi_limits", "frontend_flags", "service_flags", "backend_flags", "flow_flags", "verdict", "counter", "hook",
-        "note_kind", "interface_flags",
+        "abi_limits", "frontend_flags", "service_flags", "backend_flags", "flow_flags", "origin", "link_kind",
+        "verdict", "counter", "hook", "note_kind", "interface_flags",
     ):  # fmt: skip
         names.update(abi.typeof(f"enum {enum}").relements)
     return names
@@ -46,7 +46,7 @@ def abi_constants() -> dict[str, int]:
 def stored_numbers(header: Any = abi) -> dict[str, int]:
     """Limits and flags of the header, by which what is stored in maps is read."""
     names: dict[str, int] = {}
-    for enum in ("abi_limits", "frontend_flags", "service_flags", "backend_flags", "flow_flags"):
+    for enum in ("abi_limits", "frontend_flags", "service_flags", "backend_flags", "flow_flags", "origin"):
         names.update(header.typeof(f"enum {enum}").relements)
     return names
 

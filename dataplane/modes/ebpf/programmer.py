@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import logging
 import os
@@ -19,7 +20,14 @@ from dataplane.diff import changed_services
 from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel.bpf import BpfError, Object
 from dataplane.kernel.grace import jiffies_per_second, wait_for_programs
-from dataplane.kernel.links import Node, interface_name, interface_towards, read_node, read_reverse_path_filters
+from dataplane.kernel.links import (
+    Interface,
+    Node,
+    interface_name,
+    interface_towards,
+    read_node,
+    read_reverse_path_filters,
+)
 from dataplane.kernel.lock import hold
 from dataplane.kernel.places import netns_cookie, pin_folder
 from dataplane.mode import Mode, Notice, Options, Question, SyncResult, Wake, misfit_rows, unknown_algorithms
@@ -32,6 +40,7 @@ from dataplane.modes.ebpf.edges import (
     own_addresses,
     pod_columns,
     pod_links,
+    served_links,
     set_elements,
     word,
 )
@@ -355,6 +364,20 @@ class Ebpf:
             ("interfaces", {word(index): word(asked) for index, asked in flags.items()}),
         ):
             set_elements(self.maps.maps[name], wanted)
+        self._write_links(node.interfaces)
+
+    def _write_links(self, interfaces: Iterable[Interface]) -> None:
+        """Where programs are, or will be in a moment. The kernel refuses an interface that is gone by now."""
+        pods, uplinks = (
+            [interface for interface in interfaces if links.chosen(interface, self.table.node.primary)]
+            for links in (self.pods, self.uplinks)
+        )
+        wanted = {word(key): word(index) for key, index in served_links(pods, uplinks).items()}
+        try:
+            set_elements(self.maps.maps["links"], wanted)
+        except BpfError as error:
+            if error.code not in (errno.EINVAL, errno.ENODEV):  # the next change of interfaces is on its way
+                log.warning("packets are not handed over at all interfaces: %s", error)
 
     def _pinned(self) -> Iterable[Links | Drivers | Sockets | MapSet | Mark]:
         """What has pins; what carries traffic comes first."""

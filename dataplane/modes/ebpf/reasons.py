@@ -33,6 +33,9 @@ WORDS: Final = {
     "fragment_held": "a fragment that came before its datagram's first waits for it",
     "fragment_released": "a fragment that waited went on",
     "fragment_lost": "a fragment could not wait, and went on as it was",
+    "moved": "a flow's sender lives at another interface by now, where the flow goes on",
+    "link_gone": "the interface of a flow's pod is gone; the flow went back to the stack",
+    "unbelieved": "a reset, FIN or answer with numbers that cannot be its sender's was passed on, and not believed",
     # What was refused
     "reject": "refused: no backend, or no such port at a service's address",
     "socket_refused": "refused a socket of this node: no backend, or no such port at a service's address",
@@ -41,6 +44,7 @@ WORDS: Final = {
     "drop_source": "the client is not in loadBalancerSourceRanges",
     "drop_martian": "no packet from outside has this source: the node's own, a ClusterIP, loopback, multicast, none",
     "drop_reverse_path": "the source is not behind the interface that the packet came in at (rp_filter)",
+    "drop_foreign": "a packet of a flow came in at an interface where its sender does not live",
     "drop_unallocated": "an address of the services' range that no service has",
     "drop_no_route": "the kernel has no route to the backend",
     "drop_no_port": "no source port was left for the flow",

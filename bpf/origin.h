@@ -1,0 +1,95 @@
+/* Where the packets of a flow come in. Each direction lives at one place: at a pod's interface, or at the uplinks,
+ * which are one place, because routes between them change. What comes in elsewhere is a forgery, and dropped: who got
+ * it untranslated would answer with a reset, which the flow's other end believes. Only a sender that has moved is
+ * followed: the route to it, which is the way that the stack sends it packets, leads here by now.
+ */
+#ifndef HYBRID_PROXY_ORIGIN_H
+#define HYBRID_PROXY_ORIGIN_H
+
+#include "source.h"
+#include "tell.h"
+
+INLINE bool has_link(__u32 key)
+{
+	return bpf_map_lookup_elem(&links, &key);
+}
+
+INLINE __u32 origin_at(struct __sk_buff *skb, __u32 place)
+{
+	if (place == AT_UPLINK)
+		return ORIGIN_UPLINKS;
+	return place == AT_NODE ? ORIGIN_NODE : skb->ifindex;
+}
+
+/* Is the interface gone that packets came in at, or was there none yet? */
+INLINE bool is_gone(__u32 origin)
+{
+	return origin == ORIGIN_UNKNOWN || (origin != ORIGIN_UPLINKS && origin != ORIGIN_NODE && !has_link(origin));
+}
+
+/* Where the stack would send `space->reply`. */
+INLINE int find_way(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+{
+	struct bpf_fib_lookup *hop = &space->hop;
+	long result = ask_as_host(skb, hop, &space->reply, v6);
+	__u32 index = hop->ifindex;
+
+	if (result == BPF_FIB_LKUP_RET_FWD_DISABLED)
+		return WAY_ELSEWHERE;
+	if (result != BPF_FIB_LKUP_RET_SUCCESS && result != BPF_FIB_LKUP_RET_NO_NEIGH)
+		return WAY_NONE;
+	if (has_link(index | 1u << LINK_POD_BIT))
+		return index;
+	return has_link(index | 1u << LINK_OUTER_BIT) ? ORIGIN_UPLINKS : WAY_ELSEWHERE;
+}
+
+GLOBAL_VERB(find_way)
+
+/* Does the sender of the flow's packets, whose key is `key`, live here? Behind an interface without programs, where the
+ * route cannot tell its ports apart, it is believed unless it lives at another one.
+ */
+INLINE bool lives_here(struct __sk_buff *skb, struct scratch *space, const struct tuple *key, const struct flow *f,
+		       __u32 place, const bool v6)
+{
+	__u32 here = origin_at(skb, place), way;
+
+	if (f->origin == here)
+		return true;
+	turn_round(&space->reply, key);
+	way = CALL(find_way, skb, 0);
+	NOTE(NOTE_FOREIGN, f->origin, way);
+	return way == here || (way == WAY_ELSEWHERE && is_gone(f->origin));
+}
+
+/* Does the packet tell where the flow lives? Of a connection that opens, an answer to its SYN alone. */
+INLINE bool can_tell(const struct packet *p, const struct flow *f)
+{
+	return p->tuple.protocol != IPPROTO_TCP || (f->flags & (FLOW_REPLY | FLOW_ESTABLISHED)) != FLOW_REPLY ||
+	       answers_syn(p, f);
+}
+
+/* From now on the flow's packets come in here, and those of the other direction are handed over here: to a pod that is
+ * not its own peer.
+ */
+INLINE void settle(struct __sk_buff *skb, const struct packet *p, const struct found *found, __u32 place, const bool v6)
+{
+	struct flow *other = other_half(found->entry, p->tuple.protocol, found->table, v6);
+	__u32 here = origin_at(skb, place);
+	__u8 mac[12];
+
+	if (found->entry->origin != ORIGIN_UNKNOWN)
+		count(COUNT_MOVED);
+	WRITE_ONCE(found->entry->origin, here);
+	if (!other || found->entry->flags & (FLOW_HAIRPIN | FLOW_DIRECT))
+		return;
+	if (place != AT_POD) {
+		WRITE_ONCE(other->ifindex, 0);
+		return;
+	}
+	read_frame(skb, mac);
+	__builtin_memcpy(other->mac, mac + 6, 6);
+	__builtin_memcpy(other->mac + 6, mac, 6);
+	WRITE_ONCE(other->ifindex, here);
+}
+
+#endif
