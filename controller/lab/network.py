@@ -234,13 +234,21 @@ class Lab:
 
     def remove_pod(self, name: str) -> None:
         """Its interface vanishes with its addresses, as when a pod is deleted; sockets in it go silent."""
+        self._unplug(self.places[name])
         place = self.places.pop(name)
-        assert place.node is not None, f"{name} is no pod"
-        link = self._in(place.node)
-        link.link("del", index=link.link_lookup(ifname=place.interface)[0])
         if name in self._netlink:
             self._netlink.pop(name).close()
         netns.remove(place.namespace.name)
+
+    def renew_interface(self, name: str) -> None:
+        """The pod gets another interface with the same addresses, as when its sandbox is made anew."""
+        self._unplug(self.places[name])
+        self._plug(self.places[name])
+
+    def _unplug(self, place: Place) -> None:
+        assert place.node is not None, f"{place.name} is no pod"
+        link = self._in(place.node)
+        link.link("del", index=link.link_lookup(ifname=place.interface)[0])
 
     # Using it
 
@@ -441,6 +449,12 @@ class Lab:
     def _add(self, name: str) -> Place:
         """A pod: its namespace, its veth pair, the routes on both sides."""
         place = self._make(name)
+        self._plug(place)
+        return place
+
+    def _plug(self, place: Place) -> None:
+        """The pod's veth pair and what is on it."""
+        name = place.name
         assert place.node is not None
         node, pod = self._in(place.node), self._in(name)
         self._veth(place.node, place.interface, name, "eth0", address=_GATEWAY_MAC)
@@ -457,7 +471,6 @@ class Lab:
         pod.route("add", dst="default", gateway=_GATEWAY6, oif=inner, family=socket.AF_INET6)
         node.route("add", dst=f"{place.address4}/32", oif=outer, scope="link")
         node.route("add", dst=f"{place.address6}/128", oif=outer, family=socket.AF_INET6)
-        return place
 
     def _veth(self, here: str, name: str, there: str, peer: str, address: str | None = None) -> None:
         with self._path(there).open() as target:

@@ -1,0 +1,114 @@
+"""A pod's interface goes and comes again with the same addresses, as when its sandbox is made anew.
+
+The interface's index is another one then. Whatever remembers the old one sends into the void.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from controller.lab.network import Lab
+from controller.lab.traffic import ask_tcp, ask_udp
+
+from .conftest import new_lab, route_services, serve
+from .kit import HTTP, SECOND_HTTP, UDP, Bench, eventually
+from .test_fragments import counted
+from .test_node_settings import agent_with
+from .test_rows import target_of
+
+ROUNDS = 50
+WAYS = [("pod1", "cluster"), ("pod1", "nodeport"), ("client", "nodeport"), ("client", "cluster")]
+
+
+@pytest.fixture(scope="module")
+def house() -> Iterator[Lab]:
+    with new_lab(2, 1) as made:
+        route_services(made)
+        serve(made)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def renewing(house: Lab, mode: str) -> Iterator[Bench]:
+    with agent_with(house, mode) as (bench, _):
+        bench.numbers = itertools.count(10)
+        yield bench
+
+
+@pytest.fixture
+def sandbox(renewing: Bench) -> Iterator[Callable[[], None]]:
+    """Makes pod9 anew, as often as it is called."""
+    lab, servers = renewing.lab, []
+
+    def stop() -> None:
+        if servers:
+            lab.remove_pod("pod9")
+            running = servers.pop()
+            running.terminate()
+            running.wait(timeout=5)
+
+    def renew() -> None:
+        stop()
+        lab.add_pod("pod9")
+        servers.append(lab.serve("pod9", http=(HTTP, SECOND_HTTP), udp=(UDP,)))
+
+    renew()
+    yield renew
+    stop()
+
+
+def answered(ask: Callable[[], str]) -> bool:
+    try:
+        return ask() == "pod9"
+    except OSError:
+        return False
+
+
+def takes_the_short_way(bench: Bench, ask: Callable[[], str]) -> bool:
+    before = counted(bench, "fast")
+    return answered(ask) and counted(bench, "fast") > before
+
+
+@pytest.mark.row("5.8", "a pod is made anew with its address: a conversation by datagrams goes on")
+@pytest.mark.parametrize(("place", "way"), WAYS)
+def test_datagrams_go_on(
+    renewing: Bench, sandbox: Callable[[], None], mode: str, place: str, way: str, family: int
+) -> None:
+    bench = renewing
+    service = bench.service("pod9", protocol="UDP", port=53, target=UDP, outside=True)
+    with bench.socket(place, family, socket.SOCK_DGRAM, timeout=0.3) as client:
+        client.connect(target_of(bench, service, way, family))
+
+        def ask() -> str:
+            return ask_udp(client)[0].pod
+
+        def short() -> bool:
+            return mode != "ebpf" or takes_the_short_way(bench, ask)
+
+        for renew in (sandbox, lambda: bench.lab.renew_interface("pod1")):
+            eventually(short, 10, "no packet takes the short way")
+            renew()
+            eventually(lambda: answered(ask), 4, "the conversation ended with the interface")
+            for _ in range(ROUNDS):
+                assert answered(ask)
+            if place != "pod1":
+                break
+        eventually(short, 10, "no packet takes the short way again")
+
+
+@pytest.mark.row("5.8", "a pod is made anew with its address: its connections are reset")
+@pytest.mark.parametrize(("place", "way"), WAYS)
+def test_connections_are_reset(renewing: Bench, sandbox: Callable[[], None], place: str, way: str, family: int) -> None:
+    """By the pod, which knows nothing of them; the client must hear of it."""
+    bench = renewing
+    service = bench.service("pod9", outside=True)
+    with bench.connect(place, target_of(bench, service, way, family), family, timeout=10) as client:
+        for _ in range(3):
+            assert ask_tcp(client).pod == "pod9"
+        sandbox()
+        with pytest.raises(ConnectionResetError):
+            ask_tcp(client)
