@@ -1,6 +1,10 @@
 """For all tests: those that need another kernel find one; options must be known before folders are read."""
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("beside-others", deadline=None)  # other tests use the processors, too
+settings.load_profile("beside-others")
 
 pytest_plugins = ["vm.plugin", "workers"]
 

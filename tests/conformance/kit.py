@@ -275,8 +275,11 @@ def ask_first(client: socket.socket, target: tuple[str, int]) -> Reply:
 
 
 def eventually(check: Callable[[], Any], timeout: float, explain: Callable[[], str] | str) -> None:
-    """Try until `check` is true and raises nothing of the network's errors; fail with `explain` at the deadline."""
-    deadline = time.monotonic() + timeout * PATIENCE
+    """Try until `check` is true and raises nothing of the network's errors; fail with `explain` at the deadline.
+
+    Seconds of a machine that does nothing else: there are always ten, and who is in time never waits for them.
+    """
+    deadline = time.monotonic() + max(timeout, 10) * PATIENCE
     while True:
         try:
             if check():
