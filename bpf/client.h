@@ -512,7 +512,7 @@ INLINE int to_client(struct __sk_buff *skb, struct scratch *space, __u32 place, 
 	if (step != STEP_NONE)
 		return step;
 	if (p->kind == PACKET_OTHER)
-		return pass();
+		return STEP_DELIVER;
 	if (p->kind == PACKET_ICMP_ERROR)
 		return STEP_TRANSLATE_OUTWARD;
 	if (place != AT_NODE || skb->ingress_ifindex || !may_be_frontend(p, v6))
@@ -522,12 +522,12 @@ INLINE int to_client(struct __sk_buff *skb, struct scratch *space, __u32 place, 
 
 GLOBAL_VERB(to_client)
 
-/* It is to no service: an answer, perhaps. */
+/* It is an answer, perhaps. Whatever is still for a range of services was translated by nobody, and does not leave. */
 INLINE int deliver(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
 {
 	const struct packet *p = &space->packet;
 
-	if (place == AT_NODE && is_nobodys(p->tuple.daddr, v6))
+	if (place == AT_NODE && is_unallocated(p->tuple.daddr, v6))
 		return drop(COUNT_DROP_UNALLOCATED);
 	if (p->kind != PACKET_TRANSPORT || !may_be_backend(p->tuple.saddr, p->tuple.sport, p->tuple.protocol, v6))
 		return pass();

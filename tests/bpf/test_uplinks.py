@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from pyroute2 import IPRoute
-from scapy.layers.inet import ICMP
+from scapy.layers.inet import ICMP, TCP
 from scapy.layers.inet6 import ICMPv6PacketTooBig
 from scapy.packet import Raw
 
@@ -19,7 +19,23 @@ from dataplane.modes.ebpf.edges import pod_columns
 from dataplane.table import Backend, Detect, Entry, Frontend, Kind, Masquerade, NodeNetwork, Protocol, Route, WhenEmpty
 from tests.namespaces import fresh, loopback
 
-from .kit import DROP, NETS, PASS, REDIRECT, Bench, Net, chunk, datagram, frame, ones_complement, read, segment, syn
+from .kit import (
+    DROP,
+    NETS,
+    PASS,
+    REDIRECT,
+    Bench,
+    Net,
+    chunk,
+    datagram,
+    frame,
+    ones_complement,
+    read,
+    segment,
+    service,
+    syn,
+)
+from .test_services import allocate
 
 NODE_PORT = 30080
 OUTER = {4: "198.18.0.9", 6: "fd98::9"}
@@ -177,6 +193,25 @@ def test_node_ports_are_served_at_their_addresses_alone(node: Uplink) -> None:
     assert node.ask(SECOND[net.family], syn(40000, NODE_PORT))[0] == REDIRECT
     packet = frame(net, node.client, net.primary, syn(40001, NODE_PORT))
     assert node.in_(packet) == (PASS, packet)
+
+
+@pytest.mark.parametrize("what", ["fin", "null", "other-protocol", "truncated"])
+def test_what_nobody_translates_does_not_leave_for_a_service(node: Uplink, what: str) -> None:
+    """A router behind the uplink may send it back to this node: it would go round until its hops are spent."""
+    net = node.net
+    node.bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
+    allocate(node.bench, net)
+    field = {"proto": 99} if net.family == 4 else {"nh": 99}
+    packet = {
+        "fin": frame(net, net.client, net.vip, TCP(sport=40000, dport=80, flags="FA")),
+        "null": frame(net, net.client, net.vip, TCP(sport=40000, dport=80, flags=0)),
+        "other-protocol": frame(net, net.client, net.vip, Raw(bytes(40)), **field),
+        "truncated": frame(net, net.client, net.vip, TCP(sport=40000, dport=80))[:-12],
+    }[what]
+    assert node.out(packet)[0] == DROP
+    assert node.bench.count("drop_unallocated") == 1
+    elsewhere = frame(net, net.client, net.stranger, TCP(sport=40000, dport=80, flags="FA"))
+    assert node.out(elsewhere) == (PASS, elsewhere)
 
 
 RANGES = {4: (("203.0.113.8/30",), ("198.51.100.0/24", "203.0.113.9/32")),
