@@ -1,6 +1,7 @@
-"""Memory of the agent after ten outages of the API server in each of which every service changed.
+"""Memory of the agent after ten outages of the API server in each of which every slice is written anew.
 
-Everything is listed anew then. The control is the same agent, in the same run, before the first of them.
+Everything is listed then. In the first outage the endpoints of all services change, later their versions alone. The
+control is the same agent, in the same run, before the first of them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def measure() -> Result:
     (first, first_share), (last, last_share) = found[0], found[-1]
     note = (
         f"relists: {first:.1f} MB before ({first_share:.1f} by share), {last:.1f} MB after {lists} lists of "
-        f"{SERVICES} services that all changed ({last_share:.1f}), {max(rss for rss, _ in found):.1f} at most"
+        f"{SERVICES} services ({last_share:.1f}), {max(rss for rss, _ in found):.1f} at most"
     )
     return Result(
         "relists", last, "MB", "the same agent before", first,
