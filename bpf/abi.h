@@ -200,6 +200,7 @@ enum interface_flags {
 	INTERFACE_LOOSE4 = 1 << 1,  /* there is a way back to the source */
 	INTERFACE_STRICT6 = 1 << 2,
 	INTERFACE_IN_VRF = 1 << 3, /* its packets have a table of routes of their own */
+	INTERFACE_SHARED = 1 << 4, /* frames for others come here, too: it is a bridge's port, or below a macvlan */
 };
 
 /* Destinations of routes that have several next hops, by longest prefix; `bits` counts from `family` on. */
@@ -427,6 +428,8 @@ enum counter {
 	COUNT_MOVED,
 	COUNT_LINK_GONE,
 	COUNT_UNBELIEVED,
+	COUNT_DROP_MALFORMED,
+	COUNT_LEFT_FRAME,
 	COUNTERS
 };
 

@@ -454,7 +454,17 @@ INLINE int look_at(struct __sk_buff *skb, struct scratch *space, const enum hold
 	__builtin_memset(p, 0, sizeof(*p));
 	space->service = space->backend = 0;
 	parse_packet(skb, p, v6);
+	if (holding == MAY_HOLD && p->l4 && !is_well_formed(skb, p, v6))
+		p->kind = PACKET_MALFORMED;
 	return p->kind == PACKET_FRAGMENT ? CALL(join, skb, holding) : STEP_NONE;
+}
+
+/* A packet that is not what it says: that of a service goes nowhere, any other is the stack's to judge. */
+INLINE int refuse_form(const struct packet *p, const bool v6)
+{
+	if (may_be_service(p->tuple.daddr, v6) || may_be_backend(p->tuple.saddr, p->tuple.sport, p->tuple.protocol, v6))
+		return drop(COUNT_DROP_MALFORMED);
+	return pass();
 }
 
 /* A packet from a pod or from beyond the node, before it is routed. */
@@ -463,9 +473,15 @@ INLINE int from_client(struct __sk_buff *skb, struct scratch *space, __u32 place
 	struct packet *p = &space->packet;
 	int step;
 
+	if (!is_for_this_node(skb)) {
+		count(COUNT_LEFT_FRAME);
+		return pass();
+	}
 	step = look_at(skb, space, MAY_HOLD, v6);
 	if (step != STEP_NONE)
 		return step;
+	if (p->kind == PACKET_MALFORMED)
+		return refuse_form(p, v6);
 	if (p->kind == PACKET_OTHER)
 		return settings.dsr && place == AT_UPLINK && p->tuple.protocol == (v6 ? IPPROTO_IPV6 : IPPROTO_IPIP)
 			       ? STEP_UNWRAP
@@ -511,7 +527,7 @@ INLINE int to_client(struct __sk_buff *skb, struct scratch *space, __u32 place, 
 	step = look_at(skb, space, MUST_PASS, v6);
 	if (step != STEP_NONE)
 		return step;
-	if (p->kind == PACKET_OTHER)
+	if (p->kind == PACKET_OTHER || p->kind == PACKET_MALFORMED)
 		return STEP_DELIVER;
 	if (p->kind == PACKET_ICMP_ERROR)
 		return STEP_TRANSLATE_OUTWARD;

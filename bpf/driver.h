@@ -7,14 +7,20 @@
 #define HYBRID_PROXY_DRIVER_H
 
 #include "events.h"
+#include "form.h"
 #include "nat.h"
 #include "route.h"
 #include "traffic.h"
 
 #define MULTICAST_BIT 1 /* of a frame's first byte */
 
-/* Interfaces that take frames from XDP; a frame redirected to another one is lost. */
-HASH_MAP(xdp_links, __u32, __u32, 256);
+/* Interfaces that take frames from XDP, and the addresses of their own; a frame redirected to another one is lost. */
+struct xdp_link {
+	__u8 mac[6];
+	__u8 pad[2];
+};
+
+HASH_MAP(xdp_links, __u32, struct xdp_link, 256);
 
 /* Leave the packet to the stack, and tc there. */
 INLINE int leave(enum counter why)
@@ -136,6 +142,31 @@ INLINE bool write_frame(struct xdp_md *ctx, const struct packet *p, const struct
 	return true;
 }
 
+INLINE bool same_mac(const __u8 *a, const __u8 *b)
+{
+	const __u16 *left = (const __u16 *)a, *right = (const __u16 *)b;
+
+	return left[0] == right[0] && left[1] == right[1] && left[2] == right[2];
+}
+
+/* Is the frame for this node, and not for another that a promiscuous device hears? `hop` names the device's own address
+ * where the packet goes back by it.
+ */
+INLINE bool is_for_this_device(struct xdp_md *ctx, const struct bpf_fib_lookup *hop)
+{
+	void *data = (void *)(long)ctx->data, *end = (void *)(long)ctx->data_end;
+	__u32 ingress = ctx->ingress_ifindex;
+	struct xdp_link *link;
+	struct ethhdr *frame = data;
+
+	if ((void *)(frame + 1) > end)
+		return false;
+	if (hop->ifindex == ingress)
+		return same_mac(frame->h_dest, hop->smac);
+	link = bpf_map_lookup_elem(&xdp_links, &ingress);
+	return link && same_mac(frame->h_dest, link->mac);
+}
+
 /* Where the packet goes on; false: not from here. A hop that is too narrow, a neighbour that must be asked for, a
  * route that ends at this node or at a pod: tc knows what to do.
  */
@@ -149,7 +180,7 @@ INLINE bool find_way(struct xdp_md *ctx, struct bpf_fib_lookup *hop, const struc
 	target = hop->ifindex;
 	if (target != ctx->ingress_ifindex && !bpf_map_lookup_elem(&xdp_links, &target))
 		return false;
-	return !is_neighbours_turn(hop, v6);
+	return is_for_this_device(ctx, hop) && !is_neighbours_turn(hop, v6);
 }
 
 INLINE int send_away(struct xdp_md *ctx, const struct bpf_fib_lookup *hop, __u32 flags)
@@ -181,10 +212,11 @@ INLINE int cross(struct xdp_md *ctx, const bool v6)
 	struct tuple to;
 
 	parse_bytes(data, end, end - data, &p, v6);
-	if (!is_plain(data, &p, v6) || !may_be_ours(&p.tuple, v6) || !find_crossing(&found, &flow, &p, v6))
+	if (!is_plain(data, &p, v6) || !may_be_ours(&p.tuple, v6) || !is_sound(data, end, end - data, false, &p, v6) ||
+	    !find_crossing(&found, &flow, &p, v6))
 		return XDP_PASS;
 	rewritten(&to, &flow, p.tuple.protocol);
-	if (!length || length > end - data || !find_way(ctx, &hop, &to, length - L3_OFFSET, v6))
+	if (!find_way(ctx, &hop, &to, length - L3_OFFSET, v6))
 		return leave(COUNT_XDP_LEFT);
 	touch(&p, found.entry, found.table, v6);
 	if (!write_frame(ctx, &p, &to, &hop, v6))

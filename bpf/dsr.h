@@ -8,6 +8,7 @@
 #ifndef HYBRID_PROXY_DSR_H
 #define HYBRID_PROXY_DSR_H
 
+#include "form.h"
 #include "fragment.h"
 
 #define IP_DF bpf_htons(0x4000)
@@ -161,7 +162,7 @@ INLINE int unwrap(struct __sk_buff *skb, struct scratch *space, __u32 unused, co
 		return drop(COUNT_DROP_WRAPPING);
 	__builtin_memset(p, 0, sizeof(*p));
 	parse_packet(skb, p, v6);
-	if (p->kind != PACKET_TRANSPORT)
+	if (p->kind != PACKET_TRANSPORT || !is_well_formed(skb, p, v6))
 		return drop(COUNT_DROP_WRAPPING);
 	count(COUNT_UNWRAPPED);
 	copy_address(space->result.saddr, p->tuple.saddr);

@@ -32,6 +32,7 @@ enum packet_kind {
 	PACKET_ICMP_ERROR,
 	PACKET_ECHO, /* an echo request */
 	PACKET_ICMP_OTHER,
+	PACKET_MALFORMED, /* not what it says: form.h */
 };
 
 enum fragment_part {
@@ -229,13 +230,19 @@ INLINE __u32 end_of_packet(void *data, void *end, const bool v6)
 	return (void *)(ip4 + 1) <= end && ip4->tot_len ? L3_OFFSET + bpf_ntohs(ip4->tot_len) : 0;
 }
 
+/* A header of so many bytes was not found: the frame of `whole` bytes ends before, or it lies where nobody looks. */
+INLINE enum packet_kind without_header(const struct packet *p, __u32 size, __u32 whole)
+{
+	return p->l4 + size > whole ? PACKET_MALFORMED : PACKET_OTHER;
+}
+
 INLINE void parse_tcp(void *data, void *end, __u32 whole, struct packet *p, const bool v6)
 {
 	struct tcphdr *tcp = data + (p->l4 & WINDOW);
 	__u32 length;
 
 	if ((void *)(tcp + 1) > end) {
-		p->kind = PACKET_OTHER;
+		p->kind = without_header(p, sizeof(*tcp), whole);
 		return;
 	}
 	p->tcp_flags = ((__u8 *)tcp)[13];
@@ -277,9 +284,11 @@ INLINE void parse_bytes(void *data, void *end, __u32 whole, struct packet *p, co
 		if (p->tuple.protocol == IPPROTO_TCP)
 			parse_tcp(data, end, whole, p, v6);
 		else if (!has_header(data, end, p))
-			p->kind = PACKET_OTHER;
+			p->kind = without_header(p, p->tuple.protocol == IPPROTO_UDP ? 8 : 12, whole);
 	} else if (!p->fragment.part && p->tuple.protocol == (v6 ? IPPROTO_ICMPV6 : IPPROTO_ICMP)) {
 		parse_icmp(data, end, p, v6);
+	} else if (p->tuple.protocol == IPPROTO_TCP || p->tuple.protocol == IPPROTO_UDP) {
+		p->kind = without_header(p, 4, whole);
 	}
 }
 
@@ -300,7 +309,8 @@ INLINE void parse_packet(struct __sk_buff *skb, struct packet *p, const bool v6)
 	for (int i = 0; i < 2; i++) {
 		__u64 linear = parse_linear(skb, p, v6);
 
-		if ((p->kind != PACKET_OTHER && p->kind != PACKET_ICMP_ERROR) || linear >= skb->len || linear >= PULLED)
+		if ((p->kind != PACKET_OTHER && p->kind != PACKET_MALFORMED && p->kind != PACKET_ICMP_ERROR) ||
+		    linear >= skb->len || linear >= PULLED)
 			return;
 		bpf_skb_pull_data(skb, skb->len < PULLED ? skb->len : PULLED);
 	}

@@ -24,7 +24,8 @@ from dataplane.kernel.bpf import BpfError
 from dataplane.kernel.netlink import NLM_F_DUMP, ROUTE, Message, Netlink, attributes, heard
 
 __all__ = [
-    "Hop", "Interface", "Node", "clsact_attach", "clsact_detach", "interface_name", "interface_towards", "is_pod",
+    "Hop", "Interface", "Node", "clsact_attach", "clsact_detach", "hardware_address",
+    "interface_name", "interface_towards", "is_pod",
     "is_uplink", "read_node", "read_reverse_path_filters", "watch",
 ]  # fmt: skip
 
@@ -54,7 +55,8 @@ class Interface(msgspec.Struct, frozen=True):
     addresses: tuple[str, ...]
     master: int = 0  # index of the bridge or bond that it is a port of
     ethernet: bool = True  # packets have an Ethernet header, which the programs expect
-    lower: int = 0  # of a VLAN: index of the interface that it is on
+    lower: int = 0  # of a VLAN or a macvlan: index of the interface that it is on
+    mac: str = "00:00:00:00:00:00"
 
 
 class Hop(msgspec.Struct, frozen=True):
@@ -83,6 +85,17 @@ def interface_name(index: int) -> str | None:
         return socket.if_indextoname(index)
     except OSError:
         return None
+
+
+def hardware_address(index: int) -> bytes:
+    """Of an interface; zeros where there is none, as loopback's."""
+    with IPRoute() as ip:
+        try:
+            links = list(ip.get_links(index)) if index else []
+        except NetlinkError:
+            links = []
+    mac = links[0].get_attr("IFLA_ADDRESS") if links else None
+    return bytes.fromhex(mac.replace(":", "")) if mac else bytes(6)
 
 
 def interface_towards(address: str) -> int | None:
@@ -177,6 +190,7 @@ def _interface(link: object, defaults: set[int], addresses: dict[int, list[str]]
         master=get("IFLA_MASTER") or 0,
         ethernet=link["ifi_type"] == ETHERNET,  # type: ignore[index]
         lower=get("IFLA_LINK") or 0,
+        mac=get("IFLA_ADDRESS") or "00:00:00:00:00:00",
     )
 
 

@@ -13,7 +13,7 @@ SYN = 0x02
 
 
 def first_packet(src: str, dst: str, port: int, protocol: int, source_port: int | None = None) -> bytes:
-    """The first packet of a connection: a SYN for TCP, an empty datagram otherwise. Checksums are left 0.
+    """The first packet of a connection: a SYN for TCP, an empty datagram otherwise. The transport's checksum is left 0.
 
     Args:
         src: source address.
@@ -34,4 +34,6 @@ def first_packet(src: str, dst: str, port: int, protocol: int, source_port: int 
         )
     addresses = socket.inet_aton(src) + socket.inet_aton(dst)
     header = struct.pack("!BBHHHBBH", 0x45, 0, 20 + len(transport), 0, 0, 64, protocol, 0)
-    return ETHERNET + b"\x08\x00" + header + addresses + transport
+    total = sum(struct.unpack("!10H", header + addresses))  # RFC 1071
+    check = struct.pack("!H", 0xFFFF - (total % 0xFFFF or 0xFFFF))
+    return ETHERNET + b"\x08\x00" + header[:10] + check + addresses + transport

@@ -36,6 +36,16 @@ INLINE struct work *the_work(void)
 	return bpf_map_lookup_elem(&work, &key);
 }
 
+/* RFC 1071, of IPv4's header without options. */
+INLINE __u16 header_sum(const __u32 *word)
+{
+	__u64 sum = (__u64)word[0] + word[1] + word[2] + word[3] + word[4];
+
+	sum = (sum & 0xffff) + (sum >> 16 & 0xffff) + (sum >> 32);
+	sum = (sum & 0xffff) + (sum >> 16);
+	return ~((sum & 0xffff) + (sum >> 16));
+}
+
 /* The next packet: a random client's; xorshift32 (Marsaglia 2003). */
 INLINE bool next_packet(struct __sk_buff *skb, struct work *w, struct tuple *t)
 {
@@ -57,6 +67,8 @@ INLINE bool next_packet(struct __sk_buff *skb, struct work *w, struct tuple *t)
 	t->protocol = IPPROTO_TCP;
 	ip->saddr = t->saddr[0];
 	ip->daddr = t->daddr[0];
+	ip->check = 0;
+	ip->check = header_sum((const __u32 *)ip);
 	ports[0] = t->sport;
 	ports[1] = t->dport;
 	return true;

@@ -108,7 +108,7 @@ def test_a_udp_checksum_that_becomes_zero_is_written_as_ones(bench: Bench, net: 
 # Headers between IP and the transport.
 
 EXTENSIONS: dict[str, Callable[[], Packet]] = {
-    "hop-by-hop": lambda: IPv6ExtHdrHopByHop(options=[PadN(optdata=b"\0" * 12)]),
+    "hop-by-hop": lambda: IPv6ExtHdrHopByHop(options=[PadN(optdata=b"\0" * 4)]),
     "destination": lambda: IPv6ExtHdrDestOpt(options=[PadN(optdata=b"\0" * 4)]),
     "routing": lambda: IPv6ExtHdrRouting(addresses=["2001:db8::7"], segleft=0),
     "all": lambda: (

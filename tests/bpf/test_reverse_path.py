@@ -12,7 +12,7 @@ import pytest
 from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
-from dataplane.kernel.links import read_node, read_reverse_path_filters
+from dataplane.kernel.links import hardware_address, read_node, read_reverse_path_filters
 from dataplane.modes.ebpf.edges import equal_paths, interface_flags, own_addresses, set_elements, word
 from tests.namespaces import fresh, loopback
 
@@ -120,7 +120,7 @@ def kernel_takes(source: str, interface: str) -> bool:
 def programs_take(bench: Bench, family: int, source: str, interface: str) -> bool:
     net, place = NETS[family], "uplink" if interface.startswith("up") else "pod"
     index = index_of(interface)
-    packet = frame(net, source, net.vip, syn())
+    packet = hardware_address(index) + frame(net, source, net.vip, syn())[6:]
     verdict = bench.enter(place, packet, ifindex=index, ingress_ifindex=index)[0]
     assert verdict in (PASS, DROP)
     counted = bench.counts()

@@ -68,7 +68,10 @@ class World:
         self.bench.serve(Entry("default/web:http", self.net.family, self.protocol, (front,), route.backends))
 
     def accept_frames(self) -> None:
-        self.bench.maps.maps["xdp_links"].update(self.index.to_bytes(4, "little"), bytes(4))
+        """Here, and at loopback, where packets of tests come in."""
+        own = bytes.fromhex(NODE_MAC.replace(":", "")) + bytes(2)
+        for index in (self.index, 1):
+            self.bench.maps.maps["xdp_links"].update(index.to_bytes(4, "little"), own)
 
     def neighbours_are_fresh(self, age: int = 0) -> None:
         """As if a packet to every neighbour had gone through the stack so many jiffies ago."""

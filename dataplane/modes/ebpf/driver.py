@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import errno
 import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from dataplane.kernel.attachment import Attachment
 from dataplane.kernel.bpf import BpfError, Map, Object
 from dataplane.kernel.drivers import driver_of, is_virtual, takes_frames
 from dataplane.kernel.links import Interface, interface_name
+from dataplane.modes.ebpf.edges import set_elements, word
 
 __all__ = ["Drivers"]
 
@@ -162,13 +160,10 @@ class Drivers:
         """Frames go to interfaces that take them; where the kernel does not tell, having XDP is taken for it."""
         if self._programs is None:
             return
-        targets = self._targets()
-        wanted = {index for index in self.attached if takes_frames(index) is not False}
-        known = set(targets.items(np.dtype(np.uint32), np.dtype(np.uint32))[0].tolist())
-        for index in known - wanted:
-            targets.delete(int(index).to_bytes(4, sys.byteorder))
-        for index in wanted - known:
-            targets.update(int(index).to_bytes(4, sys.byteorder), bytes(4))
+        own = {index: known.mac for index, known in self.attached.items() if takes_frames(index) is not False}
+        set_elements(
+            self._targets(), {word(index): bytes.fromhex(mac.replace(":", "")) + bytes(2) for index, mac in own.items()}
+        )
 
     def status(self) -> dict[str, Any]:
         """For people and `-o json`."""

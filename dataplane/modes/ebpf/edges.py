@@ -154,6 +154,7 @@ def interface_flags(interfaces: Iterable[Interface], filters: Mapping[int, int],
     interfaces = tuple(interfaces)
     flag = layout.abi_constants()
     vrfs = {interface.index for interface in interfaces if interface.kind == "vrf"}
+    below = {other.lower for other in interfaces if other.kind == "macvlan" and not other.peer_elsewhere}
     asked = {}
     for interface in interfaces:
         if not interface.ethernet:
@@ -165,6 +166,7 @@ def interface_flags(interfaces: Iterable[Interface], filters: Mapping[int, int],
             | flag["INTERFACE_LOOSE4"] * (setting > STRICT and not strict)
             | flag["INTERFACE_STRICT6"] * strictly
             | flag["INTERFACE_IN_VRF"] * (interface.master in vrfs)
+            | flag["INTERFACE_SHARED"] * (interface.master not in {0, *vrfs} or interface.index in below)
         )
     return asked
 

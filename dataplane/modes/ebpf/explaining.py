@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataplane.kernel.bpf import Object, run_on_packet
+from dataplane.kernel.links import hardware_address
 from dataplane.kernel.packets import first_packet
 from dataplane.mode import Question
 from dataplane.modes.ebpf import layout
@@ -208,7 +209,7 @@ def explain(
 ) -> Answers:
     """Run the programs of `place` (pod, external, node) on the packet, as if it came in at an interface.
 
-    `packet` is the question's first packet, unless another is given.
+    `packet` is the question's first packet, unless another is given. Its frame is for the interface.
 
     Returns:
         verdict, backends (the chosen one), service, masquerade, reason, and steps: name and text of each.
@@ -216,6 +217,7 @@ def explain(
     packet = packet or first_packet(
         question.src, question.dst, question.port, question.protocol, question.source_port or None
     )
+    packet = hardware_address(ifindex) + packet[6:]
     context = {"ifindex": ifindex, "ingress_ifindex": ifindex} if ifindex and place != "node" else {}
     code, out, _ = run_on_packet(programs.program(PROGRAMS[place]), packet, **context)
     told = _Notes(question, around, place)

@@ -36,6 +36,7 @@ WORDS: Final = {
     "moved": "a flow's sender lives at another interface by now, where the flow goes on",
     "link_gone": "the interface of a flow's pod is gone; the flow went back to the stack",
     "unbelieved": "a reset, FIN or answer with numbers that cannot be its sender's was passed on, and not believed",
+    "left_frame": "a packet that may be a service's came in a frame that is not for this node alone: it is the stack's",
     # What was refused
     "reject": "refused: no backend, or no such port at a service's address",
     "socket_refused": "refused a socket of this node: no backend, or no such port at a service's address",
@@ -45,6 +46,7 @@ WORDS: Final = {
     "drop_martian": "no packet from outside has this source: the node's own, a ClusterIP, loopback, multicast, none",
     "drop_reverse_path": "the source is not behind the interface that the packet came in at (rp_filter)",
     "drop_foreign": "a packet of a flow came in at an interface where its sender does not live",
+    "drop_malformed": "checksum, lengths or options of its headers are wrong",
     "drop_unallocated": "an address of the services' range that no service has",
     "drop_no_route": "the kernel has no route to the backend",
     "drop_no_port": "no source port was left for the flow",
