@@ -264,8 +264,8 @@ class TestFields:
             "mode": "userspace", "algorithm": "maglev", "manifests": "/m", "nodeAddresses": ["10.0.0.1"],
             "adminSocket": "/s", "ebpf.podInterfaces": ["veth*"], "ebpf.uplinkInterfaces": ["eth0"],
             "ebpf.socketScope": "all", "ebpf.cgroup": "/c", "ebpf.pinRoot": "/p", "ebpf.xdp": "native",
-            "ebpf.dsr": "ipip", "ebpf.masqueradePorts": "2000-3000", "ebpf.probes.interval": "7s",
-            "ebpf.probes.timeout": "7s",
+            "ebpf.dsr": "ipip", "ebpf.sourceCheck": "strict", "ebpf.masqueradePorts": "2000-3000",
+            "ebpf.probes.interval": "7s", "ebpf.probes.timeout": "7s",
         }  # fmt: skip
         value = other.get(row.path, (not row.default) if row.type is bool else 7)
         config = ours(field(row.path, json.dumps(value)))
@@ -587,6 +587,7 @@ OTHER: dict[str, Any] = {  # another value than the default, where `other` canno
     "metrics_bind_address": "[::1]:1", "logging_format": "json", "proxy_mode": "iptables", "mode": "iptables",
     "masquerade_ports": "1024-2048", "cluster_cidr": "10.0.0.0/8", "nodeport_addresses": ["10.0.0.0/8"],
     "pod_interfaces": ["v*"], "uplink_interfaces": ["e*"], "socket_scope": "all", "xdp": "off", "dsr": "ipip",
+    "source_check": "strict",
     "algorithm": "maglev", "ipvs_scheduler": "wrr", "ipvs_exclude_cidrs": ["10.0.0.0/8"],
     "pod_bridge_interface": "cni0", "pod_interface_name_prefix": "veth", "detect_local_mode": "NodeCIDR",
     "nftables_min_sync_period": "7s", "conntrack_udp_timeout": "7s", "conntrack_udp_timeout_stream": "7s",

@@ -138,6 +138,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     for data in item.config.stash[_REMOTE].reports(item.nodeid):
         if isinstance(data["longrepr"], list):
             data["longrepr"] = tuple(data["longrepr"])  # of a skip: place, line, reason; JSON has no tuples
+        data.pop("cpu", None)  # of an emulated processor; the guest's whole time is counted when it ends
         report = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
         hook.pytest_runtest_logreport(report=report)
     hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
