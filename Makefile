@@ -37,11 +37,12 @@ demo: setup ## show the main job on this machine, in namespaces of its own (root
 	$(Q)$(VENV)/bin/hybrid-proxy lab demo
 
 # Most tests wait rather than compute: there are more workers than processors. Without IPVS in this kernel, its tests
-# run in a virtual machine, beside the others. Hundreds of processes begin from bytecode, the guest's too.
+# run in a virtual machine, beside the others. Hundreds of processes begin from bytecode, the guest's too. A failed test
+# gets a second try, and is named: tests/steadiness.py.
 test test-long: export PYTHONDONTWRITEBYTECODE =
 test: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests, a quarter of an hour (root: they make namespaces of their own); WORKERS=5
 	$(Q)$(PYTHON) -m compileall -q controller dataplane
-	$(Q)$(PYTHON) -m pytest -n $(WORKERS) -m "not long" --durations=20 --costs=20 $(ARGS)
+	$(Q)$(PYTHON) -m pytest -n $(WORKERS) -m "not long" --durations=20 --costs=20 --reruns 1 --reruns-delay 1 $(ARGS)
 
 test-long: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests that only take long, before a release
 	$(Q)$(PYTHON) -m compileall -q controller dataplane
