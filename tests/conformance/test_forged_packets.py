@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -180,10 +179,6 @@ def _family(case: Case) -> int:
     return V4 if case.family == 4 else V6
 
 
-# Known failures, one a line: the name of a test's variant and of a case.
-KNOWN = frozenset(Path(__file__).with_name("forged.known").read_text().splitlines())
-
-
 def _groups(origin: str = "") -> list[Any]:
     made = []
     for name, cases in GROUPS.items():
@@ -274,22 +269,18 @@ def endings_on_xdp(xdp_stage: Stage) -> Ended:
 
 @pytest.mark.parametrize("cases", _groups())
 def test_forged(attack: Attack, mode: str, cases: tuple[Case, ...]) -> None:
-    _judge(attack, mode, cases, mode)
+    _judge(attack, mode, cases)
 
 
 @pytest.mark.parametrize("mode", ["ebpf"] if "ebpf" in MODES else [], indirect=True)
 @pytest.mark.parametrize("cases", _groups("wire"))
 def test_forged_at_xdp(attack_on_xdp: Attack, mode: str, cases: tuple[Case, ...]) -> None:
-    _judge(attack_on_xdp, mode, cases, "xdp")
+    _judge(attack_on_xdp, mode, cases)
 
 
-def _judge(attack: Attack, mode: str, cases: tuple[Case, ...], variant: str) -> None:
-    wrong = {f"{variant} {case.name}": words for case in cases if (words := _wrong(attack, mode, case))}
-    known = {name for name in (f"{variant} {case.name}" for case in cases) if name in KNOWN}
-    assert wrong.keys() <= known, "\n".join(f"{name}: {wrong[name]}" for name in wrong.keys() - known)
-    assert wrong.keys() == known, f"right by now, to be taken out of forged.known: {sorted(known - wrong.keys())}"
-    if known:
-        pytest.xfail("believed: no check of source, form or interface")
+def _judge(attack: Attack, mode: str, cases: tuple[Case, ...]) -> None:
+    wrong = {case.name: words for case in cases if (words := _wrong(attack, mode, case))}
+    assert not wrong, "\n".join(f"{name}: {words}" for name, words in wrong.items())
 
 
 def _wrong(attack: Attack, mode: str, case: Case) -> str:
@@ -314,20 +305,16 @@ RESETS = [
 
 @pytest.mark.parametrize("ending", RESETS)
 def test_ended(endings: Ended, mode: str, ending: Ending) -> None:
-    _judge_ending(endings, mode, ending, mode)
+    _judge_ending(endings, mode, ending)
 
 
 @pytest.mark.parametrize("mode", ["ebpf"] if "ebpf" in MODES else [], indirect=True)
 @pytest.mark.parametrize("ending", RESETS)
 def test_ended_at_xdp(endings_on_xdp: Ended, mode: str, ending: Ending) -> None:
-    _judge_ending(endings_on_xdp, mode, ending, "xdp")
+    _judge_ending(endings_on_xdp, mode, ending)
 
 
-def _judge_ending(endings: Ended, mode: str, ending: Ending, variant: str) -> None:
+def _judge_ending(endings: Ended, mode: str, ending: Ending) -> None:
     pod, became = endings[ending]
     ends = ending.ends(pod, mode)
-    name = f"{variant} {ending.name}"
-    wrong = ends is not None and ends == (became == ANSWERED)
-    assert not wrong or name in KNOWN, f"{name}: {became}, backend {pod}"
-    if wrong:
-        pytest.xfail("a segment is believed whatever its number and interface")
+    assert ends is None or ends != (became == ANSWERED), f"{ending.name}: {became}, backend {pod}"
