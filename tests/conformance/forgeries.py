@@ -206,6 +206,13 @@ class Case:
         )
 
     @property
+    def is_on_the_way(self) -> bool:
+        """An error of a router between the node and that end of the flow: a path's MTU is learned from such ones."""
+        far = {"error-to-peer": "backend", "error-to-service": "client"}.get(self.part)
+        own = (self.origin, self.source) == ("wire", "own")
+        return bool(far) and own and getattr(FLOWS[self.where], str(far)) in FLOWS[self.where].outside
+
+    @property
     def row(self) -> tuple[str, str]:
         """Of docs/conformance.md."""
         if self.form:

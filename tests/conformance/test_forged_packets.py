@@ -288,7 +288,7 @@ def _wrong(attack: Attack, mode: str, case: Case) -> str:
     seen, wanted = attack.seen[case], case.wanted(mode)
     if wanted == NOBODY and seen:
         return f"nobody should get it: {'; '.join(seen[:3])}"
-    must = case.must_arrive or (wanted == SOMEBODY and mode == "nftables")
+    must = case.must_arrive or (wanted == SOMEBODY and (mode == "nftables" or (mode == "ebpf" and case.is_on_the_way)))
     return "nobody got it" if must and not seen else ""
 
 
