@@ -71,7 +71,7 @@ class Node:
     def at(self, index: int, packet: bytes) -> tuple[int, bytes]:
         """A packet that comes in at a pod's interface, or at the uplink."""
         hook = "uplink_ingress" if index == self.uplink else "pod_ingress"
-        return run_on_packet(self.bench.hooks.program(hook), packet, ifindex=index, ingress_ifindex=index)[:2]
+        return run_on_packet(self.bench.hooks.program(hook), packet, ifindex=index)[:2]
 
     def request(self, protocol: Protocol, payload: bytes = b"?") -> bytes:
         transport = segment(40000, 80, "PA", payload=payload) if protocol is Protocol.TCP else datagram(40000, 80)
@@ -192,8 +192,8 @@ def test_uplinks_are_one_place(node: Node) -> None:
     node.bench.serve(web(net))
     program = node.bench.hooks.program("uplink_ingress")
     opened = frame(net, net.stranger, net.vip, syn())
-    assert run_on_packet(program, opened, ifindex=node.uplink, ingress_ifindex=node.uplink)[0] == PASS
-    again = run_on_packet(program, opened, ifindex=second, ingress_ifindex=second)
+    assert run_on_packet(program, opened, ifindex=node.uplink)[0] == PASS
+    again = run_on_packet(program, opened, ifindex=second)
     assert read(again[1]).dst == net.backends[0]
     assert node.bench.count("drop_foreign") == 0
 
