@@ -153,6 +153,7 @@ enum flow_flags {
 	FLOW_MASQUERADE = 1 << 10, /* the source is the node's: the packet goes on by our own route lookup */
 	FLOW_NODE = 1 << 11,	   /* the client is this node */
 	FLOW_WRAPPED = 1 << 12, /* its packets go to the backend's node in another one, and answers do not come here */
+	FLOW_DOUBTED = 1 << 14, /* reset with a number ahead of what was acknowledged: over, if nobody goes on */
 	FLOW_ASKED = 1 << 13,	/* a SYN asked the backend whether this connection still lives; it has not answered */
 };
 

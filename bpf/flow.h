@@ -379,26 +379,27 @@ INLINE bool answers_syn(const struct packet *p, const struct flow *reply)
 	return p->tcp_flags & TCP_ACK && p->tcp_flags & (TCP_SYN | TCP_RST) && p->ack == reply->ack;
 }
 
-/* Can the reset be of the direction that it comes in? Its receiver takes it with the next sequence number that it
- * expects alone (RFC 5961, 3.2), which is what it has acknowledged, or ahead of that by data that is under way. More
- * than a little of that is acknowledged while it comes in, and the sender then answers with another reset.
+/* Of a reset of `f`'s direction: FLOW_RESET, the connection is over; FLOW_DOUBTED, it is where nobody goes on; 0, it
+ * cannot be the sender's. Its receiver takes it with the next sequence number that it expects alone (RFC 5961, 3.2),
+ * which is what it has acknowledged, or ahead of that by data that is under way. Else it asks back, which is to go on.
  */
-INLINE bool is_senders_reset(const struct packet *p, const struct flow *f, const struct flow *other)
+INLINE __u16 judge_reset(const struct packet *p, const struct flow *f, const struct flow *other)
 {
 	if ((f->flags & (FLOW_REPLY | FLOW_ANSWERED | FLOW_ESTABLISHED)) == FLOW_REPLY)
-		return answers_syn(p, f);
-	return is_ahead(p->seq, other->ack, RESET_WINDOW);
+		return answers_syn(p, f) ? FLOW_RESET : 0;
+	if (p->seq == other->ack)
+		return FLOW_RESET;
+	return is_ahead(p->seq, other->ack, RESET_WINDOW) ? FLOW_DOUBTED : 0;
 }
 
-/* Both directions know that the connection is over. */
 INLINE void note_reset(const struct packet *p, struct flow *f, struct flow *other)
 {
-	if (!is_senders_reset(p, f, other)) {
+	__u16 judged = judge_reset(p, f, other);
+
+	if (!judged)
 		count(COUNT_UNBELIEVED);
-		return;
-	}
-	f->flags |= FLOW_RESET;
-	other->flags |= FLOW_RESET;
+	f->flags |= judged;
+	other->flags |= judged;
 }
 
 INLINE void note_fin(const struct packet *p, struct flow *f, struct flow *other)
@@ -419,11 +420,11 @@ INLINE void begin_again(struct flow *f, struct flow *other)
 	other->flags &= ~(FLOW_FIN | FLOW_FIN_ACKED | FLOW_OTHER_FIN);
 }
 
-/* The connection lives: who was asked by a SYN has said something, or who seemed to begin anew goes on. */
+/* The connection lives: who was asked by a SYN has said something, who seemed to begin anew or to be reset goes on. */
 INLINE void note_life(struct flow *f, struct flow *other)
 {
-	f->flags &= ~FLOW_ASKED;
-	other->flags &= ~FLOW_ASKED;
+	f->flags &= ~(FLOW_ASKED | FLOW_DOUBTED);
+	other->flags &= ~(FLOW_ASKED | FLOW_DOUBTED);
 	f->asked = other->asked = 0;
 }
 
@@ -452,7 +453,8 @@ INLINE bool touch(const struct packet *p, struct flow *f, const enum flow_table 
 {
 	__u32 time = now();
 	bool stale = time - f->seen >= settings.hz;
-	bool ending = p->tcp_flags & (TCP_FIN | TCP_RST | TCP_SYN) || f->flags & (FLOW_OTHER_FIN | FLOW_ASKED);
+	bool ending =
+		p->tcp_flags & (TCP_FIN | TCP_RST | TCP_SYN) || f->flags & (FLOW_OTHER_FIN | FLOW_ASKED | FLOW_DOUBTED);
 	struct flow *other;
 
 	note_progress(p, f);
@@ -465,11 +467,11 @@ INLINE bool touch(const struct packet *p, struct flow *f, const enum flow_table 
 	WRITE_ONCE(other->seen, time);
 	if (!ending)
 		return false;
-	if (f->flags & FLOW_ASKED && (f->flags & FLOW_REPLY || !is_opening_segment(p)))
-		note_life(f, other);
 	if (p->tcp_flags & TCP_RST)
 		note_reset(p, f, other);
-	else if (p->tcp_flags & TCP_SYN && f->flags & FLOW_REPLY)
+	else if (f->flags & (FLOW_ASKED | FLOW_DOUBTED) && (f->flags & FLOW_REPLY || !is_opening_segment(p)))
+		note_life(f, other);
+	if (p->tcp_flags & TCP_SYN && f->flags & FLOW_REPLY)
 		begin_again(f, other);
 	else if (p->tcp_flags & TCP_FIN)
 		note_fin(p, f, other);

@@ -30,29 +30,46 @@ def say(bench: Bench, net: Net, there: Seen, flags: str, *, up: bool, seq: int, 
 
 
 RESETS = [
-    pytest.param(0, True, id="what-was-acknowledged"),
-    pytest.param(1460, True, id="after-data-under-way"),
-    pytest.param(65536, True, id="the-window's-end"),
-    pytest.param(65537, False, id="beyond-the-window"),
-    pytest.param(-1, False, id="before"),
-    pytest.param(1 << 31, False, id="anywhere"),
+    pytest.param(0, "FLOW_RESET", id="what-was-acknowledged"),
+    pytest.param(1460, "FLOW_DOUBTED", id="after-data-under-way"),
+    pytest.param(65536, "FLOW_DOUBTED", id="the-window's-end"),
+    pytest.param(65537, "", id="beyond-the-window"),
+    pytest.param(-1, "", id="before"),
+    pytest.param(1 << 31, "", id="anywhere"),
 ]
+SECONDS = {"FLOW_RESET": 11, "FLOW_DOUBTED": 61}  # after which such a flow is forgotten
 
 
 @pytest.mark.parametrize("up", [True, False], ids=["from-the-client", "from-the-backend"])
-@pytest.mark.parametrize(("distance", "believed"), RESETS)
+@pytest.mark.parametrize(("distance", "judged"), RESETS)
 def test_a_reset_counts_where_it_can_be_the_senders(
-    bench: Bench, net: Net, up: bool, distance: int, believed: bool
+    bench: Bench, net: Net, up: bool, distance: int, judged: str
 ) -> None:
     bench.serve(web(net))
     there = bench.open_tcp(net, net.vip)
     say(bench, net, there, "PA", up=False, seq=BACKEND, ack=CLIENT)
     say(bench, net, there, "R", up=up, seq=(CLIENT if up else BACKEND) + distance)
-    assert bool(state(bench, net) & FLAGS["FLOW_RESET"]) is believed
-    assert bench.count("unbelieved") == (0 if believed else 1)
-    bench.age_flows(net.family, 11 * HZ)
+    assert state(bench, net) & (FLAGS["FLOW_RESET"] | FLAGS["FLOW_DOUBTED"]) == FLAGS.get(judged, 0)
+    assert bench.count("unbelieved") == (0 if judged else 1)
+    bench.age_flows(net.family, (SECONDS.get(judged, 61) - 2) * HZ)
     bench.caretaker.scan()
-    assert (bench.flow_count(net.family) == (0, 0)) is believed
+    assert bench.flow_count(net.family) == (2, 0)
+    bench.age_flows(net.family, 3 * HZ)
+    bench.caretaker.scan()
+    assert (bench.flow_count(net.family) == (0, 0)) is bool(judged)
+
+
+@pytest.mark.parametrize("by_client", [True, False], ids=["the-client", "the-backend"])
+@pytest.mark.parametrize("up", [True, False], ids=["from-the-client", "from-the-backend"])
+def test_who_goes_on_was_not_reset(bench: Bench, net: Net, up: bool, by_client: bool) -> None:
+    """Ahead of what was acknowledged it may be a guess: its receiver asks back (RFC 5961, 3.2)."""
+    bench.serve(web(net))
+    there = bench.open_tcp(net, net.vip)
+    say(bench, net, there, "R", up=up, seq=(CLIENT if up else BACKEND) + 1000)
+    say(
+        bench, net, there, "A", up=by_client, seq=CLIENT if by_client else BACKEND, ack=BACKEND if by_client else CLIENT
+    )
+    assert not state(bench, net) & FLAGS["FLOW_DOUBTED"]
 
 
 def test_a_reset_is_judged_by_what_was_acknowledged_last(bench: Bench, net: Net) -> None:

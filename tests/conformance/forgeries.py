@@ -413,13 +413,11 @@ class Ending:
 
     def ends(self, backend: str, mode: str) -> bool | None:
         """Whether the connection ends; None: it may. The kernel has no reverse-path check for IPv6. Conntrack
-        translates nothing that is outside the window, and the node resets what is sent to its own address then. Mode
-        ebpf believes a reset in the window from where its sender lives, so that a SYN may follow it at once.
+        translates nothing that is outside the window, and the node resets what is sent to its own address then.
         """
         if self.kind != "rst-due":
             resets = "fin" in self.kind and self.flow == "wire-to-many" and mode != "ebpf"
-            believed = mode == "ebpf" and self.kind == "rst-in-window-then-syn" and self.origin != "pod"
-            return None if resets or believed else False
+            return None if resets else False
         owner = MANY[self.flow].client if self.part == "client" else backend
         if self.origin == "own" or (self.origin == "wire" and owner[:6] in {"client", "remote"}):
             return True

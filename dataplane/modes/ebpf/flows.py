@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 SCAN_SECONDS = 5.0
 # Idle times in seconds, as nf_conntrack's; those that kube-proxy sets, too, are in the options.
-OPENING, ENDED, SCTP = 60, 10, 210
+OPENING, DOUBTED, ENDED, SCTP = 60, 60, 10, 210
 ETHERNET = bytes(12) + b"\x08\x00"
 
 
@@ -43,6 +43,7 @@ def idle_limits(keys: NDArray[Any], values: NDArray[Any], options: Options) -> N
     limits = np.full(len(keys), options.tcp_timeout_established, dtype=np.int64)
     limits[flags & names["FLOW_ESTABLISHED"] == 0] = OPENING
     limits[flags & (names["FLOW_FIN"] | names["FLOW_OTHER_FIN"]) != 0] = options.tcp_timeout_close_wait
+    limits[flags & names["FLOW_DOUBTED"] != 0] = DOUBTED
     both = names["FLOW_FIN_ACKED"] | names["FLOW_OTHER_FIN"]
     limits[(flags & both == both) | (flags & names["FLOW_RESET"] != 0)] = ENDED
     limits[protocols == Protocol.UDP] = options.udp_timeout_stream
