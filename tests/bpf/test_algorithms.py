@@ -61,11 +61,9 @@ class Asker:
         self.l4 = 14 + (20 if net.family == 4 else 40)
 
     def __call__(self, sport: int, client: str = "") -> str:
-        struct.pack_into("!H", self.packet, self.l4, sport)
         if client:
-            raw = ipaddress.ip_address(client).packed
-            at = 26 if self.net.family == 4 else 22
-            self.packet[at : at + len(raw)] = raw
+            self.packet = bytearray(frame(self.net, client, self.vip, syn()))
+        struct.pack_into("!H", self.packet, self.l4, sport)
         answer = self.bench.explain(bytes(self.packet))
         assert answer["verdict"] == "dnat"
         return str(answer["backends"][0].rpartition(":")[0].strip("[]"))
