@@ -345,7 +345,8 @@ INLINE int to_backend(struct __sk_buff *skb, struct scratch *space, const enum p
 		make_way(&p->tuple, &found, v6);
 	if ((tcp && !opens) || p->fragment.part == LATER_FRAGMENT)
 		return pass();
-	return STEP_OPEN_DIRECT;
+	copy_address(space->result.daddr, p->tuple.daddr);
+	return CALL(may_claim, skb, 0) ? STEP_OPEN_DIRECT : pass();
 }
 
 /* The source may be a backend that answers. Where the client's address is the node's by now, it is put back here,
@@ -369,6 +370,7 @@ INLINE int from_backend(struct __sk_buff *skb, struct scratch *space, const enum
 	if (!(found.entry->flags & FLOW_ESTABLISHED)) {
 		if (!(found.entry->flags & ours))
 			return pass();
+		confirm_way(skb, space, found.entry, p->tuple.protocol, v6);
 		note_answer(p, &found, v6);
 		find_flow(&found, &p->tuple, v6);
 		if (!found.entry)
@@ -435,7 +437,10 @@ INLINE int answer(struct __sk_buff *skb, struct scratch *space, __u32 place, con
 				mark_clash(p, &found, v6);
 			return pass();
 		}
-		note_answer(p, &found, v6);
+		if (confirm(skb, found.entry, place, p->tuple.protocol))
+			note_answer(p, &found, v6);
+		else
+			touch(p, found.entry, found.table, v6);
 	} else if (touch(p, found.entry, found.table, v6)) {
 		finish(&p->tuple, found.entry, found.table, v6);
 	}

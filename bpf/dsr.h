@@ -142,7 +142,7 @@ INLINE __be16 wrapped_port(struct __sk_buff *skb, const bool v6)
 }
 
 /* A packet in a packet, to an address of a backend of this node: what is inside is the client's, and goes to that
- * backend. Anything else that comes so is somebody's tunnel.
+ * backend. Anything else that comes so is somebody's tunnel. Nothing of a pod of this node comes so.
  */
 INLINE int unwrap(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
 {
@@ -169,6 +169,8 @@ INLINE int unwrap(struct __sk_buff *skb, struct scratch *space, __u32 unused, co
 	space->result.sport = p->tuple.sport;
 	space->result.protocol = p->tuple.protocol;
 	find_flow(&found, &p->tuple, v6);
+	if (found.entry && found.entry->origin != ORIGIN_UPLINKS)
+		return drop(COUNT_DROP_FOREIGN);
 	if (found.entry && found.entry->dport == space->result.dport &&
 	    same_address(found.entry->daddr, space->result.daddr, v6))
 		return STEP_FOLLOW;
@@ -177,10 +179,12 @@ INLINE int unwrap(struct __sk_buff *skb, struct scratch *space, __u32 unused, co
 	checked = CALL(check_source, skb, 0);
 	if (checked != STEP_NONE)
 		return checked;
+	turn_round(&space->reply, &space->result);
+	if (has_link((__u32)CALL(find_way, skb, 0) | 1u << LINK_POD_BIT))
+		return drop(COUNT_DROP_REVERSE_PATH);
 	__builtin_memset(&space->choice, 0, sizeof(space->choice));
 	space->flow.flags = space->flow.backend = 0;
 	space->flow.service = (__u32)frontend_at(&space->choice, p->tuple.daddr, p->tuple.dport, p->tuple.protocol, v6);
-	turn_round(&space->reply, &space->result);
 	return STEP_CLAIM;
 }
 

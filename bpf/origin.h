@@ -46,7 +46,8 @@ INLINE int find_way(struct __sk_buff *skb, struct scratch *space, __u32 unused, 
 GLOBAL_VERB(find_way)
 
 /* Does the sender of the flow's packets, whose key is `key`, live here? Behind an interface without programs, where the
- * route cannot tell its ports apart, it is believed unless it lives at another one.
+ * route cannot tell its ports apart, it is believed unless it lives at another one. A client that nobody has answered
+ * for long lives nowhere yet: who forged the flow's first packet does not shut it out.
  */
 INLINE bool lives_here(struct __sk_buff *skb, struct scratch *space, const struct tuple *key, const struct flow *f,
 		       __u32 place, const bool v6)
@@ -58,7 +59,9 @@ INLINE bool lives_here(struct __sk_buff *skb, struct scratch *space, const struc
 	turn_round(&space->reply, key);
 	way = CALL(find_way, skb, 0);
 	NOTE(NOTE_FOREIGN, f->origin, way);
-	return way == here || (way == WAY_ELSEWHERE && is_gone(f->origin));
+	if (way == WAY_ELSEWHERE)
+		return is_gone(f->origin) || !(f->flags & (FLOW_REPLY | FLOW_ESTABLISHED));
+	return way == here;
 }
 
 /* Does the packet tell where the flow lives? Of a connection that opens, an answer to its SYN alone. */
@@ -90,6 +93,30 @@ INLINE void settle(struct __sk_buff *skb, const struct packet *p, const struct f
 	__builtin_memcpy(other->mac, mac + 6, 6);
 	__builtin_memcpy(other->mac + 6, mac, 6);
 	WRITE_ONCE(other->ifindex, here);
+}
+
+/* An answer goes to a client through the stack: to where the client's packets come in? If not these are forged, or take
+ * another way than they are answered, and the answers stay the stack's: of a connection by what is noted here, of
+ * datagrams because the caller does not let the flow establish.
+ */
+INLINE bool confirm(struct __sk_buff *skb, struct flow *reply, __u32 place, __u8 protocol)
+{
+	if (place != AT_POD || !reply->ifindex || reply->ifindex == skb->ifindex)
+		return true;
+	if (protocol != IPPROTO_TCP)
+		return false;
+	WRITE_ONCE(reply->ifindex, 0);
+	return true;
+}
+
+/* The same where the flow's answers never go through the stack: ask where it would send them. */
+INLINE void confirm_way(struct __sk_buff *skb, struct scratch *space, struct flow *reply, __u8 protocol, const bool v6)
+{
+	if (!reply->ifindex || reply->flags & (FLOW_HAIRPIN | FLOW_NODE))
+		return;
+	rewritten(&space->reply, reply, protocol);
+	if ((__u32)CALL(find_way, skb, 0) != reply->ifindex)
+		WRITE_ONCE(reply->ifindex, 0);
 }
 
 #endif

@@ -144,7 +144,18 @@ INLINE int check_source(struct __sk_buff *skb, struct scratch *space, __u32 ifin
 
 GLOBAL_VERB(check_source)
 
-/* The same for a packet to `target`, where it came in. */
+/* May the packet take a tuple for its source? If not, it is the stack's, which refuses it. */
+INLINE int may_claim(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+{
+	const __u32 *source = space->packet.tuple.saddr;
+
+	return !(v6 ? is_martian6(source) : is_martian4(source[0])) &&
+	       passes_reverse_path(skb, space, skb->ifindex, v6);
+}
+
+GLOBAL_VERB(may_claim)
+
+/* `check_source` for a packet to `target`, where it came in. */
 INLINE int check_source_towards(struct __sk_buff *skb, struct scratch *space, const __u32 *target, const bool v6)
 {
 	copy_address(space->result.daddr, target);

@@ -27,12 +27,15 @@ from .kit import (
     Net,
     bench_with,
     datagram,
+    forward_by,
     frame,
     moments,
     read,
     segment,
     syn,
 )
+from .test_flows import web as plain_web
+from .test_origins import Node
 from .test_uplinks import CLIENTS, MTU, NODE_PORT, OUTER, Uplink, routes
 
 OTHER = {4: "192.168.7.99", 6: "fd00:7::99"}  # the primary address of the node where the backend is
@@ -160,6 +163,44 @@ def test_other_peoples_tunnels_pass(pair: Pair) -> None:
             outer = IPv6(src="2001:db8::77", dst=net.backends[0], fl=port, nh=socket.IPPROTO_IPV6)
         tunnel = frame(net, net.client, net.stranger, syn())[:14] + bytes(outer / inner)
         assert pair.server.in_(tunnel) == (PASS, tunnel)
+
+
+def wrapped(net: Net, plain: bytes, port: int) -> bytes:
+    """The frame's packet in another one, as anybody may send it."""
+    size = len(plain) - 14
+    outer = (IP(src="203.0.113.77", dst=net.backends[0], id=port, proto=socket.IPPROTO_IPIP, len=HEAD[4] + size)
+             if net.family == 4 else
+             IPv6(src="2001:db8::77", dst=net.backends[0], fl=port, nh=socket.IPPROTO_IPV6, plen=size))  # fmt: skip
+    return plain[:14] + bytes(outer) + plain[14:]
+
+
+@pytest.fixture(params=[4, 6], ids=["v4", "v6"])
+def pods(request: pytest.FixtureRequest) -> Iterator[Node]:
+    """A node with pods, and the setting."""
+    with fresh(), bench_with(SMALL, dsr=1) as bench:
+        forward_by("out0")
+        made = Node(bench, NETS[request.param])
+        yield made
+        made.close()
+
+
+def test_nothing_wrapped_gets_into_a_pods_flow(pods: Node) -> None:
+    net = pods.net
+    pods.establish(Protocol.TCP)
+    before = pods.bench.flows(net.family)
+    for port in (8080, 8081):  # its backend, and another one, which would begin the flow anew
+        forged = frame(net, net.client, net.vip, segment(40000, 80, "PA", payload=b"!"))
+        assert pods.at(pods.uplink, wrapped(net, forged, port))[0] == (DROP if port == 8080 else PASS)
+    assert pods.bench.count("drop_foreign") == 1
+    assert pods.bench.flows(net.family).keys() == before.keys()
+
+
+def test_nothing_wrapped_is_of_a_pod_of_this_node(pods: Node) -> None:
+    net = pods.net
+    pods.bench.serve(plain_web(net))
+    for source, verdict in ((net.client, DROP), (net.stranger, PASS)):
+        assert pods.at(pods.uplink, wrapped(net, frame(net, source, net.vip, syn()), 8080))[0] == verdict
+    assert pods.bench.count("drop_reverse_path") == 1
 
 
 def test_local_backends_are_masqueraded(nodes: list[tuple[Bench, Object]], net: Net) -> None:

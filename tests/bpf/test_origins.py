@@ -15,7 +15,8 @@ from scapy.packet import Packet, Raw
 
 from dataplane.kernel.bpf import run_on_packet
 from dataplane.modes.ebpf import layout
-from dataplane.table import Protocol
+from dataplane.modes.ebpf.edges import set_elements
+from dataplane.table import Backend, Entry, Frontend, Kind, Masquerade, Protocol, Route
 from tests.namespaces import fresh
 
 from .kit import DROP, HZ, NETS, PASS, REDIRECT, Bench, Net, datagram, forward_by, frame, read, segment, syn
@@ -73,6 +74,10 @@ class Node:
         hook = "uplink_ingress" if index == self.uplink else "pod_ingress"
         return run_on_packet(self.bench.hooks.program(hook), packet, ifindex=index)[:2]
 
+    def to_client(self, packet: bytes) -> tuple[int, bytes]:
+        """What goes to the client through the stack, behind routing."""
+        return run_on_packet(self.bench.hooks.program("pod_egress"), packet, ifindex=self.client)[:2]
+
     def request(self, protocol: Protocol, payload: bytes = b"?") -> bytes:
         transport = segment(40000, 80, "PA", payload=payload) if protocol is Protocol.TCP else datagram(40000, 80)
         return frame(self.net, self.net.client, self.net.vip, transport)
@@ -86,14 +91,14 @@ class Node:
             assert self.at(self.client, frame(net, net.client, net.vip, syn()))[0] == PASS
             back = frame(net, net.backends[0], net.client, segment(8080, 40000, "SA", 0, 1001), from_backend=True)
             assert self.at(self.backend, back) == (PASS, back)
-            self.bench.egress(back)
+            self.to_client(back)
             assert self.at(self.client, frame(net, net.client, net.vip, segment(40000, 80, "A")))[0] == REDIRECT
             return
         for _ in range(2):
             back = frame(net, net.backends[0], net.client, datagram(5353, 40000), from_backend=True)
             assert self.at(self.client, self.request(protocol))[0] == PASS
             assert self.at(self.backend, back) == (PASS, back)
-            self.bench.egress(back)
+            self.to_client(back)
             self.bench.age_flows(net.family, 3 * HZ, "opening")
 
 
@@ -218,6 +223,77 @@ def test_nobody_else_complains_about_a_flow(node: Node, place: str) -> None:
     assert node.bench.count("drop_foreign") == 1
     assert node.at(node.backend, error)[0] == REDIRECT
     assert node.bench.count("icmp_related") == 1
+
+
+# --- who poses as a pod before that pod speaks, where no reverse path is asked for
+
+
+@BOTH
+def test_answers_go_to_who_was_named_and_not_to_who_asked(node: Node, protocol: Protocol) -> None:
+    net, tcp = node.net, protocol is Protocol.TCP
+    node.bench.serve(web(net) if tcp else dns(net, port=80))
+    transport = segment(8080, 40000, "SA", 0, 1001) if tcp else datagram(5353, 40000)
+    back = frame(net, net.backends[0], net.client, transport, from_backend=True)
+    for question in ("S", "A", "PA"):
+        asked = syn() if question == "S" else segment(40000, 80, question)
+        node.at(node.other, frame(net, net.client, net.vip, asked if tcp else datagram(40000, 80)))
+        assert node.at(node.backend, back) == (PASS, back)
+        assert read(node.to_client(back)[1]).src == net.vip
+        node.bench.age_flows(net.family, 3 * HZ, "opening")
+
+
+@BOTH
+def test_masqueraded_answers_go_to_who_was_named(node: Node, protocol: Protocol) -> None:
+    """They never go through the stack."""
+    net, tcp = node.net, protocol is Protocol.TCP
+    port = 8080 if tcp else 5353
+    route = Route((Backend(net.backends[0], port),))
+    front = Frontend(Kind.EXTERNAL_IP, net.vip2, 80, route, route, Masquerade.ALWAYS)
+    node.bench.serve(Entry("default/web:http", net.family, protocol, (front,), route.backends))
+    for place, handed in ((node.other, 0), (node.client, node.client)):
+        node.bench.forget_flows()
+        opened = frame(net, net.client, net.vip2, syn() if tcp else datagram(40000, 80))
+        there = read(node.at(place, opened)[1])
+        assert there.src == net.primary
+        for flags in ("SA", "A"):
+            answered = segment(port, there.sport, flags, 0, 1001) if tcp else datagram(port, there.sport)
+            back = frame(net, net.backends[0], net.primary, answered, from_backend=True)
+            assert read(node.at(node.backend, back)[1]).tuple == (net.vip2, 80, net.client, 40000)
+            node.bench.age_flows(net.family, 3 * HZ, "opening")
+        flows = {**node.bench.flows(net.family), **node.bench.flows(net.family, "opening")}
+        (reply,) = (flow for flow in flows.values() if flow["flags"] & FLAGS["FLOW_REPLY"])
+        assert int(reply["ifindex"]) == handed
+
+
+def test_who_forged_a_first_datagram_does_not_shut_the_client_out(node: Node) -> None:
+    """Behind a bridge, where the route does not tell who lives where."""
+    net = node.net
+    node.lead(net.client, "nobody")
+    node.bench.serve(dns(net, port=80))
+    back = answer_of(node, Protocol.UDP)
+    for _ in range(3):
+        assert node.at(node.other, node.request(Protocol.UDP))[0] == PASS
+        assert node.at(node.backend, back) == (PASS, back)
+        assert read(node.to_client(back)[1]).src == net.vip
+        node.bench.age_flows(net.family, 3 * HZ, "opening")
+    assert node.at(node.client, node.request(Protocol.UDP))[0] == PASS
+    assert node.bench.count("drop_foreign") == 0
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["unasked", "strict"])
+def test_a_direct_datagram_claims_nothing_where_the_stack_refuses_it(node: Node, strict: bool) -> None:
+    net = node.net
+    if strict:
+        flags = sum(FLAGS[f"INTERFACE_{name}"] for name in ("STRICT4", "STRICT6", "SHARED"))  # frames name no MAC here
+        rows = {index.to_bytes(4, "little"): flags.to_bytes(4, "little") for index in node.links.values()}
+        set_elements(node.bench.maps.maps["interfaces"], rows)
+    node.bench.serve(dns(net, port=80))
+    forged = frame(net, net.client, net.backends[0], datagram(40000, 5353))
+    assert node.at(node.other, forged) == (PASS, forged)
+    verdict, out = node.at(node.client, node.request(Protocol.UDP))
+    asked = read(out)
+    assert (verdict, asked.dst) == (PASS, net.backends[0])
+    assert (asked.sport == 40000) is strict, "whoever is believed has the port"
 
 
 # --- interfaces made anew
