@@ -212,7 +212,7 @@ INLINE int cross(struct xdp_md *ctx, const bool v6)
 	struct tuple to;
 
 	parse_bytes(data, end, end - data, &p, v6);
-	if (!is_plain(data, &p, v6) || !may_be_ours(&p.tuple, v6) || !is_sound(data, end, end - data, false, &p, v6) ||
+	if (!is_plain(data, &p, v6) || !may_be_ours(&p.tuple, v6) || !is_sound(data, end, end - data, length, &p, v6) ||
 	    !find_crossing(&found, &flow, &p, v6))
 		return XDP_PASS;
 	rewritten(&to, &flow, p.tuple.protocol);

@@ -51,10 +51,8 @@ INLINE bool adds_up(void *data, void *end, const struct packet *p)
 			sum += word[i];
 		}
 	}
-	sum = (sum & 0xffffffff) + (sum >> 32);
 	sum = (sum & 0xffff) + (sum >> 16 & 0xffff) + (sum >> 32);
-	sum = (sum & 0xffff) + (sum >> 16);
-	return (sum & 0xffff) + (sum >> 16) == 0xffff;
+	return sum == 0xffff || sum == 2 * 0xffff;
 }
 
 INLINE bool has_hop_options(void *data, void *end)
@@ -64,10 +62,10 @@ INLINE bool has_hop_options(void *data, void *end)
 	return (void *)(ip + 1) <= end && ip->nexthdr == IPPROTO_HOPOPTS;
 }
 
-/* Hop-by-hop options, which routers read: nothing but padding, in their smallest form. A bundle longer than IPv6's
+/* Hop-by-hop options, which routers read: nothing but padding, in their smallest form. What is longer than IPv6's
  * header can say has its length there.
  */
-INLINE bool is_padding(void *data, void *end, bool bundle)
+INLINE bool is_padding(void *data, void *end)
 {
 	struct ipv6hdr *ip = data + L3_OFFSET;
 	__u8 *option = (void *)(ip + 1);
@@ -75,7 +73,7 @@ INLINE bool is_padding(void *data, void *end, bool bundle)
 	if ((void *)(option + 8) > end)
 		return false;
 	if (!ip->payload_len)
-		return bundle;
+		return true;
 	if (option[1] || (option[2] == HOP_PADN ? option[3] != 4 : option[2] != HOP_PAD1 || option[3] != HOP_PAD1))
 		return false;
 	return !(option[4] | option[5] | option[6] | option[7]);
@@ -99,29 +97,27 @@ INLINE bool transport_fits(void *data, void *end, const struct packet *p, __u32 
 	return length >= sizeof(*udp) && p->l4 + length <= finish;
 }
 
-/* Do checksum and lengths agree with a frame of `whole` bytes? `bundle`: it stands for several packets, and may be
- * longer than IP's header can say (BIG TCP).
+/* Do checksum and lengths agree with each other, and with a frame of `whole` bytes? `finish`: where the packet ends in
+ * it, 0: nowhere.
  */
-INLINE bool is_sound(void *data, void *end, __u32 whole, bool bundle, const struct packet *p, const bool v6)
+INLINE bool is_sound(void *data, void *end, __u32 whole, __u32 finish, const struct packet *p, const bool v6)
 {
-	__u32 finish;
-
-	if (v6 ? has_hop_options(data, end) && !is_padding(data, end, bundle) : !adds_up(data, end, p))
+	if (v6 ? has_hop_options(data, end) && !is_padding(data, end) : !adds_up(data, end, p))
 		return false;
-	finish = end_of_packet(data, end, v6);
-	if (!finish && !bundle)
-		return false;
-	if (!finish)
-		finish = whole;
-	return finish <= whole && transport_fits(data, end, p, finish);
+	return finish && finish <= whole && transport_fits(data, end, p, finish);
 }
 
-/* A packet that was parsed: is it what it says? */
+/* A packet that was parsed: is it what it says? One that stands for several may be longer than IP's header can say (BIG
+ * TCP), and ends with its frame.
+ */
 INLINE bool is_well_formed(struct __sk_buff *skb, const struct packet *p, const bool v6)
 {
 	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
+	__u32 finish = end_of_packet(data, end, v6);
 
-	return is_sound(data, end, skb->len, skb->gso_size, p, v6);
+	if (!finish && skb->gso_size)
+		finish = skb->len;
+	return is_sound(data, end, skb->len, finish, p, v6);
 }
 
 #endif
