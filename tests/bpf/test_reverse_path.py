@@ -121,7 +121,7 @@ def programs_take(bench: Bench, family: int, source: str, interface: str) -> boo
     net, place = NETS[family], "uplink" if interface.startswith("up") else "pod"
     index = index_of(interface)
     packet = hardware_address(index) + frame(net, source, net.vip, syn())[6:]
-    verdict = bench.enter(place, packet, ifindex=index, ingress_ifindex=index)[0]
+    verdict = bench.enter(place, packet, ifindex=index)[0]
     assert verdict in (PASS, DROP)
     counted = bench.counts()
     assert (verdict == DROP) == bool({"drop_martian", "drop_reverse_path"} & counted.keys()), counted

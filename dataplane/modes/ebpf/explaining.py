@@ -218,7 +218,7 @@ def explain(
         question.src, question.dst, question.port, question.protocol, question.source_port or None
     )
     packet = hardware_address(ifindex) + packet[6:]
-    context = {"ifindex": ifindex, "ingress_ifindex": ifindex} if ifindex and place != "node" else {}
+    context = {"ifindex": ifindex} if ifindex and place != "node" else {}
     code, out, _ = run_on_packet(programs.program(PROGRAMS[place]), packet, **context)
     told = _Notes(question, around, place)
     interface = around.interface(ifindex) if ifindex else None
