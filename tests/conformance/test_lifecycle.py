@@ -234,26 +234,31 @@ def test_strict_conntrack_rules_are_tolerated(bench: Bench, strict: None) -> Non
 def test_the_end_of_a_connection_reaches_the_other_side(bench: Bench, strict: None, family: int) -> None:
     """A FIN that a firewall takes for invalid would leave the backend with a connection that nobody has."""
     service = bench.service("pod2")
+    before = established(bench.lab, "pod2", family)
     streams = [bench.stream("pod1", service.vip(family), family) for _ in range(20)]
     for _ in range(20):
         for stream in streams:
             stream.ask()
         time.sleep(0.02)
-    assert len(established(bench.lab, "pod2", family)) >= 20
+    assert len(established(bench.lab, "pod2", family) - before) >= 20
     for stream in streams:
         stream.connection.close()
     eventually(
-        lambda: not established(bench.lab, "pod2", family),
+        lambda: established(bench.lab, "pod2", family) <= before,
         3,
-        "the backend still has connections of a client that closed",
+        lambda: (
+            "the backend still has connections of a client that closed:\n"
+            + "\n".join(map(" ".join, sorted(established(bench.lab, "pod2", family) - before)))
+        ),
     )
 
 
-def established(lab: Lab, place: str, family: int) -> list[str]:
-    """Lines of /proc/net/tcp of a place for connections that are open on both sides, as far as it knows."""
+def established(lab: Lab, place: str, family: int) -> set[tuple[str, str]]:
+    """The ends, as /proc/net/tcp has them, of connections that are open on both sides as far as a place knows."""
     with lab.inside(place):
         lines = Path("/proc/thread-self/net", "tcp" if family == V4 else "tcp6").read_text().splitlines()[1:]
-    return [line for line in lines if line.split()[3] == "01"]
+    rows = [line.split() for line in lines]
+    return {(row[1], row[2]) for row in rows if row[3] == "01"}
 
 
 def test_what_is_no_services_waits_for_no_agent(bench: Bench) -> None:

@@ -67,7 +67,7 @@ class Audit:
         found = []
         if self.told.is_set():
             self.told.clear()
-            found += self._addresses()
+            found += self.addresses()
         now = time.monotonic()
         found += self._changed_rules(now)
         all_of_it = list(self._all())
@@ -86,11 +86,10 @@ class Audit:
                 "%d things of ours were changed by others and are put right: %s%s",
                 len(found), "; ".join(found[:SHOWN]), more,
             )  # fmt: skip
-            self._programmer.repair()
-            self._programmer.audit_repairs += len(found)
+            self._programmer.repair(len(found))
 
     def _all(self) -> Iterator[Look]:
-        yield self._addresses
+        yield self.addresses
         yield self._servers
         yield self._settings
         for number in range(SLICES):
@@ -111,7 +110,8 @@ class Audit:
         self._revision, self._rules_at, self._rules_after = known, ended + self._seconds, ended + 10 * (ended - now)
         return found
 
-    def _addresses(self) -> list[str]:
+    def addresses(self) -> list[str]:
+        """Sentences: the device, or addresses of ours on it, are gone."""
         device = self._programmer.doors.device
         if not device.find():
             return [f"the device {DEVICE} is gone"]

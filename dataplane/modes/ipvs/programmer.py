@@ -71,7 +71,7 @@ class Ipvs(Unasked):
         self._draining: set[Server] = set()
         self._drain_at = 0.0
         self._full = self._first = True
-        self._broken = False  # a repair failed
+        self.owed = 0  # things that others changed and that are not put right yet
         self._wake = wake
         self._stop = threading.Event()
         self._watching = False
@@ -85,6 +85,8 @@ class Ipvs(Unasked):
         try:
             if self._full or table.node != self.table.node or self._takes_addresses(table, names):
                 names = table.services
+                if not first and not self.owed:  # it is put right now, whoever asks for it: it counts
+                    self.owed = len(self.audit.addresses())
                 result = self._replace(table)
             else:
                 result = self._change(table, names)
@@ -121,7 +123,7 @@ class Ipvs(Unasked):
             self.audit.rules = machine.write_rules(self.doors, table.node, table.health_ports)
 
         machine.perform(self.doors, steps, self.actual, ready)
-        self._broken = False
+        self.audit_repairs, self.owed = self.audit_repairs + self.owed, 0
         self._note_draining(steps)
         self._watch()
         entries = sum(len(held) for held in table.services.values())
@@ -288,14 +290,24 @@ class Ipvs(Unasked):
         """See `dataplane.mode.Programmer.maintain`."""
         if self._full:
             return  # the next sync reads and writes everything
-        if self._broken:
-            self.repair()
+        if self.owed:
+            self._repair()
         self._drain()
         self.audit.step()
 
-    def repair(self) -> None:
-        """Read everything and put right what differs; what fails is tried again by the next `maintain`."""
-        self._broken = True
+    def repair(self, changed: int) -> None:
+        """Read everything and put right what differs; what fails is tried again by the next `maintain`.
+
+        Args:
+            changed: how many things were found changed by others.
+
+        Raises:
+            DataplaneError: it cannot be put right now.
+        """
+        self.owed += changed
+        self._repair()
+
+    def _repair(self) -> None:
         try:
             self._replace(self.table)
         except (DataplaneError, OSError) as error:

@@ -270,8 +270,23 @@ def test_a_repair_that_fails_is_tried_again(node: Node) -> None:
     with pytest.raises(DataplaneError, match="put right"):
         swept(node, agent)
     assert node.weights() is None
+    assert agent.audit_repairs == 0
     agent.maintain()
     assert node.weights() == {A.address: 1}
+    assert agent.audit_repairs > 0
+
+
+def test_what_a_new_table_puts_right_counts_as_a_repair(node: Node) -> None:
+    """The node's addresses are told anew when a device goes; that may be programmed before anybody looks."""
+    agent = node.start()
+    agent.sync(node.table(web(A)))
+    node.device.lose_device()
+    table = node.table(web(A))
+    facts = msgspec.structs.replace(table.node, addresses=(*table.node.addresses, "192.0.2.77"))
+    agent.sync(msgspec.structs.replace(table, node=facts))
+    assert node.device.bound == {"10.96.0.1"}
+    agent.maintain()
+    assert agent.audit_repairs == 1
 
 
 def snapshot(node: Node) -> object:
