@@ -207,18 +207,18 @@ def _bound() -> Iterator[Case]:
     """The node has a second address, and a socket of it may choose that one."""
     web, second = ("pod2", "pod3", "remote1"), ("192.168.77.22", "fd77::22")
     lb: tuple[Kind, ...] = ("lb",)
-    yield from _each("2.27", "a socket bound to the node's second address is seen as the node", ("node",), "web", ALL,
+    yield from _each("2.31", "a socket bound to the node's second address is seen as the node", ("node",), "web", ALL,
                      node(*web), bound=second)  # fmt: skip
-    yield from _each("2.27", "datagrams of such a socket", ("node",), "dns", ALL, node("pod2", "remote1"),
+    yield from _each("2.31", "datagrams of such a socket", ("node",), "dns", ALL, node("pod2", "remote1"),
                      bound=second)  # fmt: skip
-    yield from _each("2.27", "such a socket and a backend on the node itself", ("node",), "hosted", ("cluster", "lb"),
+    yield from _each("2.31", "such a socket and a backend on the node itself", ("node",), "hosted", ("cluster", "lb"),
                      To(frozenset({"node"}), "any"), bound=second)  # fmt: skip
-    yield from _each("2.27", "the ranges have its address: let in", ("node",), "guarded-second", lb, node("pod2"),
+    yield from _each("2.31", "the ranges have its address: let in", ("node",), "guarded-second", lb, node("pod2"),
                      bound=second)  # fmt: skip
-    yield from _each("2.27", "the ranges have the primary address alone: silence", ("node",), "guarded-node", lb,
+    yield from _each("2.31", "the ranges have the primary address alone: silence", ("node",), "guarded-node", lb,
                      SILENT, bound=second)  # fmt: skip
-    yield from _each("2.27", "no endpoints: refused", ("node",), "empty", ALL, REFUSED, bound=second)
-    yield from _each("2.27", "a socket that is bound to none has the primary address", ("node",), "guarded-second", lb,
+    yield from _each("2.31", "no endpoints: refused", ("node",), "empty", ALL, REFUSED, bound=second)
+    yield from _each("2.31", "a socket that is bound to none has the primary address", ("node",), "guarded-second", lb,
                      SILENT)  # fmt: skip
 
 
@@ -231,7 +231,7 @@ CORE: Final = frozenset({
     "2.9-pod1-to-away-lb", "2.9-node-to-local-nodeport", "2.10-client-to-away-lb", "2.10-client-to-away-nodeport",
     "2.11-pod1-to-inner-away-cluster", "2.13-pod1-to-zoned-cluster", "2.14-client-to-guarded-lb",
     "2.14-node2-to-guarded-lb", "2.14a-node2-to-guarded-empty-lb", "2.19-pod1-to-web-cluster-81",
-    "2.20-client-to-far-cluster", "2.27-node-to-web-cluster-bound-to-192.168.77.22",
-    "2.27-node-to-guarded-second-lb-bound-to-192.168.77.22", "2.27-node-to-guarded-node-lb-bound-to-192.168.77.22",
+    "2.20-client-to-far-cluster", "2.31-node-to-web-cluster-bound-to-192.168.77.22",
+    "2.31-node-to-guarded-second-lb-bound-to-192.168.77.22", "2.31-node-to-guarded-node-lb-bound-to-192.168.77.22",
     "2.26-client-to-hosted-cluster", "3.11-client-to-web-nodeport",
 })  # fmt: skip

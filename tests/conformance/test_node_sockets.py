@@ -103,7 +103,7 @@ def connected_from(bench: Bench, address: str, target: tuple[str, int], family: 
         return ask_tcp(client)
 
 
-@pytest.mark.row("2.27", "bound to a load-balancer IP: backends see an address that can be answered")
+@pytest.mark.row("2.31", "bound to a load-balancer IP: backends see an address that can be answered")
 @pytest.mark.parametrize("backend", ["remote1", "pod2"])
 def test_bound_to_a_load_balancer_ip(bench: Bench, backend: str, family: int) -> None:
     mine, other = bench.service("pod3", outside=True), bench.service(backend, outside=True)
@@ -116,7 +116,7 @@ def test_bound_to_a_load_balancer_ip(bench: Bench, backend: str, family: int) ->
             assert reply.peer[0] in nodes | ({address} if backend == "pod2" else set())
 
 
-@pytest.mark.row("2.27", "datagrams from a load-balancer IP")
+@pytest.mark.row("2.31", "datagrams from a load-balancer IP")
 @pytest.mark.parametrize("how", ["bound", "told with each"])
 def test_datagrams_from_a_load_balancer_ip(bench: Bench, how: str, family: int) -> None:
     service = bench.service("remote1", protocol="UDP", port=53, target=UDP, outside=True)
@@ -145,7 +145,7 @@ def from_address(address: str) -> tuple[int, int, bytes]:
     return socket.IPPROTO_IP, IP_PKTINFO, struct.pack("=I4s4x", 0, socket.inet_aton(address))
 
 
-@pytest.mark.row("2.27", "each datagram's own source is looked for in the ranges")
+@pytest.mark.row("2.31", "each datagram's own source is looked for in the ranges")
 def test_ranges_judge_each_datagrams_source(bench: Bench, family: int) -> None:
     ranges = [f"{bench.lab['node'].address(V4)}/32", f"{bench.lab['node'].address(socket.AF_INET6)}/128"]
     service = bench.service(
@@ -161,7 +161,7 @@ def test_ranges_judge_each_datagrams_source(bench: Bench, family: int) -> None:
         assert ask_udp(client, target)[0].pod == "pod2"
 
 
-@pytest.mark.row("2.27", "a bound socket reaches the node itself and others")
+@pytest.mark.row("2.31", "a bound socket reaches the node itself and others")
 def test_bound_with_backends_here_and_there(bench: Bench, family: int) -> None:
     service = bench.service("node", "node2", target=HOST_PORT, settle=False)
     bench.settle(service, {"node", "node2"}, family)
@@ -170,7 +170,7 @@ def test_bound_with_backends_here_and_there(bench: Bench, family: int) -> None:
     assert seen <= {"node", "node2"}
 
 
-@pytest.mark.row("2.27", "a free socket that connects again is judged by the primary address")
+@pytest.mark.row("2.31", "a free socket that connects again is judged by the primary address")
 def test_the_address_that_the_kernel_chose_is_no_bound_one(bench: Bench, family: int) -> None:
     """Where pods are behind a bridge, the way to a backend has another source than the way to a service."""
     ranges = [f"{bench.lab['node'].address(V4)}/32", f"{bench.lab['node'].address(socket.AF_INET6)}/128"]
