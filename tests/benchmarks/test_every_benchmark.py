@@ -56,7 +56,10 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "stream": {"stream": {**ROUNDS, "SECONDS": 0.05}},
     "tail": {"tail": {**ROUNDS, "SIZES": (5, 10)}, "connections": {"SECONDS": 0.05}},
 }  # fmt: skip
-MARKS = {"ipvs_change": [pytest.mark.kernel("ip_vs"), pytest.mark.core]}
+MARKS = {
+    "connections_10k": [pytest.mark.long],  # `mode_connections` with another number
+    "ipvs_change": [pytest.mark.kernel("ip_vs"), pytest.mark.core(long=True)],
+}
 
 
 @pytest.mark.root

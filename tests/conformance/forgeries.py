@@ -183,13 +183,14 @@ class Case:
     @property
     def name(self) -> str:
         """Of this case alone."""
-        return f"{self.group} {self.where}"
+        words = [self.origin, f"v{self.family}", self.protocol, self.part, self.source, self.form]
+        return f"{'-'.join(word for word in words if word)} {self.where}"
 
     @property
     def group(self) -> str:
-        """As in test ids: what one test is about, whatever the way or flow."""
-        words = [self.origin, f"v{self.family}", self.protocol, self.part, self.source, self.form]
-        return "-".join(word for word in words if word)
+        """As in test ids: what one test is about, whatever the way, the flow and the form."""
+        words = [self.origin, f"v{self.family}", self.protocol, self.part, "malformed" if self.form else self.source]
+        return "-".join([word for word in words if word] + ["core"] * self.is_core)
 
     @property
     def sender(self) -> str:
@@ -403,7 +404,12 @@ class Ending:
 
     @property
     def name(self) -> str:
-        return f"{self.origin}-v{self.family}-{self.part}-{self.flow}-{self.kind}"
+        return f"{self.group}-{self.kind}"
+
+    @property
+    def group(self) -> str:
+        """As in test ids: whatever the segments."""
+        return f"{self.origin}-v{self.family}-{self.part}-{self.flow}"
 
     def sender(self, backend: str) -> str:
         """Whose interface it leaves, where that pod is the backend."""

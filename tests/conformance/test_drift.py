@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from functools import partial
 
@@ -17,7 +18,7 @@ from .test_rows import target_of
 from .world import World
 
 STREAM = 1  # SOCK_STREAM
-RATE = 40  # new connections a second of each client
+RATE = 40 / PATIENCE  # new connections a second of each client
 FLUSHED = tuple((command, "-t", "nat", "-F") for command in ("iptables", "ip6tables"))
 # What somebody else does, by mode; `{pins}` is the folder of pins.
 DETACH = "for link in {pins}/link_%s*; do bpftool link detach pinned $link || exit 1; done"
@@ -60,24 +61,25 @@ HAPPENS = [pytest.param(mode, name, id=f"{mode}-{name}") for mode in MODES for n
 @pytest.mark.parametrize(("mode", "accident"), HAPPENS, indirect=["mode"], scope="session")
 def test_what_others_delete_comes_back(world: World, mode: str, accident: str) -> None:
     bench = world.bench
-    before = repairs(bench)
+    before = repairs(bench, -1)
     for command in {"bpftool"} if mode == "ebpf" else {argv[0] for argv in ACCIDENTS[mode][accident]}:
         if not shutil.which(command):
             pytest.skip(f"missing: the command {command}")
+    folder = pins(bench) if mode == "ebpf" else ""
     tallies = {place: Tally() for place in ("pod1", "node", "client")}
     with meanwhile(connecting(bench, world, place, tally) for place, tally in tallies.items()):
         eventually(lambda: all(tally.answered > 10 for tally in tallies.values()), 20, "there is no traffic")
         for argv in ACCIDENTS[mode][accident]:
-            done = bench.lab.run("node", [word.replace("{pins}", pins(bench)) for word in argv])
+            done = bench.lab.run("node", [word.replace("{pins}", folder) for word in argv])
             assert done.returncode == 0, done.stderr
-        eventually(lambda: repairs(bench) > before, 10, "the repair is not counted in `status`")
+        repairs(bench, before)
         answered = {place: tally.answered for place, tally in tallies.items()}
         eventually(
             lambda: all(tally.answered > answered[place] + 10 for place, tally in tallies.items()), 20,
             "there is no traffic after the repair",
         )  # fmt: skip
     for place, tally in tallies.items():
-        assert tally.failed <= RATE, f"{place}: more failed than begin within a second: {tally.report()}"
+        assert tally.failed <= a_second(), f"{place}: more failed than begin within a second: {tally.report()}"
     for family in (V4, V6):
         for place, way, want in (("client", "nodeport", node("pod2")), ("client", "cluster", node("pod2"))):
             probe = Probe(place, target_of(bench, world.services["one"], way, family), STREAM)
@@ -98,11 +100,18 @@ def connecting(bench: Bench, world: World, place: str, tally: Tally) -> partial[
 
 
 def pins(bench: Bench) -> str:
-    told = bench.agent.status()
-    assert told is not None
-    return str(told["dataplane"].get("pins", ""))
+    told = bench.agent.wait(lambda status: True)
+    return str(told["dataplane"]["pins"])
 
 
-def repairs(bench: Bench) -> int:
-    told = bench.agent.status()
-    return 0 if told is None else int(told["dataplane"]["audit_repairs"])
+def repairs(bench: Bench, more_than: int) -> int:
+    """How many repairs `status` counts, as soon as these are more."""
+    told = bench.agent.wait(
+        lambda status: int(status["dataplane"]["audit_repairs"]) > more_than, 20 * PATIENCE, "repaired"
+    )
+    return int(told["dataplane"]["audit_repairs"])
+
+
+def a_second() -> float:
+    """Connections that begin while a machine with nothing else to do would have repaired: it shares its processors."""
+    return RATE * PATIENCE * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))

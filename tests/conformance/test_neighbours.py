@@ -144,7 +144,7 @@ def _of_iptables(text: str) -> bool:
     return name in {f"{f} {t}" for f in ("ip", "ip6") for t in ("nat", "filter", "mangle", "raw", "security")}
 
 
-@pytest.mark.core
+@pytest.mark.core(long=True)
 @pytest.mark.row("4.17", "clean-up removes everything of ours and nothing of others")
 def test_cleanup_takes_what_is_ours_alone(world: World) -> None:
     """Also half of it: the agent is killed, a part of what it made is gone already."""

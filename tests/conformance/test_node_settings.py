@@ -156,7 +156,7 @@ def test_node_ports_at_addresses_by_keyword_and_by_cidr(field: Lab, mode: str) -
                 assert seen.is_(node("remote1"), "client"), (address, seen)
 
 
-@pytest.mark.core
+@pytest.mark.core(long=True)
 @pytest.mark.row("3.9", "no endpoints: at an address that is excluded the node's own port is left alone")
 def test_an_excluded_address_refuses_for_no_service(field: Lab, mode: str) -> None:
     """A process of the node listens there: a refusal would be ours."""

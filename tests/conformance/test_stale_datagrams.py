@@ -77,7 +77,7 @@ def test_a_flow_moves_with_its_backends_port(bench: Bench, family: int) -> None:
         eventually(arrives, 5, "datagrams still go to the old port")
 
 
-@pytest.mark.core
+@pytest.mark.core(long=True)
 @pytest.mark.row("5.5", "entries from before the service was there go")
 def test_a_flow_from_before_the_service_is_not_lost(bench: Bench, family: int) -> None:
     """What was sent to the address while nobody had it left an entry, which would go on swallowing datagrams."""

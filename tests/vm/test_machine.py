@@ -15,7 +15,8 @@ import pytest
 from .kernels import ROOT, Kernel, get
 from .machine import TIMED_OUT, Machine, missing_programs
 
-pytestmark = [pytest.mark.root, pytest.mark.guest, pytest.mark.timeout(1800)]  # another one may run before ours
+# Another guest may run before ours. `make test` has one all the time, where mode ipvs is tested.
+pytestmark = [pytest.mark.root, pytest.mark.guest, pytest.mark.long, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
