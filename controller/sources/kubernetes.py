@@ -332,7 +332,8 @@ class _Versions:
 class _Health:
     """One opinion of all threads about the API server, told when it changes; and the pauses that its news end.
 
-    `emit` is told; set it before any thread asks.
+    `emit` is told, in the order in which opinions change, and while nobody who asks has to wait: whoever is told may
+    hold a lock that somebody holds who asks. Set it before any thread does.
     """
 
     emit: Emit
@@ -340,6 +341,7 @@ class _Health:
     def __init__(self, connection: Connection, kinds: tuple[str, ...]) -> None:
         self._connection = connection
         self._changed = threading.Condition()
+        self._telling = threading.Lock()  # taken before `_changed`, and held while `emit` is told
         self._states = {kind: KindState(kind, "waiting", time.time()) for kind in kinds}
         self._lost: dict[str, None] = {}  # kinds that were told to be lost
         self._since = 0.0
@@ -360,39 +362,46 @@ class _Health:
 
     def lost(self, kind: str, why: str, pause: float) -> None:
         """This kind cannot be read; it is tried again after `pause` seconds."""
+        with self._telling:
+            if text := self._lose(kind, why, pause):
+                self.emit(SourceState(healthy=False, message=text))
+
+    def _lose(self, kind: str, why: str, pause: float) -> str:
         with self._changed:
             now, before = time.time(), self._states[kind]
             since = before.since if kind in self._lost else now
             self._since = self._since if self._lost else now
             self._states[kind] = KindState(kind, "waiting", since, why, before.listed)
             if kind in self._lost and why == before.why:
-                return
+                return ""
             self._lost[kind] = None
             stays = "what is programmed stays" if before.listed else "nothing is programmed before"
             self._told = False
             text = f"{self._where()}: {kind}s cannot be read since {_clock(since)}: {why}; {stays}, "
-            text += f"next try in {pause:.1f} s"
-            self.emit(SourceState(healthy=False, message=text))
+            return f"{text}next try in {pause:.1f} s"
 
     def found(self, kind: str, absent: str = "") -> None:
         """This kind is read, or (`absent` says why) the service works without."""
+        with self._telling:
+            if text := self._find(kind, absent):
+                self.emit(SourceState(healthy=True, message=text))
+
+    def _find(self, kind: str, absent: str) -> str:
         with self._changed:
             state, before = "not served" if absent else "read", self._states[kind]
             if before.state != state or before.why != absent:
                 self._states[kind] = KindState(kind, state, time.time(), absent, listed=True)
                 self._changed.notify_all()
-            if self._lost.pop(kind, "") is None or not before.listed:
-                self._tell_recovery()
+            return self._recovery() if self._lost.pop(kind, "") is None or not before.listed else ""
 
-    def _tell_recovery(self) -> None:
+    def _recovery(self) -> str:
         if self._lost or self._told is True or not all(state.listed for state in self._states.values()):
-            return
+            return ""
         after = "" if self._told is None else f" again, after {time.time() - self._since:.1f} s"
         self._told = True
         text = f"{self._where()}: all kinds are read{after}"
         missing = [f"{state.kind}s" for state in self._states.values() if state.state == "not served"]
-        text += f", but {', '.join(missing)}: {self._where()} does not serve them" if missing else ""
-        self.emit(SourceState(healthy=True, message=text))
+        return text + (f", but {', '.join(missing)}: {self._where()} does not serve them" if missing else "")
 
     def _where(self) -> str:
         return f"API server {self._connection.where}"

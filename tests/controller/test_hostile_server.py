@@ -22,6 +22,7 @@ from controller.sources.pace import Pace
 from tests.controller.watching import Watcher
 from tests.fakes.apiserver import endpoint_slice, node, service
 from tests.fakes.hostile import HostileServer, Reply, Request, framed, listed
+from tests.served import until
 
 PATIENCE = Patience(first=0.01, longest=0.05, silence=5.0, rarely=0.1)
 MANY = 10_000
@@ -74,6 +75,33 @@ def suffer(server: HostileServer, watcher: Watcher, reply: Callable[[Request], R
     server.turn(None)
     watcher.until(lambda: all(state.state == "read" for state in watcher.source.states()), "all is well again")
     assert watcher.state == known
+
+
+def test_who_is_told_may_wait_for_one_who_asks(server: HostileServer) -> None:
+    """The one who is told holds a lock; another one holds it while he asks how the kinds are read."""
+    asked: list[bool] = []
+
+    def tell(event: object) -> None:
+        if isinstance(event, SourceState):
+            asking = threading.Thread(target=source.states)
+            asking.start()
+            asking.join(10)
+            asked.append(not asking.is_alive())
+
+    server.turn(None)
+    source = Kubernetes("node-0", kubeconfig=str(server.kubeconfig()), pace=Pace(rate=0), patience=PATIENCE)
+    stop = threading.Event()
+    running = threading.Thread(target=source.run, args=(tell, stop))
+    running.start()
+    try:
+        until(lambda: asked, "something is told")
+        server.turn(always(framed("500 Internal Server Error", b"{}")))
+        until(lambda: len(asked) > 1, "the loss is told")
+    finally:
+        server.turn(None)
+        stop.set()
+        running.join(30)
+    assert all(asked)
 
 
 def always(raw: bytes, *, rude: bool = False) -> Callable[[Request], Reply]:
