@@ -30,9 +30,10 @@ LOOPBACK = 1  # where BPF_PROG_TEST_RUN lets packets come in
 SPORT, PORT, BACKEND_PORT = 40_000, 80, 8080
 FRAME = bytes(12) + b"\x08\x00" + bytes([0x45, 0, 0, 40, 0, 0, 0x40, 0, 64, 6]) + bytes(10) + bytes(12) + b"\x50\x10" \
     + bytes(6)  # fmt: skip
+HEADER = sum(struct.unpack("=10H", FRAME[14:34]))  # its sum, without addresses and checksum
 WORK = np.dtype(
     [("flows", "u4"), ("first", "u4"), ("random", "u4"), ("target", "u4"), ("sport", "u2"), ("dport", "u2"),
-     ("pad", "u4"), ("found", "u8")]
+     ("header", "u4"), ("found", "u8")]
 )  # fmt: skip
 
 
@@ -47,7 +48,7 @@ class Loops:
         work = self.program.map("work").view(WORK)
         where = struct.unpack("=I", socket.inet_aton(target))[0]
         work[0] = (FLOWS, FIRST_CLIENT, seed * 0x9E3779B1 & 0xFFFFFFFF, where, socket.htons(SPORT), socket.htons(PORT),
-                   0, 0)  # fmt: skip
+                   HEADER, 0)  # fmt: skip
         code, _, nanoseconds = run_on_packet(self.program.program(name), FRAME, repeat=REPEAT)
         assert code == 0, f"{name} returned {code}"
         found = int(work["found"][0])
