@@ -600,7 +600,7 @@ class _Reflector:
                 key = obj.key if isinstance(obj, Refused) else key_of(obj)
                 if key in gathered.objects and not isinstance(obj, Refused):
                     raise _UnusableError(f"the list has the {self._kind} {key} twice")
-                gathered.put(key, obj if isinstance(obj, Refused) else self._as_known(key, obj))
+                gathered.put(key, obj if isinstance(obj, Refused) else self._anew(key, obj))
             token = page.metadata.token or ""
             if self._stop.is_set():
                 return
@@ -654,10 +654,22 @@ class _Reflector:
         self._emit(Replaced(self._kind, tuple(objects.values()), frozenset(problems) | (self._known.keys() - objects)))
         self._reads()
 
+    def _anew(self, key: str, obj: Object) -> Object:
+        """An object of a list. If it is known and has changed, that is told at once.
+
+        Otherwise old and new objects, and the tables made of both, would be in memory together: 10 MB at 100,000
+        endpoints. What is not known waits until the list proves to be one.
+        """
+        obj = self._as_known(key, obj)
+        if self._listed and self._known.get(key, obj) is not obj:
+            self._learn(key, obj)
+            self._emit(Upserted(obj))
+        return obj
+
     def _as_known(self, key: str, obj: Object) -> Object:
         """The value that is known, where it is the same; of a slice that changed, the endpoints that did not.
 
-        Old and new objects are in memory together until a list is complete, and what is not made anew leaves no holes.
+        What is not made anew leaves no holes in memory.
         """
         known = self._known.get(key)
         if known is None:
@@ -763,7 +775,7 @@ class _Reflector:
             initial.drop(_partial(event.object).key(self._kind))
             return
         key = obj.key if isinstance(obj, Refused) else key_of(obj)
-        initial.put(key, obj if isinstance(obj, Refused) else self._as_known(key, obj))
+        initial.put(key, obj if isinstance(obj, Refused) else self._anew(key, obj))
 
     def _upsert(self, key: str, raw: msgspec.Raw, received: float) -> None:
         obj = _decode_one(self._kind, raw)
@@ -776,13 +788,16 @@ class _Reflector:
             self._forget(key, received)
             return
         obj = self._as_known(key, obj)
+        self._learn(key, obj)
+        self._emit(Upserted(obj, received, _triggered(raw) if isinstance(obj, EndpointSlice) else 0.0))
+
+    def _learn(self, key: str, obj: Object) -> None:
         before = self._known.get(key)
         more = _weight(obj) - (_weight(before) if before is not None else 0)
         self._bounded(more)
         self._clear(key)
         self._known[key] = obj
         self._weight += more
-        self._emit(Upserted(obj, received, _triggered(raw) if isinstance(obj, EndpointSlice) else 0.0))
 
     def _forget(self, key: str, received: float) -> None:
         self._clear(key)

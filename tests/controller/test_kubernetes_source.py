@@ -370,6 +370,33 @@ def test_a_new_list_shares_what_did_not_change(api: ApiServer, watch: Callable[.
     assert after[key].endpoints[0] is before[key].endpoints[1]
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_new_list_tells_changes_at_once_and_what_is_new_in_the_end(
+    streams: bool, api: ApiServer, watch: Callable[..., Watcher]
+) -> None:
+    """So that not all that changed is in memory twice."""
+    api.watch_list = streams
+    watcher = watch(page_size=2, streams=streams)
+    watcher.complete()
+    connected(api, watcher)
+    changed, new = (f"{namespace_of(i)}/{slice_name(i)}" for i in (3, 20))
+    with api.quiet():
+        api.set_endpoints(3, [1])
+        api.put(endpoint_slice(20, [0]))
+        api.expire("endpointslices")
+    api.cut("endpointslices")
+    watcher.until(lambda: len(watcher.lists("EndpointSlice")) == 2, "the new list")
+
+    told = [key_of(event.object) for event in watcher.of(Upserted)]
+    assert told == [changed]
+    upserted, listed = (
+        watcher.events.index(one) for one in (watcher.of(Upserted)[0], watcher.lists("EndpointSlice")[1])
+    )
+    assert upserted < listed
+    assert new in watcher.state["EndpointSlice"]
+    assert watcher.state == expected(api)
+
+
 # ------------------------------------------------------------------------------------------- a server in trouble
 
 
