@@ -58,8 +58,9 @@ def test_a_source_has_one_backend(bench: Bench, family: int) -> None:
     assert set(chosen.values()) <= set(PODS)
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("name", ["mh", "maglev"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("mh", marks=pytest.mark.core(long=True)), pytest.param("maglev", marks=pytest.mark.core)]
+)
 def test_maglev_uses_every_backend(bench: Bench, family: int, name: str) -> None:
     service = balanced(bench, name)
     for place in ("pod1", "node"):

@@ -315,9 +315,14 @@ def narrow(bench: Bench):
     forget_path_mtus(bench.lab)
 
 
-@pytest.mark.core
 @pytest.mark.row("2.23", "a large transfer over a narrow segment")
-@pytest.mark.parametrize("service_port", [80, HTTP], ids=["port-rewritten", "same-port"])
+@pytest.mark.parametrize(
+    "service_port",
+    [
+        pytest.param(80, id="port-rewritten", marks=pytest.mark.core),
+        pytest.param(HTTP, id="same-port", marks=pytest.mark.core(long=True)),
+    ],
+)
 def test_large_transfer_over_a_smaller_mtu(bench: Bench, narrow: None, service_port: int, family: int) -> None:
     """The node's own kernel says `too big` about a translated packet; the pod must understand it as its own."""
     service = bench.service("remote1", port=service_port)

@@ -53,10 +53,14 @@ ACCIDENTS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     },
 }  # fmt: skip
 MODES = [mode for mode in available_modes() if mode in ACCIDENTS]
-HAPPENS = [pytest.param(mode, name, id=f"{mode}-{name}") for mode in MODES for name in ACCIDENTS[mode]]
+LONG = {("ipvs", "nat-flushed"): [pytest.mark.core(long=True)]}
+HAPPENS = [
+    pytest.param(mode, name, id=f"{mode}-{name}", marks=LONG.get((mode, name), [pytest.mark.core]))
+    for mode in MODES
+    for name in ACCIDENTS[mode]
+]
 
 
-@pytest.mark.core
 @pytest.mark.row("4.30", "what others delete of ours comes back")
 @pytest.mark.parametrize(("mode", "accident"), HAPPENS, indirect=["mode"], scope="session")
 def test_what_others_delete_comes_back(world: World, mode: str, accident: str) -> None:

@@ -183,7 +183,7 @@ def _groups(origin: str = "") -> list[Any]:
     made = []
     for name, cases in GROUPS.items():
         if cases[0].origin.startswith(origin):
-            core = [pytest.mark.core] if any(case.is_core for case in cases) else []
+            core = [pytest.mark.core(long=True)] if any(case.is_core for case in cases) else []
             made.append(pytest.param(cases, id=name, marks=[pytest.mark.row(*cases[0].row), *core]))
     return made
 

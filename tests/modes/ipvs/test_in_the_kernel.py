@@ -218,7 +218,7 @@ def test_half_of_it_missing_does_not_stop_cleaning(home: None, door: Door) -> No
         assert sets.names("HPV") == []
 
 
-@pytest.mark.core
+@pytest.mark.core(long=True)
 def test_what_others_change_is_put_right_within_the_period(home: None, door: Door) -> None:
     agent = start(sync_seconds=0.1)
     agent.sync(table("10.1.0.11", "10.1.0.12"))
