@@ -96,40 +96,20 @@ def left_of(mode: str, lab: Lab) -> object:
         return open_mode(mode).look(Options(), {})
 
 
-def test_the_next_mode_takes_over_under_load(agents: tuple[Agent, Agent], lab: Lab):
-    old, new = agents
-    old.start()
-    bench = Bench(lab, old, itertools.count(1))
-    service = bench.service("pod2", "pod3")
-    assert left_of(old.mode, lab) is not None
-    lasting = old.mode != "userspace"  # or connections go through the relay, and end with it
-    with new_connections(lab, service) as tallies:
-        goes_on(tallies)
-        assert old.terminate() == 0
-        goes_on(tallies)
-        streams = [bench.stream("pod1", service.vip(family), family) for family in (V4, V6)]
-        new.start()
-        go_on(streams, 1.0)
-        removed = f"things that mode {old.mode} had left here"
-        eventually(lambda: removed in new.tail(80), 10, f"mode {old.mode} was not removed")
-        assert left_of(old.mode, lab) is None
-        goes_on(tallies)
-        if lasting and "ebpf" not in {old.mode, new.mode}:
-            go_on(streams, 0.2)  # conntrack has them, whoever made its entries
-    for name, tally in tallies.items():
-        assert not tally.failed, f"{name}: {tally.report()}"
-    assert new.status()["mode"]["effective"] == new.mode
-    assert new.status()["neighbours"] == []
-    # and it serves what changes from now on
-    service.write(lab["pod2"])
-    bench.agent = new
-    for family in (V4, V6):
-        bench.settle(service, {"pod2"}, family)
+@contextmanager
+def resolvers(lab: Lab, service: Service) -> Iterator[list[socket.socket]]:
+    """Clients that keep their ports, at a pod and at the node, over both families."""
+    with contextlib.ExitStack() as stack:
+        clients = []
+        for place, family in itertools.product(("pod1", "node"), (V4, V6)):
+            clients.append(stack.enter_context(lab.socket(place, family, socket.SOCK_DGRAM)))
+            clients[-1].connect(service.vip(family))
+        yield clients
 
 
 def keep_sending(client: socket.socket, stop: threading.Event) -> None:
-    """As a resolver that keeps its port: one datagram after the other, whoever answers."""
-    while not stop.wait(0.005):
+    """One datagram after the other, whoever answers."""
+    while not stop.wait(0.02):
         with contextlib.suppress(OSError):
             client.send(b"who?")
 
@@ -144,20 +124,37 @@ def is_answered(client: socket.socket) -> bool:
     return bool(ask_udp(client)[0].pod)
 
 
-def test_datagrams_of_a_client_that_keeps_its_port_go_on(agents: tuple[Agent, Agent], lab: Lab) -> None:
+def test_the_next_mode_takes_over_under_load(agents: tuple[Agent, Agent], lab: Lab):
     """While both modes are there, the one whose hooks came first gets what is new; its entries must not outlive it."""
     old, new = agents
     old.start()
-    service = Bench(lab, old, itertools.count(1)).service("pod2", "pod3", protocol="UDP", port=53, target=UDP)
-    with contextlib.ExitStack() as stack:
-        clients = []
-        for place, family in itertools.product(("pod1", "node"), (V4, V6)):
-            clients.append(stack.enter_context(lab.socket(place, family, socket.SOCK_DGRAM)))
-            clients[-1].connect(service.vip(family))
-        with meanwhile(partial(keep_sending, client) for client in clients):
+    bench = Bench(lab, old, itertools.count(1))
+    service = bench.service("pod2", "pod3")
+    names = bench.service("pod2", "pod3", protocol="UDP", port=53, target=UDP)
+    assert left_of(old.mode, lab) is not None
+    lasting = old.mode != "userspace"  # or connections go through the relay, and end with it
+    with resolvers(lab, names) as clients:
+        with new_connections(lab, service) as tallies, meanwhile(partial(keep_sending, client) for client in clients):
+            goes_on(tallies)
             assert old.terminate() == 0
+            goes_on(tallies)
+            streams = [bench.stream("pod1", service.vip(family), family) for family in (V4, V6)]
             new.start()
+            go_on(streams, 1.0)
             removed = f"things that mode {old.mode} had left here"
             eventually(lambda: removed in new.tail(80), 10, f"mode {old.mode} was not removed")
+            assert left_of(old.mode, lab) is None
+            goes_on(tallies)
+            if lasting and "ebpf" not in {old.mode, new.mode}:
+                go_on(streams, 0.2)  # conntrack has them, whoever made its entries
         for client in clients:
             eventually(partial(is_answered, client), 2, f"nobody answers {client.getsockname()} any more")
+    for name, tally in tallies.items():
+        assert not tally.failed, f"{name}: {tally.report()}"
+    assert new.status()["mode"]["effective"] == new.mode
+    assert new.status()["neighbours"] == []
+    # and it serves what changes from now on
+    service.write(lab["pod2"])
+    bench.agent = new
+    for family in (V4, V6):
+        bench.settle(service, {"pod2"}, family)
