@@ -210,9 +210,13 @@ class Top(App[None]):
         self._shown = self._window.add(message.sample)
         self._show()
 
+    def _is_up(self) -> bool:
+        """Whether there are tables: messages still come while the screen is taken down."""
+        return bool(self.query(Listing))
+
     def _show(self) -> None:
         shown = self._shown
-        if shown is None:
+        if shown is None or not self._is_up():
             return
         wanted = [row for row in shown.services if cells.matches(row, self._wanted)]
         self._listing("services").show(wanted)
@@ -247,7 +251,8 @@ class Top(App[None]):
 
     @on(DataTable.RowHighlighted, "#services")
     def _moved(self) -> None:
-        self._choose()
+        if self._is_up():
+            self._choose()
 
     @on(DataTable.HeaderSelected)
     def _clicked(self, message: DataTable.HeaderSelected) -> None:

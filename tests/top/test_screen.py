@@ -217,6 +217,19 @@ def test_modes_that_do_not_count_say_so(lab: Lab, agent: Agent) -> None:
     drive(lab, agent, keys)
 
 
+def test_messages_that_come_while_the_screen_is_taken_down_are_no_error(lab: Lab, agent: Agent) -> None:
+    async def keys(screen: Top, pilot: Pilot[None]) -> None:
+        await until(lambda: bool(lines(screen, "services")), "no services")
+        table = screen.query_one("#services", Listing)
+        moved = Listing.RowHighlighted(table, 0, next(iter(table.rows)))
+        await screen.screen.remove_children()
+        screen.post_message(moved)
+        await asyncio.sleep(2 * INTERVAL)  # and a look
+        await pilot.pause()
+
+    drive(lab, agent, keys)  # what a message meets is raised here
+
+
 @pytest.mark.usefixtures("load")
 def test_programs_get_json(lab: Lab, agent: Agent) -> None:
     argv = ("top", "default/web:http", "--filter", "web", "--count", "2", "-o", "json")
