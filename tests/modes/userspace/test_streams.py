@@ -329,7 +329,7 @@ def test_a_relay_without_room_suspects_no_backend(relay: Running, backend, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(streams, "toward", full)
-        with connect(address) as client, pytest.raises(ConnectionResetError):
+        with pytest.raises(ConnectionResetError), connect(address) as client:
             client.recv(1)
     assert {who(address) for _ in range(5)} == {first}, "affinity was forgotten"
     assert relay.counters["retries"] == relay.counters["refused_by_backends"] == 0
