@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Mapping
 
+from controller.lab.namespace import PATIENCE
 from controller.lab.traffic import Tally
 
 __all__ = ["goes_on"]
-
-PATIENCE = float(os.environ.get("HYBRID_PROXY_PATIENCE", "1"))
 
 
 def goes_on(tallies: Mapping[str, Tally] | Iterable[Tally], answers: int = 10, seconds: float = 30.0) -> None:

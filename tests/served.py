@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import socket
 import sys
 import time
@@ -16,11 +15,11 @@ from typing import Any, NamedTuple
 from prometheus_client.parser import text_string_to_metric_families
 
 from controller.lab.agent import Agent
+from controller.lab.namespace import PATIENCE
 from controller.lab.network import NODE_NAMES, Lab
 from tests.fakes.apiserver import ApiServer, endpoint_slice, node, service
 
 ME = NODE_NAMES["node"]
-PATIENCE = float(os.environ.get("HYBRID_PROXY_PATIENCE", "1"))
 HEALTH, METRICS = 10256, 10249
 SYNC_PERIOD = 1.0  # so that a change may wait two seconds
 

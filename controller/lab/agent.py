@@ -89,7 +89,7 @@ class Agent:
         self, reached: Callable[[dict[str, Any]], bool], timeout: float = 10.0, what: str = "there"
     ) -> dict[str, Any]:
         """Ask for the status until `reached(status)`; returns that status."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout * namespace.PATIENCE
         while True:
             status = self.status()
             if status is not None and reached(status):
@@ -123,7 +123,7 @@ class Agent:
         assert self.process is not None, "the agent was not started"
         self.process.send_signal(number)
         try:
-            return self.process.wait(timeout=10)
+            return self.process.wait(timeout=10 * namespace.PATIENCE)
         finally:
             self.process = None
 

@@ -18,6 +18,8 @@ __all__ = ["CLONE_NEWNET", "FOLDER", "cgroup2_root", "command", "inside", "is_cu
 
 CLONE_NEWNET: Final = 0x40000000
 FOLDER: Final = Path("/run/netns")
+# How many times as long everything may take: more than 1 where the processor is emulated.
+PATIENCE: Final = float(os.environ.get("HYBRID_PROXY_PATIENCE", "1"))
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 # The process joins its cgroup before the namespace: the cgroup folder is found in the first mounts.

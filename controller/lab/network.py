@@ -174,7 +174,7 @@ class Lab:
         self._netlink.clear()
         self.end_processes()
         for child in self._children:
-            child.wait(timeout=5)
+            child.wait(timeout=5 * namespace.PATIENCE)
             for stream in (child.stdin, child.stdout, child.stderr):
                 if stream:
                     stream.close()
@@ -195,7 +195,7 @@ class Lab:
 
     def end_processes(self) -> None:
         """Kill what runs in our namespaces (nothing else can be there) and wait until it is gone."""
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 5 * namespace.PATIENCE
         while pids := self._processes():
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
@@ -313,7 +313,7 @@ class Lab:
             capture_output=True,
             text=True,
             env=self.environment(),
-            timeout=timeout,
+            timeout=timeout * namespace.PATIENCE,
             check=False,
         )
 

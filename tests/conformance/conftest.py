@@ -19,7 +19,7 @@ from dataplane.kernel.links import read_node
 from tests import namespaces
 
 from . import matrix
-from .kit import EXTERNAL_CIDRS, HTTP, PATIENCE, SECOND_HTTP, UDP, V4, Bench, node_manifest, ruleset
+from .kit import EXTERNAL_CIDRS, HTTP, SECOND_HTTP, UDP, V4, Bench, node_manifest, ruleset
 from .world import HOST_PORT, SECOND, World, make_world, node_port_of, table_of
 
 MODES = (
@@ -137,7 +137,7 @@ def bench(mode: str, request: pytest.FixtureRequest) -> Iterator[Bench]:
         bench = Bench(made, agent, itertools.count(1), addresses)
         bench.static = make_world(bench)
         before = request.session.testsfailed
-        agent.start(20 * PATIENCE)
+        agent.start()
         yield bench
         if request.session.testsfailed > before:
             print(f"--- log of the agent\n{agent.tail(60)}")

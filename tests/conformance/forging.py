@@ -165,7 +165,7 @@ def stage(mode: str, *flags: str) -> Iterator[Stage]:
             )
             for (name, (pods, spec)), (protocol, ports) in itertools.product(SERVICES.items(), PROTOCOLS.items())
         }
-        bench.agent.start(20 * PATIENCE)
+        bench.agent.start()
         try:
             for (name, protocol), service in services.items():
                 for family in (V4, V6):

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from controller.lab.agent import Agent
+from controller.lab.namespace import PATIENCE
 from controller.lab.network import NODE_NAMES, SERVICE_CIDRS, Lab, Place
 from controller.lab.traffic import Reply, Stream, Tally, ask_tcp, ask_udp
 
@@ -27,7 +28,6 @@ HTTP, UDP = 8080, 5353  # where the servers of all pods listen
 SECOND_HTTP = 8081
 V4, V6 = socket.AF_INET, socket.AF_INET6
 TCP = "TCP"
-PATIENCE = float(os.environ.get("HYBRID_PROXY_PATIENCE", "1"))  # a slow machine's factor for every deadline
 EXTERNAL_CIDRS = ("198.18.0.0/15", "fd98::/15")  # external and load-balancer IPs: routed to the node, like ClusterIPs
 
 # The services of all tests of one run get addresses and ports of their own, so that no test sees another's flows.
@@ -413,7 +413,7 @@ def extra_pod(bench: Bench) -> Iterator[Place]:
         yield place
     finally:
         servers.terminate()
-        servers.wait(timeout=5)
+        servers.wait(timeout=5 * PATIENCE)
         if place.name in bench.lab.places:
             bench.lab.remove_pod(place.name)
 

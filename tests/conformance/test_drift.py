@@ -110,9 +110,7 @@ def pins(bench: Bench) -> str:
 
 def repairs(bench: Bench, more_than: int) -> int:
     """How many repairs `status` counts, as soon as these are more."""
-    told = bench.agent.wait(
-        lambda status: int(status["dataplane"]["audit_repairs"]) > more_than, 20 * PATIENCE, "repaired"
-    )
+    told = bench.agent.wait(lambda status: int(status["dataplane"]["audit_repairs"]) > more_than, 20, "repaired")
     return int(told["dataplane"]["audit_repairs"])
 
 

@@ -14,7 +14,7 @@ from dataplane.kernel.links import read_node
 
 from .cases import node, own
 from .conftest import new_lab, route_services, serve
-from .kit import PATIENCE, UDP, V4, V6, Bench, node_manifest
+from .kit import UDP, V4, V6, Bench, node_manifest
 from .probes import Probe, observe
 from .test_rows import target_of
 from .world import SECOND
@@ -44,7 +44,7 @@ def cluster(mode: str) -> Iterator[Cluster]:
         agents = [Agent(lab, manifests, mode, FLAGS, place) for place in ("node", "node2")]
         try:
             for agent in agents:
-                agent.start(20 * PATIENCE)
+                agent.start()
             with lab.inside("node"):
                 bench = Bench(lab, agents[0], itertools.count(1), read_node().addresses)
             yield Cluster(bench, agents[1])

@@ -236,11 +236,11 @@ def probing(mode: str, bench: Bench) -> Iterator[Bench]:
         *bench.agent.flags, "--probe-interval=200ms", "--probe-failures=2", "--failover-failures=0",
     )  # fmt: skip
     bench.agent.terminate()
-    bench.agent.start(20 * PATIENCE)
+    bench.agent.start()
     yield bench
     bench.agent.flags = flags
     bench.agent.terminate()
-    bench.agent.start(20 * PATIENCE)
+    bench.agent.start()
 
 
 @pytest.mark.parametrize("probe", ["tcp", "http:/healthz"])

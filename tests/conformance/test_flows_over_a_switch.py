@@ -218,14 +218,14 @@ def switch(node: Node, former: str, mode: str) -> Iterator[Callable[[], Switch]]
     def now() -> Switch:
         before.terminate()
         known = len(after.log.read_text())
-        after.start(20 * PATIENCE)
+        after.start()
         served = time.monotonic()
         said = f"mode {former} had left here"
         eventually(lambda: said in after.log.read_text()[known:], DRAIN_SECONDS + 5, f"nothing says {said!r}")
         return Switch(served, time.monotonic())
 
     try:
-        before.start(20 * PATIENCE)
+        before.start()
         yield now
     finally:
         for agent in (before, after):

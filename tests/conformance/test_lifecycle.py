@@ -29,7 +29,7 @@ def bench(bench: Bench) -> Iterator[Bench]:
     """The agent is what changes here; the next test finds it at work again."""
     yield bench
     if not bench.agent.running():
-        bench.agent.start(20 * PATIENCE)
+        bench.agent.start()
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def test_kill_and_restart_under_load(bench: Bench) -> None:
         goes_on(tallies, SOME)
         bench.agent.kill()
         goes_on(tallies, SOME)
-        bench.agent.start(20 * PATIENCE)
+        bench.agent.start()
         after = bench.agent.status()
         goes_on(tallies, SOME)
     assert after is not None
@@ -85,7 +85,7 @@ def test_a_restarted_agent_works_on(bench: Bench) -> None:
         stream.ask()
     bench.agent.kill()
     web.write(bench.lab["pod3"])  # changed while nobody watches
-    bench.agent.start(20 * PATIENCE)
+    bench.agent.start()
     later = bench.service("pod4")
     for family, stream in streams.items():
         bench.settle(web, {"pod3"}, family)
@@ -108,7 +108,7 @@ def test_sockets_of_the_node_see_the_service_over_a_restart(bench: Bench) -> Non
             assert select.select([client], [], [], 2 * PATIENCE)[0], "no answer waits in the socket"
             sockets.append((family, connection, client))
         bench.agent.kill()
-        bench.agent.start(20 * PATIENCE)
+        bench.agent.start()
         for family, connection, client in sockets:
             assert client.recvfrom(1000)[1][:2] == dns.vip(family)
             assert connection.getpeername()[:2] == web.vip(family)
@@ -119,7 +119,7 @@ def test_a_service_deleted_while_the_agent_was_down_goes(bench: Bench) -> None:
     doomed, kept = bench.service("pod2"), bench.service("pod3")
     bench.agent.kill()
     doomed.delete()
-    bench.agent.start(20 * PATIENCE)
+    bench.agent.start()
     for family in FAMILIES:
         eventually(
             lambda family=family: silent(bench, "pod1", doomed, family, 0.3),

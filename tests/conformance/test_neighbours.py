@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from .cases import node, own
-from .kit import PATIENCE, V4, V6, Bench, eventually, ruleset, silent
+from .kit import V4, V6, Bench, eventually, ruleset, silent
 from .probes import SILENT, Probe, observe
 from .test_rows import FAMILIES, target_of
 from .world import World
@@ -156,7 +156,7 @@ def test_cleanup_takes_what_is_ours_alone(world: World) -> None:
         with foreign_things(bench):
             foreign = inventory(bench)
             assert foreign != empty
-            bench.agent.start(20 * PATIENCE)
+            bench.agent.start()
             sees = {family: bench.ask("pod1", world.services["one"], family).pod for family in (V4, V6)}
             assert sees == {V4: "pod2", V6: "pod2"}
             bench.agent.kill()
@@ -168,7 +168,7 @@ def test_cleanup_takes_what_is_ours_alone(world: World) -> None:
         assert inventory(bench) == empty
     finally:
         if not bench.agent.running():
-            bench.agent.start(20 * PATIENCE)
+            bench.agent.start()
 
 
 @pytest.mark.row("4.24", "rules of others stay while services change")

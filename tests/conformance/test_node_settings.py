@@ -58,7 +58,7 @@ def agent_with(field: Lab, mode: str, *flags: str) -> Iterator[tuple[Bench, dict
     for name, (pod, spec) in plans.items():
         made[name] = bench.service(pod, settle=False, spec=spec, outside=True, title=name)
     try:
-        agent.start(20 * PATIENCE)
+        agent.start()
         yield bench, made
     finally:
         if agent.running():

@@ -207,7 +207,7 @@ def nodes() -> Iterator[list[Node]]:
                 bench = Bench(lab, Agent(lab, manifests, mode), itertools.count(1), read_node().addresses)
             services = {title: Service(bench, next(bench.numbers), (), title=title) for title in NAMES}
             signs = [Service(bench, next(bench.numbers), ()) for _ in range((len(NAMES) + 1) * STEPS)]
-            bench.agent.start(20 * PATIENCE)
+            bench.agent.start()
             stack.callback(tidy, bench.agent)
             made.append(Node(mode, bench, services, signs))
         yield made

@@ -11,7 +11,7 @@ import pytest
 from controller.lab.network import Lab
 from tests.fakes.apiserver import ApiServer
 from tests.namespaces import new_lab
-from tests.served import FRAGILE, PATIENCE, SYNC_PERIOD, Served, api_server
+from tests.served import FRAGILE, SYNC_PERIOD, Served, api_server
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def start(lab: Lab, api: ApiServer, fragile: Path) -> Iterator[Callable[..., Ser
         agent.folder, agent.kubeconfig = fragile.parent, kubeconfig or api.kubeconfig()
         started.append(agent)
         if wait:
-            agent.start(20 * PATIENCE)
+            agent.start()
         else:
             with agent.log.open("a") as log:
                 agent.process = lab.start("node", agent.argv, output=log, errors=log)

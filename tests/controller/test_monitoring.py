@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from controller.lab.network import Lab
 from tests.fakes.apiserver import ApiServer
-from tests.served import METRICS, PATIENCE, Served, balanced, fetch, the_node, until
+from tests.served import METRICS, Served, balanced, fetch, the_node, until
 
 pytestmark = pytest.mark.root
 ROOT = Path(__file__).parents[2]
@@ -81,7 +81,7 @@ def told(lab: Lab) -> Iterator[Told]:
 def told_by(lab: Lab, api: ApiServer, mode: str, *flags: str) -> str:
     agent = Served(lab, lab.folder, mode, ("--cluster-cidr", "10.77.0.0/16,fd77:1::/48", *flags))
     agent.folder, agent.kubeconfig = lab.folder, api.kubeconfig()
-    agent.start(40 * PATIENCE)
+    agent.start(40)
     try:
         with lab.socket("pod1") as server, lab.socket("pod1") as client:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -97,7 +97,7 @@ def running(lab: Lab, mode: str, *flags: str) -> Iterator[Agent]:
     flags = (*flags, "--oom-score-adj", score)
     agent = Agent(lab, lab.folder / "manifests", mode, flags, under=confined(lab, manifests.capabilities(mode)))
     try:
-        agent.start(30 * PATIENCE)
+        agent.start(30)
         yield agent
     finally:
         if agent.running():
@@ -144,7 +144,7 @@ def test_it_serves_with_the_rights_of_its_manifest(lab: Lab, mode: str) -> None:
         time.sleep(2.5)  # maintenance: a sweep of the flows, a look at other proxies
 
         agent.kill()
-        agent.start(30 * PATIENCE)
+        agent.start(30)
         assert load(lab, "pod2", "connections", "10.96.0.10:80")["answered"] == 30
         log = agent.log.read_text()
         assert not [line for line in log.splitlines() if any(words in line for words in COMPLAINTS)], log

@@ -73,7 +73,7 @@ def test_no_secret_is_told_at_the_highest_verbosity(lab: Lab, tmp_path: Path) ->
         # A password too, and a key inside the file: neither is used by the server, both are read.
         config["users"][0]["user"] |= {"username": "someone", "password": "pass-word-2a3b4c5d"}
         agent.kubeconfig.write_text(yaml.safe_dump(config))
-        agent.start(20 * PATIENCE)
+        agent.start()
         try:
             answers = [str(agent.status())]
             api.set_token(TOKENS[1])

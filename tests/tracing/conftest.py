@@ -12,7 +12,6 @@ from controller.lab import examples
 from controller.lab.agent import Agent
 from controller.lab.network import Lab
 from controller.tracing import compiler, headers
-from tests.conformance.kit import PATIENCE
 
 from .kit import Stage
 
@@ -55,7 +54,7 @@ def stage(mode: str, measurable: None) -> Iterator[Stage]:
     with Lab(f"tr{os.getpid()}", 4) as lab:
         folder = examples.serve(lab, lab.pods()[:3])
         agent = Agent(lab, folder, mode)
-        agent.start(20 * PATIENCE)
+        agent.start()
         yield Stage(lab, agent, mode)
         agent.terminate()
         cleaned = agent.cleanup()

@@ -17,7 +17,7 @@ import pytest
 
 from controller.lab.agent import Agent
 from controller.lab.traffic import ask_tcp, ask_udp, download
-from tests.conformance.kit import HTTP, PATIENCE, UDP, V4, V6, Bench, Service, attached, eventually, node_manifest
+from tests.conformance.kit import HTTP, UDP, V4, V6, Bench, Service, attached, eventually, node_manifest
 from tests.frames import Receiver, fill_in_checksums
 from tests.namespaces import new_lab
 
@@ -44,7 +44,7 @@ class Road(Bench):
         if self.agent.running():
             self.agent.terminate()
         self.agent.flags = flags
-        self.agent.start(20 * PATIENCE)
+        self.agent.start()
 
     def far(self, protocol: str = "TCP") -> Service:
         """A service outside the node: one backend, on the other node."""
@@ -82,7 +82,7 @@ def road() -> Iterator[Road]:
             fill_in_checksums(WIRE)
             other_end = Receiver(WIRE)
         try:
-            agent.start(20 * PATIENCE)
+            agent.start()
             yield Road(lab, agent, itertools.count(1))
         finally:
             other_end.close()
@@ -151,7 +151,7 @@ def test_connections_go_on_while_the_agent_is_killed_and_comes_back(road: Road) 
         road.agent.kill()
         for connection in (first, second) * 20:
             assert ask_tcp(connection).pod == "remote1"
-        road.agent.start(20 * PATIENCE)
+        road.agent.start()
         for connection in (first, second) * 20:
             assert ask_tcp(connection).pod == "remote1"
         assert road.counters()["xdp_dnat"] - before >= 80
@@ -199,10 +199,10 @@ def second_uplink(road: Road) -> Iterator[str]:
 
 def test_devices_come_and_go(road: Road) -> None:
     with second_uplink(road) as name:
-        road.agent.wait(lambda s: s["dataplane"]["xdp"]["interfaces"] == [UPLINK, name], 5.0 * PATIENCE, "at both")
+        road.agent.wait(lambda s: s["dataplane"]["xdp"]["interfaces"] == [UPLINK, name], 5.0, "at both")
         node = road.lab.netlink("node")
         node.link("del", index=node.link_lookup(ifname=name)[0])
-        road.agent.wait(lambda s: s["dataplane"]["xdp"]["interfaces"] == [UPLINK], 5.0 * PATIENCE, "at one")
+        road.agent.wait(lambda s: s["dataplane"]["xdp"]["interfaces"] == [UPLINK], 5.0, "at one")
     with road.open(road.far(), V4) as connection:
         assert ask_tcp(connection).pod == "remote1"
 

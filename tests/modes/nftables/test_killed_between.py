@@ -79,7 +79,7 @@ def test_what_was_not_cleaned_up_is_by_the_next_agent(lab: Lab, api: ApiServer, 
     api.put_all(objects(lab, "pod2", "pod3"))
     agent = Mortal(lab, lab.folder / "none", "nftables")
     agent.die, agent.kubeconfig = tmp_path / "die", api.kubeconfig()
-    agent.start(20 * PATIENCE)
+    agent.start()
     with (
         lab.socket("pod1", kind=socket.SOCK_DGRAM) as flow,
         lab.socket("pod1") as connection,
@@ -100,7 +100,7 @@ def test_what_was_not_cleaned_up_is_by_the_next_agent(lab: Lab, api: ApiServer, 
         assert ask_tcp(connection).pod == served_by
 
         agent.die.unlink()
-        agent.start(20 * PATIENCE)
+        agent.start()
         until(lambda: ask_udp(flow, (VIP, DNS))[0].pod == left, "the flow moves")
         assert {asked_anew(lab) for _ in range(12)} == {left}
         assert ask_tcp(connection).pod == served_by
