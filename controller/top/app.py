@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, ClassVar, Final
 
 from rich.text import Text
 from textual import events, on
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
+from textual.css.query import NoMatches
 from textual.message import Message
 from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, TabPane
 
@@ -208,15 +210,12 @@ class Top(App[None]):
     @on(Took)
     def _took(self, message: Took) -> None:
         self._shown = self._window.add(message.sample)
-        self._show()
-
-    def _is_up(self) -> bool:
-        """Whether there are tables: messages still come while the screen is taken down."""
-        return bool(self.query(Listing))
+        with suppress(NoMatches):  # the screen is being taken down
+            self._show()
 
     def _show(self) -> None:
         shown = self._shown
-        if shown is None or not self._is_up():
+        if shown is None:
             return
         wanted = [row for row in shown.services if cells.matches(row, self._wanted)]
         self._listing("services").show(wanted)
@@ -251,7 +250,7 @@ class Top(App[None]):
 
     @on(DataTable.RowHighlighted, "#services")
     def _moved(self) -> None:
-        if self._is_up():
+        with suppress(NoMatches):  # the screen is being taken down
             self._choose()
 
     @on(DataTable.HeaderSelected)
