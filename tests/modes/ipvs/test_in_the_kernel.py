@@ -171,7 +171,7 @@ def test_the_mode_works_here_and_trying_it_leaves_nothing(home: None) -> None:
         start(ipvs_scheduler="nosuch")
 
 
-@pytest.mark.core
+@pytest.mark.core(long=True)
 def test_an_agent_that_was_killed_is_replaced_without_a_change_and_cleaned_exactly(home: None, door: Door) -> None:
     door.change(
         [Change(Verb.NEW_SERVER, FOREIGN, Config("rr")), Change(Verb.NEW_SERVER, Server(4, mark=7), Config("rr"))]
