@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import pytest
+from pyroute2 import NFCTSocket
 
 from controller.config import available_modes
 from controller.lab.agent import Agent
@@ -56,6 +57,9 @@ def agents(request: pytest.FixtureRequest, lab: Lab) -> Iterator[tuple[Agent, Ag
     manifests = lab.folder / "manifests"
     manifests.mkdir(exist_ok=True)
     (manifests / "node.json").write_text(node_manifest(lab))
+    # Of the pair before, which had the same addresses, conntrack may have seen a part, and holds it for minutes.
+    with lab.inside("node"), NFCTSocket() as conntrack:
+        conntrack.flush()
     both = tuple(Agent(lab, manifests, mode) for mode in request.param)
     yield both
     print(f"--- log of the agents\n{both[0].tail(80)}")
