@@ -317,4 +317,6 @@ def _judge_endings(endings: Ended, mode: str, tried: tuple[Ending, ...]) -> None
         ends = ending.ends(pod, mode)
         if ends is not None and ends == (became == ANSWERED):
             wrong.append(f"{ending.name}: {became}, backend {pod}")
+    if mode == "ipvs" and wrong and all("rst" in told for told in wrong):
+        pytest.xfail("IPVS believes a reset by its flag alone (docs/differences.md)")
     assert not wrong, "\n".join(wrong)
