@@ -40,7 +40,7 @@ demo: setup ## show the main job on this machine, in namespaces of its own (root
 # run in a virtual machine, beside the others. Hundreds of processes begin from bytecode, the guest's too. A failed test
 # gets a second try, and is named: tests/steadiness.py.
 test test-long: export PYTHONDONTWRITEBYTECODE =
-test: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests, a quarter of an hour (root: they make namespaces of their own); WORKERS=5
+test: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests, under twenty minutes (root: they make namespaces of their own); WORKERS=5
 	$(Q)$(PYTHON) -m compileall -q controller dataplane
 	$(Q)$(PYTHON) -m pytest -n $(WORKERS) -m "not long" --durations=20 --costs=20 --reruns 1 --reruns-delay 1 $(ARGS)
 

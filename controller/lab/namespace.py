@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-__all__ = ["CLONE_NEWNET", "FOLDER", "cgroup2_root", "command", "inside", "is_current"]
+__all__ = ["CLONE_NEWNET", "FOLDER", "PATIENCE", "cgroup2_root", "command", "inside", "is_current"]
 
 CLONE_NEWNET: Final = 0x40000000
 FOLDER: Final = Path("/run/netns")
