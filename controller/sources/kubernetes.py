@@ -655,13 +655,13 @@ class _Reflector:
         self._reads()
 
     def _anew(self, key: str, obj: Object) -> Object:
-        """An object of a list. If it is known and has changed, that is told at once.
+        """An object of a list. A known one that has changed is reported at once.
 
         Otherwise old and new objects, and the tables made of both, would be in memory together: 10 MB at 100,000
         endpoints. What is not known waits until the list proves to be one.
         """
         obj = self._as_known(key, obj)
-        if self._listed and self._known.get(key, obj) is not obj:
+        if self._known.get(key, obj) is not obj:
             self._learn(key, obj)
             self._emit(Upserted(obj))
         return obj

@@ -371,7 +371,7 @@ def test_a_new_list_shares_what_did_not_change(api: ApiServer, watch: Callable[.
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_new_list_tells_changes_at_once_and_what_is_new_in_the_end(
+def test_a_new_list_reports_changes_at_once_and_new_objects_in_the_end(
     streams: bool, api: ApiServer, watch: Callable[..., Watcher]
 ) -> None:
     """So that not all that changed is in memory twice."""
@@ -387,8 +387,7 @@ def test_a_new_list_tells_changes_at_once_and_what_is_new_in_the_end(
     api.cut("endpointslices")
     watcher.until(lambda: len(watcher.lists("EndpointSlice")) == 2, "the new list")
 
-    told = [key_of(event.object) for event in watcher.of(Upserted)]
-    assert told == [changed]
+    assert [key_of(event.object) for event in watcher.of(Upserted)] == [changed]
     upserted, listed = (
         watcher.events.index(one) for one in (watcher.of(Upserted)[0], watcher.lists("EndpointSlice")[1])
     )
