@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from pyroute2 import NFCTSocket
 
 from controller.config import available_modes
 from controller.lab.agent import Agent, remove
@@ -20,7 +19,7 @@ from dataplane.kernel.links import read_node
 from tests import namespaces
 
 from . import matrix
-from .kit import EXTERNAL_CIDRS, HTTP, SECOND_HTTP, UDP, V4, Bench, node_manifest, ruleset
+from .kit import EXTERNAL_CIDRS, HTTP, SECOND_HTTP, UDP, V4, Bench, forget_connections, node_manifest, ruleset
 from .world import HOST_PORT, SECOND, World, make_world, node_port_of, table_of
 
 MODES = (
@@ -162,7 +161,5 @@ def family(request: pytest.FixtureRequest) -> int:
 def strict(bench: Bench) -> Iterator[None]:
     """A firewall as hosts have it: FORWARD accepts nothing that conntrack calls invalid."""
     with ruleset(bench.lab, STRICT):
-        # Of earlier connections conntrack may have seen a part, and their last segments may still come.
-        with bench.lab.inside("node"), NFCTSocket() as conntrack:
-            conntrack.flush()
+        forget_connections(bench.lab)  # their last segments may still come
         yield

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyroute2 import NFCTSocket
 
 from controller.lab.agent import Agent
 from controller.lab.namespace import PATIENCE
@@ -379,6 +380,12 @@ def node_manifest(lab: Lab, *, pod_cidrs: bool = True) -> str:
         "spec": {"cidrs": list(SERVICE_CIDRS)},
     }
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": [node, services]})
+
+
+def forget_connections(lab: Lab) -> None:
+    """Empty the conntrack table of the node, which keeps what it saw of earlier connections for minutes."""
+    with lab.inside("node"), NFCTSocket() as conntrack:
+        conntrack.flush()
 
 
 def forget_path_mtus(lab: Lab) -> None:

@@ -120,8 +120,8 @@ def pins(bench: Bench) -> str:
 
 def repairs(bench: Bench, more_than: int) -> int:
     """How many repairs `status` counts, as soon as these are more."""
-    told = bench.agent.wait(lambda status: int(status["dataplane"]["audit_repairs"]) > more_than, 20, "repaired")
-    return int(told["dataplane"]["audit_repairs"])
+    status = bench.agent.wait(lambda status: int(status["dataplane"]["audit_repairs"]) > more_than, 20, "repaired")
+    return int(status["dataplane"]["audit_repairs"])
 
 
 def a_second() -> float:

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from functools import partial
 
 import pytest
-from pyroute2 import NFCTSocket
 
 from controller.config import available_modes
 from controller.lab.agent import Agent
@@ -24,7 +23,7 @@ from controller.lab.traffic import TIMEOUT, Stream, Tally, ask_udp, load, meanwh
 from controller.modes import open_mode
 from dataplane.errors import Unsupported
 from dataplane.mode import Options
-from tests.conformance.kit import HTTP, UDP, V4, V6, Bench, Service, eventually, node_manifest
+from tests.conformance.kit import HTTP, UDP, V4, V6, Bench, Service, eventually, forget_connections, node_manifest
 from tests.loads import goes_on
 from tests.namespaces import new_lab
 
@@ -57,9 +56,7 @@ def agents(request: pytest.FixtureRequest, lab: Lab) -> Iterator[tuple[Agent, Ag
     manifests = lab.folder / "manifests"
     manifests.mkdir(exist_ok=True)
     (manifests / "node.json").write_text(node_manifest(lab))
-    # Of the pair before, which had the same addresses, conntrack may have seen a part, and holds it for minutes.
-    with lab.inside("node"), NFCTSocket() as conntrack:
-        conntrack.flush()
+    forget_connections(lab)  # the pair before had the same addresses
     both = tuple(Agent(lab, manifests, mode) for mode in request.param)
     yield both
     print(f"--- log of the agents\n{both[0].tail(80)}")
