@@ -19,7 +19,7 @@ import msgspec
 
 from controller.config import ADMIN_SOCKET
 from controller.errors import ControllerError
-from dataplane.kernel.places import in_initial_netns, netns_number
+from dataplane.kernel.host_paths import in_initial_netns, netns_number
 
 __all__ = ["NoAgentError", "Server", "ask", "socket_path"]
 

@@ -194,9 +194,9 @@ def _put_settings_back(another: bool) -> None:
 
 
 def _another_proxy() -> bool:
-    from dataplane.kernel.neighbours import look_around
+    from dataplane.kernel.other_proxies import find_other_proxies
 
-    seen = look_around("")
+    seen = find_other_proxies("")
     return bool(seen.kube_proxy or seen.kube_proxy_processes)
 
 

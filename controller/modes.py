@@ -13,9 +13,9 @@ from typing import Any, Final, NamedTuple
 
 from controller.config import ADMIN_SOCKET, available_modes
 from dataplane.errors import DataplaneError, Unsupported
+from dataplane.kernel.host_paths import netns_number
 from dataplane.kernel.lock import hold_new, let_go
-from dataplane.kernel.neighbours import may_have_left, others_have_pins
-from dataplane.kernel.places import netns_number
+from dataplane.kernel.other_proxies import may_have_left, others_have_pins
 from dataplane.mode import Mode, Options, Programmer, Wake
 
 __all__ = [

@@ -9,8 +9,8 @@ from typing import Final
 
 import msgspec
 
-from dataplane.kernel.neighbours import look_around
-from dataplane.neighbours import sentences
+from dataplane.kernel.other_proxies import find_other_proxies
+from dataplane.other_proxies import warnings
 
 __all__ = ["Neighbours"]
 
@@ -50,8 +50,8 @@ class Neighbours:
     def look(self) -> None:
         """Once; nothing that goes wrong gets out."""
         try:
-            seen = look_around(self.mode)
-            found = sentences(seen if self.settled else msgspec.structs.replace(seen, ours=()))
+            seen = find_other_proxies(self.mode)
+            found = warnings(seen if self.settled else msgspec.structs.replace(seen, ours=()))
         except Exception:
             log.exception("looking for other proxies failed")
             return

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from controller.config import USUAL_OOM_SCORE, Config, Conntrack
-from dataplane.kernel.places import in_initial_netns
+from dataplane.kernel.host_paths import in_initial_netns
 from dataplane.kernel.sysctl import FOLDER, apply, is_read_only, read
 
 __all__ = ["conntrack_limit", "conntrack_settings", "prepare"]

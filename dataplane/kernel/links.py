@@ -1,4 +1,4 @@
-"""Interfaces by rtnetlink: which there are, which are pods, when they change; and tc without TCX.
+"""Interfaces by rtnetlink: which there are, which are pods, when they change.
 
 Default rule: an uplink is an interface that carries a default route or one of the node's primary addresses, or a
 device (also a bond, a team, a VLAN) with an address; a
@@ -20,11 +20,10 @@ import msgspec
 from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
-from dataplane.kernel.bpf import BpfError
 from dataplane.kernel.netlink import NLM_F_DUMP, ROUTE, Message, Netlink, attributes, heard
 
 __all__ = [
-    "Hop", "Interface", "Node", "clsact_attach", "clsact_detach", "hardware_address",
+    "Hop", "Interface", "Node", "hardware_address",
     "interface_name", "interface_towards", "is_pod",
     "is_uplink", "read_node", "read_reverse_path_filters", "watch",
 ]  # fmt: skip
@@ -33,10 +32,6 @@ POD_KINDS = frozenset({"veth", "netkit"})
 ETHERNET = 1  # ARPHRD_ETHER
 UNICAST, LOCAL, BROADCAST, MAIN_TABLE = 1, 2, 3, 254  # linux/rtnetlink.h
 UPLINK_KINDS = frozenset({"", "bond", "team", "vlan"})  # "": a device of its own
-INGRESS, EGRESS = 0xFFFFFFF2, 0xFFFFFFF3
-PRIORITY = 1
-HANDLE = 0x4850  # "HP": our filters are those with this handle and our name
-NAME = "hybrid_proxy_"
 SERVICES_DEVICE = "kube-ipvs0"  # of mode ipvs, ours or kube-proxy's: its addresses are services'
 # Links, addresses and routes of IPv4 and IPv6, and IPv4's settings of interfaces (RTNLGRP_IPV4_NETCONF, 24).
 RTNLGRP = 0x1 | 0x10 | 0x100 | 0x40 | 0x400 | 1 << 23
@@ -241,48 +236,3 @@ def _drain(events: socket.socket) -> None:
         except OSError as error:
             if error.errno != errno.ENOBUFS:
                 raise
-
-
-def clsact_attach(index: int, program: int, name: str, *, ingress: bool) -> None:
-    """Attach or replace our filter at a clsact qdisc, for kernels without TCX links.
-
-    Raises:
-        BpfError: the kernel refused.
-    """
-    parent = INGRESS if ingress else EGRESS
-    with IPRoute() as ip:
-        try:
-            ip.tc("add", "clsact", index)
-        except NetlinkError as error:
-            if error.code != errno.EEXIST:
-                raise BpfError(f"clsact at interface {index}", error.code) from error
-        try:
-            ip.tc(
-                "replace-filter", "bpf", index, handle=HANDLE, prio=PRIORITY, fd=program, name=NAME + name,
-                parent=parent, classid=1, direct_action=True,
-            )  # fmt: skip
-        except NetlinkError as error:
-            raise BpfError(f"tc filter at interface {index}", error.code) from error
-
-
-def _is_ours(known: object) -> bool:
-    """By handle and name: another program may have chosen the same handle."""
-    options = known.get_attr("TCA_OPTIONS")  # type: ignore[attr-defined]
-    name = options.get_attr("TCA_BPF_NAME") if hasattr(options, "get_attr") else None
-    return known["handle"] == HANDLE and str(name or "").startswith(NAME)  # type: ignore[index]
-
-
-def clsact_detach(index: int) -> int:
-    """Remove our filters from an interface, and nobody else's; returns how many there were."""
-    removed = 0
-    with IPRoute() as ip:
-        for parent in (INGRESS, EGRESS):
-            try:
-                filters = [f for f in ip.get_filters(index=index, parent=parent) if _is_ours(f)]
-                for _ in filters:
-                    ip.tc("del-filter", "bpf", index, handle=HANDLE, prio=PRIORITY, parent=parent)
-                    removed += 1
-            except NetlinkError as error:
-                if error.code not in (errno.ENOENT, errno.EINVAL, errno.ENODEV):
-                    raise
-    return removed

@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from dataplane.kernel.places import netns_number
+from dataplane.kernel.host_paths import netns_number
 
 __all__ = ["FOLDER", "apply", "changed", "is_read_only", "read", "restore", "write"]
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from dataplane.kernel.bpf import Object, run_on_packet
 from dataplane.kernel.grace import jiffies_per_second
-from dataplane.kernel.places import bpf_fs
+from dataplane.kernel.host_paths import bpf_fs
 from dataplane.mode import Options
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.maps import MapSet

@@ -29,8 +29,8 @@ from scapy.packet import Packet, Raw
 
 from dataplane.kernel.bpf import Object, has_helper, run_on_packet
 from dataplane.kernel.grace import jiffies_per_second, wait_for_programs
+from dataplane.kernel.host_paths import bpf_fs
 from dataplane.kernel.links import interface_name
-from dataplane.kernel.places import bpf_fs
 from dataplane.mode import Options, Question
 from dataplane.modes.ebpf import explaining, layout
 from dataplane.modes.ebpf.edges import set_elements

@@ -22,7 +22,7 @@ from controller import modes
 from controller.lab.network import NODE_NAMES, Lab
 from controller.modes import FALLBACK, clean_others, open_first, open_mode, survey, take_over
 from dataplane.errors import Unsupported
-from dataplane.kernel.places import netns_number
+from dataplane.kernel.host_paths import netns_number
 from dataplane.mode import Options
 from tests.fakes.apiserver import ApiServer, endpoint_slice, service
 from tests.namespaces import new_lab

@@ -17,19 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from dataplane.errors import Unsupported
+from dataplane.kernel import clsact
 from dataplane.kernel.attachment import Attachment
 from dataplane.kernel.bpf import BpfError, Object
-from dataplane.kernel.filters import Filters
+from dataplane.kernel.host_paths import cgroup_of_node
 from dataplane.kernel.links import (
     Interface,
-    clsact_attach,
-    clsact_detach,
     interface_name,
     is_pod,
     is_uplink,
     read_node,
 )  # fmt: skip
-from dataplane.kernel.places import cgroup_of_node
 from dataplane.mode import Options
 from dataplane.modes.ebpf.pins import remove_pins
 
@@ -74,7 +72,7 @@ class Links:
         self.failed: dict[str, str] = {}
         self.kind = "tcx"
         self._held: dict[tuple[int, str], Attachment] = {}  # by interface and program, of kind tcx
-        self._filters: Filters | None = None  # of kind clsact
+        self._filters: clsact.Filters | None = None  # of kind clsact
 
     def use(self, programs: Object) -> None:
         """Attach this loaded object's `KIND_ingress` and `KIND_egress` from now on, and now where others are."""
@@ -132,8 +130,8 @@ class Links:
                 self.kind = "clsact"
                 log.warning("this kernel has no TCX links (%s); clsact filters are used instead", error)
         if self.kind == "clsact":
-            self._filters = self._filters or Filters()
-            clsact_attach(interface.index, program, name, ingress=ingress)
+            self._filters = self._filters or clsact.Filters()
+            clsact.attach(interface.index, program, name, ingress=ingress)
 
     def _detach(self, index: int) -> None:
         interface = self.attached.pop(index)
@@ -141,7 +139,7 @@ class Links:
             if held := self._held.pop((index, name), None):
                 held.remove()
         if self.kind == "clsact":
-            clsact_detach(index)
+            clsact.detach(index)
         log.info("%s interface %s is gone", self.what, interface.name)
 
     def wrong(self, pins: Mapping[str, int]) -> Iterator[str]:
@@ -300,5 +298,5 @@ def detach_everything(folder: Path) -> int:
     removed = 0
     for interface in read_node().interfaces:
         with contextlib.suppress(OSError):
-            removed += clsact_detach(interface.index)
+            removed += clsact.detach(interface.index)
     return removed + remove_pins(folder)

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
@@ -19,8 +20,8 @@ from typing import Final
 from dataplane.errors import Occupied
 from dataplane.kernel.attachment import target_of
 from dataplane.kernel.bpf import BpfError, Map
+from dataplane.kernel.host_paths import pin_folder
 from dataplane.kernel.lock import hold
-from dataplane.kernel.places import pin_folder
 from dataplane.kernel.shape import pinned
 from dataplane.mode import Options
 from dataplane.modes.ebpf.pins import DEVICES, LINK, MARK, is_mark, remove_pins
@@ -29,7 +30,7 @@ __all__ = ["Mark", "collect", "is_gone"]
 
 log = logging.getLogger(__name__)
 
-LOOPBACK: Final = (1).to_bytes(4, "little")  # its index in every namespace
+LOOPBACK: Final = (1).to_bytes(4, sys.byteorder)  # its index in every namespace
 
 
 class Mark:

@@ -5,6 +5,7 @@ A map that grows is made anew, larger. Its content is copied, and its pin rename
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -195,7 +196,7 @@ class MapSet:
         totals = {}
         for name, number in abi_constants().items():
             if name.startswith("COUNT_"):
-                values = self.maps["counters"].lookup_per_cpu(number.to_bytes(4, "little"), cpus)
+                values = self.maps["counters"].lookup_per_cpu(number.to_bytes(4, sys.byteorder), cpus)
                 totals[name.removeprefix("COUNT_").lower()] = int(values.sum())
         return totals
 

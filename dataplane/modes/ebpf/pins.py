@@ -19,7 +19,7 @@ from typing import Final
 
 from dataplane.kernel.attachment import is_link
 from dataplane.kernel.bpf import Object, pinned_link
-from dataplane.kernel.places import pin_folder
+from dataplane.kernel.host_paths import pin_folder
 from dataplane.kernel.shape import Shape, declared, name_in_kernel, pinned
 from dataplane.mode import Options
 from dataplane.modes.ebpf import layout

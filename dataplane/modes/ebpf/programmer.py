@@ -20,6 +20,7 @@ from dataplane.diff import changed_services
 from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel.bpf import BpfError, Object
 from dataplane.kernel.grace import jiffies_per_second, wait_for_programs
+from dataplane.kernel.host_paths import netns_cookie, pin_folder
 from dataplane.kernel.links import (
     Interface,
     Node,
@@ -29,7 +30,6 @@ from dataplane.kernel.links import (
     read_reverse_path_filters,
 )
 from dataplane.kernel.lock import hold
-from dataplane.kernel.places import netns_cookie, pin_folder
 from dataplane.mode import Mode, Notice, Options, Question, SyncResult, Wake, misfit_rows, unknown_algorithms
 from dataplane.modes.ebpf import attach, explaining, layout, listing, sizes
 from dataplane.modes.ebpf.attach import Links, Sockets

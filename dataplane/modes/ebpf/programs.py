@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dataplane.kernel.attachment import program_number
 from dataplane.kernel.bpf import BpfError, Map, Object, has_helper
-from dataplane.kernel.places import netns_cookie
+from dataplane.kernel.host_paths import netns_cookie
 from dataplane.mode import Options
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.maps import Larger, MapSet, traffic_cpus

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.kernel.places import bpf_fs
+from dataplane.kernel.host_paths import bpf_fs
 from dataplane.mode import Options
 from dataplane.modes.ebpf.maps import MapSet
 

@@ -14,7 +14,7 @@ from controller.lab.network import Lab
 from dataplane.errors import DataplaneError
 from dataplane.kernel._libbpf import ffi
 from dataplane.kernel.bpf import Map, Object, check, library
-from dataplane.kernel.places import bpf_fs
+from dataplane.kernel.host_paths import bpf_fs
 from dataplane.mode import Options
 from dataplane.modes.ebpf.layout import OBJECTS, stored_numbers
 from dataplane.modes.ebpf.maps import open_pinned_maps

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from controller.lab.network import Lab
-from dataplane.kernel.places import bpf_fs
+from dataplane.kernel.host_paths import bpf_fs
 from dataplane.mode import Options
 from dataplane.modes.ebpf.programmer import Ebpf, clean, folder_of, former_layouts
 from dataplane.table import ServiceTable

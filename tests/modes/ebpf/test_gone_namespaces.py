@@ -12,8 +12,8 @@ import pytest
 
 from controller.lab.network import Lab
 from dataplane.kernel.bpf import Map
+from dataplane.kernel.host_paths import bpf_fs
 from dataplane.kernel.lock import hold
-from dataplane.kernel.places import bpf_fs
 from dataplane.mode import Options
 from dataplane.modes.ebpf.gone import collect, is_gone
 from dataplane.modes.ebpf.programmer import Ebpf

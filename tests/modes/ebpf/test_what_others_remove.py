@@ -15,8 +15,8 @@ from pyroute2 import IPRoute
 
 from controller.lab.network import Lab
 from dataplane.kernel.bpf import Map, Object, check, library, pinned_link, update_link
-from dataplane.kernel.links import EGRESS, HANDLE, INGRESS, PRIORITY
-from dataplane.kernel.places import bpf_fs
+from dataplane.kernel.clsact import EGRESS, HANDLE, INGRESS, PRIORITY
+from dataplane.kernel.host_paths import bpf_fs
 from dataplane.mode import Options
 from dataplane.modes.ebpf.attach import SOCKET_HOOKS, TCX_EGRESS, TCX_INGRESS, WATCH_HOOKS
 from dataplane.modes.ebpf.layout import OBJECTS

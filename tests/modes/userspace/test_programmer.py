@@ -19,7 +19,7 @@ from controller.lab.network import Lab
 from controller.lab.traffic import ask_tcp
 from dataplane.errors import DataplaneError, Occupied, SyncError
 from dataplane.kernel import nft, policy
-from dataplane.kernel.neighbours import may_have_left
+from dataplane.kernel.other_proxies import may_have_left
 from dataplane.mode import Options
 from dataplane.modes.userspace import messages, programmer
 from dataplane.modes.userspace.line import draining

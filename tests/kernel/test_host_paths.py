@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from controller.lab.namespace import cgroup2_root
-from dataplane.kernel.places import outermost_first
+from dataplane.kernel.host_paths import outermost_first
 
 root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 ROOT = Path(__file__).resolve().parents[2]
-ASK = "from dataplane.kernel.places import cgroup_root, in_initial_netns as i; print(i(), cgroup_root())"
+ASK = "from dataplane.kernel.host_paths import cgroup_root, in_initial_netns as i; print(i(), cgroup_root())"
 FEW = ("setpriv", "--bounding-set=-all,+net_admin", "--inh-caps=-all", "--no-new-privs")
 
 

@@ -1,7 +1,7 @@
-"""What other service proxies have in this network namespace: asked by name, so that the cost is a few messages.
+"""Finds what other service proxies have in this network namespace.
 
-Nothing is listed: a kube-proxy of 10,000 services has 40,000 chains. Nothing is loaded or made: a legacy table is
-asked for only when the kernel says that it is there.
+Objects are looked up by name, which takes a few messages, and never listed: a kube-proxy of 10,000 services has 40,000
+chains. A lookup creates nothing and loads no module: a legacy table is only read when the kernel already has it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Final
 import msgspec
 
 from dataplane.errors import Unsupported
+from dataplane.kernel.host_paths import netns_of, pin_folder
 from dataplane.kernel.netlink import NETFILTER, NFGEN, NLM_F_REQUEST, NLMSG_ERROR, message, messages, string
-from dataplane.kernel.places import netns_of, pin_folder
-from dataplane.neighbours import HEALTH_PORT, Process, Seen
+from dataplane.other_proxies import HEALTH_PORT, OtherProxies, Process
 
-__all__ = ["look_around", "may_have_left", "others_have_pins"]
+__all__ = ["find_other_proxies", "may_have_left", "others_have_pins"]
 
 NFT: Final = 10 << 8  # NFNL_SUBSYS_NFTABLES
 GET_TABLE, GET_CHAIN = NFT | 1, NFT | 4
@@ -37,16 +37,16 @@ OUR_SOCKETS: Final = {"userspace": "hybrid-proxy-userspace"}  # in the abstract 
 OUR_CHAINS: Final = {"iptables": "HP-SERVICES", "ipvs": "HPV-POSTROUTING"}
 
 
-def look_around(mode: str) -> Seen:
-    """What is here of a kube-proxy, and of agents of ours other than this process and modes other than `mode`.
+def find_other_proxies(mode: str) -> OtherProxies:
+    """Look for a kube-proxy, for other agents of ours, and for objects of modes of ours other than `mode`.
 
-    Never raises: what cannot be asked is not seen.
+    Never raises: what cannot be looked up counts as absent.
     """
     ours = [text for key in (*OUR_TABLES, *OUR_CHAINS) if key != mode for text in _traces(key)]
     kube = [f"table {family} kube-proxy" for family in _tables("kube-proxy")]
     kube += [*_chains(KUBE_CHAIN), *(_ipvs() if mode != "ipvs" else ())]
     processes = list(_processes())
-    return Seen(
+    return OtherProxies(
         kube_proxy=tuple(kube),
         kube_proxy_processes=tuple(p for p in processes if p.name == "kube-proxy"),
         health=_health(),
@@ -56,7 +56,7 @@ def look_around(mode: str) -> Seen:
 
 
 def may_have_left(mode: str, pin_root: str | None) -> bool:
-    """Whether a mode of ours has something here, asked by name without loading its code; a stranger may have.
+    """Whether a mode of ours has objects here. Its code is not loaded. True for a mode that is not known here.
 
     Args:
         mode: its name.
@@ -87,7 +87,7 @@ def others_have_pins(pin_root: str | None) -> bool:
 
 
 def _traces(mode: str) -> Iterator[str]:
-    """What is here of one of our modes, as its tools name it."""
+    """The objects of one of our modes, as its tools name them."""
     if mode in OUR_TABLES:
         yield from (f"table {family} {OUR_TABLES[mode]}" for family in _tables(OUR_TABLES[mode]))
     if mode in OUR_CHAINS:
@@ -97,7 +97,7 @@ def _traces(mode: str) -> Iterator[str]:
 
 
 def _listens(name: str) -> bool:
-    """Whether a process has a name that begins so in the abstract namespace of unix(7)."""
+    """Whether a socket of the abstract namespace (unix(7)) has a name with this prefix."""
     with contextlib.suppress(OSError):
         return f" @{name}" in Path("/proc/thread-self/net/unix").read_text()
     return False
@@ -110,7 +110,7 @@ def _tables(name: str) -> list[str]:
 
 
 def _chains(name: str) -> Iterator[str]:
-    """Where the tables `nat` of iptables have a chain of that name, in either variant."""
+    """The `nat` tables of iptables, of either variant, that have a chain of that name."""
     wanted = string(CHAIN_TABLE, "nat") + string(CHAIN_NAME, name)
     for family, number in FAMILIES.items():
         if _has(GET_CHAIN, number, wanted):
@@ -149,7 +149,7 @@ def _ipvs() -> Iterator[str]:
 
 
 def _has(kind: int, family: int, attributes: bytes) -> bool:
-    """Whether nf_tables has what is named; no when it cannot be asked."""
+    """Whether nf_tables has the named object; False when it cannot be asked."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETFILTER) as netlink:
         netlink.settimeout(ANSWER_SECONDS)
         netlink.send(message(kind, NLM_F_REQUEST, NFGEN.pack(family, 0, 0) + attributes))
@@ -163,7 +163,7 @@ def _health() -> bool:
 
 
 def _fetch(address: str) -> bytes:
-    """The body of /healthz, empty without an answer, and where an agent of ours answers."""
+    """The body of /healthz; empty without an answer, or when an agent of ours answered."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     answer = b""
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as client:
@@ -179,14 +179,14 @@ def _fetch(address: str) -> bytes:
 def _is_kube_proxy(body: bytes) -> bool:
     """`{"lastUpdated": ..., "currentTime": ...}`, pkg/proxy/healthcheck."""
     try:
-        told = msgspec.json.decode(body)
+        status = msgspec.json.decode(body)
     except msgspec.MsgspecError:
         return False
-    return isinstance(told, dict) and {"lastUpdated", "currentTime"} <= told.keys()
+    return isinstance(status, dict) and {"lastUpdated", "currentTime"} <= status.keys()
 
 
 def _processes() -> Iterator[Process]:
-    """Proxies among the processes of this network namespace that can be seen, other than this one and its children."""
+    """The visible proxy processes of this network namespace, without this process and its relatives."""
     try:
         own = netns_of("thread-self")
         numbers = [name for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 (names alone)
@@ -219,7 +219,7 @@ def _proxy_name(pid: str) -> str | None:
 
 
 def _related(pid: str) -> bool:
-    """Whether it is this process, its parent or its child (a wrapper or a helper has the same command line)."""
+    """Whether it is this process, its parent or its child: a wrapper or a helper has the same command line."""
     own = {os.getpid(), os.getppid()}
     parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return int(pid) in own or parent == os.getpid()

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from controller.lab.network import Lab
+from dataplane.kernel import clsact
 from dataplane.kernel.bpf import Object
-from dataplane.kernel.links import EGRESS, INGRESS, clsact_attach, clsact_detach, read_node
+from dataplane.kernel.clsact import EGRESS, INGRESS
+from dataplane.kernel.links import read_node
 from dataplane.modes.ebpf.layout import OBJECTS
 from tests.namespaces import new_lab
 
@@ -36,8 +38,8 @@ def test_clsact_filters_are_swapped_in_place_and_removed_exactly(inside_node: La
     programs.load()
     index = next(i.index for i in read_node().interfaces if i.name == inside_node["pod1"].interface)
     for _ in range(2):
-        clsact_attach(index, programs.program("pod_ingress"), "pod_ingress", ingress=True)
-        clsact_attach(index, programs.program("pod_egress"), "pod_egress", ingress=False)
+        clsact.attach(index, programs.program("pod_ingress"), "pod_ingress", ingress=True)
+        clsact.attach(index, programs.program("pod_egress"), "pod_egress", ingress=False)
     with IPRoute() as ip:
         ip.tc(
             "add-filter", "bpf", index, handle=7, prio=9, fd=programs.program("pod_egress"), name="somebody_elses",
@@ -46,8 +48,8 @@ def test_clsact_filters_are_swapped_in_place_and_removed_exactly(inside_node: La
     assert filters(index, INGRESS) == ["hybrid_proxy_pod_ingress", "somebody_elses"]
     assert filters(index, EGRESS) == ["hybrid_proxy_pod_egress"]
 
-    assert clsact_detach(index) == 2
+    assert clsact.detach(index) == 2
     assert filters(index, INGRESS) == ["somebody_elses"]
     assert filters(index, EGRESS) == []
-    assert clsact_detach(index) == 0
+    assert clsact.detach(index) == 0
     programs.close()

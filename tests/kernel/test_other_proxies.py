@@ -15,8 +15,8 @@ import pytest
 from pyroute2 import IPRoute
 
 from controller.neighbours import Neighbours
-from dataplane.kernel.neighbours import look_around
-from dataplane.neighbours import HEALTH_PORT, Process, Seen, sentences
+from dataplane.kernel.other_proxies import find_other_proxies
+from dataplane.other_proxies import HEALTH_PORT, OtherProxies, Process, warnings
 from tests import namespaces
 
 pytestmark = pytest.mark.root
@@ -60,25 +60,25 @@ def health(home: None) -> Iterator[type[Health]]:
 @pytest.mark.usefixtures("home")
 class TestLookAround:
     def test_an_empty_namespace(self):
-        assert look_around("ebpf") == Seen()
+        assert find_other_proxies("ebpf") == OtherProxies()
 
     def test_the_tables_of_the_nftables_mode(self):
         nft("table ip kube-proxy {}\ntable ip6 kube-proxy {}\ntable inet kube-proxy-no {}")
-        assert look_around("ebpf").kube_proxy == ("table ip kube-proxy", "table ip6 kube-proxy")
+        assert find_other_proxies("ebpf").kube_proxy == ("table ip kube-proxy", "table ip6 kube-proxy")
 
     def test_the_chain_of_the_iptables_mode(self):
         nft("table ip nat {\nchain KUBE-SERVICES {\n}\n}\ntable ip filter {\nchain KUBE-FORWARD {\n}\n}")
-        assert look_around("ebpf").kube_proxy == ("chain KUBE-SERVICES in ip nat",)
+        assert find_other_proxies("ebpf").kube_proxy == ("chain KUBE-SERVICES in ip nat",)
 
     def test_the_chain_in_a_legacy_table(self):
         made = subprocess.run(["iptables-legacy", "-t", "nat", "-N", "KUBE-SERVICES"], capture_output=True, text=True)
         if made.returncode:
             pytest.skip(f"no legacy nat table here: {made.stderr.strip()}")
-        assert look_around("ebpf").kube_proxy == ("chain KUBE-SERVICES in ip nat (legacy)",)
+        assert find_other_proxies("ebpf").kube_proxy == ("chain KUBE-SERVICES in ip nat (legacy)",)
 
     def test_looking_makes_no_table(self):
         before = subprocess.run(["nft", "list", "ruleset"], capture_output=True, text=True).stdout
-        look_around("ebpf")
+        find_other_proxies("ebpf")
         assert subprocess.run(["nft", "list", "ruleset"], capture_output=True, text=True).stdout == before == ""
         names = Path("/proc/thread-self/net/ip_tables_names")
         assert not names.exists() or names.read_text() == ""
@@ -86,39 +86,39 @@ class TestLookAround:
     def test_the_device_of_the_ipvs_mode_which_ours_has_too(self):
         with IPRoute() as link:
             link.link("add", ifname="kube-ipvs0", kind="veth", peer={"ifname": "peer0"})
-        assert look_around("iptables").kube_proxy == ("device kube-ipvs0",)
-        assert look_around("ipvs").kube_proxy == ()
+        assert find_other_proxies("iptables").kube_proxy == ("device kube-ipvs0",)
+        assert find_other_proxies("ipvs").kube_proxy == ()
 
     def test_modes_of_ours_other_than_the_one_at_work(self):
         nft(
             "table ip hybrid-proxy {}\ntable ip6 hybrid-proxy-userspace {}\ntable ip nat {\nchain HP-SERVICES {\n}\n}"
             "\ntable ip6 nat {\nchain HPV-POSTROUTING {\n}\n}"
         )
-        assert look_around("nftables").ours == (
+        assert find_other_proxies("nftables").ours == (
             "table ip6 hybrid-proxy-userspace",
             "chain HP-SERVICES in ip nat",
             "chain HPV-POSTROUTING in ip6 nat",
         )
-        assert look_around("userspace").ours == (
+        assert find_other_proxies("userspace").ours == (
             "table ip hybrid-proxy",
             "chain HP-SERVICES in ip nat",
             "chain HPV-POSTROUTING in ip6 nat",
         )
 
     def test_a_health_port_that_answers_as_kube_proxy_does(self, health):
-        assert look_around("ebpf").health
+        assert find_other_proxies("ebpf").health
         health.code = 503  # it works, if badly
-        assert look_around("ebpf").health
+        assert find_other_proxies("ebpf").health
         health.body = b"ok"
-        assert not look_around("ebpf").health
+        assert not find_other_proxies("ebpf").health
 
     def test_a_health_port_of_an_agent_of_ours(self, health):
         health.version_string = lambda self: "hybrid-proxy"
-        assert not look_around("ebpf").health
+        assert not find_other_proxies("ebpf").health
 
     def test_a_health_port_that_never_answers(self):
         with socket.create_server(("127.0.0.1", HEALTH_PORT)):
-            assert not look_around("ebpf").health
+            assert not find_other_proxies("ebpf").health
 
     def test_processes_of_this_namespace_alone(self, tmp_path):
         program = tmp_path / "kube-proxy"
@@ -128,10 +128,10 @@ class TestLookAround:
         try:
             assert here.stdout is not None
             assert here.stdout.readline() == b"up\n"
-            found = look_around("ebpf").kube_proxy_processes
+            found = find_other_proxies("ebpf").kube_proxy_processes
             assert [process.name for process in found] == ["kube-proxy"]
             with namespaces.fresh():
-                assert look_around("ebpf").kube_proxy_processes == ()
+                assert find_other_proxies("ebpf").kube_proxy_processes == ()
         finally:
             os.killpg(here.pid, 9)
             here.communicate()
@@ -146,7 +146,7 @@ class TestLookAround:
         try:
             assert other.stdout is not None
             assert other.stdout.readline() == b"up\n"
-            (found,) = look_around("ebpf").agents
+            (found,) = find_other_proxies("ebpf").agents
             assert found.name == "hybrid-proxy run"
         finally:
             os.killpg(other.pid, 9)
@@ -156,20 +156,20 @@ class TestLookAround:
 TABLES = ("table ip kube-proxy", "table ip6 kube-proxy")
 # fmt: off
 CASES = [
-    pytest.param(Seen(), [], id="nothing"),
-    pytest.param(Seen(TABLES), ["kube-proxy left its table ip kube-proxy and table ip6 kube-proxy here, and nobody maintains them"], id="rules alone are leftovers"),  # noqa: E501
-    pytest.param(Seen(TABLES, health=True), ["kube-proxy is working here (its health port 10256 answers, and its table ip kube-proxy and table ip6 kube-proxy are in place)"], id="rules and a health port"),  # noqa: E501
-    pytest.param(Seen((), (Process(7, "kube-proxy"),)), ["kube-proxy is working here (process 7): two proxies"], id="a process alone"),  # noqa: E501
-    pytest.param(Seen(agents=(Process(9, "hybrid-proxy run"),)), ["another agent of hybrid-proxy works here: process 9"], id="another agent"),  # noqa: E501
-    pytest.param(Seen(ours=("table ip hybrid-proxy",)), ["another mode of hybrid-proxy left its table ip hybrid-proxy here"], id="another mode of ours"),  # noqa: E501
-    pytest.param(Seen(TABLES[:1], ours=("table ip hybrid-proxy",)), ["kube-proxy left its table ip kube-proxy here", "another mode"], id="several"),  # noqa: E501
+    pytest.param(OtherProxies(), [], id="nothing"),
+    pytest.param(OtherProxies(TABLES), ["kube-proxy left its table ip kube-proxy and table ip6 kube-proxy here, and nobody maintains them"], id="rules alone are leftovers"),  # noqa: E501
+    pytest.param(OtherProxies(TABLES, health=True), ["kube-proxy is working here (its health port 10256 answers, and its table ip kube-proxy and table ip6 kube-proxy are in place)"], id="rules and a health port"),  # noqa: E501
+    pytest.param(OtherProxies((), (Process(7, "kube-proxy"),)), ["kube-proxy is working here (process 7): two proxies"], id="a process alone"),  # noqa: E501
+    pytest.param(OtherProxies(agents=(Process(9, "hybrid-proxy run"),)), ["another agent of hybrid-proxy works here: process 9"], id="another agent"),  # noqa: E501
+    pytest.param(OtherProxies(ours=("table ip hybrid-proxy",)), ["another mode of hybrid-proxy left its table ip hybrid-proxy here"], id="another mode of ours"),  # noqa: E501
+    pytest.param(OtherProxies(TABLES[:1], ours=("table ip hybrid-proxy",)), ["kube-proxy left its table ip kube-proxy here", "another mode"], id="several"),  # noqa: E501
 ]
 # fmt: on
 
 
 @pytest.mark.parametrize(("seen", "starts"), CASES)
 def test_one_sentence_for_each_neighbour(seen, starts):
-    told = sentences(seen)
+    found = warnings(seen)
     assert len(told) == len(starts)
     assert [sentence.startswith(start) for sentence, start in zip(told, starts, strict=True)] == [True] * len(starts)
 
@@ -200,6 +200,6 @@ class TestWatching:
         assert len(told) == 1
 
     def test_what_goes_wrong_stays_inside(self, monkeypatch, caplog):
-        monkeypatch.setattr("controller.neighbours.look_around", lambda _mode: 1 // 0)
+        monkeypatch.setattr("controller.neighbours.find_other_proxies", lambda _mode: 1 // 0)
         Neighbours("ebpf", pytest.fail).look()
         assert "ZeroDivisionError" in caplog.text

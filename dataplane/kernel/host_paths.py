@@ -1,7 +1,7 @@
-"""Where things are on this node: namespace, cgroup v2 hierarchy, BPF file system, the pin folder.
+"""Paths of this node: network namespace, cgroup v2 hierarchy, BPF file system, the pin folder.
 
-`ip netns exec` and some containers hide /sys mounts from a process. Then those of the processes around it are
-used, so that pins outlive the process whatever mount namespace it was started in.
+`ip netns exec` and some containers hide /sys mounts from a process. Then the mounts of the processes around it are
+used, so that pins outlive the process in whatever mount namespace it was started.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import socket
+import sys
 from pathlib import Path
 
 from dataplane.errors import Unsupported
@@ -24,10 +25,10 @@ CLONE_NEWNS = 0x00020000
 
 
 def netns_cookie() -> int | None:
-    """The number by which programs know this network namespace; None: this kernel does not tell (before Linux 5.14)."""
+    """The number by which BPF programs know this network namespace; None before Linux 5.14."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            return int.from_bytes(probe.getsockopt(socket.SOL_SOCKET, SO_NETNS_COOKIE, 8), "little")
+            return int.from_bytes(probe.getsockopt(socket.SOL_SOCKET, SO_NETNS_COOKIE, 8), sys.byteorder)
         except OSError:
             return None
 

@@ -1,0 +1,73 @@
+"""PURE. Which other service proxies are on this node, and whether they run or only left something behind.
+
+Two proxies that answer for the same addresses are the usual accident of a migration: both translate, and which one wins
+depends on the order of hooks. So each finding becomes a warning that says what to do about it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["HEALTH_PORT", "OtherProxies", "Process", "warnings"]
+
+HEALTH_PORT = 10256  # kube-proxy's --healthz-bind-address
+_TWO_PROXIES = "two proxies answer for the same addresses"
+
+
+class Process(msgspec.Struct, frozen=True):
+    """A process that lives in this network namespace."""
+
+    pid: int
+    name: str
+
+
+class OtherProxies(msgspec.Struct, frozen=True):
+    """What was found in this network namespace.
+
+    Objects are named as their tools name them (`table ip kube-proxy`, `chain KUBE-SERVICES in ip nat`). `health` says
+    whether kube-proxy's health port answers as kube-proxy does. `ours` are objects that agents of hybrid-proxy make in
+    other modes than the active one, `agents` other agents of hybrid-proxy.
+    """
+
+    kube_proxy: tuple[str, ...] = ()
+    kube_proxy_processes: tuple[Process, ...] = ()
+    health: bool = False
+    ours: tuple[str, ...] = ()
+    agents: tuple[Process, ...] = ()
+
+
+def warnings(found: OtherProxies) -> tuple[str, ...]:
+    """One message for each other proxy: which one, the evidence, what to do."""
+    messages = []
+    evidence = [f"process {process.pid}" for process in found.kube_proxy_processes]
+    if found.health:
+        evidence.append(f"its health port {HEALTH_PORT} answers")
+    if evidence:
+        objects = f", and its {_listed(found.kube_proxy)} in place" if found.kube_proxy else ""
+        messages.append(
+            f"kube-proxy is working here ({', '.join(evidence)}{objects}): {_TWO_PROXIES}. "
+            "Stop it, then remove its rules with `kube-proxy --cleanup`."
+        )
+    elif found.kube_proxy:
+        messages.append(
+            f"kube-proxy left its {_joined(found.kube_proxy)} here, and nobody maintains them: they send clients to "
+            "endpoints of the past. Remove them with `kube-proxy --cleanup`."
+        )
+    if found.agents:
+        others = ", ".join(f"process {process.pid} ({process.name})" for process in found.agents)
+        messages.append(f"another agent of hybrid-proxy works here: {others}: {_TWO_PROXIES}. Stop one of them.")
+    if found.ours:
+        messages.append(
+            f"another mode of hybrid-proxy left its {_joined(found.ours)} here; the next start of the agent, or "
+            "`hybrid-proxy cleanup` without one, removes them."
+        )
+    return tuple(messages)
+
+
+def _joined(objects: tuple[str, ...]) -> str:
+    *most, last = objects
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _listed(objects: tuple[str, ...]) -> str:
+    return f"{_joined(objects)} {'are' if len(objects) > 1 else 'is'}"
