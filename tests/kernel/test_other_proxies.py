@@ -167,11 +167,11 @@ CASES = [
 # fmt: on
 
 
-@pytest.mark.parametrize(("seen", "starts"), CASES)
-def test_one_sentence_for_each_neighbour(seen, starts):
-    found = warnings(seen)
-    assert len(told) == len(starts)
-    assert [sentence.startswith(start) for sentence, start in zip(told, starts, strict=True)] == [True] * len(starts)
+@pytest.mark.parametrize(("found", "starts"), CASES)
+def test_one_warning_for_each_other_proxy(found, starts):
+    messages = warnings(found)
+    assert len(messages) == len(starts)
+    assert [message.startswith(start) for message, start in zip(messages, starts, strict=True)] == [True] * len(starts)
 
 
 @pytest.mark.usefixtures("home")
