@@ -1,7 +1,7 @@
-"""What others changed of ours: the kernel tells of addresses alone, so the rest is compared.
+"""Finds what others changed of ours. The kernel reports lost addresses alone, so everything else is compared.
 
-All of it within a second, as long as that takes a fiftieth of a processor at most, else as long as that allows; the
-rules, whose tools are processes, when the kernel has another revision of them.
+A round compares everything within a second where that takes at most a fiftieth of a processor, and takes longer where
+it does not. The rules, whose tools are processes, are read when the kernel has another revision of them.
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from dataplane.modes.ipvs.lower import SETS, set_name
-from dataplane.modes.ipvs.node import DEVICE, read_rules, read_set, revision, sysctls
-
-if TYPE_CHECKING:
-    from dataplane.modes.ipvs.programmer import Ipvs
+from dataplane.modes.ipvs.plan import Actual
+from dataplane.modes.ipvs.writer import DEVICE, Kernel, read_rules, read_set, revision
 
 __all__ = ["Audit"]
 
@@ -28,47 +26,65 @@ SHOWN: Final = 5
 ROUND_SECONDS: Final = 0.5  # for everything, where that costs little
 COST: Final = 50  # a round takes so many times what its looks take
 
-Look = Callable[[], list[str]]  # sentences: what was found changed
+Check = Callable[[], list[str]]  # messages: what was found changed
 
 
 class Audit:
-    """Looks at everything once in a period, and has the programmer put right what differs.
+    """Compares everything with the kernel once in a period.
 
-    `told` is set, from any thread, when the kernel told that an address or the device is gone.
+    `address_lost` is set, from any thread, when the kernel reported that an address or the device is gone. `rules` are
+    the lines of ours as they were read after they were written.
+
+    Args:
+        kernel: to read from.
+        actual: what should be there.
+        settings: the kernel settings that were made, and their values.
+        seconds: the longest time between two comparisons.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, programmer: Ipvs, seconds: float) -> None:
-        self._programmer = programmer
+    def __init__(
+        self,
+        kernel: Kernel,
+        actual: Actual,
+        settings: Callable[[], Mapping[str, str]],
+        seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._kernel, self._actual, self._wanted_settings, self._clock = kernel, actual, settings, clock
         self._seconds = max(seconds, 0.001)
-        self.told = threading.Event()
+        self.address_lost = threading.Event()
         self.rules: dict[int, tuple[str, ...]] = {}
-        self._waiting: list[Look] = []
-        self._at = time.monotonic()
-        self._cost = self._spent = 0.0  # seconds of the looks of the last round, and of this one so far
-        self._revision: object = None  # of the rules, when they were looked at
-        self._rules_at = self._rules_after = 0.0  # when they are at the latest, and not before
+        self._waiting: list[Check] = []
+        self._at = clock()
+        self._cost = self._spent = 0.0  # seconds that the checks of the last round took, and those of this one so far
+        self._revision: object = None  # of the rules, when they were read
+        self._rules_at = self._rules_after = 0.0  # when they are read next at the latest, and at the earliest
 
     @property
     def due(self) -> bool:
-        """Whether `step` has something to look at."""
-        return self.told.is_set() or time.monotonic() >= self._at + min(self._seconds, ROUND_SECONDS)
+        """Whether `step` has something to compare."""
+        return self.address_lost.is_set() or self._clock() >= self._at + min(self._seconds, ROUND_SECONDS)
 
     @property
     def _round(self) -> float:
-        """Seconds in which everything is looked at once."""
+        """Seconds in which everything is compared once."""
         return min(self._seconds, max(ROUND_SECONDS, COST * self._cost))
 
-    def step(self) -> None:
-        """Called about once a second: look at a share, and at addresses when they were told of.
+    def step(self) -> list[str]:
+        """Called about once a second: compare a share of everything, and addresses at once when one was lost.
+
+        Returns:
+            A message for each thing of ours that others changed.
 
         Raises:
-            DataplaneError: what was found cannot be put right, or cannot be read.
+            DataplaneError: something cannot be read.
         """
         found = []
-        if self.told.is_set():
-            self.told.clear()
+        if self.address_lost.is_set():
+            self.address_lost.clear()
             found += self.addresses()
-        now = time.monotonic()
+        now = self._clock()
         found += self._changed_rules(now)
         all_of_it = list(self._all())
         due = int((now - self._at) * len(all_of_it) / self._round)
@@ -77,7 +93,7 @@ class Audit:
             for _ in range(min(due, len(all_of_it))):
                 self._waiting = self._waiting or all_of_it
                 found += self._waiting.pop()()
-            self._spent += time.monotonic() - now
+            self._spent += self._clock() - now
             if not self._waiting:
                 self._cost, self._spent = self._spent, 0.0
         if found:
@@ -86,65 +102,64 @@ class Audit:
                 "%d things of ours were changed by others and are put right: %s%s",
                 len(found), "; ".join(found[:SHOWN]), more,
             )  # fmt: skip
-            self._programmer.repair(len(found))
+        return found
 
-    def _all(self) -> Iterator[Look]:
+    def _all(self) -> Iterator[Check]:
         yield self.addresses
         yield self._servers
         yield self._settings
         for number in range(SLICES):
             yield partial(self._destinations, number)
-        for family in self._programmer.doors.tables.families:
+        for family in self._kernel.tables.families:
             for name in SETS:
                 yield partial(self._set, set_name(family, name))
 
     def _changed_rules(self, now: float) -> list[str]:
         """Looked at when they have another revision, and once in the whole period."""
-        doors = self._programmer.doors
-        known = revision(doors)
+        known = revision(self._kernel)
         changed = known != self._revision and now >= self._rules_after
         if not changed and now < self._rules_at and now - self._at < self._seconds:
             return []
-        found = [sentence for family in doors.tables.families for sentence in self._rules(family)]
-        ended = time.monotonic()
+        found = [message for family in self._kernel.tables.families for message in self._rules(family)]
+        ended = self._clock()
         self._revision, self._rules_at, self._rules_after = known, ended + self._seconds, ended + 10 * (ended - now)
         return found
 
     def addresses(self) -> list[str]:
-        """Sentences: the device, or addresses of ours on it, are gone."""
-        device = self._programmer.doors.device
+        """Messages: the device, or addresses of ours on it, are gone."""
+        device = self._kernel.device
         if not device.find():
             return [f"the device {DEVICE} is gone"]
-        gone = self._programmer.actual.addresses - device.addresses()
+        gone = self._actual.addresses - device.addresses()
         return [f"address {address} is gone from {DEVICE}" for address in sorted(gone)]
 
     def _servers(self) -> list[str]:
-        there = self._programmer.doors.ipvs.servers()
+        there = self._kernel.ipvs.servers()
         return [
             f"virtual server {server.address or hex(server.mark)} port {server.port} is "
             f"{'changed' if server in there else 'gone'}"
-            for server, state in self._programmer.actual.servers.items()
+            for server, state in self._actual.servers.items()
             if there.get(server) != state.config
         ]
 
     def _destinations(self, number: int) -> list[str]:
         found = []
-        for server, state in list(self._programmer.actual.servers.items())[number::SLICES]:
-            loads = self._programmer.doors.ipvs.destinations(server)
+        for server, state in list(self._actual.servers.items())[number::SLICES]:
+            loads = self._kernel.ipvs.destinations(server)
             if {each: load.weight for each, load in loads.items()} != state.weights:
                 name = f"{server.address or hex(server.mark)} port {server.port}"
                 found.append(f"the real servers of virtual server {name} are changed")
         return found
 
     def _set(self, name: str) -> list[str]:
-        there = read_set(self._programmer.doors, name)
-        known = {member: value for member, value in self._programmer.actual.members.items() if member[0] == name}
+        there = read_set(self._kernel, name)
+        known = {member: value for member, value in self._actual.members.items() if member[0] == name}
         differ = sum(1 for member in there.keys() | known.keys() if member not in there or member not in known)
         differ += sum(1 for member, value in known.items() if member in there and there[member] != value)
         return [f"{differ} elements of the set {name} are changed"] if differ else []
 
     def _rules(self, family: int) -> list[str]:
-        there, known = read_rules(self._programmer.doors, family), self.rules.get(family, ())
+        there, known = read_rules(self._kernel, family), self.rules.get(family, ())
         if there == known:
             return []
         name = "iptables" if family == 4 else "ip6tables"
@@ -152,10 +167,6 @@ class Audit:
         return [f"{name}: {line} is gone" for line in gone] or [f"{name}: rules of ours are changed"]
 
     def _settings(self) -> list[str]:
-        programmer = self._programmer
-        wanted = sysctls(programmer.options, programmer.release)
-        read = programmer.doors.read_sysctl
-        changed = [
-            name for name, value in wanted.items() if name not in programmer.unset and read(name) not in (value, None)
-        ]
+        read = self._kernel.read_sysctl
+        changed = [name for name, value in self._wanted_settings().items() if read(name) not in (value, None)]
         return [f"the setting {name} is changed" for name in changed]

@@ -8,7 +8,7 @@ from dataplane.kernel.conntrack import flows
 from dataplane.kernel.netlink import NetlinkFailed
 from dataplane.mode import belongs
 from dataplane.modes.ipvs.lower import PREFIX, set_name
-from dataplane.modes.ipvs.node import IpvsDoor, SetsDoor
+from dataplane.modes.ipvs.writer import IpvsInterface, SetsInterface
 from dataplane.table import Protocol, socket_text
 from dataplane.virtual_servers import Config, Destination, Element, Load, Server, Value
 
@@ -16,9 +16,9 @@ __all__ = ["Programmed"]
 
 
 class Programmed:
-    """A `dataplane.mode.View`; everything is read when it is made, so that the doors may be closed then."""
+    """A `dataplane.mode.View`; everything is read when it is made, so that the kernel interfaces may be closed then."""
 
-    def __init__(self, sets: SetsDoor, ipvs: IpvsDoor) -> None:
+    def __init__(self, sets: SetsInterface, ipvs: IpvsInterface) -> None:
         self.place = f"virtual servers of IPVS and sets {PREFIX}*"
         self._sets = {name: _elements(sets, name) for name in sets.names(PREFIX)}
         configs = ipvs.servers()
@@ -101,7 +101,7 @@ class Programmed:
         return found
 
 
-def _elements(sets: SetsDoor, name: str) -> dict[Element, Value]:
+def _elements(sets: SetsInterface, name: str) -> dict[Element, Value]:
     try:
         return sets.elements(name)
     except NetlinkFailed:

@@ -8,16 +8,16 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from dataplane.diff import changed_services
 from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel.conntrack import delete_stale
 from dataplane.kernel.ipset import LIMIT, Ipsets
-from dataplane.kernel.ipvs import Ipvs as Door
+from dataplane.kernel.ipvs import Ipvs as VirtualServers
 from dataplane.mode import Misfit, Mode, Options, SyncResult, Unasked, Wake, misfit_rows, stale_row, unprobed
-from dataplane.modes.ipvs import node as machine
+from dataplane.modes.ipvs import writer
 from dataplane.modes.ipvs.audit import Audit
 from dataplane.modes.ipvs.listing import Programmed
 from dataplane.modes.ipvs.lower import PREFIX, Lowered, Member, Node, Wanted, is_excluded, lower, node_of
@@ -39,8 +39,9 @@ class Ipvs(Unasked):
 
     Args:
         options: settings.
-        wake: called when the kernel tells that the device or an address of ours is gone.
-        doors: ways to the kernel; None: the real ones.
+        wake: called when the kernel reports that the device or an address of ours is gone.
+        kernel: its interfaces; None: the real ones.
+        clock: monotonic seconds.
 
     Raises:
         Unsupported: this machine cannot run the mode; says what is missing.
@@ -48,17 +49,24 @@ class Ipvs(Unasked):
 
     name = "ipvs"
 
-    def __init__(self, options: Options, wake: Wake, doors: machine.Doors | None = None) -> None:
+    def __init__(
+        self,
+        options: Options,
+        wake: Wake,
+        kernel: writer.Kernel | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.options = options
-        self.doors = doors or machine.open_doors(options)
+        self.kernel = kernel or writer.open_kernel(options)
+        self._clock = clock
         self.table: ServiceTable = EMPTY
         self.actual = Actual()
         self.lowered: dict[str, Lowered] = {}
         self.misfits: dict[str, tuple[Misfit, ...]] = {}  # by service
         self.audit_repairs = 0
         self.damage: tuple[str, ...] = ()  # what fails is raised
-        self.audit = Audit(self, options.sync_seconds)
-        self.release = os.uname().release
+        self.audit = Audit(self.kernel, self.actual, self._settings, options.sync_seconds, clock)
+        self._release = os.uname().release
         self.unset: dict[str, str] = {}  # settings of the kernel that could not be made
         self.stale_deleted = Counter({4: 0, 6: 0})  # by family
         self._members: Counter[Member] = Counter()
@@ -71,7 +79,7 @@ class Ipvs(Unasked):
         self._draining: set[Server] = set()
         self._drain_at = 0.0
         self._full = self._first = True
-        self.owed = 0  # things that others changed and that are not put right yet
+        self._owed = 0  # things that others changed and that are not put right yet
         self._wake = wake
         self._stop = threading.Event()
         self._watching = False
@@ -85,13 +93,13 @@ class Ipvs(Unasked):
         try:
             if self._full or table.node != self.table.node or self._takes_addresses(table, names):
                 names = table.services
-                if not first and not self.owed:  # it is put right now, whoever asks for it: it counts
-                    self.owed = len(self.audit.addresses())
+                if not first and not self._owed:  # it is put right now, whoever asks for it: it counts
+                    self._owed = len(self.audit.addresses())
                 result = self._replace(table)
             else:
                 result = self._change(table, names)
                 if table.health_ports != self.table.health_ports:
-                    self.audit.rules = machine.write_rules(self.doors, table.node, table.health_ports)
+                    self.audit.rules = writer.write_rules(self.kernel, table.node, table.health_ports)
         except (DataplaneError, OSError) as error:
             self._full = True
             raise SyncError(f"IPVS could not be programmed: {error}") from error
@@ -106,24 +114,24 @@ class Ipvs(Unasked):
 
     def _replace(self, table: ServiceTable) -> SyncResult:
         """Everything: what is in the kernel is read, and whatever differs is changed in place."""
-        self.unset = self.doors.set_sysctls(machine.sysctls(self.options, self.release))
+        self.unset = self.kernel.set_sysctls(writer.sysctls(self.options, self._release))
         options = self.options
-        self.doors.ipvs.set_timeouts(
+        self.kernel.ipvs.set_timeouts(
             Timeouts(options.ipvs_tcp_timeout, options.ipvs_tcpfin_timeout, options.ipvs_udp_timeout)
         )
-        self.doors.device.ensure()
-        machine.make_sets(self.doors)
-        self._node = node_of(table.node, self.doors.tables.families, self.options.ipvs_exclude_cidrs)
-        found = machine.read_actual(self.doors, self._node.masquerade)
+        self.kernel.device.ensure()
+        writer.make_sets(self.kernel)
+        self._node = node_of(table.node, self.kernel.tables.families, self.options.ipvs_exclude_cidrs)
+        found = writer.read_actual(self.kernel, self._node.masquerade)
         self._adopt(found)
         self._lower_all(table)
         steps = self._plan_all()
 
         def ready() -> None:  # the sets that rules look into are full, and no packet meets them without the rules
-            self.audit.rules = machine.write_rules(self.doors, table.node, table.health_ports)
+            self.audit.rules = writer.write_rules(self.kernel, table.node, table.health_ports)
 
-        machine.perform(self.doors, steps, self.actual, ready)
-        self.audit_repairs, self.owed = self.audit_repairs + self.owed, 0
+        writer.perform(self.kernel, steps, self.actual, ready)
+        self.audit_repairs, self._owed = self.audit_repairs + self._owed, 0
         self._note_draining(steps)
         self._watch()
         entries = sum(len(held) for held in table.services.values())
@@ -174,7 +182,7 @@ class Ipvs(Unasked):
         steps = plan(
             self.actual, servers, self._wanted_members(members), {text: self._addresses[text] > 0 for text in addresses}
         )
-        machine.perform(self.doors, steps, self.actual)
+        writer.perform(self.kernel, steps, self.actual)
         self._note_draining(steps)
         return SyncResult(changed, removed, self._misfits())
 
@@ -199,7 +207,7 @@ class Ipvs(Unasked):
 
     def _unfit(self, entries: Iterable[Entry]) -> tuple[Misfit, ...]:
         """The service ports that this machine cannot have."""
-        why = self.doors.tables.missing
+        why = self.kernel.tables.missing
         return tuple(
             Misfit(entry.name, f"IPv{entry.family} does not work here: {why.get(entry.family, 'no iptables')}")
             for entry in entries
@@ -213,7 +221,7 @@ class Ipvs(Unasked):
         """What the entry asks for, where the kernel has it; it is asked once for each."""
         default, asked = self.options.ipvs_scheduler, self._asked(entry)
         if asked not in self._schedulers:
-            self._schedulers[asked] = self.doors.ipvs.schedules(asked)
+            self._schedulers[asked] = self.kernel.ipvs.schedules(asked)
         return asked if self._schedulers[asked] else default
 
     def _asked(self, entry: Entry) -> str:
@@ -237,6 +245,11 @@ class Ipvs(Unasked):
         """Whether a service takes or leaves an address that node ports are served at: then others change too."""
         return any(self._explicit(table, name) != self._explicit(self.table, name) for name in names)
 
+    def _settings(self) -> dict[str, str]:
+        """The settings of the kernel that were made."""
+        wanted = writer.sysctls(self.options, self._release)
+        return {name: value for name, value in wanted.items() if name not in self.unset}
+
     def links_changed(self) -> None:
         """Nothing is attached to interfaces; new addresses come with the next table."""
 
@@ -249,9 +262,9 @@ class Ipvs(Unasked):
 
     def _drain(self) -> None:
         """Remove real servers that left and whose last connection ended (row 4.9)."""
-        if not self._draining or time.monotonic() < self._drain_at:
+        if not self._draining or self._clock() < self._drain_at:
             return
-        self._drain_at = time.monotonic() + DRAIN_SECONDS
+        self._drain_at = self._clock() + DRAIN_SECONDS
         changes = []
         for server in list(self._draining):
             state = self.actual.servers.get(server)
@@ -259,61 +272,52 @@ class Ipvs(Unasked):
             if not leaving:
                 self._draining.discard(server)
                 continue
-            loads = self.doors.ipvs.destinations(server)
+            loads = self.kernel.ipvs.destinations(server)
             for destination in leaving:
                 load = loads.get(destination)
                 if load is None or not load.active + load.inactive:
                     changes.append(Change(Verb.DELETE_DESTINATION, server, None, destination))
         if changes:
-            self.doors.ipvs.change(changes)
+            self.kernel.ipvs.change(changes)
             for change in changes:
-                machine.note(self.actual, change)
+                writer.note(self.actual, change)
             log.info("%d real servers without connections are gone", len(changes))
 
     # Drift
 
     def _watch(self) -> None:
         if not self._watching:
-            self.doors.device.watch(self.actual.addresses, self._lost, self._stop)
+            self.kernel.device.watch(self.actual.addresses, self._lost, self._stop)
             self._watching = True
 
     def _lost(self) -> None:
-        """From the watching thread: an address of ours, or the device, is gone."""
-        self.audit.told.set()
+        """Called by the watching thread: an address of ours, or the device, is gone."""
+        self.audit.address_lost.set()
         self._wake()
 
     def disturbed(self) -> bool:
-        """See `dataplane.mode.Guarded.disturbed`: whether it is time to look."""
+        """See `dataplane.mode.Guarded.disturbed`: whether it is time to compare."""
         return not self._full and self.audit.due
 
     def maintain(self) -> None:
         """See `dataplane.mode.Programmer.maintain`."""
         if self._full:
             return  # the next sync reads and writes everything
-        if self.owed:
+        if self._owed:
             self._repair()
         self._drain()
-        self.audit.step()
-
-    def repair(self, changed: int) -> None:
-        """Read everything and put right what differs; what fails is tried again by the next `maintain`.
-
-        Args:
-            changed: how many things were found changed by others.
-
-        Raises:
-            DataplaneError: it cannot be put right now.
-        """
-        self.owed += changed
-        self._repair()
+        self._owed += len(self.audit.step())
+        if self._owed:
+            self._repair()
 
     def _repair(self) -> None:
+        """Read everything and put right what differs; what fails is tried again by the next `maintain`."""
         try:
             self._replace(self.table)
         except (DataplaneError, OSError) as error:
             raise DataplaneError(f"what others changed could not be put right: {error}") from error
 
-    # What is told
+    # Status
 
     def limitations(self) -> list[str]:
         """What the table asks for and this mode does not do, in sentences."""
@@ -347,12 +351,12 @@ class Ipvs(Unasked):
         return {
             "mode": self.name,
             "scheduler": self.options.ipvs_scheduler,
-            "device": machine.DEVICE,
+            "device": writer.DEVICE,
             "addresses": len(self.actual.addresses),
             "virtual_servers": len(self.actual.servers),
             "draining": draining,
-            "variant": self.doors.tables.variant,
-            "families": list(self.doors.tables.families),
+            "variant": self.kernel.tables.variant,
+            "families": list(self.kernel.tables.families),
             "strict_arp": self.options.ipvs_strict_arp,
             "fill": {f"set {name}": [count, LIMIT] for name, count in sorted(elements.items())},
             "misfits": misfit_rows(self._misfits()),
@@ -369,7 +373,7 @@ class Ipvs(Unasked):
     def close(self) -> None:
         """See `dataplane.mode.Programmer.close`."""
         self._stop.set()
-        self.doors.close()
+        self.kernel.close()
 
 
 def _release(counts: Counter[Any], held: object) -> bool:
@@ -384,13 +388,13 @@ def _release(counts: Counter[Any], held: object) -> bool:
 def clean(options: Options) -> int:
     """Remove everything of ours from this network namespace; returns how many things went."""
     del options
-    return machine.clean()
+    return writer.clean()
 
 
 def probe(options: Options) -> str | None:
     """Make, and remove again, one of everything that the mode needs."""
     try:
-        machine.open_doors(options).close()
+        writer.open_kernel(options).close()
     except Unsupported as error:
         return str(error)
     except (DataplaneError, OSError) as error:
@@ -408,14 +412,14 @@ def look(options: Options, names: Mapping[int, str]) -> Programmed | None:
     with contextlib.closing(sets):
         if not sets.names(f"{PREFIX}4-") and not sets.names(f"{PREFIX}6-"):
             return None
-        with contextlib.closing(Door()) as ipvs:
+        with contextlib.closing(VirtualServers()) as ipvs:
             return Programmed(sets, ipvs)
 
 
 def drain(options: Options) -> bool:
     """New flows pass by, those that IPVS knows go on; whether anything of ours was here."""
     del options
-    return machine.drain()
+    return writer.drain()
 
 
 MODE = Mode("ipvs", Ipvs, clean, probe, look, drain)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dataplane.mode import Options
-from dataplane.modes.ipvs.node import Doors
 from dataplane.modes.ipvs.programmer import Ipvs
+from dataplane.modes.ipvs.writer import Kernel
 from dataplane.table import (
     Backend,
     Detect,
@@ -58,6 +58,7 @@ class Node:
     tables: FakeXtables = field(default_factory=FakeXtables)
     woken: int = 0
     generation: int = 0
+    time: float = 1000.0  # what the agent's clock shows
 
     def __post_init__(self) -> None:
         self.ipvs = FakeIpvs(self.journal)
@@ -72,11 +73,11 @@ class Node:
         return any(name in rule.split() for rule in rules)
 
     def start(self, **options: object) -> Ipvs:
-        doors = Doors(
+        kernel = Kernel(
             self.ipvs, self.sets, self.device, self.tables,  # type: ignore[arg-type]
             lambda wanted: self.sysctls.update(wanted) or {}, self.sysctls.get,
         )  # fmt: skip
-        return Ipvs(Options(**options), self._wake, doors)  # type: ignore[arg-type]
+        return Ipvs(Options(**options), self._wake, kernel, lambda: self.time)  # type: ignore[arg-type]
 
     def _wake(self) -> None:
         self.woken += 1

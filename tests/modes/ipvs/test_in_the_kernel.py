@@ -1,4 +1,4 @@
-"""The doors and the programmer with the kernel's IPVS, in a namespace of their own; services in conformance tests."""
+"""The programmer with the kernel's IPVS, in a namespace of its own; services are in the conformance tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from pyroute2 import IPRoute
@@ -17,11 +17,11 @@ from dataplane.errors import Unsupported
 from dataplane.kernel import sysctl, xtables
 from dataplane.kernel.dummy import ALIAS, Dummy
 from dataplane.kernel.ipset import Ipsets
-from dataplane.kernel.ipvs import Ipvs as Door
+from dataplane.kernel.ipvs import Ipvs as VirtualServers
 from dataplane.mode import Options
-from dataplane.modes.ipvs.node import DEVICE
-from dataplane.modes.ipvs.programmer import Ipvs, clean, drain, look, probe
+from dataplane.modes.ipvs.programmer import DRAIN_SECONDS, Ipvs, clean, drain, look, probe
 from dataplane.modes.ipvs.rules import JUMPS, ours
+from dataplane.modes.ipvs.writer import DEVICE
 from dataplane.table import Backend, Entry, Frontend, Kind, Masquerade, NodeNetwork, Protocol, Route, ServiceTable
 from dataplane.virtual_servers import Change, Config, Destination, Edit, Element, Server, Timeouts, Verb
 from tests import namespaces
@@ -38,8 +38,8 @@ def home() -> Iterator[None]:
 
 
 @pytest.fixture
-def door(home: None) -> Iterator[Door]:
-    with contextlib.closing(Door()) as opened:
+def ipvs(home: None) -> Iterator[VirtualServers]:
+    with contextlib.closing(VirtualServers()) as opened:
         yield opened
 
 
@@ -54,20 +54,20 @@ def table(*ends: str, generation: int = 0, services: int = 1) -> ServiceTable:
     return ServiceTable(held, NodeNetwork(service_cidrs=("10.96.0.0/12",)), generation)
 
 
-def start(**options: object) -> Ipvs:
-    return Ipvs(Options(**options), lambda: None)  # type: ignore[arg-type]
+def start(clock: Callable[[], float] = time.monotonic, **options: object) -> Ipvs:
+    return Ipvs(Options(**options), lambda: None, clock=clock)  # type: ignore[arg-type]
 
 
 # Virtual servers
 
 
 @pytest.mark.core
-def test_schedulers_of_the_flag_are_the_kernels(door: Door) -> None:
-    works = [name for name in SCHEDULERS if door.schedules(name)]
+def test_schedulers_of_the_flag_are_the_kernels(ipvs: VirtualServers) -> None:
+    works = [name for name in SCHEDULERS if ipvs.schedules(name)]
     missing = set(SCHEDULERS) - set(works)
     assert missing <= {"twos"}, "since Linux 5.11, all others before 5.10"
-    assert not door.schedules("nosuch")
-    assert door.servers() == {}, "a trial leaves nothing"
+    assert not ipvs.schedules("nosuch")
+    assert ipvs.servers() == {}, "a trial leaves nothing"
 
 
 @pytest.mark.parametrize(
@@ -78,10 +78,10 @@ def test_schedulers_of_the_flag_are_the_kernels(door: Door) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_virtual_and_real_servers_are_read_back(door: Door, server: Server) -> None:
+def test_virtual_and_real_servers_are_read_back(ipvs: VirtualServers, server: Server) -> None:
     here = "10.1.0.{}" if server.family == 4 else "fd01::{}"
     ends = [Destination(here.format(n), 8000 + n) for n in range(1, 4)]
-    door.change(
+    ipvs.change(
         [
             Change(Verb.NEW_SERVER, server, Config("rr")),
             Change(Verb.NEW_SERVER, server, Config("mh", 600, 0x10)),
@@ -91,17 +91,17 @@ def test_virtual_and_real_servers_are_read_back(door: Door, server: Server) -> N
             Change(Verb.DELETE_DESTINATION, server, None, ends[1]),
         ]
     )
-    assert door.servers() == {server: Config("mh", 600, 0x10)}
-    assert {end: load.weight for end, load in door.destinations(server).items()} == {ends[0]: 5, ends[2]: 2}
-    door.change([Change(Verb.DELETE_SERVER, server)] * 2)
-    assert door.servers() == {}
-    assert door.destinations(server) == {}
+    assert ipvs.servers() == {server: Config("mh", 600, 0x10)}
+    assert {end: load.weight for end, load in ipvs.destinations(server).items()} == {ends[0]: 5, ends[2]: 2}
+    ipvs.change([Change(Verb.DELETE_SERVER, server)] * 2)
+    assert ipvs.servers() == {}
+    assert ipvs.destinations(server) == {}
 
 
-def test_timeouts_that_are_not_given_stay(door: Door) -> None:
-    before = door.timeouts()
-    door.set_timeouts(Timeouts(udp=77))
-    assert door.timeouts() == before._replace(udp=77)
+def test_timeouts_that_are_not_given_stay(ipvs: VirtualServers) -> None:
+    before = ipvs.timeouts()
+    ipvs.set_timeouts(Timeouts(udp=77))
+    assert ipvs.timeouts() == before._replace(udp=77)
 
 
 # The device
@@ -172,18 +172,20 @@ def test_the_mode_works_here_and_trying_it_leaves_nothing(home: None) -> None:
 
 
 @pytest.mark.core(long=True)
-def test_an_agent_that_was_killed_is_replaced_without_a_change_and_cleaned_exactly(home: None, door: Door) -> None:
-    door.change(
+def test_an_agent_that_was_killed_is_replaced_without_a_change_and_cleaned_exactly(
+    home: None, ipvs: VirtualServers
+) -> None:
+    ipvs.change(
         [Change(Verb.NEW_SERVER, FOREIGN, Config("rr")), Change(Verb.NEW_SERVER, Server(4, mark=7), Config("rr"))]
     )
     foreign = xtables.find()
     foreign.restore(4, "*filter\n:OTHERS - [0:0]\n-A INPUT -j OTHERS\nCOMMIT\n")
     first = start()
     first.sync(table("10.1.0.11", services=20))
-    known, rules = door.servers(), first.audit.rules
+    known, rules = ipvs.servers(), first.audit.rules
     second = start()  # nobody closed the first
     second.sync(table("10.1.0.11", services=20))
-    assert door.servers() == known
+    assert ipvs.servers() == known
     assert second.audit.rules == rules
     first.close()
     second.close()
@@ -193,7 +195,7 @@ def test_an_agent_that_was_killed_is_replaced_without_a_change_and_cleaned_exact
     assert {(row["address"], row["used"]) for row in view.backends()} == {("10.1.0.11:8080", True)}
     assert clean(Options()) > 20
     assert clean(Options()) == 0
-    assert set(door.servers()) == {FOREIGN, Server(4, mark=7)}
+    assert set(ipvs.servers()) == {FOREIGN, Server(4, mark=7)}
     assert "OTHERS" in foreign.save(4, "filter")
     assert not any("HPV" in foreign.save(family, name) for family in foreign.families for name in JUMPS)
     with IPRoute() as ip:
@@ -203,37 +205,37 @@ def test_an_agent_that_was_killed_is_replaced_without_a_change_and_cleaned_exact
     assert look(Options(), {}) is None
 
 
-def test_half_of_it_missing_does_not_stop_cleaning(home: None, door: Door) -> None:
+def test_half_of_it_missing_does_not_stop_cleaning(home: None, ipvs: VirtualServers) -> None:
     agent = start()
     agent.sync(table("10.1.0.11", services=3))
     agent.close()
     with IPRoute() as ip:
         ip.link("del", index=ip.link_lookup(ifname=DEVICE)[0])
-    door.change([Change(Verb.DELETE_SERVER, Server(4, 6, "10.96.0.1", 80))])
+    ipvs.change([Change(Verb.DELETE_SERVER, Server(4, 6, "10.96.0.1", 80))])
     tables = xtables.find()
     tables.restore(4, "*nat\n-F PREROUTING\n-F OUTPUT\n-F POSTROUTING\nCOMMIT\n")
     assert clean(Options()) > 0
-    assert door.servers() == {}
+    assert ipvs.servers() == {}
     with contextlib.closing(Ipsets()) as sets:
         assert sets.names("HPV") == []
 
 
 @pytest.mark.core(long=True)
-def test_what_others_change_is_put_right_within_the_period(home: None, door: Door) -> None:
+def test_what_others_change_is_put_right_within_the_period(home: None, ipvs: VirtualServers) -> None:
     agent = start(sync_seconds=0.1)
     agent.sync(table("10.1.0.11", "10.1.0.12"))
-    known, rules = door.servers(), agent.audit.rules
-    door.change([Change(Verb.DELETE_SERVER, Server(4, 6, "10.96.0.1", 80))])
+    known, rules = ipvs.servers(), agent.audit.rules
+    ipvs.change([Change(Verb.DELETE_SERVER, Server(4, 6, "10.96.0.1", 80))])
     xtables.find().restore(4, "*nat\n-F HPV-OUTPUT\nCOMMIT\n")
-    agent.doors.sets.change([Edit("HPV-4-PORTS", 4, False, {Element("10.96.0.1", 80, 6): None})])
+    agent.kernel.sets.change([Edit("HPV-4-PORTS", 4, False, {Element("10.96.0.1", 80, 6): None})])
     sysctl.write("net/ipv4/vs/conntrack", "0")
     time.sleep(0.2)
     agent.maintain()
     assert agent.audit_repairs >= 4
-    assert door.servers() == known
+    assert ipvs.servers() == known
     assert agent.audit.rules == rules
     assert sysctl.read("net/ipv4/vs/conntrack") == "1"
-    assert agent.doors.sets.elements("HPV-4-PORTS")
+    assert agent.kernel.sets.elements("HPV-4-PORTS")
     found = agent.audit_repairs
     time.sleep(0.2)
     agent.maintain()
@@ -242,8 +244,10 @@ def test_what_others_change_is_put_right_within_the_period(home: None, door: Doo
 
 
 @pytest.mark.core
-def test_a_connection_outlives_its_endpoint_which_goes_when_the_connection_is_over(home: None, door: Door) -> None:
-    agent = start()
+def test_a_connection_outlives_its_endpoint_which_goes_when_the_connection_is_over(
+    home: None, ipvs: VirtualServers
+) -> None:
+    agent = start(clock=lambda: DRAIN_SECONDS * time.monotonic())
     agent.sync(table("10.1.0.11"))
     server = Server(4, 6, "10.96.0.1", 80)
     with (
@@ -252,18 +256,16 @@ def test_a_connection_outlives_its_endpoint_which_goes_when_the_connection_is_ov
     ):
         there, _ = listener.accept()
         agent.sync(table("10.1.0.12", generation=1))
-        agent._drain_at = 0.0
         agent.maintain()
-        loads = {end.address: load.weight for end, load in door.destinations(server).items()}
+        loads = {end.address: load.weight for end, load in ipvs.destinations(server).items()}
         assert loads == {"10.1.0.11": 0, "10.1.0.12": 1}
         there.sendall(b"still here")
         assert client.recv(100) == b"still here"
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset: no FIN_WAIT
         there.close()
     deadline = time.monotonic() + 60
-    while len(door.destinations(server)) == 2:
-        assert time.monotonic() < deadline, door.destinations(server)
-        agent._drain_at = 0.0
+    while len(ipvs.destinations(server)) == 2:
+        assert time.monotonic() < deadline, ipvs.destinations(server)
         agent.maintain()
         time.sleep(1)
     assert agent.status()["draining"] == 0
@@ -283,7 +285,7 @@ def test_strict_arp_sets_what_keeps_the_node_from_answering_for_others(home: Non
     agent.close()
 
 
-def test_draining_takes_the_rules_away_and_leaves_connections_until_cleaning(home: None, door: Door) -> None:
+def test_draining_takes_the_rules_away_and_leaves_connections_until_cleaning(home: None, ipvs: VirtualServers) -> None:
     assert not drain(Options())
     agent = start()
     agent.sync(table("10.1.0.11"))

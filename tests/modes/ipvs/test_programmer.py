@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import msgspec
 import pytest
 
@@ -82,7 +80,7 @@ def test_an_endpoint_of_tcp_that_leaves_keeps_its_flows_until_the_last_ends(node
     agent.maintain()
     assert node.weights() == {A.address: 1, B.address: 0}
     node.ipvs.connections.clear()
-    agent._drain_at = 0.0
+    node.time += module.DRAIN_SECONDS
     agent.maintain()
     assert node.weights() == {A.address: 1}
     assert agent.status()["draining"] == 0
@@ -185,7 +183,7 @@ def test_virtual_servers_and_addresses_of_others_are_left_alone(node: Node) -> N
 def swept(node: Node, agent: module.Ipvs) -> int:
     """How many things a whole period of looking around puts right."""
     before = agent.audit_repairs
-    agent.audit._at = time.monotonic() - 2 * agent.options.sync_seconds
+    node.time += 2 * agent.options.sync_seconds
     agent.maintain()
     return agent.audit_repairs - before
 
@@ -236,11 +234,11 @@ def test_what_others_change_is_found_within_a_second(node: Node, what: str) -> N
     """Rules apart: the kernel has another revision of them then."""
     agent = node.start()
     agent.sync(node.table(web(A, B)))
-    agent.audit._at = time.monotonic() - 1
+    node.time += 1
     agent.maintain()
     assert not agent.disturbed()
     DAMAGE[what](node)
-    agent.audit._at = time.monotonic() - 1
+    node.time += 1
     assert agent.disturbed()
     agent.maintain()
     assert agent.audit_repairs > 0
@@ -250,7 +248,7 @@ def test_what_others_change_is_found_within_a_second(node: Node, what: str) -> N
 def test_what_others_change_is_found_in_one_period_and_put_right(node: Node, what: str) -> None:
     agent = node.start()
     agent.sync(node.table(web(A, B)))
-    picture = snapshot(node)
+    intact = snapshot(node)
     assert swept(node, agent) == 0
     DAMAGE[what](node)
     assert swept(node, agent) > 0
@@ -258,7 +256,7 @@ def test_what_others_change_is_found_in_one_period_and_put_right(node: Node, wha
     if what == "foreign real server":
         assert weights == {A.address: 1, B.address: 1, C.address: 0}, "its flows end by themselves"
     else:
-        assert snapshot(node) == picture
+        assert snapshot(node) == intact
     assert swept(node, agent) == 0
 
 
@@ -277,7 +275,7 @@ def test_a_repair_that_fails_is_tried_again(node: Node) -> None:
 
 
 def test_what_a_new_table_puts_right_counts_as_a_repair(node: Node) -> None:
-    """The node's addresses are told anew when a device goes; that may be programmed before anybody looks."""
+    """The node's addresses are reported anew when a device goes; that may be programmed before anybody looks."""
     agent = node.start()
     agent.sync(node.table(web(A)))
     node.device.lose_device()

@@ -1,4 +1,4 @@
-"""The node that the mode works on: the doors to the kernel, steps done through them, what is there read back."""
+"""Writes the steps of a plan to IPVS, ipset, the dummy device and iptables, and reads back what is there."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from dataplane.virtual_servers import Change, Config, Destination, Edit, Element
 
 __all__ = [
     "DEVICE",
-    "Doors",
+    "Kernel",
     "clean",
     "drain",
     "make_sets",
     "note",
-    "open_doors",
+    "open_kernel",
     "perform",
     "read_actual",
     "read_rules",
@@ -50,7 +50,7 @@ _FAMILIES: Final = (4, 6)
 _PROBE: Final = {"PORTS": "HPV-PROBE", "MARKS": "HPV-PROBE-M"}  # sets to try rules with
 
 
-class IpvsDoor(Protocol):
+class IpvsInterface(Protocol):
     """`dataplane.kernel.ipvs.Ipvs`."""
 
     def change(self, changes: Sequence[Change]) -> None: ...
@@ -62,7 +62,7 @@ class IpvsDoor(Protocol):
     def close(self) -> None: ...
 
 
-class SetsDoor(Protocol):
+class SetsInterface(Protocol):
     """`dataplane.kernel.ipset.Ipsets`."""
 
     def names(self, prefix: str) -> list[str]: ...
@@ -73,7 +73,7 @@ class SetsDoor(Protocol):
     def close(self) -> None: ...
 
 
-class DeviceDoor(Protocol):
+class DeviceInterface(Protocol):
     """`dataplane.kernel.dummy.Dummy`."""
 
     def find(self) -> bool: ...
@@ -85,7 +85,7 @@ class DeviceDoor(Protocol):
     def close(self) -> None: ...
 
 
-class TablesDoor(Protocol):
+class TablesInterface(Protocol):
     """`dataplane.kernel.xtables.Xtables`."""
 
     variant: str
@@ -98,27 +98,27 @@ class TablesDoor(Protocol):
 
 
 @dataclass
-class Doors:
-    """The ways to the kernel. `set_sysctls` sets what it can and returns setting -> why not."""
+class Kernel:
+    """The kernel interfaces of the mode. `set_sysctls` sets what it can and returns setting -> why not."""
 
-    ipvs: IpvsDoor
-    sets: SetsDoor
-    device: DeviceDoor
-    tables: TablesDoor
+    ipvs: IpvsInterface
+    sets: SetsInterface
+    device: DeviceInterface
+    tables: TablesInterface
     set_sysctls: Callable[[Mapping[str, str]], dict[str, str]] = sysctl.apply
     read_sysctl: Callable[[str], str | None] = sysctl.read
 
     def close(self) -> None:
         """Give the sockets back."""
-        for door in (self.ipvs, self.sets, self.device):
-            door.close()
+        for interface in (self.ipvs, self.sets, self.device):
+            interface.close()
 
 
-def open_doors(options: Options) -> Doors:
-    """Open all of them, and try what the mode needs of each.
+def open_kernel(options: Options) -> Kernel:
+    """Open all kernel interfaces, and try what the mode needs of each.
 
     Raises:
-        Unsupported: one is missing; one sentence says which, and what to do.
+        Unsupported: one is missing; the message says which, and what to do.
     """
     with contextlib.ExitStack() as opened:
         try:
@@ -147,7 +147,7 @@ def open_doors(options: Options) -> Doors:
             finally:
                 device.remove()
         opened.pop_all()
-    return Doors(ipvs, sets, device, found)
+    return Kernel(ipvs, sets, device, found)
 
 
 def _find_tables(sets: Ipsets) -> xtables.Xtables:
@@ -168,52 +168,52 @@ def _find_tables(sets: Ipsets) -> xtables.Xtables:
 # What is there
 
 
-def make_sets(doors: Doors) -> None:
+def make_sets(kernel: Kernel) -> None:
     """All sets of the families that work, empty where they are new.
 
     Raises:
         NetlinkFailed: a set cannot be made.
     """
-    there = set(doors.sets.names(PREFIX))
-    for family in doors.tables.families:
+    there = set(kernel.sets.names(PREFIX))
+    for family in kernel.tables.families:
         for name, kind in SETS.items():
             if set_name(family, name) not in there:
-                doors.sets.create(set_name(family, name), kind, family)
+                kernel.sets.create(set_name(family, name), kind, family)
 
 
-def read_actual(doors: Doors, masquerade: int) -> Actual:
+def read_actual(kernel: Kernel, masquerade: int) -> Actual:
     """Everything of ours: sets by their names, the rest by the sets' memory of it.
 
     Raises:
         NetlinkFailed: it cannot be read.
     """
     actual = Actual()
-    for family in doors.tables.families:
+    for family in kernel.tables.families:
         for name in SETS:
-            actual.members.update(read_set(doors, set_name(family, name)))
+            actual.members.update(read_set(kernel, set_name(family, name)))
     ours = {member for member in actual.members if member[0].endswith("-SERVERS")}
-    for server, config in doors.ipvs.servers().items():
-        if is_ours(server, ours, masquerade):
-            loads = doors.ipvs.destinations(server)
+    for server, config in kernel.ipvs.servers().items():
+        if _is_ours(server, ours, masquerade):
+            loads = kernel.ipvs.destinations(server)
             actual.servers[server] = ServerState(config, {each: load.weight for each, load in loads.items()})
-    bound = doors.device.addresses()
+    bound = kernel.device.addresses()
     actual.addresses = {
         element.address for name, element in actual.members if name.endswith("-ADDRESSES") and element.address in bound
     }
     return actual
 
 
-def read_set(doors: Doors, name: str) -> dict[tuple[str, Element], Value]:
+def read_set(kernel: Kernel, name: str) -> dict[tuple[str, Element], Value]:
     """The members of one set; none when it is gone."""
     try:
-        return {(name, element): value for element, value in doors.sets.elements(name).items()}
+        return {(name, element): value for element, value in kernel.sets.elements(name).items()}
     except NetlinkFailed as error:
         if error.code == errno.ENOENT:
             return {}
         raise
 
 
-def is_ours(server: Server, members: Collection[tuple[str, Element]], masquerade: int) -> bool:
+def _is_ours(server: Server, members: Collection[tuple[str, Element]], masquerade: int) -> bool:
     """Whether a virtual server of the kernel is one that we made."""
     if server.mark:
         return is_ours_by_mark(server.mark, masquerade)
@@ -224,36 +224,36 @@ def is_ours(server: Server, members: Collection[tuple[str, Element]], masquerade
 # What is done
 
 
-def perform(doors: Doors, steps: Steps, actual: Actual, ready: Callable[[], None] | None = None) -> None:
+def perform(kernel: Kernel, steps: Steps, actual: Actual, ready: Callable[[], None] | None = None) -> None:
     """Do the steps in their order, and note in `actual` what is there then.
 
     Args:
-        doors: where.
+        kernel: where.
         steps: what.
         actual: what is there.
         ready: called when everything is there that addresses lead to, before they are bound.
 
     Raises:
-        NetlinkFailed: the kernel refused; `actual` no longer tells the truth.
+        NetlinkFailed: the kernel refused; `actual` is no longer true.
     """
-    _edit(doors, steps.before, actual)
-    _serve(doors, steps.servers, actual)
-    _edit(doors, steps.opened, actual)
+    _edit(kernel, steps.before, actual)
+    _serve(kernel, steps.servers, actual)
+    _edit(kernel, steps.opened, actual)
     if ready is not None:
         ready()
     if steps.bind or steps.unbind:
         actual.addresses.difference_update(steps.unbind)  # before they go: the watcher shall not mind
-        doors.device.change(steps.bind, steps.unbind)
+        kernel.device.change(steps.bind, steps.unbind)
         actual.addresses.update(steps.bind)
-    _edit(doors, steps.closed, actual)
-    _serve(doors, steps.removed, actual)
-    _edit(doors, steps.forgotten, actual)
+    _edit(kernel, steps.closed, actual)
+    _serve(kernel, steps.removed, actual)
+    _edit(kernel, steps.forgotten, actual)
 
 
-def _edit(doors: Doors, edits: list[Edit], actual: Actual) -> None:
+def _edit(kernel: Kernel, edits: list[Edit], actual: Actual) -> None:
     if not edits:
         return
-    doors.sets.change(edits)
+    kernel.sets.change(edits)
     for edit in edits:
         for element, value in edit.elements.items():
             if edit.add:
@@ -262,10 +262,10 @@ def _edit(doors: Doors, edits: list[Edit], actual: Actual) -> None:
                 actual.members.pop((edit.name, element), None)
 
 
-def _serve(doors: Doors, changes: list[Change], actual: Actual) -> None:
+def _serve(kernel: Kernel, changes: list[Change], actual: Actual) -> None:
     if not changes:
         return
-    doors.ipvs.change(changes)
+    kernel.ipvs.change(changes)
     for change in changes:
         note(actual, change)
 
@@ -286,36 +286,36 @@ def note(actual: Actual, change: Change) -> None:
             weights[change.destination] = change.weight
 
 
-def write_rules(doors: Doors, node: NodeNetwork, health_ports: Iterable[int]) -> dict[int, tuple[str, ...]]:
+def write_rules(kernel: Kernel, node: NodeNetwork, health_ports: Iterable[int]) -> dict[int, tuple[str, ...]]:
     """Make the rules of all families; what of ours is there then, to compare with later.
 
     Raises:
         XtablesError: a restore was refused; nothing of that family's is changed.
     """
     written = {}
-    for family in doors.tables.families:
-        saved = {table: doors.tables.save(family, table) for table in rules.JUMPS}
-        doors.tables.restore(family, rules.restore_text(family, node, saved, health_ports))
-        written[family] = read_rules(doors, family)
+    for family in kernel.tables.families:
+        saved = {table: kernel.tables.save(family, table) for table in rules.JUMPS}
+        kernel.tables.restore(family, rules.restore_text(family, node, saved, health_ports))
+        written[family] = read_rules(kernel, family)
     return written
 
 
-def revision(doors: Doors) -> object:
-    """What is another value after somebody changed rules in our tables, None: nobody tells.
+def revision(kernel: Kernel) -> object:
+    """A value that changes with the rules in our tables; None: it cannot be known.
 
     Raises:
-        XtablesError: the kernel does not tell.
+        XtablesError: the kernel cannot be asked.
     """
-    return doors.tables.revision(rules.JUMPS) if isinstance(doors.tables, xtables.Xtables) else None
+    return kernel.tables.revision(rules.JUMPS) if isinstance(kernel.tables, xtables.Xtables) else None
 
 
-def read_rules(doors: Doors, family: int) -> tuple[str, ...]:
+def read_rules(kernel: Kernel, family: int) -> tuple[str, ...]:
     """The lines of ours in all tables of a family.
 
     Raises:
         XtablesError: a table cannot be read.
     """
-    return tuple(line for table in rules.JUMPS for line in rules.ours(doors.tables.save(family, table)))
+    return tuple(line for table in rules.JUMPS for line in rules.ours(kernel.tables.save(family, table)))
 
 
 # Removal
@@ -379,7 +379,7 @@ def _clean_servers(members: Mapping[str, Mapping[Element, Value]]) -> int:
     except Unsupported:
         return 0
     # A firewall mark is made of a base, a number and perhaps the masquerade bit: any bit may be that one.
-    servers = [s for s in ipvs.servers() if is_ours(s, ours, 0) or (s.mark and is_nearly_ours(s.mark))]
+    servers = [s for s in ipvs.servers() if _is_ours(s, ours, 0) or (s.mark and is_nearly_ours(s.mark))]
     ipvs.change([Change(Verb.DELETE_SERVER, server) for server in servers])
     ipvs.close()
     return len(servers)
@@ -398,15 +398,15 @@ def _clean_addresses(members: Mapping[str, Mapping[Element, Value]]) -> int:
 
 
 def sysctls(options: Options, release: str) -> dict[str, str]:
-    """The settings that the mode needs (row 4.19). `release` is the kernel's, as uname(2) tells it."""
+    """The settings that the mode needs (row 4.19). `release` is the kernel's, as uname(2) has it."""
     wanted = {
         "net/ipv4/ip_forward": "1",
         "net/ipv4/vs/conntrack": "1",
         "net/ipv4/vs/expire_nodest_conn": "1",
         "net/ipv4/vs/expire_quiescent_template": "1",
     }
-    # Before Linux 5.9 (f0a5e4d7a594) a client port that is used again waits a second when conntrack is on. Nothing
-    # but the version tells the two kinds of kernel apart.
+    # Before Linux 5.9 (f0a5e4d7a594) a client port that is used again waits a second when conntrack is on. Only
+    # the version distinguishes the two kinds of kernel.
     numbers = [int(number) for number in re.findall(r"\d+", release)[:2]]
     if numbers < [5, 9]:
         wanted["net/ipv4/vs/conn_reuse_mode"] = "0"
