@@ -41,11 +41,11 @@ demo: setup ## show the main job on this machine, in namespaces of its own (root
 # gets a second try, and is named: tests/steadiness.py.
 test test-long: export PYTHONDONTWRITEBYTECODE =
 test: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests, under twenty minutes (root: they make namespaces of their own); WORKERS=5
-	$(Q)$(PYTHON) -m compileall -q controller dataplane
+	$(Q)$(PYTHON) -m compileall -q controller dataplane workshop
 	$(Q)$(PYTHON) -m pytest -n $(WORKERS) -m "not long" --durations=20 --costs=20 --reruns 1 --reruns-delay 1 $(ARGS)
 
 test-long: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests that only take long, before a release
-	$(Q)$(PYTHON) -m compileall -q controller dataplane
+	$(Q)$(PYTHON) -m compileall -q controller dataplane workshop
 	$(Q)$(PYTHON) -m pytest -n $(WORKERS) -m long --durations=20 --costs=20 $(ARGS)
 
 test-kernels: vm ## the conformance suite of every mode on Debian's kernels: KERNELS="5.10 6.1" MODES="ebpf" CORE=1
@@ -79,7 +79,7 @@ vm: setup $(STAMPS)/vm ## install what tests on other kernels need (QEMU)
 bpf: $(BUILT) ## compile the BPF programs (clang)
 
 docs: setup ## write the pages that are made of definitions: docs/configuration.md and its JSON schema
-	$(Q)$(PYTHON) -m controller.reference .
+	$(Q)$(PYTHON) -m controller.settings.reference .
 
 format: setup ## format Python and C in place
 	$(Q)$(VENV)/bin/ruff format .
@@ -143,7 +143,7 @@ $(STAMPS)/lab: Makefile tests/deploy/kubectl.py $(TOOLS)/nginx $(STAMPS)/apt $(S
 	@touch $@
 
 # What `hybrid-proxy trace` measures with. Without it the tests of that are skipped, and say so.
-$(STAMPS)/trace: Makefile controller/tracing/headers.py $(STAMPS)/apt $(STAMPS)/venv
+$(STAMPS)/trace: Makefile workshop/tracing/headers.py $(STAMPS)/apt $(STAMPS)/venv
 	-$(call packages,$(APT_TRACE))
 	-$(Q)$(PYTHON) -m controller trace --fetch-headers >/dev/null
 	@touch $@

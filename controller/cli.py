@@ -1,4 +1,4 @@
-"""The command line. Flags become texts here, `controller.config` checks them, and a command does the work.
+"""The command line. Flags become texts here, `controller.settings.config` checks them, and a command does the work.
 
 Commands are imported when they are called: `explain` is run a hundred times in a script and must start at
 once, so nothing here imports the kernel's doors, the API client or a terminal library.
@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from controller.config import ADMIN_SOCKET, CHOICES, MODES, REMOVED_FLAGS, SCHEDULERS, Config, from_flags
 from controller.errors import ConfigError, ControllerError
+from controller.settings.config import ADMIN_SOCKET, CHOICES, MODES, REMOVED_FLAGS, SCHEDULERS, Config, from_flags
 from dataplane.errors import DataplaneError
 
 __all__ = ["main", "parser"]
@@ -674,37 +674,37 @@ def _call(args: argparse.Namespace) -> int:
         case "explain":
             return _explain(args)
         case "compare":
-            from controller.compare import commands as compare
+            from workshop.compare import commands as compare
 
             return compare.main(args)
         case "lab":
-            from controller.lab import commands
+            from workshop.lab import commands
 
             return commands.main(args)
         case "run":
             return _run(args)
         case "cleanup":
-            from controller import loop
+            from controller.agent import loop
 
             return loop.cleanup(from_flags(vars(args)), args.drain)
         case "top":
-            from controller.top import command
+            from workshop.top import command
 
             return command.main(args)
         case "trace" if (code := _measured(args)) is not None:
             return code
         case "drops" | "trace":
-            from controller import watch
+            from controller.commands import watch
 
             return watch.show(args.command, args)
-    from controller import inspect
+    from controller.commands import inspect
 
     return inspect.show(args.command, args)
 
 
 def _measured(args: argparse.Namespace) -> int | None:
     """`trace` with a view, or for its headers; None: without."""
-    from controller.tracing import show
+    from workshop.tracing import show
 
     view = show.view_of(args)
     if view is None:
@@ -716,7 +716,7 @@ def _run(args: argparse.Namespace) -> int:
     flags = vars(args)
     loaded = None
     if args.config or args.write_config_to:  # otherwise nothing of documents and YAML is needed
-        from controller import configfile
+        from controller.settings import configfile
 
         loaded = configfile.load(Path(args.config), flags) if args.config else configfile.of_flags(flags)
         if args.write_config_to:
@@ -724,7 +724,7 @@ def _run(args: argparse.Namespace) -> int:
                 _say(f"warning: {warning}")
             configfile.write(Path(args.write_config_to), loaded)
             return OK
-    from controller import loop
+    from controller.agent import loop
 
     config = loaded.config if loaded else from_flags(flags)
     followed = loop.Followed(Path(args.config), flags, loaded) if loaded else None
@@ -740,7 +740,7 @@ def _config_of(flags: dict[str, Any]) -> Config:
     """Of flags, or of a file and the flags that count beside it."""
     if not flags["config"]:
         return from_flags(flags)
-    from controller.configfile import load
+    from controller.settings.configfile import load
 
     return load(Path(flags["config"]), flags).config
 
@@ -758,7 +758,7 @@ def _explain(args: argparse.Namespace) -> int:
     if not 0 <= args.source_port <= 65535 or (args.source_port and not args.live):
         raise ConfigError("--source-port: a port (1 to 65535), and only with --live: rules do not go by it")
     if args.live:
-        from controller import inspect
+        from controller.commands import inspect
 
         packets = packets_of(args)
         if any(packet.protocol.startswith("icmp") for packet in packets):
@@ -775,7 +775,7 @@ def packets_of(args: argparse.Namespace) -> list[Any]:
     Raises:
         ConfigError: a packet cannot be used; names flag, or index and field.
     """
-    from controller.explain import packet_from_dict
+    from controller.semantics.explain import packet_from_dict
 
     if not args.flows:
         row = {"src": args.source, "src_class": args.source_class, **_target(args.target)}
@@ -832,11 +832,11 @@ def _target(text: str) -> dict[str, object]:
 
 
 def _answer(packets: list[Any], manifests: Path, config: Config, args: argparse.Namespace) -> int:
-    from controller.cluster import Cluster
-    from controller.explain import explain, verdict_to_dict
-    from controller.model import KINDS, Problem
-    from controller.sources.manifests import load
-    from controller.tables import Builder
+    from controller.kubernetes.manifests import load
+    from controller.kubernetes.model import KINDS, Problem
+    from controller.semantics.cluster import Cluster
+    from controller.semantics.explain import explain, verdict_to_dict
+    from controller.semantics.tables import Builder
 
     name = config.settings.node_name
     cluster = Cluster(name, KINDS)

@@ -86,7 +86,7 @@ class Misfit(msgspec.Struct, frozen=True):
 
 
 class Notice(NamedTuple):
-    """What happened to a service port or the node, for the cluster's events; see `controller.events.Recorder.event`."""
+    """What happened to a service port or the node, for the cluster's events."""
 
     entry: str  # empty: it is about the node
     kind: str  # Normal or Warning

@@ -1,7 +1,7 @@
 """PURE. The service table: what this node does with service traffic, with nothing left to decide.
 
 One frozen value goes from the controller to a mode. It has no traffic policy, no readiness and no
-zones: those were questions, `controller.semantics` answered them. Objects of an unchanged service
+zones: those were questions, `controller.semantics.entries` answered them. Objects of an unchanged service
 stay the same objects from one table to the next, so that a comparison is `is`.
 
 Addresses are canonical text (`10.0.0.1`, `fd00::1`), ports are host integers, times are seconds.

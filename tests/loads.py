@@ -1,12 +1,12 @@
-"""Waiting for a load of `controller.lab.traffic` by what it did, not by the clock."""
+"""Waiting for a load of `workshop.lab.traffic` by what it did, not by the clock."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
 
-from controller.lab.namespace import PATIENCE
-from controller.lab.traffic import Tally
+from workshop.lab.namespace import PATIENCE
+from workshop.lab.traffic import Tally
 
 __all__ = ["goes_on"]
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from controller.lab.agent import Agent
-from controller.lab.namespace import PATIENCE
-from controller.lab.network import NODE_NAMES, Lab
 from tests.fakes.apiserver import ApiServer, endpoint_slice, node, service
+from workshop.lab.agent import Agent
+from workshop.lab.namespace import PATIENCE
+from workshop.lab.network import NODE_NAMES, Lab
 
 ME = NODE_NAMES["node"]
 HEALTH, METRICS = 10256, 10249

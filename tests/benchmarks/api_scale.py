@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from controller.lab.network import Lab
-from controller.mailbox import ROOM
+from controller.agent.mailbox import ROOM
 from tests.benchmarks.apidata import ApiProcess
 from tests.benchmarks.changes import Watcher
 from tests.benchmarks.kit import HEALTH_CHECKS, ApiAgent, Kernel, Result, Scraper, Target, lab, quantile, say
 from tests.fakes.apiserver import cluster_address, endpoint_slice
+from workshop.lab.network import Lab
 
 SERVICES, ENDPOINTS = 10_000, 10
 RATE = 1_000  # changes a second

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from controller.lab.network import Lab
+from workshop.lab.network import Lab
 
 __all__ = ["ApiProcess"]
 

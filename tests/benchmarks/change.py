@@ -6,11 +6,10 @@ import time
 
 import msgspec
 
-from controller.cluster import Cluster
-from controller.lab.network import Lab
-from controller.model import Upserted
-from controller.semantics import Settings
-from controller.tables import Builder
+from controller.kubernetes.model import Upserted
+from controller.semantics.cluster import Cluster
+from controller.semantics.entries import Settings
+from controller.semantics.tables import Builder
 from dataplane.mode import Options
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.programmer import Ebpf, clean
@@ -30,6 +29,7 @@ from tests.benchmarks.kit import (
     say,
 )
 from tests.fakes.apiserver import cluster_address
+from workshop.lab.network import Lab
 
 SERVICES, ENDPOINTS = 10_000, 10
 CHANGES, PAUSE = 400, 0.02

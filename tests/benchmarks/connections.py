@@ -9,10 +9,10 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from controller.lab.agent import Agent
-from controller.lab.network import Lab, Place
 from tests.benchmarks.apidata import ApiProcess
 from tests.benchmarks.kit import NODE, ApiAgent, Result, Target, built, lab, median, say
+from workshop.lab.agent import Agent
+from workshop.lab.network import Lab, Place
 
 SERVICES, ENDPOINTS = 10_000, 10
 PORT, VIP = 9000, "10.97.1.1"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 
-from controller.lab.network import Lab
 from dataplane.kernel.xtables import Xtables
 from dataplane.modes.iptables.readback import Saved, parse
 from tests.benchmarks.apidata import ApiProcess
 from tests.benchmarks.ipt_start import agent_with, end
 from tests.benchmarks.kit import Result, Target, lab, median, quantile, say
 from tests.fakes.apiserver import cluster_address
+from workshop.lab.network import Lab
 
 SERVICES, ENDPOINTS = 10_000, 10
 CHANGES = {"nft": 100, "legacy": 20}

@@ -21,16 +21,16 @@ from typing import Any, Self
 
 import numpy as np
 
-from controller.lab.agent import Agent
-from controller.lab.network import RUN, Lab, LabError
-from controller.model import Event, Replaced
-from controller.sources.kubernetes import Kubernetes
+from controller.kubernetes.apiserver import Kubernetes
+from controller.kubernetes.model import Event, Replaced
 from dataplane.kernel.bpf import Map
 from dataplane.mode import Options
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.maps import open_pinned_maps
 from dataplane.modes.ebpf.programmer import folder_of
 from tests.benchmarks.apidata import ApiProcess
+from workshop.lab.agent import Agent
+from workshop.lab.network import RUN, Lab, LabError
 
 __all__ = [
     "HEALTH_CHECKS",

@@ -19,7 +19,7 @@ KUBE_PROXY = "kube-proxy v1.36.2 at this size, measured before: 279 MB (nftables
 BARE = """
 import sys
 import cffi, h11, msgspec, numpy, prometheus_client, pyroute2
-from controller.sources.client import client
+from controller.kubernetes.client import client
 client()
 print("ready", flush=True)
 sys.stdin.read()

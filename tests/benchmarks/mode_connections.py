@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
-from controller.config import available_modes
-from controller.lab.network import Lab
-from controller.modes import open_mode
+from controller.agent.modes import open_mode
+from controller.settings.config import available_modes
 from dataplane.mode import Options
 from tests.benchmarks import peer_rules
 from tests.benchmarks.apidata import ApiProcess
 from tests.benchmarks.connections import ALL_PODS, ENDPOINTS, PORT, VIP, Arm, objects, serve
 from tests.benchmarks.kit import ApiAgent, Result, Target, built, lab, median, say
+from workshop.lab.network import Lab
 
 SIZES = (10, 10_000)
 ROUNDS = 11

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 
-from controller.lab.network import Lab
 from dataplane.kernel.netlink import attribute, nested, string
 from dataplane.kernel.nfnetlink import NFPROTO, Nfnetlink
 from dataplane.modes.nftables import lower
@@ -17,6 +16,7 @@ from tests.benchmarks.apidata import ApiProcess
 from tests.benchmarks.kit import ApiAgent, Result, Target, lab, median, quantile, say
 from tests.benchmarks.nft_start import check
 from tests.fakes.apiserver import cluster_address
+from workshop.lab.network import Lab
 
 SERVICES, ENDPOINTS = 10_000, 10
 CHANGES, PAUSE, POLL = 200, 0.03, 0.0002

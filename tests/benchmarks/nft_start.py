@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 
-from controller.lab.network import Lab
 from dataplane.kernel import nft
 from dataplane.modes.nftables import lower
 from dataplane.modes.nftables.wire import Kernel
 from tests.benchmarks.apidata import ApiProcess
 from tests.benchmarks.kit import ApiAgent, Result, Target, lab, median, say
 from tests.fakes.apiserver import cluster_address, pod_address
+from workshop.lab.network import Lab
 
 SERVICES, ENDPOINTS, RUNS = 10_000, 10, 3
 KUBE_PROXY = "kube-proxy v1.36.2 in mode nftables at this size on such a machine, measured before: 42 s"

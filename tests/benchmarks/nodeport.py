@@ -20,14 +20,14 @@ from typing import Any
 
 from cffi import FFI
 
-from controller.lab.agent import Agent
-from controller.lab.network import Lab
-from controller.lab.traffic import ask_udp
 from dataplane.kernel._libbpf import ffi
 from dataplane.kernel.bpf import Object, check, library, update_link
 from tests.benchmarks.kit import Result, Target, built, lab, median, say
 from tests.conformance.kit import UDP, node_manifest
 from tests.frames import Receiver, fill_in_checksums
+from workshop.lab.agent import Agent
+from workshop.lab.network import Lab
+from workshop.lab.traffic import ask_udp
 
 CLIENTS, FIRST_PORT, NODE_PORT = 64, 40_000, 30_053
 PACKETS, BATCH, ROUNDS = 64_000, 64, 9

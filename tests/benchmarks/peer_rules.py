@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
-from controller.lab.network import SERVICE_CIDRS, Lab
+from workshop.lab.network import SERVICE_CIDRS, Lab
 
 __all__ = ["PEERS", "load"]
 

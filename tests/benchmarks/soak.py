@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from controller.lab.network import Lab
 from tests.benchmarks.apidata import ApiProcess
 from tests.benchmarks.connections import ALL_PODS, PORT, VIP, objects, serve
 from tests.benchmarks.kit import ApiAgent, Result, Target, built, lab, median, say
+from workshop.lab.network import Lab
 
 SECONDS = float(os.environ.get("HYBRID_PROXY_SOAK", "600"))
 SERVICES, ENDPOINTS = 1_000, 10

@@ -6,9 +6,9 @@ import subprocess
 import sys
 import time
 
-from controller.lab.network import Lab
 from tests.benchmarks.apidata import ApiProcess
 from tests.benchmarks.kit import HEALTH_CHECKS, ApiAgent, Kernel, Result, Target, lab, median, say
+from workshop.lab.network import Lab
 
 SERVICES, ENDPOINTS, RUNS = 10_000, 10, 5
 KUBE_PROXY = "kube-proxy v1.36.2 at this size on such a machine, measured before: 42 s (nftables), 72 s (iptables)"

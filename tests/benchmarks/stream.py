@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from controller.lab.network import Lab
 from tests.benchmarks.apidata import ApiProcess
 from tests.benchmarks.connections import ALL_PODS, PODS_ONLY, PORT, VIP, objects, serve
 from tests.benchmarks.kit import ApiAgent, Result, Target, built, lab, median, say
+from workshop.lab.network import Lab
 
 SECONDS, ROUNDS = 1.0, 11
 TARGET = 0.99

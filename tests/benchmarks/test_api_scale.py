@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from controller.mailbox import ROOM
+from controller.agent.mailbox import ROOM
 
 from .api_scale import FAULTS, Load, run
 

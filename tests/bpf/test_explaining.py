@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from controller.explain import Explainer, Packet
+from controller.semantics.explain import Explainer, Packet
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.edges import pod_columns
 from dataplane.modes.ebpf.flows import flow_arrays

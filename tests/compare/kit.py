@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from controller.compare.plan import METRICS, Settings, steps
-from controller.compare.result import SHARES, Cell, Machine, ModeState, Run
+from workshop.compare.plan import METRICS, Settings, steps
+from workshop.compare.result import SHARES, Cell, Machine, ModeState, Run
 
 MACHINE = Machine("6.18.0", "Debian 12", "a <processor> & more", 2, 8 << 30, "kvm", False, 0.5, {"wrk": "4.1.0"})
 

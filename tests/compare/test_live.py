@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from controller.compare import objects
-from controller.compare.findings import Report
-from controller.lab.agent import Agent
-from controller.lab.network import NODE_NAMES, Lab
+from workshop.compare import objects
+from workshop.compare.findings import Report
+from workshop.lab.agent import Agent
+from workshop.lab.network import NODE_NAMES, Lab
 
 pytestmark = pytest.mark.root
 NAME = "compare/moving"

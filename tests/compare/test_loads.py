@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.compare.loads import LoadFailed, argv, busy_seconds, found, interrupt_seconds
+from workshop.compare.loads import LoadFailed, argv, busy_seconds, found, interrupt_seconds
 
 SCRIPT = Path("latency.lua")
 LAST = {"requests": 2000, "duration": 1000000, "failed": 0, "latency": [100, 1, 2, 3, 250, 5, 600, 7, 900, 1000]}

@@ -13,11 +13,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from controller.compare.findings import Report, findings
-from controller.compare.markdown import markdown
-from controller.compare.result import Run
 from tests.compare import browser
 from tests.compare.kit import MACHINE, made_up
+from workshop.compare.findings import Report, findings
+from workshop.compare.markdown import markdown
+from workshop.compare.result import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "build/compare-pictures"
@@ -157,7 +157,7 @@ def test_of_an_emulated_machine_only_ratios_are_told() -> None:
 
 
 def test_a_report_of_nothing_can_be_written(tmp_path: Path) -> None:
-    from controller.compare.html import html
+    from workshop.compare.html import html
 
     run = made_up(upto=0)
     assert "not finished" in html(run, findings(run))

@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from controller.compare.findings import Report
-from controller.compare.plan import METRICS
-from controller.lab import namespace
-from controller.lab.network import RUN
+from workshop.compare.findings import Report
+from workshop.compare.plan import METRICS
+from workshop.lab import namespace
+from workshop.lab.network import RUN
 
 pytestmark = pytest.mark.root
 MODES = ("ebpf", "nftables")

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from controller.config import available_modes
-from controller.lab.agent import Agent, remove
-from controller.lab.network import RUN, SERVICE_CIDRS, Lab, LabError
+from controller.settings.config import available_modes
 from dataplane.kernel.links import read_node
 from tests import namespaces
+from workshop.lab.agent import Agent, remove
+from workshop.lab.network import RUN, SERVICE_CIDRS, Lab, LabError
 
 from . import matrix
 from .kit import EXTERNAL_CIDRS, HTTP, SECOND_HTTP, UDP, V4, Bench, forget_connections, node_manifest, ruleset

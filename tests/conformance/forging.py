@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from controller.lab.agent import Agent
-from controller.lab.network import Lab
-from controller.lab.traffic import ask_tcp, ask_udp
 from dataplane.kernel.links import read_node
 from tests.frames import Receiver, fill_in_checksums
+from workshop.lab.agent import Agent
+from workshop.lab.network import Lab
+from workshop.lab.traffic import ask_tcp, ask_udp
 
 from .conftest import new_lab, route_services, serve
 from .forgeries import Flow

@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 from pyroute2 import NFCTSocket
 
-from controller.lab.agent import Agent
-from controller.lab.namespace import PATIENCE
-from controller.lab.network import NODE_NAMES, SERVICE_CIDRS, Lab, Place
-from controller.lab.traffic import Reply, Stream, Tally, ask_tcp, ask_udp
+from workshop.lab.agent import Agent
+from workshop.lab.namespace import PATIENCE
+from workshop.lab.network import NODE_NAMES, SERVICE_CIDRS, Lab, Place
+from workshop.lab.traffic import Reply, Stream, Tally, ask_tcp, ask_udp
 
 HTTP, UDP = 8080, 5353  # where the servers of all pods listen
 SECOND_HTTP = 8081

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from controller.lab.traffic import Reply, ask_udp
+from workshop.lab.traffic import Reply, ask_udp
 
 from .kit import HTTP, SECOND_HTTP, UDP, Bench, End, Service, as_terminating, eventually, extra_pod, refused, silent
 

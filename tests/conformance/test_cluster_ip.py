@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from controller.lab.traffic import ask_tcp, ask_udp, download
+from workshop.lab.traffic import ask_tcp, ask_udp, download
 
 from .kit import HTTP, SECOND_HTTP, UDP, V4, Bench, Service, chi_square, eventually, forget_path_mtus, refused, silent
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from controller.lab import namespace
-from controller.lab.network import RUN
+from workshop.lab import namespace
+from workshop.lab.network import RUN
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
@@ -53,7 +53,7 @@ def test_a_lab_stays_up_until_it_is_taken_down() -> None:
         assert told.returncode == 0, told.stderr
         up = json.loads(told.stdout)
         pod = up["places"]["pod1"]["namespace"]
-        load = [sys.executable, "-m", "controller.lab.traffic", "load", "connections", "10.96.0.10:80", "--count", "30"]
+        load = [sys.executable, "-m", "workshop.lab.traffic", "load", "connections", "10.96.0.10:80", "--count", "30"]
         asked = subprocess.run(["nsenter", f"--net={pod}", *load], capture_output=True, text=True, cwd=ROOT, timeout=30)
         final = json.loads(asked.stdout.splitlines()[-1])
         assert (final["answered"], final["failed"]) == (30, 0)

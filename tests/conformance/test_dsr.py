@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from controller.lab.agent import Agent
-from controller.lab.traffic import ask_tcp, ask_udp, download
 from dataplane.kernel.links import read_node
+from workshop.lab.agent import Agent
+from workshop.lab.traffic import ask_tcp, ask_udp, download
 
 from .cases import node, own
 from .conftest import new_lab, route_services, serve

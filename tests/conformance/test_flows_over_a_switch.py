@@ -19,10 +19,10 @@ from enum import Enum
 
 import pytest
 
-from controller.lab.agent import Agent
-from controller.lab.traffic import ask_tcp, ask_udp, meanwhile
-from controller.modes import DRAIN_SECONDS
+from controller.agent.modes import DRAIN_SECONDS
 from dataplane.kernel.links import read_node
+from workshop.lab.agent import Agent
+from workshop.lab.traffic import ask_tcp, ask_udp, meanwhile
 
 from .conftest import MODES, new_lab, route_services, serve
 from .kit import PATIENCE, UDP, V4, V6, Bench, Service, eventually, node_manifest

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from controller.lab.network import Lab
-from controller.lab.traffic import ask_tcp, ask_udp
+from workshop.lab.network import Lab
+from workshop.lab.traffic import ask_tcp, ask_udp
 
 from .conftest import new_lab, route_services, serve
 from .kit import HTTP, SECOND_HTTP, UDP, Bench, eventually

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from controller.lab.traffic import ask_tcp
+from workshop.lab.traffic import ask_tcp
 
 from .kit import HTTP, V4, V6, Bench
 from .test_rows import target_of

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from controller.lab import namespace
-from controller.lab.network import RUN, Lab, LabError
-from controller.lab.traffic import UDP_SOCKETS, ask_tcp, ask_udp, load, target_of
+from workshop.lab import namespace
+from workshop.lab.network import RUN, Lab, LabError
+from workshop.lab.traffic import UDP_SOCKETS, ask_tcp, ask_udp, load, target_of
 
 from .kit import HTTP, UDP, attached
 
@@ -99,7 +99,7 @@ def test_failures_are_counted_by_name(lab: Lab) -> None:
 
 
 def test_the_command_line_load_reports_as_it_goes(lab: Lab) -> None:
-    argv = [sys.executable, "-m", "controller.lab.traffic", "load", "streams", f"[{lab['pod2'].address6}]:{HTTP}"]
+    argv = [sys.executable, "-m", "workshop.lab.traffic", "load", "streams", f"[{lab['pod2'].address6}]:{HTTP}"]
     told = lab.run("pod1", [*argv, "--seconds", "0.6", "--rate", "200", "--report", "0.2"])
     assert told.returncode == 0, told.stderr
     assert len(told.stdout.splitlines()) >= 3
@@ -131,7 +131,7 @@ def test_two_labs_stand_side_by_side() -> None:
 
 LEFT_BEHIND = """
 import os
-from controller.lab.network import Lab
+from workshop.lab.network import Lab
 lab = Lab({name!r}, 2)
 lab.up()
 lab.serve("pod1")

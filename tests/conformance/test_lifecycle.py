@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from controller.lab.network import Lab
-from controller.lab.traffic import Tally, load, meanwhile
 from tests.loads import goes_on
+from workshop.lab.network import Lab
+from workshop.lab.traffic import Tally, load, meanwhile
 
 from .kit import PATIENCE, UDP, V4, V6, Bench, Service, attached, eventually, silent
 

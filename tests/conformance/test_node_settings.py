@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from controller.explain import Packet, explain
-from controller.lab.agent import Agent
-from controller.lab.network import Lab
+from controller.semantics.explain import Packet, explain
 from dataplane.kernel.links import read_node
+from workshop.lab.agent import Agent
+from workshop.lab.network import Lab
 
 from .cases import node, own
 from .conftest import new_lab, route_services, serve

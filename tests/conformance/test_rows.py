@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from controller.explain import Packet, explain
+from controller.semantics.explain import Packet, explain
 from dataplane.table import ServiceTable
 
 from .cases import CASES, CORE, Case

@@ -18,15 +18,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from controller.config import available_modes
-from controller.explain import Packet, Verdict, explain
-from controller.lab.agent import Agent
-from controller.lab.network import LabError
-from controller.lab.traffic import Reply
-from controller.modes import open_mode
+from controller.agent.modes import open_mode
+from controller.semantics.explain import Packet, Verdict, explain
+from controller.settings.config import available_modes
 from dataplane.kernel.links import read_node
 from dataplane.mode import Options
 from dataplane.table import ServiceTable
+from workshop.lab.agent import Agent
+from workshop.lab.network import LabError
+from workshop.lab.traffic import Reply
 
 from .conftest import new_lab, route_services, serve
 from .kit import HTTP, PATIENCE, UDP, V4, V6, Bench, End, Service, eventually, node_manifest

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from controller.lab.network import Lab
+from workshop.lab.network import Lab
 
 from .conftest import MODES, new_lab, route_services, serve
 from .kit import HTTP, V4, V6, Bench, eventually

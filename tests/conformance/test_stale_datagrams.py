@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from controller.lab.traffic import ask_udp
+from workshop.lab.traffic import ask_udp
 
 from .kit import UDP, Bench, End, Service, as_terminating, eventually
 from .test_rows import target_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from controller.lab.traffic import ask_tcp, download
+from workshop.lab.traffic import ask_tcp, download
 
 from .kit import Bench
 from .test_rows import target_of

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from controller.lab.network import Lab
-from controller.lab.traffic import ask_tcp, ask_udp, download
+from workshop.lab.network import Lab
+from workshop.lab.traffic import ask_tcp, ask_udp, download
 
 from .cases import node
 from .conftest import new_lab, route_services, serve

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from controller.cli import parser
-from controller.cluster import Cluster
-from controller.config import from_flags
-from controller.lab.agent import Agent
-from controller.lab.network import Place
-from controller.model import KINDS
-from controller.sources.manifests import load
-from controller.tables import Builder
+from controller.kubernetes.manifests import load
+from controller.kubernetes.model import KINDS
+from controller.semantics.cluster import Cluster
+from controller.semantics.tables import Builder
+from controller.settings.config import from_flags
 from dataplane.table import ServiceTable
+from workshop.lab.agent import Agent
+from workshop.lab.network import Place
 
 from .kit import HTTP, UDP, Bench, End, Service
 

@@ -8,10 +8,10 @@ from textwrap import dedent
 
 import pytest
 
-from controller.lab.network import Lab
 from tests.fakes.apiserver import ApiServer
 from tests.namespaces import new_lab
 from tests.served import FRAGILE, SYNC_PERIOD, Served, api_server
+from workshop.lab.network import Lab
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from controller.admin import REST_SECONDS, Server
+from controller.serving.admin import REST_SECONDS, Server
 
 
 class _Counting(Server):

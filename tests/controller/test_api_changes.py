@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from controller.lab.network import NODE_NAMES, Lab
-from controller.lab.traffic import ask_tcp
 from tests.fakes.apiserver import CHANGED, ApiServer
 from tests.namespaces import new_lab
 from tests.served import METRICS, PATIENCE, Served, fetch, samples, the_node, until
+from workshop.lab.network import NODE_NAMES, Lab
+from workshop.lab.traffic import ask_tcp
 
 pytestmark = pytest.mark.root
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from controller.admin import ask
-from controller.inspect import _status_lines
-from controller.lab.network import Lab
+from controller.commands.inspect import _status_lines
+from controller.serving.admin import ask
 from tests.fakes.apiserver import ApiServer, service
 from tests.served import PATIENCE, Served, status_is, until
+from workshop.lab.network import Lab
 
 pytestmark = pytest.mark.root
 

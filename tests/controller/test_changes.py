@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.sources.changes import Tick, ticks
+from controller.kubernetes.changes import Tick, ticks
 
 PATIENCE = 100  # ticks: ten seconds
 

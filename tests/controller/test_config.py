@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from controller import cli, config
-from controller.config import Config, Endpoint, from_flags
+from controller import cli
 from controller.errors import ConfigError
-from controller.semantics import Settings
+from controller.semantics.entries import Settings
+from controller.settings import config
+from controller.settings.config import Config, Endpoint, from_flags
 from dataplane.mode import Options
 from dataplane.table import Detect
 

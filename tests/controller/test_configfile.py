@@ -16,8 +16,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller import cli, reference
-from controller.config import (
+from controller import cli
+from controller.agent.node_setup import conntrack_limit, conntrack_settings
+from controller.errors import ConfigError
+from controller.settings import reference
+from controller.settings.config import (
     REMOVED_FLAGS,
     UNUSED,
     Config,
@@ -28,10 +31,8 @@ from controller.config import (
     needs_reopening,
     reopening_settings,
 )  # fmt: skip
-from controller.configfile import Loaded, change, follow, load, of_flags, read, text, write
-from controller.documents import DOCUMENTS, HYBRID, KUBE_PROXY, HybridProxyConfiguration, Row, rows
-from controller.errors import ConfigError
-from controller.prepare import conntrack_limit, conntrack_settings
+from controller.settings.configfile import Loaded, change, follow, load, of_flags, read, text, write
+from controller.settings.documents import DOCUMENTS, HYBRID, KUBE_PROXY, HybridProxyConfiguration, Row, rows
 from dataplane.table import Detect
 
 FOLDER = Path(__file__).parent / "configurations"

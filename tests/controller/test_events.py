@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from controller.events import QUEUE, Recorder, node, service
-from controller.sources.connection import Connection
+from controller.kubernetes.connection import Connection
+from controller.kubernetes.events import QUEUE, Recorder, node, service
 from tests.fakes.apiserver import ApiServer
 
 ME = "node-0"

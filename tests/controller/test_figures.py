@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Histogram
 
-from controller.figures import NETWORK_BUCKETS, SYNC_BUCKETS, TRIGGERS, Figures, Spread, Tally
-from controller.model import Endpoint, EndpointSlice, Node, Overtaken, Removed, Replaced, Service, Upserted
+from controller.kubernetes.model import Endpoint, EndpointSlice, Node, Overtaken, Removed, Replaced, Service, Upserted
+from controller.serving.figures import NETWORK_BUCKETS, SYNC_BUCKETS, TRIGGERS, Figures, Spread, Tally
 from dataplane.table import (
     EMPTY,
     Backend,

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from controller.health import NEVER, Answer, Health, service_answer
-from controller.model import Endpoint, EndpointPort, EndpointSlice, Service, ServicePort
-from controller.semantics import HealthCheck, Settings, health_addresses, health_check, node_network
+from controller.kubernetes.model import Endpoint, EndpointPort, EndpointSlice, Service, ServicePort
+from controller.semantics.entries import HealthCheck, Settings, health_addresses, health_check, node_network
+from controller.serving.health import NEVER, Answer, Health, service_answer
 from dataplane.table import Protocol
 
 TIMEOUT = 60.0

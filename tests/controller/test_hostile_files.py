@@ -13,16 +13,16 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from controller import configfile
-from controller.configfile import Loaded
 from controller.errors import ConfigError, SourceError
-from controller.model import Problem, Service, Upserted
-from controller.sources import manifests, yamldoc
-from controller.sources.changes import _below
-from controller.sources.connection import Connection
-from controller.sources.files import head, read
-from controller.sources.manifests import Manifests, load
-from controller.sources.yamldoc import NotYamlError, documents
+from controller.kubernetes import manifests, yamldoc
+from controller.kubernetes.changes import _below
+from controller.kubernetes.connection import Connection
+from controller.kubernetes.files import head, read
+from controller.kubernetes.manifests import Manifests, load
+from controller.kubernetes.model import Problem, Service, Upserted
+from controller.kubernetes.yamldoc import NotYamlError, documents
+from controller.settings import configfile
+from controller.settings.configfile import Loaded
 
 GOOD = "kind: Service\nmetadata: {name: good}\nspec: {clusterIP: 10.96.0.1, ports: [{port: 80}]}\n"
 WITHIN = 10.0

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from controller.model import KINDS, Removed, SourceState
-from controller.sources import kubernetes
-from controller.sources.kubernetes import Kubernetes, Patience
-from controller.sources.pace import Pace
+from controller.kubernetes import kubernetes
+from controller.kubernetes.apiserver import Kubernetes, Patience
+from controller.kubernetes.model import KINDS, Removed, SourceState
+from controller.kubernetes.pace import Pace
 from tests.controller.watching import Watcher
 from tests.fakes.apiserver import endpoint_slice, node, service
 from tests.fakes.hostile import HostileServer, Reply, Request, framed, listed

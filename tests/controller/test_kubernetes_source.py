@@ -15,13 +15,13 @@ import msgspec
 import pytest
 
 from controller.errors import SourceError
-from controller.model import KINDS, Ignored, Problem, Removed, Replaced, SourceState, Upserted, key_of
-from controller.parse import decode
-from controller.sources.client import client
-from controller.sources.connection import StatusError
-from controller.sources.kubernetes import Kubernetes, Patience, _forgotten, _number, _triggered, _Versions
-from controller.sources.pace import Gate, Pace
-from controller.sources.retry import Retry
+from controller.kubernetes.apiserver import Kubernetes, Patience, _forgotten, _number, _triggered, _Versions
+from controller.kubernetes.client import client
+from controller.kubernetes.connection import StatusError
+from controller.kubernetes.model import KINDS, Ignored, Problem, Removed, Replaced, SourceState, Upserted, key_of
+from controller.kubernetes.pace import Gate, Pace
+from controller.kubernetes.parse import decode
+from controller.kubernetes.retry import Retry
 from tests.controller.watching import Watcher
 from tests.fakes.apiserver import (
     ApiServer,
@@ -163,7 +163,7 @@ def test_pages_make_one_list(api: ApiServer, watch: Callable[..., Watcher]) -> N
 def test_pages_that_are_too_large_are_asked_for_with_fewer_objects(
     api: ApiServer, watch: Callable[..., Watcher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("controller.sources.kubernetes._MAX_PAGE", 20_000)
+    monkeypatch.setattr("controller.kubernetes.apiserver._MAX_PAGE", 20_000)
     api.populate(60, 2)
     watcher = watch(page_size=500)
     watcher.complete()
@@ -1003,7 +1003,7 @@ def test_a_defect_of_ours_costs_one_object(
             raise ZeroDivisionError("division by zero")
         return obj
 
-    monkeypatch.setattr("controller.sources.kubernetes.decode", defective)
+    monkeypatch.setattr("controller.kubernetes.apiserver.decode", defective)
     watcher = watch()
     watcher.complete()
     connected(api, watcher)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from controller.cluster import Cluster
-from controller.mailbox import Mailbox
-from controller.model import (
+from controller.agent.mailbox import Mailbox
+from controller.agent.waiting import NOTES, Told, Waiting
+from controller.kubernetes.model import (
     Endpoint,
     EndpointSlice,
     Event,
@@ -25,7 +25,7 @@ from controller.model import (
     Upserted,
     key_of,
 )
-from controller.waiting import NOTES, Told, Waiting
+from controller.semantics.cluster import Cluster
 
 FIRST_LISTS = tuple(Replaced(kind, ()) for kind in ("Service", "EndpointSlice", "Node", "ServiceCIDR"))
 

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.cluster import Cluster
 from controller.errors import SourceError
-from controller.model import (
+from controller.kubernetes import manifests
+from controller.kubernetes.manifests import Manifests, load
+from controller.kubernetes.model import (
     KINDS,
     Event,
     Object,
@@ -28,8 +29,7 @@ from controller.model import (
     key_of,
     kind_of,
 )
-from controller.sources import manifests
-from controller.sources.manifests import Manifests, load
+from controller.semantics.cluster import Cluster
 
 WITHIN = 5.0  # seconds that a slow machine may take; the usual time is some 50 ms
 

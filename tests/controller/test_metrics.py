@@ -9,7 +9,7 @@ from prometheus_client import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families as text_parser
 
-from controller.metrics import Metrics
+from controller.serving.metrics import Metrics
 
 
 def scrape(**dataplane: Any) -> list[str]:

@@ -18,15 +18,15 @@ from textwrap import dedent
 import pytest
 
 import dataplane.modes
-from controller import modes
-from controller.lab.network import NODE_NAMES, Lab
-from controller.modes import FALLBACK, clean_others, open_first, open_mode, survey, take_over
+from controller.agent import modes
+from controller.agent.modes import FALLBACK, clean_others, open_first, open_mode, survey, take_over
 from dataplane.errors import Unsupported
 from dataplane.kernel.host_paths import netns_number
 from dataplane.mode import Options
 from tests.fakes.apiserver import ApiServer, endpoint_slice, service
 from tests.namespaces import new_lab
 from tests.served import Altered, api_server
+from workshop.lab.network import NODE_NAMES, Lab
 
 METRICS, HEALTH = 10259, 10258
 
@@ -196,9 +196,9 @@ class TestChoosing:
 # A real agent. `Patched` adds the folder of broken modes to the program that runs, and nothing else.
 
 PROGRAM = """
-import sys, dataplane.modes, controller.modes
+import sys, dataplane.modes, controller.agent.modes
 dataplane.modes.__path__.append(sys.argv.pop(1))
-controller.modes.FALLBACK.update(lacking=("lacking", "nolibrary", "ebpf"), later=("later", "ebpf"))
+controller.agent.modes.FALLBACK.update(lacking=("lacking", "nolibrary", "ebpf"), later=("later", "ebpf"))
 from controller.__main__ import main
 sys.exit(main())
 """

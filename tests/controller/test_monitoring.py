@@ -20,9 +20,9 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from controller.lab.network import Lab
 from tests.fakes.apiserver import ApiServer
 from tests.served import METRICS, Served, balanced, fetch, the_node, until
+from workshop.lab.network import Lab
 
 pytestmark = pytest.mark.root
 ROOT = Path(__file__).parents[2]

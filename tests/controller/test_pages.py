@@ -14,7 +14,6 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from controller.lab.network import Lab
 from tests.fakes.apiserver import endpoint_slice, service
 from tests.served import (
     HEALTH,
@@ -31,6 +30,7 @@ from tests.served import (
     the_node,
     until,
 )  # fmt: skip
+from workshop.lab.network import Lab
 
 pytestmark = pytest.mark.root
 RFC3339 = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z")

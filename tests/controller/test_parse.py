@@ -12,10 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller import parse
 from controller.errors import Refused
-from controller.model import Endpoint, EndpointPort, EndpointSlice, Ignored, Node, Object, Service, ServicePort
-from controller.model import ServiceCIDR as Range
+from controller.kubernetes import parse
+from controller.kubernetes.model import (
+    Endpoint,
+    EndpointPort,
+    EndpointSlice,
+    Ignored,
+    Node,
+    Object,
+    Service,
+    ServicePort,
+)
+from controller.kubernetes.model import ServiceCIDR as Range
 from dataplane.table import Probe, Protocol
 
 TCP, UDP, SCTP = Protocol.TCP, Protocol.UDP, Protocol.SCTP

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from controller.lab.agent import Agent
-from controller.lab.network import Lab
 from tests.conformance.kit import node_manifest
 from tests.controller.test_switching import works
 from tests.namespaces import new_lab
+from workshop.lab.agent import Agent
+from workshop.lab.network import Lab
 
 pytestmark = pytest.mark.root
 PATIENCE = 10.0

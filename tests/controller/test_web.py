@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from controller import web
-from controller.health import Answer
-from controller.web import Page, Site, Web
+from controller.serving import web
+from controller.serving.health import Answer
+from controller.serving.web import Page, Site, Web
 
 DEADLINE = 10.0
 
@@ -251,8 +251,8 @@ def test_answers_have_a_reason_phrase(served):
 
 FEW_DESCRIPTORS = """\
 import logging, resource, sys, threading
-from controller.health import Answer
-from controller.web import Page, Site, Web
+from controller.serving.health import Answer
+from controller.serving.web import Page, Site, Web
 
 logging.basicConfig(level=logging.INFO)
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))

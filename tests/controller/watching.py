@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from controller.model import KINDS, Event, KindState, Problem, Removed, Replaced, Upserted, key_of, kind_of
-from controller.sources.kubernetes import Kubernetes
+from controller.kubernetes.apiserver import Kubernetes
+from controller.kubernetes.model import KINDS, Event, KindState, Problem, Removed, Replaced, Upserted, key_of, kind_of
 from tests.fakes.apiserver import namespace_of, slice_name
 
 DEADLINE = 10.0  # of any wait; a passing run comes nowhere near

@@ -20,11 +20,11 @@ from typing import Any
 
 import pytest
 
-from controller.admin import ask
-from controller.lab import examples, traffic
-from controller.lab.agent import Agent
-from controller.lab.network import Lab
+from controller.serving.admin import ask
 from tests.conformance.kit import PATIENCE
+from workshop.lab import examples, traffic
+from workshop.lab.agent import Agent
+from workshop.lab.network import Lab
 
 from . import manifests
 

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 import yaml
 
-from controller import configfile
 from controller.cli import parser
-from controller.config import MODES, Config, Endpoint
-from controller.sources.kubernetes import _resources
+from controller.kubernetes.apiserver import _resources
+from controller.settings import configfile
+from controller.settings.config import MODES, Config, Endpoint
 
 from . import manifests
 from .manifests import DEPLOY, OVERLAYS, ROOT, agent_of, build, capabilities, one, text

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from controller.lab.agent import Agent
-from controller.lab.network import Lab
 from tests.conformance.kit import PATIENCE
 from tests.fakes.apiserver import ApiServer
+from workshop.lab.agent import Agent
+from workshop.lab.network import Lab
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: makes network namespaces")]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from controller.config import MODES
+from controller.settings.config import MODES
 
 from .manifests import DEPLOY, ROOT
 

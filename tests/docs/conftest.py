@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from controller.lab import examples
-from controller.lab.network import Lab
 from tests.namespaces import new_lab
+from workshop.lab import examples
+from workshop.lab.network import Lab
 
 from .kit import shell
 

@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from controller.lab.network import CLUSTER_CIDRS, NODE_NAMES, Lab
 from tests.conformance.kit import PATIENCE
+from workshop.lab.network import CLUSTER_CIDRS, NODE_NAMES, Lab
 
 from .pages import blocks
 

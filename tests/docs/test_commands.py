@@ -8,8 +8,8 @@ import subprocess
 import pytest
 
 from controller.cli import parser
-from controller.lab.network import Lab
 from tests.deploy import manifests
+from workshop.lab.network import Lab
 
 from .kit import run_blocks, shell, start_agent
 from .pages import PAGES, ROOT, blocks, commands

@@ -14,10 +14,10 @@ from functools import partial
 
 import pytest
 
-from controller.lab.network import Lab
-from controller.lab.traffic import Tally, ask_tcp, load, meanwhile
 from tests.conformance.kit import PATIENCE
 from tests.loads import goes_on
+from workshop.lab.network import Lab
+from workshop.lab.traffic import Tally, ask_tcp, load, meanwhile
 
 from .kit import run_blocks, shell, start_agent
 

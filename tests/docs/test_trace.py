@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from controller.errors import ControllerError
-from controller.lab.network import Lab
-from controller.lab.traffic import load, target_of
-from controller.tracing import compiler, headers
+from workshop.lab.network import Lab
+from workshop.lab.traffic import load, target_of
+from workshop.tracing import compiler, headers
 
 from .kit import run_blocks, start_agent
 

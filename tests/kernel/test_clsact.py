@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from controller.lab.network import Lab
 from dataplane.kernel import clsact
 from dataplane.kernel.bpf import Object
 from dataplane.kernel.clsact import EGRESS, INGRESS
 from dataplane.kernel.links import read_node
 from dataplane.modes.ebpf.layout import OBJECTS
 from tests.namespaces import new_lab
+from workshop.lab.network import Lab
 
 pytestmark = pytest.mark.root
 

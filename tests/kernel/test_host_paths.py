@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from controller.lab.namespace import cgroup2_root
 from dataplane.kernel.host_paths import outermost_first
+from workshop.lab.namespace import cgroup2_root
 
 root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from pyroute2 import IPRoute
 
-from controller.neighbours import Neighbours
+from controller.agent.other_proxies import Neighbours
 from dataplane.kernel.other_proxies import find_other_proxies
 from dataplane.other_proxies import HEALTH_PORT, OtherProxies, Process, warnings
 from tests import namespaces
@@ -200,6 +200,6 @@ class TestWatching:
         assert len(told) == 1
 
     def test_what_goes_wrong_stays_inside(self, monkeypatch, caplog):
-        monkeypatch.setattr("controller.neighbours.find_other_proxies", lambda _mode: 1 // 0)
+        monkeypatch.setattr("controller.agent.other_proxies.find_other_proxies", lambda _mode: 1 // 0)
         Neighbours("ebpf", pytest.fail).look()
         assert "ZeroDivisionError" in caplog.text

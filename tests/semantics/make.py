@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from controller.cluster import Cluster
-from controller.model import (
+from controller.kubernetes.model import (
     KINDS,
     Endpoint,
     EndpointPort,
@@ -20,8 +19,9 @@ from controller.model import (
     ServicePort,
     kind_of,
 )  # fmt: skip  # isort: skip
-from controller.semantics import Settings, entries, node_network
-from controller.tables import Builder
+from controller.semantics.cluster import Cluster
+from controller.semantics.entries import Settings, entries, node_network
+from controller.semantics.tables import Builder
 from dataplane.table import Entry, Frontend, Kind, Protocol, Route, ServiceTable, socket_text
 
 ME = "node-a"

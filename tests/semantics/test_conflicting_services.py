@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from make import NODE, SETTINGS, ServicePort, cluster, service
 
-from controller.model import Removed, Replaced, Service, Upserted
-from controller.tables import Builder
+from controller.kubernetes.model import Removed, Replaced, Service, Upserted
+from controller.semantics.tables import Builder
 from dataplane.table import Protocol, ServiceTable
 
 OLD, NEW = "2024-01-01T00:00:00Z", "2025-01-01T00:00:00Z"

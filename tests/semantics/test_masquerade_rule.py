@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from make import ME, Node, ServicePort, decide, endpoint_slice, frontend, here, only, service
 
-from controller.semantics import Settings
+from controller.semantics.entries import Settings
 from dataplane.table import Detect, Kind, Masquerade, Protocol
 
 NEVER, NODE, ALWAYS = Masquerade.NEVER, Masquerade.NODE, Masquerade.ALWAYS

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from make import ME, Node
 
-from controller.semantics import Settings, detects, node_network
+from controller.semantics.entries import Settings, detects, node_network
 from dataplane.table import Detect
 
 NODE = Node(ME, ("192.168.0.1", "192.168.0.9", "fd01::1", "198.51.100.1"))

@@ -20,7 +20,7 @@ from make import (
     table,
 )
 
-from controller.explain import Packet, Verdict, explain, packet_from_dict, verdict_to_dict
+from controller.semantics.explain import Packet, Verdict, explain, packet_from_dict, verdict_to_dict
 from dataplane.table import Detect, Protocol
 
 POD, OTHER_POD, ME, OUT = "10.1.0.1", "10.1.7.7", "192.168.0.1", "203.0.113.9"

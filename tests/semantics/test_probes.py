@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from make import away, decide, endpoint_slice, here, only, service
 
-from controller.model import EndpointPort, ServicePort
+from controller.kubernetes.model import EndpointPort, ServicePort
 from dataplane.table import Probe, Protocol
 
 

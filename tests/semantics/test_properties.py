@@ -6,8 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from make import ME, SETTINGS, STATES, EndpointPort, ServicePort, endpoint_slice, ep, listing, service
 
-from controller.cluster import Cluster
-from controller.model import (
+from controller.kubernetes.model import (
     KINDS,
     EndpointSlice,
     Event,
@@ -21,7 +20,8 @@ from controller.model import (
     key_of,
     kind_of,
 )
-from controller.tables import Builder
+from controller.semantics.cluster import Cluster
+from controller.semantics.tables import Builder
 from dataplane.table import Protocol, ServiceTable, WhenEmpty
 
 NAMES = ("a", "b", "c")

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from make import NODE, SERVICE_RANGE, SETTINGS, away, cluster, endpoint_slice, here, service
 
-from controller.model import Removed, Upserted
-from controller.semantics import Settings
-from controller.tables import Builder
+from controller.kubernetes.model import Removed, Upserted
+from controller.semantics.entries import Settings
+from controller.semantics.tables import Builder
 from dataplane.table import EMPTY, Detect, Masquerade
 
 WEB, API = service(), service("api", cluster_ips=("10.96.0.11",))

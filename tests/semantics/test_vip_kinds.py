@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from make import HTTP, SETTINGS, ServicePort, decide, endpoint_slice, here, only, service
 
-from controller.semantics import Settings
+from controller.semantics.entries import Settings
 from dataplane.table import Kind, Protocol
 
 NODE_PORT = (ServicePort("http", Protocol.TCP, 80, 30080),)

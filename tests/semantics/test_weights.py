@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from make import SETTINGS, away, decide, endpoint_slice, ep, frontend, here, only, service, shown, table
 
-from controller.explain import Packet, explain
+from controller.semantics.explain import Packet, explain
 from dataplane.table import Kind, WhenEmpty
 
 LB = {"type": "LoadBalancer", "load_balancer_ips": ("5.5.5.5",), "external_local": True}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from controller.top.rates import Sample
+from workshop.top.rates import Sample
 
 
 def service(name: str, flows: int, frontend: str = "10.96.0.10:80", **more: Any) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from controller.top import cells
-from controller.top.rates import ServiceRow, picture
 from tests.top.samples import sample, service, status
+from workshop.top import cells
+from workshop.top.rates import ServiceRow, picture
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from controller.top.rates import SHARE_SECONDS, SHORTEST, Window, picture
 from tests.top.samples import backend, sample, service, status
+from workshop.top.rates import SHARE_SECONDS, SHORTEST, Window, picture
 
 
 def test_rates_are_growth_over_time() -> None:

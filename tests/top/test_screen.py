@@ -18,10 +18,10 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Static, TabbedContent
 
-from controller.lab.agent import Agent
-from controller.lab.network import Lab
-from controller.top.app import Listing, Top
-from controller.top.look import Looker
+from workshop.lab.agent import Agent
+from workshop.lab.network import Lab
+from workshop.top.app import Listing, Top
+from workshop.top.look import Looker
 
 pytestmark = pytest.mark.root
 PATIENCE = 15.0
@@ -338,6 +338,7 @@ def test_ctrl_c_ends_it_too(lab: Lab, agent: Agent, terminal: Terminal) -> None:
 
 
 def test_nothing_else_imports_the_terminal_library() -> None:
-    modules = "controller.cli, controller.loop, controller.inspect, controller.watch, controller.top.command"
+    commands = "controller.commands.inspect, controller.commands.watch, workshop.top.command"
+    modules = f"controller.cli, controller.agent.loop, {commands}"
     code = f"import sys, {modules}; sys.exit('textual' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

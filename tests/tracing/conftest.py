@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from controller.errors import ControllerError
-from controller.lab import examples
-from controller.lab.agent import Agent
-from controller.lab.network import Lab
-from controller.tracing import compiler, headers
+from workshop.lab import examples
+from workshop.lab.agent import Agent
+from workshop.lab.network import Lab
+from workshop.tracing import compiler, headers
 
 from .kit import Stage
 

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from controller.lab.agent import Agent
-from controller.lab.network import Lab
-from controller.lab.traffic import Tally, load, target_of
 from tests.conformance.kit import PATIENCE
+from workshop.lab.agent import Agent
+from workshop.lab.network import Lab
+from workshop.lab.traffic import Tally, load, target_of
 
 __all__ = ["Stage", "repeated", "repeated_by"]
 

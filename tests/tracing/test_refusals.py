@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from controller.tracing import compiler, headers
 from tests.namespaces import fresh
+from workshop.tracing import compiler, headers
 
 
 def trace(*arguments: str, under: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:

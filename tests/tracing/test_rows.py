@@ -7,11 +7,11 @@ import itertools
 import pytest
 
 from controller.errors import ConfigError
-from controller.tracing import rows
-from controller.tracing.points import DROP, HOOKS, POINTS, RECEIVE, SOCKET, TRANSMIT, WHOLE, stage
-from controller.tracing.rows import Event
-from controller.tracing.targets import Place, mapped, of_services, place_text
-from controller.tracing.text import FIELDS, Plan, View, entries, program
+from workshop.tracing import rows
+from workshop.tracing.points import DROP, HOOKS, POINTS, RECEIVE, SOCKET, TRANSMIT, WHOLE, stage
+from workshop.tracing.rows import Event
+from workshop.tracing.targets import Place, mapped, of_services, place_text
+from workshop.tracing.text import FIELDS, Plan, View, entries, program
 
 HOME, AWAY, OTHER = 1, 2, 3
 

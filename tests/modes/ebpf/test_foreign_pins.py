@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from controller.lab.network import Lab
 from dataplane.errors import DataplaneError
 from dataplane.kernel._libbpf import ffi
 from dataplane.kernel.bpf import Map, Object, check, library
@@ -22,6 +21,7 @@ from dataplane.modes.ebpf.pins import fingerprint, folder_of, former_layouts, sh
 from dataplane.modes.ebpf.programmer import Ebpf, clean, drain
 from dataplane.table import ServiceTable
 from tests.namespaces import new_lab
+from workshop.lab.network import Lab
 
 from .variants import compiled, numbers
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from controller.lab.network import Lab
 from dataplane.kernel.host_paths import bpf_fs
 from dataplane.mode import Options
 from dataplane.modes.ebpf.programmer import Ebpf, clean, folder_of, former_layouts
 from dataplane.table import ServiceTable
+from workshop.lab.network import Lab
 
 pytestmark = pytest.mark.root
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from controller.lab.network import Lab
 from dataplane.kernel.bpf import Map
 from dataplane.kernel.host_paths import bpf_fs
 from dataplane.kernel.lock import hold
@@ -19,6 +18,7 @@ from dataplane.modes.ebpf.gone import collect, is_gone
 from dataplane.modes.ebpf.programmer import Ebpf
 from dataplane.table import ServiceTable
 from tests.namespaces import new_lab
+from workshop.lab.network import Lab
 
 pytestmark = pytest.mark.root
 

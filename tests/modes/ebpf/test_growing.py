@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from controller.lab.network import Lab
-from controller.lab.traffic import Stream, Tally, load, meanwhile
 from dataplane.mode import Options
 from dataplane.modes.ebpf.programmer import clean
 from dataplane.modes.ebpf.traffic import FIELDS
 from tests.namespaces import new_lab
+from workshop.lab.network import Lab
+from workshop.lab.traffic import Stream, Tally, load, meanwhile
 
 pytestmark = pytest.mark.root
 

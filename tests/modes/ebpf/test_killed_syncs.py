@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from controller.lab.network import Lab
+from workshop.lab.network import Lab
 
 from .test_growing import Child, lab, traffic_of  # noqa: F401 (a fixture)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from pyroute2 import IPRoute
 
-from controller.lab.network import Lab
 from dataplane.kernel.bpf import Map, Object, check, library, pinned_link, update_link
 from dataplane.kernel.clsact import EGRESS, HANDLE, INGRESS, PRIORITY
 from dataplane.kernel.host_paths import bpf_fs
@@ -24,6 +23,7 @@ from dataplane.modes.ebpf.programmer import Ebpf, clean
 from dataplane.table import ServiceTable
 from tests.conformance.kit import programs_at
 from tests.namespaces import new_lab
+from workshop.lab.network import Lab
 
 pytestmark = pytest.mark.root
 

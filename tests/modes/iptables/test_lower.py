@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.explain import Packet as Question
-from controller.explain import explain
+from controller.semantics.explain import Packet as Question
+from controller.semantics.explain import explain
 from dataplane.mode import Options
 from dataplane.modes.iptables.lower import (
     Lowered,

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from controller.lab.network import NODE_NAMES, Lab
-from controller.lab.traffic import ask_tcp, ask_udp
 from tests.fakes.apiserver import ApiServer
 from tests.namespaces import new_lab
 from tests.served import PATIENCE, Altered, api_server, until
+from workshop.lab.network import NODE_NAMES, Lab
+from workshop.lab.traffic import ask_tcp, ask_udp
 
 pytestmark = pytest.mark.root
 

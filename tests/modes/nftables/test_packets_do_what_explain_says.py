@@ -7,8 +7,8 @@ import itertools
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from controller.explain import Packet as Asked
-from controller.explain import explain
+from controller.semantics.explain import Packet as Asked
+from controller.semantics.explain import explain
 from dataplane.mode import Options
 from dataplane.modes.nftables.programmer import Nftables
 from dataplane.table import (

@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from controller.lab.network import Lab
-from controller.lab.traffic import ask_tcp
 from dataplane.errors import DataplaneError, Occupied, SyncError
 from dataplane.kernel import nft, policy
 from dataplane.kernel.other_proxies import may_have_left
@@ -37,6 +35,8 @@ from dataplane.table import (
     ServiceTable,
     socket_text,
 )
+from workshop.lab.network import Lab
+from workshop.lab.traffic import ask_tcp
 
 from .kit import eventually
 

@@ -1,0 +1,262 @@
+"""Which mode serves this node: the one that was asked for, or the next that works here, and why."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from controller.settings.config import ADMIN_SOCKET, available_modes
+from dataplane.errors import DataplaneError, Unsupported
+from dataplane.kernel.host_paths import netns_number
+from dataplane.kernel.lock import hold_new, let_go
+from dataplane.kernel.other_proxies import may_have_left, others_have_pins
+from dataplane.mode import Mode, Options, Programmer, Wake
+
+__all__ = [
+    "DRAIN_SECONDS", "FALLBACK", "Choice", "Opened", "clean_others", "collect", "hold_namespace", "let_end",
+    "open_first", "open_mode", "survey", "take_over",
+]  # fmt: skip
+
+log = logging.getLogger(__name__)
+
+DRAIN_SECONDS: Final = 3.0
+LOOK_SECONDS: Final = 0.2
+MOST_FLOWS: Final = 10_000  # looked at for one that is open
+
+# What is tried, in this order, for each mode that can be asked for.
+FALLBACK: Final = {
+    "auto": ("ebpf", "nftables", "iptables"),
+    "ebpf": ("ebpf", "nftables", "iptables"),
+    "nftables": ("nftables", "iptables"),
+    "iptables": ("iptables",),
+    "ipvs": ("ipvs", "iptables"),
+    "userspace": ("userspace",),
+}
+
+
+class Choice(NamedTuple):
+    """The mode that was asked for and the one that works; `reason` is empty when they are the same."""
+
+    requested: str
+    effective: str
+    reason: str = ""
+
+    @property
+    def degraded(self) -> bool:
+        """Whether something else than what was asked for serves; `auto` asks for the first that works."""
+        return bool(self.reason) and self.requested != "auto"
+
+
+class Opened(NamedTuple):
+    """A mode at work."""
+
+    programmer: Programmer
+    choice: Choice
+
+
+@contextlib.contextmanager
+def hold_namespace() -> Iterator[None]:
+    """Be the only agent in this network namespace, whatever the modes are.
+
+    Raises:
+        Occupied: another process is that; says which.
+        Unsupported: the lock cannot be taken at all.
+    """
+    folder = Path(ADMIN_SOCKET).parent / f"netns-{netns_number()}"
+    try:
+        descriptor = hold_new(folder, "this network namespace")
+    except OSError as error:
+        raise Unsupported("one agent for each network namespace", f"{folder}: {error.strerror}; run as root") from error
+    try:
+        yield
+    finally:
+        let_go(folder, descriptor)
+
+
+def open_mode(name: str) -> Mode:
+    """What the mode's folder offers.
+
+    Raises:
+        Unsupported: there is no such folder, or its code or a library that it needs cannot be loaded.
+    """
+    try:
+        mode: Mode = importlib.import_module(f"dataplane.modes.{name}.programmer").MODE
+    except Exception as error:  # whatever a broken installation makes it stumble over
+        log.debug("mode %s cannot be loaded", name, exc_info=True)
+        raise Unsupported(f"mode {name}", f"it cannot be loaded: {error or type(error).__name__}") from error
+    return mode
+
+
+def survey(options: Options) -> list[dict[str, Any]]:
+    """Every mode of this installation: `mode`, `works` here, and in a sentence what is `missing` (empty: nothing).
+
+    Each is tried for what it needs; nothing of what is tried stays; iptables-nft leaves its tables, empty.
+    """
+    rows = []
+    for name in available_modes():
+        try:
+            missing = open_mode(name).probe(options) or ""
+        except Unsupported as error:
+            missing = error.missing
+        except (DataplaneError, OSError) as error:
+            missing = f"it cannot be tried: {error}"
+        rows.append({"mode": name, "works": not missing, "missing": missing})
+    return rows
+
+
+def open_first(
+    requested: str, options: Options, wake: Wake, *, strict: bool, failed: Mapping[str, str] | None = None
+) -> Opened:
+    """Open the mode that was asked for, or the first of its fallbacks that this machine can run.
+
+    Args:
+        requested: a name of `FALLBACK`, or of a mode that has no fallback.
+        options: for the mode.
+        wake: for the mode.
+        strict: refuse instead of falling back; `auto` is still free to choose.
+        failed: modes that opened here and then could not do what is asked of them, with the reason.
+
+    Raises:
+        Unsupported: none works, or the one that was asked for does not and `strict`; says what each one lacks.
+        Occupied: another instance serves this namespace.
+    """
+    candidates = FALLBACK.get(requested, (requested,))
+    missing: list[str] = []
+    for name in candidates:
+        try:
+            programmer = _open(name, options, wake, failed or {})
+        except Unsupported as error:
+            missing.append(f"{name} does not work here ({error})")
+            log.warning("mode %s does not work here: %s", name, error)
+            if strict and requested != "auto":
+                raise Unsupported(f"mode {name}", f"{error}; --strict-mode forbids another mode") from error
+            continue
+        return Opened(programmer, Choice(requested, name, "; ".join(missing)))
+    raise Unsupported("every possible mode", "; ".join(missing))
+
+
+def _open(name: str, options: Options, wake: Wake, failed: Mapping[str, str]) -> Programmer:
+    if name in failed:
+        raise Unsupported(f"mode {name}", failed[name])
+    return open_mode(name).open(options, wake)
+
+
+def take_over(
+    effective: str, options: Options, alone: Callable[[], None], told: Callable[[str], None] = log.info
+) -> threading.Timer | None:
+    """Let the mode at work serve alone, without a connection that fails for it; called when it serves.
+
+    Modes that rely on conntrack hand their flows to each other there, so what another left goes at once. Under a mode
+    without it flows of others get the time that short connections need to end, and so do those of a mode that has
+    its own (`Mode.drain`); what that leaves to do is done by a thread.
+
+    Args:
+        effective: the mode at work.
+        options: for the modes.
+        alone: called each time that others take no new flows any more, or are gone; from a thread, the second time.
+        told: gets a sentence for each mode that had something here.
+
+    Returns:
+        What is left to do, to be cancelled when another mode takes over before it is done.
+    """
+    # Looked for by name first: code of a mode that is not used here is 5 MB in an agent that has 150.
+    others = tuple(name for name in available_modes() if name != effective and may_have_left(name, options.pin_root))
+    later = others if not open_mode(effective).conntrack else tuple(name for name in others if _drained(name, options))
+
+    def clean(names: tuple[str, ...]) -> None:
+        for name, count in clean_others(effective, names, options).items():
+            told(f"removed {count} things that mode {name} had left here")
+        alone()
+
+    if others:
+        clean(tuple(name for name in others if name not in later))
+    if not later:
+        return None
+    if not open_mode(effective).conntrack:
+        from dataplane.kernel.conntrack import forget_ended
+
+        threading.Thread(target=forget_ended, name="forget", daemon=True).start()
+    timer = threading.Timer(DRAIN_SECONDS, clean, (later,))
+    timer.name, timer.daemon = "take-over", True
+    timer.start()
+    return timer
+
+
+def collect(options: Options, told: Callable[[str], None] = log.info) -> None:
+    """Remove what agents have left of network namespaces that are gone. A failure is told, and nothing else.
+
+    Args:
+        options: for the modes.
+        told: gets a sentence if there was something.
+    """
+    try:
+        if others_have_pins(options.pin_root) and (find := open_mode("ebpf").collect) is not None:
+            removed = find(options)
+            if removed:
+                told(f"removed {removed} pins of network namespaces that are gone")
+    except (DataplaneError, OSError) as error:
+        log.warning("pins of network namespaces that are gone are not looked for: %s", error)
+
+
+def let_end(options: Options, seconds: float) -> float:
+    """Before everything of ours goes: who else serves here gets the new connections, and open ones may end.
+
+    Only modes that have flows of their own need it (`Mode.drain`); with others open connections go on in conntrack.
+
+    Args:
+        options: for the modes.
+        seconds: how long to wait for TCP connections that are open; less when there are none.
+
+    Returns:
+        Seconds that were waited.
+    """
+    began = time.monotonic()
+    drained = [name for name in available_modes() if may_have_left(name, options.pin_root) and _drained(name, options)]
+    while any(_has_open(name, options) for name in drained) and time.monotonic() - began < seconds:
+        time.sleep(LOOK_SECONDS)
+    return time.monotonic() - began
+
+
+def _has_open(name: str, options: Options) -> bool:
+    view = open_mode(name).look(options, {})
+    if view is None:
+        return False
+    with contextlib.closing(view):
+        return any(row["protocol"] == "TCP" and row["state"] != "closed" for row in view.flows(MOST_FLOWS)[0])
+
+
+def _drained(name: str, options: Options) -> bool:
+    try:
+        drain = open_mode(name).drain
+        return drain is not None and drain(options)
+    except Unsupported:
+        return False
+    except (DataplaneError, OSError) as error:
+        log.warning("mode %s still takes new flows: %s", name, error)
+        return True
+
+
+def clean_others(effective: str, names: tuple[str, ...], options: Options) -> dict[str, int]:
+    """Remove what other modes of ours left here; how many things went, by mode.
+
+    A failure is told, and the next mode is cleaned all the same.
+    """
+    removed: dict[str, int] = {}
+    for name in names:
+        if name == effective:
+            continue
+        try:
+            removed[name] = open_mode(name).clean(options)
+        except Unsupported:
+            continue  # what cannot run here has left nothing here
+        except (DataplaneError, OSError) as error:
+            log.warning("cleaning up after mode %s failed: %s", name, error)
+        except Exception:  # of a mode that does not serve: it must not stop the one that does
+            log.exception("cleaning up after mode %s failed", name)
+    return {name: count for name, count in removed.items() if count}

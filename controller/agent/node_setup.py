@@ -1,0 +1,83 @@
+"""What kube-proxy does to a node when it starts, and so do we: connection tracking, and our place when memory is short.
+
+Nothing here is needed to serve, so what cannot be set is told and that is all. kube-proxy ends where it cannot set
+connection tracking.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Final
+
+from controller.settings.config import USUAL_OOM_SCORE, Config, Conntrack
+from dataplane.kernel.host_paths import in_initial_netns
+from dataplane.kernel.sysctl import FOLDER, apply, is_read_only, read
+
+__all__ = ["conntrack_limit", "conntrack_settings", "prepare"]
+
+log = logging.getLogger(__name__)
+
+PREFIX: Final = "net/netfilter/nf_conntrack_"
+HASH_SIZE: Final = "/sys/module/nf_conntrack/parameters/hashsize"
+OOM_SCORE: Final = Path("/proc/self/oom_score_adj")
+MOST_BY_CPUS: Final = 1 << 20
+
+
+def conntrack_limit(conntrack: Conntrack, cpus: int) -> int:
+    """nf_conntrack_max for so many CPUs, as kube-proxy computes it; 0: leave it as it is."""
+    if not conntrack.max_per_core:
+        return 0
+    return max(conntrack.minimum, min(conntrack.max_per_core * cpus, MOST_BY_CPUS))
+
+
+def conntrack_settings(conntrack: Conntrack) -> dict[str, str]:
+    """Settings of one network namespace, by their names below /proc/sys."""
+    wanted = {
+        "tcp_timeout_established": conntrack.tcp_timeout_established,
+        "tcp_timeout_close_wait": conntrack.tcp_timeout_close_wait,
+        "udp_timeout": conntrack.udp_timeout,
+        "udp_timeout_stream": conntrack.udp_timeout_stream,
+        "tcp_be_liberal": int(conntrack.tcp_be_liberal),
+    }
+    return {PREFIX + name: str(value) for name, value in wanted.items() if value}
+
+
+def prepare(config: Config) -> None:
+    """Set what the configuration wants, once a mode serves: what cannot start changes nothing.
+
+    Where connection tracking is not loaded, nothing of it can be set.
+    """
+    try:
+        if int(OOM_SCORE.read_text()) != config.oom_score_adj:  # to lower it needs a right that few agents have
+            OOM_SCORE.write_text(str(config.oom_score_adj))
+    except OSError as error:
+        asked_for = config.oom_score_adj != USUAL_OOM_SCORE
+        log.log(
+            logging.WARNING if asked_for else logging.INFO,
+            "oomScoreAdj cannot be set to %d (%s): less than it is needs CAP_SYS_RESOURCE",
+            config.oom_score_adj, error.strerror,
+        )  # fmt: skip
+    if read(PREFIX + "tcp_timeout_established") is None:
+        return
+    wanted = conntrack_settings(config.conntrack)
+    limit = conntrack_limit(config.conntrack, os.cpu_count() or 1)
+    if limit and _is_whole_machine():
+        wanted[PREFIX + "max"] = str(limit)
+        if (size := read(HASH_SIZE)) is not None and int(size) < limit // 4:
+            wanted[HASH_SIZE] = str(limit // 4)
+    for name, reason in apply(wanted).items():
+        # A container whose /proc/sys is read-only can never set it: its first container, or the unit, has.
+        log.log(logging.INFO if is_read_only(name) else logging.WARNING, "connection tracking: %s", reason)
+
+
+def _is_whole_machine() -> bool:
+    """Whether the table's size may be set here: it is the machine's, in other network namespaces it can only be read.
+
+    Process 1 of a container is no proof of the machine's namespace; that the setting has a bit for writing is.
+    """
+    try:
+        return in_initial_netns() and bool((FOLDER / (PREFIX + "max")).stat().st_mode & 0o200)
+    except OSError:
+        return False

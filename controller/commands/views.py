@@ -1,0 +1,95 @@
+"""What is programmed in this network namespace, read from the kernel with the names that a running agent tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from controller.agent.modes import open_mode
+from controller.errors import ControllerError
+from controller.serving.admin import NoAgentError, ask
+from controller.settings.config import available_modes
+from dataplane.errors import DataplaneError, Unsupported
+from dataplane.mode import Options, View, belongs
+
+__all__ = ["Programmed", "left_here", "programmed", "views_of"]
+
+Row = dict[str, Any]
+
+
+class Programmed(NamedTuple):
+    """Of each mode that programmed something here its name and view, and what the agent told of names.
+
+    `told` is the agent's answer to `names`: mode, pin_root, names, backends. None: no agent runs.
+    """
+
+    views: list[tuple[str, View]]
+    told: Row | None
+
+    def services(self, of: str | None = None) -> list[Row]:
+        """A row for each service port (see `View.services`); of one service (namespace/name), for its own."""
+        return [row for _, view in self.views for row in view.services() if belongs(row["name"], of)]
+
+    def backends(self, of: str | None = None) -> list[Row]:
+        """A row for each backend of each service port, or of this one's alone (see `View.backends`)."""
+        return [row for _, view in self.views for row in view.backends(of)]
+
+    def close(self) -> None:
+        """Give back what was read through."""
+        for _, view in self.views:
+            view.close()
+
+
+def programmed(admin_socket: str, pin_root: str | None = None) -> Programmed:
+    """What the running agent's mode has programmed, or without an agent any mode.
+
+    Args:
+        admin_socket: where the agent listens, as `--admin-socket`.
+        pin_root: folder of the pins, None: as the agent says, or found.
+
+    Raises:
+        ControllerError: nothing is programmed in this network namespace, or the agent answers with an error.
+        DataplaneError: it cannot be read.
+    """
+    told = None
+    try:
+        told = ask(admin_socket, "names")
+    except NoAgentError:
+        views = list(left_here(pin_root))
+    else:
+        names = {int(number): name for number, name in told["names"].items()}
+        views = list(views_of([told["mode"]], pin_root or told["pin_root"], names))
+    if not views:
+        raise ControllerError("nothing is programmed in this network namespace")
+    return Programmed(views, told)
+
+
+def left_here(pin_root: str | None) -> Iterator[tuple[str, View]]:
+    """Of each mode that left something here its name and view, without the names of services."""
+    return views_of(available_modes(), pin_root, {}, passed_over=(Unsupported,))  # what cannot run here left nothing
+
+
+def views_of(
+    modes: Iterable[str],
+    pin_root: str | None,
+    names: Mapping[int, str],
+    passed_over: tuple[type[DataplaneError], ...] = (),
+) -> Iterator[tuple[str, View]]:
+    """Of each of these modes that has something here its name and view; whoever takes a view closes it.
+
+    Args:
+        modes: names of modes.
+        pin_root: folder of the pins, None: found.
+        names: of the numbers of service ports.
+        passed_over: a mode that cannot be read for one of these errors counts as one that has nothing here.
+
+    Raises:
+        DataplaneError: a mode cannot be read.
+    """
+    for mode in modes:
+        try:
+            view = open_mode(mode).look(Options(pin_root=pin_root), names)
+        except passed_over:
+            continue
+        if view is not None:
+            yield mode, view

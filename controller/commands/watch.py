@@ -1,0 +1,112 @@
+"""`drops` and `trace`: what happens to packets, as the programs tell it to the running agent."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from ipaddress import ip_address
+from typing import Any, Final
+
+import msgspec
+
+from controller.errors import ConfigError
+from controller.serving.admin import ask
+
+__all__ = ["show"]
+
+LOOK_SECONDS: Final = 0.5
+LEASE_SECONDS: Final = 5.0  # a trace ends so long after nobody looks any more
+
+Row = dict[str, Any]
+
+
+def show(command: str, args: argparse.Namespace) -> int:
+    """Print what happened, or what happens until Ctrl-C; the exit code."""
+    if command == "trace":
+        _print(args, _limited(_traced(args), args.limit), lines=True)
+        return 0
+    if args.follow:
+        _print(args, _limited(_followed(args), args.limit), lines=True)
+        return 0
+    rows = _told(args, 0)[0]
+    _print(args, rows[-args.limit :], lines=False)
+    return 0
+
+
+def _told(args: argparse.Namespace, after: int) -> tuple[list[Row], int]:
+    """Events with larger numbers that are asked for, and the number of the latest."""
+    answer = ask(args.admin_socket, "events", after=after)
+    traced = args.command == "trace"
+    rows = [row for row in answer["events"] if traced or row["what"] != "trace"]
+    return [row for row in rows if _belongs(row["service"], args.service)], answer["last"]
+
+
+def _belongs(name: str | None, service: str | None) -> bool:
+    return not service or (name is not None and (name == service or name.startswith(f"{service}:")))
+
+
+def _followed(args: argparse.Namespace) -> Iterator[Row]:
+    after = 0
+    while True:
+        rows, after = _told(args, after)
+        yield from rows
+        time.sleep(LOOK_SECONDS)
+
+
+def _traced(args: argparse.Namespace) -> Iterator[Row]:
+    client = _address(args.client)
+    end = time.monotonic() + args.seconds
+    after = ask(args.admin_socket, "events", after=0)["last"]
+    while time.monotonic() < end:
+        ask(args.admin_socket, "trace", service=args.service, client=client, seconds=LEASE_SECONDS)
+        time.sleep(min(LOOK_SECONDS, max(0.0, end - time.monotonic())))
+        rows, after = _told(args, after)
+        yield from (row for row in rows if not client or client in _ends(row))
+    ask(args.admin_socket, "trace", service=None, client=None, seconds=0)
+
+
+def _address(text: str | None) -> str | None:
+    try:
+        return text and str(ip_address(text))
+    except ValueError:
+        raise ConfigError(f"--client {text!r}: is not an IP address") from None
+
+
+def _ends(row: Row) -> set[str]:
+    return {row[end].rpartition(":")[0].strip("[]") for end in ("source", "destination")}
+
+
+def _limited(rows: Iterator[Row], limit: int) -> Iterator[Row]:
+    for number, row in enumerate(rows, 1):
+        yield row
+        if number >= limit:
+            return
+
+
+def _print(args: argparse.Namespace, rows: Iterable[Row], *, lines: bool) -> None:
+    """For people a line each. JSON: a list, or, of what has no end, an object a line."""
+    if args.output == "json" and not lines:
+        print(msgspec.json.format(msgspec.json.encode(list(rows)), indent=2).decode())
+        return
+    nothing = True
+    try:
+        for row in rows:
+            nothing = False
+            print(msgspec.json.encode(row).decode() if args.output == "json" else _line(row), flush=lines)
+    except KeyboardInterrupt:
+        return
+    if nothing and not lines:
+        print("none", file=sys.stdout)
+
+
+def _line(row: Row) -> str:
+    when = datetime.fromtimestamp(row["time"]).astimezone().strftime("%H:%M:%S.%f")[:-3]
+    where = row["where"] + (f", {row['interface']}" if row["interface"] else "")
+    backend = f" (backend {row['backend']})" if row["backend"] else ""
+    return (
+        f"{when} {row['reason']}  {row['service'] or '-'}  {row['protocol']} {row['source']} -> {row['destination']}"
+        f"{backend}  {where}: {row['words']}"
+    )

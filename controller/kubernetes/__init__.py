@@ -1,0 +1,44 @@
+"""Where Services, EndpointSlices and Nodes come from. One interface, two implementations.
+
+A source runs in threads of its own and calls `emit` from any of them. It first emits one `Replaced`
+for every kind in `kinds` (an empty one too), in any order; the loop programs nothing before all of
+them arrived. After that it emits changes, and a `Replaced` again whenever it had to list anew.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from controller.kubernetes.model import Event, KindState
+
+if TYPE_CHECKING:
+    from controller.kubernetes.connection import Connection
+
+__all__ = ["Emit", "Source"]
+
+Emit = Callable[[Event], None]
+
+
+class Source(Protocol):
+    """A source of objects."""
+
+    kinds: tuple[str, ...]
+
+    def run(self, emit: Emit, stop: threading.Event) -> None:
+        """Emit until `stop` is set, then return within a second. Never raises for what can be retried.
+
+        Raises:
+            SourceError: it can never work (no such folder, unusable configuration).
+        """
+
+    @property
+    def connection(self) -> Connection | None:
+        """To the API server, where there is one: events are written there."""
+
+    def states(self) -> list[KindState]:
+        """How each kind is read, where that differs from kind to kind; for any thread."""
+
+    def describe(self) -> str:
+        """One line for the log and `status`."""

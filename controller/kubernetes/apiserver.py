@@ -1,0 +1,971 @@
+"""Services, EndpointSlices, this Node and ServiceCIDRs of a cluster, as the API server tells them.
+
+One thread for each kind lists, then watches; where the server can, one stream does both (KEP-3157: it costs the
+server no copy of everything). The rules that keep a node right through all weather:
+
+- A list counts when its last page arrived, or its last event. Until then, and whenever the API is away, nothing
+  changes here.
+- A stream that ends is taken up at the last version seen: no list, nothing lost (API concepts, "watch").
+  Only when the server forgot that version (410 Gone) is everything listed again.
+- No object goes back in time: an event older than what is known of its object is dropped. Versions are
+  compared as numbers only where both are decimal (KEP-5504); otherwise the order of arrival counts.
+- One malformed object is a `Problem`, its last good version stays, the others go on.
+- Nothing is held without a bound: neither an answer, nor a line of a stream, nor all of a list. The bounds are far
+  above what clusters have; an answer of another kind is none.
+- When a kind can be read again, or when credentials change, the pauses of the others end: what kept them away has
+  probably ended, too. While the server refuses our credentials, one kind asks for all.
+
+Objects are decoded from raw JSON straight into model values, page by page: a cluster with 100,000 endpoints
+is never held as text. What a new list tells as it was known stays the same value, so that a list costs memory for
+what is different.
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import random
+import threading
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+
+from controller.errors import Refused
+from controller.kubernetes import Emit
+from controller.kubernetes.connection import Connection, Status, StatusError, TooLargeError, body_of, shown, words
+from controller.kubernetes.model import (
+    KINDS,
+    EndpointSlice,
+    Event,
+    Ignored,
+    KindState,
+    Object,
+    Problem,
+    Removed,
+    Replaced,
+    SourceState,
+    Upserted,
+    key_of,
+)
+from controller.kubernetes.pace import Pace
+from controller.kubernetes.parse import UNNAMED, decode
+from controller.kubernetes.retry import SETTLED, Patience, Retry
+
+if TYPE_CHECKING:
+    from urllib3 import BaseHTTPResponse
+
+__all__ = ["Kubernetes", "Patience"]
+
+log = logging.getLogger(__name__)
+
+_MAX_LINE: Final = 16 << 20  # bytes of one event; etcd allows objects of 1.5 MB
+_MAX_PAGE: Final = 32 << 20  # bytes of one page; pages that are larger are asked for with fewer objects
+_MAX_WHOLE: Final = 256 << 20  # bytes of a list in one piece, which is asked for when its pages expire
+_MAX_EMPTY: Final = 1000  # pages of a list with nothing in them, which the API allows
+# What all objects of a kind may take of our memory, about 1 KB for one and 150 bytes for each of its endpoints.
+# 150,000 pods and 10,000 Services, which Kubernetes is made for, take 50 MB.
+_MAX_KIND: Final = 512 << 20
+_OBJECT: Final = 1024
+_ENDPOINT: Final = 150
+_READ: Final = 1 << 18
+_STOP_SECONDS: Final = 0.8
+_LIST_SECONDS: Final = 60.0  # the API server's own limit for a request that is no watch
+_OVERDUE: Final = 60.0  # seconds that a server may take to end a stream which has lived as long as it was asked to
+_LEAST: Final = 0.5  # seconds of a pause that news end
+_LOOK_SECONDS: Final = 1.0  # between two looks at the files with credentials, while nothing can be read
+_MAX_GRAVES: Final = 4096
+_INITIAL_END: Final = "k8s.io/initial-events-end"
+# Servers refuse to begin a stream with all objects: with 422 where they know the option, or where they forbid
+# `resourceVersionMatch` in a watch, as all before 1.27 do. The others are what things between answer.
+_NO_INITIAL: Final = frozenset({400, 405, 406, 415, 422, 501})
+
+
+class _Resource(NamedTuple):
+    """A kind and which of its objects are asked for."""
+
+    kind: str
+    path: str
+    labels: str = ""
+    fields: str = ""
+    optional: bool = False  # clusters older than the kind, or without the right to read it, work too
+
+    def query(self, **more: str) -> dict[str, str]:
+        selectors = {"labelSelector": self.labels, "fieldSelector": self.fields}
+        return {name: value for name, value in (selectors | more).items() if value}
+
+
+def _resources(node_name: str) -> tuple[_Resource, ...]:
+    """What kube-proxy asks for: services of other proxies and headless ones never leave the server."""
+    # fmt: off
+    return (
+        _Resource("Service", "/api/v1/services",
+                  labels="!service.kubernetes.io/service-proxy-name", fields="spec.clusterIP!=None"),
+        _Resource("EndpointSlice", "/apis/discovery.k8s.io/v1/endpointslices",
+                  labels="!service.kubernetes.io/headless"),
+        _Resource("Node", "/api/v1/nodes", fields=f"metadata.name={node_name}"),
+        _Resource("ServiceCIDR", "/apis/networking.k8s.io/v1/servicecidrs", optional=True),
+    )
+    # fmt: on
+
+
+class Kubernetes:
+    """The objects of the cluster that an API server serves.
+
+    Args:
+        node_name: the Node that is read.
+        kubeconfig: path; None without `master` means the pod's own service account.
+        master: address of the API server, instead of the configured one.
+        pace: of requests.
+        page_size: objects in one answer of a list; bounds the memory that a list needs.
+        patience: time-outs and pauses.
+        streams: a list is first asked for as the beginning of a stream, and by pages where that is refused.
+    """
+
+    kinds: tuple[str, ...] = KINDS
+
+    def __init__(
+        self,
+        node_name: str,
+        kubeconfig: str | None = None,
+        master: str | None = None,
+        *,
+        pace: Pace = Pace(),  # noqa: B008 (frozen)
+        page_size: int = 500,
+        patience: Patience = Patience(),  # noqa: B008 (frozen)
+        streams: bool = True,
+    ) -> None:
+        self._node_name = node_name
+        self._page_size = page_size
+        self._patience = patience
+        self._streams = streams
+        self.connection = Connection(kubeconfig, master, pace)
+        self._health = _Health(self.connection, self.kinds)
+
+    def describe(self) -> str:
+        """Which server."""
+        return f"Kubernetes API at {self.connection.where}"
+
+    def states(self) -> list[KindState]:
+        """How each kind is read; for any thread."""
+        return self._health.states()
+
+    def run(self, emit: Emit, stop: threading.Event) -> None:
+        """List and watch until `stop` is set; then every request is cut and nothing is emitted any more.
+
+        Raises:
+            SourceError: the configuration cannot be used.
+        """
+        connection = self.connection
+        connection.open()
+        log.info("reading Services, EndpointSlices and the Node %s from %s", self._node_name, connection.where)
+
+        def guarded(event: Event) -> None:
+            if not stop.is_set():
+                emit(event)
+
+        self._health.emit = guarded
+        threads = []
+        for resource in _resources(self._node_name):
+            reflector = _Reflector(
+                resource, connection, guarded, stop,
+                health=self._health, page_size=self._page_size, patience=self._patience, streams=self._streams,
+            )  # fmt: skip
+            thread = threading.Thread(target=reflector.run, name=f"watch-{resource.kind}", daemon=True)
+            thread.start()
+            threads.append(thread)
+        stop.wait()
+        self._health.close()
+        connection.close()
+        deadline = time.monotonic() + _STOP_SECONDS
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+# ------------------------------------------------------------------------------------------- on the wire
+
+
+class _ListMeta(msgspec.Struct):
+    version: str | None = msgspec.field(default=None, name="resourceVersion")
+    token: str | None = msgspec.field(default=None, name="continue")
+
+
+class _Page(msgspec.Struct):
+    metadata: _ListMeta
+    items: list[msgspec.Raw] | None  # Go writes an empty list as null in some places; without it, it is no list
+    kind: str
+
+
+class _Line(msgspec.Struct):
+    type: str
+    object: msgspec.Raw
+
+
+class _Meta(msgspec.Struct, frozen=True):
+    name: str | None = None
+    namespace: str | None = None
+    version: str | None = msgspec.field(default=None, name="resourceVersion")
+
+
+class _Partial(msgspec.Struct):
+    """What every object has. Forgiving: a malformed object still has a name, most of the time."""
+
+    metadata: _Meta = _Meta()
+    kind: str | None = None
+
+    def key(self, kind: str) -> str:
+        """`namespace/name`, or the name; as `controller.kubernetes.model.key_of`."""
+        name = self.metadata.name or UNNAMED
+        return f"{self.metadata.namespace or 'default'}/{name}" if kind in {"Service", "EndpointSlice"} else name
+
+
+class _MarkMeta(msgspec.Struct):
+    annotations: dict[str, str] | None = None
+
+
+class _Mark(msgspec.Struct):
+    """Of a bookmark: whether all that there was has been told."""
+
+    metadata: _MarkMeta = msgspec.field(default_factory=_MarkMeta)
+    kind: str | None = None
+
+    @property
+    def ends_initial(self) -> bool:
+        return (self.metadata.annotations or {}).get(_INITIAL_END) == "true"
+
+
+class _Trigger(msgspec.Struct):
+    at: object = msgspec.field(default=None, name="endpoints.kubernetes.io/last-change-trigger-time")
+
+
+class _TriggerMeta(msgspec.Struct):
+    annotations: _Trigger | None = None
+
+
+class _Triggered(msgspec.Struct):
+    """Of an EndpointSlice: since when what it tells is so. The slice controller writes it."""
+
+    metadata: _TriggerMeta | None = None
+
+
+_decode_mark = msgspec.json.Decoder(_Mark).decode
+_decode_triggered = msgspec.json.Decoder(_Triggered).decode
+_decode_page = msgspec.json.Decoder(_Page).decode
+_decode_line = msgspec.json.Decoder(_Line).decode
+_decode_partial = msgspec.json.Decoder(_Partial).decode
+
+
+class _GoneError(Exception):
+    """The server forgot the version that we know: everything has to be listed again."""
+
+
+class _EndedError(Exception):
+    """A stream ended before its time."""
+
+
+class _UnusableError(Exception):
+    """The server answered with something that is not what was asked for; says what."""
+
+
+class _PagesError(Exception):
+    """The server does not tell everything by a stream: it is to be listed by pages."""
+
+
+# ------------------------------------------------------------------------------------------- versions
+
+
+def _number(version: str | None) -> int | None:
+    """A version that can be compared (KEP-5504: decimal, no leading zero), else None."""
+    if version and len(version) <= 40 and version.isascii() and version.isdigit() and version[0] != "0":
+        return int(version)
+    return None
+
+
+class _Versions:
+    """What was seen of each object, so that none goes back in time.
+
+    A complete list at version N tells the state of all objects at N: whatever is older is old news, also
+    about objects that are not in it. So only what changed since the list needs a note of its own.
+    """
+
+    def __init__(self) -> None:
+        self._floor: int | None = None
+        self._seen: dict[str, int] = {}
+        self._graves: dict[str, None] = {}  # deleted objects, the newest last
+
+    def listed(self, version: str | None) -> None:
+        """A complete list came."""
+        self._floor = _number(version)
+        self._seen.clear()
+        self._graves.clear()
+
+    def is_news(self, key: str, version: str | None, gone: bool) -> bool:
+        """Whether an event tells something new; it is then noted."""
+        number = _number(version)
+        if number is None or self._floor is None:
+            return True
+        known = self._seen.get(key, self._floor)
+        # A deletion may carry the version of the last change.
+        if number < known or (number == known and not gone):
+            return False
+        self._seen[key] = number
+        self._graves.pop(key, None)
+        if gone:
+            self.bury(key)
+        return True
+
+    def bury(self, key: str) -> None:
+        """This object is none of ours any more; what was seen of it is kept for a while."""
+        if key not in self._seen:
+            return
+        self._graves[key] = None
+        if len(self._graves) > _MAX_GRAVES:
+            oldest = next(iter(self._graves))
+            del self._graves[oldest], self._seen[oldest]
+
+
+# ------------------------------------------------------------------------------------------- health
+
+
+class _Health:
+    """One opinion of all threads about the API server, told when it changes; and the pauses that its news end.
+
+    `emit` is told, in the order in which opinions change, and while nobody who asks has to wait: whoever is told may
+    hold a lock that somebody holds who asks. Set it before any thread does.
+    """
+
+    emit: Emit
+
+    def __init__(self, connection: Connection, kinds: tuple[str, ...]) -> None:
+        self._connection = connection
+        self._changed = threading.Condition()
+        self._telling = threading.Lock()  # taken before `_changed`, and held while `emit` is told
+        self._states = {kind: KindState(kind, "waiting", time.time()) for kind in kinds}
+        self._lost: dict[str, None] = {}  # kinds that were told to be lost
+        self._since = 0.0
+        self._told: bool | None = None
+        self._news = dict.fromkeys(kinds, 0)  # how often each kind had news for the others
+        self._asker = ""  # the kind that goes on asking while our credentials are refused
+        self._closed = False
+
+    def states(self) -> list[KindState]:
+        with self._changed:
+            return list(self._states.values())
+
+    def close(self) -> None:
+        """No pause lasts any longer."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def lost(self, kind: str, why: str, pause: float) -> None:
+        """This kind cannot be read; it is tried again after `pause` seconds."""
+        with self._telling:
+            if text := self._lose(kind, why, pause):
+                self.emit(SourceState(healthy=False, message=text))
+
+    def _lose(self, kind: str, why: str, pause: float) -> str:
+        with self._changed:
+            now, before = time.time(), self._states[kind]
+            since = before.since if kind in self._lost else now
+            self._since = self._since if self._lost else now
+            self._states[kind] = KindState(kind, "waiting", since, why, before.listed)
+            if kind in self._lost and why == before.why:
+                return ""
+            self._lost[kind] = None
+            stays = "what is programmed stays" if before.listed else "nothing is programmed before"
+            self._told = False
+            text = f"{self._where()}: {kind}s cannot be read since {_clock(since)}: {why}; {stays}, "
+            return f"{text}next try in {pause:.1f} s"
+
+    def found(self, kind: str, absent: str = "") -> None:
+        """This kind is read, or (`absent` says why) the service works without."""
+        with self._telling:
+            if text := self._find(kind, absent):
+                self.emit(SourceState(healthy=True, message=text))
+
+    def _find(self, kind: str, absent: str) -> str:
+        with self._changed:
+            state, before = "not served" if absent else "read", self._states[kind]
+            if before.state != state or before.why != absent:
+                self._states[kind] = KindState(kind, state, time.time(), absent, listed=True)
+                self._changed.notify_all()
+            return self._recovery() if self._lost.pop(kind, "") is None or not before.listed else ""
+
+    def _recovery(self) -> str:
+        if self._lost or self._told is True or not all(state.listed for state in self._states.values()):
+            return ""
+        after = "" if self._told is None else f" again, after {time.time() - self._since:.1f} s"
+        self._told = True
+        text = f"{self._where()}: all kinds are read{after}"
+        missing = [f"{state.kind}s" for state in self._states.values() if state.state == "not served"]
+        return text + (f", but {', '.join(missing)}: {self._where()} does not serve them" if missing else "")
+
+    def _where(self) -> str:
+        return f"API server {self._connection.where}"
+
+    # Pauses
+
+    def news(self, kind: str) -> int:
+        """A number that grows when another kind than this one has news."""
+        with self._changed:
+            return self._news_for(kind)
+
+    def _news_for(self, kind: str) -> int:
+        return sum(self._news.values()) - self._news[kind]
+
+    def ring(self, kind: str) -> None:
+        """What kept this kind away has ended."""
+        with self._changed:
+            self._news[kind] += 1
+            self._changed.notify_all()
+
+    def wait(self, kind: str, seconds: float, least: float, news: int) -> None:
+        """Pause; not for less than `least` seconds, and not longer than it takes that `news` is out of date.
+
+        New credentials end it at once.
+        """
+        now = time.monotonic()
+        earliest, end = now + min(least, seconds), now + seconds
+        while (left := end - time.monotonic()) > 0 and not self._connection.changed():
+            with self._changed:
+                early = self._news_for(kind) != news
+                to_earliest = earliest - time.monotonic()
+                if self._closed or (early and to_earliest <= 0):
+                    return
+                self._changed.wait(min(left, to_earliest if early else _LOOK_SECONDS, _LOOK_SECONDS))
+
+    def another_is_read(self, kind: str, within: float) -> bool:
+        """Whether any other kind is read, or comes to be within so many seconds."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._closed or any(s.state == "read" for s in self._states.values() if s.kind != kind), within
+            )
+
+    def is_asker(self, kind: str, *, refused: bool) -> bool:
+        """Whether this kind goes on asking. When our credentials are `refused`, one of all does."""
+        with self._changed:
+            if refused:
+                self._asker = self._asker or kind
+                return self._asker == kind
+            if self._asker == kind:
+                self._asker = ""
+                self._news[kind] += 1
+                self._changed.notify_all()
+            return True
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%H:%M:%S UTC", time.gmtime(seconds))
+
+
+# ------------------------------------------------------------------------------------------- list and watch
+
+
+class _Reflector:
+    """Lists and watches one kind, on the thread that calls `run`."""
+
+    def __init__(
+        self,
+        resource: _Resource,
+        connection: Connection,
+        emit: Emit,
+        stop: threading.Event,
+        *,
+        health: _Health,
+        page_size: int,
+        patience: Patience,
+        streams: bool,
+    ) -> None:
+        self._resource = resource
+        self._kind = resource.kind
+        self._connection = connection
+        self._emit = emit
+        self._stop = stop
+        self._health = health
+        self._page_size = page_size
+        self._patience = patience
+        self._version: str | None = None  # to go on from; None: list first
+        self._versions = _Versions()
+        self._known: dict[str, Object] = {}  # what was told last; values that the cluster has as well
+        self._weight = 0  # of these, in bytes
+        self._refused: dict[str, str] = {}  # keys with a Problem, and what it says
+        self._listed = False  # all of them were told, be it none because they are not served
+        self._was_read = False
+        self._whole = False  # the next list comes in one piece
+        self._initial: _Gathered | None = None  # what a stream told that begins with everything
+        self._pages = False  # what failed as a stream may work by pages
+        self._pages_until = 0.0 if streams else float("inf")  # monotonic; lists are asked for by pages until then
+        self._retry = Retry(patience)
+
+    def run(self) -> None:
+        """Until `stop` is set. Whatever goes wrong is told and tried again."""
+        while not self._stop.is_set():
+            news = self._health.news(self._kind)
+            try:
+                if self._version is not None:
+                    self._watch()
+                elif not self._pages and time.monotonic() >= self._pages_until:
+                    self._watch_from_the_beginning()
+                else:
+                    self._list()
+            except Exception as error:
+                if not self._stop.is_set():
+                    pause, least = self._failed(error)
+                    self._health.wait(self._kind, pause, least, news)
+
+    # Failures
+
+    def _failed(self, error: Exception) -> tuple[float, float]:
+        """Note a failure; how long to wait before the next try, and at least if there are news, in seconds."""
+        code = error.code if isinstance(error, StatusError) else 0
+        asks = self._health.is_asker(self._kind, refused=code == 401)
+        if isinstance(error, StatusError) and code in {403, 404} and self._resource.optional and not self._was_read:
+            return self._not_served(error)
+        pause = self._count(error) * random.uniform(0.5, 1.0)
+        least = self._least(pause)
+        if isinstance(error, StatusError) and error.retry_after is not None:
+            # Many nodes are told the same second: come a little later than asked, not all at once.
+            asked = min(error.retry_after, 10 * self._patience.longest) * random.uniform(1.0, 1.25)
+            pause = least = max(asked, least)
+        elif not asks:
+            pause = self._patience.longest
+        if not self._retry.passing:
+            if not _expected(error):
+                log.exception("%ss: an error that should not happen", self._kind, exc_info=error)
+            self._health.lost(self._kind, _hint(self._resource, error), pause)
+        return pause, least
+
+    def _least(self, pause: float) -> float:
+        """Of a pause, in seconds: so that kinds which come and go do not drive each other."""
+        return min(pause, _LEAST * random.uniform(0.5, 1.0))
+
+    def _count(self, error: Exception) -> float:
+        """One more failure of its sort; the longest pause."""
+        if isinstance(error, _GoneError) or (isinstance(error, StatusError) and _forgotten(error)):
+            self._version = None
+            log.info("%ss are listed again: %s", self._kind, error)
+            return self._retry.forgotten()
+        if isinstance(error, _UnusableError):
+            return self._retry.unusable()
+        return self._retry.ended() if isinstance(error, _EndedError) else self._retry.failed()
+
+    def _not_served(self, error: StatusError) -> tuple[float, float]:
+        """This cluster may do without a kind, which is then as if there were none of it.
+
+        An API server that starts refuses everything until it has read its roles. So this counts when another kind is
+        read, and is asked again soon at first.
+        """
+        if not self._health.another_is_read(self._kind, 0.0):
+            pause = self._retry.failed() * random.uniform(0.5, 1.0)
+            if not self._health.another_is_read(self._kind, pause):
+                self._health.lost(self._kind, _hint(self._resource, error), pause)
+            return 0.0, 0.0
+        if not self._listed:
+            self._listed = True
+            self._emit(Replaced(self._kind, ()))
+        pause = self._retry.absent() * random.uniform(0.5, 1.0)
+        self._health.found(self._kind, absent=_hint(self._resource, error))
+        return pause, self._least(pause)
+
+    def _reads(self) -> None:
+        """The server tells of this kind."""
+        if self._retry.failures:
+            self._health.ring(self._kind)
+        self._retry.answered()
+        self._was_read = True
+        self._health.is_asker(self._kind, refused=False)
+        self._health.found(self._kind)
+
+    # List
+
+    def _list(self) -> None:
+        """All objects, page by page of one consistent state (API concepts, "large results in chunks").
+
+        Without a resourceVersion: the newest state. Asking for any version (0) would be cheaper for the
+        server, but could be older than what we already know.
+        """
+        gathered = _Gathered(self._kind)
+        token, empty = "", 0
+        while True:
+            page = self._page(token)
+            if page is None:
+                return
+            for raw in page.items or ():
+                obj = _decode_one(self._kind, raw)
+                if isinstance(obj, Ignored):
+                    continue
+                key = obj.key if isinstance(obj, Refused) else key_of(obj)
+                if key in gathered.objects and not isinstance(obj, Refused):
+                    raise _UnusableError(f"the list has the {self._kind} {key} twice")
+                gathered.put(key, obj if isinstance(obj, Refused) else self._anew(key, obj))
+            token = page.metadata.token or ""
+            if self._stop.is_set():
+                return
+            if not token:
+                break
+            empty += not page.items
+            if empty > _MAX_EMPTY:
+                raise _UnusableError(f"the list has {empty} pages with nothing in them, and goes on")
+        self._whole = False
+        self._know(page.metadata.version, gathered)
+
+    def _page(self, token: str) -> _Page | None:
+        """What a list begins with, or goes on with after `token`; None: it is to begin anew, with smaller pages."""
+        limit = "" if self._whole else str(self._page_size)
+        query = self._resource.query(limit=limit, **{"continue": token})
+        try:
+            response = self._connection.get(self._resource.path, query, _LIST_SECONDS, more=bool(token))
+            page = _decode_page(body_of(response, _MAX_WHOLE if self._whole else _MAX_PAGE))
+        except StatusError as error:
+            if token and error.code == 410:
+                self._whole = True  # pages expire faster than we read them
+            raise
+        except TooLargeError as error:
+            if self._whole or self._page_size == 1:
+                self._whole = False
+                raise _UnusableError(str(error)) from error
+            self._page_size = max(1, self._page_size // 4)
+            log.info("%ss are asked for by pages of %d: %s", self._kind, self._page_size, error)
+            return None
+        if page.kind != f"{self._kind}List":
+            raise _UnusableError(f"the answer is a {shown(page.kind)!r} and no {self._kind}List")
+        return page
+
+    def _know(self, version: str | None, gathered: _Gathered) -> None:
+        """Tell of everything that there is at this version; it is gone on from there."""
+        if not version:
+            raise _UnusableError("the list has no resourceVersion")
+        objects = {key: obj for key, obj in gathered.objects.items() if not isinstance(obj, Refused)}
+        problems = {key: str(obj) for key, obj in gathered.objects.items() if isinstance(obj, Refused)}
+        self._version = version
+        self._versions.listed(version)
+        self._listed, self._pages = True, False
+        for key in self._refused.keys() - problems.keys():
+            self._clear(key)
+        for key, message in problems.items():
+            self._refuse(key, message)
+        # One without a name may be any of those that are known.
+        kept = self._known if any(key.endswith(UNNAMED) for key in problems) else problems.keys() & self._known.keys()
+        self._known = {key: self._known[key] for key in kept} | objects
+        self._weight = sum(map(_weight, self._known.values()))
+        self._emit(Replaced(self._kind, tuple(objects.values()), frozenset(problems) | (self._known.keys() - objects)))
+        self._reads()
+
+    def _anew(self, key: str, obj: Object) -> Object:
+        """An object of a list. A known one that has changed is reported at once.
+
+        Otherwise old and new objects, and the tables made of both, would be in memory together: 10 MB at 100,000
+        endpoints. What is not known waits until the list proves to be one.
+        """
+        obj = self._as_known(key, obj)
+        if self._known.get(key, obj) is not obj:
+            self._learn(key, obj)
+            self._emit(Upserted(obj))
+        return obj
+
+    def _as_known(self, key: str, obj: Object) -> Object:
+        """The value that is known, where it is the same; of a slice that changed, the endpoints that did not.
+
+        What is not made anew leaves no holes in memory.
+        """
+        known = self._known.get(key)
+        if known is None:
+            return obj
+        if known == obj:
+            return known
+        if not isinstance(known, EndpointSlice) or not isinstance(obj, EndpointSlice):
+            return obj
+        before = {endpoint.address: endpoint for endpoint in known.endpoints}
+        shared = (before.get(endpoint.address, endpoint) for endpoint in obj.endpoints)
+        endpoints = tuple(old if old == new else new for old, new in zip(shared, obj.endpoints, strict=True))
+        return msgspec.structs.replace(obj, endpoints=endpoints)
+
+    # Watch
+
+    def _watch_from_the_beginning(self) -> None:
+        """One stream that tells of everything first, then of changes (API concepts, "streaming lists")."""
+        self._initial = _Gathered(self._kind)
+        self._pages = True
+        try:
+            self._watch(sendInitialEvents="true", resourceVersionMatch="NotOlderThan")
+        except (StatusError, _PagesError) as error:
+            refused = isinstance(error, _PagesError) or error.code in _NO_INITIAL
+            if self._version is not None or not refused:
+                raise
+            log.info("%ss are listed by pages: %s", self._kind, error)
+            self._pages_until = time.monotonic() + self._patience.rarely  # it may be another server some day
+        finally:
+            self._initial = None
+
+    def _watch(self, **initial: str) -> None:
+        """Changes since the version known, until the stream ends."""
+        shortest, longest = self._patience.lifetime
+        query = self._resource.query(
+            watch="true", allowWatchBookmarks="true", resourceVersion="" if initial else self._version or "0",
+            timeoutSeconds=str(max(1, round(random.uniform(shortest, longest)))), **initial,
+        )  # fmt: skip
+        response = self._connection.get(self._resource.path, query, self._patience.silence)
+        if not initial:
+            self._reads()
+        started = time.monotonic()
+        try:
+            for line, received in _lines(response, started + float(query["timeoutSeconds"]) + _OVERDUE):
+                self._event(line, received)
+                if self._initial is None:
+                    self._retry.heard()
+        except (_GoneError, _PagesError, _UnusableError):
+            raise
+        except Exception as error:
+            if not _expected(error) or (isinstance(error, StatusError) and _forgotten(error)):
+                raise
+            raise _EndedError(_hint(self._resource, error)) from error
+        finally:
+            response.close()
+            if time.monotonic() - started > SETTLED:
+                self._retry.settled()
+        # Asked to live for minutes, so an early end is an accident or a proxy's, but no reason for a busy loop.
+        if time.monotonic() - started < min(SETTLED, shortest / 2) and not self._stop.is_set():
+            raise _EndedError("the stream ended early")
+        self._retry.settled()
+
+    def _event(self, line: bytes, received: float) -> None:
+        try:
+            event = _decode_line(line)
+        except msgspec.MsgspecError as error:
+            # What this was about is unknown, so everything may differ.
+            raise _GoneError(f"a line of the stream cannot be read: {error}") from error
+        if event.type == "ERROR":
+            raise _status_of(event.object)
+        if self._initial is not None:
+            self._gather(event, self._initial)
+            return
+        partial = _partial(event.object)
+        if partial.kind is not None and partial.kind != self._kind:
+            raise _GoneError(f"the stream tells of a {shown(partial.kind)!r} and not of {self._kind}s")
+        version = partial.metadata.version
+        if event.type == "BOOKMARK":
+            self._version = version or self._version
+            return
+        key = partial.key(self._kind)
+        gone = event.type == "DELETED"
+        if not self._versions.is_news(key, version, gone):
+            return
+        if gone:
+            self._forget(key, received)
+        else:
+            self._upsert(key, event.object, received)
+        self._version = version or self._version
+
+    def _gather(self, event: _Line, initial: _Gathered) -> None:
+        """An event of a stream that has not told everything yet."""
+        if event.type == "BOOKMARK":
+            mark = _decode_mark(event.object)
+            if not mark.ends_initial:
+                raise _PagesError("a stream that was to begin with all of them does not say when that is done")
+            if mark.kind != self._kind:
+                raise _PagesError(f"a stream tells of a {shown(mark.kind or '')!r} and not of {self._kind}s")
+            self._initial = None
+            self._know(_partial(event.object).metadata.version, initial)
+            return
+        obj = _decode_one(self._kind, event.object)
+        if event.type == "DELETED" or isinstance(obj, Ignored):
+            initial.drop(_partial(event.object).key(self._kind))
+            return
+        key = obj.key if isinstance(obj, Refused) else key_of(obj)
+        initial.put(key, obj if isinstance(obj, Refused) else self._anew(key, obj))
+
+    def _upsert(self, key: str, raw: msgspec.Raw, received: float) -> None:
+        obj = _decode_one(self._kind, raw)
+        if isinstance(obj, Refused):
+            self._bounded(_OBJECT)
+            self._refuse(key, str(obj))
+            return
+        if isinstance(obj, Ignored):
+            self._versions.bury(key)
+            self._forget(key, received)
+            return
+        obj = self._as_known(key, obj)
+        self._learn(key, obj)
+        self._emit(Upserted(obj, received, _triggered(raw) if isinstance(obj, EndpointSlice) else 0.0))
+
+    def _learn(self, key: str, obj: Object) -> None:
+        before = self._known.get(key)
+        more = _weight(obj) - (_weight(before) if before is not None else 0)
+        self._bounded(more)
+        self._clear(key)
+        self._known[key] = obj
+        self._weight += more
+
+    def _forget(self, key: str, received: float) -> None:
+        self._clear(key)
+        before = self._known.pop(key, None)
+        if before is not None:
+            self._weight -= _weight(before)
+        self._emit(Removed(self._kind, key, received))
+
+    def _bounded(self, more: int) -> None:
+        if self._weight + _OBJECT * len(self._refused) + more > _MAX_KIND and more > 0:
+            raise _too_many(self._kind, len(self._known))
+
+    # Problems
+
+    def _refuse(self, key: str, message: str) -> None:
+        if self._refused.get(key) == message:
+            return
+        self._refused[key] = message
+        self._emit(Problem(self._kind, key, message, self._connection.where))
+
+    def _clear(self, key: str) -> None:
+        if key in self._refused:
+            del self._refused[key]
+            self._emit(Problem(self._kind, key, "", self._connection.where))
+
+
+# ------------------------------------------------------------------------------------------- small things
+
+
+def _lines(response: BaseHTTPResponse, until: float) -> Iterator[tuple[bytes, float]]:
+    """The lines of a stream as they come, with the monotonic time of arrival. Half a line at the end is dropped.
+
+    Raises:
+        _EndedError: it goes on at `until`, a monotonic time.
+        _GoneError: a line is too long.
+    """
+    rest = bytearray()
+    while chunk := response.read1(_READ, decode_content=False):
+        received = time.monotonic()
+        if received > until:
+            raise _EndedError("the server does not end the stream, as it was asked to")
+        if rest or not chunk.endswith(b"\n"):
+            rest += chunk
+            if len(rest) > _MAX_LINE + _READ:
+                raise _GoneError(f"an event is longer than {_MAX_LINE >> 20} MiB")
+            if b"\n" not in chunk:
+                continue
+            whole, _, rest = rest.rpartition(b"\n")
+            chunk = bytes(whole)
+        for line in chunk.split(b"\n"):
+            if line:
+                yield line, received
+
+
+class _Gathered:
+    """What came so far of all objects of one kind, by key."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._weight = 0
+        self.objects: dict[str, Object | Refused] = {}
+
+    def put(self, key: str, obj: Object | Refused) -> None:
+        """One more, or one anew.
+
+        Raises:
+            _UnusableError: these are too many.
+        """
+        if key in self.objects:
+            self.drop(key)
+        self.objects[key] = obj
+        self._weight += _weight(obj)
+        if self._weight > _MAX_KIND:
+            raise _too_many(self._kind, len(self.objects))
+
+    def drop(self, key: str) -> None:
+        """This one is gone."""
+        obj = self.objects.pop(key, None)
+        if obj is not None:
+            self._weight -= _weight(obj)
+
+
+def _weight(obj: Object | Refused) -> int:
+    """About how many bytes this takes."""
+    return _OBJECT + _ENDPOINT * len(obj.endpoints) if isinstance(obj, EndpointSlice) else _OBJECT
+
+
+def _too_many(kind: str, count: int) -> _UnusableError:
+    return _UnusableError(f"more than {count} {kind}s, which would take more than {_MAX_KIND >> 20} MiB of memory")
+
+
+def _partial(raw: msgspec.Raw) -> _Partial:
+    try:
+        return _decode_partial(raw)
+    except msgspec.MsgspecError:
+        return _Partial()
+
+
+def _triggered(raw: msgspec.Raw) -> float:
+    """When what a slice tells of changed, in seconds since 1970; 0 when it does not say so, or not in RFC 3339."""
+    try:
+        metadata = _decode_triggered(raw).metadata
+        at = metadata.annotations.at if metadata and metadata.annotations else None
+        moment = datetime.fromisoformat(at) if isinstance(at, str) else None
+        return moment.timestamp() if moment and moment.tzinfo else 0.0
+    except (msgspec.MsgspecError, ValueError, OverflowError):
+        return 0.0
+
+
+def _decode_one(kind: str, raw: msgspec.Raw) -> Object | Ignored | Refused:
+    """One object, or why it cannot be used. An error of ours too costs this object alone, not its kind."""
+    try:
+        return decode(kind, raw)
+    except Refused as refusal:
+        return refusal
+    except Exception as error:
+        key = _partial(raw).key(kind)
+        log.exception("%s %s: an error that should not happen", kind, key)
+        return Refused(kind, key, "", f"could not be read: {error!r}; this is a defect of hybrid-proxy")
+
+
+def _status_of(raw: msgspec.Raw) -> StatusError:
+    try:
+        return msgspec.json.decode(raw, type=Status).error()
+    except msgspec.MsgspecError:
+        return StatusError(0, "Unknown", "the stream ended with an error that cannot be read")
+
+
+def _forgotten(error: StatusError) -> bool:
+    """Whether going on from our version is hopeless: it expired, or a restored server has not reached it."""
+    return error.code == 410 or error.reason in {"Expired", "Gone"} or "Too large resource version" in error.message
+
+
+def _expected(error: Exception) -> bool:
+    """Whether this can happen with correct programs on both sides."""
+    from urllib3.exceptions import HTTPError
+
+    kinds = (
+        StatusError,
+        _GoneError,
+        _EndedError,
+        _PagesError,
+        _UnusableError,
+        UnicodeDecodeError,
+        RecursionError,
+        OSError,
+        HTTPError,
+        http.client.HTTPException,
+        msgspec.MsgspecError,
+    )
+    return isinstance(error, kinds)
+
+
+def _hint(resource: _Resource, error: Exception) -> str:
+    """The failure, and what a person can do about it where that is known."""
+    if isinstance(error, _UnusableError):
+        return f"{error}; is this the address of an API server?"
+    if isinstance(error, RecursionError):
+        return "the answer cannot be read (nested too deeply); is this the address of an API server?"
+    if isinstance(error, msgspec.MsgspecError | UnicodeDecodeError):
+        return f"the answer cannot be read ({error}); is this the address of an API server?"
+    if not isinstance(error, StatusError):
+        return words(error)
+    plural = resource.path.rpartition("/")[2]
+    if error.code == 403:
+        return f"{error}; grant list and watch of {plural} to this identity"
+    if error.code == 401:
+        return f"{error}; the credentials are refused, also after reading them again"
+    if error.code == 404:
+        return f"{error}; this server does not serve {resource.path}"
+    return str(error)

@@ -1,0 +1,483 @@
+"""HTTP to an API server: who it is, who we are, and which sockets are open.
+
+The official client reads the configuration (kubeconfig with all its ways to authenticate, or the pod's
+service account), makes the TLS context and owns the pool of connections. Its typed API and models are not
+used: answers are handed over as raw streams. It is imported late, and in parts (`controller.kubernetes.client`).
+
+Credentials change while a proxy runs. Every file that the configuration came from is looked at before each
+request (one `stat` each). An answer of 401 reads everything again, and asks once more if that changed anything.
+
+Nothing that a server answers is held without a bound (`body_of`), and what is shown of it is short (`shown`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import ssl
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from urllib.parse import urlencode
+
+import msgspec
+
+from controller.errors import SourceError
+from controller.kubernetes.files import read
+from controller.kubernetes.pace import Gate, Pace
+from controller.kubernetes.yamldoc import NotYamlError, documents
+
+if TYPE_CHECKING:
+    from urllib3 import BaseHTTPResponse
+
+__all__ = ["Connection", "StatusError", "TooLargeError", "body_of", "shown", "words"]
+
+log = logging.getLogger(__name__)
+
+_CONNECT_SECONDS: Final = 5.0
+_WRITE_SECONDS: Final = 10.0
+_DONE: Final = (200, 201)
+_MAX_ERROR_BYTES: Final = 65_536
+_MAX_KUBECONFIG: Final = 4 << 20  # bytes, with certificates and the contexts of many clusters
+_PIECE: Final = 4 << 20  # bytes of a body that are read at a time
+_SHOWN: Final = 500  # characters of a server's sentence
+
+
+class StatusError(Exception):
+    """The server answered, but not with what was asked for.
+
+    Args:
+        code: HTTP status, or the code of a Status object inside a stream.
+        reason: the API's word for it (`Expired`, `Forbidden`), may be empty.
+        message: the server's sentence.
+        retry_after: seconds that the server wants us to wait, None when it did not say.
+    """
+
+    def __init__(self, code: int, reason: str, message: str, retry_after: float | None = None) -> None:
+        super().__init__(f"{code} {reason}: {message}" if message else f"{code} {reason}")
+        self.code = code
+        self.reason = reason
+        self.message = message
+        self.retry_after = retry_after
+
+
+class TooLargeError(Exception):
+    """An answer has more bytes than any answer needs."""
+
+
+class Status(msgspec.Struct):
+    """The part of an API Status object that is read."""
+
+    code: int = 0
+    reason: str | None = None
+    message: str | None = None
+
+    def error(self, code: int = 0, retry_after: float | None = None) -> StatusError:
+        """As an exception; `code` is used when the object has none."""
+        return StatusError(self.code or code, shown(self.reason or ""), shown(self.message or ""), retry_after)
+
+
+class _Loaded(NamedTuple):
+    """One reading of the configuration and the connections made with it."""
+
+    url: str  # of its own: the client's hooks that renew a token set the host back to the kubeconfig's
+    configuration: Any  # kubernetes.client.Configuration
+    pool: Any  # urllib3.PoolManager
+    files: Mapping[str, tuple[int, ...]]
+
+
+class Connection:
+    """One API server. All methods may be called from any thread.
+
+    Args:
+        kubeconfig: path of a kubeconfig (several, separated by `:`); None with no `master`: in the cluster.
+        master: address of the server, instead of the one that the configuration names.
+        pace: of requests that read, and of those that write; each for itself, as kube-proxy has two clients.
+    """
+
+    def __init__(self, kubeconfig: str | None, master: str | None, pace: Pace = Pace()) -> None:  # noqa: B008 (frozen)
+        self._kubeconfig = kubeconfig
+        self._master = master
+        self._lock = threading.Lock()
+        self._loaded: _Loaded | None = None
+        self._sockets = _Sockets()
+        self._closed = threading.Event()
+        self._usable = threading.Event()  # open, or closed for good
+        self._reads, self._writes = Gate(pace, self._closed), Gate(pace, self._closed)
+        self._answers: Counter[tuple[str, str, str]] = Counter()
+
+    def open(self) -> None:
+        """Read the configuration; connections are made when they are needed.
+
+        Raises:
+            SourceError: it cannot be used; says which and why.
+        """
+        self._loaded = self._load()
+        self._usable.set()
+
+    @property
+    def where(self) -> str:
+        """The server, or what names it while that was not read yet."""
+        if self._loaded is not None:
+            return self._loaded.url
+        return self._master or self._kubeconfig or "this cluster"
+
+    def changed(self) -> bool:
+        """Whether a file with credentials is not as it was when it was read; the next request reads it again."""
+        loaded = self._loaded
+        return loaded is not None and bool(_changed(loaded.files))
+
+    def answers(self) -> list[tuple[str, str, str, int]]:
+        """Rows of a method, the server, the status of its answer (`<error>` without one), and how many there were."""
+        with self._lock:
+            return [(*key, count) for key, count in self._answers.items()]
+
+    def get(
+        self, path: str, query: Mapping[str, str], read_seconds: float, *, more: bool = False
+    ) -> BaseHTTPResponse:  # fmt: skip
+        """Ask for `path`; the body is not read yet. `read_seconds` bounds the wait for any part of it.
+
+        `more`: it goes on with what was asked before, such as the next page of a list. Each page waits for the one
+        before it, and a list is one request; kube-proxy's come without pages.
+
+        Raises:
+            StatusError: the answer is not 200.
+            OSError, urllib3.exceptions.HTTPError: there is no answer; `words` says it in a sentence.
+        """
+        if not more:
+            self._reads.wait()
+        return self._authorized("GET", f"{path}?{urlencode(query)}", read_seconds)
+
+    def write(self, method: str, path: str, body: bytes, content_type: str) -> None:
+        """Create (`POST`) or change (`PATCH`) an object; what the server answers is not read further.
+
+        Waits until the connection is open.
+
+        Raises:
+            SourceError: it was closed before.
+            StatusError: the server refused it.
+            OSError, urllib3.exceptions.HTTPError: there is no answer; `words` says it in a sentence.
+        """
+        self._usable.wait()
+        self._writes.wait()
+        self._authorized(method, path, _WRITE_SECONDS, body, content_type).close()
+
+    def close(self) -> None:
+        """End every request that is under way, also those that wait for an answer; later ones fail."""
+        self._closed.set()
+        self._usable.set()
+        self._sockets.close()
+
+    def _authorized(
+        self, method: str, target: str, read_seconds: float, body: bytes | None = None, content_type: str | None = None
+    ) -> BaseHTTPResponse:
+        """Ask; once more with what the files say by then when our credentials were not accepted."""
+        loaded = self._current()
+        try:
+            return self._ask(loaded, method, target, read_seconds, body, content_type)
+        except StatusError as error:
+            if error.code != 401 or not self._renewed(loaded):
+                raise
+        return self._ask(self._current(), method, target, read_seconds, body, content_type)
+
+    def _ask(
+        self, loaded: _Loaded, method: str, target: str, read_seconds: float, body: bytes | None,
+        content_type: str | None,
+    ) -> BaseHTTPResponse:  # fmt: skip
+        import urllib3
+
+        configuration = loaded.configuration
+        headers = {"Accept": "application/json", "User-Agent": "hybrid-proxy"}
+        if content_type:
+            headers["Content-Type"] = content_type
+        with self._lock:  # the client's hook that renews a token is not made for several threads
+            for setting in configuration.auth_settings().values():
+                if setting["in"] == "header" and setting["value"]:
+                    # A token file ends with a newline, which is no part of a header.
+                    headers[setting["key"]] = str(setting["value"]).strip()
+        # The pool itself and not RESTClientObject.request(), whose arguments differ between versions. Retries are
+        # ours: urllib3 would sleep through a stop.
+        code = "<error>"
+        try:
+            response: BaseHTTPResponse = loaded.pool.request(
+                method,
+                f"{loaded.url}{target}",
+                body=body,
+                headers=headers,
+                timeout=urllib3.Timeout(connect=_CONNECT_SECONDS, read=read_seconds),
+                preload_content=False,
+                retries=False,
+                redirect=False,
+            )
+            code = str(response.status)
+        finally:
+            with self._lock:
+                self._answers[method, loaded.url.partition("://")[2], code] += 1
+        if response.status not in _DONE:
+            raise _status_error(response)
+        return response
+
+    def _current(self) -> _Loaded:
+        loaded = self._loaded
+        if loaded is None:
+            raise SourceError("the connection is not open")
+        changed = _changed(loaded.files)
+        if changed:
+            self._reload(loaded, f"{changed} changed")
+            return self._loaded or loaded
+        return loaded
+
+    def _reload(self, old: _Loaded, why: str) -> None:
+        """Read the configuration again, unless another thread just did. A bad one leaves the old in place."""
+        with self._lock:
+            if self._loaded is not old:
+                return
+            stamps = {path: _stamp(path) for path in old.files}
+            try:
+                self._loaded = self._load()
+            except SourceError as error:
+                self._loaded = old._replace(files=stamps)  # tried again when they change again
+                log.warning("%s, but the configuration cannot be read again, the old one is used: %s", why, error)
+                return
+        log.info("read the API server's configuration and credentials again: %s", why)
+
+    def _renewed(self, refused: _Loaded) -> bool:
+        """Whether there are other credentials than these by now. A program may give them, which no file betrays."""
+        with self._lock:
+            if self._loaded is not refused:
+                return True
+            try:
+                found = self._load()
+            except SourceError as error:
+                log.debug("the credentials were refused and cannot be read again: %s", error)
+                return False
+            if _identity(found) == _identity(refused):
+                return False
+            self._loaded = found
+        log.info("read the API server's configuration and credentials again: 401 Unauthorized")
+        return True
+
+    def _load(self) -> _Loaded:
+        from controller.kubernetes.client import client
+
+        configuration = client().Configuration()
+        try:
+            if self._kubeconfig:
+                files = _load_kubeconfig(self._kubeconfig, configuration)
+            elif self._master:
+                files = []
+            else:
+                files = _load_service_account(configuration)
+            if self._master:
+                configuration.host = self._master.rstrip("/")
+            configuration.keep_alive = True  # a peer that vanished without a word is noticed by TCP
+            pool = client().RESTClientObject(configuration).pool_manager
+        except SourceError:
+            raise
+        except Exception as error:  # the client raises whatever an odd file makes it stumble over
+            raise SourceError(f"{self._source()}: {error or type(error).__name__}") from error
+        self._sockets.track(pool)
+        certificates = (configuration.ssl_ca_cert, configuration.cert_file, configuration.key_file)
+        return _Loaded(
+            configuration.host, configuration, pool, {path: _stamp(path) for path in (*files, *certificates) if path}
+        )
+
+    def _source(self) -> str:
+        if self._kubeconfig:
+            return f"kubeconfig {self._kubeconfig}"
+        if self._master:
+            return f"--master {self._master}"
+        return "no --kubeconfig and no --master given, and this is not a pod with a service account"
+
+
+def _load_kubeconfig(path: str, configuration: Any) -> list[str]:
+    """Fill `configuration`; returns the files whose change matters.
+
+    The steps of the client's `load_kube_config`, taken one by one to learn of the user's `tokenFile`, which
+    the client reads only once. Renewed OIDC tokens are not written back: the file is the user's.
+    """
+    from controller.kubernetes.client import client
+
+    _check_yaml(path)
+    config = client().kube_config
+    merger = config.KubeConfigMerger(path)
+    if merger.config is None:
+        raise SourceError(f"kubeconfig {path}: there is no such file")
+    loader = config.KubeConfigLoader(config_dict=merger.config, config_base_path=None)
+    loader.load_and_set(configuration)
+    files = list(merger.paths)
+    name = loader.current_context["context"].get("user")
+    users: Any = merger.config.safe_get("users")
+    user: Any = merger.config["users"].get_with_name(name, safe=True) if users and name else None
+    token_file = user["user"].safe_get("tokenFile") if user and user.safe_get("user") else None
+    if token_file:
+        base = os.path.dirname(os.path.abspath(user["user"].path))  # noqa: PTH100, PTH120 (paths here are text)
+        files.append(os.path.join(base, token_file))  # noqa: PTH118
+    return files
+
+
+def _check_yaml(paths: str) -> None:
+    """Read the files by our own reader, which has limits, before the client does, whose reader has none.
+
+    Raises:
+        SourceError: one of them cannot be used.
+    """
+    for part in filter(None, paths.split(os.pathsep)):
+        path = Path(part).expanduser()
+        if not path.exists():
+            continue  # the client reads those that there are
+        try:
+            for _ in documents(read(path, _MAX_KUBECONFIG)):
+                pass
+        except OSError as error:
+            raise SourceError(f"kubeconfig {path}: {error.strerror}") from None
+        except NotYamlError as error:
+            raise SourceError(f"kubeconfig {path}: {error}") from None
+
+
+def _load_service_account(configuration: Any) -> list[str]:
+    from controller.kubernetes.client import client
+
+    config = client().incluster_config
+    config.load_incluster_config(configuration)
+    return [config.SERVICE_TOKEN_FILENAME]
+
+
+def _identity(loaded: _Loaded) -> tuple[object, ...]:
+    """What a server knows us by."""
+    configuration = loaded.configuration
+    headers = {name: setting["value"] for name, setting in configuration.auth_settings().items()}
+    return loaded.url, headers, configuration.cert_file, configuration.key_file, configuration.ssl_ca_cert, loaded.files
+
+
+def _changed(files: Mapping[str, tuple[int, ...]]) -> str:
+    """A file that is not as it was, "" when all are."""
+    return next((path for path, stamp in files.items() if _stamp(path) != stamp), "")
+
+
+def _stamp(path: str) -> tuple[int, ...]:
+    """What differs when a file was written anew or its link points elsewhere; empty when it is missing."""
+    try:
+        found = os.stat(path)  # noqa: PTH116
+    except OSError:
+        return ()
+    return (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+def body_of(response: BaseHTTPResponse, most: int) -> bytes:
+    """The body.
+
+    Raises:
+        TooLargeError: it has more than `most` bytes; the connection is closed then.
+        OSError, urllib3.exceptions.HTTPError: it ended early, or nothing came any more.
+    """
+    pieces: list[bytes] = []
+    size = 0
+    while piece := response.read(_PIECE, decode_content=False):
+        size += len(piece)
+        if size > most:
+            response.close()
+            raise TooLargeError(f"the answer has more than {most >> 20} MiB")
+        pieces.append(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def shown(text: str) -> str:
+    """What a server says, in one line that fits into a log."""
+    line = "".join(letter if letter.isprintable() else " " for letter in text[: _SHOWN + 1])
+    return line if len(line) <= _SHOWN else line[: _SHOWN - 1] + "…"
+
+
+def _status_error(response: BaseHTTPResponse) -> StatusError:
+    """Read the body of an error, as a Status object if it is one."""
+    try:
+        body = response.read(_MAX_ERROR_BYTES, decode_content=False)
+        status = msgspec.json.decode(body, type=Status)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        status = Status(message=body.decode(errors="replace")[:200])
+    finally:
+        response.close()
+    retry_after = response.headers.get("Retry-After", "")
+    reason = shown(status.reason or response.reason or "")
+    seconds = float(retry_after) if retry_after.isascii() and retry_after.isdigit() else None
+    return StatusError(response.status, reason, shown(status.message or ""), seconds)
+
+
+class _Sockets:
+    """The open sockets of all pools: the way to wake a thread that waits in a read."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._closed = False
+
+    def track(self, pool_manager: Any) -> None:
+        """Know every connection that this pool is going to make (urllib3: customising pool classes)."""
+        classes = pool_manager.pool_classes_by_scheme
+        pool_manager.pool_classes_by_scheme = {scheme: self._tracked(cls) for scheme, cls in classes.items()}
+
+    def _tracked(self, pool_class: Any) -> Any:
+        add = self._add
+
+        class Tracked(pool_class.ConnectionCls):  # type: ignore[misc]
+            def connect(self) -> None:
+                super().connect()
+                add(self.sock)
+
+        return type(pool_class.__name__, (pool_class,), {"ConnectionCls": Tracked})
+
+    def _add(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._open.add(sock)
+            closed = self._closed
+        if closed:
+            _shut(sock)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            sockets = list(self._open)
+        for sock in sockets:
+            _shut(sock)
+
+
+def _shut(sock: socket.socket) -> None:
+    # Not SSLSocket.shutdown: it takes the TLS state away from the thread that is reading.
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+def words(error: BaseException) -> str:
+    """What went wrong on the way to the server, in a few words and without the library's class names."""
+    from urllib3 import exceptions
+
+    if isinstance(error, StatusError):
+        return str(error)
+    # A refused connection is, to the library, a kind of time-out.
+    if isinstance(error, exceptions.ConnectTimeoutError) and not isinstance(error, exceptions.NewConnectionError):
+        return "no connection within the time allowed"
+    if isinstance(error, exceptions.ReadTimeoutError | TimeoutError):
+        return "silence: nothing came within the time allowed"
+    for link in _chain(error):
+        if isinstance(link, ssl.SSLCertVerificationError):
+            return f"the server's certificate is not trusted: {link.verify_message}"
+        if isinstance(link, OSError) and link.strerror:
+            return link.strerror
+    if isinstance(error, exceptions.ProtocolError):
+        return "the connection was cut"
+    return shown(str(error)) or type(error).__name__
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    """The error, its causes, and errors that the library wrapped as an argument."""
+    found: list[BaseException] = []
+    while error is not None and error not in found:
+        found.append(error)
+        wrapped = next((arg for arg in error.args if isinstance(arg, BaseException)), None)
+        error = error.__cause__ or wrapped or error.__context__
+    return found

@@ -1,0 +1,256 @@
+"""Events for the cluster: what `kubectl describe node` and `kubectl events` show of this proxy.
+
+The loop hands over a sentence and goes on; a thread writes to the API server (events.k8s.io/v1, KEP-383). What
+repeats becomes a series of one event, as client-go's recorder does it: the first repeat and the end of the series
+are written, the rest is counted. RBAC: create and patch of `events` in the API group `events.k8s.io`.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any, Final, NamedTuple, Protocol
+
+import msgspec
+
+from controller.errors import SourceError
+
+__all__ = ["Log", "Recorder", "Regarding", "Writer", "node", "service"]
+
+log = logging.getLogger(__name__)
+
+CONTROLLER: Final = "hybrid-proxy"
+QUEUE: Final = 256
+SERIES_SECONDS: Final = 360.0  # silence after which a series is over (client-go: finishTime)
+REFRESH_SECONDS: Final = 1800.0  # how often a series that goes on is written (refreshTime)
+RETRY_SECONDS: Final = 10.0
+TRIES: Final = 12
+NOTE_BYTES: Final = 1024  # the API's limit
+JSON: Final = "application/json"
+MERGE: Final = "application/merge-patch+json"
+
+
+class Regarding(NamedTuple):
+    """The object that an event is about."""
+
+    kind: str
+    name: str
+    uid: str = ""
+    namespace: str = ""
+
+
+def node(name: str) -> Regarding:
+    """A node; its uid is its name, as kubelet and kube-proxy have it, or `kubectl describe node` would not show it."""
+    return Regarding("Node", name, name)
+
+
+def service(entry: str) -> Regarding:
+    """The Service of a service port `namespace/name:port`."""
+    namespace, _, rest = entry.partition("/")
+    return Regarding("Service", rest.partition(":")[0], "", namespace)
+
+
+class Writer(Protocol):
+    """The part of `controller.kubernetes.connection.Connection` that is used."""
+
+    def write(self, method: str, path: str, body: bytes, content_type: str) -> None:
+        """One request."""
+
+
+class Log(Protocol):
+    """Where events go; `Recorder` is one."""
+
+    def event(self, regarding: Regarding, kind: str, reason: str, action: str, note: str) -> None:
+        """Tell what happened. See `Recorder.event`."""
+
+
+class _Told(NamedTuple):
+    """One event as it was handed over; without its note it is the key of its series, as in client-go."""
+
+    regarding: Regarding
+    kind: str
+    reason: str
+    action: str
+    note: str
+    at: datetime
+
+    @property
+    def key(self) -> tuple[Regarding, str, str, str]:
+        return self.regarding, self.kind, self.reason, self.action
+
+
+class _Series:
+    """An event that was written, and how often it came again."""
+
+    def __init__(self, path: str, at: datetime, clock: float) -> None:
+        self.path = path
+        self.count = 1
+        self.written = 1
+        self.last = at
+        self.seen = self.refreshed = clock
+
+
+class Recorder:
+    """Writes events in a thread of its own; without an API server there is nothing to write to.
+
+    Args:
+        writer: the connection, None: events are dropped (the log has what they say).
+        instance: the name of this node, `reportingInstance`.
+        clock: monotonic seconds.
+        retry_seconds: how long to wait for an API server that does not answer.
+    """
+
+    def __init__(
+        self,
+        writer: Writer | None,
+        instance: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        retry_seconds: float = RETRY_SECONDS,
+    ) -> None:
+        self._writer = writer
+        self._instance = instance
+        self._clock = clock
+        self._retry_seconds = retry_seconds
+        self._queue: queue.Queue[_Told] = queue.Queue(QUEUE)
+        self._series: dict[tuple[Regarding, str, str, str], _Series] = {}
+        self._stop = threading.Event()
+        self._dropping = False
+        self._last_name = 0
+
+    def start(self) -> None:
+        """Begin to write."""
+        if self._writer is not None:
+            threading.Thread(target=self._run, args=(self._writer,), name="events", daemon=True).start()
+
+    def stop(self) -> None:
+        """Write no more; returns at once."""
+        self._stop.set()
+
+    def event(self, regarding: Regarding, kind: str, reason: str, action: str, note: str) -> None:
+        """Tell what happened; never blocks and never raises.
+
+        Args:
+            regarding: what it is about.
+            kind: `Normal` or `Warning`.
+            reason: why it is told, one word in upper camel case.
+            action: what was done, one word.
+            note: a sentence.
+        """
+        if self._writer is None:
+            return
+        try:
+            self._queue.put_nowait(_Told(regarding, kind, reason, action, note, datetime.now(UTC)))
+        except queue.Full:
+            if not self._dropping:
+                log.warning("events for the cluster are dropped until the API server takes the %d before them", QUEUE)
+            self._dropping = True
+
+    def _run(self, writer: Writer) -> None:
+        while not self._stop.is_set():
+            try:
+                told = self._queue.get(timeout=1.0)
+            except queue.Empty:
+                self._finish(writer)
+                continue
+            try:
+                self._record(writer, told)
+            except Exception:  # an event must not stop those behind it
+                log.exception("an event could not be written")
+            self._dropping = self._dropping and self._queue.full()
+
+    def _record(self, writer: Writer, told: _Told) -> None:
+        series = self._series.get(told.key)
+        if series is None:
+            path = self._create(writer, told)
+            if path:
+                self._series[told.key] = _Series(path, told.at, self._clock())
+            return
+        series.count += 1
+        series.last, series.seen = told.at, self._clock()
+        if series.written == 1:
+            self._write_series(writer, series)
+
+    def _finish(self, writer: Writer) -> None:
+        """End series that are silent; write those that go on from time to time."""
+        now = self._clock()
+        for key, series in list(self._series.items()):
+            over = now - series.seen >= SERIES_SECONDS
+            if series.count > series.written and (over or now - series.refreshed >= REFRESH_SECONDS):
+                self._write_series(writer, series)
+            if over:
+                del self._series[key]
+
+    def _create(self, writer: Writer, told: _Told) -> str | None:
+        """The path of the new event, None when it was not taken."""
+        namespace = told.regarding.namespace or "default"
+        self._last_name = max(time.time_ns(), self._last_name + 1)
+        name = f"{told.regarding.name}.{self._last_name:x}"
+        place = f"/apis/events.k8s.io/v1/namespaces/{namespace}/events"
+        body = {
+            "apiVersion": "events.k8s.io/v1",
+            "kind": "Event",
+            "metadata": {"name": name, "namespace": namespace},
+            "eventTime": _micro_time(told.at),
+            "reportingController": CONTROLLER,
+            "reportingInstance": self._instance,
+            "type": told.kind,
+            "reason": told.reason,
+            "action": told.action,
+            "note": _shortened(told.note),
+            "regarding": _reference(told.regarding),
+        }
+        return f"{place}/{name}" if self._write(writer, "POST", place, body, JSON) else None
+
+    def _write_series(self, writer: Writer, series: _Series) -> None:
+        body = {"series": {"count": series.count, "lastObservedTime": _micro_time(series.last)}}
+        if self._write(writer, "PATCH", series.path, body, MERGE):
+            series.written, series.refreshed = series.count, self._clock()
+
+    def _write(self, writer: Writer, method: str, path: str, body: dict[str, Any], content_type: str) -> bool:
+        """Whether the server took it. One that does not answer is asked again for two minutes, as client-go does."""
+        from controller.kubernetes.connection import StatusError, words
+
+        for attempt in range(TRIES):
+            try:
+                writer.write(method, path, msgspec.json.encode(body), content_type)
+            except StatusError as error:
+                if error.code < 500 and error.code != 429:
+                    log.warning("the API server refused an event (%s): %s", path, error)
+                    return False
+                problem = str(error)
+            except SourceError as error:  # the configuration is not read yet
+                problem = str(error)
+            except Exception as error:  # every library below has its own
+                problem = words(error)
+            else:
+                return True
+            if attempt == 0:
+                log.info("an event waits for the API server: %s", problem)
+            if self._stop.wait(self._retry_seconds):
+                return False
+        log.warning("an event was dropped, the API server does not take it: %s", problem)
+        return False
+
+
+def _reference(regarding: Regarding) -> dict[str, str]:
+    reference = {"kind": regarding.kind, "name": regarding.name, "apiVersion": "v1"}
+    if regarding.uid:
+        reference["uid"] = regarding.uid
+    if regarding.namespace:
+        reference["namespace"] = regarding.namespace
+    return reference
+
+
+def _micro_time(at: datetime) -> str:
+    """RFC 3339 with microseconds, metav1.MicroTime."""
+    return at.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def _shortened(note: str) -> str:
+    encoded = note.encode()
+    return note if len(encoded) < NOTE_BYTES else encoded[: NOTE_BYTES - 4].decode(errors="ignore") + "…"

@@ -1,0 +1,665 @@
+"""Objects from manifest files: one file, or a folder and its sub-folders, watched for changes.
+
+The folder is read into a picture (every object, every problem), and the difference to the last picture is
+told; so an editor's save, a rename over the file, a symbolic link swapped as ConfigMap volumes do it, and a
+deleted file are all one case. Changes come from inotify; a slow look at file signatures catches what inotify
+cannot see (targets of links outside the folder, network file systems).
+
+What cannot be read keeps its last good version: an object that is refused, a file that does not parse, and
+the whole folder when it is gone. Deleting a file from the folder deletes its objects.
+
+Links are followed to regular files anywhere, and to folders inside of the one that is read, one level: what a volume of
+a ConfigMap needs (`web.yaml -> ..data/web.yaml`, `sub -> ..data/sub`). Each file has limits of size, depth, aliases and
+objects; what exceeds them is told as that file's problem.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from stat import S_ISDIR, S_ISREG
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from controller.errors import Refused, SourceError
+from controller.kubernetes import Emit, parse
+from controller.kubernetes.changes import STEP, TICK, ticks
+from controller.kubernetes.files import read
+from controller.kubernetes.model import (
+    KINDS,
+    Event,
+    Ignored,
+    KindState,
+    Object,
+    Problem,
+    Removed,
+    Replaced,
+    SourceState,
+    Upserted,
+    key_of,
+)
+from controller.kubernetes.yamldoc import MAX_BYTES, MAX_DEPTH, MAX_VALUES, NotYamlError, documents
+
+__all__ = ["Manifests", "load"]
+
+log = logging.getLogger(__name__)
+
+_SUFFIXES: Final = frozenset({".yaml", ".yml", ".json"})
+_MAX_OBJECTS: Final = 200_000  # in one file
+_MAX_MESSAGE: Final = 1000  # characters of a problem, to which others of the same object are added
+_MORE: Final = "; and more"
+_FILE: Final = "File"  # the kind of a problem with a whole file
+
+# API group of each kind, and its versions that have the fields `controller.kubernetes.parse` reads.
+_VERSIONS: Final = {
+    "Service": ("", ("v1",)),
+    "Node": ("", ("v1",)),
+    "EndpointSlice": ("discovery.k8s.io", ("v1",)),
+    "ServiceCIDR": ("networking.k8s.io", ("v1", "v1beta1", "v1alpha1")),
+}
+
+# Seconds.
+_LOOK: Final = 2.0  # how often signatures are compared without any event
+_SETTLE: Final = 1.0  # a file that is written all the time is read after this time
+_EMPTY: Final = 0.3  # a file that had objects and is empty counts as emptied after this time
+_COSTLY: Final = 0.1  # a file that took longer rests ten times as long: one that grows for ever must not stop the rest
+
+
+# --------------------------------------------------------------------------------- one file, to documents
+
+
+_Name = tuple[str, str]  # kind and key
+
+
+class _Document(NamedTuple):
+    """One object of one of our kinds; `place` is for people, `web.yaml:12`."""
+
+    name: _Name
+    result: Object | Ignored | Refused
+    place: str
+
+
+class _Content(NamedTuple):
+    documents: tuple[_Document, ...] = ()
+    foreign: int = 0  # objects of other kinds
+
+
+class _BrokenError(Exception):
+    """A file that cannot be used at all."""
+
+
+class _Head(msgspec.Struct, rename="camel", gc=False):
+    """What decides whose an object is, and the items when it is a list of objects."""
+
+    kind: Any = None
+    api_version: Any = None
+    items: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def _documents(content: bytes, is_json: bool, shown: str) -> _Content:
+    found: list[_Document] = []
+    foreign = 0
+    for kind, version, value, place in _objects(content, is_json, shown):
+        if _is_ours(kind, version):
+            found.append(_document(kind, version, value, place))
+        else:
+            foreign += 1
+        if len(found) + foreign > _MAX_OBJECTS:
+            raise _BrokenError(f"more than {_MAX_OBJECTS:,} objects, which is the limit of a file")
+    return _Content(tuple(found), foreign)
+
+
+def _is_ours(kind: str, version: str) -> bool:
+    """A kind of ours; `Service` and `Node` of another API group are something else."""
+    group = version.rpartition("/")[0]
+    return kind in _VERSIONS and group in ("", _VERSIONS[kind][0])
+
+
+def _document(kind: str, version: str, value: object, place: str) -> _Document:
+    result: Object | Ignored | Refused
+    try:
+        result = parse.decode(kind, value) if isinstance(value, msgspec.Raw) else parse.convert(kind, value)
+        key = result.key if isinstance(result, Ignored) else key_of(result)
+        group, versions = _VERSIONS[kind]
+        known = [f"{group}/{version}" if group else version for version in versions]
+        if version and version not in known:
+            result = Refused(kind, key, "apiVersion", f"{version[:80]!r} is not supported, use {known[0]}")
+    except Refused as error:
+        result = error
+        key = error.key if not error.key.endswith("(unnamed)") else f"{error.key} in {place}"
+    return _Document((kind, key), result, place)
+
+
+def _objects(content: bytes, is_json: bool, shown: str) -> Iterator[tuple[str, str, object, str]]:
+    """(kind, apiVersion, value, place) of every object, lists unpacked."""
+    if is_json:
+        if content.strip():
+            # Each value but the first of a list or object follows a comma, so that these are as many or more.
+            if sum(content.count(sign) for sign in (b",", b"[", b"{")) > MAX_VALUES:
+                raise _BrokenError(f"more than {MAX_VALUES:,} values, which is the limit of a file")
+            yield from _json_objects(msgspec.Raw(content), shown, "", "", 0)
+        return
+    try:
+        for document in documents(content):
+            if document.value is not None:
+                yield from _plain_objects(document.value, f"{shown}:{document.line}", "", "")
+    except NotYamlError as error:
+        raise _BrokenError(str(error)) from None
+
+
+def _json_objects(
+    raw: msgspec.Raw, place: str, kind: str, version: str, depth: int
+) -> Iterator[tuple[str, str, object, str]]:
+    if depth > MAX_DEPTH:
+        raise _BrokenError(f"lists nested more than {MAX_DEPTH} deep, which is the limit of a file")
+    try:
+        head = msgspec.json.decode(raw, type=_Head)
+        kind, version = _kind_of(head.kind, head.api_version, place, kind, version)
+        is_list = kind.endswith("List")
+        items = msgspec.json.decode(head.items, type=list[msgspec.Raw] | None) if is_list else None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _BrokenError(f"{place} is not an object in JSON: {error}") from None
+    if not is_list:
+        yield kind, version, raw, place
+        return
+    item, item_version = _item_kind(kind, version)
+    for index, value in enumerate(items or ()):
+        yield from _json_objects(value, f"{place} items[{index}]", item, item_version, depth + 1)
+
+
+def _plain_objects(value: object, place: str, kind: str, version: str) -> Iterator[tuple[str, str, object, str]]:
+    if not isinstance(value, dict):
+        raise _BrokenError(f"{place} is not an object, it has no fields")
+    kind, version = _kind_of(value.get("kind"), value.get("apiVersion"), place, kind, version)
+    if not kind.endswith("List"):
+        yield kind, version, value, place
+        return
+    items = value.get("items")
+    if not isinstance(items, list | None):
+        raise _BrokenError(f"{place} has items that are no list")
+    item, item_version = _item_kind(kind, version)
+    for index, child in enumerate(items or ()):
+        yield from _plain_objects(child, f"{place} items[{index}]", item, item_version)
+
+
+def _kind_of(kind: object, version: object, place: str, default: str, default_version: str) -> tuple[str, str]:
+    kind, version = kind or default, version or default_version
+    if not isinstance(kind, str) or not kind:
+        raise _BrokenError(f"{place} has no kind")  # perhaps half a file: do not take it for an empty one
+    if not isinstance(version, str):
+        raise _BrokenError(f"{place} has an apiVersion that is no text")
+    return kind, version
+
+
+def _item_kind(kind: str, version: str) -> tuple[str, str]:
+    """Items of a typed list need not repeat their kind; those of `kind: List` must."""
+    return ("", "") if kind == "List" else (kind.removesuffix("List"), version)
+
+
+# ------------------------------------------------------------------------------------ a folder, to a picture
+
+
+class _Picture(NamedTuple):
+    """All that the files say at one moment."""
+
+    objects: dict[_Name, Object]
+    refused: frozenset[_Name]
+    problems: dict[_Name, Problem]
+    foreign: int
+
+
+_NOTHING: Final = _Picture({}, frozenset(), {}, 0)
+
+
+class _File(NamedTuple):
+    """A file as last read. `content` are its last good documents; `error` says why the newest are not."""
+
+    signature: tuple[int, ...]
+    digest: int
+    content: _Content
+    error: str = ""
+    again: float = 0.0  # monotonic; not before that is it read again
+
+
+_NO_FILE: Final = _File((), 0, _Content())
+
+
+def _picture(files: Iterable[tuple[str, _File]], last: _Picture, names: Collection[_Name]) -> _Picture:
+    """Merge files, in their order: the first object of a name counts.
+
+    Args:
+        files: what they say.
+        last: has the last good version of an object that is refused.
+        names: leave out all others.
+    """
+    objects: dict[_Name, Object] = {}
+    refused: set[_Name] = set()
+    places: dict[_Name, str] = {}
+    problems: dict[_Name, Problem] = {}
+    foreign = 0
+    for shown, file in files:
+        foreign += file.content.foreign
+        if file.error:
+            kept = " Its last good objects stay." if file.content.documents else ""
+            error = file.error if file.error.startswith(shown) else f"{shown}: {file.error}"
+            problems[_FILE, shown] = Problem(_FILE, shown, f"{error}.{kept}", shown)
+        for document in file.content.documents:
+            name = document.name
+            if name not in names:
+                continue
+            if name in places:
+                message = f"defined twice: {places[name]} counts, {document.place} is left out"
+                _add_problem(problems, name, message, document.place)
+                continue
+            places[name] = document.place
+            if isinstance(document.result, Refused):
+                refused.add(name)
+                _add_problem(problems, name, str(document.result), document.place)
+                if name in last.objects:
+                    objects[name] = last.objects[name]
+            elif not isinstance(document.result, Ignored):
+                objects[name] = document.result
+    return _Picture(objects, frozenset(refused), problems, foreign)
+
+
+def _repainted(last: _Picture, part: _Picture, touched: Collection[_Name], foreign: int) -> _Picture:
+    """`last` with what `part` says of the names that were touched, files among them; with so many foreign objects."""
+    objects, problems = last.objects.copy(), last.problems.copy()
+    for name in touched:
+        objects.pop(name, None)
+        problems.pop(name, None)
+    objects |= part.objects
+    problems |= part.problems
+    return _Picture(objects, last.refused.difference(touched) | part.refused, problems, foreign)
+
+
+def _add_problem(problems: dict[_Name, Problem], name: _Name, message: str, place: str) -> None:
+    known = problems.get(name)
+    if known is None:
+        problems[name] = Problem(*name, message, place)
+    elif not known.message.endswith(_MORE):
+        added = f"; {message}" if len(known.message) < _MAX_MESSAGE else _MORE
+        problems[name] = Problem(*name, known.message + added, known.where)
+
+
+def _complete(picture: _Picture) -> list[Event]:
+    """Everything, for a listener that knows nothing."""
+    events: list[Event] = [
+        Replaced(
+            kind,
+            tuple(value for (of, _), value in picture.objects.items() if of == kind),
+            frozenset(key for of, key in picture.refused if of == kind),
+        )
+        for kind in KINDS
+    ]
+    return events + list(picture.problems.values())
+
+
+# Endpoints before the service that wants them, and the other way round when they go: no moment without.
+_COMING: Final = ("Node", "ServiceCIDR", "EndpointSlice", "Service")
+
+
+def _difference(old: _Picture, new: _Picture, touched: Iterable[_Name], received: float) -> list[Event]:
+    """What a listener that knows `old` must hear; the two differ in no name that is not `touched`."""
+    touched = sorted(touched)
+    changed = [
+        (name, value)
+        for name in touched
+        if (value := new.objects.get(name)) is not None
+        and (known := old.objects.get(name)) is not value
+        and known != value
+    ]
+    changed.sort(key=lambda item: _COMING.index(item[0][0]))
+    gone = [name for name in touched if name in old.objects and name not in new.objects]
+    gone.sort(key=lambda name: -_COMING.index(name[0]))
+    events: list[Event] = [Upserted(value, received) for _, value in changed]
+    events += [Removed(kind, key, received) for kind, key in gone]
+    # A listener forgets the problem of an object that is removed: tell it again.
+    events += [
+        problem
+        for name in touched
+        if (problem := new.problems.get(name)) is not None
+        and (old.problems.get(name) != problem or (name in old.objects and name not in new.objects))
+    ]
+    events += [
+        Problem(*name, "", problem.where)
+        for name in touched
+        if name not in new.problems and (problem := old.problems.get(name)) is not None
+    ]
+    return events
+
+
+# ------------------------------------------------------------------------------------------- the file system
+
+
+class _Folder:
+    """The files below a path as last read. Only files whose signature changed are read again.
+
+    `picture` is what they say, `touched` the names in which it may differ from the one before.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.files: dict[str, _File] = {}
+        self.unsettled: dict[str, float] = {}  # file -> when it was first seen changing
+        self.picture = _NOTHING
+        self.touched: frozenset[_Name] = frozenset()
+        self._mentions: dict[_Name, tuple[str, ...]] = {}  # the files in which a name stands
+
+    def refresh(self, *, patient: bool, suspicious: bool = False, complete: Collection[str] = ()) -> _Picture:
+        """Read what changed.
+
+        Args:
+            patient: leave a file alone that is being written at this very moment; it is in `unsettled` then.
+            suspicious: something happened: read files of the last second even if their signature is known,
+                because two writes within a tick of the file system's clock have one signature.
+            complete: files that are known to be written to the end, however young they are.
+
+        Raises:
+            OSError: the path itself cannot be read.
+        """
+        found: dict[str, _File] = {}
+        paths, wrong = _manifest_files(self.path)
+        for path in paths:
+            shown = _shown(path)
+            try:
+                file = self._look_at(path, shown, patient and shown not in complete, suspicious)
+            except FileNotFoundError:
+                self.unsettled.pop(shown, None)  # deleted between the listing and now
+                continue
+            except OSError as error:
+                wrong[path] = f"cannot be read: {error.strerror}"
+                continue
+            found[shown] = file
+        for path, why in wrong.items():
+            self._keep(_shown(path), why, found)
+        if wrong:
+            found = dict(sorted(found.items(), key=lambda item: Path(item[0])))
+        before, self.files = self.files, found
+        self.unsettled = {shown: since for shown, since in self.unsettled.items() if shown in found}
+        self._repaint(before)
+        return self.picture
+
+    def _keep(self, shown: str, error: str, found: dict[str, _File]) -> None:
+        """What a file, or all of a folder, said last, now that it cannot be read."""
+        known = self.files.get(shown, _NO_FILE)
+        found[shown] = _File((), 0, known.content, error)
+        below = f"{shown}/"
+        found |= {name: file for name, file in self.files.items() if name.startswith(below) and name not in found}
+
+    def _repaint(self, before: Mapping[str, _File]) -> None:
+        """Look again at the names in files that changed, in all files where they stand: few, of a large folder."""
+        names: set[_Name] = set()
+        files: set[str] = set()
+        foreign = self.picture.foreign
+        for shown in {**before, **self.files}:
+            old, new = before.get(shown, _NO_FILE), self.files.get(shown, _NO_FILE)
+            if old.content is new.content and old.error == new.error:
+                continue
+            files.add(shown)
+            foreign += new.content.foreign - old.content.foreign
+            names.update(self._mention(shown, old.content, new.content))
+        self.touched = frozenset(names).union((_FILE, shown) for shown in files)
+        if not files:
+            return
+        for name in names:
+            files.update(self._mentions.get(name, ()))
+        part = _picture(((shown, file) for shown, file in self.files.items() if shown in files), self.picture, names)
+        self.picture = _repainted(self.picture, part, self.touched, foreign)
+
+    def _mention(self, shown: str, old: _Content, new: _Content) -> Iterator[_Name]:
+        """Note which names stand in a file, and which no longer; all of them."""
+        mentions, alone = self._mentions, (shown,)
+        for document in old.documents:
+            rest = tuple(other for other in mentions.pop(document.name, ()) if other != shown)
+            if rest:
+                mentions[document.name] = rest
+            yield document.name
+        for document in new.documents:
+            others = mentions.get(document.name, ())
+            if shown not in others:
+                mentions[document.name] = (*others, shown) if others else alone
+            yield document.name
+
+    def _look_at(self, path: Path, shown: str, patient: bool, suspicious: bool) -> _File:
+        known = self.files.get(shown)
+        stat = path.stat()
+        signature = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        age = time.time() - stat.st_mtime
+        if known and known.signature == signature and not (suspicious and -1 < age < 1) and shown not in self.unsettled:
+            return known
+        if known and patient and self._is_unsettled(shown, known, stat.st_size, age):
+            return known
+        self.unsettled.pop(shown, None)
+        began = time.monotonic()
+        file = self._read(path, shown, signature, known)
+        end = time.monotonic()
+        return file._replace(again=end + 10 * (end - began)) if end - began > _COSTLY else file
+
+    def _is_unsettled(self, shown: str, known: _File, size: int, age: float) -> bool:
+        """Whether a writer is at work: it truncated the file, or wrote a moment ago."""
+        now = time.monotonic()
+        waited = now - self.unsettled.setdefault(shown, now)
+        if now < known.again:
+            return True
+        if size == 0 and known.content.documents:
+            return waited < _EMPTY
+        return 0 <= age < STEP / 2 and waited < _SETTLE
+
+    @staticmethod
+    def _read(path: Path, shown: str, signature: tuple[int, ...], known: _File | None) -> _File:
+        content = known.content if known else _Content()
+        digest = 0
+        try:
+            raw = read(path, MAX_BYTES).removeprefix(b"\xef\xbb\xbf")
+            digest = hash(raw)
+            if known and known.digest == digest:
+                return known._replace(signature=signature, again=0.0)
+            return _File(signature, digest, _documents(raw, path.suffix.lower() == ".json", shown))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            return _File(signature, 0, content, f"cannot be read: {error.strerror}")
+        except _BrokenError as error:
+            return _File(signature, digest, content, str(error))
+
+
+_NO_FILE_AT_ALL: Final = "is no regular file"
+
+
+def _shown(path: Path) -> str:
+    """A path as text; a name may be any bytes, which no JSON can carry."""
+    return str(path).encode(errors="backslashreplace").decode()
+
+
+def _manifest_files(root: Path) -> tuple[list[Path], dict[Path, str]]:
+    """The manifests below `root`, and what is there and cannot be read, with the reason.
+
+    Hidden files and folders, and what editors leave, are not manifests.
+
+    Raises:
+        OSError: `root` cannot be read.
+    """
+    if not root.is_dir():
+        root.stat()
+        return [root], {}
+    found: list[Path] = []
+    wrong: dict[Path, str] = {}
+    linked: list[Path] = []
+    seen: set[tuple[int, int]] = set()
+    _walk(root, seen, found, linked, wrong)
+    inside = f"{root.resolve()}/"
+    for link in sorted(linked):  # after all that is there without them
+        further: list[Path] = []
+        try:
+            target = link.stat()
+            if (target.st_dev, target.st_ino) in seen:
+                continue  # such as a link to a folder above: its files were found
+            if not str(link.resolve()).startswith(inside):
+                wrong[link] = f"is a link to a folder outside of {root}, which is not followed"
+                continue
+            _walk(link, seen, found, further, wrong)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            wrong[link] = f"cannot be read: {error.strerror}"
+        wrong |= dict.fromkeys(further, "is a link to a folder below another one, which is not followed")
+    return sorted(found), wrong
+
+
+def _walk(
+    root: Path, seen: set[tuple[int, int]], found: list[Path], linked: list[Path], wrong: dict[Path, str]
+) -> None:
+    """Add the manifests in a folder and in those below; links to folders are noted alone.
+
+    Raises:
+        OSError: `root` cannot be read.
+    """
+    folders = [root]
+    while folders:
+        folder = folders.pop()
+        try:
+            at = folder.stat()
+            if (at.st_dev, at.st_ino) in seen:
+                continue
+            seen.add((at.st_dev, at.st_ino))
+            with os.scandir(folder) as entries:
+                listed = [entry for entry in entries if not entry.name.startswith((".", "#"))]
+        except FileNotFoundError:
+            if folder == root:
+                raise
+            continue
+        except OSError as error:
+            if folder == root:
+                raise
+            wrong[folder] = f"cannot be read: {error.strerror}"
+            continue
+        for entry in listed:
+            path = Path(entry.path)
+            is_manifest = path.suffix.lower() in _SUFFIXES
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(path)
+            elif entry.is_symlink():
+                _follow(path, is_manifest, found, linked, wrong)
+            elif is_manifest and entry.is_file(follow_symlinks=False):
+                found.append(path)
+            elif is_manifest:
+                wrong[path] = _NO_FILE_AT_ALL
+
+
+def _follow(link: Path, is_manifest: bool, found: list[Path], linked: list[Path], wrong: dict[Path, str]) -> None:
+    """Add what a link leads to."""
+    try:
+        mode = link.stat().st_mode
+    except FileNotFoundError:
+        return  # what it leads to may come
+    except OSError as error:  # a link to itself, or to where we may not look
+        wrong[link] = f"cannot be read: {error.strerror}"
+        return
+    if S_ISDIR(mode):
+        linked.append(link)
+    elif is_manifest and S_ISREG(mode):
+        found.append(link)
+    elif is_manifest:
+        wrong[link] = _NO_FILE_AT_ALL
+
+
+# --------------------------------------------------------------------------------------------- the source
+
+
+def load(path: Path) -> list[Event]:
+    """Everything that the files say now: one `Replaced` for each kind, then the problems.
+
+    Raises:
+        SourceError: there is no such file or folder, or it cannot be read.
+    """
+    try:
+        return _complete(_Folder(path).refresh(patient=False))
+    except OSError as error:
+        raise SourceError(f"manifests {path}: {error.strerror}") from error
+
+
+class Manifests:
+    """The source for labs, edge nodes and tests. See `controller.kubernetes.Source`.
+
+    A path that does not exist yet is waited for; nothing is told until it is there.
+    """
+
+    kinds: tuple[str, ...] = KINDS
+    connection: None = None  # no API server
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._folder = _Folder(path)
+        self._told: _Picture | None = None
+        self._healthy: bool | None = None
+
+    def states(self) -> list[KindState]:
+        """Files have all kinds together."""
+        return []
+
+    def describe(self) -> str:
+        """One line for the log and `status`."""
+        picture = self._folder.picture
+        foreign = f", {picture.foreign} of other kinds" if picture.foreign else ""
+        return f"manifests in {self._path}: {len(picture.objects)} objects in {len(self._folder.files)} files{foreign}"
+
+    def run(self, emit: Emit, stop: threading.Event) -> None:
+        """Emit until `stop` is set; see `controller.kubernetes.Source.run`."""
+        while not stop.is_set():
+            identity = self._identity()
+            if self._tell(emit, patient=False):
+                self._follow(identity, emit, stop)
+            else:
+                stop.wait(TICK)
+
+    def _follow(self, identity: tuple[int, int] | None, emit: Emit, stop: threading.Event) -> None:
+        """Watch the path until it is another file or folder than before, or gone."""
+        looked = float("-inf")  # once more when the watch stands: a file may have changed meanwhile
+        for tick in ticks(self._path, stop):
+            now = time.monotonic()
+            if tick.happened or self._folder.unsettled or now - looked >= _LOOK:
+                looked = now
+                if not self._tell(emit, patient=True, suspicious=tick.happened, complete=tick.complete):
+                    return
+            if self._identity() != identity:
+                return
+
+    def _identity(self) -> tuple[int, int] | None:
+        """Which folder the path is now. A file is replaced all the time: its folder is what is watched."""
+        path = self._path if self._path.is_dir() else self._path.absolute().parent
+        try:
+            stat = path.stat()
+        except OSError:
+            return None
+        return stat.st_dev, stat.st_ino
+
+    def _tell(self, emit: Emit, *, patient: bool, suspicious: bool = False, complete: Collection[str] = ()) -> bool:
+        """Read what changed and emit the difference; False when the path cannot be read."""
+        received = time.monotonic()
+        try:
+            picture = self._folder.refresh(patient=patient, suspicious=suspicious, complete=complete)
+        except OSError as error:
+            stays = "what is known stays" if self._told else "waiting for it"
+            self._health(emit, False, f"manifests {self._path}: {error.strerror}; {stays}")
+            return False
+        events = (
+            _complete(picture)
+            if self._told is None
+            else _difference(self._told, picture, self._folder.touched, received)
+        )
+        self._told = picture
+        for event in events:
+            emit(event)
+        self._health(emit, True, self.describe())
+        return True
+
+    def _health(self, emit: Emit, healthy: bool, message: str) -> None:
+        if healthy is not self._healthy:
+            self._healthy = healthy
+            emit(SourceState(healthy, message))

@@ -1,0 +1,863 @@
+"""API objects in, model values out: the only file that knows JSON names.
+
+A forgiving reader and a strict checker. Forgiving: fields that nobody here reads are skipped unseen, explicit
+nulls and Go's zero values mean "absent", as they do for the API's own readers. Strict: whatever is read is
+checked here, once, so that everything behind this file works with canonical addresses and ports in range.
+An object that fails is refused alone, by field and value; kube-proxy's selectors make others `Ignored`.
+
+JSON goes straight into lean wire structs (no intermediate dicts), then into `controller.kubernetes.model`. The structs
+are not tracked by the garbage collector: they hold no cycles and most live for microseconds. Strings that
+repeat over a cluster (names of nodes, services and zones) and tuples that repeat (ports, hints) are shared.
+"""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Callable, Iterable
+from socket import AF_INET, AF_INET6, inet_ntop, inet_pton
+from sys import intern
+from typing import Any, Final, NamedTuple, NoReturn, TypeVar
+
+import msgspec
+from msgspec import UNSET, Struct
+from msgspec import field as json_field
+
+from controller.errors import Refused
+from controller.kubernetes.model import (
+    Endpoint,
+    EndpointPort,
+    EndpointSlice,
+    Ignored,
+    Node,
+    Object,
+    Service,
+    ServiceCIDR,
+    ServicePort,
+)
+from dataplane.table import Probe, Protocol
+
+__all__ = ["ANNOTATIONS", "UNNAMED", "canonical_address", "canonical_cidr", "convert", "decode", "family_of"]
+
+ANNOTATIONS: Final = "hybrid-proxy.io/"  # annotations with this prefix are read, no others
+WEIGHTS: Final = "hybrid-proxy.io/weights"
+PROBE: Final = "hybrid-proxy.io/probe"
+
+# Limits against absurd objects. A name is a DNS subdomain (RFC 1123). The API allows 1,000 endpoints a slice.
+_MAX_NAME: Final = 253
+_MAX_PORTS: Final = 1000
+_MAX_ENDPOINTS: Final = 5000
+_MAX_ADDRESSES: Final = 5000  # external IPs, source ranges and the like
+_MAX_WEIGHT: Final = 1000
+
+_DEFAULT_AFFINITY: Final = 10_800  # seconds, the API's default for sessionAffinity: ClientIP
+_MAX_AFFINITY: Final = 86_400
+
+_PROTOCOLS: Final = {
+    "TCP": Protocol.TCP,
+    "UDP": Protocol.UDP,
+    "SCTP": Protocol.SCTP,
+    "": Protocol.TCP,
+    None: Protocol.TCP,
+}
+_SERVICE_TYPES: Final = frozenset({"ClusterIP", "NodePort", "LoadBalancer", "ExternalName"})
+_POLICIES: Final = {"Local": True, "Cluster": False, "": False, None: False}
+
+
+# ------------------------------------------------------------------------------------------- addresses
+
+
+def canonical_address(text: str) -> str:
+    """An IP address in the one form used everywhere: `10.0.0.1`, `fd00::1` (RFC 5952).
+
+    White space around it is dropped and leading zeros of IPv4 are decimal, as in Kubernetes' sloppy parser;
+    an IPv4-mapped IPv6 address is the IPv4 address, as in Go.
+
+    Raises:
+        ValueError: it is no address.
+    """
+    text = text.strip()
+    if ":" not in text:
+        try:
+            inet_pton(AF_INET, text)  # accepts exactly the canonical form
+        except (OSError, ValueError):
+            return _sloppy_ipv4(text)
+        return text
+    try:
+        packed = inet_pton(AF_INET6, text)
+    except (OSError, ValueError):
+        raise ValueError(f"{_show(text)} is not an IP address") from None
+    if packed.startswith(_MAPPED):
+        return inet_ntop(AF_INET, packed[12:])
+    return _ipv6(packed)
+
+
+def canonical_cidr(text: str) -> str:
+    """A CIDR in canonical form, with the bits behind the prefix cleared: ` 10.1.2.3/8` is `10.0.0.0/8`.
+
+    Raises:
+        ValueError: it is no CIDR. A plain address is none, nor is a range of IPv4-mapped addresses.
+    """
+    address, slash, length = text.strip().partition("/")
+    if not (slash and length.isascii() and length.isdigit() and len(length) <= 3):
+        raise ValueError(f"{_show(text)} is not a CIDR such as 10.0.0.0/8 or fd00::/8")
+    try:
+        address = canonical_address(address)
+    except ValueError:
+        raise ValueError(f"{_show(text)} is not a CIDR such as 10.0.0.0/8 or fd00::/8") from None
+    kind, bits = (AF_INET6, 128) if ":" in address else (AF_INET, 32)
+    prefix = int(length)
+    if prefix > bits or (bits == 32 and ":" in text):
+        raise ValueError(f"{_show(text)} is not a CIDR such as 10.0.0.0/8 or fd00::/8")
+    number = int.from_bytes(inet_pton(kind, address), "big") >> (bits - prefix) << (bits - prefix)
+    network = number.to_bytes(bits // 8, "big")
+    return f"{inet_ntop(kind, network) if kind == AF_INET else _ipv6(network)}/{prefix}"
+
+
+def family_of(address: str) -> int:
+    """4 or 6, of a canonical address or CIDR."""
+    return 6 if ":" in address else 4
+
+
+_MAPPED: Final = bytes(10) + b"\xff\xff"
+
+
+def _ipv6(packed: bytes) -> str:
+    """RFC 5952, without the dotted form that the C library has for `::/96`."""
+    text = inet_ntop(AF_INET6, packed)
+    return f"::{packed[12] << 8 | packed[13]:x}:{packed[14] << 8 | packed[15]:x}" if "." in text else text
+
+
+def _sloppy_ipv4(text: str) -> str:
+    parts = text.split(".")
+    if len(parts) == 4 and all(part.isascii() and part.isdigit() and len(part) <= 16 for part in parts):
+        numbers = [int(part) for part in parts]
+        if max(numbers) <= 255:
+            return ".".join(map(str, numbers))
+    raise ValueError(f"{_show(text)} is not an IP address")
+
+
+def _special(packed: bytes, link_local: bool) -> str:
+    """Why no service or endpoint can have this address, or "" when it can."""
+    if not any(packed):
+        return "is the unspecified address"
+    if len(packed) == 4:
+        if packed[0] == 127:
+            return "is a loopback address"
+        if packed[0] >= 224:
+            return "is a multicast or reserved address"
+        return "is a link-local address" if link_local and packed[:2] == b"\xa9\xfe" else ""
+    if packed == b"\0" * 15 + b"\1":
+        return "is a loopback address"
+    if packed[0] == 0xFF:
+        return "is a multicast address"
+    return "is a link-local address" if link_local and packed[0] == 0xFE and packed[1] & 0xC0 == 0x80 else ""
+
+
+# ------------------------------------------------------------------------------------ the wire, as JSON has it
+
+
+class _Wire(Struct, rename="camel", gc=False):
+    """Base of the wire structs: camelCase names; unknown fields are skipped."""
+
+
+class _ServiceLabels(_Wire):
+    # The label selector is DoesNotExist: any value counts, an empty one too.
+    proxy_name: object = json_field(default=UNSET, name="service.kubernetes.io/service-proxy-name")
+
+
+class _ServiceMeta(_Wire):
+    name: str | None = None
+    namespace: str | None = None
+    creation_timestamp: str | None = None
+    labels: _ServiceLabels | None = None
+    annotations: dict[str, object] | None = None
+
+
+class _ServicePort(_Wire):
+    name: str | None = None
+    protocol: str | None = None
+    port: int | None = None
+    node_port: int | None = None
+
+
+class _ClientIP(_Wire):
+    timeout_seconds: int | None = None
+
+
+class _AffinityConfig(_Wire):
+    client_ip: _ClientIP | None = json_field(default=None, name="clientIP")
+
+
+class _ServiceSpec(_Wire):
+    type: str | None = None
+    cluster_ip: str | None = json_field(default=None, name="clusterIP")
+    cluster_ips: list[str | None] | None = json_field(default=None, name="clusterIPs")
+    external_ips: list[str | None] | None = json_field(default=None, name="externalIPs")
+    load_balancer_source_ranges: list[str | None] | None = None
+    ports: list[_ServicePort | None] | None = None
+    external_traffic_policy: str | None = None
+    internal_traffic_policy: str | None = None
+    session_affinity: str | None = None
+    session_affinity_config: _AffinityConfig | None = None
+    health_check_node_port: int | None = None
+
+
+class _Ingress(_Wire):
+    ip: str | None = None
+    ip_mode: str | None = None
+
+
+class _LoadBalancer(_Wire):
+    ingress: list[_Ingress | None] | None = None
+
+
+class _ServiceStatus(_Wire):
+    load_balancer: _LoadBalancer | None = None
+
+
+class _Service(_Wire):
+    metadata: _ServiceMeta | None = None
+    spec: _ServiceSpec | None = None
+    status: _ServiceStatus | None = None
+
+
+class _SliceLabels(_Wire):
+    service: str | None = json_field(default=None, name="kubernetes.io/service-name")
+    headless: object = json_field(default=UNSET, name="service.kubernetes.io/headless")
+
+
+class _SliceMeta(_Wire):
+    name: str | None = None
+    namespace: str | None = None
+    labels: _SliceLabels | None = None
+
+
+class _SlicePort(_Wire):
+    name: str | None = None
+    protocol: str | None = None
+    port: int | None = None
+
+
+class _Conditions(_Wire):
+    ready: bool | None = None
+    serving: bool | None = None
+    terminating: bool | None = None
+
+
+class _Hint(_Wire):
+    name: str | None = None
+
+
+class _Hints(_Wire):
+    for_zones: list[_Hint | None] | None = None
+    for_nodes: list[_Hint | None] | None = None
+
+
+class _Endpoint(_Wire):
+    addresses: list[str] | None = None
+    conditions: _Conditions | None = None
+    node_name: str | None = None
+    hints: _Hints | None = None
+
+
+class _EndpointSlice(_Wire):
+    metadata: _SliceMeta | None = None
+    address_type: str | None = None
+    ports: list[_SlicePort | None] | None = None
+    endpoints: list[_Endpoint | None] | None = None
+
+
+class _NodeLabels(_Wire):
+    zone: str | None = json_field(default=None, name="topology.kubernetes.io/zone")
+
+
+class _NodeMeta(_Wire):
+    name: str | None = None
+    deletion_timestamp: str | None = None
+    labels: _NodeLabels | None = None
+
+
+class _Taint(_Wire):
+    key: str | None = None
+
+
+class _NodeSpec(_Wire):
+    pod_cidr: str | None = json_field(default=None, name="podCIDR")
+    pod_cidrs: list[str | None] | None = json_field(default=None, name="podCIDRs")
+    taints: list[_Taint | None] | None = None
+
+
+class _NodeAddress(_Wire):
+    type: str | None = None
+    address: str | None = None
+
+
+class _NodeStatus(_Wire):
+    addresses: list[_NodeAddress | None] | None = None
+
+
+class _Node(_Wire):
+    metadata: _NodeMeta | None = None
+    spec: _NodeSpec | None = None
+    status: _NodeStatus | None = None
+
+
+class _PlainMeta(_Wire):
+    name: str | None = None
+
+
+class _ServiceCIDRSpec(_Wire):
+    cidrs: list[str | None] | None = None
+
+
+class _ServiceCIDR(_Wire):
+    metadata: _PlainMeta | None = None
+    spec: _ServiceCIDRSpec | None = None
+
+
+# Stand-ins for what is absent, so that each rule is written once.
+_NO_SERVICE_META, _NO_SPEC, _NO_SERVICE_PORT = _ServiceMeta(), _ServiceSpec(), _ServicePort()
+_NO_SLICE_META, _NO_SLICE_PORT = _SliceMeta(), _SlicePort()
+_NO_NODE_META, _NO_NODE_SPEC = _NodeMeta(), _NodeSpec()
+
+
+# ------------------------------------------------------------------------------------------------ checks
+
+
+class _BadError(Exception):
+    """A field that cannot be used; becomes `Refused` where the object's key is known."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(field, problem)
+        self.field = field
+        self.problem = problem
+
+
+_REPR: Final = reprlib.Repr()  # looks at a few items of a list, however long it is
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = 100
+
+
+def _show(value: object) -> str:
+    try:
+        text = _REPR.repr(value)
+    except ValueError:  # Python prints no number of more than 4,300 digits
+        text = "..."
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _fail(field: str, problem: str) -> NoReturn:
+    raise _BadError(field, problem)
+
+
+def _at_most(items: list[Any] | None, limit: int, field: str) -> list[Any]:
+    if items is None:
+        return []
+    if len(items) > limit:
+        _fail(field, f"{len(items)} items, at most {limit} are possible")
+    return items
+
+
+def _checked_name(name: str | None, field: str) -> str:
+    if not name:
+        _fail(field, "missing")
+    if len(name) > _MAX_NAME:
+        _fail(field, f"{len(name)} characters, at most {_MAX_NAME} are possible: {_show(name)}")
+    if "/" in name or " " in name or not name.isprintable():
+        _fail(field, f"{_show(name)} is not a name")
+    return intern(name)
+
+
+def _port_name(name: str | None, field: str) -> str:
+    return _checked_name(name, field) if name else ""
+
+
+def _port(number: int | None, field: str) -> int:
+    if number is None:
+        _fail(field, "missing")
+    if not 1 <= number <= 65535:
+        _fail(field, f"{_show(number)} is not a port (1 to 65535)")
+    return number
+
+
+def _optional_port(number: int | None, field: str) -> int:
+    return _port(number, field) if number else 0
+
+
+def _protocol(text: str | None, field: str) -> Protocol:
+    protocol = _PROTOCOLS.get(text)
+    if protocol is None:
+        _fail(field, f"{_show(text)} is not TCP, UDP or SCTP")
+    return protocol
+
+
+def _policy(text: str | None, field: str) -> bool:
+    local = _POLICIES.get(text)
+    if local is None:
+        _fail(field, f"{_show(text)} is not Cluster or Local")
+    return local
+
+
+def _address(text: str | None, field: str, *, link_local: bool = False, special: bool = True) -> str:
+    """A canonical address; `special` refuses what the API refuses too (ValidateNonSpecialIP)."""
+    try:
+        address = canonical_address(text or "")
+    except ValueError as error:
+        _fail(field, str(error))
+    if special:
+        why = _special(inet_pton(AF_INET6 if ":" in address else AF_INET, address), link_local)
+        if why:
+            _fail(field, f"{_show(text)} {why}")
+    return address
+
+
+def _cidrs(texts: Iterable[str | None], field: str) -> tuple[str, ...]:
+    found: dict[str, None] = {}
+    for index, text in enumerate(texts):
+        try:
+            found[canonical_cidr(text or "")] = None
+        except ValueError as error:
+            _fail(f"{field}[{index}]", str(error))
+    return tuple(found)
+
+
+# Tuples that are the same all over a cluster, kept once. Bounded: a cluster where all differ gains nothing.
+_SHARED: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+_T = TypeVar("_T", bound=tuple[Any, ...])
+
+
+def _shared(items: _T) -> _T:
+    if len(_SHARED) > 8192:
+        _SHARED.clear()
+    return _SHARED.setdefault(items, items)  # type: ignore[return-value]
+
+
+# -------------------------------------------------------------------------------------------- the kinds
+
+
+class _Identity(NamedTuple):
+    key: str
+    namespace: str
+    name: str
+
+
+def _namespaced(metadata: _ServiceMeta | _SliceMeta) -> _Identity:
+    namespace = _checked_name(metadata.namespace or "default", "metadata.namespace")
+    name = _checked_name(metadata.name, "metadata.name")
+    return _Identity(f"{namespace}/{name}", namespace, name)
+
+
+def _service(wire: _Service) -> Service | Ignored:
+    metadata = wire.metadata or _NO_SERVICE_META
+    spec = wire.spec or _NO_SPEC
+    key, namespace, name = _namespaced(metadata)
+    if metadata.labels and metadata.labels.proxy_name is not UNSET:
+        return Ignored("Service", key, "label service.kubernetes.io/service-proxy-name: another proxy serves it")
+    kind = spec.type or "ClusterIP"
+    if kind not in _SERVICE_TYPES:
+        _fail("spec.type", f"{_show(kind)} is not one of {', '.join(sorted(_SERVICE_TYPES))}")
+    if kind == "ExternalName":
+        return Ignored("Service", key, "type ExternalName: it is a DNS name alone")
+    texts = [text for text in spec.cluster_ips or () if text] or ([spec.cluster_ip] if spec.cluster_ip else [])
+    if "None" in (spec.cluster_ip, *texts):
+        return Ignored("Service", key, "headless: clusterIP is None, clients connect to pods directly")
+    if not texts:
+        return Ignored("Service", key, "no cluster IP yet")
+    annotations = _annotations(metadata.annotations)
+    ours = dict(annotations)
+    return Service(
+        namespace=namespace,
+        name=name,
+        type=kind,
+        cluster_ips=_cluster_ips(spec),
+        external_ips=_external_ips(spec.external_ips),
+        load_balancer_ips=_load_balancer_ips(wire.status),
+        source_ranges=_cidrs(
+            _at_most(spec.load_balancer_source_ranges, _MAX_ADDRESSES, "spec.loadBalancerSourceRanges"),
+            "spec.loadBalancerSourceRanges",
+        ),
+        ports=_service_ports(spec.ports),
+        external_local=_policy(spec.external_traffic_policy, "spec.externalTrafficPolicy"),
+        internal_local=_policy(spec.internal_traffic_policy, "spec.internalTrafficPolicy"),
+        affinity_seconds=_affinity(spec),
+        health_check_node_port=_optional_port(spec.health_check_node_port, "spec.healthCheckNodePort"),
+        created=metadata.creation_timestamp or "",
+        annotations=annotations,
+        weights=_weights(ours[WEIGHTS]) if WEIGHTS in ours else (),
+        probe=_probe(ours[PROBE]) if PROBE in ours else None,
+    )
+
+
+def _cluster_ips(spec: _ServiceSpec) -> tuple[str, ...]:
+    """One address of each family at most; `clusterIP` repeats the first of `clusterIPs`."""
+    if not spec.cluster_ips:
+        return (_address(spec.cluster_ip, "spec.clusterIP"),)
+    addresses = [_address(text, f"spec.clusterIPs[{index}]") for index, text in enumerate(spec.cluster_ips[:3])]
+    if spec.cluster_ip and _address(spec.cluster_ip, "spec.clusterIP") != addresses[0]:
+        _fail(
+            "spec.clusterIPs[0]", f"{_show(spec.cluster_ips[0])} differs from spec.clusterIP {_show(spec.cluster_ip)}"
+        )
+    families = [family_of(address) for address in addresses]
+    if len(set(families)) < len(families):
+        _fail("spec.clusterIPs", f"{_show(spec.cluster_ips)}: one address of each family is possible")
+    return tuple(addresses)
+
+
+def _external_ips(texts: list[str | None] | None) -> tuple[str, ...]:
+    texts = _at_most(texts, _MAX_ADDRESSES, "spec.externalIPs")
+    return tuple(
+        dict.fromkeys(_address(text, f"spec.externalIPs[{i}]", link_local=True) for i, text in enumerate(texts))
+    )
+
+
+def _load_balancer_ips(status: _ServiceStatus | None) -> tuple[str, ...]:
+    """Those with ipMode VIP, the default; with Proxy, and with a host name, traffic must leave the node (KEP-1860)."""
+    if status is None or status.load_balancer is None:
+        return ()
+    field = "status.loadBalancer.ingress"
+    found: dict[str, None] = {}
+    for index, ingress in enumerate(_at_most(status.load_balancer.ingress, _MAX_ADDRESSES, field)):
+        if ingress and ingress.ip and ingress.ip_mode in (None, "", "VIP"):
+            found[_address(ingress.ip, f"{field}[{index}].ip")] = None
+    return tuple(found)
+
+
+def _service_ports(wire: list[_ServicePort | None] | None) -> tuple[ServicePort, ...]:
+    names: set[str] = set()
+    numbers: set[tuple[str, int, int]] = set()
+    ports = []
+    for index, item in enumerate(_at_most(wire, _MAX_PORTS, "spec.ports")):
+        port, field = item or _NO_SERVICE_PORT, f"spec.ports[{index}]"
+        made = ServicePort(
+            name=_port_name(port.name, f"{field}.name"),
+            protocol=_protocol(port.protocol, f"{field}.protocol"),
+            port=_port(port.port, f"{field}.port"),
+            node_port=_optional_port(port.node_port, f"{field}.nodePort"),
+        )
+        if made.name in names:
+            _fail(f"{field}.name", f"{_show(made.name)} is the name of two ports")
+        for which, number in (("port", made.port), ("nodePort", made.node_port)):
+            if number and (which, made.protocol, number) in numbers:
+                _fail(f"{field}.{which}", f"{number}/{made.protocol.name} is there twice")
+            numbers.add((which, made.protocol, number))
+        names.add(made.name)
+        ports.append(made)
+    return _shared(tuple(ports))
+
+
+def _affinity(spec: _ServiceSpec) -> int:
+    if spec.session_affinity in (None, "", "None"):
+        return 0
+    if spec.session_affinity != "ClientIP":
+        _fail("spec.sessionAffinity", f"{_show(spec.session_affinity)} is not None or ClientIP")
+    config = spec.session_affinity_config
+    seconds = config.client_ip.timeout_seconds if config and config.client_ip else None
+    if seconds is None:
+        return _DEFAULT_AFFINITY
+    if not 1 <= seconds <= _MAX_AFFINITY:
+        _fail("spec.sessionAffinityConfig.clientIP.timeoutSeconds", f"{seconds} is not within 1 to {_MAX_AFFINITY}")
+    return seconds
+
+
+def _annotations(wire: dict[str, object] | None) -> tuple[tuple[str, str], ...]:
+    if not wire:
+        return ()
+    found = []
+    for name, value in wire.items():
+        if name.startswith(ANNOTATIONS):
+            if not isinstance(value, str | None):
+                _fail(f"metadata.annotations[{name}]", f"expected a text, got {_show(value)}")
+            found.append((name, value or ""))
+    return tuple(sorted(found))
+
+
+def _weights(text: str) -> tuple[tuple[str, int], ...]:
+    """Weights of endpoints by address, as in `10.0.1.5=3, fd00::6=0`, sorted."""
+    field = f"metadata.annotations[{WEIGHTS}]"
+    found: dict[str, int] = {}
+    for item in _at_most([item for item in text.split(",") if item.strip()], _MAX_ADDRESSES, field):
+        address, equals, number = (part.strip() for part in item.partition("="))
+        if not equals:
+            _fail(field, f"{_show(item.strip())} is not ADDRESS=WEIGHT, such as 10.0.1.5=3")
+        address = _address(address, field, link_local=True)
+        if not re.fullmatch(r"[0-9]{1,4}", number) or int(number) > _MAX_WEIGHT:
+            _fail(field, f"{_show(number)} is not a weight (0 to {_MAX_WEIGHT}) for {address}")
+        if address in found:
+            _fail(field, f"{address} is there twice")
+        found[address] = int(number)
+    return tuple(sorted(found.items()))
+
+
+def _probe(text: str) -> Probe:
+    """`tcp`, or `http:` and the path."""
+    if text.strip() == "tcp":
+        return Probe()
+    kind, _, path = text.strip().partition(":")
+    if kind != "http" or not re.fullmatch(r"/[!-~]{0,1023}", path):
+        _fail(f"metadata.annotations[{PROBE}]", f"{_show(text)} is not tcp or http:/PATH, such as http:/healthz")
+    return Probe(path)
+
+
+def _slice(wire: _EndpointSlice) -> EndpointSlice | Ignored:
+    metadata = wire.metadata or _NO_SLICE_META
+    key, namespace, name = _namespaced(metadata)
+    labels = metadata.labels
+    if labels is None or not labels.service:
+        return Ignored("EndpointSlice", key, "no label kubernetes.io/service-name: it belongs to no service")
+    if labels.headless is not UNSET:
+        return Ignored("EndpointSlice", key, "label service.kubernetes.io/headless: clients connect to pods directly")
+    if wire.address_type == "FQDN":
+        return Ignored("EndpointSlice", key, "addressType FQDN: names are not proxied")
+    if wire.address_type not in ("IPv4", "IPv6"):
+        problem = f"{_show(wire.address_type)} is not IPv4, IPv6 or FQDN" if wire.address_type else "missing"
+        _fail("addressType", problem)
+    family = 4 if wire.address_type == "IPv4" else 6
+    service = _checked_name(labels.service, "metadata.labels[kubernetes.io/service-name]")
+    endpoints = wire.endpoints
+    return EndpointSlice(
+        namespace,
+        name,
+        intern(f"{namespace}/{service}"),
+        family,
+        _slice_ports(wire.ports),
+        _endpoints(_at_most(endpoints, _MAX_ENDPOINTS, "endpoints"), family) if endpoints else (),
+    )
+
+
+def _slice_ports(wire: list[_SlicePort | None] | None) -> tuple[EndpointPort, ...]:
+    """The ports that have a number; one without means "all ports", which no proxy can join to a service port."""
+    ports = []
+    for index, item in enumerate(_at_most(wire, _MAX_PORTS, "ports")):
+        port = item or _NO_SLICE_PORT
+        if port.port is not None:
+            made = EndpointPort(
+                _port_name(port.name, f"ports[{index}].name"),
+                _protocol(port.protocol, f"ports[{index}].protocol"),
+                _port(port.port, f"ports[{index}].port"),
+            )
+            ports.append(made)
+    return _shared(tuple(ports))
+
+
+# First bytes of addresses that `_special` must look at; all others are ordinary.
+_ODD: Final = {4: frozenset({0, 127, 169, *range(224, 256)}), 6: frozenset({0, 0xFE, 0xFF})}
+
+
+def _endpoints(wire: list[_Endpoint | None], family: int) -> tuple[Endpoint, ...]:
+    """The hot loop: a cluster has a hundred times more endpoints than anything else.
+
+    Only the first address of an endpoint is ever used; an endpoint without any is skipped.
+    """
+    address_family = AF_INET if family == 4 else AF_INET6
+    odd = _ODD[family]
+    found = []
+    for index, endpoint in enumerate(wire):
+        if endpoint is None or not endpoint.addresses:
+            continue
+        address = endpoint.addresses[0]
+        try:
+            packed = inet_pton(address_family, address)
+        except (OSError, ValueError):
+            address = _endpoint_address(address, index, family)
+        else:
+            if packed[0] in odd:
+                address = _endpoint_address(address, index, family)
+            elif family == 6:
+                address = inet_ntop(AF_INET6, packed)
+        node = endpoint.node_name
+        if node:
+            node = intern(node) if len(node) <= _MAX_NAME else _checked_name(node, f"endpoints[{index}].nodeName")
+        else:
+            node = None
+        conditions, hints = endpoint.conditions, endpoint.hints
+        if conditions is None and hints is None:
+            found.append(Endpoint(address, node))
+            continue
+        ready = serving = True
+        terminating = False
+        if conditions is not None:  # nil ready and nil serving mean true, nil terminating false: each on its own
+            ready = conditions.ready is not False
+            serving = conditions.serving is not False
+            terminating = conditions.terminating is True
+        if hints is None:
+            found.append(Endpoint(address, node, ready, serving, terminating))
+        else:
+            zones, nodes = _hint_names(hints.for_zones), _hint_names(hints.for_nodes)
+            found.append(Endpoint(address, node, ready, serving, terminating, zones, nodes))
+    return tuple(found)
+
+
+def _endpoint_address(text: str, index: int, family: int) -> str:
+    field = f"endpoints[{index}].addresses[0]"
+    address = _address(text, field, link_local=True)
+    if family_of(address) != family:
+        _fail(field, f"{_show(text)} is not an IPv{family} address, but addressType is IPv{family}")
+    return address
+
+
+def _hint_names(hints: list[_Hint | None] | None) -> tuple[str, ...]:
+    return _shared(tuple([hint.name for hint in hints if hint and hint.name])) if hints else ()
+
+
+def _node(wire: _Node) -> Node:
+    metadata = wire.metadata or _NO_NODE_META
+    spec = wire.spec or _NO_NODE_SPEC
+    name = _checked_name(metadata.name, "metadata.name")
+    if spec.pod_cidrs:
+        pod_cidrs = _cidrs(_at_most(spec.pod_cidrs, _MAX_ADDRESSES, "spec.podCIDRs"), "spec.podCIDRs")
+    else:
+        pod_cidrs = (_pod_cidr(spec.pod_cidr),) if spec.pod_cidr else ()
+    tainted = any(taint and taint.key == "ToBeDeletedByClusterAutoscaler" for taint in spec.taints or ())
+    return Node(
+        name=name,
+        addresses=_node_addresses(wire.status),
+        pod_cidrs=pod_cidrs,
+        zone=(metadata.labels.zone or "") if metadata.labels else "",
+        eligible=not metadata.deletion_timestamp and not tainted,
+    )
+
+
+def _pod_cidr(text: str) -> str:
+    try:
+        return canonical_cidr(text)
+    except ValueError as error:
+        _fail("spec.podCIDR", str(error))
+
+
+def _node_addresses(status: _NodeStatus | None) -> tuple[str, ...]:
+    """InternalIPs, then ExternalIPs: the order in which kube-proxy looks for the node's IP."""
+    wire = _at_most(status.addresses if status else None, _MAX_ADDRESSES, "status.addresses")
+    return tuple(
+        dict.fromkeys(
+            _address(item.address, f"status.addresses[{index}].address", special=False)
+            for kind in ("InternalIP", "ExternalIP")
+            for index, item in enumerate(wire)
+            if item and item.type == kind
+        )
+    )
+
+
+def _service_cidr(wire: _ServiceCIDR) -> ServiceCIDR:
+    name = _checked_name(wire.metadata.name if wire.metadata else None, "metadata.name")
+    cidrs = wire.spec.cidrs if wire.spec else None
+    return ServiceCIDR(name, _cidrs(_at_most(cidrs, _MAX_ADDRESSES, "spec.cidrs"), "spec.cidrs"))
+
+
+# ------------------------------------------------------------------------------------------- the two doors
+
+
+class _Kind(NamedTuple):
+    wire: type[Any]
+    decoder: msgspec.json.Decoder[Any]
+    build: Callable[[Any], Object | Ignored]
+
+
+_KINDS: Final = {
+    kind: _Kind(wire, msgspec.json.Decoder(wire), build)
+    for kind, wire, build in (
+        ("Service", _Service, _service),
+        ("EndpointSlice", _EndpointSlice, _slice),
+        ("Node", _Node, _node),
+        ("ServiceCIDR", _ServiceCIDR, _service_cidr),
+    )
+}
+
+
+def decode(kind: str, raw: bytes | msgspec.Raw) -> Object | Ignored:
+    """One object from its JSON.
+
+    Args:
+        kind: one of `controller.kubernetes.model.KINDS`; the API leaves it out of the items of a list.
+        raw: the JSON of the object alone, UTF-8.
+
+    Raises:
+        Refused: it is malformed; names object, field and value.
+    """
+    handler = _KINDS[kind]
+    try:
+        wire = handler.decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _refusal(kind, error, _leniently(raw)) from error
+    try:
+        return handler.build(wire)
+    except _BadError as error:
+        raise Refused(kind, _key_of(kind, _leniently(raw)), error.field, error.problem) from None
+
+
+def convert(kind: str, value: object) -> Object | Ignored:
+    """One object from plain dicts and lists, as YAML gives it.
+
+    Raises:
+        Refused: it is malformed; names object, field and value.
+    """
+    handler = _KINDS[kind]
+    try:
+        wire = msgspec.convert(value, handler.wire)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise _refusal(kind, error, value) from error
+    try:
+        return handler.build(wire)
+    except _BadError as error:
+        raise Refused(kind, _key_of(kind, value), error.field, error.problem) from None
+
+
+def _leniently(raw: bytes | msgspec.Raw) -> object:
+    """The document without any types, for messages; UNSET when it is not JSON at all."""
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return UNSET
+
+
+UNNAMED: Final = "(unnamed)"
+
+
+def _key_of(kind: str, document: object) -> str:
+    """The best key that a malformed document allows."""
+    metadata = document.get("metadata") if isinstance(document, dict) else None
+    metadata = metadata if isinstance(metadata, dict) else {}
+    name, namespace = metadata.get("name"), metadata.get("namespace")
+    name = name[:_MAX_NAME] if isinstance(name, str) and name else UNNAMED
+    if kind not in ("Service", "EndpointSlice"):
+        return name
+    return f"{namespace[:_MAX_NAME] if isinstance(namespace, str) and namespace else 'default'}/{name}"
+
+
+# Patterns are texts: few runs meet an error, and compiling costs more of a short run than anything else here.
+_AT: Final = r"(?s)(?P<what>.*?) - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`$"
+_EXPECTED: Final = r"Expected `(?P<types>[^`]+)`, got `[^`]+`"
+_STEP: Final = r"\[(\d+)\]|\.?([^.\[\]]+)"
+_WORDS: Final = {
+    "int": "a whole number",
+    "str": "a text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a mapping",
+}
+
+
+def _refusal(kind: str, error: Exception, document: object) -> Refused:
+    """What msgspec says, as field, value and plain words."""
+    key = _key_of(kind, document)
+    if isinstance(error, RecursionError):
+        return Refused(kind, key, "", "nested too deeply")
+    text = str(error)
+    match = re.match(_AT, text)
+    path = match["path"] if match else ""
+    if match and match["key"]:  # YAML alone can say this
+        return Refused(kind, key, path, "a key that is not a text; write it in quotes")
+    expected = re.match(_EXPECTED, text)
+    if document is UNSET or not expected:
+        return Refused(kind, key, path, match["what"] if match else f"not JSON: {text}")
+    types = [_WORDS.get(name, name) for name in expected["types"].split(" | ") if name != "null"]
+    return Refused(kind, key, path, f"expected {' or '.join(types)}, got {_show(_look_up(document, path))}")
+
+
+def _look_up(document: object, path: str) -> object:
+    value = document
+    for index, name in re.findall(_STEP, path):
+        try:
+            value = value[int(index)] if index else value[name]  # type: ignore[index]
+        except (KeyError, IndexError, TypeError):
+            return value
+    return value

@@ -1,0 +1,249 @@
+"""PURE. Every object that the source told of, and what a change of one makes worth redoing.
+
+The cluster only remembers and says what is dirty; it decides nothing about traffic. Updates that
+change nothing (a node's heartbeat, a slice written again with the same content) are recognised by
+comparing values. Nodes other than this one are not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import msgspec
+
+from controller.kubernetes.model import (
+    KINDS,
+    EndpointSlice,
+    Event,
+    Node,
+    Object,
+    Problem,
+    Removed,
+    Replaced,
+    Service,
+    ServiceCIDR,
+    SourceState,
+    Upserted,
+    key_of,
+    kind_of,
+)
+
+__all__ = ["Cluster", "Dirty"]
+
+
+class Dirty(msgspec.Struct, frozen=True):
+    """What changed since the last look: services by name (None: all of them), and the node's own state."""
+
+    services: frozenset[str] | None = frozenset()
+    node: bool = False
+
+
+class Cluster:
+    """The objects of one source.
+
+    Args:
+        node_name: this node; other Nodes are ignored.
+        kinds: the kinds that the source announced; the state is complete once each was listed.
+    """
+
+    def __init__(self, node_name: str, kinds: Iterable[str] = KINDS) -> None:
+        self._node_name = node_name
+        self._awaited = set(kinds)
+        self._services: dict[str, Service] = {}
+        self._slices: dict[str, EndpointSlice] = {}
+        self._of_service: dict[str, dict[str, EndpointSlice]] = {}
+        self._nodes: dict[str, Node] = {}  # at most this node's
+        self._cidrs: dict[str, ServiceCIDR] = {}
+        self._problems: dict[tuple[str, str], Problem] = {}
+        self._dirty: set[str] | None = None  # None: everything, before the first look
+        self._node_dirty = True
+        self.source_state: SourceState | None = None
+
+    def apply(self, event: Event) -> bool:
+        """Take in one event. True: the table may differ now."""
+        match event:
+            case Upserted():
+                return self._put(event.object)
+            case Removed():
+                self._problems.pop((event.kind, event.key), None)
+                return self._drop(event.kind, event.key)
+            case Replaced():
+                return self._replace(event)
+            case Problem():
+                self._note(event)
+            case SourceState():
+                self.source_state = event
+        return False
+
+    @property
+    def complete(self) -> bool:
+        """Whether every announced kind was listed once: nothing may be programmed before."""
+        return not self._awaited
+
+    @property
+    def awaited(self) -> tuple[str, ...]:
+        """The kinds that were announced and not listed yet, sorted."""
+        return tuple(sorted(self._awaited))
+
+    def take_dirty(self) -> Dirty:
+        """What changed since the last call; the caller now owes the redoing."""
+        services = None if self._dirty is None else frozenset(self._dirty)
+        answer = Dirty(services, self._node_dirty)
+        self._dirty = set()
+        self._node_dirty = False
+        return answer
+
+    @property
+    def services(self) -> Mapping[str, Service]:
+        """All services by `namespace/name`."""
+        return MappingProxyType(self._services)
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """How many service ports there are, each address family's its own, and how many endpoints of ports."""
+        ports = sum(len(service.ports) * max(1, len(service.cluster_ips)) for service in self._services.values())
+        return ports, sum(len(one.endpoints) * max(1, len(one.ports)) for one in self._slices.values())
+
+    def slices_of(self, service: str) -> Collection[EndpointSlice]:
+        """The EndpointSlices of a service, in no particular order."""
+        return self._of_service.get(service, _NO_SLICES).values()
+
+    @property
+    def node(self) -> Node | None:
+        """This node, None while it is unknown."""
+        return self._nodes.get(self._node_name)
+
+    @property
+    def service_cidrs(self) -> tuple[str, ...]:
+        """The CIDRs of all ServiceCIDR objects, sorted, each once."""
+        return tuple(sorted({cidr for one in self._cidrs.values() for cidr in one.cidrs}))
+
+    @property
+    def problems(self) -> Mapping[tuple[str, str], Problem]:
+        """Refused objects by kind and key. A problem stays until it is cleared or its object is gone."""
+        return MappingProxyType(self._problems)
+
+    # One object
+
+    def _put(self, obj: Object) -> bool:
+        match obj:
+            case Service():
+                return self._put_service(obj)
+            case EndpointSlice():
+                return self._put_slice(obj)
+            case Node():
+                return self._put_node(obj)
+            case ServiceCIDR():
+                if self._cidrs.get(obj.name) == obj:
+                    return False
+                self._cidrs[obj.name] = obj
+                self._node_dirty = True
+                return True
+
+    def _put_service(self, service: Service) -> bool:
+        key = f"{service.namespace}/{service.name}"
+        if self._services.get(key) == service:
+            return False
+        self._services[key] = service
+        self._touch(key)
+        return True
+
+    def _put_slice(self, one: EndpointSlice) -> bool:
+        key = f"{one.namespace}/{one.name}"
+        old = self._slices.get(key)
+        if old == one:
+            return False
+        changed = False
+        if old is not None and old.service != one.service:
+            changed = self._unlink(key, old)
+        self._slices[key] = one
+        siblings = self._of_service.get(one.service)
+        if siblings is None:
+            self._of_service[one.service] = {key: one}
+        else:
+            siblings[key] = one
+        return self._touch_if_known(one.service) or changed
+
+    def _put_node(self, node: Node) -> bool:
+        if node.name != self._node_name:
+            return False
+        old = self._nodes.get(node.name)
+        self._nodes[node.name] = node
+        if old is not None and _routing_part(old) == _routing_part(node):
+            return False
+        self._node_dirty = True
+        return True
+
+    def _drop(self, kind: str, key: str) -> bool:
+        old: object
+        match kind:
+            case "Service":
+                old = self._services.pop(key, None)
+                if old is not None:
+                    self._touch(key)
+            case "EndpointSlice":
+                one = self._slices.pop(key, None)
+                return one is not None and self._unlink(key, one)
+            case "Node":
+                old = self._nodes.pop(key, None)
+                self._node_dirty |= old is not None
+            case _:
+                old = self._cidrs.pop(key, None)
+                self._node_dirty |= old is not None
+        return old is not None
+
+    def _unlink(self, key: str, one: EndpointSlice) -> bool:
+        """Take a slice from the service that it belonged to."""
+        siblings = self._of_service[one.service]
+        del siblings[key]
+        if not siblings:
+            del self._of_service[one.service]
+        return self._touch_if_known(one.service)
+
+    def _touch(self, service: str) -> None:
+        if self._dirty is not None:
+            self._dirty.add(service)
+
+    def _touch_if_known(self, service: str) -> bool:
+        """A slice without its Service means nothing yet; the Service will find it when it comes."""
+        if service not in self._services:
+            return False
+        self._touch(service)
+        return True
+
+    # Lists and problems
+
+    def _replace(self, event: Replaced) -> bool:
+        self._awaited.discard(event.kind)
+        stays = {key_of(obj) for obj in event.objects if kind_of(obj) == event.kind} | event.kept
+        for gone in [key for kind, key in self._problems if kind == event.kind and key not in stays]:
+            del self._problems[event.kind, gone]
+        changed = False
+        for key in [key for key in self._held(event.kind) if key not in stays]:
+            changed |= self._drop(event.kind, key)
+        for obj in event.objects:
+            changed |= self._put(obj)
+        return changed
+
+    def _held(self, kind: str) -> Mapping[str, Any]:
+        held: dict[str, Mapping[str, Any]] = {
+            "Service": self._services, "EndpointSlice": self._slices, "Node": self._nodes, "ServiceCIDR": self._cidrs,
+        }  # fmt: skip
+        return held.get(kind, {})
+
+    def _note(self, problem: Problem) -> None:
+        key = (problem.kind, problem.key)
+        if problem.message:
+            self._problems[key] = problem
+        else:
+            self._problems.pop(key, None)
+
+
+_NO_SLICES: Final[dict[str, EndpointSlice]] = {}
+
+
+def _routing_part(node: Node) -> Node:
+    """A Node without what only health checks read."""
+    return Node(node.name, node.addresses, node.pod_cidrs, node.zone)

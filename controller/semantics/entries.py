@@ -1,0 +1,562 @@
+"""PURE. What a Service means on this node: every question of traffic policy is answered here.
+
+In go objects as the API tells them, out come entries of the service table. For each service port the
+endpoints are joined by port name and protocol, and give at most two routes:
+
+- the *cluster* route: ready endpoints anywhere, narrowed by topology hints (KEP-2433, KEP-4444); when
+  none is ready, those that serve while they terminate (KEP-1669);
+- the *local* route: the same for endpoints on this node, weighed on its own and without hints
+  (KEP-2086, KEP-1669).
+
+Which frontend takes which route, for which clients:
+
+    frontend             policy     inside (pods, node)   outside    source replaced for
+    ClusterIP            Cluster    cluster               cluster    all but pods; nobody without detection
+    ClusterIP            Local      local                 local      all but pods; nobody without detection
+    externalIP, LB,      Cluster    cluster               cluster    everybody
+      node port          Local      cluster               local      this node
+
+Where kube-proxy's modes disagree there is one answer, and docs/differences.md lists it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from typing import Final
+
+import msgspec
+
+from controller.kubernetes.model import Endpoint, EndpointSlice, Node, Service, ServicePort
+from dataplane.balancing import canonical
+from dataplane.table import Backend, Detect, Entry, Frontend, Kind, Masquerade, NodeNetwork, Protocol, Route, WhenEmpty
+
+__all__ = [
+    "ALGORITHM_ANNOTATION", "NODE_PORT_KEYWORDS", "HealthCheck", "Settings", "detects", "entries", "family_text",
+    "health_addresses", "health_check", "node_network", "primary_of",
+]  # fmt: skip
+
+ALGORITHM_ANNOTATION: Final = "hybrid-proxy.io/algorithm"
+
+READY: Final = "ready endpoints"
+TERMINATING: Final = "terminating fallback: no endpoint is ready, these still serve"
+NO_ENDPOINTS: Final = "the service has no endpoints"
+NONE_USABLE: Final = "no endpoint is ready, and none serves while it terminates"
+
+
+# As kube-proxy 1.37 has them: this node's own addresses by its Node object, the loopback addresses, every address.
+NODE_PORT_KEYWORDS: Final = ("primary", "localhost", "all")
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """The settings that change what a Service means; names and defaults follow kube-proxy's.
+
+    `node_port_addresses` has CIDRs and `NODE_PORT_KEYWORDS`; empty means primary, but see `health_addresses`.
+    `primary` overrides the node's primary address of its family (kube-proxy's `bindAddress`).
+    `algorithms` are the names that the annotation `hybrid-proxy.io/algorithm` may choose from, `algorithm` is what
+    services without it get; the table has the canonical ones (`dataplane.balancing`).
+    """
+
+    node_name: str = ""
+    detect: Detect = Detect.CLUSTER_CIDR
+    cluster_cidrs: tuple[str, ...] = ()
+    pod_interface: str = ""
+    node_port_addresses: tuple[str, ...] = ()
+    masquerade_all: bool = False
+    masquerade_bit: int = 14
+    external_ips: bool = True
+    algorithm: str = "random"
+    primary: tuple[str, ...] = ()
+    algorithms: frozenset[str] = frozenset({"random"})
+
+
+def family_text(text: str) -> int:
+    """4 or 6 for canonical text of an address or CIDR."""
+    return 6 if ":" in text else 4
+
+
+# The node
+
+
+def node_network(
+    settings: Settings, node: Node | None, interface_addresses: tuple[str, ...], service_cidrs: tuple[str, ...]
+) -> NodeNetwork:
+    """What a mode must know of this node besides the services.
+
+    Args:
+        settings: kube-proxy's settings that matter here.
+        node: this node's own object, None while it is unknown.
+        interface_addresses: addresses on the node's interfaces; empty when they cannot be read, the
+            Node's addresses stand in then.
+        service_cidrs: the ranges that ClusterIPs come from (KEP-1880).
+
+    Raises:
+        ValueError: an address or CIDR is not one.
+    """
+    told = _canonical(node.addresses if node else ())
+    overrides = tuple(a for a in _canonical(settings.primary) if not ip_address(a).is_unspecified)
+    primary = _first_of_each_family(overrides + told)
+    present = _canonical(interface_addresses) or told
+    # A primary address that no interface carries is kept: behind 1:1 NAT it is still the node.
+    addresses = tuple(sorted({a for a in (*present, *primary) if not ip_address(a).is_loopback}))
+    detect, cidrs = _detection(settings, node)
+    return NodeNetwork(
+        name=settings.node_name,
+        primary=primary,
+        addresses=addresses,
+        node_port_addresses=_node_port_addresses(settings.node_port_addresses, primary, addresses),
+        detect=detect,
+        pod_cidrs=cidrs,
+        pod_interface=settings.pod_interface if detect in _BY_INTERFACE else "",
+        service_cidrs=tuple(dict.fromkeys(service_cidrs)),
+        masquerade_bit=settings.masquerade_bit,
+    )
+
+
+_BY_INTERFACE: Final = (Detect.BRIDGE_INTERFACE, Detect.INTERFACE_PREFIX)
+
+
+def _canonical(addresses: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(str(ip_address(a)) for a in addresses))
+
+
+def _first_of_each_family(texts: Iterable[str]) -> tuple[str, ...]:
+    """At most one IPv4 and one IPv6, in this order."""
+    first: dict[int, str] = {}
+    for text in texts:
+        first.setdefault(family_text(text), text)
+    return tuple(first[f] for f in (4, 6) if f in first)
+
+
+def _detection(settings: Settings, node: Node | None) -> tuple[Detect, tuple[str, ...]]:
+    """The kind of detection and its CIDRs; NONE when it lacks what it needs, in both families."""
+    if settings.detect in _BY_INTERFACE:
+        return (settings.detect if settings.pod_interface else Detect.NONE), ()
+    cidrs: tuple[str, ...] = ()
+    if settings.detect is Detect.CLUSTER_CIDR:
+        cidrs = _first_of_each_family(settings.cluster_cidrs)
+    elif settings.detect is Detect.NODE_CIDR and node:
+        cidrs = _first_of_each_family(node.pod_cidrs)
+    return (settings.detect if cidrs else Detect.NONE), cidrs
+
+
+def _node_port_addresses(
+    wanted: tuple[str, ...], primary: tuple[str, ...], addresses: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The node's addresses that serve node ports; loopback and IPv6 link-local never do."""
+    usable = [a for a in map(ip_address, addresses) if not (a.version == 6 and a.is_link_local)]
+    keywords = {word for word in wanted if word in NODE_PORT_KEYWORDS} if wanted else {"primary"}
+    if "all" in keywords:
+        return tuple(map(str, usable))
+    networks = _networks(wanted)
+    # A family without a CIDR is not restricted, as in kube-proxy; a keyword is about both.
+    limited = {4, 6} if keywords else {n.version for n in networks}
+    chosen = primary if "primary" in keywords else ()
+    return tuple(
+        str(a) for a in usable if a.version not in limited or str(a) in chosen or any(a in n for n in networks)
+    )
+
+
+def _networks(wanted: Iterable[str]) -> list[IPv4Network | IPv6Network]:
+    return [ip_network(cidr, strict=False) for cidr in wanted if cidr not in NODE_PORT_KEYWORDS]
+
+
+def detects(network: NodeNetwork, family: int) -> bool:
+    """Whether this node can tell pods of this family from outsiders."""
+    if network.detect is Detect.NONE:
+        return False
+    if network.detect in _BY_INTERFACE:
+        return bool(network.pod_interface)
+    return any(family_text(cidr) == family for cidr in network.pod_cidrs)
+
+
+def primary_of(network: NodeNetwork, family: int) -> str | None:
+    """The node's primary address of a family, None when it has none."""
+    return next((a for a in network.primary if family_text(a) == family), None)
+
+
+# Health-check node ports
+
+
+class HealthCheck(msgspec.Struct, frozen=True):
+    """Where a load balancer asks whether this node has endpoints of a Service, and the answer.
+
+    `local` are pairs of a family that the Service has, and how many addresses are ready on this node.
+    """
+
+    port: int
+    local: tuple[tuple[int, int], ...]
+
+    def local_endpoints(self, family: int) -> int:
+        """How many there are, for somebody who asks at an address of this family.
+
+        The endpoints of a dual-stack Service have an address of each family: they are not counted twice.
+        """
+        counts = dict(self.local)
+        return counts.get(family, max(counts.values(), default=0))
+
+
+def health_check(service: Service, slices: Iterable[EndpointSlice], node_name: str) -> HealthCheck | None:
+    """The health-check node port of a Service: of type LoadBalancer and with externalTrafficPolicy Local alone.
+
+    Endpoints count by address, whatever ports they have, if they are ready and on this node; of copies the best one
+    counts. An address of weight 0 gets no new connections and does not count.
+    """
+    if not (service.health_check_node_port and service.external_local and service.type == "LoadBalancer"):
+        return None
+    families = tuple(dict.fromkeys(family_text(address) for address in service.cluster_ips))
+    best: dict[tuple[int, str, int], Endpoint] = {}
+    for one in slices:
+        for endpoint in one.endpoints:
+            for port in one.ports:
+                key = (one.family, endpoint.address, port.port)
+                held = best.get(key)
+                if held is None or _worth(endpoint, node_name) < _worth(held, node_name):
+                    best[key] = endpoint
+    unused = {address for address, weight in service.weights if not weight}
+    ready = {
+        (family, address)
+        for (family, address, _), endpoint in best.items()
+        if node_name and endpoint.node == node_name and endpoint.ready and address not in unused
+    }
+    return HealthCheck(
+        service.health_check_node_port, tuple((family, sum(f == family for f, _ in ready)) for family in families)
+    )
+
+
+def health_addresses(settings: Settings, network: NodeNetwork) -> tuple[str, ...]:
+    """Where health-check node ports listen; `0.0.0.0` is every address of both families.
+
+    As kube-proxy's iptables mode: at every address unless `node_port_addresses` names some. Load balancers that ask
+    at their own IP (Google Cloud's) depend on it.
+    """
+    wanted = settings.node_port_addresses
+    found = network.node_port_addresses + ((_LOOPBACK,) if "localhost" in wanted else ())
+    if not wanted or not found or "all" in wanted or any(cidr.endswith("/0") for cidr in wanted):
+        return (_EVERYWHERE,)
+    return found
+
+
+_EVERYWHERE: Final = "0.0.0.0"  # noqa: S104 (kube-proxy's default)
+_LOOPBACK: Final = "127.0.0.1"
+
+
+# One service
+
+
+def entries(
+    service: Service,
+    slices: Iterable[EndpointSlice],
+    settings: Settings,
+    node: Node | None,
+    network: NodeNetwork,
+    former: Iterable[Entry] = (),
+) -> tuple[Entry, ...]:
+    """The entries of one service: one for each family that it has a ClusterIP of, and each port.
+
+    Args:
+        service: the service.
+        slices: all its EndpointSlices, in any order, of both families.
+        settings: the same that made `network`.
+        node: this node's own object (its zone decides on zone hints), None while it is unknown.
+        network: the answer of `node_network`.
+        former: the entries of this service before; what is as it was there is the same object, as old and new entries
+            of all services may be in memory together.
+    """
+    slices = list(slices)
+    known = {backend.address: backend for entry in former for backend in entry.serving}
+    algorithm = _algorithm(service, settings)
+    zone = node.zone if node else ""
+    result: list[Entry] = []
+    done: list[int] = []
+    for cluster_ip in service.cluster_ips:
+        family = 6 if ":" in cluster_ip else 4
+        if family in done:
+            continue  # the API allows one of each family
+        done.append(family)
+        mine = [s for s in slices if s.family == family]
+        plain = _all_plain(mine)
+        vips = _Vips(service, cluster_ip, family, settings, network)
+        place = _Place(settings.node_name, zone, vips.policy)
+        for port in service.ports:
+            cluster, local, serving = _routes(port, mine, plain, place, known)
+            if service.weights:
+                cluster, local, serving = _weighted(dict(service.weights), cluster, local, serving)
+            result.append(
+                Entry(
+                    f"{service.namespace}/{service.name}:{port.name or port.port}",
+                    family,
+                    port.protocol,
+                    vips.frontends(port, cluster, local),
+                    serving,
+                    service.affinity_seconds,
+                    algorithm,
+                    service.probe if port.protocol is Protocol.TCP else None,
+                )
+            )
+    return tuple(result)
+
+
+def _algorithm(service: Service, settings: Settings) -> str:
+    for key, value in service.annotations:
+        if key == ALGORITHM_ANNOTATION and value in settings.algorithms:
+            return canonical(value)
+    return canonical(settings.algorithm)
+
+
+class _Vips:
+    """The addresses of one service in one family, and who uses the local route there."""
+
+    __slots__ = ("cluster_ip", "cluster_masquerade", "external", "external_local", "external_masquerade",
+                 "internal_local", "node_ports", "policy", "sources")  # fmt: skip
+
+    def __init__(
+        self, service: Service, cluster_ip: str, family: int, settings: Settings, network: NodeNetwork
+    ) -> None:
+        self.cluster_ip = cluster_ip
+        self.internal_local = service.internal_local
+        self.node_ports = service.type in {"NodePort", "LoadBalancer"}
+        self.external: list[tuple[Kind, str]] = []
+        self.sources: tuple[str, ...] | None = None
+        if service.load_balancer_ips or service.external_ips:
+            self.external = _external(service, cluster_ip, family, settings)
+            if service.source_ranges:
+                self.sources = _sources(service, family, network)
+        self.external_local = service.external_local and (self.node_ports or bool(service.external_ips))
+        if settings.masquerade_all:
+            self.cluster_masquerade = Masquerade.ALWAYS
+        elif detects(network, family):
+            self.cluster_masquerade = _NODE_OR_EXTERNAL
+        else:
+            self.cluster_masquerade = Masquerade.NEVER
+        self.external_masquerade = Masquerade.NODE if self.external_local else Masquerade.ALWAYS
+        self.policy = ""
+        if self.internal_local or self.external_local:
+            self.policy = _LOCAL_POLICY[self.internal_local, self.external_local]
+
+    def frontends(self, port: ServicePort, cluster: Route, local: Route | None) -> tuple[Frontend, ...]:
+        """The frontends of one port."""
+        inner = local if self.internal_local and local is not None else cluster
+        first = Frontend(Kind.CLUSTER_IP, self.cluster_ip, port.port, inner, inner, self.cluster_masquerade)
+        if not self.external and not (self.node_ports and port.node_port):
+            return (first,)
+        outer = local if self.external_local and local is not None else cluster
+        found = [first]
+        for kind, address in self.external:
+            sources = self.sources if kind is Kind.LOAD_BALANCER else None
+            found.append(Frontend(kind, address, port.port, cluster, outer, self.external_masquerade, sources))
+        if self.node_ports and port.node_port:
+            found.append(Frontend(Kind.NODE_PORT, None, port.node_port, cluster, outer, self.external_masquerade))
+        return tuple(found)
+
+
+_NODE_OR_EXTERNAL: Final = Masquerade.NODE | Masquerade.EXTERNAL
+_LOCAL_POLICY: Final = {
+    (True, False): "internalTrafficPolicy Local",
+    (False, True): "externalTrafficPolicy Local",
+    (True, True): "internalTrafficPolicy and externalTrafficPolicy Local",
+}
+
+
+def _external(service: Service, cluster_ip: str, family: int, settings: Settings) -> list[tuple[Kind, str]]:
+    """Load-balancer IPs, then external IPs, of one family, each address once.
+
+    An address that is both is a load-balancer IP: the source ranges must guard it.
+    """
+    found: dict[str, Kind] = {}
+    for address in service.load_balancer_ips:
+        found.setdefault(address, Kind.LOAD_BALANCER)
+    if settings.external_ips:
+        for address in service.external_ips:
+            found.setdefault(address, Kind.EXTERNAL_IP)
+    found.pop(cluster_ip, None)
+    return [(kind, address) for address, kind in found.items() if family_text(address) == family]
+
+
+def _sources(service: Service, family: int, network: NodeNetwork) -> tuple[str, ...] | None:
+    """The CIDRs of one family that may reach the load-balancer IPs; None: everybody.
+
+    Ranges of the other family alone do not restrict this one, nor does any /0. A node with the
+    load-balancer IP on an interface talks to it *from* it: where the node itself is allowed, that is too.
+    """
+    ranges = [r for r in service.source_ranges if family_text(r) == family]
+    if not ranges or any(r.endswith("/0") for r in ranges):
+        return None
+    node_ip = primary_of(network, family)
+    if node_ip is not None:
+        parsed = ip_address(node_ip)
+        if any(parsed in ip_network(r, strict=False) for r in ranges):
+            bits = 32 if family == 4 else 128
+            ranges += [f"{ip}/{bits}" for ip in service.load_balancer_ips if family_text(ip) == family]
+    return tuple(dict.fromkeys(ranges))
+
+
+# One port: endpoints to routes
+
+
+def _all_plain(slices: Sequence[EndpointSlice]) -> bool:
+    """Whether every endpoint is simply ready: no readiness, no hints to weigh."""
+    for one in slices:
+        for e in one.endpoints:
+            if e.terminating or not e.ready or e.zone_hints or e.node_hints:
+                return False
+    return True
+
+
+class _Place(msgspec.Struct, frozen=True):
+    """Where the question is asked: this node, its zone, and the Local policies in force ("": none)."""
+
+    node: str
+    zone: str
+    policy: str
+
+
+def _routes(
+    port: ServicePort,
+    slices: Sequence[EndpointSlice],
+    plain: bool,
+    place: _Place,
+    known: Mapping[str, Backend],
+) -> tuple[Route, Route | None, tuple[Backend, ...]]:
+    """Cluster route, local route (None when no policy asks for it), and all that still serves."""
+    name, protocol = port.name, port.protocol
+    joined = [(s, p.port) for s in slices for p in s.ports if p.protocol == protocol and p.name == name]
+    if plain and len(joined) == 1:
+        backends = _plain_backends(joined[0][0].endpoints, joined[0][1], place.node, known)
+        if backends:
+            local = None
+            if place.policy:
+                here = tuple([b for b in backends if b.local])
+                local = _local_route(here, False, True, place.policy)
+            return Route(backends, WhenEmpty.REJECT, READY), local, backends
+    return _weighed(port, slices, joined, place)
+
+
+def _plain_backends(
+    endpoints: Sequence[Endpoint], number: int, me: str, known: Mapping[str, Backend]
+) -> tuple[Backend, ...] | None:
+    """Sorted backends of one slice, those of this node first; None: an address is there twice."""
+    here = sorted([e.address for e in endpoints if e.node == me]) if me else []
+    away = sorted([e.address for e in endpoints if e.node != me or not me])
+    if len({*here, *away}) != len(endpoints):
+        return None
+    backends = [Backend(a, number, True) for a in here]
+    backends += [Backend(a, number) for a in away]
+    if known:
+        return tuple([old if (old := known.get(new.address)) == new else new for new in backends])
+    return tuple(backends)
+
+
+def _weighed(
+    port: ServicePort, slices: Sequence[EndpointSlice], joined: Sequence[tuple[EndpointSlice, int]], place: _Place
+) -> tuple[Route, Route | None, tuple[Backend, ...]]:
+    """The general case of `_routes`."""
+    me = place.node
+    best: dict[tuple[str, int], Endpoint] = {}
+    for one, number in joined:
+        for endpoint in one.endpoints:
+            key = (endpoint.address, number)
+            held = best.get(key)
+            if held is None or _worth(endpoint, me) < _worth(held, me):
+                best[key] = endpoint
+    pairs = [
+        (endpoint, Backend(address, number, bool(me) and endpoint.node == me))
+        for (address, number), endpoint in best.items()
+    ]
+    pairs.sort(key=lambda pair: (not pair[1].local, pair[1].address, pair[1].port))
+
+    ready = [pair for pair in pairs if pair[0].ready]
+    draining = [pair for pair in pairs if pair[0].serving and pair[0].terminating and not pair[0].ready]
+    # What a route uses is never stale, even when its conditions contradict each other (ready, not serving).
+    serving = tuple([b for e, b in pairs if e.serving or e.ready])
+    if ready:
+        chosen, why = _by_hints(ready, me, place.zone)
+        cluster = Route(tuple([b for _, b in chosen]), WhenEmpty.REJECT, why)
+    elif draining:
+        cluster = Route(tuple([b for _, b in draining]), WhenEmpty.REJECT, TERMINATING)
+    else:
+        cluster = Route((), WhenEmpty.REJECT, _why_none(port, slices, joined, bool(pairs)))
+    if not place.policy:
+        return cluster, None, serving
+    here = tuple([b for _, b in ready if b.local])
+    fallback = not here
+    if fallback:
+        here = tuple([b for _, b in draining if b.local])
+    if not cluster.backends:
+        return cluster, cluster, serving
+    return cluster, _local_route(here, fallback, bool(ready), place.policy), serving
+
+
+def _local_route(here: tuple[Backend, ...], fallback: bool, ready_elsewhere: bool, policy: str) -> Route:
+    """The local route of a service that has endpoints somewhere: nothing here means silence (drop)."""
+    if not here:
+        return Route((), WhenEmpty.DROP, f"{policy}: no endpoint on this node, there are some on others")
+    if not fallback:
+        return Route(here, WhenEmpty.DROP, f"{policy}: endpoints on this node")
+    others = ", others are ready elsewhere" if ready_elsewhere else ""
+    return Route(here, WhenEmpty.DROP, f"{policy}: terminating fallback on this node: none here is ready{others}")
+
+
+def _weighted(
+    weights: Mapping[str, int], cluster: Route, local: Route | None, serving: tuple[Backend, ...]
+) -> tuple[Route, Route | None, tuple[Backend, ...]]:
+    """The same with weights. Weight 0 is out of the routes and serves on: whoever is there may stay."""
+
+    def weigh(backends: tuple[Backend, ...]) -> tuple[Backend, ...]:
+        return tuple([Backend(b.address, b.port, b.local, weights.get(b.address, 1)) for b in backends])
+
+    def narrow(route: Route) -> Route:
+        backends = weigh(route.backends)
+        left = tuple([b for b in backends if b.weight])
+        why = f"{route.why}, but all of weight 0" if backends and not left else route.why
+        return Route(left, route.when_empty, why)
+
+    cluster, known = narrow(cluster), cluster
+    if local is None:
+        return cluster, None, weigh(serving)
+    # As without weights: silence on this node is for clients that find somebody on others.
+    local = cluster if local is known or not cluster.backends else narrow(local)
+    return cluster, local, weigh(serving)
+
+
+def _worth(endpoint: Endpoint, me: str) -> tuple[bool, bool, bool, bool, tuple[str, ...], tuple[str, ...], str]:
+    """Orders copies of one address and port, the best first, so that no order of slices matters.
+
+    An address that a new pod took over from a terminating one counts as the new pod's.
+    """
+    e = endpoint
+    return e.terminating, not e.ready, not e.serving, e.node != me, e.node_hints, e.zone_hints, e.node or ""
+
+
+def _by_hints(ready: list[tuple[Endpoint, Backend]], me: str, zone: str) -> tuple[list[tuple[Endpoint, Backend]], str]:
+    """The ready endpoints that the hints leave, and why these; all or nothing (KEP-2433, KEP-4444)."""
+    ignored = ""
+    node_hinted = sum(1 for e, _ in ready if e.node_hints)
+    if node_hinted == len(ready):
+        chosen = [pair for pair in ready if me and me in pair[0].node_hints]
+        if chosen:
+            return chosen, f"node hints: {me}"
+        ignored = f"no endpoint has a node hint for {me}"
+    elif node_hinted:
+        ignored = f"{len(ready) - node_hinted} of {len(ready)} ready endpoints have no node hint"
+    zone_hinted = sum(1 for e, _ in ready if e.zone_hints)
+    if zone_hinted == len(ready):
+        chosen = [pair for pair in ready if zone and zone in pair[0].zone_hints]
+        if chosen:
+            return chosen, f"zone hints: {zone}"
+        ignored = f"no endpoint has a hint for {zone}" if zone else "this node has no zone label"
+    elif zone_hinted:
+        ignored = f"{len(ready) - zone_hinted} of {len(ready)} ready endpoints have no zone hint"
+    return ready, f"{READY}; topology hints ignored: {ignored}" if ignored else READY
+
+
+def _why_none(
+    port: ServicePort, slices: Sequence[EndpointSlice], joined: Sequence[tuple[EndpointSlice, int]], some: bool
+) -> str:
+    """Why a route has no backend, with the commonest mistake named."""
+    if some:
+        return NONE_USABLE
+    if joined or not any(s.endpoints for s in slices):
+        return NO_ENDPOINTS
+    wanted = f"named {port.name!r}" if port.name else "without a name"
+    return f"no EndpointSlice of the service has a {port.protocol.name} port {wanted}"

@@ -1,0 +1,311 @@
+"""PURE. What happens to one packet on this node, and why, in words.
+
+Walks the very table that a mode programs; nothing is decided here a second time. Destinations are
+looked up in an index that is built once for each table, so that thousands of packets are quick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from typing import Any, Final, Literal
+
+import msgspec
+
+from controller.semantics.entries import detects
+from dataplane.balancing import find
+from dataplane.table import (
+    Detect,
+    Entry,
+    Frontend,
+    Kind,
+    Masquerade,
+    NodeNetwork,
+    Protocol,
+    Route,
+    ServiceTable,
+    WhenEmpty,
+    socket_text,
+)
+
+__all__ = ["Explainer", "Packet", "SourceClass", "Verdict", "explain", "packet_from_dict", "verdict_to_dict"]
+
+SourceClass = Literal["pod", "node", "external"]
+Address = IPv4Address | IPv6Address
+Network = IPv4Network | IPv6Network
+
+_CLASSES: Final[tuple[SourceClass, ...]] = ("pod", "node", "external")
+_PROTOCOLS: Final = {"tcp": Protocol.TCP, "udp": Protocol.UDP, "sctp": Protocol.SCTP}
+_PORTLESS: Final = ("icmp", "icmpv6")
+_BIT: Final = {"pod": Masquerade.POD, "node": Masquerade.NODE, "external": Masquerade.EXTERNAL}
+
+
+class Packet(msgspec.Struct, frozen=True):
+    """The first packet of a flow as this node sees it.
+
+    `protocol` is `tcp`, `udp`, `sctp`, `icmp` or `icmpv6` in any case; `port` has no meaning for the
+    last two. `source_class` says what the source is where its address alone cannot.
+    """
+
+    name: str
+    src: str
+    dst: str
+    port: int
+    protocol: str
+    source_class: SourceClass | None = None
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What happens to a packet.
+
+    `backends` are the candidates as `ip:port`, `service` is the entry's name. `masquerade` is whether
+    the source address becomes the node's, whichever candidate is chosen.
+    """
+
+    name: str
+    verdict: Literal["dnat", "reject", "drop", "untouched"]
+    reason: str
+    backends: tuple[str, ...] = ()
+    masquerade: bool = False
+    service: str | None = None
+
+
+def verdict_to_dict(verdict: Verdict) -> dict[str, Any]:
+    """The row of `explain -o json`."""
+    return {
+        "name": verdict.name,
+        "verdict": verdict.verdict,
+        "backends": list(verdict.backends),
+        "masquerade": verdict.masquerade,
+        "service": verdict.service,
+        "reason": verdict.reason,
+    }
+
+
+def packet_from_dict(row: Mapping[str, Any]) -> Packet:
+    """A packet from one row of a flows file: name, src, dst, port, proto, src_class (optional).
+
+    Raises:
+        ValueError: a field is missing or cannot be used; names the row and the field.
+    """
+    name = str(row.get("name", ""))
+    proto = str(row.get("proto", "")).lower()
+    if proto not in _PROTOCOLS and proto not in _PORTLESS:
+        raise ValueError(f"flow {name!r}: proto: {row.get('proto')!r} is not tcp, udp, sctp, icmp or icmpv6")
+    port = row.get("port", 0 if proto in _PORTLESS else None)
+    if not isinstance(port, int) or isinstance(port, bool) or not 0 <= port <= 65535:
+        raise ValueError(f"flow {name!r}: port: {port!r} is not a number from 0 to 65535")
+    source_class = row.get("src_class")
+    if source_class is not None and source_class not in _CLASSES:
+        raise ValueError(f"flow {name!r}: src_class: {source_class!r} is not pod, node or external")
+    addresses = {}
+    for field in ("src", "dst"):
+        try:
+            addresses[field] = str(ip_address(str(row.get(field, "")).strip()))
+        except ValueError:
+            raise ValueError(f"flow {name!r}: {field}: {row.get(field)!r} is not an IP address") from None
+    return Packet(name, addresses["src"], addresses["dst"], port, proto, source_class)
+
+
+_last: Explainer | None = None
+
+
+def explain(table: ServiceTable, packet: Packet) -> Verdict:
+    """What happens to a packet under a table; remembers the index of the table asked last.
+
+    Raises:
+        ValueError: an address of the packet is not one.
+    """
+    global _last
+    explainer = _last
+    if explainer is None or explainer.table is not table:
+        explainer = _last = Explainer(table)
+    return explainer.explain(packet)
+
+
+class Explainer:
+    """One table, indexed for questions about packets."""
+
+    def __init__(self, table: ServiceTable) -> None:
+        self.table = table
+        self._node = node = table.node
+        self._at: dict[tuple[str | int, int, int], tuple[Entry, Frontend]] = {}
+        self._owner: dict[str, str] = {}  # ClusterIP -> service
+        self._outer: dict[str, tuple[str, Kind]] = {}  # external and load-balancer IP -> service
+        for service, entries in table.services.items():
+            for entry in entries:
+                for frontend in entry.frontends:
+                    key = (frontend.address or entry.family, frontend.port, int(entry.protocol))
+                    self._at[key] = (entry, frontend)
+                    if frontend.kind is Kind.CLUSTER_IP and frontend.address:
+                        self._owner[frontend.address] = service
+                    elif frontend.address:
+                        self._outer.setdefault(frontend.address, (service, frontend.kind))
+        self._own = frozenset((*node.addresses, *node.primary))
+        self._node_port_addresses = frozenset(node.node_port_addresses)
+        self._pods: list[Network] = [ip_network(cidr) for cidr in node.pod_cidrs]
+        self._service_cidrs: list[Network] = [ip_network(cidr) for cidr in node.service_cidrs]
+        self._ranges: dict[str, Network] = {}
+
+    def explain(self, packet: Packet) -> Verdict:
+        """What happens to a packet.
+
+        Raises:
+            ValueError: an address of it is not one.
+        """
+        src, dst = ip_address(packet.src), ip_address(packet.dst)
+        if src.version != dst.version:
+            return Verdict(packet.name, "untouched", f"{src} and {dst} are of different address families.")
+        protocol = _PROTOCOLS.get(packet.protocol.lower())
+        if protocol is not None:
+            found = self._find(str(dst), dst.version, packet.port, protocol)
+            if found is not None:
+                return self._at_frontend(packet, src, dst, *found)
+        return self._elsewhere(packet, dst, protocol)
+
+    def _find(self, dst: str, family: int, port: int, protocol: Protocol) -> tuple[Entry, Frontend] | None:
+        """An address of a service comes before a node port, as in kube-proxy's lookups."""
+        found = self._at.get((dst, port, int(protocol)))
+        if found is None and dst in self._node_port_addresses:
+            found = self._at.get((family, port, int(protocol)))
+        return found
+
+    # No frontend
+
+    def _elsewhere(self, packet: Packet, dst: Address, protocol: Protocol | None) -> Verdict:
+        text = str(dst)
+        what = (
+            f"{socket_text(text, packet.port)}/{protocol.name}" if protocol else f"{packet.protocol.upper()} to {dst}"
+        )
+        owner = self._owner.get(text)
+        if owner is not None:
+            nothing = "the service has no such port" if protocol else "only its ports are served"
+            return Verdict(packet.name, "reject", f"{what}: {dst} is the ClusterIP of {owner}, and {nothing}.")
+        for cidr in self._service_cidrs:
+            if dst in cidr:
+                reason = f"{what}: {dst} is in the service range {cidr}, but it is no service's ClusterIP."
+                return Verdict(packet.name, "drop", reason)
+        other = protocol and self._at.get((dst.version, packet.port, int(protocol)))
+        if other and text in self._own:
+            served = ", ".join(a for a in self._node.node_port_addresses if ip_address(a).version == dst.version)
+            reason = f"{what}: {packet.port} is a node port of {other[0].name}, but node ports are not served at {dst}"
+            return Verdict(packet.name, "untouched", f"{reason} (only at {served or 'no address of this family'}).")
+        outer = self._outer.get(text)
+        if outer is not None and protocol:
+            reason = f"{what}: {dst} is the {outer[1].value} of {outer[0]}, which has no such port; the packet is left"
+            ipvs = "in mode ipvs it is refused, because the address is the node's own there"
+            return Verdict(packet.name, "untouched", f"{reason} alone ({ipvs}).")
+        return Verdict(packet.name, "untouched", f"{what} is no address and port of a service.")
+
+    # A frontend
+
+    def _at_frontend(self, packet: Packet, src: Address, dst: Address, entry: Entry, frontend: Frontend) -> Verdict:
+        given, how = self._classify(packet, src)
+        where = f"{socket_text(str(dst), packet.port)}/{entry.protocol.name}"
+        says = [f"{where} is the {frontend.kind.value} of {entry.name}."]
+        if frontend.sources is not None and not self._allowed(src, frontend.sources):
+            says.append(f"loadBalancerSourceRanges: {src} is not in {', '.join(frontend.sources)}.")
+            return Verdict(packet.name, "drop", " ".join(says), service=entry.name)
+
+        # Without detection a pod is an outsider to every rule, whatever the caller knows about it.
+        told_apart = detects(self._node, entry.family)
+        acts_as: SourceClass = "external" if given == "pod" and not told_apart else given
+        route = frontend.outside if acts_as == "external" else frontend.inside
+        says.append(f"The source {src} is {_A_CLASS[given]} ({how}).")
+        if not told_apart and given != "node" and _detection_matters(frontend):
+            says.append(f"Pods are not told apart from outsiders: {_missing(self._node, entry.family)}.")
+        if frontend.inside is not frontend.outside and acts_as != "external":
+            says.append("externalTrafficPolicy Local does not bind pods and this node.")
+        if not route.backends:
+            return _empty(packet.name, entry, route, says)
+
+        masquerade = bool(frontend.masquerade & _BIT[acts_as])
+        says.append(f"Candidates: {route.why}.")
+        says += _choice(entry, route)
+        if entry.affinity_seconds:
+            says.append(f"A client stays with its backend while it is not idle for {entry.affinity_seconds} s.")
+        selves = sum(1 for backend in route.backends if backend.address == str(src))
+        hairpin = bool(selves) and selves == len(route.backends)
+        says.append(_masquerade_text(frontend, masquerade, acts_as))
+        if hairpin and not masquerade:
+            says[-1] = "The source is its own backend: its address is replaced by the node's (hairpin)."
+        elif selves and not masquerade:
+            says.append("Where the source is chosen as its own backend, its address is replaced (hairpin).")
+        return Verdict(
+            name=packet.name,
+            verdict="dnat",
+            reason=" ".join(says),
+            backends=tuple(socket_text(b.address, b.port) for b in route.backends),
+            masquerade=masquerade or hairpin,
+            service=entry.name,
+        )
+
+    def _classify(self, packet: Packet, src: Address) -> tuple[SourceClass, str]:
+        """What the source is, and how that is known."""
+        if packet.source_class is not None:
+            return packet.source_class, "as given"
+        if src.is_loopback or str(src) in self._own:
+            return "node", "an address of the node"
+        for cidr in self._pods:
+            if src in cidr:
+                return "pod", f"in {cidr}"
+        if self._node.detect in {Detect.BRIDGE_INTERFACE, Detect.INTERFACE_PREFIX}:
+            return "external", "pods are known by their interface, not by an address; give the class to say otherwise"
+        return "external", "neither an address of the node nor in a pod range"
+
+    def _allowed(self, src: Address, sources: tuple[str, ...]) -> bool:
+        return any(src in self._range(cidr) for cidr in sources)
+
+    def _range(self, cidr: str) -> Network:
+        found = self._ranges.get(cidr)
+        if found is None:
+            found = self._ranges[cidr] = ip_network(cidr, strict=False)
+        return found
+
+
+_A_CLASS: Final = {"pod": "a pod", "node": "this node", "external": "outside the cluster"}
+
+
+def _empty(name: str, entry: Entry, route: Route, says: list[str]) -> Verdict:
+    if route.when_empty is WhenEmpty.REJECT:
+        says.append(f"No backend: {route.why}; the client is refused at once.")
+        return Verdict(name, "reject", " ".join(says), service=entry.name)
+    says.append(f"No backend: {route.why}; silence makes clients and load balancers try elsewhere.")
+    return Verdict(name, "drop", " ".join(says), service=entry.name)
+
+
+def _choice(entry: Entry, route: Route) -> list[str]:
+    """What decides among several, where it is not chance alone."""
+    algorithm = find(entry.algorithm)
+    words = algorithm.words if algorithm else "a scheduler of mode ipvs"
+    said = [] if entry.algorithm == "random" else [f"Algorithm {entry.algorithm}: {words}."]
+    if len({backend.weight for backend in route.backends}) > 1:
+        weights = ", ".join(f"{socket_text(b.address, b.port)} {b.weight}" for b in route.backends)
+        said.append(f"Weights: {weights}.")
+    return said
+
+
+def _detection_matters(frontend: Frontend) -> bool:
+    if frontend.kind is Kind.CLUSTER_IP:
+        return frontend.masquerade is not Masquerade.ALWAYS
+    return frontend.inside is not frontend.outside
+
+
+def _missing(node: NodeNetwork, family: int) -> str:
+    """What detection lacks, in one clause."""
+    if node.detect is Detect.NONE:
+        return "detection is off, or lacks its CIDR or interface"
+    return f"{node.detect.value} detection has no IPv{family} CIDR"
+
+
+def _masquerade_text(frontend: Frontend, masquerade: bool, acts_as: SourceClass) -> str:
+    if not masquerade:
+        if frontend.kind is Kind.CLUSTER_IP and frontend.masquerade is Masquerade.NEVER:
+            return "The source address stays: nothing to a ClusterIP is masqueraded without detection of pods."
+        return "The source address stays."
+    if frontend.masquerade is not Masquerade.ALWAYS:
+        whom = "this node" if acts_as == "node" else "what is no pod"
+        return f"The source address is replaced by the node's (masquerade of {whom})."
+    if frontend.kind is Kind.CLUSTER_IP:
+        return "The source address is replaced by the node's (masqueradeAll)."
+    return "The source address is replaced by the node's, so that replies come back this way (policy Cluster)."

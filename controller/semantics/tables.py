@@ -1,0 +1,263 @@
+"""PURE. The next service table from the last one, redoing only what is dirty.
+
+Two services may claim one address and port: a ClusterIP of one is an external IP of the other, or two
+name one load-balancer IP. One of them gets it whatever order they came in (a ClusterIP first, then the
+older service, then the name), the other loses that frontend alone, and gets it back when the winner
+goes. The losers are told in `Builder.conflicts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Final
+
+from controller.kubernetes.model import Node
+from controller.semantics.cluster import Cluster
+from controller.semantics.entries import (
+    HealthCheck,
+    Settings,
+    detects,
+    entries,
+    health_addresses,
+    health_check,
+    node_network,
+)
+from dataplane.table import EMPTY, Entry, Frontend, Kind, NodeNetwork, Protocol, ServiceTable, socket_text
+
+__all__ = ["Builder"]
+
+Key = tuple[str | int, int, Protocol]  # address (or family, for a node port), port, protocol
+Entries = tuple[Entry, ...]
+
+
+class Builder:
+    """Builds table after table from one cluster; holds what must be remembered between them."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._table = EMPTY
+        self._claims = _Claims()
+        self._asked: tuple[Node | None, tuple[str, ...], tuple[str, ...]] | None = None
+        self._basis: object = None
+        self._checks: Mapping[str, HealthCheck] = MappingProxyType({})
+
+    def mean(self, settings: Settings) -> None:
+        """By these settings from the next table on; services that they do not change stay the same objects."""
+        self._settings, self._asked, self._basis = settings, None, None
+
+    @property
+    def health_checks(self) -> Mapping[str, HealthCheck]:
+        """Service -> its health-check node port, as of the last table; the very same object when none changed."""
+        return self._checks
+
+    @property
+    def health_addresses(self) -> tuple[str, ...]:
+        """Where health-check node ports listen."""
+        return health_addresses(self._settings, self._table.node)
+
+    @property
+    def table(self) -> ServiceTable:
+        """The last one built."""
+        return self._table
+
+    @property
+    def conflicts(self) -> Mapping[str, tuple[str, ...]]:
+        """Service -> sentences about its frontends that another service has."""
+        return MappingProxyType(self._claims.lost)
+
+    def build(self, cluster: Cluster, interface_addresses: tuple[str, ...]) -> ServiceTable:
+        """The table of the cluster as it is now; the very same object when nothing changed.
+
+        Args:
+            cluster: its dirty marks are taken.
+            interface_addresses: the addresses on this node's interfaces, empty when they are not known.
+        """
+        dirty = cluster.take_dirty()
+        network = self._network(cluster, interface_addresses)
+        basis = _basis_of(network, cluster.node)
+        names: Iterable[str]
+        if dirty.services is None or basis != self._basis:
+            # In one order, so that two agents with one cluster make one table.
+            names = sorted({*cluster.services, *self._claims.wanted})
+        else:
+            names = dirty.services
+        self._basis = basis
+        self._check(cluster, names)
+        changes = self._claims.update(cluster, {name: self._entries(cluster, name, network) for name in names})
+        return self._next(changes, network)
+
+    def _network(self, cluster: Cluster, interface_addresses: tuple[str, ...]) -> NodeNetwork:
+        asked = (cluster.node, interface_addresses, cluster.service_cidrs)
+        if asked == self._asked:
+            return self._table.node
+        network = node_network(self._settings, *asked)
+        self._asked = asked
+        return network
+
+    def _check(self, cluster: Cluster, names: Iterable[str]) -> None:
+        """Look again at the health-check node ports of these services."""
+        changed: dict[str, HealthCheck | None] = {}
+        for name in names:
+            service = cluster.services.get(name)
+            check = service and health_check(service, cluster.slices_of(name), self._settings.node_name)
+            if check != self._checks.get(name):
+                changed[name] = check or None
+        if changed:
+            checks = {**self._checks, **changed}
+            self._checks = MappingProxyType({name: check for name, check in checks.items() if check is not None})
+
+    def _entries(self, cluster: Cluster, name: str, network: NodeNetwork) -> Entries:
+        service = cluster.services.get(name)
+        if service is None:
+            return ()
+        return entries(
+            service, cluster.slices_of(name), self._settings, cluster.node, network, self._claims.wanted.get(name, ())
+        )
+
+    def _next(self, wanted: Mapping[str, Entries], network: NodeNetwork) -> ServiceTable:
+        last = self._table
+        changed = {name: new for name, new in wanted.items() if last.services.get(name, ()) != new}
+        ports = tuple(sorted({check.port for check in self._checks.values()}))
+        if not changed and network == last.node and ports == last.health_ports:
+            return last
+        services = last.services
+        if changed:
+            services = dict(services)
+            for name, new in changed.items():
+                if new:
+                    services[name] = new
+                else:
+                    del services[name]
+        self._table = ServiceTable(
+            services=services,
+            node=network,
+            generation=last.generation + 1,
+            base=last.generation,
+            changed=frozenset(changed),
+            health_ports=ports,
+        )
+        return self._table
+
+
+def _basis_of(network: NodeNetwork, node: Node | None) -> object:
+    """What entries depend on beside their own service: when it differs, all are redone."""
+    return node.zone if node else "", network.primary, detects(network, 4), detects(network, 6)
+
+
+class _Claims:
+    """Who wants which address and port, and who has it."""
+
+    def __init__(self) -> None:
+        self.wanted: dict[str, Entries] = {}  # by service, before anything is taken away
+        self.lost: dict[str, tuple[str, ...]] = {}
+        self._owner: dict[Key, str] = {}
+        self._rivals: dict[Key, set[str]] = {}  # of the keys with more than one claimant, the owner included
+
+    def update(self, cluster: Cluster, new: Mapping[str, Entries]) -> dict[str, Entries]:
+        """Take new entries of some services in; what they and all that it touches may have now."""
+        contested: set[Key] = set()
+        for name, after in new.items():
+            before = self.wanted.get(name, ())
+            if before:
+                self._release(name, before, contested)
+            if not after:
+                self.wanted.pop(name, None)
+            elif after != before:  # equal ones stay the same objects
+                self.wanted[name] = after
+        for name, after in new.items():
+            self._claim(name, after, contested)
+        touched = set(new)
+        for key in contested:
+            touched |= self._settle(key, cluster)
+        return {name: self._granted(name) for name in touched}
+
+    def _release(self, name: str, entries: Entries, contested: set[Key]) -> None:
+        for key, _ in _keys(entries):
+            rivals = self._rivals.get(key)
+            if rivals is not None:
+                rivals.discard(name)
+                contested.add(key)
+            elif self._owner.get(key) == name:
+                del self._owner[key]
+
+    def _claim(self, name: str, entries: Entries, contested: set[Key]) -> None:
+        for key, _ in _keys(entries):
+            owner = self._owner.setdefault(key, name)
+            if owner != name or key in self._rivals:
+                self._rivals.setdefault(key, {owner}).add(name)
+                contested.add(key)
+
+    def _settle(self, key: Key, cluster: Cluster) -> set[str]:
+        """Give a contested key to the strongest claimant; everybody whose entries may differ now."""
+        rivals = self._rivals.get(key)
+        if rivals is None:
+            return set()
+        if rivals:
+            self._owner[key] = min(rivals, key=lambda name: self._strength(key, name, cluster))
+        else:
+            del self._owner[key]
+        if len(rivals) < 2:
+            del self._rivals[key]
+        return rivals
+
+    def _strength(self, key: Key, name: str, cluster: Cluster) -> tuple[bool, bool, str, str]:
+        """Sorts claimants, the strongest first. A service without a time of creation counts as the newest."""
+        service = cluster.services.get(name)
+        created = service.created if service else ""
+        mine = any(k == key and front.kind is Kind.CLUSTER_IP for k, front in _keys(self.wanted[name]))
+        return not mine, not created, created, name
+
+    def _granted(self, name: str) -> Entries:
+        """The entries of a service without the frontends that others have, the same objects if none is lost."""
+        wanted = self.wanted.get(name, ())
+        taken: set[Key] = set()
+        losses: list[str] = []
+        result: list[Entry] = []
+        for entry in wanted:
+            kept: list[Frontend] = []
+            for frontend in entry.frontends:
+                key = _key(entry, frontend)
+                owner = self._owner[key]
+                if owner != name:
+                    losses.append(f"{_claim_text(entry, frontend)} belongs to {owner}")
+                elif key in taken:
+                    losses.append(f"{_claim_text(entry, frontend)} is also another port of this service")
+                else:
+                    kept.append(frontend)
+                    taken.add(key)
+            if len(kept) == len(entry.frontends):
+                result.append(entry)
+            elif kept:
+                result.append(_with_frontends(entry, kept))
+        if not losses:
+            self.lost.pop(name, None)
+            return wanted
+        self.lost[name] = tuple(losses)
+        return tuple(result)
+
+
+def _key(entry: Entry, frontend: Frontend) -> Key:
+    return frontend.address or entry.family, frontend.port, entry.protocol
+
+
+def _keys(entries: Entries) -> list[tuple[Key, Frontend]]:
+    return [((f.address or e.family, f.port, e.protocol), f) for e in entries for f in e.frontends]
+
+
+def _with_frontends(entry: Entry, frontends: list[Frontend]) -> Entry:
+    return Entry(
+        entry.name, entry.family, entry.protocol, tuple(frontends), entry.serving, entry.affinity_seconds,
+        entry.algorithm, entry.probe,
+    )  # fmt: skip
+
+
+_FAMILY: Final = {4: "IPv4", 6: "IPv6"}
+
+
+def _claim_text(entry: Entry, frontend: Frontend) -> str:
+    if frontend.address is None:
+        where = f"{frontend.port} on {_FAMILY[entry.family]}"
+    else:
+        where = socket_text(frontend.address, frontend.port)
+    return f"{frontend.kind.value} {where} {entry.protocol.name} of {entry.name}"

@@ -1,0 +1,138 @@
+"""The agent's own door: a root-only unix socket, one JSON request a line, one JSON answer a line.
+
+The server's threads only carry questions to the loop, so that everything is answered from one consistent state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import socketserver
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from controller.errors import ControllerError
+from dataplane.kernel.host_paths import in_initial_netns, netns_number
+
+__all__ = ["NoAgentError", "Server", "ask", "socket_path"]
+
+log = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 10.0
+REST_SECONDS = 0.1  # without accepting, when descriptors or memory have run out
+
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class NoAgentError(ControllerError):
+    """Nobody listens at the admin socket."""
+
+
+def socket_path(asked: str) -> Path:
+    """The socket of this network namespace's agent; the default name serves the machine's own namespace."""
+    if asked != ADMIN_SOCKET or in_initial_netns():
+        return Path(asked)
+    return Path(ADMIN_SOCKET).with_name(f"netns-{netns_number()}.sock")
+
+
+def ask(asked: str, command: str, **arguments: Any) -> dict[str, Any]:
+    """One question to the running agent.
+
+    Raises:
+        NoAgentError: there is none.
+        ControllerError: it answered with an error.
+    """
+    path = socket_path(asked)
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(ANSWER_SECONDS)
+            connection.connect(str(path))
+            connection.sendall(msgspec.json.encode({"command": command, **arguments}) + b"\n")
+            line = connection.makefile("rb").readline()
+    except (FileNotFoundError, ConnectionRefusedError) as error:
+        raise NoAgentError(f"no agent listens at {path}") from error
+    except PermissionError as error:
+        raise ControllerError(f"{path}: permission denied; run as root") from error
+    except OSError as error:
+        raise ControllerError(f"{path}: the agent does not answer: {error}") from error
+    if not line:
+        raise ControllerError(f"{path}: the agent closed the connection without an answer")
+    reply: dict[str, Any] = msgspec.json.decode(line)
+    if "failed" in reply:
+        raise ControllerError(str(reply["failed"]))
+    return reply
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    """One question for each connection."""
+
+    timeout = ANSWER_SECONDS
+    server: Server
+
+    def handle(self) -> None:
+        try:
+            request = msgspec.json.decode(self.rfile.readline(1 << 20), type=dict[str, Any])
+            reply = self.server.answer(request)
+        except (msgspec.MsgspecError, TimeoutError) as error:
+            reply = {"failed": str(error) or "no answer in time"}
+        with contextlib.suppress(OSError):  # the asker left
+            self.wfile.write(msgspec.json.encode(reply) + b"\n")
+
+
+class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    """Listens until closed.
+
+    Raises:
+        ControllerError: the socket cannot be made, or another agent listens there.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, path: Path, answer: Answer) -> None:
+        self.answer = answer
+        self.path = path
+        self._stopping = threading.Event()
+        self._clear(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            before = os.umask(0o177)
+            try:
+                super().__init__(str(path), _Handler)
+            finally:
+                os.umask(before)
+        except OSError as error:
+            raise ControllerError(f"--admin-socket {path}: {error.strerror}") from error
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), name="admin", daemon=True)
+        self._thread.start()
+
+    def get_request(self) -> tuple[Any, Any]:
+        """Accept; the socket stays readable when that fails, so a short rest keeps the thread from spinning."""
+        try:
+            return super().get_request()
+        except OSError:
+            self._stopping.wait(REST_SECONDS)
+            raise
+
+    @staticmethod
+    def _clear(path: Path) -> None:
+        """Remove the socket of an agent that is gone."""
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(str(path))
+            except OSError:
+                path.unlink(missing_ok=True)
+                return
+        raise ControllerError(f"--admin-socket {path}: another agent listens there")
+
+    def close(self) -> None:
+        """Stop listening and remove the socket."""
+        self._stopping.set()
+        self.shutdown()
+        self.server_close()
+        self.path.unlink(missing_ok=True)

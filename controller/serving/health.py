@@ -1,0 +1,148 @@
+"""PURE. Whether this proxy and its node are well, and the answers that kubelets and load balancers get.
+
+The rules are kube-proxy's (pkg/proxy/healthcheck; KEP-3836 for the Node, KEP-3458 for what a load balancer asks):
+
+- A family is unwell when a change of it has waited for as long as the time-out, twice the sync period. Further
+  changes do not begin the wait anew. A family that was never programmed is not unwell.
+- `/livez` tells of that alone: what a restart may mend. `/healthz` tells of the Node too: one that is being deleted
+  should get no new connections.
+- A health-check node port tells whether *this* node has endpoints of a Service: ready ones, each address once. Those
+  that terminate do not count, although they still serve what comes.
+
+Three things are ours. A loop that does not turn any more is unwell, whatever waits. `/healthz` is 503 until the first
+table is programmed: a load balancer should not send to a node that knows no Service yet. And it is 503 while something
+is not in place that others removed; that is nothing a restart mends, so `/livez` does not tell of it.
+
+Times are handed in: monotonic seconds for ages, seconds since 1970 for what is told.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Final, NamedTuple
+
+import msgspec
+
+from controller.semantics.entries import HealthCheck
+
+__all__ = ["FAMILIES", "NEVER", "Answer", "Health", "service_answer"]
+
+FAMILIES: Final = {4: "IPv4", 6: "IPv6"}
+NEVER: Final = "0001-01-01T00:00:00Z"  # Go's zero time
+JSON: Final = "application/json"
+NOSNIFF: Final = ("X-Content-Type-Options", "nosniff")
+OK, UNAVAILABLE = 200, 503
+
+
+class Answer(NamedTuple):
+    """One answer of HTTP."""
+
+    code: int
+    body: bytes
+    content_type: str = JSON
+    headers: tuple[tuple[str, str], ...] = (NOSNIFF,)
+
+
+class Health:
+    """What is known of this proxy's health. One thread writes; any may ask, values are replaced and never changed.
+
+    Args:
+        timeout: seconds that a change may wait.
+        families: those that are programmed, 4 and 6.
+        needs_node: a Node that is not there is not eligible. Without an API server there may never be one.
+    """
+
+    def __init__(self, timeout: float, families: Iterable[int] = (4, 6), *, needs_node: bool = True) -> None:
+        self.timeout = timeout
+        self.families = tuple(families)
+        self.node_eligible = not needs_node
+        self.awaited: tuple[str, ...] = ()  # kinds of objects without which nothing is programmed
+        self.asked: Counter[tuple[str, int]] = Counter()  # page and status -> how often
+        self._needs_node = needs_node
+        self._waiting: Mapping[int, float] = {}  # family -> since when the oldest change waits
+        self._updated: Mapping[int, float] = {}
+        self._turned = float("inf")
+        self.damage: tuple[str, ...] = ()  # what others changed of the dataplane and could not be put right yet
+
+    def turned(self, now: float) -> None:
+        """The loop is at work."""
+        self._turned = now
+
+    def queued(self, now: float, family: int | None = None) -> None:
+        """A change came that is still to be programmed; of both families if that is not known."""
+        for one in (family,) if family in self.families else self.families:
+            if one not in self._waiting:
+                self._waiting = {**self._waiting, one: now}
+
+    def updated(self, now: float) -> None:
+        """Everything that came is programmed."""
+        self._waiting = {}
+        self._updated = dict.fromkeys(self.families, now)
+
+    def node(self, eligible: bool | None) -> None:
+        """What the Node says, None: it is not there."""
+        self.node_eligible = not self._needs_node if eligible is None else eligible
+
+    def well(self, now: float) -> bool:
+        """Whether the proxy does its work, whatever the Node says."""
+        return self._timely(now) and not self.damage
+
+    def _timely(self, now: float) -> bool:
+        return all(self._family_well(family, now) for family in self._updated)
+
+    def _family_well(self, family: int, now: float) -> bool:
+        return now - min(self._waiting.get(family, now), self._turned) < self.timeout
+
+    def healthz(self, now: float, wall: float) -> Answer:
+        """The page /healthz."""
+        programmed = bool(self._updated)
+        well = self.well(now) and programmed
+        return self._page("healthz", now, wall, well, well and self.node_eligible, {"nodeEligible": self.node_eligible})
+
+    def livez(self, now: float, wall: float) -> Answer:
+        """The page /livez."""
+        well = self._timely(now)
+        return self._page("livez", now, wall, well, well, {})
+
+    def _page(self, name: str, now: float, wall: float, well: bool, good: bool, more: Mapping[str, bool]) -> Answer:
+        updated = self._updated
+        # As in releases of kube-proxy in which every turn of its loop counted as an update.
+        last = rfc3339(wall) if good else rfc3339(wall - now + max(updated.values())) if updated else NEVER
+        body: dict[str, object] = {"lastUpdated": last, "currentTime": rfc3339(wall), **more, "healthy": well}
+        if updated:
+            body["status"] = {
+                FAMILIES[family]: {"lastUpdated": rfc3339(wall - now + at), "healthy": self._family_well(family, now)}
+                for family, at in sorted(updated.items())
+            }
+        elif self.awaited:
+            body["waitingFor"] = self.awaited
+        code = OK if good else UNAVAILABLE
+        self.asked[name, code] += 1
+        return Answer(code, msgspec.json.encode(body))
+
+
+def rfc3339(wall: float) -> str:
+    """A time as Go's JSON has it, in UTC."""
+    return f"{datetime.fromtimestamp(wall, UTC):%Y-%m-%dT%H:%M:%S.%f}Z"
+
+
+def service_answer(service: str, check: HealthCheck, family: int, *, well: bool) -> Answer:
+    """What a Service's health-check node port says, on whatever path.
+
+    Args:
+        service: `namespace/name`.
+        check: the Service's endpoints on this node.
+        family: of the address that was asked, 4 or 6.
+        well: whether this proxy does its work (`Health.well`).
+    """
+    namespace, _, name = service.partition("/")
+    count = check.local_endpoints(family)
+    body = {
+        "service": {"namespace": namespace, "name": name},
+        "localEndpoints": count,
+        "serviceProxyHealthy": well,
+    }
+    headers = (NOSNIFF, ("X-Load-Balancing-Endpoint-Weight", str(count)))
+    return Answer(OK if count and well else UNAVAILABLE, msgspec.json.encode(body), JSON, headers)

@@ -1,0 +1,194 @@
+"""What this agent serves by HTTP, and where: health, metrics, and the health-check node ports of Services.
+
+    healthz_bind_address   /healthz /livez                            for load balancers and the kubelet
+    metrics_bind_address   /metrics /healthz /proxyMode /configz      for Prometheus and people
+    each health-check node port, at any path                          for the load balancer of one Service
+
+Paths and answers are kube-proxy's. Its pages for debugging a Go program (/debug/pprof) have no counterpart here; with
+`enable_profiling` there is /debug/threads, which tells what each thread does.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from controller.errors import ConfigError
+from controller.kubernetes.events import Log, node, service
+from controller.semantics.entries import HealthCheck
+from controller.serving.figures import Figures
+from controller.serving.health import NOSNIFF, OK, UNAVAILABLE, Answer, Health, service_answer
+from controller.serving.web import TEXT, Page, Site, Web
+from controller.settings.config import Config
+
+if TYPE_CHECKING:
+    from controller.serving.metrics import Metrics
+
+__all__ = ["Pages"]
+
+log = logging.getLogger(__name__)
+
+HEALTH, METRICS = "--healthz-bind-address", "--metrics-bind-address"
+_REASONS: Final = {HEALTH: "FailedToStartProxierHealthcheck", METRICS: "FailedToStartMetricServer"}
+
+
+class Pages:
+    """The pages of one agent.
+
+    Args:
+        config: where, and what else is told.
+        health: of the proxy.
+        figures: what the loop counts.
+        ask: a question to the loop, as at the admin socket; waits for the answer.
+        in_effect: the configuration in effect, as documents.
+        events: where a socket that cannot be opened is told.
+        end: called when the agent must end, because `bind_address_hard_fail` says so.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        health: Health,
+        figures: Figures,
+        ask: Callable[[dict[str, Any]], dict[str, Any]],
+        in_effect: Callable[[], list[dict[str, Any]]],
+        events: Log,
+        end: Callable[[Exception], None],
+    ) -> None:
+        self._config = config
+        self._health = health
+        self._figures = figures
+        self._ask = ask
+        self._in_effect = in_effect
+        self._events = events
+        self._end = end
+        self._metrics: Metrics | None = None
+        self._checks: Mapping[str, HealthCheck] = {}
+        self._addresses: tuple[str, ...] = ()
+        self._own = dict(self._own_sites())
+        self.mode = config.mode  # the one that serves, when that is known
+        self._web = Web(self._failed)
+        self._web.follow(self._own)
+
+    def close(self) -> None:
+        """Serve nothing any more."""
+        self._web.close()
+
+    def follow(self, checks: Mapping[str, HealthCheck], addresses: tuple[str, ...]) -> None:
+        """Serve the health-check node ports of these Services, by `namespace/name`, at these addresses."""
+        before, self._checks = self._checks, checks
+        if addresses == self._addresses and _ports(before) == _ports(checks):
+            return
+        self._addresses = addresses
+        self._web.follow(self._own | self._check_sites())
+
+    def configure(self, config: Config) -> None:
+        """Serve as another configuration says; what listens at the same address and port stays."""
+        self._config = config
+        self._own = dict(self._own_sites())
+        self._web.follow(self._own | self._check_sites())
+
+    def status(self) -> dict[str, Any]:
+        """How many health-check node ports are served, and why others are not; for `status`."""
+        troubles = self._web.troubles
+        return {
+            "served": sum(1 for name in self._web.served if name not in self._own),
+            "failed": {name: trouble for name, trouble in troubles.items() if name not in self._own},
+            "listeners": {name: trouble for name, trouble in troubles.items() if name in self._own},
+        }
+
+    # Sites
+
+    def _check_sites(self) -> dict[str, Site]:
+        return {
+            name: Site(
+                f"the health check of service {name}", self._addresses, check.port, {"*": self._check_page(name)}
+            )
+            for name, check in self._checks.items()
+        }
+
+    def _own_sites(self) -> dict[str, Site]:
+        sites = {}
+        if (place := self._config.healthz_bind_address) is not None:
+            pages = {"/healthz": Page(self._healthz), "/livez": Page(self._livez)}
+            sites[HEALTH] = Site("health", (place.address,), place.port, pages)
+        if (place := self._config.metrics_bind_address) is not None:
+            pages = {
+                "/metrics": Page(self._metrics_page, slow=True),
+                "/healthz": Page(lambda *_: _text("ok")),
+                "/proxyMode": Page(lambda *_: _text(self.mode)),
+                "/configz": Page(lambda *_: Answer(OK, self._configz()), slow=True),
+            }
+            if self._config.enable_profiling:
+                pages["/debug/threads"] = Page(lambda *_: _text(_threads()))
+            sites[METRICS] = Site("metrics", (place.address,), place.port, pages)
+        return sites
+
+    def _failed(self, key: str, trouble: str) -> None:
+        if key not in _REASONS:
+            note = f"node {self._config.settings.node_name}: {trouble}"
+            self._events.event(service(key), "Warning", "FailedToStartServiceHealthcheck", "Listen", note)
+            return
+        about = node(self._config.settings.node_name)
+        if self._config.bind_address_hard_fail:
+            self._events.event(about, "Warning", _REASONS[key], "StartProxy", trouble)
+            self._end(ConfigError(f"{key}: {trouble}; --bind-address-hard-fail says to end then"))
+        elif key == HEALTH:
+            self._events.event(about, "Warning", _REASONS[key], "StartProxy", trouble)
+
+    # Pages
+
+    def _healthz(self, *_: object) -> Answer:
+        return self._health.healthz(time.monotonic(), time.time())
+
+    def _livez(self, *_: object) -> Answer:
+        return self._health.livez(time.monotonic(), time.time())
+
+    def _check_page(self, name: str) -> Page:
+        def make(family: int, _: str) -> Answer:
+            check = self._checks.get(name)
+            if check is None:  # a moment before its socket is closed
+                return Answer(UNAVAILABLE, b"")
+            return service_answer(name, check, family, well=self._health.well(time.monotonic()))
+
+        return Page(make)
+
+    def _metrics_page(self, _: int, accept: str) -> Answer:
+        if self._metrics is None:
+            from controller.serving.metrics import Metrics  # 1.5 MB that an agent without Prometheus does without
+
+            self._metrics = Metrics(
+                lambda: self._ask({"command": "status"}),
+                lambda: self._ask({"command": "traffic"}).get("rows", []),
+                self._figures, self._health,
+            )  # fmt: skip
+        body, content_type = self._metrics.page(accept)
+        return Answer(OK, body, content_type, ())
+
+    def _configz(self) -> bytes:
+        """Documents by the group of their apiVersion, as kube-proxy has its own."""
+        made = self._in_effect()
+        return msgspec.json.encode({document["apiVersion"].partition("/")[0]: document for document in made})
+
+
+def _ports(checks: Mapping[str, HealthCheck]) -> dict[str, int]:
+    return {name: check.port for name, check in checks.items()}
+
+
+def _text(text: str) -> Answer:
+    return Answer(OK, text.encode(), TEXT, (NOSNIFF,))
+
+
+def _threads() -> str:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = sys._current_frames()  # noqa: SLF001 (documented; there is no other way)
+    return "\n".join(
+        f"{names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}" for ident, frame in stacks.items()
+    )

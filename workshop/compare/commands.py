@@ -1,0 +1,229 @@
+"""`hybrid-proxy compare`."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from controller.agent.modes import survey
+from controller.errors import ConfigError, ControllerError
+from controller.settings.config import MODES
+from dataplane.mode import Options
+from workshop.compare import objects
+from workshop.compare.findings import Findings, Report, findings
+from workshop.compare.live import Live, look
+from workshop.compare.loads import TOOLS
+from workshop.compare.machine import describe, missing_tools
+from workshop.compare.markdown import markdown
+from workshop.compare.measure import carry_out
+from workshop.compare.plan import Settings, steps
+from workshop.compare.progress import progress
+from workshop.compare.result import Cell, ModeState, Run
+from workshop.compare.stand import Stand, forsaken, stand
+from workshop.compare.state import State, opened
+from workshop.lab.network import Lab
+
+__all__ = ["main"]
+
+STATE: Final = "compare-state"  # folder, where no report says a name
+_MOST: Final = {"backends": 100, "rounds": 100, "turns": 20, "seconds": 600, "changes": 1000}
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measure what is not measured yet, and report.
+
+    Raises:
+        ControllerError: it cannot be done here; says what to do.
+        ConfigError: a flag cannot be used.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # labs are removed, whoever ends it
+    if args.report and not args.report.endswith(".html"):
+        raise ConfigError(
+            f"--report {args.report}: name a file that ends in .html; .md and .json are written beside it"
+        )
+    render = _renderer() if args.report else None  # a missing library is told before an hour of measuring
+    run = _read(Path(args.measured)) if args.measured else _measured(args)
+    found = findings(run)
+    if render is not None:
+        path = Path(args.report)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(render(run, found))
+        path.with_suffix(".md").write_text(markdown(run, found))
+        path.with_suffix(".json").write_bytes(msgspec.json.encode(Report(run, found)) + b"\n")
+        print(f"compare  the report is {path}", file=sys.stderr)
+    if args.output == "json":
+        print(msgspec.json.format(msgspec.json.encode(Report(run, found)), indent=1).decode())
+    else:
+        standings = [standing.sentence(run.settings.modes[0]) for standing in found.standings]
+        print("\n".join([*found.summary, *standings, *found.warnings]))
+    return 0
+
+
+def _renderer() -> Callable[[Run, Findings], str]:
+    try:
+        from workshop.compare.html import html
+    except ImportError as error:
+        raise ControllerError(
+            f"--report needs {error.name}, which this installation does not have: pip install 'hybrid-proxy[compare]'; "
+            "without --report, -o json keeps everything for `compare --from`"
+        ) from error
+    return html
+
+
+def _read(path: Path) -> Run:
+    """The run in a report's JSON, or in the folder of a run that may not be finished.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if path.is_dir():
+        run = State(path).load()
+        if run is None:
+            raise ConfigError(f"--from {path}: no run of compare is there")
+        return run
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Report).run
+    except OSError as error:
+        raise ConfigError(f"--from {path}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"--from {path}: no report of compare: {error}") from error
+
+
+def _measured(args: argparse.Namespace) -> Run:
+    if os.geteuid() != 0:
+        raise ControllerError("compare needs root: it makes network namespaces, or reads what is programmed here")
+    live = look(args.live, args.admin_socket) if args.live else None
+    settings = _settings(args, live)
+    report = Path(args.report) if args.report else None
+    folder = Path(args.state) if args.state else report.with_suffix(".state") if report else Path(STATE)
+    with opened(folder) as state:
+        run = None if args.fresh else state.load()
+        if run is None:
+            run = _new(settings)
+            state.begin(run)
+        elif run.settings != settings:
+            raise ConfigError(
+                f"--state {folder}: has a run with other settings ({_differences(run.settings, settings)}): "
+                "repeat those, name another folder, or begin again with --fresh"
+            )
+        try:
+            return _go_on(run, state, live)
+        except KeyboardInterrupt:
+            done = len((state.load() or run).cells)
+            print(f"\nInterrupted: {done} of {run.planned} measurements are in {folder}. "
+                  "The same command goes on from there.", file=sys.stderr)  # fmt: skip
+            raise
+
+
+def _settings(args: argparse.Namespace, live: Live | None) -> Settings:
+    number = {name: _number(f"--{name}", getattr(args, name), 1, most) for name, most in _MOST.items()}
+    rounds, seconds = number["rounds"], number["seconds"]
+    if live is not None:
+        if not args.path.startswith("/"):
+            raise ConfigError(f"--path {args.path}: begins with /")
+        return Settings(
+            (live.mode,),
+            (live.services,),
+            0,
+            rounds,
+            seconds,
+            0,
+            one_cpu=False,
+            live=args.live,
+            path=args.path,
+            turns=number["turns"],
+        )
+    modes = tuple(dict.fromkeys(filter(None, args.modes.split(","))))
+    for mode in modes:
+        if mode not in MODES:
+            raise ConfigError(f"--modes: {mode!r} is none of {', '.join(MODES)}")
+    sizes = tuple(_number("--services", text, objects.FEWEST + 1, 60_000) for text in args.services.split(","))
+    if not modes:
+        raise ConfigError("--modes: names no mode")
+    return Settings(
+        modes, sizes, number["backends"], rounds, seconds, number["changes"],
+        one_cpu=not args.all_cpus, turns=number["turns"],
+    )  # fmt: skip
+
+
+def _number(flag: str, text: str, least: int, most: int) -> int:
+    if not text.strip().isdigit() or not least <= int(text) <= most:
+        raise ConfigError(f"{flag}: {text!r} is not a number from {least} to {most:,}")
+    return int(text)
+
+
+def _differences(one: Settings, other: Settings) -> str:
+    fields = Settings.__struct_fields__
+    return ", ".join(f"{name} {getattr(one, name)}" for name in fields if getattr(one, name) != getattr(other, name))
+
+
+def _new(settings: Settings) -> Run:
+    lacking = missing_tools()
+    for reason in lacking.values():
+        print(f"compare  {reason}", file=sys.stderr)
+    if len(lacking) == len(TOOLS):
+        print("compare  no traffic is measured, only starts, changes and memory", file=sys.stderr)
+    modes = (ModeState(settings.modes[0], True),) if settings.live else tuple(_tried(settings.modes))
+    works = tuple(state.mode for state in modes if state.works)
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return Run(now, settings, describe(), modes, (), sum(1 for _ in steps(settings, works)))
+
+
+def _tried(modes: tuple[str, ...]) -> list[ModeState]:
+    """Each mode tried in a namespace of its own for what it needs."""
+    forsaken()
+    with Lab(f"cmp{os.getpid()}x0", 0) as lab, lab.inside("node"):
+        found = {row["mode"]: row["missing"] for row in survey(Options(cgroup=str(lab.cgroup)))}
+    told = {mode: found.get(mode, "this installation does not have it") for mode in modes}
+    return [ModeState(mode, not missing, missing) for mode, missing in told.items()]
+
+
+def _go_on(run: Run, state: State, live: Live | None) -> Run:
+    done = {cell.step.key for cell in run.cells}
+    left = [step for step in steps(run.settings, run.works) if step.key not in done]
+    lacking = missing_tools()
+    cells = list(run.cells)
+    broken = {(cell.step.mode, cell.step.size): cell for cell in cells if _gives_up(cell)}
+    with progress(run.planned, len(done)) as told:
+        for size, group in itertools.groupby(left, key=lambda step: step.size):
+            todo = list(group)
+            with ExitStack() as stack:
+                stands = {} if live else _stands(stack, run.settings, size, {step.mode for step in todo})
+                for step in todo:
+                    told.begins(step)
+                    known = broken.get((step.mode, step.size))
+                    if known is not None:  # a mode that does not start is not tried in every round
+                        cell = Cell(step, 0.0, missing=known.missing)
+                    elif live is not None:
+                        cell = live.carry_out(step, run.settings, lacking)
+                    else:
+                        cell = carry_out(step, stands[step.mode], stands[""], lacking)
+                    if _gives_up(cell):
+                        broken[step.mode, step.size] = cell
+                    state.add(cell)
+                    cells.append(cell)
+                    told.ends(cell)
+    return msgspec.structs.replace(run, cells=tuple(cells))
+
+
+def _gives_up(cell: Cell) -> bool:
+    """Whether the mode did not start in the first round: then it will not in the others."""
+    return "all" in cell.missing and cell.step.round == 0
+
+
+def _stands(stack: ExitStack, settings: Settings, size: int, modes: set[str]) -> dict[str, Stand]:
+    """A lab for each mode, and one without a proxy, side by side for all rounds of one size."""
+    wanted: list[tuple[str, str | None]] = [("", None), *((mode, mode) for mode in settings.modes if mode in modes)]
+    return {
+        name: stack.enter_context(stand(number, settings, mode, size)) for number, (name, mode) in enumerate(wanted)
+    }

@@ -1,0 +1,50 @@
+"""How much a mode has put into the kernel of a lab's node: rules, and entries of maps, sets and tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from workshop.lab.network import Lab
+
+__all__ = ["programmed"]
+
+_SAVE = ("iptables-save", "ip6tables-save")
+
+
+def programmed(lab: Lab, mode: str, status: dict[str, Any]) -> dict[str, float]:
+    """The metrics `rules` and `entries`, read from the kernel; mode ebpf's from the agent, who counts its maps."""
+    if mode == "ebpf":
+        maps = status["dataplane"]["maps"]
+        return {"rules": 0, "entries": sum(known.get("used", 0) for known in maps.values())}
+    rules, entries = _saved(lab) if mode in ("iptables", "ipvs") else _listed(lab)
+    return {"rules": rules, "entries": entries + (_ipvs(lab) if mode == "ipvs" else 0)}
+
+
+def _saved(lab: Lab) -> tuple[int, int]:
+    texts = [lab.run("node", [program], timeout=120).stdout for program in _SAVE]
+    return sum(line.startswith("-A ") for text in texts for line in text.splitlines()), 0
+
+
+def _listed(lab: Lab) -> tuple[int, int]:
+    from dataplane.kernel import nft
+
+    with lab.inside("node"):
+        objects = nft.query("list ruleset")
+    rules = sum("rule" in each for each in objects)
+    held = (each.get("map") or each.get("set") or {} for each in objects)
+    return rules, sum(len(each.get("elem", ())) for each in held)
+
+
+def _ipvs(lab: Lab) -> int:
+    from dataplane.kernel.ipset import Ipsets
+    from dataplane.kernel.ipvs import Ipvs
+
+    with lab.inside("node"):
+        sets, servers = Ipsets(), Ipvs()
+    try:
+        elements = sum(len(sets.elements(name)) for name in sets.names(""))
+        virtual = servers.servers()
+        return elements + len(virtual) + sum(len(servers.destinations(server)) for server in virtual)
+    finally:
+        sets.close()
+        servers.close()

@@ -1,0 +1,281 @@
+"""From measurements to rows and sentences: which mode, by how much, how sure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from workshop.compare.plan import METRICS, Metric
+from workshop.compare.result import Cell, Run
+from workshop.compare.stats import SURE, Estimate, Verdict, estimate, judge, ratios, spread
+
+__all__ = ["NOISY", "Findings", "Noise", "Report", "Row", "Standing", "findings", "shown"]
+
+NOISY: Final = 0.10  # a control that spreads further than this part of its median tells of a busy machine
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One metric of one mode with one number of services.
+
+    Args:
+        metric: its name.
+        mode: which.
+        size: number of services.
+        value: in the metric's unit.
+        control: of the plain pod address, in the metric's unit.
+        ratio: value / control, each pair of one round.
+        lead: the first mode / this one, in times of their controls where there are any; None for the first itself.
+        verdict: of the first mode against this one.
+        missing: why there is no value.
+    """
+
+    metric: str
+    mode: str
+    size: int
+    value: Estimate | None
+    control: Estimate | None = None
+    ratio: Estimate | None = None
+    lead: Estimate | None = None
+    verdict: Verdict = ""
+    missing: str = ""
+
+
+class Noise(msgspec.Struct, frozen=True):
+    """How far the control of a metric spreads: the middle half of its measurements, as a part of their median."""
+
+    metric: str
+    size: int
+    spread: float
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """How the first mode stands against another one with one number of services.
+
+    Args:
+        mode: the other one.
+        size: number of services.
+        ahead: metrics in which the first is ahead, each with the first in times of the other.
+        behind: those in which it is behind.
+        even: those in which the interval does not rule out that they are the same.
+        sure: probability with which the least sure interval holds.
+    """
+
+    mode: str
+    size: int
+    ahead: tuple[str, ...]
+    behind: tuple[str, ...]
+    even: tuple[str, ...]
+    sure: float
+
+    def sentence(self, first: str) -> str:
+        """`ebpf against nftables, 1,000 services: ahead in 8 of 11, behind in time to start 2.10 ×`."""
+        parts = [f"ahead in {len(self.ahead)} of {len(self.ahead) + len(self.behind) + len(self.even)}"]
+        parts += [f"behind in {', '.join(self.behind)}"] if self.behind else []
+        parts += [f"not told apart in {', '.join(self.even)}"] if self.even else []
+        return f"{first} against {self.mode}, {self.size:,} services: {'; '.join(parts)}."
+
+
+class Findings(msgspec.Struct, frozen=True):
+    """All rows, and what they come to: `standings` and sentences, `warnings` beside them."""
+
+    rows: tuple[Row, ...]
+    noise: tuple[Noise, ...]
+    standings: tuple[Standing, ...]
+    summary: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    def row(self, metric: str, mode: str, size: int) -> Row | None:
+        """The row of that metric, mode and size."""
+        return next((r for r in self.rows if (r.metric, r.mode, r.size) == (metric, mode, size)), None)
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What `-o json` prints: every measurement, and what they come to."""
+
+    run: Run
+    findings: Findings
+
+
+def findings(run: Run) -> Findings:
+    """What a run comes to, finished or not."""
+    rows = tuple(_row(run, metric, mode, size) for size, metric, mode in _all(run))
+    noise = tuple(_noise(run))
+    standings = tuple(_standings(run, rows))
+    return Findings(rows, noise, standings, tuple(_summary(run, rows)), tuple(_warnings(run, rows, noise, standings)))
+
+
+def _all(run: Run) -> Iterator[tuple[int, Metric, str]]:
+    for size in run.settings.sizes:
+        for metric in METRICS:
+            # Of a live service nobody knows which processes serve it: there is no cost of them alone.
+            if not run.settings.live or (metric.load in ("connections", "requests") and "_cost" not in metric.name):
+                for mode in run.settings.modes:
+                    yield size, metric, mode
+
+
+def _cells(run: Run, metric: Metric, mode: str, size: int) -> dict[int, Cell]:
+    """By round."""
+    kinds = {metric.kind, "live"} if metric.load else {metric.kind}
+    return {
+        cell.step.round: cell
+        for cell in run.cells
+        if (cell.step.mode, cell.step.size) == (mode, size) and cell.step.kind in kinds
+    }
+
+
+def _row(run: Run, metric: Metric, mode: str, size: int) -> Row:
+    state = next((known for known in run.modes if known.mode == mode), None)
+    if state is not None and not state.works:
+        return Row(metric.name, mode, size, None, missing=f"mode {mode} does not work here: {state.missing}")
+    cells = _cells(run, metric, mode, size)
+    value = estimate([cell.values[metric.name] for cell in cells.values() if metric.name in cell.values])
+    if value is None:
+        return Row(metric.name, mode, size, None, missing=_why(run, metric, cells, mode, size))
+    controls = [cell.controls[metric.name] for cell in cells.values() if metric.name in cell.controls]
+    own = _relative(metric, cells)
+    first = run.settings.modes[0]
+    lead = None
+    if mode != first:
+        theirs = _relative(metric, _cells(run, metric, first, size))
+        both = sorted(own.keys() & theirs.keys())
+        lead = estimate(ratios([theirs[n] for n in both], [own[n] for n in both]))
+    ratio = estimate(list(own.values())) if metric.control else None
+    return Row(metric.name, mode, size, value, estimate(controls), ratio, lead, judge(lead, metric.better))
+
+
+def _relative(metric: Metric, cells: Mapping[int, Cell]) -> dict[int, float]:
+    """By round: the value in times of its control, or itself where there is none."""
+    found: dict[int, float] = {}
+    for number, cell in cells.items():
+        value, control = cell.values.get(metric.name), cell.controls.get(metric.name)
+        if value is not None and not metric.control:
+            found[number] = value
+        elif value is not None and control:
+            found[number] = value / control
+    return found
+
+
+def _why(run: Run, metric: Metric, cells: Mapping[int, Cell], mode: str, size: int) -> str:
+    told = [cell.missing[metric.name] for cell in cells.values() if metric.name in cell.missing]
+    if told:
+        return told[-1]
+    for cell in run.cells:  # a mode that did not start was not measured any further
+        if (cell.step.mode, cell.step.size) == (mode, size) and "all" in cell.missing:
+            return cell.missing["all"]
+    return "not measured yet" if not run.complete else "not measured"
+
+
+def _noise(run: Run) -> Iterator[Noise]:
+    for size in run.settings.sizes:
+        for metric in METRICS:
+            values = [
+                cell.controls[metric.name]
+                for cell in run.cells
+                if cell.step.size == size and metric.name in cell.controls
+            ]
+            if len(values) > 1:
+                yield Noise(metric.name, size, spread(values))
+
+
+def _summary(run: Run, rows: Sequence[Row]) -> Iterator[str]:
+    first = run.settings.modes[0]
+    yield from _headlines(first, run.settings.sizes[-1], rows)
+    if len(run.settings.modes) == 1:
+        for row in rows:
+            if row.ratio is not None and row.metric in ("connections", "requests", "latency_p99"):
+                yield f"{row.mode}, {_titled(row.metric)}: {_times(row.ratio)} that of the plain pod address."
+
+
+def _headlines(first: str, size: int, rows: Sequence[Row]) -> Iterator[str]:
+    """`10,000 services, new connections a second: ebpf makes 1.21 times those of nftables (1.15 to 1.24)`."""
+    for name, words in _HEADLINES.items():
+        leads = [row for row in rows if (row.metric, row.size) == (name, size)]
+        told = ", ".join(
+            f"{row.lead.median:.2f} times {row.mode} ({row.lead.low:.2f} to {row.lead.high:.2f})"
+            for row in leads
+            if row.lead is not None
+        )
+        if told:
+            yield f"{size:,} services, {words.format(first=first)} {told}."
+
+
+def _standings(run: Run, rows: Sequence[Row]) -> Iterator[Standing]:
+    for mode in run.settings.modes[1:]:
+        for size in run.settings.sizes:
+            judged = [row for row in rows if row.mode == mode and row.size == size and row.verdict]
+            if judged:
+                of = {verdict: tuple(_told(r) for r in judged if r.verdict == verdict) for verdict in _VERDICTS}
+                sure = min(row.lead.sure for row in judged if row.lead)
+                yield Standing(mode, size, of["ahead"], of["behind"], of["even"], sure)
+
+
+def _told(row: Row) -> str:
+    assert row.lead is not None
+    return f"{_titled(row.metric)} {row.lead.median:.2f} ×"
+
+
+def _titled(name: str) -> str:
+    return next(metric.title for metric in METRICS if metric.name == name)
+
+
+def _times(ratio: Estimate) -> str:
+    return f"{ratio.median:.2f} × ({ratio.low:.2f} to {ratio.high:.2f})"
+
+
+def _warnings(run: Run, rows: Sequence[Row], noise: Sequence[Noise], standings: Sequence[Standing]) -> Iterator[str]:
+    if run.machine.emulated:
+        yield (
+            "The processor of this machine is emulated by software: times and rates mean nothing. Only ratios of "
+            "what was measured in turn are shown, and of these only the direction is worth something."
+        )
+    if not run.complete:
+        yield f"The run is not finished: {len(run.cells)} of {run.planned} measurements."
+    least = min((standing.sure for standing in standings), default=1.0)
+    if least < SURE:
+        yield f"Too few rounds to be sure: some intervals hold with {least:.0%}; six rounds make 97 %."
+    for state in run.modes:
+        if not state.works:
+            yield f"Mode {state.mode} does not work on this machine: {state.missing}."
+    loud = sorted({_titled(known.metric) for known in noise if known.spread > NOISY})
+    if loud:
+        worst = max(known.spread for known in noise)
+        yield (
+            f"The machine was not quiet: measurements of the plain pod address, which is always the same, spread by "
+            f"more than {NOISY:.0%} (up to {worst:.0%}) in {', '.join(loud)}. Trust ratios, not values."
+        )
+    even = sum(row.verdict == "even" for row in rows)
+    if even:
+        judged = sum(bool(row.verdict) for row in rows)
+        yield f"In {even} of {judged} comparisons the noise is larger than the difference; they are not told apart."
+    seen: set[str] = set()
+    for cell in run.cells:
+        for note in cell.notes:
+            if note not in seen:
+                seen.add(note)
+                yield f"{cell.step.mode}, {cell.step.size:,} services: {note}"
+
+
+_HEADLINES: Final = {
+    "connection_cost": "cost of a new connection: {first} takes",
+    "request_cost": "cost of a request on an open connection: {first} takes",
+    "connections": "new connections a second: {first} makes",
+    "change": "time until a change counts: {first} takes",
+}
+
+_VERDICTS: Final[tuple[Verdict, ...]] = ("ahead", "behind", "even")
+_STEPS: Final[Sequence[tuple[float, Callable[[float], str]]]] = (
+    (1000, lambda value: f"{value:,.0f}"),
+    (100, lambda value: f"{value:.0f}"),
+    (10, lambda value: f"{value:.1f}"),
+    (1, lambda value: f"{value:.2f}"),
+    (0, lambda value: f"{value:.3f}"),
+)
+
+
+def shown(value: float, whole: bool = False) -> str:
+    """A number for people: three digits or a little more; `whole`: of things that are counted."""
+    if whole:
+        return f"{value:,.0f}"
+    return next(write for limit, write in _STEPS if abs(value) >= limit)(value)

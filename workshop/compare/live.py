@@ -1,0 +1,91 @@
+"""A service of this node, measured as it is: nothing is programmed or changed, clients are processes of the node."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+
+from controller.commands.views import programmed
+from controller.errors import ConfigError, ControllerError
+from controller.serving.admin import ask, socket_path
+from workshop.compare.loads import Found, argv
+from workshop.compare.measure import traffic
+from workshop.compare.plan import Settings, Step
+from workshop.compare.result import Cell
+from workshop.compare.stand import SCRIPT, measured
+
+__all__ = ["LOADS", "Live", "look"]
+
+LOADS = ("connections", "requests")  # iperf3 would need a server of its own behind the service
+
+
+class Live(msgspec.Struct, frozen=True):
+    """The service and one of its endpoints, each with a port; the mode that serves and how many services there are."""
+
+    mode: str
+    services: int
+    address: str
+    port: int
+    endpoint: str
+    endpoint_port: int
+
+    def carry_out(self, step: Step, settings: Settings, lacking: Mapping[str, str]) -> Cell:
+        """Both loads, to the service and to the endpoint in turn."""
+
+        def load(name: str, address: str, port: int) -> Found:
+            return measured(name, argv(name, address, port, settings.seconds, SCRIPT, settings.path), settings.seconds)
+
+        return traffic(
+            step,
+            lambda name: load(name, self.address, self.port),
+            lambda name: load(name, self.endpoint, self.endpoint_port),
+            LOADS,
+            {name: reason for name, reason in lacking.items() if name == "wrk"},  # the service answers itself
+        )
+
+
+def look(name: str, admin_socket: str) -> Live:
+    """What the agent of this node says of the service.
+
+    Raises:
+        ConfigError: there is no such service here, or it has no TCP port with an endpoint.
+        ControllerError: no agent runs, or it serves another network namespace than this process is in.
+        DataplaneError: what is programmed cannot be read.
+    """
+    status = ask(admin_socket, "status")
+    _refuse_elsewhere(admin_socket)
+    with closing(programmed(admin_socket)) as here:
+        services, backends = here.services(name), here.backends(name)
+    if not services:
+        raise ConfigError(f"--live {name}: no such service is programmed here; `hybrid-proxy services` lists them")
+    for row in services:
+        for frontend in row["frontends"] if row["protocol"].lower() == "tcp" else ():
+            address, port = _parted(frontend)
+            of = [_parted(each["address"]) for each in backends if each["service"] == row["name"]]
+            near = [known for known in of if (":" in known[0]) == (":" in address)]
+            if near and address not in ("0.0.0.0", "::"):  # noqa: S104 - a node port's row, not an address to bind
+                return Live(status["mode"]["effective"], status["services"], address, port, *near[0])
+    raise ConfigError(f"--live {name}: has no TCP port with an address and an endpoint; HTTP is what is measured")
+
+
+def _parted(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _refuse_elsewhere(admin_socket: str) -> None:
+    """A path reaches agents of other network namespaces, too; packets from here would not meet their rules."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(socket_path(admin_socket)))
+        pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    theirs, ours = Path(f"/proc/{pid}/ns/net"), Path("/proc/thread-self/ns/net")
+    if pid and theirs.exists() and theirs.stat().st_ino != ours.stat().st_ino:
+        raise ControllerError(
+            f"the agent at {admin_socket} (process {pid}) serves another network namespace than this one: run compare "
+            f"there, as `nsenter --net=/proc/{pid}/ns/net hybrid-proxy compare ...`; in a lab, in the lab's cgroup, too"
+        )

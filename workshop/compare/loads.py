@@ -1,0 +1,150 @@
+"""The load generators: how each is called, and what its output says.
+
+wrk asks over HTTP: with a new connection for each request, or over connections that stay open. iperf3 sends one TCP
+stream, or small datagrams. nginx answers wrk. All are used as the distribution has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from typing import Any, Final
+
+import msgspec
+
+from controller.errors import ControllerError
+from workshop.compare.result import SHARES
+
+__all__ = [
+    "CLIENTS",
+    "DATAGRAM",
+    "NEEDS",
+    "TOOLS",
+    "Found",
+    "LoadFailed",
+    "argv",
+    "busy_seconds",
+    "found",
+    "interrupt_seconds",
+]
+
+CLIENTS: Final = 8  # connections of wrk at the same time
+DATAGRAM: Final = 64  # bytes of payload
+NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "connections": ("nginx", "wrk"),
+    "requests": ("nginx", "wrk"),
+    "stream": ("iperf3",),
+    "datagrams": ("iperf3",),
+}
+TOOLS: Final = tuple(dict.fromkeys(tool for tools in NEEDS.values() for tool in tools))  # Debian's packages, too
+
+
+class LoadFailed(ControllerError):
+    """A load generator did not measure anything; says what it said."""
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What one load came to.
+
+    Args:
+        values: by the metric's name, in its unit.
+        count: requests or connections made, 0 where CPU is not told for each.
+        curve: latency in ms at each of `SHARES`.
+        failed: requests without an answer.
+    """
+
+    values: Mapping[str, float]
+    count: int = 0
+    curve: tuple[float, ...] = ()
+    failed: int = 0
+
+
+def argv(load: str, address: str, port: int, seconds: int, script: PurePath, path: str = "/") -> list[str]:
+    """The command of one load. `script` is `latency.lua`."""
+    if load in ("connections", "requests"):
+        host = f"[{address}]" if ":" in address else address
+        close = ["-H", "Connection: close"] if load == "connections" else []
+        wrk = ["wrk", "-t", "1", "-c", str(CLIENTS), "-d", f"{seconds}s", "--timeout", "5s", "-s", str(script)]
+        return [*wrk, *close, f"http://{host}:{port}{path}"]
+    iperf = ["iperf3", "-J", "-c", address, "-p", str(port), "-t", str(seconds)]
+    return [*iperf, "-u", "-b", "0", "-l", str(DATAGRAM)] if load == "datagrams" else iperf
+
+
+def found(load: str, output: str, cpu: float, own: float | None = None) -> Found:
+    """What the command's output says.
+
+    Args:
+        load: which.
+        output: of `argv`'s command.
+        cpu: seconds that all processors worked meanwhile.
+        own: seconds that they worked for client, server and proxy; None: not known.
+
+    Raises:
+        LoadFailed: nothing was measured.
+    """
+    told, amount = _wrk(load, output, cpu) if load in ("connections", "requests") else _iperf(load, output)
+    if own is None or not amount:
+        return told
+    return msgspec.structs.replace(told, values={**told.values, _COST[load]: own / amount})
+
+
+# What a cost is of, and in: a connection, a request and a packet in microseconds, a Gbit in milliseconds.
+_COST: Final = {
+    "connections": "connection_cost", "requests": "request_cost", "stream": "stream_cost", "datagrams": "datagram_cost",
+}  # fmt: skip
+
+
+def _wrk(load: str, output: str, cpu: float) -> tuple[Found, float]:
+    """What was found, and the number of requests in millions."""
+    last = output.strip().rpartition("\n")[2]
+    try:
+        told = msgspec.json.decode(last)
+    except msgspec.DecodeError as error:
+        raise LoadFailed(f"wrk: {last or 'no output'}") from error
+    count, seconds, failed = int(told["requests"]), told["duration"] / 1e6, int(told["failed"])
+    if not count:
+        raise LoadFailed(f"wrk: no request was answered, {failed} failed")
+    rate, each = count / seconds, cpu / count * 1e6
+    if load == "connections":
+        return Found({"connections": rate, "connection_cpu": each}, count, failed=failed), count / 1e6
+    curve = tuple(us / 1000 for us in told["latency"])
+    latency = {f"latency_p{share}": curve[SHARES.index(share)] for share in (50, 90, 99)}
+    return Found({"requests": rate, "request_cpu": each} | latency, count, curve, failed), count / 1e6
+
+
+def _iperf(load: str, output: str) -> tuple[Found, float]:
+    """What was found, and what arrived: thousands of Gbit, or millions of packets."""
+    try:
+        told: dict[str, Any] = msgspec.json.decode(output)
+    except msgspec.DecodeError as error:
+        raise LoadFailed(f"iperf3: {output.strip()[-200:] or 'no output'}") from error
+    if "error" in told:
+        raise LoadFailed(f"iperf3: {told['error']}")
+    end = told["end"]
+    if load == "stream":
+        arrived = end["sum_received"]
+        return Found({"stream": arrived["bits_per_second"] / 1e9}), arrived["bytes"] * 8 / 1e12
+    total = end["sum"]
+    packets = total["packets"] - total["lost_packets"]
+    return Found({"datagrams": packets / total["seconds"]}), packets / 1e6
+
+
+def busy_seconds(stat: str, ticks: int) -> float:
+    """Seconds that all processors worked since the start, of the text of /proc/stat (proc(5)).
+
+    Time that a hypervisor gave to others (steal) is not ours; that of guests is in `user` already.
+    """
+    words: Sequence[str] = stat.partition("\n")[0].split()
+    user, nice, system, _idle, _iowait, irq, softirq = map(int, words[1:8])
+    return (user + nice + system + irq + softirq) / ticks
+
+
+def interrupt_seconds(stat: str, ticks: int) -> float:
+    """Seconds spent in interrupts that are in no process's account, of the text of /proc/stat.
+
+    A kernel that measures them takes them out of the processes' time (CONFIG_IRQ_TIME_ACCOUNTING); one that samples by
+    its clock leaves them in, and then never sees itself in a hard interrupt, so that `irq` stays 0.
+    """
+    words = stat.partition("\n")[0].split()
+    hard, soft = int(words[6]), int(words[7])
+    return (hard + soft) / ticks if hard else 0.0

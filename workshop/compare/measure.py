@@ -1,0 +1,112 @@
+"""One step of the plan, carried out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from controller.errors import ControllerError
+from workshop.compare.counts import programmed
+from workshop.compare.loads import NEEDS, Found, LoadFailed
+from workshop.compare.plan import LOADS, METRICS, Settings, Step, control_first
+from workshop.compare.result import Cell
+from workshop.compare.stand import Stand
+from workshop.compare.stats import estimate
+
+__all__ = ["carry_out", "traffic"]
+
+_PAUSE = 0.15  # seconds between two changes: the watch of the manifests waits for the end of a burst
+
+Once = Callable[[str], Found]
+
+
+def carry_out(step: Step, stand: Stand, control: Stand, lacking: Mapping[str, str]) -> Cell:
+    """What the step finds; what cannot be measured is told in the cell and stops nothing.
+
+    Args:
+        step: which.
+        stand: of its mode.
+        control: of no mode.
+        lacking: load generators that are not installed, and what to do about it.
+    """
+    began = time.monotonic()
+    try:
+        if step.kind == "start":
+            return _started(step, stand, began)
+        stand.ready()
+    except ControllerError as error:
+        reason = " ".join(str(error).split())
+        return Cell(step, time.monotonic() - began, missing={"all": f"the agent did not start: {reason[-500:]}"})
+    if step.kind == "change":
+        return _changes(step, stand, began)
+    return traffic(
+        step,
+        lambda load: stand.load(load, stand.service(load)),
+        lambda load: control.load(load, control.server),
+        LOADS,
+        lacking,
+    )
+
+
+def traffic(step: Step, service: Once, plain: Once, loads: tuple[str, ...], lacking: Mapping[str, str]) -> Cell:
+    """Each load against the service and against a plain address, in turn."""
+    began = time.monotonic()
+    values: dict[str, float] = {}
+    controls: dict[str, float] = {}
+    missing: dict[str, str] = {}
+    notes: list[str] = []
+    curves: dict[str, tuple[float, ...]] = {}
+    for load in loads:
+        reason = next((lacking[tool] for tool in NEEDS[load] if tool in lacking), "")
+        if not reason:
+            turns = [("control", plain, controls), ("service", service, values)]
+            try:
+                for name, once, kept in turns if control_first(step, load) else reversed(turns):
+                    told = once(load)
+                    kept.update(told.values)
+                    if told.curve:
+                        curves[name] = told.curve
+                    if told.failed:
+                        notes.append(f"{told.failed} of {told.count} {load} to the {name} failed")
+                continue
+            except LoadFailed as error:
+                reason = str(error)
+        missing |= {known.name: reason for known in METRICS if known.load == load}
+    for name in missing:  # one side alone is no comparison
+        values.pop(name, None)
+        controls.pop(name, None)
+    took = time.monotonic() - began
+    curve, plain_curve = curves.get("service", ()), curves.get("control", ())
+    return Cell(step, took, values, controls, curve, plain_curve, missing=missing, notes=tuple(notes))
+
+
+def _started(step: Step, stand: Stand, began: float) -> Cell:
+    values = {"start": stand.start()}
+    if step.round == 0:  # the same in every round, and reading them takes long
+        assert stand.agent is not None
+        assert stand.mode is not None
+        values |= programmed(stand.lab, stand.mode, stand.agent.status() or {})
+    return Cell(step, time.monotonic() - began, values)
+
+
+def _changes(step: Step, stand: Stand, began: float) -> Cell:
+    settings: Settings = stand.settings
+    each: list[float] = []
+    own: list[float | None] = []
+    missing = {}
+    try:
+        for _ in range(settings.changes + 1):
+            each.append(stand.change())
+            own.append(stand.applied())
+            time.sleep(_PAUSE)
+        del each[0], own[0]  # pays for what an agent does the first time
+    except LoadFailed as error:
+        missing["change"] = str(error)
+    values = {"memory": stand.memory()}
+    middle = estimate(each)
+    if middle is not None and not missing:
+        values["change"] = middle.median
+    applied = estimate([value for value in own if value is not None])
+    if applied is not None and not missing:
+        values["applied"] = applied.median
+    return Cell(step, time.monotonic() - began, values, each=tuple(each), missing=missing)

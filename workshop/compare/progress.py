@@ -1,0 +1,79 @@
+"""What a comparison says while it runs, on standard error: a bar in a terminal, else a line for each step."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from workshop.compare.plan import Step
+from workshop.compare.result import Cell
+
+__all__ = ["Told", "progress"]
+
+
+class Told(Protocol):
+    """Is told what happens."""
+
+    def begins(self, step: Step) -> None:
+        """This step is next."""
+
+    def ends(self, cell: Cell) -> None:
+        """It is over."""
+
+
+class _Bar:
+    def __init__(self, bar: Progress, total: int, done: int) -> None:
+        self._bar = bar
+        self._task = bar.add_task("", total=total, completed=done)
+
+    def begins(self, step: Step) -> None:
+        self._bar.update(self._task, description=_words(step))
+
+    def ends(self, cell: Cell) -> None:
+        for words in _problems(cell):
+            self._bar.console.print(words, style="yellow", markup=False)
+        self._bar.advance(self._task)
+
+
+class _Lines:
+    def __init__(self, total: int, done: int) -> None:
+        self._total, self._done, self._began = total, done, time.monotonic()
+
+    def begins(self, step: Step) -> None:
+        self._done += 1
+        print(f"compare  {self._done}/{self._total}  {_words(step)}", file=sys.stderr, flush=True)
+
+    def ends(self, cell: Cell) -> None:
+        for words in _problems(cell):
+            print(f"         {words}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def progress(total: int, done: int) -> Iterator[Told]:
+    """Shows how far `total` steps are, of which some are done already."""
+    if not sys.stderr.isatty():
+        yield _Lines(total, done)
+        return
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        yield _Bar(bar, total, done)
+
+
+def _words(step: Step) -> str:
+    what = {"start": "starts", "traffic": "traffic", "change": "changes", "live": "traffic"}[step.kind]
+    number = f"{'turn' if what == 'traffic' else 'round'} {step.round + 1}"
+    return f"{step.mode:<9} {step.size:>6,} services  {what}, {number}"
+
+
+def _problems(cell: Cell) -> Iterator[str]:
+    for reason in sorted(set(cell.missing.values())):
+        yield f"not measured in mode {cell.step.mode}: {reason}"
+    yield from cell.notes

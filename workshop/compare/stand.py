@@ -1,0 +1,302 @@
+"""One mode at work: a lab of its own with servers and clients, and the agent on its node. Or no agent: the control."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from controller.errors import ControllerError
+from workshop.compare import objects
+from workshop.compare.loads import Found, LoadFailed, argv, busy_seconds, found, interrupt_seconds
+from workshop.compare.plan import Settings
+from workshop.lab.agent import Agent, remove
+from workshop.lab.network import NODE_NAMES, RUN, Lab, LabError
+
+__all__ = ["PATIENCE", "SCRIPT", "Stand", "forsaken", "measured", "stand"]
+
+PATIENCE: Final = 900.0  # seconds for a start or a cleanup, also on an emulated processor
+SCRIPT: Final = Path(__file__).with_name("latency.lua")
+_PROBER: Final = Path(__file__).with_name("prober.py")
+_CHANGE: Final = 120.0  # seconds in which a change must count
+_END: Final = 120.0  # seconds that processes of an agent may take to end after `cleanup`, as a relay does
+_CLIENT, _SERVER = "pod1", "pod2"
+_NAME: Final = re.compile(r"cmp(\d+)x\d+")
+
+_NGINX: Final = """
+daemon off;
+user root;
+worker_processes 1;
+pid nginx.pid;
+events {{ worker_connections 1024; }}
+http {{
+  access_log off;
+  keepalive_requests 1000000000;
+  client_body_temp_path body; proxy_temp_path proxy; fastcgi_temp_path fastcgi;
+  uwsgi_temp_path uwsgi; scgi_temp_path scgi;
+  server {{ {listen} location / {{ default_type text/plain; return 200 "{body}"; }} }}
+}}
+"""
+
+
+class Stand:
+    """A lab in which a mode is measured. `agent` is None in that of the control."""
+
+    def __init__(self, lab: Lab, settings: Settings, mode: str | None, size: int) -> None:
+        self.lab = lab
+        self.settings = settings
+        self.mode = mode
+        self.folder = lab.folder / "manifests"
+        self.prefix = ("taskset", "-c", str(max(os.sched_getaffinity(0)))) if settings.one_cpu else ()
+        self.agent: Agent | None = None
+        self._port = objects.CHANGING[0]
+        self._serve()
+        if mode is not None:
+            self._furnish(size)
+            self.agent = Agent(lab, self.folder, mode)
+            self.agent.patience = PATIENCE
+
+    @property
+    def server(self) -> str:
+        """The address of the pod with the servers: what the control asks."""
+        return self.lab[_SERVER].address4
+
+    def _furnish(self, size: int) -> None:
+        self.folder.mkdir()
+        items = objects.measured(self.server, NODE_NAMES["node"], self.settings.backends)
+        items += objects.filler(size - objects.FEWEST, self.settings.backends)
+        (self.folder / "cluster.json").write_text(json.dumps(objects.listed(items)))
+        self._write(self._port)
+
+    def _write(self, port: int) -> int:
+        """The manifest of the service that moves; CLOCK_MONOTONIC in nanoseconds just before readers see it."""
+        draft = self.folder / ".moving.draft"
+        draft.write_text(json.dumps(objects.listed(objects.moving(self.server, NODE_NAMES["node"], port))))
+        now = time.monotonic_ns()
+        draft.replace(self.folder / "moving.json")
+        return now
+
+    def _serve(self) -> None:
+        ports = []
+        self.lab.serve(_SERVER, http=objects.CHANGING, udp=())
+        with (self.lab.folder / "servers.log").open("a") as log:
+            if shutil.which("nginx"):
+                home = self.lab.folder / "nginx"
+                home.mkdir()
+                last = objects.HTTP_PORT + self.settings.backends
+                listen = " ".join(f"listen {port} backlog=4096;" for port in range(objects.HTTP_PORT, last))
+                (home / "nginx.conf").write_text(_NGINX.format(listen=listen, body="0123456789abcdef" * 8))
+                program = ["nginx", "-p", f"{home}/", "-c", "nginx.conf", "-e", "stderr"]
+                self.lab.start(_SERVER, [*self.prefix, *program], output=log, errors=log)
+                ports.append(objects.HTTP_PORT)
+            if shutil.which("iperf3"):
+                program = ["iperf3", "-s", "-p", str(objects.STREAM_PORT)]
+                self.lab.start(_SERVER, [*self.prefix, *program], output=log, errors=log)
+                ports.append(objects.STREAM_PORT)
+        for port in ports:
+            self._wait_for(port)
+
+    def _wait_for(self, port: int) -> None:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                with self.lab.socket(_CLIENT) as tried:
+                    tried.settimeout(1)
+                    tried.connect((self.server, port))
+                    return
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    log = (self.lab.folder / "servers.log").read_text()[-500:]
+                    raise LabError(f"no server at port {port} after a minute ({error}): {log}") from error
+                time.sleep(0.02)
+
+    # The agent
+
+    def start(self) -> float:
+        """Start the agent anew, with nothing left of an earlier one; seconds until everything is programmed.
+
+        Raises:
+            LabError: it did not start; says why.
+        """
+        assert self.agent is not None
+        self.end()
+        began = time.monotonic()
+        with self.agent.log.open("a") as log:
+            self.agent.process = self.lab.start("node", self.agent.argv, output=log, errors=log)
+        while not (self.agent.status() or {}).get("synced"):
+            if not self.agent.running():
+                raise LabError(f"the agent ended:\n{self.agent.tail(2)}")
+            if time.monotonic() - began > PATIENCE:
+                raise LabError(f"the agent is not ready after {PATIENCE:.0f} s:\n{self.agent.tail(2)}")
+            time.sleep(0.005)
+        return time.monotonic() - began
+
+    def ready(self) -> None:
+        """Start the agent if none runs."""
+        assert self.agent is not None
+        if not self.agent.running():
+            self.start()
+
+    def end(self) -> None:
+        """End the agent and remove what it programmed.
+
+        Raises:
+            LabError: something stayed.
+        """
+        if self.agent is None or not self.agent.log.exists():
+            return
+        family = list(_family(self.agent.process.pid)) if self.agent.process and self.agent.running() else []
+        if self.agent.running():
+            self.agent.terminate()
+        cleaned = self.agent.cleanup()
+        if cleaned.returncode:
+            raise LabError(f"cleaning up after mode {self.mode} failed: {cleaned.stderr.strip()}")
+        deadline = time.monotonic() + _END
+        while alive := [pid for pid in family if _resident(pid)]:  # a zombie has no memory
+            if time.monotonic() > deadline:
+                raise LabError(f"mode {self.mode} is cleaned up, but processes {alive} of it still run")
+            time.sleep(0.01)
+
+    def memory(self) -> float:
+        """Resident memory of the agent and of the processes that it started, in MB (10^6 bytes)."""
+        assert self.agent is not None
+        assert self.agent.process is not None
+        return sum(map(_resident, _family(self.agent.process.pid))) / 1e6
+
+    # Loads
+
+    def load(self, name: str, address: str) -> Found:
+        """Have the client make one load; the address is a service's, or the server's own.
+
+        Raises:
+            LoadFailed: nothing was measured.
+        """
+        port = objects.HTTP_PORT if name in ("connections", "requests") else objects.STREAM_PORT
+        command = argv(name, address, port, self.settings.seconds, SCRIPT)
+        return measured(name, self.lab.command(_CLIENT, [*self.prefix, *command]), self.settings.seconds, self._used)
+
+    def _used(self) -> float:
+        """Seconds of CPU that processes of this lab have used: clients, servers, the agent and its relay."""
+        words = (self.lab.cgroup / "cpu.stat").read_text().split()
+        return int(words[words.index("usage_usec") + 1]) / 1e6
+
+    def service(self, load: str) -> str:
+        """The address of the service that this load goes to."""
+        return objects.HTTP if load in ("connections", "requests") else objects.STREAM
+
+    def change(self) -> float:
+        """Give the moving service its other backend; milliseconds until the first connection reaches that.
+
+        Raises:
+            LoadFailed: no connection did.
+        """
+        wanted = next(port for port in objects.CHANGING if port != self._port)
+        program = [sys.executable, "-I", "-S", str(_PROBER), objects.MOVING, "80", str(wanted), str(_CHANGE)]
+        prober = self.lab.start(_CLIENT, program, output=subprocess.PIPE)
+        assert prober.stdout is not None
+        if prober.stdout.readline() != "looking\n":
+            raise LoadFailed(f"nobody answers at the service {objects.MOVING}:80")
+        wrote = self._write(wanted)
+        self._port = wanted
+        told = prober.stdout.readline()
+        prober.wait()
+        if not told:
+            raise LoadFailed(f"a changed backend was not reached within {_CHANGE:.0f} s")
+        return (int(told) - wrote) / 1e6
+
+    def applied(self) -> float | None:
+        """Milliseconds of the last change from its arrival at the agent to the kernel; None: it does not say."""
+        assert self.agent is not None
+        last = ((self.agent.status() or {}).get("change_seconds") or {}).get("last")
+        return None if last is None else 1000.0 * float(last)
+
+
+def measured(
+    load: str, command: Sequence[str], seconds: int, used: Callable[[], float] | None = None, tries: int = 2
+) -> Found:
+    """Run one load generator and read what it says; iperf3's server may need a moment after the last client.
+
+    Args:
+        load: which.
+        command: that makes it.
+        seconds: how long it lasts.
+        used: how many seconds of CPU client, server and proxy have had.
+        tries: how often.
+
+    Raises:
+        LoadFailed: nothing was measured.
+    """
+    ticks = os.sysconf("SC_CLK_TCK")
+    while True:
+        before = _clocks(ticks, used)
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds + 60, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise LoadFailed(f"{load}: no end after {seconds + 60} s") from error
+        busy, own = (now - then for now, then in zip(_clocks(ticks, used), before, strict=True))
+        try:
+            return found(load, done.stdout, busy, own if used else None)
+        except LoadFailed as error:
+            tries -= 1
+            if not tries:
+                words = done.stderr.strip()
+                raise LoadFailed(f"{error} {words[-200:]}".strip()) from error
+            time.sleep(0.5)
+
+
+def _clocks(ticks: int, used: Callable[[], float] | None) -> tuple[float, float]:
+    """Seconds that all processors worked, and those for client, server and proxy, with the kernel's interrupts."""
+    stat = Path("/proc/stat").read_text()
+    return busy_seconds(stat, ticks), (used() + interrupt_seconds(stat, ticks)) if used else 0.0
+
+
+@contextlib.contextmanager
+def stand(number: int, settings: Settings, mode: str | None, size: int) -> Iterator[Stand]:
+    """A stand in a new lab; removed at the end, with what its agent programmed."""
+    lab = Lab(f"cmp{os.getpid()}x{number}", 2)
+    lab.up()
+    made = None
+    try:
+        made = Stand(lab, settings, mode, size)
+        yield made
+    finally:
+        if made is not None and made.agent is not None:
+            remove(lab, PATIENCE)
+        else:
+            lab.down()
+
+
+def forsaken() -> None:
+    """Remove labs of comparisons that were killed."""
+    for folder in RUN.glob("cmp*"):
+        named = _NAME.fullmatch(folder.name)
+        if named and not Path("/proc", named[1]).exists():
+            with contextlib.suppress(ControllerError):
+                remove(Lab.standing(folder.name))
+            Lab(folder.name, 0).down()
+
+
+def _family(pid: int) -> Iterator[int]:
+    yield pid
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in task.read_text().split():
+                yield from _family(int(child))
+
+
+def _resident(pid: int) -> int:
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")

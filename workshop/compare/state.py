@@ -1,0 +1,94 @@
+"""The folder of a run: what is finished survives whatever ends the process, and the same command goes on with it.
+
+`run.json` has settings, machine and modes; `cells.jsonl` gets a line for each finished step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from controller.errors import ConfigError
+from workshop.compare.result import Cell, Run
+
+__all__ = ["State", "opened"]
+
+
+class State:
+    """A run's folder, held by this process; see `opened`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._run = folder / "run.json"
+        self._cells = folder / "cells.jsonl"
+
+    def load(self) -> Run | None:
+        """What is there; None: nothing. A last line that was cut off in the middle is dropped from the file.
+
+        Raises:
+            ConfigError: the folder has something else.
+        """
+        try:
+            run = msgspec.json.decode(self._run.read_bytes(), type=Run)
+        except FileNotFoundError:
+            return None
+        except msgspec.DecodeError as error:
+            raise ConfigError(
+                f"--state: {self._run} is not of this version of compare ({error}): use --fresh"
+            ) from error
+        return msgspec.structs.replace(run, cells=tuple(self._finished()))
+
+    def _finished(self) -> Iterator[Cell]:
+        whole = 0
+        data = self._cells.read_bytes() if self._cells.exists() else b""
+        for line in data.splitlines(keepends=True):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                yield msgspec.json.decode(line, type=Cell)
+            except msgspec.DecodeError as error:
+                raise ConfigError(f"--state: {self._cells} cannot be read ({error}): use --fresh") from error
+            whole += len(line)
+        if whole < len(data):
+            with self._cells.open("r+b") as file:
+                file.truncate(whole)
+
+    def begin(self, run: Run) -> None:
+        """Forget what was there, and keep what this run is."""
+        self._cells.unlink(missing_ok=True)
+        draft = self._run.with_suffix(".draft")
+        draft.write_bytes(msgspec.json.encode(msgspec.structs.replace(run, cells=())))
+        draft.replace(self._run)
+
+    def add(self, cell: Cell) -> None:
+        """A finished step; on the disk when this returns."""
+        with self._cells.open("ab") as file:
+            file.write(msgspec.json.encode(cell) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[State]:
+    """The state in that folder, made if it is missing.
+
+    Raises:
+        ConfigError: another process uses it, or it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock: IO[str] = (folder / ".lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"--state {folder}: {error.strerror}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"--state {folder}: another comparison uses it; give this one another folder") from None
+        yield State(folder)

@@ -1,0 +1,183 @@
+"""The tables of a report, as texts: the same for HTML, Markdown and the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import msgspec
+
+from workshop.compare.findings import Findings, Row, Standing, shown
+from workshop.compare.plan import METRICS, Metric
+from workshop.compare.result import Run
+from workshop.compare.stats import Estimate, Verdict
+
+__all__ = ["VERDICTS", "Line", "Table", "Text", "method", "not_ahead", "place", "reasons", "scoreboard", "tables"]
+
+VERDICTS: Final = {"ahead": "▲", "behind": "▼", "even": "≈", "": ""}
+
+
+class Text(msgspec.Struct, frozen=True):
+    """One field of a table.
+
+    Args:
+        value: the median; empty where times mean nothing, or nothing was measured.
+        interval: the value's, for people.
+        ratio: in times of the control.
+        lead: the first mode in times of this one.
+        verdict: of the first mode against this one.
+        missing: why there is no value.
+    """
+
+    value: str = ""
+    interval: str = ""
+    ratio: str = ""
+    lead: str = ""
+    verdict: Verdict = ""
+    missing: str = ""
+
+
+class Line(msgspec.Struct, frozen=True):
+    """One metric: its title, with the unit, the control's value and a field for each mode."""
+
+    metric: Metric
+    title: str
+    control: str
+    fields: Sequence[Text]
+
+
+class Table(msgspec.Struct, frozen=True):
+    """All metrics with one number of services."""
+
+    size: int
+    modes: Sequence[str]
+    lines: Sequence[Line]
+
+
+def tables(run: Run, found: Findings) -> list[Table]:
+    """A table for each number of services; metrics that nobody has a word about are left out."""
+    made = []
+    for size in run.settings.sizes:
+        lines = [_line(run, found, metric, size) for metric in METRICS]
+        made.append(Table(size, run.settings.modes, [line for line in lines if line is not None]))
+    return made
+
+
+def _line(run: Run, found: Findings, metric: Metric, size: int) -> Line | None:
+    rows = [found.row(metric.name, mode, size) for mode in run.settings.modes]
+    if not any(rows):
+        return None
+    emulated = run.machine.emulated and metric.unit not in ("", "MB")
+    control = next((row.control for row in rows if row is not None and row.control), None)
+    plain = "" if emulated or control is None else shown(control.median)
+    unit = f" ({metric.unit})" if metric.unit and not emulated else ""
+    return Line(metric, metric.title + unit, plain, [_field(row, metric, hide=emulated) for row in rows])
+
+
+def _field(row: Row | None, metric: Metric, *, hide: bool) -> Text:
+    if row is None or row.value is None:
+        return Text(missing=row.missing if row else "not measured")
+    whole = metric.better == "neither"
+    unit = "" if row.ratio or row.lead else "1 ×"  # of those without a control, the first mode is the measure
+    return Text(
+        value=unit if hide else shown(row.value.median, whole),
+        interval="" if hide or row.value.count < 2 else _interval(row.value),
+        ratio=_times(row.ratio) if row.ratio else "",
+        lead=_times(row.lead) if row.lead and row.verdict else "",
+        verdict=row.verdict,
+    )
+
+
+def _interval(known: Estimate) -> str:
+    return f"{shown(known.low)} to {shown(known.high)}"
+
+
+def _times(ratio: Estimate) -> str:
+    if ratio.count < 2:
+        return f"{_few(ratio.median)} ×"
+    return f"{_few(ratio.median)} × ({_few(ratio.low)} to {_few(ratio.high)})"
+
+
+def _few(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:,.0f}"
+
+
+def place(run: Run) -> list[tuple[str, str]]:
+    """The machine and the settings: names and values."""
+    m, s = run.machine, run.settings
+    virtual = f", in {m.virtual}" if m.virtual else ""
+    told = [
+        ("date", run.began),
+        ("machine", f"{m.processor}, {m.cpus} CPUs, {m.memory / 2**30:.0f} GiB{virtual}"),
+        ("system", f"Linux {m.kernel}, {m.system}"),
+        ("load before", f"{m.load:.2f} running processes"),
+        ("rounds", f"{s.rounds}; in each {s.turns} turns of loads of {s.seconds} s, {s.changes} changes"),
+        ("tools", ", ".join(f"{name} {version}" for name, version in m.tools.items()) or "none"),
+    ]
+    if s.live:
+        return [*told, ("service", f"{s.live} of this node")]
+    return [*told, ("cluster", f"{s.backends} endpoints for each service")]
+
+
+def scoreboard(run: Run, found: Findings) -> list[tuple[str, list[Standing | None]]]:
+    """For each mode but the first, and each number of services, how the first stands against it."""
+    known = {(standing.mode, standing.size): standing for standing in found.standings}
+    return [(mode, [known.get((mode, size)) for size in run.settings.sizes]) for mode in run.settings.modes[1:]]
+
+
+def not_ahead(run: Run, found: Findings) -> list[str]:
+    """A sentence for each standing in which the first mode is not ahead everywhere."""
+    first = run.settings.modes[0]
+    return [standing.sentence(first) for standing in found.standings if standing.behind or standing.even]
+
+
+def reasons(found: Findings) -> Iterator[str]:
+    """Why fields are empty, each reason once."""
+    seen: dict[str, None] = {}
+    for row in found.rows:
+        if row.missing:
+            seen.setdefault(row.missing)
+    yield from seen
+
+
+def method(run: Run) -> list[str]:
+    """How it was measured, in sentences."""
+    s = run.settings
+    told = [_LIVE if s.live else _CONTROL, _INTERVAL, _LEAD.format(first=s.modes[0]), _CPU]
+    if s.one_cpu and not s.live:
+        told.append(_ONE_CPU)
+    if not s.live:
+        told.append(_CHANGE)
+    return told
+
+
+_CONTROL: Final = (
+    "The control is the same load to the plain address of a pod, on a node without a proxy, next to each measurement; "
+    "× stands for times of the control. Ratios are made within a round, and their median is told."
+)
+_LIVE: Final = (
+    "The control is the same load to the address of an endpoint, next to each measurement; × stands for times of the "
+    "control. Ratios are made within a round, and their median is told."
+)
+_INTERVAL: Final = (
+    "In brackets stands the interval that holds the true median, made of the measurements themselves, without any "
+    "assumption of how they are distributed; six rounds make it 97 % sure, three 75 %."
+)
+_LEAD: Final = (
+    "{first} with a number: {first} in times of that mode, both in times of their controls; ▲ ahead, ▼ behind, "
+    "≈ not told apart, because the interval holds 1."
+)
+_CPU: Final = (
+    "Cost is the CPU time of clients, servers and the proxy's processes, with the kernel's work for their packets; it "
+    "holds on a busy machine, too. The machine's CPU is that of all processes. Latency is of clients that ask again as "
+    "soon as they are answered, not of a given rate."
+)
+_ONE_CPU: Final = (
+    "Client and server share one CPU: rates are what a connection or a packet costs in all, not how fast an idle CPU "
+    "wakes up. The agent and the relay of mode userspace may use the others."
+)
+_CHANGE: Final = (
+    "After each start one change goes uncounted. A change counts from the moment at which its manifest is in place to "
+    "the first connection that reaches the new backend; the folder is watched and read in the same way in every mode. "
+    "The agent's part begins when it has read the object and ends when that is programmed."
+)

@@ -1,0 +1,158 @@
+"""The real agent on a lab's node: a child process of its own, asked and ended like anybody else's."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from controller.errors import ControllerError
+from controller.serving.admin import ask
+from workshop.lab import namespace
+from workshop.lab.network import CLUSTER_CIDRS, NODE_NAMES, Lab, LabError
+
+__all__ = ["Agent", "remove"]
+
+
+class Agent:
+    """One `hybrid-proxy run` on the node of a lab; may be started, killed and started again.
+
+    Args:
+        lab: a lab that stands.
+        manifests: folder that the agent watches.
+        mode: `--proxy-mode`.
+        flags: more flags of `run`.
+        place: the node, where there are several. A second one leaves the sockets of its processes alone.
+        under: a command that starts another one with less than root has, such as `setpriv ...`.
+    """
+
+    def __init__(
+        self,
+        lab: Lab,
+        manifests: Path,
+        mode: str = "ebpf",
+        flags: Sequence[str] = (),
+        place: str = "node",
+        under: Sequence[str] = (),
+    ) -> None:
+        self.lab = lab
+        self.manifests = manifests
+        self.mode = mode
+        self.flags = tuple(flags)
+        self.place = place
+        self.under = tuple(under)
+        second = "" if place == "node" else f"-{place}"
+        self.socket = lab.folder / f"agent{second}.sock"
+        self.log = lab.folder / f"agent{second}.log"
+        self.process: subprocess.Popen[str] | None = None
+        self.patience = 60.0  # seconds for another command
+
+    @property
+    def argv(self) -> list[str]:
+        """The command that runs it, as a person would type it inside the node."""
+        return [
+            *self.under, *_PROXY, "run",
+            "--manifests", str(self.manifests),
+            "--proxy-mode", self.mode,
+            "--strict-mode",
+            "--hostname-override", NODE_NAMES[self.place],
+            "--cluster-cidr", ",".join(CLUSTER_CIDRS),
+            *(("--cgroup", str(self.lab.cgroup)) if self.place == "node" else ("--socket-scope", "off")),
+            "--admin-socket", str(self.socket),
+            "--metrics-bind-address", "",
+            *self.flags,
+        ]  # fmt: skip
+
+    def start(self, timeout: float = 20.0) -> None:
+        """Start it and wait until everything in the folder is programmed.
+
+        Raises:
+            LabError: it ended, or was not ready in time; with the end of its log.
+        """
+        self._refuse_the_machine_itself()
+        with self.log.open("a") as log:
+            self.process = self.lab.start(self.place, self.argv, output=log, errors=log)
+        self.wait(lambda status: bool(status.get("synced")), timeout, "ready")
+
+    def _refuse_the_machine_itself(self) -> None:
+        """Nothing is ever attached to the namespace or the cgroup of the machine that runs the lab."""
+        if namespace.is_current(self.lab[self.place].namespace):
+            raise LabError("the node's namespace is the one that the lab was started in: no agent is started there")
+        if self.lab.cgroup.resolve() == namespace.cgroup2_root().resolve():
+            raise LabError("the lab's cgroup is the machine's root cgroup: no agent is started there")
+
+    def wait(
+        self, reached: Callable[[dict[str, Any]], bool], timeout: float = 10.0, what: str = "there"
+    ) -> dict[str, Any]:
+        """Ask for the status until `reached(status)`; returns that status."""
+        deadline = time.monotonic() + timeout * namespace.PATIENCE
+        while True:
+            status = self.status()
+            if status is not None and reached(status):
+                return status
+            if self.process is not None and self.process.poll() is not None:
+                raise LabError(f"the agent ended with exit code {self.process.returncode}:\n{self.tail()}")
+            if time.monotonic() > deadline:
+                raise LabError(f"the agent is not {what} after {timeout:.0f} s, its status is {status}:\n{self.tail()}")
+            time.sleep(0.05)
+
+    def status(self) -> dict[str, Any] | None:
+        """What `hybrid-proxy status -o json` says, asked at the same socket; None while nobody answers."""
+        try:
+            return ask(str(self.socket), "status")
+        except (ControllerError, OSError):
+            return None
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Any other command of hybrid-proxy, on the node."""
+        return self.lab.run(self.place, [*_PROXY, *arguments], timeout=self.patience)
+
+    def kill(self) -> None:
+        """Kill -9: it has no chance to tidy up."""
+        self._end(signal.SIGKILL)
+
+    def terminate(self) -> int:
+        """SIGTERM, as a node's manager does it; returns its exit code."""
+        return self._end(signal.SIGTERM)
+
+    def _end(self, number: signal.Signals) -> int:
+        assert self.process is not None, "the agent was not started"
+        self.process.send_signal(number)
+        try:
+            return self.process.wait(timeout=10 * namespace.PATIENCE)
+        finally:
+            self.process = None
+
+    def running(self) -> bool:
+        """Whether the process that `start` made is alive."""
+        return self.process is not None and self.process.poll() is None
+
+    def cleanup(self) -> subprocess.CompletedProcess[str]:
+        """`hybrid-proxy cleanup` on the node: everything of the proxy goes."""
+        return self.command("cleanup", "--cgroup", str(self.lab.cgroup))
+
+    def tail(self, lines: int = 25) -> str:
+        """The end of its log."""
+        return "\n".join(self.log.read_text().splitlines()[-lines:]) if self.log.exists() else "(no log)"
+
+
+def remove(lab: Lab, patience: float = 60.0) -> None:
+    """End what runs in a lab that stands, clean up after its agent (for so many seconds), take the lab down.
+
+    Raises:
+        LabError: the lab is gone, but `cleanup` failed before: pins of the agent may be left.
+    """
+    lab.end_processes()
+    agent = Agent(lab, lab.folder / "manifests")
+    agent.patience = patience
+    cleaned = agent.cleanup() if "node" in lab.places else None
+    lab.down()
+    if cleaned is not None and cleaned.returncode:
+        raise LabError(f"the lab is removed, but cleaning up after its agent failed: {cleaned.stderr.strip()}")
+
+
+_PROXY = (sys.executable, "-m", "controller")

@@ -1,0 +1,304 @@
+"""The screen: what `rates` and `cells` make of each look, and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, ClassVar, Final
+
+from rich.text import Text
+from textual import events, on
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.css.query import NoMatches
+from textual.message import Message
+from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, TabPane
+
+from workshop.top import cells
+from workshop.top.look import Looker, Watcher
+from workshop.top.rates import BackendRow, MapRow, Picture, ReasonRow, Sample, ServiceRow, Window
+
+__all__ = ["Top"]
+
+MOST: Final = 500  # rows of a table: nobody reads more, and each takes time to draw
+NEARLY_FULL: Final = 0.75
+RISING, FALLING = "▲", "▼"
+MOVES: Final = frozenset({"up", "down", "pageup", "pagedown", "home", "end", "ctrl+home", "ctrl+end", "enter"})
+
+
+class Listing(DataTable[Text]):
+    """A table of rows with columns of `cells`, in the order of one of them.
+
+    Args:
+        columns: of `cells`.
+        sort: the title of the column whose order it begins with.
+        name: as a widget's.
+    """
+
+    def __init__(self, columns: Sequence[cells.Column], sort: str, name: str) -> None:
+        super().__init__(id=name, cursor_type="row", zebra_stripes=True, cell_padding=1)
+        self._columns_of = columns
+        self.sort_by = next(position for position, column in enumerate(columns) if column.title == sort)
+        self.falling = columns[self.sort_by].falling
+        self._rows: list[Any] = []
+        self._held = False  # a person has put the cursor somewhere: it stays with that row
+
+    def on_key(self, event: events.Key) -> None:
+        """Whoever moves the cursor wants it to stay."""
+        self._held = self._held or event.key in MOVES
+
+    def on_click(self) -> None:
+        """As a key."""
+        self._held = True
+
+    def on_mount(self) -> None:
+        """Titles."""
+        self._head()
+
+    def _head(self) -> None:
+        self.clear(columns=True)
+        for position, column in enumerate(self._columns_of):
+            arrow = (FALLING if self.falling else RISING) if position == self.sort_by else ""
+            self.add_column(Text(f"{column.title}{arrow}", justify="right" if column.right else "left"))
+
+    def sort_next(self) -> None:
+        """Go by the next column."""
+        self.sort_at((self.sort_by + 1) % len(self._columns_of))
+
+    def sort_at(self, position: int) -> None:
+        """Go by this column; the other way round if it was that already."""
+        same = position == self.sort_by
+        self.falling = not self.falling if same else self._columns_of[position].falling
+        self.sort_by = position
+        self._redraw()
+
+    def turn(self) -> None:
+        """The other way round."""
+        self.sort_at(self.sort_by)
+
+    def _redraw(self) -> None:
+        at = self.chosen
+        self._head()
+        self._fill(at)
+
+    def show(self, rows: Sequence[Any]) -> None:
+        """These rows from now on; a cursor that was moved stays with its row."""
+        at = self.chosen
+        self._rows = list(rows)
+        self.clear()
+        self._fill(at)
+
+    def _fill(self, cursor: str | None) -> None:
+        column = self._columns_of[self.sort_by]
+        shown = cells.arranged(self._rows, column, falling=self.falling)[:MOST]
+        for row in shown:
+            texts = (
+                Text(each.text(row), style=_style(row, each.title), justify="right" if each.right else "left")
+                for each in self._columns_of
+            )
+            self.add_row(*texts, key=row.key)
+        if self._held and cursor is not None and cursor in self.rows:
+            self.move_cursor(row=self.get_row_index(cursor), animate=False, scroll=False)
+
+    @property
+    def chosen(self) -> str | None:
+        """The key of the row that the cursor is on."""
+        if not self.row_count:
+            return None
+        return self.coordinate_to_cell_key(self.cursor_coordinate).row_key.value
+
+
+def _style(row: Any, title: str) -> str:
+    """What wants to be seen."""
+    match row:
+        case ServiceRow() if title == "backends" and (row.left_out or not row.backends):
+            return "bold red"
+        case BackendRow() if title == "health" and row.state != "serving":
+            return "bold red" if row.state.startswith("left out") else "yellow"
+        case ReasonRow() if row.kind != "note" and row.rate:
+            return "bold red" if row.kind == "drop" else "yellow"
+        case MapRow() if title == "full" and row.fill > NEARLY_FULL:
+            return "bold red"
+    return ""
+
+
+class Top(App[None]):
+    """`hybrid-proxy top`.
+
+    Args:
+        looker: looks at the node.
+        seconds: between two looks.
+        wanted: a filter to begin with.
+    """
+
+    class Took(Message):
+        """The watcher has looked."""
+
+        def __init__(self, sample: Sample) -> None:
+            super().__init__()
+            self.sample = sample
+
+    TITLE = "hybrid-proxy top"
+    ENABLE_COMMAND_PALETTE = False
+    CSS = """
+    #head { height: auto; padding: 0 1; background: $panel; }
+    #trouble { height: auto; padding: 0 1; color: $text-warning; display: none; }
+    #services { height: 3fr; }
+    #below { height: 2fr; }
+    #below TabPane { padding: 0; }
+    #below DataTable { height: 1fr; }
+    #filter { display: none; border: none; height: 1; padding: 0 1; background: $boost; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "quit"),
+        Binding("ctrl+c", "quit", "quit", show=False, priority=True),
+        Binding("slash", "filter", "filter", key_display="/"),
+        Binding("escape", "forget_filter", "no filter", show=False),
+        Binding("s", "sort", "sort by next"),
+        Binding("r", "turn", "turn order"),
+        Binding("b", "below('backends')", "backends"),
+        Binding("d", "below('reasons')", "drops, events"),
+        Binding("m", "below('maps')", "maps"),
+        Binding("p", "pause", "pause"),
+    ]
+
+    def __init__(self, looker: Looker, seconds: float, wanted: str = "") -> None:
+        super().__init__()
+        self._window = Window()
+        self._watcher = Watcher(looker, seconds, self._tell)
+        self._shown: Picture | None = None
+        self._wanted = wanted
+        self._paused = False
+
+    def compose(self) -> ComposeResult:
+        """The node, the services, and of one of them the backends; or what was dropped, or how full maps are."""
+        yield Static(id="head", markup=False)
+        yield Static(id="trouble", markup=False)
+        yield Input(self._wanted, placeholder="part of a name, an address or a protocol", id="filter", compact=True)
+        yield Listing(cells.SERVICES, "conn/s", "services")
+        with TabbedContent(id="below"):
+            yield from self._panes()
+        yield Footer()
+
+    def _panes(self) -> ComposeResult:
+        with TabPane("backends", id="tab-backends"):
+            yield Listing(cells.BACKENDS, "share", "backends")
+        with TabPane("drops and events", id="tab-reasons"):
+            yield Listing(cells.REASONS, "kind", "reasons")
+        with TabPane("maps", id="tab-maps"):
+            yield Listing(cells.MAPS, "full", "maps")
+
+    def on_mount(self) -> None:
+        """Look for the first time."""
+        self._listing("services").focus()
+        self.query_one("#head", Static).update("looking ...")
+        self._watcher.start()
+
+    def on_unmount(self) -> None:
+        """No more looks."""
+        self._watcher.stop()
+
+    def _listing(self, name: str) -> Listing:
+        return self.query_one(f"#{name}", Listing)
+
+    def _tell(self, sample: Sample) -> None:
+        """From the watcher's thread."""
+        self.post_message(self.Took(sample))
+
+    # What is shown
+
+    @on(Took)
+    def _took(self, message: Took) -> None:
+        self._shown = self._window.add(message.sample)
+        with suppress(NoMatches):  # the screen is being taken down
+            self._show()
+
+    def _show(self) -> None:
+        shown = self._shown
+        if shown is None:
+            return
+        wanted = [row for row in shown.services if cells.matches(row, self._wanted)]
+        self._listing("services").show(wanted)
+        self._listing("backends").show(shown.backends)
+        self._listing("reasons").show([row for row in shown.reasons if row.total])
+        self._listing("maps").show(shown.maps)
+        self._show_head(shown, len(wanted))
+        self._choose()
+
+    def _show_head(self, shown: Picture, wanted: int) -> None:
+        lines = list(cells.head(shown))
+        if self._wanted:
+            lines.append(f"filter '{self._wanted}': {wanted:,} of {len(shown.services):,} service ports")
+        elif len(shown.services) > MOST:
+            lines.append(f"the first {MOST} of {len(shown.services):,} service ports; / finds the others")
+        if self._paused:
+            lines.append("PAUSED: p goes on")
+        self.query_one("#head", Static).update("\n".join(lines))
+        sentences = cells.trouble(shown)
+        trouble = self.query_one("#trouble", Static)
+        trouble.update("\n".join(sentences[:3]))
+        trouble.display = bool(sentences)
+
+    def _choose(self) -> None:
+        """Backends are those of the service under the cursor."""
+        key = self._listing("services").chosen
+        rows = self._shown.services if self._shown else ()
+        name = next((row.name for row in rows if row.key == key), None)
+        self._watcher.choose(name)
+        title = f"backends of {name}" if name else "backends"
+        self.query_one("#below", TabbedContent).get_tab("tab-backends").label = title
+
+    @on(DataTable.RowHighlighted, "#services")
+    def _moved(self) -> None:
+        with suppress(NoMatches):  # the screen is being taken down
+            self._choose()
+
+    @on(DataTable.HeaderSelected)
+    def _clicked(self, message: DataTable.HeaderSelected) -> None:
+        if isinstance(message.data_table, Listing):
+            message.data_table.sort_at(message.column_index)
+
+    # Keys
+
+    def _in_hand(self) -> Listing:
+        """The table that has the focus, or the services."""
+        return self.focused if isinstance(self.focused, Listing) else self._listing("services")
+
+    def action_sort(self) -> None:
+        """By the next column of the table in hand."""
+        self._in_hand().sort_next()
+
+    def action_turn(self) -> None:
+        """The other way round."""
+        self._in_hand().turn()
+
+    def action_below(self, name: str) -> None:
+        """Show another table below."""
+        self.query_one("#below", TabbedContent).active = f"tab-{name}"
+
+    def action_pause(self) -> None:
+        """Stand still, or go on."""
+        self._paused = not self._paused
+        self._watcher.pause(paused=self._paused)
+        self._show()
+
+    def action_filter(self) -> None:
+        """Ask for a filter."""
+        field = self.query_one("#filter", Input)
+        field.display = True
+        self.screen.set_focus(field)  # at once: what is typed next belongs there
+
+    def action_forget_filter(self) -> None:
+        """Show all services again."""
+        self.query_one("#filter", Input).value = ""
+        self._end_filter()
+
+    @on(Input.Changed, "#filter")
+    def _filtered(self, message: Input.Changed) -> None:
+        self._wanted = message.value.strip()
+        self._show()
+
+    @on(Input.Submitted, "#filter")
+    def _end_filter(self) -> None:
+        self.query_one("#filter", Input).display = False
+        self.screen.set_focus(self._listing("services"))

@@ -1,0 +1,199 @@
+"""PURE. Rows as a person reads them: columns, in which order, which of them, and their texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, NamedTuple
+
+from workshop.top.rates import BackendRow, MapRow, Picture, ReasonRow, ServiceRow
+
+__all__ = [
+    "BACKENDS",
+    "MAPS",
+    "REASONS",
+    "SERVICES",
+    "Column",
+    "arranged",
+    "head",
+    "matches",
+    "number",
+    "rate",
+    "size",
+    "trouble",
+]
+
+UNKNOWN: Final = "-"
+UNITS: Final = ("", "k", "M", "G", "T")
+
+
+class Column(NamedTuple):
+    """A column: its title, what rows are sorted by, and the text of a row's cell."""
+
+    title: str
+    value: Callable[[Any], Any]  # None: not known
+    text: Callable[[Any], str]
+    falling: bool = True  # sorted so at first: the largest is of interest
+    right: bool = True
+
+
+def number(value: int | None) -> str:
+    """`1,234`."""
+    return UNKNOWN if value is None else f"{value:,}"
+
+
+def _scaled(value: float) -> str:
+    """Three digits that count, as `12.3k`."""
+    unit = 0
+    while value >= 999.5 and unit < len(UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    digits = 0 if value >= 99.95 or (unit == 0 and value == int(value)) else 1
+    return f"{value:.{digits}f}{UNITS[unit]}"
+
+
+def rate(value: float | None) -> str:
+    """Of something each second."""
+    return UNKNOWN if value is None else _scaled(value)
+
+
+def size(value: float | None) -> str:
+    """Bytes, in powers of ten."""
+    return UNKNOWN if value is None else f"{_scaled(value)}B"
+
+
+def percent(value: float | None) -> str:
+    """Of a part, 0 to 1."""
+    return UNKNOWN if value is None else f"{100 * value:.0f}%"
+
+
+def latency(value: float | None) -> str:
+    """Seconds, as `85µs`, `1.2ms` or `2.0s`."""
+    if value is None:
+        return UNKNOWN
+    if value < 0.9995e-3:
+        return f"{value * 1e6:.0f}µs"
+    scaled, unit = (value * 1e3, "ms") if value < 0.9995 else (value, "s")
+    return f"{scaled:.{1 if scaled < 9.95 else 0}f}{unit}"
+
+
+def _of(column: str) -> Callable[[Any], Any]:
+    return lambda row: getattr(row, column)
+
+
+def _shown(column: str, text: Callable[[Any], str]) -> Callable[[Any], str]:
+    return lambda row: text(getattr(row, column))
+
+
+def _endpoints(row: ServiceRow) -> str:
+    return f"{row.backends}, {row.left_out} out" if row.left_out else str(row.backends)
+
+
+def _words(column: str, title: str, text: Callable[[Any], str] = str) -> Column:
+    return Column(title, _of(column), _shown(column, text), falling=False, right=False)
+
+
+_TRAFFIC: Final = (
+    Column("packets/s", _of("packets"), _shown("packets", rate)),
+    Column("in/s", _of("request_bytes"), _shown("request_bytes", size)),
+    Column("out/s", _of("reply_bytes"), _shown("reply_bytes", size)),
+)
+SERVICES: Final = (
+    _words("name", "service"),
+    Column("conn/s", _of("connections"), _shown("connections", rate)),
+    *_TRAFFIC,
+    Column("connect", _of("connect"), _shown("connect", latency)),
+    Column("backends", lambda row: (row.left_out, row.backends), _endpoints),
+    _words("protocol", "protocol"),
+    Column("conn total", _of("total"), _shown("total", number)),
+    _words("frontends", "addresses", " ".join),
+)
+BACKENDS: Final = (
+    _words("address", "backend"),
+    Column("share", _of("share"), _shown("share", percent)),
+    Column("conn/s", _of("connections"), _shown("connections", rate)),
+    *_TRAFFIC,
+    Column("connect", _of("connect"), _shown("connect", latency)),
+    Column("failures", _of("failures"), _shown("failures", number)),
+    _words("state", "health"),
+    Column("conn total", _of("total"), _shown("total", number)),
+    _words("protocol", "protocol"),
+)
+REASONS: Final = (
+    _words("kind", "kind"),
+    _words("key", "reason"),
+    Column("each second", _of("rate"), _shown("rate", rate)),
+    Column("total", _of("total"), _shown("total", number)),
+)
+MAPS: Final = (
+    _words("key", "map"),
+    Column("full", _of("fill"), _shown("fill", percent)),
+    Column("used", _of("used"), _shown("used", number)),
+    Column("room now", _of("entries"), _shown("entries", number)),
+    Column("at most", _of("bound"), _shown("bound", number)),
+    Column("memory", _of("bytes"), _shown("bytes", size)),
+)
+
+AnyRow = ServiceRow | BackendRow | ReasonRow | MapRow
+
+
+def matches(row: ServiceRow, text: str) -> bool:
+    """Whether each word of the filter is part of the name, an address or the protocol."""
+    about = " ".join((row.name, row.protocol, *row.frontends)).lower()
+    return all(word in about for word in text.lower().split())
+
+
+def arranged(rows: Iterable[AnyRow], column: Column, *, falling: bool) -> list[Any]:
+    """In order of a column, what is not known last; rows that are alike stay in the order of their keys."""
+    everything = sorted(rows, key=lambda row: row.key)
+    known = [row for row in everything if column.value(row) is not None]
+    rest = [row for row in everything if column.value(row) is None]
+    return [*sorted(known, key=column.value, reverse=falling), *rest]
+
+
+def head(shown: Picture) -> Sequence[str]:
+    """Two lines about the node as a whole."""
+    status = shown.sample.status
+    if status is None:
+        first = f"mode {shown.sample.mode}, as last programmed" if shown.sample.mode else "nothing is programmed here"
+        return first, _totals(shown)
+    mode = status["mode"]
+    asked = "" if mode["requested"] == mode["effective"] else f" ({mode['requested']} was asked for)"
+    sync = "in sync" if status["synced"] else "NOT in sync"
+    agent = f"agent up {duration(status['uptime_seconds'])}, {size(status['memory_bytes'])}"
+    return f"node {status['node']}   mode {mode['effective']}{asked}   {sync}   {agent}", _totals(shown)
+
+
+def _totals(shown: Picture) -> str:
+    parts = [f"conn/s {rate(shown.all('connections'))}", f"packets/s {rate(shown.all('packets'))}"]
+    parts += [f"in {size(shown.all('request_bytes'))}/s", f"out {size(shown.all('reply_bytes'))}/s"]
+    if shown.sample.status is not None:
+        fill = shown.sample.status["dataplane"]["fill"]
+        parts += [f"flow entries {fill['flows'][0]:,} of {fill['flows'][1]:,}"] if "flows" in fill else []
+        parts += [f"dropped/s {rate(shown.rate('drop'))}", f"refused/s {rate(shown.rate('refuse'))}"]
+    return "   ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """`3d4h`, `2h5m`, `3m12s`."""
+    whole = int(seconds)
+    for first, second, unit in (("d", "h", 86400), ("h", "m", 3600), ("m", "s", 60)):
+        if whole >= unit:
+            return f"{whole // unit}{first}{whole % unit // {'h': 3600, 'm': 60, 's': 1}[second]}{second}"
+    return f"{whole}s"
+
+
+def trouble(shown: Picture) -> list[str]:
+    """What a person should know before believing the figures, the worst first."""
+    status, sample = shown.sample.status, shown.sample
+    if status is None:
+        said = f"no answer from the agent: {sample.trouble}"
+        return [f"{said}. Traffic goes on as programmed" if sample.mode else said]
+    sentences = [f"the last sync failed: {status['error']}"] * bool(status["error"])
+    mode = status["mode"]
+    sentences += [f"{mode['requested']} was asked for: {mode['reason']}"] * bool(mode["reason"])
+    if sample.services and not shown.counts:
+        sentences.append(f"mode {sample.mode} does not count what each service carries ('-'); mode ebpf does")
+    left_out = sum(row["left_out"] for row in status["dataplane"].get("left_out", ()))
+    sentences += [f"{left_out} backends are left out, because they fail"] * bool(left_out)
+    misfits = len(status["dataplane"]["misfits"])
+    sentences += [f"{misfits} service ports do not fit; `hybrid-proxy status` says why"] * bool(misfits)
+    return [*sentences, *status["neighbours"]]

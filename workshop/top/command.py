@@ -1,0 +1,78 @@
+"""The command: a screen for people, an object a line for programs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+from typing import Any
+
+import msgspec
+
+from controller.errors import ConfigError
+from workshop.top.cells import matches
+from workshop.top.look import Looker, Watcher
+from workshop.top.rates import Picture, Sample, Window
+
+__all__ = ["main"]
+
+FASTEST = 0.1
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run until it is ended, or has told as often as it was asked to; the exit code.
+
+    Raises:
+        ConfigError: it cannot be used so; says why.
+    """
+    if args.interval < FASTEST:
+        raise ConfigError(f"--interval {args.interval:g}: seconds between two looks, {FASTEST:g} at least")
+    looker = Looker(args.admin_socket, args.pin_root)
+    if args.output == "json":
+        return _tell(looker, args)
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigError("this needs a terminal; for programs there is -o json")
+    from workshop.top.app import Top  # takes a quarter of a second
+
+    screen = Top(looker, args.interval, args.filter)
+    screen.run()
+    return screen.return_code or 0
+
+
+def _tell(looker: Looker, args: argparse.Namespace) -> int:
+    """An object for each look after the first, which has no rates yet."""
+    window, ended, looks = Window(), threading.Event(), 0
+
+    def took(sample: Sample) -> None:
+        nonlocal looks
+        shown = window.add(sample)
+        looks += 1
+        if looks > 1:
+            _print(shown, args.filter)
+        if looks == args.count + 1 and args.count:
+            watcher.stop()
+            ended.set()
+
+    watcher = Watcher(looker, args.interval, took)
+    watcher.choose(args.service)
+    watcher.start()
+    try:
+        ended.wait()
+    except KeyboardInterrupt:
+        watcher.stop()
+    return 0
+
+
+def _print(shown: Picture, wanted: str) -> None:
+    status: Any = shown.sample.status
+    line = {
+        "agent": status is not None,
+        "trouble": shown.sample.trouble,
+        "mode": shown.sample.mode,
+        "requested": status["mode"]["requested"] if status else None,
+        "services": [row for row in shown.services if matches(row, wanted)],
+        "backends": shown.backends,
+        "reasons": shown.reasons,
+        "maps": shown.maps,
+    }
+    print(msgspec.json.encode(line).decode(), flush=True)

@@ -1,0 +1,741 @@
+/*
+ * What bcc compiles for `hybrid-proxy trace`. Before this stand the numbers of `workshop.tracing.text`: where the
+ * running kernel has its fields, which view is asked for, this network namespace. Behind it stand the entries, one for
+ * each point. Kernel memory is read by these numbers alone: the headers may be another kernel's.
+ *
+ * A packet is followed by the address of its sk_buff, which stays while its headers are rewritten. The time of a stage
+ * runs from the end of one entry to the beginning of the next, so that measuring does not measure itself.
+ */
+
+enum { REQUEST, REPLY };
+enum { FIN = 1, SYN = 2, RST = 4, ACK = 16 };
+enum { TCP = 6, UDP = 17, SCTP = 132 };
+enum { ASKED, ANSWERED, REFUSED, REPEATED };
+
+#define STALE_NS 100000000ULL /* an sk_buff that was not seen for so long has become another packet's */
+
+struct ends {
+	u8 source[16];
+	u8 destination[16];
+	u16 source_port;
+	u16 destination_port;
+	u8 protocol;
+	u8 unused[3];
+};
+
+struct place {
+	u8 address[16];
+	u16 port;
+	u8 protocol;
+	u8 unused;
+};
+
+struct known {
+	u32 service;
+	u32 way;
+	struct place backend;
+};
+
+struct walk {
+	u64 left;
+	u64 spent;
+	u64 began;
+	u32 point;
+	u32 first_point;
+	u32 way;
+	u32 service;
+	u32 opening;
+	u32 sign;
+	struct ends first;
+};
+
+struct header {
+	struct ends ends;
+	u32 sign; /* what no translation changes: the sequence number, or the length of a datagram */
+	u32 flags;
+	u32 length;
+};
+
+/* The beginning of TCP's header, RFC 9293; UDP has its length where `sequence` is, SCTP its verification tag. */
+struct transport {
+	u16 source;
+	u16 destination;
+	u32 sequence;
+	u32 acknowledged;
+	u8 offset;
+	u8 flags;
+	u16 window;
+};
+
+struct slot {
+	u32 stage;
+	u32 slot;
+};
+
+struct sum {
+	u64 ns;
+	u64 max;
+};
+
+BPF_TABLE("lru_hash", u64, struct walk, walks, 16384);
+BPF_TABLE("lru_hash", struct ends, struct known, flows, 65536);
+BPF_TABLE("hash", struct place, u32, wanted, WANTED);
+
+static __always_inline u64 word(u64 at)
+{
+	u64 value = 0;
+
+	bpf_probe_read_kernel(&value, sizeof(value), (void *)at);
+	return value;
+}
+
+static __always_inline u32 half(u64 at)
+{
+	u32 value = 0;
+
+	bpf_probe_read_kernel(&value, sizeof(value), (void *)at);
+	return value;
+}
+
+static __always_inline u16 quarter(u64 at)
+{
+	u16 value = 0;
+
+	bpf_probe_read_kernel(&value, sizeof(value), (void *)at);
+	return value;
+}
+
+static __always_inline u32 netns_of(u64 net)
+{
+	return net ? half(net + NET_INUM) : 0;
+}
+
+static __always_inline u32 netns_of_packet(u64 skb)
+{
+	u64 dev = word(skb + SKB_DEV), sk;
+
+	if (dev)
+		return netns_of(word(dev + DEV_NET));
+	sk = word(skb + SKB_SK);
+	return sk ? netns_of(word(sk + SOCK_NET)) : 0;
+}
+
+static __always_inline void mapped(u8 *to, const u8 *v4)
+{
+	__builtin_memset(to, 0, 10);
+	to[10] = to[11] = 0xff;
+	__builtin_memcpy(to + 12, v4, 4);
+}
+
+/* The packet's ends, by its first two headers; 0: none of ours could look so. */
+static __always_inline int read_header(u64 skb, int at_data, struct header *h)
+{
+	u64 start = at_data ? word(skb + SKB_DATA) : word(skb + SKB_HEAD) + quarter(skb + SKB_NETWORK);
+	u8 ip[40] = {};
+	struct transport l4 = {};
+	u32 skip = 40;
+
+	__builtin_memset(h, 0, sizeof(*h));
+	if (bpf_probe_read_kernel(ip, sizeof(ip), (void *)start))
+		return 0;
+	if (ip[0] >> 4 == 4) {
+		skip = (ip[0] & 15) * 4;
+		if ((ip[6] & 0x1f) | ip[7])
+			return 0;
+		h->ends.protocol = ip[9];
+		mapped(h->ends.source, ip + 12);
+		mapped(h->ends.destination, ip + 16);
+	} else if (ip[0] >> 4 == 6) {
+		h->ends.protocol = ip[6];
+		__builtin_memcpy(h->ends.source, ip + 8, 16);
+		__builtin_memcpy(h->ends.destination, ip + 24, 16);
+	} else {
+		return 0;
+	}
+	if (h->ends.protocol != TCP && h->ends.protocol != UDP && h->ends.protocol != SCTP)
+		return 0;
+	if (bpf_probe_read_kernel(&l4, sizeof(l4), (void *)(start + skip)))
+		return 0;
+	h->ends.source_port = bpf_ntohs(l4.source);
+	h->ends.destination_port = bpf_ntohs(l4.destination);
+	h->length = half(skb + SKB_LEN);
+	h->sign = bpf_ntohl(l4.sequence);
+	if (h->ends.protocol == TCP)
+		h->flags = l4.flags;
+	else if (h->ends.protocol == UDP)
+		h->sign >>= 16; /* the checksum behind the length changes */
+	return 1;
+}
+
+static __always_inline void turned(struct ends *to, const struct ends *from)
+{
+	__builtin_memset(to, 0, sizeof(*to));
+	__builtin_memcpy(to->source, from->destination, 16);
+	__builtin_memcpy(to->destination, from->source, 16);
+	to->source_port = from->destination_port;
+	to->destination_port = from->source_port;
+	to->protocol = from->protocol;
+}
+
+static __always_inline u32 *asked_for(const struct ends *e)
+{
+	struct place to = {};
+#ifdef FROM_HIGH
+	u64 source[2];
+
+	__builtin_memcpy(source, e->source, 16);
+	if (source[0] != FROM_HIGH || source[1] != FROM_LOW)
+		return 0;
+#endif
+	__builtin_memcpy(to.address, e->destination, 16);
+	to.port = e->destination_port;
+	to.protocol = e->protocol;
+	return wanted.lookup(&to);
+}
+
+/* Whether a packet is one of what is asked for: of a flow that is known, or the first of one. */
+static __always_inline int belongs(const struct header *h, struct known *k, u32 *opening)
+{
+	struct ends e = h->ends, back;
+	struct known *old = flows.lookup(&e);
+	u32 *service;
+
+	*opening = e.protocol == TCP && h->flags & SYN;
+	if (old) {
+		__builtin_memcpy(k, old, sizeof(*k));
+		return 1;
+	}
+	service = asked_for(&e);
+	if (!service)
+		return 0;
+	__builtin_memset(k, 0, sizeof(*k));
+	k->service = *service;
+	flows.update(&e, k);
+	turned(&back, &e);
+	k->way = REPLY;
+	flows.update(&back, k);
+	k->way = REQUEST;
+	if (e.protocol != TCP)
+		*opening = 1;
+	return 1;
+}
+
+/* A packet left with these ends: answers to it come with them turned around. */
+static __always_inline void learn(const struct walk *w, const struct header *h)
+{
+	struct known k = {};
+	struct ends first = w->first, back;
+
+	if (w->way != REQUEST)
+		return;
+	k.service = w->service;
+	__builtin_memcpy(k.backend.address, h->ends.destination, 16);
+	k.backend.port = h->ends.destination_port;
+	k.backend.protocol = h->ends.protocol;
+	flows.update(&first, &k);
+	k.way = REPLY;
+	turned(&back, &h->ends);
+	flows.update(&back, &k);
+}
+
+static __always_inline void begin(struct walk *w, const struct header *h, const struct known *k, u32 point, u32 opening)
+{
+	__builtin_memset(w, 0, sizeof(*w));
+	w->point = w->first_point = point;
+	w->way = k->way;
+	w->service = k->service;
+	w->opening = opening;
+	w->sign = h->sign;
+	w->first = h->ends;
+}
+
+static __always_inline int same_address(const u8 *a, const u8 *b)
+{
+	u64 one[2], other[2];
+
+	__builtin_memcpy(one, a, 16);
+	__builtin_memcpy(other, b, 16);
+	return one[0] == other[0] && one[1] == other[1];
+}
+
+/* Is it another flow's packet, of the same length, in the sk_buff of one that ended at a socket? A packet keeps its
+ * client's port for as long as it keeps the other end.
+ */
+static __always_inline int is_anothers(const struct walk *w, const struct ends *e)
+{
+	const struct ends *f = &w->first;
+
+	if (w->way == REQUEST)
+		return same_address(e->destination, f->destination) && e->destination_port == f->destination_port &&
+		       e->source_port != f->source_port;
+	return same_address(e->source, f->source) && e->source_port == f->source_port &&
+	       e->destination_port != f->destination_port;
+}
+
+/* Has the sk_buff become another packet's since it was seen last? */
+static __always_inline int is_stale(const struct walk *w, const struct header *h, u64 now)
+{
+	return w->sign != h->sign || now - w->left > STALE_NS;
+}
+
+/* Four slots for each power of two: 0 to 3 for 0 to 3 ns, then a quarter of an octave each. */
+static __always_inline u32 slot_of(u64 ns)
+{
+	u32 octave;
+
+	if (ns < 4)
+		return ns;
+	octave = bpf_log2l(ns) - 1;
+	return octave * 4 + ((ns >> (octave - 2)) & 3);
+}
+
+/* Not by bcc's increment(): that is a load and a store, and two processors at it lose one. */
+static __always_inline void one_more(u64 *count)
+{
+	if (count)
+		lock_xadd(count, 1);
+}
+
+#ifdef STAGES
+BPF_HASH(counts, struct slot, u64, 16384);
+BPF_HASH(sums, u32, struct sum, 2048);
+
+static __always_inline void record(u32 from, u32 to, const struct walk *w, u64 ns)
+{
+	struct slot key = {.stage = from | to << 8 | w->way << 16 | w->opening << 17, .slot = slot_of(ns)};
+	struct sum none = {}, *s;
+	u64 zero = 0;
+
+	one_more(counts.lookup_or_try_init(&key, &zero));
+	if (!ns) /* adding a constant 0 becomes an atomic OR, which Linux 5.10 does not have */
+		return;
+	s = sums.lookup_or_try_init(&key.stage, &none);
+	if (!s)
+		return;
+	lock_xadd(&s->ns, ns);
+	if (ns > s->max)
+		s->max = ns;
+}
+#else
+static __always_inline void record(u32 from, u32 to, const struct walk *w, u64 ns)
+{
+}
+#endif
+
+#ifdef LATENCY
+struct waiting {
+	u64 since;
+	struct ends first;
+	u32 service;
+	u32 led; /* a socket whose destination was a backend when it connected */
+};
+
+struct answer {
+	u32 service;
+	u32 what;
+	struct place backend;
+	u32 slot;
+};
+
+BPF_TABLE("lru_hash", struct ends, u64, pending, 65536);
+BPF_TABLE("lru_hash", struct ends, struct waiting, waits, 65536);
+BPF_HASH(answers, struct answer, u64, 65536);
+BPF_HASH(answer_sums, struct answer, struct sum, 16384);
+
+static __always_inline void tell(u32 service, u32 what, const struct ends *e, u64 ns)
+{
+	struct answer key = {.service = service, .what = what};
+	struct sum none = {}, *s;
+	u64 zero = 0;
+
+	if (e) {
+		__builtin_memcpy(key.backend.address, e->source, 16);
+		key.backend.port = e->source_port;
+		key.backend.protocol = e->protocol;
+	}
+	if (what == ANSWERED) {
+		s = answer_sums.lookup_or_try_init(&key, &none);
+		if (s) {
+			lock_xadd(&s->ns, ns);
+			if (ns > s->max)
+				s->max = ns;
+		}
+		key.slot = slot_of(ns);
+	}
+	one_more(answers.lookup_or_try_init(&key, &zero));
+}
+
+/* A packet that came: a SYN begins to wait, an answer to one ends that. */
+static __always_inline void came(struct walk *w, const struct header *h, u64 now)
+{
+	struct ends e = h->ends;
+	struct waiting *waits_for;
+	u64 *since;
+
+	if (e.protocol != TCP)
+		return;
+	if (w->way == REQUEST && (h->flags & (SYN | ACK)) == SYN) {
+		since = pending.lookup(&e);
+		w->began = since ? *since : now;
+		tell(w->service, since ? REPEATED : ASKED, 0, 0);
+		if (!since)
+			pending.update(&e, &now);
+	} else if (w->way == REPLY && h->flags & (SYN | RST)) {
+		waits_for = waits.lookup(&e);
+		if (!waits_for)
+			return;
+		tell(waits_for->service, h->flags & RST ? REFUSED : ANSWERED, &e, now - waits_for->since);
+		struct ends first = waits_for->first;
+		pending.delete(&first);
+		waits.delete(&e);
+	}
+}
+
+static __always_inline void went(const struct walk *w, const struct header *h)
+{
+	struct waiting one = {};
+	struct ends back;
+
+	if (w->way != REQUEST || !w->began)
+		return;
+	one.since = w->began;
+	one.first = w->first;
+	one.service = w->service;
+	turned(&back, &h->ends);
+	waits.update(&back, &one);
+}
+
+BPF_TABLE("lru_hash", u64, struct waiting, connecting, 16384);
+#else
+static __always_inline void came(struct walk *w, const struct header *h, u64 now)
+{
+}
+
+static __always_inline void went(const struct walk *w, const struct header *h)
+{
+}
+#endif
+
+#ifdef FOLLOW
+struct event {
+	u64 ns;
+	u64 skb;
+	struct ends ends;
+	u32 point;
+	u32 netns;
+	u32 ifindex;
+	u32 way;
+	u32 service;
+	u32 sequence;
+	u32 flags;
+	u32 length;
+	u64 more;
+	char device[16];
+};
+
+BPF_RINGBUF_OUTPUT(events, 256);
+
+static __always_inline void emit(u64 skb, u32 point, u32 netns, const struct walk *w, const struct header *h, u64 now,
+				 u64 more)
+{
+	struct event *told = events.ringbuf_reserve(sizeof(struct event));
+	u64 dev = word(skb + SKB_DEV);
+
+	if (!told)
+		return;
+	__builtin_memset(told, 0, sizeof(*told));
+	told->ns = now;
+	told->skb = skb;
+	told->point = point;
+	told->netns = netns;
+	told->way = w->way;
+	told->service = w->service;
+	told->more = more;
+	if (h) {
+		told->ends = h->ends;
+		told->sequence = h->sign;
+		told->flags = h->flags;
+		told->length = h->length;
+	}
+	if (dev) {
+		told->ifindex = half(dev + DEV_IFINDEX);
+		bpf_probe_read_kernel(told->device, sizeof(told->device), (void *)(dev + DEV_NAME));
+	}
+	events.ringbuf_submit(told, 0);
+}
+
+/* Points of all namespaces: which of them belong to this node is found out afterwards. */
+static __always_inline void step(u64 skb, const u32 point, const u32 kind)
+{
+	u64 now = bpf_ktime_get_ns();
+	struct walk fresh = {}, *w = walks.lookup(&skb);
+	u32 netns = kind & POINT_HERE ? HOME : netns_of_packet(skb), opening = 0;
+	struct header h;
+	struct known k;
+
+	if (!read_header(skb, kind & POINT_AT_DATA, &h)) {
+		walks.delete(&skb);
+		return;
+	}
+	if (w && (is_stale(w, &h, now) || is_anothers(w, &h.ends)))
+		w = 0;
+	if (w) {
+		learn(w, &h);
+		w->left = now;
+	} else {
+		if (!belongs(&h, &k, &opening))
+			return;
+		begin(&fresh, &h, &k, point, opening);
+		fresh.left = now;
+		walks.update(&skb, &fresh);
+		w = &fresh;
+	}
+	emit(skb, point, netns, w, &h, now, 0);
+}
+
+static __always_inline void freed(u64 skb, u64 location, u32 reason)
+{
+	u64 now = bpf_ktime_get_ns();
+	struct walk *w = walks.lookup(&skb);
+	struct header h;
+
+	if (!w)
+		return;
+	if (location && now - w->left < STALE_NS && read_header(skb, 0, &h) && w->sign == h.sign)
+		emit(skb, POINT_DROP, netns_of_packet(skb), w, &h, now, (u64)reason << 48 | (location & 0xffffffffffffULL));
+	walks.delete(&skb);
+}
+#else
+/* Points of this namespace, and the sockets to which a packet was handed from here. */
+static __always_inline void step(u64 skb, const u32 point, const u32 kind)
+{
+	u64 now = bpf_ktime_get_ns(), spent;
+	struct walk fresh, *w;
+	u32 opening = 0;
+	struct header h;
+	struct known k;
+
+	if (!(kind & (POINT_HERE | POINT_ANYWHERE)) && netns_of_packet(skb) != HOME)
+		return;
+	w = walks.lookup(&skb);
+	if (kind & POINT_BEGINS) {
+		if (!read_header(skb, kind & POINT_AT_DATA, &h))
+			return;
+		if (!w || is_stale(w, &h, now) || is_anothers(w, &h.ends)) {
+			walks.delete(&skb);
+			if (!belongs(&h, &k, &opening))
+				return;
+			begin(&fresh, &h, &k, point, opening);
+			record(0, point, &fresh, 0);
+			came(&fresh, &h, now);
+			fresh.left = bpf_ktime_get_ns();
+			walks.update(&skb, &fresh);
+			return;
+		}
+	} else if (!w) {
+		return;
+	}
+	if (kind & POINT_ENDS) {
+		if (!read_header(skb, 0, &h) || is_stale(w, &h, now)) {
+			walks.delete(&skb);
+			return;
+		}
+		learn(w, &h);
+		went(w, &h);
+	}
+	spent = now - w->left;
+	record(w->point, point, w, spent);
+	w->spent += spent;
+	w->point = point;
+	if (kind & POINT_ENDS) {
+		record(w->first_point, POINT_WHOLE + point, w, w->spent);
+		walks.delete(&skb);
+	} else {
+		w->left = bpf_ktime_get_ns();
+	}
+}
+#endif
+
+#ifdef PROBES
+struct inside {
+	u64 skb;
+	u32 point;
+	u32 unused;
+};
+
+BPF_TABLE("lru_hash", u64, struct inside, calls, 4096);
+
+/* A call, until it returns: on a CPU, for softirqs of all of them have one process number. */
+static __always_inline u64 call_of(u32 function)
+{
+	return (u64)bpf_get_smp_processor_id() << 40 | (bpf_get_current_pid_tgid() & 0xffffffff) << 8 | function;
+}
+
+static __always_inline void entered(u32 function, u64 skb, u32 point)
+{
+	struct inside call = {.skb = skb, .point = point};
+	u64 key = call_of(function);
+
+	calls.update(&key, &call);
+}
+
+/* Only what goes on is at the function's end: what it dropped or took over is gone (NF_ACCEPT is 1, and so is nf_hook's). */
+static __always_inline void returned(u32 function, u32 verdict)
+{
+	u64 key = call_of(function);
+	struct inside *call = calls.lookup(&key);
+
+	if (!call)
+		return;
+	if (verdict == 1 && call->point && walks.lookup(&call->skb))
+		step(call->skb, call->point, 0);
+	calls.delete(&key);
+}
+#endif
+
+#ifdef DROPS
+struct drop {
+	u32 service;
+	u32 way;
+	u32 reason;
+	u32 point;
+	u64 location;
+	struct place to;
+};
+
+BPF_HASH(drops, struct drop, u64, 8192);
+
+static __always_inline void freed(u64 skb, u64 location, u32 reason)
+{
+	struct walk *w;
+	struct header h;
+	struct known k;
+	struct drop key = {.reason = reason, .location = location};
+	u64 zero = 0;
+	u32 opening;
+
+	if (!location || netns_of_packet(skb) != HOME)
+		return;
+	w = walks.lookup(&skb);
+	if (!read_header(skb, 0, &h)) {
+		if (w)
+			walks.delete(&skb);
+		return;
+	}
+	if (w && w->sign == h.sign) {
+		key.service = w->service;
+		key.way = w->way;
+		key.point = w->point;
+	} else if (belongs(&h, &k, &opening)) {
+		key.service = k.service;
+		key.way = k.way;
+	} else {
+		return;
+	}
+	__builtin_memcpy(key.to.address, h.ends.destination, 16);
+	key.to.port = key.way == REQUEST ? h.ends.destination_port : 0; /* a client's port would be a row for each */
+	key.to.protocol = h.ends.protocol;
+	one_more(drops.lookup_or_try_init(&key, &zero));
+	walks.delete(&skb);
+}
+#endif
+
+#if defined(LATENCY) || defined(RETRANSMITS)
+static __always_inline void ends_of_socket(u64 sk, struct ends *e)
+{
+	u8 v4[4];
+
+	__builtin_memset(e, 0, sizeof(*e));
+	e->protocol = TCP;
+	e->source_port = quarter(sk + SOCK_NUM);
+	e->destination_port = bpf_ntohs(quarter(sk + SOCK_DPORT));
+	if (quarter(sk + SOCK_FAMILY) == 2) {
+		bpf_probe_read_kernel(v4, 4, (void *)(sk + SOCK_DADDR));
+		mapped(e->destination, v4);
+		bpf_probe_read_kernel(v4, 4, (void *)(sk + SOCK_SADDR));
+		mapped(e->source, v4);
+	} else {
+		bpf_probe_read_kernel(e->destination, 16, (void *)(sk + SOCK_DADDR6));
+		bpf_probe_read_kernel(e->source, 16, (void *)(sk + SOCK_SADDR6));
+	}
+}
+#endif
+
+#ifdef RETRANSMITS
+struct again {
+	u32 service;
+	u32 way;
+	struct place backend;
+};
+
+BPF_HASH(repeats, struct again, u64, 16384);
+
+static __always_inline void repeated(u64 sk)
+{
+	struct header h = {};
+	struct known k = {}, *old;
+	struct again key = {};
+	u64 zero = 0;
+	u32 opening;
+
+	ends_of_socket(sk, &h.ends);
+	if (netns_of(word(sk + SOCK_NET)) == HOME) {
+		if (!belongs(&h, &k, &opening))
+			return;
+	} else {
+		old = flows.lookup(&h.ends);
+		if (!old)
+			return;
+		__builtin_memcpy(&k, old, sizeof(k));
+	}
+	key.service = k.service;
+	key.way = k.way;
+	key.backend = k.backend;
+	one_more(repeats.lookup_or_try_init(&key, &zero));
+}
+#endif
+
+#ifdef LATENCY
+enum { ESTABLISHED = 1, SYN_SENT = 2, OF_SOCKET = 255 };
+
+BPF_TABLE("hash", struct place, u32, reached, WANTED);
+
+/* A socket of the node itself: no packet shows which service it asked for, its connect() does. */
+static __always_inline void changed(u64 sk, u32 before, u32 after)
+{
+	u64 now = bpf_ktime_get_ns();
+	struct waiting one = {}, *w;
+	struct ends end = {};
+	struct place to = {};
+	u32 *service;
+
+	if (after == SYN_SENT && netns_of(word(sk + SOCK_NET)) == HOME) {
+		ends_of_socket(sk, &one.first);
+		service = asked_for(&one.first);
+		if (!service) {
+			__builtin_memcpy(to.address, one.first.destination, 16);
+			to.port = one.first.destination_port;
+			to.protocol = TCP;
+			service = reached.lookup(&to);
+			if (!service)
+				return;
+			one.led = 1;
+		}
+		one.since = now;
+		one.service = *service;
+		connecting.update(&sk, &one);
+		tell(one.service, ASKED, 0, 0);
+	} else if (before == SYN_SENT) {
+		w = connecting.lookup(&sk);
+		if (!w)
+			return;
+		if (w->led) {
+			__builtin_memcpy(end.source, w->first.destination, 16);
+			end.source_port = w->first.destination_port;
+		}
+		end.protocol = OF_SOCKET;
+		tell(w->service, after == ESTABLISHED ? ANSWERED : REFUSED, &end, now - w->since);
+		connecting.delete(&sk);
+	}
+}
+#endif

@@ -1,0 +1,166 @@
+"""What was measured, for people (tables and bars) or as JSON. Writes to standard output alone."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+__all__ = ["show"]
+
+Row = Mapping[str, Any]
+BAR: Final = 40  # characters of the longest bar
+
+
+def show(told: Row, *, as_json: bool) -> None:
+    """Print one answer of `workshop.tracing.show`."""
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())
+        return
+    console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 200, highlight=False)
+    {
+        "stages": _stages, "latency": _latency, "drops": _drops, "retransmits": _retransmits, "follow": _follow,
+    }[told["view"]](console, told)  # fmt: skip
+    for point, reason in told["missing"].items():
+        console.print(f"[dim](not seen: {escape(point)}: {escape(reason.splitlines()[0])})[/dim]")
+
+
+def _table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    rows = [[_cell(value) for value in row] for row in rows]
+    for index, column in enumerate(columns):
+        numbers = all(row[index][:1].isdigit() or row[index] == "-" for row in rows)
+        table.add_column(column, no_wrap=True, justify="right" if numbers and rows else "left")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console.print(table)
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _time(ns: int) -> str:
+    for limit, unit, size in ((10_000, "ns", 1), (10_000_000, "us", 1_000), (10_000_000_000, "ms", 1_000_000)):
+        if ns < limit:
+            return f"{ns / size:,.0f} {unit}" if size == 1 or ns >= 100 * size else f"{ns / size:.1f} {unit}"
+    return f"{ns / 1e9:.1f} s"
+
+
+_TIMES: Final = ("mean", "p50", "p99", "max")
+
+
+def _times(row: Row) -> list[str]:
+    return [_time(row[f"{name}_ns"]) if row["count"] else "-" for name in _TIMES]
+
+
+_MANY: Final = {"request": "requests", "reply": "replies"}
+
+
+def _stages(console: Console, told: Row) -> None:
+    console.print(f"mode {told['mode'] or '-'}, {told['seconds']:.1f} s")
+    parts: defaultdict[tuple[str, bool], list[Row]] = defaultdict(list)
+    for row in told["stages"]:
+        parts[row["direction"], row["opening"]].append(row)
+    for (direction, opening), rows in parts.items():
+        console.print(
+            f"\n[bold]{_MANY[direction]}, {'the first of a connection' if opening else 'all later ones'}[/bold]"
+        )
+        timed = [row for row in rows if row["from"] is not None]
+        begun = ", ".join(f"{row['count']:,} {row['to']}" for row in rows if row["from"] is None)
+        console.print(f"packets: {begun or 'none'}")
+        _table(console, ("stage", "packets", *_TIMES), ([row["stage"], row["count"], *_times(row)] for row in timed))
+        for row in timed:
+            if row["whole"]:
+                console.print(f"\n{row['stage']}")
+                _bars(console, row["histogram"])
+    if not told["stages"]:
+        console.print("no packet of a service passed")
+    if told["programs"]:
+        console.print("\n[bold]runs of the programs of mode ebpf[/bold]")
+        _table(console, ("hook", "runs", "mean"),
+               ([row["program"], row["runs"], _time(row["mean_ns"])] for row in told["programs"]))  # fmt: skip
+
+
+def _bars(console: Console, histogram: Sequence[Row]) -> None:
+    """A bar for each power of two."""
+    octaves: defaultdict[int, int] = defaultdict(int)
+    for slot in histogram:
+        octaves[max(1, slot["from_ns"]).bit_length() - 1] += slot["count"]
+    most = max(octaves.values(), default=0)
+    for octave in range(min(octaves), max(octaves) + 1) if octaves else ():
+        count = octaves.get(octave, 0)
+        bar = "█" * max(1, round(BAR * count / most)) if count else ""
+        console.print(f"  {_time(1 << octave):>8} to {_time(2 << octave):>8} {count:>9,}  {bar}")
+
+
+def _latency(console: Console, told: Row) -> None:
+    if not told["services"]:
+        console.print("nobody connected to a service")
+        return
+    _table(
+        console,
+        ("service", "connections", "answered", "refused", "unanswered", "SYNs repeated"),
+        (
+            [r["service"], r["connections"], r["answered"], r["refused"], r["unanswered"], r["syn_repeated"]]
+            for r in told["services"]
+        ),
+    )
+    if not any(row["backends"] for row in told["services"]):
+        return
+    console.print()
+    _table(
+        console,
+        ("service", "backend", "seen by", "answered", "refused", *_TIMES),
+        (
+            [row["service"], one["backend"], one["seen"], one["count"], one["refused"], *_times(one)]
+            for row in told["services"]
+            for one in row["backends"]
+        ),
+    )
+
+
+def _drops(console: Console, told: Row) -> None:
+    if told["drops"]:
+        _table(console, ("service", "direction", "protocol", "to", "reason", "in", "last seen", "packets"),
+               (row.values() for row in told["drops"]))  # fmt: skip
+    else:
+        console.print("the kernel dropped no packet of a service")
+    if told["programs"]:
+        console.print("\n[bold]dropped and refused by the programs of mode ebpf (docs/counters.md)[/bold]")
+        _table(console, ("reason", "count"), (row.values() for row in told["programs"]))
+
+
+def _retransmits(console: Console, told: Row) -> None:
+    if told["retransmits"]:
+        _table(console, ("service", "backend", "repeated by", "segments"),
+               (row.values() for row in told["retransmits"]))  # fmt: skip
+    else:
+        console.print("no segment of a service was repeated")
+
+
+def _follow(console: Console, told: Row) -> None:
+    points = told["points"]
+    if not points:
+        console.print("no such packet passed")
+        return
+    first = points[0]
+    console.print(f"{first['source']} -> {first['destination']}, {first['service']}")
+    packet, ends = 0, ""
+    for row in points:
+        if row["packet"] != packet:
+            packet, ends = row["packet"], ""
+            flags = f", {row['flags']}" if row["flags"] else ""
+            console.print(f"[bold]packet {packet}: {row['direction']}{flags}, {row['bytes']} bytes[/bold]")
+        now = f"{row['source']} -> {row['destination']}"
+        where = f"{row['where']} {row['interface'] or ''}".strip()
+        why = f" {row['reason']} in {row['function']}" if "reason" in row else ""
+        text = f"  {row['us']:>10.1f} us {'+' + format(row['step_us'], '.1f'):>8}  {row['point'] + why:<28} {where:<24}"
+        console.print(escape(f"{text} {now if now != ends else ''}".rstrip()))
+        ends = now

@@ -1,0 +1,266 @@
+"""From what the programs counted to rows: histograms, answers, losses, one flow's packets in order. Nothing is read."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from workshop.tracing.points import DROP, INPUT_ENDS, IPVS, RECEIVE, SOCKET, TRANSMIT, WHOLE, label, stage
+from workshop.tracing.targets import place_text
+
+__all__ = [
+    "DIRECTIONS",
+    "Event",
+    "Histogram",
+    "answer_rows",
+    "bounds",
+    "flow_rows",
+    "is_closed",
+    "one_flow",
+    "ours",
+    "quantile",
+    "repeat_rows",
+    "stage_rows",
+]
+
+Histogram = Mapping[int, int]  # slot -> how many
+Row = dict[str, Any]
+DIRECTIONS: Final = ("request", "reply")
+ASKED, ANSWERED, REFUSED, REPEATED = range(4)  # as in packets.c
+OF_SOCKET: Final = 255
+IN_INPUT: Final = {point.number: INPUT_ENDS - 0.5 + 0.1 * place for place, point in enumerate(IPVS)}
+
+
+def bounds(slot: int) -> tuple[int, int]:
+    """The nanoseconds of a slot, from and to (without): quarters of each power of two."""
+    if slot < 4:
+        return slot, slot + 1
+    octave, quarter = divmod(slot, 4)
+    width = 1 << (octave - 2)
+    return (4 + quarter) * width, (5 + quarter) * width
+
+
+def quantile(histogram: Histogram, part: float) -> int:
+    """Nanoseconds that this part of all does not exceed, as the upper bound of its slot; 0 of nothing."""
+    left = part * sum(histogram.values())
+    for slot in sorted(histogram):
+        left -= histogram[slot]
+        if left <= 1e-9:
+            return bounds(slot)[1]
+    return 0
+
+
+def _times(histogram: Histogram, total: int, largest: int) -> Row:
+    count = sum(histogram.values())
+    return {
+        "count": count,
+        "mean_ns": round(total / count) if count else 0,
+        "p50_ns": min(quantile(histogram, 0.5), largest),
+        "p99_ns": min(quantile(histogram, 0.99), largest),
+        "max_ns": largest,
+        "histogram": [
+            {"from_ns": bounds(slot)[0], "to_ns": bounds(slot)[1], "count": histogram[slot]}
+            for slot in sorted(histogram)
+        ],
+    }
+
+
+def stage_rows(counts: Mapping[tuple[int, int], int], sums: Mapping[int, tuple[int, int]]) -> list[Row]:
+    """Stages in the order of the way.
+
+    Args:
+        counts: (stage, slot) -> packets; a stage is first point, last point << 8, reply << 16, opening << 17.
+        sums: stage -> nanoseconds in all, and the largest.
+    """
+    histograms: defaultdict[int, dict[int, int]] = defaultdict(dict)
+    for (number, slot), count in counts.items():
+        histograms[number][slot] = count
+    rows = []
+    for number in sorted(histograms, key=_order):
+        first, last = number & 0xFF, number >> 8 & 0xFF
+        rows.append(
+            {
+                "stage": stage(first, last),
+                "from": label(first) if first else None,
+                "to": label(last & ~WHOLE),
+                "whole": last >= WHOLE,
+                "direction": DIRECTIONS[number >> 16 & 1],
+                "opening": bool(number >> 17 & 1),
+                **_times(histograms[number], *sums.get(number, (0, 0))),
+            }
+        )
+    return rows
+
+
+def _order(number: int) -> tuple[float, ...]:
+    first, last = number & 0xFF, number >> 8 & 0xFF
+    way: dict[int, float] = {0: -1, RECEIVE: 0, SOCKET: 250, TRANSMIT: 251} | IN_INPUT
+    ends = way.get(last & ~WHOLE, last)
+    return (number >> 16 & 1, 1 - (number >> 17 & 1), int(last >= WHOLE), way.get(first, first), ends)
+
+
+def answer_rows(
+    counts: Mapping[tuple[int, int, bytes, int, int, int], int],
+    sums: Mapping[tuple[int, int, bytes, int, int], tuple[int, int]],
+    names: Sequence[str],
+) -> list[Row]:
+    """From SYN to its answer, for each service and backend, and what was not answered, for each service.
+
+    Args:
+        counts: (service, what, address, port, protocol, slot) -> how many.
+        sums: the same without the slot -> nanoseconds in all, and the largest.
+        names: of services.
+    """
+    totals: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    histograms: defaultdict[tuple[int, bytes, int, int], dict[int, int]] = defaultdict(dict)
+    refused: defaultdict[tuple[int, bytes, int, int], int] = defaultdict(int)
+    for (service, what, address, port, protocol, slot), count in counts.items():
+        totals[service][what] += count
+        backend = (service, address, port, protocol)
+        if what == ANSWERED:
+            histograms[backend][slot] = count
+        elif what == REFUSED:
+            refused[backend] += count
+    rows = []
+    for service in sorted(totals, key=lambda number: names[number]):
+        asked, answered, rejected, repeated = totals[service]
+        backends = []
+        for backend in sorted({*histograms, *refused}):
+            number, address, port, protocol = backend
+            if number == service:
+                times = _times(histograms[backend], *sums.get((service, ANSWERED, address, port, protocol), (0, 0)))
+                known = place_text(address, port) if any(address) else None
+                via = "socket of this node" if protocol == OF_SOCKET else "packets"
+                backends.append({"backend": known, "seen": via, "refused": refused[backend], **times})
+        rows.append(
+            {
+                "service": names[service], "connections": asked, "answered": answered, "refused": rejected,
+                "unanswered": max(0, asked - answered - rejected), "syn_repeated": repeated, "backends": backends,
+            }
+        )  # fmt: skip
+    return rows
+
+
+class Event(NamedTuple):
+    """A packet at a point, as a program told it."""
+
+    ns: int
+    packet: int  # the sk_buff's address
+    point: int
+    netns: int
+    device: str
+    way: int
+    service: int
+    source: str
+    destination: str
+    protocol: int
+    sequence: int
+    flags: int
+    length: int
+    more: int
+
+
+def ours(events: Iterable[Event], home: int) -> list[list[Event]]:
+    """The ways of single packets that touch this node's namespace, in the order of their beginnings.
+
+    Another node of the same machine (a lab) may carry the same addresses; its packets never come by here.
+    """
+    open_ways: dict[int, list[Event]] = {}
+    ways: list[list[Event]] = []
+    for event in sorted(events, key=lambda each: each.ns):
+        way = open_ways.get(event.packet)
+        if way is None or _another(way[-1], event):
+            way = open_ways[event.packet] = []
+            ways.append(way)
+        way.append(event)
+    return [way for way in ways if any(event.netns == home for event in way)]
+
+
+def _another(last: Event, event: Event) -> bool:
+    """Whether the same sk_buff is another packet by now."""
+    return last.point in (SOCKET, DROP) or (last.protocol, last.sequence) != (event.protocol, event.sequence)
+
+
+def one_flow(ways: Sequence[list[Event]]) -> list[list[Event]]:
+    """The packets of the flow that came first, both directions, whatever its addresses became."""
+    ends: set[frozenset[str]] = set()
+    flow = []
+    for way in ways:
+        of = {frozenset((event.source, event.destination)) for event in way}
+        if not ends or ends & of:
+            ends |= of
+            flow.append(way)
+    return flow
+
+
+def is_closed(flow: Iterable[Sequence[Event]]) -> bool:
+    """Whether both sides of a TCP connection have ended it, or one has reset it."""
+    ended = {way[0].way for way in flow if way[0].protocol == 6 and way[0].flags & 1}
+    return len(ended) == 2 or any(way[0].protocol == 6 and way[0].flags & 4 for way in flow)
+
+
+def repeat_rows(counted: Iterable[Mapping[str, Any]], names: Sequence[str]) -> list[Row]:
+    """Repeated segments, the most first: of clients (request) and of backends (reply) on this machine."""
+    found = [
+        {
+            "service": names[row["service"]],
+            "backend": row["backend"],
+            "sender": "client" if row["way"] == 0 else "backend",
+            "count": row["count"],
+        }
+        for row in counted
+    ]
+    return sorted(found, key=lambda row: (-row["count"], row["service"], row["backend"] or ""))
+
+
+def flow_rows(
+    flow: Iterable[Sequence[Event]],
+    home: int,
+    names: Sequence[str],
+    why: Mapping[int, str],
+    place: Mapping[int, str],
+) -> list[Row]:
+    """The points of one flow's packets: `us` since its first point, `step_us` since the packet's point before.
+
+    Args:
+        flow: as of `one_flow`.
+        home: number of the node's network namespace.
+        names: of services.
+        why: the kernel's reasons for a drop.
+        place: names of functions that drop, by address.
+    """
+    rows: list[Row] = []
+    began: int | None = None
+    for number, way in enumerate(flow, 1):
+        began = way[0].ns if began is None else began
+        before = way[0].ns
+        for event in way:
+            row: Row = {
+                "packet": number,
+                "us": (event.ns - began) / 1000,
+                "step_us": (event.ns - before) / 1000,
+                "direction": DIRECTIONS[event.way],
+                "point": label(event.point),
+                "where": "node" if event.netns == home else "another namespace",
+                "interface": event.device or None,
+                "source": event.source,
+                "destination": event.destination,
+                "service": names[event.service],
+                "flags": _flags(event),
+                "bytes": event.length,
+            }
+            if event.point == DROP:
+                reason, location = event.more >> 48, event.more & 0xFFFFFFFFFFFF
+                row["reason"] = why.get(reason, "not told by this kernel")
+                row["function"] = place.get(location, "?")
+            rows.append(row)
+            before = event.ns
+    return rows
+
+
+def _flags(event: Event) -> str:
+    if event.protocol != 6:
+        return ""
+    named = (("SYN", 2), ("FIN", 1), ("RST", 4), ("PSH", 8), ("ACK", 16))
+    return " ".join(name for name, bit in named if event.flags & bit)

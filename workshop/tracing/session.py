@@ -1,0 +1,248 @@
+"""One measurement in the kernel: compiled, attached, read, and gone with its last descriptor."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final, Self
+
+from controller.errors import ControllerError
+from dataplane.errors import DataplaneError
+from dataplane.kernel import btf, measure
+from dataplane.kernel.bpf import BpfError
+from workshop.tracing import compiler
+from workshop.tracing.points import Point
+from workshop.tracing.rows import Event
+from workshop.tracing.targets import Place, Targets
+from workshop.tracing.targets import place_text as _socket_text
+from workshop.tracing.text import FIELDS, Entry, Plan, View, entries, program
+
+__all__ = ["Session", "functions", "has_reasons", "runs_of"]
+
+_SOURCE: Final = Path(__file__).with_name("packets.c")
+_TRIES: Final = 8
+_EVENT: Final = struct.Struct("=QQ16s16sHHBxxx8IQ16s")  # struct event of packets.c
+_FAMILIES: Final = (2, 10)  # NFPROTO_IPV4, NFPROTO_IPV6
+
+
+def has_reasons() -> bool:
+    """Whether this kernel says why it drops a packet (Linux 5.17)."""
+    return bool(btf.enum_names("skb_drop_reason"))
+
+
+class Session:
+    """Programs that count. A context manager: attached on entry, removed on exit.
+
+    `missing` has, for each point that this kernel cannot show, the reason.
+
+    Raises:
+        ControllerError: bcc or headers are missing, or a point without which nothing can be shown.
+    """
+
+    def __init__(self, plan: Plan, targets: Targets) -> None:
+        self.plan = plan
+        self.targets = targets
+        self.missing: dict[str, str] = {}
+        self._records: list[bytes] = []
+        self._stack = ExitStack()
+        self._bpf: Any = None
+        self._module: Any = None
+
+    def __enter__(self) -> Self:
+        with self._stack:
+            self._open()
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _open(self) -> None:
+        self._module = compiler.load()
+        fields = {name: btf.offset_of(path) for name, path in FIELDS.items()}
+        self._bpf = compiler.compiled(program(self.plan, fields, _SOURCE.read_text()))
+        self._stack.callback(self._bpf.cleanup)
+        self._fill("wanted", self.targets.places)
+        if self.plan.view is View.LATENCY:
+            self._fill("reached", self.targets.backends)
+        elif self.plan.view is View.FOLLOW:
+            self._bpf["events"].open_ring_buffer(self._take)
+        for entry in reversed(entries(self.plan)):  # what ends a way first: nothing begins that is not seen to end
+            self._attach(entry)
+
+    def _fill(self, name: str, places: Mapping[Place, int]) -> None:
+        table = self._bpf[name]
+        for place, number in places.items():
+            key = table.Key()
+            ctypes.memmove(key.address, place.address, 16)
+            key.port, key.protocol = place.port, place.protocol
+            table[key] = table.Leaf(number)
+
+    def _attach(self, entry: Entry) -> None:
+        try:
+            if entry.tracepoint is not None:
+                self._at_tracepoint(entry)
+            elif entry.probed is not None:
+                self._at_function(entry, entry.probed)
+            else:
+                assert entry.point is not None
+                self._at_hook(entry, entry.point)
+        except (DataplaneError, OSError) as error:
+            name = entry.tracepoint or entry.probed or (entry.point.words if entry.point else entry.function)
+            if entry.needed:
+                raise ControllerError(f"this kernel does not let us look at {name}: {error}") from error
+            self.missing[name] = str(error)
+
+    def _at_tracepoint(self, entry: Entry) -> None:
+        assert entry.tracepoint is not None
+        with compiler.said() as said:
+            try:
+                function = self._bpf.load_func(entry.function.encode(), self._module.BPF.RAW_TRACEPOINT)
+                self._bpf.attach_raw_tracepoint(entry.tracepoint.encode(), entry.function.encode())
+            except Exception as error:
+                raise OSError(f"{error}\n{said()[-2000:]}".rstrip()) from error
+        assert function is not None
+
+    def _at_function(self, entry: Entry, function: str) -> None:
+        attach = self._bpf.attach_kretprobe if entry.returns else self._bpf.attach_kprobe
+        if function not in functions():
+            raise OSError("this kernel has no such function, or its module is not loaded")
+        with compiler.said() as said:
+            try:
+                attach(event=function.encode(), fn_name=entry.function.encode())
+            except Exception as error:
+                raise OSError(f"kprobes cannot be used here: {error}\n{said()[-2000:]}".rstrip()) from error
+
+    def _at_hook(self, entry: Entry, point: Point) -> None:
+        assert point.hook is not None
+        with compiler.said() as said:
+            try:
+                function = self._bpf.load_func(
+                    entry.function.encode(), measure.NETFILTER_PROGRAM, attach_type=measure.NETFILTER_ATTACH
+                )
+            except Exception as error:
+                raise OSError(f"{error}\n{said()[-2000:]}".rstrip()) from error
+        for family in _FAMILIES:
+            self._stack.callback(os.close, _link(function.fd, family, point))
+
+    def _take(self, _: Any, data: Any, size: int) -> None:
+        # An exception would be lost in bcc: it is called from C. What can fail is done by who asks.
+        self._records.append(ctypes.string_at(data, size))
+
+    def events(self) -> list[Event]:
+        """What was told so far, in the order of telling."""
+        return [_event(record) for record in self._records]
+
+    @property
+    def told(self) -> int:
+        """How many events there are."""
+        return len(self._records)
+
+    def poll(self, seconds: float) -> None:
+        """Take events that are there, or wait for some."""
+        self._bpf.ring_buffer_poll(int(1000 * seconds))
+
+    # What was counted
+
+    def _items(self, name: str) -> Iterator[tuple[Any, Any]]:
+        yield from self._bpf[name].items()
+
+    def stages(self) -> tuple[dict[tuple[int, int], int], dict[int, tuple[int, int]]]:
+        """As `rows.stage_rows` takes it."""
+        counts = {(key.stage, key.slot): value.value for key, value in self._items("counts")}
+        return counts, {key.value: (value.ns, value.max) for key, value in self._items("sums")}
+
+    def answers(
+        self,
+    ) -> tuple[
+        dict[tuple[int, int, bytes, int, int, int], int], dict[tuple[int, int, bytes, int, int], tuple[int, int]]
+    ]:
+        """As `rows.answer_rows` takes it."""
+
+        def backend(key: Any) -> tuple[int, int, bytes, int, int]:
+            of = key.backend
+            return key.service, key.what, bytes(of.address), of.port, of.protocol
+
+        counts = {(*backend(key), key.slot): value.value for key, value in self._items("answers")}
+        return counts, {backend(key): (value.ns, value.max) for key, value in self._items("answer_sums")}
+
+    def drops(self) -> list[dict[str, Any]]:
+        """service, way, reason, point, location (a name), to, protocol, count; the numbers as the kernel has them."""
+        return [
+            {
+                "service": key.service, "way": key.way, "reason": key.reason, "point": key.point,
+                "function": self.symbol(key.location), "to": _socket_text(bytes(key.to.address), key.to.port),
+                "protocol": key.to.protocol, "count": value.value,
+            }
+            for key, value in self._items("drops")
+        ]  # fmt: skip
+
+    def repeats(self) -> list[dict[str, Any]]:
+        """service, way, backend (None: not known), count."""
+        return [
+            {
+                "service": key.service, "way": key.way, "count": value.value,
+                "backend": _socket_text(bytes(key.backend.address), key.backend.port)
+                if any(key.backend.address) else None,
+            }
+            for key, value in self._items("repeats")
+        ]  # fmt: skip
+
+    def symbol(self, address: int) -> str:
+        """The name of the kernel's function at an address, of which the upper bits may be missing."""
+        whole = address | 0xFFFF << 48 if address >> 47 & 1 else address
+        return str(self._module.BPF.ksym(whole).decode())
+
+
+@lru_cache(maxsize=1)
+def functions() -> frozenset[str]:
+    """The functions of the kernel and its modules that have a name."""
+    with Path("/proc/kallsyms").open() as lines:
+        return frozenset(line.split()[2] for line in lines if line.split()[1] in "tT")
+
+
+def _event(record: bytes) -> Event:
+    ns, skb, source, destination, source_port, destination_port, protocol, *rest = _EVENT.unpack_from(record)
+    point, netns, _, way, service, sequence, flags, length, more, device = rest
+    return Event(
+        ns, skb, point, netns, device.rstrip(b"\0").decode(errors="replace"), way, service,
+        _socket_text(source, source_port), _socket_text(destination, destination_port),
+        protocol, sequence, flags, length, more,
+    )  # fmt: skip
+
+
+def _link(program: int, family: int, point: Point) -> int:
+    """At the point's priority, or the next that is nobody's: another trace may be there."""
+    assert point.hook is not None
+    for priority in range(point.priority, point.priority + _TRIES * point.aside, point.aside):
+        try:
+            return measure.at_hook(program, family, point.hook, priority)
+        except BpfError as error:
+            if error.code != errno.EBUSY:
+                raise
+    raise OSError(errno.EBUSY, f"all priorities from {point.priority} on are taken")
+
+
+@contextmanager
+def runs_of(pins: Path | None) -> Iterator[dict[str, tuple[int, int]]]:
+    """Runs of our own programs and their nanoseconds within the block, filled when it ends; empty without pins."""
+    told: dict[str, tuple[int, int]] = {}
+    if pins is None:
+        yield told
+        return
+    clock = measure.counting_runs()
+    try:
+        before = dict(measure.runs(pins))
+        yield told
+        for name, after in measure.runs(pins):
+            since = before.get(name, measure.Runs(0, 0))
+            if after.times > since.times:
+                told[name] = (after.times - since.times, after.ns - since.ns)
+    finally:
+        os.close(clock)

@@ -1,0 +1,233 @@
+"""`hybrid-proxy trace` with a view: measure for a while, say what was seen."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from controller.commands.views import programmed
+from controller.errors import ConfigError, ControllerError
+from controller.semantics.explain import packet_from_dict
+from controller.serving.admin import NoAgentError, ask
+from dataplane.kernel import btf
+from dataplane.kernel.links import read_node
+from dataplane.kernel.measure import has_hook_programs, netns_inode
+from workshop.tracing import headers, report, rows
+from workshop.tracing.points import FUNCTIONS, HOOKS, PASSED, POINTS, SOCKET, TRACEPOINTS, label
+from workshop.tracing.session import Session, functions, has_reasons, runs_of
+from workshop.tracing.targets import PROTOCOLS, Place, Targets, mapped, of_services
+from workshop.tracing.text import Plan, View
+
+__all__ = ["fetch", "show", "view_of"]
+
+LOOK_SECONDS: Final = 0.1
+QUIET_SECONDS: Final = 0.3  # nothing comes any more of a connection that was closed
+
+Row = dict[str, Any]
+
+
+def view_of(args: argparse.Namespace) -> View | None:
+    """The view that the flags ask for; None: what the programs of mode ebpf tell (controller.commands.watch).
+
+    Raises:
+        ConfigError: flags that do not go together.
+    """
+    asked = [view for view in View if getattr(args, view.value.lower(), False)]
+    if len(asked) > 1:
+        raise ConfigError(f"{' and '.join(f'--{view.value.lower()}' for view in asked)}: one view at a time")
+    found = asked[0] if asked else View.FOLLOW if args.source or args.target else None
+    if args.whole and found not in (View.STAGES, View.FOLLOW):
+        raise ConfigError("--whole: belongs to --stages, or to --from and --to")
+    if found and args.client:
+        raise ConfigError("--client: is --from, where the kernel is measured")
+    if args.target and args.service:
+        raise ConfigError("NAMESPACE/NAME and --to both say where packets go: give one of them")
+    if args.source and not (args.target or args.service):
+        raise ConfigError("--from: say where to, by --to or by a service's name")
+    return found
+
+
+def show(view: View, args: argparse.Namespace, target: Row | None) -> int:
+    """Measure and print; the exit code. `target` is --to: dst, port, proto."""
+    place, client = _packet(args.source, target)
+    if os.geteuid() != 0:
+        raise ControllerError("measuring in the kernel needs root")
+    here = _programmed(args)
+    node = read_node().addresses
+    targets = of_services(here.services, here.backends, node, service=args.service, to=place)
+    if not targets.places:
+        raise ControllerError("no service port is programmed here, so there is nothing to measure; --to names a target")
+    plan = Plan(view, netns_inode(), TRACEPOINTS, len(targets.places) + len(targets.backends), client,
+                reasons=has_reasons())  # fmt: skip
+    if view in (View.STAGES, View.FOLLOW) and not args.whole:
+        plan = _with_netfilter(plan)
+    with ExitStack() as stack:
+        runs = stack.enter_context(runs_of(here.pins)) if view is View.STAGES else {}
+        before = _counters(args) if view is View.DROPS else {}
+        with Session(plan, targets) as session:
+            asked = stack.enter_context(_until_asked())
+            start = time.monotonic()
+            print(f"measuring for {args.seconds:g} s; Ctrl-C ends it earlier", file=sys.stderr, flush=True)
+            _wait(session, args, asked)
+            seconds = round(time.monotonic() - start, 3)
+            answer = _answer(view, session, targets, args)
+        if view is View.DROPS:
+            answer["programs"] = _more(before, _counters(args))
+    if view is View.STAGES:
+        answer["programs"] = [
+            {"program": name, "runs": count, "mean_ns": round(ns / count)} for name, (count, ns) in runs.items()
+        ]
+    by = "functions" if plan.functions else "programs" if len(plan.points) > len(TRACEPOINTS) else None
+    if by == "functions" and FUNCTIONS[0].name in session.missing:
+        by = None
+    told = {"view": view.value.lower(), "mode": here.mode, "seconds": seconds, "hooks": by}
+    report.show(told | answer | {"missing": session.missing}, as_json=args.output == "json")
+    return 0
+
+
+class _Here(NamedTuple):
+    """What is programmed in this network namespace."""
+
+    mode: str | None
+    services: list[Row]
+    backends: list[Row]
+    pins: Path | None
+
+
+def _programmed(args: argparse.Namespace) -> _Here:
+    try:
+        here = programmed(args.admin_socket)
+    except ControllerError:
+        if not args.target:
+            raise
+        return _Here(None, [], [], None)  # a destination can be measured without any service
+    with closing(here):
+        services, backends = here.services(), here.backends(args.service)
+    pins = None
+    if here.told:
+        dataplane = ask(args.admin_socket, "status")["dataplane"]
+        pins = Path(dataplane["pins"]) if "pins" in dataplane else None
+    return _Here(", ".join(name for name, _ in here.views), services, backends, pins)
+
+
+def _packet(source: str | None, target: Row | None) -> tuple[Place | None, bytes | None]:
+    """Where to and from where: checked as `explain` checks them."""
+    try:
+        if target is None:
+            return None, mapped(source) if source else None
+        packet = packet_from_dict({"src": source or target["dst"], "src_class": None, **target})
+    except ValueError as error:
+        raise ConfigError(f"--from, --to: {error}") from None
+    protocol = packet.protocol.upper()
+    if protocol not in PROTOCOLS:
+        raise ConfigError(f"--to: {packet.protocol}: packets of {', '.join(PROTOCOLS)} are followed")
+    return Place(mapped(packet.dst), packet.port, PROTOCOLS[protocol]), mapped(packet.src) if source else None
+
+
+def _with_netfilter(plan: Plan) -> Plan:
+    """Points at netfilter's hooks: by programs there, or by probes of the functions that run them."""
+    if has_hook_programs():
+        return plan._replace(points=(*TRACEPOINTS, *(HOOKS if plan.view is View.STAGES else PASSED)))
+    known = functions()
+    there = (each for each in FUNCTIONS if each.name in known or each.name == FUNCTIONS[0].name)
+    return plan._replace(functions=tuple(there))
+
+
+@contextmanager
+def _until_asked() -> Iterator[threading.Event]:
+    """Ctrl-C and SIGTERM end the measuring, not the telling. An exception would be lost in bcc's callbacks."""
+    asked = threading.Event()
+    before = {number: signal.signal(number, lambda *_: asked.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(session: Session, args: argparse.Namespace, asked: threading.Event) -> None:
+    end = time.monotonic() + args.seconds
+    last, seen = time.monotonic(), 0
+    while (now := time.monotonic()) < end and not asked.is_set():
+        if session.plan.view is not View.FOLLOW:
+            asked.wait(min(LOOK_SECONDS, end - now))
+            continue
+        session.poll(LOOK_SECONDS)
+        if session.told != seen:
+            last, seen = time.monotonic(), session.told
+        elif seen and time.monotonic() - last > QUIET_SECONDS and _closed(session):
+            return
+
+
+def _closed(session: Session) -> bool:
+    return rows.is_closed(rows.one_flow(rows.ours(session.events(), session.plan.home)))
+
+
+def _answer(view: View, session: Session, targets: Targets, args: argparse.Namespace) -> Row:
+    match view:
+        case View.STAGES:
+            return {"stages": rows.stage_rows(*session.stages())}
+        case View.LATENCY:
+            return {"services": rows.answer_rows(*session.answers(), targets.names)}
+        case View.DROPS:
+            return {"drops": _drops(session, targets)}
+        case View.RETRANSMITS:
+            return {"retransmits": rows.repeat_rows(session.repeats(), targets.names)}
+        case View.FOLLOW:
+            session.poll(LOOK_SECONDS)
+            flow = rows.one_flow(rows.ours(session.events(), session.plan.home))[: args.limit]
+            places = {event.more & 0xFFFFFFFFFFFF for way in flow for event in way if event.more}
+            symbols = {place: session.symbol(place) for place in places}
+            return {"points": rows.flow_rows(flow, session.plan.home, targets.names, _reasons(), symbols)}
+
+
+def _reasons() -> dict[int, str]:
+    names = btf.enum_names("skb_drop_reason")
+    return {number: name.removeprefix("SKB_DROP_REASON_") for number, name in names.items()}
+
+
+def _drops(session: Session, targets: Targets) -> list[Row]:
+    why = _reasons()
+    words = {number: label(number) for number in POINTS if number != SOCKET}
+    protocols = {number: name for name, number in PROTOCOLS.items()}
+    return sorted(
+        (
+            {
+                "service": targets.names[row["service"]], "direction": rows.DIRECTIONS[row["way"]],
+                "protocol": protocols[row["protocol"]], "to": row["to"],
+                "reason": why.get(row["reason"], "not told by this kernel"), "function": row["function"],
+                "last_seen": words.get(row["point"]), "count": row["count"],
+            }
+            for row in session.drops()
+        ),
+        key=lambda row: (-row["count"], row["service"]),
+    )  # fmt: skip
+
+
+def _counters(args: argparse.Namespace) -> dict[str, int]:
+    """What the programs of mode ebpf dropped and refused so far."""
+    try:
+        counters: dict[str, int] = ask(args.admin_socket, "status")["dataplane"]["counters"]
+    except NoAgentError:
+        return {}
+    refusals = ("reject", "socket_refused")
+    return {name: value for name, value in counters.items() if name.startswith("drop_") or name in refusals}
+
+
+def _more(before: dict[str, int], after: dict[str, int]) -> list[Row]:
+    more = {name: value - before.get(name, 0) for name, value in after.items()}
+    return [{"reason": name, "count": count} for name, count in more.items() if count > 0]
+
+
+def fetch() -> int:
+    """`trace --fetch-headers`: get what bcc needs to compile; the exit code."""
+    print(headers.fetch(lambda text: print(text, file=sys.stderr, flush=True)))
+    return 0
