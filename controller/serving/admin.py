@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from controller.errors import ControllerError
+from controller.settings.config import ADMIN_SOCKET
 from dataplane.kernel.host_paths import in_initial_netns, netns_number
 
 __all__ = ["NoAgentError", "Server", "ask", "socket_path"]
