@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from controller.kubernetes import kubernetes
+from controller.kubernetes import apiserver
 from controller.kubernetes.apiserver import Kubernetes, Patience
 from controller.kubernetes.model import KINDS, Removed, SourceState
 from controller.kubernetes.pace import Pace
@@ -223,7 +223,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         ("_MAX_WHOLE", 1 << 20),
         ("_MAX_LINE", 1 << 20),
     ):
-        monkeypatch.setattr(kubernetes, name, bytes_)
+        monkeypatch.setattr(apiserver, name, bytes_)
 
 
 def endless(kind: str) -> Iterator[dict[str, Any]]:
@@ -249,7 +249,7 @@ def test_a_list_without_an_end(small: None, server: HostileServer, watcher: Watc
 def test_pages_with_nothing_in_them_without_an_end(
     server: HostileServer, watcher: Watcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kubernetes, "_MAX_EMPTY", 5)
+    monkeypatch.setattr(apiserver, "_MAX_EMPTY", 5)
     suffer(
         server, watcher,
         on_lists(lambda r: framed("200 OK", json.dumps(listed(r.kind, [], **{"continue": "more"})).encode())), times=20,
