@@ -94,7 +94,7 @@ enum backend_flags {
 	BACKEND_SERVING = 1 << 0, /* established flows may stay */
 	BACKEND_ROUTE0 = 1 << 1,  /* a member of the service's route 0 */
 	BACKEND_ROUTE1 = 1 << 2,
-	BACKEND_LEFT_OUT = 1 << 3,     /* it would be in a route, but its connections kept failing */
+	BACKEND_EJECTED = 1 << 3,      /* not in a route it belongs to, because it keeps failing */
 	BACKEND_PROBE_FAILED = 1 << 4, /* beside that: it is the agent's probes that failed */
 	BACKEND_LOCAL = 1 << 5,	       /* it runs on this node */
 };

@@ -206,7 +206,7 @@ INLINE bool index_slice(struct choice *c, struct service *service, __u32 number)
 	return true;
 }
 
-/* A connection to the backend failed: user space leaves out one of which too many do (outliers.py). */
+/* A connection to the backend failed. User space ejects backends whose connections keep failing (outliers.py). */
 INLINE void note_failure(__u32 backend, __u32 service)
 {
 	struct backend *row = find_backend(backend, service);

@@ -702,7 +702,7 @@ class _Agent:
                     "names": {str(number): name for number, name in self.programmer.names().items()},
                     "mode": self.choice.effective,
                     "pin_root": self.config.options.pin_root,
-                    "backends": self.programmer.status().get("left_out", []),
+                    "backends": self.programmer.status().get("ejections", []),
                 }
             case "traffic":
                 return {"rows": self.programmer.traffic(by_backend=self.config.metrics_per_backend)}

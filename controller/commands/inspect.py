@@ -194,7 +194,7 @@ def _status_lines(status: dict[str, Any]) -> Iterable[str]:
     if dataplane.get("probes", {}).get("targets"):
         probes = dataplane["probes"]
         yield f"  probes: {probes['targets']} backends are asked, {probes['down']} of them are down"
-    for row in dataplane.get("left_out", ()):
+    for row in dataplane.get("ejections", ()):
         yield f"  backend {row['address']} of {row['service']}: {row['state']}"
     for misfit in dataplane["misfits"]:
         yield f"  DOES NOT FIT: {misfit['entry']}: {misfit['reason']}"

@@ -222,11 +222,11 @@ def _of_dataplane(dataplane: Status) -> Iterator[Metric]:
     misfits = GaugeMetricFamily("hybrid_proxy_misfit", "Service ports that did not fit into a map", labels=["entry"])
     yield _labelled(misfits, {misfit["entry"]: 1 for misfit in dataplane["misfits"]})
     out = GaugeMetricFamily(
-        "hybrid_proxy_backend_left_out", "1 for a backend that gets no new connections because it fails",
+        "hybrid_proxy_backend_ejected", "1 for a backend that gets no new connections because it fails",
         labels=["entry", "backend"],
     )  # fmt: skip
-    for row in dataplane.get("left_out", ()):
-        out.add_metric([row["service"], row["address"]], int(row["left_out"]))
+    for row in dataplane.get("ejections", ()):
+        out.add_metric([row["service"], row["address"]], int(row["ejected"]))
     yield out
     fill = dict(dataplane["fill"])
     for name, words, values in (

@@ -112,7 +112,7 @@ def _sample(agent: ApiAgent) -> dict[str, float]:
         "descriptors": float(len(list((process / "fd").iterdir()))),
         "threads": float(len(list((process / "task").iterdir()))),
         "services": fill["services"],
-        "backends": fill["backends"] + float(dataplane["quarantined"]),
+        "backends": fill["backends"] + float(dataplane["deferred_frees"]),
         "slots": fill["slots"],
     }
 

@@ -7,14 +7,11 @@ safe in any network namespace, the machine's own too. Pins are in a folder named
 from __future__ import annotations
 
 import ipaddress
-import itertools
-import os
-import shutil
 import socket
 import struct
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,14 +31,14 @@ from dataplane.kernel.links import interface_name
 from dataplane.mode import Options, Question
 from dataplane.modes.ebpf import explaining, layout
 from dataplane.modes.ebpf.edges import set_elements
-from dataplane.modes.ebpf.flows import Caretaker, flow_arrays
+from dataplane.modes.ebpf.flows import FlowGC, flow_arrays
 from dataplane.modes.ebpf.maps import MapSet, traffic_cpus
 from dataplane.modes.ebpf.programs import CHECK_MTU, put_carriers
 from dataplane.modes.ebpf.store import Store
 from dataplane.table import Backend, Entry, Frontend, Kind, Protocol, Route, WhenEmpty
+from tests.pins import pin_folder
 
 PASS, DROP, REDIRECT = 0xFFFFFFFF, 2, 7  # TC_ACT_UNSPEC, TC_ACT_SHOT, TC_ACT_REDIRECT
-FOLDERS = itertools.count()
 HZ = jiffies_per_second()
 MOMENT_BITS = 10  # config.h: nanoseconds in a moment
 LOOPBACK = 1  # where BPF_PROG_TEST_RUN lets packets come in, if nothing else is said
@@ -229,11 +226,11 @@ SMALL = Options(max_services=256, max_backends=4096, max_slots=8192, max_flows=8
 
 
 class Bench:
-    """Programs, maps, store and caretaker; nothing attached, no thread started."""
+    """Programs, maps, store and gc; nothing attached, no thread started."""
 
     def __init__(self, options: Options = SMALL, **settings: Any) -> None:
-        self.folder = bpf_fs(mount=True) / f"hybrid-proxy-test-{os.getpid()}-{next(FOLDERS)}"
-        self.folder.mkdir()
+        self._exit = ExitStack()
+        self.folder = self._exit.enter_context(pin_folder())
         self.options = options
         self._explain: Object | None = None
         try:
@@ -249,9 +246,9 @@ class Bench:
             self.inspect = self.load(layout.OBJECTS / "inspect.bpf.o")
             self.store = Store(self.maps, HZ)
         except BaseException:
-            shutil.rmtree(self.folder)
+            self._exit.close()
             raise
-        self.caretaker = self.new_caretaker()
+        self.gc = self.new_gc()
 
     def link(self, index: int, *kinds: str) -> None:
         """Let programs be at this interface."""
@@ -265,8 +262,8 @@ class Bench:
         loaded.load()
         return loaded
 
-    def new_caretaker(self) -> Caretaker:
-        return Caretaker(
+    def new_gc(self) -> FlowGC:
+        return FlowGC(
             self.maps.maps, self.inspect.program("sweep"), self.inspect.program("read_clock"), HZ, self.options
         )
 
@@ -275,9 +272,7 @@ class Bench:
             if loaded is not None:
                 loaded.close()
         self.maps.close()
-        for path in self.folder.iterdir():
-            path.unlink()
-        self.folder.rmdir()
+        self._exit.close()
 
     # the table
 
@@ -293,9 +288,9 @@ class Bench:
         """Grace period and scan, as the agent does them in the background."""
         wait_for_programs()
         self.store.graced(self.store.stamp)
-        self.caretaker.look_for(*self.store.quarantine.candidates)
-        self.caretaker.scan()
-        _, result = self.caretaker.collect()
+        self.gc.look_for(*self.store.deferred.candidates)
+        self.gc.scan()
+        _, result = self.gc.collect()
         if result is not None:
             self.store.scanned(*result)
 

@@ -303,9 +303,9 @@ def test_weights_at_random(bench: Bench, net: Net) -> None:
 
 def count_loads(bench: Bench) -> dict[int, int]:
     """As the agent does it: one scan, its result once."""
-    bench.caretaker.count_for = bench.store.follows_load()
-    bench.caretaker.scan()
-    loads, bench.caretaker.loads = bench.caretaker.loads, None
+    bench.gc.count_for = bench.store.follows_load()
+    bench.gc.scan()
+    loads, bench.gc.loads = bench.gc.loads, None
     assert loads is not None
     return loads
 
@@ -331,9 +331,9 @@ def backends_of(bench: Bench, net: Net) -> list[tuple[int, str]]:
 def test_nothing_is_counted_when_nobody_asks(bench: Bench, net: Net) -> None:
     bench.serve(balanced(net, "random", 2))
     bench.open_tcp(net, net.vip)
-    bench.caretaker.count_for = bench.store.follows_load()
-    bench.caretaker.scan()
-    assert bench.caretaker.loads is None
+    bench.gc.count_for = bench.store.follows_load()
+    bench.gc.scan()
+    assert bench.gc.loads is None
 
 
 def test_new_connections_go_where_fewer_are(bench: Bench, net: Net) -> None:

@@ -207,7 +207,7 @@ def test_a_reset_connection_is_soon_forgotten(bench: Bench, net: Net, up: bool) 
     assert len(keys) == 2
     assert all(value["flags"] & FLAGS["FLOW_RESET"] for value in values)
     bench.age_flows(net.family, 11 * HZ)
-    bench.caretaker.scan()
+    bench.gc.scan()
     assert bench.flow_count(net.family) == (0, 0)
 
 
@@ -286,7 +286,7 @@ def test_a_half_closed_connection_may_be_silent_for_long(bench: Bench, net: Net)
     bench.talk(net, there, net.vip, 80, 40000, "FA", up=True, seq=1001, ack=1)
     bench.talk(net, there, net.vip, 80, 40000, "A", up=False, seq=1, ack=1002)
     bench.age_flows(net.family, 600 * HZ)
-    bench.caretaker.scan()
+    bench.gc.scan()
     _, seen = bench.talk(net, there, net.vip, 80, 40000, "PA", up=False, seq=1, ack=1002, payload=b"result")
     assert seen.tuple == (net.vip, 80, net.client, 40000)
 
@@ -303,7 +303,7 @@ def test_the_sweep_takes_idle_flows_only_and_both_halves(bench: Bench, net: Net)
     bench.age_flows(net.family, 181 * HZ)
     for sport in range(40000, 40010):  # these are used again in time
         bench.open_udp(net, net.vip, 53, sport)
-    bench.caretaker.scan()
+    bench.gc.scan()
     left = bench.flows(net.family)
     assert len(left) == 80 + 20
     assert {key[1] for key, value in left.items() if key[3] == 53} == set(range(40000, 40010))
@@ -323,7 +323,7 @@ def test_the_sweep_looks_again_before_it_deletes(bench: Bench, net: Net) -> None
     bench.age_flows(net.family, 181 * HZ)
     keys, values = flow_arrays(bench.maps.maps[f"flows{net.family}"], net.family)
     bench.open_udp(net, net.vip)
-    bench.caretaker._forget_idle(net.family, keys, values)
+    bench.gc._forget_idle(net.family, keys, values)
     assert bench.flow_count(net.family) == (2, 0)
 
 
@@ -376,12 +376,12 @@ def test_what_waited_for_flows_returns_when_they_end(bench: Bench, net: Net) -> 
     bench.serve()
     for _ in range(3):
         bench.settle()
-    assert len(bench.store.quarantine) == 2
+    assert len(bench.store.deferred) == 2
     bench.talk(net, there, net.vip, 80, 40000, "R", up=True, seq=1001, ack=1)
     bench.age_flows(net.family, 11 * HZ)
     for _ in range(3):
         bench.settle()
-    assert len(bench.store.quarantine) == 0
+    assert len(bench.store.deferred) == 0
     assert ids == (bench.store.backend_ids.left, bench.store.service_ids.left, bench.store.slices.in_use)
     assert not bench.maps.view("service_addresses").any()
     assert not bench.maps.view("backend_sockets").any()

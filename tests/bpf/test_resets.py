@@ -52,10 +52,10 @@ def test_a_reset_counts_where_it_can_be_the_senders(
     assert state(bench, net) & (FLAGS["FLOW_RESET"] | FLAGS["FLOW_DOUBTED"]) == FLAGS.get(judged, 0)
     assert bench.count("unbelieved") == (0 if judged else 1)
     bench.age_flows(net.family, (SECONDS.get(judged, 61) - 2) * HZ)
-    bench.caretaker.scan()
+    bench.gc.scan()
     assert bench.flow_count(net.family) == (2, 0)
     bench.age_flows(net.family, 3 * HZ)
-    bench.caretaker.scan()
+    bench.gc.scan()
     assert (bench.flow_count(net.family) == (0, 0)) is bool(judged)
 
 

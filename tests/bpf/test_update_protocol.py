@@ -129,13 +129,13 @@ def settle(bench: Bench) -> None:
 def reuse_at_once(bench: Bench) -> None:
     """The fault: nobody waits for the programs that still look."""
     bench.store.graced(bench.store.stamp)
-    bench.store.scanned(*bench.store.quarantine.candidates, frozenset(), frozenset())
+    bench.store.scanned(*bench.store.deferred.candidates, frozenset(), frozenset())
 
 
 @pytest.mark.parametrize("vanish", [False, True], ids=["changing", "coming-and-going"])
 @pytest.mark.parametrize(("speed", "least"), [("swift", 1_000_000), ("dawdling", 10_000)], ids=["swift", "dawdling"])
 def test_no_pick_is_foreign(tight: Bench, request: pytest.FixtureRequest, speed: str, least: int, vanish: bool) -> None:
-    """Slices and numbers are reused as soon as the quarantine permits."""
+    """Slices and numbers are reused as soon as no program can use them."""
     reader = Reader(tight, request.getfixturevalue(speed))
     reader.start()
     changes = write(tight, lambda: settle(tight), lambda: reader.seen()["picks"] > least, vanish=vanish)

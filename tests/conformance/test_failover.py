@@ -77,12 +77,12 @@ def states(bench: Bench, service: Service) -> dict[str, str]:
     return {row["address"]: row["state"] for row in json.loads(done.stdout)}
 
 
-def left_out(bench: Bench, service: Service, *, really: bool = True) -> set[str]:
-    """Addresses that the agent leaves out, or would if there were others."""
+def ejected(bench: Bench, service: Service, *, really: bool = True) -> set[str]:
+    """Addresses of the backends that the agent ejects, or would eject if fewer failed."""
     status = bench.agent.status()
     assert status is not None
-    rows: list[dict[str, Any]] = status["dataplane"]["left_out"]
-    return {row["address"] for row in rows if row["left_out"] == really and f"/{service.name}:" in row["service"]}
+    rows: list[dict[str, Any]] = status["dataplane"]["ejections"]
+    return {row["address"] for row in rows if row["ejected"] == really and f"/{service.name}:" in row["service"]}
 
 
 def ends(bench: Bench, pods: Sequence[str], families: Sequence[int] = (V4, V6)) -> set[str]:
@@ -114,14 +114,14 @@ def test_a_silent_backend_costs_a_second_and_is_then_passed_by(bench: Bench) -> 
     with stream.connection, failing(bench, "pod2"):
         for family in (V4, V6):
             for _ in range(6):  # a dozen connections in each round: one or two failures of pod2 would be rare
-                if ends(bench, ["pod2"], [family]) <= left_out(bench, web):
+                if ends(bench, ["pod2"], [family]) <= ejected(bench, web):
                     break
                 seen = ask_at_once(bench, "pod1", web.vip(family), family)
                 assert seen.keys() <= {"pod3", "pod4"}, seen
-        eventually(lambda: left_out(bench, web) == ends(bench, ["pod2"]), 3, "pod2 is not left out")
+        eventually(lambda: ejected(bench, web) == ends(bench, ["pod2"]), 3, "pod2 is not ejected")
         assert count(bench, "failover") - before >= 2 * 3
         if IN_TIME:
-            said = [address for address, state in states(bench, web).items() if state.startswith("left out for")]
+            said = [address for address, state in states(bench, web).items() if state.startswith("ejected for")]
             assert set(said) == ends(bench, ["pod2"])
         for family in (V4, V6):
             assert bench.seen("pod1", web, family, 12, timeout=0.5) == {"pod3", "pod4"}
@@ -153,7 +153,7 @@ def test_what_the_nodes_own_sockets_meet_is_counted(bench: Bench, family: int) -
                 client.close()
             else:
                 patient.append(client)
-        eventually(lambda: left_out(bench, web) == ends(bench, ["pod2"], [family]), 5, "pod2 is not left out")
+        eventually(lambda: ejected(bench, web) == ends(bench, ["pod2"], [family]), 5, "pod2 is not ejected")
         assert bench.seen("node", web, family, 8, timeout=0.5) == {"pod3"}
     for client in patient:
         client.settimeout(20)
@@ -175,7 +175,7 @@ def test_clients_outside_whose_address_is_replaced(bench: Bench, family: int) ->
                 PATIENCE,
                 "clients outside are not connected",
             )
-        eventually(lambda: not left_out(bench, web), RECOVERY, "nobody comes back")
+        eventually(lambda: not ejected(bench, web), RECOVERY, "nobody comes back")
     assert count(bench, "failover") > before
 
 
@@ -190,26 +190,24 @@ def test_a_backend_that_refuses_is_passed_by(bench: Bench, family: int) -> None:
     """The first clients see the refusal, as a reset must be believed."""
     web = bench.service("pod2", "pod3", "pod4")
     with failing(bench, "pod3", how="reject with tcp reset"):
-        eventually(
-            lambda: bench.spread("pod1", web, family, 24).keys() == {"pod2", "pod4"}, 8, "pod3 is never left out"
-        )
-        eventually(lambda: left_out(bench, web) == ends(bench, ["pod3"], [family]), 3, "it is not told who is out")
+        eventually(lambda: bench.spread("pod1", web, family, 24).keys() == {"pod2", "pod4"}, 8, "pod3 is never ejected")
+        eventually(lambda: ejected(bench, web) == ends(bench, ["pod3"], [family]), 3, "it is not told who is out")
 
 
 @pytest.mark.core
-def test_the_last_backend_is_never_left_out(bench: Bench, family: int) -> None:
+def test_the_last_backend_is_never_ejected(bench: Bench, family: int) -> None:
     web = bench.service("pod2")
     with failing(bench, "pod2", how="reject with tcp reset"):
         for _ in range(6):
             assert bench.seen("pod1", web, family, 1) == {"[Errno 111] Connection refused"}
         eventually(
-            lambda: left_out(bench, web, really=False) == ends(bench, ["pod2"], [family]),
+            lambda: ejected(bench, web, really=False) == ends(bench, ["pod2"], [family]),
             5,
             "six refusals were not counted",
         )
-        assert left_out(bench, web) == set()
+        assert ejected(bench, web) == set()
         if IN_TIME:
-            assert any(state.startswith("kept for want of others") for state in states(bench, web).values())
+            assert any(state.startswith("kept because too many fail") for state in states(bench, web).values())
     assert bench.seen("pod1", web, family, 4) == {"pod2"}
 
 
@@ -250,14 +248,14 @@ def test_who_fails_its_probes_gets_no_connections_until_it_succeeds(probing: Ben
     web = bench.service("pod2", "pod3", "remote1", "remote2", annotations={"probe": probe})
     with failing(bench, "pod2", "remote1"):
         silent = ends(bench, ["pod2", "remote1"])
-        eventually(lambda: left_out(bench, web) == silent, 10, "two of four are not left out")
+        eventually(lambda: ejected(bench, web) == silent, 10, "two of four are not ejected")
         assert all(("its probe" in state) == (where in silent) for where, state in states(bench, web).items())
         for family in (V4, V6):
             assert bench.seen("pod1", web, family, 16, timeout=0.5) == {"pod3", "remote2"}
             assert bench.seen("node", web, family, 16, timeout=0.5) == {"pod3", "remote2"}
     for family in (V4, V6):
         bench.settle(web, {"pod2", "pod3", "remote1", "remote2"}, family)
-    assert left_out(bench, web) == set()
+    assert ejected(bench, web) == set()
 
 
 def test_a_malformed_probe_refuses_that_service_alone(probing: Bench) -> None:

@@ -21,16 +21,16 @@ def scrape(**dataplane: Any) -> list[str]:
     return generate_latest(Metrics(lambda: status).registry).decode().splitlines()
 
 
-def test_who_is_left_out_and_who_would_be() -> None:
-    rows = [{"service": "d/web:http", "address": f"10.1.0.{n}:80", "left_out": n == 1, "state": ""} for n in (1, 2)]
-    lines = scrape(left_out=rows, counters={"failover": 3})
-    assert 'hybrid_proxy_backend_left_out{backend="10.1.0.1:80",entry="d/web:http"} 1.0' in lines
-    assert 'hybrid_proxy_backend_left_out{backend="10.1.0.2:80",entry="d/web:http"} 0.0' in lines
+def test_ejected_backends_and_those_kept() -> None:
+    rows = [{"service": "d/web:http", "address": f"10.1.0.{n}:80", "ejected": n == 1, "state": ""} for n in (1, 2)]
+    lines = scrape(ejections=rows, counters={"failover": 3})
+    assert 'hybrid_proxy_backend_ejected{backend="10.1.0.1:80",entry="d/web:http"} 1.0' in lines
+    assert 'hybrid_proxy_backend_ejected{backend="10.1.0.2:80",entry="d/web:http"} 0.0' in lines
     assert 'hybrid_proxy_events_total{reason="failover"} 3.0' in lines
 
 
-def test_a_mode_that_leaves_nobody_out() -> None:
-    assert not [line for line in scrape() if line.startswith("hybrid_proxy_backend_left_out{")]
+def test_a_mode_without_ejections() -> None:
+    assert not [line for line in scrape() if line.startswith("hybrid_proxy_backend_ejected{")]
 
 
 @pytest.mark.parametrize("openmetrics", [False, True])

@@ -72,7 +72,7 @@ MODES = {
     "later": source("later", sync="raise Unsupported('a rule', 'the kernel lacks it')",
                     close="import sys; print('later is closed', file=sys.stderr)"),
     "drifts": source("drifts", maintain="self.audit_repairs = 2"),
-    "tells": source("tells", maintain="return [Notice('d/web:p', 'Warning', 'BackendLeftOut', 'LeaveOut', 'so')]"),
+    "tells": source("tells", maintain="return [Notice('d/web:p', 'Warning', 'BackendEjected', 'LeaveOut', 'so')]"),
     "nofiles": source("nofiles", maintain="raise OSError(24, 'Too many open files')"),
     "broken": source("broken", maintain="raise DataplaneError('a link cannot be put back')"),
     "drains": source("drains", clean="return 4", drain="return True"),
@@ -336,11 +336,11 @@ class TestAgent:
 
     def test_what_a_mode_tells_of_a_service_is_an_event_of_it(self, start, api):
         start("tells", kubeconfig=api.kubeconfig())
-        eventually(lambda: api.events("BackendLeftOut"), "the event")
-        (event,) = api.events("BackendLeftOut")
+        eventually(lambda: api.events("BackendEjected"), "the event")
+        (event,) = api.events("BackendEjected")
         about = event["regarding"]
         assert (about["kind"], about["namespace"], about["name"]) == ("Service", "d", "web")
-        assert (event["type"], event["action"], event["note"]) == ("Warning", "LeaveOut", "so")
+        assert (event["type"], event["action"], event["note"]) == ("Warning", "Eject", "so")
 
     def test_what_the_system_refuses_in_maintenance_does_not_end_the_agent(self, start):
         agent = start("nofiles")

@@ -36,7 +36,7 @@ def test_durations(seconds: float, text: str) -> None:
 
 def row(key: str, connections: float | None, **more: object) -> ServiceRow:
     fields = {
-        "name": key, "protocol": "TCP", "frontends": ("10.96.0.10:80",), "backends": 2, "left_out": 0,
+        "name": key, "protocol": "TCP", "frontends": ("10.96.0.10:80",), "backends": 2, "ejected": 0,
         "packets": None, "request_bytes": None, "reply_bytes": None, "connect": None,
         "total": None,
     }  # fmt: skip
@@ -53,8 +53,8 @@ def test_what_is_not_known_is_last_either_way() -> None:
     assert [r.key for r in cells.arranged(rows, column("conn/s"), falling=False)] == ["b", "d", "c", "a"]
 
 
-def test_services_with_backends_left_out_come_first() -> None:
-    rows = [row("a", 0, backends=9), row("b", 0, backends=1, left_out=1)]
+def test_services_with_ejected_backends_come_first() -> None:
+    rows = [row("a", 0, backends=9), row("b", 0, backends=1, ejected=1)]
     assert [r.key for r in cells.arranged(rows, column("backends"), falling=True)] == ["b", "a"]
     assert column("backends").text(rows[1]) == "1, 1 out"
 

@@ -77,13 +77,13 @@ def test_shares_are_of_the_connections_of_each_family() -> None:
 
 def test_what_the_agent_says_of_a_backend_counts() -> None:
     told = status()
-    told["dataplane"]["left_out"] = [
-        {"service": "ns/a:http", "address": "10.0.0.1:80", "left_out": True, "state": "left out for 9 s: no answer"}
+    told["dataplane"]["ejections"] = [
+        {"service": "ns/a:http", "address": "10.0.0.1:80", "ejected": True, "state": "ejected for 9 s: no answer"}
     ]
     now = sample(1, service("ns/a:http", 0), status=told, chosen="ns/a:http", backends=(backend("10.0.0.1:80", 0),))
     shown = picture(now, now, now)
-    assert shown.backends[0].state == "left out for 9 s: no answer"
-    assert shown.services[0].left_out == 1
+    assert shown.backends[0].state == "ejected for 9 s: no answer"
+    assert shown.services[0].ejected == 1
 
 
 def test_drops_come_first_and_are_summed() -> None:

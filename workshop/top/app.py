@@ -111,10 +111,10 @@ class Listing(DataTable[Text]):
 def _style(row: Any, title: str) -> str:
     """What wants to be seen."""
     match row:
-        case ServiceRow() if title == "backends" and (row.left_out or not row.backends):
+        case ServiceRow() if title == "backends" and (row.ejected or not row.backends):
             return "bold red"
         case BackendRow() if title == "health" and row.state != "serving":
-            return "bold red" if row.state.startswith("left out") else "yellow"
+            return "bold red" if row.state.startswith("ejected") else "yellow"
         case ReasonRow() if row.kind != "note" and row.rate:
             return "bold red" if row.kind == "drop" else "yellow"
         case MapRow() if title == "full" and row.fill > NEARLY_FULL:

@@ -84,7 +84,7 @@ def _shown(column: str, text: Callable[[Any], str]) -> Callable[[Any], str]:
 
 
 def _endpoints(row: ServiceRow) -> str:
-    return f"{row.backends}, {row.left_out} out" if row.left_out else str(row.backends)
+    return f"{row.backends}, {row.ejected} out" if row.ejected else str(row.backends)
 
 
 def _words(column: str, title: str, text: Callable[[Any], str] = str) -> Column:
@@ -101,7 +101,7 @@ SERVICES: Final = (
     Column("conn/s", _of("connections"), _shown("connections", rate)),
     *_TRAFFIC,
     Column("connect", _of("connect"), _shown("connect", latency)),
-    Column("backends", lambda row: (row.left_out, row.backends), _endpoints),
+    Column("backends", lambda row: (row.ejected, row.backends), _endpoints),
     _words("protocol", "protocol"),
     Column("conn total", _of("total"), _shown("total", number)),
     _words("frontends", "addresses", " ".join),
@@ -192,8 +192,8 @@ def trouble(shown: Picture) -> list[str]:
     sentences += [f"{mode['requested']} was asked for: {mode['reason']}"] * bool(mode["reason"])
     if sample.services and not shown.counts:
         sentences.append(f"mode {sample.mode} does not count what each service carries ('-'); mode ebpf does")
-    left_out = sum(row["left_out"] for row in status["dataplane"].get("left_out", ()))
-    sentences += [f"{left_out} backends are left out, because they fail"] * bool(left_out)
+    ejected = sum(row["ejected"] for row in status["dataplane"].get("ejections", ()))
+    sentences += [f"{ejected} backends are ejected because they fail"] * bool(ejected)
     misfits = len(status["dataplane"]["misfits"])
     sentences += [f"{misfits} service ports do not fit; `hybrid-proxy status` says why"] * bool(misfits)
     return [*sentences, *status["neighbours"]]

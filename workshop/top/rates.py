@@ -54,7 +54,7 @@ class ServiceRow(msgspec.Struct, frozen=True):
     protocol: str
     frontends: tuple[str, ...]
     backends: int
-    left_out: int
+    ejected: int
     connections: float | None
     packets: float | None
     request_bytes: float | None
@@ -194,7 +194,7 @@ def _service_key(row: Row) -> str:
 def _services(before: Sample, now: Sample) -> tuple[ServiceRow, ...]:
     seconds = now.at - before.at
     known = {_service_key(row): row for row in before.services}
-    out = Counter((row["service"], _family([row["address"]])) for row in _left_out(now) if row["left_out"])
+    out = Counter((row["service"], _family([row["address"]])) for row in _ejections(now) if row["ejected"])
     rows = []
     for row in now.services:
         key = _service_key(row)
@@ -211,8 +211,8 @@ def _services(before: Sample, now: Sample) -> tuple[ServiceRow, ...]:
     return tuple(rows)
 
 
-def _left_out(sample: Sample) -> list[Row]:
-    return list(sample.status["dataplane"].get("left_out", ())) if sample.status else []
+def _ejections(sample: Sample) -> list[Row]:
+    return list(sample.status["dataplane"].get("ejections", ())) if sample.status else []
 
 
 def _backend_key(row: Row) -> str:
@@ -223,7 +223,7 @@ def _backends(base: Sample, before: Sample, now: Sample) -> tuple[BackendRow, ..
     seconds = now.at - before.at
     former = {_backend_key(row): row for row in before.backends} if before.chosen == now.chosen else {}
     oldest = {_backend_key(row): row for row in base.backends} if base.chosen == now.chosen else {}
-    told = {(row["service"], row["address"]): row["state"] for row in _left_out(now)}
+    told = {(row["service"], row["address"]): row["state"] for row in _ejections(now)}
     grown = {
         (key := _backend_key(row)): _Rates(oldest.get(key), row, 1).growth("flows") for row in now.backends
     }  # a backend that is new since `base` takes part from the next base on

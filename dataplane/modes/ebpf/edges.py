@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dataplane.kernel.bpf import Map
 from dataplane.kernel.links import Hop, Interface
 from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.ids import FullError
+from dataplane.modes.ebpf.pools import FullError
 from dataplane.table import Detect, NodeNetwork
 
 STRICT = 1  # of rp_filter; larger is loose, 0 is none (Documentation/networking/ip-sysctl.rst)

@@ -1,6 +1,6 @@
 """`explain --live`: the data path's programs, compiled so that they change nothing, run on a packet that nobody sent.
 
-They note each decision in the order in which it is made (`bpf/explaining.h`); here the notes become sentences.
+They note each decision in the order in which it is made (`bpf/explaining.h`); here the notes become messages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Answers = dict[str, Any]
 
 
 class Surroundings(NamedTuple):
-    """What sentences need beside the notes."""
+    """What messages need beside the notes."""
 
     names: Mapping[int, str]  # service id -> name
     backends: NDArray[Any]  # rows of the maps
@@ -47,7 +47,7 @@ class Surroundings(NamedTuple):
 
 
 class _Notes:
-    """One packet's notes on the way to sentences."""
+    """One packet's notes on the way to messages."""
 
     def __init__(self, question: Question, around: Surroundings, place: str) -> None:
         self.question, self.around, self.place = question, around, place

@@ -1,4 +1,4 @@
-"""Backends that fail are left out for a while: what was counted goes to the judge, sentences go to the maps."""
+"""Failing backends are ejected for a while: counts of failures go to the detector, ejections go to the maps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from dataplane.mode import Notice, Options
 from dataplane.modes.ebpf.lower import Socket
-from dataplane.modes.ebpf.outliers import Outliers
+from dataplane.modes.ebpf.outliers import OutlierDetector
 from dataplane.modes.ebpf.probes import Prober, Target
 from dataplane.modes.ebpf.store import EntryKey, Store, Subject
 from dataplane.table import socket_text
@@ -20,15 +20,15 @@ log = logging.getLogger(__name__)
 
 
 class Failover:
-    """Looks once a second; remembers who is out. One thread calls it.
+    """Evaluates the backends once a second, and remembers which are ejected. One thread calls it.
 
     Args:
         options: `failover_failures`, and those of `probes`.
     """
 
     def __init__(self, options: Options) -> None:
-        self._judge: Outliers[Subject] = Outliers(options.failover_failures)
-        self._out: set[Subject] = set()  # a route does without them
+        self._detector: OutlierDetector[Subject] = OutlierDetector(options.failover_failures)
+        self._ejected: set[Subject] = set()  # a backend set does without them
         self._prober = Prober(options)
         self._probed: dict[str, dict[Subject, Target]] = {}  # by service
 
@@ -37,12 +37,12 @@ class Failover:
         self._prober.stop()
 
     def forget(self) -> None:
-        """The store begins anew, and will tell of every service that there is."""
+        """The store starts over, and will report every service that there is."""
         self._probed.clear()
         self._prober.watch(())
 
     def services_changed(self, store: Store, names: Iterable[str]) -> None:
-        """These services are others now, or gone: probe the backends that they have."""
+        """These services changed, or are gone: probe the backends that they have now."""
         changed = False
         for name in names:
             before = self._probed.pop(name, {})
@@ -59,76 +59,77 @@ class Failover:
         if changed:
             self._prober.watch({target for targets in self._probed.values() for target in targets.values()})
 
-    def _down(self) -> dict[Subject, str]:
-        """What probes say of backends."""
-        if not self._probed or not (said := self._prober.down()):
+    def _probe_failures(self) -> dict[Subject, str]:
+        """Why probes fail, of every backend whose probes do."""
+        if not self._probed or not (down := self._prober.down()):
             return {}
         probed = (pair for targets in self._probed.values() for pair in targets.items())
-        return {subject: said[target] for subject, target in probed if target in said}
+        return {subject: down[target] for subject, target in probed if target in down}
 
     def look(self, store: Store) -> list[Notice]:
-        """Judge what was counted since the last time, change the routes, and tell whom that concerns."""
-        failures = store.failures() if self._judge.limit else {}
-        down = self._down()
-        if not failures and not down and not self._judge.busy and not store.sentenced:
+        """Evaluate what was counted since the last time, write the ejections, and return the events."""
+        failures = store.failures() if self._detector.limit else {}
+        probe_failures = self._probe_failures()
+        if not failures and not probe_failures and not self._detector.has_records and not store.has_ejections:
             return []
         known = _Numbers(store)
-        changes = self._judge.judge(time.monotonic(), failures, down, known)
-        for subject in changes.back:
-            store.put_on_probation(known.of(subject), self._judge.on_probation)
-        store.leave_out(self._judge.sentences)
-        return self._tell(store, known)
+        changes = self._detector.evaluate(time.monotonic(), failures, probe_failures, known)
+        for subject in changes.readmitted:
+            store.readmit(known.of(subject), self._detector.readmission_failures)
+        store.eject(self._detector.ejections)
+        return self._events(store, known)
 
-    def _tell(self, store: Store, known: _Numbers) -> list[Notice]:
-        """What changed, by what is programmed: a sentence may stand without effect, where too many have one."""
-        out = {subject for subject in self._judge.sentences if store.is_left_out(known.of(subject))}
-        left = [_left_out(subject, self._words(subject)) for subject in out - self._out]
-        back = [_back(subject) for subject in self._out - out if subject in known]
-        self._out = out
-        for notice in left:
+    def _events(self, store: Store, known: _Numbers) -> list[Notice]:
+        """What changed in the maps: where too many backends fail, an ejection has no effect."""
+        now = {subject for subject in self._detector.ejections if store.is_ejected(known.of(subject))}
+        ejected = [_ejected(subject, self._duration(subject)) for subject in now - self._ejected]
+        readmitted = [_readmitted(subject) for subject in self._ejected - now if subject in known]
+        self._ejected = now
+        for notice in ejected:
             log.warning("%s", notice.note)
-        for notice in back:
+        for notice in readmitted:
             log.info("%s", notice.note)
-        return [*left, *back]
+        return [*ejected, *readmitted]
 
-    def _words(self, subject: Subject) -> str:
-        """For how long, and why."""
-        told = self._judge.sentences[subject]
-        if told.until is None:
-            return f"until its probe succeeds: {told.why}"
-        return f"for {max(0.0, told.until - time.monotonic()):.0f} s: {told.why}"
+    def _duration(self, subject: Subject) -> str:
+        """For how long it is ejected, and why."""
+        ejection = self._detector.ejections[subject]
+        if ejection.until is None:
+            return f"until its probe succeeds: {ejection.reason}"
+        return f"for {max(0.0, ejection.until - time.monotonic()):.0f} s: {ejection.reason}"
 
     def probes(self) -> dict[str, Any]:
         """For a status."""
         return self._prober.status()
 
     def rows(self) -> list[dict[str, Any]]:
-        """For a status: every backend with a sentence, whether it is left out, and why."""
+        """For a status: every backend that keeps failing, whether it is ejected, and why."""
         rows = []
-        for (key, (address, port)), told in self._judge.sentences.items():
+        for (key, (address, port)), ejection in self._detector.ejections.items():
             subject = (key, (address, port))
-            out = subject in self._out
+            ejected = subject in self._ejected
             rows.append(
                 {
                     "service": key[0],
                     "address": socket_text(address, port),
-                    "left_out": out,
-                    "seconds": None if told.until is None else max(0.0, told.until - time.monotonic()),
-                    "state": f"left out {self._words(subject)}" if out else f"kept for want of others: {told.why}",
+                    "ejected": ejected,
+                    "seconds": None if ejection.until is None else max(0.0, ejection.until - time.monotonic()),
+                    "state": f"ejected {self._duration(subject)}" if ejected
+                    else f"kept because too many fail: {ejection.reason}",
                 }
-            )
+            )  # fmt: skip
         return rows
 
 
 class _Numbers:
-    """Ids of backends by name, looked up once for each service port; a container of those that there are."""
+    """Ids of backends by name, looked up once for each service port; a container of those that exist."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._ports: dict[EntryKey, dict[Socket, int]] = {}
 
     def of(self, subject: Subject) -> int:
-        """The backend's id, 0: there is none such."""
+        """The backend's id; 0 if there is no such backend."""
         key, socket = subject
         if key not in self._ports:
             self._ports[key] = self._store.numbers(key)
@@ -138,13 +139,13 @@ class _Numbers:
         return self.of(subject) != 0
 
 
-def _left_out(subject: Subject, words: str) -> Notice:
+def _ejected(subject: Subject, duration: str) -> Notice:
     (entry, _, _), (address, port) = subject
-    note = f"{entry}: backend {socket_text(address, port)} gets no new connections from this node {words}"
-    return Notice(entry, "Warning", "BackendLeftOut", "LeaveOut", note)
+    note = f"{entry}: backend {socket_text(address, port)} gets no new connections from this node {duration}"
+    return Notice(entry, "Warning", "BackendEjected", "Eject", note)
 
 
-def _back(subject: Subject) -> Notice:
+def _readmitted(subject: Subject) -> Notice:
     (entry, _, _), (address, port) = subject
     note = f"{entry}: backend {socket_text(address, port)} gets new connections from this node again"
-    return Notice(entry, "Normal", "BackendBack", "TakeBack", note)
+    return Notice(entry, "Normal", "BackendReadmitted", "Readmit", note)

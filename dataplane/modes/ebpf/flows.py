@@ -1,7 +1,7 @@
 """Old flows, and ids that wait for them: a thread beside the programmer, off the path of changes.
 
 User space proposes (one batch read, numpy), the sweep program disposes: it looks again at the time stamp beside
-the programs that refresh it. The same reading tells which quarantined ids are still named by a flow.
+the programs that refresh it. The same reading tells which ids of deferred frees are still named by a flow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataplane.mode import Options
 from dataplane.modes.ebpf.layout import abi_constants, dtype_of
 from dataplane.table import Protocol
 
-__all__ = ["Caretaker", "flow_arrays", "idle_limits"]
+__all__ = ["FlowGC", "flow_arrays", "idle_limits"]
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def connections_by_backend(values: NDArray[Any], services: frozenset[int]) -> di
     return dict(zip(ids.tolist(), counts.tolist(), strict=True))
 
 
-class Caretaker:
+class FlowGC:
     """Waits for grace periods and sweeps flows.
 
     Args:
@@ -91,7 +91,7 @@ class Caretaker:
         self.count_for: frozenset[int] = frozenset()  # services whose connections are counted by backend
         self.loads: dict[int, int] | None = None  # these counts, when there are new ones
         self.swept = 0
-        self._thread = threading.Thread(target=self._run, name="caretaker", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="gc", daemon=True)
 
     @property
     def known_flows(self) -> int:
@@ -182,7 +182,7 @@ class Caretaker:
                 self._graced = wanted
 
     def scan(self) -> None:
-        """Read all flows once: forget idle ones, look for quarantined ids."""
+        """Read all flows once: forget idle ones, look for ids of deferred frees."""
         with self._lock:
             services, backends = self._candidates
         found_services: set[int] = set()

@@ -145,9 +145,9 @@ def _state(flags: int) -> str:
     """Of a backend as far as the maps know it; an agent tells until when and why."""
     names = layout.abi_constants()
     if flags & names["BACKEND_PROBE_FAILED"]:
-        return "left out: its probe fails"
-    if flags & names["BACKEND_LEFT_OUT"]:
-        return "left out: its connections failed"
+        return "ejected: its probe fails"
+    if flags & names["BACKEND_EJECTED"]:
+        return "ejected: its connections failed"
     return "serving" if flags & (names["BACKEND_ROUTE0"] | names["BACKEND_ROUTE1"]) else "in no route"
 
 

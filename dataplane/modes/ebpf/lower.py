@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from dataplane.balancing import ALGORITHMS, Algorithm, Spread, find, ring_of
 from dataplane.balancing.least_connections import FAIR
-from dataplane.modes.ebpf.outliers import Sentence, leave_out
+from dataplane.modes.ebpf.outliers import Ejection, ejected
 from dataplane.table import Backend, Entry, Frontend, Kind, Masquerade, Route, WhenEmpty
 
 __all__ = [
-    "ANY", "BACKEND_LEFT_OUT", "FRONTEND_ADDRESS", "FRONTEND_INSIDE_ROUTE", "FRONTEND_MASQUERADE",
-    "FRONTEND_NODE_PORTS", "FRONTEND_OUTSIDE_ROUTE", "FRONTEND_SOURCES", "NOBODY", "Rows", "Socket", "algorithm_of",
-    "lower", "rings_of",
+    "ANY", "BACKEND_EJECTED", "FRONTEND_ADDRESS", "FRONTEND_INSIDE_ROUTE", "FRONTEND_MASQUERADE",
+    "FRONTEND_NODE_PORTS", "FRONTEND_OUTSIDE_ROUTE", "FRONTEND_SOURCES", "NO_EJECTIONS", "Rows", "Socket",
+    "algorithm_of", "lower", "rings_of",
 ]  # fmt: skip
 
 # The enumerators of bpf/abi.h that a translation needs; a test compares them with the header.
@@ -23,7 +23,7 @@ _MASQUERADE = tuple((int(whom), flag) for whom, flag in FRONTEND_MASQUERADE.item
 FRONTEND_SOURCES, FRONTEND_NODE_PORTS = 64, 128
 SERVICE_DROP_ROUTE = (1, 2)
 SERVICE_SPREAD = {Spread.RANDOM: 0, Spread.TUPLE: 16, Spread.CLIENT: 32, Spread.IN_TURN: 64}
-BACKEND_SERVING, BACKEND_ROUTE, BACKEND_LEFT_OUT, BACKEND_PROBE_FAILED, BACKEND_LOCAL = 1, (2, 4), 8, 16, 32
+BACKEND_SERVING, BACKEND_ROUTE, BACKEND_EJECTED, BACKEND_PROBE_FAILED, BACKEND_LOCAL = 1, (2, 4), 8, 16, 32
 
 ANY = {4: "0.0.0.0", 6: "::"}  # noqa: S104 - the address of node ports' frontends: every one that serves node ports
 
@@ -49,13 +49,13 @@ class Rows(NamedTuple):
     closed: tuple[str, ...] = ()  # addresses at which ports without a frontend are refused: ClusterIPs
 
 
-NOBODY: Mapping[Socket, Sentence] = {}
+NO_EJECTIONS: Mapping[Socket, Ejection] = {}
 
 
-def lower(entry: Entry, sentences: Mapping[Socket, Sentence] = NOBODY) -> Rows:
-    """Translate; nothing is decided here but whom of those with a sentence each route can do without."""
+def lower(entry: Entry, ejections: Mapping[Socket, Ejection] = NO_EJECTIONS) -> Rows:
+    """Translate. All that is decided here is which failing backends each route can do without."""
     routes = _routes(entry)
-    members, member_flags, places = _members(entry, routes, sentences)
+    members, member_flags, places = _members(entry, routes, ejections)
     flags = SERVICE_SPREAD[algorithm_of(entry).spread]
     for route, drop in zip(routes, SERVICE_DROP_ROUTE, strict=False):
         if route.when_empty is WhenEmpty.DROP:
@@ -73,22 +73,22 @@ def lower(entry: Entry, sentences: Mapping[Socket, Sentence] = NOBODY) -> Rows:
 
 
 def _members(
-    entry: Entry, routes: list[Route], sentences: Mapping[Socket, Sentence]
+    entry: Entry, routes: list[Route], ejections: Mapping[Socket, Ejection]
 ) -> tuple[list[Backend], list[int], list[list[int]]]:
     """Members, their flags, and for each route the indexes of its members."""
-    if not sentences and len(routes) == 1 and routes[0].backends is entry.serving:  # nearly all: nothing to look up
+    if not ejections and len(routes) == 1 and routes[0].backends is entry.serving:  # nearly all: nothing to look up
         count = len(entry.serving)
         return list(entry.serving), [BACKEND_SERVING | BACKEND_ROUTE[0]] * count, [list(range(count))]
     members: dict[Backend, int] = dict.fromkeys(entry.serving, BACKEND_SERVING)
     kept: list[list[Backend]] = []
     for bit, route in enumerate(routes):
-        out = leave_out([(b.address, b.port) for b in route.backends], sentences) if sentences else ()
+        out = ejected([(b.address, b.port) for b in route.backends], ejections) if ejections else ()
         kept.append([])
         for backend in route.backends:
             flag = BACKEND_ROUTE[bit]
             if (backend.address, backend.port) in out:
-                told = sentences[backend.address, backend.port]
-                flag = BACKEND_LEFT_OUT | (BACKEND_PROBE_FAILED if told.until is None else 0)
+                ejection = ejections[backend.address, backend.port]
+                flag = BACKEND_EJECTED | (BACKEND_PROBE_FAILED if ejection.until is None else 0)
             else:
                 kept[bit].append(backend)
             members[backend] = members.get(backend, BACKEND_SERVING) | flag

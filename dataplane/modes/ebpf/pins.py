@@ -140,7 +140,7 @@ def is_mark(found: Shape | None) -> bool:
 
 
 def told(wrong: Mapping[str, str]) -> str:
-    """What `strangers` found, for a sentence."""
+    """What `strangers` found, for a message."""
     return "; ".join(f"{name} ({why})" for name, why in sorted(wrong.items()))
 
 

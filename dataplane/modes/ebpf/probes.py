@@ -152,7 +152,7 @@ class Prober:
             return
 
 
-async def probe(target: Target, timeout: float) -> str:  # noqa: ASYNC109 - of the whole probe, for its sentence too
+async def probe(target: Target, timeout: float) -> str:  # noqa: ASYNC109 - of the whole probe, for its message too
     """One probe; what was wrong, "" for success."""
     where = socket_text(target.address, target.port)
     try:

@@ -46,12 +46,12 @@ from dataplane.modes.ebpf.edges import (
 )
 from dataplane.modes.ebpf.events import Journal, Reader
 from dataplane.modes.ebpf.failover import Failover
-from dataplane.modes.ebpf.flows import Caretaker
+from dataplane.modes.ebpf.flows import FlowGC
 from dataplane.modes.ebpf.gone import Mark, collect, is_gone
-from dataplane.modes.ebpf.growth import Grower
 from dataplane.modes.ebpf.maps import Larger, MapSet, open_pinned_maps
 from dataplane.modes.ebpf.pins import Glance, beside, folder_of, former_layouts, pins_in, remove_pins, strangers, told
 from dataplane.modes.ebpf.programs import Loader, Programs, missing_carriers, put_carriers, teach_namespace
+from dataplane.modes.ebpf.resizer import MapResizer
 from dataplane.modes.ebpf.store import Store
 from dataplane.table import EMPTY, Entry, NodeNetwork, ServiceTable
 
@@ -165,16 +165,16 @@ class Ebpf:
         self.uplinks = attach.uplinks(self.folder, options)
         self.drivers = Drivers(self.folder, options.xdp, self._load_xdp, lambda: self.maps.maps["xdp_links"])
         self.sockets = attach.Sockets(self.folder, options)
-        self.grower = Grower(self.maps, sizes.bounds(options), self._load, self._use, self._take_larger_maps, wake)
-        self.nearly_full: dict[str, str] = {}  # map -> sentence
+        self.resizer = MapResizer(self.maps, sizes.bounds(options), self._load, self._use, self._take_larger_maps, wake)
+        self.nearly_full: dict[str, str] = {}  # map -> message
         self.audit_repairs = 0
         self.damage: tuple[str, ...] = ()
         self._glance = Glance(self.folder)
         self.failover = Failover(options)
-        self.caretaker = Caretaker(
+        self.gc = FlowGC(
             self.maps.maps, self._inspect.program("sweep"), self._inspect.program("read_clock"), self.hz, options
         )
-        self.caretaker.start()
+        self.gc.start()
         self._explain: Object | None = None  # loaded when somebody asks
         self.journal = Journal()
         self._trace_until = 0.0
@@ -229,8 +229,8 @@ class Ebpf:
 
     def _begin(self, foresee: Callable[..., sizes.Sizes], *what: Any) -> None:
         """Maps for what is foreseen, and the loading of programs, unless that was done."""
-        if self.programs is None and not self.grower.growing:
-            self.grower.begin(foresee(*what))
+        if self.programs is None and not self.resizer.growing:
+            self.resizer.begin(foresee(*what))
 
     def sync(self, table: ServiceTable) -> SyncResult:
         """See `dataplane.mode.Programmer.sync`."""
@@ -239,11 +239,11 @@ class Ebpf:
             self._begin(sizes.needs, (entry for entries in table.services.values() for entry in entries))
             if table.node != self.table.node or not self._attached:
                 self._write_node(table.node)
-            self.store.graced(self.caretaker.graced)  # `maintain` does the rest of `_collect`
+            self.store.graced(self.gc.graced)  # `maintain` does the rest of `_collect`
             changed, removed = self._apply({name: table.services.get(name, ()) for name in names})
             self.failover.services_changed(self.store, names)
-            self.caretaker.count_for = frozenset(self.store.follows_load())
-            self.caretaker.disconnect(self.store.take_gone_datagram_backends())
+            self.gc.count_for = frozenset(self.store.follows_load())
+            self.gc.disconnect(self.store.take_gone_datagram_backends())
             moved = table.node.primary != self.table.node.primary
             self.table = table
             self._misfitting = frozenset(self.store.unfit)
@@ -255,7 +255,7 @@ class Ebpf:
         except (DataplaneError, OSError, ValueError) as error:
             self._start_over()
             raise SyncError(f"the eBPF maps could not be programmed: {error}") from error
-        self.caretaker.want_grace(self.store.stamp)  # last: it wakes a thread, which takes the interpreter
+        self.gc.want_grace(self.store.stamp)  # last: it wakes a thread, which takes the interpreter
         return SyncResult(changed, removed, tuple(self.store.misfits.values()))
 
     def _apply(self, services: dict[str, tuple[Entry, ...]]) -> tuple[int, int]:
@@ -269,7 +269,7 @@ class Ebpf:
             need = Counter(store.used()) + Counter(
                 sizes.needs(entry for name in store.unfit for entry in services.get(name, ()))
             )
-            if not self.grower.make_room(store.full, need):
+            if not self.resizer.make_room(store.full, need):
                 if "slots" not in store.full or len(store.slots) >= store.max_slots:
                     break
                 store.max_slots = 0  # they cannot be more at the moment: rings are cut
@@ -285,7 +285,7 @@ class Ebpf:
         A change of most services at once takes their new slots before it gives the old ones back.
         """
         store = self.store
-        if "slots" not in store.full or not store.quarantine.has_slices:
+        if "slots" not in store.full or not store.deferred.has_slices:
             return False
         store.full.clear()
         wait_for_programs()
@@ -300,7 +300,7 @@ class Ebpf:
 
     def _start_over(self) -> None:
         """What was planned and what was written may differ now: the next sync reads the maps and adopts."""
-        wait_for_programs()  # the quarantine is forgotten with the store: nobody may still look at what it held
+        wait_for_programs()  # deferred frees are forgotten with the store: no program may still use what waits there
         stamp = self.store.stamp
         self.store = self._new_store(adopt=True)
         self.store.stamp = stamp
@@ -309,7 +309,7 @@ class Ebpf:
 
     def _attach(self) -> None:
         try:
-            self.grower.catch_up()
+            self.resizer.catch_up()
         except BpfError as error:
             raise Unsupported("eBPF", f"the kernel refused the programs: {error}") from error
         self._refresh_links()
@@ -448,10 +448,10 @@ class Ebpf:
         """See `dataplane.mode.Programmer.maintain`."""
         self._mend()
         self._collect()
-        self.caretaker.look_for(*self.store.quarantine.candidates)
+        self.gc.look_for(*self.store.deferred.candidates)
         if self._misfitting:
             self.sync(self.table)
-        self.grower.step(self.store.used())
+        self.resizer.step(self.store.used())
         repaired = self.store.audit()
         if repaired:
             self.audit_repairs += repaired
@@ -462,14 +462,14 @@ class Ebpf:
             self.maps.view("node")["trace"] = 0
             self._trace_until = 0.0
         notices = self.failover.look(self.store)
-        self.caretaker.want_grace(self.store.stamp)
+        self.gc.want_grace(self.store.stamp)
         return [*notices, *self._tell_nearly_full()]
 
     def _tell_nearly_full(self) -> Iterable[Notice]:
         """Once for each map, until it has room again."""
-        flows = self.caretaker.used
+        flows = self.gc.used
         entries = {name: self.maps.maps[name].entries for name in flows}
-        full = self.grower.nearly_full(self.store.used()) | {
+        full = self.resizer.nearly_full(self.store.used()) | {
             name: f"map {name} is nearly full, with {flows[name]} of {entries[name]} entries: raise --max-flows"
             for name in sizes.crowded(entries, flows)
         }
@@ -479,36 +479,36 @@ class Ebpf:
         self.nearly_full = full
 
     def _collect(self) -> None:
-        graced, scanned = self.caretaker.collect()
-        if self.caretaker.opening_flows is not None:
-            self.maps.view("node")["opening"] = self.caretaker.opening_flows
-            self.caretaker.opening_flows = None
+        graced, scanned = self.gc.collect()
+        if self.gc.opening_flows is not None:
+            self.maps.view("node")["opening"] = self.gc.opening_flows
+            self.gc.opening_flows = None
         self.store.graced(graced)
         if scanned is not None:
             self.store.scanned(*scanned)
-        loads, self.caretaker.loads = self.caretaker.loads, None
+        loads, self.gc.loads = self.gc.loads, None
         if loads is not None and self.store.balance(loads):
-            self.caretaker.want_grace(self.store.stamp)
+            self.gc.want_grace(self.store.stamp)
 
     def names(self) -> Mapping[int, str]:
         """Service id -> name of the service port."""
         return self.store.names
 
     def limitations(self) -> list[str]:
-        """What the table asks for and this mode does not do, in sentences."""
-        sentences = unknown_algorithms(self.table, KNOWN, "random", weighs=True)
+        """What the table asks for and this mode does not do."""
+        messages = unknown_algorithms(self.table, KNOWN, "random", weighs=True)
         cut = [(key[0], has, wanted) for key, (has, wanted) in self.store.cut.items()]
         if cut:
             name, has, wanted = cut[0]
-            sentences.append(
+            messages.append(
                 f"{len(cut)} service ports have smaller rings than their algorithm would fill ({name}: {has} of "
                 f"{wanted} slots): --max-slots is used up, and other nodes may choose other backends"
             )
-        return [*sentences, *self.nearly_full.values(), *filter(None, [self.grower.failure])]
+        return [*messages, *self.nearly_full.values(), *filter(None, [self.resizer.failure])]
 
     def status(self) -> dict[str, Any]:
         """See `dataplane.mode.Programmer.status`."""
-        store, used, entries = self.store, self.store.used(), self.grower.entries
+        store, used, entries = self.store, self.store.used(), self.resizer.entries
         return {
             "mode": self.name,
             "pins": str(self.folder),
@@ -522,14 +522,14 @@ class Ebpf:
                 "services": [used["services"], entries["services"] - 1],
                 "backends": [used["backends"], entries["backends"] - 1],
                 "slots": [used["slots"], entries["slots"]],
-                "flows": [self.caretaker.known_flows, 2 * self.maps.maps["flows4"].entries],
+                "flows": [self.gc.known_flows, 2 * self.maps.maps["flows4"].entries],
             },
             "maps": self.memory(),
             "traffic_bytes": store.traffic.bytes if store.traffic.counting else 0,
-            "quarantined": len(store.quarantine),
+            "deferred_frees": len(store.deferred),
             "misfits": misfit_rows(store.misfits.values()),
             "limitations": self.limitations(),
-            "left_out": self.failover.rows(),
+            "ejections": self.failover.rows(),
             "probes": self.failover.probes(),
             "audit_repairs": self.audit_repairs,
             "counters": self.counters(),
@@ -537,7 +537,7 @@ class Ebpf:
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Each map's entries and kernel memory in bytes; of some also how many are used, and to which they may grow."""
-        used, upper = self.store.used() | self.caretaker.used, self.grower.upper
+        used, upper = self.store.used() | self.gc.used, self.resizer.upper
         rows: dict[str, dict[str, int]] = {}
         for name, known in sorted(self.maps.maps.items()):
             rows[name] = {"entries": known.entries, "bytes": known.memory}
@@ -602,11 +602,11 @@ class Ebpf:
 
     def close(self) -> None:
         """See `dataplane.mode.Programmer.close`."""
-        self.caretaker.stop()
+        self.gc.stop()
         self.failover.close()
         self.events.stop()
         self.maps.view("node")["trace"] = 0
-        self.grower.close()
+        self.resizer.close()
         self._forget_explain()
         self._inspect.close()
         if self.programs is not None:

@@ -133,7 +133,7 @@ class Loader:
     def _sockets(self, larger: Larger | None) -> dict[str, Object]:
         """The cgroup programs; without bpf_set_retval (Linux 5.18) they refuse nobody.
 
-        With them, where backends are left out, what hears of the node's own connections that get no answer.
+        With them, where failing backends are ejected, what hears of the node's own connections that get no answer.
         """
         loaded: dict[str, Object] = {}
         if self._options.socket_scope == "off":

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from dataplane.mode import Options
-from dataplane.modes.ebpf.ids import size_class
+from dataplane.modes.ebpf.pools import size_class
 from dataplane.table import Entry
 
 __all__ = ["Sizes", "bounds", "crowded", "fitting", "fixed", "foreseen", "grown", "least", "needs"]

@@ -1,7 +1,7 @@
 """The update protocol: rows into maps, in an order that no packet can see half of.
 
 A change is first planned (numbers taken, rows listed, nothing written) and then committed: backends, slots, the
-slice word with one release store, frontends; removals last. What a program may still look at is quarantined.
+slice word with one release store, frontends; removals last. What a program may still use is freed later.
 The first commit after a start is compared with what the maps already hold, so that a restart adopts.
 """
 
@@ -22,15 +22,13 @@ from dataplane.errors import DataplaneError
 from dataplane.kernel._publish import ffi, lib
 from dataplane.mode import Misfit, Options
 from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.cells import FEW, Cells
 from dataplane.modes.ebpf.edges import Sources
-from dataplane.modes.ebpf.ids import SETTINGS, FullError, IdPool, Quarantine, SlicePool, size_class
 from dataplane.modes.ebpf.lower import (
     ANY,
-    BACKEND_LEFT_OUT,
+    BACKEND_EJECTED,
     FRONTEND_ADDRESS,
     FRONTEND_NODE_PORTS,
-    NOBODY,
+    NO_EJECTIONS,
     Rows,
     Socket,
     algorithm_of,
@@ -38,7 +36,9 @@ from dataplane.modes.ebpf.lower import (
     rings_of,
 )  # fmt: skip
 from dataplane.modes.ebpf.maps import MapSet
-from dataplane.modes.ebpf.outliers import Sentence
+from dataplane.modes.ebpf.outliers import Ejection
+from dataplane.modes.ebpf.pools import SETTINGS, DeferredFree, FullError, IdPool, SlotAllocator, size_class
+from dataplane.modes.ebpf.rows import FEW, RowWriter
 from dataplane.table import Entry, Protocol
 
 __all__ = ["EntryKey", "Installed", "Store", "Subject"]
@@ -65,18 +65,18 @@ def service_of(key: EntryKey) -> str:
 class Installed:
     """A service port as it stands in the maps."""
 
-    __slots__ = ("entry", "epoch", "ids", "sentences", "service", "slices")
+    __slots__ = ("ejections", "entry", "epoch", "ids", "service", "slices")
 
     def __init__(
         self, entry: Entry, service: int, ids: array[int], slices: tuple[tuple[int, int], ...], epoch: int,
-        sentences: Mapping[Socket, Sentence],
+        ejections: Mapping[Socket, Ejection],
     ) -> None:  # fmt: skip
         self.entry = entry
         self.service = service
         self.ids = ids  # of lower(entry).members, in that order
         self.slices = slices  # (offset, size) of each route; size 0: none of its own
         self.epoch = epoch
-        self.sentences = sentences  # of backends that are left out where the routes can do without them
+        self.ejections = ejections  # of failing backends, which the routes do without where they can
 
 
 @dataclass(slots=True)
@@ -184,7 +184,7 @@ class Store:
         self.unfit: dict[str, set[EntryKey]] = {}  # by service: what is in `misfits`
         self.cut: dict[EntryKey, tuple[int, int]] = {}  # slots of the largest ring, and those it should have
         self._shares: dict[EntryKey, dict[tuple[str, int], int]] = {}  # of backends that get theirs by load
-        self._sentences: dict[EntryKey, dict[Socket, Sentence]] = {}
+        self._ejections: dict[EntryKey, dict[Socket, Ejection]] = {}
         self._gone_datagram_backends: list[int] = []
         self._open_views()
         self._published = self.services["routes"].copy()
@@ -203,12 +203,12 @@ class Store:
         used_services, used_backends, used_slices = self._adopted.used() if self._adopted else ((), (), ())
         self.service_ids = IdPool(len(self.services), "services", used_services)
         self.backend_ids = IdPool(len(self.backends), "backends", used_backends)
-        self.slices = SlicePool(len(self.slots), "slots", used_slices)
+        self.slices = SlotAllocator(len(self.slots), "slots", used_slices)
         self.full: set[str] = set()  # maps that may grow for which something did not fit since this was emptied
         self.traffic = maps.traffic()
         if self._adopted is not None:
             self.traffic.only(used_services, used_backends)
-        self.quarantine = Quarantine(self.service_ids, self.backend_ids, self.slices)
+        self.deferred = DeferredFree(self.service_ids, self.backend_ids, self.slices)
         self.exact_after = 0  # once this grace period is over, prefilter bits of a former process go
         self.stamp = 0  # number of the grace period that covers the last commit
 
@@ -217,7 +217,7 @@ class Store:
         self.backends: NDArray[Any] = self.maps.view("backends")
         self.slots: NDArray[Any] = self.maps.view("slots")["backend"]
         self._endpoints: NDArray[Any] = self.maps.view("slots")["endpoint"]
-        self._cells = Cells(self.backends, self.maps.view("slots"))
+        self._cells = RowWriter(self.backends, self.maps.view("slots"))
         self._words = ffi.from_buffer("uint64_t[]", self.services)
 
     def grown(self) -> None:
@@ -229,7 +229,7 @@ class Store:
         self.traffic = self.maps.traffic()
 
     def used(self) -> dict[str, int]:
-        """Entries in use, or in quarantine, of the maps that follow the table."""
+        """Entries in use, or waiting to be freed, of the maps that follow the table."""
         return {
             "services": self.service_ids.used, "backends": self.backend_ids.used, "slots": self.slices.in_use,
             "frontends4": self._frontend_count[4], "frontends6": self._frontend_count[6],
@@ -298,8 +298,8 @@ class Store:
 
     def _plan(self, batch: Batch, entry: Entry, known: Installed | None) -> Installed:
         """Take every number first, so that a full map leaves nothing half planned; then list the rows."""
-        sentences = self._sentences.get(key_of(entry), NOBODY)
-        rows = lower(entry, sentences)
+        ejections = self._ejections.get(key_of(entry), NO_EJECTIONS)
+        rows = lower(entry, ejections)
         previous = self._previous(entry, rows, known)
         self._check_frontends(entry, rows)
         if rows.sources != previous.sources:
@@ -334,7 +334,7 @@ class Store:
         else:
             self._shares.pop(key_of(entry), None)
         self.names[service] = entry.name
-        return Installed(entry, service, array("I", ids), slices, epoch, sentences)
+        return Installed(entry, service, array("I", ids), slices, epoch, ejections)
 
     def _check_frontends(self, entry: Entry, rows: Rows) -> None:
         name = f"frontends{entry.family}"
@@ -373,7 +373,7 @@ class Store:
             keep = bool(previous.service) and rings == previous.rings
             try:
                 if not keep and limit:
-                    self._check_luxury(rings, rows.routes)
+                    self._check_reserve(rings, rows.routes)
                 slices = previous.slices if keep else self._take_slices(rings)
             except FullError:
                 if len(self.slots) < self.max_slots or not limit or largest == max(map(len, rows.routes)):
@@ -385,7 +385,7 @@ class Store:
             self.cut[key] = (largest, wanted)
         return rings, slices, keep
 
-    def _check_luxury(self, rings: list[list[int]], routes: list[list[int]]) -> None:
+    def _check_reserve(self, rings: list[list[int]], routes: list[list[int]]) -> None:
         """A quarter of all slots is kept for rings that have one for each backend and no more."""
         if sum(map(len, rings)) == sum(map(len, routes)):  # no ring is shorter than its route
             return
@@ -503,7 +503,7 @@ class Store:
     def _previous(self, entry: Entry, rows: Rows, known: Installed | None) -> Previous:
         if known is None:
             return self._adopted.claim(entry, rows) if self._adopted is not None else Previous()
-        old = lower(known.entry, known.sentences)
+        old = lower(known.entry, known.ejections)
         ids = known.ids
         return Previous(
             service=known.service,
@@ -587,32 +587,32 @@ class Store:
         return {(b.address, b.port): i for i, b in zip(known.ids, lower(known.entry).members, strict=True)}
 
     @property
-    def sentenced(self) -> bool:
-        """Whether any backend has a sentence, with effect or without."""
-        return bool(self._sentences)
+    def has_ejections(self) -> bool:
+        """Whether any backend is to be ejected, with effect or without."""
+        return bool(self._ejections)
 
-    def put_on_probation(self, backend: int, count: int) -> None:
+    def readmit(self, backend: int, count: int) -> None:
         """Forget failures of the backend until `count` are left."""
         self.backends["failures"][backend] = min(int(self.backends["failures"][backend]), count)
 
-    def is_left_out(self, backend: int) -> bool:
+    def is_ejected(self, backend: int) -> bool:
         """Whether a route that the backend belongs to does without it."""
-        return bool(int(self.backends["flags"][backend]) & BACKEND_LEFT_OUT)
+        return bool(int(self.backends["flags"][backend]) & BACKEND_EJECTED)
 
-    def leave_out(self, sentences: Mapping[Subject, Sentence]) -> None:
+    def eject(self, ejections: Mapping[Subject, Ejection]) -> None:
         """Take these backends, and no others, out of the routes that can do without them."""
-        wanted: dict[EntryKey, dict[Socket, Sentence]] = {}
-        for (key, socket), told in sentences.items():
-            wanted.setdefault(key, {})[socket] = told
-        former, self._sentences = self._sentences, wanted
+        wanted: dict[EntryKey, dict[Socket, Ejection]] = {}
+        for (key, socket), ejection in ejections.items():
+            wanted.setdefault(key, {})[socket] = ejection
+        former, self._ejections = self._ejections, wanted
         batch = Batch()
         for key in {*former, *wanted}:
             known = self.installed.get(service_of(key), {}).get(key)
-            if known is not None and known.sentences != wanted.get(key, NOBODY):
+            if known is not None and known.ejections != wanted.get(key, NO_EJECTIONS):
                 try:
                     self.installed[service_of(key)][key] = self._plan(batch, known.entry, known)
-                except FullError:  # a smaller ring needs no more room; an old slice may still be in quarantine
-                    self._sentences[key] = dict(known.sentences)
+                except FullError:  # a smaller ring needs no more room; an old slice may still wait to be freed
+                    self._ejections[key] = dict(known.ejections)
         if batch.slots or batch.words or batch.flag_ids:
             self._commit(batch)
 
@@ -778,7 +778,7 @@ class Store:
         if batch.gone_backends:
             self._withdraw(batch.gone_backends)
         self._hold_bits(batch)
-        self.quarantine.put(self.stamp, batch.gone_services, batch.gone_backends, batch.gone_slices)
+        self.deferred.put(self.stamp, batch.gone_services, batch.gone_backends, batch.gone_slices)
 
     def _withdraw(self, backends: list[int]) -> None:
         """These are no longer what they were; sockets are told apart from flows, which the programs look after."""
@@ -827,7 +827,7 @@ class Store:
             for bitmap in (self._service_bits, self._backend_bits, self._node_port_bits):
                 bitmap.only()
             self.exact_after = 0
-        services, _ = self.quarantine.graced(stamp)
+        services, _ = self.deferred.graced(stamp)
         if services:
             self.services["routes"][services] = self._published[services] = 0
 
@@ -836,7 +836,7 @@ class Store:
         named_backends: Collection[int],
     ) -> None:  # fmt: skip
         """The flows were searched for these ids and some were found: forget what is known of the others."""
-        free_services, free_backends = self.quarantine.scanned(services, backends, named_services, named_backends)
+        free_services, free_backends = self.deferred.scanned(services, backends, named_services, named_backends)
         for service in free_services:
             self._clear_bits(self._held.pop(service, []))
         rows = np.array(free_backends, dtype=np.int64)
@@ -953,5 +953,5 @@ class _Adopted:
         in_use = {piece for known in now for piece in known.slices}
         slices = [piece for service in services for piece in self._slices(service) if piece[1] and piece not in in_use]
         store.stamp += 1
-        store.quarantine.put(store.stamp, services, gone.tolist(), slices)
+        store.deferred.put(store.stamp, services, gone.tolist(), slices)
         store.exact_after = store.stamp

@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from dataplane.kernel.host_paths import bpf_fs
 from dataplane.mode import Options
 from dataplane.modes.ebpf.maps import MapSet
-
-FOLDERS = itertools.count()
-
-
-def needs_root() -> None:
-    if os.geteuid() != 0:
-        pytest.skip("needs root (CAP_BPF): makes and pins BPF maps, attached to nothing")
-
-
-def remove(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
+from tests.pins import pin_folder
 
 
 @pytest.fixture
 def pins() -> Iterator[Path]:
     """An empty folder on the BPF file system."""
-    needs_root()
-    folder = bpf_fs(mount=True) / f"hybrid-proxy-test-{os.getpid()}-m{next(FOLDERS)}"
-    folder.mkdir()
-    yield folder
-    remove(folder)
+    with pin_folder() as folder:
+        yield folder
 
 
 @pytest.fixture

@@ -158,7 +158,7 @@ def check_books(store: Store, number: int, entries: list[Entry], *, settled: boo
     assert len({known.service for known in installed}) == len(installed)
     if not settled:
         return
-    assert len(store.quarantine) == 0
+    assert len(store.deferred) == 0
     assert store.slices.in_use == sum(size for _, size in pieces)
     assert store.service_ids.limit - 1 - store.service_ids.left == len(installed)
     assert store.backend_ids.limit - 1 - store.backend_ids.left == len(ids)
@@ -188,4 +188,4 @@ def check_prefilters(store: Store, entries: list[Entry]) -> None:
 def settle(store: Store) -> None:
     """A grace period and a scan that finds no flow."""
     store.graced(store.stamp)
-    store.scanned(*store.quarantine.candidates, [], [])
+    store.scanned(*store.deferred.candidates, [], [])

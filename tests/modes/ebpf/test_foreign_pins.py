@@ -13,7 +13,6 @@ import pytest
 from dataplane.errors import DataplaneError
 from dataplane.kernel._libbpf import ffi
 from dataplane.kernel.bpf import Map, Object, check, library
-from dataplane.kernel.host_paths import bpf_fs
 from dataplane.mode import Options
 from dataplane.modes.ebpf.layout import OBJECTS, stored_numbers
 from dataplane.modes.ebpf.maps import open_pinned_maps
@@ -45,14 +44,8 @@ def lab() -> Iterator[Lab]:
 
 
 @pytest.fixture
-def options(lab: Lab) -> Iterator[Options]:
-    root = bpf_fs() / f"hybrid-proxy-test-{os.getpid()}-foreign"
-    root.mkdir()
-    made = Options(cgroup=str(lab.cgroup), pin_root=str(root), **SMALL)  # type: ignore[arg-type]
-    yield made
-    for path in sorted(root.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    root.rmdir()
+def options(lab: Lab, pins: Path) -> Options:
+    return Options(cgroup=str(lab.cgroup), pin_root=str(pins), **SMALL)  # type: ignore[arg-type]
 
 
 def serve(options: Options) -> Path:

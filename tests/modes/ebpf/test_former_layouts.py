@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from dataplane.kernel.host_paths import bpf_fs
 from dataplane.mode import Options
 from dataplane.modes.ebpf.programmer import Ebpf, clean, folder_of, former_layouts
 from dataplane.table import ServiceTable
-from workshop.lab.network import Lab
+from tests.namespaces import new_lab
 
 pytestmark = pytest.mark.root
 
@@ -21,19 +19,13 @@ SMALL = {"max_services": 64, "max_backends": 256, "max_slots": 512, "max_flows":
 
 
 @pytest.fixture
-def options() -> Iterator[Options]:
-    if os.geteuid() != 0:
-        pytest.skip("needs root: makes network namespaces and a cgroup of its own")
-    root = bpf_fs() / f"hybrid-proxy-test-{os.getpid()}-layouts"
-    root.mkdir()
-    with Lab(f"f{os.getpid()}", 2) as lab, lab.inside("node"):
-        made = Options(cgroup=str(lab.cgroup), pin_root=str(root), **SMALL)  # type: ignore[arg-type]
+def options(pins: Path) -> Iterator[Options]:
+    with new_lab("f", 2) as lab, lab.inside("node"):
+        made = Options(cgroup=str(lab.cgroup), pin_root=str(pins), **SMALL)  # type: ignore[arg-type]
         try:
             yield made
         finally:
             clean(made)
-    if root.exists():
-        root.rmdir()
 
 
 def serve(options: Options) -> None:

@@ -87,19 +87,15 @@ def test_what_an_agent_holds_and_what_is_not_ours_stays(lab: Lab) -> None:
     folder.parent.rmdir()
 
 
-def test_a_namespace_with_the_number_of_one_that_is_gone_adopts_nothing_of_it(lab: Lab) -> None:
+def test_a_namespace_with_the_number_of_one_that_is_gone_adopts_nothing_of_it(lab: Lab, pins: Path) -> None:
     """Before Linux 5.14 that number is an inode, which is used again."""
-    root = bpf_fs() / f"hybrid-proxy-test-{os.getpid()}-gone"
-    root.mkdir()
-    former = serve(lab, pin_root=str(root))
+    former = serve(lab, pin_root=str(pins))
     lab.down()
     eventually(lambda: is_gone(former), "the namespace lives on")
     with new_lab("z", 2) as later:
-        options = Options(cgroup=str(later.cgroup), pin_root=str(root), **SMALL)  # type: ignore[arg-type]
+        options = Options(cgroup=str(later.cgroup), pin_root=str(pins), **SMALL)  # type: ignore[arg-type]
         with later.inside("node"), closing(Ebpf(options, lambda: None)) as agent:
             assert agent.folder == former
             assert not agent.adopted
             assert not is_gone(former)
-    assert not root.exists() or not list(root.rglob("link_*"))
-    if root.exists():
-        root.rmdir()
+    assert not list(pins.rglob("link_*"))

@@ -33,7 +33,7 @@ CHILDREN: list[Child] = []
 
 
 class Child:
-    """See `grower`."""
+    """See `resizer`."""
 
     def __init__(self, lab: Lab, *, old_kernel: bool = False, count: int = 0, version: int = 0, **options: int) -> None:
         self.lab = lab
@@ -44,7 +44,7 @@ class Child:
             "primary": [lab["node"].address(f) for f in FAMILIES],
             "web": [(WEB[f][0], pods[f]) for f in FAMILIES], "dns": [(DNS[f][0], pods[f]) for f in FAMILIES],
         }  # fmt: skip
-        argv = lab.command("node", [sys.executable, "-m", "tests.modes.ebpf.grower", json.dumps(told)])
+        argv = lab.command("node", [sys.executable, "-m", "tests.modes.ebpf.child", json.dumps(told)])
         self.process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=lab.environment()
         )

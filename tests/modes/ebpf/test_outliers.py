@@ -1,4 +1,4 @@
-"""Who is left out, for how long, and who never is: the judge by itself, then its sentences in the maps."""
+"""Which backends are ejected, and for how long: the detector by itself, then its ejections in the maps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.modes.ebpf import layout, lower
-from dataplane.modes.ebpf.outliers import FIRST, LONGEST, Outliers, Sentence, leave_out
+from dataplane.modes.ebpf.outliers import FIRST, LONGEST, Ejection, OutlierDetector, ejected
 from dataplane.modes.ebpf.store import Store, Subject, key_of
 from dataplane.table import Entry
 
@@ -18,75 +18,75 @@ A, B, C = "a", "b", "c"
 ALL = {A, B, C}
 
 
-def judge_at(
-    judge: Outliers[str], now: float, failures: dict[str, int], down: dict[str, str] | None = None
+def evaluate_at(
+    detector: OutlierDetector[str], now: float, failures: dict[str, int], down: dict[str, str] | None = None
 ) -> set[str]:
-    judge.judge(now, failures, down or {}, ALL)
-    return set(judge.sentences)
+    detector.evaluate(now, failures, down or {}, ALL)
+    return set(detector.ejections)
 
 
 def test_as_many_failures_as_the_limit() -> None:
-    judge = Outliers[str](3)
-    assert judge_at(judge, 1.0, {A: 2, B: 3, C: 4}) == {B, C}
-    assert judge.sentences[B] == Sentence(1.0 + FIRST, "3 connections one after the other failed", 1.0)
+    detector = OutlierDetector[str](3)
+    assert evaluate_at(detector, 1.0, {A: 2, B: 3, C: 4}) == {B, C}
+    assert detector.ejections[B] == Ejection(1.0 + FIRST, "3 consecutive connections failed", 1.0)
 
 
 def test_without_a_limit_nobody_is_out() -> None:
-    assert judge_at(Outliers[str](0), 1.0, {A: 1000}) == set()
+    assert evaluate_at(OutlierDetector[str](0), 1.0, {A: 1000}) == set()
 
 
 def test_times_double_up_to_the_longest_and_begin_anew_when_all_was_fine() -> None:
-    judge = Outliers[str](3)
+    detector = OutlierDetector[str](3)
     now, periods = 0.0, []
     for _ in range(8):
-        changes = judge.judge(now, {A: 3}, {}, ALL)
-        assert changes.out == [A]
-        until = judge.sentences[A].until
+        changes = detector.evaluate(now, {A: 3}, {}, ALL)
+        assert changes.ejected == [A]
+        until = detector.ejections[A].until
         assert until is not None
         periods.append(until - now)
-        assert judge_at(judge, until - 0.001, {A: 5}) == {A}
-        assert judge.judge(until, {A: 5}, {}, ALL).back == [A]
+        assert evaluate_at(detector, until - 0.001, {A: 5}) == {A}
+        assert detector.evaluate(until, {A: 5}, {}, ALL).readmitted == [A]
         now = until + 1
     assert periods == [10, 20, 40, 80, 160, 300, 300, 300]
-    assert judge.on_probation == 2
-    assert judge_at(judge, now, {}) == set()
-    assert judge_at(judge, now + 400, {}) == set()
-    judge.judge(now + 401, {A: 3}, {}, ALL)
-    assert judge.sentences[A].until == now + 401 + FIRST
+    assert detector.readmission_failures == 2
+    assert evaluate_at(detector, now, {}) == set()
+    assert evaluate_at(detector, now + 400, {}) == set()
+    detector.evaluate(now + 401, {A: 3}, {}, ALL)
+    assert detector.ejections[A].until == now + 401 + FIRST
 
 
 def test_whoever_came_back_is_remembered_until_it_has_answered() -> None:
     """Nobody asked it for an hour: that says nothing in its favour."""
-    judge = Outliers[str](3)
-    judge_at(judge, 0.0, {A: 3})
-    assert judge_at(judge, FIRST, {A: 3}) == set()
-    judge_at(judge, 3600.0, {A: 2})
-    assert judge_at(judge, 3601.0, {A: 3}) == {A}
-    assert judge.sentences[A].until == 3601.0 + 2 * FIRST
+    detector = OutlierDetector[str](3)
+    evaluate_at(detector, 0.0, {A: 3})
+    assert evaluate_at(detector, FIRST, {A: 3}) == set()
+    evaluate_at(detector, 3600.0, {A: 2})
+    assert evaluate_at(detector, 3601.0, {A: 3}) == {A}
+    assert detector.ejections[A].until == 3601.0 + 2 * FIRST
 
 
 def test_what_probes_say_holds_until_they_succeed() -> None:
-    judge = Outliers[str](3)
-    assert judge_at(judge, 0.0, {A: 3}, {A: "no answer"}) == {A}
-    assert judge.sentences[A] == Sentence(None, "no answer", 0.0)
-    assert judge_at(judge, 10_000.0, {A: 9}, {A: "status 500"}) == {A}
-    assert judge.sentences[A].why == "status 500"
-    assert judge.judge(10_001.0, {A: 9}, {}, ALL).back == [A], "what was counted in that time is forgiven"
-    assert not judge.busy or judge_at(judge, 10_002.0, {}) == set()
+    detector = OutlierDetector[str](3)
+    assert evaluate_at(detector, 0.0, {A: 3}, {A: "no answer"}) == {A}
+    assert detector.ejections[A] == Ejection(None, "no answer", 0.0)
+    assert evaluate_at(detector, 10_000.0, {A: 9}, {A: "status 500"}) == {A}
+    assert detector.ejections[A].reason == "status 500"
+    assert detector.evaluate(10_001.0, {A: 9}, {}, ALL).readmitted == [A], "what was counted in that time is forgiven"
+    assert not detector.has_records or evaluate_at(detector, 10_002.0, {}) == set()
 
 
 def test_a_probe_that_succeeds_frees_at_once_whom_both_had_accused() -> None:
-    judge = Outliers[str](3)
-    judge_at(judge, 0.0, {A: 3})
-    assert judge_at(judge, 1.0, {A: 3}, {A: "no answer"}) == {A}
-    assert judge_at(judge, 2.0, {A: 3}) == set()
+    detector = OutlierDetector[str](3)
+    evaluate_at(detector, 0.0, {A: 3})
+    assert evaluate_at(detector, 1.0, {A: 3}, {A: "no answer"}) == {A}
+    assert evaluate_at(detector, 2.0, {A: 3}) == set()
 
 
 def test_who_is_gone_is_forgotten() -> None:
-    judge = Outliers[str](3)
-    judge_at(judge, 0.0, {A: 3, B: 3})
-    changes = judge.judge(1.0, {A: 3, B: 3}, {C: "down"}, {B})
-    assert (changes.out, changes.back, set(judge.sentences)) == ([], [], {B})
+    detector = OutlierDetector[str](3)
+    evaluate_at(detector, 0.0, {A: 3, B: 3})
+    changes = detector.evaluate(1.0, {A: 3, B: 3}, {C: "down"}, {B})
+    assert (changes.ejected, changes.readmitted, set(detector.ejections)) == ([], [], {B})
 
 
 names = st.sampled_from("abcdefgh")
@@ -94,8 +94,8 @@ names = st.sampled_from("abcdefgh")
 
 @given(st.lists(names, unique=True, max_size=8), st.dictionaries(names, st.floats(0, 100)))
 def test_half_of_a_route_stays_and_the_first_go(route: list[str], since: dict[str, float]) -> None:
-    sentences = {name: Sentence(None, "", at) for name, at in since.items()}
-    out = leave_out(route, sentences)
+    ejections = {name: Ejection(None, "", at) for name, at in since.items()}
+    out = ejected(route, ejections)
     accused = [name for name in route if name in since]
     assert len(out) == min(len(accused), len(route) // 2)
     assert out <= set(accused)
@@ -118,26 +118,26 @@ looks = st.lists(
 @given(looks, st.integers(0, 4))
 def test_any_history(history: list[tuple[float, dict[str, int], dict[str, str], set[str]]], limit: int) -> None:
     """What holds after every look, whatever came before."""
-    judge = Outliers[str](limit)
+    detector = OutlierDetector[str](limit)
     now, out, since = 0.0, set[str](), dict[str, float]()
     for step, failures, down, known in history:
         now += step
-        before = dict(judge.sentences)
-        changes = judge.judge(now, failures, down, known)
-        current = set(judge.sentences)
+        before = dict(detector.ejections)
+        changes = detector.evaluate(now, failures, down, known)
+        current = set(detector.ejections)
         assert current <= known
-        assert set(changes.out) == current - out
-        assert set(changes.back) == (out - current) & known
+        assert set(changes.ejected) == current - out
+        assert set(changes.readmitted) == (out - current) & known
         for name in current:
-            told = judge.sentences[name]
-            assert (told.until is None) == (name in down)
+            ejection = detector.ejections[name]
+            assert (ejection.until is None) == (name in down)
             if name not in out:
                 since[name] = now
                 assert name in down or (limit and failures.get(name, 0) >= limit)
-            assert told.since == since[name]
-            if told.until is not None:
-                assert now < told.until <= now + LONGEST
-        for name in set(changes.back):
+            assert ejection.since == since[name]
+            if ejection.until is not None:
+                assert now < ejection.until <= now + LONGEST
+        for name in set(changes.readmitted):
             assert before[name].until is None or before[name].until <= now
         for name in down.keys() & known:
             assert name in current
@@ -156,8 +156,8 @@ def number(store: Store, of: Entry, place: int) -> int:
     return store.numbers(key)[socket]
 
 
-def sentence(*subjects: Subject) -> dict[Subject, Sentence]:
-    return {s: Sentence(10.0, "", float(position)) for position, s in enumerate(subjects)}
+def ejections_of(*subjects: Subject) -> dict[Subject, Ejection]:
+    return {s: Ejection(10.0, "", float(position)) for position, s in enumerate(subjects)}
 
 
 def inside(store: Store, vip: str = V1) -> list[str]:
@@ -181,14 +181,14 @@ def test_new_connections_pass_by_who_is_out(store: Store, vip: str, affinity: in
     web = entry(one, vip, 4, affinity=affinity)
     names = [b.address for b in web.serving]
     store.apply({one: (web,)})
-    store.leave_out(sentence(subject(web, 1)))
+    store.eject(ejections_of(subject(web, 1)))
     assert inside(store, vip) == [names[0], *names[2:]]
     assert state(store, web) == [3, 1 | 8, 3, 3], "it serves, and is no member: affinity does not hold on to it"
     settle(store)
-    store.leave_out({subject(web, 2): Sentence(None, "", 0.0)})
+    store.eject({subject(web, 2): Ejection(None, "", 0.0)})
     assert inside(store, vip) == [*names[:2], names[3]]
     assert state(store, web) == [3, 3, 1 | 8 | 16, 3]
-    store.leave_out({})
+    store.eject({})
     settle(store)
     check(store, {one: (web,)}, settled=True)
 
@@ -199,10 +199,10 @@ def test_each_route_keeps_half(store: Store) -> None:
     web = entry(one, V1, 4, local=2)
     names = [b.address for b in web.serving]
     store.apply({one: (web,)})
-    store.leave_out(sentence(*(subject(web, i) for i in range(3))))
+    store.eject(ejections_of(*(subject(web, i) for i in range(3))))
     port = programmed_without_members(store)
     assert port == ([names[1]], [names[2], names[3]])
-    assert [store.is_left_out(number(store, web, i)) for i in range(4)] == [True, True, False, False]
+    assert [store.is_ejected(number(store, web, i)) for i in range(4)] == [True, True, False, False]
 
 
 def programmed_without_members(store: Store) -> tuple[list[str], list[str]]:
@@ -218,7 +218,7 @@ def programmed_without_members(store: Store) -> tuple[list[str], list[str]]:
 def test_the_last_one_stays(store: Store, count: int) -> None:
     web = entry(one, V1, count)
     store.apply({one: (web,)})
-    store.leave_out(sentence(*(subject(web, i) for i in range(count))))
+    store.eject(ejections_of(*(subject(web, i) for i in range(count))))
     assert len(inside(store)) == 1
 
 
@@ -227,7 +227,7 @@ def test_a_change_of_the_service_keeps_sentences(store: Store) -> None:
     before, after = entry(one, V1, 3), entry(one, V1, 5)
     names = [b.address for b in after.serving]
     store.apply({one: (before,)})
-    store.leave_out(sentence(subject(before, 0)))
+    store.eject(ejections_of(subject(before, 0)))
     store.apply({one: (after,)})
     settle(store)
     assert inside(store) == names[1:]
@@ -235,7 +235,7 @@ def test_a_change_of_the_service_keeps_sentences(store: Store) -> None:
     settle(store)
     assert inside(store) == names[:1]
     store.apply({one: ()})
-    store.leave_out(sentence(subject(before, 0)))
+    store.eject(ejections_of(subject(before, 0)))
     settle(store)
     check(store, {}, settled=True)
 
@@ -248,8 +248,8 @@ def test_counts_are_read_by_name(store: Store) -> None:
     for failures, (of, place) in enumerate(((web, 2), (six, 0)), 3):
         store.backends["failures"][number(store, of, place)] = failures
     assert store.failures() == {subject(web, 2): 3, subject(six, 0): 4}
-    store.put_on_probation(number(store, web, 2), 2)
-    store.put_on_probation(number(store, six, 0), 7)
+    store.readmit(number(store, web, 2), 2)
+    store.readmit(number(store, six, 0), 7)
     assert store.failures() == {subject(web, 2): 2, subject(six, 0): 4}
 
 
@@ -259,7 +259,7 @@ def test_a_restart_begins_with_all_and_with_the_counts(open_maps: OpenMaps) -> N
     store = Store(open_maps(), HZ)
     store.apply({one: (web,)})
     store.backends["failures"][number(store, web, 1)] = 5
-    store.leave_out(sentence(subject(web, 1)))
+    store.eject(ejections_of(subject(web, 1)))
     settle(store)
     again = restart(open_maps)
     again.apply({one: (web,)})
@@ -271,5 +271,5 @@ def test_a_restart_begins_with_all_and_with_the_counts(open_maps: OpenMaps) -> N
 
 def test_flags_are_those_of_the_header() -> None:
     names = layout.abi_constants()
-    assert names["BACKEND_LEFT_OUT"] == lower.BACKEND_LEFT_OUT
+    assert names["BACKEND_EJECTED"] == lower.BACKEND_EJECTED
     assert names["BACKEND_PROBE_FAILED"] == lower.BACKEND_PROBE_FAILED

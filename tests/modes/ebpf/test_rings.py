@@ -127,7 +127,7 @@ def test_a_change_that_leaves_the_backends_leaves_the_slots(store: Store) -> Non
 # --- no room
 
 
-def test_rings_get_smaller_before_anything_is_left_out(open_maps: OpenMaps) -> None:
+def test_rings_get_smaller_before_a_service_port_is_refused(open_maps: OpenMaps) -> None:
     """Four slots are enough for three backends: Maglev gets what others do not need."""
     store = Store(open_maps(max_slots=2048, max_backends=1024, max_services=256), HZ)
     table: Table = {f"default/s{n}": (port("mh", [1, 1, 1], f"10.96.0.{n}", f"default/s{n}"),) for n in range(1, 40)}
@@ -165,7 +165,7 @@ def test_what_is_not_as_asked_for_is_told() -> None:
     mode.table = ServiceTable({one: (port("dh", [1, 1]), port("mh", [3, 1]), port("twos", [1, 1]))})
     mode.store = SimpleNamespace(cut={(f"{one}:p80", 4, 6): (251, 1021)})  # type: ignore[assignment]
     mode.nearly_full = {"slots": "slots are nearly full"}
-    mode.grower = SimpleNamespace(failure="no memory")  # type: ignore[assignment]
+    mode.resizer = SimpleNamespace(failure="no memory")  # type: ignore[assignment]
     assert mode.limitations() == [
         "1 service ports ask for another algorithm than random, which they get instead",
         (

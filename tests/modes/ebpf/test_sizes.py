@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.mode import Options
-from dataplane.modes.ebpf.ids import SETTINGS, size_class
 from dataplane.modes.ebpf.lower import lower
+from dataplane.modes.ebpf.pools import SETTINGS, size_class
 from dataplane.modes.ebpf.sizes import FLOOR, bounds, crowded, fitting, fixed, foreseen, grown, least, needs
 from dataplane.table import Backend, Entry, Frontend, Kind, Protocol, Route
 

@@ -434,7 +434,7 @@ def test_what_did_not_fit_fits_when_its_map_has_grown(
 
 
 def test_all_maps_grow_at_any_time(open_maps: OpenMaps) -> None:
-    """Between random changes, some of them still in quarantine."""
+    """Between random changes, some frees still deferred."""
     rng = random.Random(5)
     maps = open_maps(max_services=64, max_backends=128, max_slots=128)
     store, table = Store(maps, HZ), {}

@@ -15,7 +15,6 @@ from pyroute2 import IPRoute
 
 from dataplane.kernel.bpf import Map, Object, check, library, pinned_link, update_link
 from dataplane.kernel.clsact import EGRESS, HANDLE, INGRESS, PRIORITY
-from dataplane.kernel.host_paths import bpf_fs
 from dataplane.mode import Options
 from dataplane.modes.ebpf.attach import SOCKET_HOOKS, TCX_EGRESS, TCX_INGRESS, WATCH_HOOKS
 from dataplane.modes.ebpf.layout import OBJECTS
@@ -24,6 +23,7 @@ from dataplane.table import ServiceTable
 from tests.conformance.kit import programs_at
 from tests.namespaces import new_lab
 from workshop.lab.network import Lab
+from tests.pins import pin_folder
 
 pytestmark = pytest.mark.root
 
@@ -33,10 +33,8 @@ SMALL = {"max_services": 64, "max_backends": 256, "max_slots": 512, "max_flows":
 class Place:
     """An agent on a lab's node, which a test disturbs."""
 
-    def __init__(self, lab: Lab, *, clsact: bool) -> None:
-        self.lab = lab
-        self.root = bpf_fs() / f"hybrid-proxy-test-{os.getpid()}-removed{int(clsact)}"
-        self.root.mkdir()
+    def __init__(self, lab: Lab, root: Path, *, clsact: bool) -> None:
+        self.lab, self.root = lab, root
         self.options = Options(cgroup=str(lab.cgroup), pin_root=str(self.root), **SMALL)  # type: ignore[arg-type]
         self.agent = Ebpf(self.options, lambda: None)
         if clsact:
@@ -64,8 +62,6 @@ class Place:
     def close(self) -> None:
         self.agent.close()
         clean(self.options)
-        if self.root.exists():
-            shutil.rmtree(self.root)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +72,7 @@ def lab() -> Iterator[Lab]:
 
 @pytest.fixture(scope="module")
 def with_links(lab: Lab) -> Iterator[Place]:
-    with lab.inside("node"), closing(Place(lab, clsact=False)) as made:
+    with pin_folder() as root, lab.inside("node"), closing(Place(lab, root, clsact=False)) as made:
         yield made
 
 
@@ -193,7 +189,7 @@ def test_an_interface_that_goes_is_no_damage(with_links: Place) -> None:
 @pytest.fixture(scope="module")
 def with_filters(lab: Lab) -> Iterator[Place]:
     """As on kernels without TCX links."""
-    with lab.inside("node"), closing(Place(lab, clsact=True)) as made:
+    with pin_folder() as root, lab.inside("node"), closing(Place(lab, root, clsact=True)) as made:
         yield made
 
 

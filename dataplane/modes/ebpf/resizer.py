@@ -20,12 +20,12 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from dataplane.errors import DataplaneError
-from dataplane.modes.ebpf.ids import SETTINGS
 from dataplane.modes.ebpf.maps import Larger, MapSet
+from dataplane.modes.ebpf.pools import SETTINGS
 from dataplane.modes.ebpf.programs import Programs
 from dataplane.modes.ebpf.sizes import Sizes, crowded, fitting, grown
 
-__all__ = ["Grower"]
+__all__ = ["MapResizer"]
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ Load = Callable[[Larger], Programs]
 Use = Callable[[Programs], None]
 
 
-class Grower:
+class MapResizer:
     """Decides when maps grow, and takes them through it.
 
     Attributes:
@@ -119,7 +119,7 @@ class Grower:
             self._failed(error)
 
     def nearly_full(self, used: Sizes) -> dict[str, str]:
-        """Map -> sentence, for those that are as large as they may become and almost full."""
+        """Map -> message, for those that are as large as they may become and almost full."""
         entries = self.entries
         return {
             name: f"map {name} is nearly full, with {used[name]} of {entries[name]} entries: raise {SETTINGS[name]}"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dataplane.modes.ebpf.ids import FullError, IdPool, Quarantine, SlicePool, size_class
+from dataplane.modes.ebpf.pools import DeferredFree, FullError, IdPool, SlotAllocator, size_class
 
 
 # count   slots
@@ -43,7 +43,7 @@ def test_used_numbers_are_not_handed_out() -> None:
 
 
 def test_used_stretches_are_not_handed_out() -> None:
-    pool = SlicePool(64, "slots", used=[(8, 8), (32, 16)])
+    pool = SlotAllocator(64, "slots", used=[(8, 8), (32, 16)])
     taken = [pool.take(4) for _ in range(10)]
     spots = {slot for offset, size in [*taken, (8, 8), (32, 16)] for slot in range(offset, offset + size)}
     assert len(spots) == 64
@@ -52,7 +52,7 @@ def test_used_stretches_are_not_handed_out() -> None:
 
 
 def test_small_free_neighbours_make_room_for_a_large_one() -> None:
-    pool = SlicePool(64, "slots")
+    pool = SlotAllocator(64, "slots")
     pieces = [pool.take(4) for _ in range(16)]
     for piece in pieces[:8]:
         pool.give(*piece)
@@ -65,7 +65,7 @@ def test_small_free_neighbours_make_room_for_a_large_one() -> None:
 
 
 def test_no_slots_take_no_room() -> None:
-    pool = SlicePool(4, "slots")
+    pool = SlotAllocator(4, "slots")
     assert pool.take(0) == (0, 0)
     pool.give(0, 0)
     assert pool.in_use == 0
@@ -104,13 +104,13 @@ class Numbers(RuleBasedStateMachine):
 
 
 class Stretches(RuleBasedStateMachine):
-    """A SlicePool beside the list of what is out."""
+    """A SlotAllocator beside the list of what is out."""
 
     LIMIT = 128
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = SlicePool(self.LIMIT, "slots", used=[(16, 4), (40, 16)])
+        self.pool = SlotAllocator(self.LIMIT, "slots", used=[(16, 4), (40, 16)])
         self.out = [(16, 4), (40, 16)]
 
     @rule(count=st.integers(1, 40))
@@ -149,57 +149,57 @@ TestStretches = Stretches.TestCase
 TestStretches.settings = FEW
 
 
-def pools() -> tuple[IdPool, IdPool, SlicePool, Quarantine]:
-    services, backends, slices = IdPool(8, "services"), IdPool(8, "backends"), SlicePool(32, "slots")
-    return services, backends, slices, Quarantine(services, backends, slices)
+def pools() -> tuple[IdPool, IdPool, SlotAllocator, DeferredFree]:
+    services, backends, slices = IdPool(8, "services"), IdPool(8, "backends"), SlotAllocator(32, "slots")
+    return services, backends, slices, DeferredFree(services, backends, slices)
 
 
 def test_slices_return_after_the_grace_period_and_ids_after_a_scan() -> None:
-    services, backends, slices, quarantine = pools()
+    services, backends, slices, deferred = pools()
     (service,), (first, second), piece = services.take(1), backends.take(2), slices.take(3)
-    quarantine.put(5, [service], [first, second], [piece])
-    assert len(quarantine) == 4
-    assert quarantine.graced(4) == ([], [])
+    deferred.put(5, [service], [first, second], [piece])
+    assert len(deferred) == 4
+    assert deferred.graced(4) == ([], [])
     assert slices.in_use == 4
-    assert quarantine.graced(5) == ([service], [first, second])
+    assert deferred.graced(5) == ([service], [first, second])
     assert slices.in_use == 0
     assert services.left == 6
-    assert quarantine.candidates == ({service}, {first, second})
-    assert quarantine.scanned([service], [first, second], [service], [second]) == ([], [first])
+    assert deferred.candidates == ({service}, {first, second})
+    assert deferred.scanned([service], [first, second], [service], [second]) == ([], [first])
     assert (services.left, backends.left) == (6, 6)
-    assert quarantine.candidates == ({service}, {second})
-    assert quarantine.scanned([service], [second], [], []) == ([service], [second])
-    assert (services.left, backends.left, len(quarantine)) == (7, 7, 0)
+    assert deferred.candidates == ({service}, {second})
+    assert deferred.scanned([service], [second], [], []) == ([service], [second])
+    assert (services.left, backends.left, len(deferred)) == (7, 7, 0)
 
 
 def test_a_scan_frees_only_what_it_looked_for() -> None:
-    services, backends, _, quarantine = pools()
+    services, backends, _, deferred = pools()
     early, late = backends.take(2)
-    quarantine.put(1, [], [early], [])
-    quarantine.graced(1)
-    asked = quarantine.candidates
-    quarantine.put(2, [], [late], [])
-    quarantine.graced(2)
-    assert quarantine.scanned(*asked, [], []) == ([], [early])
-    assert quarantine.candidates == (frozenset(), {late})
+    deferred.put(1, [], [early], [])
+    deferred.graced(1)
+    asked = deferred.candidates
+    deferred.put(2, [], [late], [])
+    deferred.graced(2)
+    assert deferred.scanned(*asked, [], []) == ([], [early])
+    assert deferred.candidates == (frozenset(), {late})
     assert services.left == 7
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans()), max_size=30))
 def test_everything_that_is_released_comes_back_once(steps: list[tuple[int, bool]]) -> None:
-    services, backends, slices, quarantine = pools()
+    services, backends, slices, deferred = pools()
     for stamp, (count, named) in enumerate(steps, 1):
         try:
             numbers, piece = backends.take(count), slices.take(count)
         except FullError:
-            quarantine.graced(stamp - 1)
-            quarantine.scanned(*quarantine.candidates, [], [])
+            deferred.graced(stamp - 1)
+            deferred.scanned(*deferred.candidates, [], [])
             continue
-        quarantine.put(stamp, [], numbers, [piece])
+        deferred.put(stamp, [], numbers, [piece])
         if named:
-            quarantine.graced(stamp)
-            quarantine.scanned(*quarantine.candidates, [], numbers)
-    quarantine.graced(len(steps))
-    quarantine.scanned(*quarantine.candidates, [], [])
-    if len(quarantine) == 0:
+            deferred.graced(stamp)
+            deferred.scanned(*deferred.candidates, [], numbers)
+    deferred.graced(len(steps))
+    deferred.scanned(*deferred.candidates, [], [])
+    if len(deferred) == 0:
         assert (services.left, slices.in_use) == (7, 0)

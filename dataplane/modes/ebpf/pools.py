@@ -1,4 +1,4 @@
-"""PURE. Numbers for services and backends, and stretches of the slots array; given back after a quarantine.
+"""PURE. Ids of services and backends, and ranges of the slots array; freed once nobody uses them.
 
 A number that a program may still be looking at must not mean something else yet. So what is released waits
 for a grace period (every program that ran at the time has ended), and backend and service ids also until no
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable
 
-__all__ = ["SETTINGS", "FullError", "IdPool", "Quarantine", "SlicePool", "size_class"]
+__all__ = ["SETTINGS", "FullError", "IdPool", "DeferredFree", "SlotAllocator", "size_class"]
 
 # What bounds each map that grows.
 SETTINGS = {
@@ -46,7 +46,7 @@ class IdPool:
 
     @property
     def used(self) -> int:
-        """How many are taken, in quarantine or not."""
+        """How many are taken, waiting to be freed or not."""
         return self.limit - 1 - self.left
 
     def take(self, count: int) -> list[int]:
@@ -74,7 +74,7 @@ def size_class(count: int) -> int:
     return 0 if count == 0 else max(4, 1 << (count - 1).bit_length())
 
 
-class SlicePool:
+class SlotAllocator:
     """Stretches of the slots array in powers of two."""
 
     def __init__(self, limit: int, name: str, used: Iterable[tuple[int, int]] = ()) -> None:
@@ -148,10 +148,10 @@ class SlicePool:
             self.in_use -= size
 
 
-class Quarantine:
+class DeferredFree:
     """What was released and must wait. Stamps are numbers of grace periods, counted by the caller."""
 
-    def __init__(self, services: IdPool, backends: IdPool, slices: SlicePool) -> None:
+    def __init__(self, services: IdPool, backends: IdPool, slices: SlotAllocator) -> None:
         self._services, self._backends, self._slices = services, backends, slices
         self._waiting: deque[tuple[int, list[int], list[int], list[tuple[int, int]]]] = deque()
         self._unnamed_services: set[int] = set()

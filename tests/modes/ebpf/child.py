@@ -52,7 +52,7 @@ def numbered(n: int, version: int) -> dict[str, tuple[Entry, ...]]:
     return {name: (entry(f"{name}:http", Protocol.TCP, vip, 80, backends, 80),)}
 
 
-class Grower:
+class MapResizer:
     def __init__(self, told: dict[str, Any]) -> None:
         sizes.FLOOR.update(TINY)
         if told["old_kernel"]:
@@ -85,21 +85,21 @@ class Grower:
                 return [misfit.reason for misfit in self.result.misfits]
             case ["maintain"]:
                 self.notices += [notice.reason for notice in self.mode.maintain()]
-                return self.mode.grower.growing
+                return self.mode.resizer.growing
             case ["notices"]:
                 return self.notices
             case ["status"]:
                 return self.mode.status()
             case ["begin"]:
-                self.mode.grower._start(self.mode.maps.make_larger({n: 2 * e for n, e in self.entries().items()}))
+                self.mode.resizer._start(self.mode.maps.make_larger({n: 2 * e for n, e in self.entries().items()}))
             case ["grow"]:
-                return self.mode.grower.make_room(TINY, self.mode.store.used())
+                return self.mode.resizer.make_room(TINY, self.mode.store.used())
             case ["traffic"]:
                 return self.mode.traffic(by_backend=False)
             case ["refuse", number]:
                 refuse(Loader, "generation", int(number))
             case ["retry"]:
-                self.mode.grower._retry_at = 0.0
+                self.mode.resizer._retry_at = 0.0
             case ["state", count, version]:
                 self.count, self.version = int(count), int(version)
                 self.sync()
@@ -107,7 +107,7 @@ class Grower:
             case ["check", *how]:
                 readback.check(self.mode.store, self.services, settled=bool(how))
             case ["waiting"]:
-                return len(self.mode.store.quarantine) + bool(self.mode.store.exact_after)
+                return len(self.mode.store.deferred) + bool(self.mode.store.exact_after)
             case ["die", "store", step, number]:
                 die_after(Store, step, int(number))
             case ["die", "links", number]:
@@ -117,7 +117,7 @@ class Grower:
         return True
 
     def entries(self) -> dict[str, int]:
-        return {name: entries for name, entries in self.mode.grower.entries.items() if name in TINY}
+        return {name: entries for name, entries in self.mode.resizer.entries.items() if name in TINY}
 
 
 def refuse(owner: Any, name: str, count: int) -> None:
@@ -150,11 +150,11 @@ def die_after(owner: Any, name: str, count: int) -> None:
 
 
 def main() -> None:
-    grower = Grower(json.loads(sys.argv[1]))
+    resizer = MapResizer(json.loads(sys.argv[1]))
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
-        print(json.dumps(grower.do(line.split())), flush=True)
-    grower.mode.close()
+        print(json.dumps(resizer.do(line.split())), flush=True)
+    resizer.mode.close()
 
 
 if __name__ == "__main__":

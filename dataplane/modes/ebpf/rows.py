@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from dataplane.modes.ebpf import layout
 from dataplane.table import Protocol
 
-__all__ = ["FEW", "Cells"]
+__all__ = ["FEW", "RowWriter"]
 
 FEW: Final = 64  # rows, from which on numpy is quicker
 
 
-class Cells:
+class RowWriter:
     """The words of two mapped arrays. What it reads and writes are the kernel's own, each by one load or store.
 
     Args:
