@@ -65,8 +65,8 @@ def test_pins_go_with_their_namespace_and_not_before(lab: Lab, marked: bool) -> 
     finally:
         os.close(held)
     eventually(lambda: is_gone(folder), "the namespace lives on")
-    assert collect(Options()) > 0
-    assert not folder.parent.exists()
+    collect(Options())
+    eventually(lambda: not folder.parent.exists(), "the pins are still there")  # other agents' starts collect, too
 
 
 def test_what_an_agent_holds_and_what_is_not_ours_stays(lab: Lab) -> None:
