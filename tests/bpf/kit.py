@@ -26,7 +26,6 @@ from scapy.packet import Packet, Raw
 
 from dataplane.kernel.bpf import Object, has_helper, run_on_packet
 from dataplane.kernel.grace import jiffies_per_second, wait_for_programs
-from dataplane.kernel.host_paths import bpf_fs
 from dataplane.kernel.links import interface_name
 from dataplane.mode import Options, Question
 from dataplane.modes.ebpf import explaining, layout

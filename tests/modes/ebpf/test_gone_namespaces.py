@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from dataplane.kernel.bpf import Map
-from dataplane.kernel.host_paths import bpf_fs
 from dataplane.kernel.lock import hold
 from dataplane.mode import Options
 from dataplane.modes.ebpf.gone import collect, is_gone

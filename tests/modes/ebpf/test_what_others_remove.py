@@ -22,8 +22,8 @@ from dataplane.modes.ebpf.programmer import Ebpf, clean
 from dataplane.table import ServiceTable
 from tests.conformance.kit import programs_at
 from tests.namespaces import new_lab
-from workshop.lab.network import Lab
 from tests.pins import pin_folder
+from workshop.lab.network import Lab
 
 pytestmark = pytest.mark.root
 
