@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
-from dataplane.table import Entry, Frontend, Protocol, ServiceTable
+from dataplane.table import Entry, Frontend, Protocol, ServiceTable, family_of
 
 __all__ = ["Judge"]
 
@@ -68,5 +68,5 @@ def _addresses(frontend: Frontend, family: int, table: ServiceTable) -> Iterator
         yield frontend.address
         return
     for address in table.node.node_port_addresses:
-        if (":" in address) == (family == 6):
+        if family_of(address) == family:
             yield address

@@ -16,8 +16,8 @@ from ipaddress import IPv4Network, IPv6Network, collapse_addresses, ip_network
 import msgspec
 
 __all__ = [
-    "EMPTY", "Backend", "Detect", "Entry", "Frontend", "Kind", "Masquerade", "NodeNetwork", "Probe", "Protocol",
-    "Route", "ServiceTable", "WhenEmpty", "disjoint", "socket_text",
+    "EMPTY", "Backend", "BackendSet", "Entry", "Frontend", "Kind", "Masquerade", "NodeNetwork", "PodMatch", "Probe",
+    "Protocol", "ServiceTable", "WhenEmpty", "disjoint", "family_of", "socket_text",
 ]  # fmt: skip
 
 
@@ -39,7 +39,7 @@ class Kind(Enum):
 
 
 class WhenEmpty(Enum):
-    """What happens to a packet whose route has no backend."""
+    """What happens to a packet whose backend set is empty."""
 
     REJECT = "reject"  # ICMP port unreachable: a TCP client sees ECONNREFUSED at once
     DROP = "drop"  # silence: the endpoints are elsewhere, clients and load balancers retry there
@@ -58,8 +58,8 @@ class Masquerade(IntFlag):
 class Backend(msgspec.Struct, frozen=True, gc=False):
     """One endpoint of one service port.
 
-    `weight` is its share among the backends of a route, for algorithms that weigh. 0: no new connections; such a
-    backend is in no route.
+    `weight` is its share among the backends of a set, for algorithms that weigh. 0: no new connections; such a
+    backend is in no set.
     """
 
     address: str
@@ -68,10 +68,10 @@ class Backend(msgspec.Struct, frozen=True, gc=False):
     weight: int = 1
 
 
-class Route(msgspec.Struct, frozen=True):
+class BackendSet(msgspec.Struct, frozen=True, gc=False):
     """The backends that a client may reach, and what happens when there are none.
 
-    `why` is the rule that chose these backends, as a person would say it.
+    `why` describes the rule that chose these backends.
     """
 
     backends: tuple[Backend, ...]
@@ -79,22 +79,22 @@ class Route(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-class Frontend(msgspec.Struct, frozen=True):
+class Frontend(msgspec.Struct, frozen=True, gc=False):
     """One address and port at which clients find the service port of an `Entry`.
 
-    `inside` is for pods and this node, `outside` for clients beyond the cluster. `sources` are the
-    CIDRs of this family that may connect (None: everybody); others are dropped, and that decision
-    comes before any other (KEP-3866, table `firewall`). `address` is None for a node port: it is served
-    at every address in `NodeNetwork.node_port_addresses`.
+    `internal` and `external` are indexes into `Entry.backend_sets`: the set for pods and this node, and the set for
+    clients beyond the cluster. `source_ranges` are the CIDRs of this family that may connect (None: all); packets
+    from elsewhere are dropped before anything else is decided (KEP-3866, table `firewall`). `address` is None for a
+    node port, which is served at every address in `NodeNetwork.node_port_addresses`.
     """
 
     kind: Kind
     address: str | None
     port: int
-    inside: Route
-    outside: Route
+    internal: int
+    external: int
     masquerade: Masquerade = Masquerade.NEVER
-    sources: tuple[str, ...] | None = None
+    source_ranges: tuple[str, ...] | None = None
 
 
 class Probe(msgspec.Struct, frozen=True):
@@ -106,38 +106,41 @@ class Probe(msgspec.Struct, frozen=True):
 class Entry(msgspec.Struct, frozen=True):
     """One service port of one address family, with all its frontends.
 
-    All routes of the frontends are one of at most two distinct ones (the cluster's backends and this
-    node's). `serving` holds every endpoint that still serves, used by a route or not: established
-    flows to these are left alone (kube-proxy's conntrack rules).
+    `backend_sets` holds one or two distinct sets (the cluster's backends and this node's), each used by a frontend, in
+    the order in which the frontends first use them. `serving` holds every endpoint that still serves, in a backend set
+    or not: established flows to these are left alone (kube-proxy's conntrack rules).
     """
 
     name: str  # "namespace/service:port"
     family: int  # 4 or 6
     protocol: Protocol
     frontends: tuple[Frontend, ...]
+    backend_sets: tuple[BackendSet, ...] = ()
     serving: tuple[Backend, ...] = ()
     affinity_seconds: int = 0  # 0: no session affinity
     algorithm: str = "random"
     probe: Probe | None = None  # None: nobody asks; of TCP ports alone
 
-    def routes(self) -> list[Route]:
-        """The distinct routes of the frontends, in their order."""
-        found: list[Route] = []
-        for frontend in self.frontends:
-            for route in (frontend.inside, frontend.outside):
-                if route not in found:  # the same one, or an equal one
-                    found.append(route)
-        return found
 
+class PodMatch(msgspec.Struct, frozen=True):
+    """What marks a packet as sent by a pod: its source address, or the interface at which it came in.
 
-class Detect(Enum):
-    """How a packet's source is recognised as a pod of the cluster."""
+    `prefixes` are CIDRs, at most one of each family. `interface` is the name of a bridge whose ports lead to pods, or
+    with `by_name_prefix` how the names of the interfaces begin that do. A match has one of the two; with neither,
+    pods are treated as clients beyond the cluster.
+    """
 
-    CLUSTER_CIDR = "ClusterCIDR"
-    NODE_CIDR = "NodeCIDR"
-    BRIDGE_INTERFACE = "BridgeInterface"
-    INTERFACE_PREFIX = "InterfaceNamePrefix"
-    NONE = ""  # not implemented: pods are not told apart
+    prefixes: tuple[str, ...] = ()
+    interface: str = ""
+    by_name_prefix: bool = False
+
+    def prefix(self, family: int) -> str | None:
+        """The prefix of a family."""
+        return next((prefix for prefix in self.prefixes if family_of(prefix) == family), None)
+
+    def recognizes(self, family: int) -> bool:
+        """Whether pods of this family can be told from other clients."""
+        return bool(self.interface) or self.prefix(family) is not None
 
 
 class NodeNetwork(msgspec.Struct, frozen=True):
@@ -147,9 +150,7 @@ class NodeNetwork(msgspec.Struct, frozen=True):
     primary: tuple[str, ...] = ()  # at most one of each family: the source of masqueraded traffic
     addresses: tuple[str, ...] = ()  # every address on the node's interfaces that is not loopback
     node_port_addresses: tuple[str, ...] = ()  # where node ports are served, a subset of the node's addresses
-    detect: Detect = Detect.NONE
-    pod_cidrs: tuple[str, ...] = ()  # at most one of each family, for the two CIDR kinds of detection
-    pod_interface: str = ""  # bridge name or interface prefix, for the other two
+    pods: PodMatch = PodMatch()
     service_cidrs: tuple[str, ...] = ()  # unallocated addresses in these are dropped
     masquerade_bit: int = 14
 
@@ -170,6 +171,11 @@ class ServiceTable(msgspec.Struct, frozen=True):
 
 
 EMPTY = ServiceTable(services={})
+
+
+def family_of(address: str) -> int:
+    """4 or 6, of the canonical text of an address or CIDR."""
+    return 6 if ":" in address else 4
 
 
 def socket_text(address: str, port: int) -> str:

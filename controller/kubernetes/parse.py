@@ -35,9 +35,9 @@ from controller.kubernetes.model import (
     ServiceCIDR,
     ServicePort,
 )
-from dataplane.table import Probe, Protocol
+from dataplane.table import Probe, Protocol, family_of
 
-__all__ = ["ANNOTATIONS", "UNNAMED", "canonical_address", "canonical_cidr", "convert", "decode", "family_of"]
+__all__ = ["ANNOTATIONS", "UNNAMED", "canonical_address", "canonical_cidr", "convert", "decode"]
 
 ANNOTATIONS: Final = "hybrid-proxy.io/"  # annotations with this prefix are read, no others
 WEIGHTS: Final = "hybrid-proxy.io/weights"
@@ -112,11 +112,6 @@ def canonical_cidr(text: str) -> str:
     number = int.from_bytes(inet_pton(kind, address), "big") >> (bits - prefix) << (bits - prefix)
     network = number.to_bytes(bits // 8, "big")
     return f"{inet_ntop(kind, network) if kind == AF_INET else _ipv6(network)}/{prefix}"
-
-
-def family_of(address: str) -> int:
-    """4 or 6, of a canonical address or CIDR."""
-    return 6 if ":" in address else 4
 
 
 _MAPPED: Final = bytes(10) + b"\xff\xff"

@@ -1,20 +1,20 @@
 """PURE. What a Service means on this node: every question of traffic policy is answered here.
 
 In go objects as the API tells them, out come entries of the service table. For each service port the
-endpoints are joined by port name and protocol, and give at most two routes:
+endpoints are joined by port name and protocol, and give at most two backend sets:
 
-- the *cluster* route: ready endpoints anywhere, narrowed by topology hints (KEP-2433, KEP-4444); when
+- the *cluster* set: ready endpoints anywhere, narrowed by topology hints (KEP-2433, KEP-4444); when
   none is ready, those that serve while they terminate (KEP-1669);
-- the *local* route: the same for endpoints on this node, weighed on its own and without hints
+- the *local* set: the same for endpoints on this node, weighed on its own and without hints
   (KEP-2086, KEP-1669).
 
-Which frontend takes which route, for which clients:
+Which frontend takes which set, for which clients:
 
-    frontend             policy     inside (pods, node)   outside    source replaced for
-    ClusterIP            Cluster    cluster               cluster    all but pods; nobody without detection
-    ClusterIP            Local      local                 local      all but pods; nobody without detection
-    externalIP, LB,      Cluster    cluster               cluster    everybody
-      node port          Local      cluster               local      this node
+    frontend             policy     internal (pods, node)   external   source replaced for
+    ClusterIP            Cluster    cluster                 cluster    all but pods; nobody without detection
+    ClusterIP            Local      local                   local      all but pods; nobody without detection
+    externalIP, LB,      Cluster    cluster                 cluster    everybody
+      node port          Local      cluster                 local      this node
 
 Where kube-proxy's modes disagree there is one answer, and docs/differences.md lists it.
 """
@@ -22,6 +22,7 @@ Where kube-proxy's modes disagree there is one answer, and docs/differences.md l
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from typing import Final
 
@@ -29,10 +30,22 @@ import msgspec
 
 from controller.kubernetes.model import Endpoint, EndpointSlice, Node, Service, ServicePort
 from dataplane.balancing import canonical
-from dataplane.table import Backend, Detect, Entry, Frontend, Kind, Masquerade, NodeNetwork, Protocol, Route, WhenEmpty
+from dataplane.table import (
+    Backend,
+    BackendSet,
+    Entry,
+    Frontend,
+    Kind,
+    Masquerade,
+    NodeNetwork,
+    PodMatch,
+    Protocol,
+    WhenEmpty,
+    family_of,
+)  # fmt: skip
 
 __all__ = [
-    "ALGORITHM_ANNOTATION", "NODE_PORT_KEYWORDS", "HealthCheck", "Settings", "detects", "entries", "family_text",
+    "ALGORITHM_ANNOTATION", "NODE_PORT_KEYWORDS", "DetectLocalMode", "HealthCheck", "Settings", "entries",
     "health_addresses", "health_check", "node_network", "primary_of",
 ]  # fmt: skip
 
@@ -48,6 +61,15 @@ NONE_USABLE: Final = "no endpoint is ready, and none serves while it terminates"
 NODE_PORT_KEYWORDS: Final = ("primary", "localhost", "all")
 
 
+class DetectLocalMode(Enum):
+    """kube-proxy's `detectLocalMode`: how packets of pods are recognized."""
+
+    CLUSTER_CIDR = "ClusterCIDR"
+    NODE_CIDR = "NodeCIDR"
+    BRIDGE_INTERFACE = "BridgeInterface"
+    INTERFACE_PREFIX = "InterfaceNamePrefix"
+
+
 class Settings(msgspec.Struct, frozen=True):
     """The settings that change what a Service means; names and defaults follow kube-proxy's.
 
@@ -58,7 +80,7 @@ class Settings(msgspec.Struct, frozen=True):
     """
 
     node_name: str = ""
-    detect: Detect = Detect.CLUSTER_CIDR
+    detect: DetectLocalMode = DetectLocalMode.CLUSTER_CIDR
     cluster_cidrs: tuple[str, ...] = ()
     pod_interface: str = ""
     node_port_addresses: tuple[str, ...] = ()
@@ -68,11 +90,6 @@ class Settings(msgspec.Struct, frozen=True):
     algorithm: str = "random"
     primary: tuple[str, ...] = ()
     algorithms: frozenset[str] = frozenset({"random"})
-
-
-def family_text(text: str) -> int:
-    """4 or 6 for canonical text of an address or CIDR."""
-    return 6 if ":" in text else 4
 
 
 # The node
@@ -99,21 +116,15 @@ def node_network(
     present = _canonical(interface_addresses) or told
     # A primary address that no interface carries is kept: behind 1:1 NAT it is still the node.
     addresses = tuple(sorted({a for a in (*present, *primary) if not ip_address(a).is_loopback}))
-    detect, cidrs = _detection(settings, node)
     return NodeNetwork(
         name=settings.node_name,
         primary=primary,
         addresses=addresses,
         node_port_addresses=_node_port_addresses(settings.node_port_addresses, primary, addresses),
-        detect=detect,
-        pod_cidrs=cidrs,
-        pod_interface=settings.pod_interface if detect in _BY_INTERFACE else "",
+        pods=_pod_match(settings, node),
         service_cidrs=tuple(dict.fromkeys(service_cidrs)),
         masquerade_bit=settings.masquerade_bit,
     )
-
-
-_BY_INTERFACE: Final = (Detect.BRIDGE_INTERFACE, Detect.INTERFACE_PREFIX)
 
 
 def _canonical(addresses: Iterable[str]) -> tuple[str, ...]:
@@ -124,20 +135,20 @@ def _first_of_each_family(texts: Iterable[str]) -> tuple[str, ...]:
     """At most one IPv4 and one IPv6, in this order."""
     first: dict[int, str] = {}
     for text in texts:
-        first.setdefault(family_text(text), text)
+        first.setdefault(family_of(text), text)
     return tuple(first[f] for f in (4, 6) if f in first)
 
 
-def _detection(settings: Settings, node: Node | None) -> tuple[Detect, tuple[str, ...]]:
-    """The kind of detection and its CIDRs; NONE when it lacks what it needs, in both families."""
-    if settings.detect in _BY_INTERFACE:
-        return (settings.detect if settings.pod_interface else Detect.NONE), ()
-    cidrs: tuple[str, ...] = ()
-    if settings.detect is Detect.CLUSTER_CIDR:
-        cidrs = _first_of_each_family(settings.cluster_cidrs)
-    elif settings.detect is Detect.NODE_CIDR and node:
-        cidrs = _first_of_each_family(node.pod_cidrs)
-    return (settings.detect if cidrs else Detect.NONE), cidrs
+def _pod_match(settings: Settings, node: Node | None) -> PodMatch:
+    match settings.detect:
+        case DetectLocalMode.CLUSTER_CIDR:
+            return PodMatch(_first_of_each_family(settings.cluster_cidrs))
+        case DetectLocalMode.NODE_CIDR:
+            return PodMatch(_first_of_each_family(node.pod_cidrs if node else ()))
+        case DetectLocalMode.BRIDGE_INTERFACE:
+            return PodMatch(interface=settings.pod_interface)
+        case DetectLocalMode.INTERFACE_PREFIX:
+            return PodMatch(interface=settings.pod_interface, by_name_prefix=bool(settings.pod_interface))
 
 
 def _node_port_addresses(
@@ -161,18 +172,9 @@ def _networks(wanted: Iterable[str]) -> list[IPv4Network | IPv6Network]:
     return [ip_network(cidr, strict=False) for cidr in wanted if cidr not in NODE_PORT_KEYWORDS]
 
 
-def detects(network: NodeNetwork, family: int) -> bool:
-    """Whether this node can tell pods of this family from outsiders."""
-    if network.detect is Detect.NONE:
-        return False
-    if network.detect in _BY_INTERFACE:
-        return bool(network.pod_interface)
-    return any(family_text(cidr) == family for cidr in network.pod_cidrs)
-
-
 def primary_of(network: NodeNetwork, family: int) -> str | None:
     """The node's primary address of a family, None when it has none."""
-    return next((a for a in network.primary if family_text(a) == family), None)
+    return next((a for a in network.primary if family_of(a) == family), None)
 
 
 # Health-check node ports
@@ -204,7 +206,7 @@ def health_check(service: Service, slices: Iterable[EndpointSlice], node_name: s
     """
     if not (service.health_check_node_port and service.external_local and service.type == "LoadBalancer"):
         return None
-    families = tuple(dict.fromkeys(family_text(address) for address in service.cluster_ips))
+    families = tuple(dict.fromkeys(family_of(address) for address in service.cluster_ips))
     best: dict[tuple[int, str, int], Endpoint] = {}
     for one in slices:
         for endpoint in one.endpoints:
@@ -270,7 +272,7 @@ def entries(
     result: list[Entry] = []
     done: list[int] = []
     for cluster_ip in service.cluster_ips:
-        family = 6 if ":" in cluster_ip else 4
+        family = family_of(cluster_ip)
         if family in done:
             continue  # the API allows one of each family
         done.append(family)
@@ -279,15 +281,17 @@ def entries(
         vips = _Vips(service, cluster_ip, family, settings, network)
         place = _Place(settings.node_name, zone, vips.policy)
         for port in service.ports:
-            cluster, local, serving = _routes(port, mine, plain, place, known)
+            cluster, local, serving = _backend_sets(port, mine, plain, place, known)
             if service.weights:
                 cluster, local, serving = _weighted(dict(service.weights), cluster, local, serving)
+            frontends, backend_sets = vips.frontends(port, cluster, local)
             result.append(
                 Entry(
                     f"{service.namespace}/{service.name}:{port.name or port.port}",
                     family,
                     port.protocol,
-                    vips.frontends(port, cluster, local),
+                    frontends,
+                    backend_sets,
                     serving,
                     service.affinity_seconds,
                     algorithm,
@@ -305,10 +309,10 @@ def _algorithm(service: Service, settings: Settings) -> str:
 
 
 class _Vips:
-    """The addresses of one service in one family, and who uses the local route there."""
+    """The addresses of one service in one family, and which clients use the local set there."""
 
     __slots__ = ("cluster_ip", "cluster_masquerade", "external", "external_local", "external_masquerade",
-                 "internal_local", "node_ports", "policy", "sources")  # fmt: skip
+                 "internal_local", "node_ports", "policy", "source_ranges")  # fmt: skip
 
     def __init__(
         self, service: Service, cluster_ip: str, family: int, settings: Settings, network: NodeNetwork
@@ -317,15 +321,15 @@ class _Vips:
         self.internal_local = service.internal_local
         self.node_ports = service.type in {"NodePort", "LoadBalancer"}
         self.external: list[tuple[Kind, str]] = []
-        self.sources: tuple[str, ...] | None = None
+        self.source_ranges: tuple[str, ...] | None = None
         if service.load_balancer_ips or service.external_ips:
             self.external = _external(service, cluster_ip, family, settings)
             if service.source_ranges:
-                self.sources = _sources(service, family, network)
+                self.source_ranges = _source_ranges(service, family, network)
         self.external_local = service.external_local and (self.node_ports or bool(service.external_ips))
         if settings.masquerade_all:
             self.cluster_masquerade = Masquerade.ALWAYS
-        elif detects(network, family):
+        elif network.pods.recognizes(family):
             self.cluster_masquerade = _NODE_OR_EXTERNAL
         else:
             self.cluster_masquerade = Masquerade.NEVER
@@ -334,20 +338,32 @@ class _Vips:
         if self.internal_local or self.external_local:
             self.policy = _LOCAL_POLICY[self.internal_local, self.external_local]
 
-    def frontends(self, port: ServicePort, cluster: Route, local: Route | None) -> tuple[Frontend, ...]:
-        """The frontends of one port."""
-        inner = local if self.internal_local and local is not None else cluster
-        first = Frontend(Kind.CLUSTER_IP, self.cluster_ip, port.port, inner, inner, self.cluster_masquerade)
+    def frontends(
+        self, port: ServicePort, cluster: BackendSet, local: BackendSet | None
+    ) -> tuple[tuple[Frontend, ...], tuple[BackendSet, ...]]:
+        """The frontends of one port, and the backend sets that they use."""
+        sets = [local if self.internal_local and local is not None else cluster]
+        first = Frontend(Kind.CLUSTER_IP, self.cluster_ip, port.port, 0, 0, self.cluster_masquerade)
         if not self.external and not (self.node_ports and port.node_port):
-            return (first,)
-        outer = local if self.external_local and local is not None else cluster
+            return (first,), tuple(sets)
+        internal = _index_in(sets, cluster)
+        external = _index_in(sets, local) if self.external_local and local is not None else internal
         found = [first]
         for kind, address in self.external:
-            sources = self.sources if kind is Kind.LOAD_BALANCER else None
-            found.append(Frontend(kind, address, port.port, cluster, outer, self.external_masquerade, sources))
+            ranges = self.source_ranges if kind is Kind.LOAD_BALANCER else None
+            found.append(Frontend(kind, address, port.port, internal, external, self.external_masquerade, ranges))
         if self.node_ports and port.node_port:
-            found.append(Frontend(Kind.NODE_PORT, None, port.node_port, cluster, outer, self.external_masquerade))
-        return tuple(found)
+            found.append(Frontend(Kind.NODE_PORT, None, port.node_port, internal, external, self.external_masquerade))
+        return tuple(found), tuple(sets)
+
+
+def _index_in(sets: list[BackendSet], wanted: BackendSet) -> int:
+    """Where a backend set is in the list; appends one that equals none of those there."""
+    for index, known in enumerate(sets):
+        if known is wanted or known == wanted:
+            return index
+    sets.append(wanted)
+    return len(sets) - 1
 
 
 _NODE_OR_EXTERNAL: Final = Masquerade.NODE | Masquerade.EXTERNAL
@@ -370,16 +386,16 @@ def _external(service: Service, cluster_ip: str, family: int, settings: Settings
         for address in service.external_ips:
             found.setdefault(address, Kind.EXTERNAL_IP)
     found.pop(cluster_ip, None)
-    return [(kind, address) for address, kind in found.items() if family_text(address) == family]
+    return [(kind, address) for address, kind in found.items() if family_of(address) == family]
 
 
-def _sources(service: Service, family: int, network: NodeNetwork) -> tuple[str, ...] | None:
+def _source_ranges(service: Service, family: int, network: NodeNetwork) -> tuple[str, ...] | None:
     """The CIDRs of one family that may reach the load-balancer IPs; None: everybody.
 
     Ranges of the other family alone do not restrict this one, nor does any /0. A node with the
     load-balancer IP on an interface talks to it *from* it: where the node itself is allowed, that is too.
     """
-    ranges = [r for r in service.source_ranges if family_text(r) == family]
+    ranges = [r for r in service.source_ranges if family_of(r) == family]
     if not ranges or any(r.endswith("/0") for r in ranges):
         return None
     node_ip = primary_of(network, family)
@@ -387,11 +403,11 @@ def _sources(service: Service, family: int, network: NodeNetwork) -> tuple[str, 
         parsed = ip_address(node_ip)
         if any(parsed in ip_network(r, strict=False) for r in ranges):
             bits = 32 if family == 4 else 128
-            ranges += [f"{ip}/{bits}" for ip in service.load_balancer_ips if family_text(ip) == family]
+            ranges += [f"{ip}/{bits}" for ip in service.load_balancer_ips if family_of(ip) == family]
     return tuple(dict.fromkeys(ranges))
 
 
-# One port: endpoints to routes
+# One port: endpoints to backend sets
 
 
 def _all_plain(slices: Sequence[EndpointSlice]) -> bool:
@@ -411,14 +427,14 @@ class _Place(msgspec.Struct, frozen=True):
     policy: str
 
 
-def _routes(
+def _backend_sets(
     port: ServicePort,
     slices: Sequence[EndpointSlice],
     plain: bool,
     place: _Place,
     known: Mapping[str, Backend],
-) -> tuple[Route, Route | None, tuple[Backend, ...]]:
-    """Cluster route, local route (None when no policy asks for it), and all that still serves."""
+) -> tuple[BackendSet, BackendSet | None, tuple[Backend, ...]]:
+    """The cluster set, the local set (None when no policy asks for it), and all backends that still serve."""
     name, protocol = port.name, port.protocol
     joined = [(s, p.port) for s in slices for p in s.ports if p.protocol == protocol and p.name == name]
     if plain and len(joined) == 1:
@@ -427,8 +443,8 @@ def _routes(
             local = None
             if place.policy:
                 here = tuple([b for b in backends if b.local])
-                local = _local_route(here, False, True, place.policy)
-            return Route(backends, WhenEmpty.REJECT, READY), local, backends
+                local = _local_set(here, False, True, place.policy)
+            return BackendSet(backends, WhenEmpty.REJECT, READY), local, backends
     return _weighed(port, slices, joined, place)
 
 
@@ -449,8 +465,8 @@ def _plain_backends(
 
 def _weighed(
     port: ServicePort, slices: Sequence[EndpointSlice], joined: Sequence[tuple[EndpointSlice, int]], place: _Place
-) -> tuple[Route, Route | None, tuple[Backend, ...]]:
-    """The general case of `_routes`."""
+) -> tuple[BackendSet, BackendSet | None, tuple[Backend, ...]]:
+    """The general case of `_backend_sets`."""
     me = place.node
     best: dict[tuple[str, int], Endpoint] = {}
     for one, number in joined:
@@ -467,15 +483,15 @@ def _weighed(
 
     ready = [pair for pair in pairs if pair[0].ready]
     draining = [pair for pair in pairs if pair[0].serving and pair[0].terminating and not pair[0].ready]
-    # What a route uses is never stale, even when its conditions contradict each other (ready, not serving).
+    # What a set holds is never stale, even when its conditions contradict each other (ready, not serving).
     serving = tuple([b for e, b in pairs if e.serving or e.ready])
     if ready:
         chosen, why = _by_hints(ready, me, place.zone)
-        cluster = Route(tuple([b for _, b in chosen]), WhenEmpty.REJECT, why)
+        cluster = BackendSet(tuple([b for _, b in chosen]), WhenEmpty.REJECT, why)
     elif draining:
-        cluster = Route(tuple([b for _, b in draining]), WhenEmpty.REJECT, TERMINATING)
+        cluster = BackendSet(tuple([b for _, b in draining]), WhenEmpty.REJECT, TERMINATING)
     else:
-        cluster = Route((), WhenEmpty.REJECT, _why_none(port, slices, joined, bool(pairs)))
+        cluster = BackendSet((), WhenEmpty.REJECT, _why_none(port, slices, joined, bool(pairs)))
     if not place.policy:
         return cluster, None, serving
     here = tuple([b for _, b in ready if b.local])
@@ -484,32 +500,32 @@ def _weighed(
         here = tuple([b for _, b in draining if b.local])
     if not cluster.backends:
         return cluster, cluster, serving
-    return cluster, _local_route(here, fallback, bool(ready), place.policy), serving
+    return cluster, _local_set(here, fallback, bool(ready), place.policy), serving
 
 
-def _local_route(here: tuple[Backend, ...], fallback: bool, ready_elsewhere: bool, policy: str) -> Route:
-    """The local route of a service that has endpoints somewhere: nothing here means silence (drop)."""
+def _local_set(here: tuple[Backend, ...], fallback: bool, ready_elsewhere: bool, policy: str) -> BackendSet:
+    """The local set of a service that has endpoints somewhere: nothing here means silence (drop)."""
     if not here:
-        return Route((), WhenEmpty.DROP, f"{policy}: no endpoint on this node, there are some on others")
+        return BackendSet((), WhenEmpty.DROP, f"{policy}: no endpoint on this node, there are some on others")
     if not fallback:
-        return Route(here, WhenEmpty.DROP, f"{policy}: endpoints on this node")
+        return BackendSet(here, WhenEmpty.DROP, f"{policy}: endpoints on this node")
     others = ", others are ready elsewhere" if ready_elsewhere else ""
-    return Route(here, WhenEmpty.DROP, f"{policy}: terminating fallback on this node: none here is ready{others}")
+    return BackendSet(here, WhenEmpty.DROP, f"{policy}: terminating fallback on this node: none here is ready{others}")
 
 
 def _weighted(
-    weights: Mapping[str, int], cluster: Route, local: Route | None, serving: tuple[Backend, ...]
-) -> tuple[Route, Route | None, tuple[Backend, ...]]:
-    """The same with weights. Weight 0 is out of the routes and serves on: whoever is there may stay."""
+    weights: Mapping[str, int], cluster: BackendSet, local: BackendSet | None, serving: tuple[Backend, ...]
+) -> tuple[BackendSet, BackendSet | None, tuple[Backend, ...]]:
+    """The same with weights. A backend of weight 0 is in no set and still serves: its connections may stay."""
 
     def weigh(backends: tuple[Backend, ...]) -> tuple[Backend, ...]:
         return tuple([Backend(b.address, b.port, b.local, weights.get(b.address, 1)) for b in backends])
 
-    def narrow(route: Route) -> Route:
-        backends = weigh(route.backends)
+    def narrow(whole: BackendSet) -> BackendSet:
+        backends = weigh(whole.backends)
         left = tuple([b for b in backends if b.weight])
-        why = f"{route.why}, but all of weight 0" if backends and not left else route.why
-        return Route(left, route.when_empty, why)
+        why = f"{whole.why}, but all of weight 0" if backends and not left else whole.why
+        return BackendSet(left, whole.when_empty, why)
 
     cluster, known = narrow(cluster), cluster
     if local is None:
@@ -553,7 +569,7 @@ def _by_hints(ready: list[tuple[Endpoint, Backend]], me: str, zone: str) -> tupl
 def _why_none(
     port: ServicePort, slices: Sequence[EndpointSlice], joined: Sequence[tuple[EndpointSlice, int]], some: bool
 ) -> str:
-    """Why a route has no backend, with the commonest mistake named."""
+    """Why a set has no backend, with the commonest mistake named."""
     if some:
         return NONE_USABLE
     if joined or not any(s.endpoints for s in slices):

@@ -12,17 +12,15 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from controller.semantics.entries import detects
 from dataplane.balancing import find
 from dataplane.table import (
-    Detect,
+    BackendSet,
     Entry,
     Frontend,
     Kind,
     Masquerade,
     NodeNetwork,
     Protocol,
-    Route,
     ServiceTable,
     WhenEmpty,
     socket_text,
@@ -143,7 +141,7 @@ class Explainer:
                         self._outer.setdefault(frontend.address, (service, frontend.kind))
         self._own = frozenset((*node.addresses, *node.primary))
         self._node_port_addresses = frozenset(node.node_port_addresses)
-        self._pods: list[Network] = [ip_network(cidr) for cidr in node.pod_cidrs]
+        self._pods: list[Network] = [ip_network(prefix) for prefix in node.pods.prefixes]
         self._service_cidrs: list[Network] = [ip_network(cidr) for cidr in node.service_cidrs]
         self._ranges: dict[str, Network] = {}
 
@@ -203,29 +201,30 @@ class Explainer:
         given, how = self._classify(packet, src)
         where = f"{socket_text(str(dst), packet.port)}/{entry.protocol.name}"
         says = [f"{where} is the {frontend.kind.value} of {entry.name}."]
-        if frontend.sources is not None and not self._allowed(src, frontend.sources):
-            says.append(f"loadBalancerSourceRanges: {src} is not in {', '.join(frontend.sources)}.")
+        ranges = frontend.source_ranges
+        if ranges is not None and not self._allowed(src, ranges):
+            says.append(f"loadBalancerSourceRanges: {src} is not in {', '.join(ranges)}.")
             return Verdict(packet.name, "drop", " ".join(says), service=entry.name)
 
         # Without detection a pod is an outsider to every rule, whatever the caller knows about it.
-        told_apart = detects(self._node, entry.family)
+        told_apart = self._node.pods.recognizes(entry.family)
         acts_as: SourceClass = "external" if given == "pod" and not told_apart else given
-        route = frontend.outside if acts_as == "external" else frontend.inside
+        backend_set = entry.backend_sets[frontend.external if acts_as == "external" else frontend.internal]
         says.append(f"The source {src} is {_A_CLASS[given]} ({how}).")
         if not told_apart and given != "node" and _detection_matters(frontend):
             says.append(f"Pods are not told apart from outsiders: {_missing(self._node, entry.family)}.")
-        if frontend.inside is not frontend.outside and acts_as != "external":
+        if frontend.internal != frontend.external and acts_as != "external":
             says.append("externalTrafficPolicy Local does not bind pods and this node.")
-        if not route.backends:
-            return _empty(packet.name, entry, route, says)
+        if not backend_set.backends:
+            return _empty(packet.name, entry, backend_set, says)
 
         masquerade = bool(frontend.masquerade & _BIT[acts_as])
-        says.append(f"Candidates: {route.why}.")
-        says += _choice(entry, route)
+        says.append(f"Candidates: {backend_set.why}.")
+        says += _choice(entry, backend_set)
         if entry.affinity_seconds:
             says.append(f"A client stays with its backend while it is not idle for {entry.affinity_seconds} s.")
-        selves = sum(1 for backend in route.backends if backend.address == str(src))
-        hairpin = bool(selves) and selves == len(route.backends)
+        selves = sum(1 for backend in backend_set.backends if backend.address == str(src))
+        hairpin = bool(selves) and selves == len(backend_set.backends)
         says.append(_masquerade_text(frontend, masquerade, acts_as))
         if hairpin and not masquerade:
             says[-1] = "The source is its own backend: its address is replaced by the node's (hairpin)."
@@ -235,7 +234,7 @@ class Explainer:
             name=packet.name,
             verdict="dnat",
             reason=" ".join(says),
-            backends=tuple(socket_text(b.address, b.port) for b in route.backends),
+            backends=tuple(socket_text(b.address, b.port) for b in backend_set.backends),
             masquerade=masquerade or hairpin,
             service=entry.name,
         )
@@ -249,12 +248,12 @@ class Explainer:
         for cidr in self._pods:
             if src in cidr:
                 return "pod", f"in {cidr}"
-        if self._node.detect in {Detect.BRIDGE_INTERFACE, Detect.INTERFACE_PREFIX}:
+        if self._node.pods.interface:
             return "external", "pods are known by their interface, not by an address; give the class to say otherwise"
         return "external", "neither an address of the node nor in a pod range"
 
-    def _allowed(self, src: Address, sources: tuple[str, ...]) -> bool:
-        return any(src in self._range(cidr) for cidr in sources)
+    def _allowed(self, src: Address, ranges: tuple[str, ...]) -> bool:
+        return any(src in self._range(cidr) for cidr in ranges)
 
     def _range(self, cidr: str) -> Network:
         found = self._ranges.get(cidr)
@@ -266,21 +265,21 @@ class Explainer:
 _A_CLASS: Final = {"pod": "a pod", "node": "this node", "external": "outside the cluster"}
 
 
-def _empty(name: str, entry: Entry, route: Route, says: list[str]) -> Verdict:
-    if route.when_empty is WhenEmpty.REJECT:
-        says.append(f"No backend: {route.why}; the client is refused at once.")
+def _empty(name: str, entry: Entry, backend_set: BackendSet, says: list[str]) -> Verdict:
+    if backend_set.when_empty is WhenEmpty.REJECT:
+        says.append(f"No backend: {backend_set.why}; the client is refused at once.")
         return Verdict(name, "reject", " ".join(says), service=entry.name)
-    says.append(f"No backend: {route.why}; silence makes clients and load balancers try elsewhere.")
+    says.append(f"No backend: {backend_set.why}; silence makes clients and load balancers try elsewhere.")
     return Verdict(name, "drop", " ".join(says), service=entry.name)
 
 
-def _choice(entry: Entry, route: Route) -> list[str]:
+def _choice(entry: Entry, backend_set: BackendSet) -> list[str]:
     """What decides among several, where it is not chance alone."""
     algorithm = find(entry.algorithm)
     words = algorithm.words if algorithm else "a scheduler of mode ipvs"
     said = [] if entry.algorithm == "random" else [f"Algorithm {entry.algorithm}: {words}."]
-    if len({backend.weight for backend in route.backends}) > 1:
-        weights = ", ".join(f"{socket_text(b.address, b.port)} {b.weight}" for b in route.backends)
+    if len({backend.weight for backend in backend_set.backends}) > 1:
+        weights = ", ".join(f"{socket_text(b.address, b.port)} {b.weight}" for b in backend_set.backends)
         said.append(f"Weights: {weights}.")
     return said
 
@@ -288,14 +287,14 @@ def _choice(entry: Entry, route: Route) -> list[str]:
 def _detection_matters(frontend: Frontend) -> bool:
     if frontend.kind is Kind.CLUSTER_IP:
         return frontend.masquerade is not Masquerade.ALWAYS
-    return frontend.inside is not frontend.outside
+    return frontend.internal != frontend.external
 
 
 def _missing(node: NodeNetwork, family: int) -> str:
     """What detection lacks, in one clause."""
-    if node.detect is Detect.NONE:
+    if not node.pods.prefixes:
         return "detection is off, or lacks its CIDR or interface"
-    return f"{node.detect.value} detection has no IPv{family} CIDR"
+    return f"detection has no IPv{family} CIDR"
 
 
 def _masquerade_text(frontend: Frontend, masquerade: bool, acts_as: SourceClass) -> str:

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Final
 
+from msgspec.structs import replace
+
 from controller.kubernetes.model import Node
 from controller.semantics.cluster import Cluster
 from controller.semantics.entries import (
     HealthCheck,
     Settings,
-    detects,
     entries,
     health_addresses,
     health_check,
@@ -142,7 +143,7 @@ class Builder:
 
 def _basis_of(network: NodeNetwork, node: Node | None) -> object:
     """What entries depend on beside their own service: when it differs, all are redone."""
-    return node.zone if node else "", network.primary, detects(network, 4), detects(network, 6)
+    return node.zone if node else "", network.primary, network.pods.recognizes(4), network.pods.recognizes(6)
 
 
 class _Claims:
@@ -246,10 +247,15 @@ def _keys(entries: Entries) -> list[tuple[Key, Frontend]]:
 
 
 def _with_frontends(entry: Entry, frontends: list[Frontend]) -> Entry:
-    return Entry(
-        entry.name, entry.family, entry.protocol, tuple(frontends), entry.serving, entry.affinity_seconds,
-        entry.algorithm, entry.probe,
-    )  # fmt: skip
+    """The entry with some of its frontends, and the backend sets that these use."""
+    used = list(dict.fromkeys(index for f in frontends for index in (f.internal, f.external)))
+    return replace(
+        entry,
+        frontends=tuple(
+            [replace(f, internal=used.index(f.internal), external=used.index(f.external)) for f in frontends]
+        ),
+        backend_sets=tuple([entry.backend_sets[index] for index in used]),
+    )
 
 
 _FAMILY: Final = {4: "IPv4", 6: "IPv6"}

@@ -79,8 +79,8 @@ class Tally:
         for entry in entries:
             self.backends += sign * len(entry.serving)
             for frontend in entry.frontends:
-                route = frontend.outside
-                if not route.backends and route.when_empty is WhenEmpty.DROP:
+                external = entry.backend_sets[frontend.external]
+                if not external.backends and external.when_empty is WhenEmpty.DROP:
                     lacks.add((entry.family, "internal" if frontend.kind is Kind.CLUSTER_IP else "external"))
         for key in lacks:
             self.no_local[key] += sign

@@ -20,11 +20,11 @@ import msgspec
 
 import dataplane.modes
 from controller.errors import ConfigError
-from controller.kubernetes.parse import canonical_address, canonical_cidr, family_of
-from controller.semantics.entries import NODE_PORT_KEYWORDS, Settings
+from controller.kubernetes.parse import canonical_address, canonical_cidr
+from controller.semantics.entries import NODE_PORT_KEYWORDS, DetectLocalMode, Settings
 from dataplane.balancing import ALGORITHMS, ALIASES
 from dataplane.mode import Options
-from dataplane.table import Detect
+from dataplane.table import family_of
 
 __all__ = [
     "ADMIN_SOCKET", "CHOICES", "MODES", "REMOVED_FLAGS", "SCHEDULERS", "UNUSED", "USUAL_OOM_SCORE", "Config",
@@ -127,7 +127,7 @@ def reopening_settings() -> frozenset[str]:
     They are read in every mode and of flags and files, because some count in one of these alone.
     """
     read = _Noting(pod_bridge_interface="any0", pod_interface_name_prefix="any")
-    for mode, detect, of_file in itertools.product((None, *available_modes()), Detect, (False, True)):
+    for mode, detect, of_file in itertools.product((None, *available_modes()), DetectLocalMode, (False, True)):
         read |= {"mode": mode, "detect_local_mode": detect.value or None}
         _wired(_Flags(read, {} if of_file else None))
     return frozenset(read.names)
@@ -479,18 +479,19 @@ def _node_name(given: _Flags) -> str:
     return gethostname().strip().lower()
 
 
-def _detect(given: _Flags) -> Detect:
-    text = given.text("detect_local_mode") or Detect.CLUSTER_CIDR.value
-    names = [detect.value for detect in Detect if detect.value]
+def _detect(given: _Flags) -> DetectLocalMode:
+    text = given.text("detect_local_mode") or DetectLocalMode.CLUSTER_CIDR.value
+    names = [detect.value for detect in DetectLocalMode]
     if text not in names:
         given.fail("detect_local_mode", f"is not one of {', '.join(names)}")
-    return Detect(text)
+    return DetectLocalMode(text)
 
 
-def _pod_interface(given: _Flags, detect: Detect) -> str:
-    name = {Detect.BRIDGE_INTERFACE: "pod_bridge_interface", Detect.INTERFACE_PREFIX: "pod_interface_name_prefix"}.get(
-        detect
-    )
+def _pod_interface(given: _Flags, detect: DetectLocalMode) -> str:
+    name = {
+        DetectLocalMode.BRIDGE_INTERFACE: "pod_bridge_interface",
+        DetectLocalMode.INTERFACE_PREFIX: "pod_interface_name_prefix",
+    }.get(detect)
     if name is None:
         return ""
     text = given.text(name)

@@ -34,7 +34,7 @@ from dataplane.kernel.netlink import (
     nested,
 )
 from dataplane.stale import Judge
-from dataplane.table import Protocol, ServiceTable, socket_text
+from dataplane.table import Protocol, ServiceTable, family_of, socket_text
 
 __all__ = ["Key", "delete_stale", "flows", "forget_ended", "is_liberal"]
 
@@ -98,7 +98,7 @@ def delete_stale(table: ServiceTable, names: Iterable[str], relays: Collection[t
     judge = Judge(table, names, relays)
     packed = {4: set[bytes](), 6: set[bytes]()}
     for address, port in judge.destinations:
-        family = 6 if ":" in address else 4
+        family = family_of(address)
         packed[family].add(socket.inet_pton(_AF[family], address) + port.to_bytes(2, "big"))
     deleted = {4: 0, 6: 0}
     for family, wanted in packed.items():

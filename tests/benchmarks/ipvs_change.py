@@ -17,24 +17,24 @@ from dataplane.mode import Options
 from dataplane.modes.ipvs.programmer import Ipvs, clean, probe
 from dataplane.table import (
     Backend,
-    Detect,
+    BackendSet,
     Entry,
-    Frontend,
     Kind,
     Masquerade,
     NodeNetwork,
+    PodMatch,
     Protocol,
-    Route,
     ServiceTable,
 )
 from dataplane.virtual_servers import Server
 from tests.benchmarks.kit import ROOT, Result, Target, lab, median, quantile, say
+from tests.tables import Front, entry_of
 
 CONTROL, SIZES, ENDPOINTS = 10, (100, 1000), 10
 CHANGES = 120
 STEP = 7  # services are taken in no particular order
 KERNEL = "6.1"
-NODE = NodeNetwork(detect=Detect.CLUSTER_CIDR, pod_cidrs=("10.128.0.0/9",), service_cidrs=("10.96.0.0/12",))
+NODE = NodeNetwork(pods=PodMatch(("10.128.0.0/9",)), service_cidrs=("10.96.0.0/12",))
 CONSTANT = 2  # times the control: a cost for each service would be 10 and 100 times
 
 
@@ -86,10 +86,10 @@ def _table(entries: dict[str, tuple[Entry, ...]], generation: int, changed: froz
 
 def _entry(number: int, ends: int) -> Entry:
     backends = tuple(Backend(f"10.128.{number % 250}.{n + 1}", 8080) for n in range(ends))
-    route = Route(backends, why="every endpoint")
+    route = BackendSet(backends, why="every endpoint")
     address = f"10.96.{number // 250}.{number % 250 + 1}"
-    frontend = Frontend(Kind.CLUSTER_IP, address, 80, route, route, Masquerade.NODE | Masquerade.EXTERNAL)
-    return Entry(f"bench/s{number}:http", 4, Protocol.TCP, (frontend,), backends)
+    frontend = Front(Kind.CLUSTER_IP, address, 80, route, route, Masquerade.NODE | Masquerade.EXTERNAL)
+    return entry_of(f"bench/s{number}:http", 4, Protocol.TCP, (frontend,), backends)
 
 
 def _measure(size: int) -> dict[str, float]:

@@ -11,7 +11,7 @@ from dataplane.modes.nftables import lower
 from dataplane.modes.nftables import operations as op
 from dataplane.modes.nftables.codec import Codec
 from dataplane.modes.nftables.wire import GETSETELEM, Kernel
-from dataplane.table import Detect, NodeNetwork
+from dataplane.table import NodeNetwork, PodMatch
 from tests.benchmarks.apidata import ApiProcess
 from tests.benchmarks.kit import ApiAgent, Result, Target, lab, median, quantile, say
 from tests.benchmarks.nft_start import check
@@ -84,7 +84,7 @@ def _changes(api: ApiProcess) -> list[float]:
 
 def _whole_table(made: Lab) -> float:
     """Seconds for a transaction that replaces the table by the same elements."""
-    node = NodeNetwork(detect=Detect.CLUSTER_CIDR, pod_cidrs=("10.128.0.0/9",))
+    node = NodeNetwork(pods=PodMatch(("10.128.0.0/9",)))
     with made.inside("node"), contextlib.closing(Kernel()) as kernel:
         held = {name: kernel.contents(IPV4, lower.SETS[name]) for name in ("inside", "inside-slots", "cluster-ips")}
         elements = [

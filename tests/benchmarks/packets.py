@@ -17,8 +17,9 @@ from dataplane.mode import Options
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.maps import MapSet, traffic_cpus
 from dataplane.modes.ebpf.store import Store
-from dataplane.table import Backend, Entry, Frontend, Kind, Protocol, Route
+from dataplane.table import Backend, BackendSet, Kind, Protocol
 from tests.benchmarks.kit import built, median
+from tests.tables import Front, entry_of
 
 __all__ = ["FLOWS", "ROUNDS", "Loops", "loops"]
 
@@ -79,9 +80,9 @@ def loops() -> Iterator[Loops]:
         ):
             hz = jiffies_per_second()
             store = Store(maps, hz)
-            route = Route((Backend(BACKEND, BACKEND_PORT, local=True),))
-            front = Frontend(Kind.CLUSTER_IP, VIP, PORT, route, route)
-            store.apply({"bench/web": (Entry("bench/web:http", 4, Protocol.TCP, (front,), route.backends),)})
+            route = BackendSet((Backend(BACKEND, BACKEND_PORT, local=True),))
+            front = Front(Kind.CLUSTER_IP, VIP, PORT, route, route)
+            store.apply({"bench/web": (entry_of("bench/web:http", 4, Protocol.TCP, (front,), route.backends),)})
             settings = layout.pack(
                 "settings", hz=hz, reject_burst=1, fast_path=1, max_opening=1 << 30,
                 udp_timeout=options.udp_timeout * hz, port_first=options.port_first, port_count=options.port_count,

@@ -20,8 +20,9 @@ from dataplane.mode import Options
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.maps import MapSet
 from dataplane.modes.ebpf.store import Store
-from dataplane.table import Backend, Entry, Frontend, Kind, Protocol, Route
+from dataplane.table import Backend, BackendSet, Entry, Kind, Protocol
 from tests.benchmarks.kit import Result, Target, built, median, say
+from tests.tables import Front, entry_of
 
 SERVICES, BACKENDS = 16_384, 60
 TOTAL = SERVICES * BACKENDS
@@ -105,9 +106,9 @@ def _text(number: int) -> str:
 
 def _entry(number: int) -> Entry:
     first = FIRST_BACKEND + number * BACKENDS
-    route = Route(tuple(Backend(_text(first + n), BACKEND_PORT) for n in range(BACKENDS)))
-    frontend = Frontend(Kind.CLUSTER_IP, _text(FIRST_SERVICE + number), PORT, route, route)
-    return Entry(f"bench/service-{number}:http", 4, Protocol.TCP, (frontend,), route.backends)
+    route = BackendSet(tuple(Backend(_text(first + n), BACKEND_PORT) for n in range(BACKENDS)))
+    frontend = Front(Kind.CLUSTER_IP, _text(FIRST_SERVICE + number), PORT, route, route)
+    return entry_of(f"bench/service-{number}:http", 4, Protocol.TCP, (frontend,), route.backends)
 
 
 def _fill_ours(maps: MapSet) -> None:

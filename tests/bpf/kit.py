@@ -34,8 +34,9 @@ from dataplane.modes.ebpf.flows import FlowGC, flow_arrays
 from dataplane.modes.ebpf.maps import MapSet, traffic_cpus
 from dataplane.modes.ebpf.programs import CHECK_MTU, put_carriers
 from dataplane.modes.ebpf.store import Store
-from dataplane.table import Backend, Entry, Frontend, Kind, Protocol, Route, WhenEmpty
+from dataplane.table import Backend, BackendSet, Entry, Kind, Protocol, WhenEmpty
 from tests.pins import pin_folder
+from tests.tables import Front, entry_of
 
 PASS, DROP, REDIRECT = 0xFFFFFFFF, 2, 7  # TC_ACT_UNSPEC, TC_ACT_SHOT, TC_ACT_REDIRECT
 HZ = jiffies_per_second()
@@ -79,10 +80,10 @@ def service(
 ) -> Entry:  # fmt: skip
     """One ClusterIP port; `serving` are endpoints that still serve beside those of the route."""
     members = tuple(Backend(a, p) for a, p in backends)
-    route = Route(members, when_empty)
-    front = Frontend(Kind.CLUSTER_IP, address, port, route, route)
+    route = BackendSet(members, when_empty)
+    front = Front(Kind.CLUSTER_IP, address, port, route, route)
     more = tuple(Backend(a, p) for a, p in serving)
-    return Entry(name, 6 if ":" in address else 4, protocol, (front,), (*members, *more), affinity)
+    return entry_of(name, 6 if ":" in address else 4, protocol, (front,), (*members, *more), affinity)
 
 
 def moments(jiffies: int) -> int:

@@ -15,7 +15,7 @@ import pytest
 from dataplane.balancing import ALGORITHMS, ring_of
 from dataplane.mode import Options
 from dataplane.modes.ebpf import layout
-from dataplane.table import Backend, Entry, Protocol, Route
+from dataplane.table import Backend, BackendSet, Entry, Protocol
 
 from .kit import PASS, REDIRECT, SMALL, Bench, Net, bench_with, datagram, frame, read, segment, service, syn
 from .test_failover import wait
@@ -48,8 +48,7 @@ def balanced(
         for backend, weight in itertools.zip_longest(made.serving, weights, fillvalue=1)
         if isinstance(backend, Backend)
     )
-    front = msgspec.structs.replace(made.frontends[0], inside=Route(weighed), outside=Route(weighed))
-    return msgspec.structs.replace(made, frontends=(front,), serving=weighed, algorithm=algorithm)
+    return msgspec.structs.replace(made, backend_sets=(BackendSet(weighed),), serving=weighed, algorithm=algorithm)
 
 
 class Asker:
@@ -106,7 +105,7 @@ def tuple_hash(client: str, sport: int, vip: str, port: int, protocol: int = 6) 
 
 def place(entry: Entry, number: int) -> str:
     """The backend that a number leads to."""
-    backends = entry.frontends[0].inside.backends
+    backends = entry.backend_sets[0].backends
     ring = ring_of(ALGORITHMS[entry.algorithm], backends, LIMIT)
     return backends[ring[number * len(ring) >> 32]].address
 
@@ -189,13 +188,12 @@ def test_two_nodes_choose_alike(bench: Bench, net: Net) -> None:
     bench.serve(entry)
     with bench_with(RINGS) as second:
         second.node(primary4=0x01010101)
-        route = entry.frontends[0].inside
-        turned = tuple(msgspec.structs.replace(b, local=not b.local) for b in reversed(route.backends))
-        other = Route(turned, route.when_empty, route.why)
-        front = msgspec.structs.replace(entry.frontends[0], inside=other, outside=other)
+        (whole,) = entry.backend_sets
+        turned = tuple(msgspec.structs.replace(b, local=not b.local) for b in reversed(whole.backends))
+        other = BackendSet(turned, whole.when_empty, whole.why)
         second.serve(
             balanced(net, "random", vip=net.vip2, name="default/earlier:http"),
-            msgspec.structs.replace(entry, frontends=(front,), serving=turned),
+            msgspec.structs.replace(entry, backend_sets=(other,), serving=turned),
         )
         here, there = Asker(bench, net), Asker(second, net)
         sports = range(1024, 65_536, 173)

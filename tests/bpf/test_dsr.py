@@ -13,8 +13,9 @@ from scapy.layers.inet6 import IPv6
 from dataplane.kernel.bpf import Object
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.flows import flow_arrays
-from dataplane.table import Backend, Entry, Frontend, Kind, Masquerade, Protocol, Route
+from dataplane.table import Backend, BackendSet, Entry, Kind, Masquerade, Protocol
 from tests.namespaces import fresh
+from tests.tables import Front, entry_of
 
 from .kit import (
     DROP,
@@ -44,13 +45,13 @@ HEAD = {4: 20, 6: 40}
 
 def web(net: Net, protocol: Protocol, *, local: bool) -> Entry:
     """A node port and a load-balancer IP of one backend, as seen by its own node or by another one."""
-    route = Route((Backend(net.backends[0], 8080, local=local),))
+    route = BackendSet((Backend(net.backends[0], 8080, local=local),))
     fronts = (
-        Frontend(Kind.CLUSTER_IP, net.vip, 80, route, route, Masquerade.NODE),
-        Frontend(Kind.NODE_PORT, None, NODE_PORT, route, route, Masquerade.ALWAYS),
-        Frontend(Kind.LOAD_BALANCER, OUTER[net.family], 80, route, route, Masquerade.ALWAYS),
+        Front(Kind.CLUSTER_IP, net.vip, 80, route, route, Masquerade.NODE),
+        Front(Kind.NODE_PORT, None, NODE_PORT, route, route, Masquerade.ALWAYS),
+        Front(Kind.LOAD_BALANCER, OUTER[net.family], 80, route, route, Masquerade.ALWAYS),
     )
-    return Entry("default/web:http", net.family, protocol, fronts, route.backends)
+    return entry_of("default/web:http", net.family, protocol, fronts, route.backends)
 
 
 @pytest.fixture(scope="module")
@@ -227,10 +228,10 @@ def test_without_the_setting_nothing_is_unwrapped(bench: Bench, net: Net) -> Non
 def test_a_repeated_syn_stays_and_is_counted(pair: Pair, protocol: Protocol) -> None:
     """Answers do not come this way: the first backend may have accepted, and its answer be lost behind us."""
     net, bench = pair.net, pair.asked.bench
-    route = Route(tuple(Backend(address, 8080) for address in net.backends[:8]))
+    route = BackendSet(tuple(Backend(address, 8080) for address in net.backends[:8]))
     (front,) = [f for f in web(net, protocol, local=False).frontends if f.kind is Kind.NODE_PORT]
-    front = Frontend(front.kind, front.address, front.port, route, route, front.masquerade)
-    bench.serve(Entry("default/web:http", net.family, protocol, (front,), route.backends))
+    front = Front(front.kind, front.address, front.port, route, route, front.masquerade)
+    bench.serve(entry_of("default/web:http", net.family, protocol, (front,), route.backends))
     there = {pair.asked.ask(net.primary, first(protocol, NODE_PORT))[1][14:][: HEAD[net.family]]}
     for count in range(1, 4):
         assert int(bench.maps.view("backends")["failures"].sum()) == count - 1

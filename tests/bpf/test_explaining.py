@@ -16,17 +16,17 @@ from dataplane.modes.ebpf.edges import pod_columns
 from dataplane.modes.ebpf.flows import flow_arrays
 from dataplane.table import (
     Backend,
-    Detect,
+    BackendSet,
     Entry,
-    Frontend,
     Kind,
     Masquerade,
     NodeNetwork,
+    PodMatch,
     Protocol,
-    Route,
     ServiceTable,
     WhenEmpty,
 )
+from tests.tables import Front, entry_of
 
 from .kit import DROP, HZ, NETS, PASS, Bench, Net, cpus, datagram, frame, read, segment, service, syn
 
@@ -174,23 +174,23 @@ def entries(draw: st.DrawFn, net: Net) -> Entry:
     """One service with every kind of address, its routes and policies drawn."""
     some = st.lists(st.sampled_from(net.backends[:6]), max_size=4, unique=True)
     empty = st.sampled_from([WhenEmpty.REJECT, WhenEmpty.DROP])
-    inside, outside = (Route(tuple(Backend(a, 8080) for a in draw(some)), draw(empty)) for _ in range(2))
+    inside, outside = (BackendSet(tuple(Backend(a, 8080) for a in draw(some)), draw(empty)) for _ in range(2))
     if draw(st.booleans()):
         outside = inside
     masquerade = draw(st.sampled_from([Masquerade.NEVER, Masquerade.EXTERNAL, Masquerade.ALWAYS]))
     sources = draw(st.sampled_from([None, (OUTSIDE[net.family],), (POD_CIDRS[net.family],)]))
     frontends = [
-        Frontend(Kind.CLUSTER_IP, net.vip, 80, inside, inside),
-        Frontend(Kind.NODE_PORT, None, 30080, inside, outside, masquerade),
-        Frontend(Kind.LOAD_BALANCER, LB[net.family], 80, inside, outside, masquerade, sources),
+        Front(Kind.CLUSTER_IP, net.vip, 80, inside, inside),
+        Front(Kind.NODE_PORT, None, 30080, inside, outside, masquerade),
+        Front(Kind.LOAD_BALANCER, LB[net.family], 80, inside, outside, masquerade, sources),
     ]
-    return Entry("default/web:http", net.family, Protocol.TCP, tuple(frontends), (), draw(st.sampled_from([0, 600])))
+    return entry_of("default/web:http", net.family, Protocol.TCP, tuple(frontends), (), draw(st.sampled_from([0, 600])))
 
 
 def table_of(net: Net, entry: Entry) -> ServiceTable:
     node = NodeNetwork(
         addresses=(net.primary,), primary=(net.primary,), node_port_addresses=(net.primary,),
-        pod_cidrs=(POD_CIDRS[net.family],), detect=Detect.CLUSTER_CIDR, service_cidrs=(net.service_cidr,),
+        pods=PodMatch((POD_CIDRS[net.family],)), service_cidrs=(net.service_cidr,),
     )  # fmt: skip
     return ServiceTable(services={"default/web": (entry,)}, node=node)
 

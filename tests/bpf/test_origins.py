@@ -16,8 +16,9 @@ from scapy.packet import Packet, Raw
 from dataplane.kernel.bpf import run_on_packet
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.edges import set_elements
-from dataplane.table import Backend, Entry, Frontend, Kind, Masquerade, Protocol, Route
+from dataplane.table import Backend, BackendSet, Kind, Masquerade, Protocol
 from tests.namespaces import fresh
+from tests.tables import Front, entry_of
 
 from .kit import DROP, HZ, NETS, PASS, REDIRECT, Bench, Net, datagram, forward_by, frame, read, segment, syn
 from .test_flows import dns, web
@@ -247,9 +248,9 @@ def test_masqueraded_answers_go_to_who_was_named(node: Node, protocol: Protocol)
     """They never go through the stack."""
     net, tcp = node.net, protocol is Protocol.TCP
     port = 8080 if tcp else 5353
-    route = Route((Backend(net.backends[0], port),))
-    front = Frontend(Kind.EXTERNAL_IP, net.vip2, 80, route, route, Masquerade.ALWAYS)
-    node.bench.serve(Entry("default/web:http", net.family, protocol, (front,), route.backends))
+    route = BackendSet((Backend(net.backends[0], port),))
+    front = Front(Kind.EXTERNAL_IP, net.vip2, 80, route, route, Masquerade.ALWAYS)
+    node.bench.serve(entry_of("default/web:http", net.family, protocol, (front,), route.backends))
     for place, handed in ((node.other, 0), (node.client, node.client)):
         node.bench.forget_flows()
         opened = frame(net, net.client, net.vip2, syn() if tcp else datagram(40000, 80))

@@ -16,8 +16,9 @@ from scapy.packet import Raw
 from dataplane.kernel.bpf import Object, run_on_packet
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.edges import pod_columns
-from dataplane.table import Backend, Detect, Entry, Frontend, Kind, Masquerade, NodeNetwork, Protocol, Route, WhenEmpty
+from dataplane.table import Backend, BackendSet, Entry, Kind, Masquerade, NodeNetwork, PodMatch, Protocol, WhenEmpty
 from tests.namespaces import fresh, loopback
+from tests.tables import Front, entry_of
 
 from .kit import (
     DROP,
@@ -70,17 +71,17 @@ def uplink(programs: Bench) -> Iterator[Object]:
 
 
 def outer_service(net: Net, backends: list[tuple[str, int]], *, protocol: Protocol = Protocol.TCP,
-                  local: Route | None = None, sources: tuple[str, ...] | None = None) -> Entry:  # fmt: skip
+                  local: BackendSet | None = None, sources: tuple[str, ...] | None = None) -> Entry:  # fmt: skip
     """A ClusterIP that masquerades outsiders, a node port, an external IP and a load-balancer IP; port 80 at each."""
-    everybody = Route(tuple(Backend(a, p) for a, p in backends))
+    everybody = BackendSet(tuple(Backend(a, p) for a, p in backends))
     outside, masquerade = (local, Masquerade.NODE) if local else (everybody, Masquerade.ALWAYS)
     assert outside is not None
     fronts = (
-        Frontend(Kind.CLUSTER_IP, net.vip, 80, everybody, everybody, Masquerade.NODE | Masquerade.EXTERNAL),
-        Frontend(Kind.NODE_PORT, None, NODE_PORT, everybody, outside, masquerade),
-        Frontend(Kind.LOAD_BALANCER, OUTER[net.family], 80, everybody, outside, masquerade, sources),
+        Front(Kind.CLUSTER_IP, net.vip, 80, everybody, everybody, Masquerade.NODE | Masquerade.EXTERNAL),
+        Front(Kind.NODE_PORT, None, NODE_PORT, everybody, outside, masquerade),
+        Front(Kind.LOAD_BALANCER, OUTER[net.family], 80, everybody, outside, masquerade, sources),
     )
-    return Entry("default/web:http", net.family, protocol, fronts, everybody.backends)
+    return entry_of("default/web:http", net.family, protocol, fronts, everybody.backends)
 
 
 class Uplink:
@@ -152,7 +153,7 @@ def test_a_masqueraded_connection_that_ends_is_forgotten(node: Uplink) -> None:
 
 def test_a_kept_source_goes_through_the_stack(node: Uplink) -> None:
     net = node.net
-    here = Route((Backend(net.backends[1], 8080, local=True),))
+    here = BackendSet((Backend(net.backends[1], 8080, local=True),))
     node.bench.serve(outer_service(net, [(b, 8080) for b in net.backends[:3]], local=here))
     verdict, out = node.ask(net.primary, syn(40000, NODE_PORT))
     assert (verdict, read(out).tuple) == (PASS, (node.client, 40000, net.backends[1], 8080))
@@ -165,16 +166,16 @@ def test_a_kept_source_goes_through_the_stack(node: Uplink) -> None:
 
 def test_an_empty_local_route_is_silent(node: Uplink) -> None:
     net = node.net
-    node.bench.serve(outer_service(net, [(net.backends[0], 8080)], local=Route((), WhenEmpty.DROP)))
+    node.bench.serve(outer_service(net, [(net.backends[0], 8080)], local=BackendSet((), WhenEmpty.DROP)))
     assert node.ask(net.primary, syn(40000, NODE_PORT))[0] == DROP
     assert node.bench.count("drop_empty") == 1
 
 
 def test_pods_take_the_inside_route_unmasked(node: Uplink) -> None:
     net = node.net
-    node.bench.serve(outer_service(net, [(net.backends[0], 8080)], local=Route((), WhenEmpty.DROP)))
+    node.bench.serve(outer_service(net, [(net.backends[0], 8080)], local=BackendSet((), WhenEmpty.DROP)))
     cidr = "10.1.0.0/16" if net.family == 4 else "fd00:1::/64"
-    node.bench.node(**pod_columns(NodeNetwork(detect=Detect.CLUSTER_CIDR, pod_cidrs=(cidr,))))
+    node.bench.node(**pod_columns(NodeNetwork(pods=PodMatch((cidr,)))))
     verdict, out = node.ask(net.primary, syn(40000, NODE_PORT), client=net.client)
     assert (verdict, read(out).tuple) == (PASS, (net.client, 40000, net.backends[0], 8080))
 

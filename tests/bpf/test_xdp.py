@@ -19,8 +19,9 @@ from scapy.packet import Packet, Raw
 from dataplane.kernel.bpf import Object, run_on_packet
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.traffic import FIELDS
-from dataplane.table import Backend, Entry, Frontend, Kind, Masquerade, Protocol, Route
+from dataplane.table import Backend, BackendSet, Kind, Masquerade, Protocol
 from tests import namespaces
+from tests.tables import Front, entry_of
 
 from .kit import HZ, NETS, REDIRECT, Bench, Net, Seen, chunk, read, segment
 
@@ -63,9 +64,9 @@ class World:
         return index
 
     def serve(self, *backends: str, masquerade: Masquerade = Masquerade.ALWAYS) -> None:
-        route = Route(tuple(Backend(address, TARGET) for address in backends))
-        front = Frontend(Kind.LOAD_BALANCER, self.net.vip, VIP_PORT, route, route, masquerade)
-        self.bench.serve(Entry("default/web:http", self.net.family, self.protocol, (front,), route.backends))
+        route = BackendSet(tuple(Backend(address, TARGET) for address in backends))
+        front = Front(Kind.LOAD_BALANCER, self.net.vip, VIP_PORT, route, route, masquerade)
+        self.bench.serve(entry_of("default/web:http", self.net.family, self.protocol, (front,), route.backends))
 
     def accept_frames(self) -> None:
         """Here, and at loopback, where packets of tests come in."""

@@ -10,11 +10,10 @@ import pytest
 
 from controller import cli
 from controller.errors import ConfigError
-from controller.semantics.entries import Settings
+from controller.semantics.entries import DetectLocalMode, Settings
 from controller.settings import config
 from controller.settings.config import Config, Endpoint, from_flags
 from dataplane.mode import Options
-from dataplane.table import Detect
 
 
 def parsed(*arguments: str) -> Config:
@@ -33,7 +32,7 @@ def test_defaults_are_kube_proxys() -> None:
     assert parsed() == Config(
         settings=Settings(
             node_name=name,
-            detect=Detect.CLUSTER_CIDR,
+            detect=DetectLocalMode.CLUSTER_CIDR,
             node_port_addresses=(),
             masquerade_bit=14,
             algorithm="random",
@@ -71,8 +70,8 @@ GOOD = [
     pytest.param("--cluster-cidr=10.0.0.0/8 --cluster-cidr=fd00::/8", "settings.cluster_cidrs",
                  ("10.0.0.0/8", "fd00::/8"), id="repeated"),
     pytest.param("--cluster-cidr=",        "settings.cluster_cidrs", (),                     id="empty CIDR"),
-    pytest.param("--detect-local-mode=NodeCIDR", "settings.detect",        Detect.NODE_CIDR,       id="NodeCIDR"),
-    pytest.param("--detect-local-mode=",   "settings.detect",        Detect.CLUSTER_CIDR,    id="empty mode"),
+    pytest.param("--detect-local-mode=NodeCIDR", "settings.detect",        DetectLocalMode.NODE_CIDR, id="NodeCIDR"),
+    pytest.param("--detect-local-mode=",   "settings.detect",        DetectLocalMode.CLUSTER_CIDR, id="empty mode"),
     pytest.param("--detect-local-mode=BridgeInterface --pod-bridge-interface=cni0", "settings.pod_interface", "cni0",
                  id="bridge"),
     pytest.param("--detect-local-mode=InterfaceNamePrefix --pod-interface-name-prefix=cali", "settings.pod_interface",

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from controller import cli
 from controller.agent.node_setup import conntrack_limit, conntrack_settings
 from controller.errors import ConfigError
+from controller.semantics.entries import DetectLocalMode
 from controller.settings import reference
 from controller.settings.config import (
     REMOVED_FLAGS,
@@ -33,7 +34,6 @@ from controller.settings.config import (
 )  # fmt: skip
 from controller.settings.configfile import Loaded, change, follow, load, of_flags, read, text, write
 from controller.settings.documents import DOCUMENTS, HYBRID, KUBE_PROXY, HybridProxyConfiguration, Row, rows
-from dataplane.table import Detect
 
 FOLDER = Path(__file__).parent / "configurations"
 ROOT = Path(__file__).parents[2]
@@ -181,7 +181,7 @@ HONOURED = [
     ("nftables.masqueradeAll", "true", "settings.masquerade_all", True),
     ("nftables.syncPeriod", "1m", "options.sync_seconds", 60.0),
     ("nftables.minSyncPeriod", "2s", "min_sync_seconds", 2.0),
-    ("detectLocalMode", "NodeCIDR", "settings.detect", Detect.NODE_CIDR),
+    ("detectLocalMode", "NodeCIDR", "settings.detect", DetectLocalMode.NODE_CIDR),
     ("detectLocal.bridgeInterface", "cni0", "settings.pod_interface", "cni0"),
     ("detectLocal.interfaceNamePrefix", "cali", "settings.pod_interface", "cali"),
     ("clusterCIDR", "'10.0.0.0/8,fd00::/8'", "settings.cluster_cidrs", ("10.0.0.0/8", "fd00::/8")),

@@ -11,30 +11,30 @@ from controller.serving.figures import NETWORK_BUCKETS, SYNC_BUCKETS, TRIGGERS, 
 from dataplane.table import (
     EMPTY,
     Backend,
+    BackendSet,
     Entry,
-    Frontend,
     Kind,
     NodeNetwork,
     Protocol,
-    Route,
     ServiceTable,
     WhenEmpty,
 )
+from tests.tables import Front, entry_of
 
-SOME = Route((Backend("10.1.0.1", 80), Backend("10.1.0.2", 80)))
-SILENT, REFUSED = Route((), WhenEmpty.DROP), Route((), WhenEmpty.REJECT)
-
-
-def entry(*frontends: Frontend, family: int = 4, name: str = "d/web:http") -> Entry:
-    return Entry(name, family, Protocol.TCP, frontends, SOME.backends)
+SOME = BackendSet((Backend("10.1.0.1", 80), Backend("10.1.0.2", 80)))
+SILENT, REFUSED = BackendSet((), WhenEmpty.DROP), BackendSet((), WhenEmpty.REJECT)
 
 
-def cluster_ip(route: Route) -> Frontend:
-    return Frontend(Kind.CLUSTER_IP, "10.96.0.1", 80, route, route)
+def entry(*frontends: Front, family: int = 4, name: str = "d/web:http") -> Entry:
+    return entry_of(name, family, Protocol.TCP, frontends, SOME.backends)
 
 
-def node_port(outside: Route) -> Frontend:
-    return Frontend(Kind.NODE_PORT, None, 30080, SOME, outside)
+def cluster_ip(route: BackendSet) -> Front:
+    return Front(Kind.CLUSTER_IP, "10.96.0.1", 80, route, route)
+
+
+def node_port(outside: BackendSet) -> Front:
+    return Front(Kind.NODE_PORT, None, 30080, SOME, outside)
 
 
 def table(after: ServiceTable = EMPTY, **services: tuple[Entry, ...]) -> ServiceTable:

@@ -14,8 +14,9 @@ from typing import ClassVar
 import pytest
 
 from dataplane.kernel import conntrack
-from dataplane.table import Backend, Entry, Frontend, Kind, NodeNetwork, Protocol, Route, ServiceTable, socket_text
+from dataplane.table import Backend, BackendSet, Kind, NodeNetwork, Protocol, ServiceTable, socket_text
 from tests import namespaces
+from tests.tables import Front, entry_of
 
 pytestmark = pytest.mark.root
 V4, V6 = socket.AF_INET, socket.AF_INET6
@@ -69,12 +70,12 @@ def table(serving: dict[int, str] | None = NEW, protocol: Protocol = Protocol.UD
     entries = []
     for number, family in ((4, V4), (6, V6)):
         backends = (Backend(serving[family], TARGET),) if serving else ()
-        route = Route(backends)
+        route = BackendSet(backends)
         frontends = (
-            Frontend(Kind.CLUSTER_IP, VIP[family], PORT, route, route),
-            Frontend(Kind.NODE_PORT, None, NODE_PORT, route, route),
+            Front(Kind.CLUSTER_IP, VIP[family], PORT, route, route),
+            Front(Kind.NODE_PORT, None, NODE_PORT, route, route),
         )
-        entries.append(Entry("a/dns:dns", number, protocol, frontends, backends))
+        entries.append(entry_of("a/dns:dns", number, protocol, frontends, backends))
     return ServiceTable({"a/dns": tuple(entries)}, NodeNetwork(node_port_addresses=(NODE[V4], NODE[V6])))
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from dataplane.mode import Misfit, misfit_rows, unknown_algorithms, unprobed
-from dataplane.table import Backend, Entry, NodeNetwork, Probe, Protocol, ServiceTable
+from dataplane.table import Backend, NodeNetwork, Probe, Protocol, ServiceTable
+from tests.tables import entry_of
 
 
 def asking_for(*algorithms: str) -> ServiceTable:
-    entries = tuple(Entry(f"d/web:p{n}", 4, Protocol.TCP, (), (), 0, name) for n, name in enumerate(algorithms))
+    entries = tuple(entry_of(f"d/web:p{n}", 4, Protocol.TCP, (), algorithm=name) for n, name in enumerate(algorithms))
     return ServiceTable(MappingProxyType({"d/web": entries}), NodeNetwork())
 
 
@@ -26,7 +27,7 @@ def test_service_ports_with_other_algorithms_are_counted() -> None:
 def test_weights_that_a_mode_does_not_use_are_counted() -> None:
     heavy, plain = Backend("10.0.0.1", 80, weight=3), Backend("10.0.0.2", 80)
     out = Backend("10.0.0.3", 80, weight=0)
-    entries = tuple(Entry(f"d/web:p{n}", 4, Protocol.TCP, (), (one,)) for n, one in enumerate((heavy, plain, out)))
+    entries = tuple(entry_of(f"d/web:p{n}", 4, Protocol.TCP, (), (one,)) for n, one in enumerate((heavy, plain, out)))
     table = ServiceTable(MappingProxyType({"d/web": entries}), NodeNetwork())
     assert unknown_algorithms(table, {"random"}, "random", weighs=True) == []
     assert unknown_algorithms(table, {"random"}, "random") == [
@@ -35,7 +36,9 @@ def test_weights_that_a_mode_does_not_use_are_counted() -> None:
 
 
 def test_probes_that_a_mode_does_not_make_are_counted() -> None:
-    entries = tuple(Entry(f"d/web:p{n}", 4, Protocol.TCP, (), probe=probe) for n, probe in enumerate((Probe(), None)))
+    entries = tuple(
+        entry_of(f"d/web:p{n}", 4, Protocol.TCP, (), probe=probe) for n, probe in enumerate((Probe(), None))
+    )
     assert unprobed(ServiceTable(MappingProxyType({"d/web": entries}), NodeNetwork())) == [
         "1 service ports ask for probes of their backends, which this mode does not make"
     ]

@@ -22,7 +22,8 @@ from controller.kubernetes.model import (
 from controller.semantics.cluster import Cluster
 from controller.semantics.entries import Settings, entries, node_network
 from controller.semantics.tables import Builder
-from dataplane.table import Entry, Frontend, Kind, Protocol, Route, ServiceTable, socket_text
+from dataplane.table import BackendSet, Entry, Kind, Protocol, ServiceTable, socket_text
+from tests.tables import Front, fronts_of
 
 ME = "node-a"
 NODE = Node(ME, ("192.168.0.1", "fd01::1"), pod_cidrs=("10.1.0.0/24", "fd02::/64"), zone="zone-a")
@@ -85,14 +86,14 @@ def only(svc: Service, *slices: EndpointSlice, settings: Settings = SETTINGS, no
     return entry
 
 
-def frontend(entry: Entry, kind: Kind = Kind.CLUSTER_IP) -> Frontend:
-    (found,) = [f for f in entry.frontends if f.kind is kind]
+def frontend(entry: Entry, kind: Kind = Kind.CLUSTER_IP) -> Front:
+    (found,) = [f for f in fronts_of(entry) if f.kind is kind]
     return found
 
 
-def shown(route: Route) -> str:
-    """A route in one word: addresses of its backends, or what happens without them."""
-    return " ".join(b.address for b in route.backends) or route.when_empty.value
+def shown(backend_set: BackendSet) -> str:
+    """A backend set in one word: addresses of its backends, or what happens without them."""
+    return " ".join(b.address for b in backend_set.backends) or backend_set.when_empty.value
 
 
 def sockets(backends: Iterable[Any]) -> list[str]:

@@ -32,7 +32,7 @@ CASES = [
 def test_sources_of_a_load_balancer_ip(ranges, expected):
     svc = service(type="LoadBalancer", load_balancer_ips=("5.5.5.5", "fd05::5", "6.6.6.6"), source_ranges=ranges)
     entry = only(svc, endpoint_slice(here("10.1.0.1")))
-    assert {f.sources for f in entry.frontends if f.kind is Kind.LOAD_BALANCER} == {expected}
+    assert {f.source_ranges for f in entry.frontends if f.kind is Kind.LOAD_BALANCER} == {expected}
 
 
 def test_only_the_load_balancer_ip_is_guarded():
@@ -44,7 +44,7 @@ def test_only_the_load_balancer_ip_is_guarded():
         ports=(ServicePort("http", Protocol.TCP, 80, 30080),),
     )
     entry = only(svc, endpoint_slice(here("10.1.0.1")))
-    guarded = {f.kind for f in entry.frontends if f.sources is not None}
+    guarded = {f.kind for f in entry.frontends if f.source_ranges is not None}
     assert guarded == {Kind.LOAD_BALANCER}
 
 
@@ -56,7 +56,7 @@ def test_an_address_that_is_also_an_external_ip_is_guarded():
         source_ranges=("203.0.113.0/24",),
     )
     entry = only(svc, endpoint_slice(here("10.1.0.1")))
-    assert frontend(entry, Kind.LOAD_BALANCER).sources == ("203.0.113.0/24",)
+    assert frontend(entry, Kind.LOAD_BALANCER).source_ranges == ("203.0.113.0/24",)
 
 
 def test_ranges_of_each_family():
@@ -67,11 +67,11 @@ def test_ranges_of_each_family():
         source_ranges=("203.0.113.0/24", "fd01::/64"),
     )
     v4, v6 = decide(svc)
-    assert frontend(v4, Kind.LOAD_BALANCER).sources == ("203.0.113.0/24",)
-    assert frontend(v6, Kind.LOAD_BALANCER).sources == ("fd01::/64", "fd05::5/128")
+    assert frontend(v4, Kind.LOAD_BALANCER).source_ranges == ("203.0.113.0/24",)
+    assert frontend(v6, Kind.LOAD_BALANCER).source_ranges == ("fd01::/64", "fd05::5/128")
 
 
 def test_a_node_without_addresses_adds_nothing():
     svc = service(type="LoadBalancer", load_balancer_ips=("5.5.5.5",), source_ranges=("192.168.0.0/24",))
     entry = only(svc, node=Node(NODE.name))
-    assert frontend(entry, Kind.LOAD_BALANCER).sources == ("192.168.0.0/24",)
+    assert frontend(entry, Kind.LOAD_BALANCER).source_ranges == ("192.168.0.0/24",)

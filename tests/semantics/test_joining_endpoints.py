@@ -24,6 +24,7 @@ from make import (
 )  # fmt: skip  # isort: skip
 
 from dataplane.table import Protocol
+from tests.tables import fronts_of
 
 TCP, UDP = Protocol.TCP, Protocol.UDP
 
@@ -33,7 +34,7 @@ def test_a_port_joins_by_name_and_protocol():
     numbers = (EndpointPort("dns-tcp", TCP, 5354), EndpointPort("dns", UDP, 5353), EndpointPort("http", TCP, 8080),
                EndpointPort("admin", TCP, 9090))  # fmt: skip
     found = decide(service(ports=ports), endpoint_slice(here("10.1.0.1"), ports=numbers))
-    assert {e.name: sockets(frontend(e).inside.backends) for e in found} == {
+    assert {e.name: sockets(frontend(e).internal.backends) for e in found} == {
         "default/web:http": ["10.1.0.1:8080"],
         "default/web:dns": ["10.1.0.1:5353"],
         "default/web:dns-tcp": ["10.1.0.1:5354"],
@@ -44,21 +45,21 @@ def test_a_port_joins_by_name_and_protocol():
 def test_an_unnamed_port_joins_an_unnamed_port():
     svc = service(ports=(ServicePort("", TCP, 80),))
     entry = only(svc, endpoint_slice(here("10.1.0.1"), ports=[EndpointPort("", TCP, 8080)]))
-    assert sockets(frontend(entry).inside.backends) == ["10.1.0.1:8080"]
+    assert sockets(frontend(entry).internal.backends) == ["10.1.0.1:8080"]
     entry = only(svc, endpoint_slice(here("10.1.0.1")))
-    assert frontend(entry).inside.backends == ()
+    assert frontend(entry).internal.backends == ()
 
 
 def test_slices_may_have_different_numbers_for_one_port():
     one = endpoint_slice(here("10.1.0.1"), name="one")
     two = endpoint_slice(away("10.1.1.1"), name="two", ports=[EndpointPort("http", TCP, 9090)])
-    assert sockets(frontend(only(service(), one, two)).inside.backends) == ["10.1.0.1:8080", "10.1.1.1:9090"]
+    assert sockets(frontend(only(service(), one, two)).internal.backends) == ["10.1.0.1:8080", "10.1.1.1:9090"]
 
 
 def test_one_address_on_two_ports_is_two_backends():
     one = endpoint_slice(here("10.1.0.1"), name="one")
     two = endpoint_slice(here("10.1.0.1"), name="two", ports=[EndpointPort("http", TCP, 9090)])
-    assert sockets(frontend(only(service(), two, one)).inside.backends) == ["10.1.0.1:8080", "10.1.0.1:9090"]
+    assert sockets(frontend(only(service(), two, one)).internal.backends) == ["10.1.0.1:8080", "10.1.0.1:9090"]
 
 
 # fmt: off
@@ -83,7 +84,7 @@ def test_copies_of_one_endpoint(copies, backends, serving, together):
         else:
             slices = [endpoint_slice(first, name="one"), endpoint_slice(second, name="two")]
         entry = only(service(), *slices)
-        assert shown(frontend(entry).inside) == backends
+        assert shown(frontend(entry).internal) == backends
         assert len(entry.serving) == serving
 
 
@@ -92,7 +93,7 @@ def test_a_local_copy_wins_over_a_remote_one(together):
     for first, second in itertools.permutations([here("10.1.0.1"), away("10.1.0.1")]):
         slices = [endpoint_slice(first, second)] if together else [
             endpoint_slice(first, name="one"), endpoint_slice(second, name="two")]  # fmt: skip
-        (backend,) = frontend(only(service(internal_local=True), *slices)).inside.backends
+        (backend,) = frontend(only(service(internal_local=True), *slices)).internal.backends
         assert backend.local
 
 
@@ -101,12 +102,12 @@ def test_order_is_local_first_then_text_whatever_the_slices_say():
     expected = "10.1.0.1 10.1.0.2 10.0.0.9 10.1.1.1 10.1.1.2"
     for order in itertools.permutations(endpoints):
         plain = endpoint_slice(*order)
-        assert shown(frontend(only(service(), plain)).inside) == expected
+        assert shown(frontend(only(service(), plain)).internal) == expected
         split = [endpoint_slice(*order[:2], name="one"), endpoint_slice(*order[2:], name="two")]
         entry = only(service(external_ips=("1.1.1.1",), external_local=True), *split)
-        assert shown(frontend(entry).inside) == expected
-        local = entry.frontends[1].outside.backends
-        assert frontend(entry).inside.backends[: len(local)] == local
+        assert shown(frontend(entry).internal) == expected
+        local = fronts_of(entry)[1].external.backends
+        assert frontend(entry).internal.backends[: len(local)] == local
 
 
 # fmt: off
@@ -131,7 +132,7 @@ def test_what_still_serves(state, expected, zones):
 def test_what_policies_and_hints_leave_out_still_serves():
     svc = service(internal_local=True)
     entry = only(svc, endpoint_slice(here("10.1.0.1", zones=["zone-a"]), away("10.1.1.1", zones=["zone-b"])))
-    assert shown(frontend(entry).inside) == "10.1.0.1"
+    assert shown(frontend(entry).internal) == "10.1.0.1"
     assert sockets(entry.serving) == ["10.1.0.1:8080", "10.1.1.1:8080"]
 
 
@@ -152,4 +153,4 @@ def test_a_family_without_a_cluster_ip_is_not_served():
     entry = only(svc, endpoint_slice(here("fd02::1"), family=6))
     assert entry.family == 4
     assert [f.address for f in entry.frontends] == ["10.96.0.10", None]
-    assert shown(frontend(entry).inside) == "reject"
+    assert shown(frontend(entry).internal) == "reject"

@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 from make import ME, Node, ServicePort, decide, endpoint_slice, frontend, here, only, service
 
-from controller.semantics.entries import Settings
-from dataplane.table import Detect, Kind, Masquerade, Protocol
+from controller.semantics.entries import DetectLocalMode, Settings
+from dataplane.table import Kind, Masquerade, Protocol
 
 NEVER, NODE, ALWAYS = Masquerade.NEVER, Masquerade.NODE, Masquerade.ALWAYS
 NO_POD = Masquerade.NODE | Masquerade.EXTERNAL
@@ -19,11 +19,10 @@ CLUSTER_IP = [
     pytest.param(CIDR,                                                                     NO_POD, id="pods are known by the cluster's CIDR: everybody else"),
     pytest.param({},                                                                       NEVER,  id="no cluster CIDR: nobody"),
     pytest.param({"cluster_cidrs": ("fd02::/48",)},                                        NEVER,  id="only a CIDR of the other family: nobody"),
-    pytest.param({"detect": Detect.NODE_CIDR},                                             NO_POD, id="pods are known by the node's CIDR"),
-    pytest.param({"detect": Detect.BRIDGE_INTERFACE, "pod_interface": "cni0"},             NO_POD, id="pods are known by the bridge"),
-    pytest.param({"detect": Detect.INTERFACE_PREFIX, "pod_interface": "veth"},             NO_POD, id="pods are known by an interface prefix"),
-    pytest.param({"detect": Detect.INTERFACE_PREFIX},                                      NEVER,  id="no interface prefix: nobody"),
-    pytest.param({"detect": Detect.NONE, **CIDR},                                          NEVER,  id="detection is off"),
+    pytest.param({"detect": DetectLocalMode.NODE_CIDR},                                             NO_POD, id="pods are known by the node's CIDR"),
+    pytest.param({"detect": DetectLocalMode.BRIDGE_INTERFACE, "pod_interface": "cni0"},             NO_POD, id="pods are known by the bridge"),
+    pytest.param({"detect": DetectLocalMode.INTERFACE_PREFIX, "pod_interface": "veth"},             NO_POD, id="pods are known by an interface prefix"),
+    pytest.param({"detect": DetectLocalMode.INTERFACE_PREFIX},                                      NEVER,  id="no interface prefix: nobody"),
     pytest.param({"masquerade_all": True, **CIDR},                                         ALWAYS, id="masqueradeAll: pods too"),
     pytest.param({"masquerade_all": True},                                                 ALWAYS, id="masqueradeAll without detection"),
 ]

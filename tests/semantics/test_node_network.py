@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 from make import ME, Node
 
-from controller.semantics.entries import Settings, detects, node_network
-from dataplane.table import Detect
+from controller.semantics.entries import DetectLocalMode, Settings, node_network
+from dataplane.table import PodMatch
 
 NODE = Node(ME, ("192.168.0.1", "192.168.0.9", "fd01::1", "198.51.100.1"))
 ON = ("127.0.0.1", "192.168.0.1", "10.0.0.5", "169.254.3.3", "::1", "fd01::1", "fd03::3", "fe80::1")
@@ -67,28 +67,28 @@ PODS = Node(ME, pod_cidrs=("10.1.0.0/24", "10.2.0.0/24", "fd02::/64"))
 
 # fmt: off
 DETECTION = [
-    pytest.param({"cluster_cidrs": ("10.1.0.0/16", "fd02::/48")},               Detect.CLUSTER_CIDR, ("10.1.0.0/16", "fd02::/48"), (True, True),   id="ClusterCIDR, dual-stack"),
-    pytest.param({"cluster_cidrs": ("10.1.0.0/16", "10.9.0.0/16")},             Detect.CLUSTER_CIDR, ("10.1.0.0/16",),             (True, False),  id="only the first CIDR of a family"),
-    pytest.param({},                                                            Detect.NONE,         (),                           (False, False), id="ClusterCIDR without a CIDR"),
-    pytest.param({"detect": Detect.NODE_CIDR},                                  Detect.NODE_CIDR,    ("10.1.0.0/24", "fd02::/64"), (True, True),   id="NodeCIDR"),
-    pytest.param({"detect": Detect.NODE_CIDR, "cluster_cidrs": ("1.0.0.0/8",)}, Detect.NODE_CIDR,    ("10.1.0.0/24", "fd02::/64"), (True, True),   id="NodeCIDR ignores the cluster's"),
-    pytest.param({"detect": Detect.BRIDGE_INTERFACE, "pod_interface": "cni0"},  Detect.BRIDGE_INTERFACE, (),                       (True, True),   id="BridgeInterface"),
-    pytest.param({"detect": Detect.INTERFACE_PREFIX, "pod_interface": "veth"},  Detect.INTERFACE_PREFIX, (),                       (True, True),   id="InterfaceNamePrefix"),
-    pytest.param({"detect": Detect.BRIDGE_INTERFACE},                           Detect.NONE,         (),                           (False, False), id="BridgeInterface without a name"),
+    pytest.param({"cluster_cidrs": ("10.1.0.0/16", "fd02::/48")},               PodMatch(("10.1.0.0/16", "fd02::/48")), (True, True),   id="ClusterCIDR, dual-stack"),
+    pytest.param({"cluster_cidrs": ("10.1.0.0/16", "10.9.0.0/16")},             PodMatch(("10.1.0.0/16",)),             (True, False),  id="only the first CIDR of a family"),
+    pytest.param({},                                                            PodMatch(),                             (False, False), id="ClusterCIDR without a CIDR"),
+    pytest.param({"detect": DetectLocalMode.NODE_CIDR},                                  PodMatch(("10.1.0.0/24", "fd02::/64")), (True, True),   id="NodeCIDR"),
+    pytest.param({"detect": DetectLocalMode.NODE_CIDR, "cluster_cidrs": ("1.0.0.0/8",)}, PodMatch(("10.1.0.0/24", "fd02::/64")), (True, True),   id="NodeCIDR ignores the cluster's"),
+    pytest.param({"detect": DetectLocalMode.BRIDGE_INTERFACE, "pod_interface": "cni0"},  PodMatch(interface="cni0"),              (True, True),   id="BridgeInterface"),
+    pytest.param({"detect": DetectLocalMode.INTERFACE_PREFIX, "pod_interface": "veth"},  PodMatch((), "veth", True),              (True, True),   id="InterfaceNamePrefix"),
+    pytest.param({"detect": DetectLocalMode.BRIDGE_INTERFACE},                           PodMatch(),                             (False, False), id="BridgeInterface without a name"),
 ]
 # fmt: on
 
 
-@pytest.mark.parametrize(("fields", "detect", "cidrs", "works"), DETECTION)
-def test_detection(fields, detect, cidrs, works):
+@pytest.mark.parametrize(("fields", "match", "works"), DETECTION)
+def test_detection(fields, match, works):
     network = node_network(Settings(node_name=ME, **fields), PODS, (), ())
-    assert (network.detect, network.pod_cidrs) == (detect, cidrs)
-    assert (detects(network, 4), detects(network, 6)) == works
+    assert network.pods == match
+    assert (network.pods.recognizes(4), network.pods.recognizes(6)) == works
 
 
 def test_node_cidr_detection_waits_for_the_node():
-    network = node_network(Settings(node_name=ME, detect=Detect.NODE_CIDR), None, (), ())
-    assert network.detect is Detect.NONE
+    network = node_network(Settings(node_name=ME, detect=DetectLocalMode.NODE_CIDR), None, (), ())
+    assert network.pods == PodMatch()
 
 
 def test_the_rest_is_carried_over():

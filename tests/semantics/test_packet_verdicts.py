@@ -20,8 +20,9 @@ from make import (
     table,
 )
 
+from controller.semantics.entries import DetectLocalMode
 from controller.semantics.explain import Packet, Verdict, explain, packet_from_dict, verdict_to_dict
-from dataplane.table import Detect, Protocol
+from dataplane.table import Protocol
 
 POD, OTHER_POD, ME, OUT = "10.1.0.1", "10.1.7.7", "192.168.0.1", "203.0.113.9"
 OTHER_NODE = "192.168.0.2"
@@ -170,7 +171,7 @@ def test_verdict(src, dst, port, proto, verdict, backends, masquerade, service, 
 BLIND = table(*WORLD, settings=msgspec.structs.replace(SETTINGS, cluster_cidrs=()), addresses=ADDRESSES)
 BRIDGE = table(
     *WORLD,
-    settings=msgspec.structs.replace(SETTINGS, detect=Detect.BRIDGE_INTERFACE, pod_interface="cni0"),
+    settings=msgspec.structs.replace(SETTINGS, detect=DetectLocalMode.BRIDGE_INTERFACE, pod_interface="cni0"),
     addresses=ADDRESSES,
 )
 V6_ONLY = table(*WORLD, settings=msgspec.structs.replace(SETTINGS, cluster_cidrs=("fd02::/48",)), addresses=ADDRESSES)

@@ -171,15 +171,15 @@ def test_every_entry_keeps_the_promises_of_the_table(svc, found, zone):
     table = Builder(SETTINGS).build(state, ())
     taken = set()
     for entry in (e for es in table.services.values() for e in es):
-        routes = {id(r): r for f in entry.frontends for r in (f.inside, f.outside)}
-        assert len(routes) <= 2
+        assert len(entry.backend_sets) <= 2
+        assert {n for f in entry.frontends for n in (f.internal, f.external)} == set(range(len(entry.backend_sets)))
         assert entry.frontends
         for frontend in entry.frontends:
             key = (frontend.address or entry.family, frontend.port, entry.protocol)
             assert key not in taken
             taken.add(key)
             assert frontend.address is None or (":" in frontend.address) == (entry.family == 6)
-        for route in routes.values():
+        for route in entry.backend_sets:
             assert route.why
             assert set(route.backends) <= set(entry.serving), "what gets traffic still serves"
             order = [(not b.local, b.address, b.port) for b in route.backends]

@@ -7,7 +7,8 @@ from __future__ import annotations
 import pytest
 
 from dataplane.stale import Judge
-from dataplane.table import Backend, Entry, Frontend, Kind, NodeNetwork, Protocol, Route, ServiceTable
+from dataplane.table import Backend, BackendSet, Entry, Kind, NodeNetwork, Protocol, ServiceTable
+from tests.tables import Front, entry_of
 
 ALL = (Backend("10.1.0.11", 5353), Backend("10.1.0.12", 5353), Backend("10.1.0.13", 5353))
 USED, UNUSED = ALL[:2], ALL[2]  # the third serves, but no route of this node takes it
@@ -16,12 +17,12 @@ CLUSTER_IP, EXTERNAL, BALANCER = "10.96.0.53", "198.51.100.7", "203.0.113.7"
 
 
 def entry(name: str, protocol: Protocol, address: str, node_port: int, serving: tuple[Backend, ...]) -> Entry:
-    route = Route(serving[:2])
+    route = BackendSet(serving[:2])
     places = [
         (Kind.CLUSTER_IP, address, 53), (Kind.EXTERNAL_IP, EXTERNAL, 53), (Kind.LOAD_BALANCER, BALANCER, 53), (Kind.NODE_PORT, None, node_port),
     ]  # fmt: skip
     own = places if address == CLUSTER_IP else [places[0], places[3]]
-    return Entry(name, 4, protocol, tuple(Frontend(kind, at, port, route, route) for kind, at, port in own), serving)
+    return entry_of(name, 4, protocol, tuple(Front(kind, at, port, route, route) for kind, at, port in own), serving)
 
 
 SIX = Backend("fd02::11", 5353)
@@ -30,9 +31,9 @@ TABLE = ServiceTable(
         "kube-system/dns": (
             entry("kube-system/dns:dns", Protocol.UDP, CLUSTER_IP, 30053, ALL),
             entry("kube-system/dns:tcp", Protocol.TCP, "10.96.0.54", 30054, ALL),
-            Entry("kube-system/dns:dns", 6, Protocol.UDP, (
-                Frontend(Kind.CLUSTER_IP, "fd96::53", 53, Route((SIX,)), Route((SIX,))),
-                Frontend(Kind.NODE_PORT, None, 30053, Route((SIX,)), Route((SIX,))),
+            entry_of("kube-system/dns:dns", 6, Protocol.UDP, (
+                Front(Kind.CLUSTER_IP, "fd96::53", 53, BackendSet((SIX,)), BackendSet((SIX,))),
+                Front(Kind.NODE_PORT, None, 30053, BackendSet((SIX,)), BackendSet((SIX,))),
             ), (SIX,)),
         ),
         "default/empty": (entry("default/empty:dns", Protocol.UDP, "10.96.0.60", 30060, ()),),

@@ -9,9 +9,9 @@ import pytest
 from make import NODE, SERVICE_RANGE, SETTINGS, away, cluster, endpoint_slice, here, service
 
 from controller.kubernetes.model import Removed, Upserted
-from controller.semantics.entries import Settings
+from controller.semantics.entries import DetectLocalMode, Settings
 from controller.semantics.tables import Builder
-from dataplane.table import EMPTY, Detect, Masquerade
+from dataplane.table import EMPTY, Masquerade
 
 WEB, API = service(), service("api", cluster_ips=("10.96.0.11",))
 SLICE = endpoint_slice(here("10.1.0.1"))
@@ -138,7 +138,7 @@ def test_a_change_of_zone_moves_hinted_services(world):
     state.apply(Upserted(msgspec.structs.replace(NODE, zone="zone-b")))
     after = builder.build(state, ADDRESSES)
     assert after.changed == {"default/web"}
-    assert after.services["default/web"][0].frontends[0].inside.why == "zone hints: zone-b"
+    assert after.services["default/web"][0].backend_sets[0].why == "zone hints: zone-b"
 
 
 def test_an_address_added_to_an_interface_is_served_at_once():
@@ -151,7 +151,7 @@ def test_an_address_added_to_an_interface_is_served_at_once():
 
 
 def test_node_cidrs_that_come_late_turn_masquerade_on():
-    settings = msgspec.structs.replace(SETTINGS, detect=Detect.NODE_CIDR)
+    settings = msgspec.structs.replace(SETTINGS, detect=DetectLocalMode.NODE_CIDR)
     state, builder = cluster(WEB), Builder(settings)
     before = builder.build(state, ())
     assert before.services["default/web"][0].frontends[0].masquerade is Masquerade.NEVER

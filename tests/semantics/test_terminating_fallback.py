@@ -32,16 +32,16 @@ CASES = [
 def test_fallback(endpoints, cluster, local):
     svc = service(external_ips=("1.1.1.1",), external_local=True)
     entry = only(svc, endpoint_slice(*endpoints))
-    assert shown(frontend(entry).inside) == cluster
-    assert shown(frontend(entry, Kind.EXTERNAL_IP).inside) == cluster
-    assert shown(frontend(entry, Kind.EXTERNAL_IP).outside) == local
+    assert shown(frontend(entry).internal) == cluster
+    assert shown(frontend(entry, Kind.EXTERNAL_IP).internal) == cluster
+    assert shown(frontend(entry, Kind.EXTERNAL_IP).external) == local
 
 
 def test_the_fallback_is_named():
     draining = [here("10.1.0.1", "draining"), away("10.1.1.1")]
     entry = only(service(external_ips=("1.1.1.1",), external_local=True), endpoint_slice(*draining))
-    outside = frontend(entry, Kind.EXTERNAL_IP).outside
+    outside = frontend(entry, Kind.EXTERNAL_IP).external
     assert "terminating fallback on this node" in outside.why
     assert "others are ready elsewhere" in outside.why
     entry = only(service(), endpoint_slice(draining[0]))
-    assert frontend(entry).inside.why.startswith("terminating fallback")
+    assert frontend(entry).internal.why.startswith("terminating fallback")

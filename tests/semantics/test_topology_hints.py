@@ -39,20 +39,20 @@ CASES = [
 @pytest.mark.parametrize(("endpoints", "node", "backends", "why"), CASES)
 def test_cluster_route(endpoints, node, backends, why):
     entry = only(service(external_ips=("1.1.1.1",)), endpoint_slice(*endpoints), node=node)
-    route = frontend(entry).inside
+    route = frontend(entry).internal
     assert (shown(route), route.why) == (backends, why)
-    assert frontend(entry, Kind.EXTERNAL_IP).outside is route
+    assert frontend(entry, Kind.EXTERNAL_IP).external is route
 
 
 def test_hints_do_not_narrow_the_local_route():
     svc = service(external_ips=("1.1.1.1",), external_local=True, internal_local=True)
     entry = only(svc, endpoint_slice(here("1.0.0.1", zones=B), here("1.0.0.2", zones=A), away("1.0.0.3", zones=A)))
-    assert shown(frontend(entry).inside) == "1.0.0.1 1.0.0.2"
-    assert shown(frontend(entry, Kind.EXTERNAL_IP).outside) == "1.0.0.1 1.0.0.2"
-    assert shown(frontend(entry, Kind.EXTERNAL_IP).inside) == "1.0.0.2 1.0.0.3"
+    assert shown(frontend(entry).internal) == "1.0.0.1 1.0.0.2"
+    assert shown(frontend(entry, Kind.EXTERNAL_IP).external) == "1.0.0.1 1.0.0.2"
+    assert shown(frontend(entry, Kind.EXTERNAL_IP).internal) == "1.0.0.2 1.0.0.3"
 
 
 def test_hints_look_at_all_slices_together():
     one = endpoint_slice(away("1.0.0.1", zones=A), name="one")
     two = endpoint_slice(away("1.0.0.2"), name="two")
-    assert shown(frontend(only(service(), one, two)).inside) == "1.0.0.1 1.0.0.2"
+    assert shown(frontend(only(service(), one, two)).internal) == "1.0.0.1 1.0.0.2"

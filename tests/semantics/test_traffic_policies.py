@@ -45,8 +45,8 @@ def test_routes(kind, internal, external, endpoints, expected, expected_outer):
     )
     entry = only(svc, endpoint_slice(*endpoints))
     first, other = frontend(entry), frontend(entry, kind)
-    assert (shown(first.inside), shown(first.outside)) == expected
-    assert (shown(other.inside), shown(other.outside)) == expected_outer
+    assert (shown(first.internal), shown(first.external)) == expected
+    assert (shown(other.internal), shown(other.external)) == expected_outer
 
 
 # fmt: off
@@ -62,7 +62,7 @@ HONOURED = [
 @pytest.mark.parametrize(("fields", "kind", "expected"), HONOURED)
 def test_external_policy_needs_a_service_that_is_reachable_from_outside(fields, kind, expected):
     entry = only(service(external_local=True, **fields), endpoint_slice(*ELSEWHERE))
-    assert shown(frontend(entry, kind).outside) == expected
+    assert shown(frontend(entry, kind).external) == expected
 
 
 # fmt: off
@@ -79,7 +79,7 @@ LOCALITY = [
 @pytest.mark.parametrize(("node", "expected"), LOCALITY)
 def test_what_is_local(node, expected):
     entry = only(service(internal_local=True), endpoint_slice(ep("10.1.0.1", node)))
-    assert shown(frontend(entry).inside) == expected
+    assert shown(frontend(entry).internal) == expected
 
 
 # fmt: off
@@ -97,11 +97,11 @@ REASONS = [
 
 @pytest.mark.parametrize(("fields", "endpoints", "why"), REASONS)
 def test_a_route_says_why(fields, endpoints, why):
-    assert frontend(only(service(**fields), endpoint_slice(*endpoints))).inside.why == why
+    assert frontend(only(service(**fields), endpoint_slice(*endpoints))).internal.why == why
 
 
 def test_external_local_says_why():
     svc = service(external_ips=("1.1.1.1",), external_local=True)
     entry = only(svc, endpoint_slice(*BOTH))
-    why = frontend(entry, Kind.EXTERNAL_IP).outside.why
+    why = frontend(entry, Kind.EXTERNAL_IP).external.why
     assert why == "externalTrafficPolicy Local: endpoints on this node"

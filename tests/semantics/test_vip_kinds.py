@@ -72,7 +72,7 @@ def test_entry_names(ports, expected):
     assert [f"{e.name} {e.protocol.name}" for e in found] == expected
 
 
-def test_frontends_share_at_most_two_routes():
+def test_frontends_share_at_most_two_backend_sets():
     svc = service(
         type="LoadBalancer",
         ports=NODE_PORT,
@@ -81,6 +81,6 @@ def test_frontends_share_at_most_two_routes():
         external_local=True,
     )
     entry = only(svc, endpoint_slice(here("10.1.0.1")))
-    routes = {id(r) for f in entry.frontends for r in (f.inside, f.outside)}
-    assert len(routes) == 2
+    assert len(entry.backend_sets) == 2
+    assert {n for f in entry.frontends for n in (f.internal, f.external)} == {0, 1}
     assert {f.kind for f in entry.frontends} == set(Kind)

@@ -23,9 +23,9 @@ def weights(**by_name: int) -> tuple[tuple[str, int], ...]:
 
 def test_every_backend_has_its_weight_and_others_have_one():
     entry = only(service(weights=weights(a=3)), endpoint_slice(A, B))
-    carried = {backend.address: backend.weight for backend in frontend(entry).inside.backends}
+    carried = {backend.address: backend.weight for backend in frontend(entry).internal.backends}
     assert carried == {"10.1.0.1": 3, "10.1.1.1": 1}
-    assert set(frontend(entry).inside.backends) <= set(entry.serving), "the same values in both places"
+    assert set(frontend(entry).internal.backends) <= set(entry.serving), "the same values in both places"
 
 
 def test_both_families_and_all_ports():
@@ -56,21 +56,21 @@ CASES = [
 def test_weight_zero_gets_no_new_connections(given, endpoints, cluster, local):
     entry = only(service(weights=given, **LB), endpoint_slice(*endpoints))
     outer = frontend(entry, Kind.LOAD_BALANCER)
-    assert (shown(outer.inside), shown(outer.outside)) == (cluster, local)
+    assert (shown(outer.internal), shown(outer.external)) == (cluster, local)
     assert {backend.address for backend in entry.serving} == {e.address for e in endpoints}, "they serve who is there"
 
 
 def test_weight_zero_does_not_bring_terminating_endpoints_back():
     svc = service(weights=weights(a=0))
     entry = only(svc, endpoint_slice(A, away("10.1.1.9", "draining")))
-    assert shown(frontend(entry).inside) == "reject"
-    assert "weight 0" in frontend(entry).inside.why
-    assert frontend(entry).inside.when_empty is WhenEmpty.REJECT
+    assert shown(frontend(entry).internal) == "reject"
+    assert "weight 0" in frontend(entry).internal.why
+    assert frontend(entry).internal.when_empty is WhenEmpty.REJECT
 
 
 def test_without_the_annotation_routes_are_not_touched():
     entry = only(service(**LB), endpoint_slice(A))
-    assert frontend(entry).inside is frontend(entry, Kind.LOAD_BALANCER).inside
+    assert frontend(entry).internal is frontend(entry, Kind.LOAD_BALANCER).internal
 
 
 def test_explain_names_the_algorithm_and_the_weights():

@@ -15,7 +15,7 @@ from dataplane.kernel.bpf import Map
 from dataplane.kernel.links import Hop, Interface
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.pools import FullError
-from dataplane.table import Detect, NodeNetwork
+from dataplane.table import NodeNetwork, family_of
 
 STRICT = 1  # of rp_filter; larger is loose, 0 is none (Documentation/networking/ip-sysctl.rst)
 
@@ -89,11 +89,11 @@ class Sources:
 def pod_columns(node: NodeNetwork) -> dict[str, Any]:
     """How sources are told apart, as columns of struct node."""
     columns: dict[str, Any] = {
-        "pods_by_link": int(node.detect in (Detect.BRIDGE_INTERFACE, Detect.INTERFACE_PREFIX)),
+        "pods_by_link": int(bool(node.pods.interface)),
         "pod4_known": 0,
         "pod6_known": 0,
     }
-    for network in map(ipaddress.ip_network, _cidrs(node)):
+    for network in map(ipaddress.ip_network, node.pods.prefixes):
         family = network.version
         for name, address in ((f"pod{family}", network.network_address), (f"pod{family}_mask", network.netmask)):
             words: NDArray[Any] = layout.address_words([str(address)])[0]
@@ -102,18 +102,14 @@ def pod_columns(node: NodeNetwork) -> dict[str, Any]:
     return columns
 
 
-def _cidrs(node: NodeNetwork) -> Iterable[str]:
-    return node.pod_cidrs if node.detect in (Detect.CLUSTER_CIDR, Detect.NODE_CIDR) else ()
-
-
 def pod_links(interfaces: Iterable[Interface], node: NodeNetwork) -> set[int]:
     """Indexes of the interfaces behind which every source is a pod: those of that name, and a bridge's ports."""
     interfaces = tuple(interfaces)
-    if node.detect is Detect.INTERFACE_PREFIX:
-        return {interface.index for interface in interfaces if interface.name.startswith(node.pod_interface)}
-    if node.detect is not Detect.BRIDGE_INTERFACE:
+    if not node.pods.interface:
         return set()
-    bridge = {interface.index for interface in interfaces if interface.name == node.pod_interface}
+    if node.pods.by_name_prefix:
+        return {interface.index for interface in interfaces if interface.name.startswith(node.pods.interface)}
+    bridge = {interface.index for interface in interfaces if interface.name == node.pods.interface}
     return bridge | {interface.index for interface in interfaces if interface.master in bridge}
 
 
@@ -136,8 +132,7 @@ def set_elements(known: Map, wanted: Mapping[bytes, bytes]) -> None:
 def own_addresses(addresses: Iterable[str]) -> set[bytes]:
     """Keys of map `own_addresses`, of the node's addresses and its networks' broadcast addresses."""
     return {
-        layout.pack("own_address", address=layout.words_of(address), family=6 if ":" in address else 4)
-        for address in addresses
+        layout.pack("own_address", address=layout.words_of(address), family=family_of(address)) for address in addresses
     }
 
 
@@ -179,7 +174,7 @@ def equal_paths(
     paths: dict[bytes, bytes] = {}
     for destination, length, hops in sorted(routes):
         key = layout.pack(
-            "equal_route", bits=32 + length, family=6 if ":" in destination else 4, address=layout.words_of(destination)
+            "equal_route", bits=32 + length, family=family_of(destination), address=layout.words_of(destination)
         )
         number = numbers.setdefault(key, len(numbers))
         for hop, other in itertools.permutations(hops, 2):

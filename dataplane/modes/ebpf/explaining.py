@@ -17,7 +17,7 @@ from dataplane.kernel.packets import first_packet
 from dataplane.mode import Question
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.reasons import WORDS, kind_of
-from dataplane.table import Protocol, socket_text
+from dataplane.table import Protocol, family_of, socket_text
 
 __all__ = ["Answers", "Surroundings", "explain"]
 
@@ -51,7 +51,7 @@ class _Notes:
 
     def __init__(self, question: Question, around: Surroundings, place: str) -> None:
         self.question, self.around, self.place = question, around, place
-        self.family = 6 if ":" in question.dst else 4
+        self.family = family_of(question.dst)
         self.service = self.backend = 0
         self.counted: list[str] = []
         self.closed = self.masquerade = False

@@ -50,8 +50,8 @@ class Failover:
                 (key, (backend.address, backend.port)): Target(backend.address, backend.port, known.entry.probe.path)
                 for key, known in store.installed.get(name, {}).items()
                 if known.entry.probe is not None
-                for frontend in known.entry.frontends
-                for backend in (*frontend.inside.backends, *frontend.outside.backends)
+                for backend_set in known.entry.backend_sets
+                for backend in backend_set.backends
             }
             if after:
                 self._probed[name] = after

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from dataplane.balancing import ALGORITHMS, Algorithm, Spread, find, ring_of
 from dataplane.balancing.least_connections import FAIR
 from dataplane.modes.ebpf.outliers import Ejection, ejected
-from dataplane.table import Backend, Entry, Frontend, Kind, Masquerade, Route, WhenEmpty
+from dataplane.table import Backend, BackendSet, Entry, Frontend, Kind, Masquerade, WhenEmpty
 
 __all__ = [
     "ANY", "BACKEND_EJECTED", "FRONTEND_ADDRESS", "FRONTEND_INSIDE_ROUTE", "FRONTEND_MASQUERADE",
@@ -54,14 +54,16 @@ NO_EJECTIONS: Mapping[Socket, Ejection] = {}
 
 def lower(entry: Entry, ejections: Mapping[Socket, Ejection] = NO_EJECTIONS) -> Rows:
     """Translate. All that is decided here is which failing backends each route can do without."""
-    routes = _routes(entry)
+    routes = entry.backend_sets
+    if len(routes) > 2:
+        raise ValueError(f"{entry.name}: {len(routes)} distinct backend sets, the layout has room for two")
     members, member_flags, places = _members(entry, routes, ejections)
     flags = SERVICE_SPREAD[algorithm_of(entry).spread]
     for route, drop in zip(routes, SERVICE_DROP_ROUTE, strict=False):
         if route.when_empty is WhenEmpty.DROP:
             flags |= drop
     return Rows(
-        frontends=_frontends(entry, routes),
+        frontends=_frontends(entry),
         members=members,
         member_flags=[flag | BACKEND_LOCAL if m.local else flag for m, flag in zip(members, member_flags, strict=True)],
         routes=places,
@@ -73,7 +75,7 @@ def lower(entry: Entry, ejections: Mapping[Socket, Ejection] = NO_EJECTIONS) -> 
 
 
 def _members(
-    entry: Entry, routes: list[Route], ejections: Mapping[Socket, Ejection]
+    entry: Entry, routes: Sequence[BackendSet], ejections: Mapping[Socket, Ejection]
 ) -> tuple[list[Backend], list[int], list[list[int]]]:
     """Members, their flags, and for each route the indexes of its members."""
     if not ejections and len(routes) == 1 and routes[0].backends is entry.serving:  # nearly all: nothing to look up
@@ -121,34 +123,26 @@ def rings_of(entry: Entry, rows: Rows, limit: int, shares: Mapping[Socket, int] 
     return rings
 
 
-def _routes(entry: Entry) -> list[Route]:
-    """The distinct routes of the frontends, at most two."""
-    routes = entry.routes()
-    if len(routes) > 2:
-        raise ValueError(f"{entry.name}: {len(routes)} distinct routes, the layout has room for two")
-    return routes
-
-
 def _sources(entry: Entry) -> tuple[str, ...]:
     """One list for the service port: a Service has one `loadBalancerSourceRanges`."""
     for frontend in entry.frontends:
-        if frontend.sources is not None:
-            return frontend.sources
+        if frontend.source_ranges is not None:
+            return frontend.source_ranges
     return ()
 
 
-def _frontends(entry: Entry, routes: list[Route]) -> list[tuple[str, int, int]]:
+def _frontends(entry: Entry) -> list[tuple[str, int, int]]:
     return [
-        (ANY[entry.family] if frontend.address is None else frontend.address, frontend.port, _flags(frontend, routes))
+        (ANY[entry.family] if frontend.address is None else frontend.address, frontend.port, _flags(frontend))
         for frontend in entry.frontends
     ]
 
 
-def _flags(frontend: Frontend, routes: list[Route]) -> int:
-    inside = FRONTEND_INSIDE_ROUTE if routes.index(frontend.inside) else 0
-    outside = FRONTEND_OUTSIDE_ROUTE if routes.index(frontend.outside) else 0
+def _flags(frontend: Frontend) -> int:
+    inside = FRONTEND_INSIDE_ROUTE if frontend.internal else 0
+    outside = FRONTEND_OUTSIDE_ROUTE if frontend.external else 0
     asked = int(frontend.masquerade)
-    flags = inside | outside | (FRONTEND_SOURCES if frontend.sources is not None else 0)
+    flags = inside | outside | (FRONTEND_SOURCES if frontend.source_ranges is not None else 0)
     for whom, flag in _MASQUERADE:
         if asked & whom:
             flags |= flag

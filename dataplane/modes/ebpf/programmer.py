@@ -53,7 +53,7 @@ from dataplane.modes.ebpf.pins import Glance, beside, folder_of, former_layouts,
 from dataplane.modes.ebpf.programs import Loader, Programs, missing_carriers, put_carriers, teach_namespace
 from dataplane.modes.ebpf.resizer import MapResizer
 from dataplane.modes.ebpf.store import Store
-from dataplane.table import EMPTY, Entry, NodeNetwork, ServiceTable
+from dataplane.table import EMPTY, Entry, NodeNetwork, ServiceTable, family_of
 
 SHOWN = 5  # things that others changed, in one line of the log
 
@@ -317,7 +317,7 @@ class Ebpf:
 
     def _write_node(self, node: NodeNetwork) -> None:
         row = self.maps.view("node")
-        primary = {6 if ":" in address else 4: address for address in node.primary}
+        primary = {family_of(address): address for address in node.primary}
         row["primary4"] = layout.address_words([primary[4]])[0, 0] if 4 in primary else 0
         row["primary6"] = layout.address_words([primary[6]]) if 6 in primary else 0
         for family in (4, 6):

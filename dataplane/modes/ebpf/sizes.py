@@ -80,8 +80,7 @@ def needs(entries: Iterable[Entry]) -> dict[str, int]:
     for entry in entries:
         services += 1
         frontends[entry.family] += 2 * len(entry.frontends)  # each address has an entry of its own
-        routes = {id(route): route for frontend in entry.frontends for route in (frontend.inside, frontend.outside)}
-        lengths = [len(route.backends) for route in routes.values()]
+        lengths = [len(backend_set.backends) for backend_set in entry.backend_sets]
         backends += max(len(entry.serving), *lengths, 0)
         slots += sum(map(size_class, lengths)) * (1 if entry.algorithm in PLAIN else LUXURY)
     return {

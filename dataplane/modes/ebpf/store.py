@@ -39,7 +39,7 @@ from dataplane.modes.ebpf.maps import MapSet
 from dataplane.modes.ebpf.outliers import Ejection
 from dataplane.modes.ebpf.pools import SETTINGS, DeferredFree, FullError, IdPool, SlotAllocator, size_class
 from dataplane.modes.ebpf.rows import FEW, RowWriter
-from dataplane.table import Entry, Protocol
+from dataplane.table import Entry, Protocol, family_of
 
 __all__ = ["EntryKey", "Installed", "Store", "Subject"]
 
@@ -725,7 +725,7 @@ class Store:
 
     def serve_node_ports_at(self, addresses: Collection[str]) -> None:
         """At these addresses of the node, and no others, a frontend of address `ANY` is served."""
-        wanted: set[tuple[int, str]] = {(6 if ":" in address else 4, address) for address in addresses}
+        wanted: set[tuple[int, str]] = {(family_of(address), address) for address in addresses}
         for family in (4, 6):
             for frontends, chosen in ((wanted, True), (self._node_ports_at - wanted, False)):
                 keys: list[Key] = sorted((of, address, 0, 0) for of, address in frontends if of == family)

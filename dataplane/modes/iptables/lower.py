@@ -33,14 +33,14 @@ from dataplane.modes.iptables.names import (
 )
 from dataplane.modes.iptables.tree import Rank
 from dataplane.table import (
-    Detect,
+    BackendSet,
     Entry,
     Frontend,
     Kind,
     Masquerade,
     NodeNetwork,
-    Route,
     WhenEmpty,
+    family_of,
     socket_text,
 )
 
@@ -97,18 +97,16 @@ def usual_masquerade(entries: Iterable[Entry], node: Node) -> Masquerade:
 
 
 def _in_family(addresses: Iterable[str], family: int) -> tuple[str, ...]:
-    return tuple(address for address in addresses if (":" in address) == (family == 6))
+    return tuple(address for address in addresses if family_of(address) == family)
 
 
 def node_of(network: NodeNetwork, family: int) -> Node:
     """The node's part of the table in the words of rules."""
-    pod = None
-    if network.detect is Detect.BRIDGE_INTERFACE and network.pod_interface:
-        pod = f"-i {network.pod_interface}"
-    elif network.detect is Detect.INTERFACE_PREFIX and network.pod_interface:
-        pod = f"-i {network.pod_interface}+"
-    elif network.detect is not Detect.NONE:
-        pod = next((f"-s {cidr}" for cidr in _in_family(network.pod_cidrs, family)), None)
+    pod, prefix = None, network.pods.prefix(family)
+    if network.pods.interface:
+        pod = f"-i {network.pods.interface}{'+' * network.pods.by_name_prefix}"
+    elif prefix:
+        pod = f"-s {prefix}"
     return Node(
         family=family,
         bit=hex(1 << network.masquerade_bit),
@@ -131,13 +129,13 @@ def lower(entry: Entry, node: Node) -> Lowered:
     nat: dict[tuple[str, int], list[Rank]] = {}
     refused: dict[tuple[str, int], list[Rank]] = {}
     for frontend in entry.frontends:
-        way = _Way(*(_target(route, routes, names) for route in (frontend.inside, frontend.outside)))
+        way = _Way(*(_target(entry.backend_sets[n], routes, names) for n in (frontend.internal, frontend.external)))
         place, match = _place(entry, frontend)
         target = _frontend_target(entry, frontend, way, node, chains)
         if target == ACCEPTED and frontend.kind is Kind.CLUSTER_IP:
             target = "-j RETURN"  # there can be no node port at its address, and the mark has to be taken off again
         nat.setdefault(place, []).append((0, f"{match} {comment(entry, frontend)} {target}"))
-        for rank in _refusals(frontend, match):
+        for rank in _refusals(entry, frontend, match):
             refused.setdefault(place, []).append(rank)
     return Lowered(chains, {k: tuple(v) for k, v in nat.items()}, {k: tuple(v) for k, v in refused.items()})
 
@@ -149,18 +147,18 @@ class _Way(NamedTuple):
     outside: str
 
 
-def _routes(entry: Entry) -> list[Route]:
-    """The distinct routes of an entry that have backends, at most two; what ClusterIPs use comes first."""
-    found: list[Route] = []
+def _routes(entry: Entry) -> list[BackendSet]:
+    """The backend sets of an entry that differ in their backends, at most two; what ClusterIPs use comes first."""
+    found: list[BackendSet] = []
     frontends = sorted(entry.frontends, key=lambda frontend: frontend.kind is not Kind.CLUSTER_IP)
     for frontend in frontends:
-        for route in (frontend.inside, frontend.outside):
+        for route in (entry.backend_sets[frontend.internal], entry.backend_sets[frontend.external]):
             if route.backends and all(route.backends != known.backends for known in found):
                 found.append(route)
     return found
 
 
-def _target(route: Route, routes: list[Route], names: tuple[str, str]) -> str:
+def _target(route: BackendSet, routes: list[BackendSet], names: tuple[str, str]) -> str:
     for position, known in enumerate(routes):
         if known is route or known.backends == route.backends:
             return f"-j {names[position]}"
@@ -187,9 +185,9 @@ def _frontend_target(entry: Entry, frontend: Frontend, way: _Way, node: Node, ch
         name = chain("EXT", identity(entry), str(int(frontend.masquerade)), str(int(usual)), *way)
         chains[name] = rules
         target = f"-j {name}"
-    if frontend.sources is not None and target != ACCEPTED:
-        name = chain("FW", identity(entry), *frontend.sources, target)
-        chains[name] = (*(f"-s {cidr} {target}" for cidr in frontend.sources), ACCEPTED)
+    if frontend.source_ranges is not None and target != ACCEPTED:
+        name = chain("FW", identity(entry), *frontend.source_ranges, target)
+        chains[name] = (*(f"-s {cidr} {target}" for cidr in frontend.source_ranges), ACCEPTED)
         target = f"-j {name}"
     return target
 
@@ -219,7 +217,7 @@ def _choose_way(way: _Way, node: Node) -> Iterable[str]:
 # The backends of a route
 
 
-def _route_chains(entry: Entry, name: str, route: Route, node: Node) -> Chains:
+def _route_chains(entry: Entry, name: str, route: BackendSet, node: Node) -> Chains:
     protocol = entry.protocol.name.lower()
     goals = [f"-j DNAT --to-destination {socket_text(b.address, b.port)}" for b in route.backends]
     if not entry.affinity_seconds or not node.remembers:
@@ -252,20 +250,20 @@ def _pick(match: str, goals: list[str]) -> Iterable[str]:
 # Refusals
 
 
-def _verdict(route: Route) -> str:
+def _verdict(route: BackendSet) -> str:
     """What table filter does with a packet of an empty route; empty where it was translated and cannot come here."""
     if route.backends:
         return ""
     return DROP if route.when_empty is WhenEmpty.DROP else REFUSE
 
 
-def _refusals(frontend: Frontend, match: str) -> Iterable[Rank]:
+def _refusals(entry: Entry, frontend: Frontend, match: str) -> Iterable[Rank]:
     """Rules of table filter; the reject of what remains for a known ClusterIP comes after them."""
-    inside, outside = _verdict(frontend.inside), _verdict(frontend.outside)
+    inside, outside = (_verdict(entry.backend_sets[n]) for n in (frontend.internal, frontend.external))
     verdict = inside or outside if not (inside and outside) or inside == outside else f"-j {_split(inside)}"
-    if frontend.sources is not None:
+    if frontend.source_ranges is not None:
         if verdict:
-            yield from ((0, f"-s {cidr} {match} {verdict}") for cidr in frontend.sources)
+            yield from ((0, f"-s {cidr} {match} {verdict}") for cidr in frontend.source_ranges)
         yield 1, f"{match} {DROP}"
     elif verdict and (frontend.kind is not Kind.CLUSTER_IP or verdict != REFUSE):
         yield 1, f"{match} {verdict}"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from typing import Final, NamedTuple
 
-from dataplane.table import Entry, Frontend, Masquerade, NodeNetwork, Protocol, Route, WhenEmpty
+from dataplane.table import BackendSet, Entry, Frontend, Masquerade, NodeNetwork, Protocol, WhenEmpty, family_of
 from dataplane.virtual_servers import Config, Destination, Element, Kind, Server, Value
 
 __all__ = ["PREFIX", "SETS", "Lowered", "Member", "Node", "Wanted", "lower", "node_of", "set_name"]
@@ -137,7 +137,7 @@ def _config(entry: Entry, scheduler: str) -> Config:
 def _addresses(frontend: Frontend, entry: Entry, node: Node, taken: Collection[tuple[str, int, int]]) -> Iterator[str]:
     candidates = node.node_ports if frontend.address is None else (frontend.address,)
     for address in candidates:
-        if (":" in address) != (entry.family == 6) or is_excluded(address, node):
+        if family_of(address) != entry.family or is_excluded(address, node):
             continue
         if frontend.address is None and (address, frontend.port, int(entry.protocol)) in taken:
             continue
@@ -154,7 +154,7 @@ def _frontend(
     mark_of: Callable[[Server], int],
 ) -> None:
     """One frontend at one address."""
-    inside, outside = frontend.inside, frontend.outside
+    inside, outside = entry.backend_sets[frontend.internal], entry.backend_sets[frontend.external]
     lowered.servers[server] = _wanted(entry, config, inside)
     element = Element(server.address, server.port, server.protocol)
     names = ["PORTS"]
@@ -162,33 +162,33 @@ def _frontend(
         if not route.backends:
             names.append(f"{'REJECT' if route.when_empty is WhenEmpty.REJECT else 'DROP'}-{side}")
     names += [name for bit, name in _MASQUERADE if frontend.masquerade & bit]
-    if frontend.sources is not None:
+    if frontend.source_ranges is not None:
         names.append("SOURCES")
-        for network in _networks(frontend.sources):
+        for network in _networks(frontend.source_ranges):
             member = set_name(entry.family, "ALLOWED"), element._replace(second=network)
             lowered.members[member] = None
     for name in names:
         lowered.members[set_name(entry.family, name), element] = None
     lowered.members[set_name(entry.family, "SERVERS"), element] = entry.name
     # By the policy and not by what the routes hold today: flows end with the virtual server that they began at.
-    if inside != outside and (mark := mark_of(server)):
+    if frontend.internal != frontend.external and (mark := mark_of(server)):
         mark |= node.masquerade if frontend.masquerade & Masquerade.EXTERNAL else 0
         lowered.servers[Server(entry.family, mark=mark)] = _wanted(entry, config, outside)
         lowered.members[set_name(entry.family, "MARKS"), element] = mark
 
 
-def _wanted(entry: Entry, config: Config, route: Route) -> Wanted:
+def _wanted(entry: Entry, config: Config, backend_set: BackendSet) -> Wanted:
     return Wanted(
         config,
-        {Destination(backend.address, backend.port): backend.weight for backend in route.backends},
+        {Destination(backend.address, backend.port): backend.weight for backend in backend_set.backends},
         frozenset(Destination(backend.address, backend.port) for backend in entry.serving),
         entry.protocol is Protocol.TCP,
     )
 
 
-def _networks(sources: Iterable[str]) -> Iterator[str]:
+def _networks(cidrs: Iterable[str]) -> Iterator[str]:
     """As a set holds them: a prefix of 0 bits does not exist there, two of one bit say the same."""
-    for text in sources:
+    for text in cidrs:
         network = ip_network(text, strict=False)
         for part in network.subnets() if network.prefixlen == 0 else (network,):
             yield str(part)
@@ -196,7 +196,7 @@ def _networks(sources: Iterable[str]) -> Iterator[str]:
 
 def _hairpins(lowered: Lowered, entry: Entry) -> None:
     """Each backend of this node as its own client. Ready or not: its flows may be older than its state."""
-    backends = {*entry.serving, *(backend for route in entry.routes() for backend in route.backends)}
+    backends = {*entry.serving, *(backend for backend_set in entry.backend_sets for backend in backend_set.backends)}
     name = set_name(entry.family, "HAIRPIN")
     for backend in backends:
         if backend.local:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from dataplane.modes.ipvs.lower import Member
+from dataplane.table import family_of
 from dataplane.virtual_servers import Server, Value
 
 __all__ = ["BASE", "NUMBERS", "Marks", "is_nearly_ours", "is_ours_by_mark"]
@@ -40,7 +41,7 @@ class Marks:
         self.refused = 0
         for (name, element), value in (members or {}).items():
             if name.endswith("-MARKS") and isinstance(value, int):
-                family = 6 if ":" in element.address else 4
+                family = family_of(element.address)
                 mark = value & ~masquerade
                 if mark & ~0xFFFF == BASE & ~masquerade and mark not in self._owner:
                     self._keep(Server(family, element.protocol, element.address, element.port), mark)

@@ -19,7 +19,7 @@ from ipaddress import ip_network
 from typing import Final
 
 from dataplane.modes.ipvs.lower import PREFIX, set_name
-from dataplane.table import Detect, NodeNetwork
+from dataplane.table import NodeNetwork
 
 __all__ = ["JUMPS", "ours", "pod_match", "removal", "restore_text", "samples"]
 
@@ -38,14 +38,10 @@ _REFUSED_PORT: Final = 1  # tcpmux: nobody is asked there, the rule comes first
 
 def pod_match(node: NodeNetwork, family: int) -> str:
     """The match for packets of pods; empty: pods are not told apart."""
-    match node.detect:
-        case Detect.CLUSTER_CIDR | Detect.NODE_CIDR:
-            return next((f"-s {cidr}" for cidr in node.pod_cidrs if ip_network(cidr).version == family), "")
-        case Detect.BRIDGE_INTERFACE if node.pod_interface:
-            return f"-i {node.pod_interface}"
-        case Detect.INTERFACE_PREFIX if node.pod_interface:
-            return f"-i {node.pod_interface}+"
-    return ""
+    if node.pods.interface:
+        return f"-i {node.pods.interface}{'+' * node.pods.by_name_prefix}"
+    prefix = node.pods.prefix(family)
+    return f"-s {prefix}" if prefix else ""
 
 
 def restore_text(family: int, node: NodeNetwork, saved: dict[str, str], health_ports: Iterable[int] = ()) -> str:

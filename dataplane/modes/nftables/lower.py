@@ -32,7 +32,7 @@ from typing import Final, NamedTuple
 
 from dataplane.modes.nftables import expressions as x
 from dataplane.modes.nftables.expressions import Family, Rule, rule
-from dataplane.table import Backend, Detect, Entry, Frontend, Kind, Masquerade, NodeNetwork, Route, WhenEmpty, disjoint
+from dataplane.table import Backend, Entry, Frontend, Kind, Masquerade, NodeNetwork, WhenEmpty, disjoint, family_of
 
 __all__ = [
     "COUNTERS", "DISCARD", "FAMILIES", "MEMBERS", "SETS", "SPACES", "TABLE", "Chain", "Element", "Family", "Hook",
@@ -188,11 +188,10 @@ RET: Final = x.end(x.RETURN)
 
 def _is_pod(family: Family, node: NodeNetwork) -> x.Part | None:
     """What recognises a pod among packets that came in; None: nobody is a pod in this family."""
-    if node.detect in {Detect.BRIDGE_INTERFACE, Detect.INTERFACE_PREFIX} and node.pod_interface:
-        return x.pod_by_interface(node.pod_interface, prefix=node.detect is Detect.INTERFACE_PREFIX)
-    if node.detect in {Detect.CLUSTER_CIDR, Detect.NODE_CIDR}:
-        for cidr, network in _networks(node.pod_cidrs, family):
-            return family.source_within(cidr, network.network_address.packed, network.netmask.packed)
+    if node.pods.interface:
+        return x.pod_by_interface(node.pods.interface, prefix=node.pods.by_name_prefix)
+    for cidr, network in _networks(node.pods.prefixes, family):
+        return family.source_within(cidr, network.network_address.packed, network.netmask.packed)
     return None
 
 
@@ -342,37 +341,35 @@ def elements(entry: Entry, number: Number) -> list[Element]:
     """The elements that are one service port's alone, in order; `number` numbers what affinity has to remember."""
     found: list[Element] = []
     protocol = int(entry.protocol)
-    routes = entry.routes() if entry.affinity_seconds else []
-    for members, route in zip(MEMBERS, routes, strict=False):
+    remembered = entry.backend_sets if entry.affinity_seconds else ()
+    for members, backend_set in zip(MEMBERS, remembered, strict=False):
         found += [
             Element(members, (number(number_name(entry, backend)),), (backend.address, backend.port))
-            for backend in route.backends
+            for backend in backend_set.backends
         ]
     for frontend in entry.frontends:
         key: Key = (protocol, frontend.port)
         if frontend.address is not None:
             key = (frontend.address, *key)
         ports = "" if frontend.address is not None else "-ports"
-        if frontend.sources is not None:
+        if frontend.source_ranges is not None:
             found.append(Element(RESTRICTED, key))
-            found += [Element(ALLOWED, (*key, cidr)) for cidr in disjoint(frontend.sources)]
+            found += [Element(ALLOWED, (*key, cidr)) for cidr in disjoint(frontend.source_ranges)]
         inside, outside = f"inside{ports}", f"outside{ports}"
-        _serve(found, entry, frontend, inside, frontend.inside, key, routes, number)
-        if frontend.outside is not frontend.inside and frontend.outside != frontend.inside:
-            _serve(found, entry, frontend, outside, frontend.outside, key, routes, number)
+        _serve(found, entry, frontend, inside, frontend.internal, key, number)
+        if frontend.external != frontend.internal:
+            _serve(found, entry, frontend, outside, frontend.external, key, number)
     return found
 
 
 def _serve(
-    found: list[Element], entry: Entry, frontend: Frontend, space: str, route: Route, key: Key, routes: list[Route],
-    number: Number,
+    found: list[Element], entry: Entry, frontend: Frontend, space: str, position: int, key: Key, number: Number
 ) -> None:  # fmt: skip
-    backends = route.backends
+    backends, when_empty = entry.backend_sets[position].backends, entry.backend_sets[position].when_empty
     if not backends:
-        goto = f"goto {REFUSE if route.when_empty is WhenEmpty.REJECT else DISCARD}"
+        goto = f"goto {REFUSE if when_empty is WhenEmpty.REJECT else DISCARD}"
         found.append(Element(space, key, goto, entry.name[:COMMENT]))
         return
-    position = next((n for n, known in enumerate(routes) if known is route or known == route), 0)
     pick = Pick(space, len(backends), frontend.masquerade, entry.affinity_seconds, position)
     found.append(Element(space, key, f"goto {pick.name}", entry.name[:COMMENT]))
     slots = f"{space}-slots"
@@ -392,15 +389,14 @@ def shared(entry: Entry) -> set[Element]:
         for frontend in entry.frontends
         if frontend.kind is Kind.CLUSTER_IP and frontend.address is not None
     }
-    for frontend in entry.frontends:
-        for route in (frontend.inside, frontend.outside):
-            found.update(Element(ITSELF, (b.address, b.address)) for b in route.backends if b.local)
+    for backend_set in entry.backend_sets:
+        found.update(Element(ITSELF, (b.address, b.address)) for b in backend_set.backends if b.local)
     return found
 
 
 def node_elements(family: Family, node: NodeNetwork) -> list[Element]:
     """Where node ports are served."""
-    mine = (a for a in node.node_port_addresses if (6 if ":" in a else 4) == family.version)
+    mine = (a for a in node.node_port_addresses if family_of(a) == family.version)
     return [Element(NODE_PORT_ADDRESSES, (address,)) for address in mine]
 
 

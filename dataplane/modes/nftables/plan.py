@@ -234,7 +234,7 @@ def _names(entries: Iterable[Entry]) -> Iterator[str]:
     for entry in entries:
         if entry.affinity_seconds:
             yield lower.number_name(entry)
-            for route in entry.routes():
+            for route in entry.backend_sets:
                 yield from (lower.number_name(entry, backend) for backend in route.backends)
 
 

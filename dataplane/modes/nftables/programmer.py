@@ -319,9 +319,9 @@ class Nftables(Unasked):
 
 def unfit(entry: Entry) -> str | None:
     """Why a service port cannot be programmed; None: it can."""
-    routes = len(entry.routes())
-    if entry.affinity_seconds and routes > len(lower.MEMBERS):
-        return f"{routes} distinct routes with session affinity, there is room for {len(lower.MEMBERS)}"
+    sets = len(entry.backend_sets)
+    if entry.affinity_seconds and sets > len(lower.MEMBERS):
+        return f"{sets} distinct backend sets with session affinity, there is room for {len(lower.MEMBERS)}"
     return None
 
 
@@ -335,8 +335,7 @@ def _count(table: ServiceTable) -> int:
 
 def _of_node(node: NodeNetwork) -> tuple[object, ...]:
     """What of the node stands in rules and sets."""
-    detection = (node.detect, node.pod_cidrs, node.pod_interface)
-    return (node.node_port_addresses, *detection, node.service_cidrs, node.masquerade_bit)
+    return (node.node_port_addresses, node.pods, node.service_cidrs, node.masquerade_bit)
 
 
 def clean(options: Options) -> int:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from dataplane.modes.userspace.messages import Keep, Network, Port, Row
 from dataplane.table import (
-    Detect,
+    BackendSet,
     Entry,
     Frontend,
     Kind,
     Masquerade,
     NodeNetwork,
     Protocol,
-    Route,
     WhenEmpty,
     disjoint,
+    family_of,
     socket_text,
 )
 
-__all__ = ["CIDR_DETECTION", "Element", "Lowered", "listen_addresses", "lower", "lower_node", "row_key"]
-
-CIDR_DETECTION: Final = frozenset({Detect.CLUSTER_CIDR, Detect.NODE_CIDR})
+__all__ = ["Element", "Lowered", "listen_addresses", "lower", "lower_node", "row_key"]
 
 
 class Element(NamedTuple):
@@ -55,7 +53,7 @@ def row_key(entry: Entry) -> str:
 
 def lower(entry: Entry, node: NodeNetwork) -> Lowered:
     """The rows of one service port on this node."""
-    routes: list[Route] = []
+    routes: list[BackendSet] = []
     ports: list[Port] = []
     elements: list[Element] = []
     firewalled: list[tuple[str, int, tuple[str, ...]]] = []
@@ -63,11 +61,12 @@ def lower(entry: Entry, node: NodeNetwork) -> Lowered:
     for frontend in entry.frontends:
         if frontend.kind is Kind.CLUSTER_IP and frontend.address is not None:
             cluster_ips.append(frontend.address)
-        if frontend.sources is not None:
-            sources = tuple(disjoint(frontend.sources))
-            firewalled += [(at, frontend.port, sources) for at in _addresses(frontend, entry.family, node)]
-        keeps = _keeps(frontend, entry.family, node)
-        for side, route, keep in zip(("inside", "outside"), (frontend.inside, frontend.outside), keeps, strict=True):
+        if frontend.source_ranges is not None:
+            ranges = tuple(disjoint(frontend.source_ranges))
+            firewalled += [(at, frontend.port, ranges) for at in _addresses(frontend, entry.family, node)]
+        internal, external = entry.backend_sets[frontend.internal], entry.backend_sets[frontend.external]
+        keeps = _keeps(frontend, entry.family, node, same=internal.backends == external.backends)
+        for side, route, keep in zip(("inside", "outside"), (internal, external), keeps, strict=True):
             target = _target(route, keep, routes, ports) if route.backends else route.when_empty
             elements.append(Element(side, frontend.address, frontend.port, target))
     row = None
@@ -86,7 +85,7 @@ def lower(entry: Entry, node: NodeNetwork) -> Lowered:
     return Lowered(row, tuple(elements), tuple(dict.fromkeys(cluster_ips)), tuple(firewalled))
 
 
-def _target(route: Route, keep: Keep, routes: list[Route], ports: list[Port]) -> int:
+def _target(route: BackendSet, keep: Keep, routes: list[BackendSet], ports: list[Port]) -> int:
     number = next((n for n, known in enumerate(routes) if known.backends == route.backends), None)
     if number is None:
         routes.append(route)
@@ -100,36 +99,29 @@ def _target(route: Route, keep: Keep, routes: list[Route], ports: list[Port]) ->
 def _addresses(frontend: Frontend, family: int, node: NodeNetwork) -> list[str]:
     if frontend.address is not None:
         return [frontend.address]
-    return [address for address in node.node_port_addresses if (":" in address) == (family == 6)]
+    return [address for address in node.node_port_addresses if family_of(address) == family]
 
 
-def _keeps(frontend: Frontend, family: int, node: NodeNetwork) -> tuple[Keep, Keep]:
+def _keeps(frontend: Frontend, family: int, node: NodeNetwork, *, same: bool) -> tuple[Keep, Keep]:
     """Whose address is kept inside and outside.
 
     Where the relay can tell a pod by its address, one proxy port does for both sides of a ClusterIP.
     """
-    pods_kept = not frontend.masquerade & Masquerade.POD and _detects(node, family)
+    pods_kept = not frontend.masquerade & Masquerade.POD and node.pods.recognizes(family)
     inside = Keep.ALWAYS if pods_kept else Keep.NEVER
     outside = Keep.NEVER if frontend.masquerade & Masquerade.EXTERNAL else Keep.ALWAYS
-    if frontend.inside.backends != frontend.outside.backends or inside is outside:
+    if not same or inside is outside:
         return inside, outside
-    if pods_kept and node.detect in CIDR_DETECTION:
+    if pods_kept and not node.pods.interface:
         return Keep.PODS, Keep.PODS
-    if not _detects(node, family):  # inside is the node alone, whose address is its own either way
+    if not node.pods.recognizes(family):  # inside is the node alone, whose address is its own either way
         return outside, outside
     return inside, outside
 
 
-def _detects(node: NodeNetwork, family: int) -> bool:
-    if node.detect in CIDR_DETECTION:
-        return any((":" in cidr) == (family == 6) for cidr in node.pod_cidrs)
-    return node.detect is not Detect.NONE and bool(node.pod_interface)
-
-
 def lower_node(node: NodeNetwork, transparent: tuple[int, ...]) -> Network:
     """What the relay must know of the node."""
-    pods = node.pod_cidrs if node.detect in CIDR_DETECTION else ()
-    return Network(listen_addresses(node), (*node.addresses, *node.primary), pods, transparent)
+    return Network(listen_addresses(node), (*node.addresses, *node.primary), node.pods.prefixes, transparent)
 
 
 def listen_addresses(node: NodeNetwork) -> dict[int, str]:
@@ -137,5 +129,5 @@ def listen_addresses(node: NodeNetwork) -> dict[int, str]:
     found: dict[int, str] = {}
     for address in (*node.primary, *node.addresses):
         if not address.lower().startswith("fe80:"):
-            found.setdefault(6 if ":" in address else 4, address)
+            found.setdefault(family_of(address), address)
     return found

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
-from dataplane.modes.userspace.lower import CIDR_DETECTION, Lowered, listen_addresses
-from dataplane.table import Detect, NodeNetwork, WhenEmpty
+from dataplane.modes.userspace.lower import Lowered, listen_addresses
+from dataplane.table import NodeNetwork, WhenEmpty, family_of
 
 __all__ = [
     "FAMILIES", "TABLE", "Elements", "answer_mark", "delete_table", "differences", "elements_of", "lead_nobody",
@@ -69,8 +69,8 @@ def skeleton(family: int, node: NodeNetwork) -> str:
     w = _words(family)
     bits = answer_mark(node)
     icmp = "icmp" if family == 4 else "icmpv6"
-    own = [a for a in node.node_port_addresses if (":" in a) == (family == 6)]
-    cidrs = [c for c in node.service_cidrs if (":" in c) == (family == 6)]
+    own = [a for a in node.node_port_addresses if family_of(a) == family]
+    cidrs = [c for c in node.service_cidrs if family_of(c) == family]
     pods = _pods(family, node)
     mark, unmark = f"meta mark set meta mark | {bits:#x}", f"meta mark set meta mark & {~bits & 0xFFFFFFFF:#x}"
     kept = f"ct mark & {bits:#x} == {bits:#x}"
@@ -206,14 +206,10 @@ def lead_nobody(family: int) -> str:
 
 def _pods(family: int, node: NodeNetwork) -> str:
     """The match for packets of pods, empty: they are not told apart."""
-    if node.detect in CIDR_DETECTION:
-        for cidr in node.pod_cidrs:
-            if (":" in cidr) == (family == 6):
-                return f"{FAMILIES[family]} saddr {cidr}"
-        return ""
-    if not node.pod_interface or node.detect is Detect.NONE:
-        return ""
-    return f'iifname "{node.pod_interface}{"*" if node.detect is Detect.INTERFACE_PREFIX else ""}"'
+    if node.pods.interface:
+        return f'iifname "{node.pods.interface}{"*" * node.pods.by_name_prefix}"'
+    prefix = node.pods.prefix(family)
+    return f"{FAMILIES[family]} saddr {prefix}" if prefix else ""
 
 
 def _initial(items: Iterable[str]) -> str:

@@ -26,7 +26,8 @@ from dataplane.modes.ebpf import programmer, programs, sizes
 from dataplane.modes.ebpf.programmer import Ebpf
 from dataplane.modes.ebpf.programs import Loader
 from dataplane.modes.ebpf.store import Store
-from dataplane.table import Backend, Entry, Frontend, Kind, NodeNetwork, Protocol, Route, ServiceTable
+from dataplane.table import Backend, BackendSet, Entry, Kind, NodeNetwork, Protocol, ServiceTable
+from tests.tables import Front, entry_of
 
 from . import readback
 
@@ -34,9 +35,9 @@ TINY = {"services": 8, "backends": 16, "slots": 16}
 
 
 def entry(name: str, protocol: Protocol, vip: str, port: int, backends: list[str], target: int) -> Entry:
-    route = Route(tuple(Backend(address, target) for address in backends))
-    front = Frontend(Kind.CLUSTER_IP, vip, port, route, route)
-    return Entry(name, 6 if ":" in vip else 4, protocol, (front,), route.backends)
+    route = BackendSet(tuple(Backend(address, target) for address in backends))
+    front = Front(Kind.CLUSTER_IP, vip, port, route, route)
+    return entry_of(name, 6 if ":" in vip else 4, protocol, (front,), route.backends)
 
 
 def numbered(n: int, version: int) -> dict[str, tuple[Entry, ...]]:

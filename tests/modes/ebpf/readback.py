@@ -12,6 +12,7 @@ from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.maps import MapSet
 from dataplane.modes.ebpf.store import Store
 from dataplane.table import Entry, Kind, Protocol, WhenEmpty
+from tests.tables import fronts_of
 
 FLAGS = layout.abi_constants()
 Key = tuple[int, str, int, int]  # family, address, port, protocol
@@ -32,14 +33,14 @@ def wanted(services: Iterable[Entry], hz: int) -> tuple[dict[Key, Port], set[tup
     ports: dict[Key, Port] = {}
     for entry in services:
         serving = {(b.address, b.port) for b in entry.serving}
-        cluster = [frontend for frontend in entry.frontends if frontend.kind is Kind.CLUSTER_IP]
+        cluster = [frontend for frontend in fronts_of(entry) if frontend.kind is Kind.CLUSTER_IP]
         for frontend in cluster:
-            serving |= {(b.address, b.port) for route in (frontend.inside, frontend.outside) for b in route.backends}
+            serving |= {(b.address, b.port) for used in (frontend.internal, frontend.external) for b in used.backends}
         for frontend in cluster:
             assert frontend.address is not None
-            routes = (frontend.inside, frontend.outside)
-            inside, outside = ([(b.address, b.port) for b in route.backends] for route in routes)
-            drops = tuple(route.when_empty is WhenEmpty.DROP for route in routes)
+            sets = (frontend.internal, frontend.external)
+            inside, outside = ([(b.address, b.port) for b in used.backends] for used in sets)
+            drops = tuple(used.when_empty is WhenEmpty.DROP for used in sets)
             ports[entry.family, frontend.address, frontend.port, int(entry.protocol)] = Port(
                 inside, outside, drops, entry.affinity_seconds * hz, frozenset(serving)
             )

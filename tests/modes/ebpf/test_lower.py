@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dataplane.modes.ebpf.lower import Rows, lower
-from dataplane.table import Backend, Entry, Frontend, Kind, Masquerade, Route, WhenEmpty
+from dataplane.table import Backend, BackendSet, Entry, Kind, Masquerade, WhenEmpty
 from tests.modes.make import entry as port
+from tests.tables import Front
 
 A, B, C, D = (Backend(f"10.1.0.{n}", 8080, local=n < 3) for n in range(1, 5))
 INSIDE, OUTSIDE, SOURCES = 1, 2, 64
@@ -14,16 +15,16 @@ DROP0, DROP1 = 1, 2
 SERVING, ROUTE0, ROUTE1, HERE = 1, 2, 4, 32
 
 
-def cluster_ip(inside: Route, outside: Route | None = None, address: str = "10.96.0.1") -> Frontend:
-    return Frontend(Kind.CLUSTER_IP, address, 80, inside, outside or inside)
+def cluster_ip(inside: BackendSet, outside: BackendSet | None = None, address: str = "10.96.0.1") -> Front:
+    return Front(Kind.CLUSTER_IP, address, 80, inside, outside or inside)
 
 
-def other(kind: Kind, inside: Route, outside: Route) -> Frontend:
-    return Frontend(kind, None if kind is Kind.NODE_PORT else "192.0.2.1", 80, inside, outside)
+def other(kind: Kind, inside: BackendSet, outside: BackendSet) -> Front:
+    return Front(kind, None if kind is Kind.NODE_PORT else "192.0.2.1", 80, inside, outside)
 
 
-ALL, LOCAL, NONE = Route((A, B, C)), Route((A, B)), Route(())
-NONE_DROP = Route((), WhenEmpty.DROP)
+ALL, LOCAL, NONE = BackendSet((A, B, C)), BackendSet((A, B)), BackendSet(())
+NONE_DROP = BackendSet((), WhenEmpty.DROP)
 
 CASES = [
     pytest.param(
@@ -57,7 +58,7 @@ CASES = [
         id="outside-drops",
     ),
     pytest.param(
-        port(cluster_ip(Route((C, A))), serving=(A, C)),
+        port(cluster_ip(BackendSet((C, A))), serving=(A, C)),
         Rows([("10.96.0.1", 80, 0)], [A, C], [SERVING | ROUTE0] * 2, [[1, 0]], 0, 0),
         id="order-of-the-route-is-the-order-of-the-slots",
     ),
@@ -90,13 +91,13 @@ MASQUERADES = [(Masquerade.NEVER, 0), (Masquerade.POD, 8), (Masquerade.NODE, 16)
 
 @pytest.mark.parametrize(("masquerade", "flags"), MASQUERADES)
 def test_who_is_masqueraded_is_in_the_frontends_flags(masquerade: Masquerade, flags: int) -> None:
-    front = Frontend(Kind.EXTERNAL_IP, "192.0.2.1", 80, ALL, ALL, masquerade)
+    front = Front(Kind.EXTERNAL_IP, "192.0.2.1", 80, ALL, ALL, masquerade)
     assert lower(port(front)).frontends == [("192.0.2.1", 80, flags)]
 
 
 def test_source_ranges_guard_the_frontends_that_have_them() -> None:
-    guarded = Frontend(Kind.LOAD_BALANCER, "192.0.2.1", 80, ALL, ALL, sources=("203.0.113.0/24",))
-    nobody = Frontend(Kind.LOAD_BALANCER, "192.0.2.1", 80, ALL, ALL, sources=())
+    guarded = Front(Kind.LOAD_BALANCER, "192.0.2.1", 80, ALL, ALL, source_ranges=("203.0.113.0/24",))
+    nobody = Front(Kind.LOAD_BALANCER, "192.0.2.1", 80, ALL, ALL, source_ranges=())
     rows = lower(port(cluster_ip(ALL), guarded))
     assert rows.frontends == [("10.96.0.1", 80, 0), ("192.0.2.1", 80, SOURCES)]
     assert rows.sources == ("203.0.113.0/24",)
@@ -108,7 +109,7 @@ def test_only_a_cluster_ip_refuses_ports_without_a_frontend() -> None:
     assert lower(port(*(other(kind, ALL, ALL) for kind in kinds))).closed == ()
 
 
-def test_more_routes_than_the_layout_has_is_an_error_that_names_the_port() -> None:
-    entry = port(cluster_ip(ALL, LOCAL), cluster_ip(Route((C,)), address="10.96.0.2"))
-    with pytest.raises(ValueError, match="default/web:http: 3 distinct routes"):
+def test_more_backend_sets_than_the_layout_has_is_an_error_that_names_the_port() -> None:
+    entry = port(cluster_ip(ALL, LOCAL), cluster_ip(BackendSet((C,)), address="10.96.0.2"))
+    with pytest.raises(ValueError, match="default/web:http: 3 distinct backend sets"):
         lower(entry)

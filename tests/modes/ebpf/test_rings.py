@@ -13,7 +13,8 @@ from dataplane.balancing.least_connections import FAIR
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.programmer import Ebpf
 from dataplane.modes.ebpf.store import Store
-from dataplane.table import Backend, Entry, Route, ServiceTable
+from dataplane.table import Backend, BackendSet, Entry, ServiceTable
+from tests.tables import fronts_of
 
 from .readback import check_books, programmed, settle
 from .test_store import HZ, V1, V2, V6, OpenMaps, Table, entry, many, one, restart, two, without_sharing
@@ -31,13 +32,11 @@ def port(
     made = entry(name, vip, len(weights), local=local, affinity=affinity)
     weighed = tuple(msgspec.structs.replace(b, weight=w) for b, w in zip(made.serving, weights, strict=True))
 
-    def weigh(route: Route) -> Route:
+    def weigh(route: BackendSet) -> BackendSet:
         return msgspec.structs.replace(route, backends=weighed[: len(route.backends)])
 
-    front = made.frontends[0]
-    inside, outside = weigh(front.inside), weigh(front.outside)
-    front = msgspec.structs.replace(front, inside=inside, outside=inside if local is None else outside)
-    return msgspec.structs.replace(made, frontends=(front,), serving=weighed, algorithm=algorithm)
+    sets = tuple(map(weigh, made.backend_sets))
+    return msgspec.structs.replace(made, backend_sets=sets, serving=weighed, algorithm=algorithm)
 
 
 def slots_of(store: Store, vip: str = V1) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
@@ -84,10 +83,10 @@ def test_slots_are_the_ring_of_the_algorithm(store: Store, entries: list[Entry])
         store.apply({one: (made,)})
         assert not store.misfits
         assert not store.cut
-        front = made.frontends[0]
+        front = fronts_of(made)[0]
         inside, outside = slots_of(store, front.address or "")
-        assert inside == expected(made.algorithm, front.inside.backends)
-        assert outside == expected(made.algorithm, front.outside.backends)
+        assert inside == expected(made.algorithm, front.internal.backends)
+        assert outside == expected(made.algorithm, front.external.backends)
         assert spread_of(store) == {SPREADS[name] for name in [made.algorithm] if name in SPREADS}
         check_books(store, 1, [made], settled=False)
         settle(store)

@@ -10,7 +10,8 @@ from dataplane.mode import Options
 from dataplane.modes.ebpf.lower import lower
 from dataplane.modes.ebpf.pools import SETTINGS, size_class
 from dataplane.modes.ebpf.sizes import FLOOR, bounds, crowded, fitting, fixed, foreseen, grown, least, needs
-from dataplane.table import Backend, Entry, Frontend, Kind, Protocol, Route
+from dataplane.table import Backend, BackendSet, Entry, Kind, Protocol
+from tests.tables import Front, entry_of
 
 UPPER = bounds(Options())
 NAMES = st.sampled_from(sorted(UPPER))
@@ -90,10 +91,10 @@ def test_what_is_foreseen_is_enough_for_equal_services(services: int, size: int)
 def entry(number: int, size: int, local: int, family: int = 4) -> Entry:
     prefix = "fd00::" if family == 6 else "10.0.0."
     members = tuple(Backend(f"{prefix}{i}", 80) for i in range(1, size + 1))
-    outside, inside = Route(members), Route(members[:local])
+    outside, inside = BackendSet(members), BackendSet(members[:local])
     address = f"fd96::{number}" if family == 6 else f"10.96.0.{number}"
-    return Entry(
-        f"d/s{number}:p", family, Protocol.TCP, (Frontend(Kind.CLUSTER_IP, address, 80, inside, outside),), members
+    return entry_of(
+        f"d/s{number}:p", family, Protocol.TCP, (Front(Kind.CLUSTER_IP, address, 80, inside, outside),), members
     )
 
 

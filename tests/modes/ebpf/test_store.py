@@ -21,7 +21,8 @@ from dataplane.mode import Misfit, Options
 from dataplane.modes.ebpf.maps import MapSet
 from dataplane.modes.ebpf.sizes import bounds
 from dataplane.modes.ebpf.store import Store
-from dataplane.table import Backend, Entry, Frontend, Kind, Protocol, Route, WhenEmpty
+from dataplane.table import Backend, BackendSet, Entry, Kind, Protocol, WhenEmpty
+from tests.tables import Front, entry_of, fronts_of, with_fronts
 
 from .readback import check, programmed, settle
 
@@ -42,12 +43,12 @@ def entry(
     base = f"fd00:{number % 9999}::" if family == 6 else f"10.{number % 250}.0."
     addresses = backends if isinstance(backends, list) else [f"{base}{i}" for i in range(1, backends + 1)]
     members = tuple(Backend(address, 8080) for address in addresses)
-    everything = Route(members, empty)
-    inside = everything if local is None else Route(members[:local], empty, "local")
-    outer = everything if not outside else Route(members[-outside:], empty, "outside")
-    front = Frontend(Kind.CLUSTER_IP, vip, port, inside, outer)
+    everything = BackendSet(members, empty)
+    inside = everything if local is None else BackendSet(members[:local], empty, "local")
+    outer = everything if not outside else BackendSet(members[-outside:], empty, "outside")
+    front = Front(Kind.CLUSTER_IP, vip, port, inside, outer)
     serving = (*members, *(Backend(f"{base}{200 + i}", 8080) for i in range(more)))
-    return Entry(f"{name}:p{port}", family, protocol, (front,), serving, affinity)
+    return entry_of(f"{name}:p{port}", family, protocol, (front,), serving, affinity)
 
 
 def apply(store: Store, before: Table, after: Table) -> None:
@@ -476,7 +477,7 @@ def test_a_service_whose_source_ranges_do_not_fit_is_a_misfit_alone(pins: Path, 
     for number in (1, 2, 3):
         made = entry(f"default/s{number}", f"fd00:96::{number}" if family == 6 else f"10.96.0.{number}", 2)
         ranges = tuple(f"fd00:{n}::/64" if family == 6 else f"10.{n}.0.0/16" for n in range(3 if number < 3 else 1))
-        table[f"default/s{number}"] = (replace(made, frontends=(replace(made.frontends[0], sources=ranges),)),)
+        table[f"default/s{number}"] = (with_fronts(made, replace(fronts_of(made)[0], source_ranges=ranges)),)
     for changes in [table] if together else [{name: entries} for name, entries in table.items()]:
         store.apply(changes)
     assert list(store.misfits.values()) == [Misfit("default/s2:p80", f"map sources{family} is full (4)")]

@@ -24,34 +24,33 @@ from dataplane.modes.iptables.names import service_chains
 from dataplane.modes.iptables.programmer import Iptables
 from dataplane.table import (
     Backend,
-    Detect,
+    BackendSet,
     Entry,
-    Frontend,
     Kind,
     Masquerade,
     NodeNetwork,
+    PodMatch,
     Protocol,
-    Route,
     ServiceTable,
     WhenEmpty,
 )
 from tests.fakes.xtables import FakeXtables
 from tests.modes.iptables.walk import MARK_BIT, Packet, Walker, Ways
 from tests.modes.make import entry
+from tests.tables import Front, entry_of
 
 NETWORK = NodeNetwork(
     primary=("192.168.0.1", "fd01::1"),
     addresses=("192.168.0.1", "fd01::1"),
     node_port_addresses=("192.168.0.1", "fd01::1"),
-    detect=Detect.CLUSTER_CIDR,
-    pod_cidrs=("10.1.0.0/16", "fd02::/48"),
+    pods=PodMatch(("10.1.0.0/16", "fd02::/48")),
     service_cidrs=("10.96.0.0/16", "fd96::/112"),
 )
 NOT_PODS = Masquerade.NODE | Masquerade.EXTERNAL
-TWO = Route((Backend("10.1.0.5", 8080, True), Backend("10.1.1.6", 8080)), why="both")
-HERE = Route((Backend("10.1.0.5", 8080, True),), why="local")
-NONE = Route((), WhenEmpty.REJECT, "none at all")
-SILENT = Route((), WhenEmpty.DROP, "none here")
+TWO = BackendSet((Backend("10.1.0.5", 8080, True), Backend("10.1.1.6", 8080)), why="both")
+HERE = BackendSet((Backend("10.1.0.5", 8080, True),), why="local")
+NONE = BackendSet((), WhenEmpty.REJECT, "none at all")
+SILENT = BackendSet((), WhenEmpty.DROP, "none here")
 
 
 def node(family: int = 4, usual: Masquerade = NOT_PODS) -> Node:
@@ -59,9 +58,12 @@ def node(family: int = 4, usual: Masquerade = NOT_PODS) -> Node:
 
 
 def cluster_ip(
-    inside: Route = TWO, outside: Route | None = None, masquerade: Masquerade = NOT_PODS, address: str = "10.96.0.10"
-) -> Frontend:
-    return Frontend(Kind.CLUSTER_IP, address, 80, inside, outside or inside, masquerade)
+    inside: BackendSet = TWO,
+    outside: BackendSet | None = None,
+    masquerade: Masquerade = NOT_PODS,
+    address: str = "10.96.0.10",
+) -> Front:
+    return Front(Kind.CLUSTER_IP, address, 80, inside, outside or inside, masquerade)
 
 
 SVC, SVL = service_chains(entry())
@@ -94,7 +96,7 @@ def test_a_usual_cluster_ip_is_one_rule_and_one_chain() -> None:
 
 
 def test_addresses_of_ipv6_stand_in_brackets_before_a_port() -> None:
-    route = Route((Backend("fd02::5", 8080),))
+    route = BackendSet((Backend("fd02::5", 8080),))
     lowered = lower(entry(cluster_ip(route, address="fd96::a"), family=6, protocol=Protocol.SCTP), node(6))
     (chain,) = lowered.chains.values()
     assert chain == ("-p sctp -j DNAT --to-destination [fd02::5]:8080",)
@@ -117,7 +119,7 @@ def test_who_is_masqueraded_otherwise_says_so_in_a_chain_before() -> None:
 
 
 def test_outsiders_of_a_local_policy_have_a_route_of_their_own() -> None:
-    local = Frontend(Kind.LOAD_BALANCER, "1.2.3.4", 80, TWO, HERE, Masquerade.NODE)
+    local = Front(Kind.LOAD_BALANCER, "1.2.3.4", 80, TWO, HERE, Masquerade.NODE)
     lowered = lower(entry(cluster_ip(), local), node())
     extra = next(name for name in lowered.chains if name.startswith("HP-EXT-"))
     assert lowered.chains[extra] == (
@@ -127,12 +129,12 @@ def test_outsiders_of_a_local_policy_have_a_route_of_their_own() -> None:
 
 
 def test_source_ranges_come_before_all_else() -> None:
-    guarded = Frontend(Kind.LOAD_BALANCER, "1.2.3.4", 80, NONE, NONE, Masquerade.ALWAYS, ("203.0.113.0/24",))
+    guarded = Front(Kind.LOAD_BALANCER, "1.2.3.4", 80, NONE, NONE, Masquerade.ALWAYS, ("203.0.113.0/24",))
     match = "-d 1.2.3.4/32 -p tcp -m tcp --dport 80"
     assert refusals(lower(entry(guarded), node())) == [
         f"-s 203.0.113.0/24 {match} -j HP-REJECT", f"{match} -j DROP",
     ]  # fmt: skip
-    served = Frontend(Kind.LOAD_BALANCER, "1.2.3.4", 80, TWO, TWO, Masquerade.ALWAYS, ("203.0.113.0/24",))
+    served = Front(Kind.LOAD_BALANCER, "1.2.3.4", 80, TWO, TWO, Masquerade.ALWAYS, ("203.0.113.0/24",))
     lowered = lower(entry(served), node())
     (guard,) = (rules for name, rules in lowered.chains.items() if name.startswith("HP-FW-"))
     assert guard[0].startswith("-s 203.0.113.0/24 -j HP-EXT-")
@@ -151,7 +153,7 @@ def test_clients_that_are_remembered_come_back_by_the_chain_of_their_endpoint() 
 
 
 def test_every_route_of_thirty_backends_is_chosen_evenly() -> None:
-    route = Route(tuple(Backend(f"10.1.0.{n}", 80) for n in range(1, 31)))
+    route = BackendSet(tuple(Backend(f"10.1.0.{n}", 80) for n in range(1, 31)))
     left, shares = 1.0, []
     for rule in lower(entry(cluster_ip(route)), node()).chains[SVC]:
         words = rule.split()
@@ -192,9 +194,9 @@ def test_the_comparison_of_addresses_is_true_only_for_the_same() -> None:
 @pytest.mark.parametrize(
     ("detect", "pods"),
     [
-        (NodeNetwork(detect=Detect.BRIDGE_INTERFACE, pod_interface="cbr0"), "-i cbr0"),
-        (NodeNetwork(detect=Detect.INTERFACE_PREFIX, pod_interface="veth"), "-i veth+"),
-        (NodeNetwork(detect=Detect.NODE_CIDR, pod_cidrs=("fd02::/64",)), None),
+        (NodeNetwork(pods=PodMatch(interface="cbr0")), "-i cbr0"),
+        (NodeNetwork(pods=PodMatch((), "veth", True)), "-i veth+"),
+        (NodeNetwork(pods=PodMatch(("fd02::/64",))), None),
         (NodeNetwork(), None),
     ],
 )
@@ -248,8 +250,8 @@ def entries(draw: st.DrawFn, number: int) -> Entry:
         inside = draw(routes)
         outside = inside if kind is Kind.CLUSTER_IP else draw(st.sampled_from([inside, part]))
         sources = draw(SOURCES) if kind is Kind.LOAD_BALANCER else None
-        made.append(Frontend(kind, address, port, inside, outside, draw(MASQUERADES), sources))
-    return Entry(f"ns/s{number}:p", 4, protocol, tuple(made), affinity_seconds=draw(st.sampled_from([0, 0, 60])))
+        made.append(Front(kind, address, port, inside, outside, draw(MASQUERADES), sources))
+    return entry_of(f"ns/s{number}:p", 4, protocol, tuple(made), affinity_seconds=draw(st.sampled_from([0, 0, 60])))
 
 
 def without_conflicts(made: Iterable[Entry]) -> list[Entry]:

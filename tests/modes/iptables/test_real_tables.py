@@ -20,25 +20,24 @@ from dataplane.modes.iptables.programmer import Iptables, clean, look, needs, pr
 from dataplane.modes.iptables.readback import parse, shape
 from dataplane.table import (
     Backend,
-    Detect,
+    BackendSet,
     Entry,
-    Frontend,
     Kind,
     Masquerade,
     NodeNetwork,
+    PodMatch,
     Protocol,
-    Route,
     ServiceTable,
     WhenEmpty,
 )
+from tests.tables import Front, entry_of, fronts_of, with_fronts
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("namespace")]
 
 NETWORK = NodeNetwork(
     addresses=("192.168.0.1", "fd01::1"),
     node_port_addresses=("192.168.0.1", "fd01::1"),
-    detect=Detect.CLUSTER_CIDR,
-    pod_cidrs=("10.1.0.0/16", "fd02::/48"),
+    pods=PodMatch(("10.1.0.0/16", "fd02::/48")),
     service_cidrs=("10.96.0.0/16", "fd96::/112"),
 )
 NOT_PODS = Masquerade.NODE | Masquerade.EXTERNAL
@@ -60,16 +59,16 @@ def service(number: int, family: int = 4, backends: int = 3, **fields: object) -
     """One of everything: ClusterIP, node port, load balancer with ranges and a local policy."""
     pod, vip = ("10.1.0.", "10.96.0.") if family == 4 else ("fd02::", "fd96::")
     outside, range_ = ("203.0.113.", "198.51.100.0/24") if family == 4 else ("fd99::", "fd98::/64")
-    whole = Route(tuple(Backend(f"{pod}{10 + n}", 8080, n == 0) for n in range(backends)))
-    local = Route(whole.backends[:1]) if backends else Route((), WhenEmpty.DROP)
+    whole = BackendSet(tuple(Backend(f"{pod}{10 + n}", 8080, n == 0) for n in range(backends)))
+    local = BackendSet(whole.backends[:1]) if backends else BackendSet((), WhenEmpty.DROP)
     frontends = (
-        Frontend(Kind.CLUSTER_IP, f"{vip}{number}", 80, whole, whole, NOT_PODS),
-        Frontend(Kind.NODE_PORT, None, 30000 + number, whole, whole, Masquerade.ALWAYS),
-        Frontend(Kind.LOAD_BALANCER, f"{outside}{number}", 80, whole, local, Masquerade.NODE, (range_,)),
+        Front(Kind.CLUSTER_IP, f"{vip}{number}", 80, whole, whole, NOT_PODS),
+        Front(Kind.NODE_PORT, None, 30000 + number, whole, whole, Masquerade.ALWAYS),
+        Front(Kind.LOAD_BALANCER, f"{outside}{number}", 80, whole, local, Masquerade.NODE, (range_,)),
     )
     protocol = (Protocol.TCP, Protocol.UDP, Protocol.SCTP)[number % 3]
     values = {"affinity_seconds": 60 * (number % 2), **fields}
-    return Entry(f"ns/s{number}:p", family, protocol, frontends, whole.backends, **values)  # type: ignore[arg-type]
+    return entry_of(f"ns/s{number}:p", family, protocol, frontends, whole.backends, **values)  # type: ignore[arg-type]
 
 
 def table(*numbers: int, backends: int = 3, generation: int = 1) -> ServiceTable:
@@ -158,22 +157,22 @@ def test_row_3_12_health_check_node_ports_pass_the_hosts_own_rules(variant: str)
 def extremes(family: int) -> dict[str, Entry]:
     """Service ports with values at the ends of what a table can hold."""
     plain = service(1, family)
-    cluster, ports, balancer = plain.frontends
+    cluster, ports, balancer = fronts_of(plain)
     everybody = "0.0.0.0/0" if family == 4 else "::/0"
     nested = ("10.0.0.0/8", "10.1.2.3/32", "10.1.2.3/8") if family == 4 else ("fd98::/16", "fd98::1/128", "fd98::7/16")
     many = tuple(f"10.0.{n % 256}.{n // 256}/32" if family == 4 else f"fd98:{n:x}::/48" for n in range(500))
     at = [Backend(backend.address, port) for backend in plain.serving for port in (1, 65535)]
     replace = msgspec.structs.replace
     made = {
-        f"sources {len(sources)}": replace(plain, frontends=(cluster, ports, replace(balancer, sources=sources)))
-        for sources in ((), (everybody,), (everybody, *nested), many)
+        f"ranges {len(ranges)}": with_fronts(plain, cluster, ports, replace(balancer, source_ranges=ranges))
+        for ranges in ((), (everybody,), (everybody, *nested), many)
     }
     made |= {
         f"port {port}": replace(plain, frontends=tuple(replace(one, port=port) for one in plain.frontends))
         for port in (1, 65535)
     }
     made |= {f"affinity {seconds}": replace(plain, affinity_seconds=seconds) for seconds in (1, 86_400)}
-    made["ports of one endpoint"] = replace(plain, frontends=(replace(cluster, inside=Route(tuple(at))),))
+    made["ports of one endpoint"] = with_fronts(plain, replace(cluster, internal=BackendSet(tuple(at))))
     made["long name"] = replace(plain, name=f"{'n' * 63}/{'s' * 253}:{'p' * 63}")
     made["odd name"] = replace(plain, name="n/'$(s);\"\\#%{}é:-j HP-SERVICES")
     made["1000 backends"] = service(0, family, 1000 if family == 6 else 240)
@@ -349,9 +348,9 @@ def test_a_refused_restore_leaves_all_as_it_was_and_the_next_sync_is_a_full_one(
         programmer.sync(table(1, 2))
         before = rules(variant)
         broken = service(3)
-        route = Route((Backend("not an address", 80),))
-        wrong = Frontend(Kind.CLUSTER_IP, "10.96.0.3", 80, route, route, NOT_PODS)
-        services = {**table(1, 2).services, "ns/s3": (msgspec.structs.replace(broken, frontends=(wrong,)),)}
+        route = BackendSet((Backend("not an address", 80),))
+        wrong = Front(Kind.CLUSTER_IP, "10.96.0.3", 80, route, route, NOT_PODS)
+        services = {**table(1, 2).services, "ns/s3": (with_fronts(broken, wrong),)}
         with pytest.raises(SyncError, match="not an address"):
             programmer.sync(ServiceTable(services, NETWORK, 2))
         assert rules(variant)[4, "nat"] == before[4, "nat"]

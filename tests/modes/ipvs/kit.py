@@ -9,13 +9,12 @@ from dataplane.modes.ipvs.programmer import Ipvs
 from dataplane.modes.ipvs.writer import Kernel
 from dataplane.table import (
     Backend,
-    Detect,
+    BackendSet,
     Entry,
-    Frontend,
     Kind,
     Masquerade,
     NodeNetwork,
-    Route,
+    PodMatch,
     ServiceTable,
     WhenEmpty,
 )  # fmt: skip
@@ -23,13 +22,13 @@ from dataplane.virtual_servers import Destination, Element, Server
 from tests.fakes.ipvs import FakeDevice, FakeIpvs, FakeSets, Journal
 from tests.fakes.xtables import FakeXtables
 from tests.modes.make import entry
+from tests.tables import Front
 
 NETWORK = NodeNetwork(
     primary=("192.168.77.2", "fd77::2"),
     addresses=("192.168.77.2", "192.168.77.22", "fd77::2"),
     node_port_addresses=("192.168.77.2", "fd77::2"),
-    detect=Detect.CLUSTER_CIDR,
-    pod_cidrs=("10.77.0.0/16", "fd77:1::/48"),
+    pods=PodMatch(("10.77.0.0/16", "fd77:1::/48")),
     service_cidrs=("10.96.0.0/12", "fd96::/108"),
 )
 A, B, C = Backend("10.77.1.2", 8080, local=True), Backend("10.77.2.2", 8080), Backend("10.77.2.3", 8080)
@@ -37,12 +36,12 @@ TCP, UDP = 6, 17
 TO_ALL = Masquerade.NODE | Masquerade.EXTERNAL
 
 
-def route(*backends: Backend, drop: bool = False, why: str = "all") -> Route:
-    return Route(backends, WhenEmpty.DROP if drop else WhenEmpty.REJECT, why)
+def route(*backends: Backend, drop: bool = False, why: str = "all") -> BackendSet:
+    return BackendSet(backends, WhenEmpty.DROP if drop else WhenEmpty.REJECT, why)
 
 
-def cluster_ip(inside: Route, address: str = "10.96.0.1", port: int = 80) -> Frontend:
-    return Frontend(Kind.CLUSTER_IP, address, port, inside, inside, TO_ALL)
+def cluster_ip(inside: BackendSet, address: str = "10.96.0.1", port: int = 80) -> Front:
+    return Front(Kind.CLUSTER_IP, address, port, inside, inside, TO_ALL)
 
 
 def web(*backends: Backend, **more: object) -> Entry:

@@ -22,9 +22,10 @@ from dataplane.mode import Options
 from dataplane.modes.ipvs.programmer import DRAIN_SECONDS, Ipvs, clean, drain, look, probe
 from dataplane.modes.ipvs.rules import JUMPS, ours
 from dataplane.modes.ipvs.writer import DEVICE
-from dataplane.table import Backend, Entry, Frontend, Kind, Masquerade, NodeNetwork, Protocol, Route, ServiceTable
+from dataplane.table import Backend, BackendSet, Kind, Masquerade, NodeNetwork, Protocol, ServiceTable
 from dataplane.virtual_servers import Change, Config, Destination, Edit, Element, Server, Timeouts, Verb
 from tests import namespaces
+from tests.tables import Front, entry_of
 
 pytestmark = [pytest.mark.root, pytest.mark.kernel("ip_vs")]
 FOREIGN = Server(4, 6, "198.51.100.7", 443)
@@ -45,12 +46,12 @@ def ipvs(home: None) -> Iterator[VirtualServers]:
 
 def table(*ends: str, generation: int = 0, services: int = 1) -> ServiceTable:
     backends = tuple(Backend(address, 8080, local=True) for address in ends)
-    route = Route(backends, why="all")
+    route = BackendSet(backends, why="all")
     held = {}
     for number in range(services):
-        frontend = Frontend(Kind.CLUSTER_IP, f"10.96.0.{number + 1}", 80, route, route, Masquerade.NEVER)
+        frontend = Front(Kind.CLUSTER_IP, f"10.96.0.{number + 1}", 80, route, route, Masquerade.NEVER)
         name = f"default/s{number}"
-        held[name] = (Entry(f"{name}:http", 4, Protocol.TCP, (frontend,), backends),)
+        held[name] = (entry_of(f"{name}:http", 4, Protocol.TCP, (frontend,), backends),)
     return ServiceTable(held, NodeNetwork(service_cidrs=("10.96.0.0/12",)), generation)
 
 

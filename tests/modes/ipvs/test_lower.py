@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from dataplane.modes.ipvs.lower import SETS, Lowered, Node, lower
-from dataplane.table import Frontend, Kind, Masquerade, Protocol
+from dataplane.table import Kind, Masquerade, Protocol
 from dataplane.virtual_servers import Config, Server
 from tests.modes.make import entry
+from tests.tables import Front
 
 from .kit import TCP, A, B, C, cluster_ip, destination, route, web
 
@@ -28,8 +29,8 @@ def sets_of(result: Lowered, address: str) -> set[str]:
 BOTH, LOCAL = route(A, B), route(A, drop=True, why="local")
 
 
-def local_lb(inside=BOTH, outside=LOCAL, **more) -> Frontend:
-    return Frontend(Kind.LOAD_BALANCER, "203.0.113.7", 80, inside, outside, Masquerade.NODE, **more)
+def local_lb(inside=BOTH, outside=LOCAL, **more) -> Front:
+    return Front(Kind.LOAD_BALANCER, "203.0.113.7", 80, inside, outside, Masquerade.NODE, **more)
 
 
 def test_a_cluster_ip_is_one_virtual_server_and_its_classes_are_memberships() -> None:
@@ -64,7 +65,7 @@ def test_clients_outside_get_a_virtual_server_of_their_own_where_their_route_dif
 
 
 def test_the_mark_has_the_masquerade_bit_where_the_outside_is_masqueraded() -> None:
-    frontend = Frontend(
+    frontend = Front(
         Kind.EXTERNAL_IP, "203.0.113.7", 80, route(A, B), route(A, why="local"), Masquerade.ALWAYS
     )  # fmt: skip
     assert Server(4, mark=MARK | 0x4000) in lowered(entry(frontend)).servers
@@ -93,7 +94,7 @@ def test_an_empty_route_refuses_or_is_silent_for_both_sides(drop: bool, word: st
 
 
 def test_a_node_port_is_served_at_each_address_of_its_family_and_binds_none() -> None:
-    frontend = Frontend(Kind.NODE_PORT, None, 30080, route(A), route(A), Masquerade.ALWAYS)
+    frontend = Front(Kind.NODE_PORT, None, 30080, route(A), route(A), Masquerade.ALWAYS)
     result = lowered(entry(frontend))
     assert list(result.servers) == [Server(4, TCP, "192.168.77.2", 30080)]
     assert result.addresses == frozenset()
@@ -101,12 +102,12 @@ def test_a_node_port_is_served_at_each_address_of_its_family_and_binds_none() ->
 
 
 def test_an_address_of_a_service_comes_before_a_node_port() -> None:
-    frontend = Frontend(Kind.NODE_PORT, None, 30080, route(A), route(A), Masquerade.ALWAYS)
+    frontend = Front(Kind.NODE_PORT, None, 30080, route(A), route(A), Masquerade.ALWAYS)
     assert not lowered(entry(frontend), taken={("192.168.77.2", 30080, TCP)}).servers
 
 
 def test_an_external_address_that_another_interface_has_is_served_and_not_bound() -> None:
-    frontend = Frontend(Kind.EXTERNAL_IP, "192.168.77.2", 80, route(A), route(A), Masquerade.ALWAYS)
+    frontend = Front(Kind.EXTERNAL_IP, "192.168.77.2", 80, route(A), route(A), Masquerade.ALWAYS)
     result = lowered(entry(frontend))
     assert list(result.servers) == [Server(4, TCP, "192.168.77.2", 80)]
     assert result.addresses == frozenset()
@@ -114,7 +115,7 @@ def test_an_external_address_that_another_interface_has_is_served_and_not_bound(
 
 
 def test_allowed_sources_are_networks_and_everybody_is_two_halves() -> None:
-    result = lowered(entry(local_lb(sources=("192.0.2.0/24", "0.0.0.0/0"))))
+    result = lowered(entry(local_lb(source_ranges=("192.0.2.0/24", "0.0.0.0/0"))))
     networks = {element.second for name, element in result.members if name == "HPV-4-ALLOWED"}
     assert networks == {"192.0.2.0/24", "0.0.0.0/1", "128.0.0.0/1"}
     assert "HPV-4-SOURCES" in sets_of(result, "203.0.113.7")

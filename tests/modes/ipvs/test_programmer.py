@@ -7,9 +7,10 @@ import pytest
 
 from dataplane.errors import DataplaneError, SyncError
 from dataplane.modes.ipvs import programmer as module
-from dataplane.table import Backend, Frontend, Kind, Masquerade, Protocol, Route
+from dataplane.table import Backend, BackendSet, Kind, Masquerade, Protocol
 from dataplane.virtual_servers import Change, Config, Element, Server, Timeouts, Verb
 from tests.modes.make import entry
+from tests.tables import Front, with_fronts
 
 from .kit import NETWORK, TCP, UDP, A, B, C, Node, cluster_ip, destination, route, web
 
@@ -50,10 +51,10 @@ def test_one_endpoint_more_is_one_message(node: Node) -> None:
     agent = node.start()
     many = {f"s{n}": (web(B, name=f"default/s{n}:http"),) for n in range(200)}
     for number, (name, (held,)) in enumerate(many.items()):
-        many[name] = (msgspec.structs.replace(held, frontends=(cluster_ip(route(B), f"10.96.1.{number + 1}"),)),)
+        many[name] = (with_fronts(held, cluster_ip(route(B), f"10.96.1.{number + 1}")),)
     agent.sync(node.table(**many))
     node.journal.take()
-    changed = msgspec.structs.replace(many["s7"][0], frontends=(cluster_ip(route(B, C), "10.96.1.8"),), serving=(B, C))
+    changed = with_fronts(many["s7"][0], cluster_ip(route(B, C), "10.96.1.8"), serving=(B, C))
     result = agent.sync(node.table(**(many | {"s7": (changed,)})))
     assert node.journal.take() == [f"NEW_DESTINATION 10.96.1.8:80 {C.address} weight 1"]
     assert result.changed == 1
@@ -142,7 +143,7 @@ def test_row_3_12_health_check_node_ports_come_and_go_and_nothing_else_is_touche
 
 
 def test_a_restart_finds_everything_and_changes_nothing(node: Node) -> None:
-    frontend = Frontend(
+    frontend = Front(
         Kind.LOAD_BALANCER, "203.0.113.7", 80, route(A, B), route(A, drop=True, why="local"), Masquerade.NODE
     )  # fmt: skip
     table = node.table(entry(cluster_ip(route(A, B)), frontend, serving=(A, B)))
@@ -399,7 +400,7 @@ def test_what_is_in_excluded_ranges_is_not_served_and_told(node: Node) -> None:
 def test_without_ip6tables_services_of_ipv6_are_misfits(node: Node) -> None:
     node.tables.families = (4,)
     node.tables.missing = {6: "the kernel has no IPv6"}
-    six = entry(cluster_ip(Route(()), "fd96::1"), family=6)
+    six = entry(cluster_ip(BackendSet(()), "fd96::1"), family=6)
     result = node.start().sync(node.table(web(A), six))
     assert ["the kernel has no IPv6" in misfit.reason for misfit in result.misfits] == [True]
     assert node.weights() == {A.address: 1}
@@ -408,7 +409,7 @@ def test_without_ip6tables_services_of_ipv6_are_misfits(node: Node) -> None:
 def test_a_misfit_is_forgotten_with_its_service(node: Node) -> None:
     node.tables.families = (4,)
     agent = node.start()
-    six = entry(cluster_ip(Route(()), "fd96::1"), family=6)
+    six = entry(cluster_ip(BackendSet(()), "fd96::1"), family=6)
     assert len(agent.sync(node.table(web(A), six=(six,))).misfits) == 1
     assert agent.sync(node.table(web(A))).misfits == ()
 
@@ -417,8 +418,8 @@ def test_a_misfit_is_forgotten_with_its_service(node: Node) -> None:
 
 
 def test_two_services_share_a_load_balancer_address(node: Node) -> None:
-    def port(number: int) -> Frontend:
-        return Frontend(Kind.LOAD_BALANCER, "203.0.113.7", number, route(A), route(A), Masquerade.ALWAYS)
+    def port(number: int) -> Front:
+        return Front(Kind.LOAD_BALANCER, "203.0.113.7", number, route(A), route(A), Masquerade.ALWAYS)
 
     one, two = entry(port(80)), entry(port(81), name="default/two:x")
     agent = node.start()
@@ -430,8 +431,8 @@ def test_two_services_share_a_load_balancer_address(node: Node) -> None:
 
 
 def test_a_node_port_gives_way_to_a_service_with_the_nodes_address(node: Node) -> None:
-    port = Frontend(Kind.NODE_PORT, None, 30080, route(A), route(A), Masquerade.ALWAYS)
-    own = Frontend(Kind.EXTERNAL_IP, "192.168.77.2", 30080, route(B), route(B), Masquerade.ALWAYS)
+    port = Front(Kind.NODE_PORT, None, 30080, route(A), route(A), Masquerade.ALWAYS)
+    own = Front(Kind.EXTERNAL_IP, "192.168.77.2", 30080, route(B), route(B), Masquerade.ALWAYS)
     agent = node.start()
     agent.sync(node.table(entry(port)))
     assert node.weights("192.168.77.2", 30080) == {A.address: 1}
@@ -442,7 +443,7 @@ def test_a_node_port_gives_way_to_a_service_with_the_nodes_address(node: Node) -
 
 
 def test_another_masquerade_bit_moves_marks_of_the_outside(node: Node) -> None:
-    frontend = Frontend(
+    frontend = Front(
         Kind.EXTERNAL_IP, "203.0.113.7", 80, route(A, B), route(A, why="local"), Masquerade.ALWAYS
     )  # fmt: skip
     agent = node.start()
@@ -458,7 +459,7 @@ def test_another_masquerade_bit_moves_marks_of_the_outside(node: Node) -> None:
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_service_that_takes_over_an_address_of_another_keeps_its_marks_apart(node: Node, order: int) -> None:
     def local(address: str, name: str) -> tuple[object, ...]:
-        frontend = Frontend(Kind.EXTERNAL_IP, address, 80, route(A, B), route(A, why="local"), Masquerade.NODE)
+        frontend = Front(Kind.EXTERNAL_IP, address, 80, route(A, B), route(A, why="local"), Masquerade.NODE)
         return (entry(frontend, name=f"default/{name}:x"),)
 
     names = ["a", "b", "c"][::order]

@@ -7,7 +7,7 @@ import pytest
 
 from dataplane.modes.ipvs.lower import SETS, set_name
 from dataplane.modes.ipvs.rules import JUMPS, ours, pod_match, removal, restore_text
-from dataplane.table import Detect, NodeNetwork
+from dataplane.table import NodeNetwork, PodMatch
 from tests.fakes.xtables import FakeXtables
 
 from .kit import NETWORK
@@ -98,11 +98,10 @@ def test_a_jump_that_somebody_else_wrote_to_a_chain_of_ours_does_not_stop_the_re
     ("changes", "match"),
     [
         ({}, "-s 10.77.0.0/16"),
-        ({"detect": Detect.NONE}, ""),
-        ({"detect": Detect.NODE_CIDR, "pod_cidrs": ("fd77::/64",)}, ""),
-        ({"detect": Detect.BRIDGE_INTERFACE, "pod_interface": "cbr0"}, "-i cbr0"),
-        ({"detect": Detect.INTERFACE_PREFIX, "pod_interface": "veth"}, "-i veth+"),
-        ({"detect": Detect.INTERFACE_PREFIX}, ""),
+        ({"pods": PodMatch()}, ""),
+        ({"pods": PodMatch(("fd77::/64",))}, ""),
+        ({"pods": PodMatch(interface="cbr0")}, "-i cbr0"),
+        ({"pods": PodMatch((), "veth", True)}, "-i veth+"),
     ],
 )  # fmt: skip
 def test_pods_are_recognised_as_the_node_says(changes: dict[str, object], match: str) -> None:

@@ -4,37 +4,36 @@ from __future__ import annotations
 
 from dataplane.table import (
     Backend,
-    Detect,
+    BackendSet,
     Entry,
-    Frontend,
     Kind,
     Masquerade,
     NodeNetwork,
-    Route,
+    PodMatch,
     ServiceTable,
     WhenEmpty,
 )
+from tests.tables import Front
 
 NODE = NodeNetwork(
     name="n",
     primary=("192.168.0.1", "fd01::1"),
     addresses=("192.168.0.1", "192.168.0.2", "fd01::1"),
     node_port_addresses=("192.168.0.1", "fd01::1"),
-    detect=Detect.CLUSTER_CIDR,
-    pod_cidrs=("10.1.0.0/16", "fd02::/64"),
+    pods=PodMatch(("10.1.0.0/16", "fd02::/64")),
     service_cidrs=("10.96.0.0/16", "fd00::/112"),
 )
 CLUSTER = Masquerade.NODE | Masquerade.EXTERNAL
 
 
-def route(*backends: str, empty: WhenEmpty = WhenEmpty.REJECT, why: str = "") -> Route:
+def route(*backends: str, empty: WhenEmpty = WhenEmpty.REJECT, why: str = "") -> BackendSet:
     """`10.1.0.5` is elsewhere, `*10.1.0.5` on this node."""
     made = (Backend(b.removeprefix("*"), 8080, b.startswith("*")) for b in backends)
-    return Route(tuple(made), empty, why)
+    return BackendSet(tuple(made), empty, why)
 
 
-def cluster_ip(address: str, inside: Route, port: int = 80, masquerade: Masquerade = CLUSTER) -> Frontend:
-    return Frontend(Kind.CLUSTER_IP, address, port, inside, inside, masquerade)
+def cluster_ip(address: str, inside: BackendSet, port: int = 80, masquerade: Masquerade = CLUSTER) -> Front:
+    return Front(Kind.CLUSTER_IP, address, port, inside, inside, masquerade)
 
 
 def table(*entries: Entry, node: NodeNetwork = NODE, generation: int = 1) -> ServiceTable:

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 from dataplane.mode import Options
 from dataplane.modes.nftables.programmer import Nftables
-from dataplane.table import Entry, Frontend, Kind, Masquerade, WhenEmpty
+from dataplane.table import Entry, Kind, Masquerade, WhenEmpty
 from tests.fakes.nftables import FakeNftables, Packet
 from tests.modes.make import entry
 from tests.modes.nftables.make import cluster_ip, route, table
+from tests.tables import Front
 
 PODS = ("10.1.0.5", "10.1.0.6", "10.1.0.7")
 
@@ -24,7 +25,7 @@ def last(modulus: int) -> int:
 
 def sticky(*pods: str) -> Entry:
     both = route(*pods)
-    node_port = Frontend(Kind.NODE_PORT, None, 30080, both, both, Masquerade.ALWAYS)
+    node_port = Front(Kind.NODE_PORT, None, 30080, both, both, Masquerade.ALWAYS)
     return entry(cluster_ip("10.96.0.10", both), node_port, affinity_seconds=60)
 
 
@@ -76,7 +77,7 @@ def test_a_restart_keeps_clients_where_they_are(fake: FakeNftables, mode: Nftabl
 def test_a_backend_of_the_other_route_is_no_choice(fake: FakeNftables, mode: Nftables) -> None:
     """A client from outside that came by the ClusterIP does not take a remote backend along to a Local node port."""
     inside, local = route("10.1.0.5", "*10.1.0.6"), route("*10.1.0.6", empty=WhenEmpty.DROP)
-    node_port = Frontend(Kind.NODE_PORT, None, 30080, inside, local, Masquerade.NODE)
+    node_port = Front(Kind.NODE_PORT, None, 30080, inside, local, Masquerade.NODE)
     mode.sync(table(entry(cluster_ip("10.96.0.10", inside), node_port, affinity_seconds=60)))
     assert ask(fake, first, src="203.0.113.9") == "10.1.0.5"
     assert ask(fake, first, src="203.0.113.9", dst="192.168.0.1") == "10.1.0.6"

@@ -8,9 +8,10 @@ import pytest
 
 from dataplane.modes.nftables import lower
 from dataplane.modes.nftables.lower import FAMILIES, Element, Pick
-from dataplane.table import Detect, Frontend, Kind, Masquerade, NodeNetwork, WhenEmpty
+from dataplane.table import Kind, Masquerade, NodeNetwork, PodMatch, WhenEmpty
 from tests.modes.make import entry
 from tests.modes.nftables.make import NODE, cluster_ip, route
+from tests.tables import Front
 
 KEY = ("10.96.0.10", 6, 80)
 
@@ -60,7 +61,7 @@ def test_what_conntrack_calls_invalid_is_not_forwarded() -> None:
 
 
 def test_masquerading_ipv6_with_another_bit() -> None:
-    node = NodeNetwork(detect=Detect.INTERFACE_PREFIX, pod_interface="veth", masquerade_bit=20)
+    node = NodeNetwork(pods=PodMatch(interface="veth", by_name_prefix=True), masquerade_bit=20)
     found = rules(6, node)
     marked = "meta mark & 0x00100000 != 0x00000000 meta mark set meta mark & 0xffefffff"
     assert found["nat-postrouting"] == [
@@ -128,8 +129,8 @@ def test_elements_that_service_ports_share() -> None:
 
 def test_elements_of_what_outsiders_see_differently() -> None:
     inside, local = route("10.1.0.5", "10.1.0.6"), route(empty=WhenEmpty.DROP)
-    lb = Frontend(Kind.LOAD_BALANCER, "5.5.5.5", 443, inside, local, Masquerade.NODE, ("10.0.0.0/8", "10.2.0.0/16"))
-    ports = Frontend(Kind.NODE_PORT, None, 30080, inside, local, Masquerade.NODE)
+    lb = Front(Kind.LOAD_BALANCER, "5.5.5.5", 443, inside, local, Masquerade.NODE, ("10.0.0.0/8", "10.2.0.0/16"))
+    ports = Front(Kind.NODE_PORT, None, 30080, inside, local, Masquerade.NODE)
     found = lower.elements(entry(lb, ports), number)
     assert [e for e in found if not e.set.endswith("-slots")] == [
         Element("restricted", ("5.5.5.5", 6, 443)),
@@ -149,7 +150,7 @@ def test_no_endpoint_is_refused() -> None:
 
 def test_affinity_numbers_are_shared_by_all_frontends() -> None:
     both = route("10.1.0.5", "10.1.0.6")
-    node_port = Frontend(Kind.NODE_PORT, None, 30080, both, both, Masquerade.ALWAYS)
+    node_port = Front(Kind.NODE_PORT, None, 30080, both, both, Masquerade.ALWAYS)
     found = lower.elements(entry(cluster_ip("10.96.0.10", both), node_port, affinity_seconds=60), number)
     numbers = {e.value for e in found if e.set in {"inside-numbers", "inside-ports-numbers"}}
     assert len(numbers) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -13,20 +14,19 @@ from dataplane.mode import Options
 from dataplane.modes.nftables.programmer import Nftables
 from dataplane.table import (
     Backend,
-    Detect,
+    BackendSet,
     Entry,
-    Frontend,
     Kind,
     Masquerade,
-    NodeNetwork,
+    PodMatch,
     Protocol,
-    Route,
     ServiceTable,
     WhenEmpty,
     socket_text,
 )
 from tests.fakes.nftables import FakeNftables, Packet
 from tests.modes.nftables.make import NODE
+from tests.tables import Front, entry_of
 
 ADDRESSES = {4: ("10.96.0.1", "10.96.0.2", "5.5.5.5"), 6: ("fd00::1", "fd00::2", "2001:db8::5")}
 PODS = {4: ("10.1.0.1", "10.1.0.2", "10.1.0.3"), 6: ("fd02::1", "fd02::2", "fd02::3")}
@@ -38,10 +38,10 @@ PORTS = (80, 81, 30080)
 
 
 @st.composite
-def routes(draw: st.DrawFn, family: int) -> Route:
+def routes(draw: st.DrawFn, family: int) -> BackendSet:
     pods = draw(st.lists(st.sampled_from(PODS[family]), unique=True, max_size=3))
     backends = tuple(Backend(address, 8080, address.endswith("1")) for address in pods)
-    return Route(backends, draw(st.sampled_from(list(WhenEmpty))), draw(st.sampled_from(["a", "b"])))
+    return BackendSet(backends, draw(st.sampled_from(list(WhenEmpty))), draw(st.sampled_from(["a", "b"])))
 
 
 @st.composite
@@ -57,9 +57,9 @@ def entries(draw: st.DrawFn, place: tuple[int, str | None, int], number: int) ->
     if kind is Kind.LOAD_BALANCER:
         sources = draw(st.one_of(st.none(), st.lists(st.sampled_from(SOURCES[family]), min_size=1).map(tuple)))
     masquerade = Masquerade(draw(st.integers(0, 7)))
-    frontend = Frontend(kind, address, port, inside, outside, masquerade, sources)
+    frontend = Front(kind, address, port, inside, outside, masquerade, sources)
     protocol = draw(st.sampled_from([Protocol.TCP, Protocol.UDP]))
-    return Entry(f"default/s{number}:p", family, protocol, (frontend,), (), draw(st.sampled_from([0, 0, 60])))
+    return entry_of(f"default/s{number}:p", family, protocol, (frontend,), (), draw(st.sampled_from([0, 0, 60])))
 
 
 @st.composite
@@ -71,11 +71,8 @@ def tables(draw: st.DrawFn) -> ServiceTable:
     made = [
         e for e in made if owners.setdefault(str(e.frontends[0].address), e.frontends[0].kind) is e.frontends[0].kind
     ]
-    detect = draw(st.sampled_from([Detect.CLUSTER_CIDR, Detect.NONE]))
-    node = NodeNetwork(
-        NODE.name, NODE.primary, NODE.addresses, NODE.node_port_addresses, detect,
-        NODE.pod_cidrs if detect is not Detect.NONE else (), "", NODE.service_cidrs, draw(st.sampled_from([14, 20])),
-    )  # fmt: skip
+    pods = draw(st.sampled_from([NODE.pods, PodMatch()]))
+    node = msgspec.structs.replace(NODE, pods=pods, masquerade_bit=draw(st.sampled_from([14, 20])))
     return ServiceTable({f"default/s{n}": (one,) for n, one in enumerate(made)}, node, 1)
 
 

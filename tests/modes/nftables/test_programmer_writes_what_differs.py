@@ -12,10 +12,11 @@ from dataplane.modes.nftables import lower
 from dataplane.modes.nftables import operations as op
 from dataplane.modes.nftables.listing import Tables
 from dataplane.modes.nftables.programmer import Nftables
-from dataplane.table import Frontend, Kind, Masquerade, NodeNetwork, ServiceTable
+from dataplane.table import Kind, Masquerade, NodeNetwork, ServiceTable
 from tests.fakes.nftables import FakeNftables
 from tests.modes.make import entry
 from tests.modes.nftables.make import NODE, cluster_ip, route, table
+from tests.tables import Front
 
 
 def many(count: int, generation: int = 1, node: NodeNetwork = NODE, **other: tuple[str, ...]) -> ServiceTable:
@@ -230,7 +231,7 @@ def test_without_being_told_the_structure_is_compared_in_time(fake: FakeNftables
 
 def test_an_entry_with_too_many_routes_is_refused_alone(fake: FakeNftables, mode: Nftables) -> None:
     frontends = [
-        Frontend(Kind.LOAD_BALANCER, f"5.5.5.{n}", 80, one, one, Masquerade.ALWAYS)
+        Front(Kind.LOAD_BALANCER, f"5.5.5.{n}", 80, one, one, Masquerade.ALWAYS)
         for n, one in enumerate(map(route, ("10.1.0.1", "10.1.0.2", "10.1.0.3")))
     ]
     result = mode.sync(
@@ -242,7 +243,7 @@ def test_an_entry_with_too_many_routes_is_refused_alone(fake: FakeNftables, mode
 
 
 def test_what_is_programmed_can_be_listed(fake: FakeNftables, mode: Nftables) -> None:
-    node_port = Frontend(Kind.NODE_PORT, None, 30080, route(), route(), Masquerade.ALWAYS)
+    node_port = Front(Kind.NODE_PORT, None, 30080, route(), route(), Masquerade.ALWAYS)
     mode.sync(table(*many(2).services["default/s1"], entry(node_port, name="default/np:http", affinity_seconds=60)))
     view = Tables(fake)
     assert view.place == "table ip hybrid-proxy, table ip6 hybrid-proxy"

@@ -16,10 +16,11 @@ from dataplane.modes.nftables import lower
 from dataplane.modes.nftables import operations as op
 from dataplane.modes.nftables.programmer import MODE, Nftables
 from dataplane.modes.nftables.wire import Kernel
-from dataplane.table import Detect, Entry, Frontend, Kind, Masquerade, NodeNetwork, ServiceTable, WhenEmpty
+from dataplane.table import Entry, Kind, Masquerade, NodeNetwork, PodMatch, ServiceTable, WhenEmpty
 from tests.fakes.nftables import FakeNftables
 from tests.modes.make import entry
 from tests.modes.nftables.make import NODE, cluster_ip, route, table
+from tests.tables import Front
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("namespace")]
 FAMILIES = pytest.mark.parametrize("version", [4, 6])
@@ -57,8 +58,8 @@ def everything() -> ServiceTable:
         made.append(
             entry(
                 cluster_ip(vip, inside),
-                Frontend(Kind.LOAD_BALANCER, lb, 80, inside, local, Masquerade.NODE, ranges),
-                Frontend(Kind.NODE_PORT, None, 30080, inside, local, Masquerade.NODE),
+                Front(Kind.LOAD_BALANCER, lb, 80, inside, local, Masquerade.NODE, ranges),
+                Front(Kind.NODE_PORT, None, 30080, inside, local, Masquerade.NODE),
                 name=f"default/sticky{family}:http", affinity_seconds=60, family=family,
             )
         )  # fmt: skip
@@ -219,10 +220,10 @@ def test_a_table_taken_away_under_a_change_is_told_and_made_anew(mode: Nftables)
     assert sorted(nft("-s", "list", "ruleset").split()) == sorted(wanted.split())
 
 
-@pytest.mark.parametrize("detect", [Detect.BRIDGE_INTERFACE, Detect.INTERFACE_PREFIX])
-def test_pods_by_interface(mode: Nftables, detect: Detect) -> None:
-    mode.sync(ServiceTable({}, NodeNetwork(detect=detect, pod_interface="cni0"), 1))
-    star = "*" if detect is Detect.INTERFACE_PREFIX else ""
+@pytest.mark.parametrize("prefix", [False, True])
+def test_pods_by_interface(mode: Nftables, prefix: bool) -> None:
+    mode.sync(ServiceTable({}, NodeNetwork(pods=PodMatch(interface="cni0", by_name_prefix=prefix)), 1))
+    star = "*" if prefix else ""
     assert f'iifname "cni0{star}" goto from-inside' in nft("list", "chain", "ip6", lower.TABLE, "nat-prerouting")
 
 

@@ -9,28 +9,29 @@ from dataplane.modes.userspace import rules
 from dataplane.modes.userspace.choice import SUSPECT_SECONDS, Chooser
 from dataplane.modes.userspace.lower import Element, lower
 from dataplane.modes.userspace.messages import Keep, Port
-from dataplane.table import Backend, Detect, Entry, Frontend, Kind, Masquerade, NodeNetwork, Protocol, Route, WhenEmpty
+from dataplane.table import Backend, BackendSet, Entry, Kind, Masquerade, NodeNetwork, PodMatch, Protocol, WhenEmpty
+from tests.tables import Front, entry_of
 
 A, B = Backend("10.1.0.1", 8080, local=True), Backend("10.1.1.2", 8080)
-ALL, LOCAL, NONE = Route((A, B)), Route((A,)), Route((), WhenEmpty.DROP)
+ALL, LOCAL, NONE = BackendSet((A, B)), BackendSet((A,)), BackendSet((), WhenEmpty.DROP)
 BOTH = (("10.1.0.1", 8080), ("10.1.1.2", 8080))
-REFUSED = Route(())
+REFUSED = BackendSet(())
 OUTSIDERS = Masquerade.NODE | Masquerade.EXTERNAL
 
 BY_CIDR = NodeNetwork(
     primary=("192.0.2.1",), addresses=("192.0.2.1", "192.0.2.9"), node_port_addresses=("192.0.2.1", "192.0.2.9"),
-    detect=Detect.CLUSTER_CIDR, pod_cidrs=("10.1.0.0/16",), service_cidrs=("10.96.0.0/12",),
+    pods=PodMatch(("10.1.0.0/16",)), service_cidrs=("10.96.0.0/12",),
 )  # fmt: skip
-BY_INTERFACE = NodeNetwork(primary=("192.0.2.1",), detect=Detect.INTERFACE_PREFIX, pod_interface="veth")
+BY_INTERFACE = NodeNetwork(primary=("192.0.2.1",), pods=PodMatch((), "veth", True))
 UNKNOWN = NodeNetwork(primary=("192.0.2.1",))
 
 
-def entry(*frontends: Frontend, protocol: Protocol = Protocol.TCP) -> Entry:
-    return Entry("d/web:http", 4, protocol, frontends, (A, B))
+def entry(*frontends: Front, protocol: Protocol = Protocol.TCP) -> Entry:
+    return entry_of("d/web:http", 4, protocol, frontends, (A, B))
 
 
-def vip(inside: Route, outside: Route | None = None, masquerade: Masquerade = OUTSIDERS) -> Frontend:
-    return Frontend(Kind.CLUSTER_IP, "10.96.0.1", 80, inside, outside or inside, masquerade)
+def vip(inside: BackendSet, outside: BackendSet | None = None, masquerade: Masquerade = OUTSIDERS) -> Front:
+    return Front(Kind.CLUSTER_IP, "10.96.0.1", 80, inside, outside or inside, masquerade)
 
 
 def both(target: int | WhenEmpty, address: str | None = "10.96.0.1", port: int = 80) -> tuple[Element, ...]:
@@ -60,7 +61,7 @@ CASES = [
         id="outside-drops",
     ),
     pytest.param(
-        BY_CIDR, [vip(ALL), Frontend(Kind.NODE_PORT, None, 30080, ALL, ALL, Masquerade.ALWAYS)], [BOTH],
+        BY_CIDR, [vip(ALL), Front(Kind.NODE_PORT, None, 30080, ALL, ALL, Masquerade.ALWAYS)], [BOTH],
         [Port(0, Keep.PODS), Port(0, Keep.NEVER)], both(0) + both(1, None, 30080), id="a-node-port-masquerades",
     ),
 ]  # fmt: skip
@@ -107,7 +108,7 @@ def test_without_backends_there_is_no_proxy_port_and_clients_are_refused() -> No
 
 
 def test_sources_are_elements_too() -> None:
-    frontend = Frontend(Kind.LOAD_BALANCER, "198.51.100.1", 80, ALL, ALL, Masquerade.ALWAYS, ("203.0.113.0/24",))
+    frontend = Front(Kind.LOAD_BALANCER, "198.51.100.1", 80, ALL, ALL, Masquerade.ALWAYS, ("203.0.113.0/24",))
     found = rules.elements_of(lower(entry(frontend), BY_CIDR), 6, "192.0.2.1", (50001,))
     assert found == {
         ("inside", "198.51.100.1 . 6 . 80"): "192.0.2.1 . 50001",
@@ -120,7 +121,7 @@ def test_sources_are_elements_too() -> None:
 
 def test_source_ranges_that_overlap_become_one() -> None:
     sources = ("10.0.0.0/8", "10.1.0.0/16", "192.0.2.0/25", "192.0.2.128/25")
-    frontend = Frontend(Kind.LOAD_BALANCER, "203.0.113.1", 80, ALL, ALL, OUTSIDERS, sources)
+    frontend = Front(Kind.LOAD_BALANCER, "203.0.113.1", 80, ALL, ALL, OUTSIDERS, sources)
     assert lower(entry(frontend), UNKNOWN).firewalled == (("203.0.113.1", 80, ("10.0.0.0/8", "192.0.2.0/24")),)
 
 

@@ -24,17 +24,16 @@ from dataplane.modes.userspace.line import draining
 from dataplane.modes.userspace.rules import TABLE
 from dataplane.table import (
     Backend,
-    Detect,
-    Entry,
-    Frontend,
+    BackendSet,
     Kind,
     Masquerade,
     NodeNetwork,
+    PodMatch,
     Protocol,
-    Route,
     ServiceTable,
     socket_text,
 )
+from tests.tables import Front, entry_of
 from workshop.lab.network import Lab
 from workshop.lab.traffic import ask_tcp
 
@@ -53,15 +52,15 @@ class Node:
     woken: threading.Event
 
     def table(self, *pods: str, port: int = 80, generation: int = 0, sctp: bool = False) -> ServiceTable:
-        route = Route(tuple(Backend(self.lab[pod].address4, 8080, local=True) for pod in pods))
+        route = BackendSet(tuple(Backend(self.lab[pod].address4, 8080, local=True) for pod in pods))
         mask = Masquerade.NODE | Masquerade.EXTERNAL
-        frontend = Frontend(Kind.CLUSTER_IP, VIP[0], port, route, route, mask)
-        entries = [Entry("d/web:http", 4, Protocol.TCP, (frontend,), route.backends)]
+        frontend = Front(Kind.CLUSTER_IP, VIP[0], port, route, route, mask)
+        entries = [entry_of("d/web:http", 4, Protocol.TCP, (frontend,), route.backends)]
         if sctp:
-            entries.append(Entry("d/web:sctp", 4, Protocol.SCTP, (frontend,), route.backends))
+            entries.append(entry_of("d/web:sctp", 4, Protocol.SCTP, (frontend,), route.backends))
         address = self.lab["node"].address4
         network = NodeNetwork(
-            primary=(address,), addresses=(address,), detect=Detect.CLUSTER_CIDR, pod_cidrs=("10.77.0.0/16",),
+            primary=(address,), addresses=(address,), pods=PodMatch(("10.77.0.0/16",)),
             service_cidrs=("10.96.0.0/12",),
         )  # fmt: skip
         return ServiceTable({"d/web": tuple(entries)}, network, generation)
