@@ -255,8 +255,7 @@ def test_what_is_programmed_can_be_listed(fake: FakeNftables, mode: Nftables) ->
 
 
 def test_algorithms_are_a_limitation(mode: Nftables) -> None:
-    one = entry(cluster_ip("10.96.0.1", route("10.1.0.1")))
-    mode.sync(table(type(one)(one.name, 4, one.protocol, one.frontends, (), 0, "maglev")))
+    mode.sync(table(entry(cluster_ip("10.96.0.1", route("10.1.0.1")), algorithm="maglev")))
     assert mode.status()["limitations"] == [
         "1 service ports ask for another algorithm than random, which they get instead"
     ]
