@@ -14,30 +14,30 @@
 enum abi_limits {
 	ABI_VERSION = 3,	/* to be raised when a field gets another meaning; the pin path has it and the layout */
 	PREFILTER_BITS = 20,	/* size of each bitmap: 2^20 bits, 128 KiB */
-	SLICE_OFFSET_BITS = 28, /* slice word: offset | count << 28 | epoch << 46 */
-	SLICE_COUNT_BITS = 18,
-	SLICE_EPOCH_BITS = 18,
-	ROUTES = 2,	   /* distinct backend sets of one service port: the cluster's, this node's */
-	SERVICE_CIDRS = 4, /* of each family */
-	SOCKET_PEERS = 4,  /* service addresses that one unconnected UDP socket is remembered to talk to */
-	RECENT_BITS = 16,  /* buckets of reply tuples that are remembered after their connection ended */
-	RECENT_MARKS = 4,  /* tuples in a bucket */
-	SWEEP_KEYS = 16,   /* flows that one call of the sweep program re-checks */
-	TRAFFIC_GROUP = 8, /* backends whose rows in map `traffic` lie together, for one CPU after the other */
+	RANGE_OFFSET_BITS = 28, /* slice word: offset | count << 28 | epoch << 46 */
+	RANGE_COUNT_BITS = 18,
+	RANGE_EPOCH_BITS = 18,
+	BACKEND_SETS = 2,     /* distinct backend sets of one service port: the cluster's, this node's */
+	SERVICE_CIDRS = 4,    /* of each family */
+	SOCKET_PEERS = 4,     /* service addresses that one unconnected UDP socket is remembered to talk to */
+	TIMEWAIT_BITS = 16,   /* buckets of reply tuples that are remembered after their connection ended */
+	TIMEWAIT_ENTRIES = 4, /* tuples in a bucket */
+	SWEEP_KEYS = 16,      /* flows that one call of the sweep program re-checks */
+	TRAFFIC_GROUP = 8,    /* backends whose rows in map `traffic` lie together, for one CPU after the other */
 };
 
 /* A frontend's value is one immutable u64: service | flags << 32 | tag << 40. The tag is a hash of the
  * key: an element that was recycled for another key while a program looked at it does not match.
  */
 enum frontend_flags {
-	FRONTEND_INSIDE_ROUTE = 1 << 0,	  /* which route pods and this node take */
-	FRONTEND_OUTSIDE_ROUTE = 1 << 1,  /* which route clients beyond the cluster take */
+	FRONTEND_INTERNAL_SET = 1 << 0,	  /* which route pods and this node take */
+	FRONTEND_EXTERNAL_SET = 1 << 1,	  /* which route clients beyond the cluster take */
 	FRONTEND_ADDRESS = 1 << 2,	  /* port 0, protocol 0: the address is a service's; other ports are refused */
 	FRONTEND_MASQUERADE_POD = 1 << 3, /* these clients' source address is replaced by the node's */
 	FRONTEND_MASQUERADE_NODE = 1 << 4,
-	FRONTEND_MASQUERADE_OUTSIDE = 1 << 5,
-	FRONTEND_SOURCES = 1 << 6,    /* only sources that map `sources` holds for the service may come */
-	FRONTEND_NODE_PORTS = 1 << 7, /* of an address: node ports are served here, as frontends of address 0 */
+	FRONTEND_MASQUERADE_EXTERNAL = 1 << 5,
+	FRONTEND_SOURCE_RANGES = 1 << 6, /* only sources that map `sources` holds for the service may come */
+	FRONTEND_NODE_PORTS = 1 << 7,	 /* of an address: node ports are served here, as frontends of address 0 */
 };
 
 struct frontend4_key {
@@ -55,31 +55,31 @@ struct frontend6_key {
 };
 
 /* Clients that may come to the load-balancer IPs of a service, by longest prefix; `bits` counts from `service` on. */
-struct source4_key {
+struct source_range4_key {
 	__u32 bits;
 	__u32 service;
 	__u32 address;
 };
 
-struct source6_key {
+struct source_range6_key {
 	__u32 bits;
 	__u32 service;
 	__u32 address[4];
 };
 
 enum service_flags {
-	SERVICE_DROP_ROUTE0 = 1 << 0, /* an empty route 0 drops; otherwise it refuses */
-	SERVICE_DROP_ROUTE1 = 1 << 1,
+	SERVICE_DROP_SET0 = 1 << 0, /* an empty route 0 drops; otherwise it refuses */
+	SERVICE_DROP_SET1 = 1 << 1,
 	SERVICE_BY_TUPLE = 1 << 4, /* what chooses a place in a slice; none of these: chance */
 	SERVICE_BY_CLIENT = 1 << 5,
-	SERVICE_IN_TURN = 1 << 6,
+	SERVICE_ROUND_ROBIN = 1 << 6,
 };
 
 struct service {
-	__u64 routes[2]; /* slice words, each replaced by one store */
+	__u64 sets[2]; /* slice words, each replaced by one store */
 	__u32 flags;
 	__u32 affinity; /* idle time in jiffies after which a client may move, 0: no affinity */
-	__u64 turn;	/* counts connections where SERVICE_IN_TURN */
+	__u64 turn;	/* counts connections where SERVICE_ROUND_ROBIN */
 };
 
 /* One place in a slice. Both words carry the service's id, so that a reader whose slice was given to another
@@ -92,8 +92,8 @@ struct slot {
 
 enum backend_flags {
 	BACKEND_SERVING = 1 << 0, /* established flows may stay */
-	BACKEND_ROUTE0 = 1 << 1,  /* a member of the service's route 0 */
-	BACKEND_ROUTE1 = 1 << 2,
+	BACKEND_SET0 = 1 << 1,	  /* a member of the service's set 0 */
+	BACKEND_SET1 = 1 << 2,
 	BACKEND_EJECTED = 1 << 3,      /* not in a route it belongs to, because it keeps failing */
 	BACKEND_PROBE_FAILED = 1 << 4, /* beside that: it is the agent's probes that failed */
 	BACKEND_LOCAL = 1 << 5,	       /* it runs on this node */
@@ -103,8 +103,8 @@ struct backend {
 	__u32 address[4];
 	__u16 port;
 	__u16 flags;
-	__u32 service; /* ids belong to one service, so that a stale id proves itself wrong */
-	__u32 reserved;
+	__u32 service;	/* ids belong to one service, so that a stale id proves itself wrong */
+	__u32 kind;	/* family (4 or 6) | protocol << 8; 0: nobody's row */
 	__u32 failures; /* connections one after the other that it did not answer, or refused */
 };
 
@@ -146,15 +146,16 @@ enum flow_flags {
 	FLOW_FIN = 1 << 3,	 /* this direction has ended */
 	FLOW_FIN_ACKED = 1 << 4, /* and the other one knows: a pair of which both are so is deleted */
 	FLOW_RESET = 1 << 5,
-	FLOW_OTHER_FIN = 1 << 7,   /* the other direction has ended: acknowledgements are looked at */
+	FLOW_PEER_FIN = 1 << 7,	   /* the other direction has ended: acknowledgements are looked at */
 	FLOW_ESTABLISHED = 1 << 9, /* both directions have spoken */
-	FLOW_ANSWERED = 1 << 8,	   /* the backend accepted: the client's next segment establishes the pair */
-	FLOW_CLASH = 1 << 6,	   /* the reply tuple turned out to be a direct connection's: choose another port */
+	FLOW_REPLIED = 1 << 8,	   /* the backend accepted: the client's next segment establishes the pair */
+	FLOW_COLLISION = 1 << 6,   /* the reply tuple turned out to be a direct connection's: choose another port */
 	FLOW_MASQUERADE = 1 << 10, /* the source is the node's: the packet goes on by our own route lookup */
 	FLOW_NODE = 1 << 11,	   /* the client is this node */
-	FLOW_WRAPPED = 1 << 12, /* its packets go to the backend's node in another one, and answers do not come here */
+	FLOW_DSR = 1 << 12,	/* its packets go to the backend's node in another one, and answers do not come here */
 	FLOW_DOUBTED = 1 << 14, /* reset with a number ahead of what was acknowledged: over, if nobody goes on */
-	FLOW_ASKED = 1 << 13,	/* a SYN asked the backend whether this connection still lives; it has not answered */
+	FLOW_CHALLENGED =
+		1 << 13, /* a SYN asked the backend whether this connection still lives; it has not answered */
 };
 
 /* Where the packets of a flow come in: the index of a pod's interface, or one of these. */
@@ -163,8 +164,8 @@ enum origin {
 	ORIGIN_NODE = 0x7ffffffd,    /* from this node itself */
 	ORIGIN_UNKNOWN = 0x7ffffffe, /* nothing came yet */
 	/* Where a route leads to may also be: */
-	WAY_ELSEWHERE = 0x7ffffff0, /* to an interface without programs, a bridge say */
-	WAY_NONE = 0x7ffffff1,
+	ORIGIN_ELSEWHERE = 0x7ffffff0, /* to an interface without programs, a bridge say */
+	ORIGIN_NONE = 0x7ffffff1,
 };
 
 /* Map `links` has the index of each interface that programs are at, and once more with the bit of what it is. */
@@ -180,19 +181,19 @@ struct flow {
 	__u16 sport;
 	__u16 dport;
 	__u16 flags;
-	__u16 asked; /* how many SYNs asked since the other direction spoke, while FLOW_ASKED */
+	__u16 challenges; /* how many SYNs asked since the other direction spoke, while FLOW_CHALLENGED */
 	__u32 service;
 	__u32 backend;
-	__u32 seen;    /* jiffies of the last packet of either direction, to a second */
-	__u32 tag;     /* hash of the key, as for frontends */
-	__u32 ifindex; /* host side of the pod to hand established packets to, 0: the host's stack decides */
-	__u32 mark;   /* jiffies of the start; of TCP its `moment`, once FLOW_FIN: the sequence number that acknowledges
-			 it */
-	__u8 mac[12]; /* destination and source of frames to that pod */
-	__u32 origin; /* of enum origin */
-	__u32 ack;    /* of TCP: what this direction acknowledged last; before its first segment, what that must
-			 acknowledge. Of FLOW_WRAPPED: the last sequence number. */
-	__u32 asked_at; /* jiffies of the last SYN that asked */
+	__u32 seen;	      /* jiffies of the last packet of either direction, to a second */
+	__u32 tag;	      /* hash of the key, as for frontends */
+	__u32 ifindex;	      /* host side of the pod to hand established packets to, 0: the host's stack decides */
+	__u32 started_or_fin; /* jiffies of the start; of TCP its `moment`, once FLOW_FIN: the sequence number that
+		       acknowledges it */
+	__u8 mac[12];	      /* destination and source of frames to that pod */
+	__u32 origin;	      /* of enum origin */
+	__u32 ack;	      /* of TCP: what this direction acknowledged last; before its first segment, what that must
+				 acknowledge. Of FLOW_DSR: the last sequence number. */
+	__u32 challenged_at;  /* jiffies of the last SYN that asked */
 };
 
 /* What is asked of packets that come in at an interface (map `interfaces`); of one that is not there, nothing. */
@@ -226,8 +227,8 @@ struct own_address {
 };
 
 /* Each mark: hash of the tuple << 40 | hash of whom it belonged to << 16 | time in ticks of 256 jiffies. */
-struct recent_bucket {
-	__u64 marks[4];
+struct timewait_bucket {
+	__u64 entries[4];
 };
 
 struct affinity_key {
@@ -258,7 +259,7 @@ struct node {
 		      */
 	__u32 trace_services[4];
 	__u32 trace_client[4];
-	__s32 opening; /* pairs among the flows that are not established; user space counts them again */
+	__s32 half_open; /* pairs among the flows that are not established; user space counts them again */
 };
 
 /* Set before load (`const volatile`, one struct: the order of scalars in .rodata is not the source's). */
@@ -268,7 +269,7 @@ struct settings {
 	__u32 reject_burst; /* refusals per CPU and second */
 	__u32 fast_path;
 	__u32 can_set_errno;	  /* bpf_set_retval exists */
-	__s32 max_opening;	  /* pairs that may begin among the flows; more begin in the table that forgets */
+	__s32 max_half_open;	  /* pairs that may begin among the flows; more begin in the table that forgets */
 	__u32 udp_timeout;	  /* jiffies after which another flow may claim the reply tuple of datagrams, */
 	__u32 udp_timeout_stream; /* and of those that both sides have sent for a while */
 	__u32 port_first;	  /* source ports that we give: those of masqueraded clients and of flows that clash */
@@ -346,7 +347,7 @@ struct explanation {
 	struct note notes[32];
 };
 
-/* Where a program runs; the first three are `enum place` of open.h. */
+/* Where a program runs; the first three are `enum place` of flow_create.h. */
 enum hook {
 	HOOK_POD_INGRESS,
 	HOOK_UPLINK_INGRESS,
@@ -395,42 +396,42 @@ enum counter {
 	COUNT_SLOT_RETRY,
 	COUNT_SLOT_LOST,
 	COUNT_FLOW_FULL,
-	COUNT_TUPLE_CLASH,
+	COUNT_TUPLE_COLLISION,
 	COUNT_DROP_NO_PORT,
 	COUNT_STALE_BACKEND,
 	COUNT_ICMP_RELATED,
 	COUNT_MASQUERADE,
-	COUNT_DROP_SOURCE,
+	COUNT_DROP_SOURCE_RANGES,
 	COUNT_DROP_NO_ROUTE,
 	COUNT_TOO_BIG,
 	COUNT_TTL_EXPIRED,
-	COUNT_WRAPPED,
-	COUNT_UNWRAPPED,
+	COUNT_ENCAP,
+	COUNT_DECAP,
 	COUNT_SOCKET_CONNECT,
 	COUNT_SOCKET_REFUSED,
 	COUNT_FAILOVER,
 	COUNT_ECHO,
-	COUNT_FRAGMENT_HELD,
-	COUNT_FRAGMENT_RELEASED,
+	COUNT_FRAGMENT_QUEUED,
+	COUNT_FRAGMENT_REINJECTED,
 	COUNT_FRAGMENT_LOST,
 	COUNT_DROP_CHANGING,
 	COUNT_DROP_FLOW_LOST,
 	COUNT_DROP_NO_ADDRESS,
 	COUNT_DROP_FLOW_FULL,
 	COUNT_DROP_REJECT_FAILED,
-	COUNT_DROP_WRAPPING,
+	COUNT_DROP_ENCAP,
 	COUNT_XDP_DNAT,
 	COUNT_XDP_REPLY,
-	COUNT_XDP_LEFT,
+	COUNT_XDP_PASS,
 	COUNT_DROP_FRAGMENT,
 	COUNT_DROP_MARTIAN,
 	COUNT_DROP_REVERSE_PATH,
 	COUNT_DROP_FOREIGN,
 	COUNT_MOVED,
 	COUNT_LINK_GONE,
-	COUNT_UNBELIEVED,
+	COUNT_OUT_OF_WINDOW,
 	COUNT_DROP_MALFORMED,
-	COUNT_LEFT_FRAME,
+	COUNT_FOREIGN_FRAME,
 	COUNTERS
 };
 

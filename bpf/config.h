@@ -58,12 +58,12 @@ INLINE __u32 now(void)
 	return (__u32)bpf_jiffies64();
 }
 
-#define MOMENT_BITS 10 /* nanoseconds in a moment; moments come again after 73 minutes */
+#define KTIME_SHIFT 10 /* nanoseconds in a moment; moments come again after 73 minutes */
 
 /* Finer than `now`, and slower to get: for what happens once in a connection. */
-INLINE __u32 moment(void)
+INLINE __u32 ktime(void)
 {
-	return (__u32)(bpf_ktime_get_ns() >> MOMENT_BITS);
+	return (__u32)(bpf_ktime_get_ns() >> KTIME_SHIFT);
 }
 
 #endif

@@ -19,11 +19,11 @@ LRU_MAP(connected, __u64, __u32, 65536);
 /* Before Linux 5.14 user space cannot read its namespace's cookie: when the socket with cookie `teacher` connects, this
  * program sees it.
  */
-struct home {
-	__u64 teacher;
+struct host_netns {
+	__u64 teaching_socket;
 	__u64 netns;
 };
-ARRAY_MAP(home, struct home, 1);
+ARRAY_MAP(host_netns, struct host_netns, 1);
 
 /* An address and port as a socket names it; `mapped` remembers how to write an IPv4 one back. */
 struct target {
@@ -33,16 +33,16 @@ struct target {
 	bool mapped;
 };
 
-INLINE bool is_at_home(struct bpf_sock_addr *ctx)
+INLINE bool is_host_netns(struct bpf_sock_addr *ctx)
 {
 	__u64 netns = bpf_get_netns_cookie(ctx);
-	struct home *known;
+	struct host_netns *known;
 	__u32 first = 0;
 
-	known = bpf_map_lookup_elem(&home, &first);
+	known = bpf_map_lookup_elem(&host_netns, &first);
 	if (!known)
 		return false;
-	if (known->teacher && known->teacher == bpf_get_socket_cookie(ctx))
+	if (known->teaching_socket && known->teaching_socket == bpf_get_socket_cookie(ctx))
 		known->netns = netns;
 	return known->netns == netns;
 }
@@ -50,7 +50,7 @@ INLINE bool is_at_home(struct bpf_sock_addr *ctx)
 INLINE bool is_ours(struct bpf_sock_addr *ctx)
 {
 	if (settings.host_netns == UNKNOWN_NETNS)
-		return is_at_home(ctx);
+		return is_host_netns(ctx);
 	return !settings.host_netns || bpf_get_netns_cookie(ctx) == settings.host_netns;
 }
 
@@ -100,15 +100,15 @@ INLINE struct socket_state *state_of(struct bpf_sock *sk, __u64 flags)
 }
 
 /* What the socket asked for, as an event: the packet that it would have sent. */
-INLINE void tell_socket(const struct target *t, const struct choice *c, __u8 protocol, enum counter reason,
-			const bool traced)
+INLINE void emit_socket_event(const struct target *t, const struct choice *c, __u8 protocol, enum counter reason,
+			      const bool traced)
 {
 	struct tuple asked = {.dport = t->port, .protocol = protocol};
 	struct event *e;
 
-	own_address(asked.saddr, t->v6);
+	primary_address(asked.saddr, t->v6);
 	copy_address(asked.daddr, t->address);
-	if (!may_tell(false))
+	if (!event_allowed(false))
 		return;
 	e = bpf_ringbuf_reserve(&events, sizeof(*e), 0);
 	if (!e)
@@ -130,19 +130,19 @@ INLINE void trace_socket(const struct target *t, const struct choice *c, __u8 pr
 
 	if (!settings.event_burst || !self || !READ_ONCE(self->trace))
 		return;
-	own_address(client, t->v6);
+	primary_address(client, t->v6);
 	if (is_traced(self, c->service, client, client))
-		tell_socket(t, c, protocol, COUNT_SOCKET_CONNECT, true);
+		emit_socket_event(t, c, protocol, COUNT_SOCKET_CONNECT, true);
 }
 
 /* Without bpf_set_retval the caller would see EPERM: its packets find out at the uplink instead, as a pod's do. */
-INLINE int refuse(const struct target *t, const struct choice *c, __u8 protocol)
+INLINE int refuse_socket(const struct target *t, const struct choice *c, __u8 protocol)
 {
 	if (!settings.can_set_errno)
 		return PROCEED;
 	count(COUNT_SOCKET_REFUSED);
 	if (settings.event_burst)
-		tell_socket(t, c, protocol, COUNT_SOCKET_REFUSED, false);
+		emit_socket_event(t, c, protocol, COUNT_SOCKET_REFUSED, false);
 	bpf_set_retval(-ECONNREFUSED);
 	return REFUSE;
 }
@@ -218,11 +218,11 @@ INLINE void choose_for(struct choice *c, const __u32 *source, const struct targe
 
 	copy_address(client, source);
 	if (!is_given(source))
-		own_address(client, t->v6);
+		primary_address(client, t->v6);
 	if (t->v6)
-		choose(c, CLIENT_NODE, client, t->address, t->port, protocol, true, true);
+		choose_backend(c, CLIENT_NODE, client, t->address, t->port, protocol, true, true);
 	else
-		choose(c, CLIENT_NODE, client, t->address, t->port, protocol, false, true);
+		choose_backend(c, CLIENT_NODE, client, t->address, t->port, protocol, false, true);
 }
 
 INLINE bool equal(const __u32 *a, const __u32 *b)
@@ -248,7 +248,7 @@ INLINE bool needs_other_source(const struct choice *c, const __u32 *source, cons
 
 	if (!c->masquerade || !is_given(source))
 		return false;
-	own_address(own, t->v6);
+	primary_address(own, t->v6);
 	if (equal(own, source))
 		return false;
 	row = find_backend(c->backend, c->service);
@@ -262,7 +262,7 @@ INLINE bool may_be_target(const struct target *t, __u8 protocol)
 	return t->v6 ? may_be_service(t->address, true) : may_be_service(t->address, false);
 }
 
-INLINE void remember(struct socket_peer *peer, const struct target *t, const struct choice *c)
+INLINE void remember_peer(struct socket_peer *peer, const struct target *t, const struct choice *c)
 {
 	copy_address(peer->frontend, t->address);
 	copy_address(peer->backend, c->address);
@@ -290,12 +290,12 @@ INLINE int connect_socket(struct bpf_sock_addr *ctx, const bool v6)
 	forget_chosen(sk, source);
 	choose_for(&choice, source, &target, protocol);
 	if (choice.verdict == VERDICT_REJECT)
-		return refuse(&target, &choice, protocol);
+		return refuse_socket(&target, &choice, protocol);
 	if (choice.verdict != VERDICT_DNAT || needs_other_source(&choice, source, &target))
 		return proceed_untranslated(ctx, sk); /* the uplink decides, also when its SYN comes again */
 	state = state_of(sk, BPF_SK_STORAGE_GET_F_CREATE);
 	if (state) {
-		remember(&state->peers[0], &target, &choice);
+		remember_peer(&state->peers[0], &target, &choice);
 		state->connected = is_given(source) ? CONNECTED_BOUND : CONNECTED_FREE;
 	}
 	if (protocol == IPPROTO_UDP) {
@@ -366,13 +366,13 @@ INLINE int send_datagram(struct bpf_sock_addr *ctx, const bool v6)
 	}
 	choose_for(&choice, source, &target, IPPROTO_UDP);
 	if (choice.verdict == VERDICT_REJECT)
-		return refuse(&target, &choice, IPPROTO_UDP);
+		return refuse_socket(&target, &choice, IPPROTO_UDP);
 	if (choice.verdict != VERDICT_DNAT || needs_other_source(&choice, source, &target))
 		return PROCEED;
 	state = state_of(sk, BPF_SK_STORAGE_GET_F_CREATE);
 	if (state) {
 		peer = new_peer(state, &target);
-		remember(peer, &target, &choice);
+		remember_peer(peer, &target, &choice);
 		peer->sent = ++state->sent;
 	}
 	account_flow(choice.backend);

@@ -23,7 +23,7 @@ struct xdp_link {
 HASH_MAP(xdp_links, __u32, struct xdp_link, 256);
 
 /* Leave the packet to the stack, and tc there. */
-INLINE int leave(enum counter why)
+INLINE int leave_to_tc(enum counter why)
 {
 	count(why);
 	return XDP_PASS;
@@ -42,9 +42,9 @@ INLINE bool is_plain(const struct ethhdr *frame, const struct packet *p, const b
 }
 
 /* May there be a flow of ours? As tc asks. While something is traced all is tc's, which tells of every packet. */
-INLINE bool may_be_ours(const struct tuple *t, const bool v6)
+INLINE bool may_have_flow(const struct tuple *t, const bool v6)
 {
-	if (tracing())
+	if (is_tracing())
 		return false;
 	return may_be_service(t->daddr, v6) || may_be_node_port(t->dport, t->protocol) ||
 	       may_be_backend(t->saddr, t->sport, t->protocol, v6);
@@ -54,9 +54,9 @@ INLINE bool may_be_ours(const struct tuple *t, const bool v6)
  * pod here, and tc has nothing to learn from it: a client's datagrams change nothing, whoever answers. A flow of which
  * anything else is known is tc's.
  */
-INLINE bool crosses(const struct flow *f, __u8 protocol)
+INLINE bool is_transit(const struct flow *f, __u8 protocol)
 {
-	const __u32 plain = FLOW_MASQUERADE | FLOW_REPLY | FLOW_ANSWERED | FLOW_ESTABLISHED | FLOW_FIN | FLOW_FIN_ACKED;
+	const __u32 plain = FLOW_MASQUERADE | FLOW_REPLY | FLOW_REPLIED | FLOW_ESTABLISHED | FLOW_FIN | FLOW_FIN_ACKED;
 	__u32 flags = f->flags;
 
 	if (!(flags & FLOW_MASQUERADE) || flags & ~plain || f->ifindex || f->origin != ORIGIN_UPLINKS)
@@ -124,8 +124,8 @@ INLINE bool write_transport(void *data, void *end, const struct packet *p, const
 }
 
 /* Rewrite the packet to `to`, and the frame for the next hop. */
-INLINE bool write_frame(struct xdp_md *ctx, const struct packet *p, const struct tuple *to,
-			const struct bpf_fib_lookup *hop, const bool v6)
+INLINE bool write_packet(struct xdp_md *ctx, const struct packet *p, const struct tuple *to,
+			 const struct bpf_fib_lookup *hop, const bool v6)
 {
 	void *data = (void *)(long)ctx->data, *end = (void *)(long)ctx->data_end;
 	__s64 difference = address_difference(&p->tuple, to, v6);
@@ -170,38 +170,38 @@ INLINE bool is_for_this_device(struct xdp_md *ctx, const struct bpf_fib_lookup *
 /* Where the packet goes on; false: not from here. A hop that is too narrow, a neighbour that must be asked for, a
  * route that ends at this node or at a pod: tc knows what to do.
  */
-INLINE bool find_way(struct xdp_md *ctx, struct bpf_fib_lookup *hop, const struct tuple *to, __u32 length,
-		     const bool v6)
+INLINE bool fib_lookup_xdp(struct xdp_md *ctx, struct bpf_fib_lookup *hop, const struct tuple *to, __u32 length,
+			   const bool v6)
 {
 	__u32 target;
 
-	if (look_up_hop(ctx, ctx->ingress_ifindex, length, hop, to, v6) != BPF_FIB_LKUP_RET_SUCCESS)
+	if (fib_lookup(ctx, ctx->ingress_ifindex, length, hop, to, v6) != BPF_FIB_LKUP_RET_SUCCESS)
 		return false;
 	target = hop->ifindex;
 	if (target != ctx->ingress_ifindex && !bpf_map_lookup_elem(&xdp_links, &target))
 		return false;
-	return is_for_this_device(ctx, hop) && !is_neighbours_turn(hop, v6);
+	return is_for_this_device(ctx, hop) && !neighbour_needs_refresh(hop, v6);
 }
 
-INLINE int send_away(struct xdp_md *ctx, const struct bpf_fib_lookup *hop, __u32 flags)
+INLINE int transmit(struct xdp_md *ctx, const struct bpf_fib_lookup *hop, __u32 flags)
 {
 	count(flags & FLOW_REPLY ? COUNT_XDP_REPLY : COUNT_XDP_DNAT);
 	return hop->ifindex == ctx->ingress_ifindex ? XDP_TX : bpf_redirect(hop->ifindex, 0);
 }
 
 /* The packet's flow, as it is now, into `flow`; false: nothing of ours, or nothing for here. */
-INLINE bool find_crossing(struct found *found, struct flow *flow, const struct packet *p, const bool v6)
+INLINE bool find_transit_flow(struct found *found, struct flow *flow, const struct packet *p, const bool v6)
 {
 	find_flow(found, &p->tuple, v6);
 	if (!found->entry)
 		return false;
 	*flow = *found->entry;
-	return flow->tag == flow_tag(&p->tuple, v6) && crosses(flow, p->tuple.protocol) &&
+	return flow->tag == flow_tag(&p->tuple, v6) && is_transit(flow, p->tuple.protocol) &&
 	       has_backend(flow, p->tuple.protocol);
 }
 
 /* All of it, in order. */
-INLINE int cross(struct xdp_md *ctx, const bool v6)
+INLINE int forward_transit(struct xdp_md *ctx, const bool v6)
 {
 	void *data = (void *)(long)ctx->data, *end = (void *)(long)ctx->data_end;
 	__u64 length = end_of_packet(data, end, v6);
@@ -212,17 +212,17 @@ INLINE int cross(struct xdp_md *ctx, const bool v6)
 	struct tuple to;
 
 	parse_bytes(data, end, end - data, &p, v6);
-	if (!is_plain(data, &p, v6) || !may_be_ours(&p.tuple, v6) || !is_sound(data, end, end - data, length, &p, v6) ||
-	    !find_crossing(&found, &flow, &p, v6))
+	if (!is_plain(data, &p, v6) || !may_have_flow(&p.tuple, v6) ||
+	    !is_sound(data, end, end - data, length, &p, v6) || !find_transit_flow(&found, &flow, &p, v6))
 		return XDP_PASS;
-	rewritten(&to, &flow, p.tuple.protocol);
-	if (!find_way(ctx, &hop, &to, length - L3_OFFSET, v6))
-		return leave(COUNT_XDP_LEFT);
-	touch(&p, found.entry, found.table, v6);
-	if (!write_frame(ctx, &p, &to, &hop, v6))
+	translated_tuple(&to, &flow, p.tuple.protocol);
+	if (!fib_lookup_xdp(ctx, &hop, &to, length - L3_OFFSET, v6))
+		return leave_to_tc(COUNT_XDP_PASS);
+	refresh(&p, found.entry, found.table, v6);
+	if (!write_packet(ctx, &p, &to, &hop, v6))
 		return XDP_PASS;
 	account_bytes(flow.backend, flow.flags & FLOW_REPLY, 1, length - L3_OFFSET, 0);
-	return send_away(ctx, &hop, flow.flags);
+	return transmit(ctx, &hop, flow.flags);
 }
 
 #endif

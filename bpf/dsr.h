@@ -12,61 +12,61 @@
 #include "fragment.h"
 
 #define IP_DF bpf_htons(0x4000)
-#define WRAPPED_WINDOW (1u << 20) /* by how much a client's segment may be ahead of its last */
+#define DSR_WINDOW (1u << 20) /* by how much a client's segment may be ahead of its last */
 
 /* Remember the client's direction, which is all that this node will see. */
-INLINE int open_wrapped(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+INLINE int create_dsr_flow(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
 {
 	const struct tuple *key = &space->packet.tuple;
-	enum flow_table table = first_table(key->protocol);
+	enum flow_table table = initial_table(key->protocol);
 	struct flow *f = &space->flow;
 
 	fill_flow(f, key, &space->result, v6);
-	f->mark = start_mark(key->protocol);
-	f->flags = FLOW_WRAPPED;
-	f->ifindex = f->asked = 0;
+	f->started_or_fin = start_time(key->protocol);
+	f->flags = FLOW_DSR;
+	f->ifindex = f->challenges = 0;
 	f->origin = ORIGIN_UPLINKS;
 	f->ack = space->packet.seq;
-	if (flow_put(key, f, table, BPF_ANY, v6)) {
+	if (flow_update(key, f, table, BPF_ANY, v6)) {
 		count(COUNT_FLOW_FULL);
-		if (table == TABLE_OPENING || flow_put(key, f, TABLE_OPENING, BPF_ANY, v6))
+		if (table == TABLE_HALF_OPEN || flow_update(key, f, TABLE_HALF_OPEN, BPF_ANY, v6))
 			return drop(COUNT_DROP_FLOW_FULL);
 		note_overflow();
 	} else if (table == TABLE_FLOWS) {
-		count_opening(1);
+		count_half_open(1);
 	}
 	count(COUNT_NEW_FLOW);
-	return STEP_WRAP;
+	return STEP_ENCAP;
 }
 
-GLOBAL_VERB(open_wrapped)
+GLOBAL_VERB(create_dsr_flow)
 
 /* What is seen of the connection: the client goes on after its SYN, or ends it. What its segments may be is judged by
  * the last one, because nothing of the backend's comes here.
  */
-INLINE void note_wrapped(const struct packet *p, struct flow *f, const enum flow_table table)
+INLINE void refresh_dsr(const struct packet *p, struct flow *f, const enum flow_table table)
 {
 	WRITE_ONCE(f->seen, now());
 	if (p->tuple.protocol != IPPROTO_TCP)
 		return;
-	if (is_opening_segment(p)) {
+	if (is_syn(p)) {
 		if (!(f->flags & FLOW_ESTABLISHED))
 			f->ack = p->seq;
 		return;
 	}
-	if (!is_ahead(p->seq, f->ack, WRAPPED_WINDOW)) {
+	if (!is_ahead(p->seq, f->ack, DSR_WINDOW)) {
 		if (p->tcp_flags & (TCP_FIN | TCP_RST))
-			count(COUNT_UNBELIEVED);
+			count(COUNT_OUT_OF_WINDOW);
 		return;
 	}
 	f->ack = p->seq;
-	f->flags &= ~FLOW_ASKED;
-	f->asked = 0;
+	f->flags &= ~FLOW_CHALLENGED;
+	f->challenges = 0;
 	if (!(f->flags & FLOW_ESTABLISHED) && (p->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST)) == TCP_ACK) {
 		f->flags |= FLOW_ESTABLISHED;
 		note_success(f->backend, f->service);
 		if (table == TABLE_FLOWS)
-			count_opening(-1);
+			count_half_open(-1);
 	}
 	if (p->tcp_flags & TCP_FIN)
 		f->flags |= FLOW_FIN;
@@ -81,7 +81,7 @@ INLINE long write_outer4(struct __sk_buff *skb, const struct tuple *outer, __be1
 	ip.tot_len = bpf_htons(skb->len - L3_OFFSET);
 	ip.saddr = outer->saddr[0];
 	ip.daddr = outer->daddr[0];
-	ip.check = fold(bpf_csum_diff(NULL, 0, (__be32 *)&ip, sizeof(ip), 0));
+	ip.check = csum_fold(bpf_csum_diff(NULL, 0, (__be32 *)&ip, sizeof(ip), 0));
 	return bpf_skb_store_bytes(skb, L3_OFFSET, &ip, sizeof(ip), 0);
 }
 
@@ -99,7 +99,7 @@ INLINE long write_outer6(struct __sk_buff *skb, const struct tuple *outer, __be1
 }
 
 /* Put the packet into another one, to `space->result`, and send that on. */
-INLINE int wrap(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+INLINE int encap(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
 {
 	const __u32 head = v6 ? sizeof(struct ipv6hdr) : sizeof(struct iphdr);
 	const __u64 kind = v6 ? BPF_F_ADJ_ROOM_ENCAP_L3_IPV6 : BPF_F_ADJ_ROOM_ENCAP_L3_IPV4;
@@ -112,25 +112,25 @@ INLINE int wrap(struct __sk_buff *skb, struct scratch *space, __u32 unused, cons
 	__builtin_memset(outer, 0, sizeof(*outer));
 	outer->protocol = v6 ? IPPROTO_IPV6 : IPPROTO_IPIP;
 	copy_address(outer->daddr, space->result.daddr);
-	if (!node_source(outer->saddr, v6))
+	if (!node_address(outer->saddr, v6))
 		return drop(COUNT_DROP_NO_ADDRESS);
-	result = find_hop(skb, hop, p, outer, head, v6);
+	result = fib_lookup_skb(skb, hop, p, outer, head, v6);
 	if (result == BPF_FIB_LKUP_RET_FRAG_NEEDED)
-		return CALL(complain, skb, hop->tot_len < length + head ? hop->tot_len - head : SMALLEST_MTU);
+		return CALL(send_icmp_error, skb, hop->tot_len < length + head ? hop->tot_len - head : SMALLEST_MTU);
 	if (result != BPF_FIB_LKUP_RET_SUCCESS && result != BPF_FIB_LKUP_RET_NO_NEIGH)
 		return drop(COUNT_DROP_NO_ROUTE);
 	if (bpf_skb_adjust_room(skb, head, BPF_ADJ_ROOM_MAC, kind | BPF_F_ADJ_ROOM_FIXED_GSO))
-		return drop(COUNT_DROP_WRAPPING);
+		return drop(COUNT_DROP_ENCAP);
 	if (v6 ? write_outer6(skb, outer, space->result.dport) : write_outer4(skb, outer, space->result.dport))
-		return drop(COUNT_DROP_WRAPPING);
-	count(COUNT_WRAPPED);
-	return leave_by(hop);
+		return drop(COUNT_DROP_ENCAP);
+	count(COUNT_ENCAP);
+	return redirect_neigh(hop);
 }
 
-GLOBAL_VERB(wrap)
+GLOBAL_VERB(encap)
 
 /* The backend's port, from the outer header. */
-INLINE __be16 wrapped_port(struct __sk_buff *skb, const bool v6)
+INLINE __be16 encap_port(struct __sk_buff *skb, const bool v6)
 {
 	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
 	struct ipv6hdr *ip6 = data + L3_OFFSET;
@@ -144,7 +144,7 @@ INLINE __be16 wrapped_port(struct __sk_buff *skb, const bool v6)
 /* A packet in a packet, to an address of a backend of this node: what is inside is the client's, and goes to that
  * backend. Anything else that comes so is somebody's tunnel. Nothing of a pod of this node comes so.
  */
-INLINE int unwrap(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+INLINE int decap(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
 {
 	const int head = v6 ? sizeof(struct ipv6hdr) : sizeof(struct iphdr);
 	struct packet *p = &space->packet;
@@ -152,19 +152,19 @@ INLINE int unwrap(struct __sk_buff *skb, struct scratch *space, __u32 unused, co
 	int checked;
 
 	space->result = p->tuple;
-	space->result.dport = wrapped_port(skb, v6);
+	space->result.dport = encap_port(skb, v6);
 	if (p->l4 != L3_OFFSET + head || !space->result.dport ||
 	    !(may_be_backend(p->tuple.daddr, space->result.dport, IPPROTO_TCP, v6) ||
 	      may_be_backend(p->tuple.daddr, space->result.dport, IPPROTO_UDP, v6) ||
 	      may_be_backend(p->tuple.daddr, space->result.dport, IPPROTO_SCTP, v6)))
 		return pass();
 	if (bpf_skb_adjust_room(skb, -head, BPF_ADJ_ROOM_MAC, BPF_F_ADJ_ROOM_FIXED_GSO))
-		return drop(COUNT_DROP_WRAPPING);
+		return drop(COUNT_DROP_ENCAP);
 	__builtin_memset(p, 0, sizeof(*p));
 	parse_packet(skb, p, v6);
 	if (p->kind != PACKET_TRANSPORT || !is_well_formed(skb, p, v6))
-		return drop(COUNT_DROP_WRAPPING);
-	count(COUNT_UNWRAPPED);
+		return drop(COUNT_DROP_ENCAP);
+	count(COUNT_DECAP);
 	copy_address(space->result.saddr, p->tuple.saddr);
 	space->result.sport = p->tuple.sport;
 	space->result.protocol = p->tuple.protocol;
@@ -179,15 +179,15 @@ INLINE int unwrap(struct __sk_buff *skb, struct scratch *space, __u32 unused, co
 	checked = CALL(check_source, skb, 0);
 	if (checked != STEP_NONE)
 		return checked;
-	turn_round(&space->reply, &space->result);
-	if (has_link((__u32)CALL(find_way, skb, 0) | 1u << LINK_POD_BIT))
+	reverse_tuple(&space->reply, &space->result);
+	if (has_link((__u32)CALL(origin_by_route, skb, 0) | 1u << LINK_POD_BIT))
 		return drop(COUNT_DROP_REVERSE_PATH);
 	__builtin_memset(&space->choice, 0, sizeof(space->choice));
 	space->flow.flags = space->flow.backend = 0;
 	space->flow.service = (__u32)frontend_at(&space->choice, p->tuple.daddr, p->tuple.dport, p->tuple.protocol, v6);
-	return STEP_CLAIM;
+	return STEP_RESERVE;
 }
 
-GLOBAL_VERB(unwrap)
+GLOBAL_VERB(decap)
 
 #endif

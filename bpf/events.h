@@ -4,20 +4,20 @@
 #ifndef HYBRID_PROXY_EVENTS_H
 #define HYBRID_PROXY_EVENTS_H
 
-#include "bucket.h"
+#include "ratelimit.h"
 #include "service.h"
 
 /* One of the events that this CPU may tell in this second; `spare`: only while more than half of them are left. */
-INLINE bool may_tell(const bool spare)
+INLINE bool event_allowed(const bool spare)
 {
 	__u32 key = 0;
 	__u64 *budget = bpf_map_lookup_elem(&event_budget, &key);
 
-	return budget && take(budget, settings.event_burst, spare ? settings.event_burst / 2 : 0);
+	return budget && ratelimit_allow(budget, settings.event_burst, spare ? settings.event_burst / 2 : 0);
 }
 
 /* Is anything traced? All that it costs when nothing is. */
-INLINE bool tracing(void)
+INLINE bool is_tracing(void)
 {
 	struct node *self = this_node();
 

@@ -3,17 +3,17 @@
  */
 #include "explaining.h"
 
-#include "client.h"
-#include "enter.h"
+#include "datapath.h"
+#include "prefilter.h"
 
-INLINE int hand_over(struct __sk_buff *skb, const enum hook hook, const bool v6)
+INLINE int call_datapath(struct __sk_buff *skb, const enum hook hook, const bool v6)
 {
-	return carry(skb, hook, v6);
+	return datapath(skb, hook, v6);
 }
 
 INLINE void begin(void)
 {
-	struct explanation *e = told();
+	struct explanation *e = explanation_row();
 
 	if (e)
 		e->count = e->copied = 0;
@@ -23,14 +23,14 @@ SEC("tc")
 int explain_pod(struct __sk_buff *skb)
 {
 	begin();
-	return enter(skb, HOOK_POD_INGRESS);
+	return prefilter(skb, HOOK_POD_INGRESS);
 }
 
 SEC("tc")
 int explain_uplink(struct __sk_buff *skb)
 {
 	begin();
-	return enter(skb, HOOK_UPLINK_INGRESS);
+	return prefilter(skb, HOOK_UPLINK_INGRESS);
 }
 
 /* What the node's own sockets get when they connect: see connect.bpf.c. Returns enum verdict. */
@@ -48,8 +48,8 @@ INLINE int choose_for_socket(struct __sk_buff *skb, const bool v6)
 		return VERDICT_UNTOUCHED;
 	note(NOTE_MAY_BE_SERVICE, 0, 0);
 	__builtin_memset(&space->choice, 0, sizeof(space->choice));
-	choose(&space->choice, CLIENT_NODE, p->tuple.saddr, p->tuple.daddr, p->tuple.dport, p->tuple.protocol, v6,
-	       false);
+	choose_backend(&space->choice, CLIENT_NODE, p->tuple.saddr, p->tuple.daddr, p->tuple.dport, p->tuple.protocol,
+		       v6, false);
 	if (space->choice.verdict == VERDICT_DROP)
 		note(NOTE_COUNT, space->choice.why, 0);
 	return space->choice.verdict;

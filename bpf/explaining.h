@@ -24,7 +24,7 @@ struct {
 	__type(value, struct flow);
 } copies SEC(".maps");
 
-INLINE struct explanation *told(void)
+INLINE struct explanation *explanation_row(void)
 {
 	__u32 key = 0;
 
@@ -33,7 +33,7 @@ INLINE struct explanation *told(void)
 
 __noinline int note(__u32 what, __u32 a, __u32 b)
 {
-	struct explanation *e = told();
+	struct explanation *e = explanation_row();
 	struct note *n;
 
 	if (!e || e->count >= NOTES)
@@ -46,9 +46,9 @@ __noinline int note(__u32 what, __u32 a, __u32 b)
 	return 0;
 }
 
-INLINE struct flow *copied(const struct flow *live)
+INLINE struct flow *copy_of(const struct flow *live)
 {
-	struct explanation *e = told();
+	struct explanation *e = explanation_row();
 	struct flow *copy;
 	__u32 key;
 
@@ -67,7 +67,7 @@ INLINE struct flow *copied(const struct flow *live)
 #define bpf_map_delete_elem(map, key) ((void)(key))
 #define __sync_fetch_and_add(pointer, value) ((void)(value), READ_ONCE(*(pointer)))
 #define NOTE(what, a, b) note(what, a, b)
-#define SEEN(flow) copied(flow)
+#define SEEN(flow) copy_of(flow)
 #define DROPPED 0x1000
 
 INLINE void count(enum counter what)

@@ -82,7 +82,7 @@ INLINE bool is_padding(void *data, void *end)
 /* Do the transport's header, and what it says of its length, fit into a packet that ends at `finish`? */
 INLINE bool transport_fits(void *data, void *end, const struct packet *p, __u32 finish)
 {
-	struct udphdr *udp = data + (p->l4 & WINDOW);
+	struct udphdr *udp = data + (p->l4 & HEADERS_MASK);
 	__u32 length;
 
 	if (p->fragment.part || p->kind != PACKET_TRANSPORT)

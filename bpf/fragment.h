@@ -8,11 +8,11 @@
 #ifndef HYBRID_PROXY_FRAGMENT_H
 #define HYBRID_PROXY_FRAGMENT_H
 
-#include "open.h"
+#include "flow_create.h"
 
 #define FRAGMENT_SECONDS 30 /* as long as a receiver waits for the rest (RFC 791, ipfrag_time) */
 
-enum holding { MUST_PASS, MAY_HOLD };
+enum queueing { MUST_PASS, MAY_QUEUE };
 
 INLINE void write_datagram_key(struct fragment_key *key, const struct packet *p)
 {
@@ -53,84 +53,84 @@ INLINE struct fragments *begin_datagram(struct scratch *space, const bool first)
 }
 
 /* May the datagram be to a service or from a backend? Without its ports addresses have to tell. */
-INLINE bool may_be_ours(const struct tuple *t, const bool v6)
+INLINE bool may_concern_service(const struct tuple *t, const bool v6)
 {
 	return may_be_service(t->daddr, v6) || find_frontend(t->daddr, 0, 0, v6) || may_be_backend(t->saddr, 0, 0, v6);
 }
 
-/* A length that is known to be from 1 to HELD_BYTES, for verifiers before 6.4, as `bounded()` is. */
+/* A length that is known to be from 1 to FRAG_BYTES, for verifiers before 6.4, as `bounded()` is. */
 INLINE __u32 bounded_length(__u32 length)
 {
 	asm volatile("" : "+r"(length));
-	return ((length - 1) & (HELD_BYTES - 1)) + 1;
+	return ((length - 1) & (FRAG_BYTES - 1)) + 1;
 }
 
 /* Copy the frame; its length, 0: it is too long. */
-INLINE __u32 copy_frame(struct __sk_buff *skb, struct held *to)
+INLINE __u32 save_frame(struct __sk_buff *skb, struct queued_fragment *to)
 {
 	__u32 length = skb->len;
 
-	if (length < L3_OFFSET || length > HELD_BYTES || bpf_skb_load_bytes(skb, 0, to->frame, bounded_length(length)))
+	if (length < L3_OFFSET || length > FRAG_BYTES || bpf_skb_load_bytes(skb, 0, to->frame, bounded_length(length)))
 		return 0;
 	to->length = length;
 	return length;
 }
 
 /* Let the packet be what was copied. */
-INLINE bool become(struct __sk_buff *skb, struct held *copy)
+INLINE bool load_frame(struct __sk_buff *skb, struct queued_fragment *copy)
 {
 	__u32 length = copy->length;
 
-	if (length < L3_OFFSET || length > HELD_BYTES)
+	if (length < L3_OFFSET || length > FRAG_BYTES)
 		return false;
 	return !bpf_skb_change_tail(skb, length, 0) &&
 	       !bpf_skb_store_bytes(skb, 0, copy->frame, bounded_length(length), BPF_F_RECOMPUTE_CSUM);
 }
 
 /* Keep a copy and drop the packet; or pass it, when it cannot wait. */
-INLINE int hold(struct __sk_buff *skb, struct scratch *space, struct fragments *datagram)
+INLINE int queue_fragment(struct __sk_buff *skb, struct scratch *space, struct fragments *datagram)
 {
-	__u32 number = datagram->waiting, place = (skb->ifindex * 37 + space->next_place++) & (HELD - 1);
-	struct held *copy = bpf_map_lookup_elem(&held, &place);
+	__u32 number = datagram->waiting, place = (skb->ifindex * 37 + space->next_place++) & (FRAG_QUEUE - 1);
+	struct queued_fragment *copy = bpf_map_lookup_elem(&frag_queue, &place);
 
-	if (number >= HELD_EACH || !copy || !copy_frame(skb, copy)) {
+	if (number >= FRAG_QUEUE_EACH || !copy || !save_frame(skb, copy)) {
 		count(COUNT_FRAGMENT_LOST);
 		return pass();
 	}
 	copy->key = space->datagram;
-	datagram->places[bounded(number) & (HELD_EACH - 1)] = place;
+	datagram->places[bounded(number) & (FRAG_QUEUE_EACH - 1)] = place;
 	WRITE_ONCE(datagram->waiting, number + 1);
-	count(COUNT_FRAGMENT_HELD);
+	count(COUNT_FRAGMENT_QUEUED);
 	return TC_ACT_SHOT;
 }
 
 /* Put back into the queue what waited for this first fragment. False: the packet is not itself any more. */
-INLINE bool release(struct __sk_buff *skb, struct scratch *space, struct fragments *datagram)
+INLINE bool reinject_fragments(struct __sk_buff *skb, struct scratch *space, struct fragments *datagram)
 {
 	__u32 waiting = datagram->waiting;
 
-	if (!copy_frame(skb, &space->first)) {
+	if (!save_frame(skb, &space->first)) {
 		count(COUNT_FRAGMENT_LOST);
 		return true;
 	}
 #pragma clang loop unroll(disable)
-	for (int i = 0; i < HELD_EACH; i++) {
+	for (int i = 0; i < FRAG_QUEUE_EACH; i++) {
 		__u32 place = datagram->places[i];
-		struct held *copy;
+		struct queued_fragment *copy;
 
 		if (i >= waiting)
 			break;
-		copy = bpf_map_lookup_elem(&held, &place);
-		if (!copy || !same_datagram(&copy->key, &space->datagram) || !become(skb, copy))
+		copy = bpf_map_lookup_elem(&frag_queue, &place);
+		if (!copy || !same_datagram(&copy->key, &space->datagram) || !load_frame(skb, copy))
 			continue; /* others needed the place */
 		bpf_clone_redirect(skb, skb->ifindex, BPF_F_INGRESS);
 		copy->length = 0;
-		count(COUNT_FRAGMENT_RELEASED);
+		count(COUNT_FRAGMENT_REINJECTED);
 	}
-	return become(skb, &space->first);
+	return load_frame(skb, &space->first);
 }
 
-INLINE int join_first(struct __sk_buff *skb, struct scratch *space)
+INLINE int track_first(struct __sk_buff *skb, struct scratch *space)
 {
 	struct packet *p = &space->packet;
 	struct fragments *datagram = begin_datagram(space, true);
@@ -142,21 +142,21 @@ INLINE int join_first(struct __sk_buff *skb, struct scratch *space)
 	datagram->dport = p->tuple.dport;
 	datagram->protocol = p->tuple.protocol;
 	WRITE_ONCE(datagram->known, 1);
-	if (datagram->waiting && !release(skb, space, datagram))
+	if (datagram->waiting && !reinject_fragments(skb, space, datagram))
 		return drop(COUNT_DROP_FRAGMENT);
 	return STEP_NONE;
 }
 
-INLINE int join_later(struct __sk_buff *skb, struct scratch *space, const bool may_hold, const bool v6)
+INLINE int track_later(struct __sk_buff *skb, struct scratch *space, const bool may_hold, const bool v6)
 {
 	struct packet *p = &space->packet;
 	struct fragments *datagram = bpf_map_lookup_elem(&fragments, &space->datagram);
 
 	if (!datagram || !READ_ONCE(datagram->known) || !is_current(datagram)) {
-		if (!may_hold || !may_be_ours(&p->tuple, v6))
+		if (!may_hold || !may_concern_service(&p->tuple, v6))
 			return pass();
 		datagram = begin_datagram(space, false);
-		return datagram ? hold(skb, space, datagram) : pass();
+		return datagram ? queue_fragment(skb, space, datagram) : pass();
 	}
 	p->tuple.sport = datagram->sport;
 	p->tuple.dport = datagram->dport;
@@ -166,14 +166,14 @@ INLINE int join_later(struct __sk_buff *skb, struct scratch *space, const bool m
 }
 
 /* Make a fragment a packet with ports. */
-INLINE int join(struct __sk_buff *skb, struct scratch *space, __u32 holding, const bool v6)
+INLINE int track_fragment(struct __sk_buff *skb, struct scratch *space, __u32 queueing, const bool v6)
 {
 	write_datagram_key(&space->datagram, &space->packet);
 	if (space->packet.fragment.part == FIRST_FRAGMENT)
-		return join_first(skb, space);
-	return join_later(skb, space, holding == MAY_HOLD, v6);
+		return track_first(skb, space);
+	return track_later(skb, space, queueing == MAY_QUEUE, v6);
 }
 
-GLOBAL_VERB(join)
+GLOBAL_VERB(track_fragment)
 
 #endif

@@ -1,4 +1,4 @@
-/* tc at the host side of pods' interfaces and at uplinks: what is a service's is handed over to carry.bpf.c.
+/* tc at the host side of pods' interfaces and at uplinks: what is a service's is handed over to tc_datapath.bpf.c.
  *
  * Ingress of a pod's interface (from the pod) is where a service address becomes a backend's, egress (to the pod) where
  * a backend's reply becomes the service's again: between the two, routing, rp_filter, conntrack and policies see one
@@ -9,38 +9,38 @@
  * Egress turns backends' answers into the service's, translates what kernel clients and raw sockets of this node send
  * to a service, and keeps packets for addresses that no service has from leaving.
  */
-#include "enter.h"
+#include "prefilter.h"
 
 /* One program for all hooks: the verifier looks at it once, and it is replaced for all of them at the same moment. */
-INLINE int hand_over(struct __sk_buff *skb, const enum hook hook, const bool v6)
+INLINE int call_datapath(struct __sk_buff *skb, const enum hook hook, const bool v6)
 {
 	skb->cb[0] = hook;
-	bpf_tail_call(skb, &carriers, v6 ? CARRIER6 : CARRIER4);
+	bpf_tail_call(skb, &datapaths, v6 ? DATAPATH6 : DATAPATH4);
 	return pass(); /* not loaded yet */
 }
 
 SEC("tc")
 int pod_ingress(struct __sk_buff *skb)
 {
-	return enter(skb, HOOK_POD_INGRESS);
+	return prefilter(skb, HOOK_POD_INGRESS);
 }
 
 SEC("tc")
 int pod_egress(struct __sk_buff *skb)
 {
-	return enter(skb, HOOK_POD_EGRESS);
+	return prefilter(skb, HOOK_POD_EGRESS);
 }
 
 SEC("tc")
 int uplink_ingress(struct __sk_buff *skb)
 {
-	return enter(skb, HOOK_UPLINK_INGRESS);
+	return prefilter(skb, HOOK_UPLINK_INGRESS);
 }
 
 SEC("tc")
 int uplink_egress(struct __sk_buff *skb)
 {
-	return enter(skb, HOOK_UPLINK_EGRESS);
+	return prefilter(skb, HOOK_UPLINK_EGRESS);
 }
 
 char LICENSE[] SEC("license") = "GPL";

@@ -17,7 +17,7 @@ INLINE void sweep_one(const struct flow6_key *key, __u32 idle, const bool v6)
 
 	copy_address(t.saddr, key->saddr);
 	copy_address(t.daddr, key->daddr);
-	f = flow_in(&t, TABLE_FLOWS, v6);
+	f = flow_lookup(&t, TABLE_FLOWS, v6);
 	if (f && now() - READ_ONCE(f->seen) >= idle)
 		delete_pair(&t, f, TABLE_FLOWS, v6);
 }

@@ -6,9 +6,9 @@
 
 /* Rows of programs alone. */
 
-#define HELD 256	/* fragments that wait for their first, of all datagrams together */
-#define HELD_EACH 64	/* of one datagram: 64 KiB over an MTU of 1500 are 45 */
-#define HELD_BYTES 2048 /* of a frame that can wait */
+#define FRAG_QUEUE 256	   /* fragments that wait for their first, of all datagrams together */
+#define FRAG_QUEUE_EACH 64 /* of one datagram: 64 KiB over an MTU of 1500 are 45 */
+#define FRAG_BYTES 2048	   /* of a frame that can wait */
 
 /* A datagram in fragments, on its way: all of them have this key. */
 struct fragment_key {
@@ -18,7 +18,7 @@ struct fragment_key {
 	__u32 protocol;
 };
 
-/* The ports of its first fragment, or which later ones wait for it (places in map `held`). */
+/* The ports of its first fragment, or which later ones wait for it (places in map `frag_queue`). */
 struct fragments {
 	__u32 seen; /* jiffies of the one that came first */
 	__u16 sport;
@@ -26,15 +26,15 @@ struct fragments {
 	__u8 known; /* the first fragment was seen */
 	__u8 protocol;
 	__u16 waiting;
-	__u8 places[HELD_EACH];
+	__u8 places[FRAG_QUEUE_EACH];
 };
 
 /* A fragment that came before its datagram's first. */
-struct held {
+struct queued_fragment {
 	struct fragment_key key;
 	__u32 length;
 	__u32 pad;
-	__u8 frame[HELD_BYTES];
+	__u8 frame[FRAG_BYTES];
 };
 
 #define MAP(NAME, KIND, FLAGS, KEY, VALUE, ENTRIES)                                                                    \
@@ -66,8 +66,8 @@ ARRAY_MAP(backend_sockets, __u64, (1 << PREFILTER_BITS) / 64);
 GROWING_MAP(frontends4, struct frontend4_key, __u64, 65536);
 GROWING_MAP(frontends6, struct frontend6_key, __u64, 65536);
 /* Clients that may come to load-balancer IPs with source ranges. */
-PREFIX_MAP(sources4, struct source4_key, 65536);
-PREFIX_MAP(sources6, struct source6_key, 65536);
+PREFIX_MAP(source_ranges4, struct source_range4_key, 65536);
+PREFIX_MAP(source_ranges6, struct source_range6_key, 65536);
 /* Interfaces behind which all sources are pods, where pods are told apart so. */
 GROWING_MAP(pod_links, __u32, __u32, 4096);
 /* This node's addresses, on whatever interface, and its networks' broadcast addresses: no source of a packet from
@@ -100,18 +100,18 @@ GROWING_MAP(flows6, struct flow6_key, struct flow, 262144);
 /* Datagrams until they prove to be a conversation, and connections that begin while too many others do: a flood of
  * these evicts only its like.
  */
-LRU_MAP(opening4, struct flow4_key, struct flow, 65536);
-LRU_MAP(opening6, struct flow6_key, struct flow, 65536);
+LRU_MAP(half_open4, struct flow4_key, struct flow, 65536);
+LRU_MAP(half_open6, struct flow6_key, struct flow, 65536);
 /* Reply tuples of late. A backend that closed a connection keeps its tuple for a minute (TIME_WAIT); another
  * conversation must not meet it there.
  */
-ARRAY_MAP(recent, struct recent_bucket, 1 << RECENT_BITS);
+ARRAY_MAP(timewait, struct timewait_bucket, 1 << TIMEWAIT_BITS);
 /* Client and service -> backend | jiffies of the last connection << 32. */
 LRU_MAP(affinity, struct affinity_key, __u64, 65536);
 /* Datagrams in fragments: ports for those that have none. */
 LRU_MAP(fragments, struct fragment_key, struct fragments, 4096);
 /* Fragments that came before their first; a ring. */
-ARRAY_MAP(held, struct held, HELD);
+ARRAY_MAP(frag_queue, struct queued_fragment, FRAG_QUEUE);
 /* Addresses of this node; what else may change at run time. */
 ARRAY_MAP(node, struct node, 1);
 
@@ -123,13 +123,13 @@ ARRAY_MAP(traffic, struct traffic, 524288);
 ARRAY_MAP(traffic_gone, struct traffic, 32768);
 
 /* The programs that carry, which all hooks' programs call: to replace them is one store. */
-enum carrier {
-	CARRIER4,
-	CARRIER6,
-	CARRIERS,
+enum datapath {
+	DATAPATH4,
+	DATAPATH6,
+	DATAPATHS,
 };
 
-MAP(carriers, BPF_MAP_TYPE_PROG_ARRAY, 0, __u32, __u32, CARRIERS);
+MAP(datapaths, BPF_MAP_TYPE_PROG_ARRAY, 0, __u32, __u32, DATAPATHS);
 
 /* Events by reason, per CPU. */
 CPU_MAP(counters, __u64, COUNTERS);

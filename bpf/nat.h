@@ -185,7 +185,7 @@ INLINE void rewrite(struct __sk_buff *skb, const struct packet *p, const struct 
 /* All that changes of an IPv4 packet without options and its frame, with what lies between: one store. False: this is
  * no such packet.
  */
-INLINE bool rewrite_with_frame(struct __sk_buff *skb, const struct packet *p, const struct tuple *to, const __u16 *mac)
+INLINE bool rewrite_with_macs(struct __sk_buff *skb, const struct packet *p, const struct tuple *to, const __u16 *mac)
 {
 	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
 	__s64 difference = address_difference(&p->tuple, to, false);
@@ -206,25 +206,25 @@ INLINE bool rewrite_with_frame(struct __sk_buff *skb, const struct packet *p, co
 }
 
 /* Destination and source of the frame, as the pod that gets it expects them. */
-INLINE void rewrite_frame(struct __sk_buff *skb, const __u8 *mac)
+INLINE void set_macs(struct __sk_buff *skb, const __u8 *mac)
 {
 	bpf_skb_store_bytes(skb, 0, mac, 12, 0);
 }
 
-INLINE void read_frame(struct __sk_buff *skb, __u8 *mac)
+INLINE void get_macs(struct __sk_buff *skb, __u8 *mac)
 {
 	bpf_skb_load_bytes(skb, 0, mac, 12);
 }
 
 /* Frame addresses for the way back: destination and source change places. */
-INLINE void swap_frame(struct __sk_buff *skb)
+INLINE void swap_macs(struct __sk_buff *skb)
 {
 	__u8 mac[12], swapped[12];
 
-	read_frame(skb, mac);
+	get_macs(skb, mac);
 	__builtin_memcpy(swapped, mac + 6, 6);
 	__builtin_memcpy(swapped + 6, mac, 6);
-	rewrite_frame(skb, swapped);
+	set_macs(skb, swapped);
 }
 
 #endif

@@ -7,14 +7,14 @@
 #define HYBRID_PROXY_ORIGIN_H
 
 #include "source.h"
-#include "tell.h"
+#include "packet_events.h"
 
 INLINE bool has_link(__u32 key)
 {
 	return bpf_map_lookup_elem(&links, &key);
 }
 
-INLINE __u32 origin_at(struct __sk_buff *skb, __u32 place)
+INLINE __u32 origin_here(struct __sk_buff *skb, __u32 place)
 {
 	if (place == AT_UPLINK)
 		return ORIGIN_UPLINKS;
@@ -22,50 +22,50 @@ INLINE __u32 origin_at(struct __sk_buff *skb, __u32 place)
 }
 
 /* Is the interface gone that packets came in at, or was there none yet? */
-INLINE bool is_gone(__u32 origin)
+INLINE bool origin_is_gone(__u32 origin)
 {
 	return origin == ORIGIN_UNKNOWN || (origin != ORIGIN_UPLINKS && origin != ORIGIN_NODE && !has_link(origin));
 }
 
 /* Where the stack would send `space->reply`. */
-INLINE int find_way(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+INLINE int origin_by_route(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
 {
 	struct bpf_fib_lookup *hop = &space->hop;
-	long result = ask_as_host(skb, hop, &space->reply, v6);
+	long result = fib_lookup_as_host(skb, hop, &space->reply, v6);
 	__u32 index = hop->ifindex;
 
 	if (result == BPF_FIB_LKUP_RET_FWD_DISABLED)
-		return WAY_ELSEWHERE;
+		return ORIGIN_ELSEWHERE;
 	if (result != BPF_FIB_LKUP_RET_SUCCESS && result != BPF_FIB_LKUP_RET_NO_NEIGH)
-		return WAY_NONE;
+		return ORIGIN_NONE;
 	if (has_link(index | 1u << LINK_POD_BIT))
 		return index;
-	return has_link(index | 1u << LINK_OUTER_BIT) ? ORIGIN_UPLINKS : WAY_ELSEWHERE;
+	return has_link(index | 1u << LINK_OUTER_BIT) ? ORIGIN_UPLINKS : ORIGIN_ELSEWHERE;
 }
 
-GLOBAL_VERB(find_way)
+GLOBAL_VERB(origin_by_route)
 
 /* Does the sender of the flow's packets, whose key is `key`, live here? Behind an interface without programs, where the
  * route cannot tell its ports apart, it is believed unless it lives at another one. A client that nobody has answered
  * for long lives nowhere yet: who forged the flow's first packet does not shut it out.
  */
-INLINE bool lives_here(struct __sk_buff *skb, struct scratch *space, const struct tuple *key, const struct flow *f,
-		       __u32 place, const bool v6)
+INLINE bool comes_from_origin(struct __sk_buff *skb, struct scratch *space, const struct tuple *key,
+			      const struct flow *f, __u32 place, const bool v6)
 {
-	__u32 here = origin_at(skb, place), way;
+	__u32 here = origin_here(skb, place), way;
 
 	if (f->origin == here)
 		return true;
-	turn_round(&space->reply, key);
-	way = CALL(find_way, skb, 0);
+	reverse_tuple(&space->reply, key);
+	way = CALL(origin_by_route, skb, 0);
 	NOTE(NOTE_FOREIGN, f->origin, way);
-	if (way == WAY_ELSEWHERE)
-		return is_gone(f->origin) || !(f->flags & (FLOW_REPLY | FLOW_ESTABLISHED));
+	if (way == ORIGIN_ELSEWHERE)
+		return origin_is_gone(f->origin) || !(f->flags & (FLOW_REPLY | FLOW_ESTABLISHED));
 	return way == here;
 }
 
 /* Does the packet tell where the flow lives? Of a connection that opens, an answer to its SYN alone. */
-INLINE bool can_tell(const struct packet *p, const struct flow *f)
+INLINE bool proves_origin(const struct packet *p, const struct flow *f)
 {
 	return p->tuple.protocol != IPPROTO_TCP || (f->flags & (FLOW_REPLY | FLOW_ESTABLISHED)) != FLOW_REPLY ||
 	       answers_syn(p, f);
@@ -74,10 +74,11 @@ INLINE bool can_tell(const struct packet *p, const struct flow *f)
 /* From now on the flow's packets come in here, and those of the other direction are handed over here: to a pod that is
  * not its own peer.
  */
-INLINE void settle(struct __sk_buff *skb, const struct packet *p, const struct found *found, __u32 place, const bool v6)
+INLINE void move_origin(struct __sk_buff *skb, const struct packet *p, const struct found *found, __u32 place,
+			const bool v6)
 {
-	struct flow *other = other_half(found->entry, p->tuple.protocol, found->table, v6);
-	__u32 here = origin_at(skb, place);
+	struct flow *other = peer_flow(found->entry, p->tuple.protocol, found->table, v6);
+	__u32 here = origin_here(skb, place);
 	__u8 mac[12];
 
 	if (found->entry->origin != ORIGIN_UNKNOWN)
@@ -89,7 +90,7 @@ INLINE void settle(struct __sk_buff *skb, const struct packet *p, const struct f
 		WRITE_ONCE(other->ifindex, 0);
 		return;
 	}
-	read_frame(skb, mac);
+	get_macs(skb, mac);
 	__builtin_memcpy(other->mac, mac + 6, 6);
 	__builtin_memcpy(other->mac + 6, mac, 6);
 	WRITE_ONCE(other->ifindex, here);
@@ -99,7 +100,7 @@ INLINE void settle(struct __sk_buff *skb, const struct packet *p, const struct f
  * another way than they are answered, and the answers stay the stack's: of a connection by what is noted here, of
  * datagrams because the caller does not let the flow establish.
  */
-INLINE bool confirm(struct __sk_buff *skb, struct flow *reply, __u32 place, __u8 protocol)
+INLINE bool confirm_path(struct __sk_buff *skb, struct flow *reply, __u32 place, __u8 protocol)
 {
 	if (place != AT_POD || !reply->ifindex || reply->ifindex == skb->ifindex)
 		return true;
@@ -110,12 +111,13 @@ INLINE bool confirm(struct __sk_buff *skb, struct flow *reply, __u32 place, __u8
 }
 
 /* The same where the flow's answers never go through the stack: ask where it would send them. */
-INLINE void confirm_way(struct __sk_buff *skb, struct scratch *space, struct flow *reply, __u8 protocol, const bool v6)
+INLINE void confirm_route(struct __sk_buff *skb, struct scratch *space, struct flow *reply, __u8 protocol,
+			  const bool v6)
 {
 	if (!reply->ifindex || reply->flags & (FLOW_HAIRPIN | FLOW_NODE))
 		return;
-	rewritten(&space->reply, reply, protocol);
-	if ((__u32)CALL(find_way, skb, 0) != reply->ifindex)
+	translated_tuple(&space->reply, reply, protocol);
+	if ((__u32)CALL(origin_by_route, skb, 0) != reply->ifindex)
 		WRITE_ONCE(reply->ifindex, 0);
 }
 

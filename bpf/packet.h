@@ -13,9 +13,9 @@
 #define TCP_RST 0x04
 #define TCP_ACK 0x10
 #define IPV6_EXTENSIONS 4
-#define WINDOW 0x3ff /* headers behind it are not looked at; the verifier wants a mask */
+#define HEADERS_MASK 0x3ff /* headers behind it are not looked at; the verifier wants a mask */
 #define L3_OFFSET ETH_HLEN
-#define PULLED 256 /* bytes in which all headers lie, those that an ICMP error quotes too */
+#define PULL_LENGTH 256 /* bytes in which all headers lie, those that an ICMP error quotes too */
 
 struct tuple {
 	__u32 saddr[4];
@@ -77,7 +77,7 @@ INLINE void copy_address(__u32 *to, const __u32 *from)
 }
 
 /* The same conversation seen from the other end. */
-INLINE void turn_round(struct tuple *to, const struct tuple *from)
+INLINE void reverse_tuple(struct tuple *to, const struct tuple *from)
 {
 	copy_address(to->saddr, from->daddr);
 	copy_address(to->daddr, from->saddr);
@@ -87,7 +87,7 @@ INLINE void turn_round(struct tuple *to, const struct tuple *from)
 }
 
 /* Does the hook see packets before they are routed: from a pod, or from beyond the node? */
-INLINE bool is_inward(const enum hook hook)
+INLINE bool is_ingress(const enum hook hook)
 {
 	return hook == HOOK_POD_INGRESS || hook == HOOK_UPLINK_INGRESS;
 }
@@ -184,9 +184,9 @@ INLINE __u32 parse_ip(void *data, void *end, __u32 offset, struct tuple *t, stru
 /* The first four bytes of TCP, UDP and SCTP are the ports; an ICMP error may quote no more than eight. */
 INLINE bool parse_ports(void *data, void *end, __u32 offset, struct tuple *t)
 {
-	__be16 *ports = data + (offset & WINDOW);
+	__be16 *ports = data + (offset & HEADERS_MASK);
 
-	if (offset > WINDOW)
+	if (offset > HEADERS_MASK)
 		return false;
 	if (t->protocol != IPPROTO_TCP && t->protocol != IPPROTO_UDP && t->protocol != IPPROTO_SCTP)
 		return false;
@@ -207,9 +207,9 @@ INLINE bool is_icmp_error(__u8 type, const bool v6)
 
 INLINE void parse_icmp(void *data, void *end, struct packet *p, const bool v6)
 {
-	__u8 *type = data + (p->l4 & WINDOW);
+	__u8 *type = data + (p->l4 & HEADERS_MASK);
 
-	if (p->l4 > WINDOW || (void *)(type + 8) > end)
+	if (p->l4 > HEADERS_MASK || (void *)(type + 8) > end)
 		return;
 	if (*type == (v6 ? ICMPV6_ECHO_REQUEST : ICMP_ECHO_REQUEST))
 		p->kind = PACKET_ECHO;
@@ -231,18 +231,18 @@ INLINE __u32 end_of_packet(void *data, void *end, const bool v6)
 }
 
 /* A header of so many bytes was not found: the frame of `whole` bytes ends before, or it lies where nobody looks. */
-INLINE enum packet_kind without_header(const struct packet *p, __u32 size, __u32 whole)
+INLINE enum packet_kind missing_header(const struct packet *p, __u32 size, __u32 whole)
 {
 	return p->l4 + size > whole ? PACKET_MALFORMED : PACKET_OTHER;
 }
 
 INLINE void parse_tcp(void *data, void *end, __u32 whole, struct packet *p, const bool v6)
 {
-	struct tcphdr *tcp = data + (p->l4 & WINDOW);
+	struct tcphdr *tcp = data + (p->l4 & HEADERS_MASK);
 	__u32 length;
 
 	if ((void *)(tcp + 1) > end) {
-		p->kind = without_header(p, sizeof(*tcp), whole);
+		p->kind = missing_header(p, sizeof(*tcp), whole);
 		return;
 	}
 	p->tcp_flags = ((__u8 *)tcp)[13];
@@ -260,7 +260,7 @@ INLINE void parse_tcp(void *data, void *end, __u32 whole, struct packet *p, cons
 /* UDP's header has 8 bytes, SCTP's 12: a packet that ends before is nobody's. */
 INLINE bool has_header(void *data, void *end, const struct packet *p)
 {
-	__u8 *header = data + (p->l4 & WINDOW);
+	__u8 *header = data + (p->l4 & HEADERS_MASK);
 
 	return p->tuple.protocol == IPPROTO_UDP ? (void *)(header + 8) <= end : (void *)(header + 12) <= end;
 }
@@ -284,11 +284,11 @@ INLINE void parse_bytes(void *data, void *end, __u32 whole, struct packet *p, co
 		if (p->tuple.protocol == IPPROTO_TCP)
 			parse_tcp(data, end, whole, p, v6);
 		else if (!has_header(data, end, p))
-			p->kind = without_header(p, p->tuple.protocol == IPPROTO_UDP ? 8 : 12, whole);
+			p->kind = missing_header(p, p->tuple.protocol == IPPROTO_UDP ? 8 : 12, whole);
 	} else if (!p->fragment.part && p->tuple.protocol == (v6 ? IPPROTO_ICMPV6 : IPPROTO_ICMP)) {
 		parse_icmp(data, end, p, v6);
 	} else if (p->tuple.protocol == IPPROTO_TCP || p->tuple.protocol == IPPROTO_UDP) {
-		p->kind = without_header(p, 4, whole);
+		p->kind = missing_header(p, 4, whole);
 	}
 }
 
@@ -310,9 +310,9 @@ INLINE void parse_packet(struct __sk_buff *skb, struct packet *p, const bool v6)
 		__u64 linear = parse_linear(skb, p, v6);
 
 		if ((p->kind != PACKET_OTHER && p->kind != PACKET_MALFORMED && p->kind != PACKET_ICMP_ERROR) ||
-		    linear >= skb->len || linear >= PULLED)
+		    linear >= skb->len || linear >= PULL_LENGTH)
 			return;
-		bpf_skb_pull_data(skb, skb->len < PULLED ? skb->len : PULLED);
+		bpf_skb_pull_data(skb, skb->len < PULL_LENGTH ? skb->len : PULL_LENGTH);
 	}
 }
 

@@ -1,20 +1,20 @@
 /* Affinity first, then one index into the slice. Algorithms live in user space: they fill slices, and say by which
- * number a place is found (spread.h).
+ * number a place is found (select.h).
  */
 #ifndef HYBRID_PROXY_PICK_H
 #define HYBRID_PROXY_PICK_H
 
-#include "spread.h"
+#include "select.h"
 
 INLINE bool is_member(__u32 backend, __u32 service, __u32 route)
 {
 	struct backend *row = find_backend(backend, service);
 
-	return row && READ_ONCE(row->flags) & (route ? BACKEND_ROUTE1 : BACKEND_ROUTE0);
+	return row && READ_ONCE(row->flags) & (route ? BACKEND_SET1 : BACKEND_SET0);
 }
 
 /* The backend that this client had before, if it is not too long ago and still a member; otherwise 0. */
-INLINE __u32 recall(const struct affinity_key *key, __u32 timeout, __u32 route)
+INLINE __u32 affinity_lookup(const struct affinity_key *key, __u32 timeout, __u32 route)
 {
 	__u64 *memory = bpf_map_lookup_elem(&affinity, key), value;
 
@@ -26,7 +26,7 @@ INLINE __u32 recall(const struct affinity_key *key, __u32 timeout, __u32 route)
 	return (__u32)value;
 }
 
-INLINE void memorise(const struct affinity_key *key, __u32 backend)
+INLINE void affinity_store(const struct affinity_key *key, __u32 backend)
 {
 	__u64 value = (__u64)now() << 32 | backend;
 
@@ -34,7 +34,7 @@ INLINE void memorise(const struct affinity_key *key, __u32 backend)
 }
 
 /* The backend's address from its row; false: the id is another service's by now. */
-INLINE bool read_row(struct choice *c)
+INLINE bool read_backend(struct choice *c)
 {
 	struct backend *row = find_backend(c->backend, c->service);
 
@@ -46,35 +46,37 @@ INLINE bool read_row(struct choice *c)
 }
 
 /* A backend for a new connection of `client`; false: the route is empty. */
-INLINE bool pick(struct choice *c, struct service *service, const __u32 *client, const __u32 *address, __be16 port,
-		 __u8 protocol, const bool v6, const bool remember)
+INLINE bool pick_backend(struct choice *c, struct service *service, const __u32 *client, const __u32 *address,
+			 __be16 port, __u8 protocol, const bool v6, const bool remember)
 {
 	__u32 timeout = service->affinity;
 	struct affinity_key key = {.service = c->service};
 
 	if (!timeout)
-		return index_slice(c, service, spread(c, service, client, address, port, protocol, v6, remember)) &&
-		       (!v6 || read_row(c));
+		return select_slot(c, service,
+				   slot_number(c, service, client, address, port, protocol, v6, remember)) &&
+		       (!v6 || read_backend(c));
 	copy_address(key.client, client);
-	c->backend = recall(&key, timeout, c->route);
+	c->backend = affinity_lookup(&key, timeout, c->set);
 	NOTE(NOTE_AFFINITY, timeout, c->backend);
 	if (c->avoid && c->backend == c->avoid)
 		c->backend = 0;
-	if (!c->backend && !index_slice(c, service, spread(c, service, client, address, port, protocol, v6, remember)))
+	if (!c->backend &&
+	    !select_slot(c, service, slot_number(c, service, client, address, port, protocol, v6, remember)))
 		return false;
 	if (remember)
-		memorise(&key, c->backend);
-	return read_row(c);
+		affinity_store(&key, c->backend);
+	return read_backend(c);
 }
 
 /* No backend. A slice that has some after all was changing under our eyes: drop, and the client tries again. */
-INLINE void choose_empty(struct choice *c, struct service *service)
+INLINE void choose_none(struct choice *c, struct service *service)
 {
-	__u32 drops = c->route ? SERVICE_DROP_ROUTE1 : SERVICE_DROP_ROUTE0;
-	__u64 word = READ_ONCE(service->routes[c->route & 1]);
-	bool empty = !slice_size(word);
+	__u32 drops = c->set ? SERVICE_DROP_SET1 : SERVICE_DROP_SET0;
+	__u64 word = READ_ONCE(service->sets[c->set & 1]);
+	bool empty = !range_size(word);
 
-	NOTE(NOTE_EMPTY, c->route, !empty || service->flags & drops ? 1 : 0);
+	NOTE(NOTE_EMPTY, c->set, !empty || service->flags & drops ? 1 : 0);
 	c->why = empty ? COUNT_DROP_EMPTY : COUNT_DROP_CHANGING;
 	c->verdict = !empty || service->flags & drops ? VERDICT_DROP : VERDICT_REJECT;
 }
@@ -111,12 +113,12 @@ INLINE bool is_masqueraded(__u32 flags, enum client from)
 {
 	if (from == CLIENT_POD)
 		return flags & FRONTEND_MASQUERADE_POD;
-	return flags & (from == CLIENT_NODE ? FRONTEND_MASQUERADE_NODE : FRONTEND_MASQUERADE_OUTSIDE);
+	return flags & (from == CLIENT_NODE ? FRONTEND_MASQUERADE_NODE : FRONTEND_MASQUERADE_EXTERNAL);
 }
 
 /* Decide for a client. `remember` false: without side effects. */
-INLINE void choose(struct choice *c, const enum client from, const __u32 *client, const __u32 *address, __be16 port,
-		   __u8 protocol, const bool v6, const bool remember)
+INLINE void choose_backend(struct choice *c, const enum client from, const __u32 *client, const __u32 *address,
+			   __be16 port, __u8 protocol, const bool v6, const bool remember)
 {
 	struct service *service;
 	__u64 frontend;
@@ -128,25 +130,25 @@ INLINE void choose(struct choice *c, const enum client from, const __u32 *client
 		return;
 	flags = frontend >> 32;
 	c->service = (__u32)frontend;
-	c->route = flags & (from == CLIENT_OUTSIDE ? FRONTEND_OUTSIDE_ROUTE : FRONTEND_INSIDE_ROUTE) ? 1 : 0;
+	c->set = flags & (from == CLIENT_EXTERNAL ? FRONTEND_EXTERNAL_SET : FRONTEND_INTERNAL_SET) ? 1 : 0;
 	c->masquerade = is_masqueraded(flags, from);
 	NOTE(NOTE_CLIENT, from, 0);
-	if (flags & FRONTEND_SOURCES && !may_come(c->service, client, v6)) {
+	if (flags & FRONTEND_SOURCE_RANGES && !source_allowed(c->service, client, v6)) {
 		NOTE(NOTE_SOURCES, 0, 0);
-		c->why = COUNT_DROP_SOURCE;
+		c->why = COUNT_DROP_SOURCE_RANGES;
 		c->verdict = VERDICT_DROP;
 		return;
 	}
-	if (flags & FRONTEND_SOURCES)
+	if (flags & FRONTEND_SOURCE_RANGES)
 		NOTE(NOTE_SOURCES, 1, 0);
-	NOTE(NOTE_ROUTE, c->route, c->masquerade);
+	NOTE(NOTE_ROUTE, c->set, c->masquerade);
 	service = bpf_map_lookup_elem(&services, &c->service);
 	if (!service)
 		return;
-	if (pick(c, service, client, address, port, protocol, v6, remember))
+	if (pick_backend(c, service, client, address, port, protocol, v6, remember))
 		c->verdict = VERDICT_DNAT;
 	else
-		choose_empty(c, service);
+		choose_none(c, service);
 }
 
 #endif

@@ -5,14 +5,14 @@
 #include "flow.h"
 
 #define NEIGHBOUR_SECONDS 16
-#define HOP_BITS 10
+#define NEIGHBOUR_BITS 10
 
 /* When the last packet to a neighbour went out by the kernel, by hash of its address; jiffies. */
-ARRAY_MAP(hop_times, __u64, 1 << HOP_BITS);
+ARRAY_MAP(neighbour_times, __u64, 1 << NEIGHBOUR_BITS);
 
 /* Ask for the next hop of `to`, a packet of `length` bytes: a BPF_FIB_LKUP_RET_*, or a negative errno. */
-INLINE long look_up_hop(void *context, __u32 ifindex, __u32 length, struct bpf_fib_lookup *hop, const struct tuple *to,
-			const bool v6)
+INLINE long fib_lookup(void *context, __u32 ifindex, __u32 length, struct bpf_fib_lookup *hop, const struct tuple *to,
+		       const bool v6)
 {
 	__builtin_memset(hop, 0, sizeof(*hop));
 	hop->family = v6 ? AF_INET6 : AF_INET;
@@ -32,7 +32,7 @@ INLINE long look_up_hop(void *context, __u32 ifindex, __u32 length, struct bpf_f
 }
 
 /* Is the packet for this node itself? Then it needs no hop. */
-INLINE bool ends_here(long result)
+INLINE bool is_local_delivery(long result)
 {
 	return result == BPF_FIB_LKUP_RET_NOT_FWDED || result == BPF_FIB_LKUP_RET_FWD_DISABLED ||
 	       result == BPF_FIB_LKUP_RET_UNSUPP_LWT;
@@ -41,10 +41,10 @@ INLINE bool ends_here(long result)
 /* A lookup does not tell the kernel that a neighbour is in use. Now and then a packet goes out by the kernel's own
  * output, which then asks whether the neighbour is still there and has the same address.
  */
-INLINE bool is_neighbours_turn(const struct bpf_fib_lookup *hop, const bool v6)
+INLINE bool neighbour_needs_refresh(const struct bpf_fib_lookup *hop, const bool v6)
 {
-	__u32 key = hash_address(v6 ? hop->ipv6_dst : &hop->ipv4_dst, v6) >> (32 - HOP_BITS), time = now();
-	__u64 *last = bpf_map_lookup_elem(&hop_times, &key);
+	__u32 key = hash_address(v6 ? hop->ipv6_dst : &hop->ipv4_dst, v6) >> (32 - NEIGHBOUR_BITS), time = now();
+	__u64 *last = bpf_map_lookup_elem(&neighbour_times, &key);
 
 	if (!last || time - (__u32)READ_ONCE(*last) < NEIGHBOUR_SECONDS * settings.hz)
 		return false;

@@ -11,8 +11,8 @@
 #include "traffic.h"
 
 /* An ICMP error about a flow of ours, taken apart. */
-struct quotation {
-	struct tuple quoted; /* as the error has it: sent by the receiver of the error */
+struct inner_packet {
+	struct tuple tuple;  /* as the error has it: sent by the receiver of the error */
 	struct tuple before; /* as it was before translation */
 	__u32 offset;
 	__u32 l4;
@@ -28,11 +28,11 @@ struct scratch {
 	struct flow flow;
 	struct tuple result; /* what the packet becomes */
 	struct tuple reply;  /* the key of its answers */
-	struct quotation quotation;
+	struct inner_packet inner;
 	struct bpf_fib_lookup hop;
 	struct fragment_key datagram;
 	struct fragments fragments;
-	struct held first; /* a first fragment, while those that waited for it take its place */
+	struct queued_fragment first; /* a first fragment, while those that waited for it take its place */
 	__u32 next_place;
 };
 
@@ -80,20 +80,20 @@ enum place {
 enum step {
 	STEP_NONE = 0x100, /* the packet was not touched, and is no service's */
 	STEP_SERVE,
-	STEP_PASS_BY,
-	STEP_DELIVER,
-	STEP_OPEN_FLOW,
-	STEP_OPEN_DIRECT,
-	STEP_CLAIM,
-	STEP_REMEMBER,
-	STEP_SEND_ON,
-	STEP_REFUSE,
+	STEP_NOT_SERVICE,
+	STEP_EGRESS,
+	STEP_CREATE_FLOW,
+	STEP_CREATE_DIRECT,
+	STEP_RESERVE,
+	STEP_STORE,
+	STEP_FORWARD,
+	STEP_REJECT,
 	STEP_ECHO,
-	STEP_TRANSLATE_INWARD,
-	STEP_TRANSLATE_OUTWARD,
-	STEP_OPEN_WRAPPED,
-	STEP_WRAP,
-	STEP_UNWRAP,
+	STEP_ERROR_INGRESS,
+	STEP_ERROR_EGRESS,
+	STEP_CREATE_DSR,
+	STEP_ENCAP,
+	STEP_DECAP,
 	STEP_FOLLOW,
 };
 

@@ -12,7 +12,7 @@ struct choice {
 	__u32 service;
 	__u32 backend;
 	__u32 avoid;
-	__u32 route;
+	__u32 set;
 	__u32 address[4];
 	__be16 port;
 	__be16 sport;
@@ -24,7 +24,7 @@ struct choice {
 enum client {
 	CLIENT_POD,
 	CLIENT_NODE,
-	CLIENT_OUTSIDE,
+	CLIENT_EXTERNAL,
 };
 
 INLINE __u64 lookup_frontend(const __u32 *address, __be16 port, __u8 protocol, const bool v6)
@@ -83,7 +83,7 @@ INLINE struct node *this_node(void)
 }
 
 /* This node's primary address, zeros where it has none of the family. */
-INLINE void own_address(__u32 *address, const bool v6)
+INLINE void primary_address(__u32 *address, const bool v6)
 {
 	struct node *self = this_node();
 
@@ -96,40 +96,40 @@ INLINE void own_address(__u32 *address, const bool v6)
 }
 
 /* What the source of a packet is, by its address or by the interface that it came in at. */
-INLINE enum client classify(const __u32 *a, __u32 ifindex, const bool v6)
+INLINE enum client classify_client(const __u32 *a, __u32 ifindex, const bool v6)
 {
 	struct node *self = this_node();
 
 	if (!self)
-		return CLIENT_OUTSIDE;
+		return CLIENT_EXTERNAL;
 	if (self->pods_by_link)
-		return bpf_map_lookup_elem(&pod_links, &ifindex) ? CLIENT_POD : CLIENT_OUTSIDE;
+		return bpf_map_lookup_elem(&pod_links, &ifindex) ? CLIENT_POD : CLIENT_EXTERNAL;
 	if (!v6)
-		return self->pod4_known && (a[0] & self->pod4_mask) == self->pod4 ? CLIENT_POD : CLIENT_OUTSIDE;
+		return self->pod4_known && (a[0] & self->pod4_mask) == self->pod4 ? CLIENT_POD : CLIENT_EXTERNAL;
 	if (self->pod6_known && (a[0] & self->pod6_mask[0]) == self->pod6[0] &&
 	    (a[1] & self->pod6_mask[1]) == self->pod6[1] && (a[2] & self->pod6_mask[2]) == self->pod6[2] &&
 	    (a[3] & self->pod6_mask[3]) == self->pod6[3])
 		return CLIENT_POD;
-	return CLIENT_OUTSIDE;
+	return CLIENT_EXTERNAL;
 }
 
 /* May this client come to a load-balancer IP of the service? (KEP-3866: before every other rule) */
-INLINE bool may_come(__u32 service, const __u32 *client, const bool v6)
+INLINE bool source_allowed(__u32 service, const __u32 *client, const bool v6)
 {
 	if (v6) {
-		struct source6_key key = {.bits = 160, .service = service};
+		struct source_range6_key key = {.bits = 160, .service = service};
 
 		copy_address(key.address, client);
-		return bpf_map_lookup_elem(&sources6, &key);
+		return bpf_map_lookup_elem(&source_ranges6, &key);
 	} else {
-		struct source4_key key = {.bits = 64, .service = service, .address = client[0]};
+		struct source_range4_key key = {.bits = 64, .service = service, .address = client[0]};
 
-		return bpf_map_lookup_elem(&sources4, &key);
+		return bpf_map_lookup_elem(&source_ranges4, &key);
 	}
 }
 
 /* Addresses that services are allocated from, but none has: nobody is there, and nobody is to be asked. */
-INLINE bool is_unallocated(const __u32 *a, const bool v6)
+INLINE bool in_service_cidr(const __u32 *a, const bool v6)
 {
 	struct node *self = this_node();
 
@@ -147,9 +147,9 @@ INLINE bool is_unallocated(const __u32 *a, const bool v6)
 	return false;
 }
 
-INLINE __u32 slice_size(__u64 word)
+INLINE __u32 range_size(__u64 word)
 {
-	return word >> SLICE_OFFSET_BITS & ((1 << SLICE_COUNT_BITS) - 1);
+	return word >> RANGE_OFFSET_BITS & ((1 << RANGE_COUNT_BITS) - 1);
 }
 
 /* The slot at `number`'s place of the slice into `c`; false: the slice is empty.
@@ -159,9 +159,9 @@ INLINE bool read_slot(struct choice *c, struct service *service, __u32 number)
 {
 #pragma unroll
 	for (int i = 0; i < 2; i++) {
-		__u64 word = READ_ONCE(service->routes[c->route & 1]), backend, endpoint;
-		__u32 size = slice_size(word);
-		__u32 index = word & ((1 << SLICE_OFFSET_BITS) - 1);
+		__u64 word = READ_ONCE(service->sets[c->set & 1]), backend, endpoint;
+		__u32 size = range_size(word);
+		__u32 index = word & ((1 << RANGE_OFFSET_BITS) - 1);
 		struct slot *slot;
 
 		if (!size)
@@ -191,7 +191,7 @@ INLINE bool read_slot(struct choice *c, struct service *service, __u32 number)
 /* One slot of the slice, chosen by `number`, into `c`; false: the slice is empty. A backend to avoid is taken only when
  * no other is met.
  */
-INLINE bool index_slice(struct choice *c, struct service *service, __u32 number)
+INLINE bool select_slot(struct choice *c, struct service *service, __u32 number)
 {
 	if (!c->avoid)
 		return read_slot(c, service, number);

@@ -36,7 +36,7 @@ INLINE bool is_link_local(const __u32 *a)
 	return (a[0] & bpf_htonl(0xffc00000)) == bpf_htonl(0xfe800000);
 }
 
-INLINE bool is_own(const __u32 *a, const bool v6)
+INLINE bool is_local_address(const __u32 *a, const bool v6)
 {
 	struct own_address key = {.family = v6 ? 6 : 4};
 
@@ -52,13 +52,13 @@ INLINE bool is_virtual(const __u32 *a, const bool v6)
 {
 	__u32 flags = may_be_service(a, v6) ? find_frontend(a, 0, 0, v6) >> 32 : 0;
 
-	return (flags & FRONTEND_ADDRESS && !(flags & FRONTEND_NODE_PORTS)) || is_unallocated(a, v6);
+	return (flags & FRONTEND_ADDRESS && !(flags & FRONTEND_NODE_PORTS)) || in_service_cidr(a, v6);
 }
 
 /* May a packet from outside the node have this source? */
 INLINE bool is_martian(const __u32 *a, const bool v6)
 {
-	return (v6 ? is_martian6(a) : is_martian4(a[0])) || is_own(a, v6) || is_virtual(a, v6);
+	return (v6 ? is_martian6(a) : is_martian4(a[0])) || is_local_address(a, v6) || is_virtual(a, v6);
 }
 
 #define LOOPBACK_IFINDEX 1
@@ -87,13 +87,13 @@ INLINE bool is_equal_path(struct __sk_buff *skb, const struct bpf_fib_lookup *ho
 }
 
 /* Ask for the next hop of `to` as of a packet of this node's own; in a VRF, of its interface's table. */
-INLINE long ask_as_host(struct __sk_buff *skb, struct bpf_fib_lookup *hop, const struct tuple *to, const bool v6)
+INLINE long fib_lookup_as_host(struct __sk_buff *skb, struct bpf_fib_lookup *hop, const struct tuple *to, const bool v6)
 {
 	__u32 ifindex = skb->ifindex, *flags = bpf_map_lookup_elem(&interfaces, &ifindex);
 	bool in_vrf = flags && *flags & INTERFACE_IN_VRF;
-	long result = look_up_hop(skb, in_vrf ? ifindex : LOOPBACK_IFINDEX, 0, hop, to, v6);
+	long result = fib_lookup(skb, in_vrf ? ifindex : LOOPBACK_IFINDEX, 0, hop, to, v6);
 
-	return result == BPF_FIB_LKUP_RET_FWD_DISABLED ? look_up_hop(skb, ifindex, 0, hop, to, v6) : result;
+	return result == BPF_FIB_LKUP_RET_FWD_DISABLED ? fib_lookup(skb, ifindex, 0, hop, to, v6) : result;
 }
 
 /* Ask for the way from `space->result.daddr` back to the packet's source, as fib_validate_source() does: as a packet of
@@ -108,7 +108,7 @@ INLINE bool has_path_back(struct __sk_buff *skb, struct scratch *space, const bo
 
 	copy_address(back.saddr, space->result.daddr);
 	copy_address(back.daddr, source);
-	result = ask_as_host(skb, hop, &back, v6);
+	result = fib_lookup_as_host(skb, hop, &back, v6);
 	if (result == BPF_FIB_LKUP_RET_FWD_DISABLED)
 		return true;
 	if (result != BPF_FIB_LKUP_RET_SUCCESS && result != BPF_FIB_LKUP_RET_NO_NEIGH &&
@@ -145,7 +145,7 @@ INLINE int check_source(struct __sk_buff *skb, struct scratch *space, __u32 ifin
 GLOBAL_VERB(check_source)
 
 /* May the packet take a tuple for its source? If not, it is the stack's, which refuses it. */
-INLINE int may_claim(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+INLINE int may_create_direct(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
 {
 	const __u32 *source = space->packet.tuple.saddr;
 
@@ -153,7 +153,7 @@ INLINE int may_claim(struct __sk_buff *skb, struct scratch *space, __u32 unused,
 	       passes_reverse_path(skb, space, skb->ifindex, v6);
 }
 
-GLOBAL_VERB(may_claim)
+GLOBAL_VERB(may_create_direct)
 
 /* `check_source` for a packet to `target`, where it came in. */
 INLINE int check_source_towards(struct __sk_buff *skb, struct scratch *space, const __u32 *target, const bool v6)

@@ -4,14 +4,14 @@
 #include "driver.h"
 
 /* One function for each family, so that their frames do not add up. */
-static __noinline int cross4(struct xdp_md *ctx)
+static __noinline int forward_transit4(struct xdp_md *ctx)
 {
-	return cross(ctx, false);
+	return forward_transit(ctx, false);
 }
 
-static __noinline int cross6(struct xdp_md *ctx)
+static __noinline int forward_transit6(struct xdp_md *ctx)
 {
-	return cross(ctx, true);
+	return forward_transit(ctx, true);
 }
 
 SEC("xdp")
@@ -22,9 +22,9 @@ int xdp_uplink(struct xdp_md *ctx)
 	if ((void *)(frame + 1) > (void *)(long)ctx->data_end)
 		return XDP_PASS;
 	if (frame->h_proto == bpf_htons(ETH_P_IP))
-		return cross4(ctx);
+		return forward_transit4(ctx);
 	if (frame->h_proto == bpf_htons(ETH_P_IPV6))
-		return cross6(ctx);
+		return forward_transit6(ctx);
 	return XDP_PASS;
 }
 

@@ -80,7 +80,7 @@ def _changes(kernel: Kernel, api: ApiProcess) -> list[float]:
     for number in range(CHANGES):
         index = number * STEP % SERVICES
         service = ids[cluster_address(index)]
-        row = kernel.services[service]["routes"]
+        row = kernel.services[service]["sets"]
         before = int(row[0])
         api.send_endpoints(index, list(range(ENDPOINTS - 1)))
         deadline = time.monotonic() + 5

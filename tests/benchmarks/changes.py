@@ -77,7 +77,7 @@ class Watcher:
     """Notes when the slice word of any service becomes another, from a thread that looks at all of them."""
 
     def __init__(self, kernel: Kernel) -> None:
-        self._words = kernel.services["routes"][:, 0]
+        self._words = kernel.services["sets"][:, 0]
         self._stop = threading.Event()
         self._seen: dict[int, list[int]] = defaultdict(list)
         self._thread = threading.Thread(target=self._run, daemon=True)

@@ -1,16 +1,16 @@
 /* What packets cost, many in one run: of established flows, and such as are no service's.
  *
  * Each loop writes the next packet's header into the buffer; `loop_nothing` does only that, and the others are corrected
- * by it. `loop_lookup` is the floor: one look into the table of flows. The rest is the production path, `enter()` of
- * bpf/enter.h and `carry()` of bpf/client.h, on maps that were filled by the same layout.
+ * by it. `loop_lookup` is the floor: one look into the table of flows. The rest is the production path, `prefilter()` of
+ * bpf/prefilter.h and `datapath()` of bpf/datapath.h, on maps that were filled by the same layout.
  */
-#include "../../bpf/client.h"
-#include "../../bpf/enter.h"
+#include "../../bpf/datapath.h"
+#include "../../bpf/prefilter.h"
 
 /* Here a tail call would end the loop. */
-INLINE int hand_over(struct __sk_buff *skb, const enum hook hook, const bool v6)
+INLINE int call_datapath(struct __sk_buff *skb, const enum hook hook, const bool v6)
 {
-	return carry(skb, hook, v6);
+	return datapath(skb, hook, v6);
 }
 
 #define PACKETS 64 /* in one run: the verifier walks through all of them */
@@ -106,9 +106,9 @@ INLINE bool look_up(const struct tuple *t)
 
 LOOP(nothing, TC_ACT_UNSPEC, TC_ACT_UNSPEC)
 LOOP(lookup, 1, look_up(&t))
-LOOP(established, TC_ACT_REDIRECT, enter(skb, HOOK_POD_INGRESS))
-LOOP(passing, TC_ACT_UNSPEC, enter(skb, HOOK_POD_INGRESS))
-LOOP(passing_out, TC_ACT_UNSPEC, enter(skb, HOOK_POD_EGRESS))
-LOOP(passing_uplink, TC_ACT_UNSPEC, enter(skb, HOOK_UPLINK_INGRESS))
+LOOP(established, TC_ACT_REDIRECT, prefilter(skb, HOOK_POD_INGRESS))
+LOOP(passing, TC_ACT_UNSPEC, prefilter(skb, HOOK_POD_INGRESS))
+LOOP(passing_out, TC_ACT_UNSPEC, prefilter(skb, HOOK_POD_EGRESS))
+LOOP(passing_uplink, TC_ACT_UNSPEC, prefilter(skb, HOOK_UPLINK_INGRESS))
 
 char LICENSE[] SEC("license") = "GPL";

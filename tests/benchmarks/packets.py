@@ -84,7 +84,7 @@ def loops() -> Iterator[Loops]:
             front = Front(Kind.CLUSTER_IP, VIP, PORT, route, route)
             store.apply({"bench/web": (entry_of("bench/web:http", 4, Protocol.TCP, (front,), route.backends),)})
             settings = layout.pack(
-                "settings", hz=hz, reject_burst=1, fast_path=1, max_opening=1 << 30,
+                "settings", hz=hz, reject_burst=1, fast_path=1, max_half_open=1 << 30,
                 udp_timeout=options.udp_timeout * hz, port_first=options.port_first, port_count=options.port_count,
                 traffic_cpus=traffic_cpus(options), event_burst=options.event_rate,
             )  # fmt: skip
@@ -116,7 +116,7 @@ def _fill(maps: MapSet, program: Object) -> None:
         keys["protocol"] = Protocol.TCP
         values = np.zeros(FLOWS, dtype=layout.dtype_of("flow"))
         values["saddr"][:, 0], values["daddr"][:, 0], values["sport"], values["dport"] = result
-        values["flags"] = direction | names["FLOW_ESTABLISHED"] | names["FLOW_ANSWERED"]
+        values["flags"] = direction | names["FLOW_ESTABLISHED"] | names["FLOW_REPLIED"]
         values["service"] = values["backend"] = 1
         values["ifindex"] = values["origin"] = LOOPBACK
         values["seen"] = now

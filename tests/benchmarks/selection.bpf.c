@@ -1,6 +1,6 @@
 /* The choice of a backend for a new flow, many times, each for a random service.
  *
- * Ours is the production path: `choose()` of bpf/pick.h on maps that the agent's own code filled. The peer's is
+ * Ours is the production path: `choose_backend()` of bpf/pick.h on maps that the agent's own code filled. The peer's is
  * the layout that is best known: one hash of service slots (slot 0 counts the backends), one hash of backends,
  * with that layout's key and value sizes. The empty loop is what both are corrected by.
  */
@@ -72,7 +72,7 @@ static long one_choice(__u32 round, struct work *w)
 	__u32 address[4] = {next_address(w)}, client[4] = {bpf_htonl(0x0a4d010b)};
 	struct choice c = {};
 
-	choose(&c, CLIENT_POD, client, address, SERVICE_PORT, IPPROTO_TCP, false, true);
+	choose_backend(&c, CLIENT_POD, client, address, SERVICE_PORT, IPPROTO_TCP, false, true);
 	if (c.verdict == VERDICT_DNAT) {
 		w->sum += c.address[0] + c.port;
 		w->chosen++;

@@ -32,7 +32,7 @@ from dataplane.modes.ebpf import explaining, layout
 from dataplane.modes.ebpf.edges import set_elements
 from dataplane.modes.ebpf.flows import FlowGC, flow_arrays
 from dataplane.modes.ebpf.maps import MapSet, traffic_cpus
-from dataplane.modes.ebpf.programs import CHECK_MTU, put_carriers
+from dataplane.modes.ebpf.programs import CHECK_MTU, put_datapaths
 from dataplane.modes.ebpf.store import Store
 from dataplane.table import Backend, BackendSet, Entry, Kind, Protocol, WhenEmpty
 from tests.pins import pin_folder
@@ -40,9 +40,9 @@ from tests.tables import Front, entry_of
 
 PASS, DROP, REDIRECT = 0xFFFFFFFF, 2, 7  # TC_ACT_UNSPEC, TC_ACT_SHOT, TC_ACT_REDIRECT
 HZ = jiffies_per_second()
-MOMENT_BITS = 10  # config.h: nanoseconds in a moment
+KTIME_SHIFT = 10  # config.h: nanoseconds in a moment
 LOOPBACK = 1  # where BPF_PROG_TEST_RUN lets packets come in, if nothing else is said
-RECENT_TICK = 8  # flow.h: jiffies >> 8 are the time of a mark
+TIMEWAIT_TICK = 8  # flow.h: jiffies >> 8 are the time of a mark
 
 POD_MAC, HOST_MAC = "02:00:00:00:00:05", "02:00:00:00:00:01"
 BACKEND_MAC, BACKEND_HOST_MAC = "02:00:00:00:00:21", "02:00:00:00:00:02"
@@ -88,7 +88,7 @@ def service(
 
 def moments(jiffies: int) -> int:
     """As the programs count the age of a TCP flow that begins."""
-    return (jiffies * 1_000_000_000 // HZ) >> MOMENT_BITS
+    return (jiffies * 1_000_000_000 // HZ) >> KTIME_SHIFT
 
 
 # --- packets
@@ -241,8 +241,10 @@ class Bench:
                       "port_first": options.port_first, "port_count": options.port_count,
                       "traffic_cpus": traffic_cpus(options)} | settings  # fmt: skip
             self.settings = layout.pack("settings", **values)
-            self.hooks, self.carry = (self.load(layout.OBJECTS / f"{name}.bpf.o") for name in ("hooks", "carry"))
-            put_carriers(self.maps.maps["carriers"], self.carry)
+            self.hooks, self.datapath = (
+                self.load(layout.OBJECTS / f"{name}.bpf.o") for name in ("hooks", "tc_datapath")
+            )
+            put_datapaths(self.maps.maps["datapaths"], self.datapath)
             self.inspect = self.load(layout.OBJECTS / "inspect.bpf.o")
             self.store = Store(self.maps, HZ)
         except BaseException:
@@ -268,7 +270,7 @@ class Bench:
         )
 
     def close(self) -> None:
-        for loaded in (self.hooks, self.carry, self.inspect, self._explain):
+        for loaded in (self.hooks, self.datapath, self.inspect, self._explain):
             if loaded is not None:
                 loaded.close()
         self.maps.close()
@@ -318,7 +320,7 @@ class Bench:
     def forget(self) -> None:
         """Empty every table of flows, what is remembered of clients and tuples, and the counters."""
         self.forget_flows()
-        self.maps.maps["recent"].view(layout.dtype_of("recent_bucket"))["marks"] = 0
+        self.maps.maps["timewait"].view(layout.dtype_of("timewait_bucket"))["entries"] = 0
         memory = self.maps.maps["affinity"]
         for key in memory.items(layout.dtype_of("affinity_key"), np.dtype(np.uint64))[0]:
             memory.delete(key.tobytes())
@@ -329,7 +331,7 @@ class Bench:
     def forget_flows(self) -> None:
         """Empty every table of flows."""
         for family in (4, 6):
-            for table in ("flows", "opening"):
+            for table in ("flows", "half_open"):
                 known = self.maps.maps[f"{table}{family}"]
                 for key in flow_arrays(known, family)[0]:
                     known.delete(key.tobytes())
@@ -401,7 +403,7 @@ class Bench:
             assert verdict == PASS
             assert read(out).tuple == (vip, port, net.client, sport)
         if lasting:
-            self.age_flows(net.family, 3 * HZ, "opening")
+            self.age_flows(net.family, 3 * HZ, "half_open")
             return self.open_udp(net, vip, port, sport)
         return there
 
@@ -430,7 +432,7 @@ class Bench:
 
     def flow_count(self, family: int) -> tuple[int, int]:
         """Established and opening entries."""
-        return len(self.flows(family)), len(self.flows(family, "opening"))
+        return len(self.flows(family)), len(self.flows(family, "half_open"))
 
     def count(self, name: str) -> int:
         return self.maps.counters()[name]
@@ -447,14 +449,14 @@ class Bench:
             aged = value.copy()
             aged["seen"] = (int(value["seen"]) - jiffies) & 0xFFFFFFFF
             if key["protocol"] != Protocol.TCP:  # there the mark is a sequence number
-                aged["mark"] = (int(value["mark"]) - jiffies) & 0xFFFFFFFF
+                aged["started_or_fin"] = (int(value["started_or_fin"]) - jiffies) & 0xFFFFFFFF
             known.update(key.tobytes(), aged.tobytes())
 
     def age_marks(self, jiffies: int) -> None:
         """Make every tuple that is remembered look as if it was used so long ago."""
-        marks = self.maps.maps["recent"].view(layout.dtype_of("recent_bucket"))["marks"]
+        marks = self.maps.maps["timewait"].view(layout.dtype_of("timewait_bucket"))["entries"]
         used = marks != 0
-        ticks = ((marks[used] & 0xFFFF) - np.uint64(jiffies >> RECENT_TICK)) & np.uint64(0xFFFF)
+        ticks = ((marks[used] & 0xFFFF) - np.uint64(jiffies >> TIMEWAIT_TICK)) & np.uint64(0xFFFF)
         marks[used] = marks[used] & ~np.uint64(0xFFFF) | ticks
 
 

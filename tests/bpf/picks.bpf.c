@@ -52,7 +52,7 @@ static __noinline int pick_once(struct tally *t) {
   if (!t)
     return 0;
   address[0] = bpf_htonl(10u << 24 | 200u << 16 | number);
-  choose(&c, CLIENT_POD, client, address, bpf_htons(80), IPPROTO_TCP, false, false);
+  choose_backend(&c, CLIENT_POD, client, address, bpf_htons(80), IPPROTO_TCP, false, false);
   t->picks++;
   if (c.verdict == VERDICT_DNAT)
     t->foreign += (bpf_ntohl(c.address[0]) >> 8 & 0xffff) != number;

@@ -122,7 +122,7 @@ def test_a_request_is_wrapped_unwrapped_and_answered_directly(pair: Pair, protoc
     answer = frame(net, net.backends[0], client, reply, from_backend=True)
     verdict, out = pair.server.out(answer)
     assert (verdict, read(out).tuple) == (PASS, (vip, port, client, 40000))
-    assert pair.asked.bench.count("wrapped") == pair.server.bench.count("unwrapped") == 3
+    assert pair.asked.bench.count("encap") == pair.server.bench.count("decap") == 3
 
 
 def test_a_source_port_that_comes_again_begins_anew(pair: Pair, protocol: Protocol) -> None:
@@ -132,7 +132,7 @@ def test_a_source_port_that_comes_again_begins_anew(pair: Pair, protocol: Protoc
         verdict, wrapped = pair.asked.ask(net.primary, transport)
         assert verdict == REDIRECT
         assert pair.server.in_(wrapped)[0] == PASS
-    flows = [*pair.asked.bench.flows(net.family), *pair.asked.bench.flows(net.family, "opening")]
+    flows = [*pair.asked.bench.flows(net.family), *pair.asked.bench.flows(net.family, "half_open")]
     assert len(flows) == 1, "the node that is asked knows the client's direction, and that once"
 
 
@@ -208,7 +208,7 @@ def test_local_backends_are_masqueraded(nodes: list[tuple[Bench, Object]], net: 
     node = a_node(nodes[0], net, web(net, Protocol.TCP, local=True), net.primary)
     verdict, out = node.ask(net.primary, syn(40000, NODE_PORT))
     assert (verdict, read(out).src) == (REDIRECT, net.primary)
-    assert node.bench.count("wrapped") == 0
+    assert node.bench.count("encap") == 0
     assert node.bench.count("masquerade") == 1
 
 
@@ -235,10 +235,10 @@ def test_a_repeated_syn_stays_and_is_counted(pair: Pair, protocol: Protocol) -> 
     there = {pair.asked.ask(net.primary, first(protocol, NODE_PORT))[1][14:][: HEAD[net.family]]}
     for count in range(1, 4):
         assert int(bench.maps.view("backends")["failures"].sum()) == count - 1
-        known = bench.maps.maps[f"opening{net.family}"]
+        known = bench.maps.maps[f"half_open{net.family}"]
         for key, value in zip(*flow_arrays(known, net.family), strict=True):
             aged = value.copy()
-            aged["mark"] = (int(value["mark"]) - moments(HZ)) & 0xFFFFFFFF
+            aged["started_or_fin"] = (int(value["started_or_fin"]) - moments(HZ)) & 0xFFFFFFFF
             known.update(key.tobytes(), aged.tobytes())
         there |= {pair.asked.ask(net.primary, first(protocol, NODE_PORT))[1][14:][: HEAD[net.family]] for _ in range(2)}
     assert len(there) == 1, "one outer header: one backend"

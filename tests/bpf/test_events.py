@@ -91,7 +91,7 @@ def test_a_full_table_is_told(net: Net) -> None:
     from dataplane.mode import Options
 
     options = Options(max_services=64, max_backends=256, max_slots=512, max_flows=64)
-    small = Bench(options, event_burst=1000, max_opening=1 << 20)
+    small = Bench(options, event_burst=1000, max_half_open=1 << 20)
     try:
         small.reset()
         small.serve(service(net.vip, 80, [(net.backends[0], 8080)]))

@@ -44,7 +44,7 @@ def everything(bench: Bench) -> dict[str, bytes]:
     """All that a program may write."""
     state: dict[str, bytes] = {}
     for family in (4, 6):
-        for table in ("flows", "opening"):
+        for table in ("flows", "half_open"):
             keys, values = flow_arrays(bench.maps.maps[f"{table}{family}"], family)
             order = np.argsort([key.tobytes() for key in keys])
             state[f"{table}{family}"] = keys[order].tobytes() + values[order].tobytes()
@@ -52,7 +52,7 @@ def everything(bench: Bench) -> dict[str, bytes]:
     state["affinity"] = b"".join(sorted(k.tobytes() + v.tobytes() for k, v in zip(*memory, strict=True)))
     for name in ("services", "slots", "backends", "node", "traffic", "traffic_gone"):
         state[name] = bench.maps.view(name).tobytes()
-    state["recent"] = bench.maps.maps["recent"].view(layout.dtype_of("recent_bucket")).tobytes()
+    state["timewait"] = bench.maps.maps["timewait"].view(layout.dtype_of("timewait_bucket")).tobytes()
     state["counters"] = repr(bench.maps.counters()).encode()
     for name in ("reject_budget", "event_budget"):
         state[name] = bench.maps.maps[name].lookup_per_cpu(bytes(4), cpus()).tobytes()
@@ -149,7 +149,7 @@ def test_nothing_changes_whatever_is_asked(bench: Bench, net: Net) -> None:
     bench.open_udp(net, net.vip2)
     bench.ingress(frame(net, net.client, net.backends[0], datagram(50000, 8080)))
     bench.age_flows(net.family, 5 * HZ)
-    bench.age_flows(net.family, 5 * HZ, "opening")
+    bench.age_flows(net.family, 5 * HZ, "half_open")
     bench.explaining()
     before = everything(bench)
     for place in ("pod", "external", "node"):

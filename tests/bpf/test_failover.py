@@ -30,12 +30,12 @@ FLAGS = layout.abi_constants()
 
 def wait(bench: Bench, net: Net, jiffies: int = HZ) -> None:
     """Make all flows look as if they had begun so long ago."""
-    for table in ("flows", "opening"):
+    for table in ("flows", "half_open"):
         known = bench.maps.maps[f"{table}{net.family}"]
         keys, values = flow_arrays(known, net.family)
         for key, value in zip(keys, values, strict=True):
             aged = value.copy()
-            for stamp, age in (("seen", jiffies), ("mark", moments(jiffies))):
+            for stamp, age in (("seen", jiffies), ("started_or_fin", moments(jiffies))):
                 aged[stamp] = (int(value[stamp]) - age) & 0xFFFFFFFF
             known.update(key.tobytes(), aged.tobytes())
 

@@ -259,11 +259,11 @@ IDLE = [
     # flags of one half                                  protocol       seconds
     pytest.param(["FLOW_ESTABLISHED"],                   Protocol.TCP,  86400, id="established"),
     pytest.param([],                                     Protocol.TCP,  60,    id="opening"),
-    pytest.param(["FLOW_ANSWERED"],                      Protocol.TCP,  60,    id="answered"),
+    pytest.param(["FLOW_REPLIED"],                      Protocol.TCP,  60,    id="answered"),
     pytest.param(["FLOW_FIN"],                           Protocol.TCP,  3600,  id="one-fin"),
     pytest.param(["FLOW_FIN", "FLOW_FIN_ACKED"],         Protocol.TCP,  3600,  id="half-closed"),
-    pytest.param(["FLOW_OTHER_FIN"],                     Protocol.TCP,  3600,  id="other-fin"),
-    pytest.param(["FLOW_FIN", "FLOW_FIN_ACKED", "FLOW_OTHER_FIN"], Protocol.TCP, 10, id="both-fins"),
+    pytest.param(["FLOW_PEER_FIN"],                     Protocol.TCP,  3600,  id="other-fin"),
+    pytest.param(["FLOW_FIN", "FLOW_FIN_ACKED", "FLOW_PEER_FIN"], Protocol.TCP, 10, id="both-fins"),
     pytest.param(["FLOW_RESET"],                         Protocol.TCP,  10,    id="reset"),
     pytest.param([],                                     Protocol.UDP,  180,   id="udp"),
     pytest.param([],                                     Protocol.SCTP, 210,   id="sctp"),
@@ -439,7 +439,7 @@ def test_two_services_of_one_backend_and_one_source_port(bench: Bench, net: Net)
     assert first.sport == 40000
     assert 1024 <= second.sport < 29696
     assert second.sport != 40000
-    assert bench.count("tuple_clash") == 1
+    assert bench.count("tuple_collision") == 1
     for there, vip in ((first, net.vip), (second, net.vip2)):
         _, seen = bench.talk(net, there, vip, 80, 40000, "PA", up=True, seq=1001, ack=1)
         assert seen.tuple == there.tuple
@@ -549,7 +549,7 @@ def test_a_direct_conversation_keeps_its_claim_as_long_as_it_lasts(bench: Bench,
     for _ in range(3):
         assert bench.ingress(direct) == (PASS, direct)
         assert bench.egress(back) == (PASS, back)
-        for table in ("flows", "opening"):
+        for table in ("flows", "half_open"):
             bench.age_flows(net.family, 100 * HZ, table)
     assert bench.ingress(direct) == (PASS, direct)
     assert bench.open_udp(net, net.vip).sport != 40000
@@ -559,9 +559,9 @@ def test_a_direct_conversation_keeps_its_claim_as_long_as_it_lasts(bench: Bench,
 def test_a_claim_that_nobody_used_for_long_makes_way(bench: Bench, net: Net) -> None:
     bench.serve(dns(net), dns(net, vip=net.vip2, name="default/other:dns"))
     bench.open_udp(net, net.vip)
-    bench.age_flows(net.family, 181 * HZ, "opening")
+    bench.age_flows(net.family, 181 * HZ, "half_open")
     assert bench.open_udp(net, net.vip2).sport == 40000
-    assert bench.count("tuple_clash") == 0
+    assert bench.count("tuple_collision") == 0
 
 
 def test_a_half_closed_connection_keeps_its_tuple(bench: Bench, net: Net) -> None:
@@ -608,7 +608,7 @@ def test_a_flood_of_syns_does_not_evict_established_connections(net: Net) -> Non
     with bench_with(options) as small:
         small.serve(web(net, *range(10)))
         there = {sport: small.open_tcp(net, net.vip, 80, sport) for sport in range(40000, 40200)}
-        limit = small.maps.maps[f"opening{net.family}"].entries
+        limit = small.maps.maps[f"half_open{net.family}"].entries
         for packet in raw_syns(net, net.vip, 2 * limit):
             small.ingress(packet)
         assert small.flow_count(net.family)[0] == 400
@@ -635,7 +635,7 @@ def test_a_full_table_of_flows_keeps_serving(net: Net) -> None:
         for sport in range(40000, 40050):
             first = small.open_udp(net, net.vip, 53, sport)
             assert small.open_udp(net, net.vip, 53, sport).tuple == first.tuple
-        assert small.count("tuple_clash") == 0
+        assert small.count("tuple_collision") == 0
 
 
 # --- choosing

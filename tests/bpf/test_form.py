@@ -131,7 +131,7 @@ def test_a_frame_for_others_is_the_stacks(served: Bench, net: Net, target: bytes
     served.maps.maps["interfaces"].update(word(1), word(0))
     packet = target + frame(net, net.client, net.vip, syn())[6:]
     assert served.ingress(packet) == (PASS, packet)
-    assert served.counts() == {"left_frame": 1}
+    assert served.counts() == {"foreign_frame": 1}
     mine = hardware_address(0) + packet[6:]
     assert served.ingress(mine)[1] != mine
 
@@ -147,7 +147,7 @@ def test_a_bridge_judges_frames_itself(served: Bench, net: Net) -> None:
     served.maps.maps["interfaces"].update(word(1), word(flags[1]))
     packet = OTHERS + frame(net, net.client, net.vip, syn())[6:]
     assert served.ingress(packet)[1] != packet
-    assert not served.count("left_frame")
+    assert not served.count("foreign_frame")
 
 
 def test_explain_says_so(served: Bench, net: Net) -> None:

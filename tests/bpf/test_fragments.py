@@ -123,7 +123,7 @@ def test_fragments_of_others_pass(bench: Bench, net: Net) -> None:
     for raw in reversed(pieces(net, net.client, net.stranger, 40000, 53)):
         assert bench.ingress(raw) == (PASS, raw)
         assert bench.egress(raw) == (PASS, raw)
-    assert bench.count("fragment_held") == 0
+    assert bench.count("fragment_queued") == 0
 
 
 def test_one_that_comes_early_waits(bench: Bench, net: Net) -> None:
@@ -131,11 +131,11 @@ def test_one_that_comes_early_waits(bench: Bench, net: Net) -> None:
     bench.serve(service(net.vip, 53, [(net.backends[0], 5353)], protocol=Protocol.UDP))
     *_, last = pieces(net, net.client, net.vip, 40000, 53)
     assert bench.ingress(last)[0] == DROP
-    assert bench.count("fragment_held") == 1
+    assert bench.count("fragment_queued") == 1
     assert bench.egress(last) == (PASS, last)
     *_, last = pieces(net, net.backends[0], net.client, 5353, 40000)
     assert bench.ingress(last)[0] == DROP
-    assert bench.count("fragment_held") == 2
+    assert bench.count("fragment_queued") == 2
 
 
 def test_an_atomic_fragment_is_a_packet(bench: Bench) -> None:

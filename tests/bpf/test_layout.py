@@ -24,8 +24,8 @@ from .kit import NETS, PASS, Bench, datagram, frame, read, service, syn
 FIXED_ROWS = {"frontend4_key": 8, "frontend6_key": 20, "service": 32, "backend": 32, "flow4_key": 16, "flow6_key": 40}
 STRUCTS = [
     "frontend4_key", "frontend6_key", "service", "backend", "flow4_key", "flow6_key", "flow", "affinity_key", "node",
-    "settings", "explanation", "note", "slot", "recent_bucket", "source4_key", "source6_key", "own_address",
-    "equal_path", "equal_route", "traffic",
+    "settings", "explanation", "note", "slot", "timewait_bucket", "source_range4_key", "source_range6_key",
+    "own_address", "equal_path", "equal_route", "traffic",
 ]  # fmt: skip
 SOCKET_STRUCTS = ["socket_peer", "socket_state"]
 COMMON = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -78,7 +78,7 @@ def check_struct(objects: list[str], name: str) -> None:
 
 @pytest.mark.parametrize("name", STRUCTS)
 def test_rows_are_laid_out_as_compiled(name: str) -> None:
-    check_struct(["carry.bpf.o", "inspect.bpf.o", "explain.bpf.o"], name)
+    check_struct(["tc_datapath.bpf.o", "inspect.bpf.o", "explain.bpf.o"], name)
     assert layout.dtype_of(name).itemsize == FIXED_ROWS.get(name, layout.dtype_of(name).itemsize)
 
 
@@ -101,22 +101,22 @@ def test_no_row_is_forgotten_here() -> None:
 
 # What lower.py writes as numbers, because it imports nothing.
 CONSTANTS = [
-    ("FRONTEND_INSIDE_ROUTE", lower.FRONTEND_INSIDE_ROUTE),
-    ("FRONTEND_OUTSIDE_ROUTE", lower.FRONTEND_OUTSIDE_ROUTE),
+    ("FRONTEND_INTERNAL_SET", lower.FRONTEND_INSIDE_ROUTE),
+    ("FRONTEND_EXTERNAL_SET", lower.FRONTEND_OUTSIDE_ROUTE),
     ("FRONTEND_ADDRESS", lower.FRONTEND_ADDRESS),
     ("FRONTEND_MASQUERADE_POD", lower.FRONTEND_MASQUERADE[Masquerade.POD]),
     ("FRONTEND_MASQUERADE_NODE", lower.FRONTEND_MASQUERADE[Masquerade.NODE]),
-    ("FRONTEND_MASQUERADE_OUTSIDE", lower.FRONTEND_MASQUERADE[Masquerade.EXTERNAL]),
-    ("FRONTEND_SOURCES", lower.FRONTEND_SOURCES),
+    ("FRONTEND_MASQUERADE_EXTERNAL", lower.FRONTEND_MASQUERADE[Masquerade.EXTERNAL]),
+    ("FRONTEND_SOURCE_RANGES", lower.FRONTEND_SOURCES),
     ("FRONTEND_NODE_PORTS", lower.FRONTEND_NODE_PORTS),
-    ("SERVICE_DROP_ROUTE0", lower.SERVICE_DROP_ROUTE[0]),
-    ("SERVICE_DROP_ROUTE1", lower.SERVICE_DROP_ROUTE[1]),
+    ("SERVICE_DROP_SET0", lower.SERVICE_DROP_ROUTE[0]),
+    ("SERVICE_DROP_SET1", lower.SERVICE_DROP_ROUTE[1]),
     ("SERVICE_BY_TUPLE", lower.SERVICE_SPREAD[Spread.TUPLE]),
     ("SERVICE_BY_CLIENT", lower.SERVICE_SPREAD[Spread.CLIENT]),
-    ("SERVICE_IN_TURN", lower.SERVICE_SPREAD[Spread.IN_TURN]),
+    ("SERVICE_ROUND_ROBIN", lower.SERVICE_SPREAD[Spread.IN_TURN]),
     ("BACKEND_SERVING", lower.BACKEND_SERVING),
-    ("BACKEND_ROUTE0", lower.BACKEND_ROUTE[0]),
-    ("BACKEND_ROUTE1", lower.BACKEND_ROUTE[1]),
+    ("BACKEND_SET0", lower.BACKEND_ROUTE[0]),
+    ("BACKEND_SET1", lower.BACKEND_ROUTE[1]),
 ]
 
 
@@ -127,10 +127,10 @@ def test_the_pure_translation_has_the_headers_numbers(name: str, value: int) -> 
 
 def test_array_lengths_are_their_limits() -> None:
     limits = layout.abi_constants()
-    assert layout.dtype_of("service")["routes"].shape == (limits["ROUTES"],)
+    assert layout.dtype_of("service")["sets"].shape == (limits["BACKEND_SETS"],)
     assert layout.dtype_of("sweep")["keys"].shape == (limits["SWEEP_KEYS"],)
     assert layout.dtype_of("node")["cidr4"].shape == (limits["SERVICE_CIDRS"],)
-    assert limits["SLICE_OFFSET_BITS"] + limits["SLICE_COUNT_BITS"] + limits["SLICE_EPOCH_BITS"] == 64
+    assert limits["RANGE_OFFSET_BITS"] + limits["RANGE_COUNT_BITS"] + limits["RANGE_EPOCH_BITS"] == 64
 
 
 @given(st.integers(0, 2**28 - 1), st.integers(0, 2**18 - 1), st.integers(0, 2**40))

@@ -100,7 +100,7 @@ class Node:
             assert self.at(self.client, self.request(protocol))[0] == PASS
             assert self.at(self.backend, back) == (PASS, back)
             self.to_client(back)
-            self.bench.age_flows(net.family, 3 * HZ, "opening")
+            self.bench.age_flows(net.family, 3 * HZ, "half_open")
 
 
 @pytest.fixture(params=[4, 6], ids=["v4", "v6"])
@@ -170,7 +170,7 @@ def test_nobody_else_gives_the_first_answer(node: Node, protocol: Protocol, plac
     assert node.at(getattr(node, place), back)[0] == DROP
     assert node.bench.count("drop_foreign") == 1
     assert node.at(node.backend, back) == (PASS, back)
-    flows = node.bench.flows(net.family, "opening").values()
+    flows = node.bench.flows(net.family, "half_open").values()
     assert {int(flow["origin"]) for flow in flows} == {node.client, node.backend}
     assert {int(flow["ifindex"]) for flow in flows} == {node.client, node.backend}
 
@@ -185,7 +185,7 @@ def test_a_backend_behind_an_interface_without_programs_is_found_at_its_port(nod
     assert node.at(node.backend, back) == (PASS, back)
     assert node.at(node.other, back)[0] == DROP
     assert node.bench.count("drop_foreign") == 1
-    flows = node.bench.flows(net.family, "opening").values()
+    flows = node.bench.flows(net.family, "half_open").values()
     assert {int(flow["origin"]) for flow in flows} == {node.client, node.backend}
 
 
@@ -240,7 +240,7 @@ def test_answers_go_to_who_was_named_and_not_to_who_asked(node: Node, protocol: 
         node.at(node.other, frame(net, net.client, net.vip, asked if tcp else datagram(40000, 80)))
         assert node.at(node.backend, back) == (PASS, back)
         assert read(node.to_client(back)[1]).src == net.vip
-        node.bench.age_flows(net.family, 3 * HZ, "opening")
+        node.bench.age_flows(net.family, 3 * HZ, "half_open")
 
 
 @BOTH
@@ -260,8 +260,8 @@ def test_masqueraded_answers_go_to_who_was_named(node: Node, protocol: Protocol)
             answered = segment(port, there.sport, flags, 0, 1001) if tcp else datagram(port, there.sport)
             back = frame(net, net.backends[0], net.primary, answered, from_backend=True)
             assert read(node.at(node.backend, back)[1]).tuple == (net.vip2, 80, net.client, 40000)
-            node.bench.age_flows(net.family, 3 * HZ, "opening")
-        flows = {**node.bench.flows(net.family), **node.bench.flows(net.family, "opening")}
+            node.bench.age_flows(net.family, 3 * HZ, "half_open")
+        flows = {**node.bench.flows(net.family), **node.bench.flows(net.family, "half_open")}
         (reply,) = (flow for flow in flows.values() if flow["flags"] & FLAGS["FLOW_REPLY"])
         assert int(reply["ifindex"]) == handed
 
@@ -276,7 +276,7 @@ def test_who_forged_a_first_datagram_does_not_shut_the_client_out(node: Node) ->
         assert node.at(node.other, node.request(Protocol.UDP))[0] == PASS
         assert node.at(node.backend, back) == (PASS, back)
         assert read(node.to_client(back)[1]).src == net.vip
-        node.bench.age_flows(net.family, 3 * HZ, "opening")
+        node.bench.age_flows(net.family, 3 * HZ, "half_open")
     assert node.at(node.client, node.request(Protocol.UDP))[0] == PASS
     assert node.bench.count("drop_foreign") == 0
 

@@ -50,7 +50,7 @@ def test_a_reset_counts_where_it_can_be_the_senders(
     say(bench, net, there, "PA", up=False, seq=BACKEND, ack=CLIENT)
     say(bench, net, there, "R", up=up, seq=(CLIENT if up else BACKEND) + distance)
     assert state(bench, net) & (FLAGS["FLOW_RESET"] | FLAGS["FLOW_DOUBTED"]) == FLAGS.get(judged, 0)
-    assert bench.count("unbelieved") == (0 if judged else 1)
+    assert bench.count("out_of_window") == (0 if judged else 1)
     bench.age_flows(net.family, (SECONDS.get(judged, 61) - 2) * HZ)
     bench.gc.scan()
     assert bench.flow_count(net.family) == (2, 0)
@@ -104,10 +104,10 @@ def test_the_answer_to_a_syn_acknowledges_it(bench: Bench, net: Net, flags: str,
     back = frame(net, there.dst, there.src, segment(8080, 40000, flags, 5, ack), from_backend=True)
     assert bench.ingress(back) == (PASS, back)
     assert read(bench.egress(back)[1]).tuple == (net.vip, 80, net.client, 40000)
-    flow = next(iter(bench.flows(net.family, "opening").values()), None)
+    flow = next(iter(bench.flows(net.family, "half_open").values()), None)
     flow = next(iter(bench.flows(net.family).values())) if flow is None else flow
     right = ack == 1001
-    assert bool(int(flow["flags"]) & FLAGS["FLOW_ANSWERED" if flags == "SA" else "FLOW_RESET"]) is right
+    assert bool(int(flow["flags"]) & FLAGS["FLOW_REPLIED" if flags == "SA" else "FLOW_RESET"]) is right
     assert int(bench.store.backends["failures"].sum()) == (1 if right and flags == "RA" else 0)
 
 
@@ -168,7 +168,7 @@ def test_a_backend_that_accepts_a_syn_on_a_closing_flow_gets_a_whole_connection(
     say(bench, net, there, "FA", up=True, seq=CLIENT, ack=BACKEND)
     bench.ingress(frame(net, net.client, net.vip, syn(seq=500_000)))
     say(bench, net, there, "SA", up=False, seq=900_000, ack=500_001)
-    ends = FLAGS["FLOW_FIN"] | FLAGS["FLOW_OTHER_FIN"] | FLAGS["FLOW_FIN_ACKED"]
+    ends = FLAGS["FLOW_FIN"] | FLAGS["FLOW_PEER_FIN"] | FLAGS["FLOW_FIN_ACKED"]
     assert not state(bench, net) & ends
     say(bench, net, there, "A", up=True, seq=500_001, ack=900_001)
     say(bench, net, there, "FA", up=True, seq=500_001, ack=900_001)
@@ -185,7 +185,7 @@ def ask_again(bench: Bench, net: Net, seconds: float) -> str:
     known = bench.maps.maps[f"flows{net.family}"]
     for key, value in zip(*flow_arrays(known, net.family), strict=True):
         aged = value.copy()
-        aged["asked_at"] = (int(value["asked_at"]) - int(seconds * HZ)) & 0xFFFFFFFF
+        aged["challenged_at"] = (int(value["challenged_at"]) - int(seconds * HZ)) & 0xFFFFFFFF
         known.update(key.tobytes(), aged.tobytes())
     return read(bench.ingress(frame(net, net.client, net.vip, syn(seq=77)))[1]).dst
 

@@ -174,11 +174,11 @@ def test_a_start_that_cannot_be_is_no_time(bench: Bench, net: Net, seconds: int)
     """Programs of another version, with another clock, may have begun the connection."""
     bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
     bench.ingress(frame(net, net.client, net.vip, syn(40000)))
-    for table in ("flows", "opening"):
+    for table in ("flows", "half_open"):
         known = bench.maps.maps[f"{table}{net.family}"]
         for key, value in zip(*flow_arrays(known, net.family), strict=True):
             aged = value.copy()
-            aged["mark"] = (int(value["mark"]) - moments(seconds * HZ)) & 0xFFFFFFFF
+            aged["started_or_fin"] = (int(value["started_or_fin"]) - moments(seconds * HZ)) & 0xFFFFFFFF
             known.update(key.tobytes(), aged.tobytes())
     answer(bench, net, 40000)
     assert connects(bench) == (0, 0)

@@ -237,7 +237,7 @@ def test_source_ranges_guard_load_balancer_ips(node: Uplink) -> None:
     assert verdicts() == [DROP, DROP, DROP]
     node.bench.serve(outer_service(net, [(net.backends[0], 8080)]))
     assert verdicts() == [REDIRECT, REDIRECT, REDIRECT]
-    assert node.bench.count("drop_source") == 6
+    assert node.bench.count("drop_source_ranges") == 6
 
 
 def test_clients_with_one_port_get_ports_of_their_own(node: Uplink) -> None:

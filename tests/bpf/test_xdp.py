@@ -76,7 +76,7 @@ class World:
 
     def neighbours_are_fresh(self, age: int = 0) -> None:
         """As if a packet to every neighbour had gone through the stack so many jiffies ago."""
-        times = self.bench.maps.maps["hop_times"].view(np.dtype(np.uint64))
+        times = self.bench.maps.maps["neighbour_times"].view(np.dtype(np.uint64))
         times[:] = (self.bench.clock() - age) & 0xFFFFFFFF
 
     # packets
@@ -117,7 +117,7 @@ class World:
         if not established:
             return there
         if self.protocol is Protocol.UDP:
-            self.bench.age_flows(self.net.family, 3 * HZ, "opening")
+            self.bench.age_flows(self.net.family, 3 * HZ, "half_open")
         assert self.at_tc(self.answer(there, "SA"))[0] == REDIRECT
         if self.protocol is Protocol.TCP:
             assert self.at_tc(self.request("A", b""))[0] == REDIRECT
@@ -273,10 +273,10 @@ def test_the_time_stamps_of_both_directions_follow(world: World) -> None:
 
 def test_time_stamps_follow_in_the_table_that_forgets_too(udp: World) -> None:
     udp.open(established=False)
-    udp.bench.age_flows(udp.net.family, 5 * HZ, "opening")
+    udp.bench.age_flows(udp.net.family, 5 * HZ, "half_open")
     assert udp.at_driver(udp.request())[0] == SENT
     now = udp.bench.clock()
-    flows = udp.bench.flows(udp.net.family, "opening").values()
+    flows = udp.bench.flows(udp.net.family, "half_open").values()
     assert max((now - int(flow["seen"])) & 0xFFFFFFFF for flow in flows) < 2 * HZ
 
 
@@ -305,7 +305,7 @@ def test_packets_of_no_flow_are_left(world: World) -> None:
                                  world.transport(1, 2, "A", PAYLOAD)))  # fmt: skip
     stranger = world.transport(there.dport, there.sport + 1, "A", PAYLOAD)
     assert world.left(world.wrap(there.dst, there.src, stranger))
-    assert world.bench.count("xdp_left") == 0
+    assert world.bench.count("xdp_pass") == 0
 
 
 @pytest.mark.parametrize("flags", ["S", "SA", "FA", "F", "R", "RA"])
@@ -414,7 +414,7 @@ def test_without_a_neighbour_the_kernel_asks_for_it(world: World) -> None:
         world.link.neigh("del", **world.neighbour)
     assert world.left(world.request())
     assert world.left(world.answer(there))
-    assert world.bench.count("xdp_left") == 2
+    assert world.bench.count("xdp_pass") == 2
 
 
 def test_an_interface_that_takes_no_frames_is_left_to_tc(world: World) -> None:
@@ -493,7 +493,7 @@ def test_now_and_then_a_packet_tells_the_kernel_that_a_neighbour_is_used(world: 
     assert world.left(world.request())
     assert not world.left(world.request())
     assert not world.left(world.answer(there))  # the same neighbour
-    assert world.bench.count("xdp_left") == 1
+    assert world.bench.count("xdp_pass") == 1
 
 
 def test_each_neighbour_has_its_turn(world: World) -> None:

@@ -65,14 +65,14 @@ def test_a_backend_of_another_node_sees_and_answers_the_client(cluster: Cluster,
     service = bench.service("remote1", outside=True)
     for family in (V4, V6):
         target = target_of(bench, service, way, family)  # type: ignore[arg-type]
-        wrapped, unwrapped = counted(bench.agent, "wrapped"), counted(cluster.other, "unwrapped")
+        wrapped, unwrapped = counted(bench.agent, "encap"), counted(cluster.other, "decap")
         seen = observe(bench, Probe("client", target, STREAM), own("remote1"))
         assert seen.is_(own("remote1"), "client"), seen
         with bench.connect("client", target, family, timeout=4.0) as connection:
             assert ask_tcp(connection, body=bytes(SIZE)).received == SIZE
             assert download(connection, SIZE) == SIZE
-        assert counted(bench.agent, "wrapped") > wrapped
-        assert counted(cluster.other, "unwrapped") > unwrapped
+        assert counted(bench.agent, "encap") > wrapped
+        assert counted(cluster.other, "decap") > unwrapped
 
 
 def test_datagrams_are_answered_directly_too(cluster: Cluster) -> None:

@@ -87,11 +87,11 @@ def test_what_the_agent_says_of_a_backend_counts() -> None:
 
 
 def test_drops_come_first_and_are_summed() -> None:
-    before = sample(0, status=status(new_flow=5, drop_empty=1, reject=0, drop_source=0))
-    now = sample(2, status=status(new_flow=9, drop_empty=3, reject=6, drop_source=4))
+    before = sample(0, status=status(new_flow=5, drop_empty=1, reject=0, drop_source_ranges=0))
+    now = sample(2, status=status(new_flow=9, drop_empty=3, reject=6, drop_source_ranges=4))
     shown = picture(before, before, now)
     assert [(row.kind, row.key, row.rate) for row in shown.reasons] == [
-        ("drop", "drop_empty", 1), ("drop", "drop_source", 2), ("refuse", "reject", 3), ("note", "new_flow", 2),
+        ("drop", "drop_empty", 1), ("drop", "drop_source_ranges", 2), ("refuse", "reject", 3), ("note", "new_flow", 2),
     ]  # fmt: skip
     assert (shown.rate("drop"), shown.rate("refuse")) == (3, 3)
 

@@ -42,7 +42,7 @@ SOCKET_HOOKS = {
     "connect4": 10, "connect6": 11, "sendmsg4": 14, "sendmsg6": 15, "recvmsg4": 19, "recvmsg6": 20,
     "getpeername4": 29, "getpeername6": 30,
 }  # fmt: skip
-WATCH_HOOKS = {"watch": 3}  # BPF_CGROUP_SOCK_OPS
+SOCKOPS_HOOKS = {"sockops_cb": 3}  # BPF_CGROUP_SOCK_OPS
 NO_SUCH_LINK = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 
 
@@ -238,8 +238,8 @@ class Sockets:
     def _attach(self, programs: Object, watch: Object | None, cgroup: Path) -> None:
         self._programs = {name: programs.program(name) for name in SOCKET_HOOKS}
         if watch is not None:
-            self._programs |= {name: watch.program(name) for name in WATCH_HOOKS}
-        for name in (SOCKET_HOOKS | WATCH_HOOKS).keys() - self._programs.keys():
+            self._programs |= {name: watch.program(name) for name in SOCKOPS_HOOKS}
+        for name in (SOCKET_HOOKS | SOCKOPS_HOOKS).keys() - self._programs.keys():
             self._made(name, cgroup).remove()
             del self._held[name]
         target = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY)
@@ -256,7 +256,7 @@ class Sockets:
             self._held.pop(name).remove()
         if name not in self._held:
             path = _link_path(self.folder, "cgroup", name)
-            self._held[name] = Attachment(path, (SOCKET_HOOKS | WATCH_HOOKS)[name], number, str(cgroup))
+            self._held[name] = Attachment(path, (SOCKET_HOOKS | SOCKOPS_HOOKS)[name], number, str(cgroup))
         return self._held[name]
 
     def wrong(self, pins: Mapping[str, int]) -> Iterator[str]:

@@ -44,7 +44,7 @@ class Sources:
         """Raises FullError: there is no room for these beside what is known and so many that are planned."""
         limit = self._maps[family].entries
         if self._count[family] + planned + len(cidrs) > limit:
-            raise FullError(f"sources{family}", limit)
+            raise FullError(f"source_ranges{family}", limit)
 
     def allow(self, service: int, family: int, cidrs: tuple[str, ...]) -> None:
         """From now on these may come, and only these."""

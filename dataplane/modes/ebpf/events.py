@@ -1,6 +1,6 @@
 """What programs tell of packets: dropped, refused, traced. A thread reads them, the agent's loop gives them names.
 
-Programs tell a few events for each second and CPU (`bpf/tell.h`); counters have all of them.
+Programs tell a few events for each second and CPU (`bpf/packet_events.h`); counters have all of them.
 """
 
 from __future__ import annotations

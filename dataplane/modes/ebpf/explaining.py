@@ -23,7 +23,7 @@ __all__ = ["Answers", "Surroundings", "explain"]
 
 CLIENTS = ("a pod", "this node", "outside the cluster")
 VERDICTS = ("untouched", "dnat", "reject", "drop")
-SERVED = frozenset({"new_flow", "dnat", "reply", "fast", "wrapped"})
+SERVED = frozenset({"new_flow", "dnat", "reply", "fast", "encap"})
 PASS = 0xFFFFFFFF
 HOPS = {0: "found", 7: "found, its neighbour is to be asked for", 8: "the packet does not fit"}  # BPF_FIB_LKUP_RET_*
 PROGRAMS = {"pod": "explain_pod", "external": "explain_uplink", "node": "explain_socket"}
@@ -84,7 +84,7 @@ class _Notes:
     def flow(self, flags: int, age: int) -> None:
         constants = layout.abi_constants()
         states = {"ESTABLISHED": "established", "RESET": "reset", "FIN": "closing", "MASQUERADE": "masqueraded",
-                  "HAIRPIN": "hairpin", "CLASH": "clashing"}  # fmt: skip
+                  "HAIRPIN": "hairpin", "COLLISION": "in collision"}  # fmt: skip
         told = [words for flag, words in states.items() if flags & constants[f"FLOW_{flag}"]]
         self.masquerade = bool(flags & (constants["FLOW_MASQUERADE"] | constants["FLOW_HAIRPIN"]))
         seconds = age / self.around.hz
@@ -116,12 +116,12 @@ class _Notes:
         told = [
             words
             for name, words in (
-                ("INSIDE_ROUTE", "pods and this node take route 1"),
-                ("OUTSIDE_ROUTE", "clients outside take route 1"),
+                ("INTERNAL_SET", "pods and this node take route 1"),
+                ("EXTERNAL_SET", "clients outside take route 1"),
                 ("MASQUERADE_POD", "pods are masqueraded"),
                 ("MASQUERADE_NODE", "this node is masqueraded"),
-                ("MASQUERADE_OUTSIDE", "clients outside are masqueraded"),
-                ("SOURCES", "source ranges"),
+                ("MASQUERADE_EXTERNAL", "clients outside are masqueraded"),
+                ("SOURCE_RANGES", "source ranges"),
             )
             if flags & constants[f"FRONTEND_{name}"]
         ]
@@ -135,7 +135,7 @@ class _Notes:
 
     def route(self, number: int, masquerade: int) -> None:
         self.masquerade = bool(masquerade) and self.place != "node"  # a socket has the node's address anyway
-        word = int(self.around.services[self.service]["routes"][number])
+        word = int(self.around.services[self.service]["sets"][number])
         slots = layout.split_slice_word(word)[1]
         source = "; its source is replaced by the node's address" if self.masquerade else ""
         self.step("route", f"It takes route {number}, which has {slots} slots{source}.")
@@ -176,9 +176,9 @@ class _Notes:
             return "from this node itself"
         if number == names["ORIGIN_UNKNOWN"]:
             return "where nobody knows yet"
-        if number == names["WAY_NONE"]:
+        if number == names["ORIGIN_NONE"]:
             return "where no route leads"
-        if number == names["WAY_ELSEWHERE"]:
+        if number == names["ORIGIN_ELSEWHERE"]:
             return "behind an interface without programs"
         name = self.around.interface(number)
         return f"at {name}" if name else f"at interface {number}, which is gone"

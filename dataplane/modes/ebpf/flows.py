@@ -42,9 +42,9 @@ def idle_limits(keys: NDArray[Any], values: NDArray[Any], options: Options) -> N
     flags, protocols, names = values["flags"], keys["protocol"], abi_constants()
     limits = np.full(len(keys), options.tcp_timeout_established, dtype=np.int64)
     limits[flags & names["FLOW_ESTABLISHED"] == 0] = OPENING
-    limits[flags & (names["FLOW_FIN"] | names["FLOW_OTHER_FIN"]) != 0] = options.tcp_timeout_close_wait
+    limits[flags & (names["FLOW_FIN"] | names["FLOW_PEER_FIN"]) != 0] = options.tcp_timeout_close_wait
     limits[flags & names["FLOW_DOUBTED"] != 0] = DOUBTED
-    both = names["FLOW_FIN_ACKED"] | names["FLOW_OTHER_FIN"]
+    both = names["FLOW_FIN_ACKED"] | names["FLOW_PEER_FIN"]
     limits[(flags & both == both) | (flags & names["FLOW_RESET"] != 0)] = ENDED
     limits[protocols == Protocol.UDP] = options.udp_timeout_stream
     limits[protocols == Protocol.SCTP] = SCTP
@@ -56,7 +56,7 @@ def connections_by_backend(values: NDArray[Any], services: frozenset[int]) -> di
     if not services:
         return {}
     names = abi_constants()
-    over = names["FLOW_REPLY"] | names["FLOW_FIN"] | names["FLOW_OTHER_FIN"] | names["FLOW_RESET"]
+    over = names["FLOW_REPLY"] | names["FLOW_FIN"] | names["FLOW_PEER_FIN"] | names["FLOW_RESET"]
     alive = (values["flags"] & over == 0) & np.isin(values["service"], list(services))
     ids, counts = np.unique(values["backend"][alive], return_counts=True)
     return dict(zip(ids.tolist(), counts.tolist(), strict=True))

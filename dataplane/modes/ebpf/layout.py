@@ -175,16 +175,16 @@ def frontend_values(
 def slice_word(offset: int, count: int, epoch: int) -> int:
     """The word that a program reads to find a route's slots."""
     limits = abi_constants()
-    epoch &= (1 << limits["SLICE_EPOCH_BITS"]) - 1
+    epoch &= (1 << limits["RANGE_EPOCH_BITS"]) - 1
     return (
         offset
-        | count << limits["SLICE_OFFSET_BITS"]
-        | epoch << (limits["SLICE_OFFSET_BITS"] + limits["SLICE_COUNT_BITS"])
+        | count << limits["RANGE_OFFSET_BITS"]
+        | epoch << (limits["RANGE_OFFSET_BITS"] + limits["RANGE_COUNT_BITS"])
     )
 
 
 def split_slice_word(word: int) -> tuple[int, int, int]:
     """Offset, count and epoch of a slice word."""
     limits = abi_constants()
-    bits, counts = limits["SLICE_OFFSET_BITS"], limits["SLICE_COUNT_BITS"]
+    bits, counts = limits["RANGE_OFFSET_BITS"], limits["RANGE_COUNT_BITS"]
     return word & ((1 << bits) - 1), word >> bits & ((1 << counts) - 1), word >> (bits + counts)

@@ -70,7 +70,7 @@ def _frontends(maps: Maps) -> dict[int, list[dict[str, Any]]]:
 def _services(maps: Maps, names: Names) -> list[dict[str, Any]]:
     rows = []
     table = maps["services"].view(layout.dtype_of("service"))
-    drops = layout.abi_constants()["SERVICE_DROP_ROUTE0"]
+    drops = layout.abi_constants()["SERVICE_DROP_SET0"]
     members = _members(maps, len(table))
     counted = traffic_of(maps)
     owners = maps["backends"].view(layout.dtype_of("backend"))["service"]
@@ -88,7 +88,7 @@ def _services(maps: Maps, names: Names) -> list[dict[str, Any]]:
                 "when_empty": "drop" if int(row["flags"]) & drops else "reject",
                 "affinity": bool(row["affinity"]),
                 "chosen_by": _chosen_by(int(row["flags"])),
-                "slots": [layout.split_slice_word(word)[1] for word in row["routes"].tolist()],
+                "slots": [layout.split_slice_word(word)[1] for word in row["sets"].tolist()],
                 **({} if figures is None else traffic_row(figures[number])),
             }
         )
@@ -101,13 +101,13 @@ def _members(maps: Maps, services: int) -> list[Any]:
     flags = layout.abi_constants()
     return [
         np.bincount(table["service"][table["flags"] & flags[name] != 0], minlength=services)
-        for name in ("BACKEND_ROUTE0", "BACKEND_ROUTE1")
+        for name in ("BACKEND_SET0", "BACKEND_SET1")
     ]
 
 
 def _chosen_by(flags: int) -> str:
     names = layout.abi_constants()
-    ways = {"SERVICE_BY_TUPLE": "connection", "SERVICE_BY_CLIENT": "client", "SERVICE_IN_TURN": "turn"}
+    ways = {"SERVICE_BY_TUPLE": "connection", "SERVICE_BY_CLIENT": "client", "SERVICE_ROUND_ROBIN": "turn"}
     return next((way for name, way in ways.items() if flags & names[name]), "chance")
 
 
@@ -123,7 +123,7 @@ def _backends(maps: Maps, names: Names, of: str | None = None) -> list[dict[str,
     figures = None if counted is None else counted.of_backends(chosen)
     for position, number in enumerate(chosen.tolist()):
         row = table[number]
-        flags, kind = int(row["flags"]), int(row["reserved"])
+        flags, kind = int(row["flags"]), int(row["kind"])
         address = layout.address_text(row["address"].tobytes(), kind & 0xFF)
         rows.append(
             {
@@ -132,7 +132,7 @@ def _backends(maps: Maps, names: Names, of: str | None = None) -> list[dict[str,
                 "id": number,
                 "address": socket_text(address, int(layout.swap16([int(row["port"])])[0])),
                 "protocol": _protocol(kind >> 8),
-                "used": bool(flags & (limits["BACKEND_ROUTE0"] | limits["BACKEND_ROUTE1"])),
+                "used": bool(flags & (limits["BACKEND_SET0"] | limits["BACKEND_SET1"])),
                 "failures": int(row["failures"]),
                 "state": _state(flags),
                 **({} if figures is None else traffic_row(figures[position])),
@@ -148,7 +148,7 @@ def _state(flags: int) -> str:
         return "ejected: its probe fails"
     if flags & names["BACKEND_EJECTED"]:
         return "ejected: its connections failed"
-    return "serving" if flags & (names["BACKEND_ROUTE0"] | names["BACKEND_ROUTE1"]) else "in no route"
+    return "serving" if flags & (names["BACKEND_SET0"] | names["BACKEND_SET1"]) else "in no route"
 
 
 def traffic(counted: Traffic, maps: Maps, names: Names, *, by_backend: bool) -> list[dict[str, Any]]:
@@ -171,7 +171,7 @@ def _flows(maps: Maps, names: Names, limit: int) -> tuple[list[dict[str, Any]], 
     rows: list[dict[str, Any]] = []
     total = 0
     for family in (4, 6):
-        for table, state in (("flows", "established"), ("opening", "opening")):
+        for table, state in (("flows", "established"), ("half_open", "opening")):
             keys, values = flow_arrays(maps[f"{table}{family}"], family)
             forward = np.flatnonzero(values["flags"] & layout.abi_constants()["FLOW_REPLY"] == 0)
             total += len(forward)

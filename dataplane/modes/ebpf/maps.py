@@ -208,7 +208,7 @@ class MapSet:
 
 def _make(sizes: Sizes, shared: Mapping[str, Map]) -> dict[str, Map]:
     """The maps of the programs that are not in `shared`, made."""
-    template = Object(OBJECTS / "carry.bpf.o")
+    template = Object(OBJECTS / "tc_datapath.bpf.o")
     try:
         for program in template.program_names:
             template.leave_out(program)

@@ -50,7 +50,7 @@ from dataplane.modes.ebpf.flows import FlowGC
 from dataplane.modes.ebpf.gone import Mark, collect, is_gone
 from dataplane.modes.ebpf.maps import Larger, MapSet, open_pinned_maps
 from dataplane.modes.ebpf.pins import Glance, beside, folder_of, former_layouts, pins_in, remove_pins, strangers, told
-from dataplane.modes.ebpf.programs import Loader, Programs, missing_carriers, put_carriers, teach_namespace
+from dataplane.modes.ebpf.programs import Loader, Programs, missing_datapaths, put_datapaths, teach_namespace
 from dataplane.modes.ebpf.resizer import MapResizer
 from dataplane.modes.ebpf.store import Store
 from dataplane.table import EMPTY, Entry, NodeNetwork, ServiceTable, family_of
@@ -199,13 +199,13 @@ class Ebpf:
         former, self.programs = self.programs, programs
         for loaded in programs:
             self.maps.pin_new(loaded)
-        put_carriers(self.maps.maps["carriers"], programs.carry)
+        put_datapaths(self.maps.maps["datapaths"], programs.tc_datapath)
         self.pods.use(programs.hooks)
         self.uplinks.use(programs.hooks)
         if programs.xdp is not None:
             self.drivers.use(programs.xdp)
-        self.sockets.use(programs.connect, programs.watch)
-        taught = self.sockets.cgroup is None or netns_cookie() or teach_namespace(self.maps.maps["home"])
+        self.sockets.use(programs.connect, programs.sockops)
+        taught = self.sockets.cgroup is None or netns_cookie() or teach_namespace(self.maps.maps["host_netns"])
         if not taught:
             log.warning("the node's own sockets are not served: the agent runs in none of the node's cgroups")
         if former is not None:
@@ -393,7 +393,7 @@ class Ebpf:
         for held in self._pinned():
             yield from held.wrong(pins)
         if self.programs is not None:
-            yield from missing_carriers(self.maps.maps["carriers"], self.programs.carry)
+            yield from missing_datapaths(self.maps.maps["datapaths"], self.programs.tc_datapath)
 
     def _mend(self) -> None:
         """Put back what is `_wrong`; what cannot be put back stays in `damage`, and is tried again next time."""
@@ -427,7 +427,7 @@ class Ebpf:
             except (BpfError, OSError) as error:
                 failures.append(str(error))
         if self.programs is not None:
-            put_carriers(self.maps.maps["carriers"], self.programs.carry)
+            put_datapaths(self.maps.maps["datapaths"], self.programs.tc_datapath)
         return failures
 
     def _remove_misplaced(self) -> None:
@@ -481,7 +481,7 @@ class Ebpf:
     def _collect(self) -> None:
         graced, scanned = self.gc.collect()
         if self.gc.opening_flows is not None:
-            self.maps.view("node")["opening"] = self.gc.opening_flows
+            self.maps.view("node")["half_open"] = self.gc.opening_flows
             self.gc.opening_flows = None
         self.store.graced(graced)
         if scanned is not None:

@@ -17,13 +17,13 @@ from dataplane.mode import Options
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.maps import Larger, MapSet, traffic_cpus
 
-__all__ = ["CHECK_MTU", "Loader", "Programs", "missing_carriers", "put_carriers", "teach_namespace"]
+__all__ = ["CHECK_MTU", "Loader", "Programs", "missing_datapaths", "put_datapaths", "teach_namespace"]
 
 log = logging.getLogger(__name__)
 
 SO_COOKIE = 57  # asm-generic/socket.h
 UNKNOWN_NETNS = (1 << 64) - 1  # as in bpf/connect.bpf.c
-CARRIERS = ("carry4", "carry6")  # enum carrier of bpf/maps.h
+DATAPATHS = ("datapath4", "datapath6")  # enum datapath of bpf/maps.h
 CHECK_MTU = 163  # BPF_FUNC_check_mtu, linux/bpf.h (Linux 5.12)
 
 
@@ -31,18 +31,18 @@ CHECK_MTU = 163  # BPF_FUNC_check_mtu, linux/bpf.h (Linux 5.12)
 class Programs:
     """One generation. None: this kernel refuses them, or nobody needs them.
 
-    Those of the tc hooks are small. They call the ones that carry through the map `carriers`, which all generations
+    Those of the tc hooks are small. They call the ones that carry through the map `datapaths`, which all generations
     share: what is put there carries all packets from then on.
     """
 
     hooks: Object
-    carry: Object
+    tc_datapath: Object
     connect: Object | None = None
-    watch: Object | None = None
+    sockops: Object | None = None
     xdp: Object | None = None
 
     def __iter__(self) -> Iterator[Object]:
-        loaded = (self.hooks, self.carry, self.connect, self.watch, self.xdp)
+        loaded = (self.hooks, self.tc_datapath, self.connect, self.sockops, self.xdp)
         return (one for one in loaded if one is not None)
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class Loader:
             reject_burst=options.reject_rate,
             fast_path=int(options.fast_path),
             can_set_errno=int(can_set_errno),
-            max_opening=options.max_flows // 8,
+            max_half_open=options.max_flows // 8,
             udp_timeout=options.udp_timeout * self._hz,
             udp_timeout_stream=options.udp_timeout_stream * self._hz,
             port_first=options.port_first,
@@ -118,7 +118,9 @@ class Loader:
             BpfError: the kernel refuses programs without which there is no service.
         """
         with ThreadPoolExecutor(3, thread_name_prefix="load") as threads:
-            loading = {name: threads.submit(self.one, name, larger) for name in ("carry", "hooks", *["xdp"] * xdp)}
+            loading = {
+                name: threads.submit(self.one, name, larger) for name in ("tc_datapath", "hooks", *["xdp"] * xdp)
+            }
             sockets = threads.submit(self._sockets, larger)
         try:
             loaded = {name: known.result() for name, known in loading.items()}
@@ -147,35 +149,35 @@ class Loader:
         if "connect" in loaded and self._options.failover_failures:
             try:
                 with contextlib.closing(loaded["connect"].map("sockets")) as sockets:  # of both, pinned or not yet
-                    loaded["watch"] = self.one("watch", {**(larger or {}), "sockets": sockets})
+                    loaded["sockops"] = self.one("sockops", {**(larger or {}), "sockets": sockets})
             except BpfError as error:
                 log.warning("silent backends are not noticed by what the node's own sockets meet: %s", error)
         return loaded
 
 
-def put_carriers(carriers: Map, carry: Object) -> None:
-    """Let the programs of `carry.bpf.o` be those that hooks call."""
-    for place, name in enumerate(CARRIERS):
-        carriers.update(place.to_bytes(4, sys.byteorder), carry.program(name).to_bytes(4, sys.byteorder))
+def put_datapaths(datapaths: Map, loaded: Object) -> None:
+    """Let the programs of `tc_datapath.bpf.o` be those that hooks call."""
+    for place, name in enumerate(DATAPATHS):
+        datapaths.update(place.to_bytes(4, sys.byteorder), loaded.program(name).to_bytes(4, sys.byteorder))
 
 
-def missing_carriers(carriers: Map, carry: Object) -> Iterator[str]:
+def missing_datapaths(datapaths: Map, loaded: Object) -> Iterator[str]:
     """Which of them is not the one that was put there, in words."""
-    for place, name in enumerate(CARRIERS):
-        found = carriers.lookup(place.to_bytes(4, sys.byteorder))
-        if found is None or int.from_bytes(found, sys.byteorder) != program_number(carry.program(name)):
+    for place, name in enumerate(DATAPATHS):
+        found = datapaths.lookup(place.to_bytes(4, sys.byteorder))
+        if found is None or int.from_bytes(found, sys.byteorder) != program_number(loaded.program(name)):
             yield f"{name} is not what hooks call"
 
 
-def teach_namespace(home: Map) -> bool:
+def teach_namespace(host_netns: Map) -> bool:
     """Let the attached socket programs see this namespace, where its cookie cannot be read; whether they did."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as teacher:
         cookie = teacher.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8)
-        known = home.lookup(bytes(4)) or bytes(16)
-        home.update(bytes(4), cookie + known[8:])
+        known = host_netns.lookup(bytes(4)) or bytes(16)
+        host_netns.update(bytes(4), cookie + known[8:])
         teacher.connect(("127.0.0.1", 9))  # sends nothing
-    learnt = (home.lookup(bytes(4)) or bytes(16))[8:]
-    home.update(bytes(4), bytes(8) + learnt)
+    learnt = (host_netns.lookup(bytes(4)) or bytes(16))[8:]
+    host_netns.update(bytes(4), bytes(8) + learnt)
     return learnt != bytes(8)
 
 

@@ -36,7 +36,7 @@ class RowWriter:
         places = {name: kind.fields[name][1] for name in kind.names}  # type: ignore[index, union-attr]
         self._step = kind.itemsize // 4
         self._port, self._flags = places["port"] // 2, places["flags"] // 2
-        self._service, self._kind = places["service"] // 4, places["reserved"] // 4
+        self._service, self._kind = places["service"] // 4, places["kind"] // 4
         assert places["address"] == 0
 
     def put_backend(self, number: int, address: str, port: int, flags: int, service: int, kind: int) -> None:

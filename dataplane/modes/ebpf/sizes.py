@@ -23,7 +23,7 @@ Sizes = Mapping[str, int]  # map -> entries
 GROW_ABOVE = 0.75  # of the entries
 PLAIN = frozenset({"random", "rr"})  # algorithms that fill one slot for each backend
 LUXURY = 128  # slots for each backend that others fill, about
-FORGETFUL = ("opening4", "opening6", "affinity")
+FORGETFUL = ("half_open4", "half_open6", "affinity")
 SMALLEST_FORGETFUL = 1 << 14  # each CPU of the kernel keeps some entries to itself
 FLOOR = {"services": 1 << 10, "backends": 1 << 13, "slots": 1 << 13, "frontends4": 1 << 30, "frontends6": 1 << 30}
 

@@ -187,7 +187,7 @@ class Store:
         self._ejections: dict[EntryKey, dict[Socket, Ejection]] = {}
         self._gone_datagram_backends: list[int] = []
         self._open_views()
-        self._published = self.services["routes"].copy()
+        self._published = self.services["sets"].copy()
         self._words_per_service = layout.dtype_of("service").itemsize // 8
         self._owners: dict[Key, int] = {}
         self._addresses: Counter[tuple[int, str]] = Counter()
@@ -198,7 +198,7 @@ class Store:
         self._clearing: list[tuple[int, Key]] = []  # bits of frontends whose service lives on, after grace
         self._held: dict[int, list[Key]] = {}  # bits of a gone service's frontends, as long as it has flows
         self._node_ports_at: set[tuple[int, str]] = set()
-        self.sources = Sources({family: maps.maps[f"sources{family}"] for family in (4, 6)})
+        self.sources = Sources({family: maps.maps[f"source_ranges{family}"] for family in (4, 6)})
         self._adopted = _Adopted(self) if (maps.adopted if adopt is None else adopt) else None
         used_services, used_backends, used_slices = self._adopted.used() if self._adopted else ((), (), ())
         self.service_ids = IdPool(len(self.services), "services", used_services)
@@ -445,7 +445,7 @@ class Store:
             if size:
                 batch.slots.append((offset, service, ring))
             batch.words.append((first + position, layout.slice_word(offset, len(ring), epoch)))
-        batch.words += [(first + position, 0) for position in range(len(rings), layout.abi_constants()["ROUTES"])]
+        batch.words += [(first + position, 0) for position in range(len(rings), layout.abi_constants()["BACKEND_SETS"])]
         batch.gone_slices += [piece for piece in previous.slices if piece[1]]
 
     def _plan_frontends(self, batch: Batch, entry: Entry, rows: Rows, previous: Previous, service: int) -> None:
@@ -677,7 +677,7 @@ class Store:
         self.backends["address"][ids] = layout.address_words(batch.backend_addresses)
         self.backends["port"][ids] = layout.swap16(batch.backend_ports)
         self.backends["service"][ids] = batch.backend_services
-        self.backends["reserved"][ids] = batch.backend_kinds
+        self.backends["kind"][ids] = batch.backend_kinds
         self.backends["flags"][ids] = batch.backend_flags
 
     def add_backend_bits(self, ids: Sequence[int]) -> None:
@@ -690,11 +690,11 @@ class Store:
             yield list(self._cells.bits(numbers))
             return
         ids = np.array(numbers, dtype=np.int64)
-        kinds = self.backends["reserved"][ids]
+        kinds = self.backends["kind"][ids]
         for family in (4, 6):
             chosen = ids[(kinds & np.uint64(0xFF)) == family]
             if len(chosen):
-                protocols = self.backends["reserved"][chosen] >> np.uint64(8)
+                protocols = self.backends["kind"][chosen] >> np.uint64(8)
                 words = np.ascontiguousarray(self.backends["address"][chosen])
                 yield layout.backend_bits(words, self.backends["port"][chosen], protocols, family)
                 words = words[protocols != Protocol.TCP]  # those whose answers may come in fragments, without a port
@@ -789,7 +789,7 @@ class Store:
             return
         ids = np.array(backends, dtype=np.int64)
         self.backends["flags"][ids] = 0
-        datagram = self.backends["reserved"][ids] >> np.uint64(8) == int(Protocol.UDP)
+        datagram = self.backends["kind"][ids] >> np.uint64(8) == int(Protocol.UDP)
         self._gone_datagram_backends += ids[datagram].tolist()
 
     def _hold_bits(self, batch: Batch) -> None:
@@ -829,7 +829,7 @@ class Store:
             self.exact_after = 0
         services, _ = self.deferred.graced(stamp)
         if services:
-            self.services["routes"][services] = self._published[services] = 0
+            self.services["sets"][services] = self._published[services] = 0
 
     def scanned(
         self, services: Collection[int], backends: Collection[int], named_services: Collection[int],
@@ -847,7 +847,7 @@ class Store:
 
     def audit(self) -> int:
         """Compare the slice words with what was published; repair and return the number of differences."""
-        words = self.services["routes"]
+        words = self.services["sets"]
         wrong = np.argwhere(words != self._published)
         repairs = [
             (service * self._words_per_service + route, int(self._published[service, route]))
@@ -891,7 +891,7 @@ class _Adopted:
     def _slices(self, service: int) -> list[tuple[int, int]]:
         """Slices by the service's words; the second has no size when it shares the first one's slots."""
         pieces: list[tuple[int, int]] = []
-        for word in self.store.services[service]["routes"].tolist():
+        for word in self.store.services[service]["sets"].tolist():
             offset, count, _ = layout.split_slice_word(word)
             shared = bool(pieces) and pieces[0][1] and offset == pieces[0][0]
             pieces.append((offset, 0 if shared else size_class(count)))
@@ -921,7 +921,7 @@ class _Adopted:
             if flags:
                 members[layout.address_text(raw[16 * i : 16 * i + 16], entry.family), port] = (number, flags)
         rings, epoch = [], 0
-        for word in store.services[service]["routes"].tolist():
+        for word in store.services[service]["sets"].tolist():
             offset, count, epoch_of_word = layout.split_slice_word(word)
             rings.append((store.slots[offset : offset + count] & LOW_WORD).tolist())
             epoch = max(epoch, epoch_of_word)

@@ -58,7 +58,7 @@ class Backends:
 
     def socket(self, number: int) -> tuple[str, int]:
         row = self.table[number]
-        kind = int(row["reserved"])
+        kind = int(row["kind"])
         return layout.address_text(row["address"].tobytes(), kind & 0xFF), int(layout.swap16([int(row["port"])])[0])
 
     def flags(self, number: int) -> int:
@@ -88,14 +88,14 @@ def programmed(maps: MapSet) -> tuple[dict[Key, Port], set[tuple[int, str]]]:
                 addresses.add((family, address))
                 continue
             service = services[number]
-            routes = [read_route(slots, backends, number, int(word)) for word in service["routes"]]
+            routes = [read_route(slots, backends, number, int(word)) for word in service["sets"]]
             chosen = (
-                1 if flags & FLAGS["FRONTEND_INSIDE_ROUTE"] else 0,
-                1 if flags & FLAGS["FRONTEND_OUTSIDE_ROUTE"] else 0,
+                1 if flags & FLAGS["FRONTEND_INTERNAL_SET"] else 0,
+                1 if flags & FLAGS["FRONTEND_EXTERNAL_SET"] else 0,
             )
             members = [n for n in backends.by_service.get(number, []) if backends.flags(n)]
             check_members(backends, members, routes, backend_bits, family, protocol)
-            drops = FLAGS["SERVICE_DROP_ROUTE0"], FLAGS["SERVICE_DROP_ROUTE1"]
+            drops = FLAGS["SERVICE_DROP_SET0"], FLAGS["SERVICE_DROP_SET1"]
             ports[family, address, port, protocol] = Port(
                 [backends.socket(n) for n in routes[chosen[0]]],
                 [backends.socket(n) for n in routes[chosen[1]]],
@@ -119,7 +119,7 @@ def check_members(
     backends: Backends, members: list[int], routes: list[list[int]], bits: Any, family: int, protocol: int
 ) -> None:
     """Flags say what the routes say, and every member is in the prefilter."""
-    names = ("BACKEND_ROUTE0", "BACKEND_ROUTE1")
+    names = ("BACKEND_SET0", "BACKEND_SET1")
     for number in members:
         flags = backends.flags(number)
         assert flags & FLAGS["BACKEND_SERVING"]
@@ -127,7 +127,7 @@ def check_members(
         row = backends.table[number : number + 1]
         words = np.ascontiguousarray(row["address"])
         assert is_set(bits, layout.backend_bits(words, row["port"], np.array([protocol]), family))
-        assert int(row["reserved"][0]) == family | protocol << 8
+        assert int(row["kind"][0]) == family | protocol << 8
     assert {n for route in routes for n in route} <= set(members)
 
 

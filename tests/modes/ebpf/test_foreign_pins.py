@@ -28,7 +28,7 @@ HASH, ARRAY, PER_CPU_ARRAY, RING = 1, 2, 6, 27  # BPF_MAP_TYPE_
 SMALL = {"max_services": 64, "max_backends": 256, "max_slots": 512, "max_flows": 1024}
 # Name of the pin -> type, key, value, entries and the name in the kernel of what somebody else pins there.
 OTHERS = {
-    "another-type": ("carriers", HASH, 4, 4, 16, b"carriers"),
+    "another-type": ("datapaths", HASH, 4, 4, 16, b"datapaths"),
     "another-key": ("frontends4", HASH, 64, 8, 16, b"frontends4"),
     "rows-for-each-processor": ("node", PER_CPU_ARRAY, 4, 4096, 1, b"node"),
     "larger-rows": ("counters", PER_CPU_ARRAY, 4, 512, 64, b"somebodys"),

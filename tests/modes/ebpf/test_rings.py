@@ -22,7 +22,12 @@ from .test_store import HZ, V1, V2, V6, OpenMaps, Table, entry, many, one, resta
 pytestmark = pytest.mark.root
 
 LIMIT = 16_381
-SPREADS = {"mh": "SERVICE_BY_TUPLE", "sh": "SERVICE_BY_CLIENT", "rr": "SERVICE_IN_TURN", "wrr": "SERVICE_IN_TURN"}
+SPREADS = {
+    "mh": "SERVICE_BY_TUPLE",
+    "sh": "SERVICE_BY_CLIENT",
+    "rr": "SERVICE_ROUND_ROBIN",
+    "wrr": "SERVICE_ROUND_ROBIN",
+}
 
 
 def port(
@@ -108,19 +113,19 @@ def test_a_restart_takes_the_ring_over(store: Store, open_maps: OpenMaps, algori
     table = {one: (port(algorithm, [1, 2, 3]),), two: (entry(two, V2, 3),)}
     store.apply(table)
     before = {key: known.slices for group in store.installed.values() for key, known in group.items()}
-    words = store.services["routes"].copy()
+    words = store.services["sets"].copy()
     again = restart(lambda: open_maps(max_slots=16_384))
     again.apply(without_sharing(table))
     assert {key: known.slices for group in again.installed.values() for key, known in group.items()} == before
-    assert (again.services["routes"] == words).all(), "the same slots, not even another epoch"
+    assert (again.services["sets"] == words).all(), "the same slots, not even another epoch"
 
 
 def test_a_change_that_leaves_the_backends_leaves_the_slots(store: Store) -> None:
     store.apply({one: (port("mh", [1, 1, 1]),)})
-    words = store.services["routes"].copy()
+    words = store.services["sets"].copy()
     store.apply({one: (port("mh", [1, 1, 1], affinity=600),)})
     store.apply({one: (port("sh", [1, 1, 1], affinity=600),)})
-    assert (store.services["routes"] == words).all()
+    assert (store.services["sets"] == words).all()
 
 
 # --- no room
@@ -203,10 +208,10 @@ def test_shares_follow_the_load(store: Store) -> None:
 
 def test_equal_loads_change_nothing(store: Store) -> None:
     store.apply({one: (port("lc", [1, 1, 1]),)})
-    words = store.services["routes"].copy()
+    words = store.services["sets"].copy()
     assert store.balance({}) == 0
     assert store.balance(dict.fromkeys(ids(store), 500)) == 0
-    assert (store.services["routes"] == words).all()
+    assert (store.services["sets"] == words).all()
 
 
 def test_weights_count_for_wlc_and_not_for_lc(store: Store) -> None:

@@ -70,9 +70,9 @@ def test_growing_doubles_at_least_and_ends_at_the_bound(name: str, entries: int,
 
 def test_tables_that_programs_write_have_their_size_from_the_beginning() -> None:
     assert fixed(Options(max_flows=1 << 20)) == {
-        "flows4": 1 << 20, "flows6": 1 << 20, "opening4": 1 << 18, "opening6": 1 << 18, "affinity": 1 << 18
+        "flows4": 1 << 20, "flows6": 1 << 20, "half_open4": 1 << 18, "half_open6": 1 << 18, "affinity": 1 << 18
     }  # fmt: skip
-    assert fixed(Options(max_flows=64))["opening4"] == 16_384
+    assert fixed(Options(max_flows=64))["half_open4"] == 16_384
 
 
 def test_three_quarters_are_enough() -> None:

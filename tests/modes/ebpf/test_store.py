@@ -169,10 +169,10 @@ def test_random_sequences(store: Store, seed: int, few: int) -> None:
 def test_nothing_is_written_when_nothing_changed(store: Store) -> None:
     table = {one: (entry(one, V1, 3),)}
     store.apply(table)
-    words = store.services["routes"].copy()
+    words = store.services["sets"].copy()
     stamp = store.stamp
     assert store.apply(table) == (0, 0)
-    assert (store.services["routes"] == words).all()
+    assert (store.services["sets"] == words).all()
     assert store.stamp == stamp
 
 
@@ -189,7 +189,7 @@ def test_a_change_of_backends_keeps_the_numbers_of_the_others(store: Store) -> N
 
 def test_a_damaged_slice_word_is_repaired(store: Store) -> None:
     store.apply({one: (entry(one, V1, 3),)})
-    store.services["routes"][next(iter(store.installed[one].values())).service, 0] ^= 1 << 30
+    store.services["sets"][next(iter(store.installed[one].values())).service, 0] ^= 1 << 30
     assert store.audit() == 1
     assert store.audit() == 0
     check(store, {one: (entry(one, V1, 3),)}, settled=False)
@@ -471,7 +471,7 @@ def test_a_service_whose_frontends_do_not_fit_is_a_misfit_alone(pins: Path) -> N
 @pytest.mark.parametrize("together", [True, False], ids=["together", "one after the other"])
 def test_a_service_whose_source_ranges_do_not_fit_is_a_misfit_alone(pins: Path, family: int, together: bool) -> None:
     options = Options(max_services=64, max_backends=256, max_slots=512, max_flows=64)
-    maps = MapSet(pins, options, bounds(options) | {f"sources{family}": 4})
+    maps = MapSet(pins, options, bounds(options) | {f"source_ranges{family}": 4})
     store = Store(maps, HZ)
     table = {}
     for number in (1, 2, 3):
@@ -480,7 +480,7 @@ def test_a_service_whose_source_ranges_do_not_fit_is_a_misfit_alone(pins: Path, 
         table[f"default/s{number}"] = (with_fronts(made, replace(fronts_of(made)[0], source_ranges=ranges)),)
     for changes in [table] if together else [{name: entries} for name, entries in table.items()]:
         store.apply(changes)
-    assert list(store.misfits.values()) == [Misfit("default/s2:p80", f"map sources{family} is full (4)")]
+    assert list(store.misfits.values()) == [Misfit("default/s2:p80", f"map source_ranges{family} is full (4)")]
     assert not store.full, "this map does not grow"
     del table["default/s2"]
     check(store, table, settled=True)

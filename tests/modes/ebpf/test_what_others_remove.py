@@ -107,7 +107,7 @@ def everything(place: Place) -> None:
 
 
 def forget_carriers(place: Place) -> None:
-    with closing(Map.pinned(place.folder / "carriers")) as carriers:
+    with closing(Map.pinned(place.folder / "datapaths")) as carriers:
         assert carriers.delete(bytes(4))
 
 

@@ -3,11 +3,11 @@
  * TCP could be refused by ICMP too, but the answer arrives while connect() still holds its socket, and then the
  * kernel only notes it: the client waits a second for its next SYN. A reset waits in the socket's backlog.
  */
-#ifndef HYBRID_PROXY_REPLY_H
-#define HYBRID_PROXY_REPLY_H
+#ifndef HYBRID_PROXY_REJECT_H
+#define HYBRID_PROXY_REJECT_H
 
-#include "bucket.h"
-#include "related.h"
+#include "ratelimit.h"
+#include "icmp_error.h"
 
 /* How much of the transport is quoted: what its receiver needs, and never less than up to the checksum, below
  * which the kernel does not shorten a packet whose checksum is still to be filled in.
@@ -15,19 +15,19 @@
 #define QUOTED_TCP 20
 #define QUOTED_SCTP 12
 #define QUOTED_OTHER 8
-#define REFUSAL4 (sizeof(struct iphdr) + ICMP_HEADER)
-#define REFUSAL6 (sizeof(struct ipv6hdr) + ICMP_HEADER)
+#define ERROR4_SIZE (sizeof(struct iphdr) + ICMP_HEADER)
+#define ERROR6_SIZE (sizeof(struct ipv6hdr) + ICMP_HEADER)
 
 /* A bucket for each CPU that refills once a second. */
-INLINE bool may_refuse(void)
+INLINE bool reject_allowed(void)
 {
 	__u32 key = 0;
 	__u64 *budget = bpf_map_lookup_elem(&reject_budget, &key);
 
-	return budget && take(budget, settings.reject_burst, 0);
+	return budget && ratelimit_allow(budget, settings.reject_burst, 0);
 }
 
-INLINE __u16 fold(__s64 sum)
+INLINE __u16 csum_fold(__s64 sum)
 {
 	sum = (sum & 0xffff) + (sum >> 16 & 0xffff) + (sum >> 32 & 0xffff);
 	sum = (sum & 0xffff) + (sum >> 16);
@@ -35,24 +35,24 @@ INLINE __u16 fold(__s64 sum)
 	return ~sum;
 }
 
-struct refusal4 {
+struct icmp_error4 {
 	struct iphdr ip;
 	struct icmp_header icmp;
 };
 
-struct refusal6 {
+struct icmp_error6 {
 	struct ipv6hdr ip;
 	struct icmp_header icmp;
 };
 
 /* What an ICMP error says: its type and code, and the word behind its checksum. */
-struct complaint {
+struct icmp_error {
 	__u8 type;
 	__u8 code;
 	__be32 rest;
 };
 
-INLINE __u32 quoted_payload(__u8 protocol)
+INLINE __u32 quoted_length(__u8 protocol)
 {
 	if (protocol == IPPROTO_TCP)
 		return QUOTED_TCP;
@@ -71,41 +71,41 @@ INLINE long load_quoted(struct __sk_buff *skb, __u32 offset, void *to, __u32 ip,
 	return bpf_skb_load_bytes(skb, offset, to, ip + QUOTED_OTHER);
 }
 
-INLINE long write_error4(struct __sk_buff *skb, const struct tuple *t, const struct complaint *what, __u32 payload)
+INLINE long write_error4(struct __sk_buff *skb, const struct tuple *t, const struct icmp_error *what, __u32 payload)
 {
-	struct refusal4 head = {};
+	struct icmp_error4 head = {};
 	__u32 quoted[(sizeof(struct iphdr) + QUOTED_TCP) / 4] = {};
 	__s64 sum;
 
-	if (load_quoted(skb, L3_OFFSET + REFUSAL4, quoted, sizeof(struct iphdr), payload))
+	if (load_quoted(skb, L3_OFFSET + ERROR4_SIZE, quoted, sizeof(struct iphdr), payload))
 		return -1;
 	head.ip.version = 4;
 	head.ip.ihl = 5;
 	head.ip.ttl = 64;
 	head.ip.protocol = IPPROTO_ICMP;
-	head.ip.tot_len = bpf_htons(REFUSAL4 + sizeof(struct iphdr) + payload);
+	head.ip.tot_len = bpf_htons(ERROR4_SIZE + sizeof(struct iphdr) + payload);
 	head.ip.saddr = t->daddr[0];
 	head.ip.daddr = t->saddr[0];
 	sum = bpf_csum_diff(NULL, 0, (__be32 *)&head.ip, sizeof(head.ip), 0);
-	head.ip.check = fold(sum);
+	head.ip.check = csum_fold(sum);
 	head.icmp.type = what->type;
 	head.icmp.code = what->code;
 	head.icmp.rest = what->rest;
 	sum = bpf_csum_diff(NULL, 0, (__be32 *)&head.icmp, sizeof(head.icmp), 0);
 	sum = bpf_csum_diff(NULL, 0, quoted, sizeof(quoted), (__u32)sum);
-	head.icmp.checksum = fold(sum);
+	head.icmp.checksum = csum_fold(sum);
 	return bpf_skb_store_bytes(skb, L3_OFFSET, &head, sizeof(head), 0);
 }
 
-INLINE long write_error6(struct __sk_buff *skb, const struct tuple *t, const struct complaint *what, __u32 payload)
+INLINE long write_error6(struct __sk_buff *skb, const struct tuple *t, const struct icmp_error *what, __u32 payload)
 {
-	struct refusal6 head = {};
+	struct icmp_error6 head = {};
 	__u32 quoted[(sizeof(struct ipv6hdr) + QUOTED_TCP) / 4] = {};
 	__u32 length = ICMP_HEADER + sizeof(struct ipv6hdr) + payload;
 	__u32 pseudo[2] = {bpf_htonl(length), bpf_htonl(IPPROTO_ICMPV6)};
 	__s64 sum;
 
-	if (load_quoted(skb, L3_OFFSET + REFUSAL6, quoted, sizeof(struct ipv6hdr), payload))
+	if (load_quoted(skb, L3_OFFSET + ERROR6_SIZE, quoted, sizeof(struct ipv6hdr), payload))
 		return -1;
 	head.ip.version = 6;
 	head.ip.hop_limit = 64;
@@ -121,25 +121,25 @@ INLINE long write_error6(struct __sk_buff *skb, const struct tuple *t, const str
 	sum = bpf_csum_diff(NULL, 0, pseudo, sizeof(pseudo), (__u32)sum);
 	sum = bpf_csum_diff(NULL, 0, (__be32 *)&head.icmp, sizeof(head.icmp), (__u32)sum);
 	sum = bpf_csum_diff(NULL, 0, quoted, sizeof(quoted), (__u32)sum);
-	head.icmp.checksum = fold(sum);
+	head.icmp.checksum = csum_fold(sum);
 	return bpf_skb_store_bytes(skb, L3_OFFSET, &head, sizeof(head), 0);
 }
 
 /* Out of the interface that the packet came from; what this node sends comes back to it. */
 INLINE int send_back(struct __sk_buff *skb)
 {
-	swap_frame(skb);
+	swap_macs(skb);
 	return bpf_redirect(skb->ifindex, skb->ingress_ifindex ? 0 : BPF_F_INGRESS);
 }
 
 /* Turn the echo request into its reply. */
-INLINE int answer_echo(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+INLINE int send_echo_reply(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
 {
 	const struct packet *p = &space->packet;
 	__u8 type = v6 ? ICMPV6_ECHO_REPLY : ICMP_ECHO_REPLY, asked = v6 ? ICMPV6_ECHO_REQUEST : ICMP_ECHO_REQUEST;
 	struct tuple back;
 
-	turn_round(&back, &p->tuple);
+	reverse_tuple(&back, &p->tuple);
 	bpf_l4_csum_replace(skb, p->l4 + offsetof(struct icmp_header, checksum), bpf_htons(asked << 8),
 			    bpf_htons(type << 8), 2);
 	bpf_skb_store_bytes(skb, p->l4, &type, sizeof(type), 0);
@@ -148,17 +148,17 @@ INLINE int answer_echo(struct __sk_buff *skb, struct scratch *space, __u32 unuse
 	return send_back(skb);
 }
 
-GLOBAL_VERB(answer_echo)
+GLOBAL_VERB(send_echo_reply)
 
 /* Turn the SYN into the reset that answers it. Options stay: lengths do not change, and nobody reads them. */
-INLINE int refuse_tcp(struct __sk_buff *skb, const struct packet *p, const bool v6)
+INLINE int send_reset(struct __sk_buff *skb, const struct packet *p, const bool v6)
 {
 	__be32 old[4], new[4];
 	struct tuple back;
 
 	if (bpf_skb_load_bytes(skb, p->l4, old, sizeof(old)))
 		return drop(COUNT_DROP_REJECT_FAILED);
-	turn_round(&back, &p->tuple);
+	reverse_tuple(&back, &p->tuple);
 	new[0] = (__u32)back.dport << 16 | back.sport;
 	new[1] = 0;
 	new[2] = bpf_htonl(bpf_ntohl(old[1]) + 1);
@@ -171,20 +171,20 @@ INLINE int refuse_tcp(struct __sk_buff *skb, const struct packet *p, const bool 
 	return send_back(skb);
 }
 
-enum complaints {
-	UNREACHABLE,
-	EXPIRED,
-	TOO_BIG, /* and larger numbers: what fits */
+enum icmp_error_kind {
+	PORT_UNREACHABLE,
+	TTL_EXPIRED,
+	PACKET_TOO_BIG, /* and larger numbers: what fits */
 };
 
-INLINE void word_complaint(struct complaint *c, __u32 what, const bool v6)
+INLINE void fill_icmp_error(struct icmp_error *c, __u32 what, const bool v6)
 {
 	__builtin_memset(c, 0, sizeof(*c));
-	if (what == UNREACHABLE) {
+	if (what == PORT_UNREACHABLE) {
 		c->type = v6 ? ICMPV6_DEST_UNREACH : ICMP_DEST_UNREACH;
 		c->code = v6 ? ICMPV6_PORT_UNREACH : ICMP_PORT_UNREACH;
 		count(COUNT_REJECT);
-	} else if (what == EXPIRED) {
+	} else if (what == TTL_EXPIRED) {
 		c->type = v6 ? ICMPV6_TIME_EXCEEDED : ICMP_TIME_EXCEEDED;
 		count(COUNT_TTL_EXPIRED);
 	} else { /* RFC 1191, RFC 8201 */
@@ -196,20 +196,20 @@ INLINE void word_complaint(struct complaint *c, __u32 what, const bool v6)
 }
 
 /* Say by ICMP what is wrong with the packet: quote the headers that the sender needs to find its socket, in a new
- * packet to it, from the address that it asked for. `what` is one of enum complaints, or the size that would fit.
+ * packet to it, from the address that it asked for. `what` is one of enum icmp_error_kind, or the size that would fit.
  */
-INLINE int complain(struct __sk_buff *skb, struct scratch *space, __u32 what, const bool v6)
+INLINE int send_icmp_error(struct __sk_buff *skb, struct scratch *space, __u32 what, const bool v6)
 {
-	__u32 ip = v6 ? sizeof(struct ipv6hdr) : sizeof(struct iphdr), head = v6 ? REFUSAL6 : REFUSAL4;
+	__u32 ip = v6 ? sizeof(struct ipv6hdr) : sizeof(struct iphdr), head = v6 ? ERROR6_SIZE : ERROR4_SIZE;
 	const struct packet *p = &space->packet;
-	__u32 payload = quoted_payload(p->tuple.protocol);
-	struct complaint said;
+	__u32 payload = quoted_length(p->tuple.protocol);
+	struct icmp_error said;
 
-	if (!may_refuse())
+	if (!reject_allowed())
 		return drop(COUNT_DROP_REJECT_LIMITED);
 	if (p->l4 != L3_OFFSET + ip)
 		return drop(COUNT_DROP_REJECT_FAILED);
-	word_complaint(&said, what, v6);
+	fill_icmp_error(&said, what, v6);
 	if (bpf_skb_change_tail(skb, L3_OFFSET + ip + payload, 0) ||
 	    bpf_skb_adjust_room(skb, head, BPF_ADJ_ROOM_MAC, 0))
 		return drop(COUNT_DROP_REJECT_FAILED);
@@ -218,18 +218,18 @@ INLINE int complain(struct __sk_buff *skb, struct scratch *space, __u32 what, co
 	return send_back(skb);
 }
 
-GLOBAL_VERB(complain)
+GLOBAL_VERB(send_icmp_error)
 
 /* Refuse: a connection by a reset, the rest by ICMP. */
-INLINE int refuse(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+INLINE int send_reject(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
 {
 	const struct packet *p = &space->packet;
 
 	if (p->kind != PACKET_TRANSPORT || p->tuple.protocol != IPPROTO_TCP)
-		return CALL(complain, skb, UNREACHABLE);
-	return may_refuse() ? refuse_tcp(skb, p, v6) : drop(COUNT_DROP_REJECT_LIMITED);
+		return CALL(send_icmp_error, skb, PORT_UNREACHABLE);
+	return reject_allowed() ? send_reset(skb, p, v6) : drop(COUNT_DROP_REJECT_LIMITED);
 }
 
-GLOBAL_VERB(refuse)
+GLOBAL_VERB(send_reject)
 
 #endif

@@ -1,5 +1,5 @@
 /* What becomes of a packet that is, or may be, of a service: hooks.bpf.c hands it over, by family. */
-#include "client.h"
+#include "datapath.h"
 
 /* Which hook it came in at. The field is everybody's: whoever sees the packet next finds it empty. */
 INLINE enum hook entered(struct __sk_buff *skb)
@@ -11,15 +11,15 @@ INLINE enum hook entered(struct __sk_buff *skb)
 }
 
 SEC("tc")
-int carry4(struct __sk_buff *skb)
+int datapath4(struct __sk_buff *skb)
 {
-	return carry(skb, entered(skb), false);
+	return datapath(skb, entered(skb), false);
 }
 
 SEC("tc")
-int carry6(struct __sk_buff *skb)
+int datapath6(struct __sk_buff *skb)
 {
-	return carry(skb, entered(skb), true);
+	return datapath(skb, entered(skb), true);
 }
 
 char LICENSE[] SEC("license") = "GPL";

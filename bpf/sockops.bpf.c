@@ -18,7 +18,7 @@ INLINE struct socket_peer *peer_of(struct bpf_sock_ops *ctx)
 }
 
 /* Other programs' wishes stay. */
-INLINE void hear_of_repeats(struct bpf_sock_ops *ctx, const bool wanted)
+INLINE void set_rto_cb(struct bpf_sock_ops *ctx, const bool wanted)
 {
 	__u32 flags = ctx->bpf_sock_ops_cb_flags;
 
@@ -37,7 +37,7 @@ INLINE void note_accepted(struct bpf_sock_ops *ctx, const struct socket_peer *pe
 
 /* One failure for each connection, however often its SYN is repeated. */
 SEC("sockops")
-int watch(struct bpf_sock_ops *ctx)
+int sockops_cb(struct bpf_sock_ops *ctx)
 {
 	__u32 what = ctx->op;
 	struct socket_peer *peer;
@@ -49,14 +49,14 @@ int watch(struct bpf_sock_ops *ctx)
 	if (!peer)
 		return PROCEED;
 	if (what == BPF_SOCK_OPS_TCP_CONNECT_CB) {
-		hear_of_repeats(ctx, true);
+		set_rto_cb(ctx, true);
 		return PROCEED;
 	}
 	if (what == BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB)
 		note_accepted(ctx, peer);
 	else if (ctx->state == SYN_SENT)
 		note_failure(peer->backend_id, peer->service);
-	hear_of_repeats(ctx, false);
+	set_rto_cb(ctx, false);
 	return PROCEED;
 }
 

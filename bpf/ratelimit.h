@@ -1,13 +1,13 @@
 /* How often a CPU may do something: a bucket that is filled once a second. */
-#ifndef HYBRID_PROXY_BUCKET_H
-#define HYBRID_PROXY_BUCKET_H
+#ifndef HYBRID_PROXY_RATELIMIT_H
+#define HYBRID_PROXY_RATELIMIT_H
 
 #include "verdict.h"
 
 /* Take one of `burst` in a second, but leave `kept` of them; false: there are no more. The upper half of a bucket is
  * when it was filled, the lower one what is left.
  */
-INLINE bool take(__u64 *bucket, const __u32 burst, const __u32 kept)
+INLINE bool ratelimit_allow(__u64 *bucket, const __u32 burst, const __u32 kept)
 {
 	__u32 time = now(), left = (__u32)*bucket;
 

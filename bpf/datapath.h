@@ -1,6 +1,6 @@
 /* What a client sends: to a service, to a backend directly, and what a backend sends back. */
-#ifndef HYBRID_PROXY_CLIENT_H
-#define HYBRID_PROXY_CLIENT_H
+#ifndef HYBRID_PROXY_DATAPATH_H
+#define HYBRID_PROXY_DATAPATH_H
 
 #include "dsr.h"
 
@@ -31,7 +31,7 @@ INLINE bool fits(struct __sk_buff *skb, const struct packet *p, __u32 ifindex, c
 /* Is the pod's interface still there? A pod made anew has another one: until the flow has learned which, its packets
  * are the stack's.
  */
-INLINE bool is_there(const struct flow *f)
+INLINE bool has_pod_link(const struct flow *f)
 {
 	if (has_link(f->ifindex))
 		return true;
@@ -40,10 +40,10 @@ INLINE bool is_there(const struct flow *f)
 }
 
 /* May this packet be handed to the pod of its flow directly? */
-INLINE bool goes_directly(struct __sk_buff *skb, const struct packet *p, const struct flow *f, const enum place place,
+INLINE bool can_hand_over(struct __sk_buff *skb, const struct packet *p, const struct flow *f, const enum place place,
 			  const bool v6)
 {
-	return skips_stack(f, place) && is_there(f) && fits(skb, p, f->ifindex, v6);
+	return skips_stack(f, place) && has_pod_link(f) && fits(skb, p, f->ifindex, v6);
 }
 
 /* Hand the packet of an established flow to a pod of this node directly, or send it on as its flow says. `direct`: it
@@ -55,30 +55,30 @@ INLINE int dispatch(struct __sk_buff *skb, struct scratch *space, const enum pla
 	const struct flow *flow = &space->flow;
 	const __u32 answer_to_node = FLOW_NODE | FLOW_REPLY;
 
-	direct = direct || goes_directly(skb, p, flow, place, v6);
+	direct = direct || can_hand_over(skb, p, flow, place, v6);
 	account(skb, flow->backend, flow->flags & FLOW_REPLY, 0);
-	TRACE(skb, flow->flags & FLOW_REPLY ? COUNT_REPLY : COUNT_DNAT, place);
+	TRACE_EVENT(skb, flow->flags & FLOW_REPLY ? COUNT_REPLY : COUNT_DNAT, place);
 	if (flow->flags & FLOW_MASQUERADE && !direct && (flow->flags & answer_to_node) != answer_to_node) {
 		count(flow->flags & FLOW_REPLY ? COUNT_REPLY : COUNT_DNAT);
-		return STEP_SEND_ON;
+		return STEP_FORWARD;
 	}
 	rewrite(skb, p, &space->result, v6);
 	if (flow->flags & FLOW_HAIRPIN) {
-		swap_frame(skb);
+		swap_macs(skb);
 		return bpf_redirect(skb->ifindex, 0);
 	}
 	if ((flow->flags & answer_to_node) == answer_to_node) {
 		count(COUNT_REPLY);
-		if (skb->ifindex == flow->ifindex || !is_there(flow))
+		if (skb->ifindex == flow->ifindex || !has_pod_link(flow))
 			return pass();
-		rewrite_frame(skb, flow->mac); /* or the stack takes it for another machine's */
+		set_macs(skb, flow->mac); /* or the stack takes it for another machine's */
 		return bpf_redirect(flow->ifindex, BPF_F_INGRESS);
 	}
 	if (!direct) {
 		count(flow->flags & FLOW_REPLY ? COUNT_REPLY : COUNT_DNAT);
 		return pass();
 	}
-	rewrite_frame(skb, flow->mac);
+	set_macs(skb, flow->mac);
 	count(COUNT_FAST);
 	return bpf_redirect_peer(flow->ifindex, 0);
 }
@@ -88,10 +88,10 @@ INLINE bool admit(struct __sk_buff *skb, struct scratch *space, const struct fou
 {
 	const struct packet *p = &space->packet;
 
-	if (!lives_here(skb, space, &p->tuple, found->entry, place, v6))
+	if (!comes_from_origin(skb, space, &p->tuple, found->entry, place, v6))
 		return false;
-	if (found->entry->origin != origin_at(skb, place) && can_tell(p, found->entry))
-		settle(skb, p, found, place, v6);
+	if (found->entry->origin != origin_here(skb, place) && proves_origin(p, found->entry))
+		move_origin(skb, p, found, place, v6);
 	return true;
 }
 
@@ -101,10 +101,10 @@ INLINE int follow(struct __sk_buff *skb, struct scratch *space, struct found *fo
 {
 	struct packet *p = &space->packet;
 
-	note_opening(p, found, v6);
+	note_repeated_syn(p, found, v6);
 	if (completes_handshake(p, found)) {
 		establish(&p->tuple, found->entry, found->table, v6);
-		if (found->table == TABLE_OPENING)
+		if (found->table == TABLE_HALF_OPEN)
 			find_flow(found, &p->tuple, v6);
 		if (!found->entry)
 			return drop(COUNT_DROP_FLOW_LOST);
@@ -114,32 +114,32 @@ INLINE int follow(struct __sk_buff *skb, struct scratch *space, struct found *fo
 		return drop(COUNT_DROP_FLOW_LOST);
 	space->service = space->flow.service;
 	space->backend = space->flow.backend;
-	if (space->flow.flags & FLOW_WRAPPED) {
+	if (space->flow.flags & FLOW_DSR) {
 		account(skb, space->flow.backend, false, 0);
-		note_wrapped(p, found->entry, found->table);
-		rewritten(&space->result, &space->flow, p->tuple.protocol);
-		return STEP_WRAP;
+		refresh_dsr(p, found->entry, found->table);
+		translated_tuple(&space->result, &space->flow, p->tuple.protocol);
+		return STEP_ENCAP;
 	}
-	if (touch(p, found->entry, found->table, v6))
-		finish(&p->tuple, &space->flow, found->table, v6);
-	rewritten(&space->result, &space->flow, p->tuple.protocol);
+	if (refresh(p, found->entry, found->table, v6))
+		close_pair(&p->tuple, &space->flow, found->table, v6);
+	translated_tuple(&space->result, &space->flow, p->tuple.protocol);
 	return dispatch(skb, space, place, direct, v6);
 }
 
-#define REPEAT_MOMENTS (500000000u >> MOMENT_BITS) /* half a second */
+#define SYN_REPEAT_TIME (500000000u >> KTIME_SHIFT) /* half a second */
 
 /* May a SYN begin anew with this flow's ports? After a FIN that is the backend's to say, as with conntrack: the other
  * half may still be open. A pair of which both have ended is gone.
  */
 INLINE bool has_ended(const struct flow *f)
 {
-	return f->flags & (FLOW_RESET | FLOW_CLASH);
+	return f->flags & (FLOW_RESET | FLOW_COLLISION);
 }
 
 /* Forget a flow that is about to begin anew. After a clash the other half stays: it shows that the tuple is taken. */
-INLINE void make_way(const struct tuple *key, const struct found *found, const bool v6)
+INLINE void evict(const struct tuple *key, const struct found *found, const bool v6)
 {
-	if (found->entry->flags & FLOW_CLASH)
+	if (found->entry->flags & FLOW_COLLISION)
 		flow_delete(key, found->table, v6);
 	else
 		delete_pair(key, found->entry, found->table, v6);
@@ -150,47 +150,47 @@ INLINE void make_way(const struct tuple *key, const struct found *found, const b
  */
 INLINE bool is_unanswered(const struct flow *f)
 {
-	return !(f->flags & (FLOW_ANSWERED | FLOW_ESTABLISHED)) && moment() - f->mark >= REPEAT_MOMENTS;
+	return !(f->flags & (FLOW_REPLIED | FLOW_ESTABLISHED)) && ktime() - f->started_or_fin >= SYN_REPEAT_TIME;
 }
 
 /* A SYN on a connection that lives goes to its backend, which answers it whatever it is about: with a challenge, a
  * reset or an acceptance (RFC 9293, 3.10.7.4). Is there nobody left to do that? Linux leaves one of two SYNs unanswered
  * that come within half a second (tcp_invalid_ratelimit), so three are needed, with that time between.
  */
-INLINE bool is_deaf(const struct packet *p, struct found *found, const bool v6)
+INLINE bool ignores_syns(const struct packet *p, struct found *found, const bool v6)
 {
 	struct flow *f = found->entry, *reply;
 	__u32 time = now();
 
-	if (f->flags & FLOW_ASKED && time - f->asked_at < settings.hz * 5 / 8)
+	if (f->flags & FLOW_CHALLENGED && time - f->challenged_at < settings.hz * 5 / 8)
 		return false;
-	f->asked_at = time;
-	f->asked += 1;
-	if (f->asked == 1) {
-		reply = other_half(f, p->tuple.protocol, found->table, v6);
+	f->challenged_at = time;
+	f->challenges += 1;
+	if (f->challenges == 1) {
+		reply = peer_flow(f, p->tuple.protocol, found->table, v6);
 		if (reply)
-			reply->flags |= FLOW_ASKED;
-		f->flags |= FLOW_ASKED;
+			reply->flags |= FLOW_CHALLENGED;
+		f->flags |= FLOW_CHALLENGED;
 	}
-	return f->asked > 2;
+	return f->challenges > 2;
 }
 
 /* Does this packet want another backend than its flow has? A new connection from a port that was used before, a SYN
  * that got no answer, which then names the backend to avoid, or a datagram to a backend that is gone. Established TCP
  * stays with its backend.
  */
-INLINE bool wants_renewal(const struct packet *p, struct found *found, __u32 *avoid, const bool v6)
+INLINE bool needs_new_flow(const struct packet *p, struct found *found, __u32 *avoid, const bool v6)
 {
 	struct flow *f = found->entry;
 
 	if (p->tuple.protocol == IPPROTO_TCP) {
-		if (!is_opening_segment(p))
+		if (!is_syn(p))
 			return false;
 		if (has_ended(f))
 			return true;
 	}
 	if (!is_serving(f->backend, f->service, f->daddr, f->dport)) {
-		if (p->tuple.protocol == IPPROTO_TCP && f->flags & FLOW_ESTABLISHED && !is_deaf(p, found, v6))
+		if (p->tuple.protocol == IPPROTO_TCP && f->flags & FLOW_ESTABLISHED && !ignores_syns(p, found, v6))
 			return false;
 		count(COUNT_STALE_BACKEND);
 		return true;
@@ -198,8 +198,8 @@ INLINE bool wants_renewal(const struct packet *p, struct found *found, __u32 *av
 	if (p->tuple.protocol != IPPROTO_TCP || !is_unanswered(f))
 		return false;
 	note_failure(f->backend, f->service);
-	if (f->flags & FLOW_WRAPPED) { /* answers do not come here: it may be one of them that was lost */
-		f->mark = moment();
+	if (f->flags & FLOW_DSR) { /* answers do not come here: it may be one of them that was lost */
+		f->started_or_fin = ktime();
 		return false;
 	}
 	*avoid = f->backend;
@@ -207,21 +207,21 @@ INLINE bool wants_renewal(const struct packet *p, struct found *found, __u32 *av
 }
 
 /* Choose for the packet; the verdict. */
-INLINE int decide(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
+INLINE int choose_for_packet(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
 {
 	const struct tuple *t = &space->packet.tuple;
-	enum client from = place == AT_NODE ? CLIENT_NODE : classify(t->saddr, skb->ifindex, v6);
+	enum client from = place == AT_NODE ? CLIENT_NODE : classify_client(t->saddr, skb->ifindex, v6);
 
 	__builtin_memset(&space->choice, 0, sizeof(space->choice));
 	space->choice.sport = t->sport;
 	space->choice.avoid = space->avoid;
-	choose(&space->choice, from, t->saddr, t->daddr, t->dport, t->protocol, v6, true);
+	choose_backend(&space->choice, from, t->saddr, t->daddr, t->dport, t->protocol, v6, true);
 	space->service = space->choice.service;
 	space->backend = space->choice.backend;
 	return space->choice.verdict;
 }
 
-GLOBAL_VERB(decide)
+GLOBAL_VERB(choose_for_packet)
 
 /* Is the chosen backend this node itself? What is on its way out cannot be brought back to the stack: that takes no
  * packet from an interface with a source of its own.
@@ -230,21 +230,21 @@ INLINE bool is_self(const struct choice *c, const bool v6)
 {
 	__u32 own[4] = {};
 
-	own_address(own, v6);
+	primary_address(own, v6);
 	return c->verdict == VERDICT_DNAT && same_address(c->address, own, v6);
 }
 
 /* Choose for the packet, as well as can be: another backend than one that did not answer, or that cannot be reached. */
-INLINE int decide_well(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
+INLINE int choose_reachable(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
 {
-	int verdict = CALL(decide, skb, place);
+	int verdict = CALL(choose_for_packet, skb, place);
 
 	if (space->avoid && verdict == VERDICT_DNAT && space->choice.backend != space->avoid)
 		count(COUNT_FAILOVER);
 	if (place != AT_NODE || !is_self(&space->choice, v6))
 		return verdict;
 	space->avoid = space->choice.backend;
-	return CALL(decide, skb, place);
+	return CALL(choose_for_packet, skb, place);
 }
 
 /* The destination may be a service's address, or a node port. */
@@ -261,14 +261,14 @@ INLINE int serve(struct __sk_buff *skb, struct scratch *space, __u32 place, cons
 		NOTE(NOTE_FLOW, found.entry->flags, now() - found.entry->seen);
 		if (!admit(skb, space, &found, place, v6))
 			return drop(COUNT_DROP_FOREIGN);
-		if (!wants_renewal(p, &found, &space->avoid, v6))
+		if (!needs_new_flow(p, &found, &space->avoid, v6))
 			return follow(skb, space, &found, place, false, v6);
 		NOTE(NOTE_RENEWAL, 0, 0);
-		make_way(&p->tuple, &found, v6);
-	} else if (p->tuple.protocol == IPPROTO_TCP && !is_opening_segment(p)) {
+		evict(&p->tuple, &found, v6);
+	} else if (p->tuple.protocol == IPPROTO_TCP && !is_syn(p)) {
 		return STEP_NONE; /* somebody else's connection, netfilter's perhaps */
 	}
-	verdict = decide_well(skb, space, place, v6);
+	verdict = choose_reachable(skb, space, place, v6);
 	if (verdict != VERDICT_UNTOUCHED && place != AT_NODE) {
 		const __u32 *target = verdict == VERDICT_DNAT ? space->choice.address : p->tuple.daddr;
 		int checked = check_source_towards(skb, space, target, v6);
@@ -280,13 +280,13 @@ INLINE int serve(struct __sk_buff *skb, struct scratch *space, __u32 place, cons
 		return drop(COUNT_DROP_FRAGMENT); /* as its first */
 	switch (verdict) {
 	case VERDICT_REJECT:
-		return STEP_REFUSE;
+		return STEP_REJECT;
 	case VERDICT_DROP:
 		return drop(space->choice.why);
 	case VERDICT_DNAT:
-		return STEP_OPEN_FLOW;
+		return STEP_CREATE_FLOW;
 	}
-	return is_unallocated(p->tuple.daddr, v6) ? drop(COUNT_DROP_UNALLOCATED) : STEP_NONE;
+	return in_service_cidr(p->tuple.daddr, v6) ? drop(COUNT_DROP_UNALLOCATED) : STEP_NONE;
 }
 
 GLOBAL_VERB(serve)
@@ -302,9 +302,9 @@ INLINE int other_to_service(struct __sk_buff *skb, struct scratch *space, __u32 
 
 		if (checked != STEP_NONE)
 			return checked;
-		return settings.answer_ping && p->kind == PACKET_ECHO ? STEP_ECHO : STEP_REFUSE;
+		return settings.answer_ping && p->kind == PACKET_ECHO ? STEP_ECHO : STEP_REJECT;
 	}
-	return is_unallocated(p->tuple.daddr, v6) ? drop(COUNT_DROP_UNALLOCATED) : STEP_NONE;
+	return in_service_cidr(p->tuple.daddr, v6) ? drop(COUNT_DROP_UNALLOCATED) : STEP_NONE;
 }
 
 /* The destination may be a service's address, or a node port; `otherwise` if it is not. */
@@ -326,7 +326,7 @@ INLINE int to_backend(struct __sk_buff *skb, struct scratch *space, const enum p
 	struct packet *p = &space->packet;
 	struct found found;
 	struct node *self = this_node();
-	bool opens = is_opening_segment(p), tcp = p->tuple.protocol == IPPROTO_TCP;
+	bool opens = is_syn(p), tcp = p->tuple.protocol == IPPROTO_TCP;
 
 	if (tcp && !opens && !(self && READ_ONCE(self->direct_flows)))
 		return pass();
@@ -338,15 +338,15 @@ INLINE int to_backend(struct __sk_buff *skb, struct scratch *space, const enum p
 	if (found.entry && !(opens && has_ended(found.entry))) {
 		if (found.entry->sport != p->tuple.sport)
 			return follow(skb, space, &found, place, false, v6);
-		touch(p, found.entry, found.table, v6);
+		refresh(p, found.entry, found.table, v6);
 		return pass();
 	}
 	if (found.entry)
-		make_way(&p->tuple, &found, v6);
+		evict(&p->tuple, &found, v6);
 	if ((tcp && !opens) || p->fragment.part == LATER_FRAGMENT)
 		return pass();
 	copy_address(space->result.daddr, p->tuple.daddr);
-	return CALL(may_claim, skb, 0) ? STEP_OPEN_DIRECT : pass();
+	return CALL(may_create_direct, skb, 0) ? STEP_CREATE_DIRECT : pass();
 }
 
 /* The source may be a backend that answers. Where the client's address is the node's by now, it is put back here,
@@ -361,7 +361,7 @@ INLINE int from_backend(struct __sk_buff *skb, struct scratch *space, const enum
 	bool direct = false;
 
 	find_flow(&found, &p->tuple, v6);
-	if (!found.entry || !(found.entry->flags & FLOW_REPLY) || found.entry->flags & FLOW_CLASH)
+	if (!found.entry || !(found.entry->flags & FLOW_REPLY) || found.entry->flags & FLOW_COLLISION)
 		return pass();
 	if (!admit(skb, space, &found, place, v6))
 		return drop(COUNT_DROP_FOREIGN);
@@ -370,13 +370,13 @@ INLINE int from_backend(struct __sk_buff *skb, struct scratch *space, const enum
 	if (!(found.entry->flags & FLOW_ESTABLISHED)) {
 		if (!(found.entry->flags & ours))
 			return pass();
-		confirm_way(skb, space, found.entry, p->tuple.protocol, v6);
-		note_answer(p, &found, v6);
+		confirm_route(skb, space, found.entry, p->tuple.protocol, v6);
+		note_reply(p, &found, v6);
 		find_flow(&found, &p->tuple, v6);
 		if (!found.entry)
 			return pass();
 	} else if (!(found.entry->flags & ours)) {
-		direct = goes_directly(skb, p, found.entry, place, v6);
+		direct = can_hand_over(skb, p, found.entry, place, v6);
 		if (!direct)
 			return pass();
 	}
@@ -390,34 +390,34 @@ INLINE bool may_be_frontend(const struct packet *p, const bool v6)
 }
 
 /* An address of the services' ranges at which there is none. */
-INLINE bool is_nobodys(const __u32 *address, const bool v6)
+INLINE bool is_unallocated(const __u32 *address, const bool v6)
 {
-	return is_unallocated(address, v6) && !may_be_service(address, v6);
+	return in_service_cidr(address, v6) && !may_be_service(address, v6);
 }
 
 /* An answer that opens no connection, on a flow that is opening: the tuple is a direct connection's, which was
  * there first. Leave the packet alone; the service flow takes another port when its SYN is repeated.
  */
-INLINE bool is_clash(const struct packet *p, const struct flow *f)
+INLINE bool is_collision(const struct packet *p, const struct flow *f)
 {
-	if (f->flags & FLOW_CLASH)
+	if (f->flags & FLOW_COLLISION)
 		return true;
-	return p->tuple.protocol == IPPROTO_TCP && !(f->flags & FLOW_ANSWERED) && !(p->tcp_flags & TCP_RST) &&
+	return p->tuple.protocol == IPPROTO_TCP && !(f->flags & FLOW_REPLIED) && !(p->tcp_flags & TCP_RST) &&
 	       (p->tcp_flags & (TCP_SYN | TCP_ACK)) != (TCP_SYN | TCP_ACK);
 }
 
-INLINE void mark_clash(const struct packet *p, const struct found *reply, const bool v6)
+INLINE void mark_collision(const struct packet *p, const struct found *reply, const bool v6)
 {
-	struct flow *forward = other_half(reply->entry, p->tuple.protocol, reply->table, v6);
+	struct flow *forward = peer_flow(reply->entry, p->tuple.protocol, reply->table, v6);
 
 	if (forward)
-		forward->flags |= FLOW_CLASH;
-	reply->entry->flags |= FLOW_CLASH;
-	count(COUNT_TUPLE_CLASH);
+		forward->flags |= FLOW_COLLISION;
+	reply->entry->flags |= FLOW_COLLISION;
+	count(COUNT_TUPLE_COLLISION);
 }
 
 /* The source may be a backend whose answer the client expects from the service's address. */
-INLINE int answer(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
+INLINE int translate_reply(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
 {
 	struct packet *p = &space->packet;
 	struct found found;
@@ -426,46 +426,46 @@ INLINE int answer(struct __sk_buff *skb, struct scratch *space, __u32 place, con
 	find_flow(&found, &p->tuple, v6);
 	if (!found.entry || !(found.entry->flags & FLOW_REPLY) || found.entry->flags & (FLOW_HAIRPIN | FLOW_MASQUERADE))
 		return pass();
-	rewritten(&to, found.entry, p->tuple.protocol);
+	translated_tuple(&to, found.entry, p->tuple.protocol);
 	if (same_tuple(&to, &p->tuple, v6))
 		return pass();
 	space->service = found.entry->service;
 	space->backend = found.entry->backend;
 	if (!(found.entry->flags & FLOW_ESTABLISHED)) {
-		if (is_clash(p, found.entry)) {
-			if (!(found.entry->flags & FLOW_CLASH))
-				mark_clash(p, &found, v6);
+		if (is_collision(p, found.entry)) {
+			if (!(found.entry->flags & FLOW_COLLISION))
+				mark_collision(p, &found, v6);
 			return pass();
 		}
-		if (confirm(skb, found.entry, place, p->tuple.protocol))
-			note_answer(p, &found, v6);
+		if (confirm_path(skb, found.entry, place, p->tuple.protocol))
+			note_reply(p, &found, v6);
 		else
-			touch(p, found.entry, found.table, v6);
-	} else if (touch(p, found.entry, found.table, v6)) {
-		finish(&p->tuple, found.entry, found.table, v6);
+			refresh(p, found.entry, found.table, v6);
+	} else if (refresh(p, found.entry, found.table, v6)) {
+		close_pair(&p->tuple, found.entry, found.table, v6);
 	}
 	count(COUNT_REPLY);
 	account(skb, space->backend, true, 0);
-	TRACE(skb, COUNT_REPLY, place == AT_NODE ? HOOK_UPLINK_EGRESS : HOOK_POD_EGRESS);
+	TRACE_EVENT(skb, COUNT_REPLY, place == AT_NODE ? HOOK_UPLINK_EGRESS : HOOK_POD_EGRESS);
 	rewrite(skb, p, &to, v6);
 	return pass();
 }
 
 /* What packet it is; of a fragment, of which datagram. Something else than STEP_NONE when it has to wait. */
-INLINE int look_at(struct __sk_buff *skb, struct scratch *space, const enum holding holding, const bool v6)
+INLINE int classify_packet(struct __sk_buff *skb, struct scratch *space, const enum queueing queueing, const bool v6)
 {
 	struct packet *p = &space->packet;
 
 	__builtin_memset(p, 0, sizeof(*p));
 	space->service = space->backend = 0;
 	parse_packet(skb, p, v6);
-	if (holding == MAY_HOLD && p->l4 && !is_well_formed(skb, p, v6))
+	if (queueing == MAY_QUEUE && p->l4 && !is_well_formed(skb, p, v6))
 		p->kind = PACKET_MALFORMED;
-	return p->kind == PACKET_FRAGMENT ? CALL(join, skb, holding) : STEP_NONE;
+	return p->kind == PACKET_FRAGMENT ? CALL(track_fragment, skb, queueing) : STEP_NONE;
 }
 
 /* A packet that is not what it says: that of a service goes nowhere, any other is the stack's to judge. */
-INLINE int refuse_form(const struct packet *p, const bool v6)
+INLINE int drop_malformed(const struct packet *p, const bool v6)
 {
 	if (may_be_service(p->tuple.daddr, v6) || may_be_backend(p->tuple.saddr, p->tuple.sport, p->tuple.protocol, v6))
 		return drop(COUNT_DROP_MALFORMED);
@@ -473,36 +473,36 @@ INLINE int refuse_form(const struct packet *p, const bool v6)
 }
 
 /* A packet from a pod or from beyond the node, before it is routed. */
-INLINE int from_client(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
+INLINE int ingress(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
 {
 	struct packet *p = &space->packet;
 	int step;
 
 	if (!is_for_this_node(skb)) {
-		count(COUNT_LEFT_FRAME);
+		count(COUNT_FOREIGN_FRAME);
 		return pass();
 	}
-	step = look_at(skb, space, MAY_HOLD, v6);
+	step = classify_packet(skb, space, MAY_QUEUE, v6);
 	if (step != STEP_NONE)
 		return step;
 	if (p->kind == PACKET_MALFORMED)
-		return refuse_form(p, v6);
+		return drop_malformed(p, v6);
 	if (p->kind == PACKET_OTHER)
 		return settings.dsr && place == AT_UPLINK && p->tuple.protocol == (v6 ? IPPROTO_IPV6 : IPPROTO_IPIP)
-			       ? STEP_UNWRAP
+			       ? STEP_DECAP
 			       : pass();
 	if (p->kind == PACKET_ICMP_ERROR)
-		return STEP_TRANSLATE_INWARD;
+		return STEP_ERROR_INGRESS;
 	if (!may_be_frontend(p, v6))
-		return STEP_PASS_BY;
+		return STEP_NOT_SERVICE;
 	NOTE(NOTE_MAY_BE_SERVICE, 0, 0);
-	return to_frontend(skb, space, place, STEP_PASS_BY, v6);
+	return to_frontend(skb, space, place, STEP_NOT_SERVICE, v6);
 }
 
-GLOBAL_VERB(from_client)
+GLOBAL_VERB(ingress)
 
 /* It is to no service: from a backend, to one, or neither. */
-INLINE int pass_by(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
+INLINE int not_service(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
 {
 	const struct packet *p = &space->packet;
 
@@ -512,53 +512,53 @@ INLINE int pass_by(struct __sk_buff *skb, struct scratch *space, __u32 place, co
 		if (verdict != TC_ACT_UNSPEC)
 			return verdict;
 	}
-	if (is_nobodys(p->tuple.daddr, v6))
+	if (is_unallocated(p->tuple.daddr, v6))
 		return drop(COUNT_DROP_UNALLOCATED);
 	if (p->kind == PACKET_TRANSPORT && may_be_backend(p->tuple.daddr, p->tuple.dport, p->tuple.protocol, v6))
 		return to_backend(skb, space, place, v6);
 	return pass();
 }
 
-GLOBAL_VERB(pass_by)
+GLOBAL_VERB(not_service)
 
 /* A packet to a client, behind routing: an answer becomes the service's again. At an uplink it may also be one for a
  * service that nobody has translated, because this node itself sends it past its sockets' hooks.
  */
-INLINE int to_client(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
+INLINE int classify_egress(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
 {
 	struct packet *p = &space->packet;
 	int step;
 
-	step = look_at(skb, space, MUST_PASS, v6);
+	step = classify_packet(skb, space, MUST_PASS, v6);
 	if (step != STEP_NONE)
 		return step;
 	if (p->kind == PACKET_OTHER || p->kind == PACKET_MALFORMED)
-		return STEP_DELIVER;
+		return STEP_EGRESS;
 	if (p->kind == PACKET_ICMP_ERROR)
-		return STEP_TRANSLATE_OUTWARD;
+		return STEP_ERROR_EGRESS;
 	if (place != AT_NODE || skb->ingress_ifindex || !may_be_frontend(p, v6))
-		return STEP_DELIVER;
-	return to_frontend(skb, space, place, STEP_DELIVER, v6);
+		return STEP_EGRESS;
+	return to_frontend(skb, space, place, STEP_EGRESS, v6);
 }
 
-GLOBAL_VERB(to_client)
+GLOBAL_VERB(classify_egress)
 
 /* It is an answer, perhaps. Whatever is still for a range of services was translated by nobody, and does not leave. */
-INLINE int deliver(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
+INLINE int egress(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
 {
 	const struct packet *p = &space->packet;
 
-	if (place == AT_NODE && is_unallocated(p->tuple.daddr, v6))
+	if (place == AT_NODE && in_service_cidr(p->tuple.daddr, v6))
 		return drop(COUNT_DROP_UNALLOCATED);
 	if (p->kind != PACKET_TRANSPORT || !may_be_backend(p->tuple.saddr, p->tuple.sport, p->tuple.protocol, v6))
 		return pass();
-	return answer(skb, space, place, v6);
+	return translate_reply(skb, space, place, v6);
 }
 
-GLOBAL_VERB(deliver)
+GLOBAL_VERB(egress)
 
 /* What was unwrapped is of a flow that is known. */
-INLINE int follow_unwrapped(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
+INLINE int follow_decapped(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
 {
 	struct found found;
 
@@ -566,13 +566,13 @@ INLINE int follow_unwrapped(struct __sk_buff *skb, struct scratch *space, __u32 
 	return found.entry ? follow(skb, space, &found, place, false, v6) : drop(COUNT_DROP_FLOW_LOST);
 }
 
-GLOBAL_VERB(follow_unwrapped)
+GLOBAL_VERB(follow_decapped)
 
 /* The verdict, and why, where somebody listens. */
-INLINE int say(struct __sk_buff *skb, int step, const enum place place, const bool v6)
+INLINE int to_tc_action(struct __sk_buff *skb, int step, const enum place place, const bool v6)
 {
 	if (step >= DROPPED) {
-		TELL(skb, step & ~DROPPED, place);
+		EMIT_EVENT(skb, step & ~DROPPED, place);
 		return TC_ACT_SHOT;
 	}
 	return step == STEP_NONE ? pass() : step;
@@ -584,49 +584,49 @@ INLINE int finish_steps(struct __sk_buff *skb, int step, const enum place place,
 	if (step == STEP_SERVE) {
 		step = CALL(serve, skb, place);
 		if (step == STEP_NONE)
-			step = place == AT_NODE ? STEP_DELIVER : STEP_PASS_BY;
+			step = place == AT_NODE ? STEP_EGRESS : STEP_NOT_SERVICE;
 	}
-	if (step == STEP_PASS_BY)
-		step = CALL(pass_by, skb, place);
-	else if (step == STEP_DELIVER)
-		step = CALL(deliver, skb, place);
-	else if (step == STEP_TRANSLATE_INWARD)
-		step = CALL(translate_inward, skb, place);
-	else if (step == STEP_TRANSLATE_OUTWARD)
-		step = CALL(translate_outward, skb, 0);
-	else if (step == STEP_UNWRAP)
-		step = CALL(unwrap, skb, 0);
-	if (step == STEP_OPEN_FLOW)
-		step = CALL(open_flow, skb, place);
-	else if (step == STEP_OPEN_DIRECT)
-		step = CALL(open_direct, skb, 0);
+	if (step == STEP_NOT_SERVICE)
+		step = CALL(not_service, skb, place);
+	else if (step == STEP_EGRESS)
+		step = CALL(egress, skb, place);
+	else if (step == STEP_ERROR_INGRESS)
+		step = CALL(translate_error_ingress, skb, place);
+	else if (step == STEP_ERROR_EGRESS)
+		step = CALL(translate_error_egress, skb, 0);
+	else if (step == STEP_DECAP)
+		step = CALL(decap, skb, 0);
+	if (step == STEP_CREATE_FLOW)
+		step = CALL(prepare_flow, skb, place);
+	else if (step == STEP_CREATE_DIRECT)
+		step = CALL(prepare_direct, skb, 0);
 	else if (step == STEP_FOLLOW)
-		step = CALL(follow_unwrapped, skb, place);
-	if (step == STEP_OPEN_WRAPPED)
-		step = CALL(open_wrapped, skb, 0);
-	if (step == STEP_CLAIM)
-		step = CALL(claim, skb, 0);
-	if (step == STEP_REMEMBER)
-		step = CALL(remember_flow, skb, place);
-	if (step == STEP_SEND_ON) {
-		step = CALL(send_on, skb, 0);
-	} else if (step == STEP_WRAP) {
-		step = CALL(wrap, skb, 0);
+		step = CALL(follow_decapped, skb, place);
+	if (step == STEP_CREATE_DSR)
+		step = CALL(create_dsr_flow, skb, 0);
+	if (step == STEP_RESERVE)
+		step = CALL(reserve_tuple, skb, 0);
+	if (step == STEP_STORE)
+		step = CALL(store_flow, skb, place);
+	if (step == STEP_FORWARD) {
+		step = CALL(forward, skb, 0);
+	} else if (step == STEP_ENCAP) {
+		step = CALL(encap, skb, 0);
 	} else if (step == STEP_ECHO) {
-		step = CALL(answer_echo, skb, 0);
-	} else if (step == STEP_REFUSE) {
-		step = CALL(refuse, skb, 0);
+		step = CALL(send_echo_reply, skb, 0);
+	} else if (step == STEP_REJECT) {
+		step = CALL(send_reject, skb, 0);
 		if (step < DROPPED)
-			TELL(skb, COUNT_REJECT, place);
+			EMIT_EVENT(skb, COUNT_REJECT, place);
 	}
-	return say(skb, step, place, v6);
+	return to_tc_action(skb, step, place, v6);
 }
 
 /* All that is left to do with a packet that one of the hooks handed over. */
-INLINE int carry(struct __sk_buff *skb, const enum hook hook, const bool v6)
+INLINE int datapath(struct __sk_buff *skb, const enum hook hook, const bool v6)
 {
 	enum place place = hook == HOOK_POD_EGRESS ? AT_POD : (enum place)hook;
-	int step = is_inward(hook) ? CALL(from_client, skb, place) : CALL(to_client, skb, place);
+	int step = is_ingress(hook) ? CALL(ingress, skb, place) : CALL(classify_egress, skb, place);
 
 	return finish_steps(skb, step, place, v6);
 }

@@ -1,12 +1,12 @@
 /* Events of packets: dropped, refused, traced. */
-#ifndef HYBRID_PROXY_TELL_H
-#define HYBRID_PROXY_TELL_H
+#ifndef HYBRID_PROXY_PACKET_EVENTS_H
+#define HYBRID_PROXY_PACKET_EVENTS_H
 
 #include "events.h"
 #include "scratch.h"
 
-#define TOLD_HOOK 8 /* bits before it: the reason */
-#define TOLD_TRACED (1 << 16)
+#define EVENT_HOOK_SHIFT 8 /* bits before it: the reason */
+#define EVENT_TRACED (1 << 16)
 
 /* A packet of an established flow: traced when there is room. */
 INLINE bool is_routine(__u32 reason)
@@ -14,22 +14,22 @@ INLINE bool is_routine(__u32 reason)
 	return reason == COUNT_DNAT || reason == COUNT_REPLY || reason == COUNT_FAST;
 }
 
-/* `detail` is reason | hook << TOLD_HOOK | TOLD_TRACED. */
-INLINE int tell(struct __sk_buff *skb, struct scratch *space, __u32 detail, const bool v6)
+/* `detail` is reason | hook << EVENT_HOOK_SHIFT | EVENT_TRACED. */
+INLINE int emit_event(struct __sk_buff *skb, struct scratch *space, __u32 detail, const bool v6)
 {
 	const struct tuple *t = &space->packet.tuple;
-	__u32 reason = detail & ((1 << TOLD_HOOK) - 1), hook = detail >> TOLD_HOOK & 0xff;
+	__u32 reason = detail & ((1 << EVENT_HOOK_SHIFT) - 1), hook = detail >> EVENT_HOOK_SHIFT & 0xff;
 	struct node *self = this_node();
 	struct event *e;
 
-	if (detail & TOLD_TRACED) {
+	if (detail & EVENT_TRACED) {
 		const __u32 *end = is_routine(reason) ? space->result.daddr : t->daddr;
 
 		if (!self ||
 		    !(is_traced(self, space->service, t->saddr, t->daddr) || is_traced(self, space->service, end, end)))
 			return 0;
 	}
-	if (!(is_routine(reason) ? may_tell(true) : may_tell(false)))
+	if (!(is_routine(reason) ? event_allowed(true) : event_allowed(false)))
 		return 0;
 	e = bpf_ringbuf_reserve(&events, sizeof(*e), 0);
 	if (!e)
@@ -39,23 +39,23 @@ INLINE int tell(struct __sk_buff *skb, struct scratch *space, __u32 detail, cons
 	e->backend = space->backend;
 	e->ifindex = skb->ifindex;
 	e->tcp_flags = space->packet.tcp_flags;
-	e->traced = !!(detail & TOLD_TRACED);
+	e->traced = !!(detail & EVENT_TRACED);
 	bpf_ringbuf_submit(e, 0);
 	return 0;
 }
 
-GLOBAL_VERB(tell)
+GLOBAL_VERB(emit_event)
 
-#define TELL(skb, reason, place)                                                                                       \
+#define EMIT_EVENT(skb, reason, place)                                                                                 \
 	do {                                                                                                           \
 		if (settings.event_burst)                                                                              \
-			CALL(tell, skb, (reason) | (place) << TOLD_HOOK);                                              \
+			CALL(emit_event, skb, (reason) | (place) << EVENT_HOOK_SHIFT);                                 \
 	} while (0)
 
-#define TRACE(skb, reason, place)                                                                                      \
+#define TRACE_EVENT(skb, reason, place)                                                                                \
 	do {                                                                                                           \
-		if (settings.event_burst && tracing())                                                                 \
-			CALL(tell, skb, (reason) | (place) << TOLD_HOOK | TOLD_TRACED);                                \
+		if (settings.event_burst && is_tracing())                                                              \
+			CALL(emit_event, skb, (reason) | (place) << EVENT_HOOK_SHIFT | EVENT_TRACED);                  \
 	} while (0)
 
 #endif

@@ -4,10 +4,10 @@
  * nothing from outside that claims to be from here. The kernel's tables say where it goes, the kernel resolves the
  * neighbour; what the stack would have said to the sender (too big, expired) is said here.
  */
-#ifndef HYBRID_PROXY_HOP_H
-#define HYBRID_PROXY_HOP_H
+#ifndef HYBRID_PROXY_FORWARD_H
+#define HYBRID_PROXY_FORWARD_H
 
-#include "reply.h"
+#include "reject.h"
 #include "source.h"
 
 #define SMALLEST_MTU 1280
@@ -37,14 +37,14 @@ INLINE __u32 packet_length(struct __sk_buff *skb, const struct packet *p, const 
 }
 
 /* The next hop of a packet that was in the stack's hands and grows by `more` bytes. */
-INLINE long find_hop(struct __sk_buff *skb, struct bpf_fib_lookup *hop, const struct packet *p, const struct tuple *to,
-		     __u32 more, const bool v6)
+INLINE long fib_lookup_skb(struct __sk_buff *skb, struct bpf_fib_lookup *hop, const struct packet *p,
+			   const struct tuple *to, __u32 more, const bool v6)
 {
-	return look_up_hop(skb, skb->ifindex, packet_length(skb, p, v6) + more, hop, to, v6);
+	return fib_lookup(skb, skb->ifindex, packet_length(skb, p, v6) + more, hop, to, v6);
 }
 
 /* One hop less to live, as every router does; before `rewrite`, which writes IPv4's with the addresses. */
-INLINE void spend_hop(struct __sk_buff *skb, struct packet *p, const bool v6)
+INLINE void dec_ttl(struct __sk_buff *skb, struct packet *p, const bool v6)
 {
 	const __u32 offset =
 		v6 ? L3_OFFSET + offsetof(struct ipv6hdr, hop_limit) : L3_OFFSET + offsetof(struct iphdr, ttl);
@@ -61,7 +61,7 @@ INLINE void spend_hop(struct __sk_buff *skb, struct packet *p, const bool v6)
 }
 
 /* Out of the interface that the lookup named; the kernel writes the frame's addresses, and asks for them if need be. */
-INLINE int leave_by(const struct bpf_fib_lookup *hop)
+INLINE int redirect_neigh(const struct bpf_fib_lookup *hop)
 {
 	struct bpf_redir_neigh next = {.nh_family = hop->family};
 
@@ -73,69 +73,70 @@ INLINE int leave_by(const struct bpf_fib_lookup *hop)
 }
 
 /* The same to a neighbour whose address the lookup told, without asking the kernel for it again. */
-INLINE int rewrite_and_leave(struct __sk_buff *skb, const struct packet *p, const struct tuple *to,
-			     const struct bpf_fib_lookup *hop, const bool v6)
+INLINE int rewrite_and_redirect(struct __sk_buff *skb, const struct packet *p, const struct tuple *to,
+				const struct bpf_fib_lookup *hop, const bool v6)
 {
 	__u16 mac[6];
 
 	__builtin_memcpy(mac, hop->dmac, 6);
 	__builtin_memcpy(mac + 3, hop->smac, 6);
-	if (v6 || !rewrite_with_frame(skb, p, to, mac)) {
+	if (v6 || !rewrite_with_macs(skb, p, to, mac)) {
 		rewrite(skb, p, to, v6);
-		rewrite_frame(skb, (const __u8 *)mac);
+		set_macs(skb, (const __u8 *)mac);
 	}
 	return bpf_redirect(hop->ifindex, 0);
 }
 
 /* Rewrite the packet to `space->result` and send it on. Linux before 5.12 does not tell the size that would fit. */
-INLINE int send_on(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+INLINE int forward(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
 {
 	struct bpf_fib_lookup *hop = &space->hop;
 	struct packet *p = &space->packet;
-	long result = find_hop(skb, hop, p, &space->result, 0, v6);
+	long result = fib_lookup_skb(skb, hop, p, &space->result, 0, v6);
 
 	NOTE(NOTE_HOP, hop->ifindex, result);
 	if (result == BPF_FIB_LKUP_RET_FRAG_NEEDED)
-		return CALL(complain, skb, hop->tot_len < packet_length(skb, p, v6) ? hop->tot_len : SMALLEST_MTU);
-	if (!ends_here(result)) {
+		return CALL(send_icmp_error, skb,
+			    hop->tot_len < packet_length(skb, p, v6) ? hop->tot_len : SMALLEST_MTU);
+	if (!is_local_delivery(result)) {
 		if (result != BPF_FIB_LKUP_RET_SUCCESS && result != BPF_FIB_LKUP_RET_NO_NEIGH)
 			return drop(COUNT_DROP_NO_ROUTE);
 		if (p->ttl <= 1)
-			return CALL(complain, skb, EXPIRED);
-		spend_hop(skb, p, v6);
+			return CALL(send_icmp_error, skb, TTL_EXPIRED);
+		dec_ttl(skb, p, v6);
 	}
-	if (result == BPF_FIB_LKUP_RET_SUCCESS && !is_neighbours_turn(hop, v6))
-		return rewrite_and_leave(skb, p, &space->result, hop, v6);
+	if (result == BPF_FIB_LKUP_RET_SUCCESS && !neighbour_needs_refresh(hop, v6))
+		return rewrite_and_redirect(skb, p, &space->result, hop, v6);
 	rewrite(skb, p, &space->result, v6);
-	return ends_here(result) ? pass() : leave_by(hop);
+	return is_local_delivery(result) ? pass() : redirect_neigh(hop);
 }
 
-GLOBAL_VERB(send_on)
+GLOBAL_VERB(forward)
 
 /* To a client, behind routing: what a backend, or a router on the way to it, has to say. */
-INLINE int translate_outward(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+INLINE int translate_error_egress(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
 {
-	struct quotation *q = &space->quotation;
+	struct inner_packet *q = &space->inner;
 
-	if (read_quotation(skb, space, AT_NODE, v6) != STEP_NONE || !(q->flags & FLOW_REPLY) ||
+	if (read_inner(skb, space, AT_NODE, v6) != STEP_NONE || !(q->flags & FLOW_REPLY) ||
 	    q->flags & (FLOW_HAIRPIN | FLOW_MASQUERADE))
 		return pass();
-	translate(skb, &space->packet, q, &space->result, v6);
+	translate_icmp_error(skb, &space->packet, q, &space->result, v6);
 	return pass();
 }
 
-GLOBAL_VERB(translate_outward)
+GLOBAL_VERB(translate_error_egress)
 
 /* Before routing: an ICMP error to a service's address, about its answers, or to this node, about a packet whose source
  * it gave. The latter, and what concerns such flows, goes on by our own lookup, as their packets do.
  */
-INLINE int translate_inward(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
+INLINE int translate_error_ingress(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
 {
-	struct quotation *q = &space->quotation;
+	struct inner_packet *q = &space->inner;
 	int checked;
 	long result;
 
-	checked = read_quotation(skb, space, place, v6);
+	checked = read_inner(skb, space, place, v6);
 	if (checked != STEP_NONE)
 		return checked;
 	if (q->flags & FLOW_REPLY && !(q->flags & (FLOW_HAIRPIN | FLOW_MASQUERADE)))
@@ -143,19 +144,19 @@ INLINE int translate_inward(struct __sk_buff *skb, struct scratch *space, __u32 
 	checked = check_source_towards(skb, space, space->packet.tuple.daddr, v6);
 	if (checked != STEP_NONE)
 		return checked;
-	translate(skb, &space->packet, q, &space->result, v6);
+	translate_icmp_error(skb, &space->packet, q, &space->result, v6);
 	if (q->flags & FLOW_HAIRPIN) {
-		swap_frame(skb);
+		swap_macs(skb);
 		return bpf_redirect(skb->ifindex, 0);
 	}
 	if (!(q->flags & FLOW_MASQUERADE) || q->flags & FLOW_NODE)
 		return pass();
-	result = find_hop(skb, &space->hop, &space->packet, &space->result, 0, v6);
+	result = fib_lookup_skb(skb, &space->hop, &space->packet, &space->result, 0, v6);
 	if (result != BPF_FIB_LKUP_RET_SUCCESS && result != BPF_FIB_LKUP_RET_NO_NEIGH)
 		return pass();
-	return leave_by(&space->hop);
+	return redirect_neigh(&space->hop);
 }
 
-GLOBAL_VERB(translate_inward)
+GLOBAL_VERB(translate_error_ingress)
 
 #endif

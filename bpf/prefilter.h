@@ -1,17 +1,17 @@
 /* Where packets come in: what is no service's leaves at once, and the rest is handed over to the program that carries
  * it, which a file that includes this defines.
  */
-#ifndef HYBRID_PROXY_ENTER_H
-#define HYBRID_PROXY_ENTER_H
+#ifndef HYBRID_PROXY_PREFILTER_H
+#define HYBRID_PROXY_PREFILTER_H
 
 #include "service.h"
 
 #define VLAN_NUMBER 0x0fff /* of a tag */
 
-INLINE int hand_over(struct __sk_buff *skb, const enum hook hook, const bool v6);
+INLINE int call_datapath(struct __sk_buff *skb, const enum hook hook, const bool v6);
 
 /* Addresses and ports of a packet whose headers are the common ones; false: look at it more closely. */
-INLINE bool glance(struct __sk_buff *skb, struct tuple *t, const bool v6)
+INLINE bool parse_fast(struct __sk_buff *skb, struct tuple *t, const bool v6)
 {
 	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
 	struct ipv6hdr *ip6 = data + L3_OFFSET;
@@ -37,17 +37,17 @@ INLINE bool glance(struct __sk_buff *skb, struct tuple *t, const bool v6)
 }
 
 /* Most packets are no service's. These leave here, after a few bits; what is asked is what the verbs ask again. */
-INLINE bool is_no_services(struct __sk_buff *skb, const enum hook hook, const bool v6)
+INLINE bool is_irrelevant(struct __sk_buff *skb, const enum hook hook, const bool v6)
 {
 	struct tuple t = {};
 
-	if (!glance(skb, &t, v6) || may_be_backend(t.saddr, t.sport, t.protocol, v6))
+	if (!parse_fast(skb, &t, v6) || may_be_backend(t.saddr, t.sport, t.protocol, v6))
 		return false;
 	if (hook == HOOK_POD_EGRESS)
 		return true;
 	if (may_be_service(t.daddr, v6) || may_be_node_port(t.dport, t.protocol))
 		return false;
-	return !(is_inward(hook) && may_be_backend(t.daddr, t.dport, t.protocol, v6)) && !is_unallocated(t.daddr, v6);
+	return !(is_ingress(hook) && may_be_backend(t.daddr, t.dport, t.protocol, v6)) && !in_service_cidr(t.daddr, v6);
 }
 
 /* A VLAN's packets are its own device's, whose programs see them without the tag. Number 0 only gives a priority. */
@@ -56,19 +56,19 @@ INLINE bool is_tagged(struct __sk_buff *skb)
 	return skb->vlan_present && skb->vlan_tci & VLAN_NUMBER;
 }
 
-INLINE int enter_by(struct __sk_buff *skb, const enum hook hook, const bool v6)
+INLINE int enter_family(struct __sk_buff *skb, const enum hook hook, const bool v6)
 {
-	return is_no_services(skb, hook, v6) ? pass() : hand_over(skb, hook, v6);
+	return is_irrelevant(skb, hook, v6) ? pass() : call_datapath(skb, hook, v6);
 }
 
 /* A packet at one of the hooks of an interface. */
-INLINE int enter(struct __sk_buff *skb, const enum hook hook)
+INLINE int prefilter(struct __sk_buff *skb, const enum hook hook)
 {
 	if (is_tagged(skb))
 		return pass();
 	if (skb->protocol == bpf_htons(ETH_P_IP))
-		return enter_by(skb, hook, false);
-	return skb->protocol == bpf_htons(ETH_P_IPV6) ? enter_by(skb, hook, true) : pass();
+		return enter_family(skb, hook, false);
+	return skb->protocol == bpf_htons(ETH_P_IPV6) ? enter_family(skb, hook, true) : pass();
 }
 
 #endif
