@@ -14,14 +14,14 @@ def test_what_sockets_remember_is_one_map_of_all_their_programs(bench: Bench) ->
     programs = Loader(bench.maps, SMALL, HZ).generation()
     try:
         assert programs.connect is not None
-        assert programs.watch is not None
-        maps = [loaded.map("sockets") for loaded in (programs.connect, programs.watch)]
+        assert programs.sockops is not None
+        maps = [loaded.map("sockets") for loaded in (programs.connect, programs.sockops)]
         assert number(maps[0]) == number(maps[1])
         for known in maps:
             known.close()
-        for name in programs.watch.map_names:
+        for name in programs.sockops.map_names:
             if name in bench.maps.maps:
-                shared = programs.watch.map(name)
+                shared = programs.sockops.map(name)
                 assert number(shared) == number(bench.maps.maps[name]), name
                 shared.close()
     finally:

@@ -461,7 +461,7 @@ def test_flows_of_which_something_else_is_known_are_left(world: World) -> None:
     there = world.open()
     assert not world.left(world.request())
     names = layout.abi_constants()
-    fine = ("MASQUERADE", "REPLY", "ANSWERED", "ESTABLISHED", "FIN", "FIN_ACKED")
+    fine = ("MASQUERADE", "REPLY", "REPLIED", "ESTABLISHED", "FIN", "FIN_ACKED")
     known = world.bench.maps.maps[f"flows{world.net.family}"]
     for bit in range(16):
         if 1 << bit not in {names[f"FLOW_{name}"] for name in fine}:

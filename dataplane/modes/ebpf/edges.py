@@ -69,7 +69,7 @@ class Sources:
                 if of == family
                 for cidr in cidrs
             }
-            keys, _ = known.items(layout.dtype_of(f"source{family}_key"), np.dtype(np.uint32))
+            keys, _ = known.items(layout.dtype_of(f"source_range{family}_key"), np.dtype(np.uint32))
             size = keys.dtype.itemsize
             raw = keys.tobytes()
             for start in range(0, len(raw), size):
@@ -81,7 +81,7 @@ class Sources:
         network = ipaddress.ip_network(cidr, strict=False)
         words = layout.address_words([str(network.network_address)])[0]
         return layout.pack(
-            f"source{family}_key", bits=32 + network.prefixlen, service=service,
+            f"source_range{family}_key", bits=32 + network.prefixlen, service=service,
             address=words if family == 6 else words[0],
         )  # fmt: skip
 

@@ -94,7 +94,7 @@ def test_a_map_of_another_kind_stays_and_new_ones_are_made_beside_it(
 def test_a_map_whose_rows_are_laid_out_otherwise_is_not_adopted(options: Options, tmp_path: Path) -> None:
     """Same name, type and sizes: only the types of its rows tell."""
     former = serve(options)
-    renamed = ("abi.h", "\t__u32 reserved;\n\t__u32 failures;", "\t__u32 spare;\n\t__u32 failures;")
+    renamed = ("abi.h", "\t__u32 kind;\n\t__u32 failures;", "\t__u32 spare;\n\t__u32 failures;")
     with closing(Object(other_objects(tmp_path, renamed) / "connect.bpf.o")) as other:
         for program in other.program_names:
             other.leave_out(program)
@@ -140,7 +140,7 @@ MOVES = {
         "\t__u32 client[4];\n\t__u32 service;\n};",
         "\t__u32 client[4];\n\t__u32 service, more;\n};",
     ),
-    "a-field-with-another-name": ("abi.h", "\t__u32 reserved;\n\t__u32 failures;", "\t__u32 spare;\n\t__u32 failures;"),
+    "a-field-with-another-name": ("abi.h", "\t__u32 kind;\n\t__u32 failures;", "\t__u32 spare;\n\t__u32 failures;"),
     "another-map-type": ("maps.h", "LRU_MAP(affinity", "HASH_MAP(affinity"),
     "a-flag-with-another-number": ("abi.h", "FLOW_HAIRPIN = 1 << 1", "FLOW_HAIRPIN = 1 << 14"),
     "another-meaning": ("abi.h", "ABI_VERSION = ", "ABI_VERSION = 1"),

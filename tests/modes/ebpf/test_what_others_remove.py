@@ -16,7 +16,7 @@ from pyroute2 import IPRoute
 from dataplane.kernel.bpf import Map, Object, check, library, pinned_link, update_link
 from dataplane.kernel.clsact import EGRESS, HANDLE, INGRESS, PRIORITY
 from dataplane.mode import Options
-from dataplane.modes.ebpf.attach import SOCKET_HOOKS, TCX_EGRESS, TCX_INGRESS, WATCH_HOOKS
+from dataplane.modes.ebpf.attach import SOCKET_HOOKS, TCX_EGRESS, TCX_INGRESS, SOCKOPS_HOOKS
 from dataplane.modes.ebpf.layout import OBJECTS
 from dataplane.modes.ebpf.programmer import Ebpf, clean
 from dataplane.table import ServiceTable
@@ -54,7 +54,7 @@ class Place:
         hooks += [(TCX_EGRESS, index) for index in self.agent.uplinks.attached]
         cgroup = os.open(self.lab.cgroup, os.O_RDONLY)
         try:
-            hooks += [(kind, cgroup) for kind in (SOCKET_HOOKS | WATCH_HOOKS).values()]
+            hooks += [(kind, cgroup) for kind in (SOCKET_HOOKS | SOCKOPS_HOOKS).values()]
             return [programs_at(target, kind) for kind, target in hooks]
         finally:
             os.close(cgroup)
@@ -106,9 +106,9 @@ def everything(place: Place) -> None:
     shutil.rmtree(place.root)
 
 
-def forget_carriers(place: Place) -> None:
-    with closing(Map.pinned(place.folder / "datapaths")) as carriers:
-        assert carriers.delete(bytes(4))
+def forget_datapaths(place: Place) -> None:
+    with closing(Map.pinned(place.folder / "datapaths")) as datapaths:
+        assert datapaths.delete(bytes(4))
 
 
 # What somebody does -> how many things that concerns, None: all of them.
@@ -122,7 +122,7 @@ ACCIDENTS: dict[str, tuple[Callable[[Place], object], int | None]] = {
         lambda place: [(detach(path), path.unlink()) for path in [place.link("link_uplink_ingress")]], 1
     ),
     "a-maps-pin-removed": (lambda place: (place.folder / "flows4").unlink(), 1),
-    "a-carrier-removed": (forget_carriers, 1),
+    "a-datapath-removed": (forget_datapaths, 1),
     "two-pins-exchanged": (exchange, 2),
     "the-folder-removed": (lambda place: shutil.rmtree(place.root), None),
     "everything": (everything, None),
