@@ -103,8 +103,9 @@ struct backend {
 	__u32 address[4];
 	__u16 port;
 	__u16 flags;
-	__u32 service;	/* ids belong to one service, so that a stale id proves itself wrong */
-	__u32 kind;	/* family (4 or 6) | protocol << 8; 0: nobody's row */
+	__u32 service; /* ids belong to one service, so that a stale id proves itself wrong */
+	/* family (4 or 6) | protocol << 8; 0: nobody's row */
+	__u32 kind;
 	__u32 failures; /* connections one after the other that it did not answer, or refused */
 };
 

@@ -16,7 +16,7 @@ from pyroute2 import IPRoute
 from dataplane.kernel.bpf import Map, Object, check, library, pinned_link, update_link
 from dataplane.kernel.clsact import EGRESS, HANDLE, INGRESS, PRIORITY
 from dataplane.mode import Options
-from dataplane.modes.ebpf.attach import SOCKET_HOOKS, TCX_EGRESS, TCX_INGRESS, SOCKOPS_HOOKS
+from dataplane.modes.ebpf.attach import SOCKET_HOOKS, SOCKOPS_HOOKS, TCX_EGRESS, TCX_INGRESS
 from dataplane.modes.ebpf.layout import OBJECTS
 from dataplane.modes.ebpf.programmer import Ebpf, clean
 from dataplane.table import ServiceTable
