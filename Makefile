@@ -27,7 +27,7 @@ else
 Q := @
 endif
 
-.PHONY: help demo test test-long test-kernels check bench compare compare-vm setup vm bpf docs format clean
+.PHONY: help demo test test-quick test-long test-kernels check bench compare compare-vm setup vm bpf docs format clean
 .DEFAULT_GOAL := help
 
 help: ## print this list
@@ -37,12 +37,14 @@ demo: setup ## show the main job on this machine, in namespaces of its own (root
 	$(Q)$(VENV)/bin/hybrid-proxy lab demo
 
 # Most tests wait rather than compute: there are more workers than processors. Without IPVS in this kernel, its tests
-# run in a virtual machine, beside the others. Hundreds of processes begin from bytecode, the guest's too. A failed test
-# gets a second try, and is named: tests/steadiness.py.
-test test-long: export PYTHONDONTWRITEBYTECODE =
-test: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests, under twenty minutes (root: they make namespaces of their own); WORKERS=5
+# run in a virtual machine, beside the others. Hundreds of processes begin from bytecode, the guest's too.
+test test-quick test-long: export PYTHONDONTWRITEBYTECODE =
+test: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests, a quarter of an hour (root: they make namespaces of their own); WORKERS=5
 	$(Q)$(PYTHON) -m compileall -q controller dataplane workshop
-	$(Q)$(PYTHON) -m pytest -n $(WORKERS) -m "not long" --durations=20 --costs=20 --reruns 1 --reruns-delay 1 $(ARGS)
+	$(Q)$(PYTHON) -m pytest -n $(WORKERS) -m "not long" --durations=20 --costs=20 $(ARGS)
+
+test-quick: setup ## run the tests that touch nothing outside their own process, within a minute (no root)
+	$(Q)$(PYTHON) -m pytest -n 2 --quick --kernel none $(ARGS)
 
 test-long: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests that only take long, before a release
 	$(Q)$(PYTHON) -m compileall -q controller dataplane workshop

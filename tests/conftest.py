@@ -6,7 +6,7 @@ from hypothesis import settings
 settings.register_profile("beside-others", deadline=None)  # other tests use the processors, too
 settings.load_profile("beside-others")
 
-pytest_plugins = ["vm.plugin", "skips", "steadiness", "workers"]
+pytest_plugins = ["vm.plugin", "quick", "skips", "workers"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 
-from workshop.lab.namespace import PATIENCE
+from workshop.lab.namespace import DEADLINES
 from workshop.lab.traffic import Tally
 
 __all__ = ["goes_on"]
@@ -19,7 +19,7 @@ def goes_on(tallies: Mapping[str, Tally] | Iterable[Tally], answers: int = 10, s
     """
     waiting = list(tallies.values() if isinstance(tallies, Mapping) else tallies)
     goals = [tally.answered + answers for tally in waiting]
-    deadline = time.monotonic() + seconds * PATIENCE
+    deadline = time.monotonic() + seconds * DEADLINES
     while any(tally.answered < goal for tally, goal in zip(waiting, goals, strict=True)):
         assert time.monotonic() < deadline, [tally.report() for tally in waiting]
         time.sleep(0.01)

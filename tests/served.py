@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.fakes.apiserver import ApiServer, endpoint_slice, node, service
 from workshop.lab.agent import Agent
-from workshop.lab.namespace import PATIENCE
+from workshop.lab.namespace import DEADLINES
 from workshop.lab.network import NODE_NAMES, Lab
 
 ME = NODE_NAMES["node"]
@@ -140,7 +140,7 @@ def fetch(
     **headers: str,
 ) -> Reply:  # fmt: skip
     with lab.inside(place):
-        connection = http.client.HTTPConnection(address, port, timeout=5 * PATIENCE)
+        connection = http.client.HTTPConnection(address, port, timeout=5 * DEADLINES)
         connection.connect()
     connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
     answer = connection.getresponse()
@@ -150,7 +150,7 @@ def fetch(
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = 10.0) -> Any:
-    deadline = time.monotonic() + seconds * PATIENCE
+    deadline = time.monotonic() + seconds * DEADLINES
     while not (found := _tried(condition)):
         assert time.monotonic() < deadline, f"did not happen: {what}"
         time.sleep(0.05)

@@ -71,7 +71,7 @@ class Reader(threading.Thread):
 
     def finish(self) -> dict[str, int]:
         self.stopping.set()
-        self.join(timeout=10)
+        self.join(timeout=60)
         try:
             return self.seen()
         finally:

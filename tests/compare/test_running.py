@@ -57,13 +57,13 @@ def report(folder: Path) -> Report:
     state = folder / "state"
     cells = state / "cells.jsonl"
     begun = subprocess.Popen(command("--state", str(state)), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while not cells.exists() or cells.read_bytes().count(b"\n") < 2:
         assert begun.poll() is None, begun.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.05)
     begun.send_signal(signal.SIGINT)
-    _, told = begun.communicate(timeout=60)
+    _, told = begun.communicate(timeout=240)
     assert begun.returncode == 1
     assert "The same command goes on from there" in told, told
     assert_nothing_left(begun.pid)

@@ -21,7 +21,7 @@ import pytest
 from pyroute2 import NFCTSocket
 
 from workshop.lab.agent import Agent
-from workshop.lab.namespace import PATIENCE
+from workshop.lab.namespace import DEADLINES, PATIENCE
 from workshop.lab.network import NODE_NAMES, SERVICE_CIDRS, Lab, Place
 from workshop.lab.traffic import Reply, Stream, Tally, ask_tcp, ask_udp
 
@@ -278,9 +278,9 @@ def ask_first(client: socket.socket, target: tuple[str, int]) -> Reply:
 def eventually(check: Callable[[], Any], timeout: float, explain: Callable[[], str] | str) -> None:
     """Try until `check` is true and raises nothing of the network's errors; fail with `explain` at the deadline.
 
-    Seconds of a machine that does nothing else: there are always ten, and who is in time never waits for them.
+    `timeout`: seconds on an idle machine, 10 at least; the deadline is several times as long.
     """
-    deadline = time.monotonic() + max(timeout, 10) * PATIENCE
+    deadline = time.monotonic() + max(timeout, 10) * DEADLINES
     while True:
         try:
             if check():
@@ -420,7 +420,7 @@ def extra_pod(bench: Bench) -> Iterator[Place]:
         yield place
     finally:
         servers.terminate()
-        servers.wait(timeout=5 * PATIENCE)
+        servers.wait(timeout=5 * DEADLINES)
         if place.name in bench.lab.places:
             bench.lab.remove_pod(place.name)
 

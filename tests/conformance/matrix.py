@@ -39,8 +39,7 @@ class Matrix:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note the outcome of a test, and of a set-up that failed."""
         about = dict(report.user_properties).get(PROPERTY)
-        tried_again = report.outcome == "rerun"  # type: ignore[comparison-overlap]
-        if about is None or tried_again or (report.when != "call" and report.passed):
+        if about is None or (report.when != "call" and report.passed):
             return
         row, words, mode = about
         key = str(row), str(words), str(mode)

@@ -129,7 +129,7 @@ def _finish(client: socket.socket) -> Reply | str:
     failed = client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if failed:
         return _name(failed)
-    client.settimeout(2 * PATIENCE)
+    client.settimeout(20 * PATIENCE)
     try:
         if client.type == socket.SOCK_STREAM:
             return _own(client, ask_tcp(client, close=True))

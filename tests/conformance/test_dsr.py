@@ -68,7 +68,7 @@ def test_a_backend_of_another_node_sees_and_answers_the_client(cluster: Cluster,
         wrapped, unwrapped = counted(bench.agent, "encap"), counted(cluster.other, "decap")
         seen = observe(bench, Probe("client", target, STREAM), own("remote1"))
         assert seen.is_(own("remote1"), "client"), seen
-        with bench.connect("client", target, family, timeout=4.0) as connection:
+        with bench.connect("client", target, family, timeout=30.0) as connection:
             assert ask_tcp(connection, body=bytes(SIZE)).received == SIZE
             assert download(connection, SIZE) == SIZE
         assert counted(bench.agent, "encap") > wrapped

@@ -49,7 +49,7 @@ def sandbox(renewing: Bench) -> Iterator[Callable[[], None]]:
             lab.remove_pod("pod9")
             running = servers.pop()
             running.terminate()
-            running.wait(timeout=5)
+            running.wait(timeout=60)
 
     def renew() -> None:
         stop()

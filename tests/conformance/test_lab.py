@@ -35,13 +35,13 @@ PLACES = ["node", "client", "pod1", "pod2", "remote1"]
 def test_everybody_reaches_every_pod_and_is_seen_as_itself(lab: Lab, place: str, server: str, family: int) -> None:
     address = lab[server].address(family)
     with lab.socket(place, family, socket.SOCK_STREAM) as client:
-        client.settimeout(2)
+        client.settimeout(20)
         client.connect((address, HTTP))
         reply = ask_tcp(client)
         assert (reply.pod, reply.peer, reply.local) == (server, client.getsockname()[:2], (address, HTTP))
         assert reply.peer[0] == lab[place].address(family)
     with lab.socket(place, family, socket.SOCK_DGRAM) as client:
-        client.settimeout(2)
+        client.settimeout(20)
         reply, source = ask_udp(client, (address, UDP))
         assert (reply.pod, reply.peer[0], source) == (server, lab[place].address(family), (address, UDP))
 
@@ -121,10 +121,10 @@ def test_two_labs_stand_side_by_side() -> None:
     with Lab(f"c{os.getpid()}xa", 1) as one, Lab(f"c{os.getpid()}xb", 1) as other:
         one.serve("pod1")
         with one.socket("node") as client:
-            client.settimeout(2)
+            client.settimeout(20)
             client.connect((one["pod1"].address4, HTTP))
         with other.socket("node") as client:
-            client.settimeout(2)
+            client.settimeout(20)
             with pytest.raises(ConnectionRefusedError):  # the same address, another pod
                 client.connect((other["pod1"].address4, HTTP))
 
@@ -173,7 +173,7 @@ def test_pods_come_and_go(lab: Lab, family: int) -> None:
     place = lab.add_pod()
     lab.serve(place.name)
     with lab.socket("pod1", family) as client:
-        client.settimeout(2)
+        client.settimeout(20)
         client.connect((place.address(family), HTTP))
         assert ask_tcp(client).pod == place.name
     lab.remove_pod(place.name)

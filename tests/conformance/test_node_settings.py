@@ -210,7 +210,7 @@ def ping(bench: Bench, place: str, address: str, family: int) -> bytes:
     """The data of an echo reply (RFC 792, RFC 4443); checksums are the kernel's to look at."""
     protocol = socket.IPPROTO_ICMP if family == V4 else socket.IPPROTO_ICMPV6
     with bench.lab.socket(place, family, socket.SOCK_DGRAM, protocol) as client:  # a ping socket, icmp(7)
-        client.settimeout(2 * PATIENCE)
+        client.settimeout(10 * PATIENCE)
         client.sendto(
             struct.pack("!BBHHH", 8 if family == V4 else 128, 0, 0, 0, 1) + b"how are you?" * 20, (address, 0)
         )

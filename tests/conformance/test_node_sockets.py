@@ -95,7 +95,7 @@ def is_there(bench: Bench, address: str, family: int) -> bool:
 
 def connected_from(bench: Bench, address: str, target: tuple[str, int], family: int) -> Reply:
     with bench.lab.socket("node", family, socket.SOCK_STREAM) as client:
-        client.settimeout(4 * PATIENCE)
+        client.settimeout(15 * PATIENCE)
         client.bind((address, 0))
         client.connect(target)
         assert client.getpeername()[:2] == target
@@ -126,7 +126,7 @@ def test_datagrams_from_a_load_balancer_ip(bench: Bench, how: str, family: int) 
         own(bench, service.load_balancer_ip(family), family) as address,
         bench.lab.socket("node", family, socket.SOCK_DGRAM) as client,
     ):
-        client.settimeout(2 * PATIENCE)
+        client.settimeout(15 * PATIENCE)
         if how == "bound":
             client.bind((address, 0))
         for _ in range(2):

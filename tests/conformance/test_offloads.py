@@ -154,7 +154,7 @@ def test_a_transfer_in_packets_of_more_than_64_kilobytes(
         big_segments(bench, "pod1", "pod2"),
         long_ones(bench, "pod2") as came_to_pod,
         long_ones(bench, place) as came_to_client,
-        bench.connect(place, target, socket.AF_INET6, timeout=4.0) as connection,
+        bench.connect(place, target, socket.AF_INET6, timeout=30.0) as connection,
     ):
         for _ in range(3):
             assert ask_tcp(connection, body=bytes(8_000_000)).received == 8_000_000

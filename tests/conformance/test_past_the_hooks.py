@@ -41,7 +41,7 @@ def beyond(bench: Bench) -> Iterator[Opener]:
 @contextmanager
 def past_the_hooks(bench: Bench, opener: Opener, family: int, kind: int) -> Iterator[socket.socket]:
     with opener.open(bench.lab["node"].namespace, family, kind, 0) as made:
-        made.settimeout(2.0)
+        made.settimeout(20)
         yield made
 
 

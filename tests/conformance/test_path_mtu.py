@@ -42,7 +42,7 @@ def test_a_large_transfer_passes_a_narrow_hop(
 ) -> None:
     service = bench.service(pod, outside=True)
     target = target_of(bench, service, way, family)
-    with narrow_pod(bench, pod), bench.connect(place, target, family, timeout=4.0) as connection:
+    with narrow_pod(bench, pod), bench.connect(place, target, family, timeout=30.0) as connection:
         assert ask_tcp(connection, body=bytes(SIZE)).received == SIZE
         assert download(connection, SIZE) == SIZE
         level, option = (socket.IPPROTO_IP, IP_MTU) if family == V4 else (socket.IPPROTO_IPV6, IPV6_MTU)

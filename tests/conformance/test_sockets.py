@@ -68,7 +68,7 @@ def test_ipv4_in_a_socket_of_ipv6(bench: Bench, place: str, connected: bool) -> 
     service = dns(bench, "pod2")
     address, port = target_of(bench, service, way_of(place), V4)
     with bench.lab.socket(place, V6, socket.SOCK_DGRAM) as client:
-        client.settimeout(2.0)
+        client.settimeout(20)
         client.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         for _ in range(2):
             if connected:

@@ -23,7 +23,7 @@ def test_a_transfer_through_a_strict_firewall(
     bench: Bench, strict: None, place: str, way: str, pod: str, spec: dict[str, str], family: int
 ) -> None:
     service = bench.service(pod, outside=True, spec=spec)
-    with bench.connect(place, target_of(bench, service, way, family), family, timeout=4.0) as connection:
+    with bench.connect(place, target_of(bench, service, way, family), family, timeout=30.0) as connection:
         for _ in range(2):
             assert ask_tcp(connection, body=bytes(SIZE)).received == SIZE
             assert download(connection, SIZE) == SIZE

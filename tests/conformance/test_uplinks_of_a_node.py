@@ -69,7 +69,7 @@ def test_answers_leave_by_another_uplink(crossroads: Lab, mode: str) -> None:
         for family, (name, backend) in itertools.product((V4, V6), (("far", "remote1"), ("near", "pod2"))):
             target = target_of(bench, services[name], "nodeport", family)
             _is_masqueraded(bench, target, backend)
-            with bench.connect("client", target, family, timeout=4.0) as connection:
+            with bench.connect("client", target, family, timeout=30.0) as connection:
                 assert ask_tcp(connection, body=bytes(SIZE)).received == SIZE
                 assert download(connection, SIZE) == SIZE
 

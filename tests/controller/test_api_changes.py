@@ -57,7 +57,7 @@ def who(lab: Lab, address: str = VIP, port: int = 80, place: str = "pod1", times
     found = set()
     for _ in range(times):
         with lab.socket(place) as client:
-            client.settimeout(2 * PATIENCE)
+            client.settimeout(20 * PATIENCE)
             try:
                 client.connect((address, port))
                 found.add(ask_tcp(client, close=True).pod)

@@ -11,7 +11,7 @@ import pytest
 
 from controller.kubernetes.changes import Tick, ticks
 
-PATIENCE = 100  # ticks: ten seconds
+PATIENCE = 600  # ticks: a minute
 
 
 @pytest.fixture

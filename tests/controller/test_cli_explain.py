@@ -39,7 +39,7 @@ def call() -> Call:
     def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "controller", "explain", *arguments],
-            cwd=ROOT, input=stdin, capture_output=True, text=True, timeout=30,
+            cwd=ROOT, input=stdin, capture_output=True, text=True, timeout=120,
         )  # fmt: skip
 
     return run
@@ -220,7 +220,7 @@ def test_the_start_is_light() -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", program, "explain", *examples("--from", "10.77.1.12", "--to", "10.96.0.10:80")],
-        cwd=ROOT, capture_output=True, text=True, timeout=30,
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     code, *modules = done.stderr.split()
     assert code == "0", done.stderr
@@ -238,7 +238,7 @@ def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
     os.close(write)
     os.read(read, 100)
     os.close(read)
-    _, complaints = child.communicate(timeout=30)
+    _, complaints = child.communicate(timeout=120)
     assert child.returncode == 1
     assert complaints == ""
 

@@ -14,7 +14,7 @@ from controller.kubernetes.events import QUEUE, Recorder, node, service
 from tests.fakes.apiserver import ApiServer
 
 ME = "node-0"
-DEADLINE = 10.0
+DEADLINE = 60.0
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from controller.settings import configfile
 from controller.settings.configfile import Loaded
 
 GOOD = "kind: Service\nmetadata: {name: good}\nspec: {clusterIP: 10.96.0.1, ports: [{port: 80}]}\n"
-WITHIN = 10.0
+WITHIN = 60.0
 
 
 def nine_fold(levels: int, leaf: str = "x") -> str:

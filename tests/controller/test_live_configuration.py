@@ -242,7 +242,7 @@ def page(lab: Lab, place: str) -> str:
     """What the node gets of a page of its own; empty: nobody answers."""
     with lab.inside("node"):
         try:
-            with urllib.request.urlopen(f"http://{place}", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://{place}", timeout=30) as answer:
                 return answer.read().decode()
         except OSError:
             return ""

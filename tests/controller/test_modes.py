@@ -252,14 +252,14 @@ def api(lab: Lab) -> Iterator[ApiServer]:
 
 def code_of(page: str) -> int:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{HEALTH}/{page}", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{HEALTH}/{page}", timeout=30) as answer:
             return answer.status
     except urllib.error.HTTPError as error:
         return error.code
 
 
 def eventually(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, f"did not happen: {what}"
         time.sleep(0.05)
@@ -276,7 +276,7 @@ class TestAgent:
         shown = agent.command("status", "--admin-socket", str(agent.socket)).stdout
         assert "lacking was asked for: lacking does not work here (the feature: it is missing" in shown
         assert "mode ebpf serves instead of lacking: lacking does not work here" in agent.tail()
-        with lab.inside("node"), urllib.request.urlopen(f"http://127.0.0.1:{METRICS}/metrics", timeout=5) as answer:
+        with lab.inside("node"), urllib.request.urlopen(f"http://127.0.0.1:{METRICS}/metrics", timeout=30) as answer:
             metrics = answer.read().decode()
         assert 'hybrid_proxy_mode{degraded="true",effective="ebpf",requested="lacking"} 1.0' in metrics
         eventually(lambda: api.events("ModeDegraded"), "the event")

@@ -87,7 +87,7 @@ def told_by(lab: Lab, api: ApiServer, mode: str, *flags: str) -> str:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             server.bind((lab["pod1"].address4, 8080))
             server.listen()
-            client.settimeout(2.0)
+            client.settimeout(20)
             client.connect((VIP, 80))
         until(lambda: fetch(lab, "/livez").status == 200, "livez")
         return fetch(lab, "/metrics", METRICS).body.decode()

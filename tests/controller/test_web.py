@@ -16,7 +16,7 @@ from controller.serving import web
 from controller.serving.health import Answer
 from controller.serving.web import Page, Site, Web
 
-DEADLINE = 10.0
+DEADLINE = 60.0
 
 
 class Served:
@@ -35,7 +35,7 @@ class Served:
         until(lambda: self.web.served | set(self.web.troubles) == set(sites))
 
     def get(self, path: str = "/", port: int = 0, address: str = "127.0.0.1") -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(address, port or self.port, timeout=5)
+        connection = http.client.HTTPConnection(address, port or self.port, timeout=DEADLINE)
         connection.request("GET", path)
         answer = connection.getresponse()
         body = answer.read()
@@ -43,7 +43,7 @@ class Served:
         return answer.status, body
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=5)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=DEADLINE)
 
 
 def free_port() -> int:
@@ -87,7 +87,7 @@ def test_pages_by_path_and_all_the_others(served):
 
 def test_many_requests_on_one_connection(served):
     served.follow(a=served.site({"/": page("hello")}))
-    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=DEADLINE)
     for _ in range(20):
         connection.request("POST", "/", body=b"x" * 1000)  # Go's mux does not mind either
         answer = connection.getresponse()
@@ -279,7 +279,8 @@ def test_descriptors_that_run_out(served):
         assert few.stdout
         assert few.stderr
         assert few.stdout.readline() == "serves\n"
-        lines = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(50) for port in ports[:2]]
+        many = ports[:2] * 50
+        lines = [socket.create_connection(("127.0.0.1", port), timeout=DEADLINE) for port in many]
         assert [served.get(port=port) for port in ports * 3] == [(200, b"hello")] * 9
         for line in lines:
             line.close()

@@ -11,7 +11,7 @@ from controller.kubernetes.apiserver import Kubernetes
 from controller.kubernetes.model import KINDS, Event, KindState, Problem, Removed, Replaced, Upserted, key_of, kind_of
 from tests.fakes.apiserver import namespace_of, slice_name
 
-DEADLINE = 10.0  # of any wait; a passing run comes nowhere near
+DEADLINE = 60.0  # of any wait; a passing run comes nowhere near
 
 
 class Watcher:

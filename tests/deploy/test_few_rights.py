@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 from controller.serving.admin import ask
-from tests.conformance.kit import PATIENCE
 from workshop.lab import examples, traffic
 from workshop.lab.agent import Agent
+from workshop.lab.namespace import DEADLINES
 from workshop.lab.network import Lab
 
 from . import manifests
@@ -135,7 +135,7 @@ def test_it_serves_with_the_rights_of_its_manifest(lab: Lab, mode: str) -> None:
                 assert (told["answered"], told["failed"]) == (30, 0), (place, kind, target, told)
 
         examples.scale(lab.folder / "manifests/web.yaml", lab.pods()[:1])
-        deadline = time.monotonic() + 10 * PATIENCE
+        deadline = time.monotonic() + 10 * DEADLINES
         while set(load(lab, "pod2", "connections", "10.96.0.10:80")["backends"]) != {"pod1"}:
             assert time.monotonic() < deadline, "the change did not take effect"
         for command in ("status", "services", "backends", "flows"):

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.conformance.kit import PATIENCE
 from tests.fakes.apiserver import ApiServer
 from workshop.lab.agent import Agent
+from workshop.lab.namespace import DEADLINES
 from workshop.lab.network import Lab
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: makes network namespaces")]
@@ -54,7 +54,7 @@ class FromServer(Agent):
 
 
 def told(what: str, agent: Agent) -> None:
-    deadline = time.monotonic() + 20 * PATIENCE
+    deadline = time.monotonic() + 20 * DEADLINES
     while what not in agent.log.read_text():
         assert time.monotonic() < deadline, f"{what!r} was not told:\n{agent.tail()}"
         time.sleep(0.1)

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.conformance.kit import PATIENCE
+from workshop.lab.namespace import DEADLINES
 from workshop.lab.network import CLUSTER_CIDRS, NODE_NAMES, Lab
 
 from .pages import blocks
@@ -40,7 +40,7 @@ def start_agent(lab: Lab, mode: str) -> subprocess.Popen[str]:
          "--strict-mode", "--hostname-override", NODE_NAMES["node"], "--cluster-cidr", ",".join(CLUSTER_CIDRS)],
         output=log, errors=log,
     )  # fmt: skip
-    deadline = time.monotonic() + 30 * PATIENCE
+    deadline = time.monotonic() + 30 * DEADLINES
     while '"synced": true' not in shell(lab, "hybrid-proxy status -o json").stdout:
         assert agent.poll() is None, (lab.folder / "agent.log").read_text()
         assert time.monotonic() < deadline, "the agent is not ready"

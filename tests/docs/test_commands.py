@@ -65,7 +65,7 @@ def test_what_a_page_says_for_a_node_works_there(lab: Lab, page: str) -> None:
     agent = start_agent(lab, "ebpf")
     assert run_blocks(lab, page, "node")
     agent.terminate()
-    assert agent.wait(10) == 0
+    assert agent.wait(60) == 0
     (cleaned,) = run_blocks(lab, page, "node", "stop")
     assert "removed" in cleaned.stdout
     assert "nothing of ours" in shell(lab, "hybrid-proxy cleanup").stdout

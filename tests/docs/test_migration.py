@@ -97,7 +97,7 @@ def test_from_kube_proxy_and_back(lab: Lab, former: str, ours: str) -> None:
         assert not kube_proxys_rules(lab)
 
         agent.terminate()
-        assert agent.wait(10) == 0
+        assert agent.wait(60) == 0
         write_kube_proxys_rules(lab, former)  # kube-proxy starts again
         assert run_blocks(lab, PAGE, "node", "back")
     with connections(lab):
@@ -112,12 +112,12 @@ def test_what_is_open_may_end_before_ours_goes(lab: Lab, ends: bool) -> None:
     agent = start_agent(lab, "ebpf")
     try:
         connection = lab.socket("pod4")
-        connection.settimeout(2 * PATIENCE)
+        connection.settimeout(20 * PATIENCE)
         connection.connect(WEB)
         assert ask_tcp(connection).peer[0] == lab["pod4"].address4
     finally:
         agent.terminate()
-        agent.wait(10)
+        agent.wait(60)
     write_kube_proxys_rules(lab, "iptables")
     drain = "60" if ends else "2"
     argv = [sys.executable, "-m", "controller", "cleanup", "--drain", drain, "--cgroup", str(lab.cgroup)]
@@ -125,13 +125,13 @@ def test_what_is_open_may_end_before_ours_goes(lab: Lab, ends: bool) -> None:
     time.sleep(1)
     assert ask_tcp(connection).peer[0] == lab["pod4"].address4, "the open connection has not gone on"
     with lab.socket("pod4") as other:
-        other.settimeout(2 * PATIENCE)
+        other.settimeout(20 * PATIENCE)
         other.connect(WEB)
         ask_tcp(other)
     if ends:
         assert cleanup.poll() is None, "cleanup does not wait for what is open"
         connection.close()
-    assert cleanup.wait(20) == 0
+    assert cleanup.wait(60) == 0
     assert cleanup.stdout is not None
     assert "of mode ebpf" in cleanup.stdout.read()
     connection.close()

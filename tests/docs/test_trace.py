@@ -34,7 +34,7 @@ def test_its_commands_show_what_passes(lab: Lab) -> None:
         stop.set()
         client.join()
         agent.terminate()
-        agent.wait(10)
+        agent.wait(60)
     outputs = {answer.args[-1].partition("hybrid-proxy ")[2]: answer.stdout for answer in done}
     assert len(outputs) == len(done) >= 8
     for line, output in outputs.items():

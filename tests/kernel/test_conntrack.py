@@ -248,13 +248,13 @@ class TestFlows:
         """Why it is forgotten when a mode takes over that does not translate by conntrack, and removes the rules."""
         rules(OLD)
         with socket.create_server((OLD[V4], TARGET)) as server, contextlib.ExitStack() as stack:
-            server.settimeout(2)
+            server.settimeout(20)
 
             def connect(address):
                 client = stack.enter_context(socket.socket(V4))
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 client.bind((NODE[V4], 40_001))
-                client.settimeout(2)
+                client.settimeout(20)
                 client.connect(address)
                 answered, peer = server.accept()
                 return client, stack.enter_context(answered), peer[1]
@@ -277,7 +277,7 @@ class TestFlows:
         rules(OLD)
         with socket.socket(V4, socket.SOCK_DGRAM) as server, socket.socket(V4, socket.SOCK_DGRAM) as client:
             server.bind((OLD[V4], TARGET))
-            server.settimeout(2)
+            server.settimeout(20)
             for _ in range(2):
                 client.sendto(b"?", (VIP[V4], PORT))
                 server.sendto(b"!", server.recvfrom(9)[1])

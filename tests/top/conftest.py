@@ -47,4 +47,4 @@ def load(lab: Lab) -> Iterator[None]:
     yield
     for client in clients:
         client.terminate()
-        client.wait(timeout=10)
+        client.wait(timeout=60)

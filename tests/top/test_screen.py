@@ -24,7 +24,7 @@ from workshop.top.app import Listing, Top
 from workshop.top.look import Looker
 
 pytestmark = pytest.mark.root
-PATIENCE = 15.0
+PATIENCE = 90.0
 INTERVAL = 0.6
 
 Driven = Callable[[Top, "Pilot[None]"], Awaitable[None]]

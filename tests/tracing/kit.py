@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tests.conformance.kit import PATIENCE
 from workshop.lab.agent import Agent
+from workshop.lab.namespace import DEADLINES, PATIENCE
 from workshop.lab.network import Lab
 from workshop.lab.traffic import Tally, load, target_of
 
@@ -46,7 +46,7 @@ class Stage:
             child = self.lab.start("node", argv, output=subprocess.PIPE, errors=log)
         assert child.stdout is not None
         self.tracing = child
-        deadline = time.monotonic() + 30 * PATIENCE
+        deadline = time.monotonic() + 30 * DEADLINES
         while "measuring" not in errors.read_text():
             assert child.poll() is None, errors.read_text()
             assert time.monotonic() < deadline, f"it does not begin to measure: {errors.read_text()}"
@@ -55,7 +55,7 @@ class Stage:
             yield told
         finally:
             child.send_signal(signal.SIGINT)
-            output = child.communicate(timeout=90 * PATIENCE)[0]
+            output = child.communicate(timeout=90 * DEADLINES)[0]
         assert child.returncode == 0, errors.read_text()
         told |= json.loads(output)
 
@@ -63,7 +63,7 @@ class Stage:
         """Whether the measurement ends before it is told to."""
         assert self.tracing is not None
         try:
-            self.tracing.wait(30 * PATIENCE)
+            self.tracing.wait(30 * DEADLINES)
         except subprocess.TimeoutExpired:
             return False
         return True

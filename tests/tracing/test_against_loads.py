@@ -186,7 +186,7 @@ def test_refusals_are_told_by_whoever_refuses(stage: Stage) -> None:
     with stage.traced("--drops") as told:
         for _ in range(12):
             with stage.lab.socket("pod4") as client:
-                client.settimeout(5 * PATIENCE)
+                client.settimeout(30 * PATIENCE)
                 refused += client.connect_ex(("10.96.0.99", 80)) == errno.ECONNREFUSED
     assert refused == 12
     if stage.mode == "ebpf":
@@ -201,7 +201,7 @@ def test_repeated_segments_agree_with_the_kernels_counter(stage: Stage) -> None:
     if stage.mode == "userspace":
         pytest.skip("mode userspace: the connection to the backend is the node's own, to no service")
     with stage.lab.socket("pod4") as client:
-        client.settimeout(10 * PATIENCE)
+        client.settimeout(30 * PATIENCE)
         client.connect(("10.96.0.10", 80))
         client.sendall(b"POST / HTTP/1.1\r\nHost: lab\r\nContent-Length: 0\r\n\r\n")
         assert client.recv(4096)

@@ -89,7 +89,7 @@ class Agent:
         self, reached: Callable[[dict[str, Any]], bool], timeout: float = 10.0, what: str = "there"
     ) -> dict[str, Any]:
         """Ask for the status until `reached(status)`; returns that status."""
-        deadline = time.monotonic() + timeout * namespace.PATIENCE
+        deadline = time.monotonic() + timeout * namespace.DEADLINES
         while True:
             status = self.status()
             if status is not None and reached(status):
@@ -97,7 +97,7 @@ class Agent:
             if self.process is not None and self.process.poll() is not None:
                 raise LabError(f"the agent ended with exit code {self.process.returncode}:\n{self.tail()}")
             if time.monotonic() > deadline:
-                raise LabError(f"the agent is not {what} after {timeout:.0f} s, its status is {status}:\n{self.tail()}")
+                raise LabError(f"the agent is not {what} in time, its status is {status}:\n{self.tail()}")
             time.sleep(0.05)
 
     def status(self) -> dict[str, Any] | None:
@@ -123,7 +123,7 @@ class Agent:
         assert self.process is not None, "the agent was not started"
         self.process.send_signal(number)
         try:
-            return self.process.wait(timeout=10 * namespace.PATIENCE)
+            return self.process.wait(timeout=10 * namespace.DEADLINES)
         finally:
             self.process = None
 

@@ -14,12 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-__all__ = ["CLONE_NEWNET", "FOLDER", "PATIENCE", "cgroup2_root", "command", "inside", "is_current"]
+__all__ = ["CLONE_NEWNET", "DEADLINES", "FOLDER", "PATIENCE", "cgroup2_root", "command", "inside", "is_current"]
 
 CLONE_NEWNET: Final = 0x40000000
 FOLDER: Final = Path("/run/netns")
-# How many times as long everything may take: more than 1 where the processor is emulated.
+# How many times as long everything takes: more than 1 where the processor is emulated.
 PATIENCE: Final = float(os.environ.get("HYBRID_PROXY_PATIENCE", "1"))
+# How many times as long as usual a deadline is. Nobody waits for a deadline that is met, and other processes may take
+# the processors for seconds: so it is much longer than an idle machine needs.
+DEADLINES: Final = max(PATIENCE, 6.0)
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 # The process joins its cgroup before the namespace: the cgroup folder is found in the first mounts.

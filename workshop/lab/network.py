@@ -174,7 +174,7 @@ class Lab:
         self._netlink.clear()
         self.end_processes()
         for child in self._children:
-            child.wait(timeout=5 * namespace.PATIENCE)
+            child.wait(timeout=5 * namespace.DEADLINES)
             for stream in (child.stdin, child.stdout, child.stderr):
                 if stream:
                     stream.close()
@@ -195,7 +195,7 @@ class Lab:
 
     def end_processes(self) -> None:
         """Kill what runs in our namespaces (nothing else can be there) and wait until it is gone."""
-        deadline = time.monotonic() + 5 * namespace.PATIENCE
+        deadline = time.monotonic() + 5 * namespace.DEADLINES
         while pids := self._processes():
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
@@ -313,7 +313,7 @@ class Lab:
             capture_output=True,
             text=True,
             env=self.environment(),
-            timeout=timeout * namespace.PATIENCE,
+            timeout=timeout * namespace.DEADLINES,
             check=False,
         )
 

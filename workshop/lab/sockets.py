@@ -56,7 +56,7 @@ class Opener:
     def close(self) -> None:
         """End the helper; sockets that it opened live on."""
         self._line.close()
-        self._process.wait(timeout=5 * namespace.PATIENCE)
+        self._process.wait(timeout=5 * namespace.DEADLINES)
 
 
 def _serve(line: socket.socket) -> None:

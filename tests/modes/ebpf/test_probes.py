@@ -15,7 +15,7 @@ from dataplane.mode import Options
 from dataplane.modes.ebpf import probes
 from dataplane.modes.ebpf.probes import AT_ONCE, Prober, Target, probe
 
-PATIENCE = 5.0
+PATIENCE = 60.0
 QUICK = Options(probe_interval=0.1, probe_timeout=0.3, probe_failures=2)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.fakes.apiserver import ApiServer
 from tests.namespaces import new_lab
-from tests.served import PATIENCE, Altered, api_server, until
+from tests.served import DEADLINES, Altered, api_server, until
 from workshop.lab.network import NODE_NAMES, Lab
 from workshop.lab.traffic import ask_tcp, ask_udp
 
@@ -85,7 +85,7 @@ def test_what_was_not_cleaned_up_is_by_the_next_agent(lab: Lab, api: ApiServer, 
         lab.socket("pod1") as connection,
     ):
         for client in (flow, connection):
-            client.settimeout(PATIENCE)
+            client.settimeout(DEADLINES)
         gone = until(lambda: ask_udp(flow, (VIP, DNS))[0].pod, "a first answer")
         (left,) = {"pod2", "pod3"} - {gone}
         connection.connect((VIP, WEB))
@@ -94,7 +94,7 @@ def test_what_was_not_cleaned_up_is_by_the_next_agent(lab: Lab, api: ApiServer, 
         agent.die.touch()
         api.put_all(objects(lab, left))
         assert agent.process is not None
-        assert agent.process.wait(20 * PATIENCE) == -9
+        assert agent.process.wait(20 * DEADLINES) == -9
         assert ask_udp(flow, (VIP, DNS))[0].pod == gone, "the clean-up was to be missing"
         assert {asked_anew(lab) for _ in range(12)} == {left}, "the transaction was to be there"
         assert ask_tcp(connection).pod == served_by
@@ -110,5 +110,5 @@ def test_what_was_not_cleaned_up_is_by_the_next_agent(lab: Lab, api: ApiServer, 
 
 def asked_anew(lab: Lab) -> str:
     with lab.socket("pod1", kind=socket.SOCK_DGRAM) as client:
-        client.settimeout(2 * PATIENCE)
+        client.settimeout(20)
         return ask_udp(client, (VIP, DNS))[0].pod

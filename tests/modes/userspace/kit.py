@@ -97,7 +97,7 @@ class Backend:
 
 
 def connect(address: tuple[str, int]) -> socket.socket:
-    return socket.create_connection(address, timeout=10)
+    return socket.create_connection(address, timeout=60)
 
 
 def who(address: tuple[str, int]) -> str:
@@ -112,7 +112,7 @@ def nobody() -> tuple[str, int]:
         return address
 
 
-def eventually(check: Callable[[], Any], what: str, timeout: float = 5.0) -> None:
+def eventually(check: Callable[[], Any], what: str, timeout: float = 60.0) -> None:
     deadline = time.monotonic() + timeout
     while not check():
         assert time.monotonic() < deadline, what

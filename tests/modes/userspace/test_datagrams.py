@@ -58,7 +58,7 @@ def echo():
 
 def client_of(address: tuple[str, int]) -> socket.socket:
     made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    made.settimeout(2)
+    made.settimeout(20)
     made.connect(address)
     return made
 

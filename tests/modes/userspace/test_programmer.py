@@ -67,7 +67,7 @@ class Node:
 
     def connect(self, place: str = "pod1") -> socket.socket:
         made = self.lab.socket(place)
-        made.settimeout(2)
+        made.settimeout(20)
         made.connect(VIP)
         return made
 
@@ -105,7 +105,7 @@ def test_a_proxy_port_cannot_be_used_past_the_rules(node: Node) -> None:
     elements = node.mode._elements(4)
     port = next(int(key.split()[-1]) for name, key in elements if name == "listeners")
     with node.lab.socket("client") as client:
-        client.settimeout(2)
+        client.settimeout(20)
         with pytest.raises(ConnectionRefusedError):
             client.connect((node.lab["node"].address4, port))
 
@@ -133,7 +133,7 @@ def test_a_second_agent_is_refused_and_told_by_whom(node: Node) -> None:
 
 def test_a_killed_relay_is_noticed_and_started_again(node: Node) -> None:
     os.kill(node.mode.line.pid, signal.SIGKILL)
-    assert node.woken.wait(5), "nobody was told"
+    assert node.woken.wait(60), "nobody was told"
     node.mode.maintain()
     assert node.ask()[0] == "pod2"
     assert node.mode.status()["audit_repairs"] == 1
@@ -150,7 +150,7 @@ def test_a_line_that_is_closed_leaves_nothing_behind(node: Node) -> None:
     eventually(lambda: held() == before, "threads or descriptors of closed lines are still there")
     node.woken.clear()
     os.kill(node.mode.line.pid, signal.SIGKILL)
-    assert node.woken.wait(5), "nobody was told"
+    assert node.woken.wait(60), "nobody was told"
     node.mode.maintain()
 
 
@@ -160,7 +160,7 @@ def test_the_relay_has_no_module_from_the_working_directory_and_keeps_no_file_of
     (tmp_path / "msgspec.py").write_text("raise SystemExit('the wrong one')")
     monkeypatch.chdir(tmp_path)
     os.kill(node.mode.line.pid, signal.SIGKILL)
-    assert node.woken.wait(5), "nobody was told"
+    assert node.woken.wait(60), "nobody was told"
     node.mode.maintain()
     assert node.ask()[0] == "pod2"
     assert str(Path(f"/proc/{node.mode.line.pid}/fd/2").readlink()) == os.devnull
@@ -180,7 +180,7 @@ def test_what_others_change_of_the_rules_is_repaired_at_once(node: Node, damage:
     node.woken.clear()
     told = node.lab.run("node", ["nft", damage])
     assert told.returncode == 0, told.stderr
-    assert node.woken.wait(5), "nobody was told"
+    assert node.woken.wait(60), "nobody was told"
     node.mode.maintain()
     assert node.ask()[0] == "pod2"
     assert node.mode.status()["audit_repairs"] >= 1
@@ -190,7 +190,7 @@ def test_what_others_change_of_the_rules_is_repaired_at_once(node: Node, damage:
 def test_a_repair_that_failed_is_tried_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     node.woken.clear()
     node.lab.run("node", ["nft", f"delete table ip {TABLE}"])
-    assert node.woken.wait(5), "nobody was told"
+    assert node.woken.wait(60), "nobody was told"
     with monkeypatch.context() as patch:
         patch.setattr(programmer.nft, "run", lambda _: (_ for _ in ()).throw(OSError(24, "too many open files")))
         with pytest.raises(SyncError):
@@ -202,7 +202,7 @@ def test_a_repair_that_failed_is_tried_again(node: Node, monkeypatch: pytest.Mon
 def test_what_was_told_is_not_forgotten_when_something_else_fails(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     node.woken.clear()
     node.lab.run("node", ["nft", f"delete table ip {TABLE}"])
-    assert node.woken.wait(5), "nobody was told"
+    assert node.woken.wait(60), "nobody was told"
     node.mode._audit_at = 0.0
     with monkeypatch.context() as patch:
         patch.setattr(policy, "deliver_marked", lambda *_: (_ for _ in ()).throw(DataplaneError("no routing rules")))
@@ -228,7 +228,7 @@ def test_a_routing_rule_that_others_delete_is_seen_at_a_glance(node: Node) -> No
                     ["ip", "route", "flush", "table", str(policy.TABLE)]):  # fmt: skip
         before = node.mode.audit_repairs
         assert node.lab.run("node", command).returncode == 0
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while node.mode.audit_repairs == before:
             assert time.monotonic() < deadline, f"{command} is not noticed"
             if node.mode.disturbed():
@@ -266,7 +266,7 @@ def test_what_another_proxy_is_about_to_masquerade_is_not_delivered_here(node: N
     told = node.lab.run("node", ["nft", f"table ip another-proxy {{ {mark} }}"])
     assert told.returncode == 0, told.stderr
     with node.lab.socket("node") as client:
-        client.settimeout(2)
+        client.settimeout(20)
         client.connect((node.lab["pod3"].address4, 8080))
         assert ask_tcp(client).pod == "pod3"
     assert node.ask("pod1") == ("pod2", node.lab["pod1"].address4)
