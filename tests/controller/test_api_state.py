@@ -9,7 +9,8 @@ import pytest
 from controller.commands.inspect import _status_lines
 from controller.serving.admin import ask
 from tests.fakes.apiserver import ApiServer, service
-from tests.served import PATIENCE, Served, status_is, until
+from tests.served import Served, status_is, until
+from workshop.lab.namespace import DEADLINES
 from workshop.lab.network import Lab
 
 pytestmark = pytest.mark.root
@@ -37,9 +38,9 @@ def test_status_names_each_kind(start: Callable[..., Served], api: ApiServer, la
     api.serve("servicecidrs", served=False)
     api.faults("endpointslices").answers.append((503, {"Retry-After": "5"}))
     agent = start(wait=False)
-    reply = until(status_is(lab, "/healthz", 503), "the page", 20 * PATIENCE)
+    reply = until(status_is(lab, "/healthz", 503), "the page", 20 * DEADLINES)
     assert set(reply.json["waitingFor"]) <= {"EndpointSlice", "Node", "Service", "ServiceCIDR"}
-    until(lambda: "after the start" in agent.log.read_text(), "all of it", 20 * PATIENCE)
+    until(lambda: "after the start" in agent.log.read_text(), "all of it", 20 * DEADLINES)
 
     assert kinds(agent) == {"Service": "read", "EndpointSlice": "read", "Node": "read", "ServiceCIDR": "not served"}
     lines = [line.strip() for line in _status_lines(ask(agent.socket, "status"))]

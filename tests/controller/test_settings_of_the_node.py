@@ -70,10 +70,10 @@ def test_a_start_that_is_refused_changes_nothing(lab: Lab, before: dict[str, str
 @pytest.mark.parametrize("mode", ["nftables", "ebpf"])
 def test_they_are_set_and_put_back(lab: Lab, before: dict[str, str], mode: str) -> None:
     agent = agent_of(lab, mode)
-    agent.start(20 * PATIENCE)
+    agent.start()
     assert settings(lab) == WANTED
     agent.kill()
-    agent.start(20 * PATIENCE)
+    agent.start()
     agent.terminate()
     assert settings(lab) == WANTED, "the dataplane stays as it is, and so do they"
     told = agent.cleanup()
@@ -84,7 +84,7 @@ def test_they_are_set_and_put_back(lab: Lab, before: dict[str, str], mode: str) 
 
 def test_what_somebody_else_changed_stays(lab: Lab, before: dict[str, str]) -> None:
     agent = agent_of(lab, "nftables")
-    agent.start(20 * PATIENCE)
+    agent.start()
     set_by_hand(lab, UDP, "55")
     agent.terminate()
     told = agent.cleanup()
@@ -97,10 +97,10 @@ def test_what_somebody_else_changed_stays(lab: Lab, before: dict[str, str]) -> N
 
 def test_what_somebody_changed_between_two_agents_is_what_was_before(lab: Lab, before: dict[str, str]) -> None:
     agent = agent_of(lab, "nftables")
-    agent.start(20 * PATIENCE)
+    agent.start()
     agent.terminate()
     set_by_hand(lab, UDP, "55")
-    agent.start(20 * PATIENCE)
+    agent.start()
     agent.terminate()
     assert settings(lab) == WANTED
     agent.cleanup()

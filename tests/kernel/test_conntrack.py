@@ -120,7 +120,7 @@ class TestStale:
     def test_connections_are_never_deleted(self):
         with socket.create_server((OLD[V4], TARGET)):
             rules(OLD)
-            with socket.create_connection((VIP[V4], PORT), timeout=2):
+            with socket.create_connection((VIP[V4], PORT), timeout=20):
                 before = destinations()
                 assert before
                 assert went(table(NEW), ["a/dns"]) == 0
@@ -212,7 +212,7 @@ class TestFlows:
     def test_the_states_of_a_connection(self):
         with socket.create_server((OLD[V4], TARGET)) as server, contextlib.ExitStack() as stack:
             rules(OLD)
-            client = stack.enter_context(socket.create_connection((VIP[V4], PORT), timeout=2))
+            client = stack.enter_context(socket.create_connection((VIP[V4], PORT), timeout=20))
             answered = stack.enter_context(server.accept()[0])
             assert [row["state"] for row in conntrack.flows(self.SERVICES, 9)[0]] == ["established"]
             client.close()
@@ -230,7 +230,7 @@ class TestFlows:
                 ((VIP[family], PORT), False),
                 ((OLD[family], TARGET), True),
             ):
-                client = stack.enter_context(socket.create_connection(address, timeout=2))
+                client = stack.enter_context(socket.create_connection(address, timeout=20))
                 answered = stack.enter_context(server.accept()[0])
                 if ends:
                     client.close()
