@@ -31,6 +31,7 @@ def test_one(number):
         ([ROWS, CHANGES, PARSE], Unit("sockets[nftables]", "nftables"), CHANGES),
         ([ROWS, PARSE], Unit("sockets[nftables]", "nftables"), ROWS),
         ([ROWS, PARSE], Unit("kernel"), ROWS),
+        ([Unit("parse", quick=True), ROWS, PARSE], None, ROWS),
     ],
 )
 def test_the_guest_begins_and_a_bench_is_kept(waiting: list[Unit], former: Unit | None, chosen: Unit) -> None:

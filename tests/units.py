@@ -12,16 +12,21 @@ UNITS: Final = "units"  # in a worker's input: the file with the unit of each te
 
 
 class Unit(NamedTuple):
-    """What one worker runs in a row. `bench`: what stays set up from unit to unit, or nothing."""
+    """What one worker runs in a row. `bench`: what stays set up from unit to unit, or nothing. `quick`: takes no time."""
 
     name: str
     bench: str = ""
+    quick: bool = False
 
 
 def choose(waiting: Sequence[Unit], former: Unit | None) -> Unit:
-    """The next one: the guest before all, then what needs the bench that the worker has, then the first that waits."""
-    wanted = (
-        next((unit for unit in waiting if unit.name == GUEST), None),
-        next((unit for unit in waiting if former and former.bench and unit.bench == former.bench), None),
-    )
-    return wanted[0] or wanted[1] or waiting[0]
+    """The next one: the guest, what needs the bench that the worker has, the first that is not quick, the first.
+
+    Quick units come last, so that no long one begins when the other workers have nothing left.
+    """
+
+    def rank(unit: Unit) -> tuple[bool, ...]:
+        keeps_the_bench = former is not None and unit.bench != "" and unit.bench == former.bench
+        return unit.name != GUEST, not keeps_the_bench, unit.quick
+
+    return min(waiting, key=rank)

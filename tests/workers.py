@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from quick import is_quick
 from units import GUEST, UNITS, Unit
 from vm.plugin import is_away, mode_of
 
@@ -29,7 +30,11 @@ def unit_of(item: pytest.Item) -> Unit:
     if is_away(item) or item.get_closest_marker("guest"):
         return Unit(GUEST)
     file, mode = item.nodeid.partition("::")[0], mode_of(item)
-    return Unit(f"{file}[{mode}]", mode) if mode and file.startswith("tests/conformance/") else Unit(file)
+    return (
+        Unit(f"{file}[{mode}]", mode)
+        if mode and file.startswith("tests/conformance/")
+        else Unit(file, quick=is_quick(item))
+    )
 
 
 class Controller:

@@ -47,7 +47,7 @@ def under_load(bench: Bench, *services: Service) -> Iterator[dict[str, Tally]]:
                     tally=tally,
                     rate=20 / PATIENCE**2,  # an emulated machine is slower at work than at waiting
                     concurrency=2,
-                    timeout=2 * PATIENCE,
+                    timeout=8 * PATIENCE,
                     open_socket=partial(bench.lab.socket, place),
                 )
             )
@@ -267,7 +267,7 @@ def test_what_is_no_services_waits_for_no_agent(bench: Bench) -> None:
     clients = [
         partial(
             load, "connections", (family, (bench.lab["pod2"].address(family), 8080)), tally=tally,
-            rate=50 / PATIENCE, timeout=2 * PATIENCE, open_socket=partial(bench.lab.socket, "pod1"),
+            rate=50 / PATIENCE, timeout=8 * PATIENCE, open_socket=partial(bench.lab.socket, "pod1"),
         )
         for family, tally in tallies.items()
     ]  # fmt: skip

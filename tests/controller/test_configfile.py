@@ -532,7 +532,7 @@ class TestHostile:
     def test_yaml_s_own_traps(self, content: str):
         started = time.monotonic()
         self.survives((HEAD + content).encode())
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
 
 
 # -------------------------------------------------------------------------------------------- precedence

@@ -175,7 +175,7 @@ def test_a_flood_without_a_server_neither_blocks_nor_grows(api, caplog):
         start = time.monotonic()
         for number in range(20 * QUEUE):
             degraded(recorder, f"number {number}")
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 30
         assert recorder._queue.qsize() <= QUEUE
     assert caplog.text.count("are dropped") == 1
 

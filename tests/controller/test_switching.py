@@ -25,7 +25,7 @@ from tests.loads import goes_on
 from tests.namespaces import new_lab
 from workshop.lab.agent import Agent
 from workshop.lab.network import Lab
-from workshop.lab.traffic import TIMEOUT, Stream, Tally, ask_udp, load, meanwhile
+from workshop.lab.traffic import Stream, Tally, ask_udp, load, meanwhile
 
 pytestmark = pytest.mark.root
 PAIRS = list(itertools.permutations([mode for mode in available_modes() if mode != "ipvs"], 2))  # it needs ip_vs
@@ -69,7 +69,7 @@ def agents(request: pytest.FixtureRequest, lab: Lab) -> Iterator[tuple[Agent, Ag
 
 
 @contextmanager
-def new_connections(lab: Lab, service: Service, timeout: float = TIMEOUT) -> Iterator[dict[str, Tally]]:
+def new_connections(lab: Lab, service: Service, timeout: float = 10.0) -> Iterator[dict[str, Tally]]:
     """From a pod and from the node, over both families, all the while."""
     tallies, clients = {}, []
     for place, family in itertools.product(("pod1", "node"), (V4, V6)):

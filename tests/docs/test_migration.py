@@ -74,7 +74,7 @@ def connections(lab: Lab) -> Iterator[None]:
         tally = tallies[place] = Tally()
         clients.append(
             partial(load, "connections", (socket.AF_INET, WEB), tally=tally, rate=30 / PATIENCE, concurrency=2,
-                    timeout=3 * PATIENCE, open_socket=partial(lab.socket, place))
+                    timeout=10 * PATIENCE, open_socket=partial(lab.socket, place))
         )  # fmt: skip
     with meanwhile(clients):
         yield

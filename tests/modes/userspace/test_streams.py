@@ -49,7 +49,7 @@ def test_a_silent_backend_is_given_up_after_about_a_second(relay: Running, backe
         address = relay.serve(nowhere, backend("a").address)
         start = time.monotonic()
         assert {who(address) for _ in range(4)} == {"a"}
-        assert 0.9 < time.monotonic() - start < 5
+        assert 0.9 < time.monotonic() - start < 30
     assert relay.counters["silent_backends"] == 1
 
 
@@ -96,13 +96,12 @@ def at_once(relay: Running, address: tuple[str, int], count: int) -> set[str]:
 
 
 def test_affinity_ends_when_idle(relay: Running, backend) -> None:
-    address = relay.serve(*(backend(name).address for name in "ab"), affinity=1)
+    address = relay.serve(*(backend(name).address for name in "ab"), affinity=2)
     first = who(address)
-    time.sleep(0.6)
-    assert who(address) == first
-    time.sleep(0.6)
-    assert who(address) == first, "each new connection refreshes it"
-    time.sleep(1.2)
+    for _ in range(3):  # longer than it lasts, in all
+        time.sleep(0.8)
+        assert who(address) == first, "each new connection refreshes it"
+    time.sleep(2.2)
     assert who(address) != first, "round robin goes on where it was"
 
 
@@ -221,7 +220,7 @@ def test_a_slow_reader_stops_its_sender_and_nobody_else(relay: Running, backend)
         assert max(held) <= PIPE
         start = time.monotonic()
         assert [who(quick) for _ in range(20)] == ["b"] * 20
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 30
         for _ in range(200):
             client.recv(1 << 18)
         eventually(lambda: sent[0] > before, "the sender was not let go on")
