@@ -12,11 +12,11 @@ UNITS: Final = "units"  # in a worker's input: the file with the unit of each te
 
 
 class Unit(NamedTuple):
-    """What one worker runs in a row. `bench`: what stays set up from unit to unit, or nothing. `quick`: takes no time."""
+    """What one worker runs in a row. `bench`: what stays set up from unit to unit, or nothing."""
 
     name: str
     bench: str = ""
-    quick: bool = False
+    quick: bool = False  # takes no time
 
 
 def choose(waiting: Sequence[Unit], former: Unit | None) -> Unit:

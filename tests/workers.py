@@ -30,11 +30,9 @@ def unit_of(item: pytest.Item) -> Unit:
     if is_away(item) or item.get_closest_marker("guest"):
         return Unit(GUEST)
     file, mode = item.nodeid.partition("::")[0], mode_of(item)
-    return (
-        Unit(f"{file}[{mode}]", mode)
-        if mode and file.startswith("tests/conformance/")
-        else Unit(file, quick=is_quick(item))
-    )
+    if mode and file.startswith("tests/conformance/"):
+        return Unit(f"{file}[{mode}]", mode)
+    return Unit(file, quick=is_quick(item))
 
 
 class Controller:
