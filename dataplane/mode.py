@@ -12,25 +12,25 @@ from dataplane.errors import DataplaneError
 from dataplane.table import Entry, ServiceTable
 
 __all__ = [
-    "Misfit",
+    "Unprogrammed",
     "Mode",
-    "Notice",
+    "Event",
     "Options",
     "Programmer",
-    "Question",
+    "ProbePacket",
     "SyncResult",
-    "Unasked",
+    "NoQueries",
     "View",
-    "Wake",
-    "Watched",
+    "RequestMaintenance",
+    "PacketEvents",
     "belongs",
-    "misfit_rows",
+    "unprogrammed_rows",
     "stale_row",
     "unknown_algorithms",
     "unprobed",
 ]
 
-Wake = Callable[[], None]  # from any thread: have `Programmer.maintain` called at once, something drifted
+RequestMaintenance = Callable[[], None]  # from any thread: have `Programmer.maintain` called at once, something drifted
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -78,14 +78,14 @@ class Options(msgspec.Struct, frozen=True):
     ipvs_udp_timeout: int = 0
 
 
-class Misfit(msgspec.Struct, frozen=True):
+class Unprogrammed(msgspec.Struct, frozen=True):
     """A service port that could not be programmed, and why. The others are."""
 
     entry: str
     reason: str
 
 
-class Notice(NamedTuple):
+class Event(NamedTuple):
     """What happened to a service port or the node, for the cluster's events."""
 
     entry: str  # empty: it is about the node
@@ -100,10 +100,10 @@ class SyncResult(msgspec.Struct, frozen=True):
 
     changed: int = 0  # service ports written
     removed: int = 0
-    misfits: tuple[Misfit, ...] = ()
+    unprogrammed: tuple[Unprogrammed, ...] = ()
 
 
-class Question(msgspec.Struct, frozen=True):
+class ProbePacket(msgspec.Struct, frozen=True):
     """A packet that nobody sent: IANA number of its protocol, pod, node or external as its class, None: find out."""
 
     src: str
@@ -114,9 +114,9 @@ class Question(msgspec.Struct, frozen=True):
     source_port: int = 0  # 0: any
 
 
-def misfit_rows(misfits: Iterable[Misfit]) -> list[dict[str, str]]:
-    """The value of `misfits` in a status: entry and reason of each."""
-    return [{"entry": misfit.entry, "reason": misfit.reason} for misfit in misfits]
+def unprogrammed_rows(unprogrammed: Iterable[Unprogrammed]) -> list[dict[str, str]]:
+    """The value of `unprogrammed` in a status: entry and reason of each."""
+    return [{"entry": one.entry, "reason": one.reason} for one in unprogrammed]
 
 
 def stale_row(deleted: Mapping[int, int]) -> dict[str, int]:
@@ -125,7 +125,7 @@ def stale_row(deleted: Mapping[int, int]) -> dict[str, int]:
 
 
 def unknown_algorithms(table: ServiceTable, known: Collection[str], instead: str, *, weighs: bool = False) -> list[str]:
-    """Sentences for `limitations`: how many service ports ask for an algorithm that is not `known`, or for weights."""
+    """Sentences for `warnings`: how many service ports ask for an algorithm that is not `known`, or for weights."""
     asked = Counter(entry.algorithm for entries in table.services.values() for entry in entries)
     other = sum(count for algorithm, count in asked.items() if algorithm not in known)
     sentences = []
@@ -142,7 +142,7 @@ def _weighs(entry: Entry) -> bool:
 
 
 def unprobed(table: ServiceTable) -> list[str]:
-    """At most one sentence for `limitations` of a mode that asks no backend whether it is well."""
+    """At most one sentence for `warnings` of a mode that asks no backend whether it is well."""
     asked = sum(1 for entries in table.services.values() for entry in entries if entry.probe is not None)
     return [f"{asked} service ports ask for probes of their backends, which this mode does not make"] * (asked > 0)
 
@@ -168,16 +168,16 @@ class Programmer(Protocol):
     def links_changed(self) -> None:
         """Interfaces came or went: attach what is new, forget what is gone."""
 
-    def alone(self) -> None:
+    def other_mode_stopped(self) -> None:
         """Another mode of ours takes no new flows any more, or is gone: what it began since the last sync is judged.
 
         Datagrams that conntrack leads to where nobody serves any more would go there for as long as their client sends.
         """
 
-    def maintain(self) -> Sequence[Notice] | None:
-        """Called about once a second, and at once after `Wake`: garbage, quarantine, repair of what drifted.
+    def maintain(self) -> Sequence[Event] | None:
+        """Collect garbage, free what is no longer in use, repair drift.
 
-        Returns what the cluster should be told.
+        Called about once a second, and at once after `RequestMaintenance`. Returns events for the cluster.
 
         Raises:
             DataplaneError: a repair failed; it is tried again next time.
@@ -186,7 +186,7 @@ class Programmer(Protocol):
     def status(self) -> dict[str, Any]:
         """What is loaded, attached and filled, for people and `-o json`.
 
-        Every mode has the keys `mode`, `misfits` (list of entry and reason), `limitations` (sentences),
+        Every mode has the keys `mode`, `unprogrammed` (list of entry and reason), `warnings`,
         `fill` (name -> [used, limit]), `counters` (as `counters()`) and `audit_repairs` (how often something
         of ours was found changed by others and put right); a mode adds its own. Where it has maps that grow, `maps`
         tells of each `entries` and `bytes`, and of those that grow `used` and `bound`.
@@ -195,7 +195,7 @@ class Programmer(Protocol):
     def names(self) -> Mapping[int, str]:
         """The mode's number of each service port -> its name, to read what is programmed."""
 
-    def ask(self, question: Question) -> dict[str, Any]:
+    def ask(self, question: ProbePacket) -> dict[str, Any]:
         """What the loaded programs would do with a packet now: verdict, backends, service, masquerade, reason, steps.
 
         Raises:
@@ -217,7 +217,7 @@ class Programmer(Protocol):
         """Release this process's hold; traffic goes on as programmed."""
 
 
-class Unasked:
+class NoQueries:
     """What a `Programmer` inherits that has no program which could be asked, and counts no traffic of services."""
 
     name: str
@@ -226,7 +226,7 @@ class Unasked:
         """Nothing is numbered: the names are in the kernel."""
         return {}
 
-    def ask(self, question: Question) -> dict[str, Any]:
+    def ask(self, question: ProbePacket) -> dict[str, Any]:
         """See `Programmer.ask`.
 
         Raises:
@@ -242,10 +242,10 @@ class Unasked:
 
 
 @runtime_checkable
-class Watched(Protocol):
+class PacketEvents(Protocol):
     """A mode that tells what happens to packets."""
 
-    def happened(self, after: int) -> tuple[list[dict[str, Any]], int]:
+    def packet_events(self, after: int) -> tuple[list[dict[str, Any]], int]:
         """Events with larger numbers than `after`, the oldest first, and the number of the latest.
 
         Rows have number, time (seconds since 1970), what (drop, refuse, note, trace), reason, words, service, protocol,
@@ -257,15 +257,15 @@ class Watched(Protocol):
 
 
 @runtime_checkable
-class Guarded(Protocol):
+class DriftCheck(Protocol):
     """A mode that can tell at a glance whether others changed what it has programmed.
 
-    `damage` is what `maintain` found and could not put right yet, in sentences.
+    `unrepaired` is what `maintain` found and could not put right yet, in sentences.
     """
 
-    damage: tuple[str, ...]
+    unrepaired: tuple[str, ...]
 
-    def disturbed(self) -> bool:
+    def may_have_drifted(self) -> bool:
         """Whether `maintain` should look now. Asked several times a second, so it must cost next to nothing.
 
         Raises:
@@ -274,10 +274,10 @@ class Guarded(Protocol):
 
 
 @runtime_checkable
-class Foresighted(Protocol):
+class Prewarmed(Protocol):
     """A mode that begins with what takes long before it has the first table."""
 
-    def expect(self, ports: int, endpoints: int) -> None:
+    def prewarm(self, ports: int, endpoints: int) -> None:
         """The first table will have about so many service ports, with so many endpoints together."""
 
 
@@ -309,7 +309,7 @@ class Mode(NamedTuple):
     """What a folder under `dataplane.modes` offers, as `MODE` in its `programmer`."""
 
     name: str
-    open: Callable[[Options, Wake], Programmer]  # raises Unsupported, Occupied
+    open: Callable[[Options, RequestMaintenance], Programmer]  # raises Unsupported, Occupied
     clean: Callable[[Options], int]  # removes everything of this mode from the namespace; how many things went
     probe: Callable[[Options], str | None]  # one sentence: what is missing here and what to do; None: it works
     look: Callable[[Options, Mapping[int, str]], View | None]  # None: nothing of this mode here; the names of numbers

@@ -37,7 +37,7 @@ FRAGILE = """
                 raise SyncError("broken by the test")
             return SyncResult()
         def links_changed(self): pass
-        def alone(self): pass
+        def other_mode_stopped(self): pass
         def maintain(self): pass
         def names(self): return {}
         def counters(self): return {"drop_empty": 7}
@@ -46,7 +46,7 @@ FRAGILE = """
                          answered=2, connect_ns=3_000_000)]
         def close(self): pass
         def status(self):
-            return dict(mode=self.name, misfits=[], limitations=[], fill={"flows": [1, 4]},
+            return dict(mode=self.name, unprogrammed=[], warnings=[], fill={"flows": [1, 4]},
                         counters=self.counters(), audit_repairs=0)
 
     MODE = Mode("fragile", Fragile, lambda options: 0, lambda options: None, lambda options, names: None)

@@ -58,7 +58,7 @@ from controller.serving.pages import Pages
 from controller.settings.config import Config, available_modes, needs_reopening
 from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel import sysctl
-from dataplane.mode import Foresighted, Guarded, Question, SyncResult, Watched
+from dataplane.mode import DriftCheck, PacketEvents, Prewarmed, ProbePacket, SyncResult
 
 if TYPE_CHECKING:
     from controller.settings.configfile import Loaded
@@ -79,7 +79,7 @@ M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # malloc.h
 
 
 @dataclass(slots=True)
-class _Question:
+class _Query:
     """Something that another thread wants to know."""
 
     request: dict[str, Any]
@@ -150,7 +150,7 @@ class _Alone:
     """Another mode takes no new flows any more, or is gone."""
 
 
-Message = _Question | _Links | _Drift | _Stop | _Failed | _Configured | _Alone
+Message = _Query | _Links | _Drift | _Stop | _Failed | _Configured | _Alone
 
 
 def run(config: Config, followed: Followed | None = None, flags: Mapping[str, Any] = MappingProxyType({})) -> int:
@@ -277,10 +277,10 @@ class _Agent:
         self.retry_at = 0.0
         self.retry_delay = FIRST_RETRY
         self.last_error = ""
-        self.misfits: frozenset[str] = frozenset()
+        self.unprogrammed: frozenset[str] = frozenset()
         self.repairs = 0
         self.failed_modes: dict[str, str] = {}
-        self.limitations: tuple[str, ...] = ()
+        self.warnings: tuple[str, ...] = ()
         self.sync_seconds = 0.0
         self.untold = _Untold()
         self.latencies: deque[float] = deque(maxlen=LATENCIES)
@@ -387,7 +387,7 @@ class _Agent:
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Called by other threads: put the question and wait."""
-        question = _Question(request)
+        question = _Query(request)
         self.messages.put(question)
         if not question.answered.wait(timeout=30):
             return {"failed": "the agent is busy and did not answer within 30 s"}
@@ -410,14 +410,14 @@ class _Agent:
                     case _Failed():
                         log.error("%s: %s", message.what, message.error)
                         return 1
-                    case _Question():
+                    case _Query():
                         self._answer(message)
                     case _Links():
                         self._links_changed()
                     case _Configured():
                         self._configured(message.found)
                     case _Alone():
-                        self.programmer.alone()
+                        self.programmer.other_mode_stopped()
                     case _Drift():
                         self.drift_told.clear()
                         maintain_at = 0.0
@@ -426,7 +426,7 @@ class _Agent:
                 self._sync()
             if time.monotonic() >= glance_at:
                 glance_at = time.monotonic() + GLANCE_SECONDS
-                maintain_at = 0.0 if self._disturbed() else maintain_at
+                maintain_at = 0.0 if self._may_have_drifted() else maintain_at
             if time.monotonic() >= maintain_at:
                 self._maintain()
                 maintain_at = time.monotonic() + MAINTAIN_SECONDS
@@ -459,8 +459,8 @@ class _Agent:
 
     def _sync(self) -> None:
         start = time.monotonic()
-        if self.fresh and isinstance(self.programmer, Foresighted):
-            self.programmer.expect(*self.cluster.extent)
+        if self.fresh and isinstance(self.programmer, Prewarmed):
+            self.programmer.prewarm(*self.cluster.extent)
         table = self.builder.build(self.cluster, self.addresses)
         try:
             result = self.programmer.sync(table)
@@ -490,7 +490,7 @@ class _Agent:
         elif result.changed or result.removed:
             self.untold.add(result, self.sync_seconds)
             self._tell_changes()
-        self._tell_misfits({misfit.entry: misfit.reason for misfit in result.misfits})
+        self._report_unprogrammed({one.entry: one.reason for one in result.unprogrammed})
 
     def _tell_changes(self) -> None:
         """In the log: a single change at once, many of them once a second."""
@@ -617,14 +617,14 @@ class _Agent:
         if self.followed is not None:
             threading.Thread(target=self._watch_config, args=(self.followed,), name="config", daemon=True).start()
 
-    def _tell_misfits(self, misfits: dict[str, str]) -> None:
-        for entry in misfits.keys() - self.misfits:
-            log.error("%s does not fit: %s; the others work", entry, misfits[entry])
-            note = f"{entry} is not served on this node: {misfits[entry]}"
-            self.events.event(service(entry), "Warning", "DoesNotFit", "ProgramService", note)
-        for entry in self.misfits - misfits.keys():
-            log.info("%s fits now", entry)
-        self.misfits = frozenset(misfits)
+    def _report_unprogrammed(self, unprogrammed: dict[str, str]) -> None:
+        for entry in unprogrammed.keys() - self.unprogrammed:
+            log.error("%s is not programmed: %s; the others are", entry, unprogrammed[entry])
+            note = f"{entry} is not served on this node: {unprogrammed[entry]}"
+            self.events.event(service(entry), "Warning", "NotProgrammed", "ProgramService", note)
+        for entry in self.unprogrammed - unprogrammed.keys():
+            log.info("%s is programmed now", entry)
+        self.unprogrammed = frozenset(unprogrammed)
 
     def _links_changed(self) -> None:
         self.links_told.clear()
@@ -645,10 +645,14 @@ class _Agent:
             self.unsynced = self.cluster.complete
             self.health.queued(time.monotonic())
 
-    def _disturbed(self) -> bool:
+    def _may_have_drifted(self) -> bool:
         """Whether others changed something, as far as that can be seen at a glance."""
         try:
-            return self.ready_after is not None and isinstance(self.programmer, Guarded) and self.programmer.disturbed()
+            return (
+                self.ready_after is not None
+                and isinstance(self.programmer, DriftCheck)
+                and self.programmer.may_have_drifted()
+            )
         except (DataplaneError, OSError):
             return True  # `maintain` finds it out, and tells
 
@@ -659,21 +663,21 @@ class _Agent:
         if self.relisted and not self.unsynced:
             _trim()
             self.relisted = False
-        damage: tuple[str, ...] = ()
+        drift: tuple[str, ...] = ()
         try:
             for told in self.programmer.maintain() or ():
                 if told.entry:
                     self.events.event(service(told.entry), told.kind, told.reason, told.action, told.note)
                 else:
                     self._event(told.kind, told.reason, told.action, told.note)
-            if isinstance(self.programmer, Guarded):
-                damage = self.programmer.damage
+            if isinstance(self.programmer, DriftCheck):
+                drift = self.programmer.unrepaired
         except (DataplaneError, OSError) as error:
             log.warning("maintenance failed: %s", error)
-            damage = (str(error),) if isinstance(error, DataplaneError) else ()
-        if self.health.damage and not damage:
+            drift = (str(error),) if isinstance(error, DataplaneError) else ()
+        if self.health.drift and not drift:
             log.info("everything of ours is in place again")
-        self.health.damage = damage
+        self.health.drift = drift
         self._tell_repairs()
 
     def _tell_repairs(self) -> None:
@@ -686,7 +690,7 @@ class _Agent:
 
     # Questions
 
-    def _answer(self, question: _Question) -> None:
+    def _answer(self, question: _Query) -> None:
         try:
             question.answer = self._answer_to(question.request)
         except (ControllerError, DataplaneError, OSError, ValueError, KeyError, TypeError) as error:
@@ -707,9 +711,9 @@ class _Agent:
             case "traffic":
                 return {"rows": self.programmer.traffic(by_backend=self.config.metrics_per_backend)}
             case "explain":
-                return {"answers": [self.programmer.ask(Question(*packet)) for packet in request["packets"]]}
+                return {"answers": [self.programmer.ask(ProbePacket(*packet)) for packet in request["packets"]]}
             case "events":
-                events, last = self._watched().happened(request["after"])
+                events, last = self._watched().packet_events(request["after"])
                 return {"events": events, "last": last}
             case "trace":
                 self._watched().trace(request["service"], request["client"], request["seconds"])
@@ -717,8 +721,8 @@ class _Agent:
             case other:
                 raise ValueError(f"no such command: {other!r}")
 
-    def _watched(self) -> Watched:
-        if not isinstance(self.programmer, Watched):
+    def _watched(self) -> PacketEvents:
+        if not isinstance(self.programmer, PacketEvents):
             raise ControllerError(f"mode {self.choice.effective} does not tell what happens to packets; mode ebpf does")
         return self.programmer
 
@@ -728,8 +732,8 @@ class _Agent:
         return {
             "node": self.config.settings.node_name,
             "mode": self.choice._asdict(),
-            "synced": self.ready_after is not None and not self.unsynced and not self.health.damage,
-            "damage": list(self.health.damage),
+            "synced": self.ready_after is not None and not self.unsynced and not self.health.drift,
+            "drift": list(self.health.drift),
             "generation": self.builder.table.generation,
             "services": len(self.builder.table.services),
             "observed": self.observed,

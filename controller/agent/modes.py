@@ -16,7 +16,7 @@ from dataplane.errors import DataplaneError, Unsupported
 from dataplane.kernel.host_paths import netns_number
 from dataplane.kernel.lock import hold_new, let_go
 from dataplane.kernel.other_proxies import may_have_left, others_have_pins
-from dataplane.mode import Mode, Options, Programmer, Wake
+from dataplane.mode import Mode, Options, Programmer, RequestMaintenance
 
 __all__ = [
     "DRAIN_SECONDS", "FALLBACK", "Choice", "Opened", "clean_others", "collect", "hold_namespace", "let_end",
@@ -111,7 +111,7 @@ def survey(options: Options) -> list[dict[str, Any]]:
 
 
 def open_first(
-    requested: str, options: Options, wake: Wake, *, strict: bool, failed: Mapping[str, str] | None = None
+    requested: str, options: Options, wake: RequestMaintenance, *, strict: bool, failed: Mapping[str, str] | None = None
 ) -> Opened:
     """Open the mode that was asked for, or the first of its fallbacks that this machine can run.
 
@@ -141,7 +141,7 @@ def open_first(
     raise Unsupported("every possible mode", "; ".join(missing))
 
 
-def _open(name: str, options: Options, wake: Wake, failed: Mapping[str, str]) -> Programmer:
+def _open(name: str, options: Options, wake: RequestMaintenance, failed: Mapping[str, str]) -> Programmer:
     if name in failed:
         raise Unsupported(f"mode {name}", failed[name])
     return open_mode(name).open(options, wake)

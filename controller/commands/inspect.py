@@ -166,7 +166,7 @@ def _status_lines(status: dict[str, Any]) -> Iterable[str]:
         yield f"  {mode['requested']} was asked for: {mode['reason']}"
     if status["error"]:
         yield f"  last sync failed: {status['error']}"
-    for sentence in status.get("damage", ()):
+    for sentence in status.get("drift", ()):
         yield f"  NOT IN PLACE: {sentence}"
     for sentence in status["neighbours"]:
         yield f"  NEIGHBOUR: {sentence}"
@@ -196,9 +196,9 @@ def _status_lines(status: dict[str, Any]) -> Iterable[str]:
         yield f"  probes: {probes['targets']} backends are asked, {probes['down']} of them are down"
     for row in dataplane.get("ejections", ()):
         yield f"  backend {row['address']} of {row['service']}: {row['state']}"
-    for misfit in dataplane["misfits"]:
-        yield f"  DOES NOT FIT: {misfit['entry']}: {misfit['reason']}"
-    for sentence in dataplane["limitations"]:
+    for one in dataplane["unprogrammed"]:
+        yield f"  NOT PROGRAMMED: {one['entry']}: {one['reason']}"
+    for sentence in dataplane["warnings"]:
         yield f"  note: {sentence}"
     checks = status["health_checks"]
     if checks["served"]:

@@ -64,7 +64,7 @@ class Health:
         self._waiting: Mapping[int, float] = {}  # family -> since when the oldest change waits
         self._updated: Mapping[int, float] = {}
         self._turned = float("inf")
-        self.damage: tuple[str, ...] = ()  # what others changed of the dataplane and could not be put right yet
+        self.drift: tuple[str, ...] = ()  # what others changed of the dataplane and could not be put right yet
 
     def turned(self, now: float) -> None:
         """The loop is at work."""
@@ -87,7 +87,7 @@ class Health:
 
     def well(self, now: float) -> bool:
         """Whether the proxy does its work, whatever the Node says."""
-        return self._timely(now) and not self.damage
+        return self._timely(now) and not self.drift
 
     def _timely(self, now: float) -> bool:
         return all(self._family_well(family, now) for family in self._updated)

@@ -198,7 +198,7 @@ def _of_agent(status: Status, figures: Figures) -> Iterator[Metric]:
         ("synced", "1 when everything known is programmed", int(status["synced"])),
         ("refused_objects", "Malformed objects", len(status["problems"])),
         ("conflicts", "Services with an address and port that another one has", len(status.get("conflicts", ()))),
-        ("damage", "Things that others changed and that are not put right yet", len(status.get("damage", ()))),
+        ("unrepaired_drift", "Things that others changed and that are not put right yet", len(status.get("drift", ()))),
         ("neighbours", "Other proxies that were found on this node", len(status.get("neighbours", ()))),
         (
             "waiting_objects",
@@ -219,8 +219,10 @@ def _of_agent(status: Status, figures: Figures) -> Iterator[Metric]:
 
 
 def _of_dataplane(dataplane: Status) -> Iterator[Metric]:
-    misfits = GaugeMetricFamily("hybrid_proxy_misfit", "Service ports that did not fit into a map", labels=["entry"])
-    yield _labelled(misfits, {misfit["entry"]: 1 for misfit in dataplane["misfits"]})
+    unprogrammed = GaugeMetricFamily(
+        "hybrid_proxy_unprogrammed", "Service ports that did not fit into a map", labels=["entry"]
+    )
+    yield _labelled(unprogrammed, {misfit["entry"]: 1 for misfit in dataplane["unprogrammed"]})
     out = GaugeMetricFamily(
         "hybrid_proxy_backend_ejected", "1 for a backend that gets no new connections because it fails",
         labels=["entry", "backend"],

@@ -27,7 +27,7 @@ from scapy.packet import Packet, Raw
 from dataplane.kernel.bpf import Object, has_helper, run_on_packet
 from dataplane.kernel.grace import jiffies_per_second, wait_for_programs
 from dataplane.kernel.links import interface_name
-from dataplane.mode import Options, Question
+from dataplane.mode import Options, ProbePacket
 from dataplane.modes.ebpf import explaining, layout
 from dataplane.modes.ebpf.edges import set_elements
 from dataplane.modes.ebpf.flows import FlowGC, flow_arrays
@@ -356,7 +356,7 @@ class Bench:
     def explain(self, packet: bytes, place: str = "pod", ifindex: int = 0) -> dict[str, Any]:
         """What the explaining programs say of a packet; they are loaded for the occasion."""
         seen = read(packet, check=False)
-        question = Question(seen.src, seen.dst, seen.dport, seen.protocol, place, seen.sport)
+        question = ProbePacket(seen.src, seen.dst, seen.dport, seen.protocol, place, seen.sport)
         names = {
             known.service: known.entry.name for entries in self.store.installed.values() for known in entries.values()
         }

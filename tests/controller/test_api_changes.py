@@ -146,7 +146,7 @@ def test_deleted_and_made_again_in_one_batch(mode: str, start: Callable[..., Ser
     until(lambda: who(lab) == {"pod3"}, "the last one")
     status = agent.wait(lambda told: told["services"] == 1)
     assert status["conflicts"] == {}
-    assert status["dataplane"]["misfits"] == []
+    assert status["dataplane"]["unprogrammed"] == []
 
 
 def test_how_long_a_change_took_is_told_honestly(start: Callable[..., Served], lab: Lab, api: ApiServer) -> None:

@@ -83,7 +83,7 @@ def test_an_event_about_the_node(api):
 
 def test_an_event_about_a_service_is_in_its_namespace(api):
     with recording(api) as recorder:
-        recorder.event(service("shop/web:http"), "Warning", "DoesNotFit", "ProgramService", "the maps are full")
+        recorder.event(service("shop/web:http"), "Warning", "NotProgrammed", "ProgramService", "the maps are full")
         until(api.events, "the event")
     (event,) = api.events()
     assert event["regarding"] == {"kind": "Service", "name": "web", "namespace": "shop", "apiVersion": "v1"}
@@ -110,7 +110,7 @@ def test_repeats_become_a_series(api):
 def test_what_differs_is_no_repeat(api):
     with recording(api) as recorder:
         for entry in ("a/web:http", "b/web:http", "b/api:http"):
-            recorder.event(service(entry), "Warning", "DoesNotFit", "ProgramService", "the maps are full")
+            recorder.event(service(entry), "Warning", "NotProgrammed", "ProgramService", "the maps are full")
         until(lambda: len(api.events()) == 3, "three events")
 
 

@@ -13,7 +13,7 @@ from controller.serving.metrics import Metrics
 
 
 def scrape(**dataplane: Any) -> list[str]:
-    told = {"mode": "ebpf", "misfits": [], "fill": {}, "counters": {}, "audit_repairs": 0, "limitations": []}
+    told = {"mode": "ebpf", "unprogrammed": [], "fill": {}, "counters": {}, "audit_repairs": 0, "warnings": []}
     status = {
         "mode": {"requested": "ebpf", "effective": "ebpf", "reason": ""},
         "services": 1, "synced": True, "problems": [], "dataplane": told | dataplane,
@@ -44,7 +44,7 @@ def test_traffic_is_what_a_scraper_can_read(openmetrics: bool) -> None:
         "mode": {"requested": "ebpf", "effective": "ebpf", "reason": ""}, "services": 1, "synced": True,
         "problems": [],
         "dataplane": {
-            "mode": "ebpf", "misfits": [], "fill": {}, "counters": {}, "audit_repairs": 0, "limitations": [],
+            "mode": "ebpf", "unprogrammed": [], "fill": {}, "counters": {}, "audit_repairs": 0, "warnings": [],
         },
     }  # fmt: skip
     accept = "application/openmetrics-text; version=1.0.0" if openmetrics else "text/plain"

@@ -33,7 +33,7 @@ METRICS, HEALTH = 10259, 10258
 WORKS = """
     from typing import Any
     from dataplane.errors import DataplaneError, Unsupported
-    from dataplane.mode import Mode, Notice, SyncResult
+    from dataplane.mode import Mode, Event, SyncResult
 
     class Nothing:
         name = {name!r}
@@ -41,13 +41,13 @@ WORKS = """
         def __init__(self, options, wake): {init}
         def sync(self, table): {sync}
         def links_changed(self): pass
-        def alone(self): pass
+        def other_mode_stopped(self): pass
         def maintain(self): {maintain}
         def names(self): return {{}}
         def counters(self): return {{}}
         def close(self): {close}
         def status(self):
-            return dict(mode=self.name, misfits=[], limitations=[], fill={{}}, counters={{}}, audit_repairs=0)
+            return dict(mode=self.name, unprogrammed=[], warnings=[], fill={{}}, counters={{}}, audit_repairs=0)
 
     def clean(options): {clean}
     def probe(options): {probe}
@@ -72,7 +72,7 @@ MODES = {
     "later": source("later", sync="raise Unsupported('a rule', 'the kernel lacks it')",
                     close="import sys; print('later is closed', file=sys.stderr)"),
     "drifts": source("drifts", maintain="self.audit_repairs = 2"),
-    "tells": source("tells", maintain="return [Notice('d/web:p', 'Warning', 'BackendEjected', 'LeaveOut', 'so')]"),
+    "tells": source("tells", maintain="return [Event('d/web:p', 'Warning', 'BackendEjected', 'LeaveOut', 'so')]"),
     "nofiles": source("nofiles", maintain="raise OSError(24, 'Too many open files')"),
     "broken": source("broken", maintain="raise DataplaneError('a link cannot be put back')"),
     "drains": source("drains", clean="return 4", drain="return True"),
@@ -315,14 +315,14 @@ class TestAgent:
             api.put(service(number))
             api.put(endpoint_slice(number, range(1), 1))
         agent = start("ebpf", "--max-services", "2", kubeconfig=api.kubeconfig())
-        misfits = agent.status()["dataplane"]["misfits"]
-        assert misfits
-        eventually(lambda: len(api.events("DoesNotFit")) == len(misfits), "an event for each")
+        unprogrammed = agent.status()["dataplane"]["unprogrammed"]
+        assert unprogrammed
+        eventually(lambda: len(api.events("NotProgrammed")) == len(unprogrammed), "an event for each")
         told = {(e["regarding"]["kind"], f"{e['regarding']['namespace']}/{e['regarding']['name']}", e["note"])
-                for e in api.events("DoesNotFit")}  # fmt: skip
+                for e in api.events("NotProgrammed")}  # fmt: skip
         assert told == {
             ("Service", m["entry"].partition(":")[0], f"{m['entry']} is not served on this node: {m['reason']}")
-            for m in misfits
+            for m in unprogrammed
         }
 
     def test_a_repair_is_told(self, start, api):
@@ -350,7 +350,7 @@ class TestAgent:
 
     def test_what_cannot_be_put_right_fails_health_and_status(self, start, lab):
         agent = start("broken", f"--healthz-bind-address=127.0.0.1:{HEALTH}")
-        eventually(lambda: agent.status()["damage"] == ["a link cannot be put back"], "what is not in place")
+        eventually(lambda: agent.status()["drift"] == ["a link cannot be put back"], "what is not in place")
         assert not agent.status()["synced"]
         shown = agent.command("status", "--admin-socket", str(agent.socket)).stdout
         assert "NOT in sync" in shown

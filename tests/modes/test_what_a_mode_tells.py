@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from dataplane.mode import Misfit, misfit_rows, unknown_algorithms, unprobed
+from dataplane.mode import Unprogrammed, unknown_algorithms, unprobed, unprogrammed_rows
 from dataplane.table import Backend, NodeNetwork, Probe, Protocol, ServiceTable
 from tests.tables import entry_of
 
@@ -46,4 +46,6 @@ def test_probes_that_a_mode_does_not_make_are_counted() -> None:
 
 
 def test_a_misfit_is_a_row_of_the_status() -> None:
-    assert misfit_rows([Misfit("d/web:p1", "the map is full")]) == [{"entry": "d/web:p1", "reason": "the map is full"}]
+    assert unprogrammed_rows([Unprogrammed("d/web:p1", "the map is full")]) == [
+        {"entry": "d/web:p1", "reason": "the map is full"}
+    ]

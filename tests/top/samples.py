@@ -28,7 +28,7 @@ def status(**counters: int) -> dict[str, Any]:
         "node": "n1", "mode": {"requested": "auto", "effective": "ebpf", "reason": ""}, "synced": True, "error": "",
         "uptime_seconds": 192.0, "memory_bytes": 45_000_000, "neighbours": [],
         "dataplane": {
-            "counters": counters, "fill": {"flows": [12, 524_288]}, "misfits": [], "ejections": [],
+            "counters": counters, "fill": {"flows": [12, 524_288]}, "unprogrammed": [], "ejections": [],
             "maps": {
                 "flows4": {"entries": 100, "bytes": 4096, "used": 12, "bound": 200},
                 "counters": {"entries": 40, "bytes": 320},

@@ -194,6 +194,6 @@ def trouble(shown: Picture) -> list[str]:
         sentences.append(f"mode {sample.mode} does not count what each service carries ('-'); mode ebpf does")
     ejected = sum(row["ejected"] for row in status["dataplane"].get("ejections", ()))
     sentences += [f"{ejected} backends are ejected because they fail"] * bool(ejected)
-    misfits = len(status["dataplane"]["misfits"])
-    sentences += [f"{misfits} service ports do not fit; `hybrid-proxy status` says why"] * bool(misfits)
+    unprogrammed = len(status["dataplane"]["unprogrammed"])
+    sentences += [f"{unprogrammed} service ports do not fit; `hybrid-proxy status` says why"] * bool(unprogrammed)
     return [*sentences, *status["neighbours"]]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dataplane.kernel.bpf import Object, run_on_packet
 from dataplane.kernel.links import hardware_address
 from dataplane.kernel.packets import first_packet
-from dataplane.mode import Question
+from dataplane.mode import ProbePacket
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.reasons import WORDS, kind_of
 from dataplane.table import Protocol, family_of, socket_text
@@ -49,7 +49,7 @@ class Surroundings(NamedTuple):
 class _Notes:
     """One packet's notes on the way to messages."""
 
-    def __init__(self, question: Question, around: Surroundings, place: str) -> None:
+    def __init__(self, question: ProbePacket, around: Surroundings, place: str) -> None:
         self.question, self.around, self.place = question, around, place
         self.family = family_of(question.dst)
         self.service = self.backend = 0
@@ -205,7 +205,7 @@ def _methods() -> dict[int, str]:
 
 
 def explain(
-    programs: Object, question: Question, place: str, ifindex: int, around: Surroundings, packet: bytes = b""
+    programs: Object, question: ProbePacket, place: str, ifindex: int, around: Surroundings, packet: bytes = b""
 ) -> Answers:
     """Run the programs of `place` (pod, external, node) on the packet, as if it came in at an interface.
 

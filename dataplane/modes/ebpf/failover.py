@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from dataplane.mode import Notice, Options
+from dataplane.mode import Event, Options
 from dataplane.modes.ebpf.lower import Socket
 from dataplane.modes.ebpf.outliers import OutlierDetector
 from dataplane.modes.ebpf.probes import Prober, Target
@@ -66,7 +66,7 @@ class Failover:
         probed = (pair for targets in self._probed.values() for pair in targets.items())
         return {subject: down[target] for subject, target in probed if target in down}
 
-    def look(self, store: Store) -> list[Notice]:
+    def look(self, store: Store) -> list[Event]:
         """Evaluate what was counted since the last time, write the ejections, and return the events."""
         failures = store.failures() if self._detector.limit else {}
         probe_failures = self._probe_failures()
@@ -79,7 +79,7 @@ class Failover:
         store.eject(self._detector.ejections)
         return self._events(store, known)
 
-    def _events(self, store: Store, known: _Numbers) -> list[Notice]:
+    def _events(self, store: Store, known: _Numbers) -> list[Event]:
         """What changed in the maps: where too many backends fail, an ejection has no effect."""
         now = {subject for subject in self._detector.ejections if store.is_ejected(known.of(subject))}
         ejected = [_ejected(subject, self._duration(subject)) for subject in now - self._ejected]
@@ -139,13 +139,13 @@ class _Numbers:
         return self.of(subject) != 0
 
 
-def _ejected(subject: Subject, duration: str) -> Notice:
+def _ejected(subject: Subject, duration: str) -> Event:
     (entry, _, _), (address, port) = subject
     note = f"{entry}: backend {socket_text(address, port)} gets no new connections from this node {duration}"
-    return Notice(entry, "Warning", "BackendEjected", "Eject", note)
+    return Event(entry, "Warning", "BackendEjected", "Eject", note)
 
 
-def _readmitted(subject: Subject) -> Notice:
+def _readmitted(subject: Subject) -> Event:
     (entry, _, _), (address, port) = subject
     note = f"{entry}: backend {socket_text(address, port)} gets new connections from this node again"
-    return Notice(entry, "Normal", "BackendReadmitted", "Readmit", note)
+    return Event(entry, "Normal", "BackendReadmitted", "Readmit", note)

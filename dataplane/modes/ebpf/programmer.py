@@ -30,7 +30,16 @@ from dataplane.kernel.links import (
     read_reverse_path_filters,
 )
 from dataplane.kernel.lock import hold
-from dataplane.mode import Mode, Notice, Options, Question, SyncResult, Wake, misfit_rows, unknown_algorithms
+from dataplane.mode import (
+    Event,
+    Mode,
+    Options,
+    ProbePacket,
+    RequestMaintenance,
+    SyncResult,
+    unknown_algorithms,
+    unprogrammed_rows,
+)
 from dataplane.modes.ebpf import attach, explaining, layout, listing, sizes
 from dataplane.modes.ebpf.attach import Links, Sockets
 from dataplane.modes.ebpf.driver import Drivers
@@ -136,7 +145,7 @@ class Ebpf:
 
     name = "ebpf"
 
-    def __init__(self, options: Options, wake: Wake) -> None:
+    def __init__(self, options: Options, wake: RequestMaintenance) -> None:
         self.options = options
         self.folder, self._lock = _own_folder(options)
         self.hz = jiffies_per_second()
@@ -168,7 +177,7 @@ class Ebpf:
         self.resizer = MapResizer(self.maps, sizes.bounds(options), self._load, self._use, self._take_larger_maps, wake)
         self.nearly_full: dict[str, str] = {}  # map -> message
         self.audit_repairs = 0
-        self.damage: tuple[str, ...] = ()
+        self.unrepaired: tuple[str, ...] = ()
         self._glance = Glance(self.folder)
         self.failover = Failover(options)
         self.gc = FlowGC(
@@ -222,8 +231,8 @@ class Ebpf:
             self._explain.close()
         self._explain = None
 
-    def expect(self, ports: int, endpoints: int) -> None:
-        """See `dataplane.mode.Foresighted.expect`."""
+    def prewarm(self, ports: int, endpoints: int) -> None:
+        """See `dataplane.mode.Prewarmed.prewarm`."""
         with contextlib.suppress(DataplaneError, OSError):  # `sync` tries again, and tells
             self._begin(sizes.foreseen, ports, endpoints)
 
@@ -333,7 +342,7 @@ class Ebpf:
             row[column] = value
         self.store.serve_node_ports_at(node.node_port_addresses)
 
-    def alone(self) -> None:
+    def other_mode_stopped(self) -> None:
         """See `dataplane.mode.Programmer.alone`: what conntrack translates does not come to the programs at uplinks."""
         from dataplane.kernel.conntrack import delete_stale
 
@@ -383,8 +392,8 @@ class Ebpf:
         """What has pins; what carries traffic comes first."""
         return self.pods, self.uplinks, self.drivers, self.sockets, self.maps, self.mark
 
-    def disturbed(self) -> bool:
-        """See `dataplane.mode.Guarded.disturbed`."""
+    def may_have_drifted(self) -> bool:
+        """See `dataplane.mode.DriftCheck.may_have_drifted`."""
         return self._attached and any(True for _ in self._wrong())
 
     def _wrong(self) -> Iterator[str]:
@@ -396,21 +405,21 @@ class Ebpf:
             yield from missing_datapaths(self.maps.maps["datapaths"], self.programs.tc_datapath)
 
     def _mend(self) -> None:
-        """Put back what is `_wrong`; what cannot be put back stays in `damage`, and is tried again next time."""
+        """Put back what is `_wrong`; what cannot be put back stays in `unrepaired`, and is tried again next time."""
         wrong = list(self._wrong()) if self._attached else []
         if not wrong:
-            self.damage = ()
+            self.unrepaired = ()
             return
-        new = [what for what in wrong if what not in self.damage]
+        new = [what for what in wrong if what not in self.unrepaired]
         if new:
             more = f"; and {len(new) - SHOWN} more" if len(new) > SHOWN else ""
             log.warning("others changed %d things, which are put back: %s%s", len(new), "; ".join(new[:SHOWN]), more)
         failures = self._put_back()
-        before, self.damage = self.damage, tuple(self._wrong())
-        self.audit_repairs += max(0, len(wrong) - len(self.damage))
-        if self.damage and self.damage != before:
+        before, self.unrepaired = self.unrepaired, tuple(self._wrong())
+        self.audit_repairs += max(0, len(wrong) - len(self.unrepaired))
+        if self.unrepaired and self.unrepaired != before:
             why = "; ".join(failures) or "they were changed again"
-            log.error("%d things cannot be put back: %s", len(self.damage), why)
+            log.error("%d things cannot be put back: %s", len(self.unrepaired), why)
 
     def _put_back(self) -> list[str]:
         """Attach and pin what is not; what failed, in words."""
@@ -444,7 +453,7 @@ class Ebpf:
             os.close(self._lock)
             self._lock = hold(self.folder, f"the eBPF maps at {self.folder}")
 
-    def maintain(self) -> Sequence[Notice]:
+    def maintain(self) -> Sequence[Event]:
         """See `dataplane.mode.Programmer.maintain`."""
         self._mend()
         self._collect()
@@ -465,7 +474,7 @@ class Ebpf:
         self.gc.want_grace(self.store.stamp)
         return [*notices, *self._tell_nearly_full()]
 
-    def _tell_nearly_full(self) -> Iterable[Notice]:
+    def _tell_nearly_full(self) -> Iterable[Event]:
         """Once for each map, until it has room again."""
         flows = self.gc.used
         entries = {name: self.maps.maps[name].entries for name in flows}
@@ -475,7 +484,7 @@ class Ebpf:
         }
         for name in full.keys() - self.nearly_full.keys():
             log.warning("%s", full[name])
-            yield Notice("", "Warning", "MapNearlyFull", "GrowMap", full[name])
+            yield Event("", "Warning", "MapNearlyFull", "GrowMap", full[name])
         self.nearly_full = full
 
     def _collect(self) -> None:
@@ -494,7 +503,7 @@ class Ebpf:
         """Service id -> name of the service port."""
         return self.store.names
 
-    def limitations(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """What the table asks for and this mode does not do."""
         messages = unknown_algorithms(self.table, KNOWN, "random", weighs=True)
         cut = [(key[0], has, wanted) for key, (has, wanted) in self.store.cut.items()]
@@ -527,8 +536,8 @@ class Ebpf:
             "maps": self.memory(),
             "traffic_bytes": store.traffic.bytes if store.traffic.counting else 0,
             "deferred_frees": len(store.deferred),
-            "misfits": misfit_rows(store.misfits.values()),
-            "limitations": self.limitations(),
+            "unprogrammed": unprogrammed_rows(store.misfits.values()),
+            "warnings": self.warnings(),
             "ejections": self.failover.rows(),
             "probes": self.failover.probes(),
             "audit_repairs": self.audit_repairs,
@@ -553,7 +562,7 @@ class Ebpf:
         """See `dataplane.mode.Programmer.traffic`."""
         return listing.traffic(self.store.traffic, self.maps.maps, self.names(), by_backend=by_backend)
 
-    def ask(self, question: Question) -> dict[str, Any]:
+    def ask(self, question: ProbePacket) -> dict[str, Any]:
         """See `dataplane.mode.Programmer.ask`."""
         if self._explain is None:
             self._explain = self.loader.one("explain", quiet=True)
@@ -562,7 +571,7 @@ class Ebpf:
         )
         return explaining.explain(self._explain, question, *self._place_of(question), around)
 
-    def _place_of(self, question: Question) -> tuple[str, int]:
+    def _place_of(self, question: ProbePacket) -> tuple[str, int]:
         """Whose packet it is, and the interface at which it comes in; 0 for none."""
         node = self.table.node
         towards = interface_towards(question.src)
@@ -575,8 +584,8 @@ class Ebpf:
             return place, 0
         return place, towards if towards in attached.attached else min(attached.attached)
 
-    def happened(self, after: int) -> tuple[list[dict[str, Any]], int]:
-        """See `dataplane.mode.Watched.happened`."""
+    def packet_events(self, after: int) -> tuple[list[dict[str, Any]], int]:
+        """See `dataplane.mode.PacketEvents.packet_events`."""
         self._name_events()
         return self.journal.rows(after), self.journal.last
 
@@ -586,7 +595,7 @@ class Ebpf:
             self.journal.add(raw, self.names(), self.store.addresses, self.store.backends)
 
     def trace(self, service: str | None, client: str | None, seconds: float) -> None:
-        """See `dataplane.mode.Watched.trace`."""
+        """See `dataplane.mode.PacketEvents.trace`."""
         limit = self.maps.view("node")["trace_services"].shape[1]
         wanted = [number for number, name in self.names().items() if service in {name, name.partition(":")[0]}]
         if service and not wanted:

@@ -20,7 +20,7 @@ from dataplane.balancing.least_connections import shares as shares_by_load
 from dataplane.balancing.maglev import SIZES
 from dataplane.errors import DataplaneError
 from dataplane.kernel._publish import ffi, lib
-from dataplane.mode import Misfit, Options
+from dataplane.mode import Options, Unprogrammed
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.edges import Sources
 from dataplane.modes.ebpf.lower import (
@@ -180,7 +180,7 @@ class Store:
         self.max_slots = max_slots
         self.installed: dict[str, dict[EntryKey, Installed]] = {}
         self.names: dict[int, str] = {}  # of the service ports in `installed`, by number
-        self.misfits: dict[EntryKey, Misfit] = {}
+        self.misfits: dict[EntryKey, Unprogrammed] = {}
         self.unfit: dict[str, set[EntryKey]] = {}  # by service: what is in `misfits`
         self.cut: dict[EntryKey, tuple[int, int]] = {}  # slots of the largest ring, and those it should have
         self._shares: dict[EntryKey, dict[tuple[str, int], int]] = {}  # of backends that get theirs by load
@@ -284,7 +284,7 @@ class Store:
                 after[key] = self._plan(batch, entry, known)
                 changed += 1
             except FullError as error:
-                self.misfits[key] = Misfit(entry.name, str(error))
+                self.misfits[key] = Unprogrammed(entry.name, str(error))
                 if error.name in SETTINGS:
                     self.full.add(error.name)
                 self.unfit.setdefault(name, set()).add(key)

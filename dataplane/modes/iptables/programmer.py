@@ -18,16 +18,16 @@ from dataplane.kernel import xtables as door
 from dataplane.kernel.conntrack import delete_stale, is_liberal
 from dataplane.kernel.nfmonitor import watch_ruleset
 from dataplane.mode import (
-    Misfit,
     Mode,
+    NoQueries,
     Options,
+    RequestMaintenance,
     SyncResult,
-    Unasked,
-    Wake,
-    misfit_rows,
+    Unprogrammed,
     stale_row,
     unknown_algorithms,
     unprobed,
+    unprogrammed_rows,
 )
 from dataplane.modes.iptables import listing
 from dataplane.modes.iptables.installed import TABLES, Installed, Ruleset, remove
@@ -54,7 +54,7 @@ class Able(msgspec.Struct, frozen=True):
     sctp: bool
 
 
-class Iptables(Unasked):
+class Iptables(NoQueries):
     """A `dataplane.mode.Programmer`.
 
     Raises:
@@ -63,7 +63,7 @@ class Iptables(Unasked):
 
     name = "iptables"
 
-    def __init__(self, options: Options, wake: Wake, xtables: door.Xtables | None = None) -> None:
+    def __init__(self, options: Options, wake: RequestMaintenance, xtables: door.Xtables | None = None) -> None:
         self.options = options
         self.xtables = xtables or door.find(needs)
         self.able = {family: _ability(self.xtables, family) for family in self.xtables.families}
@@ -71,7 +71,7 @@ class Iptables(Unasked):
         self.table: ServiceTable = EMPTY
         self.audit_repairs = 0
         self.stale_deleted = Counter({4: 0, 6: 0})  # by family
-        self.misfits: dict[str, Misfit] = {}
+        self.unprogrammed: dict[str, Unprogrammed] = {}
         self._plans: dict[int, Plan] = {}
         self._ruleset = Ruleset(self.xtables)
         self._installed = {family: Installed(self._ruleset, family) for family in self.xtables.families}
@@ -84,7 +84,7 @@ class Iptables(Unasked):
         self._wake = wake
         self._watching = False
         self._revision: object = None  # of the rules when they were looked at
-        self.damage: tuple[str, ...] = ()  # what fails is raised
+        self.unrepaired: tuple[str, ...] = ()  # what fails is raised
         if self.xtables.variant == "nft":
             threading.Thread(target=self._watch, name="iptables-drift", daemon=True).start()
         log.info("iptables variant %s: %s", self.xtables.variant, self.xtables.chosen)
@@ -112,13 +112,13 @@ class Iptables(Unasked):
         self.stale_deleted.update(delete_stale(table, table.services if first else names))
         return result
 
-    def alone(self) -> None:
+    def other_mode_stopped(self) -> None:
         """See `dataplane.mode.Programmer.alone`."""
         self.stale_deleted.update(delete_stale(self.table, self.table.services))
 
     def _replace(self, table: ServiceTable) -> SyncResult:
         """Write everything, in place of what is there."""
-        self.misfits.clear()
+        self.unprogrammed.clear()
         changed = 0
         nodes = self._nodes(table)
         entries = [entry for held in table.services.values() for entry in held]
@@ -132,14 +132,14 @@ class Iptables(Unasked):
             changed += len(mine)
         for entry in entries:
             self._fits(entry)
-        return SyncResult(changed, 0, tuple(self.misfits.values()))
+        return SyncResult(changed, 0, tuple(self.unprogrammed.values()))
 
     def _change(self, table: ServiceTable, names: Iterable[str]) -> SyncResult:
         changed = removed = 0
         old = [entry for name in names for entry in self.table.services.get(name, ())]
         new = [entry for name in names for entry in table.services.get(name, ())]
         for entry in old:
-            self.misfits.pop(_misfit_key(entry), None)
+            self.unprogrammed.pop(_unprogrammed_key(entry), None)
         for entry in new:
             self._fits(entry)
         for family, installed in self._installed.items():
@@ -150,12 +150,12 @@ class Iptables(Unasked):
             known, wanted = {_key(entry): entry for entry in before}, {_key(entry): entry for entry in after}
             changed += sum(1 for key, entry in wanted.items() if known.get(key) != entry)
             removed += len(known.keys() - wanted.keys())
-        return SyncResult(changed, removed, tuple(self.misfits.values()))
+        return SyncResult(changed, removed, tuple(self.unprogrammed.values()))
 
     def _fits(self, entry: Entry) -> bool:
         reason = self._can(entry)
         if reason is not None:
-            self.misfits[_misfit_key(entry)] = Misfit(entry.name, reason)
+            self.unprogrammed[_unprogrammed_key(entry)] = Unprogrammed(entry.name, reason)
         return reason is None
 
     def _can(self, entry: Entry) -> str | None:
@@ -209,8 +209,8 @@ class Iptables(Unasked):
         self._touched.set()
         self._wake()
 
-    def disturbed(self) -> bool:
-        """See `dataplane.mode.Guarded.disturbed`: of legacy tables, which tell nobody; nf_tables wakes us."""
+    def may_have_drifted(self) -> bool:
+        """See `dataplane.mode.DriftCheck.may_have_drifted`: of legacy tables, which tell nobody; nf_tables wakes us."""
         if not self._programmed or self._watching:
             return False
         if self.xtables.revision(TABLES) != self._revision:
@@ -268,7 +268,7 @@ class Iptables(Unasked):
 
     # What is told
 
-    def limitations(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """What the table asks for and this mode does not do, in sentences."""
         sentences = unknown_algorithms(self.table, {"random"}, "random") + unprobed(self.table)
         sticky = [entry for held in self.table.services.values() for entry in held if entry.affinity_seconds]
@@ -299,8 +299,8 @@ class Iptables(Unasked):
             "last_rules": {f"IPv{family}": dict(held.last_rules) for family, held in self._installed.items()},
             "drift_told_by_kernel": self._watching,
             "fill": {},
-            "misfits": misfit_rows(self.misfits.values()),
-            "limitations": self.limitations(),
+            "unprogrammed": unprogrammed_rows(self.unprogrammed.values()),
+            "warnings": self.warnings(),
             "audit_repairs": self.audit_repairs,
             "stale_deleted": stale_row(self.stale_deleted),
             "counters": self.counters(),
@@ -322,7 +322,7 @@ def _key(entry: Entry) -> tuple[str, int]:
     return entry.name, int(entry.protocol)
 
 
-def _misfit_key(entry: Entry) -> str:
+def _unprogrammed_key(entry: Entry) -> str:
     return f"{entry.name}/{entry.protocol.name}/{entry.family}"
 
 

@@ -16,7 +16,17 @@ from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel.conntrack import delete_stale
 from dataplane.kernel.ipset import LIMIT, Ipsets
 from dataplane.kernel.ipvs import Ipvs as VirtualServers
-from dataplane.mode import Misfit, Mode, Options, SyncResult, Unasked, Wake, misfit_rows, stale_row, unprobed
+from dataplane.mode import (
+    Mode,
+    NoQueries,
+    Options,
+    RequestMaintenance,
+    SyncResult,
+    Unprogrammed,
+    stale_row,
+    unprobed,
+    unprogrammed_rows,
+)
 from dataplane.modes.ipvs import writer
 from dataplane.modes.ipvs.audit import Audit
 from dataplane.modes.ipvs.listing import Programmed
@@ -34,7 +44,7 @@ DRAIN_SECONDS: Final = 5.0  # how often real servers of weight 0 are looked at; 
 NOTHING: Final = Lowered({}, {}, frozenset())
 
 
-class Ipvs(Unasked):
+class Ipvs(NoQueries):
     """A `dataplane.mode.Programmer`.
 
     Args:
@@ -52,7 +62,7 @@ class Ipvs(Unasked):
     def __init__(
         self,
         options: Options,
-        wake: Wake,
+        wake: RequestMaintenance,
         kernel: writer.Kernel | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -62,9 +72,9 @@ class Ipvs(Unasked):
         self.table: ServiceTable = EMPTY
         self.actual = Actual()
         self.lowered: dict[str, Lowered] = {}
-        self.misfits: dict[str, tuple[Misfit, ...]] = {}  # by service
+        self.unprogrammed: dict[str, tuple[Unprogrammed, ...]] = {}  # by service
         self.audit_repairs = 0
-        self.damage: tuple[str, ...] = ()  # what fails is raised
+        self.unrepaired: tuple[str, ...] = ()  # what fails is raised
         self.audit = Audit(self.kernel, self.actual, self._settings, options.sync_seconds, clock)
         self._release = os.uname().release
         self.unset: dict[str, str] = {}  # settings of the kernel that could not be made
@@ -108,7 +118,7 @@ class Ipvs(Unasked):
         self.stale_deleted.update(delete_stale(table, table.services if first else names))
         return result
 
-    def alone(self) -> None:
+    def other_mode_stopped(self) -> None:
         """See `dataplane.mode.Programmer.alone`."""
         self.stale_deleted.update(delete_stale(self.table, self.table.services))
 
@@ -135,7 +145,7 @@ class Ipvs(Unasked):
         self._note_draining(steps)
         self._watch()
         entries = sum(len(held) for held in table.services.values())
-        return SyncResult(entries, 0, self._misfits())
+        return SyncResult(entries, 0, self._unprogrammed())
 
     def _adopt(self, found: Actual) -> None:
         self.actual.servers, self.actual.members = found.servers, found.members
@@ -145,7 +155,7 @@ class Ipvs(Unasked):
         self._marks = Marks(self._node.masquerade, found.members)
 
     def _lower_all(self, table: ServiceTable) -> None:
-        self.lowered, self.misfits = {}, {}
+        self.lowered, self.unprogrammed = {}, {}
         self._members, self._addresses, self._values = Counter(), Counter(), {}
         self._taken = Counter(place for name in table.services for place in self._explicit(table, name))
         for name in table.services:
@@ -184,7 +194,7 @@ class Ipvs(Unasked):
         )
         writer.perform(self.kernel, steps, self.actual)
         self._note_draining(steps)
-        return SyncResult(changed, removed, self._misfits())
+        return SyncResult(changed, removed, self._unprogrammed())
 
     def _put(self, name: str, entries: tuple[Entry, ...]) -> Lowered:
         """Replace what a service needs by what it needs now."""
@@ -194,9 +204,9 @@ class Ipvs(Unasked):
                 self._values.pop(member, None)
         for address in old.addresses:
             _release(self._addresses, address)
-        self.misfits.pop(name, None)
+        self.unprogrammed.pop(name, None)
         if unfit := self._unfit(entries):
-            self.misfits[name] = unfit
+            self.unprogrammed[name] = unfit
         new = lower(entries, self._node, self._scheduler, self._marks.take, self._taken)
         self._members.update(new.members.keys())
         self._values.update({member: value for member, value in new.members.items() if value is not None})
@@ -205,17 +215,17 @@ class Ipvs(Unasked):
             self.lowered[name] = new
         return new
 
-    def _unfit(self, entries: Iterable[Entry]) -> tuple[Misfit, ...]:
+    def _unfit(self, entries: Iterable[Entry]) -> tuple[Unprogrammed, ...]:
         """The service ports that this machine cannot have."""
         why = self.kernel.tables.missing
         return tuple(
-            Misfit(entry.name, f"IPv{entry.family} does not work here: {why.get(entry.family, 'no iptables')}")
+            Unprogrammed(entry.name, f"IPv{entry.family} does not work here: {why.get(entry.family, 'no iptables')}")
             for entry in entries
             if entry.family not in self._node.families
         )
 
-    def _misfits(self) -> tuple[Misfit, ...]:
-        return tuple(misfit for held in self.misfits.values() for misfit in held)
+    def _unprogrammed(self) -> tuple[Unprogrammed, ...]:
+        return tuple(one for held in self.unprogrammed.values() for one in held)
 
     def _scheduler(self, entry: Entry) -> str:
         """What the entry asks for, where the kernel has it; it is asked once for each."""
@@ -295,8 +305,8 @@ class Ipvs(Unasked):
         self.audit.address_lost.set()
         self._wake()
 
-    def disturbed(self) -> bool:
-        """See `dataplane.mode.Guarded.disturbed`: whether it is time to compare."""
+    def may_have_drifted(self) -> bool:
+        """See `dataplane.mode.DriftCheck.may_have_drifted`: whether it is time to compare."""
         return not self._full and self.audit.due
 
     def maintain(self) -> None:
@@ -319,7 +329,7 @@ class Ipvs(Unasked):
 
     # Status
 
-    def limitations(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """What the table asks for and this mode does not do, in sentences."""
         entries = [entry for held in self.table.services.values() for entry in held]
         sentences = unprobed(self.table)
@@ -359,8 +369,8 @@ class Ipvs(Unasked):
             "families": list(self.kernel.tables.families),
             "strict_arp": self.options.ipvs_strict_arp,
             "fill": {f"set {name}": [count, LIMIT] for name, count in sorted(elements.items())},
-            "misfits": misfit_rows(self._misfits()),
-            "limitations": self.limitations(),
+            "unprogrammed": unprogrammed_rows(self._unprogrammed()),
+            "warnings": self.warnings(),
             "audit_repairs": self.audit_repairs,
             "stale_deleted": stale_row(self.stale_deleted),
             "counters": self.counters(),

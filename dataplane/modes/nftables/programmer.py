@@ -17,16 +17,16 @@ from dataplane.kernel.conntrack import delete_stale, is_liberal
 from dataplane.kernel.nfmonitor import watch_ruleset
 from dataplane.kernel.nfnetlink import NftablesError
 from dataplane.mode import (
-    Misfit,
     Mode,
+    NoQueries,
     Options,
+    RequestMaintenance,
     SyncResult,
-    Unasked,
-    Wake,
-    misfit_rows,
+    Unprogrammed,
     stale_row,
     unknown_algorithms,
     unprobed,
+    unprogrammed_rows,
 )
 from dataplane.modes.nftables import lower
 from dataplane.modes.nftables import operations as op
@@ -44,7 +44,7 @@ TRIAL: Final = "hybrid-proxy-trial"
 ATTEMPTS: Final = 3  # to read what others change at the same time
 
 
-class Nftables(Unasked):
+class Nftables(NoQueries):
     """A `dataplane.mode.Programmer`.
 
     Args:
@@ -58,7 +58,7 @@ class Nftables(Unasked):
 
     name = "nftables"
 
-    def __init__(self, options: Options, wake: Wake, door: op.Door | None = None) -> None:
+    def __init__(self, options: Options, wake: RequestMaintenance, door: op.Door | None = None) -> None:
         if door is None:
             missing = probe(options)
             if missing:
@@ -73,7 +73,7 @@ class Nftables(Unasked):
         self._watch = door is None
         self._drop_invalid = not (self._watch and is_liberal())
         self._plans: dict[int, Plan] = {}
-        self._misfits: dict[str, Misfit] = {}
+        self._unprogrammed: dict[str, Unprogrammed] = {}
         self._programmed = False
         self._generation = 0
         self._check_at = 0.0
@@ -101,7 +101,7 @@ class Nftables(Unasked):
 
     def _everything(self, table: ServiceTable) -> SyncResult:
         """Make the tables, or make what is there ours, by one transaction."""
-        self._misfits.clear()
+        self._unprogrammed.clear()
         removed = max(0, _count(self.table) - _count(table))
         work = []
         for family in FAMILIES:
@@ -110,7 +110,7 @@ class Nftables(Unasked):
             work.append((family, operations))
         self._door.commit(*work)
         self._verified()
-        return SyncResult(_count(table) - len(self._misfits), removed, tuple(self._misfits.values()))
+        return SyncResult(_count(table) - len(self._unprogrammed), removed, tuple(self._unprogrammed.values()))
 
     def _differences(self, family: lower.Family, table: ServiceTable) -> tuple[Plan, Iterable[op.Operation]]:
         """A new plan, and the operations that make the kernel's table it."""
@@ -151,7 +151,7 @@ class Nftables(Unasked):
         old = [entry for name in names for entry in self.table.services.get(name, ())]
         new = [entry for name in names for entry in table.services.get(name, ())]
         for entry in old:
-            self._misfits.pop(_identity(entry), None)
+            self._unprogrammed.pop(_identity(entry), None)
         work = []
         for family in FAMILIES:
             before = [e for e in old if e.family == family.version and unfit(e) is None]
@@ -160,12 +160,12 @@ class Nftables(Unasked):
         self._door.commit(*work)
         known, wanted = {_identity(e): e for e in old}, {_identity(e): e for e in new}
         changed = sum(1 for key, entry in wanted.items() if known.get(key) != entry)
-        return SyncResult(changed, len(known.keys() - wanted.keys()), tuple(self._misfits.values()))
+        return SyncResult(changed, len(known.keys() - wanted.keys()), tuple(self._unprogrammed.values()))
 
     def _fits(self, entry: Entry) -> bool:
         reason = unfit(entry)
         if reason is not None:
-            self._misfits[_identity(entry)] = Misfit(entry.name, reason)
+            self._unprogrammed[_identity(entry)] = Unprogrammed(entry.name, reason)
         return reason is None
 
     def _delete_stale(self, table: ServiceTable, names: Iterable[str]) -> None:
@@ -176,7 +176,7 @@ class Nftables(Unasked):
         except OSError as error:
             log.warning("stale conntrack entries of datagrams could not be deleted: %s", error)
 
-    def alone(self) -> None:
+    def other_mode_stopped(self) -> None:
         """See `dataplane.mode.Programmer.alone`."""
         self._delete_stale(self.table, self.table.services)
 
@@ -284,7 +284,7 @@ class Nftables(Unasked):
 
     # Telling
 
-    def limitations(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """What the table asks for and this mode does not do, in sentences."""
         return unknown_algorithms(self.table, {"random"}, "random") + unprobed(self.table)
 
@@ -295,8 +295,8 @@ class Nftables(Unasked):
             "tables": [f"{family.name} {lower.TABLE}" for family in FAMILIES],
             "adopted": self.adopted,
             "fill": {},  # sets grow as long as there is memory
-            "misfits": misfit_rows(self._misfits.values()),
-            "limitations": self.limitations(),
+            "unprogrammed": unprogrammed_rows(self._unprogrammed.values()),
+            "warnings": self.warnings(),
             "audit_repairs": self.audit_repairs,
             "stale_deleted": stale_row(self.stale_deleted),
             "counters": self.counters(),

@@ -13,7 +13,17 @@ from typing import Any, Final
 from dataplane.diff import changed_services
 from dataplane.errors import DataplaneError, Occupied, SyncError, Unsupported
 from dataplane.kernel import conntrack, nfmonitor, nft, policy
-from dataplane.mode import Misfit, Mode, Options, SyncResult, Unasked, Wake, misfit_rows, unknown_algorithms, unprobed
+from dataplane.mode import (
+    Mode,
+    NoQueries,
+    Options,
+    RequestMaintenance,
+    SyncResult,
+    Unprogrammed,
+    unknown_algorithms,
+    unprobed,
+    unprogrammed_rows,
+)
 from dataplane.modes.userspace import lower as low
 from dataplane.modes.userspace import messages as m
 from dataplane.modes.userspace import rules
@@ -44,7 +54,7 @@ class _Known:
         self.elements = elements
 
 
-class Userspace(Unasked):
+class Userspace(NoQueries):
     """A `dataplane.mode.Programmer`.
 
     Raises:
@@ -54,7 +64,7 @@ class Userspace(Unasked):
 
     name = "userspace"
 
-    def __init__(self, options: Options, wake: Wake) -> None:
+    def __init__(self, options: Options, wake: RequestMaintenance) -> None:
         missing = probe(options)
         if missing:
             raise Unsupported("the userspace mode", missing)
@@ -65,7 +75,7 @@ class Userspace(Unasked):
         self._sctp = _has_sctp()
         self.table: ServiceTable = EMPTY
         self._known: dict[str, dict[str, _Known]] = {}  # service -> service port
-        self._misfits: dict[str, dict[str, str]] = {}  # service -> name of a service port -> reason
+        self._unprogrammed: dict[str, dict[str, str]] = {}  # service -> name of a service port -> reason
         self._whole = True
         self._stop = threading.Event()
         self._drifted = threading.Event()
@@ -74,7 +84,7 @@ class Userspace(Unasked):
         self._audit_at = 0.0
         self._answers = policy.Watch()
         self.audit_repairs = 0
-        self.damage: tuple[str, ...] = ()  # what fails is raised
+        self.unrepaired: tuple[str, ...] = ()  # what fails is raised
         self.line: Line = open_line()
         self.adopted = not self.line.started
         self._watch_relay()
@@ -116,7 +126,7 @@ class Userspace(Unasked):
         conntrack.delete_stale(table, table.services if first else names, self._datagram_ports())
         return result
 
-    def alone(self) -> None:
+    def other_mode_stopped(self) -> None:
         """See `dataplane.mode.Programmer.alone`."""
         conntrack.delete_stale(self.table, self.table.services, self._datagram_ports())
 
@@ -139,7 +149,7 @@ class Userspace(Unasked):
             self._deliver_answers(rules.answer_mark(table.node))
         network = low.lower_node(table.node, self.transparent)
         lowered: dict[str, dict[str, tuple[Entry, low.Lowered]]] = {}
-        misfits: dict[str, dict[str, str]] = {}
+        unprogrammed: dict[str, dict[str, str]] = {}
         rows: dict[str, m.Row | None] = {}
         for name in names:
             ports = {
@@ -151,7 +161,7 @@ class Userspace(Unasked):
             for key, (entry, found) in ports.items():
                 reason = self._unfit(entry, network)
                 if reason:
-                    misfits.setdefault(name, {})[entry.name] = reason
+                    unprogrammed.setdefault(name, {})[entry.name] = reason
                 rows[key] = None if reason else found.row
         applied = self.line.ask(m.Apply(rows, network if whole else None, whole), m.Applied)
         fresh: dict[str, dict[str, _Known]] = {}
@@ -159,7 +169,7 @@ class Userspace(Unasked):
             fresh[name] = {}
             for key, (entry, found) in ports.items():
                 if key in applied.failed:
-                    misfits.setdefault(name, {})[entry.name] = applied.failed[key]
+                    unprogrammed.setdefault(name, {})[entry.name] = applied.failed[key]
                 numbers = applied.ports.get(key, ())
                 listen = network.listen.get(entry.family, "")
                 elements = rules.elements_of(found, int(entry.protocol), listen, numbers)
@@ -172,8 +182,8 @@ class Userspace(Unasked):
         removed = sum(1 for name in names for key in self._known.get(name, {}) if key not in fresh.get(name, {}))
         for name in names:
             self._note(self._known, name, fresh.get(name))
-            self._note(self._misfits, name, misfits.get(name))
-        return SyncResult(changed, removed, self._all_misfits())
+            self._note(self._unprogrammed, name, unprogrammed.get(name))
+        return SyncResult(changed, removed, self._all_unprogrammed())
 
     def _deliver_answers(self, mark: int) -> None:
         """While that is impossible backends see the node's address, as with any relay; each full sync tries again."""
@@ -214,8 +224,12 @@ class Userspace(Unasked):
             return "this kernel has no SCTP sockets, which a relay needs (module sctp)"
         return ""
 
-    def _all_misfits(self) -> tuple[Misfit, ...]:
-        return tuple(Misfit(name, reason) for found in self._misfits.values() for name, reason in sorted(found.items()))
+    def _all_unprogrammed(self) -> tuple[Unprogrammed, ...]:
+        return tuple(
+            Unprogrammed(name, reason)
+            for found in self._unprogrammed.values()
+            for name, reason in sorted(found.items())
+        )
 
     def _datagram_ports(self) -> set[tuple[str, int]]:
         listen = low.lower_node(self.table.node, self.transparent).listen
@@ -232,8 +246,8 @@ class Userspace(Unasked):
     def links_changed(self) -> None:
         """See `dataplane.mode.Programmer.links_changed`: nothing hangs at an interface."""
 
-    def disturbed(self) -> bool:
-        """See `dataplane.mode.Guarded.disturbed`: routing rules; of everything else the kernel wakes us."""
+    def may_have_drifted(self) -> bool:
+        """See `dataplane.mode.DriftCheck.may_have_drifted`: routing rules; of everything else the kernel wakes us."""
         now = time.monotonic()
         if self._answers.touched():
             self._audit_at = min(self._audit_at, now + ANSWERS_SECONDS)
@@ -260,8 +274,8 @@ class Userspace(Unasked):
             log.warning("repairing what others changed: %s", "; ".join(gone))
         if self._whole:  # also when the last attempt failed
             self.sync(self.table)
-        elif self._misfits:
-            self._retry_misfits()
+        elif self._unprogrammed:
+            self._retry_unprogrammed()
 
     def _audit_answers(self) -> None:
         """The routing rules for answers to kept addresses; once one that was impossible works all is told anew."""
@@ -275,10 +289,10 @@ class Userspace(Unasked):
                 self.audit_repairs += 1
                 log.warning("repaired: the routing rule for answers to kept IPv%d addresses was gone", family)
 
-    def _retry_misfits(self) -> None:
+    def _retry_unprogrammed(self) -> None:
         """A service port that the relay had no room for may find some now."""
-        if any("open files" in reason for found in self._misfits.values() for reason in found.values()):
-            self._attempt(self.table, frozenset(self._misfits), whole=False)
+        if any("open files" in reason for found in self._unprogrammed.values() for reason in found.values()):
+            self._attempt(self.table, frozenset(self._unprogrammed), whole=False)
 
     def _missing_rules(self) -> list[str]:
         """What is not as this process wrote it, in words."""
@@ -314,7 +328,7 @@ class Userspace(Unasked):
         rows = (known.row for ports in self._known.values() for known in ports.values() if known.row)
         return {number: row.name for number, row in enumerate(sorted(rows, key=lambda row: row.key), 1)}
 
-    def limitations(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """What the table asks for and this mode does otherwise, in sentences."""
         sentences = [
             "a client is connected before its backend: where no backend can be reached it sees a reset, not a refusal",
@@ -336,8 +350,8 @@ class Userspace(Unasked):
             },
             "kept_addresses": [f"IPv{family}" for family in self.transparent],
             "fill": {"files": told.get("files", [0, 0])},
-            "misfits": misfit_rows(self._all_misfits()),
-            "limitations": self.limitations() + ([told["trouble"]] if told.get("trouble") else []),
+            "unprogrammed": unprogrammed_rows(self._all_unprogrammed()),
+            "warnings": self.warnings() + ([told["trouble"]] if told.get("trouble") else []),
             "audit_repairs": self.audit_repairs,
             "counters": told.get("counters", {}),
         }

@@ -83,7 +83,7 @@ class MapResizer:
             case ["more", number]:
                 self.count += int(number)
                 self.sync()
-                return [misfit.reason for misfit in self.result.misfits]
+                return [misfit.reason for misfit in self.result.unprogrammed]
             case ["maintain"]:
                 self.notices += [notice.reason for notice in self.mode.maintain()]
                 return self.mode.resizer.growing
@@ -104,7 +104,7 @@ class MapResizer:
             case ["state", count, version]:
                 self.count, self.version = int(count), int(version)
                 self.sync()
-                return [misfit.reason for misfit in self.result.misfits]
+                return [misfit.reason for misfit in self.result.unprogrammed]
             case ["check", *how]:
                 readback.check(self.mode.store, self.services, settled=bool(how))
             case ["waiting"]:

@@ -177,7 +177,7 @@ def test_maps_grow_under_load(lab: Lab) -> None:
     for name in ("services", "backends", "slots"):
         assert entries(last, name) > entries(first, name), name
         assert last["maps"][name]["bytes"] > first["maps"][name]["bytes"], name
-    assert last["misfits"] == last["limitations"] == []
+    assert last["unprogrammed"] == last["warnings"] == []
     assert last["counters"]["new_flow"] > counted
     assert last["counters"]["drop_no_port"] == last["counters"]["slot_lost"] == 0
     child.end()
@@ -210,10 +210,10 @@ def test_bounds_are_told(lab: Lab) -> None:
     child = Child(lab, max_services=32)
     assert child.do("more 10") == []
     status = child.maintain_until(roomy)
-    assert not status["limitations"]
+    assert not status["warnings"]
     assert child.do("more 15") == []
-    status = child.maintain_until(lambda status: bool(status["limitations"]))
-    assert set(status["limitations"]) == {
+    status = child.maintain_until(lambda status: bool(status["warnings"]))
+    assert set(status["warnings"]) == {
         "map services is nearly full, with 29 of 32 entries: raise --max-services",
         "map frontends4 is nearly full, with 54 of 64 entries: raise --max-services",
     }
@@ -231,11 +231,11 @@ def test_a_growth_that_fails_is_told_and_tried_again(lab: Lab) -> None:
         refused = child.do("more 40")
         assert refused
         assert "is full" in refused[0]
-        assert any("maps cannot grow" in sentence for sentence in child.do("status")["limitations"])
+        assert any("maps cannot grow" in sentence for sentence in child.do("status")["warnings"])
         traffic.moves_on()
         assert child.do("retry")
-        last = child.maintain_until(lambda status: not status["misfits"])
-        assert last["limitations"] == []
+        last = child.maintain_until(lambda status: not status["unprogrammed"])
+        assert last["warnings"] == []
         traffic.moves_on()
     child.end()
 
@@ -265,7 +265,7 @@ def test_the_agent_is_killed_at_every_step(lab: Lab, steps: list[tuple[str, ...]
             child = Child(lab)
             status = child.maintain_until(lambda _: True)
             assert status["adopted"]
-            assert status["misfits"] == []
+            assert status["unprogrammed"] == []
             assert not list(Path(status["pins"]).glob("next_*")), commands
             traffic.moves_on(3)
         assert child.do("more 40") == []

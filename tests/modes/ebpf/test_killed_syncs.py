@@ -38,7 +38,7 @@ def test_a_sync_is_killed_at_every_step(lab: Lab) -> None:  # noqa: F811
             assert child.do("check settled"), step
         status = child.do("status")
         assert status["adopted"]
-        assert status["misfits"] == []
+        assert status["unprogrammed"] == []
     assert status["counters"]["drop_no_port"] == status["counters"]["slot_lost"] == 0
     child.end()
 

@@ -170,7 +170,7 @@ def test_what_is_not_as_asked_for_is_told() -> None:
     mode.store = SimpleNamespace(cut={(f"{one}:p80", 4, 6): (251, 1021)})  # type: ignore[assignment]
     mode.nearly_full = {"slots": "slots are nearly full"}
     mode.resizer = SimpleNamespace(failure="no memory")  # type: ignore[assignment]
-    assert mode.limitations() == [
+    assert mode.warnings() == [
         "1 service ports ask for another algorithm than random, which they get instead",
         (
             f"1 service ports have smaller rings than their algorithm would fill ({one}:p80: 251 of 1021 slots): "

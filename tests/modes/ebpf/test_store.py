@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from dataplane.errors import Occupied
 from dataplane.kernel.bpf import BpfError
 from dataplane.kernel.lock import hold
-from dataplane.mode import Misfit, Options
+from dataplane.mode import Options, Unprogrammed
 from dataplane.modes.ebpf.maps import MapSet
 from dataplane.modes.ebpf.sizes import bounds
 from dataplane.modes.ebpf.store import Store
@@ -360,7 +360,7 @@ def test_a_misfit_that_is_deleted_is_forgotten(open_maps: OpenMaps) -> None:
     store = Store(open_maps(max_backends=8), HZ)
     table = {one: (entry(one, V1, 5),), two: (entry(two, V2, 5),)}
     store.apply(table)
-    assert list(store.misfits.values()) == [Misfit(f"{two}:p80", "map backends (--max-backends) is full (8)")]
+    assert list(store.misfits.values()) == [Unprogrammed(f"{two}:p80", "map backends (--max-backends) is full (8)")]
     store.apply({two: ()})
     assert not store.misfits
     assert not store.unfit
@@ -461,7 +461,9 @@ def test_a_service_whose_frontends_do_not_fit_is_a_misfit_alone(pins: Path) -> N
     table = {f"default/s{n}": (entry(f"default/s{n}", f"fd00:96::{n}", 2),) for n in range(1, 4)}
     table |= many(2, 2, 10)
     store.apply(table)
-    assert list(store.misfits.values()) == [Misfit("default/s3:p80", "map frontends6 (--max-services) is full (4)")]
+    assert list(store.misfits.values()) == [
+        Unprogrammed("default/s3:p80", "map frontends6 (--max-services) is full (4)")
+    ]
     del table["default/s3"]
     check(store, table, settled=True)
     maps.close()
@@ -480,7 +482,7 @@ def test_a_service_whose_source_ranges_do_not_fit_is_a_misfit_alone(pins: Path, 
         table[f"default/s{number}"] = (with_fronts(made, replace(fronts_of(made)[0], source_ranges=ranges)),)
     for changes in [table] if together else [{name: entries} for name, entries in table.items()]:
         store.apply(changes)
-    assert list(store.misfits.values()) == [Misfit("default/s2:p80", f"map source_ranges{family} is full (4)")]
+    assert list(store.misfits.values()) == [Unprogrammed("default/s2:p80", f"map source_ranges{family} is full (4)")]
     assert not store.full, "this map does not grow"
     del table["default/s2"]
     check(store, table, settled=True)

@@ -135,15 +135,15 @@ def test_what_is_removed_comes_back(with_links: Place, accident: str, caplog: py
     do, count = ACCIDENTS[accident]
     before, repairs, pins = place.attached(), agent.audit_repairs, sorted(place.folder.iterdir())
     assert min(before) == 1
-    assert not agent.disturbed()
+    assert not agent.may_have_drifted()
     do(place)
-    assert agent.disturbed()
+    assert agent.may_have_drifted()
     with caplog.at_level(logging.WARNING):
         agent.maintain()
     assert f"others changed {len(pins) if count is None else count} things, which are put back: " in caplog.text
-    assert agent.damage == ()
+    assert agent.unrepaired == ()
     assert agent.audit_repairs == repairs + (len(pins) if count is None else count)
-    assert not agent.disturbed()
+    assert not agent.may_have_drifted()
     assert place.attached() == before
     assert sorted(place.folder.iterdir()) == pins
     agent.maintain()
@@ -162,12 +162,12 @@ def test_a_pin_in_the_place_of_ours_stays_and_is_told_until_it_goes(
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             agent.maintain()
-    assert agent.damage == ("map flows4 has something else pinned in its place",)
+    assert agent.unrepaired == ("map flows4 has something else pinned in its place",)
     assert caplog.text.count("others changed 1 things") == caplog.text.count("1 things cannot be put back") == 1
     assert path.stat().st_ino == theirs
     path.rename(spare)
     agent.maintain()
-    assert agent.damage == ()
+    assert agent.unrepaired == ()
     spare.unlink()
 
 
@@ -181,7 +181,7 @@ def test_an_interface_that_goes_is_no_damage(with_links: Place) -> None:
         index = socket.if_nametoindex("gone0")
         assert index in agent.pods.attached
         ip.link("del", index=index)
-    assert not agent.disturbed()
+    assert not agent.may_have_drifted()
     agent.links_changed()
     assert index not in agent.pods.attached
 
@@ -222,9 +222,9 @@ def test_filters_that_are_removed_come_back(with_filters: Place, accident: Calla
     repairs = agent.audit_repairs
     assert agent.pods.status()["kind"] == "clsact"
     agent.maintain()
-    assert not agent.disturbed()
+    assert not agent.may_have_drifted()
     accident(with_filters)
-    assert agent.disturbed()
+    assert agent.may_have_drifted()
     agent.maintain()
-    assert (agent.damage, agent.audit_repairs) == ((), repairs + count)
-    assert not agent.disturbed()
+    assert (agent.unrepaired, agent.audit_repairs) == ((), repairs + count)
+    assert not agent.may_have_drifted()

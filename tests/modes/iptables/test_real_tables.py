@@ -93,7 +93,7 @@ def rules(variant: str) -> dict[tuple[int, str], dict[str, list[str]]]:
 def test_what_is_read_back_has_the_shape_of_what_was_written(variant: str) -> None:
     with opened(variant) as programmer:
         result = programmer.sync(table(*range(1, 40)))
-        assert (result.changed, result.misfits) == (78, ())
+        assert (result.changed, result.unprogrammed) == (78, ())
         for family, held in programmer._installed.items():
             assert held.damage() == []
             found = rules(variant)
@@ -267,9 +267,9 @@ def test_what_others_remove_from_legacy_tables_is_seen_at_a_glance() -> None:
         programmer.maintain()
         whole = rules("legacy")
         for number, damage in enumerate(("-F HP-SERVICES", "-D PREROUTING 1", "-F"), 1):
-            assert not programmer.disturbed()
+            assert not programmer.may_have_drifted()
             Xtables("legacy").restore(4, f"*nat\n{damage}\nCOMMIT\n")
-            while not programmer.disturbed():  # a look that took long is followed by a pause
+            while not programmer.may_have_drifted():  # a look that took long is followed by a pause
                 time.sleep(0.01)
             programmer.maintain()
             assert rules("legacy") == whole
@@ -424,7 +424,7 @@ def test_a_family_that_is_missing_does_not_stop_the_other(variant: str) -> None:
     programmer = Iptables(Options(), lambda: None, found)
     result = programmer.sync(table(1, 2))
     programmer.close()
-    assert [misfit.entry for misfit in result.misfits] == ["ns/s1:p", "ns/s2:p"]
-    assert all("IPv6 does not work here" in misfit.reason for misfit in result.misfits)
+    assert [misfit.entry for misfit in result.unprogrammed] == ["ns/s1:p", "ns/s2:p"]
+    assert all("IPv6 does not work here" in misfit.reason for misfit in result.unprogrammed)
     assert result.changed == 2
     assert any(chain.startswith("HP-SVC-") for chain in rules(variant)[4, "nat"])

@@ -282,7 +282,7 @@ def test_strict_arp_sets_what_keeps_the_node_from_answering_for_others(home: Non
     assert sysctl.read("net/ipv4/conf/all/arp_announce") == ("2" if strict else "0")
     for name in ("net/ipv4/vs/conntrack", "net/ipv4/vs/expire_nodest_conn", "net/ipv4/ip_forward"):
         assert sysctl.read(name) == "1"
-    assert agent.limitations() == []
+    assert agent.warnings() == []
     agent.close()
 
 

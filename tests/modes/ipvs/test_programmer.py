@@ -237,10 +237,10 @@ def test_what_others_change_is_found_within_a_second(node: Node, what: str) -> N
     agent.sync(node.table(web(A, B)))
     node.time += 1
     agent.maintain()
-    assert not agent.disturbed()
+    assert not agent.may_have_drifted()
     DAMAGE[what](node)
     node.time += 1
-    assert agent.disturbed()
+    assert agent.may_have_drifted()
     agent.maintain()
     assert agent.audit_repairs > 0
 
@@ -336,7 +336,7 @@ def test_a_scheduler_that_the_kernel_lacks_is_replaced_and_told(node: Node) -> N
     agent.sync(node.table(web(A), odd=(lacks,), hash=(has,)))
     schedulers = {server.address: config.scheduler for server, config in node.ipvs.known.items()}
     assert schedulers == {"10.96.0.1": "lc", "10.96.0.2": "lc", "10.96.0.3": "mh"}
-    assert [s for s in agent.limitations() if "twos" in s and "default/odd:x" in s]
+    assert [s for s in agent.warnings() if "twos" in s and "default/odd:x" in s]
 
 
 def weighing(backend: Backend, weight: int) -> Backend:
@@ -394,7 +394,7 @@ def test_what_is_in_excluded_ranges_is_not_served_and_told(node: Node) -> None:
     agent = node.start(ipvs_exclude_cidrs=("10.96.0.0/24",))
     agent.sync(node.table(web(A)))
     assert not node.ipvs.known
-    assert [sentence for sentence in agent.limitations() if "exclude" in sentence]
+    assert [sentence for sentence in agent.warnings() if "exclude" in sentence]
 
 
 def test_without_ip6tables_services_of_ipv6_are_misfits(node: Node) -> None:
@@ -402,7 +402,7 @@ def test_without_ip6tables_services_of_ipv6_are_misfits(node: Node) -> None:
     node.tables.missing = {6: "the kernel has no IPv6"}
     six = entry(cluster_ip(BackendSet(()), "fd96::1"), family=6)
     result = node.start().sync(node.table(web(A), six))
-    assert ["the kernel has no IPv6" in misfit.reason for misfit in result.misfits] == [True]
+    assert ["the kernel has no IPv6" in misfit.reason for misfit in result.unprogrammed] == [True]
     assert node.weights() == {A.address: 1}
 
 
@@ -410,8 +410,8 @@ def test_a_misfit_is_forgotten_with_its_service(node: Node) -> None:
     node.tables.families = (4,)
     agent = node.start()
     six = entry(cluster_ip(BackendSet(()), "fd96::1"), family=6)
-    assert len(agent.sync(node.table(web(A), six=(six,))).misfits) == 1
-    assert agent.sync(node.table(web(A))).misfits == ()
+    assert len(agent.sync(node.table(web(A), six=(six,))).unprogrammed) == 1
+    assert agent.sync(node.table(web(A))).unprogrammed == ()
 
 
 # Sharing

@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from dataplane.errors import DataplaneError, SyncError
-from dataplane.mode import Options, Question
+from dataplane.mode import Options, ProbePacket
 from dataplane.modes.nftables import lower
 from dataplane.modes.nftables import operations as op
 from dataplane.modes.nftables.listing import Tables
@@ -237,9 +237,9 @@ def test_an_entry_with_too_many_routes_is_refused_alone(fake: FakeNftables, mode
     result = mode.sync(
         table(entry(*frontends, name="default/odd:http", affinity_seconds=60), *many(2).services["default/s1"])
     )
-    assert [misfit.entry for misfit in result.misfits] == ["default/odd:http"]
+    assert [misfit.entry for misfit in result.unprogrammed] == ["default/odd:http"]
     assert [row["name"] for row in Tables(fake).services()] == ["default/s1:http"]
-    assert mode.sync(many(2, 2)).misfits == ()
+    assert mode.sync(many(2, 2)).unprogrammed == ()
 
 
 def test_what_is_programmed_can_be_listed(fake: FakeNftables, mode: Nftables) -> None:
@@ -256,11 +256,11 @@ def test_what_is_programmed_can_be_listed(fake: FakeNftables, mode: Nftables) ->
 
 def test_algorithms_are_a_limitation(mode: Nftables) -> None:
     mode.sync(table(entry(cluster_ip("10.96.0.1", route("10.1.0.1")), algorithm="maglev")))
-    assert mode.status()["limitations"] == [
+    assert mode.status()["warnings"] == [
         "1 service ports ask for another algorithm than random, which they get instead"
     ]
 
 
 def test_the_kernel_is_not_asked_what_it_would_do(mode: Nftables) -> None:
     with pytest.raises(DataplaneError, match="without --live"):
-        mode.ask(Question("10.1.0.1", "10.96.0.1", 80, 6))
+        mode.ask(ProbePacket("10.1.0.1", "10.96.0.1", 80, 6))

@@ -231,7 +231,7 @@ def test_a_routing_rule_that_others_delete_is_seen_at_a_glance(node: Node) -> No
         deadline = time.monotonic() + 60
         while node.mode.audit_repairs == before:
             assert time.monotonic() < deadline, f"{command} is not noticed"
-            if node.mode.disturbed():
+            if node.mode.may_have_drifted():
                 node.mode.maintain()
             time.sleep(0.01)
     assert node.ask() == ("pod2", node.lab["pod1"].address4)
@@ -322,10 +322,10 @@ def test_a_relay_of_another_version_hands_over_and_serves_to_the_end(node: Node,
 def test_sctp_without_sctp_sockets_is_a_misfit(node: Node) -> None:
     result = node.mode.sync(node.table("pod2", sctp=True, generation=1))
     if node.mode._sctp:
-        assert not result.misfits
+        assert not result.unprogrammed
     else:
-        assert [misfit.entry for misfit in result.misfits] == ["d/web:sctp"]
-        assert "SCTP" in result.misfits[0].reason
+        assert [misfit.entry for misfit in result.unprogrammed] == ["d/web:sctp"]
+        assert "SCTP" in result.unprogrammed[0].reason
     assert node.ask()[0] == "pod2"
 
 
