@@ -72,7 +72,7 @@ MODES = {
     "later": source("later", sync="raise Unsupported('a rule', 'the kernel lacks it')",
                     close="import sys; print('later is closed', file=sys.stderr)"),
     "drifts": source("drifts", maintain="self.audit_repairs = 2"),
-    "tells": source("tells", maintain="return [Event('d/web:p', 'Warning', 'BackendEjected', 'LeaveOut', 'so')]"),
+    "tells": source("tells", maintain="return [Event('d/web:p', 'Warning', 'BackendEjected', 'Eject', 'so')]"),
     "nofiles": source("nofiles", maintain="raise OSError(24, 'Too many open files')"),
     "broken": source("broken", maintain="raise DataplaneError('a link cannot be put back')"),
     "drains": source("drains", clean="return 4", drain="return True"),
