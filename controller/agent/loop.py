@@ -1,6 +1,6 @@
 """The agent's heart: take events, build the next table, give it to the mode. One thread decides everything.
 
-Sources, the interface watcher and the admin server only put messages into one mailbox. A failed sync is tried
+Sources, the interface watcher and the admin server only put messages into one queue. A failed sync is tried
 again with the table that is current by then, never with a queue of changes.
 """
 
@@ -24,37 +24,37 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
-from controller.agent.mailbox import Mailbox
+from controller.agent.event_queue import EventQueue
 from controller.agent.modes import (
     DRAIN_SECONDS,
     Choice,
     clean_others,
     collect,
+    drain_modes,
     hold_namespace,
-    let_end,
     open_first,
     take_over,
 )
 from controller.agent.node_setup import prepare
-from controller.agent.other_proxies import Neighbours
+from controller.agent.other_proxies import OtherProxiesWatcher
 from controller.errors import ConfigError, ControllerError, SourceError
 from controller.kubernetes import Source
 from controller.kubernetes.events import Recorder, node, service
 from controller.kubernetes.model import (
     EndpointSlice,
     Event,
-    Overtaken,
     Problem,
     Removed,
     Replaced,
     SourceState,
+    Superseded,
     Upserted,
 )
 from controller.semantics.cluster import Cluster
 from controller.semantics.tables import Builder
-from controller.serving.figures import Figures
+from controller.serving.counters import Counters
 from controller.serving.health import Health
-from controller.serving.pages import Pages
+from controller.serving.http_handlers import HttpHandlers
 from controller.settings.config import Config, available_modes, needs_reopening
 from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel import sysctl
@@ -179,7 +179,7 @@ def cleanup(config: Config, drain: float | None = None) -> int:
             drain = DRAIN_SECONDS if another else 0.0
         if drain > 0:
             print(f"new connections are left to others; open ones get {drain:g} s to end", file=sys.stderr)
-            let_end(config.options, drain)
+            drain_modes(config.options, drain)
         removed = clean_others("", available_modes(), config.options)
         _put_settings_back(another)
         collect(config.options, print)
@@ -236,10 +236,12 @@ def _source_of(config: Config) -> Source:
 
         return Manifests(config.manifests)
     from controller.kubernetes.apiserver import Kubernetes
-    from controller.kubernetes.pace import Pace
+    from controller.kubernetes.rate_limit import RateLimit
 
-    pace = Pace(config.api_rate, config.api_burst)
-    return Kubernetes(config.settings.node_name, kubeconfig=config.kubeconfig, master=config.master, pace=pace)
+    rate_limit = RateLimit(config.api_rate, config.api_burst)
+    return Kubernetes(
+        config.settings.node_name, kubeconfig=config.kubeconfig, master=config.master, rate_limit=rate_limit
+    )
 
 
 class _Agent:
@@ -255,14 +257,14 @@ class _Agent:
         self.fresh = True  # the mode has programmed nothing yet
         self.draining: threading.Timer | None = None
         self.rested_at = 0.0
-        self.messages: Mailbox[Message] = Mailbox()
+        self.messages: EventQueue[Message] = EventQueue()
         self.stop = threading.Event()
         self.links_told = threading.Event()
         self.drift_told = threading.Event()
         self.started = time.monotonic()
         self.source = _source_of(config)
         self.events = Recorder(self.source.connection, config.settings.node_name)
-        self.neighbours: Neighbours
+        self.other_proxies: OtherProxiesWatcher
         self.cluster = Cluster(config.settings.node_name, self.source.kinds)
         self.builder = Builder(config.settings)
         self.programmer: Programmer
@@ -284,12 +286,12 @@ class _Agent:
         self.sync_seconds = 0.0
         self.untold = _Untold()
         self.latencies: deque[float] = deque(maxlen=LATENCIES)
-        self.figures = Figures(time.time())
+        self.counters = Counters(time.time(), _families())
         self.health = Health(
             2 * config.options.sync_seconds, _families(), needs_node=self.source.connection is not None
         )
         self.health.awaited = self.cluster.awaited
-        self.pages: Pages
+        self.http: HttpHandlers
 
     def run(self) -> int:
         """Until told to stop."""
@@ -305,7 +307,7 @@ class _Agent:
             stack.callback(self.stop.set)
             self._open_mode()
             stack.callback(self.serving.close)
-            self._look_for_neighbours(stack)
+            self._watch_other_proxies(stack)
             self._read_addresses()
             threading.Thread(target=self._watch_links, name="links", daemon=True).start()
             self._serve(stack)
@@ -319,7 +321,7 @@ class _Agent:
         self.serving.callback(self.programmer.close)
         self.repairs = 0
         choice = self.choice
-        self.pages.mode = choice.effective
+        self.http.mode = choice.effective
         if self.ready_after is None:
             self._event("Normal", "Starting", "StartProxy", f"hybrid-proxy serves in mode {choice.effective}.")
         if choice.degraded:
@@ -331,12 +333,12 @@ class _Agent:
         """About this node, for the cluster."""
         self.events.event(node(self.config.settings.node_name), kind, reason, action, note)
 
-    def _look_for_neighbours(self, stack: contextlib.ExitStack) -> None:
-        self.neighbours = Neighbours(
+    def _watch_other_proxies(self, stack: contextlib.ExitStack) -> None:
+        self.other_proxies = OtherProxiesWatcher(
             self.choice.effective, lambda told: self._event("Warning", "NeighbourFound", "LookAround", told)
         )
-        self.neighbours.start()
-        stack.callback(self.neighbours.stop)
+        self.other_proxies.start()
+        stack.callback(self.other_proxies.stop)
         self.events.start()
         stack.callback(self.events.stop)
 
@@ -367,11 +369,11 @@ class _Agent:
             self.messages.put(_Drift())
 
     def _serve_pages(self, stack: contextlib.ExitStack) -> None:
-        self.pages = Pages(
-            self.config, self.health, self.figures, self._ask, self._in_effect, self.events,
+        self.http = HttpHandlers(
+            self.config, self.health, self.counters, self._ask, self._in_effect, self.events,
             lambda error: self.messages.put(_Failed("a page cannot be served", error)),
         )  # fmt: skip
-        stack.callback(self.pages.close)
+        stack.callback(self.http.close)
 
     def _in_effect(self) -> list[dict[str, Any]]:
         """The configuration as documents; for a page, from its thread."""
@@ -399,9 +401,9 @@ class _Agent:
         maintain_at, glance_at = time.monotonic() + MAINTAIN_SECONDS, 0.0
         while True:
             timeout = max(0.0, min(maintain_at, glance_at, self._due()) - time.monotonic())
-            events, messages = self.messages.take(timeout, patient=self.unsynced)
-            for event, overtaken in events:
-                self._observe(event, overtaken)
+            events, messages = self.messages.take(timeout, messages_only=self.unsynced)
+            for event, superseded in events:
+                self._observe(event, superseded)
             for message in messages:
                 match message:
                     case _Stop():
@@ -435,18 +437,18 @@ class _Agent:
         """When the next sync may begin: at once, unless the last one failed or is to be rested after."""
         return max(self.retry_at, self.rested_at) if self.unsynced else float("inf")
 
-    def _observe(self, event: Event, overtaken: tuple[Overtaken, ...]) -> None:
-        self.observed += 1 + len(overtaken)
+    def _observe(self, event: Event, superseded: tuple[Superseded, ...]) -> None:
+        self.observed += 1 + len(superseded)
         if isinstance(event, Problem) and event.message:
             log.warning("refused: %s", event.sentence)
         elif isinstance(event, SourceState):
             log.log(logging.INFO if event.healthy else logging.WARNING, "%s", event.message)
         changed = self.cluster.apply(event)
         self.relisted = self.relisted or isinstance(event, Replaced)
-        self.figures.saw(event, changed=changed, wall=time.time(), overtaken=overtaken)
+        self.counters.record_event(event, changed=changed, wall=time.time(), superseded=superseded)
         if changed:
-            came: Iterable[Upserted | Removed | Overtaken]
-            came = (*overtaken, event) if isinstance(event, Upserted | Removed) else overtaken
+            came: Iterable[Upserted | Removed | Superseded]
+            came = (*superseded, event) if isinstance(event, Upserted | Removed) else superseded
             self.pending += [one.received for one in came if one.received][: PENDING - len(self.pending)]
             self.health.queued(time.monotonic(), _family_of(event))
             self.unsynced = True
@@ -469,7 +471,7 @@ class _Agent:
                 self._next_mode(error)
                 return
             self.last_error = str(error)
-            self.figures.sync_failures[self.choice.effective] += 1
+            self.counters.sync_failures[self.choice.effective] += 1
             log.exception("sync failed, trying again in %.1f s", self.retry_delay)
             self.retry_at = time.monotonic() + self.retry_delay
             self.retry_delay = min(2 * self.retry_delay, LONGEST_RETRY)
@@ -506,12 +508,12 @@ class _Agent:
             self._open_mode()
         except (DataplaneError, OSError) as none:
             self._go_back(none)
-        self.neighbours.mode = self.choice.effective
+        self.other_proxies.mode = self.choice.effective
 
     def _take_over(self) -> None:
         self.draining = take_over(self.choice.effective, self.config.options, lambda: self.messages.put(_Alone()))
         threading.Thread(target=collect, args=(self.config.options,), name="collect", daemon=True).start()
-        self.neighbours.settled = True
+        self.other_proxies.settled = True
 
     # The configuration file
 
@@ -555,7 +557,7 @@ class _Agent:
             return self._reopen()
         prepare(config)
         if old.settings != config.settings:  # the next table says it
-            self.builder.mean(config.settings)
+            self.builder.update_settings(config.settings)
             self.unsynced, self.rested_at = self.cluster.complete, 0.0
         return True
 
@@ -563,7 +565,7 @@ class _Agent:
         """Everything but the dataplane."""
         _start_logging(config)
         self.health.timeout = 2 * config.options.sync_seconds
-        self.pages.configure(config)
+        self.http.configure(config)
 
     def _reopen(self) -> bool:
         """Let a mode take over, another one or the same with other settings.
@@ -581,7 +583,7 @@ class _Agent:
         except (DataplaneError, OSError) as error:
             self._go_back(error)
             opened = False
-        self.neighbours.mode = self.choice.effective
+        self.other_proxies.mode = self.choice.effective
         self._begin_anew()
         return opened
 
@@ -605,9 +607,9 @@ class _Agent:
         latencies = [end - received for received in self.pending]
         self.pending.clear()
         self.latencies.extend(latencies)
-        self.figures.synced(self.builder.table, self.sync_seconds, latencies, time.time())
+        self.counters.record_sync(self.builder.table, self.sync_seconds, latencies, time.time())
         self.health.updated(end)
-        self.pages.follow(self.builder.health_checks, self.builder.health_addresses)
+        self.http.follow(self.builder.health_checks, self.builder.health_addresses)
 
     def _first_sync_done(self, end: float, services: int) -> None:
         self.ready_after = end - self.started
@@ -748,15 +750,15 @@ class _Agent:
                 {"kind": p.kind, "key": p.key, "message": p.message, "where": p.where}
                 for p in self.cluster.problems.values()
             ],
-            "conflicts": {service: list(sentences) for service, sentences in self.builder.conflicts.items()},
+            "conflicts": {service: list(warnings) for service, warnings in self.builder.conflicts.items()},
             "configuration": {
                 "file": str(self.followed.path) if self.followed else None,
                 "warnings": list(self.config.warnings),
                 "waiting": list(self.waiting),
                 "refused": self.refused,
             },
-            "neighbours": list(self.neighbours.sentences),
-            "health_checks": self.pages.status(),
+            "neighbours": list(self.other_proxies.warnings),
+            "health_checks": self.http.status(),
             "requests": self.source.connection.answers() if self.source.connection else [],
             "error": self.last_error,
             "ready_seconds": self.ready_after,

@@ -19,15 +19,15 @@ from dataplane.kernel.other_proxies import may_have_left, others_have_pins
 from dataplane.mode import Mode, Options, Programmer, RequestMaintenance
 
 __all__ = [
-    "DRAIN_SECONDS", "FALLBACK", "Choice", "Opened", "clean_others", "collect", "hold_namespace", "let_end",
-    "open_first", "open_mode", "survey", "take_over",
+    "DRAIN_SECONDS", "FALLBACK", "Choice", "Opened", "clean_others", "collect", "hold_namespace", "drain_modes",
+    "open_first", "open_mode", "probe_all", "take_over",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
 
 DRAIN_SECONDS: Final = 3.0
-LOOK_SECONDS: Final = 0.2
-MOST_FLOWS: Final = 10_000  # looked at for one that is open
+POLL_SECONDS: Final = 0.2
+MAX_FLOWS: Final = 10_000  # looked at for one that is open
 
 # What is tried, in this order, for each mode that can be asked for.
 FALLBACK: Final = {
@@ -93,7 +93,7 @@ def open_mode(name: str) -> Mode:
     return mode
 
 
-def survey(options: Options) -> list[dict[str, Any]]:
+def probe_all(options: Options) -> list[dict[str, Any]]:
     """Every mode of this installation: `mode`, `works` here, and in a sentence what is `missing` (empty: nothing).
 
     Each is tried for what it needs; nothing of what is tried stays; iptables-nft leaves its tables, empty.
@@ -204,7 +204,7 @@ def collect(options: Options, told: Callable[[str], None] = log.info) -> None:
         log.warning("pins of network namespaces that are gone are not looked for: %s", error)
 
 
-def let_end(options: Options, seconds: float) -> float:
+def drain_modes(options: Options, seconds: float) -> float:
     """Before everything of ours goes: who else serves here gets the new connections, and open ones may end.
 
     Only modes that have flows of their own need it (`Mode.drain`); with others open connections go on in conntrack.
@@ -219,7 +219,7 @@ def let_end(options: Options, seconds: float) -> float:
     began = time.monotonic()
     drained = [name for name in available_modes() if may_have_left(name, options.pin_root) and _drained(name, options)]
     while any(_has_open(name, options) for name in drained) and time.monotonic() - began < seconds:
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
     return time.monotonic() - began
 
 
@@ -228,7 +228,7 @@ def _has_open(name: str, options: Options) -> bool:
     if view is None:
         return False
     with contextlib.closing(view):
-        return any(row["protocol"] == "TCP" and row["state"] != "closed" for row in view.flows(MOST_FLOWS)[0])
+        return any(row["protocol"] == "TCP" and row["state"] != "closed" for row in view.flows(MAX_FLOWS)[0])
 
 
 def _drained(name: str, options: Options) -> bool:

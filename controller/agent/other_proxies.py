@@ -12,27 +12,27 @@ import msgspec
 from dataplane.kernel.other_proxies import find_other_proxies
 from dataplane.other_proxies import warnings
 
-__all__ = ["Neighbours"]
+__all__ = ["OtherProxiesWatcher"]
 
 log = logging.getLogger(__name__)
 
 SECONDS: Final = 60.0
 
 
-class Neighbours:
-    """What was found last, in `sentences`; each change is logged and told once.
+class OtherProxiesWatcher:
+    """What was found last, in `warnings`; each change is logged and told once.
 
     `settled` is set when the first table is programmed and what another mode of ours left is removed; before that
     it is no neighbour but what serves until then.
 
     Args:
         mode: the mode at work here.
-        told: called with the sentences that are new, from the thread.
+        told: called with the warnings that are new, from the thread.
         seconds: how often to look.
     """
 
     def __init__(self, mode: str, told: Callable[[str], None], seconds: float = SECONDS) -> None:
-        self.sentences: tuple[str, ...] = ()
+        self.warnings: tuple[str, ...] = ()
         self.mode = mode
         self.settled = False
         self._told = told
@@ -55,7 +55,7 @@ class Neighbours:
         except Exception:
             log.exception("looking for other proxies failed")
             return
-        before, self.sentences = self.sentences, found
+        before, self.warnings = self.warnings, found
         for sentence in found:
             if sentence not in before:
                 log.warning("neighbour: %s", sentence)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from controller.agent.modes import survey
+from controller.agent.modes import probe_all
 from controller.commands.views import left_here, programmed
 from controller.kubernetes.model import Problem
 from controller.semantics.explain import Packet
@@ -105,7 +105,7 @@ def _show_modes(args: argparse.Namespace) -> int:
         running = ask(args.admin_socket, "names")["mode"]
     except NoAgentError:
         running = None
-    rows = [row | {"runs": row["mode"] == running} for row in survey(Options(pin_root=args.pin_root))]
+    rows = [row | {"runs": row["mode"] == running} for row in probe_all(Options(pin_root=args.pin_root))]
     if args.output == "json":
         _print_json(rows)
     else:

@@ -50,14 +50,14 @@ from controller.kubernetes.model import (
     Upserted,
     key_of,
 )
-from controller.kubernetes.pace import Pace
 from controller.kubernetes.parse import UNNAMED, decode
-from controller.kubernetes.retry import SETTLED, Patience, Retry
+from controller.kubernetes.rate_limit import RateLimit
+from controller.kubernetes.retry import SETTLED, Backoff, RetryPolicy
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse
 
-__all__ = ["Kubernetes", "Patience"]
+__all__ = ["Kubernetes", "RetryPolicy"]
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ _LIST_SECONDS: Final = 60.0  # the API server's own limit for a request that is 
 _OVERDUE: Final = 60.0  # seconds that a server may take to end a stream which has lived as long as it was asked to
 _LEAST: Final = 0.5  # seconds of a pause that news end
 _LOOK_SECONDS: Final = 1.0  # between two looks at the files with credentials, while nothing can be read
-_MAX_GRAVES: Final = 4096
+_MAX_TOMBSTONES: Final = 4096
 _INITIAL_END: Final = "k8s.io/initial-events-end"
 # Servers refuse to begin a stream with all objects: with 422 where they know the option, or where they forbid
 # `resourceVersionMatch` in a watch, as all before 1.27 do. The others are what things between answer.
@@ -118,9 +118,9 @@ class Kubernetes:
         node_name: the Node that is read.
         kubeconfig: path; None without `master` means the pod's own service account.
         master: address of the API server, instead of the configured one.
-        pace: of requests.
+        rate_limit: of requests.
         page_size: objects in one answer of a list; bounds the memory that a list needs.
-        patience: time-outs and pauses.
+        policy: time-outs and pauses.
         streams: a list is first asked for as the beginning of a stream, and by pages where that is refused.
     """
 
@@ -132,16 +132,16 @@ class Kubernetes:
         kubeconfig: str | None = None,
         master: str | None = None,
         *,
-        pace: Pace = Pace(),  # noqa: B008 (frozen)
+        rate_limit: RateLimit = RateLimit(),  # noqa: B008 (frozen)
         page_size: int = 500,
-        patience: Patience = Patience(),  # noqa: B008 (frozen)
+        policy: RetryPolicy = RetryPolicy(),  # noqa: B008 (frozen)
         streams: bool = True,
     ) -> None:
         self._node_name = node_name
         self._page_size = page_size
-        self._patience = patience
+        self._policy = policy
         self._streams = streams
-        self.connection = Connection(kubeconfig, master, pace)
+        self.connection = Connection(kubeconfig, master, rate_limit)
         self._health = _Health(self.connection, self.kinds)
 
     def describe(self) -> str:
@@ -171,7 +171,7 @@ class Kubernetes:
         for resource in _resources(self._node_name):
             reflector = _Reflector(
                 resource, connection, guarded, stop,
-                health=self._health, page_size=self._page_size, patience=self._patience, streams=self._streams,
+                health=self._health, page_size=self._page_size, policy=self._policy, streams=self._streams,
             )  # fmt: skip
             thread = threading.Thread(target=reflector.run, name=f"watch-{resource.kind}", daemon=True)
             thread.start()
@@ -293,13 +293,13 @@ class _Versions:
     def __init__(self) -> None:
         self._floor: int | None = None
         self._seen: dict[str, int] = {}
-        self._graves: dict[str, None] = {}  # deleted objects, the newest last
+        self._tombstones: dict[str, None] = {}  # deleted objects, the newest last
 
     def listed(self, version: str | None) -> None:
         """A complete list came."""
         self._floor = _number(version)
         self._seen.clear()
-        self._graves.clear()
+        self._tombstones.clear()
 
     def is_news(self, key: str, version: str | None, gone: bool) -> bool:
         """Whether an event tells something new; it is then noted."""
@@ -311,19 +311,19 @@ class _Versions:
         if number < known or (number == known and not gone):
             return False
         self._seen[key] = number
-        self._graves.pop(key, None)
+        self._tombstones.pop(key, None)
         if gone:
-            self.bury(key)
+            self.add_tombstone(key)
         return True
 
-    def bury(self, key: str) -> None:
+    def add_tombstone(self, key: str) -> None:
         """This object is none of ours any more; what was seen of it is kept for a while."""
         if key not in self._seen:
             return
-        self._graves[key] = None
-        if len(self._graves) > _MAX_GRAVES:
-            oldest = next(iter(self._graves))
-            del self._graves[oldest], self._seen[oldest]
+        self._tombstones[key] = None
+        if len(self._tombstones) > _MAX_TOMBSTONES:
+            oldest = next(iter(self._tombstones))
+            del self._tombstones[oldest], self._seen[oldest]
 
 
 # ------------------------------------------------------------------------------------------- health
@@ -476,7 +476,7 @@ class _Reflector:
         *,
         health: _Health,
         page_size: int,
-        patience: Patience,
+        policy: RetryPolicy,
         streams: bool,
     ) -> None:
         self._resource = resource
@@ -486,7 +486,7 @@ class _Reflector:
         self._stop = stop
         self._health = health
         self._page_size = page_size
-        self._patience = patience
+        self._policy = policy
         self._version: str | None = None  # to go on from; None: list first
         self._versions = _Versions()
         self._known: dict[str, Object] = {}  # what was told last; values that the cluster has as well
@@ -498,7 +498,7 @@ class _Reflector:
         self._initial: _Gathered | None = None  # what a stream told that begins with everything
         self._pages = False  # what failed as a stream may work by pages
         self._pages_until = 0.0 if streams else float("inf")  # monotonic; lists are asked for by pages until then
-        self._retry = Retry(patience)
+        self._retry = Backoff(policy)
 
     def run(self) -> None:
         """Until `stop` is set. Whatever goes wrong is told and tried again."""
@@ -528,10 +528,10 @@ class _Reflector:
         least = self._least(pause)
         if isinstance(error, StatusError) and error.retry_after is not None:
             # Many nodes are told the same second: come a little later than asked, not all at once.
-            asked = min(error.retry_after, 10 * self._patience.longest) * random.uniform(1.0, 1.25)
+            asked = min(error.retry_after, 10 * self._policy.longest) * random.uniform(1.0, 1.25)
             pause = least = max(asked, least)
         elif not asks:
-            pause = self._patience.longest
+            pause = self._policy.longest
         if not self._retry.passing:
             if not _expected(error):
                 log.exception("%ss: an error that should not happen", self._kind, exc_info=error)
@@ -696,18 +696,18 @@ class _Reflector:
             if self._version is not None or not refused:
                 raise
             log.info("%ss are listed by pages: %s", self._kind, error)
-            self._pages_until = time.monotonic() + self._patience.rarely  # it may be another server some day
+            self._pages_until = time.monotonic() + self._policy.rarely  # it may be another server some day
         finally:
             self._initial = None
 
     def _watch(self, **initial: str) -> None:
         """Changes since the version known, until the stream ends."""
-        shortest, longest = self._patience.lifetime
+        shortest, longest = self._policy.lifetime
         query = self._resource.query(
             watch="true", allowWatchBookmarks="true", resourceVersion="" if initial else self._version or "0",
             timeoutSeconds=str(max(1, round(random.uniform(shortest, longest)))), **initial,
         )  # fmt: skip
-        response = self._connection.get(self._resource.path, query, self._patience.silence)
+        response = self._connection.get(self._resource.path, query, self._policy.silence)
         if not initial:
             self._reads()
         started = time.monotonic()
@@ -784,7 +784,7 @@ class _Reflector:
             self._refuse(key, str(obj))
             return
         if isinstance(obj, Ignored):
-            self._versions.bury(key)
+            self._versions.add_tombstone(key)
             self._forget(key, received)
             return
         obj = self._as_known(key, obj)

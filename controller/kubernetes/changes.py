@@ -100,7 +100,7 @@ class _Watch:
         return Tick(bool(began), frozenset(complete))
 
     def _hear(self, event: Event, complete: set[str]) -> bool:
-        """Note one event; whether it needs nobody's patience."""
+        """Note one event; whether it needs nobody's policy."""
         folder = self._folders.get(event.wd, "")
         if event.mask & (_DELETE_SELF | _MOVE_SELF | _IGNORED):
             if event.mask & _IGNORED:

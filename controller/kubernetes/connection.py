@@ -29,7 +29,7 @@ import msgspec
 
 from controller.errors import SourceError
 from controller.kubernetes.files import read
-from controller.kubernetes.pace import Gate, Pace
+from controller.kubernetes.rate_limit import RateLimit, TokenBucket
 from controller.kubernetes.yamldoc import NotYamlError, documents
 
 if TYPE_CHECKING:
@@ -97,10 +97,10 @@ class Connection:
     Args:
         kubeconfig: path of a kubeconfig (several, separated by `:`); None with no `master`: in the cluster.
         master: address of the server, instead of the one that the configuration names.
-        pace: of requests that read, and of those that write; each for itself, as kube-proxy has two clients.
+        rate_limit: of requests that read, and of those that write; each for itself, as kube-proxy has two clients.
     """
 
-    def __init__(self, kubeconfig: str | None, master: str | None, pace: Pace = Pace()) -> None:  # noqa: B008 (frozen)
+    def __init__(self, kubeconfig: str | None, master: str | None, rate_limit: RateLimit = RateLimit()) -> None:  # noqa: B008 (frozen)
         self._kubeconfig = kubeconfig
         self._master = master
         self._lock = threading.Lock()
@@ -108,7 +108,7 @@ class Connection:
         self._sockets = _Sockets()
         self._closed = threading.Event()
         self._usable = threading.Event()  # open, or closed for good
-        self._reads, self._writes = Gate(pace, self._closed), Gate(pace, self._closed)
+        self._reads, self._writes = TokenBucket(rate_limit, self._closed), TokenBucket(rate_limit, self._closed)
         self._answers: Counter[tuple[str, str, str]] = Counter()
 
     def open(self) -> None:

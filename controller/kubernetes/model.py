@@ -15,7 +15,7 @@ from dataplane.table import Probe, Protocol
 
 __all__ = [
     "KINDS", "Endpoint", "EndpointPort", "EndpointSlice", "Event", "Ignored", "KindState", "Node", "Object",
-    "Overtaken", "Problem", "Removed", "Replaced", "Service", "ServiceCIDR", "ServicePort", "SourceState", "Upserted",
+    "Superseded", "Problem", "Removed", "Replaced", "Service", "ServiceCIDR", "ServicePort", "SourceState", "Upserted",
     "key_of", "kind_of",
 ]  # fmt: skip
 
@@ -203,7 +203,7 @@ class KindState(msgspec.Struct, frozen=True):
     listed: bool = False
 
 
-class Overtaken(msgspec.Struct, frozen=True, gc=False):
+class Superseded(msgspec.Struct, frozen=True, gc=False):
     """A change that another one of the same object overtook before it was looked at; times as in `Upserted`.
 
     `family` is that of an EndpointSlice, 0 for other kinds and where the object is gone.

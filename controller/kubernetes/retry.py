@@ -14,13 +14,13 @@ from typing import Final
 
 import msgspec
 
-__all__ = ["SETTLED", "Patience", "Retry"]
+__all__ = ["SETTLED", "RetryPolicy", "Backoff"]
 
 SETTLED: Final = 10.0  # seconds after which a stream counts as working, even if it told nothing
 _PASSING: Final = 2  # ended streams or 410s in a row that are everyday life
 
 
-class Patience(msgspec.Struct, frozen=True):
+class RetryPolicy(msgspec.Struct, frozen=True):
     """How long to wait for what; all in seconds.
 
     `silence` ends a stream on which not even a bookmark came; servers send these about every minute.
@@ -34,11 +34,11 @@ class Patience(msgspec.Struct, frozen=True):
     rarely: float = 600.0
 
 
-class Retry:
+class Backoff:
     """The tries of one kind. Methods that return a number return the pause in seconds before the next try."""
 
-    def __init__(self, patience: Patience) -> None:
-        self._patience = patience
+    def __init__(self, policy: RetryPolicy) -> None:
+        self._policy = policy
         self.failures = 0  # in a row, without an answer that helps
         self._ended = 0  # streams in a row that ended early and told nothing
         self._forgotten = 0  # 410s in a row, with no settled stream between them
@@ -48,30 +48,30 @@ class Retry:
     def failed(self) -> float:
         """There was no answer, or one that refuses."""
         self.failures += 1
-        return self._doubled(self.failures, self._patience.longest)
+        return self._doubled(self.failures, self._policy.longest)
 
     def ended(self) -> float:
         """A stream ended before its time. It was accepted, and to go on with it costs the server little."""
         self.failures = 0
         self._ended += 1
-        return self._doubled(self._ended, max(self._patience.first, self._patience.longest / 8))
+        return self._doubled(self._ended, max(self._policy.first, self._policy.longest / 8))
 
     def forgotten(self) -> float:
         """Everything has to be listed again."""
         self.failures = 0
         self._forgotten += 1
-        return 0.0 if self._forgotten == 1 else self._doubled(self._forgotten - 1, self._patience.longest)
+        return 0.0 if self._forgotten == 1 else self._doubled(self._forgotten - 1, self._policy.longest)
 
     def unusable(self) -> float:
         """There was an answer that cannot be used; the same may come again."""
         self._unusable += 1
-        return self._doubled(self._unusable, self._patience.longest)
+        return self._doubled(self._unusable, self._policy.longest)
 
     def absent(self) -> float:
         """The server does not serve this kind, or does not let us read it."""
         self.failures = 0
         self._absent += 1
-        return self._doubled(self._absent, self._patience.rarely)
+        return self._doubled(self._absent, self._policy.rarely)
 
     def answered(self) -> None:
         """A complete list came, or a watch was accepted."""
@@ -91,4 +91,4 @@ class Retry:
         return not (self.failures or self._unusable) and self._ended <= _PASSING and self._forgotten <= _PASSING
 
     def _doubled(self, times: int, longest: float) -> float:
-        return min(longest, self._patience.first * 2.0 ** min(times - 1, 16))
+        return min(longest, self._policy.first * 2.0 ** min(times - 1, 16))

@@ -147,7 +147,7 @@ class Cluster:
         if self._services.get(key) == service:
             return False
         self._services[key] = service
-        self._touch(key)
+        self._mark_dirty(key)
         return True
 
     def _put_slice(self, one: EndpointSlice) -> bool:
@@ -164,7 +164,7 @@ class Cluster:
             self._of_service[one.service] = {key: one}
         else:
             siblings[key] = one
-        return self._touch_if_known(one.service) or changed
+        return self._mark_dirty_if_known(one.service) or changed
 
     def _put_node(self, node: Node) -> bool:
         if node.name != self._node_name:
@@ -182,7 +182,7 @@ class Cluster:
             case "Service":
                 old = self._services.pop(key, None)
                 if old is not None:
-                    self._touch(key)
+                    self._mark_dirty(key)
             case "EndpointSlice":
                 one = self._slices.pop(key, None)
                 return one is not None and self._unlink(key, one)
@@ -200,17 +200,17 @@ class Cluster:
         del siblings[key]
         if not siblings:
             del self._of_service[one.service]
-        return self._touch_if_known(one.service)
+        return self._mark_dirty_if_known(one.service)
 
-    def _touch(self, service: str) -> None:
+    def _mark_dirty(self, service: str) -> None:
         if self._dirty is not None:
             self._dirty.add(service)
 
-    def _touch_if_known(self, service: str) -> bool:
+    def _mark_dirty_if_known(self, service: str) -> bool:
         """A slice without its Service means nothing yet; the Service will find it when it comes."""
         if service not in self._services:
             return False
-        self._touch(service)
+        self._mark_dirty(service)
         return True
 
     # Lists and problems

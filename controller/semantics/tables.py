@@ -43,7 +43,7 @@ class Builder:
         self._basis: object = None
         self._checks: Mapping[str, HealthCheck] = MappingProxyType({})
 
-    def mean(self, settings: Settings) -> None:
+    def update_settings(self, settings: Settings) -> None:
         """By these settings from the next table on; services that they do not change stay the same objects."""
         self._settings, self._asked, self._basis = settings, None, None
 
@@ -170,7 +170,7 @@ class _Claims:
             self._claim(name, after, contested)
         touched = set(new)
         for key in contested:
-            touched |= self._settle(key, cluster)
+            touched |= self._resolve(key, cluster)
         return {name: self._granted(name) for name in touched}
 
     def _release(self, name: str, entries: Entries, contested: set[Key]) -> None:
@@ -189,7 +189,7 @@ class _Claims:
                 self._rivals.setdefault(key, {owner}).add(name)
                 contested.add(key)
 
-    def _settle(self, key: Key, cluster: Cluster) -> set[str]:
+    def _resolve(self, key: Key, cluster: Cluster) -> set[str]:
         """Give a contested key to the strongest claimant; everybody whose entries may differ now."""
         rivals = self._rivals.get(key)
         if rivals is None:

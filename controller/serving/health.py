@@ -26,10 +26,10 @@ from typing import Final, NamedTuple
 import msgspec
 
 from controller.semantics.entries import HealthCheck
+from controller.serving.counters import FAMILIES
 
-__all__ = ["FAMILIES", "NEVER", "Answer", "Health", "service_answer"]
+__all__ = ["NEVER", "Answer", "Health", "service_answer"]
 
-FAMILIES: Final = {4: "IPv4", 6: "IPv6"}
 NEVER: Final = "0001-01-01T00:00:00Z"  # Go's zero time
 JSON: Final = "application/json"
 NOSNIFF: Final = ("X-Content-Type-Options", "nosniff")

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
-from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from controller.serving.figures import NETWORK_BUCKETS, Figures, Spread
-from controller.serving.health import FAMILIES, Health
+from controller.serving.counters import FAMILIES, Counters
+from controller.serving.health import Health
 
 __all__ = ["Metrics"]
 
@@ -38,7 +38,7 @@ class Metrics:
     Args:
         status: asked once for each scrape, from the server's thread; has `failed` when the loop does not answer.
         traffic: rows of `dataplane.mode.Programmer.traffic`, asked likewise.
-        figures: what the loop counts.
+        counters: what the loop counts.
         health: of the proxy.
     """
 
@@ -46,12 +46,14 @@ class Metrics:
         self,
         status: Callable[[], Status],
         traffic: Callable[[], Rows] = list,
-        figures: Figures | None = None,
+        counters: Counters | None = None,
         health: Health | None = None,
     ) -> None:
+        # Otherwise each histogram has one more series, which nothing here reads.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self.registry.register(_Agent(status, figures or Figures(), health or Health(60.0)))
+        self.registry.register(_Agent(status, counters or Counters(), health or Health(60.0)))
         self._traffic = traffic
 
     def page(self, accept: str) -> tuple[bytes, str]:
@@ -71,9 +73,9 @@ class Metrics:
 class _Agent(Collector):
     """Everything of one agent, from one look at it."""
 
-    def __init__(self, status: Callable[[], Status], figures: Figures, health: Health) -> None:
+    def __init__(self, status: Callable[[], Status], counters: Counters, health: Health) -> None:
         self._status = status
-        self._figures = figures
+        self._counters = counters
         self._health = health
 
     def describe(self) -> Iterable[Metric]:
@@ -85,13 +87,13 @@ class _Agent(Collector):
         status = self._status()
         mode = "" if "failed" in status else status["mode"]["effective"]
         yield _build_info()
-        yield from _of_syncs(self._figures, self._health)
-        yield from _of_changes(self._figures)
-        yield from _of_failures(self._figures, self._health, mode)
+        yield from _of_syncs(self._counters, self._health)
+        yield from _of_changes(self._counters)
+        yield from _of_failures(self._counters, self._health, mode)
         yield from _of_health(self._health)
-        yield _no_local(self._figures, self._health)
+        yield _no_local(self._counters, self._health)
         if "failed" not in status:
-            yield from _of_agent(status, self._figures)
+            yield from _of_agent(status, self._counters)
             yield from _of_connection(status.get("requests", []))
             yield from _of_dataplane(status["dataplane"])
 
@@ -109,26 +111,13 @@ def _build_info() -> Metric:
 # What the loop counts
 
 
-def _of_syncs(figures: Figures, health: Health) -> Iterator[Metric]:
+def _of_syncs(counters: Counters, health: Health) -> Iterator[Metric]:
     families = _names(health)
-    yield _histogram("hybrid_proxy_sync_duration_seconds", "Time to program one table", {(): figures.sync})
-    yield _histogram(
-        "hybrid_proxy_change_latency_seconds", "From an event's arrival to its effect in the kernel",
-        {(): figures.change},
-    )  # fmt: skip
-    yield _histogram(
-        "kubeproxy_sync_proxy_rules_duration_seconds", "Time to program one table; it has both families",
-        {(family,): figures.kube_sync for family in families}, ["ip_family"],
-    )  # fmt: skip
-    none = Spread(NETWORK_BUCKETS)
-    yield _histogram(
-        "kubeproxy_network_programming_duration_seconds",
-        "From a change of pods or Services, as their EndpointSlice tells it, to its effect here",
-        {(FAMILIES[family],): figures.programming.get(family, none) for family in health.families}, ["ip_family"],
-    )  # fmt: skip
+    for histogram in counters.histograms:
+        yield from histogram.collect()
     for name, moment, words in (
-        ("last", figures.last_synced, "When a table was last programmed"),
-        ("last_queued", figures.last_queued, "When a change that is to be programmed last came"),
+        ("last", counters.last_synced, "When a table was last programmed"),
+        ("last_queued", counters.last_queued, "When a change that is to be programmed last came"),
     ):
         yield _labelled(
             GaugeMetricFamily(f"kubeproxy_sync_proxy_rules_{name}_timestamp_seconds", words, labels=["ip_family"]),
@@ -136,18 +125,18 @@ def _of_syncs(figures: Figures, health: Health) -> Iterator[Metric]:
         )
 
 
-def _of_changes(figures: Figures) -> Iterator[Metric]:
+def _of_changes(counters: Counters) -> Iterator[Metric]:
     for name, thing, waiting, total in (
-        ("endpoint", "EndpointSlices", figures.endpoints_waiting, figures.endpoint_changes),
-        ("service", "Services", figures.services_waiting, figures.service_changes),
+        ("endpoint", "EndpointSlices", counters.endpoints_waiting, counters.endpoint_changes),
+        ("service", "Services", counters.services_waiting, counters.service_changes),
     ):
         prefix = f"kubeproxy_sync_proxy_rules_{name}_changes"
         yield GaugeMetricFamily(f"{prefix}_pending", f"Changes of {thing} that wait to be programmed", value=waiting)
         yield CounterMetricFamily(prefix, f"Changes of {thing} that were seen", value=total)
 
 
-def _of_failures(figures: Figures, health: Health, mode: str) -> Iterator[Metric]:
-    counted = dict(figures.sync_failures)
+def _of_failures(counters: Counters, health: Health, mode: str) -> Iterator[Metric]:
+    counted = dict(counters.sync_failures)
     counted.setdefault(mode, 0)
     counted.pop("", None)
     family = CounterMetricFamily("hybrid_proxy_sync_failures", "Syncs that failed, by mode", labels=["mode"])
@@ -167,7 +156,7 @@ def _of_health(health: Health) -> Iterator[Metric]:
         yield _labelled(family, {str(code): asked.get((page, code), 0) for code in (200, 503)})
 
 
-def _no_local(figures: Figures, health: Health) -> Metric:
+def _no_local(counters: Counters, health: Health) -> Metric:
     gauge = GaugeMetricFamily(
         "kubeproxy_sync_proxy_rules_no_local_endpoints_total",
         "Services with a Local traffic policy and endpoints, but none on this node",
@@ -175,14 +164,14 @@ def _no_local(figures: Figures, health: Health) -> Metric:
     )
     for family in health.families:
         for policy in _POLICIES:
-            gauge.add_metric([FAMILIES[family], policy], figures.tally.no_local.get((family, policy), 0))
+            gauge.add_metric([FAMILIES[family], policy], counters.totals.no_local.get((family, policy), 0))
     return gauge
 
 
 # What the agent and its mode say
 
 
-def _of_agent(status: Status, figures: Figures) -> Iterator[Metric]:
+def _of_agent(status: Status, counters: Counters) -> Iterator[Metric]:
     mode = GaugeMetricFamily(
         "hybrid_proxy_mode", "1 for the mode at work; degraded: it replaces the one that was asked for",
         labels=["requested", "effective", "degraded"],
@@ -193,8 +182,8 @@ def _of_agent(status: Status, figures: Figures) -> Iterator[Metric]:
     yield mode
     for name, words, value in (
         ("services", "Services in the table", status["services"]),
-        ("service_ports", "Service ports in the table, each family for itself", figures.tally.ports),
-        ("backends", "Endpoints that serve, of all service ports", figures.tally.backends),
+        ("service_ports", "Service ports in the table, each family for itself", counters.totals.ports),
+        ("backends", "Endpoints that serve, of all service ports", counters.totals.backends),
         ("synced", "1 when everything known is programmed", int(status["synced"])),
         ("refused_objects", "Malformed objects", len(status["problems"])),
         ("conflicts", "Services with an address and port that another one has", len(status.get("conflicts", ()))),
@@ -331,13 +320,6 @@ def _escaped(text: str) -> str:
 
 def _names(health: Health) -> list[str]:
     return [FAMILIES[family] for family in health.families]
-
-
-def _histogram(name: str, words: str, spreads: Mapping[tuple[str, ...], Spread], labels: Iterable[str] = ()) -> Metric:
-    family = HistogramMetricFamily(name, words, labels=list(labels))
-    for values, spread in spreads.items():
-        family.add_metric(list(values), spread.cumulative(), spread.sum)
-    return family
 
 
 def _labelled(family: Any, values: Mapping[str, float]) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from controller.agent.mailbox import ROOM
+from controller.agent.event_queue import CAPACITY
 from tests.benchmarks.apidata import ApiProcess
 from tests.benchmarks.changes import Watcher
 from tests.benchmarks.kit import HEALTH_CHECKS, ApiAgent, Kernel, Result, Scraper, Target, lab, quantile, say
@@ -86,7 +86,7 @@ def measure() -> Result:
     sentences = (
         f"{found.changes:,} changes in {SECONDS:.0f} s, {found.faults.total()} faults ({faults})",
         f"{memory}, {slope:+.2f} MB a minute in the second half; {found.waiting} objects waited at most",
-        f"{delay}, outages included, {found.unseen} were overtaken; as the server {found.settled:.1f} s after the end",
+        f"{delay}, outages included, {found.unseen} were superseded; as the server {found.settled:.1f} s after the end",
         found.answers,
         *found.wrong[:5],
         *found.strange[:5],
@@ -99,7 +99,7 @@ def measure() -> Result:
             (Target("lines of the log that should not be there", 0), len(found.strange)),
             (Target("MB at most", 150), most),
             (Target("memory, last quarter / second quarter", GROWTH), grown),
-            (Target("objects that waited at most", ROOM), found.waiting),
+            (Target("objects that waited at most", CAPACITY), found.waiting),
             (Target("changes a second", 0.95 * RATE, at_least=True), found.changes / SECONDS),
         ],
         [f"api-scale: {words}" for words in sentences],

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from controller.agent.mailbox import ROOM
+from controller.agent.event_queue import CAPACITY
 
 from .api_scale import FAULTS, Load, run
 
@@ -28,5 +28,5 @@ def test_every_fault_beside_changes(watch_list: bool) -> None:
     assert set(found.faults) >= set(list(FAULTS)[:8]), "too few faults were tried"
     assert found.changes > 6 * 200
     assert len(found.delays) > found.changes / 2
-    assert found.waiting <= ROOM
+    assert found.waiting <= CAPACITY
     assert max(size for _, size in found.memory) < found.memory[0][1] + 30

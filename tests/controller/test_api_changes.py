@@ -156,7 +156,7 @@ def test_how_long_a_change_took_is_told_honestly(start: Callable[..., Served], l
           "--iptables-sync-period", "30s", mode="nftables")  # fmt: skip
     fetch(lab, "/metrics", METRICS)
 
-    def figures() -> tuple[float, float, float]:
+    def counters() -> tuple[float, float, float]:
         told = samples(lab)
         name = "kubeproxy_network_programming_duration_seconds"
         return (
@@ -168,18 +168,18 @@ def test_how_long_a_change_took_is_told_honestly(start: Callable[..., Served], l
     one = slice_of(lab, {"pod3": {}})
     one["metadata"]["annotations"] = {CHANGED: datetime.now(UTC).isoformat()}
     api.put(one)  # programmed at once, and a rest begins
-    until(lambda: figures()[0] == 1, "the first one")
-    count, total, seen = figures()
+    until(lambda: counters()[0] == 1, "the first one")
+    count, total, seen = counters()
     began = time.time()
     for number in range(20):
         one = slice_of(lab, {"pod2": {}, "pod3": {"addresses": [f"10.77.250.{number + 1}"]}})  # as never before
         one["metadata"]["annotations"] = {CHANGED: datetime.now(UTC).isoformat()}
         api.put(one)
         time.sleep(0.02)
-    until(lambda: figures()[0] == count + 20, "all changes, each by itself", 20)
+    until(lambda: counters()[0] == count + 20, "all changes, each by itself", 20)
     ended = time.time()
-    waited = figures()[1] - total
-    assert figures()[2] == seen + 20
+    waited = counters()[1] - total
+    assert counters()[2] == seen + 20
     assert 20 * 0.3 * NOW_DUE < waited < 20 * (ended - began), "the time of the rest is in each of them"
 
 

@@ -159,7 +159,7 @@ BAD = [
     pytest.param("--bind-address=eth0",               "--bind-address 'eth0': is not an IP address", id="bind address"),
     pytest.param("--node-addresses=10.0.0.7,x", "--node-addresses '10.0.0.7,x': 'x' is not an IP", id="node addresses"),
     pytest.param("--probe-interval=0", "--probe-interval '0': is less than 100ms", id="no rest"),
-    pytest.param("--probe-timeout=1ms", "--probe-timeout '1ms': is less than 10ms", id="no patience"),
+    pytest.param("--probe-timeout=1ms", "--probe-timeout '1ms': is less than 10ms", id="no policy"),
     pytest.param("--iptables-sync-period=30", "--iptables-sync-period '30': is not a duration", id="no unit"),
     pytest.param("--masquerade-ports=0-70000", "--masquerade-ports '0-70000': is not a range of ports", id="ports"),
     pytest.param("--proxy-mode=ipvs --ipvs-scheduler=best", "--ipvs-scheduler 'best': is not one of rr, wrr",

@@ -16,15 +16,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from controller.kubernetes import apiserver
-from controller.kubernetes.apiserver import Kubernetes, Patience
+from controller.kubernetes.apiserver import Kubernetes, RetryPolicy
 from controller.kubernetes.model import KINDS, Removed, SourceState
-from controller.kubernetes.pace import Pace
+from controller.kubernetes.rate_limit import RateLimit
 from tests.controller.watching import Watcher
 from tests.fakes.apiserver import endpoint_slice, node, service
 from tests.fakes.hostile import HostileServer, Reply, Request, framed, listed
 from tests.served import until
 
-PATIENCE = Patience(first=0.01, longest=0.05, silence=5.0, rarely=0.1)
+PATIENCE = RetryPolicy(first=0.01, longest=0.05, silence=5.0, rarely=0.1)
 MANY = 10_000
 BOMB = gzip.compress(b"\0" * (64 << 20))
 OBJECTS = {
@@ -55,7 +55,7 @@ def server() -> Iterator[HostileServer]:
 def watcher(server: HostileServer) -> Iterator[Watcher]:
     """One that knows everything."""
     server.turn(None)
-    source = Kubernetes("node-0", kubeconfig=str(server.kubeconfig()), pace=Pace(rate=0), patience=PATIENCE)
+    source = Kubernetes("node-0", kubeconfig=str(server.kubeconfig()), rate_limit=RateLimit(rate=0), policy=PATIENCE)
     made = Watcher(source)
     made.complete()
     yield made
@@ -89,7 +89,7 @@ def test_who_is_told_may_wait_for_one_who_asks(server: HostileServer) -> None:
             asked.append(not asking.is_alive())
 
     server.turn(None)
-    source = Kubernetes("node-0", kubeconfig=str(server.kubeconfig()), pace=Pace(rate=0), patience=PATIENCE)
+    source = Kubernetes("node-0", kubeconfig=str(server.kubeconfig()), rate_limit=RateLimit(rate=0), policy=PATIENCE)
     stop = threading.Event()
     running = threading.Thread(target=source.run, args=(tell, stop))
     running.start()

@@ -15,13 +15,13 @@ import msgspec
 import pytest
 
 from controller.errors import SourceError
-from controller.kubernetes.apiserver import Kubernetes, Patience, _forgotten, _number, _triggered, _Versions
+from controller.kubernetes.apiserver import Kubernetes, RetryPolicy, _forgotten, _number, _triggered, _Versions
 from controller.kubernetes.client import client
 from controller.kubernetes.connection import StatusError
 from controller.kubernetes.model import KINDS, Ignored, Problem, Removed, Replaced, SourceState, Upserted, key_of
-from controller.kubernetes.pace import Gate, Pace
 from controller.kubernetes.parse import decode
-from controller.kubernetes.retry import Retry
+from controller.kubernetes.rate_limit import RateLimit, TokenBucket
+from controller.kubernetes.retry import Backoff
 from tests.controller.watching import Watcher
 from tests.fakes.apiserver import (
     ApiServer,
@@ -35,7 +35,7 @@ from tests.fakes.apiserver import (
 )
 
 PLURALS = {"Service": "services", "EndpointSlice": "endpointslices", "Node": "nodes", "ServiceCIDR": "servicecidrs"}
-QUICK = Patience(first=0.02, longest=0.1, silence=5.0, rarely=0.2)
+QUICK = RetryPolicy(first=0.02, longest=0.1, silence=5.0, rarely=0.2)
 PATIENT = msgspec.structs.replace(QUICK, first=60.0, longest=60.0, rarely=600.0)  # any pause is a failure of the test
 
 
@@ -60,7 +60,7 @@ def watch(api: ApiServer) -> Iterator[Callable[..., Watcher]]:
 
     def start(**options: Any) -> Watcher:
         options = {
-            "kubeconfig": str(api.kubeconfig()), "page_size": 500, "patience": QUICK, "pace": Pace(rate=0),
+            "kubeconfig": str(api.kubeconfig()), "page_size": 500, "policy": QUICK, "rate_limit": RateLimit(rate=0),
             "streams": False,
         } | options  # fmt: skip
         watcher = Watcher(Kubernetes("node-0", **options))
@@ -196,7 +196,7 @@ def test_half_a_list_is_no_list(api: ApiServer, watch: Callable[..., Watcher]) -
 
 
 def test_a_stream_that_ended_in_order_goes_on(api: ApiServer, watch: Callable[..., Watcher]) -> None:
-    watcher = watch(patience=msgspec.structs.replace(QUICK, lifetime=(1.0, 1.0)))
+    watcher = watch(policy=msgspec.structs.replace(QUICK, lifetime=(1.0, 1.0)))
     watcher.complete()
     watcher.until(lambda: sum(r.watch and r.plural == "services" for r in api.requests) >= 2, "a second stream")
     api.put(service(20))
@@ -208,7 +208,7 @@ def test_a_stream_that_ended_in_order_goes_on(api: ApiServer, watch: Callable[..
 
 def test_lifetimes_differ(api: ApiServer, watch: Callable[..., Watcher]) -> None:
     """Nodes that were started together must not come back together, for years."""
-    watcher = watch(patience=Patience())
+    watcher = watch(policy=RetryPolicy())
     watcher.complete()
     connected(api, watcher)
 
@@ -269,7 +269,7 @@ def test_a_stream_that_is_cut_again_and_again_is_told(api: ApiServer, watch: Cal
 
 
 def test_silence_is_noticed(api: ApiServer, watch: Callable[..., Watcher]) -> None:
-    watcher = watch(patience=msgspec.structs.replace(QUICK, silence=0.5))
+    watcher = watch(policy=msgspec.structs.replace(QUICK, silence=0.5))
     watcher.complete()
     connected(api, watcher)
     api.faults("endpointslices").silent = True
@@ -447,7 +447,7 @@ def test_stop_waits_for_nobody(when: str, api: ApiServer, watch: Callable[..., W
     elif when == "a pause is made":
         for faults in api.all_faults():
             faults.answers.append((503, {"Retry-After": "60"}))
-    watcher = watch(patience=Patience())
+    watcher = watch(policy=RetryPolicy())
     watcher.until(lambda: len({r.plural for r in api.requests}) == 4)
     if when == "streams are open":
         connected(api, watcher)
@@ -597,7 +597,7 @@ def test_graves_are_not_kept_for_ever() -> None:
     for number in range(2, 10_000):
         versions.is_news(f"pod-{number}", str(number), gone=True)
 
-    assert len(versions._seen) == len(versions._graves) == 4096
+    assert len(versions._seen) == len(versions._tombstones) == 4096
     assert not versions.is_news("pod-9999", "9998", gone=False)
 
 
@@ -741,7 +741,7 @@ def test_service_cidrs_are_optional(code: int, api: ApiServer, watch: Callable[.
 
 def test_a_kind_that_was_read_is_read_on_after_a_refusal(api: ApiServer, watch: Callable[..., Watcher]) -> None:
     """A server that starts up refuses for a moment what it grants later."""
-    watcher = watch(patience=msgspec.structs.replace(QUICK, rarely=600.0))
+    watcher = watch(policy=msgspec.structs.replace(QUICK, rarely=600.0))
     watcher.complete()
     connected(api, watcher)
     api.faults("servicecidrs").answers.append((403, {}))
@@ -759,7 +759,7 @@ def test_refusals_of_a_server_that_starts_are_no_absence(api: ApiServer, watch: 
     """Until it has read its roles, it refuses everything."""
     for faults in api.all_faults():
         faults.answers.extend([(403, {})] * 3)
-    watcher = watch(patience=msgspec.structs.replace(QUICK, rarely=600.0))
+    watcher = watch(policy=msgspec.structs.replace(QUICK, rarely=600.0))
     watcher.complete()
 
     watcher.until(lambda: watcher.state == expected(api), "all of it")
@@ -769,7 +769,7 @@ def test_refusals_of_a_server_that_starts_are_no_absence(api: ApiServer, watch: 
 
 def test_a_kind_that_is_not_served_is_asked_for_again_soon(api: ApiServer, watch: Callable[..., Watcher]) -> None:
     api.faults("servicecidrs").answers.extend([(403, {})] * 4)
-    watcher = watch(patience=msgspec.structs.replace(QUICK, rarely=600.0))
+    watcher = watch(policy=msgspec.structs.replace(QUICK, rarely=600.0))
 
     watcher.until(lambda: watcher.state == expected(api), "all of it")
     assert watcher.until(lambda: watcher.of(SourceState))[0].healthy
@@ -778,7 +778,7 @@ def test_a_kind_that_is_not_served_is_asked_for_again_soon(api: ApiServer, watch
 def test_each_kind_says_how_it_is_read(api: ApiServer, watch: Callable[..., Watcher]) -> None:
     api.serve("servicecidrs", served=False)
     api.faults("endpointslices").answers.append((503, {"Retry-After": "600"}))
-    watcher = watch(patience=msgspec.structs.replace(QUICK, longest=60.0))
+    watcher = watch(policy=msgspec.structs.replace(QUICK, longest=60.0))
     assert {state.state for state in watcher.source.states()} <= {"waiting", "read", "not served"}
     watcher.until(lambda: len(watcher.of(Replaced)) == 3, "all kinds but one")
     watcher.until(lambda: watcher.kind("EndpointSlice").why, "a reason")
@@ -793,7 +793,7 @@ def test_each_kind_says_how_it_is_read(api: ApiServer, watch: Callable[..., Watc
 
 
 def test_a_kind_that_is_lost_says_so(api: ApiServer, watch: Callable[..., Watcher]) -> None:
-    watcher = watch(patience=msgspec.structs.replace(QUICK, longest=60.0))
+    watcher = watch(policy=msgspec.structs.replace(QUICK, longest=60.0))
     watcher.complete()
     connected(api, watcher)
     api.faults("services").answers.append((500, {"Retry-After": "600"}))
@@ -808,7 +808,7 @@ def test_a_kind_that_is_lost_says_so(api: ApiServer, watch: Callable[..., Watche
 
 
 def test_gone_is_listed_at_once(api: ApiServer, watch: Callable[..., Watcher]) -> None:
-    watcher = watch(patience=msgspec.structs.replace(PATIENT, lifetime=(1.0, 1.0)))
+    watcher = watch(policy=msgspec.structs.replace(PATIENT, lifetime=(1.0, 1.0)))
     watcher.complete()
     connected(api, watcher)
     api.faults("services").gone_watches = 1
@@ -817,7 +817,7 @@ def test_gone_is_listed_at_once(api: ApiServer, watch: Callable[..., Watcher]) -
 
 def test_a_server_that_forgets_for_ever_is_not_hammered(api: ApiServer, watch: Callable[..., Watcher]) -> None:
     api.faults("services").gone_watches = 1_000_000
-    watcher = watch(patience=PATIENT)
+    watcher = watch(policy=PATIENT)
     watcher.until(lambda: watcher.kind("EndpointSlice").state == "read", "the others are read")
     watcher.until(lambda: sum(r.plural == "services" and r.watch for r in api.requests) == 2, "the second refusal")
     for count in range(5):  # time enough for another list
@@ -831,7 +831,7 @@ def test_what_can_be_read_again_wakes_the_others(api: ApiServer, watch: Callable
     """The server is back: nobody waits for the end of a pause that was made while it was away."""
     for plural in PLURALS.values():
         api.faults(plural).answers.append((500, {"Retry-After": "1"} if plural == "nodes" else {}))
-    watcher = watch(patience=PATIENT)
+    watcher = watch(policy=PATIENT)
     watcher.complete()
 
     assert watcher.state == expected(api)
@@ -844,7 +844,7 @@ def test_new_credentials_end_all_pauses(
     token = tmp_path / "token"
     token.write_text("stolen")
     kubeconfig = api.kubeconfig(token="stolen", token_file=token if kind == "tokenFile" else None)
-    watcher = watch(kubeconfig=str(kubeconfig), patience=PATIENT)
+    watcher = watch(kubeconfig=str(kubeconfig), policy=PATIENT)
     watcher.until(lambda: all(state.why for state in watcher.source.states()), "all are refused")
     if kind == "tokenFile":
         token.write_text(api.token)
@@ -859,9 +859,7 @@ def test_credentials_that_are_refused_are_tried_by_one_for_all(
     api: ApiServer, watch: Callable[..., Watcher], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "controller")
-    watcher = watch(
-        kubeconfig=str(api.kubeconfig(token="second")), patience=msgspec.structs.replace(QUICK, longest=60.0)
-    )
+    watcher = watch(kubeconfig=str(api.kubeconfig(token="second")), policy=msgspec.structs.replace(QUICK, longest=60.0))
     watcher.until(lambda: api.refused_tokens >= 8, "some refusals")
     assert sorted(Counter(request.plural for request in api.requests).values())[:3] == [1, 1, 1]
     assert "read the API server's configuration" not in caplog.text, "they are the same"
@@ -891,7 +889,7 @@ def test_credentials_that_are_refused_are_tried_by_one_for_all(
     ],
 )
 def test_pauses(what: list[str], pauses: list[float]) -> None:
-    retry = Retry(Patience(first=1.0, longest=32.0, rarely=20.0))
+    retry = Backoff(RetryPolicy(first=1.0, longest=32.0, rarely=20.0))
     found = [getattr(retry, name)() for name in what]
 
     assert [pause for pause in found if pause is not None] == pauses
@@ -1032,7 +1030,7 @@ def test_nothing_is_lost_in_a_storm(
     dice = random.Random(seed)
     api.watch_list = served
     api.faults("endpointslices").duplicate = True
-    watcher = watch(page_size=3, streams=streams, patience=msgspec.structs.replace(QUICK, silence=0.6))
+    watcher = watch(page_size=3, streams=streams, policy=msgspec.structs.replace(QUICK, silence=0.6))
     for step in range(300):
         index = dice.randrange(12)
         match dice.randrange(4):
@@ -1153,7 +1151,7 @@ def test_a_list_of_nothing_is_a_list(streaming: ApiServer, watch: Callable[..., 
 
 
 def test_a_server_that_refuses_is_asked_by_pages(api: ApiServer, watch: Callable[..., Watcher]) -> None:
-    watcher = watch(streams=True, patience=msgspec.structs.replace(QUICK, rarely=600.0))
+    watcher = watch(streams=True, policy=msgspec.structs.replace(QUICK, rarely=600.0))
     watcher.complete()
     connected(api, watcher)
     assert (initial_asked(api, "services"), lists_asked(api, "services")) == (1, 1)
@@ -1224,26 +1222,30 @@ def test_a_kind_that_is_not_served_is_none_by_streams_either(
     assert watcher.state["ServiceCIDR"] == {}
 
 
-# ------------------------------------------------------------------------------------------- pace
+# ------------------------------------------------------------------------------------------- rate_limit
 
 
 @pytest.mark.parametrize(
-    ("pace", "moments", "waits"),
+    ("rate_limit", "moments", "waits"),
     [
-        (Pace(5, 3), [0.0] * 6, [0, 0, 0, 0.2, 0.4, 0.6]),  # some at once, then so many a second
-        (Pace(5, 3), [0, 0, 0, 0.2, 0.4, 10, 10, 10, 10], [0, 0, 0, 0, 0, 0, 0, 0, 0.2]),  # a rest fills the bucket
-        (Pace(5, 0), [0, 0], [0, 0.2]),
-        (Pace(0, 1), [0.0] * 9, [0] * 9),
+        (RateLimit(5, 3), [0.0] * 6, [0, 0, 0, 0.2, 0.4, 0.6]),  # some at once, then so many a second
+        (
+            RateLimit(5, 3),
+            [0, 0, 0, 0.2, 0.4, 10, 10, 10, 10],
+            [0, 0, 0, 0, 0, 0, 0, 0, 0.2],
+        ),  # a pause fills it
+        (RateLimit(5, 0), [0, 0], [0, 0.2]),
+        (RateLimit(0, 1), [0.0] * 9, [0] * 9),
     ],
 )
-def test_a_gate_lets_pass_what_the_pace_allows(pace: Pace, moments: list[float], waits: list[float]) -> None:
-    gate = Gate(pace, threading.Event())
-    assert [gate.book(100 + moment) for moment in moments] == pytest.approx(waits)
+def test_a_gate_lets_pass_what_the_pace_allows(rate_limit: RateLimit, moments: list[float], waits: list[float]) -> None:
+    gate = TokenBucket(rate_limit, threading.Event())
+    assert [gate.reserve(100 + moment) for moment in moments] == pytest.approx(waits)
 
 
-def test_a_source_keeps_to_its_pace(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+def test_a_source_keeps_to_its_limit(api: ApiServer, watch: Callable[..., Watcher]) -> None:
     """Eight requests begin, the burst; every stream that is cut from then on waits for its turn."""
-    watcher = watch(pace=Pace(rate=10, burst=8), page_size=1)
+    watcher = watch(rate_limit=RateLimit(rate=10, burst=8), page_size=1)
     connected(api, watcher)
     asked = len(api.requests)
     start = time.monotonic()
@@ -1258,13 +1260,13 @@ def test_a_source_keeps_to_its_pace(api: ApiServer, watch: Callable[..., Watcher
 def test_pages_of_a_list_are_one_request(api: ApiServer, watch: Callable[..., Watcher]) -> None:
     api.populate(60, 1)
     start = time.monotonic()
-    watch(pace=Pace(rate=0.5, burst=8), page_size=2).complete()
+    watch(rate_limit=RateLimit(rate=0.5, burst=8), page_size=2).complete()
     assert lists_asked(api, "services") >= 30
     assert time.monotonic() - start < 40  # at half a request a second these pages alone would take a minute
 
 
 def test_who_waits_for_its_turn_stops_at_once(api: ApiServer, watch: Callable[..., Watcher]) -> None:
-    watcher = watch(pace=Pace(rate=0.01, burst=4))
+    watcher = watch(rate_limit=RateLimit(rate=0.01, burst=4))
     watcher.until(lambda: len(api.requests) == 4, "all that may go at once")
     start = time.monotonic()
     watcher.stop()

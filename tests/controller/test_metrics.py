@@ -1,4 +1,4 @@
-"""Figures of a status as metrics, as a scrape sees them."""
+"""Counters of a status as metrics, as a scrape sees them."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def test_a_mode_without_ejections() -> None:
 
 @pytest.mark.parametrize("openmetrics", [False, True])
 def test_traffic_is_what_a_scraper_can_read(openmetrics: bool) -> None:
-    figures = {"flows": 4, "packets": 40, "bytes": 400, "reply_packets": 30, "reply_bytes": 300}
+    counters = {"flows": 4, "packets": 40, "bytes": 400, "reply_packets": 30, "reply_bytes": 300}
     rows = [
-        {"service": "d/web:http", **figures, "answered": 4, "connect_ns": 6_000_000},
-        {"service": "d/dns:dns", **figures, "answered": 0, "connect_ns": 0},
+        {"service": "d/web:http", **counters, "answered": 4, "connect_ns": 6_000_000},
+        {"service": "d/dns:dns", **counters, "answered": 0, "connect_ns": 0},
     ]
     status = {
         "mode": {"requested": "ebpf", "effective": "ebpf", "reason": ""}, "services": 1, "synced": True,

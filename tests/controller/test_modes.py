@@ -19,7 +19,7 @@ import pytest
 
 import dataplane.modes
 from controller.agent import modes
-from controller.agent.modes import FALLBACK, clean_others, open_first, open_mode, survey, take_over
+from controller.agent.modes import FALLBACK, clean_others, open_first, open_mode, probe_all, take_over
 from dataplane.errors import Unsupported
 from dataplane.kernel.host_paths import netns_number
 from dataplane.mode import Options
@@ -183,7 +183,7 @@ class TestChoosing:
         eventually(lambda: len(told) == 3, "everything")
 
     def test_the_survey_has_a_sentence_for_each(self):
-        rows = {row["mode"]: row for row in survey(Options())}
+        rows = {row["mode"]: row for row in probe_all(Options())}
         assert set(rows) == set(MODES)
         assert rows["works"] == {"mode": "works", "works": True, "missing": ""}
         assert rows["lacking"]["missing"] == "the feature is missing: load the module"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from pyroute2 import IPRoute
 
-from controller.agent.other_proxies import Neighbours
+from controller.agent.other_proxies import OtherProxiesWatcher
 from dataplane.kernel.other_proxies import find_other_proxies
 from dataplane.other_proxies import HEALTH_PORT, OtherProxies, Process, warnings
 from tests import namespaces
@@ -178,28 +178,28 @@ def test_one_warning_for_each_other_proxy(found, starts):
 class TestWatching:
     def test_each_change_is_told_once(self, caplog):
         told: list[str] = []
-        neighbours = Neighbours("ebpf", told.append)
+        watcher = OtherProxiesWatcher("ebpf", told.append)
         nft("table ip kube-proxy {}")
         for _ in range(3):
-            neighbours.look()
+            watcher.look()
         assert len(told) == 1
-        assert told == list(neighbours.sentences)
+        assert told == list(watcher.warnings)
         assert caplog.text.count("neighbour: kube-proxy left its") == 1
         nft("delete table ip kube-proxy")
-        neighbours.look()
-        assert neighbours.sentences == ()
+        watcher.look()
+        assert watcher.warnings == ()
 
     def test_the_mode_before_is_no_neighbour_until_the_new_one_serves(self):
         told: list[str] = []
-        neighbours = Neighbours("ebpf", told.append)
+        watcher = OtherProxiesWatcher("ebpf", told.append)
         nft("table ip hybrid-proxy {}")
-        neighbours.look()
+        watcher.look()
         assert told == []
-        neighbours.settled = True
-        neighbours.look()
+        watcher.settled = True
+        watcher.look()
         assert len(told) == 1
 
     def test_what_goes_wrong_stays_inside(self, monkeypatch, caplog):
         monkeypatch.setattr("controller.agent.other_proxies.find_other_proxies", lambda _mode: 1 // 0)
-        Neighbours("ebpf", pytest.fail).look()
+        OtherProxiesWatcher("ebpf", pytest.fail).look()
         assert "ZeroDivisionError" in caplog.text

@@ -11,40 +11,40 @@ from typing import Final, NamedTuple
 from controller.kubernetes.model import (
     EndpointSlice,
     Event,
-    Overtaken,
     Problem,
     Removed,
     Replaced,
+    Superseded,
     Upserted,
     key_of,
     kind_of,
 )
 
-__all__ = ["NOTES", "Told", "Waiting"]
+__all__ = ["MAX_SUPERSEDED", "QueuedEvent", "PendingEvents"]
 
-NOTES: Final = 10_000  # overtaken changes of which is known when they came; of more than that the first count
+MAX_SUPERSEDED: Final = 10_000  # superseded changes of which is known when they came; of more than that the first count
 
 _Key = tuple[str, ...]
 
 
-class Told(NamedTuple):
+class QueuedEvent(NamedTuple):
     """An event, and what it overtook."""
 
     event: Event
-    overtaken: tuple[Overtaken, ...] = ()
+    superseded: tuple[Superseded, ...] = ()
 
 
-class Waiting:
+class PendingEvents:
     """Not for several threads at once."""
 
     def __init__(self) -> None:
-        self._told: dict[_Key, Told] = {}
+        self._told: dict[_Key, QueuedEvent] = {}
         self._notes = 0
 
     def __len__(self) -> int:
         return len(self._told)
 
-    def takes(self, event: Event, room: int) -> bool:
+    def accepts(self, event: Event, room: int) -> bool:
         """Whether this event need not wait until what is here was taken.
 
         It does when so many wait that there is no room for more; one that overtakes another needs none. And so does a
@@ -57,31 +57,31 @@ class Waiting:
 
     def put(self, event: Event) -> None:
         """One more, which is taken, as the last of all."""
-        overtaken: list[Overtaken] = []
+        superseded: list[Superseded] = []
         if isinstance(event, Replaced):  # it tells all there is of its kind, but what it keeps
             kind, kept = event.kind, event.kept
             for known in [known for known in self._told if known[0] == kind and known[1] not in kept]:
-                self._overtake(known, overtaken)
+                self._supersede(known, superseded)
         key = _key(event)
         if key in self._told:
-            self._overtake(key, overtaken)
-        room = max(0, NOTES - self._notes)
-        self._notes += min(room, len(overtaken))
-        self._told[key] = Told(event, tuple(overtaken[:room]))
+            self._supersede(key, superseded)
+        room = max(0, MAX_SUPERSEDED - self._notes)
+        self._notes += min(room, len(superseded))
+        self._told[key] = QueuedEvent(event, tuple(superseded[:room]))
 
-    def take(self) -> list[Told]:
+    def take(self) -> list[QueuedEvent]:
         """All of it, in an order that ends as the order in which it came; nothing waits then."""
         taken = list(self._told.values())
         self._told = {}
         self._notes = 0
         return taken
 
-    def _overtake(self, key: _Key, overtaken: list[Overtaken]) -> None:
+    def _supersede(self, key: _Key, superseded: list[Superseded]) -> None:
         event, older = self._told.pop(key)
         self._notes -= len(older)
-        overtaken += older
+        superseded += older
         if isinstance(event, Upserted | Removed):
-            overtaken.append(_note(event))
+            superseded.append(_note(event))
 
 
 def _key(event: Event) -> _Key:
@@ -97,8 +97,8 @@ def _key(event: Event) -> _Key:
     return ("SourceState",)
 
 
-def _note(event: Upserted | Removed) -> Overtaken:
+def _note(event: Upserted | Removed) -> Superseded:
     if isinstance(event, Removed):
-        return Overtaken(event.kind, event.received)
+        return Superseded(event.kind, event.received)
     family = event.object.family if isinstance(event.object, EndpointSlice) else 0
-    return Overtaken(kind_of(event.object), event.received, family, event.triggered)
+    return Superseded(kind_of(event.object), event.received, family, event.triggered)

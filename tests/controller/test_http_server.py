@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from controller.serving import web
+from controller.serving import http_server
 from controller.serving.health import Answer
-from controller.serving.web import Page, Site, Web
+from controller.serving.http_server import Handler, HttpServer, Listener
 
 DEADLINE = 60.0
 
@@ -24,15 +24,15 @@ class Served:
 
     def __init__(self) -> None:
         self.failures: list[tuple[str, str]] = []
-        self.web = Web(lambda key, trouble: self.failures.append((key, trouble)), retry_seconds=0.05)
+        self.web = HttpServer(lambda key, trouble: self.failures.append((key, trouble)), retry_seconds=0.05)
         self.port = free_port()
 
-    def site(self, pages: dict[str, Page], port: int = 0, *addresses: str) -> Site:
-        return Site("the site", addresses or ("127.0.0.1",), port or self.port, pages)
+    def listener(self, pages: dict[str, Handler], port: int = 0, *addresses: str) -> Listener:
+        return Listener("the listener", addresses or ("127.0.0.1",), port or self.port, pages)
 
-    def follow(self, **sites: Site) -> None:
-        self.web.follow(sites)
-        until(lambda: self.web.served | set(self.web.troubles) == set(sites))
+    def follow(self, **listeners: Listener) -> None:
+        self.http_server.follow(listeners)
+        until(lambda: self.http_server.served | set(self.http_server.troubles) == set(listeners))
 
     def get(self, path: str = "/", port: int = 0, address: str = "127.0.0.1") -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(address, port or self.port, timeout=DEADLINE)
@@ -67,38 +67,38 @@ def ended(line: socket.socket) -> bool:
         return True
 
 
-def page(text: str, code: int = 200) -> Page:
-    return Page(lambda family, accept: Answer(code, text.encode(), "text/plain", ()))
+def page(text: str, code: int = 200) -> Handler:
+    return Handler(lambda family, accept: Answer(code, text.encode(), "text/plain", ()))
 
 
 @pytest.fixture
 def served() -> Iterator[Served]:
     made = Served()
     yield made
-    made.web.close()
+    made.http_server.close()
 
 
 def test_pages_by_path_and_all_the_others(served):
-    served.follow(a=served.site({"/one": page("1"), "*": page("rest", 503)}))
+    served.follow(a=served.listener({"/one": page("1"), "*": page("rest", 503)}))
     assert served.get("/one") == (200, b"1")
     assert served.get("/one?x=y") == (200, b"1")
     assert served.get("/two") == (503, b"rest")
 
 
 def test_many_requests_on_one_connection(served):
-    served.follow(a=served.site({"/": page("hello")}))
+    served.follow(a=served.listener({"/": page("hello")}))
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=DEADLINE)
     for _ in range(20):
         connection.request("POST", "/", body=b"x" * 1000)  # Go's mux does not mind either
         answer = connection.getresponse()
         assert (answer.status, answer.read()) == (200, b"hello")
-    assert len(served.web.connections) == 1
+    assert len(served.http_server.connections) == 1
     connection.close()
-    until(lambda: not served.web.connections)
+    until(lambda: not served.http_server.connections)
 
 
 def test_requests_that_come_together_are_answered_in_turn(served):
-    served.follow(a=served.site({"/1": page("one"), "/2": Page(lambda *_: Answer(200, b"two"), slow=True)}))
+    served.follow(a=served.listener({"/1": page("one"), "/2": Handler(lambda *_: Answer(200, b"two"), slow=True)}))
     with served.connect() as line:
         line.sendall(b"GET /2 HTTP/1.1\r\nHost: x\r\n\r\nGET /1 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         told = b"".join(iter(lambda: line.recv(1 << 16), b""))
@@ -111,12 +111,12 @@ def test_requests_that_come_together_are_answered_in_turn(served):
     [
         pytest.param(b"\x16\x03\x01\x02\x00\x01\x00", id="TLS"),
         pytest.param(b"GET / HTTP/1.1\r\n\r\n", id="no Host"),
-        pytest.param(b"GET /" + b"a" * (web.REQUEST_BYTES + 10), id="too long"),
+        pytest.param(b"GET /" + b"a" * (http_server.REQUEST_BYTES + 10), id="too long"),
         pytest.param(b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: one\r\n\r\n", id="nonsense"),
     ],
 )
 def test_what_is_no_request_is_refused(served, sent):
-    served.follow(a=served.site({"/": page("hello")}))
+    served.follow(a=served.listener({"/": page("hello")}))
     with served.connect() as line:
         line.sendall(sent)
         line.shutdown(socket.SHUT_WR)
@@ -132,7 +132,9 @@ def test_a_page_that_fails_is_its_own_trouble(served):
     def broken(family: int, accept: str) -> Answer:
         raise ValueError("no")
 
-    served.follow(a=served.site({"/": page("hello"), "/broken": Page(broken), "/slow": Page(broken, slow=True)}))
+    served.follow(
+        a=served.listener({"/": page("hello"), "/broken": Handler(broken), "/slow": Handler(broken, slow=True)})
+    )
     assert served.get("/broken")[0] == served.get("/slow")[0] == 500
     assert served.get() == (200, b"hello")
 
@@ -144,7 +146,7 @@ def test_a_slow_page_keeps_nobody_waiting(served):
         release.wait(DEADLINE)
         return Answer(200, b"at last")
 
-    served.follow(a=served.site({"/": page("hello"), "/slow": Page(slow, slow=True)}))
+    served.follow(a=served.listener({"/": page("hello"), "/slow": Handler(slow, slow=True)}))
     found: list[tuple[int, bytes]] = []
     asker = threading.Thread(target=lambda: found.append(served.get("/slow")))
     asker.start()
@@ -156,10 +158,10 @@ def test_a_slow_page_keeps_nobody_waiting(served):
 
 
 def test_the_oldest_of_too_many_connections_ends(served, monkeypatch):
-    monkeypatch.setattr(web, "CONNECTIONS", 3)
-    served.follow(a=served.site({"/": page("hello")}))
+    monkeypatch.setattr(http_server, "CONNECTIONS", 3)
+    served.follow(a=served.listener({"/": page("hello")}))
     lines = [served.connect() for _ in range(3)]
-    until(lambda: len(served.web.connections) == 3)
+    until(lambda: len(served.http_server.connections) == 3)
     assert served.get() == (200, b"hello")
     assert ended(lines[0])
     for line in lines:
@@ -167,8 +169,8 @@ def test_the_oldest_of_too_many_connections_ends(served, monkeypatch):
 
 
 def test_who_says_nothing_is_ended(served, monkeypatch):
-    monkeypatch.setattr(web, "IDLE_SECONDS", 0.05)
-    served.follow(a=served.site({"/": page("hello")}))
+    monkeypatch.setattr(http_server, "IDLE_SECONDS", 0.05)
+    served.follow(a=served.listener({"/": page("hello")}))
     with served.connect() as line:
         line.sendall(b"GET / HT")
         assert ended(line)
@@ -176,21 +178,21 @@ def test_who_says_nothing_is_ended(served, monkeypatch):
 
 def test_sites_come_change_and_go(served):
     other = free_port()
-    served.follow(a=served.site({"/": page("a")}))
-    served.follow(a=served.site({"/": page("A")}), b=served.site({"/": page("b")}, other))
+    served.follow(a=served.listener({"/": page("a")}))
+    served.follow(a=served.listener({"/": page("A")}), b=served.listener({"/": page("b")}, other))
     assert [served.get(), served.get(port=other)] == [(200, b"A"), (200, b"b")]
-    served.follow(b=served.site({"/": page("b")}, other))
-    until(lambda: served.web.served == {"b"})
+    served.follow(b=served.listener({"/": page("b")}, other))
+    until(lambda: served.http_server.served == {"b"})
     with pytest.raises(ConnectionRefusedError):
         served.get()
     assert served.get(port=other) == (200, b"b")
 
 
 def test_a_site_that_closes_ends_its_connections(served):
-    served.follow(a=served.site({"/": page("a")}))
+    served.follow(a=served.listener({"/": page("a")}))
     with served.connect() as line:
-        until(lambda: served.web.connections)
-        served.web.follow({})
+        until(lambda: served.http_server.connections)
+        served.http_server.follow({})
         assert ended(line)
 
 
@@ -200,14 +202,14 @@ def test_half_of_a_site_is_none(served):
         taken.bind(("127.0.0.3", 0))
         port = taken.getsockname()[1]
         taken.listen()
-        served.follow(a=served.site({"/": page("a")}, port, "127.0.0.2", "127.0.0.3"))
-        assert not served.web.served
+        served.follow(a=served.listener({"/": page("a")}, port, "127.0.0.2", "127.0.0.3"))
+        assert not served.http_server.served
         with pytest.raises(ConnectionRefusedError):
             served.get(port=port, address="127.0.0.2")
         time.sleep(0.2)  # several tries
         assert len(served.failures) == 1, "told once"
         assert f"127.0.0.3:{port}: another socket has this port" in served.failures[0][1]
-    until(lambda: served.web.served == {"a"})
+    until(lambda: served.http_server.served == {"a"})
     assert served.get(port=port, address="127.0.0.2") == (200, b"a")
     assert served.get(port=port, address="127.0.0.3") == (200, b"a")
 
@@ -219,29 +221,29 @@ def test_every_address_means_both_families(served):
         families.append(family)
         return Answer(200, b"")
 
-    served.follow(a=served.site({"*": Page(note)}, 0, "0.0.0.0"))
+    served.follow(a=served.listener({"*": Handler(note)}, 0, "0.0.0.0"))
     served.get()
     served.get(address="::1")
     assert families == [4, 6]
 
 
 def test_an_address_that_is_not_there_yet(served):
-    served.follow(a=served.site({"/": page("a")}, 0, "192.0.2.77", "2001:db8::77"))
-    assert served.web.served == {"a"}
+    served.follow(a=served.listener({"/": page("a")}, 0, "192.0.2.77", "2001:db8::77"))
+    assert served.http_server.served == {"a"}
 
 
 def test_nothing_listens_after_the_end(served):
-    served.follow(a=served.site({"/": page("a")}))
-    served.web.close()
+    served.follow(a=served.listener({"/": page("a")}))
+    served.http_server.close()
     with pytest.raises(ConnectionRefusedError):
         served.get()
-    served.web.follow({})  # too late, and no error
+    served.http_server.follow({})  # too late, and no error
 
 
 def test_answers_have_a_reason_phrase(served):
     """Kubernetes' own end-to-end tests look for "200 OK" and "503 Service Unavailable"."""
     codes = {200: b"200 OK", 404: b"404 Not Found", 500: b"500 Internal Server Error", 503: b"503 Service Unavailable"}
-    served.follow(a=served.site({f"/{code}": page("x", code) for code in codes}))
+    served.follow(a=served.listener({f"/{code}": page("x", code) for code in codes}))
     for code, expected in codes.items():
         with served.connect() as line:
             line.sendall(f"GET /{code} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
@@ -252,16 +254,16 @@ def test_answers_have_a_reason_phrase(served):
 FEW_DESCRIPTORS = """\
 import logging, resource, sys, threading
 from controller.serving.health import Answer
-from controller.serving.web import Page, Site, Web
+from controller.serving.http_server import Handler, Listener, HttpServer
 
 logging.basicConfig(level=logging.INFO)
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 held = [open("/dev/null") for _ in range(30)]
-page = Page(lambda family, accept: Answer(200, b"hello"))
+page = Handler(lambda family, accept: Answer(200, b"hello"))
 ports = [int(port) for port in sys.argv[1:]]
-web = Web(lambda key, trouble: print(trouble, flush=True))
-web.follow({str(port): Site("the site", ("127.0.0.1",), port, {"/": page}) for port in ports})
-while len(web.served) < len(ports):
+web = HttpServer(lambda key, trouble: print(trouble, flush=True))
+http_server.follow({str(port): Listener("the listener", ("127.0.0.1",), port, {"/": page}) for port in ports})
+while len(http_server.served) < len(ports):
     threading.Event().wait(0.01)
 print("serves", flush=True)
 sys.stdin.read()

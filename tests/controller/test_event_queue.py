@@ -9,19 +9,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from controller.agent.mailbox import Mailbox
-from controller.agent.waiting import NOTES, Told, Waiting
+from controller.agent.coalescing import MAX_SUPERSEDED, PendingEvents, QueuedEvent
+from controller.agent.event_queue import EventQueue
 from controller.kubernetes.model import (
     Endpoint,
     EndpointSlice,
     Event,
     Node,
-    Overtaken,
     Problem,
     Removed,
     Replaced,
     Service,
     SourceState,
+    Superseded,
     Upserted,
     key_of,
 )
@@ -34,8 +34,8 @@ def web(number: int = 1, *addresses: str) -> EndpointSlice:
     return EndpointSlice("d", f"s{number}", f"d/web{number}", 4, endpoints=tuple(map(Endpoint, addresses)))
 
 
-def waiting(*events: Event) -> Waiting:
-    made = Waiting()
+def waiting(*events: Event) -> PendingEvents:
+    made = PendingEvents()
     for event in events:
         made.put(event)
     return made
@@ -45,20 +45,21 @@ class TestWaiting:
     def test_the_last_event_of_an_object_is_told(self) -> None:
         first, second, other = Upserted(web(1), 1.0, 10.0), Upserted(web(1, "10.0.0.1"), 2.0, 20.0), Upserted(web(2))
         told = waiting(first, other, second).take()
-        assert told == [Told(other), Told(second, (Overtaken("EndpointSlice", 1.0, 4, 10.0),))]
+        assert told == [QueuedEvent(other), QueuedEvent(second, (Superseded("EndpointSlice", 1.0, 4, 10.0),))]
 
     def test_what_was_overtaken_is_kept_through_several_steps(self) -> None:
         events = [Upserted(web(1), 1.0, 10.0), Removed("EndpointSlice", "d/s1", 2.0), Upserted(web(1), 3.0, 30.0)]
         (told,) = waiting(*events).take()
         assert told.event is events[-1]
-        assert told.overtaken == (Overtaken("EndpointSlice", 1.0, 4, 10.0), Overtaken("EndpointSlice", 2.0))
+        assert told.superseded == (Superseded("EndpointSlice", 1.0, 4, 10.0), Superseded("EndpointSlice", 2.0))
 
     def test_a_list_overtakes_its_kind_and_no_other(self) -> None:
         service = Upserted(Service("d", "web1", "ClusterIP"), 1.0)
         listed = Replaced("EndpointSlice", ())
         told = waiting(Upserted(web(1), 1.0), service, Upserted(web(2), 2.0), listed).take()
         assert told == [
-            Told(service), Told(listed, (Overtaken("EndpointSlice", 1.0, 4), Overtaken("EndpointSlice", 2.0, 4))),
+            QueuedEvent(service),
+            QueuedEvent(listed, (Superseded("EndpointSlice", 1.0, 4), Superseded("EndpointSlice", 2.0, 4))),
         ]  # fmt: skip
 
     def test_what_comes_after_a_list_stays_after_it(self) -> None:
@@ -72,12 +73,12 @@ class TestWaiting:
         assert (len(made), made.take()) == (0, [])
 
     def test_memory_of_what_was_overtaken_is_bounded(self) -> None:
-        made = waiting(*(Upserted(web(1, str(n)), float(n + 1)) for n in range(NOTES + 500)))
+        made = waiting(*(Upserted(web(1, str(n)), float(n + 1)) for n in range(MAX_SUPERSEDED + 500)))
         (told,) = made.take()
-        assert len(told.overtaken) == NOTES
-        assert told.overtaken[0].received == 1.0  # the oldest are those that waited longest
+        assert len(told.superseded) == MAX_SUPERSEDED
+        assert told.superseded[0].received == 1.0  # the oldest are those that waited longest
         again = waiting(*(Upserted(web(1, str(n)), float(n + 1)) for n in range(3)))
-        assert len(again.take()[0].overtaken) == 2
+        assert len(again.take()[0].superseded) == 2
 
     @pytest.mark.parametrize("seed", range(20))
     def test_the_cluster_is_the_same_as_with_every_single_event(self, seed: int) -> None:
@@ -86,9 +87,9 @@ class TestWaiting:
         each, coalesced = Cluster("n"), Cluster("n")
         for event in events:
             each.apply(event)
-        made = Waiting()
+        made = PendingEvents()
         for event in events:
-            if dice.random() < 0.05 or not made.takes(event, 100):
+            if dice.random() < 0.05 or not made.accepts(event, 100):
                 for told in made.take():
                     coalesced.apply(told.event)
             made.put(event)
@@ -143,36 +144,36 @@ def random_events(dice: random.Random, count: int) -> Iterator[Event]:
 
 class TestMailbox:
     def test_messages_and_events_come_together(self) -> None:
-        box: Mailbox[str] = Mailbox()
+        box: EventQueue[str] = EventQueue()
         box.emit(Upserted(web(1)))
         box.put("hello")
         events, messages = box.take(5.0)
         assert ([type(told.event) for told in events], messages) == ([Upserted], ["hello"])
 
     def test_it_waits_no_longer_than_it_was_told(self) -> None:
-        box: Mailbox[str] = Mailbox()
+        box: EventQueue[str] = EventQueue()
         start = time.monotonic()
         assert box.take(0.05) == ([], [])
         assert time.monotonic() - start > 0.04
 
-    @pytest.mark.parametrize("patient", [False, True])
-    def test_an_event_ends_the_wait_of_who_is_not_patient(self, patient: bool) -> None:
-        box: Mailbox[str] = Mailbox()
+    @pytest.mark.parametrize("messages_only", [False, True])
+    def test_an_event_ends_the_wait_of_who_is_not_patient(self, messages_only: bool) -> None:
+        box: EventQueue[str] = EventQueue()
 
         def put() -> None:
             box.emit(Upserted(web(1)))
             time.sleep(0.2)
-            if patient:
+            if messages_only:
                 box.put("a message ends it")
 
         threading.Timer(0.05, put).start()
-        events, messages = box.take(20.0, patient=patient)
+        events, messages = box.take(20.0, messages_only=messages_only)
         assert len(events) == 1
-        assert bool(messages) == patient
+        assert bool(messages) == messages_only
 
     def test_events_that_came_during_patience_are_there_at_once_afterwards(self) -> None:
-        box: Mailbox[str] = Mailbox()
-        box.take(0.0, patient=True)
+        box: EventQueue[str] = EventQueue()
+        box.take(0.0, messages_only=True)
         box.emit(Upserted(web(1)))
         assert len(box.take(20.0)[0]) == 1
         assert box.take(0.01) == ([], [])
@@ -180,7 +181,7 @@ class TestMailbox:
         assert len(box.take(20.0)[0]) == 1
 
     def test_a_source_waits_for_room_and_goes_on(self) -> None:
-        box: Mailbox[str] = Mailbox(room=3)
+        box: EventQueue[str] = EventQueue(capacity=3)
         done = threading.Event()
 
         def emit() -> None:
@@ -192,7 +193,7 @@ class TestMailbox:
         assert not done.wait(0.2)
         assert len(box) == 3
         box.emit(Upserted(web(1, "10.0.0.9")))  # this one has its place
-        found: list[Told] = []
+        found: list[QueuedEvent] = []
         while not done.is_set():
             found += box.take(5.0)[0]
         found += box.take(0.0)[0]
@@ -202,7 +203,7 @@ class TestMailbox:
         assert box.most == 3
 
     def test_nobody_waits_for_a_mailbox_that_is_closed(self) -> None:
-        box: Mailbox[str] = Mailbox(room=1)
+        box: EventQueue[str] = EventQueue(capacity=1)
         box.emit(Upserted(web(1)))
         thread = threading.Thread(target=box.emit, args=[Upserted(web(2))], daemon=True)
         thread.start()
@@ -213,7 +214,7 @@ class TestMailbox:
         assert not thread.is_alive()
 
     def test_many_threads_lose_nothing(self) -> None:
-        box: Mailbox[int] = Mailbox(room=50)
+        box: EventQueue[int] = EventQueue(capacity=50)
         threads = [
             threading.Thread(target=lambda base=base: [box.emit(Upserted(web(base + n))) for n in range(500)])
             for base in (0, 1000, 2000)
@@ -222,6 +223,6 @@ class TestMailbox:
             thread.start()
         seen: set[str] = set()
         while any(thread.is_alive() for thread in threads) or len(box):
-            events, _ = box.take(0.05, patient=random.random() < 0.5)
+            events, _ = box.take(0.05, messages_only=random.random() < 0.5)
             seen |= {key_of(one.event.object) for one in events if isinstance(one.event, Upserted)}
         assert len(seen) == 1500

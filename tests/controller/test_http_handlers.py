@@ -304,7 +304,7 @@ class TestMetricsServer:
         api.put(ends)
         until(status_is(lab, "/", 200, 30501), "its endpoint")
         name = "kubeproxy_network_programming_duration_seconds"
-        until(lambda: sum(samples(lab)[f"{name}_count"].values()) == 1, "the figures of that sync")
+        until(lambda: sum(samples(lab)[f"{name}_count"].values()) == 1, "the counters of that sync")
         after = samples(lab)
         assert before[f"{name}_count"] == {("IPv4",): 0, ("IPv6",): 0}
         assert after[f"{name}_count"] == {("IPv4",): 1, ("IPv6",): 0}

@@ -1,11 +1,11 @@
-"""Serves pages by HTTP/1.1 at any number of addresses, in one thread: h11 over asyncio, and nothing else.
+"""An HTTP/1.1 server for any number of addresses in one thread: h11 over asyncio, and nothing else.
 
-A thousand health-check node ports are a thousand listening sockets, and no more. What is asked for is a `Site`: where
-and what. `follow` is told all sites that there should be; those that changed are closed and opened, a socket that
-cannot be opened is told once and tried again every few seconds, and the other sites go on.
+A thousand health-check node ports cost a thousand listening sockets and nothing more. A `Listener` says where to listen
+and what to answer. `follow` takes the complete set of listeners: those that changed are closed and opened again. A
+socket that cannot be opened is reported once and retried every few seconds, while the other listeners keep serving.
 
-Everybody may ask: connections are few and short, and when there are too many the oldest is ended. So it is when
-descriptors or memory run out: accepting rests for a moment, and the log says it once a minute.
+Anyone may connect. Connections are few and short; when there are too many, the oldest is closed. The same happens when
+the process runs out of descriptors or memory: the server stops accepting for a moment, and logs it once a minute.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from typing import Final, NamedTuple
 import h11
 
 from controller.serving.health import Answer
+from dataplane.table import socket_text
 
-__all__ = ["Page", "Site", "Web"]
+__all__ = ["Handler", "Listener", "HttpServer"]
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ NOT_FOUND: Final = Answer(404, b"404 page not found\n", TEXT)
 FAILED: Final = Answer(500, b"the page could not be made; the agent's log says why\n", TEXT)
 
 
-class Page(NamedTuple):
+class Handler(NamedTuple):
     """What is at a path: called with the family of the address that was asked (4 or 6) and the request's Accept.
 
     `slow`: it may wait, so it is called in a thread; one such page is made at a time.
@@ -58,8 +59,8 @@ class Page(NamedTuple):
     slow: bool = False
 
 
-class Site(NamedTuple):
-    """Pages by path at some addresses and one port; path `*` answers all that have none.
+class Listener(NamedTuple):
+    """HttpHandlers by path at some addresses and one port; path `*` answers all that have none.
 
     `0.0.0.0` and `::` are every address of both families, as in Go. `what` names it in messages.
     """
@@ -67,7 +68,7 @@ class Site(NamedTuple):
     what: str
     addresses: tuple[str, ...]
     port: int
-    pages: Mapping[str, Page]
+    pages: Mapping[str, Handler]
 
     @property
     def place(self) -> tuple[tuple[str, ...], int]:
@@ -75,11 +76,11 @@ class Site(NamedTuple):
         return self.addresses, self.port
 
 
-class Web:
+class HttpServer:
     """The thread and its sockets.
 
     Args:
-        failed: called in the thread with the key of a site that cannot be opened, and why; once for each reason.
+        failed: called in the thread with the key of a listener that cannot be opened, and why; once for each reason.
         retry_seconds: how long until it is tried again.
     """
 
@@ -88,8 +89,8 @@ class Web:
         self._retry_seconds = retry_seconds
         self._loop = asyncio.new_event_loop()
         self._slow = concurrent.futures.ThreadPoolExecutor(1, "slow-pages")
-        self._sites: dict[str, Site] = {}
-        self._listeners: dict[str, list[_Listener]] = {}
+        self._listeners: dict[str, Listener] = {}
+        self._sockets: dict[str, list[_ListeningSocket]] = {}
         self._troubles: dict[str, str] = {}
         self._retry: asyncio.TimerHandle | None = None
         self._opening: set[asyncio.Task[None]] = set()
@@ -99,20 +100,20 @@ class Web:
         self._thread = threading.Thread(target=self._run, name="web", daemon=True)
         self._thread.start()
 
-    def follow(self, sites: Mapping[str, Site]) -> None:
-        """Serve exactly these sites, by key, from now on; returns at once."""
-        wanted = dict(sites)
+    def follow(self, listeners: Mapping[str, Listener]) -> None:
+        """Serve exactly these listeners, by key, from now on; returns at once."""
+        wanted = dict(listeners)
         with contextlib.suppress(RuntimeError):  # closed
             self._loop.call_soon_threadsafe(self._begin, wanted)
 
     @property
     def served(self) -> frozenset[str]:
-        """Keys of the sites that are open."""
-        return frozenset(self._listeners.copy())
+        """Keys of the listeners that are open."""
+        return frozenset(self._sockets.copy())
 
     @property
     def troubles(self) -> Mapping[str, str]:
-        """Key -> why this site is not served."""
+        """Key -> why this listener is not served."""
         return dict(self._troubles)
 
     def close(self) -> None:
@@ -127,8 +128,8 @@ class Web:
         try:
             self._loop.run_forever()
         finally:
-            for listeners in self._listeners.values():
-                for listener in listeners:
+            for sockets in self._sockets.values():
+                for listener in sockets:
                     listener.close()
             for connection in list(self.connections):
                 connection.end()
@@ -137,20 +138,20 @@ class Web:
 
     # Sites
 
-    def _begin(self, wanted: dict[str, Site]) -> None:
+    def _begin(self, wanted: dict[str, Listener]) -> None:
         task = self._loop.create_task(self._reconcile(wanted))
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
 
-    async def _reconcile(self, wanted: dict[str, Site]) -> None:
+    async def _reconcile(self, wanted: dict[str, Listener]) -> None:
         async with self._lock:
-            for key, site in self._sites.items():
-                if key not in wanted or wanted[key].place != site.place:
-                    self._close_site(key)
-            self._sites = wanted
-            for key, site in wanted.items():
-                if key not in self._listeners:
-                    self._open(key, site)
+            for key, listener in self._listeners.items():
+                if key not in wanted or wanted[key].place != listener.place:
+                    self._close_listener(key)
+            self._listeners = wanted
+            for key, listener in wanted.items():
+                if key not in self._sockets:
+                    self._open(key, listener)
             if self._retry is not None:
                 self._retry.cancel()
                 self._retry = None
@@ -158,31 +159,31 @@ class Web:
                 self._retry = self._loop.call_later(self._retry_seconds, self._again)
 
     def _again(self) -> None:
-        self._begin(self._sites)
+        self._begin(self._listeners)
 
-    def _close_site(self, key: str) -> None:
+    def _close_listener(self, key: str) -> None:
         self._troubles.pop(key, None)
-        for listener in self._listeners.pop(key, ()):
+        for listener in self._sockets.pop(key, ()):
             listener.close()
         for connection in [one for one in self.connections if one.key == key]:
             connection.end()
 
-    def _open(self, key: str, site: Site) -> None:
-        listeners: list[_Listener] = []
+    def _open(self, key: str, listener: Listener) -> None:
+        sockets: list[_ListeningSocket] = []
         try:
-            for address in site.addresses:
-                listeners.append(_Listener(self, self._loop, key, _listen(address, site.port)))
+            for address in listener.addresses:
+                sockets.append(_ListeningSocket(self, self._loop, key, _listen(address, listener.port)))
         except OSError as error:
-            for listener in listeners:
-                listener.close()
-            where = f"[{address}]:{site.port}" if ":" in address else f"{address}:{site.port}"
-            self._tell(key, f"{site.what} cannot be served at {where}: {_words(error)}")
+            for opened in sockets:
+                opened.close()
+            where = socket_text(address, listener.port)
+            self._report(key, f"{listener.what} cannot be served at {where}: {_message(error)}")
             return
-        self._listeners[key] = listeners
+        self._sockets[key] = sockets
         if self._troubles.pop(key, None):
-            log.info("%s is served now, at port %d", site.what, site.port)
+            log.info("%s is served now, at port %d", listener.what, listener.port)
 
-    def _tell(self, key: str, trouble: str) -> None:
+    def _report(self, key: str, trouble: str) -> None:
         if self._troubles.get(key) != trouble:
             self._troubles[key] = trouble
             log.warning("%s; trying again every %g s", trouble, self._retry_seconds)
@@ -215,9 +216,9 @@ class Web:
     # Requests
 
     async def answer(self, key: str, path: str, family: int, accept: str) -> Answer:
-        """The page of a site; nothing that goes wrong in it gets out."""
-        site = self._sites.get(key)
-        page = site and (site.pages.get(path) or site.pages.get("*"))
+        """The page of a listener; nothing that goes wrong in it gets out."""
+        listener = self._listeners.get(key)
+        page = listener and (listener.pages.get(path) or listener.pages.get("*"))
         if not page:
             return NOT_FOUND
         try:
@@ -225,19 +226,19 @@ class Web:
                 return await self._loop.run_in_executor(self._slow, page.make, family, accept)
             return page.make(family, accept)
         except Exception:
-            log.exception("page %s of %s", path, site.what if site else key)
+            log.exception("page %s of %s", path, listener.what if listener else key)
             return FAILED
 
 
-class _Listener:
+class _ListeningSocket:
     """One listening socket, from now on until it is closed.
 
     asyncio's own server reports each failed attempt to accept with a traceback, 100 for each event, and sets as many
     timers to try again.
     """
 
-    def __init__(self, web: Web, loop: asyncio.AbstractEventLoop, key: str, sock: socket.socket) -> None:
-        self._web = web
+    def __init__(self, web: HttpServer, loop: asyncio.AbstractEventLoop, key: str, sock: socket.socket) -> None:
+        self._server = web
         self._loop = loop
         self._key = key
         self._sock = sock
@@ -268,7 +269,7 @@ class _Listener:
                     return
                 continue  # that one connection has failed already (accept(2))
             accepted.setblocking(False)
-            made = self._loop.connect_accepted_socket(lambda: _Connection(self._web, self._key), accepted)
+            made = self._loop.connect_accepted_socket(lambda: _Connection(self._server, self._key), accepted)
             task: asyncio.Task[object] = self._loop.create_task(made)
             self._beginning.add(task)
             task.add_done_callback(self._beginning.discard)
@@ -277,15 +278,15 @@ class _Listener:
         """The socket stays readable, so that trying again at once would never end."""
         self._loop.remove_reader(self._sock)
         self._resting = self._loop.call_later(REST_SECONDS, self._resume)
-        self._web.note_exhaustion(error)
+        self._server.note_exhaustion(error)
 
 
 class _Connection(asyncio.Protocol):
     """One connection: requests one after the other."""
 
-    def __init__(self, web: Web, key: str) -> None:
+    def __init__(self, web: HttpServer, key: str) -> None:
         self.key = key
-        self._web = web
+        self._server = web
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=REQUEST_BYTES)
         self._transport: asyncio.Transport
         self._family = 4
@@ -298,12 +299,12 @@ class _Connection(asyncio.Protocol):
         self._transport = transport
         address = str(transport.get_extra_info("sockname")[0])
         self._family = 6 if ":" in address and not address.startswith("::ffff:") else 4
-        self._web.began(self)
+        self._server.began(self)
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
         del exc
-        self._web.connections.pop(self, None)
+        self._server.connections.pop(self, None)
         if self._idle is not None:
             self._idle.cancel()
         if self._answering is not None:
@@ -311,7 +312,7 @@ class _Connection(asyncio.Protocol):
 
     def end(self) -> None:
         """At once, whatever is under way."""
-        self._web.connections.pop(self, None)
+        self._server.connections.pop(self, None)
         self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -354,7 +355,7 @@ class _Connection(asyncio.Protocol):
     async def _answer(self, request: h11.Request) -> None:
         path = request.target.partition(b"?")[0].decode(errors="replace")
         accept = next((value.decode(errors="replace") for name, value in request.headers if name == b"accept"), "")
-        answer = await self._web.answer(self.key, path, self._family, accept)
+        answer = await self._server.answer(self.key, path, self._family, accept)
         self._write(answer, bodiless=request.method == b"HEAD")
         self._answering, self._request = None, None
         if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
@@ -424,7 +425,7 @@ def _bound(family: int, address: str, port: int, *, both: bool = False) -> socke
     return made
 
 
-def _words(error: OSError) -> str:
+def _message(error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return "another socket has this port"
     return os.strerror(error.errno) if error.errno else str(error)

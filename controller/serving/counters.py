@@ -1,59 +1,34 @@
-"""PURE. What the loop counts of its own work, and of the table: cheap to keep, read at each scrape.
+"""PURE. The loop's counters: its own work and the size of the table, read at each scrape.
 
 Names and meanings are kube-proxy's where it has them (pkg/proxy/metrics). One thread writes; readers see numbers that
-may be a moment apart. Times are handed in: durations in seconds, moments in seconds since 1970.
+may be a moment apart. The caller passes the time: durations in seconds, moments in seconds since 1970.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
-from controller.kubernetes.model import EndpointSlice, Event, Overtaken, Removed, Replaced, Service, Upserted
+from prometheus_client import Histogram
+
+from controller.kubernetes.model import EndpointSlice, Event, Removed, Replaced, Service, Superseded, Upserted
 from dataplane.table import EMPTY, Entry, Kind, ServiceTable, WhenEmpty
 
-__all__ = ["NETWORK_BUCKETS", "QUICK_BUCKETS", "SYNC_BUCKETS", "Figures", "Spread", "Tally"]
+__all__ = ["FAMILIES", "NETWORK_BUCKETS", "SYNC_BUCKETS", "Counters", "TableTotals"]
 
-QUICK_BUCKETS: Final = tuple(0.0001 * 2**n for n in range(18))
-SYNC_BUCKETS: Final = tuple(0.001 * 2**n for n in range(15))
+FAMILIES: Final = {4: "IPv4", 6: "IPv6"}
+# Rounded, because a bucket's label is the shortest text of its bound.
+QUICK_BUCKETS: Final = tuple(round(0.0001 * 2**n, 4) for n in range(18))
+SYNC_BUCKETS: Final = tuple(round(0.001 * 2**n, 3) for n in range(15))
 NETWORK_BUCKETS: Final = (
     0.0, 0.25, 0.5, *map(float, range(1, 60)), *map(float, range(60, 120, 5)), *map(float, range(120, 301, 30)),
 )  # fmt: skip
 TRIGGERS: Final = 10_000  # changes of endpoints that wait for one sync; of more than that the first count
 
 
-class Spread:
-    """A histogram: how many observations were at most so large."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """One more. A clock that went back gives no time below 0: a sum that falls is taken for a restart."""
-        value = max(0.0, value)
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-
-    def cumulative(self) -> list[tuple[str, float]]:
-        """Pairs of an upper bound, as Prometheus writes it, and how many are below; the last bound is infinite."""
-        total = 0
-        found = []
-        for bound, count in zip((*map(_bound, self.bounds), "+Inf"), self.counts, strict=True):
-            total += count
-            found.append((bound, float(total)))
-        return found
-
-
-def _bound(value: float) -> str:
-    return f"{value:.12g}" if value != int(value) else f"{value:.1f}"
-
-
-class Tally:
-    """Figures of a service table, kept up by what changes from one to the next."""
+class TableTotals:
+    """Counters of a service table, kept up by what changes from one to the next."""
 
     def __init__(self) -> None:
         self.ports = 0
@@ -61,7 +36,7 @@ class Tally:
         self.no_local: Counter[tuple[int, str]] = Counter()  # family and policy -> services
         self._table: ServiceTable = EMPTY
 
-    def follow(self, table: ServiceTable) -> None:
+    def update(self, table: ServiceTable) -> None:
         """Count another table."""
         old, self._table = self._table, table
         if table is old:
@@ -86,30 +61,49 @@ class Tally:
             self.no_local[key] += sign
 
 
-class Figures:
-    """All of it, for one agent.
+class Counters:
+    """All counters of one agent.
 
     Args:
-        started: seconds since 1970. What changed before that says nothing of how long this agent takes.
+        started: seconds since 1970. Changes triggered earlier say nothing about this agent's delay.
+        families: the address families that are programmed, 4 and 6.
     """
 
-    def __init__(self, started: float = 0.0) -> None:
-        self.tally = Tally()
-        self._started = started
-        self.sync = Spread(QUICK_BUCKETS)
-        self.kube_sync = Spread(SYNC_BUCKETS)  # the same in kube-proxy's buckets
-        self.change = Spread(QUICK_BUCKETS)
-        self.programming: dict[int, Spread] = {}  # family -> since the trigger of a change of endpoints
+    def __init__(self, started: float = 0.0, families: Sequence[int] = (4, 6)) -> None:
+        self.totals = TableTotals()
+        self.sync = _histogram("hybrid_proxy_sync_duration_seconds", "Time to program one table", QUICK_BUCKETS)
+        self.change = _histogram(
+            "hybrid_proxy_change_latency_seconds", "From an event's arrival to its effect in the kernel", QUICK_BUCKETS
+        )
+        # One sync programs both families, so both have the same observations.
+        self._sync_of_family = _histogram(
+            "kubeproxy_sync_proxy_rules_duration_seconds", "Time to program one table; it has both families",
+            SYNC_BUCKETS, families,
+        )  # fmt: skip
+        self._programming = _histogram(
+            "kubeproxy_network_programming_duration_seconds",
+            "From a change of pods or Services, as its EndpointSlice reports it, to its effect here",
+            NETWORK_BUCKETS, families,
+        )  # fmt: skip
         self.service_changes = self.endpoint_changes = 0
         self.services_waiting = self.endpoints_waiting = 0
         self.last_queued = self.last_synced = 0.0
-        self.sync_failures: Counter[str] = Counter()  # mode -> how often
+        self.sync_failures: Counter[str] = Counter()  # by mode
+        self._started = started
+        self._families = tuple(families)
         self._triggers: list[tuple[int, float]] = []
 
-    def saw(self, event: Event, *, changed: bool, wall: float, overtaken: Collection[Overtaken] = ()) -> None:
+    @property
+    def histograms(self) -> tuple[Histogram, ...]:
+        """To be collected at each scrape."""
+        return self.sync, self.change, self._sync_of_family, self._programming
+
+    def record_event(
+        self, event: Event, *, changed: bool, wall: float, superseded: Collection[Superseded] = ()
+    ) -> None:
         """An event came, and these before it; `changed`: there is something to program for it."""
         kind, count = _about(event)
-        count += len(overtaken)
+        count += len(superseded)
         if kind == "Service":
             self.service_changes += count
             self.services_waiting += count * changed
@@ -119,7 +113,7 @@ class Figures:
         if not changed:
             return
         self.last_queued = wall
-        for older in overtaken:
+        for older in superseded:
             self._note_trigger(older.family, older.triggered)
         if isinstance(event, Upserted) and isinstance(event.object, EndpointSlice):
             self._note_trigger(event.object.family, event.triggered)
@@ -128,7 +122,7 @@ class Figures:
         if triggered > self._started and len(self._triggers) < TRIGGERS:
             self._triggers.append((family, triggered))
 
-    def synced(self, table: ServiceTable, seconds: float, latencies: Iterable[float], wall: float) -> None:
+    def record_sync(self, table: ServiceTable, seconds: float, latencies: Iterable[float], wall: float) -> None:
         """Everything that came is programmed.
 
         Args:
@@ -137,18 +131,26 @@ class Figures:
             latencies: of each change, since it arrived here.
             wall: now.
         """
-        self.tally.follow(table)
+        self.totals.update(table)
         self.sync.observe(seconds)
-        self.kube_sync.observe(seconds)
+        for family in self._families:
+            self._sync_of_family.labels(FAMILIES[family]).observe(seconds)
         for latency in latencies:
             self.change.observe(latency)
         for family, trigger in self._triggers:
-            if family not in self.programming:
-                self.programming[family] = Spread(NETWORK_BUCKETS)
-            self.programming[family].observe(wall - trigger)
+            # Clocks of two machines: a sum that falls would be taken for a restart.
+            self._programming.labels(FAMILIES[family]).observe(max(0.0, wall - trigger))
         self._triggers.clear()
         self.services_waiting = self.endpoints_waiting = 0
         self.last_synced = wall
+
+
+def _histogram(name: str, text: str, buckets: Sequence[float], families: Sequence[int] = ()) -> Histogram:
+    """In no registry; with a label `ip_family` and a series for each family if there are `families`."""
+    made = Histogram(name, text, ["ip_family"] if families else (), registry=None, buckets=buckets)
+    for family in families:
+        made.labels(FAMILIES[family])
+    return made
 
 
 _KINDS: Final[Mapping[type, str]] = {Service: "Service", EndpointSlice: "EndpointSlice"}

@@ -1,8 +1,8 @@
-"""What waits for the loop: events of sources, one place for each object, and messages of other threads.
+"""The loop's queue: events from the source, coalesced by object, and messages from other threads.
 
-Memory is bounded however slow the loop is: events of one object supersede each other (`controller.agent.waiting`), and
-when too many objects wait, the source does too. Then nobody reads from the API server's streams, and it keeps back
-what it has, or ends them; they are taken up where they ended.
+Memory is bounded however slow the loop is. An event supersedes earlier events of the same object
+(`controller.agent.coalescing`). When too many objects are queued, the source blocks: nobody reads the API server's
+streams, so the server holds its data back or closes them, and they are resumed at the last version seen.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ import queue
 import threading
 from typing import Final, Generic, TypeVar
 
-from controller.agent.waiting import Told, Waiting
+from controller.agent.coalescing import PendingEvents, QueuedEvent
 from controller.kubernetes.model import Event
 
-__all__ = ["ROOM", "Mailbox"]
+__all__ = ["CAPACITY", "EventQueue"]
 
 Message = TypeVar("Message")
 
-ROOM: Final = 2048  # objects whose events wait: two seconds of 1,000 changes a second, some MB
+CAPACITY: Final = 2048  # objects whose events wait: two seconds of 1,000 changes a second, some MB
 
 
 class _Wake:
     """There are events."""
 
 
-class Mailbox(Generic[Message]):
+class EventQueue(Generic[Message]):
     """One thread takes, any thread puts.
 
-    `most` is the largest number of events that ever waited.
+    `most` is the largest number of objects that were ever queued.
     """
 
-    def __init__(self, room: int = ROOM) -> None:
+    def __init__(self, room: int = CAPACITY) -> None:
         self._room = room
         # The one queue that a signal handler may put into while its own thread takes.
         self._messages: queue.SimpleQueue[Message | _Wake] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._taken = threading.Condition(self._lock)
-        self._waiting = Waiting()
+        self._waiting = PendingEvents()
         self._woken = False  # the taker knows of events, or does not want to
         self._closed = False
         self.most = 0
@@ -53,7 +53,7 @@ class Mailbox(Generic[Message]):
     def emit(self, event: Event) -> None:
         """An event of a source. Waits as long as there is no room for it."""
         with self._lock:
-            while not self._closed and not self._waiting.takes(event, self._room):
+            while not self._closed and not self._waiting.accepts(event, self._room):
                 self._taken.wait()
             self._waiting.put(event)
             self.most = max(self.most, len(self._waiting))
@@ -61,16 +61,16 @@ class Mailbox(Generic[Message]):
         if wake:
             self._messages.put(_Wake())
 
-    def take(self, timeout: float, *, patient: bool = False) -> tuple[list[Told], list[Message]]:
+    def take(self, timeout: float, *, messages_only: bool = False) -> tuple[list[QueuedEvent], list[Message]]:
         """Everything that is there; when that is nothing, what comes first within `timeout` seconds.
 
         Args:
             timeout: in seconds; 0 does not wait.
-            patient: events alone do not end the wait, messages do.
+            messages_only: events alone do not end the wait, messages do.
         """
         with self._lock:
-            self._woken = patient
-            if len(self._waiting) and not patient:
+            self._woken = messages_only
+            if len(self._waiting) and not messages_only:
                 timeout = 0.0
         messages: list[Message] = []
         with contextlib.suppress(queue.Empty):

@@ -10,41 +10,41 @@ import time
 
 import msgspec
 
-__all__ = ["Gate", "Pace"]
+__all__ = ["TokenBucket", "RateLimit"]
 
 
-class Pace(msgspec.Struct, frozen=True):
+class RateLimit(msgspec.Struct, frozen=True):
     """Requests a second, and how many may come at once; without a `rate` there is no limit."""
 
     rate: float = 5.0
     burst: int = 10
 
 
-class Gate:
-    """Lets requests pass at a pace, those of all threads together.
+class TokenBucket:
+    """Lets requests pass at a rate_limit, those of all threads together.
 
     Args:
-        pace: the limits.
+        rate_limit: the limits.
         closed: ends every wait.
     """
 
-    def __init__(self, pace: Pace, closed: threading.Event) -> None:
-        self._pace = pace
+    def __init__(self, rate_limit: RateLimit, closed: threading.Event) -> None:
+        self._limit = rate_limit
         self._closed = closed
         self._lock = threading.Lock()
         self._full_at = 0.0  # monotonic; when the bucket is full again
 
     def wait(self) -> None:
         """Return when the next request may go, or when it is closed."""
-        pause = self.book(time.monotonic())
+        pause = self.reserve(time.monotonic())
         if pause > 0:
             self._closed.wait(pause)
 
-    def book(self, now: float) -> float:
+    def reserve(self, now: float) -> float:
         """Take a place for one request; in how many seconds that is."""
-        if self._pace.rate <= 0:
+        if self._limit.rate <= 0:
             return 0.0
         with self._lock:
-            each = 1.0 / self._pace.rate
+            each = 1.0 / self._limit.rate
             self._full_at = max(self._full_at, now) + each
-            return max(0.0, self._full_at - now - max(1, self._pace.burst) * each)
+            return max(0.0, self._full_at - now - max(1, self._limit.burst) * each)

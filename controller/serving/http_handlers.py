@@ -23,15 +23,15 @@ import msgspec
 from controller.errors import ConfigError
 from controller.kubernetes.events import Log, node, service
 from controller.semantics.entries import HealthCheck
-from controller.serving.figures import Figures
+from controller.serving.counters import Counters
 from controller.serving.health import NOSNIFF, OK, UNAVAILABLE, Answer, Health, service_answer
-from controller.serving.web import TEXT, Page, Site, Web
+from controller.serving.http_server import TEXT, Handler, HttpServer, Listener
 from controller.settings.config import Config
 
 if TYPE_CHECKING:
     from controller.serving.metrics import Metrics
 
-__all__ = ["Pages"]
+__all__ = ["HttpHandlers"]
 
 log = logging.getLogger(__name__)
 
@@ -39,13 +39,13 @@ HEALTH, METRICS = "--healthz-bind-address", "--metrics-bind-address"
 _REASONS: Final = {HEALTH: "FailedToStartProxierHealthcheck", METRICS: "FailedToStartMetricServer"}
 
 
-class Pages:
+class HttpHandlers:
     """The pages of one agent.
 
     Args:
         config: where, and what else is told.
         health: of the proxy.
-        figures: what the loop counts.
+        counters: what the loop counts.
         ask: a question to the loop, as at the admin socket; waits for the answer.
         in_effect: the configuration in effect, as documents.
         events: where a socket that cannot be opened is told.
@@ -56,7 +56,7 @@ class Pages:
         self,
         config: Config,
         health: Health,
-        figures: Figures,
+        counters: Counters,
         ask: Callable[[dict[str, Any]], dict[str, Any]],
         in_effect: Callable[[], list[dict[str, Any]]],
         events: Log,
@@ -64,7 +64,7 @@ class Pages:
     ) -> None:
         self._config = config
         self._health = health
-        self._figures = figures
+        self._counters = counters
         self._ask = ask
         self._in_effect = in_effect
         self._events = events
@@ -72,14 +72,14 @@ class Pages:
         self._metrics: Metrics | None = None
         self._checks: Mapping[str, HealthCheck] = {}
         self._addresses: tuple[str, ...] = ()
-        self._own = dict(self._own_sites())
+        self._own = dict(self._own_listeners())
         self.mode = config.mode  # the one that serves, when that is known
-        self._web = Web(self._failed)
-        self._web.follow(self._own)
+        self._server = HttpServer(self._failed)
+        self._server.follow(self._own)
 
     def close(self) -> None:
         """Serve nothing any more."""
-        self._web.close()
+        self._server.close()
 
     def follow(self, checks: Mapping[str, HealthCheck], addresses: tuple[str, ...]) -> None:
         """Serve the health-check node ports of these Services, by `namespace/name`, at these addresses."""
@@ -87,49 +87,49 @@ class Pages:
         if addresses == self._addresses and _ports(before) == _ports(checks):
             return
         self._addresses = addresses
-        self._web.follow(self._own | self._check_sites())
+        self._server.follow(self._own | self._check_listeners())
 
     def configure(self, config: Config) -> None:
         """Serve as another configuration says; what listens at the same address and port stays."""
         self._config = config
-        self._own = dict(self._own_sites())
-        self._web.follow(self._own | self._check_sites())
+        self._own = dict(self._own_listeners())
+        self._server.follow(self._own | self._check_listeners())
 
     def status(self) -> dict[str, Any]:
         """How many health-check node ports are served, and why others are not; for `status`."""
-        troubles = self._web.troubles
+        troubles = self._server.troubles
         return {
-            "served": sum(1 for name in self._web.served if name not in self._own),
+            "served": sum(1 for name in self._server.served if name not in self._own),
             "failed": {name: trouble for name, trouble in troubles.items() if name not in self._own},
             "listeners": {name: trouble for name, trouble in troubles.items() if name in self._own},
         }
 
     # Sites
 
-    def _check_sites(self) -> dict[str, Site]:
+    def _check_listeners(self) -> dict[str, Listener]:
         return {
-            name: Site(
+            name: Listener(
                 f"the health check of service {name}", self._addresses, check.port, {"*": self._check_page(name)}
             )
             for name, check in self._checks.items()
         }
 
-    def _own_sites(self) -> dict[str, Site]:
-        sites = {}
+    def _own_listeners(self) -> dict[str, Listener]:
+        listeners = {}
         if (place := self._config.healthz_bind_address) is not None:
-            pages = {"/healthz": Page(self._healthz), "/livez": Page(self._livez)}
-            sites[HEALTH] = Site("health", (place.address,), place.port, pages)
+            pages = {"/healthz": Handler(self._healthz), "/livez": Handler(self._livez)}
+            listeners[HEALTH] = Listener("health", (place.address,), place.port, pages)
         if (place := self._config.metrics_bind_address) is not None:
             pages = {
-                "/metrics": Page(self._metrics_page, slow=True),
-                "/healthz": Page(lambda *_: _text("ok")),
-                "/proxyMode": Page(lambda *_: _text(self.mode)),
-                "/configz": Page(lambda *_: Answer(OK, self._configz()), slow=True),
+                "/metrics": Handler(self._metrics_page, slow=True),
+                "/healthz": Handler(lambda *_: _text("ok")),
+                "/proxyMode": Handler(lambda *_: _text(self.mode)),
+                "/configz": Handler(lambda *_: Answer(OK, self._configz()), slow=True),
             }
             if self._config.enable_profiling:
-                pages["/debug/threads"] = Page(lambda *_: _text(_threads()))
-            sites[METRICS] = Site("metrics", (place.address,), place.port, pages)
-        return sites
+                pages["/debug/threads"] = Handler(lambda *_: _text(_threads()))
+            listeners[METRICS] = Listener("metrics", (place.address,), place.port, pages)
+        return listeners
 
     def _failed(self, key: str, trouble: str) -> None:
         if key not in _REASONS:
@@ -143,7 +143,7 @@ class Pages:
         elif key == HEALTH:
             self._events.event(about, "Warning", _REASONS[key], "StartProxy", trouble)
 
-    # Pages
+    # HttpHandlers
 
     def _healthz(self, *_: object) -> Answer:
         return self._health.healthz(time.monotonic(), time.time())
@@ -151,14 +151,14 @@ class Pages:
     def _livez(self, *_: object) -> Answer:
         return self._health.livez(time.monotonic(), time.time())
 
-    def _check_page(self, name: str) -> Page:
+    def _check_page(self, name: str) -> Handler:
         def make(family: int, _: str) -> Answer:
             check = self._checks.get(name)
             if check is None:  # a moment before its socket is closed
                 return Answer(UNAVAILABLE, b"")
             return service_answer(name, check, family, well=self._health.well(time.monotonic()))
 
-        return Page(make)
+        return Handler(make)
 
     def _metrics_page(self, _: int, accept: str) -> Answer:
         if self._metrics is None:
@@ -167,7 +167,7 @@ class Pages:
             self._metrics = Metrics(
                 lambda: self._ask({"command": "status"}),
                 lambda: self._ask({"command": "traffic"}).get("rows", []),
-                self._figures, self._health,
+                self._counters, self._health,
             )  # fmt: skip
         body, content_type = self._metrics.page(accept)
         return Answer(OK, body, content_type, ())
