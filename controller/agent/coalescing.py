@@ -1,7 +1,7 @@
-"""PURE. Events that the loop has not taken yet: one place for each object, however often it changes.
+"""PURE. Events that the loop has not taken yet, coalesced: one per object, however often it changes.
 
-Only what holds in the end is told; of what it overtook stays when it came, so that times are not made more beautiful
-than they were. An event may overtake those before it because the cluster's memory of an object is its last event alone.
+An event supersedes earlier ones of the same object, because what the cluster remembers of an object is its last event
+alone. The arrival times of superseded events are kept, so that latency is not under-reported.
 """
 
 from __future__ import annotations
@@ -20,68 +20,68 @@ from controller.kubernetes.model import (
     kind_of,
 )
 
-__all__ = ["MAX_SUPERSEDED", "QueuedEvent", "PendingEvents"]
+__all__ = ["MAX_SUPERSEDED", "PendingEvents", "QueuedEvent"]
 
-MAX_SUPERSEDED: Final = 10_000  # superseded changes of which is known when they came; of more than that the first count
+MAX_SUPERSEDED: Final = 10_000  # superseded changes whose arrival is remembered; of more than that, the first ones
 
 _Key = tuple[str, ...]
 
 
 class QueuedEvent(NamedTuple):
-    """An event, and what it overtook."""
+    """An event, and the changes that it superseded."""
 
     event: Event
     superseded: tuple[Superseded, ...] = ()
 
 
 class PendingEvents:
-    """Not for several threads at once."""
+    """The queued events in their order. Not safe for several threads."""
 
     def __init__(self) -> None:
-        self._told: dict[_Key, QueuedEvent] = {}
-        self._notes = 0
+        self._events: dict[_Key, QueuedEvent] = {}
+        self._superseded = 0
 
     def __len__(self) -> int:
-        return len(self._told)
+        return len(self._events)
 
-    def accepts(self, event: Event, room: int) -> bool:
-        """Whether this event need not wait until what is here was taken.
+    def accepts(self, event: Event, capacity: int) -> bool:
+        """Whether this event can be queued before the events that are here were taken.
 
-        It does when so many wait that there is no room for more; one that overtakes another needs none. And so does a
-        list that keeps objects which it does not have: their last good versions may be in the list before it.
+        A full queue accepts only what supersedes another event. A list that keeps objects which it does not contain
+        never supersedes an earlier list: that one may hold their last good versions.
         """
-        before = _key(event) in self._told
+        supersedes = _key(event) in self._events
         if isinstance(event, Replaced) and event.kept:
-            return not before
-        return before or len(self._told) < room
+            return not supersedes
+        return supersedes or len(self._events) < capacity
 
     def put(self, event: Event) -> None:
-        """One more, which is taken, as the last of all."""
+        """Queue an event, which was accepted, behind all others."""
         superseded: list[Superseded] = []
-        if isinstance(event, Replaced):  # it tells all there is of its kind, but what it keeps
+        if isinstance(event, Replaced):  # a complete list, except for the objects that it keeps
             kind, kept = event.kind, event.kept
-            for known in [known for known in self._told if known[0] == kind and known[1] not in kept]:
-                self._supersede(known, superseded)
+            for key in [key for key in self._events if key[0] == kind and key[1] not in kept]:
+                self._supersede(key, superseded)
         key = _key(event)
-        if key in self._told:
+        if key in self._events:
             self._supersede(key, superseded)
-        room = max(0, MAX_SUPERSEDED - self._notes)
-        self._notes += min(room, len(superseded))
-        self._told[key] = QueuedEvent(event, tuple(superseded[:room]))
+        room = max(0, MAX_SUPERSEDED - self._superseded)
+        self._superseded += min(room, len(superseded))
+        self._events[key] = QueuedEvent(event, tuple(superseded[:room]))
 
     def take(self) -> list[QueuedEvent]:
-        """All of it, in an order that ends as the order in which it came; nothing waits then."""
-        taken = list(self._told.values())
-        self._told = {}
-        self._notes = 0
+        """Remove and return all events, in an order with the same outcome as the order of their arrival."""
+        taken = list(self._events.values())
+        self._events = {}
+        self._superseded = 0
         return taken
 
     def _supersede(self, key: _Key, superseded: list[Superseded]) -> None:
-        event, older = self._told.pop(key)
-        self._notes -= len(older)
+        event, older = self._events.pop(key)
+        self._superseded -= len(older)
         superseded += older
         if isinstance(event, Upserted | Removed):
-            superseded.append(_note(event))
+            superseded.append(_summary(event))
 
 
 def _key(event: Event) -> _Key:
@@ -97,7 +97,7 @@ def _key(event: Event) -> _Key:
     return ("SourceState",)
 
 
-def _note(event: Upserted | Removed) -> Superseded:
+def _summary(event: Upserted | Removed) -> Superseded:
     if isinstance(event, Removed):
         return Superseded(event.kind, event.received)
     family = event.object.family if isinstance(event.object, EndpointSlice) else 0

@@ -19,7 +19,7 @@ __all__ = ["CAPACITY", "EventQueue"]
 
 Message = TypeVar("Message")
 
-CAPACITY: Final = 2048  # objects whose events wait: two seconds of 1,000 changes a second, some MB
+CAPACITY: Final = 2048  # objects with queued events: two seconds of 1,000 changes a second, some MB
 
 
 class _Wake:
@@ -32,37 +32,37 @@ class EventQueue(Generic[Message]):
     `most` is the largest number of objects that were ever queued.
     """
 
-    def __init__(self, room: int = CAPACITY) -> None:
-        self._room = room
-        # The one queue that a signal handler may put into while its own thread takes.
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._capacity = capacity
+        # The one queue of the library that a signal handler may put into while its own thread takes.
         self._messages: queue.SimpleQueue[Message | _Wake] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._taken = threading.Condition(self._lock)
-        self._waiting = PendingEvents()
+        self._events = PendingEvents()
         self._woken = False  # the taker knows of events, or does not want to
         self._closed = False
         self.most = 0
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._events)
 
     def put(self, message: Message) -> None:
-        """A message; never waits."""
+        """Queue a message; never blocks."""
         self._messages.put(message)
 
     def emit(self, event: Event) -> None:
-        """An event of a source. Waits as long as there is no room for it."""
+        """Queue an event of the source. Blocks while the queue is full."""
         with self._lock:
-            while not self._closed and not self._waiting.accepts(event, self._room):
+            while not self._closed and not self._events.accepts(event, self._capacity):
                 self._taken.wait()
-            self._waiting.put(event)
-            self.most = max(self.most, len(self._waiting))
+            self._events.put(event)
+            self.most = max(self.most, len(self._events))
             wake, self._woken = not self._woken, True
         if wake:
             self._messages.put(_Wake())
 
     def take(self, timeout: float, *, messages_only: bool = False) -> tuple[list[QueuedEvent], list[Message]]:
-        """Everything that is there; when that is nothing, what comes first within `timeout` seconds.
+        """Everything that is queued; if nothing is, what comes first within `timeout` seconds.
 
         Args:
             timeout: in seconds; 0 does not wait.
@@ -70,7 +70,7 @@ class EventQueue(Generic[Message]):
         """
         with self._lock:
             self._woken = messages_only
-            if len(self._waiting) and not messages_only:
+            if len(self._events) and not messages_only:
                 timeout = 0.0
         messages: list[Message] = []
         with contextlib.suppress(queue.Empty):
@@ -81,12 +81,12 @@ class EventQueue(Generic[Message]):
                 found = self._messages.get_nowait()
         with self._lock:
             self._woken = True
-            told = self._waiting.take()
+            events = self._events.take()
             self._taken.notify_all()
-        return told, messages
+        return events, messages
 
     def close(self) -> None:
-        """Nobody takes any more: whoever waits for room goes on."""
+        """Nobody takes any more: threads that are blocked go on."""
         with self._lock:
             self._closed = True
             self._taken.notify_all()

@@ -34,7 +34,7 @@ def web(number: int = 1, *addresses: str) -> EndpointSlice:
     return EndpointSlice("d", f"s{number}", f"d/web{number}", 4, endpoints=tuple(map(Endpoint, addresses)))
 
 
-def waiting(*events: Event) -> PendingEvents:
+def queued(*events: Event) -> PendingEvents:
     made = PendingEvents()
     for event in events:
         made.put(event)
@@ -42,42 +42,42 @@ def waiting(*events: Event) -> PendingEvents:
 
 
 class TestWaiting:
-    def test_the_last_event_of_an_object_is_told(self) -> None:
+    def test_the_last_event_of_an_object_is_kept(self) -> None:
         first, second, other = Upserted(web(1), 1.0, 10.0), Upserted(web(1, "10.0.0.1"), 2.0, 20.0), Upserted(web(2))
-        told = waiting(first, other, second).take()
-        assert told == [QueuedEvent(other), QueuedEvent(second, (Superseded("EndpointSlice", 1.0, 4, 10.0),))]
+        taken = queued(first, other, second).take()
+        assert taken == [QueuedEvent(other), QueuedEvent(second, (Superseded("EndpointSlice", 1.0, 4, 10.0),))]
 
     def test_what_was_overtaken_is_kept_through_several_steps(self) -> None:
         events = [Upserted(web(1), 1.0, 10.0), Removed("EndpointSlice", "d/s1", 2.0), Upserted(web(1), 3.0, 30.0)]
-        (told,) = waiting(*events).take()
-        assert told.event is events[-1]
-        assert told.superseded == (Superseded("EndpointSlice", 1.0, 4, 10.0), Superseded("EndpointSlice", 2.0))
+        (taken,) = queued(*events).take()
+        assert taken.event is events[-1]
+        assert taken.superseded == (Superseded("EndpointSlice", 1.0, 4, 10.0), Superseded("EndpointSlice", 2.0))
 
     def test_a_list_overtakes_its_kind_and_no_other(self) -> None:
         service = Upserted(Service("d", "web1", "ClusterIP"), 1.0)
         listed = Replaced("EndpointSlice", ())
-        told = waiting(Upserted(web(1), 1.0), service, Upserted(web(2), 2.0), listed).take()
-        assert told == [
+        taken = queued(Upserted(web(1), 1.0), service, Upserted(web(2), 2.0), listed).take()
+        assert taken == [
             QueuedEvent(service),
             QueuedEvent(listed, (Superseded("EndpointSlice", 1.0, 4), Superseded("EndpointSlice", 2.0, 4))),
         ]  # fmt: skip
 
     def test_what_comes_after_a_list_stays_after_it(self) -> None:
         listed, later = Replaced("EndpointSlice", (web(1),)), Removed("EndpointSlice", "d/s1")
-        assert [one.event for one in waiting(listed, later).take()] == [listed, later]
+        assert [one.event for one in queued(listed, later).take()] == [listed, later]
 
     def test_nothing_waits_after_it_was_taken(self) -> None:
-        made = waiting(Upserted(web(1)))
+        made = queued(Upserted(web(1)))
         assert len(made) == 1
         made.take()
         assert (len(made), made.take()) == (0, [])
 
     def test_memory_of_what_was_overtaken_is_bounded(self) -> None:
-        made = waiting(*(Upserted(web(1, str(n)), float(n + 1)) for n in range(MAX_SUPERSEDED + 500)))
-        (told,) = made.take()
-        assert len(told.superseded) == MAX_SUPERSEDED
-        assert told.superseded[0].received == 1.0  # the oldest are those that waited longest
-        again = waiting(*(Upserted(web(1, str(n)), float(n + 1)) for n in range(3)))
+        made = queued(*(Upserted(web(1, str(n)), float(n + 1)) for n in range(MAX_SUPERSEDED + 500)))
+        (taken,) = made.take()
+        assert len(taken.superseded) == MAX_SUPERSEDED
+        assert taken.superseded[0].received == 1.0  # the oldest are those that waited longest
+        again = queued(*(Upserted(web(1, str(n)), float(n + 1)) for n in range(3)))
         assert len(again.take()[0].superseded) == 2
 
     @pytest.mark.parametrize("seed", range(20))
@@ -90,11 +90,11 @@ class TestWaiting:
         made = PendingEvents()
         for event in events:
             if dice.random() < 0.05 or not made.accepts(event, 100):
-                for told in made.take():
-                    coalesced.apply(told.event)
+                for taken in made.take():
+                    coalesced.apply(taken.event)
             made.put(event)
-        for told in made.take():
-            coalesced.apply(told.event)
+        for taken in made.take():
+            coalesced.apply(taken.event)
         for name in ("services", "node", "service_cidrs", "problems", "source_state", "complete"):
             assert getattr(each, name) == getattr(coalesced, name), name
         for service in each.services:
@@ -142,87 +142,87 @@ def random_events(dice: random.Random, count: int) -> Iterator[Event]:
                 yield SourceState(bool(number), str(step))
 
 
-class TestMailbox:
+class TestEventQueue:
     def test_messages_and_events_come_together(self) -> None:
-        box: EventQueue[str] = EventQueue()
-        box.emit(Upserted(web(1)))
-        box.put("hello")
-        events, messages = box.take(5.0)
-        assert ([type(told.event) for told in events], messages) == ([Upserted], ["hello"])
+        queue: EventQueue[str] = EventQueue()
+        queue.emit(Upserted(web(1)))
+        queue.put("hello")
+        events, messages = queue.take(5.0)
+        assert ([type(taken.event) for taken in events], messages) == ([Upserted], ["hello"])
 
-    def test_it_waits_no_longer_than_it_was_told(self) -> None:
-        box: EventQueue[str] = EventQueue()
+    def test_it_waits_no_longer_than_its_timeout(self) -> None:
+        queue: EventQueue[str] = EventQueue()
         start = time.monotonic()
-        assert box.take(0.05) == ([], [])
+        assert queue.take(0.05) == ([], [])
         assert time.monotonic() - start > 0.04
 
     @pytest.mark.parametrize("messages_only", [False, True])
     def test_an_event_ends_the_wait_of_who_is_not_patient(self, messages_only: bool) -> None:
-        box: EventQueue[str] = EventQueue()
+        queue: EventQueue[str] = EventQueue()
 
         def put() -> None:
-            box.emit(Upserted(web(1)))
+            queue.emit(Upserted(web(1)))
             time.sleep(0.2)
             if messages_only:
-                box.put("a message ends it")
+                queue.put("a message ends it")
 
         threading.Timer(0.05, put).start()
-        events, messages = box.take(20.0, messages_only=messages_only)
+        events, messages = queue.take(20.0, messages_only=messages_only)
         assert len(events) == 1
         assert bool(messages) == messages_only
 
     def test_events_that_came_during_patience_are_there_at_once_afterwards(self) -> None:
-        box: EventQueue[str] = EventQueue()
-        box.take(0.0, messages_only=True)
-        box.emit(Upserted(web(1)))
-        assert len(box.take(20.0)[0]) == 1
-        assert box.take(0.01) == ([], [])
-        threading.Timer(0.05, box.emit, [Upserted(web(2))]).start()
-        assert len(box.take(20.0)[0]) == 1
+        queue: EventQueue[str] = EventQueue()
+        queue.take(0.0, messages_only=True)
+        queue.emit(Upserted(web(1)))
+        assert len(queue.take(20.0)[0]) == 1
+        assert queue.take(0.01) == ([], [])
+        threading.Timer(0.05, queue.emit, [Upserted(web(2))]).start()
+        assert len(queue.take(20.0)[0]) == 1
 
     def test_a_source_waits_for_room_and_goes_on(self) -> None:
-        box: EventQueue[str] = EventQueue(capacity=3)
+        queue: EventQueue[str] = EventQueue(capacity=3)
         done = threading.Event()
 
         def emit() -> None:
             for number in range(10):
-                box.emit(Upserted(web(number)))
+                queue.emit(Upserted(web(number)))
             done.set()
 
         threading.Thread(target=emit, daemon=True).start()
         assert not done.wait(0.2)
-        assert len(box) == 3
-        box.emit(Upserted(web(1, "10.0.0.9")))  # this one has its place
+        assert len(queue) == 3
+        queue.emit(Upserted(web(1, "10.0.0.9")))  # this one has its place
         found: list[QueuedEvent] = []
         while not done.is_set():
-            found += box.take(5.0)[0]
-        found += box.take(0.0)[0]
+            found += queue.take(5.0)[0]
+        found += queue.take(0.0)[0]
         assert {key_of(one.event.object) for one in found if isinstance(one.event, Upserted)} == {
             f"d/s{number}" for number in range(10)
         }
-        assert box.most == 3
+        assert queue.most == 3
 
     def test_nobody_waits_for_a_mailbox_that_is_closed(self) -> None:
-        box: EventQueue[str] = EventQueue(capacity=1)
-        box.emit(Upserted(web(1)))
-        thread = threading.Thread(target=box.emit, args=[Upserted(web(2))], daemon=True)
+        queue: EventQueue[str] = EventQueue(capacity=1)
+        queue.emit(Upserted(web(1)))
+        thread = threading.Thread(target=queue.emit, args=[Upserted(web(2))], daemon=True)
         thread.start()
         thread.join(0.1)
         assert thread.is_alive()
-        box.close()
+        queue.close()
         thread.join(5)
         assert not thread.is_alive()
 
     def test_many_threads_lose_nothing(self) -> None:
-        box: EventQueue[int] = EventQueue(capacity=50)
+        queue: EventQueue[int] = EventQueue(capacity=50)
         threads = [
-            threading.Thread(target=lambda base=base: [box.emit(Upserted(web(base + n))) for n in range(500)])
+            threading.Thread(target=lambda base=base: [queue.emit(Upserted(web(base + n))) for n in range(500)])
             for base in (0, 1000, 2000)
         ]
         for thread in threads:
             thread.start()
         seen: set[str] = set()
-        while any(thread.is_alive() for thread in threads) or len(box):
-            events, _ = box.take(0.05, messages_only=random.random() < 0.5)
+        while any(thread.is_alive() for thread in threads) or len(queue):
+            events, _ = queue.take(0.05, messages_only=random.random() < 0.5)
             seen |= {key_of(one.event.object) for one in events if isinstance(one.event, Upserted)}
         assert len(seen) == 1500

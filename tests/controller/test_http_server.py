@@ -24,15 +24,15 @@ class Served:
 
     def __init__(self) -> None:
         self.failures: list[tuple[str, str]] = []
-        self.web = HttpServer(lambda key, trouble: self.failures.append((key, trouble)), retry_seconds=0.05)
+        self.server = HttpServer(lambda key, trouble: self.failures.append((key, trouble)), retry_seconds=0.05)
         self.port = free_port()
 
     def listener(self, pages: dict[str, Handler], port: int = 0, *addresses: str) -> Listener:
         return Listener("the listener", addresses or ("127.0.0.1",), port or self.port, pages)
 
     def follow(self, **listeners: Listener) -> None:
-        self.http_server.follow(listeners)
-        until(lambda: self.http_server.served | set(self.http_server.troubles) == set(listeners))
+        self.server.follow(listeners)
+        until(lambda: self.server.served | set(self.server.troubles) == set(listeners))
 
     def get(self, path: str = "/", port: int = 0, address: str = "127.0.0.1") -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(address, port or self.port, timeout=DEADLINE)
@@ -75,7 +75,7 @@ def page(text: str, code: int = 200) -> Handler:
 def served() -> Iterator[Served]:
     made = Served()
     yield made
-    made.http_server.close()
+    made.server.close()
 
 
 def test_pages_by_path_and_all_the_others(served):
@@ -92,9 +92,9 @@ def test_many_requests_on_one_connection(served):
         connection.request("POST", "/", body=b"x" * 1000)  # Go's mux does not mind either
         answer = connection.getresponse()
         assert (answer.status, answer.read()) == (200, b"hello")
-    assert len(served.http_server.connections) == 1
+    assert len(served.server.connections) == 1
     connection.close()
-    until(lambda: not served.http_server.connections)
+    until(lambda: not served.server.connections)
 
 
 def test_requests_that_come_together_are_answered_in_turn(served):
@@ -161,7 +161,7 @@ def test_the_oldest_of_too_many_connections_ends(served, monkeypatch):
     monkeypatch.setattr(http_server, "CONNECTIONS", 3)
     served.follow(a=served.listener({"/": page("hello")}))
     lines = [served.connect() for _ in range(3)]
-    until(lambda: len(served.http_server.connections) == 3)
+    until(lambda: len(served.server.connections) == 3)
     assert served.get() == (200, b"hello")
     assert ended(lines[0])
     for line in lines:
@@ -182,7 +182,7 @@ def test_sites_come_change_and_go(served):
     served.follow(a=served.listener({"/": page("A")}), b=served.listener({"/": page("b")}, other))
     assert [served.get(), served.get(port=other)] == [(200, b"A"), (200, b"b")]
     served.follow(b=served.listener({"/": page("b")}, other))
-    until(lambda: served.http_server.served == {"b"})
+    until(lambda: served.server.served == {"b"})
     with pytest.raises(ConnectionRefusedError):
         served.get()
     assert served.get(port=other) == (200, b"b")
@@ -191,8 +191,8 @@ def test_sites_come_change_and_go(served):
 def test_a_site_that_closes_ends_its_connections(served):
     served.follow(a=served.listener({"/": page("a")}))
     with served.connect() as line:
-        until(lambda: served.http_server.connections)
-        served.http_server.follow({})
+        until(lambda: served.server.connections)
+        served.server.follow({})
         assert ended(line)
 
 
@@ -203,13 +203,13 @@ def test_half_of_a_site_is_none(served):
         port = taken.getsockname()[1]
         taken.listen()
         served.follow(a=served.listener({"/": page("a")}, port, "127.0.0.2", "127.0.0.3"))
-        assert not served.http_server.served
+        assert not served.server.served
         with pytest.raises(ConnectionRefusedError):
             served.get(port=port, address="127.0.0.2")
         time.sleep(0.2)  # several tries
         assert len(served.failures) == 1, "told once"
         assert f"127.0.0.3:{port}: another socket has this port" in served.failures[0][1]
-    until(lambda: served.http_server.served == {"a"})
+    until(lambda: served.server.served == {"a"})
     assert served.get(port=port, address="127.0.0.2") == (200, b"a")
     assert served.get(port=port, address="127.0.0.3") == (200, b"a")
 
@@ -229,15 +229,15 @@ def test_every_address_means_both_families(served):
 
 def test_an_address_that_is_not_there_yet(served):
     served.follow(a=served.listener({"/": page("a")}, 0, "192.0.2.77", "2001:db8::77"))
-    assert served.http_server.served == {"a"}
+    assert served.server.served == {"a"}
 
 
 def test_nothing_listens_after_the_end(served):
     served.follow(a=served.listener({"/": page("a")}))
-    served.http_server.close()
+    served.server.close()
     with pytest.raises(ConnectionRefusedError):
         served.get()
-    served.http_server.follow({})  # too late, and no error
+    served.server.follow({})  # too late, and no error
 
 
 def test_answers_have_a_reason_phrase(served):
@@ -261,9 +261,9 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 held = [open("/dev/null") for _ in range(30)]
 page = Handler(lambda family, accept: Answer(200, b"hello"))
 ports = [int(port) for port in sys.argv[1:]]
-web = HttpServer(lambda key, trouble: print(trouble, flush=True))
-http_server.follow({str(port): Listener("the listener", ("127.0.0.1",), port, {"/": page}) for port in ports})
-while len(http_server.served) < len(ports):
+server = HttpServer(lambda key, trouble: print(trouble, flush=True))
+server.follow({str(port): Listener("the listener", ("127.0.0.1",), port, {"/": page}) for port in ports})
+while len(server.served) < len(ports):
     threading.Event().wait(0.01)
 print("serves", flush=True)
 sys.stdin.read()
