@@ -7,10 +7,14 @@ import time
 
 from dataplane.kernel.netlink import attribute, nested, string
 from dataplane.kernel.nfnetlink import NFPROTO, Nfnetlink
-from dataplane.modes.nftables import lower
-from dataplane.modes.nftables import operations as op
-from dataplane.modes.nftables.codec import Codec
-from dataplane.modes.nftables.wire import GETSETELEM, Kernel
+from dataplane.modes.nftables.picks import chain_named, pick_chain
+from dataplane.modes.nftables.tables import COUNTERS, SETS, TABLE, structure
+from dataplane.nftables.codec import Codec
+from dataplane.nftables.expressions import FAMILIES
+from dataplane.nftables.ruleset import Ruleset, additions
+from dataplane.nftables.schema import Element
+from dataplane.nftables.uapi import NFT_MSG_GETSETELEM
+from dataplane.nftables.wire import Kernel
 from dataplane.table import NodeNetwork, PodMatch
 from tests.benchmarks.apidata import ApiProcess
 from tests.benchmarks.kit import ApiAgent, Result, Target, lab, median, quantile, say
@@ -21,7 +25,7 @@ from workshop.lab.network import Lab
 SERVICES, ENDPOINTS = 10_000, 10
 CHANGES, PAUSE, POLL = 200, 0.03, 0.0002
 STEP = 7  # services are taken in no particular order: 7 and 10,000 have no common divisor
-IPV4 = lower.FAMILIES[4]
+IPV4 = FAMILIES[4]
 KUBE_PROXY = "kube-proxy v1.36.2 in mode nftables at this size, measured before: 7.4 s median"
 
 
@@ -58,8 +62,8 @@ def measure() -> Result:
 
 def _question(index: int) -> bytes:
     """What asks for the verdict of one service."""
-    key = Codec(IPV4).encoder(lower.SETS["inside"].key)((cluster_address(index), 6, 80))
-    return string(1, lower.TABLE) + string(2, "inside") + nested(3, nested(1, nested(1, attribute(1, key))))
+    key = Codec(IPV4).encoder(SETS["inside"].key)((cluster_address(index), 6, 80))
+    return string(1, TABLE) + string(2, "inside") + nested(3, nested(1, nested(1, attribute(1, key))))
 
 
 def _changes(api: ApiProcess) -> list[float]:
@@ -70,10 +74,10 @@ def _changes(api: ApiProcess) -> list[float]:
         for number in range(CHANGES):
             index = number * STEP % SERVICES
             question = _question(index)
-            assert f"inside-{ENDPOINTS}-".encode() in (kernel.get(GETSETELEM, NFPROTO[4], question) or b"")
+            assert f"inside-{ENDPOINTS}-".encode() in (kernel.get(NFT_MSG_GETSETELEM, NFPROTO[4], question) or b"")
             api.send_endpoints(index, list(range(ENDPOINTS - 1)))
             deadline = time.monotonic() + 5
-            while wanted not in (kernel.get(GETSETELEM, NFPROTO[4], question) or b""):
+            while wanted not in (kernel.get(NFT_MSG_GETSETELEM, NFPROTO[4], question) or b""):
                 time.sleep(POLL)
                 assert time.monotonic() < deadline, f"the change of service {index} is not in the kernel after 5 s"
             visible = time.monotonic_ns()
@@ -85,30 +89,18 @@ def _changes(api: ApiProcess) -> list[float]:
 def _whole_table(made: Lab) -> float:
     """Seconds for a transaction that replaces the table by the same elements."""
     node = NodeNetwork(pods=PodMatch(("10.128.0.0/9",)))
-    with made.inside("node"), contextlib.closing(Kernel()) as kernel:
-        held = {name: kernel.contents(IPV4, lower.SETS[name]) for name in ("inside", "inside-slots", "cluster-ips")}
+    with made.inside("node"), contextlib.closing(Kernel(TABLE, SETS, chain_named)) as kernel:
+        held = {name: kernel.contents(IPV4, name) for name in ("inside", "inside-slots", "cluster-ips")}
         elements = [
-            lower.Element(name, key, value, comment)
+            Element(name, key, value, comment)
             for name, found in held.items()
             for key, (value, comment) in found.items()
         ]
-        picks = {pick for element in elements if (pick := lower.chain_of(element.value)) is not None}
-        chains = [*lower.structure(IPV4, node), *(lower.pick_chain(IPV4, pick) for pick in picks)]
+        picks = {value.chain for value, _ in held["inside"].values()}
+        chains = (*structure(IPV4, node), *(pick_chain(IPV4, pick) for pick in picks))
+        ruleset = Ruleset(IPV4, COUNTERS, tuple(SETS.values()), chains)
         start = time.monotonic()
-        kernel.commit(
-            (
-                IPV4,
-                [
-                    op.DeleteTable(),
-                    op.AddTable(),
-                    *(op.AddCounter(name) for name in lower.COUNTERS),
-                    *(op.AddSet(one) for one in lower.SETS.values()),
-                    *(op.AddChain(chain) for chain in chains),
-                    *(op.AddRules(chain.name, chain.rules) for chain in chains),
-                    *(op.AddElements(name, [e for e in elements if e.set == name]) for name in held),
-                ],
-            )
-        )
+        kernel.commit((IPV4, [*ruleset.create(replace=True), *additions(elements)]))
         seconds = time.monotonic() - start
     say(f"  control: {seconds:.2f} s")
     return seconds

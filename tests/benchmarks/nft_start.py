@@ -6,8 +6,11 @@ import contextlib
 import time
 
 from dataplane.kernel import nft
-from dataplane.modes.nftables import lower
-from dataplane.modes.nftables.wire import Kernel
+from dataplane.modes.nftables.picks import Pick, chain_named
+from dataplane.modes.nftables.tables import SETS, TABLE
+from dataplane.nftables.expressions import FAMILIES
+from dataplane.nftables.schema import Key
+from dataplane.nftables.wire import Kernel
 from tests.benchmarks.apidata import ApiProcess
 from tests.benchmarks.kit import ApiAgent, Result, Target, lab, median, say
 from tests.fakes.apiserver import cluster_address, pod_address
@@ -15,7 +18,7 @@ from workshop.lab.network import Lab
 
 SERVICES, ENDPOINTS, RUNS = 10_000, 10, 3
 KUBE_PROXY = "kube-proxy v1.36.2 in mode nftables at this size on such a machine, measured before: 42 s"
-IPV4 = lower.FAMILIES[4]
+IPV4 = FAMILIES[4]
 
 
 def measure() -> Result:
@@ -39,17 +42,17 @@ def measure() -> Result:
 
 def check(made: Lab, endpoints: int = ENDPOINTS) -> None:
     """Every service of the fake API server leads to exactly its endpoints."""
-    with made.inside("node"), contextlib.closing(Kernel()) as kernel:
-        verdicts = kernel.contents(IPV4, lower.SETS["inside"])
-        slots = kernel.contents(IPV4, lower.SETS["inside-slots"])
+    with made.inside("node"), contextlib.closing(Kernel(TABLE, SETS, chain_named)) as kernel:
+        verdicts = kernel.contents(IPV4, "inside")
+        slots = kernel.contents(IPV4, "inside-slots")
     assert len(verdicts) == SERVICES, f"{len(verdicts)} of {SERVICES} services are in the map"
-    found: dict[lower.Key, set[object]] = {}
+    found: dict[Key, set[object]] = {}
     for (_, *key), (backend, _) in slots.items():
         found.setdefault(tuple(key), set()).add(backend)
     for number in range(SERVICES):
         key = (cluster_address(number), 6, 80)
-        pick = lower.chain_of(verdicts[key][0])
-        assert pick is not None, f"service {number} has no backends"
+        pick = verdicts[key][0].chain
+        assert isinstance(pick, Pick), f"service {number} has no backends"
         assert pick.backends == endpoints, f"service {number} goes to {pick.name}"
         wanted = {(pod_address(number, n, endpoints), 8080) for n in range(endpoints)}
         assert found[key] == wanted, f"service {number} leads to {found[key]}"

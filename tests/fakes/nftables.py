@@ -17,22 +17,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dataplane.kernel.nfnetlink import NftablesError
-from dataplane.modes.nftables import lower
-from dataplane.modes.nftables import operations as op
-from dataplane.modes.nftables.codec import Codec
-from dataplane.modes.nftables.expressions import Expression, Family, Rule
-from dataplane.modes.nftables.lower import Chain, Key, Set
+from dataplane.nftables import operations as op
+from dataplane.nftables import uapi as nf
+from dataplane.nftables.codec import Codec
+from dataplane.nftables.expressions import FAMILIES, Expression, Family, Rule, Verdict
+from dataplane.nftables.schema import ADDRESS, RANGE, VERDICT, Chain, Element, Key, Set, Value
 
 __all__ = ["FakeNftables", "Outcome", "Packet"]
 
-NAME, DATA_VERDICT = 1, 2
 HOST = sys.byteorder
 
 
 @dataclass
 class _Table:
     sets: dict[str, Set] = field(default_factory=dict)
-    elements: dict[str, dict[Key, tuple[op.Value, str]]] = field(default_factory=dict)
+    elements: dict[str, dict[Key, tuple[Value, str]]] = field(default_factory=dict)
     chains: dict[str, Chain] = field(default_factory=dict)
     rules: dict[str, list[Rule]] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
@@ -72,7 +71,7 @@ class _Verdict(Exception):
 
 
 class FakeNftables:
-    """A `dataplane.modes.nftables.operations.Door`."""
+    """A `dataplane.nftables.operations.Nftables`."""
 
     def __init__(self, local: Iterable[str] = ()) -> None:
         self.tables: dict[int, _Table] = {}
@@ -81,7 +80,7 @@ class FakeNftables:
         self.refuse: int | None = None  # errno of the next transaction
         self.number = 1
 
-    # The door
+    # The kernel interface
 
     def commit(self, *work: op.Work) -> None:
         operations = [(family, one) for family, some in work for one in some]
@@ -111,14 +110,14 @@ class FakeNftables:
         if table is None:
             return None
         return op.Skeleton(
-            sets={name: lower.set_named(name) in {None, one} for name, one in table.sets.items()},
-            chains={name: tuple(rule.mark for rule in table.rules[name]) for name in table.chains},
-            hooks={name: True for name, chain in table.chains.items() if chain.hook},
+            sets={name: one.shape(family) for name, one in table.sets.items()},
+            chains={name: tuple(rule.digest for rule in table.rules[name]) for name in table.chains},
+            hooks={name: chain.hook for name, chain in table.chains.items() if chain.hook},
             counters=frozenset(table.counters),
         )
 
-    def contents(self, family: Family, wanted: Set) -> dict[Key, tuple[op.Value, str]]:
-        return dict(self._table(family).elements[wanted.name])
+    def contents(self, family: Family, name: str) -> dict[Key, tuple[Value, str]]:
+        return dict(self._table(family).elements[name])
 
     def counters(self, family: Family) -> dict[str, int]:
         return dict(self._table(family).counters)
@@ -160,9 +159,8 @@ class FakeNftables:
             case op.AddRules(name, rules):
                 _need(name in table.chains, errno.ENOENT, f"chain {name}")
                 for rule in rules:
-                    _need(_sets_of(rule) <= table.sets.keys(), errno.ENOENT, rule.text)
-                    _need(set(_jumps(rule)) <= table.chains.keys(), errno.ENOENT, rule.text)
-                    _need(_counters_of(rule) <= table.counters.keys(), errno.ENOENT, rule.text)
+                    named = _sets_of(rule) <= table.sets.keys() and set(_jumps(rule)) <= table.chains.keys()
+                    _need(named and _counters_of(rule) <= table.counters.keys(), errno.ENOENT, f"rule of {name}")
                 table.rules[name] += rules
             case op.AddElements(name, elements):
                 self._add(table, name, elements)
@@ -172,31 +170,32 @@ class FakeNftables:
                     _need(key in table.elements[name], errno.ENOENT, f"element {key} of {name}")
                     del table.elements[name][key]
 
-    def _add(self, table: _Table, name: str, elements: Iterable[lower.Element]) -> None:
+    def _add(self, table: _Table, name: str, elements: Iterable[Element]) -> None:
         _need(name in table.sets, errno.ENOENT, f"set {name}")
         wanted, held = table.sets[name], table.elements[name]
         for element in elements:
             assert len(element.key) == len(wanted.key), f"{element.key} is no key of {name}"
-            if wanted.data == (lower.VERDICT,):
-                chain = str(element.value).removeprefix("goto ")
+            if wanted.data == (VERDICT,):
+                assert isinstance(element.value, Verdict)
+                chain = element.value.chain_name
                 _need(chain in table.chains, errno.ENOENT, f"element {element.key} of {name}, which leads to {chain}")
             assert (element.value is None) == (not wanted.data)
             value = (element.value, element.comment)
             _need(held.setdefault(element.key, value) == value, errno.EEXIST, f"element {element.key} of {name}")
-            if lower.RANGE in wanted.key:
+            if RANGE in wanted.key:
                 _need(not _overlaps(element.key, held), errno.EEXIST, f"range {element.key}")
 
     # Packets
 
     def walk(self, packet: Packet, choose: Callable[[int], int] = lambda modulus: 0) -> Outcome:
         """Through the hooks of our table; `choose` is numgen."""
-        family = lower.FAMILIES[ipaddress.ip_address(packet.dst).version]
+        family = FAMILIES[ipaddress.ip_address(packet.dst).version]
         walker = _Walker(self._table(family), family, packet, self.local, choose)
         walker.run("nat-prerouting" if packet.interface else "nat-output")
         out = walker.outcome
         if out.verdict in {"untouched", "dnat"}:
             walker.run("nat-postrouting")
-        out.mark, out.priority = walker.meta[3], walker.meta[2]
+        out.mark, out.priority = walker.meta[nf.NFT_META_MARK], walker.meta[nf.NFT_META_PRIORITY]
         return out
 
 
@@ -208,7 +207,7 @@ class _Walker:
         self.codec = Codec(family)
         self.registers = bytearray(64)
         self.dst, self.port = packet.dst, packet.port
-        self.meta = {2: packet.priority, 3: packet.mark}
+        self.meta = {nf.NFT_META_PRIORITY: packet.priority, nf.NFT_META_MARK: packet.mark}
         self.outcome = Outcome()
 
     def run(self, chain: str) -> None:
@@ -228,50 +227,53 @@ class _Walker:
                 continue
             if target is None:
                 continue
-            word, _, chain = target.partition(" ")
-            if word == "return":
+            if target.code == nf.NFT_RETURN:
                 return False
-            if word == "goto":
-                self._chain(chain)
+            self._chain(target.chain_name)
+            if target.code == nf.NFT_GOTO:
                 return False
-            self._chain(chain)
         return True
 
-    def _step(self, expression: Expression) -> str | None:
+    def _step(self, expression: Expression) -> Verdict | None:
         """A verdict that leads elsewhere, or None."""
         a: dict[int, Any] = dict(expression.attributes)
         match expression.name:
             case "payload":
-                self._put(a[1], self._octets(a[2], a[3], a[4]))
+                offset, length = a[nf.NFTA_PAYLOAD_OFFSET], a[nf.NFTA_PAYLOAD_LEN]
+                self._put(a[nf.NFTA_PAYLOAD_DREG], self._bytes(a[nf.NFTA_PAYLOAD_BASE], offset, length))
             case "meta":
-                if 3 in a:
-                    self.meta[a[2]] = int.from_bytes(self._get(a[3], 4), HOST)
+                key = a[nf.NFTA_META_KEY]
+                if nf.NFTA_META_SREG in a:
+                    self.meta[key] = int.from_bytes(self._get(a[nf.NFTA_META_SREG], 4), HOST)
                 else:
-                    self._put(a[1], self._meta(a[2]))
+                    self._put(a[nf.NFTA_META_DREG], self._meta(key))
             case "ct":
-                self._put(a[1], (0x20 if self.outcome.to else 0).to_bytes(4, HOST))
+                self._put(a[nf.NFTA_CT_DREG], (0x20 if self.outcome.to else 0).to_bytes(4, HOST))
             case "fib":
-                self._put(a[1], (2 if self.dst in self.local else 1).to_bytes(4, HOST))
+                self._put(a[nf.NFTA_FIB_DREG], (2 if self.dst in self.local else 1).to_bytes(4, HOST))
             case "numgen":
-                self._put(a[1], self.choose(a[2]).to_bytes(4, HOST))
+                self._put(a[nf.NFTA_NG_DREG], self.choose(a[nf.NFTA_NG_MODULUS]).to_bytes(4, HOST))
             case "bitwise":
-                masked = zip(self._get(a[1], a[3]), dict(a[4])[1], dict(a[5])[1], strict=True)
-                self._put(a[2], bytes(value & mask ^ xor for value, mask, xor in masked))
+                old = self._get(a[nf.NFTA_BITWISE_SREG], a[nf.NFTA_BITWISE_LEN])
+                masked = zip(old, _data(a[nf.NFTA_BITWISE_MASK]), _data(a[nf.NFTA_BITWISE_XOR]), strict=True)
+                self._put(a[nf.NFTA_BITWISE_DREG], bytes(value & mask ^ xor for value, mask, xor in masked))
             case "cmp":
-                wanted = dict(a[3])[1]
-                if (self._get(a[1], len(wanted)) == wanted) != (a[2] == 0):
+                wanted = _data(a[nf.NFTA_CMP_DATA])
+                equal = self._get(a[nf.NFTA_CMP_SREG], len(wanted)) == wanted
+                if equal != (a[nf.NFTA_CMP_OP] == nf.NFT_CMP_EQ):
                     raise _Break
             case "lookup":
                 return self._lookup(a)
             case "dynset":
                 self._dynamic(a)
             case "objref":
-                self.table.counters[_name(a[2])] += 1
+                self.table.counters[a[nf.NFTA_OBJREF_IMM_NAME]] += 1
             case "immediate":
                 return self._immediate(a)
             case "nat":
-                self.dst = str(self.codec.decode((lower.ADDRESS,), self._get(a[3], self.family.length))[0])
-                self.port = int.from_bytes(self._get(a[5], 2), "big")
+                address = self._get(a[nf.NFTA_NAT_REG_ADDR_MIN], self.family.length)
+                self.dst = str(self.codec.decode((ADDRESS,), address)[0])
+                self.port = int.from_bytes(self._get(a[nf.NFTA_NAT_REG_PROTO_MIN], 2), "big")
                 self.outcome.verdict, self.outcome.to = "dnat", (self.dst, self.port)
                 raise _Verdict
             case "masq":
@@ -284,27 +286,27 @@ class _Walker:
                 raise AssertionError(expression.name)
         return None
 
-    def _octets(self, base: int, offset: int, length: int) -> bytes:
+    def _bytes(self, base: int, offset: int, length: int) -> bytes:
         family = self.family
-        if base == 2:
+        if base == nf.NFT_PAYLOAD_TRANSPORT_HEADER:
             return {0: self.packet.source_port, 2: self.port}[offset].to_bytes(length, "big")
         assert length == family.length
         text = {family.source: self.packet.src, family.destination: self.dst}[offset]
         return socket.inet_pton(socket.AF_INET if family.version == 4 else socket.AF_INET6, text)
 
     def _meta(self, key: int) -> bytes:
-        if key == 16:
+        if key == nf.NFT_META_L4PROTO:
             return bytes([self.packet.protocol])
-        if key == 4:
+        if key == nf.NFT_META_IIF:
             return (3 if self.packet.interface else 0).to_bytes(4, HOST)
-        if key == 6:
+        if key == nf.NFT_META_IIFNAME:
             if not self.packet.interface:
                 raise _Break
             return self.packet.interface.encode().ljust(16, b"\0")
         return self.meta[key].to_bytes(4, HOST)
 
     def _place(self, register: int) -> int:
-        return (register - 8) * 4
+        return (register - nf.NFT_REG32_00) * 4
 
     def _put(self, register: int, value: bytes) -> None:
         place = self._place(register)
@@ -317,52 +319,50 @@ class _Walker:
 
     def _key(self, name: str, register: int) -> Key:
         fields = self.table.sets[name].key
-        fields = tuple(lower.ADDRESS if f == lower.RANGE else f for f in fields)
+        fields = tuple(ADDRESS if f == RANGE else f for f in fields)
         return self.codec.decode(fields, self._get(register, 64 - self._place(register)))
 
-    def _lookup(self, a: dict[int, Any]) -> str | None:
-        name = _name(a[1])
-        key, elements = self._key(name, a[2]), self.table.elements[name]
-        if lower.RANGE in self.table.sets[name].key:
+    def _lookup(self, a: dict[int, Any]) -> Verdict | None:
+        name = a[nf.NFTA_LOOKUP_SET]
+        key, elements = self._key(name, a[nf.NFTA_LOOKUP_SREG]), self.table.elements[name]
+        if RANGE in self.table.sets[name].key:
             source = ipaddress.ip_address(str(key[-1]))
             found = any(k[:-1] == key[:-1] and source in ipaddress.ip_network(str(k[-1])) for k in elements)
         else:
             found = key in elements
-        if found == bool(a.get(5)):
+        if found == bool(a.get(nf.NFTA_LOOKUP_FLAGS)):
             raise _Break
-        if 3 not in a:
+        if nf.NFTA_LOOKUP_DREG not in a:
             return None
         value = elements[key][0]
-        if isinstance(value, str):
+        if isinstance(value, Verdict):
             return value
         if isinstance(value, int):
-            self._put(a[3], value.to_bytes(4, HOST))
+            self._put(a[nf.NFTA_LOOKUP_DREG], value.to_bytes(4, HOST))
         else:
             assert value is not None
-            self._put(a[3], self.codec.address(value[0]) + value[1].to_bytes(2, "big"))
+            self._put(a[nf.NFTA_LOOKUP_DREG], self.codec.address(value[0]) + value[1].to_bytes(2, "big"))
         return None
 
     def _dynamic(self, a: dict[int, Any]) -> None:
-        name = _name(a[1])
-        key, elements = self._key(name, a[4]), self.table.elements[name]
-        if a[3] == 2:
+        name = a[nf.NFTA_DYNSET_SET_NAME]
+        key, elements = self._key(name, a[nf.NFTA_DYNSET_SREG_KEY]), self.table.elements[name]
+        if a[nf.NFTA_DYNSET_OP] == nf.NFT_DYNSET_OP_DELETE:
             elements.pop(key, None)
         else:
-            elements.setdefault(key, (int.from_bytes(self._get(a[5], 4), HOST), ""))
+            elements.setdefault(key, (int.from_bytes(self._get(a[nf.NFTA_DYNSET_SREG_DATA], 4), HOST), ""))
 
-    def _immediate(self, a: dict[int, Any]) -> str | None:
-        data = dict(a[2])
-        if NAME in data:
-            self._put(a[1], data[NAME])
+    def _immediate(self, a: dict[int, Any]) -> Verdict | None:
+        data = dict(a[nf.NFTA_IMMEDIATE_DATA])
+        if nf.NFTA_DATA_VALUE in data:
+            self._put(a[nf.NFTA_IMMEDIATE_DREG], data[nf.NFTA_DATA_VALUE])
             return None
-        told = dict(data[DATA_VERDICT])
-        code = told[1]
-        if code in {0, 1}:
-            if code == 0:
-                self.outcome.verdict = "drop"
+        verdict = _verdict(data[nf.NFTA_DATA_VERDICT])
+        if verdict.code == nf.NF_DROP:
+            self.outcome.verdict = "drop"
+        if verdict.code in {nf.NF_DROP, nf.NF_ACCEPT}:
             raise _Verdict
-        word = {0xFFFFFFFD: "jump", 0xFFFFFFFC: "goto", 0xFFFFFFFB: "return"}[code]
-        return f"{word} {_name(told[2])}" if 2 in told else word
+        return verdict
 
 
 def _need(fulfilled: bool, code: int, what: str) -> None:
@@ -370,26 +370,33 @@ def _need(fulfilled: bool, code: int, what: str) -> None:
         raise NftablesError(code, what)
 
 
-def _name(octets: bytes) -> str:
-    return octets.rstrip(b"\0").decode()
+def _data(attributes: Any) -> bytes:
+    return bytes(dict(attributes)[nf.NFTA_DATA_VALUE])
+
+
+def _verdict(attributes: Any) -> Verdict:
+    found = dict(attributes)
+    code = found[nf.NFTA_VERDICT_CODE]
+    return Verdict(code - (1 << 32) if code >> 31 else code, found.get(nf.NFTA_VERDICT_CHAIN, ""))
 
 
 def _sets_of(rule: Rule) -> set[str]:
-    return {_name(dict(e.attributes)[NAME]) for e in rule.expressions if e.name in {"lookup", "dynset"}}
+    names = {"lookup": nf.NFTA_LOOKUP_SET, "dynset": nf.NFTA_DYNSET_SET_NAME}
+    return {str(dict(e.attributes)[names[e.name]]) for e in rule.expressions if e.name in names}
 
 
 def _counters_of(rule: Rule) -> set[str]:
-    return {_name(dict(e.attributes)[2]) for e in rule.expressions if e.name == "objref"}
+    return {str(dict(e.attributes)[nf.NFTA_OBJREF_IMM_NAME]) for e in rule.expressions if e.name == "objref"}
 
 
 def _jumps(rule: Rule) -> list[str]:
     found = []
     for expression in rule.expressions:
-        data = dict(dict(expression.attributes).get(2, ())) if expression.name == "immediate" else {}
-        told = dict(data.get(DATA_VERDICT, ()))
-        if 2 in told:
-            found.append(_name(told[2]))
-    return found
+        attributes: dict[int, Any] = dict(expression.attributes)
+        data = dict(attributes[nf.NFTA_IMMEDIATE_DATA]) if expression.name == "immediate" else {}
+        if nf.NFTA_DATA_VERDICT in data:
+            found.append(_verdict(data[nf.NFTA_DATA_VERDICT]).chain_name)
+    return [name for name in found if name]
 
 
 def _rules(table: _Table) -> list[Rule]:
@@ -398,10 +405,10 @@ def _rules(table: _Table) -> list[Rule]:
 
 def _targets(table: _Table) -> set[str]:
     verdicts = {
-        str(value).removeprefix("goto ")
-        for name, one in table.sets.items()
-        if one.data == (lower.VERDICT,)
+        value.chain_name
+        for name in table.sets
         for value, _ in table.elements[name].values()
+        if isinstance(value, Verdict)
     }
     return verdicts | {chain for rule in _rules(table) for chain in _jumps(rule)}
 

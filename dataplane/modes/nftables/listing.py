@@ -7,8 +7,11 @@ from typing import Any
 
 from dataplane.kernel import conntrack
 from dataplane.mode import belongs
-from dataplane.modes.nftables import lower
-from dataplane.modes.nftables import operations as op
+from dataplane.modes.nftables.picks import Pick
+from dataplane.modes.nftables.tables import DISCARD, SPACES, TABLE
+from dataplane.nftables import operations as op
+from dataplane.nftables.expressions import FAMILIES, Family, Verdict
+from dataplane.nftables.schema import Key, Value
 from dataplane.table import Protocol, socket_text
 
 __all__ = ["Tables"]
@@ -17,12 +20,15 @@ __all__ = ["Tables"]
 class _Frontend:
     """One element of a verdict map: a frontend as one class of clients sees it."""
 
-    def __init__(self, family: lower.Family, space: str, key: lower.Key, verdict: op.Value, name: str) -> None:
-        self.family, self.space, self.key = family, space, key
-        self.verdict = str(verdict).removeprefix("goto ")
+    def __init__(self, family: Family, key: Key, verdict: Value, name: str) -> None:
+        self.family, self.key = family, key
+        self.chain = verdict.chain if isinstance(verdict, Verdict) else ""
         self.name = name or None
-        self.pick = lower.chain_of(verdict)
         self.backends: dict[int, str] = {}
+
+    @property
+    def affinity(self) -> bool:
+        return isinstance(self.chain, Pick) and self.chain.seconds > 0
 
     @property
     def protocol(self) -> str:
@@ -42,19 +48,19 @@ class _Frontend:
 class Tables:
     """A `dataplane.mode.View` of the tables of this network namespace."""
 
-    def __init__(self, door: op.Door) -> None:
-        self._door = door
-        self._families = [family for family in lower.FAMILIES.values() if door.skeleton(family) is not None]
-        self.place = ", ".join(f"table {family.name} {lower.TABLE}" for family in self._families)
+    def __init__(self, kernel: op.Nftables) -> None:
+        self._kernel = kernel
+        self._families = [family for family in FAMILIES.values() if kernel.skeleton(family) is not None]
+        self.place = ", ".join(f"table {family.name} {TABLE}" for family in self._families)
 
     def _frontends(self) -> Iterator[_Frontend]:
         for family in self._families:
-            for space in lower.SPACES:
+            for space in SPACES:
                 found = {
-                    key: _Frontend(family, space, key, value, comment)
-                    for key, (value, comment) in self._door.contents(family, lower.SETS[space]).items()
+                    key: _Frontend(family, key, value, comment)
+                    for key, (value, comment) in self._kernel.contents(family, space).items()
                 }
-                for key, (value, _) in self._door.contents(family, lower.SETS[f"{space}-slots"]).items():
+                for key, (value, _) in self._kernel.contents(family, f"{space}-slots").items():
                     frontend = found.get(key[1:])
                     if frontend is not None and isinstance(value, tuple):
                         frontend.backends[int(key[0])] = socket_text(*value)
@@ -75,8 +81,8 @@ class Tables:
             if frontend.text not in row["frontends"]:
                 row["frontends"].append(frontend.text)
             row["backends"] = max(row["backends"], len(frontend.backends))
-            row["affinity"] = row["affinity"] or bool(frontend.pick and frontend.pick.seconds)
-            if frontend.verdict == lower.DISCARD:
+            row["affinity"] = row["affinity"] or frontend.affinity
+            if frontend.chain == DISCARD:
                 row["when_empty"] = "drop"
         for row in rows.values():
             row["frontends"].sort()
@@ -102,4 +108,4 @@ class Tables:
 
     def close(self) -> None:
         """See `dataplane.mode.View.close`."""
-        self._door.close()
+        self._kernel.close()

@@ -12,23 +12,24 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
-from dataplane.modes.nftables import lower
-from dataplane.modes.nftables import operations as op
-from dataplane.modes.nftables.lower import Chain, Element, Family, Key, Pick, Set
+from dataplane.modes.nftables import lower, tables
+from dataplane.modes.nftables.picks import Pick, pick_chain
+from dataplane.nftables import operations as op
+from dataplane.nftables.expressions import Family, Verdict
+from dataplane.nftables.ruleset import Ruleset, add, additions, deletions
+from dataplane.nftables.schema import Chain, Element, Key, Set, Value
 from dataplane.table import Entry, NodeNetwork
 
-__all__ = ["Installed", "Plan", "describe"]
+__all__ = ["Installed", "Plan"]
 
 CHUNK: Final = 500  # services that are lowered before their elements are encoded and forgotten
-
-ElementKey = tuple[str, Key]
 
 
 class Installed(NamedTuple):
     """What the kernel has: the skeleton, and for each set key -> value and comment."""
 
     skeleton: op.Skeleton
-    contents: Mapping[str, dict[Key, tuple[op.Value, str]]]
+    contents: Mapping[str, dict[Key, tuple[Value, str]]]
 
 
 class Numbers:
@@ -60,7 +61,7 @@ class Plan:
 
     def __init__(self, family: Family, node: NodeNetwork, *, drop_invalid: bool = True) -> None:
         self.family = family
-        self.structure = lower.structure(family, node, drop_invalid=drop_invalid)
+        self.structure = tables.structure(family, node, drop_invalid=drop_invalid)
         self.always = lower.node_elements(family, node)
         self.numbers = Numbers()
         self.shared: Counter[Element] = Counter()
@@ -80,20 +81,18 @@ class Plan:
         made = [element for place, element in new.items() if old.get(place) != element]
         chains, sets = self._new_picks()
         return [
-            *(op.AddSet(wanted) for wanted in sets),
-            *(op.AddChain(chain) for chain in chains),
-            *(op.AddRules(chain.name, chain.rules) for chain in chains),
-            *_deletions(gone),
-            *_additions(made),
+            *add(sets, chains),
+            *deletions(gone),
+            *additions(made),
         ]
 
     def _elements(self, entries: Iterable[Entry], sign: int) -> Iterator[Element]:
         """The elements of entries, whose uses are counted or given back."""
         for entry in entries:
             for element in lower.elements(entry, self.numbers):
-                pick = lower.chain_of(element.value) if element.value.__class__ is str else None
-                if pick is not None:
-                    self.users[pick] += sign
+                value = element.value
+                if isinstance(value, Verdict) and isinstance(value.chain, Pick):
+                    self.users[value.chain] += sign
                 yield element
             for element in lower.shared(entry):
                 self.shared[element] += sign
@@ -108,7 +107,7 @@ class Plan:
         seconds = {pick.seconds for pick in wanted if pick.seconds} - self.seconds
         self.picks.update(wanted)
         self.seconds |= seconds
-        return [lower.pick_chain(self.family, pick) for pick in wanted], [lower.clients_set(s) for s in sorted(seconds)]
+        return [pick_chain(self.family, pick) for pick in wanted], [tables.clients_set(s) for s in sorted(seconds)]
 
     def idle(self) -> list[Pick]:
         """Picking chains that nothing leads to any more."""
@@ -124,23 +123,14 @@ class Plan:
 
     def fill(self, services: Iterable[tuple[Entry, ...]], *, replace: bool) -> Iterator[op.Operation]:
         """A table made from nothing, or in place of the one that is there."""
-        if replace:
-            yield op.AddTable()  # deleting needs one that is there
-            yield op.DeleteTable()
-        yield op.AddTable()
-        yield from (op.AddCounter(name) for name in lower.COUNTERS)
-        yield from (op.AddSet(wanted) for wanted in lower.SETS.values())
-        yield from (op.AddChain(chain) for chain in self.structure)
-        yield from (op.AddRules(chain.name, chain.rules) for chain in self.structure)
-        yield from _additions(self.always)
+        yield from self._ruleset().create(replace=replace)
+        yield from additions(self.always)
         waiting = iter(services)
         while chunk := tuple(itertools.islice(waiting, CHUNK)):
             elements = {(e.set, e.key): e for entries in chunk for e in self._elements(entries, 1)}
             chains, sets = self._new_picks()
-            yield from (op.AddSet(wanted) for wanted in sets)
-            yield from (op.AddChain(chain) for chain in chains)
-            yield from (op.AddRules(chain.name, chain.rules) for chain in chains)
-            yield from _additions(elements.values())
+            yield from add(sets, chains)
+            yield from additions(elements.values())
 
     def adopt(self, services: Iterable[tuple[Entry, ...]], found: Installed) -> list[op.Operation]:
         """Turn what is there into what is wanted, touching only what differs; what `found` holds is used up."""
@@ -154,79 +144,32 @@ class Plan:
                 if held is not None:
                     gone.append(place)
         gone += [(name, key) for name, left in found.contents.items() for key in left]
-        skeleton = found.skeleton
-        chains, sets = self._new_picks()
-        chains, sets = [*self.structure, *chains], [*lower.SETS.values(), *sets]
-        known = {chain.name for chain in chains}
-        stale = [name for name in skeleton.chains if name not in known]
-        absent = [chain for chain in chains if chain.name not in skeleton.chains]
-        other = [c for c in chains if skeleton.chains.get(c.name, c.marks) != c.marks]
-        wanted = {one.name for one in sets}
+        self._new_picks()
+        ruleset = self._ruleset()
         return [
-            *(op.AddCounter(name) for name in lower.COUNTERS if name not in skeleton.counters),
-            *(op.AddSet(one) for one in sets if one.name not in skeleton.sets),
-            *(op.AddChain(chain) for chain in absent),
-            *(op.FlushChain(name) for name in (*(c.name for c in other), *stale)),
-            *(op.AddRules(chain.name, chain.rules) for chain in (*other, *absent)),
-            *_deletions(gone),
-            *_additions(made),
-            *(op.DeleteChain(name) for name in stale),
-            *(op.DeleteSet(name) for name in skeleton.sets if name not in wanted),
+            *ruleset.repair(found.skeleton),
+            *deletions(gone),
+            *additions(made),
+            *ruleset.remove_foreign(found.skeleton),
         ]
 
     def _of_service(self, entries: tuple[Entry, ...]) -> Iterator[Element]:
         return self._elements(entries, 1)
 
-    def mend(self, skeleton: op.Skeleton) -> list[op.Operation]:
-        """Put chains, rules, sets and counters right: little to read, quick to write. Elements are not looked at."""
-        picks = [lower.pick_chain(self.family, pick) for pick in self.picks]
-        sets = [*lower.SETS.values(), *(lower.clients_set(seconds) for seconds in self.seconds)]
-        chains = [*self.structure, *picks]
-        absent = [chain for chain in chains if chain.name not in skeleton.chains]
-        other = [chain for chain in chains if skeleton.chains.get(chain.name, chain.marks) != chain.marks]
-        return [
-            *(op.AddCounter(name) for name in lower.COUNTERS if name not in skeleton.counters),
-            *(op.AddSet(one) for one in sets if one.name not in skeleton.sets),
-            *(op.AddChain(chain) for chain in absent),
-            *(op.FlushChain(chain.name) for chain in other),
-            *(op.AddRules(chain.name, chain.rules) for chain in (*other, *absent)),
-        ]
+    def repair(self, skeleton: op.Skeleton) -> list[op.Operation]:
+        """Repair chains, rules, sets and counters: little to read, quick to write. Elements are not looked at."""
+        return self._ruleset().repair(skeleton)
 
-    def unlike(self, skeleton: op.Skeleton) -> str:
-        """Why what is there cannot be turned into ours bit by bit: it must be replaced as a whole. Empty: it can."""
-        hooks = {chain.name for chain in self.structure if chain.hook}
-        for name, ours in skeleton.hooks.items():
-            if name in hooks and not ours:
-                return f"chain {name} hangs elsewhere"
-        for name in hooks & skeleton.chains.keys() - skeleton.hooks.keys():
-            return f"chain {name} hangs nowhere"
-        return next((f"set {name} is of another kind" for name, held in skeleton.sets.items() if not held), "")
+    def irreparable(self, skeleton: op.Skeleton) -> str:
+        """Why the kernel's table must be replaced as a whole; empty: it can be turned into ours."""
+        sets = tuple(wanted for name in skeleton.sets if (wanted := tables.set_named(name)))
+        return self._ruleset()._replace(sets=sets).irreparable(skeleton)
 
-
-def describe(operations: Iterable[op.Operation]) -> str:
-    """What a repair puts right, for a log."""
-    told: list[str] = []
-    for operation in operations:
-        match operation:
-            case op.AddTable():
-                told.append("the table")
-            case op.AddSet(wanted):
-                told.append(f"set {wanted.name}")
-            case op.AddChain(chain):
-                told.append(f"chain {chain.name}")
-            case op.FlushChain(name):
-                told.append(f"rules of {name}")
-            case op.AddElements(name, elements):
-                told.append(f"{len(elements)} elements of {name}")
-            case op.DeleteElements(name, keys):
-                told.append(f"{len(keys)} foreign or wrong elements of {name}")
-            case op.AddCounter(name):
-                told.append(f"counter {name}")
-            case op.DeleteSet(name):
-                told.append(f"foreign set {name}")
-            case _:
-                pass
-    return ", ".join(told[:8]) + (f" and {len(told) - 8} more" if len(told) > 8 else "")
+    def _ruleset(self) -> Ruleset:
+        """What is wanted now, with the picking chains in use and the sets of affinity."""
+        sets = (*tables.SETS.values(), *map(tables.clients_set, sorted(self.seconds)))
+        picks = (pick_chain(self.family, pick) for pick in self.picks)
+        return Ruleset(self.family, tables.COUNTERS, sets, (*self.structure, *picks))
 
 
 def _names(entries: Iterable[Entry]) -> Iterator[str]:
@@ -236,17 +179,3 @@ def _names(entries: Iterable[Entry]) -> Iterator[str]:
             yield lower.number_name(entry)
             for route in entry.backend_sets:
                 yield from (lower.number_name(entry, backend) for backend in route.backends)
-
-
-def _additions(elements: Iterable[Element]) -> Iterator[op.Operation]:
-    by_set: dict[str, list[Element]] = {}
-    for element in elements:
-        by_set.setdefault(element.set, []).append(element)
-    return (op.AddElements(name, made) for name, made in by_set.items())
-
-
-def _deletions(places: Iterable[ElementKey]) -> Iterator[op.Operation]:
-    by_set: dict[str, list[Key]] = {}
-    for name, key in places:
-        by_set.setdefault(name, []).append(key)
-    return (op.DeleteElements(name, keys) for name, keys in by_set.items())

@@ -28,18 +28,21 @@ from dataplane.mode import (
     unprobed,
     unprogrammed_rows,
 )
-from dataplane.modes.nftables import lower
-from dataplane.modes.nftables import operations as op
 from dataplane.modes.nftables.listing import Tables
-from dataplane.modes.nftables.plan import Installed, Plan, describe
-from dataplane.modes.nftables.wire import Kernel
+from dataplane.modes.nftables.picks import Pick, chain_named, pick_chain
+from dataplane.modes.nftables.plan import Installed, Plan
+from dataplane.modes.nftables.tables import COUNTERS, MEMBERS, SETS, TABLE, clients_set
+from dataplane.nftables import operations as op
+from dataplane.nftables.expressions import FAMILIES, Family
+from dataplane.nftables.ruleset import add, describe
+from dataplane.nftables.schema import Key, Value
+from dataplane.nftables.wire import Kernel, missing, remove_tables
 from dataplane.table import EMPTY, Entry, Masquerade, NodeNetwork, ServiceTable
 
 __all__ = ["MODE", "Nftables", "clean", "look", "probe"]
 
 log = logging.getLogger(__name__)
 
-FAMILIES: Final = tuple(lower.FAMILIES.values())
 TRIAL: Final = "hybrid-proxy-trial"
 ATTEMPTS: Final = 3  # to read what others change at the same time
 
@@ -50,7 +53,7 @@ class Nftables(NoQueries):
     Args:
         options: `sync_seconds` is used.
         wake: called when others touch the tables.
-        door: the way to the kernel; by default the kernel itself.
+        kernel: the kernel interface; by default the kernel itself.
 
     Raises:
         Unsupported: this machine cannot run the mode; says what is missing.
@@ -58,19 +61,19 @@ class Nftables(NoQueries):
 
     name = "nftables"
 
-    def __init__(self, options: Options, wake: RequestMaintenance, door: op.Door | None = None) -> None:
-        if door is None:
-            missing = probe(options)
-            if missing:
-                raise Unsupported("nftables", missing)
+    def __init__(self, options: Options, wake: RequestMaintenance, kernel: op.Nftables | None = None) -> None:
+        if kernel is None:
+            reason = probe(options)
+            if reason:
+                raise Unsupported("nftables", reason)
         self.options = options
         self.audit_repairs = 0
         self.stale_deleted = Counter({4: 0, 6: 0})  # by family
         self.adopted = False
         self.table: ServiceTable = EMPTY
-        self._door: op.Door = door or Kernel()
+        self._kernel: op.Nftables = kernel or Kernel(TABLE, SETS, chain_named)
         self._wake = wake
-        self._watch = door is None
+        self._watch = kernel is None
         self._drop_invalid = not (self._watch and is_liberal())
         self._plans: dict[int, Plan] = {}
         self._unprogrammed: dict[str, Unprogrammed] = {}
@@ -104,45 +107,43 @@ class Nftables(NoQueries):
         self._unprogrammed.clear()
         removed = max(0, _count(self.table) - _count(table))
         work = []
-        for family in FAMILIES:
+        for family in FAMILIES.values():
             plan, operations = self._differences(family, table)
             self._plans[family.version] = plan
             work.append((family, operations))
-        self._door.commit(*work)
+        self._kernel.commit(*work)
         self._verified()
         return SyncResult(_count(table) - len(self._unprogrammed), removed, tuple(self._unprogrammed.values()))
 
-    def _differences(self, family: lower.Family, table: ServiceTable) -> tuple[Plan, Iterable[op.Operation]]:
+    def _differences(self, family: Family, table: ServiceTable) -> tuple[Plan, Iterable[op.Operation]]:
         """A new plan, and the operations that make the kernel's table it."""
         plan = Plan(family, table.node, drop_invalid=self._drop_invalid)
         services = self._services(table, family)
         for _ in range(ATTEMPTS):
-            skeleton = self._door.skeleton(family)
+            skeleton = self._kernel.skeleton(family)
             if skeleton is None:
                 return plan, plan.fill(services, replace=False)
-            unlike = plan.unlike(skeleton)
-            if unlike:
-                log.warning("table %s %s is made anew: %s", family.name, lower.TABLE, unlike)
+            reason = plan.irreparable(skeleton)
+            if reason:
+                log.warning("table %s %s is made anew: %s", family.name, TABLE, reason)
                 return plan, plan.fill(services, replace=True)
             contents = self._contents(family, skeleton)
             if contents is not None:
                 self.adopted = self.adopted or not self._programmed
                 return plan, plan.adopt(services, Installed(skeleton, contents))
-        raise SyncError(f"table {family.name} {lower.TABLE} changes while it is read")
+        raise SyncError(f"table {family.name} {TABLE} changes while it is read")
 
-    def _contents(
-        self, family: lower.Family, skeleton: op.Skeleton
-    ) -> dict[str, dict[lower.Key, tuple[op.Value, str]]] | None:
+    def _contents(self, family: Family, skeleton: op.Skeleton) -> dict[str, dict[Key, tuple[Value, str]]] | None:
         """The elements of all sets that we fill; None: one vanished while they were read."""
-        wanted = [one for one in lower.SETS.values() if not one.seconds and one.name in skeleton.sets]
+        wanted = [one for one in SETS.values() if not one.seconds and one.name in skeleton.sets]
         try:
-            return {one.name: self._door.contents(family, one) for one in wanted}
+            return {one.name: self._kernel.contents(family, one.name) for one in wanted}
         except NftablesError as error:
             if error.code == errno.ENOENT:
                 return None
             raise
 
-    def _services(self, table: ServiceTable, family: lower.Family) -> Iterator[tuple[Entry, ...]]:
+    def _services(self, table: ServiceTable, family: Family) -> Iterator[tuple[Entry, ...]]:
         for entries in table.services.values():
             yield tuple([e for e in entries if e.family == family.version and self._fits(e)])
 
@@ -153,11 +154,11 @@ class Nftables(NoQueries):
         for entry in old:
             self._unprogrammed.pop(_identity(entry), None)
         work = []
-        for family in FAMILIES:
+        for family in FAMILIES.values():
             before = [e for e in old if e.family == family.version and unfit(e) is None]
             after = [e for e in new if e.family == family.version and self._fits(e)]
             work.append((family, self._plans[family.version].change(before, after)))
-        self._door.commit(*work)
+        self._kernel.commit(*work)
         known, wanted = {_identity(e): e for e in old}, {_identity(e): e for e in new}
         changed = sum(1 for key, entry in wanted.items() if known.get(key) != entry)
         return SyncResult(changed, len(known.keys() - wanted.keys()), tuple(self._unprogrammed.values()))
@@ -189,7 +190,7 @@ class Nftables(NoQueries):
             threading.Thread(target=self._hear, name="nftables-drift", daemon=True).start()
 
     def _hear(self) -> None:
-        tables = [f"{family.name} {lower.TABLE}" for family in FAMILIES]
+        tables = [f"{family.name} {TABLE}" for family in FAMILIES.values()]
         try:
             watch_ruleset(self._told, self._stop, tables, self.hears)
         except OSError as error:
@@ -213,16 +214,16 @@ class Nftables(NoQueries):
             self._repair()
         elif time.monotonic() >= self._check_at:
             # The generation counts everybody's transactions. What is said to have been ours alone is not looked at.
-            if self._door.generation() != self._generation and not self._as_built():
+            if self._kernel.generation() != self._generation and not self._as_built():
                 self._repair()
             self._verified()
         self._remove_idle()
 
     def _as_built(self) -> bool:
         """Whether chains, rules and sets are what they should be; elements are not looked at."""
-        for family in FAMILIES:
-            skeleton, plan = self._door.skeleton(family), self._plans[family.version]
-            if skeleton is None or plan.unlike(skeleton) or plan.mend(skeleton):
+        for family in FAMILIES.values():
+            skeleton, plan = self._kernel.skeleton(family), self._plans[family.version]
+            if skeleton is None or plan.irreparable(skeleton) or plan.repair(skeleton):
                 return False
         return True
 
@@ -232,11 +233,11 @@ class Nftables(NoQueries):
         Raises:
             SyncError: refused; the next sync is a full one.
         """
-        written: dict[str, list[op.Operation]] = {family.name: [] for family in FAMILIES}
+        written: dict[str, list[op.Operation]] = {family.name: [] for family in FAMILIES.values()}
         try:
-            for find in (self._mending, self._comparison):
+            for find in (self._skeleton_repair, self._full_repair):
                 work = find()
-                self._door.commit(*work)
+                self._kernel.commit(*work)
                 for family, operations in work:
                     written[family.name] += operations
         except (DataplaneError, OSError, ValueError) as error:
@@ -246,36 +247,36 @@ class Nftables(NoQueries):
         for name, done in written.items():
             if done:
                 self.audit_repairs += 1
-                log.warning("table %s %s was changed by others, put right: %s", name, lower.TABLE, describe(done))
+                log.warning("table %s %s was changed by others, put right: %s", name, TABLE, describe(done))
 
-    def _mending(self) -> list[tuple[lower.Family, list[op.Operation]]]:
+    def _skeleton_repair(self) -> list[tuple[Family, list[op.Operation]]]:
         work = []
-        for family in FAMILIES:
-            skeleton, plan = self._door.skeleton(family), self._plans.get(family.version)
-            if skeleton is not None and plan is not None and not plan.unlike(skeleton):
-                work.append((family, plan.mend(skeleton)))
+        for family in FAMILIES.values():
+            skeleton, plan = self._kernel.skeleton(family), self._plans.get(family.version)
+            if skeleton is not None and plan is not None and not plan.irreparable(skeleton):
+                work.append((family, plan.repair(skeleton)))
         return work
 
-    def _comparison(self) -> list[tuple[lower.Family, list[op.Operation]]]:
+    def _full_repair(self) -> list[tuple[Family, list[op.Operation]]]:
         work = []
-        for family in FAMILIES:
+        for family in FAMILIES.values():
             self._plans[family.version], operations = self._differences(family, self.table)
             work.append((family, list(operations)))
         return work
 
     def _verified(self) -> None:
-        self._generation = self._door.generation()
+        self._generation = self._kernel.generation()
         self._check_at = time.monotonic() + self.options.sync_seconds
 
     def _remove_idle(self) -> None:
         """Picking chains that nothing uses; one that is still in use after all stays."""
-        idle = {family: self._plans[family.version].idle() for family in FAMILIES}
+        idle = {family: self._plans[family.version].idle() for family in FAMILIES.values()}
         work: list[op.Work] = [
             (family, [*(op.FlushChain(p.name) for p in picks), *(op.DeleteChain(p.name) for p in picks)])
             for family, picks in idle.items()
         ]
         try:
-            self._door.commit(*work)
+            self._kernel.commit(*work)
         except NftablesError as error:
             log.debug("unused chains stay for now: %s", error)
             return
@@ -292,7 +293,7 @@ class Nftables(NoQueries):
         """See `dataplane.mode.Programmer.status`."""
         return {
             "mode": self.name,
-            "tables": [f"{family.name} {lower.TABLE}" for family in FAMILIES],
+            "tables": [f"{family.name} {TABLE}" for family in FAMILIES.values()],
             "adopted": self.adopted,
             "fill": {},  # sets grow as long as there is memory
             "unprogrammed": unprogrammed_rows(self._unprogrammed.values()),
@@ -304,24 +305,24 @@ class Nftables(NoQueries):
 
     def counters(self) -> dict[str, int]:
         """See `dataplane.mode.Programmer.counters`: packets that began a connection, by what was done with them."""
-        total = dict.fromkeys(lower.COUNTERS, 0)
-        for family in FAMILIES:
+        total = dict.fromkeys(COUNTERS, 0)
+        for family in FAMILIES.values():
             with contextlib.suppress(NftablesError):
-                for name, packets in self._door.counters(family).items():
+                for name, packets in self._kernel.counters(family).items():
                     total[name] = total.get(name, 0) + packets
         return total
 
     def close(self) -> None:
         """See `dataplane.mode.Programmer.close`."""
         self._stop.set()
-        self._door.close()
+        self._kernel.close()
 
 
 def unfit(entry: Entry) -> str | None:
     """Why a service port cannot be programmed; None: it can."""
     sets = len(entry.backend_sets)
-    if entry.affinity_seconds and sets > len(lower.MEMBERS):
-        return f"{sets} distinct backend sets with session affinity, there is room for {len(lower.MEMBERS)}"
+    if entry.affinity_seconds and sets > len(MEMBERS):
+        return f"{sets} distinct backend sets with session affinity, there is room for {len(MEMBERS)}"
     return None
 
 
@@ -341,47 +342,29 @@ def _of_node(node: NodeNetwork) -> tuple[object, ...]:
 def clean(options: Options) -> int:
     """Remove our tables from this network namespace; how many there were."""
     del options
-    removed = 0
-    try:
-        kernel = Kernel()
-    except OSError:
-        return 0  # no nf_tables, nothing of ours
-    with contextlib.closing(kernel):
-        for family in FAMILIES:
-            with contextlib.suppress(NftablesError):
-                kernel.commit((family, [op.DeleteTable()]))
-                removed += 1
-    return removed
+    return remove_tables(TABLE)
 
 
 def probe(options: Options) -> str | None:
-    """Make a table with every kind of set, map and rule that there is, and delete it in the same transaction."""
+    """Have the kernel take a table of ours, and delete it in the same transaction."""
     del options
     node = NodeNetwork(service_cidrs=("192.0.2.0/24", "2001:db8::/108"))
-    try:
-        with contextlib.closing(Kernel(TRIAL)) as kernel:
-            for family in FAMILIES:
-                plan = Plan(family, node)
-                pick = lower.pick_chain(family, lower.Pick("inside", 2, Masquerade.ALWAYS, 60))
-                trial = [
-                    *plan.fill((), replace=False), op.AddSet(lower.clients_set(60)),
-                    op.AddChain(pick), op.AddRules(pick.name, pick.rules), op.DeleteTable(),
-                ]  # fmt: skip
-                kernel.commit((family, trial))
-    except NftablesError as error:
-        if error.code == errno.EPERM:
-            return "nf_tables may not be changed: run as root (CAP_NET_ADMIN)"
-        return f"{error} (needs Linux 5.10 or newer with nf_tables, NAT, numgen, fib, reject and conntrack)"
-    except OSError as error:
-        return f"this kernel has no nf_tables: {error}; load the module nf_tables"
-    return None
+    pick = Pick("inside", 2, Masquerade.ALWAYS, 60)
+    work: list[op.Work] = [
+        (
+            family,
+            [*Plan(family, node).fill((), replace=False), *add([clients_set(60)], [pick_chain(family, pick)])],
+        )
+        for family in FAMILIES.values()
+    ]
+    return missing(TRIAL, SETS, work)
 
 
 def look(options: Options, names: Mapping[int, str]) -> Tables | None:
     """The tables, of an agent that runs or not."""
     del options, names
     try:
-        kernel = Kernel()
+        kernel = Kernel(TABLE, SETS, chain_named)
     except OSError:
         return None
     tables = Tables(kernel)

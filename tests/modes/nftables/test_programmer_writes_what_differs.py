@@ -8,10 +8,12 @@ import pytest
 
 from dataplane.errors import DataplaneError, SyncError
 from dataplane.mode import Options, ProbePacket
-from dataplane.modes.nftables import lower
-from dataplane.modes.nftables import operations as op
 from dataplane.modes.nftables.listing import Tables
 from dataplane.modes.nftables.programmer import Nftables
+from dataplane.nftables import operations as op
+from dataplane.nftables.expressions import Verdict
+from dataplane.nftables.schema import ADDRESS, PORT, Element, Set
+from dataplane.nftables.uapi import NFT_GOTO
 from dataplane.table import Kind, Masquerade, NodeNetwork, ServiceTable
 from tests.fakes.nftables import FakeNftables
 from tests.modes.make import entry
@@ -33,7 +35,7 @@ def many(count: int, generation: int = 1, node: NodeNetwork = NODE, **other: tup
 
 def state(fake: FakeNftables) -> object:
     return {
-        version: (held.elements, {name: [r.text for r in rules] for name, rules in held.rules.items()})
+        version: (held.elements, {name: list(rules) for name, rules in held.rules.items()})
         for version, held in fake.tables.items()
     }
 
@@ -59,7 +61,7 @@ def test_a_change_touches_only_its_own_elements(fake: FakeNftables, mode: Nftabl
         [
             op.DeleteElements("inside-slots", [(1, *key)]),
             op.DeleteElements("itself", [("10.1.2.7", "10.1.2.7")]),
-            op.AddElements("inside-slots", [lower.Element("inside-slots", (1, *key), ("10.1.9.7", 8080))]),
+            op.AddElements("inside-slots", [Element("inside-slots", (1, *key), ("10.1.9.7", 8080))]),
         ]
     ]
 
@@ -146,7 +148,7 @@ def test_a_restart_writes_what_changed_meanwhile(fake: FakeNftables, mode: Nftab
 
 def test_a_table_of_another_kind_is_replaced_in_one_transaction(fake: FakeNftables, mode: Nftables) -> None:
     mode.sync(many(3))
-    fake.tables[4].sets["inside-slots"] = lower.Set("inside-slots", (lower.ADDRESS,))
+    fake.tables[4].sets["inside-slots"] = Set("inside-slots", (ADDRESS,))
     Nftables(Options(), lambda: None, fake).sync(many(3))
     assert len(fake.transactions) == 2
     assert state(fake) == fresh(many(3))
@@ -193,15 +195,15 @@ def test_what_others_changed_is_put_right(fake: FakeNftables, mode: Nftables, da
         case "element":
             del held.elements["inside"][key]
         case "foreign element":
-            held.elements["inside"]["10.96.0.99", 6, 80] = ("goto refuse", "")
+            held.elements["inside"]["10.96.0.99", 6, 80] = (Verdict(NFT_GOTO, "refuse"), "")
         case "verdict":
-            held.elements["inside"][key] = ("goto refuse", "default/s2:http")
+            held.elements["inside"][key] = (Verdict(NFT_GOTO, "refuse"), "default/s2:http")
         case "rules":
             held.rules["from-inside"].pop()
         case "chain":
             del held.chains["nat-output"], held.rules["nat-output"]
         case "set":
-            held.sets["stranger"] = lower.Set("stranger", (lower.PORT,))
+            held.sets["stranger"] = Set("stranger", (PORT,))
             held.elements["stranger"] = {}
         case "table":
             del fake.tables[4]

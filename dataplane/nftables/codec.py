@@ -1,46 +1,20 @@
-"""Keys and values of sets as octets, and back."""
+"""Keys and values of sets as bytes, and back."""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable
 
-from dataplane.modes.nftables.expressions import Family
-from dataplane.modes.nftables.lower import ADDRESS, NUMBER, PORT, PROTOCOL, RANGE, SLOT, VERDICT, Key
+from dataplane.nftables.expressions import Family
+from dataplane.nftables.schema import ADDRESS, PORT, PROTOCOL, RANGE, SLOT, Key, width
 
-__all__ = ["Codec", "cidr_between", "length", "type_of", "width"]
-
-# nft's own numbers of types (its include/datatype.h): they only say how to list a set.
-_TYPE: Final = {PROTOCOL: 12, PORT: 13, SLOT: 19, NUMBER: 23}
-
-
-def width(family: Family, field: str) -> int:
-    """Octets of a field; in a concatenation each is padded to four."""
-    if field in {ADDRESS, RANGE}:
-        return family.length
-    return {PROTOCOL: 1, PORT: 2, SLOT: 4, NUMBER: 4, VERDICT: 0}[field]
-
-
-def length(family: Family, fields: Sequence[str]) -> int:
-    """Octets of a key or of data."""
-    if len(fields) == 1:
-        return width(family, fields[0])
-    return sum(-(-width(family, field) // 4) * 4 for field in fields)
-
-
-def type_of(family: Family, fields: Sequence[str]) -> int:
-    """Nft's number of a concatenation: six bits for each field."""
-    number = 0
-    for field in fields:
-        number = number << 6 | (_TYPE.get(field) or (7 if family.version == 4 else 8))
-    return number
+__all__ = ["Codec", "cidr_between"]
 
 
 class Codec:
-    """Keys and values of one family as octets and back."""
+    """Keys and values of one family as bytes and back."""
 
     def __init__(self, family: Family) -> None:
         self.family = family
@@ -51,7 +25,7 @@ class Codec:
         return socket.inet_pton(self._af, text)
 
     def encoder(self, fields: tuple[str, ...]) -> Callable[[Key], bytes]:
-        """Key -> octets. The slots of one frontend follow each other: what they share is made once."""
+        """Key -> bytes. The slots of one frontend follow each other: what they share is made once."""
         if fields[:1] == (SLOT,) and len(fields) > 1:
             rest = self.encoder(fields[1:])
             last: list[tuple[Key, bytes]] = [((), b"")]
@@ -82,7 +56,7 @@ class Codec:
         return start + network.network_address.packed, start + network.broadcast_address.packed
 
     def decoder(self, fields: tuple[str, ...]) -> Callable[[bytes], Key]:
-        """Octets -> key. What the slots of one frontend share is made once."""
+        """Bytes -> key. What the slots of one frontend share is made once."""
         if fields[:1] == (SLOT,) and len(fields) > 1:
             rest = self.decoder(fields[1:])
             tails: dict[bytes, Key] = {}
@@ -103,13 +77,13 @@ class Codec:
             offset += wide if alone else -(-wide // 4) * 4
         known: dict[bytes, str] = {}
 
-        def one(field: str, octets: bytes) -> str | int:
+        def one(field: str, data: bytes) -> str | int:
             if field in {ADDRESS, RANGE}:
-                found = known.get(octets)
+                found = known.get(data)
                 if found is None:
-                    found = known[octets] = socket.inet_ntop(self._af, octets)
+                    found = known[data] = socket.inet_ntop(self._af, data)
                 return found
-            return int.from_bytes(octets, "big" if field in {PORT, PROTOCOL} else sys.byteorder)
+            return int.from_bytes(data, "big" if field in {PORT, PROTOCOL} else sys.byteorder)
 
         return lambda data: tuple([one(field, data[start:end]) for field, start, end in places])
 

@@ -1,19 +1,17 @@
-"""PURE. What can be asked of nf_tables, as values: a list of these is one transaction."""
+"""PURE. What a transaction can do, as values, and the kernel interface that carries transactions out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from dataplane.modes.nftables.expressions import Rule
-from dataplane.modes.nftables.lower import Chain, Element, Family, Key, Set
+from dataplane.nftables.expressions import Family, Rule
+from dataplane.nftables.schema import Chain, Element, Hook, Key, Set, Shape, Value
 
 __all__ = [
     "AddChain", "AddCounter", "AddElements", "AddRules", "AddSet", "AddTable", "DeleteChain", "DeleteElements",
-    "DeleteSet", "DeleteTable", "Door", "FlushChain", "Operation", "Skeleton", "Value", "Work",
+    "DeleteSet", "DeleteTable", "FlushChain", "Nftables", "Operation", "Skeleton", "Work",
 ]  # fmt: skip
-
-Value = tuple[str, int] | int | str | None
 
 
 class AddTable(NamedTuple):
@@ -91,24 +89,27 @@ Work = tuple[Family, Iterable[Operation]]
 
 
 class Skeleton(NamedTuple):
-    """What stands in the kernel but for the elements: sets by name, and for each chain the marks of its rules."""
+    """What the kernel has of a table except elements. `chains` holds the digests of each chain's rules.
 
-    sets: Mapping[str, bool]  # False: one of ours that is of another kind
+    `hooks` has the base chains only.
+    """
+
+    sets: Mapping[str, Shape]
     chains: Mapping[str, tuple[str, ...]]
-    hooks: Mapping[str, bool]  # of base chains: whether it hangs where ours of that name does
+    hooks: Mapping[str, Hook]
     counters: frozenset[str]
 
 
-class Door(Protocol):
-    """The way to the kernel; `wire.Kernel` is it, tests have a fake."""
+class Nftables(Protocol):
+    """The kernel interface for one table of each family; `wire.Kernel` implements it, tests have a fake."""
 
     def commit(self, *work: Work) -> None:
-        """One transaction, of one family or both."""
+        """Do everything as one transaction, of one family or both."""
 
     def skeleton(self, family: Family) -> Skeleton | None:
-        """What is there of our table, None: there is no such table."""
+        """What there is of the table, None: there is no such table."""
 
-    def contents(self, family: Family, wanted: Set) -> dict[Key, tuple[Value, str]]:
+    def contents(self, family: Family, name: str) -> dict[Key, tuple[Value, str]]:
         """Key -> value and comment of all elements of a set."""
 
     def counters(self, family: Family) -> dict[str, int]:
@@ -118,4 +119,4 @@ class Door(Protocol):
         """A number that changes with every transaction of anybody."""
 
     def close(self) -> None:
-        """Give it back."""
+        """Release the socket."""

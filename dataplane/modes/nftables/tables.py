@@ -1,0 +1,202 @@
+"""PURE. The table of each family as it is whatever the services are: sets, and the chains from the hooks to them.
+
+The number of rules is constant; what a service adds are elements:
+
+    inside, outside           address . protocol . port -> goto the chain for so many backends (see `picks`)
+    inside-slots, ...         slot . address . protocol . port -> address and port of one backend
+    inside-ports, ...         the same for node ports, without the address
+    cluster-ips               ClusterIPs, to refuse ports that they have not
+
+`inside` is what pods and this node see, `outside` is looked at first for clients beyond the cluster and holds only
+frontends that treat them differently.
+
+Affinity takes some maps more, the same for all services. Every service port has a number and each of its backends
+another one:
+
+    inside-numbers            address . protocol . port -> number of the service port
+    inside-candidates         slot . address . protocol . port -> number of a backend
+    members-0, members-1      number of a backend -> its address and port, while the first or second set has it
+    clients-10800             client . number of the service port -> number of the backend; packets write it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from ipaddress import IPv4Network, IPv6Network, ip_network
+from typing import Final
+
+from dataplane.nftables import expressions as x
+from dataplane.nftables import uapi as nf
+from dataplane.nftables.expressions import RETURN, Family, rule
+from dataplane.nftables.schema import ADDRESS, NUMBER, PORT, PROTOCOL, RANGE, SLOT, VERDICT, Chain, Hook, Set
+from dataplane.table import Masquerade, NodeNetwork
+
+__all__ = [
+    "ALLOWED", "CLUSTER_IPS", "COUNTERS", "DISCARD", "ITSELF", "KEPT_MARKS", "MEMBERS", "NODE_PORT_ADDRESSES",
+    "REFUSE", "RESTRICTED", "SETS", "SPACES", "TABLE", "clients_set", "mark_chain", "port_only", "set_named",
+    "structure",
+]  # fmt: skip
+
+TABLE: Final = "hybrid-proxy"
+SPACES: Final = ("inside", "outside", "inside-ports", "outside-ports")
+RESTRICTED, ALLOWED = "restricted", "allowed-sources"
+CLUSTER_IPS, NODE_PORT_ADDRESSES, ITSELF = "cluster-ips", "node-port-addresses", "itself"
+REFUSE, DISCARD = "refuse", "discard"
+MEMBERS: Final = ("members-0", "members-1")  # of the first and second backend set of a service port
+KEPT_MARKS, KEPT_SECONDS = "kept-marks", 5
+MAX_CLIENTS: Final = 262_144  # of one affinity time and family; beyond that a new client gets a backend by chance
+
+COUNTERS: Final = (
+    "refused", "discarded", "source-not-allowed", "unknown-port", "unallocated", "masqueraded", "to-itself", "no-slot",
+    "invalid",
+)  # fmt: skip
+
+
+def port_only(space: str) -> bool:
+    """Whether the keys of this space are without an address."""
+    return space.endswith("-ports")
+
+
+def _sets() -> Iterator[Set]:
+    yield Set(CLUSTER_IPS, (ADDRESS,))
+    yield Set(NODE_PORT_ADDRESSES, (ADDRESS,))
+    yield Set(ITSELF, (ADDRESS, ADDRESS))
+    yield Set(RESTRICTED, (ADDRESS, PROTOCOL, PORT))
+    yield Set(ALLOWED, (ADDRESS, PROTOCOL, PORT, RANGE))
+    for space in SPACES:
+        key = (PROTOCOL, PORT) if port_only(space) else (ADDRESS, PROTOCOL, PORT)
+        yield Set(space, key, (VERDICT,))
+        yield Set(f"{space}-slots", (SLOT, *key), (ADDRESS, PORT))
+        yield Set(f"{space}-numbers", key, (NUMBER,))
+        yield Set(f"{space}-candidates", (SLOT, *key), (SLOT,))
+    for members in MEMBERS:
+        yield Set(members, (NUMBER,), (ADDRESS, PORT))
+    yield Set(KEPT_MARKS, (ADDRESS, PORT, PROTOCOL), (SLOT,), KEPT_SECONDS, MAX_CLIENTS)
+
+
+SETS: Final = {one.name: one for one in _sets()}
+
+
+def clients_set(seconds: int) -> Set:
+    """Where clients with that affinity time are remembered."""
+    return Set(f"clients-{seconds}", (ADDRESS, NUMBER), (SLOT,), seconds, MAX_CLIENTS)
+
+
+def set_named(name: str) -> Set | None:
+    """The set of ours with that name; None: we have none."""
+    kind, _, seconds = name.rpartition("-")
+    if kind == "clients" and seconds.isdigit():
+        return clients_set(int(seconds))
+    return SETS.get(name)
+
+
+def structure(family: Family, node: NodeNetwork, *, drop_invalid: bool = True) -> tuple[Chain, ...]:
+    """The chains of a family that are there whatever the services are.
+
+    A segment that conntrack calls invalid is not translated: a client would get a backend's own address, know nothing
+    of that connection and reset it (`drop_invalid`, kubernetes #74839).
+    """
+    strict = (rule(x.invalid(), x.count("invalid"), x.DROP),) if drop_invalid else ()
+    forward = Chain("filter-forward", strict, Hook(nf.NF_INET_FORWARD, nf.NF_IP_PRI_FILTER, "filter"))
+    return (*_refusals(family), *_marks(family, node), *_lookups(family, node), *_base_chains(family, node), forward)
+
+
+def _refusals(family: Family) -> Iterator[Chain]:
+    refuse = rule(x.reject_tcp()), rule(family.reject_port())
+    yield Chain(REFUSE, (rule(x.count("refused")), *refuse))
+    yield Chain("refuse-port", (rule(x.count("unknown-port")), *refuse))
+    yield Chain(DISCARD, (rule(x.count("discarded"), x.DROP),))
+
+
+def mark_chain(classes: Masquerade) -> str:
+    """The chain that marks packets of these classes for masquerading."""
+    pairs = ((Masquerade.POD, "p"), (Masquerade.NODE, "n"), (Masquerade.EXTERNAL, "e"))
+    return "mark-" + "".join(letter for bit, letter in pairs if classes & bit)
+
+
+def _marks(family: Family, node: NodeNetwork) -> Iterator[Chain]:
+    """One chain for each set of classes that can be masqueraded."""
+    pod = _is_pod(family, node)
+    mark = x.set_mark(1 << node.masquerade_bit)
+    own = x.is_own()
+    for classes in map(Masquerade, range(1, 8)):
+        rules = []
+        if classes is not Masquerade.ALWAYS:
+            rules.append(rule(own, mark) if classes & Masquerade.NODE else rule(own, RETURN))
+            if classes & Masquerade.NODE:
+                rules.append(rule(own, RETURN))
+            if pod is not None and classes & Masquerade.POD:
+                rules.append(rule(pod, mark))
+            if pod is not None:
+                rules.append(rule(pod, RETURN))
+        if classes & Masquerade.EXTERNAL:
+            rules.append(rule(mark))
+        yield Chain(mark_chain(classes), tuple(rules))
+
+
+def _is_pod(family: Family, node: NodeNetwork) -> x.Part | None:
+    """What recognises a pod among packets that came in; None: nobody is a pod in this family."""
+    if node.pods.interface:
+        return x.from_interface(node.pods.interface, prefix=node.pods.by_name_prefix)
+    for network in _networks(node.pods.prefixes, family):
+        return family.source_within(network.network_address.packed, network.netmask.packed)
+    return None
+
+
+def _networks(cidrs: Iterable[str], family: Family) -> list[IPv4Network | IPv6Network]:
+    networks = [ip_network(cidr, strict=False) for cidr in cidrs]
+    return [network for network in networks if network.version == family.version]
+
+
+def _lookups(family: Family, node: NodeNetwork) -> Iterator[Chain]:
+    """From a class of clients to the verdict maps."""
+    here = family.destination_in(NODE_PORT_ADDRESSES)
+    yield Chain(
+        "elsewhere",
+        (
+            rule(family.destination_in(CLUSTER_IPS), family.destination_not_local(), x.goto("refuse-port")),
+            *(
+                rule(
+                    family.destination_within(network.network_address.packed, network.netmask.packed),
+                    family.destination_not_local(), x.count("unallocated"), x.DROP,
+                )
+                for network in _networks(node.service_cidrs, family)
+            ),
+        ),
+    )  # fmt: skip
+    yield Chain(
+        "to-ports",
+        (rule(here, family.find_verdict("inside-ports", port_only=True)), rule(x.goto("elsewhere"))),
+    )
+    yield Chain("from-inside", (rule(family.find_verdict("inside")), rule(x.goto("to-ports"))))
+    yield Chain(
+        "from-outside",
+        (
+            rule(family.find_verdict("outside")),
+            rule(family.find_verdict("inside")),
+            rule(here, family.find_verdict("outside-ports", port_only=True)),
+            rule(x.goto("to-ports")),
+        ),
+    )
+
+
+def _base_chains(family: Family, node: NodeNetwork) -> Iterator[Chain]:
+    pod = _is_pod(family, node)
+    guard = rule(family.frontend_in(RESTRICTED), family.source_not_in(ALLOWED), x.count("source-not-allowed"), x.DROP)
+    masquerade_mark = 1 << node.masquerade_bit
+    yield Chain(
+        "nat-prerouting",
+        (guard, *((rule(pod, x.goto("from-inside")),) if pod else ()), rule(x.goto("from-outside"))),
+        Hook(nf.NF_INET_PRE_ROUTING, nf.NF_IP_PRI_NAT_DST),
+    )
+    yield Chain("nat-output", (guard, rule(x.goto("from-inside"))), Hook(nf.NF_INET_LOCAL_OUT, nf.NF_IP_PRI_NAT_DST))
+    yield Chain(
+        "nat-postrouting",
+        (
+            rule(
+                x.mark_has_any(masquerade_mark), x.clear_mark(masquerade_mark), x.count("masqueraded"), x.masquerade()
+            ),
+            rule(x.translated(), family.hairpin_in(ITSELF), x.count("to-itself"), x.masquerade()),
+        ),
+        Hook(nf.NF_INET_POST_ROUTING, nf.NF_IP_PRI_NAT_SRC),
+    )

@@ -1,0 +1,118 @@
+"""PURE. A table without its elements: created, compared with what the kernel has, and repaired."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+from dataplane.nftables import operations as op
+from dataplane.nftables.expressions import Family
+from dataplane.nftables.schema import Chain, Element, Key, Set
+
+__all__ = ["Ruleset", "additions", "deletions", "describe"]
+
+_DESCRIBED: Final = 8  # operations that a message names
+
+
+class Ruleset(NamedTuple):
+    """Counters, sets and chains of one family's table, as they are wanted."""
+
+    family: Family
+    counters: tuple[str, ...]
+    sets: tuple[Set, ...]
+    chains: tuple[Chain, ...]
+
+    def create(self, *, replace: bool) -> Iterator[op.Operation]:
+        """A new table, or one in place of the table that is there."""
+        if replace:
+            yield op.AddTable()  # a table that is not there cannot be deleted
+            yield op.DeleteTable()
+        yield op.AddTable()
+        yield from (op.AddCounter(name) for name in self.counters)
+        yield from add(self.sets, self.chains)
+
+    def irreparable(self, skeleton: op.Skeleton) -> str:
+        """Why the kernel's table must be replaced as a whole; empty: `repair` is enough.
+
+        The kernel changes neither the hook of a chain nor the type of a set.
+        """
+        for chain in self.chains:
+            if chain.name in skeleton.chains and skeleton.hooks.get(chain.name) != chain.hook:
+                return f"chain {chain.name} has another hook"
+        for wanted in self.sets:
+            found = skeleton.sets.get(wanted.name)
+            if found is not None and found != wanted.shape(self.family):
+                return f"set {wanted.name} has another type"
+        return ""
+
+    def repair(self, skeleton: op.Skeleton) -> list[op.Operation]:
+        """Add what is missing and rewrite chains whose rules differ. Elements are not looked at."""
+        absent = [chain for chain in self.chains if chain.name not in skeleton.chains]
+        other = [chain for chain in self.chains if skeleton.chains.get(chain.name, chain.digests) != chain.digests]
+        return [
+            *(op.AddCounter(name) for name in self.counters if name not in skeleton.counters),
+            *(op.AddSet(one) for one in self.sets if one.name not in skeleton.sets),
+            *(op.AddChain(chain) for chain in absent),
+            *(op.FlushChain(chain.name) for chain in other),
+            *(op.AddRules(chain.name, chain.rules) for chain in (*other, *absent)),
+        ]
+
+    def remove_foreign(self, skeleton: op.Skeleton) -> list[op.Operation]:
+        """Remove chains and sets that are not wanted; nothing wanted may lead to them any more."""
+        chains, sets = {chain.name for chain in self.chains}, {wanted.name for wanted in self.sets}
+        foreign = [name for name in skeleton.chains if name not in chains]
+        return [
+            *(op.FlushChain(name) for name in foreign),
+            *(op.DeleteChain(name) for name in foreign),
+            *(op.DeleteSet(name) for name in skeleton.sets if name not in sets),
+        ]
+
+
+def add(sets: Iterable[Set], chains: Sequence[Chain]) -> Iterator[op.Operation]:
+    """Sets first, then chains, then rules: a rule may refer to all of them."""
+    yield from (op.AddSet(wanted) for wanted in sets)
+    yield from (op.AddChain(chain) for chain in chains)
+    yield from (op.AddRules(chain.name, chain.rules) for chain in chains)
+
+
+def additions(elements: Iterable[Element]) -> Iterator[op.Operation]:
+    """Add elements, set by set."""
+    by_set: dict[str, list[Element]] = {}
+    for element in elements:
+        by_set.setdefault(element.set, []).append(element)
+    return (op.AddElements(name, made) for name, made in by_set.items())
+
+
+def deletions(places: Iterable[tuple[str, Key]]) -> Iterator[op.Operation]:
+    """Delete elements by set and key, set by set."""
+    by_set: dict[str, list[Key]] = {}
+    for name, key in places:
+        by_set.setdefault(name, []).append(key)
+    return (op.DeleteElements(name, keys) for name, keys in by_set.items())
+
+
+def describe(operations: Iterable[op.Operation]) -> str:
+    """What a repair changes, for a log."""
+    found: list[str] = []
+    for operation in operations:
+        match operation:
+            case op.AddTable():
+                found.append("the table")
+            case op.AddSet(wanted):
+                found.append(f"set {wanted.name}")
+            case op.AddChain(chain):
+                found.append(f"chain {chain.name}")
+            case op.FlushChain(name):
+                found.append(f"rules of {name}")
+            case op.AddElements(name, elements):
+                found.append(f"{len(elements)} elements of {name}")
+            case op.DeleteElements(name, keys):
+                found.append(f"{len(keys)} foreign or wrong elements of {name}")
+            case op.AddCounter(name):
+                found.append(f"counter {name}")
+            case op.DeleteSet(name):
+                found.append(f"foreign set {name}")
+            case _:
+                pass
+    more = len(found) - _DESCRIBED
+    return ", ".join(found[:_DESCRIBED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,103 @@
+"""The elements of a service port, and the names of picking chains."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+
+from dataplane.modes.nftables import lower
+from dataplane.modes.nftables.picks import Pick, chain_named
+from dataplane.modes.nftables.tables import SPACES
+from dataplane.nftables.expressions import Verdict
+from dataplane.nftables.schema import Element
+from dataplane.nftables.uapi import NFT_GOTO
+from dataplane.table import Kind, Masquerade, WhenEmpty
+from tests.modes.make import entry
+from tests.modes.nftables.make import cluster_ip, route
+from tests.tables import Front
+
+KEY = ("10.96.0.10", 6, 80)
+CLUSTER = Masquerade.NODE | Masquerade.EXTERNAL
+
+
+def goto(chain: str | Pick) -> Verdict:
+    return Verdict(NFT_GOTO, chain)
+
+
+def number(name: str) -> int:
+    return zlib.crc32(name.encode())
+
+
+@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize("seconds", [0, 10800])
+@pytest.mark.parametrize("classes", range(8))
+def test_names_of_picking_chains_say_what_they_do(space: str, seconds: int, classes: int) -> None:
+    pick = Pick(space, 12, Masquerade(classes), seconds, 1 if seconds else 0)
+    assert chain_named(pick.name) == pick
+    assert len(pick.name) < 128
+
+
+@pytest.mark.parametrize(
+    "name", ["refuse", "inside", "inside-x-ne", "mark-ne", "to-ports", "inside-3", "inside-3-a-b-c"]
+)
+def test_other_chains_pick_nothing(name: str) -> None:
+    assert chain_named(name) == name
+
+
+def test_elements_of_a_cluster_ip() -> None:
+    found = lower.elements(entry(cluster_ip("10.96.0.10", route("10.1.0.5", "10.1.0.6"))), number)
+    assert found == [
+        Element("inside", KEY, goto(Pick("inside", 2, CLUSTER)), "default/web:http"),
+        Element("inside-slots", (0, *KEY), ("10.1.0.5", 8080)),
+        Element("inside-slots", (1, *KEY), ("10.1.0.6", 8080)),
+    ]
+
+
+def test_elements_that_service_ports_share() -> None:
+    one = entry(cluster_ip("10.96.0.10", route("10.1.0.5", "*10.1.0.6")), cluster_ip("10.96.0.10", route(), 81))
+    assert lower.shared(one) == {
+        Element("cluster-ips", ("10.96.0.10",)),
+        Element("itself", ("10.1.0.6", "10.1.0.6")),
+    }
+
+
+def test_elements_of_what_outsiders_see_differently() -> None:
+    inside, local = route("10.1.0.5", "10.1.0.6"), route(empty=WhenEmpty.DROP)
+    lb = Front(Kind.LOAD_BALANCER, "5.5.5.5", 443, inside, local, Masquerade.NODE, ("10.0.0.0/8", "10.2.0.0/16"))
+    ports = Front(Kind.NODE_PORT, None, 30080, inside, local, Masquerade.NODE)
+    found = lower.elements(entry(lb, ports), number)
+    assert [e for e in found if not e.set.endswith("-slots")] == [
+        Element("restricted", ("5.5.5.5", 6, 443)),
+        Element("allowed-sources", ("5.5.5.5", 6, 443, "10.0.0.0/8")),
+        Element("inside", ("5.5.5.5", 6, 443), goto(Pick("inside", 2, Masquerade.NODE)), "default/web:http"),
+        Element("outside", ("5.5.5.5", 6, 443), goto("discard"), "default/web:http"),
+        Element("inside-ports", (6, 30080), goto(Pick("inside-ports", 2, Masquerade.NODE)), "default/web:http"),
+        Element("outside-ports", (6, 30080), goto("discard"), "default/web:http"),
+    ]
+    assert {e.set for e in found if e.set.endswith("-slots")} == {"inside-slots", "inside-ports-slots"}
+
+
+def test_no_endpoint_is_refused() -> None:
+    found = lower.elements(entry(cluster_ip("10.96.0.10", route())), number)
+    assert found[-1] == Element("inside", KEY, goto("refuse"), "default/web:http")
+
+
+def test_affinity_numbers_are_shared_by_all_frontends() -> None:
+    both = route("10.1.0.5", "10.1.0.6")
+    node_port = Front(Kind.NODE_PORT, None, 30080, both, both, Masquerade.ALWAYS)
+    found = lower.elements(entry(cluster_ip("10.96.0.10", both), node_port, affinity_seconds=60), number)
+    numbers = {e.value for e in found if e.set in {"inside-numbers", "inside-ports-numbers"}}
+    assert len(numbers) == 1
+    members = {e.key[0]: e.value for e in found if e.set == "members-0"}
+    assert sorted(members.values()) == [("10.1.0.5", 8080), ("10.1.0.6", 8080)]
+    for space in ("inside", "inside-ports"):
+        candidates = [e.value for e in found if e.set == f"{space}-candidates"]
+        assert candidates == list(members)
+    assert {e.value for e in found if e.set == "inside"} == {goto(Pick("inside", 2, CLUSTER, 60))}
+
+
+def test_long_names_fit_a_comment() -> None:
+    name = f"{'n' * 63}/{'s' * 63}:{'p' * 15}"
+    found = lower.elements(entry(cluster_ip("10.96.0.10", route("10.1.0.5")), name=name), number)
+    assert max(len(e.comment) for e in found) == 127
