@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import socket
 import struct
 import sys
 from collections.abc import Mapping
@@ -16,10 +15,11 @@ from typing import Any, Final
 
 from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
+from pyroute2.netlink.rtnl import RTM_GETTFILTER, RTMGRP_TC
 
 from dataplane.kernel.attachment import program_number
 from dataplane.kernel.bpf import BpfError
-from dataplane.kernel.netlink import NLM_F_DUMP, ROUTE, Message, Netlink, NetlinkFailed, attributes, heard
+from dataplane.kernel.netlink import NLM_F_DUMP, ROUTE, Events, Message, Netlink, NetlinkFailed, attributes
 
 __all__ = ["EGRESS", "HANDLE", "INGRESS", "PRIORITY", "Filters", "attach", "detach"]
 
@@ -27,8 +27,6 @@ INGRESS, EGRESS = 0xFFFFFFF2, 0xFFFFFFF3  # TC_H_CLSACT with TC_H_MIN_INGRESS an
 PRIORITY: Final = 1
 HANDLE: Final = 0x4850  # "HP": our filters have this handle and a name of ours
 NAME: Final = "hybrid_proxy_"
-RTMGRP_TC: Final = 0x8  # linux/rtnetlink.h: filters and qdiscs
-RTM_GETTFILTER: Final = 46
 TCA_OPTIONS, TCA_BPF_NAME, TCA_BPF_ID = 2, 7, 11  # linux/rtnetlink.h, linux/pkt_cls.h
 _TCMSG: Final = struct.Struct("=B3xiIII")  # family, interface, handle, parent, info
 
@@ -88,9 +86,7 @@ class Filters:
     """The filters in the network namespace of the calling thread, read again when the kernel reports a change."""
 
     def __init__(self) -> None:
-        self._events = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE)
-        self._events.bind((0, RTMGRP_TC))
-        self._events.setblocking(False)
+        self._events = Events(ROUTE, RTMGRP_TC)
         self._missing: dict[int, list[str]] = {}  # by interface, of those looked at since the last change
 
     def missing(self, index: int, programs: Mapping[tuple[str, bool], int]) -> list[str]:
@@ -100,8 +96,8 @@ class Filters:
             index: of the interface.
             programs: descriptors by name and by whether the filter is at ingress.
         """
-        if heard(self._events, 0):
-            self._forget()
+        if self._events.drain():
+            self._missing.clear()
         if index not in self._missing:
             self._missing[index] = [
                 name
@@ -109,16 +105,6 @@ class Filters:
                 if _program_at(index, name, ingress=ingress) != program_number(program)
             ]
         return self._missing[index]
-
-    def _forget(self) -> None:
-        """Something changed. What it was is read from the kernel, so a lost message does not matter."""
-        self._missing.clear()
-        while heard(self._events, 0):
-            try:
-                self._events.recv(1 << 16)
-            except OSError as error:
-                if error.errno != errno.ENOBUFS:
-                    raise
 
     def close(self) -> None:
         """Stop watching."""
@@ -128,9 +114,9 @@ class Filters:
 def _program_at(index: int, name: str, *, ingress: bool) -> int | None:
     """The id of the program that our filter of this name runs; None: there is no such filter."""
     request = _TCMSG.pack(0, index, 0, INGRESS if ingress else EGRESS, 0)
-    wire = Netlink(ROUTE)
-    with contextlib.closing(wire), contextlib.suppress(NetlinkFailed):  # no qdisc, or no interface any more
-        for body in wire.dump(Message(RTM_GETTFILTER, request, NLM_F_DUMP), f"filters of interface {index}"):
+    message = Message(RTM_GETTFILTER, request, NLM_F_DUMP, f"reading the filters of interface {index}")
+    with Netlink(ROUTE) as wire, contextlib.suppress(NetlinkFailed):  # no qdisc, or no interface any more
+        for body in wire.dump(message):
             _, _, handle, _, _ = _TCMSG.unpack_from(body)
             options = dict(attributes(dict(attributes(body, _TCMSG.size)).get(TCA_OPTIONS, b"")))
             if handle == HANDLE and options.get(TCA_BPF_NAME, b"").rstrip(b"\0").decode() == NAME + name:

@@ -18,6 +18,17 @@ from typing import Final
 
 from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
+from pyroute2.netlink.rtnl import (
+    RTM_DELADDR,
+    RTM_DELLINK,
+    RTM_GETADDR,
+    RTM_NEWADDR,
+    RTMGRP_IPV4_IFADDR,
+    RTMGRP_IPV6_IFADDR,
+    RTMGRP_LINK,
+    rt_scope,
+)
+from pyroute2.netlink.rtnl.ifaddrmsg import IFA_F_NODAD, IFA_F_NOPREFIXROUTE
 
 from dataplane.errors import Unsupported
 from dataplane.kernel import sysctl
@@ -26,24 +37,21 @@ from dataplane.kernel.netlink import (
     NLM_F_CREATE,
     NLM_F_DUMP,
     ROUTE,
+    Events,
     Message,
     Netlink,
     NetlinkFailed,
     attribute,
     attributes,
-    heard,
     messages,
 )
 
 __all__ = ["ALIAS", "Dummy"]
 
 ALIAS: Final = "hybrid-proxy"  # on devices that we made
-NEW_ADDRESS, DELETE_ADDRESS, GET_ADDRESS, DELETE_LINK = 20, 21, 22, 17
-IFA_ADDRESS, IFA_LOCAL, IFA_CACHEINFO, IFA_FLAGS = 1, 2, 6, 8
-NODAD, NOPREFIXROUTE = 0x02, 0x200
-SCOPE_HOST, SCOPE_LINK = 254, 253
+IFA_ADDRESS, IFA_LOCAL, IFA_CACHEINFO, IFA_FLAGS = 1, 2, 6, 8  # linux/if_addr.h
 FOREVER: Final = 0xFFFFFFFF
-GROUPS: Final = 0x1 | 0x10 | 0x100  # links, IPv4 and IPv6 addresses
+GROUPS: Final = RTMGRP_LINK | RTMGRP_IPV4_IFADDR | RTMGRP_IPV6_IFADDR
 _IFADDR: Final = struct.Struct("=BBBBI")
 _IFINFO_INDEX: Final = struct.Struct("=BBHi")
 _CACHEINFO: Final = struct.Struct("=IIII")
@@ -101,11 +109,13 @@ class Dummy:
                 return
 
     def addresses(self) -> set[str]:
-        """The addresses on it, link-local ones left out; none when it is not there."""
+        """The addresses on it without link-local ones; none when it is not there."""
         found = set()
         for family in (socket.AF_INET, socket.AF_INET6):
-            request = Message(GET_ADDRESS, _IFADDR.pack(family, 0, 0, 0, 0), NLM_F_DUMP)
-            for answer in self._netlink.dump(request, f"reading the addresses of {self.name}"):
+            request = Message(
+                RTM_GETADDR, _IFADDR.pack(family, 0, 0, 0, 0), NLM_F_DUMP, f"reading the addresses of {self.name}"
+            )
+            for answer in self._netlink.dump(request):
                 address = _address(answer, self.index)
                 if address:
                     found.add(address)
@@ -117,23 +127,23 @@ class Dummy:
         Raises:
             NetlinkFailed: the kernel refused one; the others are done.
         """
-        wanted = [(NEW_ADDRESS, text) for text in add] + [(DELETE_ADDRESS, text) for text in remove]
+        wanted = [(RTM_NEWADDR, text) for text in add] + [(RTM_DELADDR, text) for text in remove]
         for position, code in self._netlink.send([self._message(kind, text) for kind, text in wanted]):
             kind, text = wanted[position]
-            if (kind, code) not in ((NEW_ADDRESS, errno.EEXIST), (DELETE_ADDRESS, errno.EADDRNOTAVAIL)):
-                what = "adding" if kind == NEW_ADDRESS else "removing"
+            if (kind, code) not in ((RTM_NEWADDR, errno.EEXIST), (RTM_DELADDR, errno.EADDRNOTAVAIL)):
+                what = "adding" if kind == RTM_NEWADDR else "removing"
                 raise NetlinkFailed(f"{what} address {text} at {self.name}", code)
 
     def _message(self, kind: int, text: str) -> Message:
         family = socket.AF_INET6 if ":" in text else socket.AF_INET
         packed = socket.inet_pton(family, text)
-        body = _IFADDR.pack(family, 8 * len(packed), 0, SCOPE_HOST if family == socket.AF_INET else 0, self.index)
+        body = _IFADDR.pack(family, 8 * len(packed), 0, rt_scope["host"] if family == socket.AF_INET else 0, self.index)
         body += attribute(IFA_LOCAL, packed)
-        if kind == DELETE_ADDRESS:
+        if kind == RTM_DELADDR:
             return Message(kind, body)
         body += attribute(IFA_ADDRESS, packed)
         if family == socket.AF_INET6:
-            body += attribute(IFA_FLAGS, struct.pack("=I", NODAD | NOPREFIXROUTE))
+            body += attribute(IFA_FLAGS, struct.pack("=I", IFA_F_NODAD | IFA_F_NOPREFIXROUTE))
             body += attribute(IFA_CACHEINFO, _CACHEINFO.pack(0, FOREVER, 0, 0))
         return Message(kind, body, NLM_F_CREATE)
 
@@ -152,35 +162,26 @@ class Dummy:
     def watch(self, wanted: Collection[str], changed: Callable[[], None], stop: threading.Event) -> threading.Thread:
         """Have `changed` called when the device or an address in `wanted` goes away, until `stop`.
 
-        Take an address out of `wanted` before removing it: what we do ourselves is no news.
+        Take an address out of `wanted` before removing it, so that our own change is not reported.
         """
-        events = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, ROUTE)
-        events.bind((0, GROUPS))
-        thread = threading.Thread(target=self._watch, args=(events, wanted, changed, stop), name=self.name, daemon=True)
+        arguments = (Events(ROUTE, GROUPS), wanted, changed, stop)  # in the namespace of the calling thread
+        thread = threading.Thread(target=self._watch, args=arguments, name=self.name, daemon=True)
         thread.start()
         return thread
 
     def _watch(
-        self, events: socket.socket, wanted: Collection[str], changed: Callable[[], None], stop: threading.Event
+        self, events: Events, wanted: Collection[str], changed: Callable[[], None], stop: threading.Event
     ) -> None:
         with events:
-            while not stop.is_set():
-                if not heard(events, 0.5):
-                    continue
-                try:
-                    lost = self._is_loss(events.recv(1 << 16), wanted)
-                except OSError as error:
-                    if error.errno != errno.ENOBUFS:
-                        raise
-                    lost = True  # what was told is unknown: look
-                if lost:
+            for data in events.until(stop):
+                if data is None or self._is_loss(data, wanted):  # reports that were lost may have been of a loss
                     changed()
 
     def _is_loss(self, data: bytes, wanted: Collection[str]) -> bool:
         for kind, _, _, _, body in messages(data):
-            if kind == DELETE_LINK and _IFINFO_INDEX.unpack_from(body)[3] == self.index:
+            if kind == RTM_DELLINK and _IFINFO_INDEX.unpack_from(body)[3] == self.index:
                 return True
-            if kind == DELETE_ADDRESS and _address(body, self.index) in wanted:
+            if kind == RTM_DELADDR and _address(body, self.index) in wanted:
                 return True
         return False
 
@@ -188,7 +189,7 @@ class Dummy:
 def _address(message: bytes, index: int) -> str:
     """The address that a message of rtnetlink is about; empty: of another device, or link-local."""
     family, _, _, scope, of = _IFADDR.unpack_from(message)
-    if of != index or scope == SCOPE_LINK:
+    if of != index or scope == rt_scope["link"]:
         return ""
     known = dict(attributes(message, _IFADDR.size))
     packed = known.get(IFA_LOCAL) or known.get(IFA_ADDRESS)

@@ -14,6 +14,7 @@ from typing import Final
 
 from pyroute2 import IPSet
 from pyroute2.netlink.exceptions import IPSetError, NetlinkError
+from pyroute2.netlink.nfnetlink import NFNL_SUBSYS_IPSET
 from pyroute2.netlink.nfnetlink.ipset import IPSET_CMD_ADD, IPSET_CMD_DEL, IPSET_CMD_LIST, IPSET_FLAG_LIST_SETNAME
 
 from dataplane.errors import Unsupported
@@ -36,7 +37,7 @@ __all__ = ["LIMIT", "Ipsets"]
 
 LIMIT: Final = 1 << 20  # elements of one set; memory is taken as they come
 PROTOCOL: Final = 6  # of ip_set's messages; every kernel that has ip_set knows it
-SUBSYSTEM: Final = 6 << 8
+SUBSYSTEM: Final = NFNL_SUBSYS_IPSET << 8
 _ADT_BYTES: Final = 48_000  # an attribute has 16 bits for its length
 _A_PROTOCOL, _A_SETNAME, _A_FLAGS, _A_DATA, _A_ADT, _A_LINENO = 1, 2, 6, 7, 8, 9
 _IP, _PORT, _PROTO, _IP2, _CIDR2, _COMMENT, _MARK = 1, 4, 7, 20, 21, 26, 27
@@ -71,7 +72,7 @@ class Ipsets:
             _A_FLAGS | NET_BYTEORDER, _BE32.pack(IPSET_FLAG_LIST_SETNAME)
         )
         found = []
-        for answer in self._netlink.dump(_message(IPSET_CMD_LIST, 4, body, NLM_F_DUMP), "listing sets"):
+        for answer in self._netlink.dump(_message(IPSET_CMD_LIST, 4, body, NLM_F_DUMP, "listing sets")):
             known = dict(attributes(answer, NFGEN.size))
             name = known.get(_A_SETNAME, b"").rstrip(b"\0").decode()
             if name.startswith(prefix):
@@ -121,14 +122,9 @@ class Ipsets:
         Raises:
             NetlinkFailed: the kernel refused an element; those before it are done.
         """
-        messages: list[Message] = []
-        about: list[str] = []
-        for edit in edits:
-            for message in _edit_messages(edit):
-                messages.append(message)
-                about.append(f"{'adding to' if edit.add else 'removing from'} the set {edit.name}")
-        for position, code in self._netlink.send(messages):
-            raise NetlinkFailed(about[position], code)
+        requests = [request for edit in edits for request in _edit_messages(edit)]
+        for position, code in self._netlink.send(requests):
+            raise NetlinkFailed(requests[position].what, code)
 
     def elements(self, name: str) -> dict[Element, Value]:
         """What a set holds.
@@ -138,20 +134,21 @@ class Ipsets:
         """
         body = attribute(_A_PROTOCOL, bytes([PROTOCOL])) + string(_A_SETNAME, name)
         found: dict[Element, Value] = {}
-        for answer in self._netlink.dump(_message(IPSET_CMD_LIST, 4, body, NLM_F_DUMP), f"reading the set {name}"):
+        for answer in self._netlink.dump(_message(IPSET_CMD_LIST, 4, body, NLM_F_DUMP, f"reading the set {name}")):
             for kind, value in attributes(answer, NFGEN.size):
                 if kind == _A_ADT:
                     found.update(_read(data) for _, data in attributes(value))
         return found
 
 
-def _message(command: int, family: int, body: bytes, flags: int = 0) -> Message:
-    return Message(SUBSYSTEM | command, NFGEN.pack(_AF[family], 0, 0) + body, flags)
+def _message(command: int, family: int, body: bytes, flags: int, what: str) -> Message:
+    return Message(SUBSYSTEM | command, NFGEN.pack(_AF[family], 0, 0) + body, flags, what)
 
 
 def _edit_messages(edit: Edit) -> Iterator[Message]:
     """One message for as many elements as fit."""
     command = IPSET_CMD_ADD if edit.add else IPSET_CMD_DEL
+    what = f"{'adding to' if edit.add else 'removing from'} the set {edit.name}"
     start = attribute(_A_PROTOCOL, bytes([PROTOCOL])) + string(_A_SETNAME, edit.name)
     start += attribute(_A_LINENO, bytes(4))
     parts: list[bytes] = []
@@ -159,12 +156,12 @@ def _edit_messages(edit: Edit) -> Iterator[Message]:
     for element, value in edit.elements.items():
         part = nested(_A_DATA, _write(edit.family, element, value if edit.add else None))
         if size + len(part) > _ADT_BYTES:
-            yield _message(command, edit.family, start + nested(_A_ADT, *parts))
+            yield _message(command, edit.family, start + nested(_A_ADT, *parts), 0, what)
             parts, size = [], 0
         parts.append(part)
         size += len(part)
     if parts:
-        yield _message(command, edit.family, start + nested(_A_ADT, *parts))
+        yield _message(command, edit.family, start + nested(_A_ADT, *parts), 0, what)
 
 
 def _write(family: int, element: Element, value: Value) -> bytes:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from dataplane.errors import Unsupported
+from dataplane.kernel import genetlink
 from dataplane.kernel.netlink import (
     GENERIC,
     NLM_F_DUMP,
@@ -35,8 +36,6 @@ MODPROBE_SECONDS: Final = 30
 PERSISTENT, HASHED = 0x1, 0x2  # IP_VS_SVC_F_*; the second is the kernel's own mark
 _AF: Final = {4: socket.AF_INET, 6: socket.AF_INET6}
 _FAMILY: Final = {socket.AF_INET: 4, socket.AF_INET6: 6}
-_GENERIC_HEADER: Final = struct.Struct("=BBH")
-_CONTROL, _GET_FAMILY, _FAMILY_ID, _FAMILY_NAME = 0x10, 3, 1, 2  # linux/genetlink.h
 _GET_SERVICE, _GET_DEST, _SET_CONFIG, _GET_CONFIG = 4, 8, 12, 13
 _ATTR_SERVICE, _ATTR_DEST = 1, 2
 _TIMEOUTS: Final = (4, 5, 6)  # TCP, TCP after FIN, UDP
@@ -76,10 +75,10 @@ class Ipvs:
 
     def __init__(self) -> None:
         self._netlink = Netlink(GENERIC)
-        self._kind = self._find()
+        self._kind = genetlink.family(self._netlink, "IPVS")
         if self._kind is None:
             why = load_module("ip_vs")
-            self._kind = self._find()
+            self._kind = genetlink.family(self._netlink, "IPVS")
         if self._kind is None:
             self._netlink.close()
             raise Unsupported("IPVS", f"the kernel has no ip_vs ({why}); load or build that module")
@@ -87,19 +86,6 @@ class Ipvs:
     def close(self) -> None:
         """Give the socket back."""
         self._netlink.close()
-
-    def _find(self) -> int | None:
-        name = string(_FAMILY_NAME, "IPVS")
-        request = Message(_CONTROL, _GENERIC_HEADER.pack(_GET_FAMILY, 1, 0) + name)
-        try:
-            for answer in self._netlink.dump(request, "looking for IPVS"):
-                for kind, value in attributes(answer, 4):
-                    if kind == _FAMILY_ID:
-                        return int(_U16.unpack(value)[0])
-        except NetlinkFailed as error:
-            if error.code != errno.ENOENT:
-                raise
-        return None
 
     def change(self, changes: Sequence[Change]) -> None:
         """Do all of these in their order. What exists already is set, what is gone already is not missed.
@@ -127,8 +113,8 @@ class Ipvs:
             NetlinkFailed: they cannot be read.
         """
         found = {}
-        for answer in self._netlink.dump(self._request(_GET_SERVICE, b"", NLM_F_DUMP), "reading virtual servers"):
-            for kind, value in attributes(answer, 4):
+        for answer in self._netlink.dump(self._request(_GET_SERVICE, b"", NLM_F_DUMP, "reading virtual servers")):
+            for kind, value in genetlink.fields(answer):
                 if kind == _ATTR_SERVICE:
                     server, config = _read_server(value)
                     found[server] = config
@@ -140,10 +126,12 @@ class Ipvs:
         Raises:
             NetlinkFailed: they cannot be read.
         """
-        request = self._request(_GET_DEST, nested(_ATTR_SERVICE, _name(server)), NLM_F_DUMP)
+        what = f"reading the real servers of {_text(server)}"
         found = {}
-        for answer in self._netlink.dump(request, f"reading the real servers of {_text(server)}"):
-            for kind, value in attributes(answer, 4):
+        for answer in self._netlink.dump(
+            self._request(_GET_DEST, nested(_ATTR_SERVICE, _name(server)), NLM_F_DUMP, what)
+        ):
+            for kind, value in genetlink.fields(answer):
                 if kind == _ATTR_DEST:
                     destination, load = _read_destination(value, server.family)
                     found[destination] = load
@@ -151,10 +139,9 @@ class Ipvs:
 
     def timeouts(self) -> Timeouts:
         """The kernel's timeouts of connections."""
-        known: dict[int, int] = {}
-        for answer in self._netlink.dump(self._request(_GET_CONFIG, b""), "reading timeouts"):
-            known.update({kind: _U32.unpack(value)[0] for kind, value in attributes(answer, 4) if kind in _TIMEOUTS})
-        return Timeouts(*(known.get(kind, 0) for kind in _TIMEOUTS))
+        answer = self._netlink.get(self._request(_GET_CONFIG, b"", what="reading timeouts"))
+        known = dict(genetlink.fields(answer)) if answer is not None else {}
+        return Timeouts(*(_U32.unpack(known[kind])[0] if kind in known else 0 for kind in _TIMEOUTS))
 
     def set_timeouts(self, wanted: Timeouts) -> None:
         """Set those that are not 0.
@@ -186,9 +173,9 @@ class Ipvs:
         self.change([made._replace(verb=Verb.DELETE_SERVER)])
         return True
 
-    def _request(self, command: int, body: bytes, flags: int = 0) -> Message:
+    def _request(self, command: int, body: bytes, flags: int = 0, what: str = "a change of IPVS") -> Message:
         assert self._kind is not None
-        return Message(self._kind, _GENERIC_HEADER.pack(command, 1, 0) + body, flags)
+        return genetlink.request(self._kind, command, body, flags, what)
 
     def _message(self, change: Change) -> Message:
         server = _name(change.server)

@@ -8,7 +8,6 @@ in the options replace either half of the rule.
 
 from __future__ import annotations
 
-import errno
 import socket
 import sys
 import threading
@@ -19,8 +18,17 @@ from ipaddress import ip_address
 import msgspec
 from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
+from pyroute2.netlink.rtnl import (
+    RTMGRP_IPV4_IFADDR,
+    RTMGRP_IPV4_ROUTE,
+    RTMGRP_IPV6_IFADDR,
+    RTMGRP_IPV6_ROUTE,
+    RTMGRP_LINK,
+    rt_scope,
+    rt_type,
+)
 
-from dataplane.kernel.netlink import NLM_F_DUMP, ROUTE, Message, Netlink, attributes, heard
+from dataplane.kernel.netlink import NLM_F_DUMP, ROUTE, Events, Message, Netlink, attributes
 
 __all__ = [
     "Hop", "Interface", "Node", "hardware_address",
@@ -30,11 +38,14 @@ __all__ = [
 
 POD_KINDS = frozenset({"veth", "netkit"})
 ETHERNET = 1  # ARPHRD_ETHER
-UNICAST, LOCAL, BROADCAST, MAIN_TABLE = 1, 2, 3, 254  # linux/rtnetlink.h
+UNICAST, LOCAL, BROADCAST, MAIN_TABLE = rt_type["unicast"], rt_type["local"], rt_type["broadcast"], 254
 UPLINK_KINDS = frozenset({"", "bond", "team", "vlan"})  # "": a device of its own
 SERVICES_DEVICE = "kube-ipvs0"  # of mode ipvs, ours or kube-proxy's: its addresses are services'
-# Links, addresses and routes of IPv4 and IPv6, and IPv4's settings of interfaces (RTNLGRP_IPV4_NETCONF, 24).
-RTNLGRP = 0x1 | 0x10 | 0x100 | 0x40 | 0x400 | 1 << 23
+RTNLGRP_IPV4_NETCONF = 24  # IPv4's settings of interfaces, such as rp_filter
+GROUPS = (
+    RTMGRP_LINK | RTMGRP_IPV4_IFADDR | RTMGRP_IPV6_IFADDR | RTMGRP_IPV4_ROUTE | RTMGRP_IPV6_ROUTE
+    | 1 << (RTNLGRP_IPV4_NETCONF - 1)
+)  # fmt: skip
 RTM_GETNETCONF, NETCONFA_IFINDEX, NETCONFA_RP_FILTER, NETCONFA_IFINDEX_ALL = 82, 1, 3, -1  # linux/netconf.h
 
 
@@ -126,7 +137,7 @@ def read_node() -> Node:
         for message in ip.get_addr():
             text = message.get_attr("IFA_LOCAL") or message.get_attr("IFA_ADDRESS")
             addresses.setdefault(message["index"], []).append(text)
-            if message["scope"] not in (253, 254) and message["index"] not in services:  # link, host
+            if message["scope"] not in (rt_scope["link"], rt_scope["host"]) and message["index"] not in services:
                 usable.append(text)
         interfaces = tuple(_interface(link, defaults, addresses) for link in links)
     several = frozenset(
@@ -153,17 +164,14 @@ def _hop(hop: object) -> Hop:
 
 def read_reverse_path_filters() -> dict[int, int]:
     """Interface index -> `rp_filter` as it counts there, the larger one of its own and of `all`."""
-    wire = Netlink(ROUTE)
-    try:
-        request = Message(RTM_GETNETCONF, bytes([socket.AF_INET, 0, 0, 0]), NLM_F_DUMP)
-        told = [dict(attributes(answer, 4)) for answer in wire.dump(request, "settings of interfaces")]
-    finally:
-        wire.close()
+    request = Message(RTM_GETNETCONF, bytes([socket.AF_INET, 0, 0, 0]), NLM_F_DUMP, "reading settings of interfaces")
+    with Netlink(ROUTE) as wire:
+        settings = [dict(attributes(answer, 4)) for answer in wire.dump(request)]
     own = {
         int.from_bytes(known[NETCONFA_IFINDEX], sys.byteorder, signed=True): int.from_bytes(
             known[NETCONFA_RP_FILTER], sys.byteorder
         )
-        for known in told
+        for known in settings
         if NETCONFA_RP_FILTER in known
     }
     everywhere = own.get(NETCONFA_IFINDEX_ALL, 0)
@@ -217,22 +225,7 @@ def is_pod(interface: Interface, patterns: tuple[str, ...], uplinks: tuple[str, 
 
 def watch(changed: Callable[[], None], stop: threading.Event) -> None:
     """Call `changed` soon after links, addresses, routes or settings change, until `stop`. Runs in its own thread."""
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as events:
-        events.bind((0, RTNLGRP))
-        events.setblocking(False)
-        while not stop.is_set():
-            if heard(events, 0.5):
-                _drain(events)
-                changed()
-
-
-def _drain(events: socket.socket) -> None:
-    """Read what is there; what it says is read again from the kernel, so a lost message does not matter."""
-    while True:
-        try:
-            events.recv(1 << 16)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            if error.errno != errno.ENOBUFS:
-                raise
+    with Events(ROUTE, GROUPS) as events:
+        for _ in events.until(stop):
+            events.drain()  # the state is read again from the kernel, whatever the reports say
+            changed()

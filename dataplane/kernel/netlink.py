@@ -1,29 +1,32 @@
-"""Netlink: messages and attributes in bytes, many messages in one system call, and dumps.
+"""Netlink: one codec for messages and attributes, one socket for requests, one for the kernel's reports.
 
-Every door to the kernel that speaks netlink packs and unpacks with what is here. The kernel takes the messages of one
-buffer in order and answers each one that failed; only the last is asked to be acknowledged. Building a message through
-pyroute2's classes costs 300 to 700 us each, in one buffer it is a few.
+All kernel interfaces that speak netlink use what is here. The kernel handles the messages of one buffer in order and
+answers each one that failed; only the last is asked for an acknowledgement, so that any number of changes takes one
+system call each way. A message built through pyroute2's classes costs 300 to 700 us, here it is a few.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import select
 import socket
 import struct
+import threading
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 from dataplane.errors import DataplaneError
 
 __all__ = [
-    "ATTRIBUTE", "GENERIC", "HEADER", "NESTED", "NETFILTER", "NET_BYTEORDER", "NFGEN", "NLMSG_DONE", "NLMSG_ERROR",
-    "NLM_F_ACK", "NLM_F_APPEND", "NLM_F_CREATE", "NLM_F_DUMP", "NLM_F_DUMP_INTR", "NLM_F_REQUEST", "ROUTE",
-    "SOCK_DIAG", "SO_RCVBUFFORCE", "SO_SNDBUFFORCE", "Message", "Netlink", "NetlinkFailed", "attribute", "attributes",
-    "error_of", "heard", "message", "messages", "nested", "string",
+    "ATTRIBUTE", "GENERIC", "HEADER", "NESTED", "NETFILTER", "NET_BYTEORDER", "NFGEN", "NLM_F_APPEND", "NLM_F_CREATE",
+    "NLM_F_DUMP", "ROUTE", "SOCK_DIAG", "Events", "Message", "Netlink", "NetlinkFailed", "attribute", "attributes",
+    "messages", "nested", "string",
 ]  # fmt: skip
 
-# linux/netlink.h
+# linux/netlink.h. pyroute2 has these numbers too, but its package imports all of itself (22 MB, 150 ms or more), and
+# commands that only list what is programmed do without it.
 ROUTE, SOCK_DIAG, NETFILTER, GENERIC = 0, 4, 12, 16
 NLM_F_REQUEST, NLM_F_ACK, NLM_F_DUMP_INTR, NLM_F_DUMP = 0x1, 0x4, 0x10, 0x300
 NLM_F_CREATE, NLM_F_APPEND = 0x400, 0x800
@@ -33,9 +36,15 @@ NET_BYTEORDER: Final = 0x4000
 TYPE_MASK: Final = 0x3FFF
 SOL_NETLINK, NETLINK_CAP_ACK = 270, 10
 SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
-BUFFER: Final = 1 << 20
-BURST_BYTES, BURST_MESSAGES = 1 << 17, 256  # what one call carries: each failed message takes room for its answer
+
+SEND_BUFFER: Final = 1 << 17  # bytes; every kernel's default for a socket is larger
+RECEIVE_BUFFER: Final = 4 << 20  # bytes that may wait for us
+DATAGRAM: Final = 1 << 18  # bytes; the kernel puts at most 32 KiB of a dump into one datagram
+# What one burst of requests carries. Each failed request takes receive buffer for its answer.
+BURST_BYTES, BURST_MESSAGES = 1 << 17, 256
+MARGIN: Final = 1 << 16  # bytes of the send buffer that the kernel accounts beside the messages
 ANSWER_SECONDS: Final = 30.0
+STOP_SECONDS: Final = 0.5  # within which `Events.until` notices that it should stop
 HEADER: Final = struct.Struct("=IHHII")  # length, type, flags, sequence, port
 ATTRIBUTE: Final = struct.Struct("=HH")  # length, type
 NFGEN: Final = struct.Struct(">BBH")  # family, version, resource: before the attributes of NETFILTER's messages
@@ -43,24 +52,26 @@ _INT: Final = struct.Struct("=i")
 
 
 class NetlinkFailed(DataplaneError):
-    """The kernel refused a message.
+    """The kernel refused a request, or did not answer.
 
     Args:
-        what: what was asked for, in words.
+        what: the request, for the message.
         code: the error number, positive; codes from 4096 on are those of ip_set.
     """
 
     def __init__(self, what: str, code: int) -> None:
         super().__init__(f"{what}: {os.strerror(code) if code < 4096 else f'ip_set error {code}'}")
+        self.what = what
         self.code = code
 
 
 class Message(NamedTuple):
-    """One request: type, flags beside NLM_F_REQUEST, and what follows the header."""
+    """One request: type, what follows the header, flags beside NLM_F_REQUEST, and a description for errors."""
 
     kind: int
     payload: bytes
     flags: int = 0
+    what: str = "a netlink request"
 
 
 def attribute(kind: int, value: bytes) -> bytes:
@@ -107,45 +118,51 @@ def messages(data: bytes) -> Iterator[tuple[int, int, int, int, bytes]]:
         start += (length + 3) & ~3
 
 
-def heard(sock: socket.socket, seconds: float) -> bool:
-    """Whether there is something to receive, or an error, within so many seconds; for any number of a descriptor."""
-    poll = select.poll()  # select(2) knows none beyond 1023
-    poll.register(sock, select.POLLIN)
-    return bool(poll.poll(1000 * seconds))
-
-
-def error_of(body: bytes) -> int:
-    """The error number, positive, in the body of NLMSG_ERROR or NLMSG_DONE; 0: done as asked."""
+def _error_of(body: bytes) -> int:
+    """The error number, positive, in the body of NLMSG_ERROR or NLMSG_DONE; 0: success."""
     return -int(_INT.unpack_from(body)[0]) if len(body) >= _INT.size else 0
 
 
 class Netlink:
-    """A socket of the network namespace that the calling thread is in now."""
+    """A socket for requests, of the network namespace that the calling thread is in now. A context manager.
 
-    def __init__(self, protocol: int) -> None:
+    Args:
+        protocol: ROUTE, SOCK_DIAG, NETFILTER or GENERIC.
+        seconds: how long the kernel may take for an answer.
+
+    Raises:
+        OSError: this kernel does not have that protocol.
+    """
+
+    def __init__(self, protocol: int, seconds: float = ANSWER_SECONDS) -> None:
         self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, protocol)
         self._socket.bind((0, 0))
-        self._socket.settimeout(ANSWER_SECONDS)
-        self._socket.setsockopt(SOL_NETLINK, NETLINK_CAP_ACK, 1)
-        for option in (SO_SNDBUFFORCE, SO_RCVBUFFORCE):
-            try:
-                self._socket.setsockopt(socket.SOL_SOCKET, option, BUFFER)
-            except PermissionError:  # the default sizes still carry small requests, such as dumps
-                break
+        self._socket.settimeout(seconds)
+        self._socket.setsockopt(SOL_NETLINK, NETLINK_CAP_ACK, 1)  # errors do not repeat the request
+        with contextlib.suppress(PermissionError):  # the default still carries small requests, such as dumps
+            self._socket.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, RECEIVE_BUFFER)
+        self._room = SEND_BUFFER
         self._sequence = 0
+        self.port: int = self._socket.getsockname()[0]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
-        """Give the socket back."""
+        """Close the socket."""
         self._socket.close()
 
     def send(self, requests: Sequence[Message]) -> list[tuple[int, int]]:
-        """Have all messages done, in their order, whether or not others fail.
+        """Have the kernel handle all requests, in their order, whether or not others fail.
 
         Returns:
             (position, error number) of each one that the kernel refused.
 
         Raises:
-            OSError: the kernel did not answer.
+            NetlinkFailed: the kernel did not answer.
         """
         failed: list[tuple[int, int]] = []
         start = 0
@@ -154,48 +171,165 @@ class Netlink:
             while end < len(requests) and end - start < BURST_MESSAGES and size < BURST_BYTES:
                 size += len(requests[end].payload) + HEADER.size
                 end += 1
-            failed += self._burst(requests, start, end)
+            first = self._write(requests[start:end], acknowledge=end - start - 1)
+            answers = self._answers(first, first + end - start - 1, requests[start].what)
+            failed += [(start + position, code) for position, code in answers if code]
             start = end
         return failed
 
-    def _burst(self, requests: Sequence[Message], start: int, end: int) -> list[tuple[int, int]]:
-        first = self._sequence + 1
-        self._sequence += end - start
-        last = self._sequence
-        parts = []
-        for number, (kind, payload, more) in enumerate(requests[start:end], first):
-            flags = NLM_F_REQUEST | more | (NLM_F_ACK if number == last else 0)
-            parts.append(message(kind, flags, payload, number))
-        self._socket.send(b"".join(parts))
-        failed: list[tuple[int, int]] = []
-        while True:
-            for kind, _, number, _, body in messages(self._socket.recv(BUFFER)):
-                if kind != NLMSG_ERROR or not first <= number <= last:
-                    continue
-                code = error_of(body)
-                if code:
-                    failed.append((start + number - first, code))
-                if number == last:
-                    return failed
+    def transact(self, begin: Message, requests: Sequence[Message], end: Message) -> tuple[int, int] | None:
+        """Send requests as one transaction between two messages of the protocol: all of them take effect or none.
 
-    def dump(self, request: Message, what: str) -> Iterator[bytes]:
-        """What follows the header of each answer to a dump request, or to one that is answered once.
+        Returns:
+            None, or the position and the error number of a request that was refused; -1: the transaction as a whole.
 
         Raises:
-            NetlinkFailed: the kernel refused; `what` is said.
-            OSError: the kernel did not answer.
+            NetlinkFailed: the kernel did not answer.
         """
-        self._sequence += 1
-        wanted = self._sequence
-        flags = NLM_F_REQUEST | NLM_F_ACK | request.flags
-        self._socket.send(message(request.kind, flags, request.payload, wanted))
+        # The answer to the last request says that all were handled. The end itself is answered since Linux 6.10 only.
+        first = self._write([begin, *requests, end], acknowledge=len(requests))
+        for position, code in self._answers(first, first + len(requests), begin.what):
+            if code:
+                return position - 1, code
+        return None
+
+    def dump(self, request: Message, *, consistent: bool = False) -> Iterator[bytes]:
+        """What follows the header of each answer to a dump request; read it to the end.
+
+        Args:
+            request: has NLM_F_DUMP among its flags.
+            consistent: refuse an answer that mixes two states, with EINTR at its end.
+
+        Raises:
+            NetlinkFailed: the kernel refused, or did not answer.
+        """
+        wanted = self._write([request])
+        interrupted = False
         while True:
-            for kind, _, number, _, body in messages(self._socket.recv(BUFFER)):
+            for kind, flags, number, _, body in self._read(request.what):
                 if number != wanted:
-                    continue  # the rest of a dump that nobody read to its end
+                    continue  # the rest of an answer that was not read to its end
+                interrupted = interrupted or bool(flags & NLM_F_DUMP_INTR)
                 if kind in (NLMSG_ERROR, NLMSG_DONE):
-                    code = error_of(body)
-                    if code > 0:
-                        raise NetlinkFailed(what, code)
+                    code = _error_of(body)
+                    if code > 0 or (interrupted and consistent):
+                        raise NetlinkFailed(request.what, code if code > 0 else errno.EINTR)
                     return
                 yield body
+
+    def get(self, request: Message) -> bytes | None:
+        """What follows the header of the answer to a request for one object; None: there is no such object (ENOENT).
+
+        Raises:
+            NetlinkFailed: the kernel refused for another reason, or did not answer.
+        """
+        wanted = self._write([request])
+        while True:
+            for kind, _, number, _, body in self._read(request.what):
+                if number != wanted:
+                    continue
+                if kind != NLMSG_ERROR:
+                    return body
+                code = _error_of(body)
+                if code in (0, errno.ENOENT):
+                    return None
+                raise NetlinkFailed(request.what, code)
+
+    def _write(self, requests: Sequence[Message], acknowledge: int = -1) -> int:
+        """Send requests in one buffer, the one at `acknowledge` with a wish for an answer; the first one's number."""
+        if self._sequence + len(requests) >= 1 << 32:
+            self._sequence = 0
+        first = self._sequence + 1
+        self._sequence += len(requests)
+        parts = []
+        for position, (kind, payload, more, _) in enumerate(requests):
+            flags = NLM_F_REQUEST | more | (NLM_F_ACK if position == acknowledge else 0)
+            parts.append(message(kind, flags, payload, first + position))
+        data = b"".join(parts)
+        try:
+            if len(data) + MARGIN > self._room:
+                self._room = len(data) + MARGIN
+                self._socket.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, self._room)
+            self._socket.send(data)
+        except OSError as error:
+            raise NetlinkFailed(requests[0].what, error.errno or errno.ETIMEDOUT) from error
+        return first
+
+    def _read(self, what: str) -> Iterator[tuple[int, int, int, int, bytes]]:
+        try:
+            return messages(self._socket.recv(DATAGRAM))
+        except OSError as error:  # a timeout has no number
+            raise NetlinkFailed(what, error.errno or errno.ETIMEDOUT) from error
+
+    def _answers(self, first: int, last: int, what: str) -> Iterator[tuple[int, int]]:
+        """Position and error number (0: success) of each request that is answered, until the last one is."""
+        while True:
+            for kind, _, number, _, body in self._read(what):
+                if kind != NLMSG_ERROR or not first <= number <= last:
+                    continue
+                yield number - first, _error_of(body)
+                if number == last:
+                    return
+
+
+class Events:
+    """What the kernel reports to multicast groups of the calling thread's network namespace. A context manager.
+
+    pyroute2's `IPRoute().bind()` decodes each report, which takes 70 us where reading one takes 2; those who watch
+    here only want to know that something changed.
+
+    Args:
+        protocol: ROUTE or NETFILTER.
+        groups: bits, one for each of the first 32 groups.
+        room: bytes of reports that may wait; 0: as the system has it.
+
+    Raises:
+        OSError: this kernel does not have that protocol, or the caller may not listen.
+    """
+
+    def __init__(self, protocol: int, groups: int, room: int = 0) -> None:
+        self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, protocol)
+        try:
+            if room:
+                self._socket.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, room)
+            self._socket.bind((0, groups))
+        except OSError:
+            self._socket.close()
+            raise
+        self._socket.setblocking(False)
+        self._poll = select.poll()  # select(2) takes no descriptor beyond 1023
+        self._poll.register(self._socket, select.POLLIN)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._socket.close()
+
+    def read(self) -> bytes | None:
+        """The next datagram, empty when none waits; None: there were too many, and some are lost."""
+        try:
+            return self._socket.recv(DATAGRAM)
+        except BlockingIOError:
+            return b""
+        except OSError as error:
+            if error.errno != errno.ENOBUFS:
+                raise
+            return None
+
+    def drain(self) -> bool:
+        """Whether anything was reported since the last call. For callers that then read the state itself."""
+        found = False
+        while self.read() != b"":
+            found = True
+        return found
+
+    def until(self, stop: threading.Event) -> Iterator[bytes | None]:
+        """What `read` returns, as it comes, until `stop` is set, which is noticed within half a second."""
+        while not stop.is_set():
+            if self._poll.poll(1000 * STOP_SECONDS) and (data := self.read()) != b"":
+                yield data

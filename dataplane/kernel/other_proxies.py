@@ -18,7 +18,7 @@ import msgspec
 
 from dataplane.errors import Unsupported
 from dataplane.kernel.host_paths import netns_of, pin_folder
-from dataplane.kernel.netlink import NETFILTER, NFGEN, NLM_F_REQUEST, NLMSG_ERROR, message, messages, string
+from dataplane.kernel.netlink import NETFILTER, NFGEN, Message, Netlink, NetlinkFailed, string
 from dataplane.other_proxies import HEALTH_PORT, OtherProxies, Process
 
 __all__ = ["find_other_proxies", "may_have_left", "others_have_pins"]
@@ -150,10 +150,8 @@ def _ipvs() -> Iterator[str]:
 
 def _has(kind: int, family: int, attributes: bytes) -> bool:
     """Whether nf_tables has the named object; False when it cannot be asked."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETFILTER) as netlink:
-        netlink.settimeout(ANSWER_SECONDS)
-        netlink.send(message(kind, NLM_F_REQUEST, NFGEN.pack(family, 0, 0) + attributes))
-        return any(answered != NLMSG_ERROR for answered, *_ in messages(netlink.recv(1 << 16)))
+    with contextlib.suppress(OSError, NetlinkFailed), Netlink(NETFILTER, ANSWER_SECONDS) as wire:
+        return wire.get(Message(kind, NFGEN.pack(family, 0, 0) + attributes)) is not None
     return False
 
 

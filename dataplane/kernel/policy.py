@@ -11,9 +11,9 @@ import socket
 from typing import Any, Final
 
 from dataplane.errors import DataplaneError
-from dataplane.kernel.netlink import heard
+from dataplane.kernel.netlink import ROUTE, Events
 
-__all__ = ["PRIORITY", "TABLE", "Watch", "deliver_marked", "remove"]
+__all__ = ["PRIORITY", "TABLE", "deliver_marked", "remove", "watch"]
 
 TABLE: Final = 0x4850
 PRIORITY: Final = 77  # after the table `local`, before what CNIs add
@@ -23,29 +23,9 @@ _GROUPS: Final = 0x40 | 0x400 | 0x80 | 0x40000  # linux/rtnetlink.h: IPv4 and IP
 _EVERYTHING: Final = {4: "0.0.0.0/0", 6: "::/0"}
 
 
-class Watch:
-    """Whether somebody changed routing rules or routes, of the namespace that the calling thread is in now."""
-
-    def __init__(self) -> None:
-        self._events = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE)
-        self._events.bind((0, _GROUPS))
-        self._events.setblocking(False)
-
-    def touched(self) -> bool:
-        """Whether there was a change since the last call; also when there were too many to be told."""
-        found = False
-        while heard(self._events, 0):
-            found = True
-            try:
-                self._events.recv(1 << 16)
-            except OSError as error:
-                if error.errno != errno.ENOBUFS:
-                    raise
-        return found
-
-    def close(self) -> None:
-        """Hear no more."""
-        self._events.close()
+def watch() -> Events:
+    """Reports of changed routing rules and routes, of the namespace that the calling thread is in now."""
+    return Events(ROUTE, _GROUPS)
 
 
 def deliver_marked(family: int, mark: int) -> bool:

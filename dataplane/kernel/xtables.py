@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Final
 
 from dataplane.errors import DataplaneError, Unsupported
-from dataplane.kernel.netlink import NETFILTER, NFGEN, NLM_F_REQUEST, NLMSG_ERROR, attributes, message, messages
+from dataplane.kernel import nfnetlink
+from dataplane.kernel.netlink import NETFILTER, Netlink, NetlinkFailed
 
 __all__ = ["PROBE_CHAIN", "VARIANTS", "Needs", "Xtables", "XtablesError", "find", "present"]
 
@@ -33,7 +34,6 @@ TABLES: Final = ("raw", "mangle", "nat", "filter")
 HINTS: Final = re.compile(r"^:(KUBE-IPTABLES-HINT|KUBE-KUBELET-CANARY) ", re.MULTILINE)
 LOCK_SECONDS: Final = 10  # how long another writer may hold /run/xtables.lock (legacy)
 CALL_SECONDS: Final = 120  # for one restore or save, however large
-NFT_MSG_GETGEN, NFTA_GEN_ID = 10 << 8 | 16, 1  # linux/netfilter/nf_tables.h
 INSTALL: Final = "install the package iptables"
 SO_GET_INFO: Final = 64  # IPT_SO_GET_INFO and IP6T_SO_GET_INFO, linux/netfilter_ipv4/ip_tables.h
 GETINFO_SIZE: Final = 84  # struct ipt_getinfo
@@ -44,7 +44,7 @@ _LINE: Final = re.compile(r"\bline:? (\d+)")
 
 
 class XtablesError(DataplaneError):
-    """A restore or save failed; the message has the tool's words and the line they are about."""
+    """A restore or save failed; the message quotes the tool and the line of the input that it names."""
 
 
 class Xtables:
@@ -92,32 +92,26 @@ class Xtables:
         return done.stdout
 
     def generation(self) -> int | None:
-        """The number of the ruleset of this namespace, which each transaction of anybody raises; None for legacy.
+        """The generation of this namespace's ruleset, which every transaction of any process raises; None for legacy.
 
         Raises:
-            XtablesError: the kernel does not tell.
+            XtablesError: the kernel does not report it.
         """
         if self.variant != "nft":
             return None
         try:
-            with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETFILTER) as kernel:
-                kernel.send(message(NFT_MSG_GETGEN, NLM_F_REQUEST, NFGEN.pack(0, 0, 0)))
-                answer = kernel.recv(4096)
-        except OSError as error:
-            raise XtablesError(f"nf_tables does not tell its generation: {error}") from error
-        for kind, _, _, _, body in messages(answer):
-            told = dict(attributes(body, NFGEN.size)) if kind != NLMSG_ERROR else {}
-            if NFTA_GEN_ID in told:
-                return int.from_bytes(told[NFTA_GEN_ID], "big")
-        raise XtablesError("nf_tables does not tell its generation: unexpected answer")
+            with Netlink(NETFILTER) as wire:
+                return nfnetlink.generation(wire)
+        except (NetlinkFailed, OSError) as error:
+            raise XtablesError(f"nf_tables does not report its generation: {error}") from error
 
     def revision(self, tables: Iterable[str]) -> object:
-        """What is another value after somebody changed rules: the generation, of legacy the sizes of these tables.
+        """A value that changes with the rules: the generation, or for legacy the sizes of these tables.
 
         A change that keeps the sizes of legacy tables, one rule for another, cannot be seen so.
 
         Raises:
-            XtablesError: the kernel does not tell.
+            XtablesError: the kernel does not report it.
         """
         if self.variant == "nft":
             return self.generation()

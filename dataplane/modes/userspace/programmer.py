@@ -82,7 +82,7 @@ class Userspace(NoQueries):
         self._lost = threading.Event()
         self._told = True  # the kernel tells when others change the rules
         self._audit_at = 0.0
-        self._answers = policy.Watch()
+        self._answers = policy.watch()
         self.audit_repairs = 0
         self.unrepaired: tuple[str, ...] = ()  # what fails is raised
         self.line: Line = open_line()
@@ -249,7 +249,7 @@ class Userspace(NoQueries):
     def may_have_drifted(self) -> bool:
         """See `dataplane.mode.DriftCheck.may_have_drifted`: routing rules; of everything else the kernel wakes us."""
         now = time.monotonic()
-        if self._answers.touched():
+        if self._answers.drain():
             self._audit_at = min(self._audit_at, now + ANSWERS_SECONDS)
         return now >= self._audit_at
 

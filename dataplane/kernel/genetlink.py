@@ -1,0 +1,38 @@
+"""Generic netlink: families of messages that are found by name, each with commands and attributes of its own."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from typing import Final
+
+from dataplane.kernel.netlink import Message, Netlink, attributes, string
+
+__all__ = ["family", "fields", "request"]
+
+_HEADER: Final = struct.Struct("=BBH")  # command, version, reserved; linux/genetlink.h
+_GENL_ID_CTRL, _CTRL_CMD_GETFAMILY, _CTRL_ATTR_FAMILY_ID, _CTRL_ATTR_FAMILY_NAME = 0x10, 3, 1, 2
+
+
+def request(kind: int, command: int, body: bytes, flags: int = 0, what: str = "a generic netlink request") -> Message:
+    """A request to the family with this number."""
+    return Message(kind, _HEADER.pack(command, 1, 0) + body, flags, what)
+
+
+def fields(answer: bytes) -> list[tuple[int, bytes]]:
+    """The attributes of an answer."""
+    return list(attributes(answer, _HEADER.size))
+
+
+def family(wire: Netlink, name: str) -> int | None:
+    """The number of a family; None: this kernel does not have it, or not yet.
+
+    Raises:
+        NetlinkFailed: the kernel refused, or did not answer.
+    """
+    asked = request(
+        _GENL_ID_CTRL, _CTRL_CMD_GETFAMILY, string(_CTRL_ATTR_FAMILY_NAME, name), what=f"looking for {name}"
+    )
+    answer = wire.get(asked)
+    known = dict(fields(answer)) if answer is not None else {}
+    return int.from_bytes(known[_CTRL_ATTR_FAMILY_ID], sys.byteorder) if _CTRL_ATTR_FAMILY_ID in known else None
