@@ -80,8 +80,9 @@ vm: setup $(STAMPS)/vm ## install what tests on other kernels need (QEMU)
 
 bpf: $(BUILT) ## compile the BPF programs (clang)
 
-docs: setup ## write the pages that are made of definitions: docs/configuration.md and its JSON schema
+docs: setup ## write what is generated from definitions: docs/configuration.md, its JSON schema, the tree in docs/architecture.md
 	$(Q)$(PYTHON) -m controller.settings.reference .
+	$(Q)$(PYTHON) -m workshop.house .
 
 format: setup ## format Python and C in place
 	$(Q)$(VENV)/bin/ruff format .

@@ -11,10 +11,15 @@ from typing import NamedTuple
 __all__ = ["PAGES", "ROOT", "Block", "blocks", "commands"]
 
 ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("controller", "dataplane", "workshop", "deploy", "vagrant", "tests")
 PAGES = tuple(
     path.relative_to(ROOT).as_posix()
-    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md"))
-    if ".venv" not in path.parts
+    for path in (
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/*.md"),
+        *(ROOT / "bpf").glob("*.md"),
+        *(page for folder in FOLDERS for page in (ROOT / folder).rglob("README.md")),
+    )
 )
 FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL)
 

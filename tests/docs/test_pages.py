@@ -1,0 +1,36 @@
+"""What pages say of the tree and of each other is true."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import PAGES, ROOT
+from workshop import house
+
+LINK = re.compile(r"\]\((?P<file>[^)#\s:]*)(?:#(?P<anchor>[^)]+))?\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as they are made by GitHub."""
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in HEADING.findall(page.read_text())}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for link in LINK.finditer((ROOT / page).read_text()):
+        target = (ROOT / page).parent / link["file"] if link["file"] else ROOT / page
+        assert target.exists(), link[0]
+        if link["anchor"]:
+            assert link["anchor"] in anchors(target), link[0]
+
+
+def test_the_tree_of_packages_is_the_one_on_disk() -> None:
+    page = (ROOT / house.PAGE).read_text()
+
+    assert house.written(ROOT) == page, "run `make docs`"
+
+
+def test_the_readme_is_one_sitting() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
