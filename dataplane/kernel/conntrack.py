@@ -261,10 +261,7 @@ def _dump(family: int, protocol: int | None = None) -> Iterator[_Entry]:
         wanted += nested(CTA_TUPLE_ORIG, nested(CTA_TUPLE_PROTO, number)) + nested(CTA_FILTER, flags)
     unpack = _unpack4 if family == 4 else _unpack6
     with Netlink(NETFILTER) as wire:
-        for body in wire.dump(Message(GET, wanted, NLM_F_DUMP, "reading conntrack")):
-            entry = unpack(body)
-            if entry is not None:
-                yield entry
+        yield from filter(None, map(unpack, wire.dump(Message(GET, wanted, NLM_F_DUMP, "reading conntrack"))))
 
 
 # The layout of both tuples of TCP, UDP and SCTP: attribute headers, addresses, protocol, ports.

@@ -30,7 +30,7 @@ __all__ = [
 ROUTE, SOCK_DIAG, NETFILTER, GENERIC = 0, 4, 12, 16
 NLM_F_REQUEST, NLM_F_ACK, NLM_F_DUMP_INTR, NLM_F_DUMP = 0x1, 0x4, 0x10, 0x300
 NLM_F_CREATE, NLM_F_APPEND = 0x400, 0x800
-NLMSG_ERROR, NLMSG_DONE = 2, 3
+NLMSG_ERROR, NLMSG_DONE, NLMSG_MIN_TYPE = 2, 3, 16
 NESTED: Final = 0x8000
 NET_BYTEORDER: Final = 0x4000
 TYPE_MASK: Final = 0x3FFF
@@ -204,18 +204,19 @@ class Netlink:
             NetlinkFailed: the kernel refused, or did not answer.
         """
         wanted = self._write([request])
-        interrupted = False
+        seen = 0
         while True:
             for kind, flags, number, _, body in self._read(request.what):
                 if number != wanted:
                     continue  # the rest of an answer that was not read to its end
-                interrupted = interrupted or bool(flags & NLM_F_DUMP_INTR)
-                if kind in (NLMSG_ERROR, NLMSG_DONE):
+                seen |= flags
+                if kind >= NLMSG_MIN_TYPE:
+                    yield body
+                elif kind in (NLMSG_ERROR, NLMSG_DONE):
                     code = _error_of(body)
-                    if code > 0 or (interrupted and consistent):
+                    if code > 0 or (consistent and seen & NLM_F_DUMP_INTR):
                         raise NetlinkFailed(request.what, code if code > 0 else errno.EINTR)
                     return
-                yield body
 
     def get(self, request: Message) -> bytes | None:
         """What follows the header of the answer to a request for one object; None: there is no such object (ENOENT).
