@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,9 +14,9 @@ import msgspec
 
 from dataplane.diff import changed_services
 from dataplane.errors import DataplaneError, SyncError, Unsupported
-from dataplane.kernel import xtables as door
 from dataplane.kernel.conntrack import delete_stale, is_liberal
 from dataplane.kernel.nfmonitor import watch_ruleset
+from dataplane.kernel.xtables import Xtables, find, present
 from dataplane.mode import (
     Mode,
     NoQueries,
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 FAMILIES: Final = (4, 6)
 RECENT_CLIENTS: Final = Path("/sys/module/xt_recent/parameters/ip_list_tot")
-AUDIT_SHARE: Final = 10  # an audit that took a second is followed by ten without
+AUDIT_SHARE: Final = 10  # a comparison that took a second is followed by ten without
 REPAIR_PAUSE: Final = 5.0  # seconds until a repair that failed is tried again
 
 
@@ -57,15 +57,28 @@ class Able(msgspec.Struct, frozen=True):
 class Iptables(NoQueries):
     """A `dataplane.mode.Programmer`.
 
+    Args:
+        options: settings.
+        wake: called when the kernel reports that another process changed rules.
+        xtables: the iptables to use; None: those of this node.
+        clock: monotonic seconds.
+
     Raises:
-        Unsupported: this machine cannot run the mode; says what is missing.
+        Unsupported: this machine cannot run the mode; the message says what is missing.
     """
 
     name = "iptables"
 
-    def __init__(self, options: Options, wake: RequestMaintenance, xtables: door.Xtables | None = None) -> None:
+    def __init__(
+        self,
+        options: Options,
+        wake: RequestMaintenance,
+        xtables: Xtables | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.options = options
-        self.xtables = xtables or door.find(needs)
+        self._clock = clock
+        self.xtables = xtables or find(needs)
         self.able = {family: _ability(self.xtables, family) for family in self.xtables.families}
         self.drop_invalid = not is_liberal()
         self.table: ServiceTable = EMPTY
@@ -83,7 +96,7 @@ class Iptables(NoQueries):
         self._stop = threading.Event()
         self._wake = wake
         self._watching = False
-        self._revision: object = None  # of the rules when they were looked at
+        self._revision: object = None  # of the rules when they were compared
         self.unrepaired: tuple[str, ...] = ()  # what fails is raised
         if self.xtables.variant == "nft":
             threading.Thread(target=self._watch, name="iptables-drift", daemon=True).start()
@@ -200,9 +213,7 @@ class Iptables(NoQueries):
         try:
             watch_ruleset(self._changed_by_others, self._stop, tables)
         except OSError as error:
-            log.warning(
-                "changes of rules by others are only looked for each %g s: %s", self.options.sync_seconds, error
-            )
+            log.warning("changes of rules by others are only found each %g s: %s", self.options.sync_seconds, error)
         self._watching = False
 
     def _changed_by_others(self) -> None:
@@ -210,7 +221,7 @@ class Iptables(NoQueries):
         self._wake()
 
     def may_have_drifted(self) -> bool:
-        """See `dataplane.mode.DriftCheck.may_have_drifted`: of legacy tables, which tell nobody; nf_tables wakes us."""
+        """See `dataplane.mode.DriftCheck.may_have_drifted`: of legacy tables; nf_tables reports changes."""
         if not self._programmed or self._watching:
             return False
         if self.xtables.revision(TABLES) != self._revision:
@@ -218,7 +229,7 @@ class Iptables(NoQueries):
         return self._touched.is_set() and self._audit_due()
 
     def _note_revision(self) -> None:
-        """What is changed after this was not by us, or it is by us and looked at in vain once."""
+        """A change after this is not ours, or it is ours and costs one comparison."""
         if not self._watching:
             self._revision = self.xtables.revision(TABLES)
 
@@ -227,12 +238,12 @@ class Iptables(NoQueries):
         if not self._programmed or not self._audit_due():
             return
         if self._damage:
-            self._repair(self._damage)  # the last time it failed
+            self._repair(self._damage)  # it failed the last time
         if self._full:
-            return  # the loop tries again
+            return  # the loop syncs again
         self._touched.clear()
         self._note_revision()
-        start = time.monotonic()
+        start = self._clock()
         if self._ruleset.untouched():
             return
         generation = self.xtables.generation()
@@ -241,15 +252,15 @@ class Iptables(NoQueries):
             for family, installed in self._installed.items()
             for what in installed.damage()
         ]
-        took = time.monotonic() - start
+        took = self._clock() - start
         if damage:
             self._repair(damage)
         else:
             self._ruleset.seen(generation)
-        self._audit_at = time.monotonic() + AUDIT_SHARE * took
+        self._audit_at = self._clock() + AUDIT_SHARE * took
 
     def _audit_due(self) -> bool:
-        now = time.monotonic()
+        now = self._clock()
         if self._touched.is_set():
             return now >= self._audit_at
         return now >= self._audit_at + self.options.sync_seconds
@@ -260,16 +271,16 @@ class Iptables(NoQueries):
             len(damage), "; ".join(damage[:5]), "; ..." if len(damage) > 5 else "",
         )  # fmt: skip
         self._full, self._damage = True, damage
-        self._audit_at = time.monotonic() + REPAIR_PAUSE
-        self._touched.set()  # look again soon: it may fail, or be undone meanwhile
+        self._audit_at = self._clock() + REPAIR_PAUSE
+        self._touched.set()  # compare again soon: the repair may fail, or be undone meanwhile
         self.sync(self.table)
         self._damage = []
         self.audit_repairs += len(damage)
 
-    # What is told
+    # Status
 
     def warnings(self) -> list[str]:
-        """What the table asks for and this mode does not do, in sentences."""
+        """What the table asks for and this mode does not do, as messages."""
         sentences = unknown_algorithms(self.table, {"random"}, "random") + unprobed(self.table)
         sticky = [entry for held in self.table.services.values() for entry in held if entry.affinity_seconds]
         forgetful = sum(1 for entry in sticky if entry.family in self.able and not self.able[entry.family].remembers)
@@ -357,7 +368,7 @@ def needs(family: int) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _ability(xtables: door.Xtables, family: int) -> Able:
+def _ability(xtables: Xtables, family: int) -> Able:
     """What else works; asked all at once, and one by one where something is refused."""
     rules = {
         "random_fully": "-j MASQUERADE --random-fully",
@@ -374,7 +385,7 @@ def probe(options: Options) -> str | None:
     """Try the rules that this mode is made of, in chains that nothing leads to."""
     del options
     try:
-        door.find(needs)
+        find(needs)
     except Unsupported as error:
         return str(error)
     return None
@@ -384,7 +395,7 @@ def clean(options: Options) -> int:
     """Remove our chains from both variants; returns how many went."""
     del options
     removed = 0
-    for xtables in door.present():
+    for xtables in present():
         for family in xtables.families:
             removed += remove(xtables, family)
     return removed
@@ -393,7 +404,7 @@ def clean(options: Options) -> int:
 def look(options: Options, names: Mapping[int, str]) -> listing.Programmed | None:
     """The chains, of an agent that runs or not."""
     del options, names
-    for xtables in door.present():
+    for xtables in present():
         tables = {family: xtables.save(family, "nat") for family in xtables.families}
         if any(listing.is_ours(text) for text in tables.values()):
             return listing.Programmed(xtables.variant, tables)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -16,8 +15,8 @@ import pytest
 from dataplane.errors import SyncError, Unsupported
 from dataplane.kernel.xtables import Xtables, XtablesError, find
 from dataplane.mode import Options, SyncResult
-from dataplane.modes.iptables.programmer import Iptables, clean, look, needs, probe
-from dataplane.modes.iptables.readback import parse, shape
+from dataplane.modes.iptables.programmer import REPAIR_PAUSE, Iptables, clean, look, needs, probe
+from dataplane.modes.iptables.readback import parse
 from dataplane.table import (
     Backend,
     BackendSet,
@@ -76,13 +75,42 @@ def table(*numbers: int, backends: int = 3, generation: int = 1) -> ServiceTable
     return ServiceTable(services, NETWORK, generation)
 
 
+class Clock:
+    """Seconds, which pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
 @contextmanager
-def opened(variant: str, wake: Callable[[], None] = lambda: None, **options: float) -> Iterator[Iptables]:
-    made = Iptables(Options(**options), wake, find(needs, variant=variant))  # type: ignore[arg-type]
+def opened(
+    variant: str, wake: Callable[[], None] = lambda: None, clock: Clock | None = None, **options: float
+) -> Iterator[Iptables]:
+    xtables = find(needs, variant=variant)
+    made = Iptables(Options(**options), wake, xtables, clock or Clock())  # type: ignore[arg-type]
     try:
         yield made
     finally:
         made.close()
+
+
+def is_intact(programmer: Iptables, clock: Clock) -> bool:
+    """Whether a comparison with the kernel, after a change that concerns nothing of ours, finds nothing to repair."""
+    xtables = Xtables(programmer.xtables.variant)
+    xtables.restore(4, "*nat\n:OTHERS - [0:0]\nCOMMIT\n")
+    xtables.restore(4, "*nat\n-X OTHERS\nCOMMIT\n")
+    before = programmer.audit_repairs
+    clock.now += programmer.options.sync_seconds
+    programmer.maintain()
+    return programmer.audit_repairs == before
 
 
 def rules(variant: str) -> dict[tuple[int, str], dict[str, list[str]]]:
@@ -90,26 +118,21 @@ def rules(variant: str) -> dict[tuple[int, str], dict[str, list[str]]]:
     return {(family, name): parse(xtables.save(family, name)) for family in (4, 6) for name in ("nat", "filter")}
 
 
-def test_what_is_read_back_has_the_shape_of_what_was_written(variant: str) -> None:
-    with opened(variant) as programmer:
+def test_what_is_read_back_is_what_was_written(variant: str, clock: Clock) -> None:
+    with opened(variant, clock=clock) as programmer:
         result = programmer.sync(table(*range(1, 40)))
         assert (result.changed, result.unprogrammed) == (78, ())
-        for family, held in programmer._installed.items():
-            assert held.damage() == []
-            found = rules(variant)
-            for name, shapes in held._shapes.items():
-                mine = {c: shape(r) for c, r in found[family, name].items() if c.startswith("HP-")}
-                assert mine == shapes
+        assert is_intact(programmer, clock)
 
 
-def test_a_change_leads_to_what_a_fresh_start_makes(variant: str) -> None:
-    with opened(variant) as programmer:
+def test_a_change_leads_to_what_a_fresh_start_makes(variant: str, clock: Clock) -> None:
+    with opened(variant, clock=clock) as programmer:
         programmer.sync(table(*range(1, 30)))
         programmer.sync(table(*range(1, 30), backends=2, generation=2))
         programmer.sync(table(*range(5, 45), backends=0, generation=3))
         programmer.sync(table(*range(10, 45, 2), backends=4, generation=4))
         changed = rules(variant)
-        assert all(held.damage() == [] for held in programmer._installed.values())
+        assert is_intact(programmer, clock)
     clean(Options())
     with opened(variant) as programmer:
         programmer.sync(table(*range(10, 45, 2), backends=4))
@@ -129,8 +152,8 @@ def test_a_change_of_one_service_touches_no_other_chain(variant: str) -> None:
         assert text.count("\n:HP-") <= 5, text
 
 
-def test_row_3_12_health_check_node_ports_pass_the_hosts_own_rules(variant: str) -> None:
-    with opened(variant) as programmer:
+def test_row_3_12_health_check_node_ports_pass_the_hosts_own_rules(variant: str, clock: Clock) -> None:
+    with opened(variant, clock=clock) as programmer:
         first = msgspec.structs.replace(table(1, 2), health_ports=(30501, 30502))
         programmer.sync(first)
         accepted = [f"-p tcp -m tcp --dport {port} -j ACCEPT" for port in (30501, 30502)]
@@ -148,7 +171,7 @@ def test_row_3_12_health_check_node_ports_pass_the_hosts_own_rules(variant: str)
             ":HP-HEALTH"
         }
         assert rules(variant)[4, "filter"]["HP-HEALTH"] == accepted[1:]
-        assert all(held.damage() == [] for held in programmer._installed.values())
+        assert is_intact(programmer, clock)
     with opened(variant) as programmer:
         programmer.sync(first)
         assert rules(variant)[6, "filter"]["HP-HEALTH"] == accepted, "after a restart, too"
@@ -180,20 +203,20 @@ def extremes(family: int) -> dict[str, Entry]:
 
 
 @pytest.mark.parametrize("family", [4, 6])
-def test_no_value_of_a_table_is_refused_or_taken_for_damage(variant: str, family: int) -> None:
-    with opened(variant) as mode:
+def test_no_value_of_a_table_is_refused_or_taken_for_damage(variant: str, clock: Clock, family: int) -> None:
+    with opened(variant, clock=clock) as mode:
         for generation, (what, made) in enumerate(extremes(family).items(), 1):
             mode.sync(ServiceTable({"ns/s": (made,)}, NETWORK, generation))
-            assert [damage for held in mode._installed.values() for damage in held.damage()] == [], what
+            assert is_intact(mode, clock), what
 
 
-def test_a_restart_takes_over_what_is_there_and_removes_what_is_stale(variant: str) -> None:
+def test_a_restart_takes_over_what_is_there_and_removes_what_is_stale(variant: str, clock: Clock) -> None:
     with opened(variant) as programmer:
         programmer.sync(table(*range(1, 20)))
-    with opened(variant) as programmer:
+    with opened(variant, clock=clock) as programmer:
         programmer.sync(table(*range(5, 25)))
         after = rules(variant)
-        assert all(held.damage() == [] for held in programmer._installed.values())
+        assert is_intact(programmer, clock)
     clean(Options())
     with opened(variant) as programmer:
         programmer.sync(table(*range(5, 25)))
@@ -242,7 +265,7 @@ def test_both_variants_are_cleaned() -> None:
         "*nat\n-D HP-MASQUERADE -j MASQUERADE --random-fully\nCOMMIT\n",
     ],
 )
-def test_what_others_break_is_found_told_and_repaired(
+def test_what_others_break_is_found_logged_and_repaired(
     variant: str, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with opened(variant, sync_seconds=0.0) as programmer:
@@ -252,8 +275,6 @@ def test_what_others_break_is_found_told_and_repaired(
         assert programmer.audit_repairs == 0
         Xtables(variant).restore(4, damage)
         assert rules(variant) != whole
-        time.sleep(0.1)
-        programmer._audit_at = 0.0  # as if the pause after the last look were over
         programmer.maintain()
         assert rules(variant) == whole
         assert programmer.audit_repairs > 0
@@ -261,7 +282,7 @@ def test_what_others_break_is_found_told_and_repaired(
 
 
 def test_what_others_remove_from_legacy_tables_is_seen_at_a_glance() -> None:
-    """They tell nobody; their sizes are asked for instead of waiting for the next comparison."""
+    """The kernel does not report it; the tables' sizes are read instead of waiting for the next comparison."""
     with opened("legacy", sync_seconds=600.0) as programmer:
         programmer.sync(table(1, 2))
         programmer.maintain()
@@ -269,64 +290,63 @@ def test_what_others_remove_from_legacy_tables_is_seen_at_a_glance() -> None:
         for number, damage in enumerate(("-F HP-SERVICES", "-D PREROUTING 1", "-F"), 1):
             assert not programmer.may_have_drifted()
             Xtables("legacy").restore(4, f"*nat\n{damage}\nCOMMIT\n")
-            while not programmer.may_have_drifted():  # a look that took long is followed by a pause
-                time.sleep(0.01)
+            assert programmer.may_have_drifted()
             programmer.maintain()
             assert rules("legacy") == whole
             assert programmer.audit_repairs >= number
+            programmer.maintain()  # a repair is followed by another comparison
 
 
 def test_what_another_process_tries_out_is_no_damage(variant: str) -> None:
     with opened(variant, sync_seconds=0.0) as mode:
         mode.sync(table(1))
         Xtables(variant).restore(4, "*nat\n:HP-PROBE - [0:0]\n-A HP-PROBE -j RETURN\nCOMMIT\n")
-        mode._touched.set()
         mode.maintain()
         assert mode.audit_repairs == 0
     clean(Options())
     assert "HP-" not in Xtables(variant).save(4, "nat")
 
 
-def test_a_repair_that_failed_is_tried_again(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(variant, sync_seconds=0.0) as programmer:
+def test_a_repair_that_failed_is_tried_again(variant: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(family: int, text: str) -> None:
+        raise XtablesError("not now")
+
+    with opened(variant, clock=clock, sync_seconds=0.0) as programmer:
         programmer.sync(table(1, 2))
         whole = rules(variant)
         Xtables(variant).restore(4, "*nat\n-F HP-SERVICES\nCOMMIT\n")
         with monkeypatch.context() as broken:
-            broken.setattr("dataplane.kernel.xtables._tool", lambda *_: "false")
-            programmer._damage = ["nat: chain HP-SERVICES was emptied"]
+            broken.setattr(programmer.xtables, "restore", refuse)
             with pytest.raises(SyncError):
                 programmer.maintain()
-        programmer._audit_at = 0.0
+        assert programmer.audit_repairs == 0
+        clock.now += REPAIR_PAUSE
         programmer.maintain()
         assert rules(variant) == whole
-        assert programmer.audit_repairs == 1
+        assert programmer.audit_repairs > 0
 
 
-def test_a_long_repair_delays_no_further_one(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looking is what takes time again and again; the pause after it follows that alone."""
-    now = [1000.0]
-    monkeypatch.setattr("dataplane.modes.iptables.programmer.time", SimpleNamespace(monotonic=lambda: now[0]))
-    with opened(variant, sync_seconds=0.0) as programmer:
+def test_a_long_repair_delays_no_further_one(variant: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pause after a comparison follows what the comparison took, not what the repair took."""
+    with opened(variant, clock=clock, sync_seconds=0.0) as programmer:
         programmer.sync(table(1, 2))
         whole, sync = rules(variant), programmer.sync
 
         def long_sync(wanted: ServiceTable) -> SyncResult:
-            now[0] += 60
+            clock.now += 60
             return sync(wanted)
 
         monkeypatch.setattr(programmer, "sync", long_sync)
         for _ in range(2):
             Xtables(variant).restore(4, "*nat\n-F HP-SERVICES\nCOMMIT\n")
-            programmer._touched.set()
             programmer.maintain()
             assert rules(variant) == whole
-        assert now[0] == 1120
+        assert clock.now == 1120
 
 
-def test_the_kernel_tells_of_others_at_once_and_our_own_changes_cost_no_look() -> None:
-    told = threading.Event()
-    with opened("nft", told.set) as programmer:
+def test_the_kernel_reports_changes_of_others_at_once_and_our_own_cost_no_comparison() -> None:
+    reported = threading.Event()
+    with opened("nft", reported.set) as programmer:
         time.sleep(0.2)
         programmer.sync(table(1, 2, 3))
         programmer.sync(table(1, 2, 3, 4, generation=2))
@@ -335,10 +355,10 @@ def test_the_kernel_tells_of_others_at_once_and_our_own_changes_cost_no_look() -
         programmer.xtables.save = lambda family, name: (reads.append(name), real(family, name))[1]  # type: ignore[method-assign]
         time.sleep(0.2)
         programmer.maintain()
-        assert not reads, "a look at all chains after a change of our own"
-        told.clear()
+        assert not reads, "a comparison of all chains after a change of our own"
+        reported.clear()
         Xtables("nft").restore(6, "*nat\n-F HP-SERVICES\nCOMMIT\n")
-        assert told.wait(60)
+        assert reported.wait(60)
         programmer.maintain()
         assert programmer.audit_repairs == 1
 
