@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 from typing import Final, NamedTuple, Protocol
 
 from dataplane.nftables import uapi as nf
+from dataplane.table import PodMatch
 from dataplane.table import Protocol as Transport
 
 __all__ = ["FAMILIES", "Attributes", "ChainName", "Expression", "Family", "Named", "Part", "Rule", "Verdict", "rule"]
@@ -374,13 +375,25 @@ class Family:
         """Whether this is the destination address."""
         return self.load_destination(), compare(0, ip_address(address).packed)
 
-    def destination_within(self, network: bytes, mask: bytes) -> Part:
+    def destination_within(self, cidr: str) -> Part:
         """Whether the destination is in a range."""
-        return self.load_destination(), bitwise(0, mask, bytes(self.length)), compare(0, network)
+        return self._within(self.load_destination(), cidr)
 
-    def source_within(self, network: bytes, mask: bytes) -> Part:
+    def source_within(self, cidr: str) -> Part:
         """Whether the source is in a range."""
-        return self.load_source(), bitwise(0, mask, bytes(self.length)), compare(0, network)
+        return self._within(self.load_source(), cidr)
+
+    def _within(self, load: Expression, cidr: str) -> Part:
+        network = ip_network(cidr, strict=False)
+        mask = bitwise(0, network.netmask.packed, bytes(self.length))
+        return load, mask, compare(0, network.network_address.packed)
+
+    def from_pod(self, pods: PodMatch) -> Part | None:
+        """Whether a packet that came in is from a pod; None: in this family no packet is."""
+        if pods.interface:
+            return from_interface(pods.interface, prefix=pods.by_name_prefix)
+        prefix = pods.prefix(self.version)
+        return self.source_within(prefix) if prefix else None
 
     def hairpin_in(self, name: str) -> Part:
         """Whether source and destination address are a pair of a set."""

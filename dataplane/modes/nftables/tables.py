@@ -21,15 +21,14 @@ another one:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from ipaddress import IPv4Network, IPv6Network, ip_network
+from collections.abc import Iterator
 from typing import Final
 
 from dataplane.nftables import expressions as x
 from dataplane.nftables import uapi as nf
 from dataplane.nftables.expressions import RETURN, Family, rule
 from dataplane.nftables.schema import ADDRESS, NUMBER, PORT, PROTOCOL, RANGE, SLOT, VERDICT, Chain, Hook, Set
-from dataplane.table import Masquerade, NodeNetwork
+from dataplane.table import Masquerade, NodeNetwork, family_of
 
 __all__ = [
     "ALLOWED", "CLUSTER_IPS", "COUNTERS", "DISCARD", "ITSELF", "KEPT_MARKS", "MEMBERS", "NODE_PORT_ADDRESSES",
@@ -116,7 +115,7 @@ def mark_chain(classes: Masquerade) -> str:
 
 def _marks(family: Family, node: NodeNetwork) -> Iterator[Chain]:
     """One chain for each set of classes that can be masqueraded."""
-    pod = _is_pod(family, node)
+    pod = family.from_pod(node.pods)
     mark = x.set_mark(1 << node.masquerade_bit)
     own = x.is_own()
     for classes in map(Masquerade, range(1, 8)):
@@ -134,20 +133,6 @@ def _marks(family: Family, node: NodeNetwork) -> Iterator[Chain]:
         yield Chain(mark_chain(classes), tuple(rules))
 
 
-def _is_pod(family: Family, node: NodeNetwork) -> x.Part | None:
-    """What recognises a pod among packets that came in; None: nobody is a pod in this family."""
-    if node.pods.interface:
-        return x.from_interface(node.pods.interface, prefix=node.pods.by_name_prefix)
-    for network in _networks(node.pods.prefixes, family):
-        return family.source_within(network.network_address.packed, network.netmask.packed)
-    return None
-
-
-def _networks(cidrs: Iterable[str], family: Family) -> list[IPv4Network | IPv6Network]:
-    networks = [ip_network(cidr, strict=False) for cidr in cidrs]
-    return [network for network in networks if network.version == family.version]
-
-
 def _lookups(family: Family, node: NodeNetwork) -> Iterator[Chain]:
     """From a class of clients to the verdict maps."""
     here = family.destination_in(NODE_PORT_ADDRESSES)
@@ -157,10 +142,10 @@ def _lookups(family: Family, node: NodeNetwork) -> Iterator[Chain]:
             rule(family.destination_in(CLUSTER_IPS), family.destination_not_local(), x.goto("refuse-port")),
             *(
                 rule(
-                    family.destination_within(network.network_address.packed, network.netmask.packed),
-                    family.destination_not_local(), x.count("unallocated"), x.DROP,
+                    family.destination_within(cidr), family.destination_not_local(), x.count("unallocated"), x.DROP
                 )
-                for network in _networks(node.service_cidrs, family)
+                for cidr in node.service_cidrs
+                if family_of(cidr) == family.version
             ),
         ),
     )  # fmt: skip
@@ -181,7 +166,7 @@ def _lookups(family: Family, node: NodeNetwork) -> Iterator[Chain]:
 
 
 def _base_chains(family: Family, node: NodeNetwork) -> Iterator[Chain]:
-    pod = _is_pod(family, node)
+    pod = family.from_pod(node.pods)
     guard = rule(family.frontend_in(RESTRICTED), family.source_not_in(ALLOWED), x.count("source-not-allowed"), x.DROP)
     masquerade_mark = 1 << node.masquerade_bit
     yield Chain(

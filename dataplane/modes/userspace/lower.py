@@ -1,4 +1,4 @@
-"""PURE. One service port to what the relay serves and to the elements that lead there."""
+"""PURE. One service port to what the relay serves, and to where its frontends lead."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from dataplane.table import (
     socket_text,
 )
 
-__all__ = ["Element", "Lowered", "listen_addresses", "lower", "lower_node", "row_key"]
+__all__ = ["Lowered", "Redirect", "listen_addresses", "lower", "lower_node", "row_key"]
 
 
-class Element(NamedTuple):
+class Redirect(NamedTuple):
     """Where clients of one side find a frontend: a proxy port (index into `Row.ports`), or a refusal.
 
     `address` None: at every address that serves node ports.
@@ -35,15 +35,15 @@ class Element(NamedTuple):
 
 
 class Lowered(NamedTuple):
-    """One service port: the relay's row and the elements of the rules.
+    """One service port: the relay's row, and what the rules need.
 
-    The row is None when no route has a backend; datagrams have one all the same, so that their sessions go on.
+    The row is None when no backend set has a backend; datagrams have one all the same, so that their sessions go on.
     """
 
     row: Row | None
-    elements: tuple[Element, ...]
+    redirects: tuple[Redirect, ...]
     cluster_ips: tuple[str, ...]
-    firewalled: tuple[tuple[str, int, tuple[str, ...]], ...]  # address, port, sources that may pass
+    firewalled: tuple[tuple[str, int, tuple[str, ...]], ...]  # address, port, source ranges
 
 
 def row_key(entry: Entry) -> str:
@@ -55,7 +55,7 @@ def lower(entry: Entry, node: NodeNetwork) -> Lowered:
     """The rows of one service port on this node."""
     routes: list[BackendSet] = []
     ports: list[Port] = []
-    elements: list[Element] = []
+    redirects: list[Redirect] = []
     firewalled: list[tuple[str, int, tuple[str, ...]]] = []
     cluster_ips: list[str] = []
     for frontend in entry.frontends:
@@ -68,7 +68,7 @@ def lower(entry: Entry, node: NodeNetwork) -> Lowered:
         keeps = _keeps(frontend, entry.family, node, same=internal.backends == external.backends)
         for side, route, keep in zip(("inside", "outside"), (internal, external), keeps, strict=True):
             target = _target(route, keep, routes, ports) if route.backends else route.when_empty
-            elements.append(Element(side, frontend.address, frontend.port, target))
+            redirects.append(Redirect(side, frontend.address, frontend.port, target))
     row = None
     if ports or entry.protocol is Protocol.UDP:
         row = Row(
@@ -82,7 +82,7 @@ def lower(entry: Entry, node: NodeNetwork) -> Lowered:
             entry.affinity_seconds,
             tuple(dict.fromkeys(socket_text(f.address or "*", f.port) for f in entry.frontends)),
         )
-    return Lowered(row, tuple(elements), tuple(dict.fromkeys(cluster_ips)), tuple(firewalled))
+    return Lowered(row, tuple(redirects), tuple(dict.fromkeys(cluster_ips)), tuple(firewalled))
 
 
 def _target(route: BackendSet, keep: Keep, routes: list[BackendSet], ports: list[Port]) -> int:

@@ -13,14 +13,21 @@ from typing import Any, Final
 import msgspec
 
 __all__ = [
-    "ADDRESS", "VERSION", "Applied", "Apply", "Commit", "Done", "End", "HandOver", "Hello", "Keep", "Listing", "Look",
-    "Network", "Port", "Refused", "Row", "Stale", "Status", "Tell", "Welcome", "decode_answer", "decode_request",
-    "pack", "LENGTH",
+    "ADDRESS", "KEEPING", "LENGTH", "PLAIN", "VERSION", "Applied", "Apply", "Commit", "Done", "End", "HandOver",
+    "Hello", "Keep", "Listing", "Look", "Network", "Port", "Refused", "Row", "Stale", "Status", "Tell", "Welcome",
+    "decode_answer", "decode_request", "pack",
 ]  # fmt: skip
 
 ADDRESS: Final = "\0hybrid-proxy-userspace"
 VERSION: Final = 1  # of these messages and of what a relay does: an agent replaces a relay of another version
 LENGTH: Final = struct.Struct("=I")
+
+PLAIN, KEEPING = 0x4850_0000, 0x4850_0010
+"""SO_PRIORITY of the relay's sockets to backends, by which the rules know them: with the node's address, with the
+client's. tc(8) writes them as classes 4850:0 and 4850:10.
+
+No qdisc has the class 4850:, and the last four bits, which pfifo_fast and mqprio look at, are those of the default.
+"""
 
 Pair = tuple[str, int]  # address and port of a backend or a client
 

@@ -7,12 +7,13 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from dataplane.diff import changed_services
 from dataplane.errors import DataplaneError, Occupied, SyncError, Unsupported
-from dataplane.kernel import conntrack, nfmonitor, nft, policy
+from dataplane.kernel import conntrack, nfmonitor, policy
+from dataplane.kernel.nfnetlink import NftablesError
 from dataplane.mode import (
     Mode,
     NoQueries,
@@ -26,10 +27,15 @@ from dataplane.mode import (
 )
 from dataplane.modes.userspace import lower as low
 from dataplane.modes.userspace import messages as m
-from dataplane.modes.userspace import rules
+from dataplane.modes.userspace import plan
 from dataplane.modes.userspace.line import Line, connect, draining, open_line
 from dataplane.modes.userspace.listing import Relayed
 from dataplane.modes.userspace.sockets import transparent_works
+from dataplane.modes.userspace.tables import LISTENERS, SETS, TABLE, answer_mark
+from dataplane.nftables import operations as op
+from dataplane.nftables.expressions import FAMILIES, Family
+from dataplane.nftables.ruleset import describe
+from dataplane.nftables.wire import Kernel, missing, remove_tables
 from dataplane.table import EMPTY, Entry, NodeNetwork, Protocol, ServiceTable
 
 __all__ = ["MODE", "Userspace", "clean", "drain", "look", "probe"]
@@ -38,7 +44,8 @@ log = logging.getLogger(__name__)
 
 ANSWERS_SECONDS = 0.25  # from a change of routes to the look at ours: routes may change often
 
-TABLES: Final = tuple(f"{name} {rules.TABLE}" for name in rules.FAMILIES.values())
+TABLES: Final = tuple(f"{family.name} {TABLE}" for family in FAMILIES.values())
+TRIAL: Final = f"{TABLE}-trial"
 END_SECONDS: Final = 5.0
 STATUS_SECONDS: Final = 5.0
 
@@ -48,7 +55,7 @@ class _Known:
 
     __slots__ = ("elements", "family", "row")
 
-    def __init__(self, family: int, row: m.Row | None, elements: rules.Elements) -> None:
+    def __init__(self, family: int, row: m.Row | None, elements: plan.Elements) -> None:
         self.family = family
         self.row = row
         self.elements = elements
@@ -65,12 +72,12 @@ class Userspace(NoQueries):
     name = "userspace"
 
     def __init__(self, options: Options, wake: RequestMaintenance) -> None:
-        missing = probe(options)
-        if missing:
-            raise Unsupported("the userspace mode", missing)
+        reason = probe(options)
+        if reason:
+            raise Unsupported("the userspace mode", reason)
         self.options = options
         self._wake = wake
-        self._possible = tuple(family for family in rules.FAMILIES if transparent_works(family))
+        self._possible = tuple(family for family in FAMILIES if transparent_works(family))
         self.transparent = self._possible  # of these, those whose answers are delivered here
         self._sctp = _has_sctp()
         self.table: ServiceTable = EMPTY
@@ -83,6 +90,7 @@ class Userspace(NoQueries):
         self._told = True  # the kernel tells when others change the rules
         self._audit_at = 0.0
         self._answers = policy.watch()
+        self._kernel: op.Nftables = Kernel(TABLE, SETS)
         self.audit_repairs = 0
         self.unrepaired: tuple[str, ...] = ()  # what fails is raised
         self.line: Line = open_line()
@@ -146,7 +154,7 @@ class Userspace(NoQueries):
     def _program(self, table: ServiceTable, names: frozenset[str], *, whole: bool) -> SyncResult:
         """Proxy ports first, then the rules to them in one transaction, then what nobody is led to closes."""
         if whole:
-            self._deliver_answers(rules.answer_mark(table.node))
+            self._deliver_answers(answer_mark(table.node))
         network = low.lower_node(table.node, self.transparent)
         lowered: dict[str, dict[str, tuple[Entry, low.Lowered]]] = {}
         unprogrammed: dict[str, dict[str, str]] = {}
@@ -172,11 +180,9 @@ class Userspace(NoQueries):
                     unprogrammed.setdefault(name, {})[entry.name] = applied.failed[key]
                 numbers = applied.ports.get(key, ())
                 listen = network.listen.get(entry.family, "")
-                elements = rules.elements_of(found, int(entry.protocol), listen, numbers)
+                elements = plan.elements_of(found, int(entry.protocol), listen, numbers)
                 fresh[name][key] = _Known(entry.family, rows[key], elements)
-        text = self._text(table.node, fresh, whole=whole)
-        if text:
-            nft.run(text)
+        self._kernel.commit(*self._work(table.node, fresh, whole=whole))
         self.line.ask(m.Commit(), m.Done)
         changed = sum(1 for ports in fresh.values() for _ in ports)
         removed = sum(1 for name in names for key in self._known.get(name, {}) if key not in fresh.get(name, {}))
@@ -203,19 +209,13 @@ class Userspace(NoQueries):
         else:
             where.pop(name, None)
 
-    def _text(self, node: NodeNetwork, fresh: dict[str, dict[str, _Known]], *, whole: bool) -> str:
-        parts = []
-        for family in self._families():
-            new = _join(fresh.values(), family)
+    def _work(self, node: NodeNetwork, fresh: dict[str, dict[str, _Known]], *, whole: bool) -> Iterator[op.Work]:
+        for version, family in FAMILIES.items():
+            new = _join(fresh.values(), version)
             if whole:
-                parts.append(rules.skeleton(family, node) + rules.update(family, {}, new))
+                yield family, plan.replace(family, node, new)
             else:
-                old = _join((self._known.get(name, {}) for name in fresh), family)
-                parts.append(rules.update(family, old, new))
-        return "".join(parts)
-
-    def _families(self) -> tuple[int, ...]:
-        return tuple(rules.FAMILIES)
+                yield family, plan.change(_join((self._known.get(name, {}) for name in fresh), version), new)
 
     def _unfit(self, entry: Entry, network: m.Network) -> str:
         if entry.family not in network.listen:
@@ -234,11 +234,11 @@ class Userspace(NoQueries):
     def _datagram_ports(self) -> set[tuple[str, int]]:
         listen = low.lower_node(self.table.node, self.transparent).listen
         return {
-            (listen[known.family], int(key.partition(" . ")[2]))
+            (listen[known.family], int(key[1]))
             for ports in self._known.values()
             for known in ports.values()
             for name, key in known.elements
-            if name == "listeners" and key.startswith("17 ")
+            if name == LISTENERS and key[0] == Protocol.UDP
         }
 
     # Drift
@@ -263,7 +263,7 @@ class Userspace(NoQueries):
         due = time.monotonic() >= self._audit_at
         if self._drifted.is_set() or (due and not self._told):
             self._drifted.clear()
-            gone += self._missing_rules()
+            gone += self._drift()
         if gone:
             self._whole = True
         if due:
@@ -279,7 +279,7 @@ class Userspace(NoQueries):
 
     def _audit_answers(self) -> None:
         """The routing rules for answers to kept addresses; once one that was impossible works all is told anew."""
-        mark = rules.answer_mark(self.table.node)
+        mark = answer_mark(self.table.node)
         for family in self._possible:
             if family not in self.transparent:
                 with contextlib.suppress(DataplaneError):
@@ -294,26 +294,29 @@ class Userspace(NoQueries):
         if any("open files" in reason for found in self._unprogrammed.values() for reason in found.values()):
             self._attempt(self.table, frozenset(self._unprogrammed), whole=False)
 
-    def _missing_rules(self) -> list[str]:
-        """What is not as this process wrote it, in words."""
+    def _drift(self) -> list[str]:
+        """What of the tables is not as this process wrote it."""
         found = []
-        for family in self._families():
-            name = f"{rules.FAMILIES[family]} {rules.TABLE}"
+        for version, family in FAMILIES.items():
+            name = f"{family.name} {TABLE}"
             try:
-                items = nft.query(f"list table {name}")
-            except nft.NftError:
-                found.append(f"the table {name} was gone")
-                continue
-            except OSError as error:
+                changed = self._differences(family, _join(self._known.values(), version))
+            except (DataplaneError, OSError) as error:
                 found.append(f"the table {name} could not be read ({error})")
                 continue
-            wrong = rules.differences(family, self.table.node, self._elements(family), items)
-            if wrong:
-                found.append(f"the table {name} had lost or gained {', '.join(wrong)}")
+            if changed is None:
+                found.append(f"the table {name} was gone")
+            elif changed:
+                found.append(f"the table {name} was changed: {describe(changed)}")
         return found
 
-    def _elements(self, family: int) -> rules.Elements:
-        return _join(self._known.values(), family)
+    def _differences(self, family: Family, elements: plan.Elements) -> list[op.Operation] | None:
+        """None: there is no table."""
+        skeleton = self._kernel.skeleton(family)
+        if skeleton is None:
+            return None
+        contents = {name: self._kernel.contents(family, name) for name in SETS if name in skeleton.sets}
+        return plan.differences(family, self.table.node, elements, skeleton, contents)
 
     def _reopen(self) -> None:
         self.line.close()
@@ -335,7 +338,7 @@ class Userspace(NoQueries):
             "connections in flight end when the relay's process ends",
         ]
         sentences += unknown_algorithms(self.table, {"random", "rr"}, "round robin") + unprobed(self.table)
-        if len(self.transparent) < len(rules.FAMILIES):
+        if len(self.transparent) < len(FAMILIES):
             sentences.append("client addresses cannot be kept here: backends see the node's address")
         return sentences
 
@@ -376,10 +379,11 @@ class Userspace(NoQueries):
                 self.line.ask(m.End(), m.Done)
         self.line.close()
         self._answers.close()
+        self._kernel.close()
 
 
-def _join(services: Iterable[Mapping[str, _Known]], family: int) -> rules.Elements:
-    joined: rules.Elements = {}
+def _join(services: Iterable[Mapping[str, _Known]], family: int) -> plan.Elements:
+    joined: plan.Elements = {}
     for ports in services:
         for known in ports.values():
             if known.family == family:
@@ -401,14 +405,11 @@ def _has_sctp() -> bool:
 
 
 def probe(options: Options) -> str | None:
-    """Have the kernel check the whole ruleset without taking it."""
+    """Have the kernel take a table of ours, and delete it in the same transaction."""
     del options
-    try:
-        for family in rules.FAMILIES:
-            nft.check(rules.skeleton(family, NodeNetwork()))
-    except DataplaneError as error:
-        return f"the redirect rules are not possible here: {error}"
-    return None
+    node = NodeNetwork(primary=("192.0.2.1", "2001:db8::1"), service_cidrs=("192.0.2.0/24", "2001:db8::/108"))
+    work: list[op.Work] = [(family, plan.replace(family, node, {})) for family in FAMILIES.values()]
+    return missing(TRIAL, SETS, work)
 
 
 def drain(options: Options) -> bool:
@@ -425,9 +426,10 @@ def drain(options: Options) -> bool:
         agent = line.ask(m.Status(), m.Listing).told.get("agent")
     if agent:
         raise Occupied(f"the relay of this network namespace is in use by process {agent}: stop that first")
-    for family in rules.FAMILIES:
-        with contextlib.suppress(nft.NftError):  # there is no table
-            nft.run(rules.lead_nobody(family))
+    with contextlib.closing(Kernel(TABLE)) as kernel:
+        for family in FAMILIES.values():
+            with contextlib.suppress(NftablesError):  # there is no table
+                kernel.commit((family, plan.drain()))
     return True
 
 
@@ -435,12 +437,7 @@ def clean(options: Options) -> int:
     """Remove rules, routing rules and relay; how many things went. Connections in flight end."""
     del options
     line = connect(agent=True)  # an agent that runs has it: Occupied
-    removed = 0
-    for family, name in rules.FAMILIES.items():
-        with contextlib.suppress(nft.NftError, Unsupported):
-            nft.run(f"delete table {name} {rules.TABLE}")
-            removed += 1
-        removed += policy.remove(family)
+    removed = remove_tables(TABLE) + sum(policy.remove(version) for version in FAMILIES)
     addresses = [m.ADDRESS, *draining()]
     for address in addresses:
         found = line if address == m.ADDRESS else connect(agent=True, address=address)

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from dataplane.modes.userspace.messages import KEEPING, PLAIN
+
 __all__ = [
-    "KEEPING",
-    "PLAIN",
     "RESET",
     "family_of",
     "listening",
@@ -22,12 +22,6 @@ __all__ = [
     "toward",
     "transparent_works",
 ]
-
-PLAIN, KEEPING = 0x4850_0000, 0x4850_0010
-"""SO_PRIORITY of our sockets to backends, by which the rules know them (`meta priority 4850:0`, `4850:10`).
-
-No qdisc has the class 4850:, and the last four bits, which pfifo_fast and mqprio look at, are those of the default.
-"""
 
 # linux/in.h, linux/in6.h
 IP_TRANSPARENT, IPV6_TRANSPARENT = 19, 75

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,18 +23,11 @@ from dataplane.table import Entry, Kind, Masquerade, NodeNetwork, PodMatch, Serv
 from tests.fakes.nftables import FakeNftables
 from tests.modes.make import entry
 from tests.modes.nftables.make import NODE, cluster_ip, route, table
+from tests.nft import chains, nft
 from tests.tables import Front
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("namespace")]
 RULES = Path(__file__).with_name("rules.txt")
-
-
-def nft(*words: str) -> str:
-    if shutil.which("nft") is None:
-        pytest.skip("nft is not installed: apt-get install nftables")
-    done = subprocess.run(["nft", *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.fixture
@@ -80,23 +71,6 @@ def test_nft_lists_every_rule_as_it_was_meant(mode: Nftables, family: Family) ->
     assert chains(nft("-y", "list", "table", family.name, TABLE)) == {
         key: lines for key, lines in wanted.items() if key[0] == family.name
     }
-
-
-def chains(listing: str) -> dict[tuple[str, str], list[str]]:
-    """(family, name of the chain) -> its lines, of what `nft list` prints."""
-    found: dict[tuple[str, str], list[str]] = {}
-    family, lines = "", None
-    for line in map(str.strip, listing.splitlines()):
-        match line.split():
-            case ["table", family, *_]:
-                pass
-            case ["chain", name, "{"]:
-                lines = found[family, name] = []
-            case ["}"]:
-                lines = None
-            case _ if lines is not None:
-                lines.append(line)
-    return found
 
 
 def test_what_is_read_back_is_what_was_written(mode: Nftables) -> None:

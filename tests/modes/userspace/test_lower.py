@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
-from dataplane.modes.userspace import rules
+from dataplane.modes.userspace import plan, tables
 from dataplane.modes.userspace.choice import SUSPECT_SECONDS, Chooser
-from dataplane.modes.userspace.lower import Element, lower
+from dataplane.modes.userspace.lower import Redirect, lower
 from dataplane.modes.userspace.messages import Keep, Port
+from dataplane.nftables import operations as op
+from dataplane.nftables.expressions import Verdict
+from dataplane.nftables.schema import Element
+from dataplane.nftables.uapi import NFT_GOTO
 from dataplane.table import Backend, BackendSet, Entry, Kind, Masquerade, NodeNetwork, PodMatch, Protocol, WhenEmpty
 from tests.tables import Front, entry_of
 
@@ -34,15 +37,15 @@ def vip(inside: BackendSet, outside: BackendSet | None = None, masquerade: Masqu
     return Front(Kind.CLUSTER_IP, "10.96.0.1", 80, inside, outside or inside, masquerade)
 
 
-def both(target: int | WhenEmpty, address: str | None = "10.96.0.1", port: int = 80) -> tuple[Element, ...]:
-    return Element("inside", address, port, target), Element("outside", address, port, target)
+def both(target: int | WhenEmpty, address: str | None = "10.96.0.1", port: int = 80) -> tuple[Redirect, ...]:
+    return Redirect("inside", address, port, target), Redirect("outside", address, port, target)
 
 
 CASES = [
     pytest.param(BY_CIDR, [vip(ALL)], [BOTH], [Port(0, Keep.PODS)], both(0), id="one-port-where-addresses-tell-pods"),
     pytest.param(
         BY_INTERFACE, [vip(ALL)], [BOTH], [Port(0, Keep.ALWAYS), Port(0, Keep.NEVER)],
-        (Element("inside", "10.96.0.1", 80, 0), Element("outside", "10.96.0.1", 80, 1)),
+        (Redirect("inside", "10.96.0.1", 80, 0), Redirect("outside", "10.96.0.1", 80, 1)),
         id="two-ports-where-only-the-interface-tells",
     ),
     pytest.param(
@@ -53,11 +56,11 @@ CASES = [
     ),
     pytest.param(
         BY_CIDR, [vip(ALL, LOCAL, Masquerade.NODE)], [BOTH, BOTH[:1]], [Port(0, Keep.ALWAYS), Port(1, Keep.ALWAYS)],
-        (Element("inside", "10.96.0.1", 80, 0), Element("outside", "10.96.0.1", 80, 1)), id="policy-local-outside",
+        (Redirect("inside", "10.96.0.1", 80, 0), Redirect("outside", "10.96.0.1", 80, 1)), id="policy-local-outside",
     ),
     pytest.param(
         BY_CIDR, [vip(ALL, NONE, Masquerade.NODE)], [BOTH], [Port(0, Keep.ALWAYS)],
-        (Element("inside", "10.96.0.1", 80, 0), Element("outside", "10.96.0.1", 80, WhenEmpty.DROP)),
+        (Redirect("inside", "10.96.0.1", 80, 0), Redirect("outside", "10.96.0.1", 80, WhenEmpty.DROP)),
         id="outside-drops",
     ),
     pytest.param(
@@ -72,7 +75,7 @@ def test_service_ports(node, frontends, routes, ports, elements) -> None:
     found = lower(entry(*frontends), node)
     assert found.row is not None
     assert (list(found.row.routes), list(found.row.ports)) == (routes, ports)
-    assert found.elements == elements
+    assert found.redirects == elements
 
 
 def test_affinity_on_two_routes_settles_on_a_backend_of_both() -> None:
@@ -94,28 +97,29 @@ def test_datagrams_without_backends_keep_their_row_so_that_sessions_go_on() -> N
     found = lower(entry(vip(REFUSED), protocol=Protocol.UDP), BY_CIDR)
     assert found.row is not None
     assert (found.row.routes, found.row.ports) == ((), ())
-    assert {element.target for element in found.elements} == {WhenEmpty.REJECT}
+    assert {element.target for element in found.redirects} == {WhenEmpty.REJECT}
 
 
 def test_without_backends_there_is_no_proxy_port_and_clients_are_refused() -> None:
     found = lower(entry(vip(REFUSED)), BY_CIDR)
     assert found.row is None
-    assert rules.elements_of(found, 6, "192.0.2.1", ()) == {
-        ("inside-empty", "10.96.0.1 . 6 . 80"): "goto refuse",
-        ("outside-empty", "10.96.0.1 . 6 . 80"): "goto refuse",
-        ("cluster-ips", "10.96.0.1"): None,
+    refuse = Verdict(NFT_GOTO, "refuse")
+    assert plan.elements_of(found, 6, "192.0.2.1", ()) == {
+        ("inside-empty", ("10.96.0.1", 6, 80)): refuse,
+        ("outside-empty", ("10.96.0.1", 6, 80)): refuse,
+        ("cluster-ips", ("10.96.0.1",)): None,
     }
 
 
 def test_sources_are_elements_too() -> None:
     frontend = Front(Kind.LOAD_BALANCER, "198.51.100.1", 80, ALL, ALL, Masquerade.ALWAYS, ("203.0.113.0/24",))
-    found = rules.elements_of(lower(entry(frontend), BY_CIDR), 6, "192.0.2.1", (50001,))
+    found = plan.elements_of(lower(entry(frontend), BY_CIDR), 6, "192.0.2.1", (50001,))
     assert found == {
-        ("inside", "198.51.100.1 . 6 . 80"): "192.0.2.1 . 50001",
-        ("outside", "198.51.100.1 . 6 . 80"): "192.0.2.1 . 50001",
-        ("listeners", "6 . 50001"): None,
-        ("firewalled", "198.51.100.1 . 6 . 80"): None,
-        ("allowed-tcp", "198.51.100.1 . 80 . 203.0.113.0/24"): None,
+        ("inside", ("198.51.100.1", 6, 80)): ("192.0.2.1", 50001),
+        ("outside", ("198.51.100.1", 6, 80)): ("192.0.2.1", 50001),
+        ("listeners", (6, 50001)): None,
+        ("firewalled", ("198.51.100.1", 6, 80)): None,
+        ("allowed-sources", ("198.51.100.1", 6, 80, "203.0.113.0/24")): None,
     }
 
 
@@ -126,26 +130,21 @@ def test_source_ranges_that_overlap_become_one() -> None:
 
 
 def test_an_update_touches_only_what_differs() -> None:
-    old: rules.Elements = {("inside", "k"): "v", ("inside", "same"): "v", ("cluster-ips", "gone"): None}
-    new: rules.Elements = {("inside", "k"): "w", ("inside", "same"): "v", ("cluster-ips", "new"): None}
-    assert rules.update(4, old, new).splitlines() == [
-        "delete element ip hybrid-proxy-userspace inside { k : v }",
-        "delete element ip hybrid-proxy-userspace cluster-ips { gone }",
-        "add element ip hybrid-proxy-userspace inside { k : w }",
-        "add element ip hybrid-proxy-userspace cluster-ips { new }",
+    key, same = ("10.96.0.1", 6, 80), ("10.96.0.2", 6, 80)
+    old: plan.Elements = {("inside", key): ("a", 1), ("inside", same): ("a", 2), ("cluster-ips", ("gone",)): None}
+    new: plan.Elements = {("inside", key): ("b", 1), ("inside", same): ("a", 2), ("cluster-ips", ("new",)): None}
+    assert plan.change(old, new) == [
+        op.DeleteElements("inside", [key]),
+        op.DeleteElements("cluster-ips", [("gone",)]),
+        op.AddElements("inside", [Element("inside", key, ("b", 1))]),
+        op.AddElements("cluster-ips", [Element("cluster-ips", ("new",))]),
     ]
-    assert rules.update(4, new, new) == ""
+    assert plan.change(new, new) == []
 
 
-def test_rules_are_constant_in_number_and_their_marks_are_not_the_masquerade_bit_alone() -> None:
-    text = rules.skeleton(4, BY_CIDR)
-    assert text.startswith("add table ip hybrid-proxy-userspace\ndelete table ip hybrid-proxy-userspace\n")
-    assert "ip saddr 10.1.0.0/16 goto inside-nat" in text
-    assert "| 0x5000" in text
-    assert "| 0x4000" not in text
-    assert "| 0x3000" in rules.skeleton(4, msgspec.structs.replace(BY_CIDR, masquerade_bit=12))
-    assert 'iifname "veth*"' in rules.skeleton(4, BY_INTERFACE)
-    assert "goto inside-nat" in rules.skeleton(4, UNKNOWN), "the node's own clients are inside even then"
+@pytest.mark.parametrize(("masquerade_bit", "mark"), [(14, 0x5000), (12, 0x3000)])
+def test_the_mark_of_answers_is_not_the_masquerade_bit_alone(masquerade_bit: int, mark: int) -> None:
+    assert tables.answer_mark(NodeNetwork(masquerade_bit=masquerade_bit)) == mark
 
 
 def test_who_failed_is_avoided_for_a_while_by_new_clients() -> None:

@@ -16,12 +16,14 @@ from pathlib import Path
 import pytest
 
 from dataplane.errors import DataplaneError, Occupied, SyncError
-from dataplane.kernel import nft, policy
+from dataplane.kernel import policy
 from dataplane.kernel.other_proxies import may_have_left
 from dataplane.mode import Options
 from dataplane.modes.userspace import messages, programmer
 from dataplane.modes.userspace.line import draining
-from dataplane.modes.userspace.rules import TABLE
+from dataplane.modes.userspace.tables import SETS, TABLE
+from dataplane.nftables.expressions import FAMILIES
+from dataplane.nftables.wire import Kernel
 from dataplane.table import (
     Backend,
     BackendSet,
@@ -33,6 +35,7 @@ from dataplane.table import (
     ServiceTable,
     socket_text,
 )
+from tests.nft import chains, nft
 from tests.tables import Front, entry_of
 from workshop.lab.network import Lab
 from workshop.lab.traffic import ask_tcp
@@ -102,8 +105,8 @@ def test_who_the_backend_sees(node: Node) -> None:
 
 
 def test_a_proxy_port_cannot_be_used_past_the_rules(node: Node) -> None:
-    elements = node.mode._elements(4)
-    port = next(int(key.split()[-1]) for name, key in elements if name == "listeners")
+    with contextlib.closing(Kernel(TABLE, SETS)) as kernel:
+        ((_, port),) = kernel.contents(FAMILIES[4], "listeners")
     with node.lab.socket("client") as client:
         client.settimeout(20)
         with pytest.raises(ConnectionRefusedError):
@@ -169,22 +172,24 @@ def test_the_relay_has_no_module_from_the_working_directory_and_keeps_no_file_of
 @pytest.mark.parametrize(
     "damage",
     [
-        f"delete table ip {TABLE}",
+        "delete table ip {table}",
         "flush ruleset",
-        f"flush chain ip {TABLE} inside-nat",
-        f"flush map ip {TABLE} inside",
-        f"add element ip {TABLE} cluster-ips {{ 192.0.2.77 }}",
+        "flush map ip {table} inside",
+        "add element ip {table} cluster-ips {{ 192.0.2.77 }}",
+        "flush chain ip {table} inside-nat" + 2 * "; add rule ip {table} inside-nat return",
+        "flush chain ip {table} guard; add chain ip {table} foreign; add rule ip {table} guard jump foreign",
     ],
+    ids=["table deleted", "ruleset flushed", "map flushed", "foreign element", "rules replaced", "foreign chain"],
 )
 def test_what_others_change_of_the_rules_is_repaired_at_once(node: Node, damage: str) -> None:
     node.woken.clear()
-    told = node.lab.run("node", ["nft", damage])
-    assert told.returncode == 0, told.stderr
-    assert node.woken.wait(60), "nobody was told"
+    before = chains(nft("-y", "list", "ruleset"))
+    nft(damage.format(table=TABLE))
+    assert node.woken.wait(60), "the kernel's message was not heard"
     node.mode.maintain()
     assert node.ask()[0] == "pod2"
     assert node.mode.status()["audit_repairs"] >= 1
-    assert node.mode._missing_rules() == []
+    assert chains(nft("-y", "list", "ruleset")) == before
 
 
 def test_a_repair_that_failed_is_tried_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +197,7 @@ def test_a_repair_that_failed_is_tried_again(node: Node, monkeypatch: pytest.Mon
     node.lab.run("node", ["nft", f"delete table ip {TABLE}"])
     assert node.woken.wait(60), "nobody was told"
     with monkeypatch.context() as patch:
-        patch.setattr(programmer.nft, "run", lambda _: (_ for _ in ()).throw(OSError(24, "too many open files")))
+        patch.setattr(Kernel, "commit", lambda *_: (_ for _ in ()).throw(OSError(24, "too many open files")))
         with pytest.raises(SyncError):
             node.mode.maintain()
     node.mode.maintain()
@@ -218,7 +223,7 @@ def test_tables_of_others_are_none_of_ours(node: Node) -> None:
     assert node.mode.status()["audit_repairs"] == 0
     node.mode.close()
     programmer.clean(Options())
-    assert {item["table"]["name"] for item in nft.query("list tables")} == {"somebody"}
+    assert nft("list", "tables").split() == ["table", "ip", "somebody"]
 
 
 def test_a_routing_rule_that_others_delete_is_seen_at_a_glance(node: Node) -> None:
@@ -277,7 +282,7 @@ def test_clean_removes_everything_and_is_idempotent(node: Node) -> None:
     node.mode.close()
     assert programmer.clean(Options()) >= 5
     assert programmer.clean(Options()) == 0
-    assert nft.query("list tables") == []
+    assert nft("list", "tables") == ""
     assert policy.remove(4) == policy.remove(6) == 0
     with pytest.raises(ProcessLookupError):
         eventually(lambda: os.kill(pid, 0), "the relay is still there", 3)
@@ -286,15 +291,15 @@ def test_clean_removes_everything_and_is_idempotent(node: Node) -> None:
 
 def test_half_of_it_is_cleaned_too(node: Node) -> None:
     os.kill(node.mode.line.pid, signal.SIGKILL)
-    nft.run(f"delete table ip6 {TABLE}")
+    nft(f"delete table ip6 {TABLE}")
     node.mode.close()
     assert programmer.clean(Options()) > 0
-    assert nft.query("list tables") == []
+    assert nft("list", "tables") == ""
 
 
 def test_a_relay_without_its_rules_is_still_seen_and_cleaned(node: Node) -> None:
     node.mode.close()
-    nft.run("flush ruleset")
+    nft("flush ruleset")
     assert may_have_left("userspace", None)
     assert programmer.clean(Options()) > 0
     assert not may_have_left("userspace", None)

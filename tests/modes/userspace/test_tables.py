@@ -1,0 +1,84 @@
+"""The tables in a namespace: nft lists what was meant, and what others change is found."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dataplane.modes.userspace import plan
+from dataplane.modes.userspace.tables import SETS, TABLE
+from dataplane.nftables import operations as op
+from dataplane.nftables.expressions import FAMILIES
+from dataplane.nftables.wire import Kernel
+from dataplane.table import NodeNetwork, PodMatch
+from tests.nft import chains, nft
+
+pytestmark = [pytest.mark.root, pytest.mark.usefixtures("namespace")]
+
+RULES = Path(__file__).with_name("rules.txt")
+NODE = NodeNetwork(
+    primary=("192.0.2.1", "2001:db8::1"), node_port_addresses=("192.0.2.1", "2001:db8::1"),
+    pods=PodMatch(("10.1.0.0/16", "fd02::/64")), service_cidrs=("10.96.0.0/12", "fd00::/112"),
+)  # fmt: skip
+ELEMENTS: plan.Elements = {
+    ("inside", ("10.96.0.1", 6, 80)): ("192.0.2.1", 50001),
+    ("listeners", (6, 50001)): None,
+    ("firewalled", ("10.96.0.1", 6, 80)): None,
+    ("allowed-sources", ("10.96.0.1", 6, 80, "203.0.113.0/24")): None,
+}
+IPV4 = FAMILIES[4]
+
+
+@pytest.fixture
+def kernel() -> Iterator[Kernel]:
+    with contextlib.closing(Kernel(TABLE, SETS)) as made:
+        made.commit(*((family, plan.replace(family, NODE, {})) for family in FAMILIES.values()))
+        made.commit((IPV4, plan.change({}, ELEMENTS)))
+        yield made
+
+
+def differences(kernel: Kernel) -> list[op.Operation]:
+    skeleton = kernel.skeleton(IPV4)
+    assert skeleton is not None
+    return plan.differences(IPV4, NODE, ELEMENTS, skeleton, {name: kernel.contents(IPV4, name) for name in SETS})
+
+
+def test_nft_lists_every_rule_as_it_was_meant(kernel: Kernel) -> None:
+    assert chains(nft("-y", "list", "ruleset")) == chains(RULES.read_text())
+
+
+def test_what_is_as_it_was_written_is_no_difference(kernel: Kernel) -> None:
+    assert differences(kernel) == []
+
+
+DAMAGES = {
+    "rules replaced by as many": "flush chain ip {0} inside-nat; add rule ip {0} inside-nat return; "
+    "add rule ip {0} inside-nat return",
+    "rules in another order": "delete rule ip {0} refuse handle {1}; add rule ip {0} refuse ct state invalid drop",
+    "foreign rule": "insert rule ip {0} guard accept",
+    "chain with another hook": "flush chain ip {0} guard; delete chain ip {0} guard; "
+    "add chain ip {0} guard {{ type filter hook forward priority 0; }}",
+    "foreign chain": "add chain ip {0} foreign",
+    "foreign set": "add set ip {0} foreign {{ type ipv4_addr; }}",
+    "element deleted": "delete element ip {0} listeners {{ tcp . 50001 }}",
+    "value replaced": "delete element ip {0} inside {{ 10.96.0.1 . tcp . 80 }}; "
+    "add element ip {0} inside {{ 10.96.0.1 . tcp . 80 : 192.0.2.1 . 50002 }}",
+    "node's address deleted": "flush set ip {0} node-addresses",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_what_others_change_is_found_and_undone(kernel: Kernel, damage: str) -> None:
+    before = chains(nft("-y", "list", "ruleset"))
+    handles = nft("-a", "list", "chain", "ip", TABLE, "refuse").split()
+    nft(damage.format(TABLE, handles[handles.index("invalid") + 4]))
+    undo = differences(kernel)
+    assert undo
+    if isinstance(undo[0], op.AddTable):  # a whole table, without its elements
+        undo = list(plan.replace(IPV4, NODE, ELEMENTS))
+    kernel.commit((IPV4, undo))
+    assert differences(kernel) == []
+    assert chains(nft("-y", "list", "ruleset")) == before
