@@ -1,7 +1,7 @@
 """Reports when another process changes the nftables ruleset of this network namespace.
 
 The kernel sends every transaction to the group NFNLGRP_NFTABLES: one message for each object, which carries the
-netlink port of the writer, and NFT_MSG_NEWGEN with the writer's thread at the end. Rules of iptables-nft are reported
+netlink port of the writer, and NFT_MSG_NEWGEN at the end. Rules of iptables-nft are reported
 like all others; those of iptables-legacy are not part of nftables and are not reported.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
 from typing import Final
 
 from dataplane.kernel.netlink import NETFILTER, NFGEN, Events, attributes, messages
@@ -21,14 +20,12 @@ NFNL_SUBSYS_NFTABLES: Final = 10
 RECEIVE_BUFFER: Final = 8 << 20
 _NEWGEN: Final = NFNL_SUBSYS_NFTABLES << 8 | 15
 _NAME: Final = 1  # the attribute that names the table is number 1 in messages of every kind
-_GEN_PROC_PID: Final = 2
 _FAMILIES: Final = {1: "inet", 2: "ip", 3: "arp", 5: "netdev", 7: "bridge", 10: "ip6"}
 
 OWN_PORTS: Final[set[int]] = set()
 """Netlink ports through which this process itself writes: what comes from these is not reported.
 
-An open `Nfnetlink` adds its port. Writers without an entry here (libnftables) are recognised by the thread that NEWGEN
-names.
+An open `Nfnetlink` adds its port.
 """
 
 
@@ -80,20 +77,10 @@ class _Transactions:
                 continue
             if kind == _NEWGEN:
                 touched, self._tables = frozenset(self._tables), set()
-                if _writer(body) not in _own_threads():
-                    yield touched
+                yield touched
             elif (name := _attribute(body, _NAME)) is not None:
                 family = _FAMILIES.get(body[0], str(body[0]))
                 self._tables.add(f"{family} {name.rstrip(bytes(1)).decode(errors='replace')}")
-
-
-def _own_threads() -> set[int]:
-    """As NEWGEN numbers them, unless this process is in a PID namespace: then each writer looks foreign."""
-    return {int(path.name) for path in Path("/proc/self/task").iterdir()}
-
-
-def _writer(body: bytes) -> int:
-    return int.from_bytes(_attribute(body, _GEN_PROC_PID) or b"", "big")
 
 
 def _attribute(body: bytes, wanted: int) -> bytes | None:

@@ -82,7 +82,7 @@ MODES = {
     "nolibrary": "import a_library_that_is_not_there",
     "nomode": "",
     "unreadable": "def",
-    "nokernel": "raise OSError('libnftables.so.1: cannot open shared object file')",
+    "nokernel": "raise OSError('libbpf.so.1: cannot open shared object file')",
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ set -eu
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -q
 apt-get install -q -y --no-install-recommends \
-    clang gcc libbpf-dev libbpf1 libc6-dev libnftables1 linux-libc-dev llvm iptables make python3-dev python3-venv
+    clang gcc libbpf-dev libbpf1 libc6-dev linux-libc-dev llvm iptables make python3-dev python3-venv
 
 # Built from a copy: the source may be read-only, and other machines build from it, too.
 work=$(mktemp -d)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from workshop.lab.network import Lab
 
 __all__ = ["programmed"]
@@ -26,10 +28,8 @@ def _saved(lab: Lab) -> tuple[int, int]:
 
 
 def _listed(lab: Lab) -> tuple[int, int]:
-    from dataplane.kernel import nft
-
-    with lab.inside("node"):
-        objects = nft.query("list ruleset")
+    listed = lab.run("node", ["nft", "-j", "list", "ruleset"], timeout=120).stdout
+    objects = msgspec.json.decode(listed or '{"nftables": []}')["nftables"]
     rules = sum("rule" in each for each in objects)
     held = (each.get("map") or each.get("set") or {} for each in objects)
     return rules, sum(len(each.get("elem", ())) for each in held)
