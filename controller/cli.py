@@ -1,7 +1,7 @@
-"""The command line. Flags become texts here, `controller.settings.config` checks them, and a command does the work.
+"""The command line. Flags stay text here, `controller.settings` checks them, and a command does the work.
 
 Commands are imported when they are called: `explain` is run a hundred times in a script and must start at
-once, so nothing here imports the kernel's doors, the API client or a terminal library.
+once, so nothing here imports the kernel interfaces, the API client or a terminal library.
 
 Exit codes: 0 it worked, 1 it failed, 2 the command line (or the file with flows) cannot be used.
 """
@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from controller.errors import ConfigError, ControllerError
-from controller.settings.config import ADMIN_SOCKET, CHOICES, MODES, REMOVED_FLAGS, SCHEDULERS, Config, from_flags
+from controller.settings.config import ADMIN_SOCKET, Config, from_flags
+from controller.settings.documents import FILES, IPVS_MODE, LOG, MORE, NODE, SERVERS, SERVICES, SOURCES
+from controller.settings.flags import add_flag, add_flags, add_removed_flags
 from dataplane.errors import DataplaneError
 
 __all__ = ["main", "parser"]
@@ -36,269 +38,40 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **arguments)
 
 
-def _switch(group: argparse._ActionsContainer, flag: str, text: str) -> None:
-    """A boolean flag, also as kube-proxy's `--flag=true` and `--flag=false`."""
-    group.add_argument(flag, nargs="?", const="true", metavar="true|false", help=text)
-
-
-def _list(group: argparse._ActionsContainer, flag: str, metavar: str, text: str) -> None:
-    """A flag with a comma-separated list that may be repeated."""
-    group.add_argument(flag, action="append", metavar=metavar, help=text)
-
-
 def _output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", choices=("text", "json"), default="text", help="for people, or for programs (default: text)"
     )
 
 
-def _admin(parser: argparse._ActionsContainer, default: str | None = ADMIN_SOCKET) -> None:
-    parser.add_argument(
-        "--admin-socket",
-        metavar="PATH",
-        default=default,
-        help=f"where the agent listens for commands (default: {ADMIN_SOCKET})",
-    )
+def _admin(parser: argparse._ActionsContainer) -> None:
+    add_flag(parser, "admin-socket", default=ADMIN_SOCKET)
 
 
-def _settings(parser: argparse.ArgumentParser) -> None:
-    """What changes the meaning of a Service; `run` and `explain` share these."""
-    group = parser.add_argument_group("what a Service means on this node (kube-proxy's names and defaults)")
-    group.add_argument(
-        "--hostname-override",
-        metavar="NAME",
-        help="this node's name, as in its Node object (default: the host name in lower case)",
-    )
-    group.add_argument(
-        "--detect-local-mode",
-        metavar="MODE",
-        help="how pods are told apart: ClusterCIDR, NodeCIDR, BridgeInterface or InterfaceNamePrefix "
-        "(default: ClusterCIDR)",
-    )
-    _list(group, "--cluster-cidr", "CIDR[,CIDR]", "the pods' range, one of each family; without it pods are outsiders")
-    group.add_argument("--pod-bridge-interface", metavar="NAME", help="the bridge, for BridgeInterface")
-    group.add_argument("--pod-interface-name-prefix", metavar="PREFIX", help="for InterfaceNamePrefix")
-    _list(
-        group,
-        "--nodeport-addresses",
-        "CIDR[,CIDR]|primary",
-        "the node's addresses that serve node ports (default: primary, the node's own IPs)",
-    )
-    _switch(group, "--masquerade-all", "replace the source address of everything sent to a ClusterIP")
-    group.add_argument(
-        "--bind-address", metavar="IP", help="use this as the node's IP instead of the Node object's; binds nothing"
-    )
-    group.add_argument(
-        "--algorithm",
-        metavar="NAME",
-        help="how a backend is chosen, in the modes ebpf and ipvs, for services without the annotation "
-        f"hybrid-proxy.io/algorithm: one of {', '.join(CHOICES)} (default: random; mode ipvs: as --ipvs-scheduler)",
-    )
-    _list(
-        group,
-        "--node-addresses",
-        "IP[,IP]",
-        "all addresses on the node's interfaces, where they cannot be read from the interfaces "
-        "(default: run reads the interfaces, explain takes the Node object's)",
-    )
-
-
-def _sources(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("where Services, EndpointSlices and Nodes come from (default: in the cluster)")
-    group.add_argument("--manifests", metavar="PATH", help="a file, or a folder of YAML and JSON, watched for changes")
-    group.add_argument("--kubeconfig", metavar="FILE", help="reach the API server as this file says")
-    group.add_argument("--master", metavar="URL", help="the API server's URL, over the one in the kubeconfig")
-
-
-def _dataplane(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("how the node is programmed")
-    group.add_argument(
-        "--proxy-mode",
-        metavar="MODE",
-        help=f"one of {', '.join(MODES)}, or auto: the best that works here (default: auto). A mode that cannot work "
-        "is replaced: ebpf by nftables, nftables and ipvs by iptables; `status` says so",
-    )
-    _switch(group, "--strict-mode", "end with an error instead of replacing a mode that cannot work")
-    _list(group, "--pod-interfaces", "PATTERN,...", "interfaces of pods, such as veth*,cali* (default: found by kind)")
-    _list(group, "--uplink-interfaces", "PATTERN,...", "interfaces to the outside, such as eth0 (default: found)")
-    group.add_argument(
-        "--socket-scope",
-        metavar="host|all|off",
-        help="whose sockets choose a backend at connect(): the host's own, pods' too, or nobody's (default: host)",
-    )
-    _switch(group, "--no-fast-path", "send established flows between local pods through the host's stack too")
-    _switch(group, "--no-traffic-counters", "do not count flows, packets and bytes of services and backends (ebpf)")
-    _switch(group, "--answer-ping", "mode ebpf: answer pings of ClusterIPs instead of refusing them")
-    group.add_argument(
-        "--source-check",
-        metavar="auto|strict",
-        help="mode ebpf: refuse new flows whose source is not behind the interface that they come in at: as the kernel "
-        "does there (rp_filter), or everywhere and of IPv6 too, for network plugins that rely on rules in netfilter's "
-        "raw table instead (default: auto)",
-    )
-    group.add_argument(
-        "--failover-failures",
-        metavar="N",
-        help="mode ebpf: leave a backend out for a while after so many connections, one after the other, that it did "
-        "not answer or refused; 0: never (default: 3)",
-    )
-    for flag, metavar, text in (
-        (
-            "interval",
-            "TIME",
-            "ask backends of services with annotation hybrid-proxy.io/probe so often (default: 5s)",
-        ),
-        ("timeout", "TIME", "wait so long for its answer (default: 1s)"),
-        ("failures", "N", "leave it out after so many probes without, until one succeeds (default: 3)"),
-    ):
-        group.add_argument(f"--probe-{flag}", metavar=metavar, help=f"mode ebpf: {text}")
-    group.add_argument(
-        "--dsr",
-        metavar="off|ipip",
-        help="mode ebpf, on all nodes alike: wrap requests from outside for backends of other nodes (IP in IP), so "
-        "that these answer the client directly and see its address; the network must let nodes send from each other's "
-        "addresses (default: off)",
-    )
-    group.add_argument(
-        "--masquerade-ports",
-        metavar="FIRST-LAST",
-        help="mode ebpf: source ports that masqueraded clients get; keep them apart from node ports and from "
-        "net.ipv4.ip_local_port_range (default: 1024-29695)",
-    )
-    for name, words, value in (
-        ("tcp-timeout-established", "an established connection", "24h"),
-        ("tcp-timeout-close-wait", "a connection that one side has ended", "1h"),
-        ("udp-timeout", "datagrams", "30s"),
-        ("udp-timeout-stream", "datagrams that both sides have sent for a while", "3m"),
-    ):
-        group.add_argument(
-            f"--conntrack-{name}",
-            metavar="DURATION",
-            help=f"mode ebpf: forget {words} after so long without a packet (default: {value})",
-        )
-    group.add_argument(
-        "--xdp",
-        metavar="auto|native|off",
-        help="forward known flows to other nodes' backends in the drivers of uplinks: where that is safe by itself, "
-        "wherever a driver can, or nowhere (default: auto; `status` says where)",
-    )
-    group.add_argument(
-        "--iptables-masquerade-bit", metavar="BIT", help="the bit of the packet mark for masquerade (default: 14)"
-    )
-    group.add_argument(
-        "--iptables-sync-period",
-        metavar="TIME",
-        help="compare with the kernel this often, where it does not tell of changes itself; all modes (default: 30s)",
-    )
-    _ipvs(parser)
-    _places(group)
-    for what, default in (("services", 32_768), ("backends", 262_144), ("slots", 262_144), ("flows", 262_144)):
-        group.add_argument(
-            f"--max-{what}",
-            metavar="N",
-            help=f"maps grow until there is room for so many {what} (default: {default:,})",
-        )
-    group.add_argument(
-        "--max-ring",
-        metavar="N",
-        help="places that Maglev, source hash, weights and least connections may take for one service port; give all "
-        "nodes the same (mode ebpf, default: 16,381)",
-    )
-
-
-def _ipvs(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("mode ipvs (kube-proxy's names and defaults)")
-    group.add_argument(
-        "--ipvs-scheduler",
-        metavar="NAME",
-        help=f"what services without another algorithm get: one of {', '.join(SCHEDULERS)} (default: rr); see "
-        "--algorithm",
-    )
-    _switch(group, "--ipvs-strict-arp", "answer ARP for addresses of the asked interface alone")
-    _list(group, "--ipvs-exclude-cidrs", "CIDR[,CIDR]", "virtual servers in these are never touched")
-    for flag, what in (
-        ("tcp", "idle TCP connections"),
-        ("tcpfin", "TCP connections after a FIN"),
-        ("udp", "UDP flows"),
-    ):
-        group.add_argument(
-            f"--ipvs-{flag}-timeout", metavar="TIME", help=f"forget {what} after this (default: as the kernel has it)"
-        )
-
-
-def _places(group: argparse._ActionsContainer) -> None:
-    group.add_argument("--cgroup", metavar="PATH", help="cgroup v2 folder of the node's own sockets (default: found)")
-    group.add_argument("--pin-root", metavar="PATH", help="folder on a BPF file system for the pins (default: found)")
+def _folders(parser: argparse._ActionsContainer) -> None:
+    add_flag(parser, "cgroup")
+    add_flag(parser, "pin-root")
 
 
 def _files(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("configuration files (docs/configuration.md)")
+    group = parser.add_argument_group(FILES.title)
     _config(group)
     group.add_argument(
-        "--write-config-to", metavar="FILE", help="write the configuration that the others make, in full, and end"
+        "--write-config-to", metavar="FILE", help="write the complete configuration in effect to this file, and exit"
     )
-    _switch(group, "--cleanup", "as the command cleanup")
-    _switch(group, "--init-only", "set what the node needs as root (connection tracking), and end")
+    add_flag(group, "cleanup")
+    add_flag(group, "init-only")
 
 
 def _config(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--config",
         metavar="FILE",
-        help="a KubeProxyConfiguration, a HybridProxyConfiguration, or both. kube-proxy's flags are ignored with it, "
-        "as kube-proxy does, but for --hostname-override, --master and those of the log; flags that it does not have "
-        "count over the file. A change is applied while it runs, or told where it needs a restart",
+        help="a KubeProxyConfiguration, a HybridProxyConfiguration, or both. With a file, kube-proxy's flags are "
+        "ignored, as kube-proxy does, except --hostname-override, --master and those of the log; flags that kube-proxy "
+        "does not have take precedence over the file. Changes of the file are applied while the agent runs, or "
+        "reported where they need a restart",
     )
-
-
-# kube-proxy's flags that are seldom needed, or have no effect here.
-_MORE: Final = (
-    ("feature-gates", "GATE=BOOL,...", "AllowServiceExternalIPs=false: do not serve external IPs; others are told"),
-    ("iptables-min-sync-period", "TIME", "rest after a sync; all modes but ipvs (default: none)"),
-    ("ipvs-sync-period", "TIME", "as --iptables-sync-period, in mode ipvs"),
-    ("ipvs-min-sync-period", "TIME", "as --iptables-min-sync-period, in mode ipvs"),
-    ("oom-score-adj", "N", "how readily the kernel ends the agent, -1000 to 1000 (default: -999)"),
-    ("conntrack-max-per-core", "N", "nf_conntrack_max for each CPU; 0: leave it (default: 32768)"),
-    ("conntrack-min", "N", "nf_conntrack_max at least (default: 131072)"),
-    ("healthz-port", "PORT", "0: as an empty --healthz-bind-address"),
-    ("metrics-port", "PORT", "0: as an empty --metrics-bind-address"),
-    ("kube-api-qps", "N", "requests to the API server a second; the pages of a list are one (default: 5)"),
-    ("kube-api-burst", "N", "how many of them may come at once (default: 10)"),
-    ("kube-api-content-type", "TYPE", ""),
-    ("config-sync-period", "TIME", ""),
-    ("show-hidden-metrics-for-version", "VERSION", ""),
-    ("vmodule", "PATTERN=N,...", ""),
-    ("log-flush-frequency", "TIME", ""),
-    ("log-json-info-buffer-size", "SIZE", ""),
-    ("log-text-info-buffer-size", "SIZE", ""),
-)
-_MORE_SWITCHES: Final = (
-    ("conntrack-tcp-be-liberal", "let packets out of a connection's window pass as known ones"),
-    ("iptables-localhost-nodeports", ""),
-    ("log-json-split-stream", ""),
-    ("log-text-split-stream", ""),
-    ("windows-service", ""),
-)
-
-
-def _kube_proxys(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("more of kube-proxy's flags, for its manifests")
-    for name, metavar, text in _MORE:
-        repeated: dict[str, Any] = {"action": "append"} if name == "feature-gates" else {}
-        group.add_argument(f"--{name}", metavar=metavar, help=text or "checked, and has no effect here", **repeated)
-    for name, text in _MORE_SWITCHES:
-        _switch(group, f"--{name}", text or "checked, and has no effect here")
-    for name in REMOVED_FLAGS:
-        parser.add_argument(f"--{name.replace('_', '-')}", nargs="?", const="true", help=argparse.SUPPRESS)
-
-
-def _logging(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what it says")
-    group.add_argument(
-        "--logging-format", "--log-format", metavar="text|json", dest="logging_format",
-        help="for people, or one JSON object a line (default: text)",
-    )  # fmt: skip
-    group.add_argument("-v", "--v", metavar="N", dest="v", help="how much: 0 (default) to 10, as kube-proxy's")
 
 
 # ------------------------------------------------------------------------------------------- the commands
@@ -487,26 +260,8 @@ def parser() -> argparse.ArgumentParser:
         "run", "serve the cluster's Services on this node", _RUN, "[--manifests PATH | --kubeconfig FILE] [flags]"
     )
     _files(run)
-    _sources(run)
-    _settings(run)
-    _dataplane(run)
-    group = run.add_argument_group("where it can be asked")
-    _admin(group, None)  # a file may say it
-    group.add_argument(
-        "--healthz-bind-address",
-        metavar="IP[:PORT]",
-        help="where health is served; empty turns it off (default: 0.0.0.0:10256)",
-    )
-    group.add_argument(
-        "--metrics-bind-address",
-        metavar="IP[:PORT]",
-        help="where metrics are served; empty turns them off (default: 127.0.0.1:10249)",
-    )
-    _switch(group, "--bind-address-hard-fail", "end when health or metrics cannot be served there, instead of retrying")
-    _switch(group, "--profiling", "serve pages for debugging beside the metrics")
-    _switch(group, "--metrics-per-backend", "count traffic for each backend instead of each service port")
-    _kube_proxys(run)
-    _logging(run)
+    add_flags(run, SOURCES, SERVICES, NODE, IPVS_MODE, SERVERS, MORE, LOG)
+    add_removed_flags(run)
     _output(run)
 
     for name, summary, epilog in (
@@ -522,7 +277,7 @@ def parser() -> argparse.ArgumentParser:
         if name == "flows":
             shown.add_argument("--limit", type=int, default=1000, metavar="N", help="at most N (default: 1000)")
         _admin(shown)
-        _places(shown)
+        _folders(shown)
         _output(shown)
 
     top = command("top", "services, backends and drops, live in this terminal", _TOP)
@@ -531,7 +286,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--interval", type=float, default=1, metavar="SECONDS", help="between two looks (default: 1)")
     top.add_argument("--count", type=int, default=0, metavar="N", help="with -o json: end after N (default: never)")
     _admin(top)
-    _places(top)
+    _folders(top)
     _output(top)
 
     drops = command("drops", "packets that were dropped or refused, and why", _DROPS)
@@ -587,7 +342,7 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument("--live", action="store_true", help="ask the agent and the program in the kernel instead")
     _admin(group)
     _config(group)
-    _settings(explain)
+    add_flags(explain, SERVICES)
     _output(explain)
 
     cleanup = command("cleanup", "remove everything of hybrid-proxy from this network namespace", _CLEANUP)
@@ -595,9 +350,9 @@ def parser() -> argparse.ArgumentParser:
         "--drain", type=float, metavar="SECONDS",
         help="let open connections go on for so long, and new ones pass (default: 3 beside another proxy, else 0)",
     )  # fmt: skip
-    _places(cleanup)
+    _folders(cleanup)
     _admin(cleanup)
-    _logging(cleanup)
+    add_flags(cleanup, LOG)
     _output(cleanup)
 
     _compare(command("compare", "modes beside each other and beside no proxy at all", _COMPARE))

@@ -11,7 +11,8 @@ import os
 from pathlib import Path
 from typing import Final
 
-from controller.settings.config import USUAL_OOM_SCORE, Config, Conntrack
+from controller.settings.config import Config, Conntrack
+from controller.settings.documents import KubeProxyConfiguration
 from dataplane.kernel.host_paths import in_initial_netns
 from dataplane.kernel.sysctl import FOLDER, apply, is_read_only, read
 
@@ -29,16 +30,16 @@ def conntrack_limit(conntrack: Conntrack, cpus: int) -> int:
     """nf_conntrack_max for so many CPUs, as kube-proxy computes it; 0: leave it as it is."""
     if not conntrack.max_per_core:
         return 0
-    return max(conntrack.minimum, min(conntrack.max_per_core * cpus, MOST_BY_CPUS))
+    return max(conntrack.min, min(conntrack.max_per_core * cpus, MOST_BY_CPUS))
 
 
 def conntrack_settings(conntrack: Conntrack) -> dict[str, str]:
     """Settings of one network namespace, by their names below /proc/sys."""
     wanted = {
-        "tcp_timeout_established": conntrack.tcp_timeout_established,
-        "tcp_timeout_close_wait": conntrack.tcp_timeout_close_wait,
+        "tcp_timeout_established": conntrack.tcp_established_timeout,
+        "tcp_timeout_close_wait": conntrack.tcp_close_wait_timeout,
         "udp_timeout": conntrack.udp_timeout,
-        "udp_timeout_stream": conntrack.udp_timeout_stream,
+        "udp_timeout_stream": conntrack.udp_stream_timeout,
         "tcp_be_liberal": int(conntrack.tcp_be_liberal),
     }
     return {PREFIX + name: str(value) for name, value in wanted.items() if value}
@@ -53,7 +54,7 @@ def prepare(config: Config) -> None:
         if int(OOM_SCORE.read_text()) != config.oom_score_adj:  # to lower it needs a right that few agents have
             OOM_SCORE.write_text(str(config.oom_score_adj))
     except OSError as error:
-        asked_for = config.oom_score_adj != USUAL_OOM_SCORE
+        asked_for = config.oom_score_adj != KubeProxyConfiguration().oom_score_adj
         log.log(
             logging.WARNING if asked_for else logging.INFO,
             "oomScoreAdj cannot be set to %d (%s): less than it is needs CAP_SYS_RESOURCE",

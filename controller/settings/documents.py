@@ -1,9 +1,9 @@
-"""PURE. The two documents of a configuration file, as types: every field with its default, flag and meaning.
+"""PURE. Every setting, once: its field, flag, type with its check, default, description, and what a change does.
 
-`KubeProxyConfiguration` is kube-proxy's (kubeproxy.config.k8s.io/v1alpha1, Kubernetes 1.36), field by field;
-`HybridProxyConfiguration` holds what kube-proxy has no word for. Everything else is derived from these types: which
-setting a field is (`rows`), the JSON schema, docs/configuration.md. Whether a value is good is decided in one place
-for files and flags, `controller.settings.config`.
+`KubeProxyConfiguration` is kube-proxy's document (kubeproxy.config.k8s.io/v1alpha1, Kubernetes 1.36), field by field;
+`HybridProxyConfiguration` holds the settings that kube-proxy does not have; `CommandLine` holds those that only a flag
+can set. `rows` lists them all. Flags, `--help`, the reading and writing of files, docs/configuration.md and the JSON
+schema are derived from it. A default that the dataplane or the semantics need as well stands there, and is read here.
 """
 
 from __future__ import annotations
@@ -15,396 +15,476 @@ from typing import Annotated, Any, Final, NamedTuple, get_args, get_origin
 
 import msgspec
 
+from controller.semantics.entries import DetectLocalMode, Settings
+from controller.settings.forms import (
+    ADDRESS,
+    ADDRESSES,
+    BOOLEAN,
+    BUFFER_SIZE,
+    CIDR_PAIR,
+    CIDRS,
+    FOLDER,
+    GATES,
+    INTERFACE,
+    LISTEN,
+    NODE_NAME,
+    NODE_PORT_ADDRESSES,
+    NUMBER,
+    PATTERNS,
+    PORTS,
+    TEXT,
+    VERSION,
+    VMODULE,
+    Endpoint,
+    Form,
+    VModule,
+    choice,
+    integer,
+    known,
+    seconds,
+    whole_seconds,
+)
+from dataplane.balancing import ALGORITHMS, ALIASES
+from dataplane.mode import Options
+
 __all__ = [
-    "DOCUMENTS", "HYBRID", "KUBE_PROXY", "HybridProxyConfiguration", "KubeProxyConfiguration", "Row", "Setting",
-    "rows",
+    "AT_ONCE", "CHOICES", "DOCUMENTS", "FILES", "HYBRID", "IPVS_MODE", "KUBE_PROXY", "KUBE_PROXYS_MODES", "LOG",
+    "MODES", "MORE", "NODE", "REOPENS", "RESTART", "SCHEDULERS", "SERVERS", "SERVICES", "SOURCES", "CommandLine",
+    "Conntrack", "Group", "HybridProxyConfiguration", "KubeProxyConfiguration", "Row", "Setting", "rows",
 ]  # fmt: skip
 
 KUBE_PROXY: Final = "KubeProxyConfiguration"
 HYBRID: Final = "HybridProxyConfiguration"
+MODES: Final = ("ebpf", "nftables", "iptables", "ipvs", "userspace")  # best first
+KUBE_PROXYS_MODES: Final = ("iptables", "ipvs", "nftables")
+# The schedulers of net/netfilter/ipvs; if a kernel lacks one, mode ipvs reports it when it is used.
+SCHEDULERS: Final = ("rr", "wrr", "lc", "wlc", "lblc", "lblcr", "dh", "sh", "sed", "nq", "fo", "ovf", "mh", "twos")
+CHOICES: Final = tuple(dict.fromkeys((*ALGORITHMS, *ALIASES, *SCHEDULERS)))  # algorithms; random is first
+
+# What a change of a setting does.
+AT_ONCE: Final = "at once"
+REOPENS: Final = "reopens"
+RESTART: Final = "restart"
+
+
+class Group(NamedTuple):
+    """A section of `--help`."""
+
+    title: str
+
+
+FILES: Final = Group("configuration files (docs/configuration.md)")
+SOURCES: Final = Group("where Services, EndpointSlices and Nodes come from (default: the cluster's API server)")
+SERVICES: Final = Group("what a Service means on this node (kube-proxy's names and defaults)")
+NODE: Final = Group("how the node is programmed")
+IPVS_MODE: Final = Group("mode ipvs (kube-proxy's names and defaults)")
+SERVERS: Final = Group("where the agent listens")
+LOG: Final = Group("log")
+MORE: Final = Group("more of kube-proxy's flags, for its manifests")
 
 
 class Setting(NamedTuple):
-    """What a field is to us.
+    """The definition of a setting, beside its type and its default.
 
-    `name` is the setting in `controller.settings.config` (empty: made of the path), `flag` the flag that means the same
-    (None: there is none). `unused` says why a value other than the default has no effect. Fields of
-    `zero_is_default` take their default when they are empty or 0, as kube-proxy's defaulting has it. `restart`: a
-    change waits for the next start. `inverted`: the flag says the contrary.
+    Attributes:
+        text: the description.
+        form: how it is written.
+        flag: its flag; empty: it has none. A flag sets every field that names it.
+        effect: what a change does: AT_ONCE, REOPENS the mode, or waits for a RESTART of the agent.
+        group: the section of `--help`.
+        help: the flag's description, where it is not `text`.
+        unused: why a value has no effect; empty: it has one.
+        harmless: values beside the default that need no warning although the setting is `unused`.
+        zero: an empty value or 0 in a document stands for the default, as kube-proxy's defaulting has it.
+        inverted: the flag turns off what the field turns on.
+        mode: the mode that alone has this setting. In other modes an invalid value is only a warning.
+        over_file: the flag counts although there is a file.
+        shown: the default for readers, where the value is computed.
     """
 
-    name: str = ""
-    flag: str | None = None
+    text: str
+    form: Form
+    flag: str = ""
+    effect: str = AT_ONCE
+    group: Group = MORE
+    help: str = ""
     unused: str = ""
-    zero_is_default: bool = False
-    restart: bool = False
+    harmless: tuple[Any, ...] = ()
+    zero: bool = False
     inverted: bool = False
-    is_duration: bool = False
+    mode: str = ""
+    over_file: bool = True
+    shown: str = ""
 
 
 class Row(NamedTuple):
-    """One field of a document."""
+    """One setting: a field of a document, or a flag that no document has."""
 
     document: str
     path: str  # iptables.masqueradeBit
-    type: Any
     default: Any
-    text: str
     setting: Setting
 
     @property
-    def name(self) -> str:
-        """Of the setting, as flags are named: iptables_masquerade_bit."""
-        return self.setting.name or re.sub(r"[.\-]", "_", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", self.path)).lower()
-
-    @property
-    def full_path(self) -> str:
-        """With the document's kind, as kube-proxy names fields."""
+    def key(self) -> str:
+        """The field with its document's kind, as kube-proxy names fields."""
         return f"{self.document}.{self.path}"
 
+    @property
+    def dest(self) -> str:
+        """The flag's name in argparse's namespace; empty: there is no flag."""
+        return self.setting.flag.replace("-", "_")
 
-def _is(
-    text: str,
-    name: str = "",
-    flag: str | None = None,
-    *,
-    unused: str = "",
-    zero: bool = False,
-    restart: bool = False,
-    inverted: bool = False,
-    choices: tuple[str, ...] = (),
-    low: int | None = None,
-    high: int | None = None,
-) -> msgspec.Meta:
-    schema: dict[str, Any] = {}
-    if choices:
-        schema["enum"] = list(choices)
-    if low is not None:
-        schema["minimum"] = low
-    if high is not None:
-        schema["maximum"] = high
-    setting = Setting(name or (flag or "").replace("-", "_"), flag, unused, zero, restart, inverted)
-    return msgspec.Meta(description=text, extra={"setting": setting}, extra_json_schema=schema)
+    @property
+    def written_default(self) -> Any:
+        """The default as a document holds it."""
+        setting = self.setting
+        return setting.shown or ("" if self.default is None else setting.form.write(self.default))
 
 
-def _time(
-    text: str, name: str = "", flag: str | None = None, *, unused: str = "", zero: bool = False, restart: bool = False
-) -> msgspec.Meta:
-    """A duration: a text, as in Go."""
-    setting = Setting(name or (flag or "").replace("-", "_"), flag, unused, zero, restart, is_duration=True)
-    pattern = r"^([0-9]+(\.[0-9]*)?(ns|us|µs|ms|s|m|h))+$|^0$"
-    return msgspec.Meta(description=text, extra={"setting": setting}, extra_json_schema={"pattern": pattern})
+def _is(text: str, form: Form, flag: str = "", effect: str = AT_ONCE, group: Group = MORE, **more: Any) -> msgspec.Meta:
+    return msgspec.Meta(extra={"setting": Setting(text, form, flag, effect, group, **more)})
 
 
-def _must_be(text: str) -> msgspec.Meta:
-    return msgspec.Meta(extra_json_schema={"const": text})
+def _ipvs(text: str, form: Form, flag: str, effect: str = REOPENS, **more: Any) -> msgspec.Meta:
+    return _is(text, form, flag, effect, IPVS_MODE, mode="ipvs", **more)
 
 
-class _Part(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+def _nftables(text: str, form: Form, flag: str, effect: str, **more: Any) -> msgspec.Meta:
+    return _is(text, form, flag, effect, mode="nftables", **more)
+
+
+def _ebpf(text: str, form: Form, flag: str = "", effect: str = REOPENS, **more: Any) -> msgspec.Meta:
+    return _is(text, form, flag, effect, NODE, mode="ebpf", **more)
+
+
+class _Part(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """An object in a document."""
-
-
-class _Loose(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """An object in kube-proxy's document: fields that it does not know are told and left out."""
 
 
 # ---------------------------------------------------------------------------------------------- kube-proxy's
 
+_OPTIONS: Final = Options()
+_SETTINGS: Final = Settings()
 _JSON: Final = "the API is read as JSON, which is decoded faster here"
 _WINDOWS: Final = "this proxy is for Linux"
 _STDERR: Final = "each line is written to stderr at once"
+_ACCEPTED: Final = ("", "application/json", "application/vnd.kubernetes.protobuf")
+_SYNC: Final = "How often to compare with the kernel, where the kernel does not report changes by itself"
+_REST: Final = (
+    "Least time from one sync to the next; kube-proxy's default of 1s stands for what a sync costs there, and counts "
+    "as 0 here"
+)
+_BIT: Final = "The bit of the packet mark that requests masquerade"
+_ALL: Final = "Replace the source address of everything that is sent to a ClusterIP"
 
 
-class ClientConnection(_Loose, frozen=True):
+class ClientConnection(_Part, frozen=True):
     """How the API server is reached."""
 
     kubeconfig: Annotated[
         str,
-        _is("File that says how to reach the API server; without it and --master: the pod's service account",
-            "kubeconfig", "kubeconfig", restart=True),
+        _is("File with the API server's address and credentials; without it and `--master`: the pod's service account",
+            TEXT._replace(metavar="FILE"), "kubeconfig", RESTART, SOURCES),
     ] = ""  # fmt: skip
-    accept_content_types: Annotated[str, _is("Accept header", "kube_api_accept", unused=_JSON, restart=True)] = ""
+    accept_content_types: Annotated[
+        str, _is("Accept header", TEXT, effect=RESTART, unused=_JSON, harmless=_ACCEPTED)
+    ] = ""
     content_type: Annotated[
         str,
-        _is("Content type of requests", "kube_api_content_type", "kube-api-content-type", unused=_JSON, zero=True,
-            restart=True),
+        _is("Content type of requests", TEXT, "kube-api-content-type", RESTART, unused=_JSON, harmless=_ACCEPTED,
+            zero=True),
     ] = "application/vnd.kubernetes.protobuf"  # fmt: skip
     qps: Annotated[
         float,
-        _is("Requests a second, of those that read and of those that write; the pages of a list are one request",
-            "kube_api_qps", "kube-api-qps", zero=True, restart=True),
-    ] = 5  # fmt: skip
-    burst: Annotated[
-        int,
-        _is("How many of them may come at once", "kube_api_burst", "kube-api-burst", zero=True, restart=True, low=0),
-    ] = 10
+        _is("Requests to the API server per second; all pages of one list count as one request", NUMBER,
+            "kube-api-qps", RESTART, zero=True),
+    ] = 5.0  # fmt: skip
+    burst: Annotated[int, _is("Requests that may be sent at once", integer(), "kube-api-burst", RESTART, zero=True)] = (
+        10
+    )
 
 
-class VModule(_Loose, frozen=True):
-    """Another verbosity for some source files."""
-
-    file_pattern: str = ""
-    verbosity: int = 0
-
-
-class JsonOptions(_Loose, frozen=True):
+class JsonOptions(_Part, frozen=True):
     """Options of one log format."""
 
-    split_stream: Annotated[
-        bool, _is("Info to stdout", "log_json_split_stream", "log-json-split-stream", unused=_STDERR)
-    ] = False
+    split_stream: Annotated[bool, _is("Info to stdout", BOOLEAN, "log-json-split-stream", unused=_STDERR)] = False
     info_buffer_size: Annotated[
-        str | int, _is("Bytes", "log_json_info_buffer_size", "log-json-info-buffer-size", unused=_STDERR, zero=True)
+        str, _is("Bytes", BUFFER_SIZE, "log-json-info-buffer-size", unused=_STDERR, zero=True)
     ] = "0"
 
 
-class TextOptions(_Loose, frozen=True):
+class TextOptions(_Part, frozen=True):
     """Options of one log format."""
 
-    split_stream: Annotated[
-        bool, _is("Info to stdout", "log_text_split_stream", "log-text-split-stream", unused=_STDERR)
-    ] = False
+    split_stream: Annotated[bool, _is("Info to stdout", BOOLEAN, "log-text-split-stream", unused=_STDERR)] = False
     info_buffer_size: Annotated[
-        str | int, _is("Bytes", "log_text_info_buffer_size", "log-text-info-buffer-size", unused=_STDERR, zero=True)
+        str, _is("Bytes", BUFFER_SIZE, "log-text-info-buffer-size", unused=_STDERR, zero=True)
     ] = "0"
 
 
-class LoggingOptions(_Loose, frozen=True):
+class LoggingOptions(_Part, frozen=True):
     """Options of the log formats."""
 
     json: JsonOptions = JsonOptions()
     text: TextOptions = TextOptions()
 
 
-class Logging(_Loose, frozen=True):
+class Logging(_Part, frozen=True):
     """What is logged (component-base's LoggingConfiguration)."""
 
     format: Annotated[
         str,
-        _is("`text` for people, or `json`, one object a line", "logging_format", "logging-format", zero=True,
-            choices=("text", "json")),
+        _is("`text` for people, or `json`, one object per line", choice("text", "json"), "logging-format", group=LOG,
+            zero=True),
     ] = "text"  # fmt: skip
     flush_frequency: Annotated[
-        str | int, _time("How often buffered lines are written", "log_flush_frequency", "log-flush-frequency",
-                         unused=_STDERR, zero=True),
-    ] = "5s"  # fmt: skip
-    verbosity: Annotated[int, _is("How much; details of what is done from 4 on", "v", "v", low=0)] = 0
+        float,
+        _is("How often buffered lines are written", seconds()._replace(raw=str | int), "log-flush-frequency",
+            unused=_STDERR, zero=True),
+    ] = 5.0  # fmt: skip
+    verbosity: Annotated[
+        int, _is("How much to log: 0 to 10, as kube-proxy's; from 4 on, every change", integer(), "v", group=LOG)
+    ] = 0
     vmodule: Annotated[
         tuple[VModule, ...],
-        _is("Other verbosities by source file", "vmodule", "vmodule", unused="there are no levels by source file"),
+        _is("Other verbosities by source file", VMODULE, "vmodule", unused="there are no levels by source file"),
     ] = ()
     options: LoggingOptions = LoggingOptions()
 
 
-class IPTables(_Loose, frozen=True):
+class IPTables(_Part, frozen=True):
     """Of the modes iptables, ebpf and userspace (and auto), and kube-proxy's for mode ipvs, too."""
 
-    masquerade_bit: Annotated[
-        int, _is("The bit of the packet mark for masquerade", "iptables_masquerade_bit", "iptables-masquerade-bit",
-                 low=0, high=31),
-    ] = 14  # fmt: skip
-    masquerade_all: Annotated[
-        bool, _is("Replace the source address of everything sent to a ClusterIP", "masquerade_all", "masquerade-all")
-    ] = False
+    masquerade_bit: Annotated[int, _is(_BIT, integer(0, 31, "BIT"), "iptables-masquerade-bit", REOPENS, NODE)] = (
+        _SETTINGS.masquerade_bit
+    )
+    masquerade_all: Annotated[bool, _is(_ALL, BOOLEAN, "masquerade-all", group=SERVICES)] = _SETTINGS.masquerade_all
     localhost_node_ports: Annotated[
         bool,
-        _is("Serve node ports at 127.0.0.1", "iptables_localhost_nodeports", "iptables-localhost-nodeports",
+        _is("Serve node ports at 127.0.0.1", BOOLEAN, "iptables-localhost-nodeports",
             unused="node ports are not served at 127.0.0.1 in any mode, as in kube-proxy's modes ipvs and nftables; "
-            "false says so"),
+            "set it to false to silence the warning"),
     ] = True  # fmt: skip
     sync_period: Annotated[
-        str,
-        _time("Compare with the kernel so often, where it does not tell of changes itself", "iptables_sync_period",
-              "iptables-sync-period", zero=True),
-    ] = "30s"  # fmt: skip
-    min_sync_period: Annotated[
-        str,
-        _time("Rest after a sync before the next begins; kube-proxy's default of 1s stands for what a sync costs "
-              "there, and counts as 0 here", "iptables_min_sync_period", "iptables-min-sync-period", zero=True),
-    ] = "1s"  # fmt: skip
+        float, _is(_SYNC, seconds(positive=True), "iptables-sync-period", REOPENS, NODE, zero=True)
+    ] = _OPTIONS.sync_seconds
+    min_sync_period: Annotated[float, _is(_REST, seconds(), "iptables-min-sync-period", zero=True)] = 1.0
 
 
-class IPVS(_Loose, frozen=True):
+class IPVS(_Part, frozen=True):
     """Of mode ipvs."""
 
     sync_period: Annotated[
-        str, _time("As iptables.syncPeriod, in mode ipvs", "ipvs_sync_period", "ipvs-sync-period", zero=True)
-    ] = "30s"
+        float,
+        _ipvs(
+            "As `iptables.syncPeriod`",
+            seconds(positive=True),
+            "ipvs-sync-period",
+            zero=True,
+            help="as --iptables-sync-period",
+        ),
+    ] = _OPTIONS.sync_seconds
     min_sync_period: Annotated[
-        str, _time("As iptables.minSyncPeriod, in mode ipvs", "ipvs_min_sync_period", "ipvs-min-sync-period")
-    ] = "0s"
+        float,
+        _ipvs(
+            "As `iptables.minSyncPeriod`",
+            seconds(),
+            "ipvs-min-sync-period",
+            AT_ONCE,
+            help="as --iptables-min-sync-period, but every value counts",
+        ),
+    ] = 0.0
     scheduler: Annotated[
-        str, _is("What services without another algorithm get; empty: rr", "ipvs_scheduler", "ipvs-scheduler")
-    ] = ""
+        str,
+        _ipvs(f"The scheduler of services without an algorithm of their own: one of {', '.join(SCHEDULERS)}; empty: "
+              f"{_OPTIONS.ipvs_scheduler}", choice(*SCHEDULERS, metavar="NAME"), "ipvs-scheduler"),
+    ] = ""  # fmt: skip
     exclude_cidrs: Annotated[
-        tuple[str, ...],
-        _is("Virtual servers in these are never touched", "ipvs_exclude_cidrs", "ipvs-exclude-cidrs"),
-    ] = msgspec.field(default=(), name="excludeCIDRs")
+        tuple[str, ...], _ipvs("Never touch virtual servers with addresses in these", CIDRS, "ipvs-exclude-cidrs")
+    ] = msgspec.field(default=_OPTIONS.ipvs_exclude_cidrs, name="excludeCIDRs")
     strict_arp: Annotated[
-        bool, _is("Answer ARP for addresses of the asked interface alone", "ipvs_strict_arp", "ipvs-strict-arp")
-    ] = msgspec.field(default=False, name="strictARP")
+        bool, _ipvs("Answer ARP only for addresses of the interface that the request came in at", BOOLEAN,
+                    "ipvs-strict-arp"),
+    ] = msgspec.field(default=_OPTIONS.ipvs_strict_arp, name="strictARP")  # fmt: skip
     tcp_timeout: Annotated[
-        str, _time("Forget idle TCP connections after this; 0: as the kernel has it", "ipvs_tcp_timeout",
+        int, _ipvs("Forget idle TCP connections after this; 0: the kernel's value", whole_seconds(),
                    "ipvs-tcp-timeout"),
-    ] = "0s"  # fmt: skip
-    tcp_fin_timeout: Annotated[str, _time("The same after a FIN", "ipvs_tcpfin_timeout", "ipvs-tcpfin-timeout")] = "0s"
-    udp_timeout: Annotated[str, _time("The same for datagrams", "ipvs_udp_timeout", "ipvs-udp-timeout")] = "0s"
+    ] = _OPTIONS.ipvs_tcp_timeout  # fmt: skip
+    tcp_fin_timeout: Annotated[
+        int, _ipvs("Forget TCP connections after a FIN after this; 0: the kernel's value", whole_seconds(),
+                   "ipvs-tcpfin-timeout"),
+    ] = _OPTIONS.ipvs_tcpfin_timeout  # fmt: skip
+    udp_timeout: Annotated[
+        int, _ipvs("Forget UDP flows after this; 0: the kernel's value", whole_seconds(), "ipvs-udp-timeout")
+    ] = _OPTIONS.ipvs_udp_timeout
 
 
-class NFTables(_Loose, frozen=True):
-    """Of mode nftables."""
+class NFTables(_Part, frozen=True):
+    """Of mode nftables; without a file the flags of the iptables section count."""
 
-    masquerade_bit: Annotated[int, _is("As iptables.masqueradeBit", "nftables_masquerade_bit", low=0, high=31)] = 14
-    masquerade_all: Annotated[bool, _is("As iptables.masqueradeAll", "nftables_masquerade_all")] = False
-    sync_period: Annotated[str, _time("As iptables.syncPeriod", "nftables_sync_period", zero=True)] = "30s"
-    min_sync_period: Annotated[str, _time("As iptables.minSyncPeriod", "nftables_min_sync_period", zero=True)] = "1s"
+    masquerade_bit: Annotated[
+        int, _nftables("As `iptables.masqueradeBit`", integer(0, 31), "iptables-masquerade-bit", REOPENS)
+    ] = _SETTINGS.masquerade_bit
+    masquerade_all: Annotated[bool, _nftables("As `iptables.masqueradeAll`", BOOLEAN, "masquerade-all", AT_ONCE)] = (
+        _SETTINGS.masquerade_all
+    )
+    sync_period: Annotated[
+        float,
+        _nftables("As `iptables.syncPeriod`", seconds(positive=True), "iptables-sync-period", REOPENS, zero=True),
+    ] = _OPTIONS.sync_seconds
+    min_sync_period: Annotated[
+        float,
+        _nftables("As `iptables.minSyncPeriod`", seconds(), "iptables-min-sync-period", AT_ONCE, zero=True),
+    ] = 1.0
 
 
-class Winkernel(_Loose, frozen=True):
+class Winkernel(_Part, frozen=True):
     """Of kube-proxy for Windows."""
 
-    network_name: Annotated[str, _is("Windows", "network_name", unused=_WINDOWS)] = ""
-    source_vip: Annotated[str, _is("Windows", "source_vip", unused=_WINDOWS)] = ""
-    enable_dsr: Annotated[bool, _is("Windows", "enable_dsr", unused=f"{_WINDOWS}; see {HYBRID}.ebpf.dsr")] = (
-        msgspec.field(default=False, name="enableDSR")
+    network_name: Annotated[str, _is("Windows", TEXT, unused=_WINDOWS)] = ""
+    source_vip: Annotated[str, _is("Windows", TEXT, unused=_WINDOWS)] = ""
+    enable_dsr: Annotated[bool, _is("Windows", BOOLEAN, unused=f"{_WINDOWS}; see `{HYBRID}.ebpf.dsr`")] = msgspec.field(
+        default=False, name="enableDSR"
     )
-    root_hns_endpoint_name: Annotated[str, _is("Windows", "root_hns_endpoint_name", unused=_WINDOWS)] = ""
-    forward_health_check_vip: Annotated[bool, _is("Windows", "forward_healthcheck_vip", unused=_WINDOWS)] = False
+    root_hns_endpoint_name: Annotated[str, _is("Windows", TEXT, unused=_WINDOWS)] = ""
+    forward_health_check_vip: Annotated[bool, _is("Windows", BOOLEAN, unused=_WINDOWS)] = False
 
 
-class DetectLocal(_Loose, frozen=True):
+class DetectLocal(_Part, frozen=True):
     """Names for detectLocalMode."""
 
     bridge_interface: Annotated[
-        str, _is("The bridge of pods, for BridgeInterface", "pod_bridge_interface", "pod-bridge-interface")
+        str, _is("The pods' bridge, for BridgeInterface", INTERFACE, "pod-bridge-interface", REOPENS, SERVICES)
     ] = ""
     interface_name_prefix: Annotated[
         str,
-        _is("How interfaces of pods begin, for InterfaceNamePrefix", "pod_interface_name_prefix",
-            "pod-interface-name-prefix"),
+        _is("The prefix of pod interfaces' names, for InterfaceNamePrefix", INTERFACE._replace(metavar="PREFIX"),
+            "pod-interface-name-prefix", REOPENS, SERVICES),
     ] = ""  # fmt: skip
 
 
-class Conntrack(_Loose, frozen=True):
-    """The kernel's connection tracking, set at the start in every mode; 0 leaves a value as it is."""
+class Conntrack(_Part, frozen=True):
+    """The kernel's connection tracking, set at the start in every mode; 0 leaves a value as it is. Times in seconds."""
 
     max_per_core: Annotated[
         int,
-        _is("nf_conntrack_max for each CPU, at most 1,048,576 in all; 0: leave it, whatever `min` says",
-            "conntrack_max_per_core", "conntrack-max-per-core", low=0),
-    ] = 32768  # fmt: skip
-    min: Annotated[int, _is("nf_conntrack_max at least", "conntrack_min", "conntrack-min", low=0)] = 131072
+        _is("nf_conntrack_max for each CPU, at most 1,048,576 in all; 0: leave it, whatever `min` is", integer(),
+            "conntrack-max-per-core"),
+    ] = 32_768  # fmt: skip
+    min: Annotated[int, _is("Least value of nf_conntrack_max", integer(), "conntrack-min")] = 131_072
     tcp_established_timeout: Annotated[
-        str,
-        _time("Forget an established connection after so long without a packet; mode ebpf too",
-              "conntrack_tcp_timeout_established", "conntrack-tcp-timeout-established"),
-    ] = "24h0m0s"  # fmt: skip
+        int,
+        _is("Forget an established connection after this time without a packet; also in mode ebpf", whole_seconds(),
+            "conntrack-tcp-timeout-established", REOPENS),
+    ] = _OPTIONS.tcp_timeout_established  # fmt: skip
     tcp_close_wait_timeout: Annotated[
-        str,
-        _time("The same when one side has ended it; mode ebpf too", "conntrack_tcp_timeout_close_wait",
-              "conntrack-tcp-timeout-close-wait"),
-    ] = "1h0m0s"  # fmt: skip
+        int,
+        _is("Forget a connection that one side has closed after this time without a packet; also in mode ebpf",
+            whole_seconds(), "conntrack-tcp-timeout-close-wait", REOPENS),
+    ] = _OPTIONS.tcp_timeout_close_wait  # fmt: skip
     tcp_be_liberal: Annotated[
         bool,
-        _is("Let packets out of the window pass as known ones", "conntrack_tcp_be_liberal",
-            "conntrack-tcp-be-liberal"),
-    ] = False  # fmt: skip
+        _is("Do not treat packets outside of the TCP window as invalid", BOOLEAN, "conntrack-tcp-be-liberal"),
+    ] = False
     udp_timeout: Annotated[
-        str,
-        _time("Forget datagrams after so long; mode ebpf too (0: 30s)", "conntrack_udp_timeout",
-              "conntrack-udp-timeout"),
-    ] = "0s"  # fmt: skip
+        int,
+        _is(f"Forget a UDP flow after this time without a packet; also in mode ebpf (0: {_OPTIONS.udp_timeout}s there)",
+            whole_seconds(), "conntrack-udp-timeout", REOPENS),
+    ] = 0  # fmt: skip
     udp_stream_timeout: Annotated[
-        str,
-        _time("The same when both sides have sent for a while; mode ebpf too (0: 3m)", "conntrack_udp_timeout_stream",
-              "conntrack-udp-timeout-stream"),
-    ] = "0s"  # fmt: skip
+        int,
+        _is("The same once both sides have sent for a while; also in mode ebpf "
+            f"(0: {_OPTIONS.udp_timeout_stream}s there)", whole_seconds(), "conntrack-udp-timeout-stream", REOPENS),
+    ] = 0  # fmt: skip
 
 
-class KubeProxyConfiguration(_Loose, frozen=True):
+class KubeProxyConfiguration(_Part, frozen=True):
     """What kube-proxy reads: kubeproxy.config.k8s.io/v1alpha1."""
 
-    api_version: Annotated[str, _must_be("kubeproxy.config.k8s.io/v1alpha1")] = "kubeproxy.config.k8s.io/v1alpha1"
-    kind: Annotated[str, _must_be(KUBE_PROXY)] = KUBE_PROXY
+    api_version: str = "kubeproxy.config.k8s.io/v1alpha1"
+    kind: str = KUBE_PROXY
     feature_gates: Annotated[
         dict[str, bool],
-        _is("`AllowServiceExternalIPs` false: external IPs of Services are not served. Others have no meaning here "
-            "and are named in a warning", "feature_gates", "feature-gates"),
+        _is("`AllowServiceExternalIPs=false`: do not serve external IPs. Other gates have no meaning here; a warning "
+            "names them", GATES, "feature-gates"),
     ] = msgspec.field(default_factory=dict)  # fmt: skip
     client_connection: ClientConnection = ClientConnection()
     logging: Logging = Logging()
     hostname_override: Annotated[
         str,
-        _is("This node's name, as in its Node object (default: the host name in lower case)", "hostname_override",
-            "hostname-override", restart=True),
+        _is("This node's name, as in its Node object (default: the host name in lower case)", NODE_NAME,
+            "hostname-override", RESTART, SERVICES),
     ] = ""  # fmt: skip
     bind_address: Annotated[
         str,
-        _is("Use this as the node's IP instead of the Node object's; binds nothing. An IPv6 address makes "
-            "`[::]:10256` and `[::1]:10249` the next two defaults", "bind_address", "bind-address", zero=True),
+        _is("Use this as the node's IP instead of the Node object's; nothing is bound to it. With an IPv6 address, the "
+            "defaults of the next two are `[::]:10256` and `[::1]:10249`", ADDRESS, "bind-address", group=SERVICES,
+            help="use this as the node's IP instead of the Node object's; nothing is bound to it", zero=True),
     ] = "0.0.0.0"  # fmt: skip  # noqa: S104 (kube-proxy's default)
     healthz_bind_address: Annotated[
-        str,
-        _is("Where health is served", "healthz_bind_address", "healthz-bind-address", zero=True),
-    ] = "0.0.0.0:10256"
+        Endpoint | None,
+        _is("Where health is served", LISTEN, "healthz-bind-address", group=SERVERS, zero=True, shown="0.0.0.0:10256",
+            help="where health is served; empty: nowhere"),
+    ] = None  # fmt: skip
     metrics_bind_address: Annotated[
-        str,
-        _is("Where metrics are served", "metrics_bind_address", "metrics-bind-address", zero=True),
-    ] = "127.0.0.1:10249"
+        Endpoint | None,
+        _is("Where metrics are served", LISTEN, "metrics-bind-address", group=SERVERS, zero=True,
+            shown="127.0.0.1:10249", help="where metrics are served; empty: nowhere"),
+    ] = None  # fmt: skip
     bind_address_hard_fail: Annotated[
         bool,
-        _is("End when health or metrics cannot be served, instead of trying again", "bind_address_hard_fail",
-            "bind-address-hard-fail"),
+        _is("Exit when health or metrics cannot be served there, instead of trying again", BOOLEAN,
+            "bind-address-hard-fail", group=SERVERS),
     ] = False  # fmt: skip
-    enable_profiling: Annotated[bool, _is("Serve pages for debugging beside the metrics", "profiling", "profiling")] = (
-        False
-    )
+    enable_profiling: Annotated[
+        bool, _is("Serve pages for debugging beside the metrics", BOOLEAN, "profiling", group=SERVERS)
+    ] = False
     show_hidden_metrics_for_version: Annotated[
         str,
-        _is("Show metrics that the version after this one hid", "show_hidden_metrics_for_version",
-            "show-hidden-metrics-for-version", unused="no metric is hidden"),
+        _is("Show metrics that the version after this one hid", VERSION, "show-hidden-metrics-for-version",
+            unused="no metric is hidden"),
     ] = ""  # fmt: skip
     mode: Annotated[
         str,
-        _is(f"`iptables`, `ipvs`, `nftables`; empty: as {HYBRID}.mode says, which wins in any case", "proxy_mode",
-            "proxy-mode"),
+        _is(f"`iptables`, `ipvs` or `nftables`; empty: as `{HYBRID}.mode`, which takes precedence in any case",
+            TEXT._replace(metavar="MODE"), "proxy-mode", REOPENS, NODE,
+            help=f"one of {', '.join(MODES)}, or auto: the best that works here (default: auto). A mode that cannot "
+            "work is replaced: ebpf by nftables, nftables and ipvs by iptables; `status` shows which mode serves"),
     ] = ""  # fmt: skip
     iptables: IPTables = msgspec.field(default=IPTables(), name="iptables")
     ipvs: IPVS = IPVS()
     nftables: NFTables = NFTables()
     winkernel: Winkernel = Winkernel()
     detect_local_mode: Annotated[
-        str,
-        _is("How pods are told apart: `ClusterCIDR`, `NodeCIDR`, `BridgeInterface` or `InterfaceNamePrefix`",
-            "detect_local_mode", "detect-local-mode", zero=True),
-    ] = "ClusterCIDR"  # fmt: skip
+        DetectLocalMode,
+        _is("How pods are recognized: by `ClusterCIDR`, `NodeCIDR`, `BridgeInterface` or `InterfaceNamePrefix`",
+            known(DetectLocalMode, "MODE"), "detect-local-mode", REOPENS, SERVICES, zero=True),
+    ] = _SETTINGS.detect  # fmt: skip
     detect_local: DetectLocal = DetectLocal()
     cluster_cidr: Annotated[
-        str, _is("The pods' range, or one of each family with a comma; without it pods are outsiders", "cluster_cidr",
-                 "cluster-cidr"),
-    ] = msgspec.field(default="", name="clusterCIDR")  # fmt: skip
+        tuple[str, ...],
+        _is("The pods' range, or one of each family with a comma; without it nothing is recognized as a pod",
+            CIDR_PAIR, "cluster-cidr", group=SERVICES),
+    ] = msgspec.field(default=(), name="clusterCIDR")  # fmt: skip
     node_port_addresses: Annotated[
         tuple[str, ...],
-        _is("The node's addresses that serve node ports: CIDRs, `primary`, `localhost` (nothing is served there yet) "
-            "and `all`, in any mix (default: primary, in every mode)", "nodeport_addresses", "nodeport-addresses"),
+        _is("The node's addresses that serve node ports: CIDRs, `primary`, `all` and `localhost` (nothing is served "
+            "there yet), in any combination (default: primary, in every mode)", NODE_PORT_ADDRESSES,
+            "nodeport-addresses", group=SERVICES),
     ] = ()  # fmt: skip
     oom_score_adj: Annotated[
         int,
-        _is("How readily the kernel ends the agent when memory is short", "oom_score_adj", "oom-score-adj", low=-1000,
-            high=1000),
-    ] = -999  # fmt: skip
+        _is("How readily the kernel ends the agent when memory is short", integer(-1000, 1000), "oom-score-adj"),
+    ] = -999
     conntrack: Conntrack = Conntrack()
     config_sync_period: Annotated[
-        str,
-        _time("How often everything is told again", "config_sync_period", "config-sync-period", zero=True,
-              unused="a watch that goes on has nothing to tell again; after a broken one all is listed anew"),
-    ] = "15m0s"  # fmt: skip
-    port_range: Annotated[
-        str, _is("Was for mode userspace", "proxy_port_range", unused="kube-proxy ignores it too")
-    ] = ""
-    windows_run_as_service: Annotated[bool, _is("Windows", "windows_service", "windows-service", unused=_WINDOWS)] = (
-        False
-    )
+        float,
+        _is("How often everything is reported again", seconds(positive=True), "config-sync-period", zero=True,
+            unused="a running watch has nothing to repeat, and after a broken one everything is listed again"),
+    ] = 900.0  # fmt: skip
+    port_range: Annotated[str, _is("For a former mode userspace", TEXT, unused="kube-proxy ignores it, too")] = ""
+    windows_run_as_service: Annotated[bool, _is("Windows", BOOLEAN, "windows-service", unused=_WINDOWS)] = False
 
 
 # ------------------------------------------------------------------------------------------------------ ours
@@ -415,45 +495,52 @@ class Failover(_Part, frozen=True):
 
     failures: Annotated[
         int,
-        _is("Leave a backend out for a while after so many connections, one after the other, that it did not answer or "
-            "refused; 0: never", "failover_failures", "failover-failures", low=0, high=1_000_000),
-    ] = 3  # fmt: skip
+        _ebpf("Eject a backend for a while after this many consecutive connections that it did not answer or refused; "
+              "0: never", integer(0, 1_000_000), "failover-failures"),
+    ] = _OPTIONS.failover_failures  # fmt: skip
 
 
 class Probes(_Part, frozen=True):
     """Of backends of services with annotation hybrid-proxy.io/probe (mode ebpf)."""
 
-    interval: Annotated[str, _time("Ask so often, 100ms at least", "probe_interval", "probe-interval")] = "5s"
-    timeout: Annotated[str, _time("Wait so long for an answer, 10ms at least", "probe_timeout", "probe-timeout")] = "1s"
+    interval: Annotated[
+        float,
+        _ebpf("Time between two health probes of a backend, of services with the annotation hybrid-proxy.io/probe; at "
+              "least 100ms", seconds(0.1), "probe-interval"),
+    ] = _OPTIONS.probe_interval  # fmt: skip
+    timeout: Annotated[
+        float, _ebpf("How long a health probe waits for its answer; at least 10ms", seconds(0.01), "probe-timeout")
+    ] = _OPTIONS.probe_timeout
     failures: Annotated[
         int,
-        _is("Leave a backend out after so many probes without an answer", "probe_failures", "probe-failures", low=1,
-            high=1000),
-    ] = 3  # fmt: skip
+        _ebpf("Eject a backend after this many failed health probes in a row, until one succeeds", integer(1, 1000),
+              "probe-failures"),
+    ] = _OPTIONS.probe_failures  # fmt: skip
 
 
 class Limits(_Part, frozen=True):
     """Room in the maps (mode ebpf)."""
 
     services: Annotated[
-        int, _is("Service ports", "max_services", "max-services", restart=True, low=1, high=1 << 24)
-    ] = 32_768
-    backends: Annotated[int, _is("Backends", "max_backends", "max-backends", restart=True, low=1, high=1 << 24)] = (
-        262_144
-    )
+        int, _ebpf("Maps grow up to this many service ports", integer(1, 1 << 24), "max-services", RESTART)
+    ] = _OPTIONS.max_services
+    backends: Annotated[
+        int, _ebpf("Maps grow up to this many backends", integer(1, 1 << 24), "max-backends", RESTART)
+    ] = _OPTIONS.max_backends
     slots: Annotated[
-        int, _is("Places of backends in routes", "max_slots", "max-slots", restart=True, low=1, high=1 << 28)
-    ] = 262_144
+        int, _ebpf("Maps grow up to this many slots, the places in backend sets", integer(1, 1 << 28), "max-slots",
+                   RESTART),
+    ] = _OPTIONS.max_slots  # fmt: skip
     ring: Annotated[
         int,
-        _is("Places that Maglev, source hash, weights and least connections may take for one service port; give all "
-            "nodes the same", "max_ring", "max-ring", restart=True, low=1, high=65_521),
-    ] = 16_381  # fmt: skip
+        _ebpf("Slots that Maglev, source hash, weights and least connections may use for one service port; use the "
+              "same value on all nodes", integer(1, 65_521), "max-ring", RESTART),
+    ] = _OPTIONS.max_ring  # fmt: skip
     flows: Annotated[
         int,
-        _is("Entries, two for each flow, in each address family", "max_flows", "max-flows", restart=True, low=2,
-            high=1 << 26),
-    ] = 262_144  # fmt: skip
+        _ebpf("Maps grow up to this many entries, two for each flow, in each address family", integer(2, 1 << 26),
+              "max-flows", RESTART),
+    ] = _OPTIONS.max_flows  # fmt: skip
 
 
 class Ebpf(_Part, frozen=True):
@@ -461,118 +548,144 @@ class Ebpf(_Part, frozen=True):
 
     pod_interfaces: Annotated[
         tuple[str, ...],
-        _is("Interfaces of pods, such as `veth*` (default: found by kind)", "pod_interfaces", "pod-interfaces"),
-    ] = ()
+        _ebpf("Pod interfaces, such as `veth*,cali*` (default: found by their kind)", PATTERNS, "pod-interfaces"),
+    ] = _OPTIONS.pod_interfaces
     uplink_interfaces: Annotated[
         tuple[str, ...],
-        _is("Interfaces to the outside, such as `eth0` (default: found)", "uplink_interfaces", "uplink-interfaces"),
-    ] = ()
+        _ebpf("Interfaces to the outside, such as `eth0` (default: found)", PATTERNS, "uplink-interfaces"),
+    ] = _OPTIONS.uplink_interfaces
     socket_scope: Annotated[
         str,
-        _is("Whose sockets choose a backend at connect(): the `host`'s own, `all` (pods' too) or `off`",
-            "socket_scope", "socket-scope", choices=("host", "all", "off")),
-    ] = "host"  # fmt: skip
+        _ebpf("Whose sockets choose a backend at connect(): only those of the `host`, `all` (pods' sockets, too), or "
+              "none (`off`)", choice("host", "all", "off"), "socket-scope"),
+    ] = _OPTIONS.socket_scope  # fmt: skip
     cgroup: Annotated[
-        str, _is("cgroup v2 folder of the node's own sockets (default: found)", "cgroup", "cgroup", restart=True)
+        str, _ebpf("The cgroup v2 folder of the node's own sockets (default: found)", FOLDER, "cgroup", RESTART)
     ] = ""
     pin_root: Annotated[
-        str, _is("Folder on a BPF file system for the pins (default: found)", "pin_root", "pin-root", restart=True)
+        str, _ebpf("A folder on a BPF file system for pinned objects (default: found)", FOLDER, "pin-root", RESTART)
     ] = ""
     fast_path: Annotated[
         bool,
-        _is("Established flows between local pods skip the host's stack", "no_fast_path", "no-fast-path",
-            inverted=True),
-    ] = True  # fmt: skip
+        _ebpf("Let established flows between local pods bypass the host's stack", BOOLEAN, "no-fast-path",
+              inverted=True, help="send established flows between local pods through the host's stack, too"),
+    ] = _OPTIONS.fast_path  # fmt: skip
     traffic_counters: Annotated[
         bool,
-        _is("Count flows, packets and bytes of services and backends", "no_traffic_counters", "no-traffic-counters",
-            inverted=True),
-    ] = True  # fmt: skip
+        _ebpf("Count flows, packets and bytes of services and backends", BOOLEAN, "no-traffic-counters",
+              inverted=True, help="do not count flows, packets and bytes of services and backends"),
+    ] = _OPTIONS.count_traffic  # fmt: skip
     answer_ping: Annotated[
-        bool, _is("Answer pings of ClusterIPs instead of refusing them", "answer_ping", "answer-ping")
-    ] = False
+        bool, _ebpf("Answer pings of ClusterIPs instead of rejecting them", BOOLEAN, "answer-ping")
+    ] = _OPTIONS.answer_ping
     source_check: Annotated[
         str,
-        _is("Refuse new flows whose source is not behind the interface that they come in at: as the kernel does there "
-            "(rp_filter), or at all interfaces and of IPv6 too", "source_check", "source-check",
-            choices=("auto", "strict")),
-    ] = "auto"  # fmt: skip
+        _ebpf("Drop new flows whose source is not behind the interface that they come in at: as the kernel does there "
+              "(`auto`: rp_filter), or at all interfaces and for IPv6, too (`strict`), for network plugins that would "
+              "use netfilter's raw table", choice("auto", "strict"), "source-check"),
+    ] = _OPTIONS.source_check  # fmt: skip
     xdp: Annotated[
         str,
-        _is("Forward known flows to other nodes' backends in the drivers of uplinks: where that is safe by itself, "
-            "wherever a driver can, or nowhere", "xdp", "xdp", choices=("auto", "native", "off")),
-    ] = "auto"  # fmt: skip
+        _ebpf("Forward known flows to backends of other nodes in the drivers of uplinks: where that is safe by itself "
+              "(`auto`), wherever a driver can (`native`), or nowhere (`off`); `status` shows where",
+              choice("auto", "native", "off"), "xdp"),
+    ] = _OPTIONS.xdp  # fmt: skip
     dsr: Annotated[
         str,
-        _is("On all nodes alike: wrap requests from outside for backends of other nodes (IP in IP), so that these "
-            "answer the client directly", "dsr", "dsr", choices=("off", "ipip")),
-    ] = "off"  # fmt: skip
+        _ebpf("Use the same value on all nodes. `ipip`: encapsulate requests from outside for backends of other nodes "
+              "(IP in IP), so that these answer the client directly and see its address; the network must let nodes "
+              "send from each other's addresses", choice("off", "ipip"), "dsr"),
+    ] = "ipip" if _OPTIONS.dsr else "off"  # fmt: skip
     masquerade_ports: Annotated[
-        str,
-        _is("Source ports that masqueraded clients get, FIRST-LAST; keep them apart from node ports and from "
-            "net.ipv4.ip_local_port_range", "masquerade_ports", "masquerade-ports"),
-    ] = "1024-29695"  # fmt: skip
+        tuple[int, int],
+        _ebpf("The source ports of masqueraded clients; they must not overlap with node ports or "
+              "net.ipv4.ip_local_port_range", PORTS, "masquerade-ports"),
+    ] = (_OPTIONS.port_first, _OPTIONS.port_first + _OPTIONS.port_count - 1)  # fmt: skip
     event_rate: Annotated[
         int,
-        _is("Drops, refusals and traced packets that are told to the agent, per second and CPU", "event_rate",
-            low=0, high=1_000_000),
-    ] = 100  # fmt: skip
+        _ebpf("Dropped, rejected and traced packets that are reported to the agent, per second and CPU",
+              integer(0, 1_000_000)),
+    ] = _OPTIONS.event_rate  # fmt: skip
     reject_rate: Annotated[
-        int, _is("Refusals that are answered with ICMP, per second and CPU", "reject_rate", low=0, high=100_000_000)
-    ] = 10_000
+        int, _ebpf("Rejected packets that are answered with ICMP, per second and CPU", integer(0, 100_000_000))
+    ] = _OPTIONS.reject_rate
     failover: Failover = Failover()
     probes: Probes = Probes()
     limits: Limits = Limits()
 
 
 class HybridProxyConfiguration(_Part, frozen=True):
-    """What kube-proxy has no word for: hybrid-proxy.io/v1alpha1."""
+    """The settings that kube-proxy does not have: hybrid-proxy.io/v1alpha1."""
 
-    api_version: Annotated[str, _must_be("hybrid-proxy.io/v1alpha1")] = "hybrid-proxy.io/v1alpha1"
-    kind: Annotated[str, _must_be(HYBRID)] = HYBRID
+    api_version: str = "hybrid-proxy.io/v1alpha1"
+    kind: str = HYBRID
     mode: Annotated[
         str,
-        _is(f"How the node is programmed, over {KUBE_PROXY}.mode; `auto`: the best that works here; empty: as "
-            "that one says, `auto` where it is empty too", "mode",
-            choices=("", "auto", "ebpf", "nftables", "iptables", "ipvs", "userspace")),
+        _is(f"How the node is programmed; takes precedence over `{KUBE_PROXY}.mode`. `auto`: the best mode that works "
+            "here; empty: as that field, or `auto` if it is empty, too",
+            TEXT._replace(schema={"enum": ["", "auto", *MODES]}), effect=REOPENS),
     ] = ""  # fmt: skip
     strict_mode: Annotated[
-        bool, _is("End with an error instead of replacing a mode that cannot work", "strict_mode", "strict-mode")
-    ] = False
+        bool, _is("Exit with an error instead of replacing a mode that cannot work", BOOLEAN, "strict-mode", REOPENS,
+                  NODE),
+    ] = False  # fmt: skip
     algorithm: Annotated[
         str,
-        _is("How a backend is chosen for services without annotation hybrid-proxy.io/algorithm (modes ebpf, ipvs)",
-            "algorithm", "algorithm"),
-    ] = "random"  # fmt: skip
+        _is("How a backend is chosen, in the modes ebpf and ipvs, for services without the annotation "
+            f"hybrid-proxy.io/algorithm: one of {', '.join(CHOICES)} (in mode ipvs, `random` means the scheduler of "
+            "`ipvs.scheduler`)", choice(*CHOICES, metavar="NAME")._replace(schema={}), "algorithm", group=SERVICES),
+    ] = _SETTINGS.algorithm  # fmt: skip
     manifests: Annotated[
         str,
-        _is("A file or folder of YAML and JSON that objects come from, instead of an API server", "manifests",
-            "manifests", restart=True),
+        _is("A file or folder of YAML and JSON that objects come from instead of an API server; it is watched for "
+            "changes", TEXT._replace(metavar="PATH"), "manifests", RESTART, SOURCES),
     ] = ""  # fmt: skip
     node_addresses: Annotated[
         tuple[str, ...],
-        _is("All addresses on the node's interfaces (default: read from the interfaces)", "node_addresses",
-            "node-addresses", restart=True),
+        _is("All addresses on the node's interfaces (default: `run` reads the interfaces, `explain` uses the Node "
+            "object's)", ADDRESSES, "node-addresses", RESTART, SERVICES),
     ] = ()  # fmt: skip
     admin_socket: Annotated[
-        str, _is("Where the agent listens for commands", "admin_socket", "admin-socket", restart=True)
+        str,
+        _is("Where the agent listens for commands", TEXT._replace(metavar="PATH"), "admin-socket", RESTART, SERVERS),
     ] = "/run/hybrid-proxy/admin.sock"
-    serve_healthz: Annotated[
-        bool, _is(f"Serve health at all, at {KUBE_PROXY}.healthzBindAddress", "no_healthz", inverted=True)
-    ] = True
-    serve_metrics: Annotated[
-        bool,
-        _is(f"Serve metrics at all, at {KUBE_PROXY}.metricsBindAddress", "no_metrics", inverted=True),
-    ] = True
+    serve_healthz: Annotated[bool, _is(f"Serve health, at `{KUBE_PROXY}.healthzBindAddress`", BOOLEAN)] = True
+    serve_metrics: Annotated[bool, _is(f"Serve metrics, at `{KUBE_PROXY}.metricsBindAddress`", BOOLEAN)] = True
     metrics_per_backend: Annotated[
         bool,
-        _is("Count traffic for each backend instead of each service port", "metrics_per_backend",
-            "metrics-per-backend"),
+        _is("Count traffic for each backend instead of each service port", BOOLEAN, "metrics-per-backend",
+            group=SERVERS),
     ] = False  # fmt: skip
     ebpf: Ebpf = Ebpf()
 
 
-DOCUMENTS: Final[dict[str, type[msgspec.Struct]]] = {
+class CommandLine(_Part, frozen=True):
+    """Settings that only a flag can set."""
+
+    master: Annotated[
+        str,
+        _is("The API server's URL; takes precedence over the one in the kubeconfig", TEXT._replace(metavar="URL"),
+            "master", RESTART, SOURCES),
+    ] = ""  # fmt: skip
+    healthz_port: Annotated[
+        int, _is("0: as an empty `--healthz-bind-address`", integer(0, 65_535, "PORT"), "healthz-port", RESTART,
+                 over_file=False),
+    ] = 10256  # fmt: skip
+    metrics_port: Annotated[
+        int, _is("0: as an empty `--metrics-bind-address`", integer(0, 65_535, "PORT"), "metrics-port", RESTART,
+                 over_file=False),
+    ] = 10249  # fmt: skip
+    cleanup: Annotated[bool, _is("As the command `cleanup`", BOOLEAN, "cleanup", RESTART, FILES)] = False
+    init_only: Annotated[
+        bool,
+        _is("Set what the node needs as root (connection tracking), and exit", BOOLEAN, "init-only", RESTART, FILES),
+    ] = False
+
+
+# kube-proxy's flags that count although there is a file (options.go: processHostnameOverrideFlag, the logging flags).
+_KUBE_PROXYS_OVER_FILE: Final = re.compile(r"hostnameOverride|logging\..*")
+
+DOCUMENTS: Final[dict[str, type[KubeProxyConfiguration | HybridProxyConfiguration]]] = {
     KUBE_PROXY: KubeProxyConfiguration,
     HYBRID: HybridProxyConfiguration,
 }
@@ -580,18 +693,19 @@ DOCUMENTS: Final[dict[str, type[msgspec.Struct]]] = {
 
 @cache
 def rows() -> tuple[Row, ...]:
-    """Every field of both documents, those of objects by their path."""
-    return tuple(row for document, cls in DOCUMENTS.items() for row in _rows(cls, document, ""))
+    """Every setting, in the order of the documents; those of objects by their path."""
+    types: tuple[type[msgspec.Struct], ...] = (*DOCUMENTS.values(), CommandLine)
+    return tuple(row for cls in types for row in _rows(cls, cls.__name__, ""))
 
 
 def _rows(cls: type[msgspec.Struct], document: str, prefix: str) -> Iterator[Row]:
     for field in msgspec.structs.fields(cls):
         path = prefix + field.encode_name
         if get_origin(field.type) is Annotated:
-            kind, meta = get_args(field.type)
-            if not meta.extra:
-                continue  # apiVersion, kind
+            setting: Setting = get_args(field.type)[1].extra["setting"]
+            if document == KUBE_PROXY and not _KUBE_PROXYS_OVER_FILE.fullmatch(path):
+                setting = setting._replace(over_file=False)
             default = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
-            yield Row(document, path, kind, default, meta.description, meta.extra["setting"])
+            yield Row(document, path, default, setting)
         elif isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
             yield from _rows(field.type, document, path + ".")

