@@ -61,7 +61,7 @@ check: setup ## formatters, linters, types and the import contracts
 	$(Q)clang-format --dry-run --Werror $(SOURCES) $(HEADERS)
 
 bench: setup ## run the benchmarks, or one: make bench BENCH=selection
-	$(Q)$(PYTHON) -m tests.benchmarks $(BENCH)
+	$(Q)$(PYTHON) -m workshop.benchmarks $(BENCH)
 
 compare: setup ## compare the modes on this machine, a quarter of an hour: ARGS="--services 10,1000,10000"; build/compare/report.html
 	$(Q)PATH="$(CURDIR)/$(TOOLS):$$PATH" $(VENV)/bin/hybrid-proxy compare --report build/compare/report.html $(ARGS)

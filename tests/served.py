@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.fakes.apiserver import ApiServer, endpoint_slice, node, service
 from workshop.lab.agent import Agent
+from workshop.lab.apiserver import ApiServer, endpoint_slice, node, service
 from workshop.lab.namespace import DEADLINES
 from workshop.lab.network import NODE_NAMES, Lab
 

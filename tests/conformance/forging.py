@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from dataplane.kernel.links import read_node
-from tests.frames import Receiver, fill_in_checksums
 from workshop.lab.agent import Agent
+from workshop.lab.frames import Receiver, fill_in_checksums
 from workshop.lab.network import Lab
 from workshop.lab.traffic import ask_tcp, ask_udp
 

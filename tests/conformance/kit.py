@@ -21,8 +21,9 @@ import pytest
 from pyroute2 import NFCTSocket
 
 from workshop.lab.agent import Agent
+from workshop.lab.examples import node_manifest  # noqa: F401 - for tests
 from workshop.lab.namespace import DEADLINES, PATIENCE
-from workshop.lab.network import NODE_NAMES, SERVICE_CIDRS, Lab, Place
+from workshop.lab.network import NODE_NAMES, Lab, Place
 from workshop.lab.traffic import Reply, Stream, Tally, ask_tcp, ask_udp
 
 HTTP, UDP = 8080, 5353  # where the servers of all pods listen
@@ -358,28 +359,6 @@ def attached(lab: Lab) -> int:
         return total + sum(programs_at(folder, hook) for hook in _CGROUP)
     finally:
         os.close(folder)
-
-
-def node_manifest(lab: Lab, *, pod_cidrs: bool = True) -> str:
-    """The lab's node as a Node object, in zone-a: its addresses are where masqueraded traffic comes from.
-
-    And the range of ClusterIPs, as the API server knows it.
-    """
-    addresses = [{"type": "InternalIP", "address": lab["node"].address(family)} for family in (V4, V6)]
-    node = {
-        "apiVersion": "v1",
-        "kind": "Node",
-        "metadata": {"name": NODE_NAMES["node"], "labels": {"topology.kubernetes.io/zone": "zone-a"}},
-        "spec": {"podCIDRs": ["10.77.1.0/24", "fd77:1::/64"] if pod_cidrs else []},
-        "status": {"addresses": addresses},
-    }
-    services = {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "ServiceCIDR",
-        "metadata": {"name": "kubernetes"},
-        "spec": {"cidrs": list(SERVICE_CIDRS)},
-    }
-    return json.dumps({"apiVersion": "v1", "kind": "List", "items": [node, services]})
 
 
 def forget_connections(lab: Lab) -> None:

@@ -8,9 +8,9 @@ from textwrap import dedent
 
 import pytest
 
-from tests.fakes.apiserver import ApiServer
 from tests.namespaces import new_lab
 from tests.served import FRAGILE, SYNC_PERIOD, Served, api_server
+from workshop.lab.apiserver import ApiServer
 from workshop.lab.network import Lab
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.apiserver import CHANGED, ApiServer
 from tests.namespaces import new_lab
 from tests.served import METRICS, Served, fetch, samples, the_node, until
+from workshop.lab.apiserver import CHANGED, ApiServer
 from workshop.lab.namespace import PATIENCE
 from workshop.lab.network import NODE_NAMES, Lab
 from workshop.lab.traffic import ask_tcp

@@ -8,8 +8,8 @@ import pytest
 
 from controller.commands.inspect import _status_lines
 from controller.serving.admin import ask
-from tests.fakes.apiserver import ApiServer, service
 from tests.served import Served, status_is, until
+from workshop.lab.apiserver import ApiServer, service
 from workshop.lab.namespace import DEADLINES
 from workshop.lab.network import Lab
 

@@ -11,7 +11,7 @@ import pytest
 
 from controller.kubernetes.connection import Connection
 from controller.kubernetes.events import QUEUE, Recorder, node, service
-from tests.fakes.apiserver import ApiServer
+from workshop.lab.apiserver import ApiServer
 
 ME = "node-0"
 DEADLINE = 60.0

@@ -14,7 +14,6 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from tests.fakes.apiserver import endpoint_slice, service
 from tests.served import (
     HEALTH,
     ME,
@@ -29,6 +28,7 @@ from tests.served import (
     the_node,
     until,
 )  # fmt: skip
+from workshop.lab.apiserver import endpoint_slice, service
 from workshop.lab.namespace import DEADLINES, PATIENCE
 from workshop.lab.network import Lab
 

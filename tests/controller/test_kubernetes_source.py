@@ -1,4 +1,4 @@
-"""The Kubernetes source against a real server over TLS, in all weather. See `tests.fakes.apiserver` for the faults."""
+"""The Kubernetes source against a real server over TLS, in all weather. See `workshop.lab.apiserver` for the faults."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from controller.kubernetes.parse import decode
 from controller.kubernetes.rate_limit import RateLimit, TokenBucket
 from controller.kubernetes.retry import Backoff
 from tests.controller.watching import Watcher
-from tests.fakes.apiserver import (
+from workshop.lab.apiserver import (
     ApiServer,
     cluster_address,
     endpoint_slice,

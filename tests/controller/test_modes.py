@@ -23,9 +23,9 @@ from controller.agent.modes import FALLBACK, clean_others, open_first, open_mode
 from dataplane.errors import Unsupported
 from dataplane.kernel.host_paths import netns_number
 from dataplane.mode import Options
-from tests.fakes.apiserver import ApiServer, endpoint_slice, service
 from tests.namespaces import new_lab
 from tests.served import Altered, api_server
+from workshop.lab.apiserver import ApiServer, endpoint_slice, service
 from workshop.lab.network import NODE_NAMES, Lab
 
 METRICS, HEALTH = 10259, 10258

@@ -20,8 +20,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.fakes.apiserver import ApiServer
 from tests.served import METRICS, Served, balanced, fetch, the_node, until
+from workshop.lab.apiserver import ApiServer
 from workshop.lab.network import Lab
 
 pytestmark = pytest.mark.root

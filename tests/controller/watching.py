@@ -9,7 +9,7 @@ from typing import Any
 
 from controller.kubernetes.apiserver import Kubernetes
 from controller.kubernetes.model import KINDS, Event, KindState, Problem, Removed, Replaced, Upserted, key_of, kind_of
-from tests.fakes.apiserver import namespace_of, slice_name
+from workshop.lab.apiserver import namespace_of, slice_name
 
 DEADLINE = 60.0  # of any wait; a passing run comes nowhere near
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.fakes.apiserver import ApiServer
 from workshop.lab.agent import Agent
+from workshop.lab.apiserver import ApiServer
 from workshop.lab.namespace import DEADLINES
 from workshop.lab.network import Lab
 

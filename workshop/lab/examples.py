@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from workshop.lab.network import NODE_NAMES, Lab, LabError, Place
+from workshop.lab.network import NODE_NAMES, SERVICE_CIDRS, Lab, LabError, Place
 
-__all__ = ["copy", "ports", "scale", "serve"]
+__all__ = ["copy", "node_manifest", "ports", "scale", "serve"]
 
 
 def _folder() -> Path:
@@ -80,3 +82,26 @@ def scale(path: Path, pods: Sequence[Place]) -> None:
 
 def _items(path: Path) -> list[dict[str, Any]]:
     return [item for item in yaml.safe_load_all(path.read_text()) if item]
+
+
+def node_manifest(lab: Lab, *, pod_cidrs: bool = True) -> str:
+    """The lab's node as a Node object, in zone-a: its addresses are where masqueraded traffic comes from.
+
+    And the range of ClusterIPs, as the API server knows it.
+    """
+    families = socket.AF_INET, socket.AF_INET6
+    addresses = [{"type": "InternalIP", "address": lab["node"].address(family)} for family in families]
+    node: dict[str, Any] = {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": NODE_NAMES["node"], "labels": {"topology.kubernetes.io/zone": "zone-a"}},
+        "spec": {"podCIDRs": ["10.77.1.0/24", "fd77:1::/64"] if pod_cidrs else []},
+        "status": {"addresses": addresses},
+    }
+    services = {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "ServiceCIDR",
+        "metadata": {"name": "kubernetes"},
+        "spec": {"cidrs": list(SERVICE_CIDRS)},
+    }
+    return json.dumps({"apiVersion": "v1", "kind": "List", "items": [node, services]})

@@ -18,7 +18,7 @@ from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.driver import Drivers
 from dataplane.modes.ebpf.maps import MapSet
 from dataplane.modes.ebpf.pins import pins_in
-from tests.frames import Receiver
+from workshop.lab.frames import Receiver
 
 pytestmark = pytest.mark.root
 

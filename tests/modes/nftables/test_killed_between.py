@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.apiserver import ApiServer
 from tests.namespaces import new_lab
 from tests.served import Altered, api_server, until
+from workshop.lab.apiserver import ApiServer
 from workshop.lab.namespace import DEADLINES
 from workshop.lab.network import NODE_NAMES, Lab
 from workshop.lab.traffic import ask_tcp, ask_udp

@@ -1,0 +1,86 @@
+"""Every benchmark, small: it starts, measures a round and ends with its line of JSON. What it measured is not asked."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from workshop.benchmarks import api_scale
+from workshop.benchmarks.__main__ import available
+
+CLUSTER = {"SERVICES": 20, "ENDPOINTS": 3}
+ROUNDS = {"ROUNDS": 1}
+CHANGES = {"CHANGES": 5}
+# benchmark -> module -> constants of that module, as they are here; a benchmark without an entry fails.
+SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "api_scale": {
+        "api_scale": {
+            "SECONDS": 4.0,
+            "Load": lambda: api_scale.Load(20, 3, rate=50, seconds=4, fault_every=0.5, idle=0.2),
+        }
+    },
+    "change": {"change": {**CLUSTER, **CHANGES, "FULL_SYNCS": 1, "SCRAPES": 0.2}},
+    "changes": {"changes": {**CLUSTER, "RATE": 50, "SECONDS": 1.0, "IDLE": 0.2, "SETTLED": 0.2}},
+    "connections": {"connections": {**CLUSTER, **ROUNDS, "FEW": 1, "SECONDS": 0.05}},
+    "connections_10k": {
+        "connections_10k": {"SIZE": 20},
+        "mode_connections": ROUNDS,
+        "connections": {"SECONDS": 0.05},
+    },
+    "established": {"packets": {**ROUNDS, "FLOWS": 1000, "REPEAT": 20}},
+    "ipt_change": {
+        "ipt_change": {**CLUSTER, "CHANGES": {"nft": 3, "legacy": 3}},
+        "ipt_start": CLUSTER,
+    },
+    "ipt_start": {"ipt_start": {**CLUSTER, "RUNS": 1}},
+    "ipvs_change": {"ipvs_change": {**CHANGES, "CONTROL": 2, "SIZES": (3, 4), "ENDPOINTS": 3}},
+    "memory": {"memory": {**CLUSTER, **CHANGES, "SETTLED": 0.2, "SCRAPES": 0.1}},
+    "mode_connections": {
+        "mode_connections": {**ROUNDS, "SIZES": (20,)},
+        "connections": {"SECONDS": 0.05},
+    },
+    "nft_change": {"nft_change": {**CHANGES, "SERVICES": 20}, "nft_start": {"SERVICES": 20}},
+    "nft_start": {"nft_start": {"SERVICES": 20, "RUNS": 1}},
+    "nodeport": {"nodeport": {**ROUNDS, "PACKETS": 6400}},
+    "passing": {"packets": {**ROUNDS, "FLOWS": 1000, "REPEAT": 20}},
+    "relists": {"relists": {**CLUSTER, "RELISTS": 1, "RATE": 50.0, "AWAY": 1, "SETTLED": 0.2}},
+    "selection": {"selection": {**ROUNDS, "SERVICES": 64, "BACKENDS": 4, "TOTAL": 256, "CHOICES": 1 << 10}},
+    "soak": {"soak": {**CLUSTER, "SECONDS": 2.0, "CONNECTIONS": 50, "CHANGES": 20, "SAMPLES": 8}},
+    "start": {"start": {**CLUSTER, "RUNS": 1}},
+    "stream": {"stream": {**ROUNDS, "SECONDS": 0.05}},
+    "tail": {"tail": {**ROUNDS, "SIZES": (5, 10)}, "connections": {"SECONDS": 0.05}},
+}  # fmt: skip
+MARKS = {
+    "connections_10k": [pytest.mark.long],  # `mode_connections` with another number
+    "ipvs_change": [pytest.mark.kernel("ip_vs"), pytest.mark.core(long=True)],
+}
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: loads BPF programs, makes network namespaces of its own")
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in available()])
+def test_it_starts_and_ends_with_its_line(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module, constants in SMALL[name].items():
+        for constant, value in constants.items():
+            monkeypatch.setattr(importlib.import_module(f"workshop.benchmarks.{module}"), constant, value)
+    importlib.import_module(f"workshop.benchmarks.{name}").measure().tell()
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["name"] == name.replace("_", "-")
+    assert told["unit"]
+    assert told["control"]["what"]
+    control = told["control"]["value"]
+    assert math.isfinite(told["value"]), told
+    assert math.isfinite(control), told
+    assert told["ratio"] is None if control == 0 else math.isfinite(told["ratio"]), told
+
+
+def test_each_of_them_has_a_small_form() -> None:
+    assert set(SMALL) == set(available())

@@ -1,0 +1,110 @@
+"""What a run comes to: rows with known answers, sentences that say what is and what is not sure."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.workshop.compare.kit import MACHINE, made_up
+from workshop.compare.findings import findings, shown
+from workshop.compare.result import Run
+
+
+def test_ratios_are_of_the_round_and_not_of_the_day() -> None:
+    row = findings(made_up()).row("connections", "nftables", 1000)
+    assert row is not None
+    assert row.ratio is not None
+    assert row.lead is not None
+    assert row.ratio.median == pytest.approx(0.85, rel=0.01)
+    assert row.lead.median == pytest.approx(1.05 / 0.85, rel=1e-6)
+    assert row.lead.high - row.lead.low < 1e-9, "the wobble of a round is in both sides of its ratio"
+    assert row.verdict == "ahead"
+
+
+def test_less_time_is_ahead_too() -> None:
+    found = findings(made_up())
+    for metric in ("latency_p99", "change", "start", "memory"):
+        row = found.row(metric, "iptables", 10)
+        assert row is not None
+        assert row.verdict == "ahead", metric
+
+
+def test_who_is_behind_is_told() -> None:
+    found = findings(made_up(modes=("iptables", "ebpf")))
+    row = found.row("requests", "ebpf", 10)
+    assert row is not None
+    assert row.verdict == "behind"
+    for standing in found.standings:
+        assert (len(standing.ahead), len(standing.behind), len(standing.even)) == (0, 17, 0)
+        assert "behind in new connections 0.76 ×" in standing.sentence("iptables")
+
+
+def test_a_mode_that_does_not_work_has_rows_with_the_reason() -> None:
+    found = findings(made_up(modes=("ebpf", "ipvs"), broken={"ipvs": "the kernel has no IPVS"}))
+    row = found.row("connections", "ipvs", 10)
+    assert row is not None
+    assert row.value is None
+    assert "the kernel has no IPVS" in row.missing
+    assert any("ipvs does not work" in warning for warning in found.warnings)
+
+
+def test_an_unfinished_run_says_so() -> None:
+    run = made_up(upto=7)
+    found = findings(run)
+    assert not run.complete
+    assert any("7 of 108" in warning for warning in found.warnings)
+    row = found.row("connections", "iptables", 1000)
+    assert row is not None
+    assert row.missing == "not measured yet"
+
+
+def test_few_rounds_are_not_sure() -> None:
+    found = findings(made_up(rounds=3))
+    assert any("Too few rounds" in sentence and "75%" in sentence for sentence in found.warnings)
+    assert not any("Too few" in sentence for sentence in findings(made_up()).warnings)
+
+
+def test_noise_that_is_larger_than_the_difference_is_called_that() -> None:
+    run = made_up(modes=("ebpf", "nftables"), speed={"ebpf": 1.0, "nftables": 1.0})
+    cells = list(run.cells)
+    for number, cell in enumerate(cells):  # now one, now the other is faster
+        if cell.step.mode == "ebpf":
+            swing = 1.3 if cell.step.round % 2 else 0.8
+            values = {name: value * swing for name, value in cell.values.items()}
+            cells[number] = msgspec.structs.replace(cell, values=values)
+    found = findings(msgspec.structs.replace(run, cells=tuple(cells)))
+    row = found.row("connections", "nftables", 10)
+    assert row is not None
+    assert row.verdict == "even"
+    assert any("noise is larger than the difference" in warning for warning in found.warnings)
+
+
+def test_a_control_that_spreads_tells_of_a_busy_machine() -> None:
+    run = made_up()
+    assert not any("not quiet" in warning for warning in findings(run).warnings)
+    cells = [
+        msgspec.structs.replace(
+            cell, controls={name: value * (1 + cell.step.round) for name, value in cell.controls.items()}
+        )
+        for cell in run.cells
+    ]
+    assert any(
+        "not quiet" in warning for warning in findings(msgspec.structs.replace(run, cells=tuple(cells))).warnings
+    )
+
+
+def test_an_emulated_machine_is_told_first() -> None:
+    emulated = msgspec.structs.replace(MACHINE, emulated=True)
+    assert "emulated" in findings(made_up(machine=emulated)).warnings[0]
+
+
+def test_a_run_survives_a_file() -> None:
+    run = made_up()
+    assert msgspec.json.decode(msgspec.json.encode(run), type=Run) == run
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(12345.6, "12,346"), (123.4, "123"), (12.34, "12.3"), (1.234, "1.23"), (0.1234, "0.123")]
+)
+def test_numbers_have_few_digits(value: float, text: str) -> None:
+    assert shown(value) == text

@@ -1,0 +1,99 @@
+"""Texts of cells, orders of rows, sentences about the node."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.workshop.top.samples import sample, service, status
+from workshop.top import cells
+from workshop.top.rates import ServiceRow, picture
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (0, "0"), (0.25, "0.2"), (7.0, "7"), (99.96, "100"), (999.4, "999"), (999.6, "1.0k"),
+     (12_345, "12.3k"), (123_456, "123k"), (1.5e9, "1.5G"), (2.5e16, "25000T")],
+)  # fmt: skip
+def test_rates_have_few_digits(value: float | None, text: str) -> None:
+    assert cells.rate(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (0, "0µs"), (85.4e-6, "85µs"), (999.6e-6, "1.0ms"), (1.24e-3, "1.2ms"), (9.96e-3, "10ms"),
+     (0.9996, "1.0s"), (12.4, "12s")],
+)  # fmt: skip
+def test_latencies(value: float | None, text: str) -> None:
+    assert cells.latency(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(5.9, "5s"), (192, "3m12s"), (7_500, "2h5m"), (273_600, "3d4h"), (60, "1m0s")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert cells.duration(seconds) == text
+
+
+def row(key: str, connections: float | None, **more: object) -> ServiceRow:
+    fields = {
+        "name": key, "protocol": "TCP", "frontends": ("10.96.0.10:80",), "backends": 2, "ejected": 0,
+        "packets": None, "request_bytes": None, "reply_bytes": None, "connect": None,
+        "total": None,
+    }  # fmt: skip
+    return ServiceRow(key=key, connections=connections, **{**fields, **more})  # type: ignore[arg-type]
+
+
+def column(title: str) -> cells.Column:
+    return next(each for each in cells.SERVICES if each.title == title)
+
+
+def test_what_is_not_known_is_last_either_way() -> None:
+    rows = [row("a", None), row("b", 1), row("c", 5), row("d", 1)]
+    assert [r.key for r in cells.arranged(rows, column("conn/s"), falling=True)] == ["c", "b", "d", "a"]
+    assert [r.key for r in cells.arranged(rows, column("conn/s"), falling=False)] == ["b", "d", "c", "a"]
+
+
+def test_services_with_ejected_backends_come_first() -> None:
+    rows = [row("a", 0, backends=9), row("b", 0, backends=1, ejected=1)]
+    assert [r.key for r in cells.arranged(rows, column("backends"), falling=True)] == ["b", "a"]
+    assert column("backends").text(rows[1]) == "1, 1 out"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("", True), ("WEB", True), ("web udp", False), ("tcp web", True), ("0.10:80", True), ("mail", False)],
+)
+def test_a_filter_is_words_that_all_match(text: str, found: bool) -> None:
+    assert cells.matches(row("default/web:http", 1), text) is found
+
+
+def test_every_column_has_a_text_of_every_row() -> None:
+    for each in cells.SERVICES:
+        assert each.text(row("ns/a", None))
+
+
+def test_the_head_tells_mode_and_totals() -> None:
+    counters = status(drop_empty=0, reject=0)
+    before = sample(0, service("ns/a:http", 0), status=counters)
+    now = sample(1, service("ns/a:http", 5), status=counters)
+    first, second = cells.head(picture(before, before, now))
+    assert first == "node n1   mode ebpf (auto was asked for)   in sync   agent up 3m12s, 45.0MB"
+    assert second.startswith("conn/s 5   packets/s 100   in 5.0kB/s   out 5.0kB/s   flow entries 12 of 524,288")
+    assert second.endswith("dropped/s 0   refused/s 0")
+    assert cells.trouble(picture(before, before, now)) == []
+
+
+def test_trouble_is_told_and_without_an_agent_that_one() -> None:
+    told = status()
+    told["mode"] = {"requested": "ebpf", "effective": "nftables", "reason": "no BTF"}
+    told["error"] = "boom"
+    plain = {"name": "ns/a", "protocol": "TCP", "frontends": ["10.96.0.10:80"], "backends": 2}
+    now = sample(0, plain, status=told, mode="nftables")
+    said = cells.trouble(picture(now, now, now))
+    assert said[:2] == ["the last sync failed: boom", "ebpf was asked for: no BTF"]
+    assert "mode nftables does not count" in said[2]
+    gone = sample(0, service("ns/a", 1), status=None, trouble="no agent listens at /x")
+    (sentence,) = cells.trouble(picture(gone, gone, gone))
+    assert sentence == "no answer from the agent: no agent listens at /x. Traffic goes on as programmed"
+    empty = sample(0, status=None, mode="", trouble="no agent listens at /x")
+    assert cells.head(picture(empty, empty, empty))[0] == "nothing is programmed here"

@@ -1,0 +1,140 @@
+"""Two looks make rates; what is not known is said to be so."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.workshop.top.samples import backend, sample, service, status
+from workshop.top.rates import SHARE_SECONDS, SHORTEST, Window, picture
+
+
+def test_rates_are_growth_over_time() -> None:
+    before, now = sample(10, service("ns/a:http", 100)), sample(12, service("ns/a:http", 150))
+    (row,) = picture(before, before, now).services
+    assert (row.connections, row.packets, row.request_bytes, row.reply_bytes) == (25, 500, 25_000, 25_000)
+    assert row.total == 150
+    assert row.connect == pytest.approx(0.002)
+
+
+def test_where_nothing_was_accepted_there_is_no_time() -> None:
+    before, now = sample(10, service("ns/a:http", 100)), sample(12, service("ns/a:http", 100))
+    assert picture(before, before, now).services[0].connect is None
+
+
+def test_the_first_look_has_no_rates() -> None:
+    now = sample(10, service("ns/a:http", 100))
+    shown = picture(now, now, now)
+    assert shown.services[0].connections is None
+    assert shown.all("connections") is None
+    assert shown.counts
+
+
+def test_families_of_one_name_are_two_rows() -> None:
+    def both(at: float, four: int, six: int) -> object:
+        return sample(at, service("ns/a:http", four), service("ns/a:http", six, "[fd96::10]:80", id=8))
+
+    before, now = both(0, 10, 10), both(1, 11, 13)
+    rates = {row.frontends[0]: row.connections for row in picture(before, before, now).services}
+    assert rates == {"10.96.0.10:80": 1, "[fd96::10]:80": 3}
+    assert len({row.key for row in picture(before, before, now).services}) == 2
+
+
+@pytest.mark.parametrize(
+    "former",
+    [service("ns/a:http", 500), service("ns/other:http", 5)],
+    ids=["counters began anew", "the service is new"],
+)
+def test_a_rate_that_cannot_be_known_is_none(former: dict[str, object]) -> None:
+    before, now = sample(0, former), sample(1, service("ns/a:http", 10))
+    assert picture(before, before, now).services[0].connections is None
+
+
+def test_a_mode_that_does_not_count() -> None:
+    def look(at: float) -> object:
+        row = {"name": "ns/a:http", "protocol": "TCP", "frontends": ["10.96.0.10:80"], "backends": 2}
+        return sample(at, row, chosen="ns/a:http", backends=({**backend("10.0.0.1:80", 0), "used": False},))
+
+    shown = picture(look(0), look(0), look(1))
+    assert not shown.counts
+    assert shown.services[0].connections is None
+    assert shown.services[0].total is None
+    plain = {"service": "ns/a:http", "address": "10.0.0.1:80", "protocol": "TCP", "used": False}
+    now = sample(1, chosen="ns/a:http", backends=(plain,))
+    (row,) = picture(now, now, now).backends
+    assert (row.state, row.share, row.failures, row.total) == ("in no route", None, None, None)
+
+
+def test_shares_are_of_the_connections_of_each_family() -> None:
+    def look(at: float, first: int, second: int, six: int) -> object:
+        rows = (backend("10.0.0.1:80", first), backend("10.0.0.2:80", second), backend("[fd00::1]:80", six))
+        return sample(at, chosen="ns/a:http", backends=rows)
+
+    base, now = look(0, 1000, 0, 0), look(20, 1030, 10, 7)
+    assert [row.share for row in picture(base, base, now).backends] == [0.75, 0.25, 1.0]
+    quiet = picture(base, base, base)
+    assert [row.share for row in quiet.backends] == [None] * 3
+
+
+def test_what_the_agent_says_of_a_backend_counts() -> None:
+    told = status()
+    told["dataplane"]["ejections"] = [
+        {"service": "ns/a:http", "address": "10.0.0.1:80", "ejected": True, "state": "ejected for 9 s: no answer"}
+    ]
+    now = sample(1, service("ns/a:http", 0), status=told, chosen="ns/a:http", backends=(backend("10.0.0.1:80", 0),))
+    shown = picture(now, now, now)
+    assert shown.backends[0].state == "ejected for 9 s: no answer"
+    assert shown.services[0].ejected == 1
+
+
+def test_drops_come_first_and_are_summed() -> None:
+    before = sample(0, status=status(new_flow=5, drop_empty=1, reject=0, drop_source_ranges=0))
+    now = sample(2, status=status(new_flow=9, drop_empty=3, reject=6, drop_source_ranges=4))
+    shown = picture(before, before, now)
+    assert [(row.kind, row.key, row.rate) for row in shown.reasons] == [
+        ("drop", "drop_empty", 1), ("drop", "drop_source_ranges", 2), ("refuse", "reject", 3), ("note", "new_flow", 2),
+    ]  # fmt: skip
+    assert (shown.rate("drop"), shown.rate("refuse")) == (3, 3)
+
+
+def test_names_of_other_modes_are_drops_too() -> None:
+    now = sample(0, status=status(discarded=1, refused=1, masqueraded=1))
+    kinds = {row.key: row.kind for row in picture(now, now, now).reasons}
+    assert kinds == {"discarded": "drop", "refused": "refuse", "masqueraded": "note"}
+
+
+def test_maps_that_have_a_bound_are_shown() -> None:
+    now = sample(0)
+    (row,) = picture(now, now, now).maps
+    assert (row.key, row.used, row.entries, row.bound, row.fill) == ("flows4", 12, 100, 200, 0.06)
+
+
+def test_without_an_agent_traffic_is_still_counted() -> None:
+    before, now = sample(0, service("ns/a:http", 1), status=None), sample(1, service("ns/a:http", 4), status=None)
+    shown = picture(before, before, now)
+    assert shown.services[0].connections == 3
+    assert (shown.reasons, shown.maps, shown.rate("drop")) == ((), (), None)
+
+
+def test_shares_of_late_forget_what_was_long_ago() -> None:
+    window = Window()
+    flows = [0, 0]
+    for tick in range(int(3 * SHARE_SECONDS)):
+        flows[0 if tick < SHARE_SECONDS else 1] += 1
+        rows = (backend("10.0.0.1:80", flows[0]), backend("10.0.0.2:80", flows[1]))
+        shown = window.add(sample(tick, chosen="ns/a:http", backends=rows))
+    assert [row.share for row in shown.backends] == [0, 1]
+
+
+def test_another_service_has_shares_of_its_own() -> None:
+    window = Window()
+    window.add(sample(0, chosen="ns/a:http", backends=(backend("10.0.0.1:80", 5),)))
+    shown = window.add(sample(1, chosen="ns/b:http", backends=(backend("10.0.0.1:80", 9, service="ns/b:http"),)))
+    assert [(row.share, row.connections) for row in shown.backends] == [(None, None)]
+
+
+def test_two_looks_in_a_moment_do_not_make_a_rate() -> None:
+    window = Window()
+    window.add(sample(0, service("ns/a:http", 0)))
+    window.add(sample(10, service("ns/a:http", 100)))
+    shown = window.add(sample(10 + SHORTEST / 10, service("ns/a:http", 101)))
+    assert shown.services[0].connections == pytest.approx(10, rel=0.02)

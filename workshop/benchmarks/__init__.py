@@ -1,0 +1,1 @@
+"""Benchmarks of single parts: `python -m workshop.benchmarks NAME`; see docs/benchmarks.md."""

@@ -1,0 +1,45 @@
+"""python -m workshop.benchmarks [NAME ...]: run the benchmarks of this folder, all of them or those named.
+
+Each is a module with a function `measure() -> Result`. Exit code 0: measured, whether or not a target is reached.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def available() -> dict[str, str]:
+    """Benchmark -> its first line of description."""
+    found = {}
+    for module in pkgutil.iter_modules([str(HERE)]):
+        text = (HERE / f"{module.name}.py").read_text()
+        if "\ndef measure() -> Result:" in text:
+            found[module.name] = text.splitlines()[0].strip('"')
+    return found
+
+
+def main(names: list[str]) -> int:
+    """Measure; the exit code."""
+    known = available()
+    names = [name.replace("-", "_") for name in names]
+    for unknown in [name for name in names if name not in known]:
+        listed = "\n".join(f"  {name:12} {what}" for name, what in known.items())
+        print(f"there is no benchmark named {unknown!r}; there are:\n{listed}", file=sys.stderr)
+        return 2
+    if os.geteuid() != 0:
+        print("benchmarks need root: they load BPF programs and make network namespaces of their own", file=sys.stderr)
+        return 1
+    for name in names or known:
+        print(f"--- {name}: {known[name]}", flush=True)
+        importlib.import_module(f"workshop.benchmarks.{name}").measure().tell()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,300 @@
+"""Ten minutes of 1,000 endpoint changes a second at 10,000 services x 10 endpoints, beside faults of every kind.
+
+HYBRID_PROXY_API_SCALE=60 makes it a minute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from controller.agent.event_queue import CAPACITY
+from workshop.benchmarks.apidata import ApiProcess
+from workshop.benchmarks.changes import Watcher
+from workshop.benchmarks.kit import HEALTH_CHECKS, ApiAgent, Kernel, Result, Scraper, Target, lab, quantile, say
+from workshop.lab.apiserver import cluster_address, endpoint_slice
+from workshop.lab.network import Lab
+
+SERVICES, ENDPOINTS = 10_000, 10
+RATE = 1_000  # changes a second
+SECONDS = float(os.environ.get("HYBRID_PROXY_API_SCALE", "600"))
+FAULT_EVERY = 3.0  # seconds
+HISTORY = 30.0  # seconds of changes that a watch can go back; real servers keep 75 s
+IDLE = 20.0  # seconds of the control
+SETTLED = 120.0  # at most; a server that came back is believed only after a pause
+GROWTH = 1.05  # of memory from the second to the last quarter, as in `soak`
+
+Control = Callable[..., dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Load:
+    """How much, and for how long."""
+
+    services: int = SERVICES
+    endpoints: int = ENDPOINTS
+    rate: float = RATE
+    seconds: float = SECONDS
+    fault_every: float = FAULT_EVERY
+    idle: float = IDLE
+    watch_list: bool = True
+
+
+@dataclass
+class Outcome:
+    """What was seen."""
+
+    faults: Counter[str] = field(default_factory=Counter)
+    memory: list[tuple[float, float]] = field(default_factory=list)  # seconds since the start, MB
+    waiting: int = 0  # objects at most
+    busy: float = 0.0  # processor time by time
+    idle: float = 0.0
+    delays: list[float] = field(default_factory=list)  # seconds from the change in the server to the kernel
+    unseen: int = 0  # changes that a later one overtook before anything reached the kernel
+    changes: int = 0
+    settled: float = 0.0  # seconds from the last change and fault until the kernel was as the server
+    wrong: list[str] = field(default_factory=list)  # what was not, in the end
+    strange: list[str] = field(default_factory=list)  # lines of the log that should not be there
+    answers: str = ""
+
+    def quarter(self, number: int) -> float:
+        """The median of memory in MB in this quarter, from 0."""
+        size = max(1, len(self.memory) // 4)
+        return float(np.median([size for _, size in self.memory[number * size :][:size]]))
+
+
+def measure() -> Result:
+    """Ten minutes; the control is the same agent before it."""
+    found = run(Load())
+    grown = found.quarter(3) / found.quarter(1)
+    first, last, most = found.memory[0][1], found.memory[-1][1], max(size for _, size in found.memory)
+    half = found.memory[len(found.memory) // 2 :]
+    slope = float(np.polyfit([at / 60 for at, _ in half], [size for _, size in half], 1)[0])
+    p50, p99 = 1000 * quantile(found.delays, 0.5), 1000 * quantile(found.delays, 0.99)
+    faults = ", ".join(f"{count} {name}" for name, count in sorted(found.faults.items()))
+    memory = f"memory {first:.1f} MB at first, {most:.1f} at most, {last:.1f} in the end"
+    delay = f"a change took {p50:.1f} ms (median), {p99:.0f} ms (p99), {max(found.delays):.1f} s at most"
+    sentences = (
+        f"{found.changes:,} changes in {SECONDS:.0f} s, {found.faults.total()} faults ({faults})",
+        f"{memory}, {slope:+.2f} MB a minute in the second half; {found.waiting} objects waited at most",
+        f"{delay}, outages included, {found.unseen} were superseded; as the server {found.settled:.1f} s after the end",
+        found.answers,
+        *found.wrong[:5],
+        *found.strange[:5],
+    )
+    return Result(
+        "api-scale", 100 * found.busy, "% of a core", "the same agent without changes, scraped as often",
+        100 * found.idle,
+        [
+            (Target("services that are not as the server has them", 0), len(found.wrong)),
+            (Target("lines of the log that should not be there", 0), len(found.strange)),
+            (Target("MB at most", 150), most),
+            (Target("memory, last quarter / second quarter", GROWTH), grown),
+            (Target("objects that waited at most", CAPACITY), found.waiting),
+            (Target("changes a second", 0.95 * RATE, at_least=True), found.changes / SECONDS),
+        ],
+        [f"api-scale: {words}" for words in sentences],
+        {
+            "p50": round(p50, 1), "p99": round(p99, 1), "max": round(1000 * max(found.delays)),
+            "memory": round(most, 1), "slope": round(slope, 2), "waiting": found.waiting,
+            "faults": found.faults.total(),
+        },
+    )  # fmt: skip
+
+
+def run(load: Load) -> Outcome:
+    """The real agent in a lab, the API server as a process of its own."""
+    found = Outcome()
+    with (
+        lab(kind="scale") as made,
+        ApiProcess(
+            load.services,
+            load.endpoints,
+            lab=made,
+            health_checks=HEALTH_CHECKS,
+            watch_list=load.watch_list,
+            window=int(HISTORY * load.rate),
+        ) as api,  # fmt: skip
+    ):
+        agent = ApiAgent(made, api.kubeconfig)
+        try:
+            say(f"  the agent is ready after {agent.timed_start(120):.2f} s")
+            kernel = Kernel(made)
+            with Scraper(made) as scraper:
+                time.sleep(2)
+                found.idle = _idle(agent, load.idle)
+                watcher = Watcher(kernel)
+                _weather(load, api, agent, found)
+                writes = api.churned()
+                _settle(made, api, found)
+                seen = watcher.stop()
+            found.answers = scraper.sentence()
+            found.changes = len(writes)
+            _match(kernel, writes, seen, found)
+            found.strange = [
+                line for line in agent.log.read_text().splitlines()
+                if any(word in line for word in ("Traceback", "should not happen", "sync failed", " E "))
+            ]  # fmt: skip
+            kernel.close()
+        finally:
+            agent.end()
+    return found
+
+
+def _idle(agent: ApiAgent, seconds: float) -> float:
+    start, used = time.monotonic(), agent.processor_seconds()
+    time.sleep(seconds)
+    return (agent.processor_seconds() - used) / (time.monotonic() - start)
+
+
+def _weather(load: Load, api: ApiProcess, agent: ApiAgent, found: Outcome) -> None:
+    """Changes go on by themselves; a fault every so often, and what is measured every second."""
+    faults = itertools.cycle(FAULTS.items())
+    start, used = time.monotonic(), agent.processor_seconds()
+    api.churn(load.rate, load.seconds)
+    next_fault, next_sample, number = load.fault_every, 0.0, 0
+    while (now := time.monotonic() - start) < load.seconds:
+        if now >= next_sample:
+            found.memory.append((now, agent.memory()["VmRSS"]))
+            next_sample += 1.0
+            if int(now) % 30 == 0:
+                say(f"  {now:.0f} s: {found.memory[-1][1]:.1f} MB, {found.faults.total()} faults")
+        if now >= next_fault:
+            name, begin = next(faults)
+            _good_weather(api)
+            begin(api, load, number)
+            found.faults[name] += 1
+            next_fault, number = next_fault + load.fault_every, number + 1
+        time.sleep(0.05)
+    found.busy = (agent.processor_seconds() - used) / (time.monotonic() - start)
+    found.waiting = (agent.status() or {})["waiting"]["most"]
+    _good_weather(api)
+    for recent in range(max(0, number - 2 * len(FAULTS)), number):  # changes mended those before
+        index = _broken(load, recent)
+        api.control("put", **endpoint_slice(index, range(load.endpoints), load.endpoints))
+
+
+def _good_weather(api: ApiProcess) -> None:
+    for plural in ("services", "endpointslices", "nodes", "servicecidrs"):
+        api.control(
+            "fault", plural=plural, delay=0, silent=False, duplicate=False, reorder=False,
+            answers=[], gone_watches=0, cut_mid_line=0, cut_lists=0, bad_line=0,
+        )  # fmt: skip
+
+
+# Faults, by what they are called. Each ends when the next one begins.
+
+
+def _fault(**what: Any) -> Callable[[ApiProcess, Load, int], None]:
+    """Something goes wrong with slices; `cut` True: and their stream has to be asked for again."""
+    cut = what.pop("cut", False)
+
+    def begin(api: ApiProcess, _load: Load, _number: int) -> None:
+        api.control("fault", plural="endpointslices", **what)
+        if cut:
+            api.control("cut", plural="endpointslices")
+
+    return begin
+
+
+def _cut(api: ApiProcess, _load: Load, _number: int) -> None:
+    api.control("cut")
+
+
+def _expire(api: ApiProcess, _load: Load, _number: int) -> None:
+    """History is gone: the next watch gets 410, and everything is listed again."""
+    api.control("expire")
+    api.control("cut")
+
+
+def _malformed(api: ApiProcess, load: Load, number: int) -> None:
+    index = _broken(load, number)
+    api.control("put", **(endpoint_slice(index, range(3), load.endpoints) | {"endpoints": "none"}))
+
+
+def _broken(load: Load, number: int) -> int:
+    """The service whose slice fault `number` breaks, if it is that fault."""
+    return number * 13 % load.services
+
+
+def _recreate(api: ApiProcess, load: Load, number: int) -> None:
+    for step in range(10):
+        api.control("recreate", service=(number * 17 + step * 3) % load.services)
+
+
+FAULTS: dict[str, Callable[[ApiProcess, Load, int], None]] = {
+    "all streams cut": _cut,
+    "cut in a line": _fault(cut_mid_line=1),
+    "recreated in one batch": _recreate,
+    "history gone": _expire,
+    "duplicates": _fault(duplicate=True),
+    "429": _fault(answers=[[429, {"Retry-After": "1"}]], cut=True),
+    "silence": _fault(silent=True),
+    "410 in a stream": _fault(gone_watches=1, cut=True),
+    "swapped neighbours": _fault(reorder=True),
+    "500s": _fault(answers=[[500, {}]] * 3, cut=True),
+    "slow answers": _fault(delay=1.0, cut=True),
+    "malformed object": _malformed,
+    "broken line": _fault(bad_line=1),
+    "half a list": _fault(gone_watches=1, cut_lists=1, cut=True),
+}
+
+
+# What came of it.
+
+
+def _settle(made: Lab, api: ApiProcess, found: Outcome) -> None:
+    """Wait until the kernel is as the server."""
+    start = time.monotonic()
+    wanted = {address: sorted(sockets) for address, sockets in api.control("table").items()}
+    while True:
+        with contextlib.closing(Kernel(made)) as kernel:  # there may be larger maps by now
+            found.wrong = _differences(kernel, wanted)
+        if not found.wrong or time.monotonic() - start > SETTLED:
+            break
+        time.sleep(0.5)
+    found.settled = time.monotonic() - start
+
+
+def _differences(kernel: Kernel, wanted: dict[str, list[str]]) -> list[str]:
+    ids = kernel.ids()
+    wrong = [f"{address} is served, and should not be" for address in ids.keys() - wanted.keys()]
+    for address, sockets in wanted.items():
+        if address not in ids:
+            wrong.append(f"{address} is not served")
+            continue
+        try:
+            has = sorted(kernel.backends_of(ids[address]))
+        except AssertionError as changing:
+            has = [str(changing)]
+        if has != sockets:
+            wrong.append(f"{address} leads to {has}, and should to {sockets}")
+    return wrong
+
+
+def _match(
+    kernel: Kernel, writes: Sequence[tuple[int, int | None, int]], seen: dict[int, list[int]], found: Outcome
+) -> None:
+    """From each change in the server to the first one of its service in the kernel after it."""
+    ids = kernel.ids()
+    made: dict[int, list[int]] = defaultdict(list)
+    for index, _, moment in writes:
+        made[ids.get(cluster_address(index), 0)].append(moment)
+    for service, moments in made.items():
+        visible = seen.get(service, [])
+        for number, moment in enumerate(moments):
+            place = bisect_left(visible, moment)
+            if place == len(visible):  # a service that was made again has another number
+                continue
+            later = moments[number + 1] if number + 1 < len(moments) else None
+            found.unseen += later is not None and visible[place] >= later
+            found.delays.append((visible[place] - moment) / 1e9)

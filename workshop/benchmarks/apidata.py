@@ -1,0 +1,127 @@
+"""A cluster of a wanted size behind a fake API server (TLS), in a process of its own: its work is not measured.
+
+with ApiProcess(services=10_000, endpoints=10) as api:
+    Kubernetes("node-0", kubeconfig=api.kubeconfig) ...
+    written_ns = api.set_endpoints(7, [0, 1, 2])
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from workshop.lab.network import Lab
+
+__all__ = ["ApiProcess"]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class ApiProcess:
+    """`workshop.lab.apiserver` as a child process.
+
+    `kubeconfig` is the path of a kubeconfig for it. Objects are made by `service`, `endpoint_slice` and `node` of
+    that module, by number. With a `lab` it listens on the lab's node, where an agent can reach it.
+    """
+
+    def __init__(
+        self,
+        services: int,
+        endpoints: int,
+        nodes: tuple[str, ...] = ("node-0",),
+        lab: Lab | None = None,
+        health_checks: int = 0,
+        watch_list: bool = False,
+        window: int = 4096,
+    ) -> None:
+        command = [sys.executable, "-m", "workshop.lab.apiserver"]
+        command += ["--services", str(services), "--endpoints", str(endpoints)]
+        command += [
+            "--health-checks",
+            str(health_checks),
+            "--window",
+            str(window),
+            *(["--watch-list"] if watch_list else []),
+        ]
+        command += [word for name in nodes for word in ("--node", name)]
+        if lab is None:
+            self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        else:
+            self._process = lab.start("node", command, output=subprocess.PIPE)
+        assert self._process.stdout is not None
+        self.kubeconfig = self._process.stdout.readline().strip()
+        control = self._process.stdout.readline().strip()
+        if not control:
+            raise RuntimeError(f"the fake API server ended with status {self._process.wait()}")
+        self._control = http.client.HTTPConnection(urlsplit(control).netloc, timeout=60)
+        if lab is not None:
+            self._control.sock = lab.socket("node")
+            self._control.sock.connect((self._control.host, self._control.port))
+            self._control.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._control.close()
+        self._process.terminate()
+        self._process.wait(10)
+
+    def control(self, name: str, **body: Any) -> dict[str, Any]:
+        """One call of the control endpoint; see `workshop.lab.apiserver.ApiServer.control_app`."""
+        self._ask(name, **body)
+        return self._answer(name)
+
+    def set_endpoints(self, index: int, which: list[int]) -> int:
+        """Give service `index` these endpoints, by number.
+
+        Returns:
+            CLOCK_MONOTONIC in nanoseconds just before the event went out to a watcher.
+
+        Raises:
+            RuntimeError: nobody watches.
+        """
+        self.send_endpoints(index, which)
+        return self.sent_endpoints()
+
+    def send_endpoints(self, index: int, which: list[int]) -> None:
+        """The first half of `set_endpoints`: ask for it, and do not wait."""
+        self._ask("endpoints", service=index, endpoints=which)
+
+    def sent_endpoints(self) -> int:
+        """The second half of `set_endpoints`."""
+        written: int | None = self._answer("endpoints")["written_ns"]
+        if written is None:
+            raise RuntimeError("no watcher took the change within 2 s")
+        return written
+
+    def churn(self, rate: float, seconds: float) -> None:
+        """Let `rate` services a second change for so long; it goes on by itself."""
+        self.control("churn", rate=rate, seconds=seconds)
+
+    def churned(self) -> list[tuple[int, int | None, int]]:
+        """Wait for the end of the churn; of each change its service, when it was written and when it was made.
+
+        Both are CLOCK_MONOTONIC in ns; written is None where nobody watched at that moment, or too long ago.
+        """
+        while (told := self.control("churned"))["running"]:
+            time.sleep(0.1)
+        return [(index, written, made) for index, written, made in told["writes"]]
+
+    def _ask(self, name: str, **body: Any) -> None:
+        self._control.request("POST", f"/control/{name}", json.dumps(body))
+
+    def _answer(self, name: str) -> dict[str, Any]:
+        answer = self._control.getresponse()
+        text = answer.read()
+        if answer.status != 200:
+            raise RuntimeError(f"control {name}: {answer.status} {text.decode(errors='replace')}")
+        found: dict[str, Any] = json.loads(text)
+        return found

@@ -1,0 +1,363 @@
+"""What the benchmarks share: how a result is told, and a node with the real agent and a cluster of the wanted size."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import math
+import os
+import queue
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from controller.kubernetes.apiserver import Kubernetes
+from controller.kubernetes.model import Event, Replaced
+from dataplane.kernel.bpf import Map
+from dataplane.mode import Options
+from dataplane.modes.ebpf import layout
+from dataplane.modes.ebpf.maps import open_pinned_maps
+from dataplane.modes.ebpf.programmer import folder_of
+from dataplane.table import Backend, BackendSet, Entry, Frontend, Kind, Masquerade, Protocol
+from workshop.benchmarks.apidata import ApiProcess
+from workshop.lab.agent import Agent
+from workshop.lab.network import RUN, Lab, LabError
+
+__all__ = [
+    "HEALTH_CHECKS",
+    "NODE",
+    "ROOT",
+    "ApiAgent",
+    "Kernel",
+    "Result",
+    "Scraper",
+    "Target",
+    "built",
+    "entry",
+    "lab",
+    "listed",
+    "median",
+    "quantile",
+    "say",
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+NODE = "node-0"  # the Node that the fake API server has
+HEALTH_CHECKS = 10  # services with a health-check node port, where all servers of the agent are on
+METRICS, HEALTHZ = ("127.0.0.1", 10249), ("127.0.0.1", 10256)  # as kube-proxy's
+
+median = statistics.median
+
+
+def say(*words: object) -> None:
+    """One line of progress; the last line of standard output is the result's."""
+    print(*words, file=sys.stderr, flush=True)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that this share of all values does not exceed (nearest rank)."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a figure must reach: `value` of `what`, at most or at least."""
+
+    what: str
+    limit: float
+    at_least: bool = False
+
+    def sentence(self, found: float) -> str:
+        """Whether it is reached, for a person."""
+        reached = found >= self.limit if self.at_least else found <= self.limit
+        relation = ">=" if self.at_least else "<="
+        return f"{self.what} {found:.4g}, target {relation} {self.limit:g}: {'reached' if reached else 'MISSED'}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One benchmark's outcome. `value` is compared with `control`, measured in the same run: 0 gives no ratio."""
+
+    name: str
+    value: float
+    unit: str
+    what: str  # the control
+    control: float
+    targets: Sequence[tuple[Target, float]]
+    notes: Sequence[str] = ()
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def tell(self) -> None:
+        """The sentences, and one JSON object as the last line."""
+        for note in self.notes:
+            print(note)
+        for target, found in self.targets:
+            print(f"{self.name}: {target.sentence(found)}")
+        told = {
+            "name": self.name, "value": _short(self.value), "unit": self.unit,
+            "control": {"what": self.what, "value": _short(self.control)},
+            "ratio": _short(self.value / self.control) if self.control else None, **self.extra,
+        }  # fmt: skip
+        print(json.dumps(told), flush=True)
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.4g}")
+
+
+def built(target: str) -> Path:
+    """Compile a file of this folder by the Makefile's rule for it, so that flags stand in one place."""
+    done = subprocess.run(
+        ["make", "--no-print-directory", "-s", target], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"make {target} failed:\n{done.stdout}{done.stderr}")
+    return ROOT / target
+
+
+@contextlib.contextmanager
+def lab(pods: int = 0, plain: int = 0, kind: str = "bench", remote: int = 0) -> Iterator[Lab]:
+    """A lab of this process, one of each kind; those of benchmarks that were killed are removed first."""
+    for folder in RUN.glob(f"{kind}*"):
+        owner = folder.name.removeprefix(kind)
+        if owner.isdigit() and not Path("/proc", owner).exists():
+            Lab(folder.name, 0).down()
+    with Lab(f"{kind}{os.getpid()}", pods, plain=plain, remote=remote) as made:
+        yield made
+
+
+def entry(
+    name: str, address: str, port: int, backends: tuple[Backend, ...], masquerade: Masquerade = Masquerade.NEVER
+) -> Entry:
+    """A TCP service port with its ClusterIP alone."""
+    frontend = Frontend(Kind.CLUSTER_IP, address, port, 0, 0, masquerade)
+    return Entry(name, 4, Protocol.TCP, (frontend,), (BackendSet(backends, why="every endpoint"),), backends)
+
+
+class Scraper:
+    """Asks for /metrics and /healthz of an agent as Prometheus and the kubelet do, from a thread, until it is closed.
+
+    `metrics` and `healthz` have the seconds of each answer. What is wrong with one is raised at the end.
+    """
+
+    def __init__(self, lab: Lab, metrics_every: float = 15.0, healthz_every: float = 1.0) -> None:
+        self.metrics: list[float] = []
+        self.healthz: list[float] = []
+        self.page = b""  # the last of the metrics
+        self._lab = lab
+        self._stop = threading.Event()
+        self._error: Exception | None = None
+        self._plan = (
+            (metrics_every, METRICS, "/metrics", self.metrics),
+            (healthz_every, HEALTHZ, "/healthz", self.healthz),
+        )
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(30)
+        if self._error is not None:
+            raise self._error
+
+    def sentence(self) -> str:
+        """How many answers there were, and how long they took."""
+        return ", ".join(
+            f"{len(seconds)} of {name} ({1000 * median(seconds):.0f} ms, {1000 * max(seconds):.0f} ms at most)"
+            for name, seconds in (("/metrics", self.metrics), ("/healthz", self.healthz))
+        )
+
+    def _run(self) -> None:
+        due = [time.monotonic()] * len(self._plan)
+        try:
+            while not self._stop.wait(max(0.0, min(due) - time.monotonic())):
+                for number, (every, place, path, seconds) in enumerate(self._plan):
+                    if time.monotonic() >= due[number]:
+                        due[number] += every
+                        start = time.monotonic()
+                        page = get(self._lab, place, path)
+                        seconds.append(time.monotonic() - start)
+                        self.page = page if path == "/metrics" else self.page
+        except Exception as error:
+            self._error = error
+
+
+def get(lab: Lab, place: tuple[str, int], path: str) -> bytes:
+    """One page from the lab's node.
+
+    Raises:
+        RuntimeError: the answer is not 200.
+    """
+    connection = http.client.HTTPConnection(*place, timeout=20)
+    connection.sock = lab.socket("node")
+    connection.sock.settimeout(20)
+    try:
+        connection.sock.connect(place)
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        body = answer.read()
+    finally:
+        connection.close()
+    if answer.status != 200:
+        raise RuntimeError(f"{path} answered {answer.status}: {body[:200]!r}")
+    return body
+
+
+class ApiAgent(Agent):
+    """The agent on the lab's node, with the fake API server as its source.
+
+    It takes no part of the lab for the cluster's, unless `cluster_cidr` says so: the node and the pods are those of
+    the fake API server.
+    """
+
+    def __init__(
+        self,
+        lab: Lab,
+        kubeconfig: str,
+        mode: str = "ebpf",
+        flags: Sequence[str] = (),
+        cluster_cidr: str = "10.128.0.0/9",
+    ) -> None:
+        super().__init__(lab, lab.folder / "no-manifests", mode, ("--strict-mode", *flags))
+        self.kubeconfig = kubeconfig
+        self.cluster_cidr = cluster_cidr
+
+    @property
+    def argv(self) -> list[str]:
+        """The command that runs it."""
+        return [
+            sys.executable, "-m", "controller", "run",
+            "--kubeconfig", self.kubeconfig,
+            "--proxy-mode", self.mode,
+            "--hostname-override", NODE,
+            "--cluster-cidr", self.cluster_cidr,
+            "--cgroup", str(self.lab.cgroup),
+            "--admin-socket", str(self.socket),
+            "--metrics-bind-address", f"{METRICS[0]}:{METRICS[1]}",
+            *self.flags,
+        ]  # fmt: skip
+
+    def timed_start(self, timeout: float = 60.0) -> float:
+        """Start it; seconds from the fork until its log says that everything is programmed."""
+        self._refuse_the_machine_itself()
+        self.log.unlink(missing_ok=True)
+        with self.log.open("w") as log:
+            start = time.monotonic()
+            self.process = self.lab.start("node", self.argv, output=log, errors=log)
+        with self.log.open() as told:
+            text = ""
+            while "after the start" not in text:
+                text += told.read()
+                now = time.monotonic()
+                if self.process.poll() is not None or now - start > timeout:
+                    raise LabError(f"the agent did not get ready:\n{self.tail()}")
+                time.sleep(0.002)
+        return now - start
+
+    def own_figure(self) -> float:
+        """Seconds from its first instruction of ours until everything was programmed, by its own clock."""
+        found = re.search(r"programmed \d+ services, ([\d.]+) s after the start", self.log.read_text())
+        assert found, self.tail()
+        return float(found[1])
+
+    def processor_seconds(self) -> float:
+        """Processor time that it has used, of all its threads, user and system."""
+        assert self.process is not None
+        user, system = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+    def memory(self) -> dict[str, float]:
+        """VmRSS, RssAnon and RssFile in MB (10^6 bytes), as the kernel counts them."""
+        assert self.process is not None
+        return resident(self.process.pid)
+
+    def end(self) -> None:
+        """Stop it and remove what it left in the namespace."""
+        if self.running():
+            self.terminate()
+        cleaned = self.cleanup()
+        if cleaned.returncode:
+            raise LabError(f"cleanup failed: {cleaned.stderr}")
+
+
+def resident(pid: int) -> dict[str, float]:
+    """VmRSS, RssAnon, RssFile and RssShmem of a process in MB (10^6 bytes)."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    kept = (line.split() for line in lines if line.startswith(("VmRSS", "Rss")))
+    return {words[0].rstrip(":"): int(words[1]) * 1024 / 1e6 for words in kept}
+
+
+def listed(lab: Lab, api: ApiProcess) -> list[Event]:
+    """What the agent's source tells of the cluster before anything changes, one `Replaced` of each kind."""
+    told: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    stop = threading.Event()
+    source = Kubernetes(NODE, kubeconfig=api.kubeconfig)
+    with lab.inside("node"):  # threads are born where their parent is
+        reader = threading.Thread(target=source.run, args=(told.put, stop), daemon=True)
+        reader.start()
+    events: list[Event] = []
+    while {event.kind for event in events if isinstance(event, Replaced)} != set(source.kinds):
+        events.append(told.get(timeout=30))
+    stop.set()
+    reader.join()
+    return events
+
+
+class Kernel:
+    """The maps of the agent in a lab, seen from another process."""
+
+    def __init__(self, lab: Lab) -> None:
+        with lab.inside("node"):
+            self.maps: dict[str, Map] = open_pinned_maps(folder_of(Options()))
+        self.services = self.maps["services"].view(layout.dtype_of("service"))
+        self.slots = self.maps["slots"].view(layout.dtype_of("slot"))["backend"]
+        self.backends = self.maps["backends"].view(layout.dtype_of("backend"))
+
+    def ids(self) -> dict[str, int]:
+        """Service id by ClusterIP (IPv4)."""
+        keys, values = self.maps["frontends4"].items(layout.frontend_dtype(4), np.dtype(np.uint64))
+        real = keys["port"] != 0
+        texts = (layout.address_text(word.tobytes(), 4) for word in keys["address"][real])
+        return dict(zip(texts, (values[real] & np.uint64(0xFFFFFFFF)).tolist(), strict=True))
+
+    def backends_of(self, service: int) -> list[str]:
+        """What a packet to that service may be sent to: every step that the programs take, checked."""
+        offset, count, _ = layout.split_slice_word(int(self.services[service]["sets"][0]))
+        slots = self.slots[offset : offset + count]
+        assert all(slots >> np.uint64(32) == service), f"service {service} reads a foreign slot"
+        rows = self.backends[slots & np.uint64(0xFFFFFFFF)]
+        assert all(rows["service"] == service), f"service {service} leads to a foreign backend"
+        ports = layout.swap16(rows["port"]).tolist()
+        return [
+            f"{layout.address_text(row.tobytes(), 4)}:{port}" for row, port in zip(rows["address"], ports, strict=True)
+        ]
+
+    def check(self, services: int, endpoints: int) -> None:
+        """Every service of the fake API server leads to exactly its endpoints."""
+        from workshop.lab.apiserver import cluster_address, pod_address
+
+        ids = self.ids()
+        assert len(ids) == services, f"{len(ids)} of {services} services are in the map"
+        for number in range(services):
+            wanted = {f"{pod_address(number, n, endpoints)}:8080" for n in range(endpoints)}
+            found = self.backends_of(ids[cluster_address(number)])
+            assert len(found) == endpoints, f"service {number} has {len(found)} backends"
+            assert set(found) == wanted, f"service {number} leads to {found}"
+
+    def close(self) -> None:
+        """Give the maps back."""
+        for known in self.maps.values():
+            known.close()
