@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from workshop.benchmarks import api_scale
 from workshop.benchmarks.__main__ import available
+from workshop.benchmarks.api_scale import Load
 
 CLUSTER = {"SERVICES": 20, "ENDPOINTS": 3}
 ROUNDS = {"ROUNDS": 1}
@@ -22,7 +22,7 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "api_scale": {
         "api_scale": {
             "SECONDS": 4.0,
-            "Load": lambda: api_scale.Load(20, 3, rate=50, seconds=4, fault_every=0.5, idle=0.2),
+            "Load": lambda: Load(20, 3, rate=50, seconds=4, fault_every=0.5, idle=0.2),
         }
     },
     "change": {"change": {**CLUSTER, **CHANGES, "FULL_SYNCS": 1, "SCRAPES": 0.2}},
