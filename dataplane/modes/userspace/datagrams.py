@@ -11,15 +11,13 @@ import errno
 import socket
 from collections import OrderedDict
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from dataplane.modes.userspace.icmp import Refuser
+from dataplane.modes.userspace.icmp import IcmpErrors
+from dataplane.modes.userspace.ports import Port
 from dataplane.modes.userspace.sockets import toward
+from dataplane.modes.userspace.state import State
 from dataplane.modes.userspace.streams import MOST_ATTEMPTS
-
-if TYPE_CHECKING:
-    from dataplane.modes.userspace.ports import Port
-    from dataplane.modes.userspace.state import State
 
 __all__ = ["Session", "Sessions"]
 
@@ -31,7 +29,7 @@ LARGEST: Final = 65_535
 SWEEP: Final = 1.0
 _REFUSED: Final = frozenset({errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH})
 
-Key = tuple["Port", tuple[str, int]]
+Key = tuple[Port, tuple[str, int]]
 
 
 def timeout(name: str, default: float) -> float:
@@ -113,7 +111,7 @@ class Session:
         if self.move() and said:
             self.send(said)
         elif said or self.sock is None:
-            self.sessions.refuser.refuse(self.port, self.client, said)
+            self.sessions.reject(self.port, self.client, said)
             self.sessions.end(self)
 
     def move(self) -> bool:
@@ -173,7 +171,7 @@ class Sessions:
         self.long: OrderedDict[Key, Session] = OrderedDict()
         self.short_seconds = timeout("nf_conntrack_udp_timeout", SHORT)
         self.long_seconds = timeout("nf_conntrack_udp_timeout_stream", LONG)
-        self.refuser = Refuser()
+        self._icmp = IcmpErrors()
         self._sweeping = False
 
     def readable(self, port: Port) -> None:
@@ -195,7 +193,7 @@ class Sessions:
     def _begin(self, port: Port, client: tuple[str, int]) -> Session | None:
         state = self.state
         if port.leaving:
-            self.refuser.refuse(port, client, b"")
+            self.reject(port, client, b"")
             return None
         if not state.may_open(1) and not self._make_room():
             state.tell_limit()
@@ -210,7 +208,7 @@ class Sessions:
             backend = service.chooser.another(port.number, port.route, client[0], session.tried, now)
         if session.sock is None or session.backend is None:
             state.counters["unreachable"] += 1
-            self.refuser.refuse(port, client, b"")
+            self.reject(port, client, b"")
             return None
         service.chooser.settled(client[0], session.backend, now)
         state.counters["sessions"] += 1
@@ -220,6 +218,10 @@ class Sessions:
             self._sweeping = True
             state.loop.call_later(SWEEP, self._sweep)
         return session
+
+    def reject(self, port: Port, client: tuple[str, int], data: bytes) -> None:
+        """The client's datagram reached no backend."""
+        self._icmp.send_port_unreachable(port.service.row.family, client, port.address, data)
 
     def _make_room(self) -> bool:
         """The session that was idle longest goes: most are one question and its answer."""

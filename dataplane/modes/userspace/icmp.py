@@ -1,4 +1,4 @@
-"""Tells a client of datagrams that nobody listens: ICMP and ICMPv6 port unreachable (RFC 792, RFC 4443).
+"""Rejects datagrams of clients: ICMP and ICMPv6 port unreachable (RFC 792, RFC 4443).
 
 A UDP socket cannot refuse. The message carries the client's packet as it reached the proxy port; conntrack turns
 that back into one to the service, as it does with the kernel's own errors.
@@ -10,12 +10,9 @@ import contextlib
 import socket
 import struct
 import time
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from dataplane.modes.userspace.ports import Port
-
-__all__ = ["Refuser", "message"]
+__all__ = ["IcmpErrors", "message"]
 
 _V4: Final = struct.Struct("!BBHHHBBH4s4s")
 _V6: Final = struct.Struct("!IHBB16s16s")
@@ -24,11 +21,11 @@ PER_SECOND: Final = 1000
 QUOTED: Final = 64  # bytes of the client's datagram
 
 
-class Refuser:
-    """Raw sockets, opened when the first client is refused; without the privilege clients learn nothing.
+class IcmpErrors:
+    """Raw sockets, opened for the first error; without the privilege clients get none.
 
-    At most `PER_SECOND` messages go out, in bursts of as many: who is asked by a flood, with sources of its choice,
-    does not pass it on (RFC 1812 4.3.2.8, RFC 4443 2.4 (f)).
+    At most `PER_SECOND` messages go out, in bursts of as many: a flood with forged sources is not reflected
+    (RFC 1812 4.3.2.8, RFC 4443 2.4 (f)).
     """
 
     def __init__(self) -> None:
@@ -36,19 +33,20 @@ class Refuser:
         self._left = float(PER_SECOND)
         self._at = 0.0
 
-    def refuse(self, port: Port, client: tuple[str, int], data: bytes) -> None:
-        """The client's datagram reached nobody."""
-        if not self.may_refuse(time.monotonic()):
+    def send_port_unreachable(
+        self, family: int, client: tuple[str, int], listener: tuple[str, int], data: bytes
+    ) -> None:
+        """The client's datagram to that listener reached nobody."""
+        if not self.ratelimit_allow(time.monotonic()):
             return
-        family = port.service.row.family
         if family not in self._sockets:
             self._sockets[family] = _open(family)
         raw = self._sockets[family]
         if raw is not None:
             with contextlib.suppress(OSError):
-                raw.sendto(message(family, client, port.address, data), (client[0], 0))
+                raw.sendto(message(family, client, listener, data), (client[0], 0))
 
-    def may_refuse(self, now: float) -> bool:
+    def ratelimit_allow(self, now: float) -> bool:
         """Whether one more message may go out at this time, which then counts."""
         self._left = min(PER_SECOND, self._left + (now - self._at) * PER_SECOND)
         self._at = now

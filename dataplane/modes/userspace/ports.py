@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
 
 from dataplane.modes.userspace import messages
 from dataplane.modes.userspace.choice import Chooser
 from dataplane.modes.userspace.messages import Keep, Network, Row
 from dataplane.modes.userspace.sockets import listening
-from dataplane.modes.userspace.streams import Flow
-
-if TYPE_CHECKING:
-    from dataplane.modes.userspace.state import State
+from dataplane.modes.userspace.state import State
 
 __all__ = ["Clients", "Port", "Service"]
-
-AT_ONCE: Final = 32  # connections that one port accepts before others get their turn
 
 
 class Clients:
@@ -62,7 +57,7 @@ class Service:
 
 
 class Port:
-    """One listening socket.
+    """One listening socket; `serve` is called when clients are there.
 
     `leaving`: the rules lead nobody here any more, it serves the sessions that conntrack still leads here.
     """
@@ -75,15 +70,20 @@ class Port:
         "needed",
         "number",
         "route",
+        "serve",
         "service",
         "sessions",
         "sock",
         "state",
     )
 
-    def __init__(self, state: State, service: Service, want: messages.Port, sock: socket.socket | None = None) -> None:
+    def __init__(
+        self, state: State, service: Service, want: messages.Port, serve: Callable[[Port], None],
+        sock: socket.socket | None = None,
+    ) -> None:  # fmt: skip
         self.state = state
         self.service = service
+        self.serve = serve
         self.keep = want.keep
         self.number = want.route
         self.route = service.route(want.route)
@@ -112,31 +112,10 @@ class Port:
         if self.sock.fileno() < 0:
             return
         self.accepts = True
-        if self.service.row.protocol == socket.IPPROTO_UDP:
-            self.state.loop.add_reader(self.sock, self.state.sessions.readable, self)
-        else:
-            self.state.loop.add_reader(self.sock, self._accept)
+        self.state.loop.add_reader(self.sock, self.serve, self)
 
-    def _accept(self) -> None:
-        state = self.state
-        for _ in range(AT_ONCE):
-            if not state.may_open(2):
-                state.tell_limit()
-                self._wait()
-                return
-            try:
-                client, address = self.sock.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:
-                if state.note_exhaustion(error):
-                    self._wait()
-                return
-            client.setblocking(False)
-            Flow(state, self, client, (address[0].partition("%")[0], address[1]))
-
-    def _wait(self) -> None:
-        """A level-triggered poll would spin: stop listening until something is closed."""
+    def pause(self) -> None:
+        """Stop listening until something is closed: a level-triggered poll would spin."""
         self.stop()
         self.state.wait(self)
 
@@ -161,3 +140,16 @@ class Port:
         self.state.closed(1)
         if self in self.state.waiting:
             self.state.waiting.remove(self)
+
+    def flow_row(self, client: tuple[str, int], backend: tuple[str, int] | None, state: str) -> dict[str, object]:
+        """A row of `flows`."""
+        row = self.service.row
+        return {
+            "service": row.name,
+            "protocol": row.protocol,
+            "client": list(client),
+            "frontend": list(self.address),
+            "backend": list(backend) if backend else None,
+            "source": (backend and self.source_for(client[0], backend[0])) or "node",
+            "state": state,
+        }

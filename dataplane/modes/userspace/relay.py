@@ -28,6 +28,7 @@ from dataplane.modes.userspace.datagrams import Sessions
 from dataplane.modes.userspace.ports import Clients, Port, Service
 from dataplane.modes.userspace.sockets import open_files
 from dataplane.modes.userspace.state import State
+from dataplane.modes.userspace.streams import Flows
 
 __all__ = ["Relay", "main", "take_over"]
 
@@ -44,7 +45,8 @@ class Relay:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        state.sessions = Sessions(state)
+        self.flows = Flows(state)
+        self.sessions = Sessions(state)
         self.clients = Clients(m.Network())
         self.services: dict[str, Service] = {}
         self.gone: list[Service] = []  # removed, proxy ports still open until the rules are
@@ -106,13 +108,17 @@ class Relay:
                 if not self.state.may_open(1):
                     self.state.tell_limit()
                     raise OSError(0, f"its limit of {self.state.limit} open files is reached; raise LimitNOFILE")
-                service.ports[want] = Port(self.state, service, want)
+                service.ports[want] = self._open(service, want)
         for want, port in service.ports.items():
             port.needed = want in row.ports
             port.leaving = port.leaving and not port.needed
         if row.protocol == socket.IPPROTO_UDP and row.serving:
-            self.state.sessions.end_where(set(service.ports.values()), frozenset(row.serving))
+            self.sessions.end_where(set(service.ports.values()), frozenset(row.serving))
         return tuple(service.ports[want].address[1] for want in row.ports)
+
+    def _open(self, service: Service, want: m.Port, sock: socket.socket | None = None) -> Port:
+        datagrams = service.row.protocol == socket.IPPROTO_UDP
+        return Port(self.state, service, want, self.sessions.readable if datagrams else self.flows.accept, sock)
 
     def _remove(self, key: str) -> None:
         service = self.services.pop(key, None)
@@ -140,7 +146,7 @@ class Relay:
         for port in ports:
             port.leaving = False  # its last session does not close it: that is done here
         if service.row.protocol == socket.IPPROTO_UDP:
-            self.state.sessions.end_where(ports, None)
+            self.sessions.end_where(ports, None)
         for port in ports:
             port.close()
 
@@ -154,9 +160,9 @@ class Relay:
             "agent": self.agent_pid,
             "services": len(self.services),
             "proxy_ports": sum(len(service.ports) for service in self.services.values()),
-            "connections": len(state.flows),
-            "dialling": len(state.dialling),
-            "sessions": len(state.sessions.by_client),
+            "connections": len(self.flows.all),
+            "dialling": len(self.flows.dialling),
+            "sessions": len(self.sessions.by_client),
             "files": [state.used, state.limit],
             "trouble": state.trouble,
             "counters": dict(state.counters),
@@ -164,30 +170,29 @@ class Relay:
 
     def look(self, limit: int) -> dict[str, object]:
         """What is programmed, and conversations."""
-        state = self.state
         flows: list[dict[str, object]] = []
-        for flow in state.flows:
+        for flow in self.flows.all:
             if len(flows) >= limit:
                 break
             flows.append(flow.describe())
-        for session in state.sessions.by_client.values():
+        for session in self.sessions.by_client.values():
             if len(flows) >= limit:
                 break
             told = "established" if session.answered else "unanswered"
-            flows.append(state.flow_row(session.port, session.client, session.backend, told))
+            flows.append(session.port.flow_row(session.client, session.backend, told))
         return {
             "pid": os.getpid(),
             "rows": [msgspec.to_builtins(service.row) for service in self.services.values()],
             "used": self._used(),
             "flows": flows,
-            "flow_count": len(state.flows) + len(state.sessions.by_client),
+            "flow_count": len(self.flows.all) + len(self.sessions.by_client),
         }
 
     def _used(self) -> list[list[object]]:
         """Conversations by service port and backend."""
         found: dict[tuple[str, str, int], int] = {}
-        pairs = [(flow.port, flow.backend) for flow in self.state.flows]
-        pairs += [(session.port, session.backend) for session in self.state.sessions.by_client.values()]
+        pairs = [(flow.port, flow.backend) for flow in self.flows.all]
+        pairs += [(session.port, session.backend) for session in self.sessions.by_client.values()]
         for port, backend in pairs:
             if backend is not None:
                 key = (port.service.row.key, *backend)
@@ -272,7 +277,7 @@ class Relay:
         self.draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
-        while self.state.flows or self.state.sessions.by_client:  # noqa: ASYNC110 - rare, and as long as it takes
+        while self.flows.all or self.sessions.by_client:  # noqa: ASYNC110 - rare, and as long as it takes
             await asyncio.sleep(0.2)
         self.ended.set()
 
@@ -281,10 +286,10 @@ class Relay:
         for service in [*self.services.values(), *self.gone]:
             for port in service.ports.values():
                 port.close()
-        for flow in list(self.state.flows):
+        for flow in list(self.flows.all):
             flow.reset()
-        for session in list(self.state.sessions.by_client.values()):
-            self.state.sessions.end(session)
+        for session in list(self.sessions.by_client.values()):
+            self.sessions.end(session)
 
     def adopt(self, stale: m.Stale, network: m.Network, sock: socket.socket) -> None:
         """Take a listening socket of another relay."""
@@ -293,7 +298,7 @@ class Relay:
         service = self.services.get(stale.key)
         if service is None:
             service = self.services[stale.key] = Service(stale.row, self.clients)
-        service.ports[stale.port] = Port(self.state, service, stale.port, sock)
+        service.ports[stale.port] = self._open(service, stale.port, sock)
 
 
 def _peer(writer: asyncio.StreamWriter) -> tuple[int, bool]:

@@ -1,4 +1,4 @@
-"""What all parts of a relay share: the loop, descriptors in use and their limit, counters, who is being dialled."""
+"""What all parts of a relay share: the loop, descriptors in use and their limit, counters, and who waits for them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ import logging
 import resource
 import traceback
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from dataplane.modes.userspace.sockets import open_files
 
-if TYPE_CHECKING:
-    from dataplane.modes.userspace.datagrams import Sessions
-    from dataplane.modes.userspace.ports import Port
-    from dataplane.modes.userspace.streams import Flow
-
-__all__ = ["State"]
+__all__ = ["EXHAUSTED", "TICK", "Listener", "State"]
 
 log = logging.getLogger(__name__)
 
 RESERVE: Final = 64  # descriptors for the agent's line, for those who look, for a hand-over
-TICK: Final = 0.1  # seconds between looks at those who are being dialled and at who had to wait
+TICK: Final = 0.1  # seconds between looks at what waits
 TELL_SECONDS: Final = 60.0
 EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+class Listener(Protocol):
+    """What stopped listening because descriptors ran out."""
+
+    def listen(self) -> None:
+        """Go on."""
 
 
 class State:
@@ -38,10 +40,7 @@ class State:
         self.limit = limit or hard
         self.used = open_files()
         self.counters: Counter[str] = Counter()
-        self.flows: set[Flow] = set()
-        self.dialling: set[Flow] = set()
-        self.waiting: list[Port] = []  # ports that accept nothing at the moment
-        self.sessions: Sessions
+        self.waiting: list[Listener] = []
         self.trouble = ""
         self._told = -TELL_SECONDS
         self._ticking: asyncio.TimerHandle | None = None
@@ -87,53 +86,26 @@ class State:
         place = f" at {where.filename.rpartition('/')[2]}:{where.lineno}" if where else ""
         self.trouble = f"the relay failed{place}: {error or context.get('message')!r}"
 
-    def wait(self, port: Port) -> None:
-        """Accept nothing at this port until descriptors are free."""
-        self.waiting.append(port)
+    def wait(self, listener: Listener) -> None:
+        """Have it listen again when descriptors are free."""
+        self.waiting.append(listener)
         self._tick_soon()
 
     def resume(self) -> None:
-        """Something was closed: those who wait may go on."""
+        """Something was closed: listeners that wait may go on."""
         if self.waiting and self.may_open(2):
             self.trouble = ""
             waiting, self.waiting = self.waiting, []
-            for port in waiting:
-                port.listen()
-
-    # Dials
-
-    def dial(self, flow: Flow) -> None:
-        """Watch over one attempt."""
-        self.dialling.add(flow)
-        self._tick_soon()
+            for listener in waiting:
+                listener.listen()
 
     def _tick_soon(self) -> None:
         if self._ticking is None:
             self._ticking = self.loop.call_later(TICK, self._tick)
 
     def _tick(self) -> None:
-        """One timer for all attempts: they are many, and hardly one ever expires."""
+        """Descriptors of other processes may be free as well (ENFILE, ENOMEM)."""
         self._ticking = None
-        now = self.loop.time()
-        for flow in [flow for flow in self.dialling if flow.deadline <= now]:
-            flow.expired()
         self.resume()
-        if self.dialling or self.waiting:
+        if self.waiting:
             self._tick_soon()
-
-    # For people
-
-    def flow_row(
-        self, port: Port, client: tuple[str, int], backend: tuple[str, int] | None, state: str
-    ) -> dict[str, object]:
-        """A row of `flows`."""
-        row = port.service.row
-        return {
-            "service": row.name,
-            "protocol": row.protocol,
-            "client": list(client),
-            "frontend": list(port.address),
-            "backend": list(backend) if backend else None,
-            "source": (backend and port.source_for(client[0], backend[0])) or "node",
-            "state": state,
-        }

@@ -8,21 +8,21 @@ same rate at half the processor time with a pipe of 1 MiB (measured on loopback)
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fcntl
 import os
 import socket
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from dataplane.modes.userspace.ports import Port
 from dataplane.modes.userspace.sockets import resetting, toward
-from dataplane.modes.userspace.state import EXHAUSTED
+from dataplane.modes.userspace.state import EXHAUSTED, TICK, State
 
-if TYPE_CHECKING:
-    from dataplane.modes.userspace.ports import Port
-    from dataplane.modes.userspace.state import State
+__all__ = ["CHUNK", "DIAL_SECONDS", "MOST_ATTEMPTS", "Flow", "Flows"]
 
-__all__ = ["CHUNK", "DIAL_SECONDS", "MOST_ATTEMPTS", "Flow"]
+AT_ONCE: Final = 32  # connections that one port accepts before others get their turn
 
 CHUNK: Final = 1 << 16  # the most that is held in user space for one way of one connection
 PIPE: Final = 1 << 20  # the most that is held in a pipe
@@ -187,7 +187,7 @@ class Flow:
         "client",
         "client_address",
         "deadline",
-        "ending",
+        "flows",
         "forth",
         "port",
         "protocol",
@@ -196,8 +196,9 @@ class Flow:
         "upstream",
     )  # fmt: skip
 
-    def __init__(self, state: State, port: Port, client: socket.socket, client_address: tuple[str, int]) -> None:
-        self.state = state
+    def __init__(self, flows: Flows, port: Port, client: socket.socket, client_address: tuple[str, int]) -> None:
+        self.flows = flows
+        self.state = state = flows.state
         self.port = port
         self.protocol = port.service.row.protocol
         self.client: socket.socket = client
@@ -209,7 +210,7 @@ class Flow:
         self.deadline = 0.0
         self.forth: Way | None = None
         self.back: Way | None = None
-        state.flows.add(self)
+        flows.all.add(self)
         state.opened(1)
         state.counters["connections"] += 1
         service = port.service
@@ -252,7 +253,7 @@ class Flow:
         patience = DIAL_SECONDS[min(self.attempts, len(DIAL_SECONDS) - 1)]
         self.deadline = state.loop.time() + patience
         self.attempts += 1
-        state.dial(self)
+        self.flows.dial(self)
         state.loop.add_writer(upstream, self._dialled)
         return error
 
@@ -260,7 +261,7 @@ class Flow:
         assert self.upstream is not None
         assert self.backend is not None
         loop = self.state.loop
-        self.state.dialling.discard(self)
+        self.flows.dialling.discard(self)
         loop.remove_writer(self.upstream)
         error = self.upstream.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
@@ -277,7 +278,7 @@ class Flow:
 
     def expired(self) -> None:
         """The backend did not answer in time."""
-        self.state.dialling.discard(self)
+        self.flows.dialling.discard(self)
         self._drop_upstream()
         self._dial(self._another(refused=False))
 
@@ -322,10 +323,10 @@ class Flow:
 
     def _close(self, *, abort: bool) -> None:
         state = self.state
-        if self not in state.flows:
+        if self not in self.flows.all:
             return
-        state.flows.discard(self)
-        state.dialling.discard(self)
+        self.flows.all.discard(self)
+        self.flows.dialling.discard(self)
         for way, name in ((self.forth, "bytes_to_backends"), (self.back, "bytes_to_clients")):
             if way is not None:
                 state.counters[name] += way.count
@@ -346,6 +347,51 @@ class Flow:
 
     def describe(self) -> dict[str, object]:
         """A row of `flows`."""
-        return self.state.flow_row(
-            self.port, self.client_address, self.backend, "established" if self.forth else "connecting"
-        )
+        return self.port.flow_row(self.client_address, self.backend, "established" if self.forth else "connecting")
+
+
+class Flows:
+    """All connections of a relay, and the deadlines of those whose backend has not answered yet."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.all: set[Flow] = set()
+        self.dialling: set[Flow] = set()
+        self._ticking: asyncio.TimerHandle | None = None
+
+    def accept(self, port: Port) -> None:
+        """Take the connections that wait at a proxy port."""
+        state = self.state
+        for _ in range(AT_ONCE):
+            if not state.may_open(2):
+                state.tell_limit()
+                port.pause()
+                return
+            try:
+                client, address = port.sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if state.note_exhaustion(error):
+                    port.pause()
+                return
+            client.setblocking(False)
+            Flow(self, port, client, (address[0].partition("%")[0], address[1]))
+
+    def dial(self, flow: Flow) -> None:
+        """Watch the deadline of one attempt."""
+        self.dialling.add(flow)
+        self._tick_soon()
+
+    def _tick_soon(self) -> None:
+        if self._ticking is None:
+            self._ticking = self.state.loop.call_later(TICK, self._tick)
+
+    def _tick(self) -> None:
+        """One timer for all attempts: they are many, and hardly one ever expires."""
+        self._ticking = None
+        now = self.state.loop.time()
+        for flow in [flow for flow in self.dialling if flow.deadline <= now]:
+            flow.expired()
+        if self.dialling:
+            self._tick_soon()

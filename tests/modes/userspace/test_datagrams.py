@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 
 from dataplane.modes.userspace import messages as m
-from dataplane.modes.userspace.icmp import PER_SECOND, Refuser, checksum, message
+from dataplane.modes.userspace.icmp import PER_SECOND, IcmpErrors, checksum, message
 from dataplane.modes.userspace.streams import MOST_ATTEMPTS
 
 from .kit import HOST, UDP, Running, eventually
@@ -120,7 +120,7 @@ def emptied(relay: Running) -> None:
 
 
 def test_a_session_goes_on_when_nobody_serves_any_more_and_no_other_begins(relay: Running, echo) -> None:
-    sessions = relay.relay.state.sessions
+    sessions = relay.relay.sessions
     sessions.short_seconds = 0.5
     address = relay.serve(echo("a").address, protocol=UDP)
     with client_of(address) as client, client_of(address) as late:
@@ -154,7 +154,7 @@ def test_a_service_that_is_deleted_ends_its_sessions_also_those_that_nobody_serv
         assert ask(client) == "a"
         emptied(relay)
         relay.apply({"a": None})
-        assert not relay.relay.state.sessions.by_client
+        assert not relay.relay.sessions.by_client
         assert relay.relay.state.used == before
         client.send(b"?")
         with pytest.raises(ConnectionRefusedError):
@@ -162,7 +162,7 @@ def test_a_service_that_is_deleted_ends_its_sessions_also_those_that_nobody_serv
 
 
 def test_an_idle_session_ends_and_the_next_datagram_begins_another(relay: Running, echo) -> None:
-    sessions = relay.relay.state.sessions
+    sessions = relay.relay.sessions
     sessions.short_seconds = 0.5
     address = relay.serve(echo("a").address, echo("b").address, protocol=UDP)
     with client_of(address) as client:
@@ -175,7 +175,7 @@ def test_an_idle_session_ends_and_the_next_datagram_begins_another(relay: Runnin
 
 def test_a_conversation_lasts_longer_than_a_question(relay: Running, echo, monkeypatch) -> None:
     monkeypatch.setattr("dataplane.modes.userspace.datagrams.CONVERSATION", 0.2)
-    sessions = relay.relay.state.sessions
+    sessions = relay.relay.sessions
     sessions.short_seconds = 0.5
     address = relay.serve(echo("a").address, protocol=UDP)
     with client_of(address) as talker, client_of(address) as asker:
@@ -194,15 +194,15 @@ def test_without_room_the_oldest_question_makes_way(relay: Running, echo) -> Non
     clients = [client_of(address) for _ in range(8)]
     for client in clients:
         assert ask(client) == "a"
-    assert len(state.sessions.by_client) == 3
+    assert len(relay.relay.sessions.by_client) == 3
     for client in clients:
         client.close()
 
 
 def test_refusals_are_limited_in_number() -> None:
-    refuser = Refuser()
-    assert sum(refuser.may_refuse(100.0) for _ in range(3 * PER_SECOND)) == PER_SECOND
-    assert sum(refuser.may_refuse(100.5) for _ in range(3 * PER_SECOND)) == PER_SECOND // 2
+    refuser = IcmpErrors()
+    assert sum(refuser.ratelimit_allow(100.0) for _ in range(3 * PER_SECOND)) == PER_SECOND
+    assert sum(refuser.ratelimit_allow(100.5) for _ in range(3 * PER_SECOND)) == PER_SECOND // 2
 
 
 @pytest.mark.parametrize("family", [4, 6])
@@ -237,5 +237,5 @@ def test_a_datagram_that_the_host_lets_out_to_nobody_is_given_up(relay: Running,
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
         client.sendto(b"question", at)
         eventually(lambda: relay.counters["refused_by_backends"], "nobody was tried")
-        eventually(lambda: not relay.relay.state.sessions.by_client, "the session is still there")
+        eventually(lambda: not relay.relay.sessions.by_client, "the session is still there")
     assert relay.counters["refused_by_backends"] == MOST_ATTEMPTS

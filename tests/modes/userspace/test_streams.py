@@ -136,7 +136,7 @@ def test_half_close_is_passed_on_and_the_other_way_goes_on(relay: Running, backe
             client.sendall(b"question")
     assert done.wait(60)
     assert b"".join(heard) == b"question"
-    eventually(lambda: not relay.relay.state.flows, "the flow is not forgotten")
+    eventually(lambda: not relay.relay.flows.all, "the flow is not forgotten")
 
 
 @pytest.mark.parametrize("resetter", ["client", "backend"])
@@ -216,7 +216,7 @@ def test_a_slow_reader_stops_its_sender_and_nobody_else(relay: Running, backend)
             before = sent[0]
             time.sleep(0.4)
         assert sent[0] < PIPE + 32_000_000, "more than socket buffers and one pipe took the flood"
-        held = [way.held + len(way.pending) for flow in relay.relay.state.flows for way in (flow.forth, flow.back)]
+        held = [way.held + len(way.pending) for flow in relay.relay.flows.all for way in (flow.forth, flow.back)]
         assert max(held) <= PIPE
         start = time.monotonic()
         assert [who(quick) for _ in range(20)] == ["b"] * 20
@@ -255,9 +255,9 @@ def test_thousands_of_idle_connections_cost_two_sockets_each(backend) -> None:
         for _ in range(count):
             clients.append(connect(address))
             servers.append(listener.accept()[0])
-        eventually(lambda: len(relay.relay.state.flows) == count, "not all are there")
+        eventually(lambda: len(relay.relay.flows.all) == count, "not all are there")
         assert relay.relay.state.used - files == 2 * count
-        assert not any(way.pending or way.pipe for f in relay.relay.state.flows for way in (f.forth, f.back) if way)
+        assert not any(way.pending or way.pipe for f in relay.relay.flows.all for way in (f.forth, f.back) if way)
         clients[count // 2].sendall(b"still here")
         ready = select.poll()
         for server in servers:
@@ -266,7 +266,7 @@ def test_thousands_of_idle_connections_cost_two_sockets_each(backend) -> None:
     finally:
         for one in (*clients, *servers, listener):
             one.close()
-        eventually(lambda: not relay.relay.state.flows, "not all are gone", 20)
+        eventually(lambda: not relay.relay.flows.all, "not all are gone", 20)
         assert relay.relay.state.used == files
         relay.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -350,7 +350,7 @@ def test_dead_peers_are_found_some_day(relay: Running, backend) -> None:
     address = relay.serve(backend("a").address)
     with connect(address) as client:
         client.recv(1)
-        flow = next(iter(relay.relay.state.flows))
+        flow = next(iter(relay.relay.flows.all))
         for sock in (flow.client, flow.upstream):
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
