@@ -5,17 +5,14 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 from pyroute2 import IPRoute
 
-from controller.settings.documents import SCHEDULERS
 from dataplane.errors import Unsupported
 from dataplane.kernel import sysctl, xtables
-from dataplane.kernel.dummy import ALIAS, Dummy
 from dataplane.kernel.ipset import Ipsets
 from dataplane.kernel.ipvs import Ipvs as VirtualServers
 from dataplane.mode import Options
@@ -23,7 +20,7 @@ from dataplane.modes.ipvs.programmer import DRAIN_SECONDS, Ipvs, clean, drain, l
 from dataplane.modes.ipvs.rules import JUMPS, ours
 from dataplane.modes.ipvs.writer import DEVICE
 from dataplane.table import Backend, BackendSet, Kind, Masquerade, NodeNetwork, Protocol, ServiceTable
-from dataplane.virtual_servers import Change, Config, Destination, Edit, Element, Server, Timeouts, Verb
+from dataplane.virtual_servers import Change, Config, Edit, Element, Server, Verb
 from tests import namespaces
 from tests.tables import Front, entry_of
 
@@ -57,109 +54,6 @@ def table(*ends: str, generation: int = 0, services: int = 1) -> ServiceTable:
 
 def start(clock: Callable[[], float] = time.monotonic, **options: object) -> Ipvs:
     return Ipvs(Options(**options), lambda: None, clock=clock)  # type: ignore[arg-type]
-
-
-# Virtual servers
-
-
-@pytest.mark.core
-def test_schedulers_of_the_flag_are_the_kernels(ipvs: VirtualServers) -> None:
-    works = [name for name in SCHEDULERS if ipvs.schedules(name)]
-    missing = set(SCHEDULERS) - set(works)
-    assert missing <= {"twos"}, "since Linux 5.11, all others before 5.10"
-    assert not ipvs.schedules("nosuch")
-    assert ipvs.servers() == {}, "a trial leaves nothing"
-
-
-@pytest.mark.parametrize(
-    "server",
-    [
-        Server(4, 6, "10.96.0.1", 80), Server(4, 17, "10.96.0.1", 53), Server(4, 132, "10.96.0.1", 65535),
-        Server(6, 6, "fd96::1", 80), Server(6, 17, "fd96::1", 53), Server(4, mark=0x48500001), Server(6, mark=7),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_virtual_and_real_servers_are_read_back(ipvs: VirtualServers, server: Server) -> None:
-    here = "10.1.0.{}" if server.family == 4 else "fd01::{}"
-    ends = [Destination(here.format(n), 8000 + n) for n in range(1, 4)]
-    ipvs.change(
-        [
-            Change(Verb.NEW_SERVER, server, Config("rr")),
-            Change(Verb.NEW_SERVER, server, Config("mh", 600, 0x10)),
-            *(Change(Verb.NEW_DESTINATION, server, None, end, weight) for weight, end in enumerate(ends)),
-            Change(Verb.NEW_DESTINATION, server, None, ends[0], 5),
-            Change(Verb.DELETE_DESTINATION, server, None, ends[1]),
-            Change(Verb.DELETE_DESTINATION, server, None, ends[1]),
-        ]
-    )
-    assert ipvs.servers() == {server: Config("mh", 600, 0x10)}
-    assert {end: load.weight for end, load in ipvs.destinations(server).items()} == {ends[0]: 5, ends[2]: 2}
-    ipvs.change([Change(Verb.DELETE_SERVER, server)] * 2)
-    assert ipvs.servers() == {}
-    assert ipvs.destinations(server) == {}
-
-
-def test_timeouts_that_are_not_given_stay(ipvs: VirtualServers) -> None:
-    before = ipvs.timeouts()
-    ipvs.set_timeouts(Timeouts(udp=77))
-    assert ipvs.timeouts() == before._replace(udp=77)
-
-
-# The device
-
-
-@pytest.mark.core
-def test_hundreds_of_addresses_are_nobodys_source(home: None) -> None:
-    device = Dummy(DEVICE)
-    assert device.ensure()
-    assert not device.ensure()
-    four = {f"10.96.{n // 250}.{n % 250 + 1}" for n in range(500)}
-    six = {f"fd96::{n:x}" for n in range(1, 500)}
-    device.change(four | six, ())
-    assert device.addresses() == four | six
-    with IPRoute() as ip:
-        told = list(ip.get_addr(index=device.index))
-        assert ip.get_links(device.index)[0].get_attr("IFLA_IFALIAS") == ALIAS
-    assert {a["scope"] for a in told if a["family"] == socket.AF_INET} == {254}
-    assert all(a.get_attr("IFA_FLAGS") & 0x20 for a in told if a["family"] == socket.AF_INET6), "deprecated"
-    device.change(four, ("10.96.0.1", "203.0.113.9"))
-    assert device.addresses() == (four | six) - {"10.96.0.1"}
-    assert not device.remove(), "addresses are left"
-    device.change((), four | six)
-    assert device.remove()
-    device.close()
-
-
-def test_a_device_that_somebody_else_made_is_not_removed(home: None) -> None:
-    with IPRoute() as ip:
-        ip.link("add", ifname=DEVICE, kind="dummy")
-    device = Dummy(DEVICE)
-    device.ensure()
-    assert not device.remove()
-    assert device.find()
-    device.close()
-
-
-def test_an_address_that_goes_is_told_unless_it_is_not_wanted(home: None) -> None:
-    device = Dummy(DEVICE)
-    device.ensure()
-    device.change(["10.96.0.1", "10.96.0.2", "fd96::1"], ())
-    wanted, told, stop = {"10.96.0.1", "fd96::1"}, threading.Event(), threading.Event()
-    device.watch(wanted, told.set, stop)
-    device.change((), ["10.96.0.2"])
-    assert not told.wait(0.5)
-    for address in list(wanted):
-        device.change((), [address])
-        assert told.wait(60), address
-        told.clear()
-    with IPRoute() as ip:
-        ip.link("del", index=device.index)
-    assert told.wait(60)
-    stop.set()
-    device.close()
-
-
-# The mode
 
 
 def test_the_mode_works_here_and_trying_it_leaves_nothing(home: None) -> None:
