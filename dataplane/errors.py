@@ -19,8 +19,8 @@ class Unsupported(DataplaneError):
     """A feature that this machine lacks.
 
     Args:
-        feature: what was tried, in the kernel's words.
-        missing: one sentence: what is missing and what to do about it.
+        feature: what was tried, by the kernel's name.
+        missing: what is missing, and what to do about it.
     """
 
     def __init__(self, feature: str, missing: str) -> None:

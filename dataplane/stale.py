@@ -1,4 +1,4 @@
-"""PURE. Which conntrack entries of datagrams lead to where nobody serves any more.
+"""PURE. Which conntrack entries of datagrams lead to where nothing serves any more.
 
 A UDP client that keeps its port keeps its conntrack entry, and with it the backend that was chosen once; an entry
 that began while a service had no rules keeps going nowhere. kube-proxy's rules (since v1.32) decide by the entry's

@@ -14,6 +14,7 @@ import msgspec
 
 from controller.errors import ConfigError
 from controller.serving.admin import ask
+from dataplane.mode import belongs
 
 __all__ = ["show"]
 
@@ -41,11 +42,7 @@ def _told(args: argparse.Namespace, after: int) -> tuple[list[Row], int]:
     answer = ask(args.admin_socket, "events", after=after)
     traced = args.command == "trace"
     rows = [row for row in answer["events"] if traced or row["what"] != "trace"]
-    return [row for row in rows if _belongs(row["service"], args.service)], answer["last"]
-
-
-def _belongs(name: str | None, service: str | None) -> bool:
-    return not service or (name is not None and (name == service or name.startswith(f"{service}:")))
+    return [row for row in rows if belongs(row["service"], args.service)], answer["last"]
 
 
 def _followed(args: argparse.Namespace) -> Iterator[Row]:

@@ -1,7 +1,7 @@
-"""A program attached by a link that is pinned and held: adopted or made, looked at, put back where it was.
+"""A program attached by a link that is pinned and held open: adopted or created, checked, repaired.
 
-The pin keeps the attachment beyond this process, the descriptor keeps it when somebody removes the pin, and through the
-descriptor the kernel tells what became of it.
+The pin keeps the attachment beyond this process, the descriptor keeps it when another process removes the pin, and
+through the descriptor the kernel reports what became of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataplane.kernel.bpf import BpfError, check, library
 
 __all__ = ["Attachment", "is_link", "program_number", "target_of"]
 
-CGROUP: Final = 3  # BPF_LINK_TYPE_CGROUP; links at interfaces tell an index instead of a cgroup's number
+CGROUP: Final = 3  # BPF_LINK_TYPE_CGROUP; a link at an interface reports an index instead of a cgroup's number
 INFO_SIZE: Final = ffi.sizeof("struct bpf_link_info")
 GONE: Final = frozenset({errno.ENOLINK, errno.ENODEV, errno.EINVAL})  # the device or cgroup of a link is
 

@@ -67,7 +67,7 @@ def _is_ours(found: Any) -> bool:
 
 
 def detach(index: int) -> int:
-    """Remove our filters from an interface, and nobody else's; returns how many there were."""
+    """Remove our filters from an interface, and no others; returns how many there were."""
     removed = 0
     with IPRoute() as ip:
         for parent in (INGRESS, EGRESS):
@@ -87,7 +87,7 @@ class Filters:
 
     def __init__(self) -> None:
         self._events = Events(ROUTE, RTMGRP_TC)
-        self._missing: dict[int, list[str]] = {}  # by interface, of those looked at since the last change
+        self._missing: dict[int, list[str]] = {}  # by interface, of those read since the last change
 
     def missing(self, index: int, programs: Mapping[tuple[str, bool], int]) -> list[str]:
         """Names of our filters that an interface does not have, or that run another program.

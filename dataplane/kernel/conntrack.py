@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from dataplane.kernel.netlink import (
+    AF,
     ATTRIBUTE,
     NESTED,
     NETFILTER,
@@ -73,11 +74,11 @@ class _Entry(NamedTuple):
 
 
 def delete_stale(table: ServiceTable, names: Iterable[str], relays: Collection[tuple[str, int]] = ()) -> dict[int, int]:
-    """Delete the conntrack entries of datagrams that lead to where nobody serves any more.
+    """Delete the conntrack entries of datagrams that lead to where nothing serves any more.
 
     To be called after each sync of a mode that uses conntrack, when the rules are in place. One dump of the UDP
-    entries of a family however many services changed; none when no changed service has a UDP port that somebody
-    serves. Errors are logged, never raised: the rules are right already, and an entry ends by itself.
+    entries of a family however many services changed; none when no changed service has a UDP port with
+    a serving endpoint. Errors are logged, never raised: the rules are right already, and an entry ends by itself.
 
     Args:
         table: as it was just programmed.
@@ -91,7 +92,7 @@ def delete_stale(table: ServiceTable, names: Iterable[str], relays: Collection[t
     packed = {4: set[bytes](), 6: set[bytes]()}
     for address, port in judge.destinations:
         family = family_of(address)
-        packed[family].add(socket.inet_pton(_AF[family], address) + port.to_bytes(2, "big"))
+        packed[family].add(socket.inet_pton(AF[family], address) + port.to_bytes(2, "big"))
     deleted = {4: 0, 6: 0}
     for family, wanted in packed.items():
         if wanted:
@@ -161,11 +162,8 @@ def flows(services: Mapping[Key, str | None], limit: int) -> tuple[list[dict[str
     return rows, total
 
 
-_AF: Final = {4: socket.AF_INET, 6: socket.AF_INET6}
-
-
 def _service_of(entry: _Entry, family: int, services: Mapping[Key, str | None]) -> tuple[bool, str | None]:
-    address = socket.inet_ntop(_AF[family], entry.destination)
+    address = socket.inet_ntop(AF[family], entry.destination)
     port = int.from_bytes(entry.destination_port, "big")
     for key in ((address, port, entry.protocol), (None, port, entry.protocol)):
         if key in services:
@@ -175,7 +173,7 @@ def _service_of(entry: _Entry, family: int, services: Mapping[Key, str | None]) 
 
 def _row(entry: _Entry, family: int, service: str | None) -> dict[str, Any]:
     def text(address: bytes, port: bytes) -> str:
-        return socket_text(socket.inet_ntop(_AF[family], address), int.from_bytes(port, "big"))
+        return socket_text(socket.inet_ntop(AF[family], address), int.from_bytes(port, "big"))
 
     return {
         "service": service,
@@ -214,7 +212,7 @@ def _fields(entry: _Entry) -> dict[int, bytes]:
 
 
 def _delete_stale(family: int, wanted: set[bytes], judge: Judge) -> int:
-    kind = _AF[family]
+    kind = AF[family]
     chosen = []
     for entry in _dump(family, socket.IPPROTO_UDP):
         if entry.protocol == socket.IPPROTO_UDP and entry.destination + entry.destination_port in wanted:
@@ -246,15 +244,15 @@ def _deletion(family: int, entry: bytes) -> Message:
         for kind, value in attributes(entry, START)
         if kind in (CTA_TUPLE_REPLY, CTA_ID, CTA_ZONE)
     )
-    return Message(DELETE, NFGEN.pack(_AF[family], 0, 0) + named, what="deleting a conntrack entry")
+    return Message(DELETE, NFGEN.pack(AF[family], 0, 0) + named, what="deleting a conntrack entry")
 
 
 # Reading
 
 
 def _dump(family: int, protocol: int | None = None) -> Iterator[_Entry]:
-    """The entries of one family. A kernel before 5.8 does not filter by the protocol: the caller looks again."""
-    wanted = NFGEN.pack(_AF[family], 0, 0)
+    """The entries of one family. A kernel before 5.8 does not filter by the protocol: the caller has to."""
+    wanted = NFGEN.pack(AF[family], 0, 0)
     if protocol is not None:
         number = attribute(CTA_PROTO_NUM, bytes((protocol,)))
         flags = attribute(CTA_FILTER_ORIG_FLAGS, struct.pack("=I", FILTER_PROTO_NUM))

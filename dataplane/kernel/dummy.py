@@ -66,17 +66,17 @@ class Dummy:
         self.index = 0
 
     def close(self) -> None:
-        """Give the socket back; the device stays."""
+        """Close the socket; the device stays."""
         self._netlink.close()
 
     def find(self) -> bool:
-        """Look whether it is there."""
+        """Whether it is there."""
         with IPRoute() as ip:
             self.index = next(iter(ip.link_lookup(ifname=self.name)), 0)
         return bool(self.index)
 
     def ensure(self) -> bool:
-        """Make it, up, if it is not there; whether it was made.
+        """Create it if it is not there, and set it up; whether it was created.
 
         Raises:
             Unsupported: the kernel has no dummy device, or this process may not make one.
@@ -89,7 +89,7 @@ class Dummy:
                 self.index = ip.link_lookup(ifname=self.name)[0]
                 made = True
                 ip.link("set", index=self.index, ifalias=ALIAS)
-                # No address of its own making: nobody shall speak from it.
+                # The kernel gives it no link-local address: nothing shall use it as a source.
                 sysctl.write(f"net/ipv6/conf/{self.name}/addr_gen_mode", "1")
             ip.link("set", index=self.index, state="up")
         return made

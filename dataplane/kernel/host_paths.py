@@ -49,9 +49,9 @@ def in_initial_netns() -> bool:
 def netns_of(pid: str) -> int:
     """A number for the network namespace of a process, the same for all processes in it.
 
-    /proc/PID/ns/net would be the obvious one, but who has fewer capabilities than a process may not look at it
+    /proc/PID/ns/net would be the obvious one, but a caller with fewer capabilities than that process may not read it
     (ptrace(2), PTRACE_MODE_READ), and this agent should have few. Each namespace has inodes of its own below
-    /proc/PID/net, which everybody may look at.
+    /proc/PID/net, which everyone may read.
 
     Raises:
         OSError: there is no such process.

@@ -19,6 +19,7 @@ from pyroute2.netlink.nfnetlink.ipset import IPSET_CMD_ADD, IPSET_CMD_DEL, IPSET
 
 from dataplane.errors import Unsupported
 from dataplane.kernel.netlink import (
+    AF,
     NET_BYTEORDER,
     NETFILTER,
     NFGEN,
@@ -42,7 +43,6 @@ _ADT_BYTES: Final = 48_000  # an attribute has 16 bits for its length
 _A_PROTOCOL, _A_SETNAME, _A_FLAGS, _A_DATA, _A_ADT, _A_LINENO = 1, 2, 6, 7, 8, 9
 _IP, _PORT, _PROTO, _IP2, _CIDR2, _COMMENT, _MARK = 1, 4, 7, 20, 21, 26, 27
 _LONGEST_COMMENT: Final = 255
-_AF: Final = {4: socket.AF_INET, 6: socket.AF_INET6}
 _BE16, _BE32, _MARK_AND_MASK = struct.Struct(">H"), struct.Struct(">I"), struct.Struct(">II")
 
 
@@ -50,7 +50,7 @@ class Ipsets:
     """The sets of the network namespace that the calling thread is in now.
 
     Raises:
-        Unsupported: the kernel has no ip_set; one sentence says what to do.
+        Unsupported: the kernel has no ip_set; the message says what to do.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Ipsets:
         self._netlink = Netlink(NETFILTER)
 
     def close(self) -> None:
-        """Give the sockets back."""
+        """Close the sockets."""
         self._sets.close()
         self._netlink.close()
 
@@ -87,7 +87,7 @@ class Ipsets:
         """
         try:
             self._sets.create(
-                name, stype=kind.type, family=_AF[family], exclusive=False, comment=kind.comments,
+                name, stype=kind.type, family=AF[family], exclusive=False, comment=kind.comments,
                 skbinfo=kind.marks, maxelem=LIMIT,
             )  # fmt: skip
         except (IPSetError, NetlinkError) as error:
@@ -142,7 +142,7 @@ class Ipsets:
 
 
 def _message(command: int, family: int, body: bytes, flags: int, what: str) -> Message:
-    return Message(SUBSYSTEM | command, NFGEN.pack(_AF[family], 0, 0) + body, flags, what)
+    return Message(SUBSYSTEM | command, NFGEN.pack(AF[family], 0, 0) + body, flags, what)
 
 
 def _edit_messages(edit: Edit) -> Iterator[Message]:
@@ -182,7 +182,7 @@ def _write(family: int, element: Element, value: Value) -> bytes:
 
 
 def _address(family: int, text: str) -> bytes:
-    return attribute((1 if family == 4 else 2) | NET_BYTEORDER, socket.inet_pton(_AF[family], text))
+    return attribute((1 if family == 4 else 2) | NET_BYTEORDER, socket.inet_pton(AF[family], text))
 
 
 def _read(data: bytes) -> tuple[Element, Value]:

@@ -18,6 +18,7 @@ from typing import Final
 from dataplane.errors import Unsupported
 from dataplane.kernel import genetlink
 from dataplane.kernel.netlink import (
+    AF,
     GENERIC,
     NLM_F_DUMP,
     Message,
@@ -34,7 +35,6 @@ __all__ = ["Ipvs", "load_module"]
 
 MODPROBE_SECONDS: Final = 30
 PERSISTENT, HASHED = 0x1, 0x2  # IP_VS_SVC_F_*; the second is the kernel's own mark
-_AF: Final = {4: socket.AF_INET, 6: socket.AF_INET6}
 _FAMILY: Final = {socket.AF_INET: 4, socket.AF_INET6: 6}
 _GET_SERVICE, _GET_DEST, _SET_CONFIG, _GET_CONFIG = 4, 8, 12, 13
 _ATTR_SERVICE, _ATTR_DEST = 1, 2
@@ -52,7 +52,7 @@ _GONE: Final = {
 
 
 def load_module(name: str) -> str | None:
-    """`modprobe`; None, or one sentence why not. A kernel without modules may have it built in all the same."""
+    """`modprobe`; None, or a message: why not. A kernel without modules may have it built in all the same."""
     path = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
     program = shutil.which("modprobe", path=path)
     if program is None:
@@ -70,7 +70,7 @@ class Ipvs:
     """IPVS of the network namespace that the calling thread is in now.
 
     Raises:
-        Unsupported: the kernel has no IPVS; one sentence says what to do.
+        Unsupported: the kernel has no IPVS; the message says what to do.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Ipvs:
             raise Unsupported("IPVS", f"the kernel has no ip_vs ({why}); load or build that module")
 
     def close(self) -> None:
-        """Give the socket back."""
+        """Close the socket."""
         self._netlink.close()
 
     def change(self, changes: Sequence[Change]) -> None:
@@ -104,7 +104,7 @@ class Ipvs:
         for position, code in self._netlink.send([self._message(each) for each in again]):
             refused = refused or (again[position], code)
         if refused is not None:
-            raise NetlinkFailed(_in_words(refused[0]), refused[1])
+            raise NetlinkFailed(_describe(refused[0]), refused[1])
 
     def servers(self) -> dict[Server, Config]:
         """All virtual servers of this namespace, ours or not.
@@ -157,7 +157,7 @@ class Ipvs:
             raise NetlinkFailed(f"setting timeouts of IPVS to {wanted}", code)
 
     def schedules(self, scheduler: str, family: int = 4) -> bool:
-        """Whether a scheduler can be used, by making a virtual server that nobody uses (as kube-proxy's probe).
+        """Whether a scheduler can be used, by making a virtual server that no client uses (as kube-proxy's probe).
 
         Raises:
             NetlinkFailed: IPVS cannot be used at all, for example without privilege.
@@ -188,14 +188,14 @@ class Ipvs:
 
 
 def _name(server: Server) -> bytes:
-    family = attribute(_AF_ATTR, _U16.pack(_AF[server.family]))
+    family = attribute(_AF_ATTR, _U16.pack(AF[server.family]))
     if server.mark:
         return family + attribute(_MARK, _U32.pack(server.mark))
     return b"".join(
         (
             family,
             attribute(_PROTOCOL, _U16.pack(server.protocol)),
-            attribute(_ADDR, socket.inet_pton(_AF[server.family], server.address).ljust(16, b"\0")),
+            attribute(_ADDR, socket.inet_pton(AF[server.family], server.address).ljust(16, b"\0")),
             attribute(_PORT, _BE16.pack(server.port)),
         )
     )
@@ -217,8 +217,8 @@ def _settings(family: int, config: Config) -> bytes:
 def _destination(family: int, change: Change) -> bytes:
     assert change.destination is not None
     address, port = change.destination
-    name = attribute(_D_FAMILY, _U16.pack(_AF[family]))
-    name += attribute(_D_ADDR, socket.inet_pton(_AF[family], address).ljust(16, b"\0"))
+    name = attribute(_D_FAMILY, _U16.pack(AF[family]))
+    name += attribute(_D_ADDR, socket.inet_pton(AF[family], address).ljust(16, b"\0"))
     name += attribute(_D_PORT, _BE16.pack(port))
     if change.verb is Verb.DELETE_DESTINATION:
         return name
@@ -231,7 +231,7 @@ def _read_server(data: bytes) -> tuple[Server, Config]:
     family = _FAMILY[socket.AddressFamily(_U16.unpack(known[_AF_ATTR])[0])]
     flags = _PAIR.unpack(known[_FLAGS])[0]
     persistent = _U32.unpack(known[_TIMEOUT])[0] if flags & PERSISTENT else 0
-    config = Config(_words(known[_SCHEDULER]), persistent, flags & ~(PERSISTENT | HASHED))
+    config = Config(_string(known[_SCHEDULER]), persistent, flags & ~(PERSISTENT | HASHED))
     if _MARK in known:
         return Server(family, mark=_U32.unpack(known[_MARK])[0]), config
     address = _address(known[_ADDR], family)
@@ -247,10 +247,10 @@ def _read_destination(data: bytes, family: int) -> tuple[Destination, Load]:
 
 
 def _address(packed: bytes, family: int) -> str:
-    return socket.inet_ntop(_AF[family], packed[: 4 if family == 4 else 16])
+    return socket.inet_ntop(AF[family], packed[: 4 if family == 4 else 16])
 
 
-def _words(value: bytes) -> str:
+def _string(value: bytes) -> str:
     return value.partition(b"\0")[0].decode()
 
 
@@ -258,7 +258,7 @@ def _text(server: Server) -> str:
     return f"mark {server.mark:#x}" if server.mark else f"{server.address} port {server.port}"
 
 
-def _in_words(change: Change) -> str:
+def _describe(change: Change) -> str:
     verb = change.verb.name.lower().replace("_", " ")
     about: Iterable[object] = filter(None, (change.config and change.config.scheduler, change.destination))
     return f"{verb} at {_text(change.server)} ({', '.join(str(each) for each in about)})"

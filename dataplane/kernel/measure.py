@@ -99,7 +99,7 @@ class Runs(NamedTuple):
 def runs(pins: Path) -> Iterator[tuple[str, Runs]]:
     """The programs behind the links pinned in a folder, by the names of the links without an interface's number.
 
-    One program may be behind many links: it is told once.
+    One program may be behind many links: it is listed once.
     """
     seen: set[int] = set()
     for path in sorted(pins.glob("link_*")):
@@ -124,8 +124,8 @@ def _program_of(link: int) -> int:
 def _of(number: int) -> Runs:
     program = _bpf(_PROG_GET_FD_BY_ID, struct.pack("=I", number), f"opening program {number}")
     try:
-        told = Path(f"/proc/self/fdinfo/{program}").read_text().splitlines()
+        lines = Path(f"/proc/self/fdinfo/{program}").read_text().splitlines()
     finally:
         os.close(program)
-    words = dict(line.split(":\t", 1) for line in told if ":\t" in line)
-    return Runs(int(words.get("run_cnt", 0)), int(words.get("run_time_ns", 0)))
+    fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+    return Runs(int(fields.get("run_cnt", 0)), int(fields.get("run_time_ns", 0)))

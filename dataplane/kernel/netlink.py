@@ -20,9 +20,9 @@ from typing import Final, NamedTuple, Self
 from dataplane.errors import DataplaneError
 
 __all__ = [
-    "ATTRIBUTE", "GENERIC", "HEADER", "NESTED", "NETFILTER", "NET_BYTEORDER", "NFGEN", "NLM_F_APPEND", "NLM_F_CREATE",
-    "NLM_F_DUMP", "ROUTE", "SOCK_DIAG", "Events", "Message", "Netlink", "NetlinkFailed", "attribute", "attributes",
-    "messages", "nested", "string",
+    "AF", "ATTRIBUTE", "GENERIC", "HEADER", "NESTED", "NETFILTER", "NET_BYTEORDER", "NFGEN", "NLM_F_APPEND",
+    "NLM_F_CREATE", "NLM_F_DUMP", "ROUTE", "SOCK_DIAG", "Events", "Message", "Netlink", "NetlinkFailed", "attribute",
+    "attributes", "messages", "nested", "string",
 ]  # fmt: skip
 
 # linux/netlink.h. pyroute2 has these numbers too, but its package imports all of itself (22 MB, 150 ms or more), and
@@ -45,6 +45,7 @@ BURST_BYTES, BURST_MESSAGES = 1 << 17, 256
 MARGIN: Final = 1 << 16  # bytes of the send buffer that the kernel accounts beside the messages
 ANSWER_SECONDS: Final = 30.0
 STOP_SECONDS: Final = 0.5  # within which `Events.until` notices that it should stop
+AF: Final = {4: socket.AF_INET, 6: socket.AF_INET6}
 HEADER: Final = struct.Struct("=IHHII")  # length, type, flags, sequence, port
 ATTRIBUTE: Final = struct.Struct("=HH")  # length, type
 NFGEN: Final = struct.Struct(">BBH")  # family, version, resource: before the attributes of NETFILTER's messages

@@ -106,5 +106,5 @@ def _types_of_kernel(number: int) -> Iterator[Any]:
 
 
 def _rows(types: Any, key: int, value: int) -> str:
-    """Empty where no types are told, as of a ring buffer."""
+    """Empty where there are no types, as for a ring buffer."""
     return f"{spelled(types, key)} -> {spelled(types, value)}" if key or value else ""

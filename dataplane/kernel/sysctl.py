@@ -1,7 +1,7 @@
-"""Settings of the kernel below /proc/sys; those of the network are of the calling thread's namespace.
+"""Settings of the kernel below /proc/sys; network settings are those of the calling thread's namespace.
 
-What `apply` changes is remembered in /run/hybrid-proxy, which an agent, `--init-only` and `cleanup` share, so that
-`restore` can put it back. That folder does not outlive the machine's next start, and neither do settings.
+`apply` remembers what it changes in /run/hybrid-proxy, which an agent, `--init-only` and `cleanup` share, so that
+`restore` can put it back. That folder does not outlive a reboot, and neither do settings.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 FOLDER: Final = Path("/proc/sys")
 MEMORY: Final = Path("/run/hybrid-proxy")
 
-# Whoever finds it on relies on it and leaves no trace: without it no pod of the node is reached.
+# Other software that finds it enabled relies on it and leaves no trace; without it no pod of the node is reachable.
 _STAYS: Final = frozenset({"net/ipv4/ip_forward"})
 
 
@@ -46,7 +46,7 @@ def read(name: str) -> str | None:
 
 
 def write(name: str, value: str) -> str | None:
-    """Set it if it is different; None, or one sentence: why it cannot be set."""
+    """Set it if it is different; None, or a message that says why it cannot be set."""
     found = read(name)
     if found is None:
         return f"this kernel has no setting {name}"
@@ -60,7 +60,7 @@ def write(name: str, value: str) -> str | None:
 
 
 def is_read_only(name: str) -> bool:
-    """Whether nobody can set it from here: a container's read-only /proc/sys, or another namespace's setting."""
+    """Whether it cannot be set from here: a container's read-only /proc/sys, or another namespace's setting."""
     path = FOLDER / name
     return path.exists() and not os.access(path, os.W_OK)
 
@@ -75,9 +75,9 @@ def apply(wanted: Mapping[str, str]) -> dict[str, str]:
             last = known.get(name)
             changes[name] = _Change(last.before if last and last.ours == found else found, value)
     if changes:
-        _remember(known | changes)  # first: who is killed in between can be put right, too
+        _remember(known | changes)  # first, so that an agent killed in between can be undone, too
     refused = {name: reason for name, value in wanted.items() if (reason := write(name, value)) is not None}
-    # The kernel may round a value, and one that it refused is not ours.
+    # The kernel may round a value, and a value that it refused is not ours.
     made = {name: msgspec.structs.replace(change, ours=read(name) or "") for name, change in changes.items()}
     made = {name: change for name, change in made.items() if name not in refused}
     if made != changes:
@@ -86,7 +86,7 @@ def apply(wanted: Mapping[str, str]) -> dict[str, str]:
 
 
 def changed() -> tuple[str, ...]:
-    """What `apply` changed in this network namespace, but for what somebody else has changed since."""
+    """The settings that `apply` changed in this network namespace and that still have our value."""
     return tuple(name for name, change in _recall().items() if read(name) == change.ours != change.before)
 
 

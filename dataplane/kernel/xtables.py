@@ -2,10 +2,10 @@
 
 Two variants exist, with rules apart from each other: `nft` (iptables-nft, rules in nf_tables) and `legacy`
 (ip_tables). Rules belong where the other components of the node put theirs, or their order is lost. So the
-choice is that of kubernetes-sigs/iptables-wrappers: where the kubelet's hint chains are (KEP-3178), else where
+choice follows kubernetes-sigs/iptables-wrappers: where the kubelet's hint chains are (KEP-3178), else where
 more rules are, else what the command `iptables` is.
 
-Nothing here decides about services. All calls act on the network namespace of the calling thread.
+All calls act on the network namespace of the calling thread.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Xtables:
 
     Args:
         variant: `nft` or `legacy`.
-        missing: family -> why it does not work here, one sentence.
-        chosen: why this variant, in words.
+        missing: family -> message: why it does not work here.
+        chosen: message: why this variant.
     """
 
-    def __init__(self, variant: str, missing: Mapping[int, str] | None = None, chosen: str = "as told") -> None:
+    def __init__(self, variant: str, missing: Mapping[int, str] | None = None, chosen: str = "as configured") -> None:
         self.variant = variant
         self.missing = dict(missing or {})
         self.chosen = chosen
@@ -140,12 +140,12 @@ def find(needs: Needs | None = None, *, variant: str | None = None) -> Xtables:
     Args:
         needs: family -> table -> rules without `-A CHAIN`, which must be possible for that family to count as working;
             by default it is enough that the tables nat and filter are there.
-        variant: `nft` or `legacy`, to say which one instead of looking.
+        variant: `nft` or `legacy`, to use instead of the one that is found.
 
     Raises:
-        Unsupported: no family works; one sentence says what is missing.
+        Unsupported: no family works; the message says what is missing.
     """
-    chosen, why = (variant, "as told") if variant else _choose()
+    chosen, why = (variant, "as configured") if variant else _choose()
     missing: dict[int, str] = {}
     for family in _NAMES:
         reason = _lacks(Xtables(chosen), family, needs(family) if needs else {"nat": (), "filter": ()})
@@ -158,7 +158,7 @@ def find(needs: Needs | None = None, *, variant: str | None = None) -> Xtables:
 
 
 def present() -> list[Xtables]:
-    """Every variant whose tools are installed, untried: to look for what was left, and to remove it."""
+    """Every variant whose tools are installed, untried: to find and remove what was left."""
     return [
         Xtables(variant, {family: reason for family in _NAMES if (reason := _no_tools(variant, family))})
         for variant in VARIANTS
@@ -167,7 +167,7 @@ def present() -> list[Xtables]:
 
 
 def _lacks(tables: Xtables, family: int, needs: Mapping[str, Sequence[str]]) -> str | None:
-    """One sentence: what is missing for this family to work."""
+    """A message: what is missing for this family to work."""
     reason = _no_tools(tables.variant, family)
     if reason is not None:
         return reason
@@ -219,15 +219,14 @@ def _saved(tables: Xtables, family: int, table: str) -> str:
 
 
 def _default() -> str:
-    """What the command `iptables` is, by its own word; versions before 1.8 are legacy and do not say so."""
+    """What the command `iptables` reports to be; versions before 1.8 are legacy and do not report it."""
     if shutil.which("iptables", path=_path()) is None:
         return ""
-    told = _call(["iptables", "--version"]).stdout
-    return "nft" if "nf_tables" in told else "legacy"
+    return "nft" if "nf_tables" in _call(["iptables", "--version"]).stdout else "legacy"
 
 
 def _legacy_size(family: int, table: str) -> bytes | None:
-    """What ip_tables tells of a table in one call: where its chains begin, how many entries and bytes it has.
+    """What ip_tables reports of a table in one call: where its chains begin, how many entries and bytes it has.
 
     None: there is no such table.
     """
@@ -252,7 +251,7 @@ def _tool(variant: str, family: int, what: str) -> str:
 
 
 def _path() -> str:
-    """Where the tools are looked for: an agent may have been started without the folders for administrators."""
+    """Where the tools are searched: the agent may have been started without the folders for administrators."""
     return os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"))
 
 
@@ -267,12 +266,12 @@ def _call(argv: Sequence[str], text: str = "") -> subprocess.CompletedProcess[st
 
 
 def _explained(stderr: str, text: str) -> str:
-    """What the tool said, with the line of the input that it names."""
-    said = _joined(line for line in stderr.splitlines() if not line.startswith("Try `"))
+    """The tool's message, with the line of the input that it names."""
+    message = _joined(line for line in stderr.splitlines() if not line.startswith("Try `"))
     lines = text.splitlines()
     numbers = [int(number) for number in _LINE.findall(stderr)]
     quoted = [f"line {n} is: {lines[n - 1]}" for n in numbers[:3] if 1 <= n <= len(lines)]
-    return "; ".join([said, *quoted])
+    return "; ".join([message, *quoted])
 
 
 def _joined(lines: str | Iterable[str]) -> str:

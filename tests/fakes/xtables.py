@@ -61,7 +61,7 @@ class FakeXtables:
         self.variant = variant
         self.families = families
         self.missing = {family: "not in this fake" for family in (4, 6) if family not in families}
-        self.chosen = "as told"
+        self.chosen = "as configured"
         self.refuses = refuses  # words in a rule that this kernel does not know
         self.tables: dict[tuple[int, str], FakeTable] = {}
         self.texts: list[tuple[int, str]] = []

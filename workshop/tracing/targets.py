@@ -8,6 +8,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any, Final, NamedTuple
 
 from controller.errors import ConfigError
+from dataplane.table import socket_text
 
 __all__ = ["PROTOCOLS", "Place", "Targets", "mapped", "of_services", "place_text", "unmapped"]
 
@@ -46,9 +47,7 @@ def unmapped(address: bytes) -> str:
 def place_text(address: bytes, port: int) -> str:
     """`10.0.0.1:80`, `[fd00::1]:80`; without a port the address alone."""
     text = unmapped(address)
-    if not port:
-        return text
-    return f"[{text}]:{port}" if ":" in text else f"{text}:{port}"
+    return socket_text(text, port) if port else text
 
 
 def _place(text: str, protocol: str) -> Place:

@@ -1,4 +1,4 @@
-"""Our chains in the kernel, of one family: writes them, remembers what must be there, finds what others changed."""
+"""Our chains in the kernel, of one family: writes them, remembers what should be there, finds what others changed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TABLES: Final = ("filter", "nat")  # the order of changes: what is refused comes
 
 
 class Ruleset:
-    """Tells whether anybody but us changed a rule of this namespace, by the generation of its ruleset (nf_tables)."""
+    """Whether another process changed a rule of this namespace, by the generation of its ruleset (nf_tables)."""
 
     def __init__(self, xtables: Xtables) -> None:
         self.xtables = xtables
@@ -40,11 +40,11 @@ class Ruleset:
             self._known = after
 
     def seen(self, generation: int | None) -> None:
-        """At this generation all was as it should be."""
+        """At this generation everything was as it should be."""
         self._known = generation
 
     def untouched(self) -> bool:
-        """Whether the kernel says that nobody but us changed any rule since `seen`."""
+        """Whether the kernel reports that no other process changed a rule since `seen`."""
         return self._known is not None and self.xtables.generation() == self._known
 
 
@@ -111,10 +111,10 @@ class Installed:
             self._rules[table][name] = len(rules)
         self.last_rules[table] = sum(map(len, delta.written.values()))
 
-    # What others did
+    # Drift
 
     def damage(self) -> list[str]:
-        """What is not as we wrote it, in words; nothing: all is well.
+        """A message for each thing that is not as we wrote it.
 
         Raises:
             XtablesError: the tables cannot be read.

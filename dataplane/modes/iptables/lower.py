@@ -59,18 +59,18 @@ __all__ = [
 Chains = dict[str, tuple[str, ...]]  # name -> rules without `-A NAME`
 Leaves = dict[tuple[str, int], tuple[Rank, ...]]  # (tree, key) -> rules
 
-FROM_NODE: Final = "-m addrtype --src-type LOCAL"  # what this machine sends itself: nobody else may have such a source
+FROM_NODE: Final = "-m addrtype --src-type LOCAL"  # what this machine sends itself: no other may have such a source
 _LOAD, _TO_X, _EQUALS_X, _RETURN = 0x20, 0x07, 0x1D, 0x06  # cBPF: ld [k]; tax; jeq x; ret k (linux/bpf_common.h)
 DROP: Final = "-j DROP"
 REFUSE: Final = f"-j {REJECT}"
 
 
 class Node(NamedTuple):
-    """What rules need of the node, for one family, in the words of rules."""
+    """What rules need of the node, for one family, as text of rules."""
 
     family: int
     bit: str  # the masquerade mark, `0x4000`
-    pod: str | None  # the match of a pod's packet, None: pods are not told apart
+    pod: str | None  # the match of a pod's packet, None: pods are not recognized
     port_addresses: tuple[str, ...]
     service_cidrs: tuple[str, ...]
     usual: Masquerade = Masquerade.NEVER  # whom most ClusterIPs masquerade: marked once for all of them
@@ -101,7 +101,7 @@ def _in_family(addresses: Iterable[str], family: int) -> tuple[str, ...]:
 
 
 def node_of(network: NodeNetwork, family: int) -> Node:
-    """The node's part of the table in the words of rules."""
+    """The node's part of the table as text of rules."""
     pod, prefix = None, network.pods.prefix(family)
     if network.pods.interface:
         pod = f"-i {network.pods.interface}{'+' * network.pods.by_name_prefix}"
@@ -166,7 +166,7 @@ def _target(route: BackendSet, routes: list[BackendSet], names: tuple[str, str])
 
 
 def _place(entry: Entry, frontend: Frontend) -> tuple[tuple[str, int], str]:
-    """Tree and key where a packet looks for the frontend, and what it must match there."""
+    """Tree and key of the frontend, and what a packet must match there."""
     protocol = entry.protocol.name.lower()
     match = f"-p {protocol} -m {protocol} --dport {frontend.port}"
     if frontend.address is None:
@@ -353,7 +353,7 @@ def same_addresses(family: int) -> str:
 def cluster_ips(root: str, node: Node) -> tuple[str, ...]:
     """HP-CLUSTER-IPS: the mark that most ClusterIPs want, the tree, and the mark off again where nothing was found.
 
-    Who was marked by somebody else keeps that mark.
+    A packet that others marked keeps its mark.
     """
     if not node.usual:
         return (f"-j {root}",)

@@ -1,4 +1,4 @@
-"""PURE. Names of chains, and the words of rules that several files share.
+"""PURE. Names of chains, and parts of rules that several files share.
 
 All our chains begin with `HP-`. Those of service ports end in 16 characters of base32 over a SHA-256, as kube-proxy's
 do (`KUBE-SVC-...`), so that a name never changes. A name has at most 28 characters (XT_EXTENSION_MAXNAMELEN).
@@ -27,7 +27,7 @@ POSTROUTING: Final = "HP-POSTROUTING"
 FORWARD: Final = "HP-FORWARD"
 REJECT: Final = "HP-REJECT"
 HEALTH: Final = "HP-HEALTH"
-ACCEPTED: Final = "-j ACCEPT"  # in nat: no more rules are looked at, the packet stays as it is
+ACCEPTED: Final = "-j ACCEPT"  # in nat: no further rules apply, the packet stays as it is
 
 
 def chain(kind: str, *parts: str) -> str:
@@ -37,7 +37,7 @@ def chain(kind: str, *parts: str) -> str:
 
 
 def identity(entry: Entry) -> str:
-    """What tells a service port from all others in one family's tables."""
+    """What identifies a service port in one family's tables."""
     return f"{entry.name}/{entry.protocol.name}"
 
 
@@ -47,7 +47,7 @@ def service_chains(entry: Entry) -> tuple[str, str]:
 
 
 def comment(entry: Entry, frontend: Frontend) -> str:
-    """The words that name the service in a rule."""
+    """The match `comment` that names the service in a rule."""
     text = f"{entry.name} {frontend.kind.value}".replace('"', "'").replace("\\", "/")
     text = "".join(letter if letter.isprintable() else "?" for letter in text)  # a new line would begin another rule
     return f'-m comment --comment "{text}"'

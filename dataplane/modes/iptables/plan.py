@@ -29,7 +29,7 @@ class Plan:
     """The trees of one family and what was made of them last.
 
     Args:
-        node: the node in the words of rules, for this family.
+        node: the node as text of rules, for this family.
     """
 
     def __init__(self, node: Node) -> None:

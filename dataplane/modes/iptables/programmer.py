@@ -181,7 +181,7 @@ class Iptables(NoQueries):
         return None
 
     def _nodes(self, table: ServiceTable) -> dict[int, Node]:
-        """The node in the words of rules. Whom most ClusterIPs masquerade is asked once: it is a setting."""
+        """The node as text of rules. Whom most ClusterIPs masquerade is computed once: it follows from settings."""
         nodes = {}
         for family, able in self.able.items():
             node = node_of(table.node, family)
@@ -281,21 +281,21 @@ class Iptables(NoQueries):
 
     def warnings(self) -> list[str]:
         """What the table asks for and this mode does not do, as messages."""
-        sentences = unknown_algorithms(self.table, {"random"}, "random") + unprobed(self.table)
+        messages = unknown_algorithms(self.table, {"random"}, "random") + unprobed(self.table)
         sticky = [entry for held in self.table.services.values() for entry in held if entry.affinity_seconds]
         forgetful = sum(1 for entry in sticky if entry.family in self.able and not self.able[entry.family].remembers)
         if forgetful:
-            sentences.append(f"{forgetful} service ports have no session affinity: the kernel has no match recent")
+            messages.append(f"{forgetful} service ports have no session affinity: the kernel has no match recent")
         if len(sticky) > forgetful:
-            sentences.append(
+            messages.append(
                 f"session affinity remembers at most {_clients_remembered()} clients for each endpoint: "
                 "load xt_recent with a larger ip_list_tot to remember more"
             )
         if not all(able.compares for able in self.able.values()):
-            sentences.append("a pod that is sent to itself gets no answer: the kernel has no match bpf (xt_bpf)")
+            messages.append("a pod that is sent to itself gets no answer: the kernel has no match bpf (xt_bpf)")
         if not all(able.random_fully for able in self.able.values()):
-            sentences.append("ports of masqueraded connections are not fully random: MASQUERADE lacks --random-fully")
-        return sentences
+            messages.append("ports of masqueraded connections are not fully random: MASQUERADE lacks --random-fully")
+        return messages
 
     def status(self) -> dict[str, Any]:
         """See `dataplane.mode.Programmer.status`."""
@@ -308,7 +308,7 @@ class Iptables(NoQueries):
             "chains": sum(held.chains() for held in self._installed.values()),
             "rules": {f"IPv{family}": held.rules() for family, held in self._installed.items()},
             "last_rules": {f"IPv{family}": dict(held.last_rules) for family, held in self._installed.items()},
-            "drift_told_by_kernel": self._watching,
+            "kernel_reports_drift": self._watching,
             "fill": {},
             "unprogrammed": unprogrammed_rows(self.unprogrammed.values()),
             "warnings": self.warnings(),

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 SLICES: Final = 16  # real servers cost a request for each virtual server: they are not read all at once
 SHOWN: Final = 5
 ROUND_SECONDS: Final = 0.5  # for everything, where that costs little
-COST: Final = 50  # a round takes so many times what its looks take
+COST: Final = 50  # a round takes so many times what its checks take
 
 Check = Callable[[], list[str]]  # messages: what was found changed
 

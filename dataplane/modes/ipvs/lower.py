@@ -21,7 +21,7 @@ PREFIX: Final = "HPV-"
 _SOCKET: Final = Kind("hash:ip,port")
 SETS: Final = {
     "SERVERS": Kind("hash:ip,port", comments=True),  # virtual servers that are ours; the name of the service port
-    "PORTS": _SOCKET,  # what is served; at other ports of ADDRESSES nobody is
+    "PORTS": _SOCKET,  # what is served; nothing is at other ports of ADDRESSES
     "ADDRESSES": Kind("hash:ip"),  # on our device because of us
     "REJECT-IN": _SOCKET,  # no backend for the clients of that side (IN: pods and this node)
     "REJECT-OUT": _SOCKET,
@@ -92,7 +92,7 @@ def set_name(family: int, name: str) -> str:
 
 
 def is_excluded(address: str, node: Node) -> bool:
-    """Whether virtual servers at that address are somebody else's."""
+    """Whether virtual servers at that address belong to other software."""
     return bool(node.excluded) and any(ip_address(address) in network for network in node.excluded)
 
 

@@ -40,7 +40,7 @@ __all__ = ["MODE", "Ipvs", "clean", "look", "probe"]
 
 log = logging.getLogger(__name__)
 
-DRAIN_SECONDS: Final = 5.0  # how often real servers of weight 0 are looked at; kube-proxy does it each minute
+DRAIN_SECONDS: Final = 5.0  # how often real servers of weight 0 are checked; kube-proxy does it each minute
 NOTHING: Final = Lowered({}, {}, frozenset())
 
 
@@ -103,7 +103,7 @@ class Ipvs(NoQueries):
         try:
             if self._full or table.node != self.table.node or self._takes_addresses(table, names):
                 names = table.services
-                if not first and not self._owed:  # it is put right now, whoever asks for it: it counts
+                if not first and not self._owed:  # repaired now, on whatever occasion: it counts
                     self._owed = len(self.audit.addresses())
                 result = self._replace(table)
             else:
@@ -137,7 +137,7 @@ class Ipvs(NoQueries):
         self._lower_all(table)
         steps = self._plan_all()
 
-        def ready() -> None:  # the sets that rules look into are full, and no packet meets them without the rules
+        def ready() -> None:  # the rules' sets are full, and no packet arrives before the rules
             self.audit.rules = writer.write_rules(self.kernel, table.node, table.health_ports)
 
         writer.perform(self.kernel, steps, self.actual, ready)
@@ -330,26 +330,26 @@ class Ipvs(NoQueries):
     # Status
 
     def warnings(self) -> list[str]:
-        """What the table asks for and this mode does not do, in sentences."""
+        """What the table asks for and this mode does not do, as messages."""
         entries = [entry for held in self.table.services.values() for entry in held]
-        sentences = unprobed(self.table)
+        messages = unprobed(self.table)
         for algorithm in sorted(name for name, works in self._schedulers.items() if not works):
             who = [entry.name for entry in entries if self._asked(entry) == algorithm]
             if who:
-                sentences.append(
+                messages.append(
                     f"{len(who)} service ports ask for {algorithm} ({who[0]}{', ...' if len(who) > 1 else ''}), which "
                     f"this kernel does not have as a scheduler: they get {self.options.ipvs_scheduler}"
                 )
         excluded = sum(1 for e in entries for f in e.frontends if f.address and is_excluded(f.address, self._node))
         if excluded:
-            sentences.append(f"{excluded} addresses are in --ipvs-exclude-cidrs and left to others")
+            messages.append(f"{excluded} addresses are in --ipvs-exclude-cidrs and left to others")
         sticky = sum(1 for e in entries if e.affinity_seconds and len(e.frontends) > 1)
         if sticky:
-            sentences.append(f"{sticky} service ports have an affinity of its own for each of their addresses")
+            messages.append(f"{sticky} service ports have an affinity of its own for each of their addresses")
         if self._marks.refused:
-            sentences.append(f"{self._marks.refused} addresses serve the outside as the inside: marks are used up")
-        sentences += [f"{reason}" for reason in self.unset.values()]
-        return sentences
+            messages.append(f"{self._marks.refused} addresses serve the outside as the inside: marks are used up")
+        messages += [f"{reason}" for reason in self.unset.values()]
+        return messages
 
     def status(self) -> dict[str, Any]:
         """See `dataplane.mode.Programmer.status`."""

@@ -33,11 +33,11 @@ _QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
 _LEADS: Final = re.compile(rf"\s-[jg] {PREFIX}")
 _NEW: Final = "-m conntrack --ctstate NEW"
 _REFUSED: Final = {4: "127.0.0.1", 6: "::1"}
-_REFUSED_PORT: Final = 1  # tcpmux: nobody is asked there, the rule comes first
+_REFUSED_PORT: Final = 1  # tcpmux: the packet does not get there, the rule comes first
 
 
 def pod_match(node: NodeNetwork, family: int) -> str:
-    """The match for packets of pods; empty: pods are not told apart."""
+    """The match for packets of pods; empty: pods are not recognized."""
     if node.pods.interface:
         return f"-i {node.pods.interface}{'+' * node.pods.by_name_prefix}"
     prefix = node.pods.prefix(family)
@@ -88,7 +88,7 @@ def removal(table: str, saved: str, keep: str = "") -> tuple[str, int]:
 
 
 def ours(saved: str) -> tuple[str, ...]:
-    """The lines of a save that are ours, to see whether somebody changed them."""
+    """The lines of a save that are ours, to find what others changed."""
     found = []
     for line in saved.splitlines():
         if line.startswith(f":{PREFIX}"):
@@ -162,7 +162,7 @@ def _nat(family: int, node: NodeNetwork) -> Iterator[tuple[str, str]]:
     target = _refusal_target(family)
     yield output, f"-p tcp {_set(family, 'REJECT-IN')} -j DNAT --to-destination {target}"
     yield output, f"{_set(family, 'MASQ-NODE')} {mark}"
-    # This node's route to an address of its own has that very address as its source: nobody could answer it.
+    # This node's route to an address of its own has that very address as its source, so that no pod could answer.
     yield output, f"{_set(family, 'ADDRESSES', 'src')} {_set(family, 'PORTS')} {mark}"
     yield after, f"{_set(family, 'HAIRPIN', 'dst,dst,src')} -j MASQUERADE --random-fully"
     yield after, f"-m mark ! --mark {bit:#x}/{bit:#x} -j RETURN"

@@ -109,7 +109,7 @@ class Kernel:
     read_sysctl: Callable[[str], str | None] = sysctl.read
 
     def close(self) -> None:
-        """Give the sockets back."""
+        """Close the sockets."""
         for interface in (self.ipvs, self.sets, self.device):
             interface.close()
 
@@ -126,7 +126,7 @@ def open_kernel(options: Options) -> Kernel:
             opened.callback(ipvs.close)
             usable = ipvs.schedules(options.ipvs_scheduler)
         except (NetlinkFailed, OSError) as error:
-            advice = "run as root (CAP_NET_ADMIN)" if os.geteuid() else "look into the kernel's log"
+            advice = "run as root (CAP_NET_ADMIN)" if os.geteuid() else "read the kernel's log"
             raise Unsupported("IPVS", f"no virtual server can be made ({error}): {advice}") from error
         if not usable:
             scheduler = options.ipvs_scheduler
@@ -343,7 +343,7 @@ def clean() -> int:
 
 
 def drain() -> bool:
-    """Let new flows pass by: no rule of ours decides any more, and another mode translates before IPVS looks.
+    """Let new flows pass by: no rule of ours decides any more, and another mode translates before IPVS does.
 
     Flows that IPVS knows go on until `clean` takes the virtual servers away. They need conntrack, which the kernel
     switches off with the last rule that uses it: the masquerade stays.
