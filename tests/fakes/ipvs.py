@@ -61,7 +61,7 @@ class FakeIpvs:
 
     def change(self, changes: Sequence[Change]) -> None:
         for each in changes:
-            self.journal.note(_told(each))
+            self.journal.note(_describe(each))
             self._change(each)
 
     def _change(self, change: Change) -> None:
@@ -114,7 +114,7 @@ class FakeIpvs:
     def close(self) -> None: ...
 
 
-def _told(change: Change) -> str:
+def _describe(change: Change) -> str:
     server = change.server
     where = f"mark {server.mark:#x}" if server.mark else f"{server.address}:{server.port}"
     what = f" {change.destination.address} weight {change.weight}" if change.destination else ""

@@ -164,7 +164,7 @@ class TestStale:
         conntrack.delete_stale(table(NEW), ["a/dns"])
         assert asked == [(4, socket.IPPROTO_UDP), (6, socket.IPPROTO_UDP)]
 
-    def test_a_refusal_is_told_and_not_raised(self, monkeypatch, caplog):
+    def test_a_refusal_is_logged_and_not_raised(self, monkeypatch, caplog):
         def refuse(*_: int) -> Iterator[None]:
             raise PermissionError(1, "reading conntrack: Operation not permitted")
 

@@ -27,6 +27,6 @@ def test_a_module_that_cannot_be_loaded_is_a_reason(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(ipvs, "MODPROBE_SECONDS", 0.2)
-    told = ipvs.load_module("none")
-    assert told is not None
-    assert re.match(reason, told), told
+    message = ipvs.load_module("none")
+    assert message is not None
+    assert re.match(reason, message), message

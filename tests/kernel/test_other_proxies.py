@@ -176,28 +176,28 @@ def test_one_warning_for_each_other_proxy(found, starts):
 
 @pytest.mark.usefixtures("home")
 class TestWatching:
-    def test_each_change_is_told_once(self, caplog):
-        told: list[str] = []
-        watcher = OtherProxiesWatcher("ebpf", told.append)
+    def test_each_change_is_reported_once(self, caplog):
+        reported: list[str] = []
+        watcher = OtherProxiesWatcher("ebpf", reported.append)
         nft("table ip kube-proxy {}")
         for _ in range(3):
             watcher.look()
-        assert len(told) == 1
-        assert told == list(watcher.warnings)
+        assert len(reported) == 1
+        assert reported == list(watcher.warnings)
         assert caplog.text.count("neighbour: kube-proxy left its") == 1
         nft("delete table ip kube-proxy")
         watcher.look()
         assert watcher.warnings == ()
 
-    def test_the_mode_before_is_no_neighbour_until_the_new_one_serves(self):
-        told: list[str] = []
-        watcher = OtherProxiesWatcher("ebpf", told.append)
+    def test_the_mode_before_is_no_other_proxy_until_the_new_one_serves(self):
+        reported: list[str] = []
+        watcher = OtherProxiesWatcher("ebpf", reported.append)
         nft("table ip hybrid-proxy {}")
         watcher.look()
-        assert told == []
+        assert reported == []
         watcher.settled = True
         watcher.look()
-        assert len(told) == 1
+        assert len(reported) == 1
 
     def test_what_goes_wrong_stays_inside(self, monkeypatch, caplog):
         monkeypatch.setattr("controller.agent.other_proxies.find_other_proxies", lambda _mode: 1 // 0)

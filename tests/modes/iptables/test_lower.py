@@ -290,16 +290,16 @@ def test_packets_go_where_explain_says(made: tuple[Entry, ...], data: st.DataObj
         local = address in NETWORK.addresses
         packet = Packet(client, address, protocol.name.lower(), port, "eth0", CLIENTS[client] == "node", local)
         ways = walker.first_packet(packet)
-        told = f"{question}: {verdict}; the chains say {ways}"
+        case = f"{question}: {verdict}; the chains say {ways}"
         if verdict.verdict == "dnat":
-            assert ways.goals == set(verdict.backends), told
-            assert ways.marks == {MARK_BIT if verdict.masquerade else 0}, told
+            assert ways.goals == set(verdict.backends), case
+            assert ways.marks == {MARK_BIT if verdict.masquerade else 0}, case
         else:
-            assert not ways.goals, told
+            assert not ways.goals, case
             wanted = {"reject": {"REJECT"}, "drop": {"DROP"}, "untouched": set[str]()}[verdict.verdict]
-            assert ways.ends == wanted, told
+            assert ways.ends == wanted, case
         if verdict.verdict == "untouched":
-            assert ways.marks <= {0}, told
+            assert ways.marks <= {0}, case
 
 
 def test_other_peoples_mark_stays_on_what_is_no_services() -> None:

@@ -329,7 +329,7 @@ def test_a_restore_that_is_refused_is_a_sync_error(node: Node) -> None:
 # Settings
 
 
-def test_a_scheduler_that_the_kernel_lacks_is_replaced_and_told(node: Node) -> None:
+def test_a_scheduler_that_the_kernel_lacks_is_replaced_with_a_warning(node: Node) -> None:
     agent = node.start(ipvs_scheduler="lc")
     lacks = entry(cluster_ip(route(A), "10.96.0.2"), name="default/odd:x", algorithm="twos")
     has = entry(cluster_ip(route(A), "10.96.0.3"), name="default/hash:x", algorithm="mh")
@@ -390,7 +390,7 @@ def test_a_scheduler_of_a_service_may_change(node: Node) -> None:
     assert node.journal.take() == ["SET_SERVER 10.96.0.1:80"]
 
 
-def test_what_is_in_excluded_ranges_is_not_served_and_told(node: Node) -> None:
+def test_what_is_in_excluded_ranges_is_not_served_with_a_warning(node: Node) -> None:
     agent = node.start(ipvs_exclude_cidrs=("10.96.0.0/24",))
     agent.sync(node.table(web(A)))
     assert not node.ipvs.known
