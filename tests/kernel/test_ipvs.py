@@ -10,12 +10,14 @@ import pytest
 from controller.settings.documents import SCHEDULERS
 from dataplane.kernel.ipvs import Ipvs
 from dataplane.virtual_servers import Change, Config, Destination, Server, Timeouts, Verb
+from tests import namespaces
 
 pytestmark = [pytest.mark.root, pytest.mark.kernel("ip_vs")]
 
 
 @pytest.fixture
 def ipvs(namespace: None) -> Iterator[Ipvs]:
+    namespaces.loopback()  # without a local address no IPv4 address counts as unicast
     with contextlib.closing(Ipvs()) as opened:
         yield opened
 
