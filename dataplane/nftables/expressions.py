@@ -179,7 +179,7 @@ def lookup(name: str, word: int, *, into: int | None = None, negate: bool = Fals
 
 
 def lookup_verdict(name: str, word: int) -> Expression:
-    """Do what a verdict map says of the key; go on if it says nothing."""
+    """Do what a verdict map has for the key; go on if it has nothing."""
     return Expression(
         "lookup",
         (
@@ -356,7 +356,7 @@ class Family:
         return *address, meta(nf.NFT_META_L4PROTO, word), port
 
     def find_verdict(self, name: str, *, port_only: bool = False) -> Part:
-        """Do what a verdict map says of the frontend."""
+        """Do what a verdict map has for the frontend."""
         return *self.load_key(port_only=port_only), lookup_verdict(name, 0)
 
     def frontend_in(self, name: str, *, port_only: bool = False) -> Part:

@@ -1,6 +1,6 @@
 """PURE. What must be written so that the kernel's table of one family is the service table's.
 
-A plan remembers only what an entry does not tell by itself: which picking chains are in use, which elements several
+A plan remembers only what does not follow from an entry alone: which picking chains are in use, which elements several
 entries share, what numbers were given. Elements of unchanged services are nowhere but in the kernel.
 """
 

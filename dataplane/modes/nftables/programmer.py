@@ -52,16 +52,18 @@ class Nftables(NoQueries):
 
     Args:
         options: `sync_seconds` is used.
-        wake: called when others touch the tables.
+        request_maintenance: called when others change the tables.
         kernel: the kernel interface; by default the kernel itself.
 
     Raises:
-        Unsupported: this machine cannot run the mode; says what is missing.
+        Unsupported: this machine cannot run the mode; the message names what is missing.
     """
 
     name = "nftables"
 
-    def __init__(self, options: Options, wake: RequestMaintenance, kernel: op.Nftables | None = None) -> None:
+    def __init__(
+        self, options: Options, request_maintenance: RequestMaintenance, kernel: op.Nftables | None = None
+    ) -> None:
         if kernel is None:
             reason = probe(options)
             if reason:
@@ -72,7 +74,7 @@ class Nftables(NoQueries):
         self.adopted = False
         self.table: ServiceTable = EMPTY
         self._kernel: op.Nftables = kernel or Kernel(TABLE, SETS, chain_named)
-        self._wake = wake
+        self._request_maintenance = request_maintenance
         self._watch = kernel is None
         self._drop_invalid = not (self._watch and is_liberal())
         self._plans: dict[int, Plan] = {}
@@ -80,7 +82,7 @@ class Nftables(NoQueries):
         self._programmed = False
         self._generation = 0
         self._check_at = 0.0
-        self.hears = threading.Event()  # from now on changes by others are told
+        self.monitoring = threading.Event()  # set once changes by others are reported
         self._stop, self._touched = threading.Event(), threading.Event()
         self._watching = False
 
@@ -145,7 +147,7 @@ class Nftables(NoQueries):
 
     def _services(self, table: ServiceTable, family: Family) -> Iterator[tuple[Entry, ...]]:
         for entries in table.services.values():
-            yield tuple([e for e in entries if e.family == family.version and self._fits(e)])
+            yield tuple([e for e in entries if e.family == family.version and self._supports(e)])
 
     def _change(self, table: ServiceTable, names: Iterable[str]) -> SyncResult:
         """One transaction of what differs between two tables."""
@@ -155,23 +157,23 @@ class Nftables(NoQueries):
             self._unprogrammed.pop(_identity(entry), None)
         work = []
         for family in FAMILIES.values():
-            before = [e for e in old if e.family == family.version and unfit(e) is None]
-            after = [e for e in new if e.family == family.version and self._fits(e)]
+            before = [e for e in old if e.family == family.version and why_unsupported(e) is None]
+            after = [e for e in new if e.family == family.version and self._supports(e)]
             work.append((family, self._plans[family.version].change(before, after)))
         self._kernel.commit(*work)
         known, wanted = {_identity(e): e for e in old}, {_identity(e): e for e in new}
         changed = sum(1 for key, entry in wanted.items() if known.get(key) != entry)
         return SyncResult(changed, len(known.keys() - wanted.keys()), tuple(self._unprogrammed.values()))
 
-    def _fits(self, entry: Entry) -> bool:
-        reason = unfit(entry)
+    def _supports(self, entry: Entry) -> bool:
+        reason = why_unsupported(entry)
         if reason is not None:
             self._unprogrammed[_identity(entry)] = Unprogrammed(entry.name, reason)
         return reason is None
 
     def _delete_stale(self, table: ServiceTable, names: Iterable[str]) -> None:
         if not self._watch:
-            return  # not the kernel's door: nor are its flows ours
+            return  # without the real kernel there are no flows of ours
         try:
             self.stale_deleted.update(delete_stale(table, names))
         except OSError as error:
@@ -184,21 +186,22 @@ class Nftables(NoQueries):
     # Drift
 
     def _start_watching(self) -> None:
-        """After the first fill: there is no use in hearing of a hundred thousand elements of our own."""
+        """After the first fill: reports about a hundred thousand elements of our own are of no use."""
         if self._watch and not self._watching:
             self._watching = True
-            threading.Thread(target=self._hear, name="nftables-drift", daemon=True).start()
+            threading.Thread(target=self._monitor, name="nftables-drift", daemon=True).start()
 
-    def _hear(self) -> None:
+    def _monitor(self) -> None:
         tables = [f"{family.name} {TABLE}" for family in FAMILIES.values()]
         try:
-            watch_ruleset(self._told, self._stop, tables, self.hears)
+            watch_ruleset(self.ruleset_changed, self._stop, tables, self.monitoring)
         except OSError as error:
             log.warning("changes by others are noticed every %g s only: %s", self.options.sync_seconds, error)
 
-    def _told(self) -> None:
+    def ruleset_changed(self) -> None:
+        """Another process changed our tables; called from any thread."""
         self._touched.set()
-        self._wake()
+        self._request_maintenance()
 
     def links_changed(self) -> None:
         """See `dataplane.mode.Programmer.links_changed`: rules name no interface that must exist."""
@@ -213,7 +216,7 @@ class Nftables(NoQueries):
                 self._remove_idle()  # what we left behind is no damage that others did
             self._repair()
         elif time.monotonic() >= self._check_at:
-            # The generation counts everybody's transactions. What is said to have been ours alone is not looked at.
+            # The generation counts everybody's transactions. Without one of somebody else's nothing is compared.
             if self._kernel.generation() != self._generation and not self._as_built():
                 self._repair()
             self._verified()
@@ -283,10 +286,10 @@ class Nftables(NoQueries):
         for family, picks in idle.items():
             self._plans[family.version].forget(picks)
 
-    # Telling
+    # Status
 
     def warnings(self) -> list[str]:
-        """What the table asks for and this mode does not do, in sentences."""
+        """What the table asks for and this mode does not do."""
         return unknown_algorithms(self.table, {"random"}, "random") + unprobed(self.table)
 
     def status(self) -> dict[str, Any]:
@@ -318,7 +321,7 @@ class Nftables(NoQueries):
         self._kernel.close()
 
 
-def unfit(entry: Entry) -> str | None:
+def why_unsupported(entry: Entry) -> str | None:
     """Why a service port cannot be programmed; None: it can."""
     sets = len(entry.backend_sets)
     if entry.affinity_seconds and sets > len(MEMBERS):

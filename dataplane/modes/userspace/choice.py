@@ -9,7 +9,7 @@ from typing import Final
 __all__ = ["Chooser"]
 
 SUSPECT_SECONDS: Final = 5.0
-MAX_CLIENTS: Final = 262_144  # with affinity, of one service port: who was silent longest is forgotten first
+MAX_CLIENTS: Final = 262_144  # with affinity, of one service port: the one silent for longest is forgotten first
 
 Pair = tuple[str, int]
 

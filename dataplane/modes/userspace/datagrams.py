@@ -64,7 +64,7 @@ class Session:
         self.sock: socket.socket | None = None
         self.backend: tuple[str, int] | None = None
         self.tried: set[tuple[str, int]] = set()
-        self.unanswered = b""  # the last datagram, until there was an answer: it can be said again to another backend
+        self.unanswered = b""  # the last datagram, until there was an answer: it can be sent again, to another backend
         self.began = self.used = sessions.state.loop.time()
         self.answered = False
         self.lasting = False
@@ -83,7 +83,7 @@ class Session:
             except OSError as error:
                 if error.errno in _REFUSED and self.answered and self.move():
                     continue
-                self.refused()
+                self.rejected()
             return
 
     def readable(self) -> None:
@@ -96,22 +96,22 @@ class Session:
             except BlockingIOError:
                 return
             except OSError:
-                self.refused()
+                self.rejected()
                 return
             if not self.answered:
                 self.answered, self.unanswered = True, b""
                 self.tried.clear()
             self.sessions.answer(self, data)
 
-    def refused(self) -> None:
-        """The backend does not listen: say it again to another one, or tell the client."""
+    def rejected(self) -> None:
+        """The backend does not listen: send the datagram to another one, or reject it."""
         state = self.sessions.state
         state.counters["refused_by_backends"] += 1
-        said = self.unanswered
-        if self.move() and said:
-            self.send(said)
-        elif said or self.sock is None:
-            self.sessions.reject(self.port, self.client, said)
+        unanswered = self.unanswered
+        if self.move() and unanswered:
+            self.send(unanswered)
+        elif unanswered or self.sock is None:
+            self.sessions.reject(self.port, self.client, unanswered)
             self.sessions.end(self)
 
     def move(self) -> bool:
@@ -196,7 +196,7 @@ class Sessions:
             self.reject(port, client, b"")
             return None
         if not state.may_open(1) and not self._make_room():
-            state.tell_limit()
+            state.report_limit()
             state.counters["datagrams_dropped"] += 1
             return None
         service = port.service

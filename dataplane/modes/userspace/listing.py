@@ -1,4 +1,4 @@
-"""What the relay serves and for whom, as it tells."""
+"""What the relay serves, and for which clients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from dataplane.kernel import conntrack
 from dataplane.mode import belongs
 from dataplane.modes.userspace import messages as m
-from dataplane.modes.userspace.line import Line
+from dataplane.modes.userspace.relay_client import RelayClient
 from dataplane.table import Protocol, socket_text
 
 __all__ = ["Relayed"]
@@ -22,11 +22,11 @@ MOST: Final = 1 << 20  # flows that are looked at
 class Relayed:
     """A `dataplane.mode.View`, read once."""
 
-    def __init__(self, line: Line) -> None:
-        self._line = line
-        self.told = line.ask(m.Look(), m.Listing).told
-        self.rows = [msgspec.convert(row, m.Row) for row in self.told["rows"]]
-        self.place = f"relay, process {self.told['pid']}"
+    def __init__(self, client: RelayClient) -> None:
+        self._client = client
+        self._listing = client.ask(m.Look(), m.Listing).values
+        self.rows = [msgspec.convert(row, m.Row) for row in self._listing["rows"]]
+        self.place = f"relay, process {self._listing['pid']}"
 
     def services(self) -> list[dict[str, Any]]:
         """See `dataplane.mode.View.services`."""
@@ -45,7 +45,7 @@ class Relayed:
 
     def backends(self, of: str | None = None) -> list[dict[str, Any]]:
         """See `dataplane.mode.View.backends`."""
-        used = {(key, address, port): count for key, address, port, count in self.told["used"]}
+        used = {(key, address, port): count for key, address, port, count in self._listing["used"]}
         rows = []
         for row in filter(lambda each: belongs(each.name, of), self.rows):
             members = Counter(pair for route in row.routes for pair in route)
@@ -63,23 +63,23 @@ class Relayed:
 
     def flows(self, limit: int) -> tuple[list[dict[str, Any]], int]:
         """See `dataplane.mode.View.flows`."""
-        told = self._line.ask(m.Look(min(limit, MOST)), m.Listing).told
-        asked = self._asked()
+        listing = self._client.ask(m.Look(min(limit, MOST)), m.Listing).values
+        known = self._frontends_of_conntrack()
         rows = []
-        for flow in told["flows"]:
+        for flow in listing["flows"]:
             row = dict(flow) | {"protocol": Protocol(flow["protocol"]).name}
             for column in ("client", "frontend", "backend"):
                 row[column] = socket_text(*flow[column]) if flow[column] else None
-            row |= asked.get((row["client"], row["frontend"]), {})
+            row |= known.get((row["client"], row["frontend"]), {})
             rows.append(row)
-        return rows, told["flow_count"]
+        return rows, listing["flow_count"]
 
     def close(self) -> None:
         """See `dataplane.mode.View.close`."""
-        self._line.close()
+        self._client.close()
 
-    def _asked(self) -> dict[tuple[str, str], dict[str, str]]:
-        """What the relay sees of a client and its own proxy port -> who asked, and whom: conntrack knows."""
+    def _frontends_of_conntrack(self) -> dict[tuple[str, str], dict[str, str]]:
+        """What the relay sees of a client and its own proxy port -> the client and the frontend, from conntrack."""
         frontends: dict[conntrack.Key, str | None] = {}
         for row in self.rows:
             for text in row.frontends:

@@ -105,7 +105,7 @@ def _addresses(frontend: Frontend, family: int, node: NodeNetwork) -> list[str]:
 def _keeps(frontend: Frontend, family: int, node: NodeNetwork, *, same: bool) -> tuple[Keep, Keep]:
     """Whose address is kept inside and outside.
 
-    Where the relay can tell a pod by its address, one proxy port does for both sides of a ClusterIP.
+    Where the relay recognises a pod by its address, one proxy port does for both sides of a ClusterIP.
     """
     pods_kept = not frontend.masquerade & Masquerade.POD and node.pods.recognizes(family)
     inside = Keep.ALWAYS if pods_kept else Keep.NEVER

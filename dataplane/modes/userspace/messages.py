@@ -1,7 +1,7 @@
-"""What the agent and its relay say to each other: frozen rows, packed by msgspec, each behind its length.
+"""Messages between the agent and its relay: frozen rows, packed by msgspec, each behind its length.
 
 The relay listens on a socket in the abstract namespace of unix(7), which belongs to the network namespace: one
-relay for each, no file that can be stale, and nobody finds that of another namespace.
+relay for each, no file that can be stale, and none of another namespace can be reached.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 __all__ = [
     "ADDRESS", "KEEPING", "LENGTH", "PLAIN", "VERSION", "Applied", "Apply", "Commit", "Done", "End", "HandOver",
-    "Hello", "Keep", "Listing", "Look", "Network", "Port", "Refused", "Row", "Stale", "Status", "Tell", "Welcome",
+    "Hello", "Keep", "Listing", "Look", "Network", "Port", "Refused", "Row", "Sockets", "Stale", "Status", "Welcome",
     "decode_answer", "decode_request", "pack",
 ]  # fmt: skip
 
@@ -71,7 +71,7 @@ class Network(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """First on every line. The relay has at most one agent; anybody else may only look."""
+    """First on every connection. The relay has at most one agent; others may only look."""
 
     agent: bool
     version: int = VERSION
@@ -100,7 +100,7 @@ class Look(msgspec.Struct, frozen=True, tag=True):
 
 
 class HandOver(msgspec.Struct, frozen=True, tag=True):
-    """A new relay asks for the listening sockets; whoever is asked serves what it has to its end, and exits."""
+    """A new relay asks for the listening sockets; the old one serves its conversations to their end, and exits."""
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
@@ -137,7 +137,7 @@ class Stale(msgspec.Struct, frozen=True):
     row: Row
 
 
-class Tell(msgspec.Struct, frozen=True, tag=True):
+class Sockets(msgspec.Struct, frozen=True, tag="Tell"):
     """Listening sockets; as many descriptors come with this message."""
 
     sockets: tuple[Stale, ...]
@@ -148,7 +148,7 @@ class Tell(msgspec.Struct, frozen=True, tag=True):
 class Listing(msgspec.Struct, frozen=True, tag=True):
     """Answer to `Status` and `Look`."""
 
-    told: dict[str, Any]
+    values: dict[str, Any] = msgspec.field(name="told")
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
@@ -156,7 +156,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 Request = Hello | Apply | Commit | Status | Look | HandOver | End
-Answer = Welcome | Refused | Applied | Tell | Listing | Done
+Answer = Welcome | Refused | Applied | Sockets | Listing | Done
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _requests: Final = msgspec.msgpack.Decoder(Request)
@@ -170,7 +170,7 @@ def pack(message: Request | Answer) -> bytes:
 
 
 def decode_request(body: bytes) -> Request:
-    """What an agent said.
+    """A request of an agent.
 
     Raises:
         msgspec.MsgspecError: it is no request of this version.
@@ -180,7 +180,7 @@ def decode_request(body: bytes) -> Request:
 
 
 def decode_answer(body: bytes) -> Answer:
-    """What a relay said.
+    """An answer of a relay.
 
     Raises:
         msgspec.MsgspecError: it is no answer of this version.

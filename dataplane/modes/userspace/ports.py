@@ -16,7 +16,7 @@ __all__ = ["Clients", "Port", "Service"]
 
 
 class Clients:
-    """Who is who: the node's own addresses, and pods by their ranges."""
+    """Classes of clients: the node's own addresses, and pods by their ranges."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -59,7 +59,7 @@ class Service:
 class Port:
     """One listening socket; `serve` is called when clients are there.
 
-    `leaving`: the rules lead nobody here any more, it serves the sessions that conntrack still leads here.
+    `leaving`: no rule leads here any more; it serves the sessions that conntrack still leads here.
     """
 
     __slots__ = (
@@ -133,7 +133,7 @@ class Port:
             self.close()
 
     def close(self) -> None:
-        """Nobody is led here any more. Connections that exist go on."""
+        """No rule leads here any more. Connections that exist go on."""
         self.leaving = False
         self.stop()
         self.sock.close()

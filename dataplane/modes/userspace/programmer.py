@@ -1,4 +1,4 @@
-"""The userspace mode, open on this node: the relay told, the rules that lead to it in place."""
+"""The userspace mode, open on this node: a relay that serves its rows, and rules that lead there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from dataplane.diff import changed_services
@@ -28,8 +28,8 @@ from dataplane.mode import (
 from dataplane.modes.userspace import lower as low
 from dataplane.modes.userspace import messages as m
 from dataplane.modes.userspace import plan
-from dataplane.modes.userspace.line import Line, connect, draining, open_line
 from dataplane.modes.userspace.listing import Relayed
+from dataplane.modes.userspace.relay_client import RelayClient, connect, draining, open_client
 from dataplane.modes.userspace.sockets import transparent_works
 from dataplane.modes.userspace.tables import LISTENERS, SETS, TABLE, answer_mark
 from dataplane.nftables import operations as op
@@ -64,19 +64,30 @@ class _Known:
 class Userspace(NoQueries):
     """A `dataplane.mode.Programmer`.
 
+    Args:
+        options: `sync_seconds` is used.
+        request_maintenance: called when the relay ends or others change the rules.
+        clock: monotonic seconds.
+
     Raises:
-        Unsupported: this machine cannot run the mode; says what is missing.
+        Unsupported: this machine cannot run the mode; the message names what is missing.
         Occupied: another agent has the relay of this namespace.
     """
 
     name = "userspace"
 
-    def __init__(self, options: Options, wake: RequestMaintenance) -> None:
+    def __init__(
+        self,
+        options: Options,
+        request_maintenance: RequestMaintenance,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         reason = probe(options)
         if reason:
             raise Unsupported("the userspace mode", reason)
         self.options = options
-        self._wake = wake
+        self._clock = clock
+        self._request_maintenance = request_maintenance
         self._possible = tuple(family for family in FAMILIES if transparent_works(family))
         self.transparent = self._possible  # of these, those whose answers are delivered here
         self._sctp = _has_sctp()
@@ -87,39 +98,39 @@ class Userspace(NoQueries):
         self._stop = threading.Event()
         self._drifted = threading.Event()
         self._lost = threading.Event()
-        self._told = True  # the kernel tells when others change the rules
+        self._monitored = True  # the kernel reports changes of the rules
         self._audit_at = 0.0
         self._answers = policy.watch()
         self._kernel: op.Nftables = Kernel(TABLE, SETS)
         self.audit_repairs = 0
         self.unrepaired: tuple[str, ...] = ()  # what fails is raised
-        self.line: Line = open_line()
-        self.adopted = not self.line.started
+        self.client: RelayClient = open_client()
+        self.adopted = not self.client.started
         self._watch_relay()
         threading.Thread(target=self._watch_rules, name="nft-monitor", daemon=True).start()
 
     # Watching
 
     def _watch_relay(self) -> None:
-        line = self.line
+        client = self.client
 
         def ended() -> None:
-            if self.line is line and not self._stop.is_set():
+            if self.client is client and not self._stop.is_set():
                 self._lost.set()
-                self._wake()
+                self._request_maintenance()
 
-        line.watch(ended)
+        client.watch(ended)
 
     def _watch_rules(self) -> None:
         try:
-            nfmonitor.watch_ruleset(self._rules_touched, self._stop, TABLES)
+            nfmonitor.watch_ruleset(self._rules_changed, self._stop, TABLES)
         except OSError as error:
-            self._told = False
+            self._monitored = False
             log.warning("changes of nftables by others are found every %.0f s: %s", self.options.sync_seconds, error)
 
-    def _rules_touched(self) -> None:
+    def _rules_changed(self) -> None:
         self._drifted.set()
-        self._wake()
+        self._request_maintenance()
 
     # Sync
 
@@ -147,12 +158,12 @@ class Userspace(NoQueries):
             return self._program(table, names, whole=whole)
         except (DataplaneError, OSError) as error:
             self._whole = True
-            if self.line.broken:
+            if self.client.broken:
                 self._lost.set()
             raise SyncError(f"the relay or its rules could not be programmed: {error}") from error
 
     def _program(self, table: ServiceTable, names: frozenset[str], *, whole: bool) -> SyncResult:
-        """Proxy ports first, then the rules to them in one transaction, then what nobody is led to closes."""
+        """Proxy ports first, then the rules to them in one transaction, then proxy ports without rules close."""
         if whole:
             self._deliver_answers(answer_mark(table.node))
         network = low.lower_node(table.node, self.transparent)
@@ -167,11 +178,11 @@ class Userspace(NoQueries):
             for known in self._known.get(name, {}):
                 rows[known] = None
             for key, (entry, found) in ports.items():
-                reason = self._unfit(entry, network)
+                reason = self._why_unsupported(entry, network)
                 if reason:
                     unprogrammed.setdefault(name, {})[entry.name] = reason
                 rows[key] = None if reason else found.row
-        applied = self.line.ask(m.Apply(rows, network if whole else None, whole), m.Applied)
+        applied = self.client.ask(m.Apply(rows, network if whole else None, whole), m.Applied)
         fresh: dict[str, dict[str, _Known]] = {}
         for name, ports in lowered.items():
             fresh[name] = {}
@@ -183,7 +194,7 @@ class Userspace(NoQueries):
                 elements = plan.elements_of(found, int(entry.protocol), listen, numbers)
                 fresh[name][key] = _Known(entry.family, rows[key], elements)
         self._kernel.commit(*self._work(table.node, fresh, whole=whole))
-        self.line.ask(m.Commit(), m.Done)
+        self.client.ask(m.Commit(), m.Done)
         changed = sum(1 for ports in fresh.values() for _ in ports)
         removed = sum(1 for name in names for key in self._known.get(name, {}) if key not in fresh.get(name, {}))
         for name in names:
@@ -217,7 +228,7 @@ class Userspace(NoQueries):
             else:
                 yield family, plan.change(_join((self._known.get(name, {}) for name in fresh), version), new)
 
-    def _unfit(self, entry: Entry, network: m.Network) -> str:
+    def _why_unsupported(self, entry: Entry, network: m.Network) -> str:
         if entry.family not in network.listen:
             return f"this node has no IPv{entry.family} address at which the relay could listen"
         if entry.protocol is Protocol.SCTP and not self._sctp:
@@ -248,7 +259,7 @@ class Userspace(NoQueries):
 
     def may_have_drifted(self) -> bool:
         """See `dataplane.mode.DriftCheck.may_have_drifted`: routing rules; of everything else the kernel wakes us."""
-        now = time.monotonic()
+        now = self._clock()
         if self._answers.drain():
             self._audit_at = min(self._audit_at, now + ANSWERS_SECONDS)
         return now >= self._audit_at
@@ -260,14 +271,14 @@ class Userspace(NoQueries):
         gone = []
         if self._lost.is_set():
             gone.append("the relay's process had ended")
-        due = time.monotonic() >= self._audit_at
-        if self._drifted.is_set() or (due and not self._told):
+        due = self._clock() >= self._audit_at
+        if self._drifted.is_set() or (due and not self._monitored):
             self._drifted.clear()
             gone += self._drift()
         if gone:
             self._whole = True
         if due:
-            self._audit_at = time.monotonic() + self.options.sync_seconds
+            self._audit_at = self._clock() + self.options.sync_seconds
             self._audit_answers()
         if gone:
             self.audit_repairs += len(gone)
@@ -278,7 +289,7 @@ class Userspace(NoQueries):
             self._retry_unprogrammed()
 
     def _audit_answers(self) -> None:
-        """The routing rules for answers to kept addresses; once one that was impossible works all is told anew."""
+        """The routing rules for answers to kept addresses. Once one that failed works the relay gets all rows again."""
         mark = answer_mark(self.table.node)
         for family in self._possible:
             if family not in self.transparent:
@@ -319,12 +330,12 @@ class Userspace(NoQueries):
         return plan.differences(family, self.table.node, elements, skeleton, contents)
 
     def _reopen(self) -> None:
-        self.line.close()
-        self.line = open_line()
+        self.client.close()
+        self.client = open_client()
         self._lost.clear()
         self._watch_relay()
 
-    # Questions
+    # Status
 
     def names(self) -> dict[int, str]:
         """A number for each service port -> its name."""
@@ -332,36 +343,36 @@ class Userspace(NoQueries):
         return {number: row.name for number, row in enumerate(sorted(rows, key=lambda row: row.key), 1)}
 
     def warnings(self) -> list[str]:
-        """What the table asks for and this mode does otherwise, in sentences."""
-        sentences = [
+        """What the table asks for and this mode does otherwise."""
+        warnings = [
             "a client is connected before its backend: where no backend can be reached it sees a reset, not a refusal",
             "connections in flight end when the relay's process ends",
         ]
-        sentences += unknown_algorithms(self.table, {"random", "rr"}, "round robin") + unprobed(self.table)
+        warnings += unknown_algorithms(self.table, {"random", "rr"}, "round robin") + unprobed(self.table)
         if len(self.transparent) < len(FAMILIES):
-            sentences.append("client addresses cannot be kept here: backends see the node's address")
-        return sentences
+            warnings.append("client addresses cannot be kept here: backends see the node's address")
+        return warnings
 
     def status(self) -> dict[str, Any]:
         """See `dataplane.mode.Programmer.status`."""
-        told = self._relay_status()
+        relay = self._relay_status()
         return {
             "mode": self.name,
             "adopted": self.adopted,
             "relay": {
-                key: told.get(key) for key in ("pid", "proxy_ports", "connections", "sessions", "dialling", "trouble")
+                key: relay.get(key) for key in ("pid", "proxy_ports", "connections", "sessions", "dialling", "trouble")
             },
             "kept_addresses": [f"IPv{family}" for family in self.transparent],
-            "fill": {"files": told.get("files", [0, 0])},
+            "fill": {"files": relay.get("files", [0, 0])},
             "unprogrammed": unprogrammed_rows(self._all_unprogrammed()),
-            "warnings": self.warnings() + ([told["trouble"]] if told.get("trouble") else []),
+            "warnings": self.warnings() + ([relay["trouble"]] if relay.get("trouble") else []),
             "audit_repairs": self.audit_repairs,
-            "counters": told.get("counters", {}),
+            "counters": relay.get("counters", {}),
         }
 
     def _relay_status(self) -> dict[str, Any]:
         try:
-            return self.line.ask(m.Status(), m.Listing, seconds=STATUS_SECONDS).told
+            return self.client.ask(m.Status(), m.Listing, seconds=STATUS_SECONDS).values
         except DataplaneError as error:
             if not self._stop.is_set():
                 self._lost.set()  # the next look at it reconnects, or starts another
@@ -374,10 +385,10 @@ class Userspace(NoQueries):
     def close(self) -> None:
         """See `dataplane.mode.Programmer.close`: the relay goes on, unless nothing was ever programmed."""
         self._stop.set()
-        if self._whole and self.line.started and not self._known:
+        if self._whole and self.client.started and not self._known:
             with contextlib.suppress(DataplaneError):
-                self.line.ask(m.End(), m.Done)
-        self.line.close()
+                self.client.ask(m.End(), m.Done)
+        self.client.close()
         self._answers.close()
         self._kernel.close()
 
@@ -419,11 +430,11 @@ def drain(options: Options) -> bool:
         Occupied: an agent in this mode runs.
     """
     del options
-    line = connect(agent=False)
-    if line is None:
+    client = connect(agent=False)
+    if client is None:
         return False
-    with contextlib.closing(line):
-        agent = line.ask(m.Status(), m.Listing).told.get("agent")
+    with contextlib.closing(client):
+        agent = client.ask(m.Status(), m.Listing).values.get("agent")
     if agent:
         raise Occupied(f"the relay of this network namespace is in use by process {agent}: stop that first")
     with contextlib.closing(Kernel(TABLE)) as kernel:
@@ -436,11 +447,11 @@ def drain(options: Options) -> bool:
 def clean(options: Options) -> int:
     """Remove rules, routing rules and relay; how many things went. Connections in flight end."""
     del options
-    line = connect(agent=True)  # an agent that runs has it: Occupied
+    client = connect(agent=True)  # an agent that runs has it: Occupied
     removed = remove_tables(TABLE) + sum(policy.remove(version) for version in FAMILIES)
     addresses = [m.ADDRESS, *draining()]
     for address in addresses:
-        found = line if address == m.ADDRESS else connect(agent=True, address=address)
+        found = client if address == m.ADDRESS else connect(agent=True, address=address)
         if found is not None:
             removed += 1
             found.ask(m.End(), m.Done)
@@ -449,18 +460,18 @@ def clean(options: Options) -> int:
     return removed
 
 
-def _wait_for_end(line: Line) -> None:
+def _wait_for_end(client: RelayClient) -> None:
     ended = threading.Event()
-    line.watch(ended.set)
+    client.watch(ended.set)
     if not ended.wait(END_SECONDS):
-        raise DataplaneError(f"the relay, process {line.pid}, does not end; end it with kill {line.pid}")
+        raise DataplaneError(f"the relay, process {client.pid}, does not end; end it with kill {client.pid}")
 
 
 def look(options: Options, names: Mapping[int, str]) -> Relayed | None:
     """What the relay serves, asked of itself."""
     del options, names
-    line = connect(agent=False)
-    return Relayed(line) if line is not None else None
+    client = connect(agent=False)
+    return Relayed(client) if client is not None else None
 
 
 MODE = Mode("userspace", Userspace, clean, probe, look, drain)

@@ -3,7 +3,7 @@
     python -m dataplane.modes.userspace.relay DESCRIPTOR [TAKE-OVER]
 
 DESCRIPTOR is the listening socket of the line to the agent; -1 with TAKE-OVER, the line to a relay of another version
-whose listening sockets it takes. Without an agent it serves what it was last told. It ends when it is told to
+whose listening sockets it takes. Without an agent it serves the rows it got last. It ends when it is asked to
 (`clean`), when its sockets were handed over and the last conversation is over, and at SIGTERM.
 """
 
@@ -106,7 +106,7 @@ class Relay:
             port = service.ports.get(want)
             if port is None:
                 if not self.state.may_open(1):
-                    self.state.tell_limit()
+                    self.state.report_limit()
                     raise OSError(0, f"its limit of {self.state.limit} open files is reached; raise LimitNOFILE")
                 service.ports[want] = self._open(service, want)
         for want, port in service.ports.items():
@@ -126,9 +126,9 @@ class Relay:
             self.gone.append(service)
 
     def commit(self) -> None:
-        """Close what nobody is led to any more; established connections go on.
+        """Close what no rule leads to any more; established connections go on.
 
-        So do sessions of a service that nobody serves: conntrack goes on leading their clients to the old port.
+        So do sessions of a service without a serving endpoint: conntrack goes on leading their clients to the old port.
         """
         for service in self.gone:
             self._close(service, list(service.ports))
@@ -178,8 +178,8 @@ class Relay:
         for session in self.sessions.by_client.values():
             if len(flows) >= limit:
                 break
-            told = "established" if session.answered else "unanswered"
-            flows.append(session.port.flow_row(session.client, session.backend, told))
+            status = "established" if session.answered else "unanswered"
+            flows.append(session.port.flow_row(session.client, session.backend, status))
         return {
             "pid": os.getpid(),
             "rows": [msgspec.to_builtins(service.row) for service in self.services.values()],
@@ -264,8 +264,8 @@ class Relay:
         with socket.socket(fileno=os.dup(line.fileno())) as raw:
             raw.setblocking(False)
             for number, part in enumerate(chosen):
-                told = tuple(m.Stale(key, want, port.address[1], port.service.row) for key, want, port in part)
-                body = m.pack(m.Tell(told, number == len(chosen) - 1, self.clients.network))
+                sockets = tuple(m.Stale(key, want, port.address[1], port.service.row) for key, want, port in part)
+                body = m.pack(m.Sockets(sockets, number == len(chosen) - 1, self.clients.network))
                 await _send_with(raw, body, [port.sock.fileno() for _, _, port in part])
         for _, _, port in ports:
             port.stop()
@@ -328,7 +328,7 @@ def take_over(line: socket.socket) -> list[tuple[m.Stale, m.Network, socket.sock
         body, more = _receive(line, m.LENGTH.unpack(head)[0])
         descriptors += more
         answer = m.decode_answer(body)
-        if not isinstance(answer, m.Tell):
+        if not isinstance(answer, m.Sockets):
             raise ConnectionError(f"the old relay does not hand over: {answer}")
         for stale, descriptor in zip(answer.sockets, descriptors, strict=True):
             taken.append((stale, answer.network, socket.socket(fileno=descriptor)))
@@ -374,7 +374,7 @@ async def _serve(line: socket.socket, taken: list[tuple[m.Stale, m.Network, sock
     relay.server = await asyncio.start_unix_server(relay.talk, sock=line, limit=1 << 20)
     for number in (signal.SIGTERM, signal.SIGINT):
         state.loop.add_signal_handler(number, relay.ended.set)
-    _fall_silent()
+    _redirect_stderr()
     await relay.ended.wait()
     await asyncio.sleep(0)
     relay.close()
@@ -382,8 +382,8 @@ async def _serve(line: socket.socket, taken: list[tuple[m.Stale, m.Network, sock
         relay.server.close()
 
 
-def _fall_silent() -> None:
-    """What went wrong at the start was for the agent to read; later it is in `status`, nobody would read it here."""
+def _redirect_stderr() -> None:
+    """The agent reads errors of the start there; later ones are in `status`."""
     with Path(os.devnull).open("wb") as nowhere:
         os.dup2(nowhere.fileno(), sys.stderr.fileno())
 

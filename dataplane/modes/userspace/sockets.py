@@ -88,7 +88,7 @@ def toward(family: int, protocol: int, client: str | None) -> socket.socket:
     try:
         if not datagrams:
             _at_once(made, protocol)
-        with contextlib.suppress(PermissionError):  # without CAP_NET_ADMIN there are no rules to tell either
+        with contextlib.suppress(PermissionError):  # without CAP_NET_ADMIN there are no rules either
             made.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, KEEPING if client else PLAIN)
         if client:
             _bind_as(made, family, client, datagrams=datagrams)

@@ -1,4 +1,4 @@
-"""What all parts of a relay share: the loop, descriptors in use and their limit, counters, and who waits for them."""
+"""What all parts of a relay share: the loop, counters, descriptors in use, and listeners that wait for free ones."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["EXHAUSTED", "TICK", "Listener", "State"]
 
 log = logging.getLogger(__name__)
 
-RESERVE: Final = 64  # descriptors for the agent's line, for those who look, for a hand-over
+RESERVE: Final = 64  # descriptors for the agent's and others' connections to the relay, for a hand-over
 TICK: Final = 0.1  # seconds between looks at what waits
-TELL_SECONDS: Final = 60.0
+REPORT_SECONDS: Final = 60.0
 EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -42,7 +42,7 @@ class State:
         self.counters: Counter[str] = Counter()
         self.waiting: list[Listener] = []
         self.trouble = ""
-        self._told = -TELL_SECONDS
+        self._reported_at = -REPORT_SECONDS
         self._ticking: asyncio.TimerHandle | None = None
 
     # Descriptors
@@ -60,21 +60,21 @@ class State:
         self.used -= count
 
     def note_exhaustion(self, error: OSError) -> bool:
-        """Whether the error means that descriptors or memory ran out; it is told, once a minute."""
+        """Whether the error means that descriptors or memory ran out; it is logged, once a minute."""
         if error.errno not in EXHAUSTED:
             return False
-        self.tell_limit(str(error))
+        self.report_limit(str(error))
         return True
 
-    def tell_limit(self, why: str = "") -> None:
-        """Say once a minute that connections have to wait, and what to do."""
+    def report_limit(self, why: str = "") -> None:
+        """Log once a minute that connections wait, and what to do."""
         self.counters["limit_reached"] += 1
         self.trouble = (
             f"the relay has {self.used} of {self.limit} files open{f' ({why})' if why else ''}: new connections wait "
             "until others end; raise the limit of open files (LimitNOFILE= of the service, ulimit -n)"
         )
-        if self.loop.time() - self._told >= TELL_SECONDS:
-            self._told = self.loop.time()
+        if self.loop.time() - self._reported_at >= REPORT_SECONDS:
+            self._reported_at = self.loop.time()
             log.warning("%s", self.trouble)
 
     def note_failure(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Connections through the relay: dial a backend, another one if that fails, then move bytes both ways.
 
 Callbacks on bare sockets, not asyncio streams: an idle connection costs two sockets and a few small objects, a
-buffer exists only while a reader is slow, and a reset can be told from an end. Small messages are copied. A way
+buffer exists only while a reader is slow, and a reset differs from an end. Small messages are copied. A way
 that keeps filling the buffer gets a pipe, and its bytes are moved by splice(2) without coming to user space: the
 same rate at half the processor time with a pipe of 1 MiB (measured on loopback).
 """
@@ -112,7 +112,7 @@ class Way:
         loop.add_writer(self.sink, self.writable)
 
     def _end(self) -> None:
-        """The source will say no more: tell the sink, and go on the other way (half-close)."""
+        """The source has ended: end the sink, and go on the other way (half-close)."""
         self.ended = True
         self.flow.state.loop.remove_reader(self.source)
         try:
@@ -312,7 +312,7 @@ class Flow:
     # The end
 
     def way_ended(self) -> None:
-        """Close when both sides have said all."""
+        """Close when both ways have ended."""
         if self.forth is not None and self.back is not None and self.forth.ended and self.back.ended:
             self._close(abort=False)
 
@@ -364,7 +364,7 @@ class Flows:
         state = self.state
         for _ in range(AT_ONCE):
             if not state.may_open(2):
-                state.tell_limit()
+                state.report_limit()
                 port.pause()
                 return
             try:

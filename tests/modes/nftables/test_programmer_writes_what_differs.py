@@ -90,7 +90,7 @@ def test_chains_that_are_unused_are_no_damage_when_others_are_heard(fake: FakeNf
     mode.sync(many(3, s2=("10.1.1.2",)))
     mode.sync(many(3, 2))
     assert "inside-1-ne" in fake.tables[4].chains
-    mode._touched.set()
+    mode.ruleset_changed()
     mode.maintain()
     assert mode.audit_repairs == 0
     assert state(fake) == fresh(many(3, 2))
@@ -177,7 +177,7 @@ def test_a_refused_transaction_is_told_and_the_next_sync_is_complete(fake: FakeN
 def test_a_repair_that_is_refused_is_tried_again(fake: FakeNftables, mode: Nftables) -> None:
     mode.sync(many(3))
     del fake.tables[4]
-    mode._told()
+    mode.ruleset_changed()
     fake.refuse = errno.ENOMEM
     with pytest.raises(SyncError, match="could not be repaired"):
         mode.maintain()
@@ -209,12 +209,12 @@ def test_what_others_changed_is_put_right(fake: FakeNftables, mode: Nftables, da
             del fake.tables[4]
         case "counter":
             del held.counters["refused"]
-    mode._told()
+    mode.ruleset_changed()
     mode.maintain()
     assert state(fake) == fresh(many(5))
     assert mode.status()["audit_repairs"] == 1
     assert len(fake.transactions) == 2
-    mode._told()
+    mode.ruleset_changed()
     mode.maintain()
     assert mode.status()["audit_repairs"] == 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dataplane.errors import SyncError
-from dataplane.kernel.nfnetlink import NftablesError
+from dataplane.kernel.nfnetlink import Nfnetlink, NftablesError
 from dataplane.mode import Options
 from dataplane.modes.nftables.picks import chain_named
 from dataplane.modes.nftables.programmer import MODE, Nftables
@@ -88,9 +89,10 @@ def test_what_is_read_back_is_what_was_written(mode: Nftables) -> None:
 def test_a_restart_writes_nothing(mode: Nftables) -> None:
     mode.sync(everything())
     again = Nftables(Options(), lambda: None)
-    before = again._kernel.generation()
-    again.sync(everything())
-    assert again._kernel.generation() == before
+    with Nfnetlink() as netlink:
+        before = netlink.generation()
+        again.sync(everything())
+        assert netlink.generation() == before
     assert again.adopted
     again.close()
 
@@ -110,7 +112,7 @@ DAMAGES = {
 @pytest.mark.parametrize("command", DAMAGES.values(), ids=DAMAGES.keys())
 def test_damage_is_heard_and_put_right(mode: Nftables, heard: threading.Event, command: str) -> None:
     mode.sync(everything())
-    assert mode.hears.wait(60)
+    assert mode.monitoring.wait(60)
     wanted = nft("-s", "list", "ruleset")
     nft(command)
     assert heard.wait(60), "the kernel's message was not heard"
@@ -121,7 +123,7 @@ def test_damage_is_heard_and_put_right(mode: Nftables, heard: threading.Event, c
 
 def test_others_may_change_their_own_tables(mode: Nftables, heard: threading.Event) -> None:
     mode.sync(everything())
-    assert mode.hears.wait(60)
+    assert mode.monitoring.wait(60)
     nft("add table ip kube-proxy; add chain ip kube-proxy services")
     assert not heard.wait(0.3)
     mode.maintain()
@@ -130,7 +132,7 @@ def test_others_may_change_their_own_tables(mode: Nftables, heard: threading.Eve
 
 def test_own_changes_are_no_damage(mode: Nftables, heard: threading.Event) -> None:
     mode.sync(everything())
-    assert mode.hears.wait(60)
+    assert mode.monitoring.wait(60)
     mode.sync(ServiceTable({}, NODE, 2))
     assert not heard.wait(0.3)
 
@@ -192,8 +194,11 @@ def test_a_refused_transaction_says_what_and_leaves_nothing(mode: Nftables) -> N
     before = nft("-s", "list", "ruleset")
     lost = Element("inside", ("10.96.0.9", 6, 80), Verdict(NFT_GOTO, "nowhere"))
     good = Element("cluster-ips", ("10.96.0.9",))
-    with pytest.raises(NftablesError, match="elements of inside: No such file"):
-        mode._kernel.commit((FAMILIES[4], [op.AddElements("cluster-ips", [good]), op.AddElements("inside", [lost])]))
+    with (
+        contextlib.closing(Kernel(TABLE, SETS)) as kernel,
+        pytest.raises(NftablesError, match="elements of inside: No such file"),
+    ):
+        kernel.commit((FAMILIES[4], [op.AddElements("cluster-ips", [good]), op.AddElements("inside", [lost])]))
     assert nft("-s", "list", "ruleset") == before
 
 

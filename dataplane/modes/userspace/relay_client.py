@@ -1,4 +1,4 @@
-"""The agent's line to the relay: find it or start it, ask it, notice its end."""
+"""The agent's connection to the relay: found or started, asked, and watched for its end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import msgspec
 from dataplane.errors import DataplaneError, Occupied
 from dataplane.modes.userspace import messages as m
 
-__all__ = ["DRAINING", "Line", "connect", "draining", "open_line"]
+__all__ = ["DRAINING", "RelayClient", "connect", "draining", "open_client"]
 
 START_SECONDS: Final = 15.0
 ASK_SECONDS: Final = 120.0
@@ -31,12 +31,12 @@ DRAINING: Final = m.ADDRESS + "-draining-"
 Wanted = TypeVar("Wanted")
 
 
-class Line:
+class RelayClient:
     """One connection to a relay.
 
     Raises:
         Occupied: it has an agent already.
-        DataplaneError: it hung up, or speaks another language.
+        DataplaneError: it hung up, or its answers are not understood.
     """
 
     def __init__(self, sock: socket.socket, *, agent: bool, started: bool = False) -> None:
@@ -54,7 +54,7 @@ class Line:
         refused: type[DataplaneError] = DataplaneError,
         seconds: float = ASK_SECONDS,
     ) -> Wanted:
-        """One question and its answer. After an answer that did not come the line is of no use any more."""
+        """One question and its answer. After an answer that did not come the connection is of no use any more."""
         if self.broken:
             raise DataplaneError("the relay does not answer any more")
         try:
@@ -82,7 +82,7 @@ class Line:
         return b"".join(parts)
 
     def watch(self, ended: Callable[[], None]) -> None:
-        """Call `ended` from a thread of its own when the relay's process is gone, unless this line is closed before."""
+        """Call `ended` from a thread of its own when the relay's process is gone, unless `close` was called."""
         try:
             process = os.pidfd_open(self.pid)
         except OSError:
@@ -110,18 +110,18 @@ class Line:
             held.close()
 
 
-def connect(*, agent: bool, address: str = m.ADDRESS) -> Line | None:
-    """A line to the relay of this network namespace; None: there is none.
+def connect(*, agent: bool, address: str = m.ADDRESS) -> RelayClient | None:
+    """A connection to the relay of this network namespace; None: there is none.
 
     Raises:
         Occupied: it has an agent already.
-        DataplaneError: somebody else sits at its address, or it does not answer.
+        DataplaneError: another process listens at its address, or it does not answer.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.connect(address)
-        _refuse_strangers(sock, address)
-        return Line(sock, agent=agent)
+        _check_owner(sock, address)
+        return RelayClient(sock, agent=agent)
     except ConnectionRefusedError:
         sock.close()
         return None
@@ -130,25 +130,25 @@ def connect(*, agent: bool, address: str = m.ADDRESS) -> Line | None:
         raise
 
 
-def _refuse_strangers(sock: socket.socket, address: str) -> None:
+def _check_owner(sock: socket.socket, address: str) -> None:
     """Any user may bind a name in the abstract namespace."""
     uid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
     if uid not in {0, os.geteuid()}:
         raise DataplaneError(f"user {uid} sits at the address of the relay, @{address[1:]}: end that process")
 
 
-def open_line() -> Line:
-    """The line of an agent: to the relay that is there, or to a new one. A relay of another version is replaced.
+def open_client() -> RelayClient:
+    """The connection of an agent: to the relay that is there, or to a new one. A relay of another version is replaced.
 
     Raises:
         Occupied: another agent has it.
-        DataplaneError: it does not start; says why.
+        DataplaneError: it does not start; the message says why.
     """
-    line = connect(agent=True)
-    if line is not None and line.version == m.VERSION:
-        return line
-    if line is not None:
-        return _replace(line)
+    client = connect(agent=True)
+    if client is not None and client.version == m.VERSION:
+        return client
+    if client is not None:
+        return _replace(client)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with sock:
         try:
@@ -160,7 +160,7 @@ def open_line() -> Line:
     return _greet(child, errors)
 
 
-def _replace(old: Line) -> Line:
+def _replace(old: RelayClient) -> RelayClient:
     """A new relay takes the listening sockets; the old one serves what it has and ends by itself."""
     child, errors = _start([-1, old.sock.fileno()])
     old.close()
@@ -185,29 +185,31 @@ def _start(descriptors: list[int]) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     return child, errors
 
 
-def _greet(child: subprocess.Popen[bytes], errors: IO[bytes], *, replacing: bool = False) -> Line:
+def _greet(child: subprocess.Popen[bytes], errors: IO[bytes], *, replacing: bool = False) -> RelayClient:
     deadline = time.monotonic() + START_SECONDS
     reason = "it does not answer"
     with errors:
         while time.monotonic() < deadline:
             try:
-                line = connect(agent=True)
+                client = connect(agent=True)
             except Occupied as error:
                 if not replacing:
                     raise
-                line, reason = None, str(error)  # the old one still is at its address
+                client, reason = None, str(error)  # the old one still is at its address
             except DataplaneError as error:
-                line, reason = None, str(error)
-            if line is not None and line.pid == child.pid:
-                line.started = True
+                client, reason = None, str(error)
+            if client is not None and client.pid == child.pid:
+                client.started = True
                 threading.Thread(target=child.wait, name="relay-wait", daemon=True).start()
-                return line
-            if line is not None:
-                line.close()
+                return client
+            if client is not None:
+                client.close()
             if child.poll() is not None:
                 errors.seek(0)
-                told = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
-                raise DataplaneError(f"the relay ended at once, exit code {child.returncode}: {told or 'no reason'}")
+                reason_given = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+                raise DataplaneError(
+                    f"the relay ended at once, exit code {child.returncode}: {reason_given or 'no reason'}"
+                )
             time.sleep(0.02)
     child.kill()
     child.wait()
