@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from controller.errors import ConfigError, ControllerError
-from controller.settings.config import ADMIN_SOCKET, Config, from_flags
+from controller.settings.config import ADMIN_SOCKET, from_flags
 from controller.settings.documents import FILES, IPVS_MODE, LOG, MORE, NODE, SERVERS, SERVICES, SOURCES
 from controller.settings.flags import add_flag, add_flags, add_removed_flags
 from dataplane.errors import DataplaneError
@@ -401,7 +400,7 @@ def _compare(parser: argparse.ArgumentParser) -> None:
     _output(parser)
 
 
-# -------------------------------------------------------------------------------------------- main, explain
+# -------------------------------------------------------------------------------------------------- main
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -427,7 +426,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _call(args: argparse.Namespace) -> int:
     match args.command:
         case "explain":
-            return _explain(args)
+            from controller.commands import explain
+
+            return explain.show(args)
         case "compare":
             from workshop.compare import commands as compare
 
@@ -459,12 +460,13 @@ def _call(args: argparse.Namespace) -> int:
 
 def _measured(args: argparse.Namespace) -> int | None:
     """`trace` with a view, or for its headers; None: without."""
+    from controller.commands.explain import target
     from workshop.tracing import show
 
     view = show.view_of(args)
     if view is None:
         return show.fetch() if args.fetch_headers else None
-    return show.show(view, args, _target(args.target) if args.target else None)
+    return show.show(view, args, target(args.target) if args.target else None)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -491,153 +493,5 @@ def _run(args: argparse.Namespace) -> int:
     return loop.run(config, followed, flags)
 
 
-def _config_of(flags: dict[str, Any]) -> Config:
-    """Of flags, or of a file and the flags that count beside it."""
-    if not flags["config"]:
-        return from_flags(flags)
-    from controller.settings.configfile import load
-
-    return load(Path(flags["config"]), flags).config
-
-
 def _say(text: str) -> None:
     print(text, file=sys.stderr)
-
-
-def _explain(args: argparse.Namespace) -> int:
-    config = _config_of({**vars(args), "manifests": None})
-    if bool(args.flows) == bool(args.source or args.target):
-        raise ConfigError("say which packets: --from and --to for one, or --flows for many")
-    if not args.flows and not (args.source and args.target):
-        raise ConfigError("--from and --to belong together: a packet has a source and a destination")
-    if not 0 <= args.source_port <= 65535 or (args.source_port and not args.live):
-        raise ConfigError("--source-port: a port (1 to 65535), and only with --live: rules do not go by it")
-    if args.live:
-        from controller.commands import inspect
-
-        packets = packets_of(args)
-        if any(packet.protocol.startswith("icmp") for packet in packets):
-            raise ConfigError("--live: the program in the kernel is asked about tcp, udp and sctp alone, not icmp")
-        return inspect.explain_live(args, packets)
-    if not args.manifests:
-        raise ConfigError("--manifests: the file or folder with the objects is missing (or ask an agent with --live)")
-    return _answer(packets_of(args), Path(args.manifests), config, args)
-
-
-def packets_of(args: argparse.Namespace) -> list[Any]:
-    """The packets that `explain` is asked about, of `--from` and `--to` or of `--flows`.
-
-    Raises:
-        ConfigError: a packet cannot be used; names flag, or index and field.
-    """
-    from controller.semantics.explain import packet_from_dict
-
-    if not args.flows:
-        row = {"src": args.source, "src_class": args.source_class, **_target(args.target)}
-        try:
-            return [packet_from_dict(row)]
-        except ValueError as error:
-            field, _, problem = str(error).removeprefix("flow '': ").partition(": ")
-            raise ConfigError(f"{_FLAGS.get(field, field)}: {problem}") from None
-    packets = []
-    for index, row in enumerate(_flows(args.flows)):
-        where = f"--flows {args.flows}: item {index}"
-        if not isinstance(row, dict):
-            raise ConfigError(f"{where}: {row!r} is not an object with src, dst, port and proto")
-        try:
-            packets.append(packet_from_dict(row))
-        except ValueError as error:
-            raise ConfigError(f"{where}: {error}") from None
-    return packets
-
-
-_FLAGS: Final = {"src": "--from", "dst": "--to", "port": "--to", "proto": "--to", "src_class": "--source-class"}
-
-
-def _flows(file: str) -> list[Any]:
-    import msgspec
-
-    try:
-        content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"--flows {file}: {error.strerror}") from None
-    try:
-        rows = msgspec.json.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"--flows {file}: not JSON: {error}") from None
-    if not isinstance(rows, list):
-        raise ConfigError(f"--flows {file}: not a JSON list of packets")
-    return rows
-
-
-_TARGET: Final = r"(?:\[(?P<six>[^\]]*)\]|(?P<four>[^:/\[\]]+))(?::(?P<port>[0-9]+))?(?:/(?P<proto>\w+))?"
-
-
-def _target(text: str) -> dict[str, object]:
-    """`10.0.0.1:80/udp`, `[fd00::1]:80`, `10.0.0.1/icmp`."""
-    match = re.fullmatch(_TARGET, text.strip())
-    if not match:
-        raise ConfigError(f"--to {text!r}: is not DST:PORT/PROTO, such as 10.96.0.10:53/udp or [fd96::10]:80")
-    target: dict[str, object] = {"dst": match["six"] or match["four"], "proto": match["proto"] or "tcp"}
-    if match["port"]:
-        target["port"] = int(match["port"])
-    elif not (match["proto"] or "").lower().startswith("icmp"):
-        raise ConfigError(f"--to {text!r}: has no port; DST:PORT/PROTO is possible, such as 10.96.0.10:53/udp")
-    return target
-
-
-def _answer(packets: list[Any], manifests: Path, config: Config, args: argparse.Namespace) -> int:
-    from controller.kubernetes.manifests import load
-    from controller.kubernetes.model import KINDS, Problem
-    from controller.semantics.cluster import Cluster
-    from controller.semantics.explain import explain, verdict_to_dict
-    from controller.semantics.tables import Builder
-
-    name = config.settings.node_name
-    cluster = Cluster(name, KINDS)
-    for event in load(manifests):
-        cluster.apply(event)
-        if isinstance(event, Problem):
-            _say(f"refused: {event.sentence}")
-    if cluster.node is None:
-        _say(f"note: no Node named {name!r} in {manifests}: its addresses, pod ranges and zone are unknown")
-    builder = Builder(config.settings)
-    table = builder.build(cluster, config.node_addresses)
-    for service, sentences in builder.conflicts.items():
-        for sentence in sentences:
-            _say(f"conflict: {service}: {sentence}")
-
-    verdicts = [explain(table, packet) for packet in packets]
-    if args.output == "json":
-        import msgspec
-
-        rows = [verdict_to_dict(verdict) for verdict in verdicts]
-        shown = msgspec.json.format(msgspec.json.encode(rows if args.flows else rows[0]), indent=2)
-        print(shown.decode())
-    else:
-        print("\n\n".join(_text(packet, verdict) for packet, verdict in zip(packets, verdicts, strict=True)))
-    return OK
-
-
-_WORDS: Final = {
-    "dnat": "goes to a backend",
-    "reject": "is refused at once",
-    "drop": "is dropped in silence",
-    "untouched": "is left alone",
-}
-
-
-def _text(packet: Any, verdict: Any) -> str:
-    """One verdict as a person reads it: what happens, then why, sentence by sentence."""
-    from dataplane.table import socket_text
-
-    portless = packet.protocol.lower().startswith("icmp")
-    target = packet.dst if portless else socket_text(packet.dst, packet.port)
-    title = f"{packet.name}: " if packet.name else ""
-    lines = [f"{title}{packet.src} -> {target}/{packet.protocol.lower()} {_WORDS[verdict.verdict]} ({verdict.verdict})"]
-    lines += [f"  {sentence}" for sentence in re.split(r"(?<=\.) (?=[A-Z])", verdict.reason)]
-    if verdict.service:
-        lines.append(f"  service:  {verdict.service}")
-    if verdict.backends:
-        lines.append(f"  backends: {', '.join(verdict.backends)}")
-    return "\n".join(lines)
