@@ -77,7 +77,7 @@ def _config(group: argparse._ActionsContainer) -> None:
 
 _MAIN: Final = """
 start here:
-  hybrid-proxy lab demo                        watch it carry traffic, in a minute (as root)
+  hybrid-proxy lab demo                        see it carry traffic, in a minute (as root)
   hybrid-proxy run --manifests ./examples      serve the Services in a folder
   hybrid-proxy explain --manifests ./examples --from 10.77.1.11 --to 10.96.0.10:80
   hybrid-proxy COMMAND --help                  each command, with examples
@@ -85,80 +85,80 @@ start here:
 
 _RUN: Final = """
 examples:
-  a lab or an edge node, from files; edit a file and traffic follows:
+  in a lab or on an edge node, from files; traffic follows every edit of a file:
     hybrid-proxy run --manifests /etc/hybrid-proxy --hostname-override node-1 --cluster-cidr 10.77.0.0/16,fd77:1::/48
   beside a cluster:
     hybrid-proxy run --kubeconfig /etc/kubernetes/admin.conf
   as a DaemonSet, with the pod's service account:
     hybrid-proxy run --hostname-override "$NODE_NAME" --detect-local-mode NodeCIDR
 
-SIGTERM ends the agent and leaves the dataplane in place: traffic goes on, and the next start adopts it.
-`hybrid-proxy cleanup` removes it.
+SIGTERM stops the agent and leaves the dataplane in place: traffic continues, and the next start adopts it.
+`hybrid-proxy cleanup` removes the dataplane.
 """
 
 _EXPLAIN: Final = """
 examples:
-  one packet; the protocol is tcp unless it is named:
+  one packet; the default protocol is tcp:
     hybrid-proxy explain --manifests ./examples --hostname-override lab-node --cluster-cidr 10.77.0.0/16 \\
         --from 10.77.1.11 --to 10.96.0.10:80
     hybrid-proxy explain --manifests ./examples --from fd77:1::11 --to '[fd96::10]:80/tcp'
-  many at once, for scripts:
+  many packets at once, for scripts:
     hybrid-proxy explain --manifests ./examples --flows flows.json -o json
-  ask the program in the kernel instead of the rules; it prints each decision, and changes nothing:
+  ask the program in the kernel instead of the rules; the answer lists each decision:
     hybrid-proxy explain --live --from 10.77.1.11 --to 10.96.0.10:80
     hybrid-proxy explain --live --from 192.0.2.7 --to 192.0.2.1:30080 --source-class external
     hybrid-proxy explain --live --from 10.77.1.11 --source-port 41234 --to 10.96.0.10:80 -o json
 
-A flows file is a JSON list of {"name", "src", "dst", "port", "proto", "src_class"}; src_class (pod, node or
-external) is optional and says what the source is where its address alone cannot. The answer is a list in the
-same order of {"name", "verdict", "backends", "masquerade", "service", "reason"}.
+A flows file is a JSON list of {"name", "src", "dst", "port", "proto", "src_class"}. The optional src_class (pod,
+node or external) classifies the source if its address alone does not. The answer is a list in the same order of
+{"name", "verdict", "backends", "masquerade", "service", "reason"}.
 
 verdicts:
-  dnat       goes to one of the backends
-  reject     refused at once (the client sees "connection refused")
-  drop       silence, so that clients and load balancers try elsewhere
-  untouched  none of the proxy's business
+  dnat       forwarded to one of the backends
+  reject     rejected at once (the client sees "connection refused")
+  drop       dropped without an answer, so that clients and load balancers try elsewhere
+  untouched  not addressed to a Service
 
-Nothing is changed, and no privilege is needed. Objects that are refused are told on stderr.
+The command changes nothing and needs no privileges. It reports invalid objects on stderr.
 """
 
 _STATUS: Final = """
 examples:
-  hybrid-proxy status              which mode and hooks, how full the maps are, what was refused
+  hybrid-proxy status              the mode and its hooks, how full the maps are, which objects are invalid
   hybrid-proxy status -o json
 """
 
 _MODES: Final = """
-Each mode is tried for what it needs: privilege, kernel features, tools. Nothing of that stays.
+The command tries out what each mode needs: privileges, kernel features, tools. It leaves nothing behind.
 
 examples:
-  hybrid-proxy modes               which modes work on this node, what the others lack, which one runs
+  hybrid-proxy modes               which modes work on this node, what the others lack, and which one runs
   hybrid-proxy modes -o json
 """
 
 _SERVICES: Final = """
 examples:
-  hybrid-proxy services                    every service port that is programmed, with its addresses
+  hybrid-proxy services                    every programmed service port, with its addresses
   hybrid-proxy services default/web
   hybrid-proxy services -o json
 """
 
 _BACKENDS: Final = """
 examples:
-  hybrid-proxy backends                    every backend, and which routes use it
+  hybrid-proxy backends                    every backend, and the backend sets that it belongs to
   hybrid-proxy backends default/web -o json
 """
 
 _FLOWS: Final = """
 examples:
-  hybrid-proxy flows                       who talks to which backend through which service
+  hybrid-proxy flows                       which client uses which backend through which service
   hybrid-proxy flows default/web --limit 20
   hybrid-proxy flows -o json
 """
 
 _TOP: Final = """
-Services by connections a second, the backends of the one under the cursor with their shares, drops by reason, and how
-full maps are. It goes on without an agent: what is programmed is read from the kernel. docs/top.md explains it.
+Shows services by connections per second, the backends of the selected service with their shares, drops by reason, and
+how full the maps are. It also works without an agent, from what is programmed in the kernel. See docs/top.md.
 
 keys:
   arrows  move           /  filter           b  backends below        q  quit
@@ -168,32 +168,32 @@ keys:
 examples:
   hybrid-proxy top
   hybrid-proxy top --filter "kube-system udp" --interval 5
-  hybrid-proxy top default/web:http -o json --count 1     one object: rates of a second, shares of its backends
+  hybrid-proxy top default/web:http -o json --count 1     one object: rates per second, shares of its backends
 """
 
 _DROPS: Final = """
-Some of what is dropped is told by the programs to the agent, which keeps the last 1,000 events: at most 100 a second
-and CPU. `status` and the metric hybrid_proxy_events_total count all of it; docs/counters.md explains the reasons.
+The programs report up to 100 dropped packets per second and CPU to the agent, which keeps the last 1,000 events.
+`status` and the metric hybrid_proxy_events_total count all of them. docs/counters.md explains the reasons.
 
 examples:
-  hybrid-proxy drops                       what was dropped or refused of late, and why
+  hybrid-proxy drops                       what was dropped or rejected recently, and why
   hybrid-proxy drops default/web -f        what is dropped from now on, until Ctrl-C
-  hybrid-proxy drops -f -o json            an object a line
+  hybrid-proxy drops -f -o json            one object per line
 """
 
 _TRACE: Final = """
-Without a view: what the programs of mode ebpf tell of packets as they pass: new flows and their backends, packets of
-known flows (as many as there is room for), answers, drops and refusals.
+Without a view, the command shows what the programs of mode ebpf report about packets as they pass: new flows and their
+backends, packets of known flows (as many as there is room for), replies, dropped and rejected packets.
 
-With one, the kernel itself is measured, in every mode; docs/trace.md says how to read it. That needs Debian's
-python3-bpfcc and kernel headers. It costs something only while it runs, and Ctrl-C ends it.
+With a view, it measures the kernel itself, in every mode; docs/trace.md explains the output. That needs Debian's
+python3-bpfcc and kernel headers, and costs something only while the command runs. Ctrl-C ends it.
 
 examples:
-  hybrid-proxy trace default/web                     everybody's packets to a service, for 10 seconds
+  hybrid-proxy trace default/web                     all packets to a service, for 10 seconds
   hybrid-proxy trace --client 10.77.1.11 --seconds 60
-  hybrid-proxy trace default/web --limit 5 -o json   an object a line
+  hybrid-proxy trace default/web --limit 5 -o json   one object per line
   hybrid-proxy trace --stages                        where packets of all services spend their time
-  hybrid-proxy trace default/web --stages --whole    the whole way alone, undisturbed by points between
+  hybrid-proxy trace default/web --stages --whole    only the whole way, without points in between
   hybrid-proxy trace --latency --seconds 60          SYN to SYN/ACK, by service and backend
   hybrid-proxy trace --drops -o json                 what the kernel drops, and why
   hybrid-proxy trace --retransmits
@@ -202,24 +202,24 @@ examples:
 """
 
 _COMPARE: Final = """
-Every mode gets a lab of its own, namespaces with the real agent in them, and one more lab has no proxy: the control.
-Modes and control take turns, round after round, so that what else the machine does meets all alike; what counts are
-ratios. Load comes from wrk and iperf3, answers from nginx (Debian packages of these names; what is missing is not
-measured, and the report says so). It needs root, and takes about 20 seconds for each mode, size and round.
+Every mode gets a lab of its own, namespaces with the real agent in them. One more lab, the control, has no proxy. Modes
+and control take turns in every round, so that other load on the machine affects all of them alike; compare the ratios.
+wrk and iperf3 make the load, and nginx answers (Debian packages of these names; the report lists what could not be
+measured because one is missing). The command needs root, and takes about 20 seconds for each mode, size and round.
 
-Ctrl-C interrupts it; the same command goes on where it was. What is finished stands in a folder beside the report.
+Ctrl-C interrupts it; the same command continues from there. Finished measurements are kept beside the report.
 
 examples:
   hybrid-proxy compare --report report.html                      all modes that work here, 10 and 1,000 services
   hybrid-proxy compare --modes ebpf,nftables --services 10,1000,10000 --backends 10 --report report.html -o json
   hybrid-proxy compare --live default/web --path /healthz        a service of this node, beside one of its endpoints
-  hybrid-proxy compare --from report.json --report again.html    the report of what was measured elsewhere
+  hybrid-proxy compare --from report.json --report again.html    the report of earlier measurements
 """
 
 _CLEANUP: Final = """
 Removes the programs, links, maps and pins of hybrid-proxy from this network namespace, and nothing else.
-Stop the agent first. Where another proxy is on the node it gets the new connections at once, and those that are open
-have three seconds to end (--drain), fewer when none is open; what is open then breaks in mode ebpf.
+Stop the agent first. If another proxy is on the node, it gets new connections at once, and open connections have three
+seconds to end (--drain), or less if none is open. In mode ebpf, connections that are still open after that break.
 
 examples:
   hybrid-proxy cleanup
@@ -227,8 +227,8 @@ examples:
 """
 
 _LAB: Final = """
-A lab is a node, its pods and a client as network namespaces, with a cgroup of its own. Nothing outside these
-is touched. It needs root.
+A lab is a node, its pods and a client, as network namespaces with a cgroup of their own. The command changes nothing
+outside of these. It needs root.
 
 examples:
   hybrid-proxy lab demo                    everything in a minute: traffic, scaling, a killed agent; cleans up
@@ -264,15 +264,15 @@ def parser() -> argparse.ArgumentParser:
     _output(run)
 
     for name, summary, epilog in (
-        ("status", "what is loaded, attached and filled, and what was refused", _STATUS),
+        ("status", "what is loaded and attached, how full the maps are, and which objects are invalid", _STATUS),
         ("modes", "which modes work here, and what the others lack", _MODES),
-        ("services", "the service ports that are programmed", _SERVICES),
-        ("backends", "the backends that are programmed", _BACKENDS),
-        ("flows", "the connections that the dataplane knows", _FLOWS),
+        ("services", "the programmed service ports", _SERVICES),
+        ("backends", "the programmed backends", _BACKENDS),
+        ("flows", "the flows that the dataplane tracks", _FLOWS),
     ):
         shown = command(name, summary, epilog)
         if name not in ("status", "modes"):
-            shown.add_argument("service", nargs="?", metavar="NAMESPACE/NAME", help="this service alone")
+            shown.add_argument("service", nargs="?", metavar="NAMESPACE/NAME", help="only this service")
         if name == "flows":
             shown.add_argument("--limit", type=int, default=1000, metavar="N", help="at most N (default: 1000)")
         _admin(shown)
@@ -282,40 +282,44 @@ def parser() -> argparse.ArgumentParser:
     top = command("top", "services, backends and drops, live in this terminal", _TOP)
     top.add_argument("service", nargs="?", metavar="NAMESPACE/NAME:PORT", help="with -o json: whose backends")
     top.add_argument("--filter", default="", metavar="TEXT", help="services with this in name, address or protocol")
-    top.add_argument("--interval", type=float, default=1, metavar="SECONDS", help="between two looks (default: 1)")
-    top.add_argument("--count", type=int, default=0, metavar="N", help="with -o json: end after N (default: never)")
+    top.add_argument(
+        "--interval", type=float, default=1, metavar="SECONDS", help="time between two updates (default: 1)"
+    )
+    top.add_argument(
+        "--count", type=int, default=0, metavar="N", help="with -o json: exit after N objects (default: never)"
+    )
     _admin(top)
     _folders(top)
     _output(top)
 
-    drops = command("drops", "packets that were dropped or refused, and why", _DROPS)
-    drops.add_argument("-f", "--follow", action="store_true", help="go on, until Ctrl-C")
+    drops = command("drops", "packets that were dropped or rejected, and why", _DROPS)
+    drops.add_argument("-f", "--follow", action="store_true", help="continue until Ctrl-C")
     trace = command("trace", "what happens to packets while they pass", _TRACE)
-    trace.add_argument("--client", metavar="IP", help="packets from or to this address alone")
-    trace.add_argument("--seconds", type=float, default=10, metavar="N", help="for so long (default: 10)")
+    trace.add_argument("--client", metavar="IP", help="only packets from or to this address")
+    trace.add_argument("--seconds", type=float, default=10, metavar="N", help="how long (default: 10)")
     group = trace.add_argument_group("measured in the kernel, in every mode (docs/trace.md)")
     for flag, text in (
         ("stages", "how long packets take in each stage, as histograms"),
-        ("latency", "how long SYNs wait for their answer, by service and backend"),
+        ("latency", "how long SYNs wait for their SYN/ACKs, by service and backend"),
         ("drops", "what the kernel drops, with its reason"),
-        ("retransmits", "segments that are sent again, by backend"),
+        ("retransmits", "retransmitted segments, by backend"),
     ):
         group.add_argument(f"--{flag}", action="store_true", help=text)
     group.add_argument(
-        "--whole", action="store_true", help="without points at netfilter's hooks, each of which costs about 0.1 us"
+        "--whole", action="store_true", help="without points at the netfilter hooks, each of which costs about 0.1 us"
     )
-    group.add_argument("--from", dest="source", metavar="SRC", help="packets of this source alone")
+    group.add_argument("--from", dest="source", metavar="SRC", help="only packets from this source")
     group.add_argument(
         "--to",
         dest="target",
         metavar="DST:PORT[/PROTO]",
-        help="packets to this destination alone. --from and --to without a view: follow one flow",
+        help="only packets to this destination. --from and --to without a view: follow one flow",
     )
     group.add_argument(
-        "--fetch-headers", action="store_true", help="fetch the kernel headers that bcc needs into a cache, and end"
+        "--fetch-headers", action="store_true", help="fetch the kernel headers that bcc needs into a cache, and exit"
     )
     for shown in (drops, trace):
-        shown.add_argument("service", nargs="?", metavar="NAMESPACE/NAME", help="this service alone")
+        shown.add_argument("service", nargs="?", metavar="NAMESPACE/NAME", help="only this service")
         shown.add_argument("--limit", type=int, default=1000, metavar="N", help="at most N (default: 1000)")
         _admin(shown)
         _output(shown)
@@ -330,13 +334,19 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument("--from", dest="source", metavar="SRC", help="the packet's source address")
     group.add_argument("--to", dest="target", metavar="DST:PORT[/PROTO]", help="its destination; [IPV6]:PORT for IPv6")
     group.add_argument(
-        "--source-class", choices=("pod", "node", "external"), help="what the source is (default: from its address)"
+        "--source-class",
+        choices=("pod", "node", "external"),
+        help="what the source is (default: derived from its address)",
     )
-    group.add_argument("--flows", metavar="FILE", help="a JSON list of packets, - for standard input")
+    group.add_argument("--flows", metavar="FILE", help="a JSON list of packets; -: standard input")
     group.add_argument(
-        "--source-port", type=int, default=0, metavar="PORT", help="with --live: of a connection that may be there"
+        "--source-port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="with --live: the source port of an existing connection",
     )
-    group = explain.add_argument_group("by what rules")
+    group = explain.add_argument_group("rules")
     group.add_argument("--manifests", metavar="PATH", help="a file or folder of YAML and JSON")
     group.add_argument("--live", action="store_true", help="ask the agent and the program in the kernel instead")
     _admin(group)
@@ -347,19 +357,19 @@ def parser() -> argparse.ArgumentParser:
     cleanup = command("cleanup", "remove everything of hybrid-proxy from this network namespace", _CLEANUP)
     cleanup.add_argument(
         "--drain", type=float, metavar="SECONDS",
-        help="let open connections go on for so long, and new ones pass (default: 3 beside another proxy, else 0)",
+        help="how long open connections may continue while new ones pass (default: 3 beside another proxy, else 0)",
     )  # fmt: skip
     _folders(cleanup)
     _admin(cleanup)
     add_flags(cleanup, LOG)
     _output(cleanup)
 
-    _compare(command("compare", "modes beside each other and beside no proxy at all", _COMPARE))
+    _compare(command("compare", "measure modes against each other and against no proxy at all", _COMPARE))
 
     lab = command("lab", "a node, pods and a client as network namespaces", _LAB)
-    lab.add_argument("action", choices=("up", "down", "demo"), help="make one, remove it, or watch the demonstration")
+    lab.add_argument("action", choices=("up", "down", "demo"), help="create one, remove it, or watch the demonstration")
     lab.add_argument("--name", default="lab", metavar="NAME", help="several labs can be up at once (default: lab)")
-    lab.add_argument("--pods", type=int, default=3, metavar="N", help="pods that serve (default: 3)")
+    lab.add_argument("--pods", type=int, default=3, metavar="N", help="number of serving pods (default: 3)")
     _output(lab)
     return root
 
@@ -368,13 +378,13 @@ def _compare(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is measured")
     group.add_argument(
         "--modes", metavar="MODE,...", default="ebpf,ipvs,nftables,iptables,userspace",
-        help="the first is compared with each of the others (default: all)",
+        help="the first one is compared with each of the others (default: all)",
     )  # fmt: skip
     for flag, default, text in (
         ("services", "10,1000", "numbers of services, N,..."),
         ("backends", "10", "endpoints of each service"),
-        ("rounds", "6", "how often everything is measured; six are the fewest that make a difference sure"),
-        ("turns", "2", "how often each load has its turn in a round: pairs with the control are rounds times turns"),
+        ("rounds", "6", "how often everything is measured; fewer than six cannot show a significant difference"),
+        ("turns", "2", "how often each load runs in a round; there are rounds times turns pairs with the control"),
         ("seconds", "1", "how long each load lasts"),
         ("changes", "5", "changes of a backend in each round"),
     ):
@@ -382,21 +392,23 @@ def _compare(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--all-cpus", action="store_true", help="clients and servers on any CPU instead of sharing one")
     group.add_argument(
         "--live", metavar="NAMESPACE/NAME",
-        help="measure this service of this node instead of a lab: HTTP clients of the node ask it and one of its "
-        "endpoints in turn; nothing is changed (--modes, --services, --backends and --changes have no meaning)",
+        help="measure this service of this node instead of a lab: HTTP clients on the node use it and one of its "
+        "endpoints in turn; nothing is changed (--modes, --services, --backends and --changes have no effect)",
     )  # fmt: skip
-    group.add_argument("--path", metavar="PATH", default="/", help="with --live: what is asked for (default: /)")
+    group.add_argument("--path", metavar="PATH", default="/", help="with --live: the path of the requests (default: /)")
     _admin(group)
-    group = parser.add_argument_group("what becomes of it")
-    group.add_argument("--report", metavar="FILE.html", help="write the report there, and as .md and .json beside it")
+    group = parser.add_argument_group("results")
+    group.add_argument(
+        "--report", metavar="FILE.html", help="write the report to this file, and as .md and .json beside it"
+    )
     group.add_argument(
         "--from",
         dest="measured",
         metavar="FILE.json|DIR",
-        help="report what was measured then (a report, or a folder of --state); measure nothing",
+        help="report earlier measurements (a report, or a folder of --state) instead of measuring",
     )
-    group.add_argument("--state", metavar="DIR", help="where finished measurements are (default: beside the report)")
-    group.add_argument("--fresh", action="store_true", help="begin again, whatever is finished")
+    group.add_argument("--state", metavar="DIR", help="folder for finished measurements (default: beside the report)")
+    group.add_argument("--fresh", action="store_true", help="start over, without the finished measurements")
     _output(parser)
 
 

@@ -21,20 +21,22 @@ def show(args: argparse.Namespace) -> int:
     """Answer for one packet or many; the exit code."""
     config = _config_of({**vars(args), "manifests": None})
     if bool(args.flows) == bool(args.source or args.target):
-        raise ConfigError("say which packets: --from and --to for one, or --flows for many")
+        raise ConfigError("which packets? use --from and --to for one, or --flows for many")
     if not args.flows and not (args.source and args.target):
         raise ConfigError("--from and --to belong together: a packet has a source and a destination")
     if not 0 <= args.source_port <= 65535 or (args.source_port and not args.live):
-        raise ConfigError("--source-port: a port (1 to 65535), and only with --live: rules do not go by it")
+        raise ConfigError(
+            "--source-port: must be a port (1 to 65535), and needs --live, since the rules do not depend on it"
+        )
     if args.live:
         from controller.commands import inspect
 
         packets = packets_of(args)
         if any(packet.protocol.startswith("icmp") for packet in packets):
-            raise ConfigError("--live: the program in the kernel is asked about tcp, udp and sctp alone, not icmp")
+            raise ConfigError("--live: the program in the kernel answers for tcp, udp and sctp, not for icmp")
         return inspect.explain_live(args, packets)
     if not args.manifests:
-        raise ConfigError("--manifests: the file or folder with the objects is missing (or ask an agent with --live)")
+        raise ConfigError("--manifests is missing: the file or folder with the objects (or ask an agent with --live)")
     return _answer(packets_of(args), Path(args.manifests), config, args)
 
 
@@ -117,9 +119,9 @@ def _answer(packets: list[Any], manifests: Path, config: Config, args: argparse.
         _say(f"note: no Node named {name!r} in {manifests}: its addresses, pod ranges and zone are unknown")
     builder = Builder(config.settings)
     table = builder.build(cluster, config.node_addresses)
-    for service, sentences in builder.conflicts.items():
-        for sentence in sentences:
-            _say(f"conflict: {service}: {sentence}")
+    for service, messages in builder.conflicts.items():
+        for message in messages:
+            _say(f"conflict: {service}: {message}")
 
     verdicts = [explain(table, packet) for packet in packets]
     if args.output == "json":
@@ -133,22 +135,24 @@ def _answer(packets: list[Any], manifests: Path, config: Config, args: argparse.
     return 0
 
 
-_WORDS: Final = {
+_MEANINGS: Final = {
     "dnat": "goes to a backend",
-    "reject": "is refused at once",
-    "drop": "is dropped in silence",
-    "untouched": "is left alone",
+    "reject": "is rejected at once",
+    "drop": "is dropped without an answer",
+    "untouched": "is not changed",
 }
 
 
 def _text(packet: Any, verdict: Any) -> str:
-    """One verdict as a person reads it: what happens, then why, sentence by sentence."""
+    """One verdict for people: what happens, then why, one sentence per line."""
     from dataplane.table import socket_text
 
     portless = packet.protocol.lower().startswith("icmp")
     target = packet.dst if portless else socket_text(packet.dst, packet.port)
     title = f"{packet.name}: " if packet.name else ""
-    lines = [f"{title}{packet.src} -> {target}/{packet.protocol.lower()} {_WORDS[verdict.verdict]} ({verdict.verdict})"]
+    lines = [
+        f"{title}{packet.src} -> {target}/{packet.protocol.lower()} {_MEANINGS[verdict.verdict]} ({verdict.verdict})"
+    ]
     lines += [f"  {sentence}" for sentence in re.split(r"(?<=\.) (?=[A-Z])", verdict.reason)]
     if verdict.service:
         lines.append(f"  service:  {verdict.service}")
