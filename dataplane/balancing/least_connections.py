@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Final
 
 from dataplane.balancing.ring import Algorithm, Spread, turns
-from dataplane.table import Backend
 
 __all__ = ["FAIR", "LEAST_CONNECTIONS", "WEIGHTED_LEAST_CONNECTIONS", "shares"]
 
@@ -46,15 +45,10 @@ def _halfway(last: int, aim: int) -> int:
     return (last + aim + (aim > last)) // 2
 
 
-def ring(backends: Sequence[Backend], shares: Sequence[int], limit: int) -> list[int]:
-    """As often as the share says."""
-    del backends
-    return turns(shares, limit)
-
-
 LEAST_CONNECTIONS: Final = Algorithm(
-    "lc", "backends with fewer connections get more of the next ones", Spread.RANDOM, ring, weighs=False, loads=True
+    "lc", "backends with fewer connections get more of the next ones", Spread.RANDOM, turns, weighs=False, loads=True
 )
 WEIGHTED_LEAST_CONNECTIONS: Final = Algorithm(
-    "wlc", "backends with fewer connections for their weight get more of the next ones", Spread.RANDOM, ring, loads=True
-)
+    "wlc", "backends with fewer connections for their weight get more of the next ones", Spread.RANDOM, turns,
+    loads=True,
+)  # fmt: skip

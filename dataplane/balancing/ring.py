@@ -54,11 +54,12 @@ def divide(shares: Sequence[int], places: int) -> list[int]:
     return counts
 
 
-def turns(shares: Sequence[int], limit: int) -> list[int]:
+def turns(backends: Sequence[Backend], shares: Sequence[int], limit: int) -> list[int]:
     """Positions in which each appears by its share, its turns evenly apart; as short as the shares allow.
 
-    Shares that need more than `limit` places are rounded to that many.
+    Shares that need more than `limit` places are rounded to that many. A `Ring` in which nothing else counts.
     """
+    del backends
     if min(shares) == max(shares):
         return list(range(len(shares)))
     common = gcd(*shares)

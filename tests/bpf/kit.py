@@ -280,7 +280,7 @@ class Bench:
 
     def serve(self, *entries: Entry) -> None:
         """Exactly these services."""
-        wanted: dict[str, tuple[Entry, ...]] = dict.fromkeys(self.store.installed, ())
+        wanted: dict[str, tuple[Entry, ...]] = dict.fromkeys(self.store.plan.installed, ())
         for entry in entries:
             name = entry.name.partition(":")[0]
             wanted[name] = (*wanted.get(name, ()), entry)
@@ -289,8 +289,8 @@ class Bench:
     def settle(self) -> None:
         """Grace period and scan, as the agent does them in the background."""
         wait_for_programs()
-        self.store.graced(self.store.stamp)
-        self.gc.look_for(*self.store.deferred.candidates)
+        self.store.graced(self.store.plan.stamp)
+        self.gc.look_for(*self.store.plan.deferred.candidates)
         self.gc.scan()
         _, result = self.gc.collect()
         if result is not None:
@@ -357,9 +357,7 @@ class Bench:
         """What the explaining programs say of a packet; they are loaded for the occasion."""
         seen = read(packet, check=False)
         question = ProbePacket(seen.src, seen.dst, seen.dport, seen.protocol, place, seen.sport)
-        names = {
-            known.service: known.entry.name for entries in self.store.installed.values() for known in entries.values()
-        }
+        names = {known.service: known.entry.name for entries in self.store.plan.installed.values() for known in entries}
         around = explaining.Surroundings(names, self.store.backends, self.store.services, HZ, interface_name)
         return explaining.explain(self.explaining(), question, place, ifindex, around, packet)
 

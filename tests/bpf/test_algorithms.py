@@ -301,7 +301,7 @@ def test_weights_at_random(bench: Bench, net: Net) -> None:
 
 def count_loads(bench: Bench) -> dict[int, int]:
     """As the agent does it: one scan, its result once."""
-    bench.gc.count_for = bench.store.follows_load()
+    bench.gc.count_for = frozenset(bench.store.plan.follows_load)
     bench.gc.scan()
     loads, bench.gc.loads = bench.gc.loads, None
     assert loads is not None
@@ -321,7 +321,7 @@ def test_connections_are_counted_by_backend(bench: Bench, net: Net) -> None:
 
 
 def backends_of(bench: Bench, net: Net) -> list[tuple[int, str]]:
-    (known,) = bench.store.installed["default/web"].values()
+    (known,) = bench.store.plan.installed["default/web"]
     table = bench.maps.view("backends")
     return [(number, layout.address_text(table[number]["address"].tobytes(), net.family)) for number in known.ids]
 
@@ -329,7 +329,7 @@ def backends_of(bench: Bench, net: Net) -> list[tuple[int, str]]:
 def test_nothing_is_counted_when_nobody_asks(bench: Bench, net: Net) -> None:
     bench.serve(balanced(net, "random", 2))
     bench.open_tcp(net, net.vip)
-    bench.gc.count_for = bench.store.follows_load()
+    bench.gc.count_for = frozenset(bench.store.plan.follows_load)
     bench.gc.scan()
     assert bench.gc.loads is None
 

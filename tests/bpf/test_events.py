@@ -49,7 +49,7 @@ class Told:
 
     def rows(self) -> list[dict[str, Any]]:
         self.ring.poll(0)
-        installed = [known for entries in self.bench.store.installed.values() for known in entries.values()]
+        installed = [known for entries in self.bench.store.plan.installed.values() for known in entries]
         names = {known.service: known.entry.name for known in installed}
         last = self.journal.last
         self.journal.add(self.raw, names, self.bench.store.addresses, self.bench.store.backends)
@@ -131,7 +131,7 @@ def trace(bench: Bench, service_id: int = 0, client: str = "") -> None:
 def test_a_trace_tells_each_decision_of_its_packets(told: Told, net: Net) -> None:
     bench = told.bench
     bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
-    known = next(iter(bench.store.installed["default/web"].values()))
+    known = next(iter(bench.store.plan.installed["default/web"]))
     trace(bench, known.service)
     bench.open_tcp(net, net.vip)
     rows = told.rows()
@@ -149,7 +149,7 @@ def test_a_trace_is_of_one_service_or_client(told: Told, net: Net) -> None:
         service(net.vip, 80, [(net.backends[0], 8080)]),
         service(net.vip2, 80, [(net.backends[1], 8080)], name="default/other:http"),
     )
-    known = next(iter(bench.store.installed["default/other"].values()))
+    known = next(iter(bench.store.plan.installed["default/other"]))
     trace(bench, known.service)
     bench.open_tcp(net, net.vip)
     assert told.rows() == []

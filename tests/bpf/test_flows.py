@@ -370,19 +370,19 @@ def test_tcp_stays_when_its_service_is_deleted(bench: Bench, net: Net) -> None:
 
 def test_what_waited_for_flows_returns_when_they_end(bench: Bench, net: Net) -> None:
     bench.settle()
-    ids = bench.store.backend_ids.left, bench.store.service_ids.left, bench.store.slices.in_use
+    ids = bench.store.plan.backend_ids.left, bench.store.plan.service_ids.left, bench.store.plan.slots.in_use
     bench.serve(web(net, 0))
     there = bench.open_tcp(net, net.vip)
     bench.serve()
     for _ in range(3):
         bench.settle()
-    assert len(bench.store.deferred) == 2
+    assert len(bench.store.plan.deferred) == 2
     bench.talk(net, there, net.vip, 80, 40000, "R", up=True, seq=1001, ack=1)
     bench.age_flows(net.family, 11 * HZ)
     for _ in range(3):
         bench.settle()
-    assert len(bench.store.deferred) == 0
-    assert ids == (bench.store.backend_ids.left, bench.store.service_ids.left, bench.store.slices.in_use)
+    assert len(bench.store.plan.deferred) == 0
+    assert ids == (bench.store.plan.backend_ids.left, bench.store.plan.service_ids.left, bench.store.plan.slots.in_use)
     assert not bench.maps.view("service_addresses").any()
     assert not bench.maps.view("backend_sockets").any()
 
@@ -413,12 +413,11 @@ def test_a_silent_client_is_not_sent_to_whoever_got_the_old_backends_number(net:
     with bench_with(Options(max_services=16, max_backends=8, max_slots=64, max_flows=64)) as small:
         small.serve(dns(net, 0))
         small.open_udp(net, net.vip)
-        key = "default/dns:dns", net.family, 17
-        old = small.store.installed["default/dns"][key].ids[0]
+        old = small.store.plan.installed["default/dns"][0].ids[0]
         for target in range(1, 20):
             small.serve(dns(net, target))
             small.settle()
-            if small.store.installed["default/dns"][key].ids[0] == old:
+            if small.store.plan.installed["default/dns"][0].ids[0] == old:
                 break
         else:
             pytest.fail("the number never came back")

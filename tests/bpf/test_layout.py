@@ -101,22 +101,22 @@ def test_no_row_is_forgotten_here() -> None:
 
 # What lower.py writes as numbers, because it imports nothing.
 CONSTANTS = [
-    ("FRONTEND_INTERNAL_SET", lower.FRONTEND_INSIDE_ROUTE),
-    ("FRONTEND_EXTERNAL_SET", lower.FRONTEND_OUTSIDE_ROUTE),
+    ("FRONTEND_INTERNAL_SET", lower.FRONTEND_INTERNAL_SET),
+    ("FRONTEND_EXTERNAL_SET", lower.FRONTEND_EXTERNAL_SET),
     ("FRONTEND_ADDRESS", lower.FRONTEND_ADDRESS),
     ("FRONTEND_MASQUERADE_POD", lower.FRONTEND_MASQUERADE[Masquerade.POD]),
     ("FRONTEND_MASQUERADE_NODE", lower.FRONTEND_MASQUERADE[Masquerade.NODE]),
     ("FRONTEND_MASQUERADE_EXTERNAL", lower.FRONTEND_MASQUERADE[Masquerade.EXTERNAL]),
-    ("FRONTEND_SOURCE_RANGES", lower.FRONTEND_SOURCES),
+    ("FRONTEND_SOURCE_RANGES", lower.FRONTEND_SOURCE_RANGES),
     ("FRONTEND_NODE_PORTS", lower.FRONTEND_NODE_PORTS),
-    ("SERVICE_DROP_SET0", lower.SERVICE_DROP_ROUTE[0]),
-    ("SERVICE_DROP_SET1", lower.SERVICE_DROP_ROUTE[1]),
+    ("SERVICE_DROP_SET0", lower.SERVICE_DROP_SET[0]),
+    ("SERVICE_DROP_SET1", lower.SERVICE_DROP_SET[1]),
     ("SERVICE_BY_TUPLE", lower.SERVICE_SPREAD[Spread.TUPLE]),
     ("SERVICE_BY_CLIENT", lower.SERVICE_SPREAD[Spread.CLIENT]),
     ("SERVICE_ROUND_ROBIN", lower.SERVICE_SPREAD[Spread.IN_TURN]),
     ("BACKEND_SERVING", lower.BACKEND_SERVING),
-    ("BACKEND_SET0", lower.BACKEND_ROUTE[0]),
-    ("BACKEND_SET1", lower.BACKEND_ROUTE[1]),
+    ("BACKEND_SET0", lower.BACKEND_SET[0]),
+    ("BACKEND_SET1", lower.BACKEND_SET[1]),
 ]
 
 
@@ -134,10 +134,10 @@ def test_array_lengths_are_their_limits() -> None:
 
 
 @given(st.integers(0, 2**28 - 1), st.integers(0, 2**18 - 1), st.integers(0, 2**40))
-def test_slice_words_are_read_as_written(offset: int, count: int, epoch: int) -> None:
-    word = layout.slice_word(offset, count, epoch)
+def test_range_words_are_read_as_written(offset: int, count: int, epoch: int) -> None:
+    word = layout.range_word(offset, count, epoch)
     assert word < 2**64
-    assert layout.split_slice_word(word) == (offset, count, epoch % 2**18)
+    assert layout.split_range_word(word) == (offset, count, epoch % 2**18)
 
 
 # The unspecified address stands for every one that serves node ports.

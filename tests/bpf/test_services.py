@@ -358,8 +358,8 @@ def test_a_frontend_whose_tag_is_not_its_keys_is_not_believed(bench: Bench, net:
 
 def test_a_slot_of_another_service_is_not_believed(bench: Bench, net: Net) -> None:
     bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
-    known = next(iter(bench.store.installed["default/web"].values()))
-    bench.store.slots[known.slices[0][0]] ^= 1 << 32
+    known = next(iter(bench.store.plan.installed["default/web"]))
+    bench.store.writer.rows.slots["backend"][known.ranges[0][0]] ^= 1 << 32
     packet = frame(net, net.client, net.vip, syn())
     assert bench.ingress(packet) == (DROP, packet)
     assert bench.count("slot_lost") == 1

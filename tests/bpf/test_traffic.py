@@ -41,20 +41,20 @@ COUNTED = FIELDS[:5]  # the others are about time
 
 
 def of_service(bench: Bench, name: str) -> dict[str, int]:
-    known = next(iter(bench.store.installed[name].values()))
+    known = next(iter(bench.store.plan.installed[name]))
     figures = bench.store.traffic.of_services(bench.store.backends["service"])[known.service]
     return dict(zip(COUNTED, figures.tolist(), strict=False))
 
 
 def of_backend(bench: Bench, name: str, position: int = 0) -> dict[str, int]:
-    known = next(iter(bench.store.installed[name].values()))
+    known = next(iter(bench.store.plan.installed[name]))
     figures = bench.store.traffic.of_backends(np.array([known.ids[position]], dtype=np.int64))[0]
     return dict(zip(COUNTED, figures.tolist(), strict=False))
 
 
 def connects(bench: Bench) -> tuple[int, float]:
     """Connections that default/web's only backend accepted, and how many seconds they took for that, together."""
-    known = next(iter(bench.store.installed["default/web"].values()))
+    known = next(iter(bench.store.plan.installed["default/web"]))
     figures = bench.store.traffic.of_backends(np.array([known.ids[0]], dtype=np.int64))[0].tolist()
     told = dict(zip(FIELDS, figures, strict=True))
     return told["answered"], told["connect_ns"] / 1e9
@@ -191,7 +191,7 @@ def test_numbers_that_are_given_out_again_begin_at_nothing(bench: Bench, net: Ne
     bench.open_tcp(net, net.vip)
     # Numbers are given out in a circle: go once round.
     for _ in range(SMALL.max_services + 1):
-        known = next(iter(bench.store.installed["default/web"].values()))
+        known = next(iter(bench.store.plan.installed["default/web"]))
         used.add(known.service)
         bench.forget_flows()
         bench.serve()
@@ -262,7 +262,7 @@ def test_each_backend_and_cpu_has_a_row_of_its_own(bench: Bench) -> None:
     net = NETS[4]
     backends = [(f"10.2.{n >> 8}.{n & 255}", 8080) for n in range(1, 1201)]
     bench.serve(service(net.vip, 80, backends))
-    known = next(iter(bench.store.installed["default/web"].values()))
+    known = next(iter(bench.store.plan.installed["default/web"]))
     program = bench.hooks.program("pod_ingress")
     seen: dict[str, int] = {}
     for sport in range(20000, 22000):

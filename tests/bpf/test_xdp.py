@@ -282,7 +282,7 @@ def test_time_stamps_follow_in_the_table_that_forgets_too(udp: World) -> None:
 
 def test_what_crosses_is_counted_for_its_backend(world: World) -> None:
     there = world.open()
-    known = next(iter(world.bench.store.installed["default/web"].values()))
+    known = next(iter(world.bench.store.plan.installed["default/web"]))
     of_backend = np.array([known.ids[0]], dtype=np.int64)
     before = world.bench.store.traffic.of_backends(of_backend)[0]
     request, answer = world.request(), world.answer(there)

@@ -89,7 +89,7 @@ def _changes(kernel: Kernel, api: ApiProcess) -> list[float]:
             assert time.monotonic() < deadline, f"the change of service {index} is not in the kernel after 5 s"
         visible = time.monotonic_ns()
         seconds.append((visible - api.sent_endpoints()) / 1e9)
-        _, count, _ = layout.split_slice_word(int(row[0]))
+        _, count, _ = layout.split_range_word(int(row[0]))
         assert count == ENDPOINTS - 1, f"service {index} has {count} backends after the change"
         assert len(kernel.backends_of(service)) == ENDPOINTS - 1
         time.sleep(PAUSE)

@@ -335,7 +335,7 @@ class Kernel:
 
     def backends_of(self, service: int) -> list[str]:
         """What a packet to that service may be sent to: every step that the programs take, checked."""
-        offset, count, _ = layout.split_slice_word(int(self.services[service]["sets"][0]))
+        offset, count, _ = layout.split_range_word(int(self.services[service]["sets"][0]))
         slots = self.slots[offset : offset + count]
         assert all(slots >> np.uint64(32) == service), f"service {service} reads a foreign slot"
         rows = self.backends[slots & np.uint64(0xFFFFFFFF)]

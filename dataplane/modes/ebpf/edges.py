@@ -14,13 +14,12 @@ from numpy.typing import NDArray
 from dataplane.kernel.bpf import Map
 from dataplane.kernel.links import Hop, Interface
 from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.pools import FullError
 from dataplane.table import NodeNetwork, family_of
 
 STRICT = 1  # of rp_filter; larger is loose, 0 is none (Documentation/networking/ip-sysctl.rst)
 
 __all__ = [
-    "Sources",
+    "SourceRanges",
     "equal_paths",
     "interface_flags",
     "own_addresses",
@@ -32,23 +31,16 @@ __all__ = [
 ]
 
 
-class Sources:
+class SourceRanges:
     """Source ranges in two tries, (service, prefix). A range is added before a former one goes."""
 
     def __init__(self, maps: dict[int, Map]) -> None:
         self._maps = maps
         self._known: dict[int, tuple[int, tuple[str, ...]]] = {}  # service -> family, its ranges
-        self._count = {4: 0, 6: 0}
-
-    def check_room(self, family: int, cidrs: tuple[str, ...], planned: int) -> None:
-        """Raises FullError: there is no room for these beside what is known and so many that are planned."""
-        limit = self._maps[family].entries
-        if self._count[family] + planned + len(cidrs) > limit:
-            raise FullError(f"source_ranges{family}", limit)
 
     def allow(self, service: int, family: int, cidrs: tuple[str, ...]) -> None:
         """From now on these may come, and only these."""
-        _, before = self._known.pop(service, (family, ()))
+        _, before = self._known.get(service, (family, ()))
         for cidr in dict.fromkeys(cidrs):
             if cidr not in before:
                 self._maps[family].update(self._key(service, family, cidr), bytes(4))
@@ -56,9 +48,10 @@ class Sources:
         for cidr in before:
             if (key := self._key(service, family, cidr)) not in wanted:
                 self._maps[family].delete(key)
-        self._count[family] += len(cidrs) - len(before)
         if cidrs:
             self._known[service] = family, cidrs
+        else:
+            self._known.pop(service, None)
 
     def only(self) -> None:
         """Remove what a former process left and nobody wants."""

@@ -136,7 +136,7 @@ class _Notes:
     def route(self, number: int, masquerade: int) -> None:
         self.masquerade = bool(masquerade) and self.place != "node"  # a socket has the node's address anyway
         word = int(self.around.services[self.service]["sets"][number])
-        slots = layout.split_slice_word(word)[1]
+        slots = layout.split_range_word(word)[1]
         source = "; its source is replaced by the node's address" if self.masquerade else ""
         self.step("route", f"It takes route {number}, which has {slots} slots{source}.")
 

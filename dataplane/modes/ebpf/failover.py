@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
 from typing import Any
 
 from dataplane.mode import Event, Options
 from dataplane.modes.ebpf.lower import Socket
 from dataplane.modes.ebpf.outliers import OutlierDetector
+from dataplane.modes.ebpf.plan import EntryKey, Subject, key_of
 from dataplane.modes.ebpf.probes import Prober, Target
-from dataplane.modes.ebpf.store import EntryKey, Store, Subject
+from dataplane.modes.ebpf.store import Store
 from dataplane.table import socket_text
 
 __all__ = ["Failover"]
@@ -41,21 +41,22 @@ class Failover:
         self._probed.clear()
         self._prober.watch(())
 
-    def services_changed(self, store: Store, names: Iterable[str]) -> None:
-        """These services changed, or are gone: probe the backends that they have now."""
-        changed = False
+    def services_changed(self, store: Store) -> None:
+        """Probe the backends that services have now whose probes may have changed."""
+        names, changed = store.plan.probes_changed, False
         for name in names:
             before = self._probed.pop(name, {})
             after = {
-                (key, (backend.address, backend.port)): Target(backend.address, backend.port, known.entry.probe.path)
-                for key, known in store.installed.get(name, {}).items()
-                if known.entry.probe is not None
-                for backend_set in known.entry.backend_sets
-                for backend in backend_set.backends
+                (key_of(port.entry), (b.address, b.port)): Target(b.address, b.port, port.entry.probe.path)
+                for port in store.plan.installed.get(name, ())
+                if port.entry.probe is not None
+                for backend_set in port.entry.backend_sets
+                for b in backend_set.backends
             }
             if after:
                 self._probed[name] = after
             changed = changed or before != after
+        names.clear()
         if changed:
             self._prober.watch({target for targets in self._probed.values() for target in targets.values()})
 
@@ -70,7 +71,7 @@ class Failover:
         """Evaluate what was counted since the last time, write the ejections, and return the events."""
         failures = store.failures() if self._detector.limit else {}
         probe_failures = self._probe_failures()
-        if not failures and not probe_failures and not self._detector.has_records and not store.has_ejections:
+        if not failures and not probe_failures and not self._detector.has_records and not store.plan.ejections:
             return []
         known = _Numbers(store)
         changes = self._detector.evaluate(time.monotonic(), failures, probe_failures, known)

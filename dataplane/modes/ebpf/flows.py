@@ -83,7 +83,8 @@ class FlowGC:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stop = threading.Event()
-        self._wanted_stamp = self._graced = 0
+        self._wanted_stamp = 0
+        self.graced = 0  # number of the last grace period that is over
         self._candidates: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
         self._result: tuple[frozenset[int], frozenset[int], frozenset[int], frozenset[int]] | None = None
         self.used = {"flows4": 0, "flows6": 0}  # entries, by map
@@ -130,13 +131,7 @@ class FlowGC:
         """The last grace period that is over; (looked for services, backends, found services, backends) or None."""
         with self._lock:
             result, self._result = self._result, None
-            return self._graced, result
-
-    @property
-    def graced(self) -> int:
-        """The last grace period that is over."""
-        with self._lock:
-            return self._graced
+            return self.graced, result
 
     def stop(self) -> None:
         """End the thread."""
@@ -176,10 +171,10 @@ class FlowGC:
     def _pass_grace(self) -> None:
         with self._lock:
             wanted = self._wanted_stamp
-        if wanted > self._graced:
+        if wanted > self.graced:
             wait_for_programs()
             with self._lock:
-                self._graced = wanted
+                self.graced = wanted
 
     def scan(self) -> None:
         """Read all flows once: forget idle ones, look for ids of deferred frees."""

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,15 +20,16 @@ from dataplane.modes.ebpf._abi import ffi as abi
 
 __all__ = [
     "OBJECTS", "Words", "abi_constants", "address_bytes", "address_text", "address_words", "backend_bit",
-    "backend_bits", "dtype_of", "frontend_dtype", "frontend_values", "pack", "prefilter_bits", "service_bits",
-    "slice_word", "split_slice_word", "stored_numbers", "swap16", "words_of",
+    "backend_bits", "dtype_of", "frontend_dtype", "frontend_values", "pack", "prefilter_bits", "range_word",
+    "service_bits", "split_range_word",
+    "stored_numbers", "swap16", "words_of",
 ]  # fmt: skip
 
 OBJECTS = Path(__file__).parent / "objects"
 
 Words = NDArray[np.uint32]
 _WORD = 0xFFFFFFFF
-_FOUR_WORDS = struct.Struct("=4I")
+_ONE_WORD, _FOUR_WORDS = struct.Struct("=I"), struct.Struct("=4I")
 
 
 @lru_cache(maxsize=1)
@@ -93,9 +94,11 @@ def address_words(addresses: Iterable[str]) -> Words:
     return np.frombuffer(b"".join(map(address_bytes, addresses)), dtype=np.uint32).reshape(-1, 4)
 
 
-def words_of(address: str) -> tuple[int, ...]:
+def words_of(address: str) -> tuple[int, int, int, int]:
     """One row of `address_words`, as ints."""
-    return _FOUR_WORDS.unpack(address_bytes(address))
+    if ":" in address:
+        return _FOUR_WORDS.unpack(socket.inet_pton(socket.AF_INET6, address))
+    return *_ONE_WORD.unpack(socket.inet_aton(address)), 0, 0, 0
 
 
 def address_text(words: bytes, family: int) -> str:
@@ -172,19 +175,19 @@ def frontend_values(
     return values
 
 
-def slice_word(offset: int, count: int, epoch: int) -> int:
-    """The word that a program reads to find a route's slots."""
+Word = TypeVar("Word", int, NDArray[Any])
+
+
+def range_word(offset: Word, count: Word, epoch: Word) -> Word:
+    """The word by which a service publishes the slots of a backend set; numbers, or arrays of them."""
     limits = abi_constants()
-    epoch &= (1 << limits["RANGE_EPOCH_BITS"]) - 1
-    return (
-        offset
-        | count << limits["RANGE_OFFSET_BITS"]
-        | epoch << (limits["RANGE_OFFSET_BITS"] + limits["RANGE_COUNT_BITS"])
-    )
+    bits, counts = limits["RANGE_OFFSET_BITS"], limits["RANGE_COUNT_BITS"]
+    word: Word = offset | count << bits | (epoch & (1 << limits["RANGE_EPOCH_BITS"]) - 1) << bits + counts
+    return word
 
 
-def split_slice_word(word: int) -> tuple[int, int, int]:
-    """Offset, count and epoch of a slice word."""
+def split_range_word(word: int) -> tuple[int, int, int]:
+    """Offset, count and epoch of a `range_word`."""
     limits = abi_constants()
     bits, counts = limits["RANGE_OFFSET_BITS"], limits["RANGE_COUNT_BITS"]
     return word & ((1 << bits) - 1), word >> bits & ((1 << counts) - 1), word >> (bits + counts)

@@ -88,7 +88,7 @@ def _services(maps: Maps, names: Names) -> list[dict[str, Any]]:
                 "when_empty": "drop" if int(row["flags"]) & drops else "reject",
                 "affinity": bool(row["affinity"]),
                 "chosen_by": _chosen_by(int(row["flags"])),
-                "slots": [layout.split_slice_word(word)[1] for word in row["sets"].tolist()],
+                "slots": [layout.split_range_word(word)[1] for word in row["sets"].tolist()],
                 **({} if figures is None else traffic_row(figures[number])),
             }
         )

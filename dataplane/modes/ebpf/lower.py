@@ -1,149 +1,157 @@
-"""PURE. One service port of the table to rows: frontends, members with their flags, routes and rings of members."""
+"""PURE. One service port of the table to rows: frontends, members with their flags, backend sets and their rings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from functools import lru_cache
 
-from dataplane.balancing import ALGORITHMS, Algorithm, Spread, find, ring_of
+import msgspec
+
+from dataplane.balancing import ALGORITHMS, KNOWN, Algorithm, Spread, find, ring_of
 from dataplane.balancing.least_connections import FAIR
 from dataplane.modes.ebpf.outliers import Ejection, ejected
-from dataplane.table import Backend, BackendSet, Entry, Frontend, Kind, Masquerade, WhenEmpty
+from dataplane.table import Backend, Entry, Kind, Masquerade, WhenEmpty
 
 __all__ = [
-    "ANY", "BACKEND_EJECTED", "FRONTEND_ADDRESS", "FRONTEND_INSIDE_ROUTE", "FRONTEND_MASQUERADE",
-    "FRONTEND_NODE_PORTS", "FRONTEND_OUTSIDE_ROUTE", "FRONTEND_SOURCES", "NO_EJECTIONS", "Rows", "Socket",
-    "algorithm_of", "lower", "rings_of",
+    "ANY", "BACKEND_EJECTED", "BACKEND_SETS", "FRONTEND_ADDRESS", "FRONTEND_EXTERNAL_SET", "FRONTEND_INTERNAL_SET",
+    "FRONTEND_MASQUERADE", "FRONTEND_NODE_PORTS", "FRONTEND_SOURCE_RANGES", "NO_EJECTIONS", "FrontendRow", "Key",
+    "Rows", "Settings", "Socket", "lower", "rings_of",
 ]  # fmt: skip
 
 # The enumerators of bpf/abi.h that a translation needs; a test compares them with the header.
-FRONTEND_INSIDE_ROUTE, FRONTEND_OUTSIDE_ROUTE, FRONTEND_ADDRESS = 1, 2, 4
+BACKEND_SETS = 2
+FRONTEND_INTERNAL_SET, FRONTEND_EXTERNAL_SET, FRONTEND_ADDRESS = 1, 2, 4
 FRONTEND_MASQUERADE = {Masquerade.POD: 8, Masquerade.NODE: 16, Masquerade.EXTERNAL: 32}
 _MASQUERADE = tuple((int(whom), flag) for whom, flag in FRONTEND_MASQUERADE.items())  # IntFlag's own `&` takes 2 us
-FRONTEND_SOURCES, FRONTEND_NODE_PORTS = 64, 128
-SERVICE_DROP_ROUTE = (1, 2)
+FRONTEND_SOURCE_RANGES, FRONTEND_NODE_PORTS = 64, 128
+SERVICE_DROP_SET = (1, 2)
 SERVICE_SPREAD = {Spread.RANDOM: 0, Spread.TUPLE: 16, Spread.CLIENT: 32, Spread.IN_TURN: 64}
-BACKEND_SERVING, BACKEND_ROUTE, BACKEND_EJECTED, BACKEND_PROBE_FAILED, BACKEND_LOCAL = 1, (2, 4), 8, 16, 32
+BACKEND_SERVING, BACKEND_SET, BACKEND_EJECTED, BACKEND_PROBE_FAILED, BACKEND_LOCAL = 1, (2, 4), 8, 16, 32
 
 ANY = {4: "0.0.0.0", 6: "::"}  # noqa: S104 - the address of node ports' frontends: every one that serves node ports
 
-
 Socket = tuple[str, int]  # address and port
-
-
-class Rows(NamedTuple):
-    """What the maps hold for one service port.
-
-    `frontends` are (address, port, flags), a node port's address being `ANY`; `members` every backend that has a
-    row, with `member_flags`; `routes` are indexes into `members`, in the order of the table, of which `rings_of` makes
-    slots; `sources` the CIDRs that may come to the frontends with FRONTEND_SOURCES.
-    """
-
-    frontends: list[tuple[str, int, int]]
-    members: list[Backend]
-    member_flags: list[int]
-    routes: list[list[int]]
-    flags: int
-    affinity_seconds: int
-    sources: tuple[str, ...] = ()
-    closed: tuple[str, ...] = ()  # addresses at which ports without a frontend are refused: ClusterIPs
-
+Key = tuple[int, str, int, int]  # family, address, port, protocol; an address entry has port and protocol 0
+FrontendRow = tuple[Key, int, bool]  # its flags, and whether its address rejects all ports that have no frontend
 
 NO_EJECTIONS: Mapping[Socket, Ejection] = {}
+_ALGORITHMS = {name: find(name) for name in KNOWN}
+
+
+class Settings(msgspec.Struct, frozen=True, gc=False):
+    """What a service port has besides backends.
+
+    The address of a node port's frontend is `ANY`. `flags` are those of the service's row. `source_ranges` are the
+    CIDRs of the clients that the frontends with FRONTEND_SOURCE_RANGES allow.
+    """
+
+    frontends: tuple[FrontendRow, ...]
+    algorithm: Algorithm
+    flags: int = 0
+    affinity_seconds: int = 0
+    source_ranges: tuple[str, ...] = ()
+
+
+class Rows(msgspec.Struct, frozen=True, gc=False):
+    """What the maps hold for one service port. It is kept for as long as they do, so it is small.
+
+    `members` are all backends that have a row, with a byte of `flags` each. `sets` are the backend sets as indexes into
+    `members`, of which `rings_of` makes slots.
+    """
+
+    settings: Settings
+    members: tuple[Backend, ...]
+    flags: bytes
+    sets: tuple[Sequence[int], ...]
 
 
 def lower(entry: Entry, ejections: Mapping[Socket, Ejection] = NO_EJECTIONS) -> Rows:
-    """Translate. All that is decided here is which failing backends each route can do without."""
-    routes = entry.backend_sets
-    if len(routes) > 2:
-        raise ValueError(f"{entry.name}: {len(routes)} distinct backend sets, the layout has room for two")
-    members, member_flags, places = _members(entry, routes, ejections)
-    flags = SERVICE_SPREAD[algorithm_of(entry).spread]
-    for route, drop in zip(routes, SERVICE_DROP_ROUTE, strict=False):
-        if route.when_empty is WhenEmpty.DROP:
-            flags |= drop
-    return Rows(
-        frontends=_frontends(entry),
-        members=members,
-        member_flags=[flag | BACKEND_LOCAL if m.local else flag for m, flag in zip(members, member_flags, strict=True)],
-        routes=places,
-        flags=flags,
-        affinity_seconds=entry.affinity_seconds,
-        sources=_sources(entry),
-        closed=tuple([f.address for f in entry.frontends if f.kind is Kind.CLUSTER_IP and f.address is not None]),
-    )
+    """Translate. All that is decided here is which failing backends each backend set can do without.
+
+    Raises:
+        ValueError: there are more backend sets than a row has room for.
+    """
+    sets = entry.backend_sets
+    if len(sets) > BACKEND_SETS:
+        raise ValueError(f"{entry.name}: {len(sets)} distinct backend sets, there is room for two")
+    if not ejections and len(sets) == 1 and sets[0].backends is entry.serving:
+        # Nearly all service ports: every backend is in the only set, and there is nothing to look up.
+        flags = BACKEND_SERVING | BACKEND_SET[0]
+        members, members_of = entry.serving, _all_of(len(entry.serving))
+        member_flags = bytes([flags | BACKEND_LOCAL if backend.local else flags for backend in members])
+    else:
+        members, member_flags, members_of = _members(entry, ejections)
+    # Where this mode has no equivalent of the algorithm that is asked for, it takes the default.
+    algorithm = _ALGORITHMS.get(entry.algorithm) or ALGORITHMS["random"]
+    service_flags = SERVICE_SPREAD[algorithm.spread]
+    for backend_set, drop in zip(sets, SERVICE_DROP_SET, strict=False):
+        if backend_set.when_empty is WhenEmpty.DROP:
+            service_flags |= drop
+    # A Service has one `loadBalancerSourceRanges`: all frontends that are restricted have the same ranges.
+    ranges = [frontend.source_ranges for frontend in entry.frontends if frontend.source_ranges is not None]
+    source_ranges = ranges[0] if ranges else ()
+    settings = Settings(_frontends(entry), algorithm, service_flags, entry.affinity_seconds, source_ranges)
+    return Rows(settings, members, member_flags, members_of)
 
 
 def _members(
-    entry: Entry, routes: Sequence[BackendSet], ejections: Mapping[Socket, Ejection]
-) -> tuple[list[Backend], list[int], list[list[int]]]:
-    """Members, their flags, and for each route the indexes of its members."""
-    if not ejections and len(routes) == 1 and routes[0].backends is entry.serving:  # nearly all: nothing to look up
-        count = len(entry.serving)
-        return list(entry.serving), [BACKEND_SERVING | BACKEND_ROUTE[0]] * count, [list(range(count))]
-    members: dict[Backend, int] = dict.fromkeys(entry.serving, BACKEND_SERVING)
+    entry: Entry, ejections: Mapping[Socket, Ejection]
+) -> tuple[tuple[Backend, ...], bytes, tuple[Sequence[int], ...]]:
+    """Members, their flags, and for each backend set the indexes of its members."""
+    members: dict[Backend, int] = {b: BACKEND_SERVING | BACKEND_LOCAL * b.local for b in entry.serving}
     kept: list[list[Backend]] = []
-    for bit, route in enumerate(routes):
-        out = ejected([(b.address, b.port) for b in route.backends], ejections) if ejections else ()
+    for bit, backend_set in enumerate(entry.backend_sets):
+        out = ejected([(b.address, b.port) for b in backend_set.backends], ejections) if ejections else ()
         kept.append([])
-        for backend in route.backends:
-            flag = BACKEND_ROUTE[bit]
+        for backend in backend_set.backends:
+            flag = BACKEND_SET[bit]
             if (backend.address, backend.port) in out:
                 ejection = ejections[backend.address, backend.port]
                 flag = BACKEND_EJECTED | (BACKEND_PROBE_FAILED if ejection.until is None else 0)
             else:
                 kept[bit].append(backend)
-            members[backend] = members.get(backend, BACKEND_SERVING) | flag
+            members[backend] = members.get(backend, BACKEND_SERVING | BACKEND_LOCAL * backend.local) | flag
     index = {backend: position for position, backend in enumerate(members)}
-    return list(members), list(members.values()), [[index[backend] for backend in route] for route in kept]
+    return tuple(members), bytes(members.values()), tuple(tuple([index[b] for b in backends]) for backends in kept)
 
 
-def algorithm_of(entry: Entry) -> Algorithm:
-    """What fills the rings: the default where this mode has no equivalent of what is asked for."""
-    return find(entry.algorithm) or ALGORITHMS["random"]
+@lru_cache(maxsize=256)
+def _all_of(count: int) -> tuple[Sequence[int], ...]:
+    """The only backend set of a service port with so many members, shared by all such service ports."""
+    return (range(count),)
 
 
-def rings_of(entry: Entry, rows: Rows, limit: int, shares: Mapping[Socket, int] | None = None) -> list[list[int]]:
-    """Indexes into `rows.members` for each route, in the order of the slots.
+def _frontends(entry: Entry) -> tuple[FrontendRow, ...]:
+    closed = [frontend.address for frontend in entry.frontends if frontend.kind is Kind.CLUSTER_IP]
+    rows = []
+    for frontend in entry.frontends:
+        flags = (FRONTEND_INTERNAL_SET if frontend.internal else 0) | (
+            FRONTEND_EXTERNAL_SET if frontend.external else 0
+        )
+        if frontend.source_ranges is not None:
+            flags |= FRONTEND_SOURCE_RANGES
+        masqueraded = int(frontend.masquerade)
+        for clients, flag in _MASQUERADE:
+            if masqueraded & clients:
+                flags |= flag
+        address = ANY[entry.family] if frontend.address is None else frontend.address
+        rows.append(((entry.family, address, frontend.port, int(entry.protocol)), flags, frontend.address in closed))
+    return tuple(rows)
+
+
+def rings_of(rows: Rows, limit: int, shares: Mapping[Socket, int] | None = None) -> Sequence[Sequence[int]]:
+    """Indexes into `rows.members` for each backend set, in the order of the slots.
 
     Args:
-        entry: the service port.
-        rows: what `lower` made of it.
+        rows: what `lower` made of the service port.
         limit: slots for one ring; 0: a slot for each backend, whatever the algorithm would like.
         shares: of backends, where the algorithm follows the load; those it does not name get a fair one.
     """
     if not limit:
-        return rows.routes
-    algorithm = algorithm_of(entry)
+        return rows.sets
     rings = []
-    for route in rows.routes:
-        backends = [rows.members[position] for position in route]
+    for members in rows.sets:
+        backends = [rows.members[position] for position in members]
         parts = [shares.get((backend.address, backend.port), FAIR) for backend in backends] if shares else None
-        rings.append([route[place] for place in ring_of(algorithm, backends, limit, parts)])
+        rings.append([members[place] for place in ring_of(rows.settings.algorithm, backends, limit, parts)])
     return rings
-
-
-def _sources(entry: Entry) -> tuple[str, ...]:
-    """One list for the service port: a Service has one `loadBalancerSourceRanges`."""
-    for frontend in entry.frontends:
-        if frontend.source_ranges is not None:
-            return frontend.source_ranges
-    return ()
-
-
-def _frontends(entry: Entry) -> list[tuple[str, int, int]]:
-    return [
-        (ANY[entry.family] if frontend.address is None else frontend.address, frontend.port, _flags(frontend))
-        for frontend in entry.frontends
-    ]
-
-
-def _flags(frontend: Frontend) -> int:
-    inside = FRONTEND_INSIDE_ROUTE if frontend.internal else 0
-    outside = FRONTEND_OUTSIDE_ROUTE if frontend.external else 0
-    asked = int(frontend.masquerade)
-    flags = inside | outside | (FRONTEND_SOURCES if frontend.source_ranges is not None else 0)
-    for whom, flag in _MASQUERADE:
-        if asked & whom:
-            flags |= flag
-    return flags

@@ -1,16 +1,17 @@
 """PURE. Ids of services and backends, and ranges of the slots array; freed once nobody uses them.
 
-A number that a program may still be looking at must not mean something else yet. So what is released waits
-for a grace period (every program that ran at the time has ended), and backend and service ids also until no
-flow names them.
+An id that a program may still be looking at must not mean something else yet. So what is released waits for a grace
+period (every program that ran at the time has ended), and ids of backends and services also until no flow names them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-__all__ = ["SETTINGS", "FullError", "IdPool", "DeferredFree", "SlotAllocator", "size_class"]
+__all__ = ["SETTINGS", "DeferredFree", "Freed", "FullError", "IdPool", "SlotAllocator", "size_class"]
 
 # What bounds each map that grows.
 SETTINGS = {
@@ -55,7 +56,7 @@ class IdPool:
         Raises:
             FullError: fewer are left.
         """
-        if count > self.left:
+        if count > self.limit - self._next + len(self._free):
             raise FullError(self.name, self.limit)
         fresh = min(count, self.limit - self._next)
         numbers = list(range(self._next, self._next + fresh))
@@ -70,12 +71,12 @@ class IdPool:
 
 
 def size_class(count: int) -> int:
-    """Slots that a slice of `count` occupies: the next power of two, at least 4."""
+    """Slots that a ring of `count` occupies: the next power of two, at least 4."""
     return 0 if count == 0 else max(4, 1 << (count - 1).bit_length())
 
 
 class SlotAllocator:
-    """Stretches of the slots array in powers of two."""
+    """Ranges of the slots array in powers of two."""
 
     def __init__(self, limit: int, name: str, used: Iterable[tuple[int, int]] = ()) -> None:
         self.limit = limit
@@ -95,10 +96,10 @@ class SlotAllocator:
             start += size
 
     def take(self, count: int) -> tuple[int, int]:
-        """Offset and size of a stretch for `count` slots; (0, 0) for none.
+        """Offset and size of a range for `count` slots; (0, 0) for none.
 
         Raises:
-            FullError: no stretch is long enough.
+            FullError: no range is long enough.
         """
         size = size_class(count)
         if not size:
@@ -128,7 +129,7 @@ class SlotAllocator:
         return sorted(s for s, free in self._free.items() if s >= size and free)
 
     def _merge(self) -> None:
-        """Join neighbours that are free; rare, only when nothing else is long enough."""
+        """Join adjacent ranges that are free; rare, only when nothing else is long enough."""
         pieces = sorted((offset, size) for size, free in self._free.items() for offset in free)
         pieces.append((self._next, self.limit - self._next))
         self._next = self.limit
@@ -142,51 +143,71 @@ class SlotAllocator:
         self._fill_gap(start, end)
 
     def give(self, offset: int, size: int) -> None:
-        """Take a stretch back."""
+        """Take a range back."""
         if size:
             self._free[size].append(offset)
             self.in_use -= size
 
 
-class DeferredFree:
-    """What was released and must wait. Stamps are numbers of grace periods, counted by the caller."""
+@dataclass(slots=True)
+class Freed:
+    """What nothing uses any more. Frontends are told by whatever the caller knows them by."""
 
-    def __init__(self, services: IdPool, backends: IdPool, slices: SlotAllocator) -> None:
-        self._services, self._backends, self._slices = services, backends, slices
-        self._waiting: deque[tuple[int, list[int], list[int], list[tuple[int, int]]]] = deque()
+    services: list[int] = field(default_factory=list)
+    backends: list[int] = field(default_factory=list)
+    frontends: list[Any] = field(default_factory=list)
+
+
+class DeferredFree:
+    """What was taken out of use, and is not free yet. Stamps are numbers of grace periods, counted by the caller.
+
+    Flows go on when their service is gone, as with conntrack, so their packets must still be looked at: the frontends
+    of such a service are free when its id is. Other frontends only wait for the grace period.
+    """
+
+    def __init__(self, services: IdPool, backends: IdPool, slots: SlotAllocator) -> None:
+        self._services, self._backends, self._slots = services, backends, slots
+        self._waiting: deque[tuple[int, Sequence[int], Sequence[int], Sequence[tuple[int, int]], list[Any]]] = deque()
+        self._frontends: dict[int, list[Any]] = {}  # of services that are gone
         self._unnamed_services: set[int] = set()
         self._unnamed_backends: set[int] = set()
 
     def __len__(self) -> int:
-        return (
-            sum(len(s) + len(b) + len(p) for _, s, b, p in self._waiting)
-            + len(self._unnamed_services)
-            + len(self._unnamed_backends)
-        )
+        waiting = sum(len(services) + len(backends) + len(ranges) for _, services, backends, ranges, _ in self._waiting)
+        return waiting + len(self._unnamed_services) + len(self._unnamed_backends)
 
     @property
-    def has_slices(self) -> bool:
-        """Whether slices wait for a grace period."""
-        return any(slices for _, _, _, slices in self._waiting)
+    def has_slots(self) -> bool:
+        """Whether slots wait for a grace period."""
+        return any(ranges for _, _, _, ranges, _ in self._waiting)
 
-    def put(self, stamp: int, services: list[int], backends: list[int], slices: list[tuple[int, int]]) -> None:
-        """Release these once grace period `stamp` is over."""
-        if services or backends or slices:
-            self._waiting.append((stamp, services, backends, slices))
+    def put(
+        self, stamp: int, services: Sequence[int], backends: Sequence[int], ranges: Sequence[tuple[int, int]],
+        frontends: Iterable[tuple[Any, int]] = (),
+    ) -> None:  # fmt: skip
+        """Free these once grace period `stamp` is over; of frontends with the service that had each."""
+        others, gone = [], frozenset(services)
+        for frontend, service in frontends:
+            if service in gone:
+                self._frontends.setdefault(service, []).append(frontend)
+            else:
+                others.append(frontend)
+        if services or backends or ranges or others:
+            self._waiting.append((stamp, services, backends, ranges, others))
 
-    def graced(self, stamp: int) -> tuple[list[int], list[int]]:
-        """Grace period `stamp` is over: slices are free, ids wait for the flows. Returns those ids."""
-        all_services: list[int] = []
-        all_backends: list[int] = []
+    def graced(self, stamp: int) -> Freed:
+        """Grace period `stamp` is over: slots and frontends are free. The ids that are returned wait for the flows."""
+        freed = Freed()
         while self._waiting and self._waiting[0][0] <= stamp:
-            _, services, backends, slices = self._waiting.popleft()
-            for offset, size in slices:
-                self._slices.give(offset, size)
-            all_services += services
-            all_backends += backends
-        self._unnamed_services.update(all_services)
-        self._unnamed_backends.update(all_backends)
-        return all_services, all_backends
+            _, services, backends, ranges, frontends = self._waiting.popleft()
+            for offset, size in ranges:
+                self._slots.give(offset, size)
+            freed.services += services
+            freed.backends += backends
+            freed.frontends += frontends
+        self._unnamed_services.update(freed.services)
+        self._unnamed_backends.update(freed.backends)
+        return freed
 
     @property
     def candidates(self) -> tuple[frozenset[int], frozenset[int]]:
@@ -196,12 +217,15 @@ class DeferredFree:
     def scanned(
         self, services: Collection[int], backends: Collection[int], named_services: Collection[int],
         named_backends: Collection[int],
-    ) -> tuple[list[int], list[int]]:  # fmt: skip
-        """A scan looked for these ids and found some of them named by flows: the rest is free, and returned."""
+    ) -> Freed:  # fmt: skip
+        """A scan looked for these ids and found some of them named by flows: the others are free, and returned."""
         free_services = self._unnamed_services & set(services) - set(named_services)
         free_backends = self._unnamed_backends & set(backends) - set(named_backends)
         self._unnamed_services -= free_services
         self._unnamed_backends -= free_backends
-        self._services.give(sorted(free_services))
-        self._backends.give(sorted(free_backends))
-        return sorted(free_services), sorted(free_backends)
+        freed = Freed(sorted(free_services), sorted(free_backends))
+        self._services.give(freed.services)
+        self._backends.give(freed.backends)
+        for service in freed.services:
+            freed.frontends += self._frontends.pop(service, ())
+        return freed

@@ -59,9 +59,10 @@ from dataplane.modes.ebpf.flows import FlowGC
 from dataplane.modes.ebpf.gone import Mark, collect, is_gone
 from dataplane.modes.ebpf.maps import Larger, MapSet, open_pinned_maps
 from dataplane.modes.ebpf.pins import Glance, beside, folder_of, former_layouts, pins_in, remove_pins, strangers, told
+from dataplane.modes.ebpf.plan import Plan
 from dataplane.modes.ebpf.programs import Loader, Programs, missing_datapaths, put_datapaths, teach_namespace
 from dataplane.modes.ebpf.resizer import MapResizer
-from dataplane.modes.ebpf.store import Store
+from dataplane.modes.ebpf.store import ForeignEntries, Store
 from dataplane.table import EMPTY, Entry, NodeNetwork, ServiceTable, family_of
 
 SHOWN = 5  # things that others changed, in one line of the log
@@ -168,6 +169,7 @@ class Ebpf:
         self.store = self._new_store(adopt=self.adopted)
         self.table: ServiceTable = EMPTY
         self._misfitting: frozenset[str] = frozenset()
+        self._failed: frozenset[str] = frozenset()  # services of a sync that could not be finished
         self._attached = False
         self.programs: Programs | None = None  # loaded when the first table has told how large maps must be
         self.pods = attach.pods(self.folder, options)
@@ -234,71 +236,80 @@ class Ebpf:
     def prewarm(self, ports: int, endpoints: int) -> None:
         """See `dataplane.mode.Prewarmed.prewarm`."""
         with contextlib.suppress(DataplaneError, OSError):  # `sync` tries again, and tells
-            self._begin(sizes.foreseen, ports, endpoints)
+            if self.programs is None:
+                self._begin(sizes.foreseen, ports, endpoints)
 
     def _begin(self, foresee: Callable[..., sizes.Sizes], *what: Any) -> None:
-        """Maps for what is foreseen, and the loading of programs, unless that was done."""
-        if self.programs is None and not self.resizer.growing:
+        """Maps for what is foreseen, and the loading of programs, unless that is under way."""
+        if not self.resizer.growing:
             self.resizer.begin(foresee(*what))
 
     def sync(self, table: ServiceTable) -> SyncResult:
         """See `dataplane.mode.Programmer.sync`."""
-        names = changed_services(self.table, table) | self._misfitting
+        names = changed_services(self.table, table) | self._misfitting | self._failed
         try:
-            self._begin(sizes.needs, (entry for entries in table.services.values() for entry in entries))
+            if self.programs is None:
+                self._begin(sizes.needs, (entry for entries in table.services.values() for entry in entries))
             if table.node != self.table.node or not self._attached:
                 self._write_node(table.node)
-            self.store.graced(self.gc.graced)  # `maintain` does the rest of `_collect`
-            changed, removed = self._apply({name: table.services.get(name, ()) for name in names})
-            self.failover.services_changed(self.store, names)
-            self.gc.count_for = frozenset(self.store.follows_load())
-            self.gc.disconnect(self.store.take_gone_datagram_backends())
+            if self.gc.graced > self.store.graced_stamp:
+                self.store.graced(self.gc.graced)  # `maintain` does the rest of `_collect`
+            services = {name: table.services.get(name, ()) for name in names}
+            changed, removed = self.store.apply(services)
+            if self.plan.full:
+                changed += self._make_room(services)
+            if self.plan.probes_changed:
+                self.failover.services_changed(self.store)
+            if gone := self.store.take_gone_datagram_backends():
+                self.gc.disconnect(gone)
             moved = table.node.primary != self.table.node.primary
             self.table = table
-            self._misfitting = frozenset(self.store.unfit)
+            self._misfitting, self._failed = frozenset(self.plan.unfit), frozenset()
             if not self._attached or moved:
                 self._attach()
                 self._take_over()
         except Unsupported:
             raise
         except (DataplaneError, OSError, ValueError) as error:
-            self._start_over()
+            self._failed = names
+            if isinstance(error, ForeignEntries):
+                self._start_over()
             raise SyncError(f"the eBPF maps could not be programmed: {error}") from error
-        self.gc.want_grace(self.store.stamp)  # last: it wakes a thread, which takes the interpreter
-        return SyncResult(changed, removed, tuple(self.store.misfits.values()))
+        self.gc.want_grace(self.plan.stamp)  # last: it wakes a thread, which takes the interpreter
+        return SyncResult(changed, removed, tuple(self.plan.misfits.values()))
 
-    def _apply(self, services: dict[str, tuple[Entry, ...]]) -> tuple[int, int]:
-        """As `Store.apply`; what does not fit makes its maps grow."""
-        store = self.store
-        changed, removed = store.apply(services)
-        while store.full:
-            if self._free_slots():
-                changed += store.apply({name: services[name] for name in store.unfit if name in services})[0]
-                continue
-            need = Counter(store.used()) + Counter(
-                sizes.needs(entry for name in store.unfit for entry in services.get(name, ()))
-            )
-            if not self.resizer.make_room(store.full, need):
-                if "slots" not in store.full or len(store.slots) >= store.max_slots:
-                    break
-                store.max_slots = 0  # they cannot be more at the moment: rings are cut
-            store.full.clear()
-            changed += store.apply({name: services[name] for name in store.unfit if name in services})[0]
-        store.full.clear()
-        store.max_slots = self.options.max_slots
-        return changed, removed
+    @property
+    def plan(self) -> Plan:
+        """What is in the maps."""
+        return self.store.plan
+
+    def _make_room(self, services: dict[str, tuple[Entry, ...]]) -> int:
+        """Let maps grow for which something did not fit; how many service ports fit then."""
+        plan, changed = self.plan, 0
+        while plan.full:
+            if not self._free_slots():
+                need = Counter(plan.used()) + Counter(
+                    sizes.needs(entry for name in plan.unfit for entry in services.get(name, ()))
+                )
+                if not self.resizer.make_room(plan.full, need):
+                    if "slots" not in plan.full or plan.slots.limit >= plan.max_slots:
+                        break
+                    plan.max_slots = 0  # they cannot be more at the moment: rings are cut
+            plan.full.clear()
+            changed += self.store.apply({name: services[name] for name in plan.unfit if name in services})[0]
+        plan.full.clear()
+        plan.max_slots = self.options.max_slots
+        return changed
 
     def _free_slots(self) -> bool:
         """Where slots lack and some only wait for programs that may still look at them: wait for these programs.
 
         A change of most services at once takes their new slots before it gives the old ones back.
         """
-        store = self.store
-        if "slots" not in store.full or not store.deferred.has_slices:
+        if "slots" not in self.plan.full or not self.plan.deferred.has_slots:
             return False
-        store.full.clear()
         wait_for_programs()
-        store.graced(store.stamp)
+        self.store.graced(self.plan.stamp)
         return True
 
     def _take_over(self) -> None:
@@ -308,11 +319,11 @@ class Ebpf:
                 log.warning("maps of another layout at %s are removed; flows that only they knew end", former)
 
     def _start_over(self) -> None:
-        """What was planned and what was written may differ now: the next sync reads the maps and adopts."""
+        """The maps hold what this process did not write: the next sync reads them, adopts, and removes the rest."""
         wait_for_programs()  # deferred frees are forgotten with the store: no program may still use what waits there
-        stamp = self.store.stamp
+        stamp = self.plan.stamp
         self.store = self._new_store(adopt=True)
-        self.store.stamp = stamp
+        self.plan.stamp = stamp
         self.failover.forget()
         self.table = EMPTY
 
@@ -457,28 +468,29 @@ class Ebpf:
         """See `dataplane.mode.Programmer.maintain`."""
         self._mend()
         self._collect()
-        self.gc.look_for(*self.store.deferred.candidates)
-        if self._misfitting:
+        self.gc.look_for(*self.plan.deferred.candidates)
+        self.gc.count_for = frozenset(self.plan.follows_load)
+        if self._misfitting and not self._failed:
             self.sync(self.table)
-        self.resizer.step(self.store.used())
-        repaired = self.store.audit()
+        self.resizer.step(self.plan.used())
+        repaired = self.store.writer.rows.repair()
         if repaired:
             self.audit_repairs += repaired
-            log.warning("%d slice words in the maps were not ours and have been repaired", repaired)
+            log.warning("%d words of services in the maps were not ours and have been repaired", repaired)
         self._name_events()
         self.journal.tell()
         if self._trace_until and time.monotonic() > self._trace_until:
             self.maps.view("node")["trace"] = 0
             self._trace_until = 0.0
         notices = self.failover.look(self.store)
-        self.gc.want_grace(self.store.stamp)
+        self.gc.want_grace(self.plan.stamp)
         return [*notices, *self._tell_nearly_full()]
 
     def _tell_nearly_full(self) -> Iterable[Event]:
         """Once for each map, until it has room again."""
         flows = self.gc.used
         entries = {name: self.maps.maps[name].entries for name in flows}
-        full = self.resizer.nearly_full(self.store.used()) | {
+        full = self.resizer.nearly_full(self.plan.used()) | {
             name: f"map {name} is nearly full, with {flows[name]} of {entries[name]} entries: raise --max-flows"
             for name in sizes.crowded(entries, flows)
         }
@@ -497,16 +509,16 @@ class Ebpf:
             self.store.scanned(*scanned)
         loads, self.gc.loads = self.gc.loads, None
         if loads is not None and self.store.balance(loads):
-            self.gc.want_grace(self.store.stamp)
+            self.gc.want_grace(self.plan.stamp)
 
     def names(self) -> Mapping[int, str]:
         """Service id -> name of the service port."""
-        return self.store.names
+        return self.store.names()
 
     def warnings(self) -> list[str]:
         """What the table asks for and this mode does not do."""
         messages = unknown_algorithms(self.table, KNOWN, "random", weighs=True)
-        cut = [(key[0], has, wanted) for key, (has, wanted) in self.store.cut.items()]
+        cut = [(key[0], has, wanted) for key, (has, wanted) in self.plan.cut.items()]
         if cut:
             name, has, wanted = cut[0]
             messages.append(
@@ -517,7 +529,7 @@ class Ebpf:
 
     def status(self) -> dict[str, Any]:
         """See `dataplane.mode.Programmer.status`."""
-        store, used, entries = self.store, self.store.used(), self.resizer.entries
+        store, used, entries = self.store, self.plan.used(), self.resizer.entries
         return {
             "mode": self.name,
             "pins": str(self.folder),
@@ -535,8 +547,8 @@ class Ebpf:
             },
             "maps": self.memory(),
             "traffic_bytes": store.traffic.bytes if store.traffic.counting else 0,
-            "deferred_frees": len(store.deferred),
-            "unprogrammed": unprogrammed_rows(store.misfits.values()),
+            "deferred_frees": len(self.plan.deferred),
+            "unprogrammed": unprogrammed_rows(self.plan.misfits.values()),
             "warnings": self.warnings(),
             "ejections": self.failover.rows(),
             "probes": self.failover.probes(),
@@ -546,7 +558,7 @@ class Ebpf:
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Each map's entries and kernel memory in bytes; of some also how many are used, and to which they may grow."""
-        used, upper = self.store.used() | self.gc.used, self.resizer.upper
+        used, upper = self.plan.used() | self.gc.used, self.resizer.upper
         rows: dict[str, dict[str, int]] = {}
         for name, known in sorted(self.maps.maps.items()):
             rows[name] = {"entries": known.entries, "bytes": known.memory}

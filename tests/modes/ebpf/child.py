@@ -5,8 +5,8 @@ loads programs for that and leaves it there, `maintain` lets the mode do what it
 `die links N` and `die pins N` end the process by SIGKILL when the N-th link or pin from then on has been replaced.
 `notices` lists what `maintain` told for the cluster. `state COUNT VERSION` serves so many services, each with backends
 of that version, some of which another version has too, and some services only in odd versions. `die store STEP N` ends
-the process when the store has done that step N times from then on. `check` compares all maps with the table; with
-`check settled` nothing may be left of what was before.
+the process when that step of writing a change was done N times from then on. `check` compares all maps with the table;
+with `check settled` nothing may be left of what was before.
 """
 
 from __future__ import annotations
@@ -23,13 +23,20 @@ from typing import Any
 from dataplane.kernel import bpf
 from dataplane.mode import Options
 from dataplane.modes.ebpf import programmer, programs, sizes
+from dataplane.modes.ebpf.plan import Plan
 from dataplane.modes.ebpf.programmer import Ebpf
 from dataplane.modes.ebpf.programs import Loader
-from dataplane.modes.ebpf.store import Store
+from dataplane.modes.ebpf.rows import RowWriter
+from dataplane.modes.ebpf.writer import CountingFilter, MapWriter
 from dataplane.table import Backend, BackendSet, Entry, Kind, NodeNetwork, Protocol, ServiceTable
 from tests.tables import Front, entry_of
 
 from . import readback
+
+STEPS: dict[str, Any] = {
+    "write_backends": RowWriter, "add": CountingFilter, "write_rings": RowWriter, "publish": RowWriter,
+    "insert": MapWriter, "write_flags": RowWriter, "write": MapWriter, "commit": Plan,
+}  # fmt: skip
 
 TINY = {"services": 8, "backends": 16, "slots": 16}
 
@@ -94,7 +101,7 @@ class MapResizer:
             case ["begin"]:
                 self.mode.resizer._start(self.mode.maps.make_larger({n: 2 * e for n, e in self.entries().items()}))
             case ["grow"]:
-                return self.mode.resizer.make_room(TINY, self.mode.store.used())
+                return self.mode.resizer.make_room(TINY, self.mode.store.plan.used())
             case ["traffic"]:
                 return self.mode.traffic(by_backend=False)
             case ["refuse", number]:
@@ -108,9 +115,9 @@ class MapResizer:
             case ["check", *how]:
                 readback.check(self.mode.store, self.services, settled=bool(how))
             case ["waiting"]:
-                return len(self.mode.store.deferred) + bool(self.mode.store.exact_after)
+                return not self.mode.store.settled
             case ["die", "store", step, number]:
-                die_after(Store, step, int(number))
+                die_after(STEPS[step], step, int(number))
             case ["die", "links", number]:
                 die_after(bpf, "update_link", int(number))
             case ["die", "pins", number]:

@@ -107,7 +107,7 @@ def programmed(maps: MapSet) -> tuple[dict[Key, Port], set[tuple[int, str]]]:
 
 
 def read_route(slots: Any, backends: Backends, service: int, word: int) -> list[int]:
-    offset, count, _ = layout.split_slice_word(word)
+    offset, count, _ = layout.split_range_word(word)
     values = slots[offset : offset + count].tolist()
     assert [value >> 32 for value in values] == [service] * count, "slots of another service"
     numbers = [value & 0xFFFFFFFF for value in values]
@@ -149,9 +149,9 @@ def check(store: Store, services: Mapping[str, tuple[Entry, ...]], *, settled: b
 
 def check_books(store: Store, number: int, entries: list[Entry], *, settled: bool) -> None:
     """Numbers out, slots out and bits counted are those in use, when nothing waits."""
-    installed = [known for group in store.installed.values() for known in group.values()]
+    installed = [known for group in store.plan.installed.values() for known in group]
     assert len(installed) == number
-    pieces = sorted(piece for known in installed for piece in known.slices if piece[1])
+    pieces = sorted(piece for known in installed for piece in known.ranges if piece[1])
     for (start, size), (after, _) in itertools.pairwise(pieces):
         assert start + size <= after, "slices overlap"
     ids = [n for known in installed for n in known.ids]
@@ -159,10 +159,10 @@ def check_books(store: Store, number: int, entries: list[Entry], *, settled: boo
     assert len({known.service for known in installed}) == len(installed)
     if not settled:
         return
-    assert len(store.deferred) == 0
-    assert store.slices.in_use == sum(size for _, size in pieces)
-    assert store.service_ids.limit - 1 - store.service_ids.left == len(installed)
-    assert store.backend_ids.limit - 1 - store.backend_ids.left == len(ids)
+    assert len(store.plan.deferred) == 0
+    assert store.plan.slots.in_use == sum(size for _, size in pieces)
+    assert store.plan.service_ids.limit - 1 - store.plan.service_ids.left == len(installed)
+    assert store.plan.backend_ids.limit - 1 - store.plan.backend_ids.left == len(ids)
     check_prefilters(store, entries)
 
 
@@ -172,7 +172,7 @@ def check_prefilters(store: Store, entries: list[Entry]) -> None:
     ports, addresses = wanted(entries, store.hz)
     for family, address in [*((key[0], key[1]) for key in ports), *addresses]:
         np.add.at(services, layout.service_bits(layout.address_words([address]), family), 1)
-    for known in (known for group in store.installed.values() for known in group.values()):
+    for known in (known for group in store.plan.installed.values() for known in group):
         for number in known.ids:
             row = store.backends[number : number + 1]
             words = np.ascontiguousarray(row["address"])
@@ -181,12 +181,12 @@ def check_prefilters(store: Store, entries: list[Entry]) -> None:
             if known.entry.protocol is not Protocol.TCP:  # of fragments, which have no ports
                 none = np.zeros(1, np.uint16)
                 np.add.at(backends, layout.backend_bits(words, none, none, known.entry.family), 1)
-    for prefilter, counts in ((store._service_bits, services), (store._backend_bits, backends)):
+    for prefilter, counts in ((store.writer.service_addresses, services), (store.writer.backend_sockets, backends)):
         assert np.array_equal(prefilter.counts, counts)
         assert np.array_equal(np.unpackbits(prefilter.view.view(np.uint8), bitorder="little"), counts > 0)
 
 
 def settle(store: Store) -> None:
     """A grace period and a scan that finds no flow."""
-    store.graced(store.stamp)
-    store.scanned(*store.deferred.candidates, [], [])
+    store.graced(store.plan.stamp)
+    store.scanned(*store.plan.deferred.candidates, [], [])

@@ -8,16 +8,12 @@ import pytest
 
 from workshop.lab.network import Lab
 
+from .child import STEPS
 from .test_growing import Child, lab, traffic_of  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.root
 
 COUNT = 40
-# What `Store._commit` does, in its order; `_insert` is done again for what only fits when others are gone.
-STEPS = (
-    "_write_backends", "add_backend_bits", "_write_slots", "_publish_words", "_bits_of_frontends", "_insert",
-    "_hold_bits", "_remove", "_commit",
-)  # fmt: skip
 
 
 @pytest.mark.timeout(600)
@@ -47,7 +43,7 @@ def settle(child: Child) -> None:
     """Until everything that was released is free; flows are looked through every few seconds."""
     deadline = time.monotonic() + 60
     while child.do("waiting"):
-        assert time.monotonic() < deadline, f"{child.do('waiting')} numbers and slices are not free yet"
+        assert time.monotonic() < deadline, "ids and slots are not free yet"
         child.do("maintain")
         time.sleep(0.1)
 

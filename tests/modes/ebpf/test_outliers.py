@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from dataplane.modes.ebpf import layout, lower
 from dataplane.modes.ebpf.outliers import FIRST, LONGEST, Ejection, OutlierDetector, ejected
-from dataplane.modes.ebpf.store import Store, Subject, key_of
+from dataplane.modes.ebpf.plan import Subject, key_of
+from dataplane.modes.ebpf.store import Store
 from dataplane.table import Entry
 
 from .readback import check, programmed, settle
@@ -206,10 +207,9 @@ def test_each_route_keeps_half(store: Store) -> None:
 
 
 def programmed_without_members(store: Store) -> tuple[list[str], list[str]]:
-    (known,) = store.installed[one].values()
+    (known,) = store.plan.installed[one]
     return tuple(  # type: ignore[return-value]
-        [layout.address_text(store.backends["address"][number].tobytes(), 4) for number in ring]
-        for ring in store._rings_of(known.service)
+        [layout.address_text(store.backends["address"][number].tobytes(), 4) for number in ring] for ring in known.rings
     )
 
 

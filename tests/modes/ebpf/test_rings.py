@@ -57,7 +57,7 @@ def expected(algorithm: str, backends: tuple[Backend, ...], limit: int = LIMIT) 
 
 
 def flags_of(store: Store, key: str = one) -> int:
-    (known,) = store.installed[key].values()
+    (known,) = store.plan.installed[key]
     return int(store.services[known.service]["flags"])
 
 
@@ -86,8 +86,8 @@ CHANGES = [
 def test_slots_are_the_ring_of_the_algorithm(store: Store, entries: list[Entry]) -> None:
     for made in entries:
         store.apply({one: (made,)})
-        assert not store.misfits
-        assert not store.cut
+        assert not store.plan.misfits
+        assert not store.plan.cut
         front = fronts_of(made)[0]
         inside, outside = slots_of(store, front.address or "")
         assert inside == expected(made.algorithm, front.internal.backends)
@@ -95,11 +95,11 @@ def test_slots_are_the_ring_of_the_algorithm(store: Store, entries: list[Entry])
         assert spread_of(store) == {SPREADS[name] for name in [made.algorithm] if name in SPREADS}
         check_books(store, 1, [made], settled=False)
         settle(store)
-        assert store.slices.in_use == sum(size for known in store.installed[one].values() for _, size in known.slices)
+        assert store.plan.slots.in_use == sum(size for known in store.plan.installed[one] for _, size in known.ranges)
     store.apply({one: ()})
     settle(store)
-    assert store.slices.in_use == 0
-    assert not store.follows_load()
+    assert store.plan.slots.in_use == 0
+    assert not frozenset(store.plan.follows_load)
 
 
 def test_an_algorithm_that_is_not_here_is_random(store: Store) -> None:
@@ -112,11 +112,11 @@ def test_an_algorithm_that_is_not_here_is_random(store: Store) -> None:
 def test_a_restart_takes_the_ring_over(store: Store, open_maps: OpenMaps, algorithm: str) -> None:
     table = {one: (port(algorithm, [1, 2, 3]),), two: (entry(two, V2, 3),)}
     store.apply(table)
-    before = {key: known.slices for group in store.installed.values() for key, known in group.items()}
+    before = {number: known.ranges for number, known in store.plan.by_id.items()}
     words = store.services["sets"].copy()
     again = restart(lambda: open_maps(max_slots=16_384))
     again.apply(without_sharing(table))
-    assert {key: known.slices for group in again.installed.values() for key, known in group.items()} == before
+    assert {number: known.ranges for number, known in again.plan.by_id.items()} == before
     assert (again.services["sets"] == words).all(), "the same slots, not even another epoch"
 
 
@@ -137,22 +137,22 @@ def test_rings_get_smaller_before_a_service_port_is_refused(open_maps: OpenMaps)
     table: Table = {f"default/s{n}": (port("mh", [1, 1, 1], f"10.96.0.{n}", f"default/s{n}"),) for n in range(1, 40)}
     store.apply(table)
     store.apply(many(80, 3, 60))
-    assert not store.misfits
+    assert not store.plan.misfits
     sizes = [len(slots_of(store, f"10.96.0.{n}")[0]) for n in range(1, 40)]
     assert sizes[0] == 1021
     assert sorted(set(sizes), reverse=True) == [1021, 509, 3], "251 would leave less than a quarter"
     assert sizes == sorted(sizes, reverse=True), "the first come had the most"
-    assert all(cut == (size, 1021) for cut, size in zip(store.cut.values(), sizes[1:], strict=True))
+    assert all(cut == (size, 1021) for cut, size in zip(store.plan.cut.values(), sizes[1:], strict=True))
 
 
 def test_a_smaller_ring_is_made_larger_when_there_is_room_again(open_maps: OpenMaps) -> None:
     store = Store(open_maps(max_slots=2048), HZ)
     store.apply({one: (port("mh", [1, 1, 1]),), two: (port("mh", [1, 1, 1], V2, two),)})
-    assert list(store.cut.values()) == [(509, 1021)]
+    assert list(store.plan.cut.values()) == [(509, 1021)]
     store.apply({one: ()})
     settle(store)
     store.apply({two: (port("mh", [1, 1, 1], V2, two, affinity=60),)})
-    assert not store.cut
+    assert not store.plan.cut
     assert slots_of(store, V2)[0] == expected("mh", port("mh", [1, 1, 1], V2, two).serving)
 
 
@@ -161,13 +161,13 @@ def test_the_setting_bounds_the_ring(open_maps: OpenMaps) -> None:
     made = port("mh", [1, 1, 1])
     store.apply({one: (made,)})
     assert slots_of(store)[0] == expected("mh", made.serving, 251)
-    assert not store.cut, "what was asked for"
+    assert not store.plan.cut, "what was asked for"
 
 
 def test_what_is_not_as_asked_for_is_told() -> None:
     mode = Ebpf.__new__(Ebpf)
     mode.table = ServiceTable({one: (port("dh", [1, 1]), port("mh", [3, 1]), port("twos", [1, 1]))})
-    mode.store = SimpleNamespace(cut={(f"{one}:p80", 4, 6): (251, 1021)})  # type: ignore[assignment]
+    mode.store = SimpleNamespace(plan=SimpleNamespace(cut={(f"{one}:p80", 4, 6): (251, 1021)}))  # type: ignore[assignment]
     mode.nearly_full = {"slots": "slots are nearly full"}
     mode.resizer = SimpleNamespace(failure="no memory")  # type: ignore[assignment]
     assert mode.warnings() == [
@@ -185,13 +185,13 @@ def test_what_is_not_as_asked_for_is_told() -> None:
 
 
 def ids(store: Store, key: str = one) -> list[int]:
-    (known,) = store.installed[key].values()
+    (known,) = store.plan.installed[key]
     return known.ids.tolist()
 
 
 def test_shares_follow_the_load(store: Store) -> None:
     store.apply({one: (port("lc", [1, 1, 1]),), two: (entry(two, V2, 3),)})
-    assert len(store.follows_load()) == 1
+    assert len(frozenset(store.plan.follows_load)) == 1
     others = slots_of(store, V2)
     first, second, third = ids(store)
     assert store.balance({first: 100, second: 10, third: 10}) == 1
@@ -249,5 +249,5 @@ def test_no_room_for_other_shares_leaves_the_ring(open_maps: OpenMaps) -> None:
     store.apply({one: (port("lc", [1, 1, 1]),), **many(14, 3, 20)})
     before = slots_of(store)
     store.balance({ids(store)[0]: 100})
-    assert not store.misfits
+    assert not store.plan.misfits
     assert slots_of(store) == before

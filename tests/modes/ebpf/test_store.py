@@ -19,6 +19,7 @@ from dataplane.kernel.bpf import BpfError
 from dataplane.kernel.lock import hold
 from dataplane.mode import Options, Unprogrammed
 from dataplane.modes.ebpf.maps import MapSet
+from dataplane.modes.ebpf.plan import key_of
 from dataplane.modes.ebpf.sizes import bounds
 from dataplane.modes.ebpf.store import Store
 from dataplane.table import Backend, BackendSet, Entry, Kind, Protocol, WhenEmpty
@@ -54,7 +55,7 @@ def entry(
 def apply(store: Store, before: Table, after: Table) -> None:
     changed = {name: after.get(name, ()) for name in {*before, *after} if before.get(name) is not after.get(name)}
     store.apply(changed)
-    assert not store.misfits
+    assert not store.plan.misfits
     check(store, after, settled=False)
     settle(store)
     check(store, after, settled=True)
@@ -149,7 +150,7 @@ def random_table(rng: random.Random, before: Table) -> Table:
 @pytest.mark.parametrize("few", [0, 6, 64], ids="up-to-{}-rows-without-numpy".format)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_sequences(store: Store, seed: int, few: int) -> None:
-    store.few = few
+    store.writer.rows.vectorize_from = few
     rng = random.Random(seed)
     before: Table = {}
     for step in range(60):
@@ -157,12 +158,12 @@ def test_random_sequences(store: Store, seed: int, few: int) -> None:
         names = [name for name in {*before, *after} if before.get(name) is not after.get(name)]
         rng.shuffle(names)
         store.apply({name: after.get(name, ()) for name in names})
-        assert not store.misfits
+        assert not store.plan.misfits
         check(store, after, settled=False)
         if rng.random() < 0.5:
             settle(store)
             check(store, after, settled=True)
-        assert store.audit() == 0, step
+        assert store.writer.rows.repair() == 0, step
         before = after
 
 
@@ -170,18 +171,18 @@ def test_nothing_is_written_when_nothing_changed(store: Store) -> None:
     table = {one: (entry(one, V1, 3),)}
     store.apply(table)
     words = store.services["sets"].copy()
-    stamp = store.stamp
+    stamp = store.plan.stamp
     assert store.apply(table) == (0, 0)
     assert (store.services["sets"] == words).all()
-    assert store.stamp == stamp
+    assert store.plan.stamp == stamp
 
 
 def test_a_change_of_backends_keeps_the_numbers_of_the_others(store: Store) -> None:
     store.apply({one: (entry(one, V1, ["10.1.0.1", "10.1.0.2", "10.1.0.3"]),)})
-    known = next(iter(store.installed[one].values()))
+    known = next(iter(store.plan.installed[one]))
     service, ids = known.service, known.ids.tolist()
     store.apply({one: (entry(one, V1, ["10.1.0.1", "10.1.0.3", "10.1.0.4"]),)})
-    known = next(iter(store.installed[one].values()))
+    known = next(iter(store.plan.installed[one]))
     assert known.service == service
     assert known.ids.tolist()[:2] == [ids[0], ids[2]]
     assert known.ids[2] not in ids
@@ -189,9 +190,9 @@ def test_a_change_of_backends_keeps_the_numbers_of_the_others(store: Store) -> N
 
 def test_a_damaged_slice_word_is_repaired(store: Store) -> None:
     store.apply({one: (entry(one, V1, 3),)})
-    store.services["sets"][next(iter(store.installed[one].values())).service, 0] ^= 1 << 30
-    assert store.audit() == 1
-    assert store.audit() == 0
+    store.services["sets"][next(iter(store.plan.installed[one])).service, 0] ^= 1 << 30
+    assert store.writer.rows.repair() == 1
+    assert store.writer.rows.repair() == 0
     check(store, {one: (entry(one, V1, 3),)}, settled=False)
 
 
@@ -200,9 +201,7 @@ def test_a_damaged_slice_word_is_repaired(store: Store) -> None:
 
 def numbers(store: Store) -> dict[object, tuple[int, list[int], object]]:
     return {
-        key: (known.service, known.ids.tolist(), known.slices)
-        for group in store.installed.values()
-        for key, known in group.items()
+        key_of(known.entry): (known.service, known.ids.tolist(), known.ranges) for known in store.plan.by_id.values()
     }
 
 
@@ -248,7 +247,7 @@ def test_a_restart_with_another_table(store: Store, open_maps: OpenMaps, seed: i
         after = random_table(rng, table)
         store.apply({name: after.get(name, ()) for name in {*table, *after} if table.get(name) is not after.get(name)})
         if rng.random() < 0.5:
-            store.graced(store.stamp)
+            store.graced(store.plan.stamp)
         table = after
     for _ in range(3):
         table = random_table(rng, table)
@@ -263,7 +262,7 @@ def test_a_restart_finds_a_slice_at_the_very_beginning(store: Store, open_maps: 
     """The first route is empty and the second has the first slots of all: an empty slice word is no offset."""
     table = {one: (entry(one, V1, 3, local=0),)}
     apply(store, {}, table)
-    assert next(iter(store.installed[one].values())).slices[1] == (0, 4)
+    assert next(iter(store.plan.installed[one])).ranges[1] == (0, 4)
     again = restart(open_maps)
     again.apply(without_sharing(table))
     more = {**table, two: (entry(two, V2, 4),)}
@@ -283,12 +282,12 @@ def test_leftovers_go(store: Store, open_maps: OpenMaps) -> None:
 def test_numbers_that_flows_may_name_stay_reserved_over_a_restart(store: Store, open_maps: OpenMaps) -> None:
     """Killed after the grace period, before any scan: the rows still say that their numbers are not free."""
     apply(store, {}, {one: (entry(one, V1, 3),)})
-    known = next(iter(store.installed[one].values()))
+    known = next(iter(store.plan.installed[one]))
     store.apply({one: ()})
-    store.graced(store.stamp)
+    store.graced(store.plan.stamp)
     again = restart(open_maps)
     again.apply({two: (entry(two, V2, 3),)})
-    fresh = next(iter(again.installed[two].values()))
+    fresh = next(iter(again.plan.installed[two]))
     assert fresh.service != known.service
     assert not set(fresh.ids) & set(known.ids)
     settle(again)
@@ -340,19 +339,19 @@ def test_what_does_not_fit_is_named_and_the_rest_works(
     store = Store(open_maps(**sizes), HZ)
     table = many(services, backends)
     store.apply(table)
-    unfit = {misfit.entry: misfit.reason for misfit in store.misfits.values()}
+    unfit = {misfit.entry: misfit.reason for misfit in store.plan.misfits.values()}
     assert 0 < len(unfit) < services
     assert all(reason.startswith(what) for reason in unfit.values())
-    assert store.unfit.keys() == {name.rpartition(":")[0] for name in unfit}
+    assert store.plan.unfit.keys() == {name.rpartition(":")[0] for name in unfit}
     fits = {name: entries for name, entries in table.items() if entries[0].name not in unfit}
     check(store, fits, settled=True)
     gone = list(fits)[: len(unfit)]
     store.apply(dict.fromkeys(gone, ()))
     settle(store)
     left = {name: entries for name, entries in table.items() if name not in gone}
-    store.apply({name: left[name] for name in store.unfit})  # as the agent does about once a second
-    assert not store.misfits
-    assert not store.unfit
+    store.apply({name: left[name] for name in store.plan.unfit})  # as the agent does about once a second
+    assert not store.plan.misfits
+    assert not store.plan.unfit
     check(store, left, settled=True)
 
 
@@ -360,10 +359,10 @@ def test_a_misfit_that_is_deleted_is_forgotten(open_maps: OpenMaps) -> None:
     store = Store(open_maps(max_backends=8), HZ)
     table = {one: (entry(one, V1, 5),), two: (entry(two, V2, 5),)}
     store.apply(table)
-    assert list(store.misfits.values()) == [Unprogrammed(f"{two}:p80", "map backends (--max-backends) is full (8)")]
+    assert list(store.plan.misfits.values()) == [Unprogrammed(f"{two}:p80", "map backends (--max-backends) is full (8)")]
     store.apply({two: ()})
-    assert not store.misfits
-    assert not store.unfit
+    assert not store.plan.misfits
+    assert not store.plan.unfit
 
 
 def test_a_service_that_cannot_grow_stays_as_it_was(open_maps: OpenMaps) -> None:
@@ -371,7 +370,7 @@ def test_a_service_that_cannot_grow_stays_as_it_was(open_maps: OpenMaps) -> None
     small = {one: (entry(one, V1, 3),)}
     store.apply(small)
     assert store.apply({one: (entry(one, V1, 30),)}) == (0, 0)
-    assert len(store.misfits) == 1
+    assert len(store.plan.misfits) == 1
     check(store, small, settled=False)
     apply(store, {}, {one: (entry(one, V1, 2),)})
 
@@ -382,10 +381,10 @@ def test_one_family_may_fit_and_the_other_not(open_maps: OpenMaps, first: str) -
     sizes = {first: 9, V6 if first == V1 else V1: 3}
     table = tuple(entry(one, vip, size) for vip, size in sizes.items())
     store.apply({one: table})
-    assert [misfit.entry for misfit in store.misfits.values()] == [f"{one}:p80"]
+    assert [misfit.entry for misfit in store.plan.misfits.values()] == [f"{one}:p80"]
     check(store, {one: table[1:]}, settled=False)
     store.apply({one: table})
-    assert len(store.misfits) == 1
+    assert len(store.plan.misfits) == 1
 
 
 def test_a_full_map_of_frontends_takes_a_change_of_all(open_maps: OpenMaps) -> None:
@@ -417,14 +416,14 @@ def test_what_did_not_fit_fits_when_its_map_has_grown(
     store = Store(maps, HZ)
     table = many(services, backends)
     store.apply(table)
-    assert {f"map {name}" for name in store.full} == {what}
+    assert {f"map {name}" for name in store.plan.full} == {what}
     before = sorted(path.name for path in pins.iterdir())
-    while store.full:
-        grow(maps, store, **{name: 4 * maps.maps[name].entries for name in store.full})
-        store.full.clear()
-        store.apply({name: table[name] for name in store.unfit})
+    while store.plan.full:
+        grow(maps, store, **{name: 4 * maps.maps[name].entries for name in store.plan.full})
+        store.plan.full.clear()
+        store.apply({name: table[name] for name in store.plan.unfit})
     assert sorted(path.name for path in pins.iterdir()) == before
-    assert not store.misfits
+    assert not store.plan.misfits
     check(store, table, settled=False)
     settle(store)
     apply(store, table, many(services, backends + 1, 2))
@@ -445,7 +444,7 @@ def test_all_maps_grow_at_any_time(open_maps: OpenMaps) -> None:
         if rng.random() < 0.3:
             del after[name]
         store.apply({name: after.get(name, ())})
-        assert not store.misfits
+        assert not store.plan.misfits
         table = after
         if step % 20 == 10:
             grow(maps, store, **{n: 2 * maps.maps[n].entries for n in ("services", "backends", "slots", "frontends4")})
@@ -461,7 +460,7 @@ def test_a_service_whose_frontends_do_not_fit_is_a_misfit_alone(pins: Path) -> N
     table = {f"default/s{n}": (entry(f"default/s{n}", f"fd00:96::{n}", 2),) for n in range(1, 4)}
     table |= many(2, 2, 10)
     store.apply(table)
-    assert list(store.misfits.values()) == [
+    assert list(store.plan.misfits.values()) == [
         Unprogrammed("default/s3:p80", "map frontends6 (--max-services) is full (4)")
     ]
     del table["default/s3"]
@@ -482,8 +481,8 @@ def test_a_service_whose_source_ranges_do_not_fit_is_a_misfit_alone(pins: Path, 
         table[f"default/s{number}"] = (with_fronts(made, replace(fronts_of(made)[0], source_ranges=ranges)),)
     for changes in [table] if together else [{name: entries} for name, entries in table.items()]:
         store.apply(changes)
-    assert list(store.misfits.values()) == [Unprogrammed("default/s2:p80", f"map source_ranges{family} is full (4)")]
-    assert not store.full, "this map does not grow"
+    assert list(store.plan.misfits.values()) == [Unprogrammed("default/s2:p80", f"map source_ranges{family} is full (4)")]
+    assert not store.plan.full, "this map does not grow"
     del table["default/s2"]
     check(store, table, settled=True)
     maps.close()
