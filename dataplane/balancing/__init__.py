@@ -9,10 +9,11 @@ ebpf and ipvs; `ALIASES` are what people call them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from dataplane.balancing import at_random, least_connections, maglev, round_robin, source_hash, weighted
+from dataplane.balancing.least_connections import FAIR
 from dataplane.balancing.ring import Algorithm, Spread
 from dataplane.table import Backend
 
@@ -53,18 +54,21 @@ def find(name: str) -> Algorithm | None:
 
 
 def ring_of(
-    algorithm: Algorithm, backends: Sequence[Backend], limit: int, shares: Sequence[int] | None = None
+    algorithm: Algorithm, backends: Sequence[Backend], limit: int, shares: Mapping[tuple[str, int], int] | None = None
 ) -> list[int]:
     """The places of a ring: positions in `backends`, each of which is there at least once.
 
     Args:
         algorithm: fills it.
         backends: those of one route, in any order; all with a weight of 1 or more.
-        limit: places that the ring may have; it has more only where there are more backends.
-        shares: of the backends among each other, where they are not their weights (`least_connections.shares`).
+        limit: places that the ring may have; it has more only where there are more backends. 0: one for each.
+        shares: of the backends among each other, by address and port, where they are not their weights
+            (`least_connections.shares`). A backend that is not there gets a fair share.
     """
-    if len(backends) < 2:
+    if len(backends) < 2 or not limit:
         return list(range(len(backends)))
-    if shares is None:
-        shares = [backend.weight for backend in backends] if algorithm.weighs else [1] * len(backends)
-    return algorithm.ring(backends, shares, limit)
+    if shares:
+        parts = [shares.get((backend.address, backend.port), FAIR) for backend in backends]
+    else:
+        parts = [backend.weight for backend in backends] if algorithm.weighs else [1] * len(backends)
+    return algorithm.ring(backends, parts, limit)

@@ -76,7 +76,9 @@ class Simulation:
             seen.append(loads)
             found = shares([1] * count, loads, self.before)
             self.before = list(found)
-            ring = ring_of(ALGORITHMS["lc"], backends(count), LIMIT, found)
+            made = backends(count)
+            of_sockets = {(backend.address, backend.port): share for backend, share in zip(made, found, strict=True)}
+            ring = ring_of(ALGORITHMS["lc"], made, LIMIT, of_sockets)
             for _ in range(10):
                 self.now += 0.5
                 for _ in range(self.rate // 2):

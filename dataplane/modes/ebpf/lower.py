@@ -1,4 +1,4 @@
-"""PURE. One service port of the table to rows: frontends, members with their flags, backend sets and their rings."""
+"""PURE. One service port of the table to rows: frontends, members with their flags, and backend sets."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from functools import lru_cache
 
 import msgspec
 
-from dataplane.balancing import ALGORITHMS, KNOWN, Algorithm, Spread, find, ring_of
-from dataplane.balancing.least_connections import FAIR
+from dataplane.balancing import ALGORITHMS, KNOWN, Algorithm, Spread, find
 from dataplane.modes.ebpf.outliers import Ejection, ejected
 from dataplane.table import Backend, Entry, Kind, Masquerade, WhenEmpty
 
 __all__ = [
     "ANY", "BACKEND_EJECTED", "BACKEND_SETS", "FRONTEND_ADDRESS", "FRONTEND_EXTERNAL_SET", "FRONTEND_INTERNAL_SET",
     "FRONTEND_MASQUERADE", "FRONTEND_NODE_PORTS", "FRONTEND_SOURCE_RANGES", "NO_EJECTIONS", "FrontendRow", "Key",
-    "Rows", "Settings", "Socket", "lower", "rings_of",
+    "Rows", "Settings", "Socket", "lower",
 ]  # fmt: skip
 
 # The enumerators of bpf/abi.h that a translation needs; a test compares them with the header.
@@ -56,7 +55,7 @@ class Rows(msgspec.Struct, frozen=True, gc=False):
     """What the maps hold for one service port. It is kept for as long as they do, so it is small.
 
     `members` are all backends that have a row, with a byte of `flags` each. `sets` are the backend sets as indexes into
-    `members`, of which `rings_of` makes slots.
+    `members`, of which `balancing.ring_of` makes rings.
     """
 
     settings: Settings
@@ -125,9 +124,9 @@ def _frontends(entry: Entry) -> tuple[FrontendRow, ...]:
     closed = [frontend.address for frontend in entry.frontends if frontend.kind is Kind.CLUSTER_IP]
     rows = []
     for frontend in entry.frontends:
-        flags = (FRONTEND_INTERNAL_SET if frontend.internal else 0) | (
-            FRONTEND_EXTERNAL_SET if frontend.external else 0
-        )
+        flags = FRONTEND_INTERNAL_SET if frontend.internal else 0
+        if frontend.external:
+            flags |= FRONTEND_EXTERNAL_SET
         if frontend.source_ranges is not None:
             flags |= FRONTEND_SOURCE_RANGES
         masqueraded = int(frontend.masquerade)
@@ -137,21 +136,3 @@ def _frontends(entry: Entry) -> tuple[FrontendRow, ...]:
         address = ANY[entry.family] if frontend.address is None else frontend.address
         rows.append(((entry.family, address, frontend.port, int(entry.protocol)), flags, frontend.address in closed))
     return tuple(rows)
-
-
-def rings_of(rows: Rows, limit: int, shares: Mapping[Socket, int] | None = None) -> Sequence[Sequence[int]]:
-    """Indexes into `rows.members` for each backend set, in the order of the slots.
-
-    Args:
-        rows: what `lower` made of the service port.
-        limit: slots for one ring; 0: a slot for each backend, whatever the algorithm would like.
-        shares: of backends, where the algorithm follows the load; those it does not name get a fair one.
-    """
-    if not limit:
-        return rows.sets
-    rings = []
-    for members in rows.sets:
-        backends = [rows.members[position] for position in members]
-        parts = [shares.get((backend.address, backend.port), FAIR) for backend in backends] if shares else None
-        rings.append([members[place] for place in ring_of(rows.settings.algorithm, backends, limit, parts)])
-    return rings

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from dataplane.balancing import ring_of
 from dataplane.balancing.least_connections import shares as shares_by_load
 from dataplane.balancing.maglev import SIZES
 from dataplane.mode import Options, Unprogrammed
@@ -27,7 +28,6 @@ from dataplane.modes.ebpf.lower import (
     Rows,
     Socket,
     lower,
-    rings_of,
 )
 from dataplane.modes.ebpf.outliers import Ejection
 from dataplane.modes.ebpf.pools import SETTINGS, DeferredFree, FullError, IdPool, SlotAllocator, size_class
@@ -340,15 +340,19 @@ class Plan:
         Raises:
             FullError: not even that is left.
         """
-        same_algorithm = before is not None and before.rows.settings.algorithm is rows.settings.algorithm
+        algorithm = rows.settings.algorithm
+        same_algorithm = before is not None and before.rows.settings.algorithm is algorithm
         shares = self._shares.get(key) if same_algorithm else None
         limit, wanted, plain = self.max_ring, 0, max(map(len, rows.sets), default=0)
         self.cut.pop(key, None)
         while True:
-            rings = tuple([array("I", [ids[place] for place in ring]) for ring in rings_of(rows, limit, shares)])
+            rings = []
+            for members in rows.sets:
+                places = ring_of(algorithm, [rows.members[member] for member in members], limit, shares)
+                rings.append(array("I", [ids[members[place]] for place in places]))
             largest = max(map(len, rings), default=0)
             wanted = wanted or largest
-            if before is not None and rings == before.rings:
+            if before is not None and rings == [*before.rings]:
                 ranges = before.ranges
                 break
             try:

@@ -59,7 +59,6 @@ from dataplane.modes.ebpf.flows import FlowGC
 from dataplane.modes.ebpf.gone import Mark, collect, is_gone
 from dataplane.modes.ebpf.maps import Larger, MapSet, open_pinned_maps
 from dataplane.modes.ebpf.pins import Glance, beside, folder_of, former_layouts, pins_in, remove_pins, strangers, told
-from dataplane.modes.ebpf.plan import Plan
 from dataplane.modes.ebpf.programs import Loader, Programs, missing_datapaths, put_datapaths, teach_namespace
 from dataplane.modes.ebpf.resizer import MapResizer
 from dataplane.modes.ebpf.store import ForeignEntries, Store
@@ -256,15 +255,17 @@ class Ebpf:
                 self.store.graced(self.gc.graced)  # `maintain` does the rest of `_collect`
             services = {name: table.services.get(name, ()) for name in names}
             changed, removed = self.store.apply(services)
-            if self.plan.full:
+            plan = self.store.plan
+            if plan.full:
                 changed += self._make_room(services)
-            if self.plan.probes_changed:
+            if plan.probes_changed:
                 self.failover.services_changed(self.store)
-            if gone := self.store.take_gone_datagram_backends():
-                self.gc.disconnect(gone)
+            if self.store.gone_datagram_backends:
+                self.gc.disconnect(self.store.gone_datagram_backends)
+                self.store.gone_datagram_backends = []
             moved = table.node.primary != self.table.node.primary
             self.table = table
-            self._misfitting, self._failed = frozenset(self.plan.unfit), frozenset()
+            self._misfitting, self._failed = frozenset(plan.unfit), frozenset()
             if not self._attached or moved:
                 self._attach()
                 self._take_over()
@@ -275,17 +276,12 @@ class Ebpf:
             if isinstance(error, ForeignEntries):
                 self._start_over()
             raise SyncError(f"the eBPF maps could not be programmed: {error}") from error
-        self.gc.want_grace(self.plan.stamp)  # last: it wakes a thread, which takes the interpreter
-        return SyncResult(changed, removed, tuple(self.plan.misfits.values()))
-
-    @property
-    def plan(self) -> Plan:
-        """What is in the maps."""
-        return self.store.plan
+        self.gc.want_grace(plan.stamp)  # last: it wakes a thread, which takes the interpreter
+        return SyncResult(changed, removed, tuple(plan.misfits.values()))
 
     def _make_room(self, services: dict[str, tuple[Entry, ...]]) -> int:
         """Let maps grow for which something did not fit; how many service ports fit then."""
-        plan, changed = self.plan, 0
+        plan, changed = self.store.plan, 0
         while plan.full:
             if not self._free_slots():
                 need = Counter(plan.used()) + Counter(
@@ -306,10 +302,10 @@ class Ebpf:
 
         A change of most services at once takes their new slots before it gives the old ones back.
         """
-        if "slots" not in self.plan.full or not self.plan.deferred.has_slots:
+        if "slots" not in self.store.plan.full or not self.store.plan.deferred.has_slots:
             return False
         wait_for_programs()
-        self.store.graced(self.plan.stamp)
+        self.store.graced(self.store.plan.stamp)
         return True
 
     def _take_over(self) -> None:
@@ -321,9 +317,9 @@ class Ebpf:
     def _start_over(self) -> None:
         """The maps hold what this process did not write: the next sync reads them, adopts, and removes the rest."""
         wait_for_programs()  # deferred frees are forgotten with the store: no program may still use what waits there
-        stamp = self.plan.stamp
+        stamp = self.store.plan.stamp
         self.store = self._new_store(adopt=True)
-        self.plan.stamp = stamp
+        self.store.plan.stamp = stamp
         self.failover.forget()
         self.table = EMPTY
 
@@ -468,11 +464,11 @@ class Ebpf:
         """See `dataplane.mode.Programmer.maintain`."""
         self._mend()
         self._collect()
-        self.gc.look_for(*self.plan.deferred.candidates)
-        self.gc.count_for = frozenset(self.plan.follows_load)
+        self.gc.look_for(*self.store.plan.deferred.candidates)
+        self.gc.count_for = frozenset(self.store.plan.follows_load)
         if self._misfitting and not self._failed:
             self.sync(self.table)
-        self.resizer.step(self.plan.used())
+        self.resizer.step(self.store.plan.used())
         repaired = self.store.writer.rows.repair()
         if repaired:
             self.audit_repairs += repaired
@@ -483,14 +479,14 @@ class Ebpf:
             self.maps.view("node")["trace"] = 0
             self._trace_until = 0.0
         notices = self.failover.look(self.store)
-        self.gc.want_grace(self.plan.stamp)
+        self.gc.want_grace(self.store.plan.stamp)
         return [*notices, *self._tell_nearly_full()]
 
     def _tell_nearly_full(self) -> Iterable[Event]:
         """Once for each map, until it has room again."""
         flows = self.gc.used
         entries = {name: self.maps.maps[name].entries for name in flows}
-        full = self.resizer.nearly_full(self.plan.used()) | {
+        full = self.resizer.nearly_full(self.store.plan.used()) | {
             name: f"map {name} is nearly full, with {flows[name]} of {entries[name]} entries: raise --max-flows"
             for name in sizes.crowded(entries, flows)
         }
@@ -509,7 +505,7 @@ class Ebpf:
             self.store.scanned(*scanned)
         loads, self.gc.loads = self.gc.loads, None
         if loads is not None and self.store.balance(loads):
-            self.gc.want_grace(self.plan.stamp)
+            self.gc.want_grace(self.store.plan.stamp)
 
     def names(self) -> Mapping[int, str]:
         """Service id -> name of the service port."""
@@ -518,7 +514,7 @@ class Ebpf:
     def warnings(self) -> list[str]:
         """What the table asks for and this mode does not do."""
         messages = unknown_algorithms(self.table, KNOWN, "random", weighs=True)
-        cut = [(key[0], has, wanted) for key, (has, wanted) in self.plan.cut.items()]
+        cut = [(key[0], has, wanted) for key, (has, wanted) in self.store.plan.cut.items()]
         if cut:
             name, has, wanted = cut[0]
             messages.append(
@@ -529,7 +525,7 @@ class Ebpf:
 
     def status(self) -> dict[str, Any]:
         """See `dataplane.mode.Programmer.status`."""
-        store, used, entries = self.store, self.plan.used(), self.resizer.entries
+        store, used, entries = self.store, self.store.plan.used(), self.resizer.entries
         return {
             "mode": self.name,
             "pins": str(self.folder),
@@ -547,8 +543,8 @@ class Ebpf:
             },
             "maps": self.memory(),
             "traffic_bytes": store.traffic.bytes if store.traffic.counting else 0,
-            "deferred_frees": len(self.plan.deferred),
-            "unprogrammed": unprogrammed_rows(self.plan.misfits.values()),
+            "deferred_frees": len(self.store.plan.deferred),
+            "unprogrammed": unprogrammed_rows(self.store.plan.misfits.values()),
             "warnings": self.warnings(),
             "ejections": self.failover.rows(),
             "probes": self.failover.probes(),
@@ -558,7 +554,7 @@ class Ebpf:
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Each map's entries and kernel memory in bytes; of some also how many are used, and to which they may grow."""
-        used, upper = self.plan.used() | self.gc.used, self.resizer.upper
+        used, upper = self.store.plan.used() | self.gc.used, self.resizer.upper
         rows: dict[str, dict[str, int]] = {}
         for name, known in sorted(self.maps.maps.items()):
             rows[name] = {"entries": known.entries, "bytes": known.memory}

@@ -60,7 +60,7 @@ class Store:
         self._late: list[Batch] = []  # written but for frontends for which there was no room
         self.graced_stamp = 0  # number of the last grace period that is over
         self._node_ports_at: frozenset[str] = frozenset()
-        self._gone_datagram_backends: list[int] = []
+        self.gone_datagram_backends: list[int] = []  # UDP: sockets that are connected to them are of no use
         self._exact_after = 0  # once this grace period is over, prefilter bits of a former process go
 
     def _sizes(self) -> dict[str, int]:
@@ -142,7 +142,7 @@ class Store:
         while self._unwritten:
             batch = self._unwritten[0]
             self.writer.write(batch)
-            self._gone_datagram_backends += batch.gone_datagram_backends
+            self.gone_datagram_backends += batch.gone_datagram_backends
             self.plan.commit(batch)
             if batch.late_frontends:
                 self._late.append(batch)
@@ -179,11 +179,6 @@ class Store:
         ids = np.array(freed.backends, dtype=np.int64)
         self.traffic.give_back(freed.services, ids, self.backends["service"][ids])
         self.writer.clear_backends(freed.backends)
-
-    def take_gone_datagram_backends(self) -> list[int]:
-        """UDP backends that went since the last call: sockets connected to them are of no use."""
-        gone, self._gone_datagram_backends = self._gone_datagram_backends, []
-        return gone
 
     # What the maps say
 

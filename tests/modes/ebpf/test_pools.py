@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dataplane.modes.ebpf.pools import DeferredFree, FullError, IdPool, SlotAllocator, size_class
+from dataplane.modes.ebpf.pools import DeferredFree, Freed, FullError, IdPool, SlotAllocator, size_class
 
 
 # count   slots
@@ -159,16 +159,16 @@ def test_slices_return_after_the_grace_period_and_ids_after_a_scan() -> None:
     (service,), (first, second), piece = services.take(1), backends.take(2), slices.take(3)
     deferred.put(5, [service], [first, second], [piece])
     assert len(deferred) == 4
-    assert deferred.graced(4) == ([], [])
+    assert deferred.graced(4) == Freed()
     assert slices.in_use == 4
-    assert deferred.graced(5) == ([service], [first, second])
+    assert deferred.graced(5) == Freed([service], [first, second])
     assert slices.in_use == 0
     assert services.left == 6
     assert deferred.candidates == ({service}, {first, second})
-    assert deferred.scanned([service], [first, second], [service], [second]) == ([], [first])
+    assert deferred.scanned([service], [first, second], [service], [second]) == Freed([], [first])
     assert (services.left, backends.left) == (6, 6)
     assert deferred.candidates == ({service}, {second})
-    assert deferred.scanned([service], [second], [], []) == ([service], [second])
+    assert deferred.scanned([service], [second], [], []) == Freed([service], [second])
     assert (services.left, backends.left, len(deferred)) == (7, 7, 0)
 
 
@@ -180,7 +180,7 @@ def test_a_scan_frees_only_what_it_looked_for() -> None:
     asked = deferred.candidates
     deferred.put(2, [], [late], [])
     deferred.graced(2)
-    assert deferred.scanned(*asked, [], []) == ([], [early])
+    assert deferred.scanned(*asked, [], []) == Freed([], [early])
     assert deferred.candidates == (frozenset(), {late})
     assert services.left == 7
 
