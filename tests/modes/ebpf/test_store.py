@@ -359,7 +359,9 @@ def test_a_misfit_that_is_deleted_is_forgotten(open_maps: OpenMaps) -> None:
     store = Store(open_maps(max_backends=8), HZ)
     table = {one: (entry(one, V1, 5),), two: (entry(two, V2, 5),)}
     store.apply(table)
-    assert list(store.plan.misfits.values()) == [Unprogrammed(f"{two}:p80", "map backends (--max-backends) is full (8)")]
+    assert list(store.plan.misfits.values()) == [
+        Unprogrammed(f"{two}:p80", "map backends (--max-backends) is full (8)")
+    ]
     store.apply({two: ()})
     assert not store.plan.misfits
     assert not store.plan.unfit
@@ -481,7 +483,9 @@ def test_a_service_whose_source_ranges_do_not_fit_is_a_misfit_alone(pins: Path, 
         table[f"default/s{number}"] = (with_fronts(made, replace(fronts_of(made)[0], source_ranges=ranges)),)
     for changes in [table] if together else [{name: entries} for name, entries in table.items()]:
         store.apply(changes)
-    assert list(store.plan.misfits.values()) == [Unprogrammed("default/s2:p80", f"map source_ranges{family} is full (4)")]
+    assert list(store.plan.misfits.values()) == [
+        Unprogrammed("default/s2:p80", f"map source_ranges{family} is full (4)")
+    ]
     assert not store.plan.full, "this map does not grow"
     del table["default/s2"]
     check(store, table, settled=True)
