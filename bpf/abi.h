@@ -1,8 +1,13 @@
-/* Rows, enums and limits that C and Python share.
+/* Everything that C and Python share: rows of maps, enums and limits.
  *
- * Written once: the build preprocesses this file with ABI_FOR_PYTHON and Python reads the result through
- * cffi, a test compares sizes and offsets with BTF. Enums instead of macros, because cffi keeps enums.
- * Addresses and ports are in network byte order; an IPv4 address is the first of four words, the rest 0.
+ * It is written once: the build preprocesses this file with ABI_FOR_PYTHON, Python reads the result through cffi, and a
+ * test compares sizes and offsets with BTF. There are enums instead of macros, because cffi keeps enums.
+ *
+ * Addresses and ports are in network byte order. An IPv4 address is the first of four words, the others are 0. Times
+ * are in jiffies, cut to 32 bits, unless something else is said.
+ *
+ * Names, types and offsets of all rows that outlive a process, and the numbers of their flags, make up the fingerprint
+ * of the layout (pins.py): to rename a field gives an agent new maps, and costs the flows in the former ones.
  */
 #ifndef HYBRID_PROXY_ABI_H
 #define HYBRID_PROXY_ABI_H
@@ -12,31 +17,31 @@
 #endif
 
 enum abi_limits {
-	ABI_VERSION = 3,	/* to be raised when a field gets another meaning; the pin path has it and the layout */
+	ABI_VERSION = 3,	/* raise it when a field gets another meaning; the path of the pins has it */
 	PREFILTER_BITS = 20,	/* size of each bitmap: 2^20 bits, 128 KiB */
-	RANGE_OFFSET_BITS = 28, /* slice word: offset | count << 28 | epoch << 46 */
+	RANGE_OFFSET_BITS = 28, /* a slot range in one word: offset | count << 28 | epoch << 46 */
 	RANGE_COUNT_BITS = 18,
 	RANGE_EPOCH_BITS = 18,
-	BACKEND_SETS = 2,     /* distinct backend sets of one service port: the cluster's, this node's */
+	BACKEND_SETS = 2,     /* distinct ones of one service port: the cluster's backends, this node's */
 	SERVICE_CIDRS = 4,    /* of each family */
 	SOCKET_PEERS = 4,     /* service addresses that one unconnected UDP socket is remembered to talk to */
-	TIMEWAIT_BITS = 16,   /* buckets of reply tuples that are remembered after their connection ended */
+	TIMEWAIT_BITS = 16,   /* 2^16 buckets of reply tuples that are remembered after their connection ended */
 	TIMEWAIT_ENTRIES = 4, /* tuples in a bucket */
-	SWEEP_KEYS = 16,      /* flows that one call of the sweep program re-checks */
+	SWEEP_KEYS = 16,      /* flows that one call of the sweep program checks again */
 	TRAFFIC_GROUP = 8,    /* backends whose rows in map `traffic` lie together, for one CPU after the other */
 };
 
-/* A frontend's value is one immutable u64: service | flags << 32 | tag << 40. The tag is a hash of the
- * key: an element that was recycled for another key while a program looked at it does not match.
+/* A frontend's value is one u64 that never changes: service | flags << 32 | tag << 40. The tag is a hash of the key: an
+ * element that the kernel reused for another key while a program looked at it does not match.
  */
 enum frontend_flags {
-	FRONTEND_INTERNAL_SET = 1 << 0,	  /* which route pods and this node take */
-	FRONTEND_EXTERNAL_SET = 1 << 1,	  /* which route clients beyond the cluster take */
-	FRONTEND_ADDRESS = 1 << 2,	  /* port 0, protocol 0: the address is a service's; other ports are refused */
+	FRONTEND_INTERNAL_SET = 1 << 0, /* pods and this node get the service's backend set 1 instead of 0 */
+	FRONTEND_EXTERNAL_SET = 1 << 1, /* clients beyond the cluster do */
+	FRONTEND_ADDRESS = 1 << 2, /* of port 0, protocol 0: the address is a service's, other ports are rejected */
 	FRONTEND_MASQUERADE_POD = 1 << 3, /* these clients' source address is replaced by the node's */
 	FRONTEND_MASQUERADE_NODE = 1 << 4,
 	FRONTEND_MASQUERADE_EXTERNAL = 1 << 5,
-	FRONTEND_SOURCE_RANGES = 1 << 6, /* only sources that map `sources` holds for the service may come */
+	FRONTEND_SOURCE_RANGES = 1 << 6, /* clients must be in the service's ranges (maps `source_ranges4`, `6`) */
 	FRONTEND_NODE_PORTS = 1 << 7,	 /* of an address: node ports are served here, as frontends of address 0 */
 };
 
@@ -68,22 +73,23 @@ struct source_range6_key {
 };
 
 enum service_flags {
-	SERVICE_DROP_SET0 = 1 << 0, /* an empty route 0 drops; otherwise it refuses */
+	SERVICE_DROP_SET0 = 1 << 0, /* an empty set 0 drops; otherwise it rejects */
 	SERVICE_DROP_SET1 = 1 << 1,
-	SERVICE_BY_TUPLE = 1 << 4, /* what chooses a place in a slice; none of these: chance */
+	SERVICE_BY_TUPLE = 1 << 4, /* what chooses the slot; none of these: chance */
 	SERVICE_BY_CLIENT = 1 << 5,
 	SERVICE_ROUND_ROBIN = 1 << 6,
 };
 
 struct service {
-	__u64 sets[2]; /* slice words, each replaced by one store */
+	__u64 sets[2]; /* the slot range of each backend set, replaced by one store */
 	__u32 flags;
 	__u32 affinity; /* idle time in jiffies after which a client may move, 0: no affinity */
 	__u64 turn;	/* counts connections where SERVICE_ROUND_ROBIN */
 };
 
-/* One place in a slice. Both words carry the service's id, so that a reader whose slice was given to another
- * service meanwhile finds out. An IPv4 endpoint stands here too: one cache miss less; IPv6's is in the row.
+/* One slot of a slot range. Both words carry the service's id, so that a program whose slot range was given to another
+ * service meanwhile finds out. The address of an IPv4 backend is here, too, which saves a cache miss; that of an IPv6
+ * backend is in its row.
  */
 struct slot {
 	__u64 backend;	/* id | service << 32 */
@@ -94,7 +100,7 @@ enum backend_flags {
 	BACKEND_SERVING = 1 << 0, /* established flows may stay */
 	BACKEND_SET0 = 1 << 1,	  /* a member of the service's set 0 */
 	BACKEND_SET1 = 1 << 2,
-	BACKEND_EJECTED = 1 << 3,      /* not in a route it belongs to, because it keeps failing */
+	BACKEND_EJECTED = 1 << 3,      /* not in a set it belongs to, because it keeps failing */
 	BACKEND_PROBE_FAILED = 1 << 4, /* beside that: it is the agent's probes that failed */
 	BACKEND_LOCAL = 1 << 5,	       /* it runs on this node */
 };
@@ -106,7 +112,7 @@ struct backend {
 	__u32 service; /* ids belong to one service, so that a stale id proves itself wrong */
 	/* family (4 or 6) | protocol << 8; 0: nobody's row */
 	__u32 kind;
-	__u32 failures; /* connections one after the other that it did not answer, or refused */
+	__u32 failures; /* connections one after the other that it did not answer, or reset */
 };
 
 /* What a backend's flows came to on one CPU (map `traffic`). Bytes are those of IP packets; of a packet that stands for
@@ -141,32 +147,31 @@ struct flow6_key {
 };
 
 enum flow_flags {
-	FLOW_REPLY = 1 << 0,	 /* the backend's direction */
-	FLOW_HAIRPIN = 1 << 1,	 /* client and backend are one pod: back out of the interface it came from */
-	FLOW_DIRECT = 1 << 2,	 /* not to a service: keeps a reply tuple apart from a service flow's */
-	FLOW_FIN = 1 << 3,	 /* this direction has ended */
-	FLOW_FIN_ACKED = 1 << 4, /* and the other one knows: a pair of which both are so is deleted */
-	FLOW_RESET = 1 << 5,
-	FLOW_PEER_FIN = 1 << 7,	   /* the other direction has ended: acknowledgements are looked at */
-	FLOW_ESTABLISHED = 1 << 9, /* both directions have spoken */
-	FLOW_REPLIED = 1 << 8,	   /* the backend accepted: the client's next segment establishes the pair */
+	FLOW_REPLY = 1 << 0,	   /* the backend's direction */
+	FLOW_HAIRPIN = 1 << 1,	   /* client and backend are one pod: back out of the interface it came from */
+	FLOW_DIRECT = 1 << 2,	   /* not to a service: keeps a reply tuple apart from that of a service's flow */
+	FLOW_FIN = 1 << 3,	   /* this direction has ended */
+	FLOW_FIN_ACKED = 1 << 4,   /* and the other end knows; a pair of which both halves are so is deleted */
+	FLOW_RESET = 1 << 5,	   /* a reset ended the connection */
 	FLOW_COLLISION = 1 << 6,   /* the reply tuple turned out to be a direct connection's: choose another port */
+	FLOW_PEER_FIN = 1 << 7,	   /* the other direction has ended: acknowledgements are looked at */
+	FLOW_REPLIED = 1 << 8,	   /* the backend accepted: the client's next segment establishes the pair */
+	FLOW_ESTABLISHED = 1 << 9, /* both directions have spoken */
 	FLOW_MASQUERADE = 1 << 10, /* the source is the node's: the packet goes on by our own route lookup */
 	FLOW_NODE = 1 << 11,	   /* the client is this node */
-	FLOW_DSR = 1 << 12,	/* its packets go to the backend's node in another one, and answers do not come here */
-	FLOW_DOUBTED = 1 << 14, /* reset with a number ahead of what was acknowledged: over, if nobody goes on */
-	FLOW_CHALLENGED =
-		1 << 13, /* a SYN asked the backend whether this connection still lives; it has not answered */
+	FLOW_DSR = 1 << 12,	   /* its packets are encapsulated for the backend's node; answers do not come here */
+	FLOW_CHALLENGED = 1 << 13, /* a SYN asks the backend whether the connection still lives, and has no reply yet */
+	FLOW_DOUBTED = 1 << 14,	   /* reset with a number ahead of what was acknowledged: over if nobody goes on */
 };
 
 /* Where the packets of a flow come in: the index of a pod's interface, or one of these. */
 enum origin {
-	ORIGIN_UPLINKS = 0,	     /* at any uplink: they are one place */
-	ORIGIN_NODE = 0x7ffffffd,    /* from this node itself */
+	ORIGIN_UPLINKS = 0,	     /* any uplink: all of them are one origin */
+	ORIGIN_NODE = 0x7ffffffd,    /* this node itself */
 	ORIGIN_UNKNOWN = 0x7ffffffe, /* nothing came yet */
-	/* Where a route leads to may also be: */
-	ORIGIN_ELSEWHERE = 0x7ffffff0, /* to an interface without programs, a bridge say */
-	ORIGIN_NONE = 0x7ffffff1,
+	/* What a route leads to may also be: */
+	ORIGIN_ELSEWHERE = 0x7ffffff0, /* an interface without programs, a bridge say */
+	ORIGIN_NONE = 0x7ffffff1,      /* no route */
 };
 
 /* Map `links` has the index of each interface that programs are at, and once more with the bit of what it is. */
@@ -175,26 +180,32 @@ enum link_kind {
 	LINK_OUTER_BIT = 31, /* an uplink that no pod of this node is behind, as pods may be behind a bridge */
 };
 
-/* What to make of a packet with the key's tuple. The pair's key is this tuple turned round. */
+/* What a packet with the key's tuple becomes, and what is known of its flow's direction. The other direction's key is
+ * this tuple reversed.
+ */
 struct flow {
 	__u32 saddr[4];
 	__u32 daddr[4];
 	__u16 sport;
 	__u16 dport;
-	__u16 flags;
-	__u16 challenges; /* how many SYNs asked since the other direction spoke, while FLOW_CHALLENGED */
+	__u16 flags;	  /* enum flow_flags */
+	__u16 challenges; /* while FLOW_CHALLENGED: SYNs since the other direction spoke */
 	__u32 service;
 	__u32 backend;
-	__u32 seen;	      /* jiffies of the last packet of either direction, to a second */
-	__u32 tag;	      /* hash of the key, as for frontends */
-	__u32 ifindex;	      /* host side of the pod to hand established packets to, 0: the host's stack decides */
-	__u32 started_or_fin; /* jiffies of the start; of TCP its `moment`, once FLOW_FIN: the sequence number that
-		       acknowledges it */
-	__u8 mac[12];	      /* destination and source of frames to that pod */
-	__u32 origin;	      /* of enum origin */
-	__u32 ack;	      /* of TCP: what this direction acknowledged last; before its first segment, what that must
-				 acknowledge. Of FLOW_DSR: the last sequence number. */
-	__u32 challenged_at;  /* jiffies of the last SYN that asked */
+	__u32 seen;    /* the last packet of either direction, to a second */
+	__u32 tag;     /* hash of the key, which proves the entry: see flow.h */
+	__u32 ifindex; /* hand established packets to this pod's interface; 0: they go through the stack */
+	/* When the flow began: in jiffies, of TCP in ticks of ktime(). Of TCP after FLOW_FIN: the sequence number that
+	 * acknowledges the FIN.
+	 */
+	__u32 started_or_fin;
+	__u8 mac[12]; /* destination and source of frames to that pod */
+	__u32 origin; /* enum origin */
+	/* Of TCP: what this direction acknowledged last; before its first segment, what that must acknowledge. Of
+	 * FLOW_DSR: the client's last sequence number.
+	 */
+	__u32 ack;
+	__u32 challenged_at; /* the last SYN that asked */
 };
 
 /* What is asked of packets that come in at an interface (map `interfaces`); of one that is not there, nothing. */
@@ -213,7 +224,9 @@ struct equal_route {
 	__u32 address[4];
 };
 
-/* Two next hops of such a route: who comes in at `ingress` may be answered by the hop at `ifindex`, and strictly so. */
+/* Two next hops of such a route: a packet that comes in at `ingress` passes a strict check of its source where the
+ * answer would take the hop at `ifindex`.
+ */
 struct equal_path {
 	__u32 route; /* number that map `equal_routes` has */
 	__u32 ingress;
@@ -254,32 +267,49 @@ struct node {
 	__u32 pod4_mask;
 	__u32 pod6[4];
 	__u32 pod6_mask[4];
-	__u32 direct_flows; /* non-zero once a direct flow had to change its port */
-	__u32 overflowed;   /* non-zero once a TCP flow had to begin in the table that forgets */
-	__u32 trace; /* tell what happens to packets of `trace_services` (zeros: any) from or to `trace_client` (or any)
-		      */
-	__u32 trace_services[4];
-	__u32 trace_client[4];
-	__s32 half_open; /* pairs among the flows that are not established; user space counts them again */
+	__u32 direct_flows;	 /* non-zero once a direct flow had to change its port */
+	__u32 overflowed;	 /* non-zero once a TCP flow had to begin in `half_open` */
+	__u32 trace;		 /* emit an event for each packet of these services from or to this client: */
+	__u32 trace_services[4]; /* zeros: any */
+	__u32 trace_client[4];	 /* zeros: any */
+	__s32 half_open; /* pairs in `flows` that are not established; user space counts them again now and then */
 };
 
-/* Set before load (`const volatile`, one struct: the order of scalars in .rodata is not the source's). */
+/* Settings that are constants of the loaded programs (.rodata). One struct, because the compiler does not keep the
+ * order of single variables there.
+ */
 struct settings {
-	__u64 host_netns;   /* cookie of the namespace whose sockets are the node's, 0: any, all bits: see `home` */
-	__u32 hz;	    /* jiffies per second */
-	__u32 reject_burst; /* refusals per CPU and second */
+	__u64 host_netns; /* cookie of the namespace whose sockets are served, 0: any; all bits: map `host_netns` has it
+			   */
+	__u32 hz;	  /* jiffies per second */
+	__u32 reject_burst; /* rejected packets that are answered, per CPU and second */
 	__u32 fast_path;
 	__u32 can_set_errno;	  /* bpf_set_retval exists */
-	__s32 max_half_open;	  /* pairs that may begin among the flows; more begin in the table that forgets */
-	__u32 udp_timeout;	  /* jiffies after which another flow may claim the reply tuple of datagrams, */
+	__s32 max_half_open;	  /* pairs that may be half-open in `flows`; more begin in `half_open` */
+	__u32 udp_timeout;	  /* jiffies after which another flow may take the reply tuple of datagrams, */
 	__u32 udp_timeout_stream; /* and of those that both sides have sent for a while */
-	__u32 port_first;	  /* source ports that we give: those of masqueraded clients and of flows that clash */
+	__u32 port_first; /* source ports that programs give, to masqueraded clients and to flows that collide */
 	__u32 port_count;
-	__u32 answer_ping;   /* echo requests to ClusterIPs are answered, not refused */
+	__u32 answer_ping;   /* echo requests to ClusterIPs are answered, not rejected */
 	__u32 can_check_mtu; /* bpf_check_mtu exists */
-	__u32 dsr;	     /* clients outside are answered by the backend's node */
+	__u32 dsr;	     /* direct server return: external clients are answered by the backend's node */
 	__u32 traffic_cpus;  /* CPUs that map `traffic` has rows for, 0: traffic is not counted */
-	__u32 event_burst;   /* events per CPU and second that are told to user space, 0: none */
+	__u32 event_burst;   /* events per CPU and second, 0: none */
+};
+
+/* The programs that all tc hooks call (map `datapaths`): one for each family. */
+enum datapath {
+	DATAPATH4,
+	DATAPATH6,
+	DATAPATHS,
+};
+
+/* Before Linux 5.14 user space cannot read its namespace's cookie (map `host_netns`, one element): when the socket with
+ * cookie `teaching_socket` connects, a program writes down in which namespace that is.
+ */
+struct host_netns {
+	__u64 teaching_socket;
+	__u64 netns;
 };
 
 /* How a connected socket came to its source address. */
@@ -305,6 +335,13 @@ struct socket_state {
 	__u32 connected; /* peers[0] is the peer of a connected socket: enum connected */
 };
 
+/* Who asks: which backend set it gets, and whether its address is replaced. */
+enum client {
+	CLIENT_POD,
+	CLIENT_NODE,
+	CLIENT_EXTERNAL,
+};
+
 enum verdict {
 	VERDICT_UNTOUCHED = 0,
 	VERDICT_DNAT = 1,
@@ -312,7 +349,7 @@ enum verdict {
 	VERDICT_DROP = 3,
 };
 
-/* What the verbs tell when they explain themselves: each of these with two numbers. */
+/* What verbs note that explain themselves (explaining.h): each of these with two numbers. */
 enum note_kind {
 	NOTE_NONE,
 	NOTE_COUNT,	     /* an event that is counted: enum counter */
@@ -325,10 +362,10 @@ enum note_kind {
 	NOTE_CLOSED,	     /* the address is a service's, the port is not */
 	NOTE_CLIENT,	     /* enum client */
 	NOTE_SOURCES,	     /* 1: the client is in the service's source ranges */
-	NOTE_ROUTE,	     /* the route's number, 1: masquerade */
+	NOTE_ROUTE,	     /* the backend set's number, 1: masquerade */
 	NOTE_AFFINITY,	     /* the idle time in jiffies, the backend that is remembered, 0: none */
 	NOTE_SLOT,	     /* index of the slot, its backend */
-	NOTE_EMPTY,	     /* the route's number, 1: it drops */
+	NOTE_EMPTY,	     /* the backend set's number, 1: it drops */
 	NOTE_PATH_BACK,	     /* index of the interface that leads back to the source, 0: none; 1: it must be this one */
 	NOTE_HOP,	     /* index of the interface that leads to the backend, BPF_FIB_LKUP_RET_* */
 	NOTE_FOREIGN,	     /* where packets of the flow come in (enum origin), where the route to the sender leads */
@@ -341,14 +378,14 @@ struct note {
 	__u32 b;
 };
 
-/* What was told about one packet (map `explanation` of the explaining programs, one element). */
+/* What was noted about one packet (map `explanation` of the explaining programs, one element). */
 struct explanation {
 	__u32 count;
 	__u32 copied;
 	struct note notes[32];
 };
 
-/* Where a program runs; the first three are `enum place` of flow_create.h. */
+/* Where a program runs. */
 enum hook {
 	HOOK_POD_INGRESS,
 	HOOK_UPLINK_INGRESS,
@@ -358,7 +395,7 @@ enum hook {
 	HOOK_XDP,
 };
 
-/* What happened to a packet (ring buffer `events`): dropped, refused, or part of what is traced. */
+/* What happened to a packet (ring buffer `events`): it was dropped, rejected, or is traced. */
 struct event {
 	__u64 time; /* nanoseconds, CLOCK_MONOTONIC */
 	__u32 service;
@@ -367,7 +404,7 @@ struct event {
 	__u8 reason; /* enum counter */
 	__u8 hook;
 	__u8 family;	/* 4 or 6 */
-	__u8 traced;	/* told because of `trace` in map `node` */
+	__u8 traced;	/* emitted because of `trace` in map `node` */
 	__u32 saddr[4]; /* of the packet as it came */
 	__u32 daddr[4];
 	__u16 sport;

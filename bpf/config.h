@@ -58,7 +58,7 @@ INLINE __u32 now(void)
 	return (__u32)bpf_jiffies64();
 }
 
-#define KTIME_SHIFT 10 /* nanoseconds in a moment; moments come again after 73 minutes */
+#define KTIME_SHIFT 10 /* ticks of 2^10 ns, which wrap after 73 minutes */
 
 /* Finer than `now`, and slower to get: for what happens once in a connection. */
 INLINE __u32 ktime(void)

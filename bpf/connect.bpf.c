@@ -1,7 +1,14 @@
 /* cgroup hooks: sockets of the node itself choose a backend when they connect or send, and never see a packet
  * translated. What a socket asked for is kept with the socket, so that answers and getpeername show the service.
  */
+#include "count.h"
 #include "events.h"
+#include "hash.h"
+#include "maps.h"
+#include "node.h"
+#include "packet.h"
+#include "pick.h"
+#include "service.h"
 #include "sockets.h"
 #include "traffic.h"
 
@@ -16,13 +23,6 @@
  */
 LRU_MAP(connected, __u64, __u32, 65536);
 
-/* Before Linux 5.14 user space cannot read its namespace's cookie: when the socket with cookie `teacher` connects, this
- * program sees it.
- */
-struct host_netns {
-	__u64 teaching_socket;
-	__u64 netns;
-};
 ARRAY_MAP(host_netns, struct host_netns, 1);
 
 /* An address and port as a socket names it; `mapped` remembers how to write an IPv4 one back. */
@@ -122,7 +122,7 @@ INLINE void emit_socket_event(const struct target *t, const struct choice *c, __
 	bpf_ringbuf_submit(e, 0);
 }
 
-/* A socket chose: tell it to whom traces the service, or this node's own address. */
+/* Emit an event for the socket's choice, where its service or this node's own address is traced. */
 INLINE void trace_socket(const struct target *t, const struct choice *c, __u8 protocol)
 {
 	struct node *self = this_node();
@@ -161,11 +161,6 @@ INLINE int proceed_untranslated(struct bpf_sock_addr *ctx, struct bpf_sock *sk)
 	return PROCEED;
 }
 
-INLINE bool is_given(const __u32 *address)
-{
-	return address[0] || address[1] || address[2] || address[3];
-}
-
 /* The address that the socket is bound to, zeros: none. Of one that is mapped the kernel keeps the IPv4 address, too.
  * All of it is read, whatever is used: the verifier refuses a pointer that the compiler moved to one or the other.
  */
@@ -192,7 +187,7 @@ INLINE void read_bound(struct bpf_sock *sk, __u32 *source, const struct target *
  */
 INLINE void forget_chosen(struct bpf_sock *sk, __u32 *source)
 {
-	struct socket_state *state = is_given(source) ? state_of(sk, 0) : NULL;
+	struct socket_state *state = is_zero_address(source) ? NULL : state_of(sk, 0);
 
 	if (state && state->connected == CONNECTED_FREE)
 		source[0] = source[1] = source[2] = source[3] = 0;
@@ -211,26 +206,24 @@ INLINE void read_source(struct bpf_sock_addr *ctx, __u32 *source, const bool v6)
 	source[3] = ctx->msg_src_ip6[3];
 }
 
-/* Choose for a client with this address. A socket that is free to take any gets the node's, as if it had it already. */
+/* Choose for a socket with this source address. One that is bound to none gets the node's on its way, and is looked at
+ * as if it had that already. Its port is not known yet.
+ */
 INLINE void choose_for(struct choice *c, const __u32 *source, const struct target *t, __u8 protocol)
 {
-	__u32 client[4];
+	struct tuple asked = {.dport = t->port, .protocol = protocol};
 
-	copy_address(client, source);
-	if (!is_given(source))
-		primary_address(client, t->v6);
+	copy_address(asked.saddr, source);
+	copy_address(asked.daddr, t->address);
+	if (is_zero_address(source))
+		primary_address(asked.saddr, t->v6);
 	if (t->v6)
-		choose_backend(c, CLIENT_NODE, client, t->address, t->port, protocol, true, true);
+		choose_backend(c, CLIENT_NODE, &asked, true, true);
 	else
-		choose_backend(c, CLIENT_NODE, client, t->address, t->port, protocol, false, true);
+		choose_backend(c, CLIENT_NODE, &asked, false, true);
 }
 
-INLINE bool equal(const __u32 *a, const __u32 *b)
-{
-	return a[0] == b[0] && a[1] == b[1] && a[2] == b[2] && a[3] == b[3];
-}
-
-/* Are node ports served at this address? Then it is the node's, and what is sent to it meets no uplink. */
+/* Are node ports served at this address? Then it is this node's own, and packets to it meet no uplink. */
 INLINE bool serves_node_ports(const struct target *t)
 {
 	__u64 found = t->v6 ? find_frontend(t->address, 0, 0, true) : find_frontend(t->address, 0, 0, false);
@@ -246,10 +239,10 @@ INLINE bool needs_other_source(const struct choice *c, const __u32 *source, cons
 	struct backend *row;
 	__u32 own[4] = {};
 
-	if (!c->masquerade || !is_given(source))
+	if (!c->masquerade || is_zero_address(source))
 		return false;
 	primary_address(own, t->v6);
-	if (equal(own, source))
+	if (same_address(own, source, true))
 		return false;
 	row = find_backend(c->backend, c->service);
 	return row && !(READ_ONCE(row->flags) & BACKEND_LOCAL) && !serves_node_ports(t);
@@ -272,12 +265,28 @@ INLINE void remember_peer(struct socket_peer *peer, const struct target *t, cons
 	peer->backend_id = c->backend;
 }
 
+/* Keep what a socket connects to: for getpeername, and for user space, which ends UDP sockets whose backend goes. */
+INLINE void remember_connected(struct bpf_sock_addr *ctx, struct bpf_sock *sk, const struct target *t,
+			       const struct choice *c, enum connected how, __u32 protocol)
+{
+	struct socket_state *state = state_of(sk, BPF_SK_STORAGE_GET_F_CREATE);
+
+	if (state) {
+		remember_peer(&state->peers[0], t, c);
+		state->connected = how;
+	}
+	if (protocol == IPPROTO_UDP) {
+		__u64 cookie = bpf_get_socket_cookie(ctx);
+
+		bpf_map_update_elem(&connected, &cookie, &c->backend, BPF_ANY);
+	}
+}
+
 INLINE int connect_socket(struct bpf_sock_addr *ctx, const bool v6)
 {
 	__u32 protocol = READ_ONCE(ctx->protocol);
 	struct bpf_sock *sk = READ_ONCE(ctx->sk);
 	struct choice choice = {};
-	struct socket_state *state;
 	__u32 source[4] = {};
 	struct target target;
 
@@ -293,16 +302,8 @@ INLINE int connect_socket(struct bpf_sock_addr *ctx, const bool v6)
 		return refuse_socket(&target, &choice, protocol);
 	if (choice.verdict != VERDICT_DNAT || needs_other_source(&choice, source, &target))
 		return proceed_untranslated(ctx, sk); /* the uplink decides, also when its SYN comes again */
-	state = state_of(sk, BPF_SK_STORAGE_GET_F_CREATE);
-	if (state) {
-		remember_peer(&state->peers[0], &target, &choice);
-		state->connected = is_given(source) ? CONNECTED_BOUND : CONNECTED_FREE;
-	}
-	if (protocol == IPPROTO_UDP) {
-		__u64 cookie = bpf_get_socket_cookie(ctx);
-
-		bpf_map_update_elem(&connected, &cookie, &choice.backend, BPF_ANY);
-	}
+	remember_connected(ctx, sk, &target, &choice, is_zero_address(source) ? CONNECTED_FREE : CONNECTED_BOUND,
+			   protocol);
 	write_target(ctx, &target, choice.address, choice.port, v6);
 	count(COUNT_SOCKET_CONNECT);
 	account_flow(choice.backend);
@@ -316,7 +317,7 @@ INLINE struct socket_peer *known_peer(struct socket_state *state, const struct t
 	for (int i = 0; i < SOCKET_PEERS; i++) {
 		struct socket_peer *peer = &state->peers[i];
 
-		if (peer->frontend_port == t->port && equal(peer->frontend, t->address))
+		if (peer->frontend_port == t->port && same_address(peer->frontend, t->address, true))
 			return is_serving(peer->backend_id, peer->service, peer->backend, peer->backend_port) ? peer
 													      : NULL;
 	}
@@ -331,7 +332,7 @@ INLINE struct socket_peer *new_peer(struct socket_state *state, const struct tar
 	for (int i = 0; i < SOCKET_PEERS; i++) {
 		struct socket_peer *peer = &state->peers[i];
 
-		if (peer->frontend_port == t->port && equal(peer->frontend, t->address))
+		if (peer->frontend_port == t->port && same_address(peer->frontend, t->address, true))
 			return peer;
 		if (state->sent + 1 - peer->sent > age) {
 			age = state->sent + 1 - peer->sent;
@@ -339,6 +340,19 @@ INLINE struct socket_peer *new_peer(struct socket_state *state, const struct tar
 		}
 	}
 	return &state->peers[chosen & (SOCKET_PEERS - 1)];
+}
+
+/* Keep where this datagram goes, for the next one and for the answer. */
+INLINE void remember_sent(struct bpf_sock *sk, const struct target *t, const struct choice *c)
+{
+	struct socket_state *state = state_of(sk, BPF_SK_STORAGE_GET_F_CREATE);
+	struct socket_peer *peer;
+
+	if (!state)
+		return;
+	peer = new_peer(state, t);
+	remember_peer(peer, t, c);
+	peer->sent = ++state->sent;
 }
 
 INLINE int send_datagram(struct bpf_sock_addr *ctx, const bool v6)
@@ -358,7 +372,7 @@ INLINE int send_datagram(struct bpf_sock_addr *ctx, const bool v6)
 	read_source(ctx, source, v6);
 	read_bound(sk, bound, &target, v6);
 	state = state_of(sk, 0);
-	peer = state && equal(source, bound) ? known_peer(state, &target) : NULL;
+	peer = state && same_address(source, bound, true) ? known_peer(state, &target) : NULL;
 	if (peer) {
 		peer->sent = ++state->sent;
 		write_target(ctx, &target, peer->backend, peer->backend_port, v6);
@@ -369,12 +383,7 @@ INLINE int send_datagram(struct bpf_sock_addr *ctx, const bool v6)
 		return refuse_socket(&target, &choice, IPPROTO_UDP);
 	if (choice.verdict != VERDICT_DNAT || needs_other_source(&choice, source, &target))
 		return PROCEED;
-	state = state_of(sk, BPF_SK_STORAGE_GET_F_CREATE);
-	if (state) {
-		peer = new_peer(state, &target);
-		remember_peer(peer, &target, &choice);
-		peer->sent = ++state->sent;
-	}
+	remember_sent(sk, &target, &choice);
 	account_flow(choice.backend);
 	trace_socket(&target, &choice, IPPROTO_UDP);
 	write_target(ctx, &target, choice.address, choice.port, v6);
@@ -395,7 +404,8 @@ INLINE int receive_datagram(struct bpf_sock_addr *ctx, const bool v6)
 	for (int i = 0; i < SOCKET_PEERS; i++) {
 		struct socket_peer *peer = &state->peers[i];
 
-		if (peer->service && peer->backend_port == source.port && equal(peer->backend, source.address) &&
+		if (peer->service && peer->backend_port == source.port &&
+		    same_address(peer->backend, source.address, true) &&
 		    (!found || (__s32)(peer->sent - found->sent) > 0))
 			found = peer;
 	}
@@ -415,7 +425,7 @@ INLINE int show_peer(struct bpf_sock_addr *ctx, const bool v6)
 		return PROCEED;
 	read_target(ctx, &actual, v6);
 	peer = &state->peers[0];
-	if (peer->backend_port == actual.port && equal(peer->backend, actual.address))
+	if (peer->backend_port == actual.port && same_address(peer->backend, actual.address, true))
 		write_target(ctx, &actual, peer->frontend, peer->frontend_port, v6);
 	return PROCEED;
 }

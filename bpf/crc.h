@@ -6,7 +6,7 @@
 #ifndef HYBRID_PROXY_CRC_H
 #define HYBRID_PROXY_CRC_H
 
-#include "flow.h"
+#include "config.h"
 
 #define CRC32C 0x82f63b78u /* Castagnoli's, without x^32 */
 #define LENGTH_BITS 16	   /* of the number of bytes behind the ports */

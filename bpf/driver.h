@@ -6,10 +6,16 @@
 #ifndef HYBRID_PROXY_DRIVER_H
 #define HYBRID_PROXY_DRIVER_H
 
+#include "count.h"
 #include "events.h"
+#include "flow.h"
+#include "flow_state.h"
 #include "form.h"
+#include "hash.h"
 #include "nat.h"
+#include "packet.h"
 #include "route.h"
+#include "service.h"
 #include "traffic.h"
 
 #define MULTICAST_BIT 1 /* of a frame's first byte */
@@ -41,7 +47,7 @@ INLINE bool is_plain(const struct ethhdr *frame, const struct packet *p, const b
 	return p->tuple.protocol == IPPROTO_UDP;
 }
 
-/* May there be a flow of ours? As tc asks. While something is traced all is tc's, which tells of every packet. */
+/* May the packet have a flow? While something is traced, all packets are left to tc, which reports each of them. */
 INLINE bool may_have_flow(const struct tuple *t, const bool v6)
 {
 	if (is_tracing())
@@ -51,8 +57,8 @@ INLINE bool may_have_flow(const struct tuple *t, const bool v6)
 }
 
 /* Does this flow's packet need nothing but translation? It crosses the node under the node's address, neither end is a
- * pod here, and tc has nothing to learn from it: a client's datagrams change nothing, whoever answers. A flow of which
- * anything else is known is tc's.
+ * pod here, and tc has nothing to learn from it: a client's datagrams change nothing. A flow of which anything else is
+ * known is tc's.
  */
 INLINE bool is_transit(const struct flow *f, __u8 protocol)
 {
@@ -167,8 +173,8 @@ INLINE bool is_for_this_device(struct xdp_md *ctx, const struct bpf_fib_lookup *
 	return link && same_mac(frame->h_dest, link->mac);
 }
 
-/* Where the packet goes on; false: not from here. A hop that is too narrow, a neighbour that must be asked for, a
- * route that ends at this node or at a pod: tc knows what to do.
+/* Where the packet goes on; false: not from here. An MTU that is too small, a neighbour that must be resolved, a route
+ * that ends at this node or at a pod: tc knows what to do.
  */
 INLINE bool fib_lookup_xdp(struct xdp_md *ctx, struct bpf_fib_lookup *hop, const struct tuple *to, __u32 length,
 			   const bool v6)

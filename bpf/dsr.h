@@ -1,21 +1,33 @@
-/* Direct server return: only requests cross the node that was asked, answers go straight from the backend's node.
+/* Direct server return (DSR): only requests cross the node that a client asked; answers go straight from the backend's
+ * node to the client.
  *
- * A request from beyond the cluster to a backend on another node is not masqueraded but wrapped: IP in IP (RFC 2003,
- * RFC 2473) from this node to the backend's address, with the backend's port in the outer header, in the identification
- * of IPv4 (which says nothing of a packet that may not be fragmented, RFC 6864) or the flow label of IPv6. The
- * backend's node unwraps it and serves it as if the client had come there: it alone knows the whole flow.
+ * A request from beyond the cluster to a backend on another node is not masqueraded but encapsulated: IP in IP (RFC
+ * 2003, RFC 2473) from this node to the backend's address. The outer header carries the backend's port, in the
+ * identification field of IPv4 (which means nothing in a packet that must not be fragmented, RFC 6864) or in the flow
+ * label of IPv6. The backend's node decapsulates the request and serves it as if the client had come there: that node
+ * alone knows the whole flow.
  */
 #ifndef HYBRID_PROXY_DSR_H
 #define HYBRID_PROXY_DSR_H
 
-#include "form.h"
-#include "fragment.h"
+#include "flow.h"
+#include "flow_state.h"
+#include "flow_create.h"
+#include "forward.h"
+#include "load.h"
+#include "nat.h"
+#include "node.h"
+#include "origin.h"
+#include "packet.h"
+#include "pick.h"
+#include "reject.h"
+#include "scratch.h"
+#include "source.h"
 
 #define IP_DF bpf_htons(0x4000)
-#define DSR_WINDOW (1u << 20) /* by how much a client's segment may be ahead of its last */
 
-/* Remember the client's direction, which is all that this node will see. */
-INLINE int create_dsr_flow(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+/* Store the client's direction, which is all that this node will see. */
+INLINE enum step create_dsr_flow(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
 {
 	const struct tuple *key = &space->packet.tuple;
 	enum flow_table table = initial_table(key->protocol);
@@ -30,7 +42,7 @@ INLINE int create_dsr_flow(struct __sk_buff *skb, struct scratch *space, __u32 u
 	if (flow_update(key, f, table, BPF_ANY, v6)) {
 		count(COUNT_FLOW_FULL);
 		if (table == TABLE_HALF_OPEN || flow_update(key, f, TABLE_HALF_OPEN, BPF_ANY, v6))
-			return drop(COUNT_DROP_FLOW_FULL);
+			return drop(space, COUNT_DROP_FLOW_FULL);
 		note_overflow();
 	} else if (table == TABLE_FLOWS) {
 		count_half_open(1);
@@ -39,40 +51,7 @@ INLINE int create_dsr_flow(struct __sk_buff *skb, struct scratch *space, __u32 u
 	return STEP_ENCAP;
 }
 
-GLOBAL_VERB(create_dsr_flow)
-
-/* What is seen of the connection: the client goes on after its SYN, or ends it. What its segments may be is judged by
- * the last one, because nothing of the backend's comes here.
- */
-INLINE void refresh_dsr(const struct packet *p, struct flow *f, const enum flow_table table)
-{
-	WRITE_ONCE(f->seen, now());
-	if (p->tuple.protocol != IPPROTO_TCP)
-		return;
-	if (is_syn(p)) {
-		if (!(f->flags & FLOW_ESTABLISHED))
-			f->ack = p->seq;
-		return;
-	}
-	if (!is_ahead(p->seq, f->ack, DSR_WINDOW)) {
-		if (p->tcp_flags & (TCP_FIN | TCP_RST))
-			count(COUNT_OUT_OF_WINDOW);
-		return;
-	}
-	f->ack = p->seq;
-	f->flags &= ~FLOW_CHALLENGED;
-	f->challenges = 0;
-	if (!(f->flags & FLOW_ESTABLISHED) && (p->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST)) == TCP_ACK) {
-		f->flags |= FLOW_ESTABLISHED;
-		note_success(f->backend, f->service);
-		if (table == TABLE_FLOWS)
-			count_half_open(-1);
-	}
-	if (p->tcp_flags & TCP_FIN)
-		f->flags |= FLOW_FIN;
-	if (p->tcp_flags & TCP_RST)
-		f->flags |= FLOW_RESET;
-}
+GLOBAL_VERB(enum step, create_dsr_flow, STEP_DROP)
 
 INLINE long write_outer4(struct __sk_buff *skb, const struct tuple *outer, __be16 port)
 {
@@ -98,36 +77,52 @@ INLINE long write_outer6(struct __sk_buff *skb, const struct tuple *outer, __be1
 	return bpf_skb_store_bytes(skb, L3_OFFSET, &ip, sizeof(ip), 0);
 }
 
-/* Put the packet into another one, to `space->result`, and send that on. */
-INLINE int encap(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+/* The outer header's addresses: from this node to the backend. False: this node has none of the family. */
+INLINE bool fill_outer(struct tuple *outer, const struct tuple *to, const bool v6)
+{
+	__builtin_memset(outer, 0, sizeof(*outer));
+	outer->protocol = v6 ? IPPROTO_IPV6 : IPPROTO_IPIP;
+	copy_address(outer->daddr, to->daddr);
+	return node_address(outer->saddr, v6);
+}
+
+/* Make room for another IP header and write it. FIXED_GSO: the size of segments stays, so that each of those that the
+ * packet stands for grows by that header; `encap` has looked for a hop with room for it.
+ */
+INLINE bool push_outer(struct __sk_buff *skb, const struct tuple *outer, __be16 port, const bool v6)
+{
+	const __u64 kind = v6 ? BPF_F_ADJ_ROOM_ENCAP_L3_IPV6 : BPF_F_ADJ_ROOM_ENCAP_L3_IPV4;
+
+	if (bpf_skb_adjust_room(skb, v6 ? sizeof(struct ipv6hdr) : sizeof(struct iphdr), BPF_ADJ_ROOM_MAC,
+				kind | BPF_F_ADJ_ROOM_FIXED_GSO))
+		return false;
+	return v6 ? !write_outer6(skb, outer, port) : !write_outer4(skb, outer, port);
+}
+
+/* Encapsulate the packet, to `space->result`, and send it on. */
+INLINE enum step encap(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
 {
 	const __u32 head = v6 ? sizeof(struct ipv6hdr) : sizeof(struct iphdr);
-	const __u64 kind = v6 ? BPF_F_ADJ_ROOM_ENCAP_L3_IPV6 : BPF_F_ADJ_ROOM_ENCAP_L3_IPV4;
 	const struct packet *p = &space->packet;
 	struct bpf_fib_lookup *hop = &space->hop;
 	struct tuple *outer = &space->reply;
 	__u32 length = packet_length(skb, p, v6);
 	long result;
 
-	__builtin_memset(outer, 0, sizeof(*outer));
-	outer->protocol = v6 ? IPPROTO_IPV6 : IPPROTO_IPIP;
-	copy_address(outer->daddr, space->result.daddr);
-	if (!node_address(outer->saddr, v6))
-		return drop(COUNT_DROP_NO_ADDRESS);
+	if (!fill_outer(outer, &space->result, v6))
+		return drop(space, COUNT_DROP_NO_ADDRESS);
 	result = fib_lookup_skb(skb, hop, p, outer, head, v6);
 	if (result == BPF_FIB_LKUP_RET_FRAG_NEEDED)
 		return CALL(send_icmp_error, skb, hop->tot_len < length + head ? hop->tot_len - head : SMALLEST_MTU);
-	if (result != BPF_FIB_LKUP_RET_SUCCESS && result != BPF_FIB_LKUP_RET_NO_NEIGH)
-		return drop(COUNT_DROP_NO_ROUTE);
-	if (bpf_skb_adjust_room(skb, head, BPF_ADJ_ROOM_MAC, kind | BPF_F_ADJ_ROOM_FIXED_GSO))
-		return drop(COUNT_DROP_ENCAP);
-	if (v6 ? write_outer6(skb, outer, space->result.dport) : write_outer4(skb, outer, space->result.dport))
-		return drop(COUNT_DROP_ENCAP);
+	if (!has_next_hop(result))
+		return drop(space, COUNT_DROP_NO_ROUTE);
+	if (!push_outer(skb, outer, space->result.dport, v6))
+		return drop(space, COUNT_DROP_ENCAP);
 	count(COUNT_ENCAP);
 	return redirect_neigh(hop);
 }
 
-GLOBAL_VERB(encap)
+GLOBAL_VERB(enum step, encap, STEP_DROP)
 
 /* The backend's port, from the outer header. */
 INLINE __be16 encap_port(struct __sk_buff *skb, const bool v6)
@@ -141,53 +136,78 @@ INLINE __be16 encap_port(struct __sk_buff *skb, const bool v6)
 	return (void *)(ip4 + 1) <= end ? ip4->id : 0;
 }
 
-/* A packet in a packet, to an address of a backend of this node: what is inside is the client's, and goes to that
- * backend. Anything else that comes so is somebody's tunnel. Nothing of a pod of this node comes so.
+/* Is the outer packet to an address and port of a backend? Any other packet in a packet is somebody's tunnel. */
+INLINE bool is_encapsulated(const struct packet *outer, __be16 port, const bool v6)
+{
+	const __u32 *address = outer->tuple.daddr;
+
+	if (outer->l4 != L3_OFFSET + (v6 ? sizeof(struct ipv6hdr) : sizeof(struct iphdr)) || !port)
+		return false;
+	return may_be_backend(address, port, IPPROTO_TCP, v6) || may_be_backend(address, port, IPPROTO_UDP, v6) ||
+	       may_be_backend(address, port, IPPROTO_SCTP, v6);
+}
+
+/* Take the inner packet out: `space->result` is then its tuple from the client to the backend. False: what is inside is
+ * no sound packet.
  */
-INLINE int decap(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+INLINE bool pop_outer(struct __sk_buff *skb, struct scratch *space, const bool v6)
 {
 	const int head = v6 ? sizeof(struct ipv6hdr) : sizeof(struct iphdr);
+	const struct tuple *inner = &space->packet.tuple;
+
+	if (bpf_skb_adjust_room(skb, -head, BPF_ADJ_ROOM_MAC, BPF_F_ADJ_ROOM_FIXED_GSO))
+		return false;
+	if (CALL(load_packet, skb, HOOK_UPLINK_INGRESS) != PACKET_TRANSPORT)
+		return false;
+	copy_address(space->result.saddr, inner->saddr);
+	space->result.sport = inner->sport;
+	space->result.protocol = inner->protocol;
+	return true;
+}
+
+/* No flow to this backend is known: reserve the tuple for one, if the client's address is not a pod's of this node,
+ * nor otherwise impossible.
+ */
+INLINE enum step prepare_decapped(struct __sk_buff *skb, struct scratch *space, const bool v6)
+{
+	const struct tuple *t = &space->packet.tuple;
+	enum step checked = CALL(check_source, skb, 0);
+
+	if (checked != STEP_CONTINUE)
+		return checked;
+	reverse_tuple(&space->reply, &space->result);
+	if (has_link(CALL(origin_by_route, skb, 0) | 1u << LINK_POD_BIT))
+		return drop(space, COUNT_DROP_REVERSE_PATH);
+	__builtin_memset(&space->choice, 0, sizeof(space->choice));
+	space->flow.flags = space->flow.backend = 0;
+	space->flow.service = (__u32)frontend_at(&space->choice, t->daddr, t->dport, t->protocol, v6);
+	return STEP_RESERVE;
+}
+
+/* The inner packet is the client's, and goes to the backend that the outer header names. */
+INLINE enum step decap(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+{
 	struct packet *p = &space->packet;
 	struct found found;
-	int checked;
 
 	space->result = p->tuple;
 	space->result.dport = encap_port(skb, v6);
-	if (p->l4 != L3_OFFSET + head || !space->result.dport ||
-	    !(may_be_backend(p->tuple.daddr, space->result.dport, IPPROTO_TCP, v6) ||
-	      may_be_backend(p->tuple.daddr, space->result.dport, IPPROTO_UDP, v6) ||
-	      may_be_backend(p->tuple.daddr, space->result.dport, IPPROTO_SCTP, v6)))
-		return pass();
-	if (bpf_skb_adjust_room(skb, -head, BPF_ADJ_ROOM_MAC, BPF_F_ADJ_ROOM_FIXED_GSO))
-		return drop(COUNT_DROP_ENCAP);
-	__builtin_memset(p, 0, sizeof(*p));
-	parse_packet(skb, p, v6);
-	if (p->kind != PACKET_TRANSPORT || !is_well_formed(skb, p, v6))
-		return drop(COUNT_DROP_ENCAP);
+	if (!is_encapsulated(p, space->result.dport, v6))
+		return STEP_PASS;
+	if (!pop_outer(skb, space, v6))
+		return drop(space, COUNT_DROP_ENCAP);
 	count(COUNT_DECAP);
-	copy_address(space->result.saddr, p->tuple.saddr);
-	space->result.sport = p->tuple.sport;
-	space->result.protocol = p->tuple.protocol;
 	find_flow(&found, &p->tuple, v6);
 	if (found.entry && found.entry->origin != ORIGIN_UPLINKS)
-		return drop(COUNT_DROP_FOREIGN);
+		return drop(space, COUNT_DROP_FOREIGN);
 	if (found.entry && found.entry->dport == space->result.dport &&
 	    same_address(found.entry->daddr, space->result.daddr, v6))
 		return STEP_FOLLOW;
 	if (found.entry)
 		delete_pair(&p->tuple, found.entry, found.table, v6);
-	checked = CALL(check_source, skb, 0);
-	if (checked != STEP_NONE)
-		return checked;
-	reverse_tuple(&space->reply, &space->result);
-	if (has_link((__u32)CALL(origin_by_route, skb, 0) | 1u << LINK_POD_BIT))
-		return drop(COUNT_DROP_REVERSE_PATH);
-	__builtin_memset(&space->choice, 0, sizeof(space->choice));
-	space->flow.flags = space->flow.backend = 0;
-	space->flow.service = (__u32)frontend_at(&space->choice, p->tuple.daddr, p->tuple.dport, p->tuple.protocol, v6);
-	return STEP_RESERVE;
+	return prepare_decapped(skb, space, v6);
 }
 
-GLOBAL_VERB(decap)
+GLOBAL_VERB(enum step, decap, STEP_DROP)
 
 #endif

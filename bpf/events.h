@@ -1,13 +1,15 @@
-/* Tell user space what happened to a packet: a few events a second and CPU, of all that are dropped or refused and of
- * what is traced. Counters count them all.
+/* Events for user space (ring buffer `events`): a few a second and CPU, of packets that are dropped or rejected and of
+ * those that are traced. Counters count all of them.
  */
 #ifndef HYBRID_PROXY_EVENTS_H
 #define HYBRID_PROXY_EVENTS_H
 
+#include "maps.h"
+#include "node.h"
+#include "packet.h"
 #include "ratelimit.h"
-#include "service.h"
 
-/* One of the events that this CPU may tell in this second; `spare`: only while more than half of them are left. */
+/* May this CPU emit another event in this second? `spare`: only while more than half of them are left. */
 INLINE bool event_allowed(const bool spare)
 {
 	__u32 key = 0;
@@ -16,7 +18,7 @@ INLINE bool event_allowed(const bool spare)
 	return budget && ratelimit_allow(budget, settings.event_burst, spare ? settings.event_burst / 2 : 0);
 }
 
-/* Is anything traced? All that it costs when nothing is. */
+/* Is anything traced? While nothing is, tracing costs no more than this question. */
 INLINE bool is_tracing(void)
 {
 	struct node *self = this_node();

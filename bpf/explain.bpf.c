@@ -1,10 +1,14 @@
-/* The programs of the data path once more, run by BPF_PROG_TEST_RUN on a packet that nobody sent: they find the
- * decisions that the attached ones would make now, and the agent puts these into words. Loaded when somebody asks.
+/* The programs of the datapath once more, run by BPF_PROG_TEST_RUN on a packet that nobody sent: they note the
+ * decisions that the attached ones would make now, and the agent explains these. They are loaded on demand.
  */
 #include "explaining.h"
 
 #include "datapath.h"
+#include "hash.h"
+#include "packet.h"
+#include "pick.h"
 #include "prefilter.h"
+#include "scratch.h"
 
 INLINE int call_datapath(struct __sk_buff *skb, const enum hook hook, const bool v6)
 {
@@ -48,8 +52,8 @@ INLINE int choose_for_socket(struct __sk_buff *skb, const bool v6)
 		return VERDICT_UNTOUCHED;
 	note(NOTE_MAY_BE_SERVICE, 0, 0);
 	__builtin_memset(&space->choice, 0, sizeof(space->choice));
-	choose_backend(&space->choice, CLIENT_NODE, p->tuple.saddr, p->tuple.daddr, p->tuple.dport, p->tuple.protocol,
-		       v6, false);
+	p->tuple.sport = 0; /* a socket that connects has no port yet */
+	choose_backend(&space->choice, CLIENT_NODE, &p->tuple, v6, false);
 	if (space->choice.verdict == VERDICT_DROP)
 		note(NOTE_COUNT, space->choice.why, 0);
 	return space->choice.verdict;

@@ -1,10 +1,10 @@
-/* In place of verdict.h, before the verbs: compiled with this they decide as ever, tell each decision, and change
- * nothing. What would be written into a map is not, flows are looked at in copies, and what would be counted is noted.
+/* In place of count.h, before the verbs. Compiled with this they decide as ever, note each decision, and change
+ * nothing: what would be written into a map is not, flows are looked at in copies, and what would be counted is noted.
  */
 #ifndef HYBRID_PROXY_EXPLAINING_H
 #define HYBRID_PROXY_EXPLAINING_H
 
-#define HYBRID_PROXY_VERDICT_H
+#define HYBRID_PROXY_COUNT_H
 
 #include "maps.h"
 
@@ -68,22 +68,10 @@ INLINE struct flow *copy_of(const struct flow *live)
 #define __sync_fetch_and_add(pointer, value) ((void)(value), READ_ONCE(*(pointer)))
 #define NOTE(what, a, b) note(what, a, b)
 #define SEEN(flow) copy_of(flow)
-#define DROPPED 0x1000
 
 INLINE void count(enum counter what)
 {
 	note(NOTE_COUNT, what, 0);
-}
-
-INLINE int pass(void)
-{
-	return TC_ACT_UNSPEC;
-}
-
-INLINE int drop(enum counter why)
-{
-	note(NOTE_COUNT, why, 0);
-	return DROPPED | why;
 }
 
 #endif

@@ -1,86 +1,22 @@
-/* New flows: claim the reply tuple, remember both directions, rewrite the first packet. */
+/* New flows: find the tuples, reserve the one of the answers, store both directions, rewrite the first packet. */
 #ifndef HYBRID_PROXY_FLOW_CREATE_H
 #define HYBRID_PROXY_FLOW_CREATE_H
 
+#include "flow.h"
 #include "forward.h"
+#include "node.h"
+#include "origin.h"
+#include "packet_events.h"
+#include "scratch.h"
+#include "source.h"
+#include "timewait.h"
+#include "traffic.h"
 
 #define EEXIST 17
 #define PORT_TRIES 16
-#define PORT_STEP 9973
+#define PORT_STEP 9973 /* a prime: so many ports lie between two that are tried */
 
-/* What is known of a flow's client by its first packet. */
-struct first_packet {
-	__u32 ifindex; /* where to hand answers over */
-	__u32 origin;
-	__u32 seq;
-	__u8 mac[12];
-};
-
-/* Store both directions of a new flow in one table: `key` becomes `result`, and back, `reply` being the other
- * direction of `result`. 0 or a negative errno.
- */
-INLINE long store_pair(const struct tuple *key, const struct tuple *result, const struct tuple *reply, struct flow *f,
-		       const struct first_packet *from, const enum flow_table table, const bool v6)
-{
-	const __u8 *mac = from->mac;
-	__u32 direction = f->flags;
-	struct tuple reply_result;
-	long error;
-
-	reverse_tuple(&reply_result, key);
-	f->started_or_fin = start_time(key->protocol);
-	f->challenges = 0;
-	fill_flow(f, reply, &reply_result, v6);
-	f->flags = direction | FLOW_REPLY;
-	f->ifindex = from->ifindex;
-	f->origin = direction & FLOW_HAIRPIN ? from->origin : ORIGIN_UNKNOWN;
-	f->ack = from->seq + 1;
-	__builtin_memcpy(f->mac, mac + 6, 6);
-	__builtin_memcpy(f->mac + 6, mac, 6);
-	error = flow_update(reply, f, table, BPF_NOEXIST, v6);
-	if (error)
-		goto out;
-	fill_flow(f, key, result, v6);
-	f->flags = direction;
-	f->ifindex = 0;
-	f->origin = from->origin;
-	error = flow_update(key, f, table, BPF_ANY, v6);
-	if (error)
-		flow_delete(reply, table, v6);
-out:
-	f->flags = direction;
-	return error;
-}
-
-/* The reply tuple was claimed. When `flows` has no room, the table that forgets keeps the service going. */
-INLINE bool create_pair(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
-{
-	/* Answers are handed to a pod, or to this node as from the interface that it sent by. */
-	struct first_packet from = {
-		.ifindex = place == AT_UPLINK ? 0 : skb->ifindex,
-		.origin = origin_here(skb, place),
-		.seq = space->packet.seq,
-	};
-	const struct tuple *key = &space->packet.tuple, *result = &space->result, *reply = &space->reply;
-	struct flow *f = &space->flow;
-
-	get_macs(skb, from.mac);
-	timewait_add(reply, key, v6);
-	if (initial_table(key->protocol) == TABLE_FLOWS) {
-		long error = store_pair(key, result, reply, f, &from, TABLE_FLOWS, v6);
-
-		if (!error)
-			count_half_open(1);
-		if (!error || error == -EEXIST)
-			return !error;
-		count(COUNT_FLOW_FULL);
-		EMIT_EVENT(skb, COUNT_FLOW_FULL, place);
-		note_overflow();
-	}
-	return !store_pair(key, result, reply, f, &from, TABLE_HALF_OPEN, v6);
-}
-
-/* The source of masqueraded packets, and of a pod that talks to itself: this node, so that answers come back to us. */
+/* The source of masqueraded packets, and of a pod that talks to itself: this node, so that answers come back here. */
 INLINE bool node_address(__u32 *address, const bool v6)
 {
 	address[0] = 0;
@@ -88,48 +24,58 @@ INLINE bool node_address(__u32 *address, const bool v6)
 	return address[0] != 0;
 }
 
-/* Which source the backend sees: the client's, or the node's, for a client that is its own backend and where the
- * frontend says so. A backend that is the node itself sees the client: nothing would come back another way, and the
- * stack takes no packet from outside that claims to be from here. False: the node has no address to give.
- */
-INLINE bool set_source(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
+/* This node itself is the client, and its packets are on their way out: they have a source address already. */
+INLINE void set_source_of_node(struct scratch *space, const bool v6)
 {
-	struct tuple *result = &space->result;
 	__u32 own[4] = {};
 
-	space->flow.flags = 0;
-	if (place == AT_NODE) {
-		space->flow.flags = FLOW_NODE | FLOW_MASQUERADE;
-		primary_address(own, v6);
-		if (space->choice.masquerade && own[0])
-			copy_address(result->saddr, own);
-	} else if (same_address(result->daddr, space->packet.tuple.saddr, v6)) {
-		space->flow.flags = FLOW_HAIRPIN;
-		return node_address(result->saddr, v6);
-	} else if (space->choice.masquerade &&
-		   !is_local_delivery(fib_lookup_skb(skb, &space->hop, &space->packet, result, 0, v6))) {
-		space->flow.flags = FLOW_MASQUERADE;
-		count(COUNT_MASQUERADE);
-		return node_address(result->saddr, v6);
-	}
-	return true;
+	space->flow.flags = FLOW_NODE | FLOW_MASQUERADE;
+	primary_address(own, v6);
+	if (space->choice.masquerade && own[0])
+		copy_address(space->result.saddr, own);
 }
 
-/* May this client's packets to the chosen backend be wrapped (dsr.h)? Link-local sources do not leave their link: as
- * the kernel does not forward them, `set_source` leaves them to it.
+/* Which source the backend sees: the client's, or the node's, for a client that is its own backend and where the
+ * frontend says so. A backend that is the node itself sees the client: its answers come back this way anyhow, and the
+ * stack accepts no packet from outside whose source is an address of its own. False: the node has no address of the
+ * family.
  */
-INLINE bool may_encap(const struct choice *c, const struct tuple *t, __u32 place, const bool v6)
+INLINE bool set_source(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
+{
+	struct tuple *result = &space->result;
+
+	space->flow.flags = 0;
+	if (hook == HOOK_UPLINK_EGRESS) {
+		set_source_of_node(space, v6);
+		return true;
+	}
+	if (same_address(result->daddr, space->packet.tuple.saddr, v6)) {
+		space->flow.flags = FLOW_HAIRPIN;
+		return node_address(result->saddr, v6);
+	}
+	if (!space->choice.masquerade ||
+	    is_local_delivery(fib_lookup_skb(skb, &space->hop, &space->packet, result, 0, v6)))
+		return true;
+	space->flow.flags = FLOW_MASQUERADE;
+	count(COUNT_MASQUERADE);
+	return node_address(result->saddr, v6);
+}
+
+/* May this client's packets to the chosen backend be encapsulated (dsr.h)? Link-local sources do not leave their link:
+ * as the kernel does not forward them, `set_source` leaves them to it.
+ */
+INLINE bool may_encap(const struct choice *c, const struct tuple *t, enum hook hook, const bool v6)
 {
 	struct backend *row;
 
-	if (!settings.dsr || place != AT_UPLINK || !c->masquerade || (v6 && is_link_local(t->saddr)))
+	if (!settings.dsr || hook != HOOK_UPLINK_INGRESS || !c->masquerade || (v6 && is_link_local(t->saddr)))
 		return false;
 	row = find_backend(c->backend, c->service);
 	return row && !(READ_ONCE(row->flags) & BACKEND_LOCAL);
 }
 
 /* A first packet to the chosen backend: what it becomes, and the key of its answers. */
-INLINE int prepare_flow(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
+INLINE enum step prepare_flow(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
 {
 	struct tuple *result = &space->result;
 
@@ -138,36 +84,56 @@ INLINE int prepare_flow(struct __sk_buff *skb, struct scratch *space, __u32 plac
 	result->dport = space->choice.port;
 	space->flow.service = space->choice.service;
 	space->flow.backend = space->choice.backend;
-	if (may_encap(&space->choice, &space->packet.tuple, place, v6))
+	if (may_encap(&space->choice, &space->packet.tuple, hook, v6))
 		return STEP_CREATE_DSR;
-	if (!set_source(skb, space, place, v6))
-		return drop(COUNT_DROP_NO_ADDRESS);
+	if (!set_source(skb, space, hook, v6))
+		return drop(space, COUNT_DROP_NO_ADDRESS);
 	reverse_tuple(&space->reply, result);
 	return STEP_RESERVE;
 }
 
-GLOBAL_VERB(prepare_flow)
+GLOBAL_VERB(enum step, prepare_flow, STEP_DROP)
 
-/* A client talks to a backend directly: its answers must not be taken for those of a service flow. */
-INLINE int prepare_direct(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+/* Is the flow abandoned? It ended, was reset, or was not used for long. */
+INLINE bool is_abandoned(const struct flow *f, __u8 protocol)
 {
-	space->result = space->packet.tuple;
-	space->flow.flags = FLOW_DIRECT;
-	space->flow.service = space->flow.backend = 0;
-	reverse_tuple(&space->reply, &space->result);
-	return STEP_RESERVE;
+	if (f->flags & FLOW_RESET || (f->flags & FLOW_FIN_ACKED && f->flags & FLOW_PEER_FIN))
+		return true;
+	return protocol == IPPROTO_UDP &&
+	       now() - f->seen > (f->flags & FLOW_ESTABLISHED ? settings.udp_timeout_stream : settings.udp_timeout);
 }
 
-GLOBAL_VERB(prepare_direct)
+/* May `key` (backend -> client) become the reply entry of the flow whose own key is `forward`? An abandoned entry
+ * makes way, and so does this flow's own whose other half was evicted. The backend may remember a connection that
+ * ended in good order.
+ */
+INLINE bool is_free(const struct tuple *key, const struct tuple *forward, const bool v6)
+{
+	struct found found;
+	struct tuple owner;
+
+	find_flow(&found, key, v6);
+	if (!found.entry)
+		return true;
+	peer_key(&owner, found.entry, key->protocol);
+	if (!is_abandoned(found.entry, key->protocol) && !same_tuple(&owner, forward, v6))
+		return false;
+	if (found.entry->flags & FLOW_COLLISION)
+		return false;
+	if (!(found.entry->flags & FLOW_RESET))
+		timewait_add(key, &owner, v6);
+	delete_pair(key, found.entry, found.table, v6);
+	return true;
+}
 
 enum port_state {
 	PORT_TAKEN,
-	PORT_TIMEWAIT, /* free, but another had it less than a minute ago */
+	PORT_TIMEWAIT, /* free, but another conversation had it less than a minute ago */
 	PORT_FREE,
 };
 
 /* May the packet's flow have this source port towards the backend? Then `space->reply` is its own. */
-INLINE int try_port(struct __sk_buff *skb, struct scratch *space, __u32 port, const bool v6)
+INLINE enum port_state try_port(struct __sk_buff *skb, struct scratch *space, __u32 port, const bool v6)
 {
 	const struct tuple *forward = &space->packet.tuple;
 
@@ -177,20 +143,20 @@ INLINE int try_port(struct __sk_buff *skb, struct scratch *space, __u32 port, co
 	return forward->protocol == IPPROTO_TCP && in_timewait(&space->reply, forward, v6) ? PORT_TIMEWAIT : PORT_FREE;
 }
 
-GLOBAL_VERB(try_port)
+GLOBAL_VERB(enum port_state, try_port, PORT_TAKEN)
 
-/* Choose the source port that the backend sees, so that replies belong to one flow only: the client's own, if that is
- * free and its address stays; the node gives away ports, but not those of its own sockets. A client's port leads to the
- * same first candidate every time, so that a conversation that comes again meets its own tuple. One that another had a
- * minute ago is taken when there is nothing better.
+/* Choose the source port that the backend sees, so that its answers belong to one flow only: the client's own, if that
+ * is free and its address stays; the node gives away ports, but not those of its own sockets. A client's port leads to
+ * the same first candidate every time, so that a conversation that comes again meets its own tuple. A port that another
+ * conversation had a minute ago is the second best.
  */
-INLINE int reserve_tuple(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+INLINE enum step reserve_tuple(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
 {
-	bool kept = same_address(space->reply.daddr, space->packet.tuple.saddr, v6);
-	bool own = !(space->flow.flags & FLOW_MASQUERADE) || (space->flow.flags & FLOW_NODE && kept);
+	bool same_source = same_address(space->reply.daddr, space->packet.tuple.saddr, v6);
+	bool own = !(space->flow.flags & FLOW_MASQUERADE) || (space->flow.flags & FLOW_NODE && same_source);
 	__be16 port = space->reply.dport, second_best = 0;
 	__u32 start = own ? bpf_ntohs(port) : flow_tag(&space->packet.tuple, v6) * 0x9e3779b1u >> 16;
-	int found = own ? CALL(try_port, skb, port) : PORT_TAKEN;
+	enum port_state found = own ? CALL(try_port, skb, port) : PORT_TAKEN;
 
 	if (own && found != PORT_FREE)
 		count(COUNT_TUPLE_COLLISION);
@@ -203,46 +169,136 @@ INLINE int reserve_tuple(struct __sk_buff *skb, struct scratch *space, __u32 unu
 	if (found == PORT_TAKEN)
 		port = second_best;
 	if (!port)
-		return drop(COUNT_DROP_NO_PORT);
+		return drop(space, COUNT_DROP_NO_PORT);
 	space->result.sport = space->reply.dport = port;
-	return STEP_STORE;
+	return STEP_CONTINUE;
 }
 
-GLOBAL_VERB(reserve_tuple)
+GLOBAL_VERB(enum step, reserve_tuple, STEP_DROP)
 
-/* Store both directions of the flow, then rewrite its first packet. Of a direct connection with the client's own port
- * nothing needs to be stored: packets that open one are looked at.
- */
-INLINE int store_flow(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
+/* What is known of a flow's client by its first packet. */
+struct first_packet {
+	__u32 ifindex; /* where to hand answers over, to a pod, or to this node; 0: they go through the stack */
+	__u32 origin;
+	__u32 seq;
+	__u8 mac[12];
+};
+
+/* The backend's half of a new pair: its answers become the service's. */
+INLINE void fill_reply(struct flow *f, const struct tuple *key, const struct tuple *reply,
+		       const struct first_packet *from, const bool v6)
 {
-	const struct tuple *old = &space->packet.tuple;
-	struct node *self = this_node();
-	__u32 flags = space->flow.flags;
+	struct tuple result;
 
-	if (flags & FLOW_DIRECT && space->result.sport == old->sport && old->protocol == IPPROTO_TCP) {
-		timewait_add(&space->reply, old, v6);
-		return pass();
+	reverse_tuple(&result, key);
+	fill_flow(f, reply, &result, v6);
+	f->origin = f->flags & FLOW_HAIRPIN ? from->origin : ORIGIN_UNKNOWN;
+	f->flags |= FLOW_REPLY;
+	f->ifindex = from->ifindex;
+	f->ack = from->seq + 1;
+	__builtin_memcpy(f->mac, from->mac + 6, 6);
+	__builtin_memcpy(f->mac + 6, from->mac, 6);
+}
+
+/* Store both directions in one table: the packet's tuple becomes `result`, and its answers, whose tuple is `reply`,
+ * the client's again. The answers' half comes first and must be new: of two packets that reserve a tuple at once, one
+ * gets -EEXIST. 0 or a negative errno.
+ */
+INLINE long store_pair(struct scratch *space, const struct first_packet *from, const enum flow_table table,
+		       const bool v6)
+{
+	const struct tuple *key = &space->packet.tuple, *reply = &space->reply;
+	struct flow *f = &space->flow;
+	__u32 direction = f->flags;
+	long error;
+
+	f->started_or_fin = start_time(key->protocol);
+	f->challenges = 0;
+	fill_reply(f, key, reply, from, v6);
+	error = flow_update(reply, f, table, BPF_NOEXIST, v6);
+	f->flags = direction;
+	if (error)
+		return error;
+	fill_flow(f, key, &space->result, v6);
+	f->ifindex = 0;
+	f->origin = from->origin;
+	error = flow_update(key, f, table, BPF_ANY, v6);
+	if (error)
+		flow_delete(reply, table, v6);
+	return error;
+}
+
+/* Store the pair where new ones begin. When `flows` has no room, the LRU table keeps the service going. */
+INLINE bool create_pair(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
+{
+	struct first_packet from = {
+		.ifindex = hook == HOOK_UPLINK_INGRESS ? 0 : skb->ifindex,
+		.origin = origin_here(skb, hook),
+		.seq = space->packet.seq,
+	};
+	const struct tuple *key = &space->packet.tuple;
+	long error;
+
+	get_macs(skb, from.mac);
+	timewait_add(&space->reply, key, v6);
+	if (initial_table(key->protocol) == TABLE_FLOWS) {
+		error = store_pair(space, &from, TABLE_FLOWS, v6);
+		if (!error)
+			count_half_open(1);
+		if (!error || error == -EEXIST)
+			return !error;
+		count(COUNT_FLOW_FULL);
+		EMIT_EVENT(skb, COUNT_FLOW_FULL, hook);
+		note_overflow();
 	}
-	if (!create_pair(skb, space, place, v6))
-		return drop(COUNT_DROP_FLOW_FULL);
-	if (flags & FLOW_DIRECT && space->result.sport == old->sport)
-		return pass();
-	if (flags & FLOW_DIRECT && self)
+	return !store_pair(space, &from, TABLE_HALF_OPEN, v6);
+}
+
+/* A direct connection took another port than its client's: from now on segments in the midst of connections are looked
+ * at, too.
+ */
+INLINE void note_direct_flow(void)
+{
+	struct node *self = this_node();
+
+	if (self)
 		WRITE_ONCE(self->direct_flows, 1);
-	if (!(flags & FLOW_DIRECT)) {
-		count(COUNT_NEW_FLOW);
-		account(skb, space->flow.backend, false, 1);
-		TRACE_EVENT(skb, COUNT_NEW_FLOW, place);
+}
+
+INLINE void note_new_flow(struct __sk_buff *skb, const struct scratch *space, enum hook hook, const bool v6)
+{
+	count(COUNT_NEW_FLOW);
+	account(skb, space->flow.backend, false, 1);
+	TRACE_EVENT(skb, COUNT_NEW_FLOW, hook);
+}
+
+/* Store both directions of the flow, then rewrite its first packet. Of a direct TCP connection with the client's own
+ * port nothing needs to be stored, because segments that open a connection are always looked at.
+ */
+INLINE enum step store_flow(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
+{
+	const struct tuple *key = &space->packet.tuple;
+	__u32 flags = space->flow.flags;
+	bool untouched = flags & FLOW_DIRECT && space->result.sport == key->sport;
+
+	if (untouched && key->protocol == IPPROTO_TCP) {
+		timewait_add(&space->reply, key, v6);
+		return STEP_PASS;
 	}
+	if (!create_pair(skb, space, hook, v6))
+		return drop(space, COUNT_DROP_FLOW_FULL);
+	if (untouched)
+		return STEP_PASS;
+	if (flags & FLOW_DIRECT)
+		note_direct_flow();
+	else
+		note_new_flow(skb, space, hook, v6);
 	if (flags & FLOW_MASQUERADE)
 		return STEP_FORWARD;
 	rewrite(skb, &space->packet, &space->result, v6);
-	if (!(flags & FLOW_HAIRPIN))
-		return pass();
-	swap_macs(skb);
-	return bpf_redirect(skb->ifindex, 0);
+	return flags & FLOW_HAIRPIN ? hairpin(skb) : STEP_PASS;
 }
 
-GLOBAL_VERB(store_flow)
+GLOBAL_VERB(enum step, store_flow, STEP_DROP)
 
 #endif

@@ -7,7 +7,8 @@
 
 #include <linux/if_packet.h>
 
-#include "scratch.h"
+#include "maps.h"
+#include "packet.h"
 
 #define SCTP_HEADER 12
 #define BEYOND_PADDING 0xfefefefe /* bits that no byte of padding has, which is of zeros and ones */
@@ -29,8 +30,8 @@ INLINE bool is_for_this_node(struct __sk_buff *skb)
 	return !flags || *flags & INTERFACE_SHARED;
 }
 
-/* Does IPv4's header add up to what its checksum says (RFC 1071)? Options must be padding: whatever else routers do
- * with them (source routes, records) is the stack's to do, and these packets do not meet it.
+/* Is IPv4's header checksum right (RFC 1071)? Options must be padding: whatever else routers do with them (source
+ * routes, records) is the stack's to do, and these packets do not meet it.
  */
 INLINE bool adds_up(void *data, void *end, const struct packet *p)
 {
@@ -79,7 +80,7 @@ INLINE bool is_padding(void *data, void *end)
 	return !(option[4] | option[5] | option[6] | option[7]);
 }
 
-/* Do the transport's header, and what it says of its length, fit into a packet that ends at `finish`? */
+/* Do the transport's header, and the length in it, fit into a packet that ends at `finish`? */
 INLINE bool transport_fits(void *data, void *end, const struct packet *p, __u32 finish)
 {
 	struct udphdr *udp = data + (p->l4 & HEADERS_MASK);
@@ -107,7 +108,7 @@ INLINE bool is_sound(void *data, void *end, __u32 whole, __u32 finish, const str
 	return finish && finish <= whole && transport_fits(data, end, p, finish);
 }
 
-/* A packet that was parsed: is it what it says? One that stands for several may be longer than IP's header can say (BIG
+/* Are the headers of a parsed packet sound? One that stands for several may be longer than IP's header can say (BIG
  * TCP), and ends with its frame.
  */
 INLINE bool is_well_formed(struct __sk_buff *skb, const struct packet *p, const bool v6)

@@ -1,27 +1,31 @@
 /* Send a translated packet on by our own route lookup.
  *
  * A packet whose source became the node's cannot go through the stack: it came in at an interface, and the stack takes
- * nothing from outside that claims to be from here. The kernel's tables say where it goes, the kernel resolves the
- * neighbour; what the stack would have said to the sender (too big, expired) is said here.
+ * nothing from outside with an address of its own as the source. So the kernel's tables are asked for the next hop, the
+ * kernel resolves the neighbour, and ICMP errors that the stack would send to the sender (too big, expired) are sent
+ * here.
  */
 #ifndef HYBRID_PROXY_FORWARD_H
 #define HYBRID_PROXY_FORWARD_H
 
+#include "nat.h"
+#include "packet.h"
 #include "reject.h"
-#include "source.h"
+#include "route.h"
+#include "scratch.h"
 
 #define SMALLEST_MTU 1280
-#define GSO_BY_FRAGS 0xffff /* linux/skbuff.h: SCTP's packets in one, each as long as its sender made it */
+#define GSO_BY_FRAGS 0xffff /* linux/skbuff.h: SCTP packets in one, each as long as its sender made it */
 #define JUMBO_HEADER 8	    /* hop-by-hop options with the length (RFC 2675), IPV6_TLV_JUMBO alone */
 
-/* Does it stand for more than IPv6's header can say? */
+/* Is it longer than the length in IPv6's header can be? */
 INLINE bool is_jumbo(struct __sk_buff *skb, const bool v6)
 {
 	return v6 && skb->len > L3_OFFSET + sizeof(struct ipv6hdr) + 0xffff;
 }
 
-/* Bytes of the IP packet, of the largest of those that it stands for. Linux before 7.0 writes the length of BIG TCP's
- * into a header that it takes away when it cuts them.
+/* Bytes of the IP packet; of a packet that stands for several (GSO), those of the largest of them. Linux before 7.0
+ * writes the length of BIG TCP into an extra header, which it takes away when it segments the packet.
  */
 INLINE __u32 packet_length(struct __sk_buff *skb, const struct packet *p, const bool v6)
 {
@@ -36,14 +40,14 @@ INLINE __u32 packet_length(struct __sk_buff *skb, const struct packet *p, const 
 	return length + (p->tuple.protocol == IPPROTO_TCP ? p->header : sizeof(struct udphdr)) + segment;
 }
 
-/* The next hop of a packet that was in the stack's hands and grows by `more` bytes. */
+/* The next hop of a packet that would be forwarded from the interface where it came in, and grows by `more` bytes. */
 INLINE long fib_lookup_skb(struct __sk_buff *skb, struct bpf_fib_lookup *hop, const struct packet *p,
 			   const struct tuple *to, __u32 more, const bool v6)
 {
 	return fib_lookup(skb, skb->ifindex, packet_length(skb, p, v6) + more, hop, to, v6);
 }
 
-/* One hop less to live, as every router does; before `rewrite`, which writes IPv4's with the addresses. */
+/* Decrement the TTL, as every router does; before `rewrite`, which writes IPv4's with the addresses. */
 INLINE void dec_ttl(struct __sk_buff *skb, struct packet *p, const bool v6)
 {
 	const __u32 offset =
@@ -60,8 +64,18 @@ INLINE void dec_ttl(struct __sk_buff *skb, struct packet *p, const bool v6)
 	bpf_skb_store_bytes(skb, offset, &p->ttl, sizeof(p->ttl), 0);
 }
 
-/* Out of the interface that the lookup named; the kernel writes the frame's addresses, and asks for them if need be. */
-INLINE int redirect_neigh(const struct bpf_fib_lookup *hop)
+/* Back out of the interface that the packet came in at: client and backend are one pod. */
+INLINE enum step hairpin(struct __sk_buff *skb)
+{
+	swap_macs(skb);
+	bpf_redirect(skb->ifindex, 0);
+	return STEP_REDIRECT;
+}
+
+/* Out of the interface that the lookup found. The kernel writes the frame's addresses, and resolves the neighbour's if
+ * need be.
+ */
+INLINE enum step redirect_neigh(const struct bpf_fib_lookup *hop)
 {
 	struct bpf_redir_neigh next = {.nh_family = hop->family};
 
@@ -69,12 +83,13 @@ INLINE int redirect_neigh(const struct bpf_fib_lookup *hop)
 		copy_address(next.ipv6_nh, hop->ipv6_dst);
 	else
 		next.ipv4_nh = hop->ipv4_dst;
-	return bpf_redirect_neigh(hop->ifindex, &next, sizeof(next), 0);
+	bpf_redirect_neigh(hop->ifindex, &next, sizeof(next), 0);
+	return STEP_REDIRECT;
 }
 
-/* The same to a neighbour whose address the lookup told, without asking the kernel for it again. */
-INLINE int rewrite_and_redirect(struct __sk_buff *skb, const struct packet *p, const struct tuple *to,
-				const struct bpf_fib_lookup *hop, const bool v6)
+/* The same to a neighbour whose address the lookup returned, without asking the kernel for it again. */
+INLINE enum step rewrite_and_redirect(struct __sk_buff *skb, const struct packet *p, const struct tuple *to,
+				      const struct bpf_fib_lookup *hop, const bool v6)
 {
 	__u16 mac[6];
 
@@ -84,11 +99,24 @@ INLINE int rewrite_and_redirect(struct __sk_buff *skb, const struct packet *p, c
 		rewrite(skb, p, to, v6);
 		set_macs(skb, (const __u8 *)mac);
 	}
-	return bpf_redirect(hop->ifindex, 0);
+	bpf_redirect(hop->ifindex, 0);
+	return STEP_REDIRECT;
 }
 
-/* Rewrite the packet to `space->result` and send it on. Linux before 5.12 does not tell the size that would fit. */
-INLINE int forward(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+/* Has the lookup found a next hop, whether or not its neighbour is resolved? */
+INLINE bool has_next_hop(long result)
+{
+	return result == BPF_FIB_LKUP_RET_SUCCESS || result == BPF_FIB_LKUP_RET_NO_NEIGH;
+}
+
+/* The size that the next hop has room for. Linux before 5.12 does not report it. */
+INLINE __u32 size_that_fits(const struct bpf_fib_lookup *hop, __u32 length)
+{
+	return hop->tot_len < length ? hop->tot_len : SMALLEST_MTU;
+}
+
+/* Rewrite the packet to `space->result` and send it on. */
+INLINE enum step forward(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
 {
 	struct bpf_fib_lookup *hop = &space->hop;
 	struct packet *p = &space->packet;
@@ -96,67 +124,22 @@ INLINE int forward(struct __sk_buff *skb, struct scratch *space, __u32 unused, c
 
 	NOTE(NOTE_HOP, hop->ifindex, result);
 	if (result == BPF_FIB_LKUP_RET_FRAG_NEEDED)
-		return CALL(send_icmp_error, skb,
-			    hop->tot_len < packet_length(skb, p, v6) ? hop->tot_len : SMALLEST_MTU);
-	if (!is_local_delivery(result)) {
-		if (result != BPF_FIB_LKUP_RET_SUCCESS && result != BPF_FIB_LKUP_RET_NO_NEIGH)
-			return drop(COUNT_DROP_NO_ROUTE);
-		if (p->ttl <= 1)
-			return CALL(send_icmp_error, skb, TTL_EXPIRED);
-		dec_ttl(skb, p, v6);
+		return CALL(send_icmp_error, skb, size_that_fits(hop, packet_length(skb, p, v6)));
+	if (is_local_delivery(result)) {
+		rewrite(skb, p, &space->result, v6);
+		return STEP_PASS;
 	}
+	if (!has_next_hop(result))
+		return drop(space, COUNT_DROP_NO_ROUTE);
+	if (p->ttl <= 1)
+		return CALL(send_icmp_error, skb, TTL_EXPIRED);
+	dec_ttl(skb, p, v6);
 	if (result == BPF_FIB_LKUP_RET_SUCCESS && !neighbour_needs_refresh(hop, v6))
 		return rewrite_and_redirect(skb, p, &space->result, hop, v6);
 	rewrite(skb, p, &space->result, v6);
-	return is_local_delivery(result) ? pass() : redirect_neigh(hop);
+	return redirect_neigh(hop);
 }
 
-GLOBAL_VERB(forward)
-
-/* To a client, behind routing: what a backend, or a router on the way to it, has to say. */
-INLINE int translate_error_egress(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
-{
-	struct inner_packet *q = &space->inner;
-
-	if (read_inner(skb, space, AT_NODE, v6) != STEP_NONE || !(q->flags & FLOW_REPLY) ||
-	    q->flags & (FLOW_HAIRPIN | FLOW_MASQUERADE))
-		return pass();
-	translate_icmp_error(skb, &space->packet, q, &space->result, v6);
-	return pass();
-}
-
-GLOBAL_VERB(translate_error_egress)
-
-/* Before routing: an ICMP error to a service's address, about its answers, or to this node, about a packet whose source
- * it gave. The latter, and what concerns such flows, goes on by our own lookup, as their packets do.
- */
-INLINE int translate_error_ingress(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
-{
-	struct inner_packet *q = &space->inner;
-	int checked;
-	long result;
-
-	checked = read_inner(skb, space, place, v6);
-	if (checked != STEP_NONE)
-		return checked;
-	if (q->flags & FLOW_REPLY && !(q->flags & (FLOW_HAIRPIN | FLOW_MASQUERADE)))
-		return pass(); /* about a plain flow between client and backend: translated at the client's interface */
-	checked = check_source_towards(skb, space, space->packet.tuple.daddr, v6);
-	if (checked != STEP_NONE)
-		return checked;
-	translate_icmp_error(skb, &space->packet, q, &space->result, v6);
-	if (q->flags & FLOW_HAIRPIN) {
-		swap_macs(skb);
-		return bpf_redirect(skb->ifindex, 0);
-	}
-	if (!(q->flags & FLOW_MASQUERADE) || q->flags & FLOW_NODE)
-		return pass();
-	result = fib_lookup_skb(skb, &space->hop, &space->packet, &space->result, 0, v6);
-	if (result != BPF_FIB_LKUP_RET_SUCCESS && result != BPF_FIB_LKUP_RET_NO_NEIGH)
-		return pass();
-	return redirect_neigh(&space->hop);
-}
-
-GLOBAL_VERB(translate_error_ingress)
+GLOBAL_VERB(enum step, forward, STEP_DROP)
 
 #endif

@@ -1,18 +1,22 @@
 /* Fragments: only the first of a datagram has ports, which are remembered for the others.
  *
- * A fragment that comes before the first waits: a program cannot keep a packet, so it is copied and dropped. When the
- * first comes, it takes the shape of each that waited, for as long as a clone of it is put back into the interface's
- * queue, and then its own again. Only ingress lets fragments wait, and only those that may be of a service; behind
- * routing they come in the order that ingress left them in.
+ * A fragment that comes before the first one is queued. A program cannot keep an skb, so the frame is copied into map
+ * `frag_queue`, and the packet is dropped. When the first fragment arrives, the program reuses its skb to reinject each
+ * queued fragment: it loads the queued frame into the skb, puts a clone of that back into the interface's queue, and
+ * restores the first fragment at the end. Only ingress queues fragments, and only those that may concern a service;
+ * behind routing they arrive in the order in which ingress left them.
  */
 #ifndef HYBRID_PROXY_FRAGMENT_H
 #define HYBRID_PROXY_FRAGMENT_H
 
-#include "flow_create.h"
+#include "count.h"
+#include "hash.h"
+#include "maps.h"
+#include "packet.h"
+#include "scratch.h"
+#include "service.h"
 
 #define FRAGMENT_SECONDS 30 /* as long as a receiver waits for the rest (RFC 791, ipfrag_time) */
-
-enum queueing { MUST_PASS, MAY_QUEUE };
 
 INLINE void write_datagram_key(struct fragment_key *key, const struct packet *p)
 {
@@ -33,8 +37,8 @@ INLINE bool is_current(const struct fragments *known)
 	return now() - known->seen <= FRAGMENT_SECONDS * settings.hz;
 }
 
-/* What is known of the datagram; begun when there is nothing, or only something of a former one with its number.
- * NULL: the map has no room. When two begin at once, both get the same element.
+/* What is known of the datagram; begun where there is nothing, or only something of a former one with its number.
+ * NULL: the map has no room. Two CPUs that begin one at once both get the same element.
  */
 INLINE struct fragments *begin_datagram(struct scratch *space, const bool first)
 {
@@ -52,20 +56,20 @@ INLINE struct fragments *begin_datagram(struct scratch *space, const bool first)
 	return bpf_map_lookup_elem(&fragments, &space->datagram);
 }
 
-/* May the datagram be to a service or from a backend? Without its ports addresses have to tell. */
+/* May the datagram be to a service or from a backend? Without its ports, the addresses have to say. */
 INLINE bool may_concern_service(const struct tuple *t, const bool v6)
 {
 	return may_be_service(t->daddr, v6) || find_frontend(t->daddr, 0, 0, v6) || may_be_backend(t->saddr, 0, 0, v6);
 }
 
-/* A length that is known to be from 1 to FRAG_BYTES, for verifiers before 6.4, as `bounded()` is. */
+/* A length that is known to be from 1 to FRAG_BYTES; as bounded(), for verifiers before Linux 6.4. */
 INLINE __u32 bounded_length(__u32 length)
 {
 	asm volatile("" : "+r"(length));
 	return ((length - 1) & (FRAG_BYTES - 1)) + 1;
 }
 
-/* Copy the frame; its length, 0: it is too long. */
+/* Copy the frame; its length, or 0 where it is too long. */
 INLINE __u32 save_frame(struct __sk_buff *skb, struct queued_fragment *to)
 {
 	__u32 length = skb->len;
@@ -76,7 +80,7 @@ INLINE __u32 save_frame(struct __sk_buff *skb, struct queued_fragment *to)
 	return length;
 }
 
-/* Let the packet be what was copied. */
+/* Let the packet be the copy. */
 INLINE bool load_frame(struct __sk_buff *skb, struct queued_fragment *copy)
 {
 	__u32 length = copy->length;
@@ -87,24 +91,24 @@ INLINE bool load_frame(struct __sk_buff *skb, struct queued_fragment *copy)
 	       !bpf_skb_store_bytes(skb, 0, copy->frame, bounded_length(length), BPF_F_RECOMPUTE_CSUM);
 }
 
-/* Keep a copy and drop the packet; or pass it, when it cannot wait. */
-INLINE int queue_fragment(struct __sk_buff *skb, struct scratch *space, struct fragments *datagram)
+/* Queue a copy of the packet; pass the packet where there is no room for one. */
+INLINE enum step queue_fragment(struct __sk_buff *skb, struct scratch *space, struct fragments *datagram)
 {
 	__u32 number = datagram->waiting, place = (skb->ifindex * 37 + space->next_place++) & (FRAG_QUEUE - 1);
 	struct queued_fragment *copy = bpf_map_lookup_elem(&frag_queue, &place);
 
 	if (number >= FRAG_QUEUE_EACH || !copy || !save_frame(skb, copy)) {
 		count(COUNT_FRAGMENT_LOST);
-		return pass();
+		return STEP_PASS;
 	}
 	copy->key = space->datagram;
 	datagram->places[bounded(number) & (FRAG_QUEUE_EACH - 1)] = place;
 	WRITE_ONCE(datagram->waiting, number + 1);
 	count(COUNT_FRAGMENT_QUEUED);
-	return TC_ACT_SHOT;
+	return STEP_QUEUED;
 }
 
-/* Put back into the queue what waited for this first fragment. False: the packet is not itself any more. */
+/* Reinject the fragments that waited for this first one. False: the packet could not be restored. */
 INLINE bool reinject_fragments(struct __sk_buff *skb, struct scratch *space, struct fragments *datagram)
 {
 	__u32 waiting = datagram->waiting;
@@ -130,50 +134,52 @@ INLINE bool reinject_fragments(struct __sk_buff *skb, struct scratch *space, str
 	return load_frame(skb, &space->first);
 }
 
-INLINE int track_first(struct __sk_buff *skb, struct scratch *space)
+/* Remember the datagram's ports. */
+INLINE enum step track_first(struct __sk_buff *skb, struct scratch *space)
 {
 	struct packet *p = &space->packet;
 	struct fragments *datagram = begin_datagram(space, true);
 
 	p->kind = PACKET_TRANSPORT;
 	if (!datagram)
-		return STEP_NONE;
+		return STEP_CONTINUE;
 	datagram->sport = p->tuple.sport;
 	datagram->dport = p->tuple.dport;
 	datagram->protocol = p->tuple.protocol;
 	WRITE_ONCE(datagram->known, 1);
 	if (datagram->waiting && !reinject_fragments(skb, space, datagram))
-		return drop(COUNT_DROP_FRAGMENT);
-	return STEP_NONE;
+		return drop(space, COUNT_DROP_FRAGMENT);
+	return STEP_CONTINUE;
 }
 
-INLINE int track_later(struct __sk_buff *skb, struct scratch *space, const bool may_hold, const bool v6)
+/* Take the ports that are remembered, or wait for them. */
+INLINE enum step track_later(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
 	struct packet *p = &space->packet;
 	struct fragments *datagram = bpf_map_lookup_elem(&fragments, &space->datagram);
 
 	if (!datagram || !READ_ONCE(datagram->known) || !is_current(datagram)) {
-		if (!may_hold || !may_concern_service(&p->tuple, v6))
-			return pass();
+		if (!is_ingress(hook) || !may_concern_service(&p->tuple, v6))
+			return STEP_PASS;
 		datagram = begin_datagram(space, false);
-		return datagram ? queue_fragment(skb, space, datagram) : pass();
+		return datagram ? queue_fragment(skb, space, datagram) : STEP_PASS;
 	}
 	p->tuple.sport = datagram->sport;
 	p->tuple.dport = datagram->dport;
 	p->tuple.protocol = datagram->protocol;
 	p->kind = PACKET_TRANSPORT;
-	return STEP_NONE;
+	return STEP_CONTINUE;
 }
 
-/* Make a fragment a packet with ports. */
-INLINE int track_fragment(struct __sk_buff *skb, struct scratch *space, __u32 queueing, const bool v6)
+/* Make the fragment a PACKET_TRANSPORT, with the ports of its datagram. */
+INLINE enum step track_fragment(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
 {
 	write_datagram_key(&space->datagram, &space->packet);
 	if (space->packet.fragment.part == FIRST_FRAGMENT)
 		return track_first(skb, space);
-	return track_later(skb, space, queueing == MAY_QUEUE, v6);
+	return track_later(skb, space, hook, v6);
 }
 
-GLOBAL_VERB(track_fragment)
+GLOBAL_VERB(enum step, track_fragment, STEP_DROP)
 
 #endif

@@ -2,6 +2,7 @@
 #ifndef HYBRID_PROXY_HASH_H
 #define HYBRID_PROXY_HASH_H
 
+#include "maps.h"
 #include "packet.h"
 
 INLINE __u32 hash_address(const __u32 *a, const bool v6)
@@ -47,7 +48,7 @@ INLINE bool may_be_service(const __u32 *address, const bool v6)
 	return bit_set(&service_addresses, hash_address(address, v6));
 }
 
-/* The bit of a node port; a port of a transport that services do not have is nobody's. */
+/* The bit of a node port; a transport that services do not have shares SCTP's bits. */
 INLINE bool may_be_node_port(__be16 port, __u8 protocol)
 {
 	__u32 kind = protocol == IPPROTO_TCP ? 0 : protocol == IPPROTO_UDP ? 1 : 2;

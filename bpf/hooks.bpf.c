@@ -1,4 +1,4 @@
-/* tc at the host side of pods' interfaces and at uplinks: what is a service's is handed over to tc_datapath.bpf.c.
+/* tc at the host side of pods' interfaces and at uplinks: packets that may be a service's go on to tc_datapath.bpf.c.
  *
  * Ingress of a pod's interface (from the pod) is where a service address becomes a backend's, egress (to the pod) where
  * a backend's reply becomes the service's again: between the two, routing, rp_filter, conntrack and policies see one
@@ -9,14 +9,16 @@
  * Egress turns backends' answers into the service's, translates what kernel clients and raw sockets of this node send
  * to a service, and keeps packets for addresses that no service has from leaving.
  */
+#include "config.h"
+#include "maps.h"
 #include "prefilter.h"
 
-/* One program for all hooks: the verifier looks at it once, and it is replaced for all of them at the same moment. */
+/* One program for all hooks: the verifier checks it once, and one store replaces it for all of them. */
 INLINE int call_datapath(struct __sk_buff *skb, const enum hook hook, const bool v6)
 {
 	skb->cb[0] = hook;
 	bpf_tail_call(skb, &datapaths, v6 ? DATAPATH6 : DATAPATH4);
-	return pass(); /* not loaded yet */
+	return TC_ACT_UNSPEC; /* not loaded yet */
 }
 
 SEC("tc")

@@ -1,7 +1,10 @@
 /* Programs that the agent runs by BPF_PROG_TEST_RUN, attached nowhere: the same verbs on the same maps. See also
  * explain.bpf.c.
  */
+#include "abi.h"
+#include "config.h"
 #include "flow.h"
+#include "packet.h"
 
 /* The clock of time stamps, as the return value. */
 SEC("tc")

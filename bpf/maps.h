@@ -1,4 +1,9 @@
-/* Every map. Array elements never move, so what changes lives in arrays; hash values are written once. */
+/* The maps that several programs share. Elements of an array never move, so what changes lives in arrays; values of a
+ * hash table are written once.
+ *
+ * A map that belongs to one header or program is beside it: scratch.h, route.h, driver.h, sockets.h, connect.bpf.c,
+ * explaining.h.
+ */
 #ifndef HYBRID_PROXY_MAPS_H
 #define HYBRID_PROXY_MAPS_H
 
@@ -65,16 +70,16 @@ ARRAY_MAP(backend_sockets, __u64, (1 << PREFILTER_BITS) / 64);
 /* (address, port, protocol) -> service, flags, tag. */
 GROWING_MAP(frontends4, struct frontend4_key, __u64, 65536);
 GROWING_MAP(frontends6, struct frontend6_key, __u64, 65536);
-/* Clients that may come to load-balancer IPs with source ranges. */
+/* Clients in the source ranges of load-balancer IPs. */
 PREFIX_MAP(source_ranges4, struct source_range4_key, 65536);
 PREFIX_MAP(source_ranges6, struct source_range6_key, 65536);
-/* Interfaces behind which all sources are pods, where pods are told apart so. */
+/* Interfaces behind which all sources are pods, where pods are recognized by their interface. */
 GROWING_MAP(pod_links, __u32, __u32, 4096);
 /* This node's addresses, on whatever interface, and its networks' broadcast addresses: no source of a packet from
  * outside.
  */
 GROWING_MAP(own_addresses, struct own_address, __u32, 65536);
-/* What is asked of packets, by the index of the interface that they come in at: enum interface_flags. */
+/* How packets are checked, by the index of the interface that they come in at: enum interface_flags. */
 GROWING_MAP(interfaces, __u32, __u32, 65536);
 /* Routes with several next hops, by number, and these by twos. */
 PREFIX_MAP(equal_routes, struct equal_route, 4096);
@@ -88,9 +93,9 @@ struct {
 	__uint(key_size, sizeof(__u32));
 	__uint(value_size, sizeof(__u32));
 } links SEC(".maps");
-/* Service id -> its two slices. */
+/* Service id -> the slot ranges of its two backend sets. */
 ARRAY_MAP(services, struct service, 32768);
-/* All slices, one after the other. */
+/* All slot ranges, one after the other. */
 ARRAY_MAP(slots, struct slot, 262144);
 /* Backend id -> address and port. */
 ARRAY_MAP(backends, struct backend, 262144);
@@ -102,15 +107,13 @@ GROWING_MAP(flows6, struct flow6_key, struct flow, 262144);
  */
 LRU_MAP(half_open4, struct flow4_key, struct flow, 65536);
 LRU_MAP(half_open6, struct flow6_key, struct flow, 65536);
-/* Reply tuples of late. A backend that closed a connection keeps its tuple for a minute (TIME_WAIT); another
- * conversation must not meet it there.
- */
+/* Reply tuples of the last minute: timewait.h. */
 ARRAY_MAP(timewait, struct timewait_bucket, 1 << TIMEWAIT_BITS);
 /* Client and service -> backend | jiffies of the last connection << 32. */
 LRU_MAP(affinity, struct affinity_key, __u64, 65536);
 /* Datagrams in fragments: ports for those that have none. */
 LRU_MAP(fragments, struct fragment_key, struct fragments, 4096);
-/* Fragments that came before their first; a ring. */
+/* Fragments that wait for their first; a ring. */
 ARRAY_MAP(frag_queue, struct queued_fragment, FRAG_QUEUE);
 /* Addresses of this node; what else may change at run time. */
 ARRAY_MAP(node, struct node, 1);
@@ -119,22 +122,16 @@ ARRAY_MAP(node, struct node, 1);
  * write to one cache line and user space reads all of it as one array.
  */
 ARRAY_MAP(traffic, struct traffic, 524288);
-/* What backends that a service has no more came to, by service; of user space alone. */
+/* The figures of a service's former backends, by service; user space alone writes them. */
 ARRAY_MAP(traffic_gone, struct traffic, 32768);
 
-/* The programs that carry, which all hooks' programs call: to replace them is one store. */
-enum datapath {
-	DATAPATH4,
-	DATAPATH6,
-	DATAPATHS,
-};
-
+/* The programs that all hooks call, by enum datapath: to replace one is one store. */
 MAP(datapaths, BPF_MAP_TYPE_PROG_ARRAY, 0, __u32, __u32, DATAPATHS);
 
 /* Events by reason, per CPU. */
 CPU_MAP(counters, __u64, COUNTERS);
 
-/* What happened to packets, told to user space; the counters have all of it, this has some. */
+/* What happened to packets, for user space: some of what the counters count. */
 struct {
 	__uint(type, BPF_MAP_TYPE_RINGBUF);
 	__uint(max_entries, 1 << 18);
@@ -143,7 +140,7 @@ struct {
 /* Events left | jiffies of the last refill << 32, per CPU. */
 CPU_MAP(event_budget, __u64, 1);
 
-/* Refusals left | jiffies of the last refill << 32, per CPU. */
+/* Answers to rejected packets left | jiffies of the last refill << 32, per CPU. */
 CPU_MAP(reject_budget, __u64, 1);
 
 #endif

@@ -3,6 +3,7 @@
 #define HYBRID_PROXY_NAT_H
 
 #include "crc.h"
+#include "packet.h"
 
 #define SCTP_CHECKSUM 8
 
@@ -41,6 +42,15 @@ INLINE __u16 updated_checksum(__u16 check, __s64 difference)
 	__u64 sum = (__u16)~check + (__u64)difference;
 
 	sum = (sum & 0xffff) + (sum >> 16 & 0xffff) + (sum >> 32);
+	sum = (sum & 0xffff) + (sum >> 16);
+	sum = (sum & 0xffff) + (sum >> 16);
+	return ~sum;
+}
+
+/* The sum that bpf_csum_diff() returns, as a checksum. */
+INLINE __u16 csum_fold(__s64 sum)
+{
+	sum = (sum & 0xffff) + (sum >> 16 & 0xffff) + (sum >> 32 & 0xffff);
 	sum = (sum & 0xffff) + (sum >> 16);
 	sum = (sum & 0xffff) + (sum >> 16);
 	return ~sum;

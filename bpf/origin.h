@@ -1,24 +1,30 @@
 /* Where the packets of a flow come in. Each direction lives at one place: at a pod's interface, or at the uplinks,
- * which are one place, because routes between them change. What comes in elsewhere is a forgery, and dropped: who got
- * it untranslated would answer with a reset, which the flow's other end believes. Only a sender that has moved is
- * followed: the route to it, which is the way that the stack sends it packets, leads here by now.
+ * which are one place, because routes between them change. A packet that comes in elsewhere is a forgery, and dropped:
+ * its receiver, who would get it untranslated, would answer with a reset, which the flow's other end accepts. Only a
+ * sender that has moved is followed: then the route to it, by which the stack sends it packets, leads here.
  */
 #ifndef HYBRID_PROXY_ORIGIN_H
 #define HYBRID_PROXY_ORIGIN_H
 
+#include "count.h"
+#include "flow.h"
+#include "flow_state.h"
+#include "nat.h"
+#include "packet.h"
+#include "route.h"
+#include "scratch.h"
 #include "source.h"
-#include "packet_events.h"
 
 INLINE bool has_link(__u32 key)
 {
 	return bpf_map_lookup_elem(&links, &key);
 }
 
-INLINE __u32 origin_here(struct __sk_buff *skb, __u32 place)
+INLINE __u32 origin_here(struct __sk_buff *skb, enum hook hook)
 {
-	if (place == AT_UPLINK)
+	if (hook == HOOK_UPLINK_INGRESS)
 		return ORIGIN_UPLINKS;
-	return place == AT_NODE ? ORIGIN_NODE : skb->ifindex;
+	return hook == HOOK_UPLINK_EGRESS ? ORIGIN_NODE : skb->ifindex;
 }
 
 /* Is the interface gone that packets came in at, or was there none yet? */
@@ -27,8 +33,8 @@ INLINE bool origin_is_gone(__u32 origin)
 	return origin == ORIGIN_UNKNOWN || (origin != ORIGIN_UPLINKS && origin != ORIGIN_NODE && !has_link(origin));
 }
 
-/* Where the stack would send `space->reply`. */
-INLINE int origin_by_route(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+/* Where packets of a sender would come in that lives where the stack would send `space->reply`. */
+INLINE __u32 origin_by_route(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
 {
 	struct bpf_fib_lookup *hop = &space->hop;
 	long result = fib_lookup_as_host(skb, hop, &space->reply, v6);
@@ -43,16 +49,16 @@ INLINE int origin_by_route(struct __sk_buff *skb, struct scratch *space, __u32 u
 	return has_link(index | 1u << LINK_OUTER_BIT) ? ORIGIN_UPLINKS : ORIGIN_ELSEWHERE;
 }
 
-GLOBAL_VERB(origin_by_route)
+GLOBAL_VERB(__u32, origin_by_route, ORIGIN_NONE)
 
-/* Does the sender of the flow's packets, whose key is `key`, live here? Behind an interface without programs, where the
- * route cannot tell its ports apart, it is believed unless it lives at another one. A client that nobody has answered
- * for long lives nowhere yet: who forged the flow's first packet does not shut it out.
+/* Does the sender of the flow's packets, whose key is `key`, live here? Behind an interface without programs, where
+ * the route does not say which of its ports, it does unless another origin is known. The origin of a client that is
+ * not established is not settled yet: otherwise whoever forged the flow's first packet would shut the client out.
  */
 INLINE bool comes_from_origin(struct __sk_buff *skb, struct scratch *space, const struct tuple *key,
-			      const struct flow *f, __u32 place, const bool v6)
+			      const struct flow *f, enum hook hook, const bool v6)
 {
-	__u32 here = origin_here(skb, place), way;
+	__u32 here = origin_here(skb, hook), way;
 
 	if (f->origin == here)
 		return true;
@@ -64,7 +70,7 @@ INLINE bool comes_from_origin(struct __sk_buff *skb, struct scratch *space, cons
 	return way == here;
 }
 
-/* Does the packet tell where the flow lives? Of a connection that opens, an answer to its SYN alone. */
+/* Does the packet prove where its sender lives? On a half-open connection only an answer to its SYN does. */
 INLINE bool proves_origin(const struct packet *p, const struct flow *f)
 {
 	return p->tuple.protocol != IPPROTO_TCP || (f->flags & (FLOW_REPLY | FLOW_ESTABLISHED)) != FLOW_REPLY ||
@@ -74,11 +80,11 @@ INLINE bool proves_origin(const struct packet *p, const struct flow *f)
 /* From now on the flow's packets come in here, and those of the other direction are handed over here: to a pod that is
  * not its own peer.
  */
-INLINE void move_origin(struct __sk_buff *skb, const struct packet *p, const struct found *found, __u32 place,
+INLINE void move_origin(struct __sk_buff *skb, const struct packet *p, const struct found *found, enum hook hook,
 			const bool v6)
 {
 	struct flow *other = peer_flow(found->entry, p->tuple.protocol, found->table, v6);
-	__u32 here = origin_here(skb, place);
+	__u32 here = origin_here(skb, hook);
 	__u8 mac[12];
 
 	if (found->entry->origin != ORIGIN_UNKNOWN)
@@ -86,7 +92,7 @@ INLINE void move_origin(struct __sk_buff *skb, const struct packet *p, const str
 	WRITE_ONCE(found->entry->origin, here);
 	if (!other || found->entry->flags & (FLOW_HAIRPIN | FLOW_DIRECT))
 		return;
-	if (place != AT_POD) {
+	if (hook != HOOK_POD_INGRESS) {
 		WRITE_ONCE(other->ifindex, 0);
 		return;
 	}
@@ -100,9 +106,9 @@ INLINE void move_origin(struct __sk_buff *skb, const struct packet *p, const str
  * another way than they are answered, and the answers stay the stack's: of a connection by what is noted here, of
  * datagrams because the caller does not let the flow establish.
  */
-INLINE bool confirm_path(struct __sk_buff *skb, struct flow *reply, __u32 place, __u8 protocol)
+INLINE bool confirm_path(struct __sk_buff *skb, struct flow *reply, enum hook hook, __u8 protocol)
 {
-	if (place != AT_POD || !reply->ifindex || reply->ifindex == skb->ifindex)
+	if (hook != HOOK_POD_EGRESS || !reply->ifindex || reply->ifindex == skb->ifindex)
 		return true;
 	if (protocol != IPPROTO_TCP)
 		return false;
@@ -117,7 +123,7 @@ INLINE void confirm_route(struct __sk_buff *skb, struct scratch *space, struct f
 	if (!reply->ifindex || reply->flags & (FLOW_HAIRPIN | FLOW_NODE))
 		return;
 	translated_tuple(&space->reply, reply, protocol);
-	if ((__u32)CALL(origin_by_route, skb, 0) != reply->ifindex)
+	if (CALL(origin_by_route, skb, 0) != reply->ifindex)
 		WRITE_ONCE(reply->ifindex, 0);
 }
 

@@ -2,7 +2,7 @@
 #ifndef HYBRID_PROXY_PACKET_H
 #define HYBRID_PROXY_PACKET_H
 
-#include "verdict.h"
+#include "config.h"
 
 #define IP_FRAGMENT_MASK bpf_htons(0x3fff)
 #define IP_OFFSET_MASK bpf_htons(0x1fff)
@@ -14,8 +14,9 @@
 #define TCP_ACK 0x10
 #define IPV6_EXTENSIONS 4
 #define HEADERS_MASK 0x3ff /* headers behind it are not looked at; the verifier wants a mask */
+#define ICMP_HEADER 8
 #define L3_OFFSET ETH_HLEN
-#define PULL_LENGTH 256 /* bytes in which all headers lie, those that an ICMP error quotes too */
+#define PULL_LENGTH 256 /* all headers lie in so many bytes, those that an ICMP error quotes, too */
 
 struct tuple {
 	__u32 saddr[4];
@@ -44,7 +45,7 @@ enum fragment_part {
 struct fragment {
 	__u32 id;
 	__u8 part;     /* of enum fragment_part */
-	__u8 protocol; /* what all fragments of a datagram say follows */
+	__u8 protocol; /* the next header, as all fragments of a datagram have it */
 };
 
 struct packet {
@@ -61,11 +62,17 @@ struct packet {
 	__u32 ack;
 };
 
+/* Without branches: the verifier would follow each of them, and so look at all that comes after it five times. */
 INLINE bool same_address(const __u32 *a, const __u32 *b, const bool v6)
 {
 	if (!v6)
 		return a[0] == b[0];
-	return a[0] == b[0] && a[1] == b[1] && a[2] == b[2] && a[3] == b[3];
+	return !((a[0] ^ b[0]) | (a[1] ^ b[1]) | (a[2] ^ b[2]) | (a[3] ^ b[3]));
+}
+
+INLINE bool is_zero_address(const __u32 *a)
+{
+	return !(a[0] | a[1] | a[2] | a[3]);
 }
 
 INLINE void copy_address(__u32 *to, const __u32 *from)
@@ -74,6 +81,12 @@ INLINE void copy_address(__u32 *to, const __u32 *from)
 	to[1] = from[1];
 	to[2] = from[2];
 	to[3] = from[3];
+}
+
+INLINE bool same_tuple(const struct tuple *a, const struct tuple *b, const bool v6)
+{
+	return same_address(a->daddr, b->daddr, v6) && same_address(a->saddr, b->saddr, v6) && a->sport == b->sport &&
+	       a->dport == b->dport;
 }
 
 /* The same conversation seen from the other end. */
@@ -110,9 +123,9 @@ INLINE __u32 parse_ipv4(void *data, void *end, __u32 offset, struct tuple *t, st
 	return offset + ip->ihl * 4;
 }
 
-/*
- * An offset into a packet, for verifiers before 6.4, which lose its bound over several headers and then refuse every
- * access behind it. IPV6_EXTENSIONS headers of 2 KiB stay below the mask; the barrier keeps the compiler from knowing.
+/* * An offset into a packet. The verifiers of Linux before 6.4 lose its bound over several headers, and then refuse
+ * every access behind it. IPV6_EXTENSIONS headers of 2 KiB stay below the mask; the barrier keeps the compiler from
+ * knowing.
  */
 INLINE __u32 bounded(__u32 offset)
 {
@@ -230,7 +243,9 @@ INLINE __u32 end_of_packet(void *data, void *end, const bool v6)
 	return (void *)(ip4 + 1) <= end && ip4->tot_len ? L3_OFFSET + bpf_ntohs(ip4->tot_len) : 0;
 }
 
-/* A header of so many bytes was not found: the frame of `whole` bytes ends before, or it lies where nobody looks. */
+/* A header of so many bytes was not found: the frame of `whole` bytes ends before it, or it lies beyond what is
+ * parsed.
+ */
 INLINE enum packet_kind missing_header(const struct packet *p, __u32 size, __u32 whole)
 {
 	return p->l4 + size > whole ? PACKET_MALFORMED : PACKET_OTHER;
@@ -257,7 +272,7 @@ INLINE void parse_tcp(void *data, void *end, __u32 whole, struct packet *p, cons
 	p->fin_end = p->seq + length - p->l4 - tcp->doff * 4 + 1;
 }
 
-/* UDP's header has 8 bytes, SCTP's 12: a packet that ends before is nobody's. */
+/* Does the packet have all of the header: 8 bytes of UDP's, 12 of SCTP's? */
 INLINE bool has_header(void *data, void *end, const struct packet *p)
 {
 	__u8 *header = data + (p->l4 & HEADERS_MASK);

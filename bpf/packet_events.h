@@ -1,14 +1,16 @@
-/* Events of packets: dropped, refused, traced. */
+/* Events of packets: dropped, rejected, traced. */
 #ifndef HYBRID_PROXY_PACKET_EVENTS_H
 #define HYBRID_PROXY_PACKET_EVENTS_H
 
 #include "events.h"
+#include "maps.h"
+#include "packet.h"
 #include "scratch.h"
 
 #define EVENT_HOOK_SHIFT 8 /* bits before it: the reason */
 #define EVENT_TRACED (1 << 16)
 
-/* A packet of an established flow: traced when there is room. */
+/* A packet of an established flow, which is traced only while there is room. */
 INLINE bool is_routine(__u32 reason)
 {
 	return reason == COUNT_DNAT || reason == COUNT_REPLY || reason == COUNT_FAST;
@@ -44,18 +46,18 @@ INLINE int emit_event(struct __sk_buff *skb, struct scratch *space, __u32 detail
 	return 0;
 }
 
-GLOBAL_VERB(emit_event)
+GLOBAL_VERB(int, emit_event, 0)
 
-#define EMIT_EVENT(skb, reason, place)                                                                                 \
+#define EMIT_EVENT(skb, reason, hook)                                                                                  \
 	do {                                                                                                           \
 		if (settings.event_burst)                                                                              \
-			CALL(emit_event, skb, (reason) | (place) << EVENT_HOOK_SHIFT);                                 \
+			CALL(emit_event, skb, (reason) | (hook) << EVENT_HOOK_SHIFT);                                  \
 	} while (0)
 
-#define TRACE_EVENT(skb, reason, place)                                                                                \
+#define TRACE_EVENT(skb, reason, hook)                                                                                 \
 	do {                                                                                                           \
 		if (settings.event_burst && is_tracing())                                                              \
-			CALL(emit_event, skb, (reason) | (place) << EVENT_HOOK_SHIFT | EVENT_TRACED);                  \
+			CALL(emit_event, skb, (reason) | (hook) << EVENT_HOOK_SHIFT | EVENT_TRACED);                   \
 	} while (0)
 
 #endif

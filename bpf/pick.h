@@ -1,27 +1,33 @@
-/* Affinity first, then one index into the slice. Algorithms live in user space: they fill slices, and say by which
- * number a place is found (select.h).
+/* Choose a backend for a new connection: the one that affinity remembers, else one slot of the service's slot range.
+ *
+ * Algorithms live in user space: they fill slot ranges, and say by which number a slot is found (select.h).
  */
 #ifndef HYBRID_PROXY_PICK_H
 #define HYBRID_PROXY_PICK_H
 
+#include "count.h"
+#include "hash.h"
+#include "maps.h"
+#include "packet.h"
 #include "select.h"
+#include "service.h"
 
-INLINE bool is_member(__u32 backend, __u32 service, __u32 route)
+INLINE bool is_member(__u32 backend, __u32 service, __u32 set)
 {
 	struct backend *row = find_backend(backend, service);
 
-	return row && READ_ONCE(row->flags) & (route ? BACKEND_SET1 : BACKEND_SET0);
+	return row && READ_ONCE(row->flags) & (set ? BACKEND_SET1 : BACKEND_SET0);
 }
 
 /* The backend that this client had before, if it is not too long ago and still a member; otherwise 0. */
-INLINE __u32 affinity_lookup(const struct affinity_key *key, __u32 timeout, __u32 route)
+INLINE __u32 affinity_lookup(const struct affinity_key *key, __u32 timeout, __u32 set)
 {
 	__u64 *memory = bpf_map_lookup_elem(&affinity, key), value;
 
 	if (!memory)
 		return 0;
 	value = READ_ONCE(*memory);
-	if (now() - (__u32)(value >> 32) > timeout || !is_member((__u32)value, key->service, route))
+	if (now() - (__u32)(value >> 32) > timeout || !is_member((__u32)value, key->service, set))
 		return 0;
 	return (__u32)value;
 }
@@ -45,31 +51,29 @@ INLINE bool read_backend(struct choice *c)
 	return true;
 }
 
-/* A backend for a new connection of `client`; false: the route is empty. */
-INLINE bool pick_backend(struct choice *c, struct service *service, const __u32 *client, const __u32 *address,
-			 __be16 port, __u8 protocol, const bool v6, const bool remember)
+/* A backend for a new connection; false: the set is empty. */
+INLINE bool pick_backend(struct choice *c, struct service *service, const struct tuple *t, const bool v6,
+			 const bool remember)
 {
 	__u32 timeout = service->affinity;
 	struct affinity_key key = {.service = c->service};
 
 	if (!timeout)
-		return select_slot(c, service,
-				   slot_number(c, service, client, address, port, protocol, v6, remember)) &&
-		       (!v6 || read_backend(c));
-	copy_address(key.client, client);
+		return select_slot(c, service, slot_number(c, service, t, v6, remember)) && (!v6 || read_backend(c));
+	copy_address(key.client, t->saddr);
 	c->backend = affinity_lookup(&key, timeout, c->set);
 	NOTE(NOTE_AFFINITY, timeout, c->backend);
 	if (c->avoid && c->backend == c->avoid)
 		c->backend = 0;
-	if (!c->backend &&
-	    !select_slot(c, service, slot_number(c, service, client, address, port, protocol, v6, remember)))
+	if (!c->backend && !select_slot(c, service, slot_number(c, service, t, v6, remember)))
 		return false;
 	if (remember)
 		affinity_store(&key, c->backend);
 	return read_backend(c);
 }
 
-/* No backend. A slice that has some after all was changing under our eyes: drop, and the client tries again. */
+/* No backend. A set that has some after all was changing while this program looked: drop, and the client tries again.
+ */
 INLINE void choose_none(struct choice *c, struct service *service)
 {
 	__u32 drops = c->set ? SERVICE_DROP_SET1 : SERVICE_DROP_SET0;
@@ -82,7 +86,7 @@ INLINE void choose_none(struct choice *c, struct service *service)
 }
 
 /* The frontend at this address and port. Node ports have address 0, and are served at addresses that say so; at other
- * addresses of services a port without a frontend is refused.
+ * addresses of services a port without a frontend is rejected.
  */
 INLINE __u64 frontend_at(struct choice *c, const __u32 *address, __be16 port, __u8 protocol, const bool v6)
 {
@@ -116,16 +120,34 @@ INLINE bool is_masqueraded(__u32 flags, enum client from)
 	return flags & (from == CLIENT_NODE ? FRONTEND_MASQUERADE_NODE : FRONTEND_MASQUERADE_EXTERNAL);
 }
 
-/* Decide for a client. `remember` false: without side effects. */
-INLINE void choose_backend(struct choice *c, const enum client from, const __u32 *client, const __u32 *address,
-			   __be16 port, __u8 protocol, const bool v6, const bool remember)
+/* Clients that are not in the service's source ranges are dropped (KEP-3866: before every other rule). */
+INLINE bool is_excluded(struct choice *c, __u32 flags, const __u32 *client, const bool v6)
+{
+	bool allowed;
+
+	if (!(flags & FRONTEND_SOURCE_RANGES))
+		return false;
+	allowed = source_allowed(c->service, client, v6);
+	NOTE(NOTE_SOURCES, allowed, 0);
+	if (allowed)
+		return false;
+	c->why = COUNT_DROP_SOURCE_RANGES;
+	c->verdict = VERDICT_DROP;
+	return true;
+}
+
+/* Choose for the tuple of a client's packet, or of a socket that has no port yet. `remember` false: without side
+ * effects.
+ */
+INLINE void choose_backend(struct choice *c, const enum client from, const struct tuple *t, const bool v6,
+			   const bool remember)
 {
 	struct service *service;
 	__u64 frontend;
 	__u32 flags;
 
 	c->verdict = VERDICT_UNTOUCHED;
-	frontend = frontend_at(c, address, port, protocol, v6);
+	frontend = frontend_at(c, t->daddr, t->dport, t->protocol, v6);
 	if (!frontend)
 		return;
 	flags = frontend >> 32;
@@ -133,19 +155,13 @@ INLINE void choose_backend(struct choice *c, const enum client from, const __u32
 	c->set = flags & (from == CLIENT_EXTERNAL ? FRONTEND_EXTERNAL_SET : FRONTEND_INTERNAL_SET) ? 1 : 0;
 	c->masquerade = is_masqueraded(flags, from);
 	NOTE(NOTE_CLIENT, from, 0);
-	if (flags & FRONTEND_SOURCE_RANGES && !source_allowed(c->service, client, v6)) {
-		NOTE(NOTE_SOURCES, 0, 0);
-		c->why = COUNT_DROP_SOURCE_RANGES;
-		c->verdict = VERDICT_DROP;
+	if (is_excluded(c, flags, t->saddr, v6))
 		return;
-	}
-	if (flags & FRONTEND_SOURCE_RANGES)
-		NOTE(NOTE_SOURCES, 1, 0);
 	NOTE(NOTE_ROUTE, c->set, c->masquerade);
 	service = bpf_map_lookup_elem(&services, &c->service);
 	if (!service)
 		return;
-	if (pick_backend(c, service, client, address, port, protocol, v6, remember))
+	if (pick_backend(c, service, t, v6, remember))
 		c->verdict = VERDICT_DNAT;
 	else
 		choose_none(c, service);

@@ -1,16 +1,18 @@
-/* Where packets come in: what is no service's leaves at once, and the rest is handed over to the program that carries
- * it, which a file that includes this defines.
+/* Where packets come in: what is no service's leaves at once, after a few bits of the prefilters. The rest goes on to
+ * the datapath, by a function that the file which includes this defines.
  */
 #ifndef HYBRID_PROXY_PREFILTER_H
 #define HYBRID_PROXY_PREFILTER_H
 
-#include "service.h"
+#include "hash.h"
+#include "node.h"
+#include "packet.h"
 
 #define VLAN_NUMBER 0x0fff /* of a tag */
 
 INLINE int call_datapath(struct __sk_buff *skb, const enum hook hook, const bool v6);
 
-/* Addresses and ports of a packet whose headers are the common ones; false: look at it more closely. */
+/* Addresses and ports of a packet with the common headers; false: it takes a closer look (packet.h). */
 INLINE bool parse_fast(struct __sk_buff *skb, struct tuple *t, const bool v6)
 {
 	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
@@ -36,7 +38,7 @@ INLINE bool parse_fast(struct __sk_buff *skb, struct tuple *t, const bool v6)
 	return t->protocol == IPPROTO_TCP || t->protocol == IPPROTO_UDP || t->protocol == IPPROTO_SCTP;
 }
 
-/* Most packets are no service's. These leave here, after a few bits; what is asked is what the verbs ask again. */
+/* Is the packet certainly no service's? Most are not. The datapath asks the same of those that stay. */
 INLINE bool is_irrelevant(struct __sk_buff *skb, const enum hook hook, const bool v6)
 {
 	struct tuple t = {};
@@ -58,17 +60,17 @@ INLINE bool is_tagged(struct __sk_buff *skb)
 
 INLINE int enter_family(struct __sk_buff *skb, const enum hook hook, const bool v6)
 {
-	return is_irrelevant(skb, hook, v6) ? pass() : call_datapath(skb, hook, v6);
+	return is_irrelevant(skb, hook, v6) ? TC_ACT_UNSPEC : call_datapath(skb, hook, v6);
 }
 
 /* A packet at one of the hooks of an interface. */
 INLINE int prefilter(struct __sk_buff *skb, const enum hook hook)
 {
 	if (is_tagged(skb))
-		return pass();
+		return TC_ACT_UNSPEC;
 	if (skb->protocol == bpf_htons(ETH_P_IP))
 		return enter_family(skb, hook, false);
-	return skb->protocol == bpf_htons(ETH_P_IPV6) ? enter_family(skb, hook, true) : pass();
+	return skb->protocol == bpf_htons(ETH_P_IPV6) ? enter_family(skb, hook, true) : TC_ACT_UNSPEC;
 }
 
 #endif

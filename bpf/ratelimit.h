@@ -1,11 +1,11 @@
-/* How often a CPU may do something: a bucket that is filled once a second. */
+/* A token bucket for each CPU, which is filled once a second. */
 #ifndef HYBRID_PROXY_RATELIMIT_H
 #define HYBRID_PROXY_RATELIMIT_H
 
-#include "verdict.h"
+#include "config.h"
 
-/* Take one of `burst` in a second, but leave `kept` of them; false: there are no more. The upper half of a bucket is
- * when it was filled, the lower one what is left.
+/* Take one of the `burst` tokens of this second, but leave `kept` of them; false: there are no more. The upper half of
+ * a bucket is when it was filled (jiffies), the lower half the tokens that are left.
  */
 INLINE bool ratelimit_allow(__u64 *bucket, const __u32 burst, const __u32 kept)
 {

@@ -1,16 +1,21 @@
-/* Refuse, out of the interface that the packet came from: TCP by a reset, the rest by ICMP port unreachable.
+/* Answer a packet that is not served, out of the interface that it came from: TCP by a reset, all else by an ICMP
+ * error.
  *
- * TCP could be refused by ICMP too, but the answer arrives while connect() still holds its socket, and then the
+ * TCP could be rejected by ICMP too. But the error would arrive while connect() still holds the socket, and then the
  * kernel only notes it: the client waits a second for its next SYN. A reset waits in the socket's backlog.
  */
 #ifndef HYBRID_PROXY_REJECT_H
 #define HYBRID_PROXY_REJECT_H
 
+#include "count.h"
+#include "maps.h"
+#include "nat.h"
+#include "packet.h"
 #include "ratelimit.h"
-#include "icmp_error.h"
+#include "scratch.h"
 
-/* How much of the transport is quoted: what its receiver needs, and never less than up to the checksum, below
- * which the kernel does not shorten a packet whose checksum is still to be filled in.
+/* How much of the transport is quoted: what its receiver needs, and never less than up to the checksum. The kernel does
+ * not shorten a packet further whose checksum is still to be filled in by the device (CHECKSUM_PARTIAL).
  */
 #define QUOTED_TCP 20
 #define QUOTED_SCTP 12
@@ -18,21 +23,13 @@
 #define ERROR4_SIZE (sizeof(struct iphdr) + ICMP_HEADER)
 #define ERROR6_SIZE (sizeof(struct ipv6hdr) + ICMP_HEADER)
 
-/* A bucket for each CPU that refills once a second. */
+/* May this CPU send one more answer in this second? */
 INLINE bool reject_allowed(void)
 {
 	__u32 key = 0;
 	__u64 *budget = bpf_map_lookup_elem(&reject_budget, &key);
 
 	return budget && ratelimit_allow(budget, settings.reject_burst, 0);
-}
-
-INLINE __u16 csum_fold(__s64 sum)
-{
-	sum = (sum & 0xffff) + (sum >> 16 & 0xffff) + (sum >> 32 & 0xffff);
-	sum = (sum & 0xffff) + (sum >> 16);
-	sum = (sum & 0xffff) + (sum >> 16);
-	return ~sum;
 }
 
 struct icmp_error4 {
@@ -45,7 +42,7 @@ struct icmp_error6 {
 	struct icmp_header icmp;
 };
 
-/* What an ICMP error says: its type and code, and the word behind its checksum. */
+/* Type and code of an ICMP error, and the word behind its checksum. */
 struct icmp_error {
 	__u8 type;
 	__u8 code;
@@ -126,14 +123,15 @@ INLINE long write_error6(struct __sk_buff *skb, const struct tuple *t, const str
 }
 
 /* Out of the interface that the packet came from; what this node sends comes back to it. */
-INLINE int send_back(struct __sk_buff *skb)
+INLINE enum step send_back(struct __sk_buff *skb)
 {
 	swap_macs(skb);
-	return bpf_redirect(skb->ifindex, skb->ingress_ifindex ? 0 : BPF_F_INGRESS);
+	bpf_redirect(skb->ifindex, skb->ingress_ifindex ? 0 : BPF_F_INGRESS);
+	return STEP_REDIRECT;
 }
 
 /* Turn the echo request into its reply. */
-INLINE int send_echo_reply(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+INLINE enum step send_echo_reply(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
 {
 	const struct packet *p = &space->packet;
 	__u8 type = v6 ? ICMPV6_ECHO_REPLY : ICMP_ECHO_REPLY, asked = v6 ? ICMPV6_ECHO_REQUEST : ICMP_ECHO_REQUEST;
@@ -148,16 +146,19 @@ INLINE int send_echo_reply(struct __sk_buff *skb, struct scratch *space, __u32 u
 	return send_back(skb);
 }
 
-GLOBAL_VERB(send_echo_reply)
+GLOBAL_VERB(enum step, send_echo_reply, STEP_DROP)
 
-/* Turn the SYN into the reset that answers it. Options stay: lengths do not change, and nobody reads them. */
-INLINE int send_reset(struct __sk_buff *skb, const struct packet *p, const bool v6)
+/* Turn the SYN into the reset that answers it. Options stay, so that lengths do not change; the receiver of a reset
+ * ignores them.
+ */
+INLINE enum step send_reset(struct __sk_buff *skb, struct scratch *space, const bool v6)
 {
+	const struct packet *p = &space->packet;
 	__be32 old[4], new[4];
 	struct tuple back;
 
 	if (bpf_skb_load_bytes(skb, p->l4, old, sizeof(old)))
-		return drop(COUNT_DROP_REJECT_FAILED);
+		return drop(space, COUNT_DROP_REJECT_FAILED);
 	reverse_tuple(&back, &p->tuple);
 	new[0] = (__u32)back.dport << 16 | back.sport;
 	new[1] = 0;
@@ -174,7 +175,7 @@ INLINE int send_reset(struct __sk_buff *skb, const struct packet *p, const bool 
 enum icmp_error_kind {
 	PORT_UNREACHABLE,
 	TTL_EXPIRED,
-	PACKET_TOO_BIG, /* and larger numbers: what fits */
+	PACKET_TOO_BIG, /* any larger number is the size that fits */
 };
 
 INLINE void fill_icmp_error(struct icmp_error *c, __u32 what, const bool v6)
@@ -195,41 +196,41 @@ INLINE void fill_icmp_error(struct icmp_error *c, __u32 what, const bool v6)
 	}
 }
 
-/* Say by ICMP what is wrong with the packet: quote the headers that the sender needs to find its socket, in a new
- * packet to it, from the address that it asked for. `what` is one of enum icmp_error_kind, or the size that would fit.
+/* Turn the packet into an ICMP error to its sender, from the address that it asked for. It quotes the headers by which
+ * the sender finds its socket. `what` is one of enum icmp_error_kind, or the size that would fit.
  */
-INLINE int send_icmp_error(struct __sk_buff *skb, struct scratch *space, __u32 what, const bool v6)
+INLINE enum step send_icmp_error(struct __sk_buff *skb, struct scratch *space, __u32 what, const bool v6)
 {
 	__u32 ip = v6 ? sizeof(struct ipv6hdr) : sizeof(struct iphdr), head = v6 ? ERROR6_SIZE : ERROR4_SIZE;
 	const struct packet *p = &space->packet;
 	__u32 payload = quoted_length(p->tuple.protocol);
-	struct icmp_error said;
+	struct icmp_error error;
 
 	if (!reject_allowed())
-		return drop(COUNT_DROP_REJECT_LIMITED);
+		return drop(space, COUNT_DROP_REJECT_LIMITED);
 	if (p->l4 != L3_OFFSET + ip)
-		return drop(COUNT_DROP_REJECT_FAILED);
-	fill_icmp_error(&said, what, v6);
+		return drop(space, COUNT_DROP_REJECT_FAILED);
+	fill_icmp_error(&error, what, v6);
 	if (bpf_skb_change_tail(skb, L3_OFFSET + ip + payload, 0) ||
 	    bpf_skb_adjust_room(skb, head, BPF_ADJ_ROOM_MAC, 0))
-		return drop(COUNT_DROP_REJECT_FAILED);
-	if (v6 ? write_error6(skb, &p->tuple, &said, payload) : write_error4(skb, &p->tuple, &said, payload))
-		return drop(COUNT_DROP_REJECT_FAILED);
+		return drop(space, COUNT_DROP_REJECT_FAILED);
+	if (v6 ? write_error6(skb, &p->tuple, &error, payload) : write_error4(skb, &p->tuple, &error, payload))
+		return drop(space, COUNT_DROP_REJECT_FAILED);
 	return send_back(skb);
 }
 
-GLOBAL_VERB(send_icmp_error)
+GLOBAL_VERB(enum step, send_icmp_error, STEP_DROP)
 
-/* Refuse: a connection by a reset, the rest by ICMP. */
-INLINE int send_reject(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+/* Nobody is there: a connection gets a reset, all else an ICMP error. */
+INLINE enum step send_reject(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
 {
 	const struct packet *p = &space->packet;
 
 	if (p->kind != PACKET_TRANSPORT || p->tuple.protocol != IPPROTO_TCP)
 		return CALL(send_icmp_error, skb, PORT_UNREACHABLE);
-	return reject_allowed() ? send_reset(skb, p, v6) : drop(COUNT_DROP_REJECT_LIMITED);
+	return reject_allowed() ? send_reset(skb, space, v6) : drop(space, COUNT_DROP_REJECT_LIMITED);
 }
 
-GLOBAL_VERB(send_reject)
+GLOBAL_VERB(enum step, send_reject, STEP_DROP)
 
 #endif

@@ -1,8 +1,11 @@
-/* The kernel's own tables say where a packet goes on. */
+/* Routes and neighbours, which the kernel's own tables have. */
 #ifndef HYBRID_PROXY_ROUTE_H
 #define HYBRID_PROXY_ROUTE_H
 
-#include "flow.h"
+#include "config.h"
+#include "hash.h"
+#include "maps.h"
+#include "packet.h"
 
 #define NEIGHBOUR_SECONDS 16
 #define NEIGHBOUR_BITS 10
@@ -31,15 +34,16 @@ INLINE long fib_lookup(void *context, __u32 ifindex, __u32 length, struct bpf_fi
 	return bpf_fib_lookup(context, hop, sizeof(*hop), 0);
 }
 
-/* Is the packet for this node itself? Then it needs no hop. */
+/* Is the packet for this node itself, or for its stack to decide? Then it needs no next hop. */
 INLINE bool is_local_delivery(long result)
 {
 	return result == BPF_FIB_LKUP_RET_NOT_FWDED || result == BPF_FIB_LKUP_RET_FWD_DISABLED ||
 	       result == BPF_FIB_LKUP_RET_UNSUPP_LWT;
 }
 
-/* A lookup does not tell the kernel that a neighbour is in use. Now and then a packet goes out by the kernel's own
- * output, which then asks whether the neighbour is still there and has the same address.
+/* bpf_fib_lookup() returns a neighbour's address, but does not mark the neighbour as used: the kernel would let it grow
+ * stale, and notice nothing when its address changes. So now and then a packet goes out through the kernel's own
+ * output, which probes a stale neighbour.
  */
 INLINE bool neighbour_needs_refresh(const struct bpf_fib_lookup *hop, const bool v6)
 {

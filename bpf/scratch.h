@@ -1,30 +1,87 @@
-/* What is too large for the stack of 512 bytes, and what verbs leave for each other; tc programs run one at a time on a
- * CPU.
+/* Memory that verbs share, and what one leaves for the next to do.
  *
- * The larger verbs are global functions. The verifier looks at each of these once, by itself, and not again for every
- * way that leads there; in return they are given the packet and numbers alone, and find the rest here.
+ * The large verbs are global functions. The verifier checks a global function once, for any arguments, and not again
+ * on every path that leads to it; inlined, all of them together are more than the million instructions that it is
+ * willing to look at. In return a global function takes a context and numbers alone (Linux 5.10 knows no pointers to
+ * other memory there). So what a verb needs beside the packet is here: memory of this CPU that no other program uses
+ * meanwhile, because tc programs run with bottom halves off, one at a time.
+ *
+ * A verb does not call the verb that comes after it. It returns an `enum step`, and the program (datapath.h) calls the
+ * next one. The frames of a function and of all its callers share 512 bytes of stack; those of verbs that are called
+ * one after the other do not add up.
+ *
+ * Which verb reads (r) and writes (w) which fields. `owner` stands for `service` and `backend`:
+ *
+ *                          packet owner choice avoid flow result reply inner hop drop_reason
+ *   load_packet              w     w
+ *   classify_*               r                                                    w
+ *   decap                    rw         w            w    w      w           w    w
+ *   serve                    r     w          w      w    w      w           w    w
+ *   follow_decapped          r     w                 w    w      w           w    w
+ *   choose                   r     w    w     rw          w                  w    w
+ *   not_service              r     w                 w    w      w           w    w
+ *   translate_reply          r     w                                              w
+ *   prepare_flow             r          r            w    w      w           w    w
+ *   create_dsr_flow          r                       rw   r                       w
+ *   reserve_tuple            r                       r    rw     rw               w
+ *   store_flow               r                       rw   r      r                w
+ *   forward                  rw                           r                  w    w
+ *   encap                    r                            r      w           w    w
+ *   send_*                   r                                                    w
+ *   translate_error_*        r                            w      w     w     w    w
+ *   emit_event               r     r                      r
+ *
+ * fragment.h alone uses `datagram`, `fragments`, `first` and `next_place`.
  */
 #ifndef HYBRID_PROXY_SCRATCH_H
 #define HYBRID_PROXY_SCRATCH_H
 
-#include "nat.h"
-#include "traffic.h"
+#include "count.h"
+#include "maps.h"
+#include "packet.h"
+#include "service.h"
 
-/* An ICMP error about a flow of ours, taken apart. */
+/* What is left to do with a packet after a verb. The type is not that of a tc action: to_tc_action() makes one of it.
+ */
+enum step {
+	/* Nothing: the packet's way is decided. */
+	STEP_PASS,     /* to whatever comes next: other programs, netfilter, the stack */
+	STEP_DROP,     /* nowhere, for `drop_reason`; see drop() */
+	STEP_REDIRECT, /* where a redirect helper has been asked to send it */
+	STEP_QUEUED,   /* nowhere, because a copy waits in `frag_queue` */
+	/* Something. */
+	STEP_CONTINUE,	  /* what the caller of the verb has in mind: this check found nothing */
+	STEP_ICMP_ERROR,  /* translate what it quotes */
+	STEP_DECAP,	  /* it may be another node's (dsr.h) */
+	STEP_SERVE,	  /* its destination may be a frontend */
+	STEP_CHOOSE,	  /* choose a backend: no flow is known */
+	STEP_CREATE,	  /* begin a flow to the backend that was chosen */
+	STEP_CREATE_DSR,  /* begin one whose packets are encapsulated */
+	STEP_RESERVE,	  /* reserve the reply tuple, store the flow */
+	STEP_FOLLOW,	  /* follow the flow of a packet that was decapsulated */
+	STEP_NOT_SERVICE, /* its destination is no frontend */
+	STEP_FORWARD,	  /* rewrite it to `result` and send it on by our own route lookup */
+	STEP_ENCAP,	  /* send it to the backend's node in another packet */
+	STEP_ECHO,	  /* answer the ping */
+	STEP_REJECT,	  /* send a reset or an ICMP error: there is no backend, or no such port */
+};
+
+/* The packet that an ICMP error quotes, where it is of a flow of ours. */
 struct inner_packet {
 	struct tuple tuple;  /* as the error has it: sent by the receiver of the error */
 	struct tuple before; /* as it was before translation */
-	__u32 offset;
+	__u32 offset;	     /* of its IP header in the frame */
 	__u32 l4;
-	__u32 flags; /* of the flow of the opposite direction, which tells */
+	__u32 flags; /* of the flow of the opposite direction, where the tuples are from */
 };
 
 struct scratch {
 	struct packet packet;
 	struct choice choice;
-	__u32 service; /* whose packet it is, as far as is known, and which backend's: for events */
+	__u32 service; /* of which the packet is, and its backend, as far as known; 0: unknown */
 	__u32 backend;
-	__u32 avoid; /* a backend that was tried in vain, for the choice of another */
+	__u32 avoid; /* a backend that was tried in vain, for the choice of another; 0: none */
+	enum counter drop_reason;
 	struct flow flow;
 	struct tuple result; /* what the packet becomes */
 	struct tuple reply;  /* the key of its answers */
@@ -45,56 +102,36 @@ INLINE struct scratch *scratch_space(void)
 	return bpf_map_lookup_elem(&scratch, &key);
 }
 
-/* Where a program runs, which is where its clients are. */
-enum place {
-	AT_POD,	   /* ingress of a pod's interface */
-	AT_UPLINK, /* ingress of an uplink */
-	AT_NODE,   /* egress of an uplink: what this node itself sends, past its own sockets' hooks */
-};
+/* Drop the packet: counted here, reported by to_tc_action(). */
+INLINE enum step drop(struct scratch *space, enum counter why)
+{
+	count(why);
+	space->drop_reason = why;
+	return STEP_DROP;
+}
 
-/* A global verb for each family: `NAME4` and `NAME6` of the inlined `NAME`, which takes scratch space and `v6` beside.
- * The barrier uses both arguments: what the compiler sees unused, its callers leave unset, and the verifier refuses
- * that.
+/* Global functions NAME4 and NAME6 of an inlined NAME that takes scratch space and `v6`, too. OTHERWISE is what they
+ * return without scratch space, which is never, but the verifier does not know that.
+ *
+ * The barrier uses both arguments. An argument that the compiler sees unused in a function it leaves unset in the
+ * callers, and the verifier refuses to read a register that nobody has set.
  */
-#define GLOBAL_VERB(NAME)                                                                                              \
-	__noinline int NAME##4(struct __sk_buff * skb, __u32 detail)                                                   \
+#define GLOBAL_VERB(TYPE, NAME, OTHERWISE)                                                                             \
+	__noinline TYPE NAME##4(struct __sk_buff * skb, __u32 detail)                                                  \
 	{                                                                                                              \
 		struct scratch *space = scratch_space();                                                               \
                                                                                                                        \
 		asm volatile("" : "+r"(detail) : "r"(skb));                                                            \
-		return space ? NAME(skb, space, detail, false) : TC_ACT_SHOT;                                          \
+		return space ? NAME(skb, space, detail, false) : OTHERWISE;                                            \
 	}                                                                                                              \
-	__noinline int NAME##6(struct __sk_buff * skb, __u32 detail)                                                   \
+	__noinline TYPE NAME##6(struct __sk_buff * skb, __u32 detail)                                                  \
 	{                                                                                                              \
 		struct scratch *space = scratch_space();                                                               \
                                                                                                                        \
 		asm volatile("" : "+r"(detail) : "r"(skb));                                                            \
-		return space ? NAME(skb, space, detail, true) : TC_ACT_SHOT;                                           \
+		return space ? NAME(skb, space, detail, true) : OTHERWISE;                                             \
 	}
 
 #define CALL(NAME, skb, detail) (v6 ? NAME##6(skb, detail) : NAME##4(skb, detail))
-
-/* What a verb leaves for its program to do: called from there and not from each other, their frames share the stack's
- * 512 bytes one after the other. None of these numbers is a verdict of the kernel's.
- */
-enum step {
-	STEP_NONE = 0x100, /* the packet was not touched, and is no service's */
-	STEP_SERVE,
-	STEP_NOT_SERVICE,
-	STEP_EGRESS,
-	STEP_CREATE_FLOW,
-	STEP_CREATE_DIRECT,
-	STEP_RESERVE,
-	STEP_STORE,
-	STEP_FORWARD,
-	STEP_REJECT,
-	STEP_ECHO,
-	STEP_ERROR_INGRESS,
-	STEP_ERROR_EGRESS,
-	STEP_CREATE_DSR,
-	STEP_ENCAP,
-	STEP_DECAP,
-	STEP_FOLLOW,
-};
 
 #endif

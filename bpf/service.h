@@ -2,29 +2,22 @@
 #ifndef HYBRID_PROXY_SERVICE_H
 #define HYBRID_PROXY_SERVICE_H
 
+#include "count.h"
 #include "hash.h"
+#include "maps.h"
+#include "packet.h"
 
-/* Where a packet or socket goes, with nothing remembered yet. `sport` is the client's, 0: it has none yet; `avoid` a
- * backend that was tried in vain, 0: none.
- */
+/* Where a packet or socket goes of which nothing is remembered yet. */
 struct choice {
 	enum verdict verdict;
 	__u32 service;
 	__u32 backend;
-	__u32 avoid;
-	__u32 set;
-	__u32 address[4];
+	__u32 avoid;	  /* a backend that was tried in vain, 0: none */
+	__u32 set;	  /* of the service's backend sets: 0 or 1 */
+	__u32 address[4]; /* the backend's */
 	__be16 port;
-	__be16 sport;
 	bool masquerade;
 	enum counter why; /* of a drop */
-};
-
-/* Who asks: which route it takes, and whether its address is replaced. */
-enum client {
-	CLIENT_POD,
-	CLIENT_NODE,
-	CLIENT_EXTERNAL,
 };
 
 INLINE __u64 lookup_frontend(const __u32 *address, __be16 port, __u8 protocol, const bool v6)
@@ -44,7 +37,8 @@ INLINE __u64 lookup_frontend(const __u32 *address, __be16 port, __u8 protocol, c
 	return value ? READ_ONCE(*value) : 0;
 }
 
-/* The frontend's value, 0 when there is none. An element recycled under our eyes is looked up again. */
+/* The frontend's value, 0 when there is none. An element that was recycled for another key meanwhile is looked up
+ * again. */
 INLINE __u64 find_frontend(const __u32 *address, __be16 port, __u8 protocol, const bool v6)
 {
 	__u32 tag = frontend_tag(address, port, protocol, v6);
@@ -66,7 +60,7 @@ INLINE struct backend *find_backend(__u32 id, __u32 service)
 	return row && READ_ONCE(row->service) == service ? row : NULL;
 }
 
-/* Does the backend that a flow remembers still serve? Ids may mean another one by now: its address decides. */
+/* Does the backend that a flow remembers still serve? Its id may be another one's by now, so the address decides. */
 INLINE bool is_serving(__u32 id, __u32 service, const __u32 *address, __be16 port)
 {
 	struct backend *row = find_backend(id, service);
@@ -75,45 +69,7 @@ INLINE bool is_serving(__u32 id, __u32 service, const __u32 *address, __be16 por
 	       same_address(row->address, address, true);
 }
 
-INLINE struct node *this_node(void)
-{
-	__u32 key = 0;
-
-	return bpf_map_lookup_elem(&node, &key);
-}
-
-/* This node's primary address, zeros where it has none of the family. */
-INLINE void primary_address(__u32 *address, const bool v6)
-{
-	struct node *self = this_node();
-
-	if (!self)
-		return;
-	if (v6)
-		copy_address(address, self->primary6);
-	else
-		address[0] = self->primary4;
-}
-
-/* What the source of a packet is, by its address or by the interface that it came in at. */
-INLINE enum client classify_client(const __u32 *a, __u32 ifindex, const bool v6)
-{
-	struct node *self = this_node();
-
-	if (!self)
-		return CLIENT_EXTERNAL;
-	if (self->pods_by_link)
-		return bpf_map_lookup_elem(&pod_links, &ifindex) ? CLIENT_POD : CLIENT_EXTERNAL;
-	if (!v6)
-		return self->pod4_known && (a[0] & self->pod4_mask) == self->pod4 ? CLIENT_POD : CLIENT_EXTERNAL;
-	if (self->pod6_known && (a[0] & self->pod6_mask[0]) == self->pod6[0] &&
-	    (a[1] & self->pod6_mask[1]) == self->pod6[1] && (a[2] & self->pod6_mask[2]) == self->pod6[2] &&
-	    (a[3] & self->pod6_mask[3]) == self->pod6[3])
-		return CLIENT_POD;
-	return CLIENT_EXTERNAL;
-}
-
-/* May this client come to a load-balancer IP of the service? (KEP-3866: before every other rule) */
+/* Is the client in the source ranges of the service's load-balancer IPs? */
 INLINE bool source_allowed(__u32 service, const __u32 *client, const bool v6)
 {
 	if (v6) {
@@ -128,32 +84,16 @@ INLINE bool source_allowed(__u32 service, const __u32 *client, const bool v6)
 	}
 }
 
-/* Addresses that services are allocated from, but none has: nobody is there, and nobody is to be asked. */
-INLINE bool in_service_cidr(const __u32 *a, const bool v6)
-{
-	struct node *self = this_node();
-
-	if (!self)
-		return false;
-#pragma unroll
-	for (int i = 0; i < SERVICE_CIDRS; i++) {
-		if (!v6 && i < self->cidr4_count && (a[0] & self->mask4[i]) == self->cidr4[i])
-			return true;
-		if (v6 && i < self->cidr6_count && (a[0] & self->mask6[i][0]) == self->cidr6[i][0] &&
-		    (a[1] & self->mask6[i][1]) == self->cidr6[i][1] &&
-		    (a[2] & self->mask6[i][2]) == self->cidr6[i][2] && (a[3] & self->mask6[i][3]) == self->cidr6[i][3])
-			return true;
-	}
-	return false;
-}
-
 INLINE __u32 range_size(__u64 word)
 {
 	return word >> RANGE_OFFSET_BITS & ((1 << RANGE_COUNT_BITS) - 1);
 }
 
-/* The slot at `number`'s place of the slice into `c`; false: the slice is empty.
- * A slice that was given to another service while we looked shows that service's id: look again.
+/* The slot that `number` leads to in the set's slot range, into `c`; false: the range is empty.
+ *
+ * One load reads offset and count of the range together, so that a program sees the old set or the new one. But the
+ * slots themselves may be given to another service between that load and the next. They carry the id of the service
+ * that they are for: where that is another's, look again.
  */
 INLINE bool read_slot(struct choice *c, struct service *service, __u32 number)
 {
@@ -186,9 +126,9 @@ INLINE bool read_slot(struct choice *c, struct service *service, __u32 number)
 }
 
 #define AVOID_TRIES 16
-#define AVOID_STEP 0x9e3779b9u /* steps of the golden ratio: they come to every part of the slice soon */
+#define AVOID_STEP 0x9e3779b9u /* steps of the golden ratio: they come to every part of the range soon */
 
-/* One slot of the slice, chosen by `number`, into `c`; false: the slice is empty. A backend to avoid is taken only when
+/* One slot of the range, chosen by `number`, into `c`; false: the range is empty. A backend to avoid is taken only when
  * no other is met.
  */
 INLINE bool select_slot(struct choice *c, struct service *service, __u32 number)

@@ -1,8 +1,8 @@
-/* What a socket of the node asked for, kept with the socket. */
+/* The service addresses that a socket of the node talks to, kept with the socket. */
 #ifndef HYBRID_PROXY_SOCKETS_H
 #define HYBRID_PROXY_SOCKETS_H
 
-#include "pick.h"
+#include "config.h"
 
 struct {
 	__uint(type, BPF_MAP_TYPE_SK_STORAGE);

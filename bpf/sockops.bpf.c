@@ -1,7 +1,9 @@
-/* cgroup hook that hears how connections of the node's own sockets begin. Where they go was chosen at connect(), and no
- * program sees their packets; but the kernel tells when it repeats a SYN, and when a backend has accepted. That a
- * connection was refused it does not tell apart from a socket that was closed too soon.
+/* cgroup hook at which the kernel reports how connections of the node's own sockets begin. Their backend was chosen at
+ * connect(), and no program sees their packets; but the kernel reports that it repeats a SYN, and that a backend has
+ * accepted. It does not distinguish a reset connection from a socket that was closed too soon.
  */
+#include "config.h"
+#include "service.h"
 #include "sockets.h"
 #include "traffic.h"
 

@@ -2,13 +2,19 @@
  *
  * What a program answers, or sends on by its own lookup, never meets ip_route_input_slow(), fib_validate_source(),
  * ip6_rcv_core() and ip6_forward(). What they refuse is refused here, before anything remembers the packet. Packets
- * that are for no service are the stack's, and so are their sources: 0.0.0.0 asks for an address by DHCP.
+ * that are to no service are left to the stack, and so are their sources: a client asks for its address by DHCP from
+ * 0.0.0.0.
  */
 #ifndef HYBRID_PROXY_SOURCE_H
 #define HYBRID_PROXY_SOURCE_H
 
+#include "count.h"
+#include "hash.h"
+#include "maps.h"
+#include "node.h"
 #include "route.h"
 #include "scratch.h"
+#include "service.h"
 
 /* As ip_route_input_slow(): multicast, limited broadcast, 0.0.0.0, loopback. Linux takes the rest of 0/8 and 240/4 for
  * plain addresses, and clusters number their pods from them.
@@ -64,7 +70,7 @@ INLINE bool is_martian(const __u32 *a, const bool v6)
 #define LOOPBACK_IFINDEX 1
 
 /* Does a route with several next hops lead back by the one that was found, and by the interface that the packet came in
- * at as well? A lookup tells one of them.
+ * at as well? A lookup returns one of them.
  */
 INLINE bool is_equal_path(struct __sk_buff *skb, const struct bpf_fib_lookup *hop, const __u32 *source, const bool v6)
 {
@@ -96,8 +102,8 @@ INLINE long fib_lookup_as_host(struct __sk_buff *skb, struct bpf_fib_lookup *hop
 	return result == BPF_FIB_LKUP_RET_FWD_DISABLED ? fib_lookup(skb, ifindex, 0, hop, to, v6) : result;
 }
 
-/* Ask for the way from `space->result.daddr` back to the packet's source, as fib_validate_source() does: as a packet of
- * this node's own. Where nothing is forwarded, nobody but the stack can take the packet.
+/* Ask for the way from `space->result.daddr` back to the packet's source, as fib_validate_source() does: as a packet
+ * of this node's own. Where forwarding is off, only the stack itself can take the packet.
  */
 INLINE bool has_path_back(struct __sk_buff *skb, struct scratch *space, const bool strict, const bool v6)
 {
@@ -131,21 +137,23 @@ INLINE bool passes_reverse_path(struct __sk_buff *skb, struct scratch *space, __
 }
 
 /* May the packet's source begin a flow, or be answered? `ifindex`: where it came in, on its way to
- * `space->result.daddr`; 0: its way is not asked for. STEP_NONE, or a drop.
+ * `space->result.daddr`; 0: its way is not asked for. STEP_CONTINUE, or a drop.
  */
-INLINE int check_source(struct __sk_buff *skb, struct scratch *space, __u32 ifindex, const bool v6)
+INLINE enum step check_source(struct __sk_buff *skb, struct scratch *space, __u32 ifindex, const bool v6)
 {
 	if (is_martian(space->packet.tuple.saddr, v6))
-		return drop(COUNT_DROP_MARTIAN);
+		return drop(space, COUNT_DROP_MARTIAN);
 	if (ifindex && !passes_reverse_path(skb, space, ifindex, v6))
-		return drop(COUNT_DROP_REVERSE_PATH);
-	return STEP_NONE;
+		return drop(space, COUNT_DROP_REVERSE_PATH);
+	return STEP_CONTINUE;
 }
 
-GLOBAL_VERB(check_source)
+GLOBAL_VERB(enum step, check_source, STEP_DROP)
 
-/* May the packet take a tuple for its source? If not, it is the stack's, which refuses it. */
-INLINE int may_create_direct(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+/* May the packet's source talk to a backend directly, and have a tuple reserved for that? If not, the packet is left to
+ * the stack, which refuses it.
+ */
+INLINE bool may_create_direct(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
 {
 	const __u32 *source = space->packet.tuple.saddr;
 
@@ -153,10 +161,10 @@ INLINE int may_create_direct(struct __sk_buff *skb, struct scratch *space, __u32
 	       passes_reverse_path(skb, space, skb->ifindex, v6);
 }
 
-GLOBAL_VERB(may_create_direct)
+GLOBAL_VERB(int, may_create_direct, false)
 
 /* `check_source` for a packet to `target`, where it came in. */
-INLINE int check_source_towards(struct __sk_buff *skb, struct scratch *space, const __u32 *target, const bool v6)
+INLINE enum step check_source_towards(struct __sk_buff *skb, struct scratch *space, const __u32 *target, const bool v6)
 {
 	copy_address(space->result.daddr, target);
 	return CALL(check_source, skb, skb->ifindex);

@@ -1,8 +1,8 @@
-/* What becomes of a packet that is, or may be, of a service: hooks.bpf.c hands it over, by family. */
+/* What becomes of a packet that may be a service's: hooks.bpf.c calls these programs, one for each family. */
 #include "datapath.h"
 
-/* Which hook it came in at. The field is everybody's: whoever sees the packet next finds it empty. */
-INLINE enum hook entered(struct __sk_buff *skb)
+/* At which hook the packet is. The field is everybody's: the program that sees the packet next finds it empty. */
+INLINE enum hook take_hook(struct __sk_buff *skb)
 {
 	__u32 hook = skb->cb[0];
 
@@ -13,13 +13,13 @@ INLINE enum hook entered(struct __sk_buff *skb)
 SEC("tc")
 int datapath4(struct __sk_buff *skb)
 {
-	return datapath(skb, entered(skb), false);
+	return datapath(skb, take_hook(skb), false);
 }
 
 SEC("tc")
 int datapath6(struct __sk_buff *skb)
 {
-	return datapath(skb, entered(skb), true);
+	return datapath(skb, take_hook(skb), true);
 }
 
 char LICENSE[] SEC("license") = "GPL";

@@ -2,6 +2,7 @@
 #ifndef HYBRID_PROXY_TRAFFIC_H
 #define HYBRID_PROXY_TRAFFIC_H
 
+#include "maps.h"
 #include "packet.h"
 
 /* The backend's row of this CPU; NULL: traffic is not counted. */

@@ -7,8 +7,8 @@
 #include "config.h"
 
 #ifdef DAWDLE
-/* Sometimes wait between reading a slice word and the slot, long enough for a
- * writer to reuse the slice. */
+/* Sometimes wait between reading a word of slots and the slot, long enough for a
+ * writer to reuse the slot range. */
 static long nothing(__u32 index, void *context) { return 0; }
 
 static __noinline int dawdle(void) {
@@ -33,7 +33,7 @@ static __noinline int dawdle(void) {
 struct tally {
   __u64 picks;
   __u64 foreign; /* a backend of another service */
-  __u64 dropped; /* not decided: the slice changed twice under our eyes */
+  __u64 dropped; /* not decided: the slot range changed twice meanwhile */
   __u64 refused;
 };
 
@@ -45,14 +45,14 @@ struct {
 } tally SEC(".maps");
 
 static __noinline int pick_once(struct tally *t) {
-  __u32 number = bpf_get_prandom_u32() & (SERVICES - 1), client[4] = {},
-        address[4] = {};
+  __u32 number = bpf_get_prandom_u32() & (SERVICES - 1);
+  struct tuple asked = {.dport = bpf_htons(80), .protocol = IPPROTO_TCP};
   struct choice c = {};
 
   if (!t)
     return 0;
-  address[0] = bpf_htonl(10u << 24 | 200u << 16 | number);
-  choose_backend(&c, CLIENT_POD, client, address, bpf_htons(80), IPPROTO_TCP, false, false);
+  asked.daddr[0] = bpf_htonl(10u << 24 | 200u << 16 | number);
+  choose_backend(&c, CLIENT_POD, &asked, false, false);
   t->picks++;
   if (c.verdict == VERDICT_DNAT)
     t->foreign += (bpf_ntohl(c.address[0]) >> 8 & 0xffff) != number;

@@ -210,7 +210,7 @@ def test_every_counter_has_words_and_a_line_in_the_docs() -> None:
 def test_every_drop_in_the_programs_has_a_reason_of_its_own() -> None:
     """Each name stands at one place, but for those of one reason that several hooks or families share."""
     text = "".join(path.read_text() for path in sorted((ROOT / "bpf").glob("*.h")))
-    drops = re.findall(r"drop\((COUNT_\w+)\)", text)
+    drops = re.findall(r"drop\(space, (COUNT_\w+)\)", text)
     assert drops
     assert all(kind_of(name.removeprefix("COUNT_").lower()) == "drop" for name in drops)
     named = (

@@ -27,7 +27,7 @@ STRUCTS = [
     "settings", "explanation", "note", "slot", "timewait_bucket", "source_range4_key", "source_range6_key",
     "own_address", "equal_path", "equal_route", "traffic",
 ]  # fmt: skip
-SOCKET_STRUCTS = ["socket_peer", "socket_state"]
+SOCKET_STRUCTS = ["socket_peer", "socket_state", "host_netns"]
 COMMON = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 

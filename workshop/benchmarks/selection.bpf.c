@@ -69,10 +69,15 @@ static long one_empty(__u32 round, struct work *w)
 
 static long one_choice(__u32 round, struct work *w)
 {
-	__u32 address[4] = {next_address(w)}, client[4] = {bpf_htonl(0x0a4d010b)};
+	struct tuple asked = {
+		.saddr = {bpf_htonl(0x0a4d010b)},
+		.daddr = {next_address(w)},
+		.dport = SERVICE_PORT,
+		.protocol = IPPROTO_TCP,
+	};
 	struct choice c = {};
 
-	choose_backend(&c, CLIENT_POD, client, address, SERVICE_PORT, IPPROTO_TCP, false, true);
+	choose_backend(&c, CLIENT_POD, &asked, false, true);
 	if (c.verdict == VERDICT_DNAT) {
 		w->sum += c.address[0] + c.port;
 		w->chosen++;

@@ -1,0 +1,118 @@
+/* Packets before routing that are to no frontend: from a backend, to one, or neither. */
+#ifndef HYBRID_PROXY_DIRECT_H
+#define HYBRID_PROXY_DIRECT_H
+
+#include "flow_create.h"
+#include "flow_state.h"
+#include "follow.h"
+#include "node.h"
+#include "renew.h"
+
+/* May a client that talks to a backend directly do without a flow? TCP is looked at when it opens. Datagrams always
+ * leave a flow, because nothing distinguishes a reply to them from a reply to a service's flow.
+ */
+INLINE bool needs_no_flow(const struct packet *p)
+{
+	struct node *self = this_node();
+
+	return p->tuple.protocol == IPPROTO_TCP && !is_syn(p) && !(self && READ_ONCE(self->direct_flows));
+}
+
+/* Reserve the tuple of a client that talks to a backend directly, so that its answers are not taken for a service's. */
+INLINE enum step begin_direct(struct __sk_buff *skb, struct scratch *space, const bool v6)
+{
+	const struct packet *p = &space->packet;
+
+	if ((p->tuple.protocol == IPPROTO_TCP && !is_syn(p)) || p->fragment.part == LATER_FRAGMENT)
+		return STEP_PASS;
+	space->result = p->tuple;
+	if (!CALL(may_create_direct, skb, 0))
+		return STEP_PASS;
+	space->flow.flags = FLOW_DIRECT;
+	space->flow.service = space->flow.backend = 0;
+	reverse_tuple(&space->reply, &space->result);
+	return STEP_RESERVE;
+}
+
+/* An address of the services' ranges at which there is none. */
+INLINE bool is_unallocated(const __u32 *address, const bool v6)
+{
+	return in_service_cidr(address, v6) && !may_be_service(address, v6);
+}
+
+/* The destination may be a backend, addressed directly. */
+INLINE enum step to_backend(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
+{
+	const struct packet *p = &space->packet;
+	const struct tuple *t = &p->tuple;
+	struct found found;
+
+	if (is_unallocated(t->daddr, v6))
+		return drop(space, COUNT_DROP_UNALLOCATED);
+	if (p->kind != PACKET_TRANSPORT || !may_be_backend(t->daddr, t->dport, t->protocol, v6) || needs_no_flow(p))
+		return STEP_PASS;
+	find_flow(&found, &p->tuple, v6);
+	if (!found.entry)
+		return begin_direct(skb, space, v6);
+	if (!(found.entry->flags & FLOW_DIRECT))
+		return STEP_PASS;
+	if (!admit(skb, space, &found, hook, v6))
+		return drop(space, COUNT_DROP_FOREIGN);
+	if (is_syn(p) && has_ended(found.entry)) {
+		evict(&p->tuple, &found, v6);
+		return begin_direct(skb, space, v6);
+	}
+	if (found.entry->sport != p->tuple.sport)
+		return STEP_FOLLOW;
+	refresh(p, found.entry, found.table, v6);
+	return STEP_PASS;
+}
+
+GLOBAL_VERB(enum step, to_backend, STEP_DROP)
+
+/* The backend answers on a flow that is half-open. Where answers are translated before routing, follow the flow; it may
+ * be in the other table now.
+ */
+INLINE enum step first_reply(struct __sk_buff *skb, struct scratch *space, const struct found *found, const bool v6)
+{
+	const struct packet *p = &space->packet;
+
+	if (!(found->entry->flags & (FLOW_HAIRPIN | FLOW_MASQUERADE)))
+		return STEP_PASS;
+	confirm_route(skb, space, found->entry, p->tuple.protocol, v6);
+	note_reply(p, found, v6);
+	return STEP_FOLLOW;
+}
+
+/* The source may be a backend that answers. Where the client's address is the node's by now, it is put back here,
+ * before the answer is routed. Otherwise the first answer goes through the stack, so that firewalls see the flow open,
+ * and is translated at the client's interface (egress.h).
+ */
+INLINE enum step from_backend(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
+{
+	const struct packet *p = &space->packet;
+	bool direct = false;
+	struct found found;
+
+	if (p->kind != PACKET_TRANSPORT || !may_be_backend(p->tuple.saddr, p->tuple.sport, p->tuple.protocol, v6))
+		return STEP_PASS;
+	find_flow(&found, &p->tuple, v6);
+	if (!found.entry || !(found.entry->flags & FLOW_REPLY) || found.entry->flags & FLOW_COLLISION)
+		return STEP_PASS;
+	if (!admit(skb, space, &found, hook, v6))
+		return drop(space, COUNT_DROP_FOREIGN);
+	if (found.entry->flags & FLOW_DIRECT)
+		return STEP_PASS;
+	if (!(found.entry->flags & FLOW_ESTABLISHED))
+		return first_reply(skb, space, &found, v6);
+	if (!(found.entry->flags & (FLOW_HAIRPIN | FLOW_MASQUERADE))) {
+		direct = can_hand_over(skb, p, found.entry, hook, v6);
+		if (!direct)
+			return STEP_PASS;
+	}
+	return follow(skb, space, &found, hook, direct, v6);
+}
+
+GLOBAL_VERB(enum step, from_backend, STEP_DROP)
+
+#endif

@@ -1,0 +1,94 @@
+/* Packets to a client, behind routing: an answer of a backend becomes the service's. */
+#ifndef HYBRID_PROXY_EGRESS_H
+#define HYBRID_PROXY_EGRESS_H
+
+#include "flow.h"
+#include "flow_state.h"
+#include "nat.h"
+#include "node.h"
+#include "origin.h"
+#include "packet_events.h"
+#include "scratch.h"
+
+/* A segment that answers no SYN, on a flow that is half-open: the tuple is a direct connection's, which was there
+ * first. Leave the packet alone; the service's flow takes another port when its SYN is repeated.
+ */
+INLINE bool is_collision(const struct packet *p, const struct flow *f)
+{
+	if (f->flags & FLOW_COLLISION)
+		return true;
+	return p->tuple.protocol == IPPROTO_TCP && !(f->flags & FLOW_REPLIED) && !(p->tcp_flags & TCP_RST) &&
+	       (p->tcp_flags & (TCP_SYN | TCP_ACK)) != (TCP_SYN | TCP_ACK);
+}
+
+INLINE void mark_collision(const struct packet *p, const struct found *reply, const bool v6)
+{
+	struct flow *forward = peer_flow(reply->entry, p->tuple.protocol, reply->table, v6);
+
+	if (reply->entry->flags & FLOW_COLLISION)
+		return;
+	if (forward)
+		forward->flags |= FLOW_COLLISION;
+	reply->entry->flags |= FLOW_COLLISION;
+	count(COUNT_TUPLE_COLLISION);
+}
+
+/* Note what the answer says of its flow; false: it does not belong to the flow. */
+INLINE bool note_answer(struct __sk_buff *skb, const struct packet *p, const struct found *found, enum hook hook,
+			const bool v6)
+{
+	if (found->entry->flags & FLOW_ESTABLISHED) {
+		if (refresh(p, found->entry, found->table, v6))
+			close_pair(&p->tuple, found->entry, found->table, v6);
+		return true;
+	}
+	if (is_collision(p, found->entry)) {
+		mark_collision(p, found, v6);
+		return false;
+	}
+	if (confirm_path(skb, found->entry, hook, p->tuple.protocol))
+		note_reply(p, found, v6);
+	else
+		refresh(p, found->entry, found->table, v6);
+	return true;
+}
+
+/* The source may be a backend whose answer the client expects from the service's address. */
+INLINE enum step translate_reply(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
+{
+	const struct packet *p = &space->packet;
+	struct found found;
+	struct tuple to;
+
+	find_flow(&found, &p->tuple, v6);
+	if (!found.entry || !(found.entry->flags & FLOW_REPLY) || found.entry->flags & (FLOW_HAIRPIN | FLOW_MASQUERADE))
+		return STEP_PASS;
+	translated_tuple(&to, found.entry, p->tuple.protocol);
+	if (same_tuple(&to, &p->tuple, v6))
+		return STEP_PASS;
+	space->service = found.entry->service;
+	space->backend = found.entry->backend;
+	if (!note_answer(skb, p, &found, hook, v6))
+		return STEP_PASS;
+	count(COUNT_REPLY);
+	account(skb, space->backend, true, 0);
+	TRACE_EVENT(skb, COUNT_REPLY, hook);
+	rewrite(skb, p, &to, v6);
+	return STEP_PASS;
+}
+
+/* The packet may be an answer. One that is still to a service CIDR has no service, and does not leave the node. */
+INLINE enum step egress(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
+{
+	const struct packet *p = &space->packet;
+
+	if (hook == HOOK_UPLINK_EGRESS && in_service_cidr(p->tuple.daddr, v6))
+		return drop(space, COUNT_DROP_UNALLOCATED);
+	if (p->kind != PACKET_TRANSPORT || !may_be_backend(p->tuple.saddr, p->tuple.sport, p->tuple.protocol, v6))
+		return STEP_PASS;
+	return translate_reply(skb, space, hook, v6);
+}
+
+GLOBAL_VERB(enum step, egress, STEP_DROP)
+
+#endif

@@ -1,0 +1,294 @@
+/* What packets say of the flow that they belong to: it is established, it ends, it was reset. */
+#ifndef HYBRID_PROXY_FLOW_STATE_H
+#define HYBRID_PROXY_FLOW_STATE_H
+
+#include "count.h"
+#include "flow.h"
+#include "packet.h"
+#include "service.h"
+#include "timewait.h"
+#include "traffic.h"
+
+#define DATAGRAM_SECONDS 2
+#define LONGEST_CONNECT (1u << 26) /* ticks of ktime(), 67 s: longer than clients try */
+#define RESET_WINDOW (1u << 16)	   /* by how much a reset may be ahead of what its receiver has acknowledged */
+#define FIN_WINDOW (1u << 26)	   /* the same for a FIN, which may follow all data that is under way */
+#define DSR_WINDOW (1u << 20)	   /* by how much a client's segment may be ahead of its last, with DSR */
+
+/* A connection ended in good order: delete its pair, remember its tuple. */
+INLINE void close_pair(const struct tuple *key, const struct flow *f, const enum flow_table table, const bool v6)
+{
+	struct tuple pair;
+
+	peer_key(&pair, f, key->protocol);
+	if (f->flags & FLOW_REPLY)
+		timewait_add(key, &pair, v6);
+	else
+		timewait_add(&pair, key, v6);
+	delete_pair(key, f, table, v6);
+}
+
+/* A flow of datagrams counts as established when it lasts, as in nf_conntrack: a question with one answer, which is
+ * most of DNS, stays in the table where it costs nothing to forget it.
+ */
+INLINE bool is_assured(const struct flow *f)
+{
+	return now() - f->started_or_fin >= DATAGRAM_SECONDS * settings.hz;
+}
+
+/* Both directions have spoken: from now on nothing evicts the pair. When `flows` is full, the pair stays where it is.
+ */
+INLINE void establish(const struct tuple *key, struct flow *f, const enum flow_table table, const bool v6)
+{
+	struct tuple pair;
+	struct flow *other;
+
+	peer_key(&pair, f, key->protocol);
+	other = flow_lookup(&pair, table, v6);
+	if (!other)
+		return;
+	f->flags |= FLOW_ESTABLISHED;
+	other->flags |= FLOW_ESTABLISHED;
+	if (table == TABLE_FLOWS) {
+		count_half_open(-1);
+		return;
+	}
+	if (flow_update(key, f, TABLE_FLOWS, BPF_ANY, v6) || flow_update(&pair, other, TABLE_FLOWS, BPF_ANY, v6)) {
+		flow_delete(key, TABLE_FLOWS, v6);
+		count(COUNT_FLOW_FULL);
+		return;
+	}
+	flow_delete(key, TABLE_HALF_OPEN, v6);
+	flow_delete(&pair, TABLE_HALF_OPEN, v6);
+}
+
+INLINE bool is_syn(const struct packet *p)
+{
+	return (p->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST | TCP_FIN)) == TCP_SYN;
+}
+
+/* Is the number ahead of the other one, by no more than so much? */
+INLINE bool is_ahead(__u32 number, __u32 of, __u32 window)
+{
+	return number - of <= window;
+}
+
+/* Does this segment of the backend answer the SYN that its flow began with (RFC 9293, 3.10.7.3)? */
+INLINE bool answers_syn(const struct packet *p, const struct flow *reply)
+{
+	return p->tcp_flags & TCP_ACK && p->tcp_flags & (TCP_SYN | TCP_RST) && p->ack == reply->ack;
+}
+
+/* What a reset of `f`'s direction means. FLOW_RESET: the connection is over. FLOW_DOUBTED: it is over if neither end
+ * goes on. 0: the reset cannot be the sender's.
+ *
+ * The receiver takes a reset only with exactly the sequence number that it expects next (RFC 5961, 3.2): that is what
+ * it has acknowledged, or ahead of that by data that is under way. To any other reset in its window it replies with a
+ * challenge ACK, by which the connection goes on.
+ */
+INLINE __u16 evaluate_reset(const struct packet *p, const struct flow *f, const struct flow *other)
+{
+	if ((f->flags & (FLOW_REPLY | FLOW_REPLIED | FLOW_ESTABLISHED)) == FLOW_REPLY)
+		return answers_syn(p, f) ? FLOW_RESET : 0;
+	if (p->seq == other->ack)
+		return FLOW_RESET;
+	return is_ahead(p->seq, other->ack, RESET_WINDOW) ? FLOW_DOUBTED : 0;
+}
+
+INLINE void note_reset(const struct packet *p, struct flow *f, struct flow *other)
+{
+	__u16 meaning = evaluate_reset(p, f, other);
+
+	if (!meaning)
+		count(COUNT_OUT_OF_WINDOW);
+	f->flags |= meaning;
+	other->flags |= meaning;
+}
+
+INLINE void note_fin(const struct packet *p, struct flow *f, struct flow *other)
+{
+	if (!is_ahead(p->fin_end, other->ack, FIN_WINDOW)) {
+		count(COUNT_OUT_OF_WINDOW);
+		return;
+	}
+	f->started_or_fin = p->fin_end;
+	f->flags |= FLOW_FIN;
+	other->flags |= FLOW_PEER_FIN;
+}
+
+/* The backend accepted a SYN on a connection that had begun to end: that one was over, and this is the next one. */
+INLINE void reopen(struct flow *f, struct flow *other)
+{
+	f->flags &= ~(FLOW_FIN | FLOW_FIN_ACKED | FLOW_PEER_FIN);
+	other->flags &= ~(FLOW_FIN | FLOW_FIN_ACKED | FLOW_PEER_FIN);
+}
+
+/* The connection lives: a backend that was challenged by a SYN has replied, or an end that seemed to begin anew or to
+ * be reset goes on.
+ */
+INLINE void note_alive(struct flow *f, struct flow *other)
+{
+	f->flags &= ~(FLOW_CHALLENGED | FLOW_DOUBTED);
+	other->flags &= ~(FLOW_CHALLENGED | FLOW_DOUBTED);
+	f->challenges = other->challenges = 0;
+}
+
+/* Note it if this packet, of `f`'s direction, acknowledges the other direction's FIN. True: both FINs are acknowledged,
+ * and the pair is finished.
+ */
+INLINE bool note_ack(const struct packet *p, struct flow *f, struct flow *other)
+{
+	if (other->flags & FLOW_FIN && p->tcp_flags & TCP_ACK && p->ack == other->started_or_fin)
+		other->flags |= FLOW_FIN_ACKED;
+	return f->flags & FLOW_FIN_ACKED && other->flags & FLOW_FIN_ACKED;
+}
+
+/* What the sender has received: resets of the other side are judged by it. */
+INLINE void note_progress(const struct packet *p, struct flow *f)
+{
+	if ((p->tcp_flags & (TCP_SYN | TCP_RST | TCP_ACK)) == TCP_ACK && f->flags & FLOW_ESTABLISHED)
+		WRITE_ONCE(f->ack, p->ack);
+}
+
+/* What this segment says of the end of its connection; true when the pair is finished. */
+INLINE bool note_end(const struct packet *p, struct flow *f, struct flow *other)
+{
+	if (p->tcp_flags & TCP_RST)
+		note_reset(p, f, other);
+	else if (f->flags & (FLOW_CHALLENGED | FLOW_DOUBTED) && (f->flags & FLOW_REPLY || !is_syn(p)))
+		note_alive(f, other);
+	if (p->tcp_flags & TCP_SYN && f->flags & FLOW_REPLY)
+		reopen(f, other);
+	else if (p->tcp_flags & TCP_FIN)
+		note_fin(p, f, other);
+	return note_ack(p, f, other);
+}
+
+/* Note the packet: time stamps of both directions at most once a second, so that CPUs do not fight for the cache line,
+ * and ends of TCP connections when they happen. True: the pair is finished and may be deleted after this packet.
+ */
+INLINE bool refresh(const struct packet *p, struct flow *f, const enum flow_table table, const bool v6)
+{
+	__u32 time = now();
+	bool stale = time - f->seen >= settings.hz;
+	bool ending = p->tcp_flags & (TCP_FIN | TCP_RST | TCP_SYN) ||
+		      f->flags & (FLOW_PEER_FIN | FLOW_CHALLENGED | FLOW_DOUBTED);
+	struct flow *other;
+
+	note_progress(p, f);
+	if (!stale && !ending)
+		return false;
+	WRITE_ONCE(f->seen, time);
+	other = peer_flow(f, p->tuple.protocol, table, v6);
+	if (!other)
+		return false;
+	WRITE_ONCE(other->seen, time);
+	return ending && note_end(p, f, other);
+}
+
+/* How long the backend took to accept. Ignore impossibly long times: the flow was created by an older program with
+ * another clock.
+ */
+INLINE void note_connect_time(const struct flow *f)
+{
+	__u32 took = ktime() - f->started_or_fin;
+
+	if (took < LONGEST_CONNECT)
+		account_answer(f->backend, (__u64)took << KTIME_SHIFT);
+}
+
+/* The backend replies to a SYN with something else than a SYN/ACK: a reset is a failure of the backend's. */
+INLINE void note_refusal(const struct packet *p, const struct found *found, const bool v6)
+{
+	struct flow *reply = found->entry;
+
+	if (answers_syn(p, reply) && !(reply->flags & (FLOW_REPLIED | FLOW_RESET)))
+		note_failure(reply->backend, reply->service);
+	refresh(p, reply, found->table, v6);
+}
+
+/* The backend replies on a flow that is half-open. A connection that it accepts is established by the client's next
+ * segment only, so that a flood of SYNs, each of them answered, fills nothing but the LRU table.
+ */
+INLINE void note_reply(const struct packet *p, const struct found *found, const bool v6)
+{
+	struct flow *reply = found->entry, *forward;
+
+	if (p->tuple.protocol != IPPROTO_TCP && is_assured(reply)) {
+		establish(&p->tuple, reply, found->table, v6);
+		return;
+	}
+	if (!(p->tcp_flags & TCP_SYN)) {
+		note_refusal(p, found, v6);
+		return;
+	}
+	if (!answers_syn(p, reply)) {
+		count(COUNT_OUT_OF_WINDOW);
+		return;
+	}
+	note_success(reply->backend, reply->service);
+	if (!(reply->flags & FLOW_REPLIED))
+		note_connect_time(reply);
+	reply->flags |= FLOW_REPLIED;
+	forward = peer_flow(reply, p->tuple.protocol, found->table, v6);
+	if (!forward)
+		return;
+	forward->flags |= FLOW_REPLIED;
+	forward->ack = p->seq + 1;
+}
+
+/* Is this the client's segment that follows the backend's SYN/ACK? It may acknowledge first data, too. */
+INLINE bool completes_handshake(const struct packet *p, const struct found *found)
+{
+	return (found->entry->flags & (FLOW_REPLIED | FLOW_ESTABLISHED)) == FLOW_REPLIED &&
+	       (p->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST)) == TCP_ACK &&
+	       is_ahead(p->ack, found->entry->ack, RESET_WINDOW);
+}
+
+/* A client that has no connection yet may begin anew with the same ports and another sequence number. */
+INLINE void note_repeated_syn(const struct packet *p, const struct found *found, const bool v6)
+{
+	struct flow *reply;
+
+	if (found->entry->flags & (FLOW_ESTABLISHED | FLOW_REPLY) || !is_syn(p))
+		return;
+	reply = peer_flow(found->entry, p->tuple.protocol, found->table, v6);
+	if (reply)
+		reply->ack = p->seq + 1;
+}
+
+/* Note what is seen of a connection with direct server return: the client goes on after its SYN, or ends the
+ * connection. A segment's sequence number is judged by that of the last one, because nothing of the backend's comes
+ * here.
+ */
+INLINE void refresh_dsr(const struct packet *p, struct flow *f, const enum flow_table table)
+{
+	WRITE_ONCE(f->seen, now());
+	if (p->tuple.protocol != IPPROTO_TCP)
+		return;
+	if (is_syn(p)) {
+		if (!(f->flags & FLOW_ESTABLISHED))
+			f->ack = p->seq;
+		return;
+	}
+	if (!is_ahead(p->seq, f->ack, DSR_WINDOW)) {
+		if (p->tcp_flags & (TCP_FIN | TCP_RST))
+			count(COUNT_OUT_OF_WINDOW);
+		return;
+	}
+	f->ack = p->seq;
+	f->flags &= ~FLOW_CHALLENGED;
+	f->challenges = 0;
+	if (!(f->flags & FLOW_ESTABLISHED) && (p->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST)) == TCP_ACK) {
+		f->flags |= FLOW_ESTABLISHED;
+		note_success(f->backend, f->service);
+		if (table == TABLE_FLOWS)
+			count_half_open(-1);
+	}
+	if (p->tcp_flags & TCP_FIN)
+		f->flags |= FLOW_FIN;
+	if (p->tcp_flags & TCP_RST)
+		f->flags |= FLOW_RESET;
+}
+
+#endif

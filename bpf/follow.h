@@ -1,0 +1,167 @@
+/* Packets of a flow that is known. */
+#ifndef HYBRID_PROXY_FOLLOW_H
+#define HYBRID_PROXY_FOLLOW_H
+
+#include "flow.h"
+#include "flow_state.h"
+#include "forward.h"
+#include "nat.h"
+#include "origin.h"
+#include "packet_events.h"
+#include "scratch.h"
+#include "traffic.h"
+
+/* May packets of the flow be handed to a pod past the stack? Only where the other direction goes past it, too:
+ * conntrack that sees one half of a connection calls the rest invalid. So both ends are pods of this node, or the flow
+ * is masqueraded.
+ */
+INLINE bool skips_stack(const struct flow *f, enum hook hook)
+{
+	if (!is_ingress(hook) || !settings.fast_path || !f->ifindex || !(f->flags & FLOW_ESTABLISHED))
+		return false;
+	return hook == HOOK_POD_INGRESS || f->flags & FLOW_MASQUERADE;
+}
+
+/* Does the packet, or each of those that it stands for, pass through the interface? bpf_redirect_peer() would not ask.
+ * What is too long goes through the stack, which tells its sender. Packets of the smallest MTU always pass.
+ * bpf_check_mtu() reports the MTU; its own comparison would count the extra header of BIG TCP.
+ */
+INLINE bool fits(struct __sk_buff *skb, const struct packet *p, __u32 ifindex, const bool v6)
+{
+	__u32 mtu = 0;
+
+	if (skb->len <= L3_OFFSET + SMALLEST_MTU || !settings.can_check_mtu)
+		return true;
+	return bpf_check_mtu(skb, ifindex, &mtu, 0, 0) < 0 || packet_length(skb, p, v6) <= mtu;
+}
+
+/* Is the pod's interface still there? A pod that was recreated has another one: until the flow has learned which, its
+ * packets go through the stack.
+ */
+INLINE bool has_pod_link(const struct flow *f)
+{
+	if (has_link(f->ifindex))
+		return true;
+	count(COUNT_LINK_GONE);
+	return false;
+}
+
+/* May this packet be handed to the pod of its flow directly? */
+INLINE bool can_hand_over(struct __sk_buff *skb, const struct packet *p, const struct flow *f, enum hook hook,
+			  const bool v6)
+{
+	return skips_stack(f, hook) && has_pod_link(f) && fits(skb, p, f->ifindex, v6);
+}
+
+/* Give the answer to this node's own stack, as from the interface that the node sent the request by. */
+INLINE enum step give_to_node(struct __sk_buff *skb, const struct flow *flow)
+{
+	count(COUNT_REPLY);
+	if (skb->ifindex == flow->ifindex || !has_pod_link(flow))
+		return STEP_PASS;
+	set_macs(skb, flow->mac); /* or the stack takes the frame for another machine's */
+	bpf_redirect(flow->ifindex, BPF_F_INGRESS);
+	return STEP_REDIRECT;
+}
+
+INLINE enum step give_to_pod(struct __sk_buff *skb, const struct flow *flow)
+{
+	set_macs(skb, flow->mac);
+	count(COUNT_FAST);
+	bpf_redirect_peer(flow->ifindex, 0);
+	return STEP_REDIRECT;
+}
+
+/* Translate the packet of an established flow, and send it the way of its flow. `direct`: it is known that it can be
+ * handed to the pod.
+ */
+INLINE enum step dispatch(struct __sk_buff *skb, struct scratch *space, enum hook hook, bool direct, const bool v6)
+{
+	const struct packet *p = &space->packet;
+	const struct flow *flow = &space->flow;
+	const __u32 reply_to_node = FLOW_NODE | FLOW_REPLY;
+	bool to_node = (flow->flags & reply_to_node) == reply_to_node;
+	enum counter what = flow->flags & FLOW_REPLY ? COUNT_REPLY : COUNT_DNAT;
+
+	direct = direct || can_hand_over(skb, p, flow, hook, v6);
+	account(skb, flow->backend, flow->flags & FLOW_REPLY, 0);
+	TRACE_EVENT(skb, what, hook);
+	if (flow->flags & FLOW_MASQUERADE && !direct && !to_node) {
+		count(what);
+		return STEP_FORWARD;
+	}
+	rewrite(skb, p, &space->result, v6);
+	if (flow->flags & FLOW_HAIRPIN)
+		return hairpin(skb);
+	if (to_node)
+		return give_to_node(skb, flow);
+	if (direct)
+		return give_to_pod(skb, flow);
+	count(what);
+	return STEP_PASS;
+}
+
+/* Does the packet come in where its flow lives, perhaps by now? */
+INLINE bool admit(struct __sk_buff *skb, struct scratch *space, const struct found *found, enum hook hook,
+		  const bool v6)
+{
+	const struct packet *p = &space->packet;
+
+	if (!comes_from_origin(skb, space, &p->tuple, found->entry, hook, v6))
+		return false;
+	if (found->entry->origin != origin_here(skb, hook) && proves_origin(p, found->entry))
+		move_origin(skb, p, found, hook, v6);
+	return true;
+}
+
+/* The client's segment after the backend's SYN/ACK establishes the pair. False: the pair is gone meanwhile. */
+INLINE bool complete_handshake(const struct packet *p, struct found *found, const bool v6)
+{
+	establish(&p->tuple, found->entry, found->table, v6);
+	if (found->table == TABLE_HALF_OPEN) /* it is in the other table now */
+		find_flow(found, &p->tuple, v6);
+	return found->entry;
+}
+
+/* Follow the packet's flow: note what the packet says of the connection, then translate it and send it on.
+ *
+ * The entry is copied before it is used and proved by its tag afterwards. The kernel reuses an element of a hash
+ * table for another key as soon as it is deleted, even while a program reads it.
+ */
+INLINE enum step follow(struct __sk_buff *skb, struct scratch *space, struct found *found, enum hook hook,
+			const bool direct, const bool v6)
+{
+	const struct packet *p = &space->packet;
+	struct flow *flow = &space->flow;
+
+	note_repeated_syn(p, found, v6);
+	if (completes_handshake(p, found) && !complete_handshake(p, found, v6))
+		return drop(space, COUNT_DROP_FLOW_LOST);
+	*flow = *found->entry;
+	if (flow->tag != flow_tag(&p->tuple, v6))
+		return drop(space, COUNT_DROP_FLOW_LOST);
+	space->service = flow->service;
+	space->backend = flow->backend;
+	translated_tuple(&space->result, flow, p->tuple.protocol);
+	if (flow->flags & FLOW_DSR) {
+		account(skb, flow->backend, false, 0);
+		refresh_dsr(p, found->entry, found->table);
+		return STEP_ENCAP;
+	}
+	if (refresh(p, found->entry, found->table, v6))
+		close_pair(&p->tuple, flow, found->table, v6);
+	return dispatch(skb, space, hook, direct, v6);
+}
+
+/* Look the flow up once more, and follow it: for packets that are rare. */
+INLINE enum step follow_again(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
+{
+	struct found found;
+
+	find_flow(&found, &space->packet.tuple, v6);
+	return found.entry ? follow(skb, space, &found, hook, false, v6) : drop(space, COUNT_DROP_FLOW_LOST);
+}
+
+GLOBAL_VERB(enum step, follow_again, STEP_DROP)
+
+#endif

@@ -1,0 +1,137 @@
+/* Packets whose destination may be a frontend: a service's address, or a node port. */
+#ifndef HYBRID_PROXY_SERVE_H
+#define HYBRID_PROXY_SERVE_H
+
+#include "follow.h"
+#include "node.h"
+#include "pick.h"
+#include "renew.h"
+#include "source.h"
+
+INLINE bool may_be_frontend(const struct packet *p, const bool v6)
+{
+	return may_be_service(p->tuple.daddr, v6) ||
+	       (p->kind == PACKET_TRANSPORT && may_be_node_port(p->tuple.dport, p->tuple.protocol));
+}
+
+/* It is to no frontend. Nobody is at addresses of the services' ranges that no service has. */
+INLINE enum step no_frontend(struct scratch *space, const bool v6)
+{
+	return in_service_cidr(space->packet.tuple.daddr, v6) ? drop(space, COUNT_DROP_UNALLOCATED) : STEP_NOT_SERVICE;
+}
+
+/* A ping, say, to a service's address: no port answers there. */
+INLINE enum step serve_other(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
+{
+	const struct packet *p = &space->packet;
+	__u32 flags = find_frontend(p->tuple.daddr, 0, 0, v6) >> 32;
+
+	if (!(flags & FRONTEND_ADDRESS) || flags & FRONTEND_NODE_PORTS)
+		return no_frontend(space, v6);
+	if (is_ingress(hook)) {
+		enum step checked = check_source_towards(skb, space, p->tuple.daddr, v6);
+
+		if (checked != STEP_CONTINUE)
+			return checked;
+	}
+	return settings.answer_ping && p->kind == PACKET_ECHO ? STEP_ECHO : STEP_REJECT;
+}
+
+/* Follow the packet's flow, or say that a backend is to be chosen. A segment in the midst of a connection that is not
+ * known belongs to another translation, netfilter's perhaps.
+ */
+INLINE enum step serve(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
+{
+	const struct packet *p = &space->packet;
+	struct found found;
+
+	if (p->kind != PACKET_TRANSPORT)
+		return serve_other(skb, space, hook, v6);
+	space->avoid = 0;
+	find_flow(&found, &p->tuple, v6);
+	if (!found.entry)
+		return p->tuple.protocol != IPPROTO_TCP || is_syn(p) ? STEP_CHOOSE : STEP_NOT_SERVICE;
+	NOTE(NOTE_FLOW_OWNER, found.entry->service, found.entry->backend);
+	NOTE(NOTE_FLOW, found.entry->flags, now() - found.entry->seen);
+	if (!admit(skb, space, &found, hook, v6))
+		return drop(space, COUNT_DROP_FOREIGN);
+	if (!needs_new_flow(p, &found, &space->avoid, v6))
+		return follow(skb, space, &found, hook, false, v6);
+	NOTE(NOTE_RENEWAL, 0, 0);
+	evict(&p->tuple, &found, v6);
+	return STEP_CHOOSE;
+}
+
+GLOBAL_VERB(enum step, serve, STEP_DROP)
+
+/* Choose a backend for the packet, or another verdict. */
+INLINE enum verdict choose_for_packet(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
+{
+	const struct tuple *t = &space->packet.tuple;
+	enum client from = hook == HOOK_UPLINK_EGRESS ? CLIENT_NODE : classify_client(t->saddr, skb->ifindex, v6);
+
+	__builtin_memset(&space->choice, 0, sizeof(space->choice));
+	space->choice.avoid = space->avoid;
+	choose_backend(&space->choice, from, t, v6, true);
+	space->service = space->choice.service;
+	space->backend = space->choice.backend;
+	return space->choice.verdict;
+}
+
+GLOBAL_VERB(enum verdict, choose_for_packet, VERDICT_DROP)
+
+/* Is the chosen backend this node itself? What is on its way out cannot be brought back to the stack, which takes no
+ * packet from an interface with a source of its own.
+ */
+INLINE bool is_self(const struct choice *c, const bool v6)
+{
+	__u32 own[4] = {};
+
+	primary_address(own, v6);
+	return c->verdict == VERDICT_DNAT && same_address(c->address, own, v6);
+}
+
+/* Choose another backend than one that did not answer, or that cannot be reached from here, if there is one. */
+INLINE enum verdict choose_reachable(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
+{
+	enum verdict verdict = CALL(choose_for_packet, skb, hook);
+
+	if (space->avoid && verdict == VERDICT_DNAT && space->choice.backend != space->avoid)
+		count(COUNT_FAILOVER);
+	if (hook != HOOK_UPLINK_EGRESS || !is_self(&space->choice, v6))
+		return verdict;
+	space->avoid = space->choice.backend;
+	return CALL(choose_for_packet, skb, hook);
+}
+
+/* May the packet's source have what was chosen for it? */
+INLINE enum step check_client(struct __sk_buff *skb, struct scratch *space, enum verdict verdict, enum hook hook,
+			      const bool v6)
+{
+	const __u32 *target = verdict == VERDICT_DNAT ? space->choice.address : space->packet.tuple.daddr;
+
+	return is_ingress(hook) ? check_source_towards(skb, space, target, v6) : STEP_CONTINUE;
+}
+
+/* No flow is known: choose a backend. A later fragment of a datagram whose first began no flow goes as its first did.
+ */
+INLINE enum step choose(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
+{
+	enum verdict verdict = choose_reachable(skb, space, hook, v6);
+	enum step checked;
+
+	if (verdict == VERDICT_UNTOUCHED)
+		return no_frontend(space, v6);
+	checked = check_client(skb, space, verdict, hook, v6);
+	if (checked != STEP_CONTINUE)
+		return checked;
+	if (space->packet.fragment.part == LATER_FRAGMENT)
+		return drop(space, COUNT_DROP_FRAGMENT);
+	if (verdict == VERDICT_DROP)
+		return drop(space, space->choice.why);
+	return verdict == VERDICT_REJECT ? STEP_REJECT : STEP_CREATE;
+}
+
+GLOBAL_VERB(enum step, choose, STEP_DROP)
+
+#endif
