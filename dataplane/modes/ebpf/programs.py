@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
+
 from dataplane.kernel.attachment import program_number
 from dataplane.kernel.bpf import BpfError, Map, Object, has_helper
 from dataplane.kernel.host_paths import netns_cookie
@@ -23,7 +25,7 @@ log = logging.getLogger(__name__)
 
 SO_COOKIE = 57  # asm-generic/socket.h
 UNKNOWN_NETNS = (1 << 64) - 1  # as in bpf/connect.bpf.c
-DATAPATHS = ("datapath4", "datapath6")  # enum datapath of bpf/maps.h
+DATAPATHS = ("datapath4", "datapath6")  # in upper case, enum datapath of bpf/abi.h
 CHECK_MTU = 163  # BPF_FUNC_check_mtu, linux/bpf.h (Linux 5.12)
 
 
@@ -157,28 +159,36 @@ class Loader:
 
 def put_datapaths(datapaths: Map, loaded: Object) -> None:
     """Let the programs of `tc_datapath.bpf.o` be those that hooks call."""
-    for place, name in enumerate(DATAPATHS):
-        datapaths.update(place.to_bytes(4, sys.byteorder), loaded.program(name).to_bytes(4, sys.byteorder))
+    for name in DATAPATHS:
+        datapaths.update(_place(name), loaded.program(name).to_bytes(4, sys.byteorder))
 
 
 def missing_datapaths(datapaths: Map, loaded: Object) -> Iterator[str]:
-    """Which of them is not the one that was put there, in words."""
-    for place, name in enumerate(DATAPATHS):
-        found = datapaths.lookup(place.to_bytes(4, sys.byteorder))
+    """Which of them is not the one that was put there, as messages."""
+    for name in DATAPATHS:
+        found = datapaths.lookup(_place(name))
         if found is None or int.from_bytes(found, sys.byteorder) != program_number(loaded.program(name)):
             yield f"{name} is not what hooks call"
 
 
+def _place(name: str) -> bytes:
+    return layout.abi_constants()[name.upper()].to_bytes(4, sys.byteorder)
+
+
 def teach_namespace(host_netns: Map) -> bool:
     """Let the attached socket programs see this namespace, where its cookie cannot be read; whether they did."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as teacher:
-        cookie = teacher.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8)
-        known = host_netns.lookup(bytes(4)) or bytes(16)
-        host_netns.update(bytes(4), cookie + known[8:])
-        teacher.connect(("127.0.0.1", 9))  # sends nothing
-    learnt = (host_netns.lookup(bytes(4)) or bytes(16))[8:]
-    host_netns.update(bytes(4), bytes(8) + learnt)
-    return learnt != bytes(8)
+    kind = layout.dtype_of("host_netns")
+
+    def known() -> int:
+        return int(np.frombuffer(host_netns.lookup(bytes(4)) or bytes(kind.itemsize), kind)["netns"][0])
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as teaching:
+        cookie = int.from_bytes(teaching.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8), sys.byteorder)
+        host_netns.update(bytes(4), layout.pack("host_netns", teaching_socket=cookie, netns=known()))
+        teaching.connect(("127.0.0.1", 9))  # sends nothing
+    learnt = known()
+    host_netns.update(bytes(4), layout.pack("host_netns", netns=learnt))
+    return learnt != 0
 
 
 def _those_loaded(*loading: Future[Object]) -> Iterator[Object]:
