@@ -20,35 +20,35 @@ SECONDS: Final = 60.0
 
 
 class OtherProxiesWatcher:
-    """What was found last, in `warnings`; each change is logged and told once.
+    """The result of the last look is in `warnings`; each new one is logged and reported once.
 
-    `settled` is set when the first table is programmed and what another mode of ours left is removed; before that
-    it is no neighbour but what serves until then.
+    `settled` is set when the first table is programmed and what another mode of ours left is removed. Before that, such
+    a mode is not another proxy: it serves until then.
 
     Args:
         mode: the mode at work here.
-        told: called with the warnings that are new, from the thread.
+        report: called with each new warning, from the thread.
         seconds: how often to look.
     """
 
-    def __init__(self, mode: str, told: Callable[[str], None], seconds: float = SECONDS) -> None:
+    def __init__(self, mode: str, report: Callable[[str], None], seconds: float = SECONDS) -> None:
         self.warnings: tuple[str, ...] = ()
         self.mode = mode
         self.settled = False
-        self._told = told
+        self._report = report
         self._seconds = seconds
         self._stop = threading.Event()
 
     def start(self) -> None:
         """Look now, and again until stopped."""
-        threading.Thread(target=self._run, name="neighbours", daemon=True).start()
+        threading.Thread(target=self._run, name="other-proxies", daemon=True).start()
 
     def stop(self) -> None:
         """Look no more; returns at once."""
         self._stop.set()
 
     def look(self) -> None:
-        """Once; nothing that goes wrong gets out."""
+        """Look once; never raises."""
         try:
             seen = find_other_proxies(self.mode)
             found = warnings(seen if self.settled else msgspec.structs.replace(seen, ours=()))
@@ -56,12 +56,12 @@ class OtherProxiesWatcher:
             log.exception("looking for other proxies failed")
             return
         before, self.warnings = self.warnings, found
-        for sentence in found:
-            if sentence not in before:
-                log.warning("neighbour: %s", sentence)
-                self._told(sentence)
+        for warning in found:
+            if warning not in before:
+                log.warning("other proxy: %s", warning)
+                self._report(warning)
         if before and not found:
-            log.info("no other proxy is here any more")
+            log.info("there is no other proxy any more")
 
     def _run(self) -> None:
         while True:

@@ -114,7 +114,7 @@ def _answer(packets: list[Any], manifests: Path, config: Config, args: argparse.
     for event in load(manifests):
         cluster.apply(event)
         if isinstance(event, Problem):
-            _say(f"refused: {event.sentence}")
+            _say(f"refused: {event.text}")
     if cluster.node is None:
         _say(f"note: no Node named {name!r} in {manifests}: its addresses, pod ranges and zone are unknown")
     builder = Builder(config.settings)

@@ -206,7 +206,7 @@ def _status_lines(status: dict[str, Any]) -> Iterable[str]:
     for trouble in (*checks["listeners"].values(), *checks["failed"].values()):
         yield f"  NOT SERVED: {trouble}"
     for problem in status["problems"]:
-        yield f"  refused: {Problem(**problem).sentence}"
+        yield f"  refused: {Problem(**problem).text}"
     for service, sentences in status["conflicts"].items():
         yield from (f"  conflict: {service}: {sentence}" for sentence in sentences)
 

@@ -150,6 +150,14 @@ class Recorder:
                 log.warning("events for the cluster are dropped until the API server takes the %d before them", QUEUE)
             self._dropping = True
 
+    def of_node(self, kind: str, reason: str, action: str, note: str) -> None:
+        """Report an event about this node. See `event`."""
+        self.event(node(self._instance), kind, reason, action, note)
+
+    def of_service(self, entry: str, kind: str, reason: str, action: str, note: str) -> None:
+        """Report an event about the Service of a service port. See `event`."""
+        self.event(service(entry), kind, reason, action, note)
+
     def _run(self, writer: Writer) -> None:
         while not self._stop.is_set():
             try:

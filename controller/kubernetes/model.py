@@ -173,7 +173,7 @@ class Problem(msgspec.Struct, frozen=True):
     where: str = ""  # file, or the API
 
     @property
-    def sentence(self) -> str:
+    def text(self) -> str:
         """What is wrong, and where."""
         return self.message if not self.where or self.where in self.message else f"{self.message} ({self.where})"
 

@@ -75,6 +75,9 @@ class HttpHandlers:
         self._own = dict(self._own_listeners())
         self.mode = config.mode  # the one that serves, when that is known
         self._server = HttpServer(self._failed)
+
+    def start(self) -> None:
+        """Serve health and metrics."""
         self._server.follow(self._own)
 
     def close(self) -> None:

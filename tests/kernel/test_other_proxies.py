@@ -184,7 +184,7 @@ class TestWatching:
             watcher.look()
         assert len(reported) == 1
         assert reported == list(watcher.warnings)
-        assert caplog.text.count("neighbour: kube-proxy left its") == 1
+        assert caplog.text.count("other proxy: kube-proxy left its") == 1
         nft("delete table ip kube-proxy")
         watcher.look()
         assert watcher.warnings == ()

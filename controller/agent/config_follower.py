@@ -1,0 +1,102 @@
+"""The configuration file of a running agent: what of a change takes effect, what waits for the next start, and why."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from controller.errors import ConfigError
+
+if TYPE_CHECKING:
+    from controller.settings.config import Config
+    from controller.settings.configfile import Change, Loaded
+
+__all__ = ["ConfigFollower", "Followed"]
+
+log = logging.getLogger(__name__)
+
+
+class Followed(NamedTuple):
+    """A configuration file whose changes are applied: where, the flags beside it, and what it said at the start."""
+
+    path: Path
+    flags: Mapping[str, Any]
+    loaded: Loaded
+
+
+class ConfigFollower:
+    """Of one agent, with a file or without.
+
+    `in_effect` is called by any thread, everything else by the loop.
+
+    Args:
+        followed: None: the configuration are the flags alone, and nothing is followed.
+        flags: all of them.
+    """
+
+    def __init__(self, followed: Followed | None, flags: Mapping[str, Any]) -> None:
+        self._followed = followed
+        self._flags = flags
+        self._waiting: tuple[str, ...] = ()
+        self._refused = ""
+
+    def start(self, report: Callable[[Loaded | ConfigError], None], stop: threading.Event) -> None:
+        """Report each change of the file, from a thread, until `stop` is set."""
+        if self._followed is None:
+            return
+        from controller.settings.configfile import follow
+
+        path, flags, loaded = self._followed
+        arguments = path, flags, loaded.content, report, stop
+        threading.Thread(target=follow, args=arguments, name="config", daemon=True).start()
+
+    def propose(self, found: Loaded | ConfigError) -> Change | None:
+        """What the changed file comes to, None: it cannot be used, as is logged."""
+        from controller.settings.configfile import change
+
+        assert self._followed is not None
+        try:
+            if isinstance(found, ConfigError):
+                raise found
+            proposed = change(self._followed.loaded, found)
+        except ConfigError as error:
+            self._refused = str(error)
+            log.error("the changed configuration is not used, the one before stays: %s", error)  # noqa: TRY400
+            return None
+        self._refused, self._waiting = "", proposed.waiting
+        for warning in proposed.now.config.warnings:
+            log.warning("%s", warning)
+        if proposed.waiting:
+            log.warning(
+                "%s changed; these wait for the next start of the agent: %s", self._followed.path,
+                ", ".join(proposed.waiting),
+            )  # fmt: skip
+        return proposed
+
+    def accept(self, proposed: Change) -> None:
+        """It is in effect."""
+        assert self._followed is not None
+        self._followed = self._followed._replace(loaded=proposed.now)
+        log.info("%s changed; applied: %s", self._followed.path, ", ".join(proposed.applied) or "nothing")
+
+    def refuse(self, error: Exception) -> None:
+        """No mode serves with it."""
+        self._refused = f"it cannot serve: {error}"
+
+    def in_effect(self) -> list[dict[str, Any]]:
+        """The configuration in effect, as documents."""
+        from controller.settings.configfile import in_effect, of_flags
+
+        return in_effect(self._followed.loaded if self._followed else of_flags(self._flags))
+
+    def status(self, config: Config) -> dict[str, Any]:
+        """File, warnings, fields that wait for the next start, and why the newest content is refused."""
+        return {
+            "file": str(self._followed.path) if self._followed else None,
+            "warnings": list(config.warnings),
+            "waiting": list(self._waiting),
+            "refused": self._refused,
+        }

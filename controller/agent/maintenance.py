@@ -1,0 +1,110 @@
+"""Has the mode collect garbage and repair drift: once a second, and at once after a hint that others changed something.
+
+A mode gets hints from the kernel (`RequestMaintenance`), or can tell at a glance that something is not in place
+(`DriftCheck`). What it cannot repair makes this node unhealthy.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Final
+
+from controller.agent.active_mode import ActiveMode
+from controller.kubernetes.events import Recorder
+from controller.serving.health import Health
+from dataplane.errors import DataplaneError
+from dataplane.mode import DriftCheck, Programmer
+
+__all__ = ["Maintenance"]
+
+log = logging.getLogger(__name__)
+
+MAINTAIN_SECONDS: Final = 1.0
+CHECK_SECONDS: Final = 0.5  # between two glances at whether others removed something of ours
+
+
+class Maintenance:
+    """Called by the loop, whenever it turns.
+
+    Args:
+        mode: at work.
+        health: learns what is not in place.
+        events: for the cluster.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, mode: ActiveMode, health: Health, events: Recorder, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._mode = mode
+        self._health = health
+        self._events = events
+        self._clock = clock
+        self._maintain_at = clock() + MAINTAIN_SECONDS
+        self._check_at = 0.0
+        self._repairs = 0  # of the mode, that were reported
+
+    @property
+    def due(self) -> float:
+        """When `run` has something to do, by the clock."""
+        return min(self._maintain_at, self._check_at)
+
+    def mode_opened(self) -> None:
+        """Another mode counts its repairs from 0."""
+        self._repairs = 0
+
+    def hurry(self) -> None:
+        """Maintain at the next turn."""
+        self._maintain_at = 0.0
+
+    def run(self, *, enabled: bool) -> bool:
+        """Do what is due, unless it is not `enabled` yet; whether the mode was maintained."""
+        if self._clock() >= self._check_at:
+            self._check_at = self._clock() + CHECK_SECONDS
+            if enabled and self._may_have_drifted():
+                self.hurry()
+        if self._clock() < self._maintain_at:
+            return False
+        if enabled:
+            self._maintain()
+        self._maintain_at = self._clock() + MAINTAIN_SECONDS
+        return enabled
+
+    def _may_have_drifted(self) -> bool:
+        programmer = self._mode.programmer
+        try:
+            return isinstance(programmer, DriftCheck) and programmer.may_have_drifted()
+        except (DataplaneError, OSError):
+            return True  # maintenance finds and logs the reason
+
+    def _maintain(self) -> None:
+        programmer = self._mode.programmer
+        drift: tuple[str, ...] = ()
+        try:
+            for event in programmer.maintain() or ():
+                if event.entry:
+                    self._events.of_service(event.entry, event.kind, event.reason, event.action, event.note)
+                else:
+                    self._events.of_node(event.kind, event.reason, event.action, event.note)
+            if isinstance(programmer, DriftCheck):
+                drift = programmer.unrepaired
+        except (DataplaneError, OSError) as error:
+            log.warning("maintenance failed: %s", error)
+            drift = (str(error),) if isinstance(error, DataplaneError) else ()
+        if self._health.drift and not drift:
+            log.info("everything of ours is in place again")
+        self._health.drift = drift
+        self._report_repairs(programmer)
+
+    def _report_repairs(self, programmer: Programmer) -> None:
+        """To the cluster; the mode has logged what it was."""
+        repairs = programmer.audit_repairs
+        if repairs > self._repairs:
+            self._events.of_node(
+                "Warning", "Repaired", "RepairDataplane",
+                f"Something changed or removed what mode {self._mode.choice.effective} had programmed; "
+                f"{repairs - self._repairs} things were repaired.",
+            )  # fmt: skip
+        self._repairs = repairs

@@ -1,0 +1,293 @@
+"""When a service table is built and programmed: a state machine.
+
+Whether this node is up to date is decided in this file and nowhere else. `TRANSITIONS` has every state and what can
+happen in it. Something that is not in the table cannot happen; if it does, a KeyError shows the defect.
+
+             LISTED                    PROGRAMMED
+    LISTING --------> PENDING ----------------------> SYNCED
+                      ^  |  ^                          | ^
+                      |  |  '--- CHANGED, REOPENED ----' | PROGRAMMED
+             REOPENED |  | FAILED                        |
+                      |  v                               |
+                      RETRYING --------------------------'
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Final
+
+from controller.kubernetes.model import EndpointSlice, Event, Problem, Removed, SourceState, Superseded, Upserted
+from controller.semantics.cluster import Cluster
+from controller.semantics.entries import Settings
+from controller.semantics.tables import Builder
+from controller.serving.counters import Counters
+from controller.serving.health import Health
+from dataplane.errors import SyncError, Unsupported
+from dataplane.mode import Prewarmed, SyncResult
+
+if TYPE_CHECKING:
+    from dataplane.mode import Programmer
+
+__all__ = ["TRANSITIONS", "Input", "State", "Syncer"]
+
+log = logging.getLogger(__name__)
+
+MIN_REST: Final = 0.005  # seconds after a sync: changes that come close together are programmed together
+FIRST_RETRY, LONGEST_RETRY = 0.5, 30.0
+LOG_SECONDS: Final = 1.0  # between two lines of the log about syncs
+LATENCIES: Final = 1000  # kept for `status`
+MAX_PENDING: Final = 10_000  # changes in one sync whose latency is measured
+
+
+class State(Enum):
+    """How the node stands to what is known of the cluster."""
+
+    LISTING = auto()  # some kind of objects was never listed, so nothing may be programmed
+    PENDING = auto()  # something is known that is not programmed
+    RETRYING = auto()  # the same, and the last sync failed
+    SYNCED = auto()  # everything known is programmed
+
+
+class Input(Enum):
+    """What can happen."""
+
+    LISTED = auto()  # the last kind that was missing
+    CHANGED = auto()  # something that the table is made of
+    REOPENED = auto()  # a mode was opened, which has programmed nothing yet
+    PROGRAMMED = auto()  # the newest table
+    FAILED = auto()  # to program it
+
+
+TRANSITIONS: Final[dict[State, dict[Input, State]]] = {
+    State.LISTING: {
+        Input.LISTED: State.PENDING,
+        Input.CHANGED: State.LISTING,
+        Input.REOPENED: State.LISTING,
+    },
+    State.PENDING: {
+        Input.CHANGED: State.PENDING,
+        Input.REOPENED: State.PENDING,
+        Input.PROGRAMMED: State.SYNCED,
+        Input.FAILED: State.RETRYING,
+    },
+    State.RETRYING: {
+        Input.CHANGED: State.RETRYING,
+        Input.REOPENED: State.PENDING,
+        Input.PROGRAMMED: State.SYNCED,
+        Input.FAILED: State.RETRYING,
+    },
+    State.SYNCED: {
+        Input.CHANGED: State.PENDING,
+        Input.REOPENED: State.PENDING,
+    },
+}
+
+
+class Syncer:
+    """Takes in events, and brings the node up to date when that is due. One thread calls it.
+
+    Args:
+        cluster: what is known; empty.
+        settings: of the tables.
+        counters: of this agent.
+        health: of this agent; learns what waits and what is programmed.
+        addresses: on this node's interfaces, empty while they are not known.
+        clock: monotonic seconds, the same as `received` of events.
+        wall: seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        settings: Settings,
+        counters: Counters,
+        health: Health,
+        addresses: tuple[str, ...] = (),
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.cluster = cluster
+        self.builder = Builder(settings)
+        self.state = State.LISTING
+        self.rest = MIN_REST  # seconds between two syncs
+        self.started = clock()
+        self.ready_seconds: float | None = None  # from the start to the first programmed table
+        self.observed = 0  # events, with those that were superseded
+        self.error = ""  # why the last sync failed
+        self.sync_seconds = 0.0  # how long the last one took
+        self.latencies: deque[float] = deque(maxlen=LATENCIES)
+        self._counters = counters
+        self._health = health
+        self._addresses = addresses
+        self._clock = clock
+        self._wall = wall
+        self._received: list[float] = []  # when the changes came that the next sync covers
+        self._rested_at = 0.0
+        self._retry_at = 0.0
+        self._retry_delay = FIRST_RETRY
+        self._log = _SyncLog(clock)
+        health.awaited = cluster.awaited
+
+    @property
+    def waits(self) -> bool:
+        """Whether the next sync is only a matter of time; until then more events make no difference."""
+        return self.state in (State.PENDING, State.RETRYING)
+
+    @property
+    def due(self) -> float:
+        """When the next sync may begin, by the clock; infinity when nothing waits for one."""
+        match self.state:
+            case State.PENDING:
+                return self._rested_at
+            case State.RETRYING:
+                return max(self._retry_at, self._rested_at)
+        return float("inf")
+
+    # What happens
+
+    def observe(self, event: Event, superseded: tuple[Superseded, ...] = ()) -> None:
+        """Take in an event of the source, and the changes that it superseded."""
+        self.observed += 1 + len(superseded)
+        if isinstance(event, Problem) and event.message:
+            log.warning("refused: %s", event.text)
+        elif isinstance(event, SourceState):
+            log.log(logging.INFO if event.healthy else logging.WARNING, "%s", event.message)
+        changed = self.cluster.apply(event)
+        self._counters.record_event(event, changed=changed, wall=self._wall(), superseded=superseded)
+        if changed:
+            changes: Iterable[Upserted | Removed | Superseded] = superseded
+            if isinstance(event, Upserted | Removed):
+                changes = (*superseded, event)
+            times = [change.received for change in changes if change.received]
+            self._received += times[: MAX_PENDING - len(self._received)]
+            self._health.queued(self._clock(), _family_of(event))
+            self._on(Input.CHANGED)
+        if self.state is State.LISTING and self.cluster.complete:
+            self._on(Input.LISTED)
+        self._health.awaited = self.cluster.awaited
+        here = self.cluster.node
+        self._health.node(here.eligible if here else None)
+
+    def set_addresses(self, addresses: tuple[str, ...]) -> None:
+        """The node's interfaces have these addresses now."""
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._health.queued(self._clock())
+            self._on(Input.CHANGED)
+
+    def set_settings(self, settings: Settings) -> None:
+        """Build tables by these settings, the next one without a rest."""
+        self.builder.update_settings(settings)
+        self._rested_at = 0.0
+        self._on(Input.CHANGED)
+
+    def restart(self, settings: Settings) -> None:
+        """A mode was opened that knows nothing: build and program everything again, and now."""
+        self.builder = Builder(settings)
+        self._rested_at = 0.0
+        self._on(Input.REOPENED)
+
+    def sync(self, programmer: Programmer, *, first: bool) -> SyncResult | None:
+        """Build and program the newest table.
+
+        Args:
+            programmer: of the mode at work.
+            first: it has programmed nothing yet.
+
+        Returns:
+            What was done; None: it failed, and is tried again when it is `due`.
+
+        Raises:
+            Unsupported: with `first`, this machine cannot do what the table asks of this mode.
+        """
+        start = self._clock()
+        if first and isinstance(programmer, Prewarmed):
+            programmer.prewarm(*self.cluster.extent)
+        table = self.builder.build(self.cluster, self._addresses)
+        try:
+            result = programmer.sync(table)
+        except (SyncError, Unsupported) as error:
+            if first and isinstance(error, Unsupported):
+                raise
+            self._failed(programmer.name, error)
+            return None
+        self._programmed(start)
+        if not first:
+            self._log.add(result, self.sync_seconds)
+        return result
+
+    def flush_log(self) -> None:
+        """Write what the log is to say of the last syncs, if it is time."""
+        self._log.flush()
+
+    def _on(self, happened: Input) -> None:
+        self.state = TRANSITIONS[self.state][happened]
+
+    def _failed(self, mode: str, error: Exception) -> None:
+        self._on(Input.FAILED)
+        self.error = str(error)
+        self._counters.sync_failures[mode] += 1
+        log.exception("sync failed, trying again in %.1f s", self._retry_delay, exc_info=error)
+        self._retry_at = self._clock() + self._retry_delay
+        self._retry_delay = min(2 * self._retry_delay, LONGEST_RETRY)
+
+    def _programmed(self, start: float) -> None:
+        self._on(Input.PROGRAMMED)
+        now = self._clock()
+        self.error, self._retry_delay = "", FIRST_RETRY
+        if self.ready_seconds is None:
+            self.ready_seconds = now - self.started
+        self.sync_seconds = now - start
+        self._rested_at = now + self.rest
+        latencies = [now - received for received in self._received]
+        self._received.clear()
+        self.latencies.extend(latencies)
+        self._counters.record_sync(self.builder.table, self.sync_seconds, latencies, self._wall())
+        self._health.updated(now)
+
+
+@dataclass(slots=True)
+class _SyncLog:
+    """What syncs changed, for the log: a single change at once, many of them once a second."""
+
+    clock: Callable[[], float]
+    next_at: float = 0.0
+    syncs: int = 0
+    changed: int = 0
+    removed: int = 0
+    seconds: float = 0.0
+
+    def add(self, result: SyncResult, seconds: float) -> None:
+        """Count one sync; if it changed nothing, it counts as none."""
+        if not result.changed and not result.removed:
+            return
+        self.syncs += 1
+        self.changed += result.changed
+        self.removed += result.removed
+        self.seconds += seconds
+        self.flush()
+
+    def flush(self) -> None:
+        now = self.clock()
+        if not self.syncs or now < self.next_at:
+            return
+        times = f" by {self.syncs} syncs" if self.syncs > 1 else ""
+        log.info(
+            "%d service ports changed, %d removed, in %.1f ms%s",
+            self.changed, self.removed, 1000 * self.seconds, times,
+        )  # fmt: skip
+        self.next_at = now + LOG_SECONDS
+        self.syncs = self.changed = self.removed = 0
+        self.seconds = 0.0
+
+
+def _family_of(event: Event) -> int | None:
+    """The address family that a change is about, None: both."""
+    return event.object.family if isinstance(event, Upserted) and isinstance(event.object, EndpointSlice) else None

@@ -1,0 +1,107 @@
+"""Which mode is open after a change of configuration, a failure, and a failure of the change."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from controller.agent import active_mode
+from controller.agent.active_mode import TRANSITIONS, ActiveMode, Input, Phase
+from controller.agent.modes import Choice, Opened
+from controller.settings.config import Config
+from dataplane.errors import Unsupported
+
+ORDER = ("good", "fallback")
+
+
+class Programmer:
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Modes that do not open; a mode `x` falls back to `fallback`."""
+    names: set[str] = set()
+
+    def open_first(requested: str, *_: object, failed: dict[str, str], strict: bool) -> Opened:
+        del strict
+        for name in (requested, "fallback"):
+            if name not in names and name not in failed:
+                programmer: Any = Programmer()
+                return Opened(programmer, Choice(requested, name))
+        raise Unsupported("every mode", "broken")
+
+    monkeypatch.setattr(active_mode, "open_first", open_first)
+    return names
+
+
+@pytest.fixture
+def mode(broken: set[str]) -> ActiveMode:
+    del broken
+    made = ActiveMode(config("good"), lambda: None, lambda choice: None)
+    made.open()
+    return made
+
+
+def config(mode: str) -> Config:
+    return Config(msgspec.UNSET, mode=mode)  # type: ignore[arg-type]
+
+
+def test_every_state_is_reached_and_left() -> None:
+    assert set(TRANSITIONS) == set(Phase)
+    assert set(itertools.chain(*TRANSITIONS.values())) == set(Input)
+
+
+def test_a_changed_configuration(mode: ActiveMode) -> None:
+    before = mode.programmer
+    mode.programmed()
+    assert mode.replace(config("other")) is None
+    assert (mode.choice.effective, mode.phase, mode.config.mode) == ("other", Phase.REPLACING, "other")
+    assert before.closed  # type: ignore[attr-defined]
+    mode.programmed()
+    assert mode.phase is Phase.SERVING
+
+
+def test_one_that_cannot_serve_is_given_up(mode: ActiveMode, broken: set[str]) -> None:
+    mode.programmed()
+    broken |= {"other", "fallback"}
+    assert isinstance(mode.replace(config("other")), Unsupported)
+    assert (mode.choice.effective, mode.phase, mode.config.mode) == ("good", Phase.STARTING, "good")
+
+
+def test_neither_can(mode: ActiveMode, broken: set[str]) -> None:
+    mode.programmed()
+    broken |= {"good", "other", "fallback"}
+    with pytest.raises(Unsupported):
+        mode.replace(config("other"))
+
+
+@pytest.mark.parametrize("replaced", [pytest.param(False, id="at the start"), pytest.param(True, id="after a change")])
+def test_the_first_table_does_not_fit(mode: ActiveMode, broken: set[str], replaced: bool) -> None:
+    if replaced:
+        mode.programmed()
+        mode.replace(config("other"))
+    assert mode.try_next(Unsupported("a", "b")) is None
+    assert mode.choice.effective == "fallback"
+    broken.add("fallback")
+    if not replaced:
+        with pytest.raises(Unsupported):
+            mode.try_next(Unsupported("a", "b"))
+        return
+    assert mode.try_next(Unsupported("a", "b")) is not None
+    assert (mode.choice.effective, mode.phase) == ("good", Phase.STARTING)
+
+
+def test_each_opening_is_reported(broken: set[str]) -> None:
+    broken.add("good")
+    opened: list[Choice] = []
+    report: Callable[[Choice], None] = opened.append
+    ActiveMode(config("good"), lambda: None, report).open()
+    assert [choice.effective for choice in opened] == ["fallback"]

@@ -1,0 +1,216 @@
+"""The states of synchronization: what is due when, and what a failure or another mode means."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from controller.agent.syncer import FIRST_RETRY, LONGEST_RETRY, MIN_REST, TRANSITIONS, Input, State, Syncer
+from controller.kubernetes.model import Node, Replaced, Service, ServicePort, Upserted
+from controller.semantics.cluster import Cluster
+from controller.semantics.entries import Settings
+from controller.serving.counters import Counters
+from controller.serving.health import Health
+from dataplane.errors import SyncError, Unsupported
+from dataplane.mode import SyncResult
+from dataplane.table import Protocol, ServiceTable
+
+NEVER = float("inf")
+
+
+class Mode:
+    """Programs tables, or fails."""
+
+    name = "fake"
+
+    def __init__(self) -> None:
+        self.tables: list[ServiceTable] = []
+        self.error: Exception | None = None
+
+    def sync(self, table: ServiceTable) -> SyncResult:
+        if self.error is not None:
+            raise self.error
+        self.tables.append(table)
+        return SyncResult(changed=1)
+
+
+class World:
+    """A syncer, its mode, and a clock that stands still."""
+
+    def __init__(self, *, listed: bool = True) -> None:
+        self.now = 1000.0
+        self.counters, self.health = Counters(), Health(60.0, needs_node=False)
+        self.mode: Any = Mode()
+        self.syncer = Syncer(
+            Cluster("me", ("Service", "Node")), Settings("me"), self.counters, self.health,
+            clock=lambda: self.now, wall=lambda: self.now,
+        )  # fmt: skip
+        if listed:
+            self.syncer.observe(Replaced("Service", ()))
+            self.syncer.observe(Replaced("Node", (Node("me"),)))
+
+    def sync(self, *, first: bool = False) -> SyncResult | None:
+        return self.syncer.sync(self.mode, first=first)
+
+    def change(self, number: int = 1, received: float = 0.0) -> None:
+        port = ServicePort("http", Protocol.TCP, 80)
+        service = Service("d", f"web-{number}", "ClusterIP", (f"10.96.0.{number}",), ports=(port,))
+        self.syncer.observe(Upserted(service, received))
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_every_state_is_reached_and_left() -> None:
+    assert set(TRANSITIONS) == set(State)
+    assert set(itertools.chain(*(inputs for inputs in TRANSITIONS.values()))) == set(Input)
+    assert {after for inputs in TRANSITIONS.values() for after in inputs.values()} == set(State)
+
+
+def test_nothing_is_due_before_every_kind_was_listed() -> None:
+    world = World(listed=False)
+    world.syncer.observe(Replaced("Service", ()))
+    world.change()
+    assert (world.syncer.state, world.syncer.due, world.syncer.waits) == (State.LISTING, NEVER, False)
+    assert world.health.awaited == ("Node",)
+    world.syncer.observe(Replaced("Node", ()))
+    assert (world.syncer.state, world.syncer.waits) == (State.PENDING, True)
+    assert world.syncer.due <= world.now
+
+
+def test_an_empty_cluster_is_programmed_too(world: World) -> None:
+    assert world.sync(first=True) is not None
+    assert (world.syncer.state, world.syncer.due) == (State.SYNCED, NEVER)
+    assert len(world.mode.tables) == 1
+
+
+def test_the_first_table_makes_it_ready(world: World) -> None:
+    world.now += 2.5
+    world.sync(first=True)
+    world.now += 1
+    world.change()
+    world.sync()
+    assert world.syncer.ready_seconds == 2.5
+
+
+def test_changes_rest_after_a_sync(world: World) -> None:
+    world.sync(first=True)
+    world.change()
+    assert world.syncer.due == pytest.approx(world.now + MIN_REST)
+    world.syncer.rest = 10.0
+    world.sync()
+    world.change(2)
+    assert world.syncer.due == world.now + 10.0
+
+
+def test_what_changes_nothing_is_not_programmed(world: World) -> None:
+    world.sync(first=True)
+    world.syncer.observe(Upserted(Node("me")))
+    assert world.syncer.state is State.SYNCED
+
+
+@pytest.mark.parametrize("cause", ["addresses", "settings"])
+def test_other_causes(world: World, cause: str) -> None:
+    world.sync(first=True)
+    if cause == "addresses":
+        world.syncer.set_addresses(("192.0.2.1",))
+    else:
+        world.syncer.rest = 10.0
+        world.syncer.set_settings(Settings("me", masquerade_all=True))
+        assert world.syncer.due == 0.0, "the user waits for it"
+    assert world.syncer.state is State.PENDING
+    world.sync()
+    world.syncer.set_addresses(("192.0.2.1",) if cause == "addresses" else ())
+    assert world.syncer.state is State.SYNCED, "these are known"
+
+
+def test_a_failure_is_retried_ever_more_rarely(world: World) -> None:
+    world.sync(first=True)
+    world.change()
+    world.mode.error = SyncError("no")
+    delays = []
+    for _ in range(9):
+        assert world.sync() is None
+        delays.append(world.syncer.due - world.now)
+        world.now = world.syncer.due
+    assert delays == [FIRST_RETRY * 2**n for n in range(6)] + [LONGEST_RETRY] * 3
+    assert (world.syncer.state, world.syncer.error, world.counters.sync_failures) == (State.RETRYING, "no", {"fake": 9})
+    world.mode.error = None
+    assert world.sync() is not None
+    assert (world.syncer.state, world.syncer.error) == (State.SYNCED, "")
+    world.mode.error = SyncError("no")
+    world.change(2)
+    world.sync()
+    assert world.syncer.due == world.now + FIRST_RETRY, "it begins anew"
+
+
+def test_changes_do_not_hasten_a_retry(world: World) -> None:
+    world.mode.error = SyncError("no")
+    world.sync(first=True)
+    due = world.syncer.due
+    world.change()
+    assert (world.syncer.state, world.syncer.due) == (State.RETRYING, due)
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_another_mode_gets_everything_at_once(world: World, failed: bool) -> None:
+    world.change()
+    world.sync(first=True)
+    if failed:
+        world.change(2)
+        world.mode.error = SyncError("no")
+        world.sync()
+    world.syncer.restart(Settings("me"))
+    assert (world.syncer.state, world.syncer.due) == (State.PENDING, 0.0)
+    world.mode = Mode()
+    world.sync(first=True)
+    (table,) = world.mode.tables
+    assert set(table.services) >= {"d/web-1"}
+    assert table.base == 0, "it does not build on a table that the mode never had"
+
+
+def test_a_mode_that_cannot_program_its_first_table(world: World) -> None:
+    world.change(received=world.now)
+    world.mode.error = Unsupported("a thing", "it is not there")
+    with pytest.raises(Unsupported):
+        world.sync(first=True)
+    assert (world.syncer.state, world.syncer.error) == (State.PENDING, "")
+    world.mode = Mode()
+    world.sync(first=True)
+    assert len(world.syncer.latencies) == 1, "what waited for it still counts"
+
+
+def test_later_it_is_a_failure_like_others(world: World) -> None:
+    world.sync(first=True)
+    world.change()
+    world.mode.error = Unsupported("a thing", "it is not there")
+    assert world.sync() is None
+    assert world.syncer.state is State.RETRYING
+
+
+def test_latency_counts_from_arrival(world: World) -> None:
+    world.sync(first=True)
+    world.change(1, received=world.now)
+    world.now += 0.25
+    world.change(2, received=world.now)
+    world.now += 0.5
+    world.sync()
+    assert list(world.syncer.latencies) == [0.75, 0.5]
+
+
+def test_the_log_has_one_line_a_second(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "controller")
+    world.sync(first=True)
+    for number in range(1, 4):
+        world.change(number)
+        world.sync()
+    lines = [record.args for record in caplog.records]
+    assert [args[0] for args in lines if args] == [1], "the first change at once"
+    world.now += 1.0
+    world.syncer.flush_log()
+    world.syncer.flush_log()
+    assert [record.args[0] for record in caplog.records if record.args] == [1, 2]  # type: ignore[index]
