@@ -11,7 +11,20 @@ import pytest
 
 from workshop.lab.traffic import ask_tcp, ask_udp, download
 
-from .kit import HTTP, SECOND_HTTP, UDP, V4, Bench, Service, chi_square, eventually, forget_path_mtus, refused, silent
+from .kit import (
+    HTTP,
+    PATIENCE,
+    SECOND_HTTP,
+    UDP,
+    V4,
+    Bench,
+    Service,
+    chi_square,
+    eventually,
+    forget_path_mtus,
+    refused,
+    silent,
+)
 
 CHI_SQUARE_2 = 27.6  # 3 pods: an even spread exceeds this once in a million runs
 
@@ -326,8 +339,8 @@ def narrow(bench: Bench):
 def test_large_transfer_over_a_smaller_mtu(bench: Bench, narrow: None, service_port: int, family: int) -> None:
     """The node's own kernel says `too big` about a translated packet; the pod must understand it as its own."""
     service = bench.service("remote1", port=service_port)
-    size = 2_000_000
-    with bench.connect("pod1", service.vip(family), family, timeout=8.0) as connection:
+    size = int(2_000_000 / PATIENCE)
+    with bench.connect("pod1", service.vip(family), family, timeout=30.0) as connection:
         assert ask_tcp(connection, body=bytes(size)).received == size
         assert download(connection, size) == size
 

@@ -58,7 +58,7 @@ def under_load(bench: Bench, *services: Service) -> Iterator[dict[str, Tally]]:
         assert not tally.moved, f"{name}: an open connection changed its backend"
 
 
-@pytest.mark.core
+@pytest.mark.core(long=True)
 @pytest.mark.row("6.7", "kill -9 and restart under load: nothing is lost")
 def test_kill_and_restart_under_load(bench: Bench) -> None:
     web = bench.service("pod2", "pod3", "remote1")

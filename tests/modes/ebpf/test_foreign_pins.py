@@ -35,6 +35,7 @@ OTHERS = {
     "a-ring": ("slots", RING, 0, 0, 4096, b"slots"),
     "another-name": ("services", ARRAY, 4, 32, 64, b"somebodys"),
 }
+AT_ALL_TIMES = ("another-type", "a-ring")  # the others before a release: each starts four agents
 
 
 @pytest.fixture
@@ -66,7 +67,9 @@ def put_in_place(path: Path, kind: int, key: int, value: int, entries: int, name
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize(
+    "other", [other if other in AT_ALL_TIMES else pytest.param(other, marks=pytest.mark.long) for other in OTHERS]
+)
 def test_a_map_of_another_kind_stays_and_new_ones_are_made_beside_it(
     options: Options, other: str, caplog: pytest.LogCaptureFixture
 ) -> None:

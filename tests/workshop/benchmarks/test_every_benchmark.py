@@ -58,6 +58,8 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 }  # fmt: skip
 MARKS = {
     "connections_10k": [pytest.mark.long],  # `mode_connections` with another number
+    "passing": [pytest.mark.long],  # the loops of `established`
+    "tail": [pytest.mark.long],  # the clients of `connections`
     "ipvs_change": [pytest.mark.kernel("ip_vs"), pytest.mark.core(long=True)],
 }
 

@@ -24,9 +24,9 @@ def lab() -> Iterator[Lab]:
         remove(made)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def agent(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Agent]:
-    """In mode ebpf, or as a parameter says."""
+    """In mode ebpf, or as a parameter says; shared by tests in a row, each of which leaves it running."""
     made = Agent(lab, lab.folder / "manifests", getattr(request, "param", "ebpf"))
     made.start()
     yield made
