@@ -1,6 +1,7 @@
 """python -m workshop.benchmarks [NAME ...]: run the benchmarks of this folder, all of them or those named.
 
-Each is a module with a function `measure() -> Result`. Exit code 0: measured, whether or not a target is reached.
+Each is a module with a function `measure() -> Result`, which may take a mode (`BY_MODE`). Exit code 0: measured,
+whether or not a target is reached.
 """
 
 from __future__ import annotations
@@ -11,7 +12,15 @@ import pkgutil
 import sys
 from pathlib import Path
 
+from workshop.benchmarks.kit import Result
+
 HERE = Path(__file__).parent
+BY_MODE = {  # benchmark -> module and mode
+    "nft_change": ("change", "nftables"),
+    "nft_start": ("start", "nftables"),
+    "ipt_change": ("change", "iptables"),
+    "ipt_start": ("start", "iptables"),
+}
 
 
 def available() -> dict[str, str]:
@@ -19,9 +28,16 @@ def available() -> dict[str, str]:
     found = {}
     for module in pkgutil.iter_modules([str(HERE)]):
         text = (HERE / f"{module.name}.py").read_text()
-        if "\ndef measure() -> Result:" in text:
+        if "\ndef measure(" in text:
             found[module.name] = text.splitlines()[0].strip('"')
-    return found
+    return found | {name: f"{found[module]} ({mode})" for name, (module, mode) in BY_MODE.items()}
+
+
+def run(name: str) -> Result:
+    """Run one benchmark."""
+    module, *mode = BY_MODE.get(name, (name,))
+    result: Result = importlib.import_module(f"workshop.benchmarks.{module}").measure(*mode)
+    return result
 
 
 def main(names: list[str]) -> int:
@@ -37,7 +53,7 @@ def main(names: list[str]) -> int:
         return 1
     for name in names or known:
         print(f"--- {name}: {known[name]}", flush=True)
-        importlib.import_module(f"workshop.benchmarks.{name}").measure().tell()
+        run(name).tell()
     return 0
 
 

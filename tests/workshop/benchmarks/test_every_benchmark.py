@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from workshop.benchmarks.__main__ import available
+from workshop.benchmarks.__main__ import available, run
 from workshop.benchmarks.api_scale import Load
 
 CLUSTER = {"SERVICES": 20, "ENDPOINTS": 3}
@@ -25,7 +25,7 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "Load": lambda: Load(20, 3, rate=50, seconds=4, fault_every=0.5, idle=0.2),
         }
     },
-    "change": {"change": {**CLUSTER, **CHANGES, "FULL_SYNCS": 1, "SCRAPES": 0.2}},
+    "change": {"change": {**CLUSTER, "CHANGES": {"ebpf": 5}, "SCRAPES": 0.2}, "views": {"FULL_SYNCS": 1}},
     "changes": {"changes": {**CLUSTER, "RATE": 50, "SECONDS": 1.0, "IDLE": 0.2, "SETTLED": 0.2}},
     "connections": {"connections": {**CLUSTER, **ROUNDS, "FEW": 1, "SECONDS": 0.05}},
     "connections_10k": {
@@ -34,25 +34,22 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "connections": {"SECONDS": 0.05},
     },
     "established": {"packets": {**ROUNDS, "FLOWS": 1000, "REPEAT": 20}},
-    "ipt_change": {
-        "ipt_change": {**CLUSTER, "CHANGES": {"nft": 3, "legacy": 3}},
-        "ipt_start": CLUSTER,
-    },
-    "ipt_start": {"ipt_start": {**CLUSTER, "RUNS": 1}},
+    "ipt_change": {"change": {**CLUSTER, "CHANGES": {"iptables": 3, "legacy": 3}}},
+    "ipt_start": {"start": {**CLUSTER, "RUNS": {"iptables": 1}}},
     "ipvs_change": {"ipvs_change": {**CHANGES, "CONTROL": 2, "SIZES": (3, 4), "ENDPOINTS": 3}},
     "memory": {"memory": {**CLUSTER, **CHANGES, "SETTLED": 0.2, "SCRAPES": 0.1}},
     "mode_connections": {
         "mode_connections": {**ROUNDS, "SIZES": (20,)},
         "connections": {"SECONDS": 0.05},
     },
-    "nft_change": {"nft_change": {**CHANGES, "SERVICES": 20}, "nft_start": {"SERVICES": 20}},
-    "nft_start": {"nft_start": {"SERVICES": 20, "RUNS": 1}},
+    "nft_change": {"change": {**CLUSTER, "CHANGES": {"nftables": 5}}},
+    "nft_start": {"start": {**CLUSTER, "RUNS": {"nftables": 1}}},
     "nodeport": {"nodeport": {**ROUNDS, "PACKETS": 6400}},
     "passing": {"packets": {**ROUNDS, "FLOWS": 1000, "REPEAT": 20}},
     "relists": {"relists": {**CLUSTER, "RELISTS": 1, "RATE": 50.0, "AWAY": 1, "SETTLED": 0.2}},
     "selection": {"selection": {**ROUNDS, "SERVICES": 64, "BACKENDS": 4, "TOTAL": 256, "CHOICES": 1 << 10}},
     "soak": {"soak": {**CLUSTER, "SECONDS": 2.0, "CONNECTIONS": 50, "CHANGES": 20, "SAMPLES": 8}},
-    "start": {"start": {**CLUSTER, "RUNS": 1}},
+    "start": {"start": {**CLUSTER, "RUNS": {"ebpf": 1}}},
     "stream": {"stream": {**ROUNDS, "SECONDS": 0.05}},
     "tail": {"tail": {**ROUNDS, "SIZES": (5, 10)}, "connections": {"SECONDS": 0.05}},
 }  # fmt: skip
@@ -73,7 +70,7 @@ def test_it_starts_and_ends_with_its_line(
     for module, constants in SMALL[name].items():
         for constant, value in constants.items():
             monkeypatch.setattr(importlib.import_module(f"workshop.benchmarks.{module}"), constant, value)
-    importlib.import_module(f"workshop.benchmarks.{name}").measure().tell()
+    run(name).tell()
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["name"] == name.replace("_", "-")
     assert told["unit"]
