@@ -1,4 +1,4 @@
-"""PURE. Values that mode ipvs and the doors to IPVS and ip_set exchange."""
+"""PURE. Values that mode ipvs exchanges with the kernel interfaces of IPVS and ip_set."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The only doors to the kernel: libbpf, netlink, namespaces, cgroups."""
+"""The kernel interfaces, which nothing else opens: libbpf, netlink, namespaces, cgroups."""

@@ -213,7 +213,7 @@ def test_refused_objects_are_told_and_the_rest_works(call: Call, tmp_path: Path)
 
 
 def test_the_start_is_light() -> None:
-    """A hundred calls take seconds: neither the kernel's doors nor the API client are imported."""
+    """A hundred calls take seconds: neither the kernel interfaces nor the API client are imported."""
     program = (
         "import sys\nfrom controller.__main__ import main\ncode = main()\n"
         "print(code, *sorted({name.partition('.')[0] for name in sys.modules}), file=sys.stderr)\n"

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from dataplane.kernel.ipvs import Ipvs as Door
+from dataplane.kernel.ipvs import Ipvs as VirtualServers
 from dataplane.mode import Options
 from dataplane.modes.ipvs.programmer import Ipvs, clean, probe
 from dataplane.table import (
@@ -95,13 +95,13 @@ def _measure(size: int) -> dict[str, float]:
         gc.collect()
         gc.freeze()  # as the agent does behind its first table
         seconds = list(_changes(programmer, entries, size))
-        door = Door()
-        servers = door.servers()
+        kernel = VirtualServers()
+        servers = kernel.servers()
         assert len(servers) == size, f"{len(servers)} virtual servers instead of {size}"
         last = _entry((CHANGES - 1) * STEP % size, ENDPOINTS).frontends[0]
-        loads = door.destinations(Server(4, 6, str(last.address), last.port))
+        loads = kernel.destinations(Server(4, 6, str(last.address), last.port))
         assert sum(load.weight for load in loads.values()) == len(entries[_name(CHANGES - 1, size)][0].serving)
-        door.close()
+        kernel.close()
     finally:
         gc.unfreeze()
         programmer.close()

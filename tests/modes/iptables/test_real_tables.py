@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dataplane.errors import SyncError, Unsupported
+from dataplane.errors import SyncError
 from dataplane.kernel.xtables import Xtables, XtablesError, find
 from dataplane.mode import Options, SyncResult
 from dataplane.modes.iptables.programmer import REPAIR_PAUSE, Iptables, clean, look, needs, probe
@@ -396,19 +396,6 @@ def test_the_view_names_services_and_backends(variant: str) -> None:
     assert look(Options(), {}) is None
 
 
-def test_the_variant_is_where_the_kubelet_left_its_hint(variant: str) -> None:
-    Xtables("nft" if variant == "legacy" else "legacy").restore(4, FOREIGN)
-    Xtables(variant).restore(6, "*mangle\n:KUBE-KUBELET-CANARY - [0:0]\nCOMMIT\n")
-    found = find(needs)
-    assert found.variant == variant
-    assert "kubelet" in found.chosen
-
-
-def test_without_a_hint_the_variant_is_where_others_have_their_rules(variant: str) -> None:
-    Xtables(variant).restore(4, FOREIGN)
-    assert find(needs).variant == variant
-
-
 def test_a_look_makes_no_table() -> None:
     clean(Options())
     assert look(Options(), {}) is None
@@ -421,22 +408,6 @@ def test_a_probe_leaves_nothing(variant: str) -> None:
     Xtables(variant).restore(4, "*mangle\n:KUBE-IPTABLES-HINT - [0:0]\nCOMMIT\n")
     assert probe(Options()) is None
     assert not any(chain.startswith("HP-") for chains in rules(variant).values() for chain in chains)
-
-
-def test_what_is_missing_is_said_in_one_sentence(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Unsupported, match="MISSING"):
-        find(lambda _: {"nat": ("-j MISSING",)}, variant=variant)
-    only6 = find(lambda family: {"nat": ("-j MISSING",) if family == 4 else ()}, variant=variant)
-    assert only6.families == (6,)
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr("dataplane.kernel.xtables._path", lambda: "")
-    with pytest.raises(Unsupported, match="install the package iptables"):
-        find(needs)
-
-
-def test_an_error_shows_the_line_that_is_wrong(variant: str) -> None:
-    with pytest.raises(XtablesError, match="line 3 is: -A HP-X -p nonsense"):
-        Xtables(variant).restore(4, "*nat\n:HP-X - [0:0]\n-A HP-X -p nonsense -j RETURN\nCOMMIT\n")
 
 
 def test_a_family_that_is_missing_does_not_stop_the_other(variant: str) -> None:
