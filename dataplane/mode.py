@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
 from dataplane.errors import DataplaneError
+from dataplane.reports import (
+    BackendRow,
+    Ejection,
+    ExplainAnswer,
+    FlowRow,
+    PacketEvent,
+    ServiceRow,
+    Status,
+    TrafficRow,
+    Unprogrammed,
+)
 from dataplane.table import Entry, ServiceTable
 
 __all__ = [
-    "Unprogrammed",
     "Mode",
     "Event",
     "Options",
@@ -24,7 +34,6 @@ __all__ = [
     "RequestMaintenance",
     "PacketEvents",
     "belongs",
-    "unprogrammed_rows",
     "stale_row",
     "unknown_algorithms",
     "unprobed",
@@ -78,13 +87,6 @@ class Options(msgspec.Struct, frozen=True):
     ipvs_udp_timeout: int = 0
 
 
-class Unprogrammed(msgspec.Struct, frozen=True):
-    """A service port that could not be programmed, and why. The others are."""
-
-    entry: str
-    reason: str
-
-
 class Event(NamedTuple):
     """What happened to a service port or the node, for the cluster's events."""
 
@@ -112,11 +114,6 @@ class ProbePacket(msgspec.Struct, frozen=True):
     protocol: int
     source_class: str | None = None
     source_port: int = 0  # 0: any
-
-
-def unprogrammed_rows(unprogrammed: Iterable[Unprogrammed]) -> list[dict[str, str]]:
-    """The value of `unprogrammed` in a status: entry and reason of each."""
-    return [{"entry": one.entry, "reason": one.reason} for one in unprogrammed]
 
 
 def stale_row(deleted: Mapping[int, int]) -> dict[str, int]:
@@ -183,34 +180,29 @@ class Programmer(Protocol):
             DataplaneError: a repair failed; it is tried again next time.
         """
 
-    def status(self) -> dict[str, Any]:
-        """What is loaded, attached and filled, for people and `-o json`.
+    def status(self) -> Status:
+        """What is loaded, attached and filled. It may read much: to use one value, ask for that."""
 
-        Every mode has the keys `mode`, `unprogrammed` (list of entry and reason), `warnings`,
-        `fill` (name -> [used, limit]), `counters` (as `counters()`) and `audit_repairs` (how often something
-        of ours was found changed by others and put right); a mode adds its own. Where it has maps that grow, `maps`
-        tells of each `entries` and `bytes`, and of those that grow `used` and `bound`.
-        """
+    def ejections(self) -> list[Ejection]:
+        """Backends that keep failing."""
 
     def names(self) -> Mapping[int, str]:
         """The mode's number of each service port -> its name, to read what is programmed."""
 
-    def ask(self, question: ProbePacket) -> dict[str, Any]:
-        """What the loaded programs would do with a packet now: verdict, backends, service, masquerade, reason, steps.
+    def explain(self, packet: ProbePacket) -> ExplainAnswer:
+        """What the loaded programs would do with a packet now.
 
         Raises:
-            DataplaneError: this mode cannot be asked.
+            DataplaneError: this mode cannot run a probe packet.
         """
 
     def counters(self) -> dict[str, int]:
         """Events by reason since the maps were made."""
 
-    def traffic(self, *, by_backend: bool) -> list[dict[str, Any]]:
-        """Traffic since the maps were made, a row for each service port that had any, or for each backend of each.
+    def traffic(self, *, by_backend: bool) -> list[TrafficRow]:
+        """A row for each service port that had traffic, or for each backend of each.
 
-        Rows have service, flows, packets, bytes, reply_packets, reply_bytes, answered (TCP connections that backends
-        accepted) and connect_ns (how long they took for that, together), and those of backends address and protocol.
-        Empty in a mode that does not count, or was told not to.
+        Empty in a mode that does not count traffic, or where counting is off.
         """
 
     def close(self) -> None:
@@ -218,7 +210,7 @@ class Programmer(Protocol):
 
 
 class NoQueries:
-    """What a `Programmer` inherits that has no program which could be asked, and counts no traffic of services."""
+    """For a `Programmer` whose mode has no program that could run a probe packet, and counts no traffic of services."""
 
     name: str
 
@@ -226,16 +218,20 @@ class NoQueries:
         """Nothing is numbered: the names are in the kernel."""
         return {}
 
-    def ask(self, question: ProbePacket) -> dict[str, Any]:
-        """See `Programmer.ask`.
+    def ejections(self) -> list[Ejection]:
+        """See `Programmer.ejections`: this mode does not look for failing backends."""
+        return []
+
+    def explain(self, packet: ProbePacket) -> ExplainAnswer:
+        """See `Programmer.explain`.
 
         Raises:
             DataplaneError: always.
         """
-        del question
+        del packet
         raise DataplaneError(f"mode {self.name} cannot be asked about a packet; `explain` without --live answers")
 
-    def traffic(self, *, by_backend: bool) -> list[dict[str, Any]]:
+    def traffic(self, *, by_backend: bool) -> list[TrafficRow]:
         """See `Programmer.traffic`: nothing is counted."""
         del by_backend
         return []
@@ -243,17 +239,13 @@ class NoQueries:
 
 @runtime_checkable
 class PacketEvents(Protocol):
-    """A mode that tells what happens to packets."""
+    """A mode that reports what happens to packets."""
 
-    def packet_events(self, after: int) -> tuple[list[dict[str, Any]], int]:
-        """Events with larger numbers than `after`, the oldest first, and the number of the latest.
-
-        Rows have number, time (seconds since 1970), what (drop, refuse, note, trace), reason, words, service, protocol,
-        source, destination, backend, where and interface.
-        """
+    def packet_events(self, after: int) -> tuple[list[PacketEvent], int]:
+        """Events with larger numbers than `after`, the oldest first, and the number of the latest."""
 
     def trace(self, service: str | None, client: str | None, seconds: float) -> None:
-        """For so many seconds from now tell of all packets of this service and from or to this address."""
+        """For so many seconds from now, report each packet of this service and from or to this address."""
 
 
 @runtime_checkable
@@ -282,24 +274,21 @@ class Prewarmed(Protocol):
 
 
 class View(Protocol):
-    """What a mode has programmed in this network namespace, read from the kernel, agent or not.
-
-    Rows are for people and `-o json`; a mode may add keys to those named here.
-    """
+    """What a mode has programmed in this network namespace, read from the kernel, whether an agent runs or not."""
 
     place: str  # where it was read: a folder of pins, tables, chains
 
-    def services(self) -> list[dict[str, Any]]:
-        """For each service port: name (None: unknown), frontends, protocol, backends, local_backends, affinity."""
+    def services(self) -> list[ServiceRow]:
+        """A row for each service port of each family."""
 
-    def backends(self, of: str | None = None) -> list[dict[str, Any]]:
-        """For each backend of each service port: service, address (with its port), protocol, used.
+    def backends(self, of: str | None = None) -> list[BackendRow]:
+        """A row for each backend of each service port.
 
         `of` is a service (namespace/name) or one port of it (namespace/name:port), whose backends alone are wanted.
         """
 
-    def flows(self, limit: int) -> tuple[list[dict[str, Any]], int]:
-        """At most `limit` rows of service, protocol, client, frontend, backend, source, state; how many there are."""
+    def flows(self, limit: int) -> tuple[list[FlowRow], int]:
+        """At most `limit` rows, and how many flows there are."""
 
     def close(self) -> None:
         """Give back what it was read through."""

@@ -27,6 +27,7 @@ FRAGILE = """
     from pathlib import Path
     from dataplane.errors import SyncError
     from dataplane.mode import Mode, SyncResult
+    from dataplane.reports import Fill, Status, TrafficCounts, TrafficRow
 
     class Fragile:
         name = "fragile"
@@ -42,12 +43,11 @@ FRAGILE = """
         def names(self): return {}
         def counters(self): return {"drop_empty": 7}
         def traffic(self, *, by_backend):
-            return [dict(service="shop/a:http", flows=3, packets=5, bytes=500, reply_packets=4, reply_bytes=400,
-                         answered=2, connect_ns=3_000_000)]
+            return [TrafficRow("shop/a:http", TrafficCounts(3, 5, 500, 4, 400, 2, 3_000_000))]
         def close(self): pass
         def status(self):
-            return dict(mode=self.name, unprogrammed=[], warnings=[], fill={"flows": [1, 4]},
-                        counters=self.counters(), audit_repairs=0)
+            return Status(mode=self.name, fill={"flows": Fill(1, 4)}, counters=self.counters())
+        def ejections(self): return []
 
     MODE = Mode("fragile", Fragile, lambda options: 0, lambda options: None, lambda options, names: None)
 """

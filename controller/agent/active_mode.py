@@ -20,7 +20,8 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Final
 
-from controller.agent.modes import Choice, collect, open_first, take_over
+from controller.agent.modes import collect, open_first, take_over
+from controller.serving.protocol import ModeStatus
 from controller.settings.config import Config
 from dataplane.errors import DataplaneError, Unsupported
 from dataplane.mode import Programmer
@@ -76,10 +77,10 @@ class ActiveMode:
     """
 
     programmer: Programmer
-    choice: Choice
+    choice: ModeStatus
 
     def __init__(
-        self, config: Config, request_maintenance: Callable[[], None], opened: Callable[[Choice], None]
+        self, config: Config, request_maintenance: Callable[[], None], opened: Callable[[ModeStatus], None]
     ) -> None:
         self.config = config
         self.phase = Phase.STARTING

@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import msgspec
-
 from controller.agent.active_mode import ActiveMode
 from controller.agent.config_follower import ConfigFollower
 from controller.agent.event_queue import EventQueue
@@ -22,10 +20,11 @@ from controller.agent.process import resident_bytes
 from controller.agent.syncer import Syncer
 from controller.errors import ControllerError
 from controller.kubernetes import Source
+from controller.serving import protocol as p
 from controller.serving.health import Health
 from controller.serving.http_handlers import HttpHandlers
 from dataplane.errors import DataplaneError
-from dataplane.mode import PacketEvents, ProbePacket
+from dataplane.mode import PacketEvents
 
 __all__ = ["Answers", "Query", "ask"]
 
@@ -36,18 +35,17 @@ ANSWER_SECONDS: Final = 30.0
 class Query:
     """A request from another thread, and the answer when there is one."""
 
-    request: dict[str, Any]
+    request: p.Request
     answered: threading.Event = field(default_factory=threading.Event)
-    answer: dict[str, Any] = field(default_factory=dict)
+    answer: p.Answer | None = None
 
 
-def ask(put: Callable[[Query], None], request: dict[str, Any]) -> dict[str, Any]:
-    """Put a request into the loop's queue and wait for the answer; with the key `failed` if there is none."""
+def ask(put: Callable[[Query], None], request: p.Request) -> p.Answer:
+    """Put a request into the loop's queue and wait for the answer."""
     query = Query(request)
     put(query)
-    if not query.answered.wait(ANSWER_SECONDS):
-        return {"failed": f"the agent is busy and did not answer within {ANSWER_SECONDS:g} s"}
-    return query.answer
+    query.answered.wait(ANSWER_SECONDS)
+    return query.answer or p.FailedAnswer(f"the agent is busy and did not answer within {ANSWER_SECONDS:g} s")
 
 
 @dataclass(slots=True)
@@ -68,33 +66,30 @@ class Answers:
         try:
             query.answer = self._answer(query.request)
         except (ControllerError, DataplaneError, OSError, ValueError, KeyError, TypeError) as error:
-            query.answer = {"failed": f"{type(error).__name__}: {error}"}
+            query.answer = p.FailedAnswer(f"{type(error).__name__}: {error}")
         query.answered.set()
 
-    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _answer(self, request: p.Request) -> p.Answer:
         programmer, config = self.mode.programmer, self.mode.config
-        match request.get("command"):
-            case "status":
-                return self._status()
-            case "names":
-                return {
-                    "names": {str(number): name for number, name in programmer.names().items()},
-                    "mode": self.mode.choice.effective,
-                    "pin_root": config.options.pin_root,
-                    "backends": programmer.status().get("ejections", []),
-                }
-            case "traffic":
-                return {"rows": programmer.traffic(by_backend=config.metrics_per_backend)}
-            case "explain":
-                return {"answers": [programmer.ask(ProbePacket(*packet)) for packet in request["packets"]]}
-            case "events":
-                events, last = self._packet_events().packet_events(request["after"])
-                return {"events": events, "last": last}
-            case "trace":
-                self._packet_events().trace(request["service"], request["client"], request["seconds"])
-                return {}
-            case other:
-                raise ValueError(f"no such command: {other!r}")
+        match request:
+            case p.GetStatus():
+                return p.StatusAnswer(self._status())
+            case p.GetNames():
+                return p.NamesAnswer(
+                    mode=self.mode.choice.effective,
+                    pin_root=config.options.pin_root,
+                    names=dict(programmer.names()),
+                    ejections=programmer.ejections(),
+                )
+            case p.GetTraffic():
+                return p.TrafficAnswer(programmer.traffic(by_backend=config.metrics_per_backend))
+            case p.RunExplain(packets):
+                return p.ExplainAnswers([programmer.explain(packet) for packet in packets])
+            case p.GetEvents(after):
+                return p.EventsAnswer(*self._packet_events().packet_events(after))
+            case p.SetTrace(service, client, seconds):
+                self._packet_events().trace(service, client, seconds)
+                return p.TraceAnswer()
 
     def _packet_events(self) -> PacketEvents:
         programmer, name = self.mode.programmer, self.mode.choice.effective
@@ -102,49 +97,44 @@ class Answers:
             raise ControllerError(f"mode {name} does not report what happens to packets; mode ebpf does")
         return programmer
 
-    def _status(self) -> dict[str, Any]:
+    def _status(self) -> p.AgentStatus:
         syncer, source, drift = self.syncer, self.source, self.health.drift
         cluster, builder = syncer.cluster, syncer.builder
         state = cluster.source_state
-        return {
-            "node": self.mode.config.settings.node_name,
-            "mode": self.mode.choice._asdict(),
-            "synced": syncer.ready_seconds is not None and not syncer.waits and not drift,
-            "drift": list(drift),
-            "generation": builder.table.generation,
-            "services": len(builder.table.services),
-            "observed": syncer.observed,
-            "waiting": {"now": len(self.queue), "most": self.queue.most},
-            "source": {
-                "description": source.describe(),
-                "healthy": state.healthy if state else True,
-                "message": state.message if state else "",
-                "kinds": [msgspec.structs.asdict(state) for state in source.states()],
-            },
-            "problems": [
-                {"kind": p.kind, "key": p.key, "message": p.message, "where": p.where}
-                for p in cluster.problems.values()
-            ],
-            "conflicts": {service: list(messages) for service, messages in builder.conflicts.items()},
-            "configuration": self.follower.status(self.mode.config),
-            "neighbours": list(self.other_proxies.warnings),
-            "health_checks": self.http.status(),
-            "requests": source.connection.answers() if source.connection else [],
-            "error": syncer.error,
-            "ready_seconds": syncer.ready_seconds,
-            "last_sync_seconds": syncer.sync_seconds,
-            "change_seconds": _quantiles(syncer.latencies),
-            "memory_bytes": resident_bytes(),
-            "uptime_seconds": time.monotonic() - syncer.started,
-            "dataplane": self.mode.programmer.status(),
-        }
+        return p.AgentStatus(
+            node=self.mode.config.settings.node_name,
+            mode=self.mode.choice,
+            synced=syncer.ready_seconds is not None and not syncer.waits and not drift,
+            drift=list(drift),
+            generation=builder.table.generation,
+            services=len(builder.table.services),
+            observed=syncer.observed,
+            waiting=p.QueueStatus(len(self.queue), self.queue.most),
+            source=p.SourceStatus(
+                description=source.describe(),
+                healthy=state.healthy if state else True,
+                message=state.message if state else "",
+                kinds=source.states(),
+            ),
+            problems=list(cluster.problems.values()),
+            conflicts={service: list(messages) for service, messages in builder.conflicts.items()},
+            configuration=self.follower.status(self.mode.config),
+            other_proxies=list(self.other_proxies.warnings),
+            health_checks=self.http.status(),
+            requests=[p.ApiRequests(*row) for row in source.connection.answers()] if source.connection else [],
+            error=syncer.error,
+            ready_seconds=syncer.ready_seconds,
+            last_sync_seconds=syncer.sync_seconds,
+            change_seconds=_latency(syncer.latencies),
+            memory_bytes=resident_bytes(),
+            uptime_seconds=time.monotonic() - syncer.started,
+            dataplane=self.mode.programmer.status(),
+        )
 
 
-def _quantiles(seconds: Sequence[float]) -> dict[str, float | None]:
-    ordered = sorted(seconds)
-    return {
-        "count": len(ordered),
-        "p50": ordered[len(ordered) // 2] if ordered else None,
-        "p99": ordered[len(ordered) * 99 // 100] if ordered else None,
-        "last": seconds[-1] if ordered else None,
-    }
+def _latency(seconds: Sequence[float]) -> p.ChangeLatency:
+    """What the last changes took, the latest last."""
+    if not seconds:
+        return p.ChangeLatency(0, None, None, None)
+    ordered, count = sorted(seconds), len(seconds)
+    return p.ChangeLatency(count, ordered[count // 2], ordered[count * 99 // 100], seconds[-1])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from controller.errors import ConfigError
+from controller.serving.protocol import ConfigurationStatus
 
 if TYPE_CHECKING:
     from controller.settings.config import Config
@@ -92,11 +93,11 @@ class ConfigFollower:
 
         return in_effect(self._followed.loaded if self._followed else of_flags(self._flags))
 
-    def status(self, config: Config) -> dict[str, Any]:
-        """File, warnings, fields that wait for the next start, and why the newest content is refused."""
-        return {
-            "file": str(self._followed.path) if self._followed else None,
-            "warnings": list(config.warnings),
-            "waiting": list(self._waiting),
-            "refused": self._refused,
-        }
+    def status(self, config: Config) -> ConfigurationStatus:
+        """What is in effect, what waits for the next start, and why the newest content is refused."""
+        return ConfigurationStatus(
+            file=str(self._followed.path) if self._followed else None,
+            warnings=list(config.warnings),
+            waiting=list(self._waiting),
+            refused=self._refused,
+        )

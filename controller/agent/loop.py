@@ -23,7 +23,7 @@ from controller.agent.answers import Answers, Query, ask
 from controller.agent.config_follower import ConfigFollower, Followed
 from controller.agent.event_queue import EventQueue
 from controller.agent.maintenance import Maintenance
-from controller.agent.modes import DRAIN_SECONDS, Choice, clean_others, collect, drain_modes, hold_namespace
+from controller.agent.modes import DRAIN_SECONDS, clean_others, collect, drain_modes, hold_namespace
 from controller.agent.node_setup import prepare
 from controller.agent.other_proxies import OtherProxiesWatcher
 from controller.agent.process import begin_fast, settle_down, start_logging, trim_memory
@@ -36,6 +36,7 @@ from controller.semantics.cluster import Cluster
 from controller.serving.counters import Counters
 from controller.serving.health import Health
 from controller.serving.http_handlers import HttpHandlers
+from controller.serving.protocol import Answer, ModeStatus, Request
 from controller.settings.config import Config, available_modes, needs_reopening
 from dataplane.errors import DataplaneError, Unsupported
 from dataplane.kernel import sysctl
@@ -258,7 +259,7 @@ class Agent:
         server = Server(socket_path(self.config.admin_socket), self._ask)
         stack.callback(server.close)
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, request: Request) -> Answer:
         return ask(self.queue.put, request)
 
     # The loop
@@ -365,7 +366,7 @@ class Agent:
 
     # The mode and the configuration
 
-    def _mode_opened(self, choice: Choice) -> None:
+    def _mode_opened(self, choice: ModeStatus) -> None:
         self.http.mode = self.other_proxies.mode = choice.effective
         self.maintenance.mode_opened()
         if self.syncer.ready_seconds is None:

@@ -9,8 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
+from controller.serving.protocol import ModeStatus
 from controller.settings.config import ADMIN_SOCKET, available_modes
 from dataplane.errors import DataplaneError, Unsupported
 from dataplane.kernel.host_paths import netns_number
@@ -19,7 +20,7 @@ from dataplane.kernel.other_proxies import may_have_left, others_have_pins
 from dataplane.mode import Mode, Options, Programmer, RequestMaintenance
 
 __all__ = [
-    "DRAIN_SECONDS", "FALLBACK", "Choice", "Opened", "clean_others", "collect", "hold_namespace", "drain_modes",
+    "DRAIN_SECONDS", "FALLBACK", "Opened", "Trial", "clean_others", "collect", "hold_namespace", "drain_modes",
     "open_first", "open_mode", "probe_all", "take_over",
 ]  # fmt: skip
 
@@ -40,24 +41,11 @@ FALLBACK: Final = {
 }
 
 
-class Choice(NamedTuple):
-    """The mode that was asked for and the one that works; `reason` is empty when they are the same."""
-
-    requested: str
-    effective: str
-    reason: str = ""
-
-    @property
-    def degraded(self) -> bool:
-        """Whether something else than what was asked for serves; `auto` asks for the first that works."""
-        return bool(self.reason) and self.requested != "auto"
-
-
 class Opened(NamedTuple):
     """A mode at work."""
 
     programmer: Programmer
-    choice: Choice
+    choice: ModeStatus
 
 
 @contextlib.contextmanager
@@ -93,8 +81,15 @@ def open_mode(name: str) -> Mode:
     return mode
 
 
-def probe_all(options: Options) -> list[dict[str, Any]]:
-    """Every mode of this installation: `mode`, `works` here, and in a sentence what is `missing` (empty: nothing).
+class Trial(NamedTuple):
+    """A mode, and what it lacks here, in a sentence; empty: it works."""
+
+    mode: str
+    missing: str
+
+
+def probe_all(options: Options) -> list[Trial]:
+    """Every mode of this installation, and whether it works here.
 
     Each is tried for what it needs; nothing of what is tried stays; iptables-nft leaves its tables, empty.
     """
@@ -106,7 +101,7 @@ def probe_all(options: Options) -> list[dict[str, Any]]:
             missing = error.missing
         except (DataplaneError, OSError) as error:
             missing = f"it cannot be tried: {error}"
-        rows.append({"mode": name, "works": not missing, "missing": missing})
+        rows.append(Trial(name, missing))
     return rows
 
 
@@ -137,7 +132,7 @@ def open_first(
             if strict and requested != "auto":
                 raise Unsupported(f"mode {name}", f"{error}; --strict-mode forbids another mode") from error
             continue
-        return Opened(programmer, Choice(requested, name, "; ".join(missing)))
+        return Opened(programmer, ModeStatus(requested, name, "; ".join(missing)))
     raise Unsupported("every possible mode", "; ".join(missing))
 
 
@@ -228,7 +223,7 @@ def _has_open(name: str, options: Options) -> bool:
     if view is None:
         return False
     with contextlib.closing(view):
-        return any(row["protocol"] == "TCP" and row["state"] != "closed" for row in view.flows(MAX_FLOWS)[0])
+        return any(row.protocol == "TCP" and row.state != "closed" for row in view.flows(MAX_FLOWS)[0])
 
 
 def _drained(name: str, options: Options) -> bool:

@@ -1,36 +1,33 @@
-"""What is programmed in this network namespace, read from the kernel with the names that a running agent tells."""
+"""What is programmed in this network namespace, read from the kernel with the names that a running agent has."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from controller.agent.modes import open_mode
 from controller.errors import ControllerError
 from controller.serving.admin import NoAgentError, ask
+from controller.serving.protocol import GetNames, NamesAnswer
 from controller.settings.config import available_modes
 from dataplane.errors import DataplaneError, Unsupported
 from dataplane.mode import Options, View, belongs
+from dataplane.reports import BackendRow, ServiceRow
 
 __all__ = ["Programmed", "left_here", "programmed", "views_of"]
 
-Row = dict[str, Any]
-
 
 class Programmed(NamedTuple):
-    """Of each mode that programmed something here its name and view, and what the agent told of names.
-
-    `told` is the agent's answer to `names`: mode, pin_root, names, backends. None: no agent runs.
-    """
+    """Each mode that programmed something here, with its view, and the names that the agent gave (None: none runs)."""
 
     views: list[tuple[str, View]]
-    told: Row | None
+    agent: NamesAnswer | None
 
-    def services(self, of: str | None = None) -> list[Row]:
+    def services(self, of: str | None = None) -> list[ServiceRow]:
         """A row for each service port (see `View.services`); of one service (namespace/name), for its own."""
-        return [row for _, view in self.views for row in view.services() if belongs(row["name"], of)]
+        return [row for _, view in self.views for row in view.services() if belongs(row.name, of)]
 
-    def backends(self, of: str | None = None) -> list[Row]:
+    def backends(self, of: str | None = None) -> list[BackendRow]:
         """A row for each backend of each service port, or of this one's alone (see `View.backends`)."""
         return [row for _, view in self.views for row in view.backends(of)]
 
@@ -51,17 +48,16 @@ def programmed(admin_socket: str, pin_root: str | None = None) -> Programmed:
         ControllerError: nothing is programmed in this network namespace, or the agent answers with an error.
         DataplaneError: it cannot be read.
     """
-    told = None
+    agent = None
     try:
-        told = ask(admin_socket, "names")
+        agent = ask(admin_socket, GetNames(), NamesAnswer)
     except NoAgentError:
         views = list(left_here(pin_root))
     else:
-        names = {int(number): name for number, name in told["names"].items()}
-        views = list(views_of([told["mode"]], pin_root or told["pin_root"], names))
+        views = list(views_of([agent.mode], pin_root or agent.pin_root, agent.names))
     if not views:
         raise ControllerError("nothing is programmed in this network namespace")
-    return Programmed(views, told)
+    return Programmed(views, agent)
 
 
 def left_here(pin_root: str | None) -> Iterator[tuple[str, View]]:

@@ -1,4 +1,4 @@
-"""`drops` and `trace`: what happens to packets, as the programs tell it to the running agent."""
+"""`drops` and `trace`: what happens to packets, as the programs report it to the running agent."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import time
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from ipaddress import ip_address
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from controller.errors import ConfigError
 from controller.serving.admin import ask
+from controller.serving.protocol import EventsAnswer, GetEvents, SetTrace, TraceAnswer
 from dataplane.mode import belongs
+from dataplane.reports import PacketEvent
 
 __all__ = ["show"]
 
 LOOK_SECONDS: Final = 0.5
 LEASE_SECONDS: Final = 5.0  # a trace ends so long after nobody looks any more
-
-Row = dict[str, Any]
 
 
 def show(command: str, args: argparse.Namespace) -> int:
@@ -32,37 +32,37 @@ def show(command: str, args: argparse.Namespace) -> int:
     if args.follow:
         _print(args, _limited(_followed(args), args.limit), lines=True)
         return 0
-    rows = _told(args, 0)[0]
+    rows = _events(args, 0)[0]
     _print(args, rows[-args.limit :], lines=False)
     return 0
 
 
-def _told(args: argparse.Namespace, after: int) -> tuple[list[Row], int]:
+def _events(args: argparse.Namespace, after: int) -> tuple[list[PacketEvent], int]:
     """Events with larger numbers that are asked for, and the number of the latest."""
-    answer = ask(args.admin_socket, "events", after=after)
+    answer = ask(args.admin_socket, GetEvents(after), EventsAnswer)
     traced = args.command == "trace"
-    rows = [row for row in answer["events"] if traced or row["what"] != "trace"]
-    return [row for row in rows if belongs(row["service"], args.service)], answer["last"]
+    rows = [row for row in answer.events if traced or row.what != "trace"]
+    return [row for row in rows if belongs(row.service, args.service)], answer.last
 
 
-def _followed(args: argparse.Namespace) -> Iterator[Row]:
+def _followed(args: argparse.Namespace) -> Iterator[PacketEvent]:
     after = 0
     while True:
-        rows, after = _told(args, after)
+        rows, after = _events(args, after)
         yield from rows
         time.sleep(LOOK_SECONDS)
 
 
-def _traced(args: argparse.Namespace) -> Iterator[Row]:
+def _traced(args: argparse.Namespace) -> Iterator[PacketEvent]:
     client = _address(args.client)
     end = time.monotonic() + args.seconds
-    after = ask(args.admin_socket, "events", after=0)["last"]
+    after = ask(args.admin_socket, GetEvents(0), EventsAnswer).last
     while time.monotonic() < end:
-        ask(args.admin_socket, "trace", service=args.service, client=client, seconds=LEASE_SECONDS)
+        ask(args.admin_socket, SetTrace(args.service, client, LEASE_SECONDS), TraceAnswer)
         time.sleep(min(LOOK_SECONDS, max(0.0, end - time.monotonic())))
-        rows, after = _told(args, after)
+        rows, after = _events(args, after)
         yield from (row for row in rows if not client or client in _ends(row))
-    ask(args.admin_socket, "trace", service=None, client=None, seconds=0)
+    ask(args.admin_socket, SetTrace(None, None, 0), TraceAnswer)
 
 
 def _address(text: str | None) -> str | None:
@@ -72,18 +72,18 @@ def _address(text: str | None) -> str | None:
         raise ConfigError(f"--client {text!r}: is not an IP address") from None
 
 
-def _ends(row: Row) -> set[str]:
-    return {row[end].rpartition(":")[0].strip("[]") for end in ("source", "destination")}
+def _ends(row: PacketEvent) -> set[str]:
+    return {end.rpartition(":")[0].strip("[]") for end in (row.source, row.destination)}
 
 
-def _limited(rows: Iterator[Row], limit: int) -> Iterator[Row]:
+def _limited(rows: Iterator[PacketEvent], limit: int) -> Iterator[PacketEvent]:
     for number, row in enumerate(rows, 1):
         yield row
         if number >= limit:
             return
 
 
-def _print(args: argparse.Namespace, rows: Iterable[Row], *, lines: bool) -> None:
+def _print(args: argparse.Namespace, rows: Iterable[PacketEvent], *, lines: bool) -> None:
     """For people a line each. JSON: a list, or, of what has no end, an object a line."""
     if args.output == "json" and not lines:
         print(msgspec.json.format(msgspec.json.encode(list(rows)), indent=2).decode())
@@ -99,11 +99,11 @@ def _print(args: argparse.Namespace, rows: Iterable[Row], *, lines: bool) -> Non
         print("none", file=sys.stdout)
 
 
-def _line(row: Row) -> str:
-    when = datetime.fromtimestamp(row["time"]).astimezone().strftime("%H:%M:%S.%f")[:-3]
-    where = row["where"] + (f", {row['interface']}" if row["interface"] else "")
-    backend = f" (backend {row['backend']})" if row["backend"] else ""
+def _line(row: PacketEvent) -> str:
+    when = datetime.fromtimestamp(row.time).astimezone().strftime("%H:%M:%S.%f")[:-3]
+    where = row.where + (f", {row.interface}" if row.interface else "")
+    backend = f" (backend {row.backend})" if row.backend else ""
     return (
-        f"{when} {row['reason']}  {row['service'] or '-'}  {row['protocol']} {row['source']} -> {row['destination']}"
-        f"{backend}  {where}: {row['words']}"
+        f"{when} {row.reason}  {row.service or '-'}  {row.protocol} {row.source} -> {row.destination}"
+        f"{backend}  {where}: {row.message}"
     )

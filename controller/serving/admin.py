@@ -1,6 +1,7 @@
-"""The agent's own door: a root-only unix socket, one JSON request a line, one JSON answer a line.
+"""The admin socket: a unix socket for root alone, one JSON request a line, one JSON answer a line.
 
-The server's threads only carry questions to the loop, so that everything is answered from one consistent state.
+The server's threads only carry requests to the loop, so that each is answered from one consistent state. The messages
+are those of `controller.serving.protocol`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import socketserver
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from controller.errors import ControllerError
+from controller.serving.protocol import ANSWERS, REQUESTS, Answer, FailedAnswer, Request
 from controller.settings.config import ADMIN_SOCKET
 from dataplane.kernel.host_paths import in_initial_netns, netns_number
 
@@ -28,7 +30,7 @@ log = logging.getLogger(__name__)
 ANSWER_SECONDS = 10.0
 REST_SECONDS = 0.1  # without accepting, when descriptors or memory have run out
 
-Answer = Callable[[dict[str, Any]], dict[str, Any]]
+A = TypeVar("A", bound=Answer)
 
 
 class NoAgentError(ControllerError):
@@ -42,19 +44,24 @@ def socket_path(asked: str) -> Path:
     return Path(ADMIN_SOCKET).with_name(f"netns-{netns_number()}.sock")
 
 
-def ask(asked: str, command: str, **arguments: Any) -> dict[str, Any]:
-    """One question to the running agent.
+def ask(asked: str, request: Request, expected: type[A]) -> A:
+    """Send one request to the running agent; returns its answer.
+
+    Args:
+        asked: where the agent listens, as `--admin-socket`.
+        request: what is asked.
+        expected: the kind of answer that belongs to the request.
 
     Raises:
         NoAgentError: there is none.
-        ControllerError: it answered with an error.
+        ControllerError: it answered with an error, or it is of another version than this command.
     """
     path = socket_path(asked)
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(ANSWER_SECONDS)
             connection.connect(str(path))
-            connection.sendall(msgspec.json.encode({"command": command, **arguments}) + b"\n")
+            connection.sendall(msgspec.json.encode(request) + b"\n")
             line = connection.makefile("rb").readline()
     except (FileNotFoundError, ConnectionRefusedError) as error:
         raise NoAgentError(f"no agent listens at {path}") from error
@@ -64,24 +71,31 @@ def ask(asked: str, command: str, **arguments: Any) -> dict[str, Any]:
         raise ControllerError(f"{path}: the agent does not answer: {error}") from error
     if not line:
         raise ControllerError(f"{path}: the agent closed the connection without an answer")
-    reply: dict[str, Any] = msgspec.json.decode(line)
-    if "failed" in reply:
-        raise ControllerError(str(reply["failed"]))
-    return reply
+    try:
+        answer = ANSWERS.decode(line)
+    except msgspec.MsgspecError as error:
+        other = f"the agent is of another version than this command, whose answers it does not give ({error})"
+        raise ControllerError(f"{path}: {other}") from error
+    if isinstance(answer, FailedAnswer):
+        raise ControllerError(answer.failed)
+    if not isinstance(answer, expected):
+        raise ControllerError(f"{path}: the agent gave another answer than was asked for")
+    return answer
 
 
 class _Handler(socketserver.StreamRequestHandler):
-    """One question for each connection."""
+    """One request for each connection."""
 
     timeout = ANSWER_SECONDS
     server: Server
 
     def handle(self) -> None:
         try:
-            request = msgspec.json.decode(self.rfile.readline(1 << 20), type=dict[str, Any])
-            reply = self.server.answer(request)
-        except (msgspec.MsgspecError, TimeoutError) as error:
-            reply = {"failed": str(error) or "no answer in time"}
+            reply = self.server.answer(REQUESTS.decode(self.rfile.readline(1 << 20)))
+        except msgspec.MsgspecError as error:
+            reply = FailedAnswer(f"the request is not understood, is this command of another version? ({error})")
+        except TimeoutError as error:
+            reply = FailedAnswer(str(error) or "no request in time")
         with contextlib.suppress(OSError):  # the asker left
             self.wfile.write(msgspec.json.encode(reply) + b"\n")
 
@@ -95,7 +109,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 
     daemon_threads = True
 
-    def __init__(self, path: Path, answer: Answer) -> None:
+    def __init__(self, path: Path, answer: Callable[[Request], Answer]) -> None:
         self.answer = answer
         self.path = path
         self._stopping = threading.Event()

@@ -23,10 +23,13 @@ import msgspec
 from controller.errors import ConfigError
 from controller.kubernetes.events import Log, node, service
 from controller.semantics.entries import HealthCheck
+from controller.serving import protocol
 from controller.serving.counters import Counters
 from controller.serving.health import NOSNIFF, OK, UNAVAILABLE, Answer, Health, service_answer
 from controller.serving.http_server import TEXT, Handler, HttpServer, Listener
+from controller.serving.protocol import HealthChecks, Request
 from controller.settings.config import Config
+from dataplane.reports import TrafficRow
 
 if TYPE_CHECKING:
     from controller.serving.metrics import Metrics
@@ -57,7 +60,7 @@ class HttpHandlers:
         config: Config,
         health: Health,
         counters: Counters,
-        ask: Callable[[dict[str, Any]], dict[str, Any]],
+        ask: Callable[[Request], protocol.Answer],
         in_effect: Callable[[], list[dict[str, Any]]],
         events: Log,
         end: Callable[[Exception], None],
@@ -98,14 +101,14 @@ class HttpHandlers:
         self._own = dict(self._own_listeners())
         self._server.follow(self._own | self._check_listeners())
 
-    def status(self) -> dict[str, Any]:
-        """How many health-check node ports are served, and why others are not; for `status`."""
+    def status(self) -> HealthChecks:
+        """How many health-check node ports are served, and why others are not."""
         troubles = self._server.troubles
-        return {
-            "served": sum(1 for name in self._server.served if name not in self._own),
-            "failed": {name: trouble for name, trouble in troubles.items() if name not in self._own},
-            "listeners": {name: trouble for name, trouble in troubles.items() if name in self._own},
-        }
+        return HealthChecks(
+            served=sum(1 for name in self._server.served if name not in self._own),
+            failed={name: trouble for name, trouble in troubles.items() if name not in self._own},
+            listeners={name: trouble for name, trouble in troubles.items() if name in self._own},
+        )
 
     # Sites
 
@@ -167,13 +170,17 @@ class HttpHandlers:
         if self._metrics is None:
             from controller.serving.metrics import Metrics  # 1.5 MB that an agent without Prometheus does without
 
-            self._metrics = Metrics(
-                lambda: self._ask({"command": "status"}),
-                lambda: self._ask({"command": "traffic"}).get("rows", []),
-                self._counters, self._health,
-            )  # fmt: skip
+            self._metrics = Metrics(self._agent_status, self._traffic, self._counters, self._health)
         body, content_type = self._metrics.page(accept)
         return Answer(OK, body, content_type, ())
+
+    def _agent_status(self) -> protocol.AgentStatus | None:
+        answer = self._ask(protocol.GetStatus())
+        return answer.status if isinstance(answer, protocol.StatusAnswer) else None
+
+    def _traffic(self) -> list[TrafficRow]:
+        answer = self._ask(protocol.GetTraffic())
+        return answer.rows if isinstance(answer, protocol.TrafficAnswer) else []
 
     def _configz(self) -> bytes:
         """Documents by the group of their apiVersion, as kube-proxy has its own."""

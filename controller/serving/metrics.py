@@ -7,8 +7,9 @@ mean, so that its dashboards and alerts work; what would mean something else her
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
@@ -18,11 +19,12 @@ from prometheus_client.registry import Collector
 
 from controller.serving.counters import FAMILIES, Counters
 from controller.serving.health import Health
+from controller.serving.protocol import AgentStatus, ApiRequests
+from dataplane.reports import Status, TrafficCounts, TrafficRow
 
 __all__ = ["Metrics"]
 
-Status = dict[str, Any]
-Rows = list[dict[str, Any]]
+Rows = Sequence[TrafficRow]
 
 # Which failure of kube-proxy's a failed sync of this mode is.
 _FAILURES: Final = {
@@ -36,16 +38,16 @@ class Metrics:
     """A registry of our own; nothing global.
 
     Args:
-        status: asked once for each scrape, from the server's thread; has `failed` when the loop does not answer.
-        traffic: rows of `dataplane.mode.Programmer.traffic`, asked likewise.
+        status: asked once for each scrape, from the server's thread; None: the loop does not answer.
+        traffic: as `dataplane.mode.Programmer.traffic`, asked likewise.
         counters: what the loop counts.
         health: of the proxy.
     """
 
     def __init__(
         self,
-        status: Callable[[], Status],
-        traffic: Callable[[], Rows] = list,
+        status: Callable[[], AgentStatus | None],
+        traffic: Callable[[], Rows] = tuple,
         counters: Counters | None = None,
         health: Health | None = None,
     ) -> None:
@@ -73,7 +75,7 @@ class Metrics:
 class _Agent(Collector):
     """Everything of one agent, from one look at it."""
 
-    def __init__(self, status: Callable[[], Status], counters: Counters, health: Health) -> None:
+    def __init__(self, status: Callable[[], AgentStatus | None], counters: Counters, health: Health) -> None:
         self._status = status
         self._counters = counters
         self._health = health
@@ -85,17 +87,17 @@ class _Agent(Collector):
     def collect(self) -> Iterator[Metric]:
         """All families; without an answer of the loop those that need none."""
         status = self._status()
-        mode = "" if "failed" in status else status["mode"]["effective"]
+        mode = status.mode.effective if status else ""
         yield _build_info()
         yield from _of_syncs(self._counters, self._health)
         yield from _of_changes(self._counters)
         yield from _of_failures(self._counters, self._health, mode)
         yield from _of_health(self._health)
         yield _no_local(self._counters, self._health)
-        if "failed" not in status:
+        if status is not None:
             yield from _of_agent(status, self._counters)
-            yield from _of_connection(status.get("requests", []))
-            yield from _of_dataplane(status["dataplane"])
+            yield from _of_connection(status.requests)
+            yield from _of_dataplane(status.dataplane)
 
 
 def _build_info() -> Metric:
@@ -171,96 +173,95 @@ def _no_local(counters: Counters, health: Health) -> Metric:
 # What the agent and its mode say
 
 
-def _of_agent(status: Status, counters: Counters) -> Iterator[Metric]:
+def _of_agent(status: AgentStatus, counters: Counters) -> Iterator[Metric]:
     mode = GaugeMetricFamily(
         "hybrid_proxy_mode", "1 for the mode at work; degraded: it replaces the one that was asked for",
         labels=["requested", "effective", "degraded"],
     )  # fmt: skip
-    told = status["mode"]
-    degraded = bool(told["reason"]) and told["requested"] != "auto"
-    mode.add_metric([told["requested"], told["effective"], str(degraded).lower()], 1)
+    chosen = status.mode
+    mode.add_metric([chosen.requested, chosen.effective, str(chosen.degraded).lower()], 1)
     yield mode
     for name, words, value in (
-        ("services", "Services in the table", status["services"]),
+        ("services", "Services in the table", status.services),
         ("service_ports", "Service ports in the table, each family for itself", counters.totals.ports),
         ("backends", "Endpoints that serve, of all service ports", counters.totals.backends),
-        ("synced", "1 when everything known is programmed", int(status["synced"])),
-        ("refused_objects", "Malformed objects", len(status["problems"])),
-        ("conflicts", "Services with an address and port that another one has", len(status.get("conflicts", ()))),
-        ("unrepaired_drift", "Things that others changed and that are not put right yet", len(status.get("drift", ()))),
-        ("neighbours", "Other proxies that were found on this node", len(status.get("neighbours", ()))),
+        ("synced", "1 when everything known is programmed", int(status.synced)),
+        ("refused_objects", "Malformed objects", len(status.problems)),
+        ("conflicts", "Services with an address and port that another one has", len(status.conflicts)),
+        ("unrepaired_drift", "Things that others changed and that are not put right yet", len(status.drift)),
+        ("neighbours", "Other proxies that were found on this node", len(status.other_proxies)),
         (
             "waiting_objects",
             "Objects whose changes the loop has not taken yet",
-            status.get("waiting", {}).get("now", 0),
+            status.waiting.now,
         ),
-        ("source_up", "1 when the source of objects can be read", int(status.get("source", {}).get("healthy", True))),
-        ("start_seconds", "From the start to the first programmed table, 0: not yet", status.get("ready_seconds") or 0),
+        ("source_up", "1 when the source of objects can be read", int(status.source.healthy)),
+        ("start_seconds", "From the start to the first programmed table, 0: not yet", status.ready_seconds or 0),
     ):
         yield GaugeMetricFamily(f"hybrid_proxy_{name}", words, value=value)
-    checks = status.get("health_checks", {"served": 0, "failed": {}})
+    checks = status.health_checks
     yield _labelled(
         GaugeMetricFamily(
             "hybrid_proxy_health_check_node_ports", "Health-check node ports, by state", labels=["state"]
         ),
-        {"served": checks["served"], "failed": len(checks["failed"])},
+        {"served": checks.served, "failed": len(checks.failed)},
     )
 
 
 def _of_dataplane(dataplane: Status) -> Iterator[Metric]:
     unprogrammed = GaugeMetricFamily(
-        "hybrid_proxy_unprogrammed", "Service ports that did not fit into a map", labels=["entry"]
+        "hybrid_proxy_unprogrammed", "Service ports that could not be programmed", labels=["entry"]
     )
-    yield _labelled(unprogrammed, {misfit["entry"]: 1 for misfit in dataplane["unprogrammed"]})
+    yield _labelled(unprogrammed, {one.entry: 1 for one in dataplane.unprogrammed})
     out = GaugeMetricFamily(
         "hybrid_proxy_backend_ejected", "1 for a backend that gets no new connections because it fails",
         labels=["entry", "backend"],
     )  # fmt: skip
-    for row in dataplane.get("ejections", ()):
-        out.add_metric([row["service"], row["address"]], int(row["ejected"]))
+    for row in dataplane.ebpf.ejections if dataplane.ebpf else ():
+        out.add_metric([row.service, row.address], int(row.ejected))
     yield out
-    fill = dict(dataplane["fill"])
+    fill = dataplane.fill
     for name, words, values in (
-        ("map_entries", "Used entries of a map", {name: used for name, (used, _) in fill.items()}),
-        ("map_limit", "Entries that a map has room for", {name: limit for name, (_, limit) in fill.items()}),
-        ("map_fill_ratio", "Used part of a map", {name: used / max(limit, 1) for name, (used, limit) in fill.items()}),
+        ("map_entries", "Used entries of a map", {name: row.used for name, row in fill.items()}),
+        ("map_limit", "Entries that a map has room for", {name: row.limit for name, row in fill.items()}),
+        ("map_fill_ratio", "Used part of a map", {name: row.used / max(row.limit, 1) for name, row in fill.items()}),
     ):
         yield _labelled(GaugeMetricFamily(f"hybrid_proxy_{name}", words, labels=["map"]), values)
-    if "maps" in dataplane:
-        memory = {name: row["bytes"] for name, row in dataplane["maps"].items()}
+    if dataplane.ebpf:
+        memory = {name: row.bytes for name, row in dataplane.ebpf.maps.items()}
         yield _labelled(GaugeMetricFamily("hybrid_proxy_map_bytes", "Kernel memory of a map", labels=["map"]), memory)
     events = CounterMetricFamily("hybrid_proxy_events", "Events in the programs, by reason", labels=["reason"])
-    yield _labelled(events, dataplane["counters"])
+    yield _labelled(events, dataplane.counters)
     yield CounterMetricFamily(
-        "hybrid_proxy_audit_repairs", "Things of ours that somebody else had changed", value=dataplane["audit_repairs"]
+        "hybrid_proxy_audit_repairs", "Things of ours that somebody else had changed", value=dataplane.audit_repairs
     )
-    for key, name, words in (
-        ("rules", "total", "Rules of ours in a table"),
-        ("last_rules", "last", "Rules that the last change of a table wrote"),
-    ):
-        if key in dataplane:
+    if written := dataplane.iptables:
+        for rules, name, words in (
+            (written.rules, "total", "Rules of ours in a table"),
+            (written.last_rules, "last", "Rules that the last change of a table wrote"),
+        ):
             gauge = GaugeMetricFamily(
                 f"kubeproxy_sync_proxy_rules_iptables_{name}", words, labels=["ip_family", "table"]
             )
-            for family, tables in dataplane[key].items():
+            for family, tables in rules.items():
                 for table, count in tables.items():
                     gauge.add_metric([family, table], count)
             yield gauge
-    if "stale_deleted" in dataplane:
-        family = CounterMetricFamily(
+    if dataplane.stale_deleted is not None:
+        deleted = CounterMetricFamily(
             "kubeproxy_conntrack_reconciler_deleted_entries", "Entries of datagrams that were deleted: nobody served",
             labels=["ip_family"],
         )  # fmt: skip
-        yield _labelled(family, dataplane["stale_deleted"])
+        yield _labelled(deleted, dataplane.stale_deleted)
 
 
-def _of_connection(requests: Iterable[tuple[str, str, str, int]]) -> Iterator[Metric]:
+def _of_connection(requests: Iterable[ApiRequests]) -> Iterator[Metric]:
     """Requests to the API server; without one there are none."""
     family = CounterMetricFamily(
         "rest_client_requests", "Requests to the API server, by answer", labels=["method", "host", "code"]
     )
-    for method, host, code, count in requests:
-        family.add_metric([method, host, code], count)
+    for row in requests:
+        family.add_metric([row.method, row.host, row.code], row.count)
     if family.samples:
         yield family
 
@@ -271,12 +272,13 @@ def _traffic_text(told: Rows, *, openmetrics: bool) -> Iterator[str]:
     Written here and not by prometheus-client, which makes objects of each line: of 10,000 services that takes 36 MB,
     and 0.8 s in which the loop waits for the interpreter's lock. This takes 5 MB and 0.04 s.
     """
-    rows = [row for row in told if row["flows"] or row["packets"] or row["reply_packets"]]
+    rows = [row for row in told if row.counts.flows or row.counts.packets or row.counts.reply_packets]
     if not rows:
         return
-    labels = ("service", "address", "protocol") if "address" in rows[0] else ("service",)
+    labels = ("service", "address", "protocol") if rows[0].address is not None else ("service",)
     what = "backend" if len(labels) > 1 else "service"
-    whose = [",".join(f'{label}="{_escaped(str(row[label]))}"' for label in labels) for row in rows]
+    whose = [",".join(f'{label}="{_escaped(str(getattr(row, label)))}"' for label in labels) for row in rows]
+    counts = [row.counts for row in rows]
     for unit, words, directions in (
         ("flows", "Connections and conversations begun", (("", ""),)),
         ("packets", "Packets, to backends and back", _DIRECTIONS),
@@ -286,17 +288,17 @@ def _traffic_text(told: Rows, *, openmetrics: bool) -> Iterator[str]:
         family = name if openmetrics else f"{name}_total"
         yield f"# HELP {family} {words}\n# TYPE {family} counter\n"
         for label, prefix in directions:
-            field = f"{prefix}{unit}"
-            for chunk in _chunks(whose, rows):
-                yield "".join([f"{name}_total{{{text}{label}}} {row[field]}\n" for text, row in chunk])
+            count = attrgetter(f"{prefix}{unit}")
+            for chunk in _chunks(whose, counts):
+                yield "".join([f"{name}_total{{{text}{label}}} {count(row)}\n" for text, row in chunk])
     name = f"hybrid_proxy_{what}_connect_seconds"
     yield f"# HELP {name} From a connection's SYN to the backend's answer\n# TYPE {name} summary\n"
-    for chunk in _chunks(whose, rows):
+    for chunk in _chunks(whose, counts):
         yield "".join(
             [
-                f"{name}_count{{{text}}} {row['answered']}\n{name}_sum{{{text}}} {row['connect_ns'] / 1e9:.9f}\n"
+                f"{name}_count{{{text}}} {row.answered}\n{name}_sum{{{text}}} {row.connect_ns / 1e9:.9f}\n"
                 for text, row in chunk
-                if row["answered"]
+                if row.answered
             ]
         )
 
@@ -305,7 +307,7 @@ _CHUNK: Final = 500
 _DIRECTIONS: Final = ((',direction="request"', ""), (',direction="reply"', "reply_"))
 
 
-def _chunks(whose: list[str], rows: Rows) -> Iterator[Iterable[tuple[str, dict[str, Any]]]]:
+def _chunks(whose: list[str], rows: list[TrafficCounts]) -> Iterator[Iterable[tuple[str, TrafficCounts]]]:
     """Rows with their labels, a chunk of them after the other: no text gets as long as all of them."""
     for first in range(0, len(rows), _CHUNK):
         yield zip(whose[first : first + _CHUNK], rows[first : first + _CHUNK], strict=True)

@@ -13,7 +13,7 @@ import socket
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from dataplane.kernel.netlink import (
     AF,
@@ -29,6 +29,7 @@ from dataplane.kernel.netlink import (
     attributes,
     nested,
 )
+from dataplane.reports import FlowRow
 from dataplane.stale import Judge
 from dataplane.table import Protocol, ServiceTable, family_of, socket_text
 
@@ -129,7 +130,7 @@ def forget_ended() -> int:
     return deleted
 
 
-def flows(services: Mapping[Key, str | None], limit: int) -> tuple[list[dict[str, Any]], int]:
+def flows(services: Mapping[Key, str | None], limit: int) -> tuple[list[FlowRow], int]:
     """The translated flows of services, as `dataplane.mode.View.flows` wants them, for every mode with conntrack.
 
     Args:
@@ -138,13 +139,12 @@ def flows(services: Mapping[Key, str | None], limit: int) -> tuple[list[dict[str
         limit: rows at most.
 
     Returns:
-        Rows of service, protocol, client, frontend, backend, source (what the backend sees as its client) and
-        state (opening, established or closed); and how many such flows there are.
+        The rows, and how many such flows there are.
 
     Raises:
         OSError: conntrack cannot be read; EPERM without CAP_NET_ADMIN.
     """
-    rows: list[dict[str, Any]] = []
+    rows: list[FlowRow] = []
     total = 0
     protocols = {protocol for _, _, protocol in services}
     ports = {port.to_bytes(2, "big") for _, port, _ in services}
@@ -171,19 +171,19 @@ def _service_of(entry: _Entry, family: int, services: Mapping[Key, str | None]) 
     return False, None
 
 
-def _row(entry: _Entry, family: int, service: str | None) -> dict[str, Any]:
+def _row(entry: _Entry, family: int, service: str | None) -> FlowRow:
     def text(address: bytes, port: bytes) -> str:
         return socket_text(socket.inet_ntop(AF[family], address), int.from_bytes(port, "big"))
 
-    return {
-        "service": service,
-        "protocol": Protocol(entry.protocol).name,
-        "client": text(entry.source, entry.source_port),
-        "frontend": text(entry.destination, entry.destination_port),
-        "backend": text(entry.answerer, entry.answerer_port),
-        "source": text(entry.peer, entry.peer_port),
-        "state": _state(entry),
-    }
+    return FlowRow(
+        service=service,
+        protocol=Protocol(entry.protocol).name,
+        client=text(entry.source, entry.source_port),
+        frontend=text(entry.destination, entry.destination_port),
+        backend=text(entry.answerer, entry.answerer_port),
+        source=text(entry.peer, entry.peer_port),
+        state=_state(entry),
+    )
 
 
 def _state(entry: _Entry) -> str:

@@ -358,7 +358,7 @@ class Bench:
         seen = read(packet, check=False)
         question = ProbePacket(seen.src, seen.dst, seen.dport, seen.protocol, place, seen.sport)
         names = {known.service: known.entry.name for entries in self.store.plan.installed.values() for known in entries}
-        around = explaining.Surroundings(names, self.store.backends, self.store.services, HZ, interface_name)
+        around = explaining.ExplainContext(names, self.store.backends, self.store.services, HZ, interface_name)
         return explaining.explain(self.explaining(), question, place, ifindex, around, packet)
 
     def explaining(self) -> Object:

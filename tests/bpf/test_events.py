@@ -70,15 +70,15 @@ def test_a_drop_is_told_with_its_tuple_reason_and_service(told: Told, net: Net) 
         "source": socket(net.client, 41234), "destination": socket(net.vip, 80), "backend": None,
         "where": "from a pod", "interface": "lo",
     }  # fmt: skip
-    assert {key: row[key] for key in wanted} == wanted
+    assert {key: getattr(row, key) for key in wanted} == wanted
 
 
 def test_a_refused_port_is_told_with_the_service_whose_address_it_is(told: Told, net: Net) -> None:
     told.bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
     assert told.bench.ingress(frame(net, net.client, net.vip, syn(dport=81)))[0] == REDIRECT
     (row,) = told.rows()
-    assert (row["what"], row["reason"], row["service"]) == ("refuse", "reject", "default/web")
-    assert row["destination"] == socket(net.vip, 81)
+    assert (row.what, row.reason, row.service) == ("refuse", "reject", "default/web")
+    assert row.destination == socket(net.vip, 81)
 
 
 def test_what_is_served_is_not_told(told: Told, net: Net) -> None:
@@ -99,9 +99,9 @@ def test_a_full_table_is_told(net: Net) -> None:
         for sport in range(40000, 40200):
             small.ingress(frame(net, net.client, net.vip, syn(sport)))
         assert small.count("flow_full") > 0
-        full = [row for row in reader.rows() if row["reason"] == "flow_full"]
+        full = [row for row in reader.rows() if row.reason == "flow_full"]
         assert full
-        assert {(row["what"], row["service"]) for row in full} == {("note", "default/web:http")}
+        assert {(row.what, row.service) for row in full} == {("note", "default/web:http")}
         reader.ring.close()
     finally:
         small.close()
@@ -135,11 +135,11 @@ def test_a_trace_tells_each_decision_of_its_packets(told: Told, net: Net) -> Non
     trace(bench, known.service)
     bench.open_tcp(net, net.vip)
     rows = told.rows()
-    assert [row["reason"] for row in rows] == ["new_flow", "reply", "dnat"]
-    assert {row["what"] for row in rows} == {"trace"}
-    assert {row["backend"] for row in rows} == {socket(net.backends[0], 8080)}
-    assert {row["service"] for row in rows} == {"default/web:http"}
-    assert rows[1]["where"] == "to a pod"
+    assert [row.reason for row in rows] == ["new_flow", "reply", "dnat"]
+    assert {row.what for row in rows} == {"trace"}
+    assert {row.backend for row in rows} == {socket(net.backends[0], 8080)}
+    assert {row.service for row in rows} == {"default/web:http"}
+    assert rows[1].where == "to a pod"
 
 
 def test_a_trace_is_of_one_service_or_client(told: Told, net: Net) -> None:
@@ -157,7 +157,7 @@ def test_a_trace_is_of_one_service_or_client(told: Told, net: Net) -> None:
     bench.open_tcp(net, net.vip, sport=40001)
     assert told.rows() == []
     bench.open_tcp(net, net.vip, sport=40002, client=other)
-    assert {row["reason"] for row in told.rows()} == {"new_flow", "reply", "dnat"}
+    assert {row.reason for row in told.rows()} == {"new_flow", "reply", "dnat"}
 
 
 def test_packets_of_known_flows_leave_room_for_others(told: Told, net: Net) -> None:
@@ -168,10 +168,10 @@ def test_packets_of_known_flows_leave_room_for_others(told: Told, net: Net) -> N
     for _ in range(10 * BURST):
         bench.ingress(frame(net, net.client, net.vip, segment(40000, 80, "A")))
     routine = told.rows()
-    assert {row["reason"] for row in routine} <= {"dnat", "fast"}
+    assert {row.reason for row in routine} <= {"dnat", "fast"}
     assert len(routine) <= 2 * (BURST // 2) * cpus()
     bench.ingress(frame(net, net.client, net.vip, datagram(dport=81)))
-    assert [row["reason"] for row in told.rows()] == ["reject"]
+    assert [row.reason for row in told.rows()] == ["reject"]
 
 
 def test_the_journal_keeps_a_thousand_and_numbers_them(told: Told) -> None:
@@ -182,7 +182,7 @@ def test_the_journal_keeps_a_thousand_and_numbers_them(told: Told) -> None:
     raw = list(told.raw) * 1500
     told.journal.add(raw, {}, dict, told.bench.store.backends)
     rows = told.journal.rows(0)
-    assert [row["number"] for row in rows] == list(range(501, 1501))
+    assert [row.number for row in rows] == list(range(501, 1501))
     assert told.journal.rows(1499) == rows[-1:]
 
 

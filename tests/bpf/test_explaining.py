@@ -37,7 +37,7 @@ LB = {4: "198.51.100.1", 6: "2001:db8:1::1"}
 
 
 def steps(answer: dict[str, Any]) -> list[str]:
-    return [step["step"] for step in answer["steps"]]
+    return [step.step for step in answer.steps]
 
 
 def everything(bench: Bench) -> dict[str, bytes]:
@@ -70,10 +70,10 @@ def test_a_new_flow_is_told_step_by_step(bench: Bench, net: Net) -> None:
     bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
     answer = bench.explain(frame(net, net.client, net.vip, syn()))
     assert steps(answer) == ["arrives", "prefilter", "frontend", "client", "route", "slot", "new_flow", "verdict"]
-    assert answer["verdict"] == "dnat"
-    assert answer["service"] == "default/web:http"
-    assert net.backends[0] in answer["steps"][5]["text"]
-    assert net.backends[0] in answer["reason"]
+    assert answer.verdict == "dnat"
+    assert answer.service == "default/web:http"
+    assert net.backends[0] in answer.steps[5].text
+    assert net.backends[0] in answer.reason
 
 
 def test_a_known_flow_is_followed(bench: Bench, net: Net) -> None:
@@ -83,10 +83,10 @@ def test_a_known_flow_is_followed(bench: Bench, net: Net) -> None:
     for packet in (syn(), segment(40000, 80, "A")):
         answer = bench.explain(frame(net, net.client, net.vip, packet))
         assert steps(answer)[:3] == ["arrives", "prefilter", "flow"]
-        assert "established" in answer["steps"][2]["text"]
-        (seconds,) = re.findall(r"last used ([0-9.]+) s ago", answer["steps"][2]["text"])
+        assert "established" in answer.steps[2].text
+        (seconds,) = re.findall(r"last used ([0-9.]+) s ago", answer.steps[2].text)
         assert 5 <= float(seconds) < 60
-        assert there.dst in answer["backends"][0]
+        assert there.dst in answer.backends[0]
 
 
 def test_a_flow_whose_backend_is_gone_is_renewed(bench: Bench, net: Net) -> None:
@@ -98,7 +98,7 @@ def test_a_flow_whose_backend_is_gone_is_renewed(bench: Bench, net: Net) -> None
     assert [name for name in steps(answer) if name in ("flow", "stale_backend", "renewal", "slot")] == [
         "flow", "stale_backend", "renewal", "slot",
     ]  # fmt: skip
-    assert net.backends[1] in answer["backends"][0]
+    assert net.backends[1] in answer.backends[0]
 
 
 def test_affinity_is_told_and_not_noted(bench: Bench, net: Net) -> None:
@@ -109,7 +109,7 @@ def test_affinity_is_told_and_not_noted(bench: Bench, net: Net) -> None:
     there = bench.open_tcp(net, net.vip)
     again = bench.explain(frame(net, net.client, net.vip, syn(40001)))
     assert "slot" not in steps(again)
-    assert there.dst in again["backends"][0]
+    assert there.dst in again.backends[0]
 
 
 def test_refusals_and_drops_say_why(bench: Bench, net: Net) -> None:
@@ -118,24 +118,24 @@ def test_refusals_and_drops_say_why(bench: Bench, net: Net) -> None:
         service(net.vip2, 80, [], name="default/empty:http"),
     )
     dropped = bench.explain(frame(net, net.client, net.vip, syn()))
-    assert (dropped["verdict"], steps(dropped)[-3:]) == ("drop", ["empty", "drop_empty", "verdict"])
+    assert (dropped.verdict, steps(dropped)[-3:]) == ("drop", ["empty", "drop_empty", "verdict"])
     refused = bench.explain(frame(net, net.client, net.vip2, syn()))
-    assert (refused["verdict"], steps(refused)[-3:]) == ("reject", ["empty", "reject", "verdict"])
+    assert (refused.verdict, steps(refused)[-3:]) == ("reject", ["empty", "reject", "verdict"])
     closed = bench.explain(frame(net, net.client, net.vip2, syn(dport=81)))
-    assert (closed["verdict"], steps(closed)[-3:]) == ("reject", ["frontend", "reject", "verdict"])
+    assert (closed.verdict, steps(closed)[-3:]) == ("reject", ["frontend", "reject", "verdict"])
 
 
 def test_what_is_no_services_ends_at_the_first_look(bench: Bench, net: Net) -> None:
     bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
     answer = bench.explain(frame(net, net.client, net.stranger, syn()))
-    assert (answer["verdict"], steps(answer)) == ("untouched", ["arrives", "prefilter", "verdict"])
+    assert (answer.verdict, steps(answer)) == ("untouched", ["arrives", "prefilter", "verdict"])
 
 
 def test_a_pod_that_is_its_own_backend_gets_the_nodes_address(bench: Bench, net: Net) -> None:
     bench.serve(service(net.vip, 80, [(net.client, 8080)]))
     answer = bench.explain(frame(net, net.client, net.vip, syn()))
-    assert answer["masquerade"]
-    assert net.primary in answer["reason"]
+    assert answer.masquerade
+    assert net.primary in answer.reason
 
 
 def test_nothing_changes_whatever_is_asked(bench: Bench, net: Net) -> None:
@@ -230,10 +230,10 @@ def test_it_agrees_with_the_rules_and_with_what_then_happens(bench: Bench, data:
         packet = frame(net, source, address, syn(41000 + number, port))
         said = bench.explain(packet, place)
         ruled = rules.explain(Packet("", source, address, port, "tcp"))
-        assert said["verdict"] == ruled.verdict, (place, target, port, said["steps"], ruled.reason)
-        if said["verdict"] == "dnat":
-            assert said["backends"][0] in ruled.backends
-            assert said["service"] == ruled.service
+        assert said.verdict == ruled.verdict, (place, target, port, said.steps, ruled.reason)
+        if said.verdict == "dnat":
+            assert said.backends[0] in ruled.backends
+            assert said.service == ruled.service
         verdict, out = bench.ingress(packet)  # pods and uplinks decide alike
         seen = read(out, check=False)
         if verdict == DROP:
@@ -242,9 +242,9 @@ def test_it_agrees_with_the_rules_and_with_what_then_happens(bench: Bench, data:
             happened = "reject"
         else:
             happened = "dnat" if (seen.dst, seen.dport) != (address, port) else "untouched"
-        assert said["verdict"] == happened, (place, target, port, said["steps"])
+        assert said.verdict == happened, (place, target, port, said.steps)
         if happened == "dnat" and verdict == PASS and len(ruled.backends) == 1:
-            assert f"{seen.dst}" in said["backends"][0]
+            assert f"{seen.dst}" in said.backends[0]
 
 
 def test_sockets_of_the_node_choose(bench: Bench, net: Net) -> None:
@@ -253,7 +253,7 @@ def test_sockets_of_the_node_choose(bench: Bench, net: Net) -> None:
     write_node(bench, net, table)
     bench.serve(entry)
     answer = bench.explain(frame(net, net.primary, net.vip, syn()), "node")
-    assert (answer["verdict"], steps(answer)[-2]) == ("dnat", "slot")
-    assert "socket" in answer["reason"]
-    assert bench.explain(frame(net, net.primary, net.vip, syn(dport=81)), "node")["verdict"] == "reject"
-    assert bench.explain(frame(net, net.primary, net.stranger, syn()), "node")["verdict"] == "untouched"
+    assert (answer.verdict, steps(answer)[-2]) == ("dnat", "slot")
+    assert "socket" in answer.reason
+    assert bench.explain(frame(net, net.primary, net.vip, syn(dport=81)), "node").verdict == "reject"
+    assert bench.explain(frame(net, net.primary, net.stranger, syn()), "node").verdict == "untouched"

@@ -81,13 +81,13 @@ def test_a_malformed_object_stops_nothing_else(bench: Bench, family: int) -> Non
     bad = bench.agent.manifests / "bad.yaml"
     bad.write_text(MALFORMED)
     try:
-        told = bench.agent.wait(lambda status: bool(status["problems"]), 8, "aware of the malformed object")
-        assert any("conformance/bad" in str(problem) for problem in told["problems"]), told["problems"]
+        told = bench.agent.wait(lambda status: bool(status.problems), 8, "aware of the malformed object")
+        assert any("conformance/bad" in str(problem) for problem in told.problems), told.problems
         service.write(bench.lab["pod3"])
         bench.settle(service, {"pod3"}, family)
     finally:
         bad.unlink()
-    bench.agent.wait(lambda status: not status["problems"], 8, "rid of the problem")
+    bench.agent.wait(lambda status: not status.problems, 8, "rid of the problem")
 
 
 # 2.2 and 2.12: established flows and endpoints that end

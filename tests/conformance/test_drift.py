@@ -115,13 +115,13 @@ def connecting(bench: Bench, world: World, place: str, tally: Tally) -> partial[
 
 def pins(bench: Bench) -> str:
     told = bench.agent.wait(lambda status: True)
-    return str(told["dataplane"]["pins"])
+    return str(told.dataplane.ebpf.pins)
 
 
 def repairs(bench: Bench, more_than: int) -> int:
     """How many repairs `status` counts, as soon as these are more."""
-    status = bench.agent.wait(lambda status: int(status["dataplane"]["audit_repairs"]) > more_than, 20, "repaired")
-    return int(status["dataplane"]["audit_repairs"])
+    status = bench.agent.wait(lambda status: int(status.dataplane.audit_repairs) > more_than, 20, "repaired")
+    return int(status.dataplane.audit_repairs)
 
 
 def a_second() -> float:

@@ -56,7 +56,7 @@ def cluster(mode: str) -> Iterator[Cluster]:
 
 
 def counted(agent: Agent, name: str) -> int:
-    return int((agent.status() or {})["dataplane"]["counters"][name])
+    return int(agent.status().dataplane.counters[name])
 
 
 @pytest.mark.parametrize("way", ["nodeport", "lb", "external"])

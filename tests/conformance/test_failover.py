@@ -9,7 +9,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
@@ -81,8 +80,8 @@ def ejected(bench: Bench, service: Service, *, really: bool = True) -> set[str]:
     """Addresses of the backends that the agent ejects, or would eject if fewer failed."""
     status = bench.agent.status()
     assert status is not None
-    rows: list[dict[str, Any]] = status["dataplane"]["ejections"]
-    return {row["address"] for row in rows if row["ejected"] == really and f"/{service.name}:" in row["service"]}
+    rows = status.dataplane.ebpf.ejections
+    return {row.address for row in rows if row.ejected == really and f"/{service.name}:" in row.service}
 
 
 def ends(bench: Bench, pods: Sequence[str], families: Sequence[int] = (V4, V6)) -> set[str]:
@@ -102,7 +101,7 @@ def stream_to(bench: Bench, service: Service, pod: str) -> Stream:
 def count(bench: Bench, name: str) -> int:
     status = bench.agent.status()
     assert status is not None
-    return int(status["dataplane"]["counters"][name])
+    return int(status.dataplane.counters[name])
 
 
 @pytest.mark.core
@@ -263,9 +262,9 @@ def test_a_malformed_probe_refuses_that_service_alone(probing: Bench) -> None:
     web = bench.service("pod2", "pod3", annotations={"probe": "http:/"})
     status = bench.agent.status()
     assert status is not None
-    assert status["dataplane"]["probes"]["targets"] >= 4
+    assert status.dataplane.ebpf.probes.targets >= 4
     assert bench.seen("pod1", web, V4, 8) == {"pod2", "pod3"}
     web.write(annotations={"probe": "udp"})
-    told = bench.agent.wait(lambda status: any(web.name in p["key"] for p in status["problems"]), what="refusing it")
-    assert any("is not tcp or http:/PATH" in problem["message"] for problem in told["problems"])
+    told = bench.agent.wait(lambda status: any(web.name in p.key for p in status.problems), what="refusing it")
+    assert any("is not tcp or http:/PATH" in problem.message for problem in told.problems)
     assert bench.seen("pod1", bench.service("pod4"), V4, 2) == {"pod4"}, "others are served"

@@ -120,7 +120,7 @@ def test_an_established_flow_of_large_datagrams_skips_the_stack(bench: Bench, mo
 def counted(bench: Bench, name: str) -> int:
     told = bench.agent.status()
     assert told is not None
-    return int(told["dataplane"]["counters"][name])
+    return int(told.dataplane.counters[name])
 
 
 def pieces_of(source: tuple[str, int], target: tuple[str, int], data: bytes) -> list[bytes]:

@@ -73,8 +73,8 @@ def test_kill_and_restart_under_load(bench: Bench) -> None:
         after = bench.agent.status()
         goes_on(tallies, SOME)
     assert after is not None
-    assert after["dataplane"].get("adopted", True), "the new agent says that it adopted nothing"
-    assert after["services"] == before["services"]
+    assert after.dataplane.adopted is not False, "the new agent says that it adopted nothing"
+    assert after.services == before.services
 
 
 @pytest.mark.row("6.1", "a restarted agent works on")
@@ -213,7 +213,7 @@ def test_cleanup_leaves_no_pins(bench: Bench, mode: str) -> None:
     bench.service("pod2")
     told = bench.agent.status()
     assert told is not None
-    root = Path(told["dataplane"]["pins"])
+    root = Path(told.dataplane.ebpf.pins)
     assert root.is_dir()
     assert any(path.is_file() for path in root.rglob("*"))
     bench.agent.terminate()

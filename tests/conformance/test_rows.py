@@ -199,7 +199,7 @@ def limits(bench: Bench) -> str:
     """What the mode says that it cannot do."""
     told = bench.agent.status()
     assert told is not None
-    return f"{told['dataplane']['warnings']} {told['dataplane']['unprogrammed']}"
+    return f"{told.dataplane.warnings} {told.dataplane.unprogrammed}"
 
 
 def sctp_packet(source: int, target: int, tag: int, kind: int) -> bytes:

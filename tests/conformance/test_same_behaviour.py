@@ -122,7 +122,7 @@ class Node:
         draft.write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": items}))
         draft.replace(draft.with_name("steps.json"))
         self.bench.agent.wait(
-            lambda status: status["synced"] and status["services"] == len(life) + signs * step,
+            lambda status: status.synced and status.services == len(life) + signs * step,
             10 * PATIENCE, f"at step {step}",
         )  # fmt: skip
 

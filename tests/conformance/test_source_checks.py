@@ -53,7 +53,7 @@ def knock(bench: Bench, source: str, target: tuple[str, int], family: int) -> No
 
 def dropped(bench: Bench) -> int:
     status: Any = bench.agent.status()
-    return int(status["dataplane"]["counters"]["drop_reverse_path"])
+    return int(status.dataplane.counters["drop_reverse_path"])
 
 
 def is_believed(bench: Bench, source: str, target: tuple[str, int], family: int) -> bool:

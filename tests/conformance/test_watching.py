@@ -30,8 +30,8 @@ def figures(bench: Bench, command: str, service: Service, family: int) -> list[d
     rows = said(bench, command, f"conformance/{service.name}")
     ours = service.address(family)
     if command == "services":
-        return [row for row in rows if any(ours in frontend for frontend in row["frontends"])]
-    return [row for row in rows if row["address"].startswith("[") == (family != V4)]
+        return [row["traffic"] for row in rows if any(ours in frontend for frontend in row["frontends"])]
+    return [row["traffic"] for row in rows if row["address"].startswith("[") == (family != V4)]
 
 
 def test_traffic_is_shown_by_service_and_backend(bench: Bench, family: int) -> None:

@@ -144,9 +144,9 @@ def test_deleted_and_made_again_in_one_batch(mode: str, start: Callable[..., Ser
         api.put_all([shop("last"), slice_of(lab, {"pod3": {}}, "last")])
         api.delete("services", "shop/web")
     until(lambda: who(lab) == {"pod3"}, "the last one")
-    status = agent.wait(lambda told: told["services"] == 1)
-    assert status["conflicts"] == {}
-    assert status["dataplane"]["unprogrammed"] == []
+    status = agent.wait(lambda told: told.services == 1)
+    assert status.conflicts == {}
+    assert status.dataplane.unprogrammed == []
 
 
 def test_how_long_a_change_took_is_told_honestly(start: Callable[..., Served], lab: Lab, api: ApiServer) -> None:

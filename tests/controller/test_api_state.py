@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 
 from controller.commands.inspect import _status_lines
-from controller.serving.admin import ask
 from tests.served import Served, status_is, until
 from workshop.lab.apiserver import ApiServer, service
 from workshop.lab.namespace import DEADLINES
@@ -17,7 +16,7 @@ pytestmark = pytest.mark.root
 
 
 def kinds(agent: Served) -> dict[str, str]:
-    return {row["kind"]: row["state"] for row in ask(agent.socket, "status")["source"]["kinds"]}
+    return {row.kind: row.state for row in agent.status().source.kinds}
 
 
 def test_each_line_of_the_log_is_told_once(start: Callable[..., Served], api: ApiServer) -> None:
@@ -43,7 +42,7 @@ def test_status_names_each_kind(start: Callable[..., Served], api: ApiServer, la
     until(lambda: "after the start" in agent.log.read_text(), "all of it", 20 * DEADLINES)
 
     assert kinds(agent) == {"Service": "read", "EndpointSlice": "read", "Node": "read", "ServiceCIDR": "not served"}
-    lines = [line.strip() for line in _status_lines(ask(agent.socket, "status"))]
+    lines = [line.strip() for line in _status_lines(agent.status())]
     assert "read: Services, EndpointSlices, Nodes" in lines
     assert any(line.startswith("not served: ServiceCIDRs, since") for line in lines)
 

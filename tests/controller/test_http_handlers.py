@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from controller.serving.protocol import HealthChecks
 from tests.served import (
     HEALTH,
     ME,
@@ -214,11 +215,11 @@ class TestHealthCheckNodePorts:
             assert ME in event["note"]
             assert "0.0.0.0:30501: another socket has this port" in event["note"]
             assert "shop/blocked" in agent.tail()
-            checks = agent.status()["health_checks"]
-            assert (checks["served"], list(checks["failed"])) == (1, ["shop/blocked"])
+            checks = agent.status().health_checks
+            assert (checks.served, list(checks.failed)) == (1, ["shop/blocked"])
             assert samples(lab)["hybrid_proxy_health_check_node_ports"] == {("served",): 1, ("failed",): 1}
         until(status_is(lab, "/", 200, 30501), "tried again when the port is free")
-        assert agent.status()["health_checks"]["failed"] == {}
+        assert agent.status().health_checks.failed == {}
 
     def test_bound_to_the_addresses_of_node_ports(self, start, lab, api):
         agent = start("--nodeport-addresses", "primary")
@@ -228,7 +229,7 @@ class TestHealthCheckNodePorts:
             where = {"address": lab["node"].address(family), "place": "client"}
             until(status_is(lab, "/", 200, 30501, **where), "at the node's primary addresses")
         assert refused(lab, 30501), "not at 127.0.0.1"
-        assert agent.status()["health_checks"] == {"served": 1, "failed": {}, "listeners": {}}
+        assert agent.status().health_checks == HealthChecks(1, {}, {})
 
     def test_through_the_ebpf_mode(self, start, lab, api):
         start(mode="ebpf")
@@ -338,10 +339,10 @@ class TestMetricsServer:
         with occupied(lab, "127.0.0.1", METRICS):
             agent = start()
             assert "metrics cannot be served at 127.0.0.1:10249: another socket has this port" in agent.tail()
-            assert "--metrics-bind-address" in agent.status()["health_checks"]["listeners"]
+            assert "--metrics-bind-address" in agent.status().health_checks.listeners
             assert fetch(lab, "/healthz").status == 200
         until(status_is(lab, "/healthz", 200, METRICS), "served after all")
-        assert agent.status()["health_checks"]["listeners"] == {}
+        assert agent.status().health_checks.listeners == {}
 
     def test_7_13_health_that_cannot_be_served_is_an_event(self, start, lab, api):
         with occupied(lab, "0.0.0.0", HEALTH):

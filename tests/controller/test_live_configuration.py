@@ -90,7 +90,7 @@ def start(lab: Lab, file: File) -> Iterator[Callable[[str], Agent]]:
 
 
 def serves(agent: Agent, mode: str) -> dict[str, Any]:
-    return agent.wait(lambda status: status["mode"]["effective"] == mode and status["synced"], 30, f"in mode {mode}")
+    return agent.wait(lambda status: status.mode.effective == mode and status.synced, 30, f"in mode {mode}")
 
 
 def nothing_failed(tallies: dict[str, Tally]) -> None:
@@ -187,7 +187,7 @@ def test_what_services_mean_changes_in_place(start: Callable[[str], Agent], file
         return True
 
     eventually(reaches_the_node_port, 5, "the node port is not served")
-    generation = agent.status()["generation"]
+    generation = agent.status().generation
     with new_connections(lab, service, PATIENCE) as tallies:
         for addresses, served in ((["203.0.113.0/24"], False), ([], True)):
             file.theirs["nodePortAddresses"] = addresses
@@ -203,36 +203,36 @@ def test_what_services_mean_changes_in_place(start: Callable[[str], Agent], file
         eventually(lambda: is_seen_as() != lab["pod1"].address4, 10, "masqueradeAll has no effect")
         goes_on(tallies)
     nothing_failed(tallies)
-    assert agent.status()["generation"] > generation, "tables go on from the one before"
+    assert agent.status().generation > generation, "tables go on from the one before"
     assert f"mode {mode} serves" not in agent.tail(200), "the mode was opened anew"
 
 
 def test_log_level_and_what_waits_and_what_is_refused(start: Callable[[str], Agent], file: File, lab: Lab):
     agent = start("nftables")
-    configuration = agent.status()["configuration"]
-    assert configuration["file"] == str(file.path)
-    assert any(warning.startswith("--proxy-mode: ") for warning in configuration["warnings"])
-    opened = agent.status()["ready_seconds"]
+    configuration = agent.status().configuration
+    assert configuration.file == str(file.path)
+    assert any(warning.startswith("--proxy-mode: ") for warning in configuration.warnings)
+    opened = agent.status().ready_seconds
 
     file.theirs["logging"] = {"verbosity": 5}
     file.ours["ebpf"] = {"limits": {"flows": 8}}
     file.write()
-    status = agent.wait(lambda status: status["configuration"]["waiting"], 10, "told of the change")
-    assert status["configuration"]["waiting"] == ["HybridProxyConfiguration.ebpf.limits.flows"]
+    status = agent.wait(lambda status: status.configuration.waiting, 10, "told of the change")
+    assert status.configuration.waiting == ["HybridProxyConfiguration.ebpf.limits.flows"]
     assert "these wait for the next start of the agent: HybridProxyConfiguration.ebpf.limits.flows" in agent.tail(20)
     assert "applied: KubeProxyConfiguration.logging.verbosity" in agent.tail(20)
 
     file.theirs |= {"mode": "nftables", "nftables": {"masqueradeBit": 99}}
     file.write()
-    status = agent.wait(lambda status: status["configuration"]["refused"], 10, "told of the error")
+    status = agent.wait(lambda status: status.configuration.refused, 10, "told of the error")
     field = f"{file.path}: KubeProxyConfiguration.nftables.masqueradeBit 99: "
-    assert status["configuration"]["refused"].startswith(field)
+    assert status.configuration.refused.startswith(field)
 
     file.theirs, file.ours = {"clusterCIDR": ",".join(CLUSTER_CIDRS)}, {"mode": "nftables"}
     file.write()
-    status = agent.wait(lambda status: not status["configuration"]["refused"], 10, "content again")
-    assert status["configuration"]["waiting"] == []
-    assert status["ready_seconds"] == opened
+    status = agent.wait(lambda status: not status.configuration.refused, 10, "content again")
+    assert status.configuration.waiting == []
+    assert status.ready_seconds == opened
     shown = agent.command("status", "--admin-socket", str(agent.socket)).stdout
     assert f"configured by {file.path}" in shown
 
@@ -308,8 +308,8 @@ def test_a_mode_that_cannot_serve_leaves_the_one_before(start: Callable[[str], A
     service = bench.service("pod2")
     with new_connections(lab, service, PATIENCE) as tallies:
         file.mode("ipvs")
-        status = agent.wait(lambda status: status["configuration"]["refused"], 15, "told of the error")
-        assert status["configuration"]["refused"].startswith("it cannot serve: mode ipvs: ")
+        status = agent.wait(lambda status: status.configuration.refused, 15, "told of the error")
+        assert status.configuration.refused.startswith("it cannot serve: mode ipvs: ")
         serves(agent, "nftables")
         goes_on(tallies)
     nothing_failed(tallies)

@@ -10,20 +10,18 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as text_parser
 
 from controller.serving.metrics import Metrics
+from dataplane.reports import Ejection, TrafficCounts, TrafficRow
+from tests.workshop.top.samples import agent_status, dataplane, ebpf
 
 
-def scrape(**dataplane: Any) -> list[str]:
-    told = {"mode": "ebpf", "unprogrammed": [], "fill": {}, "counters": {}, "audit_repairs": 0, "warnings": []}
-    status = {
-        "mode": {"requested": "ebpf", "effective": "ebpf", "reason": ""},
-        "services": 1, "synced": True, "problems": [], "dataplane": told | dataplane,
-    }  # fmt: skip
+def scrape(**fields: Any) -> list[str]:
+    status = agent_status(dataplane=dataplane(**fields))
     return generate_latest(Metrics(lambda: status).registry).decode().splitlines()
 
 
 def test_ejected_backends_and_those_kept() -> None:
-    rows = [{"service": "d/web:http", "address": f"10.1.0.{n}:80", "ejected": n == 1, "state": ""} for n in (1, 2)]
-    lines = scrape(ejections=rows, counters={"failover": 3})
+    rows = [Ejection("d/web:http", f"10.1.0.{n}:80", n == 1, None, "") for n in (1, 2)]
+    lines = scrape(ebpf=ebpf(*rows), counters={"failover": 3})
     assert 'hybrid_proxy_backend_ejected{backend="10.1.0.1:80",entry="d/web:http"} 1.0' in lines
     assert 'hybrid_proxy_backend_ejected{backend="10.1.0.2:80",entry="d/web:http"} 0.0' in lines
     assert 'hybrid_proxy_events_total{reason="failover"} 3.0' in lines
@@ -35,20 +33,12 @@ def test_a_mode_without_ejections() -> None:
 
 @pytest.mark.parametrize("openmetrics", [False, True])
 def test_traffic_is_what_a_scraper_can_read(openmetrics: bool) -> None:
-    counters = {"flows": 4, "packets": 40, "bytes": 400, "reply_packets": 30, "reply_bytes": 300}
     rows = [
-        {"service": "d/web:http", **counters, "answered": 4, "connect_ns": 6_000_000},
-        {"service": "d/dns:dns", **counters, "answered": 0, "connect_ns": 0},
+        TrafficRow("d/web:http", TrafficCounts(4, 40, 400, 30, 300, 4, 6_000_000)),
+        TrafficRow("d/dns:dns", TrafficCounts(4, 40, 400, 30, 300, 0, 0)),
     ]
-    status = {
-        "mode": {"requested": "ebpf", "effective": "ebpf", "reason": ""}, "services": 1, "synced": True,
-        "problems": [],
-        "dataplane": {
-            "mode": "ebpf", "unprogrammed": [], "fill": {}, "counters": {}, "audit_repairs": 0, "warnings": [],
-        },
-    }  # fmt: skip
     accept = "application/openmetrics-text; version=1.0.0" if openmetrics else "text/plain"
-    body, _ = Metrics(lambda: status, lambda: rows).page(accept)
+    body, _ = Metrics(agent_status, lambda: rows).page(accept)
     parse = openmetrics_parser if openmetrics else text_parser
     samples = {(s.name, *sorted(s.labels.items())): s.value for family in parse(body.decode()) for s in family.samples}
     web, dns = ("service", "d/web:http"), ("service", "d/dns:dns")

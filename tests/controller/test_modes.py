@@ -34,6 +34,7 @@ WORKS = """
     from typing import Any
     from dataplane.errors import DataplaneError, Unsupported
     from dataplane.mode import Mode, Event, SyncResult
+    from dataplane.reports import Status
 
     class Nothing:
         name = {name!r}
@@ -47,7 +48,8 @@ WORKS = """
         def counters(self): return {{}}
         def close(self): {close}
         def status(self):
-            return dict(mode=self.name, unprogrammed=[], warnings=[], fill={{}}, counters={{}}, audit_repairs=0)
+            return Status(mode=self.name)
+        def ejections(self): return []
 
     def clean(options): {clean}
     def probe(options): {probe}
@@ -270,9 +272,9 @@ class TestAgent:
     def test_a_replaced_mode_is_told_everywhere(self, start, api, lab):
         agent = start("lacking", "--strict-mode=false", f"--metrics-bind-address=127.0.0.1:{METRICS}",
                       kubeconfig=api.kubeconfig())  # fmt: skip
-        told = agent.status()["mode"]
-        assert (told["requested"], told["effective"]) == ("lacking", "ebpf")
-        assert "it is missing: load the module" in told["reason"]
+        told = agent.status().mode
+        assert (told.requested, told.effective) == ("lacking", "ebpf")
+        assert "it is missing: load the module" in told.reason
         shown = agent.command("status", "--admin-socket", str(agent.socket)).stdout
         assert "lacking was asked for: lacking does not work here (the feature: it is missing" in shown
         assert "mode ebpf serves instead of lacking: lacking does not work here" in agent.tail()
@@ -287,10 +289,10 @@ class TestAgent:
 
     def test_a_mode_that_cannot_program_the_first_table_is_replaced(self, start):
         agent = start("later", "--strict-mode=false")
-        told = agent.status()["mode"]
-        assert (told["requested"], told["effective"]) == ("later", "ebpf")
-        assert "a rule: the kernel lacks it" in told["reason"]
-        assert agent.status()["dataplane"]["mode"] == "ebpf"
+        told = agent.status().mode
+        assert (told.requested, told.effective) == ("later", "ebpf")
+        assert "a rule: the kernel lacks it" in told.reason
+        assert agent.status().dataplane.mode == "ebpf"
 
     @pytest.mark.parametrize("mode", ["lacking", "later"])
     def test_strict_ends_with_one_sentence(self, start, lab, mode):
@@ -315,13 +317,13 @@ class TestAgent:
             api.put(service(number))
             api.put(endpoint_slice(number, range(1), 1))
         agent = start("ebpf", "--max-services", "2", kubeconfig=api.kubeconfig())
-        unprogrammed = agent.status()["dataplane"]["unprogrammed"]
+        unprogrammed = agent.status().dataplane.unprogrammed
         assert unprogrammed
         eventually(lambda: len(api.events("NotProgrammed")) == len(unprogrammed), "an event for each")
         told = {(e["regarding"]["kind"], f"{e['regarding']['namespace']}/{e['regarding']['name']}", e["note"])
                 for e in api.events("NotProgrammed")}  # fmt: skip
         assert told == {
-            ("Service", m["entry"].partition(":")[0], f"{m['entry']} is not served on this node: {m['reason']}")
+            ("Service", m.entry.partition(":")[0], f"{m.entry} is not served on this node: {m.reason}")
             for m in unprogrammed
         }
 
@@ -346,12 +348,12 @@ class TestAgent:
         agent = start("nofiles")
         eventually(lambda: agent.tail().count("maintenance failed: [Errno 24] Too many open files") > 1, "a warning")
         assert agent.running()
-        assert agent.status()["synced"]
+        assert agent.status().synced
 
     def test_what_cannot_be_put_right_fails_health_and_status(self, start, lab):
         agent = start("broken", f"--healthz-bind-address=127.0.0.1:{HEALTH}")
-        eventually(lambda: agent.status()["drift"] == ["a link cannot be put back"], "what is not in place")
-        assert not agent.status()["synced"]
+        eventually(lambda: agent.status().drift == ["a link cannot be put back"], "what is not in place")
+        assert not agent.status().synced
         shown = agent.command("status", "--admin-socket", str(agent.socket)).stdout
         assert "NOT in sync" in shown
         assert "NOT IN PLACE: a link cannot be put back" in shown
@@ -360,7 +362,7 @@ class TestAgent:
 
     def test_auto_takes_the_first_that_works(self, start):
         agent = start("auto")
-        assert agent.status()["mode"]["effective"] == next(row["mode"] for row in in_lab(agent) if row["works"])
+        assert agent.status().mode.effective == next(row["mode"] for row in in_lab(agent) if row["works"])
 
     def test_modes_are_listed_with_the_one_that_runs(self, start):
         agent = start("works")
@@ -399,11 +401,11 @@ class TestAgent:
             subprocess.run(["nft", "add table ip kube-proxy"], check=True)
         try:
             agent = start("works", kubeconfig=api.kubeconfig())
-            eventually(lambda: agent.status()["neighbours"], "the neighbour in status")
-            (sentence,) = agent.status()["neighbours"]
+            eventually(lambda: agent.status().other_proxies, "the neighbour in status")
+            (sentence,) = agent.status().other_proxies
             assert sentence.startswith("kube-proxy left its table ip kube-proxy here, and nobody maintains them")
             assert f"neighbour: {sentence}" in agent.tail()
-            assert f"NEIGHBOUR: {sentence}" in agent.command("status", "--admin-socket", str(agent.socket)).stdout
+            assert f"OTHER PROXY: {sentence}" in agent.command("status", "--admin-socket", str(agent.socket)).stdout
             eventually(lambda: api.events("OtherProxyFound"), "the event")
             assert api.events("OtherProxyFound")[0]["note"] == sentence
         finally:
@@ -450,6 +452,6 @@ def test_ipvs_without_ip_vs_falls_back_to_iptables(start):
     if not rows["iptables"]["works"]:
         pytest.skip(f"iptables does not work here either: {rows['iptables']['missing']}")
     probe.start()
-    told = probe.status()["mode"]
-    assert (told["requested"], told["effective"]) == ("ipvs", "iptables")
-    assert "ip_vs" in told["reason"]
+    told = probe.status().mode
+    assert (told.requested, told.effective) == ("ipvs", "iptables")
+    assert "ip_vs" in told.reason

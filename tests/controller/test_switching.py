@@ -152,8 +152,8 @@ def test_the_next_mode_takes_over_under_load(agents: tuple[Agent, Agent], lab: L
             eventually(partial(is_answered, client), 2, f"nobody answers {client.getsockname()} any more")
     for name, tally in tallies.items():
         assert not tally.failed, f"{name}: {tally.report()}"
-    assert new.status()["mode"]["effective"] == new.mode
-    assert new.status()["neighbours"] == []
+    assert new.status().mode.effective == new.mode
+    assert new.status().other_proxies == []
     # and it serves what changes from now on
     service.write(lab["pod2"])
     bench.agent = new

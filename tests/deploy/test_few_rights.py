@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from controller.serving.admin import ask
+from controller.serving.protocol import GetStatus, StatusAnswer
 from workshop.lab import examples, traffic
 from workshop.lab.agent import Agent
 from workshop.lab.namespace import DEADLINES
@@ -202,7 +203,7 @@ def test_only_root_may_ask_it(lab: Lab) -> None:
     with running(lab, "nftables") as agent:
         found = agent.socket.stat()
         assert (found.st_mode & 0o777, found.st_uid, found.st_gid) == (0o600, 0, 0)
-        assert ask(str(agent.socket), "status")["synced"]
+        assert ask(str(agent.socket), GetStatus(), StatusAnswer).status.synced
         tried = """
 import socket, sys
 with socket.socket(socket.AF_UNIX) as client:

@@ -15,6 +15,7 @@ import pytest
 
 from dataplane.kernel import conntrack
 from dataplane.kernel.netlink import BURST_MESSAGES
+from dataplane.reports import FlowRow
 from dataplane.table import Backend, BackendSet, Kind, NodeNetwork, Protocol, ServiceTable, socket_text
 from tests import namespaces
 from tests.tables import Front, entry_of
@@ -188,13 +189,13 @@ class TestFlows:
         all_ways()
         rows, total = conntrack.flows(self.SERVICES, 100)
         assert total == len(rows) == 5
-        mine = next(row for row in rows if row["client"].endswith(f":{client}"))
+        mine = next(row for row in rows if row.client.endswith(f":{client}"))
         backend = socket_text(OLD[V4], TARGET)
-        assert mine == {
-            "service": "a/dns:dns", "protocol": "UDP", "client": mine["client"], "frontend": f"{VIP[V4]}:{PORT}",
-            "backend": backend, "source": mine["client"], "state": "opening",
-        }  # fmt: skip
-        assert {row["frontend"] for row in rows} == {
+        assert mine == FlowRow(
+            service="a/dns:dns", protocol="UDP", client=mine.client, frontend=f"{VIP[V4]}:{PORT}",
+            backend=backend, source=mine.client, state="opening",
+        )  # fmt: skip
+        assert {row.frontend for row in rows} == {
             socket_text(VIP[V4], PORT), socket_text(VIP[V6], PORT),
             socket_text(NODE[V4], NODE_PORT), socket_text(NODE[V6], NODE_PORT),
         }  # fmt: skip
@@ -215,11 +216,11 @@ class TestFlows:
             rules(OLD)
             client = stack.enter_context(socket.create_connection((VIP[V4], PORT), timeout=20))
             answered = stack.enter_context(server.accept()[0])
-            assert [row["state"] for row in conntrack.flows(self.SERVICES, 9)[0]] == ["established"]
+            assert [row.state for row in conntrack.flows(self.SERVICES, 9)[0]] == ["established"]
             client.close()
             assert answered.recv(1) == b""
             answered.close()
-            assert [row["state"] for row in conntrack.flows(self.SERVICES, 9)[0]] == ["closed"]
+            assert [row.state for row in conntrack.flows(self.SERVICES, 9)[0]] == ["closed"]
 
     @pytest.mark.parametrize("family", [V4, V6])
     def test_what_is_over_and_was_translated_is_forgotten(self, family):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from dataplane.mode import Unprogrammed, unknown_algorithms, unprobed, unprogrammed_rows
+from dataplane.mode import unknown_algorithms, unprobed
 from dataplane.table import Backend, NodeNetwork, Probe, Protocol, ServiceTable
 from tests.tables import entry_of
 
@@ -43,9 +43,3 @@ def test_probes_that_a_mode_does_not_make_are_counted() -> None:
         "1 service ports ask for probes of their backends, which this mode does not make"
     ]
     assert unprobed(asking_for("random")) == []
-
-
-def test_a_misfit_is_a_row_of_the_status() -> None:
-    assert unprogrammed_rows([Unprogrammed("d/web:p1", "the map is full")]) == [
-        {"entry": "d/web:p1", "reason": "the map is full"}
-    ]

@@ -176,7 +176,7 @@ def _weather(load: Load, api: ApiProcess, agent: ApiAgent, found: Outcome) -> No
             next_fault, number = next_fault + load.fault_every, number + 1
         time.sleep(0.05)
     found.busy = (agent.processor_seconds() - used) / (time.monotonic() - start)
-    found.waiting = (agent.status() or {})["waiting"]["most"]
+    found.waiting = agent.running_status().waiting.most
     _good_weather(api)
     for recent in range(max(0, number - 2 * len(FAULTS)), number):  # changes mended those before
         index = _broken(load, recent)

@@ -78,7 +78,7 @@ def _changes(plan: Plan, view: View, counts: dict[int, int], changes: int) -> Se
     """One agent, as many changes, and the control."""
     agent = view.agent()
     say(f"  the agent is ready after {agent.timed_start():.2f} s")
-    agent.wait(lambda status: bool(status.get("synced")), 30, "at leisure")
+    agent.wait(lambda status: status.synced, 30, "at leisure")
     time.sleep(2)  # the first maintenance is over
     with contextlib.ExitStack() as stack:
         if view.mode == "ebpf":
@@ -92,7 +92,8 @@ def _changes(plan: Plan, view: View, counts: dict[int, int], changes: int) -> Se
                 counts[index] -= 1
                 seconds.append(_change(plan, view, agent, index, counts[index]))
                 time.sleep(plan.pause)
-        own, memory = (agent.status() or {})["change_seconds"], agent.memory()["VmRSS"]
+        latency, memory = agent.running_status().change_seconds, agent.memory()["VmRSS"]
+        own = {"p50": latency.p50 or 0.0, "p99": latency.p99 or 0.0}
     check(view, counts, ENDPOINTS)
     agent.kill()
     control = view.rewritten()
@@ -115,4 +116,4 @@ def _change(plan: Plan, view: View, agent: ApiAgent, index: int, wanted: int) ->
 
 
 def _done(agent: ApiAgent) -> int:
-    return int((agent.status() or {})["change_seconds"]["count"])
+    return agent.running_status().change_seconds.count

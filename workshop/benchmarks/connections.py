@@ -113,7 +113,8 @@ def _compare(
     agent.start(60)
     plain, service = Arm("plain1", made["plain2"].address4, prefix), Arm("pod1", VIP, prefix)
     try:
-        served = (agent.status() or {})["dataplane"]["pods"]["interfaces"]
+        ebpf = agent.running_status().dataplane.ebpf
+        served = ebpf.pods.interfaces if ebpf else []
         assert sorted(served) == sorted(place.interface for place in made.pods()), served
         for number in range(rounds + 1):
             for arm in (plain, service) if number % 2 else (service, plain):

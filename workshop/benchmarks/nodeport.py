@@ -130,7 +130,9 @@ def _node(mode: str, program: str, *flags: str) -> Iterator[Node]:
             forwarder = None
             with made.inside("node"):
                 if mode == "ebpf":
-                    assert (agent.status() or {})["dataplane"]["xdp"]["interfaces"] == [UPLINK]
+                    served = agent.running_status().dataplane.ebpf
+                    assert served is not None
+                    assert served.xdp.interfaces == [UPLINK]
                     forwarder = _program_at(made)
                 else:
                     stack.enter_context(Receiver(UPLINK))  # frames need a receive queue for XDP here, too

@@ -71,8 +71,8 @@ def _outage(api: ApiProcess, agent: ApiAgent) -> None:
 
 
 def _well(agent: ApiAgent) -> bool:
-    status = agent.status() or {}
-    return bool(status) and status["synced"] and all(kind["state"] == "read" for kind in status["source"]["kinds"])
+    status = agent.running_status()
+    return status is not None and status.synced and all(kind.state == "read" for kind in status.source.kinds)
 
 
 def _memory(agent: ApiAgent) -> tuple[float, float]:

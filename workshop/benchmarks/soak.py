@@ -39,12 +39,12 @@ def measure() -> Result:
             clients = _clients(made, program)
             samples, changes = _churn(made, api, agent)
             done, failed = _collect(clients)
-            status = (agent.status() or {})["dataplane"]
+            status = agent.running_status().dataplane
         finally:
             agent.end()
     grown = _growth(samples)
     say(f"  {done:,} connections, {failed} failed; {changes:,} changes; growth {grown}")
-    left = {name: value for name, value in status["counters"].items() if value and ("full" in name or "lost" in name)}
+    left = {name: value for name, value in status.counters.items() if value and ("full" in name or "lost" in name)}
     return Result(
         "soak", done / SECONDS, "1/s", "connections that failed, at least one to divide by", max(failed, 1),
         [
@@ -105,14 +105,15 @@ def _sample(agent: ApiAgent) -> dict[str, float]:
     """What must not grow: memory, descriptors, threads, numbers in use."""
     assert agent.process is not None
     process = Path("/proc", str(agent.process.pid))
-    dataplane = (agent.status() or {})["dataplane"]
-    fill = {name: float(used) for name, (used, *_) in dataplane["fill"].items()}
+    dataplane = agent.running_status().dataplane
+    assert dataplane.ebpf is not None
+    fill = {name: float(row.used) for name, row in dataplane.fill.items()}
     return {
         "memory": agent.memory()["VmRSS"],
         "descriptors": float(len(list((process / "fd").iterdir()))),
         "threads": float(len(list((process / "task").iterdir()))),
         "services": fill["services"],
-        "backends": fill["backends"] + float(dataplane["deferred_frees"]),
+        "backends": fill["backends"] + float(dataplane.ebpf.deferred_frees),
         "slots": fill["slots"],
     }
 

@@ -293,8 +293,8 @@ class IptablesView(View):
         view = Programmed(self.variant, {4: self._tables.save(4, "nat")})
         found: Backends = {}
         for row in view.backends():
-            found.setdefault(row["service"], set()).add(row["address"])
-        return {row["frontends"][0].rpartition(":")[0]: found[row["name"]] for row in view.services()}
+            found.setdefault(str(row.service), set()).add(row.address)
+        return {row.frontends[0].rpartition(":")[0]: found[str(row.name)] for row in view.services()}
 
     def loaded(self, counts: Mapping[int, int]) -> float:  # noqa: ARG002 - it loads what the last agent had
         """One restore as one would write it: all chains, then all rules, in no particular order."""

@@ -183,7 +183,7 @@ def _tried(modes: tuple[str, ...]) -> list[ModeState]:
     """Each mode tried in a namespace of its own for what it needs."""
     forsaken()
     with Lab(f"cmp{os.getpid()}x0", 0) as lab, lab.inside("node"):
-        found = {row["mode"]: row["missing"] for row in probe_all(Options(cgroup=str(lab.cgroup)))}
+        found = {trial.mode: trial.missing for trial in probe_all(Options(cgroup=str(lab.cgroup)))}
     told = {mode: found.get(mode, "this installation does not have it") for mode in modes}
     return [ModeState(mode, not missing, missing) for mode, missing in told.items()]
 

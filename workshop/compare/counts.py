@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
+from controller.serving.protocol import AgentStatus
 from workshop.lab.network import Lab
 
 __all__ = ["programmed"]
@@ -13,11 +12,11 @@ __all__ = ["programmed"]
 _SAVE = ("iptables-save", "ip6tables-save")
 
 
-def programmed(lab: Lab, mode: str, status: dict[str, Any]) -> dict[str, float]:
+def programmed(lab: Lab, mode: str, status: AgentStatus | None) -> dict[str, float]:
     """The metrics `rules` and `entries`, read from the kernel; mode ebpf's from the agent, who counts its maps."""
     if mode == "ebpf":
-        maps = status["dataplane"]["maps"]
-        return {"rules": 0, "entries": sum(known.get("used", 0) for known in maps.values())}
+        ebpf = status.dataplane.ebpf if status else None
+        return {"rules": 0, "entries": sum(known.used or 0 for known in ebpf.maps.values()) if ebpf else 0}
     rules, entries = _saved(lab) if mode in ("iptables", "ipvs") else _listed(lab)
     return {"rules": rules, "entries": entries + (_ipvs(lab) if mode == "ipvs" else 0)}
 

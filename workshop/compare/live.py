@@ -13,6 +13,8 @@ import msgspec
 from controller.commands.views import programmed
 from controller.errors import ConfigError, ControllerError
 from controller.serving.admin import ask, socket_path
+from controller.serving.protocol import GetStatus, StatusAnswer
+from dataplane.table import family_of
 from workshop.compare.loads import Found, argv
 from workshop.compare.measure import traffic
 from workshop.compare.plan import Settings, Step
@@ -57,19 +59,19 @@ def look(name: str, admin_socket: str) -> Live:
         ControllerError: no agent runs, or it serves another network namespace than this process is in.
         DataplaneError: what is programmed cannot be read.
     """
-    status = ask(admin_socket, "status")
+    status = ask(admin_socket, GetStatus(), StatusAnswer).status
     _refuse_elsewhere(admin_socket)
     with closing(programmed(admin_socket)) as here:
         services, backends = here.services(name), here.backends(name)
     if not services:
         raise ConfigError(f"--live {name}: no such service is programmed here; `hybrid-proxy services` lists them")
     for row in services:
-        for frontend in row["frontends"] if row["protocol"].lower() == "tcp" else ():
+        for frontend in row.frontends if row.protocol == "TCP" else ():
             address, port = _parted(frontend)
-            of = [_parted(each["address"]) for each in backends if each["service"] == row["name"]]
-            near = [known for known in of if (":" in known[0]) == (":" in address)]
+            of = [_parted(each.address) for each in backends if each.service == row.name]
+            near = [known for known in of if family_of(known[0]) == family_of(address)]
             if near and address not in ("0.0.0.0", "::"):  # noqa: S104 - a node port's row, not an address to bind
-                return Live(status["mode"]["effective"], status["services"], address, port, *near[0])
+                return Live(status.mode.effective, status.services, address, port, *near[0])
     raise ConfigError(f"--live {name}: has no TCP port with an address and an endpoint; HTTP is what is measured")
 
 

@@ -85,7 +85,7 @@ def _started(step: Step, stand: Stand, began: float) -> Cell:
     if step.round == 0:  # the same in every round, and reading them takes long
         assert stand.agent is not None
         assert stand.mode is not None
-        values |= programmed(stand.lab, stand.mode, stand.agent.status() or {})
+        values |= programmed(stand.lab, stand.mode, stand.agent.status())
     return Cell(step, time.monotonic() - began, values)
 
 

@@ -131,7 +131,7 @@ class Stand:
         began = time.monotonic()
         with self.agent.log.open("a") as log:
             self.agent.process = self.lab.start("node", self.agent.argv, output=log, errors=log)
-        while not (self.agent.status() or {}).get("synced"):
+        while (status := self.agent.status()) is None or not status.synced:
             if not self.agent.running():
                 raise LabError(f"the agent ended:\n{self.agent.tail(2)}")
             if time.monotonic() - began > PATIENCE:
@@ -215,8 +215,9 @@ class Stand:
     def applied(self) -> float | None:
         """Milliseconds of the last change from its arrival at the agent to the kernel; None: it does not say."""
         assert self.agent is not None
-        last = ((self.agent.status() or {}).get("change_seconds") or {}).get("last")
-        return None if last is None else 1000.0 * float(last)
+        status = self.agent.status()
+        last = status.change_seconds.last if status else None
+        return None if last is None else 1000.0 * last
 
 
 def measured(

@@ -8,10 +8,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from controller.errors import ControllerError
 from controller.serving.admin import ask
+from controller.serving.protocol import AgentStatus, GetStatus, StatusAnswer
 from workshop.lab import namespace
 from workshop.lab.network import CLUSTER_CIDRS, NODE_NAMES, Lab, LabError
 
@@ -76,7 +76,7 @@ class Agent:
         self._refuse_the_machine_itself()
         with self.log.open("a") as log:
             self.process = self.lab.start(self.place, self.argv, output=log, errors=log)
-        self.wait(lambda status: bool(status.get("synced")), timeout, "ready")
+        self.wait(lambda status: status.synced, timeout, "ready")
 
     def _refuse_the_machine_itself(self) -> None:
         """Nothing is ever attached to the namespace or the cgroup of the machine that runs the lab."""
@@ -85,9 +85,7 @@ class Agent:
         if self.lab.cgroup.resolve() == namespace.cgroup2_root().resolve():
             raise LabError("the lab's cgroup is the machine's root cgroup: no agent is started there")
 
-    def wait(
-        self, reached: Callable[[dict[str, Any]], bool], timeout: float = 10.0, what: str = "there"
-    ) -> dict[str, Any]:
+    def wait(self, reached: Callable[[AgentStatus], object], timeout: float = 10.0, what: str = "there") -> AgentStatus:
         """Ask for the status until `reached(status)`; returns that status."""
         deadline = time.monotonic() + timeout * namespace.DEADLINES
         while True:
@@ -100,12 +98,23 @@ class Agent:
                 raise LabError(f"the agent is not {what} in time, its status is {status}:\n{self.tail()}")
             time.sleep(0.05)
 
-    def status(self) -> dict[str, Any] | None:
-        """What `hybrid-proxy status -o json` says, asked at the same socket; None while nobody answers."""
+    def status(self) -> AgentStatus | None:
+        """As `hybrid-proxy status -o json` prints it, asked at the same socket; None while nobody answers."""
         try:
-            return ask(str(self.socket), "status")
+            return ask(str(self.socket), GetStatus(), StatusAnswer).status
         except (ControllerError, OSError):
             return None
+
+    def running_status(self) -> AgentStatus:
+        """The same, of an agent that must answer.
+
+        Raises:
+            LabError: nobody answers; with the end of its log.
+        """
+        status = self.status()
+        if status is None:
+            raise LabError(f"the agent does not answer:\n{self.tail()}")
+        return status
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Any other command of hybrid-proxy, on the node."""

@@ -149,12 +149,13 @@ class _Demo:
         start = time.monotonic()
         self.agent.start()
         took = time.monotonic() - start
-        status = self.agent.status() or {}
+        status = self.agent.status()
         for name, addresses in self.addresses.items():
             self.say(f"{name:<7} {' '.join(addresses.values())}")
-        mode = status.get("mode", {}).get("effective", "?")
+        mode = status.mode.effective if status else "?"
         self.check(
-            bool(status.get("synced")), f"mode {mode}: everything programmed {took:.1f} s after the process started"
+            status is not None and status.synced,
+            f"mode {mode}: everything programmed {took:.1f} s after the process started",
         )
         self.summary.numbers["agent start to programmed"] = f"{took:.2f} s"
 
@@ -295,8 +296,11 @@ class _Demo:
             stop.set()
             for client in clients:
                 client.join()
-        adopted = (self.agent.status() or {}).get("dataplane", {}).get("adopted")
-        self.check(adopted is True, f"a new agent adopted what runs, {took:.1f} s after its start, and goes on")
+        status = self.agent.status()
+        self.check(
+            status is not None and status.dataplane.adopted is True,
+            f"a new agent adopted what runs, {took:.1f} s after its start, and goes on",
+        )
         total, failed = sum(t.answered for t in tallies.values()), sum(t.failed for t in tallies.values())
         moved = sum(t.moved for t in tallies.values())
         self.requests += total

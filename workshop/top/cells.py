@@ -155,19 +155,19 @@ def head(shown: Picture) -> Sequence[str]:
     if status is None:
         first = f"mode {shown.sample.mode}, as last programmed" if shown.sample.mode else "nothing is programmed here"
         return first, _totals(shown)
-    mode = status["mode"]
-    asked = "" if mode["requested"] == mode["effective"] else f" ({mode['requested']} was asked for)"
-    sync = "in sync" if status["synced"] else "NOT in sync"
-    agent = f"agent up {duration(status['uptime_seconds'])}, {size(status['memory_bytes'])}"
-    return f"node {status['node']}   mode {mode['effective']}{asked}   {sync}   {agent}", _totals(shown)
+    mode = status.mode
+    asked = "" if mode.requested == mode.effective else f" ({mode.requested} was asked for)"
+    sync = "in sync" if status.synced else "NOT in sync"
+    agent = f"agent up {duration(status.uptime_seconds)}, {size(status.memory_bytes)}"
+    return f"node {status.node}   mode {mode.effective}{asked}   {sync}   {agent}", _totals(shown)
 
 
 def _totals(shown: Picture) -> str:
     parts = [f"conn/s {rate(shown.all('connections'))}", f"packets/s {rate(shown.all('packets'))}"]
     parts += [f"in {size(shown.all('request_bytes'))}/s", f"out {size(shown.all('reply_bytes'))}/s"]
     if shown.sample.status is not None:
-        fill = shown.sample.status["dataplane"]["fill"]
-        parts += [f"flow entries {fill['flows'][0]:,} of {fill['flows'][1]:,}"] if "flows" in fill else []
+        flows = shown.sample.status.dataplane.fill.get("flows")
+        parts += [f"flow entries {flows.used:,} of {flows.limit:,}"] if flows else []
         parts += [f"dropped/s {rate(shown.rate('drop'))}", f"refused/s {rate(shown.rate('refuse'))}"]
     return "   ".join(parts)
 
@@ -187,13 +187,15 @@ def trouble(shown: Picture) -> list[str]:
     if status is None:
         said = f"no answer from the agent: {sample.trouble}"
         return [f"{said}. Traffic goes on as programmed" if sample.mode else said]
-    sentences = [f"the last sync failed: {status['error']}"] * bool(status["error"])
-    mode = status["mode"]
-    sentences += [f"{mode['requested']} was asked for: {mode['reason']}"] * bool(mode["reason"])
+    sentences = [f"the last sync failed: {status.error}"] * bool(status.error)
+    mode = status.mode
+    sentences += [f"{mode.requested} was asked for: {mode.reason}"] * bool(mode.reason)
     if sample.services and not shown.counts:
         sentences.append(f"mode {sample.mode} does not count what each service carries ('-'); mode ebpf does")
-    ejected = sum(row["ejected"] for row in status["dataplane"].get("ejections", ()))
+    ebpf = status.dataplane.ebpf
+    ejected = sum(row.ejected for row in ebpf.ejections) if ebpf else 0
     sentences += [f"{ejected} backends are ejected because they fail"] * bool(ejected)
-    unprogrammed = len(status["dataplane"]["unprogrammed"])
-    sentences += [f"{unprogrammed} service ports do not fit; `hybrid-proxy status` says why"] * bool(unprogrammed)
-    return [*sentences, *status["neighbours"]]
+    unprogrammed = len(status.dataplane.unprogrammed)
+    why = "`hybrid-proxy status` says why"
+    sentences += [f"{unprogrammed} service ports are not programmed; {why}"] * bool(unprogrammed)
+    return [*sentences, *status.other_proxies]

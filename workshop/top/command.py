@@ -5,18 +5,30 @@ from __future__ import annotations
 import argparse
 import sys
 import threading
-from typing import Any
 
 import msgspec
 
 from controller.errors import ConfigError
 from workshop.top.cells import matches
 from workshop.top.look import Looker, Watcher
-from workshop.top.rates import Picture, Sample, Window
+from workshop.top.rates import BackendRow, MapRow, Picture, ReasonRow, Sample, ServiceRow, Window
 
 __all__ = ["main"]
 
 FASTEST = 0.1
+
+
+class Look(msgspec.Struct, frozen=True):
+    """One line of `top -o json`: whether an agent answers (`trouble`: why not), its mode, and rows of each table."""
+
+    agent: bool
+    trouble: str
+    mode: str
+    requested: str | None
+    services: list[ServiceRow]
+    backends: list[BackendRow]
+    reasons: list[ReasonRow]
+    maps: list[MapRow]
 
 
 def main(args: argparse.Namespace) -> int:
@@ -64,15 +76,15 @@ def _tell(looker: Looker, args: argparse.Namespace) -> int:
 
 
 def _print(shown: Picture, wanted: str) -> None:
-    status: Any = shown.sample.status
-    line = {
-        "agent": status is not None,
-        "trouble": shown.sample.trouble,
-        "mode": shown.sample.mode,
-        "requested": status["mode"]["requested"] if status else None,
-        "services": [row for row in shown.services if matches(row, wanted)],
-        "backends": shown.backends,
-        "reasons": shown.reasons,
-        "maps": shown.maps,
-    }
-    print(msgspec.json.encode(line).decode(), flush=True)
+    status = shown.sample.status
+    look = Look(
+        agent=status is not None,
+        trouble=shown.sample.trouble,
+        mode=shown.sample.mode,
+        requested=status.mode.requested if status else None,
+        services=[row for row in shown.services if matches(row, wanted)],
+        backends=list(shown.backends),
+        reasons=list(shown.reasons),
+        maps=list(shown.maps),
+    )
+    print(msgspec.json.encode(look).decode(), flush=True)

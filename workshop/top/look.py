@@ -11,6 +11,7 @@ from typing import Any, Final
 from controller.commands.views import views_of
 from controller.errors import ControllerError
 from controller.serving.admin import ask
+from controller.serving.protocol import AgentStatus, GetNames, GetStatus, NamesAnswer, StatusAnswer
 from controller.settings.config import available_modes
 from dataplane.errors import DataplaneError
 from workshop.top.rates import Sample
@@ -42,7 +43,7 @@ class Looker:
         """What is to be seen now; `chosen` is the service port whose backends are wanted."""
         status, trouble = None, ""
         try:
-            status = ask(self._socket, "status")
+            status = ask(self._socket, GetStatus(), StatusAnswer).status
             self._learn_names(status)
         except ControllerError as error:
             status, trouble = None, str(error)
@@ -51,17 +52,16 @@ class Looker:
         except (DataplaneError, ControllerError, OSError, KeyError) as error:  # it went while we read
             return Sample(time.monotonic(), status, trouble or str(error), chosen=chosen)
 
-    def _learn_names(self, status: dict[str, Any]) -> None:
-        known = (status["mode"]["effective"], status["generation"])
+    def _learn_names(self, status: AgentStatus) -> None:
+        known = (status.mode.effective, status.generation)
         if known == self._named and time.monotonic() - self._named_at < NAMES_SECONDS:
             return
-        told = ask(self._socket, "names")
-        self._names = {int(key): name for key, name in told["names"].items()}
-        self._mode = told["mode"]
-        self._pin_root = self._asked_root or told["pin_root"]
+        answer = ask(self._socket, GetNames(), NamesAnswer)
+        self._names, self._mode = answer.names, answer.mode
+        self._pin_root = self._asked_root or answer.pin_root
         self._named, self._named_at = known, time.monotonic()
 
-    def _read(self, status: dict[str, Any] | None, trouble: str, chosen: str | None) -> Sample:
+    def _read(self, status: AgentStatus | None, trouble: str, chosen: str | None) -> Sample:
         # The agent's mode; without an agent whatever is there, that mode first.
         modes = [self._mode] if status else sorted(available_modes(), key=lambda name: name != self._mode)
         passed_over = () if status else (DataplaneError,)

@@ -7,10 +7,14 @@ known until the next look, and not known is None everywhere.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Final
 
 import msgspec
+
+from controller.serving.protocol import AgentStatus
+from dataplane import reports
+from dataplane.reports import TrafficCounts
 
 __all__ = ["BackendRow", "MapRow", "Picture", "ReasonRow", "Sample", "ServiceRow", "Window", "picture"]
 
@@ -21,15 +25,13 @@ KINDS: Final = {"drop": 0, "refuse": 1, "note": 2}
 DROPS: Final = frozenset({"discarded", "source-not-allowed", "unallocated", "no-slot", "invalid"})
 REFUSALS: Final = frozenset({"reject", "socket_refused", "refused", "unknown-port"})
 
-Row = Mapping[str, Any]
-
 
 class Sample(msgspec.Struct, frozen=True):
     """One look at the node.
 
     Args:
         at: when, in seconds of a clock that does not jump.
-        status: what the agent answered to `status`, None: nobody answered.
+        status: of the agent, None: nobody answered.
         trouble: why not.
         mode: whose rows these are, empty: nothing is programmed.
         services: rows of `dataplane.mode.View.services`.
@@ -38,12 +40,12 @@ class Sample(msgspec.Struct, frozen=True):
     """
 
     at: float
-    status: Row | None = None
+    status: AgentStatus | None = None
     trouble: str = ""
     mode: str = ""
-    services: tuple[Row, ...] = ()
+    services: tuple[reports.ServiceRow, ...] = ()
     chosen: str | None = None
-    backends: tuple[Row, ...] = ()
+    backends: tuple[reports.BackendRow, ...] = ()
 
 
 class ServiceRow(msgspec.Struct, frozen=True):
@@ -158,9 +160,9 @@ def _sum(values: Iterable[float | None]) -> float | None:
 
 
 class _Rates:
-    """What columns of a row have grown by, each second."""
+    """What counts have grown by, each second. `before` None: there was no such row; `now` None: nothing is counted."""
 
-    def __init__(self, before: Row | None, now: Row, seconds: float) -> None:
+    def __init__(self, before: TrafficCounts | None, now: TrafficCounts | None, seconds: float) -> None:
         self._before, self._now, self._seconds = before, now, seconds
 
     def of(self, *columns: str) -> float | None:
@@ -173,87 +175,89 @@ class _Rates:
         return nanoseconds / answered / 1e9 if answered and nanoseconds is not None else None
 
     def growth(self, *columns: str) -> int | None:
-        if self._before is None:
+        if self._before is None or self._now is None:
             return None
-        total = 0
-        for column in columns:
-            if column not in self._before or column not in self._now or self._now[column] < self._before[column]:
-                return None
-            total += self._now[column] - self._before[column]
-        return total
+        pairs: list[tuple[int, int]] = [
+            (getattr(self._before, column), getattr(self._now, column)) for column in columns
+        ]
+        if any(now < before for before, now in pairs):
+            return None
+        return sum(now - before for before, now in pairs)
 
 
 def _family(texts: Iterable[str]) -> int:
     return 6 if any("[" in text for text in texts) else 4
 
 
-def _service_key(row: Row) -> str:
-    return f"{row['name'] or row.get('id', row['frontends'])} {row['protocol']} {_family(row['frontends'])}"
+def _service_key(row: reports.ServiceRow) -> str:
+    number = row.frontends if row.id is None else row.id
+    return f"{row.name or number} {row.protocol} {_family(row.frontends)}"
 
 
 def _services(before: Sample, now: Sample) -> tuple[ServiceRow, ...]:
     seconds = now.at - before.at
-    known = {_service_key(row): row for row in before.services}
-    out = Counter((row["service"], _family([row["address"]])) for row in _ejections(now) if row["ejected"])
+    known = {_service_key(row): row.traffic for row in before.services}
+    out = Counter((row.service, _family([row.address])) for row in _ejections(now) if row.ejected)
     rows = []
     for row in now.services:
         key = _service_key(row)
-        rates = _Rates(known.get(key), row, seconds)
-        name = row["name"] or "unknown"
+        rates = _Rates(known.get(key), row.traffic, seconds)
+        name = row.name or "unknown"
         rows.append(
             ServiceRow(
-                key, name, row["protocol"], tuple(row["frontends"]), row["backends"],
-                out[name, _family(row["frontends"])],
+                key, name, row.protocol, tuple(row.frontends), row.backends,
+                out[name, _family(row.frontends)],
                 rates.of("flows"), rates.of("packets", "reply_packets"), rates.of("bytes"), rates.of("reply_bytes"),
-                rates.connect(), row.get("flows"),
+                rates.connect(), row.traffic.flows if row.traffic else None,
             )
         )  # fmt: skip
     return tuple(rows)
 
 
-def _ejections(sample: Sample) -> list[Row]:
-    return list(sample.status["dataplane"].get("ejections", ())) if sample.status else []
+def _ejections(sample: Sample) -> list[reports.Ejection]:
+    ebpf = sample.status.dataplane.ebpf if sample.status else None
+    return ebpf.ejections if ebpf else []
 
 
-def _backend_key(row: Row) -> str:
-    return f"{row['address']} {row['protocol']}"
+def _backend_key(row: reports.BackendRow) -> str:
+    return f"{row.address} {row.protocol}"
 
 
 def _backends(base: Sample, before: Sample, now: Sample) -> tuple[BackendRow, ...]:
     seconds = now.at - before.at
-    former = {_backend_key(row): row for row in before.backends} if before.chosen == now.chosen else {}
-    oldest = {_backend_key(row): row for row in base.backends} if base.chosen == now.chosen else {}
-    told = {(row["service"], row["address"]): row["state"] for row in _ejections(now)}
+    former = {_backend_key(row): row.traffic for row in before.backends} if before.chosen == now.chosen else {}
+    oldest = {_backend_key(row): row.traffic for row in base.backends} if base.chosen == now.chosen else {}
+    ejected = {(row.service, row.address): row.state for row in _ejections(now)}
     grown = {
-        (key := _backend_key(row)): _Rates(oldest.get(key), row, 1).growth("flows") for row in now.backends
+        (key := _backend_key(row)): _Rates(oldest.get(key), row.traffic, 1).growth("flows") for row in now.backends
     }  # a backend that is new since `base` takes part from the next base on
     totals = {family: _sum(grown[_backend_key(row)] for row in of) for family, of in _by_family(now.backends).items()}
     rows = []
     for row in now.backends:
         key = _backend_key(row)
-        rates = _Rates(former.get(key), row, seconds)
-        all_of, mine = totals[_family([row["address"]])], grown[key]
+        rates = _Rates(former.get(key), row.traffic, seconds)
+        all_of, mine = totals[_family([row.address])], grown[key]
         rows.append(
             BackendRow(
-                key, row["address"], row["protocol"],
-                told.get((row["service"], row["address"])) or row.get("state") or _state(row),
+                key, row.address, row.protocol,
+                ejected.get((row.service or "", row.address)) or row.state or _state(row),
                 mine / all_of if mine is not None and all_of else None,
                 rates.of("flows"), rates.of("packets", "reply_packets"), rates.of("bytes"), rates.of("reply_bytes"),
-                rates.connect(), row.get("failures"), row.get("flows"),
+                rates.connect(), row.failures, row.traffic.flows if row.traffic else None,
             )
         )  # fmt: skip
     return tuple(rows)
 
 
-def _by_family(rows: Iterable[Row]) -> dict[int, list[Row]]:
-    found: dict[int, list[Row]] = {}
+def _by_family(rows: Iterable[reports.BackendRow]) -> dict[int, list[reports.BackendRow]]:
+    found: dict[int, list[reports.BackendRow]] = {}
     for row in rows:
-        found.setdefault(_family([row["address"]]), []).append(row)
+        found.setdefault(_family([row.address]), []).append(row)
     return found
 
 
-def _state(row: Row) -> str:
-    return "serving" if row["used"] else "in no route"
+def _state(row: reports.BackendRow) -> str:
+    return "serving" if row.used else "in no backend set"
 
 
 def _kind(reason: str) -> str:
@@ -264,21 +268,26 @@ def _kind(reason: str) -> str:
 
 def _reasons(before: Sample, now: Sample) -> tuple[ReasonRow, ...]:
     """Everything that is counted, drops first."""
-    counters: Row = now.status["dataplane"]["counters"] if now.status else {}
-    former: Row | None = before.status["dataplane"]["counters"] if before.status else None
-    rates = _Rates(former, counters, now.at - before.at)
-    rows = [ReasonRow(name, _kind(name), rates.of(name), total) for name, total in counters.items()]
+    counters = now.status.dataplane.counters if now.status else {}
+    former = before.status.dataplane.counters if before.status else {}
+    seconds = now.at - before.at
+    rows = []
+    for name, total in counters.items():
+        known = former.get(name)
+        rate = None if known is None or total < known or seconds <= 0 else (total - known) / seconds
+        rows.append(ReasonRow(name, _kind(name), rate, total))
     return tuple(sorted(rows, key=lambda row: (KINDS[row.kind], row.key)))
 
 
 def _maps(now: Sample) -> tuple[MapRow, ...]:
     if now.status is None:
         return ()
-    dataplane = now.status["dataplane"]
-    sized = {
-        name: MapRow(name, row["used"], row["entries"], row["bound"], row["bytes"])
-        for name, row in dataplane.get("maps", {}).items()
-        if "bound" in row
-    }
-    rest = {name: MapRow(name, used, limit, limit, None) for name, (used, limit) in dataplane["fill"].items()}
-    return tuple((sized or rest).values())
+    dataplane = now.status.dataplane
+    maps = dataplane.ebpf.maps if dataplane.ebpf else {}
+    sized = [
+        MapRow(name, row.used, row.entries, row.bound, row.bytes)
+        for name, row in maps.items()
+        if row.used is not None and row.bound is not None
+    ]
+    rest = [MapRow(name, row.used, row.limit, row.limit, None) for name, row in dataplane.fill.items()]
+    return tuple(sized or rest)

@@ -17,9 +17,11 @@ from controller.commands.views import programmed
 from controller.errors import ConfigError, ControllerError
 from controller.semantics.explain import packet_from_dict
 from controller.serving.admin import NoAgentError, ask
+from controller.serving.protocol import GetStatus, StatusAnswer
 from dataplane.kernel import btf
 from dataplane.kernel.links import read_node
 from dataplane.kernel.measure import has_hook_programs, netns_inode
+from dataplane.reports import BackendRow, ServiceRow
 from workshop.tracing import headers, report, rows
 from workshop.tracing.points import FUNCTIONS, HOOKS, PASSED, POINTS, SOCKET, TRACEPOINTS, label
 from workshop.tracing.session import Session, functions, has_reasons, runs_of
@@ -97,8 +99,8 @@ class _Here(NamedTuple):
     """What is programmed in this network namespace."""
 
     mode: str | None
-    services: list[Row]
-    backends: list[Row]
+    services: list[ServiceRow]
+    backends: list[BackendRow]
     pins: Path | None
 
 
@@ -112,9 +114,9 @@ def _programmed(args: argparse.Namespace) -> _Here:
     with closing(here):
         services, backends = here.services(), here.backends(args.service)
     pins = None
-    if here.told:
-        dataplane = ask(args.admin_socket, "status")["dataplane"]
-        pins = Path(dataplane["pins"]) if "pins" in dataplane else None
+    if here.agent:
+        ebpf = ask(args.admin_socket, GetStatus(), StatusAnswer).status.dataplane.ebpf
+        pins = Path(ebpf.pins) if ebpf else None
     return _Here(", ".join(name for name, _ in here.views), services, backends, pins)
 
 
@@ -215,7 +217,7 @@ def _drops(session: Session, targets: Targets) -> list[Row]:
 def _counters(args: argparse.Namespace) -> dict[str, int]:
     """What the programs of mode ebpf dropped and refused so far."""
     try:
-        counters: dict[str, int] = ask(args.admin_socket, "status")["dataplane"]["counters"]
+        counters = ask(args.admin_socket, GetStatus(), StatusAnswer).status.dataplane.counters
     except NoAgentError:
         return {}
     refusals = ("reject", "socket_refused")

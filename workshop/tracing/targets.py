@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from controller.errors import ConfigError
+from dataplane.reports import BackendRow, ServiceRow
 from dataplane.table import socket_text
 
 __all__ = ["PROTOCOLS", "Place", "Targets", "mapped", "of_services", "place_text", "unmapped"]
@@ -56,8 +57,8 @@ def _place(text: str, protocol: str) -> Place:
 
 
 def of_services(
-    services: Sequence[Mapping[str, Any]],
-    backends: Iterable[Mapping[str, Any]],
+    services: Sequence[ServiceRow],
+    backends: Iterable[BackendRow],
     node: Sequence[str],
     *,
     service: str | None = None,
@@ -78,20 +79,20 @@ def of_services(
     names: list[str] = []
     places: dict[Place, int] = {}
     for row in services:
-        name = row["name"] or "?"
+        name = row.name or "?"
         if service and name != service and not name.startswith(f"{service}:"):
             continue
         if name not in names:
             names.append(name)
-        for text in row["frontends"]:
-            for place in _frontend(text, row["protocol"], node):
+        for text in row.frontends:
+            for place in _frontend(text, row.protocol, node):
                 places.setdefault(place, names.index(name))
     if service and not places:
         raise ConfigError(f"no service port of {service!r} is programmed here; `hybrid-proxy services` lists them")
     if to is not None:
         names = [names[places[to]] if to in places else place_text(to.address, to.port)]
         places = {to: 0}
-    served = {_place(row["address"], row["protocol"]): row["service"] for row in backends if row["service"] in names}
+    served = {_place(row.address, row.protocol): row.service for row in backends if row.service in names}
     return Targets(tuple(names), places, {place: names.index(name) for place, name in served.items()})
 
 

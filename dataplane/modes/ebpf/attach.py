@@ -14,7 +14,6 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from dataplane.errors import Unsupported
 from dataplane.kernel import clsact
@@ -30,6 +29,7 @@ from dataplane.kernel.links import (
 )  # fmt: skip
 from dataplane.mode import Options
 from dataplane.modes.ebpf.pins import remove_pins
+from dataplane.reports import InterfaceHooks, SocketHooks
 
 __all__ = ["Links", "Sockets", "detach_everything", "pods", "uplinks"]
 
@@ -188,13 +188,10 @@ class Links:
                 if int(path.name.rsplit("_", 1)[1]) not in wanted:
                     path.unlink(missing_ok=True)
 
-    def status(self) -> dict[str, Any]:
-        """For people and `-o json`."""
-        return {
-            "kind": self.kind,
-            "interfaces": sorted(interface.name for interface in self.attached.values()),
-            "failed": dict(self.failed),
-        }
+    def status(self) -> InterfaceHooks:
+        """Where programs are, and where attaching failed."""
+        names = sorted(interface.name for interface in self.attached.values())
+        return InterfaceHooks(self.kind, names, dict(self.failed))
 
 
 def pods(folder: Path, options: Options) -> Links:
@@ -288,9 +285,9 @@ class Sockets:
         for held in self._held.values():
             held.close()
 
-    def status(self) -> dict[str, Any]:
-        """For people and `-o json`."""
-        return {"cgroup": str(self.cgroup) if self.cgroup else None, "reason": self.reason}
+    def status(self) -> SocketHooks:
+        """Where programs are, or why there are none."""
+        return SocketHooks(str(self.cgroup) if self.cgroup else None, self.reason)
 
 
 def detach_everything(folder: Path) -> int:

@@ -11,13 +11,13 @@ import errno
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from dataplane.kernel.attachment import Attachment
 from dataplane.kernel.bpf import BpfError, Map, Object
 from dataplane.kernel.drivers import driver_of, is_virtual, takes_frames
 from dataplane.kernel.links import Interface, interface_name
 from dataplane.modes.ebpf.edges import set_elements, word
+from dataplane.reports import XdpHooks
 
 __all__ = ["Drivers"]
 
@@ -165,13 +165,9 @@ class Drivers:
             self._targets(), {word(index): bytes.fromhex(mac.replace(":", "")) + bytes(2) for index, mac in own.items()}
         )
 
-    def status(self) -> dict[str, Any]:
-        """For people and `-o json`."""
-        return {
-            "setting": self.setting,
-            "interfaces": sorted(interface.name for interface in self.attached.values()),
-            "left_to_tc": dict(self.left),
-        }
+    def status(self) -> XdpHooks:
+        """Where programs are, and why not elsewhere."""
+        return XdpHooks(self.setting, sorted(interface.name for interface in self.attached.values()), dict(self.left))
 
     def close(self) -> None:
         """Unload what is not attached."""

@@ -20,6 +20,7 @@ from dataplane.kernel.bpf import Map, Ring
 from dataplane.kernel.links import interface_name
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.reasons import WORDS, kind_of
+from dataplane.reports import PacketEvent
 from dataplane.table import Protocol, socket_text
 
 __all__ = ["Journal", "Reader"]
@@ -35,7 +36,6 @@ HOOKS = {
     "HOOK_UPLINK_EGRESS": "to outside", "HOOK_SOCKET": "socket of this node", "HOOK_XDP": "from outside (XDP)",
 }  # fmt: skip
 
-Row = dict[str, Any]
 Addresses = dict[tuple[int, str], str]  # family and address -> name of a service there
 
 
@@ -85,7 +85,7 @@ class Journal:
 
     def __init__(self) -> None:
         self.last = 0
-        self._rows: deque[Row] = deque(maxlen=KEPT)
+        self._rows: deque[PacketEvent] = deque(maxlen=KEPT)
         self._untold: Counter[tuple[str, str]] = Counter()
         self._log_at = 0.0
 
@@ -96,17 +96,17 @@ class Journal:
         whose: Addresses | None = None
         for event in np.frombuffer(b"".join(raw), dtype=layout.dtype_of("event")):
             self.last += 1
-            row: Row = {"number": self.last} | _row(event, names, backends)
-            if row["service"] is None:
+            row = _row(self.last, event, names, backends)
+            if row.service is None:
                 whose = addresses() if whose is None else whose
-                row["service"] = _service_at(event, whose)
+                row.service = _service_at(event, whose)
             self._rows.append(row)
-            if row["what"] == "drop":
-                self._untold[row["reason"], row["service"] or row["destination"]] += 1
+            if row.what == "drop":
+                self._untold[row.reason, row.service or row.destination] += 1
 
-    def rows(self, after: int) -> list[Row]:
+    def rows(self, after: int) -> list[PacketEvent]:
         """Those with larger numbers, the oldest first."""
-        return [row for row in self._rows if row["number"] > after]
+        return [row for row in self._rows if row.number > after]
 
     def tell(self) -> None:
         """Log the drops since the last call, at most one line a second."""
@@ -127,25 +127,26 @@ def _service_at(event: Any, whose: Addresses) -> str | None:
     return next((whose[family, end] for end in ends if (family, end) in whose), None)
 
 
-def _row(event: Any, names: Mapping[int, str], backends: Any) -> Row:
+def _row(number: int, event: Any, names: Mapping[int, str], backends: Any) -> PacketEvent:
     family = int(event["family"])
     source, destination = (layout.address_text(event[end].tobytes(), family) for end in ("saddr", "daddr"))
     sport, dport = layout.swap16([int(event["sport"]), int(event["dport"])]).tolist()
     reason = _names("COUNT_")[int(event["reason"])].removeprefix("COUNT_").lower()
     service, protocol, ifindex = int(event["service"]), int(event["protocol"]), int(event["ifindex"])
-    return {
-        "time": time.time() - (time.monotonic() - int(event["time"]) / 1e9),
-        "what": "trace" if event["traced"] else kind_of(reason),
-        "reason": reason,
-        "words": WORDS.get(reason, ""),
-        "service": names.get(service),
-        "protocol": Protocol(protocol).name if protocol in set(Protocol) else str(protocol),
-        "source": socket_text(source, sport),
-        "destination": socket_text(destination, dport),
-        "backend": _backend(backends, int(event["backend"]), service, family),
-        "where": HOOKS[_names("HOOK_")[int(event["hook"])]],
-        "interface": interface_name(ifindex) if ifindex else None,
-    }
+    return PacketEvent(
+        number=number,
+        time=time.time() - (time.monotonic() - int(event["time"]) / 1e9),
+        what="trace" if event["traced"] else kind_of(reason),
+        reason=reason,
+        message=WORDS.get(reason, ""),
+        service=names.get(service),
+        protocol=Protocol(protocol).name if protocol in set(Protocol) else str(protocol),
+        source=socket_text(source, sport),
+        destination=socket_text(destination, dport),
+        backend=_backend(backends, int(event["backend"]), service, family),
+        where=HOOKS[_names("HOOK_")[int(event["hook"])]],
+        interface=interface_name(ifindex) if ifindex else None,
+    )
 
 
 def _names(prefix: str) -> dict[int, str]:

@@ -6,7 +6,7 @@ They note each decision in the order in which it is made (`bpf/explaining.h`); h
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,12 +17,14 @@ from dataplane.kernel.packets import first_packet
 from dataplane.mode import ProbePacket
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.reasons import WORDS, kind_of
+from dataplane.reports import ExplainAnswer, ExplainStep
 from dataplane.table import Protocol, family_of, socket_text
 
-__all__ = ["Answers", "Surroundings", "explain"]
+__all__ = ["ExplainContext", "explain"]
 
 CLIENTS = ("a pod", "this node", "outside the cluster")
-VERDICTS = ("untouched", "dnat", "reject", "drop")
+Verdict = Literal["dnat", "reject", "drop", "untouched"]
+VERDICTS: tuple[Verdict, ...] = ("untouched", "dnat", "reject", "drop")
 SERVED = frozenset({"new_flow", "dnat", "reply", "fast", "encap"})
 PASS = 0xFFFFFFFF
 HOPS = {0: "found", 7: "found, its neighbour is to be asked for", 8: "the packet does not fit"}  # BPF_FIB_LKUP_RET_*
@@ -33,10 +35,8 @@ ARRIVES = {
     "node": "A socket of this node connects, or sends a datagram.",
 }
 
-Answers = dict[str, Any]
 
-
-class Surroundings(NamedTuple):
+class ExplainContext(NamedTuple):
     """What messages need beside the notes."""
 
     names: Mapping[int, str]  # service id -> name
@@ -49,17 +49,17 @@ class Surroundings(NamedTuple):
 class _Notes:
     """One packet's notes on the way to messages."""
 
-    def __init__(self, question: ProbePacket, around: Surroundings, place: str) -> None:
+    def __init__(self, question: ProbePacket, around: ExplainContext, place: str) -> None:
         self.question, self.around, self.place = question, around, place
         self.family = family_of(question.dst)
         self.service = self.backend = 0
         self.counted: list[str] = []
         self.closed = self.masquerade = False
-        self.steps: list[dict[str, str]] = []
+        self.steps: list[ExplainStep] = []
         self._flow = ""
 
     def step(self, name: str, text: str) -> None:
-        self.steps.append({"step": name, "text": text})
+        self.steps.append(ExplainStep(name, text))
 
     def name(self, service: int) -> str:
         return self.around.names.get(service, f"service {service}")
@@ -205,14 +205,11 @@ def _methods() -> dict[int, str]:
 
 
 def explain(
-    programs: Object, question: ProbePacket, place: str, ifindex: int, around: Surroundings, packet: bytes = b""
-) -> Answers:
+    programs: Object, question: ProbePacket, place: str, ifindex: int, around: ExplainContext, packet: bytes = b""
+) -> ExplainAnswer:
     """Run the programs of `place` (pod, external, node) on the packet, as if it came in at an interface.
 
     `packet` is the question's first packet, unless another is given. Its frame is for the interface.
-
-    Returns:
-        verdict, backends (the chosen one), service, masquerade, reason, and steps: name and text of each.
     """
     packet = packet or first_packet(
         question.src, question.dst, question.port, question.protocol, question.source_port or None
@@ -231,14 +228,14 @@ def explain(
     verdict = VERDICTS[code] if place == "node" else _verdict(told)
     source = _source(out, told.family) if verdict == "dnat" and place != "node" else question.src
     told.step("verdict", _conclusion(verdict, told, code, source, place))
-    return {
-        "verdict": verdict,
-        "backends": [told.address(told.backend)] if verdict == "dnat" and told.backend else [],
-        "service": around.names.get(told.service) if told.service else None,
-        "masquerade": verdict == "dnat" and (told.masquerade or source != question.src),
-        "reason": told.steps[-1]["text"],
-        "steps": told.steps,
-    }
+    return ExplainAnswer(
+        verdict=verdict,
+        backends=[told.address(told.backend)] if verdict == "dnat" and told.backend else [],
+        service=around.names.get(told.service) if told.service else None,
+        masquerade=verdict == "dnat" and (told.masquerade or source != question.src),
+        reason=told.steps[-1].text,
+        steps=told.steps,
+    )
 
 
 def _read(programs: Object) -> NDArray[Any]:
@@ -252,7 +249,7 @@ def _read(programs: Object) -> NDArray[Any]:
     return notes
 
 
-def _verdict(told: _Notes) -> str:
+def _verdict(told: _Notes) -> Verdict:
     if any(kind_of(reason) == "drop" for reason in told.counted):
         return "drop"
     if "reject" in told.counted:

@@ -12,6 +12,7 @@ from dataplane.modes.ebpf.outliers import OutlierDetector
 from dataplane.modes.ebpf.plan import EntryKey, Subject, key_of
 from dataplane.modes.ebpf.probes import Prober, Target
 from dataplane.modes.ebpf.store import Store
+from dataplane.reports import Ejection, HealthProbes
 from dataplane.table import socket_text
 
 __all__ = ["Failover"]
@@ -99,26 +100,27 @@ class Failover:
             return f"until its probe succeeds: {ejection.reason}"
         return f"for {max(0.0, ejection.until - time.monotonic()):.0f} s: {ejection.reason}"
 
-    def probes(self) -> dict[str, Any]:
+    def probes(self) -> HealthProbes:
         """For a status."""
         return self._prober.status()
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Ejection]:
         """For a status: every backend that keeps failing, whether it is ejected, and why."""
         rows = []
         for (key, (address, port)), ejection in self._detector.ejections.items():
             subject = (key, (address, port))
             ejected = subject in self._ejected
             rows.append(
-                {
-                    "service": key[0],
-                    "address": socket_text(address, port),
-                    "ejected": ejected,
-                    "seconds": None if ejection.until is None else max(0.0, ejection.until - time.monotonic()),
-                    "state": f"ejected {self._duration(subject)}" if ejected
+                Ejection(
+                    service=key[0],
+                    address=socket_text(address, port),
+                    ejected=ejected,
+                    seconds=None if ejection.until is None else max(0.0, ejection.until - time.monotonic()),
+                    state=f"ejected {self._duration(subject)}"
+                    if ejected
                     else f"kept because too many fail: {ejection.reason}",
-                }
-            )  # fmt: skip
+                )
+            )
         return rows
 
 

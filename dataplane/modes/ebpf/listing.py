@@ -11,7 +11,8 @@ from dataplane.kernel.bpf import Map
 from dataplane.mode import belongs
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.flows import flow_arrays
-from dataplane.modes.ebpf.traffic import FIELDS, Traffic, traffic_of, traffic_row
+from dataplane.modes.ebpf.traffic import Traffic, counts_of, traffic_of
+from dataplane.reports import BackendRow, FlowRow, ServiceRow, TrafficCounts, TrafficRow
 from dataplane.table import Protocol, socket_text
 
 __all__ = ["Pinned", "traffic"]
@@ -26,15 +27,15 @@ class Pinned:
     def __init__(self, place: str, maps: Maps, names: Names) -> None:
         self.place, self._maps, self._names = place, maps, names
 
-    def services(self) -> list[dict[str, Any]]:
+    def services(self) -> list[ServiceRow]:
         """One row for each service port: name (None without an agent), frontends, number of backends of its routes."""
         return _services(self._maps, self._names)
 
-    def backends(self, of: str | None = None) -> list[dict[str, Any]]:
+    def backends(self, of: str | None = None) -> list[BackendRow]:
         """One row for each backend of each service port, or of those of one service."""
         return _backends(self._maps, self._names, of)
 
-    def flows(self, limit: int) -> tuple[list[dict[str, Any]], int]:
+    def flows(self, limit: int) -> tuple[list[FlowRow], int]:
         """Rows of the clients' direction, at most `limit`, and how many flows there are."""
         return _flows(self._maps, self._names, limit)
 
@@ -48,8 +49,9 @@ def _protocol(number: int) -> str:
     return Protocol(number).name if number in set(Protocol) else str(number)
 
 
-def _frontends(maps: Maps) -> dict[int, list[dict[str, Any]]]:
-    found: dict[int, list[dict[str, Any]]] = {}
+def _frontends(maps: Maps) -> dict[int, list[tuple[str, str]]]:
+    """Address and protocol of each service's frontends."""
+    found: dict[int, list[tuple[str, str]]] = {}
     names = layout.abi_constants()
     for family in (4, 6):
         keys, values = maps[f"frontends{family}"].items(layout.frontend_dtype(family), np.dtype(np.uint64))
@@ -58,16 +60,12 @@ def _frontends(maps: Maps) -> dict[int, list[dict[str, Any]]]:
                 port = int(layout.swap16([int(key["port"])])[0])
                 address = layout.address_text(key["address"].tobytes(), family)
                 found.setdefault(value & 0xFFFFFFFF, []).append(
-                    {
-                        "address": socket_text(address, port),
-                        "protocol": _protocol(int(key["protocol"])),
-                        "family": family,
-                    }
+                    (socket_text(address, port), _protocol(int(key["protocol"])))
                 )
     return found
 
 
-def _services(maps: Maps, names: Names) -> list[dict[str, Any]]:
+def _services(maps: Maps, names: Names) -> list[ServiceRow]:
     rows = []
     table = maps["services"].view(layout.dtype_of("service"))
     drops = layout.abi_constants()["SERVICE_DROP_SET0"]
@@ -78,21 +76,21 @@ def _services(maps: Maps, names: Names) -> list[dict[str, Any]]:
     for number, frontends in sorted(_frontends(maps).items()):
         row = table[number]
         rows.append(
-            {
-                "name": names.get(number),
-                "id": number,
-                "frontends": sorted(frontend["address"] for frontend in frontends),
-                "protocol": frontends[0]["protocol"],
-                "backends": int(members[0][number]),
-                "local_backends": int(members[1][number]),
-                "when_empty": "drop" if int(row["flags"]) & drops else "reject",
-                "affinity": bool(row["affinity"]),
-                "chosen_by": _chosen_by(int(row["flags"])),
-                "slots": [layout.split_range_word(word)[1] for word in row["sets"].tolist()],
-                **({} if figures is None else traffic_row(figures[number])),
-            }
+            ServiceRow(
+                name=names.get(number),
+                id=number,
+                frontends=sorted(address for address, _ in frontends),
+                protocol=frontends[0][1],
+                backends=int(members[0][number]),
+                local_backends=int(members[1][number]),
+                when_empty="drop" if int(row["flags"]) & drops else "reject",
+                affinity=bool(row["affinity"]),
+                chosen_by=_chosen_by(int(row["flags"])),
+                slots=[layout.split_range_word(word)[1] for word in row["sets"].tolist()],
+                traffic=None if figures is None else counts_of(figures[number]),
+            )
         )
-    return sorted(rows, key=lambda row: (row["name"] or "", row["frontends"]))
+    return sorted(rows, key=lambda row: (row.name or "", row.frontends))
 
 
 def _members(maps: Maps, services: int) -> list[Any]:
@@ -111,7 +109,7 @@ def _chosen_by(flags: int) -> str:
     return next((way for name, way in ways.items() if flags & names[name]), "chance")
 
 
-def _backends(maps: Maps, names: Names, of: str | None = None) -> list[dict[str, Any]]:
+def _backends(maps: Maps, names: Names, of: str | None = None) -> list[BackendRow]:
     table = maps["backends"].view(layout.dtype_of("backend"))
     limits = layout.abi_constants()
     rows = []
@@ -126,19 +124,19 @@ def _backends(maps: Maps, names: Names, of: str | None = None) -> list[dict[str,
         flags, kind = int(row["flags"]), int(row["kind"])
         address = layout.address_text(row["address"].tobytes(), kind & 0xFF)
         rows.append(
-            {
-                "service": names.get(int(row["service"])),
-                "service_id": int(row["service"]),
-                "id": number,
-                "address": socket_text(address, int(layout.swap16([int(row["port"])])[0])),
-                "protocol": _protocol(kind >> 8),
-                "used": bool(flags & (limits["BACKEND_SET0"] | limits["BACKEND_SET1"])),
-                "failures": int(row["failures"]),
-                "state": _state(flags),
-                **({} if figures is None else traffic_row(figures[position])),
-            }
+            BackendRow(
+                service=names.get(int(row["service"])),
+                service_id=int(row["service"]),
+                id=number,
+                address=socket_text(address, int(layout.swap16([int(row["port"])])[0])),
+                protocol=_protocol(kind >> 8),
+                used=bool(flags & (limits["BACKEND_SET0"] | limits["BACKEND_SET1"])),
+                failures=int(row["failures"]),
+                state=_state(flags),
+                traffic=None if figures is None else counts_of(figures[position]),
+            )
         )
-    return sorted(rows, key=lambda row: (row["service"] or "", row["service_id"], row["address"]))
+    return sorted(rows, key=lambda row: (row.service or "", row.service_id, row.address))
 
 
 def _state(flags: int) -> str:
@@ -148,27 +146,28 @@ def _state(flags: int) -> str:
         return "ejected: its probe fails"
     if flags & names["BACKEND_EJECTED"]:
         return "ejected: its connections failed"
-    return "serving" if flags & (names["BACKEND_SET0"] | names["BACKEND_SET1"]) else "in no route"
+    return "serving" if flags & (names["BACKEND_SET0"] | names["BACKEND_SET1"]) else "in no backend set"
 
 
-def traffic(counted: Traffic, maps: Maps, names: Names, *, by_backend: bool) -> list[dict[str, Any]]:
+def traffic(counted: Traffic, maps: Maps, names: Names, *, by_backend: bool) -> list[TrafficRow]:
     """Rows of `dataplane.mode.Programmer.traffic`, of the services that have names and any traffic."""
     if not counted.counting:
         return []
     table = maps["backends"].view(layout.dtype_of("backend"))
     if by_backend:
-        wanted = ("service", "address", "protocol", *FIELDS)
-        return [{key: row[key] for key in wanted} for row in _backends(maps, names) if row["service"]]
+        return [
+            TrafficRow(row.service, row.traffic, row.address, row.protocol)
+            for row in _backends(maps, names)
+            if row.service and row.traffic
+        ]
     figures = counted.of_services(table["service"])
     busy = np.flatnonzero(figures.any(axis=1))
     found = zip(busy.tolist(), figures[busy].tolist(), strict=True)
-    return [
-        {"service": names[number]} | dict(zip(FIELDS, row, strict=True)) for number, row in found if number in names
-    ]
+    return [TrafficRow(names[number], TrafficCounts(*row)) for number, row in found if number in names]
 
 
-def _flows(maps: Maps, names: Names, limit: int) -> tuple[list[dict[str, Any]], int]:
-    rows: list[dict[str, Any]] = []
+def _flows(maps: Maps, names: Names, limit: int) -> tuple[list[FlowRow], int]:
+    rows: list[FlowRow] = []
     total = 0
     for family in (4, 6):
         for table, state in (("flows", "established"), ("half_open", "opening")):
@@ -180,7 +179,7 @@ def _flows(maps: Maps, names: Names, limit: int) -> tuple[list[dict[str, Any]], 
     return rows, total
 
 
-def _flow(key: Any, value: Any, family: int, state: str, names: Names) -> dict[str, Any]:
+def _flow(key: Any, value: Any, family: int, state: str, names: Names) -> FlowRow:
     constants = layout.abi_constants()
 
     def end(row: Any, address: str, port: str) -> str:
@@ -188,15 +187,15 @@ def _flow(key: Any, value: Any, family: int, state: str, names: Names) -> dict[s
         return socket_text(text, int(layout.swap16([int(row[port])])[0]))
 
     flags = int(value["flags"])
-    return {
-        "service": names.get(int(value["service"])),
-        "protocol": _protocol(int(key["protocol"])),
-        "client": end(key, "saddr", "sport"),
-        "frontend": end(key, "daddr", "dport"),
-        "backend": end(value, "daddr", "dport"),
-        "source": end(value, "saddr", "sport"),
-        "state": "closed" if flags & (constants["FLOW_FIN_ACKED"] | constants["FLOW_RESET"]) else state,
-        "hairpin": bool(flags & constants["FLOW_HAIRPIN"]),
-        "direct": bool(flags & constants["FLOW_DIRECT"]),
-        "fast_path": bool(value["ifindex"]) and state == "established",
-    }
+    return FlowRow(
+        service=names.get(int(value["service"])),
+        protocol=_protocol(int(key["protocol"])),
+        client=end(key, "saddr", "sport"),
+        frontend=end(key, "daddr", "dport"),
+        backend=end(value, "daddr", "dport"),
+        source=end(value, "saddr", "sport"),
+        state="closed" if flags & (constants["FLOW_FIN_ACKED"] | constants["FLOW_RESET"]) else state,
+        hairpin=bool(flags & constants["FLOW_HAIRPIN"]),
+        direct=bool(flags & constants["FLOW_DIRECT"]),
+        fast_path=bool(value["ifindex"]) and state == "established",
+    )

@@ -18,7 +18,7 @@ import msgspec
 from dataplane.balancing import ring_of
 from dataplane.balancing.least_connections import shares as shares_by_load
 from dataplane.balancing.maglev import SIZES
-from dataplane.mode import Options, Unprogrammed
+from dataplane.mode import Options
 from dataplane.modes.ebpf.lower import (
     BACKEND_SETS,
     FRONTEND_ADDRESS,
@@ -31,6 +31,7 @@ from dataplane.modes.ebpf.lower import (
 )
 from dataplane.modes.ebpf.outliers import Ejection
 from dataplane.modes.ebpf.pools import SETTINGS, DeferredFree, FullError, IdPool, SlotAllocator, size_class
+from dataplane.reports import Unprogrammed
 from dataplane.table import Backend, Entry, Protocol
 
 __all__ = ["Batch", "EntryKey", "InUse", "Installed", "Members", "Plan", "Subject", "key_of", "service_of"]

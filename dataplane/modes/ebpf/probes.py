@@ -17,9 +17,10 @@ import struct
 import threading
 import time
 from collections.abc import Collection
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from dataplane.mode import Options
+from dataplane.reports import HealthProbes
 from dataplane.table import socket_text
 
 __all__ = ["AT_ONCE", "Prober", "Target", "probe"]
@@ -73,10 +74,10 @@ class Prober:
         with self._lock:
             return dict(self._why)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> HealthProbes:
         """Figures."""
         with self._lock:
-            return {"targets": len(self._misses), "down": len(self._why), "late_seconds": round(self.lag, 3)}
+            return HealthProbes(len(self._misses), len(self._why), round(self.lag, 3))
 
     def stop(self) -> None:
         """End the thread."""

@@ -38,7 +38,6 @@ from dataplane.mode import (
     RequestMaintenance,
     SyncResult,
     unknown_algorithms,
-    unprogrammed_rows,
 )
 from dataplane.modes.ebpf import attach, explaining, layout, listing, sizes
 from dataplane.modes.ebpf.attach import Links, Sockets
@@ -62,6 +61,7 @@ from dataplane.modes.ebpf.pins import Glance, beside, folder_of, former_layouts,
 from dataplane.modes.ebpf.programs import Loader, Programs, missing_datapaths, put_datapaths, teach_namespace
 from dataplane.modes.ebpf.resizer import MapResizer
 from dataplane.modes.ebpf.store import ForeignEntries, Store
+from dataplane.reports import EbpfStatus, Ejection, ExplainAnswer, Fill, MapUsage, PacketEvent, Status, TrafficRow
 from dataplane.table import EMPTY, Entry, NodeNetwork, ServiceTable, family_of
 
 SHOWN = 5  # things that others changed, in one line of the log
@@ -523,76 +523,81 @@ class Ebpf:
             )
         return [*messages, *self.nearly_full.values(), *filter(None, [self.resizer.failure])]
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Status:
         """See `dataplane.mode.Programmer.status`."""
         store, used, entries = self.store, self.store.plan.used(), self.resizer.entries
-        return {
-            "mode": self.name,
-            "pins": str(self.folder),
-            "adopted": self.adopted,
-            "pods": self.pods.status(),
-            "uplinks": self.uplinks.status(),
-            "xdp": self.drivers.status(),
-            "sockets": self.sockets.status(),
-            "fast_path": self.options.fast_path,
-            "fill": {
-                "services": [used["services"], entries["services"] - 1],
-                "backends": [used["backends"], entries["backends"] - 1],
-                "slots": [used["slots"], entries["slots"]],
-                "flows": [self.gc.known_flows, 2 * self.maps.maps["flows4"].entries],
+        return Status(
+            mode=self.name,
+            adopted=self.adopted,
+            fill={
+                "services": Fill(used["services"], entries["services"] - 1),
+                "backends": Fill(used["backends"], entries["backends"] - 1),
+                "slots": Fill(used["slots"], entries["slots"]),
+                "flows": Fill(self.gc.known_flows, 2 * self.maps.maps["flows4"].entries),
             },
-            "maps": self.memory(),
-            "traffic_bytes": store.traffic.bytes if store.traffic.counting else 0,
-            "deferred_frees": len(self.store.plan.deferred),
-            "unprogrammed": unprogrammed_rows(self.store.plan.misfits.values()),
-            "warnings": self.warnings(),
-            "ejections": self.failover.rows(),
-            "probes": self.failover.probes(),
-            "audit_repairs": self.audit_repairs,
-            "counters": self.counters(),
-        }
+            unprogrammed=list(store.plan.misfits.values()),
+            warnings=self.warnings(),
+            audit_repairs=self.audit_repairs,
+            counters=self.counters(),
+            ebpf=EbpfStatus(
+                pins=str(self.folder),
+                pods=self.pods.status(),
+                uplinks=self.uplinks.status(),
+                xdp=self.drivers.status(),
+                sockets=self.sockets.status(),
+                fast_path=self.options.fast_path,
+                maps=self.map_usage(),
+                traffic_bytes=store.traffic.bytes if store.traffic.counting else 0,
+                deferred_frees=len(store.plan.deferred),
+                ejections=self.ejections(),
+                probes=self.failover.probes(),
+            ),
+        )
 
-    def memory(self) -> dict[str, dict[str, int]]:
-        """Each map's entries and kernel memory in bytes; of some also how many are used, and to which they may grow."""
+    def ejections(self) -> list[Ejection]:
+        """See `dataplane.mode.Programmer.ejections`."""
+        return self.failover.rows()
+
+    def map_usage(self) -> dict[str, MapUsage]:
+        """By the name of each map."""
         used, upper = self.store.plan.used() | self.gc.used, self.resizer.upper
-        rows: dict[str, dict[str, int]] = {}
+        rows = {}
         for name, known in sorted(self.maps.maps.items()):
-            rows[name] = {"entries": known.entries, "bytes": known.memory}
-            if name in used:
-                rows[name] |= {"used": used[name], "bound": upper.get(name, known.entries)}
+            bound = upper.get(name, known.entries) if name in used else None
+            rows[name] = MapUsage(known.entries, known.memory, used.get(name), bound)
         return rows
 
     def counters(self) -> dict[str, int]:
         """See `dataplane.mode.Programmer.counters`."""
         return self.maps.counters()
 
-    def traffic(self, *, by_backend: bool) -> list[dict[str, Any]]:
+    def traffic(self, *, by_backend: bool) -> list[TrafficRow]:
         """See `dataplane.mode.Programmer.traffic`."""
         return listing.traffic(self.store.traffic, self.maps.maps, self.names(), by_backend=by_backend)
 
-    def ask(self, question: ProbePacket) -> dict[str, Any]:
-        """See `dataplane.mode.Programmer.ask`."""
+    def explain(self, packet: ProbePacket) -> ExplainAnswer:
+        """See `dataplane.mode.Programmer.explain`."""
         if self._explain is None:
             self._explain = self.loader.one("explain", quiet=True)
-        around = explaining.Surroundings(
+        around = explaining.ExplainContext(
             self.names(), self.store.backends, self.store.services, self.hz, interface_name
         )
-        return explaining.explain(self._explain, question, *self._place_of(question), around)
+        return explaining.explain(self._explain, packet, *self._place_of(packet), around)
 
-    def _place_of(self, question: ProbePacket) -> tuple[str, int]:
+    def _place_of(self, packet: ProbePacket) -> tuple[str, int]:
         """Whose packet it is, and the interface at which it comes in; 0 for none."""
         node = self.table.node
-        towards = interface_towards(question.src)
-        place = question.source_class
+        towards = interface_towards(packet.src)
+        place = packet.source_class
         if place is None:
-            own = question.src in {*node.addresses, *node.primary} or ipaddress.ip_address(question.src).is_loopback
+            own = packet.src in {*node.addresses, *node.primary} or ipaddress.ip_address(packet.src).is_loopback
             place = "node" if own else "pod" if towards in self.pods.attached else "external"
         attached = {"pod": self.pods, "external": self.uplinks}.get(place)
         if attached is None or not attached.attached:
             return place, 0
         return place, towards if towards in attached.attached else min(attached.attached)
 
-    def packet_events(self, after: int) -> tuple[list[dict[str, Any]], int]:
+    def packet_events(self, after: int) -> tuple[list[PacketEvent], int]:
         """See `dataplane.mode.PacketEvents.packet_events`."""
         self._name_events()
         return self.journal.rows(after), self.journal.last

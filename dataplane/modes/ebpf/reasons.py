@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 __all__ = ["WORDS", "kind_of"]
 
@@ -61,7 +61,7 @@ WORDS: Final = {
 }
 
 
-def kind_of(reason: str) -> str:
+def kind_of(reason: str) -> Literal["drop", "refuse", "note"]:
     """`drop`, `refuse`, or `note` for what happened to a packet that went on."""
     if reason.startswith("drop_"):
         return "drop"

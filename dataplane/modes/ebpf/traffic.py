@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 
 from dataplane.kernel.bpf import Map
 from dataplane.modes.ebpf.layout import abi_constants, dtype_of
+from dataplane.reports import TrafficCounts
 
-__all__ = ["FIELDS", "Traffic", "possible_cpus", "traffic_of", "traffic_row", "traffic_sizes"]
+__all__ = ["FIELDS", "Traffic", "counts_of", "possible_cpus", "traffic_of", "traffic_sizes"]
 
 Figures = NDArray[np.uint64]  # a row for each number, a column for each of FIELDS
 
 _GROUPS = 1024  # of backends, read in one go: 0.6 MB for each CPU
-FIELDS = ("flows", "packets", "bytes", "reply_packets", "reply_bytes", "answered", "connect_ns")
+FIELDS = TrafficCounts.__struct_fields__  # the order of bpf/traffic.h
 
 
 def possible_cpus() -> int:
@@ -125,6 +126,6 @@ def traffic_of(maps: Mapping[str, Map]) -> Traffic | None:
     return Traffic(lambda: maps["traffic"].glimpse(kind), maps["traffic_gone"].view(kind), possible_cpus())
 
 
-def traffic_row(figures: NDArray[np.uint64]) -> dict[str, int]:
-    """One row of figures, for people and `-o json`."""
-    return dict(zip(FIELDS, figures.tolist(), strict=True))
+def counts_of(figures: NDArray[np.uint64]) -> TrafficCounts:
+    """One row of figures."""
+    return TrafficCounts(*figures.tolist())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from dataplane.kernel.conntrack import flows
 from dataplane.mode import belongs
 from dataplane.modes.iptables.names import MINE
 from dataplane.modes.iptables.readback import Saved, parse
+from dataplane.reports import BackendRow, FlowRow, ServiceRow
 from dataplane.table import Kind, Protocol, socket_text
 
 __all__ = ["Programmed", "is_ours"]
@@ -57,28 +58,27 @@ class Programmed:
                 if name.startswith(MINE):
                     yield from (found for rule in rules if (found := _frontend(family, rule)))
 
-    def services(self) -> list[dict[str, Any]]:
+    def services(self) -> list[ServiceRow]:
         """See `dataplane.mode.View.services`."""
-        rows: dict[tuple[str, Protocol, int], dict[str, Any]] = {}
+        rows: dict[tuple[str, Protocol, int], ServiceRow] = {}
         for found in self._frontends():
             chains = self._chains[found.family]
             row = rows.setdefault(
                 (found.name, found.protocol, found.family),
-                {
-                    "name": found.name, "frontends": [], "protocol": found.protocol.name,
-                    "backends": 0, "local_backends": 0, "affinity": False,
-                },
-            )  # fmt: skip
-            row["frontends"].append(_frontend_text(found))
+                ServiceRow(name=found.name, frontends=[], protocol=found.protocol.name, backends=0, local_backends=0),
+            )
+            row.frontends.append(_frontend_text(found))
             for route in _routes(chains, found.target):
-                column = "local_backends" if route.startswith(f"{MINE}SVL-") else "backends"
-                row[column] = len(_goals(chains, route))
-                row["affinity"] = row["affinity"] or any("-m recent " in rule for rule in chains[route])
+                if route.startswith(f"{MINE}SVL-"):
+                    row.local_backends = len(_goals(chains, route))
+                else:
+                    row.backends = len(_goals(chains, route))
+                row.affinity = row.affinity or any("-m recent " in rule for rule in chains[route])
         for row in rows.values():
-            row["frontends"].sort()
-        return sorted(rows.values(), key=lambda row: (row["name"], row["protocol"], row["frontends"]))
+            row.frontends.sort()
+        return [rows[key] for key in sorted(rows, key=lambda key: (key[0], rows[key].protocol, rows[key].frontends))]
 
-    def backends(self, of: str | None = None) -> list[dict[str, Any]]:
+    def backends(self, of: str | None = None) -> list[BackendRow]:
         """See `dataplane.mode.View.backends`."""
         found: set[tuple[str, str, str]] = set()
         for frontend in filter(lambda each: belongs(each.name, of), self._frontends()):
@@ -86,11 +86,11 @@ class Programmed:
             for route in _routes(chains, frontend.target):
                 found |= {(frontend.name, goal, frontend.protocol.name) for goal in _goals(chains, route)}
         return [
-            {"service": name, "address": address, "protocol": protocol, "used": True}
+            BackendRow(service=name, address=address, protocol=protocol, used=True)
             for name, address, protocol in sorted(found)
         ]
 
-    def flows(self, limit: int) -> tuple[list[dict[str, Any]], int]:
+    def flows(self, limit: int) -> tuple[list[FlowRow], int]:
         """See `dataplane.mode.View.flows`."""
         known = {(found.address, found.port, int(found.protocol)): found.name for found in self._frontends()}
         return flows(known, limit)

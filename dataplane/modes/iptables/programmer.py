@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -23,16 +23,15 @@ from dataplane.mode import (
     Options,
     RequestMaintenance,
     SyncResult,
-    Unprogrammed,
     stale_row,
     unknown_algorithms,
     unprobed,
-    unprogrammed_rows,
 )
 from dataplane.modes.iptables import listing
 from dataplane.modes.iptables.installed import TABLES, Installed, Ruleset, remove
 from dataplane.modes.iptables.lower import Node, node_of, same_addresses, usual_masquerade
 from dataplane.modes.iptables.plan import Plan
+from dataplane.reports import IptablesStatus, Status, Unprogrammed
 from dataplane.table import EMPTY, Entry, Protocol, ServiceTable
 
 __all__ = ["MODE", "Iptables", "clean", "look", "probe"]
@@ -297,25 +296,26 @@ class Iptables(NoQueries):
             messages.append("ports of masqueraded connections are not fully random: MASQUERADE lacks --random-fully")
         return messages
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Status:
         """See `dataplane.mode.Programmer.status`."""
-        return {
-            "mode": self.name,
-            "variant": self.xtables.variant,
-            "variant_reason": self.xtables.chosen,
-            "families": list(self.xtables.families),
-            "missing": {str(family): reason for family, reason in self.xtables.missing.items()},
-            "chains": sum(held.chains() for held in self._installed.values()),
-            "rules": {f"IPv{family}": held.rules() for family, held in self._installed.items()},
-            "last_rules": {f"IPv{family}": dict(held.last_rules) for family, held in self._installed.items()},
-            "kernel_reports_drift": self._watching,
-            "fill": {},
-            "unprogrammed": unprogrammed_rows(self.unprogrammed.values()),
-            "warnings": self.warnings(),
-            "audit_repairs": self.audit_repairs,
-            "stale_deleted": stale_row(self.stale_deleted),
-            "counters": self.counters(),
-        }
+        return Status(
+            mode=self.name,
+            unprogrammed=list(self.unprogrammed.values()),
+            warnings=self.warnings(),
+            audit_repairs=self.audit_repairs,
+            stale_deleted=stale_row(self.stale_deleted),
+            counters=self.counters(),
+            iptables=IptablesStatus(
+                variant=self.xtables.variant,
+                variant_reason=self.xtables.chosen,
+                families=list(self.xtables.families),
+                missing={str(family): reason for family, reason in self.xtables.missing.items()},
+                chains=sum(held.chains() for held in self._installed.values()),
+                rules={f"IPv{family}": held.rules() for family, held in self._installed.items()},
+                last_rules={f"IPv{family}": dict(held.last_rules) for family, held in self._installed.items()},
+                kernel_reports_drift=self._watching,
+            ),
+        )
 
     def counters(self) -> dict[str, int]:
         """See `dataplane.mode.Programmer.counters`."""

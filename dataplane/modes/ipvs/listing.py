@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from dataplane.kernel.conntrack import flows
 from dataplane.kernel.netlink import NetlinkFailed
 from dataplane.mode import belongs
 from dataplane.modes.ipvs.lower import PREFIX, set_name
 from dataplane.modes.ipvs.writer import IpvsInterface, SetsInterface
+from dataplane.reports import BackendRow, FlowRow, ServiceRow
 from dataplane.table import Protocol, socket_text
 from dataplane.virtual_servers import Config, Destination, Element, Load, Server, Value
 
@@ -42,7 +41,7 @@ class Programmed:
     def _of(self, family: int, name: str) -> dict[Element, Value]:
         return self._sets.get(set_name(family, name), {})
 
-    def services(self) -> list[dict[str, Any]]:
+    def services(self) -> list[ServiceRow]:
         """One row for each service port of one family."""
         rows = []
         for (name, family, protocol), servers in sorted(self._ports.items()):
@@ -52,34 +51,34 @@ class Programmed:
             elements = [Element(each.address, each.port, each.protocol) for each in servers if not each.mark]
             drops = any(e in self._of(family, f"DROP-{side}") for e in elements for side in ("IN", "OUT"))
             rows.append(
-                {
-                    "name": name or None,
-                    "frontends": sorted(socket_text(each.address, each.port) for each in servers if not each.mark),
-                    "protocol": _protocol(protocol),
-                    "backends": sum(1 for load in backends.values() if load),
-                    "local_backends": sum(1 for each, load in backends.items() if load and each in local),
-                    "when_empty": "drop" if drops else "reject",
-                    "affinity": bool(config and config.persistent),
-                    "scheduler": config.scheduler if config else None,
-                }
+                ServiceRow(
+                    name=name or None,
+                    frontends=sorted(socket_text(each.address, each.port) for each in servers if not each.mark),
+                    protocol=_protocol(protocol),
+                    backends=sum(1 for load in backends.values() if load),
+                    local_backends=sum(1 for each, load in backends.items() if load and each in local),
+                    when_empty="drop" if drops else "reject",
+                    affinity=bool(config and config.persistent),
+                    scheduler=config.scheduler if config else None,
+                )
             )
         return rows
 
-    def backends(self, of: str | None = None) -> list[dict[str, Any]]:
+    def backends(self, of: str | None = None) -> list[BackendRow]:
         """One row for each real server; `used`: new connections may go to it."""
         return [
-            {
-                "service": name or None,
-                "address": socket_text(each.address, each.port),
-                "protocol": _protocol(protocol),
-                "used": used,
-            }
+            BackendRow(
+                service=name or None,
+                address=socket_text(each.address, each.port),
+                protocol=_protocol(protocol),
+                used=used,
+            )
             for (name, _, protocol), servers in sorted(self._ports.items())
             if belongs(name or None, of)
             for each, used in sorted(self._backends(servers).items())
         ]
 
-    def flows(self, limit: int) -> tuple[list[dict[str, Any]], int]:
+    def flows(self, limit: int) -> tuple[list[FlowRow], int]:
         """See `dataplane.mode.View.flows`: conntrack knows them, because IPVS keeps it up to date."""
         names: dict[tuple[str | None, int, int], str | None] = {
             (server.address, server.port, protocol): name or None

@@ -22,10 +22,8 @@ from dataplane.mode import (
     Options,
     RequestMaintenance,
     SyncResult,
-    Unprogrammed,
     stale_row,
     unprobed,
-    unprogrammed_rows,
 )
 from dataplane.modes.ipvs import writer
 from dataplane.modes.ipvs.audit import Audit
@@ -33,6 +31,7 @@ from dataplane.modes.ipvs.listing import Programmed
 from dataplane.modes.ipvs.lower import PREFIX, Lowered, Member, Node, Wanted, is_excluded, lower, node_of
 from dataplane.modes.ipvs.marks import Marks
 from dataplane.modes.ipvs.plan import Actual, Steps, plan
+from dataplane.reports import Fill, IpvsStatus, Status, Unprogrammed
 from dataplane.table import EMPTY, Entry, ServiceTable
 from dataplane.virtual_servers import Change, Server, Timeouts, Value, Verb
 
@@ -351,30 +350,32 @@ class Ipvs(NoQueries):
         messages += [f"{reason}" for reason in self.unset.values()]
         return messages
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Status:
         """See `dataplane.mode.Programmer.status`."""
         draining = sum(
             1 for server in self._draining if (state := self.actual.servers.get(server)) is not None
             for weight in state.weights.values() if weight == 0
         )  # fmt: skip
         elements = Counter(name for name, _ in self.actual.members)
-        return {
-            "mode": self.name,
-            "scheduler": self.options.ipvs_scheduler,
-            "device": writer.DEVICE,
-            "addresses": len(self.actual.addresses),
-            "virtual_servers": len(self.actual.servers),
-            "draining": draining,
-            "variant": self.kernel.tables.variant,
-            "families": list(self.kernel.tables.families),
-            "strict_arp": self.options.ipvs_strict_arp,
-            "fill": {f"set {name}": [count, LIMIT] for name, count in sorted(elements.items())},
-            "unprogrammed": unprogrammed_rows(self._unprogrammed()),
-            "warnings": self.warnings(),
-            "audit_repairs": self.audit_repairs,
-            "stale_deleted": stale_row(self.stale_deleted),
-            "counters": self.counters(),
-        }
+        return Status(
+            mode=self.name,
+            fill={f"set {name}": Fill(count, LIMIT) for name, count in sorted(elements.items())},
+            unprogrammed=list(self._unprogrammed()),
+            warnings=self.warnings(),
+            audit_repairs=self.audit_repairs,
+            stale_deleted=stale_row(self.stale_deleted),
+            counters=self.counters(),
+            ipvs=IpvsStatus(
+                scheduler=self.options.ipvs_scheduler,
+                device=writer.DEVICE,
+                addresses=len(self.actual.addresses),
+                virtual_servers=len(self.actual.servers),
+                draining=draining,
+                variant=self.kernel.tables.variant,
+                families=list(self.kernel.tables.families),
+                strict_arp=self.options.ipvs_strict_arp,
+            ),
+        )
 
     def counters(self) -> dict[str, int]:
         """See `dataplane.mode.Programmer.counters`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from dataplane.kernel import conntrack
 from dataplane.mode import belongs
@@ -12,6 +11,7 @@ from dataplane.modes.nftables.tables import DISCARD, SPACES, TABLE
 from dataplane.nftables import operations as op
 from dataplane.nftables.expressions import FAMILIES, Family, Verdict
 from dataplane.nftables.schema import Key, Value
+from dataplane.reports import BackendRow, FlowRow, ServiceRow
 from dataplane.table import Protocol, socket_text
 
 __all__ = ["Tables"]
@@ -66,29 +66,28 @@ class Tables:
                         frontend.backends[int(key[0])] = socket_text(*value)
                 yield from found.values()
 
-    def services(self) -> list[dict[str, Any]]:
+    def services(self) -> list[ServiceRow]:
         """See `dataplane.mode.View.services`; which backends are on this node the tables do not tell."""
-        rows: dict[tuple[str | None, int, str], dict[str, Any]] = {}
+        rows: dict[tuple[str | None, int, str], ServiceRow] = {}
         for frontend in self._frontends():
             name = (frontend.name, frontend.family.version, frontend.protocol)
             row = rows.setdefault(
                 name,
-                {
-                    "name": frontend.name, "frontends": [], "protocol": frontend.protocol, "backends": 0,
-                    "local_backends": None, "when_empty": "reject", "affinity": False,
-                },
-            )  # fmt: skip
-            if frontend.text not in row["frontends"]:
-                row["frontends"].append(frontend.text)
-            row["backends"] = max(row["backends"], len(frontend.backends))
-            row["affinity"] = row["affinity"] or frontend.affinity
+                ServiceRow(
+                    name=frontend.name, frontends=[], protocol=frontend.protocol, backends=0, when_empty="reject"
+                ),
+            )
+            if frontend.text not in row.frontends:
+                row.frontends.append(frontend.text)
+            row.backends = max(row.backends, len(frontend.backends))
+            row.affinity = row.affinity or frontend.affinity
             if frontend.chain == DISCARD:
-                row["when_empty"] = "drop"
+                row.when_empty = "drop"
         for row in rows.values():
-            row["frontends"].sort()
-        return sorted(rows.values(), key=lambda row: (row["name"] or "", row["frontends"]))
+            row.frontends.sort()
+        return sorted(rows.values(), key=lambda row: (row.name or "", row.frontends))
 
-    def backends(self, of: str | None = None) -> list[dict[str, Any]]:
+    def backends(self, of: str | None = None) -> list[BackendRow]:
         """See `dataplane.mode.View.backends`: those of any route."""
         found = {
             (frontend.name or "", address, frontend.protocol)
@@ -97,11 +96,11 @@ class Tables:
             for address in frontend.backends.values()
         }
         return [
-            {"service": service or None, "address": address, "protocol": protocol, "used": True}
+            BackendRow(service=service or None, address=address, protocol=protocol, used=True)
             for service, address, protocol in sorted(found)
         ]
 
-    def flows(self, limit: int) -> tuple[list[dict[str, Any]], int]:
+    def flows(self, limit: int) -> tuple[list[FlowRow], int]:
         """See `dataplane.mode.View.flows`: from conntrack."""
         keys = {(f.address, int(f.key[-1]), int(f.key[-2])): f.name for f in self._frontends()}
         return conntrack.flows(keys, limit)

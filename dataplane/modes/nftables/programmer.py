@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 from dataplane.diff import changed_services
 from dataplane.errors import DataplaneError, SyncError, Unsupported
@@ -22,11 +22,9 @@ from dataplane.mode import (
     Options,
     RequestMaintenance,
     SyncResult,
-    Unprogrammed,
     stale_row,
     unknown_algorithms,
     unprobed,
-    unprogrammed_rows,
 )
 from dataplane.modes.nftables.listing import Tables
 from dataplane.modes.nftables.picks import Pick, chain_named, pick_chain
@@ -37,6 +35,7 @@ from dataplane.nftables.expressions import FAMILIES, Family
 from dataplane.nftables.ruleset import add, describe
 from dataplane.nftables.schema import Key, Value
 from dataplane.nftables.wire import Kernel, missing, remove_tables
+from dataplane.reports import NftablesStatus, Status, Unprogrammed
 from dataplane.table import EMPTY, Entry, Masquerade, NodeNetwork, ServiceTable
 
 __all__ = ["MODE", "Nftables", "clean", "look", "probe"]
@@ -292,19 +291,18 @@ class Nftables(NoQueries):
         """What the table asks for and this mode does not do."""
         return unknown_algorithms(self.table, {"random"}, "random") + unprobed(self.table)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Status:
         """See `dataplane.mode.Programmer.status`."""
-        return {
-            "mode": self.name,
-            "tables": [f"{family.name} {TABLE}" for family in FAMILIES.values()],
-            "adopted": self.adopted,
-            "fill": {},  # sets grow as long as there is memory
-            "unprogrammed": unprogrammed_rows(self._unprogrammed.values()),
-            "warnings": self.warnings(),
-            "audit_repairs": self.audit_repairs,
-            "stale_deleted": stale_row(self.stale_deleted),
-            "counters": self.counters(),
-        }
+        return Status(
+            mode=self.name,
+            adopted=self.adopted,
+            unprogrammed=list(self._unprogrammed.values()),
+            warnings=self.warnings(),
+            audit_repairs=self.audit_repairs,
+            stale_deleted=stale_row(self.stale_deleted),
+            counters=self.counters(),
+            nftables=NftablesStatus(tables=[f"{family.name} {TABLE}" for family in FAMILIES.values()]),
+        )
 
     def counters(self) -> dict[str, int]:
         """See `dataplane.mode.Programmer.counters`: packets that began a connection, by what was done with them."""

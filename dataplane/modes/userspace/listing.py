@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from typing import Any, Final
-
-import msgspec
+from typing import Final
 
 from dataplane.kernel import conntrack
 from dataplane.mode import belongs
 from dataplane.modes.userspace import messages as m
 from dataplane.modes.userspace.relay_client import RelayClient
+from dataplane.reports import BackendRow, FlowRow, ServiceRow
 from dataplane.table import Protocol, socket_text
 
 __all__ = ["Relayed"]
@@ -24,62 +23,73 @@ class Relayed:
 
     def __init__(self, client: RelayClient) -> None:
         self._client = client
-        self._listing = client.ask(m.Look(), m.Listing).values
-        self.rows = [msgspec.convert(row, m.Row) for row in self._listing["rows"]]
-        self.place = f"relay, process {self._listing['pid']}"
+        self.listing = client.ask(m.Look(), m.Listing)
+        self.rows = self.listing.rows
+        self.place = f"relay, process {self.listing.pid}"
 
-    def services(self) -> list[dict[str, Any]]:
+    def services(self) -> list[ServiceRow]:
         """See `dataplane.mode.View.services`."""
         return [
-            {
-                "name": row.name,
-                "frontends": list(row.frontends),
-                "protocol": Protocol(row.protocol).name,
-                "backends": len(row.routes[0]) if row.routes else 0,
-                "local_backends": len(row.routes[1]) if len(row.routes) > 1 else None,
-                "affinity": row.affinity or None,
-                "proxy_ports": len(row.ports),
-            }
+            ServiceRow(
+                name=row.name,
+                frontends=list(row.frontends),
+                protocol=Protocol(row.protocol).name,
+                backends=len(row.routes[0]) if row.routes else 0,
+                local_backends=len(row.routes[1]) if len(row.routes) > 1 else None,
+                affinity=bool(row.affinity),
+                proxy_ports=len(row.ports),
+            )
             for row in self.rows
         ]
 
-    def backends(self, of: str | None = None) -> list[dict[str, Any]]:
+    def backends(self, of: str | None = None) -> list[BackendRow]:
         """See `dataplane.mode.View.backends`."""
-        used = {(key, address, port): count for key, address, port, count in self._listing["used"]}
+        used = {(key, address, port): count for key, address, port, count in self.listing.used}
         rows = []
         for row in filter(lambda each: belongs(each.name, of), self.rows):
             members = Counter(pair for route in row.routes for pair in route)
             for address, port in {**dict.fromkeys(members), **dict.fromkeys(row.serving)}:
                 rows.append(
-                    {
-                        "service": row.name,
-                        "address": socket_text(address, port),
-                        "protocol": Protocol(row.protocol).name,
-                        "used": (address, port) in members,
-                        "conversations": used.get((row.key, address, port), 0),
-                    }
+                    BackendRow(
+                        service=row.name,
+                        address=socket_text(address, port),
+                        protocol=Protocol(row.protocol).name,
+                        used=(address, port) in members,
+                        conversations=used.get((row.key, address, port), 0),
+                    )
                 )
         return rows
 
-    def flows(self, limit: int) -> tuple[list[dict[str, Any]], int]:
+    def flows(self, limit: int) -> tuple[list[FlowRow], int]:
         """See `dataplane.mode.View.flows`."""
-        listing = self._client.ask(m.Look(min(limit, MOST)), m.Listing).values
-        known = self._frontends_of_conntrack()
+        listing = self._client.ask(m.Look(min(limit, MOST)), m.Listing)
+        translated = self._translated()
         rows = []
-        for flow in listing["flows"]:
-            row = dict(flow) | {"protocol": Protocol(flow["protocol"]).name}
-            for column in ("client", "frontend", "backend"):
-                row[column] = socket_text(*flow[column]) if flow[column] else None
-            row |= known.get((row["client"], row["frontend"]), {})
-            rows.append(row)
-        return rows, listing["flow_count"]
+        for flow in listing.flows:
+            ends = socket_text(*flow.client), socket_text(*flow.frontend)
+            client, frontend = translated.get(ends, ends)
+            rows.append(
+                FlowRow(
+                    service=flow.service,
+                    protocol=Protocol(flow.protocol).name,
+                    client=client,
+                    frontend=frontend,
+                    backend=socket_text(*flow.backend) if flow.backend else None,
+                    source=flow.source,
+                    state=flow.state,
+                )
+            )
+        return rows, listing.flow_count
 
     def close(self) -> None:
         """See `dataplane.mode.View.close`."""
         self._client.close()
 
-    def _frontends_of_conntrack(self) -> dict[tuple[str, str], dict[str, str]]:
-        """What the relay sees of a client and its own proxy port -> the client and the frontend, from conntrack."""
+    def _translated(self) -> dict[tuple[str, str], tuple[str, str]]:
+        """The client and the proxy port that the relay sees -> the client and the frontend before translation.
+
+        Conntrack knows both.
+        """
         frontends: dict[conntrack.Key, str | None] = {}
         for row in self.rows:
             for text in row.frontends:
@@ -87,8 +97,5 @@ class Relayed:
                 frontends[None if address == "*" else address.strip("[]"), int(port), row.protocol] = row.name
         with contextlib.suppress(OSError):  # then the proxy port has to do
             flows, _ = conntrack.flows(frontends, MOST)
-            return {
-                (flow["source"], flow["backend"]): {"client": flow["client"], "frontend": flow["frontend"]}
-                for flow in flows
-            }
+            return {(flow.source, flow.backend or ""): (flow.client, flow.frontend) for flow in flows}
         return {}

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 __all__ = [
-    "ADDRESS", "KEEPING", "LENGTH", "PLAIN", "VERSION", "Applied", "Apply", "Commit", "Done", "End", "HandOver",
-    "Hello", "Keep", "Listing", "Look", "Network", "Port", "Refused", "Row", "Sockets", "Stale", "Status", "Welcome",
+    "ADDRESS", "KEEPING", "LENGTH", "PLAIN", "VERSION", "Applied", "Apply", "Commit", "Conversation", "Done", "End",
+    "HandOver", "Hello", "Keep", "Listing", "Look", "Network", "Port", "Refused", "Report", "Row", "Sockets", "Stale",
+    "Status", "Welcome",
     "decode_answer", "decode_request", "pack",
 ]  # fmt: skip
 
 ADDRESS: Final = "\0hybrid-proxy-userspace"
-VERSION: Final = 1  # of these messages and of what a relay does: an agent replaces a relay of another version
+VERSION: Final = 2  # of these messages and of what a relay does: an agent replaces a relay of another version
 LENGTH: Final = struct.Struct("=I")
 
 PLAIN, KEEPING = 0x4850_0000, 0x4850_0010
@@ -145,10 +146,44 @@ class Sockets(msgspec.Struct, frozen=True, tag="Tell"):
     network: Network
 
 
-class Listing(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `Status` and `Look`."""
+class Report(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `Status`: the relay's counters and fill.
 
-    values: dict[str, Any] = msgspec.field(name="told")
+    `agent` is the process that the relay takes orders from (0: none), `files` how many descriptors are in use and how
+    many there may be, `trouble` what the relay lacks, empty: nothing.
+    """
+
+    pid: int
+    agent: int
+    proxy_ports: int
+    connections: int
+    dialling: int
+    sessions: int
+    files: tuple[int, int]
+    trouble: str
+    counters: dict[str, int]
+
+
+class Conversation(msgspec.Struct, frozen=True):
+    """A connection or a session of datagrams. `source` is what the backend sees as its client."""
+
+    service: str
+    protocol: int
+    client: Pair
+    frontend: Pair
+    backend: Pair | None
+    source: str
+    state: str
+
+
+class Listing(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `Look`. `used` counts conversations by service port (`Row.key`), backend address and port."""
+
+    pid: int
+    rows: tuple[Row, ...]
+    used: tuple[tuple[str, str, int, int], ...]
+    flows: tuple[Conversation, ...]
+    flow_count: int
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
@@ -156,7 +191,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 Request = Hello | Apply | Commit | Status | Look | HandOver | End
-Answer = Welcome | Refused | Applied | Sockets | Listing | Done
+Answer = Welcome | Refused | Applied | Sockets | Report | Listing | Done
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _requests: Final = msgspec.msgpack.Decoder(Request)

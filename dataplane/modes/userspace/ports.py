@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from dataplane.modes.userspace import messages
 from dataplane.modes.userspace.choice import Chooser
-from dataplane.modes.userspace.messages import Keep, Network, Row
+from dataplane.modes.userspace.messages import Conversation, Keep, Network, Pair, Row
 from dataplane.modes.userspace.sockets import listening
 from dataplane.modes.userspace.state import State
 
@@ -141,15 +141,8 @@ class Port:
         if self in self.state.waiting:
             self.state.waiting.remove(self)
 
-    def flow_row(self, client: tuple[str, int], backend: tuple[str, int] | None, state: str) -> dict[str, object]:
+    def flow_row(self, client: Pair, backend: Pair | None, state: str) -> Conversation:
         """A row of `flows`."""
         row = self.service.row
-        return {
-            "service": row.name,
-            "protocol": row.protocol,
-            "client": list(client),
-            "frontend": list(self.address),
-            "backend": list(backend) if backend else None,
-            "source": (backend and self.source_for(client[0], backend[0])) or "node",
-            "state": state,
-        }
+        source = (backend and self.source_for(client[0], backend[0])) or "node"
+        return Conversation(row.name, row.protocol, client, self.address, backend, source, state)

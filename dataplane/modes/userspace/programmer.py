@@ -20,10 +20,8 @@ from dataplane.mode import (
     Options,
     RequestMaintenance,
     SyncResult,
-    Unprogrammed,
     unknown_algorithms,
     unprobed,
-    unprogrammed_rows,
 )
 from dataplane.modes.userspace import lower as low
 from dataplane.modes.userspace import messages as m
@@ -36,6 +34,7 @@ from dataplane.nftables import operations as op
 from dataplane.nftables.expressions import FAMILIES, Family
 from dataplane.nftables.ruleset import describe
 from dataplane.nftables.wire import Kernel, missing, remove_tables
+from dataplane.reports import Fill, RelayStatus, Status, Unprogrammed, UserspaceStatus
 from dataplane.table import EMPTY, Entry, NodeNetwork, Protocol, ServiceTable
 
 __all__ = ["MODE", "Userspace", "clean", "drain", "look", "probe"]
@@ -353,34 +352,46 @@ class Userspace(NoQueries):
             warnings.append("client addresses cannot be kept here: backends see the node's address")
         return warnings
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Status:
         """See `dataplane.mode.Programmer.status`."""
-        relay = self._relay_status()
-        return {
-            "mode": self.name,
-            "adopted": self.adopted,
-            "relay": {
-                key: relay.get(key) for key in ("pid", "proxy_ports", "connections", "sessions", "dialling", "trouble")
-            },
-            "kept_addresses": [f"IPv{family}" for family in self.transparent],
-            "fill": {"files": relay.get("files", [0, 0])},
-            "unprogrammed": unprogrammed_rows(self._all_unprogrammed()),
-            "warnings": self.warnings() + ([relay["trouble"]] if relay.get("trouble") else []),
-            "audit_repairs": self.audit_repairs,
-            "counters": relay.get("counters", {}),
-        }
+        report, trouble = self._relay_report()
+        relay = (
+            None
+            if report is None
+            else RelayStatus(
+                pid=report.pid,
+                proxy_ports=report.proxy_ports,
+                connections=report.connections,
+                sessions=report.sessions,
+                dialling=report.dialling,
+                trouble=report.trouble,
+            )
+        )
+        return Status(
+            mode=self.name,
+            adopted=self.adopted,
+            fill={"files": Fill(*report.files) if report else Fill(0, 0)},
+            unprogrammed=list(self._all_unprogrammed()),
+            warnings=self.warnings() + [trouble] * bool(trouble),
+            audit_repairs=self.audit_repairs,
+            counters=report.counters if report else {},
+            userspace=UserspaceStatus(relay=relay, kept_addresses=[f"IPv{family}" for family in self.transparent]),
+        )
 
-    def _relay_status(self) -> dict[str, Any]:
+    def _relay_report(self) -> tuple[m.Report | None, str]:
+        """What the relay reports, and what it lacks; None: it does not answer, which is said then."""
         try:
-            return self.client.ask(m.Status(), m.Listing, seconds=STATUS_SECONDS).values
+            report = self.client.ask(m.Status(), m.Report, seconds=STATUS_SECONDS)
         except DataplaneError as error:
             if not self._stop.is_set():
                 self._lost.set()  # the next look at it reconnects, or starts another
-            return {"trouble": str(error)}
+            return None, str(error)
+        return report, report.trouble
 
     def counters(self) -> dict[str, int]:
         """See `dataplane.mode.Programmer.counters`."""
-        return dict(self._relay_status().get("counters", {}))
+        report, _ = self._relay_report()
+        return dict(report.counters) if report else {}
 
     def close(self) -> None:
         """See `dataplane.mode.Programmer.close`: the relay goes on, unless nothing was ever programmed."""
@@ -434,7 +445,7 @@ def drain(options: Options) -> bool:
     if client is None:
         return False
     with contextlib.closing(client):
-        agent = client.ask(m.Status(), m.Listing).values.get("agent")
+        agent = client.ask(m.Status(), m.Report).agent
     if agent:
         raise Occupied(f"the relay of this network namespace is in use by process {agent}: stop that first")
     with contextlib.closing(Kernel(TABLE)) as kernel:

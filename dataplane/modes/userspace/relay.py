@@ -152,25 +152,24 @@ class Relay:
 
     # Questions
 
-    def status(self) -> dict[str, object]:
+    def status(self) -> m.Report:
         """Counters and fill."""
         state = self.state
-        return {
-            "pid": os.getpid(),
-            "agent": self.agent_pid,
-            "services": len(self.services),
-            "proxy_ports": sum(len(service.ports) for service in self.services.values()),
-            "connections": len(self.flows.all),
-            "dialling": len(self.flows.dialling),
-            "sessions": len(self.sessions.by_client),
-            "files": [state.used, state.limit],
-            "trouble": state.trouble,
-            "counters": dict(state.counters),
-        }
+        return m.Report(
+            pid=os.getpid(),
+            agent=self.agent_pid,
+            proxy_ports=sum(len(service.ports) for service in self.services.values()),
+            connections=len(self.flows.all),
+            dialling=len(self.flows.dialling),
+            sessions=len(self.sessions.by_client),
+            files=(state.used, state.limit),
+            trouble=state.trouble,
+            counters=dict(state.counters),
+        )
 
-    def look(self, limit: int) -> dict[str, object]:
+    def look(self, limit: int) -> m.Listing:
         """What is programmed, and conversations."""
-        flows: list[dict[str, object]] = []
+        flows: list[m.Conversation] = []
         for flow in self.flows.all:
             if len(flows) >= limit:
                 break
@@ -180,15 +179,15 @@ class Relay:
                 break
             status = "established" if session.answered else "unanswered"
             flows.append(session.port.flow_row(session.client, session.backend, status))
-        return {
-            "pid": os.getpid(),
-            "rows": [msgspec.to_builtins(service.row) for service in self.services.values()],
-            "used": self._used(),
-            "flows": flows,
-            "flow_count": len(self.flows.all) + len(self.sessions.by_client),
-        }
+        return m.Listing(
+            pid=os.getpid(),
+            rows=tuple(service.row for service in self.services.values()),
+            used=self._used(),
+            flows=tuple(flows),
+            flow_count=len(self.flows.all) + len(self.sessions.by_client),
+        )
 
-    def _used(self) -> list[list[object]]:
+    def _used(self) -> tuple[tuple[str, str, int, int], ...]:
         """Conversations by service port and backend."""
         found: dict[tuple[str, str, int], int] = {}
         pairs = [(flow.port, flow.backend) for flow in self.flows.all]
@@ -197,7 +196,7 @@ class Relay:
             if backend is not None:
                 key = (port.service.row.key, *backend)
                 found[key] = found.get(key, 0) + 1
-        return [[*key, count] for key, count in found.items()]
+        return tuple((*key, count) for key, count in found.items())
 
     # The line
 
@@ -240,9 +239,9 @@ class Relay:
     async def _answer(self, request: m.Request, writer: asyncio.StreamWriter, *, agent: bool) -> m.Answer:
         match request:
             case m.Status():
-                return m.Listing(self.status())
+                return self.status()
             case m.Look():
-                return m.Listing(self.look(min(request.flows, ENTRIES_SHOWN)))
+                return self.look(min(request.flows, ENTRIES_SHOWN))
             case m.Apply() if agent:
                 return await self.apply(request)
             case m.Commit() if agent:

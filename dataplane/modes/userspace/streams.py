@@ -16,6 +16,7 @@ import os
 import socket
 from typing import Final
 
+from dataplane.modes.userspace.messages import Conversation
 from dataplane.modes.userspace.ports import Port
 from dataplane.modes.userspace.sockets import resetting, toward
 from dataplane.modes.userspace.state import EXHAUSTED, TICK, State
@@ -345,7 +346,7 @@ class Flow:
         self.upstream = None
         state.resume()
 
-    def describe(self) -> dict[str, object]:
+    def describe(self) -> Conversation:
         """A row of `flows`."""
         return self.port.flow_row(self.client_address, self.backend, "established" if self.forth else "connecting")
 

@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dataplane.kernel import bpf
 from dataplane.mode import Options
 from dataplane.modes.ebpf import programmer, programs, sizes
@@ -97,13 +99,13 @@ class MapResizer:
             case ["notices"]:
                 return self.notices
             case ["status"]:
-                return self.mode.status()
+                return msgspec.to_builtins(self.mode.status())
             case ["begin"]:
                 self.mode.resizer._start(self.mode.maps.make_larger({n: 2 * e for n, e in self.entries().items()}))
             case ["grow"]:
                 return self.mode.resizer.make_room(TINY, self.mode.store.plan.used())
             case ["traffic"]:
-                return self.mode.traffic(by_backend=False)
+                return msgspec.to_builtins(self.mode.traffic(by_backend=False))
             case ["refuse", number]:
                 refuse(Loader, "generation", int(number))
             case ["retry"]:

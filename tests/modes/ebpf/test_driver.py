@@ -18,6 +18,7 @@ from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.driver import Drivers
 from dataplane.modes.ebpf.maps import MapSet
 from dataplane.modes.ebpf.pins import pins_in
+from dataplane.reports import XdpHooks
 from workshop.lab.frames import Receiver
 
 pytestmark = pytest.mark.root
@@ -78,14 +79,14 @@ def place(namespace: None, pins: Path, open_maps: Callable[..., MapSet]) -> Iter
 def test_native_serves_what_takes_frames_and_a_new_process_takes_over(place: Place) -> None:
     with Receiver("wire0"):
         first = place.serve("native")
-        assert first.status() == {"setting": "native", "interfaces": ["up0"], "left_to_tc": {}}
+        assert first.status() == XdpHooks("native", ["up0"], {})
         before = place.program_at("up0")
         assert before
         first.close()
         place.made.clear()
         assert place.program_at("up0") == before  # the pin holds it
         second = place.serve("native")
-        assert second.status()["interfaces"] == ["up0"]
+        assert second.status().interfaces == ["up0"]
         assert place.program_at("up0") not in {0, before}
         assert place.pins() == [f"link_xdp_{socket.if_nametoindex('up0')}"]
 
@@ -105,7 +106,7 @@ def test_off_removes_what_a_former_process_left(place: Place) -> None:
     with Receiver("wire0"):
         place.serve("native")
         drivers = place.serve("off")
-        assert drivers.status() == {"setting": "off", "interfaces": [], "left_to_tc": {}}
+        assert drivers.status() == XdpHooks("off", [], {})
         assert place.program_at("up0") == 0
         assert place.pins() == []
 
@@ -113,20 +114,20 @@ def test_off_removes_what_a_former_process_left(place: Place) -> None:
 def test_auto_leaves_virtual_devices_to_tc(place: Place) -> None:
     with Receiver("wire0"):
         told = place.serve("auto").status()
-    assert told["interfaces"] == []
-    assert told["left_to_tc"]["up0"] == "a virtual device (veth); --xdp native takes it"
+    assert told.interfaces == []
+    assert told.left_to_tc["up0"] == "a virtual device (veth); --xdp native takes it"
 
 
 def test_auto_takes_a_device_of_the_machine_that_has_no_vlans(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "is_virtual", lambda driver: False)
     with Receiver("wire0"):
         drivers = place.serve("auto")
-        assert drivers.status()["interfaces"] == ["up0"]
+        assert drivers.status().interfaces == ["up0"]
         index = socket.if_nametoindex("up0")
         vlan = Interface(99, "up0.7", "vlan", True, False, False, (), lower=index)
         drivers.refresh(place.interfaces("up0"), [*place.interfaces(), vlan])
-        assert drivers.status()["interfaces"] == []
-        assert "VLANs are above it" in drivers.status()["left_to_tc"]["up0"]
+        assert drivers.status().interfaces == []
+        assert "VLANs are above it" in drivers.status().left_to_tc["up0"]
         assert place.program_at("up0") == 0
 
 
@@ -134,8 +135,8 @@ def test_somebody_elses_program_stays(place: Place) -> None:
     with Receiver("wire0"), Receiver("up0"):
         before = place.program_at("up0")
         told = place.serve("native").status()
-        assert told["interfaces"] == []
-        assert told["left_to_tc"]["up0"] == "another XDP program is there and stays"
+        assert told.interfaces == []
+        assert told.left_to_tc["up0"] == "another XDP program is there and stays"
         assert place.program_at("up0") == before
 
 
@@ -144,8 +145,8 @@ def test_a_veth_whose_other_end_takes_no_frames_is_left(place: Place) -> None:
     if takes_frames(socket.if_nametoindex("up0")) is None:
         pytest.skip("this kernel does not tell (Linux 6.3 does)")
     told = place.serve("native").status()
-    assert told["interfaces"] == []
-    assert "takes no frames" in told["left_to_tc"]["up0"]
+    assert told.interfaces == []
+    assert "takes no frames" in told.left_to_tc["up0"]
 
 
 def test_what_others_detach_is_attached_again(place: Place) -> None:
@@ -172,7 +173,7 @@ def test_layers_above_devices_are_left(place: Place) -> None:
     port = Interface(97, "eth7", "", True, False, False, (), master=98)
     drivers = place.drivers("native")
     drivers.refresh([bond, port], [bond, port])
-    assert drivers.status()["left_to_tc"] == {
+    assert drivers.status().left_to_tc == {
         "bond0": "a bond, whose ports have the drivers",
         "eth7": "a port of another interface, which gets its packets",
     }
@@ -180,7 +181,7 @@ def test_layers_above_devices_are_left(place: Place) -> None:
 
 def test_a_driver_without_native_mode_is_left(place: Place) -> None:
     drivers = place.serve("native", "lo")
-    assert drivers.status()["left_to_tc"] == {"lo": "the driver has no native XDP"}
+    assert drivers.status().left_to_tc == {"lo": "the driver has no native XDP"}
 
 
 def test_a_pin_of_a_device_that_went_is_removed(place: Place) -> None:
@@ -188,7 +189,7 @@ def test_a_pin_of_a_device_that_went_is_removed(place: Place) -> None:
         place.serve("native")
         place.link.link("del", index=socket.if_nametoindex("up0"))
         drivers = place.serve("native")
-        assert drivers.status() == {"setting": "native", "interfaces": [], "left_to_tc": {}}
+        assert drivers.status() == XdpHooks("native", [], {})
         assert place.pins() == []
 
 
@@ -201,7 +202,7 @@ def test_a_device_that_came_again_under_the_same_number_is_served(place: Place) 
         for end in ("up0", "wire1"):
             place.link.link("set", index=socket.if_nametoindex(end), state="up")
     with Receiver("wire1"):
-        assert place.serve("native").status()["interfaces"] == ["up0"]
+        assert place.serve("native").status().interfaces == ["up0"]
         assert place.program_at("up0")
 
 
@@ -214,7 +215,7 @@ def test_a_program_that_the_kernel_refuses_leaves_all_to_tc(place: Place, tmp_pa
     with Receiver("wire0"):
         drivers = Drivers(place.folder, "native", refuse, lambda: place.maps.maps["xdp_links"])
         drivers.refresh(place.interfaces("up0"), place.interfaces())
-        assert drivers.status()["left_to_tc"]["up0"].startswith("the kernel refused the program")
+        assert drivers.status().left_to_tc["up0"].startswith("the kernel refused the program")
 
 
 def test_what_the_kernel_tells_of_devices(place: Place) -> None:

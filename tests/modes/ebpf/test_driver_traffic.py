@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from dataplane.reports import Status, XdpHooks
 from tests.conformance.kit import HTTP, UDP, V4, V6, Bench, Service, attached, eventually, node_manifest
 from tests.namespaces import new_lab
 from workshop.lab.agent import Agent
@@ -33,12 +34,12 @@ class Road(Bench):
     """The lab, its agent and what to ask of them."""
 
     def counters(self) -> dict[str, int]:
-        return self.told()["counters"]
+        return self.told().counters
 
-    def told(self) -> dict[str, Any]:
+    def told(self) -> Status:
         status = self.agent.status()
         assert status is not None, self.agent.tail()
-        return status["dataplane"]
+        return status.dataplane
 
     def restart(self, *flags: str) -> None:
         if self.agent.running():
@@ -155,7 +156,7 @@ def test_connections_go_on_while_the_agent_is_killed_and_comes_back(road: Road) 
         for connection in (first, second) * 20:
             assert ask_tcp(connection).pod == "remote1"
         assert road.counters()["xdp_dnat"] - before >= 80
-    assert road.told()["xdp"]["interfaces"] == [UPLINK]
+    assert road.told().ebpf.xdp.interfaces == [UPLINK]
 
 
 def test_off_takes_the_program_away_and_traffic_goes_on(road: Road) -> None:
@@ -165,7 +166,7 @@ def test_off_takes_the_program_away_and_traffic_goes_on(road: Road) -> None:
             before = road.counters()
             assert download(connection, 100_000) == 100_000
             after = road.counters()
-            assert road.told()["xdp"] == {"setting": "off", "interfaces": [], "left_to_tc": {}}
+            assert road.told().ebpf.xdp == XdpHooks("off", [], {})
         finally:
             road.restart(*FLAGS)
         assert (after["xdp_dnat"], after["xdp_reply"]) == (before["xdp_dnat"], before["xdp_reply"])
@@ -199,10 +200,10 @@ def second_uplink(road: Road) -> Iterator[str]:
 
 def test_devices_come_and_go(road: Road) -> None:
     with second_uplink(road) as name:
-        road.agent.wait(lambda s: s["dataplane"]["xdp"]["interfaces"] == [UPLINK, name], 5.0, "at both")
+        road.agent.wait(lambda s: s.dataplane.ebpf.xdp.interfaces == [UPLINK, name], 5.0, "at both")
         node = road.lab.netlink("node")
         node.link("del", index=node.link_lookup(ifname=name)[0])
-        road.agent.wait(lambda s: s["dataplane"]["xdp"]["interfaces"] == [UPLINK], 5.0, "at one")
+        road.agent.wait(lambda s: s.dataplane.ebpf.xdp.interfaces == [UPLINK], 5.0, "at one")
     with road.open(road.far(), V4) as connection:
         assert ask_tcp(connection).pod == "remote1"
 

@@ -72,7 +72,7 @@ class Child:
             if not busy and reached(status):
                 return status
             time.sleep(0.1)
-        raise AssertionError(f"not reached: {status['maps']}")
+        raise AssertionError(f"not reached: {status['ebpf']['maps']}")
 
     def kill(self) -> None:
         self.process.kill()
@@ -152,11 +152,13 @@ def traffic_of(lab: Lab) -> Iterator[Traffic]:
 
 
 def entries(status: dict[str, Any], name: str) -> int:
-    return int(status["maps"][name]["entries"])
+    return int(status["ebpf"]["maps"][name]["entries"])
 
 
 def roomy(status: dict[str, Any]) -> bool:
-    return all(row["used"] <= 0.75 * row["entries"] for row in status["maps"].values() if "used" in row)
+    return all(
+        row["used"] <= 0.75 * row["entries"] for row in status["ebpf"]["maps"].values() if row["used"] is not None
+    )
 
 
 def test_maps_grow_under_load(lab: Lab) -> None:
@@ -202,7 +204,7 @@ def test_what_was_counted_stays_when_maps_grow(lab: Lab) -> None:
 
 def figures(child: Child) -> dict[str, int]:
     rows = [row for row in child.do("traffic") if row["service"] == "default/web:http"]
-    return {name: sum(row[name] for row in rows) for name in FIELDS}
+    return {name: sum(row["counts"][name] for row in rows) for name in FIELDS}
 
 
 def test_bounds_are_told(lab: Lab) -> None:
@@ -220,7 +222,7 @@ def test_bounds_are_told(lab: Lab) -> None:
     child.do("maintain")
     assert child.do("notices") == ["MapNearlyFull"] * 2
     assert child.do("more 5") == ["map services (--max-services) is full (32)"] * 3
-    assert child.do("status")["maps"]["services"]["bound"] == 32
+    assert child.do("status")["ebpf"]["maps"]["services"]["bound"] == 32
     child.end()
 
 
@@ -266,7 +268,7 @@ def test_the_agent_is_killed_at_every_step(lab: Lab, steps: list[tuple[str, ...]
             status = child.maintain_until(lambda _: True)
             assert status["adopted"]
             assert status["unprogrammed"] == []
-            assert not list(Path(status["pins"]).glob("next_*")), commands
+            assert not list(Path(status["ebpf"]["pins"]).glob("next_*")), commands
             traffic.moves_on(3)
         assert child.do("more 40") == []
         status = child.maintain_until(roomy)

@@ -54,5 +54,5 @@ def test_a_change_of_everything_fits_where_everything_does(lab: Lab) -> None:  #
     for version in (3, 5, 7, 9):
         assert child.do(f"state {COUNT} {version}") == [], f"version {version} does not fit"
         assert child.do("check")
-    assert child.do("status")["maps"]["slots"]["bound"] == 256
+    assert child.do("status")["ebpf"]["maps"]["slots"]["bound"] == 256
     child.end()

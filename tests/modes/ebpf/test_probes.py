@@ -141,7 +141,7 @@ def test_down_after_failures_and_up_after_one_success(server: Server, prober: Pr
     eventually(prober.down)
     assert len(server.requests) >= QUICK.probe_failures
     assert prober.down() == {target: "GET / was answered by status 500"}
-    assert prober.status()["down"] == 1
+    assert prober.status().down == 1
     server.answer = b"HTTP/1.1 200 yes\r\n\r\n"
     eventually(lambda: not prober.down())
 
@@ -166,7 +166,7 @@ def test_who_is_not_watched_is_not_asked_and_not_down(server: Server, prober: Pr
         assert prober.down() == {}
         eventually(lambda: other.connections >= 3)
         assert prober.down() == {}
-        assert prober.status()["targets"] == 1
+        assert prober.status().targets == 1
         third = Server()
         with closing(third):
             prober.watch([third.target()])

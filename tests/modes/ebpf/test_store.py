@@ -17,11 +17,12 @@ from msgspec.structs import replace
 from dataplane.errors import Occupied
 from dataplane.kernel.bpf import BpfError
 from dataplane.kernel.lock import hold
-from dataplane.mode import Options, Unprogrammed
+from dataplane.mode import Options
 from dataplane.modes.ebpf.maps import MapSet
 from dataplane.modes.ebpf.plan import key_of
 from dataplane.modes.ebpf.sizes import bounds
 from dataplane.modes.ebpf.store import Store
+from dataplane.reports import Unprogrammed
 from dataplane.table import Backend, BackendSet, Entry, Kind, Protocol, WhenEmpty
 from tests.tables import Front, entry_of, fronts_of, with_fronts
 

@@ -220,7 +220,7 @@ def delete_qdisc(place: Place) -> None:
 def test_filters_that_are_removed_come_back(with_filters: Place, accident: Callable[[Place], None], count: int) -> None:
     agent = with_filters.agent
     repairs = agent.audit_repairs
-    assert agent.pods.status()["kind"] == "clsact"
+    assert agent.pods.status().kind == "clsact"
     agent.maintain()
     assert not agent.may_have_drifted()
     accident(with_filters)

@@ -17,6 +17,7 @@ from dataplane.kernel.xtables import Xtables, XtablesError, find
 from dataplane.mode import Options, SyncResult
 from dataplane.modes.iptables.programmer import REPAIR_PAUSE, Iptables, clean, look, needs, probe
 from dataplane.modes.iptables.readback import parse
+from dataplane.reports import BackendRow, ServiceRow
 from dataplane.table import (
     Backend,
     BackendSet,
@@ -385,13 +386,13 @@ def test_the_view_names_services_and_backends(variant: str) -> None:
     assert view is not None
     assert f"iptables-{variant}" in view.place
     rows = view.services()
-    assert [row["name"] for row in rows] == ["ns/s1:p", "ns/s1:p", "ns/s2:p", "ns/s2:p"]
-    four = next(row for row in rows if row["name"] == "ns/s1:p" and "10.96.0.1:80" in row["frontends"])
-    assert four == {
-        "name": "ns/s1:p", "frontends": ["10.96.0.1:80", "203.0.113.1:80", "nodePort 30001"], "protocol": "UDP",
-        "backends": 3, "local_backends": 1, "affinity": True,
-    }  # fmt: skip
-    assert {"service": "ns/s2:p", "address": "[fd02::11]:8080", "protocol": "SCTP", "used": True} in view.backends()
+    assert [row.name for row in rows] == ["ns/s1:p", "ns/s1:p", "ns/s2:p", "ns/s2:p"]
+    four = next(row for row in rows if row.name == "ns/s1:p" and "10.96.0.1:80" in row.frontends)
+    assert four == ServiceRow(
+        name="ns/s1:p", frontends=["10.96.0.1:80", "203.0.113.1:80", "nodePort 30001"], protocol="UDP",
+        backends=3, local_backends=1, affinity=True,
+    )  # fmt: skip
+    assert BackendRow(service="ns/s2:p", address="[fd02::11]:8080", protocol="SCTP", used=True) in view.backends()
     clean(Options())
     assert look(Options(), {}) is None
 

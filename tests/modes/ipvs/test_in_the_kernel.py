@@ -86,8 +86,8 @@ def test_an_agent_that_was_killed_is_replaced_without_a_change_and_cleaned_exact
     second.close()
     view = look(Options(), {})
     assert view is not None
-    assert {row["name"] for row in view.services()} == {f"default/s{n}:http" for n in range(20)}
-    assert {(row["address"], row["used"]) for row in view.backends()} == {("10.1.0.11:8080", True)}
+    assert {row.name for row in view.services()} == {f"default/s{n}:http" for n in range(20)}
+    assert {(row.address, row.used) for row in view.backends()} == {("10.1.0.11:8080", True)}
     assert clean(Options()) > 20
     assert clean(Options()) == 0
     assert set(ipvs.servers()) == {FOREIGN, Server(4, mark=7)}
@@ -163,7 +163,7 @@ def test_a_connection_outlives_its_endpoint_which_goes_when_the_connection_is_ov
         assert time.monotonic() < deadline, ipvs.destinations(server)
         agent.maintain()
         time.sleep(1)
-    assert agent.status()["draining"] == 0
+    assert agent.status().ipvs.draining == 0
     agent.close()
 
 

@@ -77,14 +77,14 @@ def test_an_endpoint_of_tcp_that_leaves_keeps_its_flows_until_the_last_ends(node
     node.ipvs.connections[destination(B)] = 3
     agent.sync(node.table(web(A)))
     assert node.weights() == {A.address: 1, B.address: 0}
-    assert agent.status()["draining"] == 1
+    assert agent.status().ipvs.draining == 1
     agent.maintain()
     assert node.weights() == {A.address: 1, B.address: 0}
     node.ipvs.connections.clear()
     node.time += module.DRAIN_SECONDS
     agent.maintain()
     assert node.weights() == {A.address: 1}
-    assert agent.status()["draining"] == 0
+    assert agent.status().ipvs.draining == 0
 
 
 def test_flows_are_looked_at_more_often_than_each_minute() -> None:
@@ -159,7 +159,7 @@ def test_a_restart_resets_weights_and_removes_what_is_not_wanted_any_more(node: 
     agent = node.start()
     agent.sync(node.table(web(A)))
     assert node.weights() == {A.address: 1, B.address: 0}, "B drains under the new agent, too"
-    assert agent.status()["draining"] == 1
+    assert agent.status().ipvs.draining == 1
     assert node.weights("10.96.0.2") is None
     assert node.device.bound == {"10.96.0.1"}
 

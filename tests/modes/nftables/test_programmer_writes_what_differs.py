@@ -212,11 +212,11 @@ def test_what_others_changed_is_put_right(fake: FakeNftables, mode: Nftables, da
     mode.ruleset_changed()
     mode.maintain()
     assert state(fake) == fresh(many(5))
-    assert mode.status()["audit_repairs"] == 1
+    assert mode.status().audit_repairs == 1
     assert len(fake.transactions) == 2
     mode.ruleset_changed()
     mode.maintain()
-    assert mode.status()["audit_repairs"] == 1
+    assert mode.status().audit_repairs == 1
 
 
 def test_without_being_told_the_structure_is_compared_in_time(fake: FakeNftables) -> None:
@@ -240,7 +240,7 @@ def test_an_entry_with_too_many_routes_is_refused_alone(fake: FakeNftables, mode
         table(entry(*frontends, name="default/odd:http", affinity_seconds=60), *many(2).services["default/s1"])
     )
     assert [misfit.entry for misfit in result.unprogrammed] == ["default/odd:http"]
-    assert [row["name"] for row in Tables(fake).services()] == ["default/s1:http"]
+    assert [row.name for row in Tables(fake).services()] == ["default/s1:http"]
     assert mode.sync(many(2, 2)).unprogrammed == ()
 
 
@@ -249,20 +249,18 @@ def test_what_is_programmed_can_be_listed(fake: FakeNftables, mode: Nftables) ->
     mode.sync(table(*many(2).services["default/s1"], entry(node_port, name="default/np:http", affinity_seconds=60)))
     view = Tables(fake)
     assert view.place == "table ip hybrid-proxy, table ip6 hybrid-proxy"
-    assert [(row["name"], row["frontends"], row["backends"]) for row in view.services()] == [
+    assert [(row.name, row.frontends, row.backends) for row in view.services()] == [
         ("default/np:http", ["node port 30080"], 0),
         ("default/s1:http", ["10.96.0.1:80"], 3),
     ]
-    assert [row["address"] for row in view.backends()] == ["10.1.1.1:8080", "10.1.2.1:8080", "10.1.3.1:8080"]
+    assert [row.address for row in view.backends()] == ["10.1.1.1:8080", "10.1.2.1:8080", "10.1.3.1:8080"]
 
 
 def test_algorithms_are_a_limitation(mode: Nftables) -> None:
     mode.sync(table(entry(cluster_ip("10.96.0.1", route("10.1.0.1")), algorithm="maglev")))
-    assert mode.status()["warnings"] == [
-        "1 service ports ask for another algorithm than random, which they get instead"
-    ]
+    assert mode.status().warnings == ["1 service ports ask for another algorithm than random, which they get instead"]
 
 
 def test_the_kernel_is_not_asked_what_it_would_do(mode: Nftables) -> None:
     with pytest.raises(DataplaneError, match="without --live"):
-        mode.ask(ProbePacket("10.1.0.1", "10.96.0.1", 80, 6))
+        mode.explain(ProbePacket("10.1.0.1", "10.96.0.1", 80, 6))

@@ -174,11 +174,11 @@ def test_what_is_programmed_is_listed_without_an_agent(mode: Nftables) -> None:
     mode.sync(everything())
     view = MODE.look(Options(), {})
     assert view is not None
-    rows = {row["name"]: row for row in view.services()}
-    assert rows["default/sticky4:http"]["frontends"] == ["10.96.0.1:80", "5.5.5.5:80", "node port 30080"]
-    assert rows["default/sticky6:http"]["affinity"]
-    assert rows["default/empty6:http"]["backends"] == 0
-    assert {row["address"] for row in view.backends() if row["service"] == "default/plain6:http"} == {
+    rows = {row.name: row for row in view.services()}
+    assert rows["default/sticky4:http"].frontends == ["10.96.0.1:80", "5.5.5.5:80", "node port 30080"]
+    assert rows["default/sticky6:http"].affinity
+    assert rows["default/empty6:http"].backends == 0
+    assert {row.address for row in view.backends() if row.service == "default/plain6:http"} == {
         "[fd02::5]:8080",
         "[fd02::6]:8080",
     }
@@ -217,4 +217,4 @@ def test_pods_by_interface(mode: Nftables, prefix: bool) -> None:
 
 def test_counters_are_there(mode: Nftables) -> None:
     mode.sync(everything())
-    assert mode.status()["counters"] == dict.fromkeys(COUNTERS, 0)
+    assert mode.status().counters == dict.fromkeys(COUNTERS, 0)

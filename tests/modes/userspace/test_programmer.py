@@ -147,7 +147,7 @@ def test_a_killed_relay_is_noticed_and_started_again(node: Node) -> None:
     assert node.woken.wait(60), "maintenance was not requested"
     node.mode.maintain()
     assert node.ask()[0] == "pod2"
-    assert node.mode.status()["audit_repairs"] == 1
+    assert node.mode.status().audit_repairs == 1
 
 
 def test_a_mode_that_is_closed_leaves_nothing_behind(node: Node) -> None:
@@ -190,7 +190,7 @@ def test_what_others_change_of_the_rules_is_repaired_at_once(node: Node, damage:
     assert node.woken.wait(60), "the kernel's message was not heard"
     node.mode.maintain()
     assert node.ask()[0] == "pod2"
-    assert node.mode.status()["audit_repairs"] >= 1
+    assert node.mode.status().audit_repairs >= 1
     assert chains(nft("-y", "list", "ruleset")) == before
 
 
@@ -222,7 +222,7 @@ def test_what_was_told_is_not_forgotten_when_something_else_fails(node: Node, mo
 def test_tables_of_others_are_none_of_ours(node: Node) -> None:
     node.lab.run("node", ["nft", "add table ip somebody"])
     node.mode.maintain()
-    assert node.mode.status()["audit_repairs"] == 0
+    assert node.mode.status().audit_repairs == 0
     node.mode.close()
     programmer.clean(Options())
     assert nft("list", "tables").split() == ["table", "ip", "somebody"]
@@ -248,7 +248,7 @@ def test_a_lost_routing_rule_comes_back(node: Node) -> None:
     policy.remove(4)
     node.skipped += 2 * Options().sync_seconds
     node.mode.maintain()
-    assert node.mode.status()["audit_repairs"] == 1
+    assert node.mode.status().audit_repairs == 1
     assert node.ask() == ("pod2", node.lab["pod1"].address4)
 
 
@@ -260,11 +260,11 @@ def test_addresses_are_kept_again_after_an_error_that_passes(node: Node, monkeyp
         patch.setattr(policy, "deliver_marked", refuse)
         wanted = node.table("pod2", generation=1)
         node.mode.sync(replace(wanted, node=replace(wanted.node, masquerade_bit=20)))
-        assert node.mode.status()["kept_addresses"] == []
+        assert node.mode.status().userspace.kept_addresses == []
         assert node.ask()[1] != node.lab["pod1"].address4
     node.skipped += 2 * Options().sync_seconds
     node.mode.maintain()
-    assert "IPv4" in node.mode.status()["kept_addresses"]
+    assert "IPv4" in node.mode.status().userspace.kept_addresses
     assert node.ask() == ("pod2", node.lab["pod1"].address4)
 
 
@@ -343,12 +343,12 @@ def test_what_is_programmed_can_be_looked_at(node: Node) -> None:
         ask_tcp(client)
         view = programmer.look(Options(), {})
         assert view is not None
-        assert [row["name"] for row in view.services()] == ["d/web:http"]
-        assert [(row["address"], row["conversations"]) for row in view.backends()] == [
+        assert [row.name for row in view.services()] == ["d/web:http"]
+        assert [(row.address, row.conversations) for row in view.backends()] == [
             (f"{node.lab['pod2'].address4}:8080", 1)
         ]
         rows, count = view.flows(10)
         assert count == len(rows) == 1
-        assert rows[0]["client"] == socket_text(*client.getsockname())
-        assert rows[0]["frontend"] == socket_text(*VIP)
-        assert rows[0]["source"] == node.lab["pod1"].address4
+        assert rows[0].client == socket_text(*client.getsockname())
+        assert rows[0].frontend == socket_text(*VIP)
+        assert rows[0].source == node.lab["pod1"].address4

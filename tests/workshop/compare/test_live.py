@@ -67,7 +67,7 @@ def test_the_service_beside_its_endpoint(agent: Agent, tmp_path: Path) -> None:
     after = agent.status()
     assert before is not None
     assert after is not None
-    assert after["generation"] == before["generation"], "nothing was programmed"
+    assert after.generation == before.generation, "nothing was programmed"
 
 
 def test_refused_requests_are_told(agent: Agent, tmp_path: Path) -> None:

@@ -1,41 +1,85 @@
-"""Looks at a node that nobody took: rows as views and agents tell them."""
+"""Looks at a node that nobody took: rows as views and agents report them."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from controller.serving.protocol import (
+    AgentStatus,
+    ChangeLatency,
+    ConfigurationStatus,
+    HealthChecks,
+    ModeStatus,
+    QueueStatus,
+    SourceStatus,
+)
+from dataplane.reports import (
+    BackendRow,
+    EbpfStatus,
+    Ejection,
+    Fill,
+    HealthProbes,
+    InterfaceHooks,
+    MapUsage,
+    ServiceRow,
+    SocketHooks,
+    Status,
+    TrafficCounts,
+    XdpHooks,
+)
 from workshop.top.rates import Sample
 
 
-def service(name: str, flows: int, frontend: str = "10.96.0.10:80", **more: Any) -> dict[str, Any]:
+def service(name: str, flows: int, frontend: str = "10.96.0.10:80", **more: Any) -> ServiceRow:
     """A row of mode ebpf's view, with 10 packets and 1,000 bytes each way for each flow."""
-    return {
-        "name": name, "id": 7, "protocol": "TCP", "frontends": [frontend], "backends": 2, "flows": flows,
-        "packets": 10 * flows, "bytes": 1000 * flows, "reply_packets": 10 * flows, "reply_bytes": 1000 * flows,
-        "answered": flows, "connect_ns": 2_000_000 * flows, **more,
+    counts = TrafficCounts(flows, 10 * flows, 1000 * flows, 10 * flows, 1000 * flows, flows, 2_000_000 * flows)
+    fields = {"id": 7, "protocol": "TCP", "backends": 2, "traffic": counts}
+    return ServiceRow(name=name, frontends=[frontend], **(fields | more))
+
+
+def backend(address: str, flows: int, **more: Any) -> BackendRow:
+    counts = TrafficCounts(flows, flows, flows, flows, flows, 0, 0)
+    fields = {"service": "ns/a:http", "protocol": "TCP", "used": True, "failures": 0, "state": "serving"}
+    return BackendRow(address=address, **({"traffic": counts} | fields | more))
+
+
+def ebpf(*ejections: Ejection) -> EbpfStatus:
+    hooks = InterfaceHooks("tcx", [], {})
+    return EbpfStatus(
+        pins="/sys/fs/bpf/x",
+        pods=hooks,
+        uplinks=hooks,
+        xdp=XdpHooks("auto", [], {}),
+        sockets=SocketHooks(None, "off"),
+        fast_path=True,
+        maps={"flows4": MapUsage(100, 4096, 12, 200), "counters": MapUsage(40, 320)},
+        traffic_bytes=0,
+        deferred_frees=0,
+        ejections=list(ejections),
+        probes=HealthProbes(0, 0, 0.0),
+    )
+
+
+def dataplane(**fields: Any) -> Status:
+    return Status(**({"mode": "ebpf", "fill": {"flows": Fill(12, 524_288)}, "ebpf": ebpf()} | fields))
+
+
+def agent_status(**fields: Any) -> AgentStatus:
+    """The status of an agent that is well."""
+    made = {
+        "node": "n1", "mode": ModeStatus("auto", "ebpf"), "synced": True, "drift": [], "generation": 1, "services": 1,
+        "observed": 1, "waiting": QueueStatus(0, 0), "source": SourceStatus("files", True, "", []), "problems": [],
+        "conflicts": {}, "configuration": ConfigurationStatus(None, [], [], ""), "other_proxies": [],
+        "health_checks": HealthChecks(0, {}, {}), "requests": [], "error": "", "ready_seconds": 1.0,
+        "last_sync_seconds": 0.1, "change_seconds": ChangeLatency(0, None, None, None), "memory_bytes": 45_000_000,
+        "uptime_seconds": 192.0, "dataplane": dataplane(),
     }  # fmt: skip
+    return AgentStatus(**(made | fields))
 
 
-def backend(address: str, flows: int, **more: Any) -> dict[str, Any]:
-    return {
-        "service": "ns/a:http", "address": address, "protocol": "TCP", "used": True, "failures": 0, "state": "serving",
-        "flows": flows, "packets": flows, "bytes": flows, "reply_packets": flows, "reply_bytes": flows, **more,
-    }  # fmt: skip
+def status(**counters: int) -> AgentStatus:
+    return agent_status(dataplane=dataplane(counters=counters))
 
 
-def status(**counters: int) -> dict[str, Any]:
-    return {
-        "node": "n1", "mode": {"requested": "auto", "effective": "ebpf", "reason": ""}, "synced": True, "error": "",
-        "uptime_seconds": 192.0, "memory_bytes": 45_000_000, "neighbours": [],
-        "dataplane": {
-            "counters": counters, "fill": {"flows": [12, 524_288]}, "unprogrammed": [], "ejections": [],
-            "maps": {
-                "flows4": {"entries": 100, "bytes": 4096, "used": 12, "bound": 200},
-                "counters": {"entries": 40, "bytes": 320},
-            },
-        },
-    }  # fmt: skip
-
-
-def sample(at: float, *services: dict[str, Any], **more: Any) -> Sample:
+def sample(at: float, *services: ServiceRow, **more: Any) -> Sample:
     return Sample(at, **{"status": status(), "mode": "ebpf", "services": services, **more})

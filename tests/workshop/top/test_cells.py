@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.workshop.top.samples import sample, service, status
+from controller.serving.protocol import ModeStatus
+from tests.workshop.top.samples import agent_status, sample, service, status
 from workshop.top import cells
 from workshop.top.rates import ServiceRow, picture
 
@@ -84,10 +85,8 @@ def test_the_head_tells_mode_and_totals() -> None:
 
 
 def test_trouble_is_told_and_without_an_agent_that_one() -> None:
-    told = status()
-    told["mode"] = {"requested": "ebpf", "effective": "nftables", "reason": "no BTF"}
-    told["error"] = "boom"
-    plain = {"name": "ns/a", "protocol": "TCP", "frontends": ["10.96.0.10:80"], "backends": 2}
+    told = agent_status(mode=ModeStatus("ebpf", "nftables", "no BTF"), error="boom")
+    plain = service("ns/a", 0, traffic=None)
     now = sample(0, plain, status=told, mode="nftables")
     said = cells.trouble(picture(now, now, now))
     assert said[:2] == ["the last sync failed: boom", "ebpf was asked for: no BTF"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.workshop.top.samples import backend, sample, service, status
+from dataplane.reports import BackendRow, Ejection, ServiceRow
+from tests.workshop.top.samples import agent_status, backend, dataplane, ebpf, sample, service, status
 from workshop.top.rates import SHARE_SECONDS, SHORTEST, Window, picture
 
 
@@ -44,24 +45,23 @@ def test_families_of_one_name_are_two_rows() -> None:
     [service("ns/a:http", 500), service("ns/other:http", 5)],
     ids=["counters began anew", "the service is new"],
 )
-def test_a_rate_that_cannot_be_known_is_none(former: dict[str, object]) -> None:
+def test_a_rate_that_cannot_be_known_is_none(former: ServiceRow) -> None:
     before, now = sample(0, former), sample(1, service("ns/a:http", 10))
     assert picture(before, before, now).services[0].connections is None
 
 
 def test_a_mode_that_does_not_count() -> None:
     def look(at: float) -> object:
-        row = {"name": "ns/a:http", "protocol": "TCP", "frontends": ["10.96.0.10:80"], "backends": 2}
-        return sample(at, row, chosen="ns/a:http", backends=({**backend("10.0.0.1:80", 0), "used": False},))
+        return sample(at, service("ns/a:http", 0, traffic=None), chosen="ns/a:http")
 
     shown = picture(look(0), look(0), look(1))
     assert not shown.counts
     assert shown.services[0].connections is None
     assert shown.services[0].total is None
-    plain = {"service": "ns/a:http", "address": "10.0.0.1:80", "protocol": "TCP", "used": False}
+    plain = BackendRow(service="ns/a:http", address="10.0.0.1:80", protocol="TCP", used=False)
     now = sample(1, chosen="ns/a:http", backends=(plain,))
     (row,) = picture(now, now, now).backends
-    assert (row.state, row.share, row.failures, row.total) == ("in no route", None, None, None)
+    assert (row.state, row.share, row.failures, row.total) == ("in no backend set", None, None, None)
 
 
 def test_shares_are_of_the_connections_of_each_family() -> None:
@@ -76,10 +76,8 @@ def test_shares_are_of_the_connections_of_each_family() -> None:
 
 
 def test_what_the_agent_says_of_a_backend_counts() -> None:
-    told = status()
-    told["dataplane"]["ejections"] = [
-        {"service": "ns/a:http", "address": "10.0.0.1:80", "ejected": True, "state": "ejected for 9 s: no answer"}
-    ]
+    ejection = Ejection("ns/a:http", "10.0.0.1:80", True, 9.0, "ejected for 9 s: no answer")
+    told = agent_status(dataplane=dataplane(ebpf=ebpf(ejection)))
     now = sample(1, service("ns/a:http", 0), status=told, chosen="ns/a:http", backends=(backend("10.0.0.1:80", 0),))
     shown = picture(now, now, now)
     assert shown.backends[0].state == "ejected for 9 s: no answer"

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from controller.errors import ConfigError
+from dataplane.reports import BackendRow, ServiceRow
 from workshop.tracing import rows
 from workshop.tracing.points import DROP, HOOKS, POINTS, RECEIVE, SOCKET, TRANSMIT, WHOLE, stage
 from workshop.tracing.rows import Event
@@ -146,10 +147,15 @@ def test_answers_by_service_and_backend() -> None:
 
 
 ROWS = [
-    {"name": "default/web:http", "protocol": "TCP", "frontends": ["10.96.0.10:80", "[fd96::10]:80", "node port 30080"]},
-    {"name": "default/dns:dns", "protocol": "UDP", "frontends": ["10.96.0.53:53"]},
+    ServiceRow(
+        name="default/web:http",
+        protocol="TCP",
+        frontends=["10.96.0.10:80", "[fd96::10]:80", "node port 30080"],
+        backends=1,
+    ),
+    ServiceRow(name="default/dns:dns", protocol="UDP", frontends=["10.96.0.53:53"], backends=0),
 ]
-BACKENDS = [{"service": "default/web:http", "address": "[fd77:1::11]:8080", "protocol": "TCP"}]
+BACKENDS = [BackendRow(service="default/web:http", address="[fd77:1::11]:8080", protocol="TCP", used=True)]
 
 
 def test_targets_are_all_frontends_and_node_ports_at_the_nodes_addresses() -> None:
@@ -163,7 +169,7 @@ def test_targets_are_all_frontends_and_node_ports_at_the_nodes_addresses() -> No
 
 @pytest.mark.parametrize("text", ["node port 30080", "nodePort 30080", "*:30080", "0.0.0.0:30080"])
 def test_a_node_port_as_each_mode_writes_it(text: str) -> None:
-    row = {"name": "default/web:http", "protocol": "TCP", "frontends": [text]}
+    row = ServiceRow(name="default/web:http", protocol="TCP", frontends=[text], backends=0)
     (place,) = of_services([row], [], ["192.168.77.2"]).places
     assert place == Place(mapped("192.168.77.2"), 30080, 6)
 

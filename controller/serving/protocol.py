@@ -1,0 +1,253 @@
+"""PURE. What is said at the admin socket: requests, answers, and the status of the agent.
+
+Both sides are tagged unions in JSON: a request names its `command`, an answer its kind. `status -o json` prints
+`AgentStatus`; the rules of `dataplane.reports` hold for it, too.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from controller.kubernetes.model import KindState, Problem
+from dataplane.mode import ProbePacket
+from dataplane.reports import Ejection, ExplainAnswer, PacketEvent, Status, TrafficRow
+
+__all__ = [
+    "ANSWERS", "REQUESTS", "AgentStatus", "Answer", "ApiRequests", "ChangeLatency", "ConfigurationStatus",
+    "EventsAnswer", "ExplainAnswers", "FailedAnswer", "GetEvents", "GetNames", "GetStatus", "GetTraffic",
+    "HealthChecks", "LeftBehind", "ModeStatus", "NamesAnswer", "NoAgentStatus", "QueueStatus", "Request", "RunExplain",
+    "SetTrace", "SourceStatus", "StatusAnswer", "TraceAnswer", "TrafficAnswer",
+]  # fmt: skip
+
+
+# The status of an agent
+
+
+class ModeStatus(msgspec.Struct, frozen=True):
+    """The mode that was asked for and the one that serves; `reason` says why they differ."""
+
+    requested: str
+    effective: str
+    reason: str = ""
+
+    @property
+    def degraded(self) -> bool:
+        """Whether something else serves than what was asked for; `auto` asks for the first mode that works."""
+        return bool(self.reason) and self.requested != "auto"
+
+
+class QueueStatus(msgspec.Struct, frozen=True):
+    """Objects whose changes the agent has not taken yet: now, and the most there were."""
+
+    now: int
+    most: int
+
+
+class SourceStatus(msgspec.Struct, frozen=True):
+    """Where objects come from, and whether they can be read."""
+
+    description: str
+    healthy: bool
+    message: str
+    kinds: list[KindState]
+
+
+class ConfigurationStatus(msgspec.Struct, frozen=True):
+    """The configuration in effect.
+
+    `file` is null where flags alone configure; `waiting` are fields that take effect at the next start, `refused` is
+    why the newest content of the file is not used.
+    """
+
+    file: str | None
+    warnings: list[str]
+    waiting: list[str]
+    refused: str
+
+
+class HealthChecks(msgspec.Struct, frozen=True):
+    """Health-check node ports: how many are served, why others are not, and which pages of the agent are not served."""
+
+    served: int
+    failed: dict[str, str]
+    listeners: dict[str, str]
+
+
+class ChangeLatency(msgspec.Struct, frozen=True):
+    """Seconds from a change's arrival to its effect in the kernel, of the last thousand changes."""
+
+    count: int
+    p50: float | None
+    p99: float | None
+    last: float | None
+
+
+class ApiRequests(msgspec.Struct, frozen=True):
+    """How many requests to the API server got this answer; `code` is `<error>` where none came."""
+
+    method: str
+    host: str
+    code: str
+    count: int
+
+
+class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
+    """A running agent.
+
+    Attributes:
+        agent: true: one runs.
+        node: the node's name.
+        mode: that serves.
+        synced: whether everything known is programmed and in place.
+        drift: what others changed and could not be repaired yet.
+        generation: of the service table.
+        services: in the table.
+        observed: events that were read.
+        waiting: the queue of changes.
+        source: of objects.
+        problems: objects that were refused.
+        conflicts: by service, frontends that another service has.
+        configuration: of the agent.
+        other_proxies: warnings about other proxies on this node.
+        health_checks: of load balancers.
+        requests: to the API server.
+        error: of the last sync; empty: it succeeded.
+        ready_seconds: from the start to the first table; null: not yet.
+        last_sync_seconds: how long the last sync took.
+        change_seconds: how long changes took.
+        memory_bytes: resident.
+        uptime_seconds: since the start.
+        dataplane: what the mode reports.
+    """
+
+    agent: bool = True
+    node: str
+    mode: ModeStatus
+    synced: bool
+    drift: list[str]
+    generation: int
+    services: int
+    observed: int
+    waiting: QueueStatus
+    source: SourceStatus
+    problems: list[Problem]
+    conflicts: dict[str, list[str]]
+    configuration: ConfigurationStatus
+    other_proxies: list[str]
+    health_checks: HealthChecks
+    requests: list[ApiRequests]
+    error: str
+    ready_seconds: float | None
+    last_sync_seconds: float
+    change_seconds: ChangeLatency
+    memory_bytes: int
+    uptime_seconds: float
+    dataplane: Status
+
+
+class LeftBehind(msgspec.Struct, frozen=True):
+    """What a mode has in place while no agent runs."""
+
+    place: str
+    service_ports: int
+
+
+class NoAgentStatus(msgspec.Struct, kw_only=True, frozen=True):
+    """No agent answers, for `reason`; `programmed` is by mode what serves as last programmed."""
+
+    agent: bool = False
+    reason: str
+    programmed: dict[str, LeftBehind]
+
+
+# Requests
+
+
+class GetStatus(msgspec.Struct, frozen=True, tag_field="command", tag="status"):
+    """The whole status."""
+
+
+class GetNames(msgspec.Struct, frozen=True, tag_field="command", tag="names"):
+    """What is needed to read and name what is programmed."""
+
+
+class GetTraffic(msgspec.Struct, frozen=True, tag_field="command", tag="traffic"):
+    """Traffic of services, or of backends where the agent exports these."""
+
+
+class RunExplain(msgspec.Struct, frozen=True, tag_field="command", tag="explain"):
+    """What the loaded programs do with each packet."""
+
+    packets: list[ProbePacket]
+
+
+class GetEvents(msgspec.Struct, frozen=True, tag_field="command", tag="events"):
+    """Packet events with larger numbers."""
+
+    after: int
+
+
+class SetTrace(msgspec.Struct, frozen=True, tag_field="command", tag="trace"):
+    """Trace packets of a service, from or to a client, for so many seconds from now."""
+
+    service: str | None
+    client: str | None
+    seconds: float
+
+
+Request = GetStatus | GetNames | GetTraffic | RunExplain | GetEvents | SetTrace
+
+
+# Answers
+
+
+class StatusAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="status"):
+    """To `GetStatus`."""
+
+    status: AgentStatus
+
+
+class NamesAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="names"):
+    """To `GetNames`: the mode that serves, its folder of pins, names by number, and backends that fail."""
+
+    mode: str
+    pin_root: str | None
+    names: dict[int, str]
+    ejections: list[Ejection]
+
+
+class TrafficAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="traffic"):
+    """To `GetTraffic`."""
+
+    rows: list[TrafficRow]
+
+
+class ExplainAnswers(msgspec.Struct, frozen=True, tag_field="answer", tag="explain"):
+    """To `RunExplain`, in the order of the packets."""
+
+    answers: list[ExplainAnswer]
+
+
+class EventsAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="events"):
+    """To `GetEvents`: the events, the oldest first, and the number of the latest."""
+
+    events: list[PacketEvent]
+    last: int
+
+
+class TraceAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="trace"):
+    """To `SetTrace`: it is on."""
+
+
+class FailedAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="failed"):
+    """To any request: it failed, and why."""
+
+    failed: str
+
+
+Answer = StatusAnswer | NamesAnswer | TrafficAnswer | ExplainAnswers | EventsAnswer | TraceAnswer | FailedAnswer
+
+REQUESTS: Final = msgspec.json.Decoder(Request)
+ANSWERS: Final = msgspec.json.Decoder(Answer)
