@@ -7,10 +7,16 @@ import resource
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from controller.serving.admin import REST_SECONDS, Server
+import msgspec
+import pytest
+
+from controller.errors import ControllerError
+from controller.serving.admin import REST_SECONDS, Server, ask
+from controller.serving.protocol import EventsAnswer, GetEvents, GetStatus, StatusAnswer
 
 
 class _Counting(Server):
@@ -19,7 +25,7 @@ class _Counting(Server):
     def __init__(self, path: Path) -> None:
         self.tries: list[float] = []
         self.tried_thrice = threading.Event()
-        super().__init__(path, lambda request: request)
+        super().__init__(path, lambda request: EventsAnswer([], 7))
 
     def get_request(self) -> Any:
         self.tries.append(time.monotonic())
@@ -41,8 +47,48 @@ def test_accepting_rests_while_descriptors_lack(tmp_path: Path) -> None:
             assert server.tried_thrice.wait(60)
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
             assert server.tries[2] - server.tries[0] >= 2 * REST_SECONDS, "it does not spin"
-            asker.sendall(b'{"command": "x"}\n')
-            assert asker.recv(100) == b'{"command":"x"}\n'
+            asker.sendall(b'{"command": "events", "after": 0}\n')
+            assert asker.recv(100) == b'{"answer":"events","events":[],"last":7}\n'
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        server.close()
+
+
+def test_a_request_has_its_answer(tmp_path: Path) -> None:
+    server = Server(tmp_path / "socket", lambda request: EventsAnswer([], request.after))
+    try:
+        assert ask(str(server.path), GetEvents(7), EventsAnswer) == EventsAnswer([], 7)
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b'{"node": "n1", "mode": {"effective": "ebpf"}}\n', b"[]\n", b'{"answer": "status", "status": {"node": "n1"}}\n'],
+    ids=["without the kind of answer", "no object", "fields are missing"],
+)
+def test_an_agent_of_another_version_is_an_error_that_says_so(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(ask, str(path), GetStatus(), StatusAnswer)
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(100)
+                connection.sendall(line)
+            with pytest.raises(ControllerError, match="another version"):
+                asked.result(10)
+
+
+def test_a_command_of_another_version_is_refused(tmp_path: Path) -> None:
+    server = Server(tmp_path / "socket", lambda request: EventsAnswer([], 0))
+    try:
+        with socket.socket(socket.AF_UNIX) as asker:
+            asker.settimeout(10)
+            asker.connect(str(server.path))
+            asker.sendall(b'{"command": "of tomorrow"}\n')
+            assert "another version" in msgspec.json.decode(asker.recv(1000))["failed"]
+    finally:
         server.close()
