@@ -11,7 +11,8 @@ import pytest
 
 from controller.agent import active_mode
 from controller.agent.active_mode import TRANSITIONS, ActiveMode, Input, Phase
-from controller.agent.modes import Choice, Opened
+from controller.agent.modes import Opened
+from controller.serving.protocol import ModeStatus
 from controller.settings.config import Config
 from dataplane.errors import Unsupported
 
@@ -35,7 +36,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         for name in (requested, "fallback"):
             if name not in names and name not in failed:
                 programmer: Any = Programmer()
-                return Opened(programmer, Choice(requested, name))
+                return Opened(programmer, ModeStatus(requested, name))
         raise Unsupported("every mode", "broken")
 
     monkeypatch.setattr(active_mode, "open_first", open_first)
@@ -101,7 +102,7 @@ def test_the_first_table_does_not_fit(mode: ActiveMode, broken: set[str], replac
 
 def test_each_opening_is_reported(broken: set[str]) -> None:
     broken.add("good")
-    opened: list[Choice] = []
-    report: Callable[[Choice], None] = opened.append
+    opened: list[ModeStatus] = []
+    report: Callable[[ModeStatus], None] = opened.append
     ActiveMode(config("good"), lambda: None, report).open()
     assert [choice.effective for choice in opened] == ["fallback"]
