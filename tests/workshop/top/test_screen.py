@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 
 import pytest
+from textual.css.query import NoMatches
 from textual.pilot import Pilot
 from textual.widgets import Static, TabbedContent
 
@@ -53,7 +54,10 @@ def elsewhere() -> Iterator[Executor]:
 
 async def until(reached: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + PATIENCE
-    while not reached():
+    while True:
+        with contextlib.suppress(NoMatches, StopIteration, IndexError):  # what is looked at is not there yet
+            if reached():
+                return
         assert time.monotonic() < deadline, what
         await asyncio.sleep(0.05)
 
