@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
 import socket
@@ -15,8 +14,8 @@ import pytest
 from controller.settings.config import available_modes
 from dataplane.kernel.links import read_node
 from tests import namespaces
-from workshop.lab.agent import Agent, remove
-from workshop.lab.network import RUN, SERVICE_CIDRS, Lab, LabError
+from workshop.lab.agent import Agent, remove, remove_forsaken
+from workshop.lab.network import SERVICE_CIDRS, Lab
 
 from . import matrix
 from .kit import EXTERNAL_CIDRS, HTTP, SECOND_HTTP, UDP, V4, Bench, forget_connections, node_manifest, ruleset
@@ -54,17 +53,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_leftovers() -> None:
-    """Labs of test runs that were killed: their names say whose they were. One process at a time removes them."""
-    RUN.mkdir(parents=True, exist_ok=True)
-    with (RUN / ".leftovers").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        for folder in RUN.glob("c*x*"):
-            owner = folder.name[1:].partition("x")[0]
-            if owner.isdigit() and not Path("/proc", owner).exists():
-                try:
-                    remove(Lab.standing(folder.name))
-                except LabError:
-                    Lab(folder.name, 0).down()
+    """Labs of test runs that were killed."""
+    remove_forsaken("c")
 
 
 @pytest.fixture(scope="session", params=MODES)

@@ -30,8 +30,8 @@ from dataplane.modes.ebpf.maps import open_pinned_maps
 from dataplane.modes.ebpf.programmer import folder_of
 from dataplane.table import Backend, BackendSet, Entry, Frontend, Kind, Masquerade, Protocol
 from workshop.benchmarks.apidata import ApiProcess
-from workshop.lab.agent import Agent
-from workshop.lab.network import RUN, Lab, LabError
+from workshop.lab.agent import Agent, remove_forsaken
+from workshop.lab.network import Lab, LabError
 
 __all__ = [
     "HEALTH_CHECKS",
@@ -128,10 +128,7 @@ def built(target: str) -> Path:
 @contextlib.contextmanager
 def lab(pods: int = 0, plain: int = 0, kind: str = "bench", remote: int = 0) -> Iterator[Lab]:
     """A lab of this process, one of each kind; those of benchmarks that were killed are removed first."""
-    for folder in RUN.glob(f"{kind}*"):
-        owner = folder.name.removeprefix(kind)
-        if owner.isdigit() and not Path("/proc", owner).exists():
-            Lab(folder.name, 0).down()
+    remove_forsaken(kind)
     with Lab(f"{kind}{os.getpid()}", pods, plain=plain, remote=remote) as made:
         yield made
 

@@ -29,8 +29,9 @@ from workshop.compare.measure import carry_out
 from workshop.compare.plan import Settings, steps
 from workshop.compare.progress import progress
 from workshop.compare.result import Cell, ModeState, Run
-from workshop.compare.stand import Stand, forsaken, stand
+from workshop.compare.stand import Stand, stand
 from workshop.compare.state import State, opened
+from workshop.lab.agent import remove_forsaken
 from workshop.lab.network import Lab
 
 __all__ = ["main"]
@@ -181,7 +182,7 @@ def _new(settings: Settings) -> Run:
 
 def _tried(modes: tuple[str, ...]) -> list[ModeState]:
     """Each mode tried in a namespace of its own for what it needs."""
-    forsaken()
+    remove_forsaken("cmp")
     with Lab(f"cmp{os.getpid()}x0", 0) as lab, lab.inside("node"):
         found = {trial.mode: trial.missing for trial in probe_all(Options(cgroup=str(lab.cgroup)))}
     told = {mode: found.get(mode, "this installation does not have it") for mode in modes}

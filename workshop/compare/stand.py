@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -14,14 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from controller.errors import ControllerError
 from workshop.compare import objects
 from workshop.compare.loads import Found, LoadFailed, argv, busy_seconds, found, interrupt_seconds
 from workshop.compare.plan import Settings
 from workshop.lab.agent import Agent, remove
-from workshop.lab.network import NODE_NAMES, RUN, Lab, LabError
+from workshop.lab.network import NODE_NAMES, Lab, LabError
 
-__all__ = ["PATIENCE", "SCRIPT", "Stand", "forsaken", "measured", "stand"]
+__all__ = ["PATIENCE", "SCRIPT", "Stand", "measured", "stand"]
 
 PATIENCE: Final = 900.0  # seconds for a start or a cleanup, also on an emulated processor
 SCRIPT: Final = Path(__file__).with_name("latency.lua")
@@ -29,7 +27,6 @@ _PROBER: Final = Path(__file__).with_name("prober.py")
 _CHANGE: Final = 120.0  # seconds in which a change must count
 _END: Final = 120.0  # seconds that processes of an agent may take to end after `cleanup`, as a relay does
 _CLIENT, _SERVER = "pod1", "pod2"
-_NAME: Final = re.compile(r"cmp(\d+)x\d+")
 
 _NGINX: Final = """
 daemon off;
@@ -275,16 +272,6 @@ def stand(number: int, settings: Settings, mode: str | None, size: int) -> Itera
             remove(lab, PATIENCE)
         else:
             lab.down()
-
-
-def forsaken() -> None:
-    """Remove labs of comparisons that were killed."""
-    for folder in RUN.glob("cmp*"):
-        named = _NAME.fullmatch(folder.name)
-        if named and not Path("/proc", named[1]).exists():
-            with contextlib.suppress(ControllerError):
-                remove(Lab.standing(folder.name))
-            Lab(folder.name, 0).down()
 
 
 def _family(pid: int) -> Iterator[int]:

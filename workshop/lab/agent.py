@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import re
 import signal
 import subprocess
 import sys
@@ -13,9 +16,9 @@ from controller.errors import ControllerError
 from controller.serving.admin import ask
 from controller.serving.protocol import AgentStatus, GetStatus, StatusAnswer
 from workshop.lab import namespace
-from workshop.lab.network import CLUSTER_CIDRS, NODE_NAMES, Lab, LabError
+from workshop.lab.network import CLUSTER_CIDRS, NODE_NAMES, RUN, Lab, LabError
 
-__all__ = ["Agent", "remove"]
+__all__ = ["Agent", "remove", "remove_forsaken"]
 
 
 class Agent:
@@ -162,6 +165,24 @@ def remove(lab: Lab, patience: float = 60.0) -> None:
     lab.down()
     if cleaned is not None and cleaned.returncode:
         raise LabError(f"the lab is removed, but cleaning up after its agent failed: {cleaned.stderr.strip()}")
+
+
+def remove_forsaken(prefix: str) -> None:
+    """Remove the labs of processes that are gone, one process at a time.
+
+    Args:
+        prefix: with which their names begin; then comes the number of the process, and there may be an `x` and a count.
+    """
+    RUN.mkdir(parents=True, exist_ok=True)
+    named = re.compile(rf"{re.escape(prefix)}(\d+)(x\d+)?")
+    with (RUN / ".leftovers").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for folder in RUN.glob(f"{prefix}*"):
+            owner = named.fullmatch(folder.name)
+            if owner and not Path("/proc", owner[1]).exists():
+                with contextlib.suppress(ControllerError):
+                    remove(Lab.standing(folder.name))
+                Lab(folder.name, 0).down()
 
 
 _PROXY = (sys.executable, "-m", "controller")
