@@ -10,7 +10,7 @@ from dataplane.nftables.schema import Chain, Element, Hook, Key, Set, Shape, Val
 
 __all__ = [
     "AddChain", "AddCounter", "AddElements", "AddRules", "AddSet", "AddTable", "DeleteChain", "DeleteElements",
-    "DeleteSet", "DeleteTable", "FlushChain", "Nftables", "Operation", "Skeleton", "Work",
+    "DeleteSet", "DeleteTable", "FlushChain", "FlushSet", "Nftables", "Operation", "Skeleton", "Work",
 ]  # fmt: skip
 
 
@@ -32,6 +32,12 @@ class AddSet(NamedTuple):
     """A set or map; nothing if it is there and looks the same."""
 
     set: Set
+
+
+class FlushSet(NamedTuple):
+    """All elements of a set."""
+
+    name: str
 
 
 class DeleteSet(NamedTuple):
@@ -80,7 +86,7 @@ class DeleteElements(NamedTuple):
 
 
 Operation = (
-    AddTable | DeleteTable | AddCounter | AddSet | DeleteSet | AddChain | FlushChain | DeleteChain | AddRules
+    AddTable | DeleteTable | AddCounter | AddSet | FlushSet | DeleteSet | AddChain | FlushChain | DeleteChain | AddRules
     | AddElements | DeleteElements
 )  # fmt: skip
 

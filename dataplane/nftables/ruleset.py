@@ -58,13 +58,17 @@ class Ruleset(NamedTuple):
         ]
 
     def remove_foreign(self, skeleton: op.Skeleton) -> list[op.Operation]:
-        """Remove chains and sets that are not wanted; nothing wanted may lead to them any more."""
-        chains, sets = {chain.name for chain in self.chains}, {wanted.name for wanted in self.sets}
-        foreign = [name for name in skeleton.chains if name not in chains]
+        """Remove chains and sets that are not wanted; nothing wanted may lead to them any more.
+
+        A chain can be deleted when neither a rule nor an element of a map leads there, a set when no rule names it.
+        """
+        chains = sorted(skeleton.chains.keys() - {chain.name for chain in self.chains})
+        sets = sorted(skeleton.sets.keys() - {wanted.name for wanted in self.sets})
         return [
-            *(op.FlushChain(name) for name in foreign),
-            *(op.DeleteChain(name) for name in foreign),
-            *(op.DeleteSet(name) for name in skeleton.sets if name not in sets),
+            *(op.FlushChain(name) for name in chains),
+            *(op.FlushSet(name) for name in sets),
+            *(op.DeleteChain(name) for name in chains),
+            *(op.DeleteSet(name) for name in sets),
         ]
 
 

@@ -87,6 +87,9 @@ class Kernel:
                 self._set_id += 1
                 body = _set(family, wanted, self._set_id)
                 yield message(nf.NFT_MSG_NEWSET, NLM_F_CREATE, body, f"set {wanted.name}")
+            case op.FlushSet(name):
+                body = string(nf.NFTA_SET_ELEM_LIST_SET, name)  # without a list these are all elements
+                yield message(nf.NFT_MSG_DELSETELEM, 0, body, f"to flush set {name}")
             case op.DeleteSet(name):
                 yield message(nf.NFT_MSG_DELSET, 0, string(nf.NFTA_SET_NAME, name), f"to delete set {name}")
             case op.AddChain(chain):

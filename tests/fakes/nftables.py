@@ -142,6 +142,9 @@ class FakeNftables:
             case op.AddSet(wanted):
                 _need(table.sets.setdefault(wanted.name, wanted) == wanted, errno.EEXIST, f"set {wanted.name}")
                 table.elements.setdefault(wanted.name, {})
+            case op.FlushSet(name):
+                _need(name in table.sets, errno.ENOENT, f"set {name}")
+                table.elements[name].clear()
             case op.DeleteSet(name):
                 _need(name in table.sets, errno.ENOENT, f"set {name}")
                 _need(not any(name in _sets_of(r) for r in _rules(table)), errno.EBUSY, f"set {name}")

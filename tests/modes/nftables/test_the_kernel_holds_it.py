@@ -100,6 +100,8 @@ def test_a_restart_writes_nothing(mode: Nftables) -> None:
 DAMAGES = {
     "an element deleted": "delete element ip hybrid-proxy inside { 10.96.0.1 . tcp . 82 }",
     "a foreign element": "add element ip hybrid-proxy cluster-ips { 10.96.0.77 }",
+    "a foreign map to a foreign chain": "add chain ip hybrid-proxy c; "
+    "add map ip hybrid-proxy m { type ipv4_addr : verdict; }; add element ip hybrid-proxy m { 1.2.3.4 : goto c }",
     "a foreign rule": "insert rule ip hybrid-proxy nat-prerouting accept",
     "everything flushed": "flush ruleset",
 }
