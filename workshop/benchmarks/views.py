@@ -184,7 +184,7 @@ class NftablesView(View):
     def open(self) -> None:
         """Open a netlink socket."""
         self._netlink = Nfnetlink()
-        self._key = Codec(IPV4).encoder(SETS["inside"].key)
+        self._key = Codec(IPV4).encoder(SETS["internal"].key)
 
     def close(self) -> None:
         """Close it."""
@@ -193,14 +193,14 @@ class NftablesView(View):
     def state(self, index: int) -> object:
         """The verdict of a service, as bytes."""
         key = attribute(1, self._key((cluster_address(index), 6, 80)))
-        question = string(1, TABLE) + string(2, "inside") + nested(3, nested(1, nested(1, key)))
+        question = string(1, TABLE) + string(2, "internal") + nested(3, nested(1, nested(1, key)))
         return self._netlink.get(NFT_MSG_GETSETELEM, NFPROTO[4], question)
 
     def backends(self) -> Backends:
         """By the maps of verdicts and of slots."""
         with contextlib.closing(Kernel(TABLE, SETS, chain_named)) as kernel:
-            verdicts = kernel.contents(IPV4, "inside")
-            slots = kernel.contents(IPV4, "inside-slots")
+            verdicts = kernel.contents(IPV4, "internal")
+            slots = kernel.contents(IPV4, "internal-slots")
         found: Backends = {str(address): set() for address, *_ in verdicts}
         for (slot, address, *_), (backend, _) in slots.items():
             pick = _pick(next(value for value, _ in (verdicts[address, 6, 80],)))
@@ -215,16 +215,16 @@ class NftablesView(View):
         verdicts, slots = [], []
         for number, count in counts.items():
             key = f"{cluster_address(number)} . tcp . 80"
-            verdicts.append(f"{key} : goto inside-10-ne")
+            verdicts.append(f"{key} : goto internal-10-ne")
             slots += [f"{n} . {key} : {pod_address(number, n, count)} . 8080" for n in range(count)]
         key = "ipv4_addr . inet_proto . inet_service"
         text = "\n".join(
             [
                 "add table ip control",
-                "add chain ip control inside-10-ne",
-                f"add map ip control inside {{ type {key} : verdict; }}",
+                "add chain ip control internal-10-ne",
+                f"add map ip control internal {{ type {key} : verdict; }}",
                 f"add map ip control slots {{ type mark . {key} : ipv4_addr . inet_service; }}",
-                f"add element ip control inside {{ {', '.join(verdicts)} }}",
+                f"add element ip control internal {{ {', '.join(verdicts)} }}",
                 f"add element ip control slots {{ {', '.join(slots)} }}",
             ]
         )
@@ -239,13 +239,13 @@ class NftablesView(View):
         """A transaction that replaces the table by the same elements."""
         node = NodeNetwork(pods=PodMatch(("10.128.0.0/9",)))
         with self.lab.inside("node"), contextlib.closing(Kernel(TABLE, SETS, chain_named)) as kernel:
-            held = {name: kernel.contents(IPV4, name) for name in ("inside", "inside-slots", "cluster-ips")}
+            held = {name: kernel.contents(IPV4, name) for name in ("internal", "internal-slots", "cluster-ips")}
             elements = [
                 Element(name, key, value, comment)
                 for name, found in held.items()
                 for key, (value, comment) in found.items()
             ]
-            picks = {_pick(value) for value, _ in held["inside"].values()}
+            picks = {_pick(value) for value, _ in held["internal"].values()}
             chains = (*structure(IPV4, node), *(pick_chain(IPV4, pick) for pick in picks))
             ruleset = Ruleset(IPV4, COUNTERS, tuple(SETS.values()), chains)
             start = time.monotonic()
@@ -254,7 +254,7 @@ class NftablesView(View):
 
 
 def _pick(value: object) -> Pick:
-    """The chain that an element of map `inside` leads to."""
+    """The chain that an element of map `internal` leads to."""
     assert isinstance(value, Verdict)
     assert isinstance(value.chain, Pick), "a service has no backends"
     return value.chain

@@ -71,12 +71,12 @@ def elements(entry: Entry, number: Number) -> list[Element]:
 def _spaces(frontend: Frontend) -> list[tuple[str, int]]:
     """Where clients look for the frontend, and which backend set they find there.
 
-    `outside` holds only frontends that treat clients beyond the cluster differently.
+    `external` holds only frontends that treat clients beyond the cluster differently.
     """
     ports = "" if frontend.address is not None else "-ports"
     if frontend.external == frontend.internal:
-        return [(f"inside{ports}", frontend.internal)]
-    return [(f"inside{ports}", frontend.internal), (f"outside{ports}", frontend.external)]
+        return [(f"internal{ports}", frontend.internal)]
+    return [(f"internal{ports}", frontend.internal), (f"external{ports}", frontend.external)]
 
 
 def _verdict(entry: Entry, frontend: Frontend, space: str, position: int) -> Verdict:

@@ -1,6 +1,6 @@
 """PURE. Chains that pick a backend: one for each number of backends, and so on, that a frontend has.
 
-A chain `inside-10-ne` serves all frontends with 10 backends whose packets are masqueraded for clients of the classes
+A chain `internal-10-ne` serves all frontends with 10 backends whose packets are masqueraded for clients of the classes
 node and external (p: pod, n: node, e: external).
 
 With affinity, a client whose backend is no member of the backend set any more is forgotten and chooses anew, by the

@@ -350,7 +350,7 @@ def probe(options: Options) -> str | None:
     """Have the kernel take a table of ours, and delete it in the same transaction."""
     del options
     node = NodeNetwork(service_cidrs=("192.0.2.0/24", "2001:db8::/108"))
-    pick = Pick("inside", 2, Masquerade.ALWAYS, 60)
+    pick = Pick("internal", 2, Masquerade.ALWAYS, 60)
     work: list[op.Work] = [
         (
             family,

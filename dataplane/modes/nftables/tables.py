@@ -2,19 +2,19 @@
 
 The number of rules is constant; what a service adds are elements:
 
-    inside, outside           address . protocol . port -> goto the chain for so many backends (see `picks`)
-    inside-slots, ...         slot . address . protocol . port -> address and port of one backend
-    inside-ports, ...         the same for node ports, without the address
+    internal, external        address . protocol . port -> goto the chain for so many backends (see `picks`)
+    internal-slots, ...       slot . address . protocol . port -> address and port of one backend
+    internal-ports, ...       the same for node ports, without the address
     cluster-ips               ClusterIPs, to refuse ports that they have not
 
-`inside` is what pods and this node see, `outside` is looked at first for clients beyond the cluster and holds only
+`internal` is what pods and this node see, `external` is looked at first for clients beyond the cluster and holds only
 frontends that treat them differently.
 
 Affinity takes some maps more, the same for all services. Every service port has a number and each of its backends
 another one:
 
-    inside-numbers            address . protocol . port -> number of the service port
-    inside-candidates         slot . address . protocol . port -> number of a backend
+    internal-numbers          address . protocol . port -> number of the service port
+    internal-candidates       slot . address . protocol . port -> number of a backend
     members-0, members-1      number of a backend -> its address and port, while the first or second set has it
     clients-10800             client . number of the service port -> number of the backend; packets write it
 """
@@ -37,7 +37,7 @@ __all__ = [
 ]  # fmt: skip
 
 TABLE: Final = "hybrid-proxy"
-SPACES: Final = ("inside", "outside", "inside-ports", "outside-ports")
+SPACES: Final = ("internal", "external", "internal-ports", "external-ports")
 RESTRICTED, ALLOWED = "restricted", "allowed-sources"
 CLUSTER_IPS, NODE_PORT_ADDRESSES, ITSELF = "cluster-ips", "node-port-addresses", "itself"
 REFUSE, DISCARD = "refuse", "discard"
@@ -151,15 +151,15 @@ def _lookups(family: Family, node: NodeNetwork) -> Iterator[Chain]:
     )  # fmt: skip
     yield Chain(
         "to-ports",
-        (rule(here, family.find_verdict("inside-ports", port_only=True)), rule(x.goto("elsewhere"))),
+        (rule(here, family.find_verdict("internal-ports", port_only=True)), rule(x.goto("elsewhere"))),
     )
-    yield Chain("from-inside", (rule(family.find_verdict("inside")), rule(x.goto("to-ports"))))
+    yield Chain("from-internal", (rule(family.find_verdict("internal")), rule(x.goto("to-ports"))))
     yield Chain(
-        "from-outside",
+        "from-external",
         (
-            rule(family.find_verdict("outside")),
-            rule(family.find_verdict("inside")),
-            rule(here, family.find_verdict("outside-ports", port_only=True)),
+            rule(family.find_verdict("external")),
+            rule(family.find_verdict("internal")),
+            rule(here, family.find_verdict("external-ports", port_only=True)),
             rule(x.goto("to-ports")),
         ),
     )
@@ -171,10 +171,10 @@ def _base_chains(family: Family, node: NodeNetwork) -> Iterator[Chain]:
     masquerade_mark = 1 << node.masquerade_bit
     yield Chain(
         "nat-prerouting",
-        (guard, *((rule(pod, x.goto("from-inside")),) if pod else ()), rule(x.goto("from-outside"))),
+        (guard, *((rule(pod, x.goto("from-internal")),) if pod else ()), rule(x.goto("from-external"))),
         Hook(nf.NF_INET_PRE_ROUTING, nf.NF_IP_PRI_NAT_DST),
     )
-    yield Chain("nat-output", (guard, rule(x.goto("from-inside"))), Hook(nf.NF_INET_LOCAL_OUT, nf.NF_IP_PRI_NAT_DST))
+    yield Chain("nat-output", (guard, rule(x.goto("from-internal"))), Hook(nf.NF_INET_LOCAL_OUT, nf.NF_IP_PRI_NAT_DST))
     yield Chain(
         "nat-postrouting",
         (

@@ -28,7 +28,7 @@ class Redirect(NamedTuple):
     `address` None: at every address that serves node ports.
     """
 
-    side: str  # "inside" or "outside"
+    side: str  # "internal" or "external"
     address: str | None
     port: int
     target: int | WhenEmpty
@@ -66,7 +66,7 @@ def lower(entry: Entry, node: NodeNetwork) -> Lowered:
             firewalled += [(at, frontend.port, ranges) for at in _addresses(frontend, entry.family, node)]
         internal, external = entry.backend_sets[frontend.internal], entry.backend_sets[frontend.external]
         keeps = _keeps(frontend, entry.family, node, same=internal.backends == external.backends)
-        for side, route, keep in zip(("inside", "outside"), (internal, external), keeps, strict=True):
+        for side, route, keep in zip(("internal", "external"), (internal, external), keeps, strict=True):
             target = _target(route, keep, routes, ports) if route.backends else route.when_empty
             redirects.append(Redirect(side, frontend.address, frontend.port, target))
     row = None
@@ -103,20 +103,20 @@ def _addresses(frontend: Frontend, family: int, node: NodeNetwork) -> list[str]:
 
 
 def _keeps(frontend: Frontend, family: int, node: NodeNetwork, *, same: bool) -> tuple[Keep, Keep]:
-    """Whose address is kept inside and outside.
+    """Whose address is kept: of internal and of external clients.
 
     Where the relay recognises a pod by its address, one proxy port does for both sides of a ClusterIP.
     """
     pods_kept = not frontend.masquerade & Masquerade.POD and node.pods.recognizes(family)
-    inside = Keep.ALWAYS if pods_kept else Keep.NEVER
-    outside = Keep.NEVER if frontend.masquerade & Masquerade.EXTERNAL else Keep.ALWAYS
-    if not same or inside is outside:
-        return inside, outside
+    internal = Keep.ALWAYS if pods_kept else Keep.NEVER
+    external = Keep.NEVER if frontend.masquerade & Masquerade.EXTERNAL else Keep.ALWAYS
+    if not same or internal is external:
+        return internal, external
     if pods_kept and not node.pods.interface:
         return Keep.PODS, Keep.PODS
-    if not node.pods.recognizes(family):  # inside is the node alone, whose address is its own either way
-        return outside, outside
-    return inside, outside
+    if not node.pods.recognizes(family):  # the only internal client is the node, whose address is its own either way
+        return external, external
+    return internal, external
 
 
 def lower_node(node: NodeNetwork, transparent: tuple[int, ...]) -> Network:

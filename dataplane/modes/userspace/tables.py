@@ -2,9 +2,9 @@
 
 A service adds elements:
 
-    inside, outside           address . protocol . port -> address and proxy port of the relay
-    inside-ports, ...         the same for node ports, without the address
-    inside-empty, ...         the same keys -> what becomes of packets to a frontend without a proxy port
+    internal, external        address . protocol . port -> address and proxy port of the relay
+    internal-ports, ...       the same for node ports, without the address
+    internal-empty, ...       the same keys -> what becomes of packets to a frontend without a proxy port
     firewalled                frontends with source ranges, which are in `allowed-sources`
     cluster-ips               ClusterIPs, to refuse ports that they have not
     listeners                 protocol . proxy port
@@ -45,7 +45,7 @@ _BEFORE_NAT, _AFTER_NAT = nf.NF_IP_PRI_NAT_DST - 10, nf.NF_IP_PRI_NAT_DST + 10
 
 def _sets() -> Iterator[Set]:
     key, port_key = (ADDRESS, PROTOCOL, PORT), (PROTOCOL, PORT)
-    for side in ("inside", "outside"):
+    for side in ("internal", "external"):
         yield Set(side, key, (ADDRESS, PORT))
         yield Set(f"{side}-ports", port_key, (ADDRESS, PORT))
         yield Set(f"{side}-empty", key, (VERDICT,))
@@ -93,7 +93,7 @@ def _refusals(family: Family, node: NodeNetwork) -> Iterator[Chain]:
             *(rule(destination, DROP) for destination in unallocated),
         ),
     )
-    for side in ("inside", "outside"):
+    for side in ("internal", "external"):
         yield Chain(
             f"{side}-rest",
             (
@@ -106,7 +106,7 @@ def _refusals(family: Family, node: NodeNetwork) -> Iterator[Chain]:
 
 def _redirections(family: Family) -> Iterator[Chain]:
     here = family.destination_in(NODE_ADDRESSES)
-    for side in ("inside", "outside"):
+    for side in ("internal", "external"):
         by_port = rule(here, family.dnat_by(f"{side}-ports", port_only=True))
         yield Chain(f"{side}-nat", (rule(family.dnat_by(side)), by_port))
 
@@ -134,15 +134,15 @@ def _base_chains(family: Family, node: NodeNetwork) -> Iterator[Chain]:
     translated = rule(x.translated(), RETURN)
 
     def by_side(chain: str) -> tuple[x.Rule, ...]:
-        from_pods = (rule(pod, x.goto(f"inside-{chain}")),) if pod else ()
-        return *from_pods, rule(x.goto(f"outside-{chain}"))
+        from_pods = (rule(pod, x.goto(f"internal-{chain}")),) if pod else ()
+        return *from_pods, rule(x.goto(f"external-{chain}"))
 
     at_nat = nf.NF_IP_PRI_NAT_DST
     yield Chain("nat-prerouting", by_side("nat"), Hook(nf.NF_INET_PRE_ROUTING, at_nat))
-    yield Chain("nat-output", (*own, rule(x.goto("inside-nat"))), Hook(nf.NF_INET_LOCAL_OUT, at_nat))
+    yield Chain("nat-output", (*own, rule(x.goto("internal-nat"))), Hook(nf.NF_INET_LOCAL_OUT, at_nat))
     rest = (translated, *by_side("rest"))
     yield Chain("rest-prerouting", rest, Hook(nf.NF_INET_PRE_ROUTING, _AFTER_NAT, "filter"))
-    rest = (translated, *own, rule(x.goto("inside-rest")))
+    rest = (translated, *own, rule(x.goto("internal-rest")))
     yield Chain("rest-output", rest, Hook(nf.NF_INET_LOCAL_OUT, _AFTER_NAT, "filter"))
 
 

@@ -32,8 +32,8 @@ def route(*backends: str, empty: WhenEmpty = WhenEmpty.REJECT, why: str = "") ->
     return BackendSet(tuple(made), empty, why)
 
 
-def cluster_ip(address: str, inside: BackendSet, port: int = 80, masquerade: Masquerade = CLUSTER) -> Front:
-    return Front(Kind.CLUSTER_IP, address, port, inside, inside, masquerade)
+def cluster_ip(address: str, internal: BackendSet, port: int = 80, masquerade: Masquerade = CLUSTER) -> Front:
+    return Front(Kind.CLUSTER_IP, address, port, internal, internal, masquerade)
 
 
 def table(*entries: Entry, node: NodeNetwork = NODE, generation: int = 1) -> ServiceTable:

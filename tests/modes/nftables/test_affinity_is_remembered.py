@@ -75,15 +75,15 @@ def test_a_restart_keeps_clients_where_they_are(fake: FakeNftables, mode: Nftabl
 
 
 def test_a_backend_of_the_other_route_is_no_choice(fake: FakeNftables, mode: Nftables) -> None:
-    """A client from outside that came by the ClusterIP does not take a remote backend along to a Local node port."""
-    inside, local = route("10.1.0.5", "*10.1.0.6"), route("*10.1.0.6", empty=WhenEmpty.DROP)
-    node_port = Front(Kind.NODE_PORT, None, 30080, inside, local, Masquerade.NODE)
-    mode.sync(table(entry(cluster_ip("10.96.0.10", inside), node_port, affinity_seconds=60)))
+    """An external client that came by the ClusterIP does not take a remote backend along to a Local node port."""
+    internal, local = route("10.1.0.5", "*10.1.0.6"), route("*10.1.0.6", empty=WhenEmpty.DROP)
+    node_port = Front(Kind.NODE_PORT, None, 30080, internal, local, Masquerade.NODE)
+    mode.sync(table(entry(cluster_ip("10.96.0.10", internal), node_port, affinity_seconds=60)))
     assert ask(fake, first, src="203.0.113.9") == "10.1.0.5"
     assert ask(fake, first, src="203.0.113.9", dst="192.168.0.1") == "10.1.0.6"
 
 
 def test_without_room_for_the_mark_a_packet_still_finds_a_backend(fake: FakeNftables, mode: Nftables) -> None:
     mode.sync(table(sticky(*PODS)))
-    fake.tables[4].elements["inside-candidates"].clear()
+    fake.tables[4].elements["internal-candidates"].clear()
     assert ask(fake, last) == "10.1.0.7"

@@ -39,7 +39,7 @@ def test_names_of_picking_chains_say_what_they_do(space: str, seconds: int, clas
 
 
 @pytest.mark.parametrize(
-    "name", ["refuse", "inside", "inside-x-ne", "mark-ne", "to-ports", "inside-3", "inside-3-a-b-c"]
+    "name", ["refuse", "internal", "internal-x-ne", "mark-ne", "to-ports", "internal-3", "internal-3-a-b-c"]
 )
 def test_other_chains_pick_nothing(name: str) -> None:
     assert chain_named(name) == name
@@ -48,9 +48,9 @@ def test_other_chains_pick_nothing(name: str) -> None:
 def test_elements_of_a_cluster_ip() -> None:
     found = lower.elements(entry(cluster_ip("10.96.0.10", route("10.1.0.5", "10.1.0.6"))), number)
     assert found == [
-        Element("inside", KEY, goto(Pick("inside", 2, CLUSTER)), "default/web:http"),
-        Element("inside-slots", (0, *KEY), ("10.1.0.5", 8080)),
-        Element("inside-slots", (1, *KEY), ("10.1.0.6", 8080)),
+        Element("internal", KEY, goto(Pick("internal", 2, CLUSTER)), "default/web:http"),
+        Element("internal-slots", (0, *KEY), ("10.1.0.5", 8080)),
+        Element("internal-slots", (1, *KEY), ("10.1.0.6", 8080)),
     ]
 
 
@@ -63,38 +63,38 @@ def test_elements_that_service_ports_share() -> None:
 
 
 def test_elements_of_what_outsiders_see_differently() -> None:
-    inside, local = route("10.1.0.5", "10.1.0.6"), route(empty=WhenEmpty.DROP)
-    lb = Front(Kind.LOAD_BALANCER, "5.5.5.5", 443, inside, local, Masquerade.NODE, ("10.0.0.0/8", "10.2.0.0/16"))
-    ports = Front(Kind.NODE_PORT, None, 30080, inside, local, Masquerade.NODE)
+    internal, local = route("10.1.0.5", "10.1.0.6"), route(empty=WhenEmpty.DROP)
+    lb = Front(Kind.LOAD_BALANCER, "5.5.5.5", 443, internal, local, Masquerade.NODE, ("10.0.0.0/8", "10.2.0.0/16"))
+    ports = Front(Kind.NODE_PORT, None, 30080, internal, local, Masquerade.NODE)
     found = lower.elements(entry(lb, ports), number)
     assert [e for e in found if not e.set.endswith("-slots")] == [
         Element("restricted", ("5.5.5.5", 6, 443)),
         Element("allowed-sources", ("5.5.5.5", 6, 443, "10.0.0.0/8")),
-        Element("inside", ("5.5.5.5", 6, 443), goto(Pick("inside", 2, Masquerade.NODE)), "default/web:http"),
-        Element("outside", ("5.5.5.5", 6, 443), goto("discard"), "default/web:http"),
-        Element("inside-ports", (6, 30080), goto(Pick("inside-ports", 2, Masquerade.NODE)), "default/web:http"),
-        Element("outside-ports", (6, 30080), goto("discard"), "default/web:http"),
+        Element("internal", ("5.5.5.5", 6, 443), goto(Pick("internal", 2, Masquerade.NODE)), "default/web:http"),
+        Element("external", ("5.5.5.5", 6, 443), goto("discard"), "default/web:http"),
+        Element("internal-ports", (6, 30080), goto(Pick("internal-ports", 2, Masquerade.NODE)), "default/web:http"),
+        Element("external-ports", (6, 30080), goto("discard"), "default/web:http"),
     ]
-    assert {e.set for e in found if e.set.endswith("-slots")} == {"inside-slots", "inside-ports-slots"}
+    assert {e.set for e in found if e.set.endswith("-slots")} == {"internal-slots", "internal-ports-slots"}
 
 
 def test_no_endpoint_is_refused() -> None:
     found = lower.elements(entry(cluster_ip("10.96.0.10", route())), number)
-    assert found[-1] == Element("inside", KEY, goto("refuse"), "default/web:http")
+    assert found[-1] == Element("internal", KEY, goto("refuse"), "default/web:http")
 
 
 def test_affinity_numbers_are_shared_by_all_frontends() -> None:
     both = route("10.1.0.5", "10.1.0.6")
     node_port = Front(Kind.NODE_PORT, None, 30080, both, both, Masquerade.ALWAYS)
     found = lower.elements(entry(cluster_ip("10.96.0.10", both), node_port, affinity_seconds=60), number)
-    numbers = {e.value for e in found if e.set in {"inside-numbers", "inside-ports-numbers"}}
+    numbers = {e.value for e in found if e.set in {"internal-numbers", "internal-ports-numbers"}}
     assert len(numbers) == 1
     members = {e.key[0]: e.value for e in found if e.set == "members-0"}
     assert sorted(members.values()) == [("10.1.0.5", 8080), ("10.1.0.6", 8080)]
-    for space in ("inside", "inside-ports"):
+    for space in ("internal", "internal-ports"):
         candidates = [e.value for e in found if e.set == f"{space}-candidates"]
         assert candidates == list(members)
-    assert {e.value for e in found if e.set == "inside"} == {goto(Pick("inside", 2, CLUSTER, 60))}
+    assert {e.value for e in found if e.set == "internal"} == {goto(Pick("internal", 2, CLUSTER, 60))}
 
 
 def test_long_names_fit_a_comment() -> None:

@@ -48,16 +48,16 @@ def routes(draw: st.DrawFn, family: int) -> BackendSet:
 def entries(draw: st.DrawFn, place: tuple[int, str | None, int], number: int) -> Entry:
     """One service port that is found at one or two places; no two have one in common."""
     family, address, port = place
-    inside = draw(routes(family))
-    outside = draw(st.one_of(st.just(inside), routes(family)))
+    internal = draw(routes(family))
+    external = draw(st.one_of(st.just(internal), routes(family)))
     kind = Kind.NODE_PORT if address is None else draw(st.sampled_from([Kind.CLUSTER_IP, Kind.LOAD_BALANCER]))
     if kind is Kind.CLUSTER_IP:
-        outside = inside
+        external = internal
     sources = None
     if kind is Kind.LOAD_BALANCER:
         sources = draw(st.one_of(st.none(), st.lists(st.sampled_from(SOURCES[family]), min_size=1).map(tuple)))
     masquerade = Masquerade(draw(st.integers(0, 7)))
-    frontend = Front(kind, address, port, inside, outside, masquerade, sources)
+    frontend = Front(kind, address, port, internal, external, masquerade, sources)
     protocol = draw(st.sampled_from([Protocol.TCP, Protocol.UDP]))
     return entry_of(f"default/s{number}:p", family, protocol, (frontend,), (), draw(st.sampled_from([0, 0, 60])))
 

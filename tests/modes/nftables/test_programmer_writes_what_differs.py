@@ -59,9 +59,9 @@ def test_a_change_touches_only_its_own_elements(fake: FakeNftables, mode: Nftabl
     key = ("10.96.0.7", 6, 80)
     assert fake.transactions[1:] == [
         [
-            op.DeleteElements("inside-slots", [(1, *key)]),
+            op.DeleteElements("internal-slots", [(1, *key)]),
             op.DeleteElements("itself", [("10.1.2.7", "10.1.2.7")]),
-            op.AddElements("inside-slots", [Element("inside-slots", (1, *key), ("10.1.9.7", 8080))]),
+            op.AddElements("internal-slots", [Element("internal-slots", (1, *key), ("10.1.9.7", 8080))]),
         ]
     ]
 
@@ -77,11 +77,11 @@ def test_a_new_number_of_backends_brings_its_chain_and_takes_it_away_when_unused
 ) -> None:
     mode.sync(many(3))
     mode.sync(many(3, 2, s2=("10.1.1.2",)))
-    assert {"inside-1-ne", "inside-3-ne"} <= fake.tables[4].chains.keys()
+    assert {"internal-1-ne", "internal-3-ne"} <= fake.tables[4].chains.keys()
     mode.sync(many(3, 3))
     mode.maintain()
-    assert "inside-1-ne" not in fake.tables[4].chains
-    assert "inside-3-ne" in fake.tables[4].chains
+    assert "internal-1-ne" not in fake.tables[4].chains
+    assert "internal-3-ne" in fake.tables[4].chains
     mode.sync(many(3, 4, s2=("10.1.1.2",)))
     assert state(fake) == fresh(many(3, 4, s2=("10.1.1.2",)))
 
@@ -89,7 +89,7 @@ def test_a_new_number_of_backends_brings_its_chain_and_takes_it_away_when_unused
 def test_chains_that_are_unused_are_no_damage_when_others_are_heard(fake: FakeNftables, mode: Nftables) -> None:
     mode.sync(many(3, s2=("10.1.1.2",)))
     mode.sync(many(3, 2))
-    assert "inside-1-ne" in fake.tables[4].chains
+    assert "internal-1-ne" in fake.tables[4].chains
     mode.ruleset_changed()
     mode.maintain()
     assert mode.audit_repairs == 0
@@ -148,7 +148,7 @@ def test_a_restart_writes_what_changed_meanwhile(fake: FakeNftables, mode: Nftab
 
 def test_a_table_of_another_kind_is_replaced_in_one_transaction(fake: FakeNftables, mode: Nftables) -> None:
     mode.sync(many(3))
-    fake.tables[4].sets["inside-slots"] = Set("inside-slots", (ADDRESS,))
+    fake.tables[4].sets["internal-slots"] = Set("internal-slots", (ADDRESS,))
     Nftables(Options(), lambda: None, fake).sync(many(3))
     assert len(fake.transactions) == 2
     assert state(fake) == fresh(many(3))
@@ -193,13 +193,13 @@ def test_what_others_changed_is_put_right(fake: FakeNftables, mode: Nftables, da
     held, key = fake.tables[4], ("10.96.0.2", 6, 80)
     match damage:
         case "element":
-            del held.elements["inside"][key]
+            del held.elements["internal"][key]
         case "foreign element":
-            held.elements["inside"]["10.96.0.99", 6, 80] = (Verdict(NFT_GOTO, "refuse"), "")
+            held.elements["internal"]["10.96.0.99", 6, 80] = (Verdict(NFT_GOTO, "refuse"), "")
         case "verdict":
-            held.elements["inside"][key] = (Verdict(NFT_GOTO, "refuse"), "default/s2:http")
+            held.elements["internal"][key] = (Verdict(NFT_GOTO, "refuse"), "default/s2:http")
         case "rules":
-            held.rules["from-inside"].pop()
+            held.rules["from-internal"].pop()
         case "chain":
             del held.chains["nat-output"], held.rules["nat-output"]
         case "set":
@@ -222,7 +222,7 @@ def test_what_others_changed_is_put_right(fake: FakeNftables, mode: Nftables, da
 def test_without_being_told_the_structure_is_compared_in_time(fake: FakeNftables) -> None:
     mode = Nftables(Options(sync_seconds=0), lambda: None, fake)
     mode.sync(many(5))
-    fake.tables[4].rules["from-inside"].pop()
+    fake.tables[4].rules["from-internal"].pop()
     mode.maintain()
     assert mode.audit_repairs == 0, "the generation did not change: nobody wrote anything"
     fake.number += 1

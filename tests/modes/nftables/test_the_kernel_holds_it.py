@@ -50,12 +50,12 @@ def everything() -> ServiceTable:
         (4, "10.96.0.1", "5.5.5.5", ("10.1.0.5", "*10.1.0.6"), ("10.0.0.0/8", "172.16.0.1/32")),
         (6, "fd00::1", "2001:db8::5", ("fd02::5", "*fd02::6"), ("2001:db8::/32", "fd02::1/128")),
     ):
-        inside, local = route(*pods), route(pods[1], empty=WhenEmpty.DROP)
+        internal, local = route(*pods), route(pods[1], empty=WhenEmpty.DROP)
         made.append(
             entry(
-                cluster_ip(vip, inside),
-                Front(Kind.LOAD_BALANCER, lb, 80, inside, local, Masquerade.NODE, ranges),
-                Front(Kind.NODE_PORT, None, 30080, inside, local, Masquerade.NODE),
+                cluster_ip(vip, internal),
+                Front(Kind.LOAD_BALANCER, lb, 80, internal, local, Masquerade.NODE, ranges),
+                Front(Kind.NODE_PORT, None, 30080, internal, local, Masquerade.NODE),
                 name=f"default/sticky{family}:http", affinity_seconds=60, family=family,
             )
         )  # fmt: skip
@@ -98,7 +98,7 @@ def test_a_restart_writes_nothing(mode: Nftables) -> None:
 
 
 DAMAGES = {
-    "an element deleted": "delete element ip hybrid-proxy inside { 10.96.0.1 . tcp . 82 }",
+    "an element deleted": "delete element ip hybrid-proxy internal { 10.96.0.1 . tcp . 82 }",
     "a foreign element": "add element ip hybrid-proxy cluster-ips { 10.96.0.77 }",
     "a foreign map to a foreign chain": "add chain ip hybrid-proxy c; "
     "add map ip hybrid-proxy m { type ipv4_addr : verdict; }; add element ip hybrid-proxy m { 1.2.3.4 : goto c }",
@@ -150,7 +150,7 @@ def test_clean_up_of_half_a_thing() -> None:
 
 
 @pytest.mark.parametrize(
-    "left", ["add chain ip hybrid-proxy inside", "add map ip hybrid-proxy inside { type ipv4_addr : verdict; }"]
+    "left", ["add chain ip hybrid-proxy internal", "add map ip hybrid-proxy internal { type ipv4_addr : verdict; }"]
 )
 def test_what_an_unlike_agent_left_is_taken_over(mode: Nftables, left: str) -> None:
     nft(f"add table ip hybrid-proxy; {left}")
@@ -190,13 +190,13 @@ def test_what_is_programmed_is_listed_without_an_agent(mode: Nftables) -> None:
 def test_a_refused_transaction_says_what_and_leaves_nothing(mode: Nftables) -> None:
     mode.sync(everything())
     before = nft("-s", "list", "ruleset")
-    lost = Element("inside", ("10.96.0.9", 6, 80), Verdict(NFT_GOTO, "nowhere"))
+    lost = Element("internal", ("10.96.0.9", 6, 80), Verdict(NFT_GOTO, "nowhere"))
     good = Element("cluster-ips", ("10.96.0.9",))
     with (
         contextlib.closing(Kernel(TABLE, SETS)) as kernel,
-        pytest.raises(NftablesError, match="elements of inside: No such file"),
+        pytest.raises(NftablesError, match="elements of internal: No such file"),
     ):
-        kernel.commit((FAMILIES[4], [op.AddElements("cluster-ips", [good]), op.AddElements("inside", [lost])]))
+        kernel.commit((FAMILIES[4], [op.AddElements("cluster-ips", [good]), op.AddElements("internal", [lost])]))
     assert nft("-s", "list", "ruleset") == before
 
 
@@ -214,7 +214,7 @@ def test_a_table_taken_away_under_a_change_is_told_and_made_anew(mode: Nftables)
 def test_pods_by_interface(mode: Nftables, prefix: bool) -> None:
     mode.sync(ServiceTable({}, NodeNetwork(pods=PodMatch(interface="cni0", by_name_prefix=prefix)), 1))
     star = "*" if prefix else ""
-    assert f'iifname "cni0{star}" goto from-inside' in nft("list", "chain", "ip6", TABLE, "nat-prerouting")
+    assert f'iifname "cni0{star}" goto from-internal' in nft("list", "chain", "ip6", TABLE, "nat-prerouting")
 
 
 def test_counters_are_there(mode: Nftables) -> None:

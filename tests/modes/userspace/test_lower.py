@@ -33,19 +33,19 @@ def entry(*frontends: Front, protocol: Protocol = Protocol.TCP) -> Entry:
     return entry_of("d/web:http", 4, protocol, frontends, (A, B))
 
 
-def vip(inside: BackendSet, outside: BackendSet | None = None, masquerade: Masquerade = OUTSIDERS) -> Front:
-    return Front(Kind.CLUSTER_IP, "10.96.0.1", 80, inside, outside or inside, masquerade)
+def vip(internal: BackendSet, external: BackendSet | None = None, masquerade: Masquerade = OUTSIDERS) -> Front:
+    return Front(Kind.CLUSTER_IP, "10.96.0.1", 80, internal, external or internal, masquerade)
 
 
 def both(target: int | WhenEmpty, address: str | None = "10.96.0.1", port: int = 80) -> tuple[Redirect, ...]:
-    return Redirect("inside", address, port, target), Redirect("outside", address, port, target)
+    return Redirect("internal", address, port, target), Redirect("external", address, port, target)
 
 
 CASES = [
     pytest.param(BY_CIDR, [vip(ALL)], [BOTH], [Port(0, Keep.PODS)], both(0), id="one-port-where-addresses-tell-pods"),
     pytest.param(
         BY_INTERFACE, [vip(ALL)], [BOTH], [Port(0, Keep.ALWAYS), Port(0, Keep.NEVER)],
-        (Redirect("inside", "10.96.0.1", 80, 0), Redirect("outside", "10.96.0.1", 80, 1)),
+        (Redirect("internal", "10.96.0.1", 80, 0), Redirect("external", "10.96.0.1", 80, 1)),
         id="two-ports-where-only-the-interface-tells",
     ),
     pytest.param(
@@ -56,12 +56,13 @@ CASES = [
     ),
     pytest.param(
         BY_CIDR, [vip(ALL, LOCAL, Masquerade.NODE)], [BOTH, BOTH[:1]], [Port(0, Keep.ALWAYS), Port(1, Keep.ALWAYS)],
-        (Redirect("inside", "10.96.0.1", 80, 0), Redirect("outside", "10.96.0.1", 80, 1)), id="policy-local-outside",
+        (Redirect("internal", "10.96.0.1", 80, 0), Redirect("external", "10.96.0.1", 80, 1)),
+        id="policy-local-external",
     ),
     pytest.param(
         BY_CIDR, [vip(ALL, NONE, Masquerade.NODE)], [BOTH], [Port(0, Keep.ALWAYS)],
-        (Redirect("inside", "10.96.0.1", 80, 0), Redirect("outside", "10.96.0.1", 80, WhenEmpty.DROP)),
-        id="outside-drops",
+        (Redirect("internal", "10.96.0.1", 80, 0), Redirect("external", "10.96.0.1", 80, WhenEmpty.DROP)),
+        id="external-drops",
     ),
     pytest.param(
         BY_CIDR, [vip(ALL), Front(Kind.NODE_PORT, None, 30080, ALL, ALL, Masquerade.ALWAYS)], [BOTH],
@@ -105,8 +106,8 @@ def test_without_backends_there_is_no_proxy_port_and_clients_are_refused() -> No
     assert found.row is None
     refuse = Verdict(NFT_GOTO, "refuse")
     assert plan.elements_of(found, 6, "192.0.2.1", ()) == {
-        ("inside-empty", ("10.96.0.1", 6, 80)): refuse,
-        ("outside-empty", ("10.96.0.1", 6, 80)): refuse,
+        ("internal-empty", ("10.96.0.1", 6, 80)): refuse,
+        ("external-empty", ("10.96.0.1", 6, 80)): refuse,
         ("cluster-ips", ("10.96.0.1",)): None,
     }
 
@@ -115,8 +116,8 @@ def test_sources_are_elements_too() -> None:
     frontend = Front(Kind.LOAD_BALANCER, "198.51.100.1", 80, ALL, ALL, Masquerade.ALWAYS, ("203.0.113.0/24",))
     found = plan.elements_of(lower(entry(frontend), BY_CIDR), 6, "192.0.2.1", (50001,))
     assert found == {
-        ("inside", ("198.51.100.1", 6, 80)): ("192.0.2.1", 50001),
-        ("outside", ("198.51.100.1", 6, 80)): ("192.0.2.1", 50001),
+        ("internal", ("198.51.100.1", 6, 80)): ("192.0.2.1", 50001),
+        ("external", ("198.51.100.1", 6, 80)): ("192.0.2.1", 50001),
         ("listeners", (6, 50001)): None,
         ("firewalled", ("198.51.100.1", 6, 80)): None,
         ("allowed-sources", ("198.51.100.1", 6, 80, "203.0.113.0/24")): None,
@@ -131,12 +132,12 @@ def test_source_ranges_that_overlap_become_one() -> None:
 
 def test_an_update_touches_only_what_differs() -> None:
     key, same = ("10.96.0.1", 6, 80), ("10.96.0.2", 6, 80)
-    old: plan.Elements = {("inside", key): ("a", 1), ("inside", same): ("a", 2), ("cluster-ips", ("gone",)): None}
-    new: plan.Elements = {("inside", key): ("b", 1), ("inside", same): ("a", 2), ("cluster-ips", ("new",)): None}
+    old: plan.Elements = {("internal", key): ("a", 1), ("internal", same): ("a", 2), ("cluster-ips", ("gone",)): None}
+    new: plan.Elements = {("internal", key): ("b", 1), ("internal", same): ("a", 2), ("cluster-ips", ("new",)): None}
     assert plan.change(old, new) == [
-        op.DeleteElements("inside", [key]),
+        op.DeleteElements("internal", [key]),
         op.DeleteElements("cluster-ips", [("gone",)]),
-        op.AddElements("inside", [Element("inside", key, ("b", 1))]),
+        op.AddElements("internal", [Element("internal", key, ("b", 1))]),
         op.AddElements("cluster-ips", [Element("cluster-ips", ("new",))]),
     ]
     assert plan.change(new, new) == []

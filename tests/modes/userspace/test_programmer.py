@@ -178,8 +178,8 @@ def test_the_relay_has_no_module_from_the_working_directory_and_keeps_no_file_of
     "damage",
     [
         "flush ruleset",
-        "flush map ip {table} inside",
-        "flush chain ip {table} inside-nat" + 2 * "; add rule ip {table} inside-nat return",
+        "flush map ip {table} internal",
+        "flush chain ip {table} internal-nat" + 2 * "; add rule ip {table} internal-nat return",
     ],
     ids=["ruleset flushed", "map flushed", "rules replaced"],
 )

@@ -24,7 +24,7 @@ NODE = NodeNetwork(
     pods=PodMatch(("10.1.0.0/16", "fd02::/64")), service_cidrs=("10.96.0.0/12", "fd00::/112"),
 )  # fmt: skip
 ELEMENTS: plan.Elements = {
-    ("inside", ("10.96.0.1", 6, 80)): ("192.0.2.1", 50001),
+    ("internal", ("10.96.0.1", 6, 80)): ("192.0.2.1", 50001),
     ("listeners", (6, 50001)): None,
     ("firewalled", ("10.96.0.1", 6, 80)): None,
     ("allowed-sources", ("10.96.0.1", 6, 80, "203.0.113.0/24")): None,
@@ -55,8 +55,8 @@ def test_what_is_as_it_was_written_is_no_difference(kernel: Kernel) -> None:
 
 
 DAMAGES = {
-    "rules replaced by as many": "flush chain ip {0} inside-nat; add rule ip {0} inside-nat return; "
-    "add rule ip {0} inside-nat return",
+    "rules replaced by as many": "flush chain ip {0} internal-nat; add rule ip {0} internal-nat return; "
+    "add rule ip {0} internal-nat return",
     "rules in another order": "delete rule ip {0} refuse handle {1}; add rule ip {0} refuse ct state invalid drop",
     "foreign rule": "insert rule ip {0} guard accept",
     "chain with another hook": "flush chain ip {0} guard; delete chain ip {0} guard; "
@@ -64,8 +64,8 @@ DAMAGES = {
     "foreign chain": "add chain ip {0} foreign",
     "foreign set": "add set ip {0} foreign {{ type ipv4_addr; }}",
     "element deleted": "delete element ip {0} listeners {{ tcp . 50001 }}",
-    "value replaced": "delete element ip {0} inside {{ 10.96.0.1 . tcp . 80 }}; "
-    "add element ip {0} inside {{ 10.96.0.1 . tcp . 80 : 192.0.2.1 . 50002 }}",
+    "value replaced": "delete element ip {0} internal {{ 10.96.0.1 . tcp . 80 }}; "
+    "add element ip {0} internal {{ 10.96.0.1 . tcp . 80 : 192.0.2.1 . 50002 }}",
     "node's address deleted": "flush set ip {0} node-addresses",
 }
 
