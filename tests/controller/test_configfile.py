@@ -21,11 +21,11 @@ from controller.agent.node_setup import conntrack_limit, conntrack_settings
 from controller.errors import ConfigError
 from controller.semantics.entries import DetectLocalMode
 from controller.settings import reference
-from controller.settings.config import Config, Conntrack, Endpoint, from_flags, needs_reopening, resolve
+from controller.settings.config import Config, Conntrack, Endpoint, from_flags, needs_reopening
 from controller.settings.configfile import Loaded, change, follow, load, of_flags, read, text, write
 from controller.settings.documents import DOCUMENTS, HYBRID, KUBE_PROXY, REOPENS, RESTART, Row, rows
 from controller.settings.forms import duration
-from controller.settings.given import REMOVED_FLAGS, Given
+from controller.settings.given import REMOVED_FLAGS
 
 FOLDER = Path(__file__).parent / "configurations"
 ROOT = Path(__file__).parents[2]
@@ -136,57 +136,91 @@ class TestTheirFiles:
         assert {name.replace("-", "_") for name in REMOVED_FLAGS} <= known
 
 
-# ------------------------------------------------------------------ every field: honoured, or told with a reason
+# ------------------------------------------------------- every field: it is used, or a warning says why it is not
 
-# Field, value, where it is honoured, what it is there.
+K, H = "KubeProxyConfiguration", "HybridProxyConfiguration"
+# Document, field, another value than the default, where it is in the configuration, and what is there.
 # fmt: off
-HONOURED = [
-    ("featureGates", "{AllowServiceExternalIPs: false}", "settings.external_ips", False),
-    ("clientConnection.kubeconfig", "/k", "kubeconfig", "/k"),
-    ("clientConnection.qps", "50", "api_rate", 50.0),
-    ("clientConnection.burst", "100", "api_burst", 100),
-    ("logging.format", "json", "log_format", "json"),
-    ("logging.verbosity", "4", "verbosity", 4),
-    ("hostnameOverride", "' Node-1 '", "settings.node_name", "node-1"),
-    ("bindAddress", "10.0.0.7", "settings.primary", ("10.0.0.7",)),
-    ("healthzBindAddress", "10.0.0.7", "healthz_bind_address", Endpoint("10.0.0.7", 10256)),
-    ("metricsBindAddress", "'[::]:99'", "metrics_bind_address", Endpoint("::", 99)),
-    ("bindAddressHardFail", "true", "bind_address_hard_fail", True),
-    ("enableProfiling", "true", "enable_profiling", True),
-    ("mode", "nftables", "mode", "nftables"),
-    ("iptables.masqueradeBit", "5", "settings.masquerade_bit", 5),
-    ("iptables.masqueradeAll", "true", "settings.masquerade_all", True),
-    ("iptables.syncPeriod", "1m", "options.sync_seconds", 60.0),
-    ("iptables.minSyncPeriod", "2s", "min_sync_seconds", 2.0),
-    ("ipvs.syncPeriod", "1m", "options.sync_seconds", 60.0),
-    ("ipvs.minSyncPeriod", "1s", "min_sync_seconds", 1.0),
-    ("ipvs.scheduler", "mh", "options.ipvs_scheduler", "mh"),
-    ("ipvs.excludeCIDRs", "[10.0.0.0/8]", "options.ipvs_exclude_cidrs", ("10.0.0.0/8",)),
-    ("ipvs.strictARP", "true", "options.ipvs_strict_arp", True),
-    ("ipvs.tcpTimeout", "1m", "options.ipvs_tcp_timeout", 60),
-    ("ipvs.tcpFinTimeout", "1m", "options.ipvs_tcpfin_timeout", 60),
-    ("ipvs.udpTimeout", "1m", "options.ipvs_udp_timeout", 60),
-    ("nftables.masqueradeBit", "5", "settings.masquerade_bit", 5),
-    ("nftables.masqueradeAll", "true", "settings.masquerade_all", True),
-    ("nftables.syncPeriod", "1m", "options.sync_seconds", 60.0),
-    ("nftables.minSyncPeriod", "2s", "min_sync_seconds", 2.0),
-    ("detectLocalMode", "NodeCIDR", "settings.detect", DetectLocalMode.NODE_CIDR),
-    ("detectLocal.bridgeInterface", "cni0", "settings.pod_interface", "cni0"),
-    ("detectLocal.interfaceNamePrefix", "cali", "settings.pod_interface", "cali"),
-    ("clusterCIDR", "'10.0.0.0/8,fd00::/8'", "settings.cluster_cidrs", ("10.0.0.0/8", "fd00::/8")),
-    ("nodePortAddresses", "[primary]", "settings.node_port_addresses", ("primary",)),
-    ("oomScoreAdj", "0", "oom_score_adj", 0),
-    ("conntrack.maxPerCore", "0", "conntrack.max_per_core", 0),
-    ("conntrack.min", "1", "conntrack.min", 1),
-    ("conntrack.tcpEstablishedTimeout", "1h", "conntrack.tcp_established_timeout", 3600),
-    ("conntrack.tcpEstablishedTimeout", "1h", "options.tcp_timeout_established", 3600),
-    ("conntrack.tcpCloseWaitTimeout", "1m", "conntrack.tcp_close_wait_timeout", 60),
-    ("conntrack.tcpCloseWaitTimeout", "1m", "options.tcp_timeout_close_wait", 60),
-    ("conntrack.tcpBeLiberal", "true", "conntrack.tcp_be_liberal", True),
-    ("conntrack.udpTimeout", "20s", "conntrack.udp_timeout", 20),
-    ("conntrack.udpTimeout", "20s", "options.udp_timeout", 20),
-    ("conntrack.udpStreamTimeout", "1m", "conntrack.udp_stream_timeout", 60),
-    ("conntrack.udpStreamTimeout", "1m", "options.udp_timeout_stream", 60),
+USED = [
+    (K, "featureGates", {"AllowServiceExternalIPs": False}, "settings.external_ips", False),
+    (K, "clientConnection.kubeconfig", "/k", "kubeconfig", "/k"),
+    (K, "clientConnection.qps", 50, "api_rate", 50.0),
+    (K, "clientConnection.burst", 100, "api_burst", 100),
+    (K, "logging.format", "json", "log_format", "json"),
+    (K, "logging.verbosity", 4, "verbosity", 4),
+    (K, "hostnameOverride", " Node-1 ", "settings.node_name", "node-1"),
+    (K, "bindAddress", "10.0.0.7", "settings.primary", ("10.0.0.7",)),
+    (K, "healthzBindAddress", "10.0.0.7", "healthz_bind_address", Endpoint("10.0.0.7", 10256)),
+    (K, "metricsBindAddress", "[::]:99", "metrics_bind_address", Endpoint("::", 99)),
+    (K, "bindAddressHardFail", True, "bind_address_hard_fail", True),
+    (K, "enableProfiling", True, "enable_profiling", True),
+    (K, "mode", "nftables", "mode", "nftables"),
+    (K, "iptables.masqueradeBit", 5, "settings.masquerade_bit", 5),
+    (K, "iptables.masqueradeAll", True, "settings.masquerade_all", True),
+    (K, "iptables.syncPeriod", "1m30s", "options.sync_seconds", 90.0),
+    (K, "iptables.minSyncPeriod", "2s", "min_sync_seconds", 2.0),
+    (K, "ipvs.syncPeriod", "1m", "options.sync_seconds", 60.0),
+    (K, "ipvs.minSyncPeriod", "1s", "min_sync_seconds", 1.0),
+    (K, "ipvs.scheduler", "mh", "options.ipvs_scheduler", "mh"),
+    (K, "ipvs.excludeCIDRs", ["10.0.0.0/8"], "options.ipvs_exclude_cidrs", ("10.0.0.0/8",)),
+    (K, "ipvs.strictARP", True, "options.ipvs_strict_arp", True),
+    (K, "ipvs.tcpTimeout", "1m", "options.ipvs_tcp_timeout", 60),
+    (K, "ipvs.tcpFinTimeout", "1m", "options.ipvs_tcpfin_timeout", 60),
+    (K, "ipvs.udpTimeout", "500ms", "options.ipvs_udp_timeout", 1),
+    (K, "nftables.masqueradeBit", 5, "settings.masquerade_bit", 5),
+    (K, "nftables.masqueradeAll", True, "settings.masquerade_all", True),
+    (K, "nftables.syncPeriod", "1m", "options.sync_seconds", 60.0),
+    (K, "nftables.minSyncPeriod", "2s", "min_sync_seconds", 2.0),
+    (K, "detectLocalMode", "NodeCIDR", "settings.detect", DetectLocalMode.NODE_CIDR),
+    (K, "detectLocal.bridgeInterface", "cni0", "settings.pod_interface", "cni0"),
+    (K, "detectLocal.interfaceNamePrefix", "cali", "settings.pod_interface", "cali"),
+    (K, "clusterCIDR", "10.0.0.0/8,fd00::/8", "settings.cluster_cidrs", ("10.0.0.0/8", "fd00::/8")),
+    (K, "nodePortAddresses", ["primary"], "settings.node_port_addresses", ("primary",)),
+    (K, "oomScoreAdj", 0, "oom_score_adj", 0),
+    (K, "conntrack.maxPerCore", 0, "conntrack.max_per_core", 0),
+    (K, "conntrack.min", 1, "conntrack.min", 1),
+    (K, "conntrack.tcpEstablishedTimeout", "1h", "conntrack.tcp_established_timeout", 3600),
+    (K, "conntrack.tcpEstablishedTimeout", "1h", "options.tcp_timeout_established", 3600),
+    (K, "conntrack.tcpCloseWaitTimeout", "1m", "conntrack.tcp_close_wait_timeout", 60),
+    (K, "conntrack.tcpCloseWaitTimeout", "1m", "options.tcp_timeout_close_wait", 60),
+    (K, "conntrack.tcpBeLiberal", True, "conntrack.tcp_be_liberal", True),
+    (K, "conntrack.udpTimeout", "20s", "conntrack.udp_timeout", 20),
+    (K, "conntrack.udpTimeout", "20s", "options.udp_timeout", 20),
+    (K, "conntrack.udpStreamTimeout", "1m", "conntrack.udp_stream_timeout", 60),
+    (K, "conntrack.udpStreamTimeout", "1m", "options.udp_timeout_stream", 60),
+    (H, "mode", "userspace", "mode", "userspace"),
+    (H, "strictMode", True, "strict_mode", True),
+    (H, "algorithm", "maglev", "settings.algorithm", "maglev"),
+    (H, "manifests", "/m", "manifests", Path("/m")),
+    (H, "nodeAddresses", ["10.0.0.7/24", "FD00::7"], "node_addresses", ("10.0.0.7", "fd00::7")),
+    (H, "adminSocket", "/s", "admin_socket", "/s"),
+    (H, "serveHealthz", False, "healthz_bind_address", None),
+    (H, "serveMetrics", False, "metrics_bind_address", None),
+    (H, "metricsPerBackend", True, "metrics_per_backend", True),
+    (H, "ebpf.podInterfaces", ["veth*", "cali*"], "options.pod_interfaces", ("veth*", "cali*")),
+    (H, "ebpf.uplinkInterfaces", ["eth0"], "options.uplink_interfaces", ("eth0",)),
+    (H, "ebpf.socketScope", "all", "options.socket_scope", "all"),
+    (H, "ebpf.cgroup", "/c", "options.cgroup", "/c"),
+    (H, "ebpf.pinRoot", "/p", "options.pin_root", "/p"),
+    (H, "ebpf.fastPath", False, "options.fast_path", False),
+    (H, "ebpf.trafficCounters", False, "options.count_traffic", False),
+    (H, "ebpf.answerPing", True, "options.answer_ping", True),
+    (H, "ebpf.sourceCheck", "strict", "options.source_check", "strict"),
+    (H, "ebpf.xdp", "native", "options.xdp", "native"),
+    (H, "ebpf.dsr", "ipip", "options.dsr", True),
+    (H, "ebpf.masqueradePorts", "2000-2999", "options.port_first", 2000),
+    (H, "ebpf.masqueradePorts", "2000-2999", "options.port_count", 1000),
+    (H, "ebpf.eventRate", 7, "options.event_rate", 7),
+    (H, "ebpf.rejectRate", 7, "options.reject_rate", 7),
+    (H, "ebpf.failover.failures", 0, "options.failover_failures", 0),
+    (H, "ebpf.probes.interval", "250ms", "options.probe_interval", 0.25),
+    (H, "ebpf.probes.timeout", "2s", "options.probe_timeout", 2.0),
+    (H, "ebpf.probes.failures", 2, "options.probe_failures", 2),
+    (H, "ebpf.limits.services", 7, "options.max_services", 7),
+    (H, "ebpf.limits.backends", 7, "options.max_backends", 7),
+    (H, "ebpf.limits.slots", 7, "options.max_slots", 7),
+    (H, "ebpf.limits.ring", 65521, "options.max_ring", 65521),
+    (H, "ebpf.limits.flows", 8, "options.max_flows", 8),
 ]
 # Field, a value that asks for something, a value (beside the default) that does not.
 TOLD = [
@@ -210,55 +244,82 @@ TOLD = [
     ("windowsRunAsService", "true", "false"),
 ]
 # fmt: on
-NEEDS = {
-    "ipvs.": "mode: ipvs\n",
-    "nftables.": "mode: nftables\n",
-    "detectLocal.bridge": "detectLocalMode: BridgeInterface\n",
-    "detectLocal.interface": "detectLocalMode: InterfaceNamePrefix\n",
+# What has to be there for a setting to count: fields of kube-proxy's document, and the same as flags.
+NEEDS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "ipvs.": ({"mode": "ipvs"}, ["--proxy-mode=ipvs"]),
+    "nftables.": ({"mode": "nftables"}, ["--proxy-mode=nftables"]),
+    "detectLocal.bridge": (
+        {"detectLocalMode": "BridgeInterface", "detectLocal": {"bridgeInterface": "first0"}},
+        ["--detect-local-mode=BridgeInterface"],
+    ),
+    "detectLocal.interface": (
+        {"detectLocalMode": "InterfaceNamePrefix", "detectLocal": {"interfaceNamePrefix": "first"}},
+        ["--detect-local-mode=InterfaceNamePrefix"],
+    ),
 }
+ROWS = {row.key: row for row in rows()}
 
 
-def field(path: str, value: str) -> str:
-    """One field, and what has to be there for it to count."""
-    folders = path.split(".")
-    lines = [f"{'  ' * depth}{name}:" for depth, name in enumerate(folders)]
-    needed = next((needs for prefix, needs in NEEDS.items() if path.startswith(prefix)), "")
-    return needed + "\n".join(lines) + f" {value}\n"
+def beside(path: str) -> tuple[dict[str, Any], list[str]]:
+    return next((needed for prefix, needed in NEEDS.items() if path.startswith(prefix)), ({}, []))
+
+
+def of_field(document: str, path: str, value: Any) -> Loaded:
+    """The configuration of one field, and of what it needs."""
+    documents = {kind: {"apiVersion": cls().api_version, "kind": kind} for kind, cls in DOCUMENTS.items()}
+    documents[K] |= json.loads(json.dumps(beside(path)[0]))
+    *parents, last = path.split(".")
+    place: dict[str, Any] = documents[document]
+    for parent in parents:
+        place = place.setdefault(parent, {})
+    place[last] = value
+    return loaded(yaml.safe_dump_all(documents.values()))
+
+
+def as_flag(row: Row, value: Any) -> str:
+    """`--flag=value`, which means the same as the field."""
+    match value:
+        case bool():
+            text = str(value is not row.setting.inverted).lower()
+        case dict():
+            text = ",".join(f"{name}={str(on).lower()}" for name, on in value.items())
+        case list():
+            text = ",".join(value)
+        case _:
+            text = str(value)
+    return f"--{row.setting.flag}={text}"
+
+
+def plain(config: Config) -> Config:
+    return msgspec.structs.replace(config, warnings=())
 
 
 class TestFields:
     def test_all_of_them_are_here(self):
-        kube_proxys = {row.path for row in rows() if row.document == KUBE_PROXY}
-        assert {path for path, *_ in HONOURED} | {path for path, *_ in TOLD} == kube_proxys
-        assert {path for path, *_ in TOLD} == {row.path for row in rows() if row.setting.unused}
+        used = {f"{document}.{path}" for document, path, *_ in USED}
+        unused = {f"{K}.{path}" for path, *_ in TOLD}
+        assert used | unused == {row.key for row in rows() if row.document in DOCUMENTS}
+        assert unused == {row.key for row in rows() if row.setting.unused}
 
-    @pytest.mark.parametrize(("path", "value", "where", "expected"), HONOURED, ids=lambda v: str(v)[:40])
-    def test_honoured(self, path: str, value: str, where: str, expected: object):
-        config = kube(field(path, value))
-        assert dig(config, where) == expected
-        assert dig(from_flags({}), where) != expected or path in ("nodePortAddresses", "mode")
-        assert config.warnings == ()
+    @pytest.mark.parametrize(("document", "path", "value", "where", "expected"), USED, ids=lambda v: str(v)[:40])
+    def test_used(self, document: str, path: str, value: Any, where: str, expected: object):
+        """From a file, by the flag, and from the file that is written of it; and what a change does."""
+        row, (fields, needed) = ROWS[f"{document}.{path}"], beside(path)
+        found = of_field(document, path, value)
+        before = kube(yaml.safe_dump(fields) if fields else "")
+        assert dig(found.config, where) == expected != dig(before, where)
+        assert found.config.warnings == ()
+        if row.setting.flag:
+            assert from_flags(flags(*needed, as_flag(row, value))) == found.config
+        assert plain(loaded(text(found)).config) == found.config
+        if row.setting.effect != RESTART:
+            assert needs_reopening(before, found.config) == (row.setting.effect == REOPENS)
 
     @pytest.mark.parametrize(("path", "asks", "does_not"), TOLD, ids=[path for path, *_ in TOLD])
     def test_told(self, path: str, asks: str, does_not: str):
-        (warning,) = kube(field(path, asks)).warnings
+        (warning,) = of_field(K, path, yaml.safe_load(asks)).config.warnings
         assert warning.startswith(f"f.conf: {K}.{path} ")
-        assert kube(field(path, does_not)).warnings == ()
-
-    @pytest.mark.parametrize("row", [row for row in rows() if row.document == HYBRID], ids=lambda row: row.path)
-    def test_ours_are_honoured(self, row: Row):
-        """Another value makes another configuration."""
-        other: dict[str, Any] = {
-            "mode": "userspace", "algorithm": "maglev", "manifests": "/m", "nodeAddresses": ["10.0.0.1"],
-            "adminSocket": "/s", "ebpf.podInterfaces": ["veth*"], "ebpf.uplinkInterfaces": ["eth0"],
-            "ebpf.socketScope": "all", "ebpf.cgroup": "/c", "ebpf.pinRoot": "/p", "ebpf.xdp": "native",
-            "ebpf.dsr": "ipip", "ebpf.sourceCheck": "strict", "ebpf.masqueradePorts": "2000-3000",
-            "ebpf.probes.interval": "7s", "ebpf.probes.timeout": "7s",
-        }  # fmt: skip
-        value = other.get(row.path, (not row.default) if row.setting.form.raw is bool else 7)
-        config = ours(field(row.path, json.dumps(value)))
-        assert config != ours("")
-        assert config.warnings == ()
+        assert of_field(K, path, yaml.safe_load(does_not)).config.warnings == ()
 
     def test_feature_gates(self):
         config = kube("featureGates: {NFTablesProxyMode: true, TopologyAwareHints: false, Dreams: true}")
@@ -304,7 +365,6 @@ nftables: {masqueradeBit: 3, masqueradeAll: true, syncPeriod: 40s}
 
 # Content, the fields that errors name (or the line), and the value as it stands there.
 # fmt: off
-K, H = "KubeProxyConfiguration", "HybridProxyConfiguration"
 BAD = [
     ("", f"no {K} and no {H}", ""),
     ("hello", "line 1", "'hello'"),
@@ -486,7 +546,7 @@ class TestHostile:
     @settings(max_examples=300, deadline=None)
     @given(st.sampled_from([row for row in rows() if row.document in DOCUMENTS]), VALUES)
     def test_one_field(self, row: Row, value: Any):
-        document: dict[str, Any] = {"apiVersion": DOCUMENTS[row.document]().api_version, "kind": row.document}  # type: ignore[attr-defined]
+        document: dict[str, Any] = {"apiVersion": DOCUMENTS[row.document]().api_version, "kind": row.document}
         *folders, last = row.path.split(".")
         place = document
         for folder in folders:
@@ -563,38 +623,6 @@ class TestFlagsBesideAFile:
             assert (config.options.sync_seconds, config.min_sync_seconds) == (seconds, rest)
 
 
-OTHER: dict[str, Any] = {  # values beside the default, where the test cannot make one
-    "logging.format": "json", "bindAddress": "192.0.2.1", "healthzBindAddress": Endpoint("::1", 1),
-    "metricsBindAddress": Endpoint("::1", 1), "mode": "iptables", "ipvs.scheduler": "wrr", "algorithm": "maglev",
-    "ipvs.excludeCIDRs": ("10.0.0.0/8",), "clusterCIDR": ("10.0.0.0/8",), "nodePortAddresses": ("10.0.0.0/8",),
-    "ebpf.podInterfaces": ("v*",), "ebpf.uplinkInterfaces": ("e*",), "ebpf.socketScope": "all", "ebpf.xdp": "off",
-    "ebpf.dsr": "ipip", "ebpf.sourceCheck": "strict", "ebpf.masqueradePorts": (1024, 2048),
-    "detectLocal.bridgeInterface": "cni0", "detectLocal.interfaceNamePrefix": "veth",
-    "detectLocalMode": DetectLocalMode.NODE_CIDR, "featureGates": {"AllowServiceExternalIPs": False},
-}  # fmt: skip
-DETECT = {
-    "detectLocal.bridgeInterface": DetectLocalMode.BRIDGE_INTERFACE,
-    "detectLocal.interfaceNamePrefix": DetectLocalMode.INTERFACE_PREFIX,
-}
-
-
-@pytest.mark.parametrize(
-    "row", [row for row in rows() if not (row.setting.unused or row.setting.effect == RESTART)], ids=lambda row: row.key
-)
-def test_what_reopens_the_mode_is_marked_so(row: Row):
-    """By what comes of the setting, in the mode that has it."""
-    beside = {} if row.key == f"{K}.mode" else {f"{H}.mode": row.setting.mode or "ebpf"}
-    first: dict[str, Any] = {}
-    if row.path in DETECT:
-        beside |= {f"{K}.detectLocalMode": DETECT[row.path]}
-        first = {row.key: "first0"}
-    value = OTHER.get(row.path, (not row.default) if isinstance(row.default, bool) else None)
-    before = resolve(Given().with_values(beside | first))
-    after = resolve(Given().with_values(beside | {row.key: row.default + 7 if value is None else value}))
-    assert after != before, "the test needs another value"
-    assert needs_reopening(before, after) == (row.setting.effect == REOPENS)
-
-
 # ------------------------------------------------------------------------------------ what is written out
 
 
@@ -608,14 +636,10 @@ class TestWritten:
         assert text(again) == text(first)
 
     @pytest.mark.parametrize("arguments", [
-        "", "--proxy-mode=ebpf", "--proxy-mode=ipvs --ipvs-exclude-cidrs=10.0.0.0/8,fd00::/8 --masquerade-all",
-        "--proxy-mode=nftables --iptables-masquerade-bit=3 --iptables-sync-period=1m --masquerade-all=T",
-        "--healthz-bind-address= --metrics-bind-address=::1", "--feature-gates=AllowServiceExternalIPs=false",
-        "--no-fast-path --no-traffic-counters=false --max-flows=8 --probe-interval=250ms --manifests=/m",
-        "--nodeport-addresses=10.0.0.0/8 --nodeport-addresses=fd00::/8 --cluster-cidr=10.0.0.0/8",
-        "--hostname-override=NODE --v=3 --log-format=json --oom-score-adj=0 --conntrack-tcp-timeout-established=0",
-        "--detect-local-mode=BridgeInterface --pod-bridge-interface=cni0 --bind-address=fd00::1",
-        "--metrics-port=0 --vmodule=a=1,b=2",
+        "", "--proxy-mode=ebpf", "--proxy-mode=nftables --iptables-masquerade-bit=3 --masquerade-all=T",
+        "--healthz-bind-address= --metrics-bind-address=::1", "--metrics-port=0 --vmodule=a=1,b=2",
+        "--no-traffic-counters=false --nodeport-addresses=10.0.0.0/8 --nodeport-addresses=fd00::/8",
+        "--hostname-override=NODE --conntrack-tcp-timeout-established=0 --bind-address=fd00::1",
     ])  # fmt: skip
     def test_flags_become_a_file_that_means_the_same(self, arguments: str, tmp_path: Path):
         typed = flags(*arguments.split())
@@ -640,10 +664,6 @@ class TestWritten:
             known["logging"].pop("vmodule", None)
         expected["nodePortAddresses"], expected["ipvs"]["excludeCIDRs"] = [], []
         assert theirs == expected
-
-
-def plain(config: Config) -> Config:
-    return msgspec.structs.replace(config, warnings=())
 
 
 # ---------------------------------------------------------------------------------------- a changed file
