@@ -22,16 +22,14 @@ class ConfigError(ControllerError):
     """Settings that cannot be used.
 
     Args:
-        problems: a sentence for each.
-        setting: the name of the one that it is about, where it is one that could be left out to look for more.
+        problems: a message for each.
     """
 
-    def __init__(self, *problems: str, setting: str = "") -> None:
+    def __init__(self, *problems: str) -> None:
         several = f"{len(problems)} settings cannot be used:"
         more = [f"and {len(problems) - MOST} more"] * (len(problems) > MOST)
         super().__init__(problems[0] if len(problems) == 1 else "\n  ".join((several, *problems[:MOST], *more)))
         self.problems = problems
-        self.setting = setting
 
 
 class SourceError(ControllerError):

@@ -56,7 +56,7 @@ class Config(msgspec.Struct, frozen=True):
     are where health and metrics are served, None: nowhere; with `bind_address_hard_fail` the agent ends when it
     cannot listen there. `enable_profiling` adds pages for debugging to those of the metrics. `min_sync_seconds` is
     the rest after a sync. `api_rate` requests per second go to the API server, `api_burst` of them at once.
-    `oom_score_adj` is what proc_pid_oom_score_adj(5) says. `warnings` are messages about settings that have no
+    `oom_score_adj` has the range of proc_pid_oom_score_adj(5). `warnings` are messages about settings that have no
     effect. `task` is serve, cleanup or prepare (--cleanup, --init-only).
     """
 
