@@ -80,8 +80,9 @@ vm: setup $(STAMPS)/vm ## install what tests on other kernels need (QEMU)
 
 bpf: $(BUILT) ## compile the BPF programs (clang)
 
-docs: setup ## write what is generated from definitions: docs/configuration.md, its JSON schema, the tree in docs/architecture.md
+docs: setup ## write what is generated from definitions: docs/configuration.md, its JSON schema, docs/output.md, the tree in docs/architecture.md
 	$(Q)$(PYTHON) -m controller.settings.reference .
+	$(Q)$(PYTHON) -m workshop.output .
 	$(Q)$(PYTHON) -m workshop.house .
 
 format: setup ## format Python and C in place

@@ -47,20 +47,20 @@ class ServiceRow(msgspec.Struct, kw_only=True):
     """A service port of one address family, as it is programmed.
 
     Attributes:
-        mode: the mode that programmed it.
-        name: `namespace/service:port`; null while no agent runs that knows the name.
-        frontends: addresses with their port; `node port 30080` for one at every address that serves node ports.
+        mode: The mode that programmed it.
+        name: `namespace/service:port`; null if no agent that knows the name runs.
+        frontends: The addresses with their port, or `node port 30080` where every address of the node serves it.
         protocol: TCP, UDP or SCTP.
-        backends: in the first backend set, which pods use.
-        local_backends: in the second set, of a Local traffic policy.
-        affinity: whether a client stays with its backend (ClientIP).
-        when_empty: what happens to new connections while there is no backend.
-        id: the mode's number for the service port.
-        chosen_by: what selects the backend: `connection` (its tuple), `client` (its address), `turn` or `chance`.
-        scheduler: of IPVS.
-        slots: of each backend set's ring.
-        proxy_ports: of the relay.
-        traffic: null where the mode does not count it.
+        backends: How many backends pods are sent to.
+        local_backends: How many of the backends are on this node, with a Local traffic policy.
+        affinity: Whether a client stays with its backend (session affinity ClientIP).
+        when_empty: What happens to new connections while there is no backend.
+        id: The number of the service port in the maps.
+        chosen_by: What selects the backend: `connection` (its tuple), `client` (its address), `turn` or `chance`.
+        scheduler: The IPVS scheduler.
+        slots: The size of each backend set's slot range.
+        proxy_ports: How many ports the relay listens on for it.
+        traffic: What it carried; null in a mode that does not count traffic.
     """
 
     mode: str = ""
@@ -83,17 +83,17 @@ class BackendRow(msgspec.Struct, kw_only=True):
     """A backend of a service port, as it is programmed.
 
     Attributes:
-        mode: the mode that programmed it.
-        service: the service port; null while no agent runs that knows the name.
-        address: with its port.
+        mode: The mode that programmed it.
+        service: The service port; null if no agent that knows the name runs.
+        address: The address with the port.
         protocol: TCP, UDP or SCTP.
-        used: whether new connections may go there.
-        state: in words, for instance until when it is ejected and why.
-        failures: consecutive connections that it refused or did not answer.
-        conversations: that the relay carries to it now.
-        service_id: the mode's number for the service port.
-        id: the mode's number for the backend.
-        traffic: null where the mode does not count it.
+        used: Whether new connections may go there.
+        state: A message; for an ejected backend it says until when, and why.
+        failures: Consecutive connections that the backend refused or did not answer.
+        conversations: Connections and datagram sessions that the relay carries to it now.
+        service_id: The number of the service port in the maps.
+        id: The number of the backend in the maps.
+        traffic: What it carried; null in a mode that does not count traffic.
     """
 
     mode: str = ""
@@ -113,17 +113,17 @@ class FlowRow(msgspec.Struct, kw_only=True):
     """A connection, or a conversation of datagrams, to a service.
 
     Attributes:
-        mode: the mode that programmed it.
-        service: the service port; null while no agent runs that knows the name.
+        mode: The mode that programmed it.
+        service: The service port; null if no agent that knows the name runs.
         protocol: TCP, UDP or SCTP.
-        client: address and port.
-        frontend: the address and port that the client sent to.
-        backend: null while none is chosen.
-        source: what the backend sees as its client.
-        state: `opening`, `established`, `closed`; of the relay `connecting`, `established`, `unanswered`.
-        hairpin: whether the backend is its own client.
-        direct: whether the backend's node answers the client directly (DSR).
-        fast_path: whether its packets skip the host's network stack.
+        client: The address and port of the client.
+        frontend: The address and port that the client sent to.
+        backend: The address and port of the backend; null while none is chosen.
+        source: The client as the backend sees it.
+        state: `opening`, `established` or `closed`; from the relay `connecting`, `established` or `unanswered`.
+        hairpin: Whether the backend is its own client.
+        direct: Whether the backend's node answers the client directly (DSR).
+        fast_path: Whether its packets bypass the host's network stack.
     """
 
     mode: str = ""
@@ -143,18 +143,18 @@ class PacketEvent(msgspec.Struct, kw_only=True):
     """What happened to one packet, as the programs reported it.
 
     Attributes:
-        number: events are numbered from 1 on.
-        time: seconds since 1970.
-        what: the kind of event; `trace` is of a packet that somebody asked to trace.
-        reason: the name of the counter that it counts in.
-        message: the reason in words.
-        service: the service port, or the service that owns the address; null: none is known.
-        protocol: TCP, UDP, SCTP, or the number of another.
-        source: address and port.
-        destination: address and port.
-        backend: that it was sent to.
-        where: the hook.
-        interface: at which it came in or went out.
+        number: Events are numbered from 1.
+        time: Seconds since 1970.
+        what: The kind of event; `trace` is a packet that someone asked to trace.
+        reason: The name of the counter that counts it.
+        message: The reason in words.
+        service: The service port, or the service that owns the address; null if neither is known.
+        protocol: TCP, UDP, SCTP, or the number of another protocol.
+        source: The source address and port.
+        destination: The destination address and port.
+        backend: The backend that the packet was sent to.
+        where: The hook.
+        interface: The interface at which the packet came in or went out.
     """
 
     number: int
@@ -339,14 +339,14 @@ class Status(msgspec.Struct, kw_only=True, frozen=True):
     """A mode that serves: what every mode reports, and the part of the mode that it is.
 
     Attributes:
-        mode: its name.
-        adopted: whether it took over what a former agent had programmed; null: this mode always does.
-        fill: tables with a limit.
-        unprogrammed: service ports that are not served.
-        warnings: what this mode does differently from what is asked of it.
-        audit_repairs: how often something of ours was found changed by others and repaired.
-        stale_deleted: conntrack entries of datagrams that were deleted because nobody served them, by family.
-        counters: events by reason.
+        mode: The name of the mode.
+        adopted: Whether it took over what an earlier agent had programmed; null in a mode that always does.
+        fill: Tables that have a limit.
+        unprogrammed: Service ports that are not served.
+        warnings: What this mode does differently from what is configured.
+        audit_repairs: How often the agent repaired something that others had changed.
+        stale_deleted: Conntrack entries of datagrams that were deleted because no backend served them, by family.
+        counters: Events by reason.
     """
 
     mode: str

@@ -97,29 +97,29 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
     """A running agent.
 
     Attributes:
-        agent: true: one runs.
-        node: the node's name.
-        mode: that serves.
-        synced: whether everything known is programmed and in place.
-        drift: what others changed and could not be repaired yet.
-        generation: of the service table.
-        services: in the table.
-        observed: events that were read.
-        waiting: the queue of changes.
-        source: of objects.
-        problems: objects that were refused.
-        conflicts: by service, frontends that another service has.
-        configuration: of the agent.
-        other_proxies: warnings about other proxies on this node.
-        health_checks: of load balancers.
-        requests: to the API server.
-        error: of the last sync; empty: it succeeded.
-        ready_seconds: from the start to the first table; null: not yet.
-        last_sync_seconds: how long the last sync took.
-        change_seconds: how long changes took.
-        memory_bytes: resident.
-        uptime_seconds: since the start.
-        dataplane: what the mode reports.
+        agent: true; false is in NoAgentStatus.
+        node: The name of the node.
+        mode: The mode that serves, and the one that was asked for.
+        synced: Whether everything known is programmed and in place.
+        drift: What others changed and the agent could not repair yet.
+        generation: The number of the service table; each change makes another table.
+        services: How many Services the table has.
+        observed: How many events the source has delivered.
+        waiting: The queue of changes that are not applied yet.
+        source: Where objects come from, and whether they can be read.
+        problems: Objects that were refused; the last good version stays in use.
+        conflicts: By service, the frontends that it lost because another service has them.
+        configuration: The configuration in effect.
+        other_proxies: Warnings about other proxies on this node.
+        health_checks: The health-check node ports of load balancers, and the agent's own pages.
+        requests: Requests to the API server by their answer.
+        error: Why the last sync failed; empty if it succeeded.
+        ready_seconds: The time from the start to the first programmed table; null until then.
+        last_sync_seconds: How long the last sync took.
+        change_seconds: How long the last changes took.
+        memory_bytes: The resident memory of the agent.
+        uptime_seconds: The time since the start.
+        dataplane: What the mode reports.
     """
 
     agent: bool = True

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import PAGES, ROOT
-from workshop import house
+from workshop import house, output
 
 LINK = re.compile(r"\]\((?P<file>[^)#\s:]*)(?:#(?P<anchor>[^)]+))?\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
@@ -34,3 +34,7 @@ def test_the_tree_of_packages_is_the_one_on_disk() -> None:
 
 def test_the_readme_is_one_sitting() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_page_of_json_output_is_of_the_types_that_are_printed() -> None:
+    assert (ROOT / output.PAGE).read_text() == output.page(), "run `make docs`"

@@ -16,7 +16,7 @@ from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, Tab
 
 from workshop.top import cells
 from workshop.top.look import Looker, Watcher
-from workshop.top.rates import BackendRow, MapRow, Picture, ReasonRow, Sample, ServiceRow, Window
+from workshop.top.rates import BackendRates, MapRow, Picture, ReasonRow, Sample, ServiceRates, Window
 
 __all__ = ["Top"]
 
@@ -111,9 +111,9 @@ class Listing(DataTable[Text]):
 def _style(row: Any, title: str) -> str:
     """What wants to be seen."""
     match row:
-        case ServiceRow() if title == "backends" and (row.ejected or not row.backends):
+        case ServiceRates() if title == "backends" and (row.ejected or not row.backends):
             return "bold red"
-        case BackendRow() if title == "health" and row.state != "serving":
+        case BackendRates() if title == "health" and row.state != "serving":
             return "bold red" if row.state.startswith("ejected") else "yellow"
         case ReasonRow() if row.kind != "note" and row.rate:
             return "bold red" if row.kind == "drop" else "yellow"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
-from workshop.top.rates import BackendRow, MapRow, Picture, ReasonRow, ServiceRow
+from workshop.top.rates import BackendRates, MapRow, Picture, ReasonRow, ServiceRates
 
 __all__ = [
     "BACKENDS",
@@ -83,7 +83,7 @@ def _shown(column: str, text: Callable[[Any], str]) -> Callable[[Any], str]:
     return lambda row: text(getattr(row, column))
 
 
-def _endpoints(row: ServiceRow) -> str:
+def _endpoints(row: ServiceRates) -> str:
     return f"{row.backends}, {row.ejected} out" if row.ejected else str(row.backends)
 
 
@@ -132,10 +132,10 @@ MAPS: Final = (
     Column("memory", _of("bytes"), _shown("bytes", size)),
 )
 
-AnyRow = ServiceRow | BackendRow | ReasonRow | MapRow
+AnyRow = ServiceRates | BackendRates | ReasonRow | MapRow
 
 
-def matches(row: ServiceRow, text: str) -> bool:
+def matches(row: ServiceRates, text: str) -> bool:
     """Whether each word of the filter is part of the name, an address or the protocol."""
     about = " ".join((row.name, row.protocol, *row.frontends)).lower()
     return all(word in about for word in text.lower().split())

@@ -11,7 +11,7 @@ import msgspec
 from controller.errors import ConfigError
 from workshop.top.cells import matches
 from workshop.top.look import Looker, Watcher
-from workshop.top.rates import BackendRow, MapRow, Picture, ReasonRow, Sample, ServiceRow, Window
+from workshop.top.rates import BackendRates, MapRow, Picture, ReasonRow, Sample, ServiceRates, Window
 
 __all__ = ["main"]
 
@@ -25,8 +25,8 @@ class Look(msgspec.Struct, frozen=True):
     trouble: str
     mode: str
     requested: str | None
-    services: list[ServiceRow]
-    backends: list[BackendRow]
+    services: list[ServiceRates]
+    backends: list[BackendRates]
     reasons: list[ReasonRow]
     maps: list[MapRow]
 

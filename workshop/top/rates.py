@@ -16,7 +16,7 @@ from controller.serving.protocol import AgentStatus
 from dataplane import reports
 from dataplane.reports import TrafficCounts
 
-__all__ = ["BackendRow", "MapRow", "Picture", "ReasonRow", "Sample", "ServiceRow", "Window", "picture"]
+__all__ = ["BackendRates", "MapRow", "Picture", "ReasonRow", "Sample", "ServiceRates", "Window", "picture"]
 
 SHARE_SECONDS: Final = 30.0  # shares are of the connections of so long, or up to twice that
 SHORTEST: Final = 0.5  # seconds: a rate of less time says little
@@ -48,7 +48,7 @@ class Sample(msgspec.Struct, frozen=True):
     backends: tuple[reports.BackendRow, ...] = ()
 
 
-class ServiceRow(msgspec.Struct, frozen=True):
+class ServiceRates(msgspec.Struct, frozen=True):
     """A service port of one family. Rates are per second; those of answers are what backends send."""
 
     key: str
@@ -65,7 +65,7 @@ class ServiceRow(msgspec.Struct, frozen=True):
     total: int | None  # connections since the maps were made
 
 
-class BackendRow(msgspec.Struct, frozen=True):
+class BackendRates(msgspec.Struct, frozen=True):
     """A backend of the service port that was looked at."""
 
     key: str
@@ -110,8 +110,8 @@ class Picture(msgspec.Struct, frozen=True):
     """What a person is shown."""
 
     sample: Sample
-    services: tuple[ServiceRow, ...]
-    backends: tuple[BackendRow, ...]
+    services: tuple[ServiceRates, ...]
+    backends: tuple[BackendRates, ...]
     reasons: tuple[ReasonRow, ...]
     maps: tuple[MapRow, ...]
 
@@ -194,7 +194,7 @@ def _service_key(row: reports.ServiceRow) -> str:
     return f"{row.name or number} {row.protocol} {_family(row.frontends)}"
 
 
-def _services(before: Sample, now: Sample) -> tuple[ServiceRow, ...]:
+def _services(before: Sample, now: Sample) -> tuple[ServiceRates, ...]:
     seconds = now.at - before.at
     known = {_service_key(row): row.traffic for row in before.services}
     out = Counter((row.service, _family([row.address])) for row in _ejections(now) if row.ejected)
@@ -204,7 +204,7 @@ def _services(before: Sample, now: Sample) -> tuple[ServiceRow, ...]:
         rates = _Rates(known.get(key), row.traffic, seconds)
         name = row.name or "unknown"
         rows.append(
-            ServiceRow(
+            ServiceRates(
                 key, name, row.protocol, tuple(row.frontends), row.backends,
                 out[name, _family(row.frontends)],
                 rates.of("flows"), rates.of("packets", "reply_packets"), rates.of("bytes"), rates.of("reply_bytes"),
@@ -223,7 +223,7 @@ def _backend_key(row: reports.BackendRow) -> str:
     return f"{row.address} {row.protocol}"
 
 
-def _backends(base: Sample, before: Sample, now: Sample) -> tuple[BackendRow, ...]:
+def _backends(base: Sample, before: Sample, now: Sample) -> tuple[BackendRates, ...]:
     seconds = now.at - before.at
     former = {_backend_key(row): row.traffic for row in before.backends} if before.chosen == now.chosen else {}
     oldest = {_backend_key(row): row.traffic for row in base.backends} if base.chosen == now.chosen else {}
@@ -238,7 +238,7 @@ def _backends(base: Sample, before: Sample, now: Sample) -> tuple[BackendRow, ..
         rates = _Rates(former.get(key), row.traffic, seconds)
         all_of, mine = totals[_family([row.address])], grown[key]
         rows.append(
-            BackendRow(
+            BackendRates(
                 key, row.address, row.protocol,
                 ejected.get((row.service or "", row.address)) or row.state or _state(row),
                 mine / all_of if mine is not None and all_of else None,

@@ -7,7 +7,7 @@ import pytest
 from controller.serving.protocol import ModeStatus
 from tests.workshop.top.samples import agent_status, sample, service, status
 from workshop.top import cells
-from workshop.top.rates import ServiceRow, picture
+from workshop.top.rates import ServiceRates, picture
 
 
 @pytest.mark.parametrize(
@@ -35,13 +35,13 @@ def test_durations(seconds: float, text: str) -> None:
     assert cells.duration(seconds) == text
 
 
-def row(key: str, connections: float | None, **more: object) -> ServiceRow:
+def row(key: str, connections: float | None, **more: object) -> ServiceRates:
     fields = {
         "name": key, "protocol": "TCP", "frontends": ("10.96.0.10:80",), "backends": 2, "ejected": 0,
         "packets": None, "request_bytes": None, "reply_bytes": None, "connect": None,
         "total": None,
     }  # fmt: skip
-    return ServiceRow(key=key, connections=connections, **{**fields, **more})  # type: ignore[arg-type]
+    return ServiceRates(key=key, connections=connections, **{**fields, **more})  # type: ignore[arg-type]
 
 
 def column(title: str) -> cells.Column:
