@@ -209,7 +209,6 @@ def verdict(code: int, chain: str = "") -> Part:
     return (Expression("immediate", ((nf.NFTA_IMMEDIATE_DREG, nf.NFT_REG_VERDICT), (nf.NFTA_IMMEDIATE_DATA, data))),)
 
 
-ACCEPT: Final = verdict(nf.NF_ACCEPT)
 DROP: Final = verdict(nf.NF_DROP)
 RETURN: Final = verdict(nf.NFT_RETURN)
 

@@ -91,20 +91,20 @@ def test_every_packet_meets_the_verdict_of_explain(table: ServiceTable) -> None:
 def _compare(
     table: ServiceTable, fake: FakeNftables, src: str, who: str | None, dst: str, port: int, protocol: Protocol
 ) -> None:
-    told = explain(table, Asked("", src, dst, port, protocol.name.lower(), who))
+    expected = explain(table, Asked("", src, dst, port, protocol.name.lower(), who))
     seen = set()
     for slot in range(3):
         for held in (*fake.tables.values(),):
             held.elements.update({name: {} for name in held.elements if name.startswith("clients-")})
         packet = Packet(src, dst, port, int(protocol), "" if who == "node" else "eth0", mark=0x1)
         done = fake.walk(packet, lambda modulus, slot=slot: slot % modulus)
-        where = f"{packet}: {told}"
-        assert done.verdict == told.verdict, where
+        where = f"{packet}: {expected}"
+        assert done.verdict == expected.verdict, where
         assert (done.mark, done.priority) == (0x1, 0), f"{where}: mark {done.mark:#x}, priority {done.priority}"
         if done.to is not None:
             seen.add(socket_text(*done.to))
-            if len(told.backends) == 1 or done.to[0] != src:
-                assert done.masquerade == told.masquerade, where
+            if len(expected.backends) == 1 or done.to[0] != src:
+                assert done.masquerade == expected.masquerade, where
             elif done.to[0] == src:
                 assert done.masquerade, f"{where}: a pod that is its own backend keeps its address"
-    assert seen == set(told.backends)
+    assert seen == set(expected.backends)

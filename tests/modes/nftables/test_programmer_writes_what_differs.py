@@ -86,7 +86,7 @@ def test_a_new_number_of_backends_brings_its_chain_and_takes_it_away_when_unused
     assert state(fake) == fresh(many(3, 4, s2=("10.1.1.2",)))
 
 
-def test_chains_that_are_unused_are_no_damage_when_others_are_heard(fake: FakeNftables, mode: Nftables) -> None:
+def test_chains_that_are_unused_are_no_damage_when_others_change_the_tables(fake: FakeNftables, mode: Nftables) -> None:
     mode.sync(many(3, s2=("10.1.1.2",)))
     mode.sync(many(3, 2))
     assert "internal-1-ne" in fake.tables[4].chains
@@ -162,7 +162,7 @@ def test_a_change_of_the_node_changes_rules_and_addresses(fake: FakeNftables, mo
     assert len(fake.transactions) == 2
 
 
-def test_a_refused_transaction_is_told_and_the_next_sync_is_complete(fake: FakeNftables, mode: Nftables) -> None:
+def test_a_refused_transaction_is_an_error_and_the_next_sync_is_complete(fake: FakeNftables, mode: Nftables) -> None:
     mode.sync(many(3))
     before = state(fake)
     fake.refuse = errno.ENOMEM
@@ -219,7 +219,7 @@ def test_what_others_changed_is_put_right(fake: FakeNftables, mode: Nftables, da
     assert mode.status().audit_repairs == 1
 
 
-def test_without_being_told_the_structure_is_compared_in_time(fake: FakeNftables) -> None:
+def test_without_reports_the_structure_is_compared_in_time(fake: FakeNftables) -> None:
     mode = Nftables(Options(sync_seconds=0), lambda: None, fake)
     mode.sync(many(5))
     fake.tables[4].rules["from-internal"].pop()

@@ -200,7 +200,7 @@ def test_a_refused_transaction_says_what_and_leaves_nothing(mode: Nftables) -> N
     assert nft("-s", "list", "ruleset") == before
 
 
-def test_a_table_taken_away_under_a_change_is_told_and_made_anew(mode: Nftables) -> None:
+def test_a_table_taken_away_under_a_change_is_an_error_and_made_anew(mode: Nftables) -> None:
     mode.sync(everything())
     wanted = nft("-s", "list", "ruleset")
     nft("delete table ip hybrid-proxy")

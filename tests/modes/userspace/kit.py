@@ -30,7 +30,6 @@ class Running:
         self.relay = Relay(State(self.loop, limit))
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        self.network_told = False
 
     @property
     def counters(self) -> dict[str, int]:

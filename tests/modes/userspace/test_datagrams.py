@@ -209,16 +209,16 @@ def test_refusals_are_limited_in_number() -> None:
 def test_a_refusal_quotes_the_datagram_of_the_client(family: int) -> None:
     scapy = pytest.importorskip("scapy.all")
     client, listener = (("10.0.0.1", 1234), ("10.0.0.2", 53)) if family == 4 else (("fd00::1", 1234), ("fd00::2", 53))
-    told = message(family, client, listener, b"question")
+    error = message(family, client, listener, b"question")
     if family == 4:
-        outer = scapy.ICMP(told)
+        outer = scapy.ICMP(error)
         assert (outer.type, outer.code) == (3, 3)
-        assert checksum(told) == 0
-        inner = scapy.IP(told[8:])
-        assert checksum(told[8:28]) == 0
+        assert checksum(error) == 0
+        inner = scapy.IP(error[8:])
+        assert checksum(error[8:28]) == 0
     else:
-        assert (told[0], told[1]) == (1, 4)
-        inner = scapy.IPv6(told[8:])
+        assert (error[0], error[1]) == (1, 4)
+        inner = scapy.IPv6(error[8:])
     assert (inner.src, inner.dst) == (client[0], listener[0])
     assert (inner[scapy.UDP].sport, inner[scapy.UDP].dport) == (client[1], listener[1])
     assert bytes(inner[scapy.UDP].payload) == b"question"

@@ -187,7 +187,7 @@ def test_what_others_change_of_the_rules_is_repaired_at_once(node: Node, damage:
     node.woken.clear()
     before = chains(nft("-y", "list", "ruleset"))
     nft(damage.format(table=TABLE))
-    assert node.woken.wait(60), "the kernel's message was not heard"
+    assert node.woken.wait(60), "the kernel did not report it"
     node.mode.maintain()
     assert node.ask()[0] == "pod2"
     assert node.mode.status().audit_repairs >= 1
@@ -206,7 +206,9 @@ def test_a_repair_that_failed_is_tried_again(node: Node, monkeypatch: pytest.Mon
     assert node.ask()[0] == "pod2"
 
 
-def test_what_was_told_is_not_forgotten_when_something_else_fails(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reported_change_is_not_forgotten_when_something_else_fails(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     node.woken.clear()
     node.lab.run("node", ["nft", f"delete table ip {TABLE}"])
     assert node.woken.wait(60), "maintenance was not requested"
@@ -270,8 +272,8 @@ def test_addresses_are_kept_again_after_an_error_that_passes(node: Node, monkeyp
 
 def test_what_another_proxy_is_about_to_masquerade_is_not_delivered_here(node: Node) -> None:
     mark = "chain marks { type route hook output priority -200; tcp dport 8080 meta mark set meta mark | 0x4000; };"
-    told = node.lab.run("node", ["nft", f"table ip another-proxy {{ {mark} }}"])
-    assert told.returncode == 0, told.stderr
+    done = node.lab.run("node", ["nft", f"table ip another-proxy {{ {mark} }}"])
+    assert done.returncode == 0, done.stderr
     with node.lab.socket("node") as client:
         client.settimeout(20)
         client.connect((node.lab["pod3"].address4, 8080))

@@ -107,19 +107,19 @@ def test_affinity_ends_when_idle(relay: Running, backend) -> None:
 
 @pytest.mark.parametrize("closer", ["client", "backend"])
 def test_half_close_is_passed_on_and_the_other_way_goes_on(relay: Running, backend, closer: str) -> None:
-    heard: list[bytes] = []
+    received: list[bytes] = []
     done = threading.Event()
 
     def act(connection: socket.socket) -> None:
         if closer == "client":
             while data := connection.recv(100):
-                heard.append(data)
+                received.append(data)
             connection.sendall(b"after the end")
         else:
             connection.sendall(b"that is all")
             connection.shutdown(socket.SHUT_WR)
             while data := connection.recv(100):
-                heard.append(data)
+                received.append(data)
         done.set()
 
     address = relay.serve(backend("a", act).address)
@@ -135,7 +135,7 @@ def test_half_close_is_passed_on_and_the_other_way_goes_on(relay: Running, backe
             time.sleep(0.1)
             client.sendall(b"question")
     assert done.wait(60)
-    assert b"".join(heard) == b"question"
+    assert b"".join(received) == b"question"
     eventually(lambda: not relay.relay.flows.all, "the flow is not forgotten")
 
 
