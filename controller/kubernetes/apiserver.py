@@ -28,14 +28,22 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from datetime import datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
 from controller.errors import Refused
 from controller.kubernetes import Emit
-from controller.kubernetes.connection import Connection, Status, StatusError, TooLargeError, body_of, shown, words
+from controller.kubernetes.connection import (
+    Connection,
+    Status,
+    StatusError,
+    TooLargeError,
+    body_of,
+    is_expired,
+    shown,
+    words,
+)
 from controller.kubernetes.model import (
     KINDS,
     EndpointSlice,
@@ -53,6 +61,16 @@ from controller.kubernetes.model import (
 from controller.kubernetes.parse import UNNAMED, decode
 from controller.kubernetes.rate_limit import RateLimit
 from controller.kubernetes.retry import SETTLED, Backoff, RetryPolicy
+from controller.kubernetes.watch import (
+    ListPage,
+    ObjectHead,
+    Versions,
+    WatchEvent,
+    decode_bookmark,
+    decode_head,
+    decode_line,
+    decode_page,
+)
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse
@@ -76,8 +94,6 @@ _LIST_SECONDS: Final = 60.0  # the API server's own limit for a request that is 
 _OVERDUE: Final = 60.0  # seconds that a server may take to end a stream which has lived as long as it was asked to
 _LEAST: Final = 0.5  # seconds of a pause that news end
 _LOOK_SECONDS: Final = 1.0  # between two looks at the files with credentials, while nothing can be read
-_MAX_TOMBSTONES: Final = 4096
-_INITIAL_END: Final = "k8s.io/initial-events-end"
 # Servers refuse to begin a stream with all objects: with 422 where they know the option, or where they forbid
 # `resourceVersionMatch` in a watch, as all before 1.27 do. The others are what things between answer.
 _NO_INITIAL: Final = frozenset({400, 405, 406, 415, 422, 501})
@@ -184,77 +200,7 @@ class Kubernetes:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-# ------------------------------------------------------------------------------------------- on the wire
-
-
-class _ListMeta(msgspec.Struct):
-    version: str | None = msgspec.field(default=None, name="resourceVersion")
-    token: str | None = msgspec.field(default=None, name="continue")
-
-
-class _Page(msgspec.Struct):
-    metadata: _ListMeta
-    items: list[msgspec.Raw] | None  # Go writes an empty list as null in some places; without it, it is no list
-    kind: str
-
-
-class _Line(msgspec.Struct):
-    type: str
-    object: msgspec.Raw
-
-
-class _Meta(msgspec.Struct, frozen=True):
-    name: str | None = None
-    namespace: str | None = None
-    version: str | None = msgspec.field(default=None, name="resourceVersion")
-
-
-class _Partial(msgspec.Struct):
-    """What every object has. Forgiving: a malformed object still has a name, most of the time."""
-
-    metadata: _Meta = _Meta()
-    kind: str | None = None
-
-    def key(self, kind: str) -> str:
-        """`namespace/name`, or the name; as `controller.kubernetes.model.key_of`."""
-        name = self.metadata.name or UNNAMED
-        return f"{self.metadata.namespace or 'default'}/{name}" if kind in {"Service", "EndpointSlice"} else name
-
-
-class _MarkMeta(msgspec.Struct):
-    annotations: dict[str, str] | None = None
-
-
-class _Mark(msgspec.Struct):
-    """Of a bookmark: whether all that there was has been told."""
-
-    metadata: _MarkMeta = msgspec.field(default_factory=_MarkMeta)
-    kind: str | None = None
-
-    @property
-    def ends_initial(self) -> bool:
-        return (self.metadata.annotations or {}).get(_INITIAL_END) == "true"
-
-
-class _Trigger(msgspec.Struct):
-    at: object = msgspec.field(default=None, name="endpoints.kubernetes.io/last-change-trigger-time")
-
-
-class _TriggerMeta(msgspec.Struct):
-    annotations: _Trigger | None = None
-
-
-class _Triggered(msgspec.Struct):
-    """Of an EndpointSlice: since when what it tells is so. The slice controller writes it."""
-
-    metadata: _TriggerMeta | None = None
-
-
-_decode_mark = msgspec.json.Decoder(_Mark).decode
-_decode_triggered = msgspec.json.Decoder(_Triggered).decode
-_decode_page = msgspec.json.Decoder(_Page).decode
-_decode_line = msgspec.json.Decoder(_Line).decode
-_decode_partial = msgspec.json.Decoder(_Partial).decode
+# ------------------------------------------------------------------------------------------- what can go wrong
 
 
 class _GoneError(Exception):
@@ -271,59 +217,6 @@ class _UnusableError(Exception):
 
 class _PagesError(Exception):
     """The server does not tell everything by a stream: it is to be listed by pages."""
-
-
-# ------------------------------------------------------------------------------------------- versions
-
-
-def _number(version: str | None) -> int | None:
-    """A version that can be compared (KEP-5504: decimal, no leading zero), else None."""
-    if version and len(version) <= 40 and version.isascii() and version.isdigit() and version[0] != "0":
-        return int(version)
-    return None
-
-
-class _Versions:
-    """What was seen of each object, so that none goes back in time.
-
-    A complete list at version N tells the state of all objects at N: whatever is older is old news, also
-    about objects that are not in it. So only what changed since the list needs a note of its own.
-    """
-
-    def __init__(self) -> None:
-        self._floor: int | None = None
-        self._seen: dict[str, int] = {}
-        self._tombstones: dict[str, None] = {}  # deleted objects, the newest last
-
-    def listed(self, version: str | None) -> None:
-        """A complete list came."""
-        self._floor = _number(version)
-        self._seen.clear()
-        self._tombstones.clear()
-
-    def is_news(self, key: str, version: str | None, gone: bool) -> bool:
-        """Whether an event tells something new; it is then noted."""
-        number = _number(version)
-        if number is None or self._floor is None:
-            return True
-        known = self._seen.get(key, self._floor)
-        # A deletion may carry the version of the last change.
-        if number < known or (number == known and not gone):
-            return False
-        self._seen[key] = number
-        self._tombstones.pop(key, None)
-        if gone:
-            self.add_tombstone(key)
-        return True
-
-    def add_tombstone(self, key: str) -> None:
-        """This object is none of ours any more; what was seen of it is kept for a while."""
-        if key not in self._seen:
-            return
-        self._tombstones[key] = None
-        if len(self._tombstones) > _MAX_TOMBSTONES:
-            oldest = next(iter(self._tombstones))
-            del self._tombstones[oldest], self._seen[oldest]
 
 
 # ------------------------------------------------------------------------------------------- health
@@ -488,7 +381,7 @@ class _Reflector:
         self._page_size = page_size
         self._policy = policy
         self._version: str | None = None  # to go on from; None: list first
-        self._versions = _Versions()
+        self._versions = Versions()
         self._known: dict[str, Object] = {}  # what was told last; values that the cluster has as well
         self._weight = 0  # of these, in bytes
         self._refused: dict[str, str] = {}  # keys with a Problem, and what it says
@@ -544,7 +437,7 @@ class _Reflector:
 
     def _count(self, error: Exception) -> float:
         """One more failure of its sort; the longest pause."""
-        if isinstance(error, _GoneError) or (isinstance(error, StatusError) and _forgotten(error)):
+        if isinstance(error, _GoneError) or (isinstance(error, StatusError) and is_expired(error)):
             self._version = None
             log.info("%ss are listed again: %s", self._kind, error)
             return self._retry.forgotten()
@@ -612,13 +505,13 @@ class _Reflector:
         self._whole = False
         self._know(page.metadata.version, gathered)
 
-    def _page(self, token: str) -> _Page | None:
+    def _page(self, token: str) -> ListPage | None:
         """What a list begins with, or goes on with after `token`; None: it is to begin anew, with smaller pages."""
         limit = "" if self._whole else str(self._page_size)
         query = self._resource.query(limit=limit, **{"continue": token})
         try:
             response = self._connection.get(self._resource.path, query, _LIST_SECONDS, more=bool(token))
-            page = _decode_page(body_of(response, _MAX_WHOLE if self._whole else _MAX_PAGE))
+            page = decode_page(body_of(response, _MAX_WHOLE if self._whole else _MAX_PAGE))
         except StatusError as error:
             if token and error.code == 410:
                 self._whole = True  # pages expire faster than we read them
@@ -719,7 +612,7 @@ class _Reflector:
         except (_GoneError, _PagesError, _UnusableError):
             raise
         except Exception as error:
-            if not _expected(error) or (isinstance(error, StatusError) and _forgotten(error)):
+            if not _expected(error) or (isinstance(error, StatusError) and is_expired(error)):
                 raise
             raise _EndedError(_hint(self._resource, error)) from error
         finally:
@@ -733,7 +626,7 @@ class _Reflector:
 
     def _event(self, line: bytes, received: float) -> None:
         try:
-            event = _decode_line(line)
+            event = decode_line(line)
         except msgspec.MsgspecError as error:
             # What this was about is unknown, so everything may differ.
             raise _GoneError(f"a line of the stream cannot be read: {error}") from error
@@ -742,42 +635,42 @@ class _Reflector:
         if self._initial is not None:
             self._gather(event, self._initial)
             return
-        partial = _partial(event.object)
-        if partial.kind is not None and partial.kind != self._kind:
-            raise _GoneError(f"the stream tells of a {shown(partial.kind)!r} and not of {self._kind}s")
-        version = partial.metadata.version
+        head = decode_head(event.object)
+        if head.kind is not None and head.kind != self._kind:
+            raise _GoneError(f"the stream tells of a {shown(head.kind)!r} and not of {self._kind}s")
+        version = head.metadata.version
         if event.type == "BOOKMARK":
             self._version = version or self._version
             return
-        key = partial.key(self._kind)
+        key = head.key(self._kind)
         gone = event.type == "DELETED"
         if not self._versions.is_news(key, version, gone):
             return
         if gone:
             self._forget(key, received)
         else:
-            self._upsert(key, event.object, received)
+            self._upsert(key, event.object, head, received)
         self._version = version or self._version
 
-    def _gather(self, event: _Line, initial: _Gathered) -> None:
+    def _gather(self, event: WatchEvent, initial: _Gathered) -> None:
         """An event of a stream that has not told everything yet."""
         if event.type == "BOOKMARK":
-            mark = _decode_mark(event.object)
+            mark = decode_bookmark(event.object)
             if not mark.ends_initial:
                 raise _PagesError("a stream that was to begin with all of them does not say when that is done")
             if mark.kind != self._kind:
                 raise _PagesError(f"a stream tells of a {shown(mark.kind or '')!r} and not of {self._kind}s")
             self._initial = None
-            self._know(_partial(event.object).metadata.version, initial)
+            self._know(decode_head(event.object).metadata.version, initial)
             return
         obj = _decode_one(self._kind, event.object)
         if event.type == "DELETED" or isinstance(obj, Ignored):
-            initial.drop(_partial(event.object).key(self._kind))
+            initial.drop(decode_head(event.object).key(self._kind))
             return
         key = obj.key if isinstance(obj, Refused) else key_of(obj)
         initial.put(key, obj if isinstance(obj, Refused) else self._anew(key, obj))
 
-    def _upsert(self, key: str, raw: msgspec.Raw, received: float) -> None:
+    def _upsert(self, key: str, raw: msgspec.Raw, head: ObjectHead, received: float) -> None:
         obj = _decode_one(self._kind, raw)
         if isinstance(obj, Refused):
             self._bounded(_OBJECT)
@@ -789,7 +682,7 @@ class _Reflector:
             return
         obj = self._as_known(key, obj)
         self._learn(key, obj)
-        self._emit(Upserted(obj, received, _triggered(raw) if isinstance(obj, EndpointSlice) else 0.0))
+        self._emit(Upserted(obj, received, head.triggered if isinstance(obj, EndpointSlice) else 0.0))
 
     def _learn(self, key: str, obj: Object) -> None:
         before = self._known.get(key)
@@ -889,24 +782,6 @@ def _too_many(kind: str, count: int) -> _UnusableError:
     return _UnusableError(f"more than {count} {kind}s, which would take more than {_MAX_KIND >> 20} MiB of memory")
 
 
-def _partial(raw: msgspec.Raw) -> _Partial:
-    try:
-        return _decode_partial(raw)
-    except msgspec.MsgspecError:
-        return _Partial()
-
-
-def _triggered(raw: msgspec.Raw) -> float:
-    """When what a slice tells of changed, in seconds since 1970; 0 when it does not say so, or not in RFC 3339."""
-    try:
-        metadata = _decode_triggered(raw).metadata
-        at = metadata.annotations.at if metadata and metadata.annotations else None
-        moment = datetime.fromisoformat(at) if isinstance(at, str) else None
-        return moment.timestamp() if moment and moment.tzinfo else 0.0
-    except (msgspec.MsgspecError, ValueError, OverflowError):
-        return 0.0
-
-
 def _decode_one(kind: str, raw: msgspec.Raw) -> Object | Ignored | Refused:
     """One object, or why it cannot be used. An error of ours too costs this object alone, not its kind."""
     try:
@@ -914,7 +789,7 @@ def _decode_one(kind: str, raw: msgspec.Raw) -> Object | Ignored | Refused:
     except Refused as refusal:
         return refusal
     except Exception as error:
-        key = _partial(raw).key(kind)
+        key = decode_head(raw).key(kind)
         log.exception("%s %s: an error that should not happen", kind, key)
         return Refused(kind, key, "", f"could not be read: {error!r}; this is a defect of hybrid-proxy")
 
@@ -924,11 +799,6 @@ def _status_of(raw: msgspec.Raw) -> StatusError:
         return msgspec.json.decode(raw, type=Status).error()
     except msgspec.MsgspecError:
         return StatusError(0, "Unknown", "the stream ended with an error that cannot be read")
-
-
-def _forgotten(error: StatusError) -> bool:
-    """Whether going on from our version is hopeless: it expired, or a restored server has not reached it."""
-    return error.code == 410 or error.reason in {"Expired", "Gone"} or "Too large resource version" in error.message
 
 
 def _expected(error: Exception) -> bool:

@@ -35,7 +35,7 @@ from controller.kubernetes.yamldoc import NotYamlError, documents
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse
 
-__all__ = ["Connection", "StatusError", "TooLargeError", "body_of", "shown", "words"]
+__all__ = ["Connection", "StatusError", "TooLargeError", "body_of", "is_expired", "shown", "words"]
 
 log = logging.getLogger(__name__)
 
@@ -406,6 +406,11 @@ def _status_error(response: BaseHTTPResponse) -> StatusError:
     reason = shown(status.reason or response.reason or "")
     seconds = float(retry_after) if retry_after.isascii() and retry_after.isdigit() else None
     return StatusError(response.status, reason, shown(status.message or ""), seconds)
+
+
+def is_expired(error: StatusError) -> bool:
+    """Whether a watch cannot go on from its version: that expired, or a restored server has not reached it."""
+    return error.code == 410 or error.reason in {"Expired", "Gone"} or "Too large resource version" in error.message
 
 
 class _Sockets:

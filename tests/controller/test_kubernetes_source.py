@@ -15,13 +15,14 @@ import msgspec
 import pytest
 
 from controller.errors import SourceError
-from controller.kubernetes.apiserver import Kubernetes, RetryPolicy, _forgotten, _number, _triggered, _Versions
+from controller.kubernetes.apiserver import Kubernetes, RetryPolicy
 from controller.kubernetes.client import client
-from controller.kubernetes.connection import StatusError
+from controller.kubernetes.connection import StatusError, is_expired
 from controller.kubernetes.model import KINDS, Ignored, Problem, Removed, Replaced, SourceState, Upserted, key_of
 from controller.kubernetes.parse import decode
 from controller.kubernetes.rate_limit import RateLimit, TokenBucket
 from controller.kubernetes.retry import Backoff
+from controller.kubernetes.watch import Versions, decode_head, version_number
 from tests.controller.watching import Watcher
 from workshop.lab.apiserver import (
     ApiServer,
@@ -292,7 +293,7 @@ def test_silence_is_noticed(api: ApiServer, watch: Callable[..., Watcher]) -> No
     ],
 )
 def test_when_going_on_is_hopeless(error: StatusError, hopeless: bool) -> None:
-    assert _forgotten(error) is hopeless
+    assert is_expired(error) is hopeless
 
 
 def test_a_broken_line_means_a_new_list(api: ApiServer, watch: Callable[..., Watcher]) -> None:
@@ -559,7 +560,7 @@ def test_swapped_neighbours_are_put_right(api: ApiServer, watch: Callable[..., W
     ],
 )
 def test_versions_are_compared_only_as_plain_decimals(text: str | None, number: int | None) -> None:
-    assert _number(text) == number
+    assert version_number(text) == number
 
 
 # fmt: on
@@ -582,7 +583,7 @@ def test_versions_are_compared_only_as_plain_decimals(text: str | None, number: 
     ],
 )
 def test_old_news(listed: str, events: list[tuple[str, str, bool]], news: list[bool]) -> None:
-    versions = _Versions()
+    versions = Versions()
     versions.listed(listed)
 
     assert [versions.is_news(*event) for event in events] == news
@@ -591,13 +592,13 @@ def test_old_news(listed: str, events: list[tuple[str, str, bool]], news: list[b
 # fmt: on
 
 
-def test_graves_are_not_kept_for_ever() -> None:
-    versions = _Versions()
+def test_tombstones_are_not_kept_for_ever() -> None:
+    versions = Versions()
     versions.listed("1")
     for number in range(2, 10_000):
         versions.is_news(f"pod-{number}", str(number), gone=True)
 
-    assert len(versions._seen) == len(versions._tombstones) == 4096
+    assert len(versions) == 4096
     assert not versions.is_news("pod-9999", "9998", gone=False)
 
 
@@ -1109,12 +1110,22 @@ def test_addresses_of_the_fake_are_real(api: ApiServer) -> None:
 def test_when_a_slice_says_that_it_was_changed(text, expected):
     made = endpoint_slice(0, range(2), 2)
     made["metadata"]["annotations"] = {"endpoints.kubernetes.io/last-change-trigger-time": text, "other": "x"}
-    assert _triggered(msgspec.Raw(msgspec.json.encode(made))) == expected
+    assert decode_head(msgspec.Raw(msgspec.json.encode(made))).triggered == expected
 
 
-@pytest.mark.parametrize("raw", [b"{}", b'{"metadata": null}', b'{"metadata": {"annotations": null}}', b"[]", b"x"])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"{}",
+        b'{"metadata": null}',
+        b'{"metadata": {"annotations": null}}',
+        b'{"metadata": {"annotations": []}}',
+        b"[]",
+        b"x",
+    ],
+)
 def test_a_slice_that_does_not_say_it(raw):
-    assert _triggered(msgspec.Raw(raw)) == 0.0
+    assert decode_head(msgspec.Raw(raw)).triggered == 0.0
 
 
 # ------------------------------------------------------------------------------------------- lists as streams
@@ -1238,9 +1249,9 @@ def test_a_kind_that_is_not_served_is_none_by_streams_either(
         (RateLimit(0, 1), [0.0] * 9, [0] * 9),
     ],
 )
-def test_a_gate_lets_pass_what_the_pace_allows(rate_limit: RateLimit, moments: list[float], waits: list[float]) -> None:
-    gate = TokenBucket(rate_limit, threading.Event())
-    assert [gate.reserve(100 + moment) for moment in moments] == pytest.approx(waits)
+def test_a_token_bucket(rate_limit: RateLimit, moments: list[float], waits: list[float]) -> None:
+    bucket = TokenBucket(rate_limit, threading.Event())
+    assert [bucket.reserve(100 + moment) for moment in moments] == pytest.approx(waits)
 
 
 def test_a_source_keeps_to_its_limit(api: ApiServer, watch: Callable[..., Watcher]) -> None:

@@ -1,0 +1,162 @@
+"""PURE. Pages of a list and lines of a watch, as JSON has them, and which of them are news.
+
+Only what every object has is read here (`ObjectHead`), in one pass; `controller.kubernetes.parse` reads the rest.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Final
+
+import msgspec
+
+from controller.kubernetes.parse import UNNAMED
+
+__all__ = [
+    "Bookmark", "ListPage", "ObjectHead", "Versions", "WatchEvent", "decode_bookmark", "decode_head", "decode_line",
+    "decode_page", "version_number",
+]  # fmt: skip
+
+_MAX_TOMBSTONES: Final = 4096
+_INITIAL_END: Final = "k8s.io/initial-events-end"
+
+
+class _ListMeta(msgspec.Struct):
+    version: str | None = msgspec.field(default=None, name="resourceVersion")
+    token: str | None = msgspec.field(default=None, name="continue")
+
+
+class ListPage(msgspec.Struct):
+    """One answer of a list."""
+
+    metadata: _ListMeta
+    items: list[msgspec.Raw] | None  # Go writes an empty list as null in some places; without it, it is no list
+    kind: str
+
+
+class WatchEvent(msgspec.Struct):
+    """One line of a watch."""
+
+    type: str
+    object: msgspec.Raw
+
+
+class _Trigger(msgspec.Struct):
+    at: object = msgspec.field(default=None, name="endpoints.kubernetes.io/last-change-trigger-time")
+
+
+class _Meta(msgspec.Struct, frozen=True):
+    name: str | None = None
+    namespace: str | None = None
+    version: str | None = msgspec.field(default=None, name="resourceVersion")
+    annotations: msgspec.Raw = msgspec.Raw(b"null")  # raw: malformed ones must not cost the object its name
+
+
+class ObjectHead(msgspec.Struct):
+    """What every object has. Forgiving: a malformed object still has a name, most of the time."""
+
+    metadata: _Meta = _Meta()
+    kind: str | None = None
+
+    def key(self, kind: str) -> str:
+        """`namespace/name`, or the name; as `controller.kubernetes.model.key_of`."""
+        name = self.metadata.name or UNNAMED
+        return f"{self.metadata.namespace or 'default'}/{name}" if kind in {"Service", "EndpointSlice"} else name
+
+    @property
+    def triggered(self) -> float:
+        """When what an EndpointSlice reports changed, as the slice controller writes it, in seconds since 1970.
+
+        0 when it does not say so, or not in RFC 3339.
+        """
+        try:
+            trigger = _decode_trigger(self.metadata.annotations)
+            moment = datetime.fromisoformat(trigger.at) if trigger and isinstance(trigger.at, str) else None
+            return moment.timestamp() if moment and moment.tzinfo else 0.0
+        except (msgspec.MsgspecError, ValueError, OverflowError):
+            return 0.0
+
+
+class _BookmarkMeta(msgspec.Struct):
+    annotations: dict[str, str] | None = None
+
+
+class Bookmark(msgspec.Struct):
+    """What a bookmark says beside its version: whether the initial events are complete."""
+
+    metadata: _BookmarkMeta = msgspec.field(default_factory=_BookmarkMeta)
+    kind: str | None = None
+
+    @property
+    def ends_initial(self) -> bool:
+        """Whether everything that there was at the beginning has been sent (KEP-3157)."""
+        return (self.metadata.annotations or {}).get(_INITIAL_END) == "true"
+
+
+decode_bookmark = msgspec.json.Decoder(Bookmark).decode
+decode_page = msgspec.json.Decoder(ListPage).decode
+decode_line = msgspec.json.Decoder(WatchEvent).decode
+_decode_head = msgspec.json.Decoder(ObjectHead).decode
+_decode_trigger = msgspec.json.Decoder(_Trigger | None).decode
+
+
+def decode_head(raw: msgspec.Raw) -> ObjectHead:
+    """Of any JSON; empty when it is no object with a name."""
+    try:
+        return _decode_head(raw)
+    except msgspec.MsgspecError:
+        return ObjectHead()
+
+
+def version_number(version: str | None) -> int | None:
+    """A version that can be compared (KEP-5504: decimal, no leading zero), else None."""
+    if version and len(version) <= 40 and version.isascii() and version.isdigit() and version[0] != "0":
+        return int(version)
+    return None
+
+
+class Versions:
+    """What was seen of each object, so that none goes back in time.
+
+    A complete list at version N tells the state of all objects at N: whatever is older is old news, also
+    about objects that are not in it. So only what changed since the list needs a note of its own.
+    """
+
+    def __init__(self) -> None:
+        self._floor: int | None = None
+        self._seen: dict[str, int] = {}
+        self._tombstones: dict[str, None] = {}  # deleted objects, the newest last
+
+    def __len__(self) -> int:
+        """Objects with a note of their own."""
+        return len(self._seen)
+
+    def listed(self, version: str | None) -> None:
+        """A complete list came."""
+        self._floor = version_number(version)
+        self._seen.clear()
+        self._tombstones.clear()
+
+    def is_news(self, key: str, version: str | None, gone: bool) -> bool:
+        """Whether an event tells something new; it is then noted."""
+        number = version_number(version)
+        if number is None or self._floor is None:
+            return True
+        known = self._seen.get(key, self._floor)
+        # A deletion may carry the version of the last change.
+        if number < known or (number == known and not gone):
+            return False
+        self._seen[key] = number
+        self._tombstones.pop(key, None)
+        if gone:
+            self.add_tombstone(key)
+        return True
+
+    def add_tombstone(self, key: str) -> None:
+        """This object is none of ours any more; what was seen of it is kept for a while."""
+        if key not in self._seen:
+            return
+        self._tombstones[key] = None
+        if len(self._tombstones) > _MAX_TOMBSTONES:
+            oldest = next(iter(self._tombstones))
+            del self._tombstones[oldest], self._seen[oldest]
