@@ -39,7 +39,7 @@ SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
 
 SEND_BUFFER: Final = 1 << 17  # bytes; every kernel's default for a socket is larger
 RECEIVE_BUFFER: Final = 4 << 20  # bytes that may wait for us
-DATAGRAM: Final = 1 << 18  # bytes; the kernel puts at most 32 KiB of a dump into one datagram
+DATAGRAM: Final = 1 << 16  # bytes; the kernel puts at most 32 KiB of a dump into one
 # What one burst of requests carries. Each failed request takes receive buffer for its answer.
 BURST_BYTES, BURST_MESSAGES = 1 << 17, 256
 MARGIN: Final = 1 << 16  # bytes of the send buffer that the kernel accounts beside the messages
