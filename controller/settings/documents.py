@@ -6,8 +6,7 @@ can set. `rows` lists them all. Flags, `--help`, the reading and writing of file
 schema are derived from it. A default that the dataplane or the semantics need as well stands there, and is read here.
 """
 
-from __future__ import annotations
-
+# Annotations are values here, not text: msgspec would evaluate each of a hundred again whenever a command starts.
 import re
 from collections.abc import Iterator
 from functools import cache
