@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import re
@@ -15,7 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 from dataplane.errors import Occupied
-from dataplane.kernel.bpf import BpfError
+from dataplane.kernel.bpf import BpfError, Map
 from dataplane.kernel.lock import hold
 from dataplane.mode import Options
 from dataplane.modes.ebpf.maps import MapSet
@@ -189,7 +190,32 @@ def test_a_change_of_backends_keeps_the_numbers_of_the_others(store: Store) -> N
     assert known.ids[2] not in ids
 
 
-def test_a_damaged_slice_word_is_repaired(store: Store) -> None:
+@pytest.mark.parametrize("call", ["update", "update_batch", "delete_batch"])
+def test_a_write_that_fails_is_finished_by_the_next_change(
+    store: Store, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No number is lost or given away, and what the service was to be is not forgotten."""
+    ranges = ("192.0.2.0/24",)
+    before, after = entry(one, V1, 3), entry(one, V2, 2)
+    after = with_fronts(after, replace(fronts_of(after)[0], source_ranges=ranges))
+    apply(store, {}, {one: (before,)})
+
+    def fail(*_: object) -> None:
+        raise BpfError(call, errno.ENOMEM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Map, call, fail)
+        with pytest.raises(BpfError):
+            store.apply({one: (after,)})
+        with pytest.raises(BpfError):
+            store.apply({one: (after,), two: (entry(two, V6, 1),)})
+    table = {one: (after,), two: (entry(two, V1, 4),)}
+    store.apply(table)
+    settle(store)
+    check(store, table, settled=True)
+
+
+def test_a_damaged_word_of_a_service_is_repaired(store: Store) -> None:
     store.apply({one: (entry(one, V1, 3),)})
     store.services["sets"][next(iter(store.plan.installed[one])).service, 0] ^= 1 << 30
     assert store.writer.rows.repair() == 1
