@@ -214,15 +214,6 @@ def programmed_without_members(store: Store) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("count", [1, 2])
-def test_the_last_one_stays(store: Store, count: int) -> None:
-    web = entry(one, V1, count)
-    store.apply({one: (web,)})
-    store.eject(ejections_of(*(subject(web, i) for i in range(count))))
-    assert len(inside(store)) == 1
-
-
-@pytest.mark.root
 def test_a_change_of_the_service_keeps_sentences(store: Store) -> None:
     before, after = entry(one, V1, 3), entry(one, V1, 5)
     names = [b.address for b in after.serving]

@@ -182,6 +182,29 @@ def test_what_does_not_fit_leaves_nothing_half_planned(sizes: dict[str, int], wh
     assert not plan.misfits
 
 
+def test_a_service_that_cannot_grow_stays_as_it_was_until_it_fits_or_goes() -> None:
+    plan = Plan(SIZES | {"backends": 8})
+    change(plan, port([1, 2, 3]))
+    for _ in range(2):
+        assert change(plan, port(range(1, 10))) == Batch()
+        assert plan.unfit == {WEB: {key_of(port([]))}}
+    assert plan.installed[WEB][0].entry == port([1, 2, 3])
+    change(plan, port([1, 2]))
+    assert not plan.misfits
+    change(plan, port(range(1, 10)))
+    change(plan)
+    assert not plan.misfits
+    assert not plan.unfit
+
+
+def test_an_algorithm_of_others_is_random_and_a_ring_has_no_more_slots_than_it_may() -> None:
+    plan = Plan(SIZES | {"slots": 2048}, max_ring=251)
+    other = change(plan, port([1, 2, 3], algorithm="dh"))
+    assert (rings(other)[0][2], other.services) == ([1, 2, 3], [(1, 0, 0)])
+    assert len(change(plan, port([1, 2, 3], algorithm="mh")).rings[0][2]) == 251
+    assert not plan.cut, "what was asked for"
+
+
 def test_an_entry_that_cannot_be_lowered_changes_nothing() -> None:
     plan = Plan(SIZES)
     change(plan, port([1]))

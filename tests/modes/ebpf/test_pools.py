@@ -29,28 +29,6 @@ def test_numbers_begin_at_one_and_end_before_the_limit() -> None:
     assert pool.take(1) == [3]
 
 
-def test_all_or_nothing() -> None:
-    pool = IdPool(5, "backends")
-    with pytest.raises(FullError):
-        pool.take(5)
-    assert pool.left == 4
-
-
-def test_used_numbers_are_not_handed_out() -> None:
-    pool = IdPool(8, "backends", used=[2, 5])
-    assert pool.left == 5
-    assert sorted(pool.take(5)) == [1, 3, 4, 6, 7]
-
-
-def test_used_stretches_are_not_handed_out() -> None:
-    pool = SlotAllocator(64, "slots", used=[(8, 8), (32, 16)])
-    taken = [pool.take(4) for _ in range(10)]
-    spots = {slot for offset, size in [*taken, (8, 8), (32, 16)] for slot in range(offset, offset + size)}
-    assert len(spots) == 64
-    with pytest.raises(FullError):
-        pool.take(1)
-
-
 def test_small_free_neighbours_make_room_for_a_large_one() -> None:
     pool = SlotAllocator(64, "slots")
     pieces = [pool.take(4) for _ in range(16)]

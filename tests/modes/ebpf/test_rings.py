@@ -102,12 +102,6 @@ def test_slots_are_the_ring_of_the_algorithm(store: Store, entries: list[Entry])
     assert not frozenset(store.plan.follows_load)
 
 
-def test_an_algorithm_that_is_not_here_is_random(store: Store) -> None:
-    store.apply({one: (port("dh", [2, 1]),)})
-    assert Counter(slots_of(store)[0]).most_common(1)[0][1] == 2
-    assert spread_of(store) == set()
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_restart_takes_the_ring_over(store: Store, open_maps: OpenMaps, algorithm: str) -> None:
     table = {one: (port(algorithm, [1, 2, 3]),), two: (entry(two, V2, 3),)}
@@ -118,14 +112,6 @@ def test_a_restart_takes_the_ring_over(store: Store, open_maps: OpenMaps, algori
     again.apply(without_sharing(table))
     assert {number: known.ranges for number, known in again.plan.by_id.items()} == before
     assert (again.services["sets"] == words).all(), "the same slots, not even another epoch"
-
-
-def test_a_change_that_leaves_the_backends_leaves_the_slots(store: Store) -> None:
-    store.apply({one: (port("mh", [1, 1, 1]),)})
-    words = store.services["sets"].copy()
-    store.apply({one: (port("mh", [1, 1, 1], affinity=600),)})
-    store.apply({one: (port("sh", [1, 1, 1], affinity=600),)})
-    assert (store.services["sets"] == words).all()
 
 
 # --- no room
@@ -154,14 +140,6 @@ def test_a_smaller_ring_is_made_larger_when_there_is_room_again(open_maps: OpenM
     store.apply({two: (port("mh", [1, 1, 1], V2, two, affinity=60),)})
     assert not store.plan.cut
     assert slots_of(store, V2)[0] == expected("mh", port("mh", [1, 1, 1], V2, two).serving)
-
-
-def test_the_setting_bounds_the_ring(open_maps: OpenMaps) -> None:
-    store = Store(open_maps(max_slots=2048), HZ, max_ring=251)
-    made = port("mh", [1, 1, 1])
-    store.apply({one: (made,)})
-    assert slots_of(store)[0] == expected("mh", made.serving, 251)
-    assert not store.plan.cut, "what was asked for"
 
 
 def test_what_is_not_as_asked_for_is_told() -> None:

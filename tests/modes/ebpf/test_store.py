@@ -21,7 +21,6 @@ from dataplane.kernel.lock import hold
 from dataplane.mode import Options
 from dataplane.modes.ebpf.maps import MapSet
 from dataplane.modes.ebpf.plan import key_of
-from dataplane.modes.ebpf.sizes import bounds
 from dataplane.modes.ebpf.store import Store
 from dataplane.reports import Unprogrammed
 from dataplane.table import Backend, BackendSet, Entry, Kind, Protocol, WhenEmpty
@@ -100,15 +99,6 @@ CHANGES: list[object] = [
 
 
 @pytest.mark.parametrize("tables", CHANGES)
-def test_changes(store: Store, tables: list[Table]) -> None:
-    before: Table = {}
-    for after in tables:
-        apply(store, before, after)
-        before = after
-    apply(store, before, {})
-
-
-@pytest.mark.parametrize("tables", CHANGES)
 @pytest.mark.parametrize("order", [False, True], ids=["forward", "backward"])
 def test_changes_in_either_order_of_names(store: Store, tables: list[Table], order: bool) -> None:
     """A service that takes an address may be planned before or after the one that gives it up."""
@@ -167,27 +157,6 @@ def test_random_sequences(store: Store, seed: int, few: int) -> None:
             check(store, after, settled=True)
         assert store.writer.rows.repair() == 0, step
         before = after
-
-
-def test_nothing_is_written_when_nothing_changed(store: Store) -> None:
-    table = {one: (entry(one, V1, 3),)}
-    store.apply(table)
-    words = store.services["sets"].copy()
-    stamp = store.plan.stamp
-    assert store.apply(table) == (0, 0)
-    assert (store.services["sets"] == words).all()
-    assert store.plan.stamp == stamp
-
-
-def test_a_change_of_backends_keeps_the_numbers_of_the_others(store: Store) -> None:
-    store.apply({one: (entry(one, V1, ["10.1.0.1", "10.1.0.2", "10.1.0.3"]),)})
-    known = next(iter(store.plan.installed[one]))
-    service, ids = known.service, known.ids.tolist()
-    store.apply({one: (entry(one, V1, ["10.1.0.1", "10.1.0.3", "10.1.0.4"]),)})
-    known = next(iter(store.plan.installed[one]))
-    assert known.service == service
-    assert known.ids.tolist()[:2] == [ids[0], ids[2]]
-    assert known.ids[2] not in ids
 
 
 @pytest.mark.parametrize("call", ["update", "update_batch", "delete_batch"])
@@ -382,40 +351,6 @@ def test_what_does_not_fit_is_named_and_the_rest_works(
     check(store, left, settled=True)
 
 
-def test_a_misfit_that_is_deleted_is_forgotten(open_maps: OpenMaps) -> None:
-    store = Store(open_maps(max_backends=8), HZ)
-    table = {one: (entry(one, V1, 5),), two: (entry(two, V2, 5),)}
-    store.apply(table)
-    assert list(store.plan.misfits.values()) == [
-        Unprogrammed(f"{two}:p80", "map backends (--max-backends) is full (8)")
-    ]
-    store.apply({two: ()})
-    assert not store.plan.misfits
-    assert not store.plan.unfit
-
-
-def test_a_service_that_cannot_grow_stays_as_it_was(open_maps: OpenMaps) -> None:
-    store = Store(open_maps(max_backends=8), HZ)
-    small = {one: (entry(one, V1, 3),)}
-    store.apply(small)
-    assert store.apply({one: (entry(one, V1, 30),)}) == (0, 0)
-    assert len(store.plan.misfits) == 1
-    check(store, small, settled=False)
-    apply(store, {}, {one: (entry(one, V1, 2),)})
-
-
-@pytest.mark.parametrize("first", [V1, V6], ids=["v4-first", "v6-first"])
-def test_one_family_may_fit_and_the_other_not(open_maps: OpenMaps, first: str) -> None:
-    store = Store(open_maps(max_backends=6), HZ)
-    sizes = {first: 9, V6 if first == V1 else V1: 3}
-    table = tuple(entry(one, vip, size) for vip, size in sizes.items())
-    store.apply({one: table})
-    assert [misfit.entry for misfit in store.plan.misfits.values()] == [f"{one}:p80"]
-    check(store, {one: table[1:]}, settled=False)
-    store.apply({one: table})
-    assert len(store.plan.misfits) == 1
-
-
 def test_a_full_map_of_frontends_takes_a_change_of_all(open_maps: OpenMaps) -> None:
     """New frontends are written before old ones are deleted: those that find no room come after."""
     store = Store(open_maps(max_services=9, max_backends=64), HZ)  # frontends: 18, two for each service
@@ -480,51 +415,6 @@ def test_all_maps_grow_at_any_time(open_maps: OpenMaps) -> None:
         if rng.random() < 0.3:
             settle(store)
         check(store, table, settled=False)
-
-
-def test_a_service_whose_frontends_do_not_fit_is_a_misfit_alone(pins: Path) -> None:
-    options = Options(max_services=64, max_backends=256, max_slots=512, max_flows=64)
-    maps = MapSet(pins, options, bounds(options) | {"frontends6": 4})
-    store = Store(maps, HZ)
-    table = {f"default/s{n}": (entry(f"default/s{n}", f"fd00:96::{n}", 2),) for n in range(1, 4)}
-    table |= many(2, 2, 10)
-    store.apply(table)
-    assert list(store.plan.misfits.values()) == [
-        Unprogrammed("default/s3:p80", "map frontends6 (--max-services) is full (4)")
-    ]
-    del table["default/s3"]
-    check(store, table, settled=True)
-    maps.close()
-
-
-@pytest.mark.parametrize("family", [4, 6])
-@pytest.mark.parametrize("together", [True, False], ids=["together", "one after the other"])
-def test_a_service_whose_source_ranges_do_not_fit_is_a_misfit_alone(pins: Path, family: int, together: bool) -> None:
-    options = Options(max_services=64, max_backends=256, max_slots=512, max_flows=64)
-    maps = MapSet(pins, options, bounds(options) | {f"source_ranges{family}": 4})
-    store = Store(maps, HZ)
-    table = {}
-    for number in (1, 2, 3):
-        made = entry(f"default/s{number}", f"fd00:96::{number}" if family == 6 else f"10.96.0.{number}", 2)
-        ranges = tuple(f"fd00:{n}::/64" if family == 6 else f"10.{n}.0.0/16" for n in range(3 if number < 3 else 1))
-        table[f"default/s{number}"] = (with_fronts(made, replace(fronts_of(made)[0], source_ranges=ranges)),)
-    for changes in [table] if together else [{name: entries} for name, entries in table.items()]:
-        store.apply(changes)
-    assert list(store.plan.misfits.values()) == [
-        Unprogrammed("default/s2:p80", f"map source_ranges{family} is full (4)")
-    ]
-    assert not store.plan.full, "this map does not grow"
-    del table["default/s2"]
-    check(store, table, settled=True)
-    maps.close()
-
-
-def test_slots_in_small_pieces_make_room_for_large_ones(open_maps: OpenMaps) -> None:
-    store = Store(open_maps(max_slots=64), HZ)
-    small, large = many(16, 1), {one: (entry(one, "10.97.0.1", 40),)}
-    apply(store, {}, small)
-    apply(store, small, {})
-    apply(store, {}, large)
 
 
 # --- one writer
