@@ -227,6 +227,19 @@ def test_rings_are_cut_only_when_maps_cannot_grow() -> None:
     plan.max_slots = 0
     change(plan, wanted[1], name="default/s2")
     assert plan.cut == {key_of(wanted[1]): (509, 1021)}
+    change(plan, name="default/s1")
+    free(plan)
+    change(plan, port([1, 2, 3, 4], "10.96.0.2", "default/s2", algorithm="mh"), name="default/s2")
+    assert not plan.cut, "there is room again"
+
+
+def test_only_services_that_follow_the_load_are_balanced() -> None:
+    plan, batch = Plan(SIZES), Batch()
+    for algorithm, followed in (("lc", {1}), ("random", set())):
+        change(plan, port([1, 2], algorithm=algorithm))
+        assert plan.follows_load == followed
+    plan.balance(batch, {1: 7})
+    assert batch == Batch()
 
 
 def test_an_ejected_backend_keeps_its_row() -> None:

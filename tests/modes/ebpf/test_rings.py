@@ -131,17 +131,6 @@ def test_rings_get_smaller_before_a_service_port_is_refused(open_maps: OpenMaps)
     assert all(cut == (size, 1021) for cut, size in zip(store.plan.cut.values(), sizes[1:], strict=True))
 
 
-def test_a_smaller_ring_is_made_larger_when_there_is_room_again(open_maps: OpenMaps) -> None:
-    store = Store(open_maps(max_slots=2048), HZ)
-    store.apply({one: (port("mh", [1, 1, 1]),), two: (port("mh", [1, 1, 1], V2, two),)})
-    assert list(store.plan.cut.values()) == [(509, 1021)]
-    store.apply({one: ()})
-    settle(store)
-    store.apply({two: (port("mh", [1, 1, 1], V2, two, affinity=60),)})
-    assert not store.plan.cut
-    assert slots_of(store, V2)[0] == expected("mh", port("mh", [1, 1, 1], V2, two).serving)
-
-
 def test_what_is_not_as_asked_for_is_told() -> None:
     mode = Ebpf.__new__(Ebpf)
     mode.table = ServiceTable({one: (port("dh", [1, 1]), port("mh", [3, 1]), port("twos", [1, 1]))})
@@ -211,15 +200,6 @@ def test_a_backend_that_comes_between_two_counts_gets_a_fair_share(store: Store)
     assert busy < new < idle
     settle(store)
     check_books(store, 1, [port("lc", [1, 1, 1])], settled=False)
-
-
-def test_counts_of_services_that_are_gone_mean_nothing(store: Store) -> None:
-    store.apply({one: (port("lc", [1, 1]),)})
-    old = ids(store)
-    store.apply({one: ()})
-    assert store.balance(dict.fromkeys(old, 7)) == 0
-    store.apply({one: (port("random", [1, 1]),)})
-    assert store.balance(dict.fromkeys(ids(store), 7)) == 0
 
 
 def test_no_room_for_other_shares_leaves_the_ring(open_maps: OpenMaps) -> None:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import errno
-import os
 import random
-import re
-import subprocess
-import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -15,14 +11,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from dataplane.errors import Occupied
 from dataplane.kernel.bpf import BpfError, Map
-from dataplane.kernel.lock import hold
-from dataplane.mode import Options
 from dataplane.modes.ebpf.maps import MapSet
 from dataplane.modes.ebpf.plan import key_of
 from dataplane.modes.ebpf.store import Store
-from dataplane.reports import Unprogrammed
 from dataplane.table import Backend, BackendSet, Entry, Kind, Protocol, WhenEmpty
 from tests.tables import Front, entry_of, fronts_of, with_fronts
 
@@ -266,15 +258,6 @@ def test_a_restart_finds_a_slice_at_the_very_beginning(store: Store, open_maps: 
     check(again, more, settled=False)
 
 
-def test_leftovers_go(store: Store, open_maps: OpenMaps) -> None:
-    apply(store, {}, {f"default/s{n}": (entry(f"default/s{n}", f"10.96.0.{n}", 3),) for n in range(1, 9)})
-    again = restart(open_maps)
-    again.apply({})
-    check(again, {}, settled=False)
-    settle(again)
-    check(again, {}, settled=True)
-
-
 def test_numbers_that_flows_may_name_stay_reserved_over_a_restart(store: Store, open_maps: OpenMaps) -> None:
     """Killed after the grace period, before any scan: the rows still say that their numbers are not free."""
     apply(store, {}, {one: (entry(one, V1, 3),)})
@@ -415,28 +398,6 @@ def test_all_maps_grow_at_any_time(open_maps: OpenMaps) -> None:
         if rng.random() < 0.3:
             settle(store)
         check(store, table, settled=False)
-
-
-# --- one writer
-
-
-def test_a_second_writer_is_refused_by_name(pins: Path) -> None:
-    program = (
-        "import sys; from pathlib import Path; from dataplane.kernel.lock import hold\n"
-        "hold(Path(sys.argv[1]), 'maps'); print('held', flush=True); sys.stdin.read()"
-    )
-    holder = subprocess.Popen(
-        [sys.executable, "-c", program, str(pins)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3],
-    )  # fmt: skip
-    try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        with pytest.raises(Occupied, match=re.escape(f"the maps is in use by process {holder.pid} (")):
-            hold(pins, "the maps")
-    finally:
-        holder.communicate(timeout=10)
-    os.close(hold(pins, "the maps"))
 
 
 def test_the_pinned_maps_are_those_of_the_objects(pins: Path, open_maps: OpenMaps) -> None:
