@@ -157,6 +157,7 @@ class EbpfView(View):
         events = listed(self.lab, self.api)
         seconds = []
         with self.lab.inside("node"):
+            clean(Options(cgroup=str(self.lab.cgroup)))
             programmer = Ebpf(Options(cgroup=str(self.lab.cgroup)), lambda: None)
             try:
                 for number in range(FULL_SYNCS + 1):
