@@ -79,9 +79,9 @@ class SourceRanges:
         )  # fmt: skip
 
 
-def pod_columns(node: NodeNetwork) -> dict[str, Any]:
+def pod_columns(node: NodeNetwork) -> dict[str, int | NDArray[Any]]:
     """How sources are told apart, as columns of struct node."""
-    columns: dict[str, Any] = {
+    columns: dict[str, int | NDArray[Any]] = {
         "pods_by_link": int(bool(node.pods.interface)),
         "pod4_known": 0,
         "pod6_known": 0,

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Final, TypeVar
 
 from dataplane.diff import changed_services
 from dataplane.errors import DataplaneError, Occupied, SyncError, Unsupported
@@ -38,6 +38,8 @@ from dataplane.reports import Fill, RelayStatus, Status, Unprogrammed, Userspace
 from dataplane.table import EMPTY, Entry, NodeNetwork, Protocol, ServiceTable
 
 __all__ = ["MODE", "Userspace", "clean", "drain", "look", "probe"]
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -197,8 +199,8 @@ class Userspace(NoQueries):
         changed = sum(1 for ports in fresh.values() for _ in ports)
         removed = sum(1 for name in names for key in self._known.get(name, {}) if key not in fresh.get(name, {}))
         for name in names:
-            self._note(self._known, name, fresh.get(name))
-            self._note(self._unprogrammed, name, unprogrammed.get(name))
+            _note(self._known, name, fresh.get(name))
+            _note(self._unprogrammed, name, unprogrammed.get(name))
         return SyncResult(changed, removed, self._all_unprogrammed())
 
     def _deliver_answers(self, mark: int) -> None:
@@ -211,13 +213,6 @@ class Userspace(NoQueries):
             except DataplaneError as error:
                 log.warning("backends see the node's address instead of their clients': %s", error)
         self.transparent = tuple(delivered)
-
-    @staticmethod
-    def _note(where: dict[str, Any], name: str, what: Any) -> None:
-        if what:
-            where[name] = what
-        else:
-            where.pop(name, None)
 
     def _work(self, node: NodeNetwork, fresh: dict[str, dict[str, _Known]], *, whole: bool) -> Iterator[op.Work]:
         for version, family in FAMILIES.items():
@@ -402,6 +397,14 @@ class Userspace(NoQueries):
         self.client.close()
         self._answers.close()
         self._kernel.close()
+
+
+def _note(known: dict[str, dict[str, T]], name: str, found: dict[str, T] | None) -> None:
+    """Remember what was found of a service; nothing: forget it."""
+    if found:
+        known[name] = found
+    else:
+        known.pop(name, None)
 
 
 def _join(services: Iterable[Mapping[str, _Known]], family: int) -> plan.Elements:
