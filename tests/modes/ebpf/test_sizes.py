@@ -105,6 +105,6 @@ def test_the_guess_is_never_less_than_what_rows_take(shapes: list[tuple[int, int
     need = needs(entries)
     assert need["services"] == len(entries) + 1
     assert need["backends"] == sum(len(r.members) for r in rows) + 1
-    assert need["slots"] >= sum(size_class(len(ring)) for r in rows for ring in r.routes)
+    assert need["slots"] >= sum(size_class(len(ring)) for r in rows for ring in r.sets)
     for family in (4, 6):
         assert need[f"frontends{family}"] == 2 * sum(e.family == family for e in entries)
