@@ -82,7 +82,7 @@ def open_mode(name: str) -> Mode:
 
 
 class Trial(NamedTuple):
-    """A mode, and what it lacks here, in a sentence; empty: it works."""
+    """A mode, and what it lacks here, as a message; empty: it works."""
 
     mode: str
     missing: str
@@ -143,7 +143,7 @@ def _open(name: str, options: Options, wake: RequestMaintenance, failed: Mapping
 
 
 def take_over(
-    effective: str, options: Options, alone: Callable[[], None], told: Callable[[str], None] = log.info
+    effective: str, options: Options, alone: Callable[[], None], report: Callable[[str], None] = log.info
 ) -> threading.Timer | None:
     """Let the mode at work serve alone, without a connection that fails for it; called when it serves.
 
@@ -155,7 +155,7 @@ def take_over(
         effective: the mode at work.
         options: for the modes.
         alone: called each time that others take no new flows any more, or are gone; from a thread, the second time.
-        told: gets a sentence for each mode that had something here.
+        report: called with a message for each mode that had something here.
 
     Returns:
         What is left to do, to be cancelled when another mode takes over before it is done.
@@ -166,7 +166,7 @@ def take_over(
 
     def clean(names: tuple[str, ...]) -> None:
         for name, count in clean_others(effective, names, options).items():
-            told(f"removed {count} things that mode {name} had left here")
+            report(f"removed {count} things that mode {name} had left here")
         alone()
 
     if others:
@@ -183,18 +183,18 @@ def take_over(
     return timer
 
 
-def collect(options: Options, told: Callable[[str], None] = log.info) -> None:
-    """Remove what agents have left of network namespaces that are gone. A failure is told, and nothing else.
+def collect(options: Options, report: Callable[[str], None] = log.info) -> None:
+    """Remove what agents have left of network namespaces that are gone. A failure is logged.
 
     Args:
         options: for the modes.
-        told: gets a sentence if there was something.
+        report: called with a message if there was something.
     """
     try:
         if others_have_pins(options.pin_root) and (find := open_mode("ebpf").collect) is not None:
             removed = find(options)
             if removed:
-                told(f"removed {removed} pins of network namespaces that are gone")
+                report(f"removed {removed} pins of network namespaces that are gone")
     except (DataplaneError, OSError) as error:
         log.warning("pins of network namespaces that are gone are not looked for: %s", error)
 
@@ -240,7 +240,7 @@ def _drained(name: str, options: Options) -> bool:
 def clean_others(effective: str, names: tuple[str, ...], options: Options) -> dict[str, int]:
     """Remove what other modes of ours left here; how many things went, by mode.
 
-    A failure is told, and the next mode is cleaned all the same.
+    A failure is logged, and the next mode is cleaned all the same.
     """
     removed: dict[str, int] = {}
     for name in names:

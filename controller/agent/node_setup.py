@@ -1,6 +1,6 @@
 """What kube-proxy does to a node when it starts, and so do we: connection tracking, and our place when memory is short.
 
-Nothing here is needed to serve, so what cannot be set is told and that is all. kube-proxy ends where it cannot set
+Nothing here is needed to serve, so a setting that fails is only logged. kube-proxy ends where it cannot set
 connection tracking.
 """
 

@@ -1,4 +1,4 @@
-"""Services, EndpointSlices, this Node and ServiceCIDRs of a cluster, as the API server tells them.
+"""Services, EndpointSlices, this Node and ServiceCIDRs of a cluster, read from its API server.
 
 One thread for each kind lists, then watches; where the server can, one stream does both (KEP-3157: it costs the
 server no copy of everything). The rules that keep a node right through all weather:
@@ -16,7 +16,7 @@ server no copy of everything). The rules that keep a node right through all weat
   probably ended, too. While the server refuses our credentials, one kind asks for all.
 
 Objects are decoded from raw JSON straight into model values, page by page: a cluster with 100,000 endpoints
-is never held as text. What a new list tells as it was known stays the same value, so that a list costs memory for
+is never held as text. Objects of a new list that did not change stay the same values, so that a list costs memory for
 what is different.
 """
 
@@ -41,8 +41,8 @@ from controller.kubernetes.connection import (
     TooLargeError,
     body_of,
     is_expired,
+    message_of,
     shown,
-    words,
 )
 from controller.kubernetes.model import (
     KINDS,
@@ -216,17 +216,17 @@ class _UnusableError(Exception):
 
 
 class _PagesError(Exception):
-    """The server does not tell everything by a stream: it is to be listed by pages."""
+    """The server does not send the initial events as a stream, so the kind is listed by pages."""
 
 
 # ------------------------------------------------------------------------------------------- health
 
 
 class _Health:
-    """One opinion of all threads about the API server, told when it changes; and the pauses that its news end.
+    """The state of the API server as all threads see it, reported when it changes; and the pauses that its news end.
 
-    `emit` is told, in the order in which opinions change, and while nobody who asks has to wait: whoever is told may
-    hold a lock that somebody holds who asks. Set it before any thread does.
+    `emit` is called in the order of the changes, and without the lock that `states` needs: the receiver may hold a lock
+    that a caller of `states` holds. It is set before any thread starts.
     """
 
     emit: Emit
@@ -234,11 +234,11 @@ class _Health:
     def __init__(self, connection: Connection, kinds: tuple[str, ...]) -> None:
         self._connection = connection
         self._changed = threading.Condition()
-        self._telling = threading.Lock()  # taken before `_changed`, and held while `emit` is told
+        self._emitting = threading.Lock()  # taken before `_changed`, and held while `emit` is called
         self._states = {kind: KindState(kind, "waiting", time.time()) for kind in kinds}
-        self._lost: dict[str, None] = {}  # kinds that were told to be lost
+        self._lost: dict[str, None] = {}  # kinds that were reported as lost
         self._since = 0.0
-        self._told: bool | None = None
+        self._reported: bool | None = None
         self._news = dict.fromkeys(kinds, 0)  # how often each kind had news for the others
         self._asker = ""  # the kind that goes on asking while our credentials are refused
         self._closed = False
@@ -255,7 +255,7 @@ class _Health:
 
     def lost(self, kind: str, why: str, pause: float) -> None:
         """This kind cannot be read; it is tried again after `pause` seconds."""
-        with self._telling:
+        with self._emitting:
             if text := self._lose(kind, why, pause):
                 self.emit(SourceState(healthy=False, message=text))
 
@@ -269,13 +269,13 @@ class _Health:
                 return ""
             self._lost[kind] = None
             stays = "what is programmed stays" if before.listed else "nothing is programmed before"
-            self._told = False
+            self._reported = False
             text = f"{self._where()}: {kind}s cannot be read since {_clock(since)}: {why}; {stays}, "
             return f"{text}next try in {pause:.1f} s"
 
     def found(self, kind: str, absent: str = "") -> None:
         """This kind is read, or (`absent` says why) the service works without."""
-        with self._telling:
+        with self._emitting:
             if text := self._find(kind, absent):
                 self.emit(SourceState(healthy=True, message=text))
 
@@ -288,10 +288,10 @@ class _Health:
             return self._recovery() if self._lost.pop(kind, "") is None or not before.listed else ""
 
     def _recovery(self) -> str:
-        if self._lost or self._told is True or not all(state.listed for state in self._states.values()):
+        if self._lost or self._reported is True or not all(state.listed for state in self._states.values()):
             return ""
-        after = "" if self._told is None else f" again, after {time.time() - self._since:.1f} s"
-        self._told = True
+        after = "" if self._reported is None else f" again, after {time.time() - self._since:.1f} s"
+        self._reported = True
         text = f"{self._where()}: all kinds are read{after}"
         missing = [f"{state.kind}s" for state in self._states.values() if state.state == "not served"]
         return text + (f", but {', '.join(missing)}: {self._where()} does not serve them" if missing else "")
@@ -382,19 +382,19 @@ class _Reflector:
         self._policy = policy
         self._version: str | None = None  # to go on from; None: list first
         self._versions = Versions()
-        self._known: dict[str, Object] = {}  # what was told last; values that the cluster has as well
+        self._known: dict[str, Object] = {}  # what was emitted last; the cluster shares these values
         self._weight = 0  # of these, in bytes
         self._refused: dict[str, str] = {}  # keys with a Problem, and what it says
-        self._listed = False  # all of them were told, be it none because they are not served
+        self._listed = False  # all of them were emitted; none if they are not served
         self._was_read = False
         self._whole = False  # the next list comes in one piece
-        self._initial: _Gathered | None = None  # what a stream told that begins with everything
+        self._initial: _PartialList | None = None  # what a stream has sent so far of its initial events
         self._pages = False  # what failed as a stream may work by pages
         self._pages_until = 0.0 if streams else float("inf")  # monotonic; lists are asked for by pages until then
         self._retry = Backoff(policy)
 
     def run(self) -> None:
-        """Until `stop` is set. Whatever goes wrong is told and tried again."""
+        """Until `stop` is set. Whatever goes wrong is reported and retried."""
         while not self._stop.is_set():
             news = self._health.news(self._kind)
             try:
@@ -420,7 +420,7 @@ class _Reflector:
         pause = self._count(error) * random.uniform(0.5, 1.0)
         least = self._least(pause)
         if isinstance(error, StatusError) and error.retry_after is not None:
-            # Many nodes are told the same second: come a little later than asked, not all at once.
+            # Many nodes get the same number: come a little later than asked, not all at once.
             asked = min(error.retry_after, 10 * self._policy.longest) * random.uniform(1.0, 1.25)
             pause = least = max(asked, least)
         elif not asks:
@@ -464,7 +464,7 @@ class _Reflector:
         return pause, self._least(pause)
 
     def _reads(self) -> None:
-        """The server tells of this kind."""
+        """This kind can be read."""
         if self._retry.failures:
             self._health.ring(self._kind)
         self._retry.answered()
@@ -480,7 +480,7 @@ class _Reflector:
         Without a resourceVersion: the newest state. Asking for any version (0) would be cheaper for the
         server, but could be older than what we already know.
         """
-        gathered = _Gathered(self._kind)
+        gathered = _PartialList(self._kind)
         token, empty = "", 0
         while True:
             page = self._page(token)
@@ -527,7 +527,7 @@ class _Reflector:
             raise _UnusableError(f"the answer is a {shown(page.kind)!r} and no {self._kind}List")
         return page
 
-    def _know(self, version: str | None, gathered: _Gathered) -> None:
+    def _know(self, version: str | None, gathered: _PartialList) -> None:
         """Tell of everything that there is at this version; it is gone on from there."""
         if not version:
             raise _UnusableError("the list has no resourceVersion")
@@ -579,8 +579,8 @@ class _Reflector:
     # Watch
 
     def _watch_from_the_beginning(self) -> None:
-        """One stream that tells of everything first, then of changes (API concepts, "streaming lists")."""
-        self._initial = _Gathered(self._kind)
+        """One stream with everything first, then changes (API concepts, "streaming lists")."""
+        self._initial = _PartialList(self._kind)
         self._pages = True
         try:
             self._watch(sendInitialEvents="true", resourceVersionMatch="NotOlderThan")
@@ -608,7 +608,7 @@ class _Reflector:
             for line, received in _lines(response, started + float(query["timeoutSeconds"]) + _OVERDUE):
                 self._event(line, received)
                 if self._initial is None:
-                    self._retry.heard()
+                    self._retry.received()
         except (_GoneError, _PagesError, _UnusableError):
             raise
         except Exception as error:
@@ -637,7 +637,7 @@ class _Reflector:
             return
         head = decode_head(event.object)
         if head.kind is not None and head.kind != self._kind:
-            raise _GoneError(f"the stream tells of a {shown(head.kind)!r} and not of {self._kind}s")
+            raise _GoneError(f"the stream has a {shown(head.kind)!r} and not of {self._kind}s")
         version = head.metadata.version
         if event.type == "BOOKMARK":
             self._version = version or self._version
@@ -652,14 +652,14 @@ class _Reflector:
             self._upsert(key, event.object, head, received)
         self._version = version or self._version
 
-    def _gather(self, event: WatchEvent, initial: _Gathered) -> None:
-        """An event of a stream that has not told everything yet."""
+    def _gather(self, event: WatchEvent, initial: _PartialList) -> None:
+        """An event of a stream whose initial events are not complete."""
         if event.type == "BOOKMARK":
             mark = decode_bookmark(event.object)
             if not mark.ends_initial:
                 raise _PagesError("a stream that was to begin with all of them does not say when that is done")
             if mark.kind != self._kind:
-                raise _PagesError(f"a stream tells of a {shown(mark.kind or '')!r} and not of {self._kind}s")
+                raise _PagesError(f"a stream has a {shown(mark.kind or '')!r} and not of {self._kind}s")
             self._initial = None
             self._know(decode_head(event.object).metadata.version, initial)
             return
@@ -745,7 +745,7 @@ def _lines(response: BaseHTTPResponse, until: float) -> Iterator[tuple[bytes, fl
                 yield line, received
 
 
-class _Gathered:
+class _PartialList:
     """What came so far of all objects of one kind, by key."""
 
     def __init__(self, kind: str) -> None:
@@ -830,7 +830,7 @@ def _hint(resource: _Resource, error: Exception) -> str:
     if isinstance(error, msgspec.MsgspecError | UnicodeDecodeError):
         return f"the answer cannot be read ({error}); is this the address of an API server?"
     if not isinstance(error, StatusError):
-        return words(error)
+        return message_of(error)
     plural = resource.path.rpartition("/")[2]
     if error.code == 403:
         return f"{error}; grant list and watch of {plural} to this identity"

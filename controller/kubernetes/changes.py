@@ -26,7 +26,7 @@ TICK: Final = 0.1  # how often `stop` and files that were not settled are looked
 _MODIFY, _ATTRIB, _CLOSE_WRITE, _MOVED_FROM, _MOVED_TO = 0x2, 0x4, 0x8, 0x40, 0x80
 _CREATE, _DELETE, _DELETE_SELF, _MOVE_SELF = 0x100, 0x200, 0x400, 0x800
 _OVERFLOW, _IGNORED, _ONLY_FOLDERS, _OF_FOLDER = 0x4000, 0x8000, 0x1000000, 0x40000000
-_HEARD: Final = (
+_WATCHED: Final = (
     _MODIFY | _ATTRIB | _CLOSE_WRITE | _MOVED_FROM | _MOVED_TO | _CREATE | _DELETE | _DELETE_SELF | _MOVE_SELF
 )  # fmt: skip
 _COMPLETE: Final = _CLOSE_WRITE | _MOVED_TO  # nobody writes this file any more
@@ -43,8 +43,8 @@ class Tick(NamedTuple):
 def ticks(path: Path, stop: threading.Event, tick: float = TICK) -> Iterator[Tick]:
     """What happened, and that nothing did about every `tick` seconds; the latter first, once the watch stands.
 
-    A file that was finished or moved there is told at once; what follows within `STEP` seconds, or within the time that
-    the caller took to look, is told together. Ends when the path is gone. Where inotify does not work, something
+    A file that was finished or moved there is reported at once. What follows within `STEP` seconds, or while the caller
+    looks, is reported together. Ends when the path is gone. Where inotify does not work, something
     happens twice a second.
     """
     from inotify_simple import INotify
@@ -77,14 +77,14 @@ class _Watch:
         self._folders: dict[int, str] = {}  # watch descriptor -> folder
         self.stands = True
         self._watch_folders()
-        self._told = time.monotonic()  # when the caller was last told something
+        self._reported_at = time.monotonic()  # when something was last reported
 
     def next(self, stop: threading.Event, tick: float) -> Tick:
-        """Wait for something to tell, at most for `tick` seconds or a little more."""
+        """Wait for something to report, at most for `tick` seconds or a little more."""
         asked = time.monotonic()
-        gap = min(max(STEP, asked - self._told), DEBOUNCE)  # the caller has as long for itself as it took to look
+        gap = min(max(STEP, asked - self._reported_at), DEBOUNCE)  # the caller has as long as it took to look
         complete: set[str] = set()
-        began = 0.0  # when something was heard first
+        began = 0.0  # when the first event came
         over = False
         until = asked + tick
         while not stop.is_set() and self.stands and (now := time.monotonic()) < until:
@@ -94,12 +94,12 @@ class _Watch:
             last = time.monotonic()
             began = began or last
             for event in events:
-                over |= self._hear(event, complete)
+                over |= self._note(event, complete)
             until = min(asked + gap if over else last + STEP, max(began, asked) + DEBOUNCE)
-        self._told = time.monotonic()
+        self._reported_at = time.monotonic()
         return Tick(bool(began), frozenset(complete))
 
-    def _hear(self, event: Event, complete: set[str]) -> bool:
+    def _note(self, event: Event, complete: set[str]) -> bool:
         """Note one event; whether it needs nobody's policy."""
         folder = self._folders.get(event.wd, "")
         if event.mask & (_DELETE_SELF | _MOVE_SELF | _IGNORED):
@@ -129,7 +129,7 @@ class _Watch:
         root = str(self._path) if self._is_folder else str(self._path.absolute().parent)
         for folder in _below(root) if self._is_folder else [root]:
             try:
-                self._folders[self._inotify.add_watch(folder, _HEARD | _ONLY_FOLDERS)] = folder
+                self._folders[self._inotify.add_watch(folder, _WATCHED | _ONLY_FOLDERS)] = folder
             except (FileNotFoundError, NotADirectoryError, PermissionError):
                 if folder == root:
                     raise

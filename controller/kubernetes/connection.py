@@ -35,7 +35,7 @@ from controller.kubernetes.yamldoc import NotYamlError, documents
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse
 
-__all__ = ["Connection", "StatusError", "TooLargeError", "body_of", "is_expired", "shown", "words"]
+__all__ = ["Connection", "StatusError", "TooLargeError", "body_of", "is_expired", "message_of", "shown"]
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ _DONE: Final = (200, 201)
 _MAX_ERROR_BYTES: Final = 65_536
 _MAX_KUBECONFIG: Final = 4 << 20  # bytes, with certificates and the contexts of many clusters
 _PIECE: Final = 4 << 20  # bytes of a body that are read at a time
-_SHOWN: Final = 500  # characters of a server's sentence
+_SHOWN: Final = 500  # characters of a server's message
 
 
 class StatusError(Exception):
@@ -54,7 +54,7 @@ class StatusError(Exception):
     Args:
         code: HTTP status, or the code of a Status object inside a stream.
         reason: the API's word for it (`Expired`, `Forbidden`), may be empty.
-        message: the server's sentence.
+        message: the server's own.
         retry_after: seconds that the server wants us to wait, None when it did not say.
     """
 
@@ -147,7 +147,7 @@ class Connection:
 
         Raises:
             StatusError: the answer is not 200.
-            OSError, urllib3.exceptions.HTTPError: there is no answer; `words` says it in a sentence.
+            OSError, urllib3.exceptions.HTTPError: there is no answer; see `message_of`.
         """
         if not more:
             self._reads.wait()
@@ -161,7 +161,7 @@ class Connection:
         Raises:
             SourceError: it was closed before.
             StatusError: the server refused it.
-            OSError, urllib3.exceptions.HTTPError: there is no answer; `words` says it in a sentence.
+            OSError, urllib3.exceptions.HTTPError: there is no answer; see `message_of`.
         """
         self._usable.wait()
         self._writes.wait()
@@ -457,8 +457,8 @@ def _shut(sock: socket.socket) -> None:
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
-def words(error: BaseException) -> str:
-    """What went wrong on the way to the server, in a few words and without the library's class names."""
+def message_of(error: BaseException) -> str:
+    """What went wrong on the way to the server, as a message without the library's class names."""
     from urllib3 import exceptions
 
     if isinstance(error, StatusError):

@@ -1,6 +1,6 @@
 """Events for the cluster: what `kubectl describe node` and `kubectl events` show of this proxy.
 
-The loop hands over a sentence and goes on; a thread writes to the API server (events.k8s.io/v1, KEP-383). What
+The loop hands over a note and goes on; a thread writes to the API server (events.k8s.io/v1, KEP-383). What
 repeats becomes a series of one event, as client-go's recorder does it: the first repeat and the end of the series
 are written, the rest is counted. RBAC: create and patch of `events` in the API group `events.k8s.io`.
 """
@@ -68,7 +68,7 @@ class Log(Protocol):
         """Tell what happened. See `Recorder.event`."""
 
 
-class _Told(NamedTuple):
+class _Occurrence(NamedTuple):
     """One event as it was handed over; without its note it is the key of its series, as in client-go."""
 
     regarding: Regarding
@@ -116,7 +116,7 @@ class Recorder:
         self._instance = instance
         self._clock = clock
         self._retry_seconds = retry_seconds
-        self._queue: queue.Queue[_Told] = queue.Queue(QUEUE)
+        self._queue: queue.Queue[_Occurrence] = queue.Queue(QUEUE)
         self._series: dict[tuple[Regarding, str, str, str], _Series] = {}
         self._stop = threading.Event()
         self._dropping = False
@@ -137,14 +137,14 @@ class Recorder:
         Args:
             regarding: what it is about.
             kind: `Normal` or `Warning`.
-            reason: why it is told, one word in upper camel case.
+            reason: one word in upper camel case.
             action: what was done, one word.
-            note: a sentence.
+            note: the message.
         """
         if self._writer is None:
             return
         try:
-            self._queue.put_nowait(_Told(regarding, kind, reason, action, note, datetime.now(UTC)))
+            self._queue.put_nowait(_Occurrence(regarding, kind, reason, action, note, datetime.now(UTC)))
         except queue.Full:
             if not self._dropping:
                 log.warning("events for the cluster are dropped until the API server takes the %d before them", QUEUE)
@@ -161,25 +161,25 @@ class Recorder:
     def _run(self, writer: Writer) -> None:
         while not self._stop.is_set():
             try:
-                told = self._queue.get(timeout=1.0)
+                occurrence = self._queue.get(timeout=1.0)
             except queue.Empty:
                 self._finish(writer)
                 continue
             try:
-                self._record(writer, told)
+                self._record(writer, occurrence)
             except Exception:  # an event must not stop those behind it
                 log.exception("an event could not be written")
             self._dropping = self._dropping and self._queue.full()
 
-    def _record(self, writer: Writer, told: _Told) -> None:
-        series = self._series.get(told.key)
+    def _record(self, writer: Writer, occurrence: _Occurrence) -> None:
+        series = self._series.get(occurrence.key)
         if series is None:
-            path = self._create(writer, told)
+            path = self._create(writer, occurrence)
             if path:
-                self._series[told.key] = _Series(path, told.at, self._clock())
+                self._series[occurrence.key] = _Series(path, occurrence.at, self._clock())
             return
         series.count += 1
-        series.last, series.seen = told.at, self._clock()
+        series.last, series.seen = occurrence.at, self._clock()
         if series.written == 1:
             self._write_series(writer, series)
 
@@ -193,24 +193,24 @@ class Recorder:
             if over:
                 del self._series[key]
 
-    def _create(self, writer: Writer, told: _Told) -> str | None:
+    def _create(self, writer: Writer, occurrence: _Occurrence) -> str | None:
         """The path of the new event, None when it was not taken."""
-        namespace = told.regarding.namespace or "default"
+        namespace = occurrence.regarding.namespace or "default"
         self._last_name = max(time.time_ns(), self._last_name + 1)
-        name = f"{told.regarding.name}.{self._last_name:x}"
+        name = f"{occurrence.regarding.name}.{self._last_name:x}"
         place = f"/apis/events.k8s.io/v1/namespaces/{namespace}/events"
         body = {
             "apiVersion": "events.k8s.io/v1",
             "kind": "Event",
             "metadata": {"name": name, "namespace": namespace},
-            "eventTime": _micro_time(told.at),
+            "eventTime": _micro_time(occurrence.at),
             "reportingController": CONTROLLER,
             "reportingInstance": self._instance,
-            "type": told.kind,
-            "reason": told.reason,
-            "action": told.action,
-            "note": _shortened(told.note),
-            "regarding": _reference(told.regarding),
+            "type": occurrence.kind,
+            "reason": occurrence.reason,
+            "action": occurrence.action,
+            "note": _shortened(occurrence.note),
+            "regarding": _reference(occurrence.regarding),
         }
         return f"{place}/{name}" if self._write(writer, "POST", place, body, JSON) else None
 
@@ -221,7 +221,7 @@ class Recorder:
 
     def _write(self, writer: Writer, method: str, path: str, body: dict[str, Any], content_type: str) -> bool:
         """Whether the server took it. One that does not answer is asked again for two minutes, as client-go does."""
-        from controller.kubernetes.connection import StatusError, words
+        from controller.kubernetes.connection import StatusError, message_of
 
         for attempt in range(TRIES):
             try:
@@ -234,7 +234,7 @@ class Recorder:
             except SourceError as error:  # the configuration is not read yet
                 problem = str(error)
             except Exception as error:  # every library below has its own
-                problem = words(error)
+                problem = message_of(error)
             else:
                 return True
             if attempt == 0:

@@ -1,4 +1,4 @@
-"""PURE. Services, slices and nodes as the API tells them, checked and reduced to the fields that count.
+"""PURE. Services, slices and nodes as the API has them, checked and reduced to the fields that count.
 
 `controller.kubernetes.parse` makes these. Addresses are canonical text, enumerated strings are resolved, absent
 fields have the API's defaults. All values are frozen and compare by content, so that an update that
@@ -131,7 +131,7 @@ def key_of(obj: Object) -> str:
     return obj.name
 
 
-# What a source tells. Sources of all kinds speak only these.
+# What a source emits, whatever its kind.
 
 
 class Replaced(msgspec.Struct, frozen=True):
@@ -148,7 +148,7 @@ class Replaced(msgspec.Struct, frozen=True):
 class Upserted(msgspec.Struct, frozen=True):
     """One object, new or changed. `received` is a monotonic time in seconds, 0 when unknown.
 
-    `triggered` is when what an EndpointSlice tells of changed in the cluster, in seconds since 1970, 0 when unknown.
+    `triggered` is when what an EndpointSlice reports changed in the cluster, in seconds since 1970, 0 when unknown.
     """
 
     object: Object

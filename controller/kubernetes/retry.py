@@ -16,7 +16,7 @@ import msgspec
 
 __all__ = ["SETTLED", "RetryPolicy", "Backoff"]
 
-SETTLED: Final = 10.0  # seconds after which a stream counts as working, even if it told nothing
+SETTLED: Final = 10.0  # seconds after which a stream counts as working, even if nothing came
 _PASSING: Final = 2  # ended streams or 410s in a row that are everyday life
 
 
@@ -40,7 +40,7 @@ class Backoff:
     def __init__(self, policy: RetryPolicy) -> None:
         self._policy = policy
         self.failures = 0  # in a row, without an answer that helps
-        self._ended = 0  # streams in a row that ended early and told nothing
+        self._ended = 0  # streams in a row that ended early with no event
         self._forgotten = 0  # 410s in a row, with no settled stream between them
         self._unusable = 0  # as `_forgotten`, of answers that are none
         self._absent = 0
@@ -77,8 +77,8 @@ class Backoff:
         """A complete list came, or a watch was accepted."""
         self.failures = self._absent = 0
 
-    def heard(self) -> None:
-        """A stream told something."""
+    def received(self) -> None:
+        """A stream sent an event."""
         self.failures = self._ended = 0
 
     def settled(self) -> None:

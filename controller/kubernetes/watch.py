@@ -118,7 +118,7 @@ def version_number(version: str | None) -> int | None:
 class Versions:
     """What was seen of each object, so that none goes back in time.
 
-    A complete list at version N tells the state of all objects at N: whatever is older is old news, also
+    A complete list at version N has the state of all objects at N: whatever is older is old news, also
     about objects that are not in it. So only what changed since the list needs a note of its own.
     """
 
@@ -138,7 +138,7 @@ class Versions:
         self._tombstones.clear()
 
     def is_news(self, key: str, version: str | None, gone: bool) -> bool:
-        """Whether an event tells something new; it is then noted."""
+        """Whether an event is news; it is then noted."""
         number = version_number(version)
         if number is None or self._floor is None:
             return True

@@ -1,4 +1,4 @@
-"""PURE. Every object that the source told of, and what a change of one makes worth redoing.
+"""PURE. Every object that the source has emitted, and what a change of one makes worth redoing.
 
 The cluster only remembers and says what is dirty; it decides nothing about traffic. Updates that
 change nothing (a node's heartbeat, a slice written again with the same content) are recognised by

@@ -1,6 +1,6 @@
 """PURE. What a Service means on this node: every question of traffic policy is answered here.
 
-In go objects as the API tells them, out come entries of the service table. For each service port the
+Takes objects of the API and returns entries of the service table. For each service port the
 endpoints are joined by port name and protocol, and give at most two backend sets:
 
 - the *cluster* set: ready endpoints anywhere, narrowed by topology hints (KEP-2433, KEP-4444); when
@@ -110,10 +110,10 @@ def node_network(
     Raises:
         ValueError: an address or CIDR is not one.
     """
-    told = _canonical(node.addresses if node else ())
+    reported = _canonical(node.addresses if node else ())
     overrides = tuple(a for a in _canonical(settings.primary) if not ip_address(a).is_unspecified)
-    primary = _first_of_each_family(overrides + told)
-    present = _canonical(interface_addresses) or told
+    primary = _first_of_each_family(overrides + reported)
+    present = _canonical(interface_addresses) or reported
     # A primary address that no interface carries is kept: behind 1:1 NAT it is still the node.
     addresses = tuple(sorted({a for a in (*present, *primary) if not ip_address(a).is_loopback}))
     return NodeNetwork(

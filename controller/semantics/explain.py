@@ -212,7 +212,7 @@ class Explainer:
         backend_set = entry.backend_sets[frontend.external if acts_as == "external" else frontend.internal]
         says.append(f"The source {src} is {_A_CLASS[given]} ({how}).")
         if not told_apart and given != "node" and _detection_matters(frontend):
-            says.append(f"Pods are not told apart from outsiders: {_missing(self._node, entry.family)}.")
+            says.append(f"Pods are not distinguished from outsiders: {_missing(self._node, entry.family)}.")
         if frontend.internal != frontend.external and acts_as != "external":
             says.append("externalTrafficPolicy Local does not bind pods and this node.")
         if not backend_set.backends:

@@ -3,7 +3,7 @@
 Two services may claim one address and port: a ClusterIP of one is an external IP of the other, or two
 name one load-balancer IP. One of them gets it whatever order they came in (a ClusterIP first, then the
 older service, then the name), the other loses that frontend alone, and gets it back when the winner
-goes. The losers are told in `Builder.conflicts`.
+goes. `Builder.conflicts` names the losers.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Builder:
 
     @property
     def conflicts(self) -> Mapping[str, tuple[str, ...]]:
-        """Service -> sentences about its frontends that another service has."""
+        """Service -> messages about its frontends that another service has."""
         return MappingProxyType(self._claims.lost)
 
     def build(self, cluster: Cluster, interface_addresses: tuple[str, ...]) -> ServiceTable:

@@ -4,16 +4,16 @@ The rules are kube-proxy's (pkg/proxy/healthcheck; KEP-3836 for the Node, KEP-34
 
 - A family is unwell when a change of it has waited for as long as the time-out, twice the sync period. Further
   changes do not begin the wait anew. A family that was never programmed is not unwell.
-- `/livez` tells of that alone: what a restart may mend. `/healthz` tells of the Node too: one that is being deleted
+- `/livez` shows that alone, because a restart may mend it. `/healthz` includes the Node: one that is being deleted
   should get no new connections.
-- A health-check node port tells whether *this* node has endpoints of a Service: ready ones, each address once. Those
+- A health-check node port shows whether *this* node has endpoints of a Service: ready ones, each address once. Those
   that terminate do not count, although they still serve what comes.
 
 Three things are ours. A loop that does not turn any more is unwell, whatever waits. `/healthz` is 503 until the first
 table is programmed: a load balancer should not send to a node that knows no Service yet. And it is 503 while something
-is not in place that others removed; that is nothing a restart mends, so `/livez` does not tell of it.
+is not in place that others removed; that is nothing a restart mends, so `/livez` does not show it.
 
-Times are handed in: monotonic seconds for ages, seconds since 1970 for what is told.
+The caller passes the time: monotonic seconds for ages, seconds since 1970 for what is shown.
 """
 
 from __future__ import annotations

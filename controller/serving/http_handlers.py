@@ -5,7 +5,7 @@
     each health-check node port, at any path                          for the load balancer of one Service
 
 Paths and answers are kube-proxy's. Its pages for debugging a Go program (/debug/pprof) have no counterpart here; with
-`enable_profiling` there is /debug/threads, which tells what each thread does.
+`enable_profiling` there is /debug/threads, which shows what each thread does.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class HttpHandlers:
     """The pages of one agent.
 
     Args:
-        config: where, and what else is told.
+        config: where to listen, and what /configz returns.
         health: of the proxy.
         counters: what the loop counts.
         ask: a question to the loop, as at the admin socket; waits for the answer.
         in_effect: the configuration in effect, as documents.
-        events: where a socket that cannot be opened is told.
+        events: get a socket that cannot be opened.
         end: called when the agent must end, because `bind_address_hard_fail` says so.
     """
 

@@ -117,12 +117,12 @@ def _of_syncs(counters: Counters, health: Health) -> Iterator[Metric]:
     families = _names(health)
     for histogram in counters.histograms:
         yield from histogram.collect()
-    for name, moment, words in (
+    for name, moment, text in (
         ("last", counters.last_synced, "When a table was last programmed"),
         ("last_queued", counters.last_queued, "When a change that is to be programmed last came"),
     ):
         yield _labelled(
-            GaugeMetricFamily(f"kubeproxy_sync_proxy_rules_{name}_timestamp_seconds", words, labels=["ip_family"]),
+            GaugeMetricFamily(f"kubeproxy_sync_proxy_rules_{name}_timestamp_seconds", text, labels=["ip_family"]),
             dict.fromkeys(families, moment),
         )
 
@@ -181,7 +181,7 @@ def _of_agent(status: AgentStatus, counters: Counters) -> Iterator[Metric]:
     chosen = status.mode
     mode.add_metric([chosen.requested, chosen.effective, str(chosen.degraded).lower()], 1)
     yield mode
-    for name, words, value in (
+    for name, text, value in (
         ("services", "Services in the table", status.services),
         ("service_ports", "Service ports in the table, each family for itself", counters.totals.ports),
         ("backends", "Endpoints that serve, of all service ports", counters.totals.backends),
@@ -198,7 +198,7 @@ def _of_agent(status: AgentStatus, counters: Counters) -> Iterator[Metric]:
         ("source_up", "1 when the source of objects can be read", int(status.source.healthy)),
         ("start_seconds", "From the start to the first programmed table, 0: not yet", status.ready_seconds or 0),
     ):
-        yield GaugeMetricFamily(f"hybrid_proxy_{name}", words, value=value)
+        yield GaugeMetricFamily(f"hybrid_proxy_{name}", text, value=value)
     checks = status.health_checks
     yield _labelled(
         GaugeMetricFamily(
@@ -221,12 +221,12 @@ def _of_dataplane(dataplane: Status) -> Iterator[Metric]:
         out.add_metric([row.service, row.address], int(row.ejected))
     yield out
     fill = dataplane.fill
-    for name, words, values in (
+    for name, text, values in (
         ("map_entries", "Used entries of a map", {name: row.used for name, row in fill.items()}),
         ("map_limit", "Entries that a map has room for", {name: row.limit for name, row in fill.items()}),
         ("map_fill_ratio", "Used part of a map", {name: row.used / max(row.limit, 1) for name, row in fill.items()}),
     ):
-        yield _labelled(GaugeMetricFamily(f"hybrid_proxy_{name}", words, labels=["map"]), values)
+        yield _labelled(GaugeMetricFamily(f"hybrid_proxy_{name}", text, labels=["map"]), values)
     if dataplane.ebpf:
         memory = {name: row.bytes for name, row in dataplane.ebpf.maps.items()}
         yield _labelled(GaugeMetricFamily("hybrid_proxy_map_bytes", "Kernel memory of a map", labels=["map"]), memory)
@@ -236,12 +236,12 @@ def _of_dataplane(dataplane: Status) -> Iterator[Metric]:
         "hybrid_proxy_audit_repairs", "Things of ours that somebody else had changed", value=dataplane.audit_repairs
     )
     if written := dataplane.iptables:
-        for rules, name, words in (
+        for rules, name, text in (
             (written.rules, "total", "Rules of ours in a table"),
             (written.last_rules, "last", "Rules that the last change of a table wrote"),
         ):
             gauge = GaugeMetricFamily(
-                f"kubeproxy_sync_proxy_rules_iptables_{name}", words, labels=["ip_family", "table"]
+                f"kubeproxy_sync_proxy_rules_iptables_{name}", text, labels=["ip_family", "table"]
             )
             for family, tables in rules.items():
                 for table, count in tables.items():
@@ -266,27 +266,27 @@ def _of_connection(requests: Iterable[ApiRequests]) -> Iterator[Metric]:
         yield family
 
 
-def _traffic_text(told: Rows, *, openmetrics: bool) -> Iterator[str]:
+def _traffic_text(traffic: Rows, *, openmetrics: bool) -> Iterator[str]:
     """Traffic of services, or of backends; those without any have no series.
 
     Written here and not by prometheus-client, which makes objects of each line: of 10,000 services that takes 36 MB,
     and 0.8 s in which the loop waits for the interpreter's lock. This takes 5 MB and 0.04 s.
     """
-    rows = [row for row in told if row.counts.flows or row.counts.packets or row.counts.reply_packets]
+    rows = [row for row in traffic if row.counts.flows or row.counts.packets or row.counts.reply_packets]
     if not rows:
         return
     labels = ("service", "address", "protocol") if rows[0].address is not None else ("service",)
     what = "backend" if len(labels) > 1 else "service"
     whose = [",".join(f'{label}="{_escaped(str(getattr(row, label)))}"' for label in labels) for row in rows]
     counts = [row.counts for row in rows]
-    for unit, words, directions in (
+    for unit, text, directions in (
         ("flows", "Connections and conversations begun", (("", ""),)),
         ("packets", "Packets, to backends and back", _DIRECTIONS),
         ("bytes", "Bytes of IP packets, to backends and back", _DIRECTIONS),
     ):
         name = f"hybrid_proxy_{what}_{unit}"
         family = name if openmetrics else f"{name}_total"
-        yield f"# HELP {family} {words}\n# TYPE {family} counter\n"
+        yield f"# HELP {family} {text}\n# TYPE {family} counter\n"
         for label, prefix in directions:
             count = attrgetter(f"{prefix}{unit}")
             for chunk in _chunks(whose, counts):

@@ -175,7 +175,7 @@ BRIDGE = table(
     addresses=ADDRESSES,
 )
 V6_ONLY = table(*WORLD, settings=msgspec.structs.replace(SETTINGS, cluster_cidrs=("fd02::/48",)), addresses=ADDRESSES)
-NOT_TOLD = "Pods are not told apart"
+NOT_TOLD = "Pods are not distinguished"
 
 # fmt: off
 CLASSES = [
