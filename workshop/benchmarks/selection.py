@@ -114,7 +114,7 @@ def _fill_ours(maps: MapSet) -> None:
     try:
         store = Store(maps, jiffies_per_second())
         store.apply({f"bench/service-{number}": (_entry(number),) for number in range(SERVICES)})
-        assert not store.plan.misfits, f"{len(store.plan.misfits)} services do not fit"
+        assert not store.plan.unprogrammed, f"{len(store.plan.unprogrammed)} services do not fit"
     finally:
         gc.enable()
 

@@ -132,8 +132,8 @@ class Plan:
         self.max_slots = max_slots
         self.installed: dict[str, tuple[Installed, ...]] = {}
         self.by_id: dict[int, Installed] = {}
-        self.misfits: dict[EntryKey, Unprogrammed] = {}
-        self.unfit: dict[str, set[EntryKey]] = {}  # by service: what is in `misfits`
+        self.unprogrammed: dict[EntryKey, Unprogrammed] = {}
+        self.unfit: dict[str, set[EntryKey]] = {}  # by service: what is in `unprogrammed`
         self.full: set[str] = set()  # maps that may grow for which something did not fit since this was emptied
         self.cut: dict[EntryKey, tuple[int, int]] = {}  # slots of the largest ring, and those it should have
         self.follows_load: set[int] = set()  # ids of the services whose algorithm follows the load
@@ -185,7 +185,7 @@ class Plan:
             same = old is not None and old.entry is entry and key not in refused
             wanted[key] = entry, None if same else lower(entry, self.ejections.get(key, NO_EJECTIONS))
         for key in self.unfit.pop(name, ()):
-            del self.misfits[key]
+            del self.unprogrammed[key]
         gone = [port for key, port in known.items() if key not in wanted]
         for port in gone:
             self._remove(batch, port)
@@ -463,7 +463,7 @@ class Plan:
         batch.gone_ranges += [piece for piece in port.ranges if piece[1]]
 
     def _refuse(self, name: str, key: EntryKey, error: FullError) -> None:
-        self.misfits[key] = Unprogrammed(key[0], str(error))
+        self.unprogrammed[key] = Unprogrammed(key[0], str(error))
         self.unfit.setdefault(name, set()).add(key)
         if error.name in SETTINGS:
             self.full.add(error.name)

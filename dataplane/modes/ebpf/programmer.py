@@ -167,7 +167,7 @@ class Ebpf:
             )  # fmt: skip
         self.store = self._new_store(adopt=self.adopted)
         self.table: ServiceTable = EMPTY
-        self._misfitting: frozenset[str] = frozenset()
+        self._unprogrammed: frozenset[str] = frozenset()
         self._failed: frozenset[str] = frozenset()  # services of a sync that could not be finished
         self._attached = False
         self.programs: Programs | None = None  # loaded when the first table has told how large maps must be
@@ -245,7 +245,7 @@ class Ebpf:
 
     def sync(self, table: ServiceTable) -> SyncResult:
         """See `dataplane.mode.Programmer.sync`."""
-        names = changed_services(self.table, table) | self._misfitting | self._failed
+        names = changed_services(self.table, table) | self._unprogrammed | self._failed
         try:
             if self.programs is None:
                 self._begin(sizes.needs, (entry for entries in table.services.values() for entry in entries))
@@ -265,7 +265,7 @@ class Ebpf:
                 self.store.gone_datagram_backends = []
             moved = table.node.primary != self.table.node.primary
             self.table = table
-            self._misfitting, self._failed = frozenset(plan.unfit), frozenset()
+            self._unprogrammed, self._failed = frozenset(plan.unfit), frozenset()
             if not self._attached or moved:
                 self._attach()
                 self._take_over()
@@ -277,7 +277,7 @@ class Ebpf:
                 self._start_over()
             raise SyncError(f"the eBPF maps could not be programmed: {error}") from error
         self.gc.want_grace(plan.stamp)  # last: it wakes a thread, which takes the interpreter
-        return SyncResult(changed, removed, tuple(plan.misfits.values()))
+        return SyncResult(changed, removed, tuple(plan.unprogrammed.values()))
 
     def _make_room(self, services: dict[str, tuple[Entry, ...]]) -> int:
         """Let maps grow for which something did not fit; how many service ports fit then."""
@@ -466,7 +466,7 @@ class Ebpf:
         self._collect()
         self.gc.look_for(*self.store.plan.deferred.candidates)
         self.gc.count_for = frozenset(self.store.plan.follows_load)
-        if self._misfitting and not self._failed:
+        if self._unprogrammed and not self._failed:
             self.sync(self.table)
         self.resizer.step(self.store.plan.used())
         repaired = self.store.writer.rows.repair()
@@ -480,9 +480,9 @@ class Ebpf:
             self._trace_until = 0.0
         notices = self.failover.look(self.store)
         self.gc.want_grace(self.store.plan.stamp)
-        return [*notices, *self._tell_nearly_full()]
+        return [*notices, *self._report_nearly_full()]
 
-    def _tell_nearly_full(self) -> Iterable[Event]:
+    def _report_nearly_full(self) -> Iterable[Event]:
         """Once for each map, until it has room again."""
         flows = self.gc.used
         entries = {name: self.maps.maps[name].entries for name in flows}
@@ -535,7 +535,7 @@ class Ebpf:
                 "slots": Fill(used["slots"], entries["slots"]),
                 "flows": Fill(self.gc.known_flows, 2 * self.maps.maps["flows4"].entries),
             },
-            unprogrammed=list(store.plan.misfits.values()),
+            unprogrammed=list(store.plan.unprogrammed.values()),
             warnings=self.warnings(),
             audit_repairs=self.audit_repairs,
             counters=self.counters(),

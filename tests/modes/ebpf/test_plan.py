@@ -151,8 +151,7 @@ def test_a_frontend_goes_from_one_service_to_another(names: tuple[str, str]) -> 
         plan.change(batch, name, after[name])
     assert batch.frontends[key()] == (2, 0)
     assert plan.owners == {key(): 2}
-    # The writer deletes nothing that the batch writes.
-    assert [gone for gone, _ in batch.gone_frontends if gone not in batch.frontends] == []
+    assert {gone for gone, _ in batch.gone_frontends} <= batch.frontends.keys(), "nothing that is written is deleted"
 
 
 FULL = [
@@ -174,12 +173,12 @@ def test_what_does_not_fit_leaves_nothing_half_planned(sizes: dict[str, int], wh
     batch = change(plan, second, name=DNS)
     assert batch == Batch()
     assert plan.used() == before
-    assert plan.misfits[key_of(second)].reason.startswith(f"map {what} ")
+    assert plan.unprogrammed[key_of(second)].reason.startswith(f"map {what} ")
     assert plan.full == ({what} if what != "source_ranges4" else set()), "that one does not grow"
     change(plan)
     free(plan)
     change(plan, second, name=DNS)
-    assert not plan.misfits
+    assert not plan.unprogrammed
 
 
 def test_a_service_that_cannot_grow_stays_as_it_was_until_it_fits_or_goes() -> None:
@@ -190,10 +189,10 @@ def test_a_service_that_cannot_grow_stays_as_it_was_until_it_fits_or_goes() -> N
         assert plan.unfit == {WEB: {key_of(port([]))}}
     assert plan.installed[WEB][0].entry == port([1, 2, 3])
     change(plan, port([1, 2]))
-    assert not plan.misfits
+    assert not plan.unprogrammed
     change(plan, port(range(1, 10)))
     change(plan)
-    assert not plan.misfits
+    assert not plan.unprogrammed
     assert not plan.unfit
 
 

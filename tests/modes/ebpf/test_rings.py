@@ -86,7 +86,7 @@ CHANGES = [
 def test_slots_are_the_ring_of_the_algorithm(store: Store, entries: list[Entry]) -> None:
     for made in entries:
         store.apply({one: (made,)})
-        assert not store.plan.misfits
+        assert not store.plan.unprogrammed
         assert not store.plan.cut
         front = fronts_of(made)[0]
         inside, outside = slots_of(store, front.address or "")
@@ -123,7 +123,7 @@ def test_rings_get_smaller_before_a_service_port_is_refused(open_maps: OpenMaps)
     table: Table = {f"default/s{n}": (port("mh", [1, 1, 1], f"10.96.0.{n}", f"default/s{n}"),) for n in range(1, 40)}
     store.apply(table)
     store.apply(many(80, 3, 60))
-    assert not store.plan.misfits
+    assert not store.plan.unprogrammed
     sizes = [len(slots_of(store, f"10.96.0.{n}")[0]) for n in range(1, 40)]
     assert sizes[0] == 1021
     assert sorted(set(sizes), reverse=True) == [1021, 509, 3], "251 would leave less than a quarter"
@@ -207,5 +207,5 @@ def test_no_room_for_other_shares_leaves_the_ring(open_maps: OpenMaps) -> None:
     store.apply({one: (port("lc", [1, 1, 1]),), **many(14, 3, 20)})
     before = slots_of(store)
     store.balance({ids(store)[0]: 100})
-    assert not store.plan.misfits
+    assert not store.plan.unprogrammed
     assert slots_of(store) == before
