@@ -401,10 +401,10 @@ class TestAgent:
             subprocess.run(["nft", "add table ip kube-proxy"], check=True)
         try:
             agent = start("works", kubeconfig=api.kubeconfig())
-            eventually(lambda: agent.status().other_proxies, "the neighbour in status")
+            eventually(lambda: agent.status().other_proxies, "the other proxy in the status")
             (sentence,) = agent.status().other_proxies
             assert sentence.startswith("kube-proxy left its table ip kube-proxy here, and nobody maintains them")
-            assert f"neighbour: {sentence}" in agent.tail()
+            assert f"other proxy: {sentence}" in agent.tail()
             assert f"OTHER PROXY: {sentence}" in agent.command("status", "--admin-socket", str(agent.socket)).stdout
             eventually(lambda: api.events("OtherProxyFound"), "the event")
             assert api.events("OtherProxyFound")[0]["note"] == sentence

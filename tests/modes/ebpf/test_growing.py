@@ -178,7 +178,7 @@ def test_maps_grow_under_load(lab: Lab) -> None:
         last = child.do("status")
     for name in ("services", "backends", "slots"):
         assert entries(last, name) > entries(first, name), name
-        assert last["maps"][name]["bytes"] > first["maps"][name]["bytes"], name
+        assert last["ebpf"]["maps"][name]["bytes"] > first["ebpf"]["maps"][name]["bytes"], name
     assert last["unprogrammed"] == last["warnings"] == []
     assert last["counters"]["new_flow"] > counted
     assert last["counters"]["drop_no_port"] == last["counters"]["slot_lost"] == 0
