@@ -189,7 +189,7 @@ def _of_agent(status: AgentStatus, counters: Counters) -> Iterator[Metric]:
         ("refused_objects", "Malformed objects", len(status.problems)),
         ("conflicts", "Services with an address and port that another one has", len(status.conflicts)),
         ("unrepaired_drift", "Things that others changed and that are not put right yet", len(status.drift)),
-        ("neighbours", "Other proxies that were found on this node", len(status.other_proxies)),
+        ("other_proxies", "Other proxies that were found on this node", len(status.other_proxies)),
         (
             "waiting_objects",
             "Objects whose changes the loop has not taken yet",

@@ -20,7 +20,7 @@ from .cases import node, own
 from .conftest import new_lab, route_services, serve
 from .kit import PATIENCE, V4, V6, Bench, Service, eventually, node_manifest
 from .probes import Probe, To, observe
-from .test_neighbours import CNI, run
+from .test_other_proxies import CNI, run
 from .test_rows import target_of
 from .world import SECOND, table_of
 
@@ -121,7 +121,7 @@ def test_another_masquerade_bit(field: Lab, mode: str) -> None:
                                                         "meta mark and 0x100000 != 0 counter name kept")  # fmt: skip
     with agent_with(field, mode, "--iptables-masquerade-bit=20") as (bench, services):
         run(bench, "nft", rules)
-        name, want = ("local", own("pod2")) if mode == "ebpf" else ("far", node("remote1"))  # see test_neighbours
+        name, want = ("local", own("pod2")) if mode == "ebpf" else ("far", node("remote1"))  # see test_other_proxies
         try:
             for family in (V4, V6):
                 probe = Probe("client", target_of(bench, services[name], "nodeport", family), STREAM)
