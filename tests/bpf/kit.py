@@ -34,6 +34,7 @@ from dataplane.modes.ebpf.flows import FlowGC, flow_arrays
 from dataplane.modes.ebpf.maps import MapSet, traffic_cpus
 from dataplane.modes.ebpf.programs import CHECK_MTU, put_datapaths
 from dataplane.modes.ebpf.store import Store
+from dataplane.reports import ExplainAnswer
 from dataplane.table import Backend, BackendSet, Entry, Kind, Protocol, WhenEmpty
 from tests.pins import pin_folder
 from tests.tables import Front, entry_of
@@ -353,7 +354,7 @@ class Bench:
     def clock(self) -> int:
         return run_on_packet(self.inspect.program("read_clock"), bytes(64))[0]
 
-    def explain(self, packet: bytes, place: str = "pod", ifindex: int = 0) -> dict[str, Any]:
+    def explain(self, packet: bytes, place: str = "pod", ifindex: int = 0) -> ExplainAnswer:
         """What the explaining programs say of a packet; they are loaded for the occasion."""
         seen = read(packet, check=False)
         question = ProbePacket(seen.src, seen.dst, seen.dport, seen.protocol, place, seen.sport)

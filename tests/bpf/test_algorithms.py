@@ -64,8 +64,8 @@ class Asker:
             self.packet = bytearray(frame(self.net, client, self.vip, syn()))
         struct.pack_into("!H", self.packet, self.l4, sport)
         answer = self.bench.explain(bytes(self.packet))
-        assert answer["verdict"] == "dnat"
-        return str(answer["backends"][0].rpartition(":")[0].strip("[]"))
+        assert answer.verdict == "dnat"
+        return str(answer.backends[0].rpartition(":")[0].strip("[]"))
 
 
 def open_once(bench: Bench, net: Net, sport: int, client: str = "") -> str:

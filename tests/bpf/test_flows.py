@@ -645,7 +645,7 @@ def test_backends_are_chosen_evenly(bench: Bench, net: Net) -> None:
     bench.serve(web(net, *range(20)))
     packet, chosen, runs = frame(net, net.client, net.vip, syn()), Counter(), 10_000
     for _ in range(runs):
-        chosen[bench.explain(packet)["backends"][0]] += 1
+        chosen[bench.explain(packet).backends[0]] += 1
     assert len(chosen) == 20
     expected = runs / 20
     assert sum((n - expected) ** 2 / expected for n in chosen.values()) < 59
@@ -657,14 +657,14 @@ def test_explaining_has_no_side_effects(bench: Bench, net: Net) -> None:
     for port in (80, 81):
         for _ in range(20):
             answer = bench.explain(frame(net, net.client, net.vip, syn(dport=port)))
-            assert answer["verdict"] == ("dnat" if port == 80 else "reject")
+            assert answer.verdict == ("dnat" if port == 80 else "reject")
     assert bench.flow_count(net.family) == (0, 0)
     assert not len(bench.maps.maps["affinity"].items(layout.dtype_of("affinity_key"), np.dtype("u8"))[0])
     assert not any(bench.maps.counters().values())
     there = bench.open_tcp(net, net.vip)
     answer = bench.explain(frame(net, net.client, net.vip, syn()))
-    assert "flow" in {step["step"] for step in answer["steps"]}
-    assert answer["backends"] == [socket_text(there.dst, there.dport)]
+    assert "flow" in {step.step for step in answer.steps}
+    assert answer.backends == [socket_text(there.dst, there.dport)]
 
 
 # --- affinity

@@ -152,5 +152,5 @@ def test_a_bridge_judges_frames_itself(served: Bench, net: Net) -> None:
 
 def test_explain_says_so(served: Bench, net: Net) -> None:
     answer = served.explain(malformed(net)["words-4"])
-    assert answer["verdict"] == "drop"
-    assert [step["step"] for step in answer["steps"]][-2:] == ["drop_malformed", "verdict"]
+    assert answer.verdict == "drop"
+    assert [step.step for step in answer.steps][-2:] == ["drop_malformed", "verdict"]

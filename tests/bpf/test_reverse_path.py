@@ -180,7 +180,7 @@ def test_explain_tells_the_way_back(bench: Bench) -> None:
     served(bench, 4)
     packet = frame(NETS[4], SOURCES[4]["other-pod"], NETS[4].vip, syn())
     answer = bench.explain(packet, ifindex=index_of("pod0"))
-    assert answer["verdict"] == "drop"
-    steps = [step["step"] for step in answer["steps"]]
+    assert answer.verdict == "drop"
+    steps = [step.step for step in answer.steps]
     assert steps[-3:] == ["path_back", "drop_reverse_path", "verdict"]
-    assert "pod1" in answer["steps"][-3]["text"]
+    assert "pod1" in answer.steps[-3].text

@@ -336,7 +336,7 @@ def test_unallocated_addresses_are_dropped_whatever_the_prefilter_says(bench: Be
         bits[:] = (1 << 64) - 1
         packet = frame(net, net.client, net.vip2, syn())
         assert bench.ingress(packet) == (DROP, packet)
-        assert bench.explain(packet)["verdict"] == "drop"
+        assert bench.explain(packet).verdict == "drop"
     finally:
         bits[:] = before
 

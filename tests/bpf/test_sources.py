@@ -102,5 +102,5 @@ def test_a_packet_for_no_service_is_the_stacks(node: Bench, net: Net) -> None:
 
 def test_explain_says_so(node: Bench, net: Net) -> None:
     answer = node.explain(frame(net, OWN[net.family][1], net.vip, syn()))
-    assert answer["verdict"] == "drop"
-    assert [step["step"] for step in answer["steps"]][-2:] == ["drop_martian", "verdict"]
+    assert answer.verdict == "drop"
+    assert [step.step for step in answer.steps][-2:] == ["drop_martian", "verdict"]
