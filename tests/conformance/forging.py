@@ -25,7 +25,7 @@ from .packets import SYN, read
 from .test_rows import target_of
 from .world import CLIENT_ONLY, LOCAL, SECOND
 
-__all__ = ["Door", "Ears", "End", "Numbers", "Stage", "Talk", "XDP", "stage"]
+__all__ = ["Ears", "End", "Injector", "Numbers", "Stage", "Talk", "XDP", "stage"]
 
 ETH_P_ALL, PACKET_OUTGOING = 0x0003, 4  # linux/if_ether.h, linux/if_packet.h
 SO_RCVBUFFORCE = 33  # asm-generic/socket.h
@@ -57,7 +57,7 @@ class Talk:
 
 
 @dataclass(frozen=True)
-class Door:
+class Injector:
     """How a place sends frames to the node: they begin with `target` and `source`."""
 
     send: Callable[[bytes], Any]
@@ -78,7 +78,7 @@ class Ears:
             ear.setblocking(False)
             self.sockets[ear] = name
 
-    def heard(self, wait: float = QUIET * PATIENCE) -> Iterator[tuple[str, bool, bytes]]:
+    def captured(self, wait: float = QUIET * PATIENCE) -> Iterator[tuple[str, bool, bytes]]:
         """Place, whether it came in there, and the frame, until nobody says anything for so long."""
         while ready := select.select(list(self.sockets), [], [], wait)[0]:
             for ear in ready:
@@ -95,10 +95,10 @@ class Numbers:
         self.due: dict[tuple[End, End], tuple[int, int]] = {}
 
     def note(self, frame: bytes) -> None:
-        told = read(frame[14:])
-        if told and told.protocol == socket.IPPROTO_TCP:
-            due = (told.sequence + told.size + bool(told.flags & SYN)) % 2**32
-            self.due[told.source, told.target] = due, told.acknowledged
+        segment = read(frame[14:])
+        if segment and segment.protocol == socket.IPPROTO_TCP:
+            due = (segment.sequence + segment.size + bool(segment.flags & SYN)) % 2**32
+            self.due[segment.source, segment.target] = due, segment.acknowledged
 
     def of(self, talk: Talk, part: str) -> tuple[int, int]:
         """A direction that is not on any wire (before a masquerade, behind a socket's hook) has the other's numbers."""
@@ -129,16 +129,16 @@ class Stage:
             "backend": (reply.local, reply.peer), "peer": (reply.peer, reply.local),
         })  # fmt: skip
 
-    def door(self, name: str, stack: ExitStack) -> Door:
+    def injector(self, name: str, stack: ExitStack) -> Injector:
         """The place's interface, opened with packet(7). The client's is the one on the node's wire."""
         lab = self.bench.lab
         with lab.inside(name):
-            door = stack.enter_context(socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0))
-            door.bind((WIRE if name == "client" else "eth0", 0))
+            injector = stack.enter_context(socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0))
+            injector.bind((WIRE if name == "client" else "eth0", 0))
         link = lab.netlink("node")
         node = link.get_links(link.link_lookup(ifname="eth0")[0])[0].get_attr("IFLA_ADDRESS")
         target = bytes.fromhex(node.replace(":", "")) if name == "client" else GATEWAY
-        return Door(door.send, target, door.getsockname()[4])
+        return Injector(injector.send, target, injector.getsockname()[4])
 
 
 @contextmanager

@@ -46,16 +46,16 @@ class End:
     hints: tuple[tuple[str, str], ...] = ()  # ("forZones", "zone-a") or ("forNodes", "lab-node")
 
     def json(self, family: int) -> dict[str, Any]:
-        told: dict[str, Any] = {
+        endpoint: dict[str, Any] = {
             "addresses": [self.place.address(family)],
             "conditions": {"ready": self.ready, "serving": self.serving, "terminating": self.terminating},
         }
         host = self.place.node or (self.place.name if self.place.name in NODE_NAMES else None)
         if host is not None:
-            told["nodeName"] = NODE_NAMES[host]
+            endpoint["nodeName"] = NODE_NAMES[host]
         for kind, name in self.hints:
-            told.setdefault("hints", {}).setdefault(kind, []).append({"name": name})
-        return told
+            endpoint.setdefault("hints", {}).setdefault(kind, []).append({"name": name})
+        return endpoint
 
 
 @dataclass

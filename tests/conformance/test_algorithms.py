@@ -40,8 +40,8 @@ def test_round_robin_is_exact(bench: Bench, family: int, place: str) -> None:
 
 @pytest.mark.core
 def test_weighted_round_robin_is_exact(bench: Bench, family: int) -> None:
-    told = weights(bench, {"pod2": 3})
-    service = bench.service(*PODS, annotations={"algorithm": "wrr", "weights": told})
+    annotation = weights(bench, {"pod2": 3})
+    service = bench.service(*PODS, annotations={"algorithm": "wrr", "weights": annotation})
     assert bench.spread("pod1", service, family, 20) == {"pod2": 12, "pod3": 4, "remote1": 4}
 
 

@@ -81,8 +81,8 @@ def test_a_malformed_object_stops_nothing_else(bench: Bench, family: int) -> Non
     bad = bench.agent.manifests / "bad.yaml"
     bad.write_text(MALFORMED)
     try:
-        told = bench.agent.wait(lambda status: bool(status.problems), 8, "aware of the malformed object")
-        assert any("conformance/bad" in str(problem) for problem in told.problems), told.problems
+        status = bench.agent.wait(lambda status: bool(status.problems), 8, "aware of the malformed object")
+        assert any("conformance/bad" in str(problem) for problem in status.problems), status.problems
         service.write(bench.lab["pod3"])
         bench.settle(service, {"pod3"}, family)
     finally:

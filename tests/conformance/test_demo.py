@@ -38,9 +38,9 @@ def alive(pid: int) -> bool:
 
 
 def test_the_demonstration_does_what_it_says() -> None:
-    told = lab("demo", "-o", "json")
-    assert told.returncode == 0, told.stderr
-    summary = json.loads(told.stdout)
+    result = lab("demo", "-o", "json")
+    assert result.returncode == 0, result.stderr
+    summary = json.loads(result.stdout)
     assert summary["passed"]
     assert len(summary["checks"]) >= 20
     assert all(good for good, _ in summary["checks"])
@@ -49,9 +49,9 @@ def test_the_demonstration_does_what_it_says() -> None:
 
 def test_a_lab_stays_up_until_it_is_taken_down() -> None:
     try:
-        told = lab("up", "-o", "json")
-        assert told.returncode == 0, told.stderr
-        up = json.loads(told.stdout)
+        result = lab("up", "-o", "json")
+        assert result.returncode == 0, result.stderr
+        up = json.loads(result.stdout)
         pod = up["places"]["pod1"]["namespace"]
         load = [sys.executable, "-m", "workshop.lab.traffic", "load", "connections", "10.96.0.10:80", "--count", "30"]
         asked = subprocess.run(["nsenter", f"--net={pod}", *load], capture_output=True, text=True, cwd=ROOT, timeout=30)
@@ -79,8 +79,8 @@ def test_taking_down_what_is_not_there_says_so() -> None:
 
 @pytest.mark.parametrize("arguments", [("up", "--pods", "1"), ("demo", "--pods", "999")])
 def test_impossible_labs_are_refused_in_a_sentence(arguments: tuple[str, ...]) -> None:
-    told = lab(*arguments)
-    assert told.returncode != 0
-    assert "pods" in told.stderr
-    assert "Traceback" not in told.stderr
+    result = lab(*arguments)
+    assert result.returncode != 0
+    assert "pods" in result.stderr
+    assert "Traceback" not in result.stderr
     assert not traces()

@@ -114,8 +114,8 @@ def connecting(bench: Bench, world: World, place: str, tally: Tally) -> partial[
 
 
 def pins(bench: Bench) -> str:
-    told = bench.agent.wait(lambda status: True)
-    return str(told.dataplane.ebpf.pins)
+    status = bench.agent.wait(lambda status: True)
+    return str(status.dataplane.ebpf.pins)
 
 
 def repairs(bench: Bench, more_than: int) -> int:

@@ -40,10 +40,10 @@ def failing(bench: Bench, *pods: str, how: str = "drop") -> Iterator[None]:
     try:
         yield
     finally:
-        hear(bench, *pods)
+        listen(bench, *pods)
 
 
-def hear(bench: Bench, *pods: str) -> None:
+def listen(bench: Bench, *pods: str) -> None:
     for pod in pods:
         bench.lab.run(pod, ["nft", "delete table inet deaf"])
 
@@ -265,6 +265,6 @@ def test_a_malformed_probe_refuses_that_service_alone(probing: Bench) -> None:
     assert status.dataplane.ebpf.probes.targets >= 4
     assert bench.seen("pod1", web, V4, 8) == {"pod2", "pod3"}
     web.write(annotations={"probe": "udp"})
-    told = bench.agent.wait(lambda status: any(web.name in p.key for p in status.problems), what="refusing it")
-    assert any("is not tcp or http:/PATH" in problem.message for problem in told.problems)
+    status = bench.agent.wait(lambda status: any(web.name in p.key for p in status.problems), what="refusing it")
+    assert any("is not tcp or http:/PATH" in problem.message for problem in status.problems)
     assert bench.seen("pod1", bench.service("pod4"), V4, 2) == {"pod4"}, "others are served"

@@ -121,11 +121,11 @@ def sctp_flow(bench: Bench, stack: ExitStack, service: Service, family: int) -> 
 
     def send(kind: int, answer: int) -> None:
         client.sendto(sctp_packet(port, service.port, 0 if kind == INIT else TO_BACKEND, kind), (vip, 0))
-        heard(backend, (own, port), kind)
+        expect(backend, (own, port), kind)
         backend.sendto(sctp_packet(service.target, port, TO_CLIENT, answer), (own, 0))
-        heard(client, (vip, service.port), answer)
+        expect(client, (vip, service.port), answer)
 
-    def heard(one: socket.socket, sender: tuple[str, int], kind: int) -> None:
+    def expect(one: socket.socket, sender: tuple[str, int], kind: int) -> None:
         """The next packet of this association; whatever else comes (raw sockets get all of SCTP) is not ours."""
         while True:
             data, source = one.recvfrom(2048)
@@ -203,7 +203,7 @@ class Switch:
             case Lives.AGAIN:
                 return last < self.gone + 0.5 * PATIENCE
 
-    def told(self, flow: Flow) -> str:
+    def outcome_of(self, flow: Flow) -> str:
         failed = ", ".join(f"{when - self.served:+.2f} s {error}" for when, error in flow.failed)
         gone = f"the former mode went at {self.gone - self.served:+.2f} s"
         return f"{flow.name}, {flow.asked} questions, failed: {failed}; {gone}"
@@ -253,5 +253,5 @@ def test_what_is_open_goes_on(node: Node, mode: str, former: str) -> None:
             time.sleep(2.0 * PATIENCE)
     for flow in flows:
         lives = documented(former, mode, flow)
-        assert flow.asked - len(flow.failed) >= 3, done.told(flow)
-        assert done.keeps(flow, lives), f"should live on, {lives.value}: {done.told(flow)}"
+        assert flow.asked - len(flow.failed) >= 3, done.outcome_of(flow)
+        assert done.keeps(flow, lives), f"should live on, {lives.value}: {done.outcome_of(flow)}"

@@ -38,7 +38,7 @@ from .forgeries import (
     Ending,
     Form,
 )
-from .forging import XDP, Door, Ears, End, Numbers, Stage, Talk, stage
+from .forging import XDP, Ears, End, Injector, Numbers, Stage, Talk, stage
 from .kit import PATIENCE, V4, V6
 from .packets import ACK, PUSH, RST, SYN, Header, Read, datagram, ether, icmp_error, packet, read, segment
 from .test_rows import target_of
@@ -64,20 +64,20 @@ class Attack:
     def run(self) -> None:
         with ExitStack() as stack:
             ears = Ears(self.lab, stack)
-            doors = {name: self.stage.door(name, stack) for name in {case.sender for case in self.cases}}
+            injectors = {name: self.stage.injector(name, stack) for name in {case.sender for case in self.cases}}
             for case in self.cases:
                 if case.part != "new" and self._key(case) not in self.talks:
                     flow = FLOWS[case.where]
                     self.talks[self._key(case)] = self.stage.talk(flow, case.protocol, _family(case), stack)
-            for _, _, frame in ears.heard():
+            for _, _, frame in ears.captured():
                 self.numbers.note(frame)
             for number, case in enumerate(self.cases):
-                for frame in self._frames(number, case, doors[case.sender]):
-                    doors[case.sender].send(frame)
+                for frame in self._frames(number, case, injectors[case.sender]):
+                    injectors[case.sender].send(frame)
             waiting = {case for case in self.cases if case.must_arrive}
             deadline = time.monotonic() + 5 * PATIENCE
             while True:
-                for place, inward, frame in ears.heard():
+                for place, inward, frame in ears.captured():
                     if inward:
                         self._judge(place, frame)
                 if waiting <= self.seen.keys() or time.monotonic() > deadline:
@@ -89,7 +89,7 @@ class Attack:
 
     # What is sent
 
-    def _frames(self, number: int, case: Case, door: Door) -> Iterator[bytes]:
+    def _frames(self, number: int, case: Case, injector: Injector) -> Iterator[bytes]:
         form = FORMS[case.form] if case.form else Form()
         token = b"<forged:%05d>" % number
         protocol = NUMBERS[case.protocol]
@@ -107,10 +107,10 @@ class Attack:
             flags = SYN if case.part == "new" else case.flags
             content = segment(header, ports, due[0] + case.offset, due[1], flags, data, **form.segment)
         content = content[: form.cut]
-        target_mac = FRAMES.get(form.frame, door.target)
+        target_mac = FRAMES.get(form.frame, injector.target)
         for whole in self._pieces(header, protocol, content, form):
             ip = whole[:10] if form.frame == "cut" else whole
-            yield ether(target_mac, door.source, case.family, ip)
+            yield ether(target_mac, injector.source, case.family, ip)
         if case.part not in ERRORS:
             self.owners[protocol, source, target] = self.owners[protocol, target, source] = case
 
@@ -157,22 +157,22 @@ class Attack:
     # What arrives
 
     def _judge(self, place: str, frame: bytes) -> None:
-        told = read(frame[14:])
+        segment = read(frame[14:])
         token = TOKEN.search(frame)
         if token:
             case = self.cases[int(token[1])]
-            refusal = place == case.sender and told and told.quoted and case.part not in ERRORS
+            refusal = place == case.sender and segment and segment.quoted and case.part not in ERRORS
             if not refusal and (not case.form or FORMS[case.form].reached):
-                self._saw(case, place, told)
+                self._saw(case, place, segment)
             return
-        for about in (told, told.quoted if told else None):
+        for about in (segment, segment.quoted if segment else None):
             case = self.owners.get((about.protocol, about.source, about.target)) if about else None
-            if case and not (place == case.sender and (about is not told or told.flags & RST)):
-                self._saw(case, place, told)
+            if case and not (place == case.sender and (about is not segment or segment.flags & RST)):
+                self._saw(case, place, segment)
 
-    def _saw(self, case: Case, place: str, told: Read | None) -> None:
+    def _saw(self, case: Case, place: str, segment: Read | None) -> None:
         where = "the wire" if place == "client" else place
-        self.seen[case].append(f"at {where}: {told}")
+        self.seen[case].append(f"at {where}: {segment}")
 
 
 def _family(case: Case) -> int:
@@ -229,19 +229,19 @@ def end_them(stage: Stage) -> Ended:
     with ExitStack() as stack:
         ears, numbers = Ears(stage.bench.lab, stack), Numbers()
         talks = {e: stage.talk(MANY[e.flow], "tcp", V4 if e.family == 4 else V6, stack) for e in ENDED}
-        for _, _, frame in ears.heard():
+        for _, _, frame in ears.captured():
             numbers.note(frame)
         senders = {e: e.sender(talk.pod) for e, talk in talks.items()}
-        doors = {name: stage.door(name, stack) for name in set(senders.values())}
+        injectors = {name: stage.injector(name, stack) for name in set(senders.values())}
         for ending, talk in talks.items():
-            (source, target), door = talk.ends[ending.part], doors[senders[ending]]
+            (source, target), injector = talk.ends[ending.part], injectors[senders[ending]]
             due = numbers.of(talk, ending.part)
             header = Header(source[0], target[0])
             for flags, offset in ENDINGS[ending.kind]:
                 content = segment(header, (source[1], target[1]), due[0] + offset, due[1], flags, b"")
                 whole = packet(header, socket.IPPROTO_TCP, content)
-                door.send(ether(door.target, door.source, ending.family, whole))
-        for _ in ears.heard():
+                injector.send(ether(injector.target, injector.source, ending.family, whole))
+        for _ in ears.captured():
             pass
         with ThreadPoolExecutor(32) as pool:
             return dict(zip(talks, pool.map(_asked, talks.values()), strict=True))

@@ -48,8 +48,8 @@ def conntrack(bench: Bench, request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with ruleset(bench.lab, CONNTRACK):
         yield
-        told = bench.lab.run("node", ["nft", "list", "table", "inet", "tracking"]).stdout
-    assert "counter packets 0 " in told, told
+        listing = bench.lab.run("node", ["nft", "list", "table", "inet", "tracking"]).stdout
+    assert "counter packets 0 " in listing, listing
 
 
 @contextmanager
@@ -118,9 +118,9 @@ def test_an_established_flow_of_large_datagrams_skips_the_stack(bench: Bench, mo
 
 
 def counted(bench: Bench, name: str) -> int:
-    told = bench.agent.status()
-    assert told is not None
-    return int(told.dataplane.counters[name])
+    status = bench.agent.status()
+    assert status is not None
+    return int(status.dataplane.counters[name])
 
 
 def pieces_of(source: tuple[str, int], target: tuple[str, int], data: bytes) -> list[bytes]:
@@ -176,9 +176,9 @@ def test_fragments_may_come_in_any_order(
             send_pieces(bench, place, order(pieces_of(own, target, asked)), target)
             data, peer = server.recvfrom(65536)
             assert data == asked, name
-            told = random.randbytes(SIZE)
-            answer = pieces_of((bench.lab[pod].address(family), ECHO), peer[:2], told)
+            payload = random.randbytes(SIZE)
+            answer = pieces_of((bench.lab[pod].address(family), ECHO), peer[:2], payload)
             send_pieces(bench, pod, order(answer), peer[:2])
             data, source = client.recvfrom(65536)
-            assert data == told, name
+            assert data == payload, name
             assert source[:2] == target

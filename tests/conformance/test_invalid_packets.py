@@ -60,14 +60,14 @@ def wire(bench: Bench, place: str) -> Iterator[Callable[[], Iterator[Segment]]]:
         listener.bind(("eth0", ETH_P_ALL))
     listener.setblocking(False)
 
-    def heard() -> Iterator[Segment]:
+    def captured() -> Iterator[Segment]:
         with suppress(BlockingIOError):
             while frame := listener.recv(65536):
                 if segment := read_segment(frame):
                     yield segment
 
     with listener:
-        yield heard
+        yield captured
 
 
 def send_far_ahead(bench: Bench, place: str, last: Segment, family: int) -> int:
@@ -108,13 +108,13 @@ def test_a_segment_outside_the_window_resets_nothing(
 ) -> None:
     bench, pod = world.bench, world.bench.lab["pod2"]
     target = target_of(bench, world.services[name], way, family)
-    with wire(bench, "pod2") as heard, bench.connect(place, target, family) as connection:
+    with wire(bench, "pod2") as captured, bench.connect(place, target, family) as connection:
         assert ask_tcp(connection).pod == "pod2"
         served = (pod.address(family), HTTP)
-        last = next(s for s in reversed(list(heard())) if s.source == served and s.size)
+        last = next(s for s in reversed(list(captured())) if s.source == served and s.size)
         sequence = send_far_ahead(bench, "pod2", last, family)
         assert ask_tcp(connection).pod == "pod2"
-        seen = list(heard())
+        seen = list(captured())
     assert any(segment.sequence == sequence for segment in seen), "nothing was sent"
     resets = [segment for segment in seen if segment.flags & RST]
     assert not resets, f"the backend was told to reset: {resets}"

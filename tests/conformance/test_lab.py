@@ -71,14 +71,14 @@ def test_the_node_checks_reverse_paths_strictly(lab: Lab) -> None:
 @pytest.mark.parametrize(("place", "folder"), [("node", "node"), ("pod1", "pods"), ("client", None), ("remote1", None)])
 def test_processes_are_in_the_cgroup_of_their_place(lab: Lab, place: str, folder: str | None) -> None:
     """Only what runs on the node is inside the cgroup that an agent attaches to; namespaces are never the machine's."""
-    told = lab.run(place, ["sh", "-c", "cat /proc/self/cgroup; readlink /proc/self/ns/net; ls /sys/fs/cgroup"]).stdout
-    unified = next(line for line in told.splitlines() if line.startswith("0::"))
+    output = lab.run(place, ["sh", "-c", "cat /proc/self/cgroup; readlink /proc/self/ns/net; ls /sys/fs/cgroup"]).stdout
+    unified = next(line for line in output.splitlines() if line.startswith("0::"))
     if folder:
         assert unified == f"0::/hp-{lab.name}/{folder}"
     else:
         assert f"hp-{lab.name}" not in unified
-    assert str(Path("/proc/self/ns/net").readlink()) not in told
-    assert lab[place].namespace.stat().st_ino == int(told.split("net:[")[1].split("]")[0])
+    assert str(Path("/proc/self/ns/net").readlink()) not in output
+    assert lab[place].namespace.stat().st_ino == int(output.split("net:[")[1].split("]")[0])
 
 
 @pytest.mark.parametrize("how", UDP_SOCKETS)
@@ -100,10 +100,10 @@ def test_failures_are_counted_by_name(lab: Lab) -> None:
 
 def test_the_command_line_load_reports_as_it_goes(lab: Lab) -> None:
     argv = [sys.executable, "-m", "workshop.lab.traffic", "load", "streams", f"[{lab['pod2'].address6}]:{HTTP}"]
-    told = lab.run("pod1", [*argv, "--seconds", "0.6", "--rate", "200", "--report", "0.2"])
-    assert told.returncode == 0, told.stderr
-    assert len(told.stdout.splitlines()) >= 3
-    assert '"final": true' in told.stdout.splitlines()[-1]
+    result = lab.run("pod1", [*argv, "--seconds", "0.6", "--rate", "200", "--report", "0.2"])
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.splitlines()) >= 3
+    assert '"final": true' in result.stdout.splitlines()[-1]
 
 
 def test_bring_up_is_quick_and_removal_complete() -> None:

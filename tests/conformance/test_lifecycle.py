@@ -211,9 +211,9 @@ def test_cleanup_removes_everything_of_ours_and_nothing_else(
 @pytest.mark.parametrize("mode", ["ebpf"], indirect=True, scope="session")
 def test_cleanup_leaves_no_pins(bench: Bench, mode: str) -> None:
     bench.service("pod2")
-    told = bench.agent.status()
-    assert told is not None
-    root = Path(told.dataplane.ebpf.pins)
+    status = bench.agent.status()
+    assert status is not None
+    root = Path(status.dataplane.ebpf.pins)
     assert root.is_dir()
     assert any(path.is_file() for path in root.rglob("*"))
     bench.agent.terminate()

@@ -107,9 +107,9 @@ def test_who_is_a_pod_and_who_is_masqueraded(field: Lab, mode: str, setting: str
         table = table_of(bench, bench.agent)
         for (place, name, way, want, given), family in itertools.product(questions, (V4, V6)):
             target = target_of(bench, services[name], way, family)
-            told = explain(table, Packet("", field[place].address(family), *target, "tcp", given))  # type: ignore[arg-type]
-            assert told.verdict == ("dnat" if isinstance(want, To) else "drop"), told
-            assert not isinstance(want, To) or told.masquerade == (want.peer == "node"), told
+            found = explain(table, Packet("", field[place].address(family), *target, "tcp", given))  # type: ignore[arg-type]
+            assert found.found == ("dnat" if isinstance(want, To) else "drop"), found
+            assert not isinstance(want, To) or found.masquerade == (want.peer == "node"), found
             seen = observe(bench, Probe(place, target, STREAM), want)  # type: ignore[arg-type]
             assert seen.is_(want, place), f"{place} to {name} at {way}: want {want}, see {seen}"  # type: ignore[arg-type]
 
@@ -126,10 +126,10 @@ def test_another_masquerade_bit(field: Lab, mode: str) -> None:
             for family in (V4, V6):
                 probe = Probe("client", target_of(bench, services[name], "nodeport", family), STREAM)
                 assert observe(bench, probe, want).is_(want, "client")
-            told = run(bench, "nft", "list", "counters", "table", "inet", "cni")
+            counters = run(bench, "nft", "list", "counters", "table", "inet", "cni")
         finally:
             run(bench, "nft", "delete", "table", "inet", "cni")
-    packets = {part.split()[0]: int(part.split("packets ")[1].split()[0]) for part in told.split("counter ")[1:]}
+    packets = {part.split()[0]: int(part.split("packets ")[1].split()[0]) for part in counters.split("counter ")[1:]}
     assert packets["seen"] > 0
     assert packets["kept"] == 0, "our mark leaves the node"
     assert packets["lost"] == 0, "the mark of somebody else was lost"

@@ -133,9 +133,9 @@ def test_datagrams_from_a_load_balancer_ip(bench: Bench, how: str, family: int) 
             client.sendmsg([b"who?"], [] if how == "bound" else [from_address(address)], 0, target)
             data, source = client.recvfrom(65536)
             assert source[:2] == target
-            told = json.loads(data)
-            assert told["pod"] == "remote1"
-            assert told["peer"][0] in nodes
+            reply = json.loads(data)
+            assert reply["pod"] == "remote1"
+            assert reply["peer"][0] in nodes
 
 
 def from_address(address: str) -> tuple[int, int, bytes]:

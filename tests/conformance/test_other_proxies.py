@@ -82,8 +82,8 @@ def test_marks_of_others_survive(world: World, mode: str, family: int) -> None:
     with ruleset(bench.lab, CNI):
         probe = Probe("client", target_of(bench, world.services[name], "nodeport", family), STREAM)
         assert observe(bench, probe, want).is_(want, "client")
-        told = json.loads(run(bench, "nft", "-j", "list", "counters", "table", "inet", "cni"))
-        counted = {c["counter"]["name"]: c["counter"]["packets"] for c in told["nftables"] if "counter" in c}
+        counters = json.loads(run(bench, "nft", "-j", "list", "counters", "table", "inet", "cni"))
+        counted = {c["counter"]["name"]: c["counter"]["packets"] for c in counters["nftables"] if "counter" in c}
     assert counted["seen"] > 0, "the packets went another way than the check looks"
     assert counted["kept"] == 0, "our mark leaves the node"
     assert counted["lost"] == 0, "the mark of somebody else was lost"

@@ -35,18 +35,18 @@ def silences(world: World, mode: str) -> dict[tuple[str, int], Seen]:
     """Nobody can be heard to be silent: all who should be are asked at once and waited for once."""
     asked = [(case, family) for case in CASES for family in FAMILIES.values() if case.wanted(mode) == SILENT]
     answers = volley(world.bench, [_probe(world, case, family) for case, family in asked for _ in range(2)], QUIET)
-    told = {
+    replies = {
         (case.name, family): sight(world.bench, case.place, answers[2 * n : 2 * n + 2])
         for n, (case, family) in enumerate(asked)
     }
-    return {key: seen for key, seen in told.items() if seen.errors == {SILENT}}
+    return {key: seen for key, seen in replies.items() if seen.errors == {SILENT}}
 
 
 @pytest.mark.parametrize(("case", "family"), _params())
 def test_row(world: World, silences: dict[tuple[str, int], Seen], mode: str, case: Case, family: int) -> None:
     probe, want = _probe(world, case, family), case.wanted(mode)
-    told = _explained(world.table, world.bench, case, probe)
-    assert _in_words(case, world.bench, family) in (told, (*told[:2], None)), f"explain says otherwise: {told}"
+    found = _explained(world.table, world.bench, case, probe)
+    assert _in_words(case, world.bench, family) in (found, (*found[:2], None)), f"explain says otherwise: {found}"
     seen = silences.get((case.name, family)) or observe(world.bench, probe, want)
     assert seen.is_(want, case.place), f"{case.text}: want {want}, see {seen}"
 
@@ -77,9 +77,9 @@ def _explained(table: ServiceTable, bench: Bench, case: Case, probe: Probe) -> t
     source = "::1" if probe.target[0] == "::1" else bench.lab[case.place].address(probe.family)
     source = "127.0.0.1" if probe.target[0] == "127.0.0.1" else probe.bound or source
     protocol = "udp" if probe.kind == socket.SOCK_DGRAM else "tcp"
-    told = explain(table, Packet(case.name, source, *probe.target, protocol))
-    candidates = frozenset(text.rpartition(":")[0].strip("[]") for text in told.backends)
-    return told.verdict, candidates, told.masquerade
+    explained = explain(table, Packet(case.name, source, *probe.target, protocol))
+    candidates = frozenset(text.rpartition(":")[0].strip("[]") for text in explained.backends)
+    return explained.explained, candidates, explained.masquerade
 
 
 def _in_words(case: Case, bench: Bench, family: int) -> tuple[str, frozenset[str], bool | None]:
@@ -106,7 +106,7 @@ def uplink(bench: Bench) -> socket.socket:
     return made
 
 
-def heard(listener: socket.socket, address: str, family: int) -> int:
+def captured(listener: socket.socket, address: str, family: int) -> int:
     """How many frames with that destination passed so far."""
     packed, start = socket.inet_pton(family, address), 16 if family == V4 else 24
     found = 0
@@ -125,7 +125,7 @@ def test_outer_addresses_are_reached_inside(world: World, mode: str, place: str,
             target = target_of(world.bench, world.services["one"], kind, family)
             want = To(frozenset({"pod2"}), "node")
             assert observe(world.bench, Probe(place, target, socket.SOCK_STREAM), want).is_(want, place)
-            assert heard(listener, target[0], family) == 0, f"packets for {target[0]} left the node"
+            assert captured(listener, target[0], family) == 0, f"packets for {target[0]} left the node"
 
 
 @pytest.mark.core
@@ -137,7 +137,7 @@ def test_unallocated_addresses_do_not_leave_the_node(world: World, mode: str, pl
     with uplink(world.bench) as listener:
         answers = volley(world.bench, [Probe(place, (address, 80), socket.SOCK_STREAM)], 0.2)
         assert answers == [SILENT]
-        assert heard(listener, address, family) == 0
+        assert captured(listener, address, family) == 0
 
 
 # Row 2.22: in ipvs the address is one of the node's own; elsewhere a ClusterIP has its ports alone.
@@ -155,12 +155,12 @@ def test_ping_of_a_cluster_ip(world: World, mode: str, family: int) -> None:
         client.send(struct.pack("!BBHHH", asked, 0, 0xFFFF - (asked << 8) - 77, 77, 0))  # the kernel sums ICMPv6
         try:
             data = client.recv(2048)
-            told = "answered" if data[20 if family == V4 else 0] == answer else f"answered {data!r}"
+            outcome = "answered" if data[20 if family == V4 else 0] == answer else f"answered {data!r}"
         except ConnectionRefusedError:
-            told = REFUSED
+            outcome = REFUSED
         except TimeoutError:
-            told = SILENT
-    assert told == PING[mode]
+            outcome = SILENT
+    assert outcome == PING[mode]
 
 
 @pytest.mark.row("1.5", "SCTP associations begin at a backend, and its answer comes from the VIP")
@@ -197,9 +197,9 @@ def relays_sctp() -> bool:
 
 def limits(bench: Bench) -> str:
     """What the mode says that it cannot do."""
-    told = bench.agent.status()
-    assert told is not None
-    return f"{told.dataplane.warnings} {told.dataplane.unprogrammed}"
+    status = bench.agent.status()
+    assert status is not None
+    return f"{status.dataplane.warnings} {status.dataplane.unprogrammed}"
 
 
 def sctp_packet(source: int, target: int, tag: int, kind: int) -> bytes:

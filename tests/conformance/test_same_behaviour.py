@@ -115,7 +115,7 @@ class Node:
 
         How many steps it has seen shows in its number of services: a step comes with three that nobody asks.
         """
-        self.tell(life)
+        self.put(life)
         signs = len(NAMES) + 1
         items = [sign.service_json() for sign in self.signs[: signs * step]]
         draft = self.bench.agent.manifests / ".steps.draft"
@@ -126,7 +126,7 @@ class Node:
             10 * PATIENCE, f"at step {step}",
         )  # fmt: skip
 
-    def tell(self, life: dict[str, Life]) -> None:
+    def put(self, life: dict[str, Life]) -> None:
         """Write what changed."""
         for title, service in self.services.items():
             now = life.get(title)
@@ -149,34 +149,38 @@ class Node:
             now = life.get(title, Life())
             target = target_of(self.bench, self.services[title], kind, family)
             source = self.bench.lab[place].address(family)
-            told = explain(table, Packet("", source, *target, now.protocol))
-            count = 1 + 11 * (len(told.backends) > 1)
-            asked.append((Probe(place, target, STREAM if now.protocol == "TCP" else DATAGRAM), told, now.sticky, count))
+            verdict = explain(table, Packet("", source, *target, now.protocol))
+            count = 1 + 11 * (len(verdict.backends) > 1)
+            asked.append(
+                (Probe(place, target, STREAM if now.protocol == "TCP" else DATAGRAM), verdict, now.sticky, count)
+            )
         answers = iter(volley(self.bench, [probe for probe, _, _, count in asked for _ in range(count)], QUIET))
         found = []
-        for probe, told, sticky, count in asked:
+        for probe, verdict, sticky, count in asked:
             seen = list(itertools.islice(answers, count))
-            problem = self._judge(probe, told, sticky, seen)
+            problem = self._judge(probe, verdict, sticky, seen)
             if problem:
-                found.append(f"{self.mode}: {probe.place} to {probe.target}: {problem}; {told.verdict}: {told.reason}")
+                found.append(
+                    f"{self.mode}: {probe.place} to {probe.target}: {problem}; {verdict.verdict}: {verdict.reason}"
+                )
         return found
 
-    def _judge(self, probe: Probe, told: Verdict, sticky: bool, answers: list[Reply | str]) -> str:
+    def _judge(self, probe: Probe, verdict: Verdict, sticky: bool, answers: list[Reply | str]) -> str:
         seen = sight(self.bench, probe.place, answers)
-        if told.verdict == "untouched":  # nobody's address now; processes of the node itself may have the port
+        if verdict.verdict == "untouched":  # nobody's address now; processes of the node itself may have the port
             return "" if seen.pods <= {"node"} else f"see {seen}, want none of a service"
-        if told.verdict != "dnat":
-            want = REFUSED if told.verdict == "reject" else SILENT
+        if verdict.verdict != "dnat":
+            want = REFUSED if verdict.verdict == "reject" else SILENT
             return "" if seen.errors == {want} and not seen.pods else f"see {seen}, want {want}"
         lab = self.bench.lab
-        chosen = {text.rpartition(":")[0].strip("[]") for text in told.backends}
+        chosen = {text.rpartition(":")[0].strip("[]") for text in verdict.backends}
         candidates = {pod for pod in PODS if lab[pod].address(probe.family) in chosen}
         if seen.errors or not seen.pods <= candidates or (sticky and len(seen.pods) != 1):
             return f"see {seen}, want {sorted(candidates)}"
         if not sticky and len(candidates) > 1 and len(seen.pods) < 2:
             return f"see {seen} alone, want {sorted(candidates)}"
         for pod, peer in seen.peers:
-            masked = told.masquerade or probe.place in {pod, "node"}
+            masked = verdict.masquerade or probe.place in {pod, "node"}
             if peer != ("node" if masked else "own"):
                 return f"{pod} sees {peer}, and masquerade is {masked}"
         return ""

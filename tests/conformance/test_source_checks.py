@@ -63,12 +63,12 @@ def is_believed(bench: Bench, source: str, target: tuple[str, int], family: int)
     backend = bench.lab["pod2"].address(family), HTTP
     before = dropped(bench)
     arrived = False
-    with wire(bench, "pod2") as heard:
+    with wire(bench, "pod2") as captured:
 
         def is_decided() -> bool:
             nonlocal arrived
             knock(bench, source, target, family)
-            arrived = any(one.target == backend for one in heard())
+            arrived = any(one.target == backend for one in captured())
             return arrived or dropped(bench) > before
 
         eventually(is_decided, 5, "packets neither arrive nor are they counted")

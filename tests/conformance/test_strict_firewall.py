@@ -27,5 +27,5 @@ def test_a_transfer_through_a_strict_firewall(
         for _ in range(2):
             assert ask_tcp(connection, body=bytes(SIZE)).received == SIZE
             assert download(connection, SIZE) == SIZE
-    told = bench.lab.run("node", ["nft", "list", "table", "inet", "strict"]).stdout
-    assert "counter packets 0 " in told, told
+    ruleset = bench.lab.run("node", ["nft", "list", "table", "inet", "strict"]).stdout
+    assert "counter packets 0 " in ruleset, ruleset

@@ -75,12 +75,12 @@ def test_a_refused_port_shows_with_the_services_name(bench: Bench, family: int) 
     service = bench.service("pod2")
     bench.refusal("pod1", service, family, port=4444)
 
-    def told() -> bool:
+    def reported() -> bool:
         rows = said(bench, "drops", f"conformance/{service.name}")
         wanted = f"{service.address(family)}]:4444" if family != V4 else f"{service.address(family)}:4444"
         return any(row["reason"] == "reject" and row["destination"].endswith(wanted) for row in rows)
 
-    eventually(told, 5, "the refusal is not told")
+    eventually(reported, 5, "the refusal is not told")
     text = bench.agent.command("drops", f"conformance/{service.name}", "--admin-socket", str(bench.agent.socket)).stdout
     assert re.search(rf"reject +conformance/{service.name} +TCP .*:4444 .*from a pod", text)
 
