@@ -144,7 +144,7 @@ def test_deleted_and_made_again_in_one_batch(mode: str, start: Callable[..., Ser
         api.put_all([shop("last"), slice_of(lab, {"pod3": {}}, "last")])
         api.delete("services", "shop/web")
     until(lambda: who(lab) == {"pod3"}, "the last one")
-    status = agent.wait(lambda told: told.services == 1)
+    status = agent.wait(lambda status: status.services == 1)
     assert status.conflicts == {}
     assert status.dataplane.unprogrammed == []
 
@@ -157,11 +157,11 @@ def test_how_long_a_change_took_is_told_honestly(start: Callable[..., Served], l
     fetch(lab, "/metrics", METRICS)
 
     def counters() -> tuple[float, float, float]:
-        told = samples(lab)
+        metrics = samples(lab)
         name = "kubeproxy_network_programming_duration_seconds"
         return (
-            told[f"{name}_count"]["IPv4",], told[f"{name}_sum"]["IPv4",],
-            next(iter(told["kubeproxy_sync_proxy_rules_endpoint_changes_total"].values())),
+            metrics[f"{name}_count"]["IPv4",], metrics[f"{name}_sum"]["IPv4",],
+            next(iter(metrics["kubeproxy_sync_proxy_rules_endpoint_changes_total"].values())),
         )  # fmt: skip
 
     time.sleep(NOW_DUE + 0.5)

@@ -15,7 +15,7 @@ PATIENCE = 600  # ticks: a minute
 
 
 @pytest.fixture
-def told(tmp_path: Path) -> Iterator[Iterator[Tick]]:
+def changes(tmp_path: Path) -> Iterator[Iterator[Tick]]:
     """What is told of a folder that is watched already."""
     stop = threading.Event()
     seen = ticks(tmp_path, stop)
@@ -24,67 +24,67 @@ def told(tmp_path: Path) -> Iterator[Iterator[Tick]]:
     stop.set()
 
 
-def happened(told: Iterator[Tick], wanted: Path | None = None) -> Tick:
+def happened(changes: Iterator[Tick], wanted: Path | None = None) -> Tick:
     """The next tick with news; if `wanted`, the next that says this file is complete."""
-    for _, tick in zip(range(PATIENCE), told, strict=False):
+    for _, tick in zip(range(PATIENCE), changes, strict=False):
         if tick.happened and (wanted is None or str(wanted) in tick.complete):
             return tick
     raise AssertionError(f"nothing was told of {wanted or 'a change'}")
 
 
-def test_nothing_is_told_while_nothing_happens(told: Iterator[Tick]) -> None:
-    assert [next(told) for _ in range(3)] == [Tick(False)] * 3
+def test_nothing_is_told_while_nothing_happens(changes: Iterator[Tick]) -> None:
+    assert [next(changes) for _ in range(3)] == [Tick(False)] * 3
 
 
-def test_a_written_file_is_complete(told: Iterator[Tick], tmp_path: Path) -> None:
+def test_a_written_file_is_complete(changes: Iterator[Tick], tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("one")
-    assert happened(told).complete == {str(tmp_path / "a.yaml")}
+    assert happened(changes).complete == {str(tmp_path / "a.yaml")}
 
 
-def test_a_file_that_is_still_written_is_not_complete(told: Iterator[Tick], tmp_path: Path) -> None:
+def test_a_file_that_is_still_written_is_not_complete(changes: Iterator[Tick], tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     with path.open("w") as writer:
         writer.write("half")
         writer.flush()
-        assert happened(told) == Tick(True)
+        assert happened(changes) == Tick(True)
         writer.write("the rest")
-    assert happened(told, path).complete == {str(path)}
+    assert happened(changes, path).complete == {str(path)}
 
 
-def test_a_file_that_is_opened_again_is_not_complete(told: Iterator[Tick], tmp_path: Path) -> None:
+def test_a_file_that_is_opened_again_is_not_complete(changes: Iterator[Tick], tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("one")
     with path.open("a") as writer:
         writer.write("half")
         writer.flush()
-        assert happened(told) == Tick(True)
+        assert happened(changes) == Tick(True)
 
 
-def test_a_hidden_draft_waits_for_its_rename(told: Iterator[Tick], tmp_path: Path) -> None:
+def test_a_hidden_draft_waits_for_its_rename(changes: Iterator[Tick], tmp_path: Path) -> None:
     draft, path = tmp_path / ".draft", tmp_path / "a.yaml"
     draft.write_text("one")
     draft.replace(path)
-    assert str(path) in happened(told).complete
+    assert str(path) in happened(changes).complete
 
 
-def test_files_below_a_new_folder(told: Iterator[Tick], tmp_path: Path) -> None:
+def test_files_below_a_new_folder(changes: Iterator[Tick], tmp_path: Path) -> None:
     deeper = tmp_path / "one" / "two"
     deeper.mkdir(parents=True)
-    happened(told)
+    happened(changes)
     (deeper / "a.yaml").write_text("one")
-    happened(told, deeper / "a.yaml")
+    happened(changes, deeper / "a.yaml")
 
 
-def test_files_below_a_folder_that_was_moved_here(told: Iterator[Tick], tmp_path: Path) -> None:
+def test_files_below_a_folder_that_was_moved_here(changes: Iterator[Tick], tmp_path: Path) -> None:
     elsewhere = tmp_path.parent / f"{tmp_path.name}-elsewhere"
     elsewhere.mkdir()
     elsewhere.rename(tmp_path / "here")
-    happened(told)
+    happened(changes)
     (tmp_path / "here" / "a.yaml").write_text("one")
-    happened(told, tmp_path / "here" / "a.yaml")
+    happened(changes, tmp_path / "here" / "a.yaml")
 
 
-def test_many_files_at_once_are_few_ticks(told: Iterator[Tick], tmp_path: Path) -> None:
+def test_many_files_at_once_are_few_ticks(changes: Iterator[Tick], tmp_path: Path) -> None:
     names = {str(tmp_path / f"{number}.yaml") for number in range(500)}
     for name in names:
         Path(name).write_text("one")
@@ -92,7 +92,7 @@ def test_many_files_at_once_are_few_ticks(told: Iterator[Tick], tmp_path: Path) 
     count = 0
     while complete != names:
         count += 1
-        complete |= happened(told).complete
+        complete |= happened(changes).complete
     assert count < len(names) / 10
 
 
@@ -101,20 +101,20 @@ def test_one_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     path = Path("a.yaml")
     path.write_text("one")
     stop = threading.Event()
-    told = ticks(path, stop)
-    assert next(told) == Tick(False)
+    changes = ticks(path, stop)
+    assert next(changes) == Tick(False)
     Path("draft").write_text("two")
     Path("draft").rename(path)
-    happened(told, path)  # by the name that it was asked for
+    happened(changes, path)  # by the name that it was asked for
     stop.set()
-    list(told)
+    list(changes)
 
 
-def test_it_ends_when_the_folder_goes(told: Iterator[Tick], tmp_path: Path) -> None:
+def test_it_ends_when_the_folder_goes(changes: Iterator[Tick], tmp_path: Path) -> None:
     tmp_path.rmdir()
-    for _ in zip(range(PATIENCE), told, strict=False):
+    for _ in zip(range(PATIENCE), changes, strict=False):
         pass
-    assert not list(told)
+    assert not list(changes)
 
 
 def test_where_nothing_can_be_watched_something_happens_all_the_time(
@@ -125,7 +125,7 @@ def test_where_nothing_can_be_watched_something_happens_all_the_time(
 
     monkeypatch.setattr("inotify_simple.INotify.add_watch", refuse)
     stop = threading.Event()
-    told = ticks(tmp_path, stop)
-    assert [next(told), next(told)] == [Tick(True)] * 2
+    changes = ticks(tmp_path, stop)
+    assert [next(changes), next(changes)] == [Tick(True)] * 2
     assert "no more watches" in caplog.text
     stop.set()

@@ -76,11 +76,11 @@ def test_one_packet(call: Call, source: str, target: str, verdict: str, service:
 def test_text_says_what_and_why(call: Call) -> None:
     done = call(*examples("--from", "10.77.1.12", "--to", "10.96.0.10:80"))
     assert done.returncode == 0
-    title, *sentences = done.stdout.splitlines()
+    title, *lines = done.stdout.splitlines()
     assert title == "10.77.1.12 -> 10.96.0.10:80/tcp goes to a backend (dnat)"
-    assert "  service:  default/web:http" in sentences
-    assert "  backends: 10.77.1.11:8080, 10.77.1.12:8080, 10.77.1.13:8080" in sentences
-    assert any("10.96.0.10:80/TCP is the ClusterIP of default/web:http." in line for line in sentences)
+    assert "  service:  default/web:http" in lines
+    assert "  backends: 10.77.1.11:8080, 10.77.1.12:8080, 10.77.1.13:8080" in lines
+    assert any("10.96.0.10:80/TCP is the ClusterIP of default/web:http." in line for line in lines)
 
 
 def test_settings_reach_the_rules(call: Call) -> None:

@@ -527,10 +527,10 @@ class TestHostile:
         else:
             assert len(list(yaml.safe_load_all(text(found)))) == 2
         first, *rest = refused.splitlines() or [""]
-        told = [line.strip() for line in rest if not re.fullmatch(r"  and \d+ more", line)] if rest else [first]
-        assert len(told) <= 20
+        problems = [line.strip() for line in rest if not re.fullmatch(r"  and \d+ more", line)] if rest else [first]
+        assert len(problems) <= 20
         assert not refused or all(
-            line.startswith("f.conf: ") and line.isprintable() and len(line) < 1500 for line in told
+            line.startswith("f.conf: ") and line.isprintable() and len(line) < 1500 for line in problems
         )
 
     @given(st.binary(max_size=200))
@@ -713,13 +713,13 @@ class TestChange:
             place.symlink_to("..data/config.conf")
         else:
             place.write_text(HEAD + "mode: iptables\n")
-        told: list[Loaded | ConfigError] = []
+        loaded: list[Loaded | ConfigError] = []
         stop = threading.Event()
-        thread = threading.Thread(target=follow, args=(place, {}, place.read_bytes(), told.append, stop), daemon=True)
+        thread = threading.Thread(target=follow, args=(place, {}, place.read_bytes(), loaded.append, stop), daemon=True)
         thread.start()
         try:
             time.sleep(0.3)
-            assert told == []
+            assert loaded == []
             if volume:
                 (tmp_path / "..tmp").symlink_to("..2")
                 (tmp_path / "..tmp").rename(tmp_path / "..data")
@@ -728,12 +728,12 @@ class TestChange:
             else:
                 (tmp_path / "new").write_text(HEAD + "mode: nftables\n")
                 (tmp_path / "new").rename(place)
-            wait_for(lambda: told)
-            assert [one.config.mode for one in told if isinstance(one, Loaded)] == ["nftables"]
+            wait_for(lambda: loaded)
+            assert [one.config.mode for one in loaded if isinstance(one, Loaded)] == ["nftables"]
             place.unlink()
             place.write_text(HEAD + "mode: 1\n")
-            wait_for(lambda: len(told) == 2)
-            assert str(told[1]).startswith(f"{place}: {K}.mode 1: ")
+            wait_for(lambda: len(loaded) == 2)
+            assert str(loaded[1]).startswith(f"{place}: {K}.mode 1: ")
         finally:
             stop.set()
             thread.join(5)

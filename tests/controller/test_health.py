@@ -16,7 +16,7 @@ TIMEOUT = 60.0
 WALL = 1_700_000_000.0  # 2023-11-14T22:13:20Z
 
 
-def told(answer: Answer) -> tuple[int, dict[str, Any]]:
+def decoded(answer: Answer) -> tuple[int, dict[str, Any]]:
     return answer.code, json.loads(answer.body)
 
 
@@ -33,11 +33,11 @@ class TestProxy:
 
     def test_before_the_first_table(self):
         health = Health(TIMEOUT)
-        assert told(health.livez(5, WALL)) == (
+        assert decoded(health.livez(5, WALL)) == (
             200, {"lastUpdated": "2023-11-14T22:13:20.000000Z", "currentTime": "2023-11-14T22:13:20.000000Z",
                   "healthy": True},
         )  # fmt: skip
-        assert told(health.healthz(5, WALL)) == (
+        assert decoded(health.healthz(5, WALL)) == (
             503, {"lastUpdated": NEVER, "currentTime": "2023-11-14T22:13:20.000000Z", "nodeEligible": False,
                   "healthy": False},
         )  # fmt: skip
@@ -45,9 +45,9 @@ class TestProxy:
     def test_what_is_waited_for(self):
         health = Health(TIMEOUT)
         health.awaited = ("EndpointSlice", "Service")
-        assert told(health.healthz(5, WALL))[1]["waitingFor"] == ["EndpointSlice", "Service"]
+        assert decoded(health.healthz(5, WALL))[1]["waitingFor"] == ["EndpointSlice", "Service"]
         health.updated(6)
-        assert "waitingFor" not in told(health.healthz(7, WALL))[1]
+        assert "waitingFor" not in decoded(health.healthz(7, WALL))[1]
 
     def test_a_family_that_was_never_programmed_is_never_unwell(self):
         health = Health(TIMEOUT)
@@ -57,7 +57,7 @@ class TestProxy:
     def test_well_is_updated_now(self):
         health = programmed(100)
         health.turned(170)
-        code, body = told(health.healthz(170, WALL))
+        code, body = decoded(health.healthz(170, WALL))
         assert code == 200
         assert body == {
             "lastUpdated": "2023-11-14T22:13:20.000000Z",
@@ -88,7 +88,7 @@ class TestProxy:
         health = programmed(100)
         health.queued(110, 6)
         health.turned(180)
-        code, body = told(health.livez(180, WALL))
+        code, body = decoded(health.livez(180, WALL))
         assert code == 503
         assert {family: one["healthy"] for family, one in body["status"].items()} == {"IPv4": True, "IPv6": False}
         assert body["lastUpdated"] == "2023-11-14T22:12:00.000000Z", "when it was, as it is not well"
@@ -104,9 +104,9 @@ class TestProxy:
     def test_a_node_that_is_deleted_or_gone(self, eligible):
         health = programmed(100)
         health.node(eligible)
-        code, body = told(health.healthz(101, WALL))
+        code, body = decoded(health.healthz(101, WALL))
         assert (code, body["nodeEligible"], body["healthy"]) == (503, False, True)
-        code, body = told(health.livez(101, WALL))
+        code, body = decoded(health.livez(101, WALL))
         assert (code, body["healthy"]) == (200, True)
         assert "nodeEligible" not in body
 
@@ -130,7 +130,7 @@ class TestProxy:
         health = Health(TIMEOUT, (4,))
         health.queued(90, 6)  # a slice that no rule is made for
         health.updated(100)
-        assert list(told(health.livez(101, WALL))[1]["status"]) == ["IPv4"]
+        assert list(decoded(health.livez(101, WALL))[1]["status"]) == ["IPv4"]
 
 
 class TestServiceAnswer:
@@ -139,7 +139,7 @@ class TestServiceAnswer:
     @pytest.mark.parametrize(("count", "well", "code"), [(2, True, 200), (0, True, 503), (2, False, 503)])
     def test_status_and_body(self, count, well, code):
         answer = service_answer("shop/web", HealthCheck(30100, ((4, count),)), 4, well=well)
-        assert told(answer) == (
+        assert decoded(answer) == (
             code,
             {"service": {"namespace": "shop", "name": "web"}, "localEndpoints": count, "serviceProxyHealthy": well},
         )

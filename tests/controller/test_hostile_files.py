@@ -458,25 +458,25 @@ def test_a_configuration_that_becomes_a_pipe_is_waited_for(tmp_path: Path) -> No
     text = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\nmode: %s\n"
     path = tmp_path / "f"
     path.write_text(text % "nftables")
-    heard: list[Loaded | ConfigError] = []
-    told, stop = threading.Event(), threading.Event()
+    results: list[Loaded | ConfigError] = []
+    reported, stop = threading.Event(), threading.Event()
     known = path.read_bytes()
 
-    def hear(found: Loaded | ConfigError) -> None:
-        heard.append(found)
-        told.set()
+    def report(found: Loaded | ConfigError) -> None:
+        results.append(found)
+        reported.set()
 
-    follower = threading.Thread(target=configfile.follow, args=(path, {}, known, hear, stop), daemon=True)
+    follower = threading.Thread(target=configfile.follow, args=(path, {}, known, report, stop), daemon=True)
     follower.start()
     try:
         os.mkfifo(tmp_path / "pipe")
         (tmp_path / "pipe").rename(path)
-        assert not told.wait(0.3)
+        assert not reported.wait(0.3)
         (tmp_path / "g").write_text(text % "ipvs")
         (tmp_path / "g").rename(path)
-        assert told.wait(WITHIN)
-        assert isinstance(heard[0], Loaded)
-        assert heard[0].config.mode == "ipvs"
+        assert reported.wait(WITHIN)
+        assert isinstance(results[0], Loaded)
+        assert results[0].config.mode == "ipvs"
     finally:
         stop.set()
         follower.join(WITHIN)

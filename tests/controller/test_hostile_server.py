@@ -81,7 +81,7 @@ def test_who_is_told_may_wait_for_one_who_asks(server: HostileServer) -> None:
     """The one who is told holds a lock; another one holds it while he asks how the kinds are read."""
     asked: list[bool] = []
 
-    def tell(event: object) -> None:
+    def report(event: object) -> None:
         if isinstance(event, SourceState):
             asking = threading.Thread(target=source.states)
             asking.start()
@@ -91,7 +91,7 @@ def test_who_is_told_may_wait_for_one_who_asks(server: HostileServer) -> None:
     server.turn(None)
     source = Kubernetes("node-0", kubeconfig=str(server.kubeconfig()), rate_limit=RateLimit(rate=0), policy=PATIENCE)
     stop = threading.Event()
-    running = threading.Thread(target=source.run, args=(tell, stop))
+    running = threading.Thread(target=source.run, args=(report, stop))
     running.start()
     try:
         until(lambda: asked, "something is told")
@@ -193,10 +193,10 @@ def test_events_that_are_none(
     def reply(request: Request) -> Reply | None:
         if not request.watch:
             return None
-        told = line
+        event = line
         if isinstance(line, dict) and line["object"] == {"kind": "Pod"}:
-            told = {"type": "DELETED", "object": OBJECTS[request.kind][0] | {"kind": "Pod"}}
-        return Reply(lambda: iter([framed("200 OK", json.dumps(told).encode() + b"\n", "close")]))
+            event = {"type": "DELETED", "object": OBJECTS[request.kind][0] | {"kind": "Pod"}}
+        return Reply(lambda: iter([framed("200 OK", json.dumps(event).encode() + b"\n", "close")]))
 
     suffer(server, watcher, reply)
     assert "should not happen" not in caplog.text

@@ -46,17 +46,17 @@ class TestHealth:
         assert reply.status == 200
         assert reply.headers["Content-Type"] == "application/json"
         assert reply.headers["X-Content-Type-Options"] == "nosniff"
-        told = reply.json
-        assert list(told) == ["lastUpdated", "currentTime", "nodeEligible", "healthy", "status"]
-        assert (told["nodeEligible"], told["healthy"]) == (True, True)
-        assert {family: set(one) for family, one in told["status"].items()} == {
+        body = reply.json
+        assert list(body) == ["lastUpdated", "currentTime", "nodeEligible", "healthy", "status"]
+        assert (body["nodeEligible"], body["healthy"]) == (True, True)
+        assert {family: set(one) for family, one in body["status"].items()} == {
             family: {"lastUpdated", "healthy"} for family in ("IPv4", "IPv6")
         }
-        assert all(one["healthy"] is True for one in told["status"].values())
-        assert told["lastUpdated"] == told["currentTime"], "now, when all is well"
-        times = [told["lastUpdated"], told["currentTime"], *(one["lastUpdated"] for one in told["status"].values())]
+        assert all(one["healthy"] is True for one in body["status"].values())
+        assert body["lastUpdated"] == body["currentTime"], "now, when all is well"
+        times = [body["lastUpdated"], body["currentTime"], *(one["lastUpdated"] for one in body["status"].values())]
         assert all(RFC3339.fullmatch(text) for text in times)
-        now = datetime.fromisoformat(told["currentTime"])
+        now = datetime.fromisoformat(body["currentTime"])
         assert abs(datetime.now(UTC) - now) < timedelta(seconds=30)
         live = fetch(lab, "/livez")
         assert live.status == 200
@@ -79,8 +79,8 @@ class TestHealth:
         start()
         for changes in ({"taint": "ToBeDeletedByClusterAutoscaler"}, {"deleted": True}):
             api.put(the_node(lab, **changes))
-            told = until(status_is(lab, "/healthz", 503), f"healthz 503 after {changes}")
-            assert (told.json["nodeEligible"], told.json["healthy"]) == (False, True)
+            reply = until(status_is(lab, "/healthz", 503), f"healthz 503 after {changes}")
+            assert (reply.json["nodeEligible"], reply.json["healthy"]) == (False, True)
             assert fetch(lab, "/livez").status == 200
             api.put(the_node(lab, taint="node.kubernetes.io/unschedulable"))
             assert until(status_is(lab, "/healthz", 200), "healthz 200 again").json["nodeEligible"] is True
@@ -94,11 +94,11 @@ class TestHealth:
         began = time.monotonic()
         for one in balanced("web", 1, 30501, True):
             api.put(one)
-        told = until(status_is(lab, "/healthz", 503), "healthz 503")
+        reply = until(status_is(lab, "/healthz", 503), "healthz 503")
         assert time.monotonic() - began >= 2 * SYNC_PERIOD - 0.1, "not before the time-out"
-        assert told.json["healthy"] is False
-        assert {one["healthy"] for one in told.json["status"].values()} == {False}
-        assert told.json["lastUpdated"] < told.json["currentTime"]
+        assert reply.json["healthy"] is False
+        assert {one["healthy"] for one in reply.json["status"].values()} == {False}
+        assert reply.json["lastUpdated"] < reply.json["currentTime"]
         assert fetch(lab, "/livez").status == 503
         (fragile / "broken").unlink()
         until(status_is(lab, "/healthz", 200), "healthz 200 again", 40)
@@ -111,13 +111,13 @@ class TestHealth:
     def test_8_3_before_the_first_table(self, start, lab, api):
         nowhere = api.kubeconfig(url="https://127.0.0.1:9")
         start(wait=False, kubeconfig=nowhere)
-        told = until(lambda: fetch(lab, "/livez"), "livez")
-        assert told.status == 200, "a restart would not help"
-        assert "status" not in told.json
-        told = fetch(lab, "/healthz")
-        assert (told.status, told.json["nodeEligible"], told.json["healthy"]) == (503, False, False)
-        assert told.json["lastUpdated"] == "0001-01-01T00:00:00Z"
-        assert "status" not in told.json
+        reply = until(lambda: fetch(lab, "/livez"), "livez")
+        assert reply.status == 200, "a restart would not help"
+        assert "status" not in reply.json
+        reply = fetch(lab, "/healthz")
+        assert (reply.status, reply.json["nodeEligible"], reply.json["healthy"]) == (503, False, False)
+        assert reply.json["lastUpdated"] == "0001-01-01T00:00:00Z"
+        assert "status" not in reply.json
         assert fetch(lab, "/healthz", METRICS).body == b"ok"
         assert fetch(lab, "/metrics", METRICS).status == 200, "why it waits can be seen"
 

@@ -101,9 +101,9 @@ def test_requests_that_come_together_are_answered_in_turn(served):
     served.follow(a=served.listener({"/1": page("one"), "/2": Handler(lambda *_: Answer(200, b"two"), slow=True)}))
     with served.connect() as line:
         line.sendall(b"GET /2 HTTP/1.1\r\nHost: x\r\n\r\nGET /1 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-        told = b"".join(iter(lambda: line.recv(1 << 16), b""))
-    assert told.index(b"two") < told.index(b"one")
-    assert told.count(b"HTTP/1.1 200") == 2
+        answer = b"".join(iter(lambda: line.recv(1 << 16), b""))
+    assert answer.index(b"two") < answer.index(b"one")
+    assert answer.count(b"HTTP/1.1 200") == 2
 
 
 @pytest.mark.parametrize(
@@ -121,10 +121,10 @@ def test_what_is_no_request_is_refused(served, sent):
         line.sendall(sent)
         line.shutdown(socket.SHUT_WR)
         try:
-            told = b"".join(iter(lambda: line.recv(1 << 16), b""))
+            answer = b"".join(iter(lambda: line.recv(1 << 16), b""))
         except ConnectionResetError:
-            told = b"HTTP/1.1 4"
-    assert told.startswith(b"HTTP/1.1 4")
+            answer = b"HTTP/1.1 4"
+    assert answer.startswith(b"HTTP/1.1 4")
     assert served.get() == (200, b"hello")
 
 
@@ -247,8 +247,8 @@ def test_answers_have_a_reason_phrase(served):
     for code, expected in codes.items():
         with served.connect() as line:
             line.sendall(f"GET /{code} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
-            told = b"".join(iter(lambda: line.recv(1 << 16), b""))
-        assert told.partition(b"\r\n")[0] == b"HTTP/1.1 " + expected
+            received = b"".join(iter(lambda: line.recv(1 << 16), b""))
+        assert received.partition(b"\r\n")[0] == b"HTTP/1.1 " + expected
 
 
 FEW_DESCRIPTORS = """\
@@ -287,6 +287,6 @@ def test_descriptors_that_run_out(served):
         for line in lines:
             line.close()
         few.stdin.close()
-        told = few.stderr.read().splitlines()
-    assert len(told) == 1, told[:10]
-    assert "Too many open files" in told[0]
+        lines = few.stderr.read().splitlines()
+    assert len(lines) == 1, lines[:10]
+    assert "Too many open files" in lines[0]

@@ -457,9 +457,9 @@ def test_stop_waits_for_nobody(when: str, api: ApiServer, watch: Callable[..., W
 
     assert time.monotonic() - started < 20
     assert [t.name for t in threading.enumerate() if t.name.startswith("watch-")] == []
-    told = len(watcher.events)
+    before = len(watcher.events)
     api.put(service(50))
-    assert len(watcher.events) == told
+    assert len(watcher.events) == before
 
 
 # fmt: off

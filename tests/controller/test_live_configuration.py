@@ -95,9 +95,9 @@ def serves(agent: Agent, mode: str) -> dict[str, Any]:
 
 def nothing_failed(tallies: dict[str, Tally]) -> None:
     """All of them at once: whether one path failed or everybody says whether it was the change or the machine."""
-    told = {name: tally.report() for name, tally in tallies.items()}
-    assert not any(report["failed"] for report in told.values()), told
-    assert all(report["connect_ms"]["max"] < 2000 for report in told.values()), told
+    reports = {name: tally.report() for name, tally in tallies.items()}
+    assert not any(report["failed"] for report in reports.values()), reports
+    assert all(report["connect_ms"]["max"] < 2000 for report in reports.values()), reports
 
 
 def test_the_mode_changes_under_load(start: Callable[[str], Agent], file: File, lab: Lab):
@@ -113,7 +113,7 @@ def test_the_mode_changes_under_load(start: Callable[[str], Agent], file: File, 
             file.mode(mode)
             serves(agent, mode)
             removed = f"things that mode {before} had left here"
-            eventually(lambda told=removed: told in agent.tail(80), 15, f"mode {before} was not removed")
+            eventually(lambda message=removed: message in agent.tail(80), 15, f"mode {before} was not removed")
             assert left_of(before, lab) is None
             before = mode
         goes_on(tallies)
@@ -155,10 +155,10 @@ def test_settings_of_the_dataplane_and_of_services(start: Callable[[str], Agent]
     for changes in ({"eventRate": 7, "failover": {"failures": 0}}, {"fastPath": False}, {"probes": {"interval": "1s"}}):
         file.ours["ebpf"] = changes
         file.ours["algorithm"] = "rr"
-        told = f"HybridProxyConfiguration.ebpf.{next(iter(changes))}"
+        setting = f"HybridProxyConfiguration.ebpf.{next(iter(changes))}"
         with new_connections(lab, service, PATIENCE) as tallies:
             file.write()
-            eventually(lambda told=told: told in agent.tail(100), 15, "it was not applied")
+            eventually(lambda setting=setting: setting in agent.tail(100), 15, "it was not applied")
             serves(agent, "ebpf")
             goes_on(tallies)
         nothing_failed(tallies)

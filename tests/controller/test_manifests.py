@@ -541,7 +541,7 @@ folders = st.dictionaries(
 def test_differences_lead_where_a_fresh_look_does(states: list[dict[str, list[str]]]) -> None:
     """Whatever happens to the files, who followed the differences knows what the source knows."""
     cluster = Cluster("")
-    told = None
+    known = None
     with tempfile.TemporaryDirectory() as name:
         folder = manifests._Folder(Path(name))
         for state in states:
@@ -552,10 +552,10 @@ def test_differences_lead_where_a_fresh_look_does(states: list[dict[str, list[st
             picture = folder.refresh(patient=False, suspicious=True)
             events = (
                 manifests._complete(picture)
-                if told is None
-                else manifests._difference(told, picture, folder.touched, 0.0)
+                if known is None
+                else manifests._difference(known, picture, folder.touched, 0.0)
             )
-            told = picture
+            known = picture
             for event in events:
                 cluster.apply(event)
             services = {key: value for (kind, key), value in picture.objects.items() if kind == "Service"}

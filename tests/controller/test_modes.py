@@ -167,11 +167,11 @@ class TestChoosing:
 
     def test_what_can_be_drained_goes_later_and_the_rest_at_once(self, monkeypatch, caplog):
         monkeypatch.setattr(modes, "DRAIN_SECONDS", 0.3)
-        told: list[str] = []
-        take_over("later", Options(), lambda: told.append("alone"), told.append)
-        assert told == ["removed 3 things that mode works had left here", "alone"]
-        eventually(lambda: len(told) == 5, "the rest")
-        assert told[2:] == [
+        messages: list[str] = []
+        take_over("later", Options(), lambda: messages.append("alone"), messages.append)
+        assert messages == ["removed 3 things that mode works had left here", "alone"]
+        eventually(lambda: len(messages) == 5, "the rest")
+        assert messages[2:] == [
             *(f"removed {n} things that mode {name} had left here" for n, name in ((4, "drains"), (5, "sticks"))),
             "alone",
         ]
@@ -179,10 +179,10 @@ class TestChoosing:
 
     def test_under_a_mode_without_conntrack_everything_goes_later(self, monkeypatch):
         monkeypatch.setattr(modes, "DRAIN_SECONDS", 0.3)
-        told: list[str] = []
-        take_over("direct", Options(), lambda: None, told.append)
-        assert told == []
-        eventually(lambda: len(told) == 3, "everything")
+        messages: list[str] = []
+        take_over("direct", Options(), lambda: None, messages.append)
+        assert messages == []
+        eventually(lambda: len(messages) == 3, "everything")
 
     def test_the_survey_has_a_sentence_for_each(self):
         missing = {trial.mode: trial.missing for trial in probe_all(Options())}
@@ -272,9 +272,9 @@ class TestAgent:
     def test_a_replaced_mode_is_told_everywhere(self, start, api, lab):
         agent = start("lacking", "--strict-mode=false", f"--metrics-bind-address=127.0.0.1:{METRICS}",
                       kubeconfig=api.kubeconfig())  # fmt: skip
-        told = agent.status().mode
-        assert (told.requested, told.effective) == ("lacking", "ebpf")
-        assert "it is missing: load the module" in told.reason
+        mode = agent.status().mode
+        assert (mode.requested, mode.effective) == ("lacking", "ebpf")
+        assert "it is missing: load the module" in mode.reason
         shown = agent.command("status", "--admin-socket", str(agent.socket)).stdout
         assert "lacking was asked for: lacking does not work here (the feature: it is missing" in shown
         assert "mode ebpf serves instead of lacking: lacking does not work here" in agent.tail()
@@ -289,9 +289,9 @@ class TestAgent:
 
     def test_a_mode_that_cannot_program_the_first_table_is_replaced(self, start):
         agent = start("later", "--strict-mode=false")
-        told = agent.status().mode
-        assert (told.requested, told.effective) == ("later", "ebpf")
-        assert "a rule: the kernel lacks it" in told.reason
+        mode = agent.status().mode
+        assert (mode.requested, mode.effective) == ("later", "ebpf")
+        assert "a rule: the kernel lacks it" in mode.reason
         assert agent.status().dataplane.mode == "ebpf"
 
     @pytest.mark.parametrize("mode", ["lacking", "later"])
@@ -320,9 +320,9 @@ class TestAgent:
         unprogrammed = agent.status().dataplane.unprogrammed
         assert unprogrammed
         eventually(lambda: len(api.events("NotProgrammed")) == len(unprogrammed), "an event for each")
-        told = {(e["regarding"]["kind"], f"{e['regarding']['namespace']}/{e['regarding']['name']}", e["note"])
+        notes = {(e["regarding"]["kind"], f"{e['regarding']['namespace']}/{e['regarding']['name']}", e["note"])
                 for e in api.events("NotProgrammed")}  # fmt: skip
-        assert told == {
+        assert notes == {
             ("Service", m.entry.partition(":")[0], f"{m.entry} is not served on this node: {m.reason}")
             for m in unprogrammed
         }
@@ -452,6 +452,6 @@ def test_ipvs_without_ip_vs_falls_back_to_iptables(start):
     if not rows["iptables"]["works"]:
         pytest.skip(f"iptables does not work here either: {rows['iptables']['missing']}")
     probe.start()
-    told = probe.status().mode
-    assert (told.requested, told.effective) == ("ipvs", "iptables")
-    assert "ip_vs" in told.reason
+    mode = probe.status().mode
+    assert (mode.requested, mode.effective) == ("ipvs", "iptables")
+    assert "ip_vs" in mode.reason

@@ -38,7 +38,7 @@ WORDS = frozenset({
 })  # fmt: skip
 
 
-class Told:
+class Metrics:
     """Everything that the agents told: types by family, labels and sample names."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Told:
 
 
 @pytest.fixture(scope="module")
-def told(lab: Lab) -> Iterator[Told]:
+def metrics(lab: Lab) -> Iterator[Metrics]:
     api = ApiServer()
     with lab.inside("node"):
         api.start()
@@ -69,16 +69,16 @@ def told(lab: Lab) -> Iterator[Told]:
     ends["endpoints"][0]["addresses"] = [lab["pod1"].address4]
     api.put(ends)
     api.put(web)
-    found = Told()
+    found = Metrics()
     try:
         for mode, *flags in (("ebpf",), ("ebpf", "--metrics-per-backend"), ("iptables",), ("nftables",)):
-            found.add(told_by(lab, api, mode, *flags))
+            found.add(scraped(lab, api, mode, *flags))
         yield found
     finally:
         api.stop()
 
 
-def told_by(lab: Lab, api: ApiServer, mode: str, *flags: str) -> str:
+def scraped(lab: Lab, api: ApiServer, mode: str, *flags: str) -> str:
     agent = Served(lab, lab.folder, mode, ("--cluster-cidr", "10.77.0.0/16,fd77:1::/48", *flags))
     agent.folder, agent.kubeconfig = lab.folder, api.kubeconfig()
     agent.start(40)
@@ -109,20 +109,20 @@ def documented() -> dict[str, tuple[str, set[str]]]:
     return found
 
 
-def test_every_metric_is_documented_and_no_other(told: Told) -> None:
-    assert sorted(documented()) == sorted(told.types)
+def test_every_metric_is_documented_and_no_other(metrics: Metrics) -> None:
+    assert sorted(documented()) == sorted(metrics.types)
 
 
-def test_types_and_labels_are_as_documented(told: Told) -> None:
-    assert {name: kind for name, (kind, _) in documented().items()} == told.types
+def test_types_and_labels_are_as_documented(metrics: Metrics) -> None:
+    assert {name: kind for name, (kind, _) in documented().items()} == metrics.types
     for name, (_, labels) in documented().items():
-        seen = told.labels[name]
+        seen = metrics.labels[name]
         assert seen in (labels, set()), f"{name} has labels {seen}"
 
 
-def test_row_8_6_names_and_labels_are_kube_proxys(told: Told) -> None:
+def test_row_8_6_names_and_labels_are_kube_proxys(metrics: Metrics) -> None:
     by_family = {"ip_family"}
-    assert {name: told.labels[f"kubeproxy_{name}"] for name in (
+    assert {name: metrics.labels[f"kubeproxy_{name}"] for name in (
         "sync_proxy_rules_duration_seconds", "sync_proxy_rules_last_timestamp_seconds",
         "sync_proxy_rules_last_queued_timestamp_seconds", "network_programming_duration_seconds",
         "sync_proxy_rules_iptables_restore_failures_total", "sync_proxy_rules_nftables_sync_failures_total",
@@ -134,12 +134,12 @@ def test_row_8_6_names_and_labels_are_kube_proxys(told: Told) -> None:
         "conntrack_reconciler_deleted_entries_total",
     ), by_family)  # fmt: skip
     for thing in ("endpoint", "service"):
-        assert told.types[f"kubeproxy_sync_proxy_rules_{thing}_changes_total"] == "counter"
-        assert told.types[f"kubeproxy_sync_proxy_rules_{thing}_changes_pending"] == "gauge"
-        assert not told.labels[f"kubeproxy_sync_proxy_rules_{thing}_changes_total"]
-    assert told.types["kubeproxy_sync_proxy_rules_no_local_endpoints_total"] == "gauge"
-    assert told.labels["kubeproxy_sync_proxy_rules_no_local_endpoints_total"] == {"ip_family", "traffic_policy"}
-    assert told.labels["kubeproxy_proxy_healthz_total"] == told.labels["kubeproxy_proxy_livez_total"] == {"code"}
+        assert metrics.types[f"kubeproxy_sync_proxy_rules_{thing}_changes_total"] == "counter"
+        assert metrics.types[f"kubeproxy_sync_proxy_rules_{thing}_changes_pending"] == "gauge"
+        assert not metrics.labels[f"kubeproxy_sync_proxy_rules_{thing}_changes_total"]
+    assert metrics.types["kubeproxy_sync_proxy_rules_no_local_endpoints_total"] == "gauge"
+    assert metrics.labels["kubeproxy_sync_proxy_rules_no_local_endpoints_total"] == {"ip_family", "traffic_policy"}
+    assert metrics.labels["kubeproxy_proxy_healthz_total"] == metrics.labels["kubeproxy_proxy_livez_total"] == {"code"}
 
 
 # What uses them
@@ -169,19 +169,19 @@ def metrics_of(expression: str) -> set[str]:
     return {word for word in re.findall(r"(?<![\w.])[a-zA-Z_:][\w:]*", bare) if word not in WORDS}
 
 
-def test_every_metric_that_is_used_is_told(told: Told) -> None:
+def test_every_metric_that_is_used_is_told(metrics: Metrics) -> None:
     used = {expression: metrics_of(expression) for expression in expressions()}
     assert all(used.values()), [expression for expression, names in used.items() if not names]
-    assert {name for names in used.values() for name in names} <= told.samples
+    assert {name for names in used.values() for name in names} <= metrics.samples
 
 
-def test_labels_that_are_used_are_told(told: Told) -> None:
-    known = {label for labels in told.labels.values() for label in labels} | {"instance", "job", "le"}
+def test_labels_that_are_used_are_told(metrics: Metrics) -> None:
+    known = {label for labels in metrics.labels.values() for label in labels} | {"instance", "job", "le"}
     for expression in expressions():
         for name, selector in re.findall(r"(\w+)\{([^}]*)\}", expression):
             family = re.sub(r"_(bucket|count|sum)$", "", name)
             matched = set(re.findall(r"(\w+)=~?\"", selector)) - {"instance", "job"}
-            assert matched <= told.labels[family if family in told.labels else name], expression
+            assert matched <= metrics.labels[family if family in metrics.labels else name], expression
         for grouped in re.findall(r"\bby \(([^)]*)\)", expression):
             assert {label.strip() for label in grouped.split(",")} <= known, expression
 
@@ -218,7 +218,7 @@ def test_the_dashboard_is_whole() -> None:
     assert {variable["name"] for variable in made["templating"]["list"]} == {"datasource", "instance"}
 
 
-def test_promtool_accepts_them(told: Told, tmp_path: Path) -> None:
+def test_promtool_accepts_them(metrics: Metrics, tmp_path: Path) -> None:
     promtool = os.environ.get("PROMTOOL") or shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed (apt-get install prometheus, or PROMTOOL=/path/to/it)")

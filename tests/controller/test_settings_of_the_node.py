@@ -62,8 +62,8 @@ def before(lab: Lab) -> Iterator[dict[str, str]]:
 
 def test_a_start_that_is_refused_changes_nothing(lab: Lab, before: dict[str, str]) -> None:
     agent = agent_of(lab, "ebpf", f"--pin-root={lab.folder}/nothing")
-    told = lab.run("node", agent.argv)
-    assert told.returncode == 1, told.stderr
+    result = lab.run("node", agent.argv)
+    assert result.returncode == 1, result.stderr
     assert settings(lab) == before
 
 
@@ -76,9 +76,9 @@ def test_they_are_set_and_put_back(lab: Lab, before: dict[str, str], mode: str) 
     agent.start()
     agent.terminate()
     assert settings(lab) == WANTED, "the dataplane stays as it is, and so do they"
-    told = agent.cleanup()
-    assert told.returncode == 0, told.stderr
-    assert "put back 3 settings" in told.stdout
+    result = agent.cleanup()
+    assert result.returncode == 0, result.stderr
+    assert "put back 3 settings" in result.stdout
     assert settings(lab) == before
 
 
@@ -87,11 +87,11 @@ def test_what_somebody_else_changed_stays(lab: Lab, before: dict[str, str]) -> N
     agent.start()
     set_by_hand(lab, UDP, "55")
     agent.terminate()
-    told = agent.cleanup()
-    assert "put back 2 settings" in told.stdout, told.stderr
+    result = agent.cleanup()
+    assert "put back 2 settings" in result.stdout, result.stderr
     assert settings(lab) == {**before, UDP: "55"}
-    told = agent.cleanup()
-    assert "put back" not in told.stdout
+    result = agent.cleanup()
+    assert "put back" not in result.stdout
     assert settings(lab) == {**before, UDP: "55"}
 
 
@@ -110,9 +110,9 @@ def test_what_somebody_changed_between_two_agents_is_what_was_before(lab: Lab, b
 def test_the_node_prepared_alone_is_put_back_too(lab: Lab, before: dict[str, str]) -> None:
     """`--init-only`, as the first container of a pod and the unit's ExecStartPre have it."""
     agent = agent_of(lab, "nftables")
-    told = agent.command("run", "--init-only", *FLAGS)
-    assert told.returncode == 0, told.stderr
-    assert "connection tracking" not in told.stderr
+    result = agent.command("run", "--init-only", *FLAGS)
+    assert result.returncode == 0, result.stderr
+    assert "connection tracking" not in result.stderr
     assert settings(lab) == WANTED
     agent.cleanup()
     assert settings(lab) == before
@@ -125,14 +125,14 @@ READ_ONLY = ["sh", "-c", 'mount --bind /proc/sys /proc/sys && mount -o remount,r
 def test_what_a_container_can_never_set_is_no_warning(lab: Lab, before: dict[str, str]) -> None:
     """Its process 1 is in its own network namespace, which proves nothing: the table's size is the machine's alone."""
     argv = [sys.executable, "-m", "controller", "run", "--init-only", *FLAGS]
-    told = lab.run("node", [*CONTAINER, *argv])
-    assert told.returncode == 0, told.stderr
+    result = lab.run("node", [*CONTAINER, *argv])
+    assert result.returncode == 0, result.stderr
     assert settings(lab) == WANTED
-    assert "connection tracking" not in told.stderr
+    assert "connection tracking" not in result.stderr
     unchanged = settings(lab)
-    told = lab.run("node", [*CONTAINER, *READ_ONLY, *argv, "--conntrack-udp-timeout=78s"])
-    assert told.returncode == 0, told.stderr
+    result = lab.run("node", [*CONTAINER, *READ_ONLY, *argv, "--conntrack-udp-timeout=78s"])
+    assert result.returncode == 0, result.stderr
     assert settings(lab) == unchanged
-    lines = [line for line in told.stderr.splitlines() if "connection tracking" in line]
-    assert len(lines) == 1, told.stderr
+    lines = [line for line in result.stderr.splitlines() if "connection tracking" in line]
+    assert len(lines) == 1, result.stderr
     assert f" I connection tracking: {UDP} is 77 and cannot be set to 78" in lines[0]
