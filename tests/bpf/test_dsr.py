@@ -146,12 +146,12 @@ def test_what_does_not_fit_when_wrapped_is_too_big(pair: Pair, protocol: Protoco
             segment(40000, NODE_PORT, "A", 1001, 2, payload) if protocol is Protocol.TCP
             else datagram(40000, NODE_PORT, payload)
         )  # fmt: skip
-        told = read(pair.asked.ask(net.primary, big)[1], check=False)
+        error = read(pair.asked.ask(net.primary, big)[1], check=False)
         if fits:
-            assert told.dst == net.backends[0]
+            assert error.dst == net.backends[0]
         else:
-            assert told.dst == pair.asked.client
-            assert int.from_bytes(told.l4[6:8] if net.family == 4 else told.l4[4:8], "big") == room
+            assert error.dst == pair.asked.client
+            assert int.from_bytes(error.l4[6:8] if net.family == 4 else error.l4[4:8], "big") == room
 
 
 def test_other_peoples_tunnels_pass(pair: Pair) -> None:

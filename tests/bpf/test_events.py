@@ -31,16 +31,16 @@ def loud() -> Iterator[Bench]:
 
 
 @pytest.fixture
-def told(loud: Bench) -> Iterator[Told]:
+def events(loud: Bench) -> Iterator[EventReader]:
     loud.reset()
     loud.maps.maps["event_budget"].update(bytes(4), bytes(8 * cpus()))
-    reader = Told(loud)
+    reader = EventReader(loud)
     reader.rows()  # of former tests
     yield reader
     reader.ring.close()
 
 
-class Told:
+class EventReader:
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
         self.raw: list[bytes] = []
@@ -61,10 +61,10 @@ def socket(address: str, port: int) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def test_a_drop_is_told_with_its_tuple_reason_and_service(told: Told, net: Net) -> None:
-    told.bench.serve(service(net.vip, 80, [], when_empty=WhenEmpty.DROP))
-    assert told.bench.ingress(frame(net, net.client, net.vip, syn(41234)), ifindex=1)[0] == DROP
-    (row,) = told.rows()
+def test_a_drop_is_told_with_its_tuple_reason_and_service(events: EventReader, net: Net) -> None:
+    events.bench.serve(service(net.vip, 80, [], when_empty=WhenEmpty.DROP))
+    assert events.bench.ingress(frame(net, net.client, net.vip, syn(41234)), ifindex=1)[0] == DROP
+    (row,) = events.rows()
     wanted = {
         "what": "drop", "reason": "drop_empty", "service": "default/web:http", "protocol": "TCP",
         "source": socket(net.client, 41234), "destination": socket(net.vip, 80), "backend": None,
@@ -73,18 +73,18 @@ def test_a_drop_is_told_with_its_tuple_reason_and_service(told: Told, net: Net) 
     assert {key: getattr(row, key) for key in wanted} == wanted
 
 
-def test_a_refused_port_is_told_with_the_service_whose_address_it_is(told: Told, net: Net) -> None:
-    told.bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
-    assert told.bench.ingress(frame(net, net.client, net.vip, syn(dport=81)))[0] == REDIRECT
-    (row,) = told.rows()
+def test_a_refused_port_is_told_with_the_service_whose_address_it_is(events: EventReader, net: Net) -> None:
+    events.bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
+    assert events.bench.ingress(frame(net, net.client, net.vip, syn(dport=81)))[0] == REDIRECT
+    (row,) = events.rows()
     assert (row.what, row.reason, row.service) == ("refuse", "reject", "default/web")
     assert row.destination == socket(net.vip, 81)
 
 
-def test_what_is_served_is_not_told(told: Told, net: Net) -> None:
-    told.bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
-    told.bench.open_tcp(net, net.vip)
-    assert told.rows() == []
+def test_what_is_served_is_not_told(events: EventReader, net: Net) -> None:
+    events.bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
+    events.bench.open_tcp(net, net.vip)
+    assert events.rows() == []
 
 
 def test_a_full_table_is_told(net: Net) -> None:
@@ -95,7 +95,7 @@ def test_a_full_table_is_told(net: Net) -> None:
     try:
         small.reset()
         small.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
-        reader = Told(small)
+        reader = EventReader(small)
         for sport in range(40000, 40200):
             small.ingress(frame(net, net.client, net.vip, syn(sport)))
         assert small.count("flow_full") > 0
@@ -107,17 +107,17 @@ def test_a_full_table_is_told(net: Net) -> None:
         small.close()
 
 
-def test_no_more_is_told_than_the_burst_of_each_cpu(told: Told, net: Net) -> None:
-    told.bench.serve(service(net.vip, 80, [], when_empty=WhenEmpty.DROP))
+def test_no_more_is_told_than_the_burst_of_each_cpu(events: EventReader, net: Net) -> None:
+    events.bench.serve(service(net.vip, 80, [], when_empty=WhenEmpty.DROP))
     for sport in range(40000, 40200):
-        told.bench.ingress(frame(net, net.client, net.vip, syn(sport)))
-    assert told.bench.count("drop_empty") == 200
-    assert 1 <= len(told.rows()) <= 2 * BURST * cpus()  # the second may change meanwhile
+        events.bench.ingress(frame(net, net.client, net.vip, syn(sport)))
+    assert events.bench.count("drop_empty") == 200
+    assert 1 <= len(events.rows()) <= 2 * BURST * cpus()  # the second may change meanwhile
 
 
 def test_without_a_burst_nothing_is_told(bench: Bench, net: Net) -> None:
     bench.serve(service(net.vip, 80, [], when_empty=WhenEmpty.DROP))
-    reader = Told(bench)
+    reader = EventReader(bench)
     bench.ingress(frame(net, net.client, net.vip, syn()))
     assert reader.rows() == []
     reader.ring.close()
@@ -128,13 +128,13 @@ def trace(bench: Bench, service_id: int = 0, client: str = "") -> None:
     bench.node(trace_services=[service_id, 0, 0, 0], trace_client=words, trace=1)
 
 
-def test_a_trace_tells_each_decision_of_its_packets(told: Told, net: Net) -> None:
-    bench = told.bench
+def test_a_trace_tells_each_decision_of_its_packets(events: EventReader, net: Net) -> None:
+    bench = events.bench
     bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
     known = next(iter(bench.store.plan.installed["default/web"]))
     trace(bench, known.service)
     bench.open_tcp(net, net.vip)
-    rows = told.rows()
+    rows = events.rows()
     assert [row.reason for row in rows] == ["new_flow", "reply", "dnat"]
     assert {row.what for row in rows} == {"trace"}
     assert {row.backend for row in rows} == {socket(net.backends[0], 8080)}
@@ -142,8 +142,8 @@ def test_a_trace_tells_each_decision_of_its_packets(told: Told, net: Net) -> Non
     assert rows[1].where == "to a pod"
 
 
-def test_a_trace_is_of_one_service_or_client(told: Told, net: Net) -> None:
-    bench = told.bench
+def test_a_trace_is_of_one_service_or_client(events: EventReader, net: Net) -> None:
+    bench = events.bench
     other = net.backends[9]
     bench.serve(
         service(net.vip, 80, [(net.backends[0], 8080)]),
@@ -152,48 +152,48 @@ def test_a_trace_is_of_one_service_or_client(told: Told, net: Net) -> None:
     known = next(iter(bench.store.plan.installed["default/other"]))
     trace(bench, known.service)
     bench.open_tcp(net, net.vip)
-    assert told.rows() == []
+    assert events.rows() == []
     trace(bench, 0, other)
     bench.open_tcp(net, net.vip, sport=40001)
-    assert told.rows() == []
+    assert events.rows() == []
     bench.open_tcp(net, net.vip, sport=40002, client=other)
-    assert {row.reason for row in told.rows()} == {"new_flow", "reply", "dnat"}
+    assert {row.reason for row in events.rows()} == {"new_flow", "reply", "dnat"}
 
 
-def test_packets_of_known_flows_leave_room_for_others(told: Told, net: Net) -> None:
-    bench = told.bench
+def test_packets_of_known_flows_leave_room_for_others(events: EventReader, net: Net) -> None:
+    bench = events.bench
     bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
     bench.open_tcp(net, net.vip)
     trace(bench)
     for _ in range(10 * BURST):
         bench.ingress(frame(net, net.client, net.vip, segment(40000, 80, "A")))
-    routine = told.rows()
+    routine = events.rows()
     assert {row.reason for row in routine} <= {"dnat", "fast"}
     assert len(routine) <= 2 * (BURST // 2) * cpus()
     bench.ingress(frame(net, net.client, net.vip, datagram(dport=81)))
-    assert [row.reason for row in told.rows()] == ["reject"]
+    assert [row.reason for row in events.rows()] == ["reject"]
 
 
-def test_the_journal_keeps_a_thousand_and_numbers_them(told: Told) -> None:
+def test_the_journal_keeps_a_thousand_and_numbers_them(events: EventReader) -> None:
     net = NETS[4]
-    told.bench.serve(service(net.vip, 80, [], when_empty=WhenEmpty.DROP))
-    told.bench.ingress(frame(net, net.client, net.vip, syn()))
-    told.ring.poll(0)
-    raw = list(told.raw) * 1500
-    told.journal.add(raw, {}, dict, told.bench.store.backends)
-    rows = told.journal.rows(0)
+    events.bench.serve(service(net.vip, 80, [], when_empty=WhenEmpty.DROP))
+    events.bench.ingress(frame(net, net.client, net.vip, syn()))
+    events.ring.poll(0)
+    raw = list(events.raw) * 1500
+    events.journal.add(raw, {}, dict, events.bench.store.backends)
+    rows = events.journal.rows(0)
     assert [row.number for row in rows] == list(range(501, 1501))
-    assert told.journal.rows(1499) == rows[-1:]
+    assert events.journal.rows(1499) == rows[-1:]
 
 
-def test_the_log_has_one_line_for_many_drops(told: Told, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_one_line_for_many_drops(events: EventReader, caplog: pytest.LogCaptureFixture) -> None:
     net = NETS[4]
-    told.bench.serve(service(net.vip, 80, [], when_empty=WhenEmpty.DROP))
+    events.bench.serve(service(net.vip, 80, [], when_empty=WhenEmpty.DROP))
     for sport in range(40000, 40005):
-        told.bench.ingress(frame(net, net.client, net.vip, syn(sport)))
-    seen = len(told.rows())
-    told.journal.tell()
-    told.journal.tell()
+        events.bench.ingress(frame(net, net.client, net.vip, syn(sport)))
+    seen = len(events.rows())
+    events.journal.tell()
+    events.journal.tell()
     (line,) = [record.getMessage() for record in caplog.records]
     assert f"{seen} x drop_empty default/web:http" in line
 

@@ -55,8 +55,8 @@ def joined(frames: list[bytes]) -> tuple[str, str, bytes]:
 
 def through(run: object, frames: list[bytes], verdict: int = PASS) -> Iterator[bytes]:
     for raw in frames:
-        told, out = run(raw)  # type: ignore[operator]
-        assert told == verdict
+        got, out = run(raw)  # type: ignore[operator]
+        assert got == verdict
         yield out
 
 

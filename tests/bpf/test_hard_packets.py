@@ -176,11 +176,11 @@ def test_a_ping_is_answered_where_the_setting_says_so(net: Net) -> None:
         asked = read(ping(net))
         verdict, out = talkative.ingress(ping(net))
         assert verdict == REDIRECT
-        told = read(out)
-        assert (told.src, told.dst) == (net.vip, net.client)
-        assert (told.mac_src, told.mac_dst) == (HOST_MAC, POD_MAC)
-        assert told.l4[:2] == (b"\0\0" if net.family == 4 else b"\x81\0")
-        assert told.l4[4:] == asked.l4[4:]
+        reply = read(out)
+        assert (reply.src, reply.dst) == (net.vip, net.client)
+        assert (reply.mac_src, reply.mac_dst) == (HOST_MAC, POD_MAC)
+        assert reply.l4[:2] == (b"\0\0" if net.family == 4 else b"\x81\0")
+        assert reply.l4[4:] == asked.l4[4:]
         assert talkative.count("echo") == 1
         stranger = frame(net, net.client, net.stranger, ICMP() if net.family == 4 else ICMPv6EchoRequest())
         assert talkative.ingress(stranger) == (PASS, stranger)

@@ -87,7 +87,7 @@ def filter_reverse_paths(setting: int) -> None:
         (folder / "rp_filter").write_text("0" if folder.name == "all" else str(setting))
 
 
-def tell(bench: Bench, *, strictly: bool = False) -> None:
+def configure(bench: Bench, *, strictly: bool = False) -> None:
     """What the agent tells the programs of this node."""
     node = read_node()
     flags = interface_flags(node.interfaces, read_reverse_path_filters(), strictly=strictly)
@@ -140,7 +140,7 @@ def test_as_the_kernel(bench: Bench, setting: int, source: str, interface: str) 
     if interface == "vrf-pod" and "vrf0" not in dict(socket.if_nameindex()).values():
         pytest.skip("missing feature: VRF")
     filter_reverse_paths(setting)
-    tell(bench)
+    configure(bench)
     served(bench, 4)
     assert programs_take(bench, 4, source, interface) == kernel_takes(source, interface)
 
@@ -156,7 +156,7 @@ def test_ipv6_is_asked_where_that_is_wanted(bench: Bench, source: str, interface
     filter_reverse_paths(1)
     served(bench, 6)
     for strictly in (False, True):
-        tell(bench, strictly=strictly)
+        configure(bench, strictly=strictly)
         bench.forget()
         taken = interface in BACK6[source] if strictly else source != "own"
         assert programs_take(bench, 6, SOURCES[6][source], interface) == taken
@@ -164,7 +164,7 @@ def test_ipv6_is_asked_where_that_is_wanted(bench: Bench, source: str, interface
 
 def test_strictly_means_everywhere(bench: Bench) -> None:
     filter_reverse_paths(0)
-    tell(bench, strictly=True)
+    configure(bench, strictly=True)
     served(bench, 4)
     assert programs_take(bench, 4, SOURCES[4]["pod"], "pod0")
     bench.forget()
@@ -176,7 +176,7 @@ def test_strictly_means_everywhere(bench: Bench) -> None:
 
 def test_explain_tells_the_way_back(bench: Bench) -> None:
     filter_reverse_paths(1)
-    tell(bench)
+    configure(bench)
     served(bench, 4)
     packet = frame(NETS[4], SOURCES[4]["other-pod"], NETS[4].vip, syn())
     answer = bench.explain(packet, ifindex=index_of("pod0"))

@@ -56,8 +56,8 @@ def connects(bench: Bench) -> tuple[int, float]:
     """Connections that default/web's only backend accepted, and how many seconds they took for that, together."""
     known = next(iter(bench.store.plan.installed["default/web"]))
     figures = bench.store.traffic.of_backends(np.array([known.ids[0]], dtype=np.int64))[0].tolist()
-    told = dict(zip(FIELDS, figures, strict=True))
-    return told["answered"], told["connect_ns"] / 1e9
+    result = dict(zip(FIELDS, figures, strict=True))
+    return result["answered"], result["connect_ns"] / 1e9
 
 
 def figures(flows: int, packets: int, octets: int, reply_packets: int, reply_octets: int) -> dict[str, int]:
@@ -246,8 +246,8 @@ def test_maps_of_another_layout_are_made_anew(monkeypatch: pytest.MonkeyPatch) -
 
 def number(known: Map) -> int:
     """The kernel's id of a map."""
-    told = Path(f"/proc/self/fdinfo/{known.fd}").read_text()
-    return next(int(line.split()[1]) for line in told.splitlines() if line.startswith("map_id:"))
+    fdinfo = Path(f"/proc/self/fdinfo/{known.fd}").read_text()
+    return next(int(line.split()[1]) for line in fdinfo.splitlines() if line.startswith("map_id:"))
 
 
 def test_without_counting_nothing_is_counted(net: Net) -> None:

@@ -257,10 +257,10 @@ def test_too_big_and_expired_are_told_to_the_sender(node: Uplink) -> None:
     node.ask(net.primary, syn(40000, NODE_PORT))
     large = segment(40000, NODE_PORT, "A", 1001, 2, bytes(MTU))
     verdict, out = node.ask(net.primary, large)
-    told = read(out)
-    assert (verdict, told.src, told.dst) == (REDIRECT, net.primary, node.client)
-    kind, mtu = (b"\x03\x04", told.l4[6:8]) if net.family == 4 else (b"\x02\x00", told.l4[4:8])
-    assert told.l4[:2] == kind
+    error = read(out)
+    assert (verdict, error.src, error.dst) == (REDIRECT, net.primary, node.client)
+    kind, mtu = (b"\x03\x04", error.l4[6:8]) if net.family == 4 else (b"\x02\x00", error.l4[4:8])
+    assert error.l4[:2] == kind
     assert int.from_bytes(mtu, "big") == MTU
     last = {"ttl": 1} if net.family == 4 else {"hlim": 1}
     verdict, out = node.ask(net.primary, segment(40000, NODE_PORT, "A", 1001, 2), **last)
@@ -298,9 +298,9 @@ def test_a_router_behind_the_node_is_heard_by_the_client(node: Uplink) -> None:
     quoted = Raw(sent[14 : 14 + (28 if net.family == 4 else 60)])
     said = ICMP(type=3, code=4, nexthopmtu=1300) / quoted if net.family == 4 else ICMPv6PacketTooBig(mtu=1300) / quoted
     verdict, out = node.in_(frame(net, router, net.primary, said))
-    told = read(out)
-    assert (verdict, told.src, told.dst) == (REDIRECT, router, node.client)
-    inner = told.l4[8:]
+    error = read(out)
+    assert (verdict, error.src, error.dst) == (REDIRECT, router, node.client)
+    inner = error.l4[8:]
     if net.family == 4:
         assert ones_complement(inner[:20]) == 0xFFFF
         assert socket.inet_ntoa(inner[12:16]) == node.client

@@ -63,23 +63,23 @@ def numbered(n: int, version: int) -> dict[str, tuple[Entry, ...]]:
 
 
 class MapResizer:
-    def __init__(self, told: dict[str, Any]) -> None:
+    def __init__(self, setup: dict[str, Any]) -> None:
         sizes.FLOOR.update(TINY)
-        if told["old_kernel"]:
+        if setup["old_kernel"]:
             programmer.netns_cookie = programs.netns_cookie = lambda: None
-        self.told, self.count, self.version = told, told.get("count", 0), told.get("version", 0)
+        self.setup, self.count, self.version = setup, setup.get("count", 0), setup.get("version", 0)
         self.notices: list[str] = []
-        self.mode = Ebpf(Options(cgroup=told["cgroup"], **told["options"]), lambda: None)
+        self.mode = Ebpf(Options(cgroup=setup["cgroup"], **setup["options"]), lambda: None)
         self.sync()
 
     def sync(self) -> None:
-        node = NodeNetwork(name="lab-node", primary=tuple(self.told["primary"]))
+        node = NodeNetwork(name="lab-node", primary=tuple(self.setup["primary"]))
         services: dict[str, tuple[Entry, ...]] = {
             "default/web": tuple(
-                entry("default/web:http", Protocol.TCP, vip, 80, pods, 8080) for vip, pods in self.told["web"]
+                entry("default/web:http", Protocol.TCP, vip, 80, pods, 8080) for vip, pods in self.setup["web"]
             ),
             "default/dns": tuple(
-                entry("default/dns:dns", Protocol.UDP, vip, 53, pods, 5353) for vip, pods in self.told["dns"]
+                entry("default/dns:dns", Protocol.UDP, vip, 53, pods, 5353) for vip, pods in self.setup["dns"]
             ),
         }
         for n in range(self.count):
@@ -92,7 +92,7 @@ class MapResizer:
             case ["more", number]:
                 self.count += int(number)
                 self.sync()
-                return [misfit.reason for misfit in self.result.unprogrammed]
+                return [left.reason for left in self.result.unprogrammed]
             case ["maintain"]:
                 self.notices += [notice.reason for notice in self.mode.maintain()]
                 return self.mode.resizer.growing
@@ -113,7 +113,7 @@ class MapResizer:
             case ["state", count, version]:
                 self.count, self.version = int(count), int(version)
                 self.sync()
-                return [misfit.reason for misfit in self.result.unprogrammed]
+                return [left.reason for left in self.result.unprogrammed]
             case ["check", *how]:
                 readback.check(self.mode.store, self.services, settled=bool(how))
             case ["waiting"]:

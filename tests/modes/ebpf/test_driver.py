@@ -60,8 +60,8 @@ class Place:
 
     def program_at(self, name: str) -> int:
         """The number of the XDP program there, 0: none."""
-        told = self.link.get_links(socket.if_nametoindex(name))[0].get_attr("IFLA_XDP")
-        return int((told and told.get_attr("IFLA_XDP_PROG_ID")) or 0)
+        attribute = self.link.get_links(socket.if_nametoindex(name))[0].get_attr("IFLA_XDP")
+        return int((attribute and attribute.get_attr("IFLA_XDP_PROG_ID")) or 0)
 
     def pins(self) -> list[str]:
         return sorted(path.name for path in self.folder.glob("link_xdp_*"))
@@ -113,9 +113,9 @@ def test_off_removes_what_a_former_process_left(place: Place) -> None:
 
 def test_auto_leaves_virtual_devices_to_tc(place: Place) -> None:
     with Receiver("wire0"):
-        told = place.serve("auto").status()
-    assert told.interfaces == []
-    assert told.left_to_tc["up0"] == "a virtual device (veth); --xdp native takes it"
+        status = place.serve("auto").status()
+    assert status.interfaces == []
+    assert status.left_to_tc["up0"] == "a virtual device (veth); --xdp native takes it"
 
 
 def test_auto_takes_a_device_of_the_machine_that_has_no_vlans(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,9 +134,9 @@ def test_auto_takes_a_device_of_the_machine_that_has_no_vlans(place: Place, monk
 def test_somebody_elses_program_stays(place: Place) -> None:
     with Receiver("wire0"), Receiver("up0"):
         before = place.program_at("up0")
-        told = place.serve("native").status()
-        assert told.interfaces == []
-        assert told.left_to_tc["up0"] == "another XDP program is there and stays"
+        status = place.serve("native").status()
+        assert status.interfaces == []
+        assert status.left_to_tc["up0"] == "another XDP program is there and stays"
         assert place.program_at("up0") == before
 
 
@@ -144,9 +144,9 @@ def test_a_veth_whose_other_end_takes_no_frames_is_left(place: Place) -> None:
     """A frame sent there would be lost."""
     if takes_frames(socket.if_nametoindex("up0")) is None:
         pytest.skip("this kernel does not tell (Linux 6.3 does)")
-    told = place.serve("native").status()
-    assert told.interfaces == []
-    assert "takes no frames" in told.left_to_tc["up0"]
+    status = place.serve("native").status()
+    assert status.interfaces == []
+    assert "takes no frames" in status.left_to_tc["up0"]
 
 
 def test_what_others_detach_is_attached_again(place: Place) -> None:

@@ -34,9 +34,9 @@ class Road(Bench):
     """The lab, its agent and what to ask of them."""
 
     def counters(self) -> dict[str, int]:
-        return self.told().counters
+        return self.status().counters
 
-    def told(self) -> Status:
+    def status(self) -> Status:
         status = self.agent.status()
         assert status is not None, self.agent.tail()
         return status.dataplane
@@ -156,7 +156,7 @@ def test_connections_go_on_while_the_agent_is_killed_and_comes_back(road: Road) 
         for connection in (first, second) * 20:
             assert ask_tcp(connection).pod == "remote1"
         assert road.counters()["xdp_dnat"] - before >= 80
-    assert road.told().ebpf.xdp.interfaces == [UPLINK]
+    assert road.status().ebpf.xdp.interfaces == [UPLINK]
 
 
 def test_off_takes_the_program_away_and_traffic_goes_on(road: Road) -> None:
@@ -166,7 +166,7 @@ def test_off_takes_the_program_away_and_traffic_goes_on(road: Road) -> None:
             before = road.counters()
             assert download(connection, 100_000) == 100_000
             after = road.counters()
-            assert road.told().ebpf.xdp == XdpHooks("off", [], {})
+            assert road.status().ebpf.xdp == XdpHooks("off", [], {})
         finally:
             road.restart(*FLAGS)
         assert (after["xdp_dnat"], after["xdp_reply"]) == (before["xdp_dnat"], before["xdp_reply"])

@@ -38,13 +38,13 @@ class Child:
     def __init__(self, lab: Lab, *, old_kernel: bool = False, count: int = 0, version: int = 0, **options: int) -> None:
         self.lab = lab
         pods = {f: [lab[name].address(f) for name in ("pod2", "pod3")] for f in FAMILIES}
-        told = {
+        setup = {
             "cgroup": str(lab.cgroup), "old_kernel": old_kernel, "options": options,
             "count": count, "version": version,
             "primary": [lab["node"].address(f) for f in FAMILIES],
             "web": [(WEB[f][0], pods[f]) for f in FAMILIES], "dns": [(DNS[f][0], pods[f]) for f in FAMILIES],
         }  # fmt: skip
-        argv = lab.command("node", [sys.executable, "-m", "tests.modes.ebpf.child", json.dumps(told)])
+        argv = lab.command("node", [sys.executable, "-m", "tests.modes.ebpf.child", json.dumps(setup)])
         self.process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=lab.environment()
         )

@@ -83,8 +83,8 @@ def test_three_quarters_are_enough() -> None:
 @given(st.integers(0, 50), st.integers(0, 50))
 def test_what_is_foreseen_is_enough_for_equal_services(services: int, size: int) -> None:
     entries = [entry(n, size, 0) for n in range(1, services + 1)]
-    told, need = foreseen(services, services * size), needs(entries)
-    for name, count in told.items():
+    estimate, need = foreseen(services, services * size), needs(entries)
+    for name, count in estimate.items():
         assert fitting(name, count, UPPER) >= need[name], name
 
 

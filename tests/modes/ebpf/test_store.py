@@ -317,7 +317,7 @@ def test_what_does_not_fit_is_named_and_the_rest_works(
     store = Store(open_maps(**sizes), HZ)
     table = many(services, backends)
     store.apply(table)
-    unfit = {misfit.entry: misfit.reason for misfit in store.plan.unprogrammed.values()}
+    unfit = {left.entry: left.reason for left in store.plan.unprogrammed.values()}
     assert 0 < len(unfit) < services
     assert all(reason.startswith(what) for reason in unfit.values())
     assert store.plan.unfit.keys() == {name.rpartition(":")[0] for name in unfit}

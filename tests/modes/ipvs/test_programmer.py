@@ -402,7 +402,7 @@ def test_without_ip6tables_services_of_ipv6_are_misfits(node: Node) -> None:
     node.tables.missing = {6: "the kernel has no IPv6"}
     six = entry(cluster_ip(BackendSet(()), "fd96::1"), family=6)
     result = node.start().sync(node.table(web(A), six))
-    assert ["the kernel has no IPv6" in misfit.reason for misfit in result.unprogrammed] == [True]
+    assert ["the kernel has no IPv6" in left.reason for left in result.unprogrammed] == [True]
     assert node.weights() == {A.address: 1}
 
 

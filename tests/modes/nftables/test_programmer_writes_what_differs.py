@@ -239,7 +239,7 @@ def test_an_entry_with_too_many_routes_is_refused_alone(fake: FakeNftables, mode
     result = mode.sync(
         table(entry(*frontends, name="default/odd:http", affinity_seconds=60), *many(2).services["default/s1"])
     )
-    assert [misfit.entry for misfit in result.unprogrammed] == ["default/odd:http"]
+    assert [left.entry for left in result.unprogrammed] == ["default/odd:http"]
     assert [row.name for row in Tables(fake).services()] == ["default/s1:http"]
     assert mode.sync(many(2, 2)).unprogrammed == ()
 

@@ -333,7 +333,7 @@ def test_sctp_without_sctp_sockets_is_a_misfit(node: Node) -> None:
     try:
         socket.socket(socket.AF_INET, socket.SOCK_STREAM, Protocol.SCTP).close()
     except OSError:
-        assert [misfit.entry for misfit in result.unprogrammed] == ["d/web:sctp"]
+        assert [left.entry for left in result.unprogrammed] == ["d/web:sctp"]
         assert "SCTP" in result.unprogrammed[0].reason
     else:
         assert not result.unprogrammed
