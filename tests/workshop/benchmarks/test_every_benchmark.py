@@ -71,14 +71,14 @@ def test_it_starts_and_ends_with_its_line(
         for constant, value in constants.items():
             monkeypatch.setattr(importlib.import_module(f"workshop.benchmarks.{module}"), constant, value)
     run(name).tell()
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert told["name"] == name.replace("_", "-")
-    assert told["unit"]
-    assert told["control"]["what"]
-    control = told["control"]["value"]
-    assert math.isfinite(told["value"]), told
-    assert math.isfinite(control), told
-    assert told["ratio"] is None if control == 0 else math.isfinite(told["ratio"]), told
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["name"] == name.replace("_", "-")
+    assert report["unit"]
+    assert report["control"]["what"]
+    control = report["control"]["value"]
+    assert math.isfinite(report["value"]), report
+    assert math.isfinite(control), report
+    assert report["ratio"] is None if control == 0 else math.isfinite(report["ratio"]), report
 
 
 def test_each_of_them_has_a_small_form() -> None:

@@ -15,18 +15,18 @@ WRK = "Running 1s test @ http://10.97.0.1:8080/\n  8 threads\n" + json.dumps(LAS
 
 
 def test_connections_and_what_each_costs() -> None:
-    told = found("connections", WRK, cpu=0.5)
-    assert told.values == {"connections": 2000, "connection_cpu": 250}
-    assert not told.curve, "wrk starts its clock after connect(): not a latency of connections"
+    measured = found("connections", WRK, cpu=0.5)
+    assert measured.values == {"connections": 2000, "connection_cpu": 250}
+    assert not measured.curve, "wrk starts its clock after connect(): not a latency of connections"
 
 
 def test_requests_and_their_latency_in_milliseconds() -> None:
-    told = found("requests", WRK, cpu=0.2)
-    assert told.values == {
+    measured = found("requests", WRK, cpu=0.2)
+    assert measured.values == {
         "requests": 2000, "request_cpu": pytest.approx(100), "latency_p50": 0.25, "latency_p90": 0.6,
         "latency_p99": 0.9,
     }  # fmt: skip
-    assert told.curve[0] == 0.1
+    assert measured.curve[0] == 0.1
 
 
 @pytest.mark.parametrize(
@@ -47,13 +47,13 @@ def test_the_cost_is_of_each_connection_request_gbit_and_packet() -> None:
 
 
 def test_of_a_stream_what_was_received_counts() -> None:
-    told = {"end": {"sum_sent": {"bits_per_second": 9e9}, "sum_received": {"bits_per_second": 8e9, "bytes": 1e9}}}
-    assert found("stream", json.dumps(told), 0).values == {"stream": 8}
+    output = {"end": {"sum_sent": {"bits_per_second": 9e9}, "sum_received": {"bits_per_second": 8e9, "bytes": 1e9}}}
+    assert found("stream", json.dumps(output), 0).values == {"stream": 8}
 
 
 def test_of_datagrams_those_that_arrived_count() -> None:
-    told = {"end": {"sum": {"packets": 1000, "lost_packets": 400, "seconds": 2.0}}}
-    assert found("datagrams", json.dumps(told), 0).values == {"datagrams": 300}
+    output = {"end": {"sum": {"packets": 1000, "lost_packets": 400, "seconds": 2.0}}}
+    assert found("datagrams", json.dumps(output), 0).values == {"datagrams": 300}
 
 
 def test_iperf_tells_its_error() -> None:

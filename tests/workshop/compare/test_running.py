@@ -63,16 +63,16 @@ def report(folder: Path) -> Report:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     begun.send_signal(signal.SIGINT)
-    _, told = begun.communicate(timeout=240)
+    _, errors = begun.communicate(timeout=240)
     assert begun.returncode == 1
-    assert "The same command goes on from there" in told, told
+    assert "The same command goes on from there" in errors, errors
     assert_nothing_left(begun.pid)
     kept = cells.read_bytes()
     again = subprocess.Popen(
         command("--state", str(state), "-o", "json"), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    output, told = again.communicate(timeout=250)
-    assert again.returncode == 0, told
+    output, errors = again.communicate(timeout=250)
+    assert again.returncode == 0, errors
     assert cells.read_bytes().startswith(kept), "what was finished is not measured again"
     assert_nothing_left(again.pid)
     return msgspec.json.decode(output, type=Report)

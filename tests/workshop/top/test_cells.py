@@ -85,9 +85,9 @@ def test_the_head_tells_mode_and_totals() -> None:
 
 
 def test_trouble_is_told_and_without_an_agent_that_one() -> None:
-    told = agent_status(mode=ModeStatus("ebpf", "nftables", "no BTF"), error="boom")
+    status = agent_status(mode=ModeStatus("ebpf", "nftables", "no BTF"), error="boom")
     plain = service("ns/a", 0, traffic=None)
-    now = sample(0, plain, status=told, mode="nftables")
+    now = sample(0, plain, status=status, mode="nftables")
     said = cells.trouble(picture(now, now, now))
     assert said[:2] == ["the last sync failed: boom", "ebpf was asked for: no BTF"]
     assert "mode nftables does not count" in said[2]

@@ -77,8 +77,8 @@ def test_shares_are_of_the_connections_of_each_family() -> None:
 
 def test_what_the_agent_says_of_a_backend_counts() -> None:
     ejection = Ejection("ns/a:http", "10.0.0.1:80", True, 9.0, "ejected for 9 s: no answer")
-    told = agent_status(dataplane=dataplane(ebpf=ebpf(ejection)))
-    now = sample(1, service("ns/a:http", 0), status=told, chosen="ns/a:http", backends=(backend("10.0.0.1:80", 0),))
+    status = agent_status(dataplane=dataplane(ebpf=ebpf(ejection)))
+    now = sample(1, service("ns/a:http", 0), status=status, chosen="ns/a:http", backends=(backend("10.0.0.1:80", 0),))
     shown = picture(now, now, now)
     assert shown.backends[0].state == "ejected for 9 s: no answer"
     assert shown.services[0].ejected == 1

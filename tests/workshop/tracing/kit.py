@@ -40,7 +40,7 @@ class Stage:
         argv = [sys.executable, "-m", "controller", "trace", *arguments, "-o", "json", "--seconds", str(60 * PATIENCE)]
         if self.agent.running():
             argv += ["--admin-socket", str(self.agent.socket)]
-        told: dict[str, Any] = {}
+        report: dict[str, Any] = {}
         errors = self.lab.folder / "trace.err"
         with errors.open("w") as log:
             child = self.lab.start("node", argv, output=subprocess.PIPE, errors=log)
@@ -52,12 +52,12 @@ class Stage:
             assert time.monotonic() < deadline, f"it does not begin to measure: {errors.read_text()}"
             time.sleep(0.02)
         try:
-            yield told
+            yield report
         finally:
             child.send_signal(signal.SIGINT)
             output = child.communicate(timeout=90 * DEADLINES)[0]
         assert child.returncode == 0, errors.read_text()
-        told |= json.loads(output)
+        report |= json.loads(output)
 
     def ends_alone(self) -> bool:
         """Whether the measurement ends before it is told to."""
@@ -85,20 +85,20 @@ class Stage:
 
     def undrop(self, place: str) -> int:
         """Remove it; how many packets it dropped."""
-        told = self.lab.run(place, ["nft", "-j", "list", "table", "inet", "lost"])
+        listing = self.lab.run(place, ["nft", "-j", "list", "table", "inet", "lost"])
         self.lab.run(place, ["nft", "delete", "table", "inet", "lost"])
-        rules = [item["rule"] for item in json.loads(told.stdout)["nftables"] if "rule" in item]
+        rules = [item["rule"] for item in json.loads(listing.stdout)["nftables"] if "rule" in item]
         return sum(part["counter"]["packets"] for rule in rules for part in rule["expr"] if "counter" in part)
 
 
 def repeated_by(client: socket.socket) -> int:
     """Segments that a connection sent again, as its own socket counts (tcp(7), TCP_INFO: tcpi_total_retrans)."""
-    told = client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
-    return int(struct.unpack_from("=I", told, 100)[0])
+    info = client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+    return int(struct.unpack_from("=I", info, 100)[0])
 
 
 def repeated(stage: Stage, place: str) -> int:
     """Segments that TCP sent again in one namespace, as the kernel itself counts (RFC 4022, tcpRetransSegs)."""
-    told = stage.lab.run(place, ["cat", "/proc/net/snmp"]).stdout
-    names, values = (line.split()[1:] for line in told.splitlines() if line.startswith("Tcp:"))
+    output = stage.lab.run(place, ["cat", "/proc/net/snmp"]).stdout
+    names, values = (line.split()[1:] for line in output.splitlines() if line.startswith("Tcp:"))
     return int(dict(zip(names, values, strict=True))["RetransSegs"])

@@ -16,35 +16,35 @@ from .kit import DNS, WEB, Stage, repeated, repeated_by
 FAMILIES = pytest.mark.parametrize("family", [4, 6], ids=["v4", "v6"])
 
 
-def count(told: dict[str, Any], stage: str, direction: str = "request", *, opening: bool = True) -> int:
+def count(report: dict[str, Any], stage: str, direction: str = "request", *, opening: bool = True) -> int:
     return sum(
         row["count"]
-        for row in told["stages"]
+        for row in report["stages"]
         if row["stage"] == stage and row["direction"] == direction and row["opening"] == opening
     )
 
 
 @pytest.mark.parametrize("family", [pytest.param(4, marks=pytest.mark.core(long=True)), 6], ids=["v4", "v6"])
 def test_stages_count_every_connection_once(stage: Stage, family: int) -> None:
-    with stage.traced("--stages") as told:
+    with stage.traced("--stages") as report:
         tally = stage.load("connections", WEB[family], count=150)
     assert (tally.answered, tally.failed) == (150, 0)
-    assert count(told, "received") == 150
+    assert count(report, "received") == 150
     if stage.mode == "userspace":  # the node's own relay takes them
-        assert count(told, "whole way: received to sent") == 0
+        assert count(report, "whole way: received to sent") == 0
         return
-    assert count(told, "whole way: received to sent") == 150
-    assert count(told, "received", "reply") == 150
-    assert count(told, "whole way: received to sent", "reply") == 150
-    probed = told["hooks"] == "functions"  # then a hook shows only where somebody hooked in
-    if told["hooks"] and stage.mode != "ipvs" and not (probed and stage.mode == "ebpf"):
-        nat = [row for row in told["stages"] if row["stage"] == "PREROUTING: NAT" and row["opening"]]
+    assert count(report, "whole way: received to sent") == 150
+    assert count(report, "received", "reply") == 150
+    assert count(report, "whole way: received to sent", "reply") == 150
+    probed = report["hooks"] == "functions"  # then a hook shows only where somebody hooked in
+    if report["hooks"] and stage.mode != "ipvs" and not (probed and stage.mode == "ebpf"):
+        nat = [row for row in report["stages"] if row["stage"] == "PREROUTING: NAT" and row["opening"]]
         assert {row["direction"]: row["count"] for row in nat} == {"request": 150, "reply": 150}
-    if stage.mode == "ipvs" and told["hooks"]:
-        scheduled = [row for row in told["stages"] if row["stage"].endswith("IPVS and its routing")]
+    if stage.mode == "ipvs" and report["hooks"]:
+        scheduled = [row for row in report["stages"] if row["stage"].endswith("IPVS and its routing")]
         assert sum(row["count"] for row in scheduled if row["opening"]) == 150
         assert {row["direction"] for row in scheduled} == {"request"}
-    for row in told["stages"]:
+    for row in report["stages"]:
         assert sum(slot["count"] for slot in row["histogram"]) == row["count"]
         assert row["p50_ns"] <= row["p99_ns"] <= row["max_ns"]
         if row["whole"]:
@@ -53,36 +53,36 @@ def test_stages_count_every_connection_once(stage: Stage, family: int) -> None:
 
 @pytest.mark.parametrize("family", [6], ids=["v6"])
 def test_stages_count_every_datagram(stage: Stage, family: int) -> None:
-    with stage.traced("--stages", "--whole") as told:
+    with stage.traced("--stages", "--whole") as report:
         tally = stage.load("udp", DNS[family], count=120)
     assert (tally.answered, tally.failed) == (120, 0)
     # A source port may come twice among so many: then the second datagram is one of a known flow.
-    assert count(told, "received") + count(told, "received", opening=False) == 120
-    assert not any("ROUTING" in row["stage"] for row in told["stages"])
+    assert count(report, "received") + count(report, "received", opening=False) == 120
+    assert not any("ROUTING" in row["stage"] for row in report["stages"])
     if stage.mode != "userspace":
-        assert count(told, "received", "reply", opening=False) == 120
+        assert count(report, "received", "reply", opening=False) == 120
         for direction in ("request", "reply"):
-            whole = [count(told, "whole way: received to sent", direction, opening=each) for each in (True, False)]
+            whole = [count(report, "whole way: received to sent", direction, opening=each) for each in (True, False)]
             assert sum(whole) == 120
 
 
 def test_nobody_elses_packets_count(stage: Stage) -> None:
     """Straight to a pod's own address, without any service, and to another service than the one that is asked for."""
-    with stage.traced("default/dns", "--stages") as told:
+    with stage.traced("default/dns", "--stages") as report:
         direct = stage.load("connections", f"{stage.lab['pod1'].address4}:8080", count=20)
         other = stage.load("connections", WEB[4], count=20)
     assert (direct.answered, other.answered) == (20, 20)
-    assert told["stages"] == []
+    assert report["stages"] == []
 
 
 def test_a_destination_without_a_service_can_be_measured(stage: Stage) -> None:
     """The control to compare a service with."""
     target = f"{stage.lab['pod1'].address4}:8080"
-    with stage.traced("--stages", "--whole", "--to", target) as told:
+    with stage.traced("--stages", "--whole", "--to", target) as report:
         tally = stage.load("connections", target, count=40)
     assert tally.answered == 40
-    assert count(told, "whole way: received to sent") == 40
-    assert count(told, "whole way: received to sent", "reply") == 40
+    assert count(report, "whole way: received to sent") == 40
+    assert count(report, "whole way: received to sent", "reply") == 40
 
 
 def test_node_ports_count_with_masqueraded_clients(stage: Stage) -> None:
@@ -95,26 +95,26 @@ def test_node_ports_count_with_masqueraded_clients(stage: Stage) -> None:
     target = f"{stage.lab['node'].address4}:30080"
     try:
         eventually(lambda: stage.load("connections", target, "client", count=1).answered == 1, 10, "no node port")
-        with stage.traced("default/web", "--stages", "--whole") as told:
+        with stage.traced("default/web", "--stages", "--whole") as report:
             tally = stage.load("connections", target, "client", count=30)
     finally:
         path.write_text(before)
     assert tally.answered == 30
-    assert count(told, "received") == 30
+    assert count(report, "received") == 30
     if stage.mode != "userspace":
-        assert count(told, "whole way: received to sent") == 30
-        assert count(told, "whole way: received to sent", "reply") == 30
+        assert count(report, "whole way: received to sent") == 30
+        assert count(report, "whole way: received to sent", "reply") == 30
 
 
 @pytest.mark.parametrize("family", [4], ids=["v4"])
 def test_answers_are_counted_by_backend(stage: Stage, family: int) -> None:
     if stage.mode == "userspace":
         pytest.skip("mode userspace answers SYNs itself: its relay listens on the node")
-    with stage.traced("--latency") as told:
+    with stage.traced("--latency") as report:
         tally = stage.load("connections", WEB[family], count=90)
         own = stage.load("connections", WEB[family], "node", count=30)
     assert (tally.answered, own.answered) == (90, 30)
-    (row,) = told["services"]
+    (row,) = report["services"]
     assert (row["service"], row["connections"], row["answered"], row["unanswered"]) == (
         "default/web:http", 120, 120, 0,
     )  # fmt: skip
@@ -140,7 +140,7 @@ def test_connections_without_an_answer_show(stage: Stage) -> None:
     for pod in ("pod1", "pod2", "pod3"):
         stage.drop_in(pod, "tcp dport 8080", "input")
     try:
-        with stage.traced("default/web", "--latency") as told:
+        with stage.traced("default/web", "--latency") as report:
             for _ in range(5):
                 clients.append(stage.lab.socket("pod4"))
                 clients[-1].setblocking(False)
@@ -151,7 +151,7 @@ def test_connections_without_an_answer_show(stage: Stage) -> None:
             client.close()
         for pod in ("pod1", "pod2", "pod3", "pod4"):
             stage.undrop(pod)
-    (row,) = told["services"]
+    (row,) = report["services"]
     assert (row["connections"], row["answered"], row["unanswered"]) == (5, 0, 5)
 
 
@@ -162,7 +162,7 @@ def test_drops_have_the_kernels_reason_and_the_services_name(stage: Stage, famil
     address, port = ("10.96.0.53", 53) if family == 4 else ("fd96::53", 53)
     stage.drop_in("node", "udp dport 5353", "forward")
     try:
-        with stage.traced("--drops") as told:
+        with stage.traced("--drops") as report:
             for _ in range(25):
                 with stage.lab.socket(
                     "pod4", socket.AF_INET if family == 4 else socket.AF_INET6, socket.SOCK_DGRAM
@@ -172,8 +172,8 @@ def test_drops_have_the_kernels_reason_and_the_services_name(stage: Stage, famil
     finally:
         lost = stage.undrop("node")
     assert lost == 25, "the rule itself"
-    rows = [row for row in told["drops"] if row["service"] == "default/dns:dns" and row["direction"] == "request"]
-    assert sum(row["count"] for row in rows) == 25, told
+    rows = [row for row in report["drops"] if row["service"] == "default/dns:dns" and row["direction"] == "request"]
+    assert sum(row["count"] for row in rows) == 25, report
     assert {row["protocol"] for row in rows} == {"UDP"}
     assert {row["reason"] for row in rows} <= {"NETFILTER_DROP", "not told by this kernel"}
 
@@ -183,17 +183,17 @@ def test_refusals_are_told_by_whoever_refuses(stage: Stage) -> None:
     if stage.mode == "userspace":
         pytest.skip("mode userspace: a socket of the relay refuses, no packet is dropped")
     refused = 0
-    with stage.traced("--drops") as told:
+    with stage.traced("--drops") as report:
         for _ in range(12):
             with stage.lab.socket("pod4") as client:
                 client.settimeout(30 * PATIENCE)
                 refused += client.connect_ex(("10.96.0.99", 80)) == errno.ECONNREFUSED
     assert refused == 12
     if stage.mode == "ebpf":
-        assert {row["reason"]: row["count"] for row in told["programs"]}["reject"] == 12
+        assert {row["reason"]: row["count"] for row in report["programs"]}["reject"] == 12
     else:
-        rows = [row for row in told["drops"] if row["service"] == "default/empty:http"]
-        assert sum(row["count"] for row in rows if row["to"] == "10.96.0.99:80") == 12, told
+        rows = [row for row in report["drops"] if row["service"] == "default/empty:http"]
+        assert sum(row["count"] for row in rows if row["to"] == "10.96.0.99:80") == 12, report
 
 
 def test_repeated_segments_agree_with_the_kernels_counter(stage: Stage) -> None:
@@ -205,7 +205,7 @@ def test_repeated_segments_agree_with_the_kernels_counter(stage: Stage) -> None:
         client.connect(("10.96.0.10", 80))
         client.sendall(b"POST / HTTP/1.1\r\nHost: lab\r\nContent-Length: 0\r\n\r\n")
         assert client.recv(4096)
-        with stage.traced("--retransmits") as told:
+        with stage.traced("--retransmits") as report:
             before = {pod: repeated(stage, pod) for pod in ("pod1", "pod2", "pod3")}
             own = repeated_by(client)
             # A first exchange shows the flow to the node; then what comes for the client is lost.
@@ -226,8 +226,8 @@ def test_repeated_segments_agree_with_the_kernels_counter(stage: Stage) -> None:
             time.sleep(0.3)
             after = {pod: repeated(stage, pod) for pod in before}
             own = repeated_by(client) - own
-    rows = {(row["sender"], row["service"]): row for row in told["retransmits"]}
-    assert set(rows) == {("client", "default/web:http"), ("backend", "default/web:http")}, told
+    rows = {(row["sender"], row["service"]): row for row in report["retransmits"]}
+    assert set(rows) == {("client", "default/web:http"), ("backend", "default/web:http")}, report
     assert rows["client", "default/web:http"]["count"] == own
     backend = rows["backend", "default/web:http"]
     (name,) = (pod for pod in before if backend["backend"] == f"{stage.lab[pod].address4}:8080")
@@ -240,10 +240,10 @@ def test_repeated_segments_agree_with_the_kernels_counter(stage: Stage) -> None:
 def test_a_flow_is_followed_in_order(stage: Stage, family: int) -> None:
     client, target = stage.lab["pod4"], WEB[family]
     source = client.address4 if family == 4 else client.address6
-    with stage.traced("--from", source, "--to", target) as told:
+    with stage.traced("--from", source, "--to", target) as report:
         tally = stage.load("connections", target, count=1, concurrency=1)
     assert tally.answered == 1
-    points = told["points"]
+    points = report["points"]
     syn = [row for row in points if row["packet"] == points[0]["packet"]]
     assert syn[0]["flags"] == "SYN"
     assert [row["us"] for row in syn] == sorted(row["us"] for row in syn)
@@ -257,8 +257,8 @@ def test_a_flow_is_followed_in_order(stage: Stage, family: int) -> None:
     backend = stage.lab[pod].address4 if family == 4 else stage.lab[pod].address6
     assert at_node[-1]["point"] == "sent"
     assert at_node[-1]["destination"].strip("[").startswith(backend)
-    probed = told["hooks"] == "functions"  # then a hook shows only where somebody hooked in
-    if told["hooks"] and stage.mode != "ipvs" and not (probed and stage.mode == "ebpf"):
+    probed = report["hooks"] == "functions"  # then a hook shows only where somebody hooked in
+    if report["hooks"] and stage.mode != "ipvs" and not (probed and stage.mode == "ebpf"):
         names = [row["point"] for row in at_node]
         order = ["PREROUTING, before NAT", "PREROUTING, after NAT", "FORWARD begins", "POSTROUTING ends"]
         assert [name for name in names if name in order] == order
@@ -271,7 +271,7 @@ def test_a_flow_is_followed_in_order(stage: Stage, family: int) -> None:
 def test_a_flow_that_is_closed_ends_the_following(stage: Stage) -> None:
     if stage.mode == "userspace":
         pytest.skip("mode userspace: the node's relay answers, its packets begin on the node")
-    with stage.traced("--from", stage.lab["pod4"].address4, "--to", WEB[4]) as told:
+    with stage.traced("--from", stage.lab["pod4"].address4, "--to", WEB[4]) as report:
         stage.load("connections", WEB[4], count=1, concurrency=1)
         assert stage.ends_alone(), "it went on until it was told to end"
-    assert told["points"]
+    assert report["points"]

@@ -49,8 +49,8 @@ def test_stages_are_in_the_order_of_the_way() -> None:
         key(last, TRANSMIT), key(RECEIVE, TRANSMIT + WHOLE), key(RECEIVE, first), key(0, RECEIVE),
         key(RECEIVE, first, opening=1), key(0, RECEIVE, way=1),
     ]  # fmt: skip
-    told = rows.stage_rows({(number, 8): 1 for number in numbers}, {})
-    assert [(row["direction"], row["opening"], row["from"], row["to"]) for row in told] == [
+    found = rows.stage_rows({(number, 8): 1 for number in numbers}, {})
+    assert [(row["direction"], row["opening"], row["from"], row["to"]) for row in found] == [
         ("request", True, "received", "PREROUTING begins"),
         ("request", False, None, "received"),
         ("request", False, "received", "PREROUTING begins"),
@@ -70,10 +70,10 @@ def test_every_pair_of_points_has_a_name() -> None:
 
 
 def event(ns: int, packet: int, point: int, netns: int, ends: tuple[str, str], sequence: int = 1, **more: int) -> Event:
-    told = {"way": 0, "service": 0, "protocol": 6, "flags": 2, "length": 60, "more": 0} | more
+    fields = {"way": 0, "service": 0, "protocol": 6, "flags": 2, "length": 60, "more": 0} | more
     return Event(
-        ns, packet, point, netns, "eth0", told["way"], told["service"], *ends, told["protocol"], sequence,
-        told["flags"], told["length"], told["more"],
+        ns, packet, point, netns, "eth0", fields["way"], fields["service"], *ends, fields["protocol"], sequence,
+        fields["flags"], fields["length"], fields["more"],
     )  # fmt: skip
 
 
@@ -121,9 +121,9 @@ def test_a_drop_has_its_reason_and_function() -> None:
         event(1000, 1, RECEIVE, HOME, SERVICE),
         event(3500, 1, DROP, HOME, BACKEND, more=8 << 48 | 0xABC),
     ]
-    told = rows.flow_rows([way], HOME, ["default/web:http"], {8: "NETFILTER_DROP"}, {0xABC: "nf_hook_slow"})
-    assert (told[1]["us"], told[1]["reason"], told[1]["function"]) == (2.5, "NETFILTER_DROP", "nf_hook_slow")
-    assert told[0]["flags"] == "SYN"
+    points = rows.flow_rows([way], HOME, ["default/web:http"], {8: "NETFILTER_DROP"}, {0xABC: "nf_hook_slow"})
+    assert (points[1]["us"], points[1]["reason"], points[1]["function"]) == (2.5, "NETFILTER_DROP", "nf_hook_slow")
+    assert points[0]["flags"] == "SYN"
 
 
 def test_answers_by_service_and_backend() -> None:
