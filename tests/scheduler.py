@@ -19,15 +19,15 @@ class Scheduler(LoadScopeScheduling):
         told: a JSON file with the unit of each test, by its node id.
     """
 
-    def __init__(self, config: pytest.Config, log: Any, told: Path) -> None:
+    def __init__(self, config: pytest.Config, log: Any, units_file: Path) -> None:
         super().__init__(config, log)
-        self.told = told
+        self.units_file = units_file
         self.units: dict[str, Unit] = {}  # node id ->
         self.former: dict[WorkerController, Unit] = {}
 
     def schedule(self) -> None:
         if not self.units:
-            self.units = {nodeid: Unit(*unit) for nodeid, unit in json.loads(self.told.read_text()).items()}
+            self.units = {nodeid: Unit(*unit) for nodeid, unit in json.loads(self.units_file.read_text()).items()}
         super().schedule()
 
     def _split_scope(self, nodeid: str) -> str:

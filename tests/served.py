@@ -103,8 +103,8 @@ class Reply(NamedTuple):
 
     @property
     def json(self) -> dict[str, Any]:
-        told: dict[str, Any] = json.loads(self.body)
-        return told
+        decoded: dict[str, Any] = json.loads(self.body)
+        return decoded
 
 
 @contextmanager

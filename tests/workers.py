@@ -39,29 +39,29 @@ class Controller:
     """In the process that the workers belong to."""
 
     def __init__(self, folder: Path) -> None:
-        self.told = folder / "units.json"
+        self.units_file = folder / "units.json"
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        node.workerinput[UNITS] = str(self.told)
+        node.workerinput[UNITS] = str(self.units_file)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
         from scheduler import Scheduler  # without -n, nothing needs pytest-xdist
 
-        return Scheduler(config, log, self.told)
+        return Scheduler(config, log, self.units_file)
 
 
 class Worker:
     """In a worker: the first one writes the units down, which only those that collect the tests can know."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
-        self.told = told
+    def __init__(self, workerinput: dict[str, Any]) -> None:
+        self.workerinput = workerinput
 
     @pytest.hookimpl(tryfirst=True)  # before the controller hears that the tests are collected
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        if self.told["workerid"] == "gw0":
-            Path(self.told[UNITS]).write_text(json.dumps({item.nodeid: unit_of(item) for item in session.items}))
+        if self.workerinput["workerid"] == "gw0":
+            Path(self.workerinput[UNITS]).write_text(json.dumps({item.nodeid: unit_of(item) for item in session.items}))
 
 
 class Costs:
@@ -101,8 +101,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     costs = config.stash[_COSTS] = Costs()
     config.pluginmanager.register(costs)
-    if told := getattr(config, "workerinput", None):
-        config.pluginmanager.register(Worker(told))
+    if workerinput := getattr(config, "workerinput", None):
+        config.pluginmanager.register(Worker(workerinput))
     elif config.getoption("numprocesses", None):
         made = config.stash[_FOLDER] = tempfile.TemporaryDirectory(prefix="hybrid-proxy-units-")
         config.pluginmanager.register(Controller(Path(made.name)))

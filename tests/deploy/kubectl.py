@@ -24,8 +24,8 @@ def suitable() -> str | None:
     """Path of a kubectl with kustomize 5 or newer, None if there is none."""
     for found in (shutil.which("kubectl"), str(OWN)):
         if found and Path(found).exists():
-            told = subprocess.run([found, "version", "--client"], capture_output=True, text=True, check=False).stdout
-            version = re.search(r"Kustomize Version: v(\d+)", told)
+            output = subprocess.run([found, "version", "--client"], capture_output=True, text=True, check=False).stdout
+            version = re.search(r"Kustomize Version: v(\d+)", output)
             if version and int(version[1]) >= KUSTOMIZE:
                 return found
     return None

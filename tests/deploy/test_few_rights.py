@@ -132,16 +132,16 @@ def test_it_serves_with_the_rights_of_its_manifest(lab: Lab, mode: str) -> None:
                 ("connections", "[fd96::10]:80"),
                 ("udp", "10.96.0.53:53"),
             ):
-                told = load(lab, place, kind, target)
-                assert (told["answered"], told["failed"]) == (30, 0), (place, kind, target, told)
+                report = load(lab, place, kind, target)
+                assert (report["answered"], report["failed"]) == (30, 0), (place, kind, target, report)
 
         examples.scale(lab.folder / "manifests/web.yaml", lab.pods()[:1])
         deadline = time.monotonic() + 10 * DEADLINES
         while set(load(lab, "pod2", "connections", "10.96.0.10:80")["backends"]) != {"pod1"}:
             assert time.monotonic() < deadline, "the change did not take effect"
         for command in ("status", "services", "backends", "flows"):
-            told = agent.command(command, "--admin-socket", str(agent.socket))
-            assert told.returncode == 0, (command, told.stderr)
+            result = agent.command(command, "--admin-socket", str(agent.socket))
+            assert result.returncode == 0, (command, result.stderr)
         time.sleep(2.5)  # maintenance: a sweep of the flows, a look at other proxies
 
         agent.kill()
@@ -172,20 +172,20 @@ refused("module", lambda: libc.syscall(175, 0, 0, b""))
 refused("keyring", lambda: libc.syscall(250, 0, -3, 0))
 refused("temporary", lambda: os.close(os.open(f"/tmp/{os.getpid()}", os.O_CREAT | os.O_WRONLY)))
 """
-    told = lab.run("node", [*confined(lab, manifests.capabilities("ebpf")), sys.executable, "-c", attempts])
-    found = dict(line.split() for line in told.stdout.splitlines())
+    result = lab.run("node", [*confined(lab, manifests.capabilities("ebpf")), sys.executable, "-c", attempts])
+    found = dict(line.split() for line in result.stdout.splitlines())
     assert found == {
         "write": "EROFS", "sysctl": "EROFS", "mount": "EPERM", "unshare": "EPERM", "clone": "EPERM", "ptrace": "EPERM",
         "module": "EPERM", "keyring": "EPERM", "temporary": "worked",
-    }, told.stderr  # fmt: skip
+    }, result.stderr  # fmt: skip
 
 
 def test_its_files_can_be_listed(lab: Lab) -> None:
     """Whoever looks into the container; `ls -l` asks for extended attributes."""
     tried = "import os; print(os.listxattr('/'), os.listxattr('/', follow_symlinks=False))"
     for argv in (["ls", "-l", "/", "/run/hybrid-proxy"], [sys.executable, "-c", tried]):
-        told = lab.run("node", [*confined(lab, manifests.capabilities("ebpf")), *argv])
-        assert (told.returncode, told.stderr) == (0, "")
+        result = lab.run("node", [*confined(lab, manifests.capabilities("ebpf")), *argv])
+        assert (result.returncode, result.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("missing", manifests.capabilities("ebpf"))
@@ -193,9 +193,9 @@ def test_no_capability_of_mode_ebpf_can_be_left_out(lab: Lab, missing: str) -> N
     """And the agent says in a sentence which kind of right it lacks, instead of serving half."""
     fewer = [name for name in manifests.capabilities("ebpf") if name != missing]
     agent = Agent(lab, lab.folder / "manifests", "ebpf")
-    told = lab.run("node", [*confined(lab, fewer), *agent.argv])
-    assert told.returncode == 1, told.stderr
-    assert "mode ebpf: eBPF: the kernel refused" in told.stderr
+    result = lab.run("node", [*confined(lab, fewer), *agent.argv])
+    assert result.returncode == 1, result.stderr
+    assert "mode ebpf: eBPF: the kernel refused" in result.stderr
     assert agent.cleanup().returncode == 0
 
 
@@ -215,7 +215,7 @@ with socket.socket(socket.AF_UNIX) as client:
         # Not root, and not stopped by a folder on the way: the socket's own mode has to do it.
         lab.folder.chmod(0o755)
         argv = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/python3", "-c", tried]
-        told = subprocess.run([*argv, str(agent.socket)], capture_output=True, text=True, check=True)
-        assert told.stdout.split() == [str(errno.EACCES)]
+        result = subprocess.run([*argv, str(agent.socket)], capture_output=True, text=True, check=True)
+        assert result.stdout.split() == [str(errno.EACCES)]
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(agent.socket))

@@ -53,7 +53,7 @@ class FromServer(Agent):
         return [*argv, "-v", "10"]
 
 
-def told(what: str, agent: Agent) -> None:
+def logged(what: str, agent: Agent) -> None:
     deadline = time.monotonic() + 20 * DEADLINES
     while what not in agent.log.read_text():
         assert time.monotonic() < deadline, f"{what!r} was not told:\n{agent.tail()}"
@@ -79,10 +79,10 @@ def test_no_secret_is_told_at_the_highest_verbosity(lab: Lab, tmp_path: Path) ->
             api.set_token(TOKENS[1])
             token.write_text(TOKENS[1])
             api.cut()
-            told("read the API server's configuration and credentials again", agent)
+            logged("read the API server's configuration and credentials again", agent)
             token.write_text(TOKENS[2])  # one that the server refuses
             api.cut()
-            told("401", agent)
+            logged("401", agent)
             answers.append(str(agent.status()))
             for command in ("status", "services", "backends"):
                 said = agent.command(command, "--admin-socket", str(agent.socket), "-o", "json")

@@ -62,8 +62,8 @@ def write_kube_proxys_rules(lab: Lab, mode: str) -> None:
 
 
 def kube_proxys_rules(lab: Lab) -> str:
-    told = shell(lab, "iptables-save; ip6tables-save; nft list ruleset").stdout
-    return "\n".join(line for line in told.splitlines() if "KUBE-" in line or "kube-proxy" in line)
+    output = shell(lab, "iptables-save; ip6tables-save; nft list ruleset").stdout
+    return "\n".join(line for line in output.splitlines() if "KUBE-" in line or "kube-proxy" in line)
 
 
 @contextmanager
@@ -89,8 +89,8 @@ def test_from_kube_proxy_and_back(lab: Lab, former: str, ours: str) -> None:
     assert kube_proxys_rules(lab)
     with connections(lab):
         agent = start_agent(lab, ours)  # step 3; before it, nothing is asked of a node but `modes`
-        told = run_blocks(lab, PAGE, "node")
-        assert all(done.stdout for done in told)
+        results = run_blocks(lab, PAGE, "node")
+        assert all(done.stdout for done in results)
         status = json.loads(shell(lab, "hybrid-proxy status -o json").stdout)
         assert any("kube-proxy left its" in sentence for sentence in status["other_proxies"]), status["other_proxies"]
         assert run_blocks(lab, PAGE, "node", former)

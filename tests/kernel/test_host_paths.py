@@ -20,8 +20,8 @@ FEW = ("setpriv", "--bounding-set=-all,+net_admin", "--inh-caps=-all", "--no-new
 
 
 def ask(*under: str) -> list[str]:
-    told = subprocess.run([*under, sys.executable, "-c", ASK], capture_output=True, text=True, cwd=ROOT, check=True)
-    return told.stdout.split()
+    result = subprocess.run([*under, sys.executable, "-c", ASK], capture_output=True, text=True, cwd=ROOT, check=True)
+    return result.stdout.split()
 
 
 @root

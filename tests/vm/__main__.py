@@ -34,7 +34,7 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def tell(text: str) -> None:
+def log(text: str) -> None:
     print(f"vm       {text}", file=sys.stderr, flush=True)
 
 
@@ -48,24 +48,24 @@ def main() -> int:
         if options.command == "kernels":
             for series in options.series:
                 kernel = None if options.refresh else find(series)
-                kernel = kernel or download(series, tell)
+                kernel = kernel or download(series, log)
                 print(f"{series:8} {kernel.release}")
             return 0
         if missing := missing_programs():
-            tell(f"this machine lacks {' '.join(missing)}: make vm")
+            log(f"this machine lacks {' '.join(missing)}: make vm")
             return 2
         if options.command == "matrix":
             return not run_matrix(options.kernels, options.modes, core=options.core, limit=options.limit)
-        machine = Machine(get(options.kernel, tell), options.cpus, tell)
+        machine = Machine(get(options.kernel, log), options.cpus, log)
         shared = options.share and options.share.resolve()
         done = machine.run(options.argv, options.timeout, options.memory, show, shared=shared)
     except (LookupError, GuestFailed) as error:
-        tell(str(error))
+        log(str(error))
         return 125
     except subprocess.CalledProcessError as error:
-        tell(f"{error}: {error.stderr}")
+        log(f"{error}: {error.stderr}")
         return 125
-    tell(f"exit code {done.code} after {done.seconds:.1f} s")
+    log(f"exit code {done.code} after {done.seconds:.1f} s")
     return done.code
 
 

@@ -70,8 +70,8 @@ def count(cell: Cell, reports: Iterable[Mapping[str, Any]]) -> Cell:
 
 
 def _reason(report: Mapping[str, Any]) -> str:
-    told = report["longrepr"]
-    text = told[2] if isinstance(told, Sequence) and not isinstance(told, str) else str(told)
+    longrepr = report["longrepr"]
+    text = longrepr[2] if isinstance(longrepr, Sequence) and not isinstance(longrepr, str) else str(longrepr)
     return skipped_for(text) or text.removeprefix("Skipped: ").removeprefix(PREFIX)
 
 

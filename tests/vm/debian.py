@@ -155,14 +155,14 @@ def wanted_file(name: str) -> bool:
     return not any(inside.startswith(f"{unused}/") for unused in _UNUSED)
 
 
-def unpack(debs: Iterable[Path], folder: Path, tell: Callable[[str], None]) -> str:
+def unpack(debs: Iterable[Path], folder: Path, log: Callable[[str], None]) -> str:
     """Put what is needed of a kernel's packages into `folder`: `vmlinuz` and `lib/modules`; returns the release.
 
     Raises:
         LookupError: the packages hold no kernel.
     """
     for deb in debs:
-        tell(f"unpacking {deb.name}")
+        log(f"unpacking {deb.name}")
         with (
             subprocess.Popen(["dpkg-deb", "--fsys-tarfile", deb], stdout=subprocess.PIPE) as reader,
             tarfile.open(fileobj=reader.stdout, mode="r|") as packed,

@@ -39,34 +39,34 @@ def find(series: str, folder: Path = FOLDER) -> Kernel | None:
     return Kernel(series, release, folder / release) if release and (folder / release / "vmlinuz").exists() else None
 
 
-def get(series: str, tell: Callable[[str], None], folder: Path = FOLDER) -> Kernel:
+def get(series: str, log: Callable[[str], None], folder: Path = FOLDER) -> Kernel:
     """The kernel of that series, downloaded if need be.
 
     Raises:
         LookupError: Debian has none.
         subprocess.CalledProcessError: apt failed.
     """
-    return find(series, folder) or download(series, tell, folder)
+    return find(series, folder) or download(series, log, folder)
 
 
-def download(series: str, tell: Callable[[str], None], folder: Path = FOLDER) -> Kernel:
+def download(series: str, log: Callable[[str], None], folder: Path = FOLDER) -> Kernel:
     """Fetch the newest Debian kernel of that series, whatever is there already; errors as in `get`."""
     apt = Apt(folder / "apt")
-    tell(f"kernel {series}: reading package lists")
+    log(f"kernel {series}: reading package lists")
     apt.update()
     meta = choose(series, apt.show(META))
     parts = apt.kernel_packages(meta)
     fresh = folder / f"fresh-{series}"
     shutil.rmtree(fresh, ignore_errors=True)
     try:
-        tell(f"kernel {series}: downloading {meta.version}")
-        release = unpack(apt.download(parts, fresh / "debs"), fresh / "files", tell)
+        log(f"kernel {series}: downloading {meta.version}")
+        release = unpack(apt.download(parts, fresh / "debs"), fresh / "files", log)
         shutil.rmtree(folder / release, ignore_errors=True)
         (fresh / "files").rename(folder / release)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     (folder / "index.json").write_text(json.dumps(_index(folder) | {series: release}, indent=1))
-    tell(f"kernel {series}: {release}")
+    log(f"kernel {series}: {release}")
     return Kernel(series, release, folder / release)
 
 

@@ -75,10 +75,10 @@ class Machine:
         tell: gets sentences about what is being waited for.
     """
 
-    def __init__(self, kernel: Kernel, cpus: int = 2, tell: Progress = lambda _: None) -> None:
+    def __init__(self, kernel: Kernel, cpus: int = 2, log: Progress = lambda _: None) -> None:
         self.kernel = kernel
         self.cpus = cpus
-        self.tell = tell
+        self.log = log
 
     def run(
         self,
@@ -108,11 +108,11 @@ class Machine:
             GuestFailed: the kernel did not come up or stopped in the middle.
         """
         stop = stop or threading.Event()
-        with _one_at_a_time(self.tell, stop), tempfile.TemporaryDirectory(prefix="vm-", dir=FOLDER) as made:
+        with _one_at_a_time(self.log, stop), tempfile.TemporaryDirectory(prefix="vm-", dir=FOLDER) as made:
             control = Path(made)
             accel = choose_accelerator(self._boots, FOLDER / "accelerator.json")
-            told = {GUEST: self.kernel.series, PATIENCE: "5" if accel is TCG else "1"} | dict(env or {})
-            self._prepare(control, _command(argv, folder, told), shared)
+            environment = {GUEST: self.kernel.series, PATIENCE: "5" if accel is TCG else "1"} | dict(env or {})
+            self._prepare(control, _command(argv, folder, environment), shared)
             return self._boot(control, self._qemu(control, accel, memory, shared), timeout, progress, stop)
 
     def _boots(self, accel: tuple[str, ...]) -> bool:
@@ -121,7 +121,7 @@ class Machine:
             control = Path(made)
             self._prepare(control, _command(["true"], Path("/"), {}), None)
             try:
-                return self._boot(control, self._qemu(control, accel, 512, None), BOOT_LIMIT, self.tell).code == 0
+                return self._boot(control, self._qemu(control, accel, 512, None), BOOT_LIMIT, self.log).code == 0
             except GuestFailed:
                 return False
 
@@ -256,13 +256,13 @@ def _console(control: Path) -> str:
 
 
 @contextmanager
-def _one_at_a_time(tell: Progress, stop: threading.Event) -> Iterator[None]:
+def _one_at_a_time(log: Progress, stop: threading.Event) -> Iterator[None]:
     FOLDER.mkdir(parents=True, exist_ok=True)
     with (FOLDER / "running.lock").open("w") as lock:
         waiting = False
         while not _locked(lock.fileno()):
             if not waiting:
-                tell("waiting for another virtual machine to end")
+                log("waiting for another virtual machine to end")
             waiting = True
             if stop.wait(_POLL):
                 raise GuestFailed("stopped while another virtual machine ran")

@@ -79,8 +79,8 @@ def run_cell(kernel: Kernel, mode: str, progress: Progress, *, core: bool, limit
 def collected(arguments: Sequence[str]) -> list[str]:
     """The node ids that these arguments of pytest choose."""
     words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--kernel=none", *arguments]
-    told = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    return [line for line in told.stdout.splitlines() if "::" in line and " " not in line.partition("[")[0]]
+    listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    return [line for line in listed.stdout.splitlines() if "::" in line and " " not in line.partition("[")[0]]
 
 
 class _Guest(threading.Thread):
@@ -90,7 +90,7 @@ class _Guest(threading.Thread):
         self, kernel: Kernel, arguments: Sequence[str], folder: Path, limit: float, progress: Progress
     ) -> None:
         super().__init__(name="guest", daemon=True)
-        self.machine = Machine(kernel, tell=progress.log)
+        self.machine = Machine(kernel, log=progress.log)
         self.arguments, self.folder, self.limit = arguments, folder, limit
         self.code, self.seconds, self.output, self.error = 0, 0.0, "", ""
 

@@ -168,17 +168,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     remote = session.config.stash.get(_REMOTE, None)
     if remote is not None:
         remote.close()
-    told = getattr(session.config, "workeroutput", None)  # of pytest-xdist: what a worker tells at its end
-    if told is not None:
-        told |= {"away": _away(session.config), "left out": session.config.stash.get(_LEFT_OUT, 0)}
+    output = getattr(session.config, "workeroutput", None)  # of pytest-xdist: what a worker tells at its end
+    if output is not None:
+        output |= {"away": _away(session.config), "left out": session.config.stash.get(_LEFT_OUT, 0)}
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """All workers leave out the same tests; one of them had the guest."""
-    told, stash = getattr(node, "workeroutput", {}), node.config.stash
-    stash[_WORKERS_AWAY] = stash.get(_WORKERS_AWAY, 0) + told.get("away", 0)
-    stash[_LEFT_OUT] = told.get("left out", 0) or stash.get(_LEFT_OUT, 0)
+    output, stash = getattr(node, "workeroutput", {}), node.config.stash
+    stash[_WORKERS_AWAY] = stash.get(_WORKERS_AWAY, 0) + output.get("away", 0)
+    stash[_LEFT_OUT] = output.get("left out", 0) or stash.get(_LEFT_OUT, 0)
 
 
 def _away(config: pytest.Config) -> int:

@@ -73,14 +73,14 @@ class Remote:
         """The serialised reports of one test, as they come; a made-up failure if the guest ended before."""
         if self._thread is None:
             self._start()
-        told = 0
+        sent = 0
         while True:
             here = self._known.get(nodeid, [])
-            for report in here[told:]:
+            for report in here[sent:]:
                 yield report
                 if report["when"] == "teardown":
                     return
-            told = len(here)
+            sent = len(here)
             ended = not self._running()
             if not self._look() and ended:
                 yield _lost(nodeid, self._ended)
@@ -124,7 +124,7 @@ class Remote:
         wanted = folder / "tests.txt"
         wanted.write_text("".join(f"{nodeid}\n" for nodeid in self.nodeids))
         try:
-            machine = Machine(get(self.kernel, _nothing), tell=_nothing)
+            machine = Machine(get(self.kernel, _nothing), log=_nothing)
             done = run_pytest(machine, [f"@{wanted}"], folder, stop=self._stop)
         except (GuestFailed, LookupError, OSError) as error:
             self._ended = str(error)

@@ -31,14 +31,14 @@ def kernel() -> Kernel:
 def guests(parent: int) -> list[int]:
     """The processes of QEMU that a process started; setpriv(1) becomes QEMU."""
     every = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-    return [pid for pid in every if is_guest(pid) and f"PPid:\t{parent}\n" in told(pid, "status")]
+    return [pid for pid in every if is_guest(pid) and f"PPid:\t{parent}\n" in proc(pid, "status")]
 
 
 def is_guest(pid: int) -> bool:
-    return told(pid, "cmdline").startswith("qemu-system-x86_64")
+    return proc(pid, "cmdline").startswith("qemu-system-x86_64")
 
 
-def told(pid: int, name: str) -> str:
+def proc(pid: int, name: str) -> str:
     """A file of proc(5); nothing when the process is gone."""
     try:
         return Path(f"/proc/{pid}/{name}").read_text(errors="replace")

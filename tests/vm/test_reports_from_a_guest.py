@@ -14,7 +14,7 @@ def line(nodeid: str, when: str) -> dict[str, Any]:
     return {"nodeid": nodeid, "when": when, "outcome": "passed"}
 
 
-class Told(Remote):
+class Replayed(Remote):
     """In place of a guest: writes these lines, slowly, and ends."""
 
     lines: tuple[dict[str, Any], ...] = ()
@@ -30,31 +30,31 @@ class Told(Remote):
         self._ended = "it stopped"
 
 
-def remote(*lines: dict[str, Any]) -> Told:
-    made = Told("6.1", ["a", "b"])
+def remote(*lines: dict[str, Any]) -> Replayed:
+    made = Replayed("6.1", ["a", "b"])
     made.lines = lines
     return made
 
 
 def test_the_reports_of_each_test_come_in_order_whatever_the_guest_ran_first() -> None:
     every = [line(nodeid, when) for nodeid in ("b", "a") for when in ("setup", "call", "teardown")]
-    told = remote(*every)
+    guest = remote(*every)
     for nodeid in ("a", "b"):
-        assert [report["when"] for report in told.reports(nodeid)] == ["setup", "call", "teardown"]
-    told.close()
+        assert [report["when"] for report in guest.reports(nodeid)] == ["setup", "call", "teardown"]
+    guest.close()
 
 
 def test_a_guest_that_stops_fails_the_tests_that_it_did_not_finish() -> None:
-    told = remote(line("a", "setup"))
-    first, last = told.reports("a")
+    guest = remote(line("a", "setup"))
+    first, last = guest.reports("a")
     assert first["when"] == "setup"
     assert last["outcome"] == "failed"
     assert "it stopped" in last["longrepr"]
-    assert [report["outcome"] for report in told.reports("b")] == ["failed"]
-    told.close()
+    assert [report["outcome"] for report in guest.reports("b")] == ["failed"]
+    guest.close()
 
 
 def test_nothing_starts_before_somebody_asks() -> None:
-    told = remote()
-    assert not told.started
-    told.close()
+    guest = remote()
+    assert not guest.started
+    guest.close()

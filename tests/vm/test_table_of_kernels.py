@@ -17,7 +17,7 @@ def cell(kernel: str = "6.1", mode: str = "ebpf", **fields: Any) -> Cell:
 
 def phases(nodeid: str, *outcomes: str, **fields: Any) -> list[dict[str, Any]]:
     """The reports of one test; fewer outcomes than three: the others passed."""
-    told = [*outcomes, *["passed"] * 3][:3]
+    results = [*outcomes, *["passed"] * 3][:3]
     return [
         {
             "nodeid": nodeid,
@@ -26,8 +26,8 @@ def phases(nodeid: str, *outcomes: str, **fields: Any) -> list[dict[str, Any]]:
             "longrepr": None,
             **(fields if outcome != "passed" else {}),
         }
-        for when, outcome in zip(("setup", "call", "teardown"), told, strict=True)
-        if not (when == "call" and told[0] != "passed")
+        for when, outcome in zip(("setup", "call", "teardown"), results, strict=True)
+        if not (when == "call" and results[0] != "passed")
     ]
 
 
