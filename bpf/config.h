@@ -1,4 +1,4 @@
-/* Includes, settings set before load, and a few words of the BPF dialect. */
+/* Includes, settings set before load, and a few macros of the BPF dialect. */
 #ifndef HYBRID_PROXY_CONFIG_H
 #define HYBRID_PROXY_CONFIG_H
 

@@ -155,7 +155,7 @@ INLINE bool same_mac(const __u8 *a, const __u8 *b)
 	return left[0] == right[0] && left[1] == right[1] && left[2] == right[2];
 }
 
-/* Is the frame for this node, and not for another that a promiscuous device hears? `hop` names the device's own address
+/* Is the frame for this node? A promiscuous device receives frames for others too. `hop` names the device's own address
  * where the packet goes back by it.
  */
 INLINE bool is_for_this_device(struct xdp_md *ctx, const struct bpf_fib_lookup *hop)

@@ -23,7 +23,7 @@ INLINE bool skips_stack(const struct flow *f, enum hook hook)
 }
 
 /* Does the packet, or each of those that it stands for, pass through the interface? bpf_redirect_peer() would not ask.
- * What is too long goes through the stack, which tells its sender. Packets of the smallest MTU always pass.
+ * Longer packets go through the stack, which sends the ICMP error. Packets of the smallest MTU always pass.
  * bpf_check_mtu() reports the MTU; its own comparison would count the extra header of BIG TCP.
  */
 INLINE bool fits(struct __sk_buff *skb, const struct packet *p, __u32 ifindex, const bool v6)

@@ -53,7 +53,7 @@ GLOBAL_VERB(__u32, origin_by_route, ORIGIN_NONE)
 
 /* Does the sender of the flow's packets, whose key is `key`, live here? Behind an interface without programs, where
  * the route does not say which of its ports, it does unless another origin is known. The origin of a client that is
- * not established is not settled yet: otherwise whoever forged the flow's first packet would shut the client out.
+ * not established is not settled yet: otherwise a forged first packet of the flow would lock the real client out.
  */
 INLINE bool comes_from_origin(struct __sk_buff *skb, struct scratch *space, const struct tuple *key,
 			      const struct flow *f, enum hook hook, const bool v6)

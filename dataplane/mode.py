@@ -67,7 +67,7 @@ class Options(msgspec.Struct, frozen=True):
     port_first: int = 1024  # source ports that masqueraded clients get: below those of the kernel and node ports
     port_count: int = 28_672
     count_traffic: bool = True  # flows, packets and bytes of each backend and service
-    event_rate: int = 100  # drops, refusals and traced packets told to the agent, per second and CPU
+    event_rate: int = 100  # events of drops, rejects and traced packets, per second and CPU
     reject_rate: int = 10_000  # ICMP refusals per second and CPU
     max_services: int = 32_768
     max_backends: int = 262_144
@@ -78,7 +78,7 @@ class Options(msgspec.Struct, frozen=True):
     tcp_timeout_close_wait: int = 3_600  # one side has ended
     udp_timeout: int = 30
     udp_timeout_stream: int = 180  # both sides have sent for a while
-    sync_seconds: float = 30.0  # how often to compare with the kernel where it does not tell of changes itself
+    sync_seconds: float = 30.0  # how often to compare with the kernel where it does not notify of changes
     ipvs_scheduler: str = "rr"
     ipvs_strict_arp: bool = False
     ipvs_exclude_cidrs: tuple[str, ...] = ()  # virtual servers in these are somebody else's, whatever they say
@@ -122,16 +122,16 @@ def stale_row(deleted: Mapping[int, int]) -> dict[str, int]:
 
 
 def unknown_algorithms(table: ServiceTable, known: Collection[str], instead: str, *, weighs: bool = False) -> list[str]:
-    """Sentences for `warnings`: how many service ports ask for an algorithm that is not `known`, or for weights."""
+    """Warnings: how many service ports ask for an algorithm that is not `known`, or for weights."""
     asked = Counter(entry.algorithm for entries in table.services.values() for entry in entries)
     other = sum(count for algorithm, count in asked.items() if algorithm not in known)
-    sentences = []
+    warnings = []
     if other:
-        sentences.append(f"{other} service ports ask for another algorithm than {instead}, which they get instead")
+        warnings.append(f"{other} service ports ask for another algorithm than {instead}, which they get instead")
     weighted = 0 if weighs else sum(1 for entries in table.services.values() for entry in entries if _weighs(entry))
     if weighted:
-        sentences.append(f"{weighted} service ports have weights: only 0 counts here, all others are the same")
-    return sentences
+        warnings.append(f"{weighted} service ports have weights: only 0 counts here, all others are the same")
+    return warnings
 
 
 def _weighs(entry: Entry) -> bool:
@@ -139,7 +139,7 @@ def _weighs(entry: Entry) -> bool:
 
 
 def unprobed(table: ServiceTable) -> list[str]:
-    """At most one sentence for `warnings` of a mode that asks no backend whether it is well."""
+    """At most one warning, for a mode that makes no health probes."""
     asked = sum(1 for entries in table.services.values() for entry in entries if entry.probe is not None)
     return [f"{asked} service ports ask for probes of their backends, which this mode does not make"] * (asked > 0)
 
@@ -250,9 +250,9 @@ class PacketEvents(Protocol):
 
 @runtime_checkable
 class DriftCheck(Protocol):
-    """A mode that can tell at a glance whether others changed what it has programmed.
+    """A mode that knows cheaply whether others changed what it has programmed.
 
-    `unrepaired` is what `maintain` found and could not put right yet, in sentences.
+    `unrepaired` has a message for each drift that `maintain` found and could not repair yet.
     """
 
     unrepaired: tuple[str, ...]
@@ -300,7 +300,7 @@ class Mode(NamedTuple):
     name: str
     open: Callable[[Options, RequestMaintenance], Programmer]  # raises Unsupported, Occupied
     clean: Callable[[Options], int]  # removes everything of this mode from the namespace; how many things went
-    probe: Callable[[Options], str | None]  # one sentence: what is missing here and what to do; None: it works
+    probe: Callable[[Options], str | None]  # a message: what is missing here and what to do; None: it works
     look: Callable[[Options, Mapping[int, str]], View | None]  # None: nothing of this mode here; the names of numbers
     # Of a mode whose flows end with `clean`: new flows pass it by from now on, and those that it knows go on until
     # then, a moment later; whether anything of it was here.

@@ -147,7 +147,7 @@ class PacketEvent(msgspec.Struct, kw_only=True):
         time: Seconds since 1970.
         what: The kind of event; `trace` is a packet that someone asked to trace.
         reason: The name of the counter that counts it.
-        message: The reason in words.
+        message: The reason as text.
         service: The service port, or the service that owns the address; null if neither is known.
         protocol: TCP, UDP, SCTP, or the number of another protocol.
         source: The source address and port.
@@ -211,7 +211,7 @@ class Ejection(msgspec.Struct, frozen=True):
     """A backend that keeps failing.
 
     `ejected` is false where too many backends of the service port fail for this one to be ejected. `seconds` are left
-    until it is re-admitted; null: it is re-admitted when a health probe succeeds. `state` describes it in words.
+    until it is re-admitted; null: it is re-admitted when a health probe succeeds. `state` describes it.
     """
 
     service: str

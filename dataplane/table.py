@@ -139,7 +139,7 @@ class PodMatch(msgspec.Struct, frozen=True):
         return next((prefix for prefix in self.prefixes if family_of(prefix) == family), None)
 
     def recognizes(self, family: int) -> bool:
-        """Whether pods of this family can be told from other clients."""
+        """Whether pods of this family can be distinguished from other clients."""
         return bool(self.interface) or self.prefix(family) is not None
 
 

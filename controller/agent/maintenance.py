@@ -1,6 +1,6 @@
-"""Has the mode collect garbage and repair drift: once a second, and at once after a hint that others changed something.
+"""Makes the mode collect garbage and repair drift: once a second, and at once after a hint of drift.
 
-A mode gets hints from the kernel (`RequestMaintenance`), or can tell at a glance that something is not in place
+The kernel hints that others changed something (`RequestMaintenance`), or a mode checks it cheaply
 (`DriftCheck`). What it cannot repair makes this node unhealthy.
 """
 

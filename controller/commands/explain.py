@@ -144,7 +144,7 @@ _MEANINGS: Final = {
 
 
 def _text(packet: Any, verdict: Any) -> str:
-    """One verdict for people: what happens, then why, one sentence per line."""
+    """One verdict for people: what happens, then why, one reason per line."""
     from dataplane.table import socket_text
 
     portless = packet.protocol.lower().startswith("icmp")
@@ -153,7 +153,7 @@ def _text(packet: Any, verdict: Any) -> str:
     lines = [
         f"{title}{packet.src} -> {target}/{packet.protocol.lower()} {_MEANINGS[verdict.verdict]} ({verdict.verdict})"
     ]
-    lines += [f"  {sentence}" for sentence in re.split(r"(?<=\.) (?=[A-Z])", verdict.reason)]
+    lines += [f"  {reason}" for reason in re.split(r"(?<=\.) (?=[A-Z])", verdict.reason)]
     if verdict.service:
         lines.append(f"  service:  {verdict.service}")
     if verdict.backends:

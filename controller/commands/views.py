@@ -71,7 +71,7 @@ def views_of(
     names: Mapping[int, str],
     passed_over: tuple[type[DataplaneError], ...] = (),
 ) -> Iterator[tuple[str, View]]:
-    """Of each of these modes that has something here its name and view; whoever takes a view closes it.
+    """Name and view of each of these modes that has programmed something here. The caller closes the views.
 
     Args:
         modes: names of modes.

@@ -1,8 +1,8 @@
-"""The parts of the official client that are used here, and no more of it.
+"""Only those parts of the official client that are used here.
 
 `import kubernetes` brings typed APIs, dynamic clients and what these import: 15 MB and 0.1 s in every agent. To read a
 kubeconfig and to make a pool of connections takes four modules, which need none of that: they are imported below
-packages that are empty. Nothing of it stays in `sys.modules`: whoever imports `kubernetes` later gets all of it.
+empty packages. None of these stays in `sys.modules`, so a later `import kubernetes` gets the whole package.
 """
 
 from __future__ import annotations

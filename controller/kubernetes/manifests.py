@@ -1,8 +1,8 @@
 """Objects from manifest files: one file, or a folder and its sub-folders, watched for changes.
 
-The folder is read into a picture (every object, every problem), and the difference to the last picture is
-told; so an editor's save, a rename over the file, a symbolic link swapped as ConfigMap volumes do it, and a
-deleted file are all one case. Changes come from inotify; a slow look at file signatures catches what inotify
+The folder is read into a snapshot (every object, every problem), and the difference from the last snapshot is
+reported. So an editor's save, a rename over the file, a symbolic link swapped as ConfigMap volumes do it, and a
+deleted file are all one case. inotify reports changes; a slow comparison of file signatures finds what inotify
 cannot see (targets of links outside the folder, network file systems).
 
 What cannot be read keeps its last good version: an object that is refused, a file that does not parse, and
@@ -10,7 +10,7 @@ the whole folder when it is gone. Deleting a file from the folder deletes its ob
 
 Links are followed to regular files anywhere, and to folders inside of the one that is read, one level: what a volume of
 a ConfigMap needs (`web.yaml -> ..data/web.yaml`, `sub -> ..data/sub`). Each file has limits of size, depth, aliases and
-objects; what exceeds them is told as that file's problem.
+objects; exceeding one is reported as a problem of that file.
 """
 
 from __future__ import annotations
@@ -201,10 +201,10 @@ def _item_kind(kind: str, version: str) -> tuple[str, str]:
     return ("", "") if kind == "List" else (kind.removesuffix("List"), version)
 
 
-# ------------------------------------------------------------------------------------ a folder, to a picture
+# ------------------------------------------------------------------------------------ a folder, to a snapshot
 
 
-class _Picture(NamedTuple):
+class _Snapshot(NamedTuple):
     """All that the files say at one moment."""
 
     objects: dict[_Name, Object]
@@ -213,7 +213,7 @@ class _Picture(NamedTuple):
     foreign: int
 
 
-_NOTHING: Final = _Picture({}, frozenset(), {}, 0)
+_NOTHING: Final = _Snapshot({}, frozenset(), {}, 0)
 
 
 class _File(NamedTuple):
@@ -229,7 +229,7 @@ class _File(NamedTuple):
 _NO_FILE: Final = _File((), 0, _Content())
 
 
-def _picture(files: Iterable[tuple[str, _File]], last: _Picture, names: Collection[_Name]) -> _Picture:
+def _snapshot(files: Iterable[tuple[str, _File]], last: _Snapshot, names: Collection[_Name]) -> _Snapshot:
     """Merge files, in their order: the first object of a name counts.
 
     Args:
@@ -253,7 +253,7 @@ def _picture(files: Iterable[tuple[str, _File]], last: _Picture, names: Collecti
             if name not in names:
                 continue
             if name in places:
-                message = f"defined twice: {places[name]} counts, {document.place} is left out"
+                message = f"defined twice: {places[name]} counts, {document.place} is ignored"
                 _add_problem(problems, name, message, document.place)
                 continue
             places[name] = document.place
@@ -264,10 +264,10 @@ def _picture(files: Iterable[tuple[str, _File]], last: _Picture, names: Collecti
                     objects[name] = last.objects[name]
             elif not isinstance(document.result, Ignored):
                 objects[name] = document.result
-    return _Picture(objects, frozenset(refused), problems, foreign)
+    return _Snapshot(objects, frozenset(refused), problems, foreign)
 
 
-def _repainted(last: _Picture, part: _Picture, touched: Collection[_Name], foreign: int) -> _Picture:
+def _merged(last: _Snapshot, part: _Snapshot, touched: Collection[_Name], foreign: int) -> _Snapshot:
     """`last` with what `part` says of the names that were touched, files among them; with so many foreign objects."""
     objects, problems = last.objects.copy(), last.problems.copy()
     for name in touched:
@@ -275,7 +275,7 @@ def _repainted(last: _Picture, part: _Picture, touched: Collection[_Name], forei
         problems.pop(name, None)
     objects |= part.objects
     problems |= part.problems
-    return _Picture(objects, last.refused.difference(touched) | part.refused, problems, foreign)
+    return _Snapshot(objects, last.refused.difference(touched) | part.refused, problems, foreign)
 
 
 def _add_problem(problems: dict[_Name, Problem], name: _Name, message: str, place: str) -> None:
@@ -287,25 +287,25 @@ def _add_problem(problems: dict[_Name, Problem], name: _Name, message: str, plac
         problems[name] = Problem(*name, known.message + added, known.where)
 
 
-def _complete(picture: _Picture) -> list[Event]:
+def _complete(snapshot: _Snapshot) -> list[Event]:
     """Everything, for a listener that knows nothing."""
     events: list[Event] = [
         Replaced(
             kind,
-            tuple(value for (of, _), value in picture.objects.items() if of == kind),
-            frozenset(key for of, key in picture.refused if of == kind),
+            tuple(value for (of, _), value in snapshot.objects.items() if of == kind),
+            frozenset(key for of, key in snapshot.refused if of == kind),
         )
         for kind in KINDS
     ]
-    return events + list(picture.problems.values())
+    return events + list(snapshot.problems.values())
 
 
 # Endpoints before the service that wants them, and the other way round when they go: no moment without.
 _COMING: Final = ("Node", "ServiceCIDR", "EndpointSlice", "Service")
 
 
-def _difference(old: _Picture, new: _Picture, touched: Iterable[_Name], received: float) -> list[Event]:
-    """What a listener that knows `old` must hear; the two differ in no name that is not `touched`."""
+def _difference(old: _Snapshot, new: _Snapshot, touched: Iterable[_Name], received: float) -> list[Event]:
+    """The events that lead a listener from `old` to `new`. The two differ only in names that are `touched`."""
     touched = sorted(touched)
     changed = [
         (name, value)
@@ -319,7 +319,7 @@ def _difference(old: _Picture, new: _Picture, touched: Iterable[_Name], received
     gone.sort(key=lambda name: -_COMING.index(name[0]))
     events: list[Event] = [Upserted(value, received) for _, value in changed]
     events += [Removed(kind, key, received) for kind, key in gone]
-    # A listener forgets the problem of an object that is removed: tell it again.
+    # A listener forgets the problem of an object that is removed, so report it again.
     events += [
         problem
         for name in touched
@@ -340,18 +340,18 @@ def _difference(old: _Picture, new: _Picture, touched: Iterable[_Name], received
 class _Folder:
     """The files below a path as last read. Only files whose signature changed are read again.
 
-    `picture` is what they say, `touched` the names in which it may differ from the one before.
+    `snapshot` is what they say, `touched` the names in which it may differ from the one before.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.files: dict[str, _File] = {}
         self.unsettled: dict[str, float] = {}  # file -> when it was first seen changing
-        self.picture = _NOTHING
+        self.snapshot = _NOTHING
         self.touched: frozenset[_Name] = frozenset()
         self._mentions: dict[_Name, tuple[str, ...]] = {}  # the files in which a name stands
 
-    def refresh(self, *, patient: bool, suspicious: bool = False, complete: Collection[str] = ()) -> _Picture:
+    def refresh(self, *, patient: bool, suspicious: bool = False, complete: Collection[str] = ()) -> _Snapshot:
         """Read what changed.
 
         Args:
@@ -383,7 +383,7 @@ class _Folder:
         before, self.files = self.files, found
         self.unsettled = {shown: since for shown, since in self.unsettled.items() if shown in found}
         self._repaint(before)
-        return self.picture
+        return self.snapshot
 
     def _keep(self, shown: str, error: str, found: dict[str, _File]) -> None:
         """What a file, or all of a folder, said last, now that it cannot be read."""
@@ -396,7 +396,7 @@ class _Folder:
         """Look again at the names in files that changed, in all files where they stand: few, of a large folder."""
         names: set[_Name] = set()
         files: set[str] = set()
-        foreign = self.picture.foreign
+        foreign = self.snapshot.foreign
         for shown in {**before, **self.files}:
             old, new = before.get(shown, _NO_FILE), self.files.get(shown, _NO_FILE)
             if old.content is new.content and old.error == new.error:
@@ -409,8 +409,8 @@ class _Folder:
             return
         for name in names:
             files.update(self._mentions.get(name, ()))
-        part = _picture(((shown, file) for shown, file in self.files.items() if shown in files), self.picture, names)
-        self.picture = _repainted(self.picture, part, self.touched, foreign)
+        part = _snapshot(((shown, file) for shown, file in self.files.items() if shown in files), self.snapshot, names)
+        self.snapshot = _merged(self.snapshot, part, self.touched, foreign)
 
     def _mention(self, shown: str, old: _Content, new: _Content) -> Iterator[_Name]:
         """Note which names stand in a file, and which no longer; all of them."""
@@ -587,7 +587,7 @@ def load(path: Path) -> list[Event]:
 class Manifests:
     """The source for labs, edge nodes and tests. See `controller.kubernetes.Source`.
 
-    A path that does not exist yet is waited for; nothing is told until it is there.
+    It waits for a path that does not exist yet, and reports nothing until then.
     """
 
     kinds: tuple[str, ...] = KINDS
@@ -596,7 +596,7 @@ class Manifests:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._folder = _Folder(path)
-        self._told: _Picture | None = None
+        self._reported: _Snapshot | None = None
         self._healthy: bool | None = None
 
     def states(self) -> list[KindState]:
@@ -605,9 +605,9 @@ class Manifests:
 
     def describe(self) -> str:
         """One line for the log and `status`."""
-        picture = self._folder.picture
-        foreign = f", {picture.foreign} of other kinds" if picture.foreign else ""
-        return f"manifests in {self._path}: {len(picture.objects)} objects in {len(self._folder.files)} files{foreign}"
+        snapshot = self._folder.snapshot
+        foreign = f", {snapshot.foreign} of other kinds" if snapshot.foreign else ""
+        return f"manifests in {self._path}: {len(snapshot.objects)} objects in {len(self._folder.files)} files{foreign}"
 
     def run(self, emit: Emit, stop: threading.Event) -> None:
         """Emit until `stop` is set; see `controller.kubernetes.Source.run`."""
@@ -643,17 +643,17 @@ class Manifests:
         """Read what changed and emit the difference; False when the path cannot be read."""
         received = time.monotonic()
         try:
-            picture = self._folder.refresh(patient=patient, suspicious=suspicious, complete=complete)
+            snapshot = self._folder.refresh(patient=patient, suspicious=suspicious, complete=complete)
         except OSError as error:
-            stays = "what is known stays" if self._told else "waiting for it"
+            stays = "what is known stays" if self._reported else "waiting for it"
             self._health(emit, False, f"manifests {self._path}: {error.strerror}; {stays}")
             return False
         events = (
-            _complete(picture)
-            if self._told is None
-            else _difference(self._told, picture, self._folder.touched, received)
+            _complete(snapshot)
+            if self._reported is None
+            else _difference(self._reported, snapshot, self._folder.touched, received)
         )
-        self._told = picture
+        self._reported = snapshot
         for event in events:
             emit(event)
         self._health(emit, True, self.describe())

@@ -822,7 +822,7 @@ def _key_of(kind: str, document: object) -> str:
 _AT: Final = r"(?s)(?P<what>.*?) - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`$"
 _EXPECTED: Final = r"Expected `(?P<types>[^`]+)`, got `[^`]+`"
 _STEP: Final = r"\[(\d+)\]|\.?([^.\[\]]+)"
-_WORDS: Final = {
+_TYPE_NAMES: Final = {
     "int": "a whole number",
     "str": "a text",
     "bool": "true or false",
@@ -832,7 +832,7 @@ _WORDS: Final = {
 
 
 def _refusal(kind: str, error: Exception, document: object) -> Refused:
-    """What msgspec says, as field, value and plain words."""
+    """Msgspec's error as field, value and a message in plain English."""
     key = _key_of(kind, document)
     if isinstance(error, RecursionError):
         return Refused(kind, key, "", "nested too deeply")
@@ -844,7 +844,7 @@ def _refusal(kind: str, error: Exception, document: object) -> Refused:
     expected = re.match(_EXPECTED, text)
     if document is UNSET or not expected:
         return Refused(kind, key, path, match["what"] if match else f"not JSON: {text}")
-    types = [_WORDS.get(name, name) for name in expected["types"].split(" | ") if name != "null"]
+    types = [_TYPE_NAMES.get(name, name) for name in expected["types"].split(" | ") if name != "null"]
     return Refused(kind, key, path, f"expected {' or '.join(types)}, got {_show(_look_up(document, path))}")
 
 

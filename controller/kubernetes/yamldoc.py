@@ -19,7 +19,7 @@ MAX_DEPTH: Final = 100  # lists and mappings in each other
 MAX_VALUES: Final = 5_000_000
 MAX_ALIASED: Final = 100_000  # values that aliases stand for
 MAX_DIRECTIVES: Final = 100  # libyaml compares each with all before it
-MAX_DUPLICATES: Final = 100  # what is told of them
+MAX_DUPLICATES: Final = 100  # of these are reported
 MAX_NUMBER: Final = 64  # characters; what is longer is a text
 
 

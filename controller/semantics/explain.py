@@ -1,4 +1,4 @@
-"""PURE. What happens to one packet on this node, and why, in words.
+"""PURE. What happens to one packet on this node, and why.
 
 Walks the very table that a mode programs; nothing is decided here a second time. Destinations are
 looked up in an index that is built once for each table, so that thousands of packets are quick.
@@ -274,14 +274,14 @@ def _empty(name: str, entry: Entry, backend_set: BackendSet, says: list[str]) ->
 
 
 def _choice(entry: Entry, backend_set: BackendSet) -> list[str]:
-    """What decides among several, where it is not chance alone."""
+    """What decides among several backends, where it is not chance alone."""
     algorithm = find(entry.algorithm)
-    words = algorithm.words if algorithm else "a scheduler of mode ipvs"
-    said = [] if entry.algorithm == "random" else [f"Algorithm {entry.algorithm}: {words}."]
+    description = algorithm.description if algorithm else "a scheduler of mode ipvs"
+    reasons = [] if entry.algorithm == "random" else [f"Algorithm {entry.algorithm}: {description}."]
     if len({backend.weight for backend in backend_set.backends}) > 1:
         weights = ", ".join(f"{socket_text(b.address, b.port)} {b.weight}" for b in backend_set.backends)
-        said.append(f"Weights: {weights}.")
-    return said
+        reasons.append(f"Weights: {weights}.")
+    return reasons
 
 
 def _detection_matters(frontend: Frontend) -> bool:

@@ -1,7 +1,7 @@
 """Metrics for Prometheus: what the loop counted, and what the dataplane says of itself at each scrape.
 
 docs/metrics.md lists them. Those that begin with `kubeproxy_` or `rest_client_` mean what kube-proxy's of that name
-mean, so that its dashboards and alerts work; what would mean something else here is left out.
+mean, so that its dashboards and alerts work; a metric that would mean something else here is not exported.
 """
 
 from __future__ import annotations

@@ -26,12 +26,12 @@ class Spread(Enum):
 class Algorithm(NamedTuple):
     """One algorithm.
 
-    `words` say what decides, for people. `weighs`: the weights of backends count. `loads`: shares follow the number
+    `description` says what decides. `weighs`: the weights of backends count. `loads`: shares follow the number
     of connections, see `least_connections`.
     """
 
     name: str
-    words: str
+    description: str
     spread: Spread
     ring: Ring
     weighs: bool = True
@@ -78,7 +78,8 @@ def in_turns(counts: Sequence[int]) -> list[int]:
     number = len(counts)
     if min(counts) == max(counts):
         return list(range(number)) * counts[0]
-    import numpy as np  # who only asks for names and words of algorithms does not wait for it
+    # Imported here: callers that only need an algorithm's name or description must not wait for numpy.
+    import numpy as np
 
     times = np.asarray(counts, dtype=np.int64)
     who = np.repeat(np.arange(number), times)

@@ -2,7 +2,7 @@
 
 `Object` opens a compiled object, sets its constants and map sizes, shares maps through pins, and loads.
 `Map` is one map by file descriptor: batches where the kernel has them, a numpy view where it is mappable.
-Every error is a `BpfError` that says which call on which object failed, with the verifier's last words.
+Every error is a `BpfError` that says which call on which object failed, with the end of the verifier's log.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Aborts sockets of this namespace by sock_diag, named by their cookies: exact, whatever their addresses are.
 
 pyroute2's DiagSocket has the number of SOCK_DESTROY, and drops every error that the kernel answers with (its messages
-of type 2 are taken for sockets of AF_INET). So it cannot tell a socket that closed by itself from a kernel that cannot
-abort any.
+of type 2 are taken for sockets of AF_INET). So it cannot distinguish a socket that closed by itself from a kernel
+that cannot abort any.
 """
 
 from __future__ import annotations

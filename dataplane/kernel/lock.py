@@ -56,11 +56,11 @@ def let_go(folder: Path, descriptor: int) -> None:
 
 def _holder(inode: int) -> str:
     for line in Path("/proc/locks").read_text().splitlines():
-        words = line.split()
-        if "->" not in words and words[1] == "FLOCK" and words[5].endswith(f":{inode}"):
+        fields = line.split()
+        if "->" not in fields and fields[1] == "FLOCK" and fields[5].endswith(f":{inode}"):
             try:
-                command = Path(f"/proc/{words[4]}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+                command = Path(f"/proc/{fields[4]}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
             except OSError:
                 command = "?"
-            return f"process {words[4]} ({' '.join(command.split())})"
+            return f"process {fields[4]} ({' '.join(command.split())})"
     return "another process"

@@ -200,18 +200,18 @@ def _processes() -> Iterator[Process]:
 def _proxy_name(pid: str) -> str | None:
     """`kube-proxy`, or the command of an agent of ours; None for any other process."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return None
-    first = words[0].rpartition("/")[2]
+    first = arguments[0].rpartition("/")[2]
     if first == "kube-proxy":
         return "kube-proxy"
-    for position, word in enumerate(words[:4]):
-        program = word.rpartition("/")[2] == "hybrid-proxy" or words[max(0, position - 1) : position + 1] == [
+    for position, argument in enumerate(arguments[:4]):
+        program = argument.rpartition("/")[2] == "hybrid-proxy" or arguments[max(0, position - 1) : position + 1] == [
             "-m",
             "controller",
         ]
-        if program and words[position + 1 : position + 2] == ["run"] and not first.startswith(("nsenter", "sh")):
+        if program and arguments[position + 1 : position + 2] == ["run"] and not first.startswith(("nsenter", "sh")):
             return "hybrid-proxy run"
     return None
 

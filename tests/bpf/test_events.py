@@ -192,8 +192,8 @@ def test_the_log_has_one_line_for_many_drops(events: EventReader, caplog: pytest
     for sport in range(40000, 40005):
         events.bench.ingress(frame(net, net.client, net.vip, syn(sport)))
     seen = len(events.rows())
-    events.journal.tell()
-    events.journal.tell()
+    events.journal.log_drops()
+    events.journal.log_drops()
     (line,) = [record.getMessage() for record in caplog.records]
     assert f"{seen} x drop_empty default/web:http" in line
 

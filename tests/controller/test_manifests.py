@@ -305,7 +305,7 @@ def test_first_of_two_with_one_name_counts(tmp_path: Path) -> None:
     (problem,) = listener.problems.values()
     assert (problem.kind, problem.key) == ("Service", "default/x")
     assert f"{tmp_path}/a.yaml:9 counts" in problem.message
-    assert f"{tmp_path}/b.yaml:1 is left out" in problem.message
+    assert f"{tmp_path}/b.yaml:1 is ignored" in problem.message
 
 
 # ----------------------------------------------------------------------------------------------- watching

@@ -46,7 +46,7 @@ class Former:
         return InUse([service for service in services if service], self._backends.tolist(), sorted(ranges))
 
     def _ranges(self, service: int) -> list[tuple[int, int]]:
-        """Slots by the service's words; the second has no size when it shares the first one's."""
+        """Slot ranges of the service; the second has no size when it shares the first."""
         pieces: list[tuple[int, int]] = []
         for word in self._writer.rows.services[service]["sets"].tolist():
             offset, count, _ = layout.split_range_word(word)

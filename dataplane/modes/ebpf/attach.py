@@ -46,8 +46,8 @@ SOCKOPS_HOOKS = {"sockops_cb": 3}  # BPF_CGROUP_SOCK_OPS
 NO_SUCH_LINK = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 
 
-def _link_path(folder: Path, *words: object) -> Path:
-    return folder / "_".join(("link", *map(str, words)))
+def _link_path(folder: Path, *parts: object) -> Path:
+    return folder / "_".join(("link", *map(str, parts)))
 
 
 Chosen = Callable[[Interface, tuple[str, ...]], bool]  # an interface and the node's primary addresses
@@ -143,7 +143,7 @@ class Links:
         log.info("%s interface %s is gone", self.what, interface.name)
 
     def wrong(self, pins: Mapping[str, int]) -> Iterator[str]:
-        """What others changed or removed at interfaces that are here, in words.
+        """A message for each attachment that others changed or removed, at interfaces that exist.
 
         Args:
             pins: the inode of each pin in the folder, by name.
@@ -218,7 +218,7 @@ class Sockets:
         self.reason = "switched off (--socket-scope off)" if options.socket_scope == "off" else "not attached yet"
 
     def use(self, programs: Object | None, watch: Object | None = None) -> None:
-        """Attach these; `watch` hears how connections begin, None: nobody. Without `programs` all stays as it is."""
+        """Attach these programs, and `watch` to observe how connections begin. Without `programs` nothing changes."""
         if self.options.socket_scope == "off" or programs is None:
             return
         try:

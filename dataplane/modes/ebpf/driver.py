@@ -89,7 +89,7 @@ class Drivers:
             if index not in self.attached:
                 self._made(index, "").remove()
                 del self._held[index]
-        self._tell_targets()
+        self._set_targets()
 
     def _made(self, index: int, name: str) -> Attachment:
         """The attachment at an interface; one that has another name by now is looked at anew."""
@@ -156,8 +156,11 @@ class Drivers:
             return False
         return True
 
-    def _tell_targets(self) -> None:
-        """Frames go to interfaces that take them; where the kernel does not tell, having XDP is taken for it."""
+    def _set_targets(self) -> None:
+        """Redirect frames only to interfaces that accept them.
+
+        Where the kernel does not report whether one does, an attached XDP program counts as yes.
+        """
         if self._programs is None:
             return
         own = {index: known.mac for index, known in self.attached.items() if takes_frames(index) is not False}

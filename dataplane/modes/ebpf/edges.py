@@ -80,7 +80,7 @@ class SourceRanges:
 
 
 def pod_columns(node: NodeNetwork) -> dict[str, int | NDArray[Any]]:
-    """How sources are told apart, as columns of struct node."""
+    """What classifies sources as pods, as columns of struct node."""
     columns: dict[str, int | NDArray[Any]] = {
         "pods_by_link": int(bool(node.pods.interface)),
         "pod4_known": 0,

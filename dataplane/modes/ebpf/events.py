@@ -1,6 +1,6 @@
-"""What programs tell of packets: dropped, refused, traced. A thread reads them, the agent's loop gives them names.
+"""Packet events of the programs: dropped, rejected, traced. A thread reads them, the agent's loop names them.
 
-Programs tell a few events for each second and CPU (`bpf/packet_events.h`); counters have all of them.
+Programs emit a few events per second and CPU (`bpf/packet_events.h`); counters count all of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Journal", "Reader"]
 log = logging.getLogger(__name__)
 
 KEPT = 1000
-UNREAD = 10_000  # told, and not named yet
+UNREAD = 10_000  # events taken from the ring, and not named yet
 LOG_SECONDS = 1.0
 POLL_SECONDS = 1.0
 HOOKS = {
@@ -86,7 +86,7 @@ class Journal:
     def __init__(self) -> None:
         self.last = 0
         self._rows: deque[PacketEvent] = deque(maxlen=KEPT)
-        self._untold: Counter[tuple[str, str]] = Counter()
+        self._unlogged: Counter[tuple[str, str]] = Counter()
         self._log_at = 0.0
 
     def add(
@@ -102,21 +102,21 @@ class Journal:
                 row.service = _service_at(event, whose)
             self._rows.append(row)
             if row.what == "drop":
-                self._untold[row.reason, row.service or row.destination] += 1
+                self._unlogged[row.reason, row.service or row.destination] += 1
 
     def rows(self, after: int) -> list[PacketEvent]:
         """Those with larger numbers, the oldest first."""
         return [row for row in self._rows if row.number > after]
 
-    def tell(self) -> None:
+    def log_drops(self) -> None:
         """Log the drops since the last call, at most one line a second."""
         now = time.monotonic()
-        if not self._untold or now - self._log_at < LOG_SECONDS:
+        if not self._unlogged or now - self._log_at < LOG_SECONDS:
             return
-        told = ", ".join(f"{count} x {reason} {whose}" for (reason, whose), count in self._untold.most_common(3))
-        more = len(self._untold) - 3
-        log.warning("dropped: %s%s; `hybrid-proxy drops` shows them", told, f" and {more} more kinds" * (more > 0))
-        self._untold.clear()
+        drops = ", ".join(f"{count} x {reason} {whose}" for (reason, whose), count in self._unlogged.most_common(3))
+        more = len(self._unlogged) - 3
+        log.warning("dropped: %s%s; `hybrid-proxy drops` shows them", drops, f" and {more} more kinds" * (more > 0))
+        self._unlogged.clear()
         self._log_at = now
 
 

@@ -85,11 +85,11 @@ class _Notes:
         constants = layout.abi_constants()
         states = {"ESTABLISHED": "established", "RESET": "reset", "FIN": "closing", "MASQUERADE": "masqueraded",
                   "HAIRPIN": "hairpin", "COLLISION": "in collision"}  # fmt: skip
-        told = [words for flag, words in states.items() if flags & constants[f"FLOW_{flag}"]]
+        shown = [text for flag, text in states.items() if flags & constants[f"FLOW_{flag}"]]
         self.masquerade = bool(flags & (constants["FLOW_MASQUERADE"] | constants["FLOW_HAIRPIN"]))
         seconds = age / self.around.hz
         self.step(
-            "flow", f"A flow is known, {self._flow}: {', '.join(told) or 'opening'}, last used {seconds:.1f} s ago."
+            "flow", f"A flow is known, {self._flow}: {', '.join(shown) or 'opening'}, last used {seconds:.1f} s ago."
         )
 
     def renewal(self, _a: int, _b: int) -> None:
@@ -113,19 +113,19 @@ class _Notes:
 
     def _flags(self, flags: int) -> str:
         constants = layout.abi_constants()
-        told = [
-            words
-            for name, words in (
-                ("INTERNAL_SET", "pods and this node take route 1"),
-                ("EXTERNAL_SET", "clients outside take route 1"),
+        shown = [
+            text
+            for name, text in (
+                ("INTERNAL_SET", "pods and this node use backend set 1"),
+                ("EXTERNAL_SET", "external clients use backend set 1"),
                 ("MASQUERADE_POD", "pods are masqueraded"),
                 ("MASQUERADE_NODE", "this node is masqueraded"),
-                ("MASQUERADE_EXTERNAL", "clients outside are masqueraded"),
+                ("MASQUERADE_EXTERNAL", "external clients are masqueraded"),
                 ("SOURCE_RANGES", "source ranges"),
             )
             if flags & constants[f"FRONTEND_{name}"]
         ]
-        return f" ({', '.join(told)})" if told else ""
+        return f" ({', '.join(shown)})" if shown else ""
 
     def client(self, kind: int, _b: int) -> None:
         self.step("client", f"The source {self.question.src} is {CLIENTS[kind]}.")
@@ -217,24 +217,26 @@ def explain(
     packet = hardware_address(ifindex) + packet[6:]
     context = {"ifindex": ifindex} if ifindex and place != "node" else {}
     code, out, _ = run_on_packet(programs.program(PROGRAMS[place]), packet, **context)
-    told = _Notes(question, around, place)
+    notes = _Notes(question, around, place)
     interface = around.interface(ifindex) if ifindex else None
-    told.step("arrives", ARRIVES[place].format(interface=f", at {interface}" if interface else ""))
+    notes.step("arrives", ARRIVES[place].format(interface=f", at {interface}" if interface else ""))
     methods = _methods()
-    for note in _read(programs):
-        getattr(told, methods[int(note["what"])])(int(note["a"]), int(note["b"]))
-    if len(told.steps) == 1:
-        told.step("prefilter", f"{told.target()} is no service's, and neither end is a backend: nothing is looked up.")
-    verdict = VERDICTS[code] if place == "node" else _verdict(told)
-    source = _source(out, told.family) if verdict == "dnat" and place != "node" else question.src
-    told.step("verdict", _conclusion(verdict, told, code, source, place))
+    for record in _read(programs):
+        getattr(notes, methods[int(record["what"])])(int(record["a"]), int(record["b"]))
+    if len(notes.steps) == 1:
+        notes.step(
+            "prefilter", f"{notes.target()} is no service's, and neither end is a backend: nothing is looked up."
+        )
+    verdict = VERDICTS[code] if place == "node" else _verdict(notes)
+    source = _source(out, notes.family) if verdict == "dnat" and place != "node" else question.src
+    notes.step("verdict", _conclusion(verdict, notes, code, source, place))
     return ExplainAnswer(
         verdict=verdict,
-        backends=[told.address(told.backend)] if verdict == "dnat" and told.backend else [],
-        service=around.names.get(told.service) if told.service else None,
-        masquerade=verdict == "dnat" and (told.masquerade or source != question.src),
-        reason=told.steps[-1].text,
-        steps=told.steps,
+        backends=[notes.address(notes.backend)] if verdict == "dnat" and notes.backend else [],
+        service=around.names.get(notes.service) if notes.service else None,
+        masquerade=verdict == "dnat" and (notes.masquerade or source != question.src),
+        reason=notes.steps[-1].text,
+        steps=notes.steps,
     )
 
 
@@ -249,12 +251,12 @@ def _read(programs: Object) -> NDArray[Any]:
     return notes
 
 
-def _verdict(told: _Notes) -> Verdict:
-    if any(kind_of(reason) == "drop" for reason in told.counted):
+def _verdict(notes: _Notes) -> Verdict:
+    if any(kind_of(reason) == "drop" for reason in notes.counted):
         return "drop"
-    if "reject" in told.counted:
+    if "reject" in notes.counted:
         return "reject"
-    return "dnat" if SERVED & set(told.counted) else "untouched"
+    return "dnat" if SERVED & set(notes.counted) else "untouched"
 
 
 def _source(out: bytes, family: int) -> str:
@@ -263,14 +265,14 @@ def _source(out: bytes, family: int) -> str:
     return layout.address_text(out[start : start + (4 if family == 4 else 16)], family)
 
 
-def _conclusion(verdict: str, told: _Notes, code: int, source: str, place: str) -> str:
+def _conclusion(verdict: str, notes: _Notes, code: int, source: str, place: str) -> str:
     if verdict == "untouched":
         return "It is left to the stack as it is."
     if verdict == "drop":
         return "It is dropped."
     if verdict == "reject":
-        return "It is refused at once."
-    target = told.address(told.backend) if told.backend else "its backend"
+        return "It is rejected at once."
+    target = notes.address(notes.backend) if notes.backend else "its backend"
     if place == "node":
         return f"The socket is connected to {target}; no packet is translated."
     way = "routed by the stack" if code == PASS else "sent on by the program"

@@ -1,7 +1,7 @@
 """Old flows, and ids that wait for them: a thread beside the programmer, off the path of changes.
 
 User space proposes (one batch read, numpy), the sweep program disposes: it looks again at the time stamp beside
-the programs that refresh it. The same reading tells which ids of deferred frees are still named by a flow.
+the programs that refresh it. The same read shows which ids of deferred frees a flow still names.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class FlowGC:
             self._wake.set()
 
     def look_for(self, services: frozenset[int], backends: frozenset[int]) -> None:
-        """The next scan tells which of these are still named by flows."""
+        """Let the next scan find which of these flows still name."""
         with self._lock:
             if self._result is None:
                 self._candidates = (services, backends)

@@ -140,7 +140,7 @@ def _backends(maps: Maps, names: Names, of: str | None = None) -> list[BackendRo
 
 
 def _state(flags: int) -> str:
-    """Of a backend as far as the maps know it; an agent tells until when and why."""
+    """The state of a backend, as far as the maps have it. The agent knows why, and until when."""
     names = layout.abi_constants()
     if flags & names["BACKEND_PROBE_FAILED"]:
         return "ejected: its probe fails"

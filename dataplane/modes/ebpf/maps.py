@@ -18,7 +18,7 @@ from dataplane.kernel.bpf import Map, Object
 from dataplane.mode import Options
 from dataplane.modes.ebpf import sizes as policy
 from dataplane.modes.ebpf.layout import OBJECTS, abi_constants, dtype_of, frontend_dtype
-from dataplane.modes.ebpf.pins import NEXT, PRIVATE, shapes, strangers, told
+from dataplane.modes.ebpf.pins import NEXT, PRIVATE, describe, shapes, strangers
 from dataplane.modes.ebpf.sizes import Sizes
 from dataplane.modes.ebpf.traffic import Traffic, possible_cpus, traffic_sizes
 
@@ -140,7 +140,7 @@ class MapSet:
         self.maps[name], self._inodes[name] = made, (self.folder / name).stat().st_ino
 
     def wrong(self, pins: Mapping[str, int]) -> Iterator[str]:
-        """Which maps are not pinned any more, in words.
+        """A message for each map that is not pinned any more.
 
         Args:
             pins: the inode of each pin in the folder, by name.
@@ -240,7 +240,7 @@ def open_pinned_maps(folder: Path) -> dict[str, Map]:
     if not folder.is_dir():
         return {}
     if wrong := strangers(folder):
-        raise DataplaneError(f"{folder} holds other things than maps of hybrid-proxy: {told(wrong)}")
+        raise DataplaneError(f"{folder} holds other things than maps of hybrid-proxy: {describe(wrong)}")
     return {name: Map.pinned(folder / name) for name in _map_pins(folder)}
 
 

@@ -25,8 +25,8 @@ from dataplane.mode import Options
 from dataplane.modes.ebpf import layout
 
 __all__ = [
-    "DEVICES", "FIGURES", "LINK", "MARK", "NEXT", "PRIVATE", "Glance", "beside", "fingerprint", "folder_of",
-    "former_layouts", "is_mark", "pins_in", "remove_pins", "shapes", "strangers", "told",
+    "DEVICES", "FIGURES", "LINK", "MARK", "NEXT", "PRIVATE", "Glance", "beside", "describe", "fingerprint", "folder_of",
+    "former_layouts", "is_mark", "pins_in", "remove_pins", "shapes", "strangers",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ def is_mark(found: Shape | None) -> bool:
     return found is not None and (found.kind, found.name) == (DEVICES, MARK)
 
 
-def told(wrong: Mapping[str, str]) -> str:
+def describe(wrong: Mapping[str, str]) -> str:
     """What `strangers` found, for a message."""
     return "; ".join(f"{name} ({why})" for name, why in sorted(wrong.items()))
 

@@ -151,7 +151,7 @@ class SlotAllocator:
 
 @dataclass(slots=True)
 class Freed:
-    """What nothing uses any more. Frontends are told by whatever the caller knows them by."""
+    """What nothing uses any more. Frontends are named by the caller's own keys."""
 
     services: list[int] = field(default_factory=list)
     backends: list[int] = field(default_factory=list)

@@ -41,7 +41,7 @@ class Target(NamedTuple):
 
 
 class Prober:
-    """Probes what it is told to; `start` is not needed, the thread begins with the first target.
+    """Probes its targets. The thread starts with the first of them; there is no `start`.
 
     Args:
         options: `probe_interval`, `probe_timeout` and `probe_failures`.
@@ -182,8 +182,8 @@ async def _ask(target: Target, where: str) -> str:
 
 def _judge(line: bytes, path: str) -> str:
     """Of a status line, `HTTP/1.1 200 OK`."""
-    words = line.split(maxsplit=2)
-    if len(words) < 2 or not words[0].startswith(b"HTTP/") or not words[1].isdigit():
+    fields = line.split(maxsplit=2)
+    if len(fields) < 2 or not fields[0].startswith(b"HTTP/") or not fields[1].isdigit():
         return f"the answer to GET {path} is not HTTP"
-    status = int(words[1])
+    status = int(fields[1])
     return "" if 200 <= status < 400 else f"GET {path} was answered by status {status}"

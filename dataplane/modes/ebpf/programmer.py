@@ -57,7 +57,16 @@ from dataplane.modes.ebpf.failover import Failover
 from dataplane.modes.ebpf.flows import FlowGC
 from dataplane.modes.ebpf.gone import Mark, collect, is_gone
 from dataplane.modes.ebpf.maps import Larger, MapSet, open_pinned_maps
-from dataplane.modes.ebpf.pins import Glance, beside, folder_of, former_layouts, pins_in, remove_pins, strangers, told
+from dataplane.modes.ebpf.pins import (
+    Glance,
+    beside,
+    describe,
+    folder_of,
+    former_layouts,
+    pins_in,
+    remove_pins,
+    strangers,
+)
 from dataplane.modes.ebpf.programs import Loader, Programs, missing_datapaths, put_datapaths, teach_namespace
 from dataplane.modes.ebpf.resizer import MapResizer
 from dataplane.modes.ebpf.store import ForeignEntries, Store
@@ -130,7 +139,7 @@ def _own_folder(options: Options) -> tuple[Path, int]:
         os.close(lock)
         log.warning(
             "%s holds other things than our maps, which are left alone: %s; new maps are made in %s, and flows that "
-            "only the former ones knew end", folder, told(wrong), beside(folder).name,
+            "only the former ones knew end", folder, describe(wrong), beside(folder).name,
         )  # fmt: skip
         folder = beside(folder)
 
@@ -170,7 +179,7 @@ class Ebpf:
         self._unprogrammed: frozenset[str] = frozenset()
         self._failed: frozenset[str] = frozenset()  # services of a sync that could not be finished
         self._attached = False
-        self.programs: Programs | None = None  # loaded when the first table has told how large maps must be
+        self.programs: Programs | None = None  # loaded with the first table, which decides how large the maps must be
         self.pods = attach.pods(self.folder, options)
         self.uplinks = attach.uplinks(self.folder, options)
         self.drivers = Drivers(self.folder, options.xdp, self._load_xdp, lambda: self.maps.maps["xdp_links"])
@@ -234,7 +243,7 @@ class Ebpf:
 
     def prewarm(self, ports: int, endpoints: int) -> None:
         """See `dataplane.mode.Prewarmed.prewarm`."""
-        with contextlib.suppress(DataplaneError, OSError):  # `sync` tries again, and tells
+        with contextlib.suppress(DataplaneError, OSError):  # `sync` tries again, and reports the error
             if self.programs is None:
                 self._begin(sizes.foreseen, ports, endpoints)
 
@@ -404,7 +413,7 @@ class Ebpf:
         return self._attached and any(True for _ in self._wrong())
 
     def _wrong(self) -> Iterator[str]:
-        """What somebody removed or changed of attachments and pins, in words."""
+        """A message for each attachment or pin that somebody removed or changed."""
         pins = self._glance.pins()
         for held in self._pinned():
             yield from held.wrong(pins)
@@ -429,7 +438,7 @@ class Ebpf:
             log.error("%d things cannot be put back: %s", len(self.unrepaired), why)
 
     def _put_back(self) -> list[str]:
-        """Attach and pin what is not; what failed, in words."""
+        """Attach and pin what is not. Returns a message for each failure."""
         failures = []
         try:
             self._make_folder_again()
@@ -472,9 +481,9 @@ class Ebpf:
         repaired = self.store.writer.rows.repair()
         if repaired:
             self.audit_repairs += repaired
-            log.warning("%d words of services in the maps were not ours and have been repaired", repaired)
+            log.warning("others had changed %d slot ranges of services in the maps; they are repaired", repaired)
         self._name_events()
-        self.journal.tell()
+        self.journal.log_drops()
         if self._trace_until and time.monotonic() > self._trace_until:
             self.maps.view("node")["trace"] = 0
             self._trace_until = 0.0

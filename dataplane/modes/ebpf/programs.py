@@ -95,7 +95,7 @@ class Loader:
             name: of the object.
             larger: maps of the next generation.
             can_set_errno: whether the kernel has bpf_set_retval.
-            quiet: let it count nothing and tell no events.
+            quiet: let it count nothing and emit no events.
 
         Raises:
             BpfError: the kernel refuses it.
@@ -137,7 +137,8 @@ class Loader:
     def _sockets(self, larger: Larger | None) -> dict[str, Object]:
         """The cgroup programs; without bpf_set_retval (Linux 5.18) they refuse nobody.
 
-        With them, where failing backends are ejected, what hears of the node's own connections that get no answer.
+        Where failing backends are ejected, the sock_ops program comes with them. It observes connections of the node
+        that get no answer.
         """
         loaded: dict[str, Object] = {}
         if self._options.socket_scope == "off":

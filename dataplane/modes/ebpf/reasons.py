@@ -1,4 +1,4 @@
-"""PURE. What each counter of the programs means, in words. docs/counters.md says what to do about them."""
+"""PURE. What each counter of the programs means. docs/counters.md says what to do about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of the mapped arrays: backends, slots, and the words of services that publish slots.
+"""Rows of the mapped arrays: backends, slots, and the 64 bit words by which services publish slot ranges.
 
 An ordinary change has a dozen rows, a start a hundred thousand. So each method has two ways to do the same: word by
 word, and from VECTORIZE_FROM rows on by numpy, a call of which costs as much as some rows do here.

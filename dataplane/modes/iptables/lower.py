@@ -141,10 +141,10 @@ def lower(entry: Entry, node: Node) -> Lowered:
 
 
 class _Way(NamedTuple):
-    """Where pods and the node go, and where outsiders; `-j ACCEPT` for a route without backends."""
+    """Verdicts for pods and the node, and for external clients; `-j ACCEPT` for a backend set without backends."""
 
-    inside: str
-    outside: str
+    internal: str
+    external: str
 
 
 def _routes(entry: Entry) -> list[BackendSet]:
@@ -178,9 +178,9 @@ def _place(entry: Entry, frontend: Frontend) -> tuple[tuple[str, int], str]:
 
 def _frontend_target(entry: Entry, frontend: Frontend, way: _Way, node: Node, chains: Chains) -> str:
     """What the frontend's rule in the tree does; adds the chains that it needs for that."""
-    target = way.inside
+    target = way.internal
     usual = node.usual if frontend.kind is Kind.CLUSTER_IP else Masquerade.NEVER
-    if way.inside != way.outside or (frontend.masquerade != usual and way.inside != ACCEPTED):
+    if way.internal != way.external or (frontend.masquerade != usual and way.internal != ACCEPTED):
         rules = (*_mark(frontend, usual, node), *_choose_way(way, node))
         name = chain("EXT", identity(entry), str(int(frontend.masquerade)), str(int(usual)), *way)
         chains[name] = rules
@@ -207,11 +207,11 @@ def _mark_chain(classes: Masquerade) -> str:
 
 
 def _choose_way(way: _Way, node: Node) -> Iterable[str]:
-    if way.inside != way.outside:
-        yield f"{FROM_NODE} {way.inside}"
+    if way.internal != way.external:
+        yield f"{FROM_NODE} {way.internal}"
         if node.pod is not None:
-            yield f"{node.pod} {way.inside}"
-    yield way.outside
+            yield f"{node.pod} {way.internal}"
+    yield way.external
 
 
 # The backends of a route
@@ -259,8 +259,8 @@ def _verdict(route: BackendSet) -> str:
 
 def _refusals(entry: Entry, frontend: Frontend, match: str) -> Iterable[Rank]:
     """Rules of table filter; the reject of what remains for a known ClusterIP comes after them."""
-    inside, outside = (_verdict(entry.backend_sets[n]) for n in (frontend.internal, frontend.external))
-    verdict = inside or outside if not (inside and outside) or inside == outside else f"-j {_split(inside)}"
+    internal, external = (_verdict(entry.backend_sets[n]) for n in (frontend.internal, frontend.external))
+    verdict = internal or external if not (internal and external) or internal == external else f"-j {_split(internal)}"
     if frontend.source_ranges is not None:
         if verdict:
             yield from ((0, f"-s {cidr} {match} {verdict}") for cidr in frontend.source_ranges)
@@ -271,9 +271,9 @@ def _refusals(entry: Entry, frontend: Frontend, match: str) -> Iterable[Rank]:
         yield 2, f"-d {frontend.address}/{128 if ':' in frontend.address else 32} {REFUSE}"
 
 
-def _split(inside: str) -> str:
+def _split(internal: str) -> str:
     """The chain that refuses insiders and drops outsiders, or the other way round."""
-    return f"{MINE}IN-REJECT" if inside == REFUSE else f"{MINE}IN-DROP"
+    return f"{MINE}IN-REJECT" if internal == REFUSE else f"{MINE}IN-DROP"
 
 
 # What every node has
@@ -324,9 +324,9 @@ def _not(match: str) -> str:
     return f"! {match}"
 
 
-def _split_rules(node: Node, inside: str, outside: str) -> tuple[str, ...]:
-    pods = (f"{node.pod} {inside}",) if node.pod is not None else ()
-    return (f"{FROM_NODE} {inside}", *pods, outside)
+def _split_rules(node: Node, internal: str, external: str) -> tuple[str, ...]:
+    pods = (f"{node.pod} {internal}",) if node.pod is not None else ()
+    return (f"{FROM_NODE} {internal}", *pods, external)
 
 
 def _hairpin(node: Node, fully: str) -> Iterable[str]:

@@ -30,13 +30,13 @@ class Programmed:
                 server = Server(family, element.protocol, element.address, element.port)
                 self._ports.setdefault((str(name or ""), family, element.protocol), []).append(server)
                 mark = marks.get(element)
-                outside = Server(family, mark=mark) if isinstance(mark, int) else None
-                for each in filter(None, (server, outside)):
+                external = Server(family, mark=mark) if isinstance(mark, int) else None
+                for each in filter(None, (server, external)):
                     if each in configs:
                         self._configs[each] = configs[each]
                         self._loads[each] = ipvs.destinations(each)
-                if outside in configs:
-                    self._ports[str(name or ""), family, element.protocol].append(outside)
+                if external in configs:
+                    self._ports[str(name or ""), family, element.protocol].append(external)
 
     def _of(self, family: int, name: str) -> dict[Element, Value]:
         return self._sets.get(set_name(family, name), {})

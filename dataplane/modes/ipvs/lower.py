@@ -1,9 +1,9 @@
 """PURE. One service to virtual servers, elements of sets and addresses.
 
-A frontend is one virtual server at each of its addresses. Where clients inside and outside take different routes, it
-has the backends of the inside, and a second one, named by a firewall mark, those of the outside; the set MARKS says
-which mark packets from outside get. Everything else that a frontend needs (refusal, silence, masquerade, allowed
-sources, hairpin) is membership in a set that a constant number of rules looks into (`rules`).
+A frontend is one virtual server at each of its addresses. Where internal and external clients have different
+backend sets, it has the internal one, and a second virtual server, named by a firewall mark, has the external one. The
+set MARKS says which mark packets of external clients get. Everything else that a frontend needs (reject,
+drop, masquerade, source ranges, hairpin) is membership in a set that a constant number of rules looks into (`rules`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SETS: Final = {
     "SOURCES": _SOCKET,  # only who is in ALLOWED may connect
     "ALLOWED": Kind("hash:ip,port,net"),
     "HAIRPIN": Kind("hash:ip,port,ip"),  # backends of this node, with themselves as the client
-    "MARKS": Kind("hash:ip,port", marks=True),  # the firewall mark of clients outside
+    "MARKS": Kind("hash:ip,port", marks=True),  # the firewall mark of external clients
 }
 _MASQUERADE: Final = (
     (Masquerade.POD, "MASQ-POD"),
@@ -109,7 +109,7 @@ def lower(
         entries: its service ports.
         node: where.
         scheduler_of: the kernel's scheduler for an entry.
-        mark_of: a number of its own for each virtual server that treats the outside differently, without the
+        mark_of: a number of its own for each virtual server that treats external clients differently, without the
             masquerade bit; 0: there is none left.
         taken: (address, port, protocol) of addresses of services that are node-port addresses too: they come first.
     """
@@ -154,13 +154,13 @@ def _frontend(
     mark_of: Callable[[Server], int],
 ) -> None:
     """One frontend at one address."""
-    inside, outside = entry.backend_sets[frontend.internal], entry.backend_sets[frontend.external]
-    lowered.servers[server] = _wanted(entry, config, inside)
+    internal, external = entry.backend_sets[frontend.internal], entry.backend_sets[frontend.external]
+    lowered.servers[server] = _wanted(entry, config, internal)
     element = Element(server.address, server.port, server.protocol)
     names = ["PORTS"]
-    for route, side in ((inside, "IN"), (outside, "OUT")):
-        if not route.backends:
-            names.append(f"{'REJECT' if route.when_empty is WhenEmpty.REJECT else 'DROP'}-{side}")
+    for backend_set, side in ((internal, "IN"), (external, "OUT")):
+        if not backend_set.backends:
+            names.append(f"{'REJECT' if backend_set.when_empty is WhenEmpty.REJECT else 'DROP'}-{side}")
     names += [name for bit, name in _MASQUERADE if frontend.masquerade & bit]
     if frontend.source_ranges is not None:
         names.append("SOURCES")
@@ -170,10 +170,10 @@ def _frontend(
     for name in names:
         lowered.members[set_name(entry.family, name), element] = None
     lowered.members[set_name(entry.family, "SERVERS"), element] = entry.name
-    # By the policy and not by what the routes hold today: flows end with the virtual server that they began at.
+    # Decide by the policy, not by today's backends: flows must end with the virtual server that they began at.
     if frontend.internal != frontend.external and (mark := mark_of(server)):
         mark |= node.masquerade if frontend.masquerade & Masquerade.EXTERNAL else 0
-        lowered.servers[Server(entry.family, mark=mark)] = _wanted(entry, config, outside)
+        lowered.servers[Server(entry.family, mark=mark)] = _wanted(entry, config, external)
         lowered.members[set_name(entry.family, "MARKS"), element] = mark
 
 

@@ -1,4 +1,4 @@
-"""PURE. Firewall marks: one for each virtual server that clients outside get instead of another."""
+"""PURE. Firewall marks: one for each virtual server that external clients get instead of another."""
 
 from __future__ import annotations
 

@@ -346,7 +346,9 @@ class Ipvs(NoQueries):
         if sticky:
             messages.append(f"{sticky} service ports have an affinity of its own for each of their addresses")
         if self._marks.refused:
-            messages.append(f"{self._marks.refused} addresses serve the outside as the inside: marks are used up")
+            messages.append(
+                f"{self._marks.refused} addresses serve external clients like internal ones: no mark is free"
+            )
         messages += [f"{reason}" for reason in self.unset.values()]
         return messages
 

@@ -5,7 +5,7 @@ PREROUTING and INPUT, and IPVS takes them at the end of INPUT; those of this nod
 there right after nat. So all that must come first is at these places:
 
 mangle   drops: sources that are not allowed or whose scope ends at this node, unallocated service addresses, routes
-         that want silence; in INPUT, behind routing, the mark that chooses a virtual server for clients outside
+         that want silence; in INPUT, behind routing, the mark that chooses a virtual server for external clients
 nat      the masquerade mark for the class of the client, and the masquerade
 filter   refusals. Where IPVS would come before them (a connection of this node itself), nat turns the packet to
          the loopback address first: IPVS answers TCP by ICMP, which a socket in connect() notes but waits on
@@ -127,14 +127,14 @@ def _set(family: int, name: str, fields: str = "dst,dst", *, negated: bool = Fal
 
 def _mangle(family: int, node: NodeNetwork) -> Iterator[tuple[str, str]]:
     pods = pod_match(node, family)
-    before, output, inside = f"{PREFIX}PREROUTING", f"{PREFIX}OUTPUT", f"{PREFIX}INSIDE"
+    before, output, internal = f"{PREFIX}PREROUTING", f"{PREFIX}OUTPUT", f"{PREFIX}INSIDE"
     always = f"{PREFIX}ALWAYS"
     allowed = _set(family, "ALLOWED", "dst,dst,src", negated=True)
     yield always, f"{_set(family, 'SOURCES')} {allowed} -j DROP"
     for cidr in node.service_cidrs:
         if ip_network(cidr).version == family:
             yield always, f"-d {cidr} {_set(family, 'ADDRESSES', 'dst', negated=True)} -j DROP"
-    yield inside, f"{_set(family, 'DROP-IN')} -j DROP"
+    yield internal, f"{_set(family, 'DROP-IN')} -j DROP"
     for chain in (before, output):
         yield chain, "-m conntrack ! --ctstate NEW -j RETURN"
         yield chain, f"-j {always}"
@@ -142,9 +142,9 @@ def _mangle(family: int, node: NodeNetwork) -> Iterator[tuple[str, str]]:
         for source in ("::/128", "fe80::/10"):
             yield before, f"-s {source} {_set(family, 'PORTS')} -j DROP"
     if pods:
-        yield before, f"{pods} -g {inside}"
+        yield before, f"{pods} -g {internal}"
     yield before, f"{_set(family, 'DROP-OUT')} -j DROP"
-    yield output, f"-j {inside}"
+    yield output, f"-j {internal}"
     if pods:
         yield f"{PREFIX}INPUT", f"{pods} -j RETURN"
     yield f"{PREFIX}INPUT", f"{_NEW} -j SET --map-set {set_name(family, 'MARKS')} dst,dst --map-mark"
@@ -178,25 +178,25 @@ def _refusal_target(family: int) -> str:
 def _filter(family: int, node: NodeNetwork, health_ports: Iterable[int]) -> Iterator[tuple[str, str]]:
     pods = pod_match(node, family)
     enter, forward, output = (f"{PREFIX}{hook}" for hook in JUMPS["filter"])
-    reject, inside, unknown = f"{PREFIX}REJECT", f"{PREFIX}INSIDE", f"{PREFIX}UNKNOWN"
+    reject, internal, unknown = f"{PREFIX}REJECT", f"{PREFIX}INSIDE", f"{PREFIX}UNKNOWN"
     yield reject, "-p tcp -j REJECT --reject-with tcp-reset"
     unreachable = "icmp-port-unreachable" if family == 4 else "icmp6-port-unreachable"
     yield reject, f"-j REJECT --reject-with {unreachable}"
     yield unknown, f"-p {'icmp' if family == 4 else 'ipv6-icmp'} -j RETURN"
     not_served = f"{_set(family, 'ADDRESSES', 'dst')} {_set(family, 'PORTS', negated=True)}"
     yield unknown, f"{not_served} -j {reject}"
-    yield inside, f"{_set(family, 'REJECT-IN')} -j {reject}"
-    yield inside, f"-g {unknown}"
+    yield internal, f"{_set(family, 'REJECT-IN')} -j {reject}"
+    yield internal, f"-g {unknown}"
     for chain in (enter, output):
         yield chain, "-m conntrack ! --ctstate NEW -j RETURN"
     for port in health_ports:
         yield enter, f"-p tcp -m tcp --dport {port} -j ACCEPT"  # at service addresses too: load balancers ask there
     if pods:
-        yield enter, f"{pods} -g {inside}"
+        yield enter, f"{pods} -g {internal}"
     yield enter, f"{_set(family, 'REJECT-OUT')} -j {reject}"
     yield enter, f"-g {unknown}"
     refused = f"-d {_REFUSED[family]}/{32 if family == 4 else 128} -p tcp -m tcp --dport {_REFUSED_PORT}"
     yield output, f"{refused} -m conntrack --ctstate DNAT -j {reject}"
-    yield output, f"-g {inside}"
+    yield output, f"-g {internal}"
     # Requests do not pass here, IPVS sends them from INPUT; answers of real servers do.
     yield forward, "-m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT"

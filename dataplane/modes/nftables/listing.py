@@ -67,7 +67,7 @@ class Tables:
                 yield from found.values()
 
     def services(self) -> list[ServiceRow]:
-        """See `dataplane.mode.View.services`; which backends are on this node the tables do not tell."""
+        """See `dataplane.mode.View.services`; the tables do not show which backends are on this node."""
         rows: dict[tuple[str | None, int, str], ServiceRow] = {}
         for frontend in self._frontends():
             name = (frontend.name, frontend.family.version, frontend.protocol)
