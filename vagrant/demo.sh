@@ -53,7 +53,7 @@ load_generators() {
     [ -n "${missing:-}" ] || return 0
     $ROOT_COMMAND systemctl mask -q nginx
     $ROOT_COMMAND apt-get update -q
-    # shellcheck disable=SC2086 # words
+    # shellcheck disable=SC2086 # a list of packages
     $ROOT_COMMAND apt-get install -q -y --no-install-recommends $missing
 }
 

@@ -93,7 +93,7 @@ def _parted(description: str) -> tuple[str, dict[str, str]]:
 
 
 def _type(kind: Schema) -> str:
-    """A type in words."""
+    """A type as text."""
     if "$ref" in kind:
         return _link(kind["$ref"].rpartition("/")[2])
     if "anyOf" in kind:

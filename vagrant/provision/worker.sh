@@ -13,7 +13,7 @@ if [ ! -e /etc/kubernetes/kubelet.conf ]; then
         "kubeadm join "*) ;;
         *) echo "worker: $from/command is no command to join: $join" >&2; exit 1 ;;
     esac
-    # shellcheck disable=SC2086  # it is a list of words
+    # shellcheck disable=SC2086  # a list
     $join
 fi
 systemctl restart hybrid-proxy

@@ -53,7 +53,7 @@ def main(names: list[str]) -> int:
         return 1
     for name in names or known:
         print(f"--- {name}: {known[name]}", flush=True)
-        run(name).tell()
+        run(name).report()
     return 0
 
 

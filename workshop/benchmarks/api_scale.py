@@ -83,7 +83,7 @@ def measure() -> Result:
     faults = ", ".join(f"{count} {name}" for name, count in sorted(found.faults.items()))
     memory = f"memory {first:.1f} MB at first, {most:.1f} at most, {last:.1f} in the end"
     delay = f"a change took {p50:.1f} ms (median), {p99:.0f} ms (p99), {max(found.delays):.1f} s at most"
-    sentences = (
+    notes = (
         f"{found.changes:,} changes in {SECONDS:.0f} s, {found.faults.total()} faults ({faults})",
         f"{memory}, {slope:+.2f} MB a minute in the second half; {found.waiting} objects waited at most",
         f"{delay}, outages included, {found.unseen} were superseded; as the server {found.settled:.1f} s after the end",
@@ -102,7 +102,7 @@ def measure() -> Result:
             (Target("objects that waited at most", CAPACITY), found.waiting),
             (Target("changes a second", 0.95 * RATE, at_least=True), found.changes / SECONDS),
         ],
-        [f"api-scale: {words}" for words in sentences],
+        [f"api-scale: {note}" for note in notes],
         {
             "p50": round(p50, 1), "p99": round(p99, 1), "max": round(1000 * max(found.delays)),
             "memory": round(most, 1), "slope": round(slope, 2), "waiting": found.waiting,
@@ -137,7 +137,7 @@ def run(load: Load) -> Outcome:
                 writes = api.churned()
                 _settle(made, api, found)
                 seen = watcher.stop()
-            found.answers = scraper.sentence()
+            found.answers = scraper.summary()
             found.changes = len(writes)
             _match(kernel, writes, seen, found)
             found.strange = [

@@ -107,13 +107,13 @@ class ApiProcess:
         self.control("churn", rate=rate, seconds=seconds)
 
     def churned(self) -> list[tuple[int, int | None, int]]:
-        """Wait for the end of the churn; of each change its service, when it was written and when it was made.
+        """Wait for the end of the churn; returns each change's service, when it was written and when it was made.
 
         Both are CLOCK_MONOTONIC in ns; written is None where nobody watched at that moment, or too long ago.
         """
-        while (told := self.control("churned"))["running"]:
+        while (answer := self.control("churned"))["running"]:
             time.sleep(0.1)
-        return [(index, written, made) for index, written, made in told["writes"]]
+        return [(index, written, made) for index, written, made in answer["writes"]]
 
     def _ask(self, name: str, **body: Any) -> None:
         self._control.request("POST", f"/control/{name}", json.dumps(body))

@@ -27,7 +27,7 @@ POLL = 0.0005
 
 
 def measure() -> Result:
-    """Watch the words of all services in the kernel while the API server changes them; scrapes go on all the while."""
+    """Watch the slot ranges of all services in the kernel while the API server changes them, with scrapes."""
     with lab() as made, ApiProcess(SERVICES, ENDPOINTS, lab=made, health_checks=HEALTH_CHECKS) as api:
         agent = ApiAgent(made, api.kubeconfig)
         say(f"  the agent is ready after {agent.timed_start():.2f} s")
@@ -49,7 +49,7 @@ def measure() -> Result:
     p50, p99 = 1000 * quantile(delays, 0.5), 1000 * quantile(delays, 0.99)
     rate = len(writes) / SECONDS
     note = (
-        f"changes: {len(writes):,} changes, {rate:.0f}/s, each seen in the kernel; {scraper.sentence()}; "
+        f"changes: {len(writes):,} changes, {rate:.0f}/s, each seen in the kernel; {scraper.summary()}; "
         f"memory {ready:.1f} MB before, {after:.1f} MB after"
     )
     return Result(

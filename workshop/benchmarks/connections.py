@@ -83,13 +83,13 @@ def measure() -> Result:
         "client on any CPU": on_both / plain_on_both,
         "one service": one / plain_beside_one,
     }
-    told = ", ".join(f"{what} {ratio:.3f}" for what, ratio in ratios.items())
+    listed = ", ".join(f"{what} {ratio:.3f}" for what, ratio in ratios.items())
     return Result(
         "connections", full, "1/s", "the same client and server on pods that the proxy does not serve, no ClusterIP",
         plain,
         [(Target("ClusterIP / plain", 1.1, at_least=True), full / plain),
          (Target("the same with a firewall", 1.1, at_least=True), behind_wall / plain_behind_wall)],
-        [f"connections: ClusterIP / plain, each beside its own control: {told}; {IPTABLES}"],
+        [f"connections: ClusterIP / plain, each beside its own control: {listed}; {IPTABLES}"],
         {
             "ratio_firewall": round(behind_wall / plain_behind_wall, 3),
             "ratio_no_fast_path": round(without / plain_beside_slow, 3),

@@ -1,4 +1,4 @@
-"""What the benchmarks share: how a result is told, and a node with the real agent and a cluster of the wanted size."""
+"""What the benchmarks share: reports of results, and a node with the real agent and a cluster of the wanted size."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ METRICS, HEALTHZ = ("127.0.0.1", 10249), ("127.0.0.1", 10256)  # as kube-proxy's
 median = statistics.median
 
 
-def say(*words: object) -> None:
+def say(*parts: object) -> None:
     """One line of progress; the last line of standard output is the result's."""
-    print(*words, file=sys.stderr, flush=True)
+    print(*parts, file=sys.stderr, flush=True)
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -77,8 +77,8 @@ class Target:
     limit: float
     at_least: bool = False
 
-    def sentence(self, found: float) -> str:
-        """Whether it is reached, for a person."""
+    def summary(self, found: float) -> str:
+        """The figure, the target, and whether it is reached."""
         reached = found >= self.limit if self.at_least else found <= self.limit
         relation = ">=" if self.at_least else "<="
         return f"{self.what} {found:.4g}, target {relation} {self.limit:g}: {'reached' if reached else 'MISSED'}"
@@ -97,18 +97,18 @@ class Result:
     notes: Sequence[str] = ()
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def tell(self) -> None:
-        """The sentences, and one JSON object as the last line."""
+    def report(self) -> None:
+        """Print the notes and targets, and one JSON object as the last line."""
         for note in self.notes:
             print(note)
         for target, found in self.targets:
-            print(f"{self.name}: {target.sentence(found)}")
-        told = {
+            print(f"{self.name}: {target.summary(found)}")
+        report = {
             "name": self.name, "value": _short(self.value), "unit": self.unit,
             "control": {"what": self.what, "value": _short(self.control)},
             "ratio": _short(self.value / self.control) if self.control else None, **self.extra,
         }  # fmt: skip
-        print(json.dumps(told), flush=True)
+        print(json.dumps(report), flush=True)
 
 
 def _short(number: float) -> float:
@@ -170,7 +170,7 @@ class Scraper:
         if self._error is not None:
             raise self._error
 
-    def sentence(self) -> str:
+    def summary(self) -> str:
         """How many answers there were, and how long they took."""
         return ", ".join(
             f"{len(seconds)} of {name} ({1000 * median(seconds):.0f} ms, {1000 * max(seconds):.0f} ms at most)"
@@ -254,10 +254,10 @@ class ApiAgent(Agent):
         with self.log.open("w") as log:
             start = time.monotonic()
             self.process = self.lab.start("node", self.argv, output=log, errors=log)
-        with self.log.open() as told:
+        with self.log.open() as log:
             text = ""
             while "after the start" not in text:
-                text += told.read()
+                text += log.read()
                 now = time.monotonic()
                 if self.process.poll() is not None or now - start > timeout:
                     raise LabError(f"the agent did not get ready:\n{self.tail()}")
@@ -294,20 +294,20 @@ def resident(pid: int) -> dict[str, float]:
     """VmRSS, RssAnon, RssFile and RssShmem of a process in MB (10^6 bytes)."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     kept = (line.split() for line in lines if line.startswith(("VmRSS", "Rss")))
-    return {words[0].rstrip(":"): int(words[1]) * 1024 / 1e6 for words in kept}
+    return {fields[0].rstrip(":"): int(fields[1]) * 1024 / 1e6 for fields in kept}
 
 
 def listed(lab: Lab, api: ApiProcess) -> list[Event]:
-    """What the agent's source tells of the cluster before anything changes, one `Replaced` of each kind."""
-    told: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    """The events of the agent's source before anything changes: one `Replaced` of each kind."""
+    emitted: queue.SimpleQueue[Event] = queue.SimpleQueue()
     stop = threading.Event()
     source = Kubernetes(NODE, kubeconfig=api.kubeconfig)
     with lab.inside("node"):  # threads are born where their parent is
-        reader = threading.Thread(target=source.run, args=(told.put, stop), daemon=True)
+        reader = threading.Thread(target=source.run, args=(emitted.put, stop), daemon=True)
         reader.start()
     events: list[Event] = []
     while {event.kind for event in events if isinstance(event, Replaced)} != set(source.kinds):
-        events.append(told.get(timeout=30))
+        events.append(emitted.get(timeout=30))
     stop.set()
     reader.join()
     return events

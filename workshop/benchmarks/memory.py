@@ -42,7 +42,7 @@ def measure() -> Result:
     parts = f"{settled['RssAnon']:.1f} MB its own, {settled['RssFile']:.1f} MB files and mapped parts of kernel maps"
     note = (
         f"memory: {first['VmRSS']:.1f} MB when ready, {settled['VmRSS']:.1f} MB {SETTLED:.0f} s after {CHANGES} "
-        f"changes ({parts}); answers {scraper.sentence()}; bare imports {bare['VmRSS']:.1f} MB; {KUBE_PROXY}"
+        f"changes ({parts}); answers {scraper.summary()}; bare imports {bare['VmRSS']:.1f} MB; {KUBE_PROXY}"
     )
     return Result(
         "memory", settled["VmRSS"], "MB", "a Python process that only imports the same libraries", bare["VmRSS"],

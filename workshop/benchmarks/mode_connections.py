@@ -51,14 +51,14 @@ def measure() -> Result:
 
 
 def _working() -> list[str]:
-    """The modes that work on this machine; the others are told with what they lack."""
+    """The modes that work on this machine. Logs what the others lack."""
     works = []
     with lab() as made:
         for mode in available_modes():
             with made.inside("node"):
                 missing = open_mode(mode).probe(Options(cgroup=str(made.cgroup)))
             if missing:
-                say(f"  {mode} is left out: {missing}")
+                say(f"  {mode} is skipped: {missing}")
             else:
                 works.append(mode)
     return works

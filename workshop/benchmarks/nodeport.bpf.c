@@ -36,7 +36,7 @@ struct {
 
 static __u32 turn;
 
-/* Pages are used again as they were left: so every frame is written anew, whoever gets it. */
+/* Pages are reused with their old contents, so write every frame anew. */
 static __always_inline long write_frame(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data, *end = (void *)(long)ctx->data_end;

@@ -167,7 +167,7 @@ def _service(made: Lab) -> str:
 
 
 def _talk(made: Lab, agent: Agent) -> None:
-    """Every client asks and is answered until its flow is established, where the mode tells of that."""
+    """Exchange datagrams with every client until its flow is established, where the mode reports that."""
     sockets = []
     for number in range(CLIENTS):
         client = made.socket("client", socket.AF_INET, socket.SOCK_DGRAM)
@@ -194,8 +194,8 @@ def _fill(programs: Object, made: Lab) -> None:
     macs = []
     for place in ("node", "client"):
         link = made.netlink(place)
-        told = link.get_links(link.link_lookup(ifname="eth0")[0])[0].get_attr("IFLA_ADDRESS")
-        macs.append(bytes.fromhex(told.replace(":", "")))
+        mac = link.get_links(link.link_lookup(ifname="eth0")[0])[0].get_attr("IFLA_ADDRESS")
+        macs.append(bytes.fromhex(mac.replace(":", "")))
     for number in range(CLIENTS):
         payload = bytes(FRAME - 14 - 20 - 8)
         ends = socket.inet_aton(made["client"].address4) + socket.inet_aton(made["node"].address4)
@@ -218,8 +218,8 @@ def _sum(data: bytes) -> int:
 def _program_at(made: Lab) -> int:
     """The agent's own program at the node's uplink, by its number."""
     link = made.netlink("node")
-    told = link.get_links(link.link_lookup(ifname=UPLINK)[0])[0].get_attr("IFLA_XDP")
-    opened = by_number.dlopen("libbpf.so.1").bpf_prog_get_fd_by_id(told.get_attr("IFLA_XDP_PROG_ID"))
+    xdp = link.get_links(link.link_lookup(ifname=UPLINK)[0])[0].get_attr("IFLA_XDP")
+    opened = by_number.dlopen("libbpf.so.1").bpf_prog_get_fd_by_id(xdp.get_attr("IFLA_XDP_PROG_ID"))
     check(opened, "the program at the uplink")
     return int(opened)
 

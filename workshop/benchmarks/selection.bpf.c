@@ -111,15 +111,15 @@ static long one_of_peer(__u32 round, struct work *w)
 	int NAME(struct __sk_buff *skb)                                                                                \
 	{                                                                                                              \
 		__u32 key = 0;                                                                                         \
-		struct work *told = bpf_map_lookup_elem(&work, &key), w;                                               \
+		struct work *given = bpf_map_lookup_elem(&work, &key), w;                                              \
                                                                                                                        \
-		if (!told)                                                                                             \
+		if (!given)                                                                                            \
 			return -1;                                                                                     \
-		w = *told;                                                                                             \
+		w = *given;                                                                                            \
 		w.nanoseconds = bpf_ktime_get_ns();                                                                    \
 		bpf_loop(w.rounds, ONE, &w, 0);                                                                        \
 		w.nanoseconds = bpf_ktime_get_ns() - w.nanoseconds;                                                    \
-		*told = w;                                                                                             \
+		*given = w;                                                                                            \
 		return 0;                                                                                              \
 	}
 

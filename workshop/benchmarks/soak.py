@@ -131,7 +131,7 @@ def _growth(samples: list[dict[str, float]]) -> dict[str, float]:
 def _collect(clients: list[subprocess.Popen[str]]) -> tuple[int, int]:
     done = failed = 0
     for client in clients:
-        told, _ = client.communicate(timeout=60)
-        good, _, bad, *_ = told.split()
+        output, _ = client.communicate(timeout=60)
+        good, _, bad, *_ = output.split()
         done, failed = done + int(good), failed + int(bad)
     return done, failed

@@ -47,9 +47,9 @@ def measure(mode: str = "ebpf") -> Result:
     targets = [(Target("seconds from process start to fully programmed", plan.seconds), value)]
     if mode == "nftables":
         targets.append((Target("MB of memory of the agent, programmed", 150), memory))
-    told = ", ".join(f"{one:.3f}" for one in seconds)
+    listed = ", ".join(f"{one:.3f}" for one in seconds)
     note = (
-        f"{plan.name}: {told} s; over what the agent before has left: {again.seconds:.2f} s; "
+        f"{plan.name}: {listed} s; over what the agent before has left: {again.seconds:.2f} s; "
         f"kube-proxy v1.36.2 at this size on such a machine, measured before: {plan.peer}"
     )
     return Result(

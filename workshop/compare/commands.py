@@ -47,12 +47,14 @@ def main(args: argparse.Namespace) -> int:
         ControllerError: it cannot be done here; says what to do.
         ConfigError: a flag cannot be used.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # labs are removed, whoever ends it
+    # SIGTERM raises KeyboardInterrupt, so that labs are removed then too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if args.report and not args.report.endswith(".html"):
         raise ConfigError(
             f"--report {args.report}: name a file that ends in .html; .md and .json are written beside it"
         )
-    render = _renderer() if args.report else None  # a missing library is told before an hour of measuring
+    # Import the renderer first: a missing library must fail before an hour of measuring.
+    render = _renderer() if args.report else None
     run = _read(Path(args.measured)) if args.measured else _measured(args)
     found = findings(run)
     if render is not None:
@@ -65,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
     if args.output == "json":
         print(msgspec.json.format(msgspec.json.encode(Report(run, found)), indent=1).decode())
     else:
-        standings = [standing.sentence(run.settings.modes[0]) for standing in found.standings]
+        standings = [standing.summary(run.settings.modes[0]) for standing in found.standings]
         print("\n".join([*found.summary, *standings, *found.warnings]))
     return 0
 
@@ -185,8 +187,8 @@ def _tried(modes: tuple[str, ...]) -> list[ModeState]:
     remove_forsaken("cmp")
     with Lab(f"cmp{os.getpid()}x0", 0) as lab, lab.inside("node"):
         found = {trial.mode: trial.missing for trial in probe_all(Options(cgroup=str(lab.cgroup)))}
-    told = {mode: found.get(mode, "this installation does not have it") for mode in modes}
-    return [ModeState(mode, not missing, missing) for mode, missing in told.items()]
+    missing_of = {mode: found.get(mode, "this installation does not have it") for mode in modes}
+    return [ModeState(mode, not missing, missing) for mode, missing in missing_of.items()]
 
 
 def _go_on(run: Run, state: State, live: Live | None) -> Run:
@@ -195,13 +197,13 @@ def _go_on(run: Run, state: State, live: Live | None) -> Run:
     lacking = missing_tools()
     cells = list(run.cells)
     broken = {(cell.step.mode, cell.step.size): cell for cell in cells if _gives_up(cell)}
-    with progress(run.planned, len(done)) as told:
+    with progress(run.planned, len(done)) as shown:
         for size, group in itertools.groupby(left, key=lambda step: step.size):
             todo = list(group)
             with ExitStack() as stack:
                 stands = {} if live else _stands(stack, run.settings, size, {step.mode for step in todo})
                 for step in todo:
-                    told.begins(step)
+                    shown.begins(step)
                     known = broken.get((step.mode, step.size))
                     if known is not None:  # a mode that does not start is not tried in every round
                         cell = Cell(step, 0.0, missing=known.missing)
@@ -213,7 +215,7 @@ def _go_on(run: Run, state: State, live: Live | None) -> Run:
                         broken[step.mode, step.size] = cell
                     state.add(cell)
                     cells.append(cell)
-                    told.ends(cell)
+                    shown.ends(cell)
     return msgspec.structs.replace(run, cells=tuple(cells))
 
 

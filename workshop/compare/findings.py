@@ -1,4 +1,4 @@
-"""From measurements to rows and sentences: which mode, by how much, how sure."""
+"""From measurements to rows and conclusions: which mode, by how much, how sure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workshop.compare.stats import SURE, Estimate, Verdict, estimate, judge, rat
 
 __all__ = ["NOISY", "Findings", "Noise", "Report", "Row", "Standing", "findings", "shown"]
 
-NOISY: Final = 0.10  # a control that spreads further than this part of its median tells of a busy machine
+NOISY: Final = 0.10  # a control that spreads further than this part of its median shows a busy machine
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -69,16 +69,16 @@ class Standing(msgspec.Struct, frozen=True):
     even: tuple[str, ...]
     sure: float
 
-    def sentence(self, first: str) -> str:
+    def summary(self, first: str) -> str:
         """`ebpf against nftables, 1,000 services: ahead in 8 of 11, behind in time to start 2.10 ×`."""
         parts = [f"ahead in {len(self.ahead)} of {len(self.ahead) + len(self.behind) + len(self.even)}"]
         parts += [f"behind in {', '.join(self.behind)}"] if self.behind else []
-        parts += [f"not told apart in {', '.join(self.even)}"] if self.even else []
+        parts += [f"not distinguishable in {', '.join(self.even)}"] if self.even else []
         return f"{first} against {self.mode}, {self.size:,} services: {'; '.join(parts)}."
 
 
 class Findings(msgspec.Struct, frozen=True):
-    """All rows, and what they come to: `standings` and sentences, `warnings` beside them."""
+    """All rows, and what they come to: `standings`, a `summary`, and `warnings`."""
 
     rows: tuple[Row, ...]
     noise: tuple[Noise, ...]
@@ -158,9 +158,9 @@ def _relative(metric: Metric, cells: Mapping[int, Cell]) -> dict[int, float]:
 
 
 def _why(run: Run, metric: Metric, cells: Mapping[int, Cell], mode: str, size: int) -> str:
-    told = [cell.missing[metric.name] for cell in cells.values() if metric.name in cell.missing]
-    if told:
-        return told[-1]
+    known = [cell.missing[metric.name] for cell in cells.values() if metric.name in cell.missing]
+    if known:
+        return known[-1]
     for cell in run.cells:  # a mode that did not start was not measured any further
         if (cell.step.mode, cell.step.size) == (mode, size) and "all" in cell.missing:
             return cell.missing["all"]
@@ -190,15 +190,15 @@ def _summary(run: Run, rows: Sequence[Row]) -> Iterator[str]:
 
 def _headlines(first: str, size: int, rows: Sequence[Row]) -> Iterator[str]:
     """`10,000 services, new connections a second: ebpf makes 1.21 times those of nftables (1.15 to 1.24)`."""
-    for name, words in _HEADLINES.items():
+    for name, headline in _HEADLINES.items():
         leads = [row for row in rows if (row.metric, row.size) == (name, size)]
-        told = ", ".join(
+        factors = ", ".join(
             f"{row.lead.median:.2f} times {row.mode} ({row.lead.low:.2f} to {row.lead.high:.2f})"
             for row in leads
             if row.lead is not None
         )
-        if told:
-            yield f"{size:,} services, {words.format(first=first)} {told}."
+        if factors:
+            yield f"{size:,} services, {headline.format(first=first)} {factors}."
 
 
 def _standings(run: Run, rows: Sequence[Row]) -> Iterator[Standing]:
@@ -206,12 +206,12 @@ def _standings(run: Run, rows: Sequence[Row]) -> Iterator[Standing]:
         for size in run.settings.sizes:
             judged = [row for row in rows if row.mode == mode and row.size == size and row.verdict]
             if judged:
-                of = {verdict: tuple(_told(r) for r in judged if r.verdict == verdict) for verdict in _VERDICTS}
+                of = {verdict: tuple(_short(r) for r in judged if r.verdict == verdict) for verdict in _VERDICTS}
                 sure = min(row.lead.sure for row in judged if row.lead)
                 yield Standing(mode, size, of["ahead"], of["behind"], of["even"], sure)
 
 
-def _told(row: Row) -> str:
+def _short(row: Row) -> str:
     assert row.lead is not None
     return f"{_titled(row.metric)} {row.lead.median:.2f} ×"
 
@@ -248,7 +248,7 @@ def _warnings(run: Run, rows: Sequence[Row], noise: Sequence[Noise], standings: 
     even = sum(row.verdict == "even" for row in rows)
     if even:
         judged = sum(bool(row.verdict) for row in rows)
-        yield f"In {even} of {judged} comparisons the noise is larger than the difference; they are not told apart."
+        yield f"In {even} of {judged} comparisons the noise is larger than the difference."
     seen: set[str] = set()
     for cell in run.cells:
         for note in cell.notes:

@@ -28,7 +28,7 @@ def html(run: Run, found: Findings) -> str:
         standings=scoreboard(run, found),
         not_ahead=not_ahead(run, found),
         tables=tables(run, found),
-        plots=[(plot.title, plot.words, Markup(plot.svg)) for plot in plots(run, found)],  # noqa: S704 - made here
+        plots=[(plot.title, plot.caption, Markup(plot.svg)) for plot in plots(run, found)],  # noqa: S704 - made here
         place=place(run),
         reasons=list(reasons(found)),
         method=method(run),

@@ -48,7 +48,7 @@ class Found(msgspec.Struct, frozen=True):
 
     Args:
         values: by the metric's name, in its unit.
-        count: requests or connections made, 0 where CPU is not told for each.
+        count: requests or connections made, 0 where CPU is not reported for each.
         curve: latency in ms at each of `SHARES`.
         failed: requests without an answer.
     """
@@ -82,10 +82,10 @@ def found(load: str, output: str, cpu: float, own: float | None = None) -> Found
     Raises:
         LoadFailed: nothing was measured.
     """
-    told, amount = _wrk(load, output, cpu) if load in ("connections", "requests") else _iperf(load, output)
+    measured, amount = _wrk(load, output, cpu) if load in ("connections", "requests") else _iperf(load, output)
     if own is None or not amount:
-        return told
-    return msgspec.structs.replace(told, values={**told.values, _COST[load]: own / amount})
+        return measured
+    return msgspec.structs.replace(measured, values={**measured.values, _COST[load]: own / amount})
 
 
 # What a cost is of, and in: a connection, a request and a packet in microseconds, a Gbit in milliseconds.
@@ -98,16 +98,16 @@ def _wrk(load: str, output: str, cpu: float) -> tuple[Found, float]:
     """What was found, and the number of requests in millions."""
     last = output.strip().rpartition("\n")[2]
     try:
-        told = msgspec.json.decode(last)
+        report = msgspec.json.decode(last)
     except msgspec.DecodeError as error:
         raise LoadFailed(f"wrk: {last or 'no output'}") from error
-    count, seconds, failed = int(told["requests"]), told["duration"] / 1e6, int(told["failed"])
+    count, seconds, failed = int(report["requests"]), report["duration"] / 1e6, int(report["failed"])
     if not count:
         raise LoadFailed(f"wrk: no request was answered, {failed} failed")
     rate, each = count / seconds, cpu / count * 1e6
     if load == "connections":
         return Found({"connections": rate, "connection_cpu": each}, count, failed=failed), count / 1e6
-    curve = tuple(us / 1000 for us in told["latency"])
+    curve = tuple(us / 1000 for us in report["latency"])
     latency = {f"latency_p{share}": curve[SHARES.index(share)] for share in (50, 90, 99)}
     return Found({"requests": rate, "request_cpu": each} | latency, count, curve, failed), count / 1e6
 
@@ -115,12 +115,12 @@ def _wrk(load: str, output: str, cpu: float) -> tuple[Found, float]:
 def _iperf(load: str, output: str) -> tuple[Found, float]:
     """What was found, and what arrived: thousands of Gbit, or millions of packets."""
     try:
-        told: dict[str, Any] = msgspec.json.decode(output)
+        report: dict[str, Any] = msgspec.json.decode(output)
     except msgspec.DecodeError as error:
         raise LoadFailed(f"iperf3: {output.strip()[-200:] or 'no output'}") from error
-    if "error" in told:
-        raise LoadFailed(f"iperf3: {told['error']}")
-    end = told["end"]
+    if "error" in report:
+        raise LoadFailed(f"iperf3: {report['error']}")
+    end = report["end"]
     if load == "stream":
         arrived = end["sum_received"]
         return Found({"stream": arrived["bits_per_second"] / 1e9}), arrived["bytes"] * 8 / 1e12
@@ -134,8 +134,8 @@ def busy_seconds(stat: str, ticks: int) -> float:
 
     Time that a hypervisor gave to others (steal) is not ours; that of guests is in `user` already.
     """
-    words: Sequence[str] = stat.partition("\n")[0].split()
-    user, nice, system, _idle, _iowait, irq, softirq = map(int, words[1:8])
+    fields: Sequence[str] = stat.partition("\n")[0].split()
+    user, nice, system, _idle, _iowait, irq, softirq = map(int, fields[1:8])
     return (user + nice + system + irq + softirq) / ticks
 
 
@@ -145,6 +145,6 @@ def interrupt_seconds(stat: str, ticks: int) -> float:
     A kernel that measures them takes them out of the processes' time (CONFIG_IRQ_TIME_ACCOUNTING); one that samples by
     its clock leaves them in, and then never sees itself in a hard interrupt, so that `irq` stays 0.
     """
-    words = stat.partition("\n")[0].split()
-    hard, soft = int(words[6]), int(words[7])
+    fields = stat.partition("\n")[0].split()
+    hard, soft = int(fields[6]), int(fields[7])
     return (hard + soft) / ticks if hard else 0.0

@@ -19,7 +19,7 @@ _HINTS: Final = {"nginx": " (its program alone is used: `systemctl disable --now
 
 
 def describe() -> Machine:
-    """As the kernel and the tools tell it."""
+    """This machine, as the kernel and the tools report it."""
     processor = _processor(_text("/proc/cpuinfo"))
     vendor = _text("/sys/class/dmi/id/sys_vendor").strip()
     virtual = _detected() or vendor
@@ -62,8 +62,8 @@ def _detected() -> str:
         done = subprocess.run(["systemd-detect-virt"], capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    told = done.stdout.strip()
-    return "" if told == "none" else told
+    name = done.stdout.strip()
+    return "" if name == "none" else name
 
 
 def _version(name: str) -> str:

@@ -29,7 +29,7 @@ def _lines(run: Run, found: Findings) -> Iterator[str]:
         yield "|---|" + "---|" * len(run.settings.sizes)
         for mode, row in scoreboard(run, found):
             yield f"| {mode} | {' | '.join(map(_standing, row))} |"
-        yield from ("", f"Rows in which {first} is ▲ ahead, ▼ behind, ≈ not told apart.")
+        yield from ("", f"Rows in which {first} is ▲ ahead, ▼ behind, ≈ not distinguishable.")
     behind = not_ahead(run, found)
     if behind:
         yield from ("", f"Where {first} is not ahead:", "")
@@ -50,8 +50,8 @@ def _lines(run: Run, found: Findings) -> Iterator[str]:
     yield from _list(method(run))
 
 
-def _list(sentences: Sequence[str]) -> Iterator[str]:
-    yield from (f"- {_escaped(sentence)}" for sentence in sentences)
+def _list(items: Sequence[str]) -> Iterator[str]:
+    yield from (f"- {_escaped(item)}" for item in items)
 
 
 def _table(table: Table, first: str) -> Iterator[str]:

@@ -21,7 +21,7 @@ Once = Callable[[str], Found]
 
 
 def carry_out(step: Step, stand: Stand, control: Stand, lacking: Mapping[str, str]) -> Cell:
-    """What the step finds; what cannot be measured is told in the cell and stops nothing.
+    """Measure the step. The cell says what could not be measured; that stops nothing.
 
     Args:
         step: which.
@@ -62,12 +62,12 @@ def traffic(step: Step, service: Once, plain: Once, loads: tuple[str, ...], lack
             turns = [("control", plain, controls), ("service", service, values)]
             try:
                 for name, once, kept in turns if control_first(step, load) else reversed(turns):
-                    told = once(load)
-                    kept.update(told.values)
-                    if told.curve:
-                        curves[name] = told.curve
-                    if told.failed:
-                        notes.append(f"{told.failed} of {told.count} {load} to the {name} failed")
+                    measured = once(load)
+                    kept.update(measured.values)
+                    if measured.curve:
+                        curves[name] = measured.curve
+                    if measured.failed:
+                        notes.append(f"{measured.failed} of {measured.count} {load} to the {name} failed")
                 continue
             except LoadFailed as error:
                 reason = str(error)

@@ -35,10 +35,10 @@ _SHOWN: Final = (50, 75, 90, 95, 99, 99.9)
 
 
 class Plot:
-    """A title, what it shows in words, and an SVG element."""
+    """A title, a caption, and an SVG element."""
 
-    def __init__(self, title: str, words: str, svg: str) -> None:
-        self.title, self.words, self.svg = title, words, svg
+    def __init__(self, title: str, caption: str, svg: str) -> None:
+        self.title, self.caption, self.svg = title, caption, svg
 
 
 def plots(run: Run, found: Findings) -> list[Plot]:
@@ -67,8 +67,8 @@ def _rates(run: Run, found: Findings) -> Plot | None:
         ax.set_visible(False)
     axes[0].set_ylabel("× the plain pod address")
     _legend(figure, axes[0])
-    words = "Rates in times of the control (dashed), by number of services; bars are intervals of the median."
-    return Plot("Rates", words, _svg(figure, "rates", words))
+    caption = "Rates in times of the control (dashed), by number of services; bars are intervals of the median."
+    return Plot("Rates", caption, _svg(figure, "rates", caption))
 
 
 def _against_sizes(ax: Any, run: Run, found: Findings, name: str) -> None:
@@ -111,8 +111,8 @@ def _latency(run: Run, size: int) -> Plot | None:
     ax.set_xlabel("of all requests are answered within")
     ax.set_ylabel("× the control's median" if run.machine.emulated else "ms")
     _legend(figure, ax)
-    words = f"Latency of requests on open connections with {size:,} services: medians of all rounds, by percentile."
-    return Plot(f"Latency with {size:,} services", words, _svg(figure, f"latency{size}", words))
+    caption = f"Latency of requests on open connections with {size:,} services: medians of all rounds, by percentile."
+    return Plot(f"Latency with {size:,} services", caption, _svg(figure, f"latency{size}", caption))
 
 
 def _middle(curves: Sequence[Sequence[float]]) -> list[float]:
@@ -152,10 +152,10 @@ def _changes(run: Run) -> Plot | None:
     ax.set_xlabel("services")
     ax.set_ylabel(f"× {works[0]}'s median" if run.machine.emulated else "ms")
     _legend(figure, ax)
-    words = (
+    caption = (
         "Time from a changed manifest to the first connection that reaches the new backend: each change, and medians."
     )
-    return Plot("Time until a change counts", words, _svg(figure, "changes", words))
+    return Plot("Time until a change counts", caption, _svg(figure, "changes", caption))
 
 
 def _each(cells: Sequence[Cell], mode: str, size: int) -> list[float]:
@@ -176,7 +176,7 @@ def _legend(figure: Figure, ax: Any) -> None:
     figure.legend(handles, labels, loc="outside upper left", ncols=len(labels) or 1)
 
 
-def _svg(figure: Figure, name: str, words: str) -> str:
+def _svg(figure: Figure, name: str, caption: str) -> str:
     """The svg element alone; its ids are its own, so that several stand in one page."""
     buffer = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": name}):
@@ -189,4 +189,4 @@ def _svg(figure: Figure, name: str, words: str) -> str:
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text)
     for variable, colour in _STAND_IN.items():
         text = text.replace(colour, f"var(--{variable})")
-    return text.replace("<svg", f'<svg role="img" aria-label="{words}"', 1)
+    return text.replace("<svg", f'<svg role="img" aria-label="{caption}"', 1)

@@ -3,7 +3,7 @@
     python prober.py ADDRESS PORT WANTED SECONDS
 
 Prints `looking` after the first answer, then the CLOCK_MONOTONIC time in nanoseconds at which the first connection to
-that backend was there. The backend tells its port in the answer. Runs alone: nothing of this project is loaded.
+that backend was there. The answer has the backend's port. It runs alone and imports nothing of this project.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def main() -> int:
     """Exit code 1: not in time."""
     address, port, wanted = sys.argv[1], int(sys.argv[2]), f', {sys.argv[3]}], "received"'.encode()
     deadline = time.monotonic() + float(sys.argv[4])
-    told = False
+    looking = False
     while time.monotonic() < deadline:
         try:
             with socket.create_connection((address, port), 2) as connection:
@@ -30,8 +30,8 @@ def main() -> int:
                     answer += piece
         except OSError:
             answer, connected = b"", 0
-        if not told and answer:
-            told = True
+        if not looking and answer:
+            looking = True
             print("looking", flush=True)
         elif wanted in answer:
             print(connected, flush=True)

@@ -1,4 +1,4 @@
-"""What a comparison says while it runs, on standard error: a bar in a terminal, else a line for each step."""
+"""Progress of a comparison on standard error: a bar in a terminal, else a line for each step."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from workshop.compare.plan import Step
 from workshop.compare.result import Cell
 
-__all__ = ["Told", "progress"]
+__all__ = ["Display", "progress"]
 
 
-class Told(Protocol):
-    """Is told what happens."""
+class Display(Protocol):
+    """Shows progress."""
 
     def begins(self, step: Step) -> None:
         """This step is next."""
@@ -33,11 +33,11 @@ class _Bar:
         self._task = bar.add_task("", total=total, completed=done)
 
     def begins(self, step: Step) -> None:
-        self._bar.update(self._task, description=_words(step))
+        self._bar.update(self._task, description=_describe(step))
 
     def ends(self, cell: Cell) -> None:
-        for words in _problems(cell):
-            self._bar.console.print(words, style="yellow", markup=False)
+        for message in _problems(cell):
+            self._bar.console.print(message, style="yellow", markup=False)
         self._bar.advance(self._task)
 
 
@@ -47,15 +47,15 @@ class _Lines:
 
     def begins(self, step: Step) -> None:
         self._done += 1
-        print(f"compare  {self._done}/{self._total}  {_words(step)}", file=sys.stderr, flush=True)
+        print(f"compare  {self._done}/{self._total}  {_describe(step)}", file=sys.stderr, flush=True)
 
     def ends(self, cell: Cell) -> None:
-        for words in _problems(cell):
-            print(f"         {words}", file=sys.stderr, flush=True)
+        for message in _problems(cell):
+            print(f"         {message}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
-def progress(total: int, done: int) -> Iterator[Told]:
+def progress(total: int, done: int) -> Iterator[Display]:
     """Shows how far `total` steps are, of which some are done already."""
     if not sys.stderr.isatty():
         yield _Lines(total, done)
@@ -67,7 +67,7 @@ def progress(total: int, done: int) -> Iterator[Told]:
         yield _Bar(bar, total, done)
 
 
-def _words(step: Step) -> str:
+def _describe(step: Step) -> str:
     what = {"start": "starts", "traffic": "traffic", "change": "changes", "live": "traffic"}[step.kind]
     number = f"{'turn' if what == 'traffic' else 'round'} {step.round + 1}"
     return f"{step.mode:<9} {step.size:>6,} services  {what}, {number}"

@@ -41,7 +41,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class ModeState(msgspec.Struct, frozen=True):
-    """Whether a mode works here; `missing` says in a sentence why not."""
+    """Whether a mode works here; `missing` says why not."""
 
     mode: str
     works: bool
@@ -60,7 +60,7 @@ class Cell(msgspec.Struct, frozen=True):
         control_curve: the same for the plain address.
         each: milliseconds of every single change.
         missing: what could not be measured: why, by metric.
-        notes: what was odd, in sentences.
+        notes: messages about what was odd.
     """
 
     step: Step

@@ -182,8 +182,8 @@ class Stand:
 
     def _used(self) -> float:
         """Seconds of CPU that processes of this lab have used: clients, servers, the agent and its relay."""
-        words = (self.lab.cgroup / "cpu.stat").read_text().split()
-        return int(words[words.index("usage_usec") + 1]) / 1e6
+        fields = (self.lab.cgroup / "cpu.stat").read_text().split()
+        return int(fields[fields.index("usage_usec") + 1]) / 1e6
 
     def service(self, load: str) -> str:
         """The address of the service that this load goes to."""
@@ -203,11 +203,11 @@ class Stand:
             raise LoadFailed(f"nobody answers at the service {objects.MOVING}:80")
         wrote = self._write(wanted)
         self._port = wanted
-        told = prober.stdout.readline()
+        reached = prober.stdout.readline()
         prober.wait()
-        if not told:
+        if not reached:
             raise LoadFailed(f"a changed backend was not reached within {_CHANGE:.0f} s")
-        return (int(told) - wrote) / 1e6
+        return (int(reached) - wrote) / 1e6
 
     def applied(self) -> float | None:
         """Milliseconds of the last change from its arrival at the agent to the kernel; None: it does not say."""
@@ -247,8 +247,8 @@ def measured(
         except LoadFailed as error:
             tries -= 1
             if not tries:
-                words = done.stderr.strip()
-                raise LoadFailed(f"{error} {words[-200:]}".strip()) from error
+                errors = done.stderr.strip()
+                raise LoadFailed(f"{error} {errors[-200:]}".strip()) from error
             time.sleep(0.5)
 
 

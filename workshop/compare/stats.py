@@ -3,7 +3,7 @@
 Nothing is assumed of how measurements are distributed. The interval around a median is made of two of the
 measurements themselves: the true median lies between the k-th smallest and the k-th largest of n with probability
 1 - 2 P(B < k), B binomial of n and 1/2 (the sign test turned around; David and Nagaraja, Order Statistics, 7.1). Six
-measurements are the fewest that reach 95 %; with fewer the whole range is told, with the probability it has.
+measurements are the fewest that reach 95 %; with fewer the whole range is given, with its probability.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def estimate(values: Sequence[float], wanted: float = SURE) -> Estimate | None:
 
 
 def ratios(values: Sequence[float | None], controls: Sequence[float | None]) -> list[float]:
-    """Each value in times of the control beside it; pairs that lack a side, or divide by 0, are left out."""
+    """Each value in times of the control beside it; pairs that lack a side, or divide by 0, are skipped."""
     return [v / c for v, c in zip(values, controls, strict=True) if v is not None and c]
 
 

@@ -55,7 +55,7 @@ class Table(msgspec.Struct, frozen=True):
 
 
 def tables(run: Run, found: Findings) -> list[Table]:
-    """A table for each number of services; metrics that nobody has a word about are left out."""
+    """A table for each number of services; metrics without any measurement are skipped."""
     made = []
     for size in run.settings.sizes:
         lines = [_line(run, found, metric, size) for metric in METRICS]
@@ -106,7 +106,7 @@ def place(run: Run) -> list[tuple[str, str]]:
     """The machine and the settings: names and values."""
     m, s = run.machine, run.settings
     virtual = f", in {m.virtual}" if m.virtual else ""
-    told = [
+    rows = [
         ("date", run.began),
         ("machine", f"{m.processor}, {m.cpus} CPUs, {m.memory / 2**30:.0f} GiB{virtual}"),
         ("system", f"Linux {m.kernel}, {m.system}"),
@@ -115,8 +115,8 @@ def place(run: Run) -> list[tuple[str, str]]:
         ("tools", ", ".join(f"{name} {version}" for name, version in m.tools.items()) or "none"),
     ]
     if s.live:
-        return [*told, ("service", f"{s.live} of this node")]
-    return [*told, ("cluster", f"{s.backends} endpoints for each service")]
+        return [*rows, ("service", f"{s.live} of this node")]
+    return [*rows, ("cluster", f"{s.backends} endpoints for each service")]
 
 
 def scoreboard(run: Run, found: Findings) -> list[tuple[str, list[Standing | None]]]:
@@ -126,9 +126,9 @@ def scoreboard(run: Run, found: Findings) -> list[tuple[str, list[Standing | Non
 
 
 def not_ahead(run: Run, found: Findings) -> list[str]:
-    """A sentence for each standing in which the first mode is not ahead everywhere."""
+    """A line for each standing in which the first mode is not ahead everywhere."""
     first = run.settings.modes[0]
-    return [standing.sentence(first) for standing in found.standings if standing.behind or standing.even]
+    return [standing.summary(first) for standing in found.standings if standing.behind or standing.even]
 
 
 def reasons(found: Findings) -> Iterator[str]:
@@ -141,23 +141,23 @@ def reasons(found: Findings) -> Iterator[str]:
 
 
 def method(run: Run) -> list[str]:
-    """How it was measured, in sentences."""
+    """How it was measured, a paragraph each."""
     s = run.settings
-    told = [_LIVE if s.live else _CONTROL, _INTERVAL, _LEAD.format(first=s.modes[0]), _CPU]
+    paragraphs = [_LIVE if s.live else _CONTROL, _INTERVAL, _LEAD.format(first=s.modes[0]), _CPU]
     if s.one_cpu and not s.live:
-        told.append(_ONE_CPU)
+        paragraphs.append(_ONE_CPU)
     if not s.live:
-        told.append(_CHANGE)
-    return told
+        paragraphs.append(_CHANGE)
+    return paragraphs
 
 
 _CONTROL: Final = (
     "The control is the same load to the plain address of a pod, on a node without a proxy, next to each measurement; "
-    "× stands for times of the control. Ratios are made within a round, and their median is told."
+    "× stands for times of the control. Ratios are taken within a round; the table shows their median."
 )
 _LIVE: Final = (
     "The control is the same load to the address of an endpoint, next to each measurement; × stands for times of the "
-    "control. Ratios are made within a round, and their median is told."
+    "control. Ratios are taken within a round; the table shows their median."
 )
 _INTERVAL: Final = (
     "In brackets stands the interval that holds the true median, made of the measurements themselves, without any "
@@ -165,7 +165,7 @@ _INTERVAL: Final = (
 )
 _LEAD: Final = (
     "{first} with a number: {first} in times of that mode, both in times of their controls; ▲ ahead, ▼ behind, "
-    "≈ not told apart, because the interval holds 1."
+    "≈ not distinguishable, because the interval holds 1."
 )
 _CPU: Final = (
     "Cost is the CPU time of clients, servers and the proxy's processes, with the kernel's work for their packets; it "

@@ -83,7 +83,7 @@ class Stored(NamedTuple):
 
 
 class Change(NamedTuple):
-    """One line of history: what was there before tells a selective watcher whether it gains or loses the object."""
+    """One line of history. A selective watcher needs `before` to know whether it gains or loses the object."""
 
     version: int
     before: Stored | None

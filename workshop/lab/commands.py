@@ -54,7 +54,7 @@ def _up(name: str, pods: int, as_json: bool) -> int:
         remove(lab)
         raise
     assert agent.process is not None
-    told = {
+    description = {
         "name": name,
         "places": {
             place.name: {"namespace": str(place.namespace), "addresses": [place.address4, place.address6]}
@@ -66,7 +66,7 @@ def _up(name: str, pods: int, as_json: bool) -> int:
         "log": str(agent.log),
         "agent": {"pid": agent.process.pid, "argv": agent.argv},
     }
-    print(json.dumps(told, indent=2) if as_json else _how_to_use(lab, agent))
+    print(json.dumps(description, indent=2) if as_json else _how_to_use(lab, agent))
     return 0
 
 

@@ -1,6 +1,6 @@
 """The demonstration: what a service proxy does, shown with real traffic in under a minute.
 
-Each step says in a sentence what is about to happen, lets it happen, and checks that it did. Nothing is
+Each step announces what is about to happen, lets it happen, and checks that it did. Nothing is
 staged: the agent is the one of `hybrid-proxy run`, the requests are HTTP and UDP over sockets of pods and
 of the node, and what is shown are answers counted at the clients.
 """
@@ -421,7 +421,7 @@ class _Demo:
 
 
 class _Picture:
-    """Bars of who answers how much: at a terminal redrawn all the time, elsewhere left out.
+    """Bars of who answers how much: redrawn all the time at a terminal, and not drawn elsewhere.
 
     Args:
         console: where to draw.

@@ -90,7 +90,7 @@ class Lab:
     Args:
         name: 1 to 16 lower-case letters and digits; one lab of that name stands at a time.
         pods: pods of the node whose traffic the proxy handles (interfaces `veth1`, ...).
-        plain: pods of the node whose interfaces (`plain1`, ...) a proxy is told to leave alone, for comparison.
+        plain: pods of the node whose interfaces (`plain1`, ...) a proxy is configured to ignore, for comparison.
         remote: pods of a second node on the same segment; 0: no second node.
     """
 

@@ -157,9 +157,12 @@ def ask_udp(sender: socket.socket, target: Address | None = None, *, text: str =
 
 
 def _reply(data: bytes) -> Reply:
-    told = json.loads(data)
+    fields = json.loads(data)
     return Reply(
-        told["pod"], (told["peer"][0], told["peer"][1]), (told["local"][0], told["local"][1]), told["received"]
+        fields["pod"],
+        (fields["peer"][0], fields["peer"][1]),
+        (fields["local"][0], fields["local"][1]),
+        fields["received"],
     )
 
 
@@ -423,12 +426,12 @@ class _Http(asyncio.Protocol):
             return False
         first, *lines = head.decode("latin-1").split("\r\n")
         fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        words = first.split(" ")
+        request_line = first.split(" ")
         length = fields.get("content-length", "0")
-        if len(words) != 3 or not length.isdigit() or int(length) > _LIMIT:
+        if len(request_line) != 3 or not length.isdigit() or int(length) > _LIMIT:
             self.transport.abort()
             return False
-        self.request = (words[1], fields.get("connection", "").lower() == "close")
+        self.request = (request_line[1], fields.get("connection", "").lower() == "close")
         self.buffer, self.body_left, self.received = rest, int(length), 0
         return True
 
@@ -505,7 +508,7 @@ def _bound(path: Path, address: str, port: int, kind: int) -> socket.socket:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until told to end, or make a load and say what came of it; 1 when a request of a load failed."""
+    """Serve until a signal, or make a load and print its result; returns 1 if a request of the load failed."""
     args = _parser().parse_args(argv)
     if args.action == "serve":
         asyncio.run(_serve(args.at, args.http, args.udp))

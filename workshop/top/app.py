@@ -234,10 +234,10 @@ class Top(App[None]):
         if self._paused:
             lines.append("PAUSED: p goes on")
         self.query_one("#head", Static).update("\n".join(lines))
-        sentences = cells.trouble(shown)
+        messages = cells.trouble(shown)
         trouble = self.query_one("#trouble", Static)
-        trouble.update("\n".join(sentences[:3]))
-        trouble.display = bool(sentences)
+        trouble.update("\n".join(messages[:3]))
+        trouble.display = bool(messages)
 
     def _choose(self) -> None:
         """Backends are those of the service under the cursor."""

@@ -87,7 +87,7 @@ def _endpoints(row: ServiceRates) -> str:
     return f"{row.backends}, {row.ejected} out" if row.ejected else str(row.backends)
 
 
-def _words(column: str, title: str, text: Callable[[Any], str] = str) -> Column:
+def _text(column: str, title: str, text: Callable[[Any], str] = str) -> Column:
     return Column(title, _of(column), _shown(column, text), falling=False, right=False)
 
 
@@ -97,34 +97,34 @@ _TRAFFIC: Final = (
     Column("out/s", _of("reply_bytes"), _shown("reply_bytes", size)),
 )
 SERVICES: Final = (
-    _words("name", "service"),
+    _text("name", "service"),
     Column("conn/s", _of("connections"), _shown("connections", rate)),
     *_TRAFFIC,
     Column("connect", _of("connect"), _shown("connect", latency)),
     Column("backends", lambda row: (row.ejected, row.backends), _endpoints),
-    _words("protocol", "protocol"),
+    _text("protocol", "protocol"),
     Column("conn total", _of("total"), _shown("total", number)),
-    _words("frontends", "addresses", " ".join),
+    _text("frontends", "addresses", " ".join),
 )
 BACKENDS: Final = (
-    _words("address", "backend"),
+    _text("address", "backend"),
     Column("share", _of("share"), _shown("share", percent)),
     Column("conn/s", _of("connections"), _shown("connections", rate)),
     *_TRAFFIC,
     Column("connect", _of("connect"), _shown("connect", latency)),
     Column("failures", _of("failures"), _shown("failures", number)),
-    _words("state", "health"),
+    _text("state", "health"),
     Column("conn total", _of("total"), _shown("total", number)),
-    _words("protocol", "protocol"),
+    _text("protocol", "protocol"),
 )
 REASONS: Final = (
-    _words("kind", "kind"),
-    _words("key", "reason"),
+    _text("kind", "kind"),
+    _text("key", "reason"),
     Column("each second", _of("rate"), _shown("rate", rate)),
     Column("total", _of("total"), _shown("total", number)),
 )
 MAPS: Final = (
-    _words("key", "map"),
+    _text("key", "map"),
     Column("full", _of("fill"), _shown("fill", percent)),
     Column("used", _of("used"), _shown("used", number)),
     Column("room now", _of("entries"), _shown("entries", number)),
@@ -185,17 +185,17 @@ def trouble(shown: Picture) -> list[str]:
     """What a person should know before believing the figures, the worst first."""
     status, sample = shown.sample.status, shown.sample
     if status is None:
-        said = f"no answer from the agent: {sample.trouble}"
-        return [f"{said}. Traffic goes on as programmed" if sample.mode else said]
-    sentences = [f"the last sync failed: {status.error}"] * bool(status.error)
+        message = f"no answer from the agent: {sample.trouble}"
+        return [f"{message}. Traffic goes on as programmed" if sample.mode else message]
+    messages = [f"the last sync failed: {status.error}"] * bool(status.error)
     mode = status.mode
-    sentences += [f"{mode.requested} was asked for: {mode.reason}"] * bool(mode.reason)
+    messages += [f"{mode.requested} was asked for: {mode.reason}"] * bool(mode.reason)
     if sample.services and not shown.counts:
-        sentences.append(f"mode {sample.mode} does not count what each service carries ('-'); mode ebpf does")
+        messages.append(f"mode {sample.mode} does not count what each service carries ('-'); mode ebpf does")
     ebpf = status.dataplane.ebpf
     ejected = sum(row.ejected for row in ebpf.ejections) if ebpf else 0
-    sentences += [f"{ejected} backends are ejected because they fail"] * bool(ejected)
+    messages += [f"{ejected} backends are ejected because they fail"] * bool(ejected)
     unprogrammed = len(status.dataplane.unprogrammed)
     why = "`hybrid-proxy status` says why"
-    sentences += [f"{unprogrammed} service ports are not programmed; {why}"] * bool(unprogrammed)
-    return [*sentences, *status.other_proxies]
+    messages += [f"{unprogrammed} service ports are not programmed; {why}"] * bool(unprogrammed)
+    return [*messages, *status.other_proxies]

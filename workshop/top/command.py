@@ -32,10 +32,10 @@ class Look(msgspec.Struct, frozen=True):
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run until it is ended, or has told as often as it was asked to; the exit code.
+    """Run until it is ended, or for the number of samples asked for; returns the exit code.
 
     Raises:
-        ConfigError: it cannot be used so; says why.
+        ConfigError: flags that cannot be used.
     """
     if args.interval < FASTEST:
         raise ConfigError(f"--interval {args.interval:g}: seconds between two looks, {FASTEST:g} at least")

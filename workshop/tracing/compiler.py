@@ -15,7 +15,7 @@ from typing import Any, Final
 from controller.errors import ControllerError
 from workshop.tracing import headers
 
-__all__ = ["PACKAGE", "compiled", "load", "said"]
+__all__ = ["PACKAGE", "compiled", "load", "captured_stderr"]
 
 PACKAGE: Final = "HYBRID_PROXY_BCC"  # names the folder of the package, where it is at an unusual place
 _FOLDERS: Final = ("python3/dist-packages/bcc", "python3*/site-packages/bcc")
@@ -60,22 +60,22 @@ def compiled(text: str) -> Any:
     """The text as a loaded `bcc.BPF` object, nothing of it attached.
 
     Raises:
-        ControllerError: bcc or headers are missing, or it does not compile; with the compiler's last words.
+        ControllerError: bcc or headers are missing, or it does not compile; has the end of the compiler's output.
     """
     module = load()
     if source := headers.find():
         os.environ[headers.VARIABLE] = str(source)
     _try(module)
-    with said() as words_of:
+    with captured_stderr() as output_of:
         try:
             return module.BPF(text=text)
         except Exception as error:
-            raise _refused(f"{error}\n{words_of()}") from error
+            raise _refused(f"{error}\n{output_of()}") from error
 
 
 def _try(module: ModuleType) -> None:
     """The smallest program, in a child: where headers are incomplete bcc 0.26 dies of SIGSEGV, and speaks on stdout."""
-    with said() as words_of:
+    with captured_stderr() as output_of:
         child = os.fork()
         if not child:
             code = 1
@@ -88,21 +88,21 @@ def _try(module: ModuleType) -> None:
             finally:
                 os._exit(code)
         if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
-            raise _refused(words_of())
+            raise _refused(output_of())
 
 
-def _refused(words: str) -> ControllerError:
+def _refused(output: str) -> ControllerError:
     used = os.environ.get(headers.VARIABLE) or f"those of {os.uname().release}"
-    last = "\n".join(words.splitlines()[-12:])
+    last = "\n".join(output.splitlines()[-12:])
     return ControllerError(
         f"bcc does not compile the programs with these kernel headers: {used}. "
         f"`hybrid-proxy trace --fetch-headers` fetches others, and {headers.VARIABLE} names a folder to use. "
-        f"The compiler's last words:\n{last}"
+        f"The end of the compiler's output:\n{last}"
     )
 
 
 @contextlib.contextmanager
-def said() -> Iterator[Any]:
+def captured_stderr() -> Iterator[Any]:
     """What libraries write to stderr meanwhile, kept: they speak past Python."""
     sys.stderr.flush()
     before = os.dup(2)

@@ -48,7 +48,7 @@ def find() -> Path | None:
     )
 
 
-def fetch(tell: Callable[[str], None]) -> Path:
+def fetch(report: Callable[[str], None]) -> Path:
     """Download the headers of Debian's own kernel and merge them below CACHE; the folder, at once if it is there.
 
     Raises:
@@ -60,7 +60,7 @@ def fetch(tell: Callable[[str], None]) -> Path:
     target = CACHE / special.removeprefix("linux-headers-")
     if target.is_dir():
         return target
-    tell(f"downloading {common} and {special}")
+    report(f"downloading {common} and {special}")
     CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE, prefix=".") as name:
         folder = Path(name)

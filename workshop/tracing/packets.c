@@ -342,7 +342,7 @@ BPF_TABLE("lru_hash", struct ends, struct waiting, waits, 65536);
 BPF_HASH(answers, struct answer, u64, 65536);
 BPF_HASH(answer_sums, struct answer, struct sum, 16384);
 
-static __always_inline void tell(u32 service, u32 what, const struct ends *e, u64 ns)
+static __always_inline void count_answer(u32 service, u32 what, const struct ends *e, u64 ns)
 {
 	struct answer key = {.service = service, .what = what};
 	struct sum none = {}, *s;
@@ -377,14 +377,14 @@ static __always_inline void came(struct walk *w, const struct header *h, u64 now
 	if (w->way == REQUEST && (h->flags & (SYN | ACK)) == SYN) {
 		since = pending.lookup(&e);
 		w->began = since ? *since : now;
-		tell(w->service, since ? REPEATED : ASKED, 0, 0);
+		count_answer(w->service, since ? REPEATED : ASKED, 0, 0);
 		if (!since)
 			pending.update(&e, &now);
 	} else if (w->way == REPLY && h->flags & (SYN | RST)) {
 		waits_for = waits.lookup(&e);
 		if (!waits_for)
 			return;
-		tell(waits_for->service, h->flags & RST ? REFUSED : ANSWERED, &e, now - waits_for->since);
+		count_answer(waits_for->service, h->flags & RST ? REFUSED : ANSWERED, &e, now - waits_for->since);
 		struct ends first = waits_for->first;
 		pending.delete(&first);
 		waits.delete(&e);
@@ -438,30 +438,30 @@ BPF_RINGBUF_OUTPUT(events, 256);
 static __always_inline void emit(u64 skb, u32 point, u32 netns, const struct walk *w, const struct header *h, u64 now,
 				 u64 more)
 {
-	struct event *told = events.ringbuf_reserve(sizeof(struct event));
+	struct event *event = events.ringbuf_reserve(sizeof(struct event));
 	u64 dev = word(skb + SKB_DEV);
 
-	if (!told)
+	if (!event)
 		return;
-	__builtin_memset(told, 0, sizeof(*told));
-	told->ns = now;
-	told->skb = skb;
-	told->point = point;
-	told->netns = netns;
-	told->way = w->way;
-	told->service = w->service;
-	told->more = more;
+	__builtin_memset(event, 0, sizeof(*event));
+	event->ns = now;
+	event->skb = skb;
+	event->point = point;
+	event->netns = netns;
+	event->way = w->way;
+	event->service = w->service;
+	event->more = more;
 	if (h) {
-		told->ends = h->ends;
-		told->sequence = h->sign;
-		told->flags = h->flags;
-		told->length = h->length;
+		event->ends = h->ends;
+		event->sequence = h->sign;
+		event->flags = h->flags;
+		event->length = h->length;
 	}
 	if (dev) {
-		told->ifindex = half(dev + DEV_IFINDEX);
-		bpf_probe_read_kernel(told->device, sizeof(told->device), (void *)(dev + DEV_NAME));
+		event->ifindex = half(dev + DEV_IFINDEX);
+		bpf_probe_read_kernel(event->device, sizeof(event->device), (void *)(dev + DEV_NAME));
 	}
-	events.ringbuf_submit(told, 0);
+	events.ringbuf_submit(event, 0);
 }
 
 /* Points of all namespaces: which of them belong to this node is found out afterwards. */
@@ -724,7 +724,7 @@ static __always_inline void changed(u64 sk, u32 before, u32 after)
 		one.since = now;
 		one.service = *service;
 		connecting.update(&sk, &one);
-		tell(one.service, ASKED, 0, 0);
+		count_answer(one.service, ASKED, 0, 0);
 	} else if (before == SYN_SENT) {
 		w = connecting.lookup(&sk);
 		if (!w)
@@ -734,7 +734,7 @@ static __always_inline void changed(u64 sk, u32 before, u32 after)
 			end.source_port = w->first.destination_port;
 		}
 		end.protocol = OF_SOCKET;
-		tell(w->service, after == ESTABLISHED ? ANSWERED : REFUSED, &end, now - w->since);
+		count_answer(w->service, after == ESTABLISHED ? ANSWERED : REFUSED, &end, now - w->since);
 		connecting.delete(&sk);
 	}
 }

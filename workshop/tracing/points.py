@@ -35,7 +35,7 @@ class Point(NamedTuple):
 
     number: int
     name: str  # for a tracepoint its own
-    words: str
+    description: str
     kind: int
     hook: int | None = None
     priority: int = 0
@@ -52,8 +52,8 @@ TRACEPOINTS: Final = (
     Point(TRANSMIT, "net_dev_start_xmit", "sent", ENDS),
 )
 HOOKS: Final = tuple(
-    Point(16 + number, name, words, HERE | kind, hook, priority)
-    for number, (name, words, kind, hook, priority) in enumerate(
+    Point(16 + number, name, description, HERE | kind, hook, priority)
+    for number, (name, description, kind, hook, priority) in enumerate(
         (
             ("prerouting_first", "PREROUTING begins", 0, PREROUTING, _FIRST),
             ("prerouting_second", "PREROUTING begins (control)", 0, PREROUTING, _FIRST + 1),
@@ -150,12 +150,12 @@ _SHORT: Final = {RECEIVE: "receive", SOCKET: "socket", TRANSMIT: "transmit"} | {
 
 
 def label(number: int) -> str:
-    """What happens at a point, in words."""
-    return "dropped" if number == DROP else POINTS[number].words
+    """What happens at a point."""
+    return "dropped" if number == DROP else POINTS[number].description
 
 
 def stage(first: int, last: int) -> str:
-    """What lies between two points, in words; `last` with WHOLE: the whole way."""
+    """What lies between two points; `last` with WHOLE: the whole way."""
     if last >= WHOLE:
         return f"whole way: {label(first)} to {label(last - WHOLE)}"
     if not first:

@@ -18,16 +18,16 @@ Row = Mapping[str, Any]
 BAR: Final = 40  # characters of the longest bar
 
 
-def show(told: Row, *, as_json: bool) -> None:
+def show(answer: Row, *, as_json: bool) -> None:
     """Print one answer of `workshop.tracing.show`."""
     if as_json:
-        print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())
+        print(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())
         return
     console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 200, highlight=False)
     {
         "stages": _stages, "latency": _latency, "drops": _drops, "retransmits": _retransmits, "follow": _follow,
-    }[told["view"]](console, told)  # fmt: skip
-    for point, reason in told["missing"].items():
+    }[answer["view"]](console, answer)  # fmt: skip
+    for point, reason in answer["missing"].items():
         console.print(f"[dim](not seen: {escape(point)}: {escape(reason.splitlines()[0])})[/dim]")
 
 
@@ -63,10 +63,10 @@ def _times(row: Row) -> list[str]:
 _MANY: Final = {"request": "requests", "reply": "replies"}
 
 
-def _stages(console: Console, told: Row) -> None:
-    console.print(f"mode {told['mode'] or '-'}, {told['seconds']:.1f} s")
+def _stages(console: Console, answer: Row) -> None:
+    console.print(f"mode {answer['mode'] or '-'}, {answer['seconds']:.1f} s")
     parts: defaultdict[tuple[str, bool], list[Row]] = defaultdict(list)
-    for row in told["stages"]:
+    for row in answer["stages"]:
         parts[row["direction"], row["opening"]].append(row)
     for (direction, opening), rows in parts.items():
         console.print(
@@ -80,12 +80,12 @@ def _stages(console: Console, told: Row) -> None:
             if row["whole"]:
                 console.print(f"\n{row['stage']}")
                 _bars(console, row["histogram"])
-    if not told["stages"]:
+    if not answer["stages"]:
         console.print("no packet of a service passed")
-    if told["programs"]:
+    if answer["programs"]:
         console.print("\n[bold]runs of the programs of mode ebpf[/bold]")
         _table(console, ("hook", "runs", "mean"),
-               ([row["program"], row["runs"], _time(row["mean_ns"])] for row in told["programs"]))  # fmt: skip
+               ([row["program"], row["runs"], _time(row["mean_ns"])] for row in answer["programs"]))  # fmt: skip
 
 
 def _bars(console: Console, histogram: Sequence[Row]) -> None:
@@ -100,8 +100,8 @@ def _bars(console: Console, histogram: Sequence[Row]) -> None:
         console.print(f"  {_time(1 << octave):>8} to {_time(2 << octave):>8} {count:>9,}  {bar}")
 
 
-def _latency(console: Console, told: Row) -> None:
-    if not told["services"]:
+def _latency(console: Console, answer: Row) -> None:
+    if not answer["services"]:
         console.print("nobody connected to a service")
         return
     _table(
@@ -109,10 +109,10 @@ def _latency(console: Console, told: Row) -> None:
         ("service", "connections", "answered", "refused", "unanswered", "SYNs repeated"),
         (
             [r["service"], r["connections"], r["answered"], r["refused"], r["unanswered"], r["syn_repeated"]]
-            for r in told["services"]
+            for r in answer["services"]
         ),
     )
-    if not any(row["backends"] for row in told["services"]):
+    if not any(row["backends"] for row in answer["services"]):
         return
     console.print()
     _table(
@@ -120,33 +120,33 @@ def _latency(console: Console, told: Row) -> None:
         ("service", "backend", "seen by", "answered", "refused", *_TIMES),
         (
             [row["service"], one["backend"], one["seen"], one["count"], one["refused"], *_times(one)]
-            for row in told["services"]
+            for row in answer["services"]
             for one in row["backends"]
         ),
     )
 
 
-def _drops(console: Console, told: Row) -> None:
-    if told["drops"]:
+def _drops(console: Console, answer: Row) -> None:
+    if answer["drops"]:
         _table(console, ("service", "direction", "protocol", "to", "reason", "in", "last seen", "packets"),
-               (row.values() for row in told["drops"]))  # fmt: skip
+               (row.values() for row in answer["drops"]))  # fmt: skip
     else:
         console.print("the kernel dropped no packet of a service")
-    if told["programs"]:
+    if answer["programs"]:
         console.print("\n[bold]dropped and refused by the programs of mode ebpf (docs/counters.md)[/bold]")
-        _table(console, ("reason", "count"), (row.values() for row in told["programs"]))
+        _table(console, ("reason", "count"), (row.values() for row in answer["programs"]))
 
 
-def _retransmits(console: Console, told: Row) -> None:
-    if told["retransmits"]:
+def _retransmits(console: Console, answer: Row) -> None:
+    if answer["retransmits"]:
         _table(console, ("service", "backend", "repeated by", "segments"),
-               (row.values() for row in told["retransmits"]))  # fmt: skip
+               (row.values() for row in answer["retransmits"]))  # fmt: skip
     else:
         console.print("no segment of a service was repeated")
 
 
-def _follow(console: Console, told: Row) -> None:
-    points = told["points"]
+def _follow(console: Console, answer: Row) -> None:
+    points = answer["points"]
     if not points:
         console.print("no such packet passed")
         return

@@ -143,7 +143,7 @@ def answer_rows(
 
 
 class Event(NamedTuple):
-    """A packet at a point, as a program told it."""
+    """A packet at a point, as a program reported it."""
 
     ns: int
     packet: int  # the sk_buff's address
@@ -252,7 +252,7 @@ def flow_rows(
             }
             if event.point == DROP:
                 reason, location = event.more >> 48, event.more & 0xFFFFFFFFFFFF
-                row["reason"] = why.get(reason, "not told by this kernel")
+                row["reason"] = why.get(reason, "not reported by this kernel")
                 row["function"] = place.get(location, "?")
             rows.append(row)
             before = event.ns

@@ -94,40 +94,40 @@ class Session:
                 assert entry.point is not None
                 self._at_hook(entry, entry.point)
         except (DataplaneError, OSError) as error:
-            name = entry.tracepoint or entry.probed or (entry.point.words if entry.point else entry.function)
+            name = entry.tracepoint or entry.probed or (entry.point.description if entry.point else entry.function)
             if entry.needed:
                 raise ControllerError(f"this kernel does not let us look at {name}: {error}") from error
             self.missing[name] = str(error)
 
     def _at_tracepoint(self, entry: Entry) -> None:
         assert entry.tracepoint is not None
-        with compiler.said() as said:
+        with compiler.captured_stderr() as stderr:
             try:
                 function = self._bpf.load_func(entry.function.encode(), self._module.BPF.RAW_TRACEPOINT)
                 self._bpf.attach_raw_tracepoint(entry.tracepoint.encode(), entry.function.encode())
             except Exception as error:
-                raise OSError(f"{error}\n{said()[-2000:]}".rstrip()) from error
+                raise OSError(f"{error}\n{stderr()[-2000:]}".rstrip()) from error
         assert function is not None
 
     def _at_function(self, entry: Entry, function: str) -> None:
         attach = self._bpf.attach_kretprobe if entry.returns else self._bpf.attach_kprobe
         if function not in functions():
             raise OSError("this kernel has no such function, or its module is not loaded")
-        with compiler.said() as said:
+        with compiler.captured_stderr() as stderr:
             try:
                 attach(event=function.encode(), fn_name=entry.function.encode())
             except Exception as error:
-                raise OSError(f"kprobes cannot be used here: {error}\n{said()[-2000:]}".rstrip()) from error
+                raise OSError(f"kprobes cannot be used here: {error}\n{stderr()[-2000:]}".rstrip()) from error
 
     def _at_hook(self, entry: Entry, point: Point) -> None:
         assert point.hook is not None
-        with compiler.said() as said:
+        with compiler.captured_stderr() as stderr:
             try:
                 function = self._bpf.load_func(
                     entry.function.encode(), measure.NETFILTER_PROGRAM, attach_type=measure.NETFILTER_ATTACH
                 )
             except Exception as error:
-                raise OSError(f"{error}\n{said()[-2000:]}".rstrip()) from error
+                raise OSError(f"{error}\n{stderr()[-2000:]}".rstrip()) from error
         for family in _FAMILIES:
             self._stack.callback(os.close, _link(function.fd, family, point))
 
@@ -136,11 +136,11 @@ class Session:
         self._records.append(ctypes.string_at(data, size))
 
     def events(self) -> list[Event]:
-        """What was told so far, in the order of telling."""
+        """The events so far, in the order in which they arrived."""
         return [_event(record) for record in self._records]
 
     @property
-    def told(self) -> int:
+    def event_count(self) -> int:
         """How many events there are."""
         return len(self._records)
 
@@ -232,17 +232,17 @@ def _link(program: int, family: int, point: Point) -> int:
 @contextmanager
 def runs_of(pins: Path | None) -> Iterator[dict[str, tuple[int, int]]]:
     """Runs of our own programs and their nanoseconds within the block, filled when it ends; empty without pins."""
-    told: dict[str, tuple[int, int]] = {}
+    found: dict[str, tuple[int, int]] = {}
     if pins is None:
-        yield told
+        yield found
         return
     clock = measure.counting_runs()
     try:
         before = dict(measure.runs(pins))
-        yield told
+        yield found
         for name, after in measure.runs(pins):
             since = before.get(name, measure.Runs(0, 0))
             if after.times > since.times:
-                told[name] = (after.times - since.times, after.ns - since.ns)
+                found[name] = (after.times - since.times, after.ns - since.ns)
     finally:
         os.close(clock)

@@ -37,7 +37,7 @@ Row = dict[str, Any]
 
 
 def view_of(args: argparse.Namespace) -> View | None:
-    """The view that the flags ask for; None: what the programs of mode ebpf tell (controller.commands.watch).
+    """The view that the flags ask for; None: the events of mode ebpf's programs (controller.commands.watch).
 
     Raises:
         ConfigError: flags that do not go together.
@@ -90,8 +90,8 @@ def show(view: View, args: argparse.Namespace, target: Row | None) -> int:
     by = "functions" if plan.functions else "programs" if len(plan.points) > len(TRACEPOINTS) else None
     if by == "functions" and FUNCTIONS[0].name in session.missing:
         by = None
-    told = {"view": view.value.lower(), "mode": here.mode, "seconds": seconds, "hooks": by}
-    report.show(told | answer | {"missing": session.missing}, as_json=args.output == "json")
+    summary = {"view": view.value.lower(), "mode": here.mode, "seconds": seconds, "hooks": by}
+    report.show(summary | answer | {"missing": session.missing}, as_json=args.output == "json")
     return 0
 
 
@@ -145,7 +145,7 @@ def _with_netfilter(plan: Plan) -> Plan:
 
 @contextmanager
 def _until_asked() -> Iterator[threading.Event]:
-    """Ctrl-C and SIGTERM end the measuring, not the telling. An exception would be lost in bcc's callbacks."""
+    """Ctrl-C and SIGTERM end the measuring, not the report. An exception would be lost in bcc's callbacks."""
     asked = threading.Event()
     before = {number: signal.signal(number, lambda *_: asked.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -163,8 +163,8 @@ def _wait(session: Session, args: argparse.Namespace, asked: threading.Event) ->
             asked.wait(min(LOOK_SECONDS, end - now))
             continue
         session.poll(LOOK_SECONDS)
-        if session.told != seen:
-            last, seen = time.monotonic(), session.told
+        if session.event_count != seen:
+            last, seen = time.monotonic(), session.event_count
         elif seen and time.monotonic() - last > QUIET_SECONDS and _closed(session):
             return
 
@@ -198,15 +198,15 @@ def _reasons() -> dict[int, str]:
 
 def _drops(session: Session, targets: Targets) -> list[Row]:
     why = _reasons()
-    words = {number: label(number) for number in POINTS if number != SOCKET}
+    labels = {number: label(number) for number in POINTS if number != SOCKET}
     protocols = {number: name for name, number in PROTOCOLS.items()}
     return sorted(
         (
             {
                 "service": targets.names[row["service"]], "direction": rows.DIRECTIONS[row["way"]],
                 "protocol": protocols[row["protocol"]], "to": row["to"],
-                "reason": why.get(row["reason"], "not told by this kernel"), "function": row["function"],
-                "last_seen": words.get(row["point"]), "count": row["count"],
+                "reason": why.get(row["reason"], "not reported by this kernel"), "function": row["function"],
+                "last_seen": labels.get(row["point"]), "count": row["count"],
             }
             for row in session.drops()
         ),

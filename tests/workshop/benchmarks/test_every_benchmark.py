@@ -70,7 +70,7 @@ def test_it_starts_and_ends_with_its_line(
     for module, constants in SMALL[name].items():
         for constant, value in constants.items():
             monkeypatch.setattr(importlib.import_module(f"workshop.benchmarks.{module}"), constant, value)
-    run(name).tell()
+    run(name).report()
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["name"] == name.replace("_", "-")
     assert report["unit"]

@@ -36,7 +36,7 @@ def test_who_is_behind_is_told() -> None:
     assert row.verdict == "behind"
     for standing in found.standings:
         assert (len(standing.ahead), len(standing.behind), len(standing.even)) == (0, 17, 0)
-        assert "behind in new connections 0.76 ×" in standing.sentence("iptables")
+        assert "behind in new connections 0.76 ×" in standing.summary("iptables")
 
 
 def test_a_mode_that_does_not_work_has_rows_with_the_reason() -> None:

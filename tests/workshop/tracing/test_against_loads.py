@@ -175,7 +175,7 @@ def test_drops_have_the_kernels_reason_and_the_services_name(stage: Stage, famil
     rows = [row for row in report["drops"] if row["service"] == "default/dns:dns" and row["direction"] == "request"]
     assert sum(row["count"] for row in rows) == 25, report
     assert {row["protocol"] for row in rows} == {"UDP"}
-    assert {row["reason"] for row in rows} <= {"NETFILTER_DROP", "not told by this kernel"}
+    assert {row["reason"] for row in rows} <= {"NETFILTER_DROP", "not reported by this kernel"}
 
 
 def test_refusals_are_told_by_whoever_refuses(stage: Stage) -> None:

@@ -78,7 +78,7 @@ def test_headers_that_do_not_compile_show_the_compilers_words(tmp_path: Path) ->
     assert done.returncode == 1
     assert "does not compile" in done.stderr
     assert str(tmp_path) in done.stderr
-    assert "kernel headers" in done.stderr.partition("last words:")[2]
+    assert "kernel headers" in done.stderr.partition("compiler's output:")[2]
     assert done.stdout == ""
 
 
