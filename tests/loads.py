@@ -15,7 +15,7 @@ def goes_on(tallies: Mapping[str, Tally] | Iterable[Tally], answers: int = 10, s
     """Wait until every load has had so many answers more.
 
     Raises:
-        AssertionError: one of them had not after that many seconds; all of them are told.
+        AssertionError: one of them had not after that many seconds; the message lists all of them.
     """
     waiting = list(tallies.values() if isinstance(tallies, Mapping) else tallies)
     goals = [tally.answered + answers for tally in waiting]

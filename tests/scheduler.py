@@ -16,7 +16,7 @@ class Scheduler(LoadScopeScheduling):
     """The largest units first, as many tests go; see `units.choose`.
 
     Args:
-        told: a JSON file with the unit of each test, by its node id.
+        units_file: a JSON file with the unit of each test, by its node id.
     """
 
     def __init__(self, config: pytest.Config, log: Any, units_file: Path) -> None:

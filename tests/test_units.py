@@ -1,4 +1,4 @@
-"""What a worker takes next, and that a run with workers is one run: nothing twice, nothing left out, rows told."""
+"""What a worker takes next, and that a run with workers is one run: nothing twice, nothing omitted, rows reported."""
 
 from __future__ import annotations
 

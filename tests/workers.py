@@ -58,7 +58,7 @@ class Worker:
     def __init__(self, workerinput: dict[str, Any]) -> None:
         self.workerinput = workerinput
 
-    @pytest.hookimpl(tryfirst=True)  # before the controller hears that the tests are collected
+    @pytest.hookimpl(tryfirst=True)  # before the controller learns that the tests are collected
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         if self.workerinput["workerid"] == "gw0":
             Path(self.workerinput[UNITS]).write_text(json.dumps({item.nodeid: unit_of(item) for item in session.items}))

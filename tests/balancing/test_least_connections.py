@@ -19,7 +19,7 @@ loads = st.lists(st.integers(0, 100_000), min_size=2, max_size=60)
 
 @settings(deadline=None)
 @given(loads)
-def test_nobody_is_left_out_and_nobody_is_flooded(given_loads):
+def test_every_backend_gets_connections_and_none_is_flooded(given_loads):
     found = shares([1] * len(given_loads), given_loads, [None] * len(given_loads))
     assert min(found) >= 1
     assert max(found) <= 4 * FAIR

@@ -1,4 +1,4 @@
-"""What programs tell of packets that are dropped, refused or traced, and the words for it."""
+"""Events of packets that are dropped, rejected or traced, and the names of their reasons."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BURST = 10
 
 @pytest.fixture(scope="module")
 def loud() -> Iterator[Bench]:
-    """Programs that tell."""
+    """Programs that emit events."""
     made = Bench(event_burst=BURST)
     yield made
     made.close()
@@ -61,7 +61,7 @@ def socket(address: str, port: int) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def test_a_drop_is_told_with_its_tuple_reason_and_service(events: EventReader, net: Net) -> None:
+def test_a_drop_event_has_its_tuple_reason_and_service(events: EventReader, net: Net) -> None:
     events.bench.serve(service(net.vip, 80, [], when_empty=WhenEmpty.DROP))
     assert events.bench.ingress(frame(net, net.client, net.vip, syn(41234)), ifindex=1)[0] == DROP
     (row,) = events.rows()
@@ -73,7 +73,7 @@ def test_a_drop_is_told_with_its_tuple_reason_and_service(events: EventReader, n
     assert {key: getattr(row, key) for key in wanted} == wanted
 
 
-def test_a_refused_port_is_told_with_the_service_whose_address_it_is(events: EventReader, net: Net) -> None:
+def test_an_event_of_a_rejected_port_names_the_service_of_the_address(events: EventReader, net: Net) -> None:
     events.bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
     assert events.bench.ingress(frame(net, net.client, net.vip, syn(dport=81)))[0] == REDIRECT
     (row,) = events.rows()
@@ -81,13 +81,13 @@ def test_a_refused_port_is_told_with_the_service_whose_address_it_is(events: Eve
     assert row.destination == socket(net.vip, 81)
 
 
-def test_what_is_served_is_not_told(events: EventReader, net: Net) -> None:
+def test_served_packets_cause_no_event(events: EventReader, net: Net) -> None:
     events.bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
     events.bench.open_tcp(net, net.vip)
     assert events.rows() == []
 
 
-def test_a_full_table_is_told(net: Net) -> None:
+def test_a_full_table_causes_an_event(net: Net) -> None:
     from dataplane.mode import Options
 
     options = Options(max_services=64, max_backends=256, max_slots=512, max_flows=64)
@@ -107,7 +107,7 @@ def test_a_full_table_is_told(net: Net) -> None:
         small.close()
 
 
-def test_no_more_is_told_than_the_burst_of_each_cpu(events: EventReader, net: Net) -> None:
+def test_events_are_limited_to_the_burst_of_each_cpu(events: EventReader, net: Net) -> None:
     events.bench.serve(service(net.vip, 80, [], when_empty=WhenEmpty.DROP))
     for sport in range(40000, 40200):
         events.bench.ingress(frame(net, net.client, net.vip, syn(sport)))
@@ -115,7 +115,7 @@ def test_no_more_is_told_than_the_burst_of_each_cpu(events: EventReader, net: Ne
     assert 1 <= len(events.rows()) <= 2 * BURST * cpus()  # the second may change meanwhile
 
 
-def test_without_a_burst_nothing_is_told(bench: Bench, net: Net) -> None:
+def test_without_a_burst_there_are_no_events(bench: Bench, net: Net) -> None:
     bench.serve(service(net.vip, 80, [], when_empty=WhenEmpty.DROP))
     reader = EventReader(bench)
     bench.ingress(frame(net, net.client, net.vip, syn()))
@@ -128,7 +128,7 @@ def trace(bench: Bench, service_id: int = 0, client: str = "") -> None:
     bench.node(trace_services=[service_id, 0, 0, 0], trace_client=words, trace=1)
 
 
-def test_a_trace_tells_each_decision_of_its_packets(events: EventReader, net: Net) -> None:
+def test_a_trace_has_an_event_for_each_decision(events: EventReader, net: Net) -> None:
     bench = events.bench
     bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
     known = next(iter(bench.store.plan.installed["default/web"]))

@@ -66,7 +66,7 @@ def changed(before: dict[str, bytes], after: dict[str, bytes]) -> set[str]:
 # --- steps
 
 
-def test_a_new_flow_is_told_step_by_step(bench: Bench, net: Net) -> None:
+def test_a_new_flow_is_explained_step_by_step(bench: Bench, net: Net) -> None:
     bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
     answer = bench.explain(frame(net, net.client, net.vip, syn()))
     assert steps(answer) == ["arrives", "prefilter", "frontend", "client", "route", "slot", "new_flow", "verdict"]
@@ -101,7 +101,7 @@ def test_a_flow_whose_backend_is_gone_is_renewed(bench: Bench, net: Net) -> None
     assert net.backends[1] in answer.backends[0]
 
 
-def test_affinity_is_told_and_not_noted(bench: Bench, net: Net) -> None:
+def test_affinity_is_explained_and_not_recorded(bench: Bench, net: Net) -> None:
     bench.serve(service(net.vip, 80, [(b, 8080) for b in net.backends], affinity=600))
     first = bench.explain(frame(net, net.client, net.vip, syn()))
     assert "affinity" in steps(first)

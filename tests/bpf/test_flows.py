@@ -408,7 +408,7 @@ def test_datagrams_stay_with_a_backend_that_still_serves(bench: Bench, net: Net)
     assert bench.open_udp(net, net.vip, sport=40001).dst == net.backends[1]
 
 
-def test_a_silent_client_is_not_sent_to_whoever_got_the_old_backends_number(net: Net) -> None:
+def test_a_silent_client_is_not_pinned_to_a_reused_backend_number(net: Net) -> None:
     """The client says nothing while its backend goes and the number is given to a new one of the same service."""
     with bench_with(Options(max_services=16, max_backends=8, max_slots=64, max_flows=64)) as small:
         small.serve(dns(net, 0))
@@ -473,7 +473,7 @@ def test_a_service_flow_first_then_directly(bench: Bench, net: Net) -> None:
 
 
 def test_directly_first_then_through_a_service(bench: Bench, net: Net) -> None:
-    """Nobody saw the direct connection begin: the backend's answer, which is none to a SYN, tells that it is there."""
+    """Nobody saw the direct connection begin: the backend's answer, which is none to a SYN, shows that it is there."""
     bench.serve(web(net))
     first = read(bench.ingress(frame(net, net.client, net.vip, syn()))[1])
     assert first.sport == 40000

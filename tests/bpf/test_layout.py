@@ -199,7 +199,7 @@ def test_hashing_many_is_hashing_each(family: int, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("family", [4, 6], ids=["v4", "v6"])
 def test_addresses_of_a_service_network_spread_over_the_prefilter(family: int) -> None:
-    """10,000 neighbours fall on nearly as many bits."""
+    """10,000 adjacent addresses fall on nearly as many bits."""
     base = ipaddress.ip_address("10.96.0.0" if family == 4 else "fd00:96::")
     bits = layout.service_bits(layout.address_words(str(base + i) for i in range(10_000)), family)
     assert len(np.unique(bits)) > 9_900

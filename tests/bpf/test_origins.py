@@ -267,7 +267,7 @@ def test_masqueraded_answers_go_to_who_was_named(node: Node, protocol: Protocol)
 
 
 def test_who_forged_a_first_datagram_does_not_shut_the_client_out(node: Node) -> None:
-    """Behind a bridge, where the route does not tell who lives where."""
+    """Behind a bridge, where the route does not show which address is behind which interface."""
     net = node.net
     node.lead(net.client, "nobody")
     node.bench.serve(dns(net, port=80))
@@ -294,7 +294,7 @@ def test_a_direct_datagram_claims_nothing_where_the_stack_refuses_it(node: Node,
     verdict, out = node.at(node.client, node.request(Protocol.UDP))
     asked = read(out)
     assert (verdict, asked.dst) == (PASS, net.backends[0])
-    assert (asked.sport == 40000) is strict, "whoever is believed has the port"
+    assert (asked.sport == 40000) is strict, "only a trusted source keeps its port"
 
 
 # --- interfaces made anew

@@ -1,4 +1,4 @@
-"""Who may end a connection's flow: resets, FINs and SYNs whose numbers tell whose they are (RFC 9293, RFC 5961)."""
+"""Who may end a connection's flow: resets, FINs and SYNs with trusted sequence numbers (RFC 9293, RFC 5961)."""
 
 from __future__ import annotations
 

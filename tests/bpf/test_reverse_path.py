@@ -88,7 +88,7 @@ def filter_reverse_paths(setting: int) -> None:
 
 
 def configure(bench: Bench, *, strictly: bool = False) -> None:
-    """What the agent tells the programs of this node."""
+    """Program what the agent would configure on this node."""
     node = read_node()
     flags = interface_flags(node.interfaces, read_reverse_path_filters(), strictly=strictly)
     routes, paths = equal_paths(node.equal_paths)
@@ -174,7 +174,7 @@ def test_strictly_means_everywhere(bench: Bench) -> None:
         bench.forget()
 
 
-def test_explain_tells_the_way_back(bench: Bench) -> None:
+def test_explain_shows_the_reverse_path(bench: Bench) -> None:
     filter_reverse_paths(1)
     configure(bench)
     served(bench, 4)

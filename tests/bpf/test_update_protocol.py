@@ -54,7 +54,7 @@ def stalling(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Reader(threading.Thread):
-    """Runs the picking program until it is told to stop; cffi gives the interpreter lock away meanwhile."""
+    """Runs the picking program until it is stopped; cffi releases the interpreter lock meanwhile."""
 
     def __init__(self, bench: Bench, path: Path) -> None:
         super().__init__(daemon=True)
@@ -78,7 +78,7 @@ class Reader(threading.Thread):
             self.loaded.close()
 
     def seen(self) -> dict[str, int]:
-        """What the program told so far, all CPUs together."""
+        """What the program has reported so far, summed over all CPUs."""
         if self.failure is not None:
             raise self.failure
         tally = self.loaded.map("tally")

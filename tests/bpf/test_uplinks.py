@@ -251,7 +251,7 @@ def test_clients_with_one_port_get_ports_of_their_own(node: Uplink) -> None:
         assert read(out).tuple == (net.primary, NODE_PORT, client, 40000)
 
 
-def test_too_big_and_expired_are_told_to_the_sender(node: Uplink) -> None:
+def test_the_sender_gets_too_big_and_time_exceeded_errors(node: Uplink) -> None:
     net = node.net
     node.bench.serve(outer_service(net, [(net.backends[0], 8080)]))
     node.ask(net.primary, syn(40000, NODE_PORT))
@@ -281,7 +281,7 @@ def test_a_packet_for_many_is_as_long_as_the_longest_of_them(node: Uplink) -> No
 
 
 def test_packets_of_sctp_in_one_are_as_long_as_their_sender_made_them(node: Uplink) -> None:
-    """The kernel tells no length of theirs (GSO_BY_FRAGS)."""
+    """The kernel reports no length for them (GSO_BY_FRAGS)."""
     net = node.net
     node.bench.serve(outer_service(net, [(net.backends[0], 8080)], protocol=Protocol.SCTP))
     bundle = frame(net, node.client, net.primary, chunk(40000, NODE_PORT) / Raw(bytes(2 * MTU)))
@@ -289,7 +289,7 @@ def test_packets_of_sctp_in_one_are_as_long_as_their_sender_made_them(node: Upli
     assert (verdict, read(out).dst) == (REDIRECT, net.backends[0])
 
 
-def test_a_router_behind_the_node_is_heard_by_the_client(node: Uplink) -> None:
+def test_errors_of_a_router_behind_the_node_reach_the_client(node: Uplink) -> None:
     """It says `too big` to the node, about a packet whose source the node gave."""
     net = node.net
     node.bench.serve(outer_service(net, [(net.backends[0], 8080)]))

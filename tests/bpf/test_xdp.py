@@ -478,7 +478,7 @@ def test_flows_of_which_something_else_is_known_are_left(world: World) -> None:
 
 
 def test_while_something_is_traced_all_is_left(world: World) -> None:
-    """tc tells of the packets that it sees."""
+    """tc emits events for the packets that it sees."""
     there = world.open()
     world.bench.node(trace=1)
     assert world.left(world.request())
@@ -487,7 +487,7 @@ def test_while_something_is_traced_all_is_left(world: World) -> None:
     assert not world.left(world.request())
 
 
-def test_now_and_then_a_packet_tells_the_kernel_that_a_neighbour_is_used(world: World) -> None:
+def test_now_and_then_a_packet_through_the_kernel_keeps_a_neighbour_reachable(world: World) -> None:
     there = world.open()
     world.neighbours_are_fresh(age=20 * HZ)
     assert world.left(world.request())
@@ -535,6 +535,6 @@ def test_a_recycled_element_is_not_followed(world: World) -> None:
 
 
 def test_the_object_is_of_the_same_maps(world: World) -> None:
-    """One flow table, whoever looks."""
+    """One flow table for XDP and tc."""
     assert isinstance(world.here, Object)
     assert set(world.here.map_names) <= set(world.bench.maps.maps) | {"scratch", "answer"}

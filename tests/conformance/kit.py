@@ -264,7 +264,7 @@ def ask_first(client: socket.socket, target: tuple[str, int]) -> Reply:
     """Connect and ask, over TCP or UDP, whichever the socket is.
 
     Netfilter refuses a datagram of this very node twice: `send` fails with EPERM, as for every packet that is dropped
-    on its way out, and the ICMP error waits in the socket. The second is what tells a refusal from a drop.
+    on its way out, and the ICMP error waits in the socket. The second distinguishes a rejection from a drop.
     """
     client.connect(target)
     try:

@@ -14,7 +14,7 @@ __all__ = ["FILE", "Matrix", "Rows", "merge", "read_table", "render"]
 
 FILE: Final = Path(__file__).resolve().parents[2] / "docs" / "conformance.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
-# From good to bad; of several runs of one case (families, places) the worst is told.
+# From good to bad; of several runs of one case (families, places) the worst is shown.
 MARKS: Final = {"passed": "yes", "xfailed": "not yet", "skipped": "skipped", "failed": "**no**"}
 _WORST: Final = list(MARKS)
 PROPERTY: Final = "row"  # of a report

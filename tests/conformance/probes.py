@@ -17,7 +17,7 @@ from .kit import PATIENCE, V4, V6, Bench
 
 __all__ = ["QUIET", "REFUSED", "SILENT", "Probe", "Seen", "To", "Want", "observe", "sight", "volley"]
 
-QUIET = 0.5  # seconds: whoever is not refused and not answered by then is dropped
+QUIET = 0.5  # seconds: a probe without an answer or a refusal by then was dropped
 TOGETHER = 400  # sockets at the same time
 
 Peer = Literal["own", "node", "any"]
@@ -147,18 +147,18 @@ def _datagram(client: socket.socket) -> Reply:
 
 
 def _own(client: socket.socket, reply: Reply) -> Reply:
-    """The client's own address in the reply is told as `own`."""
+    """The client's own address in the reply is reported as `own`."""
     own = client.getsockname()[0]
     return Reply(reply.pod, ("own" if reply.peer[0] == own else reply.peer[0], reply.peer[1]), reply.local)
 
 
 def _name(number: int) -> str:
-    """Of an error. A time-out is one, too, where nobody waited for it: silence is not told to a socket."""
+    """Of an error. A time-out is one, too, where nobody waited for it: a socket does not learn of silence."""
     return REFUSED if number == errno.ECONNREFUSED else errno.errorcode.get(number, "closed")
 
 
 def sight(bench: Bench, place: str, answers: Sequence[Reply | str]) -> Seen:
-    """What one client saw in all; a node's own address is told as the node's."""
+    """What one client saw in all; a node's own address is reported as the node's."""
     nodes = set(bench.node_addresses)
     replies = [answer for answer in answers if isinstance(answer, Reply)]
     peers = set()

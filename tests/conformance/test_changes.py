@@ -66,12 +66,12 @@ def test_a_target_port_change_is_followed(bench: Bench, family: int) -> None:
     eventually(lambda: bench.ask("pod1", service, family).local[1] == SECOND_HTTP, 8, "still the old port")
 
 
-@pytest.mark.row("6.8", "a deleted service is gone, its neighbour stays")
-def test_a_deleted_service_is_gone_and_its_neighbour_stays(bench: Bench, family: int) -> None:
-    doomed, neighbour = bench.service("pod2"), bench.service("pod3")
+@pytest.mark.row("6.8", "a deleted service is gone, the other stays")
+def test_a_deleted_service_is_gone_and_the_other_stays(bench: Bench, family: int) -> None:
+    doomed, other = bench.service("pod2"), bench.service("pod3")
     doomed.delete()
     eventually(lambda: silent(bench, "pod1", doomed, family, 0.3), 8, "a deleted service still answers")
-    assert bench.seen("pod1", neighbour, family, 5) == {"pod3"}
+    assert bench.seen("pod1", other, family, 5) == {"pod3"}
     doomed.write()
     bench.settle(doomed, {"pod2"}, family)
 
@@ -129,7 +129,7 @@ def test_terminating_endpoints_are_the_last_resort(bench: Bench, family: int) ->
 @pytest.mark.parametrize("connected", [True, False], ids=["connected", "unconnected"])
 @pytest.mark.parametrize("place", ["pod1", "node"])
 def test_a_udp_flow_moves_when_its_backend_is_gone(bench: Bench, place: str, connected: bool, family: int) -> None:
-    """A connected socket of the node may be told by an error, and connects anew, as resolvers do; silence is wrong."""
+    """A connected socket of the node may get an error, and connects anew, as resolvers do; silence is wrong."""
     service = bench.service("pod2", "pod3", protocol="UDP", port=53, target=UDP)
     target = None if connected else service.vip(family)
     with bench.socket(place, family, socket.SOCK_DGRAM, timeout=0.5) as client:

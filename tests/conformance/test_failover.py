@@ -190,7 +190,7 @@ def test_a_backend_that_refuses_is_passed_by(bench: Bench, family: int) -> None:
     web = bench.service("pod2", "pod3", "pod4")
     with failing(bench, "pod3", how="reject with tcp reset"):
         eventually(lambda: bench.spread("pod1", web, family, 24).keys() == {"pod2", "pod4"}, 8, "pod3 is never ejected")
-        eventually(lambda: ejected(bench, web) == ends(bench, ["pod3"], [family]), 3, "it is not told who is out")
+        eventually(lambda: ejected(bench, web) == ends(bench, ["pod3"], [family]), 3, "the ejection is not reported")
 
 
 @pytest.mark.core

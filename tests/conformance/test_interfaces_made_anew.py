@@ -103,7 +103,7 @@ def test_datagrams_go_on(
 @pytest.mark.row("5.8", "a pod is made anew with its address: its connections are reset")
 @pytest.mark.parametrize(("place", "way"), WAYS)
 def test_connections_are_reset(renewing: Bench, sandbox: Callable[[], None], place: str, way: str, family: int) -> None:
-    """By the pod, which knows nothing of them; the client must hear of it."""
+    """By the pod, which knows nothing of them; the client must get the reset."""
     bench = renewing
     service = bench.service("pod9", outside=True)
     with bench.connect(place, target_of(bench, service, way, family), family, timeout=10) as client:

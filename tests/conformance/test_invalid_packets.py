@@ -54,7 +54,7 @@ def read_segment(frame: bytes) -> Segment | None:
 
 @contextmanager
 def wire(bench: Bench, place: str) -> Iterator[Callable[[], Iterator[Segment]]]:
-    """Listen at the interface of a place (packet(7)): what it yields tells the segments since it was last called."""
+    """Listen at the interface of a place (packet(7)): what it yields returns the segments since its last call."""
     with bench.lab.inside(place):
         listener = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(ETH_P_ALL))
         listener.bind(("eth0", ETH_P_ALL))
@@ -117,4 +117,4 @@ def test_a_segment_outside_the_window_resets_nothing(
         seen = list(captured())
     assert any(segment.sequence == sequence for segment in seen), "nothing was sent"
     resets = [segment for segment in seen if segment.flags & RST]
-    assert not resets, f"the backend was told to reset: {resets}"
+    assert not resets, f"the backend got a reset: {resets}"

@@ -1,4 +1,4 @@
-"""Agents with other flags: masqueradeAll, the mark's bit, how pods are told apart, where node ports are served."""
+"""Agents with other flags: masqueradeAll, the mark's bit, how pods are matched, where node ports are served."""
 
 from __future__ import annotations
 

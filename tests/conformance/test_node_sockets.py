@@ -60,7 +60,7 @@ def test_datagrams_wait_for_an_endpoint(bench: Bench, place: str, connected: boo
     with bench.socket(place, family, socket.SOCK_DGRAM, timeout=0.2) as client:
         if connected:
             client.connect(target)
-        for _ in range(2):  # netfilter tells the sender of what it drops on its way out
+        for _ in range(2):  # netfilter reports an error to the sender of a packet that it drops on output
             with contextlib.suppress(PermissionError):
                 client.sendmsg([b"who?"], [], 0, *([] if connected else [target]))
             with pytest.raises(TimeoutError):
@@ -117,7 +117,7 @@ def test_bound_to_a_load_balancer_ip(bench: Bench, backend: str, family: int) ->
 
 
 @pytest.mark.row("2.31", "datagrams from a load-balancer IP")
-@pytest.mark.parametrize("how", ["bound", "told with each"])
+@pytest.mark.parametrize("how", ["bound", "with each packet"])
 def test_datagrams_from_a_load_balancer_ip(bench: Bench, how: str, family: int) -> None:
     service = bench.service("remote1", protocol="UDP", port=53, target=UDP, outside=True)
     target = service.vip(family)

@@ -168,7 +168,7 @@ NUMBERS = itertools.count(41000)
 
 @pytest.mark.parametrize("tag", [0, 10], ids=["priority-tag", "vlan"])
 def test_tagged_frames(bench: Bench, mode: str, tag: int, family: int) -> None:
-    """A tag that only tells a priority changes nothing; a VLAN that the node is not in is not served."""
+    """A tag that only carries a priority changes nothing; a VLAN that the node is not in is not served."""
     service = bench.service("pod2", protocol="UDP", port=53, target=UDP_PORT, outside=True)
     target = target_of(bench, service, "nodeport", family)
     lab = bench.lab

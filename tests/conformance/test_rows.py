@@ -32,7 +32,7 @@ def _params() -> list[object]:
 
 @pytest.fixture(scope="session")
 def silences(world: World, mode: str) -> dict[tuple[str, int], Seen]:
-    """Nobody can be heard to be silent: all who should be are asked at once and waited for once."""
+    """Silence shows only after a time-out: all probes that should get no answer run at once and wait once."""
     asked = [(case, family) for case in CASES for family in FAMILIES.values() if case.wanted(mode) == SILENT]
     answers = volley(world.bench, [_probe(world, case, family) for case, family in asked for _ in range(2)], QUIET)
     replies = {
@@ -87,7 +87,7 @@ def _in_words(case: Case, bench: Bench, family: int) -> tuple[str, frozenset[str
     want = case.want
     if not isinstance(want, To):
         return {"refused": "reject", "silent": "drop"}[want], frozenset(), False
-    if case.address:  # no backends: whoever has that address
+    if case.address:  # no backends: the host that has that address
         return "untouched", frozenset(), False
     candidates = frozenset(bench.lab[pod].address(family) for pod in want.pods)
     masquerade = want.peer == "node" or want.pods == {case.place}

@@ -1,4 +1,4 @@
-"""One random history of a cluster, told to a real agent of every mode: all answer alike, and as `explain` says.
+"""One random history of a cluster, applied to a real agent of every mode: all answer alike, and as `explain` says.
 
 A history is a row of steps, each of some events at once. An agent has made a table of one step before the next
 begins, so that it changes what it has programmed, again and again, and does not begin with the last state.
@@ -138,7 +138,7 @@ class Node:
             service.write(spec=now.spec(), outside=now.outside, protocol=now.protocol, target=target)
 
     def wrong(self, life: dict[str, Life], table: ServiceTable) -> list[str]:
-        """What differs from `explain`, in sentences."""
+        """Messages about what differs from `explain`."""
         questions = [
             (title, place, kind, family)
             for title, place, kind, family in itertools.product(NAMES, PLACES, KINDS, (V4, V6))

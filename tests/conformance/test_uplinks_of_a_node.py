@@ -1,4 +1,4 @@
-"""A node with two uplinks, or several addresses: whoever asks, is answered from the address that was asked."""
+"""A node with two uplinks, or several addresses: every reply comes from the address that the client asked."""
 
 from __future__ import annotations
 

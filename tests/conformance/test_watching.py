@@ -16,7 +16,7 @@ from .kit import V4, Bench, Service, eventually
 @pytest.fixture(autouse=True)
 def of_ebpf(mode: str) -> None:
     if mode != "ebpf":
-        pytest.skip(f"mode {mode} has no programs of ours that could tell")
+        pytest.skip(f"mode {mode} has no eBPF programs that emit events")
 
 
 def said(bench: Bench, *arguments: str) -> Any:
@@ -80,7 +80,7 @@ def test_a_refused_port_shows_with_the_services_name(bench: Bench, family: int) 
         wanted = f"{service.address(family)}]:4444" if family != V4 else f"{service.address(family)}:4444"
         return any(row["reason"] == "reject" and row["destination"].endswith(wanted) for row in rows)
 
-    eventually(reported, 5, "the refusal is not told")
+    eventually(reported, 5, "the rejection is not reported")
     text = bench.agent.command("drops", f"conformance/{service.name}", "--admin-socket", str(bench.agent.socket)).stdout
     assert re.search(rf"reject +conformance/{service.name} +TCP .*:4444 .*from a pod", text)
 
@@ -103,7 +103,7 @@ def test_a_refused_socket_of_the_node_shows(bench: Bench, family: int) -> None:
             for row in said(bench, "drops", f"conformance/{service.name}")
         ),
         5,
-        "the refusal is not told",
+        "the rejection is not reported",
     )  # fmt: skip
 
 
@@ -133,7 +133,7 @@ def test_a_trace_shows_a_connection(bench: Bench, family: int) -> None:
 
 
 @pytest.mark.parametrize("place", ["pod1", "node", "client"])
-def test_explain_live_tells_what_then_happens(bench: Bench, place: str, family: int) -> None:
+def test_explain_live_predicts_what_happens(bench: Bench, place: str, family: int) -> None:
     service = bench.service("pod2", outside=True)
     target = service.vip(family) if place != "client" else (service.external_ip(family), service.port)
     text = f"[{target[0]}]:{target[1]}" if family != V4 else f"{target[0]}:{target[1]}"

@@ -42,7 +42,7 @@ def shop(name: str = "web", **spec: Any) -> dict[str, Any]:
 
 
 def slice_of(lab: Lab, pods: dict[str, dict[str, Any]], name: str = "web", headless: bool = False) -> dict[str, Any]:
-    """The slice of a Service: pods, and what else is told of each endpoint."""
+    """The slice of a Service: pods, and further fields of each endpoint."""
     usual = {"conditions": {"ready": True, "serving": True, "terminating": False}, "nodeName": NODE_NAMES["node"]}
     labels = {"kubernetes.io/service-name": name} | ({"service.kubernetes.io/headless": ""} if headless else {})
     return {
@@ -140,7 +140,7 @@ def test_deleted_and_made_again_in_one_batch(mode: str, start: Callable[..., Ser
             api.put_all([shop(name), slice_of(lab, {pod: {}}, name)])
         names.append(name)
         until(lambda pod=pod: who(lab) == {pod}, f"{name} by {pod}")
-    with api.quiet():  # the new one before the old one goes, as servers may tell it
+    with api.quiet():  # the new one before the old one goes, as servers may send it
         api.put_all([shop("last"), slice_of(lab, {"pod3": {}}, "last")])
         api.delete("services", "shop/web")
     until(lambda: who(lab) == {"pod3"}, "the last one")
@@ -149,7 +149,9 @@ def test_deleted_and_made_again_in_one_batch(mode: str, start: Callable[..., Ser
     assert status.dataplane.unprogrammed == []
 
 
-def test_how_long_a_change_took_is_told_honestly(start: Callable[..., Served], lab: Lab, api: ApiServer) -> None:
+def test_each_superseded_change_counts_with_its_own_latency(
+    start: Callable[..., Served], lab: Lab, api: ApiServer
+) -> None:
     """Changes that wait for a sync and overtake each other count with the time that each of them waited."""
     api.put_all([shop(), slice_of(lab, {"pod2": {}})])
     start("--metrics-bind-address", f"127.0.0.1:{METRICS}", "--iptables-min-sync-period", f"{NOW_DUE:g}s",
@@ -183,7 +185,7 @@ def test_how_long_a_change_took_is_told_honestly(start: Callable[..., Served], l
     assert 20 * 0.3 * NOW_DUE < waited < 20 * (ended - began), "the time of the rest is in each of them"
 
 
-def test_who_answers_is_told(lab: Lab) -> None:
+def test_who_names_the_pod_that_answers(lab: Lab) -> None:
     """What these tests look at: a pod that is asked itself, and nobody."""
     assert who(lab, lab["pod3"].address4, 8080) == {"pod3"}
     assert who(lab, lab["pod3"].address(socket.AF_INET), 8081, times=2) == {"-"}

@@ -19,7 +19,7 @@ def kinds(agent: Served) -> dict[str, str]:
     return {row.kind: row.state for row in agent.status().source.kinds}
 
 
-def test_each_line_of_the_log_is_told_once(start: Callable[..., Served], api: ApiServer) -> None:
+def test_each_line_of_the_log_is_written_once(start: Callable[..., Served], api: ApiServer) -> None:
     api.put(service(3, ports=[{"name": "http", "port": 70000}]))
     agent = start()
     until(lambda: "all kinds are read" in agent.log.read_text(), "the source is well")

@@ -1,4 +1,4 @@
-"""What is told of files as they change."""
+"""Changes of files, as the watcher reports them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PATIENCE = 600  # ticks: a minute
 
 @pytest.fixture
 def changes(tmp_path: Path) -> Iterator[Iterator[Tick]]:
-    """What is told of a folder that is watched already."""
+    """Ticks of a folder that is already watched."""
     stop = threading.Event()
     seen = ticks(tmp_path, stop)
     assert next(seen) == Tick(False)
@@ -29,10 +29,10 @@ def happened(changes: Iterator[Tick], wanted: Path | None = None) -> Tick:
     for _, tick in zip(range(PATIENCE), changes, strict=False):
         if tick.happened and (wanted is None or str(wanted) in tick.complete):
             return tick
-    raise AssertionError(f"nothing was told of {wanted or 'a change'}")
+    raise AssertionError(f"no tick reported {wanted or 'a change'}")
 
 
-def test_nothing_is_told_while_nothing_happens(changes: Iterator[Tick]) -> None:
+def test_no_change_is_reported_while_nothing_happens(changes: Iterator[Tick]) -> None:
     assert [next(changes) for _ in range(3)] == [Tick(False)] * 3
 
 

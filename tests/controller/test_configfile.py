@@ -124,7 +124,7 @@ class TestTheirFiles:
     def test_flags_that_manifests_pass(self, arguments: str):
         assert from_flags(flags(*arguments.split())).warnings == ()
 
-    def test_flags_of_old_manifests_are_told(self):
+    def test_flags_of_old_manifests_are_reported(self):
         config = from_flags(flags("--logtostderr=true", "--alsologtostderr", "--masquerade-all"))
         assert [warning.split(":")[0] for warning in config.warnings] == ["--alsologtostderr", "--logtostderr"]
         assert config.settings.masquerade_all
@@ -316,7 +316,7 @@ class TestFields:
             assert needs_reopening(before, found.config) == (row.setting.effect == REOPENS)
 
     @pytest.mark.parametrize(("path", "asks", "does_not"), TOLD, ids=[path for path, *_ in TOLD])
-    def test_told(self, path: str, asks: str, does_not: str):
+    def test_a_warning_names_the_field(self, path: str, asks: str, does_not: str):
         (warning,) = of_field(K, path, yaml.safe_load(asks)).config.warnings
         assert warning.startswith(f"f.conf: {K}.{path} ")
         assert of_field(K, path, yaml.safe_load(does_not)).config.warnings == ()
@@ -459,7 +459,7 @@ ebpf: {{xdp: generic, limits: {{flows: 1}}, probes: [1]}}
             loaded(f"kind: Pod\n---\n{HEAD}oomScoreAdj: 5000")
         assert [problem.partition(":")[2][:12] for problem in error.value.problems] == [" line 1: kin", " KubeProxyCo"]
 
-    def test_what_is_missing_is_told_with_the_rest(self):
+    def test_missing_settings_are_reported_with_the_rest(self):
         with pytest.raises(ConfigError) as error:
             loaded(HEAD + "detectLocalMode: BridgeInterface\noomScoreAdj: 5000")
         assert len(error.value.problems) == 2
@@ -470,7 +470,7 @@ ebpf: {{xdp: generic, limits: {{flows: 1}}, probes: [1]}}
         assert len(error.value.problems) == 100
         assert len(str(error.value).splitlines()) < 30
 
-    def test_flags_alone_are_told_at_once_too(self, capsys):
+    def test_errors_of_flags_alone_are_reported_at_once_too(self, capsys):
         assert cli.main(["run", "--proxy-mode", "fast", "--xdp", "maybe", "--max-flows", "1"]) == 2
         said = capsys.readouterr().err
         assert [flag in said for flag in ("--proxy-mode 'fast'", "--xdp 'maybe'", "--max-flows '1'")] == [True] * 3
@@ -579,7 +579,7 @@ class TestHostile:
 
 
 class TestFlagsBesideAFile:
-    def test_kube_proxys_are_ignored_and_told(self):
+    def test_kube_proxys_are_ignored_and_reported(self):
         config = kube("mode: nftables", "--proxy-mode=ipvs", "--masquerade-all", "--healthz-port=0")
         assert (config.mode, config.settings.masquerade_all) == ("nftables", False)
         assert config.healthz_bind_address == Endpoint("0.0.0.0", 10256)

@@ -103,7 +103,7 @@ class TestWaiting:
 
 
 def random_events(dice: random.Random, count: int) -> Iterator[Event]:
-    """What a source may tell: before an object that was refused goes, or is listed as good, it says that it is well."""
+    """A source may report itself healthy before an object that was refused goes or is listed as good."""
     yield from FIRST_LISTS
     refused: set[str] = set()
 

@@ -124,7 +124,7 @@ def test_a_server_that_is_away_gets_them_later(api):
 
 
 def test_the_first_event_goes_out_when_the_connection_is_open(api, caplog):
-    """It is told before the configuration of the connection was read; nothing is wrong, and no retry is awaited."""
+    """It is reported before the configuration of the connection was read; nothing is wrong, and no retry is awaited."""
     caplog.set_level("INFO")
     connection = Connection(str(api.kubeconfig()), None)
     recorder = Recorder(connection, ME, retry_seconds=600)
@@ -145,7 +145,7 @@ def test_errors_of_the_server_are_tried_again(api):
         until(api.events, "the event, at the fourth try")
 
 
-def test_a_refusal_is_told_and_the_next_event_is_written(api, caplog):
+def test_a_refusal_is_logged_and_the_next_event_is_written(api, caplog):
     api.event_faults.answers.append((403, {}))
     with recording(api) as recorder:
         degraded(recorder)

@@ -1,4 +1,4 @@
-"""Rows 8.1 to 8.4 decided: who is well, and what is told. No socket is opened here."""
+"""Rows 8.1 to 8.4 decided: what is healthy, and what the answers hold. No socket is opened here."""
 
 from __future__ import annotations
 

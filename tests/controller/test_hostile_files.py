@@ -330,10 +330,10 @@ class Running:
         self.problems: dict[str, str] = {}
         self._changed = threading.Condition()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=Manifests(path).run, args=(self._hear, self._stop), daemon=True)
+        self._thread = threading.Thread(target=Manifests(path).run, args=(self._take, self._stop), daemon=True)
         self._thread.start()
 
-    def _hear(self, event: object) -> None:
+    def _take(self, event: object) -> None:
         with self._changed:
             if isinstance(event, Problem):
                 self.problems[event.where] = event.message
@@ -423,7 +423,7 @@ def test_a_folder_of_a_config_map(tmp_path: Path, running: Running) -> None:
     assert not running.problems
 
 
-def test_a_link_to_a_folder_below_another_one_is_told(tmp_path: Path) -> None:
+def test_a_link_to_a_folder_below_another_one_is_reported(tmp_path: Path) -> None:
     (tmp_path / ".real" / "deep").mkdir(parents=True)
     (tmp_path / ".real" / "good.yaml").write_text(GOOD)
     (tmp_path / ".other").mkdir()

@@ -77,8 +77,8 @@ def suffer(server: HostileServer, watcher: Watcher, reply: Callable[[Request], R
     assert watcher.state == known
 
 
-def test_who_is_told_may_wait_for_one_who_asks(server: HostileServer) -> None:
-    """The one who is told holds a lock; another one holds it while he asks how the kinds are read."""
+def test_the_receiver_of_an_event_may_wait_for_a_caller_of_states(server: HostileServer) -> None:
+    """The receiver of events waits for a thread that asks for the states of the kinds: no deadlock."""
     asked: list[bool] = []
 
     def report(event: object) -> None:
@@ -94,9 +94,9 @@ def test_who_is_told_may_wait_for_one_who_asks(server: HostileServer) -> None:
     running = threading.Thread(target=source.run, args=(report, stop))
     running.start()
     try:
-        until(lambda: asked, "something is told")
+        until(lambda: asked, "a state is reported")
         server.turn(always(framed("500 Internal Server Error", b"{}")))
-        until(lambda: len(asked) > 1, "the loss is told")
+        until(lambda: len(asked) > 1, "the loss is reported")
     finally:
         server.turn(None)
         stop.set()
@@ -288,7 +288,7 @@ def test_an_event_without_an_end(small: None, server: HostileServer, watcher: Wa
 
 
 def test_objects_without_an_end(small: None, server: HostileServer, watcher: Watcher) -> None:
-    """A stream that tells of ever more; what came before is kept."""
+    """A stream that never stops sending objects; what came before is kept."""
 
     def pieces(kind: str) -> Iterator[bytes]:
         yield framed("200 OK", b"", "close")

@@ -207,7 +207,7 @@ def test_half_of_a_site_is_none(served):
         with pytest.raises(ConnectionRefusedError):
             served.get(port=port, address="127.0.0.2")
         time.sleep(0.2)  # several tries
-        assert len(served.failures) == 1, "told once"
+        assert len(served.failures) == 1, "reported once"
         assert f"127.0.0.3:{port}: another socket has this port" in served.failures[0][1]
     until(lambda: served.server.served == {"a"})
     assert served.get(port=port, address="127.0.0.2") == (200, b"a")

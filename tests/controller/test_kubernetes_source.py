@@ -95,7 +95,7 @@ def connected(api: ApiServer, watcher: Watcher) -> None:
 # ------------------------------------------------------------------------------------------- fair weather
 
 
-def test_first_lists_tell_everything(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+def test_first_lists_report_every_object(api: ApiServer, watch: Callable[..., Watcher]) -> None:
     watcher = watch()
     watcher.complete()
 
@@ -175,7 +175,7 @@ def test_pages_that_are_too_large_are_asked_for_with_fewer_objects(
     assert all(state.healthy for state in watcher.of(SourceState))
 
 
-def test_nothing_is_told_before_the_last_page(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+def test_nothing_is_reported_before_the_last_page(api: ApiServer, watch: Callable[..., Watcher]) -> None:
     api.faults("services").delay = 0.1
     watcher = watch(page_size=2)
     watcher.until(lambda: lists_asked(api, "services") == 3, "the last page is asked for")
@@ -254,7 +254,7 @@ def test_bookmarks_keep_a_quiet_stream_young(api: ApiServer, watch: Callable[...
     assert lists_asked(api, "services") == 1
 
 
-def test_a_stream_that_is_cut_again_and_again_is_told(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+def test_a_stream_that_is_cut_again_and_again_is_reported(api: ApiServer, watch: Callable[..., Watcher]) -> None:
     watcher = watch()
     watcher.complete()
     connected(api, watcher)
@@ -400,7 +400,7 @@ def test_a_new_list_reports_changes_at_once_and_new_objects_in_the_end(
 # ------------------------------------------------------------------------------------------- a server in trouble
 
 
-def test_errors_are_told_and_survived(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+def test_errors_are_reported_and_survived(api: ApiServer, watch: Callable[..., Watcher]) -> None:
     watcher = watch()
     watcher.complete()
     connected(api, watcher)
@@ -521,7 +521,7 @@ def test_duplicates_and_old_news_do_not_turn_time_back(api: ApiServer, watch: Ca
     assert watcher.state == expected(api)
 
 
-def test_swapped_neighbours_are_put_right(api: ApiServer, watch: Callable[..., Watcher]) -> None:
+def test_two_swapped_objects_are_put_right(api: ApiServer, watch: Callable[..., Watcher]) -> None:
     watcher = watch()
     watcher.complete()
     connected(api, watcher)
@@ -864,7 +864,7 @@ def test_credentials_that_are_refused_are_tried_by_one_for_all(
     watcher.until(lambda: api.refused_tokens >= 8, "some refusals")
     assert sorted(Counter(request.plural for request in api.requests).values())[:3] == [1, 1, 1]
     assert "read the API server's configuration" not in caplog.text, "they are the same"
-    assert len([s for s in watcher.of(SourceState) if not s.healthy]) <= 4, "told once for each kind"
+    assert len([s for s in watcher.of(SourceState) if not s.healthy]) <= 4, "reported once for each kind"
     api.set_token("second")
     watcher.complete()
 
@@ -882,7 +882,7 @@ def test_credentials_that_are_refused_are_tried_by_one_for_all(
         pytest.param(["forgotten", "answered", "settled"] * 3,        [0, 0, 0],        id="410 once in a while"),
         pytest.param(["ended"] * 6,                                   [1, 2, 4, 4, 4, 4],     id="streams that end"),
         pytest.param(["ended", "answered"] * 3,                       [1, 2, 4],        id="streams that are accepted"),
-        pytest.param(["ended", "answered", "received"] * 3,              [1, 1, 1],        id="streams that tell"),
+        pytest.param(["ended", "answered", "received"] * 3,              [1, 1, 1],        id="streams with events"),
         pytest.param(["failed"] * 4 + ["forgotten", "failed"],        [1, 2, 4, 8, 0, 1], id="410 is an answer"),
         pytest.param(["failed"] * 4 + ["ended", "failed"],            [1, 2, 4, 8, 1, 1], id="a stream is an answer"),
         pytest.param(["unusable", "answered", "received"] * 4,           [1, 2, 4, 8],     id="answers that are none"),
@@ -1141,7 +1141,7 @@ def streaming(api: ApiServer) -> ApiServer:
     return api
 
 
-def test_one_stream_tells_everything_and_goes_on(streaming: ApiServer, watch: Callable[..., Watcher]) -> None:
+def test_one_stream_lists_every_object_and_goes_on(streaming: ApiServer, watch: Callable[..., Watcher]) -> None:
     api = streaming
     watcher = watch(streams=True)
     watcher.complete()
@@ -1186,7 +1186,7 @@ def test_a_server_that_does_not_say_where_all_ends_is_asked_by_pages(
     assert lists_asked(api, "endpointslices") == 1
 
 
-def test_nothing_counts_before_all_was_told(streaming: ApiServer, watch: Callable[..., Watcher]) -> None:
+def test_nothing_is_reported_before_the_initial_events_end(streaming: ApiServer, watch: Callable[..., Watcher]) -> None:
     api = streaming
     api.faults("services").cut_lists = 1
     watcher = watch(streams=True)
@@ -1196,7 +1196,7 @@ def test_nothing_counts_before_all_was_told(streaming: ApiServer, watch: Callabl
     assert (initial_asked(api, "services"), lists_asked(api, "services")) == (1, 1)  # what failed so is done by pages
 
 
-def test_after_410_a_stream_tells_everything_again(streaming: ApiServer, watch: Callable[..., Watcher]) -> None:
+def test_after_410_a_stream_lists_every_object_again(streaming: ApiServer, watch: Callable[..., Watcher]) -> None:
     api = streaming
     watcher = watch(streams=True)
     watcher.complete()

@@ -217,14 +217,14 @@ def test_log_level_and_what_waits_and_what_is_refused(start: Callable[[str], Age
     file.theirs["logging"] = {"verbosity": 5}
     file.ours["ebpf"] = {"limits": {"flows": 8}}
     file.write()
-    status = agent.wait(lambda status: status.configuration.waiting, 10, "told of the change")
+    status = agent.wait(lambda status: status.configuration.waiting, 10, "aware of the change")
     assert status.configuration.waiting == ["HybridProxyConfiguration.ebpf.limits.flows"]
     assert "these wait for the next start of the agent: HybridProxyConfiguration.ebpf.limits.flows" in agent.tail(20)
     assert "applied: KubeProxyConfiguration.logging.verbosity" in agent.tail(20)
 
     file.theirs |= {"mode": "nftables", "nftables": {"masqueradeBit": 99}}
     file.write()
-    status = agent.wait(lambda status: status.configuration.refused, 10, "told of the error")
+    status = agent.wait(lambda status: status.configuration.refused, 10, "aware of the error")
     field = f"{file.path}: KubeProxyConfiguration.nftables.masqueradeBit 99: "
     assert status.configuration.refused.startswith(field)
 
@@ -308,7 +308,7 @@ def test_a_mode_that_cannot_serve_leaves_the_one_before(start: Callable[[str], A
     service = bench.service("pod2")
     with new_connections(lab, service, PATIENCE) as tallies:
         file.mode("ipvs")
-        status = agent.wait(lambda status: status.configuration.refused, 15, "told of the error")
+        status = agent.wait(lambda status: status.configuration.refused, 15, "aware of the error")
         assert status.configuration.refused.startswith("it cannot serve: mode ipvs: ")
         serves(agent, "nftables")
         goes_on(tallies)

@@ -80,7 +80,7 @@ class Listener:
                 case Upserted(value):
                     self.objects[kind_of(value), key_of(value)] = value
                 case Removed(kind, key):
-                    del self.objects[kind, key]  # KeyError: the source removed what it never told
+                    del self.objects[kind, key]  # KeyError: the source removed what it never reported
                 case Problem(kind, key, ""):
                     del self.problems[kind, key]
                 case Problem(kind, key):
@@ -311,7 +311,7 @@ def test_first_of_two_with_one_name_counts(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------- watching
 
 
-def test_edits_are_told_as_differences(tmp_path: Path, run: Callable[..., Listener]) -> None:
+def test_edits_are_reported_as_differences(tmp_path: Path, run: Callable[..., Listener]) -> None:
     (tmp_path / "a.yaml").write_text(service("a"))
     (tmp_path / "b.yaml").write_text(service("b", "10.96.0.11"))
     listener = run()
@@ -327,7 +327,7 @@ def test_edits_are_told_as_differences(tmp_path: Path, run: Callable[..., Listen
     assert before <= changed.received <= time.monotonic()
 
 
-def test_a_change_of_nothing_is_not_told(tmp_path: Path, run: Callable[..., Listener]) -> None:
+def test_a_write_without_changes_is_not_reported(tmp_path: Path, run: Callable[..., Listener]) -> None:
     (tmp_path / "a.yaml").write_text(service("a"))
     listener = run()
     listener.news()

@@ -1,4 +1,4 @@
-"""Which mode serves: what was asked for, the next that works here, or a refusal; who else is kept out, and who is told.
+"""Which mode serves: what was asked for, the next that works here, or a refusal; other proxies, and what is reported.
 
 The modes here are folders as real ones are, each with one thing wrong. What falls back falls back to a real mode.
 """
@@ -74,7 +74,7 @@ MODES = {
     "later": source("later", sync="raise Unsupported('a rule', 'the kernel lacks it')",
                     close="import sys; print('later is closed', file=sys.stderr)"),
     "drifts": source("drifts", maintain="self.audit_repairs = 2"),
-    "tells": source("tells", maintain="return [Event('d/web:p', 'Warning', 'BackendEjected', 'Eject', 'so')]"),
+    "ejects": source("ejects", maintain="return [Event('d/web:p', 'Warning', 'BackendEjected', 'Eject', 'so')]"),
     "nofiles": source("nofiles", maintain="raise OSError(24, 'Too many open files')"),
     "broken": source("broken", maintain="raise DataplaneError('a link cannot be put back')"),
     "drains": source("drains", clean="return 4", drain="return True"),
@@ -184,14 +184,14 @@ class TestChoosing:
         assert messages == []
         eventually(lambda: len(messages) == 3, "everything")
 
-    def test_the_survey_has_a_sentence_for_each(self):
+    def test_the_survey_has_a_message_for_each(self):
         missing = {trial.mode: trial.missing for trial in probe_all(Options())}
         assert set(missing) == set(MODES)
         assert missing["works"] == ""
         assert missing["lacking"] == "the feature is missing: load the module"
         assert missing["crashes"].startswith("it cannot be tried: ")
         assert [name for name, text in missing.items() if not text] == [
-            "broken", "direct", "drains", "drifts", "later", "nofiles", "sticks", "tells", "works",
+            "broken", "direct", "drains", "drifts", "ejects", "later", "nofiles", "sticks", "works",
         ]  # fmt: skip
 
 
@@ -269,7 +269,7 @@ def eventually(condition: Callable[[], object], what: str) -> None:
 
 @pytest.mark.root
 class TestAgent:
-    def test_a_replaced_mode_is_told_everywhere(self, start, api, lab):
+    def test_a_replaced_mode_is_reported_everywhere(self, start, api, lab):
         agent = start("lacking", "--strict-mode=false", f"--metrics-bind-address=127.0.0.1:{METRICS}",
                       kubeconfig=api.kubeconfig())  # fmt: skip
         mode = agent.status().mode
@@ -295,7 +295,7 @@ class TestAgent:
         assert agent.status().dataplane.mode == "ebpf"
 
     @pytest.mark.parametrize("mode", ["lacking", "later"])
-    def test_strict_ends_with_one_sentence(self, start, lab, mode):
+    def test_strict_ends_with_one_message(self, start, lab, mode):
         agent = start(mode, wait=False)
         setting = "/proc/sys/net/netfilter/nf_conntrack_udp_timeout"
         before = lab.run("node", ["cat", setting]).stdout
@@ -312,7 +312,7 @@ class TestAgent:
         ended = lab.run("node", start("later", wait=False).argv, timeout=30)
         assert ended.stderr.count("later is closed") == 1
 
-    def test_what_does_not_fit_is_told_to_whose_service_it_is(self, start, api):
+    def test_an_unprogrammed_service_gets_an_event(self, start, api):
         for number in range(3):
             api.put(service(number))
             api.put(endpoint_slice(number, range(1), 1))
@@ -327,7 +327,7 @@ class TestAgent:
             for m in unprogrammed
         }
 
-    def test_a_repair_is_told(self, start, api):
+    def test_a_repair_is_reported(self, start, api):
         start("drifts", kubeconfig=api.kubeconfig())
         eventually(lambda: api.events("Repaired"), "the event")
         time.sleep(2.5)  # two more rounds of maintenance, in which nothing is repaired
@@ -336,8 +336,8 @@ class TestAgent:
         assert "2 things" in event["note"]
         assert "series" not in event
 
-    def test_what_a_mode_tells_of_a_service_is_an_event_of_it(self, start, api):
-        start("tells", kubeconfig=api.kubeconfig())
+    def test_what_a_mode_reports_of_a_service_is_an_event_of_it(self, start, api):
+        start("ejects", kubeconfig=api.kubeconfig())
         eventually(lambda: api.events("BackendEjected"), "the event")
         (event,) = api.events("BackendEjected")
         about = event["regarding"]
@@ -402,12 +402,12 @@ class TestAgent:
         try:
             agent = start("works", kubeconfig=api.kubeconfig())
             eventually(lambda: agent.status().other_proxies, "the other proxy in the status")
-            (sentence,) = agent.status().other_proxies
-            assert sentence.startswith("kube-proxy left its table ip kube-proxy here, and nobody maintains them")
-            assert f"other proxy: {sentence}" in agent.tail()
-            assert f"OTHER PROXY: {sentence}" in agent.command("status", "--admin-socket", str(agent.socket)).stdout
+            (message,) = agent.status().other_proxies
+            assert message.startswith("kube-proxy left its table ip kube-proxy here, and nobody maintains them")
+            assert f"other proxy: {message}" in agent.tail()
+            assert f"OTHER PROXY: {message}" in agent.command("status", "--admin-socket", str(agent.socket)).stdout
             eventually(lambda: api.events("OtherProxyFound"), "the event")
-            assert api.events("OtherProxyFound")[0]["note"] == sentence
+            assert api.events("OtherProxyFound")[0]["note"] == message
         finally:
             lab.run("node", ["nft", "delete table ip kube-proxy"])
 

@@ -1,6 +1,6 @@
-"""What is documented, drawn and alerted on is what real agents tell.
+"""What is documented, drawn and alerted on is what real agents export.
 
-Real agents of three modes run in a lab, with an API server, traffic and objects of every kind; what they tell is
+Real agents of three modes run in a lab, with an API server, traffic and objects of every kind; what they export is
 collected. docs/metrics.md must list exactly that, and a dashboard or an alert may use nothing else.
 """
 
@@ -39,7 +39,7 @@ WORDS = frozenset({
 
 
 class Metrics:
-    """Everything that the agents told: types by family, labels and sample names."""
+    """Everything that the agents export: types by family, labels and sample names."""
 
     def __init__(self) -> None:
         self.types: dict[str, str] = {}
@@ -169,13 +169,13 @@ def metrics_of(expression: str) -> set[str]:
     return {word for word in re.findall(r"(?<![\w.])[a-zA-Z_:][\w:]*", bare) if word not in WORDS}
 
 
-def test_every_metric_that_is_used_is_told(metrics: Metrics) -> None:
+def test_every_metric_that_is_used_is_exported(metrics: Metrics) -> None:
     used = {expression: metrics_of(expression) for expression in expressions()}
     assert all(used.values()), [expression for expression, names in used.items() if not names]
     assert {name for names in used.values() for name in names} <= metrics.samples
 
 
-def test_labels_that_are_used_are_told(metrics: Metrics) -> None:
+def test_labels_that_are_used_are_exported(metrics: Metrics) -> None:
     known = {label for labels in metrics.labels.values() for label in labels} | {"instance", "job", "le"}
     for expression in expressions():
         for name, selector in re.findall(r"(\w+)\{([^}]*)\}", expression):

@@ -34,11 +34,11 @@ SERVICE_NAME = "kubernetes.io/service-name"
 
 
 def both(kind: str, value: object) -> Object | Ignored:
-    """The object through both doors, JSON and plain values, which must agree, also in what they refuse."""
+    """The object through both parsers, of JSON and of plain values, which must agree, also in what they refuse."""
     outcomes: list[Object | Ignored | Refused] = []
-    for door in (parse.convert, lambda kind, value: parse.decode(kind, json.dumps(value).encode())):
+    for parser in (parse.convert, lambda kind, value: parse.decode(kind, json.dumps(value).encode())):
         try:
-            outcomes.append(door(kind, value))
+            outcomes.append(parser(kind, value))
         except Refused as error:
             outcomes.append(error)
     plain, decoded = outcomes

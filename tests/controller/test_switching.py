@@ -109,7 +109,7 @@ def resolvers(lab: Lab, service: Service) -> Iterator[list[socket.socket]]:
 
 
 def keep_sending(client: socket.socket, stop: threading.Event) -> None:
-    """One datagram after the other, whoever answers."""
+    """One datagram after the other, from any backend."""
     while not stop.wait(0.02):
         with contextlib.suppress(OSError):
             client.send(b"who?")
@@ -147,7 +147,7 @@ def test_the_next_mode_takes_over_under_load(agents: tuple[Agent, Agent], lab: L
             assert left_of(old.mode, lab) is None
             goes_on(tallies)
             if lasting and "ebpf" not in {old.mode, new.mode}:
-                go_on(streams, 0.2)  # conntrack has them, whoever made its entries
+                go_on(streams, 0.2)  # conntrack has them, whichever mode made its entries
         for client in clients:
             eventually(partial(is_answered, client), 2, f"nobody answers {client.getsockname()} any more")
     for name, tally in tallies.items():

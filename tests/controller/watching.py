@@ -1,4 +1,4 @@
-"""A source that runs, what it told, and the state that follows from it."""
+"""A source that runs, what it reported, and the state that follows from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEADLINE = 60.0  # of any wait; a passing run comes nowhere near
 
 
 class Watcher:
-    """Runs a source on a thread and remembers what it told, and the state that follows from it."""
+    """Runs a source on a thread and remembers what it reported, and the state that follows from it."""
 
     def __init__(self, source: Kubernetes) -> None:
         self.source = source
@@ -52,7 +52,7 @@ class Watcher:
             self._changed.notify_all()
 
     def until(self, condition: Callable[[], Any], what: str = "") -> Any:
-        """Wait for a condition on what was told."""
+        """Wait for a condition on what was reported."""
         deadline = time.monotonic() + DEADLINE
         with self._changed:
             while not (found := condition()):

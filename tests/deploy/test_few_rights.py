@@ -189,8 +189,8 @@ def test_its_files_can_be_listed(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("missing", manifests.capabilities("ebpf"))
-def test_no_capability_of_mode_ebpf_can_be_left_out(lab: Lab, missing: str) -> None:
-    """And the agent says in a sentence which kind of right it lacks, instead of serving half."""
+def test_every_capability_of_mode_ebpf_is_needed(lab: Lab, missing: str) -> None:
+    """Without one, the agent's error says which kind of right it lacks; it does not serve half."""
     fewer = [name for name in manifests.capabilities("ebpf") if name != missing]
     agent = Agent(lab, lab.folder / "manifests", "ebpf")
     result = lab.run("node", [*confined(lab, fewer), *agent.argv])

@@ -56,11 +56,11 @@ class FromServer(Agent):
 def logged(what: str, agent: Agent) -> None:
     deadline = time.monotonic() + 20 * DEADLINES
     while what not in agent.log.read_text():
-        assert time.monotonic() < deadline, f"{what!r} was not told:\n{agent.tail()}"
+        assert time.monotonic() < deadline, f"{what!r} was not logged:\n{agent.tail()}"
         time.sleep(0.1)
 
 
-def test_no_secret_is_told_at_the_highest_verbosity(lab: Lab, tmp_path: Path) -> None:
+def test_no_secret_is_logged_at_the_highest_verbosity(lab: Lab, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text(TOKENS[0])
     with contextlib.ExitStack() as stack:

@@ -92,7 +92,7 @@ def test_from_kube_proxy_and_back(lab: Lab, former: str, ours: str) -> None:
         results = run_blocks(lab, PAGE, "node")
         assert all(done.stdout for done in results)
         status = json.loads(shell(lab, "hybrid-proxy status -o json").stdout)
-        assert any("kube-proxy left its" in sentence for sentence in status["other_proxies"]), status["other_proxies"]
+        assert any("kube-proxy left its" in message for message in status["other_proxies"]), status["other_proxies"]
         assert run_blocks(lab, PAGE, "node", former)
         assert not kube_proxys_rules(lab)
 

@@ -1,4 +1,4 @@
-"""A server over TLS that says whatever a test wants, byte by byte, to whoever asks for Kubernetes' objects."""
+"""A server over TLS that says whatever a test wants, byte by byte, to a client of the Kubernetes API."""
 
 from __future__ import annotations
 

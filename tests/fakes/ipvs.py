@@ -209,7 +209,7 @@ class FakeDevice:
             self.lose(address)
 
     def lose(self, address: str) -> None:
-        """An address goes: by us or by others, the kernel tells."""
+        """An address goes: by us or by others, the kernel notifies."""
         self.bound.discard(address)
         for wanted, changed in self.watched:
             if address in wanted:

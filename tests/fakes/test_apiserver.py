@@ -105,7 +105,7 @@ def test_namespaces(reader: Reader) -> None:
     assert names(page) == ["shop-00003"]
 
 
-def test_a_watch_tells_what_came_after_its_version(api: ApiServer, reader: Reader) -> None:
+def test_a_watch_sends_what_came_after_its_version(api: ApiServer, reader: Reader) -> None:
     _, page = reader.get(SLICES)
     api.set_endpoints(1, [0])
     api.delete("endpointslices", f"team-02/{slice_name(2)}")

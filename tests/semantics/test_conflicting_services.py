@@ -1,4 +1,4 @@
-"""Two services that claim one address and port: who gets it, and what the other is told."""
+"""Two services that claim one address and port: who gets it, and the message for the other."""
 
 # ruff: noqa: E501 (a case is one line)
 
@@ -134,8 +134,8 @@ def test_two_ports_of_one_service():
     builder = Builder(SETTINGS)
     table = builder.build(cluster(service(ports=ports)), ())
     assert [e.name for e in table.services["default/web"]] == ["default/web:one"]
-    (sentence,) = builder.conflicts["default/web"]
-    assert sentence == "ClusterIP 10.96.0.10:80 TCP of default/web:two is also another port of this service"
+    (message,) = builder.conflicts["default/web"]
+    assert message == "ClusterIP 10.96.0.10:80 TCP of default/web:two is also another port of this service"
 
 
 def test_a_service_that_lost_everything_is_not_in_the_table():

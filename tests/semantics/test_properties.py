@@ -132,7 +132,7 @@ def test_incremental_equals_full(history):
         last, table = table, builder.build(state, ())
         if table is last:
             continue
-        assert announced, "apply tells of every change"
+        assert announced, "apply reports every change"
         announced = False
         assert (table.base, table.generation) == (last.generation, last.generation + 1)
         differ = {n for n in {*last.services, *table.services} if last.services.get(n) != table.services.get(n)}

@@ -12,7 +12,7 @@ from dataplane.table import Kind
 # fmt: off
 CASES = [
     #            endpoints                                                           cluster                local
-    pytest.param([here("10.1.0.1"), away("10.1.1.1", "draining")],                   "10.1.0.1",            "10.1.0.1", id="draining endpoints are left out while others are ready"),
+    pytest.param([here("10.1.0.1"), away("10.1.1.1", "draining")],                   "10.1.0.1",            "10.1.0.1", id="draining endpoints are unused while others are ready"),
     pytest.param([here("10.1.0.1", "draining"), away("10.1.1.1", "draining")],       "10.1.0.1 10.1.1.1",   "10.1.0.1", id="none ready: all that serve while terminating"),
     pytest.param([here("10.1.0.1", "draining"), away("10.1.1.1")],                   "10.1.1.1",            "10.1.0.1", id="this node drains its own while the cluster uses ready ones"),
     pytest.param([here("10.1.0.1", "draining"), here("10.1.0.2")],                   "10.1.0.2",            "10.1.0.2", id="a ready local endpoint ends the local fallback"),

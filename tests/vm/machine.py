@@ -72,7 +72,7 @@ class Machine:
     Args:
         kernel: from `kernels.get`.
         cpus: of the guest.
-        tell: gets sentences about what is being waited for.
+        log: gets messages about what is being waited for.
     """
 
     def __init__(self, kernel: Kernel, cpus: int = 2, log: Progress = lambda _: None) -> None:

@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "core: `make test` runs it on another kernel where this one lacks what it needs")
     config.addinivalue_line("markers", "guest: starts virtual machines, one of which runs at a time")
     path = config.getoption("--report-to")
-    if path and not hasattr(config, "workerinput"):  # workers of pytest-xdist tell their reports to the process above
+    if path and not hasattr(config, "workerinput"):  # workers of pytest-xdist send their reports to the controller
         config.pluginmanager.register(Reporter(config, Path(path)))
 
 
@@ -168,7 +168,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     remote = session.config.stash.get(_REMOTE, None)
     if remote is not None:
         remote.close()
-    output = getattr(session.config, "workeroutput", None)  # of pytest-xdist: what a worker tells at its end
+    output = getattr(session.config, "workeroutput", None)  # of pytest-xdist: what a worker sends at its end
     if output is not None:
         output |= {"away": _away(session.config), "left out": session.config.stash.get(_LEFT_OUT, 0)}
 

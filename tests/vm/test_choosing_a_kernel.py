@@ -76,7 +76,7 @@ def test_every_suite_is_read_from_the_mirror_of_this_machine_and_verified() -> N
     assert all("signed-by" in line for line in lines)
 
 
-def test_a_machine_without_a_debian_mirror_is_told_so() -> None:
+def test_a_machine_without_a_debian_mirror_gets_an_error() -> None:
     with pytest.raises(LookupError, match="no Debian mirror"):
         apt_sources("https://elsewhere.example/apt Someone\n")
 

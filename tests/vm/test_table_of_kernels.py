@@ -46,7 +46,7 @@ def test_each_test_counts_once_with_its_worst_outcome() -> None:
     assert found.skipped == {"TCX link": 1}
 
 
-def test_the_table_tells_what_passed_failed_and_was_skipped_for_what() -> None:
+def test_the_table_shows_what_passed_failed_and_why_it_was_skipped() -> None:
     cells = [
         cell(passed=40, expected=2, skipped={"TCX link": 3, "mode ebpf has a way of its own": 4, "mode ebpf: no": 1}),
         cell("5.10", passed=1, failed=["t.py::one[ebpf-v4]", "t.py::one[ebpf-v6]"], unfinished="the guest stopped"),

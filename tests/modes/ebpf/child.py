@@ -1,9 +1,9 @@
-"""A process with mode ebpf on a lab's node, told over standard input what to do; tests end it wherever they want.
+"""A process with mode ebpf on a lab's node, which takes commands on standard input; tests end it wherever they want.
 
 Commands, each answered by one JSON line: `more N` serves N services more, `grow` lets all maps grow at once, `begin`
 loads programs for that and leaves it there, `maintain` lets the mode do what it does each second, `status`.
 `die links N` and `die pins N` end the process by SIGKILL when the N-th link or pin from then on has been replaced.
-`notices` lists what `maintain` told for the cluster. `state COUNT VERSION` serves so many services, each with backends
+`notices` lists the notices of `maintain`. `state COUNT VERSION` serves so many services, each with backends
 of that version, some of which another version has too, and some services only in odd versions. `die store STEP N` ends
 the process when that step of writing a change was done N times from then on. `check` compares all maps with the table;
 with `check settled` nothing may be left of what was before.

@@ -143,7 +143,7 @@ def test_somebody_elses_program_stays(place: Place) -> None:
 def test_a_veth_whose_other_end_takes_no_frames_is_left(place: Place) -> None:
     """A frame sent there would be lost."""
     if takes_frames(socket.if_nametoindex("up0")) is None:
-        pytest.skip("this kernel does not tell (Linux 6.3 does)")
+        pytest.skip("this kernel does not report it (Linux 6.3 does)")
     status = place.serve("native").status()
     assert status.interfaces == []
     assert "takes no frames" in status.left_to_tc["up0"]
@@ -218,7 +218,7 @@ def test_a_program_that_the_kernel_refuses_leaves_all_to_tc(place: Place, tmp_pa
         assert drivers.status().left_to_tc["up0"].startswith("the kernel refused the program")
 
 
-def test_what_the_kernel_tells_of_devices(place: Place) -> None:
+def test_what_the_kernel_reports_of_devices(place: Place) -> None:
     assert driver_of("up0").name == "veth"
     assert is_virtual(driver_of("up0"))
     assert is_virtual(driver_of("lo"))

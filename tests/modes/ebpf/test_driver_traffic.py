@@ -208,6 +208,6 @@ def test_devices_come_and_go(road: Road) -> None:
         assert ask_tcp(connection).pod == "remote1"
 
 
-def test_status_tells_people_where(road: Road) -> None:
+def test_status_names_the_interfaces(road: Road) -> None:
     shown = road.agent.command("status", "--admin-socket", str(road.agent.socket))
     assert f"XDP (native): {UPLINK}" in shown.stdout

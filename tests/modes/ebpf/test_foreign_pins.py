@@ -95,7 +95,7 @@ def test_a_map_of_another_kind_stays_and_new_ones_are_made_beside_it(
 
 @pytest.mark.root
 def test_a_map_whose_rows_are_laid_out_otherwise_is_not_adopted(options: Options, tmp_path: Path) -> None:
-    """Same name, type and sizes: only the types of its rows tell."""
+    """Same name, type and sizes: only the types of its rows differ."""
     former = serve(options)
     renamed = ("abi.h", "\t__u32 kind;\n\t__u32 failures;", "\t__u32 spare;\n\t__u32 failures;")
     with closing(Object(other_objects(tmp_path, renamed) / "connect.bpf.o")) as other:

@@ -1,4 +1,4 @@
-"""Pins of network namespaces that are gone are collected; those of one that lives are not, whoever holds it."""
+"""Pins of network namespaces that are gone are collected; those of one that lives are not, whatever holds it."""
 
 from __future__ import annotations
 

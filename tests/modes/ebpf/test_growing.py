@@ -207,7 +207,7 @@ def figures(child: Child) -> dict[str, int]:
     return {name: sum(row["counts"][name] for row in rows) for name in FIELDS}
 
 
-def test_bounds_are_told(lab: Lab) -> None:
+def test_bounds_are_reported(lab: Lab) -> None:
     """Before they are met, once, and when they are; what does not fit waits, the rest is served."""
     child = Child(lab, max_services=32)
     assert child.do("more 10") == []
@@ -226,14 +226,14 @@ def test_bounds_are_told(lab: Lab) -> None:
     child.end()
 
 
-def test_a_growth_that_fails_is_told_and_tried_again(lab: Lab) -> None:
+def test_a_resize_that_fails_is_reported_and_tried_again(lab: Lab) -> None:
     child = Child(lab)
     with traffic_of(lab) as traffic:
         assert child.do("refuse 1")
         refused = child.do("more 40")
         assert refused
         assert "is full" in refused[0]
-        assert any("maps cannot grow" in sentence for sentence in child.do("status")["warnings"])
+        assert any("maps cannot grow" in message for message in child.do("status")["warnings"])
         traffic.moves_on()
         assert child.do("retry")
         last = child.maintain_until(lambda status: not status["unprogrammed"])

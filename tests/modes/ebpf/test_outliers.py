@@ -52,7 +52,7 @@ def test_times_double_up_to_the_longest_and_begin_anew_when_all_was_fine() -> No
     assert detector.ejections[A].until == now + 401 + FIRST
 
 
-def test_whoever_came_back_is_remembered_until_it_has_answered() -> None:
+def test_a_readmitted_backend_is_remembered_until_it_has_answered() -> None:
     """Nobody asked it for an hour: that says nothing in its favour."""
     detector = OutlierDetector[str](3)
     evaluate_at(detector, 0.0, {A: 3})
@@ -203,7 +203,7 @@ def programmed_without_members(store: Store) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.root
-def test_a_change_of_the_service_keeps_sentences(store: Store) -> None:
+def test_a_change_of_the_service_keeps_ejections(store: Store) -> None:
     before, after = entry(one, V1, 3), entry(one, V1, 5)
     names = [b.address for b in after.serving]
     store.apply({one: (before,)})

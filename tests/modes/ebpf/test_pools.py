@@ -29,7 +29,7 @@ def test_numbers_begin_at_one_and_end_before_the_limit() -> None:
     assert pool.take(1) == [3]
 
 
-def test_small_free_neighbours_make_room_for_a_large_one() -> None:
+def test_small_adjacent_free_ranges_make_room_for_a_large_one() -> None:
     pool = SlotAllocator(64, "slots")
     pieces = [pool.take(4) for _ in range(16)]
     for piece in pieces[:8]:

@@ -131,7 +131,7 @@ def test_rings_get_smaller_before_a_service_port_is_refused(open_maps: OpenMaps)
     assert all(cut == (size, 1021) for cut, size in zip(store.plan.cut.values(), sizes[1:], strict=True))
 
 
-def test_what_is_not_as_asked_for_is_told() -> None:
+def test_warnings_name_what_is_not_as_configured() -> None:
     mode = Ebpf.__new__(Ebpf)
     mode.table = ServiceTable({one: (port("dh", [1, 1]), port("mh", [3, 1]), port("twos", [1, 1]))})
     mode.store = SimpleNamespace(plan=SimpleNamespace(cut={(f"{one}:p80", 4, 6): (251, 1021)}))  # type: ignore[assignment]

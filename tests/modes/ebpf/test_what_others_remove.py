@@ -1,4 +1,4 @@
-"""Programs, links and pins that somebody removes or changes: seen at the next glance, put back, counted, told."""
+"""Programs, links and pins that others remove or change: detected at the next check, restored, counted, reported."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_what_is_removed_comes_back(with_links: Place, accident: str, caplog: py
     assert caplog.text.count("others changed") == 1
 
 
-def test_a_pin_in_the_place_of_ours_stays_and_is_told_until_it_goes(
+def test_a_foreign_pin_in_our_place_stays_and_is_reported_until_it_goes(
     with_links: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
     place, agent = with_links, with_links.agent

@@ -58,7 +58,7 @@ def test_each_key_is_reached_once_after_any_changes(steps: list[tuple[set[int], 
     assert fresh.chains == chains.chains, "the tree depends on the way that led to it"
 
 
-def test_ten_thousand_addresses_are_told_apart_by_few_rules() -> None:
+def test_ten_thousand_addresses_are_matched_by_few_rules() -> None:
     chains = Chains()
     chains.change(set(), {0x0A600000 + number for number in range(10_000)})
     assert max(len(rules) for rules in chains.chains.values()) <= FULL

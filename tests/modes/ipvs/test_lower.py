@@ -127,7 +127,7 @@ def test_addresses_in_excluded_ranges_are_left_to_others() -> None:
     assert not lowered(web(A), node=NODE._replace(excluded=(ip_network("10.96.0.0/16"),))).servers
 
 
-def test_a_family_that_does_not_work_here_is_left_out() -> None:
+def test_a_family_that_does_not_work_here_is_not_programmed() -> None:
     assert not lowered(web(A), node=NODE._replace(families=(6,))).servers
 
 

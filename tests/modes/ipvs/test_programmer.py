@@ -394,10 +394,10 @@ def test_what_is_in_excluded_ranges_is_not_served_with_a_warning(node: Node) -> 
     agent = node.start(ipvs_exclude_cidrs=("10.96.0.0/24",))
     agent.sync(node.table(web(A)))
     assert not node.ipvs.known
-    assert [sentence for sentence in agent.warnings() if "exclude" in sentence]
+    assert [warning for warning in agent.warnings() if "exclude" in warning]
 
 
-def test_without_ip6tables_services_of_ipv6_are_misfits(node: Node) -> None:
+def test_without_ip6tables_services_of_ipv6_are_unprogrammed(node: Node) -> None:
     node.tables.families = (4,)
     node.tables.missing = {6: "the kernel has no IPv6"}
     six = entry(cluster_ip(BackendSet(()), "fd96::1"), family=6)
@@ -406,7 +406,7 @@ def test_without_ip6tables_services_of_ipv6_are_misfits(node: Node) -> None:
     assert node.weights() == {A.address: 1}
 
 
-def test_a_misfit_is_forgotten_with_its_service(node: Node) -> None:
+def test_an_unprogrammed_entry_is_forgotten_with_its_service(node: Node) -> None:
     node.tables.families = (4,)
     agent = node.start()
     six = entry(cluster_ip(BackendSet(()), "fd96::1"), family=6)

@@ -42,11 +42,11 @@ def both(target: int | WhenEmpty, address: str | None = "10.96.0.1", port: int =
 
 
 CASES = [
-    pytest.param(BY_CIDR, [vip(ALL)], [BOTH], [Port(0, Keep.PODS)], both(0), id="one-port-where-addresses-tell-pods"),
+    pytest.param(BY_CIDR, [vip(ALL)], [BOTH], [Port(0, Keep.PODS)], both(0), id="one-port-where-addresses-show-pods"),
     pytest.param(
         BY_INTERFACE, [vip(ALL)], [BOTH], [Port(0, Keep.ALWAYS), Port(0, Keep.NEVER)],
         (Redirect("internal", "10.96.0.1", 80, 0), Redirect("external", "10.96.0.1", 80, 1)),
-        id="two-ports-where-only-the-interface-tells",
+        id="two-ports-where-only-the-interface-shows-pods",
     ),
     pytest.param(
         UNKNOWN, [vip(ALL, masquerade=Masquerade.NEVER)], [BOTH], [Port(0, Keep.ALWAYS)], both(0), id="no-detection"

@@ -328,7 +328,7 @@ def test_a_relay_of_another_version_hands_over_and_serves_to_the_end(node: Node,
     eventually(lambda: not draining(), "the old relay does not end after its last connection")
 
 
-def test_sctp_without_sctp_sockets_is_a_misfit(node: Node) -> None:
+def test_sctp_without_sctp_sockets_is_unprogrammed(node: Node) -> None:
     result = node.mode.sync(node.table("pod2", sctp=True, generation=1))
     try:
         socket.socket(socket.AF_INET, socket.SOCK_STREAM, Protocol.SCTP).close()

@@ -1,4 +1,4 @@
-"""What a run comes to: rows with known answers, sentences that say what is and what is not sure."""
+"""What a run comes to: rows with known answers, warnings about what is not certain."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_less_time_is_ahead_too() -> None:
         assert row.verdict == "ahead", metric
 
 
-def test_who_is_behind_is_told() -> None:
+def test_a_mode_that_is_behind_is_reported() -> None:
     found = findings(made_up(modes=("iptables", "ebpf")))
     row = found.row("requests", "ebpf", 10)
     assert row is not None
@@ -60,8 +60,8 @@ def test_an_unfinished_run_says_so() -> None:
 
 def test_few_rounds_are_not_sure() -> None:
     found = findings(made_up(rounds=3))
-    assert any("Too few rounds" in sentence and "75%" in sentence for sentence in found.warnings)
-    assert not any("Too few" in sentence for sentence in findings(made_up()).warnings)
+    assert any("Too few rounds" in warning and "75%" in warning for warning in found.warnings)
+    assert not any("Too few" in warning for warning in findings(made_up()).warnings)
 
 
 def test_noise_that_is_larger_than_the_difference_is_called_that() -> None:
@@ -79,7 +79,7 @@ def test_noise_that_is_larger_than_the_difference_is_called_that() -> None:
     assert any("noise is larger than the difference" in warning for warning in found.warnings)
 
 
-def test_a_control_that_spreads_tells_of_a_busy_machine() -> None:
+def test_a_control_that_spreads_means_a_busy_machine() -> None:
     run = made_up()
     assert not any("not quiet" in warning for warning in findings(run).warnings)
     cells = [
@@ -93,7 +93,7 @@ def test_a_control_that_spreads_tells_of_a_busy_machine() -> None:
     )
 
 
-def test_an_emulated_machine_is_told_first() -> None:
+def test_an_emulated_machine_is_reported_first() -> None:
     emulated = msgspec.structs.replace(MACHINE, emulated=True)
     assert "emulated" in findings(made_up(machine=emulated)).warnings[0]
 

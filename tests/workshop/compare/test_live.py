@@ -70,7 +70,7 @@ def test_the_service_beside_its_endpoint(agent: Agent, tmp_path: Path) -> None:
     assert after.generation == before.generation, "nothing was programmed"
 
 
-def test_refused_requests_are_told(agent: Agent, tmp_path: Path) -> None:
+def test_refused_requests_are_reported(agent: Agent, tmp_path: Path) -> None:
     """The server hangs up where the path asks for a body that long."""
     done = agent.lab.run("node", command(agent, tmp_path, "--rounds", "1", "--path", "/a b"), timeout=120)
     assert done.returncode == 0, done.stderr

@@ -56,7 +56,7 @@ def test_of_datagrams_those_that_arrived_count() -> None:
     assert found("datagrams", json.dumps(output), 0).values == {"datagrams": 300}
 
 
-def test_iperf_tells_its_error() -> None:
+def test_errors_of_iperf_are_reported() -> None:
     with pytest.raises(LoadFailed, match="the server is busy"):
         found("stream", json.dumps({"error": "error - the server is busy"}), 0)
 

@@ -145,7 +145,7 @@ def test_markdown_has_the_same_tables() -> None:
     assert all(line.count("|") == 3 + len(EVERY) for line in rows)
 
 
-def test_of_an_emulated_machine_only_ratios_are_told() -> None:
+def test_of_an_emulated_machine_only_ratios_are_reported() -> None:
     run = all_modes(machine=msgspec.structs.replace(MACHINE, emulated=True))
     text = markdown(run, findings(run))
     assert "emulated" in text.split("## How far to trust it")[1].splitlines()[2]

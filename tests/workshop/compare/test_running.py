@@ -117,7 +117,7 @@ def test_each_mode_stands_for_itself(report: Report) -> None:
 
 
 def test_one_round_is_not_called_sure(report: Report) -> None:
-    assert any("Too few rounds" in sentence for sentence in report.findings.warnings)
+    assert any("Too few rounds" in warning for warning in report.findings.warnings)
 
 
 def test_other_settings_are_not_mixed_in(report: Report, folder: Path) -> None:

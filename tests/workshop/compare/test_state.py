@@ -54,7 +54,7 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["run.json", "cells.jsonl"])
-def test_rubbish_is_told_with_the_way_out(tmp_path: Path, name: str) -> None:
+def test_an_error_about_rubbish_says_what_to_do(tmp_path: Path, name: str) -> None:
     with opened(tmp_path) as state:
         state.begin(made_up(upto=0))
         (tmp_path / name).write_text("{}x\n")

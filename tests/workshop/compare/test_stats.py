@@ -28,7 +28,7 @@ def test_of_six_the_whole_range_is_needed() -> None:
     assert estimate([6, 1, 5, 2, 4, 3]) == Estimate(3.5, 1, 6, 0.96875, 6)
 
 
-def test_of_nine_the_outermost_are_left_out() -> None:
+def test_of_nine_the_outermost_are_excluded() -> None:
     found = estimate([9, 8, 7, 6, 5, 4, 3, 2, 1])
     assert found is not None
     assert (found.median, found.low, found.high) == (5, 2, 8)

@@ -1,4 +1,4 @@
-"""Texts of cells, orders of rows, sentences about the node."""
+"""Texts of cells, orders of rows, messages about the node."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_every_column_has_a_text_of_every_row() -> None:
         assert each.text(row("ns/a", None))
 
 
-def test_the_head_tells_mode_and_totals() -> None:
+def test_the_head_shows_mode_and_totals() -> None:
     counters = status(drop_empty=0, reject=0)
     before = sample(0, service("ns/a:http", 0), status=counters)
     now = sample(1, service("ns/a:http", 5), status=counters)
@@ -84,7 +84,7 @@ def test_the_head_tells_mode_and_totals() -> None:
     assert cells.trouble(picture(before, before, now)) == []
 
 
-def test_trouble_is_told_and_without_an_agent_that_one() -> None:
+def test_trouble_is_shown_and_without_an_agent_only_that() -> None:
     status = agent_status(mode=ModeStatus("ebpf", "nftables", "no BTF"), error="boom")
     plain = service("ns/a", 0, traffic=None)
     now = sample(0, plain, status=status, mode="nftables")
@@ -92,7 +92,7 @@ def test_trouble_is_told_and_without_an_agent_that_one() -> None:
     assert said[:2] == ["the last sync failed: boom", "ebpf was asked for: no BTF"]
     assert "mode nftables does not count" in said[2]
     gone = sample(0, service("ns/a", 1), status=None, trouble="no agent listens at /x")
-    (sentence,) = cells.trouble(picture(gone, gone, gone))
-    assert sentence == "no answer from the agent: no agent listens at /x. Traffic goes on as programmed"
+    (message,) = cells.trouble(picture(gone, gone, gone))
+    assert message == "no answer from the agent: no agent listens at /x. Traffic goes on as programmed"
     empty = sample(0, status=None, mode="", trouble="no agent listens at /x")
     assert cells.head(picture(empty, empty, empty))[0] == "nothing is programmed here"

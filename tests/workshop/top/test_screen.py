@@ -163,7 +163,7 @@ def test_refusals_and_maps_are_shown_below(lab: Lab, agent: Agent) -> None:
             rows = {row[1]: row for row in lines(screen, "reasons")}
             return "reject" in rows and rows["reject"][0] == "refuse" and rows["reject"][2] not in {"-", "0"}
 
-        await until(refused, "refusals are not told")
+        await until(refused, "rejections are not shown")
         assert re.search(r"refused/s [1-9]", text(screen, "head"))
         await pilot.press("m")
         assert screen.query_one("#below", TabbedContent).active == "tab-maps"
@@ -193,12 +193,14 @@ def test_an_agent_that_goes_and_comes_back(lab: Lab, agent: Agent, elsewhere: Ex
     async def keys(screen: Top, pilot: Pilot[None]) -> None:
         await until(lambda: is_busy(screen), "the service under load is not first")
         agent.kill()
-        await until(lambda: "no answer from the agent" in text(screen, "trouble"), "nobody tells that it is gone")
+        await until(
+            lambda: "no answer from the agent" in text(screen, "trouble"), "the screen does not show that it is gone"
+        )
         total = web(screen)[8]
         await until(lambda: web(screen)[8] != total and is_busy(screen), "without an agent nothing is counted")
         assert "as last programmed" in text(screen, "head")
         await asyncio.wrap_future(elsewhere.submit(agent.start))
-        await until(lambda: "in sync" in text(screen, "head"), "nobody tells that it is back")
+        await until(lambda: "in sync" in text(screen, "head"), "the screen does not show that it is back")
         assert text(screen, "trouble") == ""
 
     drive(lab, agent, keys)

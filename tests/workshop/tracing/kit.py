@@ -60,7 +60,7 @@ class Stage:
         report |= json.loads(output)
 
     def ends_alone(self) -> bool:
-        """Whether the measurement ends before it is told to."""
+        """Whether the measurement ends before it is stopped."""
         assert self.tracing is not None
         try:
             self.tracing.wait(30 * DEADLINES)

@@ -178,7 +178,7 @@ def test_drops_have_the_kernels_reason_and_the_services_name(stage: Stage, famil
     assert {row["reason"] for row in rows} <= {"NETFILTER_DROP", "not reported by this kernel"}
 
 
-def test_refusals_are_told_by_whoever_refuses(stage: Stage) -> None:
+def test_refusals_are_reported_by_the_layer_that_refuses(stage: Stage) -> None:
     """A service without endpoints: netfilter drops the SYN when it answers, programs of mode ebpf count it."""
     if stage.mode == "userspace":
         pytest.skip("mode userspace: a socket of the relay refuses, no packet is dropped")
@@ -197,7 +197,7 @@ def test_refusals_are_told_by_whoever_refuses(stage: Stage) -> None:
 
 
 def test_repeated_segments_agree_with_the_kernels_counter(stage: Stage) -> None:
-    """A client that hears nothing for a while repeats what it sent, and so does its backend."""
+    """A client that receives nothing for a while repeats what it sent, and so does its backend."""
     if stage.mode == "userspace":
         pytest.skip("mode userspace: the connection to the backend is the node's own, to no service")
     with stage.lab.socket("pod4") as client:
@@ -273,5 +273,5 @@ def test_a_flow_that_is_closed_ends_the_following(stage: Stage) -> None:
         pytest.skip("mode userspace: the node's relay answers, its packets begin on the node")
     with stage.traced("--from", stage.lab["pod4"].address4, "--to", WEB[4]) as report:
         stage.load("connections", WEB[4], count=1, concurrency=1)
-        assert stage.ends_alone(), "it went on until it was told to end"
+        assert stage.ends_alone(), "it went on until it was stopped"
     assert report["points"]

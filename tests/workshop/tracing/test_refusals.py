@@ -1,4 +1,4 @@
-"""What is missing is told with what to do; flags that do not go together are refused. Real processes."""
+"""Errors about what is missing say what to do; flags that do not go together are refused. Real processes."""
 
 from __future__ import annotations
 
@@ -102,14 +102,14 @@ def test_flags_that_do_not_go_together(arguments: tuple[str, ...], words: str) -
     assert words in done.stderr
 
 
-def test_who_is_not_root_is_told() -> None:
+def test_without_root_there_is_an_error() -> None:
     done = trace(*TARGET, under=("setpriv", "--reuid", "65534", "--clear-groups"))
     assert done.returncode == 1
     assert "needs root" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_nothing_to_measure_is_told() -> None:
+def test_nothing_to_measure_is_an_error() -> None:
     done = trace("--stages")
     assert done.returncode == 1
     assert "nothing is programmed" in done.stderr

@@ -1,4 +1,4 @@
-"""Sentences and rows that all modes tell in the same words."""
+"""Messages and rows that are the same in all modes."""
 
 from __future__ import annotations
 
