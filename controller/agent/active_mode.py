@@ -118,8 +118,9 @@ class ActiveMode:
             DataplaneError, OSError: neither works.
         """
         if self._take_over is not None:
-            self._take_over.cancel()  # what it would remove may be what serves next, and then take over itself
-            self._take_over.join()  # if it has begun
+            # The mode that it would remove may be the one that serves next. If the removal has begun, wait for its end.
+            self._take_over.cancel()
+            self._take_over.join()
         self._on(Input.REPLACED)
         self._previous, self.config, self._failed = self.config, config, {}
         return self._open_or_revert()

@@ -249,7 +249,8 @@ def clean_others(effective: str, names: tuple[str, ...], options: Options) -> di
         try:
             removed[name] = open_mode(name).clean(options)
         except Unsupported:
-            continue  # what cannot run here has left nothing here
+            # A mode that cannot run here has left nothing to remove.
+            continue
         except (DataplaneError, OSError) as error:
             log.warning("cleaning up after mode %s failed: %s", name, error)
         except Exception:  # of a mode that does not serve: it must not stop the one that does

@@ -61,8 +61,9 @@ def programmed(admin_socket: str, pin_root: str | None = None) -> Programmed:
 
 
 def left_here(pin_root: str | None) -> Iterator[tuple[str, View]]:
-    """Of each mode that left something here its name and view, without the names of services."""
-    return views_of(available_modes(), pin_root, {}, passed_over=(Unsupported,))  # what cannot run here left nothing
+    """Name and view of each mode that left something here, without the names of services."""
+    # A mode that cannot run here has left nothing.
+    return views_of(available_modes(), pin_root, {}, passed_over=(Unsupported,))
 
 
 def views_of(

@@ -389,7 +389,8 @@ class _Reflector:
         self._was_read = False
         self._whole = False  # the next list comes in one piece
         self._initial: _PartialList | None = None  # what a stream has sent so far of its initial events
-        self._pages = False  # what failed as a stream may work by pages
+        # A list that failed as a stream may work by pages.
+        self._pages = False
         self._pages_until = 0.0 if streams else float("inf")  # monotonic; lists are asked for by pages until then
         self._retry = Backoff(policy)
 

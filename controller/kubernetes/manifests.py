@@ -557,7 +557,8 @@ def _follow(link: Path, is_manifest: bool, found: list[Path], linked: list[Path]
     try:
         mode = link.stat().st_mode
     except FileNotFoundError:
-        return  # what it leads to may come
+        # The target may appear later.
+        return
     except OSError as error:  # a link to itself, or to where we may not look
         wrong[link] = f"cannot be read: {error.strerror}"
         return

@@ -42,7 +42,7 @@ class Backoff:
         self.failures = 0  # in a row, without an answer that helps
         self._ended = 0  # streams in a row that ended early with no event
         self._forgotten = 0  # 410s in a row, with no settled stream between them
-        self._unusable = 0  # as `_forgotten`, of answers that are none
+        self._unusable = 0  # unusable answers in a row, with no settled stream between them
         self._absent = 0
 
     def failed(self) -> float:

@@ -64,7 +64,7 @@ class Health:
         self._waiting: Mapping[int, float] = {}  # family -> since when the oldest change waits
         self._updated: Mapping[int, float] = {}
         self._turned = float("inf")
-        self.drift: tuple[str, ...] = ()  # what others changed of the dataplane and could not be put right yet
+        self.drift: tuple[str, ...] = ()  # messages: drift of the dataplane that is not repaired yet
 
     def turned(self, now: float) -> None:
         """The loop is at work."""

@@ -33,7 +33,7 @@ __all__ = ["Handler", "Listener", "HttpServer"]
 
 log = logging.getLogger(__name__)
 
-RETRY_SECONDS: Final = 5.0  # as kube-proxy
+RETRY_SECONDS: Final = 5.0  # kube-proxy's value
 IDLE_SECONDS: Final = 90.0  # of a connection, for a request or between two; scrapers come every minute or sooner
 CONNECTIONS: Final = 256  # at most, and half of the descriptors that the process may have
 ACCEPTED_AT_ONCE: Final = 32  # at one socket, before others get their turn
