@@ -136,7 +136,7 @@ def test_the_table_of_the_paper_is_what_is_filled():
 
 
 def test_the_ring_of_three_known_backends_stays_what_it_was():
-    """A node that is upgraded must choose as its neighbours do: another hash is another layout for all of them."""
+    """A node that is upgraded must choose as the other nodes do: another hash is another layout for all of them."""
     made = [Backend("10.0.0.1", 80), Backend("10.0.0.2", 80), Backend("fd00::3", 80)]
     assert ring_of(MAGLEV, made, LIMIT)[:24] == GOLDEN
 

@@ -32,7 +32,7 @@ PROBES = {
 }
 _REMOTE = pytest.StashKey[Remote]()
 _AWAY = pytest.StashKey[bool]()
-_LEFT_OUT = pytest.StashKey[int]()
+_DESELECTED = pytest.StashKey[int]()
 _WORKERS_AWAY = pytest.StashKey[int]()
 _has: dict[str, bool] = {}
 
@@ -88,7 +88,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--all-away"):
         beside = [item for item in away if item.get_closest_marker("core") is None]
         _deselect(config, items, beside)
-        config.stash[_LEFT_OUT] = len(beside)
+        config.stash[_DESELECTED] = len(beside)
         away = [item for item in away if item not in beside]
     for item in away:
         item.stash[_AWAY] = True
@@ -170,15 +170,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         remote.close()
     output = getattr(session.config, "workeroutput", None)  # of pytest-xdist: what a worker sends at its end
     if output is not None:
-        output |= {"away": _away(session.config), "left out": session.config.stash.get(_LEFT_OUT, 0)}
+        output |= {"away": _away(session.config), "deselected": session.config.stash.get(_DESELECTED, 0)}
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """All workers leave out the same tests; one of them had the guest."""
+    """All workers deselect the same tests; one of them had the guest."""
     output, stash = getattr(node, "workeroutput", {}), node.config.stash
     stash[_WORKERS_AWAY] = stash.get(_WORKERS_AWAY, 0) + output.get("away", 0)
-    stash[_LEFT_OUT] = output.get("left out", 0) or stash.get(_LEFT_OUT, 0)
+    stash[_DESELECTED] = output.get("deselected", 0) or stash.get(_DESELECTED, 0)
 
 
 def _away(config: pytest.Config) -> int:
@@ -192,8 +192,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(
             f"{count} tests ran on a Debian kernel {config.getoption('--kernel')} in a virtual machine"
         )
-    if left_out := config.stash.get(_LEFT_OUT, 0):
+    if deselected := config.stash.get(_DESELECTED, 0):
         terminalreporter.write_line(
-            f"{left_out} tests for which this kernel lacks a feature were left out: not marked core; "
+            f"{deselected} tests for which this kernel lacks a feature were deselected: not marked core; "
             "--all-away or `make test-kernels` runs them"
         )
