@@ -179,7 +179,7 @@ class NftablesView(View):
     """The maps of the agent's table."""
 
     mode = "nftables"
-    loading = "libnftables: the same maps and elements as a text that is ready"
+    loading = "nft -f: the same maps and elements as a text that is ready"
     rewriting = "one transaction that writes the same table again, without the decisions"
 
     def open(self) -> None:
