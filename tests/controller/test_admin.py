@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import resource
 import socket
@@ -37,12 +39,18 @@ class _Counting(Server):
 def test_accepting_rests_while_descriptors_lack(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     server = _Counting(tmp_path / "socket")
+    taken: list[int] = []
     try:
         with socket.socket(socket.AF_UNIX) as asker:
             asker.settimeout(10)
-            free = os.dup(asker.fileno())
-            os.close(free)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+            # What earlier tests left to the garbage collector would free descriptors below the limit in between.
+            gc.collect()
+            last = os.dup(asker.fileno())
+            taken.append(last)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1, limits[1]))
+            with contextlib.suppress(OSError):
+                while True:
+                    taken.append(os.dup(asker.fileno()))
             asker.connect(str(tmp_path / "socket"))
             assert server.tried_thrice.wait(60)
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -51,6 +59,8 @@ def test_accepting_rests_while_descriptors_lack(tmp_path: Path) -> None:
             assert asker.recv(100) == b'{"answer":"events","events":[],"last":7}\n'
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in taken:
+            os.close(descriptor)
         server.close()
 
 

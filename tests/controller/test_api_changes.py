@@ -58,7 +58,7 @@ def who(lab: Lab, address: str = VIP, port: int = 80, place: str = "pod1", times
     found = set()
     for _ in range(times):
         with lab.socket(place) as client:
-            client.settimeout(20 * PATIENCE)
+            client.settimeout(2 * PATIENCE)  # a dropped SYN is silent for all of it; `until` asks again
             try:
                 client.connect((address, port))
                 found.add(ask_tcp(client, close=True).pod)
