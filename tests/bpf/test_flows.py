@@ -685,7 +685,7 @@ def test_a_client_with_affinity_stays(bench: Bench, net: Net) -> None:
 
 def test_affinity_ends_when_unused_for_its_time(net: Net) -> None:
     with bench_with() as quick:
-        quick.store.hz = 4  # seconds of 4 jiffies
+        quick.store.writer.hz = 4  # seconds of 4 jiffies
         quick.serve(service(net.vip, 80, [(b, 8080) for b in net.backends], affinity=5))
         seen = set()
         for _ in range(12):
@@ -693,7 +693,7 @@ def test_affinity_ends_when_unused_for_its_time(net: Net) -> None:
             wait_jiffies(21)
         assert len(seen) > 1
         seen = set()
-        quick.store.hz = HZ
+        quick.store.writer.hz = HZ
         quick.serve(service(net.vip, 80, [(b, 8080) for b in net.backends], affinity=60))
         for _ in range(5):
             seen |= destinations(quick, net, 3)

@@ -108,7 +108,7 @@ def test_who_is_a_pod_and_who_is_masqueraded(field: Lab, mode: str, setting: str
         for (place, name, way, want, given), family in itertools.product(questions, (V4, V6)):
             target = target_of(bench, services[name], way, family)
             found = explain(table, Packet("", field[place].address(family), *target, "tcp", given))  # type: ignore[arg-type]
-            assert found.found == ("dnat" if isinstance(want, To) else "drop"), found
+            assert found.verdict == ("dnat" if isinstance(want, To) else "drop"), found
             assert not isinstance(want, To) or found.masquerade == (want.peer == "node"), found
             seen = observe(bench, Probe(place, target, STREAM), want)  # type: ignore[arg-type]
             assert seen.is_(want, place), f"{place} to {name} at {way}: want {want}, see {seen}"  # type: ignore[arg-type]

@@ -79,7 +79,7 @@ def _explained(table: ServiceTable, bench: Bench, case: Case, probe: Probe) -> t
     protocol = "udp" if probe.kind == socket.SOCK_DGRAM else "tcp"
     explained = explain(table, Packet(case.name, source, *probe.target, protocol))
     candidates = frozenset(text.rpartition(":")[0].strip("[]") for text in explained.backends)
-    return explained.explained, candidates, explained.masquerade
+    return explained.verdict, candidates, explained.masquerade
 
 
 def _in_words(case: Case, bench: Bench, family: int) -> tuple[str, frozenset[str], bool | None]:

@@ -47,7 +47,7 @@ class Store:
         self, maps: MapSet, hz: int, *, adopt: bool | None = None, max_ring: int = Options().max_ring,
         max_slots: int = 0,
     ) -> None:  # fmt: skip
-        self.maps, self.hz = maps, hz
+        self.maps = maps
         self.writer = MapWriter(maps, hz)
         self._former = Former(maps, self.writer) if (maps.adopted if adopt is None else adopt) else None
         used = self._former.in_use() if self._former else InUse()

@@ -58,7 +58,8 @@ class MapWriter:
     """Writes batches; decides nothing."""
 
     def __init__(self, maps: MapSet, hz: int) -> None:
-        self._maps, self._hz = maps, hz
+        self._maps = maps
+        self.hz = hz  # jiffies per second, for affinity times
         self.rows = self._open_rows()
         self.service_addresses = CountingFilter(maps.view("service_addresses"))
         self.backend_sockets = CountingFilter(maps.view("backend_sockets"))
@@ -90,7 +91,7 @@ class MapWriter:
                 rows.write_rings(batch.rings)
             for service, flags, seconds in batch.services:
                 rows.services[service]["flags"] = flags
-                rows.services[service]["affinity"] = min(seconds * self._hz, 0xFFFFFFFF)
+                rows.services[service]["affinity"] = min(seconds * self.hz, 0xFFFFFFFF)
             if batch.words:
                 rows.publish(batch.words)
             if batch.new_frontends:

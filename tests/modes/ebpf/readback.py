@@ -139,7 +139,7 @@ def check(store: Store, services: Mapping[str, tuple[Entry, ...]], *, settled: b
     """The maps are what the table says, and the store's books are what is in the maps."""
     entries = [entry for group in services.values() for entry in group]
     ports, addresses = programmed(store.maps)
-    want_ports, want_addresses = wanted(entries, store.hz)
+    want_ports, want_addresses = wanted(entries, store.writer.hz)
     assert ports.keys() == want_ports.keys()
     for key, port in ports.items():
         assert port._asdict() == want_ports[key]._asdict(), key
@@ -169,7 +169,7 @@ def check_books(store: Store, number: int, entries: list[Entry], *, settled: boo
 def check_prefilters(store: Store, entries: list[Entry]) -> None:
     """Counted exactly, and no bit more in the map than is counted."""
     services, backends = np.zeros(1 << 20, dtype=np.uint16), np.zeros(1 << 20, dtype=np.uint16)
-    ports, addresses = wanted(entries, store.hz)
+    ports, addresses = wanted(entries, store.writer.hz)
     for family, address in [*((key[0], key[1]) for key in ports), *addresses]:
         np.add.at(services, layout.service_bits(layout.address_words([address]), family), 1)
     for known in (known for group in store.plan.installed.values() for known in group):
