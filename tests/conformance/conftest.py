@@ -18,7 +18,19 @@ from workshop.lab.agent import Agent, remove, remove_forsaken
 from workshop.lab.network import SERVICE_CIDRS, Lab
 
 from . import matrix
-from .kit import EXTERNAL_CIDRS, HTTP, SECOND_HTTP, UDP, V4, Bench, forget_connections, node_manifest, ruleset
+from .kit import (
+    EXTERNAL_CIDRS,
+    HTTP,
+    SECOND_HTTP,
+    UDP,
+    V4,
+    Bench,
+    closing_connections,
+    eventually,
+    forget_connections,
+    node_manifest,
+    ruleset,
+)  # fmt: skip
 from .world import HOST_PORT, SECOND, World, make_world, node_port_of, table_of
 
 MODES = (
@@ -150,6 +162,8 @@ def family(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def strict(bench: Bench) -> Iterator[None]:
     """A firewall as hosts have it: FORWARD accepts nothing that conntrack calls invalid."""
+    # The FIN of a connection that conntrack has forgotten is invalid: earlier tests' connections end first.
+    eventually(lambda: not closing_connections(bench.lab), 10, lambda: "\n".join(closing_connections(bench.lab)))
     with ruleset(bench.lab, STRICT):
-        forget_connections(bench.lab)  # their last segments may still come
+        forget_connections(bench.lab)
         yield

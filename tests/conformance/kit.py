@@ -367,6 +367,12 @@ def forget_connections(lab: Lab) -> None:
         conntrack.flush()
 
 
+def closing_connections(lab: Lab) -> list[str]:
+    """TCP connections anywhere in the lab of which one side has closed and may still send."""
+    states = [word for name in ("fin-wait-1", "close-wait", "last-ack", "closing") for word in ("state", name)]
+    return [line for name in lab.places for line in lab.run(name, ["ss", "-Htn", *states]).stdout.splitlines()]
+
+
 def forget_path_mtus(lab: Lab) -> None:
     """Whoever learned that a path is narrow would believe it for ten minutes more, in tests that come later."""
     for name in lab.places:
