@@ -39,7 +39,7 @@ demo: setup ## show the main job on this machine, in namespaces of its own (root
 # Most tests wait rather than compute: there are more workers than processors. Without IPVS in this kernel, its tests
 # run in a virtual machine, beside the others. Hundreds of processes begin from bytecode, the guest's too.
 test test-quick test-long: export PYTHONDONTWRITEBYTECODE =
-test: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests, a quarter of an hour (root: they make namespaces of their own); WORKERS=5
+test: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests, under twenty minutes (root: they make namespaces of their own); WORKERS=5
 	$(Q)$(PYTHON) -m compileall -q controller dataplane workshop
 	$(Q)$(PYTHON) -m pytest -n $(WORKERS) -m "not long" --durations=20 --costs=20 $(ARGS)
 
