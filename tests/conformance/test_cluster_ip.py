@@ -58,7 +58,7 @@ def empty_dns(bench: Bench, empty: Service) -> Service:
 # 2.1: spread
 
 
-@pytest.mark.core
+@pytest.mark.core(long=True)
 @pytest.mark.row("2.1", "ClusterIP: every backend gets its share")
 @pytest.mark.parametrize("place", ["pod1", "node"])
 @pytest.mark.parametrize("kind", ["web", "dns"])
@@ -106,7 +106,7 @@ def test_remote_backends_see_the_pods_own_address(bench: Bench, family: int) -> 
 # 2.7: hairpin
 
 
-@pytest.mark.core
+@pytest.mark.core(long=True)
 @pytest.mark.row("2.7", "a pod reaches itself, others still see its address")
 @pytest.mark.parametrize("protocol", ["TCP", "UDP"])
 def test_a_pod_reaches_itself_through_its_service(bench: Bench, family: int, protocol: str) -> None:
