@@ -54,7 +54,10 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "tail": {"tail": {**ROUNDS, "SIZES": (5, 10)}, "connections": {"SECONDS": 0.05}},
 }  # fmt: skip
 MARKS = {
+    "connections": [pytest.mark.long],  # the clients of `mode_connections`
     "connections_10k": [pytest.mark.long],  # `mode_connections` with another number
+    "ipt_start": [pytest.mark.long],  # `start` and `nft_start` in another mode
+    "memory": [pytest.mark.long],  # the start and the figures of `relists`
     "passing": [pytest.mark.long],  # the loops of `established`
     "tail": [pytest.mark.long],  # the clients of `connections`
     "ipvs_change": [pytest.mark.kernel("ip_vs"), pytest.mark.core(long=True)],
