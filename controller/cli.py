@@ -21,8 +21,6 @@ from controller.settings.documents import FILES, IPVS_MODE, LOG, MORE, NODE, SER
 from controller.settings.flags import add_flag, add_flags, add_removed_flags
 from dataplane.errors import DataplaneError
 
-__all__ = ["main", "parser"]
-
 OK, FAILED, USAGE = 0, 1, 2
 
 
@@ -494,9 +492,10 @@ def _run(args: argparse.Namespace) -> int:
             configfile.write(Path(args.write_config_to), loaded)
             return OK
     from controller.agent import loop
+    from controller.agent.config_follower import Followed
 
     config = loaded.config if loaded else from_flags(flags)
-    followed = loop.Followed(Path(args.config), flags, loaded) if loaded else None
+    followed = Followed(Path(args.config), flags, loaded) if loaded else None
 
     if config.task == "cleanup":
         return loop.cleanup(config)

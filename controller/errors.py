@@ -8,9 +8,6 @@ ControllerError
 
 from __future__ import annotations
 
-__all__ = ["ConfigError", "ControllerError", "Refused", "SourceError"]
-
-
 MOST = 20  # problems in one message
 
 

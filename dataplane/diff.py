@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataplane.table import ServiceTable
 
-__all__ = ["changed_services"]
-
 
 def changed_services(old: ServiceTable, new: ServiceTable) -> frozenset[str]:
     """Names of services that differ between the tables or are in one of them only.

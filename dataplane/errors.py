@@ -8,8 +8,6 @@ DataplaneError
 
 from __future__ import annotations
 
-__all__ = ["DataplaneError", "Occupied", "SyncError", "Unsupported"]
-
 
 class DataplaneError(Exception):
     """Base of all errors of this package."""

@@ -22,23 +22,6 @@ from dataplane.reports import (
 )
 from dataplane.table import Entry, ServiceTable
 
-__all__ = [
-    "Mode",
-    "Event",
-    "Options",
-    "Programmer",
-    "ProbePacket",
-    "SyncResult",
-    "NoQueries",
-    "View",
-    "RequestMaintenance",
-    "PacketEvents",
-    "belongs",
-    "stale_row",
-    "unknown_algorithms",
-    "unprobed",
-]
-
 RequestMaintenance = Callable[[], None]  # from any thread: have `Programmer.maintain` called at once, something drifted
 
 

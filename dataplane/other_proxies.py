@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["HEALTH_PORT", "OtherProxies", "Process", "warnings"]
-
 HEALTH_PORT = 10256  # kube-proxy's --healthz-bind-address
 _TWO_PROXIES = "two proxies answer for the same addresses"
 

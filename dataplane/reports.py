@@ -11,12 +11,6 @@ from typing import Literal
 
 import msgspec
 
-__all__ = [
-    "BackendRow", "EbpfStatus", "Ejection", "ExplainAnswer", "ExplainStep", "Fill", "FlowRow", "HealthProbes",
-    "InterfaceHooks", "IptablesStatus", "IpvsStatus", "MapUsage", "NftablesStatus", "PacketEvent", "RelayStatus",
-    "ServiceRow", "SocketHooks", "Status", "TrafficCounts", "TrafficRow", "Unprogrammed", "UserspaceStatus", "XdpHooks",
-]  # fmt: skip
-
 
 class TrafficCounts(msgspec.Struct, frozen=True, gc=False):
     """What a service port, or one of its backends, carried from and to this node's clients.

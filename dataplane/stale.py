@@ -17,8 +17,6 @@ from collections.abc import Collection, Iterable, Iterator
 
 from dataplane.table import Entry, Frontend, Protocol, ServiceTable, family_of
 
-__all__ = ["Judge"]
-
 Socket = tuple[str, int]  # address and port
 
 

@@ -15,11 +15,6 @@ from ipaddress import IPv4Network, IPv6Network, collapse_addresses, ip_network
 
 import msgspec
 
-__all__ = [
-    "EMPTY", "Backend", "BackendSet", "Entry", "Frontend", "Kind", "Masquerade", "NodeNetwork", "PodMatch", "Probe",
-    "Protocol", "ServiceTable", "WhenEmpty", "disjoint", "family_of", "socket_text",
-]  # fmt: skip
-
 
 class Protocol(IntEnum):
     """Transport protocols that a Service can name; the value is the IANA number."""

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import NamedTuple
 
-__all__ = ["Change", "Config", "Destination", "Edit", "Element", "Kind", "Load", "Server", "Timeouts", "Value", "Verb"]
-
 Value = str | int | None  # an element's comment, or the mark that it maps to
 
 

@@ -26,8 +26,6 @@ from controller.settings.config import Config
 from dataplane.errors import DataplaneError, Unsupported
 from dataplane.mode import Programmer
 
-__all__ = ["TRANSITIONS", "ActiveMode", "Input", "Phase"]
-
 log = logging.getLogger(__name__)
 
 

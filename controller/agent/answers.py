@@ -26,8 +26,6 @@ from controller.serving.http_handlers import HttpHandlers
 from dataplane.errors import DataplaneError
 from dataplane.mode import PacketEvents
 
-__all__ = ["Answers", "Query", "ask"]
-
 ANSWER_SECONDS: Final = 30.0
 
 

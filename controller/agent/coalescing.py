@@ -20,8 +20,6 @@ from controller.kubernetes.model import (
     kind_of,
 )
 
-__all__ = ["MAX_SUPERSEDED", "PendingEvents", "QueuedEvent"]
-
 MAX_SUPERSEDED: Final = 10_000  # superseded changes whose arrival is remembered; of more than that, the first ones
 
 _Key = tuple[str, ...]

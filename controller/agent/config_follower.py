@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from controller.settings.config import Config
     from controller.settings.configfile import Change, Loaded
 
-__all__ = ["ConfigFollower", "Followed"]
-
 log = logging.getLogger(__name__)
 
 

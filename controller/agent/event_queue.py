@@ -15,8 +15,6 @@ from typing import Final, Generic, TypeVar
 from controller.agent.coalescing import PendingEvents, QueuedEvent
 from controller.kubernetes.model import Event
 
-__all__ = ["CAPACITY", "EventQueue"]
-
 Message = TypeVar("Message")
 
 CAPACITY: Final = 2048  # objects with queued events: two seconds of 1,000 changes a second, some MB

@@ -45,8 +45,6 @@ from dataplane.mode import SyncResult
 if TYPE_CHECKING:
     from controller.settings.configfile import Loaded
 
-__all__ = ["Agent", "Followed", "cleanup", "prepare_node", "run"]
-
 log = logging.getLogger(__name__)
 
 

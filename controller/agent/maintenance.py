@@ -17,8 +17,6 @@ from controller.serving.health import Health
 from dataplane.errors import DataplaneError
 from dataplane.mode import DriftCheck, Programmer
 
-__all__ = ["Maintenance"]
-
 log = logging.getLogger(__name__)
 
 MAINTAIN_SECONDS: Final = 1.0

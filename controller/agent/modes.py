@@ -19,11 +19,6 @@ from dataplane.kernel.lock import hold_new, let_go
 from dataplane.kernel.other_proxies import may_have_left, others_have_pins
 from dataplane.mode import Mode, Options, Programmer, RequestMaintenance
 
-__all__ = [
-    "DRAIN_SECONDS", "FALLBACK", "Opened", "Trial", "clean_others", "collect", "hold_namespace", "drain_modes",
-    "open_first", "open_mode", "probe_all", "take_over",
-]  # fmt: skip
-
 log = logging.getLogger(__name__)
 
 DRAIN_SECONDS: Final = 3.0

@@ -11,12 +11,10 @@ import os
 from pathlib import Path
 from typing import Final
 
-from controller.settings.config import Config, Conntrack
-from controller.settings.documents import KubeProxyConfiguration
+from controller.settings.config import Config
+from controller.settings.documents import Conntrack, KubeProxyConfiguration
 from dataplane.kernel.host_paths import in_initial_netns
 from dataplane.kernel.sysctl import FOLDER, apply, is_read_only, read
-
-__all__ = ["conntrack_limit", "conntrack_settings", "prepare"]
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,6 @@ import msgspec
 from dataplane.kernel.other_proxies import find_other_proxies
 from dataplane.other_proxies import warnings
 
-__all__ = ["OtherProxiesWatcher"]
-
 log = logging.getLogger(__name__)
 
 SECONDS: Final = 60.0

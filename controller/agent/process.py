@@ -12,8 +12,6 @@ from typing import Final
 
 from controller.settings.config import Config
 
-__all__ = ["begin_fast", "resident_bytes", "settle_down", "start_logging", "trim_memory"]
-
 SWITCH_SECONDS: Final = 0.001  # Python's 5 ms would be what a change waits while a page of metrics is made
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # malloc.h
 

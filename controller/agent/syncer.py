@@ -34,8 +34,6 @@ from dataplane.mode import Prewarmed, SyncResult
 if TYPE_CHECKING:
     from dataplane.mode import Programmer
 
-__all__ = ["TRANSITIONS", "Input", "State", "Syncer"]
-
 log = logging.getLogger(__name__)
 
 MIN_REST: Final = 0.005  # seconds after a sync: changes that come close together are programmed together

@@ -14,8 +14,6 @@ from typing import Any, Final
 from controller.errors import ConfigError
 from controller.settings.config import Config, from_flags
 
-__all__ = ["packets_of", "show", "target"]
-
 
 def show(args: argparse.Namespace) -> int:
     """Answer for one packet or many; the exit code."""

@@ -35,8 +35,6 @@ from dataplane.mode import Options, ProbePacket, belongs
 from dataplane.reports import BackendRow, EbpfStatus, FlowRow, MapUsage, ServiceRow, Status, TrafficCounts
 from dataplane.table import Protocol
 
-__all__ = ["explain_live", "show"]
-
 
 def show(command: str, args: argparse.Namespace) -> int:
     """Print one of the listings; the exit code."""

@@ -14,8 +14,6 @@ from dataplane.errors import DataplaneError, Unsupported
 from dataplane.mode import Options, View, belongs
 from dataplane.reports import BackendRow, ServiceRow
 
-__all__ = ["Programmed", "left_here", "programmed", "views_of"]
-
 
 class Programmed(NamedTuple):
     """Each mode that programmed something here, with its view, and the names that the agent gave (None: none runs)."""

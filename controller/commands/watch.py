@@ -18,8 +18,6 @@ from controller.serving.protocol import EventsAnswer, GetEvents, SetTrace, Trace
 from dataplane.mode import belongs
 from dataplane.reports import PacketEvent
 
-__all__ = ["show"]
-
 LOOK_SECONDS: Final = 0.5
 LEASE_SECONDS: Final = 5.0  # a trace ends so long after nobody looks any more
 

@@ -75,8 +75,6 @@ from controller.kubernetes.watch import (
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse
 
-__all__ = ["Kubernetes", "RetryPolicy"]
-
 log = logging.getLogger(__name__)
 
 _MAX_LINE: Final = 16 << 20  # bytes of one event; etcd allows objects of 1.5 MB

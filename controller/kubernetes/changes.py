@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from inotify_simple import Event, INotify
 
-__all__ = ["STEP", "TICK", "Tick", "ticks"]
-
 log = logging.getLogger(__name__)
 
 # Seconds.

@@ -15,8 +15,6 @@ from functools import cache
 from types import ModuleType
 from typing import Any, Final, NamedTuple
 
-__all__ = ["Client", "client"]
-
 log = logging.getLogger(__name__)
 
 _PACKAGES: Final = ("kubernetes", "kubernetes.client", "kubernetes.utils", "kubernetes.config")

@@ -35,8 +35,6 @@ from controller.kubernetes.yamldoc import NotYamlError, documents
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse
 
-__all__ = ["Connection", "StatusError", "TooLargeError", "body_of", "is_expired", "message_of", "shown"]
-
 log = logging.getLogger(__name__)
 
 _CONNECT_SECONDS: Final = 5.0

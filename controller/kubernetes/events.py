@@ -19,8 +19,6 @@ import msgspec
 
 from controller.errors import SourceError
 
-__all__ = ["Log", "Recorder", "Regarding", "Writer", "node", "service"]
-
 log = logging.getLogger(__name__)
 
 CONTROLLER: Final = "hybrid-proxy"

@@ -7,8 +7,6 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["head", "read"]
-
 
 def read(path: Path, most: int) -> bytes:
     """The content of a regular file; links to one are followed.

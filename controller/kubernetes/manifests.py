@@ -45,8 +45,6 @@ from controller.kubernetes.model import (
 )
 from controller.kubernetes.yamldoc import MAX_BYTES, MAX_DEPTH, MAX_VALUES, NotYamlError, documents
 
-__all__ = ["Manifests", "load"]
-
 log = logging.getLogger(__name__)
 
 _SUFFIXES: Final = frozenset({".yaml", ".yml", ".json"})

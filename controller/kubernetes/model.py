@@ -13,12 +13,6 @@ import msgspec
 
 from dataplane.table import Probe, Protocol
 
-__all__ = [
-    "KINDS", "Endpoint", "EndpointPort", "EndpointSlice", "Event", "Ignored", "KindState", "Node", "Object",
-    "Superseded", "Problem", "Removed", "Replaced", "Service", "ServiceCIDR", "ServicePort", "SourceState", "Upserted",
-    "key_of", "kind_of",
-]  # fmt: skip
-
 
 class ServicePort(msgspec.Struct, frozen=True, gc=False):
     """One entry of `spec.ports`; `node_port` is 0 when there is none."""

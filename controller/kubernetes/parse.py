@@ -37,8 +37,6 @@ from controller.kubernetes.model import (
 )
 from dataplane.table import Probe, Protocol, family_of
 
-__all__ = ["ANNOTATIONS", "UNNAMED", "canonical_address", "canonical_cidr", "convert", "decode"]
-
 ANNOTATIONS: Final = "hybrid-proxy.io/"  # annotations with this prefix are read, no others
 WEIGHTS: Final = "hybrid-proxy.io/weights"
 PROBE: Final = "hybrid-proxy.io/probe"

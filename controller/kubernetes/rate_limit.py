@@ -10,8 +10,6 @@ import time
 
 import msgspec
 
-__all__ = ["TokenBucket", "RateLimit"]
-
 
 class RateLimit(msgspec.Struct, frozen=True):
     """Requests a second, and how many may come at once; without a `rate` there is no limit."""

@@ -14,8 +14,6 @@ from typing import Final
 
 import msgspec
 
-__all__ = ["SETTLED", "RetryPolicy", "Backoff"]
-
 SETTLED: Final = 10.0  # seconds after which a stream counts as working, even if nothing came
 _PASSING: Final = 2  # ended streams or 410s in a row that are everyday life
 

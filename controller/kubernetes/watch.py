@@ -12,11 +12,6 @@ import msgspec
 
 from controller.kubernetes.parse import UNNAMED
 
-__all__ = [
-    "Bookmark", "ListPage", "ObjectHead", "Versions", "WatchEvent", "decode_bookmark", "decode_head", "decode_line",
-    "decode_page", "version_number",
-]  # fmt: skip
-
 _MAX_TOMBSTONES: Final = 4096
 _INITIAL_END: Final = "k8s.io/initial-events-end"
 

@@ -11,8 +11,6 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
-__all__ = ["MAX_BYTES", "MAX_DEPTH", "MAX_VALUES", "Document", "NotYamlError", "documents"]
-
 # Limits of one file, far above what a cluster of 10,000 Services comes to.
 MAX_BYTES: Final = 64 << 20
 MAX_DEPTH: Final = 100  # lists and mappings in each other

@@ -30,8 +30,6 @@ from controller.kubernetes.model import (
     kind_of,
 )
 
-__all__ = ["Cluster", "Dirty"]
-
 
 class Dirty(msgspec.Struct, frozen=True):
     """What changed since the last look: services by name (None: all of them), and the node's own state."""

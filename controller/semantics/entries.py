@@ -44,11 +44,6 @@ from dataplane.table import (
     family_of,
 )  # fmt: skip
 
-__all__ = [
-    "ALGORITHM_ANNOTATION", "NODE_PORT_KEYWORDS", "DetectLocalMode", "HealthCheck", "Settings", "entries",
-    "health_addresses", "health_check", "node_network", "primary_of",
-]  # fmt: skip
-
 ALGORITHM_ANNOTATION: Final = "hybrid-proxy.io/algorithm"
 
 READY: Final = "ready endpoints"

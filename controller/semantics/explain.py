@@ -26,8 +26,6 @@ from dataplane.table import (
     socket_text,
 )
 
-__all__ = ["Explainer", "Packet", "SourceClass", "Verdict", "explain", "packet_from_dict", "verdict_to_dict"]
-
 SourceClass = Literal["pod", "node", "external"]
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network

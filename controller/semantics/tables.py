@@ -26,8 +26,6 @@ from controller.semantics.entries import (
 )
 from dataplane.table import EMPTY, Entry, Frontend, Kind, NodeNetwork, Protocol, ServiceTable, socket_text
 
-__all__ = ["Builder"]
-
 Key = tuple[str | int, int, Protocol]  # address (or family, for a node port), port, protocol
 Entries = tuple[Entry, ...]
 

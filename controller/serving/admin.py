@@ -23,8 +23,6 @@ from controller.serving.protocol import ANSWERS, REQUESTS, Answer, FailedAnswer,
 from controller.settings.config import ADMIN_SOCKET
 from dataplane.kernel.host_paths import in_initial_netns, netns_number
 
-__all__ = ["NoAgentError", "Server", "ask", "socket_path"]
-
 log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 10.0

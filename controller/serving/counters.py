@@ -15,8 +15,6 @@ from prometheus_client import Histogram
 from controller.kubernetes.model import EndpointSlice, Event, Removed, Replaced, Service, Superseded, Upserted
 from dataplane.table import EMPTY, Entry, Kind, ServiceTable, WhenEmpty
 
-__all__ = ["FAMILIES", "NETWORK_BUCKETS", "SYNC_BUCKETS", "Counters", "TableTotals"]
-
 FAMILIES: Final = {4: "IPv4", 6: "IPv6"}
 # Rounded, because a bucket's label is the shortest text of its bound.
 QUICK_BUCKETS: Final = tuple(round(0.0001 * 2**n, 4) for n in range(18))

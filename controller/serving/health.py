@@ -28,8 +28,6 @@ import msgspec
 from controller.semantics.entries import HealthCheck
 from controller.serving.counters import FAMILIES
 
-__all__ = ["NEVER", "Answer", "Health", "service_answer"]
-
 NEVER: Final = "0001-01-01T00:00:00Z"  # Go's zero time
 JSON: Final = "application/json"
 NOSNIFF: Final = ("X-Content-Type-Options", "nosniff")

@@ -34,8 +34,6 @@ from dataplane.reports import TrafficRow
 if TYPE_CHECKING:
     from controller.serving.metrics import Metrics
 
-__all__ = ["HttpHandlers"]
-
 log = logging.getLogger(__name__)
 
 HEALTH, METRICS = "--healthz-bind-address", "--metrics-bind-address"

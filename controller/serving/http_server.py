@@ -29,8 +29,6 @@ import h11
 from controller.serving.health import Answer
 from dataplane.table import socket_text
 
-__all__ = ["Handler", "Listener", "HttpServer"]
-
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS: Final = 5.0  # kube-proxy's value

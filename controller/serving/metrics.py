@@ -22,8 +22,6 @@ from controller.serving.health import Health
 from controller.serving.protocol import AgentStatus, ApiRequests
 from dataplane.reports import Status, TrafficCounts, TrafficRow
 
-__all__ = ["Metrics"]
-
 Rows = Sequence[TrafficRow]
 
 # Which failure of kube-proxy's a failed sync of this mode is.

@@ -14,14 +14,6 @@ from controller.kubernetes.model import KindState, Problem
 from dataplane.mode import ProbePacket
 from dataplane.reports import Ejection, ExplainAnswer, PacketEvent, Status, TrafficRow
 
-__all__ = [
-    "ANSWERS", "REQUESTS", "AgentStatus", "Answer", "ApiRequests", "ChangeLatency", "ConfigurationStatus",
-    "EventsAnswer", "ExplainAnswers", "FailedAnswer", "GetEvents", "GetNames", "GetStatus", "GetTraffic",
-    "HealthChecks", "LeftBehind", "ModeStatus", "NamesAnswer", "NoAgentStatus", "QueueStatus", "Request", "RunExplain",
-    "SetTrace", "SourceStatus", "StatusAnswer", "TraceAnswer", "TrafficAnswer",
-]  # fmt: skip
-
-
 # The status of an agent
 
 

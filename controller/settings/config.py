@@ -33,11 +33,6 @@ from controller.settings.given import Given
 from dataplane.mode import Options
 from dataplane.table import family_of
 
-__all__ = [
-    "ADMIN_SOCKET", "AUTO", "MODES", "Config", "Conntrack", "Endpoint", "available_modes", "from_flags",
-    "needs_reopening", "resolve",
-]  # fmt: skip
-
 AUTO: Final = "auto"  # the first mode that works here
 _KUBE: Final = KubeProxyConfiguration()
 _OURS: Final = HybridProxyConfiguration()

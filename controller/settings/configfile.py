@@ -24,8 +24,6 @@ from controller.settings.config import Config, resolve
 from controller.settings.documents import DOCUMENTS, HYBRID, KUBE_PROXY, RESTART, rows
 from controller.settings.given import Given, shown
 
-__all__ = ["Change", "Loaded", "change", "follow", "in_effect", "load", "of_flags", "read", "text", "write"]
-
 LOOK: Final = 1.0  # seconds between two looks at the file where changes are not reported
 SETTLE: Final = 0.03  # seconds
 _MAX_FILE: Final = 1 << 20  # bytes; the API's limit for a ConfigMap

@@ -46,12 +46,6 @@ from controller.settings.forms import (
 from dataplane.balancing import ALGORITHMS, ALIASES
 from dataplane.mode import Options
 
-__all__ = [
-    "AT_ONCE", "CHOICES", "DOCUMENTS", "FILES", "HYBRID", "IPVS_MODE", "KUBE_PROXY", "KUBE_PROXYS_MODES", "LOG",
-    "MODES", "MORE", "NODE", "REOPENS", "RESTART", "SCHEDULERS", "SERVERS", "SERVICES", "SOURCES", "CommandLine",
-    "Conntrack", "Group", "HybridProxyConfiguration", "KubeProxyConfiguration", "Row", "Setting", "rows",
-]  # fmt: skip
-
 KUBE_PROXY: Final = "KubeProxyConfiguration"
 HYBRID: Final = "HybridProxyConfiguration"
 MODES: Final = ("ebpf", "nftables", "iptables", "ipvs", "userspace")  # best first

@@ -9,8 +9,6 @@ from typing import Any
 from controller.settings.documents import Group, Row, rows
 from controller.settings.given import REMOVED_FLAGS
 
-__all__ = ["add_flag", "add_flags", "add_removed_flags"]
-
 
 def add_flags(parser: argparse.ArgumentParser, *groups: Group) -> None:
     """Add the flags of these sections of `--help`."""

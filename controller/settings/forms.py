@@ -19,13 +19,6 @@ from controller.kubernetes.parse import canonical_address, canonical_cidr
 from controller.semantics.entries import NODE_PORT_KEYWORDS
 from dataplane.table import family_of
 
-__all__ = [
-    "ADDRESS", "ADDRESSES", "BOOLEAN", "BUFFER_SIZE", "CIDRS", "CIDR_PAIR", "FOLDER", "GATES", "INTERFACE", "LISTEN",
-    "NODE_NAME", "NODE_PORT_ADDRESSES", "NUMBER", "PATTERNS", "PORTS", "TEXT", "VERSION",
-    "VMODULE", "Endpoint", "Form", "VModule", "choice", "duration", "go_duration", "integer", "known", "of_text",
-    "seconds", "whole_seconds",
-]  # fmt: skip
-
 INT32: Final = (1 << 31) - 1
 _TRUE: Final = frozenset({"1", "t", "T", "true", "True", "TRUE"})  # the spellings that Go's flags accept
 _FALSE: Final = frozenset({"0", "f", "F", "false", "False", "FALSE"})

@@ -11,8 +11,6 @@ import msgspec
 from controller.settings.documents import HYBRID, KUBE_PROXY, KUBE_PROXYS_MODES, Row, rows
 from controller.settings.forms import duration, of_text
 
-__all__ = ["REMOVED_FLAGS", "Given", "shown"]
-
 T = TypeVar("T", bound=msgspec.Struct)
 
 # Flags that kube-proxy had until 1.26 and that old manifests still pass (KEP-2845).

@@ -6,7 +6,4 @@ from typing import Final
 
 from dataplane.balancing.ring import Algorithm, Spread, turns
 
-__all__ = ["RANDOM"]
-
-
 RANDOM: Final = Algorithm("random", "each connection goes to a random backend", Spread.RANDOM, turns)

@@ -16,8 +16,6 @@ from typing import Final
 
 from dataplane.balancing.ring import Algorithm, Spread, turns
 
-__all__ = ["FAIR", "LEAST_CONNECTIONS", "WEIGHTED_LEAST_CONNECTIONS", "shares"]
-
 FAIR: Final = 16  # parts in a fair share
 LEAST, MOST = 1, 4 * FAIR
 

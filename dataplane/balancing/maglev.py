@@ -17,8 +17,6 @@ from typing import Final
 from dataplane.balancing.ring import Algorithm, Spread, divide, in_turns
 from dataplane.table import Backend, socket_text
 
-__all__ = ["MAGLEV", "SIZES", "ring", "size_of"]
-
 SIZES: Final = (251, 509, 1021, 2039, 4093, 8191, 16381, 65521)  # primes; just below a power of two, as slots are dealt
 USUAL: Final = (1021, 4093, 16381, 65521)
 PLACES: Final = 100  # for each backend: shares are then right to a percent

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from dataplane.table import Backend
 
-__all__ = ["Algorithm", "Ring", "Spread", "divide", "in_turns", "turns"]
-
 Ring = Callable[[Sequence[Backend], Sequence[int], int], list[int]]  # backends, shares, limit -> positions
 
 

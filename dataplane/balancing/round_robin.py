@@ -8,8 +8,6 @@ from typing import Final
 from dataplane.balancing.ring import Algorithm, Spread
 from dataplane.table import Backend
 
-__all__ = ["ROUND_ROBIN"]
-
 
 def ring(backends: Sequence[Backend], shares: Sequence[int], limit: int) -> list[int]:
     """Each backend once."""

@@ -11,6 +11,4 @@ from typing import Final
 from dataplane.balancing import maglev
 from dataplane.balancing.ring import Algorithm, Spread
 
-__all__ = ["SOURCE_HASH"]
-
 SOURCE_HASH: Final = Algorithm("sh", "the client's address decides, alike on every node", Spread.CLIENT, maglev.ring)

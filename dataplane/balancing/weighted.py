@@ -6,7 +6,4 @@ from typing import Final
 
 from dataplane.balancing.ring import Algorithm, Spread, turns
 
-__all__ = ["WEIGHTED"]
-
-
 WEIGHTED: Final = Algorithm("wrr", "connections go to one backend after the other, by weight", Spread.IN_TURN, turns)

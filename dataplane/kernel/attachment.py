@@ -17,8 +17,6 @@ from dataplane.kernel import bpf
 from dataplane.kernel._libbpf import ffi
 from dataplane.kernel.bpf import BpfError, check, library
 
-__all__ = ["Attachment", "is_link", "program_number", "target_of"]
-
 CGROUP: Final = 3  # BPF_LINK_TYPE_CGROUP; a link at an interface reports an index instead of a cgroup's number
 INFO_SIZE: Final = ffi.sizeof("struct bpf_link_info")
 GONE: Final = frozenset({errno.ENOLINK, errno.ENODEV, errno.EINVAL})  # the device or cgroup of a link is

@@ -22,8 +22,6 @@ from numpy.typing import NDArray
 from dataplane.errors import DataplaneError, Unsupported
 from dataplane.kernel._libbpf import ffi
 
-__all__ = ["BpfError", "Map", "Object", "Ring", "has_helper", "pin_link", "run_on_packet", "update_link"]
-
 Bytes = NDArray[np.uint8]
 
 SCHED_CLS = 3  # BPF_PROG_TYPE_SCHED_CLS

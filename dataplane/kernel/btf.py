@@ -14,8 +14,6 @@ from dataplane.errors import Unsupported
 from dataplane.kernel._libbpf import ffi
 from dataplane.kernel.bpf import library
 
-__all__ = ["enum_names", "offset_of", "spelled", "takes"]
-
 KERNEL: Final = Path("/sys/kernel/btf/vmlinux")
 # BTF_KIND_, include/uapi/linux/btf.h
 _ARRAY, _STRUCT, _UNION, _ENUM, _FUNC, _PROTO = 3, 4, 5, 6, 12, 13

@@ -21,8 +21,6 @@ from dataplane.kernel.attachment import program_number
 from dataplane.kernel.bpf import BpfError
 from dataplane.kernel.netlink import NLM_F_DUMP, ROUTE, Events, Message, Netlink, NetlinkFailed, attributes
 
-__all__ = ["EGRESS", "HANDLE", "INGRESS", "PRIORITY", "Filters", "attach", "detach"]
-
 INGRESS, EGRESS = 0xFFFFFFF2, 0xFFFFFFF3  # TC_H_CLSACT with TC_H_MIN_INGRESS and TC_H_MIN_EGRESS
 PRIORITY: Final = 1
 HANDLE: Final = 0x4850  # "HP": our filters have this handle and a name of ours

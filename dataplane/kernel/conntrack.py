@@ -33,8 +33,6 @@ from dataplane.reports import FlowRow
 from dataplane.stale import Judge
 from dataplane.table import Protocol, ServiceTable, family_of, socket_text
 
-__all__ = ["Key", "delete_stale", "flows", "forget_ended", "is_liberal"]
-
 log = logging.getLogger(__name__)
 
 LIBERAL: Final = Path("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal")

@@ -16,8 +16,6 @@ from typing import Final
 
 from dataplane.kernel.netlink import NLM_F_DUMP, SOCK_DIAG, Message, Netlink
 
-__all__ = ["end_datagram_sockets"]
-
 SOCK_DIAG_BY_FAMILY, SOCK_DESTROY = 20, 21  # linux/sock_diag.h
 _REQUEST: Final = struct.Struct("=BBBBI")  # family, protocol, extensions, pad, states; an inet_diag_sockid follows
 _SOCKET_ID: Final = slice(4, 52)  # in an inet_diag_msg: ports, addresses, interface, cookie

@@ -16,8 +16,6 @@ from typing import Final, NamedTuple
 from dataplane.kernel import genetlink
 from dataplane.kernel.netlink import GENERIC, Netlink, NetlinkFailed, attribute
 
-__all__ = ["Driver", "driver_of", "is_virtual", "takes_frames"]
-
 _SIOCETHTOOL, _GET_DRIVER_INFO = 0x8946, 3  # linux/sockios.h, linux/ethtool.h
 _DEV_GET, _DEV_IFINDEX, _DEV_FEATURES = 1, 1, 3  # linux/netdev.h, since Linux 6.3
 _NDO_XMIT: Final = 1 << 2  # NETDEV_XDP_ACT_NDO_XMIT

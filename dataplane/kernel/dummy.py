@@ -46,8 +46,6 @@ from dataplane.kernel.netlink import (
     messages,
 )
 
-__all__ = ["ALIAS", "Dummy"]
-
 ALIAS: Final = "hybrid-proxy"  # on devices that we made
 IFA_ADDRESS, IFA_LOCAL, IFA_CACHEINFO, IFA_FLAGS = 1, 2, 6, 8  # linux/if_addr.h
 FOREVER: Final = 0xFFFFFFFF

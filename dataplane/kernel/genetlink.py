@@ -8,8 +8,6 @@ from typing import Final
 
 from dataplane.kernel.netlink import Message, Netlink, attributes, string
 
-__all__ = ["family", "fields", "request"]
-
 _HEADER: Final = struct.Struct("=BBH")  # command, version, reserved; linux/genetlink.h
 _GENL_ID_CTRL, _CTRL_CMD_GETFAMILY, _CTRL_ATTR_FAMILY_ID, _CTRL_ATTR_FAMILY_NAME = 0x10, 3, 1, 2
 

@@ -10,8 +10,6 @@ import time
 from dataplane.errors import DataplaneError
 from dataplane.kernel.bpf import await_grace_period
 
-__all__ = ["jiffies_per_second", "wait_for_programs"]
-
 MEMBARRIER = {"x86_64": 324, "aarch64": 283}
 MEMBARRIER_CMD_GLOBAL = 1
 CLOCK_MONOTONIC_COARSE = 6

@@ -15,10 +15,6 @@ from pathlib import Path
 
 from dataplane.errors import Unsupported
 
-__all__ = [
-    "cgroup_of_node", "in_initial_netns", "netns_cookie", "netns_number", "netns_of", "outermost_first", "pin_folder",
-]  # fmt: skip
-
 SO_NETNS_COOKIE = 71  # since Linux kernel commit e8b9eab99232 (v5.14)
 BPF_FS_MAGIC = 0xCAFE4A11
 CLONE_NEWNS = 0x00020000

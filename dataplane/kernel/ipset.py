@@ -34,8 +34,6 @@ from dataplane.kernel.netlink import (
 )
 from dataplane.virtual_servers import Edit, Element, Kind, Value
 
-__all__ = ["LIMIT", "Ipsets"]
-
 LIMIT: Final = 1 << 20  # elements of one set; memory is taken as they come
 PROTOCOL: Final = 6  # of ip_set's messages; every kernel that has ip_set knows it
 SUBSYSTEM: Final = NFNL_SUBSYS_IPSET << 8

@@ -31,8 +31,6 @@ from dataplane.kernel.netlink import (
 )
 from dataplane.virtual_servers import Change, Config, Destination, Load, Server, Timeouts, Verb
 
-__all__ = ["Ipvs", "load_module"]
-
 MODPROBE_SECONDS: Final = 30
 PERSISTENT, HASHED = 0x1, 0x2  # IP_VS_SVC_F_*; the second is the kernel's own mark
 _FAMILY: Final = {socket.AF_INET: 4, socket.AF_INET6: 6}

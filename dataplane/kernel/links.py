@@ -30,12 +30,6 @@ from pyroute2.netlink.rtnl import (
 
 from dataplane.kernel.netlink import NLM_F_DUMP, ROUTE, Events, Message, Netlink, attributes
 
-__all__ = [
-    "Hop", "Interface", "Node", "hardware_address",
-    "interface_name", "interface_towards", "is_pod",
-    "is_uplink", "read_node", "read_reverse_path_filters", "watch",
-]  # fmt: skip
-
 POD_KINDS = frozenset({"veth", "netkit"})
 ETHERNET = 1  # ARPHRD_ETHER
 UNICAST, LOCAL, BROADCAST, MAIN_TABLE = rt_type["unicast"], rt_type["local"], rt_type["broadcast"], 254

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from dataplane.errors import Occupied
 
-__all__ = ["hold", "hold_new", "let_go"]
-
 
 def hold(folder: Path, what: str) -> int:
     """Lock the folder until the returned descriptor is closed or the process ends.

@@ -15,17 +15,6 @@ from typing import Final, NamedTuple
 from dataplane.kernel._libbpf import ffi
 from dataplane.kernel.bpf import BpfError, check, library
 
-__all__ = [
-    "NETFILTER_ATTACH",
-    "NETFILTER_PROGRAM",
-    "Runs",
-    "at_hook",
-    "counting_runs",
-    "has_hook_programs",
-    "netns_inode",
-    "runs",
-]
-
 NETFILTER_PROGRAM: Final = 32  # BPF_PROG_TYPE_NETFILTER, Linux 6.4
 NETFILTER_ATTACH: Final = 45  # BPF_NETFILTER
 _PROG_LOAD, _PROG_GET_FD_BY_ID, _LINK_CREATE, _ENABLE_STATS = 5, 13, 28, 32

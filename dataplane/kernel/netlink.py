@@ -19,12 +19,6 @@ from typing import Final, NamedTuple, Self
 
 from dataplane.errors import DataplaneError
 
-__all__ = [
-    "AF", "ATTRIBUTE", "GENERIC", "HEADER", "NESTED", "NETFILTER", "NET_BYTEORDER", "NFGEN", "NLM_F_APPEND",
-    "NLM_F_CREATE", "NLM_F_DUMP", "ROUTE", "SOCK_DIAG", "Events", "Message", "Netlink", "NetlinkFailed", "attribute",
-    "attributes", "messages", "nested", "string",
-]  # fmt: skip
-
 # linux/netlink.h. pyroute2 has these numbers too, but its package imports all of itself (22 MB, 150 ms or more), and
 # commands that only list what is programmed do without it.
 ROUTE, SOCK_DIAG, NETFILTER, GENERIC = 0, 4, 12, 16

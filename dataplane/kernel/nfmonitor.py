@@ -13,8 +13,6 @@ from typing import Final
 
 from dataplane.kernel.netlink import NETFILTER, NFGEN, Events, attributes, messages
 
-__all__ = ["OWN_PORTS", "watch_ruleset"]
-
 NFNLGRP_NFTABLES: Final = 7
 NFNL_SUBSYS_NFTABLES: Final = 10
 RECEIVE_BUFFER: Final = 8 << 20

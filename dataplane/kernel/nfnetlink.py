@@ -15,8 +15,6 @@ from dataplane.kernel import netlink
 from dataplane.kernel.netlink import NETFILTER, NFGEN, NLM_F_DUMP, Netlink, NetlinkFailed
 from dataplane.kernel.nfmonitor import OWN_PORTS
 
-__all__ = ["NFPROTO", "Message", "Nfnetlink", "NftablesError", "attributes", "generation", "number", "number64"]
-
 SUBSYSTEM: Final = 10 << 8
 BATCH_BEGIN, BATCH_END = 0x10, 0x11
 NFT_MSG_GETGEN, NFTA_GEN_ID = 16, 1

@@ -21,8 +21,6 @@ from dataplane.kernel.host_paths import netns_of, pin_folder
 from dataplane.kernel.netlink import NETFILTER, NFGEN, Message, Netlink, NetlinkFailed, string
 from dataplane.other_proxies import HEALTH_PORT, OtherProxies, Process
 
-__all__ = ["find_other_proxies", "may_have_left", "others_have_pins"]
-
 NFT: Final = 10 << 8  # NFNL_SUBSYS_NFTABLES
 GET_TABLE, GET_CHAIN = NFT | 1, NFT | 4
 TABLE_NAME, CHAIN_TABLE, CHAIN_NAME = 1, 1, 3  # linux/netfilter/nf_tables.h

@@ -5,8 +5,6 @@ from __future__ import annotations
 import socket
 import struct
 
-__all__ = ["first_packet"]
-
 ETHERNET = bytes(12)
 SOURCE_PORT = 40000
 SYN = 0x02

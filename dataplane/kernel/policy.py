@@ -13,8 +13,6 @@ from typing import Any, Final
 from dataplane.errors import DataplaneError
 from dataplane.kernel.netlink import ROUTE, Events
 
-__all__ = ["PRIORITY", "TABLE", "deliver_marked", "remove", "watch"]
-
 TABLE: Final = 0x4850
 PRIORITY: Final = 77  # after the table `local`, before what CNIs add
 _FAMILIES: Final = {4: socket.AF_INET, 6: socket.AF_INET6}

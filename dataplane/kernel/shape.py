@@ -12,8 +12,6 @@ from dataplane.kernel._libbpf import ffi
 from dataplane.kernel.bpf import BpfError, Object, check, library
 from dataplane.kernel.btf import spelled
 
-__all__ = ["Shape", "declared", "is_map", "name_in_kernel", "pinned"]
-
 DEVICE_MAPS = frozenset({14, 25})  # BPF_MAP_TYPE_DEVMAP and _HASH: the kernel sets the flag below by itself
 RDONLY_PROG = 1 << 7  # BPF_F_RDONLY_PROG
 NAME_LENGTH = 15  # BPF_OBJ_NAME_LEN without the terminating zero

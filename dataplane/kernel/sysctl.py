@@ -16,8 +16,6 @@ import msgspec
 
 from dataplane.kernel.host_paths import netns_number
 
-__all__ = ["FOLDER", "apply", "changed", "is_read_only", "read", "restore", "write"]
-
 log = logging.getLogger(__name__)
 
 FOLDER: Final = Path("/proc/sys")

@@ -25,8 +25,6 @@ from dataplane.errors import DataplaneError, Unsupported
 from dataplane.kernel import nfnetlink
 from dataplane.kernel.netlink import NETFILTER, Netlink, NetlinkFailed
 
-__all__ = ["PROBE_CHAIN", "VARIANTS", "Needs", "Xtables", "XtablesError", "find", "present"]
-
 Needs = Callable[[int], Mapping[str, Sequence[str]]]
 
 VARIANTS: Final = ("nft", "legacy")

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from dataplane.nftables.expressions import Family
 from dataplane.nftables.schema import ADDRESS, PORT, PROTOCOL, RANGE, SLOT, Key, width
 
-__all__ = ["Codec", "cidr_between"]
-
 
 class Codec:
     """Keys and values of one family as bytes and back."""

@@ -20,8 +20,6 @@ from dataplane.nftables import uapi as nf
 from dataplane.table import PodMatch
 from dataplane.table import Protocol as Transport
 
-__all__ = ["FAMILIES", "Attributes", "ChainName", "Expression", "Family", "Named", "Part", "Rule", "Verdict", "rule"]
-
 Attributes = tuple[tuple[int, "int | str | bytes | Attributes"], ...]
 
 RTN_LOCAL: Final = 2  # linux/rtnetlink.h

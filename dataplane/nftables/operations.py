@@ -8,11 +8,6 @@ from typing import NamedTuple, Protocol
 from dataplane.nftables.expressions import Family, Rule
 from dataplane.nftables.schema import Chain, Element, Hook, Key, Set, Shape, Value
 
-__all__ = [
-    "AddChain", "AddCounter", "AddElements", "AddRules", "AddSet", "AddTable", "DeleteChain", "DeleteElements",
-    "DeleteSet", "DeleteTable", "FlushChain", "FlushSet", "Nftables", "Operation", "Skeleton", "Work",
-]  # fmt: skip
-
 
 class AddTable(NamedTuple):
     """The family's table; nothing if it is there."""

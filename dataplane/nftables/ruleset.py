@@ -9,8 +9,6 @@ from dataplane.nftables import operations as op
 from dataplane.nftables.expressions import Family
 from dataplane.nftables.schema import Chain, Element, Key, Set
 
-__all__ = ["Ruleset", "additions", "deletions", "describe"]
-
 _DESCRIBED: Final = 8  # operations that a message names
 
 

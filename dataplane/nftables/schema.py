@@ -8,11 +8,6 @@ from typing import Final, NamedTuple
 from dataplane.nftables import uapi as nf
 from dataplane.nftables.expressions import Family, Rule, Verdict
 
-__all__ = [
-    "ADDRESS", "NUMBER", "PORT", "PROTOCOL", "RANGE", "SLOT", "VERDICT", "Chain", "Element", "Hook", "Key", "Set",
-    "Shape", "Value", "length", "type_number", "width",
-]  # fmt: skip
-
 # Fields of keys and data. An address and a RANGE (a CIDR) are text, the others are integers.
 ADDRESS, PROTOCOL, PORT, SLOT, NUMBER, RANGE = "address", "protocol", "port", "slot", "number", "range"
 VERDICT: Final = "verdict"

@@ -18,8 +18,6 @@ from dataplane.nftables.codec import Codec, cidr_between
 from dataplane.nftables.expressions import FAMILIES, Attributes, ChainName, Family, Rule, Verdict
 from dataplane.nftables.schema import RANGE, VERDICT, Chain, Element, Hook, Key, Set, Shape, Value, length, width
 
-__all__ = ["Kernel", "missing", "remove_tables"]
-
 ELEMENTS_ROOM: Final = 60_000  # an attribute's length has 16 bits
 VALUES_KEPT: Final = 1024  # encoded values, which elements in a row often share
 

@@ -27,7 +27,7 @@ from dataplane.kernel.bpf import Map
 from dataplane.mode import Options
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.maps import open_pinned_maps
-from dataplane.modes.ebpf.programmer import folder_of
+from dataplane.modes.ebpf.pins import folder_of
 from dataplane.table import Backend, BackendSet, Entry, Frontend, Kind, Masquerade, Protocol
 from workshop.benchmarks.apidata import ApiProcess
 from workshop.lab.agent import Agent, remove_forsaken

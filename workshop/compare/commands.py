@@ -17,7 +17,7 @@ import msgspec
 
 from controller.agent.modes import probe_all
 from controller.errors import ConfigError, ControllerError
-from controller.settings.config import MODES
+from controller.settings.documents import MODES
 from dataplane.mode import Options
 from workshop.compare import objects
 from workshop.compare.findings import Findings, Report, findings

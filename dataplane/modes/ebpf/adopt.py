@@ -16,8 +16,6 @@ from dataplane.modes.ebpf.pools import size_class
 from dataplane.modes.ebpf.writer import MapWriter, frontend_rows
 from dataplane.table import Backend, Entry
 
-__all__ = ["Former"]
-
 
 class Former:
     """Reads the maps once."""

@@ -31,8 +31,6 @@ from dataplane.mode import Options
 from dataplane.modes.ebpf.pins import remove_pins
 from dataplane.reports import InterfaceHooks, SocketHooks
 
-__all__ = ["Links", "Sockets", "detach_everything", "pods", "uplinks"]
-
 log = logging.getLogger(__name__)
 
 TCX_INGRESS, TCX_EGRESS = 46, 47

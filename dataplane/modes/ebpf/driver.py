@@ -19,8 +19,6 @@ from dataplane.kernel.links import Interface, interface_name
 from dataplane.modes.ebpf.edges import set_elements, word
 from dataplane.reports import XdpHooks
 
-__all__ = ["Drivers"]
-
 log = logging.getLogger(__name__)
 
 ATTACH_TYPE = 37  # BPF_XDP

@@ -18,18 +18,6 @@ from dataplane.table import NodeNetwork, family_of
 
 STRICT = 1  # of rp_filter; larger is loose, 0 is none (Documentation/networking/ip-sysctl.rst)
 
-__all__ = [
-    "SourceRanges",
-    "equal_paths",
-    "interface_flags",
-    "own_addresses",
-    "pod_columns",
-    "pod_links",
-    "served_links",
-    "set_elements",
-    "word",
-]
-
 
 class SourceRanges:
     """Source ranges in two tries, (service, prefix). A range is added before a former one goes."""

@@ -23,8 +23,6 @@ from dataplane.modes.ebpf.reasons import WORDS, kind_of
 from dataplane.reports import PacketEvent
 from dataplane.table import Protocol, socket_text
 
-__all__ = ["Journal", "Reader"]
-
 log = logging.getLogger(__name__)
 
 KEPT = 1000

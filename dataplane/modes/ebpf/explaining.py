@@ -20,8 +20,6 @@ from dataplane.modes.ebpf.reasons import WORDS, kind_of
 from dataplane.reports import ExplainAnswer, ExplainStep
 from dataplane.table import Protocol, family_of, socket_text
 
-__all__ = ["ExplainContext", "explain"]
-
 CLIENTS = ("a pod", "this node", "outside the cluster")
 Verdict = Literal["dnat", "reject", "drop", "untouched"]
 VERDICTS: tuple[Verdict, ...] = ("untouched", "dnat", "reject", "drop")

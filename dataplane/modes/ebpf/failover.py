@@ -15,8 +15,6 @@ from dataplane.modes.ebpf.store import Store
 from dataplane.reports import Ejection, HealthProbes
 from dataplane.table import socket_text
 
-__all__ = ["Failover"]
-
 log = logging.getLogger(__name__)
 
 

@@ -22,8 +22,6 @@ from dataplane.mode import Options
 from dataplane.modes.ebpf.layout import abi_constants, dtype_of
 from dataplane.table import Protocol
 
-__all__ = ["FlowGC", "flow_arrays", "idle_limits"]
-
 log = logging.getLogger(__name__)
 
 SCAN_SECONDS = 5.0

@@ -26,8 +26,6 @@ from dataplane.kernel.shape import pinned
 from dataplane.mode import Options
 from dataplane.modes.ebpf.pins import DEVICES, LINK, MARK, is_mark, remove_pins
 
-__all__ = ["Mark", "collect", "is_gone"]
-
 log = logging.getLogger(__name__)
 
 LOOPBACK: Final = (1).to_bytes(4, sys.byteorder)  # its index in every namespace

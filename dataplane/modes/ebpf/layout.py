@@ -18,13 +18,6 @@ from numpy.typing import NDArray
 
 from dataplane.modes.ebpf._abi import ffi as abi
 
-__all__ = [
-    "OBJECTS", "Words", "abi_constants", "address_bytes", "address_text", "address_words", "backend_bit",
-    "backend_bits", "dtype_of", "frontend_dtype", "frontend_values", "pack", "prefilter_bits", "range_word",
-    "service_bits", "split_range_word",
-    "stored_numbers", "swap16", "words_of",
-]  # fmt: skip
-
 OBJECTS = Path(__file__).parent / "objects"
 
 Words = NDArray[np.uint32]

@@ -15,8 +15,6 @@ from dataplane.modes.ebpf.traffic import Traffic, counts_of, traffic_of
 from dataplane.reports import BackendRow, FlowRow, ServiceRow, TrafficCounts, TrafficRow
 from dataplane.table import Protocol, socket_text
 
-__all__ = ["Pinned", "traffic"]
-
 Maps = Mapping[str, Map]
 Names = Mapping[int, str]
 

@@ -11,12 +11,6 @@ from dataplane.balancing import ALGORITHMS, KNOWN, Algorithm, Spread, find
 from dataplane.modes.ebpf.outliers import Ejection, ejected
 from dataplane.table import Backend, Entry, Kind, Masquerade, WhenEmpty
 
-__all__ = [
-    "ANY", "BACKEND_EJECTED", "BACKEND_SETS", "FRONTEND_ADDRESS", "FRONTEND_EXTERNAL_SET", "FRONTEND_INTERNAL_SET",
-    "FRONTEND_MASQUERADE", "FRONTEND_NODE_PORTS", "FRONTEND_SOURCE_RANGES", "NO_EJECTIONS", "FrontendRow", "Key",
-    "Rows", "Settings", "Socket", "lower",
-]  # fmt: skip
-
 # The enumerators of bpf/abi.h that a translation needs; a test compares them with the header.
 BACKEND_SETS = 2
 FRONTEND_INTERNAL_SET, FRONTEND_EXTERNAL_SET, FRONTEND_ADDRESS = 1, 2, 4

@@ -22,8 +22,6 @@ from dataplane.modes.ebpf.pins import NEXT, PRIVATE, describe, shapes, strangers
 from dataplane.modes.ebpf.sizes import Sizes
 from dataplane.modes.ebpf.traffic import Traffic, possible_cpus, traffic_sizes
 
-__all__ = ["Larger", "MapSet", "open_pinned_maps", "traffic_cpus"]
-
 BITMAPS = ("service_addresses", "backend_sockets", "node_ports")
 STRUCTS = {
     "slots": "slot", "services": "service", "backends": "backend", "node": "node", "traffic": "traffic",

@@ -16,8 +16,6 @@ from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, NamedTuple, TypeVar
 
-__all__ = ["FIRST", "LONGEST", "Changes", "Ejection", "OutlierDetector", "ejected"]
-
 FIRST: Final = 10.0  # seconds
 LONGEST: Final = 300.0
 

@@ -24,11 +24,6 @@ from dataplane.kernel.shape import Shape, declared, name_in_kernel, pinned
 from dataplane.mode import Options
 from dataplane.modes.ebpf import layout
 
-__all__ = [
-    "DEVICES", "FIGURES", "LINK", "MARK", "NEXT", "PRIVATE", "Glance", "beside", "describe", "fingerprint", "folder_of",
-    "former_layouts", "is_mark", "pins_in", "remove_pins", "shapes", "strangers",
-]  # fmt: skip
-
 log = logging.getLogger(__name__)
 
 PRIVATE: Final = frozenset(

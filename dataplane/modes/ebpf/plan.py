@@ -34,8 +34,6 @@ from dataplane.modes.ebpf.pools import SETTINGS, DeferredFree, FullError, IdPool
 from dataplane.reports import Unprogrammed
 from dataplane.table import Backend, Entry, Protocol
 
-__all__ = ["Batch", "EntryKey", "InUse", "Installed", "Members", "Plan", "Subject", "key_of", "service_of"]
-
 EntryKey = tuple[str, int, int]  # name, family, protocol
 Subject = tuple[EntryKey, Socket]  # a backend of a service port
 

@@ -11,8 +11,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["SETTINGS", "DeferredFree", "Freed", "FullError", "IdPool", "SlotAllocator", "size_class"]
-
 # What bounds each map that grows.
 SETTINGS = {
     "services": "--max-services", "backends": "--max-backends", "slots": "--max-slots",

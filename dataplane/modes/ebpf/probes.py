@@ -23,8 +23,6 @@ from dataplane.mode import Options
 from dataplane.reports import HealthProbes
 from dataplane.table import socket_text
 
-__all__ = ["AT_ONCE", "Prober", "Target", "probe"]
-
 log = logging.getLogger(__name__)
 
 AT_ONCE: Final = 64

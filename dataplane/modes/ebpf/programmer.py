@@ -75,8 +75,6 @@ from dataplane.table import EMPTY, Entry, NodeNetwork, ServiceTable, family_of
 
 SHOWN = 5  # things that others changed, in one line of the log
 
-__all__ = ["MODE", "Ebpf", "clean", "drain", "folder_of", "look", "probe"]
-
 log = logging.getLogger(__name__)
 
 

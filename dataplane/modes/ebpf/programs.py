@@ -19,8 +19,6 @@ from dataplane.mode import Options
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.maps import Larger, MapSet, traffic_cpus
 
-__all__ = ["CHECK_MTU", "Loader", "Programs", "missing_datapaths", "put_datapaths", "teach_namespace"]
-
 log = logging.getLogger(__name__)
 
 SO_COOKIE = 57  # asm-generic/socket.h

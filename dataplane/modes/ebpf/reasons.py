@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
-__all__ = ["WORDS", "kind_of"]
-
 WORDS: Final = {
     # What works
     "new_flow": "a flow to a backend was created",

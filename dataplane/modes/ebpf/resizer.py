@@ -25,8 +25,6 @@ from dataplane.modes.ebpf.pools import SETTINGS
 from dataplane.modes.ebpf.programs import Programs
 from dataplane.modes.ebpf.sizes import Sizes, crowded, fitting, grown
 
-__all__ = ["MapResizer"]
-
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 30.0  # after a growth that failed

@@ -19,8 +19,6 @@ from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.plan import Members
 from dataplane.table import Protocol
 
-__all__ = ["VECTORIZE_FROM", "RowWriter"]
-
 VECTORIZE_FROM: Final = 65
 _U64 = np.uint64
 

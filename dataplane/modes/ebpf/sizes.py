@@ -16,8 +16,6 @@ from dataplane.mode import Options
 from dataplane.modes.ebpf.pools import size_class
 from dataplane.table import Entry
 
-__all__ = ["Sizes", "bounds", "crowded", "fitting", "fixed", "foreseen", "grown", "least", "needs"]
-
 Sizes = Mapping[str, int]  # map -> entries
 
 GROW_ABOVE = 0.75  # of the entries

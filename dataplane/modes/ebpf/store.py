@@ -23,8 +23,6 @@ from dataplane.modes.ebpf.plan import Batch, EntryKey, InUse, Plan, Subject, key
 from dataplane.modes.ebpf.writer import MapWriter
 from dataplane.table import Entry, family_of
 
-__all__ = ["ForeignEntries", "Store"]
-
 FIRST_FILL = 500  # services
 
 

@@ -18,8 +18,6 @@ from dataplane.kernel.bpf import Map
 from dataplane.modes.ebpf.layout import abi_constants, dtype_of
 from dataplane.reports import TrafficCounts
 
-__all__ = ["FIELDS", "Traffic", "counts_of", "possible_cpus", "traffic_of", "traffic_sizes"]
-
 Figures = NDArray[np.uint64]  # a row for each number, a column for each of FIELDS
 
 _GROUPS = 1024  # of backends, read in one go: 0.6 MB for each CPU

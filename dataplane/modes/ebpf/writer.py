@@ -20,8 +20,6 @@ from dataplane.modes.ebpf.plan import Batch
 from dataplane.modes.ebpf.rows import RowWriter
 from dataplane.table import Protocol, family_of
 
-__all__ = ["CountingFilter", "MapWriter", "frontend_rows"]
-
 PORT_KINDS = {int(Protocol.TCP): 0, int(Protocol.UDP): 1, int(Protocol.SCTP): 2}  # parts of the bitmap of node ports
 
 

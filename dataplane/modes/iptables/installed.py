@@ -14,8 +14,6 @@ from dataplane.modes.iptables.restore import ENTRANCES, PART, WHOLE, jumps, lead
 if TYPE_CHECKING:
     from dataplane.kernel.xtables import Xtables
 
-__all__ = ["TABLES", "Installed", "Ruleset", "remove"]
-
 TABLES: Final = ("filter", "nat")  # the order of changes: what is refused comes before what is no longer translated
 
 

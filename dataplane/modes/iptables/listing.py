@@ -13,8 +13,6 @@ from dataplane.modes.iptables.readback import Saved, parse
 from dataplane.reports import BackendRow, FlowRow, ServiceRow
 from dataplane.table import Kind, Protocol, socket_text
 
-__all__ = ["Programmed", "is_ours"]
-
 _FRONTEND: Final = re.compile(
     r"^(?:-d (?P<address>[^/ ]+)(?:/\d+)? )?-p (?P<protocol>\w+) .*--dport (?P<port>\d+) "
     r'.*--comment "?(?P<name>[^" ]+) (?P<kind>[^"]+)"? -j (?P<target>\S+)'

@@ -44,18 +44,6 @@ from dataplane.table import (
     socket_text,
 )
 
-__all__ = [
-    "Chains",
-    "Lowered",
-    "Node",
-    "cluster_ips",
-    "constant_chains",
-    "lower",
-    "node_of",
-    "same_addresses",
-    "usual_masquerade",
-]
-
 Chains = dict[str, tuple[str, ...]]  # name -> rules without `-A NAME`
 Leaves = dict[tuple[str, int], tuple[Rank, ...]]  # (tree, key) -> rules
 

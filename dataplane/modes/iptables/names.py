@@ -14,11 +14,6 @@ from typing import Final
 from dataplane.modes.iptables.tree import Space
 from dataplane.table import Entry, Frontend, Protocol
 
-__all__ = [
-    "ACCEPTED", "CLUSTER_IPS", "FORWARD", "HEALTH", "MINE", "NODE_PORTS", "POSTROUTING", "REJECT", "SERVICES",
-    "addresses", "chain", "comment", "identity", "number", "ports", "service_chains",
-]  # fmt: skip
-
 MINE: Final = "HP-"
 SERVICES: Final = "HP-SERVICES"
 CLUSTER_IPS: Final = "HP-CLUSTER-IPS"

@@ -10,8 +10,6 @@ from dataplane.modes.iptables.names import CLUSTER_IPS, HEALTH, NODE_PORTS, SERV
 from dataplane.modes.iptables.tree import Rank, Space, Tree
 from dataplane.table import Entry, Protocol
 
-__all__ = ["Delta", "Plan"]
-
 _KINDS: Final = ("C", "E", *(protocol.name for protocol in Protocol))
 
 

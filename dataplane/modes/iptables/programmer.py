@@ -34,8 +34,6 @@ from dataplane.modes.iptables.plan import Plan
 from dataplane.reports import IptablesStatus, Status, Unprogrammed
 from dataplane.table import EMPTY, Entry, Protocol, ServiceTable
 
-__all__ = ["MODE", "Iptables", "clean", "look", "probe"]
-
 log = logging.getLogger(__name__)
 
 FAMILIES: Final = (4, 6)

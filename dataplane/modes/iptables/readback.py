@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["Saved", "parse", "shape"]
-
 Saved = dict[str, list[str]]  # chain -> its rules, without `-A NAME`
 
 

@@ -15,8 +15,6 @@ from typing import Final
 from dataplane.modes.iptables.names import MINE
 from dataplane.table import Protocol
 
-__all__ = ["ENTRANCES", "PART", "WHOLE", "jumps", "leads_to_us", "parts", "table_text"]
-
 PART: Final = 1000  # chains that one restore is about
 WHOLE: Final = 1 << 30
 _LEVELS: Final = tuple(

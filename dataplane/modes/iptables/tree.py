@@ -11,8 +11,6 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
-__all__ = ["FULL", "Changes", "Rank", "Space", "Tree"]
-
 FULL: Final = 16  # keys that stand in one chain, at most
 STEP: Final = 4  # bits
 

@@ -17,8 +17,6 @@ from dataplane.modes.ipvs.lower import SETS, set_name
 from dataplane.modes.ipvs.plan import Actual
 from dataplane.modes.ipvs.writer import DEVICE, Kernel, read_rules, read_set, revision
 
-__all__ = ["Audit"]
-
 log = logging.getLogger(__name__)
 
 SLICES: Final = 16  # real servers cost a request for each virtual server: they are not read all at once

@@ -11,8 +11,6 @@ from dataplane.reports import BackendRow, FlowRow, ServiceRow
 from dataplane.table import Protocol, socket_text
 from dataplane.virtual_servers import Config, Destination, Element, Load, Server, Value
 
-__all__ = ["Programmed"]
-
 
 class Programmed:
     """A `dataplane.mode.View`; everything is read when it is made, so that the kernel interfaces may be closed then."""

@@ -15,8 +15,6 @@ from typing import Final, NamedTuple
 from dataplane.table import BackendSet, Entry, Frontend, Masquerade, NodeNetwork, Protocol, WhenEmpty, family_of
 from dataplane.virtual_servers import Config, Destination, Element, Kind, Server, Value
 
-__all__ = ["PREFIX", "SETS", "Lowered", "Member", "Node", "Wanted", "lower", "node_of", "set_name"]
-
 PREFIX: Final = "HPV-"
 _SOCKET: Final = Kind("hash:ip,port")
 SETS: Final = {

@@ -9,8 +9,6 @@ from dataplane.modes.ipvs.lower import Member
 from dataplane.table import family_of
 from dataplane.virtual_servers import Server, Value
 
-__all__ = ["BASE", "NUMBERS", "Marks", "is_nearly_ours", "is_ours_by_mark"]
-
 BASE: Final = 0x4850_0000  # "HP"
 NUMBERS: Final = 1 << 16  # in the lower half
 

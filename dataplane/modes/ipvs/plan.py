@@ -14,8 +14,6 @@ from typing import Final, NamedTuple
 from dataplane.modes.ipvs.lower import Member, Wanted, set_name
 from dataplane.virtual_servers import Change, Config, Destination, Edit, Element, Server, Value, Verb
 
-__all__ = ["Actual", "ServerState", "Steps", "plan", "server_changes"]
-
 # Elements of these are added only when the virtual servers are there, and removed before anything else.
 _LATE: Final = ("MARKS", "PORTS")
 _ADDRESSES: Final = "ADDRESSES"

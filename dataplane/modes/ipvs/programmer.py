@@ -35,8 +35,6 @@ from dataplane.reports import Fill, IpvsStatus, Status, Unprogrammed
 from dataplane.table import EMPTY, Entry, ServiceTable
 from dataplane.virtual_servers import Change, Server, Timeouts, Value, Verb
 
-__all__ = ["MODE", "Ipvs", "clean", "look", "probe"]
-
 log = logging.getLogger(__name__)
 
 DRAIN_SECONDS: Final = 5.0  # how often real servers of weight 0 are checked; kube-proxy does it each minute

@@ -21,8 +21,6 @@ from typing import Final
 from dataplane.modes.ipvs.lower import PREFIX, set_name
 from dataplane.table import NodeNetwork
 
-__all__ = ["JUMPS", "ours", "pod_match", "removal", "restore_text", "samples"]
-
 COMMENT: Final = '-m comment --comment "hybrid-proxy ipvs"'
 JUMPS: Final = {
     "mangle": ("PREROUTING", "INPUT", "OUTPUT"),

@@ -26,23 +26,6 @@ from dataplane.modes.ipvs.plan import Actual, ServerState, Steps
 from dataplane.table import NodeNetwork
 from dataplane.virtual_servers import Change, Config, Destination, Edit, Element, Load, Server, Timeouts, Value, Verb
 
-__all__ = [
-    "DEVICE",
-    "Kernel",
-    "clean",
-    "drain",
-    "make_sets",
-    "note",
-    "open_kernel",
-    "perform",
-    "read_actual",
-    "read_rules",
-    "read_set",
-    "revision",
-    "sysctls",
-    "write_rules",
-]
-
 log = logging.getLogger(__name__)
 
 DEVICE: Final = "kube-ipvs0"  # the name that network plugins know to leave alone

@@ -14,8 +14,6 @@ from dataplane.nftables.schema import Key, Value
 from dataplane.reports import BackendRow, FlowRow, ServiceRow
 from dataplane.table import Protocol, socket_text
 
-__all__ = ["Tables"]
-
 
 class _Frontend:
     """One element of a verdict map: a frontend as one class of clients sees it."""

@@ -21,8 +21,6 @@ from dataplane.nftables.schema import Element, Key
 from dataplane.nftables.uapi import NFT_GOTO
 from dataplane.table import Backend, Entry, Frontend, Kind, NodeNetwork, WhenEmpty, disjoint, family_of
 
-__all__ = ["COMMENT", "elements", "node_elements", "number_name", "shared"]
-
 COMMENT: Final = 127  # characters of a comment, nft's own limit
 _REFUSAL: Final = {WhenEmpty.REJECT: Verdict(NFT_GOTO, REFUSE), WhenEmpty.DROP: Verdict(NFT_GOTO, DISCARD)}
 

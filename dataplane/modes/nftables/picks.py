@@ -20,8 +20,6 @@ from dataplane.nftables.expressions import ChainName, Expression, Family, Part, 
 from dataplane.nftables.schema import Chain
 from dataplane.table import Masquerade
 
-__all__ = ["Pick", "chain_named", "pick_chain"]
-
 
 class Pick(NamedTuple):
     """What a picking chain does; verdicts lead to it."""

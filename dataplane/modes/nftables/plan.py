@@ -20,8 +20,6 @@ from dataplane.nftables.ruleset import Ruleset, add, additions, deletions
 from dataplane.nftables.schema import Chain, Element, Key, Set, Value
 from dataplane.table import Entry, NodeNetwork
 
-__all__ = ["Installed", "Plan"]
-
 CHUNK: Final = 500  # services that are lowered before their elements are encoded and forgotten
 
 

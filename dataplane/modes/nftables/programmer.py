@@ -38,8 +38,6 @@ from dataplane.nftables.wire import Kernel, missing, remove_tables
 from dataplane.reports import NftablesStatus, Status, Unprogrammed
 from dataplane.table import EMPTY, Entry, Masquerade, NodeNetwork, ServiceTable
 
-__all__ = ["MODE", "Nftables", "clean", "look", "probe"]
-
 log = logging.getLogger(__name__)
 
 TRIAL: Final = "hybrid-proxy-trial"

@@ -30,12 +30,6 @@ from dataplane.nftables.expressions import RETURN, Family, rule
 from dataplane.nftables.schema import ADDRESS, NUMBER, PORT, PROTOCOL, RANGE, SLOT, VERDICT, Chain, Hook, Set
 from dataplane.table import Masquerade, NodeNetwork, family_of
 
-__all__ = [
-    "ALLOWED", "CLUSTER_IPS", "COUNTERS", "DISCARD", "ITSELF", "KEPT_MARKS", "MEMBERS", "NODE_PORT_ADDRESSES",
-    "REFUSE", "RESTRICTED", "SETS", "SPACES", "TABLE", "clients_set", "mark_chain", "port_only", "set_named",
-    "structure",
-]  # fmt: skip
-
 TABLE: Final = "hybrid-proxy"
 SPACES: Final = ("internal", "external", "internal-ports", "external-ports")
 RESTRICTED, ALLOWED = "restricted", "allowed-sources"

@@ -6,8 +6,6 @@ from collections import OrderedDict
 from collections.abc import Collection
 from typing import Final
 
-__all__ = ["Chooser"]
-
 SUSPECT_SECONDS: Final = 5.0
 MAX_CLIENTS: Final = 262_144  # with affinity, of one service port: the one silent for longest is forgotten first
 

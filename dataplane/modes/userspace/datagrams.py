@@ -19,8 +19,6 @@ from dataplane.modes.userspace.sockets import toward
 from dataplane.modes.userspace.state import State
 from dataplane.modes.userspace.streams import MOST_ATTEMPTS
 
-__all__ = ["Session", "Sessions"]
-
 SETTINGS: Final = Path("/proc/sys/net/netfilter")
 SHORT, LONG = 30.0, 120.0  # the kernel's defaults
 CONVERSATION: Final = 2.0  # seconds, as nf_conntrack_proto_udp.c

@@ -12,8 +12,6 @@ import struct
 import time
 from typing import Final
 
-__all__ = ["IcmpErrors", "message"]
-
 _V4: Final = struct.Struct("!BBHHHBBH4s4s")
 _V6: Final = struct.Struct("!IHBB16s16s")
 _UDP: Final = struct.Struct("!HHHH")

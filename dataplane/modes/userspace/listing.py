@@ -13,8 +13,6 @@ from dataplane.modes.userspace.relay_client import RelayClient
 from dataplane.reports import BackendRow, FlowRow, ServiceRow
 from dataplane.table import Protocol, socket_text
 
-__all__ = ["Relayed"]
-
 MOST: Final = 1 << 20  # flows that are looked at
 
 

@@ -19,8 +19,6 @@ from dataplane.table import (
     socket_text,
 )
 
-__all__ = ["Lowered", "Redirect", "listen_addresses", "lower", "lower_node", "row_key"]
-
 
 class Redirect(NamedTuple):
     """Where clients of one side find a frontend: a proxy port (index into `Row.ports`), or a refusal.

@@ -12,13 +12,6 @@ from typing import Final
 
 import msgspec
 
-__all__ = [
-    "ADDRESS", "KEEPING", "LENGTH", "PLAIN", "VERSION", "Applied", "Apply", "Commit", "Conversation", "Done", "End",
-    "HandOver", "Hello", "Keep", "Listing", "Look", "Network", "Port", "Refused", "Report", "Row", "Sockets", "Stale",
-    "Status", "Welcome",
-    "decode_answer", "decode_request", "pack",
-]  # fmt: skip
-
 ADDRESS: Final = "\0hybrid-proxy-userspace"
 VERSION: Final = 2  # of these messages and of what a relay does: an agent replaces a relay of another version
 LENGTH: Final = struct.Struct("=I")

@@ -14,8 +14,6 @@ from dataplane.nftables.schema import Element, Key, Value
 from dataplane.nftables.uapi import NF_DROP, NFT_GOTO
 from dataplane.table import NodeNetwork, WhenEmpty, family_of
 
-__all__ = ["Elements", "change", "differences", "drain", "elements_of", "replace"]
-
 Elements = dict[tuple[str, Key], Value]  # (name of the set, key) -> value
 
 _REFUSAL: Final = {WhenEmpty.REJECT: Verdict(NFT_GOTO, tables.REFUSE), WhenEmpty.DROP: Verdict(NF_DROP)}

@@ -12,8 +12,6 @@ from dataplane.modes.userspace.messages import Conversation, Keep, Network, Pair
 from dataplane.modes.userspace.sockets import listening
 from dataplane.modes.userspace.state import State
 
-__all__ = ["Clients", "Port", "Service"]
-
 
 class Clients:
     """Classes of clients: the node's own addresses, and pods by their ranges."""

@@ -37,8 +37,6 @@ from dataplane.nftables.wire import Kernel, missing, remove_tables
 from dataplane.reports import Fill, RelayStatus, Status, Unprogrammed, UserspaceStatus
 from dataplane.table import EMPTY, Entry, NodeNetwork, Protocol, ServiceTable
 
-__all__ = ["MODE", "Userspace", "clean", "drain", "look", "probe"]
-
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)

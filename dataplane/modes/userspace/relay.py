@@ -30,8 +30,6 @@ from dataplane.modes.userspace.sockets import open_files
 from dataplane.modes.userspace.state import State
 from dataplane.modes.userspace.streams import Flows
 
-__all__ = ["Relay", "main", "take_over"]
-
 log = logging.getLogger(__name__)
 
 AT_ONCE: Final = 50  # rows between which others get their turn

@@ -21,8 +21,6 @@ import msgspec
 from dataplane.errors import DataplaneError, Occupied
 from dataplane.modes.userspace import messages as m
 
-__all__ = ["DRAINING", "RelayClient", "connect", "draining", "open_client"]
-
 START_SECONDS: Final = 15.0
 ASK_SECONDS: Final = 120.0
 HELLO_SECONDS: Final = 10.0

@@ -13,16 +13,6 @@ from typing import Final
 
 from dataplane.modes.userspace.messages import KEEPING, PLAIN
 
-__all__ = [
-    "RESET",
-    "family_of",
-    "listening",
-    "open_files",
-    "resetting",
-    "toward",
-    "transparent_works",
-]
-
 # linux/in.h, linux/in6.h
 IP_TRANSPARENT, IPV6_TRANSPARENT = 19, 75
 SCTP_NODELAY = 3

@@ -12,8 +12,6 @@ from typing import Any, Final, Protocol
 
 from dataplane.modes.userspace.sockets import open_files
 
-__all__ = ["EXHAUSTED", "TICK", "Listener", "State"]
-
 log = logging.getLogger(__name__)
 
 RESERVE: Final = 64  # descriptors for the agent's and others' connections to the relay, for a hand-over

@@ -21,8 +21,6 @@ from dataplane.modes.userspace.ports import Port
 from dataplane.modes.userspace.sockets import resetting, toward
 from dataplane.modes.userspace.state import EXHAUSTED, TICK, State
 
-__all__ = ["CHUNK", "DIAL_SECONDS", "MOST_ATTEMPTS", "Flow", "Flows"]
-
 AT_ONCE: Final = 32  # connections that one port accepts before others get their turn
 
 CHUNK: Final = 1 << 16  # the most that is held in user space for one way of one connection

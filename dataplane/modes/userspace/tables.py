@@ -27,11 +27,6 @@ from dataplane.nftables.expressions import DROP, RETURN, Family, rule
 from dataplane.nftables.schema import ADDRESS, PORT, PROTOCOL, RANGE, VERDICT, Chain, Hook, Set
 from dataplane.table import NodeNetwork, family_of
 
-__all__ = [
-    "ALLOWED", "CLUSTER_IPS", "FIREWALLED", "LEADING", "LISTENERS", "NODE_ADDRESSES", "REFUSE", "SETS", "TABLE",
-    "answer_mark", "structure",
-]  # fmt: skip
-
 TABLE: Final = "hybrid-proxy-userspace"
 FIREWALLED, ALLOWED = "firewalled", "allowed-sources"
 CLUSTER_IPS, NODE_ADDRESSES, LISTENERS = "cluster-ips", "node-addresses", "listeners"
