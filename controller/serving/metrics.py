@@ -184,7 +184,7 @@ def _of_agent(status: AgentStatus, counters: Counters) -> Iterator[Metric]:
         ("service_ports", "Service ports in the table, each family for itself", counters.totals.ports),
         ("backends", "Endpoints that serve, of all service ports", counters.totals.backends),
         ("synced", "1 when everything known is programmed", int(status.synced)),
-        ("refused_objects", "Malformed objects", len(status.problems)),
+        ("malformed_objects", "Malformed objects", len(status.problems)),
         ("conflicts", "Services with an address and port that another one has", len(status.conflicts)),
         ("unrepaired_drift", "Things that others changed and that are not put right yet", len(status.drift)),
         ("other_proxies", "Other proxies that were found on this node", len(status.other_proxies)),

@@ -198,7 +198,7 @@ def test_manifests_that_are_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert "manifests /nowhere: No such file or directory" in capsys.readouterr().err
 
 
-def test_refused_objects_are_reported_and_the_rest_works(call: Call, tmp_path: Path) -> None:
+def test_malformed_objects_are_reported_and_the_rest_works(call: Call, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(
         "kind: Service\nmetadata: {name: bad}\nspec: {clusterIP: 10.96.0.1, ports: [{port: http}]}\n---\n"
         "kind: Service\nmetadata: {name: good}\nspec: {clusterIP: 10.96.0.2, ports: [{name: http, port: 80}]}\n"

@@ -216,12 +216,10 @@ class _Demo:
         client = self.background("connections", "web", V4, self.client, tally, stop, rate=500)
         slowest = 0.0
         try:
-            with self.pictures(
-                f"HTTP from {self.client.name}, each moment", everyone, lambda: tally.backends
-            ) as picture:
-                picture.watch(1.0)
+            with self.charts(f"HTTP from {self.client.name}, each moment", everyone, lambda: tally.backends) as chart:
+                chart.watch(1.0)
                 for what, pods in plans:
-                    slowest = max(slowest, self.follow(what, pods, tally, picture))
+                    slowest = max(slowest, self.follow(what, pods, tally, chart))
         finally:
             stop.set()
             client.join()
@@ -229,14 +227,14 @@ class _Demo:
         self.check(not tally.failed, f"{tally.answered:,} requests meanwhile, {tally.failed} failed {_why(tally)}")
         self.summary.numbers["edit of a file to traffic that follows, slowest of 3"] = f"{slowest * 1000:.0f} ms"
 
-    def follow(self, what: str, pods: Sequence[Place], tally: Tally, picture: _Picture) -> float:
+    def follow(self, what: str, pods: Sequence[Place], tally: Tally, chart: _LiveChart) -> float:
         """Edit, wait until the answers of a moment come from exactly these pods; seconds until that moment."""
         wanted = {pod.name for pod in pods}
         start = time.monotonic()
         examples.scale(self.web, pods)
         before, since = Counter(tally.backends), start
         while True:
-            picture.watch(0.1)
+            chart.watch(0.1)
             moment = Counter(tally.backends) - before
             if set(moment) == wanted and moment.total() >= 12 * len(wanted):
                 break
@@ -245,8 +243,8 @@ class _Demo:
             if time.monotonic() - start > FOLLOWED_WITHIN:
                 raise _Failed(f"{what}: {sorted(wanted)} should answer, {dict(moment)} do")
         followed = since - start
-        picture.watch(0.7)
-        self.check(True, f"{what}: {', '.join(sorted(wanted))} {'answers' if len(wanted) == 1 else 'answer'}", picture)
+        chart.watch(0.7)
+        self.check(True, f"{what}: {', '.join(sorted(wanted))} {'answers' if len(wanted) == 1 else 'answer'}", chart)
         return followed
 
     def refusal(self) -> None:
@@ -283,15 +281,15 @@ class _Demo:
             return Counter({name: tally.answered for name, tally in tallies.items()})
 
         try:
-            with self.pictures("answers, each moment", [*tallies], answered) as picture:
-                picture.watch(0.8)
+            with self.charts("answers, each moment", [*tallies], answered) as chart:
+                chart.watch(0.8)
                 self.agent.kill()
-                self.check(not self.agent.running(), "the agent is killed", picture)
-                picture.watch(2.0)
+                self.check(not self.agent.running(), "the agent is killed", chart)
+                chart.watch(2.0)
                 start = time.monotonic()
                 self.agent.start()
                 took = time.monotonic() - start
-                picture.watch(0.8)
+                chart.watch(0.8)
         finally:
             stop.set()
             for client in clients:
@@ -333,11 +331,11 @@ class _Demo:
     def say(self, text: str) -> None:
         self.console.print(f"  {text}", style="dim", markup=False)
 
-    def check(self, good: bool, text: str, picture: _Picture | None = None) -> None:
+    def check(self, good: bool, text: str, chart: _LiveChart | None = None) -> None:
         """Note whether something is as it was said to be."""
         self.summary.checks.append((good, text.strip()))
         line = Text.assemble(("  ✔ " if good else "  ✘ ", "green" if good else "red"), text.strip())
-        (picture.print if picture else self.console.print)(line)
+        (chart.print if chart else self.console.print)(line)
 
     def check_spread(self, what: str, tally: Tally, names: Sequence[str]) -> None:
         """Everybody answered, nobody else did, nobody got less than a third of a fair share."""
@@ -368,11 +366,11 @@ class _Demo:
         source = self.lab[place] if place else self.client
         client = self.background(kind, service, family, source, tally, stop, rate=rate, count=count)
         until = time.monotonic() + count / rate + PATIENCE
-        with self.pictures(
+        with self.charts(
             f"{title}, {count} requests", names, lambda: tally.backends, total=count // len(names)
-        ) as picture:
+        ) as chart:
             while client.is_alive() and time.monotonic() < until:
-                picture.watch(FRAME / 2)
+                chart.watch(FRAME / 2)
         stop.set()
         client.join()
         self.requests += tally.answered
@@ -411,16 +409,16 @@ class _Demo:
             yield connection
 
     @contextlib.contextmanager
-    def pictures(
+    def charts(
         self, title: str, names: Sequence[str], counts: Callable[[], Counter[str]], total: int | None = None
-    ) -> Iterator[_Picture]:
-        picture = _Picture(self.console, title, names, counts, total)
-        with picture.live or contextlib.nullcontext():
-            yield picture
-            picture.draw()
+    ) -> Iterator[_LiveChart]:
+        chart = _LiveChart(self.console, title, names, counts, total)
+        with chart.live or contextlib.nullcontext():
+            yield chart
+            chart.draw()
 
 
-class _Picture:
+class _LiveChart:
     """Bars of who answers how much: redrawn all the time at a terminal, and not drawn elsewhere.
 
     Args:
@@ -446,7 +444,7 @@ class _Picture:
             time.sleep(min(left, FRAME))
 
     def draw(self) -> None:
-        """One picture."""
+        """One chart."""
         if self.live:
             self.live.update(self._bars(), refresh=True)
 

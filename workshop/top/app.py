@@ -16,7 +16,7 @@ from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, Tab
 
 from workshop.top import cells
 from workshop.top.look import Looker, Watcher
-from workshop.top.rates import BackendRates, MapRow, Picture, ReasonRow, Sample, ServiceRates, Window
+from workshop.top.rates import BackendRates, MapRow, ReasonRow, Sample, ServiceRates, Snapshot, Window
 
 __all__ = ["Top"]
 
@@ -166,7 +166,7 @@ class Top(App[None]):
         super().__init__()
         self._window = Window()
         self._watcher = Watcher(looker, seconds, self._tell)
-        self._shown: Picture | None = None
+        self._shown: Snapshot | None = None
         self._wanted = wanted
         self._paused = False
 
@@ -225,7 +225,7 @@ class Top(App[None]):
         self._show_head(shown, len(wanted))
         self._choose()
 
-    def _show_head(self, shown: Picture, wanted: int) -> None:
+    def _show_head(self, shown: Snapshot, wanted: int) -> None:
         lines = list(cells.head(shown))
         if self._wanted:
             lines.append(f"filter '{self._wanted}': {wanted:,} of {len(shown.services):,} service ports")

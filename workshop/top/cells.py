@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
-from workshop.top.rates import BackendRates, MapRow, Picture, ReasonRow, ServiceRates
+from workshop.top.rates import BackendRates, MapRow, ReasonRow, ServiceRates, Snapshot
 
 __all__ = [
     "BACKENDS",
@@ -149,7 +149,7 @@ def arranged(rows: Iterable[AnyRow], column: Column, *, falling: bool) -> list[A
     return [*sorted(known, key=column.value, reverse=falling), *rest]
 
 
-def head(shown: Picture) -> Sequence[str]:
+def head(shown: Snapshot) -> Sequence[str]:
     """Two lines about the node as a whole."""
     status = shown.sample.status
     if status is None:
@@ -162,7 +162,7 @@ def head(shown: Picture) -> Sequence[str]:
     return f"node {status.node}   mode {mode.effective}{asked}   {sync}   {agent}", _totals(shown)
 
 
-def _totals(shown: Picture) -> str:
+def _totals(shown: Snapshot) -> str:
     parts = [f"conn/s {rate(shown.all('connections'))}", f"packets/s {rate(shown.all('packets'))}"]
     parts += [f"in {size(shown.all('request_bytes'))}/s", f"out {size(shown.all('reply_bytes'))}/s"]
     if shown.sample.status is not None:
@@ -181,7 +181,7 @@ def duration(seconds: float) -> str:
     return f"{whole}s"
 
 
-def trouble(shown: Picture) -> list[str]:
+def trouble(shown: Snapshot) -> list[str]:
     """What a person should know before believing the figures, the worst first."""
     status, sample = shown.sample.status, shown.sample
     if status is None:

@@ -11,7 +11,7 @@ import msgspec
 from controller.errors import ConfigError
 from workshop.top.cells import matches
 from workshop.top.look import Looker, Watcher
-from workshop.top.rates import BackendRates, MapRow, Picture, ReasonRow, Sample, ServiceRates, Window
+from workshop.top.rates import BackendRates, MapRow, ReasonRow, Sample, ServiceRates, Snapshot, Window
 
 __all__ = ["main"]
 
@@ -75,7 +75,7 @@ def _tell(looker: Looker, args: argparse.Namespace) -> int:
     return 0
 
 
-def _print(shown: Picture, wanted: str) -> None:
+def _print(shown: Snapshot, wanted: str) -> None:
     status = shown.sample.status
     look = Look(
         agent=status is not None,

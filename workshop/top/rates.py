@@ -16,7 +16,7 @@ from controller.serving.protocol import AgentStatus
 from dataplane import reports
 from dataplane.reports import TrafficCounts
 
-__all__ = ["BackendRates", "MapRow", "Picture", "ReasonRow", "Sample", "ServiceRates", "Window", "picture"]
+__all__ = ["BackendRates", "MapRow", "Snapshot", "ReasonRow", "Sample", "ServiceRates", "Window", "snapshot"]
 
 SHARE_SECONDS: Final = 30.0  # shares are of the connections of so long, or up to twice that
 SHORTEST: Final = 0.5  # seconds: a rate of less time says little
@@ -106,7 +106,7 @@ class MapRow(msgspec.Struct, frozen=True):
         return self.used / self.bound if self.bound else 0.0
 
 
-class Picture(msgspec.Struct, frozen=True):
+class Snapshot(msgspec.Struct, frozen=True):
     """What a person is shown."""
 
     sample: Sample
@@ -130,14 +130,14 @@ class Picture(msgspec.Struct, frozen=True):
 
 
 class Window:
-    """The looks that are needed for the next picture."""
+    """The looks that are needed for the next snapshot."""
 
     def __init__(self) -> None:
         self._before: Sample | None = None
         self._latest: Sample | None = None
         self._bases: list[Sample] = []  # of shares: the oldest that is left, and the next
 
-    def add(self, sample: Sample) -> Picture:
+    def add(self, sample: Sample) -> Snapshot:
         """What is to be seen now."""
         if self._bases and self._bases[-1].chosen != sample.chosen:
             self._bases.clear()
@@ -146,12 +146,12 @@ class Window:
         if self._latest is None or sample.at - self._latest.at >= SHORTEST:
             self._before = self._latest or sample
         self._latest = sample
-        return picture(self._bases[0], self._before or sample, sample)
+        return snapshot(self._bases[0], self._before or sample, sample)
 
 
-def picture(base: Sample, before: Sample, now: Sample) -> Picture:
+def snapshot(base: Sample, before: Sample, now: Sample) -> Snapshot:
     """Rates of the time between `before` and `now`, shares of that since `base`."""
-    return Picture(now, _services(before, now), _backends(base, before, now), _reasons(before, now), _maps(now))
+    return Snapshot(now, _services(before, now), _backends(base, before, now), _reasons(before, now), _maps(now))
 
 
 def _sum(values: Iterable[float | None]) -> float | None:

@@ -7,7 +7,7 @@ import pytest
 from controller.serving.protocol import ModeStatus
 from tests.workshop.top.samples import agent_status, sample, service, status
 from workshop.top import cells
-from workshop.top.rates import ServiceRates, picture
+from workshop.top.rates import ServiceRates, snapshot
 
 
 @pytest.mark.parametrize(
@@ -77,22 +77,22 @@ def test_the_head_shows_mode_and_totals() -> None:
     counters = status(drop_empty=0, reject=0)
     before = sample(0, service("ns/a:http", 0), status=counters)
     now = sample(1, service("ns/a:http", 5), status=counters)
-    first, second = cells.head(picture(before, before, now))
+    first, second = cells.head(snapshot(before, before, now))
     assert first == "node n1   mode ebpf (auto was asked for)   in sync   agent up 3m12s, 45.0MB"
     assert second.startswith("conn/s 5   packets/s 100   in 5.0kB/s   out 5.0kB/s   flow entries 12 of 524,288")
     assert second.endswith("dropped/s 0   refused/s 0")
-    assert cells.trouble(picture(before, before, now)) == []
+    assert cells.trouble(snapshot(before, before, now)) == []
 
 
 def test_trouble_is_shown_and_without_an_agent_only_that() -> None:
     status = agent_status(mode=ModeStatus("ebpf", "nftables", "no BTF"), error="boom")
     plain = service("ns/a", 0, traffic=None)
     now = sample(0, plain, status=status, mode="nftables")
-    said = cells.trouble(picture(now, now, now))
+    said = cells.trouble(snapshot(now, now, now))
     assert said[:2] == ["the last sync failed: boom", "ebpf was asked for: no BTF"]
     assert "mode nftables does not count" in said[2]
     gone = sample(0, service("ns/a", 1), status=None, trouble="no agent listens at /x")
-    (message,) = cells.trouble(picture(gone, gone, gone))
+    (message,) = cells.trouble(snapshot(gone, gone, gone))
     assert message == "no answer from the agent: no agent listens at /x. Traffic goes on as programmed"
     empty = sample(0, status=None, mode="", trouble="no agent listens at /x")
-    assert cells.head(picture(empty, empty, empty))[0] == "nothing is programmed here"
+    assert cells.head(snapshot(empty, empty, empty))[0] == "nothing is programmed here"

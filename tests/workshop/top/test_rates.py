@@ -6,12 +6,12 @@ import pytest
 
 from dataplane.reports import BackendRow, Ejection, ServiceRow
 from tests.workshop.top.samples import agent_status, backend, dataplane, ebpf, sample, service, status
-from workshop.top.rates import SHARE_SECONDS, SHORTEST, Window, picture
+from workshop.top.rates import SHARE_SECONDS, SHORTEST, Window, snapshot
 
 
 def test_rates_are_growth_over_time() -> None:
     before, now = sample(10, service("ns/a:http", 100)), sample(12, service("ns/a:http", 150))
-    (row,) = picture(before, before, now).services
+    (row,) = snapshot(before, before, now).services
     assert (row.connections, row.packets, row.request_bytes, row.reply_bytes) == (25, 500, 25_000, 25_000)
     assert row.total == 150
     assert row.connect == pytest.approx(0.002)
@@ -19,12 +19,12 @@ def test_rates_are_growth_over_time() -> None:
 
 def test_where_nothing_was_accepted_there_is_no_time() -> None:
     before, now = sample(10, service("ns/a:http", 100)), sample(12, service("ns/a:http", 100))
-    assert picture(before, before, now).services[0].connect is None
+    assert snapshot(before, before, now).services[0].connect is None
 
 
 def test_the_first_look_has_no_rates() -> None:
     now = sample(10, service("ns/a:http", 100))
-    shown = picture(now, now, now)
+    shown = snapshot(now, now, now)
     assert shown.services[0].connections is None
     assert shown.all("connections") is None
     assert shown.counts
@@ -35,9 +35,9 @@ def test_families_of_one_name_are_two_rows() -> None:
         return sample(at, service("ns/a:http", four), service("ns/a:http", six, "[fd96::10]:80", id=8))
 
     before, now = both(0, 10, 10), both(1, 11, 13)
-    rates = {row.frontends[0]: row.connections for row in picture(before, before, now).services}
+    rates = {row.frontends[0]: row.connections for row in snapshot(before, before, now).services}
     assert rates == {"10.96.0.10:80": 1, "[fd96::10]:80": 3}
-    assert len({row.key for row in picture(before, before, now).services}) == 2
+    assert len({row.key for row in snapshot(before, before, now).services}) == 2
 
 
 @pytest.mark.parametrize(
@@ -47,20 +47,20 @@ def test_families_of_one_name_are_two_rows() -> None:
 )
 def test_a_rate_that_cannot_be_known_is_none(former: ServiceRow) -> None:
     before, now = sample(0, former), sample(1, service("ns/a:http", 10))
-    assert picture(before, before, now).services[0].connections is None
+    assert snapshot(before, before, now).services[0].connections is None
 
 
 def test_a_mode_that_does_not_count() -> None:
     def look(at: float) -> object:
         return sample(at, service("ns/a:http", 0, traffic=None), chosen="ns/a:http")
 
-    shown = picture(look(0), look(0), look(1))
+    shown = snapshot(look(0), look(0), look(1))
     assert not shown.counts
     assert shown.services[0].connections is None
     assert shown.services[0].total is None
     plain = BackendRow(service="ns/a:http", address="10.0.0.1:80", protocol="TCP", used=False)
     now = sample(1, chosen="ns/a:http", backends=(plain,))
-    (row,) = picture(now, now, now).backends
+    (row,) = snapshot(now, now, now).backends
     assert (row.state, row.share, row.failures, row.total) == ("in no backend set", None, None, None)
 
 
@@ -70,8 +70,8 @@ def test_shares_are_of_the_connections_of_each_family() -> None:
         return sample(at, chosen="ns/a:http", backends=rows)
 
     base, now = look(0, 1000, 0, 0), look(20, 1030, 10, 7)
-    assert [row.share for row in picture(base, base, now).backends] == [0.75, 0.25, 1.0]
-    quiet = picture(base, base, base)
+    assert [row.share for row in snapshot(base, base, now).backends] == [0.75, 0.25, 1.0]
+    quiet = snapshot(base, base, base)
     assert [row.share for row in quiet.backends] == [None] * 3
 
 
@@ -79,7 +79,7 @@ def test_what_the_agent_says_of_a_backend_counts() -> None:
     ejection = Ejection("ns/a:http", "10.0.0.1:80", True, 9.0, "ejected for 9 s: no answer")
     status = agent_status(dataplane=dataplane(ebpf=ebpf(ejection)))
     now = sample(1, service("ns/a:http", 0), status=status, chosen="ns/a:http", backends=(backend("10.0.0.1:80", 0),))
-    shown = picture(now, now, now)
+    shown = snapshot(now, now, now)
     assert shown.backends[0].state == "ejected for 9 s: no answer"
     assert shown.services[0].ejected == 1
 
@@ -87,7 +87,7 @@ def test_what_the_agent_says_of_a_backend_counts() -> None:
 def test_drops_come_first_and_are_summed() -> None:
     before = sample(0, status=status(new_flow=5, drop_empty=1, reject=0, drop_source_ranges=0))
     now = sample(2, status=status(new_flow=9, drop_empty=3, reject=6, drop_source_ranges=4))
-    shown = picture(before, before, now)
+    shown = snapshot(before, before, now)
     assert [(row.kind, row.key, row.rate) for row in shown.reasons] == [
         ("drop", "drop_empty", 1), ("drop", "drop_source_ranges", 2), ("refuse", "reject", 3), ("note", "new_flow", 2),
     ]  # fmt: skip
@@ -96,19 +96,19 @@ def test_drops_come_first_and_are_summed() -> None:
 
 def test_names_of_other_modes_are_drops_too() -> None:
     now = sample(0, status=status(discarded=1, refused=1, masqueraded=1))
-    kinds = {row.key: row.kind for row in picture(now, now, now).reasons}
+    kinds = {row.key: row.kind for row in snapshot(now, now, now).reasons}
     assert kinds == {"discarded": "drop", "refused": "refuse", "masqueraded": "note"}
 
 
 def test_maps_that_have_a_bound_are_shown() -> None:
     now = sample(0)
-    (row,) = picture(now, now, now).maps
+    (row,) = snapshot(now, now, now).maps
     assert (row.key, row.used, row.entries, row.bound, row.fill) == ("flows4", 12, 100, 200, 0.06)
 
 
 def test_without_an_agent_traffic_is_still_counted() -> None:
     before, now = sample(0, service("ns/a:http", 1), status=None), sample(1, service("ns/a:http", 4), status=None)
-    shown = picture(before, before, now)
+    shown = snapshot(before, before, now)
     assert shown.services[0].connections == 3
     assert (shown.reasons, shown.maps, shown.rate("drop")) == ((), (), None)
 
