@@ -8,6 +8,7 @@ from textwrap import dedent
 
 import pytest
 
+from tests.controller.folders import Listener, Running
 from tests.namespaces import new_lab
 from tests.served import FRAGILE, SYNC_PERIOD, Served, api_server
 from workshop.lab.apiserver import ApiServer
@@ -58,3 +59,19 @@ def start(lab: Lab, api: ApiServer, fragile: Path) -> Iterator[Callable[..., Ser
         agent.log.unlink(missing_ok=True)
         if agent.mode != "fragile":
             agent.cleanup()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[..., Listener]]:
+    """Start a source and wait for its first lists."""
+    started: list[Running] = []
+
+    def start(path: Path = tmp_path, ready: bool = True) -> Listener:
+        started.append(Running(path))
+        if ready:
+            started[-1].listener.wait(lambda: started[-1].listener.healthy)
+        return started[-1].listener
+
+    yield start
+    for running in started:
+        running.close()

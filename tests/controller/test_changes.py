@@ -60,21 +60,6 @@ def test_a_file_that_is_opened_again_is_not_complete(changes: Iterator[Tick], tm
         assert happened(changes) == Tick(True)
 
 
-def test_a_hidden_draft_waits_for_its_rename(changes: Iterator[Tick], tmp_path: Path) -> None:
-    draft, path = tmp_path / ".draft", tmp_path / "a.yaml"
-    draft.write_text("one")
-    draft.replace(path)
-    assert str(path) in happened(changes).complete
-
-
-def test_files_below_a_new_folder(changes: Iterator[Tick], tmp_path: Path) -> None:
-    deeper = tmp_path / "one" / "two"
-    deeper.mkdir(parents=True)
-    happened(changes)
-    (deeper / "a.yaml").write_text("one")
-    happened(changes, deeper / "a.yaml")
-
-
 def test_files_below_a_folder_that_was_moved_here(changes: Iterator[Tick], tmp_path: Path) -> None:
     elsewhere = tmp_path.parent / f"{tmp_path.name}-elsewhere"
     elsewhere.mkdir()
@@ -94,20 +79,6 @@ def test_many_files_at_once_are_few_ticks(changes: Iterator[Tick], tmp_path: Pat
         count += 1
         complete |= happened(changes).complete
     assert count < len(names) / 10
-
-
-def test_one_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    path = Path("a.yaml")
-    path.write_text("one")
-    stop = threading.Event()
-    changes = ticks(path, stop)
-    assert next(changes) == Tick(False)
-    Path("draft").write_text("two")
-    Path("draft").rename(path)
-    happened(changes, path)  # by the name that it was asked for
-    stop.set()
-    list(changes)
 
 
 def test_it_ends_when_the_folder_goes(changes: Iterator[Tick], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import jsonschema
 import msgspec
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from controller import cli
@@ -537,13 +537,11 @@ class TestHostile:
     def test_bytes(self, content: bytes):
         self.survives(content)
 
-    @settings(max_examples=300, deadline=None)
     @given(st.sampled_from(sorted(DOCUMENTS)), st.dictionaries(NAMES, VALUES, max_size=6))
     def test_values(self, kind: str, fields: dict[str, Any]):
         head = {"apiVersion": DOCUMENTS[kind]().api_version, "kind": kind}  # type: ignore[attr-defined]
         self.survives(yaml.safe_dump({**fields, **head}, allow_unicode=True).encode("utf-8", "surrogatepass"))
 
-    @settings(max_examples=300, deadline=None)
     @given(st.sampled_from([row for row in rows() if row.document in DOCUMENTS]), VALUES)
     def test_one_field(self, row: Row, value: Any):
         document: dict[str, Any] = {"apiVersion": DOCUMENTS[row.document]().api_version, "kind": row.document}
@@ -554,7 +552,6 @@ class TestHostile:
         place[last] = value
         self.survives(yaml.safe_dump(document, allow_unicode=True).encode("utf-8", "surrogatepass"))
 
-    @settings(max_examples=200, deadline=None)
     @given(st.text(max_size=30))
     def test_durations(self, typed: str):
         seconds = duration(typed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,14 +18,13 @@ from controller.kubernetes import manifests, yamldoc
 from controller.kubernetes.changes import _below
 from controller.kubernetes.connection import Connection
 from controller.kubernetes.files import head, read
-from controller.kubernetes.manifests import Manifests, load
-from controller.kubernetes.model import Problem, Service, Upserted
+from controller.kubernetes.model import Removed
 from controller.kubernetes.yamldoc import NotYamlError, documents
 from controller.settings import configfile
 from controller.settings.configfile import Loaded
+from tests.controller.folders import WITHIN, Listener, loaded, swap
 
 GOOD = "kind: Service\nmetadata: {name: good}\nspec: {clusterIP: 10.96.0.1, ports: [{port: 80}]}\n"
-WITHIN = 60.0
 
 
 def nine_fold(levels: int, leaf: str = "x") -> str:
@@ -48,101 +47,86 @@ def many_objects() -> str:
     return "\n".join([*lines, "kind: List", "items: [*x5]"])
 
 
-HOSTILE = [
-    pytest.param("a.yaml", "[" * 60_000, "line 1: nested more than 100 deep", id="open lists"),
-    pytest.param("a.yaml", "[\n" * 10_000, "line 101: nested more than 100 deep", id="open lists, lines"),
-    pytest.param("a.yaml", "{a: " * 15_000, "line 1: nested more than 100 deep", id="open mappings"),
-    pytest.param("a.yaml", "- " * 30_000, "line 1: nested more than 100 deep", id="block lists"),
-    pytest.param("a.yaml", "? " * 30_000, "line 1: nested more than 100 deep", id="keys of keys"),
-    pytest.param(
-        "a.yaml", "&a {kind: List, items: [*a]}", "line 1: alias *a stands for what it is", id="part of itself"
-    ),
-    pytest.param(
-        "a.yaml", "kind: List\nitems: &a [*a]", "line 2: alias *a stands for what it is", id="part of itself, items"
-    ),
-    pytest.param("a.yaml", "kind: List\nitems: [*b]", "line 2: alias *b has no anchor", id="no anchor"),
-    pytest.param("a.yaml", nine_fold(12), "line 6: aliases stand for more than", id="aliases"),
-    pytest.param("a.yaml", many_objects(), "aliases stand for more than 100,000", id="objects by aliases"),
-    pytest.param("a.yaml", doubling(40), "line 15: aliases stand for more than", id="merge keys"),
-    pytest.param(
-        "a.yaml",
-        "".join(f"%TAG !a{n}! b\n" for n in range(5000)) + "--- a",
-        "more than 100 directives",
-        id="directives",
-    ),
-    pytest.param("a.yaml", "kind: !!int " + "9" * 60_000, "line 1: '9999999999", id="a number by its tag"),
-    pytest.param("a.yaml", "kind: !!python/name:os.system a", "the tag 'tag:yaml.org,2002:python/name", id="tag"),
-    pytest.param("a.yaml", "? [a, b]\n: c\n", "a key that is a list or a mapping", id="odd key"),
-    pytest.param("a.yaml", "<<: [1]\n", "<< takes a mapping", id="odd merge"),
-    pytest.param("a.json", "[" * 60_000, "not an object in JSON", id="JSON lists"),
-    pytest.param(
-        "a.json", '{"kind":"List","items":[' * 400 + "]}" * 400, "nested more than 100 deep", id="lists of JSON"
-    ),
-    pytest.param("a.json", '{"kind":"List","items":[' * 9000 + "]}" * 9000, "not an object in JSON", id="deep JSON"),
+LISTS = '{"kind":"List","items":['
+SERVICE = '{"kind": "Service", "metadata": {"name": "a"}, "spec": {"clusterIP": "10.96.0.2", "ports": [{"port": %s}]}}'
+DIRECTIVES = "".join(f"%TAG !a{n}! b\n" for n in range(5000)) + "--- a"
+# fmt: off
+BROKEN = [
+    pytest.param("a.yaml", "a: [1\nb: 2\n",                      "line 2: ",               id="YAML"),
+    pytest.param("a.yaml", "apiVersio",                          "a.yaml:1 ",              id="half a file, scalar"),
+    pytest.param("a.yaml", "\n\napiVersion: v1",                 "a.yaml:3 has no kind",   id="half a file, mapping"),
+    pytest.param("a.yaml", "kind: List\nitems: 3\n",             "items ",                 id="items"),
+    pytest.param("a.yaml", "kind: List\nitems: [3]\n",           "items[0] ",              id="item"),
+    pytest.param("a.yaml", "kind: List\napiVersion: 1\n",        "apiVersion ",            id="apiVersion"),
+    pytest.param("a.yaml", "kind: 'a\0b'",                       "not text",               id="control character"),
+    pytest.param("a.yaml", b"kind: \xff\xfe\n",                  "not text",               id="no text"),
+    pytest.param("a.json", '{"kind":"Service"',                  "JSON",                   id="JSON cut short"),
+    pytest.param("a.json", "[1,2]",                              "JSON",                   id="JSON array"),
+    pytest.param("a.json", '{"kind":"List","items":[1]}',        "items[0] ",              id="JSON item"),
+    pytest.param("a.yaml", "[" * 60_000,                         "line 1: nested",         id="open lists"),
+    pytest.param("a.yaml", "[\n" * 10_000,                       "line 101: nested",       id="open lists, lines"),
+    pytest.param("a.yaml", "{a: " * 15_000,                      "line 1: nested",         id="open mappings"),
+    pytest.param("a.yaml", "- " * 30_000,                        "line 1: nested",         id="block lists"),
+    pytest.param("a.yaml", "? " * 30_000,                        "line 1: nested",         id="keys of keys"),
+    pytest.param("a.yaml", "&a {kind: List, items: [*a]}",       "line 1: alias *a",       id="part of itself"),
+    pytest.param("a.yaml", "kind: List\nitems: &a [*a]",         "line 2: alias *a",       id="part of itself, items"),
+    pytest.param("a.yaml", "kind: List\nitems: [*b]",            "line 2: alias *b",       id="no anchor"),
+    pytest.param("a.yaml", nine_fold(12),                        "line 6: aliases",        id="aliases"),
+    pytest.param("a.yaml", many_objects(),                       "aliases",                id="objects by aliases"),
+    pytest.param("a.yaml", doubling(40),                         "line 15: aliases",       id="merge keys"),
+    pytest.param("a.yaml", DIRECTIVES,                           "directives",             id="directives"),
+    pytest.param("a.yaml", "kind: !!int " + "9" * 60_000,        "line 1: '9999999999",    id="a number by its tag"),
+    pytest.param("a.yaml", "kind: !!python/name:os.system a",    "python/name",            id="tag"),
+    pytest.param("a.yaml", "? [a, b]\n: c\n",                    "key",                    id="odd key"),
+    pytest.param("a.yaml", "<<: [1]\n",                          "<<",                     id="odd merge"),
+    pytest.param("a.json", "[" * 60_000,                         "JSON",                   id="JSON lists"),
+    pytest.param("a.json", LISTS * 400 + "]}" * 400,             "nested",                 id="lists of JSON"),
+    pytest.param("a.json", LISTS * 9000 + "]}" * 9000,           "JSON",                   id="deep JSON"),
+    *[pytest.param(name, SERVICE % port, "",                     id=f"{port[:3]}…, {name}")
+      for port in ("0x" + "f" * 5000, "9" * 5000, "-0o" + "7" * 5000, "." + "9" * 5000)
+      for name in ("a.yaml", "a.json")],
 ]
+# fmt: on
 
 
-def services_and_problems(path: Path) -> tuple[set[str], dict[str, str]]:
-    services: set[str] = set()
-    problems: dict[str, str] = {}
-    for event in load(path):
-        if isinstance(event, Problem):
-            problems[event.where] = event.message
-        else:
-            services |= {one.name for one in event.objects if isinstance(one, Service)}  # type: ignore[union-attr]
-    return services, problems
-
-
-@pytest.mark.parametrize(("name", "text", "message"), HOSTILE)
-def test_a_hostile_file_is_its_own_problem(tmp_path: Path, name: str, text: str, message: str) -> None:
-    (tmp_path / name).write_text(text)
+@pytest.mark.parametrize(("name", "content", "message"), BROKEN)
+def test_a_broken_file_is_its_own_problem(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     (tmp_path / "good.yaml").write_text(GOOD)
-    services, problems = services_and_problems(tmp_path)
-    assert services == {"good"}
-    assert list(problems) == [str(tmp_path / name)]
-    assert message in problems[str(tmp_path / name)]
-    assert problems[str(tmp_path / name)].startswith(str(tmp_path / name)), "what the log says names the file"
-    assert len(problems[str(tmp_path / name)]) < 400
-
-
-@pytest.mark.parametrize("port", ["0x" + "f" * 5000, "9" * 5000, "-0o" + "7" * 5000, "." + "9" * 5000])
-@pytest.mark.parametrize("name", ["a.yaml", "a.json"])
-def test_a_number_that_is_too_long_is_its_object_s_problem(tmp_path: Path, name: str, port: str) -> None:
-    manifest = (
-        '{"kind": "Service", "metadata": {"name": "a"}, "spec": {"clusterIP": "10.96.0.2", "ports": [{"port": %s}]}}'
-    )
-    (tmp_path / name).write_text(manifest % port)
-    (tmp_path / "good.yaml").write_text(GOOD)
-    services, problems = services_and_problems(tmp_path)
-    assert services == {"good"}
-    (problem,) = problems.values()
-    assert len(problem) < 400
+    found = loaded(tmp_path)
+    assert set(found.addresses) == {"good"}
+    (problem,) = found.problems.values()
+    assert problem.where.startswith(str(tmp_path / name)), "what the log says names the file"
+    assert message in problem.message
+    assert len(problem.message) < 400
 
 
 @pytest.mark.parametrize("name", ["a.yaml", "a.json"])
 def test_limits_of_what_a_file_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     (tmp_path / name).write_text('{"kind":"List","items":[' + ",".join(['{"kind":"Pod"}'] * 300) + "]}")
-    assert services_and_problems(tmp_path) == (set(), {})
-    where = str(tmp_path / name)
+
+    def problem() -> str:
+        return "".join(one.message for one in loaded(tmp_path).problems.values())
+
+    assert problem() == ""
     with monkeypatch.context() as patch:
         patch.setattr(manifests, "_MAX_OBJECTS", 299)
-        assert "more than 299 objects" in services_and_problems(tmp_path)[1][where]
+        assert "more than 299 objects" in problem()
     with monkeypatch.context() as patch:
         patch.setattr(manifests, "MAX_VALUES", 290)
         patch.setattr(yamldoc, "MAX_VALUES", 290)
-        assert "more than 290 values" in services_and_problems(tmp_path)[1][where]
+        assert "more than 290 values" in problem()
     with (tmp_path / name).open("wb") as file:
         file.truncate(yamldoc.MAX_BYTES + 1)
-    assert "more than 64 MiB" in services_and_problems(tmp_path)[1][where]
+    assert "more than 64 MiB" in problem()
 
 
 def test_one_name_many_times_is_one_short_problem(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("---\n".join([GOOD] * 3000))
-    services, problems = services_and_problems(tmp_path)
-    assert services == {"good"}
-    (problem,) = problems.values()
-    assert len(problem) < 2000
-    assert problem.endswith("; and more")
+    found = loaded(tmp_path)
+    assert set(found.addresses) == {"good"}
+    (problem,) = found.problems.values()
+    assert len(problem.message) < 2000
 
 
 def test_a_real_cluster_s_size_is_within_the_limits() -> None:
@@ -212,9 +196,9 @@ def test_whatever_a_file_holds(tmp_path_factory: pytest.TempPathFactory, content
     (folder / "a.yaml").write_bytes(content)
     (folder / "b.json").write_bytes(content)
     (folder / "good.yaml").write_text(GOOD)
-    services, problems = services_and_problems(folder)
-    assert "good" in services
-    assert all(len(message) < 3000 for message in problems.values())
+    found = loaded(folder)
+    assert "good" in found.addresses
+    assert all(len(problem.message) < 3000 for problem in found.problems.values())
     try:
         configfile.read(content, "f", {})
     except ConfigError as error:
@@ -228,7 +212,7 @@ def test_whatever_an_object_holds(tmp_path_factory: pytest.TempPathFactory, valu
     text = yaml.dump(value, Dumper=_Plain, allow_unicode=True)
     (folder / "a.yaml").write_bytes(text.encode("utf-8", "surrogatepass"))
     (folder / "good.yaml").write_text(GOOD)
-    assert "good" in services_and_problems(folder)[0]
+    assert "good" in loaded(folder).addresses
 
 
 def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -314,50 +298,18 @@ def test_an_odd_entry_is_its_own_problem(tmp_path: Path, name: str, make: Callab
     (folder / "sub" / "good.yaml").write_text(GOOD)
     (tmp_path / "outside.yaml").write_text(GOOD.replace("good", "outside"))
     make(folder / name)
-    services, problems = services_and_problems(folder)
-    assert services == {"good"}
-    ((where, problem),) = problems.items()
-    assert where == str(folder / name).replace("\udcff", "\\udcff"), "which JSON can carry"
-    assert message in problem
+    found = loaded(folder)
+    assert set(found.addresses) == {"good"}
+    (problem,) = found.problems.values()
+    assert problem.where == str(folder / name).replace("\udcff", "\\udcff"), "which JSON can carry"
+    assert message in problem.message
     assert set(_below(str(folder))) == {str(folder), str(folder / "sub")}, "what is watched"
 
 
-class Running:
-    """A source in its thread; what it said last."""
-
-    def __init__(self, path: Path) -> None:
-        self.addresses: dict[str, str] = {}
-        self.problems: dict[str, str] = {}
-        self._changed = threading.Condition()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=Manifests(path).run, args=(self._take, self._stop), daemon=True)
-        self._thread.start()
-
-    def _take(self, event: object) -> None:
-        with self._changed:
-            if isinstance(event, Problem):
-                self.problems[event.where] = event.message
-            objects = [event.object] if isinstance(event, Upserted) else getattr(event, "objects", ())
-            self.addresses |= {one.name: one.cluster_ips[0] for one in objects if isinstance(one, Service)}
-            self._changed.notify_all()
-
-    def wait(self, condition: Callable[[], object]) -> None:
-        with self._changed:
-            assert self._changed.wait_for(condition, WITHIN), (self.addresses, self.problems)
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join(WITHIN)
-        assert not self._thread.is_alive()
-
-
 @pytest.fixture
-def running(tmp_path: Path) -> Iterator[Running]:
+def running(tmp_path: Path, run: Callable[..., Listener]) -> Listener:
     (tmp_path / "good.yaml").write_text(GOOD)
-    made = Running(tmp_path)
-    made.wait(lambda: made.addresses)
-    yield made
-    made.close()
+    return run()
 
 
 @pytest.mark.parametrize("make", [
@@ -368,14 +320,14 @@ def running(tmp_path: Path) -> Iterator[Running]:
     lambda folder: (folder / "self.yaml").write_text("&a {kind: List, items: [*a]}"),
     lambda folder: (folder / "long.yaml").write_text(GOOD.replace("80", "0x" + "f" * 5000)),
 ])  # fmt: skip
-def test_what_comes_later_stops_nothing(tmp_path: Path, running: Running, make: Callable[[Path], object]) -> None:
+def test_what_comes_later_stops_nothing(tmp_path: Path, running: Listener, make: Callable[[Path], object]) -> None:
     make(tmp_path)
     running.wait(lambda: running.problems)
     (tmp_path / "good.yaml").write_text(GOOD.replace("10.96.0.1", "10.96.0.9"))
     running.wait(lambda: running.addresses["good"] == "10.96.0.9")
 
 
-def test_a_file_that_becomes_a_pipe_keeps_its_objects(tmp_path: Path, running: Running) -> None:
+def test_a_file_that_becomes_a_pipe_keeps_its_objects(tmp_path: Path, running: Listener) -> None:
     (tmp_path / "good.yaml").unlink()
     os.mkfifo(tmp_path / "good.yaml")
     running.wait(lambda: running.problems)
@@ -383,7 +335,7 @@ def test_a_file_that_becomes_a_pipe_keeps_its_objects(tmp_path: Path, running: R
 
 
 def test_a_file_that_grows_for_ever_does_not_stop_the_others(
-    tmp_path: Path, running: Running, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, running: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifests, "_COSTLY", 0.0)
     done = threading.Event()
@@ -405,22 +357,25 @@ def test_a_file_that_grows_for_ever_does_not_stop_the_others(
         writer.join()
 
 
-def test_a_folder_of_a_config_map(tmp_path: Path, running: Running) -> None:
-    """`items: [{path: sub/a.yaml}]` in a volume: the kubelet links the folder, and swaps `..data`."""
+def test_a_config_map_s_volume(tmp_path: Path, running: Listener) -> None:
+    """Files and, for `items: [{path: sub/a.yaml}]`, folders are links into `..data`, which the kubelet swaps."""
 
     def write(version: str, ip: str) -> None:
         (tmp_path / version / "sub" / "below").mkdir(parents=True)
         (tmp_path / version / "sub" / "a.yaml").write_text(GOOD.replace("good", "a").replace("10.96.0.1", ip))
         (tmp_path / version / "sub" / "below" / "b.yaml").write_text(GOOD.replace("good", "b"))
-        (tmp_path / "..data_tmp").symlink_to(version)
-        (tmp_path / "..data_tmp").rename(tmp_path / "..data")
+        (tmp_path / version / "good.yaml").write_text(GOOD.replace("10.96.0.1", ip))
+        swap(tmp_path, version)
 
     write("..2024_1", "10.96.0.2")
     (tmp_path / "sub").symlink_to("..data/sub")
-    running.wait(lambda: running.addresses.get("a") == "10.96.0.2" and "b" in running.addresses)
+    (tmp_path / "link.yaml").symlink_to("..data/good.yaml")
+    (tmp_path / "good.yaml").unlink()
+    running.wait(lambda: running.addresses == {"a": "10.96.0.2", "b": "10.96.0.1", "good": "10.96.0.2"})
     write("..2024_2", "10.96.0.3")
-    running.wait(lambda: running.addresses["a"] == "10.96.0.3")
+    running.wait(lambda: running.addresses == {"a": "10.96.0.3", "b": "10.96.0.1", "good": "10.96.0.3"})
     assert not running.problems
+    assert not any(isinstance(event, Removed) for event in running.events)
 
 
 def test_a_link_to_a_folder_below_another_one_is_reported(tmp_path: Path) -> None:
@@ -429,9 +384,9 @@ def test_a_link_to_a_folder_below_another_one_is_reported(tmp_path: Path) -> Non
     (tmp_path / ".other").mkdir()
     (tmp_path / ".real" / "deep" / "link").symlink_to(tmp_path / ".other")
     (tmp_path / "sub").symlink_to(".real")
-    services, problems = services_and_problems(tmp_path)
-    assert services == {"good"}
-    assert "below another one" in problems[str(tmp_path / "sub" / "deep" / "link")]
+    found = loaded(tmp_path)
+    assert set(found.addresses) == {"good"}
+    assert [problem.where for problem in found.problems.values()] == [str(tmp_path / "sub" / "deep" / "link")]
 
 
 # ------------------------------------------------------------------------------- other files of the same reader

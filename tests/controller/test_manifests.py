@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,138 +14,23 @@ from hypothesis import strategies as st
 
 from controller.errors import SourceError
 from controller.kubernetes import manifests
-from controller.kubernetes.manifests import Manifests, load
+from controller.kubernetes.manifests import load
 from controller.kubernetes.model import (
     KINDS,
-    Event,
-    Object,
-    Problem,
     Removed,
     Replaced,
-    Service,
-    SourceState,
     Upserted,
     key_of,
     kind_of,
 )
 from controller.semantics.cluster import Cluster
-
-WITHIN = 60.0  # seconds that a busy machine may take; the usual time is some 50 ms
-
-
-def service(name: str, ip: str = "10.96.0.10", port: object = 80) -> str:
-    return f"""\
-apiVersion: v1
-kind: Service
-metadata: {{name: {name}}}
-spec:
-  clusterIP: {ip}
-  ports:
-  - {{port: {port}}}
-"""
-
-
-def endpoints(name: str, address: str = "10.0.0.1") -> str:
-    return f"""\
-apiVersion: discovery.k8s.io/v1
-kind: EndpointSlice
-metadata: {{name: {name}-v4, labels: {{kubernetes.io/service-name: {name}}}}}
-addressType: IPv4
-ports:
-- port: 8080
-endpoints:
-- addresses: [{address}]
-"""
-
-
-class Listener:
-    """Applies events as the cluster does, and remembers them."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.objects: dict[tuple[str, str], Object] = {}
-        self.problems: dict[tuple[str, str], Problem] = {}
-        self.healthy: bool | None = None
-        self.changed = threading.Condition()
-
-    def __call__(self, event: Event) -> None:
-        with self.changed:
-            self.events.append(event)
-            match event:
-                case Replaced(kind, objects, kept):
-                    old = {name: value for name, value in self.objects.items() if name[0] == kind and name[1] in kept}
-                    self.objects = {name: value for name, value in self.objects.items() if name[0] != kind} | old
-                    self.objects |= {(kind, key_of(value)): value for value in objects}
-                case Upserted(value):
-                    self.objects[kind_of(value), key_of(value)] = value
-                case Removed(kind, key):
-                    del self.objects[kind, key]  # KeyError: the source removed what it never reported
-                case Problem(kind, key, ""):
-                    del self.problems[kind, key]
-                case Problem(kind, key):
-                    self.problems[kind, key] = event
-                case SourceState(healthy):
-                    self.healthy = healthy
-            self.changed.notify_all()
-
-    def wait(self, condition: Callable[[], object]) -> None:
-        with self.changed:
-            assert self.changed.wait_for(condition, WITHIN), (self.events, self.problems)
-
-    @property
-    def addresses(self) -> dict[str, str]:
-        return {v.name: v.cluster_ips[0] for v in self.objects.values() if isinstance(v, Service)}
-
-    def news(self) -> list[Event]:
-        """Events since the last call."""
-        with self.changed:
-            events, self.events = self.events, []
-        return events
-
-
-class Running:
-    """A source in its thread."""
-
-    def __init__(self, path: Path) -> None:
-        self.listener = Listener()
-        self.stop = threading.Event()
-        self.source = Manifests(path)
-        self.thread = threading.Thread(target=self.source.run, args=(self.listener, self.stop), daemon=True)
-        self.thread.start()
-
-    def close(self) -> None:
-        self.stop.set()
-        self.thread.join(2)
-        assert not self.thread.is_alive(), "the source did not stop"
+from tests.controller.folders import Listener, Running, endpoints, loaded, service
 
 
 @pytest.fixture(autouse=True)
 def _events_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turn the slow look off, which would hide a watch that sees nothing."""
     monkeypatch.setattr(manifests, "_LOOK", 1e9)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Callable[..., Listener]]:
-    """Start a source and wait for its first lists."""
-    started: list[Running] = []
-
-    def start(path: Path = tmp_path, ready: bool = True) -> Listener:
-        started.append(Running(path))
-        if ready:
-            started[-1].listener.wait(lambda: started[-1].listener.healthy)
-        return started[-1].listener
-
-    yield start
-    for running in started:
-        running.close()
-
-
-def loaded(path: Path) -> Listener:
-    listener = Listener()
-    for event in load(path):
-        listener(event)
-    return listener
 
 
 # ------------------------------------------------------------------------------------------ what is read
@@ -238,41 +122,7 @@ def test_missing_path_is_an_error_of_load(tmp_path: Path) -> None:
         load(tmp_path / "nowhere")
 
 
-# ------------------------------------------------------------------------------------------- what is wrong
-
-
-# fmt: off
-BROKEN = [
-    pytest.param("a.yaml", "a: [1\nb: 2\n",               "line 2: ",                  id="YAML"),
-    pytest.param("a.yaml", "apiVersio",                   "a.yaml:1 is not an object", id="half a file, scalar"),
-    pytest.param("a.yaml", "\n\napiVersion: v1",          "a.yaml:3 has no kind",      id="half a file, mapping"),
-    pytest.param("a.yaml", "kind: List\nitems: 3\n",      "items that are no list",    id="items"),
-    pytest.param("a.yaml", "kind: List\nitems: [3]\n",    "items[0] is not an object", id="item"),
-    pytest.param("a.yaml", "kind: List\napiVersion: 1\n", "apiVersion that is no",     id="apiVersion"),
-    pytest.param("a.yaml", "[" * 5000,                    "nested more than 100 deep", id="deep"),
-    pytest.param("a.yaml", "kind: 'a\0b'",                "not text",                  id="control character"),
-    pytest.param("a.json", '{"kind":"Service"',           "not an object in JSON",     id="JSON cut short"),
-    pytest.param("a.json", "[1,2]",                       "not an object in JSON",     id="JSON array"),
-    pytest.param("a.json", '{"kind":"List","items":[1]}', "items[0] is not an object", id="JSON item"),
-]
-# fmt: on
-
-
-@pytest.mark.parametrize(("name", "text", "message"), BROKEN)
-def test_a_file_that_is_broken(tmp_path: Path, name: str, text: str, message: str) -> None:
-    (tmp_path / name).write_text(text)
-    (tmp_path / "good.yaml").write_text(service("good"))
-    listener = loaded(tmp_path)
-    assert set(listener.addresses) == {"good"}
-    (problem,) = listener.problems.values()
-    assert (problem.kind, problem.key) == ("File", str(tmp_path / name))
-    assert message in problem.message
-
-
-def test_a_file_that_is_not_text(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_bytes(b"kind: \xff\xfe\n")
-    (problem,) = loaded(tmp_path).problems.values()
-    assert "a.yaml" in problem.key
+# ------------------------------------------------------------------- what is wrong (broken files: test_hostile_files)
 
 
 def test_a_refused_object_is_alone(tmp_path: Path) -> None:
@@ -348,42 +198,18 @@ def test_a_deleted_file_takes_its_objects_along(tmp_path: Path, run: Callable[..
     assert [event.kind for event in removed] == ["Service", "EndpointSlice"], "a service goes before its endpoints"
 
 
-def test_rename_over_a_file(tmp_path: Path, run: Callable[..., Listener]) -> None:
+@pytest.mark.parametrize("path", [".", "a.yaml"], ids=["the folder", "one file"])
+def test_rename_over_a_file(
+    tmp_path: Path, run: Callable[..., Listener], monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "a.yaml").write_text(service("a"))
-    listener = run()
+    listener = run(Path(path))
     for last in range(20, 25):
         (tmp_path / ".a.yaml.new").write_text(service("a", f"10.96.0.{last}"))
         (tmp_path / ".a.yaml.new").rename(tmp_path / "a.yaml")
         listener.wait(lambda last=last: listener.addresses["a"] == f"10.96.0.{last}")
     assert not any(isinstance(event, Removed) for event in listener.events)
-
-
-def test_rename_over_the_one_file(tmp_path: Path, run: Callable[..., Listener]) -> None:
-    (tmp_path / "a.yaml").write_text(service("a"))
-    listener = run(tmp_path / "a.yaml")
-    for last in range(20, 23):
-        (tmp_path / "other").write_text(service("a", f"10.96.0.{last}"))
-        (tmp_path / "other").rename(tmp_path / "a.yaml")
-        listener.wait(lambda last=last: listener.addresses["a"] == f"10.96.0.{last}")
-
-
-def test_config_map_volume(tmp_path: Path, run: Callable[..., Listener]) -> None:
-    """As the kubelet does it: files are links into `..data`, which is a link that is swapped."""
-
-    def write(version: str, ip: str) -> None:
-        (tmp_path / version).mkdir()
-        (tmp_path / version / "a.yaml").write_text(service("a", ip))
-        (tmp_path / "..data_tmp").symlink_to(version)
-        (tmp_path / "..data_tmp").rename(tmp_path / "..data")
-
-    write("..2024_1", "10.96.0.1")
-    (tmp_path / "a.yaml").symlink_to("..data/a.yaml")
-    listener = run()
-    assert listener.addresses == {"a": "10.96.0.1"}
-    write("..2024_2", "10.96.0.2")
-    listener.wait(lambda: listener.addresses == {"a": "10.96.0.2"})
-    assert not any(isinstance(event, Removed) for event in listener.events)
-    assert not listener.problems
 
 
 def test_the_path_itself_is_a_link_that_is_swapped(tmp_path: Path, run: Callable[..., Listener]) -> None:
@@ -492,15 +318,6 @@ def test_a_link_to_a_file_elsewhere_is_looked_at(
     listener.wait(lambda: listener.addresses == {"a": "10.96.0.20"})
 
 
-def test_many_edits_in_one_tick_of_the_file_system(tmp_path: Path, run: Callable[..., Listener]) -> None:
-    file = tmp_path / "a.yaml"
-    file.write_text(service("a", "10.96.0.10"))
-    listener = run()
-    for last in range(11, 99):
-        file.write_text(service("a", f"10.96.0.{last}"))
-    listener.wait(lambda: listener.addresses == {"a": "10.96.0.98"})
-
-
 def test_two_writes_within_a_tick_of_the_file_system(tmp_path: Path) -> None:
     """Their signature is the same where time stamps are coarse; a word from the watch makes it suspicious."""
     file = tmp_path / "a.yaml"
@@ -571,14 +388,7 @@ def test_differences_lead_where_a_fresh_look_does(states: list[dict[str, list[st
 def test_description_counts(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"kind": "List", "items": [{"kind": "Pod"}, {"kind": "Pod"}]}))
     (tmp_path / "b.yaml").write_text(service("a"))
-    source = Manifests(tmp_path)
-    stop = threading.Event()
-    listener = Listener()
-    thread = threading.Thread(target=source.run, args=(listener, stop))
-    thread.start()
-    try:
-        listener.wait(lambda: listener.healthy)
-    finally:
-        stop.set()
-        thread.join(2)
-    assert source.describe() == f"manifests in {tmp_path}: 1 objects in 2 files, 2 of other kinds"
+    running = Running(tmp_path)
+    running.listener.wait(lambda: running.listener.healthy)
+    running.close()
+    assert running.source.describe() == f"manifests in {tmp_path}: 1 objects in 2 files, 2 of other kinds"

@@ -328,11 +328,15 @@ MALFORMED = [
 # fmt: on
 
 
+def refusal(kind: str, value: object) -> Refused:
+    with pytest.raises(Refused) as refused:
+        both(kind, value)
+    return refused.value
+
+
 @pytest.mark.parametrize(("spec", "field", "problem"), MALFORMED)
 def test_malformed_services(spec: dict[str, Any], field: str, problem: str) -> None:
-    with pytest.raises(Refused) as refused:
-        both("Service", service_of(spec))
-    error = refused.value
+    error = refusal("Service", service_of(spec))
     assert (error.kind, error.key, error.field) == ("Service", "shop/web", field)
     assert problem in error.problem
     assert str(error) == f"Service shop/web: {field}: {error.problem}"
@@ -357,92 +361,61 @@ MALFORMED_META = [
 
 @pytest.mark.parametrize(("metadata", "field", "problem", "key"), MALFORMED_META)
 def test_malformed_metadata(metadata: dict[str, Any], field: str, problem: str, key: str) -> None:
-    with pytest.raises(Refused) as refused:
-        both("Service", service_of({}, metadata=metadata))
-    assert (refused.value.field, refused.value.key) == (field, key)
-    assert problem in refused.value.problem
+    error = refusal("Service", service_of({}, metadata=metadata))
+    assert (error.field, error.key) == (field, key)
+    assert problem in error.problem
 
 
-def weighing(text: str) -> dict[str, Any]:
-    return service_of({}, metadata={"annotations": {"hybrid-proxy.io/weights": text}})
+def annotated(name: str, text: str) -> dict[str, Any]:
+    return service_of({}, metadata={"annotations": {f"hybrid-proxy.io/{name}": text}})
 
 
 # fmt: off
-WEIGHTS = [
-    pytest.param("10.0.1.5=3",                 (("10.0.1.5", 3),),                    id="one"),
-    pytest.param(" 10.0.1.6 = 0 ,fd00::0:5=1000,", (("10.0.1.6", 0), ("fd00::5", 1000)), id="spaces, IPv6"),
-    pytest.param("10.0.1.05=1",                (("10.0.1.5", 1),),                    id="addresses are canonical"),
-    pytest.param("",                           (),                                    id="empty"),
+ANNOTATIONS = [
+    pytest.param("weights", "10.0.1.5=3",          (("10.0.1.5", 3),),                      id="one weight"),
+    pytest.param("weights", " 10.0.1.6 = 0 ,fd00::0:5=1000,", (("10.0.1.6", 0), ("fd00::5", 1000)), id="spaces, IPv6"),
+    pytest.param("weights", "10.0.1.05=1",         (("10.0.1.5", 1),),                      id="canonical"),
+    pytest.param("weights", "",                    (),                                      id="no weights"),
+    pytest.param("probe",   "tcp",                 Probe(),                                 id="a connection"),
+    pytest.param("probe",   " tcp ",               Probe(),                                 id="spaces"),
+    pytest.param("probe",   "http:/",              Probe("/"),                              id="the root"),
+    pytest.param("probe",   "http:/a/b?c=d:e&%20", Probe("/a/b?c=d:e&%20"),                 id="a path and a question"),
 ]
-MALFORMED_WEIGHTS = [
-    pytest.param("10.0.1.5",            "'10.0.1.5' is not ADDRESS=WEIGHT",                  id="no weight"),
-    pytest.param("web-0=3",             "'web-0' is not an IP address",                      id="a name"),
-    pytest.param("10.0.1.5=-1",         "'-1' is not a weight (0 to 1000) for 10.0.1.5",     id="negative"),
-    pytest.param("10.0.1.5=1001",       "'1001' is not a weight",                            id="too large"),
-    pytest.param("10.0.1.5=1.5",        "'1.5' is not a weight",                             id="a fraction"),
-    pytest.param("10.0.1.5=",           "'' is not a weight",                                id="empty weight"),
-    pytest.param("10.0.1.5=\u0663",     "is not a weight",                                   id="other digits"),
-    pytest.param("10.0.1.5=1,10.0.1.5=2", "10.0.1.5 is there twice",                         id="twice"),
-    pytest.param("127.0.0.1=1",         "loopback",                                          id="loopback"),
-    pytest.param(",".join(f"10.{n >> 8}.{n & 255}.1=1" for n in range(5001)), "5001 items", id="too many"),
+MALFORMED_ANNOTATIONS = [
+    pytest.param("weights", "10.0.1.5",            "'10.0.1.5' is not",      id="no weight"),
+    pytest.param("weights", "web-0=3",             "'web-0' is not an IP",   id="a name"),
+    pytest.param("weights", "10.0.1.5=-1",         "'-1' is not a weight",   id="negative"),
+    pytest.param("weights", "10.0.1.5=1001",       "'1001' is not a weight", id="too large"),
+    pytest.param("weights", "10.0.1.5=1.5",        "'1.5' is not a weight",  id="a fraction"),
+    pytest.param("weights", "10.0.1.5=",           "'' is not a weight",     id="empty weight"),
+    pytest.param("weights", "10.0.1.5=\u0663",     "is not a weight",        id="other digits"),
+    pytest.param("weights", "10.0.1.5=1,10.0.1.5=2", "10.0.1.5 ",            id="twice"),
+    pytest.param("weights", "127.0.0.1=1",         "loopback",               id="loopback"),
+    pytest.param("weights", ",".join(f"10.{n >> 8}.{n & 255}.1=1" for n in range(5001)), "5001 items", id="too many"),
+    pytest.param("probe",   "",                    "http:/PATH",             id="no probe"),
+    pytest.param("probe",   "udp",                 "http:/PATH",             id="another protocol"),
+    pytest.param("probe",   "TCP",                 "http:/PATH",             id="upper case"),
+    pytest.param("probe",   "http",                "http:/PATH",             id="no path"),
+    pytest.param("probe",   "http:healthz",        "http:/PATH",             id="not from the root"),
+    pytest.param("probe",   "http://web/healthz ok", "http:/PATH",           id="a space"),
+    pytest.param("probe",   "http:/a\r\nHost: x",  "http:/PATH",             id="a second line"),
+    pytest.param("probe",   "http:/\u00e4",        "http:/PATH",             id="not ASCII"),
+    pytest.param("probe",   "http:/" + 1024 * "a", "http:/PATH",             id="too long"),
+    pytest.param("probe",   "tcp:8080",            "http:/PATH",             id="a port"),
 ]
 # fmt: on
 
 
-@pytest.mark.parametrize(("text", "expected"), WEIGHTS)
-def test_weights(text: str, expected: tuple[tuple[str, int], ...]) -> None:
-    found = both("Service", weighing(text))
-    assert isinstance(found, Service)
-    assert found.weights == expected
+@pytest.mark.parametrize(("name", "text", "expected"), ANNOTATIONS)
+def test_annotations(name: str, text: str, expected: object) -> None:
+    assert getattr(both("Service", annotated(name, text)), name) == expected
 
 
-@pytest.mark.parametrize(("text", "problem"), MALFORMED_WEIGHTS)
-def test_malformed_weights_refuse_the_service_alone(text: str, problem: str) -> None:
-    with pytest.raises(Refused) as refused:
-        both("Service", weighing(text))
-    assert (refused.value.field, refused.value.key) == ("metadata.annotations[hybrid-proxy.io/weights]", "shop/web")
-    assert problem in refused.value.problem
-
-
-def probing(text: str) -> dict[str, Any]:
-    return service_of({}, metadata={"annotations": {"hybrid-proxy.io/probe": text}})
-
-
-# fmt: off
-PROBES = [
-    pytest.param("tcp",                 Probe(),                   id="a connection"),
-    pytest.param(" tcp ",               Probe(),                   id="spaces"),
-    pytest.param("http:/",              Probe("/"),                id="the root"),
-    pytest.param("http:/a/b?c=d:e&%20", Probe("/a/b?c=d:e&%20"),   id="a path and a question"),
-]
-MALFORMED_PROBES = [
-    pytest.param("",                        id="empty"),
-    pytest.param("udp",                     id="another protocol"),
-    pytest.param("TCP",                     id="upper case"),
-    pytest.param("http",                    id="no path"),
-    pytest.param("http:healthz",            id="not from the root"),
-    pytest.param("http://web/healthz ok",   id="a space"),
-    pytest.param("http:/a\r\nHost: x",      id="a second line"),
-    pytest.param("http:/\u00e4",            id="not ASCII"),
-    pytest.param("http:/" + 1024 * "a",     id="too long"),
-    pytest.param("tcp:8080",                id="a port"),
-]
-# fmt: on
-
-
-@pytest.mark.parametrize(("text", "expected"), PROBES)
-def test_probes(text: str, expected: Probe) -> None:
-    found = both("Service", probing(text))
-    assert isinstance(found, Service)
-    assert found.probe == expected
-
-
-@pytest.mark.parametrize("text", MALFORMED_PROBES)
-def test_malformed_probes_refuse_the_service_alone(text: str) -> None:
-    with pytest.raises(Refused) as refused:
-        both("Service", probing(text))
-    assert (refused.value.field, refused.value.key) == ("metadata.annotations[hybrid-proxy.io/probe]", "shop/web")
-    assert "is not tcp or http:/PATH, such as http:/healthz" in refused.value.problem
+@pytest.mark.parametrize(("name", "text", "problem"), MALFORMED_ANNOTATIONS)
+def test_malformed_annotations_refuse_the_service_alone(name: str, text: str, problem: str) -> None:
+    error = refusal("Service", annotated(name, text))
+    assert (error.field, error.key) == (f"metadata.annotations[hybrid-proxy.io/{name}]", "shop/web")
+    assert problem in error.problem
 
 
 def test_what_nobody_reads_may_be_anything() -> None:
@@ -631,10 +604,9 @@ def test_slices_that_are_ignored(top: dict[str, Any], why: str) -> None:
 
 @pytest.mark.parametrize(("top", "field", "problem"), MALFORMED_SLICES)
 def test_malformed_slices(top: dict[str, Any], field: str, problem: str) -> None:
-    with pytest.raises(Refused) as refused:
-        both("EndpointSlice", slice_of(**top))
-    assert (refused.value.key, refused.value.field) == ("shop/web-v4", field)
-    assert problem in refused.value.problem
+    error = refusal("EndpointSlice", slice_of(**top))
+    assert (error.key, error.field) == ("shop/web-v4", field)
+    assert problem in error.problem
 
 
 def test_what_repeats_is_kept_once() -> None:
@@ -706,10 +678,9 @@ def test_nodes(top: dict[str, Any], expected: Node) -> None:
 
 @pytest.mark.parametrize(("top", "field", "problem"), MALFORMED_NODES)
 def test_malformed_nodes(top: dict[str, Any], field: str, problem: str) -> None:
-    with pytest.raises(Refused) as refused:
-        both("Node", node_of(**top))
-    assert refused.value.field == field
-    assert problem in refused.value.problem
+    error = refusal("Node", node_of(**top))
+    assert error.field == field
+    assert problem in error.problem
 
 
 def test_service_ranges() -> None:
