@@ -302,6 +302,25 @@ class Bench:
         for name, value in fields.items():
             row[name] = value
 
+    def allocate(self, net: Net) -> None:
+        """Let the node know the range of ClusterIPs."""
+        network = ipaddress.ip_network(net.service_cidr)
+        base, mask = layout.address_words([str(network.network_address), str(network.netmask)])
+        row = self.maps.view("node")
+        row[f"cidr{net.family}"][0, 0] = base if net.family == 6 else base[0]
+        row[f"mask{net.family}"][0, 0] = mask if net.family == 6 else mask[0]
+        row[f"cidr{net.family}_count"] = 1
+
+    def age(self, family: int, **columns: int) -> None:
+        """Move these moments of every flow back: to what is kept of them, in either table."""
+        for table in ("flows", "half_open"):
+            known = self.maps.maps[f"{table}{family}"]
+            for key, value in zip(*flow_arrays(known, family), strict=True):
+                aged = value.copy()
+                for column, amount in columns.items():
+                    aged[column] = (int(value[column]) - amount) & 0xFFFFFFFF
+                known.update(key.tobytes(), aged.tobytes())
+
     def reset(self) -> None:
         """As after a first start: no services, no flows, no counts."""
         self.serve()

@@ -22,7 +22,6 @@ from .test_failover import wait
 
 RINGS = msgspec.structs.replace(SMALL, max_slots=65_536)
 LIMIT = Options().max_ring
-SPORTS = range(20_000, 60_000)
 
 
 @pytest.fixture(scope="module")
@@ -129,11 +128,7 @@ def test_the_connection_and_nothing_else_decides(bench: Bench, net: Net) -> None
         assert ask(sport) == place(entry, tuple_hash(net.client, sport, net.vip, 80)), sport
 
 
-def test_protocols_differ(bench: Bench, net: Net) -> None:
-    assert tuple_hash(net.client, 4000, net.vip, 80) != tuple_hash(net.client, 4000, net.vip, 80, 17)
-
-
-@pytest.mark.parametrize("what", ["ports", "clients", "services", "ports by eight"])
+@pytest.mark.parametrize("what", ["ports", "clients", "services", "ports by eight", "clients alone"])
 def test_hashes_are_even(net: Net, what: str) -> None:
     """Chi-squared over 1,021 places; real clients differ in few bits, so these do too."""
     base = ipaddress.ip_address(net.client)
@@ -141,6 +136,7 @@ def test_hashes_are_even(net: Net, what: str) -> None:
         "ports": (tuple_hash(net.client, sport, net.vip, 80) for sport in range(20_000, 60_000)),
         "ports by eight": (tuple_hash(net.client, 8 * n + 5, net.vip, 80) for n in range(8000)),
         "clients": (tuple_hash(str(base + n), 40_000, net.vip, 80) for n in range(20_000)),
+        "clients alone": (hash_of(words(str(base + n))) for n in range(20_000)),
         "services": (tuple_hash(net.client, 40_000, str(ipaddress.ip_address(net.vip) + n), 80) for n in range(20_000)),
     }[what]
     places = np.fromiter(many, dtype=np.uint64) * np.uint64(1021) >> np.uint64(32)
@@ -148,19 +144,12 @@ def test_hashes_are_even(net: Net, what: str) -> None:
     assert abs(excess(counts.tolist(), [len(places) / 1021] * 1021)) < 5
 
 
-def test_hashes_of_clients_are_even(net: Net) -> None:
-    base = ipaddress.ip_address(net.client)
-    places = [hash_of(words(str(base + n))) * 1021 >> 32 for n in range(20_000)]
-    counts = np.bincount(places, minlength=1021)
-    assert abs(excess(counts.tolist(), [len(places) / 1021] * 1021)) < 5
-
-
 def test_maglev_is_even_through_the_program(bench: Bench, net: Net) -> None:
     entry = balanced(net, "mh", weights=[3])
     bench.serve(entry)
     ask = Asker(bench, net)
-    seen = Counter(ask(sport) for sport in range(20_000, 24_000))
-    expected = [4000 * backend.weight / 10 for backend in entry.serving]
+    seen = Counter(ask(sport) for sport in range(20_000, 21_500))
+    expected = [1500 * backend.weight / 10 for backend in entry.serving]
     assert excess([seen[backend.address] for backend in entry.serving], expected) < 5
 
 
@@ -172,14 +161,6 @@ def test_maglev_survives_the_loss_of_the_flow_table(bench: Bench, net: Net) -> N
     bench.forget()
     assert bench.flow_count(net.family) == (0, 0)
     assert {sport: open_once(bench, net, sport) for sport in before} == before
-
-
-def test_chance_does_not(bench: Bench, net: Net) -> None:
-    """The control of the test before: at random, seven of eight go elsewhere."""
-    bench.serve(balanced(net, "random"))
-    before = {sport: open_once(bench, net, sport) for sport in range(30_000, 30_200)}
-    bench.forget()
-    assert {sport: open_once(bench, net, sport) for sport in before} != before
 
 
 def test_two_nodes_choose_alike(bench: Bench, net: Net) -> None:
@@ -196,14 +177,14 @@ def test_two_nodes_choose_alike(bench: Bench, net: Net) -> None:
             msgspec.structs.replace(entry, backend_sets=(other,), serving=turned),
         )
         here, there = Asker(bench, net), Asker(second, net)
-        sports = range(1024, 65_536, 173)
+        sports = range(1024, 65_536, 521)
         assert [here(sport) for sport in sports] == [there(sport) for sport in sports]
 
 
 def test_a_backend_that_leaves_moves_its_own_share(bench: Bench, net: Net) -> None:
     bench.serve(balanced(net, "mh"))
     ask = Asker(bench, net)
-    before = {sport: ask(sport) for sport in SPORTS[::20]}
+    before = {sport: ask(sport) for sport in range(20_000, 60_000, 50)}
     bench.serve(balanced(net, "mh", first=1))
     after = {sport: ask(sport) for sport in before}
     assert net.backends[0] not in after.values()
@@ -220,7 +201,7 @@ def test_a_client_has_one_backend_whatever_its_port(bench: Bench, net: Net) -> N
     ask = Asker(bench, net)
     base = ipaddress.ip_address(net.client)
     chosen = {}
-    for number in range(400):
+    for number in range(150):
         client = str(base + number)
         (chosen[client],) = {ask(sport, client) for sport in (1024, 4000, 50_000)}
         assert chosen[client] == place(entry, hash_of(words(client)))
@@ -229,12 +210,12 @@ def test_a_client_has_one_backend_whatever_its_port(bench: Bench, net: Net) -> N
 
 def test_few_clients_move_when_a_backend_leaves(bench: Bench, net: Net) -> None:
     ask = Asker(bench, net)
-    clients = [str(ipaddress.ip_address(net.client) + number) for number in range(1000)]
+    clients = [str(ipaddress.ip_address(net.client) + number) for number in range(400)]
     bench.serve(balanced(net, "sh"))
     before = [ask(4000, client) for client in clients]
     bench.serve(balanced(net, "sh", first=1))
     after = [ask(4000, client) for client in clients]
-    assert sum(a != b for a, b in zip(before, after, strict=True)) <= (1 / 8 + 0.08) * 1000
+    assert sum(a != b for a, b in zip(before, after, strict=True)) <= (1 / 8 + 0.08) * 400
 
 
 # --- in turn
@@ -255,15 +236,6 @@ def test_every_turn_is_the_next_place(count: int) -> None:
         number = ((turn << 32) + count - 1) // count
         assert number < 1 << 32
         assert number * count >> 32 == turn
-
-
-def test_asking_takes_no_turn(bench: Bench, net: Net) -> None:
-    bench.serve(balanced(net, "rr", 3))
-    ask = Asker(bench, net)
-    assert len({ask(4000) for _ in range(9)}) == 1
-    for sport in range(30_000, 30_006):
-        coming = ask(4000)
-        assert open_once(bench, net, sport) == coming
 
 
 def test_a_repeated_syn_takes_no_turn(bench: Bench, net: Net) -> None:
@@ -295,8 +267,8 @@ def test_weights_at_random(bench: Bench, net: Net) -> None:
     entry = balanced(net, "random", 3, weights=[5, 2, 1])
     bench.serve(entry)
     ask = Asker(bench, net)
-    seen = Counter(ask(4000) for _ in range(4000))
-    assert excess([seen[b.address] for b in entry.serving], [4000 * b.weight / 8 for b in entry.serving]) < 5
+    seen = Counter(ask(4000) for _ in range(1500))
+    assert excess([seen[b.address] for b in entry.serving], [1500 * b.weight / 8 for b in entry.serving]) < 5
 
 
 def count_loads(bench: Bench) -> dict[int, int]:
@@ -340,11 +312,11 @@ def test_new_connections_go_where_fewer_are(bench: Bench, net: Net) -> None:
         bench.open_tcp(net, net.vip, sport=sport)
     bench.serve(balanced(net, "lc", 2))
     ask = Asker(bench, net)
-    even = Counter(ask(4000) for _ in range(1000))
-    assert excess([even[b] for b in net.backends[:2]], [500, 500]) < 12, "not counted yet"
+    even = Counter(ask(4000) for _ in range(400))
+    assert excess([even[b] for b in net.backends[:2]], [200, 200]) < 12, "not counted yet"
     bench.store.balance(count_loads(bench))
-    later = Counter(ask(4000) for _ in range(1000))
-    assert later[net.backends[1]] > 850
+    later = Counter(ask(4000) for _ in range(400))
+    assert later[net.backends[1]] > 340
     assert later[net.backends[0]] > 0
 
 

@@ -12,7 +12,6 @@ from scapy.layers.inet6 import IPv6
 
 from dataplane.kernel.bpf import Object
 from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.flows import flow_arrays
 from dataplane.table import Backend, BackendSet, Entry, Kind, Masquerade, Protocol
 from tests.namespaces import fresh
 from tests.tables import Front, entry_of
@@ -156,13 +155,8 @@ def test_what_does_not_fit_when_wrapped_is_too_big(pair: Pair, protocol: Protoco
 
 def test_other_peoples_tunnels_pass(pair: Pair) -> None:
     net = pair.net
-    inner = frame(net, CLIENTS[net.family][0], net.vip, syn())[14:]
     for port in (0, 9999):
-        if net.family == 4:
-            outer = IP(src="203.0.113.77", dst=net.backends[0], id=port, proto=socket.IPPROTO_IPIP)
-        else:
-            outer = IPv6(src="2001:db8::77", dst=net.backends[0], fl=port, nh=socket.IPPROTO_IPV6)
-        tunnel = frame(net, net.client, net.stranger, syn())[:14] + bytes(outer / inner)
+        tunnel = wrapped(net, frame(net, CLIENTS[net.family][0], net.vip, syn()), port)
         assert pair.server.in_(tunnel) == (PASS, tunnel)
 
 
@@ -215,13 +209,8 @@ def test_local_backends_are_masqueraded(nodes: list[tuple[Bench, Object]], net: 
 def test_without_the_setting_nothing_is_unwrapped(bench: Bench, net: Net) -> None:
     node = Uplink(bench, bench.hooks, net)
     bench.serve(web(net, Protocol.TCP, local=True))
-    inner = frame(net, node.client, NETS[net.family].vip, syn())[14:]
-    outer = (IP(src=OTHER[4], dst=net.backends[0], id=8080, proto=4) if net.family == 4
-             else IPv6(src=OTHER[6], dst=net.backends[0], fl=8080, nh=41))  # fmt: skip
-    tunnel = frame(net, net.client, net.vip, syn())[:14] + bytes(outer / inner)
-    verdict, out = node.in_(tunnel)
-    assert (verdict, out) == (PASS, tunnel)
-    assert verdict != DROP
+    tunnel = wrapped(net, frame(net, node.client, net.vip, syn()), 8080)
+    assert node.in_(tunnel) == (PASS, tunnel)
 
 
 @pytest.mark.parametrize("protocol", [Protocol.TCP], ids=["tcp"], indirect=True)
@@ -235,11 +224,7 @@ def test_a_repeated_syn_stays_and_is_counted(pair: Pair, protocol: Protocol) -> 
     there = {pair.asked.ask(net.primary, first(protocol, NODE_PORT))[1][14:][: HEAD[net.family]]}
     for count in range(1, 4):
         assert int(bench.maps.view("backends")["failures"].sum()) == count - 1
-        known = bench.maps.maps[f"half_open{net.family}"]
-        for key, value in zip(*flow_arrays(known, net.family), strict=True):
-            aged = value.copy()
-            aged["started_or_fin"] = (int(value["started_or_fin"]) - moments(HZ)) & 0xFFFFFFFF
-            known.update(key.tobytes(), aged.tobytes())
+        bench.age(net.family, started_or_fin=moments(HZ))
         there |= {pair.asked.ask(net.primary, first(protocol, NODE_PORT))[1][14:][: HEAD[net.family]] for _ in range(2)}
     assert len(there) == 1, "one outer header: one backend"
     assert int(bench.maps.view("backends")["failures"].sum()) == 3

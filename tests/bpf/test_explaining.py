@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from typing import Any
 
@@ -197,12 +196,7 @@ def table_of(net: Net, entry: Entry) -> ServiceTable:
 
 def write_node(bench: Bench, net: Net, table: ServiceTable) -> None:
     bench.node(**pod_columns(table.node))
-    network = ipaddress.ip_network(net.service_cidr)
-    row = bench.maps.view("node")
-    for column, address in (("cidr", network.network_address), ("mask", network.netmask)):
-        words = layout.address_words([str(address)])[0]
-        row[f"{column}{net.family}"][0, 0] = words if net.family == 6 else words[0]
-    row[f"cidr{net.family}_count"] = 1
+    bench.allocate(net)
     bench.store.serve_node_ports_at(table.node.node_port_addresses)
 
 

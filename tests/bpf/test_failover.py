@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.flows import flow_arrays
 from dataplane.table import Protocol
 
 from .kit import (
@@ -30,14 +29,7 @@ FLAGS = layout.abi_constants()
 
 def wait(bench: Bench, net: Net, jiffies: int = HZ) -> None:
     """Make all flows look as if they had begun so long ago."""
-    for table in ("flows", "half_open"):
-        known = bench.maps.maps[f"{table}{net.family}"]
-        keys, values = flow_arrays(known, net.family)
-        for key, value in zip(keys, values, strict=True):
-            aged = value.copy()
-            for stamp, age in (("seen", jiffies), ("started_or_fin", moments(jiffies))):
-                aged[stamp] = (int(value[stamp]) - age) & 0xFFFFFFFF
-            known.update(key.tobytes(), aged.tobytes())
+    bench.age(net.family, seen=jiffies, started_or_fin=moments(jiffies))
 
 
 def web(net: Net, count: int, **more: object):

@@ -163,13 +163,6 @@ def ping(net: Net, data: bytes = b"are you there?") -> bytes:
     return frame(net, net.client, net.vip, (ICMP(id=7) if net.family == 4 else ICMPv6EchoRequest(id=7)) / Raw(data))
 
 
-def test_a_ping_is_refused_by_default(bench: Bench, net: Net) -> None:
-    bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
-    verdict, out = bench.ingress(ping(net))
-    assert verdict == REDIRECT
-    assert read(out).l4[:2] == (b"\x03\x03" if net.family == 4 else b"\x01\x04")
-
-
 def test_a_ping_is_answered_where_the_setting_says_so(net: Net) -> None:
     with bench_with(answer_ping=1) as talkative:
         talkative.serve(service(net.vip, 80, [(net.backends[0], 8080)]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.flows import flow_arrays
 
 from .kit import HZ, PASS, Bench, Net, Seen, frame, read, segment, syn
 from .test_flows import web
@@ -182,11 +181,7 @@ def test_a_backend_that_accepts_a_syn_on_a_closing_flow_gets_a_whole_connection(
 
 def ask_again(bench: Bench, net: Net, seconds: float) -> str:
     """Where a SYN goes, so long after the last one."""
-    known = bench.maps.maps[f"flows{net.family}"]
-    for key, value in zip(*flow_arrays(known, net.family), strict=True):
-        aged = value.copy()
-        aged["challenged_at"] = (int(value["challenged_at"]) - int(seconds * HZ)) & 0xFFFFFFFF
-        known.update(key.tobytes(), aged.tobytes())
+    bench.age(net.family, challenged_at=int(seconds * HZ))
     return read(bench.ingress(frame(net, net.client, net.vip, syn(seq=77)))[1]).dst
 
 

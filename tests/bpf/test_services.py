@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import ipaddress
-
 import numpy as np
 import pytest
-from scapy.layers.inet import ICMP, IP, TCP, UDP, IPOption_NOP
+from scapy.layers.inet import ICMP, IP, TCP, UDP
 from scapy.layers.inet6 import (
     ICMPv6EchoRequest,
-    IPv6ExtHdrDestOpt,
-    IPv6ExtHdrHopByHop,
-    IPv6ExtHdrRouting,
 )
 from scapy.layers.l2 import ARP, Ether
-from scapy.packet import Packet, Raw
+from scapy.packet import Raw
 
 from dataplane.modes.ebpf import layout
 from dataplane.table import Protocol, WhenEmpty
@@ -79,26 +74,6 @@ def test_checksums_hold_for_any_payload(bench: Bench, net: Net, make: object, si
     assert out.endswith(payload)
 
 
-def test_udp_without_a_checksum_stays_so(bench: Bench) -> None:
-    net = NETS[4]
-    bench.serve(service(net.vip, 53, [(net.backends[0], 5353)], protocol=Protocol.UDP))
-    verdict, out = bench.ingress(frame(net, net.client, net.vip, datagram(chksum=0)))
-    assert verdict == PASS
-    seen = read(out)
-    assert seen.tuple == (net.client, 40000, net.backends[0], 5353)
-    assert seen.l4[6:8] == b"\0\0"
-
-
-def test_a_udp_checksum_that_becomes_zero_is_sent_as_ones(bench: Bench, net: Net) -> None:
-    bench.serve(service(net.vip, 53, [(net.backends[0], 5353)], protocol=Protocol.UDP))
-    probe = read(bench.ingress(frame(net, net.client, net.vip, datagram(payload=b"\0\0")))[1])
-    filler = probe.l4[6:8]  # added to the payload, it makes the sum of the translated packet 0xffff
-    bench.forget()
-    verdict, out = bench.ingress(frame(net, net.client, net.vip, datagram(payload=filler)))
-    assert verdict == PASS
-    assert read(out).l4[6:8] == b"\xff\xff"
-
-
 # --- left alone
 
 
@@ -148,39 +123,6 @@ def test_tcp_that_opens_nothing_and_has_no_flow_is_somebody_elses(
 
 
 # --- headers between IP and transport
-
-
-@pytest.mark.parametrize("words", [1, 5, 10])
-def test_ip_options_are_stepped_over(bench: Bench, words: int) -> None:
-    net = NETS[4]
-    bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
-    options = [IPOption_NOP()] * (4 * words)
-    verdict, out = bench.ingress(frame(net, net.client, net.vip, syn(), options=options))
-    assert verdict == PASS
-    assert read(out).tuple == (net.client, 40000, net.backends[0], 8080)
-    assert out[14] == 0x45 + words
-
-
-def routing(octets: int) -> IPv6ExtHdrRouting:
-    """A routing header that has been used up (segments left 0), of about so many octets."""
-    return IPv6ExtHdrRouting(type=4, segleft=0, addresses=["fd00::1"] * (octets // 16))
-
-
-@pytest.mark.parametrize("chain", [
-    pytest.param([IPv6ExtHdrHopByHop()],                                             id="hop-by-hop"),
-    pytest.param([IPv6ExtHdrDestOpt()],                                              id="destination"),
-    pytest.param([routing(32)],                                                      id="routing"),
-    pytest.param([IPv6ExtHdrHopByHop(), IPv6ExtHdrDestOpt(), routing(16), IPv6ExtHdrDestOpt()], id="four"),
-])  # fmt: skip
-def test_ipv6_extension_headers_are_stepped_over(bench: Bench, chain: list[Packet]) -> None:
-    net = NETS[6]
-    bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
-    transport: Packet = syn()
-    for header in reversed(chain):
-        transport = header.copy() / transport
-    verdict, out = bench.ingress(frame(net, net.client, net.vip, transport))
-    assert verdict == PASS
-    assert read(out).tuple == (net.client, 40000, net.backends[0], 8080)
 
 
 @pytest.mark.parametrize("octets", [992, 1008, 1024, 1040, 1056, 2032])
@@ -304,19 +246,10 @@ def test_refusals_are_bounded_in_time(bench: Bench, net: Net) -> None:
         assert bounded.count("drop_reject_limited") == verdicts.count(DROP)
 
 
-def allocate(bench: Bench, net: Net) -> None:
-    network = ipaddress.ip_network(net.service_cidr)
-    base, mask = layout.address_words([str(network.network_address), str(network.netmask)])
-    row = bench.maps.view("node")
-    row[f"cidr{net.family}"][0, 0] = base if net.family == 6 else base[0]
-    row[f"mask{net.family}"][0, 0] = mask if net.family == 6 else mask[0]
-    row[f"cidr{net.family}_count"] = 1
-
-
 @pytest.mark.parametrize("make", [syn, datagram, lambda: segment(1, 2, "A")], ids=["syn", "udp", "ack"])
 def test_unallocated_service_addresses_are_dropped(bench: Bench, net: Net, make: object) -> None:
     bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
-    allocate(bench, net)
+    bench.allocate(net)
     packet = frame(net, net.client, net.vip2, make())  # type: ignore[operator]
     assert bench.ingress(packet) == (DROP, packet)
     assert bench.count("drop_unallocated") == 1
@@ -329,7 +262,7 @@ def test_unallocated_service_addresses_are_dropped(bench: Bench, net: Net, make:
 def test_unallocated_addresses_are_dropped_whatever_the_prefilter_says(bench: Bench, net: Net) -> None:
     """A bit of the prefilter stands for many addresses."""
     bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
-    allocate(bench, net)
+    bench.allocate(net)
     bits = bench.maps.view("service_addresses")
     before = bits.copy()
     try:

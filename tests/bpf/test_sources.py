@@ -9,7 +9,6 @@ from scapy.layers.inet import ICMP
 from scapy.layers.inet6 import ICMPv6EchoRequest
 from scapy.packet import Packet
 
-from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.edges import own_addresses
 
 from .kit import DROP, NETS, PASS, Bench, Net, chunk, datagram, frame, service, syn
@@ -23,20 +22,11 @@ PLAIN = {
     4: ("0.1.2.3", "240.0.0.9", "203.0.113.9", "169.254.9.9"),
     6: ("2001:db8::9", "::2", "64:ff9b::a01:5", "fe80::9"),
 }
-SERVICE_CIDR = {4: ("10.96.0.0", "255.255.0.0"), 6: ("fd00:96::", "ffff:ffff:ffff:ffff:ffff:ffff:ffff::")}
 
 
 def own(bench: Bench, addresses: Iterable[str]) -> None:
     for key in own_addresses(addresses):
         bench.maps.maps["own_addresses"].update(key, bytes(4))
-
-
-def service_cidr(bench: Bench, net: Net) -> None:
-    row = bench.maps.view("node")
-    for column, address in zip(("cidr", "mask"), SERVICE_CIDR[net.family], strict=True):
-        words = layout.address_words([address])[0]
-        row[f"{column}{net.family}"][0, 0] = words if net.family == 6 else words[0]
-    row[f"cidr{net.family}_count"] = 1
 
 
 @pytest.fixture
@@ -76,7 +66,7 @@ def test_so_do_pings_of_a_services_address(node: Bench, net: Net) -> None:
 
 
 def test_no_host_has_an_address_that_is_kept_for_services(node: Bench, net: Net) -> None:
-    service_cidr(node, net)
+    node.allocate(net)
     nobodys = "10.96.200.200" if net.family == 4 else "fd00:96::200"
     assert node.ingress(frame(net, nobodys, net.vip, syn()))[0] == DROP
     assert node.counts() == {"drop_martian": 1}

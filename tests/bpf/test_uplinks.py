@@ -14,7 +14,6 @@ from scapy.layers.inet6 import ICMPv6PacketTooBig
 from scapy.packet import Raw
 
 from dataplane.kernel.bpf import Object, run_on_packet
-from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.edges import pod_columns
 from dataplane.table import Backend, BackendSet, Entry, Kind, Masquerade, NodeNetwork, PodMatch, Protocol, WhenEmpty
 from tests.namespaces import fresh, loopback
@@ -36,7 +35,6 @@ from .kit import (
     service,
     syn,
 )
-from .test_services import allocate
 
 NODE_PORT = 30080
 OUTER = {4: "198.18.0.9", 6: "fd98::9"}
@@ -201,7 +199,7 @@ def test_what_nobody_translates_does_not_leave_for_a_service(node: Uplink, what:
     """A router behind the uplink may send it back to this node: it would go round until its hops are spent."""
     net = node.net
     node.bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
-    allocate(node.bench, net)
+    node.bench.allocate(net)
     field = {"proto": 99} if net.family == 4 else {"nh": 99}
     packet = {
         "fin": frame(net, net.client, net.vip, TCP(sport=40000, dport=80, flags="FA")),
@@ -325,14 +323,7 @@ def test_what_the_node_sends_past_its_hooks_is_translated(node: Uplink) -> None:
 def test_addresses_of_no_service_do_not_leave(node: Uplink) -> None:
     net = node.net
     node.bench.serve(outer_service(net, [(net.backends[0], 8080)]))
-    base, mask = (
-        ("10.96.0.0", "255.255.0.0") if net.family == 4 else ("fd00:96::", "ffff:ffff:ffff:ffff:ffff:ffff:ffff::")
-    )
-    row = node.bench.maps.view("node")
-    words = layout.address_words([base, mask])
-    row[f"cidr{net.family}"][0, 0] = words[0] if net.family == 6 else words[0, 0]
-    row[f"mask{net.family}"][0, 0] = words[1] if net.family == 6 else words[1, 0]
-    row[f"cidr{net.family}_count"] = 1
+    node.bench.allocate(net)
     assert node.out(frame(net, net.primary, net.vip2, syn()))[0] == DROP
     assert node.ask(net.vip2, syn())[0] == DROP
     elsewhere = frame(net, net.primary, net.stranger, syn())

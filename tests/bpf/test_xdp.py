@@ -532,9 +532,3 @@ def test_a_recycled_element_is_not_followed(world: World) -> None:
         foreign["tag"] = np.uint32(int(value["tag"]) ^ 1)
         known.update(key.tobytes(), foreign.tobytes())
     assert world.left(world.request())
-
-
-def test_the_object_is_of_the_same_maps(world: World) -> None:
-    """One flow table for XDP and tc."""
-    assert isinstance(world.here, Object)
-    assert set(world.here.map_names) <= set(world.bench.maps.maps) | {"scratch", "answer"}
