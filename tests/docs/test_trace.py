@@ -15,6 +15,7 @@ from .kit import run_blocks, start_agent
 
 
 @pytest.mark.root
+@pytest.mark.long  # each command compiles programs; tests/workshop/tracing has the same ones
 def test_its_commands_show_what_passes(lab: Lab) -> None:
     try:
         compiler.load()

@@ -56,8 +56,11 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 MARKS = {
     "connections": [pytest.mark.long],  # the clients of `mode_connections`
     "connections_10k": [pytest.mark.long],  # `mode_connections` with another number
-    "ipt_start": [pytest.mark.long],  # `start` and `nft_start` in another mode
+    "ipt_change": [pytest.mark.long],  # `change` in another mode
+    "ipt_start": [pytest.mark.long],  # `start` in another mode
     "memory": [pytest.mark.long],  # the start and the figures of `relists`
+    "nft_change": [pytest.mark.long],
+    "nft_start": [pytest.mark.long],
     "passing": [pytest.mark.long],  # the loops of `established`
     "tail": [pytest.mark.long],  # the clients of `connections`
     "ipvs_change": [pytest.mark.kernel("ip_vs"), pytest.mark.core(long=True)],
