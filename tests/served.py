@@ -6,7 +6,6 @@ import http.client
 import json
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -147,21 +146,6 @@ def fetch(
     reply = Reply(answer.status, dict(answer.getheaders()), answer.read())
     connection.close()
     return reply
-
-
-def until(condition: Callable[[], Any], what: str, seconds: float = 10.0) -> Any:
-    deadline = time.monotonic() + seconds * DEADLINES
-    while not (found := _tried(condition)):
-        assert time.monotonic() < deadline, f"did not happen: {what}"
-        time.sleep(0.05)
-    return found
-
-
-def _tried(condition: Callable[[], Any]) -> Any:
-    try:
-        return condition()
-    except OSError:
-        return None
 
 
 @contextmanager

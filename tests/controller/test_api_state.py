@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from controller.commands.inspect import _status_lines
-from tests.served import Served, status_is, until
+from tests.served import Served, status_is
+from tests.waiting import until
 from workshop.lab.apiserver import ApiServer, service
 from workshop.lab.namespace import DEADLINES
 from workshop.lab.network import Lab

@@ -1,14 +1,15 @@
-"""`hybrid-proxy explain` as people and scripts call it: a child process on real files."""
+"""`hybrid-proxy explain` as people and scripts call it, on real files."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -29,18 +30,24 @@ HEAVY = {
     "asyncio",
 }
 
-Call = Callable[..., subprocess.CompletedProcess[str]]
+
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Call = Callable[..., Done]
 
 
 @pytest.fixture
-def call() -> Call:
-    """Run `hybrid-proxy explain ...` in a child process."""
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    """Run `hybrid-proxy explain ...`."""
 
-    def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "controller", "explain", *arguments],
-            cwd=ROOT, input=stdin, capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
+    def run(*arguments: str, stdin: str = "") -> Done:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        code = cli.main(["explain", *arguments])
+        return Done(code, *capsys.readouterr())
 
     return run
 
@@ -180,22 +187,22 @@ def test_a_bad_flow_names_index_and_field(call: Call, text: str, message: str) -
 
 
 @pytest.mark.parametrize(("arguments", "message"), USAGE)
-def test_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["explain", *examples(*arguments)]) == 2
-    assert message in capsys.readouterr().err
+def test_usage(call: Call, arguments: list[str], message: str) -> None:
+    done = call(*examples(*arguments))
+    assert done.returncode == 2
+    assert message in done.stderr
 
 
-def test_live_is_asked_about_ports_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["explain", "--live", "--from", "10.0.0.1", "--to", "10.0.0.2/icmp"]) == 2
-    assert "--live: " in capsys.readouterr().err
-
-
-def test_manifests_that_are_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    packet = ["--from", "10.0.0.1", "--to", "10.0.0.1:1"]
-    assert cli.main(["explain", *packet]) == 2
-    assert "--manifests " in capsys.readouterr().err
-    assert cli.main(["explain", "--manifests", "/nowhere", *packet]) == 1
-    assert "manifests /nowhere: No such file or directory" in capsys.readouterr().err
+@pytest.mark.parametrize(("arguments", "code", "message"), [
+    pytest.param(["--live", "--from", "10.0.0.1", "--to", "10.0.0.2/icmp"], 2, "--live: ", id="live, but no port"),
+    pytest.param(["--from", "10.0.0.1", "--to", "10.0.0.1:1"], 2, "--manifests ", id="no manifests"),
+    pytest.param(["--manifests", "/nowhere", "--from", "10.0.0.1", "--to", "10.0.0.1:1"], 1, "manifests /nowhere: ",
+                 id="manifests that are missing"),
+])  # fmt: skip
+def test_what_cannot_be_explained(call: Call, arguments: list[str], code: int, message: str) -> None:
+    done = call(*arguments)
+    assert done.returncode == code
+    assert message in done.stderr
 
 
 def test_malformed_objects_are_reported_and_the_rest_works(call: Call, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from controller.settings.configfile import Loaded, change, follow, load, of_flag
 from controller.settings.documents import DOCUMENTS, HYBRID, KUBE_PROXY, REOPENS, RESTART, Row, rows
 from controller.settings.forms import duration
 from controller.settings.given import REMOVED_FLAGS
+from tests.waiting import until
 
 FOLDER = Path(__file__).parent / "configurations"
 ROOT = Path(__file__).parents[2]
@@ -725,22 +726,15 @@ class TestChange:
             else:
                 (tmp_path / "new").write_text(HEAD + "mode: nftables\n")
                 (tmp_path / "new").rename(place)
-            wait_for(lambda: loaded)
+            until(lambda: loaded)
             assert [one.config.mode for one in loaded if isinstance(one, Loaded)] == ["nftables"]
             place.unlink()
             place.write_text(HEAD + "mode: 1\n")
-            wait_for(lambda: len(loaded) == 2)
+            until(lambda: len(loaded) == 2)
             assert str(loaded[1]).startswith(f"{place}: {K}.mode 1: ")
         finally:
             stop.set()
             thread.join(5)
-
-
-def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.02)
 
 
 # --------------------------------------------------------------------------------- what is made of the types

@@ -11,10 +11,10 @@ import pytest
 
 from controller.kubernetes.connection import Connection
 from controller.kubernetes.events import QUEUE, Recorder, node, service
+from tests.waiting import until
 from workshop.lab.apiserver import ApiServer
 
 ME = "node-0"
-DEADLINE = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +53,6 @@ def recording(
     finally:
         recorder.stop()
         connection.close()
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline, f"did not happen: {what}"
-        time.sleep(0.01)
 
 
 def degraded(recorder: Recorder, note: str = "mode iptables serves instead of ipvs") -> None:

@@ -21,7 +21,7 @@ from controller.kubernetes.model import KINDS, Removed, SourceState
 from controller.kubernetes.rate_limit import RateLimit
 from tests.controller.watching import Watcher
 from tests.fakes.hostile import HostileServer, Reply, Request, framed, listed
-from tests.served import until
+from tests.waiting import until
 from workshop.lab.apiserver import endpoint_slice, node, service
 
 PATIENCE = RetryPolicy(first=0.01, longest=0.05, silence=5.0, rarely=0.1)

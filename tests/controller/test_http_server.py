@@ -8,13 +8,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from controller.serving import http_server
 from controller.serving.health import Answer
 from controller.serving.http_server import Handler, HttpServer, Listener
+from tests.waiting import until
 
 DEADLINE = 60.0
 
@@ -51,13 +52,6 @@ def free_port() -> int:
         taken.bind(("127.0.0.1", 0))
         port: int = taken.getsockname()[1]
         return port
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def ended(line: socket.socket) -> bool:
@@ -186,6 +180,13 @@ def test_sites_come_change_and_go(served):
     with pytest.raises(ConnectionRefusedError):
         served.get()
     assert served.get(port=other) == (200, b"b")
+
+
+def test_a_port_moves_from_one_site_to_another(served):
+    served.follow(a=served.listener({"/": page("a")}))
+    served.follow(b=served.listener({"/": page("b")}))
+    assert served.get() == (200, b"b")
+    assert not served.failures
 
 
 def test_a_site_that_closes_ends_its_connections(served):

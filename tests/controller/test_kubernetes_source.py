@@ -17,7 +17,7 @@ from controller.errors import SourceError
 from controller.kubernetes.apiserver import Kubernetes, RetryPolicy
 from controller.kubernetes.client import client
 from controller.kubernetes.connection import StatusError, is_expired
-from controller.kubernetes.model import KINDS, Ignored, Problem, Removed, Replaced, SourceState, Upserted, key_of
+from controller.kubernetes.model import KINDS, Ignored, Removed, Replaced, SourceState, Upserted, key_of
 from controller.kubernetes.parse import decode
 from controller.kubernetes.rate_limit import RateLimit, TokenBucket
 from controller.kubernetes.retry import Backoff
@@ -180,14 +180,17 @@ def test_pages_that_are_too_large_are_asked_for_with_fewer_objects(
     assert all(state.healthy for state in watcher.of(SourceState))
 
 
-def test_half_a_list_is_no_list(api: ApiServer, watch: Start) -> None:
-    api.faults("endpointslices").cut_lists = 2
-    watcher = watch(page_size=4)
+@pytest.mark.parametrize("streams", [False, True], ids=["by pages", "by a stream"])
+def test_half_a_list_is_no_list(streams: bool, api: ApiServer, watch: Start) -> None:
+    api.watch_list = streams
+    api.faults("endpointslices").cut_lists = 1 if streams else 2
+    watcher = watch(page_size=4, streams=streams)
 
     assert watcher.state == expected(api)
     assert len(watcher.lists("EndpointSlice")) == 1
-    assert lists_asked(api, "endpointslices") == 4
-    assert "connection was cut" in watcher.of(SourceState)[0].message
+    asked = initial_asked(api, "endpointslices"), lists_asked(api, "endpointslices")
+    assert asked == ((1, 2) if streams else (0, 4)), "what failed as a stream is done by pages"
+    assert streams or "connection was cut" in watcher.of(SourceState)[0].message
 
 
 def test_a_stream_that_ended_in_order_goes_on(api: ApiServer, begin: Start) -> None:
@@ -365,6 +368,7 @@ def test_a_new_list_reports_changes_at_once_and_new_objects_in_the_end(
         watcher.events.index(one) for one in (watcher.of(Upserted)[0], watcher.lists("EndpointSlice")[1])
     )
     assert upserted < listed
+    assert bool(lists_asked(api, "endpointslices")) is not streams
     assert new in watcher.state["EndpointSlice"]
     assert watcher.state == expected(api)
 
@@ -792,10 +796,12 @@ def test_a_node_that_is_not_there_yet(api: ApiServer, watch: Start) -> None:
 # ------------------------------------------------------------------------------------------- malformed objects
 
 
-def test_one_malformed_object_among_good_ones(api: ApiServer, watch: Start) -> None:
+@pytest.mark.parametrize("streams", [False, True], ids=["by pages", "by a stream"])
+def test_one_malformed_object_among_good_ones(streams: bool, api: ApiServer, watch: Start) -> None:
     key = f"{namespace_of(3)}/shop-00003"
+    api.watch_list = streams
     api.put(service(3, ports=[{"name": "http", "port": 70000}]))
-    watcher = watch(page_size=2)
+    watcher = watch(page_size=2, streams=streams)
 
     assert len(watcher.state["Service"]) == 5
     assert watcher.lists("Service")[0].kept == {key}
@@ -1017,41 +1023,6 @@ def test_a_server_that_does_not_say_where_all_ends_is_asked_by_pages(streaming: 
     watcher = watch(streams=True)
     assert watcher.state == expected(api)
     assert lists_asked(api, "endpointslices") == 1
-
-
-def test_nothing_is_reported_before_the_initial_events_end(streaming: ApiServer, watch: Start) -> None:
-    api = streaming
-    api.faults("services").cut_lists = 1
-    watcher = watch(streams=True)
-    assert watcher.state == expected(api)
-    assert len(watcher.lists("Service")) == 1
-    assert (initial_asked(api, "services"), lists_asked(api, "services")) == (1, 1)  # what failed so is done by pages
-
-
-def test_after_410_a_stream_lists_every_object_again(streaming: ApiServer, watch: Start) -> None:
-    api = streaming
-    watcher = watch(streams=True)
-    connected(api, watcher)
-    api.cut("services")
-    with api.quiet():
-        api.delete("services", f"{namespace_of(2)}/shop-00002")
-        api.put(service(7))
-        api.expire("services")
-    watcher.until(lambda: watcher.state["Service"] == expected(api)["Service"], "the new list")
-    assert (initial_asked(api, "services"), lists_asked(api, "services")) == (2, 0)
-
-
-def test_a_malformed_object_in_a_stream_of_all(streaming: ApiServer, watch: Start) -> None:
-    api = streaming
-    api.put(service(2, ports=[{"port": 80, "protocol": "TCP"}]) | {"spec": "nonsense"})
-    watcher = watch(streams=True)
-    key = f"{namespace_of(2)}/shop-00002"
-    (problem,) = [one for one in watcher.of(Problem) if one.message]
-    assert problem.key == key
-    assert watcher.lists("Service")[0].kept == {key}
-    assert len(watcher.state["Service"]) == 5
-    api.put(service(2))
-    watcher.until(lambda: watcher.state["Service"] == expected(api)["Service"], "the good one")
 
 
 # ------------------------------------------------------------------------------------------- rate_limit

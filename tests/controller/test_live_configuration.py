@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -279,25 +278,6 @@ def test_what_is_served_and_what_is_set_on_the_node(start: Callable[[str], Agent
     file.ours["serveMetrics"] = False
     file.write()
     eventually(lambda: page(lab, "127.0.0.1:10302/proxyMode") == "", 10, "metrics are still served")
-
-
-def test_a_rest_between_syncs(start: Callable[[str], Agent], file: File, lab: Lab):
-    """6.2: the first change after a quiet time is programmed at once, the next ones together after the rest."""
-    file.theirs |= {"iptables": {"minSyncPeriod": "3s"}}
-    file.theirs["mode"] = "iptables"
-    agent = start("iptables")
-    bench = Bench(lab, agent, itertools.count(1))
-    service = bench.service("pod2")
-    time.sleep(3.2)
-    started = time.monotonic()
-    service.write(lab["pod3"])
-    bench.settle(service, {"pod3"}, V4)
-    first = time.monotonic() - started
-    service.write(lab["pod2"])
-    bench.settle(service, {"pod2"}, V4)
-    second = time.monotonic() - started
-    assert first < 2.5
-    assert second >= 3.0
 
 
 def test_a_mode_that_cannot_serve_leaves_the_one_before(start: Callable[[str], Agent], file: File, lab: Lab):

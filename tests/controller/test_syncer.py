@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from controller.agent.syncer import FIRST_RETRY, LONGEST_RETRY, MIN_REST, TRANSITIONS, Input, State, Syncer
-from controller.kubernetes.model import Node, Replaced, Service, ServicePort, Upserted
+from controller.kubernetes.model import Node, Replaced, Service, ServicePort, Superseded, Upserted
 from controller.semantics.cluster import Cluster
 from controller.semantics.entries import Settings
 from controller.serving.counters import Counters
@@ -54,10 +54,10 @@ class World:
     def sync(self, *, first: bool = False) -> SyncResult | None:
         return self.syncer.sync(self.mode, first=first)
 
-    def change(self, number: int = 1, received: float = 0.0) -> None:
+    def change(self, number: int = 1, received: float = 0.0, *superseded: Superseded) -> None:
         port = ServicePort("http", Protocol.TCP, 80)
         service = Service("d", f"web-{number}", "ClusterIP", (f"10.96.0.{number}",), ports=(port,))
-        self.syncer.observe(Upserted(service, received))
+        self.syncer.observe(Upserted(service, received), superseded)
 
 
 @pytest.fixture
@@ -196,10 +196,11 @@ def test_latency_counts_from_arrival(world: World) -> None:
     world.sync(first=True)
     world.change(1, received=world.now)
     world.now += 0.25
-    world.change(2, received=world.now)
+    world.change(2, world.now, Superseded("Service", world.now - 0.125))
     world.now += 0.5
     world.sync()
-    assert list(world.syncer.latencies) == [0.75, 0.5]
+    assert sorted(world.syncer.latencies) == [0.5, 0.625, 0.75]
+    assert world.counters.service_changes == 3
 
 
 def test_the_log_has_one_line_a_second(world: World, caplog: pytest.LogCaptureFixture) -> None:

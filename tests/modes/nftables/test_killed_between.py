@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.namespaces import new_lab
-from tests.served import Altered, api_server, until
+from tests.served import Altered, api_server
+from tests.waiting import until
 from workshop.lab.apiserver import ApiServer
 from workshop.lab.namespace import DEADLINES
 from workshop.lab.network import NODE_NAMES, Lab

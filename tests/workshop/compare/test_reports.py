@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from controller import cli
 from tests.workshop.compare import browser
 from tests.workshop.compare.kit import MACHINE, made_up
 from workshop.compare.findings import Report, findings
@@ -189,9 +190,6 @@ def test_the_demonstration_of_the_machines_hands_over(page: Path, tmp_path: Path
         (["--from", "/dev/null", "--report", "x.pdf"], "ends in .html"),
     ],
 )
-def test_what_cannot_be_reported(flags: list[str], words: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "controller", "compare", *flags], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 2
-    assert words in done.stderr
+def test_what_cannot_be_reported(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compare", *flags]) == 2
+    assert words in capsys.readouterr().err
