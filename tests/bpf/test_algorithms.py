@@ -229,15 +229,6 @@ def test_round_robin_is_one_after_the_other(bench: Bench, net: Net, count: int) 
     assert chosen == chosen[:count] * 3
 
 
-@pytest.mark.parametrize("count", [3, 1000, 65_535, 262_143])
-def test_every_turn_is_the_next_place(count: int) -> None:
-    """The number that the program makes of a turn is made a place of again by one multiplication."""
-    for turn in {0, 1, 2, count // 3, count // 2, count - 2, count - 1}:
-        number = ((turn << 32) + count - 1) // count
-        assert number < 1 << 32
-        assert number * count >> 32 == turn
-
-
 def test_a_repeated_syn_takes_no_turn(bench: Bench, net: Net) -> None:
     bench.serve(balanced(net, "rr", 3))
     chosen = [open_once(bench, net, sport) for sport in (30_000, 30_000, 30_000, 30_001, 30_001, 30_002)]

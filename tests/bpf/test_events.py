@@ -81,12 +81,6 @@ def test_an_event_of_a_rejected_port_names_the_service_of_the_address(events: Ev
     assert row.destination == socket(net.vip, 81)
 
 
-def test_served_packets_cause_no_event(events: EventReader, net: Net) -> None:
-    events.bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
-    events.bench.open_tcp(net, net.vip)
-    assert events.rows() == []
-
-
 def test_a_full_table_causes_an_event(net: Net) -> None:
     from dataplane.mode import Options
 

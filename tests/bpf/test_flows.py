@@ -196,20 +196,6 @@ def test_a_frame_padded_to_the_ethernet_minimum_ends_a_connection(bench: Bench, 
     assert bench.flow_count(4) == (0, 0)
 
 
-@pytest.mark.parametrize("up", [True, False], ids=["by-the-client", "by-the-backend"])
-def test_a_reset_connection_is_soon_forgotten(bench: Bench, net: Net, up: bool) -> None:
-    bench.serve(web(net))
-    there = bench.open_tcp(net, net.vip)
-    _, seen = bench.talk(net, there, net.vip, 80, 40000, "R", up=up, seq=1001 if up else 1, ack=1)
-    assert seen.tuple == (there.tuple if up else (net.vip, 80, net.client, 40000))
-    keys, values = list(bench.flows(net.family)), list(bench.flows(net.family).values())
-    assert len(keys) == 2
-    assert all(value["flags"] & FLAGS["FLOW_RESET"] for value in values)
-    bench.age_flows(net.family, 11 * HZ)
-    bench.gc.scan()
-    assert bench.flow_count(net.family) == (0, 0)
-
-
 def test_a_refused_connection_leaves_nothing_that_lasts(bench: Bench, net: Net) -> None:
     """A backend that answers every SYN by a reset must not fill the table that nothing evicts."""
     bench.serve(web(net))
@@ -244,14 +230,6 @@ def test_a_syn_after_a_reset_chooses_anew(bench: Bench, net: Net, up: bool) -> N
     assert verdict == PASS
     assert read(out).tuple == (net.client, 40000, net.backends[1], 8080)
     assert bench.flow_count(net.family) == (0, 2)
-
-
-def test_a_repeated_syn_keeps_its_backend(bench: Bench, net: Net) -> None:
-    bench.serve(web(net, *range(20)))
-    packet = frame(net, net.client, net.vip, syn())
-    first = bench.ingress(packet)
-    assert all(bench.ingress(packet) == first for _ in range(50))
-    assert bench.count("new_flow") == 1
 
 
 IDLE = [

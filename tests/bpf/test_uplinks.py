@@ -318,13 +318,3 @@ def test_what_the_node_sends_past_its_hooks_is_translated(node: Uplink) -> None:
     back = frame(net, net.backends[0], net.primary, segment(8080, 40000, "SA", 0, 1001), from_backend=True)
     verdict, out = node.in_(back)
     assert (verdict, read(out).tuple) == (PASS, (net.vip, 80, net.primary, 40000))
-
-
-def test_addresses_of_no_service_do_not_leave(node: Uplink) -> None:
-    net = node.net
-    node.bench.serve(outer_service(net, [(net.backends[0], 8080)]))
-    node.bench.allocate(net)
-    assert node.out(frame(net, net.primary, net.vip2, syn()))[0] == DROP
-    assert node.ask(net.vip2, syn())[0] == DROP
-    elsewhere = frame(net, net.primary, net.stranger, syn())
-    assert node.out(elsewhere) == (PASS, elsewhere)

@@ -24,12 +24,14 @@ HOOKS = {
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Each measurement compiles programs: what is no matter of hooks is shown in one mode of netfilter, in two before
-    a release.
+    """Each measurement compiles programs: before a release, what is no matter of hooks is shown in more modes than
+    ebpf and nftables, and what is, over both families.
     """
     call = getattr(item, "callspec", None)
-    if call and call.params.get("mode") == "iptables" and item.originalname not in HOOKS:  # type: ignore[attr-defined]
-        item.add_marker("long")
+    if call and call.params.get("mode") in ("iptables", "userspace"):
+        hooks = item.originalname in HOOKS  # type: ignore[attr-defined]
+        if not hooks or call.params.get("family") == 4:
+            item.add_marker("long")
 
 
 @pytest.fixture(scope="session")
