@@ -36,7 +36,7 @@ def agent(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Agent]:
     made.cleanup()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def load(lab: Lab) -> Iterator[None]:
     """100 connections a second to default/web from a pod, and 20 that are refused by default/empty."""
     wanted = (("10.96.0.10:80", "100"), ("10.96.0.99:80", "20"))

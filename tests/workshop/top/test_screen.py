@@ -206,23 +206,6 @@ def test_an_agent_that_goes_and_comes_back(lab: Lab, agent: Agent, elsewhere: Ex
     drive(lab, agent, keys)
 
 
-@pytest.mark.usefixtures("load")
-@pytest.mark.parametrize("agent", ["nftables"], indirect=True)
-def test_modes_that_do_not_count_say_so(lab: Lab, agent: Agent) -> None:
-    async def keys(screen: Top, pilot: Pilot[None]) -> None:
-        await until(lambda: bool(lines(screen, "services")), "no services")
-        assert f"mode {agent.mode} does not count" in text(screen, "trouble")
-        assert {row[1] for row in lines(screen, "services")} == {"-"}
-        table = screen.query_one("#services", Listing)
-        position = next(n for n, row in enumerate(lines(screen, "services")) if row[0] == "default/web:http")
-        await pilot.press(*["down"] * position)
-        assert table.cursor_row == position
-        wanted = {f"{pod.address4}:8080" for pod in lab.pods()}
-        await until(lambda: wanted <= {row[0] for row in lines(screen, "backends")}, "backends are not shown")
-
-    drive(lab, agent, keys)
-
-
 def test_messages_that_come_while_the_screen_is_taken_down_are_no_error(lab: Lab, agent: Agent) -> None:
     async def keys(screen: Top, pilot: Pilot[None]) -> None:
         await until(lambda: bool(lines(screen, "services")), "no services")
@@ -333,6 +316,23 @@ def test_ctrl_c_ends_it_too(lab: Lab, agent: Agent, terminal: Terminal) -> None:
     terminal.type("C-c")
     terminal.wait(r"^\$$")
     assert not terminal.alternate()
+
+
+@pytest.mark.usefixtures("load")
+@pytest.mark.parametrize("agent", ["nftables"], indirect=True)
+def test_modes_that_do_not_count_say_so(lab: Lab, agent: Agent) -> None:
+    async def keys(screen: Top, pilot: Pilot[None]) -> None:
+        await until(lambda: bool(lines(screen, "services")), "no services")
+        assert f"mode {agent.mode} does not count" in text(screen, "trouble")
+        assert {row[1] for row in lines(screen, "services")} == {"-"}
+        table = screen.query_one("#services", Listing)
+        position = next(n for n, row in enumerate(lines(screen, "services")) if row[0] == "default/web:http")
+        await pilot.press(*["down"] * position)
+        assert table.cursor_row == position
+        wanted = {f"{pod.address4}:8080" for pod in lab.pods()}
+        await until(lambda: wanted <= {row[0] for row in lines(screen, "backends")}, "backends are not shown")
+
+    drive(lab, agent, keys)
 
 
 def test_nothing_else_imports_the_terminal_library() -> None:
