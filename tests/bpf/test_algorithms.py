@@ -121,7 +121,8 @@ def excess(counts: Iterable[int], expected: Iterable[float]) -> float:
 
 
 def test_the_connection_and_nothing_else_decides(bench: Bench, net: Net) -> None:
-    entry = balanced(net, "mh")
+    """It is the ring of `balancing` that is indexed: how even and how steady that is, is shown there."""
+    entry = balanced(net, "mh", weights=[3])
     bench.serve(entry)
     ask = Asker(bench, net)
     for sport in range(1024, 65_536, 331):
@@ -142,15 +143,6 @@ def test_hashes_are_even(net: Net, what: str) -> None:
     places = np.fromiter(many, dtype=np.uint64) * np.uint64(1021) >> np.uint64(32)
     counts = np.bincount(places.astype(np.int64), minlength=1021)
     assert abs(excess(counts.tolist(), [len(places) / 1021] * 1021)) < 5
-
-
-def test_maglev_is_even_through_the_program(bench: Bench, net: Net) -> None:
-    entry = balanced(net, "mh", weights=[3])
-    bench.serve(entry)
-    ask = Asker(bench, net)
-    seen = Counter(ask(sport) for sport in range(20_000, 21_500))
-    expected = [1500 * backend.weight / 10 for backend in entry.serving]
-    assert excess([seen[backend.address] for backend in entry.serving], expected) < 5
 
 
 def test_maglev_survives_the_loss_of_the_flow_table(bench: Bench, net: Net) -> None:
@@ -181,17 +173,6 @@ def test_two_nodes_choose_alike(bench: Bench, net: Net) -> None:
         assert [here(sport) for sport in sports] == [there(sport) for sport in sports]
 
 
-def test_a_backend_that_leaves_moves_its_own_share(bench: Bench, net: Net) -> None:
-    bench.serve(balanced(net, "mh"))
-    ask = Asker(bench, net)
-    before = {sport: ask(sport) for sport in range(20_000, 60_000, 50)}
-    bench.serve(balanced(net, "mh", first=1))
-    after = {sport: ask(sport) for sport in before}
-    assert net.backends[0] not in after.values()
-    moved = sum(before[sport] != after[sport] for sport in before) / len(before)
-    assert 1 / 8 - 0.03 <= moved <= 1 / 8 + 0.05
-
-
 # --- source hash
 
 
@@ -206,16 +187,6 @@ def test_a_client_has_one_backend_whatever_its_port(bench: Bench, net: Net) -> N
         (chosen[client],) = {ask(sport, client) for sport in (1024, 4000, 50_000)}
         assert chosen[client] == place(entry, hash_of(words(client)))
     assert set(chosen.values()) == {backend.address for backend in entry.serving}
-
-
-def test_few_clients_move_when_a_backend_leaves(bench: Bench, net: Net) -> None:
-    ask = Asker(bench, net)
-    clients = [str(ipaddress.ip_address(net.client) + number) for number in range(400)]
-    bench.serve(balanced(net, "sh"))
-    before = [ask(4000, client) for client in clients]
-    bench.serve(balanced(net, "sh", first=1))
-    after = [ask(4000, client) for client in clients]
-    assert sum(a != b for a, b in zip(before, after, strict=True)) <= (1 / 8 + 0.08) * 400
 
 
 # --- in turn

@@ -21,8 +21,7 @@ from controller.kubernetes.files import head, read
 from controller.kubernetes.model import Removed
 from controller.kubernetes.yamldoc import NotYamlError, documents
 from controller.settings import configfile
-from controller.settings.configfile import Loaded
-from tests.controller.folders import WITHIN, Listener, loaded, swap
+from tests.controller.folders import Listener, loaded, swap
 
 GOOD = "kind: Service\nmetadata: {name: good}\nspec: {clusterIP: 10.96.0.1, ports: [{port: 80}]}\n"
 
@@ -395,47 +394,10 @@ def test_a_link_to_a_folder_below_another_one_is_reported(tmp_path: Path) -> Non
 TRAPS = ["[" * 60_000, "x: &x [*x]\n", nine_fold(12), doubling(40), "x: !!int " + "9" * 60_000]
 
 
-@pytest.mark.parametrize("text", TRAPS)
-def test_a_configuration(tmp_path: Path, text: str) -> None:
-    (tmp_path / "f").write_text(text)
-    with pytest.raises(ConfigError, match=r"f: (line \d+: )?(nested|alias|'999)") as refused:
-        configfile.load(tmp_path / "f", {})
-    assert len(str(refused.value)) < 400
-
-
 def test_a_configuration_with_one_key_many_times(tmp_path: Path) -> None:
     head = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
     (tmp_path / "f").write_text(head + "mode: nftables\n" * 60_000)
     assert len(configfile.load(tmp_path / "f", {}).config.warnings) <= 100
-
-
-def test_a_configuration_that_becomes_a_pipe_is_waited_for(tmp_path: Path) -> None:
-    text = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\nmode: %s\n"
-    path = tmp_path / "f"
-    path.write_text(text % "nftables")
-    results: list[Loaded | ConfigError] = []
-    reported, stop = threading.Event(), threading.Event()
-    known = path.read_bytes()
-
-    def report(found: Loaded | ConfigError) -> None:
-        results.append(found)
-        reported.set()
-
-    follower = threading.Thread(target=configfile.follow, args=(path, {}, known, report, stop), daemon=True)
-    follower.start()
-    try:
-        os.mkfifo(tmp_path / "pipe")
-        (tmp_path / "pipe").rename(path)
-        assert not reported.wait(0.3)
-        (tmp_path / "g").write_text(text % "ipvs")
-        (tmp_path / "g").rename(path)
-        assert reported.wait(WITHIN)
-        assert isinstance(results[0], Loaded)
-        assert results[0].config.mode == "ipvs"
-    finally:
-        stop.set()
-        follower.join(WITHIN)
-        assert not follower.is_alive()
 
 
 @pytest.mark.parametrize("text", TRAPS)
