@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import lzma
+import os
 import shlex
 import shutil
+import stat
 import subprocess
 import tarfile
 import tempfile
@@ -21,10 +24,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from . import cpio
 from .accel import BOOT_LIMIT, TCG, choose_accelerator
 from .kernels import FOLDER, ROOT, Kernel
-from .modules import dependencies, load_order, read_module, short_name
 
 __all__ = ["GUEST", "PATIENCE", "Finished", "GuestFailed", "Machine", "missing_programs"]
 
@@ -42,6 +43,7 @@ PROGRAMS = {
 }
 # Of the checkout: not packed for the guest. It sees them as the host's files, or needs none of them.
 ELSEWHERE = {".git", ".venv", "build/kernels", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"}
+PACK = "find . | /bin/busybox cpio -o -H newc"
 INIT = Path(__file__).with_name("init.sh")
 TIMED_OUT = 124  # as timeout(1)
 _POLL = 0.1
@@ -129,7 +131,7 @@ class Machine:
         snapshot(ROOT, control / "checkout.tar")
         (control / "command.sh").write_text(command)
         (control / "output").touch()
-        (control / "initrd").write_bytes(self._initramfs(shared))
+        self._pack_initramfs(control, shared)
 
     def _boot(
         self,
@@ -184,13 +186,11 @@ class Machine:
             words += ["-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}"]
         return words
 
-    def _initramfs(self, shared: Path | None) -> bytes:
-        modules = self.kernel.modules
-        known = dependencies((modules / "modules.dep").read_text())
-        order = load_order(FIRST_MODULES, known)
+    def _pack_initramfs(self, control: Path, shared: Path | None) -> None:
+        modules = self._first_modules()
         words = {
-            "MODULES": " ".join(short_name(path) for path in order),
-            "RELEASE_MODULES": shlex.quote(str(modules)),
+            "MODULES": " ".join(modules),
+            "RELEASE_MODULES": shlex.quote(str(self.kernel.modules)),
             "RELEASE": self.kernel.release,
             "CHECKOUT": shlex.quote(str(ROOT)),
             "SHARED": shlex.quote(str(shared)) if shared else "",
@@ -198,16 +198,29 @@ class Machine:
         init = INIT.read_text()
         for name, value in words.items():
             init = init.replace(f"@{name}@", value)
-        folders = ("bin", "dev", "host", "memory", "modules", "proc", "root", "sys")
-        return cpio.archive(
-            [
-                *map(cpio.folder, folders),
-                cpio.device("dev/console", 5, 1),
-                cpio.file("bin/busybox", Path("/bin/busybox").read_bytes(), executable=True),
-                *(cpio.file(f"modules/{short_name(path)}", read_module(modules / path)) for path in order),
-                cpio.file("init", init.encode(), executable=True),
-            ]
-        )
+        with tempfile.TemporaryDirectory(prefix="initramfs-", dir=control) as made:
+            root = Path(made)
+            for name in ("bin", "dev", "host", "memory", "modules", "proc", "root", "sys"):
+                (root / name).mkdir()
+            os.mknod(root / "dev/console", stat.S_IFCHR | 0o600, os.makedev(5, 1))
+            shutil.copy("/bin/busybox", root / "bin")
+            for name, path in modules.items():
+                module = path.read_bytes()
+                if path.suffix == ".xz":  # as Debian has them since 6.12
+                    module = lzma.decompress(module)
+                (root / "modules" / name).write_bytes(module)
+            (root / "init").write_text(init)
+            (root / "init").chmod(0o755)
+            with (control / "initrd").open("wb") as initrd:
+                subprocess.run(["sh", "-c", PACK], cwd=root, stdout=initrd, stderr=subprocess.DEVNULL, check=True)
+
+    def _first_modules(self) -> dict[str, Path]:
+        """Files by name, each after those that it needs; what is built into the kernel is not among them."""
+        kernel = ["--dirname", str(self.kernel.folder), "--set-version", self.kernel.release]
+        argv = ["modprobe", *kernel, "--show-depends", "--all", *FIRST_MODULES]
+        shown = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+        files = [Path(line.split()[1]) for line in shown.splitlines() if line.startswith("insmod ")]
+        return {path.name.partition(".ko")[0]: path for path in files}
 
 
 def _command(argv: Sequence[str], folder: Path, env: Mapping[str, str]) -> str:
