@@ -247,9 +247,11 @@ def test_rows_of_a_flows_file(fields, expected):
     assert str(error.value).startswith(expected)
 
 
-def test_icmp_needs_no_port():
+def test_icmp_alone_needs_no_port():
     row = {"name": "a", "src": "10.0.0.1", "dst": "10.0.0.2", "proto": "icmp"}
     assert packet_from_dict(row).port == 0
+    with pytest.raises(ValueError, match="port"):
+        packet_from_dict(row | {"proto": "tcp"})
 
 
 def test_a_verdict_as_json_has_the_keys_of_the_command():

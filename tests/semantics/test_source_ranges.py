@@ -22,6 +22,7 @@ CASES = [
     pytest.param(("203.0.113.0/24", "2001:db8::/32"),    ("203.0.113.0/24",),                         id="the other family's ranges are omitted"),
     pytest.param(("203.0.113.0/24", "::/0"),             ("203.0.113.0/24",),                         id="/0 of the other family does not open this one"),
     pytest.param(("192.168.0.0/24",),                    ("192.168.0.0/24", "5.5.5.5/32", "6.6.6.6/32"), id="the node is inside: the load-balancer IPs themselves too"),
+    pytest.param(("192.168.0.9/24",),                    ("192.168.0.9/24", "5.5.5.5/32", "6.6.6.6/32"), id="a range that is written by one of its addresses"),
     pytest.param(("192.168.0.1/32",),                    ("192.168.0.1/32", "5.5.5.5/32", "6.6.6.6/32"), id="the node's address alone"),
     pytest.param(("192.168.0.2/32",),                    ("192.168.0.2/32",),                         id="another node's address"),
 ]

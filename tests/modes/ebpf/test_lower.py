@@ -7,6 +7,7 @@ import pytest
 
 from dataplane.balancing import ALGORITHMS
 from dataplane.modes.ebpf.lower import Rows, Settings, lower
+from dataplane.modes.ebpf.outliers import Ejection
 from dataplane.table import Backend, BackendSet, Entry, Kind, Masquerade, WhenEmpty
 from tests.modes.make import entry as port
 from tests.tables import Front
@@ -14,7 +15,7 @@ from tests.tables import Front
 A, B, C, D = (Backend(f"10.1.0.{n}", 8080, local=n < 3) for n in range(1, 5))
 INSIDE, OUTSIDE, SOURCES = 1, 2, 64
 DROP0, DROP1 = 1, 2
-SERVING, ROUTE0, ROUTE1, HERE = 1, 2, 4, 32
+SERVING, ROUTE0, ROUTE1, EJECTED, PROBE_FAILED, HERE = 1, 2, 4, 8, 16, 32
 
 
 def cluster_ip(inside: BackendSet, outside: BackendSet | None = None, address: str = "10.96.0.1") -> Front:
@@ -45,6 +46,17 @@ CASES = [
         port(cluster_ip(ALL), serving=(A, B, C)),
         rows([("10.96.0.1", 80, 0)], [A, B, C], [SERVING | ROUTE0] * 3, [[0, 1, 2]], 0, 0),
         id="one-route",
+    ),
+    pytest.param(
+        port(cluster_ip(ALL), serving=ALL.backends),
+        rows([("10.96.0.1", 80, 0)], [A, B, C], [SERVING | ROUTE0] * 3, [[0, 1, 2]], 0, 0),
+        id="one-route-of-all-that-serve",
+    ),
+    pytest.param(
+        port(cluster_ip(LOCAL, ALL), serving=ALL.backends),
+        rows([("10.96.0.1", 80, OUTSIDE)], [A, B, C],
+             [SERVING | ROUTE0 | ROUTE1, SERVING | ROUTE0 | ROUTE1, SERVING | ROUTE1], [[0, 1], [0, 1, 2]], 0, 0),
+        id="local-inside-of-all-that-serve",
     ),
     pytest.param(
         port(cluster_ip(LOCAL, ALL), serving=(A, B, C)),
@@ -100,6 +112,13 @@ def test_a_service_port_becomes_rows(entry: Entry, wanted: Rows) -> None:
 
 MASQUERADES = [(Masquerade.NEVER, 0), (Masquerade.POD, 8), (Masquerade.NODE, 16), (Masquerade.EXTERNAL, 32),
                (Masquerade.NODE | Masquerade.EXTERNAL, 48), (Masquerade.ALWAYS, 56)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("until", "flags"), [(None, EJECTED | PROBE_FAILED), (7.0, EJECTED)])
+def test_an_ejected_backend_is_in_no_set_and_the_reason_is_in_its_flags(until: float | None, flags: int) -> None:
+    found = lower(port(cluster_ip(ALL), serving=ALL.backends), {(B.address, B.port): Ejection(until, "no answer")})
+    assert [list(members) for members in found.sets] == [[0, 2]]
+    assert list(found.flags) == [SERVING | ROUTE0 | HERE, SERVING | HERE | flags, SERVING | ROUTE0]
 
 
 @pytest.mark.parametrize(("masquerade", "flags"), MASQUERADES)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from dataplane.modes.ebpf.lower import NO_EJECTIONS, lower
 from dataplane.modes.ebpf.outliers import Ejection
 from dataplane.modes.ebpf.plan import Batch, Installed, Plan, key_of
-from dataplane.table import Backend, BackendSet, Entry, Kind, Protocol
+from dataplane.table import Backend, BackendSet, Entry, Kind, Probe, Protocol
 from tests.tables import Front, entry_of
 
 SIZES = {
@@ -40,6 +42,12 @@ def change(plan: Plan, *entries: Entry, name: str = WEB) -> Batch:
     plan.change(batch, name, entries)
     plan.commit(batch)
     return batch
+
+
+def entry_at(number: int) -> Entry:
+    """A service port at another port of the same address."""
+    backends = BackendSet((Backend("10.1.0.9", 8080),))
+    return entry_of(f"{DNS}:http", 4, Protocol.TCP, [Front(Kind.CLUSTER_IP, V1, number, backends, backends)])
 
 
 def free(plan: Plan) -> None:
@@ -232,13 +240,64 @@ def test_rings_are_cut_only_when_maps_cannot_grow() -> None:
     assert not plan.cut, "there is room again"
 
 
-def test_only_services_that_follow_the_load_are_balanced() -> None:
+# Algorithm, backends -> whether it follows the load, and the ring of a service whose first backend has all connections.
+BALANCED = [
+    pytest.param("lc", [1, 2], True, {1: 1, 2: 7}, id="a-busy-backend-gets-less"),
+    pytest.param("lc", [1], True, {}, id="nothing-to-choose"),
+    pytest.param("random", [1, 2], False, {}, id="another-algorithm"),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "backends", "follows", "ring"), BALANCED)
+def test_services_that_follow_the_load_are_balanced(
+    algorithm: str, backends: list[int], follows: bool, ring: dict[int, int]
+) -> None:
     plan, batch = Plan(SIZES), Batch()
-    for algorithm, followed in (("lc", {1}), ("random", set())):
-        change(plan, port([1, 2], algorithm=algorithm))
-        assert plan.follows_load == followed
+    entry = port(backends, algorithm=algorithm)
+    change(plan, port(backends, algorithm="random" if follows else "lc"))
+    change(plan, entry)
+    assert plan.follows_load == ({1} if follows else set())
     plan.balance(batch, {1: 7})
-    assert batch == Batch()
+    plan.commit(batch)
+    assert [dict(Counter(ids)) for _, _, ids in rings(batch)] == ([ring] if ring else [])
+    assert not change(plan).rings
+    assert not plan.follows_load
+
+
+def test_what_is_in_use_is_counted_by_map_and_again_when_it_goes() -> None:
+    plan, batch = Plan(SIZES), Batch()
+    before = plan.used()
+    for step in range(5):
+        ranges = (f"192.0.2.{step}/32", f"192.0.2.{16 + step}/32")
+        assert plan.change(batch, WEB, (port([1, 2], ranges=ranges),)) == (1, 0)
+        plan.commit(batch)
+        batch = Batch()
+        assert not plan.unprogrammed, "the ranges of the former step make room"
+    assert plan.used() == {"services": 1, "backends": 2, "slots": 4, "frontends4": 2, "frontends6": 0}
+    assert plan.change(batch, WEB, ()) == (0, 1)
+    plan.commit(batch)
+    free(plan)
+    assert plan.used() == before
+
+
+def test_an_address_rejects_other_ports_until_its_last_port_goes() -> None:
+    plan = Plan(SIZES)
+    change(plan, port([1]))
+    other = change(plan, entry_at(81), name=DNS)
+    assert key(number=0) not in other.frontends
+    assert [gone for gone, _ in change(plan).gone_frontends] == [key()]
+    assert {gone for gone, _ in change(plan, name=DNS).gone_frontends} == {(4, V1, 81, 6), key(number=0)}
+
+
+@pytest.mark.parametrize("after", [(), (port([1]),)], ids=["goes", "is-asked-no-more"])
+def test_the_prober_hears_of_services_whose_probe_comes_or_goes(after: tuple[Entry, ...]) -> None:
+    plan = Plan(SIZES)
+    change(plan, port([1], V2, DNS), name=DNS)
+    change(plan, msgspec.structs.replace(port([1]), probe=Probe()))
+    assert plan.probes_changed == {WEB}
+    plan.probes_changed.clear()
+    change(plan, *after)
+    assert plan.probes_changed == {WEB}
 
 
 def test_an_ejected_backend_keeps_its_row() -> None:

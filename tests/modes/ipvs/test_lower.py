@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dataplane.modes.ipvs.lower import SETS, Lowered, Node, lower
-from dataplane.table import Kind, Masquerade, Protocol
+from dataplane.modes.ipvs.lower import SETS, Lowered, Node, lower, node_of
+from dataplane.table import Kind, Masquerade, NodeNetwork, Protocol
 from dataplane.virtual_servers import Config, Server
 from tests.modes.make import entry
 from tests.tables import Front
@@ -119,6 +119,21 @@ def test_allowed_sources_are_networks_and_everybody_is_two_halves() -> None:
     networks = {element.second for name, element in result.members if name == "HPV-4-ALLOWED"}
     assert networks == {"192.0.2.0/24", "0.0.0.0/1", "128.0.0.0/1"}
     assert "HPV-4-SOURCES" in sets_of(result, "203.0.113.7")
+
+
+def test_a_node_port_is_served_at_the_addresses_of_its_family_only() -> None:
+    node = NODE._replace(node_ports=("fd77::2", "192.168.77.2"))
+    front = Front(Kind.NODE_PORT, None, 30080, BOTH, BOTH)
+    assert list(lowered(entry(front), node=node).servers) == [Server(4, TCP, "192.168.77.2", 30080)]
+
+
+def test_the_node_of_a_table_is_what_lowering_needs() -> None:
+    network = NodeNetwork(
+        addresses=("10.0.0.9",), primary=("10.0.0.1",), node_port_addresses=("10.0.0.1",), masquerade_bit=13
+    )
+    node = node_of(network, (4,), ("10.8.0.5/16",))
+    assert (node.families, node.node_ports, node.own) == ((4,), ("10.0.0.1",), {"10.0.0.1", "10.0.0.9"})
+    assert (node.masquerade, *map(str, node.excluded)) == (0x2000, "10.8.0.0/16")
 
 
 def test_addresses_in_excluded_ranges_are_left_to_others() -> None:

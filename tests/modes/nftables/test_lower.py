@@ -9,10 +9,10 @@ import pytest
 from dataplane.modes.nftables import lower
 from dataplane.modes.nftables.picks import Pick, chain_named
 from dataplane.modes.nftables.tables import SPACES
-from dataplane.nftables.expressions import Verdict
+from dataplane.nftables.expressions import FAMILIES, Verdict
 from dataplane.nftables.schema import Element
 from dataplane.nftables.uapi import NFT_GOTO
-from dataplane.table import Kind, Masquerade, WhenEmpty
+from dataplane.table import Kind, Masquerade, NodeNetwork, WhenEmpty
 from tests.modes.make import entry
 from tests.modes.nftables.make import cluster_ip, route
 from tests.tables import Front
@@ -52,6 +52,12 @@ def test_elements_of_a_cluster_ip() -> None:
         Element("internal-slots", (0, *KEY), ("10.1.0.5", 8080)),
         Element("internal-slots", (1, *KEY), ("10.1.0.6", 8080)),
     ]
+
+
+@pytest.mark.parametrize(("version", "address"), [(4, "10.0.0.1"), (6, "fd77::1")])
+def test_node_ports_are_served_at_the_addresses_of_each_family(version: int, address: str) -> None:
+    found = lower.node_elements(FAMILIES[version], NodeNetwork(node_port_addresses=("10.0.0.1", "fd77::1")))
+    assert [element.key for element in found] == [(address,)]
 
 
 def test_elements_that_service_ports_share() -> None:
