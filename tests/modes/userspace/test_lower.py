@@ -6,7 +6,7 @@ import pytest
 
 from dataplane.modes.userspace import plan, tables
 from dataplane.modes.userspace.choice import SUSPECT_SECONDS, Chooser
-from dataplane.modes.userspace.lower import Redirect, lower
+from dataplane.modes.userspace.lower import Redirect, lower, lower_node
 from dataplane.modes.userspace.messages import Keep, Port
 from dataplane.nftables import operations as op
 from dataplane.nftables.expressions import Verdict
@@ -77,6 +77,20 @@ def test_service_ports(node, frontends, routes, ports, elements) -> None:
     assert found.row is not None
     assert (list(found.row.routes), list(found.row.ports)) == (routes, ports)
     assert found.redirects == elements
+
+
+def test_a_row_names_its_service_port_and_where_clients_find_it() -> None:
+    found = lower(entry(vip(ALL), Front(Kind.NODE_PORT, None, 30080, ALL, ALL)), BY_CIDR)
+    assert found.row is not None
+    assert (found.row.key, found.row.frontends) == ("d/web:http/TCP/4", ("10.96.0.1:80", "*:30080"))
+    assert found.row.serving == BOTH
+
+
+def test_the_relay_listens_at_the_primary_address_of_each_family_and_at_no_link_local_one() -> None:
+    node = NodeNetwork(primary=("192.0.2.1",), addresses=("192.0.2.9", "fe80::1", "2001:db8::1"), pods=BY_CIDR.pods)
+    found = lower_node(node, (4,))
+    assert found.listen == {4: "192.0.2.1", 6: "2001:db8::1"}
+    assert (found.own, found.pods, found.transparent) == ((*node.addresses, *node.primary), ("10.1.0.0/16",), (4,))
 
 
 def test_affinity_on_two_routes_settles_on_a_backend_of_both() -> None:
