@@ -230,7 +230,7 @@ def test_weights_at_random(bench: Bench, net: Net) -> None:
     bench.serve(entry)
     ask = Asker(bench, net)
     seen = Counter(ask(4000) for _ in range(1500))
-    assert excess([seen[b.address] for b in entry.serving], [1500 * b.weight / 8 for b in entry.serving]) < 5
+    assert excess([seen[b.address] for b in entry.serving], [1500 * b.weight / 8 for b in entry.serving]) < 12
 
 
 def count_loads(bench: Bench) -> dict[int, int]:

@@ -1,6 +1,6 @@
 """Which mode serves: what was asked for, the next that works here, or a refusal; other proxies, and what is reported.
 
-The modes here are folders as real ones are, each with one thing wrong. What falls back falls back to a real mode.
+The modes here are folders as real ones are, each with one thing wrong, or none.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ import json
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
@@ -23,13 +21,10 @@ from controller.agent.modes import FALLBACK, clean_others, open_first, open_mode
 from dataplane.errors import Unsupported
 from dataplane.kernel.host_paths import netns_number
 from dataplane.mode import Options
-from tests.namespaces import new_lab
-from tests.served import Altered, api_server
+from tests.served import HEALTH, METRICS, Altered, fetch
 from tests.waiting import until
-from workshop.lab.apiserver import ApiServer, endpoint_slice, service
+from workshop.lab.apiserver import endpoint_slice, service
 from workshop.lab.network import NODE_NAMES, Lab
-
-METRICS, HEALTH = 10259, 10258
 
 WORKS = """
     from typing import Any
@@ -218,12 +213,6 @@ class Patched(Altered):
         return PROGRAM, str(self.folder)
 
 
-@pytest.fixture(scope="module")
-def lab() -> Iterator[Lab]:
-    with new_lab("m", 1) as made:
-        yield made
-
-
 @pytest.fixture
 def start(lab: Lab, folder: Path) -> Iterator[Callable[..., Patched]]:
     """Starts an agent in a mode, and waits until it serves."""
@@ -248,20 +237,6 @@ def start(lab: Lab, folder: Path) -> Iterator[Callable[..., Patched]]:
         agent.cleanup()
 
 
-@pytest.fixture
-def api(lab: Lab) -> Iterator[ApiServer]:
-    with api_server(lab) as server:
-        yield server
-
-
-def code_of(page: str) -> int:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{HEALTH}/{page}", timeout=30) as answer:
-            return answer.status
-    except urllib.error.HTTPError as error:
-        return error.code
-
-
 @pytest.mark.root
 class TestAgent:
     def test_a_replaced_mode_is_reported_everywhere(self, start, api, lab):
@@ -273,8 +248,7 @@ class TestAgent:
         shown = agent.command("status", "--admin-socket", str(agent.socket)).stdout
         assert "lacking was asked for: lacking does not work here (the feature: it is missing" in shown
         assert "mode works serves instead of lacking: lacking does not work here" in agent.tail()
-        with lab.inside("node"), urllib.request.urlopen(f"http://127.0.0.1:{METRICS}/metrics", timeout=30) as answer:
-            metrics = answer.read().decode()
+        metrics = fetch(lab, "/metrics", METRICS).body.decode()
         assert 'hybrid_proxy_mode{degraded="true",effective="works",requested="lacking"} 1.0' in metrics
         until(lambda: api.events("ModeDegraded"), "the event")
         (event,) = api.events("ModeDegraded")
@@ -349,8 +323,7 @@ class TestAgent:
         shown = agent.command("status", "--admin-socket", str(agent.socket)).stdout
         assert "NOT in sync" in shown
         assert "NOT IN PLACE: a link cannot be put back" in shown
-        with lab.inside("node"):
-            assert [code_of(page) for page in ("healthz", "livez")] == [503, 200]
+        assert [fetch(lab, page).status for page in ("/healthz", "/livez")] == [503, 200]
 
     def test_auto_takes_the_first_that_works_and_modes_are_listed(self, start):
         agent = start("auto")

@@ -82,7 +82,7 @@ def mode(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
     with Lab(f"r{os.getpid()}", 3) as made:
         examples.serve(made)
@@ -120,6 +120,7 @@ def load(lab: Lab, place: str, kind: str, target: str) -> dict[str, Any]:
 
 
 def test_it_serves_with_the_rights_of_its_manifest(lab: Lab, mode: str) -> None:
+    examples.scale(lab.folder / "manifests/web.yaml", lab.pods())
     with running(lab, mode) as agent:
         status = status_of(agent)
         mask = sum(1 << BITS[name] for name in manifests.capabilities(mode))
