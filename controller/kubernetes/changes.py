@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -134,6 +135,14 @@ class _Watch:
 
 
 def _below(root: str) -> Iterator[str]:
-    """A folder and those below it, hidden ones too. Links are not followed: what may be read by one is inside."""
-    for folder, _, _ in os.walk(root):
+    """A folder and those below it, hidden ones too. Links are not followed: what may be read by one is inside.
+
+    Each comes before it is listed: if the caller watches it at once, a folder that appears meanwhile is listed or
+    reported.
+    """
+    waiting = [root]
+    while waiting:
+        folder = waiting.pop()
         yield folder
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            waiting += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.kubernetes.changes import Tick, ticks
+from controller.kubernetes.changes import Tick, _below, ticks
 
 PATIENCE = 600  # ticks: a minute
 
@@ -67,6 +67,13 @@ def test_files_below_a_folder_that_was_moved_here(changes: Iterator[Tick], tmp_p
     happened(changes)
     (tmp_path / "here" / "a.yaml").write_text("one")
     happened(changes, tmp_path / "here" / "a.yaml")
+
+
+def test_a_folder_is_watched_before_it_is_listed(tmp_path: Path) -> None:
+    folders = _below(str(tmp_path))
+    assert next(folders) == str(tmp_path)
+    (tmp_path / "late").mkdir()
+    assert list(folders) == [str(tmp_path / "late")]
 
 
 def test_many_files_at_once_are_few_ticks(changes: Iterator[Tick], tmp_path: Path) -> None:
