@@ -8,7 +8,8 @@ from textwrap import dedent
 
 import pytest
 
-from tests.controller.folders import Listener, Running
+from controller.kubernetes.manifests import Manifests
+from tests.controller.watching import Watcher
 from tests.namespaces import new_lab
 from tests.served import FRAGILE, SYNC_PERIOD, Served, api_server
 from workshop.lab.apiserver import ApiServer
@@ -62,16 +63,17 @@ def start(lab: Lab, api: ApiServer, fragile: Path) -> Iterator[Callable[..., Ser
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Callable[..., Listener]]:
-    """Start a source and wait for its first lists."""
-    started: list[Running] = []
+def run(tmp_path: Path) -> Iterator[Callable[..., Watcher]]:
+    """Start a source of manifests and wait for its first lists."""
+    started: list[Watcher] = []
 
-    def start(path: Path = tmp_path, ready: bool = True) -> Listener:
-        started.append(Running(path))
+    def start(path: Path = tmp_path, ready: bool = True) -> Watcher:
+        watcher = Watcher(Manifests(path))
+        started.append(watcher)
         if ready:
-            started[-1].listener.wait(lambda: started[-1].listener.healthy)
-        return started[-1].listener
+            watcher.until(lambda: watcher.healthy, "the first lists")
+        return watcher
 
     yield start
-    for running in started:
-        running.close()
+    for watcher in started:
+        watcher.stop()

@@ -21,7 +21,8 @@ from controller.kubernetes.files import head, read
 from controller.kubernetes.model import Removed
 from controller.kubernetes.yamldoc import NotYamlError, documents
 from controller.settings import configfile
-from tests.controller.folders import Listener, loaded, swap
+from tests.controller.folders import loaded, swap
+from tests.controller.watching import Watcher
 
 GOOD = "kind: Service\nmetadata: {name: good}\nspec: {clusterIP: 10.96.0.1, ports: [{port: 80}]}\n"
 
@@ -306,7 +307,7 @@ def test_an_odd_entry_is_its_own_problem(tmp_path: Path, name: str, make: Callab
 
 
 @pytest.fixture
-def running(tmp_path: Path, run: Callable[..., Listener]) -> Listener:
+def running(tmp_path: Path, run: Callable[..., Watcher]) -> Watcher:
     (tmp_path / "good.yaml").write_text(GOOD)
     return run()
 
@@ -319,22 +320,22 @@ def running(tmp_path: Path, run: Callable[..., Listener]) -> Listener:
     lambda folder: (folder / "self.yaml").write_text("&a {kind: List, items: [*a]}"),
     lambda folder: (folder / "long.yaml").write_text(GOOD.replace("80", "0x" + "f" * 5000)),
 ])  # fmt: skip
-def test_what_comes_later_stops_nothing(tmp_path: Path, running: Listener, make: Callable[[Path], object]) -> None:
+def test_what_comes_later_stops_nothing(tmp_path: Path, running: Watcher, make: Callable[[Path], object]) -> None:
     make(tmp_path)
-    running.wait(lambda: running.problems)
+    running.until(lambda: running.problems)
     (tmp_path / "good.yaml").write_text(GOOD.replace("10.96.0.1", "10.96.0.9"))
-    running.wait(lambda: running.addresses["good"] == "10.96.0.9")
+    running.until(lambda: running.addresses["good"] == "10.96.0.9")
 
 
-def test_a_file_that_becomes_a_pipe_keeps_its_objects(tmp_path: Path, running: Listener) -> None:
+def test_a_file_that_becomes_a_pipe_keeps_its_objects(tmp_path: Path, running: Watcher) -> None:
     (tmp_path / "good.yaml").unlink()
     os.mkfifo(tmp_path / "good.yaml")
-    running.wait(lambda: running.problems)
+    running.until(lambda: running.problems)
     assert running.addresses == {"good": "10.96.0.1"}
 
 
 def test_a_file_that_grows_for_ever_does_not_stop_the_others(
-    tmp_path: Path, running: Listener, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, running: Watcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifests, "_COSTLY", 0.0)
     done = threading.Event()
@@ -350,13 +351,13 @@ def test_a_file_that_grows_for_ever_does_not_stop_the_others(
     try:
         for last in range(20, 24):
             (tmp_path / "good.yaml").write_text(GOOD.replace("10.96.0.1", f"10.96.0.{last}"))
-            running.wait(lambda last=last: running.addresses["good"] == f"10.96.0.{last}")
+            running.until(lambda last=last: running.addresses["good"] == f"10.96.0.{last}")
     finally:
         done.set()
         writer.join()
 
 
-def test_a_config_map_s_volume(tmp_path: Path, running: Listener) -> None:
+def test_a_config_map_s_volume(tmp_path: Path, running: Watcher) -> None:
     """Files and, for `items: [{path: sub/a.yaml}]`, folders are links into `..data`, which the kubelet swaps."""
 
     def write(version: str, ip: str) -> None:
@@ -370,9 +371,9 @@ def test_a_config_map_s_volume(tmp_path: Path, running: Listener) -> None:
     (tmp_path / "sub").symlink_to("..data/sub")
     (tmp_path / "link.yaml").symlink_to("..data/good.yaml")
     (tmp_path / "good.yaml").unlink()
-    running.wait(lambda: running.addresses == {"a": "10.96.0.2", "b": "10.96.0.1", "good": "10.96.0.2"})
+    running.until(lambda: running.addresses == {"a": "10.96.0.2", "b": "10.96.0.1", "good": "10.96.0.2"})
     write("..2024_2", "10.96.0.3")
-    running.wait(lambda: running.addresses == {"a": "10.96.0.3", "b": "10.96.0.1", "good": "10.96.0.3"})
+    running.until(lambda: running.addresses == {"a": "10.96.0.3", "b": "10.96.0.1", "good": "10.96.0.3"})
     assert not running.problems
     assert not any(isinstance(event, Removed) for event in running.events)
 

@@ -813,7 +813,7 @@ def test_one_malformed_object_among_good_ones(streams: bool, api: ApiServer, wat
     assert len(watcher.state["Service"]) == 5
     assert watcher.lists("Service")[0].kept == {key(3)}
     assert list(watcher.problems) == [("Service", key(3))]
-    assert "spec.ports[0].port" in watcher.problems["Service", key(3)]
+    assert "spec.ports[0].port" in watcher.problems["Service", key(3)].message
     connected(api, watcher)
     api.put(service(3))
     watcher.until(lambda: key(3) in watcher.state["Service"])
@@ -900,6 +900,7 @@ def test_nothing_is_lost_in_a_storm(seed: int, streams: bool, served: bool, api:
     dice = random.Random(seed)
     api.watch_list = served
     api.faults("endpointslices").duplicate = True
+    api.faults("services").reorder = True
     watcher = begin(page_size=3, streams=streams, policy=quick(silence=0.6))
     for step in range(300):
         index = dice.randrange(12)

@@ -24,7 +24,8 @@ from controller.kubernetes.model import (
     kind_of,
 )
 from controller.semantics.cluster import Cluster
-from tests.controller.folders import Listener, Running, endpoints, loaded, service
+from tests.controller.folders import endpoints, loaded, service
+from tests.controller.watching import Watcher
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +162,7 @@ def test_first_of_two_with_one_name_counts(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------- watching
 
 
-def test_edits_are_reported_as_differences(tmp_path: Path, run: Callable[..., Listener]) -> None:
+def test_edits_are_reported_as_differences(tmp_path: Path, run: Callable[..., Watcher]) -> None:
     (tmp_path / "a.yaml").write_text(service("a"))
     (tmp_path / "b.yaml").write_text(service("b", "10.96.0.11"))
     listener = run()
@@ -169,7 +170,7 @@ def test_edits_are_reported_as_differences(tmp_path: Path, run: Callable[..., Li
     listener.news()
     before = time.monotonic()
     (tmp_path / "a.yaml").write_text(service("a", "10.96.0.99") + "---\n" + endpoints("a"))
-    listener.wait(lambda: listener.addresses["a"] == "10.96.0.99")
+    listener.until(lambda: listener.addresses["a"] == "10.96.0.99")
     slices, changed = listener.news()
     assert isinstance(slices, Upserted)
     assert kind_of(slices.object) == "EndpointSlice", "endpoints come before their service"
@@ -177,30 +178,30 @@ def test_edits_are_reported_as_differences(tmp_path: Path, run: Callable[..., Li
     assert before <= changed.received <= time.monotonic()
 
 
-def test_a_write_without_changes_is_not_reported(tmp_path: Path, run: Callable[..., Listener]) -> None:
+def test_a_write_without_changes_is_not_reported(tmp_path: Path, run: Callable[..., Watcher]) -> None:
     (tmp_path / "a.yaml").write_text(service("a"))
     listener = run()
     listener.news()
     (tmp_path / "a.yaml").write_text("# a comment\n" + service("a"))
     (tmp_path / "z.yaml").write_text(service("z"))
-    listener.wait(lambda: "z" in listener.addresses)
+    listener.until(lambda: "z" in listener.addresses)
     assert [key_of(event.object) for event in listener.news() if isinstance(event, Upserted)] == ["default/z"]
 
 
-def test_a_deleted_file_takes_its_objects_along(tmp_path: Path, run: Callable[..., Listener]) -> None:
+def test_a_deleted_file_takes_its_objects_along(tmp_path: Path, run: Callable[..., Watcher]) -> None:
     (tmp_path / "a.yaml").write_text(endpoints("a") + "---\n" + service("a"))
     (tmp_path / "b.yaml").write_text(service("b"))
     listener = run()
     listener.news()
     (tmp_path / "a.yaml").unlink()
-    listener.wait(lambda: set(listener.objects) == {("Service", "default/b")})
+    listener.until(lambda: set(listener.objects) == {("Service", "default/b")})
     removed = [event for event in listener.news() if isinstance(event, Removed)]
     assert [event.kind for event in removed] == ["Service", "EndpointSlice"], "a service goes before its endpoints"
 
 
 @pytest.mark.parametrize("path", [".", "a.yaml"], ids=["the folder", "one file"])
 def test_rename_over_a_file(
-    tmp_path: Path, run: Callable[..., Listener], monkeypatch: pytest.MonkeyPatch, path: str
+    tmp_path: Path, run: Callable[..., Watcher], monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.yaml").write_text(service("a"))
@@ -208,11 +209,11 @@ def test_rename_over_a_file(
     for last in range(20, 25):
         (tmp_path / ".a.yaml.new").write_text(service("a", f"10.96.0.{last}"))
         (tmp_path / ".a.yaml.new").rename(tmp_path / "a.yaml")
-        listener.wait(lambda last=last: listener.addresses["a"] == f"10.96.0.{last}")
+        listener.until(lambda last=last: listener.addresses["a"] == f"10.96.0.{last}")
     assert not any(isinstance(event, Removed) for event in listener.events)
 
 
-def test_the_path_itself_is_a_link_that_is_swapped(tmp_path: Path, run: Callable[..., Listener]) -> None:
+def test_the_path_itself_is_a_link_that_is_swapped(tmp_path: Path, run: Callable[..., Watcher]) -> None:
     for number in (1, 2):
         (tmp_path / f"v{number}").mkdir()
         (tmp_path / f"v{number}" / "a.yaml").write_text(service("a", f"10.96.0.{number}"))
@@ -221,76 +222,76 @@ def test_the_path_itself_is_a_link_that_is_swapped(tmp_path: Path, run: Callable
     time.sleep(0.4)  # until the watch stands, on v1
     (tmp_path / "next").symlink_to("v2")
     (tmp_path / "next").rename(tmp_path / "now")
-    listener.wait(lambda: listener.addresses == {"a": "10.96.0.2"})
+    listener.until(lambda: listener.addresses == {"a": "10.96.0.2"})
     (tmp_path / "v2" / "a.yaml").write_text(service("a", "10.96.0.3"))
-    listener.wait(lambda: listener.addresses == {"a": "10.96.0.3"})
+    listener.until(lambda: listener.addresses == {"a": "10.96.0.3"})
 
 
-def test_new_sub_folder(tmp_path: Path, run: Callable[..., Listener]) -> None:
+def test_new_sub_folder(tmp_path: Path, run: Callable[..., Watcher]) -> None:
     listener = run()
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "a.yaml").write_text(service("a"))
-    listener.wait(lambda: "a" in listener.addresses)
+    listener.until(lambda: "a" in listener.addresses)
     (tmp_path / "sub" / "a.yaml").rename(tmp_path / "sub" / "a.txt")
-    listener.wait(lambda: "a" not in listener.addresses)
+    listener.until(lambda: "a" not in listener.addresses)
 
 
-def test_folder_created_later(tmp_path: Path, run: Callable[..., Listener]) -> None:
+def test_folder_created_later(tmp_path: Path, run: Callable[..., Watcher]) -> None:
     listener = run(tmp_path / "later", ready=False)
-    listener.wait(lambda: listener.healthy is False)
+    listener.until(lambda: listener.healthy is False)
     assert not any(isinstance(event, Replaced) for event in listener.events)
     (tmp_path / "later").mkdir()
     (tmp_path / "later" / "a.yaml").write_text(service("a"))
-    listener.wait(lambda: listener.healthy and "a" in listener.addresses)
+    listener.until(lambda: listener.healthy and "a" in listener.addresses)
 
 
-def test_folder_that_vanishes_keeps_what_is_known(tmp_path: Path, run: Callable[..., Listener]) -> None:
+def test_folder_that_vanishes_keeps_what_is_known(tmp_path: Path, run: Callable[..., Watcher]) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "a.yaml").write_text(service("a"))
     listener = run(folder)
     folder.rename(tmp_path / "away")
-    listener.wait(lambda: listener.healthy is False)
+    listener.until(lambda: listener.healthy is False)
     assert listener.addresses == {"a": "10.96.0.10"}
     folder.mkdir()
     (folder / "a.yaml").write_text(service("a", "10.96.0.20"))
-    listener.wait(lambda: listener.healthy and listener.addresses == {"a": "10.96.0.20"})
+    listener.until(lambda: listener.healthy and listener.addresses == {"a": "10.96.0.20"})
     (folder / "b.yaml").write_text(service("b"))
-    listener.wait(lambda: "b" in listener.addresses)
+    listener.until(lambda: "b" in listener.addresses)
 
 
-def test_a_broken_file_keeps_its_last_good_objects(tmp_path: Path, run: Callable[..., Listener]) -> None:
+def test_a_broken_file_keeps_its_last_good_objects(tmp_path: Path, run: Callable[..., Watcher]) -> None:
     (tmp_path / "a.yaml").write_text(service("a"))
     listener = run()
     (tmp_path / "a.yaml").write_text("kind: [Service\n")
-    listener.wait(lambda: listener.problems)
+    listener.until(lambda: listener.problems)
     assert listener.addresses == {"a": "10.96.0.10"}
     (tmp_path / "a.yaml").write_text(service("a", "10.96.0.20"))
-    listener.wait(lambda: not listener.problems)
+    listener.until(lambda: not listener.problems)
     assert listener.addresses == {"a": "10.96.0.20"}
 
 
-def test_a_refused_object_keeps_its_last_good_version(tmp_path: Path, run: Callable[..., Listener]) -> None:
+def test_a_refused_object_keeps_its_last_good_version(tmp_path: Path, run: Callable[..., Watcher]) -> None:
     (tmp_path / "a.yaml").write_text(service("a"))
     listener = run()
     (tmp_path / "a.yaml").write_text(service("a", port="http") + "---\n" + service("b"))
-    listener.wait(lambda: "b" in listener.addresses and listener.problems)
+    listener.until(lambda: "b" in listener.addresses and listener.problems)
     assert listener.addresses == {"a": "10.96.0.10", "b": "10.96.0.10"}
     (tmp_path / "a.yaml").write_text(service("b"))
-    listener.wait(lambda: set(listener.addresses) == {"b"} and not listener.problems)
+    listener.until(lambda: set(listener.addresses) == {"b"} and not listener.problems)
 
 
-def test_the_second_takes_over_when_the_first_goes(tmp_path: Path, run: Callable[..., Listener]) -> None:
+def test_the_second_takes_over_when_the_first_goes(tmp_path: Path, run: Callable[..., Watcher]) -> None:
     (tmp_path / "a.yaml").write_text(service("x", "10.96.0.1"))
     (tmp_path / "b.yaml").write_text(service("x", "10.96.0.2"))
     listener = run()
-    listener.wait(lambda: listener.problems)
+    listener.until(lambda: listener.problems)
     (tmp_path / "a.yaml").unlink()
-    listener.wait(lambda: listener.addresses == {"x": "10.96.0.2"} and not listener.problems)
+    listener.until(lambda: listener.addresses == {"x": "10.96.0.2"} and not listener.problems)
     assert not any(isinstance(event, Removed) for event in listener.events)
 
 
-def test_a_file_that_is_emptied_before_it_is_written(tmp_path: Path, run: Callable[..., Listener]) -> None:
+def test_a_file_that_is_emptied_before_it_is_written(tmp_path: Path, run: Callable[..., Watcher]) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(service("a"))
     listener = run()
@@ -298,14 +299,14 @@ def test_a_file_that_is_emptied_before_it_is_written(tmp_path: Path, run: Callab
         writer.flush()
         time.sleep(0.15)  # longer than a burst of events is waited for
         writer.write(service("a", "10.96.0.20"))
-    listener.wait(lambda: listener.addresses == {"a": "10.96.0.20"})
+    listener.until(lambda: listener.addresses == {"a": "10.96.0.20"})
     assert not any(isinstance(event, Removed) for event in listener.events)
     file.write_text("")
-    listener.wait(lambda: not listener.addresses)
+    listener.until(lambda: not listener.addresses)
 
 
 def test_a_link_to_a_file_elsewhere_is_looked_at(
-    tmp_path: Path, run: Callable[..., Listener], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run: Callable[..., Watcher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifests, "_LOOK", 0.3)
     (tmp_path / "elsewhere").write_text(service("a"))
@@ -313,7 +314,7 @@ def test_a_link_to_a_file_elsewhere_is_looked_at(
     (tmp_path / "folder" / "a.yaml").symlink_to(tmp_path / "elsewhere")
     listener = run(tmp_path / "folder")
     (tmp_path / "elsewhere").write_text(service("a", "10.96.0.20"))
-    listener.wait(lambda: listener.addresses == {"a": "10.96.0.20"})
+    listener.until(lambda: listener.addresses == {"a": "10.96.0.20"})
 
 
 def test_two_writes_within_a_tick_of_the_file_system(tmp_path: Path) -> None:
@@ -383,10 +384,8 @@ def test_differences_lead_where_a_fresh_look_does(states: list[dict[str, list[st
             assert fresh == picture, "nothing old stays without a reason"
 
 
-def test_description_counts(tmp_path: Path) -> None:
+def test_description_counts(tmp_path: Path, run: Callable[..., Watcher]) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"kind": "List", "items": [{"kind": "Pod"}, {"kind": "Pod"}]}))
     (tmp_path / "b.yaml").write_text(service("a"))
-    running = Running(tmp_path)
-    running.listener.wait(lambda: running.listener.healthy)
-    running.close()
+    running = run()
     assert running.source.describe() == f"manifests in {tmp_path}: 1 objects in 2 files, 2 of other kinds"

@@ -1,4 +1,4 @@
-"""A source that runs, what it reported, and the state that follows from it."""
+"""What a source reports, and the state that follows from it; sources that run."""
 
 from __future__ import annotations
 
@@ -8,47 +8,53 @@ from collections.abc import Callable
 from typing import Any
 
 from controller.kubernetes.apiserver import Kubernetes
-from controller.kubernetes.model import KINDS, Event, KindState, Problem, Removed, Replaced, Upserted, key_of, kind_of
+from controller.kubernetes.manifests import Manifests
+from controller.kubernetes.model import (
+    KINDS,
+    Event,
+    KindState,
+    Object,
+    Problem,
+    Removed,
+    Replaced,
+    Service,
+    SourceState,
+    Upserted,
+    key_of,
+    kind_of,
+)
 from workshop.lab.apiserver import namespace_of, slice_name
 
 DEADLINE = 60.0  # of any wait; a passing run comes nowhere near
 
 
-class Watcher:
-    """Runs a source on a thread and remembers what it reported, and the state that follows from it."""
+class Listener:
+    """Applies events as the cluster does, and remembers them."""
 
-    def __init__(self, source: Kubernetes) -> None:
-        self.source = source
+    def __init__(self) -> None:
         self.events: list[Event] = []
-        self.state: dict[str, dict[str, object]] = {kind: {} for kind in KINDS}
-        self.problems: dict[tuple[str, str], str] = {}
-        self.error: BaseException | None = None
+        self.state: dict[str, dict[str, Object]] = {kind: {} for kind in KINDS}
+        self.problems: dict[tuple[str, str], Problem] = {}
+        self.healthy: bool | None = None
         self._changed = threading.Condition()
-        self.stop_event = threading.Event()
-        self.thread = threading.Thread(target=self._run)
-        self.thread.start()
 
-    def _run(self) -> None:
-        try:
-            self.source.run(self._take, self.stop_event)
-        except BaseException as error:
-            self.error = error
-
-    def _take(self, event: Event) -> None:
+    def take(self, event: Event) -> None:
         with self._changed:
             self.events.append(event)
             match event:
-                case Replaced():
-                    kept = {k: o for k, o in self.state[event.kind].items() if k in event.kept}
-                    self.state[event.kind] = kept | {key_of(obj): obj for obj in event.objects}
-                case Upserted():
-                    self.state[kind_of(event.object)][key_of(event.object)] = event.object
-                case Removed():
-                    self.state[event.kind].pop(event.key, None)
-                case Problem():
-                    self.problems[event.kind, event.key] = event.message
-                    if not event.message:
-                        del self.problems[event.kind, event.key]
+                case Replaced(kind, objects, kept):
+                    old = {key: one for key, one in self.state[kind].items() if key in kept}
+                    self.state[kind] = old | {key_of(one): one for one in objects}
+                case Upserted(one):
+                    self.state[kind_of(one)][key_of(one)] = one
+                case Removed(kind, key):
+                    del self.state[kind][key]  # KeyError: the source removed what it never reported
+                case Problem(kind, key, ""):
+                    del self.problems[kind, key]
+                case Problem(kind, key):
+                    self.problems[kind, key] = event
+                case SourceState(healthy):
+                    self.healthy = healthy
             self._changed.notify_all()
 
     def until(self, condition: Callable[[], Any], what: str = "") -> Any:
@@ -62,11 +68,52 @@ class Watcher:
                 self._changed.wait(min(left, 0.01))
             return found
 
-    def complete(self) -> None:
-        self.until(lambda: {e.kind for e in self.of(Replaced)} == set(KINDS), "all kinds listed")
-
     def of(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
+
+    def news(self) -> list[Event]:
+        """Events since the last call."""
+        with self._changed:
+            events, self.events = self.events, []
+        return events
+
+    @property
+    def objects(self) -> dict[tuple[str, str], Object]:
+        return {(kind, key): one for kind, known in self.state.items() for key, one in known.items()}
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """The ClusterIP of each Service, by its name."""
+        return {one.name: one.cluster_ips[0] for one in self.state["Service"].values() if isinstance(one, Service)}
+
+
+class Watcher(Listener):
+    """Listens to a source that runs on a thread."""
+
+    def __init__(self, source: Kubernetes | Manifests) -> None:
+        super().__init__()
+        self.source = source
+        self.error: BaseException | None = None
+        self.stop_event = threading.Event()
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.source.run(self.take, self.stop_event)
+        except BaseException as error:
+            self.error = error
+
+    def stop(self) -> None:
+        self.stop_event.set()
+        self.thread.join(5)
+        assert not self.thread.is_alive()
+        assert self.error is None
+
+    # of an API server
+
+    def complete(self) -> None:
+        self.until(lambda: {event.kind for event in self.of(Replaced)} == set(KINDS), "all kinds listed")
 
     def lists(self, kind: str) -> list[Replaced]:
         return [event for event in self.of(Replaced) if event.kind == kind]
@@ -79,8 +126,3 @@ class Watcher:
         """Addresses of the slice of service `index` as known now."""
         one: Any = self.state["EndpointSlice"].get(f"{namespace_of(index)}/{slice_name(index)}")
         return [endpoint.address for endpoint in one.endpoints] if one else []
-
-    def stop(self) -> None:
-        self.stop_event.set()
-        self.thread.join(5)
-        assert not self.thread.is_alive()
