@@ -58,10 +58,22 @@ sys.exit(main())
 """
 
 
-class Altered(Agent):
-    """An agent started by a program of the test's own, with an API server as its source where there is a kubeconfig."""
+class FromServer(Agent):
+    """An agent with an API server as its source, where there is a kubeconfig."""
 
     kubeconfig: Path | None = None
+
+    @property
+    def argv(self) -> list[str]:
+        argv = super().argv
+        if self.kubeconfig is not None:
+            position = argv.index("--manifests")
+            argv[position : position + 2] = ["--kubeconfig", str(self.kubeconfig)]
+        return argv
+
+
+class Altered(FromServer):
+    """One started by a program of the test's own."""
 
     @property
     def program(self) -> tuple[str, ...]:
@@ -70,11 +82,7 @@ class Altered(Agent):
 
     @property
     def argv(self) -> list[str]:
-        argv = [sys.executable, "-c", *self.program, *super().argv[3:]]
-        if self.kubeconfig is not None:
-            position = argv.index("--manifests")
-            argv[position : position + 2] = ["--kubeconfig", str(self.kubeconfig)]
-        return argv
+        return [sys.executable, "-c", *self.program, *super().argv[3:]]
 
 
 class Served(Altered):

@@ -22,9 +22,9 @@ import pytest
 
 from controller.serving.admin import ask
 from controller.serving.protocol import GetStatus, StatusAnswer
+from tests.waiting import until
 from workshop.lab import examples, traffic
 from workshop.lab.agent import Agent
-from workshop.lab.namespace import DEADLINES
 from workshop.lab.network import Lab
 
 from . import manifests
@@ -137,9 +137,7 @@ def test_it_serves_with_the_rights_of_its_manifest(lab: Lab, mode: str) -> None:
                 assert (report["answered"], report["failed"]) == (30, 0), (place, kind, target, report)
 
         examples.scale(lab.folder / "manifests/web.yaml", lab.pods()[:1])
-        deadline = time.monotonic() + 10 * DEADLINES
-        while set(load(lab, "pod2", "connections", "10.96.0.10:80")["backends"]) != {"pod1"}:
-            assert time.monotonic() < deadline, "the change did not take effect"
+        until(lambda: set(load(lab, "pod2", "connections", "10.96.0.10:80")["backends"]) == {"pod1"}, "the change")
         for command in ("status", "services", "backends", "flows"):
             result = agent.command(command, "--admin-socket", str(agent.socket))
             assert result.returncode == 0, (command, result.stderr)

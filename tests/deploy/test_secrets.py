@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from workshop.lab.agent import Agent
+from tests.served import FromServer
+from tests.waiting import until
 from workshop.lab.apiserver import ApiServer
-from workshop.lab.namespace import DEADLINES
 from workshop.lab.network import Lab
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: makes network namespaces")]
@@ -40,24 +39,12 @@ def lab() -> Iterator[Lab]:
         yield made
 
 
-class FromServer(Agent):
-    """An agent that gets its objects from an API server."""
-
-    kubeconfig = Path()
-
-    @property
-    def argv(self) -> list[str]:
-        argv = super().argv
-        place = argv.index("--manifests")
-        argv[place : place + 2] = ["--kubeconfig", str(self.kubeconfig)]
-        return [*argv, "-v", "10"]
+def agent_of(lab: Lab, folder: Path) -> FromServer:
+    return FromServer(lab, folder, "nftables", ("-v", "10"))
 
 
-def logged(what: str, agent: Agent) -> None:
-    deadline = time.monotonic() + 20 * DEADLINES
-    while what not in agent.log.read_text():
-        assert time.monotonic() < deadline, f"{what!r} was not logged:\n{agent.tail()}"
-        time.sleep(0.1)
+def logged(what: str, agent: FromServer) -> None:
+    until(lambda: what in agent.log.read_text(), what, 20)
 
 
 def test_no_secret_is_logged_at_the_highest_verbosity(lab: Lab, tmp_path: Path) -> None:
@@ -67,7 +54,7 @@ def test_no_secret_is_logged_at_the_highest_verbosity(lab: Lab, tmp_path: Path) 
         with lab.inside("node"):  # the server's thread stays there, this one does not
             api = stack.enter_context(ApiServer(bookmark_every=0.2, token=TOKENS[0]))
         api.populate(3, 1, nodes=["lab-node"])
-        agent = FromServer(lab, tmp_path, "nftables")
+        agent = agent_of(lab, tmp_path)
         agent.kubeconfig = api.kubeconfig(token_file=token)
         config = yaml.safe_load(agent.kubeconfig.read_text())
         # A password too, and a key inside the file: neither is used by the server, both are read.
@@ -97,7 +84,7 @@ def test_no_secret_is_logged_at_the_highest_verbosity(lab: Lab, tmp_path: Path) 
 
 
 def test_a_kubeconfig_that_cannot_be_used_is_not_quoted(lab: Lab, tmp_path: Path) -> None:
-    agent = FromServer(lab, tmp_path, "nftables")
+    agent = agent_of(lab, tmp_path)
     for number, text in enumerate(BROKEN):
         agent.kubeconfig = tmp_path / f"kubeconfig-{number}"
         agent.kubeconfig.write_text(text)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-from workshop.lab.namespace import DEADLINES
+from tests.waiting import until
 from workshop.lab.network import CLUSTER_CIDRS, NODE_NAMES, Lab
 
 from .pages import blocks
@@ -40,9 +39,10 @@ def start_agent(lab: Lab, mode: str) -> subprocess.Popen[str]:
          "--strict-mode", "--hostname-override", NODE_NAMES["node"], "--cluster-cidr", ",".join(CLUSTER_CIDRS)],
         output=log, errors=log,
     )  # fmt: skip
-    deadline = time.monotonic() + 30 * DEADLINES
-    while '"synced": true' not in shell(lab, "hybrid-proxy status -o json").stdout:
+
+    def is_ready() -> bool:
         assert agent.poll() is None, (lab.folder / "agent.log").read_text()
-        assert time.monotonic() < deadline, "the agent is not ready"
-        time.sleep(0.2)
+        return '"synced": true' in shell(lab, "hybrid-proxy status -o json").stdout
+
+    until(is_ready, "the agent is ready", 30)
     return agent

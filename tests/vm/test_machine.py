@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import until
 
 from .kernels import ROOT, Kernel, get
 from .machine import TIMED_OUT, Machine, missing_programs
@@ -66,14 +66,7 @@ def test_a_guest_ends_with_its_time(kernel: Kernel) -> None:
 def test_a_guest_ends_when_its_runner_is_killed(kernel: Kernel) -> None:
     words = [sys.executable, "-m", "tests.vm", "run", kernel.series, "--", "sleep", "60"]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as runner:
-        _until(lambda: bool(guests(runner.pid)), "a guest that runs", 200)
+        until(lambda: bool(guests(runner.pid)), "a guest that runs", 60)
         started = guests(runner.pid)
         runner.send_signal(signal.SIGKILL)
-    _until(lambda: not any(map(is_guest, started)), "the guest's end", 20)
-
-
-def _until(true: Callable[[], bool], what: str, limit: float) -> None:
-    deadline = time.monotonic() + limit
-    while not true():
-        assert time.monotonic() < deadline, f"waited {limit} s for {what}"
-        time.sleep(0.1)
+    until(lambda: not any(map(is_guest, started)), "the guest's end", 20)
