@@ -478,15 +478,23 @@ class Bench:
         marks[used] = marks[used] & ~np.uint64(0xFFFF) | ticks
 
 
+def veth(name: str, **fields: Any) -> int:
+    """A new interface that is up, and its peer, NAME-peer; the index of the former."""
+    with IPRoute() as link:
+        link.link("add", ifname=name, kind="veth", peer={"ifname": f"{name}-peer"}, **fields)
+        for end in (f"{name}-peer", name):
+            index = link.link_lookup(ifname=end)[0]
+            link.link("set", index=index, state="up")
+    return index
+
+
 def forward_by(interface: str) -> None:
     """Let the namespace that the calling thread is in forward everything by this new interface."""
     for name in ("ipv4/ip_forward", "ipv6/conf/all/forwarding"):
         Path("/proc/sys/net", name).write_text("1")
+    index = veth(interface)
     with IPRoute() as link:
-        link.link("add", ifname=interface, kind="veth", peer={"ifname": "nobody"})
-        index = link.link_lookup(ifname=interface)[0]
-        for number in (index, link.link_lookup(ifname="nobody")[0], LOOPBACK):
-            link.link("set", index=number, state="up")
+        link.link("set", index=LOOPBACK, state="up")
         for family, everything in ((socket.AF_INET, "0.0.0.0/0"), (socket.AF_INET6, "::/0")):
             link.route("add", family=family, dst=everything, oif=index)
 

@@ -20,7 +20,7 @@ from dataplane.table import Backend, BackendSet, Kind, Masquerade, Protocol
 from tests.namespaces import fresh
 from tests.tables import Front, entry_of
 
-from .kit import DROP, HZ, NETS, PASS, REDIRECT, Bench, Net, datagram, forward_by, frame, read, segment, syn
+from .kit import DROP, HZ, NETS, PASS, REDIRECT, Bench, Net, datagram, forward_by, frame, read, segment, syn, veth
 from .test_flows import dns, web
 
 FLAGS = layout.abi_constants()
@@ -44,11 +44,7 @@ class Node:
 
     def add(self, name: str, address: str, *, route: bool = True) -> int:
         """A pod's interface; its index."""
-        with IPRoute() as link:
-            link.link("add", ifname=name, kind="veth", peer={"ifname": f"{name}-peer"})
-            for end in (name, f"{name}-peer"):
-                link.link("set", index=link.link_lookup(ifname=end)[0], state="up")
-        index = self.links[name] = self._index(name)
+        index = self.links[name] = veth(name)
         self.bench.link(index, "LINK_POD_BIT")
         if route:
             self.lead(address, name)
@@ -178,7 +174,7 @@ def test_nobody_else_gives_the_first_answer(node: Node, protocol: Protocol, plac
 def test_a_backend_behind_an_interface_without_programs_is_found_at_its_port(node: Node) -> None:
     """Behind a bridge: the route leads to the bridge, packets come in at its ports."""
     net = node.net
-    node.lead(net.backends[0], "nobody")  # any interface that no program is at
+    node.lead(net.backends[0], "out0-peer")  # any interface that no program is at
     node.bench.serve(dns(net, port=80))
     node.at(node.client, node.request(Protocol.UDP))
     back = answer_of(node, Protocol.UDP)
@@ -269,7 +265,7 @@ def test_masqueraded_answers_go_to_who_was_named(node: Node, protocol: Protocol)
 def test_who_forged_a_first_datagram_does_not_shut_the_client_out(node: Node) -> None:
     """Behind a bridge, where the route does not show which address is behind which interface."""
     net = node.net
-    node.lead(net.client, "nobody")
+    node.lead(net.client, "out0-peer")
     node.bench.serve(dns(net, port=80))
     back = answer_of(node, Protocol.UDP)
     for _ in range(3):

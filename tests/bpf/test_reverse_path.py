@@ -16,7 +16,7 @@ from dataplane.kernel.links import hardware_address, read_node, read_reverse_pat
 from dataplane.modes.ebpf.edges import equal_paths, interface_flags, own_addresses, set_elements, word
 from tests.namespaces import fresh, loopback
 
-from .kit import DROP, NETS, PASS, Bench, frame, service, syn
+from .kit import DROP, NETS, PASS, Bench, frame, service, syn, veth
 
 REFUSED = {errno.EXDEV, errno.EINVAL}  # an interface that it does not come from; a source that nobody has
 SOURCES = {
@@ -42,11 +42,7 @@ def node() -> Iterator[None]:
         loopback()
         for name in ("ipv4/ip_forward", "ipv6/conf/all/forwarding"):
             Path("/proc/sys/net", name).write_text("1")
-        for name in INTERFACES:
-            ip.link("add", ifname=name, kind="veth", peer={"ifname": f"{name}p"})
-            for end in (name, f"{name}p"):
-                ip.link("set", index=ip.link_lookup(ifname=end)[0], state="up")
-        at = {name: ip.link_lookup(ifname=name)[0] for name in INTERFACES}
+        at = {name: veth(name) for name in INTERFACES}
         with suppress(NetlinkError):  # not every kernel has it
             ip.link("add", ifname="vrf0", kind="vrf", vrf_table=77)
             vrf = ip.link_lookup(ifname="vrf0")[0]

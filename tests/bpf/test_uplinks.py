@@ -34,6 +34,7 @@ from .kit import (
     segment,
     service,
     syn,
+    veth,
 )
 
 NODE_PORT = 30080
@@ -49,11 +50,8 @@ def routes() -> None:
     loopback()
     for name in ("ipv4/ip_forward", "ipv6/conf/all/forwarding"):
         Path("/proc/sys/net", name).write_text("1")
+    index = veth("up0", mtu=MTU)
     with IPRoute() as link:
-        link.link("add", ifname="up0", kind="veth", peer={"ifname": "peer0"})
-        for name in ("up0", "peer0"):
-            link.link("set", index=link.link_lookup(ifname=name)[0], state="up", mtu=MTU)
-        index = link.link_lookup(ifname="up0")[0]
         for net, length in ((NETS[4], 24), (NETS[6], 64)):
             link.addr("add", index=index, address=net.primary, prefixlen=length, flags=0x02)
         link.route("add", dst="default", gateway="192.168.7.2", oif=index)

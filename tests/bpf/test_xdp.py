@@ -23,7 +23,7 @@ from dataplane.table import Backend, BackendSet, Kind, Masquerade, Protocol
 from tests import namespaces
 from tests.tables import Front, entry_of
 
-from .kit import HZ, NETS, REDIRECT, Bench, Net, Seen, chunk, read, segment
+from .kit import HZ, NETS, REDIRECT, Bench, Net, Seen, chunk, read, segment, veth
 
 LEFT, SENT = 2, 4  # XDP_PASS, XDP_REDIRECT
 CLIENT_MAC, NODE_MAC, NEXT_MAC = "02:00:00:00:00:0a", "02:00:00:00:00:0b", "02:00:00:00:00:0c"
@@ -45,7 +45,7 @@ class World:
             Path("/proc/sys/net", name).write_text("1")
         namespaces.loopback()
         self.link = IPRoute()
-        self.index = self.interface("up0", address=NODE_MAC)
+        self.index = veth("up0", address=NODE_MAC)
         family = socket.AF_INET if net.family == 4 else socket.AF_INET6
         self.link.addr("add", index=self.index, address=net.primary, prefixlen=24 if net.family == 4 else 64)
         self.link.route("add", dst="default", gateway=GATEWAY[net.family], family=family)
@@ -54,14 +54,6 @@ class World:
         self.serve(self.backend)
         self.accept_frames()
         self.neighbours_are_fresh()
-
-    def interface(self, name: str, **fields: str) -> int:
-        """A new one that is up; its index. Its other end is of no interest."""
-        self.link.link("add", ifname=name, kind="veth", mtu=1500, peer={"ifname": f"{name}-peer"}, **fields)
-        for end in (f"{name}-peer", name):
-            index = self.link.link_lookup(ifname=end)[0]
-            self.link.link("set", index=index, state="up")
-        return index
 
     def serve(self, *backends: str, masquerade: Masquerade = Masquerade.ALWAYS) -> None:
         route = BackendSet(tuple(Backend(address, TARGET) for address in backends))
@@ -426,7 +418,7 @@ def test_an_interface_that_takes_no_frames_is_left_to_tc(world: World) -> None:
 def test_a_pod_of_this_node_is_served_by_tc(world: World) -> None:
     """Its interface is no uplink: a frame redirected there would be lost."""
     world.open()
-    pod = world.interface("veth1")
+    pod = veth("veth1")
     family = socket.AF_INET if world.net.family == 4 else socket.AF_INET6
     world.link.route("add", dst=f"{world.backend}/{32 if world.net.family == 4 else 128}", oif=pod, family=family)
     world.link.neigh("add", dst=world.backend, ifindex=pod, lladdr=NEXT_MAC, state=PERMANENT, family=family)
