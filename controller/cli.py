@@ -236,7 +236,6 @@ examples:
 
 
 def parser() -> argparse.ArgumentParser:
-    """All commands and flags."""
     root = _Parser(
         prog="hybrid-proxy",
         description="A Kubernetes service proxy for one node: an eBPF hot path, controlled from Python.",

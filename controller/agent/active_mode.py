@@ -38,8 +38,6 @@ class Phase(Enum):
 
 
 class Input(Enum):
-    """What can happen."""
-
     REPLACED = auto()  # it was closed for a changed configuration
     UNUSABLE = auto()  # it cannot do what the first table asks of it
     EXHAUSTED = auto()  # no mode of the changed configuration serves
@@ -133,7 +131,6 @@ class ActiveMode:
         return self._open_or_revert()
 
     def programmed(self) -> None:
-        """It has programmed a table."""
         self._on(Input.PROGRAMMED)
 
     def take_over(self, alone: Callable[[], None]) -> None:

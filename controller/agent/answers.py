@@ -60,7 +60,6 @@ class Answers:
     http: HttpHandlers
 
     def answer(self, query: Query) -> None:
-        """Answer, whatever the request is."""
         try:
             query.answer = self._answer(query.request)
         except (ControllerError, DataplaneError, OSError, ValueError, KeyError, TypeError) as error:

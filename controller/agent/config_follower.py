@@ -76,7 +76,6 @@ class ConfigFollower:
         return proposed
 
     def accept(self, proposed: Change) -> None:
-        """It is in effect."""
         assert self._followed is not None
         self._followed = self._followed._replace(loaded=proposed.now)
         log.info("%s changed; applied: %s", self._followed.path, ", ".join(proposed.applied) or "nothing")

@@ -45,7 +45,6 @@ class EventQueue(Generic[Message]):
         return len(self._events)
 
     def put(self, message: Message) -> None:
-        """Queue a message; never blocks."""
         self._messages.put(message)
 
     def emit(self, event: Event) -> None:

@@ -208,7 +208,6 @@ class Agent:
 
     @property
     def config(self) -> Config:
-        """The configuration in effect."""
         return self.mode.config
 
     def run(self) -> int:

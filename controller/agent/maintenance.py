@@ -54,7 +54,6 @@ class Maintenance:
         self._repairs = 0
 
     def hurry(self) -> None:
-        """Maintain at the next turn."""
         self._maintain_at = 0.0
 
     def run(self, *, enabled: bool) -> bool:

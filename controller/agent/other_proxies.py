@@ -38,7 +38,6 @@ class OtherProxiesWatcher:
         self._stop = threading.Event()
 
     def start(self) -> None:
-        """Look now, and again until stopped."""
         threading.Thread(target=self._run, name="other-proxies", daemon=True).start()
 
     def stop(self) -> None:

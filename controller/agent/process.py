@@ -17,7 +17,6 @@ M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # malloc.h
 
 
 def start_logging(config: Config) -> None:
-    """Log as configured; may be called again."""
     handler = logging.StreamHandler(sys.stderr)
     if config.log_format == "json":
         from pythonjsonlogger.json import JsonFormatter
@@ -62,5 +61,4 @@ def trim_memory() -> None:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

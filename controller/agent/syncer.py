@@ -53,8 +53,6 @@ class State(Enum):
 
 
 class Input(Enum):
-    """What can happen."""
-
     LISTED = auto()  # the last kind that was missing
     CHANGED = auto()  # something that the table is made of
     REOPENED = auto()  # a mode was opened, which has programmed nothing yet
@@ -174,7 +172,6 @@ class Syncer:
         self._health.node(here.eligible if here else None)
 
     def set_addresses(self, addresses: tuple[str, ...]) -> None:
-        """The node's interfaces have these addresses now."""
         if addresses != self._addresses:
             self._addresses = addresses
             self._health.queued(self._clock())

@@ -30,7 +30,6 @@ class Programmed(NamedTuple):
         return [row for _, view in self.views for row in view.backends(of)]
 
     def close(self) -> None:
-        """Give back what was read through."""
         for _, view in self.views:
             view.close()
 

@@ -159,7 +159,6 @@ class Kubernetes:
         self._health = _Health(self.connection, self.kinds)
 
     def describe(self) -> str:
-        """Which server."""
         return f"Kubernetes API at {self.connection.where}"
 
     def states(self) -> list[KindState]:
@@ -463,7 +462,6 @@ class _Reflector:
         return pause, self._least(pause)
 
     def _reads(self) -> None:
-        """This kind can be read."""
         if self._retry.failures:
             self._health.ring(self._kind)
         self._retry.answered()
@@ -766,7 +764,6 @@ class _PartialList:
             raise _too_many(self._kind, len(self.objects))
 
     def drop(self, key: str) -> None:
-        """This one is gone."""
         obj = self.objects.pop(key, None)
         if obj is not None:
             self._weight -= _weight(obj)

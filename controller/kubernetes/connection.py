@@ -76,7 +76,6 @@ class Status(msgspec.Struct):
     message: str | None = None
 
     def error(self, code: int = 0, retry_after: float | None = None) -> StatusError:
-        """As an exception; `code` is used when the object has none."""
         return StatusError(self.code or code, shown(self.reason or ""), shown(self.message or ""), retry_after)
 
 
@@ -392,7 +391,6 @@ def shown(text: str) -> str:
 
 
 def _status_error(response: BaseHTTPResponse) -> StatusError:
-    """Read the body of an error, as a Status object if it is one."""
     try:
         body = response.read(_MAX_ERROR_BYTES, decode_content=False)
         status = msgspec.json.decode(body, type=Status)

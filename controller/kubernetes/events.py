@@ -121,7 +121,6 @@ class Recorder:
         self._last_name = 0
 
     def start(self) -> None:
-        """Begin to write."""
         if self._writer is not None:
             threading.Thread(target=self._run, args=(self._writer,), name="events", daemon=True).start()
 

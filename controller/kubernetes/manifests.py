@@ -603,13 +603,11 @@ class Manifests:
         return []
 
     def describe(self) -> str:
-        """One line for the log and `status`."""
         snapshot = self._folder.snapshot
         foreign = f", {snapshot.foreign} of other kinds" if snapshot.foreign else ""
         return f"manifests in {self._path}: {len(snapshot.objects)} objects in {len(self._folder.files)} files{foreign}"
 
     def run(self, emit: Emit, stop: threading.Event) -> None:
-        """Emit until `stop` is set; see `controller.kubernetes.Source.run`."""
         while not stop.is_set():
             identity = self._identity()
             if self._tell(emit, patient=False):

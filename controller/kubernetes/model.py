@@ -114,7 +114,6 @@ KINDS: Final = ("Service", "EndpointSlice", "Node", "ServiceCIDR")
 
 
 def kind_of(obj: Object) -> str:
-    """The kind as in a manifest."""
     return type(obj).__name__
 
 
@@ -168,7 +167,6 @@ class Problem(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """What is wrong, and where."""
         return self.message if not self.where or self.where in self.message else f"{self.message} ({self.where})"
 
 

@@ -76,7 +76,6 @@ class Backoff:
         self.failures = self._absent = 0
 
     def received(self) -> None:
-        """A stream sent an event."""
         self.failures = self._ended = 0
 
     def settled(self) -> None:

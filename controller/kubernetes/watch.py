@@ -22,16 +22,12 @@ class _ListMeta(msgspec.Struct):
 
 
 class ListPage(msgspec.Struct):
-    """One answer of a list."""
-
     metadata: _ListMeta
     items: list[msgspec.Raw] | None  # Go writes an empty list as null in some places; without it, it is no list
     kind: str
 
 
 class WatchEvent(msgspec.Struct):
-    """One line of a watch."""
-
     type: str
     object: msgspec.Raw
 
@@ -123,7 +119,6 @@ class Versions:
         self._tombstones: dict[str, None] = {}  # deleted objects, the newest last
 
     def __len__(self) -> int:
-        """Objects with a note of their own."""
         return len(self._seen)
 
     def listed(self, version: str | None) -> None:

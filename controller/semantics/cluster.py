@@ -105,7 +105,6 @@ class Cluster:
         return ports, sum(len(one.endpoints) * max(1, len(one.ports)) for one in self._slices.values())
 
     def slices_of(self, service: str) -> Collection[EndpointSlice]:
-        """The EndpointSlices of a service, in no particular order."""
         return self._of_service.get(service, _NO_SLICES).values()
 
     @property

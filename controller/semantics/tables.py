@@ -57,7 +57,6 @@ class Builder:
 
     @property
     def table(self) -> ServiceTable:
-        """The last one built."""
         return self._table
 
     @property

@@ -144,7 +144,6 @@ class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         raise ControllerError(f"--admin-socket {path}: another agent listens there")
 
     def close(self) -> None:
-        """Stop listening and remove the socket."""
         self._stopping.set()
         self.shutdown()
         self.server_close()

@@ -35,7 +35,6 @@ class TableTotals:
         self._table: ServiceTable = EMPTY
 
     def update(self, table: ServiceTable) -> None:
-        """Count another table."""
         old, self._table = self._table, table
         if table is old:
             return
@@ -93,7 +92,6 @@ class Counters:
 
     @property
     def histograms(self) -> tuple[Histogram, ...]:
-        """To be collected at each scrape."""
         return self.sync, self.change, self._sync_of_family, self._programming
 
     def record_event(

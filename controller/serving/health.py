@@ -80,7 +80,6 @@ class Health:
         self._updated = dict.fromkeys(self.families, now)
 
     def node(self, eligible: bool | None) -> None:
-        """What the Node says, None: it is not there."""
         self.node_eligible = not self._needs_node if eligible is None else eligible
 
     def well(self, now: float) -> bool:
@@ -94,13 +93,11 @@ class Health:
         return now - min(self._waiting.get(family, now), self._turned) < self.timeout
 
     def healthz(self, now: float, wall: float) -> Answer:
-        """The page /healthz."""
         programmed = bool(self._updated)
         well = self.well(now) and programmed
         return self._page("healthz", now, wall, well, well and self.node_eligible, {"nodeEligible": self.node_eligible})
 
     def livez(self, now: float, wall: float) -> Answer:
-        """The page /livez."""
         well = self._timely(now)
         return self._page("livez", now, wall, well, well, {})
 

@@ -78,11 +78,9 @@ class HttpHandlers:
         self._server = HttpServer(self._failed)
 
     def start(self) -> None:
-        """Serve health and metrics."""
         self._server.follow(self._own)
 
     def close(self) -> None:
-        """Serve nothing any more."""
         self._server.close()
 
     def follow(self, checks: Mapping[str, HealthCheck], addresses: tuple[str, ...]) -> None:

@@ -106,7 +106,6 @@ class HttpServer:
 
     @property
     def served(self) -> frozenset[str]:
-        """Keys of the listeners that are open."""
         return frozenset(self._sockets.copy())
 
     @property
@@ -245,7 +244,6 @@ class _ListeningSocket:
         self._resume()
 
     def close(self) -> None:
-        """Accept nothing more."""
         self._loop.remove_reader(self._sock)
         if self._resting is not None:
             self._resting.cancel()

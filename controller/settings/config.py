@@ -225,7 +225,6 @@ def _options(kube: KubeProxyConfiguration, ours: HybridProxyConfiguration, mode:
 
 
 def _mode(given: Given, kube: KubeProxyConfiguration, ours: HybridProxyConfiguration) -> str:
-    """Our document's field takes precedence."""
     key, mode = (f"{HYBRID}.mode", ours.mode) if ours.mode else (f"{KUBE_PROXY}.mode", kube.mode)
     if not mode or mode == AUTO:
         return AUTO

@@ -78,7 +78,6 @@ def read(content: bytes, name: str, flags: Mapping[str, Any]) -> Loaded:
 
 
 def of_flags(flags: Mapping[str, Any]) -> Loaded:
-    """The configuration of flags alone."""
     given = Given()
     given.take_flags(flags)
     return Loaded(resolve(given), given)
@@ -236,7 +235,6 @@ def in_effect(loaded: Loaded) -> list[dict[str, Any]]:
 
 
 def text(loaded: Loaded) -> str:
-    """`in_effect` as YAML."""
     import yaml
 
     return yaml.safe_dump_all(in_effect(loaded), explicit_start=False, sort_keys=False, default_flow_style=False)

@@ -199,8 +199,6 @@ class ClientConnection(_Part, frozen=True):
 
 
 class JsonOptions(_Part, frozen=True):
-    """Options of one log format."""
-
     split_stream: Annotated[bool, _is("Info to stdout", BOOLEAN, "log-json-split-stream", unused=_STDERR)] = False
     info_buffer_size: Annotated[
         str, _is("Bytes", BUFFER_SIZE, "log-json-info-buffer-size", unused=_STDERR, zero=True)
@@ -208,8 +206,6 @@ class JsonOptions(_Part, frozen=True):
 
 
 class TextOptions(_Part, frozen=True):
-    """Options of one log format."""
-
     split_stream: Annotated[bool, _is("Info to stdout", BOOLEAN, "log-text-split-stream", unused=_STDERR)] = False
     info_buffer_size: Annotated[
         str, _is("Bytes", BUFFER_SIZE, "log-text-info-buffer-size", unused=_STDERR, zero=True)
@@ -217,8 +213,6 @@ class TextOptions(_Part, frozen=True):
 
 
 class LoggingOptions(_Part, frozen=True):
-    """Options of the log formats."""
-
     json: JsonOptions = JsonOptions()
     text: TextOptions = TextOptions()
 

@@ -200,8 +200,6 @@ def whole_seconds() -> Form:
 
 
 def integer(low: int = 0, high: int = INT32, metavar: str = "N") -> Form:
-    """A whole number within bounds."""
-
     def parse(raw: int) -> int:
         if not low <= raw <= high:
             raise ValueError(f"is not a whole number from {low} to {high}")
@@ -212,8 +210,6 @@ def integer(low: int = 0, high: int = INT32, metavar: str = "N") -> Form:
 
 
 def choice(*choices: str, metavar: str = "") -> Form:
-    """One of some strings."""
-
     def parse(raw: str) -> str:
         if raw not in choices:
             raise ValueError(f"is not one of {', '.join(choices)}")

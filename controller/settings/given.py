@@ -132,7 +132,6 @@ class Given:
             self._problems.append(_Problem(key, f"{self._about(key)}: {message}", ""))
 
     def warn(self, message: str, key: str) -> None:
-        """Note something about a value that is used."""
         self.warnings.append(f"{self._about(key)}: {message}")
 
     def reject(self, message: str) -> None:

@@ -85,7 +85,6 @@ _COLUMNS: Final = "| field | default | flag | description | a change |\n|---|---
 
 
 def page() -> str:
-    """docs/configuration.md."""
     parts = [
         _PAGE,
         f"\n## {KUBE_PROXY}\n\n`apiVersion: {KubeProxyConfiguration().api_version}`, as in Kubernetes 1.36.\n\n",

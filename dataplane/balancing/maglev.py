@@ -35,7 +35,6 @@ def size_of(count: int, limit: int) -> int:
 
 
 def ring(backends: Sequence[Backend], shares: Sequence[int], limit: int) -> list[int]:
-    """The ring for these backends and shares."""
     size = size_of(len(backends), limit)
     if size not in SIZES:
         return list(range(len(backends)))

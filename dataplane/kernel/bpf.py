@@ -253,7 +253,6 @@ class Map:
         return np.frombuffer(self._mapping, dtype=dtype)
 
     def glimpse(self, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """As `view`, but mapped for as long as somebody holds the array."""
         return np.frombuffer(self._map_elements(dtype), dtype=dtype)
 
     def _map_elements(self, dtype: np.dtype[Any]) -> mmap.mmap:
@@ -338,7 +337,6 @@ class Object:
 
     @property
     def program_names(self) -> list[str]:
-        """The object's programs."""
         return list(self._programs)
 
     def constants(self, value: bytes) -> None:
@@ -350,7 +348,6 @@ class Object:
                 ffi.memmove(start, value, min(len(value), size[0]))
 
     def resize(self, name: str, entries: int) -> None:
-        """Set a map's size, before load."""
         if name in self._maps:
             check(library().bpf_map__set_max_entries(self._maps[name], entries), f"sizing map {name}")
 
@@ -360,7 +357,6 @@ class Object:
             check(library().bpf_map__reuse_fd(self._maps[name], shared.fd), f"sharing map {name}")
 
     def leave_out(self, program: str) -> None:
-        """Do not load this program."""
         check(library().bpf_program__set_autoload(self._programs[program], False), f"leaving out {program}")
 
     def load(self) -> None:
@@ -423,7 +419,6 @@ def create_link(program: int, target: int, attach_type: int, what: str, flags: i
 
 
 def pin_link(link: int, path: Path) -> None:
-    """Keep the attachment beyond this process."""
     check(library().bpf_obj_pin(link, str(path).encode()), f"pinning link at {path}")
 
 

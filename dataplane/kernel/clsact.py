@@ -105,7 +105,6 @@ class Filters:
         return self._missing[index]
 
     def close(self) -> None:
-        """Stop watching."""
         self._events.close()
 
 

@@ -202,7 +202,6 @@ def _stage(entry: _Entry) -> int:
 
 
 def _fields(entry: _Entry) -> dict[int, bytes]:
-    """The attributes of the message."""
     return dict(attributes(entry.body, START))
 
 

@@ -68,7 +68,6 @@ class Dummy:
         self._netlink.close()
 
     def find(self) -> bool:
-        """Whether it is there."""
         with IPRoute() as ip:
             self.index = next(iter(ip.link_lookup(ifname=self.name)), 0)
         return bool(self.index)

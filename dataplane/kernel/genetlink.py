@@ -13,12 +13,10 @@ _GENL_ID_CTRL, _CTRL_CMD_GETFAMILY, _CTRL_ATTR_FAMILY_ID, _CTRL_ATTR_FAMILY_NAME
 
 
 def request(kind: int, command: int, body: bytes, flags: int = 0, what: str = "a generic netlink request") -> Message:
-    """A request to the family with this number."""
     return Message(kind, _HEADER.pack(command, 1, 0) + body, flags, what)
 
 
 def fields(answer: bytes) -> list[tuple[int, bytes]]:
-    """The attributes of an answer."""
     return list(attributes(answer, _HEADER.size))
 
 

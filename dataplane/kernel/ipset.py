@@ -60,7 +60,6 @@ class Ipsets:
         self._netlink = Netlink(NETFILTER)
 
     def close(self) -> None:
-        """Close the sockets."""
         self._sets.close()
         self._netlink.close()
 

@@ -82,7 +82,6 @@ class Ipvs:
             raise Unsupported("IPVS", f"the kernel has no ip_vs ({why}); load or build that module")
 
     def close(self) -> None:
-        """Close the socket."""
         self._netlink.close()
 
     def change(self, changes: Sequence[Change]) -> None:

@@ -110,7 +110,6 @@ def interface_towards(address: str) -> int | None:
 
 
 def read_node() -> Node:
-    """Ask the kernel."""
     with IPRoute() as ip:
         routes = [route for family in (socket.AF_INET, socket.AF_INET6) for route in ip.get_routes(family=family)]
         unicast = [route for route in routes if route["type"] == UNICAST]

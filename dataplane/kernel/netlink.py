@@ -70,13 +70,11 @@ class Message(NamedTuple):
 
 
 def attribute(kind: int, value: bytes) -> bytes:
-    """One attribute, padded."""
     length = 4 + len(value)
     return ATTRIBUTE.pack(length, kind) + value + bytes(-length % 4)
 
 
 def nested(kind: int, *parts: bytes) -> bytes:
-    """An attribute of attributes."""
     return attribute(kind | NESTED, b"".join(parts))
 
 
@@ -147,7 +145,6 @@ class Netlink:
         self.close()
 
     def close(self) -> None:
-        """Close the socket."""
         self._socket.close()
 
     def send(self, requests: Sequence[Message]) -> list[tuple[int, int]]:
@@ -303,7 +300,6 @@ class Events:
         self.close()
 
     def close(self) -> None:
-        """Stop listening."""
         self._socket.close()
 
     def read(self) -> bytes | None:

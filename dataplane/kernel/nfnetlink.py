@@ -93,12 +93,10 @@ class Nfnetlink:
         self.close()
 
     def close(self) -> None:
-        """Close the socket."""
         OWN_PORTS.discard(self._wire.port)
         self._wire.close()
 
     def generation(self) -> int:
-        """See `generation`."""
         return generation(self._wire)
 
     def commit(self, batch: Sequence[Message]) -> None:

@@ -86,7 +86,6 @@ class Codec:
         return lambda data: tuple([one(field, data[start:end]) for field, start, end in places])
 
     def decode(self, fields: tuple[str, ...], data: bytes) -> Key:
-        """One key."""
         return self.decoder(fields)(data)
 
 

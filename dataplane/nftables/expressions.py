@@ -50,7 +50,6 @@ class Verdict(NamedTuple):
 
     @property
     def chain_name(self) -> str:
-        """The chain's name, whatever stands for it."""
         return self.chain if isinstance(self.chain, str) else self.chain.name
 
     @property
@@ -84,7 +83,6 @@ class Rule(NamedTuple):
 
 
 def rule(*parts: Part) -> Rule:
-    """The parts one after the other."""
     return Rule(tuple(expression for part in parts for expression in part))
 
 
@@ -153,7 +151,6 @@ def bitwise(word: int, mask: bytes, xor: bytes) -> Expression:
 
 
 def immediate(word: int, value: bytes) -> Expression:
-    """Load a constant."""
     data = ((nf.NFTA_DATA_VALUE, value),)
     return Expression("immediate", ((nf.NFTA_IMMEDIATE_DREG, _register(word)), (nf.NFTA_IMMEDIATE_DATA, data)))
 
@@ -202,7 +199,6 @@ def dynset(name: str, operation: int, key: int, data: int) -> Expression:
 
 
 def verdict(code: int, chain: str = "") -> Part:
-    """End the rule with a verdict."""
     data = Verdict(code, chain).attributes
     return (Expression("immediate", ((nf.NFTA_IMMEDIATE_DREG, nf.NFT_REG_VERDICT), (nf.NFTA_IMMEDIATE_DATA, data))),)
 
@@ -212,7 +208,6 @@ RETURN: Final = verdict(nf.NFT_RETURN)
 
 
 def jump(chain: str) -> Part:
-    """Go to a chain and come back."""
     return verdict(nf.NFT_JUMP, chain)
 
 
@@ -222,31 +217,26 @@ def goto(chain: str) -> Part:
 
 
 def count(name: str) -> Part:
-    """Count the packet in a named counter."""
     kind = (nf.NFTA_OBJREF_IMM_TYPE, nf.NFT_OBJECT_COUNTER)
     return (Expression("objref", (kind, (nf.NFTA_OBJREF_IMM_NAME, name))),)
 
 
 def set_mark(bits: int) -> Part:
-    """Set bits of the packet's mark, keep the others."""
     mark = nf.NFT_META_MARK
     return meta(mark, 0), bitwise(0, _host(~bits), _host(bits)), set_meta(mark, 0)
 
 
 def clear_mark(bits: int) -> Part:
-    """Clear bits of the packet's mark, keep the others."""
     mark = nf.NFT_META_MARK
     return meta(mark, 0), bitwise(0, _host(~bits), bytes(4)), set_meta(mark, 0)
 
 
 def set_connection_mark(bits: int) -> Part:
-    """Set bits of the connection's mark, keep the others."""
     mark = nf.NFT_CT_MARK
     return ct(mark, 0), bitwise(0, _host(~bits), _host(bits)), set_ct(mark, 0)
 
 
 def clear_priority() -> Part:
-    """Set the packet's priority to 0."""
     return immediate(0, bytes(4)), set_meta(nf.NFT_META_PRIORITY, 0)
 
 
@@ -256,7 +246,6 @@ def masquerade() -> Part:
 
 
 def reject_tcp() -> Part:
-    """Answer TCP with a reset."""
     is_tcp = (meta(nf.NFT_META_L4PROTO, 0), compare(0, bytes([Transport.TCP])))
     return *is_tcp, _reject(nf.NFT_REJECT_TCP_RST, 0)
 
@@ -269,12 +258,10 @@ def _reject(kind: int, code: int) -> Expression:
 
 
 def mark_has_any(bits: int) -> Part:
-    """Whether at least one of these bits of the packet's mark is set."""
     return meta(nf.NFT_META_MARK, 0), bitwise(0, _host(bits), bytes(4)), compare(0, bytes(4), negate=True)
 
 
 def connection_mark_has_all(bits: int) -> Part:
-    """Whether all of these bits of the connection's mark are set."""
     return ct(nf.NFT_CT_MARK, 0), bitwise(0, _host(bits), bytes(4)), compare(0, _host(bits))
 
 
@@ -298,7 +285,6 @@ def new() -> Part:
 
 
 def is_reply() -> Part:
-    """Whether the packet is a reply in its connection."""
     return ct(nf.NFT_CT_DIRECTION, 0), compare(0, bytes([IP_CT_DIR_REPLY]))
 
 
@@ -338,11 +324,9 @@ class Family:
         self.nfproto = 2 if version == 4 else 10  # NFPROTO_IPV4, NFPROTO_IPV6
 
     def load_source(self, word: int = 0) -> Expression:
-        """Load the source address."""
         return payload(nf.NFT_PAYLOAD_NETWORK_HEADER, self.source, self.length, word)
 
     def load_destination(self, word: int = 0) -> Expression:
-        """Load the destination address."""
         return payload(nf.NFT_PAYLOAD_NETWORK_HEADER, self.destination, self.length, word)
 
     def load_key(self, word: int = 0, *, port_only: bool = False) -> Part:
@@ -357,7 +341,6 @@ class Family:
         return *self.load_key(port_only=port_only), lookup_verdict(name, 0)
 
     def frontend_in(self, name: str, *, port_only: bool = False) -> Part:
-        """Whether the frontend is in a set."""
         return *self.load_key(port_only=port_only), lookup(name, 0)
 
     def source_not_in(self, name: str) -> Part:

@@ -49,11 +49,9 @@ class Kernel:
         self._set_id = 0
 
     def close(self) -> None:
-        """See `operations.Nftables.close`."""
         self._netlink.close()
 
     def generation(self) -> int:
-        """See `operations.Nftables.generation`."""
         return self._netlink.generation()
 
     # Writing
@@ -133,7 +131,6 @@ class Kernel:
     # Reading
 
     def skeleton(self, family: Family) -> op.Skeleton | None:
-        """See `operations.Nftables.skeleton`."""
         protocol = NFPROTO[family.version]
         if self._netlink.get(nf.NFT_MSG_GETTABLE, protocol, string(nf.NFTA_TABLE_NAME, self._table)) is None:
             return None
@@ -187,7 +184,6 @@ class Kernel:
         return {name: tuple(found) for name, found in digests.items()}
 
     def contents(self, family: Family, name: str) -> dict[Key, tuple[Value, str]]:
-        """See `operations.Nftables.contents`."""
         codec, wanted = self._codecs[family.version], self._sets[name]
         decode, value_of = codec.decoder(wanted.key), self._value_reader(codec, wanted)
         contents = {}
@@ -229,7 +225,6 @@ class Kernel:
         return Verdict(_signed(found[nf.NFTA_VERDICT_CODE]), self._chain_named(_text(chain)) if chain else "")
 
     def counters(self, family: Family) -> dict[str, int]:
-        """See `operations.Nftables.counters`."""
         counters = {}
         question = string(nf.NFTA_OBJ_TABLE, self._table) + number(nf.NFTA_OBJ_TYPE, nf.NFT_OBJECT_COUNTER)
         for body in self._netlink.dump(nf.NFT_MSG_GETOBJ, NFPROTO[family.version], question):

@@ -25,7 +25,6 @@ _TYPES = "".join(
 
 
 def main(header: str, target: str) -> None:
-    """Parse the header; write the module."""
     builder = FFI()
     builder.cdef(_TYPES + Path(header).read_text())
     builder.set_source("dataplane.modes.ebpf._abi", None)

@@ -156,7 +156,6 @@ class Links:
                     yield f"{name} at {interface.name} is no filter any more"
 
     def pins(self) -> dict[str, int]:
-        """The inodes of our pins, by name."""
         return dict(held.pin for held in self._held.values())
 
     def mend(self, pins: Mapping[str, int]) -> None:
@@ -173,7 +172,6 @@ class Links:
                 self._attach(interface)
 
     def close(self) -> None:
-        """Leave everything to the pins."""
         for held in self._held.values():
             held.close()
         if self._filters is not None:
@@ -255,7 +253,6 @@ class Sockets:
         return self._held[name]
 
     def wrong(self, pins: Mapping[str, int]) -> Iterator[str]:
-        """As `Links.wrong`, as long as the cgroup is there."""
         if self.cgroup is None or not self.cgroup.is_dir():
             return
         for name, held in self._held.items():
@@ -263,11 +260,9 @@ class Sockets:
                 yield f"{name} at cgroup {held.where} {what}"
 
     def pins(self) -> dict[str, int]:
-        """The inodes of our pins, by name."""
         return dict(held.pin for held in self._held.values())
 
     def mend(self, pins: Mapping[str, int]) -> None:
-        """As `Links.mend`."""
         if not any(self.wrong(pins)) or self.cgroup is None:
             return
         target = os.open(self.cgroup, os.O_RDONLY | os.O_DIRECTORY)
@@ -279,7 +274,6 @@ class Sockets:
             os.close(target)
 
     def close(self) -> None:
-        """As `Links.close`."""
         for held in self._held.values():
             held.close()
 

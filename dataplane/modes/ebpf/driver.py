@@ -100,18 +100,15 @@ class Drivers:
         return known
 
     def wrong(self, pins: Mapping[str, int]) -> Iterator[str]:
-        """As `attach.Links.wrong`."""
         for index in self.attached:
             held = self._held[index]
             if (what := held.wrong(pins)) and interface_name(index) == held.where:
                 yield f"{PROGRAM} at {held.where} {what}"
 
     def pins(self) -> dict[str, int]:
-        """The inodes of our pins, by name."""
         return dict(held.pin for held in self._held.values())
 
     def mend(self, pins: Mapping[str, int]) -> None:
-        """As `attach.Links.mend`."""
         for index in self.attached:
             held = self._held[index]
             if held.wrong(pins) and interface_name(index) == held.where and self._programs is not None:
@@ -171,7 +168,6 @@ class Drivers:
         return XdpHooks(self.setting, sorted(interface.name for interface in self.attached.values()), dict(self.left))
 
     def close(self) -> None:
-        """Unload what is not attached."""
         for held in self._held.values():
             held.close()
         if self._programs is not None:

@@ -51,7 +51,6 @@ class Reader:
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
 
     def start(self) -> None:
-        """Begin; the thread sleeps in the kernel while nothing happens."""
         self._thread.start()
 
     def _run(self) -> None:
@@ -63,7 +62,6 @@ class Reader:
                 return
 
     def take(self) -> list[bytes]:
-        """Those that came since the last call."""
         taken = []
         with contextlib.suppress(IndexError):
             while True:
@@ -71,7 +69,6 @@ class Reader:
         return taken
 
     def stop(self) -> None:
-        """End the thread, and give the ring back."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=5)

@@ -32,7 +32,6 @@ class Failover:
         self._probed: dict[str, dict[Subject, Target]] = {}  # by service
 
     def close(self) -> None:
-        """End the probes."""
         self._prober.stop()
 
     def forget(self) -> None:

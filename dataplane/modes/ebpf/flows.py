@@ -132,7 +132,6 @@ class FlowGC:
             return self.graced, result
 
     def stop(self) -> None:
-        """End the thread."""
         self._stop.set()
         self._wake.set()
         self._thread.join(timeout=5)

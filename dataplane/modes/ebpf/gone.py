@@ -49,22 +49,18 @@ class Mark:
         self._inode = self._path.stat().st_ino
 
     def wrong(self, pins: Mapping[str, int]) -> Iterator[str]:
-        """As `maps.MapSet.wrong`."""
         if pins.get(MARK) != self._inode:
             yield f"map {MARK} {'has something else pinned in its place' if MARK in pins else 'is not pinned'}"
 
     def pins(self) -> dict[str, int]:
-        """As `maps.MapSet.pins`."""
         return {MARK: self._inode}
 
     def mend(self, pins: Mapping[str, int]) -> None:
-        """As `maps.MapSet.mend`."""
         if pins.get(MARK) != self._inode:
             self._map.pin(self._path)
             self._inode = self._path.stat().st_ino
 
     def close(self) -> None:
-        """Leave it to the pin."""
         self._map.close()
 
 

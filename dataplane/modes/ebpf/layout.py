@@ -68,7 +68,6 @@ def _format(kind: Any) -> Any:
 
 
 def pack(struct: str, **fields: Any) -> bytes:
-    """One struct's bytes."""
     row = np.zeros(1, dtype=dtype_of(struct))
     for name, value in fields.items():
         row[name] = value
@@ -95,7 +94,6 @@ def words_of(address: str) -> tuple[int, int, int, int]:
 
 
 def address_text(words: bytes, family: int) -> str:
-    """Canonical text of an address in a row."""
     return socket.inet_ntop(socket.AF_INET6, words[:16]) if family == 6 else socket.inet_ntoa(words[:4])
 
 

@@ -26,19 +26,15 @@ class Pinned:
         self.place, self._maps, self._names = place, maps, names
 
     def services(self) -> list[ServiceRow]:
-        """One row for each service port: name (None without an agent), frontends, number of backends of its routes."""
         return _services(self._maps, self._names)
 
     def backends(self, of: str | None = None) -> list[BackendRow]:
-        """One row for each backend of each service port, or of those of one service."""
         return _backends(self._maps, self._names, of)
 
     def flows(self, limit: int) -> tuple[list[FlowRow], int]:
-        """Rows of the clients' direction, at most `limit`, and how many flows there are."""
         return _flows(self._maps, self._names, limit)
 
     def close(self) -> None:
-        """Give the descriptors back; what was returned is no part of the maps."""
         for known in self._maps.values():
             known.close()
 

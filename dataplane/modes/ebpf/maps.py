@@ -76,7 +76,6 @@ class MapSet:
                 self._drop(name)
 
     def _drop(self, name: str) -> None:
-        """Have a map made anew."""
         if name in self.maps:
             self.maps.pop(name).close()
             del self._inodes[name]
@@ -133,7 +132,6 @@ class MapSet:
             self._views.pop(name, None)
 
     def _keep(self, name: str, made: Map) -> None:
-        """Take a map into the set and pin it."""
         made.pin(self.folder / name)
         self.maps[name], self._inodes[name] = made, (self.folder / name).stat().st_ino
 
@@ -150,7 +148,6 @@ class MapSet:
                 yield f"map {name} {'has something else pinned in its place' if name in pins else 'is not pinned'}"
 
     def pins(self) -> dict[str, int]:
-        """The inodes of our pins, by name."""
         return dict(self._inodes)
 
     def mend(self, pins: Mapping[str, int]) -> None:
@@ -199,7 +196,6 @@ class MapSet:
         return totals
 
     def close(self) -> None:
-        """Give the descriptors back; pins keep the maps."""
         for known in self.maps.values():
             known.close()
 

@@ -163,7 +163,6 @@ class Plan:
         }  # fmt: skip
 
     def find(self, key: EntryKey) -> Installed | None:
-        """A service port by its name."""
         return next((known for known in self.installed.get(service_of(key), ()) if key_of(known.entry) == key), None)
 
     # Changes

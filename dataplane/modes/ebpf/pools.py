@@ -40,12 +40,10 @@ class IdPool:
 
     @property
     def left(self) -> int:
-        """How many can be taken."""
         return self.limit - self._next + len(self._free)
 
     @property
     def used(self) -> int:
-        """How many are taken, waiting to be freed or not."""
         return self.limit - 1 - self.left
 
     def take(self, count: int) -> list[int]:
@@ -64,7 +62,6 @@ class IdPool:
         return numbers
 
     def give(self, numbers: Iterable[int]) -> None:
-        """Take numbers back."""
         self._free.extend(numbers)
 
 
@@ -141,7 +138,6 @@ class SlotAllocator:
         self._fill_gap(start, end)
 
     def give(self, offset: int, size: int) -> None:
-        """Take a range back."""
         if size:
             self._free[size].append(offset)
             self.in_use -= size

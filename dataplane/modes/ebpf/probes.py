@@ -73,12 +73,10 @@ class Prober:
             return dict(self._why)
 
     def status(self) -> HealthProbes:
-        """Figures."""
         with self._lock:
             return HealthProbes(len(self._misses), len(self._why), round(self.lag, 3))
 
     def stop(self) -> None:
-        """End the thread."""
         self._stopping = True
         self._wake()
         if self._thread is not None:

@@ -240,7 +240,6 @@ class Ebpf:
         self._explain = None
 
     def prewarm(self, ports: int, endpoints: int) -> None:
-        """See `dataplane.mode.Prewarmed.prewarm`."""
         with contextlib.suppress(DataplaneError, OSError):  # `sync` tries again, and reports the error
             if self.programs is None:
                 self._begin(sizes.foreseen, ports, endpoints)
@@ -251,7 +250,6 @@ class Ebpf:
             self.resizer.begin(foresee(*what))
 
     def sync(self, table: ServiceTable) -> SyncResult:
-        """See `dataplane.mode.Programmer.sync`."""
         names = changed_services(self.table, table) | self._unprogrammed | self._failed
         try:
             if self.programs is None:
@@ -357,13 +355,12 @@ class Ebpf:
         self.store.serve_node_ports_at(node.node_port_addresses)
 
     def other_mode_stopped(self) -> None:
-        """See `dataplane.mode.Programmer.alone`: what conntrack translates does not come to the programs at uplinks."""
+        """What conntrack translates does not come to the programs at uplinks."""
         from dataplane.kernel.conntrack import delete_stale
 
         delete_stale(self.table, self.table.services)
 
     def links_changed(self) -> None:
-        """See `dataplane.mode.Programmer.links_changed`."""
         if self._attached:
             self._refresh_links()
 
@@ -407,7 +404,6 @@ class Ebpf:
         return self.pods, self.uplinks, self.drivers, self.sockets, self.maps, self.mark
 
     def may_have_drifted(self) -> bool:
-        """See `dataplane.mode.DriftCheck.may_have_drifted`."""
         return self._attached and any(True for _ in self._wrong())
 
     def _wrong(self) -> Iterator[str]:
@@ -468,7 +464,6 @@ class Ebpf:
             self._lock = hold(self.folder, f"the eBPF maps at {self.folder}")
 
     def maintain(self) -> Sequence[Event]:
-        """See `dataplane.mode.Programmer.maintain`."""
         self._mend()
         self._collect()
         self.gc.look_for(*self.store.plan.deferred.candidates)
@@ -531,7 +526,6 @@ class Ebpf:
         return [*messages, *self.nearly_full.values(), *filter(None, [self.resizer.failure])]
 
     def status(self) -> Status:
-        """See `dataplane.mode.Programmer.status`."""
         store, used, entries = self.store, self.store.plan.used(), self.resizer.entries
         return Status(
             mode=self.name,
@@ -562,7 +556,6 @@ class Ebpf:
         )
 
     def ejections(self) -> list[Ejection]:
-        """See `dataplane.mode.Programmer.ejections`."""
         return self.failover.rows()
 
     def map_usage(self) -> dict[str, MapUsage]:
@@ -575,15 +568,12 @@ class Ebpf:
         return rows
 
     def counters(self) -> dict[str, int]:
-        """See `dataplane.mode.Programmer.counters`."""
         return self.maps.counters()
 
     def traffic(self, *, by_backend: bool) -> list[TrafficRow]:
-        """See `dataplane.mode.Programmer.traffic`."""
         return listing.traffic(self.store.traffic, self.maps.maps, self.names(), by_backend=by_backend)
 
     def explain(self, packet: ProbePacket) -> ExplainAnswer:
-        """See `dataplane.mode.Programmer.explain`."""
         if self._explain is None:
             self._explain = self.loader.one("explain", quiet=True)
         around = explaining.ExplainContext(
@@ -605,7 +595,6 @@ class Ebpf:
         return place, towards if towards in attached.attached else min(attached.attached)
 
     def packet_events(self, after: int) -> tuple[list[PacketEvent], int]:
-        """See `dataplane.mode.PacketEvents.packet_events`."""
         self._name_events()
         return self.journal.rows(after), self.journal.last
 
@@ -615,7 +604,6 @@ class Ebpf:
             self.journal.add(raw, self.names(), self.store.addresses, self.store.backends)
 
     def trace(self, service: str | None, client: str | None, seconds: float) -> None:
-        """See `dataplane.mode.PacketEvents.trace`."""
         limit = self.maps.view("node")["trace_services"].shape[1]
         wanted = [number for number, name in self.names().items() if service in {name, name.partition(":")[0]}]
         if service and not wanted:
@@ -630,7 +618,6 @@ class Ebpf:
         self._trace_until = time.monotonic() + seconds
 
     def close(self) -> None:
-        """See `dataplane.mode.Programmer.close`."""
         self.gc.stop()
         self.failover.close()
         self.events.stop()

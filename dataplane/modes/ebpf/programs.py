@@ -46,7 +46,6 @@ class Programs:
         return (one for one in loaded if one is not None)
 
     def close(self) -> None:
-        """Unload what is not attached."""
         for loaded in self:
             loaded.close()
 

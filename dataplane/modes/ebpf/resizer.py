@@ -66,7 +66,6 @@ class MapResizer:
 
     @property
     def growing(self) -> bool:
-        """Whether a growth is under way."""
         return self._loading is not None
 
     def begin(self, need: Sizes) -> None:

@@ -65,7 +65,6 @@ def crowded(entries: Sizes, used: Sizes) -> list[str]:
 
 
 def foreseen(ports: int, endpoints: int) -> dict[str, int]:
-    """As `needs`, from how many service ports and endpoints there are; slices are powers of two."""
     return {"services": ports + 1, "backends": endpoints + 1, "slots": 2 * endpoints}
 
 

@@ -66,12 +66,10 @@ class Store:
 
     @property
     def backends(self) -> NDArray[Any]:
-        """Rows of struct backend."""
         return self.writer.rows.backends
 
     @property
     def services(self) -> NDArray[Any]:
-        """Rows of struct service."""
         return self.writer.rows.services
 
     @property

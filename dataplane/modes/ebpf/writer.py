@@ -32,7 +32,6 @@ class CountingFilter:
         self._words, self._counts = view.data, self.counts.data
 
     def add(self, bits: Iterable[int]) -> None:
-        """Set these bits."""
         words, counts = self._words, self._counts
         for bit in bits:
             counts[bit] = counts[bit] + 1 & 0xFFFF

@@ -142,7 +142,6 @@ class Installed:
         return found + [f"{name} is there again" for name in strange if name != PROBE_CHAIN]
 
     def chains(self) -> int:
-        """How many chains of ours there are."""
         return sum(len(shapes) for shapes in self._shapes.values())
 
     def rules(self) -> dict[str, int]:

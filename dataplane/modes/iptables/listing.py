@@ -57,7 +57,6 @@ class Programmed:
                     yield from (found for rule in rules if (found := _frontend(family, rule)))
 
     def services(self) -> list[ServiceRow]:
-        """See `dataplane.mode.View.services`."""
         rows: dict[tuple[str, Protocol, int], ServiceRow] = {}
         for found in self._frontends():
             chains = self._chains[found.family]
@@ -77,7 +76,6 @@ class Programmed:
         return [rows[key] for key in sorted(rows, key=lambda key: (key[0], rows[key].protocol, rows[key].frontends))]
 
     def backends(self, of: str | None = None) -> list[BackendRow]:
-        """See `dataplane.mode.View.backends`."""
         found: set[tuple[str, str, str]] = set()
         for frontend in filter(lambda each: belongs(each.name, of), self._frontends()):
             chains = self._chains[frontend.family]
@@ -89,12 +87,11 @@ class Programmed:
         ]
 
     def flows(self, limit: int) -> tuple[list[FlowRow], int]:
-        """See `dataplane.mode.View.flows`."""
         known = {(found.address, found.port, int(found.protocol)): found.name for found in self._frontends()}
         return flows(known, limit)
 
     def close(self) -> None:
-        """See `dataplane.mode.View.close`: it was read when it was made."""
+        """It was read when it was made."""
 
 
 def _frontend(family: int, rule: str) -> _Found | None:

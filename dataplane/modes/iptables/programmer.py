@@ -104,7 +104,6 @@ class Iptables(NoQueries):
     # Changes
 
     def sync(self, table: ServiceTable) -> SyncResult:
-        """See `dataplane.mode.Programmer.sync`."""
         first = not self._programmed
         try:
             if self._full or self._nodes(table) != self._nodes_programmed():
@@ -123,7 +122,6 @@ class Iptables(NoQueries):
         return result
 
     def other_mode_stopped(self) -> None:
-        """See `dataplane.mode.Programmer.alone`."""
         self.stale_deleted.update(delete_stale(self.table, self.table.services))
 
     def _replace(self, table: ServiceTable) -> SyncResult:
@@ -218,7 +216,7 @@ class Iptables(NoQueries):
         self._wake()
 
     def may_have_drifted(self) -> bool:
-        """See `dataplane.mode.DriftCheck.may_have_drifted`: of legacy tables; nf_tables reports changes."""
+        """Of legacy tables; nf_tables reports changes."""
         if not self._programmed or self._watching:
             return False
         if self.xtables.revision(TABLES) != self._revision:
@@ -231,7 +229,6 @@ class Iptables(NoQueries):
             self._revision = self.xtables.revision(TABLES)
 
     def maintain(self) -> None:
-        """See `dataplane.mode.Programmer.maintain`."""
         if not self._programmed or not self._audit_due():
             return
         if self._damage:
@@ -295,7 +292,6 @@ class Iptables(NoQueries):
         return messages
 
     def status(self) -> Status:
-        """See `dataplane.mode.Programmer.status`."""
         return Status(
             mode=self.name,
             unprogrammed=list(self.unprogrammed.values()),
@@ -316,14 +312,12 @@ class Iptables(NoQueries):
         )
 
     def counters(self) -> dict[str, int]:
-        """See `dataplane.mode.Programmer.counters`."""
         return {
             "restores": sum(held.restores for held in self._installed.values()),
             "stale_conntrack_entries_deleted": self.stale_deleted.total(),
         }
 
     def close(self) -> None:
-        """See `dataplane.mode.Programmer.close`."""
         self._stop.set()
 
 

@@ -77,7 +77,7 @@ class Programmed:
         ]
 
     def flows(self, limit: int) -> tuple[list[FlowRow], int]:
-        """See `dataplane.mode.View.flows`: conntrack knows them, because IPVS keeps it up to date."""
+        """Conntrack knows them, because IPVS keeps it up to date."""
         names: dict[tuple[str | None, int, int], str | None] = {
             (server.address, server.port, protocol): name or None
             for (name, _, protocol), servers in self._ports.items()
@@ -87,7 +87,7 @@ class Programmed:
         return flows(names, limit)
 
     def close(self) -> None:
-        """See `dataplane.mode.View.close`: it was read when it was made."""
+        """It was read when it was made."""
 
     def _backends(self, servers: list[Server]) -> dict[Destination, bool]:
         """Real servers of all these, and whether one of them still sends new connections there."""

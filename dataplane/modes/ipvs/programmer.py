@@ -94,7 +94,6 @@ class Ipvs(NoQueries):
     # Changes
 
     def sync(self, table: ServiceTable) -> SyncResult:
-        """See `dataplane.mode.Programmer.sync`."""
         first = self._first
         names: Iterable[str] = changed_services(self.table, table)
         try:
@@ -116,7 +115,6 @@ class Ipvs(NoQueries):
         return result
 
     def other_mode_stopped(self) -> None:
-        """See `dataplane.mode.Programmer.alone`."""
         self.stale_deleted.update(delete_stale(self.table, self.table.services))
 
     def _replace(self, table: ServiceTable) -> SyncResult:
@@ -253,7 +251,6 @@ class Ipvs(NoQueries):
         return any(self._explicit(table, name) != self._explicit(self.table, name) for name in names)
 
     def _settings(self) -> dict[str, str]:
-        """The settings of the kernel that were made."""
         wanted = writer.sysctls(self.options, self._release)
         return {name: value for name, value in wanted.items() if name not in self.unset}
 
@@ -303,11 +300,10 @@ class Ipvs(NoQueries):
         self._wake()
 
     def may_have_drifted(self) -> bool:
-        """See `dataplane.mode.DriftCheck.may_have_drifted`: whether it is time to compare."""
+        """Whether it is time to compare."""
         return not self._full and self.audit.due
 
     def maintain(self) -> None:
-        """See `dataplane.mode.Programmer.maintain`."""
         if self._full:
             return  # the next sync reads and writes everything
         if self._owed:
@@ -351,7 +347,6 @@ class Ipvs(NoQueries):
         return messages
 
     def status(self) -> Status:
-        """See `dataplane.mode.Programmer.status`."""
         draining = sum(
             1 for server in self._draining if (state := self.actual.servers.get(server)) is not None
             for weight in state.weights.values() if weight == 0
@@ -378,11 +373,9 @@ class Ipvs(NoQueries):
         )
 
     def counters(self) -> dict[str, int]:
-        """See `dataplane.mode.Programmer.counters`."""
         return {"stale_conntrack_entries_deleted": self.stale_deleted.total()}
 
     def close(self) -> None:
-        """See `dataplane.mode.Programmer.close`."""
         self._stop.set()
         self.kernel.close()
 

@@ -92,7 +92,6 @@ class Kernel:
     read_sysctl: Callable[[str], str | None] = sysctl.read
 
     def close(self) -> None:
-        """Close the sockets."""
         for interface in (self.ipvs, self.sets, self.device):
             interface.close()
 

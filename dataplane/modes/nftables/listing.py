@@ -86,7 +86,7 @@ class Tables:
         return sorted(rows.values(), key=lambda row: (row.name or "", row.frontends))
 
     def backends(self, of: str | None = None) -> list[BackendRow]:
-        """See `dataplane.mode.View.backends`: those of any route."""
+        """Those of any route."""
         found = {
             (frontend.name or "", address, frontend.protocol)
             for frontend in self._frontends()
@@ -99,10 +99,9 @@ class Tables:
         ]
 
     def flows(self, limit: int) -> tuple[list[FlowRow], int]:
-        """See `dataplane.mode.View.flows`: from conntrack."""
+        """From conntrack."""
         keys = {(f.address, int(f.key[-1]), int(f.key[-2])): f.name for f in self._frontends()}
         return conntrack.flows(keys, limit)
 
     def close(self) -> None:
-        """See `dataplane.mode.View.close`."""
         self._kernel.close()

@@ -86,7 +86,6 @@ class Nftables(NoQueries):
     # Changes
 
     def sync(self, table: ServiceTable) -> SyncResult:
-        """See `dataplane.mode.Programmer.sync`."""
         first = not self._programmed
         full = not self._plans or _of_node(table.node) != _of_node(self.table.node)
         names: Iterable[str] = table.services if first else changed_services(self.table, table)
@@ -177,7 +176,6 @@ class Nftables(NoQueries):
             log.warning("stale conntrack entries of datagrams could not be deleted: %s", error)
 
     def other_mode_stopped(self) -> None:
-        """See `dataplane.mode.Programmer.alone`."""
         self._delete_stale(self.table, self.table.services)
 
     # Drift
@@ -201,10 +199,9 @@ class Nftables(NoQueries):
         self._request_maintenance()
 
     def links_changed(self) -> None:
-        """See `dataplane.mode.Programmer.links_changed`: rules name no interface that must exist."""
+        """Rules name no interface that must exist."""
 
     def maintain(self) -> None:
-        """See `dataplane.mode.Programmer.maintain`."""
         if not self._programmed:
             return
         if self._touched.is_set() or not self._plans:  # without plans the last attempt to write failed
@@ -290,7 +287,6 @@ class Nftables(NoQueries):
         return unknown_algorithms(self.table, {"random"}, "random") + unprobed(self.table)
 
     def status(self) -> Status:
-        """See `dataplane.mode.Programmer.status`."""
         return Status(
             mode=self.name,
             adopted=self.adopted,
@@ -303,7 +299,7 @@ class Nftables(NoQueries):
         )
 
     def counters(self) -> dict[str, int]:
-        """See `dataplane.mode.Programmer.counters`: packets that began a connection, by what was done with them."""
+        """Packets that began a connection, by what was done with them."""
         total = dict.fromkeys(COUNTERS, 0)
         for family in FAMILIES.values():
             with contextlib.suppress(NftablesError):
@@ -312,7 +308,6 @@ class Nftables(NoQueries):
         return total
 
     def close(self) -> None:
-        """See `dataplane.mode.Programmer.close`."""
         self._stop.set()
         self._kernel.close()
 

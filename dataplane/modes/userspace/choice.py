@@ -97,5 +97,4 @@ class Chooser:
 
     @property
     def remembered(self) -> int:
-        """How many clients are remembered."""
         return len(self._sticky)

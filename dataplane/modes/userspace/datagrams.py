@@ -150,7 +150,6 @@ class Session:
         return True
 
     def drop(self) -> None:
-        """Close the socket to the backend."""
         if self.sock is not None:
             state = self.sessions.state
             state.loop.remove_reader(self.sock)

@@ -26,7 +26,6 @@ class Relayed:
         self.place = f"relay, process {self.listing.pid}"
 
     def services(self) -> list[ServiceRow]:
-        """See `dataplane.mode.View.services`."""
         return [
             ServiceRow(
                 name=row.name,
@@ -41,7 +40,6 @@ class Relayed:
         ]
 
     def backends(self, of: str | None = None) -> list[BackendRow]:
-        """See `dataplane.mode.View.backends`."""
         used = {(key, address, port): count for key, address, port, count in self.listing.used}
         rows = []
         for row in filter(lambda each: belongs(each.name, of), self.rows):
@@ -59,7 +57,6 @@ class Relayed:
         return rows
 
     def flows(self, limit: int) -> tuple[list[FlowRow], int]:
-        """See `dataplane.mode.View.flows`."""
         listing = self._client.ask(m.Look(min(limit, MOST)), m.Listing)
         translated = self._translated()
         rows = []
@@ -80,7 +77,6 @@ class Relayed:
         return rows, listing.flow_count
 
     def close(self) -> None:
-        """See `dataplane.mode.View.close`."""
         self._client.close()
 
     def _translated(self) -> dict[tuple[str, str], tuple[str, str]]:

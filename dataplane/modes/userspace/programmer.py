@@ -134,7 +134,6 @@ class Userspace(NoQueries):
     # Sync
 
     def sync(self, table: ServiceTable) -> SyncResult:
-        """See `dataplane.mode.Programmer.sync`."""
         names = changed_services(self.table, table)
         whole = self._whole or _rewrites(self.table.node, table.node)
         if whole:
@@ -145,7 +144,6 @@ class Userspace(NoQueries):
         return result
 
     def other_mode_stopped(self) -> None:
-        """See `dataplane.mode.Programmer.alone`."""
         conntrack.delete_stale(self.table, self.table.services, self._datagram_ports())
 
     def _attempt(self, table: ServiceTable, names: frozenset[str], *, whole: bool) -> SyncResult:
@@ -247,17 +245,16 @@ class Userspace(NoQueries):
     # Drift
 
     def links_changed(self) -> None:
-        """See `dataplane.mode.Programmer.links_changed`: nothing hangs at an interface."""
+        """Nothing hangs at an interface."""
 
     def may_have_drifted(self) -> bool:
-        """See `dataplane.mode.DriftCheck.may_have_drifted`: routing rules; of everything else the kernel wakes us."""
+        """Routing rules; of everything else the kernel wakes us."""
         now = self._clock()
         if self._answers.drain():
             self._audit_at = min(self._audit_at, now + ANSWERS_SECONDS)
         return now >= self._audit_at
 
     def maintain(self) -> None:
-        """See `dataplane.mode.Programmer.maintain`."""
         if self.table is EMPTY:
             return
         gone = []
@@ -346,7 +343,6 @@ class Userspace(NoQueries):
         return warnings
 
     def status(self) -> Status:
-        """See `dataplane.mode.Programmer.status`."""
         report, trouble = self._relay_report()
         relay = (
             None
@@ -382,12 +378,11 @@ class Userspace(NoQueries):
         return report, report.trouble
 
     def counters(self) -> dict[str, int]:
-        """See `dataplane.mode.Programmer.counters`."""
         report, _ = self._relay_report()
         return dict(report.counters) if report else {}
 
     def close(self) -> None:
-        """See `dataplane.mode.Programmer.close`: the relay goes on, unless nothing was ever programmed."""
+        """The relay goes on, unless nothing was ever programmed."""
         self._stop.set()
         if self._whole and self.client.started and not self._known:
             with contextlib.suppress(DataplaneError):

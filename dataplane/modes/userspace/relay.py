@@ -151,7 +151,6 @@ class Relay:
     # Questions
 
     def status(self) -> m.Report:
-        """Counters and fill."""
         state = self.state
         return m.Report(
             pid=os.getpid(),
@@ -166,7 +165,6 @@ class Relay:
         )
 
     def look(self, limit: int) -> m.Listing:
-        """What is programmed, and conversations."""
         flows: list[m.Conversation] = []
         for flow in self.flows.all:
             if len(flows) >= limit:
@@ -386,7 +384,6 @@ def _redirect_stderr() -> None:
 
 
 def main() -> int:
-    """The process; see the module's text."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.chdir("/")

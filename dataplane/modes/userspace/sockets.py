@@ -29,7 +29,6 @@ _TRIES: Final = 8
 
 
 def family_of(number: int) -> socket.AddressFamily:
-    """AF_INET of 4, AF_INET6 of 6."""
     return socket.AF_INET if number == 4 else socket.AF_INET6
 
 
