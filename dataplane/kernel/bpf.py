@@ -90,11 +90,6 @@ def await_grace_period() -> None:
         os.close(inner)
 
 
-def is_there(path: Path) -> bool:
-    """Whether something is pinned at `path`."""
-    return path.exists()
-
-
 class Map:
     """One map, by a file descriptor that this object owns."""
 

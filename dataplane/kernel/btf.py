@@ -16,7 +16,7 @@ from dataplane.kernel.bpf import library
 
 KERNEL: Final = Path("/sys/kernel/btf/vmlinux")
 # BTF_KIND_, include/uapi/linux/btf.h
-_ARRAY, _STRUCT, _UNION, _ENUM, _FUNC, _PROTO = 3, 4, 5, 6, 12, 13
+_ARRAY, _STRUCT, _UNION, _ENUM = 3, 4, 5, 6
 _THROUGH: Final = (8, 9, 10, 11, 18)  # typedef, volatile, const, restrict, type tag
 
 
@@ -120,13 +120,3 @@ def enum_names(name: str) -> dict[int, str]:
     entry = library().btf__type_by_id(_kernel(), number)
     values = _members(entry, "btf_enum")
     return {int(values[index].val): _name(_kernel(), values[index].name_off) for index in range(_count(entry))}
-
-
-def takes(function: str) -> tuple[str, ...]:
-    """The names of a kernel function's parameters, in order; empty where this kernel's image does not have it."""
-    number = library().btf__find_by_name_kind(_kernel(), function.encode(), _FUNC)
-    if number <= 0:
-        return ()
-    prototype = library().btf__type_by_id(_kernel(), library().btf__type_by_id(_kernel(), number).size_or_type)
-    parameters = _members(prototype, "btf_param")
-    return tuple(_name(_kernel(), parameters[index].name_off) for index in range(_count(prototype)))

@@ -102,17 +102,6 @@ class Ipsets:
             if error.code != errno.ENOENT:
                 raise NetlinkFailed(f"removing the set {name}", error.code) from error
 
-    def swap(self, one: str, other: str) -> None:
-        """Exchange what two sets of the same kind hold, at once for all rules.
-
-        Raises:
-            NetlinkFailed: one is missing, or they differ in kind.
-        """
-        try:
-            self._sets.swap(one, other)
-        except (IPSetError, NetlinkError) as error:
-            raise NetlinkFailed(f"swapping the sets {one} and {other}", error.code) from error
-
     def change(self, edits: Iterable[Edit]) -> None:
         """Do all of these in their order. What is there already is set anew, what is gone is not missed.
 

@@ -172,6 +172,11 @@ class FakeXtables:
         """How many transactions there were; None for legacy."""
         return self.transactions if self.variant == "nft" else None
 
+    def revision(self, tables: Iterable[str]) -> object:
+        """The same; what legacy has in place of it is not modelled."""
+        del tables
+        return self.generation()
+
     def accepts(self, family: int, table: str, rules: Iterable[str]) -> str | None:
         """None, or which rule has a word that this kernel does not know."""
         del family, table

@@ -99,13 +99,3 @@ def test_sets_are_listed_by_the_beginning_of_their_names(sets: Ipsets) -> None:
     assert sorted(sets.names("HPV-")) == ["HPV-4-A", "HPV-4-B"]
     sets.destroy("HPV-4-A")
     assert sets.names("HPV-") == ["HPV-4-B"]
-
-
-def test_a_swap_exchanges_what_two_sets_hold(sets: Ipsets) -> None:
-    one, two = Element("10.0.0.1", 80, 6), Element("10.0.0.2", 80, 6)
-    for name, element in (("one", one), ("two", two)):
-        sets.create(name, PORTS, 4)
-        sets.change([Edit(name, 4, True, {element: None})])
-    sets.swap("one", "two")
-    assert set(sets.elements("one")) == {two}
-    assert set(sets.elements("two")) == {one}

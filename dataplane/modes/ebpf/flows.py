@@ -77,7 +77,6 @@ class FlowGC:
         self._maps = maps
         self._sweep, self._clock, self._hz = sweep, clock, hz
         self._disconnecting: set[int] = set()
-        self.disconnected = 0
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stop = threading.Event()
@@ -89,7 +88,6 @@ class FlowGC:
         self.opening_flows: int | None = None  # a new count, for the programs' own
         self.count_for: frozenset[int] = frozenset()  # services whose connections are counted by backend
         self.loads: dict[int, int] | None = None  # these counts, when there are new ones
-        self.swept = 0
         self._thread = threading.Thread(target=self._run, name="gc", daemon=True)
 
     @property
@@ -160,7 +158,7 @@ class FlowGC:
             cookies, values = connected.items(np.dtype(np.uint64), np.dtype(np.uint32))
             chosen = cookies[np.isin(values, list(backends))]
             if len(chosen):
-                self.disconnected += end_datagram_sockets(frozenset(chosen.tolist()))
+                end_datagram_sockets(frozenset(chosen.tolist()))
                 connected.delete_batch(chosen)
         except (DataplaneError, OSError) as error:
             log.warning("UDP sockets connected to backends that are gone could not be ended: %s", error)
@@ -206,7 +204,6 @@ class FlowGC:
         for start in range(0, len(old), abi_constants()["SWEEP_KEYS"]):
             part = old[start : start + abi_constants()["SWEEP_KEYS"]]
             run_on_packet(self._sweep, ETHERNET + self._request(family, keys[part], limits[part]))
-        self.swept += len(old)
 
     @staticmethod
     def _request(family: int, keys: NDArray[Any], limits: NDArray[np.int64]) -> bytes:

@@ -15,7 +15,8 @@ from typing import Final
 
 from dataplane.modes.ipvs.lower import SETS, set_name
 from dataplane.modes.ipvs.plan import Actual
-from dataplane.modes.ipvs.writer import DEVICE, Kernel, read_rules, read_set, revision
+from dataplane.modes.ipvs.rules import JUMPS
+from dataplane.modes.ipvs.writer import DEVICE, Kernel, read_rules, read_set
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ class Audit:
 
     def _changed_rules(self, now: float) -> list[str]:
         """Looked at when they have another revision, and once in the whole period."""
-        known = revision(self._kernel)
+        known = self._kernel.tables.revision(JUMPS)
         changed = known != self._revision and now >= self._rules_after
         if not changed and now < self._rules_at and now - self._at < self._seconds:
             return []

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataplane.kernel.conntrack import flows
+from dataplane.kernel.ipset import Ipsets
+from dataplane.kernel.ipvs import Ipvs
 from dataplane.kernel.netlink import NetlinkFailed
 from dataplane.mode import belongs
 from dataplane.modes.ipvs.lower import PREFIX, set_name
-from dataplane.modes.ipvs.writer import IpvsInterface, SetsInterface
 from dataplane.reports import BackendRow, FlowRow, ServiceRow
 from dataplane.table import Protocol, socket_text
 from dataplane.virtual_servers import Config, Destination, Element, Load, Server, Value
@@ -15,7 +16,7 @@ from dataplane.virtual_servers import Config, Destination, Element, Load, Server
 class Programmed:
     """A `dataplane.mode.View`; everything is read when it is made, so that the kernel interfaces may be closed then."""
 
-    def __init__(self, sets: SetsInterface, ipvs: IpvsInterface) -> None:
+    def __init__(self, sets: Ipsets, ipvs: Ipvs) -> None:
         self.place = f"virtual servers of IPVS and sets {PREFIX}*"
         self._sets = {name: _elements(sets, name) for name in sets.names(PREFIX)}
         configs = ipvs.servers()
@@ -98,7 +99,7 @@ class Programmed:
         return found
 
 
-def _elements(sets: SetsInterface, name: str) -> dict[Element, Value]:
+def _elements(sets: Ipsets, name: str) -> dict[Element, Value]:
     try:
         return sets.elements(name)
     except NetlinkFailed:

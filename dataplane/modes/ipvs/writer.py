@@ -7,10 +7,9 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from threading import Event
-from typing import Any, Final, Protocol
+from typing import Final
 
 from dataplane.errors import Unsupported
 from dataplane.kernel import sysctl, xtables
@@ -24,7 +23,7 @@ from dataplane.modes.ipvs.lower import PREFIX, SETS, set_name
 from dataplane.modes.ipvs.marks import is_nearly_ours, is_ours_by_mark
 from dataplane.modes.ipvs.plan import Actual, ServerState, Steps
 from dataplane.table import NodeNetwork
-from dataplane.virtual_servers import Change, Config, Destination, Edit, Element, Load, Server, Timeouts, Value, Verb
+from dataplane.virtual_servers import Change, Edit, Element, Server, Value, Verb
 
 log = logging.getLogger(__name__)
 
@@ -33,61 +32,14 @@ _FAMILIES: Final = (4, 6)
 _PROBE: Final = {"PORTS": "HPV-PROBE", "MARKS": "HPV-PROBE-M"}  # sets to try rules with
 
 
-class IpvsInterface(Protocol):
-    """`dataplane.kernel.ipvs.Ipvs`."""
-
-    def change(self, changes: Sequence[Change]) -> None: ...
-    def servers(self) -> dict[Server, Config]: ...
-    def destinations(self, server: Server) -> dict[Destination, Load]: ...
-    def schedules(self, scheduler: str, family: int = 4) -> bool: ...
-    def timeouts(self) -> Timeouts: ...
-    def set_timeouts(self, wanted: Timeouts) -> None: ...
-    def close(self) -> None: ...
-
-
-class SetsInterface(Protocol):
-    """`dataplane.kernel.ipset.Ipsets`."""
-
-    def names(self, prefix: str) -> list[str]: ...
-    def create(self, name: str, kind: Any, family: int) -> None: ...
-    def destroy(self, name: str) -> None: ...
-    def change(self, edits: Iterable[Edit]) -> None: ...
-    def elements(self, name: str) -> dict[Element, Value]: ...
-    def close(self) -> None: ...
-
-
-class DeviceInterface(Protocol):
-    """`dataplane.kernel.dummy.Dummy`."""
-
-    def find(self) -> bool: ...
-    def ensure(self) -> bool: ...
-    def addresses(self) -> set[str]: ...
-    def change(self, add: Iterable[str], remove: Iterable[str]) -> None: ...
-    def remove(self) -> bool: ...
-    def watch(self, wanted: Collection[str], changed: Callable[[], None], stop: Event) -> object: ...
-    def close(self) -> None: ...
-
-
-class TablesInterface(Protocol):
-    """`dataplane.kernel.xtables.Xtables`."""
-
-    variant: str
-    missing: dict[int, str]
-
-    @property
-    def families(self) -> tuple[int, ...]: ...
-    def restore(self, family: int, text: str) -> None: ...
-    def save(self, family: int, table: str) -> str: ...
-
-
 @dataclass
 class Kernel:
     """The kernel interfaces of the mode. `set_sysctls` sets what it can and returns setting -> why not."""
 
-    ipvs: IpvsInterface
-    sets: SetsInterface
-    device: DeviceInterface
-    tables: TablesInterface
+    ipvs: Ipvs
+    sets: Ipsets
+    device: Dummy
+    tables: xtables.Xtables
     set_sysctls: Callable[[Mapping[str, str]], dict[str, str]] = sysctl.apply
     read_sysctl: Callable[[str], str | None] = sysctl.read
 
@@ -280,15 +232,6 @@ def write_rules(kernel: Kernel, node: NodeNetwork, health_ports: Iterable[int]) 
         kernel.tables.restore(family, rules.restore_text(family, node, saved, health_ports))
         written[family] = read_rules(kernel, family)
     return written
-
-
-def revision(kernel: Kernel) -> object:
-    """A value that changes with the rules in our tables; None: it cannot be known.
-
-    Raises:
-        XtablesError: the kernel cannot be asked.
-    """
-    return kernel.tables.revision(rules.JUMPS) if isinstance(kernel.tables, xtables.Xtables) else None
 
 
 def read_rules(kernel: Kernel, family: int) -> tuple[str, ...]:

@@ -135,7 +135,7 @@ class Userspace(NoQueries):
 
     def sync(self, table: ServiceTable) -> SyncResult:
         names = changed_services(self.table, table)
-        whole = self._whole or _rewrites(self.table.node, table.node)
+        whole = self._whole or self.table.node != table.node
         if whole:
             names = frozenset({*table.services, *self._known})
         result = self._attempt(table, names, whole=whole)
@@ -407,11 +407,6 @@ def _join(services: Iterable[Mapping[str, _Known]], family: int) -> plan.Element
             if known.family == family:
                 joined.update(known.elements)
     return joined
-
-
-def _rewrites(old: NodeNetwork, new: NodeNetwork) -> bool:
-    """Whether the change of the node needs other rules or another network for the relay."""
-    return old != new
 
 
 def _has_sctp() -> bool:
