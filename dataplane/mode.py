@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
-from dataplane.errors import DataplaneError
 from dataplane.reports import (
     BackendRow,
     Ejection,
@@ -20,7 +18,7 @@ from dataplane.reports import (
     TrafficRow,
     Unprogrammed,
 )
-from dataplane.table import Entry, ServiceTable
+from dataplane.table import ServiceTable
 
 RequestMaintenance = Callable[[], None]  # from any thread: have `Programmer.maintain` called at once, something drifted
 
@@ -99,31 +97,21 @@ class ProbePacket(msgspec.Struct, frozen=True):
     source_port: int = 0  # 0: any
 
 
-def stale_row(deleted: Mapping[int, int]) -> dict[str, int]:
-    """The value of `stale_deleted` in a status of modes with conntrack: entries of datagrams deleted, by family."""
-    return {f"IPv{family}": count for family, count in sorted(deleted.items())}
-
-
 def unknown_algorithms(table: ServiceTable, known: Collection[str], instead: str, *, weighs: bool = False) -> list[str]:
     """Warnings: how many service ports ask for an algorithm that is not `known`, or for weights."""
-    asked = Counter(entry.algorithm for entries in table.services.values() for entry in entries)
-    other = sum(count for algorithm, count in asked.items() if algorithm not in known)
+    other = sum(1 for entry in table.entries() if entry.algorithm not in known)
+    weighted = 0 if weighs else sum(1 for entry in table.entries() if any(b.weight > 1 for b in entry.serving))
     warnings = []
     if other:
         warnings.append(f"{other} service ports ask for another algorithm than {instead}, which they get instead")
-    weighted = 0 if weighs else sum(1 for entries in table.services.values() for entry in entries if _weighs(entry))
     if weighted:
         warnings.append(f"{weighted} service ports have weights: only 0 counts here, all others are the same")
     return warnings
 
 
-def _weighs(entry: Entry) -> bool:
-    return any(backend.weight > 1 for backend in entry.serving)
-
-
 def unprobed(table: ServiceTable) -> list[str]:
     """At most one warning, for a mode that makes no health probes."""
-    asked = sum(1 for entries in table.services.values() for entry in entries if entry.probe is not None)
+    asked = sum(1 for entry in table.entries() if entry.probe is not None)
     return [f"{asked} service ports ask for probes of their backends, which this mode does not make"] * (asked > 0)
 
 
@@ -190,34 +178,6 @@ class Programmer(Protocol):
 
     def close(self) -> None:
         """Release this process's hold; traffic goes on as programmed."""
-
-
-class NoQueries:
-    """For a `Programmer` whose mode has no program that could run a probe packet, and counts no traffic of services."""
-
-    name: str
-
-    def names(self) -> dict[int, str]:
-        """Nothing is numbered: the names are in the kernel."""
-        return {}
-
-    def ejections(self) -> list[Ejection]:
-        """See `Programmer.ejections`: this mode does not look for failing backends."""
-        return []
-
-    def explain(self, packet: ProbePacket) -> ExplainAnswer:
-        """See `Programmer.explain`.
-
-        Raises:
-            DataplaneError: always.
-        """
-        del packet
-        raise DataplaneError(f"mode {self.name} cannot be asked about a packet; `explain` without --live answers")
-
-    def traffic(self, *, by_backend: bool) -> list[TrafficRow]:
-        """See `Programmer.traffic`: nothing is counted."""
-        del by_backend
-        return []
 
 
 @runtime_checkable

@@ -9,7 +9,7 @@ Addresses are canonical text (`10.0.0.1`, `fd00::1`), ports are host integers, t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum, IntEnum, IntFlag
 from ipaddress import IPv4Network, IPv6Network, collapse_addresses, ip_network
 
@@ -98,6 +98,9 @@ class Probe(msgspec.Struct, frozen=True):
     path: str | None = None
 
 
+EntryKey = tuple[str, int, int]  # name, family, protocol
+
+
 class Entry(msgspec.Struct, frozen=True):
     """One service port of one address family, with all its frontends.
 
@@ -115,6 +118,11 @@ class Entry(msgspec.Struct, frozen=True):
     affinity_seconds: int = 0  # 0: no session affinity
     algorithm: str = "random"
     probe: Probe | None = None  # None: nobody asks; of TCP ports alone
+
+    @property
+    def key(self) -> EntryKey:
+        """What names a service port of one family."""
+        return self.name, self.family, int(self.protocol)
 
 
 class PodMatch(msgspec.Struct, frozen=True):
@@ -163,6 +171,11 @@ class ServiceTable(msgspec.Struct, frozen=True):
     base: int = -1
     changed: frozenset[str] = frozenset()
     health_ports: tuple[int, ...] = ()  # sorted
+
+    def entries(self, names: Iterable[str] | None = None) -> Iterator[Entry]:
+        """All service ports, or those of these services."""
+        for name in self.services if names is None else names:
+            yield from self.services.get(name, ())
 
 
 EMPTY = ServiceTable(services={})

@@ -9,11 +9,11 @@ from typing import Any
 from dataplane.mode import Event, Options
 from dataplane.modes.ebpf.lower import Socket
 from dataplane.modes.ebpf.outliers import OutlierDetector
-from dataplane.modes.ebpf.plan import EntryKey, Subject, key_of
+from dataplane.modes.ebpf.plan import Subject
 from dataplane.modes.ebpf.probes import Prober, Target
 from dataplane.modes.ebpf.store import Store
 from dataplane.reports import Ejection, HealthProbes
-from dataplane.table import socket_text
+from dataplane.table import EntryKey, socket_text
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Failover:
         for name in names:
             before = self._probed.pop(name, {})
             after = {
-                (key_of(port.entry), (b.address, b.port)): Target(b.address, b.port, port.entry.probe.path)
+                (port.entry.key, (b.address, b.port)): Target(b.address, b.port, port.entry.probe.path)
                 for port in store.plan.installed.get(name, ())
                 if port.entry.probe is not None
                 for backend_set in port.entry.backend_sets

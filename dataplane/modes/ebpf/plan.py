@@ -32,15 +32,9 @@ from dataplane.modes.ebpf.lower import (
 from dataplane.modes.ebpf.outliers import Ejection
 from dataplane.modes.ebpf.pools import SETTINGS, DeferredFree, FullError, IdPool, SlotAllocator, size_class
 from dataplane.reports import Unprogrammed
-from dataplane.table import Backend, Entry, Protocol
+from dataplane.table import Backend, Entry, EntryKey, Protocol
 
-EntryKey = tuple[str, int, int]  # name, family, protocol
 Subject = tuple[EntryKey, Socket]  # a backend of a service port
-
-
-def key_of(entry: Entry) -> EntryKey:
-    """What names a service port of one family."""
-    return entry.name, entry.family, int(entry.protocol)
 
 
 def service_of(key: EntryKey) -> str:
@@ -163,7 +157,7 @@ class Plan:
         }  # fmt: skip
 
     def find(self, key: EntryKey) -> Installed | None:
-        return next((known for known in self.installed.get(service_of(key), ()) if key_of(known.entry) == key), None)
+        return next((known for known in self.installed.get(service_of(key), ()) if known.entry.key == key), None)
 
     # Changes
 
@@ -174,10 +168,10 @@ class Plan:
             ValueError: an entry cannot be lowered. Nothing was planned.
         """
         refused = self.unfit.get(name, ())
-        known = {key_of(port.entry): port for port in self.installed.get(name, ())}
+        known = {port.entry.key: port for port in self.installed.get(name, ())}
         wanted: dict[EntryKey, tuple[Entry, Rows | None]] = {}
         for entry in entries:
-            key = key_of(entry)
+            key = entry.key
             old = known.get(key)
             same = old is not None and old.entry is entry and key not in refused
             wanted[key] = entry, None if same else lower(entry, self.ejections.get(key, NO_EJECTIONS))
@@ -444,7 +438,7 @@ class Plan:
             batch.gone_frontends.append(((family, address, 0, 0), service))
 
     def _remove(self, batch: Batch, port: Installed) -> None:
-        entry, settings, key = port.entry, port.rows.settings, key_of(port.entry)
+        entry, settings, key = port.entry, port.rows.settings, port.entry.key
         self._shares.pop(key, None)
         self.follows_load.discard(port.service)
         self.cut.pop(key, None)
@@ -466,7 +460,7 @@ class Plan:
             self.full.add(error.name)
 
     def _replace(self, old: Installed, new: Installed) -> None:
-        name = service_of(key_of(old.entry))
+        name = service_of(old.entry.key)
         self.installed[name] = tuple(new if port is old else port for port in self.installed[name])
 
 

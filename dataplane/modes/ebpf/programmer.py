@@ -253,7 +253,7 @@ class Ebpf:
         names = changed_services(self.table, table) | self._unprogrammed | self._failed
         try:
             if self.programs is None:
-                self._begin(sizes.needs, (entry for entries in table.services.values() for entry in entries))
+                self._begin(sizes.needs, table.entries())
             if table.node != self.table.node or not self._attached:
                 self._write_node(table.node)
             if self.gc.graced > self.store.graced_stamp:

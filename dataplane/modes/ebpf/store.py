@@ -19,9 +19,9 @@ from dataplane.modes.ebpf.adopt import Former
 from dataplane.modes.ebpf.lower import BACKEND_EJECTED, Key, Socket
 from dataplane.modes.ebpf.maps import MapSet
 from dataplane.modes.ebpf.outliers import Ejection
-from dataplane.modes.ebpf.plan import Batch, EntryKey, InUse, Plan, Subject, key_of
+from dataplane.modes.ebpf.plan import Batch, InUse, Plan, Subject
 from dataplane.modes.ebpf.writer import MapWriter
-from dataplane.table import Entry, family_of
+from dataplane.table import Entry, EntryKey, family_of
 
 FIRST_FILL = 500  # services
 
@@ -203,7 +203,7 @@ class Store:
             known = self.plan.by_id.get(service)
             if known is not None:
                 address = layout.address_text(raw[16 * i : 16 * i + 16], known.entry.family)
-                found[key_of(known.entry), (address, ports[i])] = count
+                found[known.entry.key, (address, ports[i])] = count
         return found
 
     def numbers(self, key: EntryKey) -> dict[Socket, int]:

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from dataplane.diff import changed_services
-from dataplane.errors import DataplaneError, SyncError, Unsupported
-from dataplane.kernel.conntrack import delete_stale, is_liberal
-from dataplane.kernel.nfmonitor import watch_ruleset
+from dataplane.errors import Unsupported
+from dataplane.kernel.conntrack import is_liberal
 from dataplane.kernel.xtables import Xtables, find, present
 from dataplane.mode import (
     Mode,
-    NoQueries,
     Options,
     RequestMaintenance,
-    SyncResult,
-    stale_row,
     unknown_algorithms,
     unprobed,
 )
@@ -31,8 +24,9 @@ from dataplane.modes.iptables import listing
 from dataplane.modes.iptables.installed import TABLES, Installed, Ruleset, remove
 from dataplane.modes.iptables.lower import Node, node_of, same_addresses, usual_masquerade
 from dataplane.modes.iptables.plan import Plan
-from dataplane.reports import IptablesStatus, Status, Unprogrammed
-from dataplane.table import EMPTY, Entry, Protocol, ServiceTable
+from dataplane.netfilter import NetfilterMode
+from dataplane.reports import IptablesStatus, Status
+from dataplane.table import Entry, Protocol, ServiceTable
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +45,7 @@ class Able(msgspec.Struct, frozen=True):
     sctp: bool
 
 
-class Iptables(NoQueries):
+class Iptables(NetfilterMode):
     """A `dataplane.mode.Programmer`.
 
     Args:
@@ -65,6 +59,7 @@ class Iptables(NoQueries):
     """
 
     name = "iptables"
+    writes = "the iptables rules"
 
     def __init__(
         self,
@@ -73,107 +68,55 @@ class Iptables(NoQueries):
         xtables: Xtables | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.options = options
+        super().__init__(options, wake)
         self._clock = clock
         self.xtables = xtables or find(needs)
         self.able = {family: _ability(self.xtables, family) for family in self.xtables.families}
         self.drop_invalid = not is_liberal()
-        self.table: ServiceTable = EMPTY
-        self.audit_repairs = 0
-        self.stale_deleted = Counter({4: 0, 6: 0})  # by family
-        self.unprogrammed: dict[str, Unprogrammed] = {}
         self._plans: dict[int, Plan] = {}
         self._ruleset = Ruleset(self.xtables)
         self._installed = {family: Installed(self._ruleset, family) for family in self.xtables.families}
-        self._full = True
-        self._programmed = False
         self._damage: list[str] = []  # what is still to be repaired
         self._audit_at = 0.0
-        self._touched = threading.Event()
-        self._stop = threading.Event()
-        self._wake = wake
-        self._watching = False
         self._revision: object = None  # of the rules when they were compared
-        self.unrepaired: tuple[str, ...] = ()  # what fails is raised
         if self.xtables.variant == "nft":
-            threading.Thread(target=self._watch, name="iptables-drift", daemon=True).start()
+            self._watch_rules([f"{family} {table}" for family in ("ip", "ip6") for table in TABLES])
         log.info("iptables variant %s: %s", self.xtables.variant, self.xtables.chosen)
         for family, reason in self.xtables.missing.items():
             log.warning("no IPv%d in this mode: %s", family, reason)
 
     # Changes
 
-    def sync(self, table: ServiceTable) -> SyncResult:
-        first = not self._programmed
-        try:
-            if self._full or self._nodes(table) != self._nodes_programmed():
-                names: Iterable[str] = table.services
-                result = self._replace(table)
-            else:
-                names = changed_services(self.table, table)
-                result = self._change(table, names)
-        except DataplaneError as error:
-            self._full = True
-            raise SyncError(f"the iptables rules could not be programmed: {error}") from error
-        self.table = table
-        self._full, self._programmed = False, True
-        self._note_revision()
-        self.stale_deleted.update(delete_stale(table, table.services if first else names))
-        return result
+    def _must_replace(self, table: ServiceTable, names: Collection[str]) -> bool:
+        del names
+        return self._nodes(table) != {family: plan.node for family, plan in self._plans.items()}
 
-    def other_mode_stopped(self) -> None:
-        self.stale_deleted.update(delete_stale(self.table, self.table.services))
-
-    def _replace(self, table: ServiceTable) -> SyncResult:
+    def _replace(self, table: ServiceTable) -> None:
         """Write everything, in place of what is there."""
-        self.unprogrammed.clear()
-        changed = 0
         nodes = self._nodes(table)
-        entries = [entry for held in table.services.values() for entry in held]
         self._ruleset.seen(self.xtables.generation())
         for family, installed in self._installed.items():
             plan = Plan(nodes[family])
             plan.health_ports = table.health_ports
-            mine = [entry for entry in entries if entry.family == family and self._fits(entry)]
-            installed.replace(plan.change((), mine))
+            installed.replace(plan.change((), self._supported(table, table.services, family)))
             self._plans[family] = plan
-            changed += len(mine)
-        for entry in entries:
-            self._fits(entry)
-        return SyncResult(changed, 0, tuple(self.unprogrammed.values()))
 
-    def _change(self, table: ServiceTable, names: Iterable[str]) -> SyncResult:
-        changed = removed = 0
-        old = [entry for name in names for entry in self.table.services.get(name, ())]
-        new = [entry for name in names for entry in table.services.get(name, ())]
-        for entry in old:
-            self.unprogrammed.pop(_unprogrammed_key(entry), None)
-        for entry in new:
-            self._fits(entry)
+    def _change(self, table: ServiceTable, names: Collection[str]) -> None:
         for family, installed in self._installed.items():
-            before = [entry for entry in old if entry.family == family and self._can(entry) is None]
-            after = [entry for entry in new if entry.family == family and self._can(entry) is None]
+            before, after = self._supported(self.table, names, family), self._supported(table, names, family)
             self._plans[family].health_ports = table.health_ports
             installed.change(self._plans[family].change(before, after))
-            known, wanted = {_key(entry): entry for entry in before}, {_key(entry): entry for entry in after}
-            changed += sum(1 for key, entry in wanted.items() if known.get(key) != entry)
-            removed += len(known.keys() - wanted.keys())
-        return SyncResult(changed, removed, tuple(self.unprogrammed.values()))
 
-    def _fits(self, entry: Entry) -> bool:
-        reason = self._can(entry)
-        if reason is not None:
-            self.unprogrammed[_unprogrammed_key(entry)] = Unprogrammed(entry.name, reason)
-        return reason is None
+    def _written(self) -> None:
+        self._note_revision()
 
-    def _can(self, entry: Entry) -> str | None:
-        """What keeps this machine from programming a service port."""
+    def _why_unsupported(self, entry: Entry) -> str:
         able = self.able.get(entry.family)
         if able is None:
             return f"IPv{entry.family} does not work here: {self.xtables.missing[entry.family]}"
         if entry.protocol is Protocol.SCTP and not able.sctp:
             return "iptables or the kernel has no match sctp: load the module xt_sctp"
-        return None
+        return ""
 
     def _nodes(self, table: ServiceTable) -> dict[int, Node]:
         """The node as text of rules. Whom most ClusterIPs masquerade is computed once: it follows from settings."""
@@ -183,7 +126,7 @@ class Iptables(NoQueries):
             if family in self._plans and not self._full and table.node == self.table.node:
                 usual = self._plans[family].node.usual
             else:
-                mine = (entry for held in table.services.values() for entry in held if entry.family == family)
+                mine = (entry for entry in table.entries() if entry.family == family)
                 usual = usual_masquerade(mine, node)
             nodes[family] = node._replace(
                 usual=usual,
@@ -194,30 +137,11 @@ class Iptables(NoQueries):
             )
         return nodes
 
-    def _nodes_programmed(self) -> dict[int, Node]:
-        return {family: plan.node for family, plan in self._plans.items()}
-
-    def links_changed(self) -> None:
-        """Nothing is attached to interfaces."""
-
     # Drift
-
-    def _watch(self) -> None:
-        tables = [f"{family} {table}" for family in ("ip", "ip6") for table in TABLES]
-        self._watching = True
-        try:
-            watch_ruleset(self._changed_by_others, self._stop, tables)
-        except OSError as error:
-            log.warning("changes of rules by others are only found each %g s: %s", self.options.sync_seconds, error)
-        self._watching = False
-
-    def _changed_by_others(self) -> None:
-        self._touched.set()
-        self._wake()
 
     def may_have_drifted(self) -> bool:
         """Of legacy tables; nf_tables reports changes."""
-        if not self._programmed or self._watching:
+        if not self._programmed or self.monitoring.is_set():
             return False
         if self.xtables.revision(TABLES) != self._revision:
             self._touched.set()
@@ -225,7 +149,7 @@ class Iptables(NoQueries):
 
     def _note_revision(self) -> None:
         """A change after this is not ours, or it is ours and costs one comparison."""
-        if not self._watching:
+        if not self.monitoring.is_set():
             self._revision = self.xtables.revision(TABLES)
 
     def maintain(self) -> None:
@@ -274,9 +198,8 @@ class Iptables(NoQueries):
     # Status
 
     def warnings(self) -> list[str]:
-        """What the table asks for and this mode does not do, as messages."""
         messages = unknown_algorithms(self.table, {"random"}, "random") + unprobed(self.table)
-        sticky = [entry for held in self.table.services.values() for entry in held if entry.affinity_seconds]
+        sticky = [entry for entry in self.table.entries() if entry.affinity_seconds]
         forgetful = sum(1 for entry in sticky if entry.family in self.able and not self.able[entry.family].remembers)
         if forgetful:
             messages.append(f"{forgetful} service ports have no session affinity: the kernel has no match recent")
@@ -292,12 +215,7 @@ class Iptables(NoQueries):
         return messages
 
     def status(self) -> Status:
-        return Status(
-            mode=self.name,
-            unprogrammed=list(self.unprogrammed.values()),
-            warnings=self.warnings(),
-            audit_repairs=self.audit_repairs,
-            stale_deleted=stale_row(self.stale_deleted),
+        return self._status(
             counters=self.counters(),
             iptables=IptablesStatus(
                 variant=self.xtables.variant,
@@ -307,26 +225,12 @@ class Iptables(NoQueries):
                 chains=sum(held.chains() for held in self._installed.values()),
                 rules={f"IPv{family}": held.rules() for family, held in self._installed.items()},
                 last_rules={f"IPv{family}": dict(held.last_rules) for family, held in self._installed.items()},
-                kernel_reports_drift=self._watching,
+                kernel_reports_drift=self.monitoring.is_set(),
             ),
         )
 
     def counters(self) -> dict[str, int]:
-        return {
-            "restores": sum(held.restores for held in self._installed.values()),
-            "stale_conntrack_entries_deleted": self.stale_deleted.total(),
-        }
-
-    def close(self) -> None:
-        self._stop.set()
-
-
-def _key(entry: Entry) -> tuple[str, int]:
-    return entry.name, int(entry.protocol)
-
-
-def _unprogrammed_key(entry: Entry) -> str:
-    return f"{entry.name}/{entry.protocol.name}/{entry.family}"
+        return {"restores": sum(held.restores for held in self._installed.values()), **super().counters()}
 
 
 def _clients_remembered() -> int:

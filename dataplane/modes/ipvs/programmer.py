@@ -5,24 +5,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final
 
-from dataplane.diff import changed_services
-from dataplane.errors import DataplaneError, SyncError, Unsupported
-from dataplane.kernel.conntrack import delete_stale
+from dataplane.errors import DataplaneError, Unsupported
 from dataplane.kernel.ipset import LIMIT, Ipsets
 from dataplane.kernel.ipvs import Ipvs as VirtualServers
 from dataplane.mode import (
     Mode,
-    NoQueries,
     Options,
     RequestMaintenance,
-    SyncResult,
-    stale_row,
     unprobed,
 )
 from dataplane.modes.ipvs import writer
@@ -31,7 +25,8 @@ from dataplane.modes.ipvs.listing import Programmed
 from dataplane.modes.ipvs.lower import PREFIX, Lowered, Member, Node, Wanted, is_excluded, lower, node_of
 from dataplane.modes.ipvs.marks import Marks
 from dataplane.modes.ipvs.plan import Actual, Steps, plan
-from dataplane.reports import Fill, IpvsStatus, Status, Unprogrammed
+from dataplane.netfilter import NetfilterMode
+from dataplane.reports import Fill, IpvsStatus, Status
 from dataplane.table import EMPTY, Entry, ServiceTable
 from dataplane.virtual_servers import Change, Server, Timeouts, Value, Verb
 
@@ -41,7 +36,7 @@ DRAIN_SECONDS: Final = 5.0  # how often real servers of weight 0 are checked; ku
 NOTHING: Final = Lowered({}, {}, frozenset())
 
 
-class Ipvs(NoQueries):
+class Ipvs(NetfilterMode):
     """A `dataplane.mode.Programmer`.
 
     Args:
@@ -55,6 +50,7 @@ class Ipvs(NoQueries):
     """
 
     name = "ipvs"
+    writes = "IPVS"
 
     def __init__(
         self,
@@ -63,19 +59,14 @@ class Ipvs(NoQueries):
         kernel: writer.Kernel | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.options = options
+        super().__init__(options, wake)
         self.kernel = kernel or writer.open_kernel(options)
         self._clock = clock
-        self.table: ServiceTable = EMPTY
         self.actual = Actual()
         self.lowered: dict[str, Lowered] = {}
-        self.unprogrammed: dict[str, tuple[Unprogrammed, ...]] = {}  # by service
-        self.audit_repairs = 0
-        self.unrepaired: tuple[str, ...] = ()  # what fails is raised
         self.audit = Audit(self.kernel, self.actual, self._settings, options.sync_seconds, clock)
         self._release = os.uname().release
         self.unset: dict[str, str] = {}  # settings of the kernel that could not be made
-        self.stale_deleted = Counter({4: 0, 6: 0})  # by family
         self._members: Counter[Member] = Counter()
         self._addresses: Counter[str] = Counter()
         self._values: dict[Member, Value] = {}
@@ -85,40 +76,21 @@ class Ipvs(NoQueries):
         self._taken: Counter[tuple[str, int, int]] = Counter()
         self._draining: set[Server] = set()
         self._drain_at = 0.0
-        self._full = self._first = True
         self._owed = 0  # things that others changed and that are not put right yet
-        self._wake = wake
-        self._stop = threading.Event()
         self._watching = False
 
     # Changes
 
-    def sync(self, table: ServiceTable) -> SyncResult:
-        first = self._first
-        names: Iterable[str] = changed_services(self.table, table)
-        try:
-            if self._full or table.node != self.table.node or self._takes_addresses(table, names):
-                names = table.services
-                if not first and not self._owed:  # repaired now, on whatever occasion: it counts
-                    self._owed = len(self.audit.addresses())
-                result = self._replace(table)
-            else:
-                result = self._change(table, names)
-                if table.health_ports != self.table.health_ports:
-                    self.audit.rules = writer.write_rules(self.kernel, table.node, table.health_ports)
-        except (DataplaneError, OSError) as error:
-            self._full = True
-            raise SyncError(f"IPVS could not be programmed: {error}") from error
-        self.table = table
-        self._full = self._first = False
-        self.stale_deleted.update(delete_stale(table, table.services if first else names))
-        return result
+    def _must_replace(self, table: ServiceTable, names: Collection[str]) -> bool:
+        """A service that takes or leaves an address that node ports are served at changes others, too."""
+        return table.node != self.table.node or any(
+            self._explicit(table, name) != self._explicit(self.table, name) for name in names
+        )
 
-    def other_mode_stopped(self) -> None:
-        self.stale_deleted.update(delete_stale(self.table, self.table.services))
-
-    def _replace(self, table: ServiceTable) -> SyncResult:
+    def _replace(self, table: ServiceTable) -> None:
         """Everything: what is in the kernel is read, and whatever differs is changed in place."""
+        if self._programmed and not self._owed:  # repaired now, on whatever occasion: it counts
+            self._owed = len(self.audit.addresses())
         self.unset = self.kernel.set_sysctls(writer.sysctls(self.options, self._release))
         options = self.options
         self.kernel.ipvs.set_timeouts(
@@ -139,8 +111,6 @@ class Ipvs(NoQueries):
         self.audit_repairs, self._owed = self.audit_repairs + self._owed, 0
         self._note_draining(steps)
         self._watch()
-        entries = sum(len(held) for held in table.services.values())
-        return SyncResult(entries, 0, self._unprogrammed())
 
     def _adopt(self, found: Actual) -> None:
         self.actual.servers, self.actual.members = found.servers, found.members
@@ -150,7 +120,7 @@ class Ipvs(NoQueries):
         self._marks = Marks(self._node.masquerade, found.members)
 
     def _lower_all(self, table: ServiceTable) -> None:
-        self.lowered, self.unprogrammed = {}, {}
+        self.lowered = {}
         self._members, self._addresses, self._values = Counter(), Counter(), {}
         self._taken = Counter(place for name in table.services for place in self._explicit(table, name))
         for name in table.services:
@@ -166,21 +136,17 @@ class Ipvs(NoQueries):
     def _wanted_members(self, members: Iterable[Member]) -> dict[Member, tuple[bool, Value]]:
         return {member: (self._members[member] > 0, self._values.get(member)) for member in members}
 
-    def _change(self, table: ServiceTable, names: Iterable[str]) -> SyncResult:
+    def _change(self, table: ServiceTable, names: Collection[str]) -> None:
         """What changed, and nothing else: neither read nor written."""
         servers: dict[Server, Wanted | None] = {}
         members: set[Member] = set()
         addresses: set[str] = set()
-        changed = removed = 0
         for name in names:
-            before, after = self.table.services.get(name, ()), table.services.get(name, ())
             old = self.lowered.get(name, NOTHING)
-            new = self._put(name, after)
+            new = self._put(name, table.services.get(name, ()))
             servers.update(dict.fromkeys(old.servers))
             members.update(old.members, new.members)
             addresses |= old.addresses | new.addresses
-            changed += len(after)
-            removed += max(0, len(before) - len(after))
         for name in names:  # after all that go: a service may have taken over the server of another
             servers.update(self.lowered.get(name, NOTHING).servers)
         self._marks.give_back(server for server, wanted in servers.items() if wanted is None)
@@ -189,7 +155,8 @@ class Ipvs(NoQueries):
         )
         writer.perform(self.kernel, steps, self.actual)
         self._note_draining(steps)
-        return SyncResult(changed, removed, self._unprogrammed())
+        if table.health_ports != self.table.health_ports:
+            self.audit.rules = writer.write_rules(self.kernel, table.node, table.health_ports)
 
     def _put(self, name: str, entries: tuple[Entry, ...]) -> Lowered:
         """Replace what a service needs by what it needs now."""
@@ -199,9 +166,6 @@ class Ipvs(NoQueries):
                 self._values.pop(member, None)
         for address in old.addresses:
             _release(self._addresses, address)
-        self.unprogrammed.pop(name, None)
-        if unfit := self._unfit(entries):
-            self.unprogrammed[name] = unfit
         new = lower(entries, self._node, self._scheduler, self._marks.take, self._taken)
         self._members.update(new.members.keys())
         self._values.update({member: value for member, value in new.members.items() if value is not None})
@@ -210,17 +174,10 @@ class Ipvs(NoQueries):
             self.lowered[name] = new
         return new
 
-    def _unfit(self, entries: Iterable[Entry]) -> tuple[Unprogrammed, ...]:
-        """The service ports that this machine cannot have."""
-        why = self.kernel.tables.missing
-        return tuple(
-            Unprogrammed(entry.name, f"IPv{entry.family} does not work here: {why.get(entry.family, 'no iptables')}")
-            for entry in entries
-            if entry.family not in self._node.families
-        )
-
-    def _unprogrammed(self) -> tuple[Unprogrammed, ...]:
-        return tuple(one for held in self.unprogrammed.values() for one in held)
+    def _why_unsupported(self, entry: Entry) -> str:
+        if entry.family in self.kernel.tables.families:
+            return ""
+        return f"IPv{entry.family} does not work here: {self.kernel.tables.missing.get(entry.family, 'no iptables')}"
 
     def _scheduler(self, entry: Entry) -> str:
         """What the entry asks for, where the kernel has it; it is asked once for each."""
@@ -246,16 +203,9 @@ class Ipvs(NoQueries):
             if frontend.address is not None and frontend.address in table.node.node_port_addresses
         ]
 
-    def _takes_addresses(self, table: ServiceTable, names: Iterable[str]) -> bool:
-        """Whether a service takes or leaves an address that node ports are served at: then others change too."""
-        return any(self._explicit(table, name) != self._explicit(self.table, name) for name in names)
-
     def _settings(self) -> dict[str, str]:
         wanted = writer.sysctls(self.options, self._release)
         return {name: value for name, value in wanted.items() if name not in self.unset}
-
-    def links_changed(self) -> None:
-        """Nothing is attached to interfaces; new addresses come with the next table."""
 
     # Draining
 
@@ -297,7 +247,7 @@ class Ipvs(NoQueries):
     def _lost(self) -> None:
         """Called by the watching thread: an address of ours, or the device, is gone."""
         self.audit.address_lost.set()
-        self._wake()
+        self._request_maintenance()
 
     def may_have_drifted(self) -> bool:
         """Whether it is time to compare."""
@@ -323,8 +273,7 @@ class Ipvs(NoQueries):
     # Status
 
     def warnings(self) -> list[str]:
-        """What the table asks for and this mode does not do, as messages."""
-        entries = [entry for held in self.table.services.values() for entry in held]
+        entries = list(self.table.entries())
         messages = unprobed(self.table)
         for algorithm in sorted(name for name, works in self._schedulers.items() if not works):
             who = [entry.name for entry in entries if self._asked(entry) == algorithm]
@@ -352,13 +301,8 @@ class Ipvs(NoQueries):
             for weight in state.weights.values() if weight == 0
         )  # fmt: skip
         elements = Counter(name for name, _ in self.actual.members)
-        return Status(
-            mode=self.name,
+        return self._status(
             fill={f"set {name}": Fill(count, LIMIT) for name, count in sorted(elements.items())},
-            unprogrammed=list(self._unprogrammed()),
-            warnings=self.warnings(),
-            audit_repairs=self.audit_repairs,
-            stale_deleted=stale_row(self.stale_deleted),
             counters=self.counters(),
             ipvs=IpvsStatus(
                 scheduler=self.options.ipvs_scheduler,
@@ -372,11 +316,8 @@ class Ipvs(NoQueries):
             ),
         )
 
-    def counters(self) -> dict[str, int]:
-        return {"stale_conntrack_entries_deleted": self.stale_deleted.total()}
-
     def close(self) -> None:
-        self._stop.set()
+        super().close()
         self.kernel.close()
 
 

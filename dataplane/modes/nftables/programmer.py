@@ -5,24 +5,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import threading
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
-from dataplane.diff import changed_services
 from dataplane.errors import DataplaneError, SyncError, Unsupported
-from dataplane.kernel.conntrack import delete_stale, is_liberal
-from dataplane.kernel.nfmonitor import watch_ruleset
+from dataplane.kernel.conntrack import is_liberal
 from dataplane.kernel.nfnetlink import NftablesError
 from dataplane.mode import (
     Mode,
-    NoQueries,
     Options,
     RequestMaintenance,
-    SyncResult,
-    stale_row,
     unknown_algorithms,
     unprobed,
 )
@@ -30,13 +23,14 @@ from dataplane.modes.nftables.listing import Tables
 from dataplane.modes.nftables.picks import Pick, chain_named, pick_chain
 from dataplane.modes.nftables.plan import Installed, Plan
 from dataplane.modes.nftables.tables import COUNTERS, MEMBERS, SETS, TABLE, clients_set
+from dataplane.netfilter import NetfilterMode
 from dataplane.nftables import operations as op
 from dataplane.nftables.expressions import FAMILIES, Family
 from dataplane.nftables.ruleset import add, describe
 from dataplane.nftables.schema import Key, Value
 from dataplane.nftables.wire import Kernel, missing, remove_tables
-from dataplane.reports import NftablesStatus, Status, Unprogrammed
-from dataplane.table import EMPTY, Entry, Masquerade, NodeNetwork, ServiceTable
+from dataplane.reports import NftablesStatus, Status
+from dataplane.table import Entry, Masquerade, NodeNetwork, ServiceTable
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +38,7 @@ TRIAL: Final = "hybrid-proxy-trial"
 ATTEMPTS: Final = 3  # to read what others change at the same time
 
 
-class Nftables(NoQueries):
+class Nftables(NetfilterMode):
     """A `dataplane.mode.Programmer`.
 
     Args:
@@ -57,6 +51,7 @@ class Nftables(NoQueries):
     """
 
     name = "nftables"
+    writes = "the nftables tables"
 
     def __init__(
         self, options: Options, request_maintenance: RequestMaintenance, kernel: op.Nftables | None = None
@@ -65,45 +60,23 @@ class Nftables(NoQueries):
             reason = probe(options)
             if reason:
                 raise Unsupported("nftables", reason)
-        self.options = options
-        self.audit_repairs = 0
-        self.stale_deleted = Counter({4: 0, 6: 0})  # by family
+        super().__init__(options, request_maintenance)
         self.adopted = False
-        self.table: ServiceTable = EMPTY
         self._kernel: op.Nftables = kernel or Kernel(TABLE, SETS, chain_named)
-        self._request_maintenance = request_maintenance
         self._watch = kernel is None
         self._drop_invalid = not (self._watch and is_liberal())
         self._plans: dict[int, Plan] = {}
-        self._unprogrammed: dict[str, Unprogrammed] = {}
-        self._programmed = False
         self._generation = 0
         self._check_at = 0.0
-        self.monitoring = threading.Event()  # set once changes by others are reported
-        self._stop, self._touched = threading.Event(), threading.Event()
-        self._watching = False
 
     # Changes
 
-    def sync(self, table: ServiceTable) -> SyncResult:
-        first = not self._programmed
-        full = not self._plans or _of_node(table.node) != _of_node(self.table.node)
-        names: Iterable[str] = table.services if first else changed_services(self.table, table)
-        try:
-            result = self._everything(table) if full else self._change(table, names)
-        except (DataplaneError, OSError, ValueError) as error:
-            self._plans.clear()  # the next sync reads what there is
-            raise SyncError(f"the nftables tables could not be programmed: {error}") from error
-        self.table = table
-        self._programmed = True
-        self._start_watching()
-        self._delete_stale(table, names)
-        return result
+    def _must_replace(self, table: ServiceTable, names: Collection[str]) -> bool:
+        del names
+        return _of_node(table.node) != _of_node(self.table.node)
 
-    def _everything(self, table: ServiceTable) -> SyncResult:
+    def _replace(self, table: ServiceTable) -> None:
         """Make the tables, or make what is there ours, by one transaction."""
-        self._unprogrammed.clear()
-        removed = max(0, _count(self.table) - _count(table))
         work = []
         for family in FAMILIES.values():
             plan, operations = self._differences(family, table)
@@ -111,12 +84,31 @@ class Nftables(NoQueries):
             work.append((family, operations))
         self._kernel.commit(*work)
         self._verified()
-        return SyncResult(_count(table) - len(self._unprogrammed), removed, tuple(self._unprogrammed.values()))
+
+    def _change(self, table: ServiceTable, names: Collection[str]) -> None:
+        """One transaction of what differs between two tables."""
+        work = []
+        for version, family in FAMILIES.items():
+            before, after = self._supported(self.table, names, version), self._supported(table, names, version)
+            work.append((family, self._plans[version].change(before, after)))
+        self._kernel.commit(*work)
+
+    def _failed(self) -> None:
+        self._plans.clear()  # the next sync reads what there is
+
+    def _written(self) -> None:
+        """After the first fill: reports about a hundred thousand elements of our own are of no use."""
+        if self._watch:
+            self._watch = False
+            self._watch_rules([f"{family.name} {TABLE}" for family in FAMILIES.values()])
+
+    def _why_unsupported(self, entry: Entry) -> str:
+        return why_unsupported(entry)
 
     def _differences(self, family: Family, table: ServiceTable) -> tuple[Plan, Iterable[op.Operation]]:
         """A new plan, and the operations that make the kernel's table it."""
         plan = Plan(family, table.node, drop_invalid=self._drop_invalid)
-        services = self._services(table, family)
+        services = (self._supported(table, (name,), family.version) for name in table.services)
         for _ in range(ATTEMPTS):
             skeleton = self._kernel.skeleton(family)
             if skeleton is None:
@@ -141,65 +133,7 @@ class Nftables(NoQueries):
                 return None
             raise
 
-    def _services(self, table: ServiceTable, family: Family) -> Iterator[tuple[Entry, ...]]:
-        for entries in table.services.values():
-            yield tuple([e for e in entries if e.family == family.version and self._supports(e)])
-
-    def _change(self, table: ServiceTable, names: Iterable[str]) -> SyncResult:
-        """One transaction of what differs between two tables."""
-        old = [entry for name in names for entry in self.table.services.get(name, ())]
-        new = [entry for name in names for entry in table.services.get(name, ())]
-        for entry in old:
-            self._unprogrammed.pop(_identity(entry), None)
-        work = []
-        for family in FAMILIES.values():
-            before = [e for e in old if e.family == family.version and why_unsupported(e) is None]
-            after = [e for e in new if e.family == family.version and self._supports(e)]
-            work.append((family, self._plans[family.version].change(before, after)))
-        self._kernel.commit(*work)
-        known, wanted = {_identity(e): e for e in old}, {_identity(e): e for e in new}
-        changed = sum(1 for key, entry in wanted.items() if known.get(key) != entry)
-        return SyncResult(changed, len(known.keys() - wanted.keys()), tuple(self._unprogrammed.values()))
-
-    def _supports(self, entry: Entry) -> bool:
-        reason = why_unsupported(entry)
-        if reason is not None:
-            self._unprogrammed[_identity(entry)] = Unprogrammed(entry.name, reason)
-        return reason is None
-
-    def _delete_stale(self, table: ServiceTable, names: Iterable[str]) -> None:
-        if not self._watch:
-            return  # without the real kernel there are no flows of ours
-        try:
-            self.stale_deleted.update(delete_stale(table, names))
-        except OSError as error:
-            log.warning("stale conntrack entries of datagrams could not be deleted: %s", error)
-
-    def other_mode_stopped(self) -> None:
-        self._delete_stale(self.table, self.table.services)
-
     # Drift
-
-    def _start_watching(self) -> None:
-        """After the first fill: reports about a hundred thousand elements of our own are of no use."""
-        if self._watch and not self._watching:
-            self._watching = True
-            threading.Thread(target=self._monitor, name="nftables-drift", daemon=True).start()
-
-    def _monitor(self) -> None:
-        tables = [f"{family.name} {TABLE}" for family in FAMILIES.values()]
-        try:
-            watch_ruleset(self.ruleset_changed, self._stop, tables, self.monitoring)
-        except OSError as error:
-            log.warning("changes by others are noticed every %g s only: %s", self.options.sync_seconds, error)
-
-    def ruleset_changed(self) -> None:
-        """Another process changed our tables; called from any thread."""
-        self._touched.set()
-        self._request_maintenance()
-
-    def links_changed(self) -> None:
-        """Rules name no interface that must exist."""
 
     def maintain(self) -> None:
         if not self._programmed:
@@ -238,7 +172,8 @@ class Nftables(NoQueries):
                 for family, operations in work:
                     written[family.name] += operations
         except (DataplaneError, OSError, ValueError) as error:
-            self._plans.clear()
+            self._full = True
+            self._failed()
             raise SyncError(f"the nftables tables could not be repaired: {error}") from error
         self._verified()
         for name, done in written.items():
@@ -283,17 +218,11 @@ class Nftables(NoQueries):
     # Status
 
     def warnings(self) -> list[str]:
-        """What the table asks for and this mode does not do."""
         return unknown_algorithms(self.table, {"random"}, "random") + unprobed(self.table)
 
     def status(self) -> Status:
-        return Status(
-            mode=self.name,
+        return self._status(
             adopted=self.adopted,
-            unprogrammed=list(self._unprogrammed.values()),
-            warnings=self.warnings(),
-            audit_repairs=self.audit_repairs,
-            stale_deleted=stale_row(self.stale_deleted),
             counters=self.counters(),
             nftables=NftablesStatus(tables=[f"{family.name} {TABLE}" for family in FAMILIES.values()]),
         )
@@ -308,24 +237,16 @@ class Nftables(NoQueries):
         return total
 
     def close(self) -> None:
-        self._stop.set()
+        super().close()
         self._kernel.close()
 
 
-def why_unsupported(entry: Entry) -> str | None:
-    """Why a service port cannot be programmed; None: it can."""
+def why_unsupported(entry: Entry) -> str:
+    """Why a service port cannot be programmed; empty: it can."""
     sets = len(entry.backend_sets)
     if entry.affinity_seconds and sets > len(MEMBERS):
         return f"{sets} distinct backend sets with session affinity, there is room for {len(MEMBERS)}"
-    return None
-
-
-def _identity(entry: Entry) -> str:
-    return f"{entry.name}/{entry.family}/{entry.protocol}"
-
-
-def _count(table: ServiceTable) -> int:
-    return sum(len(entries) for entries in table.services.values())
+    return ""
 
 
 def _of_node(node: NodeNetwork) -> tuple[object, ...]:

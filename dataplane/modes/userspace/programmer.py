@@ -7,19 +7,16 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Final, TypeVar
 
-from dataplane.diff import changed_services
-from dataplane.errors import DataplaneError, Occupied, SyncError, Unsupported
-from dataplane.kernel import conntrack, nfmonitor, policy
+from dataplane.errors import DataplaneError, Occupied, Unsupported
+from dataplane.kernel import policy
 from dataplane.kernel.nfnetlink import NftablesError
 from dataplane.mode import (
     Mode,
-    NoQueries,
     Options,
     RequestMaintenance,
-    SyncResult,
     unknown_algorithms,
     unprobed,
 )
@@ -30,6 +27,7 @@ from dataplane.modes.userspace.listing import Relayed
 from dataplane.modes.userspace.relay_client import RelayClient, connect, draining, open_client
 from dataplane.modes.userspace.sockets import transparent_works
 from dataplane.modes.userspace.tables import LISTENERS, SETS, TABLE, answer_mark
+from dataplane.netfilter import NetfilterMode
 from dataplane.nftables import operations as op
 from dataplane.nftables.expressions import FAMILIES, Family
 from dataplane.nftables.ruleset import describe
@@ -60,7 +58,7 @@ class _Known:
         self.elements = elements
 
 
-class Userspace(NoQueries):
+class Userspace(NetfilterMode):
     """A `dataplane.mode.Programmer`.
 
     Args:
@@ -74,6 +72,7 @@ class Userspace(NoQueries):
     """
 
     name = "userspace"
+    writes = "the relay or its rules"
 
     def __init__(
         self,
@@ -84,29 +83,20 @@ class Userspace(NoQueries):
         reason = probe(options)
         if reason:
             raise Unsupported("the userspace mode", reason)
-        self.options = options
+        super().__init__(options, request_maintenance)
         self._clock = clock
-        self._request_maintenance = request_maintenance
         self._possible = tuple(family for family in FAMILIES if transparent_works(family))
         self.transparent = self._possible  # of these, those whose answers are delivered here
         self._sctp = _has_sctp()
-        self.table: ServiceTable = EMPTY
         self._known: dict[str, dict[str, _Known]] = {}  # service -> service port
-        self._unprogrammed: dict[str, dict[str, str]] = {}  # service -> name of a service port -> reason
-        self._whole = True
-        self._stop = threading.Event()
-        self._drifted = threading.Event()
         self._lost = threading.Event()
-        self._monitored = True  # the kernel reports changes of the rules
         self._audit_at = 0.0
         self._answers = policy.watch()
         self._kernel: op.Nftables = Kernel(TABLE, SETS)
-        self.audit_repairs = 0
-        self.unrepaired: tuple[str, ...] = ()  # what fails is raised
         self.client: RelayClient = open_client()
         self.adopted = not self.client.started
         self._watch_relay()
-        threading.Thread(target=self._watch_rules, name="nft-monitor", daemon=True).start()
+        self._watch_rules([f"{family.name} {TABLE}" for family in FAMILIES.values()])
 
     # Watching
 
@@ -120,52 +110,29 @@ class Userspace(NoQueries):
 
         client.watch(ended)
 
-    def _watch_rules(self) -> None:
-        try:
-            nfmonitor.watch_ruleset(self._rules_changed, self._stop, TABLES)
-        except OSError as error:
-            self._monitored = False
-            log.warning("changes of nftables by others are found every %.0f s: %s", self.options.sync_seconds, error)
-
-    def _rules_changed(self) -> None:
-        self._drifted.set()
-        self._request_maintenance()
-
     # Sync
 
-    def sync(self, table: ServiceTable) -> SyncResult:
-        names = changed_services(self.table, table)
-        whole = self._whole or self.table.node != table.node
-        if whole:
-            names = frozenset({*table.services, *self._known})
-        result = self._attempt(table, names, whole=whole)
-        first, self._whole, self.table = self._whole, False, table
-        conntrack.delete_stale(table, table.services if first else names, self._datagram_ports())
-        return result
+    def _must_replace(self, table: ServiceTable, names: Collection[str]) -> bool:
+        del names
+        return self._lost.is_set() or self.table.node != table.node
 
-    def other_mode_stopped(self) -> None:
-        conntrack.delete_stale(self.table, self.table.services, self._datagram_ports())
+    def _replace(self, table: ServiceTable) -> None:
+        if self._lost.is_set():
+            self._reopen()
+        self._deliver_answers(answer_mark(table.node))
+        self._program(table, table.services.keys() | self._known.keys(), whole=True)
 
-    def _attempt(self, table: ServiceTable, names: frozenset[str], *, whole: bool) -> SyncResult:
-        """After a failure the next one is a full one."""
-        try:
-            if self._lost.is_set():
-                self._reopen()
-                whole, names = True, frozenset({*table.services, *self._known})
-            return self._program(table, names, whole=whole)
-        except (DataplaneError, OSError) as error:
-            self._whole = True
-            if self.client.broken:
-                self._lost.set()
-            raise SyncError(f"the relay or its rules could not be programmed: {error}") from error
+    def _change(self, table: ServiceTable, names: Collection[str]) -> None:
+        self._program(table, names, whole=False)
 
-    def _program(self, table: ServiceTable, names: frozenset[str], *, whole: bool) -> SyncResult:
+    def _failed(self) -> None:
+        if self.client.broken:
+            self._lost.set()
+
+    def _program(self, table: ServiceTable, names: Collection[str], *, whole: bool) -> None:
         """Proxy ports first, then the rules to them in one transaction, then proxy ports without rules close."""
-        if whole:
-            self._deliver_answers(answer_mark(table.node))
         network = low.lower_node(table.node, self.transparent)
         lowered: dict[str, dict[str, tuple[Entry, low.Lowered]]] = {}
-        unprogrammed: dict[str, dict[str, str]] = {}
         rows: dict[str, m.Row | None] = {}
         for name in names:
             ports = {
@@ -175,29 +142,28 @@ class Userspace(NoQueries):
             for known in self._known.get(name, {}):
                 rows[known] = None
             for key, (entry, found) in ports.items():
-                reason = self._why_unsupported(entry, network)
-                if reason:
-                    unprogrammed.setdefault(name, {})[entry.name] = reason
-                rows[key] = None if reason else found.row
+                if entry.family not in network.listen:
+                    reason = f"this node has no IPv{entry.family} address at which the relay could listen"
+                    self._unprogrammed[entry.key] = Unprogrammed(entry.name, reason)
+                rows[key] = None if entry.key in self._unprogrammed else found.row
         applied = self.client.ask(m.Apply(rows, network if whole else None, whole), m.Applied)
         fresh: dict[str, dict[str, _Known]] = {}
         for name, ports in lowered.items():
             fresh[name] = {}
             for key, (entry, found) in ports.items():
                 if key in applied.failed:
-                    unprogrammed.setdefault(name, {})[entry.name] = applied.failed[key]
+                    self._unprogrammed[entry.key] = Unprogrammed(entry.name, applied.failed[key])
                 numbers = applied.ports.get(key, ())
                 listen = network.listen.get(entry.family, "")
                 elements = plan.elements_of(found, int(entry.protocol), listen, numbers)
                 fresh[name][key] = _Known(entry.family, rows[key], elements)
         self._kernel.commit(*self._work(table.node, fresh, whole=whole))
         self.client.ask(m.Commit(), m.Done)
-        changed = sum(1 for ports in fresh.values() for _ in ports)
-        removed = sum(1 for name in names for key in self._known.get(name, {}) if key not in fresh.get(name, {}))
-        for name in names:
-            _note(self._known, name, fresh.get(name))
-            _note(self._unprogrammed, name, unprogrammed.get(name))
-        return SyncResult(changed, removed, self._all_unprogrammed())
+        for name, found_ports in fresh.items():
+            if found_ports:
+                self._known[name] = found_ports
+            else:
+                self._known.pop(name, None)
 
     def _deliver_answers(self, mark: int) -> None:
         """While that is impossible backends see the node's address, as with any relay; each full sync tries again."""
@@ -218,21 +184,12 @@ class Userspace(NoQueries):
             else:
                 yield family, plan.change(_join((self._known.get(name, {}) for name in fresh), version), new)
 
-    def _why_unsupported(self, entry: Entry, network: m.Network) -> str:
-        if entry.family not in network.listen:
-            return f"this node has no IPv{entry.family} address at which the relay could listen"
+    def _why_unsupported(self, entry: Entry) -> str:
         if entry.protocol is Protocol.SCTP and not self._sctp:
             return "this kernel has no SCTP sockets, which a relay needs (module sctp)"
         return ""
 
-    def _all_unprogrammed(self) -> tuple[Unprogrammed, ...]:
-        return tuple(
-            Unprogrammed(name, reason)
-            for found in self._unprogrammed.values()
-            for name, reason in sorted(found.items())
-        )
-
-    def _datagram_ports(self) -> set[tuple[str, int]]:
+    def _relays(self) -> set[tuple[str, int]]:
         listen = low.lower_node(self.table.node, self.transparent).listen
         return {
             (listen[known.family], int(key[1]))
@@ -243,9 +200,6 @@ class Userspace(NoQueries):
         }
 
     # Drift
-
-    def links_changed(self) -> None:
-        """Nothing hangs at an interface."""
 
     def may_have_drifted(self) -> bool:
         """Routing rules; of everything else the kernel wakes us."""
@@ -261,18 +215,18 @@ class Userspace(NoQueries):
         if self._lost.is_set():
             gone.append("the relay's process had ended")
         due = self._clock() >= self._audit_at
-        if self._drifted.is_set() or (due and not self._monitored):
-            self._drifted.clear()
+        if self._touched.is_set() or (due and not self.monitoring.is_set()):
+            self._touched.clear()
             gone += self._drift()
         if gone:
-            self._whole = True
+            self._full = True
         if due:
             self._audit_at = self._clock() + self.options.sync_seconds
             self._audit_answers()
         if gone:
             self.audit_repairs += len(gone)
             log.warning("repairing what others changed: %s", "; ".join(gone))
-        if self._whole:  # also when the last attempt failed
+        if self._full:  # also when the last attempt failed
             self.sync(self.table)
         elif self._unprogrammed:
             self._retry_unprogrammed()
@@ -284,15 +238,16 @@ class Userspace(NoQueries):
             if family not in self.transparent:
                 with contextlib.suppress(DataplaneError):
                     policy.deliver_marked(family, mark)
-                    self._whole = True
+                    self._full = True
             elif policy.deliver_marked(family, mark):
                 self.audit_repairs += 1
                 log.warning("repaired: the routing rule for answers to kept IPv%d addresses was gone", family)
 
     def _retry_unprogrammed(self) -> None:
         """A service port that the relay had no room for may find some now."""
-        if any("open files" in reason for found in self._unprogrammed.values() for reason in found.values()):
-            self._attempt(self.table, frozenset(self._unprogrammed), whole=False)
+        if any("open files" in left.reason for left in self._unprogrammed.values()):
+            names = {left.entry.rpartition(":")[0] for left in self._unprogrammed.values()}
+            self._write(self.table, names, whole=self._lost.is_set())
 
     def _drift(self) -> list[str]:
         """What of the tables is not as this process wrote it."""
@@ -332,7 +287,6 @@ class Userspace(NoQueries):
         return {number: row.name for number, row in enumerate(sorted(rows, key=lambda row: row.key), 1)}
 
     def warnings(self) -> list[str]:
-        """What the table asks for and this mode does otherwise."""
         warnings = [
             "a client is connected before its backend: where no backend can be reached it sees a reset, not a refusal",
             "connections in flight end when the relay's process ends",
@@ -356,13 +310,10 @@ class Userspace(NoQueries):
                 trouble=report.trouble,
             )
         )
-        return Status(
-            mode=self.name,
+        return self._status(
             adopted=self.adopted,
             fill={"files": Fill(*report.files) if report else Fill(0, 0)},
-            unprogrammed=list(self._all_unprogrammed()),
             warnings=self.warnings() + [trouble] * bool(trouble),
-            audit_repairs=self.audit_repairs,
             counters=report.counters if report else {},
             userspace=UserspaceStatus(relay=relay, kept_addresses=[f"IPv{family}" for family in self.transparent]),
         )
@@ -383,21 +334,13 @@ class Userspace(NoQueries):
 
     def close(self) -> None:
         """The relay goes on, unless nothing was ever programmed."""
-        self._stop.set()
-        if self._whole and self.client.started and not self._known:
+        super().close()
+        if self._full and self.client.started and not self._known:
             with contextlib.suppress(DataplaneError):
                 self.client.ask(m.End(), m.Done)
         self.client.close()
         self._answers.close()
         self._kernel.close()
-
-
-def _note(known: dict[str, dict[str, T]], name: str, found: dict[str, T] | None) -> None:
-    """Remember what was found of a service; nothing: forget it."""
-    if found:
-        known[name] = found
-    else:
-        known.pop(name, None)
 
 
 def _join(services: Iterable[Mapping[str, _Known]], family: int) -> plan.Elements:

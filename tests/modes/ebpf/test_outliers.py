@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.outliers import FIRST, LONGEST, Ejection, OutlierDetector, ejected
-from dataplane.modes.ebpf.plan import Subject, key_of
+from dataplane.modes.ebpf.plan import Subject
 from dataplane.modes.ebpf.store import Store
 from dataplane.table import Entry
 
@@ -138,7 +138,7 @@ def test_any_history(history: list[tuple[float, dict[str, int], dict[str, str], 
 
 
 def subject(of: Entry, number: int) -> Subject:
-    return key_of(of), (of.serving[number].address, of.serving[number].port)
+    return of.key, (of.serving[number].address, of.serving[number].port)
 
 
 def number(store: Store, of: Entry, place: int) -> int:

@@ -11,7 +11,7 @@ import pytest
 
 from dataplane.modes.ebpf.lower import NO_EJECTIONS, lower
 from dataplane.modes.ebpf.outliers import Ejection
-from dataplane.modes.ebpf.plan import Batch, Installed, Plan, key_of
+from dataplane.modes.ebpf.plan import Batch, Installed, Plan
 from dataplane.table import Backend, BackendSet, Entry, Kind, Probe, Protocol
 from tests.tables import Front, entry_of
 
@@ -181,7 +181,7 @@ def test_what_does_not_fit_leaves_nothing_half_planned(sizes: dict[str, int], wh
     batch = change(plan, second, name=DNS)
     assert batch == Batch()
     assert plan.used() == before
-    assert plan.unprogrammed[key_of(second)].reason.startswith(f"map {what} ")
+    assert plan.unprogrammed[second.key].reason.startswith(f"map {what} ")
     assert plan.full == ({what} if what != "source_ranges4" else set()), "that one does not grow"
     change(plan)
     free(plan)
@@ -194,7 +194,7 @@ def test_a_service_that_cannot_grow_stays_as_it_was_until_it_fits_or_goes() -> N
     change(plan, port([1, 2, 3]))
     for _ in range(2):
         assert change(plan, port(range(1, 10))) == Batch()
-        assert plan.unfit == {WEB: {key_of(port([]))}}
+        assert plan.unfit == {WEB: {port([]).key}}
     assert plan.installed[WEB][0].entry == port([1, 2, 3])
     change(plan, port([1, 2]))
     assert not plan.unprogrammed
@@ -233,7 +233,7 @@ def test_rings_are_cut_only_when_maps_cannot_grow() -> None:
     assert not plan.cut
     plan.max_slots = 0
     change(plan, wanted[1], name="default/s2")
-    assert plan.cut == {key_of(wanted[1]): (509, 1021)}
+    assert plan.cut == {wanted[1].key: (509, 1021)}
     change(plan, name="default/s1")
     free(plan)
     change(plan, port([1, 2, 3, 4], "10.96.0.2", "default/s2", algorithm="mh"), name="default/s2")
@@ -305,7 +305,7 @@ def test_an_ejected_backend_keeps_its_row() -> None:
     entry = port([1, 2, 3])
     change(plan, entry)
     batch = Batch()
-    plan.eject(batch, {(key_of(entry), ("10.1.0.2", 8080)): Ejection(None, "no answer")})
+    plan.eject(batch, {(entry.key, ("10.1.0.2", 8080)): Ejection(None, "no answer")})
     assert batch.flags == [(2, 1 | 8 | 16)]
     assert rings(batch) == [(4, 1, [1, 3])]
     assert batch.gone_backends == []

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from dataplane.kernel.bpf import BpfError, Map
 from dataplane.modes.ebpf.maps import MapSet
-from dataplane.modes.ebpf.plan import key_of
 from dataplane.modes.ebpf.store import Store
 from dataplane.table import Backend, BackendSet, Entry, Kind, Protocol, WhenEmpty
 from tests.tables import Front, entry_of, fronts_of, with_fronts
@@ -187,9 +186,7 @@ def test_a_damaged_word_of_a_service_is_repaired(store: Store) -> None:
 
 
 def numbers(store: Store) -> dict[object, tuple[int, list[int], object]]:
-    return {
-        key_of(known.entry): (known.service, known.ids.tolist(), known.ranges) for known in store.plan.by_id.values()
-    }
+    return {known.entry.key: (known.service, known.ids.tolist(), known.ranges) for known in store.plan.by_id.values()}
 
 
 def restart(open_maps: OpenMaps) -> Store:

@@ -1,0 +1,182 @@
+"""What the netfilter modes have in common: the order of a sync, service ports that stay unprogrammed, stale flows.
+
+A mode writes a whole table (`_replace`) or what changed of it (`_change`). After a failure the next sync writes all.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from dataplane.diff import changed_services
+from dataplane.errors import DataplaneError, SyncError
+from dataplane.kernel.conntrack import delete_stale
+from dataplane.kernel.nfmonitor import watch_ruleset
+from dataplane.mode import Options, ProbePacket, RequestMaintenance, SyncResult
+from dataplane.reports import Ejection, ExplainAnswer, Status, TrafficRow, Unprogrammed
+from dataplane.table import EMPTY, Entry, EntryKey, ServiceTable
+
+log = logging.getLogger(__name__)
+
+
+class NetfilterMode:
+    """What is the same in each `dataplane.mode.Programmer` of these modes.
+
+    `monitoring` is set while the kernel reports what others change of our rules, `_touched` when they changed some.
+    """
+
+    name: str
+    writes: str  # what a sync writes, for messages
+
+    def __init__(self, options: Options, request_maintenance: RequestMaintenance) -> None:
+        self.options = options
+        self.table: ServiceTable = EMPTY
+        self.audit_repairs = 0
+        self.unrepaired: tuple[str, ...] = ()  # what fails is raised
+        self.stale_deleted = Counter({4: 0, 6: 0})  # conntrack entries, by family
+        self.monitoring = threading.Event()
+        self._request_maintenance = request_maintenance
+        self._full = True  # the next sync writes everything
+        self._programmed = False
+        self._unprogrammed: dict[EntryKey, Unprogrammed] = {}
+        self._touched, self._stop = threading.Event(), threading.Event()
+
+    # Changes
+
+    def sync(self, table: ServiceTable) -> SyncResult:
+        names: Collection[str] = changed_services(self.table, table)
+        whole = self._full or self._must_replace(table, names)
+        if whole:
+            names = self.table.services.keys() | table.services.keys()
+        result = self._write(table, names, whole=whole)
+        self.table, self._full, self._programmed = table, False, True
+        self._written()
+        self._delete_stale(names)
+        return result
+
+    def _write(self, table: ServiceTable, names: Collection[str], *, whole: bool) -> SyncResult:
+        old = {entry.key: entry for entry in self.table.entries(names)}
+        new = {entry.key: entry for entry in table.entries(names)}
+        for key in list(self._unprogrammed) if whole else old:
+            self._unprogrammed.pop(key, None)
+        for key, entry in new.items():
+            if reason := self._why_unsupported(entry):
+                self._unprogrammed[key] = Unprogrammed(entry.name, reason)
+        try:
+            if whole:
+                self._replace(table)
+            else:
+                self._change(table, names)
+        except (DataplaneError, OSError, ValueError) as error:
+            self._full = True
+            self._failed()
+            raise SyncError(f"{self.writes} could not be programmed: {error}") from error
+        changed = sum(
+            1 for key, entry in new.items() if key not in self._unprogrammed and (whole or old.get(key) != entry)
+        )
+        return SyncResult(changed, len(old.keys() - new.keys()), tuple(self._unprogrammed.values()))
+
+    def _must_replace(self, table: ServiceTable, names: Collection[str]) -> bool:
+        """Whether more than these services must be written."""
+        raise NotImplementedError
+
+    def _replace(self, table: ServiceTable) -> None:
+        raise NotImplementedError
+
+    def _change(self, table: ServiceTable, names: Collection[str]) -> None:
+        raise NotImplementedError
+
+    def _written(self) -> None:
+        """Called when a table is programmed."""
+
+    def _failed(self) -> None:
+        """Called when a table could not be programmed."""
+
+    def _why_unsupported(self, entry: Entry) -> str:
+        """Why a service port cannot be programmed; empty: it can."""
+        del entry
+        return ""
+
+    def _supported(self, table: ServiceTable, names: Iterable[str], family: int) -> tuple[Entry, ...]:
+        """The service ports of these services that are programmed in a family."""
+        return tuple([e for e in table.entries(names) if e.family == family and not self._why_unsupported(e)])
+
+    def _delete_stale(self, names: Collection[str]) -> None:
+        self.stale_deleted.update(delete_stale(self.table, names, self._relays()))
+
+    def _relays(self) -> Collection[tuple[str, int]]:
+        """Addresses and ports of this node at which a relay of ours takes datagrams."""
+        return ()
+
+    def other_mode_stopped(self) -> None:
+        self._delete_stale(self.table.services.keys())
+
+    def links_changed(self) -> None:
+        """Nothing is attached to interfaces; new addresses come with the next table."""
+
+    # Drift
+
+    def _watch_rules(self, tables: Collection[str]) -> None:
+        """Have `maintain` called when others change these tables (`ip nat`), from a thread of its own."""
+
+        def watch() -> None:
+            try:
+                watch_ruleset(self.ruleset_changed, self._stop, tables, self.monitoring)
+            except OSError as error:
+                every = self.options.sync_seconds
+                log.warning("what others change of %s is only found every %g s: %s", self.writes, every, error)
+            self.monitoring.clear()
+
+        threading.Thread(target=watch, name=f"{self.name}-drift", daemon=True).start()
+
+    def ruleset_changed(self) -> None:
+        """Another process changed our tables; called from any thread."""
+        self._touched.set()
+        self._request_maintenance()
+
+    # What is asked
+
+    def warnings(self) -> list[str]:
+        """What the table asks for and this mode does not do."""
+        raise NotImplementedError
+
+    def counters(self) -> dict[str, int]:
+        return {"stale_conntrack_entries_deleted": self.stale_deleted.total()}
+
+    def _status(self, **parts: Any) -> Status:
+        """`parts` are those of the status that only this mode has."""
+        return Status(
+            mode=self.name,
+            unprogrammed=list(self._unprogrammed.values()),
+            audit_repairs=self.audit_repairs,
+            stale_deleted={f"IPv{family}": count for family, count in self.stale_deleted.items()},
+            **({"warnings": self.warnings()} | parts),
+        )
+
+    def names(self) -> dict[int, str]:
+        """Nothing is numbered: the names are in the kernel."""
+        return {}
+
+    def ejections(self) -> list[Ejection]:
+        """Nobody looks for failing backends."""
+        return []
+
+    def explain(self, packet: ProbePacket) -> ExplainAnswer:
+        """There is no program that could run a probe packet.
+
+        Raises:
+            DataplaneError: always.
+        """
+        del packet
+        raise DataplaneError(f"mode {self.name} cannot be asked about a packet; `explain` without --live answers")
+
+    def traffic(self, *, by_backend: bool) -> list[TrafficRow]:
+        """Nothing is counted."""
+        del by_backend
+        return []
+
+    def close(self) -> None:
+        self._stop.set()
