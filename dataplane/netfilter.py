@@ -165,11 +165,7 @@ class NetfilterMode:
         return []
 
     def explain(self, packet: ProbePacket) -> ExplainAnswer:
-        """There is no program that could run a probe packet.
-
-        Raises:
-            DataplaneError: always.
-        """
+        """There is no program that could run a probe packet."""
         del packet
         raise DataplaneError(f"mode {self.name} cannot be asked about a packet; `explain` without --live answers")
 

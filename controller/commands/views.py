@@ -76,9 +76,6 @@ def views_of(
         pin_root: folder of the pins, None: found.
         names: of the numbers of service ports.
         passed_over: a mode that cannot be read for one of these errors counts as one that has nothing here.
-
-    Raises:
-        DataplaneError: a mode cannot be read.
     """
     for mode in modes:
         try:

@@ -7,13 +7,14 @@ them arrived. After that it emits changes, and a `Replaced` again whenever it ha
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from controller.kubernetes.model import Event, KindState
 
 if TYPE_CHECKING:
+    import threading
+
     from controller.kubernetes.connection import Connection
 
 __all__ = ["Emit", "Source"]

@@ -109,11 +109,7 @@ class Connection:
         self._answers: Counter[tuple[str, str, str]] = Counter()
 
     def open(self) -> None:
-        """Read the configuration; connections are made when they are needed.
-
-        Raises:
-            SourceError: it cannot be used; says which and why.
-        """
+        """Read the configuration; connections are made when they are needed."""
         self._loaded = self._load()
         self._usable.set()
 

@@ -13,11 +13,12 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from controller.errors import SourceError
+from controller.kubernetes.connection import Connection
 
 log = logging.getLogger(__name__)
 
@@ -50,20 +51,6 @@ def service(entry: str) -> Regarding:
     """The Service of a service port `namespace/name:port`."""
     namespace, _, rest = entry.partition("/")
     return Regarding("Service", rest.partition(":")[0], "", namespace)
-
-
-class Writer(Protocol):
-    """The part of `controller.kubernetes.connection.Connection` that is used."""
-
-    def write(self, method: str, path: str, body: bytes, content_type: str) -> None:
-        """One request."""
-
-
-class Log(Protocol):
-    """Where events go; `Recorder` is one."""
-
-    def event(self, regarding: Regarding, kind: str, reason: str, action: str, note: str) -> None:
-        """Tell what happened. See `Recorder.event`."""
 
 
 class _Occurrence(NamedTuple):
@@ -104,7 +91,7 @@ class Recorder:
 
     def __init__(
         self,
-        writer: Writer | None,
+        writer: Connection | None,
         instance: str,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -155,7 +142,7 @@ class Recorder:
         """Report an event about the Service of a service port. See `event`."""
         self.event(service(entry), kind, reason, action, note)
 
-    def _run(self, writer: Writer) -> None:
+    def _run(self, writer: Connection) -> None:
         while not self._stop.is_set():
             try:
                 occurrence = self._queue.get(timeout=1.0)
@@ -168,7 +155,7 @@ class Recorder:
                 log.exception("an event could not be written")
             self._dropping = self._dropping and self._queue.full()
 
-    def _record(self, writer: Writer, occurrence: _Occurrence) -> None:
+    def _record(self, writer: Connection, occurrence: _Occurrence) -> None:
         series = self._series.get(occurrence.key)
         if series is None:
             path = self._create(writer, occurrence)
@@ -180,7 +167,7 @@ class Recorder:
         if series.written == 1:
             self._write_series(writer, series)
 
-    def _finish(self, writer: Writer) -> None:
+    def _finish(self, writer: Connection) -> None:
         """End series that are silent; write those that go on from time to time."""
         now = self._clock()
         for key, series in list(self._series.items()):
@@ -190,7 +177,7 @@ class Recorder:
             if over:
                 del self._series[key]
 
-    def _create(self, writer: Writer, occurrence: _Occurrence) -> str | None:
+    def _create(self, writer: Connection, occurrence: _Occurrence) -> str | None:
         """The path of the new event, None when it was not taken."""
         namespace = occurrence.regarding.namespace or "default"
         self._last_name = max(time.time_ns(), self._last_name + 1)
@@ -211,12 +198,12 @@ class Recorder:
         }
         return f"{place}/{name}" if self._write(writer, "POST", place, body, JSON) else None
 
-    def _write_series(self, writer: Writer, series: _Series) -> None:
+    def _write_series(self, writer: Connection, series: _Series) -> None:
         body = {"series": {"count": series.count, "lastObservedTime": _micro_time(series.last)}}
         if self._write(writer, "PATCH", series.path, body, MERGE):
             series.written, series.refreshed = series.count, self._clock()
 
-    def _write(self, writer: Writer, method: str, path: str, body: dict[str, Any], content_type: str) -> bool:
+    def _write(self, writer: Connection, method: str, path: str, body: dict[str, Any], content_type: str) -> bool:
         """Whether the server took it. One that does not answer is asked again for two minutes, as client-go does."""
         from controller.kubernetes.connection import StatusError, message_of
 

@@ -357,9 +357,6 @@ class _Folder:
             suspicious: something happened: read files of the last second even if their signature is known,
                 because two writes within a tick of the file system's clock have one signature.
             complete: files that are known to be written to the end, however young they are.
-
-        Raises:
-            OSError: the path itself cannot be read.
         """
         found: dict[str, _File] = {}
         paths, wrong = _manifest_files(self.path)
@@ -479,9 +476,6 @@ def _manifest_files(root: Path) -> tuple[list[Path], dict[Path, str]]:
     """The manifests below `root`, and what is there and cannot be read, with the reason.
 
     Hidden files and folders, and what editors leave, are not manifests.
-
-    Raises:
-        OSError: `root` cannot be read.
     """
     if not root.is_dir():
         root.stat()
@@ -513,11 +507,7 @@ def _manifest_files(root: Path) -> tuple[list[Path], dict[Path, str]]:
 def _walk(
     root: Path, seen: set[tuple[int, int]], found: list[Path], linked: list[Path], wrong: dict[Path, str]
 ) -> None:
-    """Add the manifests in a folder and in those below; links to folders are noted alone.
-
-    Raises:
-        OSError: `root` cannot be read.
-    """
+    """Add the manifests in a folder and in those below; links to folders are noted alone."""
     folders = [root]
     while folders:
         folder = folders.pop()

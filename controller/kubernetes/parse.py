@@ -13,7 +13,6 @@ repeat over a cluster (names of nodes, services and zones) and tuples that repea
 from __future__ import annotations
 
 import re
-import reprlib
 from collections.abc import Callable, Iterable
 from socket import AF_INET, AF_INET6, inet_ntop, inet_pton
 from sys import intern
@@ -24,6 +23,7 @@ from msgspec import UNSET, Struct
 from msgspec import field as json_field
 
 from controller.errors import Refused
+from controller.kubernetes.addresses import canonical_address, canonical_cidr, shown, why_special
 from controller.kubernetes.model import (
     Endpoint,
     EndpointPort,
@@ -60,91 +60,6 @@ _PROTOCOLS: Final = {
 }
 _SERVICE_TYPES: Final = frozenset({"ClusterIP", "NodePort", "LoadBalancer", "ExternalName"})
 _POLICIES: Final = {"Local": True, "Cluster": False, "": False, None: False}
-
-
-# ------------------------------------------------------------------------------------------- addresses
-
-
-def canonical_address(text: str) -> str:
-    """An IP address in the one form used everywhere: `10.0.0.1`, `fd00::1` (RFC 5952).
-
-    White space around it is dropped and leading zeros of IPv4 are decimal, as in Kubernetes' sloppy parser;
-    an IPv4-mapped IPv6 address is the IPv4 address, as in Go.
-
-    Raises:
-        ValueError: it is no address.
-    """
-    text = text.strip()
-    if ":" not in text:
-        try:
-            inet_pton(AF_INET, text)  # accepts exactly the canonical form
-        except (OSError, ValueError):
-            return _sloppy_ipv4(text)
-        return text
-    try:
-        packed = inet_pton(AF_INET6, text)
-    except (OSError, ValueError):
-        raise ValueError(f"{_show(text)} is not an IP address") from None
-    if packed.startswith(_MAPPED):
-        return inet_ntop(AF_INET, packed[12:])
-    return _ipv6(packed)
-
-
-def canonical_cidr(text: str) -> str:
-    """A CIDR in canonical form, with the bits behind the prefix cleared: ` 10.1.2.3/8` is `10.0.0.0/8`.
-
-    Raises:
-        ValueError: it is no CIDR. A plain address is none, nor is a range of IPv4-mapped addresses.
-    """
-    address, slash, length = text.strip().partition("/")
-    if not (slash and length.isascii() and length.isdigit() and len(length) <= 3):
-        raise ValueError(f"{_show(text)} is not a CIDR such as 10.0.0.0/8 or fd00::/8")
-    try:
-        address = canonical_address(address)
-    except ValueError:
-        raise ValueError(f"{_show(text)} is not a CIDR such as 10.0.0.0/8 or fd00::/8") from None
-    kind, bits = (AF_INET6, 128) if ":" in address else (AF_INET, 32)
-    prefix = int(length)
-    if prefix > bits or (bits == 32 and ":" in text):
-        raise ValueError(f"{_show(text)} is not a CIDR such as 10.0.0.0/8 or fd00::/8")
-    number = int.from_bytes(inet_pton(kind, address), "big") >> (bits - prefix) << (bits - prefix)
-    network = number.to_bytes(bits // 8, "big")
-    return f"{inet_ntop(kind, network) if kind == AF_INET else _ipv6(network)}/{prefix}"
-
-
-_MAPPED: Final = bytes(10) + b"\xff\xff"
-
-
-def _ipv6(packed: bytes) -> str:
-    """RFC 5952, without the dotted form that the C library has for `::/96`."""
-    text = inet_ntop(AF_INET6, packed)
-    return f"::{packed[12] << 8 | packed[13]:x}:{packed[14] << 8 | packed[15]:x}" if "." in text else text
-
-
-def _sloppy_ipv4(text: str) -> str:
-    parts = text.split(".")
-    if len(parts) == 4 and all(part.isascii() and part.isdigit() and len(part) <= 16 for part in parts):
-        numbers = [int(part) for part in parts]
-        if max(numbers) <= 255:
-            return ".".join(map(str, numbers))
-    raise ValueError(f"{_show(text)} is not an IP address")
-
-
-def _special(packed: bytes, link_local: bool) -> str:
-    """Why no service or endpoint can have this address, or "" when it can."""
-    if not any(packed):
-        return "is the unspecified address"
-    if len(packed) == 4:
-        if packed[0] == 127:
-            return "is a loopback address"
-        if packed[0] >= 224:
-            return "is a multicast or reserved address"
-        return "is a link-local address" if link_local and packed[:2] == b"\xa9\xfe" else ""
-    if packed == b"\0" * 15 + b"\1":
-        return "is a loopback address"
-    if packed[0] == 0xFF:
-        return "is a multicast address"
-    return "is a link-local address" if link_local and packed[0] == 0xFE and packed[1] & 0xC0 == 0x80 else ""
 
 
 # ------------------------------------------------------------------------------------ the wire, as JSON has it
@@ -327,18 +242,6 @@ class _BadError(Exception):
         self.problem = problem
 
 
-_REPR: Final = reprlib.Repr()  # looks at a few items of a list, however long it is
-_REPR.maxstring = _REPR.maxlong = _REPR.maxother = 100
-
-
-def _show(value: object) -> str:
-    try:
-        text = _REPR.repr(value)
-    except ValueError:  # Python prints no number of more than 4,300 digits
-        text = "..."
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 def _fail(field: str, problem: str) -> NoReturn:
     raise _BadError(field, problem)
 
@@ -355,9 +258,9 @@ def _checked_name(name: str | None, field: str) -> str:
     if not name:
         _fail(field, "missing")
     if len(name) > _MAX_NAME:
-        _fail(field, f"{len(name)} characters, at most {_MAX_NAME} are possible: {_show(name)}")
+        _fail(field, f"{len(name)} characters, at most {_MAX_NAME} are possible: {shown(name)}")
     if "/" in name or " " in name or not name.isprintable():
-        _fail(field, f"{_show(name)} is not a name")
+        _fail(field, f"{shown(name)} is not a name")
     return intern(name)
 
 
@@ -369,7 +272,7 @@ def _port(number: int | None, field: str) -> int:
     if number is None:
         _fail(field, "missing")
     if not 1 <= number <= 65535:
-        _fail(field, f"{_show(number)} is not a port (1 to 65535)")
+        _fail(field, f"{shown(number)} is not a port (1 to 65535)")
     return number
 
 
@@ -380,14 +283,14 @@ def _optional_port(number: int | None, field: str) -> int:
 def _protocol(text: str | None, field: str) -> Protocol:
     protocol = _PROTOCOLS.get(text)
     if protocol is None:
-        _fail(field, f"{_show(text)} is not TCP, UDP or SCTP")
+        _fail(field, f"{shown(text)} is not TCP, UDP or SCTP")
     return protocol
 
 
 def _policy(text: str | None, field: str) -> bool:
     local = _POLICIES.get(text)
     if local is None:
-        _fail(field, f"{_show(text)} is not Cluster or Local")
+        _fail(field, f"{shown(text)} is not Cluster or Local")
     return local
 
 
@@ -398,9 +301,9 @@ def _address(text: str | None, field: str, *, link_local: bool = False, special:
     except ValueError as error:
         _fail(field, str(error))
     if special:
-        why = _special(inet_pton(AF_INET6 if ":" in address else AF_INET, address), link_local)
+        why = why_special(inet_pton(AF_INET6 if ":" in address else AF_INET, address), link_local)
         if why:
-            _fail(field, f"{_show(text)} {why}")
+            _fail(field, f"{shown(text)} {why}")
     return address
 
 
@@ -448,7 +351,7 @@ def _service(wire: _Service) -> Service | Ignored:
         return Ignored("Service", key, "label service.kubernetes.io/service-proxy-name: another proxy serves it")
     kind = spec.type or "ClusterIP"
     if kind not in _SERVICE_TYPES:
-        _fail("spec.type", f"{_show(kind)} is not one of {', '.join(sorted(_SERVICE_TYPES))}")
+        _fail("spec.type", f"{shown(kind)} is not one of {', '.join(sorted(_SERVICE_TYPES))}")
     if kind == "ExternalName":
         return Ignored("Service", key, "type ExternalName: it is a DNS name alone")
     texts = [text for text in spec.cluster_ips or () if text] or ([spec.cluster_ip] if spec.cluster_ip else [])
@@ -488,11 +391,11 @@ def _cluster_ips(spec: _ServiceSpec) -> tuple[str, ...]:
     addresses = [_address(text, f"spec.clusterIPs[{index}]") for index, text in enumerate(spec.cluster_ips[:3])]
     if spec.cluster_ip and _address(spec.cluster_ip, "spec.clusterIP") != addresses[0]:
         _fail(
-            "spec.clusterIPs[0]", f"{_show(spec.cluster_ips[0])} differs from spec.clusterIP {_show(spec.cluster_ip)}"
+            "spec.clusterIPs[0]", f"{shown(spec.cluster_ips[0])} differs from spec.clusterIP {shown(spec.cluster_ip)}"
         )
     families = [family_of(address) for address in addresses]
     if len(set(families)) < len(families):
-        _fail("spec.clusterIPs", f"{_show(spec.cluster_ips)}: one address of each family is possible")
+        _fail("spec.clusterIPs", f"{shown(spec.cluster_ips)}: one address of each family is possible")
     return tuple(addresses)
 
 
@@ -528,7 +431,7 @@ def _service_ports(wire: list[_ServicePort | None] | None) -> tuple[ServicePort,
             node_port=_optional_port(port.node_port, f"{field}.nodePort"),
         )
         if made.name in names:
-            _fail(f"{field}.name", f"{_show(made.name)} is the name of two ports")
+            _fail(f"{field}.name", f"{shown(made.name)} is the name of two ports")
         for which, number in (("port", made.port), ("nodePort", made.node_port)):
             if number and (which, made.protocol, number) in numbers:
                 _fail(f"{field}.{which}", f"{number}/{made.protocol.name} is there twice")
@@ -542,7 +445,7 @@ def _affinity(spec: _ServiceSpec) -> int:
     if spec.session_affinity in (None, "", "None"):
         return 0
     if spec.session_affinity != "ClientIP":
-        _fail("spec.sessionAffinity", f"{_show(spec.session_affinity)} is not None or ClientIP")
+        _fail("spec.sessionAffinity", f"{shown(spec.session_affinity)} is not None or ClientIP")
     config = spec.session_affinity_config
     seconds = config.client_ip.timeout_seconds if config and config.client_ip else None
     if seconds is None:
@@ -559,7 +462,7 @@ def _annotations(wire: dict[str, object] | None) -> tuple[tuple[str, str], ...]:
     for name, value in wire.items():
         if name.startswith(ANNOTATIONS):
             if not isinstance(value, str | None):
-                _fail(f"metadata.annotations[{name}]", f"expected a text, got {_show(value)}")
+                _fail(f"metadata.annotations[{name}]", f"expected a text, got {shown(value)}")
             found.append((name, value or ""))
     return tuple(sorted(found))
 
@@ -571,10 +474,10 @@ def _weights(text: str) -> tuple[tuple[str, int], ...]:
     for item in _at_most([item for item in text.split(",") if item.strip()], _MAX_ADDRESSES, field):
         address, equals, number = (part.strip() for part in item.partition("="))
         if not equals:
-            _fail(field, f"{_show(item.strip())} is not ADDRESS=WEIGHT, such as 10.0.1.5=3")
+            _fail(field, f"{shown(item.strip())} is not ADDRESS=WEIGHT, such as 10.0.1.5=3")
         address = _address(address, field, link_local=True)
         if not re.fullmatch(r"[0-9]{1,4}", number) or int(number) > _MAX_WEIGHT:
-            _fail(field, f"{_show(number)} is not a weight (0 to {_MAX_WEIGHT}) for {address}")
+            _fail(field, f"{shown(number)} is not a weight (0 to {_MAX_WEIGHT}) for {address}")
         if address in found:
             _fail(field, f"{address} is there twice")
         found[address] = int(number)
@@ -587,7 +490,7 @@ def _probe(text: str) -> Probe:
         return Probe()
     kind, _, path = text.strip().partition(":")
     if kind != "http" or not re.fullmatch(r"/[!-~]{0,1023}", path):
-        _fail(f"metadata.annotations[{PROBE}]", f"{_show(text)} is not tcp or http:/PATH, such as http:/healthz")
+        _fail(f"metadata.annotations[{PROBE}]", f"{shown(text)} is not tcp or http:/PATH, such as http:/healthz")
     return Probe(path)
 
 
@@ -602,7 +505,7 @@ def _slice(wire: _EndpointSlice) -> EndpointSlice | Ignored:
     if wire.address_type == "FQDN":
         return Ignored("EndpointSlice", key, "addressType FQDN: names are not proxied")
     if wire.address_type not in ("IPv4", "IPv6"):
-        problem = f"{_show(wire.address_type)} is not IPv4, IPv6 or FQDN" if wire.address_type else "missing"
+        problem = f"{shown(wire.address_type)} is not IPv4, IPv6 or FQDN" if wire.address_type else "missing"
         _fail("addressType", problem)
     family = 4 if wire.address_type == "IPv4" else 6
     service = _checked_name(labels.service, "metadata.labels[kubernetes.io/service-name]")
@@ -632,7 +535,7 @@ def _slice_ports(wire: list[_SlicePort | None] | None) -> tuple[EndpointPort, ..
     return _shared(tuple(ports))
 
 
-# First bytes of addresses that `_special` must look at; all others are ordinary.
+# First bytes of addresses that `why_special` must look at; all others are ordinary.
 _ODD: Final = {4: frozenset({0, 127, 169, *range(224, 256)}), 6: frozenset({0, 0xFE, 0xFF})}
 
 
@@ -684,7 +587,7 @@ def _endpoint_address(text: str, index: int, family: int) -> str:
     field = f"endpoints[{index}].addresses[0]"
     address = _address(text, field, link_local=True)
     if family_of(address) != family:
-        _fail(field, f"{_show(text)} is not an IPv{family} address, but addressType is IPv{family}")
+        _fail(field, f"{shown(text)} is not an IPv{family} address, but addressType is IPv{family}")
     return address
 
 
@@ -843,7 +746,7 @@ def _refusal(kind: str, error: Exception, document: object) -> Refused:
     if document is UNSET or not expected:
         return Refused(kind, key, path, match["what"] if match else f"not JSON: {text}")
     types = [_TYPE_NAMES.get(name, name) for name in expected["types"].split(" | ") if name != "null"]
-    return Refused(kind, key, path, f"expected {' or '.join(types)}, got {_show(_look_up(document, path))}")
+    return Refused(kind, key, path, f"expected {' or '.join(types)}, got {shown(_look_up(document, path))}")
 
 
 def _look_up(document: object, path: str) -> object:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.errors import ConfigError
-from controller.kubernetes.events import Log, node, service
+from controller.kubernetes.events import Recorder, node, service
 from controller.semantics.entries import HealthCheck
 from controller.serving import protocol
 from controller.serving.counters import Counters
@@ -60,7 +60,7 @@ class HttpHandlers:
         counters: Counters,
         ask: Callable[[Request], protocol.Answer],
         in_effect: Callable[[], list[dict[str, Any]]],
-        events: Log,
+        events: Recorder,
         end: Callable[[Exception], None],
     ) -> None:
         self._config = config

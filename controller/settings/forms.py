@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from controller.kubernetes.parse import canonical_address, canonical_cidr
+from controller.kubernetes.addresses import canonical_address, canonical_cidr
 from controller.semantics.entries import NODE_PORT_KEYWORDS
 from dataplane.table import family_of
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from hashlib import blake2b
 from typing import Final
 
 from dataplane.balancing.ring import Algorithm, Spread, divide, in_turns
@@ -68,6 +67,8 @@ def _equal_turns(count: int, size: int) -> list[int]:
 
 def _permutations(names: Sequence[str], size: int) -> tuple[list[int], list[int]]:
     """Where each begins and how far it goes from there; every step visits all places, their number being prime."""
+    from hashlib import blake2b  # OpenSSL takes 3 ms of every command's start
+
     starts, steps = [], []
     for name in names:
         digest = blake2b(name.encode(), digest_size=16).digest()

@@ -71,9 +71,6 @@ def await_grace_period() -> None:
     """Return when the kernel has passed an RCU grace period, on any number of CPUs and with `nohz_full`.
 
     Whoever changes a map of maps is kept until no program can see what stood there (Linux 4.19, 1ae80cf31938).
-
-    Raises:
-        BpfError: no privilege.
     """
     options = ffi.new("struct bpf_map_create_opts *")
     options.sz = ffi.sizeof("struct bpf_map_create_opts")
@@ -106,20 +103,12 @@ class Map:
 
     @classmethod
     def pinned(cls, path: Path) -> Map:
-        """The map that is pinned at `path`.
-
-        Raises:
-            BpfError: nothing is pinned there, or no privilege.
-        """
+        """The map that is pinned at `path`."""
         return cls(check(library().bpf_obj_get(str(path).encode()), f"opening pinned map {path}"), path.name)
 
     @classmethod
     def made(cls, kind: int, name: str, key_size: int, value_size: int, entries: int) -> Map:
-        """A new map without types of its rows; `kind` is BPF_MAP_TYPE_.
-
-        Raises:
-            BpfError: no privilege, or no memory.
-        """
+        """A new map without types of its rows; `kind` is BPF_MAP_TYPE_."""
         made = library().bpf_map_create(kind, name.encode(), key_size, value_size, entries, ffi.NULL)
         return cls(check(made, f"making map {name}"), name)
 
@@ -238,11 +227,7 @@ class Map:
             key = ffi.new("char[]", bytes(ffi.buffer(following)))
 
     def view(self, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """The elements of a mappable array as a writable numpy array that shares the kernel's memory.
-
-        Raises:
-            BpfError: the kernel cannot map this map.
-        """
+        """The elements of a mappable array as a writable numpy array that shares the kernel's memory."""
         if self._mapping is None:
             self._mapping = self._map_elements(dtype)
         return np.frombuffer(self._mapping, dtype=dtype)

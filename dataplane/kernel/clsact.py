@@ -37,9 +37,6 @@ def attach(index: int, program: int, name: str, *, ingress: bool) -> None:
         program: a descriptor.
         name: of the filter, without our prefix.
         ingress: at ingress, otherwise at egress.
-
-    Raises:
-        BpfError: the kernel refused.
     """
     parent = INGRESS if ingress else EGRESS
     with IPRoute() as ip:

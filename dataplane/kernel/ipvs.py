@@ -2,6 +2,7 @@
 
 pyroute2's IPVS class sends one message for each call (0.7 ms), defaults to direct routing and sends a deletion for
 `update`; here any number of changes goes in one system call. Numbers are those of linux/ip_vs.h.
+What the kernel refuses is a `NetlinkFailed`.
 """
 
 from __future__ import annotations
@@ -104,11 +105,7 @@ class Ipvs:
             raise NetlinkFailed(_describe(refused[0]), refused[1])
 
     def servers(self) -> dict[Server, Config]:
-        """All virtual servers of this namespace, ours or not.
-
-        Raises:
-            NetlinkFailed: they cannot be read.
-        """
+        """All virtual servers of this namespace, ours or not."""
         found = {}
         for answer in self._netlink.dump(self._request(_GET_SERVICE, b"", NLM_F_DUMP, "reading virtual servers")):
             for kind, value in genetlink.fields(answer):
@@ -118,11 +115,7 @@ class Ipvs:
         return found
 
     def destinations(self, server: Server) -> dict[Destination, Load]:
-        """The real servers of a virtual server; none when there is no such virtual server.
-
-        Raises:
-            NetlinkFailed: they cannot be read.
-        """
+        """The real servers of a virtual server; none when there is no such virtual server."""
         what = f"reading the real servers of {_text(server)}"
         found = {}
         for answer in self._netlink.dump(
@@ -141,11 +134,7 @@ class Ipvs:
         return Timeouts(*(_U32.unpack(known[kind])[0] if kind in known else 0 for kind in _TIMEOUTS))
 
     def set_timeouts(self, wanted: Timeouts) -> None:
-        """Set those that are not 0.
-
-        Raises:
-            NetlinkFailed: the kernel refused a value.
-        """
+        """Set those that are not 0."""
         pairs = [(kind, value) for kind, value in zip(_TIMEOUTS, wanted, strict=True) if value]
         if not pairs:
             return

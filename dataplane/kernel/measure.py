@@ -70,11 +70,7 @@ def has_hook_programs() -> bool:
 
 
 def counting_runs() -> int:
-    """Let the kernel take the time of every BPF program until the descriptor is closed (Linux 5.8).
-
-    Raises:
-        BpfError: it cannot, or no privilege.
-    """
+    """Let the kernel take the time of every BPF program until the descriptor is closed (Linux 5.8)."""
     return _bpf(_ENABLE_STATS, struct.pack("=I", 0), "counting runs of BPF programs")
 
 

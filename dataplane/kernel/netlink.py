@@ -3,6 +3,8 @@
 All kernel interfaces that speak netlink use what is here. The kernel handles the messages of one buffer in order and
 answers each one that failed; only the last is asked for an acknowledgement, so that any number of changes takes one
 system call each way. A message built through pyroute2's classes costs 300 to 700 us, here it is a few.
+
+What the kernel refuses, or does not answer, is a `NetlinkFailed`.
 """
 
 from __future__ import annotations
@@ -152,9 +154,6 @@ class Netlink:
 
         Returns:
             (position, error number) of each one that the kernel refused.
-
-        Raises:
-            NetlinkFailed: the kernel did not answer.
         """
         failed: list[tuple[int, int]] = []
         start = 0
@@ -174,9 +173,6 @@ class Netlink:
 
         Returns:
             None, or the position and the error number of a request that was refused; -1: the transaction as a whole.
-
-        Raises:
-            NetlinkFailed: the kernel did not answer.
         """
         # The answer to the last request says that all were handled. The end itself is answered since Linux 6.10 only.
         first = self._write([begin, *requests, end], acknowledge=len(requests))
@@ -191,9 +187,6 @@ class Netlink:
         Args:
             request: has NLM_F_DUMP among its flags.
             consistent: refuse an answer that mixes two states, with EINTR at its end.
-
-        Raises:
-            NetlinkFailed: the kernel refused, or did not answer.
         """
         wanted = self._write([request])
         seen = 0
@@ -211,11 +204,7 @@ class Netlink:
                     return
 
     def get(self, request: Message) -> bytes | None:
-        """What follows the header of the answer to a request for one object; None: there is no such object (ENOENT).
-
-        Raises:
-            NetlinkFailed: the kernel refused for another reason, or did not answer.
-        """
+        """What follows the header of the answer to a request for one object; None: there is no such object (ENOENT)."""
         wanted = self._write([request])
         while True:
             for kind, _, number, _, body in self._read(request.what):

@@ -70,11 +70,7 @@ def _batch_limit(kind: int) -> netlink.Message:
 
 
 def generation(wire: Netlink) -> int:
-    """The number of the ruleset's generation, which every transaction of any process raises.
-
-    Raises:
-        NetlinkFailed: the kernel did not answer.
-    """
+    """The number of the ruleset's generation, which every transaction of any process raises."""
     answer = wire.get(_request(NFT_MSG_GETGEN, 0, b"")) or b""
     return int.from_bytes(attributes(answer[NFGEN.size :]).get(NFTA_GEN_ID, b""), "big")
 
@@ -129,11 +125,7 @@ class Nfnetlink:
         raise NftablesError(errno.EAGAIN, "to list a ruleset that changes all the time")
 
     def get(self, kind: int, family: int, body: bytes) -> bytes | None:
-        """The body of one object, None where there is none.
-
-        Raises:
-            NftablesError: refused for another reason.
-        """
+        """The body of one object, None where there is none."""
         try:
             answer = self._wire.get(_request(kind, family, body))
         except NetlinkFailed as error:

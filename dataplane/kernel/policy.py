@@ -27,11 +27,7 @@ def watch() -> Events:
 
 
 def deliver_marked(family: int, mark: int) -> bool:
-    """Have packets with all bits of this mark delivered here; whether anything had to be done.
-
-    Raises:
-        DataplaneError: the kernel refused.
-    """
+    """Have packets with all bits of this mark delivered here; whether anything had to be done."""
     from pyroute2 import IPRoute, NetlinkError
 
     changed = False

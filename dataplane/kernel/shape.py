@@ -66,11 +66,7 @@ def is_map(descriptor: int) -> bool:
 
 
 def pinned(path: Path) -> Shape | None:
-    """The shape of the map that is pinned at `path`; None: something else than a map is.
-
-    Raises:
-        BpfError: nothing is pinned there, or no privilege.
-    """
+    """The shape of the map that is pinned at `path`; None: something else than a map is."""
     descriptor = check(library().bpf_obj_get(str(path).encode()), f"opening what is pinned at {path}")
     try:
         if not is_map(descriptor):

@@ -5,7 +5,7 @@ Two variants exist, with rules apart from each other: `nft` (iptables-nft, rules
 choice follows kubernetes-sigs/iptables-wrappers: where the kubelet's hint chains are (KEP-3178), else where
 more rules are, else what the command `iptables` is.
 
-All calls act on the network namespace of the calling thread.
+All calls act on the network namespace of the calling thread, and raise `XtablesError` when a tool fails.
 """
 
 from __future__ import annotations
@@ -76,11 +76,7 @@ class Xtables:
             raise XtablesError(f"{argv[0]} failed: {_explained(done.stderr, text)}")
 
     def save(self, family: int, table: str) -> str:
-        """The table as `iptables-save` prints it, without counters of rules; empty when the kernel has no such table.
-
-        Raises:
-            XtablesError: the table cannot be read.
-        """
+        """The table as `iptables-save` prints it, without counters of rules; empty: there is no such table."""
         if self.variant == "legacy" and table not in _legacy_tables(family):
             return ""  # to read it would make it
         argv = [_tool(self.variant, family, "save"), "-t", table]
@@ -90,11 +86,7 @@ class Xtables:
         return done.stdout
 
     def generation(self) -> int | None:
-        """The generation of this namespace's ruleset, which every transaction of any process raises; None for legacy.
-
-        Raises:
-            XtablesError: the kernel does not report it.
-        """
+        """The generation of this namespace's ruleset, which every transaction raises; None for legacy."""
         if self.variant != "nft":
             return None
         try:
@@ -107,9 +99,6 @@ class Xtables:
         """A value that changes with the rules: the generation, or for legacy the sizes of these tables.
 
         A change that keeps the sizes of legacy tables, one rule for another, cannot be seen so.
-
-        Raises:
-            XtablesError: the kernel does not report it.
         """
         if self.variant == "nft":
             return self.generation()

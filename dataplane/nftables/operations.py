@@ -1,12 +1,12 @@
-"""PURE. What a transaction can do, as values, and the kernel interface that carries transactions out."""
+"""PURE. What a transaction can do, as values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from dataplane.nftables.expressions import Family, Rule
-from dataplane.nftables.schema import Chain, Element, Hook, Key, Set, Shape, Value
+from dataplane.nftables.schema import Chain, Element, Hook, Key, Set, Shape
 
 
 class AddTable(NamedTuple):
@@ -99,25 +99,3 @@ class Skeleton(NamedTuple):
     chains: Mapping[str, tuple[str, ...]]
     hooks: Mapping[str, Hook]
     counters: frozenset[str]
-
-
-class Nftables(Protocol):
-    """The kernel interface for one table of each family; `wire.Kernel` implements it, tests have a fake."""
-
-    def commit(self, *work: Work) -> None:
-        """Do everything as one transaction, of one family or both."""
-
-    def skeleton(self, family: Family) -> Skeleton | None:
-        """What there is of the table, None: there is no such table."""
-
-    def contents(self, family: Family, name: str) -> dict[Key, tuple[Value, str]]:
-        """Key -> value and comment of all elements of a set."""
-
-    def counters(self, family: Family) -> dict[str, int]:
-        """Packets by counter."""
-
-    def generation(self) -> int:
-        """A number that changes with every transaction of anybody."""
-
-    def close(self) -> None:
-        """Release the socket."""

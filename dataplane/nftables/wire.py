@@ -27,7 +27,7 @@ _DIGEST: Final = 0xF0
 
 
 class Kernel:
-    """`operations.Nftables` for one table, in the calling thread's network namespace.
+    """The kernel interface for one table of each family, in the calling thread's network namespace.
 
     Args:
         table: the name of the table, in both families.
@@ -52,12 +52,13 @@ class Kernel:
         self._netlink.close()
 
     def generation(self) -> int:
+        """A number that changes with every transaction of anybody."""
         return self._netlink.generation()
 
     # Writing
 
     def commit(self, *work: op.Work) -> None:
-        """See `operations.Nftables.commit`.
+        """Do everything as one transaction, of one family or both.
 
         Raises:
             NftablesError: the kernel refused it; nothing of it is in effect.
@@ -131,6 +132,7 @@ class Kernel:
     # Reading
 
     def skeleton(self, family: Family) -> op.Skeleton | None:
+        """What there is of the table; None: there is no such table."""
         protocol = NFPROTO[family.version]
         if self._netlink.get(nf.NFT_MSG_GETTABLE, protocol, string(nf.NFTA_TABLE_NAME, self._table)) is None:
             return None
@@ -184,6 +186,7 @@ class Kernel:
         return {name: tuple(found) for name, found in digests.items()}
 
     def contents(self, family: Family, name: str) -> dict[Key, tuple[Value, str]]:
+        """Key -> value and comment of all elements of a set."""
         codec, wanted = self._codecs[family.version], self._sets[name]
         decode, value_of = codec.decoder(wanted.key), self._value_reader(codec, wanted)
         contents = {}
@@ -225,6 +228,7 @@ class Kernel:
         return Verdict(_signed(found[nf.NFTA_VERDICT_CODE]), self._chain_named(_text(chain)) if chain else "")
 
     def counters(self, family: Family) -> dict[str, int]:
+        """Packets by counter."""
         counters = {}
         question = string(nf.NFTA_OBJ_TABLE, self._table) + number(nf.NFTA_OBJ_TYPE, nf.NFT_OBJECT_COUNTER)
         for body in self._netlink.dump(nf.NFT_MSG_GETOBJ, NFPROTO[family.version], question):

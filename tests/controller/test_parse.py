@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.errors import Refused
-from controller.kubernetes import parse
+from controller.kubernetes import addresses, parse
 from controller.kubernetes.model import (
     Endpoint,
     EndpointPort,
@@ -107,31 +107,31 @@ NO_CIDRS = ["", "/", "10.0.0.1", "10.0.0.0/", "10.0.0.0/33", "10.0.0.0/-1", "10.
 
 @pytest.mark.parametrize(("text", "expected"), ADDRESSES)
 def test_canonical_address(text: str, expected: str) -> None:
-    assert parse.canonical_address(text) == expected
+    assert addresses.canonical_address(text) == expected
 
 
 @pytest.mark.parametrize("text", NO_ADDRESSES)
 def test_no_address(text: str) -> None:
     with pytest.raises(ValueError, match="is not an IP address"):
-        parse.canonical_address(text)
+        addresses.canonical_address(text)
 
 
 @pytest.mark.parametrize(("text", "expected"), CIDRS)
 def test_canonical_cidr(text: str, expected: str) -> None:
-    assert parse.canonical_cidr(text) == expected
+    assert addresses.canonical_cidr(text) == expected
 
 
 @pytest.mark.parametrize("text", NO_CIDRS)
 def test_no_cidr(text: str) -> None:
     with pytest.raises(ValueError, match="is not a CIDR"):
-        parse.canonical_cidr(text)
+        addresses.canonical_cidr(text)
 
 
 @settings(deadline=None)
 @given(st.one_of(st.ip_addresses(), st.integers(0, 2**36).map(IPv6Address)))
 def test_canonical_is_what_the_standard_library_says(address: IPv4Address | IPv6Address) -> None:
     mapped = getattr(address, "ipv4_mapped", None)
-    canonical = parse.canonical_address(str(address))
+    canonical = addresses.canonical_address(str(address))
     assert canonical == str(mapped or address)
     assert ip_address(canonical).version == parse.family_of(canonical)
 

@@ -159,11 +159,7 @@ class Links:
         return dict(held.pin for held in self._held.values())
 
     def mend(self, pins: Mapping[str, int]) -> None:
-        """Attach again what is `wrong`.
-
-        Raises:
-            BpfError: the kernel refused.
-        """
+        """Attach again what is `wrong`."""
         for (index, name), held in self._held.items():
             if held.wrong(pins) and interface_name(index) == held.where and self.programs is not None:
                 held.run(self.programs.program(name))

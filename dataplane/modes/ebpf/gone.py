@@ -32,11 +32,7 @@ LOOPBACK: Final = (1).to_bytes(4, sys.byteorder)  # its index in every namespace
 
 
 class Mark:
-    """The map that says whether the namespace of a folder lives, made or found there.
-
-    Raises:
-        BpfError: it cannot be made.
-    """
+    """The map that says whether the namespace of a folder lives, made or found there."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / MARK
@@ -69,9 +65,6 @@ def is_gone(folder: Path) -> bool:
 
     A folder without the mark is of an older version, or was never finished. Its namespace counts as gone if every
     interface and cgroup that its links were at is.
-
-    Raises:
-        BpfError: no privilege.
     """
     path = folder / MARK
     if path.exists():

@@ -113,11 +113,7 @@ class Glance:
 
 
 def strangers(folder: Path) -> dict[str, str]:
-    """Names of pins of ours under which something else is pinned -> what is wrong with it.
-
-    Raises:
-        BpfError: no privilege.
-    """
+    """Names of pins of ours under which something else is pinned -> what is wrong with it."""
     wrong = {}
     for name, wanted in shapes().items():
         path = folder / name

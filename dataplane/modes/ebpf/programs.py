@@ -93,9 +93,6 @@ class Loader:
             larger: maps of the next generation.
             can_set_errno: whether the kernel has bpf_set_retval.
             quiet: let it count nothing and emit no events.
-
-        Raises:
-            BpfError: the kernel refuses it.
         """
         loaded = Object(layout.OBJECTS / f"{name}.bpf.o")
         try:

@@ -78,11 +78,7 @@ class MapResizer:
         self._start({})
 
     def catch_up(self) -> None:
-        """Wait for the programs of `begin`, and let links run them.
-
-        Raises:
-            DataplaneError: they could not be loaded.
-        """
+        """Wait for the programs of `begin`, and let links run them."""
         if self._loading is not None:
             self._finish()
 

@@ -1,4 +1,7 @@
-"""Our chains in the kernel, of one family: writes them, remembers what should be there, finds what others changed."""
+"""Our chains in the kernel, of one family: writes them, remembers what should be there, finds what others changed.
+
+A table that cannot be read or written is an `XtablesError`.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,7 @@ class Ruleset:
         self._known: int | None = None  # None: others may have changed something
 
     def restore(self, family: int, text: str) -> None:
-        """A restore of ours. A table of the text in which nothing differs makes no transaction.
-
-        Raises:
-            XtablesError: it failed.
-        """
+        """A restore of ours. A table of the text in which nothing differs makes no transaction."""
         before, known = self.xtables.generation(), self._known
         self._known = None
         self.xtables.restore(family, text)
@@ -59,11 +58,7 @@ class Installed:
         self._rules: dict[str, dict[str, int]] = {table: {} for table in TABLES}  # chain -> how many
 
     def replace(self, deltas: Mapping[str, Delta]) -> None:
-        """Make these chains all that there is of ours; what was there serves until it is replaced.
-
-        Raises:
-            XtablesError: a restore failed.
-        """
+        """Make these chains all that there is of ours; what was there serves until it is replaced."""
         for table in reversed(TABLES):  # at a start nothing is refused before it could be translated
             saved = parse(self.xtables.save(self.family, table))
             written = deltas[table].written
@@ -75,11 +70,7 @@ class Installed:
             self._note(table, Delta(written, ()))
 
     def change(self, deltas: Mapping[str, Delta]) -> None:
-        """Write what differs.
-
-        Raises:
-            XtablesError: a restore failed.
-        """
+        """Write what differs."""
         pieces = [
             (table, lines)
             for table in TABLES
@@ -112,11 +103,7 @@ class Installed:
     # Drift
 
     def damage(self) -> list[str]:
-        """A message for each thing that is not as we wrote it.
-
-        Raises:
-            XtablesError: the tables cannot be read.
-        """
+        """A message for each thing that is not as we wrote it."""
         found = []
         for table in TABLES:
             saved = parse(self.xtables.save(self.family, table))
@@ -170,11 +157,7 @@ def _odd_entrances(table: str, saved: Saved) -> list[str]:
 
 
 def remove(xtables: Xtables, family: int) -> int:
-    """Remove our chains and what leads to them, in one transaction for each table; how many chains went.
-
-    Raises:
-        XtablesError: the tables cannot be read or written.
-    """
+    """Remove our chains and what leads to them, in one transaction for each table; how many chains went."""
     removed = 0
     for table in TABLES:
         saved = parse(xtables.save(family, table))

@@ -75,9 +75,6 @@ class Audit:
 
         Returns:
             A message for each thing of ours that others changed.
-
-        Raises:
-            DataplaneError: something cannot be read.
         """
         found = []
         if self.address_lost.is_set():

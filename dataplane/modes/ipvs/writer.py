@@ -103,11 +103,7 @@ def _find_tables(sets: Ipsets) -> xtables.Xtables:
 
 
 def make_sets(kernel: Kernel) -> None:
-    """All sets of the families that work, empty where they are new.
-
-    Raises:
-        NetlinkFailed: a set cannot be made.
-    """
+    """All sets of the families that work, empty where they are new."""
     there = set(kernel.sets.names(PREFIX))
     for family in kernel.tables.families:
         for name, kind in SETS.items():
@@ -116,11 +112,7 @@ def make_sets(kernel: Kernel) -> None:
 
 
 def read_actual(kernel: Kernel, masquerade: int) -> Actual:
-    """Everything of ours: sets by their names, the rest by the sets' memory of it.
-
-    Raises:
-        NetlinkFailed: it cannot be read.
-    """
+    """Everything of ours: sets by their names, the rest by the sets' memory of it."""
     actual = Actual()
     for family in kernel.tables.families:
         for name in SETS:
@@ -235,11 +227,7 @@ def write_rules(kernel: Kernel, node: NodeNetwork, health_ports: Iterable[int]) 
 
 
 def read_rules(kernel: Kernel, family: int) -> tuple[str, ...]:
-    """The lines of ours in all tables of a family.
-
-    Raises:
-        XtablesError: a table cannot be read.
-    """
+    """The lines of ours in all tables of a family."""
     return tuple(line for table in rules.JUMPS for line in rules.ours(kernel.tables.save(family, table)))
 
 

@@ -8,9 +8,9 @@ from dataplane.kernel import conntrack
 from dataplane.mode import belongs
 from dataplane.modes.nftables.picks import Pick
 from dataplane.modes.nftables.tables import DISCARD, SPACES, TABLE
-from dataplane.nftables import operations as op
 from dataplane.nftables.expressions import FAMILIES, Family, Verdict
 from dataplane.nftables.schema import Key, Value
+from dataplane.nftables.wire import Kernel
 from dataplane.reports import BackendRow, FlowRow, ServiceRow
 from dataplane.table import Protocol, socket_text
 
@@ -46,7 +46,7 @@ class _Frontend:
 class Tables:
     """A `dataplane.mode.View` of the tables of this network namespace."""
 
-    def __init__(self, kernel: op.Nftables) -> None:
+    def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
         self._families = [family for family in FAMILIES.values() if kernel.skeleton(family) is not None]
         self.place = ", ".join(f"table {family.name} {TABLE}" for family in self._families)

@@ -53,16 +53,14 @@ class Nftables(NetfilterMode):
     name = "nftables"
     writes = "the nftables tables"
 
-    def __init__(
-        self, options: Options, request_maintenance: RequestMaintenance, kernel: op.Nftables | None = None
-    ) -> None:
+    def __init__(self, options: Options, request_maintenance: RequestMaintenance, kernel: Kernel | None = None) -> None:
         if kernel is None:
             reason = probe(options)
             if reason:
                 raise Unsupported("nftables", reason)
         super().__init__(options, request_maintenance)
         self.adopted = False
-        self._kernel: op.Nftables = kernel or Kernel(TABLE, SETS, chain_named)
+        self._kernel: Kernel = kernel or Kernel(TABLE, SETS, chain_named)
         self._watch = kernel is None
         self._drop_invalid = not (self._watch and is_liberal())
         self._plans: dict[int, Plan] = {}
@@ -159,11 +157,7 @@ class Nftables(NetfilterMode):
         return True
 
     def _repair(self) -> None:
-        """Write what differs: first rules and chains, which is quick, then elements, for which all must be read.
-
-        Raises:
-            SyncError: refused; the next sync is a full one.
-        """
+        """Write what differs: first rules and chains, which is quick, then elements, for which all must be read."""
         written: dict[str, list[op.Operation]] = {family.name: [] for family in FAMILIES.values()}
         try:
             for find in (self._skeleton_repair, self._full_repair):

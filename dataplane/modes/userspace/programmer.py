@@ -92,7 +92,7 @@ class Userspace(NetfilterMode):
         self._lost = threading.Event()
         self._audit_at = 0.0
         self._answers = policy.watch()
-        self._kernel: op.Nftables = Kernel(TABLE, SETS)
+        self._kernel = Kernel(TABLE, SETS)
         self.client: RelayClient = open_client()
         self.adopted = not self.client.started
         self._watch_relay()
