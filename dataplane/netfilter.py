@@ -50,7 +50,7 @@ class NetfilterMode:
         names: Collection[str] = changed_services(self.table, table)
         whole = self._full or self._must_replace(table, names)
         if whole:
-            names = self.table.services.keys() | table.services.keys()
+            names = dict.fromkeys((*table.services, *self.table.services))
         result = self._write(table, names, whole=whole)
         self.table, self._full, self._programmed = table, False, True
         self._written()

@@ -120,7 +120,7 @@ class Userspace(NetfilterMode):
         if self._lost.is_set():
             self._reopen()
         self._deliver_answers(answer_mark(table.node))
-        self._program(table, table.services.keys() | self._known.keys(), whole=True)
+        self._program(table, dict.fromkeys((*table.services, *self._known)), whole=True)
 
     def _change(self, table: ServiceTable, names: Collection[str]) -> None:
         self._program(table, names, whole=False)
