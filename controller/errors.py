@@ -16,11 +16,7 @@ class ControllerError(Exception):
 
 
 class ConfigError(ControllerError):
-    """Settings that cannot be used.
-
-    Args:
-        problems: a message for each.
-    """
+    """Settings that cannot be used."""
 
     def __init__(self, *problems: str) -> None:
         several = f"{len(problems)} settings cannot be used:"

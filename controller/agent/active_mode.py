@@ -64,13 +64,7 @@ TRANSITIONS: Final[dict[Phase, dict[Input, Phase]]] = {
 
 
 class ActiveMode:
-    """One mode is open from `open` to `close`; `programmer`, `choice` and `config` belong to it. One thread calls it.
-
-    Args:
-        config: says which mode is asked for.
-        request_maintenance: for the mode.
-        opened: called each time a mode was opened.
-    """
+    """One mode is open from `open` to `close`; `programmer`, `choice` and `config` are its own. One thread calls it."""
 
     programmer: Programmer
     choice: ModeStatus

@@ -24,14 +24,7 @@ CHECK_SECONDS: Final = 0.5  # between two glances at whether others removed some
 
 
 class Maintenance:
-    """Called by the loop, whenever it turns.
-
-    Args:
-        mode: at work.
-        health: learns what is not in place.
-        events: for the cluster.
-        clock: monotonic seconds.
-    """
+    """Called by the loop, whenever it turns."""
 
     def __init__(
         self, mode: ActiveMode, health: Health, events: Recorder, *, clock: Callable[[], float] = time.monotonic

@@ -179,12 +179,7 @@ def take_over(
 
 
 def collect(options: Options, report: Callable[[str], None] = log.info) -> None:
-    """Remove what agents have left of network namespaces that are gone. A failure is logged.
-
-    Args:
-        options: for the modes.
-        report: called with a message if there was something.
-    """
+    """Remove what agents have left of network namespaces that are gone. A failure is logged."""
     try:
         if others_have_pins(options.pin_root) and (find := open_mode("ebpf").collect) is not None:
             removed = find(options)
@@ -199,9 +194,7 @@ def drain_modes(options: Options, seconds: float) -> float:
 
     Only modes that have flows of their own need it (`Mode.drain`); with others open connections go on in conntrack.
 
-    Args:
-        options: for the modes.
-        seconds: how long to wait for TCP connections that are open; less when there are none.
+    `seconds` bounds the wait for open TCP connections.
 
     Returns:
         Seconds that were waited.

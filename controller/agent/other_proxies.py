@@ -23,10 +23,7 @@ class OtherProxiesWatcher:
     `settled` is set when the first table is programmed and what another mode of ours left is removed. Before that, such
     a mode is not another proxy: it serves until then.
 
-    Args:
-        mode: the mode at work here.
-        report: called with each new warning, from the thread.
-        seconds: how often to look.
+    `report` is called with each new warning, from the thread.
     """
 
     def __init__(self, mode: str, report: Callable[[str], None], seconds: float = SECONDS) -> None:

@@ -88,14 +88,7 @@ TRANSITIONS: Final[dict[State, dict[Input, State]]] = {
 class Syncer:
     """Takes in events, and brings the node up to date when that is due. One thread calls it.
 
-    Args:
-        cluster: what is known; empty.
-        settings: of the tables.
-        counters: of this agent.
-        health: of this agent; learns what waits and what is programmed.
-        addresses: on this node's interfaces, empty while they are not known.
-        clock: monotonic seconds, the same as `received` of events.
-        wall: seconds since 1970.
+    `clock` returns monotonic seconds, the same as `received` of events; `wall` returns seconds since 1970.
     """
 
     def __init__(

@@ -71,11 +71,7 @@ def views_of(
 ) -> Iterator[tuple[str, View]]:
     """Name and view of each of these modes that has programmed something here. The caller closes the views.
 
-    Args:
-        modes: names of modes.
-        pin_root: folder of the pins, None: found.
-        names: of the numbers of service ports.
-        passed_over: a mode that cannot be read for one of these errors counts as one that has nothing here.
+    A mode that cannot be read for one of the errors in `passed_over` counts as one that has nothing here.
     """
     for mode in modes:
         try:

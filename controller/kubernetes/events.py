@@ -82,11 +82,7 @@ class _Series:
 class Recorder:
     """Writes events in a thread of its own; without an API server there is nothing to write to.
 
-    Args:
-        writer: the connection, None: events are dropped (the log has what they say).
-        instance: the name of this node, `reportingInstance`.
-        clock: monotonic seconds.
-        retry_seconds: how long to wait for an API server that does not answer.
+    Without a `writer` events are dropped: the log has what they say. `instance` is the name of this node.
     """
 
     def __init__(
@@ -118,12 +114,7 @@ class Recorder:
     def event(self, regarding: Regarding, kind: str, reason: str, action: str, note: str) -> None:
         """Tell what happened; never blocks and never raises.
 
-        Args:
-            regarding: what it is about.
-            kind: `Normal` or `Warning`.
-            reason: one word in upper camel case.
-            action: what was done, one word.
-            note: the message.
+        `kind` is `Normal` or `Warning`. `reason` and `action` are one word each, `reason` in upper camel case.
         """
         if self._writer is None:
             return

@@ -230,10 +230,7 @@ _NO_FILE: Final = _File((), 0, _Content())
 def _snapshot(files: Iterable[tuple[str, _File]], last: _Snapshot, names: Collection[_Name]) -> _Snapshot:
     """Merge files, in their order: the first object of a name counts.
 
-    Args:
-        files: what they say.
-        last: has the last good version of an object that is refused.
-        names: leave out all others.
+    `last` has the last good version of an object that is refused. Objects that are not in `names` are left out.
     """
     objects: dict[_Name, Object] = {}
     refused: set[_Name] = set()

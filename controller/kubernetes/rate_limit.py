@@ -19,12 +19,7 @@ class RateLimit(msgspec.Struct, frozen=True):
 
 
 class TokenBucket:
-    """Lets requests pass at a rate_limit, those of all threads together.
-
-    Args:
-        rate_limit: the limits.
-        closed: ends every wait.
-    """
+    """Lets requests pass at a rate_limit, those of all threads together."""
 
     def __init__(self, rate_limit: RateLimit, closed: threading.Event) -> None:
         self._limit = rate_limit

@@ -45,11 +45,6 @@ def socket_path(asked: str) -> Path:
 def ask(asked: str, request: Request, expected: type[A]) -> A:
     """Send one request to the running agent; returns its answer.
 
-    Args:
-        asked: where the agent listens, as `--admin-socket`.
-        request: what is asked.
-        expected: the kind of answer that belongs to the request.
-
     Raises:
         NoAgentError: there is none.
         ControllerError: it answered with an error, or it is of another version than this command.

@@ -119,14 +119,7 @@ class Counters:
             self._triggers.append((family, triggered))
 
     def record_sync(self, table: ServiceTable, seconds: float, latencies: Iterable[float], wall: float) -> None:
-        """Everything that came is programmed.
-
-        Args:
-            table: what was programmed.
-            seconds: how long it took.
-            latencies: of each change, since it arrived here.
-            wall: now.
-        """
+        """Everything that came is programmed."""
         self.totals.update(table)
         self.sync.observe(seconds)
         for family in self._families:

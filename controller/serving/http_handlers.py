@@ -43,14 +43,7 @@ _REASONS: Final = {HEALTH: "FailedToStartProxierHealthcheck", METRICS: "FailedTo
 class HttpHandlers:
     """The pages of one agent.
 
-    Args:
-        config: where to listen, and what /configz returns.
-        health: of the proxy.
-        counters: what the loop counts.
-        ask: a question to the loop, as at the admin socket; waits for the answer.
-        in_effect: the configuration in effect, as documents.
-        events: get a socket that cannot be opened.
-        end: called when the agent must end, because `bind_address_hard_fail` says so.
+    `end` is called when the agent must end, because `bind_address_hard_fail` says so.
     """
 
     def __init__(

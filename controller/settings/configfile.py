@@ -158,12 +158,7 @@ def follow(
 ) -> None:  # fmt: skip
     """Report every new content of a file until `stop`; a file that is gone is waited for.
 
-    Args:
-        path: the file, or a symbolic link to it that is swapped, as in the volume of a ConfigMap.
-        flags: as for `load`.
-        known: the content that was reported already.
-        report: gets the file's configuration, or why it cannot be used.
-        stop: ends it.
+    The file may be a symbolic link that is swapped, as in the volume of a ConfigMap. `known` was reported already.
     """
     while not stop.is_set():
         for _ in ticks(path, stop, LOOK):

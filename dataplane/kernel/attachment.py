@@ -31,9 +31,7 @@ def is_link(descriptor: int) -> bool:
 def _described(link: int, info: Any) -> tuple[int, int]:
     """The numbers of a link's program, and of its interface or cgroup; 0: it is detached.
 
-    Args:
-        link: a descriptor.
-        info: a `struct bpf_link_info` for the kernel to write to; links are asked often.
+    Links are asked often: the kernel writes to the same `struct bpf_link_info`.
     """
     size = ffi.new("uint32_t *", INFO_SIZE)
     check(library().bpf_obj_get_info_by_fd(link, info, size), "describing a link")

@@ -255,9 +255,7 @@ class Map:
 class Ring:
     """A ring buffer's reading end; there is one reader.
 
-    Args:
-        known: the map.
-        take: called by `poll`, in its thread, with each record.
+    `take` is called by `poll`, in its thread, with each record.
 
     Raises:
         BpfError: it cannot be mapped.

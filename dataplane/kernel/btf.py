@@ -55,12 +55,7 @@ def _resolved(types: Any, number: int) -> Any:
 
 
 def spelled(types: Any, number: int) -> str:
-    """A type as text: what is laid out otherwise, or has other fields, is spelled otherwise; "" is no type.
-
-    Args:
-        types: a `struct btf *`.
-        number: of the type in it, 0: none.
-    """
+    """A type as text: what is laid out otherwise, or has other fields, is spelled otherwise; "" is no type."""
     if not number:
         return ""
     entry = _resolved(types, number)

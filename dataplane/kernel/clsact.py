@@ -30,14 +30,7 @@ _TCMSG: Final = struct.Struct("=B3xiIII")  # family, interface, handle, parent, 
 
 
 def attach(index: int, program: int, name: str, *, ingress: bool) -> None:
-    """Attach or replace our filter of this name at an interface's clsact qdisc, which is made if need be.
-
-    Args:
-        index: of the interface.
-        program: a descriptor.
-        name: of the filter, without our prefix.
-        ingress: at ingress, otherwise at egress.
-    """
+    """Attach or replace our filter of this name at an interface's clsact qdisc, which is made if need be."""
     parent = INGRESS if ingress else EGRESS
     with IPRoute() as ip:
         try:
@@ -87,9 +80,7 @@ class Filters:
     def missing(self, index: int, programs: Mapping[tuple[str, bool], int]) -> list[str]:
         """Names of our filters that an interface does not have, or that run another program.
 
-        Args:
-            index: of the interface.
-            programs: descriptors by name and by whether the filter is at ingress.
+        `programs` has descriptors by name and by whether the filter is at ingress.
         """
         if self._events.drain():
             self._missing.clear()

@@ -37,11 +37,7 @@ def _bpf(command: int, attributes: bytes, what: str) -> int:
 def at_hook(program: int, family: int, hook: int, priority: int) -> int:
     """Attach a netfilter program in the network namespace of the caller; the link's descriptor.
 
-    Args:
-        program: descriptor.
-        family: NFPROTO_IPV4 (2) or NFPROTO_IPV6 (10).
-        hook: enum nf_inet_hooks.
-        priority: among the hook's functions.
+    `family` is NFPROTO_IPV4 (2) or NFPROTO_IPV6 (10), `hook` a number of enum nf_inet_hooks.
 
     Raises:
         BpfError: the kernel has no such links (before 6.4), or another program is at this priority (EBUSY).

@@ -51,9 +51,7 @@ _INT: Final = struct.Struct("=i")
 class NetlinkFailed(DataplaneError):
     """The kernel refused a request, or did not answer.
 
-    Args:
-        what: the request, for the message.
-        code: the error number, positive; codes from 4096 on are those of ip_set.
+    `code` is positive. Codes from 4096 on are those of ip_set.
     """
 
     def __init__(self, what: str, code: int) -> None:

@@ -24,12 +24,7 @@ _ATTEMPTS: Final = 20
 
 
 class NftablesError(NetlinkFailed):
-    """The kernel refused a transaction, of which nothing is in effect then, or a question.
-
-    Args:
-        code: errno.
-        what: what was refused.
-    """
+    """The kernel refused a transaction, of which nothing is in effect then, or a question."""
 
     def __init__(self, code: int, what: str) -> None:
         super().__init__(f"the kernel refused {what}", code)

@@ -54,12 +54,7 @@ def find_other_proxies(mode: str) -> OtherProxies:
 
 
 def may_have_left(mode: str, pin_root: str | None) -> bool:
-    """Whether a mode of ours has objects here. Its code is not loaded. True for a mode that is not known here.
-
-    Args:
-        mode: its name.
-        pin_root: as in `dataplane.mode.Options`.
-    """
+    """Whether a mode of ours has objects here. Its code is not loaded. True for a mode that is not known here."""
     if mode == "ebpf":
         with contextlib.suppress(Unsupported):
             folder = pin_folder(pin_root, mount=False)
@@ -71,11 +66,7 @@ def may_have_left(mode: str, pin_root: str | None) -> bool:
 
 
 def others_have_pins(pin_root: str | None) -> bool:
-    """Whether agents of other network namespaces have pins beside ours, or had when they ended.
-
-    Args:
-        pin_root: as in `dataplane.mode.Options`.
-    """
+    """Whether agents of other network namespaces have pins beside ours, or had when they ended."""
     if pin_root:
         return False
     with contextlib.suppress(Unsupported):

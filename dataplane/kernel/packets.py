@@ -13,12 +13,7 @@ SYN = 0x02
 def first_packet(src: str, dst: str, port: int, protocol: int, source_port: int | None = None) -> bytes:
     """The first packet of a connection: a SYN for TCP, an empty datagram otherwise. The transport's checksum is left 0.
 
-    Args:
-        src: source address.
-        dst: destination address, of the same family.
-        port: destination port.
-        protocol: IANA number of TCP, UDP or SCTP.
-        source_port: None: one of those that clients get.
+    `protocol` is TCP, UDP or SCTP. Without a `source_port` it is one of those that clients get.
     """
     ports = struct.pack("!HH", source_port or SOURCE_PORT, port)
     if protocol == socket.IPPROTO_TCP:

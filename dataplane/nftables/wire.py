@@ -29,10 +29,7 @@ _DIGEST: Final = 0xF0
 class Kernel:
     """The kernel interface for one table of each family, in the calling thread's network namespace.
 
-    Args:
-        table: the name of the table, in both families.
-        sets: the sets whose elements are written or read, by name.
-        chain_named: turns the name of a chain into what a verdict leads to.
+    `chain_named` turns the name of a chain into what a verdict leads to.
 
     Raises:
         OSError: no nf_tables in this kernel.

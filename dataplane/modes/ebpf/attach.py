@@ -52,13 +52,7 @@ Chosen = Callable[[Interface, tuple[str, ...]], bool]  # an interface and the no
 
 
 class Links:
-    """Programs at the interfaces of one kind.
-
-    Args:
-        folder: where links are pinned.
-        kind: "pod" or "uplink".
-        chosen: whether an interface is of this kind.
-    """
+    """Programs at the interfaces of one kind."""
 
     def __init__(self, folder: Path, kind: str, chosen: Chosen) -> None:
         self.folder = folder
@@ -143,8 +137,7 @@ class Links:
     def wrong(self, pins: Mapping[str, int]) -> Iterator[str]:
         """A message for each attachment that others changed or removed, at interfaces that exist.
 
-        Args:
-            pins: the inode of each pin in the folder, by name.
+        `pins` has the inode of each pin in the folder, by name.
         """
         for (index, name), held in self._held.items():
             if (what := held.wrong(pins)) and interface_name(index) == held.where:

@@ -38,11 +38,7 @@ Addresses = dict[tuple[int, str], str]  # family and address -> name of a servic
 
 
 class Reader:
-    """Takes events out of the ring buffer as they come.
-
-    Args:
-        events: the ring buffer's map.
-    """
+    """Takes events out of the ring buffer as they come."""
 
     def __init__(self, events: Map) -> None:
         self._raw: deque[bytes] = deque(maxlen=UNREAD)

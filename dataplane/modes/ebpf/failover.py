@@ -19,11 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Failover:
-    """Evaluates the backends once a second, and remembers which are ejected. One thread calls it.
-
-    Args:
-        options: `failover_failures`, and those of `probes`.
-    """
+    """Evaluates the backends once a second, and remembers which are ejected. One thread calls it."""
 
     def __init__(self, options: Options) -> None:
         self._detector: OutlierDetector[Subject] = OutlierDetector(options.failover_failures)

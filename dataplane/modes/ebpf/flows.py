@@ -63,12 +63,8 @@ def connections_by_backend(values: NDArray[Any], services: frozenset[int]) -> di
 class FlowGC:
     """Waits for grace periods and sweeps flows.
 
-    Args:
-        maps: the open set, by name.
-        sweep: the sweep program's descriptor.
-        clock: the program that returns the time of time stamps.
-        hz: jiffies per second.
-        options: the time-outs.
+    `sweep` and `clock` are descriptors of programs; `clock` returns the time of time stamps, `hz` are its ticks per
+    second.
     """
 
     def __init__(self, maps: dict[str, Map], sweep: int, clock: int, hz: int, options: Options) -> None:

@@ -138,8 +138,7 @@ class MapSet:
     def wrong(self, pins: Mapping[str, int]) -> Iterator[str]:
         """A message for each map that is not pinned any more.
 
-        Args:
-            pins: the inode of each pin in the folder, by name.
+        `pins` has the inode of each pin in the folder, by name.
         """
         if self._inodes.items() <= pins.items():  # as nearly always
             return

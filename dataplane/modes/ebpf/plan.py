@@ -204,9 +204,7 @@ class Plan:
     def balance(self, batch: Batch, loads: Mapping[int, int]) -> None:
         """Give the backends of services that follow the load new shares.
 
-        Args:
-            batch: takes what changes.
-            loads: connections by backend id; those that are not there have none.
+        Backends that are not in `loads` have no connections.
         """
         for key, before in list(self._shares.items()):
             known = self.find(key)

@@ -39,11 +39,7 @@ class Target(NamedTuple):
 
 
 class Prober:
-    """Probes its targets. The thread starts with the first of them; there is no `start`.
-
-    Args:
-        options: `probe_interval`, `probe_timeout` and `probe_failures`.
-    """
+    """Probes its targets. The thread starts with the first of them; there is no `start`."""
 
     def __init__(self, options: Options) -> None:
         self._interval, self._timeout = options.probe_interval, options.probe_timeout

@@ -51,13 +51,7 @@ class Programs:
 
 
 class Loader:
-    """Loads objects on a set of maps.
-
-    Args:
-        maps: the open set, which takes in and pins maps of objects that it does not have yet.
-        options: what the programs' settings are made of.
-        hz: jiffies per second.
-    """
+    """Loads objects on a set of maps."""
 
     def __init__(self, maps: MapSet, options: Options, hz: int) -> None:
         self._maps, self._options, self._hz = maps, options, hz
@@ -88,11 +82,7 @@ class Loader:
     ) -> Object:
         """The object `NAME.bpf.o`, on the maps of the set, or on `larger` ones in place of some.
 
-        Args:
-            name: of the object.
-            larger: maps of the next generation.
-            can_set_errno: whether the kernel has bpf_set_retval.
-            quiet: let it count nothing and emit no events.
+        With `quiet` it counts nothing and emits no events. `can_set_errno`: the kernel has bpf_set_retval.
         """
         loaded = Object(layout.OBJECTS / f"{name}.bpf.o")
         try:

@@ -26,11 +26,7 @@ _U64 = np.uint64
 class RowWriter:
     """Writes rows of three mapped arrays. What it reads and writes are the kernel's own words.
 
-    Args:
-        services: rows of struct service.
-        backends: rows of struct backend.
-        slots: rows of struct slot.
-        published: what was published last; None: what the services say.
+    `published` is what was published last; None: what the services say.
 
     Attributes:
         vectorize_from: rows from which on numpy writes them.

@@ -117,8 +117,7 @@ class Store:
     def balance(self, loads: Mapping[int, int]) -> int:
         """Give the backends of services that follow the load new shares; returns how many rings changed.
 
-        Args:
-            loads: connections by backend id; those that are not there have none.
+        Backends that are not in `loads` have no connections.
         """
         batch = Batch()
         self.plan.balance(batch, loads)

@@ -24,11 +24,7 @@ class Delta(NamedTuple):
 
 
 class Plan:
-    """The trees of one family and what was made of them last.
-
-    Args:
-        node: the node as text of rules, for this family.
-    """
+    """The trees of one family and what was made of them last."""
 
     def __init__(self, node: Node) -> None:
         self.node = node

@@ -48,12 +48,6 @@ class Able(msgspec.Struct, frozen=True):
 class Iptables(NetfilterMode):
     """A `dataplane.mode.Programmer`.
 
-    Args:
-        options: settings.
-        wake: called when the kernel reports that another process changed rules.
-        xtables: the iptables to use; None: those of this node.
-        clock: monotonic seconds.
-
     Raises:
         Unsupported: this machine cannot run the mode; the message says what is missing.
     """

@@ -44,9 +44,7 @@ ENTRANCES: Final[dict[str, tuple[tuple[str, str], ...]]] = {
 def jumps(table: str, there: Collection[tuple[str, str]]) -> list[str]:
     """Lines that lead from built-in chains to ours, in front of everything else, where that is not so yet.
 
-    Args:
-        table: nat or filter.
-        there: pairs of built-in chain and rule that exist.
+    `there` has pairs of built-in chain and rule that exist.
     """
     missing = [pair for pair in ENTRANCES[table] if pair not in there]
     return [f"-I {chain} {rule}" for chain, rule in reversed(missing)]

@@ -33,13 +33,6 @@ class Audit:
 
     `address_lost` is set, from any thread, when the kernel reported that an address or the device is gone. `rules` are
     the lines of ours as they were read after they were written.
-
-    Args:
-        kernel: to read from.
-        actual: what should be there.
-        settings: the kernel settings that were made, and their values.
-        seconds: the longest time between two comparisons.
-        clock: monotonic seconds.
     """
 
     def __init__(

@@ -39,12 +39,6 @@ NOTHING: Final = Lowered({}, {}, frozenset())
 class Ipvs(NetfilterMode):
     """A `dataplane.mode.Programmer`.
 
-    Args:
-        options: settings.
-        wake: called when the kernel reports that the device or an address of ours is gone.
-        kernel: its interfaces; None: the real ones.
-        clock: monotonic seconds.
-
     Raises:
         Unsupported: this machine cannot run the mode; says what is missing.
     """

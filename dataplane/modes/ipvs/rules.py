@@ -45,11 +45,7 @@ def pod_match(node: NodeNetwork, family: int) -> str:
 def restore_text(family: int, node: NodeNetwork, saved: dict[str, str], health_ports: Iterable[int] = ()) -> str:
     """A restore that makes our chains and jumps anew in one transaction for each table.
 
-    Args:
-        family: 4 or 6.
-        node: pods, service ranges and the masquerade bit.
-        saved: table -> what is there now, as iptables-save prints it: jumps that are there are taken out.
-        health_ports: TCP ports of this node that load balancers ask at: one rule each.
+    `saved` is by table what iptables-save prints now: jumps that are there are taken out.
     """
     rules = {
         "mangle": list(_mangle(family, node)),
@@ -71,10 +67,7 @@ def _table(table: str, rules: list[tuple[str, str]], saved: str) -> str:
 def removal(table: str, saved: str, keep: str = "") -> tuple[str, int]:
     """A restore that removes every chain of ours and every jump to them, and how many these are.
 
-    Args:
-        table: its name.
-        saved: as iptables-save prints it.
-        keep: a chain that stays, with the jump to it.
+    `keep` is a chain that stays, with the jump to it.
     """
     lines = saved.splitlines()
     chains = [name for line in lines if line.startswith(f":{PREFIX}") and (name := line[1:].split()[0]) != keep]

@@ -153,11 +153,7 @@ def _is_ours(server: Server, members: Collection[tuple[str, Element]], masquerad
 def perform(kernel: Kernel, steps: Steps, actual: Actual, ready: Callable[[], None] | None = None) -> None:
     """Do the steps in their order, and note in `actual` what is there then.
 
-    Args:
-        kernel: where.
-        steps: what.
-        actual: what is there.
-        ready: called when everything is there that addresses lead to, before they are bound.
+    `ready` is called when everything is there that addresses lead to, before they are bound.
 
     Raises:
         NetlinkFailed: the kernel refused; `actual` is no longer true.

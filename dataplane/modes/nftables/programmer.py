@@ -41,11 +41,6 @@ ATTEMPTS: Final = 3  # to read what others change at the same time
 class Nftables(NetfilterMode):
     """A `dataplane.mode.Programmer`.
 
-    Args:
-        options: `sync_seconds` is used.
-        request_maintenance: called when others change the tables.
-        kernel: the kernel interface; by default the kernel itself.
-
     Raises:
         Unsupported: this machine cannot run the mode; the message names what is missing.
     """

@@ -22,11 +22,7 @@ _REFUSAL: Final = {WhenEmpty.REJECT: Verdict(NFT_GOTO, tables.REFUSE), WhenEmpty
 def elements_of(lowered: Lowered, protocol: int, listen: str, numbers: tuple[int, ...]) -> Elements:
     """The elements of one service port.
 
-    Args:
-        lowered: as `lower` returns it.
-        protocol: of IANA.
-        listen: the address of the proxy ports.
-        numbers: the proxy ports, in the order of `Row.ports`; empty: the relay has none, clients are refused.
+    `numbers` are the proxy ports in the order of `Row.ports`; empty: the relay has none, and clients are refused.
     """
     found: Elements = {}
     for side, address, port, target in lowered.redirects:

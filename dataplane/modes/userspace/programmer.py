@@ -61,11 +61,6 @@ class _Known:
 class Userspace(NetfilterMode):
     """A `dataplane.mode.Programmer`.
 
-    Args:
-        options: `sync_seconds` is used.
-        request_maintenance: called when the relay ends or others change the rules.
-        clock: monotonic seconds.
-
     Raises:
         Unsupported: this machine cannot run the mode; the message names what is missing.
         Occupied: another agent has the relay of this namespace.
