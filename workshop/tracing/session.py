@@ -14,9 +14,9 @@ from typing import Any, Final, Self
 
 from controller.errors import ControllerError
 from dataplane.errors import DataplaneError
-from dataplane.kernel import btf, measure
+from dataplane.kernel import btf
 from dataplane.kernel.bpf import BpfError
-from workshop.tracing import compiler
+from workshop.tracing import compiler, measure
 from workshop.tracing.points import Point
 from workshop.tracing.rows import Event
 from workshop.tracing.targets import Place, Targets

@@ -20,9 +20,9 @@ from controller.serving.admin import NoAgentError, ask
 from controller.serving.protocol import GetStatus, StatusAnswer
 from dataplane.kernel import btf
 from dataplane.kernel.links import read_node
-from dataplane.kernel.measure import has_hook_programs, netns_inode
 from dataplane.reports import BackendRow, ServiceRow
 from workshop.tracing import headers, report, rows
+from workshop.tracing.measure import has_hook_programs, netns_inode
 from workshop.tracing.points import FUNCTIONS, HOOKS, PASSED, POINTS, SOCKET, TRACEPOINTS, label
 from workshop.tracing.session import Session, functions, has_reasons, runs_of
 from workshop.tracing.targets import PROTOCOLS, Place, Targets, mapped, of_services
