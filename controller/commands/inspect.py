@@ -9,12 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from controller.agent.modes import probe_all
-from controller.commands.views import left_here, programmed
 from controller.kubernetes.model import KindState
 from controller.semantics.explain import Packet
 from controller.serving.admin import NoAgentError, ask
@@ -58,6 +53,8 @@ Row = ServiceRow | BackendRow | FlowRow
 
 
 def _rows(command: str, args: argparse.Namespace) -> tuple[list[Row], str]:
+    from controller.commands.views import programmed
+
     views, agent = programmed(args.admin_socket, args.pin_root)
     notes = [] if agent else ["no agent is running: names may be unknown"]
     rows: list[Row] = []
@@ -89,6 +86,10 @@ def _with_ejections(rows: list[BackendRow], agent: NamesAnswer | None) -> list[B
 
 
 def _print_table(rows: Sequence[Mapping[str, object]], note: str) -> None:
+    from rich.console import Console  # 25 ms, and `status` with an agent has no table
+    from rich.markup import escape
+    from rich.table import Table
+
     console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 200)
     if rows:
         table = Table(box=None, pad_edge=False, header_style="bold")
@@ -145,6 +146,8 @@ class ModeRow(msgspec.Struct, frozen=True):
 
 def _show_modes(args: argparse.Namespace) -> int:
     """Which modes work here, and which one runs."""
+    from controller.agent.modes import probe_all
+
     try:
         running = ask(args.admin_socket, GetNames(), NamesAnswer).mode
     except NoAgentError:
@@ -175,6 +178,8 @@ def _show_status(args: argparse.Namespace) -> int:
 
 def _show_without_agent(args: argparse.Namespace, reason: str) -> int:
     """No agent: what is programmed may still carry traffic."""
+    from controller.commands.views import left_here
+
     left = {name: LeftBehind(view.place, len(view.services())) for name, view in left_here(args.pin_root)}
     if args.output == "json":
         _print_json(NoAgentStatus(reason=reason, programmed=left))
