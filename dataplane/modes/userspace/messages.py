@@ -187,31 +187,12 @@ Request = Hello | Apply | Commit | Status | Look | HandOver | End
 Answer = Welcome | Refused | Applied | Sockets | Report | Listing | Done
 
 _encoder: Final = msgspec.msgpack.Encoder()
-_requests: Final = msgspec.msgpack.Decoder(Request)
-_answers: Final = msgspec.msgpack.Decoder(Answer)
+# What is no message of this version is a msgspec.MsgspecError.
+decode_request: Final = msgspec.msgpack.Decoder(Request).decode
+decode_answer: Final = msgspec.msgpack.Decoder(Answer).decode
 
 
 def pack(message: Request | Answer) -> bytes:
     """The message behind its length."""
     body = _encoder.encode(message)
     return LENGTH.pack(len(body)) + body
-
-
-def decode_request(body: bytes) -> Request:
-    """A request of an agent.
-
-    Raises:
-        msgspec.MsgspecError: it is no request of this version.
-    """
-    request: Request = _requests.decode(body)
-    return request
-
-
-def decode_answer(body: bytes) -> Answer:
-    """An answer of a relay.
-
-    Raises:
-        msgspec.MsgspecError: it is no answer of this version.
-    """
-    answer: Answer = _answers.decode(body)
-    return answer
