@@ -22,8 +22,6 @@ from numpy.typing import NDArray
 from dataplane.errors import DataplaneError, Unsupported
 from dataplane.kernel._libbpf import ffi
 
-Bytes = NDArray[np.uint8]
-
 SCHED_CLS = 3  # BPF_PROG_TYPE_SCHED_CLS
 ARRAY, ARRAY_OF_MAPS = 2, 12  # BPF_MAP_TYPE_
 LOG_SIZE = 1 << 24  # kernels before 6.4 keep the beginning of a longer log, and say ENOSPC instead of their reason

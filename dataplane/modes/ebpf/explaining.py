@@ -136,7 +136,7 @@ class _Notes:
         word = int(self.around.services[self.service]["sets"][number])
         slots = layout.split_range_word(word)[1]
         source = "; its source is replaced by the node's address" if self.masquerade else ""
-        self.step("route", f"It takes route {number}, which has {slots} slots{source}.")
+        self.step("route", f"It takes backend set {number}, which has {slots} slots{source}.")
 
     def affinity(self, timeout: int, backend: int) -> None:
         self.backend = backend
@@ -144,14 +144,14 @@ class _Notes:
         if backend:
             self.step("affinity", f"It was at {self.address(backend)} less than {seconds} s ago, and stays there.")
         else:
-            self.step("affinity", f"Affinity: it was at no backend of the route in the last {seconds} s.")
+            self.step("affinity", f"Affinity: it was at no backend of the set in the last {seconds} s.")
 
     def slot(self, index: int, backend: int) -> None:
         self.backend = backend
         self.step("slot", f"Slot {index} was chosen: backend {self.address(backend)}. Another packet may get another.")
 
     def empty(self, number: int, drops: int) -> None:
-        self.step("empty", f"Route {number} is empty, which {'drops' if drops else 'refuses'}.")
+        self.step("empty", f"Backend set {number} is empty, which {'drops' if drops else 'refuses'}.")
 
     def path_back(self, ifindex: int, strict: int) -> None:
         way = f"is by {self.around.interface(ifindex)}" if ifindex else "does not exist"

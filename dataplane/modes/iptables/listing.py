@@ -65,12 +65,12 @@ class Programmed:
                 ServiceRow(name=found.name, frontends=[], protocol=found.protocol.name, backends=0, local_backends=0),
             )
             row.frontends.append(_frontend_text(found))
-            for route in _routes(chains, found.target):
-                if route.startswith(f"{MINE}SVL-"):
-                    row.local_backends = len(_goals(chains, route))
+            for chain in _set_chains(chains, found.target):
+                if chain.startswith(f"{MINE}SVL-"):
+                    row.local_backends = len(_goals(chains, chain))
                 else:
-                    row.backends = len(_goals(chains, route))
-                row.affinity = row.affinity or any("-m recent " in rule for rule in chains[route])
+                    row.backends = len(_goals(chains, chain))
+                row.affinity = row.affinity or any("-m recent " in rule for rule in chains[chain])
         for row in rows.values():
             row.frontends.sort()
         return [rows[key] for key in sorted(rows, key=lambda key: (key[0], rows[key].protocol, rows[key].frontends))]
@@ -79,8 +79,8 @@ class Programmed:
         found: set[tuple[str, str, str]] = set()
         for frontend in filter(lambda each: belongs(each.name, of), self._frontends()):
             chains = self._chains[frontend.family]
-            for route in _routes(chains, frontend.target):
-                found |= {(frontend.name, goal, frontend.protocol.name) for goal in _goals(chains, route)}
+            for chain in _set_chains(chains, frontend.target):
+                found |= {(frontend.name, goal, frontend.protocol.name) for goal in _goals(chains, chain)}
         return [
             BackendRow(service=name, address=address, protocol=protocol, used=True)
             for name, address, protocol in sorted(found)
@@ -110,21 +110,21 @@ def _frontend_text(found: _Found) -> str:
     return socket_text(found.address, found.port)
 
 
-def _routes(chains: Saved, target: str) -> set[str]:
-    """The chains of routes that a target leads to, by way of others or itself."""
+def _set_chains(chains: Saved, target: str) -> set[str]:
+    """The chains of backend sets that a target leads to, by way of others or itself."""
     if target.startswith(f"{MINE}SV"):
         return {target} & chains.keys()
     found: set[str] = set()
     if target.startswith((f"{MINE}EXT-", f"{MINE}FW-")):
         for rule in chains.get(target, ()):
             for further in _TARGET.findall(f" {rule}"):
-                found |= _routes(chains, further)
+                found |= _set_chains(chains, further)
     return found
 
 
-def _goals(chains: Saved, route: str) -> set[str]:
+def _goals(chains: Saved, chain: str) -> set[str]:
     goals: set[str] = set()
-    for rule in chains.get(route, ()):
+    for rule in chains.get(chain, ()):
         goals.update(_GOAL.findall(rule))
         for endpoint in _TARGET.findall(f" {rule}"):
             if endpoint.startswith(f"{MINE}SEP-"):

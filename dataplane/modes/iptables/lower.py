@@ -6,7 +6,7 @@ A packet's way in table nat:
                                       -> a tree over node ports
 
 A rule of the tree leads to the service's chain at once where its frontend is like all others. What differs (who is
-masqueraded, another route for outsiders, source ranges) has a chain of its own before it, HP-EXT-... or HP-FW-... .
+masqueraded, another backend set for outsiders, source ranges) has a chain of its own before it: HP-EXT-... or HP-FW-...
 An endpoint has a chain (HP-SEP-...) only where clients are remembered; otherwise the service's chain translates.
 
 In table filter stands what must be refused: a packet that still has a service's address after nat was not translated.
@@ -109,15 +109,15 @@ def node_of(network: NodeNetwork, family: int) -> Node:
 
 def lower(entry: Entry, node: Node) -> Lowered:
     """Chains and rules of one service port."""
-    routes = _routes(entry)
+    sets = _distinct_sets(entry)
     names = service_chains(entry)
     chains: Chains = {}
-    for position, route in enumerate(routes):
-        chains |= _route_chains(entry, names[position], route, node)
+    for position, chosen in enumerate(sets):
+        chains |= _set_chains(entry, names[position], chosen, node)
     nat: dict[tuple[str, int], list[Rank]] = {}
     refused: dict[tuple[str, int], list[Rank]] = {}
     for frontend in entry.frontends:
-        way = _Way(*(_target(entry.backend_sets[n], routes, names) for n in (frontend.internal, frontend.external)))
+        way = _Way(*(_target(entry.backend_sets[n], sets, names) for n in (frontend.internal, frontend.external)))
         place, match = _place(entry, frontend)
         target = _frontend_target(entry, frontend, way, node, chains)
         if target == ACCEPTED and frontend.kind is Kind.CLUSTER_IP:
@@ -135,20 +135,20 @@ class _Way(NamedTuple):
     external: str
 
 
-def _routes(entry: Entry) -> list[BackendSet]:
+def _distinct_sets(entry: Entry) -> list[BackendSet]:
     """The backend sets of an entry that differ in their backends, at most two; what ClusterIPs use comes first."""
     found: list[BackendSet] = []
     frontends = sorted(entry.frontends, key=lambda frontend: frontend.kind is not Kind.CLUSTER_IP)
     for frontend in frontends:
-        for route in (entry.backend_sets[frontend.internal], entry.backend_sets[frontend.external]):
-            if route.backends and all(route.backends != known.backends for known in found):
-                found.append(route)
+        for chosen in (entry.backend_sets[frontend.internal], entry.backend_sets[frontend.external]):
+            if chosen.backends and all(chosen.backends != known.backends for known in found):
+                found.append(chosen)
     return found
 
 
-def _target(route: BackendSet, routes: list[BackendSet], names: tuple[str, str]) -> str:
-    for position, known in enumerate(routes):
-        if known is route or known.backends == route.backends:
+def _target(chosen: BackendSet, sets: list[BackendSet], names: tuple[str, str]) -> str:
+    for position, known in enumerate(sets):
+        if known is chosen or known.backends == chosen.backends:
             return f"-j {names[position]}"
     return ACCEPTED
 
@@ -202,17 +202,17 @@ def _choose_way(way: _Way, node: Node) -> Iterable[str]:
     yield way.external
 
 
-# The backends of a route
+# The backends of a set
 
 
-def _route_chains(entry: Entry, name: str, route: BackendSet, node: Node) -> Chains:
+def _set_chains(entry: Entry, name: str, chosen: BackendSet, node: Node) -> Chains:
     protocol = entry.protocol.name.lower()
-    goals = [f"-j DNAT --to-destination {socket_text(b.address, b.port)}" for b in route.backends]
+    goals = [f"-j DNAT --to-destination {socket_text(b.address, b.port)}" for b in chosen.backends]
     if not entry.affinity_seconds or not node.remembers:
         return {name: tuple(_pick(f"-p {protocol} ", goals))}
     chains: Chains = {}
     again = []
-    for position, backend in enumerate(route.backends):
+    for position, backend in enumerate(chosen.backends):
         endpoint = chain("SEP", identity(entry), socket_text(backend.address, backend.port))
         chains[endpoint] = (f"-p {protocol} -m recent --set --name {endpoint} {_by_source(node)} {goals[position]}",)
         remembered = f"--rcheck --seconds {entry.affinity_seconds} --reap --name {endpoint} {_by_source(node)}"
@@ -238,11 +238,11 @@ def _pick(match: str, goals: list[str]) -> Iterable[str]:
 # Refusals
 
 
-def _verdict(route: BackendSet) -> str:
-    """What table filter does with a packet of an empty route; empty where it was translated and cannot come here."""
-    if route.backends:
+def _verdict(chosen: BackendSet) -> str:
+    """What table filter does with a packet of a set without backends; empty: it was translated and cannot come here."""
+    if chosen.backends:
         return ""
-    return DROP if route.when_empty is WhenEmpty.DROP else REFUSE
+    return DROP if chosen.when_empty is WhenEmpty.DROP else REFUSE
 
 
 def _refusals(entry: Entry, frontend: Frontend, match: str) -> Iterable[Rank]:

@@ -37,7 +37,7 @@ def identity(entry: Entry) -> str:
 
 
 def service_chains(entry: Entry) -> tuple[str, str]:
-    """The chains of an entry's two routes: kube-proxy's SVC and SVL."""
+    """The chains of an entry's two backend sets: kube-proxy's SVC and SVL."""
     return chain("SVC", identity(entry)), chain("SVL", identity(entry))
 
 
