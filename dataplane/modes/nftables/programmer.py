@@ -164,6 +164,7 @@ class Nftables(NetfilterMode):
             self._full = True
             self._failed()
             raise SyncError(f"the nftables tables could not be repaired: {error}") from error
+        self._full = False
         self._verified()
         for name, done in written.items():
             if done:
