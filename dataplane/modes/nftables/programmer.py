@@ -56,8 +56,9 @@ class Nftables(NetfilterMode):
         super().__init__(options, request_maintenance)
         self.adopted = False
         self._kernel: Kernel = kernel or Kernel(TABLE, SETS, chain_named)
-        self._watch = kernel is None
-        self._drop_invalid = not (self._watch and is_liberal())
+        self._real = kernel is None
+        self._watched = False
+        self._drop_invalid = not (self._real and is_liberal())
         self._plans: dict[int, Plan] = {}
         self._generation = 0
         self._check_at = 0.0
@@ -91,9 +92,13 @@ class Nftables(NetfilterMode):
 
     def _written(self) -> None:
         """After the first fill: reports about a hundred thousand elements of our own are of no use."""
-        if self._watch:
-            self._watch = False
+        if self._real and not self._watched:
+            self._watched = True
             self._watch_rules([f"{family.name} {TABLE}" for family in FAMILIES.values()])
+
+    def _delete_stale(self, names: Collection[str]) -> None:
+        if self._real:  # a kernel in memory has no flows
+            super()._delete_stale(names)
 
     def _why_unsupported(self, entry: Entry) -> str:
         return why_unsupported(entry)
