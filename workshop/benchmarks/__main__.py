@@ -1,7 +1,7 @@
 """python -m workshop.benchmarks [NAME ...]: run the benchmarks of this folder, all of them or those named.
 
-Each is a module with a function `measure() -> Result`, which may take a mode (`BY_MODE`). Exit code 0: measured,
-whether or not a target is reached.
+Each is a module with a function `measure() -> Result`. One that takes an argument is as many benchmarks (`VARIANTS`).
+Exit code 0: measured, whether or not a target is reached.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import re
 import sys
 from pathlib import Path
 
 from workshop.benchmarks.kit import Result
 
 HERE = Path(__file__).parent
-BY_MODE = {  # benchmark -> module and mode
+VARIANTS = {  # benchmark -> module and what it is called with
+    "established": ("packets", "established"),
+    "passing": ("packets", "passing"),
     "nft_change": ("change", "nftables"),
     "nft_start": ("start", "nftables"),
     "ipt_change": ("change", "iptables"),
@@ -25,18 +28,20 @@ BY_MODE = {  # benchmark -> module and mode
 
 def available() -> dict[str, str]:
     """Benchmark -> its first line of description."""
-    found = {}
+    found, alone = {}, []
     for module in pkgutil.iter_modules([str(HERE)]):
         text = (HERE / f"{module.name}.py").read_text()
-        if "\ndef measure(" in text:
-            found[module.name] = text.splitlines()[0].strip('"')
-    return found | {name: f"{found[module]} ({mode})" for name, (module, mode) in BY_MODE.items()}
+        found[module.name] = text.splitlines()[0].strip('"')
+        if re.search(r"^def measure\((\w+: str = .+)?\) ->", text, re.MULTILINE):
+            alone.append(module.name)
+    variants = {name: f"{found[module]} ({argument})" for name, (module, argument) in VARIANTS.items()}
+    return {name: found[name] for name in alone} | variants
 
 
 def run(name: str) -> Result:
     """Run one benchmark."""
-    module, *mode = BY_MODE.get(name, (name,))
-    result: Result = importlib.import_module(f"workshop.benchmarks.{module}").measure(*mode)
+    module, *argument = VARIANTS.get(name, (name,))
+    result: Result = importlib.import_module(f"workshop.benchmarks.{module}").measure(*argument)
     return result
 
 

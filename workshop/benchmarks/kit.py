@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -30,8 +30,8 @@ from dataplane.modes.ebpf.maps import open_pinned_maps
 from dataplane.modes.ebpf.pins import folder_of
 from dataplane.table import Backend, BackendSet, Entry, Frontend, Kind, Masquerade, Protocol
 from workshop.benchmarks.apidata import ApiProcess
-from workshop.lab.agent import Agent, remove_forsaken
-from workshop.lab.network import Lab, LabError
+from workshop.lab.agent import Agent, remove_forsaken, resident
+from workshop.lab.network import Lab
 
 __all__ = [
     "HEALTH_CHECKS",
@@ -49,6 +49,7 @@ __all__ = [
     "median",
     "quantile",
     "say",
+    "take_turns",
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,6 +58,13 @@ HEALTH_CHECKS = 10  # services with a health-check node port, where all servers 
 METRICS, HEALTHZ = ("127.0.0.1", 10249), ("127.0.0.1", 10256)  # as kube-proxy's
 
 median = statistics.median
+
+
+def take_turns(rounds: int, *turns: Callable[[], None]) -> None:
+    """So many rounds and one before them, to warm up; every second one backwards: who is first changes."""
+    for number in range(rounds + 1):
+        for turn in turns if number % 2 else reversed(turns):
+            turn()
 
 
 def say(*parts: object) -> None:
@@ -247,23 +255,6 @@ class ApiAgent(Agent):
             *self.flags,
         ]  # fmt: skip
 
-    def timed_start(self, timeout: float = 60.0) -> float:
-        """Start it; seconds from the fork until its log says that everything is programmed."""
-        self._refuse_the_machine_itself()
-        self.log.unlink(missing_ok=True)
-        with self.log.open("w") as log:
-            start = time.monotonic()
-            self.process = self.lab.start("node", self.argv, output=log, errors=log)
-        with self.log.open() as log:
-            text = ""
-            while "after the start" not in text:
-                text += log.read()
-                now = time.monotonic()
-                if self.process.poll() is not None or now - start > timeout:
-                    raise LabError(f"the agent did not get ready:\n{self.tail()}")
-                time.sleep(0.002)
-        return now - start
-
     def own_figure(self) -> float:
         """Seconds from its first instruction of ours until everything was programmed, by its own clock."""
         found = re.search(r"programmed \d+ services, ([\d.]+) s after the start", self.log.read_text())
@@ -280,21 +271,6 @@ class ApiAgent(Agent):
         """VmRSS, RssAnon and RssFile in MB (10^6 bytes), as the kernel counts them."""
         assert self.process is not None
         return resident(self.process.pid)
-
-    def end(self) -> None:
-        """Stop it and remove what it left in the namespace."""
-        if self.running():
-            self.terminate()
-        cleaned = self.cleanup()
-        if cleaned.returncode:
-            raise LabError(f"cleanup failed: {cleaned.stderr}")
-
-
-def resident(pid: int) -> dict[str, float]:
-    """VmRSS, RssAnon, RssFile and RssShmem of a process in MB (10^6 bytes)."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    kept = (line.split() for line in lines if line.startswith(("VmRSS", "Rss")))
-    return {fields[0].rstrip(":"): int(fields[1]) * 1024 / 1e6 for fields in kept}
 
 
 def listed(lab: Lab, api: ApiProcess) -> list[Event]:
@@ -341,18 +317,6 @@ class Kernel:
         return [
             f"{layout.address_text(row.tobytes(), 4)}:{port}" for row, port in zip(rows["address"], ports, strict=True)
         ]
-
-    def check(self, services: int, endpoints: int) -> None:
-        """Every service of the fake API server leads to exactly its endpoints."""
-        from workshop.lab.apiserver import cluster_address, pod_address
-
-        ids = self.ids()
-        assert len(ids) == services, f"{len(ids)} of {services} services are in the map"
-        for number in range(services):
-            wanted = {f"{pod_address(number, n, endpoints)}:8080" for n in range(endpoints)}
-            found = self.backends_of(ids[cluster_address(number)])
-            assert len(found) == endpoints, f"service {number} has {len(found)} backends"
-            assert set(found) == wanted, f"service {number} leads to {found}"
 
     def close(self) -> None:
         """Give the maps back."""

@@ -7,7 +7,8 @@ import sys
 import time
 
 from workshop.benchmarks.apidata import ApiProcess
-from workshop.benchmarks.kit import HEALTH_CHECKS, ROOT, ApiAgent, Result, Scraper, Target, lab, resident, say
+from workshop.benchmarks.kit import HEALTH_CHECKS, ROOT, ApiAgent, Result, Scraper, Target, lab, say
+from workshop.lab.agent import resident
 
 SERVICES, ENDPOINTS = 10_000, 10
 CHANGES = 200

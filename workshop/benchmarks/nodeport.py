@@ -15,18 +15,19 @@ import struct
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from cffi import FFI
 
 from dataplane.kernel._libbpf import ffi
 from dataplane.kernel.bpf import Object, check, library, update_link
-from workshop.benchmarks.kit import Result, Target, built, lab, median, say
+from workshop.benchmarks.kit import Result, Target, built, lab, median, say, take_turns
 from workshop.lab.agent import Agent
 from workshop.lab.examples import node_manifest
 from workshop.lab.frames import Receiver, fill_in_checksums
 from workshop.lab.network import Lab
+from workshop.lab.objects import endpoint_slice, manifest, service
 from workshop.lab.traffic import ask_udp
 
 UDP = 9053  # of the backend
@@ -87,10 +88,8 @@ def measure() -> Result:
     with _node("ebpf", program, "--xdp=native") as ours, _node("nftables", program) as theirs:
         os.sched_setaffinity(0, ONE_CPU)
         try:
-            for number in range(ROUNDS + 1):
-                turns = [(ours, "driver"), (ours, "stack"), (theirs, "stack"), (ours, "nowhere"), (theirs, "nowhere")]
-                for node, way in turns if number % 2 else reversed(turns):
-                    node.send(way)
+            ways = [(ours, "driver"), (ours, "stack"), (theirs, "stack"), (ours, "nowhere"), (theirs, "nowhere")]
+            take_turns(ROUNDS, *(partial(node.send, way) for node, way in ways))
         finally:
             os.sched_setaffinity(0, before)
     sender = median([ours.time("nowhere"), theirs.time("nowhere")])
@@ -124,9 +123,7 @@ def _node(mode: str, program: str, *flags: str) -> Iterator[Node]:
             wire = Receiver(WIRE)
         with contextlib.ExitStack() as stack:
             stack.enter_context(wire)
-            agent = Agent(made, manifests, mode, flags)
-            agent.start(60)
-            stack.callback(_end, agent)
+            agent = stack.enter_context(Agent(made, manifests, mode, flags).serving())
             forwarder = None
             with made.inside("node"):
                 if mode == "ebpf":
@@ -142,28 +139,11 @@ def _node(mode: str, program: str, *flags: str) -> Iterator[Node]:
             yield Node(made, programs, forwarder)
 
 
-def _end(agent: Agent) -> None:
-    if agent.running():
-        agent.terminate()
-    agent.cleanup()
-
-
 def _service(made: Lab) -> str:
     """A UDP service with a node port and one backend, on the other node."""
-    from json import dumps
-
-    port = {"name": "main", "protocol": "UDP", "port": 53, "targetPort": UDP, "nodePort": NODE_PORT}
-    spec = {"type": "NodePort", "clusterIP": "10.96.1.1", "clusterIPs": ["10.96.1.1"], "ipFamilies": ["IPv4"],
-            "ports": [port]}  # fmt: skip
-    labels = {"kubernetes.io/service-name": "measured"}
-    endpoint = {"addresses": [made["remote1"].address4], "conditions": {"ready": True}, "nodeName": "lab-node2"}
-    items: list[dict[str, Any]] = [
-        {"apiVersion": "v1", "kind": "Service", "metadata": {"namespace": "bench", "name": "measured"}, "spec": spec},
-        {"apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
-         "metadata": {"namespace": "bench", "name": "measured-1", "labels": labels},
-         "ports": [{"name": "main", "protocol": "UDP", "port": UDP}], "endpoints": [endpoint]},
-    ]  # fmt: skip
-    return dumps({"apiVersion": "v1", "kind": "List", "items": items})
+    name, address = "bench/measured", made["remote1"].address4
+    piece = endpoint_slice(name, [address], [("UDP", UDP)], "lab-node2")
+    return manifest([service(name, "10.96.1.1", [("UDP", 53)], NODE_PORT), piece])
 
 
 def _talk(made: Lab, agent: Agent) -> None:

@@ -1,4 +1,4 @@
-"""What the benchmarks `established` and `passing` share: the loops of packets.bpf.c on filled maps."""
+"""One packet at a pod's interface, by the loops of packets.bpf.c on filled maps: of a connection, or no service's."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.maps import MapSet, traffic_cpus
 from dataplane.modes.ebpf.store import Store
 from dataplane.table import Backend, Protocol
-from workshop.benchmarks.kit import built, entry, median
-
-__all__ = ["FLOWS", "ROUNDS", "Loops", "loops"]
+from workshop.benchmarks.kit import Result, Target, built, entry, median
 
 FLOWS = 100_000  # connections, two entries each
 PACKETS, REPEAT, ROUNDS = 64, 2_000, 15  # in one run of a loop, runs in a round
@@ -35,6 +33,32 @@ WORK = np.dtype(
     [("flows", "u4"), ("first", "u4"), ("random", "u4"), ("target", "u4"), ("sport", "u2"), ("dport", "u2"),
      ("header", "u4"), ("found", "u8")]
 )  # fmt: skip
+
+
+def measure(packet: str) -> Result:
+    """`established`: one of 100,000 connections; `passing`: one that no service is concerned with, both ways.
+
+    Each beside one look into the table of flows, and less the same loop without a program.
+    """
+    mine = {"established": {"loop_established": VIP}, "passing": {"loop_passing_out": STRANGER}}[packet]
+    with loops() as made:
+        found = made.compare({**mine, "loop_passing": STRANGER, "loop_lookup": VIP})
+    passing, floor = found["loop_passing"], found["loop_lookup"]
+    if packet == "passing":
+        out = found["loop_passing_out"]
+        return Result(
+            packet, passing, "ns", f"one look into the table of flows, of which there are {FLOWS:,}", floor,
+            [(Target("ns more than no program, from a pod", 10.0), passing),
+             (Target("ns more than no program, to a pod", 10.0), out)],
+            extra={"to_pod_ns": round(out, 2)},
+        )  # fmt: skip
+    whole = found["loop_established"]
+    return Result(
+        packet, whole, "ns", "one look into the table of flows", floor,
+        [(Target("the whole packet / one look", 2.0), whole / floor)],
+        [f"{packet}: a random one of {FLOWS:,} connections each time; handed over to a pod, checksums and all"],
+        {"passing_ns": round(passing, 1)},
+    )  # fmt: skip
 
 
 class Loops:

@@ -10,10 +10,9 @@ import os
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 from workshop.benchmarks.apidata import ApiProcess
-from workshop.benchmarks.connections import ALL_PODS, PORT, VIP, objects, serve
+from workshop.benchmarks.connections import ALL_PODS, PORT, VIP, measured, serve
 from workshop.benchmarks.kit import ApiAgent, Result, Target, built, lab, median, say
 from workshop.lab.network import Lab
 
@@ -34,14 +33,11 @@ def measure() -> Result:
             serve(made, name, program, "serve", ())
         agent = ApiAgent(made, api.kubeconfig, flags=("--nodeport-addresses", "0.0.0.0/0"), cluster_cidr=ALL_PODS)
         _measured(made, api, BACKENDS)
-        agent.start(60)
-        try:
+        with agent.serving():
             clients = _clients(made, program)
             samples, changes = _churn(made, api, agent)
             done, failed = _collect(clients)
             status = agent.running_status().dataplane
-        finally:
-            agent.end()
     grown = _growth(samples)
     say(f"  {done:,} connections, {failed} failed; {changes:,} changes; growth {grown}")
     left = {name: value for name, value in status.counters.items() if value and ("full" in name or "lost" in name)}
@@ -60,12 +56,7 @@ def measure() -> Result:
 
 def _measured(made: Lab, api: ApiProcess, pods: tuple[str, ...]) -> None:
     """The service that is used, with these pods behind it; it has a node port, too."""
-    service, piece = objects(made[pods[0]])
-    spec: dict[str, Any] = service["spec"]
-    spec |= {"type": "NodePort", "ports": [spec["ports"][0] | {"nodePort": NODE_PORT}]}
-    first: dict[str, Any] = piece["endpoints"][0]
-    piece["endpoints"] = [first | {"addresses": [made[name].address4]} for name in pods]
-    for obj in (service, piece):
+    for obj in measured(*(made[name] for name in pods), node_port=NODE_PORT):
         api.control("put", **obj)
 
 

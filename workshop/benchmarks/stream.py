@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from workshop.benchmarks.apidata import ApiProcess
-from workshop.benchmarks.connections import ALL_PODS, PODS_ONLY, PORT, VIP, objects, serve
-from workshop.benchmarks.kit import ApiAgent, Result, Target, built, lab, median, say
+from workshop.benchmarks.connections import PORT, VIP, agent_of, cluster, serve
+from workshop.benchmarks.kit import Result, Target, built, lab, median, say
 from workshop.lab.network import Lab
 
 SECONDS, ROUNDS = 1.0, 11
 TARGET = 0.99
-SERVICES, ENDPOINTS = 10, 10
+SERVICES = 10
 
 
 def measure() -> Result:
@@ -31,20 +30,15 @@ def measure() -> Result:
 def _compare(program: str, backend: str) -> tuple[float, float]:
     """Medians in Gbit/s of the service and of the plain address."""
     service, plain = [], []
-    with lab(pods=2, plain=2, remote=1) as made, ApiProcess(SERVICES, ENDPOINTS, lab=made) as api:
-        control = "plain2" if backend == "pod2" else backend
-        for name in dict.fromkeys((backend, control)):
-            serve(made, name, program, "sink", ())
-        for obj in objects(made[backend]):
-            api.control("put", **obj)
-        agent = ApiAgent(made, api.kubeconfig, flags=PODS_ONLY, cluster_cidr=ALL_PODS)
-        agent.start(60)
-        try:
+    with lab(pods=2, plain=2, remote=1) as made, cluster(made, SERVICES, program, backend, "sink", ()) as api:
+        control = backend
+        if backend == "pod2":
+            control = "plain2"
+            serve(made, control, program, "sink", ())
+        with agent_of(made, api).serving():
             for _ in range(ROUNDS + 1):
                 service.append(_pour(made, program, "pod1", VIP))
                 plain.append(_pour(made, program, "plain1", made[control].address4))
-        finally:
-            agent.end()
     say(f"  {backend}: service {median(service[1:]):.2f} Gbit/s, plain {median(plain[1:]):.2f} Gbit/s")
     return median(service[1:]), median(plain[1:])
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
-from workshop.benchmarks.apidata import ApiProcess
-from workshop.benchmarks.connections import ALL_PODS, ENDPOINTS, PODS_ONLY, VIP, Arm, objects, serve
-from workshop.benchmarks.kit import ApiAgent, Result, Target, built, lab, median, say
+from workshop.benchmarks.connections import VIP, Arm, agent_of, cluster
+from workshop.benchmarks.kit import Result, Target, built, lab, median, say, take_turns
 
 SIZES = (10, 10_000)
 ROUNDS = 31
@@ -18,21 +18,13 @@ def measure() -> Result:
     program = str(built("build/workshop/benchmarks/crr"))
     arms = [Arm("pod1", VIP) for _ in SIZES]
     with contextlib.ExitStack() as stack:
-        nodes = []
-        for size in SIZES:
+        turns = []
+        for size, arm in zip(SIZES, arms, strict=True):
             made = stack.enter_context(lab(pods=2, kind=f"tail{size}x"))
-            api = stack.enter_context(ApiProcess(size, ENDPOINTS, lab=made))
-            serve(made, "pod2", program)
-            for obj in objects(made["pod2"]):
-                api.control("put", **obj)
-            agent = ApiAgent(made, api.kubeconfig, flags=PODS_ONLY, cluster_cidr=ALL_PODS)
-            agent.start(60)
-            stack.callback(agent.end)
-            nodes.append(made)
-        for number in range(ROUNDS + 1):
-            turns = list(zip(arms, nodes, strict=True))
-            for arm, made in turns if number % 2 else reversed(turns):
-                arm.run(made, program)
+            api = stack.enter_context(cluster(made, size, program))
+            stack.enter_context(agent_of(made, api).serving())
+            turns.append(partial(arm.run, made, program))
+        take_turns(ROUNDS, *turns)
     few, many = arms
     slow = [median(arm.slowest[1:]) for arm in (few, many)]
     middle = [median(arm.medians[1:]) for arm in (few, many)]

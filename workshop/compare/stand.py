@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
@@ -16,8 +15,9 @@ from typing import Final
 from workshop.compare import objects
 from workshop.compare.loads import Found, LoadFailed, argv, busy_seconds, found, interrupt_seconds
 from workshop.compare.plan import Settings
-from workshop.lab.agent import Agent, remove
+from workshop.lab.agent import Agent, remove, resident
 from workshop.lab.network import NODE_NAMES, Lab, LabError
+from workshop.lab.objects import manifest
 
 __all__ = ["PATIENCE", "SCRIPT", "Stand", "measured", "stand"]
 
@@ -70,13 +70,13 @@ class Stand:
         self.folder.mkdir()
         items = objects.measured(self.server, NODE_NAMES["node"], self.settings.backends)
         items += objects.filler(size - objects.FEWEST, self.settings.backends)
-        (self.folder / "cluster.json").write_text(json.dumps(objects.listed(items)))
+        (self.folder / "cluster.json").write_text(manifest(items))
         self._write(self._port)
 
     def _write(self, port: int) -> int:
         """The manifest of the service that moves; CLOCK_MONOTONIC in nanoseconds just before readers see it."""
         draft = self.folder / ".moving.draft"
-        draft.write_text(json.dumps(objects.listed(objects.moving(self.server, NODE_NAMES["node"], port))))
+        draft.write_text(manifest(objects.moving(self.server, NODE_NAMES["node"], port)))
         now = time.monotonic_ns()
         draft.replace(self.folder / "moving.json")
         return now
@@ -125,16 +125,7 @@ class Stand:
         """
         assert self.agent is not None
         self.end()
-        began = time.monotonic()
-        with self.agent.log.open("a") as log:
-            self.agent.process = self.lab.start("node", self.agent.argv, output=log, errors=log)
-        while (status := self.agent.status()) is None or not status.synced:
-            if not self.agent.running():
-                raise LabError(f"the agent ended:\n{self.agent.tail(2)}")
-            if time.monotonic() - began > PATIENCE:
-                raise LabError(f"the agent is not ready after {PATIENCE:.0f} s:\n{self.agent.tail(2)}")
-            time.sleep(0.005)
-        return time.monotonic() - began
+        return self.agent.timed_start(PATIENCE)
 
     def ready(self) -> None:
         """Start the agent if none runs."""
@@ -151,13 +142,9 @@ class Stand:
         if self.agent is None or not self.agent.log.exists():
             return
         family = list(_family(self.agent.process.pid)) if self.agent.process and self.agent.running() else []
-        if self.agent.running():
-            self.agent.terminate()
-        cleaned = self.agent.cleanup()
-        if cleaned.returncode:
-            raise LabError(f"cleaning up after mode {self.mode} failed: {cleaned.stderr.strip()}")
+        self.agent.end()
         deadline = time.monotonic() + _END
-        while alive := [pid for pid in family if _resident(pid)]:  # a zombie has no memory
+        while alive := [pid for pid in family if resident(pid)]:  # a zombie has no memory
             if time.monotonic() > deadline:
                 raise LabError(f"mode {self.mode} is cleaned up, but processes {alive} of it still run")
             time.sleep(0.01)
@@ -166,7 +153,7 @@ class Stand:
         """Resident memory of the agent and of the processes that it started, in MB (10^6 bytes)."""
         assert self.agent is not None
         assert self.agent.process is not None
-        return sum(map(_resident, _family(self.agent.process.pid))) / 1e6
+        return sum(resident(pid).get("VmRSS", 0.0) for pid in _family(self.agent.process.pid))
 
     # Loads
 
@@ -280,11 +267,3 @@ def _family(pid: int) -> Iterator[int]:
         with contextlib.suppress(OSError):
             for child in task.read_text().split():
                 yield from _family(int(child))
-
-
-def _resident(pid: int) -> int:
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except OSError:
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")

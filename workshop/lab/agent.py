@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Self
 
 from controller.errors import ControllerError
 from controller.serving.admin import ask
@@ -18,7 +19,7 @@ from controller.serving.protocol import AgentStatus, GetStatus, StatusAnswer
 from workshop.lab import namespace
 from workshop.lab.network import CLUSTER_CIDRS, NODE_NAMES, RUN, Lab, LabError
 
-__all__ = ["Agent", "remove", "remove_forsaken"]
+__all__ = ["Agent", "remove", "remove_forsaken", "resident"]
 
 
 class Agent:
@@ -80,6 +81,47 @@ class Agent:
         with self.log.open("a") as log:
             self.process = self.lab.start(self.place, self.argv, output=log, errors=log)
         self.wait(lambda status: status.synced, timeout, "ready")
+
+    def timed_start(self, timeout: float = 60.0) -> float:
+        """Start it with an empty log; seconds from the fork until its log says that everything is programmed.
+
+        Raises:
+            LabError: it ended, or was not ready in time; with the end of its log.
+        """
+        self._refuse_the_machine_itself()
+        with self.log.open("w") as log:
+            start = time.monotonic()
+            self.process = self.lab.start(self.place, self.argv, output=log, errors=log)
+        with self.log.open() as log:
+            text = ""
+            while "after the start" not in text:
+                text += log.read()
+                now = time.monotonic()
+                if self.process.poll() is not None or now - start > timeout:
+                    raise LabError(f"the agent did not get ready:\n{self.tail()}")
+                time.sleep(0.002)
+        return now - start
+
+    @contextlib.contextmanager
+    def serving(self, timeout: float = 60.0) -> Iterator[Self]:
+        """Start it; at the end it is stopped, and what it left is removed."""
+        self.start(timeout)
+        try:
+            yield self
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Stop it and remove what it left in the namespace.
+
+        Raises:
+            LabError: something stayed.
+        """
+        if self.running():
+            self.terminate()
+        cleaned = self.cleanup()
+        if cleaned.returncode:
+            raise LabError(f"cleaning up after mode {self.mode} failed: {cleaned.stderr.strip()}")
 
     def _refuse_the_machine_itself(self) -> None:
         """Nothing is ever attached to the namespace or the cgroup of the machine that runs the lab."""
@@ -150,6 +192,16 @@ class Agent:
     def tail(self, lines: int = 25) -> str:
         """The end of its log."""
         return "\n".join(self.log.read_text().splitlines()[-lines:]) if self.log.exists() else "(no log)"
+
+
+def resident(pid: int) -> dict[str, float]:
+    """VmRSS, RssAnon, RssFile and RssShmem of a process in MB (10^6 bytes); empty once it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return {}
+    kept = (line.split() for line in lines if line.startswith(("VmRSS", "Rss")))
+    return {fields[0].rstrip(":"): int(fields[1]) * 1024 / 1e6 for fields in kept}
 
 
 def remove(lab: Lab, patience: float = 60.0) -> None:

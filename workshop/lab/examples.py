@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import socket
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any
 import yaml
 
 from workshop.lab.network import NODE_NAMES, SERVICE_CIDRS, Lab, LabError, Place
+from workshop.lab.objects import manifest
 
 __all__ = ["copy", "node_manifest", "ports", "scale", "serve"]
 
@@ -104,4 +104,4 @@ def node_manifest(lab: Lab, *, pod_cidrs: bool = True) -> str:
         "metadata": {"name": "kubernetes"},
         "spec": {"cidrs": list(SERVICE_CIDRS)},
     }
-    return json.dumps({"apiVersion": "v1", "kind": "List", "items": [node, services]})
+    return manifest([node, services])

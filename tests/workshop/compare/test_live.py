@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ from workshop.compare import objects
 from workshop.compare.findings import Report
 from workshop.lab.agent import Agent
 from workshop.lab.network import NODE_NAMES, Lab
+from workshop.lab.objects import manifest
 
 pytestmark = pytest.mark.root
 NAME = "compare/moving"
@@ -33,12 +33,10 @@ def agent() -> Iterator[Agent]:
         folder = lab.folder / "manifests"
         folder.mkdir()
         items = objects.moving(lab["pod2"].address4, NODE_NAMES["node"], 9001)
-        (folder / "service.json").write_text(json.dumps(objects.listed(items)))
+        (folder / "service.json").write_text(manifest(items))
         made = Agent(lab, folder, "nftables")
-        made.start()
-        yield made
-        made.terminate()
-        made.cleanup()
+        with made.serving():
+            yield made
 
 
 def command(agent: Agent, state: Path, *more: str) -> list[str]:
