@@ -7,7 +7,7 @@ a packet passed one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
 __all__ = [
@@ -27,7 +27,8 @@ WHOLE: Final = 128  # added to the end: the whole way
 
 PREROUTING, INPUT, FORWARD, OUTPUT, POSTROUTING = range(5)  # enum nf_inet_hooks
 _FIRST, _LAST = -(2**31) + 1, 2**31 - 2  # NF_IP_PRI_FIRST and _LAST themselves are not for programs
-_BEFORE_DNAT, _AFTER_DNAT, _BEFORE_SNAT, _AFTER_SNAT = -101, -99, 99, 101  # around NF_IP_PRI_NAT_DST and _SRC
+_NAT: Final = {PREROUTING: -100, OUTPUT: -100, POSTROUTING: 100}  # NF_IP_PRI_NAT_DST and _SRC
+_NAMES: Final = ("prerouting", "input", "forward", "output", "postrouting")
 
 
 class Point(NamedTuple):
@@ -51,29 +52,24 @@ TRACEPOINTS: Final = (
     Point(SOCKET, "tcp_probe", "at the socket", ENDS | EVERYWHERE),
     Point(TRANSMIT, "net_dev_start_xmit", "sent", ENDS),
 )
+
+
+def _hook_points() -> Iterator[tuple[str, str, int, int]]:
+    """Name, description, hook and priority of the points at netfilter's hooks, in the order of the way."""
+    for hook, name in enumerate(_NAMES):
+        shown = name.upper()
+        yield f"{name}_first", f"{shown} begins", hook, _FIRST
+        if hook == PREROUTING:
+            yield f"{name}_second", f"{shown} begins (control)", hook, _FIRST + 1
+        if hook in _NAT:
+            yield f"{name}_before_nat", f"{shown}, before NAT", hook, _NAT[hook] - 1
+            yield f"{name}_after_nat", f"{shown}, after NAT", hook, _NAT[hook] + 1
+        yield f"{name}_last", f"{shown} ends", hook, _LAST
+
+
 HOOKS: Final = tuple(
-    Point(16 + number, name, description, HERE | kind, hook, priority)
-    for number, (name, description, kind, hook, priority) in enumerate(
-        (
-            ("prerouting_first", "PREROUTING begins", 0, PREROUTING, _FIRST),
-            ("prerouting_second", "PREROUTING begins (control)", 0, PREROUTING, _FIRST + 1),
-            ("prerouting_before_nat", "PREROUTING, before NAT", 0, PREROUTING, _BEFORE_DNAT),
-            ("prerouting_after_nat", "PREROUTING, after NAT", 0, PREROUTING, _AFTER_DNAT),
-            ("prerouting_last", "PREROUTING ends", 0, PREROUTING, _LAST),
-            ("input_first", "INPUT begins", 0, INPUT, _FIRST),
-            ("input_last", "INPUT ends", 0, INPUT, _LAST),
-            ("forward_first", "FORWARD begins", 0, FORWARD, _FIRST),
-            ("forward_last", "FORWARD ends", 0, FORWARD, _LAST),
-            ("output_first", "OUTPUT begins", BEGINS, OUTPUT, _FIRST),
-            ("output_before_nat", "OUTPUT, before NAT", 0, OUTPUT, _BEFORE_DNAT),
-            ("output_after_nat", "OUTPUT, after NAT", 0, OUTPUT, _AFTER_DNAT),
-            ("output_last", "OUTPUT ends", 0, OUTPUT, _LAST),
-            ("postrouting_first", "POSTROUTING begins", 0, POSTROUTING, _FIRST),
-            ("postrouting_before_nat", "POSTROUTING, before NAT", 0, POSTROUTING, _BEFORE_SNAT),
-            ("postrouting_after_nat", "POSTROUTING, after NAT", 0, POSTROUTING, _AFTER_SNAT),
-            ("postrouting_last", "POSTROUTING ends", 0, POSTROUTING, _LAST),
-        )
-    )
+    Point(16 + number, name, description, HERE | BEGINS * (name == "output_first"), hook, priority)
+    for number, (name, description, hook, priority) in enumerate(_hook_points())
 )
 PASSED: Final = tuple(point for point in HOOKS if not point.name.endswith("_second"))  # without the control
 INPUT_ENDS: Final = next(point.number for point in HOOKS if point.name == "input_last")
@@ -117,32 +113,28 @@ _STAGES: Final = {
     ("receive", "prerouting_first"): "tc programs, and the way into IP",
     ("prerouting_first", "prerouting_second"): "nothing: what one point costs",
     ("prerouting_second", "prerouting_before_nat"): "PREROUTING: raw, conntrack, mangle",
-    ("prerouting_before_nat", "prerouting_after_nat"): "PREROUTING: NAT",
-    ("prerouting_after_nat", "prerouting_last"): "PREROUTING: behind NAT",
-    ("prerouting_first", "prerouting_before_nat"): "PREROUTING: raw, conntrack, mangle",
-    ("prerouting_first", "prerouting_last"): "PREROUTING",
-    ("output_first", "output_last"): "OUTPUT",
-    ("postrouting_first", "postrouting_last"): "POSTROUTING",
     ("input_first", "ipvs_first"): "INPUT before IPVS",
     ("ipvs_first", "output_first"): "IPVS and its routing",
     ("ipvs_first", "ipvs_last"): "IPVS",
     ("prerouting_last", "forward_first"): "routing",
     ("prerouting_last", "input_first"): "routing",
-    ("input_first", "input_last"): "INPUT",
     ("input_first", "output_first"): "INPUT, IPVS and its routing",
     ("input_last", "socket"): "TCP of the node",
-    ("forward_first", "forward_last"): "FORWARD",
     ("forward_last", "postrouting_first"): "from FORWARD to POSTROUTING",
-    ("output_first", "output_before_nat"): "OUTPUT: raw, conntrack, mangle",
-    ("output_before_nat", "output_after_nat"): "OUTPUT: NAT",
-    ("output_after_nat", "output_last"): "OUTPUT: behind NAT",
     ("output_last", "postrouting_first"): "from OUTPUT to POSTROUTING",
-    ("postrouting_first", "postrouting_before_nat"): "POSTROUTING: mangle",
-    ("postrouting_before_nat", "postrouting_after_nat"): "POSTROUTING: NAT",
-    ("postrouting_after_nat", "postrouting_last"): "POSTROUTING: behind NAT",
     ("postrouting_last", "transmit"): "conntrack's last word, neighbour, tc programs, queue",
     ("receive", "transmit"): "programs, routing, neighbour, queue",
     ("receive", "socket"): "program, hand-over, and the pod's own IP and TCP",
+    **{(f"{name}_first", f"{name}_last"): name.upper() for name in _NAMES},
+    **{
+        (f"{_NAMES[hook]}_{first}", f"{_NAMES[hook]}_{last}"): f"{_NAMES[hook].upper()}: {what}"
+        for hook in _NAT
+        for first, last, what in (
+            ("first", "before_nat", "mangle" if hook == POSTROUTING else "raw, conntrack, mangle"),
+            ("before_nat", "after_nat", "NAT"),
+            ("after_nat", "last", "behind NAT"),
+        )
+    },
 }
 _SHORT: Final = {RECEIVE: "receive", SOCKET: "socket", TRANSMIT: "transmit"} | {
     p.number: p.name for p in (*HOOKS, *IPVS)
