@@ -331,6 +331,7 @@ class TestAgent:
         taken = agent.status().mode.effective
         assert taken == next(name for name, row in rows.items() if row["works"])
         assert [name for name, row in rows.items() if row["runs"]] == [taken]
+        assert taken in agent.command("status", "--admin-socket", str(agent.socket)).stdout
         assert rows["works"] == {"mode": "works", "works": True, "missing": "", "runs": False}
         assert rows["lacking"]["missing"] == "the feature is missing: load the module"
 
