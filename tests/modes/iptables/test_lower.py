@@ -36,17 +36,9 @@ from dataplane.table import (
 )
 from tests.fakes.xtables import FakeXtables
 from tests.modes.iptables.walk import MARK_BIT, Packet, Walker, Ways
-from tests.modes.make import entry
+from tests.modes.make import NETWORK, NOT_PODS, entry
 from tests.tables import Front, entry_of
 
-NETWORK = NodeNetwork(
-    primary=("192.168.0.1", "fd01::1"),
-    addresses=("192.168.0.1", "fd01::1"),
-    node_port_addresses=("192.168.0.1", "fd01::1"),
-    pods=PodMatch(("10.1.0.0/16", "fd02::/48")),
-    service_cidrs=("10.96.0.0/16", "fd96::/112"),
-)
-NOT_PODS = Masquerade.NODE | Masquerade.EXTERNAL
 TWO = BackendSet((Backend("10.1.0.5", 8080, True), Backend("10.1.1.6", 8080)), why="both")
 HERE = BackendSet((Backend("10.1.0.5", 8080, True),), why="local")
 NONE = BackendSet((), WhenEmpty.REJECT, "none at all")

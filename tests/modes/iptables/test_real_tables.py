@@ -12,68 +12,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dataplane.errors import SyncError
-from dataplane.kernel.xtables import Xtables, XtablesError, find
+from dataplane.kernel.xtables import Xtables, find
 from dataplane.mode import Options, SyncResult
-from dataplane.modes.iptables.programmer import REPAIR_PAUSE, Iptables, clean, look, needs, probe
+from dataplane.modes.iptables.programmer import Iptables, clean, look, needs, probe
 from dataplane.modes.iptables.readback import parse
 from dataplane.reports import BackendRow, ServiceRow
 from dataplane.table import (
     Backend,
     BackendSet,
     Entry,
-    Kind,
-    Masquerade,
-    NodeNetwork,
-    PodMatch,
-    Protocol,
     ServiceTable,
-    WhenEmpty,
 )
-from tests.tables import Front, entry_of, fronts_of, with_fronts
+from tests.modes.make import NETWORK, service, table
+from tests.tables import fronts_of, with_fronts
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("namespace")]
-
-NETWORK = NodeNetwork(
-    addresses=("192.168.0.1", "fd01::1"),
-    node_port_addresses=("192.168.0.1", "fd01::1"),
-    pods=PodMatch(("10.1.0.0/16", "fd02::/48")),
-    service_cidrs=("10.96.0.0/16", "fd96::/112"),
-)
-NOT_PODS = Masquerade.NODE | Masquerade.EXTERNAL
-FOREIGN = """*nat
-:FOREIGN - [0:0]
-:HPV-SERVICES - [0:0]
--A FOREIGN -p tcp -m comment --comment "leads to -j HP-SERVICES, says the comment" -j RETURN
--A PREROUTING -j FOREIGN
--A OUTPUT -j HPV-SERVICES
-COMMIT
-*filter
-:FOREIGN - [0:0]
--A FORWARD -j FOREIGN
-COMMIT
-"""
-
-
-def service(number: int, family: int = 4, backends: int = 3, **fields: object) -> Entry:
-    """One of everything: ClusterIP, node port, load balancer with ranges and a local policy."""
-    pod, vip = ("10.1.0.", "10.96.0.") if family == 4 else ("fd02::", "fd96::")
-    outside, range_ = ("203.0.113.", "198.51.100.0/24") if family == 4 else ("fd99::", "fd98::/64")
-    whole = BackendSet(tuple(Backend(f"{pod}{10 + n}", 8080, n == 0) for n in range(backends)))
-    local = BackendSet(whole.backends[:1]) if backends else BackendSet((), WhenEmpty.DROP)
-    frontends = (
-        Front(Kind.CLUSTER_IP, f"{vip}{number}", 80, whole, whole, NOT_PODS),
-        Front(Kind.NODE_PORT, None, 30000 + number, whole, whole, Masquerade.ALWAYS),
-        Front(Kind.LOAD_BALANCER, f"{outside}{number}", 80, whole, local, Masquerade.NODE, (range_,)),
-    )
-    protocol = (Protocol.TCP, Protocol.UDP, Protocol.SCTP)[number % 3]
-    values = {"affinity_seconds": 60 * (number % 2), **fields}
-    return entry_of(f"ns/s{number}:p", family, protocol, frontends, whole.backends, **values)  # type: ignore[arg-type]
-
-
-def table(*numbers: int, backends: int = 3, generation: int = 1) -> ServiceTable:
-    services = {f"ns/s{n}": (service(n, 4, backends), service(n, 6, backends)) for n in numbers}
-    return ServiceTable(services, NETWORK, generation)
 
 
 class Clock:
@@ -117,27 +70,6 @@ def is_intact(programmer: Iptables, clock: Clock) -> bool:
 def rules(variant: str) -> dict[tuple[int, str], dict[str, list[str]]]:
     xtables = Xtables(variant)
     return {(family, name): parse(xtables.save(family, name)) for family in (4, 6) for name in ("nat", "filter")}
-
-
-def test_what_is_read_back_is_what_was_written(variant: str, clock: Clock) -> None:
-    with opened(variant, clock=clock) as programmer:
-        result = programmer.sync(table(*range(1, 40)))
-        assert (result.changed, result.unprogrammed) == (78, ())
-        assert is_intact(programmer, clock)
-
-
-def test_a_change_leads_to_what_a_fresh_start_makes(variant: str, clock: Clock) -> None:
-    with opened(variant, clock=clock) as programmer:
-        programmer.sync(table(*range(1, 30)))
-        programmer.sync(table(*range(1, 30), backends=2, generation=2))
-        programmer.sync(table(*range(5, 45), backends=0, generation=3))
-        programmer.sync(table(*range(10, 45, 2), backends=4, generation=4))
-        changed = rules(variant)
-        assert is_intact(programmer, clock)
-    clean(Options())
-    with opened(variant) as programmer:
-        programmer.sync(table(*range(10, 45, 2), backends=4))
-        assert rules(variant) == changed
 
 
 def test_a_change_of_one_service_touches_no_other_chain(variant: str) -> None:
@@ -211,41 +143,6 @@ def test_no_value_of_a_table_is_refused_or_taken_for_damage(variant: str, clock:
             assert is_intact(mode, clock), what
 
 
-def test_a_restart_takes_over_what_is_there_and_removes_what_is_stale(variant: str, clock: Clock) -> None:
-    with opened(variant) as programmer:
-        programmer.sync(table(*range(1, 20)))
-    with opened(variant, clock=clock) as programmer:
-        programmer.sync(table(*range(5, 25)))
-        after = rules(variant)
-        assert is_intact(programmer, clock)
-    clean(Options())
-    with opened(variant) as programmer:
-        programmer.sync(table(*range(5, 25)))
-        assert rules(variant) == after
-
-
-def test_cleanup_removes_ours_and_nothing_else(variant: str) -> None:
-    xtables = Xtables(variant)
-    for family in (4, 6):
-        xtables.restore(family, FOREIGN)
-    before = rules(variant)
-    with opened(variant) as programmer:
-        programmer.sync(table(1, 2, 3))
-    assert rules(variant) != before
-    assert clean(Options()) > 0
-    assert rules(variant) == before
-    assert clean(Options()) == 0
-
-
-def test_cleanup_works_when_only_half_is_there(variant: str) -> None:
-    with opened(variant) as programmer:
-        programmer.sync(table(1, 2, 3))
-    xtables = Xtables(variant)
-    xtables.restore(4, "*nat\n-F PREROUTING\n-F HP-SERVICES\nCOMMIT\n*filter\n-F\n-X\nCOMMIT\n")
-    clean(Options())
-    assert not any(chain.startswith("HP-") for chains in rules(variant).values() for chain in chains)
-
-
 def test_both_variants_are_cleaned() -> None:
     for variant in ("nft", "legacy"):
         with opened(variant) as programmer:
@@ -253,33 +150,6 @@ def test_both_variants_are_cleaned() -> None:
     clean(Options())
     for variant in ("nft", "legacy"):
         assert not any(chain.startswith("HP-") for chains in rules(variant).values() for chain in chains)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "*nat\n-F\nCOMMIT\n",
-        "*nat\n-F\n-X\nCOMMIT\n*filter\n-F\n-X\nCOMMIT\n",
-        "*nat\n-D PREROUTING 1\nCOMMIT\n",
-        "*filter\n-F HP-FORWARD\nCOMMIT\n",
-        "*nat\n-I HP-SERVICES -j RETURN\nCOMMIT\n",
-        "*nat\n-D HP-MASQUERADE -j MASQUERADE --random-fully\nCOMMIT\n",
-    ],
-)
-def test_what_others_break_is_found_logged_and_repaired(
-    variant: str, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with opened(variant, sync_seconds=0.0) as programmer:
-        programmer.sync(table(*range(1, 10)))
-        whole = rules(variant)
-        programmer.maintain()
-        assert programmer.audit_repairs == 0
-        Xtables(variant).restore(4, damage)
-        assert rules(variant) != whole
-        programmer.maintain()
-        assert rules(variant) == whole
-        assert programmer.audit_repairs > 0
-        assert "written again" in caplog.text
 
 
 def test_what_others_remove_from_legacy_tables_is_seen_at_a_glance() -> None:
@@ -306,25 +176,6 @@ def test_what_another_process_tries_out_is_no_damage(variant: str) -> None:
         assert mode.audit_repairs == 0
     clean(Options())
     assert "HP-" not in Xtables(variant).save(4, "nat")
-
-
-def test_a_repair_that_failed_is_tried_again(variant: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(family: int, text: str) -> None:
-        raise XtablesError("not now")
-
-    with opened(variant, clock=clock, sync_seconds=0.0) as programmer:
-        programmer.sync(table(1, 2))
-        whole = rules(variant)
-        Xtables(variant).restore(4, "*nat\n-F HP-SERVICES\nCOMMIT\n")
-        with monkeypatch.context() as broken:
-            broken.setattr(programmer.xtables, "restore", refuse)
-            with pytest.raises(SyncError):
-                programmer.maintain()
-        assert programmer.audit_repairs == 0
-        clock.now += REPAIR_PAUSE
-        programmer.maintain()
-        assert rules(variant) == whole
-        assert programmer.audit_repairs > 0
 
 
 def test_a_long_repair_delays_no_further_one(variant: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,21 +215,6 @@ def test_the_kernel_reports_changes_of_others_at_once_and_our_own_cost_no_compar
         assert programmer.audit_repairs == 1
 
 
-def test_a_refused_restore_leaves_all_as_it_was_and_the_next_sync_is_a_full_one(variant: str) -> None:
-    with opened(variant) as programmer:
-        programmer.sync(table(1, 2))
-        before = rules(variant)
-        broken = service(3)
-        route = BackendSet((Backend("not an address", 80),))
-        wrong = Front(Kind.CLUSTER_IP, "10.96.0.3", 80, route, route, NOT_PODS)
-        services = {**table(1, 2).services, "ns/s3": (with_fronts(broken, wrong),)}
-        with pytest.raises(SyncError, match="not an address"):
-            programmer.sync(ServiceTable(services, NETWORK, 2))
-        assert rules(variant)[4, "nat"] == before[4, "nat"]
-        programmer.sync(table(1, 2, generation=3))
-        assert rules(variant) == before
-
-
 def test_the_view_names_services_and_backends(variant: str) -> None:
     with opened(variant) as programmer:
         programmer.sync(table(1, 2))
@@ -389,10 +225,10 @@ def test_the_view_names_services_and_backends(variant: str) -> None:
     assert [row.name for row in rows] == ["ns/s1:p", "ns/s1:p", "ns/s2:p", "ns/s2:p"]
     four = next(row for row in rows if row.name == "ns/s1:p" and "10.96.0.1:80" in row.frontends)
     assert four == ServiceRow(
-        name="ns/s1:p", frontends=["10.96.0.1:80", "203.0.113.1:80", "nodePort 30001"], protocol="UDP",
+        name="ns/s1:p", frontends=["10.96.0.1:80", "203.0.113.1:80", "nodePort 30001"], protocol="TCP",
         backends=3, local_backends=1, affinity=True,
     )  # fmt: skip
-    assert BackendRow(service="ns/s2:p", address="[fd02::11]:8080", protocol="SCTP", used=True) in view.backends()
+    assert BackendRow(service="ns/s2:p", address="[fd02::11]:8080", protocol="UDP", used=True) in view.backends()
     clean(Options())
     assert look(Options(), {}) is None
 

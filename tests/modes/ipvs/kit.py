@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dataplane.mode import Options
@@ -18,7 +19,7 @@ from dataplane.table import (
     ServiceTable,
     WhenEmpty,
 )  # fmt: skip
-from dataplane.virtual_servers import Destination, Element, Server
+from dataplane.virtual_servers import Change, Config, Destination, Element, Server, Verb
 from tests.fakes.ipvs import FakeDevice, FakeIpvs, FakeSets, Journal
 from tests.fakes.xtables import FakeXtables
 from tests.modes.make import entry
@@ -71,12 +72,12 @@ class Node:
         )  # fmt: skip
         return any(name in rule.split() for rule in rules)
 
-    def start(self, **options: object) -> Ipvs:
+    def start(self, clock: Callable[[], float] | None = None, **options: object) -> Ipvs:
         kernel = Kernel(
             self.ipvs, self.sets, self.device, self.tables,  # type: ignore[arg-type]
             lambda wanted: self.sysctls.update(wanted) or {}, self.sysctls.get,
         )  # fmt: skip
-        return Ipvs(Options(**options), self._wake, kernel, lambda: self.time)  # type: ignore[arg-type]
+        return Ipvs(Options(**options), self._wake, kernel, clock or (lambda: self.time))  # type: ignore[arg-type]
 
     def _wake(self) -> None:
         self.woken += 1
@@ -108,3 +109,30 @@ class Node:
 
 def destination(backend: Backend) -> Destination:
     return Destination(backend.address, backend.port)
+
+
+SERVER = Server(4, TCP, "10.96.0.1", 80)  # of `web`
+
+
+def _first(node: Node) -> Destination:
+    return next(iter(node.ipvs.real[SERVER]))
+
+
+# What others change of a service at `SERVER`.
+DAMAGE: dict[str, Callable[[Node], object]] = {
+    "virtual server": lambda node: node.ipvs.change([Change(Verb.DELETE_SERVER, SERVER)]),
+    "its scheduler": lambda node: node.ipvs.change([Change(Verb.SET_SERVER, SERVER, Config("lc"))]),
+    "real server": lambda node: node.ipvs.change([Change(Verb.DELETE_DESTINATION, SERVER, None, _first(node))]),
+    "its weight": lambda node: node.ipvs.change([Change(Verb.SET_DESTINATION, SERVER, None, _first(node), 0)]),
+    "foreign real server": lambda node: node.ipvs.change([Change(Verb.NEW_DESTINATION, SERVER, None, destination(C))]),
+    "element": lambda node: node.sets.held["HPV-4-PORTS"].clear(),
+    "foreign element": lambda node: node.sets.held["HPV-4-REJECT-IN"].update({Element("10.96.0.1", 80, TCP): None}),
+    "setting": lambda node: node.sysctls.update({"net/ipv4/vs/conntrack": "0"}),
+}
+# The kernel has another revision of rules then, and reports what becomes of a device.
+REPORTED: dict[str, Callable[[Node], object]] = {
+    "chain": lambda node: node.tables.restore(4, "*nat\n-F HPV-OUTPUT\nCOMMIT\n"),
+    "jump": lambda node: node.tables.restore(4, "*filter\n-F INPUT\nCOMMIT\n"),
+    "address": lambda node: node.device.lose("10.96.0.1"),
+    "device": lambda node: node.device.lose_device(),
+}

@@ -16,16 +16,15 @@ from dataplane.kernel import sysctl, xtables
 from dataplane.kernel.ipset import Ipsets
 from dataplane.kernel.ipvs import Ipvs as VirtualServers
 from dataplane.mode import Options
-from dataplane.modes.ipvs.programmer import DRAIN_SECONDS, Ipvs, clean, drain, look, probe
+from dataplane.modes.ipvs.programmer import DRAIN_SECONDS, Ipvs, clean, drain, probe
 from dataplane.modes.ipvs.rules import JUMPS, ours
 from dataplane.modes.ipvs.writer import DEVICE
 from dataplane.table import Backend, BackendSet, Kind, Masquerade, NodeNetwork, Protocol, ServiceTable
-from dataplane.virtual_servers import Change, Config, Edit, Element, Server, Verb
+from dataplane.virtual_servers import Server
 from tests import namespaces
 from tests.tables import Front, entry_of
 
 pytestmark = [pytest.mark.root, pytest.mark.kernel("ip_vs")]
-FOREIGN = Server(4, 6, "198.51.100.7", 443)
 
 
 @pytest.fixture
@@ -64,78 +63,6 @@ def test_the_mode_works_here_and_trying_it_leaves_nothing(home: None) -> None:
         assert sets.names("HPV") == []
     with pytest.raises(Unsupported, match="ip_vs_nosuch"):
         start(ipvs_scheduler="nosuch")
-
-
-@pytest.mark.core(long=True)
-def test_an_agent_that_was_killed_is_replaced_without_a_change_and_cleaned_exactly(
-    home: None, ipvs: VirtualServers
-) -> None:
-    ipvs.change(
-        [Change(Verb.NEW_SERVER, FOREIGN, Config("rr")), Change(Verb.NEW_SERVER, Server(4, mark=7), Config("rr"))]
-    )
-    foreign = xtables.find()
-    foreign.restore(4, "*filter\n:OTHERS - [0:0]\n-A INPUT -j OTHERS\nCOMMIT\n")
-    first = start()
-    first.sync(table("10.1.0.11", services=20))
-    known, rules = ipvs.servers(), first.audit.rules
-    second = start()  # nobody closed the first
-    second.sync(table("10.1.0.11", services=20))
-    assert ipvs.servers() == known
-    assert second.audit.rules == rules
-    first.close()
-    second.close()
-    view = look(Options(), {})
-    assert view is not None
-    assert {row.name for row in view.services()} == {f"default/s{n}:http" for n in range(20)}
-    assert {(row.address, row.used) for row in view.backends()} == {("10.1.0.11:8080", True)}
-    assert clean(Options()) > 20
-    assert clean(Options()) == 0
-    assert set(ipvs.servers()) == {FOREIGN, Server(4, mark=7)}
-    assert "OTHERS" in foreign.save(4, "filter")
-    assert not any("HPV" in foreign.save(family, name) for family in foreign.families for name in JUMPS)
-    with IPRoute() as ip:
-        assert ip.link_lookup(ifname=DEVICE) == []
-    with contextlib.closing(Ipsets()) as sets:
-        assert sets.names("HPV") == []
-    assert look(Options(), {}) is None
-
-
-def test_half_of_it_missing_does_not_stop_cleaning(home: None, ipvs: VirtualServers) -> None:
-    agent = start()
-    agent.sync(table("10.1.0.11", services=3))
-    agent.close()
-    with IPRoute() as ip:
-        ip.link("del", index=ip.link_lookup(ifname=DEVICE)[0])
-    ipvs.change([Change(Verb.DELETE_SERVER, Server(4, 6, "10.96.0.1", 80))])
-    tables = xtables.find()
-    tables.restore(4, "*nat\n-F PREROUTING\n-F OUTPUT\n-F POSTROUTING\nCOMMIT\n")
-    assert clean(Options()) > 0
-    assert ipvs.servers() == {}
-    with contextlib.closing(Ipsets()) as sets:
-        assert sets.names("HPV") == []
-
-
-@pytest.mark.core(long=True)
-def test_what_others_change_is_put_right_within_the_period(home: None, ipvs: VirtualServers) -> None:
-    agent = start(sync_seconds=0.1)
-    agent.sync(table("10.1.0.11", "10.1.0.12"))
-    known, rules = ipvs.servers(), agent.audit.rules
-    ipvs.change([Change(Verb.DELETE_SERVER, Server(4, 6, "10.96.0.1", 80))])
-    xtables.find().restore(4, "*nat\n-F HPV-OUTPUT\nCOMMIT\n")
-    agent.kernel.sets.change([Edit("HPV-4-PORTS", 4, False, {Element("10.96.0.1", 80, 6): None})])
-    sysctl.write("net/ipv4/vs/conntrack", "0")
-    time.sleep(0.2)
-    agent.maintain()
-    assert agent.audit_repairs >= 4
-    assert ipvs.servers() == known
-    assert agent.audit.rules == rules
-    assert sysctl.read("net/ipv4/vs/conntrack") == "1"
-    assert agent.kernel.sets.elements("HPV-4-PORTS")
-    found = agent.audit_repairs
-    time.sleep(0.2)
-    agent.maintain()
-    assert agent.audit_repairs == found
-    agent.close()
 
 
 @pytest.mark.core

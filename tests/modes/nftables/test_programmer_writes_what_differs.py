@@ -11,9 +11,7 @@ from dataplane.mode import Options, ProbePacket
 from dataplane.modes.nftables.listing import Tables
 from dataplane.modes.nftables.programmer import Nftables
 from dataplane.nftables import operations as op
-from dataplane.nftables.expressions import Verdict
-from dataplane.nftables.schema import ADDRESS, PORT, Element, Set
-from dataplane.nftables.uapi import NFT_GOTO
+from dataplane.nftables.schema import ADDRESS, Element, Set
 from dataplane.table import Kind, Masquerade, NodeNetwork, ServiceTable
 from tests.fakes.nftables import FakeNftables
 from tests.modes.make import entry
@@ -138,14 +136,6 @@ def test_a_restart_adopts_what_is_there(fake: FakeNftables, mode: Nftables) -> N
     assert len(fake.transactions) == 1
 
 
-def test_a_restart_writes_what_changed_meanwhile(fake: FakeNftables, mode: Nftables) -> None:
-    mode.sync(many(10))
-    again = Nftables(Options(), lambda: None, fake)
-    again.sync(many(9, s3=("10.1.9.9",)))
-    assert len(fake.transactions) == 2
-    assert state(fake) == fresh(many(9, s3=("10.1.9.9",)))
-
-
 def test_a_table_of_another_kind_is_replaced_in_one_transaction(fake: FakeNftables, mode: Nftables) -> None:
     mode.sync(many(3))
     fake.tables[4].sets["internal-slots"] = Set("internal-slots", (ADDRESS,))
@@ -172,51 +162,6 @@ def test_a_refused_transaction_is_an_error_and_the_next_sync_is_complete(fake: F
     mode.maintain()
     mode.sync(many(4, 3))
     assert state(fake) == fresh(many(4))
-
-
-def test_a_repair_that_is_refused_is_tried_again(fake: FakeNftables, mode: Nftables) -> None:
-    mode.sync(many(3))
-    del fake.tables[4]
-    mode.ruleset_changed()
-    fake.refuse = errno.ENOMEM
-    with pytest.raises(SyncError, match="could not be repaired"):
-        mode.maintain()
-    mode.maintain()
-    assert state(fake) == fresh(many(3))
-
-
-@pytest.mark.parametrize(
-    "damage", ["element", "foreign element", "verdict", "rules", "chain", "set", "table", "counter"]
-)
-def test_what_others_changed_is_put_right(fake: FakeNftables, mode: Nftables, damage: str) -> None:
-    mode.sync(many(5))
-    held, key = fake.tables[4], ("10.96.0.2", 6, 80)
-    match damage:
-        case "element":
-            del held.elements["internal"][key]
-        case "foreign element":
-            held.elements["internal"]["10.96.0.99", 6, 80] = (Verdict(NFT_GOTO, "refuse"), "")
-        case "verdict":
-            held.elements["internal"][key] = (Verdict(NFT_GOTO, "refuse"), "default/s2:http")
-        case "rules":
-            held.rules["from-internal"].pop()
-        case "chain":
-            del held.chains["nat-output"], held.rules["nat-output"]
-        case "set":
-            held.sets["stranger"] = Set("stranger", (PORT,))
-            held.elements["stranger"] = {}
-        case "table":
-            del fake.tables[4]
-        case "counter":
-            del held.counters["refused"]
-    mode.ruleset_changed()
-    mode.maintain()
-    assert state(fake) == fresh(many(5))
-    assert mode.status().audit_repairs == 1
-    assert len(fake.transactions) == 2
-    mode.ruleset_changed()
-    mode.maintain()
-    assert mode.status().audit_repairs == 1
 
 
 def test_without_reports_the_structure_is_compared_in_time(fake: FakeNftables) -> None:

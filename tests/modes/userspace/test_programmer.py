@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from dataplane.errors import DataplaneError, Occupied, SyncError
+from dataplane.errors import DataplaneError, Occupied
 from dataplane.kernel import policy
 from dataplane.kernel.other_proxies import may_have_left
 from dataplane.mode import Options
@@ -36,7 +36,7 @@ from dataplane.table import (
     ServiceTable,
     socket_text,
 )
-from tests.nft import chains, nft
+from tests.nft import nft
 from tests.tables import Front, entry_of
 from workshop.lab.network import Lab
 from workshop.lab.traffic import ask_tcp
@@ -174,38 +174,6 @@ def test_the_relay_has_no_module_from_the_working_directory_and_keeps_no_file_of
     assert str(Path(f"/proc/{node.mode.client.pid}/fd/2").readlink()) == os.devnull
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "flush ruleset",
-        "flush map ip {table} internal",
-        "flush chain ip {table} internal-nat" + 2 * "; add rule ip {table} internal-nat return",
-    ],
-    ids=["ruleset flushed", "map flushed", "rules replaced"],
-)
-def test_what_others_change_of_the_rules_is_repaired_at_once(node: Node, damage: str) -> None:
-    node.woken.clear()
-    before = chains(nft("-y", "list", "ruleset"))
-    nft(damage.format(table=TABLE))
-    assert node.woken.wait(60), "the kernel did not report it"
-    node.mode.maintain()
-    assert node.ask()[0] == "pod2"
-    assert node.mode.status().audit_repairs >= 1
-    assert chains(nft("-y", "list", "ruleset")) == before
-
-
-def test_a_repair_that_failed_is_tried_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    node.woken.clear()
-    node.lab.run("node", ["nft", f"delete table ip {TABLE}"])
-    assert node.woken.wait(60), "maintenance was not requested"
-    with monkeypatch.context() as patch:
-        patch.setattr(Kernel, "commit", lambda *_: (_ for _ in ()).throw(OSError(24, "too many open files")))
-        with pytest.raises(SyncError):
-            node.mode.maintain()
-    node.mode.maintain()
-    assert node.ask()[0] == "pod2"
-
-
 def test_a_reported_change_is_not_forgotten_when_something_else_fails(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,15 +187,6 @@ def test_a_reported_change_is_not_forgotten_when_something_else_fails(
             node.mode.maintain()
     node.mode.maintain()
     assert node.ask()[0] == "pod2"
-
-
-def test_tables_of_others_are_none_of_ours(node: Node) -> None:
-    node.lab.run("node", ["nft", "add table ip somebody"])
-    node.mode.maintain()
-    assert node.mode.status().audit_repairs == 0
-    node.mode.close()
-    programmer.clean(Options())
-    assert nft("list", "tables").split() == ["table", "ip", "somebody"]
 
 
 def test_a_routing_rule_that_others_delete_is_seen_at_a_glance(node: Node) -> None:
@@ -291,14 +250,6 @@ def test_clean_removes_everything_and_is_idempotent(node: Node) -> None:
     with pytest.raises(ProcessLookupError):
         eventually(lambda: os.kill(pid, 0), "the relay is still there", 3)
     assert programmer.look(Options(), {}) is None
-
-
-def test_half_of_it_is_cleaned_too(node: Node) -> None:
-    os.kill(node.mode.client.pid, signal.SIGKILL)
-    nft(f"delete table ip6 {TABLE}")
-    node.mode.close()
-    assert programmer.clean(Options()) > 0
-    assert nft("list", "tables") == ""
 
 
 def test_a_relay_without_its_rules_is_still_seen_and_cleaned(node: Node) -> None:
