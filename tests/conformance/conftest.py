@@ -83,6 +83,15 @@ def lab() -> Iterator[Lab]:
         yield made
 
 
+def bench_of(lab: Lab, mode: str, flags: Sequence[str] = (), *, pod_cidrs: bool = True) -> Bench:
+    """The lab with a folder of manifests, and an agent that nobody has started."""
+    manifests = lab.folder / "manifests"
+    manifests.mkdir(exist_ok=True)
+    (manifests / "node.json").write_text(node_manifest(lab, pod_cidrs=pod_cidrs))
+    with lab.inside("node"):
+        return Bench(lab, Agent(lab, manifests, mode, flags), itertools.count(1), read_node().addresses)
+
+
 @contextmanager
 def new_lab(pods: int, remote: int) -> Iterator[Lab]:
     with namespaces.new_lab("c", pods, remote=remote) as made:
@@ -130,14 +139,8 @@ def bench(mode: str, request: pytest.FixtureRequest) -> Iterator[Bench]:
     with new_lab(5, 2) as made:
         route_services(made)
         serve(made, SECOND)
-        manifests = made.folder / "manifests"
-        manifests.mkdir()
-        (manifests / "node.json").write_text(node_manifest(made))
-        agent = Agent(made, manifests, mode)
-        with made.inside("node"):
-            addresses = read_node().addresses
-        bench = Bench(made, agent, itertools.count(1), addresses)
-        bench.static = make_world(bench)
+        bench = bench_of(made, mode)
+        agent, bench.static = bench.agent, make_world(bench)
         before = request.session.testsfailed
         agent.start()
         yield bench

@@ -12,15 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from dataplane.kernel.links import read_node
-from workshop.lab.agent import Agent
 from workshop.lab.frames import Receiver, fill_in_checksums
 from workshop.lab.network import Lab
 from workshop.lab.traffic import ask_tcp, ask_udp
 
-from .conftest import new_lab, route_services, serve
+from .conftest import bench_of, new_lab, route_services, serve
 from .forgeries import Flow
-from .kit import HTTP, PATIENCE, UDP, V4, V6, Bench, Service, eventually, node_manifest
+from .kit import HTTP, PATIENCE, UDP, V4, V6, Bench, Service, eventually
 from .packets import SYN, read
 from .test_rows import target_of
 from .world import CLIENT_ONLY, LOCAL, SECOND
@@ -147,18 +145,14 @@ def stage(mode: str, *flags: str) -> Iterator[Stage]:
     with new_lab(4, 2) as lab, ExitStack() as stack:
         route_services(lab)
         serve(lab, SECOND)
-        manifests = lab.folder / "manifests"
-        manifests.mkdir()
-        (manifests / "node.json").write_text(node_manifest(lab))
         with lab.inside("node"):
             Path("/proc/sys/net/ipv4/icmp_ratemask").write_text("0")
             Path("/proc/sys/net/ipv6/icmp/ratemask").write_text("\n")
-            addresses = read_node().addresses
         if flags == XDP:
             with lab.inside("client"):
                 fill_in_checksums(WIRE)
                 stack.enter_context(Receiver(WIRE))
-        bench = Bench(lab, Agent(lab, manifests, mode, flags), itertools.count(1), addresses)
+        bench = bench_of(lab, mode, flags)
         services = {
             (name, protocol): bench.service(
                 *pods, settle=False, outside=True, title=f"{name}-{protocol}", spec=spec, **ports

@@ -276,6 +276,11 @@ def ask_first(client: socket.socket, target: tuple[str, int]) -> Reply:
         raise
 
 
+def counted(agent: Agent, name: str) -> int:
+    """A counter of the agent's dataplane."""
+    return int(agent.running_status().dataplane.counters[name])
+
+
 def eventually(check: Callable[[], Any], timeout: float, explain: Callable[[], str] | str) -> None:
     """Try until `check` is true and raises nothing of the network's errors; fail with `explain` at the deadline.
 

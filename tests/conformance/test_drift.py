@@ -79,7 +79,7 @@ def test_what_others_delete_comes_back(world: World, mode: str, accident: str) -
     for command in {"bpftool"} if mode == "ebpf" else {argv[0] for argv in ACCIDENTS[mode][accident]}:
         if not shutil.which(command):
             pytest.skip(f"missing: the command {command}")
-    folder = pins(bench) if mode == "ebpf" else ""
+    folder = bench.agent.running_status().dataplane.ebpf.pins if mode == "ebpf" else ""
     tallies = {place: Tally() for place in ("pod1", "node", "client")}
     with meanwhile(connecting(bench, world, place, tally) for place, tally in tallies.items()):
         eventually(lambda: all(tally.answered > 10 for tally in tallies.values()), 20, "there is no traffic")
@@ -111,11 +111,6 @@ def connecting(bench: Bench, world: World, place: str, tally: Tally) -> partial[
         load, "connections", (V4, target_of(bench, world.services["one"], "cluster", V4)), tally=tally, rate=RATE,
         concurrency=8, timeout=3 * PATIENCE, open_socket=partial(bench.lab.socket, place),
     )  # fmt: skip
-
-
-def pins(bench: Bench) -> str:
-    status = bench.agent.wait(lambda status: True)
-    return str(status.dataplane.ebpf.pins)
 
 
 def repairs(bench: Bench, more_than: int) -> int:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 
-from dataplane.kernel.links import read_node
 from workshop.lab.agent import Agent
 from workshop.lab.traffic import ask_tcp, ask_udp, download
 
 from .cases import node, own
-from .conftest import new_lab, route_services, serve
-from .kit import UDP, V4, V6, Bench, node_manifest
+from .conftest import bench_of, new_lab, route_services, serve
+from .kit import UDP, V4, V6, Bench, counted
 from .probes import Probe, observe
 from .test_rows import target_of
 from .world import SECOND
@@ -38,25 +36,17 @@ def cluster(mode: str) -> Iterator[Cluster]:
     with new_lab(2, 1) as lab:
         route_services(lab)
         serve(lab, SECOND)
-        manifests = lab.folder / "manifests"
-        manifests.mkdir(exist_ok=True)
-        (manifests / "node.json").write_text(node_manifest(lab, pod_cidrs=True))
-        agents = [Agent(lab, manifests, mode, FLAGS, place) for place in ("node", "node2")]
+        bench = bench_of(lab, mode, FLAGS)
+        agents = [bench.agent, Agent(lab, bench.agent.manifests, mode, FLAGS, "node2")]
         try:
             for agent in agents:
                 agent.start()
-            with lab.inside("node"):
-                bench = Bench(lab, agents[0], itertools.count(1), read_node().addresses)
             yield Cluster(bench, agents[1])
         finally:
             for agent in agents:
                 if agent.running():
                     agent.kill()
                 assert agent.cleanup().returncode == 0
-
-
-def counted(agent: Agent, name: str) -> int:
-    return int(agent.status().dataplane.counters[name])
 
 
 @pytest.mark.parametrize("way", ["nodeport", "lb", "external"])

@@ -14,7 +14,7 @@ import pytest
 
 from workshop.lab.traffic import Stream, ask_tcp
 
-from .kit import HTTP, PATIENCE, V4, V6, Bench, Service, eventually
+from .kit import HTTP, PATIENCE, V4, V6, Bench, Service, counted, eventually
 
 CLIENTS = 12
 RECOVERY = 25.0  # a backend that is well again is tried after ten seconds
@@ -78,9 +78,7 @@ def states(bench: Bench, service: Service) -> dict[str, str]:
 
 def ejected(bench: Bench, service: Service, *, really: bool = True) -> set[str]:
     """Addresses of the backends that the agent ejects, or would eject if fewer failed."""
-    status = bench.agent.status()
-    assert status is not None
-    rows = status.dataplane.ebpf.ejections
+    rows = bench.agent.running_status().dataplane.ebpf.ejections
     return {row.address for row in rows if row.ejected == really and f"/{service.name}:" in row.service}
 
 
@@ -98,17 +96,11 @@ def stream_to(bench: Bench, service: Service, pod: str) -> Stream:
         stream.connection.close()
 
 
-def count(bench: Bench, name: str) -> int:
-    status = bench.agent.status()
-    assert status is not None
-    return int(status.dataplane.counters[name])
-
-
 @pytest.mark.core
 def test_a_silent_backend_costs_a_second_and_is_then_passed_by(bench: Bench) -> None:
     """All clients are connected by their first repeated SYN; later ones at once; in the end it is back."""
     web = bench.service("pod2", "pod3", "pod4")
-    before = count(bench, "failover")
+    before = counted(bench.agent, "failover")
     stream = stream_to(bench, web, "pod2")
     with stream.connection, failing(bench, "pod2"):
         for family in (V4, V6):
@@ -118,7 +110,7 @@ def test_a_silent_backend_costs_a_second_and_is_then_passed_by(bench: Bench) -> 
                 seen = ask_at_once(bench, "pod1", web.vip(family), family)
                 assert seen.keys() <= {"pod3", "pod4"}, seen
         eventually(lambda: ejected(bench, web) == ends(bench, ["pod2"]), 3, "pod2 is not ejected")
-        assert count(bench, "failover") - before >= 2 * 3
+        assert counted(bench.agent, "failover") - before >= 2 * 3
         if IN_TIME:
             said = [address for address, state in states(bench, web).items() if state.startswith("ejected for")]
             assert set(said) == ends(bench, ["pod2"])
@@ -166,7 +158,7 @@ def test_clients_outside_whose_address_is_replaced(bench: Bench, family: int) ->
     """Masqueraded flows, to a pod of this node and to one of another."""
     web = bench.service("pod2", "remote1", outside=True)
     target = (bench.lab["node"].address(family), web.node_port)
-    before = count(bench, "failover")
+    before = counted(bench.agent, "failover")
     for silent, answering in (("remote1", "pod2"), ("pod2", "remote1")):
         with failing(bench, silent):
             eventually(
@@ -175,7 +167,7 @@ def test_clients_outside_whose_address_is_replaced(bench: Bench, family: int) ->
                 "clients outside are not connected",
             )
         eventually(lambda: not ejected(bench, web), RECOVERY, "nobody comes back")
-    assert count(bench, "failover") > before
+    assert counted(bench.agent, "failover") > before
 
 
 def test_a_pod_that_is_deaf_to_itself(bench: Bench, family: int) -> None:
@@ -260,9 +252,7 @@ def test_who_fails_its_probes_gets_no_connections_until_it_succeeds(probing: Ben
 def test_a_malformed_probe_refuses_that_service_alone(probing: Bench) -> None:
     bench = probing
     web = bench.service("pod2", "pod3", annotations={"probe": "http:/"})
-    status = bench.agent.status()
-    assert status is not None
-    assert status.dataplane.ebpf.probes.targets >= 4
+    assert bench.agent.running_status().dataplane.ebpf.probes.targets >= 4
     assert bench.seen("pod1", web, V4, 8) == {"pod2", "pod3"}
     web.write(annotations={"probe": "udp"})
     status = bench.agent.wait(lambda status: any(web.name in p.key for p in status.problems), what="refusing it")

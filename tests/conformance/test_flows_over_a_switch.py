@@ -20,12 +20,11 @@ from enum import Enum
 import pytest
 
 from controller.agent.modes import DRAIN_SECONDS
-from dataplane.kernel.links import read_node
 from workshop.lab.agent import Agent
 from workshop.lab.traffic import ask_tcp, ask_udp, meanwhile
 
-from .conftest import MODES, new_lab, route_services, serve
-from .kit import PATIENCE, UDP, V4, V6, Bench, Service, eventually, node_manifest
+from .conftest import MODES, bench_of, new_lab, route_services, serve
+from .kit import PATIENCE, UDP, V4, V6, Bench, Service, eventually
 from .test_rows import crc32c, target_of
 
 FOUR = [mode for mode in ("ebpf", "nftables", "iptables", "ipvs") if mode in MODES]
@@ -54,11 +53,7 @@ def node() -> Iterator[Node]:
     with new_lab(3, 1) as lab:
         route_services(lab)
         serve(lab)
-        manifests = lab.folder / "manifests"
-        manifests.mkdir()
-        (manifests / "node.json").write_text(node_manifest(lab))
-        with lab.inside("node"):
-            bench = Bench(lab, Agent(lab, manifests), itertools.count(1), read_node().addresses)
+        bench = bench_of(lab, "ebpf")
         yield Node(
             bench,
             tcp=bench.service("pod2", outside=True, settle=False),

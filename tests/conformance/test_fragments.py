@@ -14,7 +14,7 @@ from scapy.layers.inet import IP, UDP, fragment
 from scapy.layers.inet6 import IPv6, IPv6ExtHdrFragment, fragment6
 from scapy.packet import Raw
 
-from .kit import V4, Bench, Service, eventually, ruleset
+from .kit import V4, Bench, Service, counted, eventually, ruleset
 from .test_rows import target_of
 
 SIZE = 8000
@@ -107,20 +107,14 @@ def test_an_established_flow_of_large_datagrams_skips_the_stack(bench: Bench, mo
     with echo(bench, "pod2", family), bench.socket("pod1", family, socket.SOCK_DGRAM, timeout=0.5) as client:
         eventually(lambda: returned(client, b"small", service.vip(family)), 8, "nothing comes back at all")
         if mode == "ebpf":
-            before = counted(bench, "fast")
+            before = counted(bench.agent, "fast")
             data = random.randbytes(SIZE)
             eventually(
-                lambda: returned(client, data, service.vip(family)) and counted(bench, "fast") > before + 5,
+                lambda: returned(client, data, service.vip(family)) and counted(bench.agent, "fast") > before + 5,
                 6, "no packet takes the short way",
             )  # fmt: skip
         for _ in range(5):
             assert returned(client, random.randbytes(SIZE), service.vip(family))
-
-
-def counted(bench: Bench, name: str) -> int:
-    status = bench.agent.status()
-    assert status is not None
-    return int(status.dataplane.counters[name])
 
 
 def pieces_of(source: tuple[str, int], target: tuple[str, int], data: bytes) -> list[bytes]:

@@ -15,8 +15,7 @@ from workshop.lab.network import Lab
 from workshop.lab.traffic import ask_tcp, ask_udp
 
 from .conftest import new_lab, route_services, serve
-from .kit import HTTP, SECOND_HTTP, UDP, Bench, eventually
-from .test_fragments import counted
+from .kit import HTTP, SECOND_HTTP, UDP, Bench, counted, eventually
 from .test_node_settings import agent_with
 from .test_rows import target_of
 
@@ -69,8 +68,8 @@ def answered(ask: Callable[[], str]) -> bool:
 
 
 def takes_the_short_way(bench: Bench, ask: Callable[[], str]) -> bool:
-    before = counted(bench, "fast")
-    return answered(ask) and counted(bench, "fast") > before
+    before = counted(bench.agent, "fast")
+    return answered(ask) and counted(bench.agent, "fast") > before
 
 
 @pytest.mark.row("5.8", "a pod is made anew with its address: a conversation by datagrams goes on")

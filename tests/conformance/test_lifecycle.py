@@ -63,16 +63,14 @@ def under_load(bench: Bench, *services: Service) -> Iterator[dict[str, Tally]]:
 def test_kill_and_restart_under_load(bench: Bench) -> None:
     web = bench.service("pod2", "pod3", "remote1")
     dns = bench.service("pod2", "pod3", protocol="UDP", port=53, target=UDP)
-    before = bench.agent.status()
-    assert before is not None
+    before = bench.agent.running_status()
     with under_load(bench, web, dns) as tallies:
         goes_on(tallies, SOME)
         bench.agent.kill()
         goes_on(tallies, SOME)
         bench.agent.start()
-        after = bench.agent.status()
+        after = bench.agent.running_status()
         goes_on(tallies, SOME)
-    assert after is not None
     assert after.dataplane.adopted is not False, "the new agent says that it adopted nothing"
     assert after.services == before.services
 
@@ -157,28 +155,8 @@ def foreign_filter(bench: Bench) -> Iterator[list[str]]:
     lab = bench.lab
     device = lab["pod1"].interface
     lab.run("node", ["tc", "qdisc", "add", "dev", device, "clsact"])
-    added = lab.run(
-        "node",
-        [
-            "tc",
-            "filter",
-            "add",
-            "dev",
-            device,
-            "ingress",
-            "prio",
-            "50",
-            "protocol",
-            "all",
-            "u32",
-            "match",
-            "u32",
-            "0",
-            "0",
-            "flowid",
-            "1:1",
-        ],
-    )
+    rule = "prio 50 protocol all u32 match u32 0 0 flowid 1:1"
+    added = lab.run("node", ["tc", "filter", "add", "dev", device, "ingress", *rule.split()])
     if added.returncode:
         pytest.skip(f"this kernel has no u32 filter: {added.stderr.strip()}")
     yield ["tc", "filter", "show", "dev", device, "ingress"]
@@ -211,9 +189,7 @@ def test_cleanup_removes_everything_of_ours_and_nothing_else(
 @pytest.mark.parametrize("mode", ["ebpf"], indirect=True, scope="session")
 def test_cleanup_leaves_no_pins(bench: Bench, mode: str) -> None:
     bench.service("pod2")
-    status = bench.agent.status()
-    assert status is not None
-    root = Path(status.dataplane.ebpf.pins)
+    root = Path(bench.agent.running_status().dataplane.ebpf.pins)
     assert root.is_dir()
     assert any(path.is_file() for path in root.rglob("*"))
     bench.agent.terminate()

@@ -12,13 +12,11 @@ from pathlib import Path
 import pytest
 
 from controller.semantics.explain import Packet, explain
-from dataplane.kernel.links import read_node
-from workshop.lab.agent import Agent
 from workshop.lab.network import Lab
 
 from .cases import node, own
-from .conftest import new_lab, route_services, serve
-from .kit import PATIENCE, V4, V6, Bench, Service, eventually, node_manifest
+from .conftest import bench_of, new_lab, route_services, serve
+from .kit import PATIENCE, V4, V6, Bench, Service, eventually
 from .probes import Probe, To, observe
 from .test_other_proxies import CNI, run
 from .test_rows import target_of
@@ -47,12 +45,8 @@ def field() -> Iterator[Lab]:
 @contextmanager
 def agent_with(field: Lab, mode: str, *flags: str) -> Iterator[tuple[Bench, dict[str, Service]]]:
     """An agent of that mode with these flags, later ones win, and three services: far, near and local."""
-    manifests = field.folder / "manifests"
-    manifests.mkdir(exist_ok=True)
-    (manifests / "node.json").write_text(node_manifest(field, pod_cidrs=flags != NO_CIDR))
-    agent = Agent(field, manifests, mode, flags)
-    with field.inside("node"):
-        bench = Bench(field, agent, itertools.count(1), read_node().addresses)
+    bench = bench_of(field, mode, flags, pod_cidrs=flags != NO_CIDR)
+    agent = bench.agent
     plans = {"far": ("remote1", {}), "near": ("pod2", {}), "local": ("pod2", LOCAL), "away": ("remote1", LOCAL)}
     made = {}
     for name, (pod, spec) in plans.items():
@@ -63,7 +57,7 @@ def agent_with(field: Lab, mode: str, *flags: str) -> Iterator[tuple[Bench, dict
     finally:
         if agent.running():
             agent.kill()
-        for path in manifests.iterdir():
+        for path in agent.manifests.iterdir():
             path.unlink()
         cleaned = agent.cleanup()
         assert cleaned.returncode == 0, cleaned.stderr

@@ -20,9 +20,8 @@ from vm.features import missing
 
 from workshop.lab.traffic import ask_tcp, download
 
-from .kit import HTTP, V4, Bench, eventually
+from .kit import HTTP, V4, Bench, counted, eventually
 from .kit import UDP as UDP_PORT
-from .test_fragments import counted
 from .test_rows import target_of
 
 SOL_UDP, UDP_SEGMENT = 17, 103  # linux/udp.h, Linux 4.18
@@ -185,13 +184,13 @@ def test_tagged_frames(bench: Bench, mode: str, tag: int, family: int) -> None:
         with lab.inside("client"):
             raw = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
             raw.bind(("to-node", 0))
-        before = counted(bench, "new_flow") if mode == "ebpf" else 0
+        before = counted(bench.agent, "new_flow") if mode == "ebpf" else 0
         with raw:
             raw.send(frame)
         if tag:
             with pytest.raises(TimeoutError):
                 client.recv(65536)
-            assert mode != "ebpf" or counted(bench, "new_flow") == before, "it was translated"
+            assert mode != "ebpf" or counted(bench.agent, "new_flow") == before, "it was translated"
         else:
             data, peer = client.recvfrom(65536)
             assert b"pod2" in data

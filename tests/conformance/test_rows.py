@@ -197,9 +197,8 @@ def relays_sctp() -> bool:
 
 def limits(bench: Bench) -> str:
     """What the mode says that it cannot do."""
-    status = bench.agent.status()
-    assert status is not None
-    return f"{status.dataplane.warnings} {status.dataplane.unprogrammed}"
+    status = bench.agent.running_status().dataplane
+    return f"{status.warnings} {status.unprogrammed}"
 
 
 def sctp_packet(source: int, target: int, tag: int, kind: int) -> bytes:

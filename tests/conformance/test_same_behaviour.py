@@ -21,15 +21,14 @@ from hypothesis import strategies as st
 from controller.agent.modes import open_mode
 from controller.semantics.explain import Packet, Verdict, explain
 from controller.settings.config import available_modes
-from dataplane.kernel.links import read_node
 from dataplane.mode import Options
 from dataplane.table import ServiceTable
 from workshop.lab.agent import Agent
 from workshop.lab.network import LabError
 from workshop.lab.traffic import Reply
 
-from .conftest import new_lab, route_services, serve
-from .kit import HTTP, PATIENCE, UDP, V4, V6, Bench, End, Service, eventually, node_manifest
+from .conftest import bench_of, new_lab, route_services, serve
+from .kit import HTTP, PATIENCE, UDP, V4, V6, Bench, End, Service, eventually
 from .probes import QUIET, REFUSED, SILENT, Probe, sight, volley
 from .test_rows import target_of
 from .world import SECOND, table_of
@@ -204,11 +203,7 @@ def nodes() -> Iterator[list[Node]]:
                 continue
             route_services(lab)
             serve(lab, SECOND)
-            manifests = lab.folder / "manifests"
-            manifests.mkdir()
-            (manifests / "node.json").write_text(node_manifest(lab))
-            with lab.inside("node"):
-                bench = Bench(lab, Agent(lab, manifests, mode), itertools.count(1), read_node().addresses)
+            bench = bench_of(lab, mode)
             services = {title: Service(bench, next(bench.numbers), (), title=title) for title in NAMES}
             signs = [Service(bench, next(bench.numbers), ()) for _ in range((len(NAMES) + 1) * STEPS)]
             bench.agent.start()

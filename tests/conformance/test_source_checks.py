@@ -9,14 +9,13 @@ import itertools
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from workshop.lab.network import Lab
 
 from .conftest import MODES, new_lab, route_services, serve
-from .kit import HTTP, V4, V6, Bench, eventually
+from .kit import HTTP, V4, V6, Bench, counted, eventually
 from .packets import SYN, Header, packet, segment
 from .test_invalid_packets import wire
 from .test_node_settings import agent_with
@@ -51,17 +50,12 @@ def knock(bench: Bench, source: str, target: tuple[str, int], family: int) -> No
         raw.sendto(packet(header, socket.IPPROTO_TCP, content), (target[0], 0))
 
 
-def dropped(bench: Bench) -> int:
-    status: Any = bench.agent.status()
-    return int(status.dataplane.counters["drop_reverse_path"])
-
-
 def is_believed(bench: Bench, source: str, target: tuple[str, int], family: int) -> bool:
     """Whether packets arrive at pod2; else they are counted. What the kernel alone refuses, and the programs not yet,
     is neither.
     """
     backend = bench.lab["pod2"].address(family), HTTP
-    before = dropped(bench)
+    before = counted(bench.agent, "drop_reverse_path")
     arrived = False
     with wire(bench, "pod2") as captured:
 
@@ -69,7 +63,7 @@ def is_believed(bench: Bench, source: str, target: tuple[str, int], family: int)
             nonlocal arrived
             knock(bench, source, target, family)
             arrived = any(one.target == backend for one in captured())
-            return arrived or dropped(bench) > before
+            return arrived or counted(bench.agent, "drop_reverse_path") > before
 
         eventually(is_decided, 5, "packets neither arrive nor are they counted")
     return arrived

@@ -11,7 +11,7 @@ import pytest
 
 from workshop.lab.traffic import ask_udp
 
-from .kit import UDP, Bench, End, Service, as_terminating, eventually
+from .kit import UDP, Bench, End, Service, as_terminating, eventually, refused
 from .test_rows import target_of
 
 WAYS = [("pod1", "cluster"), ("node", "cluster"), ("client", "cluster"), ("client", "nodeport"), ("client", "lb"),
@@ -27,18 +27,17 @@ def ask(client: socket.socket, target: tuple[str, int]) -> str:
     return ask_udp(client, target)[0].pod
 
 
-@pytest.mark.core
-@pytest.mark.row("5.3", "a datagram flow moves when its backend is gone")
-def test_a_flow_moves_when_its_backend_is_gone(bench: Bench) -> None:
-    moves(bench, socket.AF_INET)
+MOVES = "a datagram flow moves when its backend is gone"
 
 
-@pytest.mark.row("5.3", "a datagram flow moves when its backend is gone (IPv6)")
-def test_an_ipv6_flow_moves_when_its_backend_is_gone(bench: Bench) -> None:
-    moves(bench, socket.AF_INET6)
-
-
-def moves(bench: Bench, family: int) -> None:
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(socket.AF_INET, id="v4", marks=[pytest.mark.core, pytest.mark.row("5.3", MOVES)]),
+        pytest.param(socket.AF_INET6, id="v6", marks=pytest.mark.row("5.3", f"{MOVES} (IPv6)")),
+    ],
+)
+def test_a_flow_moves_when_its_backend_is_gone(bench: Bench, family: int) -> None:
     """Clients on all ways; each backend goes once, and takes those that it served with it."""
     service = dns(bench, "pod2", "pod3")
     with ExitStack() as stack:
@@ -134,22 +133,12 @@ def test_a_service_without_endpoints_keeps_its_flows(bench: Bench, mode: str, fa
         client.connect(target)
         assert ask_udp(client)[0].pod == "pod2"
         service.empty()
-        eventually(lambda: refused_anew(bench, service, family), 5, "an emptied service is not refused")
+        eventually(lambda: refused(bench, "pod1", service, family), 5, "an emptied service is not refused")
         if mode == "ebpf":
             with pytest.raises(ConnectionRefusedError):
                 ask_udp(client)
         else:
             assert ask_udp(client)[0].pod == "pod2"
-
-
-def refused_anew(bench: Bench, service: Service, family: int) -> bool:
-    with bench.socket("pod1", family, socket.SOCK_DGRAM, timeout=0.3) as client:
-        client.connect(service.vip(family))
-        try:
-            ask_udp(client)
-        except ConnectionRefusedError:
-            return True
-    return False
 
 
 @pytest.mark.row("5.1", "TCP connections are never cut")

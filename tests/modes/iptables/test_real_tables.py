@@ -1,4 +1,4 @@
-"""The mode on real tables, with both variants: what is written is there, restarts, foreign rules, drift, clean-up."""
+"""What only iptables has to show, on real tables, with both variants."""
 
 from __future__ import annotations
 
@@ -17,12 +17,7 @@ from dataplane.mode import Options, SyncResult
 from dataplane.modes.iptables.programmer import Iptables, clean, look, needs, probe
 from dataplane.modes.iptables.readback import parse
 from dataplane.reports import BackendRow, ServiceRow
-from dataplane.table import (
-    Backend,
-    BackendSet,
-    Entry,
-    ServiceTable,
-)
+from dataplane.table import Backend, BackendSet, Entry, ServiceTable
 from tests.modes.make import NETWORK, service, table
 from tests.tables import fronts_of, with_fronts
 
