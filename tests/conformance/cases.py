@@ -85,6 +85,9 @@ def _balancing() -> Iterator[Case]:
     some = node("pod2", "pod3", "remote1")
     yield from _each("2.1", "a client outside reaches every backend", ("client",), "web", ALL, some)
     yield from _each("2.1", "datagrams reach every backend", ("client",), "dns", ALL, node("pod2", "remote1"))
+    yield from _each("2.1", "local and remote backends mix", ("pod1",), "web", ("cluster",),
+                     own("pod2", "pod3", "remote1"))  # fmt: skip
+    yield from _each("2.1", "local and remote backends mix", ("node",), "web", ("cluster",), some)
     for service, kinds in (("empty", ALL), ("empty-dns", ("cluster", "nodeport", "lb"))):
         yield from _each("2.3", "no endpoints: refused", ("pod1", "node", "client"), service, kinds, REFUSED)
     yield from _each("2.3", "no endpoints: policies do not matter", ("client", "pod1"), "empty-local", ALL, REFUSED)
@@ -97,12 +100,18 @@ def _masquerade() -> Iterator[Case]:
     yield from _each("2.5", "datagrams of a pod keep its address", ("pod1",), "dns", cluster, own("pod2", "remote1"))
     yield from _each("2.5", "the node is seen as itself", ("node",), "web", cluster, node(*web))
     yield from _each("2.5", "a pod of another node keeps its address", ("remote2",), "one", cluster, own("pod2"))
+    yield from _each("2.5", "local backends see the pod's own address", ("pod1",), "one", cluster, own("pod2"))
+    yield from _each("2.5", "remote backends see the pod's own address", ("pod1",), "far", cluster, own("remote1"))
+    yield from _each("2.5", "backends see the node's address for its own clients", ("node",), "one", cluster,
+                     node("pod2"))  # fmt: skip
     yield from _each("2.20", "outsiders are masqueraded at a ClusterIP", OUTSIDE, "far", cluster, node("remote1"))
     yield from _each("2.20", "outsiders are masqueraded at a ClusterIP", OUTSIDE, "one", cluster, node("pod2"))
     yield from _each("2.6", "pods are masqueraded, as everybody", ("pod1", "remote2"), "web", OUTER, node(*web))
     yield from _each("2.6", "the node is masqueraded, as everybody", ("node", "node2"), "web", OUTER, node(*web))
     yield from _each("2.6", "datagrams are masqueraded", INSIDE, "dns", OUTER, node("pod2", "remote1"))
     yield from _each("2.7", "only what comes back to itself is masqueraded", ("pod1",), "self", cluster,
+                     own("pod1", "pod2"))  # fmt: skip
+    yield from _each("2.7", "a pod reaches itself, others still see its address", ("pod1",), "self-dns", cluster,
                      own("pod1", "pod2"))  # fmt: skip
     yield from _each("2.7", "hairpin by the node's and outer addresses", ("pod1",), "self-local", ALL, own("pod1"))
 
@@ -121,12 +130,13 @@ def _policies() -> Iterator[Case]:
     yield from _each("2.10", "Local without endpoints here: silence", OUTSIDE, "away", OUTER, SILENT)
     yield from _each("2.10", "Local: the ClusterIP is not concerned", ("client",), "away", ("cluster",),
                      node("remote1"))  # fmt: skip
-    yield from _each("2.11", "internal Local: endpoints here", ("pod1",), "inner", ("cluster",), own("pod2"))
+    yield from _each("2.11", "local endpoints alone", ("pod1",), "inner", ("cluster",), own("pod2"))
     yield from _each("2.11", "internal Local: endpoints here", ("node", "client"), "inner", ("cluster",),
                      node("pod2"))  # fmt: skip
     yield from _each("2.11", "internal Local: other addresses are not concerned", ("client",), "inner", OUTER,
                      node(*both))  # fmt: skip
-    yield from _each("2.11", "internal Local without endpoints here: silence", (*INSIDE, "client"), "inner-away",
+    yield from _each("2.11", "silence where only others have endpoints", ("pod1",), "inner-away", ("cluster",), SILENT)
+    yield from _each("2.11", "internal Local without endpoints here: silence", ("node", "client"), "inner-away",
                      ("cluster",), SILENT)  # fmt: skip
 
 
@@ -227,7 +237,8 @@ CASES: Final = tuple(_cases())
 CORE: Final = frozenset({
     "2.1-client-to-web-nodeport", "2.1-client-to-dns-lb", "2.3-pod1-to-empty-cluster", "2.3-client-to-empty-nodeport",
     "2.3-node-to-empty-dns-cluster", "2.5-pod1-to-web-cluster", "2.5-node-to-web-cluster", "2.6-pod1-to-web-external",
-    "2.7-pod1-to-self-cluster", "2.7-pod1-to-self-local-lb", "2.8-client-to-local-lb", "2.8-client-to-local-nodeport",
+    "2.7-pod1-to-self-cluster", "2.7-pod1-to-self-dns-cluster",
+    "2.7-pod1-to-self-local-lb", "2.8-client-to-local-lb", "2.8-client-to-local-nodeport",
     "2.9-pod1-to-away-lb", "2.9-node-to-local-nodeport", "2.10-client-to-away-lb", "2.10-client-to-away-nodeport",
     "2.11-pod1-to-inner-away-cluster", "2.13-pod1-to-zoned-cluster", "2.14-client-to-guarded-lb",
     "2.14-node2-to-guarded-lb", "2.14a-node2-to-guarded-empty-lb", "2.19-pod1-to-web-cluster-81",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import time
 
 import pytest
 
-from workshop.lab.traffic import Reply, ask_udp
+from workshop.lab.traffic import Reply
 
-from .kit import HTTP, SECOND_HTTP, UDP, Bench, End, Service, as_terminating, eventually, extra_pod, refused, silent
+from .kit import HTTP, SECOND_HTTP, Bench, End, Service, as_terminating, eventually, extra_pod, refused, silent
 
 MALFORMED = """
 apiVersion: v1
@@ -123,33 +122,6 @@ def test_terminating_endpoints_are_the_last_resort(bench: Bench, family: int) ->
     eventually(lambda: refused(bench, "pod1", service, family), 8, "an endpoint that serves no more is still used")
     service.write(End(pod2, ready=False))
     assert refused(bench, "pod1", service, family)
-
-
-@pytest.mark.row("2.25", "a connected or unconnected UDP socket moves to the new backend")
-@pytest.mark.parametrize("connected", [True, False], ids=["connected", "unconnected"])
-@pytest.mark.parametrize("place", ["pod1", "node"])
-def test_a_udp_flow_moves_when_its_backend_is_gone(bench: Bench, place: str, connected: bool, family: int) -> None:
-    """A connected socket of the node may get an error, and connects anew, as resolvers do; silence is wrong."""
-    service = bench.service("pod2", "pod3", protocol="UDP", port=53, target=UDP)
-    target = None if connected else service.vip(family)
-    with bench.socket(place, family, socket.SOCK_DGRAM, timeout=0.5) as client:
-
-        def ask() -> str:
-            try:
-                return ask_udp(client, target)[0].pod
-            except TimeoutError:
-                raise
-            except OSError:
-                client.connect(service.vip(family))
-                return ask_udp(client)[0].pod
-
-        if connected:
-            client.connect(service.vip(family))
-        gone = ask()
-        left = ({"pod2", "pod3"} - {gone}).pop()
-        service.write(bench.lab[left])
-        bench.settle(service, {left}, family, place=place)
-        eventually(lambda: ask() == left, 2.0, f"the flow still goes to {gone}, which is gone")
 
 
 # Pods that come and go

@@ -17,13 +17,13 @@ from .kit import (
     SECOND_HTTP,
     UDP,
     V4,
+    V6,
     Bench,
     Service,
     chi_square,
     eventually,
     forget_path_mtus,
     refused,
-    silent,
 )
 
 CHI_SQUARE_2 = 27.6  # 3 pods: an even spread exceeds this once in a million runs
@@ -41,17 +41,18 @@ def dns(bench: Bench) -> Service:
 
 @pytest.fixture(scope="module")
 def empty(bench: Bench) -> Service:
-    made = bench.service()
-    for family in (V4, socket.AF_INET6):
-        eventually(lambda family=family: refused(bench, "pod1", made, family), 8, "an empty service is not refused")
-    return made
+    return emptied(bench)
 
 
 @pytest.fixture(scope="module")
-def empty_dns(bench: Bench, empty: Service) -> Service:
-    made = bench.service(protocol="UDP", port=53, target=UDP)
-    for family in (V4, socket.AF_INET6):
-        eventually(lambda family=family: refused(bench, "pod1", made, family), 8, "an empty UDP service is not refused")
+def empty_dns(bench: Bench) -> Service:
+    return emptied(bench, protocol="UDP", port=53, target=UDP)
+
+
+def emptied(bench: Bench, **fields: object) -> Service:
+    made = bench.service(**fields)
+    for family in (V4, V6):
+        eventually(lambda family=family: refused(bench, "pod1", made, family), 8, "an empty service is not refused")
     return made
 
 
@@ -69,54 +70,6 @@ def test_every_backend_gets_its_share(
     seen = bench.spread(place, service, family, 120)
     assert set(seen) == {"pod2", "pod3", "pod4"}
     assert chi_square(seen, ["pod2", "pod3", "pod4"]) < CHI_SQUARE_2, seen
-
-
-@pytest.mark.row("2.1", "local and remote backends mix")
-def test_remote_and_local_backends_mix(bench: Bench, family: int) -> None:
-    service = bench.service("pod2", "remote1", "remote2")
-    assert bench.seen("pod1", service, family, 60) == {"pod2", "remote1", "remote2"}
-    assert bench.seen("node", service, family, 60) == {"pod2", "remote1", "remote2"}
-
-
-# 2.5: whose address a backend sees
-
-
-@pytest.mark.row("2.5", "local backends see the pod's own address")
-@pytest.mark.parametrize("kind", ["web", "dns"])
-def test_backends_see_the_pods_own_address(
-    bench: Bench, request: pytest.FixtureRequest, kind: str, family: int
-) -> None:
-    service = request.getfixturevalue(kind)
-    for _ in range(12):
-        assert bench.ask("pod1", service, family).peer[0] == bench.lab["pod1"].address(family)
-
-
-@pytest.mark.row("2.5", "backends see the node's address for its own clients")
-def test_backends_see_the_nodes_address_for_its_own_clients(bench: Bench, web: Service, family: int) -> None:
-    for _ in range(12):
-        assert bench.ask("node", web, family).peer[0] == bench.lab["node"].address(family)
-
-
-@pytest.mark.row("2.5", "remote backends see the pod's own address")
-def test_remote_backends_see_the_pods_own_address(bench: Bench, family: int) -> None:
-    service = bench.service("remote1")
-    assert bench.ask("pod1", service, family).peer[0] == bench.lab["pod1"].address(family)
-
-
-# 2.7: hairpin
-
-
-@pytest.mark.core(long=True)
-@pytest.mark.row("2.7", "a pod reaches itself, others still see its address")
-@pytest.mark.parametrize("protocol", ["TCP", "UDP"])
-def test_a_pod_reaches_itself_through_its_service(bench: Bench, family: int, protocol: str) -> None:
-    service = bench.service("pod1", "pod2", protocol=protocol, target=HTTP if protocol == "TCP" else UDP)
-    peers = {"pod1": set[str](), "pod2": set[str]()}
-    for _ in range(60):
-        reply = bench.ask("pod1", service, family)
-        peers[reply.pod].add(reply.peer[0])
-    node = {address for place in ("node",) for address in (bench.lab[place].address(family),)}
-    assert peers == {"pod1": node, "pod2": {bench.lab["pod1"].address(family)}}
 
 
 # 2.3 and 2.19: refusal
@@ -146,27 +99,6 @@ def test_refusals_do_not_break_the_service_beside(bench: Bench, web: Service, em
         bench.ask("pod1", web, family)
 
 
-# 2.11: internalTrafficPolicy
-
-
-@pytest.mark.row("2.11", "silence where only others have endpoints")
-def test_local_policy_without_a_local_endpoint_is_silence(bench: Bench, family: int) -> None:
-    service = bench.service("remote1", spec={"internalTrafficPolicy": "Local"}, settle=False)
-    eventually(
-        lambda: silent(bench, "pod1", service, family), 8, "a Local service with remote endpoints answers or refuses"
-    )
-    control = bench.service("remote1")  # the very same with the other policy answers
-    bench.ask("pod1", control, family)
-    assert silent(bench, "pod1", service, family), "not silent any more once a later service is programmed"
-
-
-@pytest.mark.row("2.11", "local endpoints alone")
-def test_local_policy_uses_local_endpoints_alone(bench: Bench, family: int) -> None:
-    service = bench.service("pod2", "pod3", "remote1", spec={"internalTrafficPolicy": "Local"}, settle=False)
-    bench.settle(service, {"pod2", "pod3"}, family)
-    assert bench.seen("pod1", service, family, 80) == {"pod2", "pod3"}
-
-
 # 2.15: session affinity
 
 PODS = ["pod1", "pod2", "pod3", "pod4", "pod5"]
@@ -175,19 +107,11 @@ PODS = ["pod1", "pod2", "pod3", "pod4", "pod5"]
 def sticky(bench: Bench, seconds: int) -> Service:
     spec = {"sessionAffinity": "ClientIP", "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": seconds}}}
     made = bench.service("remote1", "remote2", "pod2", settle=False, spec=spec)
-    for family in (V4, socket.AF_INET6):
+    for family in (V4, V6):
         eventually(
             lambda family=family: bench.ask("pod5", made, family, timeout=0.25), 8, "a sticky service does not answer"
         )
     return made
-
-
-@pytest.mark.row("2.15", "one client keeps its backend")
-def test_one_client_keeps_its_backend(bench: Bench, family: int) -> None:
-    service = sticky(bench, 10800)
-    for place in ("pod1", "pod3"):
-        seen = bench.spread(place, service, family, 20)
-        assert len(seen) == 1, f"{place} went to {dict(seen)}"
 
 
 @pytest.mark.row("2.15", "clients are independent of each other")

@@ -35,7 +35,6 @@ def unhooked(pins: str, interfaces: str) -> str:
 ACCIDENTS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "ebpf": {
         "pins-removed": (("rm", "-r", "{pins}"),),
-        "a-map-unpinned": (("rm", "{pins}/services"),),
         "pods-detached": (("sh", "-c", unhooked("pod", "veth")),),
         "uplinks-detached": (("sh", "-c", unhooked("uplink", "eth")),),
         "sockets-detached": (("sh", "-c", DETACH % "cgroup"),),
@@ -45,8 +44,6 @@ ACCIDENTS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
         "ruleset-flushed": (("nft", "flush", "ruleset"),),
         "table-deleted": (("nft", "delete", "table", "ip", "hybrid-proxy"),
                           ("nft", "delete", "table", "ip6", "hybrid-proxy")),
-        "rules-flushed": (("nft", "flush", "table", "ip", "hybrid-proxy"),
-                          ("nft", "flush", "table", "ip6", "hybrid-proxy")),
     },
     "iptables": {
         "nat-flushed": FLUSHED,

@@ -22,8 +22,17 @@ def way_of(place: str) -> str:
     return "nodeport" if place == "client" else "cluster"
 
 
-@pytest.mark.row("5.3", "a connected socket that only sends again recovers")
-@pytest.mark.parametrize("place", PLACES)
+MOVES = ("2.25", "a connected or unconnected UDP socket moves to the new backend")
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param("pod1", marks=pytest.mark.row(*MOVES)),
+        pytest.param("node", marks=pytest.mark.row(*MOVES)),
+        pytest.param("client", marks=pytest.mark.row("5.3", "a connected socket that only sends again recovers")),
+    ],
+)
 def test_a_connected_socket_recovers_at_once(bench: Bench, place: str, family: int) -> None:
     """As a resolver's library does it: send, wait a little, on an error or silence connect again and send again."""
     service = dns(bench, "pod2", "pod3")

@@ -142,7 +142,7 @@ def test_a_service_without_endpoints_keeps_its_flows(bench: Bench, mode: str, fa
 
 
 @pytest.mark.row("5.1", "TCP connections are never cut")
-@pytest.mark.parametrize(("place", "way"), [("pod1", "cluster"), ("client", "nodeport"), ("client", "lb")])
+@pytest.mark.parametrize(("place", "way"), [("client", "nodeport"), ("client", "lb")])
 def test_connections_outlive_their_endpoint(bench: Bench, place: str, way: str, family: int) -> None:
     service = bench.service("pod2", outside=True)
     stream = bench.stream(place, target_of(bench, service, way, family), family)

@@ -87,6 +87,7 @@ PLANS = (
     Plan("hosted-away", "node2", target=HOST_PORT),
     Plan("sticky", "pod2, pod3, remote1, remote2", STICKY),
     Plan("sctp", "pod4", protocol="SCTP", port=7000, target=7777),
+    Plan("self-dns", "pod1, pod2", protocol="UDP", port=53, target=UDP),
     Plan("guarded-second", "pod2", _ranges("192.168.77.22/32", "fd77::22/128")),
 )
 _NUMBERS = {plan.name: number for number, plan in enumerate(PLANS, 1)}
