@@ -177,7 +177,7 @@ class WithIpvsInMemory(Place):
         return self.node.start(clock=self.clock)
 
     def others(self) -> None:
-        self.node.tables.restore(4, FOREIGN_RULES)
+        self.node.tables.restore(4, FOREIGN_RULES.replace("HPV-", "KUBE-"))
         self.node.device.ensure()
         self.node.device.bound.add("198.51.100.7")
         self.node.ipvs.change([Change(Verb.NEW_SERVER, server, Config("rr")) for server in FOREIGN_SERVERS])
@@ -200,6 +200,10 @@ class WithIpvs(Place):
     mode = ipvs.MODE
     refused = VirtualServers, "change", NetlinkFailed("changing a virtual server", errno.ENOMEM)
 
+    def __init__(self) -> None:
+        super().__init__()
+        sysctl.write(TRACKED, "1")  # as the mode wants it, and leaves it
+
     def start(self) -> Programmer:
         return ipvs.Ipvs(Options(), lambda: None, clock=self.clock)
 
@@ -215,7 +219,7 @@ class WithIpvs(Place):
             )  # fmt: skip
 
     def others(self) -> None:
-        find().restore(4, FOREIGN_RULES)
+        find().restore(4, FOREIGN_RULES.replace("HPV-", "KUBE-"))
         with contextlib.closing(VirtualServers()) as servers:
             servers.change([Change(Verb.NEW_SERVER, server, Config("rr")) for server in FOREIGN_SERVERS])
 
