@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import pytest
 from pyroute2 import IPRoute
 
+from dataplane import netfilter
 from dataplane.errors import DataplaneError, SyncError
 from dataplane.kernel import sysctl
 from dataplane.kernel.ipset import Ipsets
@@ -30,12 +33,13 @@ from dataplane.modes.ipvs.rules import JUMPS
 from dataplane.modes.nftables import programmer as nftables
 from dataplane.modes.userspace import programmer as userspace
 from dataplane.nftables.wire import Kernel
-from dataplane.table import ServiceTable
+from dataplane.table import Backend, BackendSet, Kind, Protocol, ServiceTable
 from dataplane.virtual_servers import Change, Config, Edit, Server, Verb
 from tests import namespaces
 from tests.modes.ipvs.kit import DAMAGE, REPORTED, SERVER, Node
 from tests.modes.make import NETWORK, table
 from tests.nft import nft
+from tests.tables import Front, entry_of
 
 pytestmark = pytest.mark.root
 
@@ -454,3 +458,41 @@ def test_what_is_programmed_is_listed_without_an_agent(place: Place) -> None:
     assert {row.address for row in view.backends() if row.service == "ns/s1:p"} >= {
         "10.1.0.10:8080", "10.1.0.12:8080", "[fd02::12]:8080"
     }  # fmt: skip
+
+
+@cases(name for name in IN_KERNEL if name.startswith(("nftables", "iptables")))
+def test_a_new_agent_moves_the_flows_that_a_killed_one_had_no_time_for(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rules first, then connection tracking: between the two an agent may end."""
+    vip, ends = ("10.96.0.53", 53), (("10.1.0.11", 5353), ("10.1.0.12", 5353))
+    namespaces.loopback(vip[0], *(address for address, _ in ends))
+
+    def serving(end: tuple[str, int]) -> ServiceTable:
+        to = BackendSet((Backend(*end),))
+        dns = entry_of("ns/dns:dns", 4, Protocol.UDP, [Front(Kind.CLUSTER_IP, *vip, to, to)], to.backends)
+        return ServiceTable({"ns/dns": (dns,)}, NETWORK)
+
+    class Killed(BaseException):
+        pass
+
+    def die(*_: object) -> None:
+        raise Killed
+
+    with ExitStack() as stack:
+        old, new, client = (stack.enter_context(socket.socket(type=socket.SOCK_DGRAM)) for _ in range(3))
+        for server, end in zip((old, new), ends, strict=True):
+            server.bind(end)
+            server.settimeout(60)
+        place.open().sync(serving(ends[0]))
+        client.sendto(b"first", vip)
+        assert old.recv(100) == b"first"
+        with monkeypatch.context() as patch:
+            patch.setattr(netfilter, "delete_stale", die)
+            with pytest.raises(Killed):
+                place.agent.sync(serving(ends[1]))  # type: ignore[union-attr]
+        client.sendto(b"late", vip)
+        assert old.recv(100) == b"late", "the clean-up was to be missing"
+        place.open().sync(serving(ends[1]))
+        client.sendto(b"moved", vip)
+        assert new.recv(100) == b"moved"

@@ -17,15 +17,14 @@ from dataplane.mode import Options
 from dataplane.modes.ebpf.layout import OBJECTS, stored_numbers
 from dataplane.modes.ebpf.maps import open_pinned_maps
 from dataplane.modes.ebpf.pins import fingerprint, folder_of, former_layouts, shapes, strangers
-from dataplane.modes.ebpf.programmer import Ebpf, clean, drain
-from dataplane.table import ServiceTable
+from dataplane.modes.ebpf.programmer import clean, drain
 from tests.namespaces import new_lab
 from workshop.lab.network import Lab
 
+from .kit import serve, small
 from .variants import compiled, numbers
 
 HASH, ARRAY, PER_CPU_ARRAY, RING = 1, 2, 6, 27  # BPF_MAP_TYPE_
-SMALL = {"max_services": 64, "max_backends": 256, "max_slots": 512, "max_flows": 1024}
 # Name of the pin -> type, key, value, entries and the name in the kernel of what somebody else pins there.
 OTHERS = {
     "another-type": ("datapaths", HASH, 4, 4, 16, b"datapaths"),
@@ -46,13 +45,7 @@ def lab() -> Iterator[Lab]:
 
 @pytest.fixture
 def options(lab: Lab, pins: Path) -> Options:
-    return Options(cgroup=str(lab.cgroup), pin_root=str(pins), **SMALL)  # type: ignore[arg-type]
-
-
-def serve(options: Options) -> Path:
-    with closing(Ebpf(options, lambda: None)) as agent:
-        agent.sync(ServiceTable(services={}))
-        return agent.folder
+    return small(lab, pins)
 
 
 def put_in_place(path: Path, kind: int, key: int, value: int, entries: int, name: bytes) -> int:

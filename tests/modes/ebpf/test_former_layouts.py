@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from dataplane.mode import Options
-from dataplane.modes.ebpf.programmer import Ebpf, clean, folder_of, former_layouts
-from dataplane.table import ServiceTable
+from dataplane.modes.ebpf.programmer import clean, folder_of, former_layouts
 from tests.namespaces import new_lab
 
-pytestmark = pytest.mark.root
+from .kit import serve, small
 
-SMALL = {"max_services": 64, "max_backends": 256, "max_slots": 512, "max_flows": 1024}
+pytestmark = pytest.mark.root
 
 
 @pytest.fixture
 def options(pins: Path) -> Iterator[Options]:
     with new_lab("f", 2) as lab, lab.inside("node"):
-        made = Options(cgroup=str(lab.cgroup), pin_root=str(pins), **SMALL)  # type: ignore[arg-type]
+        made = small(lab, pins)
         try:
             yield made
         finally:
             clean(made)
-
-
-def serve(options: Options) -> None:
-    with closing(Ebpf(options, lambda: None)) as agent:
-        agent.sync(ServiceTable(services={}))
 
 
 def links(folder: Path) -> list[str]:

@@ -15,13 +15,13 @@ from dataplane.kernel.lock import hold
 from dataplane.mode import Options
 from dataplane.modes.ebpf.gone import collect, is_gone
 from dataplane.modes.ebpf.programmer import Ebpf
-from dataplane.table import ServiceTable
 from tests.namespaces import new_lab
 from workshop.lab.network import Lab
 
+from .kit import serve, small
+
 pytestmark = pytest.mark.root
 
-SMALL = {"max_services": 64, "max_backends": 256, "max_slots": 512, "max_flows": 1024}
 UNMARKED = pytest.mark.parametrize("marked", [True, False], ids=["marked", "of-an-older-version"])
 
 
@@ -31,11 +31,9 @@ def lab() -> Iterator[Lab]:
         yield made
 
 
-def serve(lab: Lab, **more: str) -> Path:
-    """The folder that an agent on the lab's node has left."""
-    with lab.inside("node"), closing(Ebpf(Options(cgroup=str(lab.cgroup), **SMALL, **more), lambda: None)) as agent:  # type: ignore[arg-type]
-        agent.sync(ServiceTable(services={}))
-        return agent.folder
+def left_by_an_agent(lab: Lab, pins: Path | None = None) -> Path:
+    with lab.inside("node"):
+        return serve(small(lab, pins))
 
 
 def eventually(reached: Callable[[], bool], what: str) -> None:
@@ -48,7 +46,7 @@ def eventually(reached: Callable[[], bool], what: str) -> None:
 
 @UNMARKED
 def test_pins_go_with_their_namespace_and_not_before(lab: Lab, marked: bool) -> None:
-    folder = serve(lab)
+    folder = left_by_an_agent(lab)
     if not marked:
         (folder / "namespace").unlink()
     held = os.open(lab["node"].namespace, os.O_RDONLY)
@@ -69,7 +67,7 @@ def test_pins_go_with_their_namespace_and_not_before(lab: Lab, marked: bool) -> 
 
 
 def test_what_an_agent_holds_and_what_is_not_ours_stays(lab: Lab) -> None:
-    folder = serve(lab)
+    folder = left_by_an_agent(lab)
     (folder / "flows4").unlink()
     with closing(Map.pinned(folder / "flows6")) as somebodys:
         somebodys.pin(folder / "flows4")
@@ -88,13 +86,11 @@ def test_what_an_agent_holds_and_what_is_not_ours_stays(lab: Lab) -> None:
 
 def test_a_namespace_with_the_number_of_one_that_is_gone_adopts_nothing_of_it(lab: Lab, pins: Path) -> None:
     """Before Linux 5.14 that number is an inode, which is used again."""
-    former = serve(lab, pin_root=str(pins))
+    former = left_by_an_agent(lab, pins)
     lab.down()
     eventually(lambda: is_gone(former), "the namespace lives on")
-    with new_lab("z", 2) as later:
-        options = Options(cgroup=str(later.cgroup), pin_root=str(pins), **SMALL)  # type: ignore[arg-type]
-        with later.inside("node"), closing(Ebpf(options, lambda: None)) as agent:
-            assert agent.folder == former
-            assert not agent.adopted
-            assert not is_gone(former)
+    with new_lab("z", 2) as later, later.inside("node"), closing(Ebpf(small(later, pins), lambda: None)) as agent:
+        assert agent.folder == former
+        assert not agent.adopted
+        assert not is_gone(former)
     assert not list(pins.rglob("link_*"))

@@ -15,7 +15,6 @@ from pyroute2 import IPRoute
 
 from dataplane.kernel.bpf import Map, Object, check, library, pinned_link, update_link
 from dataplane.kernel.clsact import EGRESS, HANDLE, INGRESS, PRIORITY
-from dataplane.mode import Options
 from dataplane.modes.ebpf.attach import SOCKET_HOOKS, SOCKOPS_HOOKS, TCX_EGRESS, TCX_INGRESS
 from dataplane.modes.ebpf.layout import OBJECTS
 from dataplane.modes.ebpf.programmer import Ebpf, clean
@@ -25,9 +24,9 @@ from tests.namespaces import new_lab
 from tests.pins import pin_folder
 from workshop.lab.network import Lab
 
-pytestmark = pytest.mark.root
+from .kit import small
 
-SMALL = {"max_services": 64, "max_backends": 256, "max_slots": 512, "max_flows": 1024}
+pytestmark = pytest.mark.root
 
 
 class Place:
@@ -35,7 +34,7 @@ class Place:
 
     def __init__(self, lab: Lab, root: Path, *, clsact: bool) -> None:
         self.lab, self.root = lab, root
-        self.options = Options(cgroup=str(lab.cgroup), pin_root=str(self.root), **SMALL)  # type: ignore[arg-type]
+        self.options = small(lab, root)
         self.agent = Ebpf(self.options, lambda: None)
         if clsact:
             self.agent.pods.kind = self.agent.uplinks.kind = "clsact"

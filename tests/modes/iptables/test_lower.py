@@ -103,37 +103,6 @@ def test_a_name_cannot_add_a_rule() -> None:
     assert "default/web:a?-A INPUT -j DROP' / ClusterIP" in rule
 
 
-def test_who_is_masqueraded_otherwise_says_so_in_a_chain_before() -> None:
-    lowered = lower(entry(cluster_ip(masquerade=Masquerade.ALWAYS)), node())
-    extra = next(name for name in lowered.chains if name.startswith("HP-EXT-"))
-    assert lowered.chains[extra] == ("-j MARK --set-xmark 0x0/0x4000", "-j HP-MARK-MASQ-7", f"-j {SVC}")
-    assert nat(lowered)[0].endswith(f"-j {extra}")
-
-
-def test_outsiders_of_a_local_policy_have_a_route_of_their_own() -> None:
-    local = Front(Kind.LOAD_BALANCER, "1.2.3.4", 80, TWO, HERE, Masquerade.NODE)
-    lowered = lower(entry(cluster_ip(), local), node())
-    extra = next(name for name in lowered.chains if name.startswith("HP-EXT-"))
-    assert lowered.chains[extra] == (
-        "-j HP-MARK-MASQ-2", f"-m addrtype --src-type LOCAL -j {SVC}", f"-s 10.1.0.0/16 -j {SVC}", f"-j {SVL}",
-    )  # fmt: skip
-    assert lowered.chains[SVL] == ("-p tcp -j DNAT --to-destination 10.1.0.5:8080",)
-
-
-def test_source_ranges_come_before_all_else() -> None:
-    guarded = Front(Kind.LOAD_BALANCER, "1.2.3.4", 80, NONE, NONE, Masquerade.ALWAYS, ("203.0.113.0/24",))
-    match = "-d 1.2.3.4/32 -p tcp -m tcp --dport 80"
-    assert refusals(lower(entry(guarded), node())) == [
-        f"-s 203.0.113.0/24 {match} -j HP-REJECT", f"{match} -j DROP",
-    ]  # fmt: skip
-    served = Front(Kind.LOAD_BALANCER, "1.2.3.4", 80, TWO, TWO, Masquerade.ALWAYS, ("203.0.113.0/24",))
-    lowered = lower(entry(served), node())
-    (guard,) = (rules for name, rules in lowered.chains.items() if name.startswith("HP-FW-"))
-    assert guard[0].startswith("-s 203.0.113.0/24 -j HP-EXT-")
-    assert guard[1:] == ("-j ACCEPT",)
-    assert refusals(lowered) == [f"{match} -j DROP"]
-
-
 def test_clients_that_are_remembered_come_back_by_the_chain_of_their_endpoint() -> None:
     lowered = lower(entry(cluster_ip(), affinity_seconds=600), node())
     first, second = sorted(name for name in lowered.chains if name.startswith("HP-SEP-"))

@@ -12,10 +12,9 @@ from dataplane.modes.nftables.tables import SPACES
 from dataplane.nftables.expressions import FAMILIES, Verdict
 from dataplane.nftables.schema import Element
 from dataplane.nftables.uapi import NFT_GOTO
-from dataplane.table import Kind, Masquerade, NodeNetwork, WhenEmpty
+from dataplane.table import Masquerade, NodeNetwork
 from tests.modes.make import entry
 from tests.modes.nftables.make import cluster_ip, route
-from tests.tables import Front
 
 KEY = ("10.96.0.10", 6, 80)
 CLUSTER = Masquerade.NODE | Masquerade.EXTERNAL
@@ -66,41 +65,6 @@ def test_elements_that_service_ports_share() -> None:
         Element("cluster-ips", ("10.96.0.10",)),
         Element("itself", ("10.1.0.6", "10.1.0.6")),
     }
-
-
-def test_elements_of_what_outsiders_see_differently() -> None:
-    internal, local = route("10.1.0.5", "10.1.0.6"), route(empty=WhenEmpty.DROP)
-    lb = Front(Kind.LOAD_BALANCER, "5.5.5.5", 443, internal, local, Masquerade.NODE, ("10.0.0.0/8", "10.2.0.0/16"))
-    ports = Front(Kind.NODE_PORT, None, 30080, internal, local, Masquerade.NODE)
-    found = lower.elements(entry(lb, ports), number)
-    assert [e for e in found if not e.set.endswith("-slots")] == [
-        Element("restricted", ("5.5.5.5", 6, 443)),
-        Element("allowed-sources", ("5.5.5.5", 6, 443, "10.0.0.0/8")),
-        Element("internal", ("5.5.5.5", 6, 443), goto(Pick("internal", 2, Masquerade.NODE)), "default/web:http"),
-        Element("external", ("5.5.5.5", 6, 443), goto("discard"), "default/web:http"),
-        Element("internal-ports", (6, 30080), goto(Pick("internal-ports", 2, Masquerade.NODE)), "default/web:http"),
-        Element("external-ports", (6, 30080), goto("discard"), "default/web:http"),
-    ]
-    assert {e.set for e in found if e.set.endswith("-slots")} == {"internal-slots", "internal-ports-slots"}
-
-
-def test_no_endpoint_is_refused() -> None:
-    found = lower.elements(entry(cluster_ip("10.96.0.10", route())), number)
-    assert found[-1] == Element("internal", KEY, goto("refuse"), "default/web:http")
-
-
-def test_affinity_numbers_are_shared_by_all_frontends() -> None:
-    both = route("10.1.0.5", "10.1.0.6")
-    node_port = Front(Kind.NODE_PORT, None, 30080, both, both, Masquerade.ALWAYS)
-    found = lower.elements(entry(cluster_ip("10.96.0.10", both), node_port, affinity_seconds=60), number)
-    numbers = {e.value for e in found if e.set in {"internal-numbers", "internal-ports-numbers"}}
-    assert len(numbers) == 1
-    members = {e.key[0]: e.value for e in found if e.set == "members-0"}
-    assert sorted(members.values()) == [("10.1.0.5", 8080), ("10.1.0.6", 8080)]
-    for space in ("internal", "internal-ports"):
-        candidates = [e.value for e in found if e.set == f"{space}-candidates"]
-        assert candidates == list(members)
-    assert {e.value for e in found if e.set == "internal"} == {goto(Pick("internal", 2, CLUSTER, 60))}
 
 
 def test_long_names_fit_a_comment() -> None:
