@@ -452,6 +452,7 @@ def test_what_is_programmed_is_listed_without_an_agent(place: Place) -> None:
     place.open().sync(table(1, 4))
     view = place.mode.look(Options(), {})
     assert view is not None
+    assert view.flows(10) == ([], 0)
     rows = view.services()
     assert {row.name for row in rows} == {"ns/s1:p", "ns/s4:p"}
     assert any("10.96.0.1:80" in row.frontends for row in rows)
