@@ -193,7 +193,7 @@ class Bench:
 
         def as_wanted() -> bool:
             nonlocal seen
-            seen = self.seen(place, service, family, asked, timeout=0.25)
+            seen = self.seen(place, service, family, asked, timeout=1.0)
             return seen == pods
 
         eventually(as_wanted, timeout, lambda: f"{service.vip(family)} from {place}: want {pods}, see {seen}")

@@ -68,7 +68,7 @@ def test_addresses_share_the_affinity(world: World, mode: str, family: int) -> N
 def test_affinity_ends_when_the_backend_leaves(bench: Bench, family: int) -> None:
     spec = {"sessionAffinity": "ClientIP", "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 600}}}
     service = bench.service("pod2", "pod3", spec=spec, settle=False)
-    eventually(lambda: bench.ask("pod1", service, family, timeout=0.3), 5, "a sticky service does not answer")
+    eventually(lambda: bench.ask("pod1", service, family, timeout=1.0), 5, "a sticky service does not answer")
     gone = bench.ask("pod1", service, family).pod
     left = ({"pod2", "pod3"} - {gone}).pop()
     service.write(bench.lab[left])

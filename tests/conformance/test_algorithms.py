@@ -51,7 +51,7 @@ def test_a_source_has_one_backend(bench: Bench, family: int) -> None:
     service = bench.service(*PODS, annotations={"algorithm": "sh"}, settle=False)
     chosen = {}
     for place in ("pod1", "pod4", "pod5", "node"):
-        eventually(lambda place=place: bench.ask(place, service, family, timeout=0.3), 8, f"{place} gets no answer")
+        eventually(lambda place=place: bench.ask(place, service, family, timeout=1.0), 8, f"{place} gets no answer")
         seen = bench.spread(place, service, family, 8)
         assert len(seen) == 1, f"{place} went to {dict(seen)}"
         chosen[place] = next(iter(seen))

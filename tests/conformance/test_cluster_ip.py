@@ -109,7 +109,7 @@ def sticky(bench: Bench, seconds: int) -> Service:
     made = bench.service("remote1", "remote2", "pod2", settle=False, spec=spec)
     for family in (V4, V6):
         eventually(
-            lambda family=family: bench.ask("pod5", made, family, timeout=0.25), 8, "a sticky service does not answer"
+            lambda family=family: bench.ask("pod5", made, family, timeout=1.0), 8, "a sticky service does not answer"
         )
     return made
 

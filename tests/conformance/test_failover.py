@@ -205,7 +205,7 @@ def test_the_last_backend_is_never_ejected(bench: Bench, family: int) -> None:
 def test_affinity_moves_to_the_backend_that_answered(bench: Bench, family: int) -> None:
     sticky = {"sessionAffinity": "ClientIP"}
     web = bench.service("pod2", "pod3", settle=False, spec=sticky)
-    eventually(lambda: bench.ask("pod1", web, family, timeout=0.3), 8, "the service is not served")
+    eventually(lambda: bench.ask("pod1", web, family, timeout=1.0), 8, "the service is not served")
     (first,) = bench.seen("pod1", web, family, 4)
     (other,) = {"pod2", "pod3"} - {first}
     with failing(bench, first):

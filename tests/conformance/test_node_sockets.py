@@ -29,7 +29,7 @@ def become_silent(bench: Bench, family: int, **fields: object) -> Service:
     """A service whose only endpoint is on another node by now, where its policy forbids to go."""
     service = bench.service("pod2", spec=LOCAL, **fields)
     service.write(bench.lab["remote1"])
-    eventually(lambda: silent(bench, "pod1", service, family, 0.1), 5, "the service still answers")
+    eventually(lambda: silent(bench, "pod1", service, family, 1.0), 10, "the service still answers")
     return service
 
 
