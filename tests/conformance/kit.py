@@ -372,10 +372,10 @@ def forget_connections(lab: Lab) -> None:
         conntrack.flush()
 
 
-def closing_connections(lab: Lab) -> list[str]:
-    """TCP connections anywhere in the lab of which one side has closed and may still send."""
+def end_closing_connections(lab: Lab) -> list[str]:
+    """Reset the TCP connections in the lab of which one side has closed and may still send; those that were reset."""
     states = [word for name in ("fin-wait-1", "close-wait", "last-ack", "closing") for word in ("state", name)]
-    return [line for name in lab.places for line in lab.run(name, ["ss", "-Htn", *states]).stdout.splitlines()]
+    return [line for name in lab.places for line in lab.run(name, ["ss", "-HKtn", *states]).stdout.splitlines()]
 
 
 def forget_path_mtus(lab: Lab) -> None:
