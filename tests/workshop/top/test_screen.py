@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from textual.css.query import NoMatches
@@ -242,10 +243,13 @@ def test_without_a_terminal_it_says_what_to_do(lab: Lab, agent: Agent) -> None:
 
 
 class Terminal:
-    """A shell in tmux, on a server of its own."""
+    """A shell in tmux, on a server of its own.
 
-    def __init__(self, name: str) -> None:
-        self.argv = ("tmux", "-L", name, "-f", "/dev/null")
+    No two tests share a socket: tmux's server answers on it for a moment after it was told to end.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.argv = ("tmux", "-S", str(folder / "tmux"), "-f", "/dev/null")
 
     def _run(self, *words: str) -> str:
         return subprocess.run([*self.argv, *words], check=True, capture_output=True, text=True, timeout=20).stdout
@@ -276,10 +280,10 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(lab: Lab) -> Iterator[Terminal]:
+def terminal(tmp_path: Path) -> Iterator[Terminal]:
     if shutil.which("tmux") is None:
         pytest.skip("tmux is missing: make setup installs it")
-    made = Terminal(f"hp-{lab.name}")
+    made = Terminal(tmp_path)
     made.start()
     yield made
     made.end()
