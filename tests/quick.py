@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def is_quick(item: pytest.Item) -> bool:
     if any(item.get_closest_marker(name) for name in SLOW) or not isinstance(item, pytest.Function):
         return False
-    definitions = item._fixtureinfo.name2fixturedefs.values()
+    definitions = item._fixtureinfo.name2fixturedefs.values()  # noqa: SLF001 - pytest has no public name for it
     names = {item.module.__name__, *(one.func.__module__ for several in definitions for one in several)}
     return not any(reaches_outside(name) for name in names if name in sys.modules and _is_ours(sys.modules[name]))
 

@@ -111,6 +111,11 @@ class Recorder:
         """Write no more; returns at once."""
         self._stop.set()
 
+    @property
+    def waiting(self) -> int:
+        """How many events have not been tried yet."""
+        return self._queue.qsize()
+
     def event(self, regarding: Regarding, kind: str, reason: str, action: str, note: str) -> None:
         """Tell what happened; never blocks and never raises.
 

@@ -282,7 +282,7 @@ def _add_problem(problems: dict[_Name, Problem], name: _Name, message: str, plac
         problems[name] = Problem(*name, known.message + added, known.where)
 
 
-def _complete(snapshot: _Snapshot) -> list[Event]:
+def complete_events(snapshot: _Snapshot) -> list[Event]:
     """Everything, for a listener that knows nothing."""
     events: list[Event] = [
         Replaced(
@@ -299,7 +299,7 @@ def _complete(snapshot: _Snapshot) -> list[Event]:
 _COMING: Final = ("Node", "ServiceCIDR", "EndpointSlice", "Service")
 
 
-def _difference(old: _Snapshot, new: _Snapshot, touched: Iterable[_Name], received: float) -> list[Event]:
+def difference(old: _Snapshot, new: _Snapshot, touched: Iterable[_Name], received: float) -> list[Event]:
     """The events that lead a listener from `old` to `new`. The two differ only in names that are `touched`."""
     touched = sorted(touched)
     changed = [
@@ -332,7 +332,7 @@ def _difference(old: _Snapshot, new: _Snapshot, touched: Iterable[_Name], receiv
 # ------------------------------------------------------------------------------------------- the file system
 
 
-class _Folder:
+class Folder:
     """The files below a path as last read. Only files whose signature changed are read again.
 
     `snapshot` is what they say, `touched` the names in which it may differ from the one before.
@@ -565,7 +565,7 @@ def load(path: Path) -> list[Event]:
         SourceError: there is no such file or folder, or it cannot be read.
     """
     try:
-        return _complete(_Folder(path).refresh(patient=False))
+        return complete_events(Folder(path).refresh(patient=False))
     except OSError as error:
         raise SourceError(f"manifests {path}: {error.strerror}") from error
 
@@ -581,7 +581,7 @@ class Manifests:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._folder = _Folder(path)
+        self._folder = Folder(path)
         self._reported: _Snapshot | None = None
         self._healthy: bool | None = None
 
@@ -633,9 +633,9 @@ class Manifests:
             self._health(emit, False, f"manifests {self._path}: {error.strerror}; {stays}")
             return False
         events = (
-            _complete(snapshot)
+            complete_events(snapshot)
             if self._reported is None
-            else _difference(self._reported, snapshot, self._folder.touched, received)
+            else difference(self._reported, snapshot, self._folder.touched, received)
         )
         self._reported = snapshot
         for event in events:

@@ -50,10 +50,10 @@ class Cluster:
         self._node_name = node_name
         self._awaited = set(kinds)
         self._services: dict[str, Service] = {}
-        self._slices: dict[str, EndpointSlice] = {}
+        self.slices: dict[str, EndpointSlice] = {}
         self._of_service: dict[str, dict[str, EndpointSlice]] = {}
         self._nodes: dict[str, Node] = {}  # at most this node's
-        self._cidrs: dict[str, ServiceCIDR] = {}
+        self.cidrs: dict[str, ServiceCIDR] = {}
         self._problems: dict[tuple[str, str], Problem] = {}
         self._dirty: set[str] | None = None  # None: everything, before the first look
         self._node_dirty = True
@@ -102,7 +102,7 @@ class Cluster:
     def extent(self) -> tuple[int, int]:
         """How many service ports there are, each address family's its own, and how many endpoints of ports."""
         ports = sum(len(service.ports) * max(1, len(service.cluster_ips)) for service in self._services.values())
-        return ports, sum(len(one.endpoints) * max(1, len(one.ports)) for one in self._slices.values())
+        return ports, sum(len(one.endpoints) * max(1, len(one.ports)) for one in self.slices.values())
 
     def slices_of(self, service: str) -> Collection[EndpointSlice]:
         return self._of_service.get(service, _NO_SLICES).values()
@@ -115,7 +115,7 @@ class Cluster:
     @property
     def service_cidrs(self) -> tuple[str, ...]:
         """The CIDRs of all ServiceCIDR objects, sorted, each once."""
-        return tuple(sorted({cidr for one in self._cidrs.values() for cidr in one.cidrs}))
+        return tuple(sorted({cidr for one in self.cidrs.values() for cidr in one.cidrs}))
 
     @property
     def problems(self) -> Mapping[tuple[str, str], Problem]:
@@ -133,9 +133,9 @@ class Cluster:
             case Node():
                 return self._put_node(obj)
             case ServiceCIDR():
-                if self._cidrs.get(obj.name) == obj:
+                if self.cidrs.get(obj.name) == obj:
                     return False
-                self._cidrs[obj.name] = obj
+                self.cidrs[obj.name] = obj
                 self._node_dirty = True
                 return True
 
@@ -149,13 +149,13 @@ class Cluster:
 
     def _put_slice(self, one: EndpointSlice) -> bool:
         key = f"{one.namespace}/{one.name}"
-        old = self._slices.get(key)
+        old = self.slices.get(key)
         if old == one:
             return False
         changed = False
         if old is not None and old.service != one.service:
             changed = self._unlink(key, old)
-        self._slices[key] = one
+        self.slices[key] = one
         siblings = self._of_service.get(one.service)
         if siblings is None:
             self._of_service[one.service] = {key: one}
@@ -181,13 +181,13 @@ class Cluster:
                 if old is not None:
                     self._mark_dirty(key)
             case "EndpointSlice":
-                one = self._slices.pop(key, None)
+                one = self.slices.pop(key, None)
                 return one is not None and self._unlink(key, one)
             case "Node":
                 old = self._nodes.pop(key, None)
                 self._node_dirty |= old is not None
             case _:
-                old = self._cidrs.pop(key, None)
+                old = self.cidrs.pop(key, None)
                 self._node_dirty |= old is not None
         return old is not None
 
@@ -226,7 +226,7 @@ class Cluster:
 
     def _held(self, kind: str) -> Mapping[str, Any]:
         held: dict[str, Mapping[str, Any]] = {
-            "Service": self._services, "EndpointSlice": self._slices, "Node": self._nodes, "ServiceCIDR": self._cidrs,
+            "Service": self._services, "EndpointSlice": self.slices, "Node": self._nodes, "ServiceCIDR": self.cidrs,
         }  # fmt: skip
         return held.get(kind, {})
 

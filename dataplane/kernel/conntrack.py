@@ -117,12 +117,12 @@ def forget_ended() -> int:
         try:
             ended = [
                 entry.body
-                for entry in _dump(family, socket.IPPROTO_TCP)
+                for entry in dump(family, socket.IPPROTO_TCP)
                 if entry.protocol == socket.IPPROTO_TCP
                 and (entry.answerer, entry.answerer_port) != (entry.destination, entry.destination_port)
                 and _stage(entry) in ENDED
             ]
-            deleted += _delete(family, ended) if ended else 0
+            deleted += delete(family, ended) if ended else 0
         except (OSError, NetlinkFailed) as error:
             log.warning("conntrack entries of IPv%d connections that are over could not be deleted: %s", family, error)
     return deleted
@@ -147,7 +147,7 @@ def flows(services: Mapping[Key, str | None], limit: int) -> tuple[list[FlowRow]
     protocols = {protocol for _, _, protocol in services}
     ports = {port.to_bytes(2, "big") for _, port, _ in services}
     for family in (4, 6):
-        for entry in _dump(family):
+        for entry in dump(family):
             if entry.protocol not in protocols or entry.destination_port not in ports:
                 continue
             if entry.answerer == entry.destination and entry.answerer_port == entry.destination_port:
@@ -211,16 +211,16 @@ def _fields(entry: _Entry) -> dict[int, bytes]:
 def _delete_stale(family: int, wanted: set[bytes], judge: Judge) -> int:
     kind = AF[family]
     chosen = []
-    for entry in _dump(family, socket.IPPROTO_UDP):
+    for entry in dump(family, socket.IPPROTO_UDP):
         if entry.protocol == socket.IPPROTO_UDP and entry.destination + entry.destination_port in wanted:
             destination = socket.inet_ntop(kind, entry.destination), int.from_bytes(entry.destination_port, "big")
             answerer = socket.inet_ntop(kind, entry.answerer), int.from_bytes(entry.answerer_port, "big")
             if judge.stale(destination, answerer):
                 chosen.append(entry.body)
-    return _delete(family, chosen) if chosen else 0
+    return delete(family, chosen) if chosen else 0
 
 
-def _delete(family: int, entries: list[bytes]) -> int:
+def delete(family: int, entries: list[bytes]) -> int:
     """Delete entries by the identity that the dump gave them; one that ended meanwhile is no error."""
     with Netlink(NETFILTER) as wire:
         failed = wire.send([_deletion(family, entry) for entry in entries])
@@ -247,7 +247,7 @@ def _deletion(family: int, entry: bytes) -> Message:
 # Reading
 
 
-def _dump(family: int, protocol: int | None = None) -> Iterator[_Entry]:
+def dump(family: int, protocol: int | None = None) -> Iterator[_Entry]:
     """The entries of one family. A kernel before 5.8 does not filter by the protocol: the caller has to."""
     wanted = NFGEN.pack(AF[family], 0, 0)
     if protocol is not None:

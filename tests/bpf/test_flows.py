@@ -300,7 +300,7 @@ def test_the_sweep_looks_again_before_it_deletes(bench: Bench, net: Net) -> None
     bench.age_flows(net.family, 181 * HZ)
     keys, values = flow_arrays(bench.maps.maps[f"flows{net.family}"], net.family)
     bench.open_udp(net, net.vip)
-    bench.gc._forget_idle(net.family, keys, values)
+    bench.gc.forget_idle(net.family, keys, values)
     assert bench.flow_count(net.family) == (2, 0)
 
 

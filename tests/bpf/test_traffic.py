@@ -205,8 +205,8 @@ def test_figures_outlive_the_agent_and_leftovers_do_not(bench: Bench, net: Net) 
     bench.open_tcp(net, net.vip)
     wanted = of_service(bench, "default/web")
     unused = SMALL.max_backends - 1
-    bench.store.traffic._rows[unused // 8, 0, unused % 8] = 7
-    bench.store.traffic._gone[SMALL.max_services - 1] = 7
+    bench.store.traffic.rows[unused // 8, 0, unused % 8] = 7
+    bench.store.traffic.gone[SMALL.max_services - 1] = 7
     bench.store = Store(bench.maps, HZ, adopt=True)
     bench.store.apply({"default/web": (entry,)})
     assert of_service(bench, "default/web") == wanted
@@ -288,7 +288,7 @@ def test_no_figure_is_lost_or_given_to_another(data: st.DataObject) -> None:
             amount = data.draw(st.integers(1, 1 << 60))
             place = (backend // 8, data.draw(st.integers(0, cpus_ - 1)), backend % 8, data.draw(st.integers(0, 4)))
             with np.errstate(over="ignore"):
-                traffic._rows[place] += np.uint64(amount)
+                traffic.rows[place] += np.uint64(amount)
                 wanted[owners[backend], place[3]] += np.uint64(amount)
         elif what == "give back" and owners[backend]:
             gone = np.array([backend])

@@ -41,10 +41,10 @@ class Clock:
 
 @contextlib.contextmanager
 def recording(
-    api: ApiServer, clock: Callable[[], float] = time.monotonic, *, opened: bool = True
+    api: ApiServer, clock: Callable[[], float] = time.monotonic, *, unopened: Connection | None = None
 ) -> Iterator[Recorder]:
-    connection = Connection(str(api.kubeconfig()), None)
-    if opened:
+    connection = unopened or Connection(str(api.kubeconfig()), None)
+    if unopened is None:
         connection.open()
     recorder = Recorder(connection, ME, clock=clock, retry_seconds=0.02)
     recorder.start()
@@ -108,11 +108,12 @@ def test_what_differs_is_no_repeat(api):
 
 
 def test_a_server_that_is_away_gets_them_later(api):
-    with recording(api, opened=False) as recorder:
+    connection = Connection(str(api.kubeconfig()), None)
+    with recording(api, unopened=connection) as recorder:
         degraded(recorder)
         time.sleep(0.1)
         assert api.events() == []
-        recorder._writer.open()
+        connection.open()
         until(api.events, "the event")
 
 
@@ -123,7 +124,7 @@ def test_the_first_event_goes_out_when_the_connection_is_open(api, caplog):
     recorder = Recorder(connection, ME, retry_seconds=600)
     recorder.start()
     degraded(recorder)
-    until(lambda: not recorder._queue.qsize(), "the event is taken")
+    until(lambda: not recorder.waiting, "the event is taken")
     connection.open()
     until(api.events, "the event")
     assert "waits for the API server" not in caplog.text
@@ -164,12 +165,12 @@ def test_a_new_token_is_read(api, tmp_path):
 
 
 def test_a_flood_without_a_server_neither_blocks_nor_grows(api, caplog):
-    with recording(api, opened=False) as recorder:
+    with recording(api, unopened=Connection(str(api.kubeconfig()), None)) as recorder:
         start = time.monotonic()
         for number in range(20 * QUEUE):
             degraded(recorder, f"number {number}")
         assert time.monotonic() - start < 30
-        assert recorder._queue.qsize() <= QUEUE
+        assert recorder.waiting <= QUEUE
     assert caplog.text.count("are dropped") == 1
 
 
@@ -187,5 +188,5 @@ def test_without_an_api_server_nothing_is_kept(caplog):
     recorder.start()
     for _ in range(2 * QUEUE):
         degraded(recorder)
-    assert recorder._queue.qsize() == 0
+    assert recorder.waiting == 0
     assert caplog.text == ""

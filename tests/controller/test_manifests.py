@@ -321,10 +321,10 @@ def test_two_writes_within_a_tick_of_the_file_system(tmp_path: Path) -> None:
     """Their signature is the same where time stamps are coarse; a word from the watch makes it suspicious."""
     file = tmp_path / "a.yaml"
     file.write_text(service("a", "10.96.0.11"))
-    folder = manifests._Folder(tmp_path)
+    folder = manifests.Folder(tmp_path)
     folder.refresh(patient=False)
     file.write_text(service("a", "10.96.0.12"))
-    other = manifests._Folder(tmp_path)
+    other = manifests.Folder(tmp_path)
     other.refresh(patient=False)
     known, newest = folder.files[str(file)], other.files[str(file)]
     folder.files[str(file)] = known._replace(signature=newest.signature)  # as a coarse clock has it
@@ -359,7 +359,7 @@ def test_differences_lead_where_a_fresh_look_does(states: list[dict[str, list[st
     cluster = Cluster("")
     known = None
     with tempfile.TemporaryDirectory() as name:
-        folder = manifests._Folder(Path(name))
+        folder = manifests.Folder(Path(name))
         for state in states:
             for file in Path(name).iterdir():
                 file.unlink()
@@ -367,9 +367,9 @@ def test_differences_lead_where_a_fresh_look_does(states: list[dict[str, list[st
                 (Path(name) / file_name).write_text("---\n".join(DOCUMENTS[document] for document in documents))
             picture = folder.refresh(patient=False, suspicious=True)
             events = (
-                manifests._complete(picture)
+                manifests.complete_events(picture)
                 if known is None
-                else manifests._difference(known, picture, folder.touched, 0.0)
+                else manifests.difference(known, picture, folder.touched, 0.0)
             )
             known = picture
             for event in events:
@@ -380,7 +380,7 @@ def test_differences_lead_where_a_fresh_look_does(states: list[dict[str, list[st
             slices = {key for kind, key in picture.objects if kind == "EndpointSlice"}
             assert {key_of(one) for one in cluster.slices_of("default/a")} == slices
         if not {"refused", "broken"} & {document for documents in states[-1].values() for document in documents}:
-            fresh = manifests._Folder(Path(name)).refresh(patient=False)
+            fresh = manifests.Folder(Path(name)).refresh(patient=False)
             assert fresh == picture, "nothing old stays without a reason"
 
 

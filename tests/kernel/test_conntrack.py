@@ -64,7 +64,7 @@ def destinations() -> list[tuple[int, str, int, str]]:
     return sorted(
         (e.protocol, socket.inet_ntop(family, e.destination), int.from_bytes(e.destination_port, "big"),
          socket.inet_ntop(family, e.answerer))
-        for number, family in ((4, V4), (6, V6)) for e in conntrack._dump(number)
+        for number, family in ((4, V4), (6, V6)) for e in conntrack.dump(number)
     )  # fmt: skip
 
 
@@ -148,16 +148,16 @@ class TestStale:
         rules(OLD)
         with socket.socket(V4, socket.SOCK_DGRAM) as client:
             client.sendto(b"?", (VIP[V4], PORT))
-            old = [entry.body for entry in conntrack._dump(4)]
-            assert conntrack._delete(4, old) == 1
+            old = [entry.body for entry in conntrack.dump(4)]
+            assert conntrack.delete(4, old) == 1
             rules(NEW)
             client.sendto(b"?", (VIP[V4], PORT))
-        assert conntrack._delete(4, old) == 0
+        assert conntrack.delete(4, old) == 0
         assert [row[3] for row in destinations()] == [NEW[V4]]
 
     def test_no_dump_without_a_datagram_service_that_changed(self, monkeypatch):
         asked = []
-        monkeypatch.setattr(conntrack, "_dump", lambda *arguments: asked.append(arguments) or iter(()))
+        monkeypatch.setattr(conntrack, "dump", lambda *arguments: asked.append(arguments) or iter(()))
         assert went(table(NEW, Protocol.TCP), ["a/dns"]) == 0
         assert went(table(None), ["a/dns"]) == 0
         assert went(table(NEW), []) == 0
@@ -169,7 +169,7 @@ class TestStale:
         def refuse(*_: int) -> Iterator[None]:
             raise PermissionError(1, "reading conntrack: Operation not permitted")
 
-        monkeypatch.setattr(conntrack, "_dump", refuse)
+        monkeypatch.setattr(conntrack, "dump", refuse)
         assert went(table(NEW), ["a/dns"]) == 0
         assert "Operation not permitted" in caplog.text
 

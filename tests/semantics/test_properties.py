@@ -109,7 +109,7 @@ def started() -> Cluster:
 
 def from_nothing(state: Cluster) -> tuple[ServiceTable, dict[str, tuple[str, ...]]]:
     """The table and conflicts of a fresh cluster with the same objects."""
-    found: list[Object] = [*state.services.values(), *state._slices.values(), *state._cidrs.values()]
+    found: list[Object] = [*state.services.values(), *state.slices.values(), *state.cidrs.values()]
     if state.node:
         found.append(state.node)
     fresh, builder = Cluster(ME), Builder(SETTINGS)

@@ -184,7 +184,7 @@ class FlowGC:
                 found_services |= services.intersection(np.unique(values["service"]).tolist())
                 found_backends |= backends.intersection(np.unique(values["backend"]).tolist())
                 loads |= connections_by_backend(values, counted)
-                self._forget_idle(family, keys, values)
+                self.forget_idle(family, keys, values)
         self.opening_flows = opening
         self.loads = loads if counted else None
         with self._lock:
@@ -192,7 +192,8 @@ class FlowGC:
                 self._result = (services, backends, frozenset(found_services), frozenset(found_backends))
             self._candidates = (frozenset(), frozenset())
 
-    def _forget_idle(self, family: int, keys: NDArray[Any], values: NDArray[Any]) -> None:
+    def forget_idle(self, family: int, keys: NDArray[Any], values: NDArray[Any]) -> None:
+        """Delete those of these flows that are idle for too long; the program that does it looks at each once more."""
         now = run_on_packet(self._clock, bytes(64))[0]
         age = (np.uint32(now) - values["seen"]).astype(np.int32).astype(np.int64)
         limits = idle_limits(keys, values, self._options) * self._hz

@@ -45,7 +45,7 @@ class Prober:
         self._interval, self._timeout = options.probe_interval, options.probe_timeout
         self._failures = options.probe_failures
         self._lock = threading.Lock()
-        self._misses: dict[Target, int] = {}  # one after the other, of every target
+        self.misses: dict[Target, int] = {}  # consecutive failed probes of each target
         self._why: dict[Target, str] = {}  # of those that are down
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
@@ -56,8 +56,8 @@ class Prober:
     def watch(self, targets: Collection[Target]) -> None:
         """From now on probe these, and no others."""
         with self._lock:
-            self._misses = {target: self._misses.get(target, 0) for target in targets}
-            self._why = {target: why for target, why in self._why.items() if target in self._misses}
+            self.misses = {target: self.misses.get(target, 0) for target in targets}
+            self._why = {target: why for target, why in self._why.items() if target in self.misses}
         if targets and self._thread is None:
             self._thread = threading.Thread(target=self._run, name="probes", daemon=True)
             self._thread.start()
@@ -70,7 +70,7 @@ class Prober:
 
     def status(self) -> HealthProbes:
         with self._lock:
-            return HealthProbes(len(self._misses), len(self._why), round(self.lag, 3))
+            return HealthProbes(len(self.misses), len(self._why), round(self.lag, 3))
 
     def stop(self) -> None:
         self._stopping = True
@@ -81,12 +81,12 @@ class Prober:
     def note(self, target: Target, problem: str) -> None:
         """A probe ended: "" for success."""
         with self._lock:
-            if target not in self._misses:
+            if target not in self.misses:
                 return
-            self._misses[target] = self._misses[target] + 1 if problem else 0
+            self.misses[target] = self.misses[target] + 1 if problem else 0
             if not problem:
                 self._why.pop(target, None)
-            elif self._misses[target] >= self._failures:
+            elif self.misses[target] >= self._failures:
                 self._why[target] = problem
 
     def _wake(self) -> None:
@@ -118,7 +118,7 @@ class Prober:
         while not self._stopping:
             self._changed.clear()
             with self._lock:
-                wanted = set(self._misses)
+                wanted = set(self.misses)
             for target in wanted - scheduled:
                 heapq.heappush(due, (time.monotonic() + random.uniform(0, self._interval), target))
             scheduled |= wanted

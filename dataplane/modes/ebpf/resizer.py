@@ -57,7 +57,7 @@ class MapResizer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="growth")
         self._larger: Larger = {}
         self._loading: Future[Programs] | None = None
-        self._retry_at = 0.0
+        self.retry_at = 0.0
 
     @property
     def entries(self) -> dict[str, int]:
@@ -75,7 +75,7 @@ class MapResizer:
         larger = self._maps.make_larger({name: size for name, size in fit.items() if size > entries[name]})
         self._maps.copy_into(larger)
         self._replace(larger)
-        self._start({})
+        self.start({})
 
     def catch_up(self) -> None:
         """Wait for the programs of `begin`, and let links run them."""
@@ -85,14 +85,14 @@ class MapResizer:
     def make_room(self, full: Collection[str], need: Sizes) -> bool:
         """Let these maps grow now, if they may; whether one did."""
         before = self.entries
-        if time.monotonic() < self._retry_at:
+        if time.monotonic() < self.retry_at:
             return False
         try:
             if self._loading is not None:
                 self._finish()
             sizes = grown(full, self.entries, need, self.upper)
             if sizes and self.entries == before:
-                self._start(self._maps.make_larger(sizes))
+                self.start(self._maps.make_larger(sizes))
                 self._finish()
         except (DataplaneError, OSError) as error:
             self._failed(error)
@@ -104,10 +104,10 @@ class MapResizer:
             if self._loading is not None:
                 if self._loading.done():
                     self._finish()
-            elif time.monotonic() >= self._retry_at:
+            elif time.monotonic() >= self.retry_at:
                 sizes = grown(crowded(self.entries, used), self.entries, used, self.upper)
                 if sizes:
-                    self._start(self._maps.make_larger(sizes))
+                    self.start(self._maps.make_larger(sizes))
         except (DataplaneError, OSError) as error:
             self._failed(error)
 
@@ -127,7 +127,8 @@ class MapResizer:
         self._drop()
         self._thread.shutdown()
 
-    def _start(self, larger: Larger) -> None:
+    def start(self, larger: Larger) -> None:
+        """Load the programs of a generation that uses these maps, in a thread; `step` or `make_room` finishes it."""
         self._larger = larger
         self._loading = self._thread.submit(self._load, larger)
         self._loading.add_done_callback(lambda _: self._wake())
@@ -159,6 +160,6 @@ class MapResizer:
         self._larger, self._loading = {}, None
 
     def _failed(self, error: Exception) -> None:
-        self._retry_at = time.monotonic() + RETRY_SECONDS
+        self.retry_at = time.monotonic() + RETRY_SECONDS
         self.failure = f"maps cannot grow, next try in {RETRY_SECONDS:.0f} s: {error}"
         log.warning("%s", self.failure)

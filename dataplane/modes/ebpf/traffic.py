@@ -53,12 +53,12 @@ class Traffic:
         self.counting = cpus > 0
         self._counted = counted
         self._cpus = max(cpus, 1)
-        self._gone: NDArray[np.uint64] = gone.view(np.uint64).reshape(-1, len(FIELDS))
+        self.gone: NDArray[np.uint64] = gone.view(np.uint64).reshape(-1, len(FIELDS))
         self._group = abi_constants()["TRAFFIC_GROUP"]
         self.bytes = counted().nbytes + gone.nbytes
 
     @property
-    def _rows(self) -> NDArray[np.uint64]:
+    def rows(self) -> NDArray[np.uint64]:
         """Group of backends, CPU, place in the group, field."""
         words: NDArray[np.uint64] = self._counted().view(np.uint64)
         return words.reshape(-1, self._cpus, self._group, len(FIELDS))
@@ -67,13 +67,13 @@ class Traffic:
         """What these backends came to, over all CPUs."""
         if not self.counting:
             return np.zeros((len(ids), len(FIELDS)), dtype=np.uint64)
-        figures: Figures = self._rows[ids // self._group, :, ids % self._group].sum(axis=1, dtype=np.uint64)
+        figures: Figures = self.rows[ids // self._group, :, ids % self._group].sum(axis=1, dtype=np.uint64)
         return figures
 
     def of_services(self, owners: NDArray[Any]) -> Figures:
         """What every service came to; `owners` is the service of each backend, 0 for none."""
-        figures: Figures = self._gone.copy()
-        rows = self._rows if self.counting else self._rows[:0]
+        figures: Figures = self.gone.copy()
+        rows = self.rows if self.counting else self.rows[:0]
         for first in range(0, len(rows), _GROUPS):
             counted = rows[first : first + _GROUPS]
             if counted.any():  # most backends of a large cluster have no traffic from this node
@@ -85,27 +85,27 @@ class Traffic:
         if not self.counting:
             return
         if len(backends):
-            np.add.at(self._gone, owners, self.of_backends(backends))
+            np.add.at(self.gone, owners, self.of_backends(backends))
             self._clear(backends)
-        self._gone[list(services)] = 0
+        self.gone[list(services)] = 0
 
     def only(self, services: Iterable[int], backends: Iterable[int]) -> None:
         """Nothing but these numbers means something: forget what is left of others."""
         if not self.counting:
             return
-        unused = np.ones(len(self._gone), dtype=bool)
+        unused = np.ones(len(self.gone), dtype=bool)
         unused[list(services)] = False
-        self._gone[unused] = 0
+        self.gone[unused] = 0
         touched = self._touched()
         touched[list(backends)] = False
         self._clear(np.flatnonzero(touched))
 
     def _touched(self) -> NDArray[np.bool_]:
-        touched: NDArray[np.bool_] = self._rows.any(axis=(1, 3)).reshape(-1)
+        touched: NDArray[np.bool_] = self.rows.any(axis=(1, 3)).reshape(-1)
         return touched
 
     def _clear(self, backends: NDArray[np.int64]) -> None:
-        self._rows[backends // self._group, :, backends % self._group] = 0
+        self.rows[backends // self._group, :, backends % self._group] = 0
 
 
 def _add(figures: Figures, backends: Figures, owners: NDArray[Any]) -> None:

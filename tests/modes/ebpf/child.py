@@ -101,7 +101,7 @@ class MapResizer:
             case ["status"]:
                 return msgspec.to_builtins(self.mode.status())
             case ["begin"]:
-                self.mode.resizer._start(self.mode.maps.make_larger({n: 2 * e for n, e in self.entries().items()}))
+                self.mode.resizer.start(self.mode.maps.make_larger({n: 2 * e for n, e in self.entries().items()}))
             case ["grow"]:
                 return self.mode.resizer.make_room(TINY, self.mode.store.plan.used())
             case ["traffic"]:
@@ -109,7 +109,7 @@ class MapResizer:
             case ["refuse", number]:
                 refuse(Loader, "generation", int(number))
             case ["retry"]:
-                self.mode.resizer._retry_at = 0.0
+                self.mode.resizer.retry_at = 0.0
             case ["state", count, version]:
                 self.count, self.version = int(count), int(version)
                 self.sync()

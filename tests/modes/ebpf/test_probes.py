@@ -148,7 +148,7 @@ def test_down_after_failures_and_up_after_one_success(server: Server, prober: Pr
 
 def test_one_failure_among_successes_is_none(prober: Prober) -> None:
     target = Target("192.0.2.1", 1, None)
-    prober._misses[target] = 0
+    prober.misses[target] = 0
     for problem in ("no", "", "no", "", "no"):
         prober.note(target, problem)
         assert prober.down() == {}
