@@ -28,7 +28,9 @@ static __noinline int dawdle(void) {
 #include "pick.h"
 
 #define PICKS 256
+#ifndef SERVICES
 #define SERVICES 64
+#endif
 
 struct tally {
   __u64 picks;
