@@ -24,6 +24,7 @@ from .kit import (
     REDIRECT,
     Bench,
     Net,
+    Seen,
     bench_with,
     datagram,
     frame,
@@ -105,10 +106,11 @@ def test_a_pod_reaches_itself_through_its_service(bench: Bench, net: Net, protoc
     verdict, out = bench.ingress(frame(net, me, net.vip, first))
     assert verdict == REDIRECT
     seen = read(out)
-    assert seen.tuple == (net.primary, 40000, me, 8080)
+    port = given_port(seen)
+    assert seen.tuple == (net.primary, port, me, 8080)
     assert (seen.mac_dst, seen.mac_src) == (POD_MAC, HOST_MAC)
     assert bench.egress(out) == (PASS, out)
-    answer = segment(8080, 40000, "SA", 0, 1001) if protocol is Protocol.TCP else datagram(8080, 40000)
+    answer = segment(8080, port, "SA", 0, 1001) if protocol is Protocol.TCP else datagram(8080, port)
     verdict, out = bench.ingress(frame(net, me, net.primary, answer))
     assert verdict == REDIRECT
     seen = read(out)
@@ -117,15 +119,22 @@ def test_a_pod_reaches_itself_through_its_service(bench: Bench, net: Net, protoc
     assert bench.egress(out) == (PASS, out)
     following = segment(40000, 80, "A") if protocol is Protocol.TCP else datagram(dport=80)
     verdict, out = bench.ingress(frame(net, me, net.vip, following))
-    assert (verdict, read(out).tuple) == (REDIRECT, (net.primary, 40000, me, 8080))
+    assert (verdict, read(out).tuple) == (REDIRECT, (net.primary, port, me, 8080))
 
 
 def test_two_pods_hairpin_with_one_source_port(bench: Bench, net: Net) -> None:
-    """Both have the node's address then; the backends differ, so both keep their port."""
+    """Both have the node's address then, and a port that none of the node's sockets has."""
     bench.serve(web(net, 0), web(net, 1, vip=net.vip2, name="default/b:http"))
     for me, vip in ((net.backends[0], net.vip), (net.backends[1], net.vip2)):
         verdict, out = bench.ingress(frame(net, me, vip, syn()))
-        assert (verdict, read(out).tuple) == (REDIRECT, (net.primary, 40000, me, 8080))
+        assert (verdict, read(out).tuple) == (REDIRECT, (net.primary, given_port(read(out)), me, 8080))
+
+
+def given_port(seen: Seen) -> int:
+    """The source port, one of those that the programs give."""
+    first = Options().port_first
+    assert first <= seen.sport < first + Options().port_count
+    return seen.sport
 
 
 def test_without_an_address_of_the_node_a_hairpin_is_dropped(bench: Bench, net: Net) -> None:

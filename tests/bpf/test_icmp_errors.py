@@ -209,5 +209,5 @@ def test_errors_of_a_pod_that_talks_to_itself_come_back_to_it(bench: Bench, net:
     verdict, out = bench.ingress(frame(net, me, net.vip, error(net, "unreachable") / inner))
     assert verdict == REDIRECT
     assert (read(out).src, read(out).dst) == (net.primary, me)
-    assert quoted(out).tuple == (me, target, net.primary, 40000)
+    assert quoted(out).tuple == (me, target, net.primary, looped.sport)
     assert bench.egress(out) == (PASS, out)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import socket
 import time
+from functools import partial
 
 import pytest
 
@@ -187,7 +188,7 @@ def test_vip_and_direct_from_one_source_port(bench: Bench, mode: str, protocol: 
     skip_where_ports_are_confused(mode)
     target = HTTP if protocol == "TCP" else UDP
     service = bench.service("pod2", protocol=protocol, target=target)
-    ways = [service.vip(family), (bench.lab["pod2"].address(family), target)]
+    ways = [("pod1", service.vip(family)), ("pod1", (bench.lab["pod2"].address(family), target))]
     both_answer(bench, ways if first == "vip" else ways[::-1], protocol, family)
 
 
@@ -196,7 +197,19 @@ def test_two_vips_of_one_backend_from_one_source_port(bench: Bench, mode: str, p
     skip_where_ports_are_confused(mode)
     target = HTTP if protocol == "TCP" else UDP
     services = [bench.service("pod2", protocol=protocol, target=target) for _ in range(2)]
-    both_answer(bench, [service.vip(family) for service in services], protocol, family)
+    both_answer(bench, [("pod1", service.vip(family)) for service in services], protocol, family)
+
+
+@pytest.mark.parametrize("protocol", ["TCP", "UDP"])
+def test_a_pod_that_asks_itself_takes_no_port_of_the_nodes_sockets(
+    bench: Bench, mode: str, protocol: str, family: int
+) -> None:
+    """To its backend such a pod is the node: with its own port, the node's socket of that port would get no answer."""
+    skip_where_ports_are_confused(mode)
+    target = HTTP if protocol == "TCP" else UDP
+    service = bench.service("pod1", protocol=protocol, target=target)
+    direct = (bench.lab["pod1"].address(family), target)
+    both_answer(bench, [("pod1", service.vip(family)), ("node", direct)], protocol, family)
 
 
 def test_a_port_serves_the_vip_and_then_the_backend(bench: Bench, mode: str, family: int) -> None:
@@ -218,24 +231,25 @@ def skip_where_ports_are_confused(mode: str) -> None:
         pytest.skip("IPVS finds an answer's flow by client, backend and ports alone (docs/differences.md)")
 
 
-def both_answer(bench: Bench, ways: list[tuple[str, int]], protocol: str, family: int) -> None:
-    """Two sockets of one source port, used in turns; the backend must see two different clients."""
+def both_answer(bench: Bench, ways: list[tuple[str, tuple[str, int]]], protocol: str, family: int) -> None:
+    """Two sockets of one source port, used in turns: the backend must see two different clients."""
     port = both_answer.port = both_answer.port + 1
     with contextlib.ExitStack() as stack:
         asks = []
-        for way in ways:
+        for place, target in ways:
             if protocol == "TCP":
-                connection = stack.enter_context(bench.connect("pod1", way, family, port))
-                asks.append(lambda connection=connection: ask_tcp(connection))
+                connection = stack.enter_context(bench.connect(place, target, family, port))
+                asks.append(partial(ask_tcp, connection))
             else:
-                client = stack.enter_context(bench.socket("pod1", family, socket.SOCK_DGRAM, port))
-                client.connect(way)
+                client = stack.enter_context(bench.socket(place, family, socket.SOCK_DGRAM, port))
+                client.connect(target)
                 asks.append(lambda client=client: ask_udp(client)[0])
             asks[-1]()
         peers = [[ask().peer for ask in asks] for _ in range(5)]
-    assert {peer[0] for turn in peers for peer in turn} == {bench.lab["pod1"].address(family)}
     assert all(turn == peers[0] for turn in peers), peers
-    assert peers[0][0] != peers[0][1], "two flows of the client are one for the backend"
+    assert peers[0][0] != peers[0][1], "two clients are one for the backend"
+    if {place for place, _ in ways} == {"pod1"}:
+        assert {address for address, _ in peers[0]} == {bench.lab["pod1"].address(family)}
 
 
 both_answer.port = 20_000
