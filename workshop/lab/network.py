@@ -36,13 +36,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Final, Self
 
-from pyroute2 import IPRoute, netns
+from pyroute2 import IPRoute, config, netns
 
 from controller.errors import ControllerError
 from workshop.lab import namespace
 from workshop.lab.sockets import Opener
 
 __all__ = ["CLUSTER_CIDRS", "MTU", "NODE_NAMES", "RUN", "SERVICE_CIDRS", "Lab", "LabError", "Place"]
+
+# A process of pyroute2 makes the namespace; on a busy machine it takes longer than usual, as everything does.
+config.default_communicate_timeout = 2 * namespace.DEADLINES
 
 CLUSTER_CIDRS: Final = ("10.77.0.0/16", "fd77:1::/48")
 SERVICE_CIDRS: Final = ("10.96.0.0/12", "fd96::/108")
