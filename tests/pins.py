@@ -1,43 +1,21 @@
-"""Folders for pins on the BPF file system, one name for those of all tests."""
+"""Folders for pins on the BPF file system, for tests."""
 
 from __future__ import annotations
 
-import functools
-import itertools
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from dataplane.kernel.host_paths import bpf_fs
-
-_PREFIX = "hybrid-proxy-test-"
-_NUMBERS = itertools.count()
+from workshop.lab import pins
 
 
 @contextmanager
 def pin_folder() -> Iterator[Path]:
-    """An empty folder, which goes with the block and everything in it; skips without root."""
+    """As `workshop.lab.pins` has it; skips without root."""
     if os.geteuid() != 0:
         pytest.skip("needs root (CAP_BPF): pins on the BPF file system")
-    root = bpf_fs(mount=True)
-    _sweep(root)
-    folder = root / f"{_PREFIX}{os.getpid()}-{next(_NUMBERS)}"
-    folder.mkdir()
-    try:
+    with pins.pin_folder() as folder:
         yield folder
-    finally:
-        if folder.exists():
-            shutil.rmtree(folder)
-
-
-@functools.cache
-def _sweep(root: Path) -> None:
-    """Remove the pins of test processes that were killed: their links would stay attached, their maps in memory."""
-    for folder in root.glob(f"{_PREFIX}*"):
-        owner = folder.name.removeprefix(_PREFIX).partition("-")[0]
-        if not Path("/proc", owner).exists():
-            shutil.rmtree(folder, ignore_errors=True)  # another worker may be sweeping it, too

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import struct
 from collections.abc import Iterator
@@ -12,13 +11,13 @@ import numpy as np
 
 from dataplane.kernel.bpf import Object, run_on_packet
 from dataplane.kernel.grace import jiffies_per_second
-from dataplane.kernel.host_paths import bpf_fs
 from dataplane.mode import Options
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.maps import MapSet, traffic_cpus
 from dataplane.modes.ebpf.store import Store
 from dataplane.table import Backend, Protocol
 from workshop.benchmarks.kit import Result, Target, built, entry, median
+from workshop.lab.pins import pin_folder
 
 FLOWS = 100_000  # connections, two entries each
 PACKETS, REPEAT, ROUNDS = 64, 2_000, 15  # in one run of a loop, runs in a round
@@ -92,34 +91,27 @@ class Loops:
 @contextlib.contextmanager
 def loops() -> Iterator[Loops]:
     """One service, its flows, and the loops."""
-    folder = bpf_fs() / f"hybrid-proxy-bench-{os.getpid()}"
-    folder.mkdir()
-    try:
-        options = Options(max_flows=262_144)
-        maps = MapSet(folder, options)
-        with (
-            contextlib.closing(maps),
-            contextlib.closing(Object(built("build/workshop/benchmarks/packets.bpf.o"))) as program,
-        ):
-            hz = jiffies_per_second()
-            store = Store(maps, hz)
-            backend = Backend(BACKEND, BACKEND_PORT, local=True)
-            store.apply({"bench/web": (entry("bench/web:http", VIP, PORT, (backend,)),)})
-            settings = layout.pack(
-                "settings", hz=hz, reject_burst=1, fast_path=1, max_half_open=1 << 30,
-                udp_timeout=options.udp_timeout * hz, port_first=options.port_first, port_count=options.port_count,
-                traffic_cpus=traffic_cpus(options), event_burst=options.event_rate,
-            )  # fmt: skip
-            program.constants(settings)
-            maps.share_with(program)
-            program.load()
-            maps.maps["links"].update(LOOPBACK.to_bytes(4, "little"), LOOPBACK.to_bytes(4, "little"))
-            _fill(maps)
-            yield Loops(program, maps)
-    finally:
-        for pin in folder.iterdir():
-            pin.unlink()
-        folder.rmdir()
+    options = Options(max_flows=262_144)
+    with (
+        pin_folder() as folder,
+        contextlib.closing(MapSet(folder, options)) as maps,
+        contextlib.closing(Object(built("build/workshop/benchmarks/packets.bpf.o"))) as program,
+    ):
+        hz = jiffies_per_second()
+        store = Store(maps, hz)
+        backend = Backend(BACKEND, BACKEND_PORT, local=True)
+        store.apply({"bench/web": (entry("bench/web:http", VIP, PORT, (backend,)),)})
+        settings = layout.pack(
+            "settings", hz=hz, reject_burst=1, fast_path=1, max_half_open=1 << 30,
+            udp_timeout=options.udp_timeout * hz, port_first=options.port_first, port_count=options.port_count,
+            traffic_cpus=traffic_cpus(options), event_burst=options.event_rate,
+        )  # fmt: skip
+        program.constants(settings)
+        maps.share_with(program)
+        program.load()
+        maps.maps["links"].update(LOOPBACK.to_bytes(4, "little"), LOOPBACK.to_bytes(4, "little"))
+        _fill(maps)
+        yield Loops(program, maps)
 
 
 def _fill(maps: MapSet) -> None:

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import socket
 import struct
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
 from dataplane.kernel.bpf import Object, run_on_packet
 from dataplane.kernel.grace import jiffies_per_second
-from dataplane.kernel.host_paths import bpf_fs
 from dataplane.mode import Options
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.maps import MapSet
 from dataplane.modes.ebpf.store import Store
 from dataplane.table import Backend, Entry, Protocol
 from workshop.benchmarks.kit import Result, Target, built, entry, median, say
+from workshop.lab.pins import pin_folder
 
 SERVICES, BACKENDS = 16_384, 60
 TOTAL = SERVICES * BACKENDS
@@ -80,23 +78,9 @@ def measure() -> Result:
 
 @contextlib.contextmanager
 def _maps() -> Iterator[MapSet]:
-    folder = bpf_fs() / f"hybrid-proxy-bench-{os.getpid()}"
-    folder.mkdir()
-    try:
-        options = Options(max_services=2 * SERVICES, max_backends=1 << 20, max_slots=SERVICES * 64)
-        maps = MapSet(folder, options)
-        try:
-            yield maps
-        finally:
-            maps.close()
-    finally:
-        _remove(folder)
-
-
-def _remove(folder: Path) -> None:
-    for pin in folder.iterdir():
-        pin.unlink()
-    folder.rmdir()
+    options = Options(max_services=2 * SERVICES, max_backends=1 << 20, max_slots=SERVICES * 64)
+    with pin_folder() as folder, contextlib.closing(MapSet(folder, options)) as maps:
+        yield maps
 
 
 def _text(number: int) -> str:
