@@ -50,10 +50,10 @@ class Cluster:
         self._node_name = node_name
         self._awaited = set(kinds)
         self._services: dict[str, Service] = {}
-        self.slices: dict[str, EndpointSlice] = {}
+        self._slices: dict[str, EndpointSlice] = {}
         self._of_service: dict[str, dict[str, EndpointSlice]] = {}
         self._nodes: dict[str, Node] = {}  # at most this node's
-        self.cidrs: dict[str, ServiceCIDR] = {}
+        self._cidrs: dict[str, ServiceCIDR] = {}
         self._problems: dict[tuple[str, str], Problem] = {}
         self._dirty: set[str] | None = None  # None: everything, before the first look
         self._node_dirty = True
@@ -102,7 +102,7 @@ class Cluster:
     def extent(self) -> tuple[int, int]:
         """How many service ports there are, each address family's its own, and how many endpoints of ports."""
         ports = sum(len(service.ports) * max(1, len(service.cluster_ips)) for service in self._services.values())
-        return ports, sum(len(one.endpoints) * max(1, len(one.ports)) for one in self.slices.values())
+        return ports, sum(len(one.endpoints) * max(1, len(one.ports)) for one in self._slices.values())
 
     def slices_of(self, service: str) -> Collection[EndpointSlice]:
         return self._of_service.get(service, _NO_SLICES).values()
@@ -115,7 +115,7 @@ class Cluster:
     @property
     def service_cidrs(self) -> tuple[str, ...]:
         """The CIDRs of all ServiceCIDR objects, sorted, each once."""
-        return tuple(sorted({cidr for one in self.cidrs.values() for cidr in one.cidrs}))
+        return tuple(sorted({cidr for one in self._cidrs.values() for cidr in one.cidrs}))
 
     @property
     def problems(self) -> Mapping[tuple[str, str], Problem]:
@@ -133,9 +133,9 @@ class Cluster:
             case Node():
                 return self._put_node(obj)
             case ServiceCIDR():
-                if self.cidrs.get(obj.name) == obj:
+                if self._cidrs.get(obj.name) == obj:
                     return False
-                self.cidrs[obj.name] = obj
+                self._cidrs[obj.name] = obj
                 self._node_dirty = True
                 return True
 
@@ -149,13 +149,13 @@ class Cluster:
 
     def _put_slice(self, one: EndpointSlice) -> bool:
         key = f"{one.namespace}/{one.name}"
-        old = self.slices.get(key)
+        old = self._slices.get(key)
         if old == one:
             return False
         changed = False
         if old is not None and old.service != one.service:
             changed = self._unlink(key, old)
-        self.slices[key] = one
+        self._slices[key] = one
         siblings = self._of_service.get(one.service)
         if siblings is None:
             self._of_service[one.service] = {key: one}
@@ -181,13 +181,13 @@ class Cluster:
                 if old is not None:
                     self._mark_dirty(key)
             case "EndpointSlice":
-                one = self.slices.pop(key, None)
+                one = self._slices.pop(key, None)
                 return one is not None and self._unlink(key, one)
             case "Node":
                 old = self._nodes.pop(key, None)
                 self._node_dirty |= old is not None
             case _:
-                old = self.cidrs.pop(key, None)
+                old = self._cidrs.pop(key, None)
                 self._node_dirty |= old is not None
         return old is not None
 
@@ -218,15 +218,16 @@ class Cluster:
         for gone in [key for kind, key in self._problems if kind == event.kind and key not in stays]:
             del self._problems[event.kind, gone]
         changed = False
-        for key in [key for key in self._held(event.kind) if key not in stays]:
+        for key in [key for key in self.held(event.kind) if key not in stays]:
             changed |= self._drop(event.kind, key)
         for obj in event.objects:
             changed |= self._put(obj)
         return changed
 
-    def _held(self, kind: str) -> Mapping[str, Any]:
+    def held(self, kind: str) -> Mapping[str, Any]:
+        """The objects of one kind, by their key."""
         held: dict[str, Mapping[str, Any]] = {
-            "Service": self._services, "EndpointSlice": self.slices, "Node": self._nodes, "ServiceCIDR": self.cidrs,
+            "Service": self._services, "EndpointSlice": self._slices, "Node": self._nodes, "ServiceCIDR": self._cidrs,
         }  # fmt: skip
         return held.get(kind, {})
 

@@ -109,9 +109,7 @@ def started() -> Cluster:
 
 def from_nothing(state: Cluster) -> tuple[ServiceTable, dict[str, tuple[str, ...]]]:
     """The table and conflicts of a fresh cluster with the same objects."""
-    found: list[Object] = [*state.services.values(), *state.slices.values(), *state.cidrs.values()]
-    if state.node:
-        found.append(state.node)
+    found: list[Object] = [one for kind in KINDS for one in state.held(kind).values()]
     fresh, builder = Cluster(ME), Builder(SETTINGS)
     for event in listing(found):
         fresh.apply(event)
