@@ -189,7 +189,8 @@ def test_vip_and_direct_from_one_source_port(bench: Bench, mode: str, protocol: 
     target = HTTP if protocol == "TCP" else UDP
     service = bench.service("pod2", protocol=protocol, target=target)
     ways = [("pod1", service.vip(family)), ("pod1", (bench.lab["pod2"].address(family), target))]
-    both_answer(bench, ways if first == "vip" else ways[::-1], protocol, family)
+    clients = both_answer(bench, ways if first == "vip" else ways[::-1], protocol, family)
+    assert {address for address, _ in clients} == {bench.lab["pod1"].address(family)}
 
 
 @pytest.mark.parametrize("protocol", ["TCP", "UDP"])
@@ -197,7 +198,8 @@ def test_two_vips_of_one_backend_from_one_source_port(bench: Bench, mode: str, p
     skip_where_ports_are_confused(mode)
     target = HTTP if protocol == "TCP" else UDP
     services = [bench.service("pod2", protocol=protocol, target=target) for _ in range(2)]
-    both_answer(bench, [("pod1", service.vip(family)) for service in services], protocol, family)
+    clients = both_answer(bench, [("pod1", service.vip(family)) for service in services], protocol, family)
+    assert {address for address, _ in clients} == {bench.lab["pod1"].address(family)}
 
 
 @pytest.mark.parametrize("protocol", ["TCP", "UDP"])
@@ -231,8 +233,10 @@ def skip_where_ports_are_confused(mode: str) -> None:
         pytest.skip("IPVS finds an answer's flow by client, backend and ports alone (docs/differences.md)")
 
 
-def both_answer(bench: Bench, ways: list[tuple[str, tuple[str, int]]], protocol: str, family: int) -> None:
-    """Two sockets of one source port, used in turns: the backend must see two different clients."""
+def both_answer(
+    bench: Bench, ways: list[tuple[str, tuple[str, int]]], protocol: str, family: int
+) -> list[tuple[str, int]]:
+    """Two sockets of one source port, used in turns: the backend must see two different clients, which are returned."""
     port = both_answer.port = both_answer.port + 1
     with contextlib.ExitStack() as stack:
         asks = []
@@ -248,8 +252,7 @@ def both_answer(bench: Bench, ways: list[tuple[str, tuple[str, int]]], protocol:
         peers = [[ask().peer for ask in asks] for _ in range(5)]
     assert all(turn == peers[0] for turn in peers), peers
     assert peers[0][0] != peers[0][1], "two clients are one for the backend"
-    if {place for place, _ in ways} == {"pod1"}:
-        assert {address for address, _ in peers[0]} == {bench.lab["pod1"].address(family)}
+    return peers[0]
 
 
 both_answer.port = 20_000
