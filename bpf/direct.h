@@ -77,7 +77,7 @@ INLINE enum step first_reply(struct __sk_buff *skb, struct scratch *space, const
 {
 	const struct packet *p = &space->packet;
 
-	if (!(found->entry->flags & (FLOW_HAIRPIN | FLOW_MASQUERADE)))
+	if (!(found->entry->flags & FLOW_AS_NODE))
 		return STEP_PASS;
 	confirm_route(skb, space, found->entry, p->tuple.protocol, v6);
 	note_reply(p, found, v6);
@@ -105,7 +105,7 @@ INLINE enum step from_backend(struct __sk_buff *skb, struct scratch *space, __u3
 		return STEP_PASS;
 	if (!(found.entry->flags & FLOW_ESTABLISHED))
 		return first_reply(skb, space, &found, v6);
-	if (!(found.entry->flags & (FLOW_HAIRPIN | FLOW_MASQUERADE))) {
+	if (!(found.entry->flags & FLOW_AS_NODE)) {
 		direct = can_hand_over(skb, p, found.entry, hook, v6);
 		if (!direct)
 			return STEP_PASS;

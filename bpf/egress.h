@@ -61,7 +61,7 @@ INLINE enum step translate_reply(struct __sk_buff *skb, struct scratch *space, e
 	struct tuple to;
 
 	find_flow(&found, &p->tuple, v6);
-	if (!found.entry || !(found.entry->flags & FLOW_REPLY) || found.entry->flags & (FLOW_HAIRPIN | FLOW_MASQUERADE))
+	if (!found.entry || !(found.entry->flags & FLOW_REPLY) || found.entry->flags & FLOW_AS_NODE)
 		return STEP_PASS;
 	translated_tuple(&to, found.entry, p->tuple.protocol);
 	if (same_tuple(&to, &p->tuple, v6))

@@ -20,6 +20,9 @@
 
 enum flow_table { TABLE_FLOWS, TABLE_HALF_OPEN };
 
+/* To the backend, this node is the client: answers are translated before they are routed. */
+#define FLOW_AS_NODE (FLOW_HAIRPIN | FLOW_MASQUERADE)
+
 INLINE void flow6_key(struct flow6_key *key, const struct tuple *t)
 {
 	__builtin_memset(key, 0, sizeof(*key));

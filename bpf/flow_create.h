@@ -153,8 +153,7 @@ GLOBAL_VERB(enum port_state, try_port, PORT_TAKEN)
 INLINE enum step reserve_tuple(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
 {
 	bool same_source = same_address(space->reply.daddr, space->packet.tuple.saddr, v6);
-	bool of_node = space->flow.flags & (FLOW_MASQUERADE | FLOW_HAIRPIN);
-	bool own = !of_node || (space->flow.flags & FLOW_NODE && same_source);
+	bool own = !(space->flow.flags & FLOW_AS_NODE) || (space->flow.flags & FLOW_NODE && same_source);
 	__be16 port = space->reply.dport, second_best = 0;
 	__u32 start = own ? bpf_ntohs(port) : flow_tag(&space->packet.tuple, v6) * 0x9e3779b1u >> 16;
 	enum port_state found = own ? CALL(try_port, skb, port) : PORT_TAKEN;

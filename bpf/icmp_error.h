@@ -107,7 +107,7 @@ INLINE void translate_icmp_error(struct __sk_buff *skb, struct scratch *space, c
 /* Is the error about a flow whose answers are translated at the client's interface, and not before they are routed? */
 INLINE bool is_plain_reply(const struct inner_packet *inner)
 {
-	return inner->flags & FLOW_REPLY && !(inner->flags & (FLOW_HAIRPIN | FLOW_MASQUERADE));
+	return inner->flags & FLOW_REPLY && !(inner->flags & FLOW_AS_NODE);
 }
 
 /* Behind routing, to a client: an error from a backend, or from a router on the way to it. */
