@@ -161,6 +161,7 @@ enum flow_flags {
 	FLOW_NODE = 1 << 11,	   /* the client is this node */
 	FLOW_DSR = 1 << 12,	   /* its packets are encapsulated for the backend's node; answers do not come here */
 	FLOW_CHALLENGED = 1 << 13, /* a SYN asks the backend whether the connection still lives, and has no reply yet */
+	FLOW_OTHERS = 1 << 15,	   /* another mode or proxy translates it: of its entry only the key and `seen` count */
 	FLOW_DOUBTED = 1 << 14,	   /* reset with a number ahead of what was acknowledged: over if nobody goes on */
 };
 
@@ -414,11 +415,11 @@ struct event {
 	__u16 pad;
 };
 
-/* A sweep request: the packet of the sweep program, after its Ethernet header. */
+/* Flows that user space names: the packet of the programs `sweep` and `leave`, after its Ethernet header. */
 struct sweep {
 	__u32 count;
 	__u32 family;
-	__u32 idle[16]; /* delete when not seen for this many jiffies */
+	__u32 idle[16]; /* of `sweep`: delete when not seen for this many jiffies */
 	struct flow6_key keys[16];
 };
 

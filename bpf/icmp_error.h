@@ -79,7 +79,7 @@ INLINE enum step read_inner(struct __sk_buff *skb, struct scratch *space, enum h
 		return STEP_PASS;
 	reverse_tuple(&key, &inner->tuple);
 	find_flow(&found, &key, v6);
-	if (!found.entry)
+	if (!found.entry || found.entry->flags & FLOW_OTHERS)
 		return STEP_PASS;
 	if (is_ingress(hook) && !comes_from_origin(skb, space, &key, found.entry, hook, v6))
 		return drop(space, COUNT_DROP_FOREIGN);

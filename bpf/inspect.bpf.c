@@ -13,16 +13,46 @@ int read_clock(struct __sk_buff *skb)
 	return (int)now();
 }
 
+INLINE void named_tuple(struct tuple *t, const struct flow6_key *key)
+{
+	__builtin_memset(t, 0, sizeof(*t));
+	t->sport = key->sport;
+	t->dport = key->dport;
+	t->protocol = key->protocol;
+	copy_address(t->saddr, key->saddr);
+	copy_address(t->daddr, key->daddr);
+}
+
 INLINE void sweep_one(const struct flow6_key *key, __u32 idle, const bool v6)
 {
-	struct tuple t = {.sport = key->sport, .dport = key->dport, .protocol = key->protocol};
+	struct tuple t;
 	struct flow *f;
 
-	copy_address(t.saddr, key->saddr);
-	copy_address(t.daddr, key->daddr);
+	named_tuple(&t, key);
 	f = flow_lookup(&t, TABLE_FLOWS, v6);
 	if (f && now() - READ_ONCE(f->seen) >= idle)
 		delete_pair(&t, f, TABLE_FLOWS, v6);
+}
+
+INLINE void leave_one(const struct flow6_key *key, const bool v6)
+{
+	struct flow f = {.flags = FLOW_OTHERS | FLOW_ESTABLISHED};
+	struct tuple t;
+
+	named_tuple(&t, key);
+	fill_flow(&f, &t, &t, v6);
+	flow_update(&t, &f, TABLE_FLOWS, BPF_NOEXIST, v6);
+}
+
+/* What the packet asks for; NULL: it is too short. */
+INLINE struct sweep *read_request(struct __sk_buff *skb)
+{
+	struct sweep *request;
+
+	if (bpf_skb_pull_data(skb, ETH_HLEN + sizeof(struct sweep)))
+		return NULL;
+	request = (void *)(long)skb->data + ETH_HLEN;
+	return (void *)(request + 1) > (void *)(long)skb->data_end ? NULL : request;
 }
 
 /* Delete the flows named in the packet that are still idle: user space proposes, here it is checked again
@@ -31,26 +61,36 @@ INLINE void sweep_one(const struct flow6_key *key, __u32 idle, const bool v6)
 SEC("tc")
 int sweep(struct __sk_buff *skb)
 {
-	struct sweep *request;
-	void *data, *end;
+	struct sweep *request = read_request(skb);
 
-	if (bpf_skb_pull_data(skb, ETH_HLEN + sizeof(struct sweep)))
+	if (!request)
 		return -1;
-	data = (void *)(long)skb->data;
-	end = (void *)(long)skb->data_end;
-	request = data + ETH_HLEN;
-	if ((void *)(request + 1) > end)
-		return -1;
-	for (int i = 0; i < SWEEP_KEYS; i++) {
-		struct flow6_key key;
+	for (int i = 0; i < SWEEP_KEYS && i < request->count; i++) {
+		struct flow6_key key = request->keys[i];
 
-		if (i >= request->count)
-			break;
-		key = request->keys[i];
 		if (request->family == 6)
 			sweep_one(&key, request->idle[i], true);
 		else
 			sweep_one(&key, request->idle[i], false);
+	}
+	return 0;
+}
+
+/* Leave the flows named in the packet to others, unless one is known here already. */
+SEC("tc")
+int leave(struct __sk_buff *skb)
+{
+	struct sweep *request = read_request(skb);
+
+	if (!request)
+		return -1;
+	for (int i = 0; i < SWEEP_KEYS && i < request->count; i++) {
+		struct flow6_key key = request->keys[i];
+
+		if (request->family == 6)
+			leave_one(&key, true);
+		else
+			leave_one(&key, false);
 	}
 	return 0;
 }

@@ -38,7 +38,7 @@ INLINE enum step serve_other(struct __sk_buff *skb, struct scratch *space, enum 
 }
 
 /* Follow the packet's flow, or say that a backend is to be chosen. A segment in the midst of a connection that is not
- * known belongs to another translation, netfilter's perhaps.
+ * known belongs to another translation, netfilter's perhaps; of datagrams such flows are known (FLOW_OTHERS).
  */
 INLINE enum step serve(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
 {
@@ -51,6 +51,10 @@ INLINE enum step serve(struct __sk_buff *skb, struct scratch *space, __u32 hook,
 	find_flow(&found, &p->tuple, v6);
 	if (!found.entry)
 		return p->tuple.protocol != IPPROTO_TCP || is_syn(p) ? STEP_CHOOSE : STEP_NOT_SERVICE;
+	if (found.entry->flags & FLOW_OTHERS) {
+		WRITE_ONCE(found.entry->seen, now());
+		return STEP_NOT_SERVICE;
+	}
 	NOTE(NOTE_FLOW_OWNER, found.entry->service, found.entry->backend);
 	NOTE(NOTE_FLOW, found.entry->flags, now() - found.entry->seen);
 	if (!admit(skb, space, &found, hook, v6))

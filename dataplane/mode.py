@@ -192,6 +192,39 @@ class PacketEvents(Protocol):
 
 
 @runtime_checkable
+class Drains(Protocol):
+    """A mode that can be left without ending a flow: it serves those that it knows, and takes no new ones.
+
+    `maintain`, `links_changed` and `close` are as of any open mode; `clean` of its `Mode` follows the last flow.
+    """
+
+    name: str
+
+    def drain(self, table: ServiceTable) -> None:
+        """Take no new flows. The table says, as it changes, which backends still serve those that there are.
+
+        Raises:
+            SyncError: new flows may still be taken; call again.
+        """
+
+    def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
+        """How many flows of this mode are not over, by the name of their protocol; the table has the addresses.
+
+        May be called from another thread than the other methods.
+
+        Raises:
+            DataplaneError, OSError: it cannot be found out at the moment.
+        """
+
+    def abandon(self, table: ServiceTable) -> None:
+        """Let others have the flows that are left: their time is over, and the mode is about to be removed.
+
+        Raises:
+            DataplaneError, OSError: some stay where they are.
+        """
+
+
+@runtime_checkable
 class DriftCheck(Protocol):
     """A mode that knows cheaply whether others changed what it has programmed.
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
+
+import msgspec
 
 from dataplane.diff import changed_services
 from dataplane.errors import DataplaneError, SyncError
-from dataplane.kernel.conntrack import delete_stale
+from dataplane.kernel.conntrack import Key, delete_stale, delete_translated, open_flows
 from dataplane.kernel.nfmonitor import watch_ruleset
 from dataplane.mode import Options, ProbePacket, RequestMaintenance, SyncResult
 from dataplane.reports import Ejection, ExplainAnswer, Status, TrafficRow, Unprogrammed
-from dataplane.table import EMPTY, Entry, EntryKey, ServiceTable
+from dataplane.table import EMPTY, Entry, EntryKey, Protocol, ServiceTable
 
 log = logging.getLogger(__name__)
 
@@ -176,3 +178,28 @@ class NetfilterMode:
 
     def close(self) -> None:
         self._stop.set()
+
+
+class TranslatingMode(NetfilterMode):
+    """A mode whose flows conntrack knows, and nothing else: they go on as long as its chains are there, empty."""
+
+    def drain(self, table: ServiceTable) -> None:
+        """Nothing leads to a service any more. The kernel translates as long as a chain of type nat is there."""
+        node = msgspec.structs.replace(table.node, node_port_addresses=(), service_cidrs=())
+        self.sync(ServiceTable({}, node))
+
+    def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
+        return open_flows(_frontends(table))
+
+    def abandon(self, table: ServiceTable) -> None:
+        """Of TCP nothing is changed: others cannot serve it, and it goes on if another table of type nat is here."""
+        delete_translated({key: None for key in _frontends(table) if key[2] != Protocol.TCP})
+
+
+def _frontends(table: ServiceTable) -> dict[Key, None]:
+    """Address, port and protocol of every frontend."""
+    return {
+        (frontend.address, frontend.port, int(entry.protocol)): None
+        for entry in table.entries()
+        for frontend in entry.frontends
+    }

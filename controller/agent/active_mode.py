@@ -20,11 +20,13 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Final
 
-from controller.agent.modes import collect, open_first, take_over
+from controller.agent.draining import Draining
+from controller.agent.modes import clean_others, collect, left_here, open_first, open_for_draining, outlived, take_over
 from controller.serving.protocol import ModeStatus
 from controller.settings.config import Config
 from dataplane.errors import DataplaneError, Unsupported
-from dataplane.mode import Programmer
+from dataplane.mode import Drains, Programmer
+from dataplane.table import ServiceTable
 
 log = logging.getLogger(__name__)
 
@@ -64,22 +66,36 @@ TRANSITIONS: Final[dict[Phase, dict[Input, Phase]]] = {
 
 
 class ActiveMode:
-    """One mode is open from `open` to `close`; `programmer`, `choice` and `config` are its own. One thread calls it."""
+    """One mode is open from `open` to `close`; `programmer`, `choice` and `config` are its own. One thread calls it.
+
+    Args:
+        alone: called when other modes take no new flows any more, or are gone; from any thread.
+        drained: called with the name of a mode that was left when its last flow is over: `remove_drained`; as `alone`.
+    """
 
     programmer: Programmer
     choice: ModeStatus
 
     def __init__(
-        self, config: Config, request_maintenance: Callable[[], None], opened: Callable[[ModeStatus], None]
+        self,
+        config: Config,
+        request_maintenance: Callable[[], None],
+        opened: Callable[[ModeStatus], None],
+        *,
+        alone: Callable[[], None],
+        drained: Callable[[str], None],
     ) -> None:
         self.config = config
+        self.draining = Draining(drained)
         self.phase = Phase.STARTING
         self._request_maintenance = request_maintenance
         self._opened = opened
+        self._alone = alone
         self._previous = config
         self._failed: dict[str, str] = {}  # modes that could not do what was asked of them, and why
         self._open_mode = contextlib.ExitStack()
         self._take_over: threading.Timer | None = None
+        self._removal: threading.Thread | None = None
 
     def open(self) -> None:
         """Open the mode that the configuration asks for, or the first of its fallbacks that works here.
@@ -89,14 +105,16 @@ class ActiveMode:
         """
         config = self.config
         self.programmer, self.choice = open_first(
-            config.mode, config.options, self._request_maintenance, strict=config.strict_mode, failed=self._failed
-        )
+            config.mode, config.options, self._request_maintenance, strict=config.strict_mode, failed=self._failed,
+            release=self.draining.release,
+        )  # fmt: skip
         self._open_mode.callback(self.programmer.close)
         self._opened(self.choice)
 
     def close(self) -> None:
         """Traffic goes on as programmed."""
         self._open_mode.close()
+        self.draining.close()
 
     def replace(self, config: Config) -> Exception | None:
         """Open a mode for a changed configuration, which adopts or replaces what the one before has programmed.
@@ -111,6 +129,11 @@ class ActiveMode:
             # The mode that it would remove may be the one that serves next. If the removal has begun, wait for its end.
             self._take_over.cancel()
             self._take_over.join()
+        if self._removal is not None:
+            self._removal.join()
+        if self.phase is Phase.SERVING and isinstance(self.programmer, Drains):
+            self.draining.keep(self.programmer)
+            self._open_mode.pop_all()
         self._on(Input.REPLACED)
         self._previous, self.config, self._failed = self.config, config, {}
         return self._open_or_revert()
@@ -127,14 +150,43 @@ class ActiveMode:
     def programmed(self) -> None:
         self._on(Input.PROGRAMMED)
 
-    def take_over(self, alone: Callable[[], None]) -> None:
-        """Remove what other modes have left; `alone` is called when they take no new flows any more.
-
-        It is called from a thread, too.
-        """
-        options = self.config.options
-        self._take_over = take_over(self.choice.effective, options, alone)
+    def take_over(self, table: ServiceTable) -> None:
+        """Let other modes take no new flows, and remove those of which no flow is left."""
+        options, effective = self.config.options, self.choice.effective
+        self.draining.timeout = self.config.drain_seconds
+        for name in left_here(effective, options):
+            self._drain(name, table)
+        self._take_over = take_over(effective, options, self._alone, drained=self.draining.names)
         threading.Thread(target=collect, args=(options,), name="collect", daemon=True).start()
+
+    def _drain(self, name: str, table: ServiceTable) -> None:
+        """Of a mode that was left, begin to drain it if its flows would end with it; otherwise it need not be open."""
+        try:
+            if not outlived(name, self.choice.effective):
+                if name not in self.draining.names and (found := open_for_draining(name, self.config.options)):
+                    self.draining.keep(found)
+                if name in self.draining.names:
+                    self.draining.start(name, table)
+                    return
+        except Unsupported as error:
+            log.debug("mode %s has left nothing: %s", name, error)  # it cannot run here
+        except (DataplaneError, OSError) as error:
+            log.warning("flows of mode %s cannot drain: %s", name, error)
+        self.draining.release(name)
+
+    def remove_drained(self, name: str) -> None:
+        """Remove everything of a mode whose flows are over, unless it serves again."""
+        if name not in self.draining.names:
+            return
+        self.draining.release(name)
+
+        def remove() -> None:
+            for mode, count in clean_others(self.choice.effective, (name,), self.config.options).items():
+                log.info("removed %d things that mode %s had left here", count, mode)
+            self._alone()
+
+        self._removal = threading.Thread(target=remove, name="clean", daemon=True)
+        self._removal.start()
 
     def _open_or_revert(self) -> Exception | None:
         self._open_mode.close()

@@ -101,6 +101,7 @@ class Answers:
         return p.AgentStatus(
             node=self.mode.config.settings.node_name,
             mode=self.mode.choice,
+            draining=self.mode.draining.rows(),
             synced=syncer.ready_seconds is not None and not syncer.waits and not drift,
             drift=list(drift),
             generation=builder.table.generation,

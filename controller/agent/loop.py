@@ -65,6 +65,13 @@ class _OtherModeStopped:
 
 
 @dataclass(slots=True)
+class _Drained:
+    """The last flow of a mode that was left is over, or its time is."""
+
+    mode: str
+
+
+@dataclass(slots=True)
 class _Fatal:
     """The agent cannot go on."""
 
@@ -79,7 +86,7 @@ class _ConfigChanged:
     found: Loaded | ConfigError
 
 
-Message = Query | _LinksChanged | _MayHaveDrifted | _Stop | _OtherModeStopped | _Fatal | _ConfigChanged
+Message = Query | _LinksChanged | _MayHaveDrifted | _Stop | _OtherModeStopped | _Drained | _Fatal | _ConfigChanged
 
 
 def run(config: Config, followed: Followed | None = None, flags: Mapping[str, Any] = MappingProxyType({})) -> int:
@@ -189,7 +196,9 @@ class Agent:
         self.syncer.rest = max(config.min_sync_seconds, MIN_REST)
         self.follower = ConfigFollower(followed, flags)
         self.other_proxies = OtherProxiesWatcher(
-            config.mode, lambda warning: self.events.of_node("Warning", "OtherProxyFound", "FindOtherProxies", warning)
+            config.mode,
+            lambda warning: self.events.of_node("Warning", "OtherProxyFound", "FindOtherProxies", warning),
+            drains=lambda: self.mode.draining.names,
         )
         self.http = HttpHandlers(
             config, self.health, self.counters, self._ask, self.follower.in_effect, self.events,
@@ -197,7 +206,10 @@ class Agent:
         )  # fmt: skip
         self._links = _Signal(self.queue.put, _LinksChanged())
         self._drift = _Signal(self.queue.put, _MayHaveDrifted())
-        self.mode = ActiveMode(config, self._drift.send, self._mode_opened)
+        self.mode = ActiveMode(
+            config, self._drift.send, self._mode_opened,
+            alone=lambda: self.queue.put(_OtherModeStopped()), drained=lambda name: self.queue.put(_Drained(name)),
+        )  # fmt: skip
         self.maintenance = Maintenance(self.mode, self.health, self.events)
         self.answers = Answers(
             self.mode, self.syncer, self.source, self.queue, self.follower, self.other_proxies, self.health, self.http
@@ -276,6 +288,7 @@ class Agent:
             if time.monotonic() >= self.syncer.due:
                 self._sync()
             if self.maintenance.run(enabled=self.syncer.ready_seconds is not None):
+                self.mode.draining.maintain(self.syncer.builder.table)
                 self.syncer.flush_log()
                 self._trim_memory()
 
@@ -292,6 +305,8 @@ class Agent:
                 self.maintenance.hurry()
             case _OtherModeStopped():
                 self.mode.programmer.other_mode_stopped()
+            case _Drained():
+                self.mode.remove_drained(message.mode)
             case _ConfigChanged():
                 self._config_changed(message.found)
             case _Stop():
@@ -326,7 +341,7 @@ class Agent:
             log.info("programmed %d services, %.2f s after the start", services, self.syncer.ready_seconds)
         else:
             log.info("mode %s serves %d services", self.mode.choice.effective, services)
-        self.mode.take_over(lambda: self.queue.put(_OtherModeStopped()))
+        self.mode.take_over(self.syncer.builder.table)
         self.other_proxies.settled = True
         if at_start:
             settle_down()
@@ -348,6 +363,7 @@ class Agent:
             self.mode.programmer.links_changed()
         except (DataplaneError, OSError) as error:
             log.warning("interfaces changed, and attaching failed: %s", error)
+        self.mode.draining.links_changed()
 
     def _read_addresses(self) -> None:
         if not self.config.node_addresses:

@@ -7,7 +7,7 @@ import importlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -17,7 +17,7 @@ from dataplane.errors import DataplaneError, Unsupported
 from dataplane.kernel.host_paths import netns_number
 from dataplane.kernel.lock import hold_new, let_go
 from dataplane.kernel.other_proxies import may_have_left, others_have_pins
-from dataplane.mode import Mode, Options, Programmer, RequestMaintenance
+from dataplane.mode import Drains, Mode, Options, Programmer, RequestMaintenance
 
 log = logging.getLogger(__name__)
 
@@ -101,8 +101,9 @@ def probe_all(options: Options) -> list[Trial]:
 
 
 def open_first(
-    requested: str, options: Options, wake: RequestMaintenance, *, strict: bool, failed: Mapping[str, str] | None = None
-) -> Opened:
+    requested: str, options: Options, wake: RequestMaintenance, *, strict: bool,
+    failed: Mapping[str, str] | None = None, release: Callable[[str], object] = str,
+) -> Opened:  # fmt: skip
     """Open the mode that was asked for, or the first of its fallbacks that this machine can run.
 
     Args:
@@ -111,6 +112,7 @@ def open_first(
         wake: for the mode.
         strict: refuse instead of falling back; `auto` is still free to choose.
         failed: modes that opened here and then could not do what is asked of them, with the reason.
+        release: called with the name of each mode before it is opened.
 
     Raises:
         Unsupported: none works, or the one that was asked for does not and `strict`; says what each one lacks.
@@ -120,6 +122,7 @@ def open_first(
     missing: list[str] = []
     for name in candidates:
         try:
+            release(name)
             programmer = _open(name, options, wake, failed or {})
         except Unsupported as error:
             missing.append(f"{name} does not work here ({error})")
@@ -138,7 +141,11 @@ def _open(name: str, options: Options, wake: RequestMaintenance, failed: Mapping
 
 
 def take_over(
-    effective: str, options: Options, alone: Callable[[], None], report: Callable[[str], None] = log.info
+    effective: str,
+    options: Options,
+    alone: Callable[[], None],
+    report: Callable[[str], None] = log.info,
+    drained: Collection[str] = (),
 ) -> threading.Timer | None:
     """Let the mode at work serve alone, without a connection that fails for it; called when it serves.
 
@@ -151,12 +158,12 @@ def take_over(
         options: for the modes.
         alone: called each time that others take no new flows any more, or are gone; from a thread, the second time.
         report: called with a message for each mode that had something here.
+        drained: modes that are left alone, because they drain.
 
     Returns:
         What is left to do, to be cancelled when another mode takes over before it is done.
     """
-    # Looked for by name first: code of a mode that is not used here is 5 MB in an agent that has 150.
-    others = tuple(name for name in available_modes() if name != effective and may_have_left(name, options.pin_root))
+    others = tuple(name for name in left_here(effective, options) if name not in drained)
     later = others if not open_mode(effective).conntrack else tuple(name for name in others if _drained(name, options))
 
     def clean(names: tuple[str, ...]) -> None:
@@ -176,6 +183,36 @@ def take_over(
     timer.name, timer.daemon = "take-over", True
     timer.start()
     return timer
+
+
+def left_here(effective: str, options: Options) -> tuple[str, ...]:
+    """Other modes that may have left something in this network namespace.
+
+    They are looked for by name: code of a mode that is not used here is 5 MB in an agent that has 150.
+    """
+    return tuple(name for name in available_modes() if name != effective and may_have_left(name, options.pin_root))
+
+
+def outlived(name: str, effective: str) -> bool:
+    """Whether flows of the mode `name` go on when everything of it is removed, and `effective` serves.
+
+    They do where both translate by conntrack, and the mode has nothing else that its flows need.
+    """
+    mode = open_mode(name)
+    return mode.conntrack and mode.drain is None and open_mode(effective).conntrack
+
+
+def open_for_draining(name: str, options: Options) -> Programmer | None:
+    """What an agent in another mode left here, adopted; None: the mode cannot drain.
+
+    Raises:
+        DataplaneError, OSError: it cannot be opened.
+    """
+    programmer = open_mode(name).open(options, lambda: None)
+    if isinstance(programmer, Drains):
+        return programmer
+    programmer.close()
+    return None
 
 
 def collect(options: Options, report: Callable[[str], None] = log.info) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 import msgspec
@@ -23,13 +23,22 @@ class OtherProxiesWatcher:
     `settled` is set when the first table is programmed and what another mode of ours left is removed. Before that, such
     a mode is not another proxy: it serves until then.
 
+    `drains` returns the modes that were left and still have flows.
     `report` is called with each new warning, from the thread.
     """
 
-    def __init__(self, mode: str, report: Callable[[str], None], seconds: float = SECONDS) -> None:
+    def __init__(
+        self,
+        mode: str,
+        report: Callable[[str], None],
+        seconds: float = SECONDS,
+        *,
+        drains: Callable[[], Collection[str]] = frozenset,
+    ) -> None:
         self.warnings: tuple[str, ...] = ()
         self.mode = mode
         self.settled = False
+        self._drains = drains
         self._report = report
         self._seconds = seconds
         self._stop = threading.Event()
@@ -44,7 +53,7 @@ class OtherProxiesWatcher:
     def look(self) -> None:
         """Look once; never raises."""
         try:
-            seen = find_other_proxies(self.mode)
+            seen = find_other_proxies(self.mode, self._drains())
             found = warnings(seen if self.settled else msgspec.structs.replace(seen, ours=()))
         except Exception:
             log.exception("looking for other proxies failed")

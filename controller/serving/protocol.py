@@ -30,6 +30,14 @@ class ModeStatus(msgspec.Struct, frozen=True):
         return bool(self.reason) and self.requested != "auto"
 
 
+class DrainingMode(msgspec.Struct, frozen=True):
+    """A mode that was left and serves the flows that it has: how many by protocol, and for how many seconds already."""
+
+    mode: str
+    flows: dict[str, int]
+    seconds: float
+
+
 class QueueStatus(msgspec.Struct, frozen=True):
     """Objects whose changes the agent has not taken yet: now, and the most there were."""
 
@@ -92,6 +100,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
         agent: true; false is in NoAgentStatus.
         node: The name of the node.
         mode: The mode that serves, and the one that was asked for.
+        draining: The modes that were left and still have flows.
         synced: Whether everything known is programmed and in place.
         drift: What others changed and the agent could not repair yet.
         generation: The number of the service table; each change makes another table.
@@ -117,6 +126,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
     agent: bool = True
     node: str
     mode: ModeStatus
+    draining: list[DrainingMode]
     synced: bool
     drift: list[str]
     generation: int

@@ -52,7 +52,8 @@ class Config(msgspec.Struct, frozen=True):
     cannot listen there. `enable_profiling` adds pages for debugging to those of the metrics. `min_sync_seconds` is
     the rest after a sync. `api_rate` requests per second go to the API server, `api_burst` of them at once.
     `oom_score_adj` has the range of proc_pid_oom_score_adj(5). `warnings` are messages about settings that have no
-    effect. `task` is serve, cleanup or prepare (--cleanup, --init-only).
+    effect. `drain_seconds` bounds how long a mode that was left serves its flows, 0: until they are over. `task` is
+    serve, cleanup or prepare (--cleanup, --init-only).
     """
 
     settings: Settings
@@ -72,6 +73,7 @@ class Config(msgspec.Struct, frozen=True):
     log_format: str = _KUBE.logging.format
     verbosity: int = _KUBE.logging.verbosity
     min_sync_seconds: float = 0.0
+    drain_seconds: float = 0.0
     api_rate: float = _KUBE.client_connection.qps
     api_burst: int = _KUBE.client_connection.burst
     oom_score_adj: int = _KUBE.oom_score_adj
@@ -160,6 +162,7 @@ def resolve(given: Given) -> Config:
         log_format=logging.format,
         verbosity=logging.verbosity,
         min_sync_seconds=_rest(given, kube, mode),
+        drain_seconds=ours.drain_timeout,
         # 0 is what is not given, as in client-go.
         api_rate=connection.qps or _KUBE.client_connection.qps,
         api_burst=connection.burst or _KUBE.client_connection.burst,

@@ -571,6 +571,10 @@ class HybridProxyConfiguration(_Part, frozen=True):
     )] = "/run/hybrid-proxy/admin.sock"
     serve_healthz: Annotated[bool, _is(f"Serve health, at `{KUBE_PROXY}.healthzBindAddress`", BOOLEAN)] = True
     serve_metrics: Annotated[bool, _is(f"Serve metrics, at `{KUBE_PROXY}.metricsBindAddress`", BOOLEAN)] = True
+    drain_timeout: Annotated[float, _is(
+        "How long a mode that was left may go on serving the flows that it has; 0: until the last of them is over",
+        seconds(), "drain-timeout", group=NODE
+    )] = 0.0
     metrics_per_backend: Annotated[bool, _is(
         "Count traffic for each backend instead of each service port", BOOLEAN, "metrics-per-backend", group=SERVERS
     )] = False

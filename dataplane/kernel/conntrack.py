@@ -11,6 +11,7 @@ import errno
 import logging
 import socket
 import struct
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -144,20 +145,74 @@ def flows(services: Mapping[Key, str | None], limit: int) -> tuple[list[FlowRow]
     """
     rows: list[FlowRow] = []
     total = 0
-    protocols = {protocol for _, _, protocol in services}
-    ports = {port.to_bytes(2, "big") for _, port, _ in services}
+    for family, entry, name in _translated(services):
+        total += 1
+        if len(rows) < limit:
+            rows.append(_row(entry, family, name))
+    return rows, total
+
+
+def open_flows(services: Mapping[Key, str | None]) -> Counter[str]:
+    """How many translated flows of services are not over, by the name of their protocol.
+
+    Args, raises: as `flows`.
+    """
+    return Counter(Protocol(entry.protocol).name for _, entry, _ in _translated(services) if _state(entry) != "closed")
+
+
+def delete_translated(services: Mapping[Key, str | None]) -> int:
+    """Forget the translated flows of services: their next packets begin others; how many went.
+
+    Args, raises: as `flows`.
+    """
+    found: dict[int, list[bytes]] = {4: [], 6: []}
+    for family, entry, _ in _translated(services):
+        found[family].append(entry.body)
+    return sum(delete(family, bodies) for family, bodies in found.items() if bodies)
+
+
+class FlowKey(NamedTuple):
+    """A client's side of a flow; addresses and ports are in network order."""
+
+    family: int
+    protocol: int
+    saddr: bytes
+    sport: bytes
+    daddr: bytes
+    dport: bytes
+
+
+def translated_keys(services: Mapping[Key, str | None]) -> frozenset[FlowKey]:
+    """The translated flows of services, which are not over.
+
+    Args, raises: as `flows`.
+    """
+    return frozenset(
+        FlowKey(family, entry.protocol, entry.source, entry.source_port, entry.destination, entry.destination_port)
+        for protocol in sorted({protocol for _, _, protocol in services})
+        for family, entry, _ in _translated(services, protocol)
+        if _state(entry) != "closed"
+    )
+
+
+def _translated(
+    services: Mapping[Key, str | None], only: int | None = None
+) -> Iterator[tuple[int, _Entry, str | None]]:
+    """Each translated flow of these services: its family, its entry and the name of its service port.
+
+    `only` is the number of the protocol that is asked for, None: of all.
+    """
+    protocols = {protocol for _, _, protocol in services if only in (None, protocol)}
+    ports = {port.to_bytes(2, "big") for _, port, protocol in services if protocol in protocols}
     for family in (4, 6):
-        for entry in dump(family):
+        for entry in dump(family, only):
             if entry.protocol not in protocols or entry.destination_port not in ports:
                 continue
             if entry.answerer == entry.destination and entry.answerer_port == entry.destination_port:
                 continue  # went where it was sent: no service translated it
             known, name = _service_of(entry, family, services)
             if known:
-                total += 1
-                if len(rows) < limit:
-                    rows.append(_row(entry, family, name))
-    return rows, total
+                yield family, entry, name
 
 
 def _service_of(entry: _Entry, family: int, services: Mapping[Key, str | None]) -> tuple[bool, str | None]:

@@ -10,7 +10,7 @@ import contextlib
 import os
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -35,12 +35,14 @@ OUR_SOCKETS: Final = {"userspace": "hybrid-proxy-userspace"}  # in the abstract 
 OUR_CHAINS: Final = {"iptables": "HP-SERVICES", "ipvs": "HPV-POSTROUTING"}
 
 
-def find_other_proxies(mode: str) -> OtherProxies:
+def find_other_proxies(mode: str, drains: Collection[str] = ()) -> OtherProxies:
     """Look for a kube-proxy, for other agents of ours, and for objects of modes of ours other than `mode`.
+
+    `drains` are modes that this agent left, and that still serve what they had.
 
     Never raises: what cannot be looked up counts as absent.
     """
-    ours = [text for key in (*OUR_TABLES, *OUR_CHAINS) if key != mode for text in _traces(key)]
+    ours = [text for key in (*OUR_TABLES, *OUR_CHAINS) if key != mode and key not in drains for text in _traces(key)]
     kube = [f"table {family} kube-proxy" for family in _tables("kube-proxy")]
     kube += [*_chains(KUBE_CHAIN), *(_ipvs() if mode != "ipvs" else ())]
     processes = list(_processes())

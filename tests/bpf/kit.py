@@ -267,7 +267,12 @@ class Bench:
 
     def new_gc(self) -> FlowGC:
         return FlowGC(
-            self.maps.maps, self.inspect.program("sweep"), self.inspect.program("read_clock"), HZ, self.options
+            self.maps.maps,
+            self.inspect.program("sweep"),
+            self.inspect.program("read_clock"),
+            HZ,
+            self.options,
+            lambda: None,
         )
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """From each mode to each other one: what is open, of TCP, UDP and SCTP, lives on as docs/architecture.md says.
 
-New connections meanwhile, and what is left of the former mode: tests/controller/test_switching.py. From a mode to
-itself is a restart: test_lifecycle.py. What a relay of mode userspace has open ends with it.
+The former mode goes when the last of its flows is over. New connections meanwhile, and a bound to that time:
+tests/controller/test_switching.py. From a mode to itself is a restart: test_lifecycle.py. What a relay of mode userspace
+has open ends with it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from .kit import PATIENCE, UDP, V4, V6, Bench, Service, eventually
 from .test_rows import crc32c, target_of
 
 FOUR = [mode for mode in ("ebpf", "nftables", "iptables", "ipvs") if mode in MODES]
+DRAINING = ("ebpf", "nftables", "iptables")  # modes that serve what they have until it is over
+UDP_ENDS_SOON = ("--conntrack-udp-timeout", "2s", "--conntrack-udp-timeout-stream", "2s")
 EACH = 0.15  # seconds from one question on an open flow to the next
 INIT, INIT_ACK, COOKIE_ECHO, COOKIE_ACK, DATA, SACK = 1, 2, 10, 11, 0, 3  # RFC 9260
 TO_BACKEND, TO_CLIENT = 7, 9  # verification tags
@@ -45,7 +48,7 @@ class Node:
     sctp: Service
 
     def agent(self, mode: str) -> Agent:
-        return Agent(self.bench.lab, self.bench.agent.manifests, mode)
+        return Agent(self.bench.lab, self.bench.agent.manifests, mode, UDP_ENDS_SOON)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +61,7 @@ def node() -> Iterator[Node]:
             bench,
             tcp=bench.service("pod2", outside=True, settle=False),
             far=bench.service("remote1", settle=False),
-            udp=bench.service("pod2", protocol="UDP", port=53, target=UDP, outside=True, settle=False),
+            udp=bench.service("pod2", "pod3", protocol="UDP", port=53, target=UDP, outside=True, settle=False),
             sctp=bench.service("pod3", protocol="SCTP", port=7000, target=7777, settle=False),
         )
         assert bench.agent.cleanup().returncode == 0
@@ -98,10 +101,14 @@ def tcp_flow(bench: Bench, stack: ExitStack, place: str, target: tuple[str, int]
 
 def udp_flow(bench: Bench, stack: ExitStack, place: str, target: tuple[str, int], family: int) -> Flow:
     client = stack.enter_context(bench.socket(place, family, socket.SOCK_DGRAM))
+    backends = []
 
     def ask() -> None:
-        _, source = ask_udp(client, target)
+        answer, source = ask_udp(client, target)
         assert source == target
+        backends.append(answer.pod)
+        if answer.pod != backends[0]:
+            raise ConnectionError(f"{answer.pod} answers, not {backends[0]}")
 
     return Flow(f"UDP from {place} to {target}", place, "UDP", ask)
 
@@ -164,14 +171,14 @@ class Lives(Enum):
     """How long what was open before a switch goes on after it."""
 
     ON = "no question is lost"
-    ALMOST = "but for a datagram that is under way while the former mode's flows go"
+    ALMOST = "but for a datagram that is under way while the former mode's flows go, and from any backend"
     FOR_A_WHILE = "as long as the former mode's rules are there, or its flows"
     AGAIN = "when the former mode's rules are gone"
 
 
 def documented(former: str, mode: str, flow: Flow) -> Lives:
     """What docs/architecture.md says of the flow."""
-    if {former, mode} == {"nftables", "iptables"} or (former == "ebpf" and flow.place == "node"):
+    if former in DRAINING or (former == "ebpf" and flow.place == "node"):
         return Lives.ON
     if flow.protocol == "UDP":
         return Lives.ALMOST
@@ -215,13 +222,21 @@ def switch(node: Node, former: str, mode: str) -> Iterator[Callable[[], Switch]]
         known = len(after.log.read_text())
         after.start()
         served = time.monotonic()
-        said = f"mode {former} had left here"
-        eventually(lambda: said in after.log.read_text()[known:], DRAIN_SECONDS + 5, f"nothing says {said!r}")
+        if former in DRAINING:
+            time.sleep(DRAIN_SECONDS + 2)
+        else:
+            wait_for_end(after, known)
         return Switch(served, time.monotonic())
+
+    def wait_for_end(agent: Agent, known: int) -> None:
+        said = f"mode {former} had left here"
+        eventually(lambda: said in agent.log.read_text()[known:], 20, f"nothing says {said!r}")
 
     try:
         before.start()
         yield now
+        wait_for_end(after, 0)
+        assert after.status().draining == []
     finally:
         for agent in (before, after):
             if agent.running():

@@ -31,9 +31,12 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Modes that do not open; a mode `x` falls back to `fallback`."""
     names: set[str] = set()
 
-    def open_first(requested: str, *_: object, failed: dict[str, str], strict: bool) -> Opened:
+    def open_first(
+        requested: str, *_: object, failed: dict[str, str], strict: bool, release: Callable[[str], None]
+    ) -> Opened:
         del strict
         for name in (requested, "fallback"):
+            release(name)
             if name not in names and name not in failed:
                 programmer: Any = Programmer()
                 return Opened(programmer, ModeStatus(requested, name))
@@ -46,9 +49,13 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 @pytest.fixture
 def mode(broken: set[str]) -> ActiveMode:
     del broken
-    made = ActiveMode(config("good"), lambda: None, lambda choice: None)
+    made = new_mode(lambda choice: None)
     made.open()
     return made
+
+
+def new_mode(opened: Callable[[ModeStatus], None]) -> ActiveMode:
+    return ActiveMode(config("good"), lambda: None, opened, alone=lambda: None, drained=lambda name: None)
 
 
 def config(mode: str) -> Config:
@@ -104,5 +111,5 @@ def test_each_opening_is_reported(broken: set[str]) -> None:
     broken.add("good")
     opened: list[ModeStatus] = []
     report: Callable[[ModeStatus], None] = opened.append
-    ActiveMode(config("good"), lambda: None, report).open()
+    new_mode(report).open()
     assert [choice.effective for choice in opened] == ["fallback"]

@@ -61,7 +61,7 @@ def agents(request: pytest.FixtureRequest, lab: Lab) -> Iterator[tuple[Agent, Ag
     manifests.mkdir(exist_ok=True)
     (manifests / "node.json").write_text(node_manifest(lab))
     forget_connections(lab)  # the pair before had the same addresses
-    both = tuple(Agent(lab, manifests, mode) for mode in request.param)
+    both = tuple(Agent(lab, manifests, mode, ("--drain-timeout", "3s")) for mode in request.param)
     yield both
     print(f"--- log of the agents\n{both[0].tail(80)}")
     for agent in both:

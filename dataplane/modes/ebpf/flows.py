@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -42,11 +44,18 @@ def idle_limits(keys: NDArray[Any], values: NDArray[Any], options: Options) -> N
     limits[flags & names["FLOW_ESTABLISHED"] == 0] = OPENING
     limits[flags & (names["FLOW_FIN"] | names["FLOW_PEER_FIN"]) != 0] = options.tcp_timeout_close_wait
     limits[flags & names["FLOW_DOUBTED"] != 0] = DOUBTED
-    both = names["FLOW_FIN_ACKED"] | names["FLOW_PEER_FIN"]
-    limits[(flags & both == both) | (flags & names["FLOW_RESET"] != 0)] = ENDED
+    limits[_is_over(flags)] = ENDED
     limits[protocols == Protocol.UDP] = options.udp_timeout_stream
     limits[protocols == Protocol.SCTP] = SCTP
     return limits
+
+
+def _is_over(flags: NDArray[Any]) -> NDArray[np.bool_]:
+    """Whether both ends of a connection have said so, or one has reset it."""
+    names = abi_constants()
+    both = names["FLOW_FIN_ACKED"] | names["FLOW_PEER_FIN"]
+    over: NDArray[np.bool_] = (flags & both == both) | (flags & names["FLOW_RESET"] != 0)
+    return over
 
 
 def connections_by_backend(values: NDArray[Any], services: frozenset[int]) -> dict[int, int]:
@@ -60,15 +69,55 @@ def connections_by_backend(values: NDArray[Any], services: frozenset[int]) -> di
     return dict(zip(ids.tolist(), counts.tolist(), strict=True))
 
 
+def open_flows(maps: Mapping[str, Map]) -> Counter[str]:
+    """How many flows are not over, by the name of their protocol."""
+    names, found = abi_constants(), Counter[str]()
+    for family in (4, 6):
+        keys, values = flow_arrays(maps[f"flows{family}"], family)
+        alive = (values["flags"] & (names["FLOW_REPLY"] | names["FLOW_OTHERS"]) == 0) & ~_is_over(values["flags"])
+        numbers, counts = np.unique(keys["protocol"][alive], return_counts=True)
+        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+            found[Protocol(number).name] += count
+    return found
+
+
+def run_in_parts(program: int, family: int, keys: NDArray[Any], idle: NDArray[np.int64] | None = None) -> None:
+    """Run a program of `inspect` that takes keys of flows, for all of these; `idle` are jiffies, of the sweep."""
+    size = abi_constants()["SWEEP_KEYS"]
+    for start in range(0, len(keys), size):
+        part = slice(start, start + size)
+        run_on_packet(program, ETHERNET + _request(family, keys[part], None if idle is None else idle[part]))
+
+
+def _request(family: int, keys: NDArray[Any], idle: NDArray[np.int64] | None) -> bytes:
+    request = np.zeros(1, dtype=dtype_of("sweep"))
+    request["count"], request["family"] = len(keys), family
+    if idle is not None:
+        request["idle"][0, : len(keys)] = idle
+    rows = request["keys"][0]
+    for name in ("sport", "dport", "protocol"):
+        rows[name][: len(keys)] = keys[name]
+    for name in ("saddr", "daddr"):
+        if family == 6:
+            rows[name][: len(keys)] = keys[name]
+        else:
+            rows[name][: len(keys), 0] = keys[name]
+    return request.tobytes()
+
+
 class FlowGC:
     """Waits for grace periods and sweeps flows.
 
     `sweep` and `clock` are descriptors of programs; `clock` returns the time of time stamps, `hz` are its ticks per
-    second.
+    second. `also` is called with each scan.
     """
 
-    def __init__(self, maps: dict[str, Map], sweep: int, clock: int, hz: int, options: Options) -> None:
+    def __init__(
+        self, maps: dict[str, Map], sweep: int, clock: int, hz: int, options: Options, also: Callable[[], None]
+    ) -> None:
         self._options = options
+        self._also = also
+        self._hurry = False
         self._flows = {4: maps["flows4"], 6: maps["flows6"]}
         self._maps = maps
         self._sweep, self._clock, self._hz = sweep, clock, hz
@@ -119,6 +168,11 @@ class FlowGC:
             if self._result is None:
                 self._candidates = (services, backends)
 
+    def hurry(self) -> None:
+        """Scan at once."""
+        self._hurry = True
+        self._wake.set()
+
     def collect(self) -> tuple[int, tuple[frozenset[int], frozenset[int], frozenset[int], frozenset[int]] | None]:
         """The last grace period that is over; (looked for services, backends, found services, backends) or None."""
         with self._lock:
@@ -137,10 +191,12 @@ class FlowGC:
             self._wake.clear()
             self._end_sockets()
             self._pass_grace()
-            if time.monotonic() >= next_scan:
+            if self._hurry or time.monotonic() >= next_scan:
+                self._hurry = False
                 try:
                     self.scan()
-                except DataplaneError as error:
+                    self._also()
+                except (DataplaneError, OSError) as error:
                     log.warning("reading flows failed, trying again in %d s: %s", SCAN_SECONDS, error)
                 next_scan = time.monotonic() + SCAN_SECONDS
 
@@ -198,21 +254,4 @@ class FlowGC:
         age = (np.uint32(now) - values["seen"]).astype(np.int32).astype(np.int64)
         limits = idle_limits(keys, values, self._options) * self._hz
         old = np.flatnonzero(age >= limits)
-        for start in range(0, len(old), abi_constants()["SWEEP_KEYS"]):
-            part = old[start : start + abi_constants()["SWEEP_KEYS"]]
-            run_on_packet(self._sweep, ETHERNET + self._request(family, keys[part], limits[part]))
-
-    @staticmethod
-    def _request(family: int, keys: NDArray[Any], limits: NDArray[np.int64]) -> bytes:
-        request = np.zeros(1, dtype=dtype_of("sweep"))
-        request["count"], request["family"] = len(keys), family
-        request["idle"][0, : len(keys)] = limits
-        rows = request["keys"][0]
-        for name in ("sport", "dport", "protocol"):
-            rows[name][: len(keys)] = keys[name]
-        for name in ("saddr", "daddr"):
-            if family == 6:
-                rows[name][: len(keys)] = keys[name]
-            else:
-                rows[name][: len(keys), 0] = keys[name]
-        return request.tobytes()
+        run_in_parts(self._sweep, family, keys[old], limits[old])

@@ -163,10 +163,12 @@ def traffic(counted: Traffic, maps: Maps, names: Names, *, by_backend: bool) -> 
 def _flows(maps: Maps, names: Names, limit: int) -> tuple[list[FlowRow], int]:
     rows: list[FlowRow] = []
     total = 0
+    constants = layout.abi_constants()
+    hidden = constants["FLOW_REPLY"] | constants["FLOW_OTHERS"]
     for family in (4, 6):
         for table, state in (("flows", "established"), ("half_open", "opening")):
             keys, values = flow_arrays(maps[f"{table}{family}"], family)
-            forward = np.flatnonzero(values["flags"] & layout.abi_constants()["FLOW_REPLY"] == 0)
+            forward = np.flatnonzero(values["flags"] & hidden == 0)
             total += len(forward)
             shown = forward[: max(0, limit - len(rows))].tolist()
             rows += [_flow(keys[position], values[position], family, state, names) for position in shown]

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import msgspec
 
 from dataplane.balancing import KNOWN
 from dataplane.diff import changed_services
 from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel.bpf import BpfError, Object
+from dataplane.kernel.conntrack import delete_stale
 from dataplane.kernel.grace import jiffies_per_second, wait_for_programs
 from dataplane.kernel.host_paths import netns_cookie, pin_folder
 from dataplane.kernel.links import (
@@ -54,9 +55,10 @@ from dataplane.modes.ebpf.edges import (
 )
 from dataplane.modes.ebpf.events import Journal, Reader
 from dataplane.modes.ebpf.failover import Failover
-from dataplane.modes.ebpf.flows import FlowGC
+from dataplane.modes.ebpf.flows import FlowGC, open_flows
 from dataplane.modes.ebpf.gone import Mark, collect, is_gone
 from dataplane.modes.ebpf.maps import Larger, MapSet, open_pinned_maps
+from dataplane.modes.ebpf.others import OthersFlows
 from dataplane.modes.ebpf.pins import (
     Glance,
     beside,
@@ -70,9 +72,11 @@ from dataplane.modes.ebpf.pins import (
 from dataplane.modes.ebpf.programs import Loader, Programs, missing_datapaths, put_datapaths, teach_namespace
 from dataplane.modes.ebpf.resizer import MapResizer
 from dataplane.modes.ebpf.store import ForeignEntries, Store
+from dataplane.modes.ebpf.writer import remove_frontends
 from dataplane.reports import EbpfStatus, Ejection, ExplainAnswer, Fill, MapUsage, PacketEvent, Status, TrafficRow
 from dataplane.table import EMPTY, Entry, NodeNetwork, ServiceTable, family_of
 
+OTHERS_LOOKS = 2  # after the first table: what others began while our programs were attached
 SHOWN = 5  # things that others changed, in one line of the log
 
 log = logging.getLogger(__name__)
@@ -100,9 +104,7 @@ def drain(options: Options) -> bool:
         os.close(hold(folder, f"the eBPF maps at {folder}"))
         row = maps["node"].view(layout.dtype_of("node"))
         row["cidr4_count"] = row["cidr6_count"] = 0
-        for family in (4, 6):
-            frontends = maps[f"frontends{family}"]
-            frontends.delete_batch(frontends.items(layout.frontend_dtype(family), np.dtype(np.uint64))[0])
+        remove_frontends(maps)
     finally:
         for known in maps.values():
             known.close()
@@ -184,13 +186,17 @@ class Ebpf:
         self.sockets = attach.Sockets(self.folder, options)
         self.resizer = MapResizer(self.maps, sizes.bounds(options), self._load, self._use, self._take_larger_maps, wake)
         self.nearly_full: dict[str, str] = {}  # map -> message
+        self._others_looks = 0
         self.audit_repairs = 0
         self.unrepaired: tuple[str, ...] = ()
         self._glance = Glance(self.folder)
         self.failover = Failover(options)
         self.gc = FlowGC(
-            self.maps.maps, self._inspect.program("sweep"), self._inspect.program("read_clock"), self.hz, options
-        )
+            self.maps.maps, self._inspect.program("sweep"), self._inspect.program("read_clock"), self.hz, options,
+            self._look_at_others,
+        )  # fmt: skip
+        flows = {family: self.maps.maps[f"flows{family}"] for family in (4, 6)}
+        self.others = OthersFlows(flows, self._inspect.program("leave"))
         self.gc.start()
         self._explain: Object | None = None  # loaded when somebody asks
         self.journal = Journal()
@@ -254,6 +260,8 @@ class Ebpf:
         try:
             if self.programs is None:
                 self._begin(sizes.needs, table.entries())
+            if not self._attached:
+                self.others.look(table)  # before the first packet could begin a flow in place of theirs
             if table.node != self.table.node or not self._attached:
                 self._write_node(table.node)
             if self.gc.graced > self.store.graced_stamp:
@@ -274,6 +282,10 @@ class Ebpf:
             if not self._attached or moved:
                 self._attach()
                 self._take_over()
+                self.gc.hurry()  # and look for what others began meanwhile
+            if self.others.known:
+                delete_stale(table, names)
+                self.gc.hurry()
         except Unsupported:
             raise
         except (DataplaneError, OSError, ValueError) as error:
@@ -283,6 +295,28 @@ class Ebpf:
             raise SyncError(f"the eBPF maps could not be programmed: {error}") from error
         self.gc.want_grace(plan.stamp)  # last: it wakes a thread, which takes the interpreter
         return SyncResult(changed, removed, tuple(plan.unprogrammed.values()))
+
+    def _look_at_others(self) -> None:
+        """As long as there are flows of others, or may be some that were not seen yet."""
+        if self.others.known or self._others_looks < OTHERS_LOOKS:
+            self._others_looks += 1
+            self.others.look(self.table)
+
+    def drain(self, table: ServiceTable) -> None:
+        """Without frontends no flow begins; rows of backends follow the table for the flows that name them."""
+        node = msgspec.structs.replace(table.node, service_cidrs=())
+        self.sync(msgspec.structs.replace(table, node=node))
+        try:
+            self.store.writer.stop_new_flows()
+        except (DataplaneError, OSError) as error:
+            raise SyncError(f"the frontends could not be removed: {error}") from error
+
+    def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
+        del table
+        return open_flows(self.maps.maps)
+
+    def abandon(self, table: ServiceTable) -> None:
+        """They end with the maps."""
 
     def _make_room(self, services: dict[str, tuple[Entry, ...]]) -> int:
         """Let maps grow for which something did not fit; how many service ports fit then."""
@@ -356,9 +390,8 @@ class Ebpf:
 
     def other_mode_stopped(self) -> None:
         """What conntrack translates does not come to the programs at uplinks."""
-        from dataplane.kernel.conntrack import delete_stale
-
         delete_stale(self.table, self.table.services)
+        self.gc.hurry()
 
     def links_changed(self) -> None:
         if self._attached:

@@ -24,7 +24,7 @@ from dataplane.modes.iptables import listing
 from dataplane.modes.iptables.installed import TABLES, Installed, Ruleset, remove
 from dataplane.modes.iptables.lower import Node, node_of, same_addresses, usual_masquerade
 from dataplane.modes.iptables.plan import Plan
-from dataplane.netfilter import NetfilterMode
+from dataplane.netfilter import TranslatingMode
 from dataplane.reports import IptablesStatus, Status
 from dataplane.table import Entry, Protocol, ServiceTable
 
@@ -45,7 +45,7 @@ class Able(msgspec.Struct, frozen=True):
     sctp: bool
 
 
-class Iptables(NetfilterMode):
+class Iptables(TranslatingMode):
     """A `dataplane.mode.Programmer`.
 
     Raises:

@@ -23,7 +23,7 @@ from dataplane.modes.nftables.listing import Tables
 from dataplane.modes.nftables.picks import Pick, chain_named, pick_chain
 from dataplane.modes.nftables.plan import Installed, Plan
 from dataplane.modes.nftables.tables import COUNTERS, MEMBERS, SETS, TABLE, clients_set
-from dataplane.netfilter import NetfilterMode
+from dataplane.netfilter import TranslatingMode
 from dataplane.nftables import operations as op
 from dataplane.nftables.expressions import FAMILIES, Family
 from dataplane.nftables.ruleset import add, describe
@@ -38,7 +38,7 @@ TRIAL: Final = "hybrid-proxy-trial"
 ATTEMPTS: Final = 3  # to read what others change at the same time
 
 
-class Nftables(NetfilterMode):
+class Nftables(TranslatingMode):
     """A `dataplane.mode.Programmer`.
 
     Raises:

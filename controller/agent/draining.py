@@ -1,0 +1,147 @@
+"""Modes that were left: each serves the flows that it knows, and takes no new ones, until the last of them is over.
+
+The loop's thread calls everything; a thread of its own counts flows, because conntrack may have a million entries.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from controller.serving.protocol import DrainingMode
+from dataplane.errors import DataplaneError
+from dataplane.mode import Drains, Programmer
+from dataplane.table import EMPTY, ServiceTable
+
+log = logging.getLogger(__name__)
+
+COUNT_SECONDS: Final = 1.0
+COUNT_SHARE: Final = 20  # of its time the counting thread rests so many parts
+
+
+@dataclass(slots=True)
+class _Left:
+    """A mode that was left, open."""
+
+    programmer: Programmer
+    since: float | None = None  # monotonic; None: it is kept in case that the next mode cannot serve
+    table: ServiceTable = EMPTY  # the newest that it was given
+    flows: Mapping[str, int] = field(default_factory=dict)  # by protocol, as counted last
+    over: bool = False
+
+
+class Draining:
+    """The modes that were left.
+
+    Args:
+        ended: called once with the name of a mode whose last flow is over, or whose time is; from another thread.
+    """
+
+    def __init__(self, ended: Callable[[str], None]) -> None:
+        self.timeout = 0.0  # seconds that a mode may drain, 0: as long as it has flows
+        self._ended = ended
+        self._left: dict[str, _Left] = {}
+        self._lock = threading.Lock()  # of `_left` and of counting: nothing is closed while it is counted
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def keep(self, programmer: Programmer) -> None:
+        """Hold it open: it serves until the next mode does."""
+        with self._lock:
+            self._left[programmer.name] = _Left(programmer)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The modes that are held open."""
+        return frozenset(self._left)
+
+    def start(self, name: str, table: ServiceTable) -> None:
+        """Let a mode that is held open take no new flows.
+
+        Raises:
+            DataplaneError, OSError: it still may.
+        """
+        left = self._left[name]
+        assert isinstance(left.programmer, Drains)
+        left.programmer.drain(table)
+        left.table, left.since = table, time.monotonic()
+        log.info("mode %s takes no new flows, and serves those that it has until they are over", name)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._count_on, name="drain", daemon=True)
+            self._thread.start()
+
+    def maintain(self, table: ServiceTable) -> None:
+        """What an open mode needs once a second. A failure is logged and tried again."""
+        for name, left in self._left.items():
+            if left.since is None:
+                continue
+            try:
+                if left.table is not table and isinstance(left.programmer, Drains):
+                    left.programmer.drain(table)
+                    left.table = table
+                left.programmer.maintain()
+            except (DataplaneError, OSError) as error:
+                log.warning("maintenance of mode %s, which drains, failed: %s", name, error)
+
+    def links_changed(self) -> None:
+        for name, left in self._left.items():
+            try:
+                left.programmer.links_changed()
+            except (DataplaneError, OSError) as error:
+                log.warning("interfaces changed, and attaching mode %s, which drains, failed: %s", name, error)
+
+    def release(self, name: str) -> None:
+        """Close a mode, if it is held open: it is opened again, or everything of it goes."""
+        with self._lock:
+            left = self._left.pop(name, None)
+        if left is not None:
+            left.programmer.close()
+
+    def rows(self) -> list[DrainingMode]:
+        """Each mode that drains."""
+        now = time.monotonic()
+        return [
+            DrainingMode(name, dict(left.flows), round(now - left.since, 1))
+            for name, left in self._left.items()
+            if left.since is not None
+        ]
+
+    def close(self) -> None:
+        """Flows go on as programmed; the next agent lets them drain."""
+        self._stop.set()
+        for name in list(self._left):
+            self.release(name)
+
+    def _count_on(self) -> None:
+        rest = COUNT_SECONDS
+        while not self._stop.wait(rest):
+            began = time.monotonic()
+            with self._lock:
+                for name, left in self._left.items():
+                    if left.since is not None and not left.over:
+                        self._count(name, left)
+            rest = max(COUNT_SECONDS, COUNT_SHARE * (time.monotonic() - began))
+
+    def _count(self, name: str, left: _Left) -> None:
+        assert isinstance(left.programmer, Drains)
+        assert left.since is not None
+        try:
+            left.flows = left.programmer.open_flows(left.table)
+            late = bool(self.timeout) and time.monotonic() - left.since >= self.timeout
+            if late and any(left.flows.values()):
+                log.warning("mode %s goes, because its time to drain is over: %s end", name, _described(left.flows))
+                left.programmer.abandon(left.table)
+        except (DataplaneError, OSError) as error:
+            log.warning("flows of mode %s, which drains, cannot be counted: %s", name, error)
+            return
+        left.over = late or not any(left.flows.values())
+        if left.over:
+            self._ended(name)
+
+
+def _described(flows: Mapping[str, int]) -> str:
+    return " and ".join(f"{count} {protocol} flows" for protocol, count in sorted(flows.items()) if count)

@@ -1,0 +1,78 @@
+"""Datagrams and associations that conntrack translates: another mode or proxy began them, and they stay with it.
+
+A segment in the midst of a TCP connection shows that its flow is somebody else's; a datagram does not. So these flows
+have entries in the tables of flows, as long as conntrack has theirs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataplane.kernel.bpf import Map
+from dataplane.kernel.conntrack import FlowKey, translated_keys
+from dataplane.modes.ebpf import layout
+from dataplane.modes.ebpf.flows import flow_arrays, run_in_parts
+from dataplane.table import Protocol, ServiceTable
+
+DATAGRAMS = (Protocol.UDP, Protocol.SCTP)  # whose first packets do not say that they are the first
+
+
+class OthersFlows:
+    """Which flows are left to others.
+
+    Args:
+        flows: the tables of flows, by family.
+        leave: descriptor of the program that writes entries.
+    """
+
+    def __init__(self, flows: Mapping[int, Map], leave: int) -> None:
+        self._flows, self._leave = flows, leave
+        self._lock = threading.Lock()
+        self.known = frozenset[FlowKey]().union(*(_left_to_others(known, family) for family, known in flows.items()))
+
+    def look(self, table: ServiceTable) -> None:
+        """Read conntrack: leave what is new there, and forget what is gone. For any thread.
+
+        Raises:
+            DataplaneError, OSError: conntrack cannot be read.
+        """
+        services = {
+            (frontend.address, frontend.port, int(entry.protocol)): None
+            for entry in table.entries()
+            if entry.protocol in DATAGRAMS
+            for frontend in entry.frontends
+        }
+        with self._lock:
+            found = translated_keys(services)
+            for family, flows in self._flows.items():
+                new, gone = (
+                    _rows([key for key in keys if key.family == family], family)
+                    for keys in (found - self.known, self.known - found)
+                )
+                run_in_parts(self._leave, family, new)
+                flows.delete_batch(gone)
+            self.known = found
+
+
+def _left_to_others(flows: Map, family: int) -> Iterator[FlowKey]:
+    """What a former process left to others."""
+    keys, values = flow_arrays(flows, family)
+    for row in keys[values["flags"] & layout.abi_constants()["FLOW_OTHERS"] != 0]:
+        saddr, sport, daddr, dport = (row[name].tobytes() for name in ("saddr", "sport", "daddr", "dport"))
+        yield FlowKey(family, int(row["protocol"]), saddr, sport, daddr, dport)
+
+
+def _rows(chosen: list[FlowKey], family: int) -> NDArray[np.void]:
+    rows = np.zeros(len(chosen), dtype=layout.dtype_of(f"flow{family}_key"))
+    for name in ("saddr", "daddr"):
+        raw = b"".join(getattr(key, name) for key in chosen)
+        words = np.frombuffer(raw, dtype=np.uint32)
+        rows[name] = words.reshape(-1, 4) if family == 6 else words
+    for name in ("sport", "dport"):
+        rows[name] = np.frombuffer(b"".join(getattr(key, name) for key in chosen), dtype=np.uint16)
+    rows["protocol"] = [key.protocol for key in chosen]
+    return rows

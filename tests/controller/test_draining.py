@@ -1,0 +1,134 @@
+"""Modes that were left: until when they are held open, and what they are given meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+
+import pytest
+
+from controller.agent import draining
+from controller.agent.draining import Draining
+from dataplane.errors import DataplaneError
+from dataplane.table import ServiceTable
+from tests.waiting import until
+
+TABLE, NEXT = ServiceTable({}, generation=1), ServiceTable({}, generation=2)
+
+
+class Mode:
+    """A mode as far as draining needs one; its flows are what the test says."""
+
+    name = "left"
+
+    def __init__(self) -> None:
+        self.flows: Mapping[str, int] = {"TCP": 2, "UDP": 0}
+        self.tables: list[ServiceTable] = []
+        self.calls: list[str] = []
+        self.failing: DataplaneError | None = None
+
+    def drain(self, table: ServiceTable) -> None:
+        if self.failing:
+            raise self.failing
+        self.tables.append(table)
+
+    def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
+        assert table is self.tables[-1]
+        if self.failing:
+            raise self.failing
+        return self.flows
+
+    def abandon(self, table: ServiceTable) -> None:
+        assert table is self.tables[-1]
+        self.calls.append("abandon")
+
+    def maintain(self) -> None:
+        self.calls.append("maintain")
+
+    def links_changed(self) -> None:
+        self.calls.append("links")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+@pytest.fixture
+def ended() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def modes(ended: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Draining]:
+    monkeypatch.setattr(draining, "COUNT_SECONDS", 0.01)
+    made = Draining(ended.append)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def left(modes: Draining) -> Mode:
+    mode = Mode()
+    modes.keep(mode)  # type: ignore[arg-type]
+    return mode
+
+
+def test_what_is_only_kept_goes_on_serving(modes: Draining, left: Mode) -> None:
+    modes.maintain(TABLE)
+    assert (modes.names, modes.rows(), left.tables, left.calls) == ({"left"}, [], [], [])
+
+
+def test_it_ends_with_its_last_flow_and_once(modes: Draining, left: Mode, ended: list[str]) -> None:
+    modes.start("left", TABLE)
+    until(lambda: [row.flows for row in modes.rows()] == [{"TCP": 2, "UDP": 0}], "the flows are counted")
+    assert ended == []
+    left.flows = {"TCP": 0, "UDP": 0}
+    until(lambda: ended, "its end is reported")
+    counted = threading.Event()
+    left.open_flows = lambda table: counted.set() or {}  # type: ignore[assignment, return-value, func-returns-value, method-assign]
+    assert not counted.wait(0.1)
+    assert ended == ["left"]
+    modes.release("left")
+    assert (left.calls, modes.names) == (["close"], frozenset())
+
+
+def test_its_time_is_bounded(modes: Draining, left: Mode, ended: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    modes.timeout = 0.05
+    modes.start("left", TABLE)
+    until(lambda: ended == ["left"], "its time is over")
+    assert left.calls == ["abandon"]
+    assert "2 TCP flows end" in caplog.text
+
+
+def test_it_follows_the_table_and_the_interfaces(modes: Draining, left: Mode) -> None:
+    modes.start("left", TABLE)
+    for table in (TABLE, NEXT, NEXT):
+        modes.maintain(table)
+    modes.links_changed()
+    assert left.tables == [TABLE, NEXT]
+    assert left.calls == ["maintain", "maintain", "maintain", "links"]
+
+
+def test_a_failure_is_tried_again(modes: Draining, left: Mode, ended: list[str]) -> None:
+    modes.start("left", TABLE)
+    left.failing = DataplaneError("not now")
+    modes.maintain(NEXT)
+    assert left.tables == [TABLE]
+    left.failing, left.flows = None, {}
+    modes.maintain(NEXT)
+    assert left.tables == [TABLE, NEXT]
+    until(lambda: ended == ["left"], "it is counted again")
+
+
+def test_a_mode_that_cannot_begin_to_drain_says_so(modes: Draining, left: Mode) -> None:
+    left.failing = DataplaneError("not now")
+    with pytest.raises(DataplaneError):
+        modes.start("left", TABLE)
+    assert modes.rows() == []
+
+
+@pytest.mark.parametrize("end", [Draining.close, lambda modes: modes.release("left")], ids=["agent", "mode"])
+def test_nothing_is_left_open(modes: Draining, left: Mode, end: Callable[[Draining], None]) -> None:
+    modes.start("left", TABLE)
+    end(modes)
+    assert left.calls[-1] == "close"
+    assert modes.names == frozenset()
