@@ -1,7 +1,7 @@
 """From each mode to each other one: what is open, of TCP, UDP and SCTP, lives on as docs/architecture.md says.
 
-The former mode goes when the last of its flows is over. New connections meanwhile, and a bound to that time:
-tests/controller/test_switching.py. From a mode to itself is a restart: test_lifecycle.py. What a relay of mode userspace
+The former mode goes when the last of its flows is over. Of new connections meanwhile, and of a bound to that time,
+tests/controller/test_switching.py knows more. From a mode to itself is a restart: test_lifecycle.py. What a relay of mode userspace
 has open ends with it.
 """
 
@@ -35,6 +35,7 @@ EACH = 0.15  # seconds from one question on an open flow to the next
 INIT, INIT_ACK, COOKIE_ECHO, COOKIE_ACK, DATA, SACK = 1, 2, 10, 11, 0, 3  # RFC 9260
 TO_BACKEND, TO_CLIENT = 7, 9  # verification tags
 SCTP = (socket.SOCK_RAW, socket.IPPROTO_SCTP)
+SCTP_PORTS = itertools.count(34000)  # of clients, each once: conntrack remembers an association for minutes
 
 
 @dataclass
@@ -115,7 +116,7 @@ def udp_flow(bench: Bench, stack: ExitStack, place: str, target: tuple[str, int]
 
 def sctp_flow(bench: Bench, stack: ExitStack, service: Service, family: int) -> Flow:
     """Packets of an association between pod1 and pod3, written here: not every kernel has SCTP sockets."""
-    port = 34000 + family
+    port = next(SCTP_PORTS)
     client, backend = (stack.enter_context(bench.lab.socket(place, family, *SCTP)) for place in ("pod1", "pod3"))
     for one in (client, backend):
         one.settimeout(0.5 * PATIENCE)
@@ -235,12 +236,19 @@ def switch(node: Node, former: str, mode: str) -> Iterator[Callable[[], Switch]]
     try:
         before.start()
         yield now
-        wait_for_end(after, 0)
-        assert after.status().draining == []
+        if former in DRAINING:
+            eventually(lambda: only_associations(after), 20, lambda: f"open still: {after.status().draining}")
+        else:
+            wait_for_end(after, 0)
     finally:
         for agent in (before, after):
             if agent.running():
                 agent.terminate()
+
+
+def only_associations(agent: Agent) -> bool:
+    """Whether nothing that drains has more than the associations, which are forgotten after minutes of silence."""
+    return all(not count for row in agent.status().draining for name, count in row.flows.items() if name != "SCTP")
 
 
 def params() -> list[object]:
@@ -256,9 +264,7 @@ def test_what_is_open_goes_on(node: Node, mode: str, former: str) -> None:
     with switch(node, former, mode) as now, ExitStack() as stack:
         flows = open_flows(node, stack)
         with meanwhile(flow.go_on for flow in flows):
-            time.sleep(
-                2.5 * PATIENCE
-            )  # by then mode ebpf hands over between pods: no hook sees what it has not seen begin
+            time.sleep(2.5 * PATIENCE)  # by then mode ebpf hands over between pods, past the hooks of others
             done = now()
             time.sleep(2.0 * PATIENCE)
     for flow in flows:
