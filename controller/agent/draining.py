@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from controller.serving.protocol import DrainingMode
+from controller.serving.protocol import DrainingMode, described
 from dataplane.errors import DataplaneError
 from dataplane.mode import Drains, Programmer
 from dataplane.table import EMPTY, ServiceTable
@@ -133,7 +133,7 @@ class Draining:
             left.flows = left.programmer.open_flows(left.table)
             late = bool(self.timeout) and time.monotonic() - left.since >= self.timeout
             if late and any(left.flows.values()):
-                log.warning("mode %s goes, because its time to drain is over: %s end", name, _described(left.flows))
+                log.warning("mode %s goes, because its time to drain is over: %s end", name, described(left.flows))
                 left.programmer.abandon(left.table)
         except (DataplaneError, OSError) as error:
             log.warning("flows of mode %s, which drains, cannot be counted: %s", name, error)
@@ -141,7 +141,3 @@ class Draining:
         left.over = late or not any(left.flows.values())
         if left.over:
             self._ended(name)
-
-
-def _described(flows: Mapping[str, int]) -> str:
-    return " and ".join(f"{count} {protocol} flows" for protocol, count in sorted(flows.items()) if count)

@@ -209,6 +209,8 @@ def _status_lines(status: AgentStatus) -> Iterable[str]:
     yield f"node {status.node}: mode {status.mode.effective}, {'in sync' if status.synced else 'NOT in sync'}"
     if status.mode.reason:
         yield f"  {status.mode.requested} was asked for: {status.mode.reason}"
+    for left in status.draining:
+        yield f"  mode {left.mode} drains since {left.seconds:.0f} s: {left.text} are open"
     if status.error:
         yield f"  last sync failed: {status.error}"
     for message in status.drift:

@@ -179,6 +179,13 @@ def _of_agent(status: AgentStatus, counters: Counters) -> Iterator[Metric]:
     chosen = status.mode
     mode.add_metric([chosen.requested, chosen.effective, str(chosen.degraded).lower()], 1)
     yield mode
+    drain = GaugeMetricFamily(
+        "hybrid_proxy_draining_flows", "Open flows of a mode that was left, by protocol", labels=["mode", "protocol"]
+    )
+    for left in status.draining:
+        for protocol, count in left.flows.items():
+            drain.add_metric([left.mode, protocol], count)
+    yield drain
     for name, text, value in (
         ("services", "Services in the table", status.services),
         ("service_ports", "Service ports in the table, each family for itself", counters.totals.ports),

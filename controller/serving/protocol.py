@@ -6,6 +6,7 @@ Both sides are tagged unions in JSON: a request names its `command`, an answer i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -30,12 +31,21 @@ class ModeStatus(msgspec.Struct, frozen=True):
         return bool(self.reason) and self.requested != "auto"
 
 
+def described(flows: Mapping[str, int]) -> str:
+    """How many flows there are, for people: `12 TCP and 3 UDP flows`."""
+    return (" and ".join(f"{count} {name}" for name, count in sorted(flows.items()) if count) or "no") + " flows"
+
+
 class DrainingMode(msgspec.Struct, frozen=True):
     """A mode that was left and serves the flows that it has: how many by protocol, and for how many seconds already."""
 
     mode: str
     flows: dict[str, int]
     seconds: float
+
+    @property
+    def text(self) -> str:
+        return described(self.flows)
 
 
 class QueueStatus(msgspec.Struct, frozen=True):

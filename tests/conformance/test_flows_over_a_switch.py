@@ -1,8 +1,8 @@
 """From each mode to each other one: what is open, of TCP, UDP and SCTP, lives on as docs/architecture.md says.
 
-The former mode goes when the last of its flows is over. Of new connections meanwhile, and of a bound to that time,
-tests/controller/test_switching.py knows more. From a mode to itself is a restart: test_lifecycle.py. What a relay of mode userspace
-has open ends with it.
+The former mode goes when the last of its flows is over. New connections meanwhile, and a bound to that time, are in
+tests/controller/test_switching.py. From a mode to itself is a restart: test_lifecycle.py. What a relay of mode
+userspace has open ends with it.
 """
 
 from __future__ import annotations

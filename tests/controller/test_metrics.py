@@ -10,6 +10,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as text_parser
 
 from controller.serving.metrics import Metrics
+from controller.serving.protocol import DrainingMode
 from dataplane.reports import Ejection, TrafficCounts, TrafficRow
 from tests.workshop.top.samples import agent_status, dataplane, ebpf
 
@@ -25,6 +26,13 @@ def test_ejected_backends_and_those_kept() -> None:
     assert 'hybrid_proxy_backend_ejected{backend="10.1.0.1:80",entry="d/web:http"} 1.0' in lines
     assert 'hybrid_proxy_backend_ejected{backend="10.1.0.2:80",entry="d/web:http"} 0.0' in lines
     assert 'hybrid_proxy_events_total{reason="failover"} 3.0' in lines
+
+
+def test_flows_of_a_mode_that_was_left() -> None:
+    status = agent_status(draining=[DrainingMode("ebpf", {"TCP": 12, "UDP": 3}, 40.0)])
+    lines = generate_latest(Metrics(lambda: status).registry).decode().splitlines()
+    assert 'hybrid_proxy_draining_flows{mode="ebpf",protocol="TCP"} 12.0' in lines
+    assert 'hybrid_proxy_draining_flows{mode="ebpf",protocol="UDP"} 3.0' in lines
 
 
 def test_a_mode_without_ejections() -> None:
