@@ -34,13 +34,18 @@ class OtherProxies(msgspec.Struct, frozen=True):
     agents: tuple[Process, ...] = ()
 
 
-def warnings(found: OtherProxies) -> tuple[str, ...]:
-    """One message for each other proxy: which one, the evidence, what to do."""
+def warnings(found: OtherProxies, *, beside: bool = False) -> tuple[str, ...]:
+    """One message for each other proxy: which one, the evidence, what to do.
+
+    `beside`: a kube-proxy is expected to work, because the agent serves only the Services that name it.
+    """
     messages = []
     evidence = [f"process {process.pid}" for process in found.kube_proxy_processes]
     if found.health:
         evidence.append(f"its health port {HEALTH_PORT} answers")
-    if evidence:
+    if evidence and beside:
+        pass
+    elif evidence:
         objects = f", and its {_listed(found.kube_proxy)} in place" if found.kube_proxy else ""
         messages.append(
             f"kube-proxy is working here ({', '.join(evidence)}{objects}): {_TWO_PROXIES}. "

@@ -154,14 +154,15 @@ def _source_of(config: Config) -> Source:
     if config.manifests is not None:
         from controller.kubernetes.manifests import Manifests
 
-        return Manifests(config.manifests)
+        return Manifests(config.manifests, config.settings.proxy_name or None)
     from controller.kubernetes.apiserver import Kubernetes
     from controller.kubernetes.rate_limit import RateLimit
 
     rate_limit = RateLimit(config.api_rate, config.api_burst)
     return Kubernetes(
-        config.settings.node_name, kubeconfig=config.kubeconfig, master=config.master, rate_limit=rate_limit
-    )
+        config.settings.node_name, kubeconfig=config.kubeconfig, master=config.master, rate_limit=rate_limit,
+        proxy_name=config.settings.proxy_name or None,
+    )  # fmt: skip
 
 
 class _Signal:
@@ -191,7 +192,7 @@ class Agent:
         self.events = Recorder(self.source.connection, node_name)
         self.counters = Counters(time.time(), families)
         self.health = Health(2 * config.options.sync_seconds, families, needs_node=self.source.connection is not None)
-        cluster = Cluster(node_name, self.source.kinds)
+        cluster = Cluster(node_name, self.source.kinds, shares=bool(config.settings.proxy_name))
         self.syncer = Syncer(cluster, config.settings, self.counters, self.health, config.node_addresses)
         self.syncer.rest = max(config.min_sync_seconds, MIN_REST)
         self.follower = ConfigFollower(followed, flags)
@@ -199,6 +200,7 @@ class Agent:
             config.mode,
             lambda warning: self.events.of_node("Warning", "OtherProxyFound", "FindOtherProxies", warning),
             drains=lambda: self.mode.draining.names,
+            beside=bool(config.settings.proxy_name),
         )
         self.http = HttpHandlers(
             config, self.health, self.counters, self._ask, self.follower.in_effect, self.events,
@@ -288,6 +290,7 @@ class Agent:
             if time.monotonic() >= self.syncer.due:
                 self._sync()
             if self.maintenance.run(enabled=self.syncer.ready_seconds is not None):
+                self.syncer.hand_over()
                 self.mode.draining.maintain(self.syncer.builder.table)
                 self.syncer.flush_log()
                 self._trim_memory()

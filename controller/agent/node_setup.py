@@ -46,7 +46,8 @@ def conntrack_settings(conntrack: Conntrack) -> dict[str, str]:
 def prepare(config: Config) -> None:
     """Set what the configuration wants, once a mode serves: what cannot start changes nothing.
 
-    Where connection tracking is not loaded, nothing of it can be set.
+    Where connection tracking is not loaded, nothing of it can be set; where a kube-proxy serves the other Services,
+    it sets that.
     """
     try:
         if int(OOM_SCORE.read_text()) != config.oom_score_adj:  # to lower it needs a right that few agents have
@@ -58,8 +59,8 @@ def prepare(config: Config) -> None:
             "oomScoreAdj cannot be set to %d (%s): less than it is needs CAP_SYS_RESOURCE",
             config.oom_score_adj, error.strerror,
         )  # fmt: skip
-    if read(PREFIX + "tcp_timeout_established") is None:
-        return
+    if config.settings.proxy_name or read(PREFIX + "tcp_timeout_established") is None:
+        return  # beside a kube-proxy these settings are its own
     wanted = conntrack_settings(config.conntrack)
     limit = conntrack_limit(config.conntrack, os.cpu_count() or 1)
     if limit and _is_whole_machine():

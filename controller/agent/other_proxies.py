@@ -25,6 +25,7 @@ class OtherProxiesWatcher:
 
     `drains` returns the modes that were left and still have flows.
     `report` is called with each new warning, from the thread.
+    `beside`: this agent serves only some Services, beside a kube-proxy.
     """
 
     def __init__(
@@ -34,11 +35,13 @@ class OtherProxiesWatcher:
         seconds: float = SECONDS,
         *,
         drains: Callable[[], Collection[str]] = frozenset,
+        beside: bool = False,
     ) -> None:
         self.warnings: tuple[str, ...] = ()
         self.mode = mode
         self.settled = False
         self._drains = drains
+        self._beside = beside
         self._report = report
         self._seconds = seconds
         self._stop = threading.Event()
@@ -54,7 +57,7 @@ class OtherProxiesWatcher:
         """Look once; never raises."""
         try:
             seen = find_other_proxies(self.mode, self._drains())
-            found = warnings(seen if self.settled else msgspec.structs.replace(seen, ours=()))
+            found = warnings(seen if self.settled else msgspec.structs.replace(seen, ours=()), beside=self._beside)
         except Exception:
             log.exception("looking for other proxies failed")
             return

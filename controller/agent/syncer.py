@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 MIN_REST: Final = 0.005  # seconds after a sync: changes that come close together are programmed together
 FIRST_RETRY, LONGEST_RETRY = 0.5, 30.0
+HAND_OVER: Final = 3.0  # seconds after which a kube-proxy has programmed a Service: its minSyncPeriod is one
 LOG_SECONDS: Final = 1.0  # between two lines of the log about syncs
 LATENCIES: Final = 1000  # kept for `status`
 MAX_PENDING: Final = 10_000  # changes in one sync whose latency is measured
@@ -117,6 +118,7 @@ class Syncer:
         self._addresses = addresses
         self._clock = clock
         self._wall = wall
+        self._moved: dict[str, float] = {}  # since when
         self._received: list[float] = []  # when the changes came that the next sync covers
         self._rested_at = 0.0
         self._retry_at = 0.0
@@ -163,6 +165,16 @@ class Syncer:
         self._health.awaited = self.cluster.awaited
         here = self.cluster.node
         self._health.node(here.eligible if here else None)
+
+    def hand_over(self) -> None:
+        """Leave new flows of Services that moved to the proxy beside us, when it has had the time to program them.
+
+        Until then both serve them. So no client finds a moment in which nobody does.
+        """
+        now = self._clock()
+        self._moved = {name: self._moved.get(name, now) for name in self.cluster.moved}
+        if self.cluster.hand_over([name for name, since in self._moved.items() if now - since >= HAND_OVER]):
+            self._on(Input.CHANGED)
 
     def set_addresses(self, addresses: tuple[str, ...]) -> None:
         if addresses != self._addresses:

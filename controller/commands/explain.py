@@ -109,7 +109,7 @@ def _answer(packets: list[Any], manifests: Path, config: Config, args: argparse.
 
     name = config.settings.node_name
     cluster = Cluster(name, KINDS)
-    for event in load(manifests):
+    for event in load(manifests, config.settings.proxy_name or None):
         cluster.apply(event)
         if isinstance(event, Problem):
             _say(f"refused: {event.text}")

@@ -58,7 +58,7 @@ from controller.kubernetes.model import (
     Upserted,
     key_of,
 )
-from controller.kubernetes.parse import UNNAMED, decode
+from controller.kubernetes.parse import PROXY_NAME, UNNAMED, decode
 from controller.kubernetes.rate_limit import RateLimit
 from controller.kubernetes.retry import SETTLED, Backoff, RetryPolicy
 from controller.kubernetes.watch import (
@@ -105,18 +105,22 @@ class _Resource(NamedTuple):
     labels: str = ""
     fields: str = ""
     optional: bool = False  # clusters older than the kind, or without the right to read it, work too
+    proxy_name: str | None = None  # of the Services; as of `parse.decode`
 
     def query(self, **more: str) -> dict[str, str]:
         selectors = {"labelSelector": self.labels, "fieldSelector": self.fields}
         return {name: value for name, value in (selectors | more).items() if value}
 
 
-def _resources(node_name: str) -> tuple[_Resource, ...]:
-    """What kube-proxy asks for: services of other proxies and headless ones never leave the server."""
+def _resources(node_name: str, proxy_name: str | None = None) -> tuple[_Resource, ...]:
+    """What kube-proxy asks for: services of other proxies and headless ones never leave the server.
+
+    EndpointSlices of all Services are read: a Service that comes from another proxy finds its own here.
+    """
     # fmt: off
     return (
-        _Resource("Service", "/api/v1/services",
-                  labels="!service.kubernetes.io/service-proxy-name", fields="spec.clusterIP!=None"),
+        _Resource("Service", "/api/v1/services", fields="spec.clusterIP!=None", proxy_name=proxy_name,
+                  labels=f"!{PROXY_NAME}" if proxy_name is None else f"{PROXY_NAME}={proxy_name}"),
         _Resource("EndpointSlice", "/apis/discovery.k8s.io/v1/endpointslices",
                   labels="!service.kubernetes.io/headless"),
         _Resource("Node", "/api/v1/nodes", fields=f"metadata.name={node_name}"),
@@ -130,6 +134,7 @@ class Kubernetes:
 
     Args:
         node_name: the Node that is read.
+        proxy_name: Services with this value of the label `PROXY_NAME` are read, None: those without it.
         kubeconfig: path; None without `master` means the pod's own service account.
         master: address of the API server, instead of the configured one.
         rate_limit: of requests.
@@ -146,12 +151,14 @@ class Kubernetes:
         kubeconfig: str | None = None,
         master: str | None = None,
         *,
+        proxy_name: str | None = None,
         rate_limit: RateLimit = RateLimit(),  # noqa: B008 (frozen)
         page_size: int = 500,
         policy: RetryPolicy = RetryPolicy(),  # noqa: B008 (frozen)
         streams: bool = True,
     ) -> None:
         self._node_name = node_name
+        self._proxy_name = proxy_name
         self._page_size = page_size
         self._policy = policy
         self._streams = streams
@@ -181,7 +188,7 @@ class Kubernetes:
 
         self._health.emit = guarded
         threads = []
-        for resource in _resources(self._node_name):
+        for resource in _resources(self._node_name, self._proxy_name):
             reflector = _Reflector(
                 resource, connection, guarded, stop,
                 health=self._health, page_size=self._page_size, policy=self._policy, streams=self._streams,
@@ -484,7 +491,7 @@ class _Reflector:
             if page is None:
                 return
             for raw in page.items or ():
-                obj = _decode_one(self._kind, raw)
+                obj = _decode_one(self._resource, raw)
                 if isinstance(obj, Ignored):
                     continue
                 key = obj.key if isinstance(obj, Refused) else key_of(obj)
@@ -660,7 +667,7 @@ class _Reflector:
             self._initial = None
             self._know(decode_head(event.object).metadata.version, initial)
             return
-        obj = _decode_one(self._kind, event.object)
+        obj = _decode_one(self._resource, event.object)
         if event.type == "DELETED" or isinstance(obj, Ignored):
             initial.drop(decode_head(event.object).key(self._kind))
             return
@@ -668,7 +675,7 @@ class _Reflector:
         initial.put(key, obj if isinstance(obj, Refused) else self._anew(key, obj))
 
     def _upsert(self, key: str, raw: msgspec.Raw, head: ObjectHead, received: float) -> None:
-        obj = _decode_one(self._kind, raw)
+        obj = _decode_one(self._resource, raw)
         if isinstance(obj, Refused):
             self._bounded(_OBJECT)
             self._refuse(key, str(obj))
@@ -778,10 +785,11 @@ def _too_many(kind: str, count: int) -> _UnusableError:
     return _UnusableError(f"more than {count} {kind}s, which would take more than {_MAX_KIND >> 20} MiB of memory")
 
 
-def _decode_one(kind: str, raw: msgspec.Raw) -> Object | Ignored | Refused:
+def _decode_one(resource: _Resource, raw: msgspec.Raw) -> Object | Ignored | Refused:
     """One object, or why it cannot be used. An error of ours too costs this object alone, not its kind."""
+    kind = resource.kind
     try:
-        return decode(kind, raw)
+        return decode(kind, raw, resource.proxy_name)
     except Refused as refusal:
         return refusal
     except Exception as error:

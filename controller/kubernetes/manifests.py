@@ -99,12 +99,12 @@ class _Head(msgspec.Struct, rename="camel", gc=False):
     items: msgspec.Raw = msgspec.Raw(b"null")
 
 
-def _documents(content: bytes, is_json: bool, shown: str) -> _Content:
+def _documents(content: bytes, is_json: bool, shown: str, proxy_name: str | None) -> _Content:
     found: list[_Document] = []
     foreign = 0
     for kind, version, value, place in _objects(content, is_json, shown):
         if _is_ours(kind, version):
-            found.append(_document(kind, version, value, place))
+            found.append(_document(kind, version, value, place, proxy_name))
         else:
             foreign += 1
         if len(found) + foreign > _MAX_OBJECTS:
@@ -118,10 +118,13 @@ def _is_ours(kind: str, version: str) -> bool:
     return kind in _VERSIONS and group in ("", _VERSIONS[kind][0])
 
 
-def _document(kind: str, version: str, value: object, place: str) -> _Document:
+def _document(kind: str, version: str, value: object, place: str, proxy_name: str | None) -> _Document:
     result: Object | Ignored | Refused
     try:
-        result = parse.decode(kind, value) if isinstance(value, msgspec.Raw) else parse.convert(kind, value)
+        if isinstance(value, msgspec.Raw):
+            result = parse.decode(kind, value, proxy_name)
+        else:
+            result = parse.convert(kind, value, proxy_name)
         key = result.key if isinstance(result, Ignored) else key_of(result)
         group, versions = _VERSIONS[kind]
         known = [f"{group}/{version}" if group else version for version in versions]
@@ -335,11 +338,13 @@ def difference(old: _Snapshot, new: _Snapshot, touched: Iterable[_Name], receive
 class Folder:
     """The files below a path as last read. Only files whose signature changed are read again.
 
-    `snapshot` is what they say, `touched` the names in which it may differ from the one before.
+    `snapshot` is what they say, `touched` the names in which it may differ from the one before. Services of other
+    proxies than `proxy_name` are left out, as `controller.kubernetes.parse.decode` does it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, proxy_name: str | None = None) -> None:
         self.path = path
+        self._proxy_name = proxy_name
         self.files: dict[str, _File] = {}
         self.unsettled: dict[str, float] = {}  # file -> when it was first seen changing
         self.snapshot = _NOTHING
@@ -443,8 +448,7 @@ class Folder:
             return waited < _EMPTY
         return 0 <= age < STEP / 2 and waited < _SETTLE
 
-    @staticmethod
-    def _read(path: Path, shown: str, signature: tuple[int, ...], known: _File | None) -> _File:
+    def _read(self, path: Path, shown: str, signature: tuple[int, ...], known: _File | None) -> _File:
         content = known.content if known else _Content()
         digest = 0
         try:
@@ -452,7 +456,7 @@ class Folder:
             digest = hash(raw)
             if known and known.digest == digest:
                 return known._replace(signature=signature, again=0.0)
-            return _File(signature, digest, _documents(raw, path.suffix.lower() == ".json", shown))
+            return _File(signature, digest, _documents(raw, path.suffix.lower() == ".json", shown, self._proxy_name))
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -558,14 +562,16 @@ def _follow(link: Path, is_manifest: bool, found: list[Path], linked: list[Path]
 # --------------------------------------------------------------------------------------------- the source
 
 
-def load(path: Path) -> list[Event]:
+def load(path: Path, proxy_name: str | None = None) -> list[Event]:
     """Everything that the files say now: one `Replaced` for each kind, then the problems.
+
+    `proxy_name` is as of `Folder`.
 
     Raises:
         SourceError: there is no such file or folder, or it cannot be read.
     """
     try:
-        return complete_events(Folder(path).refresh(patient=False))
+        return complete_events(Folder(path, proxy_name).refresh(patient=False))
     except OSError as error:
         raise SourceError(f"manifests {path}: {error.strerror}") from error
 
@@ -573,15 +579,15 @@ def load(path: Path) -> list[Event]:
 class Manifests:
     """The source for labs, edge nodes and tests. See `controller.kubernetes.Source`.
 
-    It waits for a path that does not exist yet, and reports nothing until then.
+    It waits for a path that does not exist yet, and reports nothing until then. `proxy_name` is as of `Folder`.
     """
 
     kinds: tuple[str, ...] = KINDS
     connection: None = None  # no API server
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, proxy_name: str | None = None) -> None:
         self._path = path
-        self._folder = Folder(path)
+        self._folder = Folder(path, proxy_name)
         self._reported: _Snapshot | None = None
         self._healthy: bool | None = None
 

@@ -58,6 +58,7 @@ _PROTOCOLS: Final = {
     "": Protocol.TCP,
     None: Protocol.TCP,
 }
+PROXY_NAME: Final = "service.kubernetes.io/service-proxy-name"
 _SERVICE_TYPES: Final = frozenset({"ClusterIP", "NodePort", "LoadBalancer", "ExternalName"})
 _POLICIES: Final = {"Local": True, "Cluster": False, "": False, None: False}
 
@@ -70,7 +71,6 @@ class _Wire(Struct, rename="camel", gc=False):
 
 
 class _ServiceLabels(_Wire):
-    # The label selector is DoesNotExist: any value counts, an empty one too.
     proxy_name: object = json_field(default=UNSET, name="service.kubernetes.io/service-proxy-name")
 
 
@@ -343,12 +343,20 @@ def _namespaced(metadata: _ServiceMeta | _SliceMeta) -> _Identity:
     return _Identity(f"{namespace}/{name}", namespace, name)
 
 
+def _of_another_proxy(wire: _Service, proxy_name: str | None) -> Ignored | None:
+    """Kube-proxy's rule for a proxy without a name is DoesNotExist: any value counts, an empty one too."""
+    metadata = wire.metadata or _NO_SERVICE_META
+    label = metadata.labels.proxy_name if metadata.labels else UNSET
+    if label == (UNSET if proxy_name is None else proxy_name):
+        return None
+    said = "without" if label is UNSET else "with another value of" if proxy_name is not None else "with"
+    return Ignored("Service", _namespaced(metadata).key, f"{said} label {PROXY_NAME}: another proxy serves it")
+
+
 def _service(wire: _Service) -> Service | Ignored:
     metadata = wire.metadata or _NO_SERVICE_META
     spec = wire.spec or _NO_SPEC
     key, namespace, name = _namespaced(metadata)
-    if metadata.labels and metadata.labels.proxy_name is not UNSET:
-        return Ignored("Service", key, "label service.kubernetes.io/service-proxy-name: another proxy serves it")
     kind = spec.type or "ClusterIP"
     if kind not in _SERVICE_TYPES:
         _fail("spec.type", f"{shown(kind)} is not one of {', '.join(sorted(_SERVICE_TYPES))}")
@@ -659,12 +667,18 @@ _KINDS: Final = {
 }
 
 
-def decode(kind: str, raw: bytes | msgspec.Raw) -> Object | Ignored:
+def _build(kind: str, wire: Any, proxy_name: str | None) -> Object | Ignored:
+    left = _of_another_proxy(wire, proxy_name) if kind == "Service" else None
+    return _KINDS[kind].build(wire) if left is None else left
+
+
+def decode(kind: str, raw: bytes | msgspec.Raw, proxy_name: str | None = None) -> Object | Ignored:
     """One object from its JSON.
 
     Args:
         kind: one of `controller.kubernetes.model.KINDS`; the API leaves it out of the items of a list.
         raw: the JSON of the object alone, UTF-8.
+        proxy_name: Services with another value of the label `PROXY_NAME` are ignored, None: those with any.
 
     Raises:
         Refused: it is malformed; names object, field and value.
@@ -675,13 +689,13 @@ def decode(kind: str, raw: bytes | msgspec.Raw) -> Object | Ignored:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _refusal(kind, error, _leniently(raw)) from error
     try:
-        return handler.build(wire)
+        return _build(kind, wire, proxy_name)
     except _BadError as error:
         raise Refused(kind, _key_of(kind, _leniently(raw)), error.field, error.problem) from None
 
 
-def convert(kind: str, value: object) -> Object | Ignored:
-    """One object from plain dicts and lists, as YAML gives it.
+def convert(kind: str, value: object, proxy_name: str | None = None) -> Object | Ignored:
+    """One object from plain dicts and lists, as YAML gives it; `proxy_name` as of `decode`.
 
     Raises:
         Refused: it is malformed; names object, field and value.
@@ -692,7 +706,7 @@ def convert(kind: str, value: object) -> Object | Ignored:
     except (msgspec.ValidationError, RecursionError) as error:
         raise _refusal(kind, error, value) from error
     try:
-        return handler.build(wire)
+        return _build(kind, wire, proxy_name)
     except _BadError as error:
         raise Refused(kind, _key_of(kind, value), error.field, error.problem) from None
 

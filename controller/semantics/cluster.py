@@ -44,10 +44,15 @@ class Cluster:
     Args:
         node_name: this node; other Nodes are ignored.
         kinds: the kinds that the source announced; the state is complete once each was listed.
+        shares: another proxy of this node serves the Services that are not here. A Service that goes while
+            EndpointSlices of it stay has moved there; see `moved`.
     """
 
-    def __init__(self, node_name: str, kinds: Iterable[str] = KINDS) -> None:
+    def __init__(self, node_name: str, kinds: Iterable[str] = KINDS, *, shares: bool = False) -> None:
         self._node_name = node_name
+        self._shares = shares
+        self._moved: dict[str, Service] = {}
+        self._handed_over: set[str] = set()
         self._awaited = set(kinds)
         self._services: dict[str, Service] = {}
         self._slices: dict[str, EndpointSlice] = {}
@@ -104,6 +109,26 @@ class Cluster:
         ports = sum(len(service.ports) * max(1, len(service.cluster_ips)) for service in self._services.values())
         return ports, sum(len(one.endpoints) * max(1, len(one.ports)) for one in self._slices.values())
 
+    @property
+    def moved(self) -> Mapping[str, Service]:
+        """Services that another proxy of this node serves since they went from here, as they were.
+
+        Our flows to them go on for as long as they have endpoints: a Service that is deleted loses its EndpointSlices.
+        """
+        return MappingProxyType(self._moved)
+
+    def is_handed_over(self, service: str) -> bool:
+        """Whether a Service that moved gets no new flows here any more."""
+        return service in self._handed_over
+
+    def hand_over(self, services: Iterable[str]) -> bool:
+        """The other proxy has had its time to learn of these: it gets the new flows. Whether the table may differ."""
+        new = {name for name in services if name in self._moved} - self._handed_over
+        self._handed_over |= new
+        for name in new:
+            self._mark_dirty(name)
+        return bool(new)
+
     def slices_of(self, service: str) -> Collection[EndpointSlice]:
         return self._of_service.get(service, _NO_SLICES).values()
 
@@ -144,6 +169,7 @@ class Cluster:
         if self._services.get(key) == service:
             return False
         self._services[key] = service
+        self._forget_moved(key)
         self._mark_dirty(key)
         return True
 
@@ -177,9 +203,7 @@ class Cluster:
         old: object
         match kind:
             case "Service":
-                old = self._services.pop(key, None)
-                if old is not None:
-                    self._mark_dirty(key)
+                return self._drop_service(key)
             case "EndpointSlice":
                 one = self._slices.pop(key, None)
                 return one is not None and self._unlink(key, one)
@@ -191,13 +215,28 @@ class Cluster:
                 self._node_dirty |= old is not None
         return old is not None
 
+    def _drop_service(self, key: str) -> bool:
+        service = self._services.pop(key, None)
+        if service is None:
+            return False
+        if self._shares and key in self._of_service:
+            self._moved[key] = service
+        self._mark_dirty(key)
+        return True
+
     def _unlink(self, key: str, one: EndpointSlice) -> bool:
         """Take a slice from the service that it belonged to."""
         siblings = self._of_service[one.service]
         del siblings[key]
+        changed = self._mark_dirty_if_known(one.service)
         if not siblings:
             del self._of_service[one.service]
-        return self._mark_dirty_if_known(one.service)
+            self._forget_moved(one.service)
+        return changed
+
+    def _forget_moved(self, service: str) -> None:
+        self._moved.pop(service, None)
+        self._handed_over.discard(service)
 
     def _mark_dirty(self, service: str) -> None:
         if self._dirty is not None:
@@ -205,7 +244,7 @@ class Cluster:
 
     def _mark_dirty_if_known(self, service: str) -> bool:
         """A slice without its Service means nothing yet; the Service will find it when it comes."""
-        if service not in self._services:
+        if service not in self._services and service not in self._moved:
             return False
         self._mark_dirty(service)
         return True

@@ -70,6 +70,7 @@ class Settings(msgspec.Struct, frozen=True):
 
     `node_port_addresses` has CIDRs and `NODE_PORT_KEYWORDS`; empty means primary, but see `health_addresses`.
     `primary` overrides the node's primary address of its family (kube-proxy's `bindAddress`).
+    `proxy_name` is the name by which Services choose this proxy, empty: those that choose none.
     `algorithms` are the names that the annotation `hybrid-proxy.io/algorithm` may choose from, `algorithm` is what
     services without it get; the table has the canonical ones (`dataplane.balancing`).
     """
@@ -85,6 +86,7 @@ class Settings(msgspec.Struct, frozen=True):
     algorithm: str = "random"
     primary: tuple[str, ...] = ()
     algorithms: frozenset[str] = frozenset({"random"})
+    proxy_name: str = ""
 
 
 # The node
@@ -117,7 +119,8 @@ def node_network(
         addresses=addresses,
         node_port_addresses=_node_port_addresses(settings.node_port_addresses, primary, addresses),
         pods=_pod_match(settings, node),
-        service_cidrs=tuple(dict.fromkeys(service_cidrs)),
+        # Beside another proxy, most addresses that we don't know are Services of its own.
+        service_cidrs=() if settings.proxy_name else tuple(dict.fromkeys(service_cidrs)),
         masquerade_bit=settings.masquerade_bit,
     )
 

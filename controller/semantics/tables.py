@@ -106,12 +106,13 @@ class Builder:
             self._checks = MappingProxyType({name: check for name, check in checks.items() if check is not None})
 
     def _entries(self, cluster: Cluster, name: str, network: NodeNetwork) -> Entries:
-        service = cluster.services.get(name)
+        service = cluster.services.get(name) or cluster.moved.get(name)
         if service is None:
             return ()
-        return entries(
+        found = entries(
             service, cluster.slices_of(name), self._settings, cluster.node, network, self._claims.wanted.get(name, ())
         )
+        return _for_old_flows(found) if cluster.is_handed_over(name) else found
 
     def _next(self, wanted: Mapping[str, Entries], network: NodeNetwork) -> ServiceTable:
         last = self._table
@@ -253,6 +254,11 @@ def _with_frontends(entry: Entry, frontends: list[Frontend]) -> Entry:
         ),
         backend_sets=tuple([entry.backend_sets[index] for index in used]),
     )
+
+
+def _for_old_flows(entries: Entries) -> Entries:
+    """No client finds these service ports any more; what serves the flows that there are is known."""
+    return tuple([_with_frontends(entry, []) for entry in entries if entry.serving])
 
 
 _FAMILY: Final = {4: "IPv4", 6: "IPv6"}

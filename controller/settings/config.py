@@ -39,6 +39,8 @@ _OURS: Final = HybridProxyConfiguration()
 ADMIN_SOCKET: Final = _OURS.admin_socket
 HEALTHZ: Final = Endpoint("0.0.0.0", CommandLine().healthz_port)  # noqa: S104 (kube-proxy's default)
 METRICS: Final = Endpoint("127.0.0.1", CommandLine().metrics_port)
+# Instead of kube-proxy's ports, where a kube-proxy serves the other Services.
+BESIDE_KUBE_PROXY: Final = {HEALTHZ.port: 10356, METRICS.port: 10349}
 _LONGEST_UDP: Final = INT32 // 1000  # the programs count in jiffies, of which a second has at most 1,000
 
 
@@ -132,6 +134,7 @@ def resolve(given: Given) -> Config:
     healthz = Endpoint("::", HEALTHZ.port) if six else HEALTHZ
     metrics = Endpoint("::1", METRICS.port) if six else METRICS
     connection, logging = kube.client_connection, kube.logging
+    moved = BESIDE_KUBE_PROXY if ours.service_proxy_name else {}
     config = Config(
         settings=Settings(
             node_name=kube.hostname_override or _hostname(),
@@ -145,6 +148,7 @@ def resolve(given: Given) -> Config:
             primary=primary,
             algorithm=ours.algorithm,
             algorithms=frozenset(CHOICES),
+            proxy_name=ours.service_proxy_name,
         ),
         options=_options(kube, ours, mode),
         mode=mode,
@@ -153,8 +157,12 @@ def resolve(given: Given) -> Config:
         kubeconfig=connection.kubeconfig or None,
         master=command.master or None,
         node_addresses=ours.node_addresses,
-        healthz_bind_address=_listen(ours.serve_healthz, kube.healthz_bind_address, command.healthz_port, healthz),
-        metrics_bind_address=_listen(ours.serve_metrics, kube.metrics_bind_address, command.metrics_port, metrics),
+        healthz_bind_address=_listen(
+            ours.serve_healthz, kube.healthz_bind_address, command.healthz_port, healthz, moved
+        ),
+        metrics_bind_address=_listen(
+            ours.serve_metrics, kube.metrics_bind_address, command.metrics_port, metrics, moved
+        ),
         bind_address_hard_fail=kube.bind_address_hard_fail,
         enable_profiling=kube.enable_profiling,
         metrics_per_backend=ours.metrics_per_backend,
@@ -221,6 +229,7 @@ def _options(kube: KubeProxyConfiguration, ours: HybridProxyConfiguration, mode:
         ipvs_tcp_timeout=ipvs.tcp_timeout,
         ipvs_tcpfin_timeout=ipvs.tcp_fin_timeout,
         ipvs_udp_timeout=ipvs.udp_timeout,
+        shares_node=bool(ours.service_proxy_name),
     )
 
 
@@ -271,11 +280,18 @@ def _pod_interface(given: Given, kube: KubeProxyConfiguration) -> str:
     return name
 
 
-def _listen(serves: bool, endpoint: Endpoint | None, port: int, default: Endpoint) -> Endpoint | None:
-    """Where a server listens. The flag for the port, which kube-proxy deprecates, is for an address without one."""
+def _listen(
+    serves: bool, endpoint: Endpoint | None, port: int, default: Endpoint, instead: Mapping[int, int]
+) -> Endpoint | None:
+    """Where a server listens. The flag for the port, which kube-proxy deprecates, is for an address without one.
+
+    `instead` are ports in place of those that another proxy has, also where a file asks for them: it is often the
+    other proxy's own.
+    """
     if not serves:
         return None
-    return msgspec.structs.replace(endpoint, port=endpoint.port or port) if endpoint else default
+    endpoint = msgspec.structs.replace(endpoint, port=endpoint.port or port) if endpoint else default
+    return msgspec.structs.replace(endpoint, port=instead.get(endpoint.port, endpoint.port))
 
 
 def _hostname() -> str:
@@ -304,6 +320,11 @@ def _warn_of_what_has_no_effect(given: Given, kube: KubeProxyConfiguration, mode
             without_effect = value and mode in (AUTO, "iptables")
         if without_effect:
             given.warn(f"has no effect: {setting.unused}", row.key)
+    if given.document(HybridProxyConfiguration).service_proxy_name and mode == "ipvs":
+        given.warn(
+            "a kube-proxy in mode ipvs removes the virtual servers of mode ipvs here, unless its excludeCIDRs contain "
+            "their addresses", f"{HYBRID}.serviceProxyName",
+        )  # fmt: skip
     for gate, on in kube.feature_gates.items():
         if gate not in (*_ALWAYS, "AllowServiceExternalIPs"):
             given.warn(f"{gate} has no meaning here", f"{KUBE_PROXY}.featureGates")

@@ -25,6 +25,7 @@ from controller.settings.forms import (
     FOLDER,
     GATES,
     INTERFACE,
+    LABEL,
     LISTEN,
     NODE_NAME,
     NODE_PORT_ADDRESSES,
@@ -558,6 +559,11 @@ class HybridProxyConfiguration(_Part, frozen=True):
         f"hybrid-proxy.io/algorithm: one of {', '.join(CHOICES)} (in mode ipvs, `random` means the scheduler of "
         "`ipvs.scheduler`)", choice(*CHOICES, metavar="NAME")._replace(schema={}), "algorithm", group=SERVICES
     )] = _SETTINGS.algorithm
+    service_proxy_name: Annotated[str, _is(
+        "Serve only Services whose label `service.kubernetes.io/service-proxy-name` has this value, beside a "
+        "kube-proxy, which serves those without the label. Empty: serve those without the label",
+        LABEL, "service-proxy-name", RESTART, SERVICES
+    )] = ""
     manifests: Annotated[str, _is(
         "A file or folder of YAML and JSON that objects come from instead of an API server; it is watched for "
         "changes", TEXT._replace(metavar="PATH"), "manifests", RESTART, SOURCES

@@ -345,6 +345,10 @@ GATES: Final = Form(dict[str, bool], "GATE=BOOL,...", write=dict, repeats=True)
 VMODULE: Final = Form(
     list[VModule], "PATTERN=N,...", _vmodules, lambda value: [msgspec.to_builtins(module) for module in value]
 )
+LABEL: Final = _matches(
+    r"(?:[A-Za-z0-9](?:[-_.A-Za-z0-9]{0,61}[A-Za-z0-9])?)?",
+    "is not the value of a label: at most 63 letters, digits, -, _ and ., a letter or digit at both ends", "NAME",
+)  # fmt: skip
 VERSION: Final = _matches(r"(?:[0-9]{1,3}\.[0-9]{1,3})?", "is not of the form MAJOR.MINOR, such as 1.35", "VERSION")
 BUFFER_SIZE: Final = _matches(
     r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[KMGTPE]i|[numkMGTPE]|[eE][-+]?[0-9]{1,3})?",

@@ -196,6 +196,7 @@ USED = [
     (H, "manifests", "/m", "manifests", Path("/m")),
     (H, "nodeAddresses", ["10.0.0.7/24", "FD00::7"], "node_addresses", ("10.0.0.7", "fd00::7")),
     (H, "drainTimeout", "1m", "drain_seconds", 60.0),
+    (H, "serviceProxyName", "hybrid", "settings.proxy_name", "hybrid"),
     (H, "adminSocket", "/s", "admin_socket", "/s"),
     (H, "serveHealthz", False, "healthz_bind_address", None),
     (H, "serveMetrics", False, "metrics_bind_address", None),

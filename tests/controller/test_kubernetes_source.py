@@ -868,8 +868,8 @@ def test_odd_metadata(api: ApiServer, watcher: Watcher) -> None:
 
 
 def test_a_defect_of_ours_costs_one_object(api: ApiServer, watch: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    def defective(kind: str, raw: msgspec.Raw) -> Any:
-        obj = decode(kind, raw)
+    def defective(kind: str, raw: msgspec.Raw, proxy_name: str | None) -> Any:
+        obj = decode(kind, raw, proxy_name)
         if getattr(obj, "name", "") in {"shop-00003", "shop-00020"}:
             raise ZeroDivisionError("division by zero")
         return obj

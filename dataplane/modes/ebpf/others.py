@@ -7,18 +7,32 @@ have entries in the tables of flows, as long as conntrack has theirs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dataplane.kernel.bpf import Map
-from dataplane.kernel.conntrack import FlowKey, translated_keys
+from dataplane.kernel.conntrack import FlowKey, Key, translated_keys
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.flows import flow_arrays, run_in_parts
 from dataplane.table import Protocol, ServiceTable
 
 DATAGRAMS = (Protocol.UDP, Protocol.SCTP)  # whose first packets do not say that they are the first
+
+
+def takes_datagrams(old: ServiceTable, new: ServiceTable, names: Iterable[str]) -> bool:
+    """Whether one of these services gets datagrams or associations at an address that had none."""
+    return not _frontends(new, names) <= _frontends(old, names)
+
+
+def _frontends(table: ServiceTable, names: Iterable[str]) -> set[Key]:
+    return {
+        (frontend.address, frontend.port, int(entry.protocol))
+        for entry in table.entries(names)
+        if entry.protocol in DATAGRAMS
+        for frontend in entry.frontends
+    }
 
 
 class OthersFlows:
@@ -40,12 +54,7 @@ class OthersFlows:
         Raises:
             DataplaneError, OSError: conntrack cannot be read.
         """
-        services = {
-            (frontend.address, frontend.port, int(entry.protocol)): None
-            for entry in table.entries()
-            if entry.protocol in DATAGRAMS
-            for frontend in entry.frontends
-        }
+        services = dict.fromkeys(_frontends(table, table.services))
         with self._lock:
             found = translated_keys(services)
             for family, flows in self._flows.items():

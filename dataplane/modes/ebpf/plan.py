@@ -483,4 +483,4 @@ def _list_gone(batch: Batch, entry: Entry, ids: Sequence[int]) -> None:
 
 def _share_a_frontend(old: Rows, new: Rows) -> bool:
     keys = {key for key, _, _ in new.settings.frontends}
-    return not old.settings.frontends or any(key in keys for key, _, _ in old.settings.frontends)
+    return not keys or not old.settings.frontends or any(key in keys for key, _, _ in old.settings.frontends)

@@ -58,7 +58,7 @@ from dataplane.modes.ebpf.failover import Failover
 from dataplane.modes.ebpf.flows import FlowGC, open_flows
 from dataplane.modes.ebpf.gone import Mark, collect, is_gone
 from dataplane.modes.ebpf.maps import Larger, MapSet, open_pinned_maps
-from dataplane.modes.ebpf.others import OthersFlows
+from dataplane.modes.ebpf.others import OthersFlows, takes_datagrams
 from dataplane.modes.ebpf.pins import (
     Glance,
     beside,
@@ -260,7 +260,8 @@ class Ebpf:
         try:
             if self.programs is None:
                 self._begin(sizes.needs, table.entries())
-            if not self._attached:
+            come = self.options.shares_node and takes_datagrams(self.table, table, names)
+            if not self._attached or come:
                 self.others.look(table)  # before the first packet could begin a flow in place of theirs
             if table.node != self.table.node or not self._attached:
                 self._write_node(table.node)
@@ -283,7 +284,9 @@ class Ebpf:
                 self._attach()
                 self._take_over()
                 self.gc.hurry()  # and look for what others began meanwhile
-            if self.others.known:
+            if come:
+                self._others_looks = 0
+            if self.others.known or come:
                 delete_stale(table, names)
                 self.gc.hurry()
         except Unsupported:
