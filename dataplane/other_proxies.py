@@ -43,8 +43,12 @@ def warnings(found: OtherProxies, *, beside: bool = False) -> tuple[str, ...]:
     evidence = [f"process {process.pid}" for process in found.kube_proxy_processes]
     if found.health:
         evidence.append(f"its health port {HEALTH_PORT} answers")
-    if evidence and beside:
-        pass
+    if beside:
+        if found.kube_proxy and not evidence:
+            messages.append(
+                f"no kube-proxy works here, and its {_joined(found.kube_proxy)} still send clients of the Services that "
+                "it serves to endpoints of the past. Start it again, or serve all Services here."
+            )
     elif evidence:
         objects = f", and its {_listed(found.kube_proxy)} in place" if found.kube_proxy else ""
         messages.append(

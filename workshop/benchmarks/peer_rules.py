@@ -2,8 +2,8 @@
 
 The shapes are those of kube-proxy v1.36 as `iptables-save` and `nft list table` show them on a node: chains, maps,
 which chain leads where, at which hook; names and texts of services are ours. iptables: one line for each service, in a
-list. nftables: an element of a verdict map for each service, which leads to a chain of its own. The other services
-have one endpoint, which no packet here reaches.
+list. nftables: an element of a verdict map for each service, which leads to a chain of its own. Of a benchmark's
+services only the measured one has an endpoint that packets reach.
 """
 
 from __future__ import annotations
@@ -13,47 +13,55 @@ from typing import Final, NamedTuple
 
 from workshop.lab.network import SERVICE_CIDRS, Lab
 
-__all__ = ["PEERS", "load"]
+__all__ = ["PEERS", "Row", "Rows", "load", "put"]
 
 Socket = tuple[str, int]
 MARK: Final = "0x4000"
 
 
+class Row(NamedTuple):
+    """One service: ClusterIP and port, its endpoints."""
+
+    frontend: Socket
+    backends: tuple[Socket, ...]
+    protocol: str = "tcp"
+
+
 class Rows(NamedTuple):
-    """What is programmed: the measured service is in the middle; clients outside `cidr` are masqueraded."""
+    """What is programmed; clients outside `cidr` are masqueraded. `hooks`: the chains have no rules that lead there."""
 
     cidr: str
-    services: list[tuple[Socket, Socket]]  # ClusterIP and port, its endpoint
+    services: list[Row]
+    hooks: bool = True
 
 
 def load(made: Lab, mode: str, services: int, cluster_cidr: str, frontend: Socket, backend: Socket) -> None:
     """Put the rules of a mode (of `PEERS`) into the node of a lab: `services` of them and the measured one."""
     ends = [f"{n // 250}.{n % 250 + 1}" for n in range(services)]
-    rows = [((f"10.112.{end}", 80), (f"10.160.{end}", 8080)) for end in ends]
-    rows.insert(services // 2, (frontend, backend))
+    rows = [Row((f"10.112.{end}", 80), ((f"10.160.{end}", 8080),)) for end in ends]
+    rows.insert(services // 2, Row(frontend, (backend,)))
+    put(made, mode, Rows(cluster_cidr, rows))
+
+
+def put(made: Lab, mode: str, rows: Rows) -> None:
+    """Put these rules of a mode (of `PEERS`) into the node of a lab, in place of those that are there."""
     lines, command = PEERS[mode]
     path = made.folder / "peer-rules"
-    path.write_text("".join(f"{line}\n" for line in lines(Rows(cluster_cidr, rows))))
+    path.write_text("".join(f"{line}\n" for line in lines(rows)))
     done = made.run("node", [*command, str(path)], timeout=300)
     assert done.returncode == 0, done.stderr
 
 
 def _iptables(rows: Rows) -> Iterator[str]:
-    yield from _filter()
+    yield from _filter(rows.hooks)
     yield from _nat(rows)
 
 
-def _filter() -> Iterator[str]:
+def _filter(hooks: bool) -> Iterator[str]:
     yield "*filter"
     names = ["PROXY-FIREWALL", "EXTERNAL-SERVICES", "NODEPORTS", "SERVICES", "FORWARD", "FIREWALL"]
     yield from (f":KUBE-{name} - [0:0]" for name in names)
-    new = "-m conntrack --ctstate NEW -j"
-    for hook in ("INPUT", "FORWARD", "OUTPUT"):
-        yield f"-A {hook} {new} KUBE-PROXY-FIREWALL"
-    yield from ("-A INPUT -j KUBE-NODEPORTS", f"-A INPUT {new} KUBE-EXTERNAL-SERVICES", "-A INPUT -j KUBE-FIREWALL")
-    yield "-A FORWARD -j KUBE-FORWARD"
-    yield from (f"-A FORWARD {new} KUBE-{name}" for name in ("SERVICES", "EXTERNAL-SERVICES"))
-    yield from (f"-A OUTPUT {new} KUBE-SERVICES", "-A OUTPUT -j KUBE-FIREWALL")
+    yield from _filter_hooks() if hooks else ()
     yield "-A KUBE-FORWARD -m conntrack --ctstate INVALID -j DROP"
     yield f"-A KUBE-FORWARD -m mark --mark {MARK}/{MARK} -j ACCEPT"
     yield "-A KUBE-FORWARD -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT"
@@ -61,27 +69,47 @@ def _filter() -> Iterator[str]:
     yield "COMMIT"
 
 
+def _filter_hooks() -> Iterator[str]:
+    new = "-m conntrack --ctstate NEW -j"
+    for hook in ("INPUT", "FORWARD", "OUTPUT"):
+        yield f"-A {hook} {new} KUBE-PROXY-FIREWALL"
+    yield from ("-A INPUT -j KUBE-NODEPORTS", f"-A INPUT {new} KUBE-EXTERNAL-SERVICES", "-A INPUT -j KUBE-FIREWALL")
+    yield "-A FORWARD -j KUBE-FORWARD"
+    yield from (f"-A FORWARD {new} KUBE-{name}" for name in ("SERVICES", "EXTERNAL-SERVICES"))
+    yield from (f"-A OUTPUT {new} KUBE-SERVICES", "-A OUTPUT -j KUBE-FIREWALL")
+
+
 def _nat(rows: Rows) -> Iterator[str]:
     yield "*nat"
     yield from (f":KUBE-{name} - [0:0]" for name in ("SERVICES", "NODEPORTS", "POSTROUTING", "MARK-MASQ"))
-    for number in range(len(rows.services)):
+    for number, row in enumerate(rows.services):
         yield f":KUBE-SVC-{number:016d} - [0:0]"
-        yield f":KUBE-SEP-{number:016d} - [0:0]"
-    yield from (f"-A {hook} -j KUBE-SERVICES" for hook in ("PREROUTING", "OUTPUT"))
-    yield "-A POSTROUTING -j KUBE-POSTROUTING"
+        yield from (f":KUBE-SEP-{sep} - [0:0]" for sep in _endpoints(number, row))
+    if rows.hooks:
+        yield from (f"-A {hook} -j KUBE-SERVICES" for hook in ("PREROUTING", "OUTPUT"))
+        yield "-A POSTROUTING -j KUBE-POSTROUTING"
     yield f"-A KUBE-MARK-MASQ -j MARK --or-mark {MARK}"
     yield f"-A KUBE-POSTROUTING -m mark ! --mark {MARK}/{MARK} -j RETURN"
     yield f"-A KUBE-POSTROUTING -j MARK --xor-mark {MARK}"
     yield "-A KUBE-POSTROUTING -j MASQUERADE --random-fully"
-    for number, ((vip, port), (address, target)) in enumerate(rows.services):
-        svc, sep = f"KUBE-SVC-{number:016d}", f"KUBE-SEP-{number:016d}"
-        yield f"-A KUBE-SERVICES -d {vip}/32 -p tcp -m tcp --dport {port} -j {svc}"
-        yield f"-A {svc} ! -s {rows.cidr} -d {vip}/32 -p tcp -m tcp --dport {port} -j KUBE-MARK-MASQ"
-        yield f"-A {svc} -j {sep}"
-        yield f"-A {sep} -s {address}/32 -j KUBE-MARK-MASQ"
-        yield f"-A {sep} -p tcp -m tcp -j DNAT --to-destination {address}:{target}"
+    for number, row in enumerate(rows.services):
+        (vip, port), svc, way = row.frontend, f"KUBE-SVC-{number:016d}", f"-p {row.protocol} -m {row.protocol}"
+        yield f"-A KUBE-SERVICES -d {vip}/32 {way} --dport {port} -j {svc}"
+        yield f"-A {svc} ! -s {rows.cidr} -d {vip}/32 {way} --dport {port} -j KUBE-MARK-MASQ"
+        for left, (sep, (address, target)) in zip(
+            range(len(row.backends), 0, -1), _endpoints(number, row).items(), strict=True
+        ):
+            chance = f"-m statistic --mode random --probability {1 / left:.11f} " if left > 1 else ""
+            yield f"-A {svc} {chance}-j KUBE-SEP-{sep}"
+            yield f"-A KUBE-SEP-{sep} -s {address}/32 -j KUBE-MARK-MASQ"
+            yield f"-A KUBE-SEP-{sep} {way} -j DNAT --to-destination {address}:{target}"
     yield "-A KUBE-SERVICES -m addrtype --dst-type LOCAL -j KUBE-NODEPORTS"
     yield "COMMIT"
+
+
+def _endpoints(number: int, row: Row) -> dict[str, Socket]:
+    """The endpoints of a service by the names of their chains."""
+    return {f"{number:012d}{place:04d}": backend for place, backend in enumerate(row.backends)}
 
 
 _FRONTENDS = "ipv4_addr . inet_proto . inet_service"
@@ -108,9 +136,14 @@ _HOOKS = {  # name -> type, hook, priority, rules
 
 def _nftables(rows: Rows) -> Iterator[str]:
     """Endpoints have chains of their own with affinity alone; without, one rule of the service translates to them."""
+    yield from ("table ip kube-proxy", "delete table ip kube-proxy")  # in one transaction with the new one
     yield "table ip kube-proxy {"
     for name in ("cluster-ips", "nodeport-ips"):
-        yield from _map(f"set {name}", "ipv4_addr", [vip for (vip, _), _ in rows.services] * (name == "cluster-ips"))
+        yield from _map(
+            f"set {name}",
+            "ipv4_addr",
+            list(dict.fromkeys(row.frontend[0] for row in rows.services)) * (name == "cluster-ips"),
+        )
     yield from _map("set hairpin-connections", "ipv4_addr . ipv4_addr", [])
     yield from _map("map no-endpoint-nodeports", "inet_proto . inet_service : verdict", [])
     yield from _map("map service-nodeports", "inet_proto . inet_service : verdict", [])
@@ -124,12 +157,14 @@ def _nftables(rows: Rows) -> Iterator[str]:
         f"meta mark and {MARK} != 0 meta mark set meta mark xor {MARK} masquerade fully-random",
         "ct status dnat ip saddr . ip daddr @hairpin-connections masquerade",
     )
-    names = [f"service-{number:08d}-default/other/tcp/main" for number in range(len(rows.services))]
-    for name, ((vip, port), (address, target)) in zip(names, rows.services, strict=True):
-        outside = f"ip daddr {vip} tcp dport {port} ip saddr != {rows.cidr} jump mark-for-masquerade"
-        choice = f"meta l4proto tcp dnat ip to numgen random mod 1 map {{ 0 : {address} . {target} }}"
-        yield from _chain(name, outside, choice)
-    found = [f"{vip} . tcp . {port} : goto {n}" for n, ((vip, port), _) in zip(names, rows.services, strict=True)]
+    found = []
+    for number, row in enumerate(rows.services):
+        name, (vip, port) = f"service-{number:08d}-default/other/{row.protocol}/main", row.frontend
+        outside = f"ip daddr {vip} {row.protocol} dport {port} ip saddr != {rows.cidr} jump mark-for-masquerade"
+        slots = ", ".join(f"{slot} : {address} . {target}" for slot, (address, target) in enumerate(row.backends))
+        choice = f"dnat ip to numgen random mod {len(row.backends)} map {{ {slots} }}"
+        yield from _chain(name, outside, f"meta l4proto {row.protocol} {choice}")
+        found.append(f"{vip} . {row.protocol} . {port} : goto {name}")
     yield from _map("map service-ips", f"{_FRONTENDS} : verdict", found)
     yield from _chain(
         "services",

@@ -249,8 +249,10 @@ class Plan:
         self._source_range_count.subtract(batch.gone_source_ranges)
         if batch.gone_backends or batch.gone_services or batch.gone_ranges or batch.gone_frontends:
             self.stamp += 1
+            losing = [self.by_id[service] for _, service in batch.gone_frontends if service in self.by_id]
+            bare = {port.service for port in losing if not port.rows.settings.frontends}
             self.deferred.put(
-                self.stamp, batch.gone_services, batch.gone_backends, batch.gone_ranges, batch.gone_frontends
+                self.stamp, batch.gone_services, batch.gone_backends, batch.gone_ranges, batch.gone_frontends, bare
             )
 
     # One service port

@@ -155,14 +155,14 @@ class Freed:
 class DeferredFree:
     """What was taken out of use, and is not free yet. Stamps are numbers of grace periods, counted by the caller.
 
-    Flows go on when their service is gone, as with conntrack, so their packets must still be looked at: the frontends
-    of such a service are free when its id is. Other frontends only wait for the grace period.
+    Flows go on when their service is gone, or has no frontends any more, so their packets must still be looked at: the
+    frontends of such a service are free when its id is. Other frontends only wait for the grace period.
     """
 
     def __init__(self, services: IdPool, backends: IdPool, slots: SlotAllocator) -> None:
         self._services, self._backends, self._slots = services, backends, slots
         self._waiting: deque[tuple[int, Sequence[int], Sequence[int], Sequence[tuple[int, int]], list[Any]]] = deque()
-        self._frontends: dict[int, list[Any]] = {}  # of services that are gone
+        self._frontends: dict[int, list[Any]] = {}  # of services that are gone, or have no others
         self._unnamed_services: set[int] = set()
         self._unnamed_backends: set[int] = set()
 
@@ -177,10 +177,13 @@ class DeferredFree:
 
     def put(
         self, stamp: int, services: Sequence[int], backends: Sequence[int], ranges: Sequence[tuple[int, int]],
-        frontends: Iterable[tuple[Any, int]] = (),
+        frontends: Iterable[tuple[Any, int]] = (), bare: Iterable[int] = (),
     ) -> None:  # fmt: skip
-        """Free these once grace period `stamp` is over; of frontends with the service that had each."""
-        others, gone = [], frozenset(services)
+        """Free these once grace period `stamp` is over; of frontends with the service that had each.
+
+        `bare` are services that stay, without frontends.
+        """
+        others, gone = [], frozenset((*services, *bare))
         for frontend, service in frontends:
             if service in gone:
                 self._frontends.setdefault(service, []).append(frontend)
