@@ -151,10 +151,10 @@ def flows(node: Node, stack: ExitStack) -> list[Flow]:
     made = []
     for place in PLACES:
         stream = stack.enter_context(node.bench.connect(place, node.tcp.vip(V4), V4, timeout=5.0))
-        made.append(Flow(f"TCP from {place}", lambda stream=stream: ask_tcp(stream).pod))  # type: ignore[misc]
+        made.append(Flow(f"TCP from {place}", lambda stream=stream: ask_tcp(stream).pod))
         sender = stack.enter_context(node.bench.socket(place, V4, socket.SOCK_DGRAM, timeout=5.0))
         sender.connect(node.udp.vip(V4))
-        made.append(Flow(f"UDP from {place}", lambda sender=sender: ask_udp(sender)[0].pod))  # type: ignore[misc]
+        made.append(Flow(f"UDP from {place}", lambda sender=sender: ask_udp(sender)[0].pod))
     return made
 
 
@@ -170,6 +170,20 @@ def new_flows(node: Node) -> tuple[dict[str, Tally], list[Callable[..., object]]
                         timeout=5 * PATIENCE, open_socket=partial(node.bench.lab.socket, place))
             )  # fmt: skip
     return tallies, clients
+
+
+def wait_until_served(node: Node, pod: str) -> None:
+    for service in (node.tcp, node.udp):
+        eventually(partial(node.is_served_by, service, pod), HAND_OVER + 5, f"{service.name} has not moved to {pod}")
+
+
+def wait_for_answers(opened: list[Flow]) -> None:
+    """Until each flow has had many more, or has failed."""
+    goals = [flow.asked + 50 for flow in opened]
+    eventually(
+        lambda: all(flow.asked > goal or flow.failed for flow, goal in zip(opened, goals, strict=True)),
+        30, "open flows do not go on",
+    )  # fmt: skip
 
 
 def move(node: Node, label: str | None) -> None:
@@ -215,16 +229,8 @@ def test_a_service_moves_by_its_label_and_back(node: Node) -> None:
             opened = flows(node, stack)
             with meanwhile(flow.go_on for flow in opened):
                 move(node, label)
-                for service in (node.tcp, node.udp):
-                    eventually(
-                        lambda service=service: node.is_served_by(service, after), HAND_OVER + 5,  # type: ignore[misc]
-                        f"{service.name} has not moved to {after}",
-                    )  # fmt: skip
-                asked = [flow.asked for flow in opened]
-                eventually(
-                    lambda asked=asked: all(f.asked > n + 50 or f.failed for f, n in zip(opened, asked, strict=True)),  # type: ignore[misc]
-                    30, "open flows do not go on",
-                )  # fmt: skip
+                wait_until_served(node, after)
+                wait_for_answers(opened)
             for flow in opened:
                 assert not flow.failed, f"{flow.name}, label {label}, {flow.asked} questions: {flow.failed}"
                 assert flow.pod == before, flow.name

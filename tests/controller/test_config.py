@@ -90,6 +90,7 @@ GOOD = [
     pytest.param("-v=4",                   "verbosity",              4,                      id="-v=4"),
 ]
 BAD = [  # arguments, the flag and the value that the error names; forms that a file has, too, are in test_configfile
+    pytest.param("--service-proxy-name=a/b", "--service-proxy-name", "'a/b'", id="no value of a label"),
     pytest.param("--hostname-override= ", "--hostname-override", "' '", id="node name"),
     pytest.param("--detect-local-mode=BridgeInterface --pod-bridge-interface=sixteen-letters-",
                  "--pod-bridge-interface", "'sixteen-letters-'", id="long name"),
@@ -158,3 +159,25 @@ def test_localhost_is_taken_with_a_warning():
     (warning,) = from_flags({"nodeport_addresses": "primary,localhost", "hostname_override": "a"}).warnings
     assert "nodeport-addresses" in warning
     assert "loopback" in warning
+
+
+@pytest.mark.parametrize(
+    ("arguments", "healthz", "metrics"),
+    [
+        ("--v=2", 10356, 10349),
+        ("--healthz-bind-address=0.0.0.0:10256 --metrics-bind-address=127.0.0.1:10249", 10356, 10349),
+        ("--healthz-bind-address=0.0.0.0:8080 --metrics-bind-address=127.0.0.1:8081", 8080, 8081),
+        ("--healthz-port=10256 --metrics-port=0", 10356, None),
+    ],
+)
+def test_ports_beside_a_kube_proxy(arguments: str, healthz: int | None, metrics: int | None) -> None:
+    config = parsed("--service-proxy-name=lab", *arguments_of(arguments))
+    ports = [end and end.port for end in (config.healthz_bind_address, config.metrics_bind_address)]
+    assert ports == [healthz, metrics]
+    assert config.options.shares_node
+
+
+@pytest.mark.parametrize(("mode", "warned"), [("ipvs", True), ("nftables", False)])
+def test_mode_ipvs_beside_a_kube_proxy(mode: str, warned: bool) -> None:
+    config = parsed("--service-proxy-name=lab", f"--proxy-mode={mode}")
+    assert any("excludeCIDRs" in warning for warning in config.warnings) is warned

@@ -164,6 +164,20 @@ def test_only_what_kube_proxy_watches_is_asked_for(api: ApiServer, watch: Start)
     }
 
 
+def test_a_proxy_with_a_name_asks_for_its_own_services_alone(api: ApiServer, watch: Start) -> None:
+    for number, name in ((90, "lab"), (91, "other"), (92, "")):
+        api.put(labelled(service(number), "service.kubernetes.io/service-proxy-name", name))
+    watcher = watch(proxy_name="lab")
+    assert {key.rpartition("/")[2] for key in watcher.state["Service"]} == {"shop-00090"}
+    assert len(watcher.state["EndpointSlice"]) == 6, "slices of all Services: one may come"
+    (selector,) = {r.query.get("labelSelector") for r in api.requests if r.plural == "services"}
+    assert selector == "service.kubernetes.io/service-proxy-name=lab"
+
+    api.put(service(90))
+    api.put(labelled(service(3), "service.kubernetes.io/service-proxy-name", "lab"))
+    watcher.until(lambda: {key.rpartition("/")[2] for key in watcher.state["Service"]} == {"shop-00003"})
+
+
 def test_changes_follow(api: ApiServer, watcher: Watcher) -> None:
     before = time.monotonic()
     api.put(service(20))

@@ -711,3 +711,15 @@ values = st.recursive(
 def test_whatever_comes_is_read_or_refused(kind: str, value: object) -> None:
     with contextlib.suppress(Refused):
         both(kind, value)
+
+
+@pytest.mark.parametrize(
+    ("labels", "ours"),
+    [({PROXY_NAME: "lab"}, True), ({PROXY_NAME: "Lab"}, False), ({PROXY_NAME: ""}, False), ({PROXY_NAME: None}, False),
+     ({}, False), (None, False)],
+)  # fmt: skip
+def test_a_proxy_with_a_name_gets_the_services_that_name_it(labels: dict[str, str | None] | None, ours: bool) -> None:
+    value = service_of({}, metadata={"labels": labels})
+    found = parse.convert("Service", value, "lab"), parse.decode("Service", json.dumps(value).encode(), "lab")
+    assert [isinstance(one, Service) for one in found] == [ours] * 2
+    assert [isinstance(one, Ignored) for one in found] == [not ours] * 2

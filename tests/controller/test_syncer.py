@@ -7,8 +7,19 @@ from typing import Any
 
 import pytest
 
-from controller.agent.syncer import FIRST_RETRY, LONGEST_RETRY, MIN_REST, TRANSITIONS, Input, State, Syncer
-from controller.kubernetes.model import Node, Replaced, Service, ServicePort, Superseded, Upserted
+from controller.agent.syncer import FIRST_RETRY, HAND_OVER, LONGEST_RETRY, MIN_REST, TRANSITIONS, Input, State, Syncer
+from controller.kubernetes.model import (
+    Endpoint,
+    EndpointPort,
+    EndpointSlice,
+    Node,
+    Removed,
+    Replaced,
+    Service,
+    ServicePort,
+    Superseded,
+    Upserted,
+)
 from controller.semantics.cluster import Cluster
 from controller.semantics.entries import Settings
 from controller.serving.counters import Counters
@@ -215,3 +226,25 @@ def test_the_log_has_one_line_a_second(world: World, caplog: pytest.LogCaptureFi
     world.syncer.flush_log()
     world.syncer.flush_log()
     assert [record.args[0] for record in caplog.records if record.args] == [1, 2]  # type: ignore[index]
+
+
+def test_a_service_that_moved_is_handed_over_when_a_kube_proxy_has_had_time_to_serve_it() -> None:
+    world = World()
+    world.syncer.cluster = Cluster("me", ("Service", "Node"), shares=True)
+    world.change()
+    port = EndpointPort("http", Protocol.TCP, 80)
+    world.syncer.observe(Upserted(EndpointSlice("d", "web-1-a", "d/web-1", 4, (port,), (Endpoint("10.1.0.1"),))))
+    world.sync(first=True)
+    world.syncer.observe(Removed("Service", "d/web-1"))
+    world.sync()
+    world.syncer.hand_over()
+    world.now += HAND_OVER - 0.1
+    world.syncer.hand_over()
+    assert world.syncer.state is State.SYNCED
+    world.now += 0.2
+    world.syncer.hand_over()
+    assert world.syncer.state is State.PENDING
+    world.sync()
+    assert [len(entry.frontends) for entry in world.mode.tables[-1].entries()] == [0]
+    world.syncer.hand_over()
+    assert world.syncer.state is State.SYNCED, "once"

@@ -174,6 +174,21 @@ def test_one_warning_for_each_other_proxy(found, starts):
     assert [message.startswith(start) for message, start in zip(messages, starts, strict=True)] == [True] * len(starts)
 
 
+@pytest.mark.parametrize(
+    ("found", "count"),
+    [
+        pytest.param(OtherProxies(TABLES, (Process(7, "kube-proxy"),), health=True), 0, id="it works"),
+        pytest.param(OtherProxies(TABLES), 1, id="nobody maintains its rules"),
+        pytest.param(OtherProxies(), 0, id="there is none"),
+        pytest.param(OtherProxies(agents=(Process(9, "hybrid-proxy run"),)), 1, id="another agent"),
+    ],
+)
+def test_beside_a_kube_proxy_that_works_nothing_is_wrong(found, count):
+    messages = warnings(found, beside=True)
+    assert len(messages) == count
+    assert not any("--cleanup" in message for message in messages)
+
+
 @pytest.mark.usefixtures("home")
 class TestWatching:
     def test_each_change_is_reported_once(self, caplog):

@@ -163,3 +163,61 @@ def test_the_extent_counts_ports_of_both_families_and_endpoints_of_all_slices():
         len(WEB.ports) + 2 * len(both.ports),
         len(SLICE.ports) + 2 * len(more.ports),
     )
+
+
+def beside() -> Cluster:
+    """Beside another proxy."""
+    state = Cluster(ME, shares=True)
+    for event in listing((NODE, WEB, API, SLICE)):
+        state.apply(event)
+    state.take_dirty()
+    return state
+
+
+class TestAServiceThatMoves:
+    """Its label names another proxy now: it goes, and its slices stay."""
+
+    def test_it_is_handed_over_once(self):
+        state = beside()
+        assert state.apply(Removed("Service", "default/web"))
+        assert dict(state.moved) == {"default/web": WEB}
+        assert state.take_dirty() == dirty("web")
+        assert not state.is_handed_over("default/web")
+        assert state.hand_over(["default/web", "default/api", "default/nobody"])
+        assert state.is_handed_over("default/web")
+        assert state.take_dirty() == dirty("web")
+        assert not state.hand_over(["default/web"])
+        assert not state.is_handed_over("default/api"), "it has not moved"
+
+    def test_its_endpoints_are_followed(self):
+        state = beside()
+        state.apply(Removed("Service", "default/web"))
+        state.take_dirty()
+        assert state.apply(Upserted(endpoint_slice(here("10.1.0.2"))))
+        assert state.take_dirty() == dirty("web")
+
+    def test_one_that_is_deleted_loses_its_slices_too(self):
+        state = beside()
+        state.apply(Removed("Service", "default/web"))
+        state.hand_over(["default/web"])
+        state.take_dirty()
+        assert state.apply(Removed("EndpointSlice", "default/web-1"))
+        assert (dict(state.moved), state.is_handed_over("default/web")) == ({}, False)
+        assert state.take_dirty() == dirty("web")
+
+    def test_one_without_slices_is_gone(self):
+        state = beside()
+        assert state.apply(Removed("Service", "default/api"))
+        assert dict(state.moved) == {}
+
+    def test_it_comes_back(self):
+        state = beside()
+        state.apply(Removed("Service", "default/web"))
+        state.hand_over(["default/web"])
+        state.apply(Upserted(WEB))
+        assert (dict(state.moved), state.is_handed_over("default/web")) == ({}, False)
+
+    def test_it_is_deleted_where_no_other_proxy_is(self):
+        state = cluster(NODE, WEB, SLICE)
+        state.apply(Removed("Service", "default/web"))
+        assert dict(state.moved) == {}

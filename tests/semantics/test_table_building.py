@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from make import NODE, SERVICE_RANGE, SETTINGS, away, cluster, endpoint_slice, here, service
+from make import ME, NODE, SERVICE_RANGE, SETTINGS, away, cluster, endpoint_slice, here, listing, service
+from msgspec.structs import replace
 
 from controller.kubernetes.model import Removed, Upserted
+from controller.semantics.cluster import Cluster
 from controller.semantics.entries import DetectLocalMode, Settings
 from controller.semantics.tables import Builder
 from dataplane.table import EMPTY, Masquerade
@@ -159,3 +161,23 @@ def test_node_cidrs_that_come_late_turn_masquerade_on():
     after = builder.build(state, ())
     assert after.services["default/web"][0].frontends[0].masquerade == Masquerade.NODE | Masquerade.EXTERNAL
     assert after.changed == {"default/web"}
+
+
+def test_a_service_that_moves_is_served_until_it_is_handed_over_and_its_flows_after_that():
+    state, builder = Cluster(ME, shares=True), Builder(replace(SETTINGS, proxy_name="lab"))
+    for event in listing((NODE, SERVICE_RANGE, WEB, SLICE)):
+        state.apply(event)
+    before = builder.build(state, ADDRESSES).services["default/web"]
+    state.apply(Removed("Service", "default/web"))
+    assert builder.build(state, ADDRESSES).services["default/web"] is before
+    state.hand_over(["default/web"])
+    (after,) = builder.build(state, ADDRESSES).services["default/web"]
+    assert (after.frontends, after.backend_sets) == ((), ())
+    assert [backend.address for backend in after.serving] == ["10.1.0.1"]
+    state.apply(Removed("EndpointSlice", "default/web-1"))
+    assert builder.build(state, ADDRESSES).services == {}
+
+
+def test_beside_another_proxy_addresses_that_we_do_not_know_are_its_own():
+    table = Builder(replace(SETTINGS, proxy_name="lab")).build(cluster(NODE, SERVICE_RANGE), ADDRESSES)
+    assert table.node.service_cidrs == ()

@@ -35,7 +35,8 @@ class Redirect(NamedTuple):
 class Lowered(NamedTuple):
     """One service port: the relay's row, and what the rules need.
 
-    The row is None when no backend set has a backend; datagrams have one all the same, so that their sessions go on.
+    The row is None when no backend set has a backend, or no client finds it; datagrams have one all the same, so that
+    their sessions go on.
     """
 
     row: Row | None

@@ -126,14 +126,15 @@ class Relay:
     def commit(self) -> None:
         """Close what no rule leads to any more; established connections go on.
 
-        So do sessions of a service without a serving endpoint: conntrack goes on leading their clients to the old port.
+        So do sessions of a service without a serving endpoint, or without a frontend: conntrack goes on leading their clients to the old port.
         """
         for service in self.gone:
             self._close(service, list(service.ports))
         self.gone.clear()
         for service in self.services.values():
             needless = {want: port for want, port in service.ports.items() if not port.needed}
-            if service.row.protocol == socket.IPPROTO_UDP and not service.row.serving:
+            row = service.row
+            if row.protocol == socket.IPPROTO_UDP and not (row.serving and row.ports):  # no other port takes them over
                 for want in [want for want, port in needless.items() if port.sessions]:
                     needless.pop(want).leaving = True
             if needless:

@@ -324,3 +324,20 @@ def test_what_a_former_process_installed_keeps_its_numbers_and_is_written_anew()
     assert written(batch).keys() == {7, 8}
     assert (batch.rings, batch.words, batch.gone_ranges) == ([], [], []), "the slots are right as they are"
     assert batch.frontends[key()] == (3, 0)
+
+
+def test_a_port_that_loses_its_frontends_keeps_its_rows_and_its_bits_as_long_as_a_flow_is_there() -> None:
+    plan = Plan(SIZES)
+    full = port([1, 2])
+    change(plan, full)
+    bare = msgspec.structs.replace(full, frontends=(), backend_sets=())
+    batch = change(plan, bare)
+    assert (batch.gone_services, batch.gone_backends) == ([], [])
+    assert {key for key, _ in batch.gone_frontends} == {key(), key(number=0)}
+    assert plan.deferred.graced(plan.stamp).frontends == []
+    assert set(change(plan, full).new_frontends) == {key(), key(number=0)}
+    change(plan, bare)
+    change(plan)
+    plan.deferred.graced(plan.stamp)
+    freed = plan.deferred.scanned(*plan.deferred.candidates, [], [])
+    assert sorted(freed.frontends) == sorted([key(), key(number=0)] * 2)
