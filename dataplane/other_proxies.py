@@ -46,8 +46,8 @@ def warnings(found: OtherProxies, *, beside: bool = False) -> tuple[str, ...]:
     if beside:
         if found.kube_proxy and not evidence:
             messages.append(
-                f"no kube-proxy works here, and its {_joined(found.kube_proxy)} still send clients of the Services that "
-                "it serves to endpoints of the past. Start it again, or serve all Services here."
+                f"no kube-proxy works here, and its {_joined(found.kube_proxy)} still send clients of its Services to "
+                "endpoints of the past. Start it again, or serve all Services here."
             )
     elif evidence:
         objects = f", and its {_listed(found.kube_proxy)} in place" if found.kube_proxy else ""

@@ -126,7 +126,8 @@ class Relay:
     def commit(self) -> None:
         """Close what no rule leads to any more; established connections go on.
 
-        So do sessions of a service without a serving endpoint, or without a frontend: conntrack goes on leading their clients to the old port.
+        So do sessions of a service without a serving endpoint, or without a frontend: conntrack goes on leading their
+        clients to the old port.
         """
         for service in self.gone:
             self._close(service, list(service.ports))
