@@ -215,6 +215,6 @@ class TestWatching:
         assert len(reported) == 1
 
     def test_what_goes_wrong_stays_inside(self, monkeypatch, caplog):
-        monkeypatch.setattr("controller.agent.other_proxies.find_other_proxies", lambda _mode: 1 // 0)
+        monkeypatch.setattr("controller.agent.other_proxies.find_other_proxies", lambda _mode, _drains: 1 // 0)
         OtherProxiesWatcher("ebpf", pytest.fail).look()
         assert "ZeroDivisionError" in caplog.text
