@@ -214,6 +214,29 @@ examples:
   hybrid-proxy compare --from report.json --report again.html    the report of earlier measurements
 """
 
+_SWITCH: Final = """
+The mode serves until the agent starts again, or until its configuration asks for another mode than now. To keep it,
+change `mode` in the configuration. New connections go to it at once. What is open stays with the mode before, which
+goes when the last of its flows is over (--drain-timeout of the agent bounds that).
+
+examples:
+  hybrid-proxy switch nftables --dry-run   whether it works here, and how many flows stay with the mode before
+  hybrid-proxy switch nftables
+  hybrid-proxy switch nftables --wait      return when nothing is left of the mode before
+  hybrid-proxy switch --back               the mode before takes new connections again
+"""
+
+_DRAIN: Final = """
+The health check and the health-check node ports answer 503 from now on, so that load balancers send new connections to
+other nodes. Everything goes on being served. The command returns when no connection from outside is open any more.
+It takes nothing back when it ends; `--off` does, and so does the next start of the agent.
+
+examples:
+  hybrid-proxy drain                       before a node is shut down
+  hybrid-proxy drain --timeout 300         exit code 1 if connections are open after that
+  hybrid-proxy drain --off                 load balancers may send to this node again
+"""
+
 _CLEANUP: Final = """
 Removes the programs, links, maps and pins of hybrid-proxy from this network namespace, and nothing else.
 Stop the agent first. If another proxy is on the node, it gets new connections at once, and open connections have three
@@ -351,6 +374,18 @@ def parser() -> argparse.ArgumentParser:
     add_flags(explain, SERVICES)
     _output(explain)
 
+    switch = command("switch", "serve in another mode; what is open stays with the one before", _SWITCH)
+    switch.add_argument("mode", nargs="?", metavar="MODE", help="ebpf, nftables, iptables, ipvs or userspace")
+    switch.add_argument("--back", action="store_true", help="to the mode before the last switch")
+    switch.add_argument("--dry-run", action="store_true", help="change nothing; say what would happen")
+    switch.add_argument("--wait", action="store_true", help="return when the last flow of the mode before is over")
+    drain = command("drain", "have load balancers send nothing more to this node, and wait for what is open", _DRAIN)
+    drain.add_argument("--off", action="store_true", help="have them send to it again")
+    drain.add_argument("--timeout", type=float, metavar="SECONDS", help="how long to wait (default: to the end)")
+    for changing in (switch, drain):
+        _admin(changing)
+        _output(changing)
+
     cleanup = command("cleanup", "remove everything of hybrid-proxy from this network namespace", _CLEANUP)
     cleanup.add_argument(
         "--drain", type=float, metavar="SECONDS",
@@ -458,6 +493,10 @@ def _call(args: argparse.Namespace) -> int:
             return command.main(args)
         case "trace" if (code := _measured(args)) is not None:
             return code
+        case "switch" | "drain":
+            from controller.commands import switch
+
+            return switch.show(args.command, args)
         case "drops" | "trace":
             from controller.commands import watch
 

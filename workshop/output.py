@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from controller.commands.inspect import ModeRow
+from controller.commands.switch import Left, Switched
 from controller.serving.protocol import AgentStatus, NoAgentStatus
 from dataplane.reports import BackendRow, ExplainAnswer, FlowRow, PacketEvent, ServiceRow
 from workshop.top.command import Look
@@ -40,6 +41,8 @@ COMMANDS: Final = (
     Command("flows", "a list", FlowRow),
     Command("drops", "a list; with `--follow` one object a line", PacketEvent),
     Command("trace", "one object a line", PacketEvent),
+    Command("switch", "one object", Switched),
+    Command("drain", "one object", Left),
     Command("explain --live", "one object; with `--flows` a list", ExplainAnswer),
     Command("top", "one object a line", Look),
 )

@@ -88,6 +88,7 @@ class ActiveMode:
         self.config = config
         self.draining = Draining(drained)
         self.phase = Phase.STARTING
+        self.former: str | None = None  # the mode before the last replacement by another one
         self._request_maintenance = request_maintenance
         self._opened = opened
         self._alone = alone
@@ -136,7 +137,11 @@ class ActiveMode:
             self._open_mode.pop_all()
         self._on(Input.REPLACED)
         self._previous, self.config, self._failed = self.config, config, {}
-        return self._open_or_revert()
+        before = self.choice.effective
+        error = self._open_or_revert()
+        if self.choice.effective != before:
+            self.former = before
+        return error
 
     def try_next(self, error: Unsupported) -> Exception | None:
         """Open the next fallback, because the open mode cannot do what the first table asks of it.

@@ -25,6 +25,7 @@ from controller.serving.health import Health
 from controller.serving.http_handlers import HttpHandlers
 from dataplane.errors import DataplaneError
 from dataplane.mode import PacketEvents
+from dataplane.table import Kind, ServiceTable
 
 ANSWER_SECONDS: Final = 30.0
 
@@ -58,6 +59,7 @@ class Answers:
     other_proxies: OtherProxiesWatcher
     health: Health
     http: HttpHandlers
+    switch: Callable[[str | None], p.SwitchAnswer]
 
     def answer(self, query: Query) -> None:
         try:
@@ -74,8 +76,9 @@ class Answers:
             case p.GetNames():
                 return p.NamesAnswer(
                     mode=self.mode.choice.effective,
+                    draining=sorted(self.mode.draining.names),
                     pin_root=config.options.pin_root,
-                    names=dict(programmer.names()),
+                    names={**self.mode.draining.service_names(), **programmer.names()},
                     ejections=programmer.ejections(),
                 )
             case p.GetTraffic():
@@ -87,6 +90,11 @@ class Answers:
             case p.SetTrace(service, client, seconds):
                 self._packet_events().trace(service, client, seconds)
                 return p.TraceAnswer()
+            case p.SwitchMode(mode):
+                return self.switch(mode)
+            case p.DrainNode(on):
+                self.health.leaving = on
+                return p.DrainAnswer(_outer_addresses(self.syncer.builder.table))
 
     def _packet_events(self) -> PacketEvents:
         programmer, name = self.mode.programmer, self.mode.choice.effective
@@ -102,6 +110,7 @@ class Answers:
             node=self.mode.config.settings.node_name,
             mode=self.mode.choice,
             draining=self.mode.draining.rows(),
+            leaving=self.health.leaving,
             synced=syncer.ready_seconds is not None and not syncer.waits and not drift,
             drift=list(drift),
             generation=builder.table.generation,
@@ -128,6 +137,17 @@ class Answers:
             uptime_seconds=time.monotonic() - syncer.started,
             dataplane=self.mode.programmer.status(),
         )
+
+
+def _outer_addresses(table: ServiceTable) -> list[str]:
+    """Where clients beyond the cluster find Services: this node's addresses, external and load-balancer IPs."""
+    outer = {
+        frontend.address
+        for entry in table.entries()
+        for frontend in entry.frontends
+        if frontend.kind is not Kind.CLUSTER_IP and frontend.address is not None
+    }
+    return sorted(outer | set(table.node.addresses))
 
 
 def _latency(seconds: Sequence[float]) -> p.ChangeLatency:

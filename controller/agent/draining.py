@@ -110,6 +110,10 @@ class Draining:
             if left.since is not None
         ]
 
+    def service_names(self) -> dict[int, str]:
+        """Service ports by the numbers that flows of these modes have."""
+        return {number: name for left in self._left.values() for number, name in left.programmer.names().items()}
+
     def close(self) -> None:
         """Flows go on as programmed; the next agent lets them drain."""
         self._stop.set()

@@ -18,17 +18,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from controller.agent.active_mode import ActiveMode, Phase
 from controller.agent.answers import Answers, Query, ask
 from controller.agent.config_follower import ConfigFollower, Followed
 from controller.agent.event_queue import EventQueue
 from controller.agent.maintenance import Maintenance
-from controller.agent.modes import DRAIN_SECONDS, clean_others, collect, drain_modes, hold_namespace
+from controller.agent.modes import DRAIN_SECONDS, clean_others, collect, drain_modes, hold_namespace, open_mode
 from controller.agent.node_setup import prepare
 from controller.agent.other_proxies import OtherProxiesWatcher
 from controller.agent.process import begin_fast, settle_down, start_logging, trim_memory
 from controller.agent.syncer import MIN_REST, State, Syncer
-from controller.errors import ConfigError, SourceError
+from controller.errors import ConfigError, ControllerError, SourceError
 from controller.kubernetes import Source
 from controller.kubernetes.events import Recorder
 from controller.kubernetes.model import Replaced
@@ -36,7 +38,7 @@ from controller.semantics.cluster import Cluster
 from controller.serving.counters import Counters
 from controller.serving.health import Health
 from controller.serving.http_handlers import HttpHandlers
-from controller.serving.protocol import Answer, ModeStatus, Request
+from controller.serving.protocol import Answer, ModeStatus, Request, SwitchAnswer
 from controller.settings.config import Config, available_modes, needs_reopening
 from dataplane.errors import DataplaneError, Unsupported
 from dataplane.kernel import sysctl
@@ -214,8 +216,10 @@ class Agent:
         )  # fmt: skip
         self.maintenance = Maintenance(self.mode, self.health, self.events)
         self.answers = Answers(
-            self.mode, self.syncer, self.source, self.queue, self.follower, self.other_proxies, self.health, self.http
-        )
+            self.mode, self.syncer, self.source, self.queue, self.follower, self.other_proxies, self.health, self.http,
+            self._switch,
+        )  # fmt: skip
+        self._switched: tuple[str, str] | None = None  # the configured mode, and the one that was asked for instead
         self._unprogrammed: frozenset[str] = frozenset()
         self._relisted = False  # since memory was given back
         self._stop = threading.Event()
@@ -397,10 +401,40 @@ class Agent:
         proposed = self.follower.propose(found)
         if proposed is None:
             return
-        if (reverted := self._apply(proposed.now.config)) is not None:
+        config = proposed.now.config
+        if self._switched is not None and config.mode == self._switched[0]:
+            config = replace(config, mode=self._switched[1])
+        else:
+            self._switched = None
+        if (reverted := self._apply(config)) is not None:
             self._reverted(reverted)
         else:
             self.follower.accept(proposed)
+
+    def _switch(self, mode: str | None) -> SwitchAnswer:
+        """Open another mode, None: the one before the last switch. It serves until the configured mode is another one.
+
+        Raises:
+            ControllerError, DataplaneError: it cannot serve here; the one before does.
+        """
+        before, mode = self.mode.choice.effective, mode or self.mode.former
+        if mode is None:
+            raise ControllerError("this agent has served in no other mode that it could go back to; name one")
+        if mode not in available_modes():
+            raise ControllerError(f"there is no mode {mode}; there are {', '.join(available_modes())}")
+        if mode == before:
+            raise ControllerError(f"mode {mode} serves already")
+        if self.mode.phase is not Phase.SERVING:
+            raise ControllerError(f"mode {before} has not programmed its first table yet; try again")
+        if missing := open_mode(mode).probe(self.config.options):
+            raise ControllerError(f"mode {mode} does not work here: {missing}")
+        log.info("mode %s is asked for, in place of %s", mode, before)
+        configured = self._switched[0] if self._switched else self.config.mode
+        if (error := self._apply(replace(self.config, mode=mode))) is not None:
+            self._go_on_as_before()
+            raise ControllerError(f"mode {mode} cannot serve, and {before} does: {error}")
+        self._switched = (configured, mode)
+        return SwitchAnswer(before, mode)
 
     def _apply(self, config: Config) -> Exception | None:
         """Go on with another configuration; why it cannot serve, while the one before does."""
@@ -427,6 +461,9 @@ class Agent:
     def _reverted(self, error: Exception) -> None:
         """The changed configuration cannot serve, so the mode went back to the one before."""
         self.follower.refuse(error)
+        self._go_on_as_before()
+
+    def _go_on_as_before(self) -> None:
         self._configure(self.config)
         self.syncer.restart(self.config.settings)
 

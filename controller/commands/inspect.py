@@ -55,7 +55,7 @@ Row = ServiceRow | BackendRow | FlowRow
 def _rows(command: str, args: argparse.Namespace) -> tuple[list[Row], str]:
     from controller.commands.views import programmed
 
-    views, agent = programmed(args.admin_socket, args.pin_root)
+    views, agent = programmed(args.admin_socket, args.pin_root, draining=command == "flows")
     notes = [] if agent else ["no agent is running: names may be unknown"]
     rows: list[Row] = []
     for name, view in views:
@@ -211,6 +211,8 @@ def _status_lines(status: AgentStatus) -> Iterable[str]:
         yield f"  {status.mode.requested} was asked for: {status.mode.reason}"
     for left in status.draining:
         yield f"  mode {left.mode} drains since {left.seconds:.0f} s: {left.text} are open"
+    if status.leaving:
+        yield "  load balancers are told to send nothing to this node (`hybrid-proxy drain --off` ends that)"
     if status.error:
         yield f"  last sync failed: {status.error}"
     for message in status.drift:

@@ -34,12 +34,13 @@ class Programmed(NamedTuple):
             view.close()
 
 
-def programmed(admin_socket: str, pin_root: str | None = None) -> Programmed:
+def programmed(admin_socket: str, pin_root: str | None = None, *, draining: bool = False) -> Programmed:
     """What the running agent's mode has programmed, or without an agent any mode.
 
     Args:
         admin_socket: where the agent listens, as `--admin-socket`.
         pin_root: folder of the pins, None: as the agent says, or found.
+        draining: include modes that drain.
 
     Raises:
         ControllerError: nothing is programmed in this network namespace, or the agent answers with an error.
@@ -51,7 +52,8 @@ def programmed(admin_socket: str, pin_root: str | None = None) -> Programmed:
     except NoAgentError:
         views = list(left_here(pin_root))
     else:
-        views = list(views_of([agent.mode], pin_root or agent.pin_root, agent.names))
+        modes = [agent.mode, *(agent.draining if draining else ())]
+        views = list(views_of(modes, pin_root or agent.pin_root, agent.names))
     if not views:
         raise ControllerError("nothing is programmed in this network namespace")
     return Programmed(views, agent)

@@ -56,6 +56,7 @@ class Health:
         self.timeout = timeout
         self.families = tuple(families)
         self.node_eligible = not needs_node
+        self.leaving = False  # load balancers should send nothing more to this node
         self.awaited: tuple[str, ...] = ()  # kinds of objects without which nothing is programmed
         self.asked: Counter[tuple[str, int]] = Counter()  # page and status -> how often
         self._needs_node = needs_node
@@ -82,6 +83,10 @@ class Health:
     def node(self, eligible: bool | None) -> None:
         self.node_eligible = not self._needs_node if eligible is None else eligible
 
+    def takes_traffic(self, now: float) -> bool:
+        """Whether a load balancer may send to this node."""
+        return self.well(now) and not self.leaving
+
     def well(self, now: float) -> bool:
         """Whether the proxy does its work, whatever the Node says."""
         return self._timely(now) and not self.drift
@@ -95,7 +100,8 @@ class Health:
     def healthz(self, now: float, wall: float) -> Answer:
         programmed = bool(self._updated)
         well = self.well(now) and programmed
-        return self._page("healthz", now, wall, well, well and self.node_eligible, {"nodeEligible": self.node_eligible})
+        eligible = self.node_eligible and not self.leaving
+        return self._page("healthz", now, wall, well, well and eligible, {"nodeEligible": eligible})
 
     def livez(self, now: float, wall: float) -> Answer:
         well = self._timely(now)

@@ -151,7 +151,7 @@ class HttpHandlers:
             check = self._checks.get(name)
             if check is None:  # a moment before its socket is closed
                 return Answer(UNAVAILABLE, b"")
-            return service_answer(name, check, family, well=self._health.well(time.monotonic()))
+            return service_answer(name, check, family, well=self._health.takes_traffic(time.monotonic()))
 
         return Handler(make)
 

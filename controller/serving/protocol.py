@@ -111,6 +111,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
         node: The name of the node.
         mode: The mode that serves, and the one that was asked for.
         draining: The modes that were left and still have flows.
+        leaving: Whether load balancers are told to send nothing to this node (`hybrid-proxy drain`).
         synced: Whether everything known is programmed and in place.
         drift: What others changed and the agent could not repair yet.
         generation: The number of the service table; each change makes another table.
@@ -137,6 +138,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
     node: str
     mode: ModeStatus
     draining: list[DrainingMode]
+    leaving: bool
     synced: bool
     drift: list[str]
     generation: int
@@ -209,7 +211,19 @@ class SetTrace(msgspec.Struct, frozen=True, tag_field="command", tag="trace"):
     seconds: float
 
 
-Request = GetStatus | GetNames | GetTraffic | RunExplain | GetEvents | SetTrace
+class SwitchMode(msgspec.Struct, frozen=True, tag_field="command", tag="switch"):
+    """Serve in another mode until the next start of the agent; null: in the one before the last switch."""
+
+    mode: str | None
+
+
+class DrainNode(msgspec.Struct, frozen=True, tag_field="command", tag="drain"):
+    """Have load balancers send nothing more to this node, or, with `on` false, send again."""
+
+    on: bool
+
+
+Request = GetStatus | GetNames | GetTraffic | RunExplain | GetEvents | SetTrace | SwitchMode | DrainNode
 
 
 # Answers
@@ -222,9 +236,10 @@ class StatusAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="status"
 
 
 class NamesAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="names"):
-    """To `GetNames`: the mode that serves, its folder of pins, names by number, and backends that fail."""
+    """To `GetNames`: the mode that serves, those that drain, its folder of pins, names by number, failing backends."""
 
     mode: str
+    draining: list[str]
     pin_root: str | None
     names: dict[int, str]
     ejections: list[Ejection]
@@ -253,13 +268,36 @@ class TraceAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="trace"):
     """To `SetTrace`: it is on."""
 
 
+class SwitchAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="switch"):
+    """To `SwitchMode`: the mode before, and the one that is open now and programs its first table."""
+
+    before: str
+    mode: str
+
+
+class DrainAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="drain"):
+    """To `DrainNode`: the addresses at which clients beyond the cluster find Services on this node."""
+
+    addresses: list[str]
+
+
 class FailedAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="failed"):
     """To any request: it failed, and why."""
 
     failed: str
 
 
-Answer = StatusAnswer | NamesAnswer | TrafficAnswer | ExplainAnswers | EventsAnswer | TraceAnswer | FailedAnswer
+Answer = (
+    StatusAnswer
+    | NamesAnswer
+    | TrafficAnswer
+    | ExplainAnswers
+    | EventsAnswer
+    | TraceAnswer
+    | SwitchAnswer
+    | DrainAnswer
+    | FailedAnswer
+)
 
 REQUESTS: Final = msgspec.json.Decoder(Request)
 ANSWERS: Final = msgspec.json.Decoder(Answer)

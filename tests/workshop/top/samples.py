@@ -67,9 +67,10 @@ def dataplane(**fields: Any) -> Status:
 def agent_status(**fields: Any) -> AgentStatus:
     """The status of an agent that is well."""
     made = {
-        "node": "n1", "mode": ModeStatus("auto", "ebpf"), "draining": [], "synced": True, "drift": [], "generation": 1,
-        "services": 1, "observed": 1, "waiting": QueueStatus(0, 0), "source": SourceStatus("files", True, "", []),
-        "problems": [], "conflicts": {}, "configuration": ConfigurationStatus(None, [], [], ""), "other_proxies": [],
+        "node": "n1", "mode": ModeStatus("auto", "ebpf"), "draining": [], "leaving": False, "synced": True,
+        "drift": [], "generation": 1, "services": 1, "observed": 1, "waiting": QueueStatus(0, 0),
+        "source": SourceStatus("files", True, "", []), "problems": [], "conflicts": {},
+        "configuration": ConfigurationStatus(None, [], [], ""), "other_proxies": [],
         "health_checks": HealthChecks(0, {}, {}), "requests": [], "error": "", "ready_seconds": 1.0,
         "last_sync_seconds": 0.1, "change_seconds": ChangeLatency(0, None, None, None), "memory_bytes": 45_000_000,
         "uptime_seconds": 192.0, "dataplane": dataplane(),

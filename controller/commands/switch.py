@@ -1,0 +1,183 @@
+"""`switch` and `drain`: serve in another mode, or take no new connections from outside, and lose none that is open."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import msgspec
+
+from controller.agent.modes import open_mode
+from controller.commands.views import programmed
+from controller.errors import ConfigError, ControllerError
+from controller.serving.admin import ask
+from controller.serving.protocol import (
+    AgentStatus,
+    DrainAnswer,
+    DrainingMode,
+    DrainNode,
+    GetStatus,
+    StatusAnswer,
+    SwitchAnswer,
+    SwitchMode,
+    described,
+)
+from dataplane.mode import Options
+from dataplane.reports import FlowRow
+
+SERVE_SECONDS: Final = 60.0  # until another mode has programmed its first table
+LOOK_SECONDS: Final = 0.2
+COUNT_SECONDS: Final = 1.0
+ALL: Final = 1 << 30
+
+
+class Switched(msgspec.Struct, frozen=True):
+    """A switch, or what one would do.
+
+    Attributes:
+        before: The mode that served.
+        mode: The mode that serves now, or would.
+        done: Whether it was done.
+        missing: What the mode lacks here, so that it could not serve; empty: nothing.
+        flows: The open flows that stay with the mode before, by protocol.
+    """
+
+    before: str
+    mode: str
+    done: bool
+    missing: str
+    flows: dict[str, int]
+
+
+class Left(msgspec.Struct, frozen=True):
+    """What a node that is drained still carries.
+
+    Attributes:
+        leaving: Whether load balancers are told to send nothing to this node.
+        flows: The open flows of clients beyond the cluster, by protocol.
+    """
+
+    leaving: bool
+    flows: dict[str, int]
+
+
+def show(command: str, args: argparse.Namespace) -> int:
+    """Do it, and print how far it is; the exit code."""
+    return _drain(args) if command == "drain" else _switch(args)
+
+
+def _switch(args: argparse.Namespace) -> int:
+    if bool(args.mode) == args.back:
+        raise ConfigError("give a mode, or --back")
+    if args.dry_run:
+        return _would_switch(args)
+    answer = ask(args.admin_socket, SwitchMode(args.mode or None), SwitchAnswer)
+    status = _served(args.admin_socket, answer)
+    if args.wait:
+        status = _waited(args.admin_socket, answer)
+    left = _of(answer.before, status)
+    done = Switched(answer.before, answer.mode, True, "", dict(left.flows) if left else {})
+    drains = (
+        f"mode {answer.before} drains: {left.text} are open" if left else f"nothing is left of mode {answer.before}"
+    )
+    _print(args, done, f"mode {answer.mode} serves; {drains}")
+    return 0
+
+
+def _would_switch(args: argparse.Namespace) -> int:
+    status = _status(args.admin_socket)
+    before = status.mode.effective
+    if args.back:
+        raise ConfigError("--dry-run needs the name of a mode")
+    missing = open_mode(args.mode).probe(Options()) or ""
+    flows = dict(_open_flows(args, lambda row: row.mode == before))
+    stay = f"{described(flows)} stay with mode {before} until they end"
+    text = f"mode {args.mode} does not work here: {missing}" if missing else f"mode {args.mode} would serve; {stay}"
+    _print(args, Switched(before, args.mode, False, missing, flows), text)
+    return 1 if missing else 0
+
+
+def _served(admin_socket: str, answer: SwitchAnswer) -> AgentStatus:
+    """The first status in which the mode serves.
+
+    Raises:
+        ControllerError: another one does, or none in time.
+    """
+    until = time.monotonic() + SERVE_SECONDS
+    while True:
+        status = _status(admin_socket)
+        if status.mode.effective != answer.mode:
+            reason = status.mode.reason or status.configuration.refused
+            raise ControllerError(f"mode {answer.mode} cannot serve, and {status.mode.effective} does: {reason}")
+        if status.synced:
+            return status
+        if time.monotonic() > until:
+            raise ControllerError(f"mode {answer.mode} is not in sync after {SERVE_SECONDS:g} s: {status.error}")
+        time.sleep(LOOK_SECONDS)
+
+
+def _waited(admin_socket: str, answer: SwitchAnswer) -> AgentStatus:
+    """The status after the last flow of the mode before; how many are left is told whenever it changes."""
+    shown = ""
+    while True:
+        status = _status(admin_socket)
+        left = _of(answer.before, status)
+        if left is None:
+            return status
+        if left.text != shown:
+            shown = left.text
+            print(f"mode {answer.before} drains: {shown} are open", file=sys.stderr)
+        time.sleep(COUNT_SECONDS)
+
+
+def _drain(args: argparse.Namespace) -> int:
+    answer = ask(args.admin_socket, DrainNode(not args.off), DrainAnswer)
+    if args.off:
+        _print(args, Left(leaving=False, flows={}), "load balancers are told that this node takes connections")
+        return 0
+    outer, shown = frozenset(answer.addresses), ""
+    until = time.monotonic() + args.timeout if args.timeout else None
+    while True:
+        flows = dict(_open_flows(args, lambda row: row.frontend.rpartition(":")[0].strip("[]") in outer))
+        late = until is not None and time.monotonic() >= until
+        if not any(flows.values()) or late:
+            break
+        if described(flows) != shown:
+            shown = described(flows)
+            print(f"{shown} from outside are open", file=sys.stderr)
+        time.sleep(COUNT_SECONDS)
+    _print(args, Left(leaving=True, flows=flows), f"{described(flows)} from outside are open")
+    return 1 if any(flows.values()) else 0
+
+
+def _open_flows(args: argparse.Namespace, counts: Callable[[FlowRow], bool]) -> Mapping[str, int]:
+    """How many open flows there are that count, by protocol."""
+    found: Counter[str] = Counter()
+    views, _ = programmed(args.admin_socket, draining=True)
+    for name, view in views:
+        rows, _ = view.flows(ALL)
+        for row in rows:
+            row.mode = name
+            if row.state != "closed" and counts(row):
+                found[row.protocol] += 1
+        view.close()
+    return found
+
+
+def _status(admin_socket: str) -> AgentStatus:
+    return ask(admin_socket, GetStatus(), StatusAnswer).status
+
+
+def _of(mode: str, status: AgentStatus) -> DrainingMode | None:
+    return next((left for left in status.draining if left.mode == mode), None)
+
+
+def _print(args: argparse.Namespace, value: Switched | Left, text: str) -> None:
+    if args.output == "json":
+        print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+    else:
+        print(text)

@@ -1,0 +1,172 @@
+"""`hybrid-proxy switch` and `drain`, on an agent at work: nothing that is open is lost, whatever is switched when."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import itertools
+import json
+import socket
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from controller.agent.modes import open_mode
+from dataplane.mode import Options
+from tests.conformance.kit import HTTP, UDP, V4, V6, Bench, Service, eventually, forget_connections, node_manifest
+from tests.loads import goes_on
+from tests.namespaces import new_lab
+from workshop.lab.agent import Agent
+from workshop.lab.network import Lab
+from workshop.lab.traffic import OpenSocket, Tally, load, meanwhile
+
+pytestmark = [pytest.mark.root, pytest.mark.xdist_group("switch-command")]
+UDP_ENDS_SOON = ("--conntrack-udp-timeout", "2s", "--conntrack-udp-timeout-stream", "2s")
+HEALTH = ("192.168.77.2", 10256)
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with new_lab("s", 3) as made:
+        made.serve(*(place.name for place in made.pods()), http=(HTTP,), udp=(UDP,))
+        yield made
+
+
+@pytest.fixture
+def bench(lab: Lab) -> Iterator[Bench]:
+    """An agent in mode ebpf that serves nothing yet."""
+    manifests = lab.folder / "manifests"
+    manifests.mkdir(exist_ok=True)
+    (manifests / "node.json").write_text(node_manifest(lab))
+    forget_connections(lab)
+    flags = (*UDP_ENDS_SOON, "--healthz-bind-address", ":".join(map(str, HEALTH)))
+    agent = Agent(lab, manifests, "ebpf", flags)
+    with agent.serving():
+        yield Bench(lab, agent, itertools.count(1))
+        print(f"--- log of the agent\n{agent.tail(80)}")
+    for path in (*manifests.iterdir(), agent.log):
+        path.unlink(missing_ok=True)
+
+
+def switch(bench: Bench, *arguments: str) -> dict[str, object]:
+    done = bench.agent.command("switch", *arguments, "-o", "json", "--admin-socket", str(bench.agent.socket))
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, object] = json.loads(done.stdout)
+    return answer
+
+
+def refused(bench: Bench, *arguments: str) -> str:
+    done = bench.agent.command("switch", *arguments, "--admin-socket", str(bench.agent.socket))
+    assert done.returncode != 0, done.stdout
+    return done.stderr
+
+
+@contextlib.contextmanager
+def everything(bench: Bench, web: Service, dns: Service) -> Iterator[dict[str, Tally]]:
+    """Connections of before and new ones, and datagrams of clients that keep their port; nothing of it may fail."""
+    tallies, clients = {}, []
+    for place, family in itertools.product(("pod1", "node", "client"), (V4, V6)):
+        for kind, service in (("connections", web), ("streams", web), ("udp", dns)):
+            at = (bench.lab["node"].address(family), service.node_port) if place == "client" else service.vip(family)
+            tally = tallies[f"{place} {kind} {at}"] = Tally()
+            made: OpenSocket = partial(bench.lab.socket, place)
+            clients.append(
+                partial(load, kind, (family, at), tally=tally, rate=30, concurrency=2, timeout=10.0,
+                        udp_socket="one", open_socket=made)
+            )  # fmt: skip
+    with meanwhile(clients):
+        yield tallies
+    for name, tally in tallies.items():
+        assert not tally.failed, f"{name}: {tally.report()}"
+        assert "streams" not in name or not tally.moved, f"{name}: {tally.report()}"
+
+
+def left_of(mode: str, lab: Lab) -> object:
+    with lab.inside("node"):
+        return open_mode(mode).look(Options(), {})
+
+
+def test_there_and_back_while_the_mode_before_drains(bench: Bench) -> None:
+    """Each switch comes before the mode that was left has ended: it is the next one."""
+    web = bench.service("pod2", "pod3", outside=True)
+    dns = bench.service("pod2", "pod3", protocol="UDP", port=53, target=UDP, outside=True)
+    with everything(bench, web, dns) as tallies:
+        goes_on(tallies, 3)
+        before = "ebpf"
+        for mode in ("nftables", "ebpf", "iptables", "ebpf", "nftables", "ebpf"):
+            answer = switch(bench, mode) if mode != "ebpf" else switch(bench, "--back")
+            assert (answer["before"], answer["mode"], answer["done"]) == (before, mode, True)
+            assert bench.agent.running_status().mode.effective == mode
+            if mode != "ebpf":
+                assert {row.mode for row in bench.agent.running_status().draining} == {"ebpf"}
+            before = mode
+            goes_on(tallies, 5)
+    switch(bench, "nftables", "--wait")
+    assert bench.agent.running_status().draining == []
+    eventually(lambda: left_of("ebpf", bench.lab) is None, 10, "mode ebpf is still there")
+
+
+def test_a_dry_run_counts_and_changes_nothing(bench: Bench) -> None:
+    web = bench.service("pod2")
+    streams = [bench.stream("pod1", web.vip(family), family) for family in (V4, V6)]
+    for stream in streams:
+        stream.ask()
+    answer = switch(bench, "nftables", "--dry-run")
+    assert answer == {"before": "ebpf", "mode": "nftables", "done": False, "missing": "", "flows": {"TCP": 2}}
+    assert bench.agent.running_status().mode.effective == "ebpf"
+    assert left_of("nftables", bench.lab) is None
+
+
+def test_flows_of_both_modes_are_listed(bench: Bench) -> None:
+    web = bench.service("pod2")
+    streams = [bench.stream("pod1", web.vip(V4), V4)]
+    streams[0].ask()
+    switch(bench, "nftables")
+    streams.append(bench.stream("pod1", web.vip(V4), V4))
+    streams[1].ask()
+    listed = bench.agent.command("flows", "-o", "json", "--admin-socket", str(bench.agent.socket))
+    rows = [row for row in json.loads(listed.stdout) if row["state"] != "closed"]
+    assert sorted((row["mode"], row["service"]) for row in rows) == [
+        ("ebpf", f"conformance/{web.name}:main"), ("nftables", f"conformance/{web.name}:main")
+    ]  # fmt: skip
+
+
+def test_what_cannot_be_done_is_refused_and_changes_nothing(bench: Bench) -> None:
+    assert "no mode floppy" in refused(bench, "floppy")
+    assert "serves already" in refused(bench, "ebpf")
+    assert "name one" in refused(bench, "--back")
+    assert "--back" in refused(bench)
+    assert bench.agent.running_status().mode.effective == "ebpf"
+
+
+def healthz(lab: Lab) -> int:
+    with lab.inside("node"):
+        connection = http.client.HTTPConnection(*HEALTH, timeout=10)
+        connection.connect()
+    with contextlib.closing(connection):
+        connection.request("GET", "/healthz")
+        return connection.getresponse().status
+
+
+def test_a_drained_node_serves_on_and_load_balancers_leave_it(bench: Bench) -> None:
+    web = bench.service("pod2", outside=True)
+    outside = (bench.lab["node"].address(V4), web.node_port)
+    inside, stream = bench.stream("pod1", web.vip(V4), V4), bench.stream("client", outside, V4)
+    inside.ask(), stream.ask()
+    assert healthz(bench.lab) == 200
+    drain = ("drain", "-o", "json", "--admin-socket", str(bench.agent.socket))
+    waited = bench.agent.command(*drain, "--timeout", "1")
+    assert waited.returncode == 1
+    assert json.loads(waited.stdout) == {"leaving": True, "flows": {"TCP": 1}}
+    assert healthz(bench.lab) == 503
+    assert bench.agent.running_status().leaving
+    stream.ask()
+    with bench.connect("client", outside, V4):  # what comes all the same is served
+        pass
+    stream.connection.shutdown(socket.SHUT_RDWR)
+    stream.connection.close()
+    assert json.loads(bench.agent.command(*drain).stdout) == {"leaving": True, "flows": {}}
+    inside.ask()
+    assert bench.agent.command(*drain, "--off").returncode == 0
+    assert healthz(bench.lab) == 200
