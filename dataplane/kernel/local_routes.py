@@ -1,0 +1,84 @@
+"""Addresses that are this node's own by a route, and are bound to no device.
+
+A socket that sends to an address of a device gets that very address as its own, and loses it with the device. To one
+that is local by a route it sends from the source that the route names.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import struct
+from collections.abc import Mapping
+from typing import Final
+
+from dataplane.kernel.netlink import (
+    AF,
+    NLM_F_APPEND,
+    NLM_F_CREATE,
+    NLM_F_DUMP,
+    ROUTE,
+    Message,
+    Netlink,
+    NetlinkFailed,
+    attribute,
+    attributes,
+)
+from dataplane.table import family_of
+
+# linux/rtnetlink.h
+NEW_ROUTE, DELETE_ROUTE, GET_ROUTE = 24, 25, 26
+DESTINATION, DEVICE, SOURCE = 1, 4, 7
+TABLE_LOCAL, SCOPE_HOST, TYPE_LOCAL = 255, 254, 2
+LOOPBACK: Final = struct.pack("=I", 1)  # a device whose last address goes loses its routes; this one keeps 127.0.0.1
+PROTOCOL: Final = 72  # who made a route: us; nobody has that number in iproute2's list
+_HEADER: Final = struct.Struct("=BBBBBBBBI")
+
+
+class LocalRoutes:
+    """The routes of the network namespace that the calling thread is in now."""
+
+    def __init__(self) -> None:
+        self._netlink = Netlink(ROUTE)
+
+    def close(self) -> None:
+        """Close the socket; the routes stay."""
+        self._netlink.close()
+
+    def held(self) -> dict[str, str]:
+        """Address -> source of each route of ours."""
+        found = {}
+        for family in AF.values():
+            body = _HEADER.pack(family, 0, 0, 0, TABLE_LOCAL, 0, 0, 0, 0)
+            for answer in self._netlink.dump(Message(GET_ROUTE, body, NLM_F_DUMP, "reading the local routes")):
+                if _HEADER.unpack_from(answer)[4:6] == (TABLE_LOCAL, PROTOCOL):
+                    known = dict(attributes(answer, _HEADER.size))
+                    found[socket.inet_ntop(family, known[DESTINATION])] = socket.inet_ntop(family, known[SOURCE])
+        return found
+
+    def hold(self, wanted: Mapping[str, str]) -> int:
+        """Have exactly these, address -> source; how many were changed.
+
+        A device that has an address too decides the source of new sockets as long as it does.
+
+        Raises:
+            NetlinkFailed: the kernel refused one, a source that is not this node's say; the others are done.
+        """
+        held = self.held()
+        changes = [(NEW_ROUTE, text, source) for text, source in wanted.items() if held.get(text) != source]
+        changes += [(DELETE_ROUTE, text, source) for text, source in held.items() if wanted.get(text) != source]
+        for position, code in self._netlink.send([_message(*change) for change in changes]):
+            kind, text, _ = changes[position]
+            if (kind, code) not in ((NEW_ROUTE, errno.EEXIST), (DELETE_ROUTE, errno.ESRCH)):
+                what = "adding" if kind == NEW_ROUTE else "removing"
+                raise NetlinkFailed(f"{what} the local route to {text}", code)
+        return len(changes)
+
+
+def _message(kind: int, text: str, source: str) -> Message:
+    family = AF[family_of(text)]
+    packed = socket.inet_pton(family, text)
+    body = _HEADER.pack(family, 8 * len(packed), 0, 0, TABLE_LOCAL, PROTOCOL, SCOPE_HOST, TYPE_LOCAL, 0)
+    body += attribute(DESTINATION, packed) + attribute(DEVICE, LOOPBACK)
+    body += attribute(SOURCE, socket.inet_pton(family, source))
+    return Message(kind, body, NLM_F_CREATE | NLM_F_APPEND if kind == NEW_ROUTE else 0)
