@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 Value = str | int | None  # an element's comment, or the mark that it maps to
+_OVER: Final = frozenset({"TIME_WAIT", "CLOSE", "LAST_ACK", "CLOSED", "REJECTED"})
 
 
 class Server(NamedTuple):
@@ -41,6 +42,25 @@ class Load(NamedTuple):
     active: int = 0
     inactive: int = 0
     persistent: int = 0
+
+
+class Connection(NamedTuple):
+    """A flow that IPVS knows; addresses and ports as on the wire, the state as the kernel names it."""
+
+    family: int
+    protocol: int
+    client: bytes
+    client_port: bytes
+    address: bytes  # of the virtual server
+    port: bytes
+    backend: bytes
+    backend_port: bytes
+    state: str
+
+    @property
+    def is_over(self) -> bool:
+        """Of TCP and SCTP: both ends have closed it, or one has reset it."""
+        return self.state in _OVER
 
 
 class Timeouts(NamedTuple):

@@ -33,6 +33,7 @@ from dataplane.kernel.netlink import (
 from dataplane.reports import FlowRow
 from dataplane.stale import Judge
 from dataplane.table import Protocol, ServiceTable, family_of, socket_text
+from dataplane.virtual_servers import Connection
 
 log = logging.getLogger(__name__)
 
@@ -193,6 +194,28 @@ def translated_keys(services: Mapping[Key, str | None]) -> frozenset[FlowKey]:
         for family, entry, _ in _translated(services, protocol)
         if _state(entry) != "closed"
     )
+
+
+def entries_of(connections: Iterable[Connection]) -> dict[Connection, bytes]:
+    """For each of these flows of IPVS that conntrack knows and that is not over: its entry, to `delete` it by.
+
+    Raises:
+        OSError, NetlinkFailed: conntrack cannot be read.
+    """
+    wanted: dict[tuple[int, int], dict[tuple[bytes, ...], Connection]] = {}
+    for each in connections:
+        ends = (each.client, each.client_port, each.address, each.port, each.backend, each.backend_port)
+        wanted.setdefault((each.family, each.protocol), {})[ends] = each
+    found = {}
+    for (family, protocol), by_ends in wanted.items():
+        for entry in dump(family, protocol):
+            ends = (
+                entry.source, entry.source_port, entry.destination, entry.destination_port, entry.answerer,
+                entry.answerer_port,
+            )  # fmt: skip
+            if entry.protocol == protocol and ends in by_ends and _state(entry) != "closed":
+                found[by_ends[ends]] = entry.body
+    return found
 
 
 def _translated(

@@ -13,7 +13,8 @@ import shutil
 import socket
 import struct
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Final
 
 from dataplane.errors import Unsupported
@@ -30,9 +31,11 @@ from dataplane.kernel.netlink import (
     nested,
     string,
 )
-from dataplane.virtual_servers import Change, Config, Destination, Load, Server, Timeouts, Verb
+from dataplane.virtual_servers import Change, Config, Connection, Destination, Load, Server, Timeouts, Verb
 
 MODPROBE_SECONDS: Final = 30
+CONNECTIONS: Final = Path("/proc/thread-self/net/ip_vs_conn")
+_PROTOCOLS: Final = {"TCP": socket.IPPROTO_TCP, "UDP": socket.IPPROTO_UDP, "SCTP": socket.IPPROTO_SCTP}
 PERSISTENT, HASHED = 0x1, 0x2  # IP_VS_SVC_F_*; the second is the kernel's own mark
 _FAMILY: Final = {socket.AF_INET: 4, socket.AF_INET6: 6}
 _GET_SERVICE, _GET_DEST, _SET_CONFIG, _GET_CONFIG = 4, 8, 12, 13
@@ -63,6 +66,28 @@ def load_module(name: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"modprobe {name} did not work: {error}"
     return None if done.returncode == 0 else f"modprobe {name} failed {done.stderr.strip()}".strip()
+
+
+def connections() -> Iterator[Connection]:
+    """The flows that IPVS knows in the calling thread's network namespace; a client's affinity is none.
+
+    Netlink does not list them. While flows end, the kernel may leave out others in one reading.
+
+    Raises:
+        OSError: the list cannot be read.
+    """
+    try:
+        file = CONNECTIONS.open(encoding="ascii")
+    except FileNotFoundError:
+        return  # the module is not loaded
+    with file:
+        next(file, None)  # the heads of the columns
+        for line in file:
+            name, client, client_port, address, port, backend, backend_port, state = line.split(maxsplit=8)[:8]
+            if (protocol := _PROTOCOLS.get(name)) is not None and client_port != "0000":
+                ends = (client, client_port, address, port, backend, backend_port)
+                packed = [bytes.fromhex(text.replace(":", "")) for text in ends]
+                yield Connection._make((6 if ":" in client else 4, protocol, *packed, state))
 
 
 class Ipvs:

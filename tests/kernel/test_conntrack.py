@@ -14,9 +14,10 @@ from typing import ClassVar
 import pytest
 
 from dataplane.kernel import conntrack
-from dataplane.kernel.netlink import BURST_MESSAGES
+from dataplane.kernel.netlink import AF, BURST_MESSAGES
 from dataplane.reports import FlowRow
 from dataplane.table import Backend, BackendSet, Kind, NodeNetwork, Protocol, ServiceTable, socket_text
+from dataplane.virtual_servers import Connection
 from tests import namespaces
 from tests.tables import Front, entry_of
 
@@ -285,3 +286,23 @@ class TestFlows:
                 server.sendto(b"!", server.recvfrom(9)[1])
             client.sendto(b"?", (VIP[V4], PORT))
             assert conntrack.flows(self.SERVICES, 9)[1] == 1
+
+
+@pytest.mark.usefixtures("home")
+def test_entries_of_flows_are_found_by_client_frontend_and_backend():
+    rules(OLD)
+    clients = {number: send(family, VIP[family], PORT) for number, family in ((4, V4), (6, V6))}
+
+    def flow(number: int, backend: dict[int, str]) -> Connection:
+        family = AF[number]
+        client_port = clients[number].rpartition(":")[2]
+        ends = []  # a client at the loopback has the address that it sends to
+        for host, port in ((VIP[family], int(client_port)), (VIP[family], PORT), (backend[family], TARGET)):
+            ends += [socket.inet_pton(family, host), port.to_bytes(2, "big")]
+        return Connection._make((number, socket.IPPROTO_UDP, *ends, "UDP"))
+
+    known = [flow(number, OLD) for number in (4, 6)]
+    found = conntrack.entries_of([*known, *(flow(number, NEW) for number in (4, 6))])
+    assert set(found) == set(known)
+    assert [conntrack.delete(each.family, [found[each]]) for each in known] == [1, 1]
+    assert conntrack.entries_of(known) == {}
