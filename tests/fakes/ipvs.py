@@ -7,7 +7,7 @@ call is written down in a journal that they share, so that a test sees what was 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address, ip_network
 from typing import Any
@@ -27,7 +27,7 @@ from dataplane.virtual_servers import (
     Verb,
 )  # fmt: skip
 
-__all__ = ["FakeDevice", "FakeIpvs", "FakeSets", "Journal"]
+__all__ = ["FakeDevice", "FakeIpvs", "FakeRoutes", "FakeSets", "Journal"]
 
 
 @dataclass
@@ -230,5 +230,24 @@ class FakeDevice:
     def watch(self, wanted: Collection[str], changed: Callable[[], None], stop: Any) -> None:
         del stop
         self.watched.append((wanted, changed))
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class FakeRoutes:
+    """Local routes."""
+
+    journal: Journal
+    routes: dict[str, str] = field(default_factory=dict)
+
+    def held(self) -> dict[str, str]:
+        return dict(self.routes)
+
+    def hold(self, wanted: Mapping[str, str]) -> int:
+        if wanted != self.routes:
+            self.journal.note(f"HOLD {' '.join(sorted(wanted))}")
+        self.routes = dict(wanted)
+        return len(wanted)
 
     def close(self) -> None: ...

@@ -120,7 +120,10 @@ class Audit:
         if not device.find():
             return [f"the device {DEVICE} is gone"]
         gone = self._actual.addresses - device.addresses()
-        return [f"address {address} is gone from {DEVICE}" for address in sorted(gone)]
+        if self._actual.held:
+            there = self._kernel.routes.held()
+            gone |= {text for text, source in self._actual.held.items() if there.get(text) != source}
+        return [f"address {address} is no longer this node's" for address in sorted(gone)]
 
     def _servers(self) -> list[str]:
         there = self._kernel.ipvs.servers()

@@ -34,6 +34,7 @@ class Actual:
     servers: dict[Server, ServerState] = field(default_factory=dict)
     members: dict[Member, Value] = field(default_factory=dict)
     addresses: set[str] = field(default_factory=set)
+    held: dict[str, str] = field(default_factory=dict)  # addresses that are local by a route, and its source
 
 
 class Steps(NamedTuple):
@@ -50,6 +51,9 @@ class Steps(NamedTuple):
 
     def __bool__(self) -> bool:
         return any(self[:])
+
+
+NO_STEPS: Final = Steps([], [], [], [], [], [], [], [])
 
 
 def server_changes(server: Server, wanted: Wanted, actual: ServerState | None) -> list[Change]:
@@ -71,6 +75,25 @@ def server_changes(server: Server, wanted: Wanted, actual: ServerState | None) -
         elif weights[destination] != 0:
             changes.append(Change(Verb.SET_DESTINATION, server, None, destination, 0))
     return changes
+
+
+def quiet(actual: Actual) -> Steps:
+    """The steps after which no virtual server takes a new flow, and each goes on with those that it has.
+
+    IPVS gives up the flows of a real server that is removed, and unhooks itself with the last virtual server.
+    """
+    changes = [
+        Change(Verb.SET_DESTINATION, server, None, destination, 0)
+        for server, state in actual.servers.items()
+        for destination, weight in state.weights.items()
+        if weight
+    ]
+    return NO_STEPS._replace(servers=changes)
+
+
+def give_up(actual: Actual, keep: Collection[str]) -> Steps:
+    """The steps that unbind all addresses but these."""
+    return NO_STEPS._replace(unbind=sorted(actual.addresses.difference(keep)))
 
 
 def plan(

@@ -21,13 +21,14 @@ from dataplane.mode import (
 )
 from dataplane.modes.ipvs import writer
 from dataplane.modes.ipvs.audit import Audit
+from dataplane.modes.ipvs.draining import READINGS, Flows, sources
 from dataplane.modes.ipvs.listing import Programmed
 from dataplane.modes.ipvs.lower import PREFIX, Lowered, Member, Node, Wanted, is_excluded, lower, node_of
 from dataplane.modes.ipvs.marks import Marks
-from dataplane.modes.ipvs.plan import Actual, Steps, plan
+from dataplane.modes.ipvs.plan import Actual, Steps, give_up, plan, quiet
 from dataplane.netfilter import NetfilterMode
 from dataplane.reports import Fill, IpvsStatus, Status
-from dataplane.table import EMPTY, Entry, ServiceTable
+from dataplane.table import EMPTY, Entry, NodeNetwork, ServiceTable
 from dataplane.virtual_servers import Change, Server, Timeouts, Value, Verb
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,8 @@ class Ipvs(NetfilterMode):
         self._draining: set[Server] = set()
         self._drain_at = 0.0
         self._owed = 0  # things that others changed and that are not put right yet
+        self._left = False  # the mode drains
+        self._flows = Flows(self.kernel, self.actual)
         self._watching = False
 
     # Changes
@@ -85,7 +88,7 @@ class Ipvs(NetfilterMode):
         """Everything: what is in the kernel is read, and whatever differs is changed in place."""
         if self._programmed and not self._owed:  # repaired now, on whatever occasion: it counts
             self._owed = len(self.audit.addresses())
-        self.unset = self.kernel.set_sysctls(writer.sysctls(self.options, self._release))
+        self.unset = self.kernel.set_sysctls(self._all_settings())
         options = self.options
         self.kernel.ipvs.set_timeouts(
             Timeouts(options.ipvs_tcp_timeout, options.ipvs_tcpfin_timeout, options.ipvs_udp_timeout)
@@ -95,6 +98,14 @@ class Ipvs(NetfilterMode):
         self._node = node_of(table.node, self.kernel.tables.families, self.options.ipvs_exclude_cidrs)
         found = writer.read_actual(self.kernel, self._node.masquerade)
         self._adopt(found)
+        if self._left:
+            self._quiet(table)
+        else:
+            self._serve(table)
+        self.audit_repairs, self._owed = self.audit_repairs + self._owed, 0
+        self._watch()
+
+    def _serve(self, table: ServiceTable) -> None:
         self._lower_all(table)
         steps = self._plan_all()
 
@@ -102,9 +113,8 @@ class Ipvs(NetfilterMode):
             self.audit.rules = writer.write_rules(self.kernel, table.node, table.health_ports)
 
         writer.perform(self.kernel, steps, self.actual, ready)
-        self.audit_repairs, self._owed = self.audit_repairs + self._owed, 0
+        self.kernel.routes.hold({})
         self._note_draining(steps)
-        self._watch()
 
     def _adopt(self, found: Actual) -> None:
         self.actual.servers, self.actual.members = found.servers, found.members
@@ -132,6 +142,8 @@ class Ipvs(NetfilterMode):
 
     def _change(self, table: ServiceTable, names: Collection[str]) -> None:
         """What changed, and nothing else: neither read nor written."""
+        if self._left:
+            return
         servers: dict[Server, Wanted | None] = {}
         members: set[Member] = set()
         addresses: set[str] = set()
@@ -197,11 +209,58 @@ class Ipvs(NetfilterMode):
             if frontend.address is not None and frontend.address in table.node.node_port_addresses
         ]
 
-    def _settings(self) -> dict[str, str]:
-        wanted = writer.sysctls(self.options, self._release)
-        return {name: value for name, value in wanted.items() if name not in self.unset}
+    def _all_settings(self) -> dict[str, str]:
+        return writer.sysctls(self.options, self._release, draining=self._left)
 
-    # Draining
+    def _settings(self) -> dict[str, str]:
+        return {name: value for name, value in self._all_settings().items() if name not in self.unset}
+
+    # Draining: the whole mode
+
+    def drain(self, table: ServiceTable) -> None:
+        if not self._left:
+            self._left = self._full = True
+        self.sync(table)
+
+    def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
+        del table  # the virtual servers are known, those of services that are gone, too
+        return self._flows.count()
+
+    def abandon(self, table: ServiceTable) -> None:
+        del table
+        self._flows.hand_over()
+
+    def _quiet(self, table: ServiceTable) -> None:
+        steps = quiet(self.actual)
+        writer.perform(self.kernel, steps, self.actual)
+        self._note_draining(steps)
+        self.audit.rules = writer.write_rules(self.kernel, table.node, table.health_ports, draining=True)
+        for _ in range(READINGS):
+            self._flows.look()
+        self._hold(table.node)
+
+    def _hold(self, node: NodeNetwork) -> None:
+        """Keep the addresses that flows need, and no others.
+
+        A new connection of this node to an address that is bound has it as its own too, and would lose it. So they
+        are held by routes, as far as there is another source; that of an open connection stays what it is.
+        """
+        ours = {element.address for name, element in self.actual.members if name.endswith("-ADDRESSES")}
+        needed = self._flows.addresses & ours
+        self.actual.held = sources(needed, node)
+        self.kernel.routes.hold(self.actual.held)
+        writer.perform(self.kernel, give_up(self.actual, needed - self.actual.held.keys()), self.actual)
+
+    def _delete_stale(self, names: Collection[str]) -> None:
+        if not self._left:
+            super()._delete_stale(names)
+            return
+        try:  # of this mode's flows alone: the mode that serves judges its own
+            self.stale_deleted.update(self._flows.hand_over_stale(self.table, names))
+        except (DataplaneError, OSError) as error:
+            log.warning("datagrams that lead to endpoints that are gone still go there: %s", error)
+
+    # Draining: real servers
 
     def _note_draining(self, steps: Steps) -> None:
         self._draining.update(
@@ -253,6 +312,8 @@ class Ipvs(NetfilterMode):
         if self._owed:
             self._repair()
         self._drain()
+        if not self.actual.held.keys() <= self._flows.addresses:
+            self._hold(self.table.node)
         self._owed += len(self.audit.step())
         if self._owed:
             self._repair()

@@ -42,17 +42,24 @@ def pod_match(node: NodeNetwork, family: int) -> str:
     return f"-s {prefix}" if prefix else ""
 
 
-def restore_text(family: int, node: NodeNetwork, saved: dict[str, str], health_ports: Iterable[int] = ()) -> str:
+def restore_text(
+    family: int, node: NodeNetwork, saved: dict[str, str], health_ports: Iterable[int] = (), *, draining: bool = False
+) -> str:
     """A restore that makes our chains and jumps anew in one transaction for each table.
 
-    `saved` is by table what iptables-save prints now: jumps that are there are taken out.
+    `saved` is by table what iptables-save prints now: jumps that are there are taken out. While the mode drains,
+    another one decides: what is open needs that conntrack translates, for which a chain in nat is enough, and that
+    answers are forwarded; and nothing of this node may answer at the addresses.
     """
-    rules = {
-        "mangle": list(_mangle(family, node)),
-        "nat": list(_nat(family, node)),
-        "filter": [*_filter(family, node, health_ports)],
-    }
-    return "".join(_table(table, rules[table], saved.get(table, "")) for table in JUMPS)
+    if draining:
+        rules: dict[str, list[tuple[str, str]]] = {"filter": [*_draining_filter(family, health_ports)]}
+    else:
+        rules = {
+            "mangle": list(_mangle(family, node)),
+            "nat": list(_nat(family, node)),
+            "filter": [*_filter(family, node, health_ports)],
+        }
+    return "".join(_table(table, rules.get(table, []), saved.get(table, "")) for table in JUMPS)
 
 
 def _table(table: str, rules: list[tuple[str, str]], saved: str) -> str:
@@ -168,20 +175,11 @@ def _refusal_target(family: int) -> str:
 
 def _filter(family: int, node: NodeNetwork, health_ports: Iterable[int]) -> Iterator[tuple[str, str]]:
     pods = pod_match(node, family)
-    enter, forward, output = (f"{PREFIX}{hook}" for hook in JUMPS["filter"])
+    enter, _, output = (f"{PREFIX}{hook}" for hook in JUMPS["filter"])
     reject, internal, unknown = f"{PREFIX}REJECT", f"{PREFIX}INSIDE", f"{PREFIX}UNKNOWN"
-    yield reject, "-p tcp -j REJECT --reject-with tcp-reset"
-    unreachable = "icmp-port-unreachable" if family == 4 else "icmp6-port-unreachable"
-    yield reject, f"-j REJECT --reject-with {unreachable}"
-    yield unknown, f"-p {'icmp' if family == 4 else 'ipv6-icmp'} -j RETURN"
-    not_served = f"{_set(family, 'ADDRESSES', 'dst')} {_set(family, 'PORTS', negated=True)}"
-    yield unknown, f"{not_served} -j {reject}"
+    yield from _filter_for_any(family, health_ports)
     yield internal, f"{_set(family, 'REJECT-IN')} -j {reject}"
     yield internal, f"-g {unknown}"
-    for chain in (enter, output):
-        yield chain, "-m conntrack ! --ctstate NEW -j RETURN"
-    for port in health_ports:
-        yield enter, f"-p tcp -m tcp --dport {port} -j ACCEPT"  # at service addresses too: load balancers ask there
     if pods:
         yield enter, f"{pods} -g {internal}"
     yield enter, f"{_set(family, 'REJECT-OUT')} -j {reject}"
@@ -189,5 +187,27 @@ def _filter(family: int, node: NodeNetwork, health_ports: Iterable[int]) -> Iter
     refused = f"-d {_REFUSED[family]}/{32 if family == 4 else 128} -p tcp -m tcp --dport {_REFUSED_PORT}"
     yield output, f"{refused} -m conntrack --ctstate DNAT -j {reject}"
     yield output, f"-g {internal}"
+
+
+def _draining_filter(family: int, health_ports: Iterable[int]) -> Iterator[tuple[str, str]]:
+    yield from _filter_for_any(family, health_ports)
+    for hook in ("INPUT", "OUTPUT"):
+        yield f"{PREFIX}{hook}", f"-g {PREFIX}UNKNOWN"
+
+
+def _filter_for_any(family: int, health_ports: Iterable[int]) -> Iterator[tuple[str, str]]:
+    """What both begin with: the chains that refuse, and what is let through before them."""
+    enter, forward, output = (f"{PREFIX}{hook}" for hook in JUMPS["filter"])
+    reject, unknown = f"{PREFIX}REJECT", f"{PREFIX}UNKNOWN"
+    yield reject, "-p tcp -j REJECT --reject-with tcp-reset"
+    unreachable = "icmp-port-unreachable" if family == 4 else "icmp6-port-unreachable"
+    yield reject, f"-j REJECT --reject-with {unreachable}"
+    yield unknown, f"-p {'icmp' if family == 4 else 'ipv6-icmp'} -j RETURN"
+    not_served = f"{_set(family, 'ADDRESSES', 'dst')} {_set(family, 'PORTS', negated=True)}"
+    yield unknown, f"{not_served} -j {reject}"
+    for chain in (enter, output):
+        yield chain, "-m conntrack ! --ctstate NEW -j RETURN"
+    for port in health_ports:
+        yield enter, f"-p tcp -m tcp --dport {port} -j ACCEPT"  # at service addresses too: load balancers ask there
     # Requests do not pass here, IPVS sends them from INPUT; answers of real servers do.
     yield forward, "-m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT"

@@ -13,9 +13,11 @@ from typing import Final
 
 from dataplane.errors import Unsupported
 from dataplane.kernel import sysctl, xtables
+from dataplane.kernel.conntrack import delete, entries_of
 from dataplane.kernel.dummy import Dummy
 from dataplane.kernel.ipset import Ipsets
-from dataplane.kernel.ipvs import Ipvs
+from dataplane.kernel.ipvs import Ipvs, connections
+from dataplane.kernel.local_routes import LocalRoutes
 from dataplane.kernel.netlink import NetlinkFailed
 from dataplane.mode import Options
 from dataplane.modes.ipvs import rules
@@ -23,7 +25,7 @@ from dataplane.modes.ipvs.lower import PREFIX, SETS, set_name
 from dataplane.modes.ipvs.marks import is_nearly_ours, is_ours_by_mark
 from dataplane.modes.ipvs.plan import Actual, ServerState, Steps
 from dataplane.table import NodeNetwork
-from dataplane.virtual_servers import Change, Edit, Element, Server, Value, Verb
+from dataplane.virtual_servers import Change, Connection, Edit, Element, Server, Value, Verb
 
 log = logging.getLogger(__name__)
 
@@ -34,17 +36,24 @@ _PROBE: Final = {"PORTS": "HPV-PROBE", "MARKS": "HPV-PROBE-M"}  # sets to try ru
 
 @dataclass
 class Kernel:
-    """The kernel interfaces of the mode. `set_sysctls` sets what it can and returns setting -> why not."""
+    """The kernel interfaces of the mode.
+
+    `set_sysctls` sets what it can and returns setting -> why not.
+    """
 
     ipvs: Ipvs
     sets: Ipsets
     device: Dummy
+    routes: LocalRoutes
     tables: xtables.Xtables
     set_sysctls: Callable[[Mapping[str, str]], dict[str, str]] = sysctl.apply
     read_sysctl: Callable[[str], str | None] = sysctl.read
+    connections: Callable[[], Iterable[Connection]] = connections
+    entries_of: Callable[[Iterable[Connection]], Mapping[Connection, bytes]] = entries_of  # of conntrack
+    delete_entries: Callable[[int, list[bytes]], int] = delete  # of one family; how many went
 
     def close(self) -> None:
-        for interface in (self.ipvs, self.sets, self.device):
+        for interface in (self.ipvs, self.sets, self.device, self.routes):
             interface.close()
 
 
@@ -81,7 +90,7 @@ def open_kernel(options: Options) -> Kernel:
             finally:
                 device.remove()
         opened.pop_all()
-    return Kernel(ipvs, sets, device, found)
+    return Kernel(ipvs, sets, device, LocalRoutes(), found)
 
 
 def _find_tables(sets: Ipsets) -> xtables.Xtables:
@@ -208,7 +217,9 @@ def note(actual: Actual, change: Change) -> None:
             weights[change.destination] = change.weight
 
 
-def write_rules(kernel: Kernel, node: NodeNetwork, health_ports: Iterable[int]) -> dict[int, tuple[str, ...]]:
+def write_rules(
+    kernel: Kernel, node: NodeNetwork, health_ports: Iterable[int], *, draining: bool = False
+) -> dict[int, tuple[str, ...]]:
     """Make the rules of all families; what of ours is there then, to compare with later.
 
     Raises:
@@ -217,7 +228,7 @@ def write_rules(kernel: Kernel, node: NodeNetwork, health_ports: Iterable[int]) 
     written = {}
     for family in kernel.tables.families:
         saved = {table: kernel.tables.save(family, table) for table in rules.JUMPS}
-        kernel.tables.restore(family, rules.restore_text(family, node, saved, health_ports))
+        kernel.tables.restore(family, rules.restore_text(family, node, saved, health_ports, draining=draining))
         written[family] = read_rules(kernel, family)
     return written
 
@@ -295,23 +306,25 @@ def _clean_servers(members: Mapping[str, Mapping[Element, Value]]) -> int:
 
 
 def _clean_addresses(members: Mapping[str, Mapping[Element, Value]]) -> int:
-    device = Dummy(DEVICE)
-    removed = 0
+    device, routes = Dummy(DEVICE), LocalRoutes()
+    removed = routes.hold({})
+    routes.close()
     if device.find():
         wanted = {e.address for name, held in members.items() if name.endswith("-ADDRESSES") for e in held}
         ours = device.addresses() & wanted
         device.change((), ours)
-        removed = len(ours) + device.remove()
+        removed += len(ours) + device.remove()
     device.close()
     return removed
 
 
-def sysctls(options: Options, release: str) -> dict[str, str]:
+def sysctls(options: Options, release: str, *, draining: bool = False) -> dict[str, str]:
     """The settings that the mode needs (row 4.19). `release` is the kernel's, as uname(2) has it."""
     wanted = {
         "net/ipv4/ip_forward": "1",
         "net/ipv4/vs/conntrack": "1",
-        "net/ipv4/vs/expire_nodest_conn": "1",
+        # With it a repeated SYN ends a connection to a real server of weight 0, which all have when the mode drains.
+        "net/ipv4/vs/expire_nodest_conn": "0" if draining else "1",
         "net/ipv4/vs/expire_quiescent_template": "1",
     }
     # Before Linux 5.9 (f0a5e4d7a594) a client port that is used again waits a second when conntrack is on. Only

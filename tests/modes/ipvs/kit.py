@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from dataplane.mode import Options
@@ -19,8 +19,8 @@ from dataplane.table import (
     ServiceTable,
     WhenEmpty,
 )  # fmt: skip
-from dataplane.virtual_servers import Change, Config, Destination, Element, Server, Verb
-from tests.fakes.ipvs import FakeDevice, FakeIpvs, FakeSets, Journal
+from dataplane.virtual_servers import Change, Config, Connection, Destination, Element, Server, Verb
+from tests.fakes.ipvs import FakeDevice, FakeIpvs, FakeRoutes, FakeSets, Journal
 from tests.fakes.xtables import FakeXtables
 from tests.modes.make import entry
 from tests.tables import Front
@@ -64,6 +64,9 @@ class Node:
         self.ipvs = FakeIpvs(self.journal)
         self.sets = FakeSets(self.journal, self._in_use)
         self.device = FakeDevice(self.journal)
+        self.routes = FakeRoutes(self.journal)
+        self.flows: list[Connection] = []  # that IPVS knows
+        self.forgotten: list[Connection] = []  # that conntrack knows no more
         self.sysctls: dict[str, str] = {}
 
     def _in_use(self, name: str) -> bool:
@@ -74,10 +77,20 @@ class Node:
 
     def start(self, clock: Callable[[], float] | None = None, **options: object) -> Ipvs:
         kernel = Kernel(
-            self.ipvs, self.sets, self.device, self.tables,  # type: ignore[arg-type]
+            self.ipvs, self.sets, self.device, self.routes, self.tables,  # type: ignore[arg-type]
             lambda wanted: self.sysctls.update(wanted) or {}, self.sysctls.get,
+            lambda: list(self.flows), self._entries_of, self._delete_entries,
         )  # fmt: skip
         return Ipvs(Options(**options), self._wake, kernel, clock or (lambda: self.time))  # type: ignore[arg-type]
+
+    def _entries_of(self, flows: Iterable[Connection]) -> dict[Connection, bytes]:
+        return {flow: str(self.flows.index(flow)).encode() for flow in flows if flow not in self.forgotten}
+
+    def _delete_entries(self, family: int, entries: list[bytes]) -> int:
+        gone = [self.flows[int(entry)] for entry in entries]
+        assert {flow.family for flow in gone} <= {family}
+        self.forgotten += gone
+        return len(gone)
 
     def _wake(self) -> None:
         self.woken += 1
@@ -93,6 +106,10 @@ class Node:
         """The real servers of a virtual server and their weights; None: there is no such virtual server."""
         found = self.ipvs.real.get(Server(6 if ":" in address else 4, protocol, address, port))
         return None if found is None else {each.address: weight for each, weight in found.items()}
+
+    def held(self) -> dict[str, str]:
+        """The addresses that are local by a route, and its source."""
+        return dict(self.routes.routes)
 
     def members(self, name: str, family: int = 4) -> set[Element]:
         return set(self.sets.held[f"HPV-{family}-{name}"])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 from pyroute2 import IPRoute
 
@@ -15,6 +17,7 @@ from dataplane.errors import Unsupported
 from dataplane.kernel import sysctl, xtables
 from dataplane.kernel.ipset import Ipsets
 from dataplane.kernel.ipvs import Ipvs as VirtualServers
+from dataplane.kernel.local_routes import LocalRoutes
 from dataplane.mode import Options
 from dataplane.modes.ipvs.programmer import DRAIN_SECONDS, Ipvs, clean, drain, probe
 from dataplane.modes.ipvs.rules import JUMPS, ours
@@ -25,6 +28,8 @@ from tests import namespaces
 from tests.tables import Front, entry_of
 
 pytestmark = [pytest.mark.root, pytest.mark.kernel("ip_vs")]
+
+SERVER = Server(4, 6, "10.96.0.1", 80)
 
 
 @pytest.fixture
@@ -71,7 +76,6 @@ def test_a_connection_outlives_its_endpoint_which_goes_when_the_connection_is_ov
 ) -> None:
     agent = start(clock=lambda: DRAIN_SECONDS * time.monotonic())
     agent.sync(table("10.1.0.11"))
-    server = Server(4, 6, "10.96.0.1", 80)
     with (
         socket.create_server(("10.1.0.11", 8080)) as listener,
         socket.create_connection(("10.96.0.1", 80), 5) as client,
@@ -79,15 +83,15 @@ def test_a_connection_outlives_its_endpoint_which_goes_when_the_connection_is_ov
         there, _ = listener.accept()
         agent.sync(table("10.1.0.12", generation=1))
         agent.maintain()
-        loads = {end.address: load.weight for end, load in ipvs.destinations(server).items()}
+        loads = {end.address: load.weight for end, load in ipvs.destinations(SERVER).items()}
         assert loads == {"10.1.0.11": 0, "10.1.0.12": 1}
         there.sendall(b"still here")
         assert client.recv(100) == b"still here"
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset: no FIN_WAIT
         there.close()
     deadline = time.monotonic() + 60
-    while len(ipvs.destinations(server)) == 2:
-        assert time.monotonic() < deadline, ipvs.destinations(server)
+    while len(ipvs.destinations(SERVER)) == 2:
+        assert time.monotonic() < deadline, ipvs.destinations(SERVER)
         agent.maintain()
         time.sleep(1)
     assert agent.status().ipvs.draining == 0
@@ -125,3 +129,42 @@ def test_draining_takes_the_rules_away_and_leaves_connections_until_cleaning(hom
         there.close()
     assert clean(Options()) > 0
     assert not drain(Options())
+
+
+@pytest.mark.core
+def test_while_the_mode_drains_what_is_open_goes_on_and_what_is_new_is_refused(
+    home: None, ipvs: VirtualServers
+) -> None:
+    agent = start()
+    served = msgspec.structs.replace(table("10.1.0.11"), node=NodeNetwork(addresses=("10.1.0.11",)))
+    agent.sync(served)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("10.1.0.11", 8080), backlog=0))
+        client = stack.enter_context(socket.create_connection(("10.96.0.1", 80), 5))
+        half_open = stack.enter_context(socket.socket())
+        half_open.setblocking(False)
+        assert half_open.connect_ex(("10.96.0.1", 80)) == errno.EINPROGRESS, "one connection waits, and no more may"
+
+        agent.drain(served)
+        assert agent.open_flows(served) == {"TCP": 2}
+        assert {load.weight for load in ipvs.destinations(SERVER).values()} == {0}
+        with contextlib.closing(LocalRoutes()) as routes:
+            assert routes.held() == {"10.96.0.1": "10.1.0.11"}
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("10.96.0.1", 80), 10)
+
+        for one in (client, half_open):
+            there = stack.enter_context(listener.accept()[0])
+            for end in (one, there):
+                end.settimeout(10)
+            one.sendall(b"?")
+            assert there.recv(1) == b"?"
+            there.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+        agent.maintain()
+        assert agent.audit_repairs == 0
+    assert agent.open_flows(served) == {}
+    agent.close()
+    assert clean(Options()) > 0
+    assert ipvs.servers() == {}
+    with contextlib.closing(LocalRoutes()) as routes:
+        assert routes.held() == {}

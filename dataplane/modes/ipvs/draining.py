@@ -1,0 +1,108 @@
+"""The flows that IPVS has while the mode drains.
+
+IPVS remembers a conversation of datagrams longer than conntrack does. When conntrack has forgotten it, its next
+datagram begins another one, which the mode that serves takes: it is over then.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter, deque
+from collections.abc import Iterable
+from typing import Final
+
+from dataplane.kernel.netlink import AF
+from dataplane.modes.ipvs.plan import Actual
+from dataplane.modes.ipvs.writer import Kernel
+from dataplane.stale import Judge, Socket
+from dataplane.table import NodeNetwork, Protocol, ServiceTable, family_of
+from dataplane.virtual_servers import Connection, Server
+
+READINGS: Final = 2  # in one alone the kernel may leave out a flow
+
+
+class Flows:
+    """The flows of our virtual servers. For any thread."""
+
+    def __init__(self, kernel: Kernel, actual: Actual) -> None:
+        self._kernel, self._actual = kernel, actual
+        self._addresses: deque[frozenset[str]] = deque(maxlen=READINGS)
+
+    def look(self) -> list[Connection]:
+        """All of them, those that are over too.
+
+        Raises:
+            OSError: the kernel does not list them.
+        """
+        servers = self._actual.servers
+        found = [each for each in self._kernel.connections() if _server(each) in servers]
+        self._addresses.append(frozenset(_server(each).address for each in found))
+        return found
+
+    @property
+    def addresses(self) -> frozenset[str]:
+        """Where the flows of the last looks lead."""
+        return frozenset().union(*self._addresses)
+
+    def count(self) -> Counter[str]:
+        """How many are not over, by the name of their protocol.
+
+        Raises:
+            DataplaneError, OSError: they, or conntrack, cannot be read.
+        """
+        going_on = [each for each in self.look() if not each.is_over]
+        tracked = self._kernel.entries_of(each for each in going_on if each.protocol != Protocol.TCP)
+        counted = (each for each in going_on if each.protocol == Protocol.TCP or each in tracked)
+        return Counter(Protocol(each.protocol).name for each in counted)
+
+    def hand_over(self) -> None:
+        """Have conntrack forget them all: what follows on them begins flows of the mode that serves.
+
+        Raises:
+            DataplaneError, OSError: some stay.
+        """
+        self._forget(self.look())
+
+    def hand_over_stale(self, table: ServiceTable, names: Iterable[str]) -> Counter[int]:
+        """The same of datagrams of these services that lead to where nothing serves; how many went, by family.
+
+        Raises: as `hand_over`.
+        """
+        judge = Judge(table, names)
+        if not judge.destinations:
+            return Counter()
+        return self._forget(
+            each
+            for each in self.look()
+            if each.protocol == Protocol.UDP
+            and judge.stale(_socket(each.family, each.address, each.port), _backend(each))
+        )
+
+    def _forget(self, chosen: Iterable[Connection]) -> Counter[int]:
+        entries: dict[int, list[bytes]] = {}
+        for each, entry in self._kernel.entries_of(chosen).items():
+            entries.setdefault(each.family, []).append(entry)
+        return Counter({family: self._kernel.delete_entries(family, found) for family, found in entries.items()})
+
+
+def sources(addresses: Iterable[str], node: NodeNetwork) -> dict[str, str]:
+    """For each address the one that a socket of this node sends from to it; without those of a family that has none.
+
+    The primary address where the node has it: a Node object may name one that is elsewhere.
+    """
+    candidates = [*(text for text in node.primary if text in node.addresses), *node.addresses]
+    chosen = {family: next((text for text in candidates if family_of(text) == family), "") for family in AF}
+    return {text: source for text in addresses if (source := chosen[family_of(text)])}
+
+
+def _server(connection: Connection) -> Server:
+    address, port = _socket(connection.family, connection.address, connection.port)
+    return Server(connection.family, connection.protocol, address, port)
+
+
+def _backend(connection: Connection) -> Socket:
+    return _socket(connection.family, connection.backend, connection.backend_port)
+
+
+def _socket(family: int, address: bytes, port: bytes) -> Socket:
+    return socket.inet_ntop(AF[family], address), int.from_bytes(port, "big")
