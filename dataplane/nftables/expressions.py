@@ -26,7 +26,8 @@ RTN_LOCAL: Final = 2  # linux/rtnetlink.h
 PACKET_HOST: Final = 0  # linux/if_packet.h
 NF_NAT_RANGE_PROTO_RANDOM_FULLY: Final = 1 << 4  # linux/netfilter/nf_nat.h
 # linux/netfilter/nf_conntrack_common.h
-NF_CT_STATE_INVALID_BIT, NF_CT_STATE_NEW_BIT, IPS_DST_NAT, IP_CT_DIR_REPLY = 1, 1 << 3, 0x20, 1
+NF_CT_STATE_INVALID_BIT, NF_CT_STATE_NEW_BIT, IP_CT_DIR_REPLY = 1, 1 << 3, 1
+IPS_CONFIRMED, IPS_DST_NAT = 0x08, 0x20
 IFNAMSIZ: Final = 16
 ICMP_PORT_UNREACH, ICMPV6_PORT_UNREACH = 3, 4
 
@@ -274,6 +275,11 @@ def translated() -> Part:
     return _ct_flag(nf.NFT_CT_STATUS, IPS_DST_NAT)
 
 
+def confirmed() -> Part:
+    """Whether an earlier packet of the same connection was let through."""
+    return _ct_flag(nf.NFT_CT_STATUS, IPS_CONFIRMED)
+
+
 def invalid() -> Part:
     """Whether conntrack finds no connection for the packet: it will be translated neither way."""
     return _ct_flag(nf.NFT_CT_STATE, NF_CT_STATE_INVALID_BIT)
@@ -379,11 +385,15 @@ class Family:
         """Whether source and destination address are a pair of a set."""
         return self.load_source(), self.load_destination(self.words), lookup(name, 0)
 
-    def destination_not_local(self) -> Part:
-        """Whether the destination is no address of this node."""
+    def destination_local(self, *, negate: bool = False) -> Part:
+        """Whether the destination is an address of this node."""
         question = (nf.NFTA_FIB_RESULT, nf.NFT_FIB_RESULT_ADDRTYPE), (nf.NFTA_FIB_FLAGS, nf.NFTA_FIB_F_DADDR)
         fib = Expression("fib", ((nf.NFTA_FIB_DREG, _register(0)), *question))
-        return fib, compare(0, _host(RTN_LOCAL), negate=True)
+        return fib, compare(0, _host(RTN_LOCAL), negate=negate)
+
+    def destination_not_local(self) -> Part:
+        """Whether the destination is no address of this node."""
+        return self.destination_local(negate=True)
 
     def dnat(self) -> Part:
         """Translate to the address in word 0 on and the port behind it, as a map with this data loads them."""

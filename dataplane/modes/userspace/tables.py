@@ -126,7 +126,9 @@ def _base_chains(family: Family, node: NodeNetwork) -> Iterator[Chain]:
     """Redirection, and what was not redirected; the relay's own packets to backends pass."""
     pod = family.from_pod(node.pods)
     own = (rule(x.has_priority(PLAIN), RETURN), rule(x.has_priority(KEEPING), RETURN))
-    translated = rule(x.translated(), RETURN)
+    # What mode ipvs still serves while it drains: its addresses are this node's, and IPVS leaves them in the packet.
+    others = rule(x.confirmed(), family.destination_local(), RETURN)
+    elsewhere = rule(x.translated(), RETURN), others
 
     def by_side(chain: str) -> tuple[x.Rule, ...]:
         from_pods = (rule(pod, x.goto(f"internal-{chain}")),) if pod else ()
@@ -135,9 +137,9 @@ def _base_chains(family: Family, node: NodeNetwork) -> Iterator[Chain]:
     at_nat = nf.NF_IP_PRI_NAT_DST
     yield Chain("nat-prerouting", by_side("nat"), Hook(nf.NF_INET_PRE_ROUTING, at_nat))
     yield Chain("nat-output", (*own, rule(x.goto("internal-nat"))), Hook(nf.NF_INET_LOCAL_OUT, at_nat))
-    rest = (translated, *by_side("rest"))
+    rest = (*elsewhere, *by_side("rest"))
     yield Chain("rest-prerouting", rest, Hook(nf.NF_INET_PRE_ROUTING, _AFTER_NAT, "filter"))
-    rest = (translated, *own, rule(x.goto("internal-rest")))
+    rest = (*elsewhere, *own, rule(x.goto("internal-rest")))
     yield Chain("rest-output", rest, Hook(nf.NF_INET_LOCAL_OUT, _AFTER_NAT, "filter"))
 
 
