@@ -25,6 +25,7 @@ from dataplane.modes.ipvs.writer import DEVICE
 from dataplane.table import Backend, BackendSet, Kind, Masquerade, NodeNetwork, Protocol, ServiceTable
 from dataplane.virtual_servers import Server
 from tests import namespaces
+from tests.nft import nft
 from tests.tables import Front, entry_of
 
 pytestmark = [pytest.mark.root, pytest.mark.kernel("ip_vs")]
@@ -168,3 +169,27 @@ def test_while_the_mode_drains_what_is_open_goes_on_and_what_is_new_is_refused(
     assert ipvs.servers() == {}
     with contextlib.closing(LocalRoutes()) as routes:
         assert routes.held() == {}
+
+
+@pytest.mark.core
+def test_a_connection_that_this_node_opens_meanwhile_outlives_the_mode(home: None, ipvs: VirtualServers) -> None:
+    """Another mode translates it. The address on the device would be its own, and it would lose it."""
+    agent = start()
+    served = msgspec.structs.replace(table("10.1.0.11"), node=NodeNetwork(addresses=("10.1.0.11",)))
+    agent.sync(served)
+    with (
+        socket.create_server(("10.1.0.11", 8080)) as listener,
+        socket.create_connection(("10.96.0.1", 80), 5),
+        listener.accept()[0],
+    ):
+        nft("add table ip other; add chain ip other out { type nat hook output priority -100; }")
+        nft("add rule ip other out ip daddr 10.96.0.1 tcp dport 80 dnat to 10.1.0.11:8080")
+        agent.drain(served)
+        with socket.create_connection(("10.96.0.1", 80), 5) as client, listener.accept()[0] as there:
+            assert agent.open_flows(served) == {"TCP": 1}, "of IPVS alone"
+            assert client.getsockname()[0] == "10.1.0.11"
+            agent.close()
+            clean(Options())
+            there.settimeout(10)
+            client.sendall(b"?")
+            assert there.recv(1) == b"?"
