@@ -29,8 +29,9 @@ from .kit import PATIENCE, UDP, V4, V6, Bench, Service, eventually
 from .test_rows import crc32c, target_of
 
 FOUR = [mode for mode in ("ebpf", "nftables", "iptables", "ipvs") if mode in MODES]
-DRAINING = ("ebpf", "nftables", "iptables")  # modes that serve what they have until it is over
-UDP_ENDS_SOON = ("--conntrack-udp-timeout", "2s", "--conntrack-udp-timeout-stream", "2s")
+DRAINING = ("ebpf", "nftables", "iptables", "ipvs")  # modes that serve what they have until it is over
+SOON = f"{2 * PATIENCE:g}s"  # longer than from one question to the next
+UDP_ENDS_SOON = ("--conntrack-udp-timeout", SOON, "--conntrack-udp-timeout-stream", SOON)
 EACH = 0.15  # seconds from one question on an open flow to the next
 INIT, INIT_ACK, COOKIE_ECHO, COOKIE_ACK, DATA, SACK = 1, 2, 10, 11, 0, 3  # RFC 9260
 TO_BACKEND, TO_CLIENT = 7, 9  # verification tags
