@@ -34,9 +34,13 @@ class Flows:
         Raises:
             OSError: the kernel does not list them.
         """
-        servers = self._actual.servers
-        found = [each for each in self._kernel.connections() if _server(each) in servers]
-        self._addresses.append(frozenset(_server(each).address for each in found))
+        ours = {_packed(server): server.address for server in list(self._actual.servers) if server.address}
+        found, addresses = [], set()
+        for each in self._kernel.connections():
+            if (address := ours.get((each.family, each.protocol, each.address, each.port))) is not None:
+                found.append(each)
+                addresses.add(address)
+        self._addresses.append(frozenset(addresses))
         return found
 
     @property
@@ -75,7 +79,9 @@ class Flows:
             each
             for each in self.look()
             if each.protocol == Protocol.UDP
-            and judge.stale(_socket(each.family, each.address, each.port), _backend(each))
+            and judge.stale(
+                _socket(each.family, each.address, each.port), _socket(each.family, each.backend, each.backend_port)
+            )
         )
 
     def _forget(self, chosen: Iterable[Connection]) -> Counter[int]:
@@ -95,13 +101,10 @@ def sources(addresses: Iterable[str], node: NodeNetwork) -> dict[str, str]:
     return {text: source for text in addresses if (source := chosen[family_of(text)])}
 
 
-def _server(connection: Connection) -> Server:
-    address, port = _socket(connection.family, connection.address, connection.port)
-    return Server(connection.family, connection.protocol, address, port)
-
-
-def _backend(connection: Connection) -> Socket:
-    return _socket(connection.family, connection.backend, connection.backend_port)
+def _packed(server: Server) -> tuple[int, int, bytes, bytes]:
+    """As a connection has it."""
+    address = socket.inet_pton(AF[server.family], server.address)
+    return server.family, server.protocol, address, server.port.to_bytes(2, "big")
 
 
 def _socket(family: int, address: bytes, port: bytes) -> Socket:
