@@ -51,8 +51,10 @@ class LocalRoutes:
         for family in AF.values():
             body = _HEADER.pack(family, 0, 0, 0, TABLE_LOCAL, 0, 0, 0, 0)
             for answer in self._netlink.dump(Message(GET_ROUTE, body, NLM_F_DUMP, "reading the local routes")):
-                if _HEADER.unpack_from(answer)[4:6] == (TABLE_LOCAL, PROTOCOL):
-                    known = dict(attributes(answer, _HEADER.size))
+                if _HEADER.unpack_from(answer)[4:6] != (TABLE_LOCAL, PROTOCOL):
+                    continue
+                known = dict(attributes(answer, _HEADER.size))
+                if DESTINATION in known and SOURCE in known:
                     found[socket.inet_ntop(family, known[DESTINATION])] = socket.inet_ntop(family, known[SOURCE])
         return found
 

@@ -44,7 +44,7 @@ def find_other_proxies(mode: str, drains: Collection[str] = ()) -> OtherProxies:
     """
     ours = [text for key in (*OUR_TABLES, *OUR_CHAINS) if key != mode and key not in drains for text in _traces(key)]
     kube = [f"table {family} kube-proxy" for family in _tables("kube-proxy")]
-    kube += [*_chains(KUBE_CHAIN), *(_ipvs() if mode != "ipvs" else ())]
+    kube += [*_chains(KUBE_CHAIN), *(_ipvs() if "ipvs" not in (mode, *drains) else ())]
     processes = list(_processes())
     return OtherProxies(
         kube_proxy=tuple(kube),

@@ -87,6 +87,7 @@ class TestLookAround:
         with IPRoute() as link:
             link.link("add", ifname="kube-ipvs0", kind="veth", peer={"ifname": "peer0"})
         assert find_other_proxies("iptables").kube_proxy == ("device kube-ipvs0",)
+        assert find_other_proxies("iptables", ("ipvs",)).kube_proxy == ()
         assert find_other_proxies("ipvs").kube_proxy == ()
 
     def test_modes_of_ours_other_than_the_one_at_work(self):

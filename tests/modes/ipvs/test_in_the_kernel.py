@@ -177,6 +177,8 @@ def test_a_connection_that_this_node_opens_meanwhile_outlives_the_mode(home: Non
     agent = start()
     served = msgspec.structs.replace(table("10.1.0.11"), node=NodeNetwork(addresses=("10.1.0.11",)))
     agent.sync(served)
+    with IPRoute() as ip:  # as every node has one for what is not its own
+        ip.route("add", dst="10.96.0.0/12", oif=ip.link_lookup(ifname="lo")[0])
     with (
         socket.create_server(("10.1.0.11", 8080)) as listener,
         socket.create_connection(("10.96.0.1", 80), 5),
