@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+import socket
 
 import numpy as np
 import pytest
 
+from dataplane.kernel.conntrack import FlowKey
+from dataplane.kernel.netlink import AF
 from dataplane.mode import Options
 from dataplane.modes.ebpf import layout
+from dataplane.modes.ebpf import others as module
 from dataplane.modes.ebpf.flows import flow_arrays, idle_limits
-from dataplane.table import Protocol
+from dataplane.table import EMPTY, Protocol
 
 from .kit import (
     BACKEND_HOST_MAC,
@@ -311,6 +315,36 @@ def test_the_sweep_looks_again_before_it_deletes(bench: Bench, net: Net) -> None
     bench.open_udp(net, net.vip)
     bench.gc.forget_idle(net.family, keys, values)
     assert bench.flow_count(net.family) == (2, 0)
+
+
+def test_flows_of_others_stay_as_long_as_conntrack_knows_them(
+    bench: Bench, net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever their age: nothing passes here until the programs are attached. A flow of ours is never theirs."""
+    bench.serve(dns(net))
+    bench.open_udp(net, net.vip, lasting=True)
+    ours, theirs = (client_side(net, port) for port in (40000, 40001))
+    known = {ours, theirs}
+    monkeypatch.setattr(module, "translated_keys", lambda _: frozenset(known))
+    flows = {family: bench.maps.maps[f"flows{family}"] for family in (4, 6)}
+    others = module.OthersFlows(flows, bench.inspect.program("leave"))
+    others.look(EMPTY)
+    assert bench.flow_count(net.family) == (3, 0)
+    bench.age_flows(net.family, 1000 * HZ)
+    bench.open_udp(net, net.vip)
+    bench.gc.scan()
+    assert bench.flow_count(net.family) == (3, 0)
+    assert bench.ingress(frame(net, net.client, net.vip, datagram(40001)))[0] == PASS
+    known.clear()
+    others.look(EMPTY)
+    assert bench.flow_count(net.family) == (2, 0)
+    assert not any(value["flags"] & FLAGS["FLOW_OTHERS"] for value in bench.flows(net.family).values())
+
+
+def client_side(net: Net, port: int) -> FlowKey:
+    kind = AF[net.family]
+    ends = [socket.inet_pton(kind, net.client), port.to_bytes(2, "big"), socket.inet_pton(kind, net.vip), b"\0\x35"]
+    return FlowKey(net.family, Protocol.UDP, *ends)
 
 
 def test_a_packet_refreshes_both_halves(bench: Bench, net: Net) -> None:

@@ -249,9 +249,13 @@ class FlowGC:
             self._candidates = (frozenset(), frozenset())
 
     def forget_idle(self, family: int, keys: NDArray[Any], values: NDArray[Any]) -> None:
-        """Delete those of these flows that are idle for too long; the program that does it looks at each once more."""
+        """Delete those of these flows that are idle for too long; the program that does it looks at each once more.
+
+        Those of others go when conntrack has forgotten them (`OthersFlows`).
+        """
         now = run_on_packet(self._clock, bytes(64))[0]
         age = (np.uint32(now) - values["seen"]).astype(np.int32).astype(np.int64)
         limits = idle_limits(keys, values, self._options) * self._hz
-        old = np.flatnonzero(age >= limits)
+        ours = values["flags"] & abi_constants()["FLOW_OTHERS"] == 0
+        old = np.flatnonzero((age >= limits) & ours)
         run_in_parts(self._sweep, family, keys[old], limits[old])

@@ -7,7 +7,7 @@ have entries in the tables of flows, as long as conntrack has theirs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,11 +59,11 @@ class OthersFlows:
             found = translated_keys(services)
             for family, flows in self._flows.items():
                 new, gone = (
-                    _rows([key for key in keys if key.family == family], family)
-                    for keys in (found - self.known, self.known - found)
+                    {key for key in keys if key.family == family} for keys in (found - self.known, self.known - found)
                 )
-                run_in_parts(self._leave, family, new)
-                flows.delete_batch(gone)
+                run_in_parts(self._leave, family, _rows(new, family))
+                if gone:  # a flow of ours was not left, and is not theirs
+                    flows.delete_batch(_rows(gone.intersection(_left_to_others(flows, family)), family))
             self.known = found
 
 
@@ -75,7 +75,8 @@ def _left_to_others(flows: Map, family: int) -> Iterator[FlowKey]:
         yield FlowKey(family, int(row["protocol"]), saddr, sport, daddr, dport)
 
 
-def _rows(chosen: list[FlowKey], family: int) -> NDArray[np.void]:
+def _rows(keys: Collection[FlowKey], family: int) -> NDArray[np.void]:
+    chosen = list(keys)
     rows = np.zeros(len(chosen), dtype=layout.dtype_of(f"flow{family}_key"))
     for name in ("saddr", "daddr"):
         raw = b"".join(getattr(key, name) for key in chosen)
