@@ -13,6 +13,7 @@ from dataplane.kernel.dummy import Dummy
 from dataplane.kernel.local_routes import LocalRoutes
 from dataplane.kernel.netlink import NetlinkFailed
 from tests import namespaces
+from tests.waiting import until
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("namespace")]
 OWN = {socket.AF_INET: "10.1.0.1", socket.AF_INET6: "fd01::1"}
@@ -34,6 +35,8 @@ def device() -> Iterator[Dummy]:
         ip.link("add", ifname="held77", kind="veth", peer={"ifname": "held78"})
         for name in ("held77", "held78"):
             ip.link("set", index=ip.link_lookup(ifname=name)[0], state="up")
+        index = ip.link_lookup(ifname="held77")[0]
+        until(lambda: ip.get_links(index)[0].get_attr("IFLA_OPERSTATE") == "UP", "before, IPv6 makes no local route")
     with contextlib.closing(Dummy("held77")) as opened:
         assert opened.find()
         yield opened
