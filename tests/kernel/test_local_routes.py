@@ -24,6 +24,10 @@ PORT = 8080
 @pytest.fixture
 def routes() -> Iterator[LocalRoutes]:
     namespaces.loopback(*OWN.values())
+    until(
+        lambda: not socket.create_server((OWN[socket.AF_INET6], 0), family=socket.AF_INET6).close(),
+        "tentative at first",
+    )
     with contextlib.closing(LocalRoutes()) as opened:
         yield opened
 
@@ -35,8 +39,6 @@ def device() -> Iterator[Dummy]:
         ip.link("add", ifname="held77", kind="veth", peer={"ifname": "held78"})
         for name in ("held77", "held78"):
             ip.link("set", index=ip.link_lookup(ifname=name)[0], state="up")
-        index = ip.link_lookup(ifname="held77")[0]
-        until(lambda: ip.get_links(index)[0].get_attr("IFLA_OPERSTATE") == "UP", "before, IPv6 makes no local route")
     with contextlib.closing(Dummy("held77")) as opened:
         assert opened.find()
         yield opened
@@ -57,7 +59,7 @@ def test_a_connection_outlives_its_address_and_later_ones_have_another_source(
             there.settimeout(5)
             return client, there
 
-        old = connect()
+        old = until(connect)  # IPv6 routes to an address of a device once that is ready
         assert old[0].getsockname()[0] == service, "of an address on a device"
         assert routes.hold({service: own}) == 1
         device.change((), [service])

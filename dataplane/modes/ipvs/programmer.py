@@ -13,6 +13,7 @@ from typing import Any, Final
 from dataplane.errors import DataplaneError, Unsupported
 from dataplane.kernel.ipset import LIMIT, Ipsets
 from dataplane.kernel.ipvs import Ipvs as VirtualServers
+from dataplane.kernel.netlink import NetlinkFailed
 from dataplane.mode import (
     Mode,
     Options,
@@ -248,7 +249,11 @@ class Ipvs(NetfilterMode):
         ours = {element.address for name, element in self.actual.members if name.endswith("-ADDRESSES")}
         needed = self._flows.addresses & ours
         self.actual.held = sources(needed, node)
-        self.kernel.routes.hold(self.actual.held)
+        try:
+            self.kernel.routes.hold(self.actual.held)
+        except NetlinkFailed as error:
+            log.warning("%s: while mode ipvs drains, new connections of this node to it end with the mode", error)
+            self.actual.held = self.kernel.routes.held()
         writer.perform(self.kernel, give_up(self.actual, needed - self.actual.held.keys()), self.actual)
 
     def _delete_stale(self, names: Collection[str]) -> None:

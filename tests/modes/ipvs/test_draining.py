@@ -69,6 +69,16 @@ def test_an_address_without_another_source_stays_bound(node: Node) -> None:
     assert (node.device.bound, node.held()) == ({"10.96.0.1"}, {})
 
 
+def test_an_address_whose_source_the_kernel_refuses_stays_bound(node: Node) -> None:
+    agent = node.start()
+    table = two_services(node, A)
+    agent.sync(table)
+    node.flows = [flow(A)]
+    node.journal.fail = "HOLD"
+    agent.drain(table)
+    assert (node.device.bound, node.held()) == ({"10.96.0.1"}, {})
+
+
 def test_an_address_goes_with_the_last_flow_that_needs_it(node: Node) -> None:
     agent = node.start()
     table = two_services(node, A)
