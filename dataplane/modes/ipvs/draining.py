@@ -54,10 +54,13 @@ class Flows:
         Raises:
             DataplaneError, OSError: they, or conntrack, cannot be read.
         """
-        going_on = [each for each in self.look() if not each.is_over]
+        going_on = self._going_on() or self._going_on()
         tracked = self._kernel.entries_of(each for each in going_on if each.protocol != Protocol.TCP)
         counted = (each for each in going_on if each.protocol == Protocol.TCP or each in tracked)
         return Counter(Protocol(each.protocol).name for each in counted)
+
+    def _going_on(self) -> list[Connection]:
+        return [each for each in self.look() if not each.is_over]
 
     def hand_over(self) -> None:
         """Have conntrack forget them all: what follows on them begins flows of the mode that serves.

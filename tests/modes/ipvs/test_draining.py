@@ -114,6 +114,17 @@ def test_flows_that_go_on_are_counted(node: Node) -> None:
     assert agent.open_flows(table) == {"TCP": 3, "UDP": 1}, "services that are gone have flows all the same"
 
 
+def test_the_last_flow_is_not_missed_because_one_reading_leaves_it_out(node: Node) -> None:
+    agent = node.start()
+    table = node.table(web(A))
+    agent.sync(table)
+    readings = iter([[flow(A)], [flow(A)], [], [flow(A)]])
+    agent.kernel.connections = lambda: next(readings, [])
+    agent.drain(table)
+    assert agent.open_flows(table) == {"TCP": 1}
+    assert agent.open_flows(table) == {}
+
+
 def test_datagrams_to_an_endpoint_that_is_gone_are_handed_over(node: Node) -> None:
     agent = node.start()
     agent.sync(two_services(node, A, B, second=(A, B)))
