@@ -9,7 +9,8 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from ipaddress import ip_address
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -20,6 +21,9 @@ from dataplane.kernel.nfmonitor import watch_ruleset
 from dataplane.mode import Options, ProbePacket, RequestMaintenance, SyncResult
 from dataplane.reports import Ejection, ExplainAnswer, Status, TrafficRow, Unprogrammed
 from dataplane.table import EMPTY, Entry, EntryKey, Protocol, ServiceTable
+
+if TYPE_CHECKING:
+    from dataplane.flows import Flows
 
 log = logging.getLogger(__name__)
 
@@ -194,6 +198,12 @@ class TranslatingMode(NetfilterMode):
     def abandon(self, table: ServiceTable) -> None:
         """Of TCP nothing is changed: others cannot serve it, and it goes on if another table of type nat is here."""
         delete_translated({key: None for key in _frontends(table) if key[2] != Protocol.TCP})
+
+    def conntrack_flows(self, table: ServiceTable) -> Flows:
+        from dataplane.kernel.conntrack_flows import translated  # numpy takes 20 MB, of which only this has use
+
+        own = {ip_address(address).packed for address in (*table.node.addresses, "127.0.0.1", "::1")}
+        return translated(_frontends(table), own)
 
 
 def _frontends(table: ServiceTable) -> dict[Key, None]:

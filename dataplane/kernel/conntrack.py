@@ -59,7 +59,7 @@ ENDED: Final = frozenset({7, 8})
 Key = tuple[str | None, int, int]  # address (None: a node port, at any address), port, protocol number
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
     """One conntrack entry; addresses are packed, ports are two bytes in network order."""
 
     protocol: int
@@ -122,7 +122,7 @@ def forget_ended() -> int:
                 for entry in dump(family, socket.IPPROTO_TCP)
                 if entry.protocol == socket.IPPROTO_TCP
                 and (entry.answerer, entry.answerer_port) != (entry.destination, entry.destination_port)
-                and _stage(entry) in ENDED
+                and stage_of(entry.protocol, fields(entry)) in ENDED
             ]
             deleted += delete(family, ended) if ended else 0
         except (OSError, NetlinkFailed) as error:
@@ -146,7 +146,7 @@ def flows(services: Mapping[Key, str | None], limit: int) -> tuple[list[FlowRow]
     """
     rows: list[FlowRow] = []
     total = 0
-    for family, entry, name in _translated(services):
+    for family, entry, name in translated_entries(services):
         total += 1
         if len(rows) < limit:
             rows.append(_row(entry, family, name))
@@ -158,7 +158,9 @@ def open_flows(services: Mapping[Key, str | None]) -> Counter[str]:
 
     Args, raises: as `flows`.
     """
-    return Counter(Protocol(entry.protocol).name for _, entry, _ in _translated(services) if _state(entry) != "closed")
+    return Counter(
+        Protocol(entry.protocol).name for _, entry, _ in translated_entries(services) if _state(entry) != "closed"
+    )
 
 
 def delete_translated(services: Mapping[Key, str | None]) -> int:
@@ -167,7 +169,7 @@ def delete_translated(services: Mapping[Key, str | None]) -> int:
     Args, raises: as `flows`.
     """
     found: dict[int, list[bytes]] = {4: [], 6: []}
-    for family, entry, _ in _translated(services):
+    for family, entry, _ in translated_entries(services):
         found[family].append(entry.body)
     return sum(delete(family, bodies) for family, bodies in found.items() if bodies)
 
@@ -191,7 +193,7 @@ def translated_keys(services: Mapping[Key, str | None]) -> frozenset[FlowKey]:
     return frozenset(
         FlowKey(family, entry.protocol, entry.source, entry.source_port, entry.destination, entry.destination_port)
         for protocol in sorted({protocol for _, _, protocol in services})
-        for family, entry, _ in _translated(services, protocol)
+        for family, entry, _ in translated_entries(services, protocol)
         if _state(entry) != "closed"
     )
 
@@ -218,9 +220,9 @@ def entries_of(connections: Iterable[Connection]) -> dict[Connection, bytes]:
     return found
 
 
-def _translated(
+def translated_entries(
     services: Mapping[Key, str | None], only: int | None = None
-) -> Iterator[tuple[int, _Entry, str | None]]:
+) -> Iterator[tuple[int, Entry, str | None]]:
     """Each translated flow of these services: its family, its entry and the name of its service port.
 
     `only` is the number of the protocol that is asked for, None: of all.
@@ -238,7 +240,7 @@ def _translated(
                 yield family, entry, name
 
 
-def _service_of(entry: _Entry, family: int, services: Mapping[Key, str | None]) -> tuple[bool, str | None]:
+def _service_of(entry: Entry, family: int, services: Mapping[Key, str | None]) -> tuple[bool, str | None]:
     address = socket.inet_ntop(AF[family], entry.destination)
     port = int.from_bytes(entry.destination_port, "big")
     for key in ((address, port, entry.protocol), (None, port, entry.protocol)):
@@ -247,7 +249,7 @@ def _service_of(entry: _Entry, family: int, services: Mapping[Key, str | None]) 
     return False, None
 
 
-def _row(entry: _Entry, family: int, service: str | None) -> FlowRow:
+def _row(entry: Entry, family: int, service: str | None) -> FlowRow:
     def text(address: bytes, port: bytes) -> str:
         return socket_text(socket.inet_ntop(AF[family], address), int.from_bytes(port, "big"))
 
@@ -262,24 +264,26 @@ def _row(entry: _Entry, family: int, service: str | None) -> FlowRow:
     )
 
 
-def _state(entry: _Entry) -> str:
+def _state(entry: Entry) -> str:
     """As mode ebpf reports it: half-open connections and one-way datagrams are opening."""
+    known = fields(entry)
     if entry.protocol not in OPENING:
-        status = int.from_bytes(_fields(entry).get(CTA_STATUS, b""), "big")
+        status = int.from_bytes(known.get(CTA_STATUS, b""), "big")
         return "established" if status & IPS_ASSURED else "opening"
-    state = _stage(entry)
+    state = stage_of(entry.protocol, known)
     if state in OPENING[entry.protocol]:
         return "opening"
     return "closed" if state in CLOSED[entry.protocol] else "established"
 
 
-def _stage(entry: _Entry) -> int:
-    """The kernel's state of a connection or association."""
-    info = dict(attributes(_fields(entry).get(CTA_PROTOINFO, b"")))
-    return dict(attributes(info.get(PROTOINFO_KINDS[entry.protocol], b""))).get(PROTOINFO_STATE, b"\0")[0]
+def stage_of(protocol: int, known: Mapping[int, bytes]) -> int:
+    """The kernel's state of a connection or association, of the attributes of its entry."""
+    info = dict(attributes(known.get(CTA_PROTOINFO, b"")))
+    return dict(attributes(info.get(PROTOINFO_KINDS[protocol], b""))).get(PROTOINFO_STATE, b"\0")[0]
 
 
-def _fields(entry: _Entry) -> dict[int, bytes]:
+def fields(entry: Entry) -> dict[int, bytes]:
+    """The attributes of an entry."""
     return dict(attributes(entry.body, START))
 
 
@@ -325,7 +329,7 @@ def _deletion(family: int, entry: bytes) -> Message:
 # Reading
 
 
-def dump(family: int, protocol: int | None = None) -> Iterator[_Entry]:
+def dump(family: int, protocol: int | None = None) -> Iterator[Entry]:
     """The entries of one family. A kernel before 5.8 does not filter by the protocol: the caller has to."""
     wanted = NFGEN.pack(AF[family], 0, 0)
     if protocol is not None:
@@ -368,15 +372,15 @@ _HEADERS4: Final = _headers(4)
 _HEADERS6: Final = _headers(16)
 
 
-def _unpack4(body: bytes) -> _Entry | None:
+def _unpack4(body: bytes) -> Entry | None:
     return _unpack(body, _LAYOUT4, _HEADERS4)
 
 
-def _unpack6(body: bytes) -> _Entry | None:
+def _unpack6(body: bytes) -> Entry | None:
     return _unpack(body, _LAYOUT6, _HEADERS6)
 
 
-def _unpack(body: bytes, layout: struct.Struct, headers: tuple[bytes, ...]) -> _Entry | None:
+def _unpack(body: bytes, layout: struct.Struct, headers: tuple[bytes, ...]) -> Entry | None:
     """An entry with ports, None for another."""
     if len(body) < START + layout.size:
         return _walk(body)
@@ -386,12 +390,12 @@ def _unpack(body: bytes, layout: struct.Struct, headers: tuple[bytes, ...]) -> _
     ) = layout.unpack_from(body, START)  # fmt: skip
     if (h0, h1, h2, h3, h4, h5, h6, h7, g0, g1, g2, g3, g4, g5, g6, g7) != headers:
         return _walk(body)
-    return _Entry(
+    return Entry(
         protocol, source, source_port, destination, destination_port, answerer, answerer_port, peer, peer_port, body
     )
 
 
-def _walk(body: bytes) -> _Entry | None:
+def _walk(body: bytes) -> Entry | None:
     """The same, of an entry that is laid out in another way: in a zone, or without ports."""
     fields = dict(attributes(body, START))
     ends: list[bytes] = []
@@ -405,7 +409,7 @@ def _walk(body: bytes) -> _Entry | None:
             return None
         protocol = transport[CTA_PROTO_NUM][0]
         ends += [addresses[0], ports[0] or b"", addresses[1], ports[1] or b""]
-    return _Entry._make((protocol, *ends, body))
+    return Entry._make((protocol, *ends, body))
 
 
 def is_liberal() -> bool:

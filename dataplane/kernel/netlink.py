@@ -25,7 +25,7 @@ from dataplane.errors import DataplaneError
 # commands that only list what is programmed do without it.
 ROUTE, SOCK_DIAG, NETFILTER, GENERIC = 0, 4, 12, 16
 NLM_F_REQUEST, NLM_F_ACK, NLM_F_DUMP_INTR, NLM_F_DUMP = 0x1, 0x4, 0x10, 0x300
-NLM_F_CREATE, NLM_F_APPEND = 0x400, 0x800
+NLM_F_EXCL, NLM_F_CREATE, NLM_F_APPEND = 0x200, 0x400, 0x800
 NLMSG_ERROR, NLMSG_DONE, NLMSG_MIN_TYPE = 2, 3, 16
 NESTED: Final = 0x8000
 NET_BYTEORDER: Final = 0x4000
@@ -215,25 +215,41 @@ class Netlink:
                     return None
                 raise NetlinkFailed(request.what, code)
 
-    def _write(self, requests: Sequence[Message], acknowledge: int = -1) -> int:
-        """Send requests in one buffer, the one at `acknowledge` with a wish for an answer; the first one's number."""
-        if self._sequence + len(requests) >= 1 << 32:
+    def numbers(self, count: int) -> int:
+        """The first of so many sequence numbers, one after the other, for messages that the caller writes itself."""
+        if self._sequence + count >= 1 << 32:
             self._sequence = 0
         first = self._sequence + 1
-        self._sequence += len(requests)
+        self._sequence += count
+        return first
+
+    def send_numbered(self, data: bytes, first: int, count: int, what: str) -> list[tuple[int, int]]:
+        """Have the kernel handle whole messages with the numbers from `first` on, the last with NLM_F_ACK.
+
+        Returns:
+            As `send`.
+        """
+        self._send(data, what)
+        return [(position, code) for position, code in self._answers(first, first + count - 1, what) if code]
+
+    def _write(self, requests: Sequence[Message], acknowledge: int = -1) -> int:
+        """Send requests in one buffer, the one at `acknowledge` with a wish for an answer; the first one's number."""
+        first = self.numbers(len(requests))
         parts = []
         for position, (kind, payload, more, _) in enumerate(requests):
             flags = NLM_F_REQUEST | more | (NLM_F_ACK if position == acknowledge else 0)
             parts.append(message(kind, flags, payload, first + position))
-        data = b"".join(parts)
+        self._send(b"".join(parts), requests[0].what)
+        return first
+
+    def _send(self, data: bytes, what: str) -> None:
         try:
             if len(data) + MARGIN > self._room:
                 self._room = len(data) + MARGIN
                 self._socket.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, self._room)
             self._socket.send(data)
         except OSError as error:
-            raise NetlinkFailed(requests[0].what, error.errno or errno.ETIMEDOUT) from error
-        return first
+            raise NetlinkFailed(what, error.errno or errno.ETIMEDOUT) from error
 
     def _read(self, what: str) -> Iterator[tuple[int, int, int, int, bytes]]:
         try:

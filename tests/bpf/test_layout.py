@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from dataplane.balancing import Spread
 from dataplane.modes.ebpf import layout, lower
+from dataplane.modes.ebpf.flows import flow_arrays
 from dataplane.table import Masquerade, Protocol
 
 from .kit import NETS, PASS, Bench, datagram, frame, read, service, syn
@@ -178,6 +179,10 @@ def test_any_programmed_frontend_is_found(bench: Bench, family: int, protocol: P
     answer = flags if protocol is Protocol.TCP else datagram(target, 40000)
     verdict, out = bench.egress(frame(NETS[family], backend, client, answer))
     assert (verdict, read(out).tuple) == (PASS, (vip, port, client, 40000))
+    tables = [flow_arrays(bench.maps.maps[f"{table}{family}"], family) for table in ("flows", "half_open")]
+    keys, values = (np.concatenate(columns) for columns in zip(*tables, strict=True))
+    assert len(keys) == 2
+    assert layout.flow_tags(keys, family).tolist() == values["tag"].tolist()
 
 
 @pytest.mark.parametrize("family", [4, 6], ids=["v4", "v6"])

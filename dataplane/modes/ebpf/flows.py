@@ -44,13 +44,13 @@ def idle_limits(keys: NDArray[Any], values: NDArray[Any], options: Options) -> N
     limits[flags & names["FLOW_ESTABLISHED"] == 0] = OPENING
     limits[flags & (names["FLOW_FIN"] | names["FLOW_PEER_FIN"]) != 0] = options.tcp_timeout_close_wait
     limits[flags & names["FLOW_DOUBTED"] != 0] = DOUBTED
-    limits[_is_over(flags)] = ENDED
+    limits[is_over(flags)] = ENDED
     limits[protocols == Protocol.UDP] = options.udp_timeout_stream
     limits[protocols == Protocol.SCTP] = SCTP
     return limits
 
 
-def _is_over(flags: NDArray[Any]) -> NDArray[np.bool_]:
+def is_over(flags: NDArray[Any]) -> NDArray[np.bool_]:
     """Whether both ends of a connection have said so, or one has reset it."""
     names = abi_constants()
     both = names["FLOW_FIN_ACKED"] | names["FLOW_PEER_FIN"]
@@ -74,7 +74,7 @@ def open_flows(maps: Mapping[str, Map]) -> Counter[str]:
     names, found = abi_constants(), Counter[str]()
     for family in (4, 6):
         keys, values = flow_arrays(maps[f"flows{family}"], family)
-        alive = (values["flags"] & (names["FLOW_REPLY"] | names["FLOW_OTHERS"]) == 0) & ~_is_over(values["flags"])
+        alive = (values["flags"] & (names["FLOW_REPLY"] | names["FLOW_OTHERS"]) == 0) & ~is_over(values["flags"])
         numbers, counts = np.unique(keys["protocol"][alive], return_counts=True)
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
             found[Protocol(number).name] += count
@@ -248,13 +248,16 @@ class FlowGC:
                 self._result = (services, backends, frozenset(found_services), frozenset(found_backends))
             self._candidates = (frozenset(), frozenset())
 
+    def clock(self) -> int:
+        """The time of time stamps."""
+        return run_on_packet(self._clock, bytes(64))[0]
+
     def forget_idle(self, family: int, keys: NDArray[Any], values: NDArray[Any]) -> None:
         """Delete those of these flows that are idle for too long; the program that does it looks at each once more.
 
         Those of others go when conntrack has forgotten them (`OthersFlows`).
         """
-        now = run_on_packet(self._clock, bytes(64))[0]
-        age = (np.uint32(now) - values["seen"]).astype(np.int32).astype(np.int64)
+        age = (np.uint32(self.clock()) - values["seen"]).astype(np.int32).astype(np.int64)
         limits = idle_limits(keys, values, self._options) * self._hz
         ours = values["flags"] & abi_constants()["FLOW_OTHERS"] == 0
         old = np.flatnonzero((age >= limits) & ours)

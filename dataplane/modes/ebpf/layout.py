@@ -148,6 +148,19 @@ def backend_bit(words: Sequence[int], port: int, protocol: int, family: int) -> 
     return mixed >> 32 - abi_constants()["PREFILTER_BITS"]
 
 
+def flow_tags(keys: NDArray[Any], family: int) -> Words:
+    """Tags of keys of a table of flows."""
+    with np.errstate(over="ignore"):
+        source, destination = (
+            hash_addresses(keys[name] if family == 6 else keys[name][:, np.newaxis], family)
+            for name in ("saddr", "daddr")
+        )
+        ports = keys["sport"].astype(np.uint32) << np.uint32(16) | keys["dport"].astype(np.uint32)
+        mixed = (ports + keys["protocol"].astype(np.uint32)) * np.uint32(0x27D4EB2F)
+        tags: Words = source * np.uint32(31) + destination ^ mixed
+        return tags
+
+
 def frontend_dtype(family: int) -> np.dtype[Any]:
     """Key type of the family's frontends."""
     return dtype_of(f"frontend{family}_key")

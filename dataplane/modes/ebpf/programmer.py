@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from dataplane.balancing import KNOWN
 from dataplane.diff import changed_services
 from dataplane.errors import DataplaneError, SyncError, Unsupported
+from dataplane.flows import FlowFlag, Flows, Half, Mask
 from dataplane.kernel.bpf import BpfError, Object
 from dataplane.kernel.conntrack import delete_stale
 from dataplane.kernel.grace import jiffies_per_second, wait_for_programs
@@ -40,7 +43,7 @@ from dataplane.mode import (
     SyncResult,
     unknown_algorithms,
 )
-from dataplane.modes.ebpf import attach, explaining, layout, listing, sizes
+from dataplane.modes.ebpf import attach, explaining, handing, layout, listing, sizes
 from dataplane.modes.ebpf.attach import Links, Sockets
 from dataplane.modes.ebpf.driver import Drivers
 from dataplane.modes.ebpf.edges import (
@@ -320,6 +323,36 @@ class Ebpf:
 
     def abandon(self, table: ServiceTable) -> None:
         """They end with the maps."""
+
+    def export_flows(self) -> Flows:
+        return handing.exported(self.maps.maps, self.options, self.gc.clock(), self.hz)
+
+    def forget_flows(self, flows: Flows, half: Half) -> Mask:
+        return handing.forget(self.maps.maps, flows, half)
+
+    def receive_flows(self, flows: Flows) -> handing.Reception:
+        services, backends = handing.Owners(self.store.plan.owners, self.store.backends).of(flows)
+        links, macs = self._ways_of_node(flows)
+        leaves = ~flows.flagged(FlowFlag.NODE) | (links != 0)
+        arrival = handing.Arrival(services, backends, links, macs, self.gc.clock())
+        return handing.Reception(self.maps.maps, flows, arrival, leaves)
+
+    def _ways_of_node(self, flows: Flows) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
+        """Of each flow of the node itself the uplink that its packets leave by, 0: none; and addresses of frames to it.
+
+        The sender's address in such a frame is not looked at.
+        """
+        links, macs = np.zeros(len(flows), np.uint32), np.zeros((len(flows), 12), np.uint8)
+        ways: dict[str, Interface | None] = {}
+        for place in np.flatnonzero(flows.flagged(FlowFlag.NODE)).tolist():
+            row = flows.rows[place]
+            frontend = layout.address_text(row["frontend"].tobytes(), row["family"])
+            if frontend not in ways:
+                ways[frontend] = self.uplinks.attached.get(interface_towards(frontend) or 0)
+            if uplink := ways[frontend]:
+                links[place] = uplink.index
+                macs[place, :6] = np.frombuffer(bytes.fromhex(uplink.mac.replace(":", "")), np.uint8)
+        return links, macs
 
     def _make_room(self, services: dict[str, tuple[Entry, ...]]) -> int:
         """Let maps grow for which something did not fit; how many service ports fit then."""
