@@ -173,15 +173,21 @@ class Tally:
     answered: int = 0
     failures: Counter[str] = field(default_factory=Counter)
     backends: Counter[str] = field(default_factory=Counter)
-    moved: int = 0  # answers on a connection that came from another backend than the one before
+    moved: int = 0  # answers to a socket that came from another backend than the one before
     connects: list[float] = field(default_factory=list)  # seconds
     slowest_failure: float = 0.0  # seconds until a failure was known
+    slowest_answer: float = 0.0  # seconds, of requests on what was open already
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def answer(self, reply: Reply, connected: float | None = None) -> None:
-        """One good answer, and the seconds its connection took if it was new."""
+    def answer(self, reply: Reply, connected: float | None = None, waited: float = 0.0, *, moved: bool = False) -> None:
+        """One good answer, the seconds its connection took if it was new, and those it was waited for if not.
+
+        `moved`: it came from another backend than the answer before, to the same socket.
+        """
         with self.lock:
             self.answered += 1
+            self.moved += moved
+            self.slowest_answer = max(self.slowest_answer, waited)
             self.backends[reply.pod] += 1
             if connected is not None:
                 self.connects.append(connected)
@@ -209,6 +215,7 @@ class Tally:
                 "moved": self.moved,
                 "connect_ms": {name: _quantile_ms(times, q) for name, q in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))},
                 "slowest_failure_ms": round(self.slowest_failure * 1000, 3),
+                "slowest_answer_ms": round(self.slowest_answer * 1000, 3),
             }
 
 
@@ -226,10 +233,9 @@ class Stream:
 
     def ask(self) -> Reply:
         """One request on the open connection."""
+        start = time.monotonic()
         reply = ask_tcp(self.connection)
-        self.tally.answer(reply)
-        if self.pod not in {None, reply.pod}:
-            self.tally.moved += 1
+        self.tally.answer(reply, waited=time.monotonic() - start, moved=self.pod not in {None, reply.pod})
         self.pod = reply.pod
         return reply
 
@@ -372,13 +378,16 @@ def _datagrams(run: _Run) -> None:
             kept = stack.enter_context(run.socket(socket.SOCK_DGRAM))
             if run.udp_socket == "connected":
                 kept.connect(run.address)
+        backend: str | None = None
         while run.turns.take():
             start = time.monotonic()
             try:
                 with nullcontext(kept) if kept else run.socket(socket.SOCK_DGRAM) as sender:
                     reply, source = ask_udp(sender, None if run.udp_socket == "connected" else run.address)
                 if source == run.address:
-                    run.tally.answer(reply)
+                    moved = kept is not None and backend not in {None, reply.pod}
+                    run.tally.answer(reply, waited=time.monotonic() - start if kept else 0.0, moved=moved)
+                    backend = reply.pod
                 else:
                     run.tally.fail(WrongSource(source), time.monotonic() - start)
             except OSError as error:

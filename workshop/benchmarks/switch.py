@@ -1,0 +1,196 @@
+"""What clients notice of a switch of modes, for each pair of modes: lost answers, new connections, the longest wait."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from controller.agent.modes import open_mode
+from controller.serving.admin import ask
+from controller.serving.protocol import SwitchAnswer, SwitchMode
+from controller.settings.config import available_modes
+from dataplane.mode import Options
+from workshop.benchmarks.kit import Result, Target, lab, say
+from workshop.lab.agent import Agent
+from workshop.lab.network import Lab
+
+SECONDS: Final = 4.0  # of the loads before and after a switch, each
+TCP, UDP, BACKENDS = 8080, 5353, ("pod2", "pod3")
+WEB, DNS, WEB_NODE, DNS_NODE = "10.96.0.10", "10.96.0.11", 30_080, 30_053
+UDP_ENDS_SOON = ("--conntrack-udp-timeout", "2s", "--conntrack-udp-timeout-stream", "2s")
+PLAIN = "plain"  # the load whose waits are the machine's
+NEW_RATE = 200  # new connections a second of all places
+
+
+@dataclass(frozen=True)
+class Load:
+    """One process of clients; `kind` and `socket` as of `workshop.lab.traffic`."""
+
+    name: str
+    place: str
+    kind: str
+    target: str
+    socket: str = "fresh"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What clients saw over one switch."""
+
+    lost: dict[str, int]  # answers, by the load that lost any
+    moved: dict[str, int]  # likewise, answers from another backend than before to the same socket
+    new_failed: int
+    wait: float  # ms: the slowest answer to what was open
+    plain_wait: float  # ms: the same of a connection that no proxy touches
+    new_p99: float  # ms
+
+
+def measure() -> Result:
+    """Loads of every kind from a pod, the node and outside run on while an agent at work switches."""
+    with lab(pods=3, plain=2) as made:
+        modes = _working(made)
+        made.serve(*BACKENDS, "plain2", http=(TCP,), udp=(UDP,))
+        agent = Agent(made, _manifests(made), modes[0], UDP_ENDS_SOON)
+        with agent.serving():
+            none = _switched(made, agent, None)
+            found = {pair: _switched(made, agent, pair[1]) for pair in _walk(modes)}
+    worst = max(one.wait - one.plain_wait for one in found.values())
+    lost, moved = (sum(sum(getattr(one, what).values()) for one in found.values()) for what in ("lost", "moved"))
+    return Result(
+        "switch", lost, "answers lost", "the same loads without a switch", sum(none.lost.values()),
+        [
+            (Target(f"answers lost, of {len(found)} pairs", 0), lost),
+            (Target("backends changed", 0), moved),
+            (Target("new connections failed", 0), sum(one.new_failed for one in found.values())),
+            (Target("longest wait beyond that of a plain connection, in ms", 25), worst),
+            (Target("p99 of a new connection / without a switch", 1.5),
+             max(one.new_p99 for one in found.values()) / none.new_p99),
+        ],
+        [f"switch: {' > '.join(pair)}: {one}" for pair, one in found.items()],
+        {"pairs": {" > ".join(pair): vars(one) for pair, one in found.items()}, "none": vars(none)},
+    )  # fmt: skip
+
+
+def _working(made: Lab) -> list[str]:
+    """The modes that work on this machine. Logs what the others lack."""
+    works = []
+    for mode in available_modes():
+        with made.inside("node"):
+            missing = open_mode(mode).probe(Options(cgroup=str(made.cgroup)))
+        if missing:
+            say(f"  {mode} is skipped: {missing}")
+        else:
+            works.append(mode)
+    return works
+
+
+def _walk(modes: Sequence[str]) -> list[tuple[str, str]]:
+    """Every ordered pair once, each beginning where the one before has ended, from the first mode back to it."""
+    left = {(a, b) for a in modes for b in modes if a != b}
+    path, stack = [], [modes[0]]  # Hierholzer's way through a graph in which every mode leads to every other
+    while stack:
+        following = sorted(pair for pair in left if pair[0] == stack[-1])
+        if following:
+            left.remove(following[0])
+            stack.append(following[0][1])
+        else:
+            path.append(stack.pop())
+    path.reverse()
+    return list(itertools.pairwise(path))
+
+
+def _switched(made: Lab, agent: Agent, mode: str | None) -> Seen:
+    """Start the loads, switch in their midst (None: do not), and wait until the mode before is gone."""
+    with ExitStack() as stack:
+        running = {load: stack.enter_context(_started(made, load)) for load in _loads(made)}
+        time.sleep(SECONDS)
+        if mode is not None:
+            ask(str(agent.socket), SwitchMode(mode), SwitchAnswer)
+            agent.wait(lambda status: status.mode.effective == mode and status.synced, 30, f"in mode {mode}")
+        time.sleep(SECONDS)
+        for process in running.values():
+            process.terminate()
+        found = {
+            load: json.loads(process.communicate(timeout=60)[0].splitlines()[-1]) for load, process in running.items()
+        }
+    agent.wait(lambda status: not status.draining, 60, "alone")
+    seen = _judged(found)
+    say(f"  to {mode or 'nothing else'}: {seen}")
+    return seen
+
+
+def _loads(made: Lab) -> list[Load]:
+    """From each place: connections that stay open, new ones, and datagrams of both kinds of sockets."""
+    node, loads = made["node"].address4, [Load(PLAIN, "plain1", "streams", f"{made['plain2'].address4}:{TCP}")]
+    for place in ("pod1", "node", "client"):
+        web, dns = (f"{node}:{WEB_NODE}", f"{node}:{DNS_NODE}") if place == "client" else (f"{WEB}:80", f"{DNS}:53")
+        loads += [
+            Load(f"{place} streams", place, "streams", web),
+            Load(f"{place} new", place, "connections", web),
+            Load(f"{place} connected UDP", place, "udp", dns, "connected"),
+            Load(f"{place} unconnected UDP", place, "udp", dns, "one"),
+        ]
+    return loads
+
+
+def _started(made: Lab, load: Load) -> subprocess.Popen[str]:
+    rate = NEW_RATE / 3 if load.kind == "connections" else 100
+    argv = [
+        sys.executable, "-m", "workshop.lab.traffic", "load", load.kind, load.target, "--socket", load.socket,
+        "--rate", str(rate), "--concurrency", "2", "--timeout", "5", "--report", "3600",
+    ]  # fmt: skip
+    return made.start(load.place, argv, output=subprocess.PIPE)
+
+
+def _judged(found: dict[Load, dict[str, Any]]) -> Seen:
+    new = [row for load, row in found.items() if load.kind == "connections"]
+    kept = {load: row for load, row in found.items() if load.kind != "connections" and load.name != PLAIN}
+    (plain,) = (row for load, row in found.items() if load.name == PLAIN)
+    return Seen(
+        lost={load.name: row["failed"] for load, row in kept.items() if row["failed"]},
+        moved={load.name: row["moved"] for load, row in kept.items() if row["moved"]},
+        new_failed=sum(row["failed"] for row in new),
+        wait=max(row["slowest_answer_ms"] for row in kept.values()),
+        plain_wait=plain["slowest_answer_ms"],
+        new_p99=max(row["connect_ms"]["p99"] for row in new),
+    )
+
+
+def _manifests(made: Lab) -> Path:
+    """A folder with the node and two Services, with node ports."""
+    folder = made.folder / "manifests"
+    folder.mkdir()
+    node: dict[str, Any] = {"kind": "Node", "apiVersion": "v1", "metadata": {"name": "lab-node"}, "status": {
+        "addresses": [{"type": "InternalIP", "address": made["node"].address4}]}}  # fmt: skip
+    objects: list[dict[str, Any]] = [node]
+    for name, address, protocol, port, target, node_port in (
+        ("web", WEB, "TCP", 80, TCP, WEB_NODE), ("dns", DNS, "UDP", 53, UDP, DNS_NODE),
+    ):  # fmt: skip
+        ports = [{"name": "main", "port": port, "targetPort": target, "protocol": protocol, "nodePort": node_port}]
+        about = {"name": name, "namespace": "bench"}
+        spec = {"type": "NodePort", "clusterIP": address, "clusterIPs": [address], "ports": ports}
+        ends = [
+            {"addresses": [made[pod].address4], "conditions": {"ready": True}, "nodeName": "lab-node"}
+            for pod in BACKENDS
+        ]
+        objects += [
+            {"kind": "Service", "apiVersion": "v1", "metadata": about, "spec": spec},
+            {
+                "kind": "EndpointSlice", "apiVersion": "discovery.k8s.io/v1", "addressType": "IPv4",
+                "metadata": about | {"labels": {"kubernetes.io/service-name": name}},
+                "ports": [{"name": "main", "port": target, "protocol": protocol}], "endpoints": ends,
+            },
+        ]  # fmt: skip
+    for number, one in enumerate(objects):
+        (folder / f"{number}.json").write_bytes(msgspec.json.encode(one))
+    return folder
