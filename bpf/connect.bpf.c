@@ -3,6 +3,7 @@
  */
 #include "count.h"
 #include "events.h"
+#include "flow.h"
 #include "hash.h"
 #include "maps.h"
 #include "node.h"
@@ -355,6 +356,21 @@ INLINE void remember_sent(struct bpf_sock *sk, const struct target *t, const str
 	peer->sent = ++state->sent;
 }
 
+/* Does another mode translate this socket's datagrams to the service? Such a flow stays with it (FLOW_OTHERS). */
+INLINE bool is_others(struct bpf_sock *sk, const __u32 *source, const struct target *t)
+{
+	struct tuple key = {.sport = bpf_htons(sk->src_port), .dport = t->port, .protocol = IPPROTO_UDP};
+	struct found found;
+
+	copy_address(key.saddr, source);
+	copy_address(key.daddr, t->address);
+	if (t->v6)
+		find_flow(&found, &key, true);
+	else
+		find_flow(&found, &key, false);
+	return found.entry && found.entry->flags & FLOW_OTHERS;
+}
+
 INLINE int send_datagram(struct bpf_sock_addr *ctx, const bool v6)
 {
 	struct bpf_sock *sk = READ_ONCE(ctx->sk);
@@ -378,6 +394,8 @@ INLINE int send_datagram(struct bpf_sock_addr *ctx, const bool v6)
 		write_target(ctx, &target, peer->backend, peer->backend_port, v6);
 		return PROCEED;
 	}
+	if (is_others(sk, source, &target))
+		return PROCEED;
 	choose_for(&choice, source, &target, IPPROTO_UDP);
 	if (choice.verdict == VERDICT_REJECT)
 		return refuse_socket(&target, &choice, IPPROTO_UDP);

@@ -162,7 +162,8 @@ def open_flows(node: Node, stack: ExitStack) -> list[Flow]:
         ):  # fmt: skip
             flows.append(tcp_flow(bench, stack, place, target, family))
         for place, target in (
-            ("pod1", node.udp.vip(family)), ("client", target_of(bench, node.udp, "nodeport", family)),
+            ("pod1", node.udp.vip(family)), ("node", node.udp.vip(family)),
+            ("client", target_of(bench, node.udp, "nodeport", family)),
         ):  # fmt: skip
             flows.append(udp_flow(bench, stack, place, target, family))
         flows.append(sctp_flow(bench, stack, node.sctp, family))

@@ -22,7 +22,7 @@ from workshop.lab.network import Lab
 from workshop.lab.traffic import OpenSocket, Tally, load, meanwhile
 
 pytestmark = [pytest.mark.root, pytest.mark.xdist_group("switch-command")]
-UDP_ENDS_SOON = ("--conntrack-udp-timeout", "2s", "--conntrack-udp-timeout-stream", "2s")
+UDP_ENDS_SOON = ("--conntrack-udp-timeout", "10s", "--conntrack-udp-timeout-stream", "10s")
 HEALTH = ("192.168.77.2", 10256)
 
 

@@ -27,7 +27,7 @@ from workshop.lab.network import Lab
 SECONDS: Final = 4.0  # of the loads before and after a switch, each
 TCP, UDP, BACKENDS = 8080, 5353, ("pod2", "pod3")
 WEB, DNS, WEB_NODE, DNS_NODE = "10.96.0.10", "10.96.0.11", 30_080, 30_053
-UDP_ENDS_SOON = ("--conntrack-udp-timeout", "2s", "--conntrack-udp-timeout-stream", "2s")
+UDP_ENDS_SOON = ("--conntrack-udp-timeout", "10s", "--conntrack-udp-timeout-stream", "10s")
 PLAIN = "plain"  # the load whose waits are the machine's
 NEW_RATE = 200  # new connections a second of all places
 
@@ -47,7 +47,7 @@ class Load:
 class Seen:
     """What clients saw over one switch."""
 
-    lost: dict[str, int]  # answers, by the load that lost any
+    lost: dict[str, int]  # answers, by the load and the failure's name
     moved: dict[str, int]  # likewise, answers from another backend than before to the same socket
     new_failed: int
     wait: float  # ms: the slowest answer to what was open
@@ -157,7 +157,7 @@ def _judged(found: dict[Load, dict[str, Any]]) -> Seen:
     kept = {load: row for load, row in found.items() if load.kind != "connections" and load.name != PLAIN}
     (plain,) = (row for load, row in found.items() if load.name == PLAIN)
     return Seen(
-        lost={load.name: row["failed"] for load, row in kept.items() if row["failed"]},
+        lost={f"{load.name}: {why}": n for load, row in kept.items() for why, n in row["failures"].items()},
         moved={load.name: row["moved"] for load, row in kept.items() if row["moved"]},
         new_failed=sum(row["failed"] for row in new),
         wait=max(row["slowest_answer_ms"] for row in kept.values()),

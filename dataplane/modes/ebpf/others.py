@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from ipaddress import ip_address
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +57,7 @@ class OthersFlows:
         """
         services = dict.fromkeys(_frontends(table, table.services))
         with self._lock:
-            found = translated_keys(services)
+            found = _with_unbound(translated_keys(services), table.node.addresses)
             for family, flows in self._flows.items():
                 new, gone = (
                     {key for key in keys if key.family == family} for keys in (found - self.known, self.known - found)
@@ -65,6 +66,16 @@ class OthersFlows:
                 if gone:  # a flow of ours was not left, and is not theirs
                     flows.delete_batch(_rows(gone.intersection(_left_to_others(flows, family)), family))
             self.known = found
+
+
+def _with_unbound(keys: frozenset[FlowKey], own: Iterable[str]) -> frozenset[FlowKey]:
+    """The same, and those of this node's own datagrams as a socket knows them that is bound to no address."""
+    packed = {ip_address(address).packed for address in own}
+    return keys | {
+        key._replace(saddr=bytes(len(key.saddr)))
+        for key in keys
+        if key.protocol == Protocol.UDP and key.saddr in packed
+    }
 
 
 def _left_to_others(flows: Map, family: int) -> Iterator[FlowKey]:
