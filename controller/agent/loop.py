@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -106,16 +108,17 @@ def run(config: Config, followed: Followed | None = None, flags: Mapping[str, An
 def cleanup(config: Config, drain: float | None = None) -> int:
     """Remove what every mode may have left in this namespace, and put settings of the node back.
 
-    `drain` is for how many seconds open connections may go on before that, None: as long as in a change of modes where
-    another proxy is here, which takes the new ones, and not at all where none is.
+    `drain` is for how many seconds open flows may go on before that, infinity: until they are over; None: as long as in
+    a change of modes where another proxy is here, which takes the new ones, and not at all where none is.
     """
     with hold_namespace():
         another = _another_proxy()
         if drain is None:
             drain = DRAIN_SECONDS if another else 0.0
         if drain > 0:
-            print(f"new connections are left to others; open ones get {drain:g} s to end", file=sys.stderr)
-            drain_modes(config.options, drain)
+            end = "go on until they end" if drain == math.inf else f"get {drain:g} s to end"
+            print(f"new flows are left to others; open ones {end}", file=sys.stderr)
+            drain_modes(config.options, drain, partial(print, file=sys.stderr))
         removed = clean_others("", available_modes(), config.options)
         _put_settings_back(another)
         collect(config.options, print)

@@ -11,19 +11,24 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import msgspec
+
 from controller.serving.protocol import ModeStatus
 from controller.settings.config import ADMIN_SOCKET, available_modes
 from dataplane.errors import DataplaneError, Unsupported
+from dataplane.kernel import sysctl
 from dataplane.kernel.host_paths import netns_number
 from dataplane.kernel.lock import hold_new, let_go
 from dataplane.kernel.other_proxies import may_have_left, others_have_pins
 from dataplane.mode import Drains, Mode, Options, Programmer, RequestMaintenance
+from dataplane.table import EMPTY
 
 log = logging.getLogger(__name__)
 
 DRAIN_SECONDS: Final = 3.0
 POLL_SECONDS: Final = 0.2
-MAX_FLOWS: Final = 10_000  # looked at for one that is open
+REPORT_SECONDS: Final = 10.0
+MAX_FLOWS: Final = 10_000  # looked at for those that are open
 
 # What is tried, in this order, for each mode that can be asked for.
 FALLBACK: Final = {
@@ -226,29 +231,60 @@ def collect(options: Options, report: Callable[[str], None] = log.info) -> None:
         log.warning("pins of network namespaces that are gone are not looked for: %s", error)
 
 
-def drain_modes(options: Options, seconds: float) -> float:
-    """Before everything of ours goes: who else serves here gets the new connections, and open ones may end.
+def drain_modes(options: Options, seconds: float, report: Callable[[str], object] = log.info) -> float:
+    """Before everything of ours goes: who else serves here gets the new flows, and open ones may end.
 
-    Only modes that have flows of their own need it (`Mode.drain`); with others open connections go on in conntrack.
+    Only modes that have flows of their own need it (`Mode.drain`); with others open flows go on in conntrack.
 
-    `seconds` bounds the wait for open TCP connections.
+    `seconds` bounds the wait for open flows. `report` is called now and then with a message about those that are left.
 
     Returns:
         Seconds that were waited.
     """
-    began = time.monotonic()
+    began = said = time.monotonic()
     drained = [name for name in available_modes() if may_have_left(name, options.pin_root) and _drained(name, options)]
-    while any(_has_open(name, options) for name in drained) and time.monotonic() - began < seconds:
-        time.sleep(POLL_SECONDS)
+    options = _with_timeouts_of_the_node(options)
+    with contextlib.ExitStack() as stack:
+        counts = [stack.enter_context(_counting(name, options)) for name in drained]
+        while (left := sum(count() for count in counts)) and (now := time.monotonic()) - began < seconds:
+            if now - said >= REPORT_SECONDS:
+                report(f"{left} flows are still open")
+                said = now
+            time.sleep(POLL_SECONDS)
     return time.monotonic() - began
 
 
-def _has_open(name: str, options: Options) -> bool:
+def _with_timeouts_of_the_node(options: Options) -> Options:
+    """As conntrack has them: the agent that served may have set them, and its configuration is not known here."""
+    found = {
+        field: sysctl.read(f"net/netfilter/nf_conntrack_{field}") for field in ("udp_timeout", "udp_timeout_stream")
+    }
+    return msgspec.structs.replace(options, **{field: int(value) for field, value in found.items() if value})
+
+
+@contextlib.contextmanager
+def _counting(name: str, options: Options) -> Iterator[Callable[[], int]]:
+    """What counts the open flows of a mode that takes no new ones.
+
+    conntrack forgets flows that are idle; a mode that has its own does so only while it is open.
+    """
+    programmer = None
+    if not open_mode(name).conntrack:
+        with contextlib.suppress(DataplaneError, OSError):  # then nothing forgets them: those that end are still seen
+            programmer = open_for_draining(name, options)
+    if isinstance(programmer, Drains):
+        with contextlib.closing(programmer):
+            yield lambda: sum(programmer.open_flows(EMPTY).values())
+    else:
+        yield lambda: _open_flows(name, options)
+
+
+def _open_flows(name: str, options: Options) -> int:
     view = open_mode(name).look(options, {})
     if view is None:
-        return False
+        return 0
     with contextlib.closing(view):
-        return any(row.protocol == "TCP" and row.state != "closed" for row in view.flows(MAX_FLOWS)[0])
+        return sum(row.state != "closed" for row in view.flows(MAX_FLOWS)[0])
 
 
 def _drained(name: str, options: Options) -> bool:
