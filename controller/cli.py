@@ -9,6 +9,7 @@ Exit codes: 0 it worked, 1 it failed, 2 the command line (or the file with flows
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -239,12 +240,26 @@ examples:
 
 _CLEANUP: Final = """
 Removes the programs, links, maps and pins of hybrid-proxy from this network namespace, and nothing else.
-Stop the agent first. If another proxy is on the node, it gets new connections at once, and open connections have three
-seconds to end (--drain), or less if none is open. In mode ebpf, connections that are still open after that break.
+Stop the agent first. If another proxy is on the node, it gets new flows at once, and open flows have three seconds to
+end (--drain), or less if none is open. In mode ebpf, flows that are still open after that break.
 
 examples:
   hybrid-proxy cleanup
   hybrid-proxy cleanup --drain 60          for longer requests, on the way back to kube-proxy
+  hybrid-proxy cleanup --drain             waits until the last flow is over
+"""
+
+_TAKEOVER: Final = """
+kube-proxy's rules for iptables (chains KUBE-*, those of the kubelet excepted), its tables kube-proxy of nftables, its
+IPVS virtual servers, their device and its ipsets. The agent must serve, and kube-proxy must have ended.
+
+In mode ebpf, flows that began at kube-proxy's rules need them. The command waits until they are over; it changes
+nothing before that, and may be interrupted. In the other modes they go on without these rules.
+
+examples:
+  hybrid-proxy takeover --dry-run          what would be removed, and how many flows need it
+  hybrid-proxy takeover
+  hybrid-proxy takeover --now              does not wait: connections that began at kube-proxy's rules may end
 """
 
 _LAB: Final = """
@@ -385,11 +400,18 @@ def parser() -> argparse.ArgumentParser:
     for changing in (switch, drain):
         _admin(changing)
         _output(changing)
+    takeover = command("takeover", "remove what a kube-proxy left here, when its last flow is over", _TAKEOVER)
+    takeover.add_argument("--dry-run", action="store_true", help="say what would be removed, and change nothing")
+    takeover.add_argument("--now", action="store_true", help="do not wait for flows that began at kube-proxy's rules")
+    _admin(takeover)
+    _folders(takeover)
+    _output(takeover)
 
     cleanup = command("cleanup", "remove everything of hybrid-proxy from this network namespace", _CLEANUP)
     cleanup.add_argument(
-        "--drain", type=float, metavar="SECONDS",
-        help="how long open connections may continue while new ones pass (default: 3 beside another proxy, else 0)",
+        "--drain", type=float, metavar="SECONDS", nargs="?", const=math.inf,
+        help="how long open flows may continue while new ones pass; without a number: until the last one is over "
+        "(default: 3 beside another proxy, else 0)",
     )  # fmt: skip
     _folders(cleanup)
     _admin(cleanup)
@@ -487,6 +509,10 @@ def _call(args: argparse.Namespace) -> int:
             from controller.agent import loop
 
             return loop.cleanup(from_flags(vars(args)), args.drain)
+        case "takeover":
+            from controller.commands import takeover
+
+            return takeover.run(args)
         case "top":
             from workshop.top import command
 

@@ -6,6 +6,10 @@ depends on the order of hooks. So each finding becomes a warning that says what 
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from typing import Final, NamedTuple
+
 import msgspec
 
 HEALTH_PORT = 10256  # kube-proxy's --healthz-bind-address
@@ -53,12 +57,12 @@ def warnings(found: OtherProxies, *, beside: bool = False) -> tuple[str, ...]:
         objects = f", and its {_listed(found.kube_proxy)} in place" if found.kube_proxy else ""
         messages.append(
             f"kube-proxy is working here ({', '.join(evidence)}{objects}): {_TWO_PROXIES}. "
-            "Stop it, then remove its rules with `kube-proxy --cleanup`."
+            "Stop it, then remove its rules with `hybrid-proxy takeover`."
         )
     elif found.kube_proxy:
         messages.append(
             f"kube-proxy left its {_joined(found.kube_proxy)} here, and nobody maintains them: they send clients to "
-            "endpoints of the past. Remove them with `kube-proxy --cleanup`."
+            "endpoints of the past. Remove them with `hybrid-proxy takeover`."
         )
     if found.agents:
         others = ", ".join(f"process {process.pid} ({process.name})" for process in found.agents)
@@ -69,6 +73,58 @@ def warnings(found: OtherProxies, *, beside: bool = False) -> tuple[str, ...]:
             "`hybrid-proxy cleanup` without one, removes them."
         )
     return tuple(messages)
+
+
+# The kubelet's, which needs them or makes them again (pkg/kubelet/kubelet_network_linux.go).
+KUBELETS: Final = frozenset({"KUBE-FIREWALL", "KUBE-IPTABLES-HINT", "KUBE-KUBELET-CANARY", "KUBE-MARK-DROP"})
+_QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
+_TARGET: Final = re.compile(r" -[jg] (\S+)")
+
+
+class KubeProxyRules(NamedTuple):
+    """What of one table of iptables is kube-proxy's, and the text of a restore that removes it.
+
+    `jumps` are the rules by which other chains lead there. `kept` are chains that rules of others still need.
+    """
+
+    chains: tuple[str, ...]
+    jumps: tuple[str, ...]
+    kept: tuple[str, ...]
+    removal: str
+
+
+def kube_proxy_rules(table: str, saved: str) -> KubeProxyRules:
+    """Take a table, as `iptables-save` prints it, to pieces."""
+    declared = {line[1:].split()[0]: line.split()[1] for line in saved.splitlines() if line.startswith(":")}
+    names = {name for name in declared if name.startswith("KUBE-")} - KUBELETS
+    rules = [line for line in saved.splitlines() if line.startswith("-A ")]
+    leads = [(rule, rule.split()[1], target[1]) for rule in rules if (target := _TARGET.search(_QUOTED.sub("", rule)))]
+    # A built-in chain has a policy. What it leads to is kube-proxy's own entrance, whoever wrote that rule.
+    needed = {to for _, chain, to in leads if to in names and chain not in names and declared.get(chain) == "-"}
+    reached: set[str] = set()
+    while needed - reached:
+        reached |= needed
+        needed = {to for _, chain, to in leads if chain in reached and to in names}
+    gone = tuple(sorted(names - reached))
+    jumps = tuple(rule for rule, chain, to in leads if to in gone and chain not in names)
+    lines = (
+        f"*{table}",
+        *(rule.replace("-A", "-D", 1) for rule in jumps),
+        *(f":{name} - [0:0]" for name in gone),
+        *(f"-X {name}" for name in gone),
+        "COMMIT",
+        "",
+    )
+    return KubeProxyRules(gone, jumps, tuple(sorted(reached)), "\n".join(lines))
+
+
+_OVER: Final = frozenset({"CLOSE", "TIME_WAIT", "NONE"})  # the last one: what remembers a client, and no connection
+
+
+def ipvs_connections(text: str) -> Counter[str]:
+    """How many connections IPVS has that are not over, by protocol; `text` is /proc/net/ip_vs_conn."""
+    rows = (line.split() for line in text.splitlines()[1:])
+    return Counter(row[0] for row in rows if len(row) > 8 and row[7] not in _OVER)
 
 
 def _joined(objects: tuple[str, ...]) -> str:

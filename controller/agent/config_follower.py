@@ -97,4 +97,5 @@ class ConfigFollower:
             warnings=list(config.warnings),
             waiting=list(self._waiting),
             refused=self._refused,
+            service_proxy_name=config.settings.proxy_name,
         )

@@ -68,13 +68,15 @@ class ConfigurationStatus(msgspec.Struct, frozen=True):
     """The configuration in effect.
 
     `file` is null where flags alone configure; `waiting` are fields that take effect at the next start, `refused` is
-    why the newest content of the file is not used.
+    why the newest content of the file is not used. With a `service_proxy_name` the agent serves only Services that name
+    it, beside another proxy.
     """
 
     file: str | None
     warnings: list[str]
     waiting: list[str]
     refused: str
+    service_proxy_name: str = ""
 
 
 class HealthChecks(msgspec.Struct, frozen=True):

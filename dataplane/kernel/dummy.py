@@ -144,13 +144,13 @@ class Dummy:
             body += attribute(IFA_CACHEINFO, _CACHEINFO.pack(0, FOREVER, 0, 0))
         return Message(kind, body, NLM_F_CREATE)
 
-    def remove(self) -> bool:
-        """Remove it, when we made it and no address is left on it; whether it went."""
+    def remove(self, *, of_others: bool = False) -> bool:
+        """Remove it, when we made it (or others did) and no address is left on it; whether it went."""
         if not self.find() or self.addresses():
             return False
         with IPRoute() as ip:
             link = ip.get_links(self.index)[0]
-            if link.get_attr("IFLA_IFALIAS") != ALIAS:
+            if link.get_attr("IFLA_IFALIAS") != ALIAS and not of_others:
                 return False
             with contextlib.suppress(NetlinkError):
                 ip.link("del", index=self.index)

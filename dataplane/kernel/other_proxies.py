@@ -43,7 +43,7 @@ def find_other_proxies(mode: str, drains: Collection[str] = ()) -> OtherProxies:
     Never raises: what cannot be looked up counts as absent.
     """
     ours = [text for key in (*OUR_TABLES, *OUR_CHAINS) if key != mode and key not in drains for text in _traces(key)]
-    kube = [f"table {family} kube-proxy" for family in _tables("kube-proxy")]
+    kube = [f"table {family} kube-proxy" for family in tables_named("kube-proxy")]
     kube += [*_chains(KUBE_CHAIN), *(_ipvs() if "ipvs" not in (mode, *drains) else ())]
     processes = list(_processes())
     return OtherProxies(
@@ -80,7 +80,7 @@ def others_have_pins(pin_root: str | None) -> bool:
 def _traces(mode: str) -> Iterator[str]:
     """The objects of one of our modes, as its tools name them."""
     if mode in OUR_TABLES:
-        yield from (f"table {family} {OUR_TABLES[mode]}" for family in _tables(OUR_TABLES[mode]))
+        yield from (f"table {family} {OUR_TABLES[mode]}" for family in tables_named(OUR_TABLES[mode]))
     if mode in OUR_CHAINS:
         yield from _chains(OUR_CHAINS[mode])
     if mode in OUR_SOCKETS and _listens(OUR_SOCKETS[mode]):
@@ -94,7 +94,7 @@ def _listens(name: str) -> bool:
     return False
 
 
-def _tables(name: str) -> list[str]:
+def tables_named(name: str) -> list[str]:
     """The families in which nf_tables has a table of that name."""
     wanted = string(TABLE_NAME, name)
     return [family for family, number in FAMILIES.items() if _has(GET_TABLE, number, wanted)]

@@ -93,7 +93,10 @@ def test_from_kube_proxy_and_back(lab: Lab, former: str, ours: str) -> None:
         assert all(done.stdout for done in results)
         status = json.loads(shell(lab, "hybrid-proxy status -o json").stdout)
         assert any("kube-proxy left its" in message for message in status["other_proxies"]), status["other_proxies"]
-        assert run_blocks(lab, PAGE, "node", former)
+        (plan,) = run_blocks(lab, PAGE, "node", "dry")
+        assert "would remove" in plan.stdout
+        assert kube_proxys_rules(lab)
+        assert run_blocks(lab, PAGE, "node", "takeover")
         assert not kube_proxys_rules(lab)
 
         agent.terminate()

@@ -1,0 +1,164 @@
+"""`takeover`: what a kube-proxy left here goes, when the flows that it translated are over.
+
+The agent serves already and gets the new flows. Those that began at kube-proxy's rules are translated by conntrack.
+Beside a mode that translates by conntrack itself they go on without these rules; beside mode ebpf they need them. Those
+that IPVS translates end with its virtual servers, whatever our mode is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
+
+import msgspec
+
+from controller.agent.modes import open_mode
+from controller.commands.views import programmed
+from controller.errors import ControllerError
+from controller.serving.admin import ask
+from controller.serving.protocol import AgentStatus, GetStatus, StatusAnswer
+from dataplane import kube_proxy
+from dataplane.kernel.conntrack import Key, delete_translated, open_flows
+from dataplane.kernel.other_proxies import find_other_proxies
+from dataplane.reports import ServiceRow
+from dataplane.table import Protocol
+
+LOOK_SECONDS: Final = 1.0
+SAY_SECONDS: Final = 10.0
+ANY: Final = ("0.0.0.0", "::", "*")  # noqa: S104 (how listings show a node port)
+
+
+class Takeover(msgspec.Struct, kw_only=True):
+    """What `takeover --dry-run -o json` prints.
+
+    Attributes:
+        working: Evidence that kube-proxy still works here.
+        remove: What would be removed.
+        stays: What has kube-proxy's names and stays, and why.
+        flows: Open flows to Services that conntrack translates, by protocol: kube-proxy's, and ours of most modes.
+        need: Open flows that would end with what is removed, by protocol.
+    """
+
+    working: list[str]
+    remove: list[str]
+    stays: list[str]
+    flows: dict[str, int]
+    need: dict[str, int]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Remove what kube-proxy left, or say what would be; the exit code."""
+    agent = ask(args.admin_socket, GetStatus(), StatusAnswer).status
+    services = _services(args)
+    found = _look(agent, services)
+    if args.dry_run:
+        if args.output == "json":
+            print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        else:
+            print("\n".join(_lines(found)))
+        return 0
+    if not found.remove:
+        print("kube-proxy has left nothing here")
+        return 0
+    _refuse(agent, found.working)
+    if not args.now:
+        _wait(agent, services)
+    kube_proxy.remove()
+    if not open_mode(agent.mode.effective).conntrack:
+        # What is left would be sent nowhere: without rules the kernel translates nothing any more.
+        delete_translated({key: None for key in services if key[2] != Protocol.TCP})
+    print("\n".join(f"removed {thing}" for thing in found.remove))
+    return 0
+
+
+def _services(args: argparse.Namespace) -> Mapping[Key, None]:
+    with contextlib.closing(programmed(args.admin_socket, args.pin_root)) as known:
+        return dict.fromkeys(key for row in known.services() for key in _keys(row))
+
+
+def _keys(row: ServiceRow) -> Iterator[Key]:
+    """Address, port and protocol of the frontends of a row."""
+    for text in row.frontends:
+        address, _, port = text.replace("node port ", "*:").rpartition(":")
+        address = address.removeprefix("[").removesuffix("]")
+        yield None if address in ANY else address, int(port), Protocol[row.protocol]
+
+
+def _look(agent: AgentStatus, services: Mapping[Key, None]) -> Takeover:
+    left = kube_proxy.find()
+    return Takeover(
+        working=_evidence(agent.mode.effective),
+        remove=list(left.things),
+        stays=list(left.stays),
+        flows=_present(open_flows(services)),
+        need=_present(_need(agent, services, ipvs=left.ipvs)),
+    )
+
+
+def _need(agent: AgentStatus, services: Mapping[Key, None], *, ipvs: bool) -> Counter[str]:
+    """Open flows that end with what kube-proxy left."""
+    if not open_mode(agent.mode.effective).conntrack:
+        return open_flows(services)
+    return kube_proxy.open_ipvs_connections() if ipvs else Counter()
+
+
+def _evidence(mode: str) -> list[str]:
+    seen = find_other_proxies(mode)
+    return [
+        *(f"process {process.pid}" for process in seen.kube_proxy_processes),
+        *(["its health port answers"] if seen.health else []),
+    ]
+
+
+def _present(flows: Counter[str]) -> dict[str, int]:
+    return {protocol: count for protocol, count in sorted(flows.items()) if count}
+
+
+def _refuse(agent: AgentStatus, working: Iterable[str]) -> None:
+    """Raises ControllerError unless this agent serves, and nobody else does."""
+    if evidence := ", ".join(working):
+        raise ControllerError(f"kube-proxy still works here ({evidence}): stop it first; nothing was changed")
+    if agent.configuration.service_proxy_name:
+        raise ControllerError(
+            f"this agent serves only Services that name {agent.configuration.service_proxy_name}, and kube-proxy's "
+            "rules serve the others: start the agent without --service-proxy-name first; nothing was changed"
+        )
+    if not agent.synced:
+        raise ControllerError("the agent has not programmed all Services (`hybrid-proxy status`); nothing was changed")
+
+
+def _wait(agent: AgentStatus, services: Mapping[Key, None]) -> None:
+    """Until the flows are over. Nothing is changed meanwhile, so it may be interrupted."""
+    said: float = -SAY_SECONDS
+    ipvs = kube_proxy.find().ipvs
+    while need := _present(_need(agent, services, ipvs=ipvs)):
+        if time.monotonic() - said >= SAY_SECONDS:
+            said = time.monotonic()
+            print(f"{_text(need)} still need what kube-proxy left; --now does not wait for them", file=sys.stderr)
+        time.sleep(LOOK_SECONDS)
+        _refuse(agent, _evidence(agent.mode.effective))
+
+
+def _lines(found: Takeover) -> Iterator[str]:
+    if found.working:
+        yield f"kube-proxy still works here ({', '.join(found.working)}): stop it first"
+    if not found.remove:
+        yield "kube-proxy has left nothing here"
+        return
+    yield from (f"would remove {thing}" for thing in found.remove)
+    yield from (f"would leave {thing}" for thing in found.stays)
+    if found.need:
+        yield f"{_text(found.need)} need it until they end"
+    elif found.flows:
+        yield f"{_text(found.flows)} are translated by conntrack and go on without it"
+    else:
+        yield "no flow needs it"
+
+
+def _text(flows: Mapping[str, int]) -> str:
+    return " and ".join(f"{count} {protocol} flows" for protocol, count in flows.items())

@@ -1,0 +1,139 @@
+"""What a kube-proxy left in this network namespace, and its removal.
+
+Rules of iptables go by one restore for each table, which names each chain and each jump: what others change meanwhile
+stays. Chains of the kubelet stay, and chains of kube-proxy to which others lead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from dataplane.errors import Unsupported
+from dataplane.kernel import xtables
+from dataplane.kernel.dummy import Dummy
+from dataplane.kernel.ipset import Ipsets
+from dataplane.kernel.ipvs import Ipvs
+from dataplane.kernel.links import read_node
+from dataplane.kernel.other_proxies import IPVS_DEVICE, tables_named
+from dataplane.nftables.wire import remove_tables
+from dataplane.other_proxies import KubeProxyRules, ipvs_connections, kube_proxy_rules
+from dataplane.virtual_servers import Change, Server, Verb
+
+TABLE: Final = "kube-proxy"
+TABLES: Final = ("filter", "mangle", "nat")
+SETS: Final = "KUBE-"
+OUR_SETS: Final = "HPV-"  # of mode ipvs, whose addresses are on the same device
+_FAMILY: Final = {4: "ip", 6: "ip6"}
+
+
+class Leftovers(NamedTuple):
+    """What is there: a line of text for each thing, and for what stays although its name is kube-proxy's."""
+
+    things: tuple[str, ...]
+    stays: tuple[str, ...]
+    ipvs: bool = False  # virtual servers, whose connections end with them
+
+
+def find() -> Leftovers:
+    """What `remove` would remove.
+
+    Raises:
+        DataplaneError, OSError: it cannot be read.
+    """
+    things, stays = [], []
+    for tables, family, table, rules in _rules():
+        where = f"in {_FAMILY[family]} {table} ({tables.variant})"
+        if rules.chains or rules.jumps:
+            things.append(f"{len(rules.chains)} chains KUBE-* and {len(rules.jumps)} jumps to them {where}")
+        if rules.kept:
+            stays.append(f"{', '.join(rules.kept)} {where}: rules of others lead there")
+    things += [f"table {family} {TABLE}" for family in tables_named(TABLE)]
+    servers, addresses, sets = _ipvs()
+    if servers:
+        things.append(f"{len(servers)} IPVS virtual servers")
+    if addresses is not None:
+        things.append(f"device {IPVS_DEVICE} with {len(addresses)} addresses")
+    if sets:
+        things.append(f"{len(sets)} ipsets {SETS}*")
+    return Leftovers(tuple(things), tuple(stays), bool(servers))
+
+
+def open_ipvs_connections() -> Counter[str]:
+    """How many connections IPVS has that are not over, by protocol."""
+    with contextlib.suppress(OSError):
+        return ipvs_connections(Path("/proc/thread-self/net/ip_vs_conn").read_text())
+    return Counter()
+
+
+def remove() -> None:
+    """Remove all of it.
+
+    Raises:
+        DataplaneError, OSError: something stayed; what went before it is gone, and the rest can be removed by another
+            call.
+    """
+    for tables, family, _, rules in _rules():
+        if rules.chains or rules.jumps:
+            tables.restore(family, rules.removal)
+    remove_tables(TABLE)
+    servers, addresses, sets = _ipvs()
+    if servers:
+        with contextlib.closing(Ipvs()) as ipvs:
+            ipvs.change([Change(Verb.DELETE_SERVER, server) for server in servers])
+    if addresses is not None:
+        with contextlib.closing(Dummy(IPVS_DEVICE)) as device:
+            device.find()
+            device.change((), addresses)
+            device.remove(of_others=True)
+    if sets:
+        with contextlib.closing(Ipsets()) as known:
+            for name in sets:
+                known.destroy(name)
+
+
+def _rules() -> Iterator[tuple[xtables.Xtables, int, str, KubeProxyRules]]:
+    for tables in xtables.present():
+        for family in tables.families:
+            for table in TABLES:
+                with contextlib.suppress(xtables.XtablesError):  # a variant that this kernel does not have
+                    saved = tables.save(family, table)
+                    if f"\n:{SETS}" in saved:
+                        yield tables, family, table, kube_proxy_rules(table, saved)
+
+
+def _ipvs() -> tuple[list[Server], set[str] | None, list[str]]:
+    """Virtual servers, the addresses of its device (None: there is none), and sets; without those of our mode ipvs."""
+    with contextlib.closing(Dummy(IPVS_DEVICE)) as device:
+        addresses = device.addresses() if device.find() else None
+    sets: list[str] = []
+    ours: set[tuple[str, int, int]] = set()
+    with contextlib.suppress(Unsupported), contextlib.closing(Ipsets()) as known:
+        sets = known.names(SETS)
+        mine = {name: known.elements(name) for name in known.names(OUR_SETS)}
+        ours = {
+            (each.address, each.port, each.protocol)
+            for name, held in mine.items()
+            if name.endswith("-SERVERS")
+            for each in held
+        }
+        bound = {each.address for name, held in mine.items() if name.endswith("-ADDRESSES") for each in held}
+        addresses = None if addresses is None else addresses - bound
+    return _servers(addresses, ours), addresses, sets
+
+
+def _servers(addresses: set[str] | None, ours: set[tuple[str, int, int]]) -> list[Server]:
+    """Kube-proxy's are at the addresses of its device and, for node ports, of the node."""
+    if addresses is None:
+        return []
+    at = {*addresses, *read_node().addresses}
+    with contextlib.suppress(Unsupported), contextlib.closing(Ipvs()) as ipvs:
+        return [
+            server
+            for server in ipvs.servers()
+            if server.address in at and (server.address, server.port, server.protocol) not in ours
+        ]
+    return []

@@ -1,0 +1,131 @@
+"""From a kube-proxy that works, and back: `takeover` and `cleanup --drain`, under flows old and new.
+
+A flow stays with the proxy at which it began. Nothing of either is left when the other serves alone.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.loads import goes_on
+from workshop.lab.traffic import meanwhile
+
+from .beside import KUBE_PROXYS, OURS, Flow, KubeProxy, Named, Node, flows, new_flows, wait_for_answers
+from .conftest import bench_of, new_lab, route_services, serve
+from .kit import UDP, as_terminating, eventually
+
+UDP_SECONDS = 10  # after which a conversation is over
+
+
+@pytest.fixture(params=["iptables", "nftables"])
+def node(mode: str, request: pytest.FixtureRequest) -> Iterator[Node]:
+    """kube-proxy serves all Services, and no agent runs."""
+    with new_lab(3, 1) as lab:
+        route_services(lab)
+        serve(lab)
+        bench = bench_of(lab, mode)
+        other, tcp, udp = Named(bench, 1, ()), Named(bench, 2, ()), Named(bench, 3, (), "UDP", 53, UDP)
+        for one in (other, tcp, udp):
+            one.write(bench.lab[OURS], as_terminating(bench.lab[KUBE_PROXYS]))
+        kube_proxy = KubeProxy(bench, request.param)
+        kube_proxy.start()
+        kube_proxy.sync(other, tcp, udp)
+        with lab.inside("node"):
+            for name in ("udp_timeout", "udp_timeout_stream"):
+                Path(f"/proc/sys/net/netfilter/nf_conntrack_{name}").write_text(str(UDP_SECONDS))
+        yield Node(bench, kube_proxy, other, tcp, udp)
+        if bench.agent.running():
+            bench.agent.end()
+
+
+def takeover(node: Node, *arguments: str) -> list[str]:
+    socket = str(node.bench.agent.socket)
+    return [sys.executable, "-m", "controller", "takeover", "--admin-socket", socket, *arguments]
+
+
+def assert_went_on(opened: list[Flow], pod: str | None = None) -> None:
+    for flow in opened:
+        assert not flow.failed, f"{flow.name}, {flow.asked} questions: {flow.failed}"
+        assert pod in (flow.pod, None), flow.name
+
+
+def ends(process: subprocess.Popen[str]) -> str:
+    """What it says; it must succeed."""
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out
+    return out
+
+
+@pytest.mark.row("4.25", "from kube-proxy and back by takeover and cleanup --drain: no flow is lost, old or new")
+def test_there_and_back(node: Node) -> None:
+    bench, mode = node.bench, node.bench.agent.mode
+    tallies, clients = new_flows(node)
+    with meanwhile(clients):
+        goes_on(tallies, 5)
+        with ExitStack() as stack:
+            opened = flows(node, stack)
+            with meanwhile(flow.go_on for flow in opened):
+                wait_for_answers(opened)
+                bench.agent.start()
+                wait_for_answers(opened)
+                refused = bench.lab.run("node", takeover(node))
+                assert refused.returncode == 1
+                assert "kube-proxy still works here (process" in refused.stderr
+                assert node.kube_proxy.is_here()
+                node.kube_proxy.stop()
+                plan = json.loads(bench.lab.run("node", takeover(node, "--dry-run", "-o", "json")).stdout)
+                assert plan["working"] == []
+                assert plan["remove"] != []
+                assert bool(plan["need"]) == (mode == "ebpf")
+                assert plan["flows"]["TCP"] >= 3
+                assert plan["flows"]["UDP"] >= 3
+                process = bench.lab.start("node", takeover(node), output=subprocess.PIPE)
+                if mode == "ebpf":
+                    wait_for_answers(opened)
+                    assert process.poll() is None, "it does not wait for open flows"
+                    assert node.kube_proxy.is_here()
+                else:
+                    ends(process)
+                    wait_for_answers(opened)
+            assert_went_on(opened, KUBE_PROXYS)
+        said = ends(process) if mode == "ebpf" else ""
+        assert mode != "ebpf" or "removed" in said
+        assert not node.kube_proxy.is_here()
+        assert node.is_served_by(node.tcp, OURS)
+        assert node.is_served_by(node.udp, OURS)
+        goes_on(tallies, 5)
+
+        with ExitStack() as stack:
+            opened = flows(node, stack)
+            with meanwhile(flow.go_on for flow in opened):
+                wait_for_answers(opened)
+                bench.agent.terminate()
+                node.kube_proxy.began = False
+                node.kube_proxy.start()
+                node.kube_proxy.sync(node.other, node.tcp, node.udp)
+                argv = [sys.executable, "-m", "controller", "cleanup", "--drain", "--cgroup", str(bench.lab.cgroup)]
+                process = bench.lab.start("node", argv, output=subprocess.PIPE)
+                if mode in ("ebpf", "userspace"):
+                    time.sleep(4)  # longer than without --drain
+                    wait_for_answers(opened)
+                    assert process.poll() is None, "it does not wait for open flows"
+                else:
+                    ends(process)
+                    wait_for_answers(opened)
+                eventually(lambda: node.is_served_by(node.tcp, KUBE_PROXYS), 10, "kube-proxy gets no new flows")
+            assert_went_on(opened, OURS)
+        goes_on(tallies, 5)
+    for name, tally in tallies.items():
+        assert not tally.failures, f"{name}: {tally.report()}"
+    if mode in ("ebpf", "userspace"):
+        ends(process)  # a client that begins again and again meets its former ports, and with them its former flows
+    assert node.is_served_by(node.tcp, KUBE_PROXYS)
+    assert "nothing of ours" in bench.agent.cleanup().stdout
