@@ -224,6 +224,7 @@ examples:
   hybrid-proxy switch nftables --dry-run   whether it works here, and how many flows stay with the mode before
   hybrid-proxy switch nftables
   hybrid-proxy switch nftables --wait      return when nothing is left of the mode before
+  hybrid-proxy switch nftables --now       move what is open, too (between ebpf and nftables or iptables)
   hybrid-proxy switch --back               the mode before takes new connections again
 """
 
@@ -394,6 +395,11 @@ def parser() -> argparse.ArgumentParser:
     switch.add_argument("--back", action="store_true", help="to the mode before the last switch")
     switch.add_argument("--dry-run", action="store_true", help="change nothing; say what would happen")
     switch.add_argument("--wait", action="store_true", help="return when the last flow of the mode before is over")
+    switch.add_argument("--now", action="store_true", help="move what is open to the new mode instead of waiting")
+    switch.add_argument(
+        "--max-lost", type=int, default=0, metavar="N",
+        help="with --now: how many flows may end because they cannot be moved; with more, none is moved (default: 0)",
+    )  # fmt: skip
     drain = command("drain", "have load balancers send nothing more to this node, and wait for what is open", _DRAIN)
     drain.add_argument("--off", action="store_true", help="have them send to it again")
     drain.add_argument("--timeout", type=float, metavar="SECONDS", help="how long to wait (default: to the end)")

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import Final
@@ -27,6 +28,8 @@ from controller.settings.config import Config
 from dataplane.errors import DataplaneError, Unsupported
 from dataplane.mode import Drains, Programmer
 from dataplane.table import ServiceTable
+
+ANSWERS_SECONDS: Final = 1.0  # in which answers to the last datagrams come back the way that they went
 
 log = logging.getLogger(__name__)
 
@@ -183,9 +186,10 @@ class ActiveMode:
         """Remove everything of a mode whose flows are over, unless it serves again."""
         if name not in self.draining.names:
             return
-        self.draining.release(name)
+        self.draining.end(name)
 
         def remove() -> None:
+            time.sleep(ANSWERS_SECONDS)
             for mode, count in clean_others(self.choice.effective, (name,), self.config.options).items():
                 log.info("removed %d things that mode %s had left here", count, mode)
             self._alone()

@@ -92,6 +92,9 @@ class Answers:
                 return p.TraceAnswer()
             case p.SwitchMode(mode):
                 return self.switch(mode)
+            case p.HandOverFlows(mode, max_lost):
+                done = self.mode.draining.hand_over(mode, programmer, self.syncer.builder.table, max_lost)
+                return p.HandOverAnswer(dict(done.moved), dict(done.left))
             case p.DrainNode(on):
                 self.health.leaving = on
                 return p.DrainAnswer(_outer_addresses(self.syncer.builder.table))

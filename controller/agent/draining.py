@@ -12,8 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from controller.errors import ControllerError
 from controller.serving.protocol import DrainingMode, described
 from dataplane.errors import DataplaneError
+from dataplane.flows import HandOver
+from dataplane.handover import hand_over
 from dataplane.mode import Drains, Programmer
 from dataplane.table import EMPTY, ServiceTable
 
@@ -87,12 +90,45 @@ class Draining:
             except (DataplaneError, OSError) as error:
                 log.warning("maintenance of mode %s, which drains, failed: %s", name, error)
 
+    def hand_over(self, name: str, serving: Programmer, table: ServiceTable, max_lost: int) -> HandOver:
+        """Move the flows of a mode that drains to the one that serves; then it has ended.
+
+        Args:
+            name: of the mode that drains.
+            serving: the mode that serves.
+            table: what it serves.
+            max_lost: how many flows that cannot be moved may end.
+
+        Raises:
+            ControllerError: the mode does not drain.
+            DataplaneError, OSError: what has not been moved goes on draining.
+        """
+        left = self._left.get(name)
+        if left is None or left.since is None:
+            raise ControllerError(f"mode {name} does not drain")
+        with self._lock:
+            done = hand_over(left.programmer, serving, table, max_lost)
+            left.over = True
+        log.info("handed over from mode %s: %s; lost: %s", name, described(done.moved), dict(done.left) or "none")
+        self._ended(name)
+        return done
+
     def links_changed(self) -> None:
         for name, left in self._left.items():
             try:
                 left.programmer.links_changed()
             except (DataplaneError, OSError) as error:
                 log.warning("interfaces changed, and attaching mode %s, which drains, failed: %s", name, error)
+
+    def end(self, name: str) -> None:
+        """Let others have what is left of a mode that is over, and close it. A failure is logged."""
+        left = self._left[name]
+        try:
+            if isinstance(left.programmer, Drains):
+                left.programmer.abandon(left.table)
+        except (DataplaneError, OSError) as error:
+            log.warning("mode %s, which is about to go, still has flows: %s", name, error)
+        self.release(name)
 
     def release(self, name: str) -> None:
         """Close a mode, if it is held open: it is opened again, or everything of it goes."""
@@ -138,7 +174,6 @@ class Draining:
             late = bool(self.timeout) and time.monotonic() - left.since >= self.timeout
             if late and any(left.flows.values()):
                 log.warning("mode %s goes, because its time to drain is over: %s end", name, described(left.flows))
-                left.programmer.abandon(left.table)
         except (DataplaneError, OSError) as error:
             log.warning("flows of mode %s, which drains, cannot be counted: %s", name, error)
             return

@@ -219,13 +219,20 @@ class SwitchMode(msgspec.Struct, frozen=True, tag_field="command", tag="switch")
     mode: str | None
 
 
+class HandOverFlows(msgspec.Struct, frozen=True, tag_field="command", tag="hand-over"):
+    """Move the flows of a mode that drains to the one that serves; at most `max_lost` may end instead."""
+
+    mode: str
+    max_lost: int
+
+
 class DrainNode(msgspec.Struct, frozen=True, tag_field="command", tag="drain"):
     """Have load balancers send nothing more to this node, or, with `on` false, send again."""
 
     on: bool
 
 
-Request = GetStatus | GetNames | GetTraffic | RunExplain | GetEvents | SetTrace | SwitchMode | DrainNode
+Request = GetStatus | GetNames | GetTraffic | RunExplain | GetEvents | SetTrace | SwitchMode | HandOverFlows | DrainNode
 
 
 # Answers
@@ -277,6 +284,13 @@ class SwitchAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="switch"
     mode: str
 
 
+class HandOverAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="hand-over"):
+    """To `HandOverFlows`: the flows that were moved, by protocol, and those that ended, by the reason."""
+
+    moved: dict[str, int]
+    lost: dict[str, int]
+
+
 class DrainAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="drain"):
     """To `DrainNode`: the addresses at which clients beyond the cluster find Services on this node."""
 
@@ -297,6 +311,7 @@ Answer = (
     | EventsAnswer
     | TraceAnswer
     | SwitchAnswer
+    | HandOverAnswer
     | DrainAnswer
     | FailedAnswer
 )

@@ -95,7 +95,8 @@ def test_its_time_is_bounded(modes: Draining, left: Mode, ended: list[str], capl
     modes.timeout = 0.05
     modes.start("left", TABLE)
     until(lambda: ended == ["left"], "its time is over")
-    assert left.calls == ["abandon"]
+    modes.end("left")
+    assert left.calls == ["abandon", "close"]
     assert "2 TCP flows end" in caplog.text
 
 

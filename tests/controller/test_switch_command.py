@@ -107,13 +107,28 @@ def test_there_and_back_while_the_mode_before_drains(bench: Bench) -> None:
     eventually(lambda: left_of("ebpf", bench.lab) is None, 10, "mode ebpf is still there")
 
 
+def test_what_is_open_is_handed_over(bench: Bench) -> None:
+    """The mode before is gone at once; a switch whose flows cannot be moved to a relay lets them drain."""
+    web = bench.service("pod2", "pod3", outside=True)
+    dns = bench.service("pod2", "pod3", protocol="UDP", port=53, target=UDP, outside=True)
+    with everything(bench, web, dns) as tallies:
+        goes_on(tallies, 3)
+        for mode, before in (("nftables", "ebpf"), ("ebpf", "nftables"), ("iptables", "ebpf")):
+            answer = switch(bench, mode, "--now")
+            assert (answer["before"], answer["mode"], answer["flows"], answer["lost"]) == (before, mode, {}, {})
+            assert answer["moved"]
+            assert bench.agent.running_status().draining == []
+            goes_on(tallies, 5)
+
+
 def test_a_dry_run_counts_and_changes_nothing(bench: Bench) -> None:
     web = bench.service("pod2")
     streams = [bench.stream("pod1", web.vip(family), family) for family in (V4, V6)]
     for stream in streams:
         stream.ask()
     answer = switch(bench, "nftables", "--dry-run")
-    assert answer == {"before": "ebpf", "mode": "nftables", "done": False, "missing": "", "flows": {"TCP": 2}}
+    would = {"before": "ebpf", "mode": "nftables", "done": False, "missing": "", "moved": {}, "lost": {}}
+    assert answer == would | {"flows": {"TCP": 2}}
     assert bench.agent.running_status().mode.effective == "ebpf"
     assert left_of("nftables", bench.lab) is None
 

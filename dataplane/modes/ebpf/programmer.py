@@ -322,7 +322,8 @@ class Ebpf:
         return open_flows(self.maps.maps)
 
     def abandon(self, table: ServiceTable) -> None:
-        """They end with the maps."""
+        """Without backends, no socket of the node has its datagrams translated; answers under way still are."""
+        self.sync(ServiceTable({}, msgspec.structs.replace(table.node, service_cidrs=())))
 
     def export_flows(self) -> Flows:
         return handing.exported(self.maps.maps, self.options, self.gc.clock(), self.hz)
