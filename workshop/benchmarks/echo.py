@@ -121,7 +121,7 @@ def main(what: str, *argv: str) -> None:
     """One of the two."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    os.nice(NICE)
+    os.setpriority(os.PRIO_PROCESS, 0, NICE)
     if what == "serve":
         serve(*map(int, argv))
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,7 @@ from dataplane.table import (
     Protocol,
     ServiceTable,
 )
-from workshop.benchmarks.echo import READY
+from workshop.benchmarks.echo import NICE, READY
 from workshop.benchmarks.kit import Result, Target, lab, say
 from workshop.lab.agent import resident
 from workshop.lab.network import CLUSTER_CIDRS, Lab
@@ -47,9 +49,13 @@ ECHO = (sys.executable, "-m", "workshop.benchmarks.echo")
 
 
 def measure() -> Result:
-    """The connections with a hand-over, and without one: then the former mode is removed just as soon."""
-    moved, lost, control_gap = _connections(hand=True)
-    _, all_lost, _ = _connections(hand=False)
+    """The connections with a hand-over, and without one: then the former mode is removed just as soon.
+
+    What else the machine does comes behind all of it (nice), because gaps of milliseconds are measured.
+    """
+    os.setpriority(os.PRIO_PROCESS, 0, NICE)
+    moved, lost, control_gap, again = _connections(hand=True)
+    _, all_lost, _, _ = _connections(hand=False)
     scale = _scale()
     total = sum(CONNECTIONS.values())
     gap = max(one["gap"] for one in lost.values())
@@ -59,11 +65,12 @@ def measure() -> Result:
         [
             (Target("connections lost", 0), sum(one["silent"] + one["reset"] for one in lost.values())),
             (Target("seconds", 1.0), moved.seconds),
+            (Target("segments sent again", 0), again),
             (Target("longest gap of a flow, beyond the plain one's, in ms", 25), 1000 * max(0.0, gap - control_gap)),
         ],
         [f"handover: {total:,} connections, {dict(moved.moved)} moved, {dict(moved.left)} left; {scale}"],
         {
-            "gap_ms": round(1000 * gap, 1), "plain_gap_ms": round(1000 * control_gap, 1),
+            "sent_again": again, "gap_ms": round(1000 * gap, 1), "plain_gap_ms": round(1000 * control_gap, 1),
             "moved": dict(moved.moved), **scale,
         },
     )  # fmt: skip
@@ -84,8 +91,11 @@ class Holder:
         return found
 
 
-def _connections(*, hand: bool) -> tuple[HandOver, dict[str, dict[str, float]], float]:
-    """What was moved, what became of each kind of connections, and the longest gap of a plain one in seconds."""
+def _connections(*, hand: bool) -> tuple[HandOver, dict[str, dict[str, float]], float, int]:
+    """What was moved, what became of each kind of connections, and the longest gap of a plain one in seconds.
+
+    The last figure is how many segments the ends sent again in that time: none that was lost is not among them.
+    """
     with lab(pods=2, plain=2, remote=1) as made, ExitStack() as stack:
         for place in ("pod2", "plain2", "remote1"):
             _started(made, place, "serve", *map(str, range(PORT, PORT + BACKENDS)))
@@ -101,15 +111,28 @@ def _connections(*, hand: bool) -> tuple[HandOver, dict[str, dict[str, float]], 
             for one in everybody:
                 one.told(signal.SIGUSR1)
             time.sleep(0.5)
+            before = _sent_again(made)
             done = hand_over(old, new, table, 0) if hand else HandOver({}, {})
             end.close()
             time.sleep(0.5)
+            again = _sent_again(made) - before
             for one in everybody:
                 one.told(signal.SIGUSR2)
             found = {name: one.outcome() for name, one in holders.items()}
             gap = plain.outcome()["gap"]
     say(f"  {'handed over' if hand else 'left'}: {done.seconds:.2f} s, {found}, a plain flow's gap {1000 * gap:.0f} ms")
-    return done, found, gap
+    return done, found, gap, again
+
+
+def _sent_again(made: Lab) -> int:
+    """Segments that the connections' ends have sent again so far (RetransSegs)."""
+    total = 0
+    for place in ("pod1", "pod2", "remote1", "client"):
+        with made.inside(place):
+            lines = [line.split() for line in Path("/proc/thread-self/net/snmp").read_text().splitlines()]
+        names, figures = (line for line in lines if line[0] == "Tcp:")
+        total += int(figures[names.index("RetransSegs")])
+    return total
 
 
 def _holders(made: Lab) -> dict[str, Holder]:
@@ -191,8 +214,6 @@ def _scale() -> dict[str, float]:
 
 
 def _resident() -> float:
-    import os
-
     return resident(os.getpid())["VmRSS"]
 
 
