@@ -13,13 +13,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dataplane.flows import FLOW, FlowFlag, Flows, Half, HandOver, TcpState
 from dataplane.handover import from_conntrack, hand_over, to_conntrack
-from dataplane.kernel.conntrack import delete_translated
 from dataplane.mode import Options
 from dataplane.modes.ebpf import programmer as ebpf
 from dataplane.modes.nftables import programmer as nftables
@@ -54,24 +53,20 @@ def measure() -> Result:
     What else the machine does comes behind all of it (nice), because gaps of milliseconds are measured.
     """
     os.setpriority(os.PRIO_PROCESS, 0, NICE)
-    moved, lost, control_gap, again = _connections(hand=True)
-    _, all_lost, _, _ = _connections(hand=False)
+    moved, lost = _connections(hand=True), _connections(hand=False)
     scale = _scale()
-    total = sum(CONNECTIONS.values())
-    gap = max(one["gap"] for one in lost.values())
+    gap = max(kind["gap"] for kind in moved.kinds.values())
     return Result(
-        "handover", moved.seconds, "s", "connections lost when the former mode goes without a hand-over",
-        sum(one["silent"] + one["reset"] for one in all_lost.values()),
+        "handover", moved.done.seconds, "s", "connections that are lost without a hand-over", lost.lost,
         [
-            (Target("connections lost", 0), sum(one["silent"] + one["reset"] for one in lost.values())),
-            (Target("seconds", 1.0), moved.seconds),
-            (Target("segments sent again", 0), again),
-            (Target("longest gap of a flow, beyond the plain one's, in ms", 25), 1000 * max(0.0, gap - control_gap)),
+            (Target("connections lost", 0), moved.lost), (Target("segments sent again", 0), moved.again),
+            (Target("seconds", 1.0), moved.done.seconds),
+            (Target("longest gap, beyond that of a plain connection, in ms", 25), 1000 * (gap - moved.plain_gap)),
         ],
-        [f"handover: {total:,} connections, {dict(moved.moved)} moved, {dict(moved.left)} left; {scale}"],
+        [f"handover: {sum(CONNECTIONS.values()):,} connections, {dict(moved.done.moved)} moved; {scale}"],
         {
-            "sent_again": again, "gap_ms": round(1000 * gap, 1), "plain_gap_ms": round(1000 * control_gap, 1),
-            "moved": dict(moved.moved), **scale,
+            "lost": moved.lost, "sent_again": moved.again, "cpu_s": round(moved.cpu, 2),
+            "gap_ms": round(1000 * gap, 1), "plain_gap_ms": round(1000 * moved.plain_gap, 1), **scale,
         },
     )  # fmt: skip
 
@@ -91,11 +86,23 @@ class Holder:
         return found
 
 
-def _connections(*, hand: bool) -> tuple[HandOver, dict[str, dict[str, float]], float, int]:
-    """What was moved, what became of each kind of connections, and the longest gap of a plain one in seconds.
+class Outcome(NamedTuple):
+    """What one run came to; times in seconds."""
 
-    The last figure is how many segments the ends sent again in that time: none that was lost is not among them.
-    """
+    done: HandOver
+    cpu: float
+    kinds: dict[str, dict[str, float]]  # what became of each kind of connections
+    plain_gap: float  # between two answers on a connection to no Service
+    again: int  # segments that the ends sent again meanwhile: each that was lost is among them
+
+    @property
+    def lost(self) -> float:
+        """Connections without an answer in the end."""
+        return sum(kind["silent"] + kind["reset"] for kind in self.kinds.values())
+
+
+def _connections(*, hand: bool) -> Outcome:
+    """The former mode goes in the midst of traffic, and hands its flows over before that or does not."""
     with lab(pods=2, plain=2, remote=1) as made, ExitStack() as stack:
         for place in ("pod2", "plain2", "remote1"):
             _started(made, place, "serve", *map(str, range(PORT, PORT + BACKENDS)))
@@ -103,25 +110,31 @@ def _connections(*, hand: bool) -> tuple[HandOver, dict[str, dict[str, float]], 
         options, table = Options(cgroup=str(made.cgroup), pod_interfaces=("veth*",)), _table(made)
         with _opened(ebpf, options, table) as (old, end):
             holders = _holders(made)
-            plain = _started(made, "plain1", "hold", made["plain2"].address4, str(PORT), "1", "1")
+            plain = [
+                _started(made, "plain1", "hold", made[place].address4, str(PORT), "1", "1")
+                for place in ("plain2", "remote1")
+            ]
             time.sleep(2.0)
             new, _ = stack.enter_context(_opened(nftables, options, table))
             old.drain(table)
-            everybody = [*holders.values(), plain]
+            everybody = [*holders.values(), *plain]
             for one in everybody:
                 one.told(signal.SIGUSR1)
             time.sleep(0.5)
             before = _sent_again(made)
+            used = time.thread_time()
             done = hand_over(old, new, table, 0) if hand else HandOver({}, {})
+            used = time.thread_time() - used
             end.close()
             time.sleep(0.5)
             again = _sent_again(made) - before
             for one in everybody:
                 one.told(signal.SIGUSR2)
             found = {name: one.outcome() for name, one in holders.items()}
-            gap = plain.outcome()["gap"]
-    say(f"  {'handed over' if hand else 'left'}: {done.seconds:.2f} s, {found}, a plain flow's gap {1000 * gap:.0f} ms")
-    return done, found, gap, again
+            gap = max(one.outcome()["gap"] for one in plain)
+    what = f"handed over in {done.seconds:.2f} s ({used:.2f} s of a CPU)" if hand else "left"
+    say(f"  {what}: {found}, a plain flow's gap {1000 * gap:.0f} ms")
+    return Outcome(done, used, found, gap, again)
 
 
 def _sent_again(made: Lab) -> int:
@@ -183,34 +196,37 @@ def _opened(mode: Any, options: Options, table: ServiceTable) -> Iterator[tuple[
 
 
 def _scale() -> dict[str, float]:
-    """Entries alone, without sockets: from conntrack to the maps and back. Seconds, and MB that it took here."""
+    """Entries alone, without sockets, into the maps, to conntrack and back: seconds of a CPU, and MB of memory."""
     with lab(pods=2, remote=1) as made, made.inside("node"), ExitStack() as stack:
         options = Options(cgroup=str(made.cgroup), max_flows=4 * MANY)
         table = _table(made)
         maps, _ = stack.enter_context(_opened(ebpf, options, table))
         rules, _ = stack.enter_context(_opened(nftables, options, table))
         flows = _made_up(made, MANY)
-        before, start = _resident(), time.monotonic()
+        before, used = _resident(), {}
+        start = time.thread_time()
         reception = maps.receive_flows(flows)
         for half in (Half.BEHIND, Half.BEFORE):
             reception.take(half)
-        imported = time.monotonic() - start
+        used["import"] = time.thread_time() - start
         assert len(reception.flows) == MANY, reception.left
-        start = time.monotonic()
-        exported = maps.export_flows()
-        seconds = {"import_100k_s": imported, "export_100k_s": time.monotonic() - start}
-        assert len(exported) == MANY
-        done = to_conntrack(maps, 0)
-        start = time.monotonic()
+        start = time.thread_time()
+        assert len(maps.export_flows()) == MANY
+        used["export"] = time.thread_time() - start
+        start = time.thread_time()
+        there = to_conntrack(maps, 0)
+        used["to_conntrack"] = time.thread_time() - start
+        start = time.thread_time()
         known = rules.conntrack_flows(table)
-        seconds |= {"to_conntrack_100k_s": done.seconds, "read_conntrack_100k_s": time.monotonic() - start}
+        used["read_conntrack"] = time.thread_time() - start
+        start = time.thread_time()
         back = from_conntrack(known, maps, 0)
-        assert done.moved == back.moved == {"TCP": MANY}, (done, back)
-        seconds |= {"from_conntrack_100k_s": back.seconds, "memory_100k_mb": _resident() - before}
-        delete_translated({})
-    rounded = {name: round(figure, 2) for name, figure in seconds.items()}
-    say(f"  {MANY:,} flows: {rounded}")
-    return rounded
+        used["from_conntrack"] = time.thread_time() - start
+        assert there.moved == back.moved == {"TCP": MANY}, (there, back)
+        memory = _resident() - before
+    rounded = {f"{name}_100k_cpu_s": round(figure, 2) for name, figure in used.items()}
+    say(f"  {MANY:,} flows: {rounded}, {memory:.0f} MB")
+    return rounded | {"memory_100k_mb": round(memory, 1)}
 
 
 def _resident() -> float:
