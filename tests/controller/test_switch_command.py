@@ -19,7 +19,7 @@ from tests.loads import goes_on
 from tests.namespaces import new_lab
 from workshop.lab.agent import Agent
 from workshop.lab.network import Lab
-from workshop.lab.traffic import OpenSocket, Tally, load, meanwhile
+from workshop.lab.traffic import OpenSocket, Tally, ask_udp, load, meanwhile
 
 pytestmark = [pytest.mark.root, pytest.mark.xdist_group("switch-command")]
 UDP_ENDS_SOON = ("--conntrack-udp-timeout", "10s", "--conntrack-udp-timeout-stream", "10s")
@@ -105,6 +105,39 @@ def test_there_and_back_while_the_mode_before_drains(bench: Bench) -> None:
     switch(bench, "nftables", "--wait")
     assert bench.agent.running_status().draining == []
     eventually(lambda: left_of("ebpf", bench.lab) is None, 10, "mode ebpf is still there")
+
+
+def test_the_agent_is_killed_while_a_mode_drains(bench: Bench) -> None:
+    """It starts in its configured mode, which drained, and lets the other one drain; then in one that finds two."""
+    web = bench.service("pod2", "pod3", outside=True)
+    dns = bench.service("pod2", "pod3", protocol="UDP", port=53, target=UDP, outside=True)
+    with everything(bench, web, dns) as tallies:
+        goes_on(tallies, 3)
+        for _ in range(2):
+            switch(bench, "nftables")
+            goes_on(tallies, 2)
+            bench.agent.kill()
+            goes_on(tallies, 2)
+            bench.agent.start()
+            assert bench.agent.running_status().mode.effective == "ebpf"
+            goes_on(tallies, 3)
+    eventually(lambda: left_of("nftables", bench.lab) is None, 30, "mode nftables is still there")
+
+
+def test_a_backend_goes_while_its_flows_drain(bench: Bench) -> None:
+    """A connection goes on to the end of its backend; datagrams to it move to one that serves."""
+    web = bench.service("pod2", outside=True)
+    dns = bench.service("pod2", protocol="UDP", port=53, target=UDP)
+    stream = bench.stream("pod1", web.vip(V4), V4)
+    with bench.socket("pod1", V4, socket.SOCK_DGRAM) as client:
+        client.connect(dns.vip(V4))
+        assert (stream.ask().pod, ask_udp(client)[0].pod) == ("pod2", "pod2")
+        switch(bench, "nftables")
+        for service in (web, dns):
+            service.write(bench.lab["pod3"])
+        bench.settle(web, {"pod3"}, V4)
+        eventually(lambda: ask_udp(client)[0].pod == "pod3", 10, "datagrams still go to the backend that is gone")
+        assert stream.ask().pod == "pod2"
 
 
 def test_what_is_open_is_handed_over(bench: Bench) -> None:
