@@ -101,3 +101,17 @@ def test_a_service_moves_by_its_label_and_back(node: Node) -> None:
             goes_on(tallies, 5)
     for name, tally in tallies.items():
         assert not tally.failures, f"{name}: {tally.report()}"
+
+
+@pytest.mark.row("1.4", "a connection to a Service that moved to kube-proxy goes on when the agent starts anew")
+def test_a_connection_outlives_the_agent_that_knew_its_service(node: Node) -> None:
+    with ExitStack() as stack:
+        opened = [flow for flow in flows(node, stack) if flow.name.startswith("TCP")]
+        with meanwhile(flow.go_on for flow in opened):
+            move(node, None)
+            wait_until_served(node, KUBE_PROXYS)
+            node.bench.agent.terminate()
+            node.bench.agent.start()
+            wait_for_answers(opened)
+    for flow in opened:
+        assert not flow.failed, f"{flow.name}, {flow.asked} questions: {flow.failed}"

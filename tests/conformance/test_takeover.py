@@ -64,7 +64,7 @@ def ends(process: subprocess.Popen[str]) -> str:
     return out
 
 
-@pytest.mark.row("4.25", "from kube-proxy and back by takeover and cleanup --drain: no flow is lost, old or new")
+@pytest.mark.row("4.17", "from kube-proxy and back by takeover and cleanup --drain: no flow is lost, old or new")
 def test_there_and_back(node: Node) -> None:
     bench, mode = node.bench, node.bench.agent.mode
     tallies, clients = new_flows(node)

@@ -9,6 +9,7 @@ from itertools import chain
 import numpy as np
 
 from dataplane.modes.ebpf import layout
+from dataplane.modes.ebpf.flows import flow_arrays
 from dataplane.modes.ebpf.lower import Key, Rows, Settings
 from dataplane.modes.ebpf.maps import MapSet
 from dataplane.modes.ebpf.plan import Installed, InUse, Plan
@@ -104,4 +105,22 @@ class Former:
         services = sorted({*self.in_use().services} - plan.by_id.keys())
         claimed = {piece for port in now for piece in port.ranges}
         unclaimed = {piece for service in services for piece in self._ranges(service) if piece[1]} - claimed
-        plan.release(services, gone, sorted(unclaimed))
+        frontends = self._frontends_of_flows(services)
+        self._writer.look_at([key for key, _ in frontends])
+        plan.release(services, gone, sorted(unclaimed), frontends)
+
+    def _frontends_of_flows(self, services: Collection[int]) -> list[tuple[Key, int]]:
+        """Where open flows to these services go, which are gone or moved to another proxy, each with its service.
+
+        The prefilter has to go on looking at them. A node port is known by the address at which a flow found it.
+        """
+        names, found = layout.abi_constants(), set[tuple[Key, int]]()
+        for family in (4, 6):
+            keys, values = flow_arrays(self._maps.maps[f"flows{family}"], family)
+            clients = values["flags"] & (names["FLOW_REPLY"] | names["FLOW_OTHERS"]) == 0
+            for position in np.flatnonzero(clients & np.isin(values["service"], list(services))).tolist():
+                key = keys[position]
+                address = layout.address_text(key["daddr"].tobytes(), family)
+                port = int(layout.swap16([int(key["dport"])])[0])
+                found.add(((family, address, port, int(key["protocol"])), int(values["service"][position])))
+        return sorted(found)

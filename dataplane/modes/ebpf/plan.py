@@ -239,10 +239,13 @@ class Plan:
             except FullError:  # a smaller ring needs no more room, but its old slots may still wait to be freed
                 self.ejections[key] = dict(known.ejections)
 
-    def release(self, services: list[int], backends: list[int], ranges: list[tuple[int, int]]) -> None:
+    def release(
+        self, services: list[int], backends: list[int], ranges: list[tuple[int, int]],
+        frontends: Iterable[tuple[Key, int]] = (),
+    ) -> None:  # fmt: skip
         """Free these once no program can use them: what a former process installed, and nobody claimed."""
         self.stamp += 1
-        self.deferred.put(self.stamp, services, backends, ranges)
+        self.deferred.put(self.stamp, services, backends, ranges, frontends)
 
     def commit(self, batch: Batch) -> None:
         """The batch is written. What it took out of use is freed once no program can use it."""

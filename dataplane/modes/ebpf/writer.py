@@ -94,8 +94,7 @@ class MapWriter:
             if batch.words:
                 rows.publish(batch.words)
             if batch.new_frontends:
-                for bitmap, bits in self._frontend_bits(batch.new_frontends):
-                    bitmap.add(bits)
+                self.look_at(batch.new_frontends)
             batch.published = True
         if batch.frontends or batch.gone_frontends or batch.source_ranges:
             self._write_frontends(batch)
@@ -131,6 +130,11 @@ class MapWriter:
             values = layout.frontend_values(words, rows["port"], rows["protocol"], targets[:, 0], targets[:, 1], family)
             left += chosen[self._maps.maps[f"frontends{family}"].update_batch(rows, values) :]
         return left
+
+    def look_at(self, keys: Sequence[Key]) -> None:
+        """Packets to these are looked at, although there may be no frontend."""
+        for bitmap, bits in self._frontend_bits(keys):
+            bitmap.add(bits)
 
     def clear_frontends(self, keys: Sequence[Key]) -> None:
         """No packet to these needs to be looked at any more."""
