@@ -6,8 +6,10 @@
  * Addresses and ports are in network byte order. An IPv4 address is the first of four words, the others are 0. Times
  * are in jiffies, cut to 32 bits, unless something else is said.
  *
- * Names, types and offsets of all rows that outlive a process, and the numbers of their flags, make up the fingerprint
- * of the layout (pins.py): to rename a field gives an agent new maps, and costs the flows in the former ones.
+ * Names, types and offsets of all rows that outlive a process, and the numbers of their flags, are recorded beside the
+ * pins (layouts.py). An agent of another version carries the rows over field by field, by name (convert.py). A field
+ * that has another name at the same place counts as renamed. So a field that takes the place of another one, and every
+ * field that gets another meaning, raises ABI_VERSION.
  */
 #ifndef HYBRID_PROXY_ABI_H
 #define HYBRID_PROXY_ABI_H
@@ -17,7 +19,7 @@
 #endif
 
 enum abi_limits {
-	ABI_VERSION = 3,	/* raise it when a field gets another meaning; the path of the pins has it */
+	ABI_VERSION = 3,	/* raise it when a field gets another meaning, and teach convert.py what to do */
 	PREFILTER_BITS = 20,	/* size of each bitmap: 2^20 bits, 128 KiB */
 	RANGE_OFFSET_BITS = 28, /* a slot range in one word: offset | count << 28 | epoch << 46 */
 	RANGE_COUNT_BITS = 18,
@@ -303,6 +305,29 @@ enum datapath {
 	DATAPATH4,
 	DATAPATH6,
 	DATAPATHS,
+};
+
+/* Who serves while flows are carried over from maps of another layout (carry.bpf.c). */
+enum carry_state {
+	CARRY_ALL_FORMER,     /* the former datapath serves all */
+	CARRY_NEW_FLOWS_OURS, /* it serves the flows that it knows, and ours the rest */
+	CARRY_ALL_OURS,	      /* ours serves all */
+};
+
+/* Where the keys of the former tables of flows have their fields, in bytes. */
+struct flow_key_places {
+	__u32 saddr;
+	__u32 daddr;
+	__u32 sport;
+	__u32 dport;
+	__u32 protocol;
+};
+
+struct carrying {
+	__u32 state;
+	struct flow_key_places places4;
+	struct flow_key_places places6;
+	__u32 pad;
 };
 
 /* Before Linux 5.14 user space cannot read its namespace's cookie (map `host_netns`, one element): when the socket with

@@ -31,18 +31,26 @@ def abi_constants() -> dict[str, int]:
     names: dict[str, int] = {}
     for enum in (
         "abi_limits", "frontend_flags", "service_flags", "backend_flags", "flow_flags", "origin", "link_kind",
-        "verdict", "counter", "hook", "note_kind", "interface_flags", "client", "datapath",
+        "verdict", "counter", "hook", "note_kind", "interface_flags", "client", "datapath", "carry_state",
     ):  # fmt: skip
         names.update(abi.typeof(f"enum {enum}").relements)
     return names
 
 
+STORED = ("abi_limits", "frontend_flags", "service_flags", "backend_flags", "flow_flags", "origin")
+
+
 def stored_numbers(header: Any = abi) -> dict[str, int]:
     """Limits and flags of the header, by which what is stored in maps is read."""
     names: dict[str, int] = {}
-    for enum in ("abi_limits", "frontend_flags", "service_flags", "backend_flags", "flow_flags", "origin"):
+    for enum in STORED:
         names.update(header.typeof(f"enum {enum}").relements)
     return names
+
+
+def stored_enums() -> dict[str, dict[str, int]]:
+    """The same by enum, and those by which the hooks of one version can call the datapath of another."""
+    return {enum: dict(abi.typeof(f"enum {enum}").relements) for enum in (*STORED, "hook", "datapath")}
 
 
 @lru_cache(maxsize=32)

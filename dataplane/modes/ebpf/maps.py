@@ -56,10 +56,10 @@ class MapSet:
         if self.adopted:
             self._adopt()
         else:
-            _remove_unfinished(folder)
+            remove_unfinished(folder)
         fixed = policy.fixed(options)
         self.other_sizes = {name: size for name, size in fixed.items() if self._entries(name, size) != size}
-        for name, made in _make({**fixed, **self._with_traffic(sizes or policy.bounds(options))}, self.maps).items():
+        for name, made in make({**fixed, **self._with_traffic(sizes or policy.bounds(options))}, self.maps).items():
             self._keep(name, made)
 
     def _adopt(self) -> None:
@@ -101,7 +101,7 @@ class MapSet:
                 {name: self.maps[name].entries for name in ("services", "backends")} | dict(sizes)
             )
             sizes = {name: size for name, size in sizes.items() if name in TRAFFIC or size > self.maps[name].entries}
-        return _make(sizes, {name: known for name, known in self.maps.items() if name not in sizes})
+        return make(sizes, {name: known for name, known in self.maps.items() if name not in sizes})
 
     def copy_into(self, larger: Larger) -> None:
         """Copy what only user space writes, and what traffic came to.
@@ -199,7 +199,7 @@ class MapSet:
             known.close()
 
 
-def _make(sizes: Sizes, shared: Mapping[str, Map]) -> dict[str, Map]:
+def make(sizes: Sizes, shared: Mapping[str, Map]) -> dict[str, Map]:
     """The maps of the programs that are not in `shared`, made."""
     template = Object(OBJECTS / "tc_datapath.bpf.o")
     try:
@@ -216,7 +216,7 @@ def _make(sizes: Sizes, shared: Mapping[str, Map]) -> dict[str, Map]:
         template.close()
 
 
-def _remove_unfinished(folder: Path) -> None:
+def remove_unfinished(folder: Path) -> None:
     """Pins of a process that ended while it made its maps; they have no slots, so nothing is lost."""
     for path in folder.iterdir():
         if path.name.removeprefix(NEXT) in shapes():

@@ -45,6 +45,7 @@ from dataplane.mode import (
 )
 from dataplane.modes.ebpf import attach, explaining, handing, layout, listing, sizes
 from dataplane.modes.ebpf.attach import Links, Sockets
+from dataplane.modes.ebpf.carry import Carry, prepare
 from dataplane.modes.ebpf.driver import Drivers
 from dataplane.modes.ebpf.edges import (
     equal_paths,
@@ -60,6 +61,7 @@ from dataplane.modes.ebpf.events import Journal, Reader
 from dataplane.modes.ebpf.failover import Failover
 from dataplane.modes.ebpf.flows import FlowGC, open_flows
 from dataplane.modes.ebpf.gone import Mark, collect, is_gone
+from dataplane.modes.ebpf.layouts import record
 from dataplane.modes.ebpf.maps import Larger, MapSet, open_pinned_maps
 from dataplane.modes.ebpf.others import OthersFlows, takes_datagrams
 from dataplane.modes.ebpf.pins import (
@@ -163,6 +165,8 @@ class Ebpf:
         self.hz = jiffies_per_second()
         try:
             self.mark = Mark(self.folder)
+            self._carry = prepare(self.folder, options)
+            record(self.folder)
             self.maps = MapSet(self.folder, options, sizes.least(sizes.bounds(options)))
             self.adopted = self.maps.adopted
             self.loader = Loader(self.maps, options, self.hz)
@@ -198,8 +202,7 @@ class Ebpf:
             self.maps.maps, self._inspect.program("sweep"), self._inspect.program("read_clock"), self.hz, options,
             self._look_at_others,
         )  # fmt: skip
-        flows = {family: self.maps.maps[f"flows{family}"] for family in (4, 6)}
-        self.others = OthersFlows(flows, self._inspect.program("leave"))
+        self.others = self._new_others()
         self.gc.start()
         self._explain: Object | None = None  # loaded when somebody asks
         self.journal = Journal()
@@ -210,6 +213,10 @@ class Ebpf:
 
     def _new_store(self, *, adopt: bool) -> Store:
         return Store(self.maps, self.hz, adopt=adopt, max_ring=self.options.max_ring, max_slots=self.options.max_slots)
+
+    def _new_others(self) -> OthersFlows:
+        flows = {family: self.maps.maps[f"flows{family}"] for family in (4, 6)}
+        return OthersFlows(flows, self._inspect.program("leave"))
 
     def _load(self, larger: Larger) -> Programs:
         return self.loader.generation(larger, xdp=self.drivers.loaded)
@@ -385,10 +392,20 @@ class Ebpf:
         return True
 
     def _take_over(self) -> None:
-        """An agent of another layout left its programs attached: ours serve now, and what only those knew ends."""
+        """An agent of another layout left its maps, and perhaps its programs attached: ours serve now."""
         for former in former_layouts(self.folder):
             if remove_pins(former):
-                log.warning("maps of another layout at %s are removed; flows that only they knew end", former)
+                known = self._carry is not None and self._carry.former == former and not self._carry.failed
+                what = "what they knew is carried over" if known else "flows that only they knew end"
+                log.log(
+                    logging.INFO if known else logging.WARNING,
+                    "maps of another layout at %s are removed; %s",
+                    former,
+                    what,
+                )
+        if self._carry is not None:
+            self._carry.close()
+            self._carry = None
 
     def _start_over(self) -> None:
         """The maps hold what this process did not write: the next sync reads them, adopts, and removes the rest."""
@@ -400,12 +417,36 @@ class Ebpf:
         self.table = EMPTY
 
     def _attach(self) -> None:
+        if self._carry is not None:
+            self._carry.take_links()
         try:
             self.resizer.catch_up()
         except BpfError as error:
             raise Unsupported("eBPF", f"the kernel refused the programs: {error}") from error
-        self._refresh_links()
+        if self._carry is None or not self._carry.live or self._attached:
+            self._refresh_links()
+        else:
+            self._carry_flows(self._carry)
         self._attached = True
+
+    def _carry_flows(self, carry: Carry) -> None:
+        """The former datapath and ours serve beside each other until ours knows all flows."""
+        assert self.programs is not None
+        try:
+            bridge = carry.bridge(self.loader)
+        except BpfError as error:
+            log.warning("flows cannot be carried over from the maps at %s: %s", carry.former, error)
+            carry.failed = True
+            self._refresh_links()
+            return
+        with contextlib.closing(bridge):
+            for links in (self.pods, self.uplinks):
+                links.use(bridge)
+            self._refresh_links()
+            carry.run(self.maps.maps)
+            for links in (self.pods, self.uplinks):
+                links.use(self.programs.hooks)
+        self.others = self._new_others()
 
     def _write_node(self, node: NodeNetwork) -> None:
         row = self.maps.view("node")
@@ -701,7 +742,8 @@ class Ebpf:
             links.close()
         self.mark.close()
         self.maps.close()
-        if not self._attached and not self.adopted:
+        unused = not self.adopted if self._carry is None else not self._carry.begun
+        if not self._attached and unused:
             remove_pins(self.folder)  # nothing was ever programmed: leave no empty maps behind
         os.close(self._lock)
 

@@ -1,0 +1,157 @@
+/* tc at all hooks, for the moments in which flows are carried over from maps of another layout (carry.py).
+ *
+ * Two datapaths stand beside each other: the former one with its maps, and ours. A packet goes to the one that knows
+ * its flow, and neither sees a packet of the other's. So both directions of a flow, and all its packets, meet the same
+ * entries, whatever hook they are at, and a store to map `carrying` moves all hooks to the next state at once.
+ *
+ * The former maps' keys are another struct. `carrying` says where their fields are; what else is in them is 0.
+ */
+#include "flow.h"
+#include "fragment.h"
+#include "icmp_error.h"
+#include "packet.h"
+#include "prefilter.h"
+
+#define FORMER_KEY_MASK 63 /* where a field may begin */
+
+/* Longer than any key of flows. */
+struct former_key {
+	__u8 bytes[FORMER_KEY_MASK + 1 + 16];
+};
+
+/* The former tables of flows and the former datapath, in place of these before the load. */
+HASH_MAP(former_flows4, struct former_key, __u32, 1);
+HASH_MAP(former_flows6, struct former_key, __u32, 1);
+HASH_MAP(former_half4, struct former_key, __u32, 1);
+HASH_MAP(former_half6, struct former_key, __u32, 1);
+MAP(former_paths, BPF_MAP_TYPE_PROG_ARRAY, 0, __u32, __u32, DATAPATHS);
+
+ARRAY_MAP(carrying, struct carrying, 1);
+CPU_MAP(former_keys, struct former_key, 1);
+
+INLINE void put_address(struct former_key *key, __u32 place, const __u32 *address, const bool v6)
+{
+	__u32 *words = (void *)(key->bytes + (place & FORMER_KEY_MASK));
+
+	words[0] = address[0];
+	if (!v6)
+		return;
+	words[1] = address[1];
+	words[2] = address[2];
+	words[3] = address[3];
+}
+
+INLINE void put_port(struct former_key *key, __u32 place, __be16 port)
+{
+	*(__be16 *)(key->bytes + (place & FORMER_KEY_MASK)) = port;
+}
+
+/* Do the former tables have a flow with this tuple? */
+INLINE bool is_former(const struct carrying *self, const struct tuple *t, const bool v6)
+{
+	const struct flow_key_places *at = v6 ? &self->places6 : &self->places4;
+	struct former_key *key;
+	__u32 first = 0;
+
+	key = bpf_map_lookup_elem(&former_keys, &first);
+	if (!key)
+		return false;
+	__builtin_memset(key, 0, sizeof(*key));
+	put_address(key, at->saddr, t->saddr, v6);
+	put_address(key, at->daddr, t->daddr, v6);
+	put_port(key, at->sport, t->sport);
+	put_port(key, at->dport, t->dport);
+	key->bytes[at->protocol & FORMER_KEY_MASK] = t->protocol;
+	if (v6)
+		return bpf_map_lookup_elem(&former_flows6, key) || bpf_map_lookup_elem(&former_half6, key);
+	return bpf_map_lookup_elem(&former_flows4, key) || bpf_map_lookup_elem(&former_half4, key);
+}
+
+/* The tuple by which the packet's flow is known. False: the packet does not say, as a fragment before its first. */
+INLINE bool read_tuple(struct __sk_buff *skb, struct tuple *t, const bool v6)
+{
+	struct fragments *datagram;
+	struct fragment_key id;
+	struct packet p = {};
+	struct tuple inner = {};
+
+	parse_packet(skb, &p, v6);
+	*t = p.tuple;
+	if (p.kind == PACKET_ICMP_ERROR) {
+		if (!parse_inner(skb, p.l4 + ICMP_HEADER, &inner, v6))
+			return false;
+		reverse_tuple(t, &inner);
+		return true;
+	}
+	if (p.kind != PACKET_FRAGMENT || p.fragment.part == FIRST_FRAGMENT)
+		return p.kind == PACKET_TRANSPORT || p.kind == PACKET_FRAGMENT;
+	write_datagram_key(&id, &p);
+	datagram = bpf_map_lookup_elem(&fragments, &id);
+	if (!datagram || !datagram->known)
+		return false;
+	t->sport = datagram->sport;
+	t->dport = datagram->dport;
+	t->protocol = datagram->protocol;
+	return true;
+}
+
+/* Is it the former datapath that serves this packet? What has no tuple stays there as long as flows do. */
+INLINE bool serves_former(struct __sk_buff *skb, const bool v6)
+{
+	struct carrying *self;
+	struct tuple t = {};
+	__u32 first = 0;
+
+	self = bpf_map_lookup_elem(&carrying, &first);
+	if (!self || READ_ONCE(self->state) == CARRY_NEW_FLOWS_OURS)
+		return !self || !read_tuple(skb, &t, v6) || is_former(self, &t, v6);
+	return READ_ONCE(self->state) == CARRY_ALL_FORMER;
+}
+
+INLINE int call_datapath(struct __sk_buff *skb, const enum hook hook, const bool v6)
+{
+	bool former = serves_former(skb, v6);
+
+	skb->cb[0] = hook;
+	if (former)
+		bpf_tail_call(skb, &former_paths, v6 ? DATAPATH6 : DATAPATH4);
+	else
+		bpf_tail_call(skb, &datapaths, v6 ? DATAPATH6 : DATAPATH4);
+	return TC_ACT_UNSPEC;
+}
+
+/* Every packet is looked at: the two generations have bitmaps of their own for the prefilter. */
+INLINE int carry(struct __sk_buff *skb, const enum hook hook)
+{
+	if (is_tagged(skb))
+		return TC_ACT_UNSPEC;
+	if (skb->protocol == bpf_htons(ETH_P_IP))
+		return call_datapath(skb, hook, false);
+	return skb->protocol == bpf_htons(ETH_P_IPV6) ? call_datapath(skb, hook, true) : TC_ACT_UNSPEC;
+}
+
+SEC("tc")
+int pod_ingress(struct __sk_buff *skb)
+{
+	return carry(skb, HOOK_POD_INGRESS);
+}
+
+SEC("tc")
+int pod_egress(struct __sk_buff *skb)
+{
+	return carry(skb, HOOK_POD_EGRESS);
+}
+
+SEC("tc")
+int uplink_ingress(struct __sk_buff *skb)
+{
+	return carry(skb, HOOK_UPLINK_INGRESS);
+}
+
+SEC("tc")
+int uplink_egress(struct __sk_buff *skb)
+{
+	return carry(skb, HOOK_UPLINK_EGRESS);
+}
+
+char LICENSE[] SEC("license") = "GPL";

@@ -1,0 +1,376 @@
+"""Flows and what belongs to them, from the maps of another version's layout to ours, while both carry traffic.
+
+1. Our maps are made beside the former ones. Those that are laid out alike are the same maps, pinned a second time; rows
+   of the service table are converted, so that ids of services and backends stay what flows know them by. From here on
+   it is a restart: the first sync adopts.
+2. The former links become ours. Where tables of flows are laid out otherwise, programs come to all tc hooks that call
+   the former datapath or ours (bpf/carry.bpf.c). At first the former one serves everything.
+3. Flows are copied. Then new flows begin in our tables, and the former ones only lose some: what changed since is
+   copied. Then ours serve everything, and what changed in the last moment is merged.
+4. The links get the programs that stay, and the former pins go.
+
+The pin `carrying` is there from step 2 to 4. A process that finds it goes on: with the copying, as long as the former
+tables serve. One that ends before step 2 has changed nothing, and what it made is made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataplane.kernel.bpf import BpfError, Map, Object
+from dataplane.kernel.grace import wait_for_programs
+from dataplane.mode import Options
+from dataplane.modes.ebpf import convert, layout, sizes
+from dataplane.modes.ebpf.convert import FLOWS, Converter, Fate, Layout, UnknownMeaningError
+from dataplane.modes.ebpf.layouts import ARRAY, ours, recorded
+from dataplane.modes.ebpf.maps import BITMAPS, make, remove_unfinished, traffic_cpus
+from dataplane.modes.ebpf.pins import LINK, former_layouts
+from dataplane.modes.ebpf.programs import Loader
+from dataplane.modes.ebpf.traffic import traffic_sizes
+
+log = logging.getLogger(__name__)
+
+MARK: Final = "carrying"
+SLOTS: Final = "slots"  # pinned last: without it a folder is unfinished
+BRIDGE: Final = {
+    "former_flows4": "flows4", "former_half4": "half_open4", "former_flows6": "flows6", "former_half6": "half_open6",
+    "former_paths": "datapaths",
+}  # fmt: skip
+HASHES: Final = ("frontends4", "frontends6")  # of the service table
+MONOTONE: Final = ("overflowed", "direct_flows")  # of `node`: what programs set once
+BATCH: Final = 16384  # rows that are converted at once
+
+
+def prepare(folder: Path, options: Options) -> Carry | None:
+    """Make our maps beside those of another layout that serve here; None: there are none, or they are not understood.
+
+    With a warning in the second case: their flows end.
+    """
+    formers = [known for known in former_layouts(folder) if (known / SLOTS).exists()]
+    resumed = (folder / MARK).exists()
+    if not formers and resumed:
+        (folder / MARK).unlink()  # a former process removed the maps and ended
+    if not formers or (not resumed and any(folder.glob(f"{LINK}*"))):
+        return None
+    former = max(formers, key=lambda known: (len(list(known.glob(f"{LINK}*"))), known.stat().st_mtime))
+    try:
+        carry = Carry(folder, former, _understood(former))
+        if not resumed:
+            carry.fill(options)
+    except (UnknownMeaningError, ValueError, BpfError) as error:
+        log.warning(
+            "the maps at %s are of another layout, and %d flows there cannot be carried over: %s. New maps are made, "
+            "and these flows end when the new maps serve", former, _flows_in(former), error,
+        )  # fmt: skip
+        return None
+    return carry
+
+
+def _understood(former: Path) -> Layout:
+    known = recorded(former)
+    if known is None:
+        raise UnknownMeaningError("nothing says how their rows are laid out, or others' pins are among them")
+    return known
+
+
+def _flows_in(former: Path) -> int:
+    """Pairs of entries in tables of flows, whatever these look like."""
+    entries = 0
+    for name in FLOWS:
+        if (former / name).exists():
+            with contextlib.suppress(BpfError), contextlib.closing(Map.pinned(former / name)) as known:
+                entries += len(
+                    known.items(np.dtype((np.void, known.key_size)), np.dtype((np.void, known.value_size)))[0]
+                )
+    return entries // 2
+
+
+class Carry:
+    """What is carried over from one folder of pins to another.
+
+    Attributes:
+        live: tables of flows are laid out otherwise: `run` has to copy them while packets come.
+        carried: flows that were carried over, and `left` those that cannot be.
+        failed: the kernel refused the programs for it, and flows end.
+
+    Raises:
+        UnknownMeaningError: nothing can be.
+        ValueError: a row of the former layout has a type that is not known here.
+    """
+
+    def __init__(self, folder: Path, former: Path, known: Layout) -> None:
+        self.folder, self.former = folder, former
+        self._known = known
+        self.fates = convert.plan(known, ours())
+        self.live = self.fates[FLOWS[0]] is Fate.CARRIED
+        self.failed = False
+        self.carried = self.left = 0
+        self._converters = {name: self._converter(name) for name, fate in self.fates.items() if fate is Fate.CARRIED}
+        self._places = {
+            family: convert.places(self._converters[f"flows{family}"].former[0]) for family in (4, 6) if self.live
+        }
+
+    def _converter(self, name: str) -> Converter:
+        theirs, known = (convert.types_of(one.maps[name][5] or "") for one in (self._known, ours()))
+        enum = "flow_flags" if name in FLOWS else convert.FLAGS.get(name, "")
+        return Converter(theirs, known, (self._known.enums.get(enum, {}), ours().enums.get(enum, {})))
+
+    # The service table
+
+    def fill(self, options: Options) -> None:
+        """Make and pin our maps; those of the service table have the former ones' rows.
+
+        Raises:
+            BpfError: the kernel refuses a map.
+        """
+        remove_unfinished(self.folder)
+        with self._former_maps(self._known.maps) as former:
+            shared = {n: former[n] for n, fate in self.fates.items() if fate is Fate.SHARED and n in former}
+            made = make(self._sizes(former, options), shared)
+            for name, new in made.items():
+                if name in former and name not in FLOWS and name in self._converters:
+                    self._carry_table(name, former[name], new)
+                elif name in BITMAPS:
+                    new.view(np.dtype(np.uint64))[:] = np.uint64(0xFFFFFFFFFFFFFFFF)  # everything may be a service's
+            together = {**shared, **made}
+            for name in sorted(together, key=lambda name: (name == SLOTS, name)):
+                together[name].pin(self.folder / name)
+            for new in made.values():
+                new.close()
+
+    def _sizes(self, former: Mapping[str, Map], options: Options) -> dict[str, int]:
+        """Each map at least as large as the former one."""
+        wanted = {**sizes.least(sizes.bounds(options)), **sizes.fixed(options)}
+        wanted = {name: max(size, former[name].entries if name in former else 0) for name, size in wanted.items()}
+        return wanted | traffic_sizes(wanted["services"], wanted["backends"], traffic_cpus(options))
+
+    def _carry_table(self, name: str, former: Map, new: Map) -> None:
+        converter = self._converters[name]
+        if name in HASHES:
+            keys, values, _ = converter.rows(*former.items(*converter.former))
+            if new.update_batch(keys, values) < len(keys):
+                raise UnknownMeaningError(f"map {name} has no room for what is in the former one")
+        elif name != "affinity":
+            theirs, known = former.view(converter.former[1]), new.view(converter.ours[1])
+            count = min(len(theirs), len(known))
+            known[:count] = converter.values(theirs[:count])[0]
+
+    @contextlib.contextmanager
+    def _former_maps(self, names: Iterable[str]) -> Iterator[dict[str, Map]]:
+        opened = {name: Map.pinned(self.former / name) for name in names if (self.former / name).exists()}
+        try:
+            yield opened
+        finally:
+            for known in opened.values():
+                known.close()
+
+    # Links and flows
+
+    def take_links(self) -> None:
+        """Let the former links be ours. From here on a process that ends is resumed."""
+        if not (self.folder / MARK).exists():
+            with contextlib.closing(Map.made(ARRAY, MARK, 4, layout.dtype_of("carrying").itemsize, 1)) as made:
+                made.update(bytes(4), self._value(self._first_state()))
+                made.pin(self.folder / MARK)
+        for link in self.former.glob(f"{LINK}*"):
+            if not (self.folder / link.name).exists():
+                link.rename(self.folder / link.name)
+
+    def _first_state(self) -> int:
+        """The former maps may themselves be in the midst of this, when somebody goes back."""
+        states = layout.abi_constants()
+        if self.live and (self.former / MARK).exists():
+            with contextlib.closing(Map.pinned(self.former / MARK)) as known:
+                if _state_of(known) == states["CARRY_NEW_FLOWS_OURS"]:
+                    return states["CARRY_NEW_FLOWS_OURS"]
+        return states["CARRY_ALL_FORMER"]
+
+    def _value(self, state: int) -> bytes:
+        row = np.zeros(1, dtype=layout.dtype_of("carrying"))
+        row["state"] = state
+        for family, found in self._places.items():
+            for name, place in found.items():
+                row[f"places{family}"][name] = place
+        return row.tobytes()
+
+    def bridge(self, loader: Loader) -> Object:
+        """The programs that let a packet meet the datapath that knows its flow.
+
+        Raises:
+            BpfError: the kernel refuses them.
+        """
+        with self._former_maps(BRIDGE.values()) as former, contextlib.closing(Map.pinned(self.folder / MARK)) as mark:
+            return loader.one("carry", {name: former[which] for name, which in BRIDGE.items()} | {MARK: mark})
+
+    def run(self, maps: Mapping[str, Map]) -> None:
+        """Carry the flows over, with the programs of `bridge` at all hooks.
+
+        Raises:
+            BpfError: a map cannot be read or written. May be called again.
+        """
+        started = time.monotonic()
+        states = layout.abi_constants()
+        with self._former_maps((*FLOWS, "affinity", "timewait", "node")) as former:
+            tables = [
+                Table(name, former[name], maps[name], self._converters[name])
+                for name in (*FLOWS, "affinity") if name in self._converters and name in former
+            ]  # fmt: skip
+            with contextlib.closing(Map.pinned(self.folder / MARK)) as mark:
+                if _state_of(mark) == states["CARRY_ALL_FORMER"]:
+                    self._pass(tables, former, maps)
+                    self._enter(mark, states["CARRY_NEW_FLOWS_OURS"])
+                if _state_of(mark) == states["CARRY_NEW_FLOWS_OURS"]:
+                    self._pass(tables, former, maps)
+                    self._enter(mark, states["CARRY_ALL_OURS"])
+                    for table in tables:
+                        table.merge()
+        self.carried, self.left = (sum(counts) for counts in zip(*(table.flows() for table in tables), strict=True))
+        log.info(
+            "%d flows were carried over from the maps of another layout at %s, in %.0f ms%s",
+            self.carried, self.former, 1000 * (time.monotonic() - started),
+            f"; {self.left} cannot be expressed in ours, and end" if self.left else "",
+        )  # fmt: skip
+
+    def _enter(self, mark: Map, state: int) -> None:
+        mark.update(bytes(4), self._value(state))
+        wait_for_programs()  # those that saw the former state may still write
+
+    def _pass(self, tables: Iterable[Table], former: Mapping[str, Map], maps: Mapping[str, Map]) -> None:
+        for table in tables:
+            table.copy()
+        if self.fates["node"] is Fate.CARRIED:
+            theirs, known = (
+                former["node"].view(self._converters["node"].former[1]),
+                maps["node"].view(layout.dtype_of("node")),
+            )
+            for name in MONOTONE:
+                if name in (theirs.dtype.names or ()):
+                    known[name] |= theirs[name]
+        if self.fates["timewait"] is Fate.CARRIED:
+            converter = self._converters["timewait"]
+            rows = converter.values(former["timewait"].view(converter.former[1]))[0]
+            known = maps["timewait"].view(converter.ours[1])
+            np.copyto(known["entries"], rows["entries"], where=known["entries"] == 0)
+
+    @property
+    def begun(self) -> bool:
+        """Whether links are ours already."""
+        return (self.folder / MARK).exists()
+
+    def close(self) -> None:
+        """The former maps are gone."""
+        (self.folder / MARK).unlink(missing_ok=True)
+
+
+def _state_of(mark: Map) -> int:
+    return int(np.frombuffer(mark.lookup(bytes(4)) or b"", dtype=layout.dtype_of("carrying"))["state"][0])
+
+
+class Table:
+    """A table of flows, or of affinity, of another layout, and ours; it remembers what it has copied."""
+
+    def __init__(self, name: str, former: Map, ours: Map, converter: Converter) -> None:
+        self._former, self._ours = former, ours
+        self._converter = converter
+        self._flows = name in FLOWS
+        self._family = int(name[-1]) if self._flows else 0
+        self._left = 0
+        self._keys, self._values = np.empty(0, converter.ours[0]), np.empty(0, converter.ours[1])
+
+    def _read(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """All rows of the former table, as ours."""
+        keys, values = self._former.items(*self._converter.former)
+        new_keys, new_values, fit = self._converter.rows(keys, values)
+        self._left = int(len(fit) - np.count_nonzero(fit))
+        if self._flows and "tag" in (new_values.dtype.names or ()):
+            new_values["tag"] = layout.flow_tags(new_keys, self._family)
+        return new_keys, new_values
+
+    def copy(self) -> None:
+        """Write what is new or has changed since the last time, and remove what is gone.
+
+        Raises:
+            BpfError: the map is full, or cannot be written.
+        """
+        keys, values = self._read()
+        changed = np.flatnonzero(~np.isin(_both(keys, values), _both(self._keys, self._values)))
+        for start in range(0, len(changed), BATCH):
+            part = changed[start : start + BATCH]
+            done = self._ours.update_batch(keys[part], values[part])
+            if done < len(part):
+                raise BpfError(f"map {self._ours.name} has no room for the former one's flows", 7)
+        self._remove_gone(keys)
+        self._keys, self._values = keys, values
+
+    def merge(self) -> None:
+        """Add what the former programs wrote after the last copy. Our programs write to these rows by now."""
+        keys, values = self._read()
+        news = np.flatnonzero(~np.isin(_settled(keys, values), _settled(self._keys, self._values)))
+        known = set(convert.hashes(self._keys).tolist())
+        numbers = convert.hashes(keys)
+        for index in news.tolist():
+            key = keys[index : index + 1].tobytes()
+            present = self._ours.lookup(key)
+            if present is not None:
+                row = np.frombuffer(present, dtype=values.dtype).copy()
+                self._ours.update(key, _merged(row, values[index : index + 1], flows=self._flows).tobytes())
+            elif int(numbers[index]) not in known:
+                self._ours.update(key, values[index : index + 1].tobytes())
+        self._remove_gone(keys)
+        self._keys, self._values = keys, values
+
+    def _remove_gone(self, keys: NDArray[Any]) -> None:
+        """Remove what was copied and has ended in the former table, unless our programs know more of it."""
+        gone = np.flatnonzero(~np.isin(convert.hashes(self._keys), convert.hashes(keys)))
+        for index in gone.tolist():
+            key = self._keys[index : index + 1].tobytes()
+            if self._ours.lookup(key) == self._values[index : index + 1].tobytes():
+                self._ours.delete(key)
+
+    def flows(self) -> tuple[int, int]:
+        """How many flows were copied, and how many could not be; a flow is two rows."""
+        if not self._flows:
+            return 0, 0
+        return int(np.count_nonzero(self._values["flags"] & layout.abi_constants()["FLOW_REPLY"] == 0)), -(
+            -self._left // 2
+        )
+
+
+def _both(keys: NDArray[Any], values: NDArray[Any]) -> NDArray[np.uint64]:
+    """A number for each row, of key and value."""
+    numbers: NDArray[np.uint64] = convert.hashes(keys) * np.uint64(3) ^ convert.hashes(values)
+    return numbers
+
+
+def _settled(keys: NDArray[Any], values: NDArray[Any]) -> NDArray[np.uint64]:
+    """The same without what each packet changes, and the next one puts right.
+
+    With direct server return the sequence number of the last segment has to be right.
+    """
+    values = values.copy()
+    if values.dtype.names:
+        values["seen"] = 0
+        values["ack"][values["flags"] & layout.abi_constants()["FLOW_DSR"] == 0] = 0
+    return _both(keys, values)
+
+
+def _merged(row: NDArray[Any], theirs: NDArray[Any], *, flows: bool) -> NDArray[Any]:
+    """Our row, with what the former one says more; theirs, where it is another flow."""
+    same = flows and all(np.array_equal(row[name], theirs[name]) for name in ("saddr", "daddr", "sport", "dport"))
+    if not same:
+        return theirs
+    ended = theirs["flags"] & ~row["flags"] & layout.abi_constants()["FLOW_FIN"] != 0
+    row["started_or_fin"] = np.where(ended, theirs["started_or_fin"], row["started_or_fin"])
+    row["flags"] |= theirs["flags"]
+    for name in ("seen", "ack"):
+        later = (theirs[name] - row[name]).astype(np.int32) > 0
+        row[name] = np.where(later, theirs[name], row[name])
+    return row

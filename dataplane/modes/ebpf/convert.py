@@ -1,0 +1,309 @@
+"""PURE. From the layout of another version's maps to that of ours: which maps both can use, and how rows become ours.
+
+A field is known by its name. One whose name only one side knows, at a place where the other side has one of the same
+type that only that side knows, was renamed. Fields that ours do not have are dropped, and those that are missing are 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Recorded = tuple[str, int, int, int, int, str | None]  # a `kernel.shape.Shape`
+Enums = Mapping[str, Mapping[str, int]]
+
+TABLES: Final = (
+    "services", "backends", "frontends4", "frontends6", "service_addresses", "backend_sockets", "node_ports",
+    "source_ranges4", "source_ranges6", "slots",
+)  # fmt: skip # of the service table: both versions use all of them, or ours has its own
+FLOWS: Final = ("flows4", "half_open4", "flows6", "half_open6")
+OWN: Final = frozenset({"datapaths", "links", "events"})  # never another version's
+CARRIED: Final = frozenset(
+    {*TABLES, *FLOWS, "affinity", "timewait", "node"} - {"source_ranges4", "source_ranges6"}
+)  # row by row; what is not here is written anew by the first sync, or is forgotten
+FLAGS: Final = {"flow": "flow_flags", "backends": "backend_flags", "services": "service_flags"}
+# Enums by which the rows of a map are read, and the beginnings of the names that count.
+READ_BY: Final = {
+    **dict.fromkeys(TABLES, (("backend_flags", ""), ("abi_limits", "RANGE_"), ("abi_limits", "BACKEND_SETS"))),
+    **dict.fromkeys(("frontends4", "frontends6"), (("frontend_flags", ""),)),
+    **dict.fromkeys(("service_addresses", "backend_sockets"), (("abi_limits", "PREFILTER_"),)),
+    **dict.fromkeys(FLOWS, (("flow_flags", ""), ("origin", ""))),
+    **dict.fromkeys(("traffic", "traffic_gone"), (("abi_limits", "TRAFFIC_"),)),
+    "services": (("service_flags", ""), ("abi_limits", "RANGE_"), ("abi_limits", "BACKEND_SETS")),
+    "timewait": (("abi_limits", "TIMEWAIT_"),),
+}  # fmt: skip
+CALLS: Final = ("hook", "datapath")  # by which one version's hooks call the other's datapath
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """How a version's maps are laid out: enums of `abi.h` by name, and shapes of maps by name."""
+
+    enums: dict[str, dict[str, int]]
+    maps: dict[str, Recorded]
+
+
+class Fate(Enum):
+    """What becomes of one map."""
+
+    SHARED = "both versions use it"
+    CARRIED = "its rows are carried over into a new one"
+    NEW = "a new one is made"
+
+
+class UnknownMeaningError(Exception):
+    """Rows of that layout mean something that this version does not know."""
+
+
+def plan(former: Layout, ours: Layout) -> dict[str, Fate]:
+    """What becomes of each map of ours.
+
+    Raises:
+        UnknownMeaningError: nothing can be carried over.
+    """
+    version, known = (_version(one.enums) for one in (former, ours))
+    if version != known:
+        raise UnknownMeaningError(f"its rows have the meaning of ABI version {version}, and this version knows {known}")
+    fates = {name: _fate(name, former, ours) for name in ours.maps}
+    if any(fates[name] is not Fate.SHARED for name in TABLES):
+        if not _agree(former.enums, ours.enums, "abi_limits", "RANGE_"):
+            raise UnknownMeaningError("the slot ranges of its services are written in another way")
+        fates |= {name: Fate.CARRIED if _can_carry(name, former, ours) else Fate.NEW for name in TABLES}
+    if any(fates[name] is not Fate.SHARED for name in FLOWS):
+        if not all(_agree(former.enums, ours.enums, enum) for enum in CALLS):
+            raise UnknownMeaningError("its hooks call the datapath in another way")
+        if not _agree(former.enums, ours.enums, "origin"):
+            raise UnknownMeaningError("its flows name interfaces in another way")
+        fates |= dict.fromkeys(FLOWS, Fate.CARRIED)
+    return fates
+
+
+def _can_carry(name: str, former: Layout, ours: Layout) -> bool:
+    """Where the elements of bitmaps and buckets are counted otherwise, a row of them has no meaning of its own."""
+    counted = all(_agree(former.enums, ours.enums, *read) for read in READ_BY.get(name, ()) if read[0] == "abi_limits")
+    return name in CARRIED and name in former.maps and counted
+
+
+def _version(enums: Enums) -> int:
+    return enums.get("abi_limits", {}).get("ABI_VERSION", 0)
+
+
+def _agree(former: Enums, ours: Enums, enum: str, beginning: str = "") -> bool:
+    """Whether no name has two numbers, and no number two names."""
+    theirs, known = (
+        {name: number for name, number in one.get(enum, {}).items() if name.startswith(beginning)}
+        for one in (former, ours)
+    )
+    taken = set(known.values())
+    return all(known[name] == number if name in known else number not in taken for name, number in theirs.items())
+
+
+def _fate(name: str, former: Layout, ours: Layout) -> Fate:
+    theirs, known = former.maps.get(name), ours.maps[name]
+    if theirs is None or name in OWN:
+        return Fate.NEW
+    agree = all(_agree(former.enums, ours.enums, *read) for read in READ_BY.get(name, ()))
+    if agree and theirs[:5] == known[:5] and same_rows(theirs[5] or "", known[5] or ""):
+        return Fate.SHARED
+    return Fate.CARRIED if _can_carry(name, former, ours) else Fate.NEW
+
+
+# Types as `kernel.btf.spelled` writes them
+
+
+def types_of(rows: str) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    """The key's and the value's type of `Shape.rows`."""
+    key, _, value = rows.partition(" -> ")
+    return _type(key), _type(value)
+
+
+def _type(text: str) -> np.dtype[Any]:
+    kind, rest = _parse(text)
+    if rest:
+        raise ValueError(f"{text!r} is no type that is known here")
+    found: np.dtype[Any] = np.dtype(kind)
+    return found
+
+
+def _parse(text: str) -> tuple[Any, str]:
+    """The type at the beginning, and what comes after it."""
+    kind: Any
+    if text.startswith("struct "):
+        head, _, rest = text.removeprefix("struct ").partition("{")
+        names, formats, offsets = [], [], []
+        while not rest.startswith("}"):
+            place, name, rest = rest.removeprefix(",").split(":", 2)
+            kind, rest = _parse(rest)
+            names.append(name)
+            formats.append(kind)
+            offsets.append(int(place) // 8)
+        kind = np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": int(head)})
+        rest = rest[1:]
+    elif found := re.match(r"\d+/([1248])(?!\d)", text):
+        kind, rest = np.dtype(f"u{found[1]}"), text[found.end() :]
+    else:
+        raise ValueError(f"{text!r} is no type that is known here")
+    lengths = []
+    while found := re.match(r"\[(\d+)\]", rest):
+        lengths.append(int(found[1]))
+        rest = rest[found.end() :]
+    return (kind if not lengths else np.dtype((kind, tuple(reversed(lengths))))), rest
+
+
+def same_rows(former: str, ours: str) -> bool:
+    """Whether rows are laid out alike, but for fields that were renamed."""
+    if former == ours:
+        return True
+    if not former or not ours:
+        return False
+    try:
+        pairs = zip(types_of(former), types_of(ours), strict=True)
+        return all(_same(theirs, known) for theirs, known in pairs)
+    except ValueError:
+        return False
+
+
+def _same(former: np.dtype[Any], ours: np.dtype[Any]) -> bool:
+    if former.subdtype and ours.subdtype:
+        return former.shape == ours.shape and _same(former.base, ours.base)
+    if former.fields is None or ours.fields is None:
+        return former == ours
+    theirs, known = _fields(former), _fields(ours)
+    pairs = dict(matching(former, ours))
+    return (
+        former.itemsize == ours.itemsize
+        and len(pairs) == len(theirs) == len(known)
+        and all(theirs[a][1] == known[b][1] and _same(theirs[a][0], known[b][0]) for a, b in pairs.items())
+    )
+
+
+def _fields(kind: np.dtype[Any]) -> dict[str, tuple[np.dtype[Any], int]]:
+    return {name: (found[0], found[1]) for name, found in (kind.fields or {}).items()}
+
+
+def matching(former: np.dtype[Any], ours: np.dtype[Any]) -> Iterator[tuple[str, str]]:
+    """Which field of the former type becomes which of ours."""
+    theirs, known = _fields(former), _fields(ours)
+    places = {known[name]: name for name in known.keys() - theirs.keys()}
+    for name, field in theirs.items():
+        if name in known:
+            yield name, name
+        elif field in places:
+            yield name, places[field]
+
+
+# Rows
+
+
+class Converter:
+    """Rows of one map of another layout into ours.
+
+    Args:
+        former, ours: types of keys and values.
+        flags: numbers of the bits of field `flags`, on both sides by name.
+        names: numbers of other values on both sides: field -> (theirs, ours).
+    """
+
+    def __init__(
+        self, former: tuple[np.dtype[Any], np.dtype[Any]], ours: tuple[np.dtype[Any], np.dtype[Any]],
+        flags: tuple[Mapping[str, int], Mapping[str, int]] = ({}, {}),
+    ) -> None:  # fmt: skip
+        self.former, self.ours = former, ours
+        self._bits = [(number, flags[1][name]) for name, number in flags[0].items() if name in flags[1]]
+        self._flags_differ = flags[0] != {name: flags[1].get(name) for name in flags[0]}
+
+    def rows(self, keys: NDArray[Any], values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.bool_]]:
+        """Keys and values in our layout, and which of the given ones they are; the others cannot be expressed in it."""
+        new_keys, fit = self._convert(keys, self.ours[0])
+        fit &= self._nothing_dropped(keys)
+        new_values, fits = self.values(values)
+        fit &= fits
+        return new_keys[fit], new_values[fit], fit
+
+    def values(self, values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        """Values alone, as those of an array; and which of them fit."""
+        new, fit = self._convert(values, self.ours[1])
+        if self._flags_differ and new.dtype.names and "flags" in new.dtype.names:
+            former = values["flags"]
+            new["flags"] = 0
+            for theirs, known in self._bits:
+                new["flags"] |= np.where(former & theirs != 0, known, 0).astype(new["flags"].dtype)
+        return new, fit
+
+    def _convert(self, rows: NDArray[Any], kind: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        fit = np.ones(len(rows), dtype=np.bool_)
+        if rows.dtype == kind:
+            return np.frombuffer(bytearray(rows.tobytes()), dtype=kind), fit
+        new = np.zeros(len(rows), dtype=kind)
+        if kind.fields is None or rows.dtype.fields is None:
+            new[:] = rows
+            fit &= np.equal(new, rows)
+            return new, fit
+        for theirs, known in matching(rows.dtype, kind):
+            fit &= _put(rows[theirs], new[known])
+        return new, fit
+
+    def _nothing_dropped(self, keys: NDArray[Any]) -> NDArray[np.bool_]:
+        """A key says something in a field that ours does not have: it is another one than it would become."""
+        fine = np.ones(len(keys), dtype=np.bool_)
+        kept = {theirs for theirs, _ in matching(self.former[0], self.ours[0])}
+        for name in set(self.former[0].names or ()) - kept:
+            fine &= _zero(keys[name])
+        return fine
+
+
+def _put(former: NDArray[Any], ours: NDArray[Any]) -> NDArray[np.bool_]:
+    """One column into another; which rows fit. Of an array that has become shorter the rest must be 0."""
+    count = len(former)
+    if former.dtype.fields is not None and ours.dtype.fields is not None and former.shape == ours.shape:
+        fit = np.ones(count, dtype=np.bool_)
+        for theirs, known in matching(former.dtype, ours.dtype):
+            fit &= _put(former[theirs], ours[known])
+        return fit
+    if former.ndim != ours.ndim or former.dtype.fields is not None or ours.dtype.fields is not None:
+        return _zero(former) if former.dtype.fields is None else np.zeros(count, np.bool_)
+    both = (slice(None), *(slice(min(a, b)) for a, b in zip(former.shape[1:], ours.shape[1:], strict=True)))
+    ours[both] = former[both].astype(ours.dtype)
+    lost = former.copy()
+    lost[both] -= ours[both].astype(former.dtype)
+    return _zero(lost)
+
+
+def _zero(column: NDArray[Any]) -> NDArray[np.bool_]:
+    zero: NDArray[np.bool_] = ~column.reshape(len(column), -1).any(axis=1)
+    return zero
+
+
+def places(key: np.dtype[Any]) -> dict[str, int]:
+    """Where a key of flows has its fields, in bytes.
+
+    Raises:
+        UnknownMeaningError: it has not all of them, or they are other types than those that a packet is looked up by.
+    """
+    fields = _fields(key)
+    wanted = {"saddr": 4 * (1 + 3 * bool(key["saddr"].shape)), "sport": 2, "dport": 2, "protocol": 1}
+    wanted["daddr"] = wanted["saddr"]
+    if any(
+        name not in fields or fields[name][0].itemsize != size or fields[name][1] > 63 for name, size in wanted.items()
+    ):
+        raise UnknownMeaningError("the keys of its flows have other fields")
+    return {name: fields[name][1] for name in wanted}
+
+
+def hashes(rows: NDArray[Any]) -> NDArray[np.uint64]:
+    """A number for each row, by which rows of one type are compared."""
+    size = -rows.dtype.itemsize % 4
+    raw = rows.view(np.uint8).reshape(len(rows), -1)
+    words = np.pad(raw, ((0, 0), (0, size))).view(np.uint32) if size else raw.view(np.uint32)
+    total = np.zeros(len(rows), dtype=np.uint64)
+    factor = 0x9E3779B97F4A7C15
+    with np.errstate(over="ignore"):
+        for column in range(words.shape[1]):
+            total = (total ^ words[:, column]) * np.uint64(factor)
+            total ^= total >> np.uint64(29)
+    return total

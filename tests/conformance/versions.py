@@ -1,0 +1,49 @@
+"""Trees of this proxy whose maps are laid out otherwise, made of today's: agents that are upgraded and downgraded."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from workshop.lab.agent import Agent
+from workshop.lab.network import Lab
+
+REPOSITORY: Final = Path(__file__).parents[2]
+Edit = tuple[str, str, str]  # header, text that is there once, what comes in its place
+
+# fmt: off
+FIELD_MORE: Final[Sequence[Edit]] = (
+    # What lies behind it moves.
+    ("abi.h", "\t__u32 seen;    /* the last packet", "\t__u32 colour;\n\t__u32 seen;    /* the last packet"),
+)
+WIDER_KEYS: Final[Sequence[Edit]] = (
+    ("abi.h", "struct flow4_key {\n", "struct flow4_key {\n\t__u32 zone;\n"),
+    ("abi.h", "struct flow6_key {\n\t__u32 saddr[4];\n\t__u32 daddr[4];\n",
+     "struct flow6_key {\n\t__u32 saddr[4];\n\t__u32 daddr[4];\n\t__u32 zone;\n"),
+    ("abi.h", "\t__u32 client[4];\n\t__u32 service;\n};", "\t__u32 client[4];\n\t__u32 service;\n\t__u32 zone;\n};"),
+    ("abi.h", "struct backend {\n\t__u32 address[4];\n", "struct backend {\n\t__u32 address[4];\n\t__u64 zone;\n"),
+)
+# fmt: on
+
+
+def tree(folder: Path, *edits: Edit) -> Path:
+    """A copy of the programs in that folder, with these edits of the headers, compiled."""
+    for name in ("controller", "dataplane", "bpf"):
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REPOSITORY / "Makefile", folder)
+    for header, text, other in edits:
+        path = folder / "bpf" / header
+        assert path.read_text().count(text) == 1, f"{text} is not once in {header}"
+        path.write_text(path.read_text().replace(text, other))
+    if edits:
+        subprocess.run(["make", "--silent", "-j2", "bpf", f"PYTHON={sys.executable}"], cwd=folder, check=True)
+    return folder
+
+
+def agent_of(tree: Path, lab: Lab, manifests: Path, flags: Sequence[str] = ()) -> Agent:
+    """The agent of that tree: Python finds what is in its working directory first."""
+    return Agent(lab, manifests, "ebpf", flags, under=("env", "-C", str(tree)))
