@@ -275,7 +275,8 @@ def _put(former: NDArray[Any], ours: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def _zero(column: NDArray[Any]) -> NDArray[np.bool_]:
-    zero: NDArray[np.bool_] = ~column.reshape(len(column), -1).any(axis=1)
+    """Which elements of a column, arrays perhaps, are 0."""
+    zero: NDArray[np.bool_] = np.equal(column, 0).all(axis=tuple(range(1, column.ndim)))
     return zero
 
 
@@ -297,13 +298,12 @@ def places(key: np.dtype[Any]) -> dict[str, int]:
 
 def hashes(rows: NDArray[Any]) -> NDArray[np.uint64]:
     """A number for each row, by which rows of one type are compared."""
-    size = -rows.dtype.itemsize % 4
-    raw = rows.view(np.uint8).reshape(len(rows), -1)
-    words = np.pad(raw, ((0, 0), (0, size))).view(np.uint32) if size else raw.view(np.uint32)
+    size = rows.dtype.itemsize
+    raw = np.frombuffer(rows.tobytes(), dtype=np.uint8).reshape(len(rows), size)
+    words = np.pad(raw, ((0, 0), (0, -size % 4))).view(np.uint32)
     total = np.zeros(len(rows), dtype=np.uint64)
-    factor = 0x9E3779B97F4A7C15
     with np.errstate(over="ignore"):
         for column in range(words.shape[1]):
-            total = (total ^ words[:, column]) * np.uint64(factor)
+            total = (total ^ words[:, column]) * np.uint64(0x9E3779B97F4A7C15)
             total ^= total >> np.uint64(29)
     return total

@@ -1,0 +1,230 @@
+"""Up and down a ladder of versions whose maps are laid out otherwise: no client notices.
+
+The rungs are today's programs and two that are made of them here. `tests/modes/ebpf/test_convert.py` has the rules by
+which rows are carried over.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.loads import goes_on
+from workshop.lab.agent import Agent
+from workshop.lab.traffic import Stream, Tally, ask_udp, load, meanwhile
+
+from .conftest import bench_of, new_lab, route_services, serve
+from .kit import PATIENCE, UDP, V4, V6, Bench, Service
+from .versions import FIELD_MORE, REPOSITORY, WIDER_KEYS, agent_of, tree
+
+TREES = {"today": (), "a-field-more": FIELD_MORE, "wider-keys": (*FIELD_MORE, *WIDER_KEYS)}
+UP_AND_DOWN = ("a-field-more", "wider-keys", "today", "wider-keys", "a-field-more", "today")
+SOME = max(2, int(10 / PATIENCE))  # answers of each load
+RATE = 15  # requests a second of each
+ROWS = """
+import json, sys
+from dataplane.mode import Options
+from dataplane.modes.ebpf import layout
+from dataplane.modes.ebpf.flows import flow_arrays
+from dataplane.modes.ebpf.layouts import recorded, ours
+from dataplane.modes.ebpf.maps import open_pinned_maps
+from dataplane.modes.ebpf.pins import folder_of
+import numpy as np
+folder = folder_of(Options())
+maps = open_pinned_maps(folder)
+text = layout.address_text
+services = maps["services"].view(layout.dtype_of("service"))
+slots = maps["slots"].view(layout.dtype_of("slot"))["backend"]
+backends = maps["backends"].view(layout.dtype_of("backend"))
+def backend(number):
+    row = backends[number]
+    return [text(row["address"].tobytes(), int(row["kind"]) & 0xff), int(row["port"]), int(row["flags"])]
+found = {}
+for family in (4, 6):
+    keys, values = maps[f"frontends{family}"].items(layout.frontend_dtype(family), np.dtype(np.uint64))
+    for key, value in zip(keys, values.tolist()):
+        name = f"{text(key['address'].tobytes(), family)} {key['port']} {key['protocol']}"
+        service = services[value & 0xffffffff]
+        sets = [sorted(backend(int(n) & 0xffffffff) for n in slots[o : o + c])
+                for o, c, _ in map(layout.split_range_word, service["sets"].tolist())]
+        found[name] = [value >> 32, int(service["flags"]), int(service["affinity"]), sets]
+for name in ("service_addresses", "backend_sockets", "node_ports"):
+    found[name] = maps[name].view(np.dtype(np.uint64)).tobytes().hex()
+flows = []
+for family in (4, 6):
+    keys, values = flow_arrays(maps[f"flows{family}"], family)
+    own = backends[values["backend"]]
+    assert (own["service"] == values["service"])[values["backend"] != 0].all(), "a flow names another's backend"
+    assert (values["tag"] == layout.flow_tags(keys, family)).all(), "a tag does not prove its key"
+    flows += [[key["saddr"].tobytes().hex(), key["daddr"].tobytes().hex(), int(key["sport"]), int(key["dport"])]
+              for key in keys]
+pins = sorted(path.name for path in folder.iterdir() if not path.name.startswith("link_"))
+links = sorted(path.name for path in folder.iterdir() if path.name.startswith("link_"))
+beside = sorted(path.name for path in folder.parent.iterdir())
+print(json.dumps({"rows": found, "flows": flows, "pins": pins, "links": links, "folders": beside,
+                  "described": recorded(folder) == ours()}))
+"""
+
+
+@pytest.fixture(scope="module")
+def trees(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("versions")
+    return {name: tree(folder / name, *edits) if edits else REPOSITORY for name, edits in TREES.items()}
+
+
+class Ladder:
+    """A lab, its services, and the agent of one version at a time."""
+
+    def __init__(self, bench: Bench, trees: Mapping[str, Path]) -> None:
+        self.bench, self.trees = bench, trees
+        self.agents = {
+            name: agent_of(folder, bench.lab, bench.agent.manifests) for name, folder in trees.items()
+        }  # fmt: skip
+        self.now = "today"
+        self.web = bench.service("pod2", "pod3", "remote1", outside=True, settle=False)
+        self.sticky = bench.service("pod2", "pod3", "pod4", settle=False, spec={"sessionAffinity": "ClientIP"})
+        self.dns = bench.service("pod2", "pod3", protocol="UDP", port=53, target=UDP, outside=True, settle=False)
+
+    @property
+    def agent(self) -> Agent:
+        return self.agents[self.now]
+
+    def climb(self, version: str) -> str:
+        """Replace the agent by that version's; what the new one says in its log."""
+        if self.agent.running():
+            self.agent.terminate()
+        self.now = version
+        known = len(self.agent.log.read_text()) if self.agent.log.exists() else 0
+        self.agent.start(60)
+        return self.agent.log.read_text()[known:]
+
+    def state(self) -> dict[str, Any]:
+        """What the maps and pins of the version that serves now say, read by its own code."""
+        python = [*self.agent.under, self.agent.argv[len(self.agent.under)], "-c", ROWS]
+        done = self.bench.lab.run("node", python)
+        assert done.returncode == 0, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+
+@pytest.fixture
+def ladder(trees: Mapping[str, Path]) -> Iterator[Ladder]:
+    with new_lab(4, 1) as lab:
+        route_services(lab)
+        serve(lab)
+        made = Ladder(bench_of(lab, "ebpf"), trees)
+        made.agent.start(60)
+        try:
+            yield made
+        except BaseException:
+            print(f"--- log of the agents\n{made.agent.tail(80)}")
+            raise
+        finally:
+            if made.agent.running():
+                made.agent.terminate()
+            assert made.agents["today"].cleanup().returncode == 0
+
+
+def targets(service: Service, place: str, family: int) -> tuple[str, int]:
+    if place == "client":
+        return service.bench.lab["node"].address(family), service.node_port
+    return service.vip(family)
+
+
+@contextmanager
+def under_load(ladder: Ladder) -> Iterator[dict[str, Tally]]:
+    """New connections, streams, and datagrams of sockets that stay, from a pod, the node and outside."""
+    tallies: dict[str, Tally] = {}
+    clients: list[Callable[..., object]] = []
+    for place, family in itertools.product(("pod1", "node", "client"), (V4, V6)):
+        for kind, service, how in (
+            ("connections", ladder.web, "fresh"), ("streams", ladder.web, "fresh"),
+            ("udp", ladder.dns, "one" if family == V4 else "connected"),
+        ):  # fmt: skip
+            tally = tallies[f"{place} {family} {kind} {how}"] = Tally()
+            clients.append(
+                partial(
+                    load, kind, (family, targets(service, place, family)), tally=tally, rate=RATE / PATIENCE**2,
+                    concurrency=1, udp_socket=how, timeout=8 * PATIENCE,
+                    open_socket=partial(ladder.bench.lab.socket, place),
+                )
+            )  # fmt: skip
+    with meanwhile(clients):
+        yield tallies
+    lost = {
+        name: tally.report() for name, tally in tallies.items() if tally.failures or (tally.moved and "streams" in name)
+    }
+    assert not lost
+
+
+@contextmanager
+def idle_flows(ladder: Ladder) -> Iterator[Callable[[], None]]:
+    """Connections and UDP sockets that are silent until the function that this yields asks all of them."""
+    bench, streams, senders = ladder.bench, [], []
+    with ExitStack() as stack:
+        for place, family in itertools.product(("pod1", "node", "client"), (V4, V6)):
+            stream = Stream(
+                stack.enter_context(bench.connect(place, targets(ladder.web, place, family), family, timeout=8)),
+                Tally(),
+            )
+            stream.ask()
+            streams.append(stream)
+            client = stack.enter_context(bench.socket(place, family, socket.SOCK_DGRAM, timeout=8))
+            target = targets(ladder.dns, place, family)
+            senders.append((place, client, target, ask_udp(client, target)[0].pod))
+
+        def ask() -> None:
+            for stream in streams:
+                stream.ask()
+                assert not stream.tally.moved
+            for place, client, target, pod in senders:
+                reply, source = ask_udp(client, target)
+                assert source == target
+                assert reply.pod == pod, f"a datagram from {place} goes to another backend"
+
+        time.sleep(2.5 * PATIENCE)
+        ask()  # by now these are conversations, which nothing evicts
+        yield ask
+
+
+def affine(ladder: Ladder) -> dict[tuple[str, int], str]:
+    """Who serves these clients of a service with affinity."""
+    return {
+        (place, family): ladder.bench.ask(place, ladder.sticky, family).pod
+        for place, family in itertools.product(("pod1", "node"), (V4, V6))
+    }
+
+
+@pytest.mark.root
+def test_no_client_notices_up_and_down_the_ladder(ladder: Ladder) -> None:
+    clients = affine(ladder)
+    with idle_flows(ladder) as ask_all, under_load(ladder) as tallies:
+        goes_on(tallies, SOME)
+        for version in UP_AND_DOWN:
+            said = ladder.climb(version)
+            assert "flows were carried over" in said, said
+            goes_on(tallies, SOME)
+            ask_all()
+            state = ladder.state()
+            assert len(state["folders"]) == 1, "maps of a former layout are still there"
+            assert state["described"]
+            assert "carrying" not in state["pins"]
+        assert affine(ladder) == clients
+    carried = ladder.state()
+    ladder.agent.terminate()
+    assert ladder.agent.cleanup().returncode == 0
+    ladder.agent.start(60)
+    fresh = ladder.state()
+    assert carried["rows"] == fresh["rows"]
+    assert carried["links"] == fresh["links"]
+    assert carried["pins"] == fresh["pins"]
+    assert carried["flows"] and not fresh["flows"]
