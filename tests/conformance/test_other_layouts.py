@@ -20,6 +20,7 @@ import pytest
 
 from tests.loads import goes_on
 from workshop.lab.agent import Agent
+from workshop.lab.network import LabError
 from workshop.lab.traffic import Stream, Tally, ask_udp, load, meanwhile
 
 from .conftest import bench_of, new_lab, route_services, serve
@@ -106,6 +107,14 @@ class Ladder:
         known = len(self.agent.log.read_text()) if self.agent.log.exists() else 0
         self.agent.start(60)
         return self.agent.log.read_text()[known:]
+
+    def dies(self, version: str, at: str) -> None:
+        """Replace the agent by that version's, which is killed there; see `versions.DIES`."""
+        if self.agent.running():
+            self.agent.terminate()
+        dying = agent_of(self.trees[version], self.bench.lab, self.bench.agent.manifests, at)
+        with pytest.raises(LabError, match="exit code -9"):
+            dying.start(60)
 
     def state(self) -> dict[str, Any]:
         """What the maps and pins of the version that serves now say, read by its own code."""
@@ -196,6 +205,23 @@ def idle_flows(ladder: Ladder) -> Iterator[Callable[[], None]]:
         yield ask
 
 
+# Kill -9 there: what has happened until then.
+STEPS = {
+    "Carry fill -1": "nothing",
+    "Carry _carry_table 3": "some of our maps are filled",
+    "Carry fill 1": "our maps are pinned",
+    "Carry take_links 1": "the links are ours",
+    "Carry bridge 1": "the programs that choose the datapath are loaded",
+    "Carry run -1": "they are at all hooks",
+    "Table copy 2": "some flows are copied",
+    "Carry _enter 1": "new flows begin in our maps",
+    "Table copy 7": "some flows that changed are copied",
+    "Carry _enter 2": "our maps serve everything",
+    "Carry run 1": "all flows are ours",
+    "Carry close -1": "the former maps are removed",
+}
+
+
 def affine(ladder: Ladder) -> dict[tuple[str, int], str]:
     """Who serves these clients of a service with affinity."""
     return {
@@ -228,3 +254,20 @@ def test_no_client_notices_up_and_down_the_ladder(ladder: Ladder) -> None:
     assert carried["links"] == fresh["links"]
     assert carried["pins"] == fresh["pins"]
     assert carried["flows"] and not fresh["flows"]
+
+
+@pytest.mark.root
+def test_an_agent_killed_at_any_step_is_resumed_by_the_next(ladder: Ladder) -> None:
+    versions = itertools.cycle(("wider-keys", "a-field-more"))
+    with idle_flows(ladder) as ask_all, under_load(ladder) as tallies:
+        goes_on(tallies, SOME)
+        for step in STEPS:
+            version = next(versions)
+            ladder.dies(version, step)
+            goes_on(tallies, SOME)
+            ask_all()
+            ladder.climb(version)
+            goes_on(tallies, SOME)
+            ask_all()
+            state = ladder.state()
+            assert (len(state["folders"]), "carrying" in state["pins"]) == (1, False), step
