@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
 from pathlib import Path
 
 import msgspec
 
+from dataplane.kernel.bpf import Map
+from dataplane.kernel.grace import jiffies_per_second
 from dataplane.mode import Options
+from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.programmer import Ebpf
 from dataplane.table import ServiceTable
 from workshop.lab.network import Lab
@@ -17,6 +21,26 @@ def small(lab: Lab, pins: Path | None = None) -> Options:
     """Tiny maps, pinned in that folder or where they are by default."""
     made = Options(cgroup=str(lab.cgroup), max_services=64, max_backends=256, max_slots=512, max_flows=1024)
     return msgspec.structs.replace(made, pin_root=pins and str(pins))
+
+
+def now() -> int:
+    """Jiffies, as time stamps of flows have them: the kernel counts from five minutes before it wraps."""
+    return int((time.clock_gettime(time.CLOCK_MONOTONIC) - 300) * jiffies_per_second()) & 0xFFFFFFFF
+
+
+def begin_flow(folder: Path) -> bytes:
+    """Write both directions of a TCP connection into the pinned maps; the key of one of them."""
+    with closing(Map.pinned(folder / "flows4")) as flows:
+        for sport, flags in ((1, 0), (2, layout.abi_constants()["FLOW_REPLY"])):
+            key = layout.pack("flow4_key", sport=sport, protocol=6)
+            flags |= layout.abi_constants()["FLOW_ESTABLISHED"]
+            flows.update(key, layout.pack("flow", flags=flags, seen=now()))
+    return key
+
+
+def has_flow(folder: Path, key: bytes) -> bool:
+    with closing(Map.pinned(folder / "flows4")) as flows:
+        return flows.lookup(key) is not None
 
 
 def serve(options: Options) -> Path:

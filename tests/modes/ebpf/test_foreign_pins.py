@@ -12,7 +12,7 @@ import pytest
 
 from dataplane.errors import DataplaneError
 from dataplane.kernel._libbpf import ffi
-from dataplane.kernel.bpf import Map, Object, check, library
+from dataplane.kernel.bpf import Object, check, library
 from dataplane.mode import Options
 from dataplane.modes.ebpf.layout import OBJECTS, stored_numbers
 from dataplane.modes.ebpf.maps import open_pinned_maps
@@ -21,7 +21,7 @@ from dataplane.modes.ebpf.programmer import clean, drain
 from tests.namespaces import new_lab
 from workshop.lab.network import Lab
 
-from .kit import serve, small
+from .kit import begin_flow, has_flow, serve, small
 from .variants import compiled, numbers
 
 HASH, ARRAY, PER_CPU_ARRAY, RING = 1, 2, 6, 27  # BPF_MAP_TYPE_
@@ -120,13 +120,10 @@ def test_a_program_in_a_maps_place_is_left_alone(options: Options) -> None:
 @pytest.mark.root
 def test_counters_of_another_version_are_made_anew_and_flows_go_on(options: Options) -> None:
     former = serve(options)
-    flows = Map.pinned(former / "flows4")
-    flows.update(bytes(flows.key_size), bytes(flows.value_size))
+    flow = begin_flow(former)
     put_in_place(former / "counters", PER_CPU_ARRAY, 4, 8, 7, b"counters")
     assert serve(options) == former
-    with closing(Map.pinned(former / "flows4")) as adopted:
-        assert adopted.lookup(bytes(flows.key_size)) is not None
-    flows.close()
+    assert has_flow(former, flow)
 
 
 # The fingerprint

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from dataplane.kernel.bpf import Map
 from dataplane.mode import Options
-from dataplane.modes.ebpf.programmer import clean, folder_of, former_layouts
+from dataplane.modes.ebpf.layouts import ARRAY, BEFORE, RECORD, recorded
+from dataplane.modes.ebpf.programmer import Ebpf, clean, folder_of, former_layouts
 from tests.namespaces import new_lab
 
-from .kit import serve, small
+from .kit import begin_flow, has_flow, serve, small
 
 pytestmark = pytest.mark.root
 
@@ -40,6 +45,65 @@ def test_pins_of_another_layout_go_when_ours_serve(options: Options) -> None:
     serve(options)
     assert links(ours) == attached
     assert former_layouts(ours) == []
+
+
+@pytest.mark.parametrize("name", ["abi3-00000000", *(path.stem for path in BEFORE.iterdir())])
+def test_flows_of_another_layout_go_on(options: Options, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """What its maps are like stands in a record beside them or, of a version that wrote none, in one of ours."""
+    ours = serve(options)
+    flow = begin_flow(ours)
+    if name != "abi3-00000000":
+        (ours / RECORD).unlink()
+    ours.rename(ours.with_name(name))
+    with caplog.at_level(logging.WARNING):
+        assert serve(options) == ours
+    assert has_flow(ours, flow)
+    assert former_layouts(ours) == []
+    assert not caplog.text
+
+
+def test_flows_of_a_layout_that_nothing_describes_end_and_are_counted(
+    options: Options, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = serve(options)
+    flow = begin_flow(ours)
+    (ours / RECORD).unlink()
+    ours.rename(ours.with_name("abi9-00000000"))
+    with caplog.at_level(logging.WARNING):
+        serve(options)
+    assert " 1 flows there cannot be carried over: nothing says how their rows are laid out" in caplog.text
+    assert not has_flow(ours, flow)
+    assert former_layouts(ours) == []
+
+
+def test_flows_of_another_meaning_end_and_are_counted(options: Options, caplog: pytest.LogCaptureFixture) -> None:
+    ours = serve(options)
+    begin_flow(ours)
+    layout = recorded(ours)
+    assert layout is not None
+    layout.enums["abi_limits"]["ABI_VERSION"] = 99
+    text = msgspec.json.encode(layout)
+    (ours / RECORD).unlink()
+    with closing(Map.made(ARRAY, RECORD, 4, len(text), 1)) as record:
+        record.update(bytes(4), text)
+        record.pin(ours / RECORD)
+    ours.rename(ours.with_name("abi99-00000000"))
+    with caplog.at_level(logging.WARNING):
+        serve(options)
+    assert " 1 flows there cannot be carried over: its rows have the meaning of ABI version 99" in caplog.text
+
+
+def test_an_agent_that_never_serves_leaves_a_former_layout_as_it_was(options: Options) -> None:
+    ours = serve(options)
+    flow = begin_flow(ours)
+    former = ours.rename(ours.with_name("abi3-00000000"))
+    before = sorted(path.name for path in former.iterdir())
+    Ebpf(options, lambda: None).close()
+    assert sorted(path.name for path in former.iterdir()) == before
+    assert has_flow(former, flow)
+    assert not ours.exists()
+    serve(options)
+    assert has_flow(ours, flow)
 
 
 def test_cleaning_up_removes_every_layout(options: Options) -> None:

@@ -1,0 +1,181 @@
+"""Which maps of another layout both versions can use, and how rows of others become ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataplane.modes.ebpf import convert, layout
+from dataplane.modes.ebpf.convert import FLOWS, TABLES, Converter, Fate, Layout, UnknownMeaningError, plan, types_of
+from dataplane.modes.ebpf.layouts import BEFORE, ours
+
+SHARED_BY_ALL = frozenset(ours().maps) - convert.OWN
+
+
+def changed(name: str, text: str, other: str, size: int = 0) -> Layout:
+    """Our layout, with something else in the rows of one map; `size`: of the value, where it is another."""
+    made = msgspec.json.decode(msgspec.json.encode(ours()), type=Layout)
+    shape = list(made.maps[name])
+    assert isinstance(shape[5], str)
+    assert text in shape[5], shape[5]
+    shape[3], shape[5] = size or shape[3], shape[5].replace(text, other)
+    made.maps[name] = tuple(shape)  # type: ignore[assignment]
+    return made
+
+
+def numbered(enum: str, name: str, number: int) -> Layout:
+    made = msgspec.json.decode(msgspec.json.encode(ours()), type=Layout)
+    made.enums[enum][name] = number
+    return made
+
+
+def fates(former: Layout, fate: Fate) -> set[str]:
+    return {name for name, found in plan(former, ours()).items() if found is fate}
+
+
+def test_maps_of_the_same_layout_are_shared() -> None:
+    assert fates(ours(), Fate.SHARED) == SHARED_BY_ALL
+
+
+RENAMED = {
+    "a field": changed("node", "half_open:1/4", "opening:1/4"),
+    "a field of flows": changed("flows4", "challenged_at:1/4", "asked_at:1/4"),
+    "a field of a key": changed("affinity", "client:1/4[4]", "peer:1/4[4]"),
+    "nothing, but there is a flag more": numbered("flow_flags", "FLOW_MORE", 1 << 16),
+}
+
+
+@pytest.mark.parametrize("former", RENAMED.values(), ids=RENAMED)
+def test_what_can_be_read_as_it_is_stays_where_it_is(former: Layout) -> None:
+    assert fates(former, Fate.SHARED) == SHARED_BY_ALL
+
+
+def test_flows_of_another_layout_are_carried_over_and_the_rest_is_shared() -> None:
+    former = changed("flows4", "672:challenged_at:1/4", "672:challenged_at:1/4,704:more:1/4", 92)
+    assert fates(former, Fate.CARRIED) == {*FLOWS}
+
+
+def test_the_service_table_is_carried_over_as_a_whole() -> None:
+    former = changed("backends", "224:failures:1/4", "224:failures:1/4,256:more:1/8", 40)
+    assert fates(former, Fate.CARRIED) == {*TABLES} - {"source_ranges4", "source_ranges6"}
+
+
+def test_two_fields_that_change_places_are_not_renamed() -> None:
+    former = changed("flows4", "448:ifindex:1/4,480:started_or_fin:1/4", "448:started_or_fin:1/4,480:ifindex:1/4")
+    assert fates(former, Fate.CARRIED) == {*FLOWS}
+
+
+OTHER_MEANINGS = {
+    "older": numbered("abi_limits", "ABI_VERSION", 2),
+    "newer": numbered("abi_limits", "ABI_VERSION", 99),
+    "unknown": msgspec.structs.replace(ours(), enums={}),
+}
+
+
+@pytest.mark.parametrize("former", OTHER_MEANINGS.values(), ids=OTHER_MEANINGS)
+def test_rows_of_another_meaning_are_refused(former: Layout) -> None:
+    with pytest.raises(UnknownMeaningError):
+        plan(former, ours())
+
+
+def test_hooks_that_call_the_datapath_otherwise_are_refused_only_where_flows_are_carried_over() -> None:
+    other = numbered("hook", "HOOK_XDP", 0)
+    assert fates(other, Fate.SHARED) == SHARED_BY_ALL
+    moved = changed("flows6", "challenged_at:1/4", "challenged_at:1/4,704:more:1/4", 92)
+    with pytest.raises(UnknownMeaningError, match="hooks"):
+        plan(msgspec.structs.replace(moved, enums=other.enums), ours())
+
+
+def test_buckets_that_are_counted_otherwise_are_not_copied() -> None:
+    assert plan(numbered("abi_limits", "TIMEWAIT_BITS", 17), ours())["timewait"] is Fate.NEW
+    more = changed("timewait", "struct 32{0:entries:1/8[4]}", "struct 64{0:entries:1/8[8]}", 64)
+    assert plan(more, ours())["timewait"] is Fate.CARRIED
+
+
+def test_versions_that_wrote_no_record_are_known() -> None:
+    for path in BEFORE.iterdir():
+        assert plan(msgspec.json.decode(path.read_bytes(), type=Layout), ours()), path.name
+
+
+def test_a_record_describes_rows_as_python_reads_them() -> None:
+    for name, key, value in (
+        ("flows4", "flow4_key", "flow"), ("flows6", "flow6_key", "flow"), ("affinity", "affinity_key", ""),
+        ("backends", "", "backend"), ("sockets", "", "socket_state"),
+    ):  # fmt: skip
+        found = types_of(ours().maps[name][5] or "")
+        for kind, struct in zip(found, (key, value), strict=True):
+            assert not struct or _spread(kind) == _spread(layout.dtype_of(struct))
+
+
+def _spread(kind: np.dtype[Any]) -> Any:
+    if kind.fields is None:
+        return str(kind)
+    return {name: (_spread(found[0]), found[1]) for name, found in kind.fields.items()}
+
+
+# Rows
+
+OLD = np.dtype({"names": ["a", "b", "pad"], "formats": ["u4", "u2", "u2"], "offsets": [0, 4, 6], "itemsize": 8})
+NEW = np.dtype({"names": ["zone", "a", "b", "pad"], "formats": ["u4"] * 4, "offsets": [0, 4, 8, 12], "itemsize": 16})
+WORDS = np.dtype([("flags", "u4"), ("list", "u4", (2,)), ("deep", [("x", "u2"), ("y", "u2")])])
+MORE = np.dtype([("deep", [("y", "u2"), ("x", "u4")]), ("list", "u4", (4,)), ("flags", "u8")])
+
+drawn_rows = st.lists(st.tuples(*[st.integers(0, 2**32 - 1)] * 3, *[st.integers(0, 2**16 - 1)] * 2), max_size=20)
+
+
+@given(drawn_rows)
+def test_every_row_survives_the_way_up_and_down(drawn: list[tuple[int, ...]]) -> None:
+    rows = np.array([(flags, [x, y], (p, q)) for flags, x, y, p, q in drawn], dtype=WORDS)
+    keys = np.zeros(len(rows), dtype=OLD)
+    keys["a"], keys["b"] = np.arange(len(rows)), 7
+    up, down = Converter((OLD, WORDS), (NEW, MORE)), Converter((NEW, MORE), (OLD, WORDS))
+    new_keys, new_rows, fit = up.rows(keys, rows)
+    assert fit.all()
+    assert not new_keys["zone"].any()
+    back_keys, back, fit = down.rows(new_keys, new_rows)
+    assert fit.all()
+    assert back_keys.tobytes() == keys.tobytes()
+    assert back.tobytes() == rows.tobytes()
+
+
+def test_a_key_that_says_more_than_ours_can_is_left_out() -> None:
+    keys = np.array([(0, 1, 2, 0), (5, 1, 2, 0), (0, 1, 70_000, 0)], dtype=NEW)
+    kept, _, fit = Converter((NEW, WORDS), (OLD, WORDS)).rows(keys, np.zeros(3, dtype=WORDS))
+    assert fit.tolist() == [True, False, False]
+    assert kept["b"].tolist() == [2]
+
+
+def test_an_array_that_is_shorter_here_loses_only_zeros() -> None:
+    rows = np.zeros(2, dtype=MORE)
+    rows["list"][1, 3] = 9
+    assert Converter((OLD, MORE), (OLD, WORDS)).values(rows)[1].tolist() == [True, False]
+
+
+def test_flags_are_translated_by_their_names() -> None:
+    rows = np.zeros(3, dtype=WORDS)
+    rows["flags"] = [0b001, 0b010, 0b111]
+    theirs, known = {"A": 1, "B": 2, "GONE": 4}, {"A": 8, "B": 2, "NEW": 1}
+    assert Converter((OLD, WORDS), (OLD, WORDS), (theirs, known)).values(rows)[0]["flags"].tolist() == [8, 2, 10]
+    assert rows["flags"].tolist() == [0b001, 0b010, 0b111], "the former rows are still in use"
+
+
+def test_the_places_of_a_key_are_those_of_its_fields() -> None:
+    wanted = {"saddr": 0, "daddr": 4, "sport": 8, "dport": 10, "protocol": 12}
+    assert convert.places(layout.dtype_of("flow4_key")) == wanted
+    with pytest.raises(UnknownMeaningError):
+        convert.places(np.dtype([("saddr", "u4"), ("daddr", "u4"), ("ports", "u4"), ("protocol", "u1")]))
+
+
+def test_rows_that_differ_in_one_bit_have_other_numbers() -> None:
+    rows = np.zeros(2 + 8 * WORDS.itemsize, dtype=WORDS)
+    raw = rows.view(np.uint8).reshape(len(rows), -1)
+    for bit in range(8 * WORDS.itemsize):
+        raw[2 + bit, bit // 8] = 1 << bit % 8
+    numbers = convert.hashes(rows)
+    assert numbers[0] == numbers[1]
+    assert len(set(numbers.tolist())) == len(rows) - 1
