@@ -31,9 +31,9 @@ def now() -> int:
 def begin_flow(folder: Path) -> bytes:
     """Write both directions of a TCP connection into the pinned maps; the key of one of them."""
     with closing(Map.pinned(folder / "flows4")) as flows:
-        for sport, flags in ((1, 0), (2, layout.abi_constants()["FLOW_REPLY"])):
+        for sport, direction in ((1, 0), (2, layout.abi_constants()["FLOW_REPLY"])):
             key = layout.pack("flow4_key", sport=sport, protocol=6)
-            flags |= layout.abi_constants()["FLOW_ESTABLISHED"]
+            flags = direction | layout.abi_constants()["FLOW_ESTABLISHED"]
             flows.update(key, layout.pack("flow", flags=flags, seen=now()))
     return key
 
