@@ -19,18 +19,42 @@ from typing import Any
 import pytest
 
 from tests.loads import goes_on
+from workshop.benchmarks.versions import FIELD_MORE, REPOSITORY, WIDER_KEYS, agent_of, tree
 from workshop.lab.agent import Agent
 from workshop.lab.network import LabError
 from workshop.lab.traffic import Stream, Tally, ask_udp, load, meanwhile
 
 from .conftest import bench_of, new_lab, route_services, serve
 from .kit import PATIENCE, UDP, V4, V6, Bench, Service
-from .versions import FIELD_MORE, REPOSITORY, WIDER_KEYS, agent_of, tree
 
 TREES = {"today": (), "a-field-more": FIELD_MORE, "wider-keys": (*FIELD_MORE, *WIDER_KEYS)}
 UP_AND_DOWN = ("a-field-more", "wider-keys", "today", "wider-keys", "a-field-more", "today")
 SOME = max(2, int(10 / PATIENCE))  # answers of each load
 RATE = 15  # requests a second of each
+DIES = """
+
+def _dies_at(owner, name, number):
+    import os, signal
+    wrapped, calls = getattr(owner, name), []
+
+    def dying(*arguments):
+        calls.append(1)
+        if number < 0 and len(calls) == -number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = wrapped(*arguments)
+        if len(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, dying)
+
+
+import os as _os
+
+if _os.environ.get("DIES_AT"):
+    _owner, _name, _number = _os.environ["DIES_AT"].split()
+    _dies_at(globals()[_owner], _name, int(_number))
+"""  # "OWNER NAME N": kill -9 after the Nth call, or before it where N is negative
 ROWS = """
 import json, sys
 from dataplane.mode import Options
@@ -79,7 +103,11 @@ print(json.dumps({"rows": found, "flows": flows, "pins": pins, "links": links, "
 @pytest.fixture(scope="module")
 def trees(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("versions")
-    return {name: tree(folder / name, *edits) if edits else REPOSITORY for name, edits in TREES.items()}
+    made = {name: tree(folder / name, *edits) for name, edits in TREES.items() if edits}
+    for version in made.values():
+        with (version / "dataplane/modes/ebpf/carry.py").open("a") as carry:
+            carry.write(DIES)
+    return {"today": REPOSITORY, **made}
 
 
 class Ladder:
@@ -109,10 +137,10 @@ class Ladder:
         return self.agent.log.read_text()[known:]
 
     def dies(self, version: str, at: str) -> None:
-        """Replace the agent by that version's, which is killed there; see `versions.DIES`."""
+        """Replace the agent by that version's, which is killed there; see `DIES`."""
         if self.agent.running():
             self.agent.terminate()
-        dying = agent_of(self.trees[version], self.bench.lab, self.bench.agent.manifests, at)
+        dying = agent_of(self.trees[version], self.bench.lab, self.bench.agent.manifests, (), f"DIES_AT={at}")
         with pytest.raises(LabError, match="exit code -9"):
             dying.start(60)
 

@@ -1,4 +1,4 @@
-"""Trees of this proxy whose maps are laid out otherwise, made of today's: agents that are upgraded and downgraded."""
+"""Versions whose maps are laid out otherwise, made of this one, for agents that are upgraded and downgraded."""
 
 from __future__ import annotations
 
@@ -30,32 +30,6 @@ WIDER_KEYS: Final[Sequence[Edit]] = (
 # fmt: on
 
 
-DIES = """
-
-def _dies_at(owner, name, number):
-    import os, signal
-    wrapped, calls = getattr(owner, name), []
-
-    def dying(*arguments):
-        calls.append(1)
-        if number < 0 and len(calls) == -number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = wrapped(*arguments)
-        if len(calls) == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-    setattr(owner, name, dying)
-
-
-import os as _os
-
-if _os.environ.get("DIES_AT"):
-    _owner, _name, _number = _os.environ["DIES_AT"].split()
-    _dies_at(globals()[_owner], _name, int(_number))
-"""  # "OWNER NAME N": kill -9 after the Nth call, or before it where N is negative
-
-
 def tree(folder: Path, *edits: Edit) -> Path:
     """A copy of the programs in that folder, with these edits of the headers, compiled."""
     for name in ("controller", "dataplane", "bpf"):
@@ -63,15 +37,14 @@ def tree(folder: Path, *edits: Edit) -> Path:
     shutil.copy(REPOSITORY / "Makefile", folder)
     for header, text, other in edits:
         path = folder / "bpf" / header
-        assert path.read_text().count(text) == 1, f"{text} is not once in {header}"
+        if path.read_text().count(text) != 1:
+            raise ValueError(f"{text!r} is not once in {header}")
         path.write_text(path.read_text().replace(text, other))
-    with (folder / "dataplane/modes/ebpf/carry.py").open("a") as carry:
-        carry.write(DIES)
     if edits:
-        subprocess.run(["make", "--silent", "-j2", "bpf", f"PYTHON={sys.executable}"], cwd=folder, check=True)
+        subprocess.run(["make", "--silent", "-j2", "bpf", f"PYTHON={sys.executable}"], cwd=folder, check=True, stdout=2)
     return folder
 
 
-def agent_of(tree: Path, lab: Lab, manifests: Path, dies_at: str = "") -> Agent:
-    """The agent of that tree: Python finds what is in its working directory first."""
-    return Agent(lab, manifests, "ebpf", under=("env", "-C", str(tree), f"DIES_AT={dies_at}"))
+def agent_of(tree: Path, lab: Lab, manifests: Path, flags: Sequence[str] = (), *variables: str) -> Agent:
+    """The agent of that tree: Python finds what is in its working directory first. `variables` are NAME=VALUE."""
+    return Agent(lab, manifests, "ebpf", flags, under=("env", "-C", str(tree), *variables))

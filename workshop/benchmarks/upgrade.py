@@ -1,0 +1,215 @@
+"""An agent gives way to a version whose maps are laid out otherwise, with 100,000 flows: time, memory, and the gap."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from controller.errors import ControllerError
+from dataplane.kernel.bpf import Map
+from dataplane.mode import Options
+from dataplane.modes.ebpf import layout
+from dataplane.modes.ebpf.flows import flow_arrays
+from dataplane.modes.ebpf.maps import open_pinned_maps
+from dataplane.modes.ebpf.pins import folder_of
+from workshop.benchmarks.kit import ROOT, Result, Target, lab, median, say
+from workshop.benchmarks.versions import FIELD_MORE, WIDER_KEYS, agent_of, tree
+from workshop.lab.agent import Agent
+from workshop.lab.examples import node_manifest
+from workshop.lab.network import NODE_NAMES, Lab
+from workshop.lab.objects import endpoint_slice, manifest, service
+from workshop.lab.traffic import ask_tcp
+
+FLOWS = 100_000
+SERVICE, VIP, PORT = "bench/web", "10.96.0.10", 8080
+ROUNDS = 3  # up and down again
+STREAMS = ("pod1", "client", "node")
+NODE_PORT = 30_080
+TARGET_SECONDS = 2.0
+CARRIED = re.compile(r"(\d+) flows were carried over .* in (\d+) ms")
+
+
+def measure() -> Result:
+    """Up to the other layout and down again; the control is the same agent replaced by itself."""
+    with lab(pods=3, kind="upgrade") as made, tempfile.TemporaryDirectory(prefix="hybrid-proxy-") as folder:
+        other = tree(Path(folder) / "other", *FIELD_MORE, *WIDER_KEYS)
+        manifests = _manifests(made)
+        made.serve("pod2", "pod3", http=(PORT,))
+        agents = {"ours": agent_of(ROOT, made, manifests), "other": agent_of(other, made, manifests)}
+        for agent in agents.values():
+            agent.flags = ("--nodeport-addresses", "0.0.0.0/0")
+        with agents["ours"].serving():
+            known = _fill(made)
+            with _streams(made) as streams:
+                restarts = [_replace(agents["ours"], agents["ours"], streams) for _ in range(ROUNDS)]
+                runs = []
+                for _ in range(ROUNDS):
+                    for former, following in (("ours", "other"), ("other", "ours")):
+                        run = _replace(agents[former], agents[following], streams)
+                        say(f"  to {following}: {run}")
+                        runs.append(run)
+                lost = _lost(made, known)
+                failed = sum(bool(stream.error) for stream in streams)
+    seconds = median([run["carrying"] for run in runs])
+    gap, plain = max(run["gap_ms"] for run in runs), max(run["gap_ms"] for run in restarts)
+    note = (
+        f"upgrade: {FLOWS:,} flows {ROUNDS} times up and down; {lost} lost, {failed} of {len(STREAMS)} streams broken; "
+        f"longest gap of a stream {gap:.0f} ms, {plain:.0f} ms where an agent gives way to the same version"
+    )
+    return Result(
+        "upgrade", seconds, "s", "seconds from process start to serving of the same version, which carries nothing",
+        median([run["start"] for run in restarts]),
+        [
+            (Target("seconds in which 100,000 flows are carried over", TARGET_SECONDS), seconds),
+            (Target("flows lost", 0), lost), (Target("streams broken", 0), failed),
+        ],
+        [note],
+        {
+            "lost": lost, "gap_ms": round(gap, 1), "gap_restart_ms": round(plain, 1),
+            "start": round(median([run["start"] for run in runs]), 2),
+            "memory_mb": round(max(run["memory_mb"] for run in runs), 1),
+            "memory_restart_mb": round(max(run["memory_mb"] for run in restarts), 1),
+        },
+    )  # fmt: skip
+
+
+def _manifests(made: Lab) -> Path:
+    folder = made.folder / "manifests"
+    folder.mkdir()
+    (folder / "node.json").write_text(node_manifest(made))
+    backends = [made[name].address4 for name in ("pod2", "pod3")]
+    ports = [("TCP", PORT)]
+    items = [service(SERVICE, VIP, ports, NODE_PORT), endpoint_slice(SERVICE, backends, ports, NODE_NAMES["node"])]
+    (folder / "web.json").write_text(manifest(items))
+    return folder
+
+
+def _maps(made: Lab) -> dict[str, Map]:
+    with made.inside("node"):
+        return open_pinned_maps(folder_of(Options()))
+
+
+def _fill(made: Lab) -> bytes:
+    """Write pairs of entries for connections of clients that do not exist; their keys, sorted."""
+    maps = _maps(made)
+    row = maps["backends"].view(layout.dtype_of("backend"))
+    backend = int(np.flatnonzero(row["service"])[0])
+    number = np.arange(FLOWS, dtype=np.uint32)
+    client = (np.uint32(0x0A64_0000) + number // np.uint32(50_000)).byteswap()  # 10.100.0.0 and on
+    port, vip = layout.swap16((1024 + number % 50_000).astype(np.uint16)), layout.address_words([VIP])[0, 0]
+    served, own = layout.swap16([PORT])[0], row["address"][backend, 0]
+    keys, values = np.zeros(2 * FLOWS, layout.dtype_of("flow4_key")), np.zeros(2 * FLOWS, layout.dtype_of("flow"))
+    there, back = slice(0, FLOWS), slice(FLOWS, None)
+    keys["protocol"] = socket.IPPROTO_TCP
+    for part, source, sport, target, dport in ((there, client, port, vip, served), (back, own, served, client, port)):
+        keys["saddr"][part], keys["sport"][part] = source, sport
+        keys["daddr"][part], keys["dport"][part] = target, dport
+    for part, source, sport, target, dport in ((there, client, port, own, served), (back, vip, served, client, port)):
+        values["saddr"][part, 0], values["sport"][part] = source, sport
+        values["daddr"][part, 0], values["dport"][part] = target, dport
+    flags = layout.abi_constants()
+    values["flags"] = flags["FLOW_ESTABLISHED"]
+    values["flags"][back] |= flags["FLOW_REPLY"]
+    values["backend"], values["service"] = backend, row["service"][backend]
+    values["tag"] = layout.flow_tags(keys, 4)
+    values["seen"] = int((time.clock_gettime(time.CLOCK_MONOTONIC) - 300) * _hertz()) & 0xFFFFFFFF
+    values["ack"] = np.arange(2 * FLOWS)
+    if maps["flows4"].update_batch(keys, values) < len(keys):
+        raise ControllerError(f"map flows4 has no room for {FLOWS} flows")
+    for known in maps.values():
+        known.close()
+    return _sorted(keys, values)
+
+
+def _hertz() -> int:
+    return round(1 / time.clock_getres(6))  # CLOCK_MONOTONIC_COARSE advances with each jiffy
+
+
+def _sorted(keys: np.ndarray, values: np.ndarray) -> bytes:
+    rows = np.concatenate([keys.view(np.uint8).reshape(len(keys), -1), values.view(np.uint8).reshape(len(keys), -1)], 1)
+    rows = np.ascontiguousarray(rows).view(np.dtype((np.void, rows.shape[1]))).ravel()
+    return np.sort(rows).tobytes()
+
+
+def _lost(made: Lab, known: bytes) -> int:
+    """How many of the rows are not exactly there any more, two for each flow."""
+    maps = _maps(made)
+    keys, values = flow_arrays(maps["flows4"], 4)
+    found = _sorted(keys, values)
+    for each in maps.values():
+        each.close()
+    size = layout.dtype_of("flow4_key").itemsize + layout.dtype_of("flow").itemsize
+    wanted, rows = ({text[i : i + size] for i in range(0, len(text), size)} for text in (known, found))
+    return -(-len(wanted - rows) // 2)
+
+
+class Stream:
+    """Asks on one connection, again and again; remembers the longest time between two answers."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.longest, self.error = 0.0, ""
+        self._last = time.monotonic()
+
+    def run(self, stop: threading.Event) -> None:
+        while not stop.wait(0.002):
+            try:
+                ask_tcp(self._connection)
+            except OSError as error:
+                self.error = str(error)
+                return
+            now = time.monotonic()
+            self.longest, self._last = max(self.longest, now - self._last), now
+
+    def forget(self) -> None:
+        self.longest = 0.0
+
+
+@contextlib.contextmanager
+def _streams(made: Lab) -> Iterator[list[Stream]]:
+    stop, streams, threads = threading.Event(), [], []
+    with contextlib.ExitStack() as stack:
+        for place in STREAMS:
+            connection = stack.enter_context(made.socket(place))
+            connection.settimeout(10)
+            connection.connect((made["node"].address4, NODE_PORT) if place == "client" else (VIP, PORT))
+            streams.append(Stream(connection))
+            threads.append(threading.Thread(target=streams[-1].run, args=(stop,), daemon=True))
+            threads[-1].start()
+        try:
+            yield streams
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+
+
+def _replace(former: Agent, following: Agent, streams: list[Stream]) -> dict[str, float]:
+    """Stop one agent and start the other; what that took."""
+    time.sleep(1)
+    for stream in streams:
+        stream.forget()
+    former.terminate()
+    started = following.timed_start()
+    time.sleep(1)
+    found = CARRIED.search(following.log.read_text())
+    assert following.process is not None
+    text = Path(f"/proc/{following.process.pid}/status").read_text()
+    peak = next(int(line.split()[1]) * 1024 / 1e6 for line in text.splitlines() if line.startswith("VmHWM"))
+    if found is not None and int(found[1]) < FLOWS:
+        print(f"only {found[1]} flows were carried over", file=sys.stderr)
+    return {
+        "start": started,
+        "carrying": int(found[2]) / 1000 if found else 0.0,
+        "gap_ms": 1000 * max(stream.longest for stream in streams),
+        "memory_mb": peak,
+    }
