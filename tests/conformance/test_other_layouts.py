@@ -28,7 +28,7 @@ from .conftest import bench_of, new_lab, route_services, serve
 from .kit import PATIENCE, UDP, V4, V6, Bench, Service
 
 TREES = {"today": (), "a-field-more": FIELD_MORE, "wider-keys": (*FIELD_MORE, *WIDER_KEYS)}
-UP_AND_DOWN = ("a-field-more", "wider-keys", "today", "wider-keys", "a-field-more", "today")
+UP_AND_DOWN = ("wider-keys", "a-field-more", "wider-keys", "today")
 SOME = max(2, int(10 / PATIENCE))  # answers of each load
 RATE = 15  # requests a second of each
 DIES = """
@@ -259,6 +259,7 @@ def affine(ladder: Ladder) -> dict[tuple[str, int], str]:
     }
 
 
+@pytest.mark.timeout(900)
 def test_no_client_notices_up_and_down_the_ladder(ladder: Ladder) -> None:
     clients = affine(ladder)
     with idle_flows(ladder) as ask_all, under_load(ladder) as tallies:
@@ -285,6 +286,7 @@ def test_no_client_notices_up_and_down_the_ladder(ladder: Ladder) -> None:
     assert not fresh["flows"]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "steps", [pytest.param(AT_ALL_TIMES, id="some"), pytest.param(tuple(STEPS), id="all", marks=pytest.mark.long)]
 )

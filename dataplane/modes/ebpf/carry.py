@@ -16,6 +16,7 @@ tables serve. One that ends before step 2 has changed nothing, and what it made 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -220,7 +221,7 @@ class Carry:
         states = layout.abi_constants()
         with self._former_maps((*FLOWS, "affinity", "timewait", "node")) as former:
             tables = [
-                Table(name, former[name], maps[name], self._converters[name])
+                Table(former[name], maps[name], self._converters[name], *self._kind(name))
                 for name in (*FLOWS, "affinity") if name in self._converters and name in former
             ]  # fmt: skip
             with contextlib.closing(Map.pinned(self.folder / MARK)) as mark:
@@ -232,12 +233,17 @@ class Carry:
                     self._enter(mark, states["CARRY_ALL_OURS"])
                     for table in tables:
                         table.merge()
-        self.carried, self.left = (sum(counts) for counts in zip(*(table.flows() for table in tables), strict=True))
+        self.carried, self.left = sum(table.flows() for table in tables), sum(table.left for table in tables) // 2
         log.info(
             "%d flows were carried over from the maps of another layout at %s, in %.0f ms%s",
             self.carried, self.former, 1000 * (time.monotonic() - started),
             f"; {self.left} cannot be expressed in ours, and end" if self.left else "",
         )  # fmt: skip
+
+    def _kind(self, name: str) -> tuple[int, ...]:
+        """The former flags and the family of a table of flows; nothing of another table."""
+        flags = self._known.enums["flow_flags"]
+        return (flags["FLOW_REPLY"], flags.get("FLOW_DSR", 0), int(name[-1])) if name in FLOWS else ()
 
     def _enter(self, mark: Map, state: int) -> None:
         mark.update(bytes(4), self._value(state))
@@ -275,24 +281,35 @@ def _state_of(mark: Map) -> int:
 
 
 class Table:
-    """A table of flows, or of affinity, of another layout, and ours; it remembers what it has copied."""
+    """A table of flows, or of affinity, of another layout, and ours; it remembers what it has copied.
 
-    def __init__(self, name: str, former: Map, ours: Map, converter: Converter) -> None:
+    Args:
+        reply: the former flag of the backend's half of a flow; 0: these are no flows.
+        dsr: that of a flow with direct server return.
+        family: of the flows.
+    """
+
+    def __init__(
+        self, former: Map, ours: Map, converter: Converter, reply: int = 0, dsr: int = 0, family: int = 0
+    ) -> None:
         self._former, self._ours = former, ours
         self._converter = converter
-        self._flows = name in FLOWS
-        self._family = int(name[-1]) if self._flows else 0
-        self._left = 0
-        self._keys, self._values = np.empty(0, converter.ours[0]), np.empty(0, converter.ours[1])
+        self._reply, self._dsr, self._family = reply, dsr, family
+        self._rows = Rows(np.empty(0, converter.former[0]), np.empty(0, converter.former[1]))
+        self._unfit: set[int] = set()  # names of rows
 
-    def _read(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """All rows of the former table, as ours."""
-        keys, values = self._former.items(*self._converter.former)
-        new_keys, new_values, fit = self._converter.rows(keys, values)
-        self._left = int(len(fit) - np.count_nonzero(fit))
-        if self._flows and "tag" in (new_values.dtype.names or ()):
-            new_values["tag"] = layout.flow_tags(new_keys, self._family)
-        return new_keys, new_values
+    @property
+    def left(self) -> int:
+        """How many rows cannot be expressed in our layout."""
+        return len(self._unfit)
+
+    def _converted(self, rows: Rows, chosen: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+        """These rows as ours, without those that cannot be expressed so."""
+        keys, values, fit = self._converter.rows(rows.keys[chosen], rows.values[chosen])
+        self._unfit.update(rows.names[chosen][~fit].tolist())
+        if self._reply and "tag" in (values.dtype.names or ()):
+            values["tag"] = layout.flow_tags(keys, self._family)
+        return keys, values
 
     def copy(self) -> None:
         """Write what is new or has changed since the last time, and remove what is gone.
@@ -300,72 +317,101 @@ class Table:
         Raises:
             BpfError: the map is full, or cannot be written.
         """
-        keys, values = self._read()
-        changed = np.flatnonzero(~np.isin(_both(keys, values), _both(self._keys, self._values)))
+        rows = Rows(*self._former.items(*self._converter.former))
+        changed = rows.unlike(self._rows)
         for start in range(0, len(changed), BATCH):
-            part = changed[start : start + BATCH]
-            done = self._ours.update_batch(keys[part], values[part])
-            if done < len(part):
-                raise BpfError(f"map {self._ours.name} has no room for the former one's flows", 7)
-        self._remove_gone(keys)
-        self._keys, self._values = keys, values
+            keys, values = self._converted(rows, changed[start : start + BATCH])
+            if self._ours.update_batch(keys, values) < len(keys):
+                raise BpfError(f"map {self._ours.name} has no room for the former one's flows", errno.E2BIG)
+        self._remove_gone(rows)
+        self._rows = rows
 
     def merge(self) -> None:
         """Add what the former programs wrote after the last copy. Our programs write to these rows by now."""
-        keys, values = self._read()
-        news = np.flatnonzero(~np.isin(_settled(keys, values), _settled(self._keys, self._values)))
-        known = set(convert.hashes(self._keys).tolist())
-        numbers = convert.hashes(keys)
-        for index in news.tolist():
-            key = keys[index : index + 1].tobytes()
-            present = self._ours.lookup(key)
-            if present is not None:
-                row = np.frombuffer(present, dtype=values.dtype).copy()
-                self._ours.update(key, _merged(row, values[index : index + 1], flows=self._flows).tobytes())
-            elif int(numbers[index]) not in known:
-                self._ours.update(key, values[index : index + 1].tobytes())
-        self._remove_gone(keys)
-        self._keys, self._values = keys, values
+        rows, former = Rows(*self._former.items(*self._converter.former)), self._rows
+        changed = rows.unlike(former)
+        before = former.places(rows.names[changed])
+        settled = (before >= 0) & (self._settled(rows.values[changed]) == self._settled(former.values[before]))
+        for index, known in zip(changed[~settled].tolist(), before[~settled].tolist(), strict=True):
+            keys, values = self._converted(rows, slice(index, index + 1))
+            present = self._ours.lookup(keys.tobytes()) if len(keys) else None
+            if present is not None and self._reply:
+                merged = _merged(np.frombuffer(present, values.dtype).copy(), values)
+                self._ours.update(keys.tobytes(), merged.tobytes())
+            elif len(keys) and known < 0:
+                self._ours.update(keys.tobytes(), values.tobytes())
+        self._remove_gone(rows)
+        self._rows = rows
 
-    def _remove_gone(self, keys: NDArray[Any]) -> None:
+    def _settled(self, values: NDArray[Any]) -> NDArray[np.uint64]:
+        """Numbers of these values, without what each packet changes, and the next one puts right.
+
+        With direct server return the sequence number of the last segment has to be right.
+        """
+        values = values.copy()
+        names = values.dtype.names or ()
+        if "seen" in names:
+            values["seen"] = 0
+        if "ack" in names:
+            values["ack"][values["flags"] & self._dsr == 0] = 0
+        return convert.hashes(values)
+
+    def _remove_gone(self, rows: Rows) -> None:
         """Remove what was copied and has ended in the former table, unless our programs know more of it."""
-        gone = np.flatnonzero(~np.isin(convert.hashes(self._keys), convert.hashes(keys)))
-        for index in gone.tolist():
-            key = self._keys[index : index + 1].tobytes()
-            if self._ours.lookup(key) == self._values[index : index + 1].tobytes():
-                self._ours.delete(key)
+        for index in rows.missing(self._rows).tolist():
+            keys, values = self._converted(self._rows, slice(index, index + 1))
+            if len(keys) and self._ours.lookup(keys.tobytes()) == values.tobytes():
+                self._ours.delete(keys.tobytes())
 
-    def flows(self) -> tuple[int, int]:
-        """How many flows were copied, and how many could not be; a flow is two rows."""
-        if not self._flows:
-            return 0, 0
-        return int(np.count_nonzero(self._values["flags"] & layout.abi_constants()["FLOW_REPLY"] == 0)), -(
-            -self._left // 2
-        )
+    def flows(self) -> int:
+        """How many flows were copied."""
+        if not self._reply:
+            return 0
+        return int(np.count_nonzero(self._rows.values["flags"] & self._reply == 0)) - self.left // 2
 
 
-def _both(keys: NDArray[Any], values: NDArray[Any]) -> NDArray[np.uint64]:
-    """A number for each row, of key and value."""
-    numbers: NDArray[np.uint64] = convert.hashes(keys) * np.uint64(3) ^ convert.hashes(values)
-    return numbers
+class Rows:
+    """Rows of a table as they were at one time.
 
-
-def _settled(keys: NDArray[Any], values: NDArray[Any]) -> NDArray[np.uint64]:
-    """The same without what each packet changes, and the next one puts right.
-
-    With direct server return the sequence number of the last segment has to be right.
+    Attributes:
+        names: a number for each key, by which it is found again; and `numbers` for key and value.
     """
-    values = values.copy()
-    if values.dtype.names:
-        values["seen"] = 0
-        values["ack"][values["flags"] & layout.abi_constants()["FLOW_DSR"] == 0] = 0
-    return _both(keys, values)
+
+    def __init__(self, keys: NDArray[Any], values: NDArray[Any]) -> None:
+        self.keys, self.values = keys, values
+        self.names = convert.hashes(keys)
+        self.numbers = self.names * np.uint64(3) ^ convert.hashes(values)
+
+    def unlike(self, former: Rows) -> NDArray[np.int64]:
+        """The places of rows that were not there, or were others."""
+        return _without(self.numbers, former.numbers)
+
+    def missing(self, former: Rows) -> NDArray[np.int64]:
+        """The places of former rows whose keys are not here."""
+        return _without(former.names, self.names)
+
+    def places(self, names: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Where the rows with these names are, -1: nowhere."""
+        if not len(self.names) or not len(names):
+            return np.full(len(names), -1)
+        order = np.argsort(self.names)
+        found = order[np.minimum(np.searchsorted(self.names, names, sorter=order), len(order) - 1)]
+        return np.where(self.names[found] == names, found, -1)
 
 
-def _merged(row: NDArray[Any], theirs: NDArray[Any], *, flows: bool) -> NDArray[Any]:
+def _without(numbers: NDArray[np.uint64], known: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """The places of these numbers that are not known; mostly there are few, at the same places."""
+    count = min(len(numbers), len(known))
+    if len(numbers) <= len(known) and np.array_equal(numbers, known[:count]):
+        return np.empty(0, np.int64)
+    if not count:
+        return np.arange(len(numbers))
+    return np.flatnonzero(~np.isin(numbers, known))
+
+
+def _merged(row: NDArray[Any], theirs: NDArray[Any]) -> NDArray[Any]:
     """Our row, with what the former one says more; theirs, where it is another flow."""
-    same = flows and all(np.array_equal(row[name], theirs[name]) for name in ("saddr", "daddr", "sport", "dport"))
-    if not same:
+    if not all(np.array_equal(row[name], theirs[name]) for name in ("saddr", "daddr", "sport", "dport")):
         return theirs
     ended = theirs["flags"] & ~row["flags"] & layout.abi_constants()["FLOW_FIN"] != 0
     row["started_or_fin"] = np.where(ended, theirs["started_or_fin"], row["started_or_fin"])
