@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import socket
 import sys
@@ -76,6 +77,8 @@ def measure() -> Result:
         {
             "lost": lost, "gap_ms": round(gap, 1), "gap_restart_ms": round(plain, 1),
             "start": round(median([run["start"] for run in runs]), 2),
+            "processor": round(median([run["processor"] for run in runs]), 2),
+            "processor_restart": round(median([run["processor"] for run in restarts]), 2),
             "memory_mb": round(max(run["memory_mb"] for run in runs), 1),
             "memory_restart_mb": round(max(run["memory_mb"] for run in restarts), 1),
         },
@@ -203,6 +206,7 @@ def _replace(former: Agent, following: Agent, streams: list[Stream]) -> dict[str
     time.sleep(1)
     found = CARRIED.search(following.log.read_text())
     assert following.process is not None
+    user, system = Path(f"/proc/{following.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     text = Path(f"/proc/{following.process.pid}/status").read_text()
     peak = next(int(line.split()[1]) * 1024 / 1e6 for line in text.splitlines() if line.startswith("VmHWM"))
     if found is not None and int(found[1]) < FLOWS:
@@ -211,5 +215,6 @@ def _replace(former: Agent, following: Agent, streams: list[Stream]) -> dict[str
         "start": started,
         "carrying": int(found[2]) / 1000 if found else 0.0,
         "gap_ms": 1000 * max(stream.longest for stream in streams),
+        "processor": (int(user) + int(system)) / os.sysconf("SC_CLK_TCK"),
         "memory_mb": peak,
     }

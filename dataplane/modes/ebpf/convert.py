@@ -296,8 +296,13 @@ def places(key: np.dtype[Any]) -> dict[str, int]:
     return {name: fields[name][1] for name in wanted}
 
 
-def hashes(rows: NDArray[Any]) -> NDArray[np.uint64]:
-    """A number for each row, by which rows of one type are compared."""
+def hashes(rows: NDArray[Any], at_once: int = 16384) -> NDArray[np.uint64]:
+    """A number for each row, by which rows of one type are compared; so many are copied `at_once`."""
+    parts = [_hashes(rows[start : start + at_once]) for start in range(0, len(rows), at_once)]
+    return np.concatenate(parts) if parts else np.empty(0, np.uint64)
+
+
+def _hashes(rows: NDArray[Any]) -> NDArray[np.uint64]:
     size = rows.dtype.itemsize
     raw = np.frombuffer(rows.tobytes(), dtype=np.uint8).reshape(len(rows), size)
     words = np.pad(raw, ((0, 0), (0, -size % 4))).view(np.uint32)
