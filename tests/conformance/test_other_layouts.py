@@ -304,3 +304,17 @@ def test_an_agent_killed_at_any_step_is_resumed_by_the_next(ladder: Ladder, step
             ask_all()
             state = ladder.state()
             assert (len(state["folders"]), "carrying" in state["pins"]) == (1, False), step
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("step", ["Carry take_links 1", "Carry _enter 1", "Table copy 7", "Carry _enter 2"])
+def test_an_agent_of_the_former_version_takes_over_from_one_that_was_killed(ladder: Ladder, step: str) -> None:
+    with idle_flows(ladder) as ask_all, under_load(ladder) as tallies:
+        goes_on(tallies, SOME)
+        ladder.dies("wider-keys", step)
+        goes_on(tallies, SOME)
+        ladder.climb("today")
+        goes_on(tallies, SOME)
+        ask_all()
+        state = ladder.state()
+        assert (len(state["folders"]), "carrying" in state["pins"]) == (1, False)

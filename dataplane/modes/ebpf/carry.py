@@ -64,7 +64,7 @@ def prepare(folder: Path, options: Options) -> Carry | None:
     former = max(formers, key=lambda known: (len(list(known.glob(f"{LINK}*"))), known.stat().st_mtime))
     try:
         carry = Carry(folder, former, _understood(former))
-        if not resumed:
+        if not resumed and not carry.goes_back:
             carry.fill(options)
     except (UnknownMeaningError, ValueError, BpfError) as error:
         log.warning(
@@ -185,14 +185,22 @@ class Carry:
             if not (self.folder / link.name).exists():
                 link.rename(self.folder / link.name)
 
+    @property
+    def goes_back(self) -> bool:
+        """Whether somebody goes back to this version in the midst of the way from it: our maps still serve."""
+        return (self.folder / SLOTS).exists() and self._first_state() != layout.abi_constants()["CARRY_ALL_FORMER"]
+
     def _first_state(self) -> int:
-        """The former maps may themselves be in the midst of this, when somebody goes back."""
+        """Who serves now. Where an agent of the other version was killed before ours gave anything away, ours do."""
         states = layout.abi_constants()
-        if self.live and (self.former / MARK).exists():
-            with contextlib.closing(Map.pinned(self.former / MARK)) as known:
-                if _state_of(known) == states["CARRY_NEW_FLOWS_OURS"]:
-                    return states["CARRY_NEW_FLOWS_OURS"]
-        return states["CARRY_ALL_FORMER"]
+        if not (self.former / MARK).exists():
+            return states["CARRY_ALL_FORMER"]
+        with contextlib.closing(Map.pinned(self.former / MARK)) as known:
+            theirs = _state_of(known)
+        seen_from_here = {"CARRY_ALL_FORMER": "CARRY_ALL_OURS", "CARRY_ALL_OURS": "CARRY_ALL_FORMER"}
+        return states[
+            next((ours for name, ours in seen_from_here.items() if states[name] == theirs), "CARRY_NEW_FLOWS_OURS")
+        ]
 
     def _value(self, state: int) -> bytes:
         row = np.zeros(1, dtype=layout.dtype_of("carrying"))

@@ -3,6 +3,7 @@
 A folder's name carries `ABI_VERSION`, which is raised by hand when a field gets another meaning, and a fingerprint of
 what the compiler knows: names, types, sizes and rows of all maps that outlive a process, and the flags stored in them.
 So an agent of another layout has a folder of its own, and so has one that found somebody else's pin in the first.
+What the former one knew is carried over (carry.py).
 """
 
 from __future__ import annotations
