@@ -61,7 +61,7 @@ from dataplane.modes.ebpf.events import Journal, Reader
 from dataplane.modes.ebpf.failover import Failover
 from dataplane.modes.ebpf.flows import FlowGC, open_flows
 from dataplane.modes.ebpf.gone import Mark, collect, is_gone
-from dataplane.modes.ebpf.layouts import record
+from dataplane.modes.ebpf.layouts import Record
 from dataplane.modes.ebpf.maps import Larger, MapSet, open_pinned_maps
 from dataplane.modes.ebpf.others import OthersFlows, takes_datagrams
 from dataplane.modes.ebpf.pins import (
@@ -166,7 +166,7 @@ class Ebpf:
         try:
             self.mark = Mark(self.folder)
             self._carry = prepare(self.folder, options)
-            record(self.folder)
+            self.record = Record(self.folder)
             self.maps = MapSet(self.folder, options, sizes.least(sizes.bounds(options)))
             self.adopted = self.maps.adopted
             self.loader = Loader(self.maps, options, self.hz)
@@ -510,9 +510,9 @@ class Ebpf:
             if error.code not in (errno.EINVAL, errno.ENODEV):  # the next change of interfaces is on its way
                 log.warning("packets are not handed over at all interfaces: %s", error)
 
-    def _pinned(self) -> Iterable[Links | Drivers | Sockets | MapSet | Mark]:
+    def _pinned(self) -> Iterable[Links | Drivers | Sockets | MapSet | Mark | Record]:
         """What has pins; what carries traffic comes first."""
-        return self.pods, self.uplinks, self.drivers, self.sockets, self.maps, self.mark
+        return self.pods, self.uplinks, self.drivers, self.sockets, self.maps, self.mark, self.record
 
     def may_have_drifted(self) -> bool:
         return self._attached and any(True for _ in self._wrong())
