@@ -32,7 +32,7 @@ from workshop.lab.traffic import ask_tcp
 
 FLOWS = 100_000
 SERVICE, VIP, PORT = "bench/web", "10.96.0.10", 8080
-ROUNDS = 3  # up and down again
+ROUNDS = 2  # up and down again
 STREAMS = ("pod1", "client", "node")
 NODE_PORT = 30_080
 TARGET_SECONDS = 2.0
