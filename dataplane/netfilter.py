@@ -1,16 +1,19 @@
 """What the netfilter modes have in common: the order of a sync, service ports that stay unprogrammed, stale flows.
 
 A mode writes a whole table (`_replace`) or what changed of it (`_change`). After a failure the next sync writes all.
+A relay of mode userspace may drain beside any mode, which then leaves the datagrams alone that conntrack leads there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from ipaddress import ip_address
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -18,14 +21,42 @@ from dataplane.diff import changed_services
 from dataplane.errors import DataplaneError, SyncError
 from dataplane.kernel.conntrack import Key, delete_stale, delete_translated, open_flows
 from dataplane.kernel.nfmonitor import watch_ruleset
+from dataplane.kernel.other_proxies import may_have_left
 from dataplane.mode import Options, ProbePacket, RequestMaintenance, SyncResult
 from dataplane.reports import Ejection, ExplainAnswer, Status, TrafficRow, Unprogrammed
-from dataplane.table import EMPTY, Entry, EntryKey, Protocol, ServiceTable
+from dataplane.stale import Socket
+from dataplane.table import EMPTY, Entry, EntryKey, NodeNetwork, Protocol, ServiceTable, family_of
 
 if TYPE_CHECKING:
     from dataplane.flows import Flows
 
 log = logging.getLogger(__name__)
+
+RELAY_TABLE: Final = "hybrid-proxy-userspace"
+RELAY_PORTS: Final = "listeners"  # a set of that table: protocol . proxy port
+
+
+def relays(node: NodeNetwork) -> Collection[Socket]:
+    """Where on this node a relay of mode userspace takes datagrams, as its table says."""
+    if not may_have_left("userspace", None):
+        return ()
+    from dataplane.kernel.nfnetlink import NftablesError
+    from dataplane.nftables.expressions import FAMILIES
+    from dataplane.nftables.schema import PORT, PROTOCOL, Set
+    from dataplane.nftables.wire import Kernel
+
+    found = set[Socket]()
+    with contextlib.closing(Kernel(RELAY_TABLE, {RELAY_PORTS: Set(RELAY_PORTS, (PROTOCOL, PORT))})) as kernel:
+        for version, family in FAMILIES.items():
+            addresses = [at for at in (*node.primary, *node.addresses) if family_of(at) == version]
+            try:
+                ports = [port for protocol, port in kernel.contents(family, RELAY_PORTS) if protocol == Protocol.UDP]
+            except NftablesError as error:
+                if error.code != errno.ENOENT:
+                    raise
+            else:
+                found.update((address, int(port)) for address in addresses for port in ports)
+    return found
 
 
 class NetfilterMode:
@@ -111,11 +142,11 @@ class NetfilterMode:
         return tuple([e for e in table.entries(names) if e.family == family and not self._why_unsupported(e)])
 
     def _delete_stale(self, names: Collection[str]) -> None:
-        self.stale_deleted.update(delete_stale(self.table, names, self._relays()))
+        self.stale_deleted.update(delete_stale(self.table, names, self._relays))
 
-    def _relays(self) -> Collection[tuple[str, int]]:
-        """Addresses and ports of this node at which a relay of ours takes datagrams."""
-        return ()
+    def _relays(self) -> Collection[Socket]:
+        """Where on this node a relay of ours takes datagrams."""
+        return relays(self.table.node)
 
     def other_mode_stopped(self) -> None:
         self._delete_stale(self.table.services.keys())
@@ -193,20 +224,20 @@ class TranslatingMode(NetfilterMode):
         self.sync(ServiceTable({}, node))
 
     def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
-        return open_flows(_frontends(table))
+        return open_flows(frontends(table))
 
     def abandon(self, table: ServiceTable) -> None:
         """Of TCP nothing is changed: others cannot serve it, and it goes on if another table of type nat is here."""
-        delete_translated({key: None for key in _frontends(table) if key[2] != Protocol.TCP})
+        delete_translated({key: None for key in frontends(table) if key[2] != Protocol.TCP})
 
     def conntrack_flows(self, table: ServiceTable) -> Flows:
         from dataplane.kernel.conntrack_flows import translated  # numpy takes 20 MB, of which only this has use
 
         own = {ip_address(address).packed for address in (*table.node.addresses, "127.0.0.1", "::1")}
-        return translated(_frontends(table), own)
+        return translated(frontends(table), own)
 
 
-def _frontends(table: ServiceTable) -> dict[Key, None]:
+def frontends(table: ServiceTable) -> dict[Key, None]:
     """Address, port and protocol of every frontend."""
     return {
         (frontend.address, frontend.port, int(entry.protocol)): None

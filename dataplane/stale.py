@@ -13,7 +13,7 @@ original destination and by the source that its answers would have:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from dataplane.table import Entry, Frontend, Protocol, ServiceTable, family_of
 
@@ -26,11 +26,15 @@ class Judge:
     Args:
         table: as it was just programmed.
         names: the services whose endpoints or addresses changed; all of them at the first sync.
-        relays: where a relay of ours on this node listens: answers from there are no sign of age.
+        relays: asked once, and only if an entry is about to go: where a relay of ours on this node takes datagrams;
+            answers from there are no sign of age.
     """
 
-    def __init__(self, table: ServiceTable, names: Iterable[str], relays: Collection[Socket] = ()) -> None:
-        self._relays = relays
+    def __init__(
+        self, table: ServiceTable, names: Iterable[str], relays: Callable[[], Collection[Socket]] = tuple
+    ) -> None:
+        self._find_relays = relays
+        self._relays: Collection[Socket] | None = None
         self._serving: dict[int, frozenset[Socket]] = {}  # by identity of the entry, made when it is first needed
         self._at: dict[Socket, Entry] = {}
         for entry in _datagram_entries(table, names):
@@ -46,12 +50,17 @@ class Judge:
     def stale(self, destination: Socket, answerer: Socket) -> bool:
         """Whether an entry that went to `destination`, and whose answers come from `answerer`, must go."""
         entry = self._at.get(destination)
-        if entry is None or answerer in self._relays:
+        if entry is None:
             return False
         serving = self._serving.get(id(entry))
         if serving is None:
             serving = self._serving[id(entry)] = frozenset((b.address, b.port) for b in entry.serving)
-        return answerer not in serving
+        return answerer not in serving and not self._is_relay(answerer)
+
+    def _is_relay(self, answerer: Socket) -> bool:
+        if self._relays is None:
+            self._relays = self._find_relays()
+        return answerer in self._relays
 
 
 def _datagram_entries(table: ServiceTable, names: Iterable[str]) -> Iterator[Entry]:

@@ -12,7 +12,7 @@ import logging
 import socket
 import struct
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -31,7 +31,7 @@ from dataplane.kernel.netlink import (
     nested,
 )
 from dataplane.reports import FlowRow
-from dataplane.stale import Judge
+from dataplane.stale import Judge, Socket
 from dataplane.table import Protocol, ServiceTable, family_of, socket_text
 from dataplane.virtual_servers import Connection
 
@@ -57,6 +57,7 @@ CLOSED: Final = {socket.IPPROTO_TCP: frozenset({6, 7, 8}), socket.IPPROTO_SCTP: 
 ENDED: Final = frozenset({7, 8})
 
 Key = tuple[str | None, int, int]  # address (None: a node port, at any address), port, protocol number
+Place = tuple[str, int, int]  # address, port, protocol number
 
 
 class Entry(NamedTuple):
@@ -74,7 +75,9 @@ class Entry(NamedTuple):
     body: bytes  # of the message
 
 
-def delete_stale(table: ServiceTable, names: Iterable[str], relays: Collection[tuple[str, int]] = ()) -> dict[int, int]:
+def delete_stale(
+    table: ServiceTable, names: Iterable[str], relays: Callable[[], Collection[Socket]] = tuple
+) -> dict[int, int]:
     """Delete the conntrack entries of datagrams that lead to where nothing serves any more.
 
     To be called after each sync of a mode that uses conntrack, when the rules are in place. One dump of the UDP
@@ -84,7 +87,7 @@ def delete_stale(table: ServiceTable, names: Iterable[str], relays: Collection[t
     Args:
         table: as it was just programmed.
         names: the services that changed (`dataplane.diff.changed_services`); all of them at the first sync.
-        relays: addresses and ports of a relay of ours (mode userspace): entries that lead there are alive.
+        relays: where a relay of ours (mode userspace) takes datagrams: entries that lead there are alive.
 
     Returns:
         How many went, by family (4 and 6).
@@ -153,23 +156,25 @@ def flows(services: Mapping[Key, str | None], limit: int) -> tuple[list[FlowRow]
     return rows, total
 
 
-def open_flows(services: Mapping[Key, str | None]) -> Counter[str]:
+def open_flows(services: Mapping[Key, str | None], at: Collection[Place] | None = None) -> Counter[str]:
     """How many translated flows of services are not over, by the name of their protocol.
 
-    Args, raises: as `flows`.
+    Args, raises: as `flows`; `at` are the places that answer them, None: any.
     """
     return Counter(
-        Protocol(entry.protocol).name for _, entry, _ in translated_entries(services) if _state(entry) != "closed"
+        Protocol(entry.protocol).name
+        for _, entry, _ in _answered_at(at, translated_entries(services))
+        if _state(entry) != "closed"
     )
 
 
-def delete_translated(services: Mapping[Key, str | None]) -> int:
+def delete_translated(services: Mapping[Key, str | None], at: Collection[Place] | None = None) -> int:
     """Forget the translated flows of services: their next packets begin others; how many went.
 
-    Args, raises: as `flows`.
+    Args, raises: as `open_flows`.
     """
     found: dict[int, list[bytes]] = {4: [], 6: []}
-    for family, entry, _ in translated_entries(services):
+    for family, entry, _ in _answered_at(at, translated_entries(services)):
         found[family].append(entry.body)
     return sum(delete(family, bodies) for family, bodies in found.items() if bodies)
 
@@ -238,6 +243,18 @@ def translated_entries(
             known, name = _service_of(entry, family, services)
             if known:
                 yield family, entry, name
+
+
+def _answered_at(
+    places: Collection[Place] | None, entries: Iterable[tuple[int, Entry, str | None]]
+) -> Iterator[tuple[int, Entry, str | None]]:
+    packed = {
+        (socket.inet_pton(AF[family_of(address)], address), port.to_bytes(2, "big"), protocol)
+        for address, port, protocol in places or ()
+    }
+    for family, entry, name in entries:
+        if places is None or (entry.answerer, entry.answerer_port, entry.protocol) in packed:
+            yield family, entry, name
 
 
 def _service_of(entry: Entry, family: int, services: Mapping[Key, str | None]) -> tuple[bool, str | None]:

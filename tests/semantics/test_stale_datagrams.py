@@ -95,7 +95,7 @@ def test_families_do_not_mix():
 
 
 def test_entries_that_lead_to_a_relay_of_ours_are_alive():
-    judge = Judge(TABLE, TABLE.services, relays={("192.168.0.1", 41000)})
+    judge = Judge(TABLE, TABLE.services, relays=lambda: {("192.168.0.1", 41000)})
     assert not judge.stale((CLUSTER_IP, 53), ("192.168.0.1", 41000))
     assert judge.stale((CLUSTER_IP, 53), ("192.168.0.1", 41001))
     assert judge.stale((CLUSTER_IP, 53), ("10.1.0.99", 41000)), "a port of that number at a pod that is gone"

@@ -10,6 +10,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,7 @@ from dataplane.modes.ebpf.programs import Loader, Programs, missing_datapaths, p
 from dataplane.modes.ebpf.resizer import MapResizer
 from dataplane.modes.ebpf.store import ForeignEntries, Store
 from dataplane.modes.ebpf.writer import remove_frontends
+from dataplane.netfilter import relays
 from dataplane.reports import EbpfStatus, Ejection, ExplainAnswer, Fill, MapUsage, PacketEvent, Status, TrafficRow
 from dataplane.table import EMPTY, Entry, NodeNetwork, ServiceTable, family_of
 
@@ -297,7 +299,7 @@ class Ebpf:
             if come:
                 self._others_looks = 0
             if self.others.known or come:
-                delete_stale(table, names)
+                delete_stale(table, names, partial(relays, table.node))
                 self.gc.hurry()
         except Unsupported:
             raise
@@ -468,7 +470,7 @@ class Ebpf:
 
     def other_mode_stopped(self) -> None:
         """What conntrack translates does not come to the programs at uplinks."""
-        delete_stale(self.table, self.table.services)
+        delete_stale(self.table, self.table.services, partial(relays, self.table.node))
         self.gc.hurry()
 
     def links_changed(self) -> None:

@@ -44,8 +44,13 @@ def elements_of(lowered: Lowered, protocol: int, listen: str, numbers: tuple[int
     return found
 
 
-def _ruleset(family: Family, node: NodeNetwork) -> Ruleset:
-    return Ruleset(family, (), tuple(tables.SETS.values()), tables.structure(family, node))
+def elements_to_drain(elements: Elements) -> Elements:
+    """Those of them that a mode needs which takes no new flows."""
+    return {place: value for place, value in elements.items() if place[0] == tables.LISTENERS}
+
+
+def _ruleset(family: Family, node: NodeNetwork, *, draining: bool) -> Ruleset:
+    return Ruleset(family, (), tuple(tables.SETS.values()), tables.structure(family, node, draining=draining))
 
 
 def _of_node(family: Family, node: NodeNetwork) -> Elements:
@@ -54,9 +59,9 @@ def _of_node(family: Family, node: NodeNetwork) -> Elements:
     return {(tables.NODE_ADDRESSES, (address,)): None for address in addresses}
 
 
-def replace(family: Family, node: NodeNetwork, elements: Elements) -> Iterator[op.Operation]:
+def replace(family: Family, node: NodeNetwork, elements: Elements, *, draining: bool = False) -> Iterator[op.Operation]:
     """The whole table in place of the one that is there."""
-    yield from _ruleset(family, node).create(replace=True)
+    yield from _ruleset(family, node, draining=draining).create(replace=True)
     yield from change({}, _of_node(family, node) | elements)
 
 
@@ -71,10 +76,10 @@ def change(old: Elements, new: Elements) -> list[op.Operation]:
 
 def differences(
     family: Family, node: NodeNetwork, elements: Elements, skeleton: op.Skeleton,
-    contents: Mapping[str, Mapping[Key, tuple[Value, str]]],
+    contents: Mapping[str, Mapping[Key, tuple[Value, str]]], *, draining: bool = False,
 ) -> list[op.Operation]:  # fmt: skip
     """What others changed: the operations that would undo it; `skeleton` and `contents` are what the kernel has."""
-    ruleset = _ruleset(family, node)
+    ruleset = _ruleset(family, node, draining=draining)
     if ruleset.irreparable(skeleton):
         return list(ruleset.create(replace=True))
     found = {(name, key): value for name, held in contents.items() for key, (value, _) in held.items()}

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Final, TypeVar
 
-from dataplane.errors import DataplaneError, Occupied, Unsupported
+from dataplane.errors import DataplaneError, Occupied, SyncError, Unsupported
 from dataplane.kernel import policy
+from dataplane.kernel.conntrack import Place, delete_translated, open_flows
 from dataplane.kernel.nfnetlink import NftablesError
 from dataplane.mode import (
     Mode,
@@ -27,12 +28,13 @@ from dataplane.modes.userspace.listing import Relayed
 from dataplane.modes.userspace.relay_client import RelayClient, connect, draining, open_client
 from dataplane.modes.userspace.sockets import transparent_works
 from dataplane.modes.userspace.tables import LISTENERS, SETS, TABLE, answer_mark
-from dataplane.netfilter import NetfilterMode
+from dataplane.netfilter import NetfilterMode, frontends
 from dataplane.nftables import operations as op
 from dataplane.nftables.expressions import FAMILIES, Family
 from dataplane.nftables.ruleset import describe
 from dataplane.nftables.wire import Kernel, missing, remove_tables
 from dataplane.reports import Fill, RelayStatus, Status, Unprogrammed, UserspaceStatus
+from dataplane.stale import Socket
 from dataplane.table import EMPTY, Entry, NodeNetwork, Protocol, ServiceTable
 
 T = TypeVar("T")
@@ -85,6 +87,8 @@ class Userspace(NetfilterMode):
         self._sctp = _has_sctp()
         self._known: dict[str, dict[str, _Known]] = {}  # service -> service port
         self._lost = threading.Event()
+        self._drained: frozenset[str] | None = None  # the services that had a proxy port when this began to drain
+        self._listeners = frozenset[Place]()  # its proxy ports then, replaced as a whole: another thread counts flows
         self._audit_at = 0.0
         self._answers = policy.watch()
         self._kernel = Kernel(TABLE, SETS)
@@ -151,6 +155,8 @@ class Userspace(NetfilterMode):
                 numbers = applied.ports.get(key, ())
                 listen = network.listen.get(entry.family, "")
                 elements = plan.elements_of(found, int(entry.protocol), listen, numbers)
+                if self._draining:
+                    elements = plan.elements_to_drain(elements)
                 fresh[name][key] = _Known(entry.family, rows[key], elements)
         self._kernel.commit(*self._work(table.node, fresh, whole=whole))
         self.client.ask(m.Commit(), m.Done)
@@ -159,6 +165,8 @@ class Userspace(NetfilterMode):
                 self._known[name] = found_ports
             else:
                 self._known.pop(name, None)
+        if self._draining:
+            self._listeners = frozenset(self._proxy_ports(table))
 
     def _deliver_answers(self, mark: int) -> None:
         """While that is impossible backends see the node's address, as with any relay; each full sync tries again."""
@@ -175,7 +183,7 @@ class Userspace(NetfilterMode):
         for version, family in FAMILIES.items():
             new = _join(fresh.values(), version)
             if whole:
-                yield family, plan.replace(family, node, new)
+                yield family, plan.replace(family, node, new, draining=self._draining)
             else:
                 yield family, plan.change(_join((self._known.get(name, {}) for name in fresh), version), new)
 
@@ -184,15 +192,65 @@ class Userspace(NetfilterMode):
             return "this kernel has no SCTP sockets, which a relay needs (module sctp)"
         return ""
 
-    def _relays(self) -> set[tuple[str, int]]:
-        listen = low.lower_node(self.table.node, self.transparent).listen
+    def _proxy_ports(self, table: ServiceTable) -> Iterator[Place]:
+        listen = low.lower_node(table.node, self.transparent).listen
+        for ports in self._known.values():
+            for known in ports.values():
+                for name, key in known.elements:
+                    if name == LISTENERS:
+                        yield listen[known.family], int(key[1]), int(key[0])
+
+    def _relays(self) -> Collection[Socket]:
+        return {(at, port) for at, port, protocol in self._proxy_ports(self.table) if protocol == Protocol.UDP}
+
+    # The end
+
+    @property
+    def _draining(self) -> bool:
+        return self._drained is not None
+
+    def drain(self, table: ServiceTable) -> None:
+        """No rule leads to the relay; what conntrack leads there it serves, whether it has accepted that yet or not."""
+        if self._drained is None:
+            self._drained = self._served()
+            self._full = True
+        services = {name: entries for name, entries in table.services.items() if name in self._drained}
+        self.sync(ServiceTable(services, table.node, table.generation))
+
+    def _served(self) -> frozenset[str]:
+        """The services that the relay has."""
+        try:
+            if self._lost.is_set():
+                self._reopen()
+            rows = self.client.ask(m.Look(), m.Listing).rows
+        except DataplaneError as error:
+            self._failed()
+            raise SyncError(f"the relay cannot be drained: {error}") from error
+        return frozenset(row.name.rpartition(":")[0] for row in rows)
+
+    def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
+        """A flow is counted as long as conntrack or the relay has it.
+
+        A half-open one, or what waits to be accepted, only conntrack knows; one whose client is gone only the relay.
+        """
+        counted = open_flows(frontends(table), self._listeners)
+        sctp = counted[Protocol.SCTP.name]
+        connections = sessions = 0
+        for address in (m.ADDRESS, *draining()):
+            if (onlooker := connect(agent=False, address=address)) is not None:
+                with contextlib.closing(onlooker):
+                    report = onlooker.ask(m.Status(), m.Report, seconds=STATUS_SECONDS)
+                connections, sessions = connections + report.connections, sessions + report.sessions
         return {
-            (listen[known.family], int(key[1]))
-            for ports in self._known.values()
-            for known in ports.values()
-            for name, key in known.elements
-            if name == LISTENERS and key[0] == Protocol.UDP
+            Protocol.TCP.name: max(counted[Protocol.TCP.name], connections - sctp),
+            Protocol.UDP.name: max(counted[Protocol.UDP.name], sessions),
+            Protocol.SCTP.name: sctp,
         }
+
+    def abandon(self, table: ServiceTable) -> None:
+        """Datagrams find the other mode; connections end with the relay."""
+        others = {key: None for key in frontends(table) if key[2] != Protocol.TCP}
+        delete_translated(others, self._listeners)
 
     # Drift
 
@@ -266,7 +324,8 @@ class Userspace(NetfilterMode):
         if skeleton is None:
             return None
         contents = {name: self._kernel.contents(family, name) for name in SETS if name in skeleton.sets}
-        return plan.differences(family, self.table.node, elements, skeleton, contents)
+        node = self.table.node
+        return plan.differences(family, node, elements, skeleton, contents, draining=self._draining)
 
     def _reopen(self) -> None:
         self.client.close()
@@ -377,27 +436,34 @@ def drain(options: Options) -> bool:
         agent = client.ask(m.Status(), m.Report).agent
     if agent:
         raise Occupied(f"the relay of this network namespace is in use by process {agent}: stop that first")
-    with contextlib.closing(Kernel(TABLE)) as kernel:
-        for family in FAMILIES.values():
-            with contextlib.suppress(NftablesError):  # there is no table
-                kernel.commit((family, plan.drain()))
+    _lead_nowhere()
     return True
 
 
+def _lead_nowhere() -> None:
+    with contextlib.suppress(OSError), contextlib.closing(Kernel(TABLE)) as kernel:  # else there is no nf_tables
+        for family in FAMILIES.values():
+            with contextlib.suppress(NftablesError):  # there is no table
+                kernel.commit((family, plan.drain()))
+
+
 def clean(options: Options) -> int:
-    """Remove rules, routing rules and relay; how many things went. Connections in flight end."""
+    """Remove rules, routing rules and relay; how many things went.
+
+    Connections in flight end: the relay resets them as long as conntrack still translates.
+    """
     del options
+    removed = 0
     client = connect(agent=True)  # an agent that runs has it: Occupied
-    removed = remove_tables(TABLE) + sum(policy.remove(version) for version in FAMILIES)
-    addresses = [m.ADDRESS, *draining()]
-    for address in addresses:
+    _lead_nowhere()
+    for address in (m.ADDRESS, *draining()):
         found = client if address == m.ADDRESS else connect(agent=True, address=address)
         if found is not None:
             removed += 1
             found.ask(m.End(), m.Done)
             _wait_for_end(found)
             found.close()
-    return removed
+    return removed + remove_tables(TABLE) + sum(policy.remove(version) for version in FAMILIES)
 
 
 def _wait_for_end(client: RelayClient) -> None:

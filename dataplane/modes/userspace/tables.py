@@ -21,15 +21,16 @@ from typing import Final
 
 from dataplane.modes.userspace.lower import listen_addresses
 from dataplane.modes.userspace.messages import KEEPING, PLAIN
+from dataplane.netfilter import RELAY_PORTS, RELAY_TABLE
 from dataplane.nftables import expressions as x
 from dataplane.nftables import uapi as nf
 from dataplane.nftables.expressions import DROP, RETURN, Family, rule
 from dataplane.nftables.schema import ADDRESS, PORT, PROTOCOL, RANGE, VERDICT, Chain, Hook, Set
 from dataplane.table import NodeNetwork, family_of
 
-TABLE: Final = "hybrid-proxy-userspace"
+TABLE: Final = RELAY_TABLE
 FIREWALLED, ALLOWED = "firewalled", "allowed-sources"
-CLUSTER_IPS, NODE_ADDRESSES, LISTENERS = "cluster-ips", "node-addresses", "listeners"
+CLUSTER_IPS, NODE_ADDRESSES, LISTENERS = "cluster-ips", "node-addresses", RELAY_PORTS
 REFUSE: Final = "refuse"
 
 # Chains of new flows, at both hooks. The others serve flows that are known.
@@ -64,9 +65,9 @@ def answer_mark(node: NodeNetwork) -> int:
     return 1 << node.masquerade_bit | 1 << (12 if node.masquerade_bit != 12 else 13)
 
 
-def structure(family: Family, node: NodeNetwork) -> tuple[Chain, ...]:
-    """The chains of a family."""
-    return (
+def structure(family: Family, node: NodeNetwork, *, draining: bool = False) -> tuple[Chain, ...]:
+    """The chains of a family; `draining`: those of new flows are empty, and only keep conntrack's hooks in place."""
+    chains = (
         *_refusals(family, node),
         *_redirections(family),
         *_firewall(family),
@@ -74,6 +75,7 @@ def structure(family: Family, node: NodeNetwork) -> tuple[Chain, ...]:
         *_base_chains(family, node),
         _guard(family, node),
     )
+    return tuple(chain._replace(rules=()) if draining and chain.name in LEADING else chain for chain in chains)
 
 
 def _refusals(family: Family, node: NodeNetwork) -> Iterator[Chain]:
