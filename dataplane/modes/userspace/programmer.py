@@ -229,23 +229,15 @@ class Userspace(NetfilterMode):
         return frozenset(row.name.rpartition(":")[0] for row in rows)
 
     def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
-        """A flow is counted as long as conntrack or the relay has it.
-
-        A half-open one, or what waits to be accepted, only conntrack knows; one whose client is gone only the relay.
-        """
+        """What conntrack leads to the relay, accepted or not, and connections whose clients conntrack forgot."""
         counted = open_flows(frontends(table), self._listeners)
-        sctp = counted[Protocol.SCTP.name]
-        connections = sessions = 0
+        connections = 0
         for address in (m.ADDRESS, *draining()):
             if (onlooker := connect(agent=False, address=address)) is not None:
                 with contextlib.closing(onlooker):
-                    report = onlooker.ask(m.Status(), m.Report, seconds=STATUS_SECONDS)
-                connections, sessions = connections + report.connections, sessions + report.sessions
-        return {
-            Protocol.TCP.name: max(counted[Protocol.TCP.name], connections - sctp),
-            Protocol.UDP.name: max(counted[Protocol.UDP.name], sessions),
-            Protocol.SCTP.name: sctp,
-        }
+                    connections += onlooker.ask(m.Status(), m.Report, seconds=STATUS_SECONDS).connections
+        tcp = max(counted[Protocol.TCP.name], connections - counted[Protocol.SCTP.name])
+        return counted | {Protocol.TCP.name: tcp}
 
     def abandon(self, table: ServiceTable) -> None:
         """Datagrams find the other mode; connections end with the relay."""
