@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dataplane.modes.userspace import plan
-from dataplane.modes.userspace.tables import SETS, TABLE
+from dataplane.modes.userspace.tables import LEADING, SETS, TABLE
 from dataplane.nftables import operations as op
 from dataplane.nftables.expressions import FAMILIES
 from dataplane.nftables.wire import Kernel
@@ -52,6 +52,19 @@ def test_nft_lists_every_rule_as_it_was_meant(kernel: Kernel) -> None:
 
 def test_what_is_as_it_was_written_is_no_difference(kernel: Kernel) -> None:
     assert differences(kernel) == []
+
+
+def test_a_table_that_drains_has_the_hooks_and_no_rule_for_new_flows(kernel: Kernel) -> None:
+    before = kernel.skeleton(IPV4)
+    kernel.commit((IPV4, plan.replace(IPV4, NODE, {}, draining=True)))
+    drained = kernel.skeleton(IPV4)
+    assert before is not None
+    assert drained is not None
+    assert drained.hooks == before.hooks
+    assert drained.chains == before.chains | dict.fromkeys(LEADING, ())
+    contents = {name: kernel.contents(IPV4, name) for name in SETS}
+    assert plan.differences(IPV4, NODE, {}, drained, contents, draining=True) == []
+    assert plan.differences(IPV4, NODE, {}, drained, contents) != []
 
 
 DAMAGES = {
