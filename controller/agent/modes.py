@@ -269,9 +269,8 @@ def _counting(name: str, options: Options) -> Iterator[Callable[[], int]]:
     conntrack forgets flows that are idle; a mode that has its own does so only while it is open.
     """
     programmer = None
-    if not open_mode(name).conntrack:
-        with contextlib.suppress(DataplaneError, OSError):  # then nothing forgets them: those that end are still seen
-            programmer = open_for_draining(name, options)
+    with contextlib.suppress(DataplaneError, OSError):  # then nothing forgets them: those that end are still seen
+        programmer = open_for_draining(name, options)
     if isinstance(programmer, Drains):
         with contextlib.closing(programmer):
             yield lambda: sum(programmer.open_flows(EMPTY).values())

@@ -225,6 +225,8 @@ class Ipvs(NetfilterMode):
 
     def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
         del table  # the virtual servers are known, those of services that are gone, too
+        if not self._programmed:  # by another process
+            self._adopt(writer.read_actual(self.kernel, self._node.masquerade))
         return self._flows.count()
 
     def abandon(self, table: ServiceTable) -> None:
@@ -423,8 +425,11 @@ def look(options: Options, names: Mapping[int, str]) -> Programmed | None:
 
 def drain(options: Options) -> bool:
     """New flows pass by, those that IPVS knows go on; whether anything of ours was here."""
-    del options
-    return writer.drain()
+    if look(options, {}) is None:
+        return False
+    with contextlib.closing(Ipvs(options, lambda: None)) as programmer:
+        programmer.drain(EMPTY)
+    return True
 
 
 MODE = Mode("ipvs", Ipvs, clean, probe, look, drain)

@@ -68,21 +68,24 @@ def _table(table: str, rules: list[tuple[str, str]], saved: str) -> str:
     lines += [f"-D {line[3:]}" for line in saved.splitlines() if _is_jump(line)]
     lines += [f"-I {hook} 1 {COMMENT} -j {PREFIX}{hook}" for hook in JUMPS[table]]
     lines += [f"-A {chain} {rule}" for chain, rule in rules]
+    gone = [chain for chain in _chains(saved) if chain not in chains]
+    lines += [*(f"-F {chain}" for chain in gone), *(f"-X {chain}" for chain in gone)]
     return "\n".join([*lines, "COMMIT", ""])
 
 
-def removal(table: str, saved: str, keep: str = "") -> tuple[str, int]:
-    """A restore that removes every chain of ours and every jump to them, and how many these are.
-
-    `keep` is a chain that stays, with the jump to it.
-    """
+def removal(table: str, saved: str) -> tuple[str, int]:
+    """A restore that removes every chain of ours and every jump to them, and how many these are."""
     lines = saved.splitlines()
-    chains = [name for line in lines if line.startswith(f":{PREFIX}") and (name := line[1:].split()[0]) != keep]
-    jumps = [f"-D {line[3:]}" for line in lines if _is_jump(line) and not (keep and line.endswith(f" {keep}"))]
+    chains = _chains(saved)
+    jumps = [f"-D {line[3:]}" for line in lines if _is_jump(line)]
     if not chains and not jumps:
         return "", 0
     body = [*jumps, *(f"-F {chain}" for chain in chains), *(f"-X {chain}" for chain in chains)]
     return "\n".join([f"*{table}", *body, "COMMIT", ""]), len(body) - len(chains)
+
+
+def _chains(saved: str) -> list[str]:
+    return [line[1:].split()[0] for line in saved.splitlines() if line.startswith(f":{PREFIX}")]
 
 
 def ours(saved: str) -> tuple[str, ...]:

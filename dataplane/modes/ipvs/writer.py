@@ -262,28 +262,13 @@ def clean() -> int:
     return removed + len(names)
 
 
-def drain() -> bool:
-    """Let new flows pass by: no rule of ours decides any more, and another mode translates before IPVS does.
-
-    Flows that IPVS knows go on until `clean` takes the virtual servers away. They need conntrack, which the kernel
-    switches off with the last rule that uses it: the masquerade stays.
-    """
-    try:
-        sets = Ipsets()
-    except Unsupported:
-        return False
-    with contextlib.closing(sets):
-        here = bool(sets.names(PREFIX))
-    return bool(_clean_rules(f"{PREFIX}POSTROUTING")) or here
-
-
-def _clean_rules(keep: str = "") -> int:
+def _clean_rules() -> int:
     removed = 0
     for tables in xtables.present():
         for family in tables.families:
             for table in rules.JUMPS:
                 with contextlib.suppress(xtables.XtablesError):  # a variant that this kernel does not have
-                    text, count = rules.removal(table, tables.save(family, table), keep)
+                    text, count = rules.removal(table, tables.save(family, table))
                     if count:
                         tables.restore(family, text)
                         removed += count

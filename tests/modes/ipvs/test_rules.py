@@ -76,17 +76,6 @@ def test_what_a_comment_says_leads_nowhere() -> None:
     assert foreign not in restore_text(4, NETWORK, {"filter": saved})
 
 
-def test_what_is_kept_is_kept_with_the_jump_to_it() -> None:
-    tables = written()
-    for table in JUMPS:
-        text, _ = removal(table, tables.save(4, table), "HPV-POSTROUTING")
-        tables.restore(4, text)
-    assert tables.chains(4, "nat", "HPV") == ["HPV-POSTROUTING"]
-    assert len(tables.chain(4, "nat", "POSTROUTING")) == 1
-    assert tables.chain(4, "nat", "HPV-POSTROUTING")
-    assert not tables.chains(4, "mangle", "HPV") + tables.chains(4, "filter", "HPV")
-
-
 def test_a_jump_that_somebody_else_wrote_to_a_chain_of_ours_does_not_stop_the_removal() -> None:
     tables = written()
     tables.restore(4, "*filter\n:MINE - [0:0]\n-A MINE -j HPV-REJECT\nCOMMIT\n")
