@@ -12,8 +12,11 @@ import pytest
 
 from dataplane.kernel.bpf import Map
 from dataplane.mode import Options
+from dataplane.modes.ebpf.carry import BRIDGE, MARK
+from dataplane.modes.ebpf.layout import dtype_of
 from dataplane.modes.ebpf.layouts import ARRAY, BEFORE, RECORD, recorded
 from dataplane.modes.ebpf.programmer import Ebpf, clean, folder_of, former_layouts
+from dataplane.table import ServiceTable
 from tests.namespaces import new_lab
 
 from .kit import begin_flow, has_flow, serve, small
@@ -104,6 +107,15 @@ def test_an_agent_that_never_serves_leaves_a_former_layout_as_it_was(options: Op
     assert not ours.exists()
     serve(options)
     assert has_flow(ours, flow)
+
+
+def test_this_kernel_takes_the_programs_that_choose_a_datapath(options: Options) -> None:
+    """Elsewhere they are loaded beside maps of versions that are compiled for it: conformance/test_other_layouts.py."""
+    size = dtype_of("carrying").itemsize
+    with closing(Ebpf(options, lambda: None)) as agent, closing(Map.made(ARRAY, MARK, 4, size, 1)) as mark:
+        agent.sync(ServiceTable(services={}))
+        former = {name: agent.maps.maps[which] for name, which in BRIDGE.items()}
+        agent.loader.one("carry", former | {MARK: mark}).close()
 
 
 def test_cleaning_up_removes_every_layout(options: Options) -> None:
