@@ -100,7 +100,7 @@ class Draining:
             max_lost: how many flows that cannot be moved may end.
 
         Raises:
-            ControllerError: the mode does not drain.
+            ControllerError: the mode does not drain, or some flows could not be moved after all and stay with it.
             DataplaneError, OSError: what has not been moved goes on draining.
         """
         left = self._left.get(name)
@@ -108,6 +108,9 @@ class Draining:
             raise ControllerError(f"mode {name} does not drain")
         with self._lock:
             done = hand_over(left.programmer, serving, table, max_lost)
+            if done.lost > max_lost:
+                reasons = ", ".join(f"{count}: {reason}" for reason, count in done.left.items())
+                raise ControllerError(f"{done.lost} flows stay with mode {name}, which goes on draining ({reasons})")
             left.over = True
         log.info("handed over from mode %s: %s; lost: %s", name, described(done.moved), dict(done.left) or "none")
         self._ended(name)

@@ -6,6 +6,7 @@ the programs that refresh it. The same read shows which ids of deferred frees a 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -69,12 +70,18 @@ def connections_by_backend(values: NDArray[Any], services: frozenset[int]) -> di
     return dict(zip(ids.tolist(), counts.tolist(), strict=True))
 
 
-def open_flows(maps: Mapping[str, Map]) -> Counter[str]:
-    """How many flows are not over, by the name of their protocol."""
+def open_flows(maps: Mapping[str, Map], options: Options, now: int, hz: int) -> Counter[str]:
+    """How many flows are not over, by the name of their protocol; `now` is the time of time stamps, in jiffies.
+
+    Nothing is deleted from the tables of half-open flows, so those count that had a packet lately.
+    """
     names, found = abi_constants(), Counter[str]()
-    for family in (4, 6):
-        keys, values = flow_arrays(maps[f"flows{family}"], family)
+    for table, family in itertools.product(("flows", "half_open"), (4, 6)):
+        keys, values = flow_arrays(maps[f"{table}{family}"], family)
         alive = (values["flags"] & (names["FLOW_REPLY"] | names["FLOW_OTHERS"]) == 0) & ~is_over(values["flags"])
+        if table == "half_open":
+            limits = np.where(keys["protocol"] == Protocol.UDP, options.udp_timeout, OPENING) * hz
+            alive &= np.uint32(now) - values["seen"] < limits
         numbers, counts = np.unique(keys["protocol"][alive], return_counts=True)
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
             found[Protocol(number).name] += count

@@ -328,7 +328,7 @@ class Ebpf:
 
     def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
         del table
-        return open_flows(self.maps.maps)
+        return open_flows(self.maps.maps, self.options, self.gc.clock(), self.hz)
 
     def abandon(self, table: ServiceTable) -> None:
         """Without backends, no socket of the node has its datagrams translated; answers under way still are."""
