@@ -70,18 +70,26 @@ def connections_by_backend(values: NDArray[Any], services: frozenset[int]) -> di
     return dict(zip(ids.tolist(), counts.tolist(), strict=True))
 
 
-def open_flows(maps: Mapping[str, Map], options: Options, now: int, hz: int) -> Counter[str]:
-    """How many flows are not over, by the name of their protocol; `now` is the time of time stamps, in jiffies.
+def forget_half_open(maps: Mapping[str, Map], options: Options, now: int, hz: int) -> None:
+    """Delete half-open flows that are idle; `now` is the time of time stamps, in jiffies.
 
-    Nothing is deleted from the tables of half-open flows, so those count that had a packet lately.
+    The collector leaves these tables alone, because they forget by themselves. But without new flows nothing in them
+    makes way, and a socket that gets the port of an earlier one would go on with its flow.
     """
+    for family in (4, 6):
+        table = maps[f"half_open{family}"]
+        keys, values = flow_arrays(table, family)
+        limits = np.where(keys["protocol"] == Protocol.UDP, options.udp_timeout, OPENING) * hz
+        idle = np.uint32(now) - values["seen"] >= limits
+        table.delete_batch(keys[idle])
+
+
+def open_flows(maps: Mapping[str, Map]) -> Counter[str]:
+    """How many flows are not over, by the name of their protocol."""
     names, found = abi_constants(), Counter[str]()
     for table, family in itertools.product(("flows", "half_open"), (4, 6)):
         keys, values = flow_arrays(maps[f"{table}{family}"], family)
         alive = (values["flags"] & (names["FLOW_REPLY"] | names["FLOW_OTHERS"]) == 0) & ~is_over(values["flags"])
-        if table == "half_open":
-            limits = np.where(keys["protocol"] == Protocol.UDP, options.udp_timeout, OPENING) * hz
-            alive &= np.uint32(now) - values["seen"] < limits
         numbers, counts = np.unique(keys["protocol"][alive], return_counts=True)
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
             found[Protocol(number).name] += count

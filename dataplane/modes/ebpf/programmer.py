@@ -60,7 +60,7 @@ from dataplane.modes.ebpf.edges import (
 )
 from dataplane.modes.ebpf.events import Journal, Reader
 from dataplane.modes.ebpf.failover import Failover
-from dataplane.modes.ebpf.flows import FlowGC, open_flows
+from dataplane.modes.ebpf.flows import FlowGC, forget_half_open, open_flows
 from dataplane.modes.ebpf.gone import Mark, collect, is_gone
 from dataplane.modes.ebpf.layouts import Record
 from dataplane.modes.ebpf.maps import Larger, MapSet, open_pinned_maps
@@ -328,7 +328,8 @@ class Ebpf:
 
     def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
         del table
-        return open_flows(self.maps.maps, self.options, self.gc.clock(), self.hz)
+        forget_half_open(self.maps.maps, self.options, self.gc.clock(), self.hz)
+        return open_flows(self.maps.maps)
 
     def abandon(self, table: ServiceTable) -> None:
         """Without backends, no socket of the node has its datagrams translated; answers under way still are."""
