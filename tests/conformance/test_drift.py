@@ -31,14 +31,16 @@ def unhooked(pins: str, interfaces: str) -> str:
     return f"if ls {{pins}}/link_{pins}* >/dev/null 2>&1; then {DETACH % pins}; else {UNHOOK % interfaces}; fi"
 
 
+REMOVE = ("sh", "-c", "rm -rf {pins} || true")  # the agent may make some of them again meanwhile
+
 # What somebody else does, by mode; `{pins}` is the folder of pins.
 ACCIDENTS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "ebpf": {
-        "pins-removed": (("rm", "-r", "{pins}"),),
+        "pins-removed": (REMOVE,),
         "pods-detached": (("sh", "-c", unhooked("pod", "veth")),),
         "uplinks-detached": (("sh", "-c", unhooked("uplink", "eth")),),
         "sockets-detached": (("sh", "-c", DETACH % "cgroup"),),
-        "everything": (("sh", "-c", DETACH % ""), ("rm", "-r", "{pins}")),
+        "everything": (("sh", "-c", DETACH % ""), REMOVE),
     },
     "nftables": {
         "ruleset-flushed": (("nft", "flush", "ruleset"),),
