@@ -22,7 +22,16 @@ from enum import Enum, auto
 from typing import Final
 
 from controller.agent.draining import Draining
-from controller.agent.modes import clean_others, collect, left_here, open_first, open_for_draining, outlived, take_over
+from controller.agent.modes import (
+    clean_others,
+    collect,
+    forget_connections,
+    left_here,
+    open_first,
+    open_for_draining,
+    outlived,
+    take_over,
+)
 from controller.serving.protocol import ModeStatus
 from controller.settings.config import Config
 from dataplane.errors import DataplaneError, Unsupported
@@ -192,6 +201,7 @@ class ActiveMode:
             time.sleep(ANSWERS_SECONDS)
             for mode, count in clean_others(self.choice.effective, (name,), self.config.options).items():
                 log.info("removed %d things that mode %s had left here", count, mode)
+            forget_connections(self.choice.effective)
             self._alone()
 
         self._removal = threading.Thread(target=remove, name="clean", daemon=True)

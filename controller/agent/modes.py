@@ -178,16 +178,25 @@ def take_over(
 
     if others:
         clean(tuple(name for name in others if name not in later))
+    if others or drained:
+        threading.Thread(target=forget_connections, args=(effective,), name="forget", daemon=True).start()
     if not later:
         return None
-    if not open_mode(effective).conntrack:
-        from dataplane.kernel.conntrack import forget_ended
-
-        threading.Thread(target=forget_ended, name="forget", daemon=True).start()
     timer = threading.Timer(DRAIN_SECONDS, clean, (later,))
     timer.name, timer.daemon = "take-over", True
     timer.start()
     return timer
+
+
+def forget_connections(effective: str) -> None:
+    """Under a mode that does not translate by conntrack, let that forget connections that are over.
+
+    New ones may have the same ports at both ends, and would be taken for these when conntrack is at work again.
+    """
+    if not open_mode(effective).conntrack:
+        from dataplane.kernel.conntrack import forget_ended
+
+        forget_ended()
 
 
 def left_here(effective: str, options: Options) -> tuple[str, ...]:

@@ -123,6 +123,27 @@ def test_the_mode_changes_under_load(start: Callable[[str], Agent], file: File, 
         bench.settle(service, {"pod2"}, family)
 
 
+def test_a_connection_has_the_ports_of_one_that_ended_in_another_mode(
+    start: Callable[[str], Agent], file: File, lab: Lab
+):
+    """Conntrack remembers that one for two minutes, and is at work again when its mode is back."""
+    works("ebpf", lab)
+    agent = start("nftables")
+    bench = Bench(lab, agent, itertools.count(1))
+    service = bench.service("pod2")
+    with bench.connect("node", service.vip(V4), V4, 45_000) as first:
+        first_reply = ask_tcp(first, close=True)
+        assert first.recv(1) == b""
+    file.mode("ebpf")
+    serves(agent, "ebpf")
+    eventually(lambda: left_of("nftables", lab) is None, 30, "mode nftables was not removed")
+    with bench.connect("node", service.vip(V4), V4, first_reply.peer[1]) as second:
+        assert ask_tcp(second).peer == first_reply.peer
+        file.mode("nftables")
+        serves(agent, "nftables")
+        assert ask_tcp(second).peer == first_reply.peer
+
+
 def _missing(mode: str, lab: Lab) -> bool:
     try:
         works(mode, lab)
