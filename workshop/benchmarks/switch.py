@@ -24,6 +24,7 @@ from workshop.benchmarks.kit import Result, Target, lab, say
 from workshop.lab.agent import Agent
 from workshop.lab.network import Lab
 
+MODES: Final = tuple(available_modes())
 SECONDS: Final = 4.0  # of the loads before and after a switch, each
 TCP, UDP, BACKENDS = 8080, 5353, ("pod2", "pod3")
 WEB, DNS, WEB_NODE, DNS_NODE = "10.96.0.10", "10.96.0.11", 30_080, 30_053
@@ -84,7 +85,7 @@ def measure() -> Result:
 def _working(made: Lab) -> list[str]:
     """The modes that work on this machine. Logs what the others lack."""
     works = []
-    for mode in available_modes():
+    for mode in MODES:
         with made.inside("node"):
             missing = open_mode(mode).probe(Options(cgroup=str(made.cgroup)))
         if missing:

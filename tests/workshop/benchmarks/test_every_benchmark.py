@@ -58,7 +58,9 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "soak": {"soak": {**CLUSTER, "SECONDS": 2.0, "CONNECTIONS": 50, "CHANGES": 20, "SAMPLES": 8}},
     "start": {"start": {**CLUSTER, "RUNS": {"ebpf": 1}}},
     "stream": {"stream": {**ROUNDS, "SECONDS": 0.05}},
+    "switch": {"switch": {"MODES": ("ebpf", "nftables"), "SECONDS": 1.0}},
     "tail": {"tail": {**ROUNDS, "SIZES": (5, 10)}, "connections": {"SECONDS": 0.05}},
+    "upgrade": {"upgrade": {**ROUNDS, "FLOWS": 1000}},
 }  # fmt: skip
 MARKS = {
     "connections": [pytest.mark.long],  # the clients of `mode_connections`
@@ -68,6 +70,7 @@ MARKS = {
     "memory": [pytest.mark.long],  # the start and the figures of `relists`
     "nft_change": [pytest.mark.long],
     "nft_start": [pytest.mark.long],
+    "upgrade": [pytest.mark.long],  # tests/modes/ebpf/test_other_layouts.py
     "passing": [pytest.mark.long],  # the loops of `established`
     "tail": [pytest.mark.long],  # the clients of `connections`
     "ipvs_change": [pytest.mark.kernel("ip_vs"), pytest.mark.core(long=True)],
