@@ -333,6 +333,7 @@ class Ebpf:
 
     def abandon(self, table: ServiceTable) -> None:
         """Without backends, no socket of the node has its datagrams translated; answers under way still are."""
+        self.others.known = frozenset()  # they serve on: their entries are not judged by an empty table
         self.sync(ServiceTable({}, msgspec.structs.replace(table.node, service_cidrs=())))
 
     def export_flows(self) -> Flows:
