@@ -276,6 +276,8 @@ struct node {
 	__u32 trace_services[4]; /* zeros: any */
 	__u32 trace_client[4];	 /* zeros: any */
 	__s32 half_open; /* pairs in `flows` that are not established; user space counts them again now and then */
+	__u32 draining;	 /* non-zero while no new flow may begin: there are no frontends then */
+	__u32 pad;
 };
 
 /* Settings that are constants of the loaded programs (.rodata). One struct, because the compiler does not keep the

@@ -5,6 +5,7 @@
 #include "count.h"
 #include "hash.h"
 #include "maps.h"
+#include "node.h"
 #include "packet.h"
 
 /* Where a packet or socket goes of which nothing is remembered yet. */
@@ -37,12 +38,22 @@ INLINE __u64 lookup_frontend(const __u32 *address, __be16 port, __u8 protocol, c
 	return value ? READ_ONCE(*value) : 0;
 }
 
+/* While the mode drains, no flow begins. */
+INLINE bool is_draining(void)
+{
+	struct node *self = this_node();
+
+	return self && READ_ONCE(self->draining);
+}
+
 /* The frontend's value, 0 when there is none. An element that was recycled for another key meanwhile is looked up
  * again. */
 INLINE __u64 find_frontend(const __u32 *address, __be16 port, __u8 protocol, const bool v6)
 {
 	__u32 tag = frontend_tag(address, port, protocol, v6);
 
+	if (is_draining())
+		return 0;
 #pragma unroll
 	for (int i = 0; i < 2; i++) {
 		__u64 value = lookup_frontend(address, port, protocol, v6);

@@ -78,7 +78,6 @@ from dataplane.modes.ebpf.pins import (
 from dataplane.modes.ebpf.programs import Loader, Programs, missing_datapaths, put_datapaths, teach_namespace
 from dataplane.modes.ebpf.resizer import MapResizer
 from dataplane.modes.ebpf.store import ForeignEntries, Store
-from dataplane.modes.ebpf.writer import remove_frontends
 from dataplane.netfilter import relays
 from dataplane.reports import EbpfStatus, Ejection, ExplainAnswer, Fill, MapUsage, PacketEvent, Status, TrafficRow
 from dataplane.table import EMPTY, Entry, NodeNetwork, ServiceTable, family_of
@@ -111,7 +110,7 @@ def drain(options: Options) -> bool:
         os.close(hold(folder, f"the eBPF maps at {folder}"))
         row = maps["node"].view(layout.dtype_of("node"))
         row["cidr4_count"] = row["cidr6_count"] = 0
-        remove_frontends(maps)
+        row["draining"] = 1
     finally:
         for known in maps.values():
             known.close()
@@ -195,6 +194,7 @@ class Ebpf:
         self.sockets = attach.Sockets(self.folder, options)
         self.resizer = MapResizer(self.maps, sizes.bounds(options), self._load, self._use, self._take_larger_maps, wake)
         self.nearly_full: dict[str, str] = {}  # map -> message
+        self._draining = False
         self._others_looks = 0
         self.audit_repairs = 0
         self.unrepaired: tuple[str, ...] = ()
@@ -293,6 +293,7 @@ class Ebpf:
             self.table = table
             self._unprogrammed, self._failed = frozenset(plan.unfit), frozenset()
             if not self._attached or moved:
+                self.maps.view("node")["draining"] = self._draining
                 self._attach()
                 self._take_over()
                 self.gc.hurry()  # and look for what others began meanwhile
@@ -318,13 +319,11 @@ class Ebpf:
             self.others.look(self.table)
 
     def drain(self, table: ServiceTable) -> None:
-        """Without frontends no flow begins; rows of backends follow the table for the flows that name them."""
+        """No flow begins any more. The maps follow the table: flows go on, and whoever serves next finds all rows."""
+        self._draining = True
         node = msgspec.structs.replace(table.node, service_cidrs=())
         self.sync(msgspec.structs.replace(table, node=node))
-        try:
-            self.store.writer.stop_new_flows()
-        except (DataplaneError, OSError) as error:
-            raise SyncError(f"the frontends could not be removed: {error}") from error
+        self.maps.view("node")["draining"] = self._draining
 
     def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
         del table

@@ -57,7 +57,6 @@ class MapWriter:
 
     def __init__(self, maps: MapSet, hz: int) -> None:
         self._maps = maps
-        self._draining = False
         self.hz = hz  # jiffies per second, for affinity times
         self.rows = self._open_rows()
         self.service_addresses = CountingFilter(maps.view("service_addresses"))
@@ -114,16 +113,9 @@ class MapWriter:
             if not cidrs:
                 self.source_ranges.allow(service, family, cidrs)
 
-    def stop_new_flows(self) -> None:
-        """Have no frontends from now on, so that no flow begins. Packets to them are looked at: flows there go on."""
-        self._draining = True
-        remove_frontends(self._maps.maps)
-
     def insert(self, keys: Iterable[Key], frontends: Mapping[Key, tuple[int, int]]) -> list[Key]:
         """Write these of the frontends; returns those for which the map had no room."""
         left: list[Key] = []
-        if self._draining:
-            return left
         for family, chosen in _by_family(keys):
             rows, words = frontend_rows(chosen, family)
             targets = np.array([frontends[key] for key in chosen], dtype=np.uint64)
@@ -168,13 +160,6 @@ class MapWriter:
         gone = sorted((family_of(address), address, 0, 0) for address in {*former} - {*addresses})
         for family, keys in _by_family(gone):
             self._maps.maps[f"frontends{family}"].delete_batch(frontend_rows(keys, family)[0])
-
-
-def remove_frontends(maps: Mapping[str, Map]) -> None:
-    """Nothing is translated, refused or dropped any more that is no known flow."""
-    for family in (4, 6):
-        frontends = maps[f"frontends{family}"]
-        frontends.delete_batch(frontends.items(layout.frontend_dtype(family), np.dtype(np.uint64))[0])
 
 
 def _by_family(keys: Iterable[Key]) -> Iterator[tuple[int, list[Key]]]:
