@@ -194,7 +194,7 @@ class Ebpf:
         self.sockets = attach.Sockets(self.folder, options)
         self.resizer = MapResizer(self.maps, sizes.bounds(options), self._load, self._use, self._take_larger_maps, wake)
         self.nearly_full: dict[str, str] = {}  # map -> message
-        self._draining = False
+        self._draining = self._leaving = False
         self._others_looks = 0
         self.audit_repairs = 0
         self.unrepaired: tuple[str, ...] = ()
@@ -287,7 +287,8 @@ class Ebpf:
             if plan.probes_changed:
                 self.failover.services_changed(self.store)
             if self.store.gone_datagram_backends:
-                self.gc.disconnect(self.store.gone_datagram_backends)
+                if not self._leaving:
+                    self.gc.disconnect(self.store.gone_datagram_backends)
                 self.store.gone_datagram_backends = []
             moved = table.node.primary != self.table.node.primary
             self.table = table
@@ -331,7 +332,11 @@ class Ebpf:
         return open_flows(self.maps.maps)
 
     def abandon(self, table: ServiceTable) -> None:
-        """Without backends, no socket of the node has its datagrams translated; answers under way still are."""
+        """Without backends, no socket of the node has its datagrams translated; answers under way still are.
+
+        Sockets that are connected to a backend know it by its own address, and go on without us.
+        """
+        self._leaving = True
         self.others.known = frozenset()  # they serve on: their entries are not judged by an empty table
         self.sync(ServiceTable({}, msgspec.structs.replace(table.node, service_cidrs=())))
 
