@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.kernel.bpf import Map
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.edges import SourceRanges
 from dataplane.modes.ebpf.lower import ANY, FRONTEND_ADDRESS, FRONTEND_NODE_PORTS, Key
