@@ -307,7 +307,16 @@ def test_an_agent_killed_at_any_step_is_resumed_by_the_next(ladder: Ladder, step
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("step", ["Carry take_links 1", "Carry _enter 1", "Table copy 7", "Carry _enter 2"])
+@pytest.mark.parametrize(
+    "step",
+    [
+        "Carry _enter 1",
+        *(
+            pytest.param(one, marks=pytest.mark.long)
+            for one in ("Carry take_links 1", "Table copy 7", "Carry _enter 2")
+        ),
+    ],
+)
 def test_an_agent_of_the_former_version_takes_over_from_one_that_was_killed(ladder: Ladder, step: str) -> None:
     with idle_flows(ladder) as ask_all, under_load(ladder) as tallies:
         goes_on(tallies, SOME)

@@ -24,7 +24,7 @@ NAME = "lab.example"
 SYNC = 1.0  # seconds that a kube-proxy takes
 
 
-@pytest.fixture(params=["iptables", "nftables"])
+@pytest.fixture(params=[pytest.param("iptables", marks=pytest.mark.long), "nftables"])  # the other: test_takeover.py
 def node(mode: str, request: pytest.FixtureRequest) -> Iterator[Node]:
     with new_lab(3, 1) as lab:
         route_services(lab)

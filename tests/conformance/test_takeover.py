@@ -25,7 +25,7 @@ from .kit import UDP, as_terminating, eventually
 UDP_SECONDS = 10  # after which a conversation is over
 
 
-@pytest.fixture(params=["iptables", "nftables"])
+@pytest.fixture(params=["iptables", pytest.param("nftables", marks=pytest.mark.long)])
 def node(mode: str, request: pytest.FixtureRequest) -> Iterator[Node]:
     """kube-proxy serves all Services, and no agent runs."""
     with new_lab(3, 1) as lab:
