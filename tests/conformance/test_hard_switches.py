@@ -1,0 +1,287 @@
+"""Switches that come in quick succession, fail, or meet with a change of the node: no flow notices.
+
+Ordinary switches are in tests/controller/test_switch_command.py and test_flows_over_a_switch.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from controller.agent.modes import open_mode
+from dataplane.errors import DataplaneError
+from dataplane.mode import Options
+from tests.loads import goes_on
+from workshop.lab.network import Lab
+from workshop.lab.traffic import Tally, ask_tcp, ask_udp, load, meanwhile
+
+from .conftest import bench_of, new_lab, route_services, serve
+from .kit import PATIENCE, UDP, V4, V6, Bench, Service, attached, eventually, forget_connections
+from .test_rows import target_of
+
+MODES = ("ebpf", "nftables", "iptables", "userspace")  # those that need no module of the kernel's that few load
+UDP_ENDS_SOON = ("--conntrack-udp-timeout", f"{5 * PATIENCE:g}s", "--conntrack-udp-timeout-stream", f"{5 * PATIENCE:g}s")
+PAUSE = 0.05  # seconds between two questions on each open flow
+SIX = ("nftables", "ebpf", "iptables", "userspace", "iptables", "ebpf")
+# Every ordered pair of four modes, and eight of them again: A > B > A, A > B > C > A.
+TWENTY = (
+    "nftables", "ebpf", "iptables", "ebpf", "userspace", "ebpf", "nftables", "iptables", "nftables", "userspace",
+    "nftables", "ebpf", "userspace", "iptables", "userspace", "nftables", "iptables", "ebpf", "iptables", "ebpf",
+)  # fmt: skip
+
+
+@dataclass
+class Node:
+    """A lab, its Services, and the agent."""
+
+    bench: Bench
+    web: Service
+    dns: Service
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with new_lab(3, 1) as made:
+        route_services(made)
+        serve(made)
+        yield made
+
+
+@pytest.fixture
+def node(lab: Lab) -> Iterator[Node]:
+    """An agent in mode ebpf that serves."""
+    forget_connections(lab)
+    bench = bench_of(lab, "ebpf", UDP_ENDS_SOON)
+    web = bench.service("pod2", "pod3", "remote1", outside=True, settle=False)
+    dns = bench.service("pod2", "pod3", "remote1", protocol="UDP", port=53, target=UDP, outside=True, settle=False)
+    with bench.agent.serving():
+        yield Node(bench, web, dns)
+        print(f"--- log of the agent\n{bench.agent.tail(300)}")
+    for path in (*bench.agent.manifests.iterdir(), bench.agent.log):
+        path.unlink(missing_ok=True)
+
+
+# Flows
+
+
+@dataclass
+class Flow:
+    """A conversation; `ask` is a question and its answer, and returns who gave it."""
+
+    name: str
+    ask: Callable[[], str]
+    backend: str = ""
+    asked: int = 0
+    failed: str = ""
+
+    def once(self) -> None:
+        self.asked += 1
+        began = time.monotonic()
+        try:
+            backend = self.ask()
+        except OSError as error:
+            self.failed = f"{error!r} at question {self.asked}, {time.monotonic() - began:.2f} s after it"
+            return
+        if self.backend not in {"", backend}:
+            self.failed = f"{backend} answers question {self.asked}, not {self.backend}"
+        self.backend = backend
+
+
+def tcp_flow(bench: Bench, stack: ExitStack, place: str, target: tuple[str, int], family: int) -> Flow:
+    connection = stack.enter_context(bench.connect(place, target, family, timeout=5))
+    return Flow(f"TCP from {place} to {target}", lambda: ask_tcp(connection).pod)
+
+
+def udp_flow(
+    bench: Bench, stack: ExitStack, place: str, target: tuple[str, int], family: int, *, connected: bool
+) -> Flow:
+    client = stack.enter_context(bench.socket(place, family, socket.SOCK_DGRAM, timeout=5))
+    if connected:
+        client.connect(target)
+
+    def ask() -> str:
+        answer, source = ask_udp(client, None if connected else target)
+        if source != target:
+            raise ConnectionError(f"an answer from {source}")
+        return answer.pod
+
+    return Flow(f"{'connected' if connected else 'unconnected'} UDP from {place} to {target}", ask)
+
+
+def cohort(node: Node, stack: ExitStack, family: int, title: str) -> list[Flow]:
+    """Flows that begin now: of a pod, of the node, from outside."""
+    bench, made = node.bench, []
+    for place, kind in (("pod1", "cluster"), ("node", "cluster"), ("client", "nodeport")):
+        made.append(tcp_flow(bench, stack, place, target_of(bench, node.web, kind, family), family))
+        for connected in (True, False):
+            target = target_of(bench, node.dns, kind, family)
+            made.append(udp_flow(bench, stack, place, target, family, connected=connected))
+    for flow in made:
+        flow.name = f"{flow.name}, since {title}"
+    return made
+
+
+@dataclass
+class Traffic:
+    """Flows that go on, each set in a thread of its own, and new connections."""
+
+    node: Node
+    stack: ExitStack
+    tallies: dict[str, Tally]
+    flows: list[Flow] = field(default_factory=list)
+    stop: threading.Event = field(default_factory=threading.Event)
+    threads: list[threading.Thread] = field(default_factory=list)
+
+    def begin(self, title: str) -> None:
+        """Open flows more. They have their first answers."""
+        family = (V4, V6)[len(self.threads) % 2]
+        made = cohort(self.node, self.stack, family, title)
+        for flow in made:
+            flow.once()
+        self.flows += made
+        self.threads.append(threading.Thread(target=self._go_on, args=(made,)))
+        self.threads[-1].start()
+
+    def _go_on(self, flows: Sequence[Flow]) -> None:
+        while not self.stop.wait(PAUSE * PATIENCE):
+            for flow in flows:
+                if not flow.failed:
+                    flow.once()
+
+    def goes_on(self, answers: int = 3) -> None:
+        """Wait until each flow has had so many answers more, and each load of new connections."""
+        goals = [flow.asked + answers + 1 for flow in self.flows]
+        goes_on(self.tallies, answers)
+        eventually(
+            lambda: all(flow.failed or flow.asked >= goal for flow, goal in zip(self.flows, goals, strict=True)),
+            30, "flows wait for answers",
+        )  # fmt: skip
+        self.check()
+
+    def check(self) -> None:
+        """Nothing has failed up to now."""
+        assert [f"{flow.name}: {flow.failed}" for flow in self.flows if flow.failed] == []
+        assert {name: tally.report() for name, tally in self.tallies.items() if tally.failed} == {}
+
+    def end(self) -> None:
+        self.stop.set()
+        for thread in self.threads:
+            thread.join()
+
+
+@contextmanager
+def traffic(node: Node) -> Iterator[Traffic]:
+    """New connections of a pod, the node and outside; flows are begun by the test. None of it may fail."""
+    tallies, clients = {}, []
+    for place, family in itertools.product(("pod1", "node", "client"), (V4, V6)):
+        target = target_of(node.bench, node.web, "nodeport" if place == "client" else "cluster", family)
+        tally = tallies[f"new connections from {place} to {target}"] = Tally()
+        clients.append(
+            partial(load, "connections", (family, target), tally=tally, rate=30 / PATIENCE**2, concurrency=2,
+                    timeout=10.0 * PATIENCE, open_socket=partial(node.bench.lab.socket, place))
+        )  # fmt: skip
+    with ExitStack() as stack, meanwhile(clients):
+        made = Traffic(node, stack, tallies)
+        try:
+            yield made
+        finally:
+            made.end()
+    made.check()
+
+
+# The agent
+
+
+def switch(bench: Bench, mode: str, *arguments: str) -> dict[str, object]:
+    done = bench.agent.command("switch", mode, *arguments, "-o", "json", "--admin-socket", str(bench.agent.socket))
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, object] = json.loads(done.stdout)
+    return answer
+
+
+def alone(bench: Bench, mode: str) -> bool:
+    """Whether nothing is left of any other mode than this one."""
+    found = []
+    with bench.lab.inside("node"):
+        for name in MODES:
+            try:
+                view = open_mode(name).look(Options(cgroup=str(bench.lab.cgroup)), {})
+            except DataplaneError:
+                return False  # it is being removed
+            if view is not None:
+                found.append(name)
+                view.close()
+    return found == [mode]
+
+
+def inventory(bench: Bench) -> dict[str, Counter[str]]:
+    """Everything on the node that a mode may have made, in words; of ports that the kernel chose, how many there are."""
+    lab = bench.lab
+
+    def words(*argv: str) -> Counter[str]:
+        text = "\n".join(line for line in lab.run("node", list(argv)).stdout.splitlines() if line[:1] != "#")
+        return Counter(re.findall(r"[^\s,{}]+", re.sub(r"\[\d+:\d+\]|\b(3[3-9]|[4-6]\d)\d{3}\b", "NUMBER", text)))
+
+    ebpf = bench.agent.running_status().dataplane.ebpf
+    return {
+        "programs": Counter(attached=attached(lab)),
+        "pins": Counter(path.name for path in Path(ebpf.pins).parent.rglob("*")) if ebpf else Counter(),
+        "nft": words("nft", "-s", "list", "ruleset"),
+        "legacy": words("iptables-legacy-save") + words("ip6tables-legacy-save"),
+        "links": words("ip", "-br", "link"),
+        "addresses": words("ip", "-br", "address"),
+        "rules": words("ip", "rule"),
+        "local": words("ip", "route", "show", "table", "local"),
+        "sockets": words("ss", "-Hlntu"),
+    }
+
+
+def differences(then: Mapping[str, Counter[str]], now: Mapping[str, Counter[str]]) -> dict[str, object]:
+    """What came, and what is gone."""
+    return {what: (now[what] - words, words - now[what]) for what, words in then.items() if now[what] != words}
+
+
+# One after the other
+
+
+def settled(bench: Bench, mode: str) -> None:
+    """Wait until the mode serves, and serves alone."""
+    if mode != bench.agent.running_status().mode.effective:
+        switch(bench, mode)
+    bench.agent.wait(lambda status: not status.draining, 60, "alone")
+    eventually(lambda: alone(bench, mode), 20, f"something other than mode {mode} is here")
+
+
+@pytest.mark.parametrize(("modes", "looked_at"), [
+    pytest.param(SIX, ("ebpf",), id="6"), pytest.param(TWENTY, MODES[::-1], id="20", marks=pytest.mark.long),
+])  # fmt: skip
+def test_one_switch_after_the_other(node: Node, modes: Sequence[str], looked_at: Sequence[str]) -> None:
+    """Each comes before a mode that was left has ended; many go back to one that drains. Then nothing is left of it."""
+    bench, fresh = node.bench, {}
+    for mode in ("iptables", *looked_at):  # iptables-nft leaves its tables, empty: let them be here already
+        settled(bench, mode)
+        fresh[mode] = inventory(bench)
+    with traffic(node) as clients:
+        clients.begin("the start")
+        clients.goes_on()
+        for number, mode in enumerate(modes, 1):
+            switch(bench, mode)
+            clients.begin(f"switch {number} to {mode}")
+            clients.goes_on()
+            assert bench.agent.running_status().mode.effective == mode
+    for mode in looked_at[::-1]:
+        settled(bench, mode)
+        eventually(lambda mode=mode: not differences(fresh[mode], inventory(bench)), 5,
+                   lambda mode=mode: f"in mode {mode}: {differences(fresh[mode], inventory(bench))}")  # fmt: skip
