@@ -106,6 +106,7 @@ class ActiveMode:
         self._alone = alone
         self._previous = config
         self._failed: dict[str, str] = {}  # modes that could not do what was asked of them, and why
+        self._unopened: set[str] = set()  # modes that were left here and are to drain, but could not be opened yet
         self._open_mode = contextlib.ExitStack()
         self._take_over: threading.Timer | None = None
         self._removal: threading.Thread | None = None
@@ -147,6 +148,7 @@ class ActiveMode:
         if self.phase is Phase.SERVING and isinstance(self.programmer, Drains):
             self.draining.keep(self.programmer)
             self._open_mode.pop_all()
+        self._unopened.clear()
         self._on(Input.REPLACED)
         self._previous, self.config, self._failed = self.config, config, {}
         before = self.choice.effective
@@ -173,11 +175,19 @@ class ActiveMode:
         self.draining.timeout = self.config.drain_seconds
         for name in left_here(effective, options):
             self._drain(name, table)
-        self._take_over = take_over(effective, options, self._alone, drained=self.draining.names)
+        drained = self.draining.names | self._unopened
+        self._take_over = take_over(effective, options, self._alone, drained=drained)
         threading.Thread(target=collect, args=(options,), name="collect", daemon=True).start()
+
+    def maintain(self, table: ServiceTable) -> None:
+        """What modes that were left need once a second."""
+        for name in list(self._unopened):
+            self._drain(name, table)
+        self.draining.maintain(table)
 
     def _drain(self, name: str, table: ServiceTable) -> None:
         """Of a mode that was left, begin to drain it if its flows would end with it; otherwise it need not be open."""
+        self._unopened.discard(name)
         try:
             if not outlived(name, self.choice.effective):
                 if name not in self.draining.names and (found := open_for_draining(name, self.config.options)):
@@ -188,7 +198,9 @@ class ActiveMode:
         except Unsupported as error:
             log.debug("mode %s has left nothing: %s", name, error)  # it cannot run here
         except (DataplaneError, OSError) as error:
-            log.warning("flows of mode %s cannot drain: %s", name, error)
+            log.warning("mode %s cannot drain yet, trying again: %s", name, error)
+            self._unopened.add(name)
+            return
         self.draining.release(name)
 
     def remove_drained(self, name: str) -> None:

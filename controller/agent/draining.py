@@ -14,7 +14,7 @@ from typing import Final
 
 from controller.errors import ControllerError
 from controller.serving.protocol import DrainingMode, described
-from dataplane.errors import DataplaneError
+from dataplane.errors import DataplaneError, Unsupported
 from dataplane.flows import HandOver
 from dataplane.handover import hand_over
 from dataplane.mode import Drains, Programmer
@@ -32,7 +32,8 @@ class _Left:
 
     programmer: Programmer
     since: float | None = None  # monotonic; None: it is kept in case that the next mode cannot serve
-    table: ServiceTable = EMPTY  # the newest that it was given
+    table: ServiceTable = EMPTY  # the newest that it was to drain by
+    drains: bool = False  # by that table; else it is tried again
     flows: Mapping[str, int] = field(default_factory=dict)  # by protocol, as counted last
     over: bool = False
 
@@ -63,19 +64,32 @@ class Draining:
         return frozenset(self._left)
 
     def start(self, name: str, table: ServiceTable) -> None:
-        """Let a mode that is held open take no new flows.
+        """Let a mode that is held open take no new flows. A failure is logged, and `maintain` tries it again.
 
         Raises:
-            DataplaneError, OSError: it still may.
+            Unsupported: it cannot run here.
         """
         left = self._left[name]
-        assert isinstance(left.programmer, Drains)
-        left.programmer.drain(table)
-        left.table, left.since = table, time.monotonic()
-        log.info("mode %s takes no new flows, and serves those that it has until they are over", name)
+        left.since = time.monotonic()
+        self._drain(name, left, table)
         if self._thread is None:
             self._thread = threading.Thread(target=self._count_on, name="drain", daemon=True)
             self._thread.start()
+
+    def _drain(self, name: str, left: _Left, table: ServiceTable) -> None:
+        assert isinstance(left.programmer, Drains)
+        left.table, began = table, not left.drains
+        left.drains = False
+        try:
+            left.programmer.drain(table)
+        except Unsupported:
+            raise
+        except (DataplaneError, OSError) as error:
+            log.warning("mode %s, which was left, may still take new flows, trying again: %s", name, error)
+            return
+        left.drains = True
+        if began:
+            log.info("mode %s takes no new flows, and serves those that it has until they are over", name)
 
     def maintain(self, table: ServiceTable) -> None:
         """What an open mode needs once a second. A failure is logged and tried again."""
@@ -83,9 +97,8 @@ class Draining:
             if left.since is None:
                 continue
             try:
-                if left.table is not table and isinstance(left.programmer, Drains):
-                    left.programmer.drain(table)
-                    left.table = table
+                if left.table is not table or not left.drains:
+                    self._drain(name, left, table)
                 left.programmer.maintain()
             except (DataplaneError, OSError) as error:
                 log.warning("maintenance of mode %s, which drains, failed: %s", name, error)
@@ -104,7 +117,7 @@ class Draining:
             DataplaneError, OSError: what has not been moved goes on draining.
         """
         left = self._left.get(name)
-        if left is None or left.since is None:
+        if left is None or not left.drains:
             raise ControllerError(f"mode {name} does not drain")
         with self._lock:
             done = hand_over(left.programmer, serving, table, max_lost)
@@ -180,6 +193,6 @@ class Draining:
         except (DataplaneError, OSError) as error:
             log.warning("flows of mode %s, which drains, cannot be counted: %s", name, error)
             return
-        left.over = late or not any(left.flows.values())
+        left.over = late or (left.drains and not any(left.flows.values()))
         if left.over:
             self._ended(name)

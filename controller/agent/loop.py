@@ -298,7 +298,7 @@ class Agent:
                 self._sync()
             if self.maintenance.run(enabled=self.syncer.ready_seconds is not None):
                 self.syncer.hand_over()
-                self.mode.draining.maintain(self.syncer.builder.table)
+                self.mode.maintain(self.syncer.builder.table)
                 self.syncer.flush_log()
                 self._trim_memory()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -14,7 +14,8 @@ from controller.agent.active_mode import TRANSITIONS, ActiveMode, Input, Phase
 from controller.agent.modes import Opened
 from controller.serving.protocol import ModeStatus
 from controller.settings.config import Config
-from dataplane.errors import Unsupported
+from dataplane.errors import DataplaneError, Unsupported
+from dataplane.table import EMPTY, ServiceTable
 
 ORDER = ("good", "fallback")
 
@@ -24,6 +25,24 @@ class Programmer:
 
     def close(self) -> None:
         self.closed = True
+
+
+class LeftMode(Programmer):
+    """A mode that drains, and has flows."""
+
+    name = "left"
+
+    def drain(self, table: ServiceTable) -> None:
+        pass
+
+    def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
+        return {"TCP": 1}
+
+    def abandon(self, table: ServiceTable) -> None:
+        pass
+
+    def maintain(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -113,3 +132,54 @@ def test_each_opening_is_reported(broken: set[str]) -> None:
     report: Callable[[ModeStatus], None] = opened.append
     new_mode(report).open()
     assert [choice.effective for choice in opened] == ["fallback"]
+
+
+def test_a_mode_before_that_cannot_be_opened_to_drain_is_tried_again(
+    mode: ActiveMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody removes it meanwhile."""
+    answers: list[Any] = [DataplaneError("not now"), DataplaneError("nor now"), LeftMode()]
+    left_alone: list[Collection[str]] = []
+
+    def open_for_draining(*_: object) -> Programmer:
+        if isinstance(answer := answers.pop(0), DataplaneError):
+            raise answer
+        return answer
+
+    def take_over(*_: object, drained: Collection[str]) -> None:
+        left_alone.append(drained)
+
+    monkeypatch.setattr(active_mode, "left_here", lambda *_: ("left",))
+    monkeypatch.setattr(active_mode, "outlived", lambda *_: False)
+    monkeypatch.setattr(active_mode, "open_for_draining", open_for_draining)
+    monkeypatch.setattr(active_mode, "take_over", take_over)
+    monkeypatch.setattr(active_mode, "collect", lambda *_: None)
+    mode.programmed()
+    mode.take_over(EMPTY)
+    assert left_alone == [{"left"}]
+    assert mode.draining.names == frozenset()
+    mode.maintain(EMPTY)
+    mode.maintain(EMPTY)
+    assert [row.mode for row in mode.draining.rows()] == ["left"]
+    mode.maintain(EMPTY)
+    mode.close()
+
+
+def test_a_mode_before_that_is_chosen_again_is_not_opened_to_drain(
+    mode: ActiveMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_for_draining(*_: object) -> None:
+        tries.append(1)
+        raise DataplaneError("not now")
+
+    tries: list[int] = []
+    monkeypatch.setattr(active_mode, "left_here", lambda *_: ("left",))
+    monkeypatch.setattr(active_mode, "outlived", lambda *_: False)
+    monkeypatch.setattr(active_mode, "open_for_draining", open_for_draining)
+    monkeypatch.setattr(active_mode, "take_over", lambda *_, drained: None)
+    monkeypatch.setattr(active_mode, "collect", lambda *_: None)
+    mode.programmed()
+    mode.take_over(EMPTY)
+    assert mode.replace(config("left")) is None
+    mode.maintain(EMPTY)
+    assert tries == [1]

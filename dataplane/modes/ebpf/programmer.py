@@ -322,9 +322,9 @@ class Ebpf:
     def drain(self, table: ServiceTable) -> None:
         """No flow begins any more. The maps follow the table: flows go on, and whoever serves next finds all rows."""
         self._draining = True
+        self.maps.view("node")["draining"] = True  # first: the mode that serves may have room for what we have not
         node = msgspec.structs.replace(table.node, service_cidrs=())
         self.sync(msgspec.structs.replace(table, node=node))
-        self.maps.view("node")["draining"] = self._draining
 
     def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
         del table
