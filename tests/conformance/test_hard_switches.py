@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.agent.modes import open_mode
+from controller.agent.modes import left_here, open_mode
 from dataplane.errors import DataplaneError
 from dataplane.mode import Options
 from tests.loads import goes_on
@@ -32,7 +32,12 @@ from .kit import PATIENCE, UDP, V4, V6, Bench, Service, attached, eventually, fo
 from .test_rows import target_of
 
 MODES = ("ebpf", "nftables", "iptables", "userspace")  # those that need no module of the kernel's that few load
-UDP_ENDS_SOON = ("--conntrack-udp-timeout", f"{5 * PATIENCE:g}s", "--conntrack-udp-timeout-stream", f"{5 * PATIENCE:g}s")
+UDP_ENDS_SOON = (
+    "--conntrack-udp-timeout",
+    f"{5 * PATIENCE:g}s",
+    "--conntrack-udp-timeout-stream",
+    f"{5 * PATIENCE:g}s",
+)
 PAUSE = 0.05  # seconds between two questions on each open flow
 SIX = ("nftables", "ebpf", "iptables", "userspace", "iptables", "ebpf")
 # Every ordered pair of four modes, and eight of them again: A > B > A, A > B > C > A.
@@ -223,11 +228,11 @@ def alone(bench: Bench, mode: str) -> bool:
             if view is not None:
                 found.append(name)
                 view.close()
-    return found == [mode]
+        return found == [mode] and not left_here(mode, Options(cgroup=str(bench.lab.cgroup)))
 
 
 def inventory(bench: Bench) -> dict[str, Counter[str]]:
-    """Everything on the node that a mode may have made, in words; of ports that the kernel chose, how many there are."""
+    """Everything on the node that a mode may have made, in words; ports that the kernel chose are counted."""
     lab = bench.lab
 
     def words(*argv: str) -> Counter[str]:
@@ -256,11 +261,17 @@ def differences(then: Mapping[str, Counter[str]], now: Mapping[str, Counter[str]
 # One after the other
 
 
+def open_flows(bench: Bench) -> str:
+    """The flows that are not over."""
+    listed = bench.agent.command("flows", "-o", "json", "--admin-socket", str(bench.agent.socket)).stdout
+    return "\n".join(str(row) for row in json.loads(listed) if row["state"] != "closed")
+
+
 def settled(bench: Bench, mode: str) -> None:
     """Wait until the mode serves, and serves alone."""
     if mode != bench.agent.running_status().mode.effective:
         switch(bench, mode)
-    bench.agent.wait(lambda status: not status.draining, 60, "alone")
+    eventually(lambda: not bench.agent.running_status().draining, 10, lambda: f"still open: {open_flows(bench)}")
     eventually(lambda: alone(bench, mode), 20, f"something other than mode {mode} is here")
 
 
