@@ -260,7 +260,7 @@ nothing before that, and may be interrupted. In the other modes they go on witho
 examples:
   hybrid-proxy takeover --dry-run          what would be removed, and how many flows need it
   hybrid-proxy takeover
-  hybrid-proxy takeover --now              does not wait: connections that began at kube-proxy's rules may end
+  hybrid-proxy takeover --now              does not wait: moves flows that began at kube-proxy's rules to us
 """
 
 _LAB: Final = """
@@ -408,7 +408,11 @@ def parser() -> argparse.ArgumentParser:
         _output(changing)
     takeover = command("takeover", "remove what a kube-proxy left here, when its last flow is over", _TAKEOVER)
     takeover.add_argument("--dry-run", action="store_true", help="say what would be removed, and change nothing")
-    takeover.add_argument("--now", action="store_true", help="do not wait for flows that began at kube-proxy's rules")
+    takeover.add_argument("--now", action="store_true", help="move flows that began at kube-proxy's rules to us")
+    takeover.add_argument(
+        "--max-lost", type=int, default=0, metavar="N",
+        help="with --now: how many flows may end because they cannot be moved; with more, nothing is done (default: 0)",
+    )  # fmt: skip
     _admin(takeover)
     _folders(takeover)
     _output(takeover)

@@ -231,10 +231,19 @@ class TranslatingMode(NetfilterMode):
         delete_translated({key: None for key in frontends(table) if key[2] != Protocol.TCP})
 
     def conntrack_flows(self, table: ServiceTable) -> Flows:
-        from dataplane.kernel.conntrack_flows import translated  # numpy takes 20 MB, of which only this has use
+        return translated_flows(table)
 
-        own = {ip_address(address).packed for address in (*table.node.addresses, "127.0.0.1", "::1")}
-        return translated(frontends(table), own)
+
+def translated_flows(table: ServiceTable) -> Flows:
+    """The flows to the table's frontends that conntrack translates, and that are not over, by whoever's rules.
+
+    Raises:
+        OSError, DataplaneError: conntrack cannot be read.
+    """
+    from dataplane.kernel.conntrack_flows import translated  # numpy takes 20 MB, of which only this has use
+
+    own = {ip_address(address).packed for address in (*table.node.addresses, "127.0.0.1", "::1")}
+    return translated(frontends(table), own)
 
 
 def frontends(table: ServiceTable) -> dict[Key, None]:

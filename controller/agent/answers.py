@@ -24,7 +24,9 @@ from controller.serving import protocol as p
 from controller.serving.health import Health
 from controller.serving.http_handlers import HttpHandlers
 from dataplane.errors import DataplaneError
+from dataplane.handover import TranslatesByMaps, from_conntrack
 from dataplane.mode import PacketEvents
+from dataplane.netfilter import translated_flows
 from dataplane.table import Kind, ServiceTable
 
 ANSWER_SECONDS: Final = 30.0
@@ -95,9 +97,21 @@ class Answers:
             case p.HandOverFlows(mode, max_lost):
                 done = self.mode.draining.hand_over(mode, programmer, self.syncer.builder.table, max_lost)
                 return p.HandOverAnswer(dict(done.moved), dict(done.left))
+            case p.TakeFlows(max_lost):
+                return self._take_flows(max_lost)
             case p.DrainNode(on):
                 self.health.leaving = on
                 return p.DrainAnswer(_outer_addresses(self.syncer.builder.table))
+
+    def _take_flows(self, max_lost: int) -> p.HandOverAnswer:
+        programmer, table = self.mode.programmer, self.syncer.builder.table
+        if not isinstance(programmer, TranslatesByMaps):
+            raise ControllerError(f"mode {self.mode.choice.effective} takes no flows: mode ebpf does")
+        done = from_conntrack(translated_flows(table), programmer, max_lost)
+        if done.lost > max_lost:
+            reasons = ", ".join(f"{count}: {reason}" for reason, count in done.left.items())
+            raise ControllerError(f"{done.lost} flows still need the other proxy's rules ({reasons})")
+        return p.HandOverAnswer(dict(done.moved), dict(done.left))
 
     def _packet_events(self) -> PacketEvents:
         programmer, name = self.mode.programmer, self.mode.choice.effective

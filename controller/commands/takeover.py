@@ -21,7 +21,7 @@ from controller.agent.modes import open_mode
 from controller.commands.views import programmed
 from controller.errors import ControllerError
 from controller.serving.admin import ask
-from controller.serving.protocol import AgentStatus, GetStatus, StatusAnswer
+from controller.serving.protocol import AgentStatus, GetStatus, HandOverAnswer, StatusAnswer, TakeFlows, described
 from dataplane import kube_proxy
 from dataplane.kernel.conntrack import Key, delete_translated, open_flows
 from dataplane.kernel.other_proxies import find_other_proxies
@@ -53,7 +53,7 @@ class Takeover(msgspec.Struct, kw_only=True):
 
 def run(args: argparse.Namespace) -> int:
     """Remove what kube-proxy left, or say what would be; the exit code."""
-    agent = ask(args.admin_socket, GetStatus(), StatusAnswer).status
+    agent = _status(args)
     services = _services(args)
     found = _look(agent, services)
     if args.dry_run:
@@ -66,14 +66,20 @@ def run(args: argparse.Namespace) -> int:
         print("kube-proxy has left nothing here")
         return 0
     _refuse(agent, found.working)
-    if not args.now:
-        _wait(agent, services)
+    if args.now:
+        _move(args, agent)
+    else:
+        _wait(args, services)
     kube_proxy.remove()
-    if not open_mode(agent.mode.effective).conntrack:
+    if not _is_translated(_status(args)):
         # What is left would be sent nowhere: without rules the kernel translates nothing any more.
         delete_translated({key: None for key in services if key[2] != Protocol.TCP})
     print("\n".join(f"removed {thing}" for thing in found.remove))
     return 0
+
+
+def _status(args: argparse.Namespace) -> AgentStatus:
+    return ask(args.admin_socket, GetStatus(), StatusAnswer).status
 
 
 def _services(args: argparse.Namespace) -> Mapping[Key, None]:
@@ -102,9 +108,19 @@ def _look(agent: AgentStatus, services: Mapping[Key, None]) -> Takeover:
 
 def _need(agent: AgentStatus, services: Mapping[Key, None], *, ipvs: bool) -> Counter[str]:
     """Open flows that end with what kube-proxy left."""
-    if not open_mode(agent.mode.effective).conntrack:
+    if not _is_translated(agent):
         return open_flows(services)
     return kube_proxy.open_ipvs_connections() if ipvs else Counter()
+
+
+def _is_translated(agent: AgentStatus) -> bool:
+    """Whether conntrack goes on translating what it knows when kube-proxy's rules are gone.
+
+    The kernel translates as long as anybody has a chain of type nat. A mode of ours that drains has one, and if its
+    flows are conntrack's alone, it stays until the last that conntrack translates is over, kube-proxy's too.
+    """
+    draining = (open_mode(row.mode) for row in agent.draining)
+    return open_mode(agent.mode.effective).conntrack or any(mode.conntrack and not mode.drain for mode in draining)
 
 
 def _evidence(mode: str) -> list[str]:
@@ -132,11 +148,30 @@ def _refuse(agent: AgentStatus, working: Iterable[str]) -> None:
         raise ControllerError("the agent has not programmed all Services (`hybrid-proxy status`); nothing was changed")
 
 
-def _wait(agent: AgentStatus, services: Mapping[Key, None]) -> None:
+def _move(args: argparse.Namespace, agent: AgentStatus) -> None:
+    """Have the agent take the flows that need what kube-proxy left.
+
+    Raises:
+        ControllerError: more than may be lost cannot be moved; nothing has been removed.
+    """
+    lost = kube_proxy.open_ipvs_connections().total() if kube_proxy.find().ipvs else 0
+    if lost > args.max_lost:
+        raise ControllerError(
+            f"{lost} connections of IPVS would end, because they cannot be moved: wait for them (without --now), "
+            f"or allow it (--max-lost {lost}); nothing was changed"
+        )
+    if not _is_translated(agent):
+        moved = ask(args.admin_socket, TakeFlows(args.max_lost - lost), HandOverAnswer)
+        print(f"moved {described(moved.moved)} to mode {agent.mode.effective}")
+        for reason, count in moved.lost.items():
+            print(f"lost {count} flows: {reason}")
+
+
+def _wait(args: argparse.Namespace, services: Mapping[Key, None]) -> None:
     """Until the flows are over. Nothing is changed meanwhile, so it may be interrupted."""
     said: float = -SAY_SECONDS
     ipvs = kube_proxy.find().ipvs
-    while need := _present(_need(agent, services, ipvs=ipvs)):
+    while need := _present(_need(agent := _status(args), services, ipvs=ipvs)):
         if time.monotonic() - said >= SAY_SECONDS:
             said = time.monotonic()
             print(f"{_text(need)} still need what kube-proxy left; --now does not wait for them", file=sys.stderr)

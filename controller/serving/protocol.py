@@ -226,13 +226,30 @@ class HandOverFlows(msgspec.Struct, frozen=True, tag_field="command", tag="hand-
     max_lost: int
 
 
+class TakeFlows(msgspec.Struct, frozen=True, tag_field="command", tag="take"):
+    """Move the flows that conntrack translates by another proxy's rules to the mode that serves; else as above."""
+
+    max_lost: int
+
+
 class DrainNode(msgspec.Struct, frozen=True, tag_field="command", tag="drain"):
     """Have load balancers send nothing more to this node, or, with `on` false, send again."""
 
     on: bool
 
 
-Request = GetStatus | GetNames | GetTraffic | RunExplain | GetEvents | SetTrace | SwitchMode | HandOverFlows | DrainNode
+Request = (
+    GetStatus
+    | GetNames
+    | GetTraffic
+    | RunExplain
+    | GetEvents
+    | SetTrace
+    | SwitchMode
+    | HandOverFlows
+    | TakeFlows
+    | DrainNode
+)
 
 
 # Answers
@@ -285,7 +302,7 @@ class SwitchAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="switch"
 
 
 class HandOverAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="hand-over"):
-    """To `HandOverFlows`: the flows that were moved, by protocol, and those that ended, by the reason."""
+    """To `HandOverFlows` and `TakeFlows`: the flows that were moved, by protocol, and those that end, by the reason."""
 
     moved: dict[str, int]
     lost: dict[str, int]
