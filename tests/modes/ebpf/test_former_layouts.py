@@ -13,8 +13,10 @@ import pytest
 from dataplane.kernel.bpf import Map
 from dataplane.mode import Options
 from dataplane.modes.ebpf.carry import BRIDGE, MARK
+from dataplane.modes.ebpf.convert import Layout
 from dataplane.modes.ebpf.layout import dtype_of
 from dataplane.modes.ebpf.layouts import ARRAY, BEFORE, RECORD, recorded
+from dataplane.modes.ebpf.layouts import ours as our_layout
 from dataplane.modes.ebpf.programmer import Ebpf, clean, folder_of, former_layouts
 from dataplane.table import ServiceTable
 from tests.namespaces import new_lab
@@ -50,18 +52,27 @@ def test_pins_of_another_layout_go_when_ours_serve(options: Options) -> None:
     assert former_layouts(ours) == []
 
 
+def without_maps_of_other_sizes(folder: Path, record: Path) -> None:
+    """Some maps are made only when they are needed, so a folder need not have them all; flows are what counts."""
+    known = our_layout().maps
+    for name, shape in msgspec.json.decode(record.read_bytes(), type=Layout).maps.items():
+        if name in known and known[name][:5] != shape[:5]:
+            (folder / name).unlink()
+
+
 @pytest.mark.parametrize("name", ["abi3-00000000", *(path.stem for path in BEFORE.iterdir())])
 def test_flows_of_another_layout_go_on(options: Options, name: str, caplog: pytest.LogCaptureFixture) -> None:
     """What its maps are like stands in a record beside them or, of a version that wrote none, in one of ours."""
-    ours = serve(options)
-    flow = begin_flow(ours)
+    folder = serve(options)
+    flow = begin_flow(folder)
     if name != "abi3-00000000":
-        (ours / RECORD).unlink()
-    ours.rename(ours.with_name(name))
+        (folder / RECORD).unlink()
+        without_maps_of_other_sizes(folder, BEFORE / f"{name}.json")
+    folder.rename(folder.with_name(name))
     with caplog.at_level(logging.WARNING):
-        assert serve(options) == ours
-    assert has_flow(ours, flow)
-    assert former_layouts(ours) == []
+        assert serve(options) == folder
+    assert has_flow(folder, flow)
+    assert former_layouts(folder) == []
     assert "flows" not in caplog.text, "older kernels are warned of other things"
 
 
