@@ -25,9 +25,9 @@ from dataplane.passage import TABLE
 from dataplane.table import ServiceTable
 from workshop.lab.traffic import ask_tcp, ask_udp, meanwhile
 
+from .associations import associate
 from .conftest import STRICT, bench_of, new_lab, route_services, serve
 from .kit import PATIENCE, UDP, V4, V6, Bench, Service, attached, eventually, forget_connections, ruleset
-from .test_flows_over_a_switch import sctp_flow
 from .test_rows import target_of
 from .world import table_of
 
@@ -311,15 +311,15 @@ def test_without_a_hand_over_they_are_lost(node: Node, former: str, mode: str) -
 
 
 def test_nothing_changes_when_more_than_may_be_lost_cannot_be_moved(node: Node) -> None:
-    lab, flows = node.bench.lab, list[Flow]()
+    lab, turns = node.bench.lab, list[Callable[[], object]]()
     with lab.inside("node"), ExitStack() as stack:
 
         def begin() -> None:
-            flows.append(sctp_flow(node.bench, stack, node.services["sctp"], V4))
-            flows[0].ask()
-            flows.append(tcp_flow(node, stack, "pod1", node.services["near"].vip(V4), V4))
+            turns.append(associate(node.bench, stack, node.services["sctp"], V4))
+            turns[0]()
+            turns.append(tcp_flow(node, stack, "pod1", node.services["near"].vip(V4), V4).ask)
             time.sleep(2.5 * PATIENCE)
-            flows[0].ask()
+            turns[0]()
 
         with switched(node, "ebpf", "nftables", "host", begin) as now:
             before = survey(*now.modes)
@@ -329,5 +329,5 @@ def test_nothing_changes_when_more_than_may_be_lost_cannot_be_moved(node: Node) 
             assert survey(*now.modes) == before
             done = hand_over(*now.modes, max_lost=1)
             assert (done.moved, done.lost) == ({"TCP": 1}, 1)
-            for flow in flows:
-                flow.ask()  # the association is still the former mode's
+            for turn in turns:
+                turn()  # the association is still the former mode's

@@ -1,8 +1,8 @@
-"""The table mode x case, and the short list."""
+"""The tables mode x case and pair of modes x kind of flow, and the short list."""
 
 from __future__ import annotations
 
-from . import cases, matrix
+from . import cases, matrix, switches
 
 OLD = f"""# Title
 
@@ -42,3 +42,29 @@ def test_the_short_list_names_cases_that_exist() -> None:
     names = {f"test_row[{case.name}]" for case in cases.CASES}
     assert {f"test_row[{name}]" for name in cases.CORE} <= names
     assert len(names) == len(cases.CASES), "two cases have one name"
+
+
+SWITCHES = f"""# Title
+
+{matrix.BEGIN}
+
+| from | to | TCP | gone |
+|---|---|---|---|
+| ebpf | nftables | goes on | goes on |
+| nftables | ebpf | ends: why | - |
+
+{matrix.END}
+tail
+"""
+
+
+def test_a_run_of_one_pair_changes_its_row_alone() -> None:
+    text = switches.merge(SWITCHES, {("nftables", "ebpf"): {"TCP": "goes on", "UDP": "-"}})
+    assert [line for line in text.splitlines() if line.startswith("|")] == [
+        "| from | to | TCP | UDP |",
+        "|---|---|---|---|",
+        "| ebpf | nftables | goes on |  |",
+        "| nftables | ebpf | goes on | - |",
+    ]
+    assert text.startswith("# Title")
+    assert text.endswith("tail\n")
