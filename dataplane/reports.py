@@ -118,6 +118,7 @@ class FlowRow(msgspec.Struct, kw_only=True):
         hairpin: Whether the backend is its own client.
         direct: Whether the backend's node answers the client directly (DSR).
         fast_path: Whether its packets bypass the host's network stack.
+        idle: Whole seconds since its last packet, give or take one; for conntrack as its timeout tells.
     """
 
     mode: str = ""
@@ -131,12 +132,14 @@ class FlowRow(msgspec.Struct, kw_only=True):
     hairpin: bool | None = None
     direct: bool | None = None
     fast_path: bool | None = None
+    idle: int | None = None
 
 
 class PacketEvent(msgspec.Struct, kw_only=True):
     """What happened to one packet, as the programs reported it.
 
     Attributes:
+        mode: The mode whose programs reported it.
         number: Events are numbered from 1.
         time: Seconds since 1970.
         what: The kind of event; `trace` is a packet that someone asked to trace.
@@ -151,6 +154,7 @@ class PacketEvent(msgspec.Struct, kw_only=True):
         interface: The interface at which the packet came in or went out.
     """
 
+    mode: str = ""
     number: int
     time: float
     what: Literal["drop", "refuse", "note", "trace"]
@@ -175,8 +179,11 @@ class ExplainStep(msgspec.Struct, frozen=True):
 class ExplainAnswer(msgspec.Struct, kw_only=True):
     """What the loaded programs do with a probe packet, as `explain --live` prints it.
 
-    `backends` is the chosen one, if any; `masquerade` is whether the source address becomes the node's.
+    `backends` is the chosen one, if any; `masquerade` is whether the source address becomes the node's. `mode` is the
+    one that serves the packet: one that drains, where it knows the flow.
     """
+
+    mode: str = ""
 
     name: str = ""
     verdict: Literal["dnat", "reject", "drop", "untouched"]

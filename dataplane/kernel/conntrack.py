@@ -37,13 +37,15 @@ from dataplane.virtual_servers import Connection
 
 log = logging.getLogger(__name__)
 
-LIBERAL: Final = Path("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal")
+SETTINGS: Final = Path("/proc/sys/net/netfilter")
+LIBERAL: Final = SETTINGS / "nf_conntrack_tcp_be_liberal"
 SUBSYSTEM: Final = 1 << 8  # NFNL_SUBSYS_CTNETLINK
 GET, DELETE = SUBSYSTEM | 1, SUBSYSTEM | 2
 START: Final = NFGEN.size  # of the attributes in the body of a message
 
 # linux/netfilter/nfnetlink_conntrack.h
-CTA_TUPLE_ORIG, CTA_TUPLE_REPLY, CTA_STATUS, CTA_PROTOINFO, CTA_ID, CTA_ZONE, CTA_FILTER = 1, 2, 3, 4, 12, 18, 25
+CTA_TUPLE_ORIG, CTA_TUPLE_REPLY, CTA_STATUS, CTA_PROTOINFO, CTA_TIMEOUT = 1, 2, 3, 4, 7
+CTA_ID, CTA_ZONE, CTA_FILTER = 12, 18, 25
 CTA_TUPLE_IP, CTA_TUPLE_PROTO = 1, 2
 CTA_PROTO_NUM, CTA_PROTO_SRC_PORT, CTA_PROTO_DST_PORT = 1, 2, 3
 CTA_FILTER_ORIG_FLAGS: Final = 1
@@ -55,6 +57,8 @@ IPS_ASSURED: Final = 1 << 2
 OPENING: Final = {socket.IPPROTO_TCP: frozenset({0, 1, 2, 9}), socket.IPPROTO_SCTP: frozenset({0, 1, 2, 3})}
 CLOSED: Final = {socket.IPPROTO_TCP: frozenset({6, 7, 8}), socket.IPPROTO_SCTP: frozenset({7})}
 ENDED: Final = frozenset({7, 8})
+TCP_ESTABLISHED: Final = 3
+TIMEOUTS: Final = ("tcp_timeout_established", "tcp_timeout_unacknowledged", "udp_timeout_stream", "udp_timeout")
 
 Key = tuple[str | None, int, int]  # address (None: a node port, at any address), port, protocol number
 Place = tuple[str, int, int]  # address, port, protocol number
@@ -149,10 +153,11 @@ def flows(services: Mapping[Key, str | None], limit: int) -> tuple[list[FlowRow]
     """
     rows: list[FlowRow] = []
     total = 0
+    timeouts = {name: _timeout(name) for name in TIMEOUTS}
     for family, entry, name in translated_entries(services):
         total += 1
         if len(rows) < limit:
-            rows.append(_row(entry, family, name))
+            rows.append(_row(entry, family, name, timeouts))
     return rows, total
 
 
@@ -266,7 +271,7 @@ def _service_of(entry: Entry, family: int, services: Mapping[Key, str | None]) -
     return False, None
 
 
-def _row(entry: Entry, family: int, service: str | None) -> FlowRow:
+def _row(entry: Entry, family: int, service: str | None, timeouts: Mapping[str, int]) -> FlowRow:
     def text(address: bytes, port: bytes) -> str:
         return socket_text(socket.inet_ntop(AF[family], address), int.from_bytes(port, "big"))
 
@@ -278,7 +283,32 @@ def _row(entry: Entry, family: int, service: str | None) -> FlowRow:
         backend=text(entry.answerer, entry.answerer_port),
         source=text(entry.peer, entry.peer_port),
         state=_state(entry),
+        idle=_idle(entry, timeouts),
     )
+
+
+def _timeout(name: str) -> int:
+    try:
+        return int((SETTINGS / f"nf_conntrack_{name}").read_text())
+    except OSError:
+        return 0  # then how long flows are idle is not known
+
+
+def _idle(entry: Entry, timeouts: Mapping[str, int]) -> int | None:
+    """How much of its timeout a flow has used up: of datagrams, and of connections that are established.
+
+    The timeout is another one, and what is left of it says nothing, while TCP data wait to be acknowledged.
+    """
+    known = fields(entry)
+    left = int.from_bytes(known.get(CTA_TIMEOUT, b""), "big")
+    if entry.protocol == socket.IPPROTO_UDP:
+        status = int.from_bytes(known.get(CTA_STATUS, b""), "big")
+        idle = timeouts["udp_timeout_stream" if status & IPS_ASSURED else "udp_timeout"] - left
+    elif entry.protocol == socket.IPPROTO_TCP and stage_of(entry.protocol, known) == TCP_ESTABLISHED:
+        idle = timeouts["tcp_timeout_established"] - left if left > timeouts["tcp_timeout_unacknowledged"] else -1
+    else:
+        idle = -1
+    return idle if idle >= 0 else None
 
 
 def _state(entry: Entry) -> str:

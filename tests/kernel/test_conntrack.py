@@ -13,13 +13,14 @@ from typing import ClassVar
 
 import pytest
 
-from dataplane.kernel import conntrack
+from dataplane.kernel import conntrack, sysctl
 from dataplane.kernel.netlink import AF, BURST_MESSAGES
 from dataplane.reports import FlowRow
 from dataplane.table import Backend, BackendSet, Kind, NodeNetwork, Protocol, ServiceTable, socket_text
 from dataplane.virtual_servers import Connection
 from tests import namespaces
 from tests.tables import Front, entry_of
+from tests.waiting import until
 
 pytestmark = pytest.mark.root
 V4, V6 = socket.AF_INET, socket.AF_INET6
@@ -194,12 +195,25 @@ class TestFlows:
         backend = socket_text(OLD[V4], TARGET)
         assert mine == FlowRow(
             service="a/dns:dns", protocol="UDP", client=mine.client, frontend=f"{VIP[V4]}:{PORT}",
-            backend=backend, source=mine.client, state="opening",
+            backend=backend, source=mine.client, state="opening", idle=mine.idle,
         )  # fmt: skip
         assert {row.frontend for row in rows} == {
             socket_text(VIP[V4], PORT), socket_text(VIP[V6], PORT),
             socket_text(NODE[V4], NODE_PORT), socket_text(NODE[V6], NODE_PORT),
         }  # fmt: skip
+
+    def test_idle_is_what_a_flow_has_used_of_its_timeout(self):
+        with socket.create_server((OLD[V4], TARGET)) as server, contextlib.ExitStack() as stack:
+            rules(OLD)
+            client = stack.enter_context(socket.create_connection((VIP[V4], PORT), timeout=20))
+            answered = stack.enter_context(server.accept()[0])
+            send(V4, VIP[V4], PORT)
+            until(lambda: all((row.idle or 0) >= 1 for row in conntrack.flows(self.SERVICES, 9)[0]), "time passes")
+            assert [row.idle < 20 for row in conntrack.flows(self.SERVICES, 9)[0]] == [True, True]
+            sysctl.write("net/netfilter/nf_conntrack_tcp_timeout_established", "200")  # less than unacknowledged data's
+            client.sendall(b"?")
+            assert answered.recv(1) == b"?"
+            assert [row.idle for row in conntrack.flows(self.SERVICES, 9)[0] if row.protocol == "TCP"] == [None]
 
     def test_the_limit_bounds_rows_and_not_the_count(self):
         rules(OLD)

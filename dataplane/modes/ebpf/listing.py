@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
-from dataplane.kernel.bpf import Map
+from dataplane.kernel.bpf import Map, Object, run_on_packet
+from dataplane.kernel.grace import jiffies_per_second
 from dataplane.mode import belongs
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.flows import flow_arrays
 from dataplane.modes.ebpf.traffic import Traffic, counts_of, traffic_of
 from dataplane.reports import BackendRow, FlowRow, ServiceRow, TrafficCounts, TrafficRow
 from dataplane.table import Protocol, socket_text
+
+CLOCK: Final = "read_clock"  # of bpf/inspect.bpf.c
 
 Maps = Mapping[str, Map]
 Names = Mapping[int, str]
@@ -161,8 +164,10 @@ def traffic(counted: Traffic, maps: Maps, names: Names, *, by_backend: bool) -> 
 
 
 def _flows(maps: Maps, names: Names, limit: int) -> tuple[list[FlowRow], int]:
+    """Of each table those first that were idle for longest."""
     rows: list[FlowRow] = []
     total = 0
+    now, hz = _clock(maps), jiffies_per_second()
     constants = layout.abi_constants()
     hidden = constants["FLOW_REPLY"] | constants["FLOW_OTHERS"]
     for family in (4, 6):
@@ -170,9 +175,28 @@ def _flows(maps: Maps, names: Names, limit: int) -> tuple[list[FlowRow], int]:
             keys, values = flow_arrays(maps[f"{table}{family}"], family)
             forward = np.flatnonzero(values["flags"] & hidden == 0)
             total += len(forward)
-            shown = forward[: max(0, limit - len(rows))].tolist()
-            rows += [_flow(keys[position], values[position], family, state, names) for position in shown]
+            idle = (np.uint32(now) - values["seen"]).astype(np.int32) // hz
+            order = forward[np.argsort(-idle[forward], kind="stable")]
+            for position in order[: max(0, limit - len(rows))].tolist():
+                row = _flow(keys[position], values[position], family, state, names)
+                row.idle = max(0, int(idle[position]))
+                rows.append(row)
     return rows, total
+
+
+def _clock(maps: Maps) -> int:
+    """The time of time stamps, which only a program can read."""
+    loaded = Object(layout.OBJECTS / "inspect.bpf.o")
+    try:
+        for name in maps:
+            loaded.share(name, maps[name])
+        for name in loaded.program_names:
+            if name != CLOCK:
+                loaded.leave_out(name)
+        loaded.load()
+        return run_on_packet(loaded.program(CLOCK), bytes(64))[0]
+    finally:
+        loaded.close()
 
 
 def _flow(key: Any, value: Any, family: int, state: str, names: Names) -> FlowRow:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import socket
+from typing import Final
+
 from dataplane.kernel.conntrack import flows
 from dataplane.kernel.ipset import Ipsets
-from dataplane.kernel.ipvs import Ipvs
-from dataplane.kernel.netlink import NetlinkFailed
+from dataplane.kernel.ipvs import Ipvs, connections
+from dataplane.kernel.netlink import AF, NetlinkFailed
 from dataplane.mode import belongs
 from dataplane.modes.ipvs.lower import PREFIX, set_name
 from dataplane.reports import BackendRow, FlowRow, ServiceRow
 from dataplane.table import Protocol, socket_text
 from dataplane.virtual_servers import Config, Destination, Element, Load, Server, Value
+
+ALL: Final = 1 << 30
 
 
 class Programmed:
@@ -78,14 +83,22 @@ class Programmed:
         ]
 
     def flows(self, limit: int) -> tuple[list[FlowRow], int]:
-        """Conntrack knows them, because IPVS keeps it up to date."""
+        """Conntrack knows them, because IPVS keeps it up to date, and those of other modes, which IPVS does not."""
         names: dict[tuple[str | None, int, int], str | None] = {
             (server.address, server.port, protocol): name or None
             for (name, _, protocol), servers in self._ports.items()
             for server in servers
             if not server.mark
         }
-        return flows(names, limit)
+        known = {
+            (each.protocol, *(
+                socket_text(socket.inet_ntop(AF[each.family], address), int.from_bytes(port, "big"))
+                for address, port in ((each.client, each.client_port), (each.address, each.port))
+            ))
+            for each in connections()
+        }  # fmt: skip
+        rows = [row for row in flows(names, ALL)[0] if (Protocol[row.protocol], row.client, row.frontend) in known]
+        return rows[:limit], len(rows)
 
     def close(self) -> None:
         """It was read when it was made."""

@@ -19,10 +19,20 @@ from dataplane.kernel.ipset import Ipsets
 from dataplane.kernel.ipvs import Ipvs as VirtualServers
 from dataplane.kernel.local_routes import LocalRoutes
 from dataplane.mode import Options
-from dataplane.modes.ipvs.programmer import DRAIN_SECONDS, Ipvs, clean, drain, probe
+from dataplane.modes.ipvs.programmer import DRAIN_SECONDS, Ipvs, clean, drain, look, probe
 from dataplane.modes.ipvs.rules import ours
 from dataplane.modes.ipvs.writer import DEVICE
-from dataplane.table import EMPTY, Backend, BackendSet, Kind, Masquerade, NodeNetwork, Protocol, ServiceTable
+from dataplane.table import (
+    EMPTY,
+    Backend,
+    BackendSet,
+    Kind,
+    Masquerade,
+    NodeNetwork,
+    Protocol,
+    ServiceTable,
+    socket_text,
+)
 from dataplane.virtual_servers import Server
 from tests import namespaces
 from tests.nft import nft
@@ -185,7 +195,7 @@ def test_a_connection_that_this_node_opens_meanwhile_outlives_the_mode(home: Non
         ip.route("add", dst="10.96.0.0/12", oif=ip.link_lookup(ifname="lo")[0])
     with (
         socket.create_server(("10.1.0.11", 8080)) as listener,
-        socket.create_connection(("10.96.0.1", 80), 5),
+        socket.create_connection(("10.96.0.1", 80), 5) as before,
         listener.accept()[0],
     ):
         nft("add table ip other; add chain ip other out { type nat hook output priority -100; }")
@@ -193,6 +203,13 @@ def test_a_connection_that_this_node_opens_meanwhile_outlives_the_mode(home: Non
         agent.drain(served)
         with socket.create_connection(("10.96.0.1", 80), 5) as client, listener.accept()[0] as there:
             assert agent.open_flows(served) == {"TCP": 1}, "of IPVS alone"
+            view = look(Options(), {})
+            assert view is not None
+            rows, total = view.flows(9)
+            assert [(row.client, row.backend) for row in rows] == [
+                (socket_text(*before.getsockname()), "10.1.0.11:8080")
+            ], "which conntrack cannot tell from the other"
+            assert total == 1
             assert client.getsockname()[0] == "10.1.0.11"
             agent.close()
             clean(Options())
