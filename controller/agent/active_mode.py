@@ -83,6 +83,7 @@ class ActiveMode:
     Args:
         alone: called when other modes take no new flows any more, or are gone; from any thread.
         drained: called with the name of a mode that was left when its last flow is over: `remove_drained`; as `alone`.
+        report: called with reason and note of an event about what drains; as `alone`.
     """
 
     programmer: Programmer
@@ -96,9 +97,10 @@ class ActiveMode:
         *,
         alone: Callable[[], None],
         drained: Callable[[str], None],
+        report: Callable[[str, str], None],
     ) -> None:
         self.config = config
-        self.draining = Draining(drained)
+        self.draining = Draining(drained, report)
         self.phase = Phase.STARTING
         self.former: str | None = None  # the mode before the last replacement by another one
         self._request_maintenance = request_maintenance

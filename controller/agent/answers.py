@@ -88,9 +88,11 @@ class Answers:
             case p.RunExplain(packets):
                 return p.ExplainAnswers([programmer.explain(packet) for packet in packets])
             case p.GetEvents(after):
-                return p.EventsAnswer(*self._packet_events().packet_events(after))
+                mode, reports = self._packet_events()
+                silent = sorted({self.mode.choice.effective, *self.mode.draining.names} - {mode})
+                return p.EventsAnswer(*reports.packet_events(after), mode, silent)
             case p.SetTrace(service, client, seconds):
-                self._packet_events().trace(service, client, seconds)
+                self._packet_events()[1].trace(service, client, seconds)
                 return p.TraceAnswer()
             case p.SwitchMode(mode):
                 return self.switch(mode)
@@ -113,11 +115,13 @@ class Answers:
             raise ControllerError(f"{done.lost} flows still need the other proxy's rules ({reasons})")
         return p.HandOverAnswer(dict(done.moved), dict(done.left))
 
-    def _packet_events(self) -> PacketEvents:
-        programmer, name = self.mode.programmer, self.mode.choice.effective
-        if not isinstance(programmer, PacketEvents):
-            raise ControllerError(f"mode {name} does not report what happens to packets; mode ebpf does")
-        return programmer
+    def _packet_events(self) -> tuple[str, PacketEvents]:
+        """The mode that reports packet events: the one that serves, or one that drains."""
+        name = self.mode.choice.effective
+        for programmer in (self.mode.programmer, *self.mode.draining.programmers):
+            if isinstance(programmer, PacketEvents):
+                return programmer.name, programmer
+        raise ControllerError(f"mode {name} does not report what happens to packets; mode ebpf does")
 
     def _status(self) -> p.AgentStatus:
         syncer, source, drift = self.syncer, self.source, self.health.drift

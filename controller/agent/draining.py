@@ -35,6 +35,8 @@ class _Left:
     table: ServiceTable = EMPTY  # the newest that it was to drain by
     drains: bool = False  # by that table; else it is tried again
     flows: Mapping[str, int] = field(default_factory=dict)  # by protocol, as counted last
+    first: Mapping[str, int] | None = None  # as counted first
+    counters: dict[str, int] = field(default_factory=dict)
     over: bool = False
 
 
@@ -43,15 +45,20 @@ class Draining:
 
     Args:
         ended: called once with the name of a mode whose last flow is over, or whose time is; from another thread.
+        report: called with reason and note of an event when a mode begins to drain, and at its end; from any thread.
     """
 
-    def __init__(self, ended: Callable[[str], None]) -> None:
+    def __init__(self, ended: Callable[[str], None], report: Callable[[str, str], None]) -> None:
         self.timeout = 0.0  # seconds that a mode may drain, 0: as long as it has flows
-        self._ended = ended
+        self._ended, self._report = ended, report
         self._left: dict[str, _Left] = {}
         self._lock = threading.Lock()  # of `_left` and of counting: nothing is closed while it is counted
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+
+    def _tell(self, reason: str, note: str) -> None:
+        log.info("%s", note)
+        self._report(reason, note)
 
     def keep(self, programmer: Programmer) -> None:
         """Hold it open: it serves until the next mode does."""
@@ -63,6 +70,11 @@ class Draining:
         """The modes that are held open."""
         return frozenset(self._left)
 
+    @property
+    def programmers(self) -> list[Programmer]:
+        """Theirs."""
+        return [left.programmer for left in self._left.values()]
+
     def start(self, name: str, table: ServiceTable) -> None:
         """Let a mode that is held open take no new flows. A failure is logged, and `maintain` tries it again.
 
@@ -70,7 +82,7 @@ class Draining:
             Unsupported: it cannot run here.
         """
         left = self._left[name]
-        left.since = time.monotonic()
+        left.since = left.since or time.monotonic()
         self._drain(name, left, table)
         if self._thread is None:
             self._thread = threading.Thread(target=self._count_on, name="drain", daemon=True)
@@ -100,6 +112,7 @@ class Draining:
                 if left.table is not table or not left.drains:
                     self._drain(name, left, table)
                 left.programmer.maintain()
+                left.counters = left.programmer.counters()
             except (DataplaneError, OSError) as error:
                 log.warning("maintenance of mode %s, which drains, failed: %s", name, error)
 
@@ -124,7 +137,7 @@ class Draining:
             if done.lost > max_lost:
                 reasons = ", ".join(f"{count}: {reason}" for reason, count in done.left.items())
                 raise ControllerError(f"{done.lost} flows stay with mode {name}, which goes on draining ({reasons})")
-            left.over = True
+            left.flows, left.over = {}, True
         log.info("handed over from mode %s: %s; lost: %s", name, described(done.moved), dict(done.left) or "none")
         self._ended(name)
         return done
@@ -139,6 +152,11 @@ class Draining:
     def end(self, name: str) -> None:
         """Let others have what is left of a mode that is over, and close it. A failure is logged."""
         left = self._left[name]
+        seconds = time.monotonic() - (left.since or time.monotonic())
+        rest = f"; {described(left.flows)} end with it" if any(left.flows.values()) else ""
+        self._tell(
+            "Drained", f"mode {name} drained for {seconds:.0f} s; it began with {described(left.first or {})}{rest}"
+        )
         try:
             if isinstance(left.programmer, Drains):
                 left.programmer.abandon(left.table)
@@ -157,7 +175,7 @@ class Draining:
         """Each mode that drains."""
         now = time.monotonic()
         return [
-            DrainingMode(name, dict(left.flows), round(now - left.since, 1))
+            DrainingMode(name, dict(left.flows), round(now - left.since, 1), left.counters)
             for name, left in self._left.items()
             if left.since is not None
         ]
@@ -187,6 +205,9 @@ class Draining:
         assert left.since is not None
         try:
             left.flows = left.programmer.open_flows(left.table)
+            if left.first is None:
+                left.first = left.flows
+                self._tell("Draining", f"mode {name} drains: {described(left.flows)} go on until they are over")
             late = bool(self.timeout) and time.monotonic() - left.since >= self.timeout
             if late and any(left.flows.values()):
                 log.warning("mode %s goes, because its time to drain is over: %s end", name, described(left.flows))

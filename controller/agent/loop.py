@@ -216,6 +216,7 @@ class Agent:
         self.mode = ActiveMode(
             config, self._drift.send, self._mode_opened,
             alone=lambda: self.queue.put(_OtherModeStopped()), drained=lambda name: self.queue.put(_Drained(name)),
+            report=lambda reason, note: self.events.of_node("Normal", reason, "SwitchMode", note),
         )  # fmt: skip
         self.maintenance = Maintenance(self.mode, self.health, self.events)
         self.answers = Answers(

@@ -7,6 +7,7 @@ mean, so that its dashboards and alerts work; a metric that would mean something
 from __future__ import annotations
 
 import platform
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
@@ -19,7 +20,7 @@ from prometheus_client.registry import Collector
 
 from controller.serving.counters import FAMILIES, Counters
 from controller.serving.health import Health
-from controller.serving.protocol import AgentStatus, ApiRequests
+from controller.serving.protocol import AgentStatus, ApiRequests, DrainingMode
 from dataplane.reports import Status, TrafficCounts, TrafficRow
 
 Rows = Sequence[TrafficRow]
@@ -95,7 +96,7 @@ class _Agent(Collector):
         if status is not None:
             yield from _of_agent(status, self._counters)
             yield from _of_connection(status.requests)
-            yield from _of_dataplane(status.dataplane)
+            yield from _of_dataplane(status.dataplane, status.draining)
 
 
 def _build_info() -> Metric:
@@ -213,7 +214,7 @@ def _of_agent(status: AgentStatus, counters: Counters) -> Iterator[Metric]:
     )
 
 
-def _of_dataplane(dataplane: Status) -> Iterator[Metric]:
+def _of_dataplane(dataplane: Status, draining: list[DrainingMode]) -> Iterator[Metric]:
     unprogrammed = GaugeMetricFamily(
         "hybrid_proxy_unprogrammed", "Service ports that could not be programmed", labels=["entry"]
     )
@@ -236,7 +237,10 @@ def _of_dataplane(dataplane: Status) -> Iterator[Metric]:
         memory = {name: row.bytes for name, row in dataplane.ebpf.maps.items()}
         yield _labelled(GaugeMetricFamily("hybrid_proxy_map_bytes", "Kernel memory of a map", labels=["map"]), memory)
     events = CounterMetricFamily("hybrid_proxy_events", "Events in the programs, by reason", labels=["reason"])
-    yield _labelled(events, dataplane.counters)
+    counted = Counter(dataplane.counters)
+    for left in draining:
+        counted.update(left.counters)
+    yield _labelled(events, counted)
     yield CounterMetricFamily(
         "hybrid_proxy_audit_repairs", "Things of ours that somebody else had changed", value=dataplane.audit_repairs
     )

@@ -13,7 +13,7 @@ import msgspec
 
 from controller.kubernetes.model import KindState, Problem
 from dataplane.mode import ProbePacket
-from dataplane.reports import Ejection, ExplainAnswer, PacketEvent, Status, TrafficRow
+from dataplane.reports import Ejection, ExplainAnswer, FlowRow, PacketEvent, Status, TrafficRow
 
 # The status of an agent
 
@@ -37,11 +37,21 @@ def described(flows: Mapping[str, int]) -> str:
 
 
 class DrainingMode(msgspec.Struct, frozen=True):
-    """A mode that was left and serves the flows that it has: how many by protocol, and for how many seconds already."""
+    """A mode that was left and serves the flows that it has.
+
+    Attributes:
+        mode: Its name.
+        flows: How many flows are open, by protocol.
+        seconds: For how long it has drained; every flow is older.
+        counters: Events by reason, as of the mode that serves.
+        quiet: Open flows that were idle for longest, at most three. `status` fills it in, unless very many are open.
+    """
 
     mode: str
     flows: dict[str, int]
     seconds: float
+    counters: dict[str, int] = {}
+    quiet: list[FlowRow] = []
 
     @property
     def text(self) -> str:
@@ -284,10 +294,15 @@ class ExplainAnswers(msgspec.Struct, frozen=True, tag_field="answer", tag="expla
 
 
 class EventsAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="events"):
-    """To `GetEvents`: the events, the oldest first, and the number of the latest."""
+    """To `GetEvents`: the events, the oldest first, and the number of the latest.
+
+    `mode` reports them; `silent` are the modes that stand beside it and report nothing.
+    """
 
     events: list[PacketEvent]
     last: int
+    mode: str
+    silent: list[str]
 
 
 class TraceAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="trace"):

@@ -74,7 +74,9 @@ def mode(broken: set[str]) -> ActiveMode:
 
 
 def new_mode(opened: Callable[[ModeStatus], None]) -> ActiveMode:
-    return ActiveMode(config("good"), lambda: None, opened, alone=lambda: None, drained=lambda name: None)
+    return ActiveMode(
+        config("good"), lambda: None, opened, alone=lambda: None, drained=lambda name: None, report=lambda *_: None
+    )
 
 
 def config(mode: str) -> Config:

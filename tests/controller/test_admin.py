@@ -27,7 +27,7 @@ class _Counting(Server):
     def __init__(self, path: Path) -> None:
         self.tries: list[float] = []
         self.tried_thrice = threading.Event()
-        super().__init__(path, lambda request: EventsAnswer([], 7))
+        super().__init__(path, lambda request: EventsAnswer([], 7, "ebpf", []))
 
     def get_request(self) -> Any:
         self.tries.append(time.monotonic())
@@ -65,9 +65,9 @@ def test_accepting_rests_while_descriptors_lack(tmp_path: Path) -> None:
 
 
 def test_a_request_has_its_answer(tmp_path: Path) -> None:
-    server = Server(tmp_path / "socket", lambda request: EventsAnswer([], request.after))
+    server = Server(tmp_path / "socket", lambda request: EventsAnswer([], request.after, "ebpf", []))
     try:
-        assert ask(str(server.path), GetEvents(7), EventsAnswer) == EventsAnswer([], 7)
+        assert ask(str(server.path), GetEvents(7), EventsAnswer) == EventsAnswer([], 7, "ebpf", [])
     finally:
         server.close()
 
@@ -93,7 +93,7 @@ def test_an_agent_of_another_version_is_an_error_that_says_so(tmp_path: Path, li
 
 
 def test_a_command_of_another_version_is_refused(tmp_path: Path) -> None:
-    server = Server(tmp_path / "socket", lambda request: EventsAnswer([], 0))
+    server = Server(tmp_path / "socket", lambda request: EventsAnswer([], 0, "ebpf", []))
     try:
         with socket.socket(socket.AF_UNIX) as asker:
             asker.settimeout(10)

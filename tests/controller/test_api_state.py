@@ -52,3 +52,14 @@ def test_the_first_event_is_not_late(start: Callable[..., Served], api: ApiServe
     agent = start()
     until(lambda: api.events("Starting"), "the event", 5.0)
     assert "waits for the API server" not in agent.log.read_text()
+
+
+def test_a_switch_is_an_event_at_its_begin_and_at_its_end(start: Callable[..., Served], api: ApiServer) -> None:
+    agent = start(mode="ebpf")
+    assert agent.command("switch", "nftables", "--admin-socket", str(agent.socket)).returncode == 0
+    for reason in ("Draining", "Drained"):
+        until(lambda reason=reason: api.events(reason), f"the event {reason}", 20)
+        (event,) = api.events(reason)
+        assert (event["regarding"]["kind"], event["type"], event["action"]) == ("Node", "Normal", "SwitchMode")
+        assert "mode ebpf" in event["note"]
+        assert "no flows" in event["note"]

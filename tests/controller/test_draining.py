@@ -45,6 +45,9 @@ class Mode:
     def maintain(self) -> None:
         self.calls.append("maintain")
 
+    def counters(self) -> dict[str, int]:
+        return {"drop_empty": len(self.calls)}
+
     def links_changed(self) -> None:
         self.calls.append("links")
 
@@ -58,9 +61,14 @@ def ended() -> list[str]:
 
 
 @pytest.fixture
-def modes(ended: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Draining]:
+def told() -> list[tuple[str, str]]:
+    return []
+
+
+@pytest.fixture
+def modes(ended: list[str], told: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> Iterator[Draining]:
     monkeypatch.setattr(draining, "COUNT_SECONDS", 0.01)
-    made = Draining(ended.append)
+    made = Draining(ended.append, lambda *event: told.append(event))
     yield made
     made.close()
 
@@ -98,6 +106,36 @@ def test_its_time_is_bounded(modes: Draining, left: Mode, ended: list[str], capl
     modes.end("left")
     assert left.calls == ["abandon", "close"]
     assert "2 TCP flows end" in caplog.text
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["over", "out of time"])
+def test_begin_and_end_are_reported_with_counts(
+    modes: Draining, left: Mode, ended: list[str], told: list[tuple[str, str]], cut: bool
+) -> None:
+    modes.start("left", TABLE)
+    until(lambda: told, "its begin is reported")
+    left.flows = {"UDP": 1} if cut else {}
+    modes.timeout = 0.01 if cut else 0.0
+    until(lambda: ended, "its end is found")
+    modes.end("left")
+    (begin, began), (end, note) = told
+    assert (begin, end) == ("Draining", "Drained")
+    assert "2 TCP flows" in began
+    assert "2 TCP flows" in note
+    assert ("1 UDP flows" in note) == cut
+
+
+def test_since_when_it_drains_does_not_change_with_the_next_switch(modes: Draining, left: Mode) -> None:
+    modes.start("left", TABLE)
+    until(lambda: modes.rows()[0].seconds >= 0.3, "time passes")
+    modes.start("left", NEXT)
+    assert modes.rows()[0].seconds >= 0.3
+
+
+def test_what_it_counts_is_told(modes: Draining, left: Mode) -> None:
+    modes.start("left", TABLE)
+    modes.maintain(TABLE)
+    assert modes.rows()[0].counters == {"drop_empty": 1}
 
 
 def test_it_follows_the_table_and_the_interfaces(modes: Draining, left: Mode) -> None:

@@ -29,10 +29,13 @@ def test_ejected_backends_and_those_kept() -> None:
 
 
 def test_flows_of_a_mode_that_was_left() -> None:
-    status = agent_status(draining=[DrainingMode("ebpf", {"TCP": 12, "UDP": 3}, 40.0)])
+    left = DrainingMode("ebpf", {"TCP": 12, "UDP": 3}, 40.0, {"drop_empty": 4, "failover": 1})
+    status = agent_status(draining=[left], dataplane=dataplane(counters={"drop_empty": 2}))
     lines = generate_latest(Metrics(lambda: status).registry).decode().splitlines()
     assert 'hybrid_proxy_draining_flows{mode="ebpf",protocol="TCP"} 12.0' in lines
     assert 'hybrid_proxy_draining_flows{mode="ebpf",protocol="UDP"} 3.0' in lines
+    assert 'hybrid_proxy_events_total{reason="drop_empty"} 6.0' in lines
+    assert 'hybrid_proxy_events_total{reason="failover"} 1.0' in lines
 
 
 def test_a_mode_without_ejections() -> None:
