@@ -152,6 +152,7 @@ _FLOWS: Final = """
 examples:
   hybrid-proxy flows                       which client uses which backend through which service
   hybrid-proxy flows default/web --limit 20
+  hybrid-proxy flows --mode ebpf           what a mode that drains still has; idle for longest first
   hybrid-proxy flows -o json
 """
 
@@ -311,6 +312,7 @@ def parser() -> argparse.ArgumentParser:
             shown.add_argument("service", nargs="?", metavar="NAMESPACE/NAME", help="only this service")
         if name == "flows":
             shown.add_argument("--limit", type=int, default=1000, metavar="N", help="at most N (default: 1000)")
+            shown.add_argument("--mode", metavar="MODE", help="only those of this mode, which serves or drains")
         _admin(shown)
         _folders(shown)
         _output(shown)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from controller.errors import ControllerError
 from controller.kubernetes.model import KindState
 from controller.semantics.explain import Packet
 from controller.serving.admin import NoAgentError, ask
@@ -17,6 +19,7 @@ from controller.serving.protocol import (
     AgentStatus,
     ChangeLatency,
     ConfigurationStatus,
+    DrainingMode,
     ExplainAnswers,
     GetNames,
     GetStatus,
@@ -26,9 +29,26 @@ from controller.serving.protocol import (
     RunExplain,
     StatusAnswer,
 )  # fmt: skip
+from dataplane.errors import DataplaneError
 from dataplane.mode import Options, ProbePacket, belongs
-from dataplane.reports import BackendRow, EbpfStatus, FlowRow, MapUsage, ServiceRow, Status, TrafficCounts
-from dataplane.table import Protocol
+from dataplane.reports import (
+    BackendRow,
+    EbpfStatus,
+    ExplainAnswer,
+    ExplainStep,
+    FlowRow,
+    MapUsage,
+    ServiceRow,
+    Status,
+    TrafficCounts,
+)
+from dataplane.table import Protocol, socket_text
+
+if TYPE_CHECKING:
+    from controller.commands.views import Programmed
+
+SHOWN_FLOWS: Final = 3  # of a mode that drains
+MOST_FLOWS: Final = 10_000  # of which these are looked for
 
 
 def show(command: str, args: argparse.Namespace) -> int:
@@ -55,26 +75,32 @@ Row = ServiceRow | BackendRow | FlowRow
 def _rows(command: str, args: argparse.Namespace) -> tuple[list[Row], str]:
     from controller.commands.views import programmed
 
-    views, agent = programmed(args.admin_socket, args.pin_root, draining=command == "flows")
-    notes = [] if agent else ["no agent is running: names may be unknown"]
+    here = programmed(args.admin_socket, args.pin_root, draining=command == "flows")
+    notes = [] if here.agent else ["no agent is running: names may be unknown"]
+    if command == "flows":
+        return _flow_rows(here, args, notes), "; ".join(notes)
     rows: list[Row] = []
-    for name, view in views:
-        found: Sequence[Row]
-        match command:
-            case "flows":
-                found, total = view.flows(1 << 30 if args.service else args.limit)
-                if not args.service and total > len(found):
-                    notes.append(f"{len(found)} of {total} flows; --limit shows more")
-            case "backends":
-                found = _with_ejections(view.backends(args.service if agent else None), agent)
-            case _:
-                found = view.services()
+    for name, view in here.views:
+        found: Sequence[ServiceRow | BackendRow] = view.services()
+        if command == "backends":
+            found = _with_ejections(view.backends(args.service if here.agent else None), here.agent)
         for row in found:
             row.mode = name
         rows += found
     if args.service:
         rows = [row for row in rows if belongs(row.name if isinstance(row, ServiceRow) else row.service, args.service)]
-    return rows[: args.limit] if command == "flows" else rows, "; ".join(notes)
+    return rows, "; ".join(notes)
+
+
+def _flow_rows(here: Programmed, args: argparse.Namespace, notes: list[str]) -> list[Row]:
+    from controller.commands.views import ALL
+
+    rows, total = here.flows(ALL if args.service else args.limit, args.mode)
+    if args.service:
+        rows = [row for row in rows if belongs(row.service, args.service)]
+    elif total > args.limit:
+        notes.append(f"{args.limit} of {total} flows; --limit shows more")
+    return [*rows[: args.limit]]
 
 
 def _with_ejections(rows: list[BackendRow], agent: NamesAnswer | None) -> list[BackendRow]:
@@ -169,11 +195,27 @@ def _show_status(args: argparse.Namespace) -> int:
         status = ask(args.admin_socket, GetStatus(), StatusAnswer).status
     except NoAgentError as error:
         return _show_without_agent(args, str(error))
+    if status.draining:
+        with contextlib.suppress(ControllerError, DataplaneError, OSError):  # a mode may end while it is read
+            status = _with_quiet_flows(args, status)
     if args.output == "json":
         _print_json(status)
     else:
         print("\n".join(_status_lines(status)))
     return 0
+
+
+def _with_quiet_flows(args: argparse.Namespace, status: AgentStatus) -> AgentStatus:
+    """What somebody who waits for the end of a mode may close."""
+    from controller.commands.views import ALL, programmed
+
+    draining = []
+    with contextlib.closing(programmed(args.admin_socket, args.pin_root, draining=True)) as here:
+        for left in status.draining:
+            few = sum(left.flows.values()) <= MOST_FLOWS
+            rows = [row for row in here.flows(ALL, left.mode)[0] if row.state != "closed"] if few else []
+            draining.append(msgspec.structs.replace(left, quiet=rows[:SHOWN_FLOWS]))
+    return msgspec.structs.replace(status, draining=draining)
 
 
 def _show_without_agent(args: argparse.Namespace, reason: str) -> int:
@@ -210,7 +252,7 @@ def _status_lines(status: AgentStatus) -> Iterable[str]:
     if status.mode.reason:
         yield f"  {status.mode.requested} was asked for: {status.mode.reason}"
     for left in status.draining:
-        yield f"  mode {left.mode} drains since {left.seconds:.0f} s: {left.text} are open"
+        yield from _draining_lines(left)
     if status.leaving:
         yield "  load balancers are told to send nothing to this node (`hybrid-proxy drain --off` ends that)"
     if status.error:
@@ -237,6 +279,21 @@ def _status_lines(status: AgentStatus) -> Iterable[str]:
         yield from (f"  conflict: {service}: {message}" for message in conflicts)
 
 
+def _draining_lines(left: DrainingMode) -> Iterable[str]:
+    since = time.strftime("%H:%M:%S UTC", time.gmtime(time.time() - left.seconds))
+    listed = f"; `hybrid-proxy flows --mode {left.mode}` lists them" if left.quiet else ""
+    yield f"  mode {left.mode} drains for {left.seconds:.0f} s, since {since}: {left.text} are open{listed}"
+    for row in left.quiet:
+        idle = "" if row.idle is None else f"idle for {row.idle} s: "
+        yield f"    {idle}{row.protocol} {row.client} -> {row.frontend}, backend {row.backend}, of {row.service or '-'}"
+    if any(left.counters.values()):
+        yield f"    events: {_counters_text(left.counters)}"
+
+
+def _counters_text(counters: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in counters.items() if value) or "none yet"
+
+
 def _latency_text(change: ChangeLatency) -> str:
     if change.p50 is None or change.p99 is None:
         return ""
@@ -254,8 +311,7 @@ def _dataplane_lines(dataplane: Status) -> Iterable[str]:
         yield f"  traffic is counted for each backend, in {ebpf.traffic_bytes / 1e6:.1f} MB of kernel memory"
     if ebpf:
         yield from _map_lines(ebpf.maps)
-    counters = (f"{name} {value}" for name, value in dataplane.counters.items() if value)
-    yield f"  events: {', '.join(counters) or 'none yet'}"
+    yield f"  events: {_counters_text(dataplane.counters)}"
     if ebpf and ebpf.probes.targets:
         yield f"  probes: {ebpf.probes.targets} backends are asked, {ebpf.probes.down} of them are down"
     for row in ebpf.ejections if ebpf else ():
@@ -307,9 +363,13 @@ def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
         ProbePacket(p.src, p.dst, p.port, Protocol[p.protocol.upper()], p.source_class, args.source_port)
         for p in packets
     ]
-    rows = ask(args.admin_socket, RunExplain(probes), ExplainAnswers).answers
+    agent = ask(args.admin_socket, GetNames(), NamesAnswer)
+    known = _flows_of_drained(args, packets, agent)
+    asked = [probe for packet, probe in zip(packets, probes, strict=True) if packet not in known]
+    answers = iter(ask(args.admin_socket, RunExplain(asked), ExplainAnswers).answers if asked else ())
+    rows = [_as_drained(known[packet], agent) if packet in known else next(answers) for packet in packets]
     for packet, row in zip(packets, rows, strict=True):
-        row.name = packet.name
+        row.name, row.mode = packet.name, row.mode or agent.mode
     if args.output == "json":
         _print_json(rows if args.flows else rows[0])
         return 0
@@ -317,8 +377,41 @@ def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
         print(f"{packet.src} -> {packet.dst} port {packet.port}/{packet.protocol}: {row.verdict}")
         for number, step in enumerate(row.steps, 1):
             print(f"  {number:2}. {step.text}")
+        if agent.draining and row.mode == agent.mode:
+            drains = " and ".join(agent.draining)
+            print(f"  mode:     {row.mode}; flows that {drains} has stay there (--source-port says which one is meant)")
         if row.service:
             print(f"  service:  {row.service}")
         if row.backends:
             print(f"  backend:  {row.backends[0]}")
     return 0
+
+
+def _flows_of_drained(args: argparse.Namespace, packets: list[Packet], agent: NamesAnswer) -> dict[Packet, FlowRow]:
+    """The flows that packets belong to, of modes that drain."""
+    if not agent.draining or not args.source_port:
+        return {}
+    from controller.commands.views import ALL, programmed
+
+    with contextlib.closing(programmed(args.admin_socket, draining=True)) as here:
+        rows = [row for mode in agent.draining for row in here.flows(ALL, mode)[0] if row.state != "closed"]
+    flows = {(row.protocol, row.client, row.frontend): row for row in rows}
+    found = {}
+    for packet in packets:
+        client, frontend = socket_text(packet.src, args.source_port), socket_text(packet.dst, packet.port)
+        if (flow := flows.get((packet.protocol.upper(), client, frontend))) is not None:
+            found[packet] = flow
+    return found
+
+
+def _as_drained(flow: FlowRow, agent: NamesAnswer) -> ExplainAnswer:
+    text = f"Mode {flow.mode}, which drains, has this flow until it is over. New ones go to mode {agent.mode}."
+    return ExplainAnswer(
+        mode=flow.mode,
+        verdict="dnat",
+        backends=[flow.backend] if flow.backend else [],
+        masquerade=flow.source != flow.client,
+        service=flow.service,
+        reason=text,
+        steps=[ExplainStep("flow", text)],
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from collections import Counter
@@ -12,7 +13,7 @@ from typing import Final
 import msgspec
 
 from controller.agent.modes import open_mode
-from controller.commands.views import programmed
+from controller.commands.views import ALL, programmed
 from controller.errors import ConfigError, ControllerError
 from controller.serving.admin import ask
 from controller.serving.protocol import (
@@ -34,7 +35,6 @@ from dataplane.reports import FlowRow
 SERVE_SECONDS: Final = 60.0  # until another mode has programmed its first table
 LOOK_SECONDS: Final = 0.2
 COUNT_SECONDS: Final = 1.0
-ALL: Final = 1 << 30
 
 
 class Switched(msgspec.Struct, frozen=True):
@@ -177,14 +177,10 @@ def _drain(args: argparse.Namespace) -> int:
 def _open_flows(args: argparse.Namespace, counts: Callable[[FlowRow], bool]) -> Mapping[str, int]:
     """How many open flows there are that count, by protocol."""
     found: Counter[str] = Counter()
-    views, _ = programmed(args.admin_socket, draining=True)
-    for name, view in views:
-        rows, _ = view.flows(ALL)
-        for row in rows:
-            row.mode = name
+    with contextlib.closing(programmed(args.admin_socket, draining=True)) as here:
+        for row in here.flows(ALL)[0]:
             if row.state != "closed" and counts(row):
                 found[row.protocol] += 1
-        view.close()
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from controller.agent.modes import open_mode
 from controller.errors import ControllerError
@@ -11,8 +11,12 @@ from controller.serving.admin import NoAgentError, ask
 from controller.serving.protocol import GetNames, NamesAnswer
 from controller.settings.config import available_modes
 from dataplane.errors import DataplaneError, Unsupported
+from dataplane.kernel import conntrack
 from dataplane.mode import Options, View, belongs
-from dataplane.reports import BackendRow, ServiceRow
+from dataplane.reports import BackendRow, FlowRow, ServiceRow
+from dataplane.table import Protocol
+
+ALL: Final = 1 << 30
 
 
 class Programmed(NamedTuple):
@@ -29,9 +33,56 @@ class Programmed(NamedTuple):
         """A row for each backend of each service port, or of this one's alone (see `View.backends`)."""
         return [row for _, view in self.views for row in view.backends(of)]
 
+    def flows(self, limit: int, of: str | None = None) -> tuple[list[FlowRow], int]:
+        """At most `limit` flows of each mode, or of one alone, and how many there are; those of modes that drain first.
+
+        In conntrack the mode that serves sees flows of others, too: they are listed once.
+
+        Raises:
+            ControllerError: the one mode has nothing here.
+        """
+        names = [name for name, _ in self.views]
+        if of not in (None, *names):
+            raise ControllerError(f"mode {of} has no flows here; there are those of {', '.join(names)}")
+        rows: list[FlowRow] = []
+        listed, total = set[tuple[str, str, str]](), 0
+        for name, view in reversed(self.views):
+            shared = open_mode(name).conntrack and len(names) > 1
+            found, count = self._flows_of(name, view, ALL if shared else limit)
+            own = [row for row in found if _ends(row) not in listed]
+            listed.update(map(_ends, own))
+            if of in (None, name):
+                for row in own:
+                    row.mode = name
+                total += count - len(found) + len(own)
+                rows += sorted(own, key=lambda row: row.idle or 0, reverse=True)[:limit]
+            if of == name:
+                break
+        return rows, total
+
+    def _flows_of(self, name: str, view: View, limit: int) -> tuple[list[FlowRow], int]:
+        mode = open_mode(name)
+        if mode.conntrack and mode.drain is None and not view.services():
+            # Its tables are empty, because it drains: its flows are those that conntrack translates for any service.
+            return conntrack.flows(_frontends(self.services()), limit)
+        return view.flows(limit)
+
     def close(self) -> None:
         for _, view in self.views:
             view.close()
+
+
+def _ends(row: FlowRow) -> tuple[str, str, str]:
+    return row.protocol, row.client, row.frontend
+
+
+def _frontends(rows: Iterable[ServiceRow]) -> dict[conntrack.Key, str | None]:
+    return {
+        (address.strip("[]"), int(port), Protocol[row.protocol]): row.name
+        for row in rows
+        for address, _, port in (text.rpartition(":") for text in row.frontends)
+        if address
+    }
 
 
 def programmed(admin_socket: str, pin_root: str | None = None, *, draining: bool = False) -> Programmed:

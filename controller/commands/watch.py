@@ -19,11 +19,14 @@ from dataplane.mode import belongs
 from dataplane.reports import PacketEvent
 
 LOOK_SECONDS: Final = 0.5
+NONE: Final = 1 << 62  # no event has a larger number
 LEASE_SECONDS: Final = 5.0  # a trace ends so long after nobody looks any more
 
 
 def show(command: str, args: argparse.Namespace) -> int:
     """Print what happened, or what happens until Ctrl-C; the exit code."""
+    if silent := ask(args.admin_socket, GetEvents(NONE), EventsAnswer).silent:
+        print(f"(mode {' and '.join(silent)} reports no packets; `status` has what it counts)", file=sys.stderr)
     if command == "trace":
         _print(args, _limited(_traced(args), args.limit), lines=True)
         return 0
@@ -38,6 +41,10 @@ def show(command: str, args: argparse.Namespace) -> int:
 def _events(args: argparse.Namespace, after: int) -> tuple[list[PacketEvent], int]:
     """Events with larger numbers that are asked for, and the number of the latest."""
     answer = ask(args.admin_socket, GetEvents(after), EventsAnswer)
+    for row in answer.events:
+        row.mode = answer.mode
+        if answer.silent and args.output != "json":
+            row.where = f"mode {answer.mode}, {row.where}"
     traced = args.command == "trace"
     rows = [row for row in answer.events if traced or row.what != "trace"]
     return [row for row in rows if belongs(row.service, args.service)], answer.last

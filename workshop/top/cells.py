@@ -158,8 +158,9 @@ def head(shown: Snapshot) -> Sequence[str]:
     mode = status.mode
     asked = "" if mode.requested == mode.effective else f" ({mode.requested} was asked for)"
     sync = "in sync" if status.synced else "NOT in sync"
+    drains = "".join(f"   {left.mode} drains for {duration(left.seconds)}: {left.text}" for left in status.draining)
     agent = f"agent up {duration(status.uptime_seconds)}, {size(status.memory_bytes)}"
-    return f"node {status.node}   mode {mode.effective}{asked}   {sync}   {agent}", _totals(shown)
+    return f"node {status.node}   mode {mode.effective}{asked}{drains}   {sync}   {agent}", _totals(shown)
 
 
 def _totals(shown: Snapshot) -> str:

@@ -9,6 +9,7 @@ import threading
 import msgspec
 
 from controller.errors import ConfigError
+from controller.serving.protocol import DrainingMode
 from workshop.top.cells import matches
 from workshop.top.look import Looker, Watcher
 from workshop.top.rates import BackendRates, MapRow, ReasonRow, Sample, ServiceRates, Snapshot, Window
@@ -19,12 +20,13 @@ FASTEST = 0.1
 
 
 class Look(msgspec.Struct, frozen=True):
-    """One line of `top -o json`: whether an agent answers (`trouble`: why not), its mode, and rows of each table."""
+    """One line of `top -o json`: whether an agent answers (`trouble`: why not), its modes, and rows of each table."""
 
     agent: bool
     trouble: str
     mode: str
     requested: str | None
+    draining: list[DrainingMode]
     services: list[ServiceRates]
     backends: list[BackendRates]
     reasons: list[ReasonRow]
@@ -82,6 +84,7 @@ def _print(shown: Snapshot, wanted: str) -> None:
         trouble=shown.sample.trouble,
         mode=shown.sample.mode,
         requested=status.mode.requested if status else None,
+        draining=status.draining if status else [],
         services=[row for row in shown.services if matches(row, wanted)],
         backends=list(shown.backends),
         reasons=list(shown.reasons),

@@ -268,15 +268,23 @@ def _kind(reason: str) -> str:
 
 def _reasons(before: Sample, now: Sample) -> tuple[ReasonRow, ...]:
     """Everything that is counted, drops first."""
-    counters = now.status.dataplane.counters if now.status else {}
-    former = before.status.dataplane.counters if before.status else {}
+    counters, former = _counters(now), _counters(before)
     seconds = now.at - before.at
     rows = []
     for name, total in counters.items():
         known = former.get(name)
         rate = None if known is None or total < known or seconds <= 0 else (total - known) / seconds
-        rows.append(ReasonRow(name, _kind(name), rate, total))
+        rows.append(ReasonRow(name, _kind(name.partition(" ")[0]), rate, total))
     return tuple(sorted(rows, key=lambda row: (KINDS[row.kind], row.key)))
+
+
+def _counters(sample: Sample) -> dict[str, int]:
+    """By reason; those of a mode that drains have its name behind."""
+    status = sample.status
+    if status is None:
+        return {}
+    drained = {f"{name} ({left.mode})": count for left in status.draining for name, count in left.counters.items()}
+    return status.dataplane.counters | drained
 
 
 def _maps(now: Sample) -> tuple[MapRow, ...]:

@@ -117,7 +117,8 @@ def _programmed(args: argparse.Namespace) -> _Here:
     if here.agent:
         ebpf = ask(args.admin_socket, GetStatus(), StatusAnswer).status.dataplane.ebpf
         pins = Path(ebpf.pins) if ebpf else None
-    return _Here(", ".join(name for name, _ in here.views), services, backends, pins)
+    drained = [f"{name} (drains)" for name in (here.agent.draining if here.agent else ())]
+    return _Here(", ".join([*(name for name, _ in here.views), *drained]), services, backends, pins)
 
 
 def _packet(source: str | None, target: Row | None) -> tuple[Place | None, bytes | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from controller.serving.protocol import ModeStatus
+from controller.serving.protocol import DrainingMode, ModeStatus
 from tests.workshop.top.samples import agent_status, sample, service, status
 from workshop.top import cells
 from workshop.top.rates import ServiceRates, snapshot
@@ -82,6 +82,14 @@ def test_the_head_shows_mode_and_totals() -> None:
     assert second.startswith("conn/s 5   packets/s 100   in 5.0kB/s   out 5.0kB/s   flow entries 12 of 524,288")
     assert second.endswith("dropped/s 0   refused/s 0")
     assert cells.trouble(snapshot(before, before, now)) == []
+
+
+def test_a_mode_that_drains_is_shown_beside_the_one_that_serves() -> None:
+    now = sample(0, status=agent_status(draining=[DrainingMode("nftables", {"TCP": 12}, 192.0)]))
+    assert (
+        "mode ebpf (auto was asked for)   nftables drains for 3m12s: 12 TCP flows   in sync"
+        in cells.head(snapshot(now, now, now))[0]
+    )
 
 
 def test_trouble_is_shown_and_without_an_agent_only_that() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from controller.serving.protocol import DrainingMode
 from dataplane.reports import BackendRow, Ejection, ServiceRow
 from tests.workshop.top.samples import agent_status, backend, dataplane, ebpf, sample, service, status
 from workshop.top.rates import SHARE_SECONDS, SHORTEST, Window, snapshot
@@ -98,6 +99,21 @@ def test_names_of_other_modes_are_drops_too() -> None:
     now = sample(0, status=status(discarded=1, refused=1, masqueraded=1))
     kinds = {row.key: row.kind for row in snapshot(now, now, now).reasons}
     assert kinds == {"discarded": "drop", "refused": "refuse", "masqueraded": "note"}
+
+
+def test_what_a_mode_that_drains_counts_has_its_name() -> None:
+    looks = [
+        sample(at, status=agent_status(
+            dataplane=dataplane(counters={"discarded": at}),
+            draining=[DrainingMode("ebpf", {}, 1.0, {"drop_empty": 3 * at, "discarded": 0})],
+        ))
+        for at in (1, 2)
+    ]  # fmt: skip
+    shown = snapshot(looks[0], *looks)
+    assert [(row.kind, row.key, row.rate) for row in shown.reasons] == [
+        ("drop", "discarded", 1), ("drop", "discarded (ebpf)", 0), ("drop", "drop_empty (ebpf)", 3),
+    ]  # fmt: skip
+    assert shown.rate("drop") == 4
 
 
 def test_maps_that_have_a_bound_are_shown() -> None:
