@@ -84,7 +84,9 @@ class Answers:
                     ejections=programmer.ejections(),
                 )
             case p.GetTraffic():
-                return p.TrafficAnswer(programmer.traffic(by_backend=config.metrics_per_backend))
+                each = (programmer, *self.mode.draining.programmers)  # at most one of them counts
+                by_backend = config.metrics_per_backend
+                return p.TrafficAnswer([row for one in each for row in one.traffic(by_backend=by_backend)])
             case p.RunExplain(packets):
                 return p.ExplainAnswers([programmer.explain(packet) for packet in packets])
             case p.GetEvents(after):

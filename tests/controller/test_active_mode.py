@@ -44,6 +44,9 @@ class LeftMode(Programmer):
     def maintain(self) -> None:
         pass
 
+    def counters(self) -> dict[str, int]:
+        return {}
+
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> set[str]:

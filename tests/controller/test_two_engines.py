@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from controller.serving.admin import ask
+from controller.serving.protocol import GetTraffic, TrafficAnswer
 from tests.conformance.kit import HTTP, V4, Bench, Service, eventually, forget_connections, node_manifest
 from tests.namespaces import new_lab
 from workshop.lab.agent import Agent
@@ -143,6 +145,13 @@ def test_packets_are_reported_by_the_mode_that_can(engines: Engines) -> None:
             else:
                 assert all("mode ebpf, " in line for line in lines)
     assert other in engines.bench.agent.command("drops", *admin).stderr
+
+
+def test_traffic_is_counted_on(engines: Engines) -> None:
+    if "ebpf" in {engines.drains, engines.serves}:
+        name = f"conformance/{engines.web.name}:main"
+        rows = ask(str(engines.bench.agent.socket), GetTraffic(), TrafficAnswer).rows
+        assert any(row.counts.flows for row in rows if row.service == name)
 
 
 def test_top_names_both(engines: Engines) -> None:
