@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import signal
 import socket
 import threading
 import time
@@ -24,6 +25,7 @@ from controller.agent.modes import left_here, open_mode
 from dataplane.errors import DataplaneError
 from dataplane.mode import Options
 from tests.loads import goes_on
+from workshop.lab.agent import Agent
 from workshop.lab.network import Lab
 from workshop.lab.traffic import Tally, ask_tcp, ask_udp, load, meanwhile
 
@@ -237,7 +239,7 @@ def inventory(bench: Bench) -> dict[str, Counter[str]]:
 
     def words(*argv: str) -> Counter[str]:
         text = "\n".join(line for line in lab.run("node", list(argv)).stdout.splitlines() if line[:1] != "#")
-        return Counter(re.findall(r"[^\s,{}]+", re.sub(r"\[\d+:\d+\]|\b(3[3-9]|[4-6]\d)\d{3}\b", "NUMBER", text)))
+        return Counter(re.findall(r"[^\s,{}]+", re.sub(r"\[\d+:\d+\]|\b(3[2-9]|[4-6]\d)\d{3}\b", "NUMBER", text)))
 
     ebpf = bench.agent.running_status().dataplane.ebpf
     return {
@@ -296,3 +298,170 @@ def test_one_switch_after_the_other(node: Node, modes: Sequence[str], looked_at:
         settled(bench, mode)
         eventually(lambda mode=mode: not differences(fresh[mode], inventory(bench)), 5,
                    lambda mode=mode: f"in mode {mode}: {differences(fresh[mode], inventory(bench))}")  # fmt: skip
+
+
+# Agents that are killed, and steps that fail
+
+# At each step of a switch: where the agent's code is, and whether it dies before the call or after it.
+STEPS = {
+    "the next mode is open": ("controller.agent.active_mode:open_first", "after"),
+    "its maps are filled": ("dataplane.modes.ebpf.programmer:Ebpf._attach", "before"),
+    "ebpf has programmed": ("dataplane.modes.ebpf.programmer:Ebpf.sync", "after"),
+    "nftables has programmed": ("dataplane.modes.nftables.programmer:Nftables.sync", "after"),
+    "it serves": ("controller.agent.draining:Draining.start", "before"),
+    "the former drains": ("controller.agent.draining:Draining.start", "after"),
+    "its flows are over": ("controller.agent.draining:Draining.end", "before"),
+    "it has given up": ("controller.agent.draining:Draining.end", "after"),
+    "some pins are gone": ("pathlib:Path.unlink", "after"),
+    "ebpf drains": ("dataplane.modes.ebpf.programmer:Ebpf.drain", "before"),
+    "nftables drains": ("dataplane.modes.nftables.programmer:Nftables.drain", "before"),
+    "it is gone": ("controller.agent.active_mode:clean_others", "after"),
+}
+WRAPPER = """
+import importlib, os, runpy, signal, sys
+
+asked, steps = {asked!r}, {steps!r}
+
+def wrap(step, place, when):
+    module, _, path = place.partition(":")
+    *owners, name = path.split(".")
+    owner = importlib.import_module(module)
+    for one in owners:
+        owner = getattr(owner, one)
+    wrapped = getattr(owner, name)
+
+    def wrapper(*arguments, **named):
+        what = open(asked).read().split(":")
+        if what == ["fails", step]:
+            os.truncate(asked, 0)
+            raise OSError("this fails once")
+        chosen = what == ["dies", step]
+        if chosen and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = wrapped(*arguments, **named)
+        if chosen:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, wrapper)
+
+for step, (place, when) in steps.items():
+    wrap(step, place, when)
+sys.argv = ["hybrid-proxy", *sys.argv[1:]]
+runpy.run_module("controller", run_name="__main__")
+"""
+
+
+class Doomed(Agent):
+    """An agent that dies at a step of `STEPS`, or whose step fails once, when it is told to."""
+
+    @property
+    def asked(self) -> Path:
+        return self.lab.folder / "doom"
+
+    @property
+    def argv(self) -> list[str]:
+        argv = super().argv
+        place = argv.index("-m")
+        self.asked.touch()
+        return [*argv[:place], "-c", WRAPPER.format(asked=str(self.asked), steps=STEPS), *argv[place + 2 :]]
+
+    def dies(self) -> None:
+        """Wait until it has."""
+        assert self.process is not None
+        assert self.process.wait(20 * PATIENCE) == -signal.SIGKILL
+        self.process = None
+        self.asked.write_text("")
+
+
+@pytest.fixture
+def doomed(node: Node) -> Iterator[Doomed]:
+    """In place of the agent."""
+    agent = node.bench.agent
+    agent.terminate()
+    node.bench.agent = made = Doomed(agent.lab, agent.manifests, agent.mode, agent.flags)
+    made.start()
+    yield made
+    if made.running():
+        made.terminate()
+
+
+BEGINNING = [
+    ("nftables", "the next mode is open"), ("nftables", "nftables has programmed"), ("nftables", "it serves"),
+    ("ebpf", "the next mode is open"), ("ebpf", "its maps are filled"), ("ebpf", "ebpf has programmed"),
+    ("ebpf", "it serves"), ("nftables", "the former drains"), ("ebpf", "the former drains"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("restarted", ["as-before", pytest.param("in-the-other-mode", marks=pytest.mark.long)])
+@pytest.mark.parametrize("steps", [
+    pytest.param(BEGINNING[2:6:2], id="some"), pytest.param(BEGINNING, id="all", marks=pytest.mark.long),
+])  # fmt: skip
+def test_the_agent_is_killed_at_each_step_of_a_switch(
+    node: Node, doomed: Doomed, steps: Sequence[tuple[str, str]], restarted: str
+) -> None:
+    """The next agent starts in the mode before, or in the one that was asked for."""
+    with traffic(node) as clients:
+        clients.begin("the start")
+        for number, (mode, step) in enumerate(steps):
+            other = {"ebpf": "nftables", "nftables": "ebpf"}[mode]
+            if doomed.running_status().mode.effective != other:
+                switch(node.bench, other)
+            clients.begin(f"before {number}: {step}")
+            doomed.asked.write_text(f"dies:{step}")
+            doomed.command("switch", mode, "--admin-socket", str(doomed.socket))
+            doomed.dies()
+            clients.goes_on()
+            doomed.mode = other if restarted == "as-before" else mode
+            doomed.start()
+            clients.goes_on()
+    settled(node.bench, "ebpf")
+    settled(node.bench, "nftables")
+
+
+ENDING = ("its flows are over", "it has given up", "it is gone")
+
+
+@pytest.mark.parametrize(("mode", "steps"), [
+    pytest.param("ebpf", ["some pins are gone"], id="ebpf"),
+    pytest.param("ebpf", ENDING, id="ebpf-more", marks=pytest.mark.long),
+    pytest.param("nftables", ENDING, id="nftables", marks=pytest.mark.long),
+])  # fmt: skip
+def test_the_agent_is_killed_while_a_mode_is_removed(
+    node: Node, doomed: Doomed, mode: str, steps: Sequence[str]
+) -> None:
+    """Flows that began in the next mode go on; the next agent removes the rest."""
+    other = {"ebpf": "nftables", "nftables": "ebpf"}[mode]
+    for step in steps:
+        settled(node.bench, mode)
+        doomed.asked.write_text(f"dies:{step}")
+        switch(node.bench, other)
+        with traffic(node) as clients:
+            clients.begin(f"{step}")
+            doomed.dies()
+            clients.goes_on()
+            doomed.mode = other
+            doomed.start()
+            clients.begin(f"{step}, with the next agent")
+            clients.goes_on()
+            settled(node.bench, other)
+            clients.goes_on()
+
+
+@pytest.mark.parametrize("mode", ["ebpf", pytest.param("nftables", marks=pytest.mark.long)])
+def test_a_mode_that_cannot_begin_to_drain_keeps_its_flows(node: Node, doomed: Doomed, mode: str) -> None:
+    """It is tried again."""
+    other = {"ebpf": "nftables", "nftables": "ebpf"}[mode]
+    settled(node.bench, mode)
+    with traffic(node) as clients:
+        clients.begin("the start")
+        clients.goes_on()
+        doomed.asked.write_text(f"fails:{mode} drains")
+        switch(node.bench, other)
+        eventually(lambda: f"mode {mode} takes no new flows" in doomed.tail(100), 10, "it does not drain")
+        assert "this fails once" in doomed.tail(100)
+        time.sleep(4.0 * PATIENCE)  # longer than a mode that does not drain has
+        clients.begin("the switch")
+        clients.goes_on()
+        assert [row.mode for row in doomed.running_status().draining] == [mode]
+    settled(node.bench, other)
