@@ -21,6 +21,8 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Final
 
+from msgspec.structs import replace
+
 from controller.agent.draining import Draining
 from controller.agent.modes import (
     clean_others,
@@ -120,8 +122,9 @@ class ActiveMode:
             DataplaneError, OSError: none does.
         """
         config = self.config
+        options = replace(config.options, all_or_nothing=self.phase is Phase.REPLACING)
         self.programmer, self.choice = open_first(
-            config.mode, config.options, self._request_maintenance, strict=config.strict_mode, failed=self._failed,
+            config.mode, options, self._request_maintenance, strict=config.strict_mode, failed=self._failed,
             release=self.draining.release,
         )  # fmt: skip
         self._open_mode.callback(self.programmer.close)

@@ -22,7 +22,6 @@ from pathlib import Path
 import pytest
 
 from controller.agent.modes import left_here, open_mode
-from dataplane.errors import DataplaneError
 from dataplane.mode import Options
 from tests.loads import goes_on
 from workshop.lab.agent import Agent
@@ -223,10 +222,7 @@ def alone(bench: Bench, mode: str) -> bool:
     found = []
     with bench.lab.inside("node"):
         for name in MODES:
-            try:
-                view = open_mode(name).look(Options(cgroup=str(bench.lab.cgroup)), {})
-            except DataplaneError:
-                return False  # it is being removed
+            view = open_mode(name).look(Options(cgroup=str(bench.lab.cgroup)), {})
             if view is not None:
                 found.append(name)
                 view.close()
@@ -465,3 +461,39 @@ def test_a_mode_that_cannot_begin_to_drain_keeps_its_flows(node: Node, doomed: D
         clients.goes_on()
         assert [row.mode for row in doomed.running_status().draining] == [mode]
     settled(node.bench, other)
+
+
+# No room
+
+
+@pytest.fixture
+def small(node: Node, request: pytest.FixtureRequest) -> Iterator[Agent]:
+    """In place of the agent: one in mode nftables, with these flags."""
+    settled(node.bench, "nftables")
+    agent = node.bench.agent
+    agent.terminate()
+    node.bench.agent = made = Agent(agent.lab, agent.manifests, "nftables", (*agent.flags, *request.param))
+    made.start()
+    yield made
+    if made.running():
+        made.terminate()
+
+
+@pytest.mark.parametrize(("small", "missing"), [
+    pytest.param(("--max-services", "1"), "--max-services", id="services"),
+    pytest.param(("--max-flows", "4"), "--max-flows", id="datagram-flows"),
+], indirect=["small"])  # fmt: skip
+def test_a_mode_without_room_for_everything_does_not_begin(node: Node, small: Agent, missing: str) -> None:
+    """The mode before serves on, and no packet has met the other one."""
+    with traffic(node) as clients:
+        for number in range(2):
+            clients.begin(f"the start {number}")
+            clients.begin(f"the start again {number}")
+        clients.goes_on()
+        done = small.command("switch", "ebpf", "--admin-socket", str(small.socket))
+        assert done.returncode == 1
+        assert missing in done.stderr
+        clients.goes_on()
+        status = small.running_status()
+        assert (status.mode.effective, status.draining, status.synced) == ("nftables", [], True)
+    assert alone(node.bench, "nftables")

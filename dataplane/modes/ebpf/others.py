@@ -7,12 +7,14 @@ have entries in the tables of flows, as long as conntrack has theirs.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from ipaddress import ip_address
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dataplane.errors import Unsupported
 from dataplane.kernel.bpf import Map
 from dataplane.kernel.conntrack import FlowKey, Key, translated_keys
 from dataplane.modes.ebpf import layout
@@ -66,6 +68,21 @@ class OthersFlows:
                 if gone:  # a flow of ours was not left, and is not theirs
                     flows.delete_batch(_rows(gone.intersection(_left_to_others(flows, family)), family))
             self.known = found
+
+    def check_room(self) -> None:
+        """See whether every flow of others could be left to them.
+
+        Raises:
+            Unsupported: there are more than the tables have room for, and some would get another backend.
+        """
+        theirs = Counter(key.family for key in self.known)
+        for family, flows in self._flows.items():
+            if theirs[family] > flows.entries:
+                raise Unsupported(
+                    "room for the datagram flows of others",
+                    f"{theirs[family]} of IPv{family} are open, and the table of flows has room for {flows.entries}: "
+                    "raise --max-flows",
+                )
 
 
 def _with_unbound(keys: frozenset[FlowKey], own: Iterable[str]) -> frozenset[FlowKey]:

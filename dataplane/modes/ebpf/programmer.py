@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,17 @@ from dataplane.modes.ebpf.programs import Loader, Programs, missing_datapaths, p
 from dataplane.modes.ebpf.resizer import MapResizer
 from dataplane.modes.ebpf.store import ForeignEntries, Store
 from dataplane.netfilter import relays
-from dataplane.reports import EbpfStatus, Ejection, ExplainAnswer, Fill, MapUsage, PacketEvent, Status, TrafficRow
+from dataplane.reports import (
+    EbpfStatus,
+    Ejection,
+    ExplainAnswer,
+    Fill,
+    MapUsage,
+    PacketEvent,
+    Status,
+    TrafficRow,
+    Unprogrammed,
+)
 from dataplane.table import EMPTY, Entry, NodeNetwork, ServiceTable, family_of
 
 OTHERS_LOOKS = 2  # after the first table: what others began while our programs were attached
@@ -275,6 +285,8 @@ class Ebpf:
             come = self.options.shares_node and takes_datagrams(self.table, table, names)
             if not self._attached or come:
                 self.others.look(table)  # before the first packet could begin a flow in place of theirs
+            if not self._attached and (self.options.all_or_nothing or not self.adopted):
+                self.others.check_room()
             if table.node != self.table.node or not self._attached:
                 self._write_node(table.node)
             if self.gc.graced > self.store.graced_stamp:
@@ -284,6 +296,8 @@ class Ebpf:
             plan = self.store.plan
             if plan.full:
                 changed += self._make_room(services)
+            if self.options.all_or_nothing and not self._attached:
+                _refuse_unprogrammed(plan.unprogrammed.values())
             if plan.probes_changed:
                 self.failover.services_changed(self.store)
             if self.store.gone_datagram_backends:
@@ -756,6 +770,11 @@ class Ebpf:
         os.close(self._lock)
 
 
+def _refuse_unprogrammed(ports: Collection[Unprogrammed]) -> None:
+    for one in ports:
+        raise Unsupported("room for every service port", f"{len(ports)} have none: {one.reason}")
+
+
 def probe(options: Options) -> str | None:
     """Load the smallest of our objects, maps and all, and let it go."""
     try:
@@ -775,7 +794,12 @@ def probe(options: Options) -> str | None:
 def look(options: Options, names: Mapping[int, str]) -> listing.Pinned | None:
     """The pinned maps, of an agent that runs or not."""
     folder = folder_of(options)
-    maps = open_pinned_maps(folder)
+    try:
+        maps = open_pinned_maps(folder)
+    except BpfError as error:
+        if error.code != errno.ENOENT:
+            raise
+        return None  # they are being removed
     return listing.Pinned(str(folder), maps, names) if maps else None
 
 
