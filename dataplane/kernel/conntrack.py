@@ -45,7 +45,7 @@ START: Final = NFGEN.size  # of the attributes in the body of a message
 
 # linux/netfilter/nfnetlink_conntrack.h
 CTA_TUPLE_ORIG, CTA_TUPLE_REPLY, CTA_STATUS, CTA_PROTOINFO, CTA_TIMEOUT = 1, 2, 3, 4, 7
-CTA_ID, CTA_ZONE, CTA_FILTER = 12, 18, 25
+CTA_ID, CTA_ZONE, CTA_FILTER, CTA_STATUS_MASK = 12, 18, 25, 26  # the last: Linux 5.17
 CTA_TUPLE_IP, CTA_TUPLE_PROTO = 1, 2
 CTA_PROTO_NUM, CTA_PROTO_SRC_PORT, CTA_PROTO_DST_PORT = 1, 2, 3
 CTA_FILTER_ORIG_FLAGS: Final = 1
@@ -201,11 +201,27 @@ def translated_keys(services: Mapping[Key, str | None]) -> frozenset[FlowKey]:
     Args, raises: as `flows`.
     """
     return frozenset(
-        FlowKey(family, entry.protocol, entry.source, entry.source_port, entry.destination, entry.destination_port)
+        _key(family, entry)
         for protocol in sorted({protocol for _, _, protocol in services})
         for family, entry, _ in translated_entries(services, protocol)
         if _state(entry) != "closed"
     )
+
+
+def half_open_keys(services: Mapping[Key, str | None]) -> frozenset[FlowKey]:
+    """The translated TCP connections of services whose client has not acknowledged an answer yet.
+
+    Args, raises: as `flows`.
+    """
+    return frozenset(
+        _key(family, entry)
+        for family, entry, _ in translated_entries(services, Protocol.TCP, assured=False)
+        if _state(entry) == "opening"
+    )
+
+
+def _key(family: int, entry: Entry) -> FlowKey:
+    return FlowKey(family, entry.protocol, entry.source, entry.source_port, entry.destination, entry.destination_port)
 
 
 def entries_of(connections: Iterable[Connection]) -> dict[Connection, bytes]:
@@ -231,16 +247,16 @@ def entries_of(connections: Iterable[Connection]) -> dict[Connection, bytes]:
 
 
 def translated_entries(
-    services: Mapping[Key, str | None], only: int | None = None
+    services: Mapping[Key, str | None], only: int | None = None, *, assured: bool = True
 ) -> Iterator[tuple[int, Entry, str | None]]:
     """Each translated flow of these services: its family, its entry and the name of its service port.
 
-    `only` is the number of the protocol that is asked for, None: of all.
+    `only` is the number of the protocol that is asked for, None: of all. `assured`: see `dump`.
     """
     protocols = {protocol for _, _, protocol in services if only in (None, protocol)}
     ports = {port.to_bytes(2, "big") for _, port, protocol in services if protocol in protocols}
     for family in (4, 6):
-        for entry in dump(family, only):
+        for entry in dump(family, only, assured=assured):
             if entry.protocol not in protocols or entry.destination_port not in ports:
                 continue
             if entry.answerer == entry.destination and entry.answerer_port == entry.destination_port:
@@ -376,13 +392,18 @@ def _deletion(family: int, entry: bytes) -> Message:
 # Reading
 
 
-def dump(family: int, protocol: int | None = None) -> Iterator[Entry]:
-    """The entries of one family. A kernel before 5.8 does not filter by the protocol: the caller has to."""
+def dump(family: int, protocol: int | None = None, *, assured: bool = True) -> Iterator[Entry]:
+    """The entries of one family; not `assured`: without those that conntrack keeps when it is full.
+
+    A kernel before 5.8 does not filter by the protocol, one before 5.17 not by the rest: the caller has to.
+    """
     wanted = NFGEN.pack(AF[family], 0, 0)
     if protocol is not None:
         number = attribute(CTA_PROTO_NUM, bytes((protocol,)))
         flags = attribute(CTA_FILTER_ORIG_FLAGS, struct.pack("=I", FILTER_PROTO_NUM))
         wanted += nested(CTA_TUPLE_ORIG, nested(CTA_TUPLE_PROTO, number)) + nested(CTA_FILTER, flags)
+    if not assured:
+        wanted += attribute(CTA_STATUS, bytes(4)) + attribute(CTA_STATUS_MASK, IPS_ASSURED.to_bytes(4, "big"))
     unpack = _unpack4 if family == 4 else _unpack6
     with Netlink(NETFILTER) as wire:
         yield from filter(None, map(unpack, wire.dump(Message(GET, wanted, NLM_F_DUMP, "reading conntrack"))))

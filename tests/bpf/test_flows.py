@@ -328,6 +328,7 @@ def test_flows_of_others_stay_as_long_as_conntrack_knows_them(
     ours, theirs = (client_side(net, port) for port in (40000, 40001))
     known = {ours, theirs}
     monkeypatch.setattr(module, "translated_keys", lambda _: frozenset(known))
+    monkeypatch.setattr(module, "half_open_keys", lambda _: frozenset())
     flows = {family: bench.maps.maps[f"flows{family}"] for family in (4, 6)}
     others = module.OthersFlows(flows, bench.inspect.program("leave"))
     others.look(EMPTY)

@@ -303,6 +303,22 @@ class TestFlows:
 
 
 @pytest.mark.usefixtures("home")
+def test_connections_without_an_answer_are_half_open():
+    services = {(VIP[V4], PORT, int(Protocol.TCP)): None}
+    with socket.create_server((OLD[V4], TARGET)), socket.socket() as waiting:
+        rules(OLD)
+        with socket.create_connection((VIP[V4], PORT), timeout=20):
+            assert conntrack.half_open_keys(services) == frozenset()
+            chain = f"chain input {{ type filter hook input priority 0; tcp dport {TARGET} drop; }}"
+            subprocess.run(["nft", f"table inet silence {{ {chain}; }}"], check=True)
+            waiting.setblocking(False)
+            waiting.connect_ex((VIP[V4], PORT))
+            (found,) = conntrack.half_open_keys(services)
+            assert found.sport == waiting.getsockname()[1].to_bytes(2, "big")
+            assert found.daddr == socket.inet_pton(V4, VIP[V4])
+
+
+@pytest.mark.usefixtures("home")
 def test_entries_of_flows_are_found_by_client_frontend_and_backend():
     rules(OLD)
     clients = {number: send(family, VIP[family], PORT) for number, family in ((4, V4), (6, V6))}

@@ -1,7 +1,8 @@
 """Datagrams and associations that conntrack translates: another mode or proxy began them, and they stay with it.
 
-A segment in the midst of a TCP connection shows that its flow is somebody else's; a datagram does not. So these flows
-have entries in the tables of flows, as long as conntrack has theirs.
+A segment in the midst of a TCP connection shows that its flow is somebody else's; a datagram does not, and neither does
+a SYN that comes again. So these flows, and half-open connections, have entries in the tables of flows, as long as
+conntrack has theirs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from dataplane.errors import Unsupported
 from dataplane.kernel.bpf import Map
-from dataplane.kernel.conntrack import FlowKey, Key, translated_keys
+from dataplane.kernel.conntrack import FlowKey, Key, half_open_keys, translated_keys
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.flows import flow_arrays, run_in_parts
 from dataplane.table import Protocol, ServiceTable
@@ -26,14 +27,14 @@ DATAGRAMS = (Protocol.UDP, Protocol.SCTP)  # whose first packets do not say that
 
 def takes_datagrams(old: ServiceTable, new: ServiceTable, names: Iterable[str]) -> bool:
     """Whether one of these services gets datagrams or associations at an address that had none."""
-    return not _frontends(new, names) <= _frontends(old, names)
+    return not _frontends(new, names, DATAGRAMS) <= _frontends(old, names, DATAGRAMS)
 
 
-def _frontends(table: ServiceTable, names: Iterable[str]) -> set[Key]:
+def _frontends(table: ServiceTable, names: Iterable[str], protocols: Collection[Protocol]) -> set[Key]:
     return {
         (frontend.address, frontend.port, int(entry.protocol))
         for entry in table.entries(names)
-        if entry.protocol in DATAGRAMS
+        if entry.protocol in protocols
         for frontend in entry.frontends
     }
 
@@ -51,15 +52,19 @@ class OthersFlows:
         self._lock = threading.Lock()
         self.known = frozenset[FlowKey]().union(*(_left_to_others(known, family) for family, known in flows.items()))
 
-    def look(self, table: ServiceTable) -> None:
+    def look(self, table: ServiceTable, *, connections: bool = True) -> None:
         """Read conntrack: leave what is new there, and forget what is gone. For any thread.
+
+        `connections`: some may be half-open that are not known yet. Before Linux 5.17 all connections are read for it.
 
         Raises:
             DataplaneError, OSError: conntrack cannot be read.
         """
-        services = dict.fromkeys(_frontends(table, table.services))
+        services = dict.fromkeys(_frontends(table, table.services, DATAGRAMS))
         with self._lock:
             found = _with_unbound(translated_keys(services), table.node.addresses)
+            if connections or any(key.protocol == Protocol.TCP for key in self.known):
+                found |= half_open_keys(dict.fromkeys(_frontends(table, table.services, (Protocol.TCP,))))
             for family, flows in self._flows.items():
                 new, gone = (
                     {key for key in keys if key.family == family} for keys in (found - self.known, self.known - found)

@@ -331,7 +331,7 @@ class Ebpf:
         """As long as there are flows of others, or may be some that were not seen yet."""
         if self.others.known or self._others_looks < OTHERS_LOOKS:
             self._others_looks += 1
-            self.others.look(self.table)
+            self.others.look(self.table, connections=self._others_looks <= OTHERS_LOOKS)
 
     def drain(self, table: ServiceTable) -> None:
         """No flow begins any more. The maps follow the table: flows go on, and whoever serves next finds all rows."""
