@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,22 +28,36 @@ EACH = 0.15  # seconds from one turn of a flow to the next
 OFTEN = 0.03
 ENOUGH = 3  # failures, after which a flow has shown what it can
 FAMILIES = {V4: "IPv4", V6: "IPv6"}
-QUIET, SILENT, MUTE, ONE_WAY = 8123, 8124, 8125, 8126  # ports of servers of these flows alone
+QUIET, SILENT, MUTE, LATE, ONE_WAY = 8123, 8124, 8125, 8126, 8127  # ports of servers of these flows alone
 LOCAL = {"externalTrafficPolicy": "Local"}
 STICKY = {"sessionAffinity": "ClientIP", "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 600}}}
 CHUNK, LARGE = bytes(range(256)) * 16, bytes(range(250)) * 16  # of a stream, of a datagram in fragments
-LATE = f"""
-table inet late {{
+HELD_BACK = f"""
+table inet held_back {{
     chain input {{ type filter hook input priority 0; tcp dport {SILENT} drop; }}
     chain output {{ type filter hook output priority 0; tcp sport {MUTE} tcp flags & (syn | ack) == (syn | ack) drop; }}
 }}
 """
+LOST_ANSWERS = """
+table inet held_back {{
+    chain input {{
+        type filter hook input priority 0
+        tcp sport {{ {}, {} }} tcp flags & (syn | ack) == (syn | ack) drop
+    }}
+}}
+"""
+ONCE = f"""
+table inet once {{
+    chain input {{ type filter hook input priority 0; tcp dport {LATE} tcp flags & (syn | ack) == syn drop; }}
+}}
+"""
+BACKENDS, CLIENTS = ("pod2", "pod3"), ("pod1", "client")
 
 
 def services_of(bench: Bench) -> dict[str, Service]:
     """The services that the flows go to; their servers run when this returns."""
     serve(bench.lab)
-    bench.lab.serve("pod2", "pod3", http=(SILENT, MUTE), udp=())
+    bench.lab.serve("pod2", "pod3", http=(SILENT, MUTE, LATE), udp=())
     made = {
         "tcp": bench.service("pod2", outside=True, settle=False),
         "far": bench.service("remote1", outside=True, settle=False),
@@ -54,6 +68,7 @@ def services_of(bench: Bench) -> dict[str, Service]:
         "quiet": bench.service("pod2", outside=True, settle=False, target=QUIET),
         "silent": bench.service("pod2", "pod3", outside=True, settle=False, target=SILENT),
         "mute": bench.service("pod2", "pod3", outside=True, settle=False, target=MUTE),
+        "late": bench.service("pod2", "pod3", outside=True, settle=False, target=LATE, port=LATE),
         "sctp": bench.service("pod3", protocol="SCTP", port=7000, target=7777, settle=False),
     }
     for name, pods, target in (
@@ -269,8 +284,15 @@ def half_closed(scene: Scene) -> Iterator[Flow]:
 
 
 def half_open(scene: Scene) -> Iterator[Flow]:
-    """The backend does not get the SYN, or its answer does not get away, until `answer_late` ends that."""
-    for place, name in itertools.product(("pod1", "node", "client"), ("silent", "mute")):
+    """The backends get no SYN, or their answers do not arrive, until `answer_late` ends that.
+
+    Of backends that are late only the one that got the first SYN answers. Modes that do not translate by conntrack
+    send a repeated SYN elsewhere, switch or no switch.
+    """
+    late = ("late",) if scene.former in ("nftables", "iptables") else ()
+    for place, name in itertools.product(("pod1", "node", "client"), ("silent", "mute", *late)):
+        if name == "late" and place not in CLIENTS:
+            continue
         client, target = scene.socket(place, socket.SOCK_STREAM), scene.target(place, name)
         client.settimeout(60.0 * PATIENCE)
 
@@ -282,16 +304,32 @@ def half_open(scene: Scene) -> Iterator[Flow]:
         yield scene.flow(place, f"backends are {name}", body)
 
 
-def keep_silent(bench: Bench) -> None:
-    """Backends of half-open connections do not answer, until `answer_late`."""
-    for pod in ("pod2", "pod3"):
-        made = bench.lab.run(pod, ["nft", LATE])
+def hold_back(scene: Scene) -> None:
+    """Nobody answers on half-open connections, until `answer_late`."""
+    late = scene.services["late"]
+    for places, table in (BACKENDS, HELD_BACK), (CLIENTS, LOST_ANSWERS.format(late.port, late.node_port)):
+        _program(scene, places, table)
+
+
+def lose_repeated(scene: Scene) -> None:
+    """From now on no SYN gets to the backends that are late."""
+    _program(scene, BACKENDS, ONCE)
+
+
+def answer_late(scene: Scene) -> None:
+    for place in (*BACKENDS, *CLIENTS):
+        scene.bench.lab.run(place, ["nft", "delete table inet held_back"])
+
+
+def forget_rules(scene: Scene) -> None:
+    for place in (*BACKENDS, *CLIENTS):
+        scene.bench.lab.run(place, ["nft", "flush ruleset"])
+
+
+def _program(scene: Scene, places: Iterable[str], table: str) -> None:
+    for place in places:
+        made = scene.bench.lab.run(place, ["nft", table])
         assert made.returncode == 0, made.stderr
-
-
-def answer_late(bench: Bench) -> None:
-    for pod in ("pod2", "pod3"):
-        bench.lab.run(pod, ["nft", "delete table inet late"])
 
 
 def udp(scene: Scene) -> Iterator[Flow]:

@@ -20,7 +20,7 @@ from workshop.lab.traffic import meanwhile
 
 from .conftest import MODES, STRICT, bench_of, new_lab, route_services
 from .kit import PATIENCE, Bench, Service, eventually, forget_connections, ruleset
-from .open_flows import Flow, Scene, answer_late, keep_silent, open_flows, services_of
+from .open_flows import Flow, Scene, answer_late, forget_rules, hold_back, lose_repeated, open_flows, services_of
 from .switches import CANNOT_BE, GOES_ON, PROPERTY
 
 SOON = f"{6 * PATIENCE:g}s"  # longer than the machine takes from one question to the next
@@ -79,7 +79,7 @@ class Switch:
         self.served = time.monotonic()
         scene.switched.set()
         time.sleep(1.5 * PATIENCE)  # SYNs without an answer come again
-        answer_late(scene.bench)
+        answer_late(scene)
         time.sleep(DRAIN_SECONDS)
 
     def longest(self, flows: list[Flow], *, before: bool) -> tuple[float, str]:
@@ -130,7 +130,7 @@ Flows = dict[str, list[Flow]]
 
 @contextmanager
 def flows_over_a_switch(
-    node: Node, former: str, mode: str, *, seconds: float = 2.5, firewall: str = "ip", flags: tuple[str, ...] = ()
+    node: Node, former: str, mode: str, *, seconds: float = 2.0, firewall: str = "ip", flags: tuple[str, ...] = ()
 ) -> Iterator[tuple[Switch, Flows]]:
     """Open flows of all kinds, let them go on for so many seconds, switch, and let them go on; then they are closed.
 
@@ -139,10 +139,12 @@ def flows_over_a_switch(
     with ruleset(node.bench.lab, STRICT.replace("inet", firewall)), switching(node, former, mode, flags) as switch:
         with ExitStack() as stack:
             scene = Scene(node.bench, node.services, former, stack)
-            stack.callback(answer_late, node.bench)
-            keep_silent(node.bench)
+            stack.callback(forget_rules, scene)
+            hold_back(scene)
             flows = open_flows(scene)
             with meanwhile(flow.go_on for some in flows.values() for flow in some):
+                time.sleep(0.5 * PATIENCE)
+                lose_repeated(scene)
                 time.sleep(seconds * PATIENCE)
                 switch.now(scene)
                 time.sleep(2.0 * PATIENCE)
@@ -152,7 +154,11 @@ def flows_over_a_switch(
 def all_go_on(switch: Switch, flows: Flows) -> None:
     failed = [switch.said(flow) for kind in flows if kind not in KNOWN for flow in flows[kind] if ends(flow)]
     assert not failed, "\n".join(failed)
-    eventually(lambda: only_associations(switch.after), 20, lambda: f"open: {switch.after.running_status().draining}")
+    eventually(
+        lambda: only_associations(switch.after),
+        20,
+        lambda: f"open: {switch.after.command('flows', '-o', 'json').stdout}",
+    )
 
 
 @pytest.mark.parametrize(("mode", "former"), params(), indirect=["mode"], scope="session")
