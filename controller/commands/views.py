@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from ipaddress import ip_address
 from typing import Final, NamedTuple
 
 from controller.agent.modes import open_mode
@@ -77,12 +78,15 @@ def _ends(row: FlowRow) -> tuple[str, str, str]:
 
 
 def _frontends(rows: Iterable[ServiceRow]) -> dict[conntrack.Key, str | None]:
-    return {
-        (address.strip("[]"), int(port), Protocol[row.protocol]): row.name
-        for row in rows
-        for address, _, port in (text.rpartition(":") for text in row.frontends)
-        if address
-    }
+    """Each mode writes node ports in its own way: `node port 30080`, `*:30080`, `0.0.0.0:30080`, `[::]:30080`."""
+    found: dict[conntrack.Key, str | None] = {}
+    for row in rows:
+        for text in row.frontends:
+            address, _, port = text.replace("node port ", "*:").rpartition(":")
+            address = address.strip("[]")
+            anywhere = address == "*" or ip_address(address).is_unspecified
+            found[None if anywhere else address, int(port), Protocol[row.protocol]] = row.name
+    return found
 
 
 def programmed(admin_socket: str, pin_root: str | None = None, *, draining: bool = False) -> Programmed:

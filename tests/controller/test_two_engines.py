@@ -26,13 +26,14 @@ IDLE_SECONDS = 2.5
 
 
 class Engines(NamedTuple):
-    """A flow of the mode that drains, which is idle for `IDLE_SECONDS`, and a newer one of the mode that serves."""
+    """Two flows of the mode that drains, idle for `IDLE_SECONDS`, one of them to a node port, and a newer one."""
 
     bench: Bench
     drains: str
     serves: str
     web: Service
     old: Stream
+    outside: Stream
     new: Stream
 
     def run(self, command: str, *arguments: str) -> str:
@@ -71,18 +72,20 @@ def engines(request: pytest.FixtureRequest, lab: Lab) -> Iterator[Engines]:
     agent = Agent(lab, manifests, drains)
     with agent.serving():
         bench = Bench(lab, agent, itertools.count(1))
-        web = bench.service("pod2")
+        web = bench.service("pod2", outside=True)
         old = bench.stream("pod1", web.vip(V4), V4)
-        old.ask()
+        outside = bench.stream("client", (lab["node"].address(V4), web.node_port), V4)
+        old.ask(), outside.ask()
         idle_since = time.monotonic()
         assert agent.command("switch", serves, "--admin-socket", str(agent.socket)).returncode == 0
         new = bench.stream("pod1", web.vip(V4), V4)
         time.sleep(max(0.0, idle_since + IDLE_SECONDS - time.monotonic()))
         new.ask()
-        agent.wait(lambda status: [sum(left.flows.values()) for left in status.draining] == [1], what="draining")
-        yield Engines(bench, drains, serves, web, old, new)
-        old.ask()
-        old.connection.close()
+        agent.wait(lambda status: [sum(left.flows.values()) for left in status.draining] == [2], what="draining")
+        yield Engines(bench, drains, serves, web, old, outside, new)
+        for stream in (old, outside):
+            stream.ask()
+            stream.connection.close()
         eventually(lambda: f"mode {drains} drained" in agent.tail(80), 30, lambda: agent.tail(80))
         print(f"--- log of the agent\n{agent.tail(80)}")
     for path in (*manifests.iterdir(), agent.log):
@@ -92,26 +95,30 @@ def engines(request: pytest.FixtureRequest, lab: Lab) -> Iterator[Engines]:
 def test_flows_are_listed_with_the_mode_that_has_them(engines: Engines) -> None:
     rows = [row for row in engines.json("flows") if row["state"] != "closed"]
     web = f"conformance/{engines.web.name}:main"
-    assert [(row["mode"], row["client"], row["service"]) for row in rows] == [
-        (engines.drains, engines.client(engines.old), web),
+    drained = {engines.client(engines.old), engines.client(engines.outside)}
+    assert {(row["mode"], row["client"], row["service"]) for row in rows} == {
+        *((engines.drains, client, web) for client in drained),
         (engines.serves, engines.client(engines.new), web),
-    ]
-    for mode, row in zip((engines.drains, engines.serves), rows, strict=True):
+    }
+    for mode, clients in ((engines.drains, drained), (engines.serves, {engines.client(engines.new)})):
         alone = [row for row in engines.json("flows", "--mode", mode) if row["state"] != "closed"]
-        assert [(each["mode"], each["client"]) for each in alone] == [(mode, row["client"])]
+        assert [each["mode"] for each in alone] == [mode] * len(clients)
+        assert {each["client"] for each in alone} == clients
     if engines.drains != "userspace":
-        assert IDLE_SECONDS - 2 <= rows[0]["idle"] <= 60
+        assert all(IDLE_SECONDS - 2 <= row["idle"] <= 60 for row in rows[:2])
 
 
 def test_status_says_what_to_close(engines: Engines) -> None:
     (left,) = engines.json("status")["draining"]
-    assert (left["mode"], left["flows"]["TCP"]) == (engines.drains, 1)
-    assert [row["client"] for row in left["quiet"]] == [engines.client(engines.old)]
+    assert (left["mode"], left["flows"]["TCP"]) == (engines.drains, 2)
+    clients = {engines.client(engines.old), engines.client(engines.outside)}
+    assert {row["client"] for row in left["quiet"]} == clients
     lines = engines.run("status").splitlines()
     place = next(number for number, line in enumerate(lines) if f"mode {engines.drains} drains for" in line)
     assert f"flows --mode {engines.drains}" in lines[place]
-    assert engines.client(engines.old) in lines[place + 1]
-    assert f"conformance/{engines.web.name}:main" in lines[place + 1]
+    for line in lines[place + 1 : place + 3]:
+        assert any(client in line for client in clients)
+        assert f"conformance/{engines.web.name}:main" in line
 
 
 def test_explain_names_the_mode_that_serves_a_packet(engines: Engines) -> None:
@@ -157,4 +164,4 @@ def test_traffic_is_counted_on(engines: Engines) -> None:
 def test_top_names_both(engines: Engines) -> None:
     answer = json.loads(engines.run("top", "-o", "json", "--count", "1").splitlines()[0])
     assert answer["mode"] == engines.serves
-    assert [(left["mode"], left["flows"]["TCP"]) for left in answer["draining"]] == [(engines.drains, 1)]
+    assert [(left["mode"], left["flows"]["TCP"]) for left in answer["draining"]] == [(engines.drains, 2)]
