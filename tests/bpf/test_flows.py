@@ -344,6 +344,21 @@ def test_flows_of_others_stay_as_long_as_conntrack_knows_them(
     assert not any(value["flags"] & FLAGS["FLOW_OTHERS"] for value in bench.flows(net.family).values())
 
 
+def test_half_open_connections_of_others_do_not_fill_the_table(
+    bench: Bench, net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flows = {family: bench.maps.maps[f"flows{family}"] for family in (4, 6)}
+    keys = [FlowKey(net.family, Protocol.TCP, number.to_bytes(4, "big") * (1 if net.family == 4 else 4), b"12",
+                    *client_side(net, 1)[4:]) for number in range(flows[4].entries // 8 + 1)]  # fmt: skip
+    monkeypatch.setattr(module, "translated_keys", lambda _: frozenset())
+    others = module.OthersFlows(flows, bench.inspect.program("leave"))
+    for count in (len(keys), len(keys) - 1):
+        monkeypatch.setattr(module, "half_open_keys", lambda _, count=count: frozenset(keys[:count]))
+        others.look(EMPTY)
+        assert bench.flow_count(net.family) == (0 if count == len(keys) else count, 0)
+        others.check_room()
+
+
 def client_side(net: Net, port: int) -> FlowKey:
     kind = AF[net.family]
     ends = [socket.inet_pton(kind, net.client), port.to_bytes(2, "big"), socket.inet_pton(kind, net.vip), b"\0\x35"]

@@ -64,7 +64,7 @@ class OthersFlows:
         with self._lock:
             found = _with_unbound(translated_keys(services), table.node.addresses)
             if connections or any(key.protocol == Protocol.TCP for key in self.known):
-                found |= half_open_keys(dict.fromkeys(_frontends(table, table.services, (Protocol.TCP,))))
+                found |= self._half_open(table)
             for family, flows in self._flows.items():
                 new, gone = (
                     {key for key in keys if key.family == family} for keys in (found - self.known, self.known - found)
@@ -74,13 +74,19 @@ class OthersFlows:
                     flows.delete_batch(_rows(gone.intersection(_left_to_others(flows, family)), family))
             self.known = found
 
+    def _half_open(self, table: ServiceTable) -> frozenset[FlowKey]:
+        """None in a flood of SYNs, which shall not fill the tables: then a repeated one begins a flow of ours."""
+        found = half_open_keys(dict.fromkeys(_frontends(table, table.services, (Protocol.TCP,))))
+        room = min(flows.entries for flows in self._flows.values()) // 8
+        return found if len(found) <= room else frozenset()
+
     def check_room(self) -> None:
         """See whether every flow of others could be left to them.
 
         Raises:
             Unsupported: there are more than the tables have room for, and some would get another backend.
         """
-        theirs = Counter(key.family for key in self.known)
+        theirs = Counter(key.family for key in self.known if key.protocol in DATAGRAMS)
         for family, flows in self._flows.items():
             if theirs[family] > flows.entries:
                 raise Unsupported(
