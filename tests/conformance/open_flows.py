@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-from workshop.lab.traffic import Reply, Tally, ask_tcp, ask_udp, load
+from workshop.lab.traffic import Reply, ask_tcp, ask_udp
 
 from .associations import associate
 from .conftest import serve
@@ -441,15 +441,13 @@ def affinity(scene: Scene) -> Iterator[Flow]:
 def new(scene: Scene) -> Iterator[Flow]:
     """One new connection after the other; not one fails, whichever mode has it."""
     for place in ("pod1", "node", "client"):
+        target = scene.target(place, "tcp")
 
-        def body(flow: Flow, place: str = place) -> None:
-            tally, target = Tally(), (scene.family, scene.target(place, "tcp"))
-            open_socket = partial(scene.bench.lab.socket, place)
-            load("connections", target, tally=tally, rate=30, timeout=10.0, open_socket=open_socket, stop=flow.stop)
-            failed = str(tally.report()) if tally.failed else ""
-            flow.turns += [Turn(0.0, 0.0, failed)] * tally.answered
+        def turn(place: str = place, target: tuple[str, int] = target) -> None:
+            with scene.bench.connect(place, target, scene.family, timeout=10.0) as connection:
+                ask_tcp(connection, close=True)
 
-        yield scene.flow(place, "new connections", body)
+        yield scene.flow(place, "new connections", again_and_again(turn, OFTEN))
 
 
 KINDS: dict[str, Kind] = {
