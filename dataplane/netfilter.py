@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from dataplane.diff import changed_services
-from dataplane.errors import DataplaneError, SyncError
+from dataplane.errors import DataplaneError, SyncError, Unsupported
+from dataplane.kernel import sysctl
 from dataplane.kernel.conntrack import Key, delete_stale, delete_translated, open_flows
 from dataplane.kernel.nfmonitor import watch_ruleset
 from dataplane.kernel.other_proxies import may_have_left
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NEARLY_FULL: Final = 0.95  # of conntrack: then the kernel begins to drop entries early (nf_conntrack_max95)
 RELAY_TABLE: Final = "hybrid-proxy-userspace"
 RELAY_PORTS: Final = "listeners"  # a set of that table: protocol . proxy port
 
@@ -57,6 +59,20 @@ def relays(node: NodeNetwork) -> Collection[Socket]:
             else:
                 found.update((address, int(port)) for address in addresses for port in ports)
     return found
+
+
+def refuse_full_conntrack() -> None:
+    """See whether conntrack has room. With our rules it begins to track whatever passes the node, other flows too.
+
+    Raises:
+        Unsupported: it is so full that the kernel would drop packets of flows that it does not know yet.
+    """
+    found = [sysctl.read(f"net/netfilter/nf_conntrack_{name}") for name in ("count", "max")]
+    count, limit = (int(text or 0) for text in found)
+    if count > limit * NEARLY_FULL:
+        raise Unsupported(
+            "room in conntrack", f"it has {count} entries of at most {limit}: raise net.netfilter.nf_conntrack_max"
+        )
 
 
 class NetfilterMode:
@@ -85,6 +101,8 @@ class NetfilterMode:
 
     def sync(self, table: ServiceTable) -> SyncResult:
         names: Collection[str] = changed_services(self.table, table)
+        if self.options.all_or_nothing and not self._programmed:
+            refuse_full_conntrack()
         whole = self._full or self._must_replace(table, names)
         if whole:
             names = dict.fromkeys((*table.services, *self.table.services))

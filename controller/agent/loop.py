@@ -45,6 +45,7 @@ from controller.settings.config import Config, available_modes, needs_reopening
 from dataplane.errors import DataplaneError, Unsupported
 from dataplane.kernel import sysctl
 from dataplane.mode import SyncResult
+from dataplane.netfilter import refuse_full_conntrack
 
 if TYPE_CHECKING:
     from controller.settings.configfile import Loaded
@@ -430,6 +431,8 @@ class Agent:
             raise ControllerError(f"mode {mode} serves already")
         if self.mode.phase is not Phase.SERVING:
             raise ControllerError(f"mode {before} has not programmed its first table yet; try again")
+        if open_mode(mode).conntrack:
+            refuse_full_conntrack()  # before a trial: with that, too, the kernel would begin to track
         if missing := open_mode(mode).probe(self.config.options):
             raise ControllerError(f"mode {mode} does not work here: {missing}")
         log.info("mode %s is asked for, in place of %s", mode, before)

@@ -15,7 +15,7 @@ import msgspec
 from controller.agent.modes import open_mode
 from controller.commands.views import ALL, programmed
 from controller.errors import ConfigError, ControllerError
-from controller.serving.admin import ask
+from controller.serving.admin import BusyError, ask
 from controller.serving.protocol import (
     AgentStatus,
     DrainAnswer,
@@ -129,7 +129,12 @@ def _served(admin_socket: str, answer: SwitchAnswer) -> AgentStatus:
     """
     until = time.monotonic() + SERVE_SECONDS
     while True:
-        status = _status(admin_socket)
+        try:
+            status = _status(admin_socket)
+        except BusyError:  # its loop programs the table
+            if time.monotonic() > until:
+                raise
+            continue
         if status.mode.effective != answer.mode:
             reason = status.mode.reason or status.configuration.refused
             raise ControllerError(f"mode {answer.mode} cannot serve, and {status.mode.effective} does: {reason}")

@@ -31,6 +31,10 @@ REST_SECONDS = 0.1  # without accepting, when descriptors or memory have run out
 A = TypeVar("A", bound=Answer)
 
 
+class BusyError(ControllerError):
+    """An agent is there, and did not answer in time."""
+
+
 class NoAgentError(ControllerError):
     """Nobody listens at the admin socket."""
 
@@ -61,7 +65,7 @@ def ask(asked: str, request: Request, expected: type[A]) -> A:
     except PermissionError as error:
         raise ControllerError(f"{path}: permission denied; run as root") from error
     except OSError as error:
-        raise ControllerError(f"{path}: the agent does not answer: {error}") from error
+        raise BusyError(f"{path}: the agent does not answer: {error}") from error
     if not line:
         raise ControllerError(f"{path}: the agent closed the connection without an answer")
     try:

@@ -19,9 +19,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from controller.agent.modes import left_here, open_mode
+from dataplane.flows import FLOW, FlowFlag, Flows
+from dataplane.kernel.conntrack_flows import delete, insert
 from dataplane.mode import Options
 from tests.loads import goes_on
 from workshop.lab.agent import Agent
@@ -178,7 +181,8 @@ class Traffic:
 
     def check(self) -> None:
         """Nothing has failed up to now."""
-        assert [f"{flow.name}: {flow.failed}" for flow in self.flows if flow.failed] == []
+        failed = [f"{flow.name}: {flow.failed}" for flow in self.flows if flow.failed]
+        assert not failed, "\n".join(failed)
         assert {name: tally.report() for name, tally in self.tallies.items() if tally.failed} == {}
 
     def end(self) -> None:
@@ -188,10 +192,10 @@ class Traffic:
 
 
 @contextmanager
-def traffic(node: Node) -> Iterator[Traffic]:
-    """New connections of a pod, the node and outside; flows are begun by the test. None of it may fail."""
+def traffic(node: Node, places: Sequence[str] = ("pod1", "node", "client")) -> Iterator[Traffic]:
+    """New connections from these places; flows are begun by the test. None of it may fail."""
     tallies, clients = {}, []
-    for place, family in itertools.product(("pod1", "node", "client"), (V4, V6)):
+    for place, family in itertools.product(places, (V4, V6)):
         target = target_of(node.bench, node.web, "nodeport" if place == "client" else "cluster", family)
         tally = tallies[f"new connections from {place} to {target}"] = Tally()
         clients.append(
@@ -497,3 +501,45 @@ def test_a_mode_without_room_for_everything_does_not_begin(node: Node, small: Ag
         status = small.running_status()
         assert (status.mode.effective, status.draining, status.synced) == ("nftables", [], True)
     assert alone(node.bench, "nftables")
+
+
+@contextmanager
+def full_conntrack(lab: Lab, room: int) -> Iterator[None]:
+    """The node's conntrack has room for so many entries more; those that fill it count as answered, so they stay."""
+    with lab.inside("node"):
+        limit, count = (
+            int(Path(f"/proc/sys/net/netfilter/nf_conntrack_{name}").read_text()) for name in ("max", "count")
+        )
+        rows = np.zeros(limit - count - room, FLOW)
+        numbers = np.arange(len(rows), dtype=np.uint32)
+        rows["family"], rows["protocol"], rows["seconds"], rows["flags"] = 4, 6, 600, FlowFlag.ANSWERED
+        rows["source"][:, 0], rows["source_port"] = 0x000212C6 + (numbers >> 15 << 24), (numbers & 0x7FFF) + 1
+        rows["backend"][:, 0], rows["backend_port"] = 0x640212C6, 1
+        fill = Flows(rows)
+        assert np.count_nonzero(insert(fill, translated=False)) == 0
+    try:
+        yield
+    finally:
+        with lab.inside("node"):
+            delete(fill, translated=False)
+
+
+@pytest.mark.long  # 260,000 entries
+@pytest.mark.parametrize("mode", ["nftables", "iptables"])
+def test_a_mode_that_needs_conntrack_does_not_begin_while_that_is_full(node: Node, mode: str) -> None:
+    """With its first rule the kernel would track all flows of the node, and drop packets of those without an entry."""
+    with traffic(node) as clients:
+        for number in range(2):
+            clients.begin(f"the start {number}")
+        clients.goes_on()
+        with full_conntrack(node.bench.lab, 5):
+            clients.goes_on()
+            done = node.bench.agent.command("switch", mode, "--now", "--admin-socket", str(node.bench.agent.socket))
+            assert done.returncode == 1
+            assert "nf_conntrack_max" in done.stderr
+            clients.goes_on()
+            status = node.bench.agent.running_status()
+            assert (status.mode.effective, status.draining, status.synced) == ("ebpf", [], True)
+            assert alone(node.bench, "ebpf")
+        switch(node.bench, mode)
+        clients.goes_on()
