@@ -18,7 +18,7 @@ from dataplane.reports import (
     TrafficRow,
     Unprogrammed,
 )
-from dataplane.table import ServiceTable
+from dataplane.table import Remembered, ServiceTable
 
 RequestMaintenance = Callable[[], None]  # from any thread: have `Programmer.maintain` called at once, something drifted
 
@@ -270,6 +270,14 @@ class View(Protocol):
 
     def close(self) -> None:
         """Give back what it was read through."""
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """A view of a mode that remembers clients where another mode can read it."""
+
+    def remembered(self, table: ServiceTable) -> list[Remembered]:
+        """Clients of the table's service ports with session affinity."""
 
 
 class Mode(NamedTuple):

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum, IntEnum, IntFlag
 from ipaddress import IPv4Network, IPv6Network, collapse_addresses, ip_network
+from typing import NamedTuple
 
 import msgspec
 
@@ -158,11 +159,20 @@ class NodeNetwork(msgspec.Struct, frozen=True):
     masquerade_bit: int = 14
 
 
+class Remembered(NamedTuple):
+    """Where session affinity sends a client: to the backend of a service port that it had last."""
+
+    entry: EntryKey
+    client: str
+    backend: str
+    port: int
+
+
 class ServiceTable(msgspec.Struct, frozen=True):
     """Everything. `changed` names the services that differ from the table with generation `base`.
 
     At the TCP ports `health_ports` this node itself answers load balancers: where kube-proxy lets them through the
-    host's firewall, so does the mode of that name.
+    host's firewall, so does the mode of that name. The first table that a mode gets has `clients` of the mode before.
     """
 
     services: Mapping[str, tuple[Entry, ...]]
@@ -171,6 +181,7 @@ class ServiceTable(msgspec.Struct, frozen=True):
     base: int = -1
     changed: frozenset[str] = frozenset()
     health_ports: tuple[int, ...] = ()  # sorted
+    clients: tuple[Remembered, ...] = ()
 
     def entries(self, names: Iterable[str] | None = None) -> Iterator[Entry]:
         """All service ports, or those of these services."""

@@ -32,13 +32,14 @@ from controller.agent.modes import (
     open_first,
     open_for_draining,
     outlived,
+    remembered,
     take_over,
 )
 from controller.serving.protocol import ModeStatus
 from controller.settings.config import Config
 from dataplane.errors import DataplaneError, Unsupported
 from dataplane.mode import Drains, Programmer
-from dataplane.table import ServiceTable
+from dataplane.table import Remembered, ServiceTable
 
 ANSWERS_SECONDS: Final = 1.0  # in which answers to the last datagrams come back the way that they went
 
@@ -173,6 +174,14 @@ class ActiveMode:
 
     def programmed(self) -> None:
         self._on(Input.PROGRAMMED)
+
+    def remembered(self, table: ServiceTable) -> list[Remembered]:
+        """Where modes that were left send clients of services with session affinity; the last one knows best."""
+        if not any(entry.affinity_seconds for entry in table.entries()):
+            return []
+        drains = {row.mode for row in self.draining.rows()}
+        names = sorted(left_here(self.choice.effective, self.config.options), key=drains.__contains__)
+        return [client for name in names for client in remembered(name, table, self.config.options)]
 
     def take_over(self, table: ServiceTable) -> None:
         """Let other modes take no new flows, and remove those of which no flow is left."""

@@ -332,7 +332,7 @@ class Agent:
     def _sync(self) -> None:
         at_start, first = self.syncer.ready_seconds is None, self.mode.phase is not Phase.SERVING
         try:
-            result = self.syncer.sync(self.mode.programmer, first=first)
+            result = self.syncer.sync(self.mode.programmer, first=first, clients=self.mode.remembered)
         except Unsupported as error:
             if (reverted := self.mode.try_next(error)) is not None:
                 self._reverted(reverted)

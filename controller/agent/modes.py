@@ -20,8 +20,8 @@ from dataplane.kernel import sysctl
 from dataplane.kernel.host_paths import netns_number
 from dataplane.kernel.lock import hold_new, let_go
 from dataplane.kernel.other_proxies import may_have_left, others_have_pins
-from dataplane.mode import Drains, Mode, Options, Programmer, RequestMaintenance
-from dataplane.table import EMPTY
+from dataplane.mode import Drains, Mode, Options, Programmer, Remembers, RequestMaintenance
+from dataplane.table import EMPTY, Remembered, ServiceTable
 
 log = logging.getLogger(__name__)
 
@@ -205,6 +205,19 @@ def left_here(effective: str, options: Options) -> tuple[str, ...]:
     They are looked for by name: code of a mode that is not used here is 5 MB in an agent that has 150.
     """
     return tuple(name for name in available_modes() if name != effective and may_have_left(name, options.pin_root))
+
+
+def remembered(name: str, table: ServiceTable, options: Options) -> list[Remembered]:
+    """Where a mode that was left sends clients of the table's services. A failure is logged: they get any backend."""
+    try:
+        view = open_mode(name).look(options, {})
+        if view is None:
+            return []
+        with contextlib.closing(view):
+            return view.remembered(table) if isinstance(view, Remembers) else []
+    except (DataplaneError, OSError, ValueError) as error:
+        log.warning("session affinity of mode %s does not go on: %s", name, error)
+        return []
 
 
 def outlived(name: str, effective: str) -> bool:

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from controller.kubernetes.model import EndpointSlice, Event, Problem, Removed, SourceState, Superseded, Upserted
 from controller.semantics.cluster import Cluster
 from controller.semantics.entries import Settings
@@ -33,6 +35,7 @@ from dataplane.mode import Prewarmed, SyncResult
 
 if TYPE_CHECKING:
     from dataplane.mode import Programmer
+    from dataplane.table import Remembered, ServiceTable
 
 log = logging.getLogger(__name__)
 
@@ -194,12 +197,16 @@ class Syncer:
         self._rested_at = 0.0
         self._on(Input.REOPENED)
 
-    def sync(self, programmer: Programmer, *, first: bool) -> SyncResult | None:
+    def sync(
+        self, programmer: Programmer, *, first: bool,
+        clients: Callable[[ServiceTable], Iterable[Remembered]] = lambda _: (),
+    ) -> SyncResult | None:  # fmt: skip
         """Build and program the newest table.
 
         Args:
             programmer: of the mode at work.
             first: it has programmed nothing yet.
+            clients: with `first`, where the modes before send clients of a table.
 
         Returns:
             What was done; None: it failed, and is tried again when it is `due`.
@@ -211,6 +218,8 @@ class Syncer:
         if first and isinstance(programmer, Prewarmed):
             programmer.prewarm(*self.cluster.extent)
         table = self.builder.build(self.cluster, self._addresses)
+        if first:
+            table = msgspec.structs.replace(table, clients=tuple(clients(table)))
         try:
             result = programmer.sync(table)
         except (SyncError, Unsupported) as error:

@@ -10,11 +10,11 @@ import numpy as np
 from dataplane.kernel.bpf import Map, Object, run_on_packet
 from dataplane.kernel.grace import jiffies_per_second
 from dataplane.mode import belongs
-from dataplane.modes.ebpf import layout
+from dataplane.modes.ebpf import affinity, layout
 from dataplane.modes.ebpf.flows import flow_arrays
 from dataplane.modes.ebpf.traffic import Traffic, counts_of, traffic_of
 from dataplane.reports import BackendRow, FlowRow, ServiceRow, TrafficCounts, TrafficRow
-from dataplane.table import Protocol, socket_text
+from dataplane.table import Protocol, Remembered, ServiceTable, socket_text
 
 CLOCK: Final = "read_clock"  # of bpf/inspect.bpf.c
 
@@ -36,6 +36,9 @@ class Pinned:
 
     def flows(self, limit: int) -> tuple[list[FlowRow], int]:
         return _flows(self._maps, self._names, limit)
+
+    def remembered(self, table: ServiceTable) -> list[Remembered]:
+        return affinity.remembered(self._maps, table, _clock(self._maps), jiffies_per_second())
 
     def close(self) -> None:
         for known in self._maps.values():

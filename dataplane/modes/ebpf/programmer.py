@@ -44,7 +44,7 @@ from dataplane.mode import (
     SyncResult,
     unknown_algorithms,
 )
-from dataplane.modes.ebpf import attach, explaining, handing, layout, listing, sizes
+from dataplane.modes.ebpf import affinity, attach, explaining, handing, layout, listing, sizes
 from dataplane.modes.ebpf.attach import Links, Sockets
 from dataplane.modes.ebpf.carry import Carry, prepare
 from dataplane.modes.ebpf.driver import Drivers
@@ -307,6 +307,8 @@ class Ebpf:
             moved = table.node.primary != self.table.node.primary
             self.table = table
             self._unprogrammed, self._failed = frozenset(plan.unfit), frozenset()
+            if table.clients:
+                self._remember(table)
             if not self._attached or moved:
                 self.maps.view("node")["draining"] = self._draining
                 self._attach()
@@ -326,6 +328,13 @@ class Ebpf:
             raise SyncError(f"the eBPF maps could not be programmed: {error}") from error
         self.gc.want_grace(plan.stamp)  # last: it wakes a thread, which takes the interpreter
         return SyncResult(changed, removed, tuple(plan.unprogrammed.values()))
+
+    def _remember(self, table: ServiceTable) -> None:
+        """Session affinity goes on: this is before the first packet."""
+        plan = self.store.plan
+        ports = {entry: port for entry in {one.entry for one in table.clients} if (port := plan.find(entry))}
+        ids = {entry: (port.service, self.store.numbers(entry)) for entry, port in ports.items()}
+        affinity.remember(self.maps.maps["affinity"], table.clients, ids, self.gc.clock())
 
     def _look_at_others(self) -> None:
         """As long as there are flows of others, or may be some that were not seen yet."""

@@ -8,10 +8,11 @@ from typing import Final, NamedTuple
 
 from dataplane.kernel.conntrack import flows
 from dataplane.mode import belongs
+from dataplane.modes.iptables import affinity
 from dataplane.modes.iptables.names import MINE
 from dataplane.modes.iptables.readback import Saved, parse
 from dataplane.reports import BackendRow, FlowRow, ServiceRow
-from dataplane.table import Kind, Protocol, socket_text
+from dataplane.table import Kind, Protocol, Remembered, ServiceTable, socket_text
 
 _FRONTEND: Final = re.compile(
     r"^(?:-d (?P<address>[^/ ]+)(?:/\d+)? )?-p (?P<protocol>\w+) .*--dport (?P<port>\d+) "
@@ -89,6 +90,9 @@ class Programmed:
     def flows(self, limit: int) -> tuple[list[FlowRow], int]:
         known = {(found.address, found.port, int(found.protocol)): found.name for found in self._frontends()}
         return flows(known, limit)
+
+    def remembered(self, table: ServiceTable) -> list[Remembered]:
+        return affinity.remembered(table)
 
     def close(self) -> None:
         """It was read when it was made."""

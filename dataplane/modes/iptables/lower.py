@@ -27,6 +27,7 @@ from dataplane.modes.iptables.names import (
     SERVICES,
     chain,
     comment,
+    endpoint_chain,
     identity,
     number,
     service_chains,
@@ -213,7 +214,7 @@ def _set_chains(entry: Entry, name: str, chosen: BackendSet, node: Node) -> Chai
     chains: Chains = {}
     again = []
     for position, backend in enumerate(chosen.backends):
-        endpoint = chain("SEP", identity(entry), socket_text(backend.address, backend.port))
+        endpoint = endpoint_chain(entry, backend)
         chains[endpoint] = (f"-p {protocol} -m recent --set --name {endpoint} {_by_source(node)} {goals[position]}",)
         remembered = f"--rcheck --seconds {entry.affinity_seconds} --reap --name {endpoint} {_by_source(node)}"
         again.append(f"-m recent {remembered} -j {endpoint}")

@@ -12,7 +12,7 @@ from ipaddress import IPv4Address, IPv6Address, IPv6Network
 from typing import Final
 
 from dataplane.modes.iptables.tree import Space
-from dataplane.table import Entry, Frontend, Protocol
+from dataplane.table import Backend, Entry, Frontend, Protocol, socket_text
 
 MINE: Final = "HP-"
 SERVICES: Final = "HP-SERVICES"
@@ -34,6 +34,11 @@ def chain(kind: str, *parts: str) -> str:
 def identity(entry: Entry) -> str:
     """What identifies a service port in one family's tables."""
     return f"{entry.name}/{entry.protocol.name}"
+
+
+def endpoint_chain(entry: Entry, backend: Backend) -> str:
+    """The chain to one backend, and the list of clients that session affinity sends there: kube-proxy's SEP."""
+    return chain("SEP", identity(entry), socket_text(backend.address, backend.port))
 
 
 def service_chains(entry: Entry) -> tuple[str, str]:

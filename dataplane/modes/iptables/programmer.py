@@ -20,7 +20,7 @@ from dataplane.mode import (
     unknown_algorithms,
     unprobed,
 )
-from dataplane.modes.iptables import listing
+from dataplane.modes.iptables import affinity, listing
 from dataplane.modes.iptables.installed import TABLES, Installed, Ruleset, remove
 from dataplane.modes.iptables.lower import Node, node_of, same_addresses, usual_masquerade
 from dataplane.modes.iptables.plan import Plan
@@ -94,6 +94,8 @@ class Iptables(TranslatingMode):
             plan.health_ports = table.health_ports
             installed.replace(plan.change((), self._supported(table, table.services, family)))
             self._plans[family] = plan
+        if table.clients:
+            affinity.remember(table)  # as soon as the rules have made the lists
 
     def _change(self, table: ServiceTable, names: Collection[str]) -> None:
         for family, installed in self._installed.items():

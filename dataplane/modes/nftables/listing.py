@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 from dataplane.kernel import conntrack
 from dataplane.mode import belongs
+from dataplane.modes.nftables import affinity
 from dataplane.modes.nftables.picks import Pick
 from dataplane.modes.nftables.tables import DISCARD, SPACES, TABLE
 from dataplane.nftables.expressions import FAMILIES, Family, Verdict
 from dataplane.nftables.schema import Key, Value
 from dataplane.nftables.wire import Kernel
 from dataplane.reports import BackendRow, FlowRow, ServiceRow
-from dataplane.table import Protocol, socket_text
+from dataplane.table import Protocol, Remembered, ServiceTable, socket_text
 
 
 class _Frontend:
@@ -102,6 +103,15 @@ class Tables:
         """From conntrack."""
         keys = {(f.address, int(f.key[-1]), int(f.key[-2])): f.name for f in self._frontends()}
         return conntrack.flows(keys, limit)
+
+    def remembered(self, table: ServiceTable) -> list[Remembered]:
+        found = []
+        for family in self._families:
+            entries = [e for e in table.entries() if e.family == family.version and e.affinity_seconds]
+            skeleton = self._kernel.skeleton(family)
+            known = affinity.sets_of(entries) & skeleton.sets.keys() if skeleton is not None else ()
+            found += affinity.remembered(entries, {name: self._kernel.contents(family, name) for name in known})
+        return found
 
     def close(self) -> None:
         self._kernel.close()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final
 
 from dataplane.errors import DataplaneError, SyncError, Unsupported
@@ -19,10 +20,11 @@ from dataplane.mode import (
     unknown_algorithms,
     unprobed,
 )
+from dataplane.modes.nftables import affinity
 from dataplane.modes.nftables.listing import Tables
 from dataplane.modes.nftables.picks import Pick, chain_named, pick_chain
 from dataplane.modes.nftables.plan import Installed, Plan
-from dataplane.modes.nftables.tables import COUNTERS, MEMBERS, SETS, TABLE, clients_set
+from dataplane.modes.nftables.tables import COUNTERS, MEMBERS, SETS, TABLE, AllSets, clients_set
 from dataplane.netfilter import TranslatingMode
 from dataplane.nftables import operations as op
 from dataplane.nftables.expressions import FAMILIES, Family
@@ -55,7 +57,7 @@ class Nftables(TranslatingMode):
                 raise Unsupported("nftables", reason)
         super().__init__(options, request_maintenance)
         self.adopted = False
-        self._kernel: Kernel = kernel or Kernel(TABLE, SETS, chain_named)
+        self._kernel: Kernel = kernel or Kernel(TABLE, AllSets(), chain_named)
         self._real = kernel is None
         self._watched = False
         self._drop_invalid = not (self._real and is_liberal())
@@ -75,9 +77,19 @@ class Nftables(TranslatingMode):
         for family in FAMILIES.values():
             plan, operations = self._differences(family, table)
             self._plans[family.version] = plan
-            work.append((family, operations))
+            work.append((family, itertools.chain(operations, self._clients(family, table))))
         self._kernel.commit(*work)
         self._verified()
+
+    def _clients(self, family: Family, table: ServiceTable) -> Iterator[op.Operation]:
+        """Elements by which session affinity goes on."""
+        if not table.clients:
+            return iter(())
+        entries = [entry for entry in self._supported(table, table.services, family.version) if entry.affinity_seconds]
+        skeleton = self._kernel.skeleton(family)
+        known = affinity.sets_of(entries) & skeleton.sets.keys() if skeleton is not None else ()
+        held = {name: self._kernel.contents(family, name) for name in known}
+        return affinity.additions(entries, table.clients, held, self._plans[family.version].numbers)
 
     def _change(self, table: ServiceTable, names: Collection[str]) -> None:
         """One transaction of what differs between two tables."""
@@ -274,7 +286,7 @@ def look(options: Options, names: Mapping[int, str]) -> Tables | None:
     """The tables, of an agent that runs or not."""
     del options, names
     try:
-        kernel = Kernel(TABLE, SETS, chain_named)
+        kernel = Kernel(TABLE, AllSets(), chain_named)
     except OSError:
         return None
     tables = Tables(kernel)

@@ -83,6 +83,18 @@ def set_named(name: str) -> Set | None:
     return SETS.get(name)
 
 
+class AllSets(dict[str, Set]):
+    """`SETS`, and each set of clients when it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(SETS)
+
+    def __missing__(self, name: str) -> Set:
+        if (found := set_named(name)) is None:
+            raise KeyError(name)
+        return found
+
+
 def structure(family: Family, node: NodeNetwork, *, drop_invalid: bool = True) -> tuple[Chain, ...]:
     """The chains of a family that are there whatever the services are.
 

@@ -1,0 +1,56 @@
+"""PURE. Where session affinity sends clients: elements of the maps of clients, as values that all modes know."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+from dataplane.modes.nftables.lower import Number, number_name
+from dataplane.modes.nftables.plan import Numbers
+from dataplane.modes.nftables.tables import clients_set
+from dataplane.nftables import operations as op
+from dataplane.nftables import ruleset
+from dataplane.nftables.schema import Element, Key, Value
+from dataplane.table import Entry, Remembered
+
+Contents = Mapping[str, Mapping[Key, tuple[Value, str]]]  # of the maps of clients
+
+
+def sets_of(entries: Iterable[Entry]) -> set[str]:
+    """Names of the maps in which clients of these are remembered."""
+    return {clients_set(entry.affinity_seconds).name for entry in entries}
+
+
+def remembered(entries: Collection[Entry], held: Contents) -> list[Remembered]:
+    """What the maps hold of these service ports."""
+    numbers = Numbers()
+    ports = {numbers(number_name(entry)): entry for entry in entries}
+    ends = {number: socket for entry in entries for socket, number in _numbers(entry, numbers).items()}
+    return [
+        Remembered(ports[port].key, str(client), *ends[backend])
+        for clients in held.values()
+        for (client, port), (backend, _) in clients.items()
+        if port in ports and backend in ends
+    ]
+
+
+def additions(
+    entries: Collection[Entry], clients: Collection[Remembered], held: Contents, number: Number
+) -> Iterator[op.Operation]:
+    """Elements for clients that the maps do not hold yet."""
+    ports = {entry.key: (entry, _numbers(entry, number)) for entry in entries}
+    made: dict[tuple[str, Key], Element] = {}
+    for one in clients:
+        if one.entry not in ports:
+            continue
+        entry, ends = ports[one.entry]
+        name, key = clients_set(entry.affinity_seconds).name, (one.client, number(number_name(entry)))
+        end = ends.get((one.backend, one.port))
+        if end is not None and key not in held.get(name, {}):
+            made.setdefault((name, key), Element(name, key, end))
+    return ruleset.additions(made.values())
+
+
+def _numbers(entry: Entry, number: Number) -> dict[tuple[str, int], int]:
+    """Of each backend in a set."""
+    backends = {backend for chosen in entry.backend_sets for backend in chosen.backends}
+    return {(backend.address, backend.port): number(number_name(entry, backend)) for backend in backends}
