@@ -31,8 +31,8 @@ from workshop.lab.agent import Agent
 from workshop.lab.network import Lab
 from workshop.lab.traffic import Tally, ask_tcp, ask_udp, load, meanwhile
 
-from .conftest import bench_of, new_lab, route_services, serve
-from .kit import PATIENCE, UDP, V4, V6, Bench, Service, attached, eventually, forget_connections
+from .conftest import FOREVER, IFA_F_NODAD, bench_of, new_lab, route_services, serve
+from .kit import HTTP, PATIENCE, UDP, V4, V6, Bench, Service, attached, eventually, extra_pod, forget_connections
 from .test_rows import target_of
 
 MODES = ("ebpf", "nftables", "iptables", "userspace")  # those that need no module of the kernel's that few load
@@ -543,3 +543,55 @@ def test_a_mode_that_needs_conntrack_does_not_begin_while_that_is_full(node: Nod
             assert alone(node.bench, "ebpf")
         switch(node.bench, mode)
         clients.goes_on()
+
+
+# What changes while a mode drains
+
+BOTH_WAYS = [
+    pytest.param("ebpf", "nftables", id="ebpf"),
+    pytest.param("nftables", "ebpf", id="nftables"),
+    pytest.param("userspace", "nftables", id="userspace", marks=pytest.mark.long),
+    pytest.param("userspace", "ebpf", id="userspace-beside-ebpf", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("former", "mode"), BOTH_WAYS)
+def test_the_node_changes_while_a_mode_drains(node: Node, former: str, mode: str) -> None:
+    """It gets addresses and a pod; a backend goes: connections to it go on to their end, datagrams move."""
+    bench = node.bench
+    settled(bench, former)
+    web, dns = (
+        bench.service("pod2", protocol=protocol, port=port, target=target, settle=False)
+        for protocol, port, target in (("TCP", 80, HTTP), ("UDP", 53, UDP))
+    )
+    for family in (V4, V6):
+        bench.settle(web, {"pod2"}, family)
+    with traffic(node) as clients, ExitStack() as stack:
+        clients.begin("the start")
+        clients.begin("the start, too")
+        clients.goes_on()
+        leaving = [tcp_flow(bench, stack, "pod1", web.vip(family), family) for family in (V4, V6)]
+        moving = [udp_flow(bench, stack, "pod1", dns.vip(V4), V4, connected=connected) for connected in (True, False)]
+        for flow in (*leaving, *moving):
+            flow.once()
+            assert flow.backend == "pod2"
+        switch(bench, mode)
+        link = bench.lab.netlink("node")
+        index = link.link_lookup(ifname="eth0")[0]
+        for address, length in (("192.168.77.99", 24), ("fd77::99", 64)):
+            # Nobody's source by choice: with another source an unbound socket's datagrams are another flow.
+            more = {"flags": IFA_F_NODAD, "preferred_lft": 0, "valid_lft": FOREVER} if ":" in address else {}
+            link.addr("add", index=index, address=address, prefixlen=length, **more)
+            stack.callback(link.addr, "del", index=index, address=address, prefixlen=length)
+        added = stack.enter_context(extra_pod(bench))
+        for service in (web, dns):
+            service.write(added)
+        for family in (V4, V6):
+            bench.settle(web, {added.name}, family)
+        for flow in moving:
+            eventually(lambda flow=flow: flow.ask() == added.name, 10, f"{flow.name}: the backend is gone")
+        for flow in leaving:
+            flow.once()
+            assert (flow.failed, flow.backend) == ("", "pod2")
+        clients.goes_on()
+        assert [row.mode for row in bench.agent.running_status().draining] == [former]
