@@ -288,7 +288,9 @@ class Ebpf:
             if not self._attached and (self.options.all_or_nothing or not self.adopted):
                 self.others.check_room()
             if table.node != self.table.node or not self._attached:
-                self._write_node(table.node)
+                # Programs that drain find no frontend yet, and would drop what goes to addresses of services.
+                drains = not self._attached and bool(self.maps.view("node")["draining"])
+                self._write_node(msgspec.structs.replace(table.node, service_cidrs=()) if drains else table.node)
             if self.gc.graced > self.store.graced_stamp:
                 self.store.graced(self.gc.graced)  # `maintain` does the rest of `_collect`
             services = {name: table.services.get(name, ()) for name in names}
@@ -311,6 +313,7 @@ class Ebpf:
                 self._remember(table)
             if not self._attached or moved:
                 self.maps.view("node")["draining"] = self._draining
+                self._write_node(table.node)
                 self._attach()
                 self._take_over()
                 self.gc.hurry()  # and look for what others began meanwhile
