@@ -6,13 +6,14 @@ import zlib
 
 import pytest
 
-from dataplane.modes.nftables import lower
+from dataplane.modes.nftables import affinity, lower
 from dataplane.modes.nftables.picks import Pick, chain_named
 from dataplane.modes.nftables.tables import SPACES
+from dataplane.nftables import operations as op
 from dataplane.nftables.expressions import FAMILIES, Verdict
 from dataplane.nftables.schema import Element
 from dataplane.nftables.uapi import NFT_GOTO
-from dataplane.table import Masquerade, NodeNetwork
+from dataplane.table import Masquerade, NodeNetwork, Remembered
 from tests.modes.make import entry
 from tests.modes.nftables.make import cluster_ip, route
 
@@ -71,3 +72,17 @@ def test_long_names_fit_a_comment() -> None:
     name = f"{'n' * 63}/{'s' * 63}:{'p' * 15}"
     found = lower.elements(entry(cluster_ip("10.96.0.10", route("10.1.0.5")), name=name), number)
     assert max(len(e.comment) for e in found) == 127
+
+
+def test_clients_of_another_mode_are_remembered_unless_they_are_known_or_their_backend_is_gone() -> None:
+    port = entry(cluster_ip("10.96.0.10", route("10.1.0.5", "10.1.0.6")), affinity_seconds=60)
+    clients = [
+        Remembered(port.key, "10.2.0.1", "10.1.0.5", 8080), Remembered(port.key, "10.2.0.1", "10.1.0.6", 8080),
+        Remembered(port.key, "10.2.0.2", "10.1.0.6", 8080), Remembered(port.key, "10.2.0.3", "10.1.0.9", 8080),
+        Remembered(("default/gone:http", 4, 6), "10.2.0.4", "10.1.0.5", 8080),
+    ]  # fmt: skip
+    known = {"clients-60": {("10.2.0.2", number(lower.number_name(port))): (7, "")}}
+    (added,) = affinity.additions([port], clients, known, number)
+    assert isinstance(added, op.AddElements)
+    held = {added.set: {element.key: (element.value, "") for element in added.elements}}
+    assert affinity.remembered([port], held) == clients[:1]
