@@ -220,10 +220,7 @@ def pass_on(sender: socket.socket, receiver: socket.socket, data: bytes = b"stil
 
 
 def ask_once(connection: socket.socket) -> Reply:
-    """The server ends the connection, and the client follows.
-
-    Of FINs that cross on two processors mode ebpf may note one alone: the flow then stays half-closed for an hour.
-    """
+    """The server ends the connection, and the client follows."""
     reply = ask_tcp(connection, close=True)
     if connection.recv(1):
         raise ConnectionError("the server goes on")
