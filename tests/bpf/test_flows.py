@@ -255,6 +255,7 @@ IDLE = [
     pytest.param(["FLOW_PEER_FIN"],                     Protocol.TCP,  3600,  id="other-fin"),
     pytest.param(["FLOW_DSR", "FLOW_ESTABLISHED"],       Protocol.TCP,  86400, id="dsr"),
     pytest.param(["FLOW_DSR", "FLOW_FIN"],               Protocol.TCP,  120,   id="dsr-fin"),
+    pytest.param(["FLOW_FIN", "FLOW_PEER_FIN"],          Protocol.TCP,  30,    id="both-fins-one-acknowledged"),
     pytest.param(["FLOW_FIN", "FLOW_FIN_ACKED", "FLOW_PEER_FIN"], Protocol.TCP, 10, id="both-fins"),
     pytest.param(["FLOW_RESET"],                         Protocol.TCP,  10,    id="reset"),
     pytest.param([],                                     Protocol.UDP,  180,   id="udp"),

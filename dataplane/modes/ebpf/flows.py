@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 SCAN_SECONDS = 5.0
 # Idle times in seconds, as nf_conntrack's; those that kube-proxy sets, too, are in the options.
-OPENING, DOUBTED, ENDED, SCTP = 60, 60, 10, 210
+OPENING, DOUBTED, LAST_ACK, ENDED, SCTP = 60, 60, 30, 10, 210
 # With direct server return nobody here sees whether the backend has ended, too. IPVS waits as long then (`FIN_WAIT` of
 # connections whose answers go another way); whoever has ended and still receives acknowledges that.
 DSR_ENDING = 120
@@ -47,6 +47,10 @@ def idle_limits(keys: NDArray[Any], values: NDArray[Any], options: Options) -> N
     limits = np.full(len(keys), options.tcp_timeout_established, dtype=np.int64)
     limits[flags & names["FLOW_ESTABLISHED"] == 0] = OPENING
     limits[flags & (names["FLOW_FIN"] | names["FLOW_PEER_FIN"]) != 0] = options.tcp_timeout_close_wait
+    # Both have ended, and not both are known to know it. Two processors that note two FINs at once may lose one note of
+    # four; the other half of the pair has it, and a pair goes with either half.
+    both = names["FLOW_FIN"] | names["FLOW_PEER_FIN"]
+    limits[flags & both == both] = LAST_ACK
     ending = names["FLOW_DSR"] | names["FLOW_FIN"]
     limits[flags & ending == ending] = min(DSR_ENDING, options.tcp_timeout_close_wait)
     limits[flags & names["FLOW_DOUBTED"] != 0] = DOUBTED
