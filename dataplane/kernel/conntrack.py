@@ -220,6 +220,19 @@ def half_open_keys(services: Mapping[Key, str | None]) -> frozenset[FlowKey]:
     )
 
 
+def answer_keys(services: Mapping[Key, str | None]) -> frozenset[FlowKey]:
+    """What backends answer to the masqueraded flows of services, which are not over.
+
+    Args, raises: as `flows`.
+    """
+    return frozenset(
+        FlowKey(family, entry.protocol, entry.answerer, entry.answerer_port, entry.peer, entry.peer_port)
+        for protocol in sorted({protocol for _, _, protocol in services})
+        for family, entry, _ in translated_entries(services, protocol)
+        if (entry.peer, entry.peer_port) != (entry.source, entry.source_port) and _state(entry) != "closed"
+    )
+
+
 def _key(family: int, entry: Entry) -> FlowKey:
     return FlowKey(family, entry.protocol, entry.source, entry.source_port, entry.destination, entry.destination_port)
 

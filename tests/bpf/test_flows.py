@@ -345,6 +345,29 @@ def test_flows_of_others_stay_as_long_as_conntrack_knows_them(
     assert not any(value["flags"] & FLAGS["FLOW_OTHERS"] for value in bench.flows(net.family).values())
 
 
+def test_a_port_that_conntrack_gave_away_for_a_backend_is_not_given_away_again(
+    bench: Bench, net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.serve(web(net))
+    kind = AF[net.family]
+    ends = [socket.inet_pton(kind, net.backends[0]), (8080).to_bytes(2, "big"),
+            socket.inet_pton(kind, net.client), (40000).to_bytes(2, "big")]  # fmt: skip
+    answers = frozenset({FlowKey(net.family, Protocol.TCP, *ends)})
+    for name in ("translated_keys", "half_open_keys"):
+        monkeypatch.setattr(module, name, lambda _: frozenset())
+    monkeypatch.setattr(module, "answer_keys", lambda _: answers)
+    flows = {family: bench.maps.maps[f"flows{family}"] for family in (4, 6)}
+    others = module.OthersFlows(flows, bench.inspect.program("leave"))
+    others.look(EMPTY)
+    there = bench.open_tcp(net, net.vip)
+    assert there.sport != 40000
+    answer = frame(net, net.backends[0], net.client, segment(8080, 40000, "PA", payload=b"theirs"), from_backend=True)
+    assert bench.ingress(answer)[0] == PASS
+    answers = frozenset()
+    others.look(EMPTY)
+    assert bench.flow_count(net.family) == (2, 0)
+
+
 def test_half_open_connections_of_others_do_not_fill_the_table(
     bench: Bench, net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:

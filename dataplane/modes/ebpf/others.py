@@ -2,12 +2,14 @@
 
 A segment in the midst of a TCP connection shows that its flow is somebody else's; a datagram does not, and neither does
 a SYN that comes again. So these flows, and half-open connections, have entries in the tables of flows, as long as
-conntrack has theirs.
+conntrack has theirs. So have the answers to what conntrack masquerades: it and we give away ports of the node, and a
+port that both gave away for one backend would have answers go to the wrong client.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from ipaddress import ip_address
@@ -17,12 +19,13 @@ from numpy.typing import NDArray
 
 from dataplane.errors import Unsupported
 from dataplane.kernel.bpf import Map
-from dataplane.kernel.conntrack import FlowKey, Key, half_open_keys, translated_keys
+from dataplane.kernel.conntrack import FlowKey, Key, answer_keys, half_open_keys, translated_keys
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.flows import flow_arrays, run_in_parts
 from dataplane.table import Protocol, ServiceTable
 
 DATAGRAMS = (Protocol.UDP, Protocol.SCTP)  # whose first packets do not say that they are the first
+ANSWERS_SECONDS = 60.0  # after which all connections are read again, to forget the answers to those that are over
 
 
 def takes_datagrams(old: ServiceTable, new: ServiceTable, names: Iterable[str]) -> bool:
@@ -50,6 +53,8 @@ class OthersFlows:
     def __init__(self, flows: Mapping[int, Map], leave: int) -> None:
         self._flows, self._leave = flows, leave
         self._lock = threading.Lock()
+        self._answers = frozenset[FlowKey]()
+        self._answers_at = 0.0
         self.known = frozenset[FlowKey]().union(*(_left_to_others(known, family) for family, known in flows.items()))
 
     def look(self, table: ServiceTable, *, connections: bool = True) -> None:
@@ -65,6 +70,12 @@ class OthersFlows:
             found = _with_unbound(translated_keys(services), table.node.addresses)
             if connections or any(key.protocol == Protocol.TCP for key in self.known):
                 found |= self._half_open(table)
+            if connections or (self._answers and time.monotonic() - self._answers_at > ANSWERS_SECONDS):
+                self._answers = self._bounded(
+                    answer_keys(dict.fromkeys(_frontends(table, table.services, tuple(Protocol))))
+                )
+                self._answers_at = time.monotonic()
+            found |= self._answers
             for family, flows in self._flows.items():
                 new, gone = (
                     {key for key in keys if key.family == family} for keys in (found - self.known, self.known - found)
@@ -76,7 +87,10 @@ class OthersFlows:
 
     def _half_open(self, table: ServiceTable) -> frozenset[FlowKey]:
         """None in a flood of SYNs, which shall not fill the tables: then a repeated one begins a flow of ours."""
-        found = half_open_keys(dict.fromkeys(_frontends(table, table.services, (Protocol.TCP,))))
+        return self._bounded(half_open_keys(dict.fromkeys(_frontends(table, table.services, (Protocol.TCP,)))))
+
+    def _bounded(self, found: frozenset[FlowKey]) -> frozenset[FlowKey]:
+        """None if there are so many that they would fill the tables."""
         room = min(flows.entries for flows in self._flows.values()) // 8
         return found if len(found) <= room else frozenset()
 
@@ -86,7 +100,7 @@ class OthersFlows:
         Raises:
             Unsupported: there are more than the tables have room for, and some would get another backend.
         """
-        theirs = Counter(key.family for key in self.known if key.protocol in DATAGRAMS)
+        theirs = Counter(key.family for key in self.known - self._answers if key.protocol in DATAGRAMS)
         for family, flows in self._flows.items():
             if theirs[family] > flows.entries:
                 raise Unsupported(
