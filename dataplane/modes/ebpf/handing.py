@@ -174,14 +174,17 @@ def _raw(words: NDArray[Any]) -> bytes:
 
 
 def taken(maps: Mapping[str, Map], flows: Flows) -> Mask:
-    """Which flows cannot have the tuple of their answers, because it is another flow's here."""
-    found = np.zeros(len(flows), dtype=bool)
+    """Which flows cannot have the tuple of their answers, because it is another flow's here.
+
+    What is left to others is what they have, and what is to come.
+    """
+    others, found = abi_constants()["FLOW_OTHERS"], np.zeros(len(flows), dtype=bool)
     for half in Half:
         for family, places, wanted in _keys(flows, half):
             answers = _is_answer(flows, half)[places]
             for table in TABLES:
-                keys, _ = flow_arrays(maps[f"{table}{family}"], family)
-                found[places] |= answers & np.isin(_opaque(wanted), _opaque(keys))
+                keys, values = flow_arrays(maps[f"{table}{family}"], family)
+                found[places] |= answers & np.isin(_opaque(wanted), _opaque(keys[values["flags"] & others == 0]))
     return found
 
 
