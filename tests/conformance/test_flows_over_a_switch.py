@@ -30,7 +30,7 @@ BEGIN = ("TCP, half-open", "affinity", "new TCP")  # kinds that connect at any t
 WAITS = {"longest wait before": True, "over the switch": False}
 CONTROL = [
     pytest.param("ebpf", "nftables", id="ebpf-to-nftables"),
-    pytest.param("nftables", "ebpf", id="nftables-to-ebpf"),
+    pytest.param("nftables", "ebpf", id="nftables-to-ebpf", marks=pytest.mark.long),
     pytest.param("userspace", "nftables", id="userspace-to-nftables", marks=pytest.mark.long),
 ]
 LOST = {
