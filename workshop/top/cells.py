@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
+from controller.commands.columns import duration
 from workshop.top.rates import BackendRates, MapRow, ReasonRow, ServiceRates, Snapshot
 
 __all__ = [
@@ -171,15 +172,6 @@ def _totals(shown: Snapshot) -> str:
         parts += [f"flow entries {flows.used:,} of {flows.limit:,}"] if flows else []
         parts += [f"dropped/s {rate(shown.rate('drop'))}", f"refused/s {rate(shown.rate('refuse'))}"]
     return "   ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """`3d4h`, `2h5m`, `3m12s`."""
-    whole = int(seconds)
-    for first, second, unit in (("d", "h", 86400), ("h", "m", 3600), ("m", "s", 60)):
-        if whole >= unit:
-            return f"{whole // unit}{first}{whole % unit // {'h': 3600, 'm': 60, 's': 1}[second]}{second}"
-    return f"{whole}s"
 
 
 def trouble(shown: Snapshot) -> list[str]:

@@ -1,0 +1,185 @@
+"""PURE. Tables for people: columns that fit a terminal, in the manner of kubectl.
+
+A column that does not fit is left out before anything that identifies or judges a row is cut. `-o wide` shows every
+column, and nothing is cut then. `controller.commands.terminal` says what the screen is like, and prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final, Generic, NamedTuple, TypeVar
+
+__all__ = ["Cell", "Column", "Layout", "Screen", "Tone", "duration", "layout", "painted", "table"]
+
+Row = TypeVar("Row")
+Row_contra = TypeVar("Row_contra", contravariant=True)
+
+GAP: Final = 2
+UNKNOWN: Final = "-"
+LEAST_CUT: Final = 12  # characters that stay of a text that may be cut
+CUT: Final = "…"
+
+
+class Tone(StrEnum):
+    """How a text judges what it says; the value selects the colour (SGR)."""
+
+    PLAIN = ""
+    GOOD = "32"
+    WARN = "33"
+    BAD = "31"
+    DIM = "2"
+    HEAD = "1"
+
+
+class Screen(NamedTuple):
+    """Where a table is shown. Without a width (a pipe, a file) every row is one line of any length."""
+
+    width: int | None = None
+    colours: bool = False
+
+
+class Cell(NamedTuple):
+    """A text, and how it judges."""
+
+    text: str
+    tone: Tone = Tone.PLAIN
+
+
+Value = str | Cell | Sequence[str] | None  # several texts: one below the other, in a pipe with commas; None: not known
+
+
+@dataclass(frozen=True)
+class Column(Generic[Row_contra]):
+    """One column.
+
+    Attributes:
+        header: The title, in capital letters.
+        value: The cell of a row. A column without any known value is left out.
+        leave: 0: the column identifies or judges and always stays. Of the others the largest is left out first.
+        wide: Only `-o wide` shows it.
+        right: Aligned to the right, for numbers.
+        cut: Its texts may end with an ellipsis.
+        least: Its least width, for rows that are printed before the next ones are known.
+        live: Its values change all the time, so that `--watch` does not report a row for them.
+    """
+
+    header: str
+    value: Callable[[Row_contra], Value]
+    leave: int = 0
+    wide: bool = False
+    right: bool = False
+    cut: bool = False
+    least: int = 0
+    live: bool = False
+
+
+class _Place(NamedTuple):
+    column: Column[Any]
+    width: int
+
+
+@dataclass(frozen=True)
+class Layout(Generic[Row_contra]):
+    """Columns that were chosen for a screen, with their widths."""
+
+    places: tuple[_Place, ...]
+    screen: Screen
+
+    def header(self) -> str:
+        return self._line([Cell(place.column.header, Tone.HEAD) for place in self.places])
+
+    def lines(self, row: Row_contra) -> Iterator[str]:
+        """The row: one line, and on a terminal one more for each further text of a cell."""
+        cells = [_cells(place.column.value(row), self.screen) for place in self.places]
+        for number in range(max(map(len, cells), default=0)):
+            yield self._line([parts[number] if number < len(parts) else Cell("") for parts in cells])
+
+    def _line(self, cells: Sequence[Cell]) -> str:
+        texts = []
+        for place, cell in zip(self.places, cells, strict=True):
+            text = _shortened(cell.text, place.width) if place.column.cut else cell.text
+            room = " " * (place.width - len(text))
+            shown = painted(text, cell.tone, self.screen)
+            texts.append(room + shown if place.column.right else shown + room)
+        return (" " * GAP).join(texts).rstrip()
+
+
+def table(columns: Sequence[Column[Row]], rows: Sequence[Row], screen: Screen, *, wide: bool = False) -> list[str]:
+    """The header and the rows."""
+    chosen = layout(columns, rows, screen, wide=wide)
+    return [chosen.header(), *(line for row in rows for line in chosen.lines(row))]
+
+
+def layout(columns: Sequence[Column[Row]], rows: Sequence[Row], screen: Screen, *, wide: bool = False) -> Layout[Row]:
+    """Choose columns and widths for these rows; without rows, for those that are still to come."""
+    asked = [column for column in columns if wide or not column.wide]
+    sizes = {column.header: _size(column, rows, screen) for column in asked}
+    places = [_Place(column, size) for column in asked if (size := sizes[column.header]) is not None]
+    if screen.width is not None and not wide:
+        places = _fitted(places, screen.width)
+    return Layout(tuple(places), screen)
+
+
+def painted(text: str, tone: Tone, screen: Screen) -> str:
+    """The text in the colour of its tone, where the screen has colours."""
+    return f"\x1b[{tone}m{text}\x1b[0m" if screen.colours and tone and text else text
+
+
+def duration(seconds: float) -> str:
+    """`3d4h`, `2h5m`, `3m12s`."""
+    whole = int(seconds)
+    for first, second, unit in (("d", "h", 86400), ("h", "m", 3600), ("m", "s", 60)):
+        if whole >= unit:
+            return f"{whole // unit}{first}{whole % unit // {'h': 3600, 'm': 60, 's': 1}[second]}{second}"
+    return f"{whole}s"
+
+
+def _size(column: Column[Any], rows: Iterable[Any], screen: Screen) -> int | None:
+    """The width that shows every cell; None: there are rows, and none has a value."""
+    values = [column.value(row) for row in rows]
+    if values and all(value is None for value in values):
+        return None
+    texts = (part.text for value in values for part in _cells(value, screen))
+    return max(len(column.header), column.least, *map(len, texts), 0)
+
+
+def _cells(value: Value, screen: Screen) -> list[Cell]:
+    """The lines of a value. No text of somebody else contains an escape sequence for the terminal after this."""
+    match value:
+        case None:
+            return [Cell(UNKNOWN)]
+        case str():
+            parts = [Cell(value)]
+        case Cell():
+            parts = [value]
+        case _:
+            several = value if screen.width is not None else [",".join(value) or UNKNOWN]
+            parts = [Cell(text) for text in several or [UNKNOWN]]
+    return [Cell("".join(c if c.isprintable() else "?" for c in cell.text), cell.tone) for cell in parts]
+
+
+def _fitted(places: list[_Place], width: int) -> list[_Place]:
+    """Leave out columns until the rest fits with its texts cut short, then give the texts the room that is left."""
+
+    def taken(shown: Sequence[_Place]) -> int:
+        return sum(_least(place) for place in shown) + GAP * (len(shown) - 1)
+
+    while taken(places) > width and any(place.column.leave for place in places):
+        places.remove(max(reversed(places), key=lambda place: place.column.leave))
+    room = max(0, width - taken(places))
+    fitted = []
+    for place in places:
+        given = min(place.width, _least(place) + room)
+        room -= given - _least(place)
+        fitted.append(_Place(place.column, given))
+    return fitted
+
+
+def _least(place: _Place) -> int:
+    return min(place.width, max(LEAST_CUT, len(place.column.header))) if place.column.cut else place.width
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: max(0, width - len(CUT))] + CUT

@@ -1,0 +1,97 @@
+"""PURE. Which service somebody meant: names that were typed, against those that are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from typing import Final, NamedTuple
+
+from controller.errors import ConfigError, ControllerError
+from dataplane.mode import belongs
+
+__all__ = ["Asked", "UnknownName", "asked_for", "checked", "closest"]
+
+MOST: Final = 3  # suggestions
+
+
+class UnknownName(ControllerError):
+    """Nothing of this name is there. A command that was asked for it exits with 1."""
+
+    def __init__(self, what: str, name: str, suggestions: Sequence[str]) -> None:
+        super().__init__(f'no {what} "{name}"' + (f"; did you mean {_either(suggestions)}?" if suggestions else ""))
+        self.suggestions = suggestions
+
+
+class Asked(NamedTuple):
+    """The service (`namespace/name`, `namespace/name:port`) and the namespace that were asked for; None: any."""
+
+    service: str | None = None
+    namespace: str | None = None
+
+    def has(self, name: str | None) -> bool:
+        """Whether a service port, by its name, is one that was asked for."""
+        if self.service is None and self.namespace is not None:
+            return name is not None and name.startswith(f"{self.namespace}/")
+        return belongs(name, self.service)
+
+
+def asked_for(service: str | None, namespace: str | None = None) -> Asked:
+    """What `NAME -n NAMESPACE` means: `default/web`, `web -n default` and `default/web -n default` mean the same.
+
+    Raises:
+        ConfigError: the two name different namespaces.
+    """
+    if service is None or namespace is None:
+        return Asked(service, namespace)
+    own, slash, _ = service.rpartition("/")
+    if slash and own != namespace:
+        raise ConfigError(f"{service} is not in namespace {namespace}: leave out -n, or name the service without one")
+    return Asked(service if slash else f"{namespace}/{service}", namespace)
+
+
+def checked(asked: Asked, known: Iterable[str | None]) -> Asked:
+    """The same, if a known service port (`namespace/name:port`) belongs to it.
+
+    Raises:
+        UnknownName: none does; it suggests what is similar.
+    """
+    ports = sorted({name for name in known if name})
+    if asked == Asked() or any(asked.has(name) for name in ports):
+        return asked
+    if asked.service is None:
+        namespace = asked.namespace or ""
+        raise UnknownName("service in namespace", namespace, closest(namespace, {_namespace(name) for name in ports}))
+    with_port = ":" in asked.service
+    raise UnknownName(
+        "service", asked.service, _similar(asked.service, ports if with_port else {_service(name) for name in ports})
+    )
+
+
+def closest(typed: str, known: Iterable[str]) -> list[str]:
+    """Known words that look like the typed one, the most similar first."""
+    return get_close_matches(typed, sorted(known), MOST)
+
+
+def _similar(typed: str, known: Iterable[str]) -> list[str]:
+    """Names like it, whatever their namespace: the same ones first, and first those of the namespace that was typed."""
+    names = sorted(known, key=lambda name: (_namespace(name) != _namespace(typed), name))
+    bare, words = _bare(typed), sorted({_bare(name) for name in names})
+    alike = [bare, *closest(bare, words), *(word for word in words if bare in word)]
+    return list(dict.fromkeys(name for one in alike for name in names if _bare(name) == one))[:MOST]
+
+
+def _namespace(port: str) -> str:
+    return port.partition("/")[0]
+
+
+def _service(port: str) -> str:
+    return port.partition(":")[0]
+
+
+def _bare(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _either(names: Sequence[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last

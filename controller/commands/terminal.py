@@ -1,0 +1,69 @@
+"""What standard output is like, and what goes there: tables for people, JSON and YAML for programs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from controller.commands.columns import Column, Screen, layout, table
+
+__all__ = ["encoded", "print_rows", "print_stream", "print_value", "screen"]
+
+Row = TypeVar("Row")
+
+
+def screen() -> Screen:
+    """The width and the colours of standard output. NO_COLOR and TERM=dumb turn colours off (no-color.org)."""
+    if not sys.stdout.isatty():
+        return Screen()
+    colours = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return Screen(shutil.get_terminal_size().columns, colours)
+
+
+def print_rows(args: argparse.Namespace, columns: Sequence[Column[Row]], rows: Sequence[Row]) -> None:
+    """Print all rows as `-o` asks; without rows, people are told so on standard error."""
+    if args.output in ("json", "yaml"):
+        print_value(args.output, rows)
+    elif rows:
+        print("\n".join(table(columns, rows, screen(), wide=args.output == "wide")))
+    else:
+        print("none", file=sys.stderr)
+
+
+def print_stream(args: argparse.Namespace, columns: Sequence[Column[Row]], rows: Iterable[Row]) -> int:
+    """Print rows as they come, with `-o json` an object a line, and say how many there were."""
+    count = 0
+    for count, line in enumerate(_streamed(args, columns, rows), 1):  # noqa: B007 - the number of the last one
+        print(line, flush=True)
+    return count
+
+
+def _streamed(args: argparse.Namespace, columns: Sequence[Column[Row]], rows: Iterable[Row]) -> Iterator[str]:
+    if args.output in ("json", "yaml"):
+        yield from (("---\n" if args.output == "yaml" else "") + encoded(args.output, row, lines=True) for row in rows)
+        return
+    chosen = layout(columns, (), screen(), wide=args.output == "wide")
+    for number, row in enumerate(rows):
+        text = "\n".join(chosen.lines(row))
+        yield text if number else f"{chosen.header()}\n{text}"
+
+
+def print_value(output: str, value: Any) -> None:
+    """Print a value for programs."""
+    print(encoded(output, value))
+
+
+def encoded(output: str, value: Any, *, lines: bool = False) -> str:
+    """The value as JSON or YAML; of JSON with `lines` in one line."""
+    if output == "yaml":
+        import yaml
+
+        return yaml.safe_dump(msgspec.to_builtins(value), sort_keys=False, allow_unicode=True).rstrip("\n")
+    text = msgspec.json.encode(value)
+    return (text if lines else msgspec.json.format(text, indent=2)).decode()

@@ -1,0 +1,69 @@
+"""A name that is not there is an error, which suggests what may have been meant."""
+
+from __future__ import annotations
+
+import pytest
+
+from controller.commands.names import Asked, UnknownName, asked_for, checked
+from controller.errors import ConfigError
+
+KNOWN = ("default/web:http", "default/web:https", "shop/web:http", "shop/basket", "kube-system/kube-dns:dns-tcp", None)
+
+# fmt: off
+MEANT = (
+    pytest.param(None,               None,      Asked(),                               id="everything"),
+    pytest.param(None,               "shop",    Asked(None, "shop"),                   id="a-namespace"),
+    pytest.param("default/web",      None,      Asked("default/web"),                  id="with-its-namespace"),
+    pytest.param("default/web:http", None,      Asked("default/web:http"),             id="one-port"),
+    pytest.param("web",              "default", Asked("default/web", "default"),       id="the-namespace-apart"),
+    pytest.param("web:http",         "default", Asked("default/web:http", "default"),  id="a-port"),
+    pytest.param("shop/basket",      "shop",    Asked("shop/basket", "shop"),          id="the-namespace-twice"),
+)
+
+UNKNOWN = (
+    pytest.param("web",               None,      ["default/web", "shop/web"],        id="without-its-namespace"),
+    pytest.param("basket",            None,      ["shop/basket"],                    id="in-one-namespace-only"),
+    pytest.param("basket",            "default", ["shop/basket"],                    id="in-another-namespace"),
+    pytest.param("defualt/web",       None,      ["default/web", "shop/web"],        id="a-mistyped-namespace"),
+    pytest.param("baskte",            None,      ["shop/basket"],                    id="mistyped"),
+    pytest.param("default/web:htps",  None,      ["default/web:https"],              id="a-mistyped-port"),
+    pytest.param("kube-system/dns",   None,      ["kube-system/kube-dns"],           id="a-part-of-a-name"),
+    pytest.param("default/nope",      None,      [],                                 id="nothing-like-it"),
+    pytest.param(None,                "shpo",    ["shop"],                           id="a-namespace"),
+)
+# fmt: on
+
+
+@pytest.mark.parametrize(("service", "namespace", "meant"), MEANT)
+def test_a_name_that_is_known_passes(service: str | None, namespace: str | None, meant: Asked) -> None:
+    assert checked(asked_for(service, namespace), KNOWN) == meant
+
+
+@pytest.mark.parametrize(("service", "namespace", "suggested"), UNKNOWN)
+def test_a_name_that_is_unknown_is_an_error_with_suggestions(
+    service: str | None, namespace: str | None, suggested: list[str]
+) -> None:
+    with pytest.raises(UnknownName) as caught:
+        checked(asked_for(service, namespace), KNOWN)
+    assert caught.value.suggestions[: len(suggested) or None] == suggested
+    assert all(name in str(caught.value) for name in suggested)
+
+
+def test_two_different_namespaces_are_wrong_use() -> None:
+    with pytest.raises(ConfigError):
+        asked_for("shop/basket", "default")
+
+
+@pytest.mark.parametrize(
+    ("asked", "ports"),
+    [
+        (Asked(), {*KNOWN}),
+        (Asked("default/web"), {"default/web:http", "default/web:https"}),
+        (Asked("shop/basket"), {"shop/basket"}),
+        (Asked(None, "shop"), {"shop/web:http", "shop/basket"}),
+        (Asked(None, "sho"), set[str]()),
+    ],
+    ids=["everything", "a-service", "a-service-with-a-port-without-name", "a-namespace", "a-part-of-a-namespace"],
+)
+def test_what_was_asked_for_is_a_set_of_service_ports(asked: Asked, ports: set[str]) -> None:
+    assert {name for name in KNOWN if asked.has(name)} == ports
