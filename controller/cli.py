@@ -271,6 +271,9 @@ outside of these. It needs root.
 examples:
   hybrid-proxy lab demo                    everything in a minute: traffic, scaling, a killed agent; cleans up
   hybrid-proxy lab up --pods 5             a lab to play with; prints how to use it
+  hybrid-proxy lab exec node -- hybrid-proxy status
+  hybrid-proxy lab exec client -- curl http://192.168.77.2:30080/
+  hybrid-proxy lab shell pod1              a shell in the pod, until `exit`
   hybrid-proxy lab down
 """
 
@@ -432,12 +435,33 @@ def parser() -> argparse.ArgumentParser:
 
     _compare(command("compare", "measure modes against each other and against no proxy at all", _COMPARE))
 
-    lab = command("lab", "a node, pods and a client as network namespaces", _LAB)
-    lab.add_argument("action", choices=("up", "down", "demo"), help="create one, remove it, or watch the demonstration")
-    lab.add_argument("--name", default="lab", metavar="NAME", help="several labs can be up at once (default: lab)")
-    lab.add_argument("--pods", type=int, default=3, metavar="N", help="number of serving pods (default: 3)")
-    _output(lab)
+    _lab(command("lab", "a node, pods and a client as network namespaces", _LAB))
     return root
+
+
+def _lab(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for name, summary in (
+        ("up", "create a lab with an agent, and print commands to try"),
+        ("exec", "run a command in a place of the lab"),
+        ("shell", "open a shell in a place of the lab"),
+        ("down", "remove the lab"),
+        ("demo", "watch the demonstration"),
+    ):
+        action = actions.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        action.add_argument(
+            "--name", default="lab", metavar="NAME", help="several labs can be up at once (default: lab)"
+        )
+        if name in ("up", "demo"):
+            action.add_argument("--pods", type=int, default=3, metavar="N", help="number of serving pods (default: 3)")
+            _output(action)
+        if name in ("exec", "shell"):
+            action.add_argument("place", metavar="NODE", help="node, client, or a pod such as pod1")
+        if name == "exec":
+            action.usage = "hybrid-proxy lab exec [--name NAME] NODE -- COMMAND [ARGUMENT ...]"
+            action.add_argument(
+                "argv", nargs=argparse.REMAINDER, metavar="COMMAND", help="the command and its arguments"
+            )
 
 
 def _compare(parser: argparse.ArgumentParser) -> None:

@@ -112,6 +112,8 @@ def cleanup(config: Config, drain: float | None = None) -> int:
     `drain` is for how many seconds open flows may go on before that, infinity: until they are over; None: as long as in
     a change of modes where another proxy is here, which takes the new ones, and not at all where none is.
     """
+    from controller.serving.admin import socket_path
+
     with hold_namespace():
         another = _another_proxy()
         if drain is None:
@@ -122,6 +124,7 @@ def cleanup(config: Config, drain: float | None = None) -> int:
             drain_modes(config.options, drain, partial(print, file=sys.stderr))
         removed = clean_others("", available_modes(), config.options)
         _put_settings_back(another)
+        socket_path(config.admin_socket).unlink(missing_ok=True)  # of an agent that was killed
         collect(config.options, print)
     for name, count in removed.items():
         print(f"removed {count} things of mode {name} from this network namespace")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import until
 from workshop.lab import namespace
 from workshop.lab.network import RUN
 
@@ -52,12 +53,7 @@ def test_a_lab_stays_up_until_it_is_taken_down() -> None:
         result = lab("up", "-o", "json")
         assert result.returncode == 0, result.stderr
         up = json.loads(result.stdout)
-        pod = up["places"]["pod1"]["namespace"]
-        load = [sys.executable, "-m", "workshop.lab.traffic", "load", "connections", "10.96.0.10:80", "--count", "30"]
-        asked = subprocess.run(["nsenter", f"--net={pod}", *load], capture_output=True, text=True, cwd=ROOT, timeout=30)
-        final = json.loads(asked.stdout.splitlines()[-1])
-        assert (final["answered"], final["failed"]) == (30, 0)
-        assert set(final["backends"]) == {"pod1", "pod2", "pod3"}
+        assert set(up["places"]) == {"node", "client", "pod1", "pod2", "pod3"}
 
         again = lab("up")
         assert again.returncode != 0
@@ -68,6 +64,61 @@ def test_a_lab_stays_up_until_it_is_taken_down() -> None:
     assert down.returncode == 0, down.stderr
     assert not traces()
     assert not alive(up["agent"]["pid"])
+
+
+def typed(line: str) -> subprocess.CompletedProcess[str]:
+    """A line as it is printed, in a shell that knows `hybrid-proxy`."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return subprocess.run(
+        ["sh", "-c", line], capture_output=True, text=True, env=os.environ | {"PATH": path}, timeout=90
+    )
+
+
+def test_what_a_lab_prints_can_be_typed() -> None:
+    try:
+        up = lab("up")
+        assert up.returncode == 0, up.stderr
+        lines = [line.strip() for line in up.stdout.splitlines() if line.startswith("    ")]
+        assert all(len(line) <= 140 for line in lines), lines
+        load, *asked, shell, _editor, _tail, kill, again = lines
+
+        done = typed(load)
+        final = json.loads(done.stdout.splitlines()[-1])
+        assert (final["answered"], final["failed"], set(final["backends"])) == (100, 0, {"pod1", "pod2", "pod3"})
+        for line in asked:
+            assert typed(line).returncode == 0, line
+        inside = typed(f"echo 'hybrid-proxy status -o json' | {shell}")
+        assert json.loads(inside.stdout)["synced"], inside.stderr
+
+        assert typed(kill).returncode == 0
+        until(lambda: not alive(int(kill.split()[-1])), "the agent is gone")
+        assert typed(load).returncode == 0, "traffic goes on"
+        (status,) = (line for line in asked if line.endswith("status"))
+        assert typed(status).returncode == 1
+        agent = subprocess.Popen(["sh", "-c", f"PATH={Path(sys.executable).parent}:$PATH; exec {again}"])
+        until(
+            lambda: '"synced": true' in typed(f"{status} -o json").stdout,
+            "the agent that was started again is ready",
+            30,
+        )
+    finally:
+        lab("down")
+    agent.wait(60)
+    assert not traces()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        pytest.param(("pod1", "--", "true"), 1, f"no lab named '{NAME}'", id="no lab"),
+        pytest.param(("pod1",), 2, "which command", id="no command"),
+        pytest.param(("pod1", "--"), 2, "which command", id="nothing after the dashes"),
+    ],
+)
+def test_what_cannot_be_run_in_a_lab_is_refused(arguments: tuple[str, ...], code: int, said: str) -> None:
+    argv = [sys.executable, "-m", "controller", "lab", "exec", "--name", NAME, *arguments]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=90)
+    assert (done.returncode, said in done.stderr) == (code, True), done.stderr
 
 
 def test_taking_down_what_is_not_there_says_so() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import re
 import signal
 import subprocess
@@ -14,8 +15,9 @@ from pathlib import Path
 from typing import Self
 
 from controller.errors import ControllerError
-from controller.serving.admin import ask
+from controller.serving.admin import ask, socket_path
 from controller.serving.protocol import AgentStatus, GetStatus, StatusAnswer
+from controller.settings.config import ADMIN_SOCKET
 from workshop.lab import namespace
 from workshop.lab.network import CLUSTER_CIDRS, NODE_NAMES, RUN, Lab, LabError
 
@@ -50,10 +52,15 @@ class Agent:
         self.place = place
         self.under = tuple(under)
         second = "" if place == "node" else f"-{place}"
-        self.socket = lab.folder / f"agent{second}.sock"
         self.log = lab.folder / f"agent{second}.log"
         self.process: subprocess.Popen[str] | None = None
         self.patience = 60.0  # seconds for another command
+
+    @functools.cached_property
+    def socket(self) -> Path:
+        """Where it listens: the default of its network namespace, so that commands there need no flag."""
+        with self.lab.inside(self.place):
+            return socket_path(ADMIN_SOCKET)
 
     @property
     def argv(self) -> list[str]:
@@ -66,10 +73,25 @@ class Agent:
             "--hostname-override", NODE_NAMES[self.place],
             "--cluster-cidr", ",".join(CLUSTER_CIDRS),
             *(("--cgroup", str(self.lab.cgroup)) if self.place == "node" else ("--socket-scope", "off")),
-            "--admin-socket", str(self.socket),
             "--metrics-bind-address", "",
             *self.flags,
         ]  # fmt: skip
+
+    @property
+    def configuration(self) -> Path:
+        """The file of `write_configuration`."""
+        return self.log.with_suffix(".conf")
+
+    def write_configuration(self) -> None:
+        """Write a file with which `hybrid-proxy run --config` on the node starts the same agent.
+
+        Raises:
+            LabError: it was not written; says why.
+        """
+        argv = [*self.argv, "--write-config-to", str(self.configuration)]
+        done = self.lab.run(self.place, argv, timeout=self.patience)
+        if done.returncode:
+            raise LabError(f"the agent's configuration was not written: {done.stderr.strip()}")
 
     def start(self, timeout: float = 20.0) -> None:
         """Start it and wait until everything in the folder is programmed.

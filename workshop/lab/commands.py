@@ -1,15 +1,17 @@
-"""`hybrid-proxy lab up | down | demo`."""
+"""`hybrid-proxy lab up | exec | shell | down | demo`."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import json
-import shlex
+import os
 import sys
-from typing import Final
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NoReturn
 
-from controller.errors import ControllerError
+from controller.errors import ConfigError, ControllerError
 from workshop.lab import examples
 from workshop.lab.agent import Agent, remove
 from workshop.lab.network import Lab, LabError
@@ -17,14 +19,22 @@ from workshop.lab.network import Lab, LabError
 __all__ = ["main"]
 
 FEWEST_PODS: Final = 3
+DEFAULT_NAME: Final = "lab"
 
 
 def main(args: argparse.Namespace) -> int:
-    """Do what `args.action` says with the lab `args.name`.
+    """Do what `args.action` says with the lab `args.name`; `exec` and `shell` become the command and do not return.
 
     Raises:
         ControllerError: it cannot be done here; says what to do.
     """
+    if args.action == "shell":
+        _become(args.name, args.place, [os.environ.get("SHELL") or "/bin/sh"])
+    if args.action == "exec":
+        argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
+        if not argv or argv[0].startswith("-"):
+            raise ConfigError("which command? As in: hybrid-proxy lab exec node -- hybrid-proxy status")
+        _become(args.name, args.place, argv)
     if args.action == "down":
         remove(Lab.standing(args.name))
         print(f"Lab {args.name} is removed.", file=sys.stderr)
@@ -50,6 +60,7 @@ def _up(name: str, pods: int, as_json: bool) -> int:
         manifests = examples.serve(lab)
         agent = Agent(lab, manifests)
         agent.start()
+        agent.write_configuration()
     except BaseException:
         remove(lab)
         raise
@@ -70,32 +81,43 @@ def _up(name: str, pods: int, as_json: bool) -> int:
     return 0
 
 
+def _become(name: str, place: str, argv: Sequence[str]) -> NoReturn:
+    """Replace this process by a command in a place of a lab; it finds this installation's programs first."""
+    lab = Lab.standing(name)
+    if place not in lab.places:
+        raise LabError(f"no {place!r} in lab {name}: choose one of {', '.join(lab.places)}")
+    here, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
+    environment = lab.environment() | {"PATH": os.pathsep.join((here, path, "/usr/sbin", "/sbin"))}
+    command = lab.command(place, argv)
+    sys.stdout.flush()
+    os.execvpe(command[0], command, environment)  # noqa: S606
+
+
 def _how_to_use(lab: Lab, agent: Agent) -> str:
-    node, pod = lab["node"].namespace, lab["pod1"].namespace
     assert agent.process is not None
-    traffic = f"{sys.executable} -m workshop.lab.traffic load"
+    named = "" if lab.name == DEFAULT_NAME else f" --name {lab.name}"
+    run = f"hybrid-proxy lab exec{named}"
     lines = [
         f"Lab {lab.name} is up: a node, {len(lab.pods())} pods that serve the examples, and a client outside.",
-        *(
-            f"  {place.name:<8} {place.address4:<14} {place.address6:<12} {place.namespace}"
-            for place in lab.places.values()
-        ),
+        *(f"  {place.name:<8} {place.address4:<14} {place.address6}" for place in lab.places.values()),
         "",
         f"The agent runs on the node (process {agent.process.pid}). Things to try:",
         "  requests from a pod to a service, and who answered:",
-        f"    nsenter --net={pod} {traffic} connections 10.96.0.10:80 --count 100",
-        f"    nsenter --net={pod} {traffic} udp '[fd96::53]:53' --count 100",
+        f"    {run} pod1 -- python3 -m {__package__}.traffic load connections 10.96.0.10:80 --count 100",
         "  what the agent has programmed:",
-        f"    nsenter --net={node} {sys.executable} -m controller services --admin-socket {agent.socket}",
-        f"    nsenter --net={node} {sys.executable} -m controller flows --admin-socket {agent.socket}",
+        f"    {run} node -- hybrid-proxy status",
+        f"    {run} node -- hybrid-proxy services",
+        f"    {run} node -- hybrid-proxy flows",
+        "  or in a shell on the node:",
+        f"    hybrid-proxy lab shell{named} node",
         "  add or remove endpoints, and ask again:",
         f"    $EDITOR {agent.manifests}/web.yaml",
         "  what it says about that:",
         f"    tail -f {agent.log}",
         "  kill it, see that traffic goes on, and start it again:",
         f"    kill -9 {agent.process.pid}",
-        f"    {shlex.join(lab.command('node', agent.argv))}",
+        f"    {run} node -- hybrid-proxy run --config {agent.configuration}",
         "",
-        f"hybrid-proxy lab down --name {lab.name} removes it all.",
+        f"hybrid-proxy lab down{named} removes it all.",
     ]
     return "\n".join(lines)
