@@ -49,16 +49,7 @@ def prepare(config: Config) -> None:
     Where connection tracking is not loaded, nothing of it can be set; where a kube-proxy serves the other Services,
     it sets that.
     """
-    try:
-        if int(OOM_SCORE.read_text()) != config.oom_score_adj:  # to lower it needs a right that few agents have
-            OOM_SCORE.write_text(str(config.oom_score_adj))
-    except OSError as error:
-        asked_for = config.oom_score_adj != KubeProxyConfiguration().oom_score_adj
-        log.log(
-            logging.WARNING if asked_for else logging.INFO,
-            "oomScoreAdj cannot be set to %d (%s): less than it is needs CAP_SYS_RESOURCE",
-            config.oom_score_adj, error.strerror,
-        )  # fmt: skip
+    _set_oom_score(config.oom_score_adj)
     if config.settings.proxy_name or read(PREFIX + "tcp_timeout_established") is None:
         return  # beside a kube-proxy these settings are its own
     wanted = conntrack_settings(config.conntrack)
@@ -70,6 +61,20 @@ def prepare(config: Config) -> None:
     for name, reason in apply(wanted).items():
         # A container whose /proc/sys is read-only can never set it: its first container, or the unit, has.
         log.log(logging.INFO if is_read_only(name) else logging.WARNING, "connection tracking: %s", reason)
+
+
+def _set_oom_score(wanted: int) -> None:
+    """Lowering it needs a right that few agents have; kube-proxy's default is then not worth a line."""
+    found = "what it is"
+    try:
+        found = OOM_SCORE.read_text().strip()
+        if int(found) != wanted:
+            OOM_SCORE.write_text(str(wanted))
+    except OSError:
+        log.log(
+            logging.DEBUG if wanted == KubeProxyConfiguration().oom_score_adj else logging.WARNING,
+            "oomScoreAdj stays at %s instead of %d: lowering it needs CAP_SYS_RESOURCE", found, wanted,
+        )  # fmt: skip
 
 
 def _is_whole_machine() -> bool:

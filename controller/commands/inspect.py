@@ -350,7 +350,7 @@ def _hook_lines(ebpf: EbpfStatus) -> Iterable[str]:
     yield f"  pods: {len(pods.interfaces)} interfaces by {pods.kind}: {' '.join(pods.interfaces)}"
     for name, problem in pods.failed.items():
         yield f"    {name} FAILED: {problem}"
-    yield f"  XDP ({xdp.setting}): {' '.join(xdp.interfaces) or 'nowhere'}"
+    yield f"  XDP ({xdp.setting}): {' '.join(xdp.interfaces) or 'no uplink; tc serves them all'}"
     yield from (f"    {name} is left to tc: {reason}" for name, reason in xdp.left_to_tc.items())
     served = f"cgroup {sockets.cgroup}" if sockets.cgroup else f"not served: {sockets.reason}"
     yield f"  node's own sockets: {served}"

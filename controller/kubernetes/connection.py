@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
 
 import msgspec
 
@@ -268,6 +268,7 @@ class Connection:
                 files = _load_service_account(configuration)
             if self._master:
                 configuration.host = self._master.rstrip("/")
+            _refuse_placeholder(self._source(), configuration.host)
             configuration.keep_alive = True  # a peer that vanished without a word is noticed by TCP
             pool = client().RESTClientObject(configuration).pool_manager
         except SourceError:
@@ -286,6 +287,13 @@ class Connection:
         if self._master:
             return f"--master {self._master}"
         return "no --kubeconfig and no --master given, and this is not a pod with a service account"
+
+
+def _refuse_placeholder(source: str, url: str) -> None:
+    """What `deploy/base` has where an address belongs: no name ends like this (RFC 6761)."""
+    if (urlsplit(url).hostname or "").endswith(".invalid"):
+        what = "write the address of your control plane there (deploy/README.md)"
+        raise SourceError(f"{source}: the server {url} is a placeholder: {what}")
 
 
 def _load_kubeconfig(path: str, configuration: Any) -> list[str]:

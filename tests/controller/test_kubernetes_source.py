@@ -639,6 +639,8 @@ KUBECONFIG = {
         pytest.param(KUBECONFIG | {"clusters": [{"name": "a", "cluster": {"server": "https://h",
                                    "certificate-authority": "/no/ca"}}]}, "/no/ca",        id="no authority"),
         pytest.param(KUBECONFIG | {"users": [{"name": "a", "user": {"tokenFile": "/no/t"}}]}, "/no/t", id="no token"),
+        pytest.param(KUBECONFIG | {"clusters": [{"name": "a", "cluster": {"server": "https://p.invalid:6443"}}]},
+                     "https://p.invalid:6443 is a placeholder",                             id="placeholder"),
     ],
 )
 def test_an_unusable_configuration_ends_the_run(content: Any, words: str, tmp_path: Path) -> None:
