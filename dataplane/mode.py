@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
@@ -21,6 +21,9 @@ from dataplane.reports import (
 from dataplane.table import Remembered, ServiceTable
 
 RequestMaintenance = Callable[[], None]  # from any thread: have `Programmer.maintain` called at once, something drifted
+
+# Entries that maps of mode ebpf begin with.
+FIRST_SIZES: Final = {"services": 1 << 10, "backends": 1 << 13, "slots": 1 << 13}
 
 
 class Options(msgspec.Struct, frozen=True):

@@ -45,7 +45,7 @@ from controller.settings.forms import (
     whole_seconds,
 )
 from dataplane.balancing import ALGORITHMS, ALIASES
-from dataplane.mode import Options
+from dataplane.mode import FIRST_SIZES, Options
 
 KUBE_PROXY: Final = "KubeProxyConfiguration"
 HYBRID: Final = "HybridProxyConfiguration"
@@ -463,13 +463,17 @@ class Limits(_Part, frozen=True):
     """Room in the maps (mode ebpf)."""
 
     services: Annotated[int, _ebpf(
-        "Maps grow up to this many service ports", integer(1, 1 << 24), "max-services", RESTART
+        f"Maps grow up to this many service ports; at least {FIRST_SIZES['services']:,}, with which they begin",
+        integer(FIRST_SIZES["services"], 1 << 24), "max-services", RESTART
     )] = _OPTIONS.max_services
     backends: Annotated[int, _ebpf(
-        "Maps grow up to this many backends", integer(1, 1 << 24), "max-backends", RESTART
+        f"Maps grow up to this many backends; at least {FIRST_SIZES['backends']:,}, with which they begin",
+        integer(FIRST_SIZES["backends"], 1 << 24), "max-backends", RESTART
     )] = _OPTIONS.max_backends
     slots: Annotated[int, _ebpf(
-        "Maps grow up to this many slots, the places in backend sets", integer(1, 1 << 28), "max-slots", RESTART
+        f"Maps grow up to this many slots, the places in backend sets; at least {FIRST_SIZES['slots']:,}, with which "
+        "they begin",
+        integer(FIRST_SIZES["slots"], 1 << 28), "max-slots", RESTART
     )] = _OPTIONS.max_slots
     ring: Annotated[int, _ebpf(
         "Slots that Maglev, source hash, weights and least connections may use for one service port; use the "

@@ -472,10 +472,14 @@ def test_a_mode_that_cannot_begin_to_drain_keeps_its_flows(node: Node, doomed: D
 
 @pytest.fixture
 def small(node: Node, request: pytest.FixtureRequest) -> Iterator[Agent]:
-    """In place of the agent: one in mode nftables, with these flags."""
+    """In place of the agent: one in mode nftables, with these flags, and 1,200 service ports more."""
     settled(node.bench, "nftables")
     agent = node.bench.agent
     agent.terminate()
+    ports = [{"name": f"p{number}", "protocol": "TCP", "port": number} for number in range(1, 601)]
+    spec = {"clusterIP": "10.96.99.99", "clusterIPs": ["10.96.99.99", "fd96::9999"], "ports": ports}
+    crowd = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "crowd", "namespace": "default"}, "spec": spec}
+    (agent.manifests / "crowd.json").write_text(json.dumps(crowd))
     node.bench.agent = made = Agent(agent.lab, agent.manifests, "nftables", (*agent.flags, *request.param))
     made.start()
     yield made
@@ -484,7 +488,7 @@ def small(node: Node, request: pytest.FixtureRequest) -> Iterator[Agent]:
 
 
 @pytest.mark.parametrize(("small", "missing"), [
-    pytest.param(("--max-services", "1"), "--max-services", id="services"),
+    pytest.param(("--max-services", "1024"), "--max-services", id="services"),
     pytest.param(("--max-flows", "4"), "--max-flows", id="datagram-flows"),
 ], indirect=["small"])  # fmt: skip
 def test_a_mode_without_room_for_everything_does_not_begin(node: Node, small: Agent, missing: str) -> None:

@@ -107,6 +107,7 @@ BAD = [  # arguments, the flag and the value that the error names; forms that a 
     pytest.param("--manifests=/x --master=http://y", "--manifests", "--master", id="two sources, master"),
     pytest.param("--metrics-bind-address=:10249", "--metrics-bind-address", "':10249'", id="metrics without IP"),
     pytest.param("--max-flows=many", "--max-flows", "'many'", id="flows"),
+    pytest.param("--max-services=4", "--max-services", "from 1024 to", id="fewer services than the maps begin with"),
     pytest.param("--kube-api-qps=often", "--kube-api-qps", "'often'", id="rate"),
     pytest.param("--feature-gates=A=true,B", "--feature-gates", "'A=true,B'", id="gate"),
     pytest.param("--vmodule=a=1,b", "--vmodule", "'a=1,b'", id="levels"),

@@ -279,12 +279,12 @@ class TestAgent:
         assert ended.stderr.count("later is closed") == (mode == "later")
 
     def test_an_unprogrammed_service_gets_an_event(self, start, api):
-        for number in range(3):
+        for number in range(1030):
             api.put(service(number))
-            api.put(endpoint_slice(number, range(1), 1))
-        agent = start("ebpf", "--max-services", "2", kubeconfig=api.kubeconfig())
+        api.put(endpoint_slice(0, range(1), 1))
+        agent = start("ebpf", "--max-services", "1024", kubeconfig=api.kubeconfig())
         unprogrammed = agent.status().dataplane.unprogrammed
-        assert unprogrammed
+        assert len(unprogrammed) == 7, "one place is never used"
         until(lambda: len(api.events("NotProgrammed")) == len(unprogrammed), "an event for each")
         notes = {(e["regarding"]["kind"], f"{e['regarding']['namespace']}/{e['regarding']['name']}", e["note"])
                 for e in api.events("NotProgrammed")}  # fmt: skip

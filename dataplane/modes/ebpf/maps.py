@@ -58,8 +58,11 @@ class MapSet:
         else:
             remove_unfinished(folder)
         fixed = policy.fixed(options)
-        self.other_sizes = {name: size for name, size in fixed.items() if self._entries(name, size) != size}
-        for name, made in make({**fixed, **self._with_traffic(sizes or policy.bounds(options))}, self.maps).items():
+        bounds = policy.bounds(options)
+        self.other_sizes = {name: size for name, size in fixed.items() if self._entries(name, size) != size} | {
+            name: bound for name, bound in bounds.items() if self._entries(name, 0) > bound
+        }
+        for name, made in make({**fixed, **self._with_traffic(sizes or bounds)}, self.maps).items():
             self._keep(name, made)
 
     def _adopt(self) -> None:

@@ -708,7 +708,7 @@ class Ebpf:
         used, upper = self.store.plan.used() | self.gc.used, self.resizer.upper
         rows = {}
         for name, known in sorted(self.maps.maps.items()):
-            bound = upper.get(name, known.entries) if name in used else None
+            bound = max(upper.get(name, 0), known.entries) if name in used else None
             rows[name] = MapUsage(known.entries, known.memory, used.get(name), bound)
         return rows
 

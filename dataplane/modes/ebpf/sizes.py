@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from dataplane.mode import Options
+from dataplane.mode import FIRST_SIZES, Options
 from dataplane.modes.ebpf.pools import size_class
 from dataplane.table import Entry
 
@@ -23,7 +23,7 @@ PLAIN = frozenset({"random", "rr"})  # algorithms that fill one slot for each ba
 LUXURY = 128  # slots for each backend that others fill, about
 FORGETFUL = ("half_open4", "half_open6", "affinity")
 SMALLEST_FORGETFUL = 1 << 14  # each CPU of the kernel keeps some entries to itself
-FLOOR = {"services": 1 << 10, "backends": 1 << 13, "slots": 1 << 13, "frontends4": 1 << 30, "frontends6": 1 << 30}
+FLOOR = {**FIRST_SIZES, "frontends4": 1 << 30, "frontends6": 1 << 30}
 
 
 def bounds(options: Options) -> dict[str, int]:

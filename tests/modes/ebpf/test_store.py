@@ -274,6 +274,7 @@ def test_pinned_maps_are_adopted_whatever_their_sizes(store: Store, open_maps: O
     again = open_maps(max_backends=512, max_services=32)
     assert again.maps["backends"].entries == 256
     assert again.maps["services"].entries == 64
+    assert again.other_sizes == {"services": 32, "frontends4": 64, "frontends6": 64}
     after = Store(again, HZ)
     after.apply({one: (entry(one, V1, 3),)})
     check(after, {one: (entry(one, V1, 3),)}, settled=False)
