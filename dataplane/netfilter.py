@@ -20,7 +20,7 @@ import msgspec
 from dataplane.diff import changed_services
 from dataplane.errors import DataplaneError, SyncError, Unsupported
 from dataplane.kernel import sysctl
-from dataplane.kernel.conntrack import Key, delete_stale, delete_translated, open_flows
+from dataplane.kernel.conntrack import Key, delete_stale, delete_translated, open_flows, open_renumbered
 from dataplane.kernel.nfmonitor import watch_ruleset
 from dataplane.kernel.other_proxies import may_have_left
 from dataplane.mode import Options, ProbePacket, RequestMaintenance, SyncResult
@@ -242,7 +242,9 @@ class TranslatingMode(NetfilterMode):
         self.sync(ServiceTable({}, node))
 
     def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
-        return open_flows(frontends(table))
+        """With those of the node's own sockets to a backend that would lose a port that conntrack gave them."""
+        backends = {(at.address, at.port, int(entry.protocol)) for entry in table.entries() for at in entry.serving}
+        return open_flows(frontends(table)) + open_renumbered(backends)
 
     def abandon(self, table: ServiceTable) -> None:
         """Of TCP nothing is changed: others cannot serve it, and it goes on if another table of type nat is here."""

@@ -227,7 +227,7 @@ class ActiveMode:
             time.sleep(ANSWERS_SECONDS)
             for mode, count in clean_others(self.choice.effective, (name,), self.config.options).items():
                 log.info("removed %d things that mode %s had left here", count, mode)
-            forget_connections(self.choice.effective)
+            forget_connections(self.choice.effective, closing=True)
             self._alone()
 
         self._removal = threading.Thread(target=remove, name="clean", daemon=True)

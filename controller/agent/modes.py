@@ -188,15 +188,16 @@ def take_over(
     return timer
 
 
-def forget_connections(effective: str) -> None:
+def forget_connections(effective: str, *, closing: bool = False) -> None:
     """Under a mode that does not translate by conntrack, let that forget connections that are over.
 
     New ones may have the same ports at both ends, and would be taken for these when conntrack is at work again.
+    `closing`: those too that only wait for their last segment, because no rule translates it any more.
     """
     if not open_mode(effective).conntrack:
-        from dataplane.kernel.conntrack import forget_ended
+        from dataplane.kernel.conntrack import CLOSING, ENDED, forget_ended
 
-        forget_ended()
+        forget_ended(CLOSING if closing else ENDED)
 
 
 def left_here(effective: str, options: Options) -> tuple[str, ...]:

@@ -52,16 +52,19 @@ CTA_FILTER_ORIG_FLAGS: Final = 1
 FILTER_PROTO_NUM: Final = 1 << 3  # CTA_FILTER_F_CTA_PROTO_NUM, net/netfilter/nf_internals.h (Linux 5.8)
 PROTOINFO_KINDS: Final = {socket.IPPROTO_TCP: 1, socket.IPPROTO_SCTP: 3}
 PROTOINFO_STATE: Final = 1
-IPS_ASSURED: Final = 1 << 2
+IPS_ASSURED, IPS_SRC_NAT = 1 << 2, 1 << 4
+NOT_ASSURED, MASQUERADED = (0, IPS_ASSURED), (IPS_SRC_NAT, IPS_SRC_NAT)  # value and mask of a status: `dump`
 # TCP: 1 SYN_SENT, 2 SYN_RECV, 9 SYN_SENT2; 6 LAST_ACK, 7 TIME_WAIT, 8 CLOSE. SCTP: up to 4 COOKIE_ECHOED, 5 and on
 OPENING: Final = {socket.IPPROTO_TCP: frozenset({0, 1, 2, 9}), socket.IPPROTO_SCTP: frozenset({0, 1, 2, 3})}
-CLOSED: Final = {socket.IPPROTO_TCP: frozenset({6, 7, 8}), socket.IPPROTO_SCTP: frozenset({7})}
 ENDED: Final = frozenset({7, 8})
+CLOSING: Final = ENDED | {6}
+CLOSED: Final = {socket.IPPROTO_TCP: CLOSING, socket.IPPROTO_SCTP: frozenset({7})}
 TCP_ESTABLISHED: Final = 3
 TIMEOUTS: Final = ("tcp_timeout_established", "tcp_timeout_unacknowledged", "udp_timeout_stream", "udp_timeout")
 
 Key = tuple[str | None, int, int]  # address (None: a node port, at any address), port, protocol number
 Place = tuple[str, int, int]  # address, port, protocol number
+Status = tuple[int, int]  # the bits that are asked for, and which bits are
 
 
 class Entry(NamedTuple):
@@ -113,8 +116,8 @@ def delete_stale(
     return deleted
 
 
-def forget_ended() -> int:
-    """Delete the entries of translated TCP connections that are over (TIME_WAIT, CLOSE); how many went.
+def forget_ended(stages: Collection[int] = ENDED) -> int:
+    """Delete the entries of translated TCP connections that are over (`stages`: TIME_WAIT, CLOSE); how many went.
 
     To be called when a mode takes over that does not translate by conntrack. Such an entry holds the ports of its
     client and backend for two minutes. A new connection that has the same ones, and goes to the backend by itself, gets
@@ -128,8 +131,9 @@ def forget_ended() -> int:
                 entry.body
                 for entry in dump(family, socket.IPPROTO_TCP)
                 if entry.protocol == socket.IPPROTO_TCP
-                and (entry.answerer, entry.answerer_port) != (entry.destination, entry.destination_port)
-                and stage_of(entry.protocol, fields(entry)) in ENDED
+                and (entry.answerer, entry.answerer_port, entry.peer, entry.peer_port)
+                != (entry.destination, entry.destination_port, entry.source, entry.source_port)
+                and stage_of(entry.protocol, fields(entry)) in stages
             ]
             deleted += delete(family, ended) if ended else 0
         except (OSError, NetlinkFailed) as error:
@@ -171,6 +175,32 @@ def open_flows(services: Mapping[Key, str | None], at: Collection[Place] | None 
         for _, entry, _ in _answered_at(at, translated_entries(services))
         if _state(entry) != "closed"
     )
+
+
+def open_renumbered(backends: Collection[Place]) -> Counter[str]:
+    """How many flows to these places are not over of which conntrack changed nothing but the client's port.
+
+    A socket of this node that goes to a backend by itself may have the port of a flow that conntrack translates to
+    that backend. While a chain of type nat is there, conntrack gives it another port (nf_nat_alloc_null_binding).
+
+    Raises:
+        OSError: conntrack cannot be read.
+    """
+    packed = _packed(backends)
+    found = Counter[str]()
+    for protocol in sorted({protocol for _, _, protocol in packed}):
+        for family in (4, 6):
+            for entry in dump(family, protocol, status=MASQUERADED):
+                place = (entry.destination, entry.destination_port, entry.protocol)
+                if (
+                    place in packed
+                    and place == (entry.answerer, entry.answerer_port, entry.protocol)
+                    and entry.peer == entry.source
+                    and entry.peer_port != entry.source_port
+                    and _state(entry) != "closed"
+                ):
+                    found[Protocol(protocol).name] += 1
+    return found
 
 
 def delete_translated(services: Mapping[Key, str | None], at: Collection[Place] | None = None) -> int:
@@ -215,7 +245,7 @@ def half_open_keys(services: Mapping[Key, str | None]) -> frozenset[FlowKey]:
     """
     return frozenset(
         _key(family, entry)
-        for family, entry, _ in translated_entries(services, Protocol.TCP, assured=False)
+        for family, entry, _ in translated_entries(services, Protocol.TCP, status=NOT_ASSURED)
         if _state(entry) == "opening"
     )
 
@@ -228,7 +258,7 @@ def answer_keys(services: Mapping[Key, str | None]) -> frozenset[FlowKey]:
     return frozenset(
         FlowKey(family, entry.protocol, entry.answerer, entry.answerer_port, entry.peer, entry.peer_port)
         for protocol in sorted({protocol for _, _, protocol in services})
-        for family, entry, _ in translated_entries(services, protocol)
+        for family, entry, _ in translated_entries(services, protocol, status=MASQUERADED)
         if (entry.peer, entry.peer_port) != (entry.source, entry.source_port) and _state(entry) != "closed"
     )
 
@@ -260,16 +290,16 @@ def entries_of(connections: Iterable[Connection]) -> dict[Connection, bytes]:
 
 
 def translated_entries(
-    services: Mapping[Key, str | None], only: int | None = None, *, assured: bool = True
+    services: Mapping[Key, str | None], only: int | None = None, *, status: Status | None = None
 ) -> Iterator[tuple[int, Entry, str | None]]:
     """Each translated flow of these services: its family, its entry and the name of its service port.
 
-    `only` is the number of the protocol that is asked for, None: of all. `assured`: see `dump`.
+    `only` is the number of the protocol that is asked for, None: of all. `status`: see `dump`.
     """
     protocols = {protocol for _, _, protocol in services if only in (None, protocol)}
     ports = {port.to_bytes(2, "big") for _, port, protocol in services if protocol in protocols}
     for family in (4, 6):
-        for entry in dump(family, only, assured=assured):
+        for entry in dump(family, only, status=status):
             if entry.protocol not in protocols or entry.destination_port not in ports:
                 continue
             if entry.answerer == entry.destination and entry.answerer_port == entry.destination_port:
@@ -282,13 +312,17 @@ def translated_entries(
 def _answered_at(
     places: Collection[Place] | None, entries: Iterable[tuple[int, Entry, str | None]]
 ) -> Iterator[tuple[int, Entry, str | None]]:
-    packed = {
-        (socket.inet_pton(AF[family_of(address)], address), port.to_bytes(2, "big"), protocol)
-        for address, port, protocol in places or ()
-    }
+    packed = _packed(places or ())
     for family, entry, name in entries:
         if places is None or (entry.answerer, entry.answerer_port, entry.protocol) in packed:
             yield family, entry, name
+
+
+def _packed(places: Iterable[Place]) -> set[tuple[bytes, bytes, int]]:
+    return {
+        (socket.inet_pton(AF[family_of(address)], address), port.to_bytes(2, "big"), protocol)
+        for address, port, protocol in places
+    }
 
 
 def _service_of(entry: Entry, family: int, services: Mapping[Key, str | None]) -> tuple[bool, str | None]:
@@ -405,18 +439,19 @@ def _deletion(family: int, entry: bytes) -> Message:
 # Reading
 
 
-def dump(family: int, protocol: int | None = None, *, assured: bool = True) -> Iterator[Entry]:
-    """The entries of one family; not `assured`: without those that conntrack keeps when it is full.
+def dump(family: int, protocol: int | None = None, *, status: Status | None = None) -> Iterator[Entry]:
+    """The entries of one family, of one protocol, with these bits (IPS_) in their status.
 
-    A kernel before 5.8 does not filter by the protocol, one before 5.17 not by the rest: the caller has to.
+    A kernel before 5.8 does not filter by the protocol, one before 5.17 not by the status: the caller has to.
     """
     wanted = NFGEN.pack(AF[family], 0, 0)
     if protocol is not None:
         number = attribute(CTA_PROTO_NUM, bytes((protocol,)))
         flags = attribute(CTA_FILTER_ORIG_FLAGS, struct.pack("=I", FILTER_PROTO_NUM))
         wanted += nested(CTA_TUPLE_ORIG, nested(CTA_TUPLE_PROTO, number)) + nested(CTA_FILTER, flags)
-    if not assured:
-        wanted += attribute(CTA_STATUS, bytes(4)) + attribute(CTA_STATUS_MASK, IPS_ASSURED.to_bytes(4, "big"))
+    if status is not None:
+        value, mask = (bits.to_bytes(4, "big") for bits in status)
+        wanted += attribute(CTA_STATUS, value) + attribute(CTA_STATUS_MASK, mask)
     unpack = _unpack4 if family == 4 else _unpack6
     with Netlink(NETFILTER) as wire:
         yield from filter(None, map(unpack, wire.dump(Message(GET, wanted, NLM_F_DUMP, "reading conntrack"))))

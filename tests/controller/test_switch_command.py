@@ -19,7 +19,7 @@ from tests.loads import goes_on
 from tests.namespaces import new_lab
 from workshop.lab.agent import Agent
 from workshop.lab.network import Lab
-from workshop.lab.traffic import OpenSocket, Tally, ask_udp, load, meanwhile
+from workshop.lab.traffic import OpenSocket, Tally, ask_tcp, ask_udp, load, meanwhile
 
 pytestmark = [pytest.mark.root, pytest.mark.xdist_group("switch-command")]
 UDP_ENDS_SOON = ("--conntrack-udp-timeout", "10s", "--conntrack-udp-timeout-stream", "10s")
@@ -87,6 +87,10 @@ def left_of(mode: str, lab: Lab) -> object:
         return open_mode(mode).look(Options(), {})
 
 
+def drains_with(bench: Bench, connections: int) -> bool:
+    return [row.flows for row in bench.agent.running_status().draining] == [{"TCP": connections}]
+
+
 def test_there_and_back_while_the_mode_before_drains(bench: Bench) -> None:
     """Each switch comes before the mode that was left has ended: it is the next one."""
     web = bench.service("pod2", "pod3", outside=True)
@@ -122,6 +126,34 @@ def test_the_agent_is_killed_while_a_mode_drains(bench: Bench) -> None:
             assert bench.agent.running_status().mode.effective == "ebpf"
             goes_on(tallies, 3)
     eventually(lambda: left_of("nftables", bench.lab) is None, 30, "mode nftables is still there")
+
+
+@pytest.mark.parametrize("mode", ["nftables", "iptables"])
+@pytest.mark.parametrize("family", [V4, V6], ids=["IPv4", "IPv6"])
+def test_a_port_that_conntrack_gave_lasts_as_long_as_its_connection(bench: Bench, mode: str, family: int) -> None:
+    """A new connection of the node has the port of one that conntrack still translates to the same backend.
+
+    So it gets another port on the way. The mode that drains waits for it, and nothing that is over holds a port.
+    """
+    web = bench.service("pod2")
+    switch(bench, mode, "--wait")
+    old = bench.connect("node", web.vip(family), family)
+    taken = ask_tcp(old).peer[1]
+    switch(bench, "--back")
+    new = bench.connect("node", web.vip(family), family, port=taken)
+    given = ask_tcp(new).peer[1]
+    assert given != taken
+    counts = partial(drains_with, bench)
+    eventually(lambda: counts(2), 20, f"mode {mode} does not count the connection whose port conntrack changed")
+    ask_tcp(old, close=True)
+    old.close()
+    eventually(lambda: counts(1), 20, f"mode {mode} does not wait for the connection whose port conntrack changed")
+    assert ask_tcp(new, close=True).peer[1] == given
+    new.close()
+    eventually(lambda: left_of(mode, bench.lab) is None, 20, f"mode {mode} is still there")
+    for port in (taken, given):
+        with bench.connect("node", web.vip(family), family, port=port, timeout=5) as again:
+            assert ask_tcp(again).peer[1] == port
 
 
 def test_a_backend_goes_while_its_flows_drain(bench: Bench) -> None:
