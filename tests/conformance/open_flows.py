@@ -438,7 +438,7 @@ def affinity(scene: Scene) -> Iterator[Flow]:
         first: list[str] = []
 
         def turn(place: str = place, first: list[str] = first) -> None:
-            with scene.bench.connect(place, scene.target(place, "sticky"), scene.family) as connection:
+            with scene.bench.connect(place, scene.target(place, "sticky"), scene.family, timeout=10.0) as connection:
                 first.append(ask_once(connection).pod)
             if first[-1] != first[0]:
                 raise ConnectionError(f"{first[-1]} answers, not {first[0]}")

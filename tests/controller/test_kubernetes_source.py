@@ -697,11 +697,15 @@ def test_a_kind_that_was_read_is_read_on_after_a_refusal(api: ApiServer, watch: 
     assert "grant list and watch of servicecidrs" in lost[0]
 
 
-def test_refusals_of_a_server_that_starts_are_no_absence(api: ApiServer, watch: Start) -> None:
+def test_refusals_of_a_server_that_starts_are_no_absence(api: ApiServer, begin: Start) -> None:
     """Until it has read its roles, it refuses everything."""
     for faults in api.all_faults():
-        faults.answers.extend([(403, {})] * 3)
-    watcher = watch(policy=quick(rarely=600.0))
+        faults.answers.extend([(403, {})] * 1000)
+    watcher = begin(policy=quick(rarely=600.0))
+    watcher.until(lambda: all(watcher.kind(kind).why for kind in ("Service", "ServiceCIDR")), "refusals")
+    api.faults("servicecidrs").answers.clear()  # first: refused when others are read, it would be absent
+    for faults in api.all_faults():
+        faults.answers.clear()
 
     watcher.until(lambda: watcher.state == expected(api), "all of it")
     assert [len(event.objects) for event in watcher.lists("ServiceCIDR")] == [1]
