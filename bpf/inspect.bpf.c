@@ -23,25 +23,31 @@ INLINE void named_tuple(struct tuple *t, const struct flow6_key *key)
 	copy_address(t->daddr, key->daddr);
 }
 
-INLINE void sweep_one(const struct flow6_key *key, __u32 idle, const bool v6)
+INLINE void sweep_flow(const struct tuple *t, __u32 idle, const bool v6)
 {
-	struct tuple t;
-	struct flow *f;
+	struct flow *f = flow_lookup(t, TABLE_FLOWS, v6);
 
-	named_tuple(&t, key);
-	f = flow_lookup(&t, TABLE_FLOWS, v6);
 	if (f && now() - READ_ONCE(f->seen) >= idle)
-		delete_pair(&t, f, TABLE_FLOWS, v6);
+		delete_pair(t, f, TABLE_FLOWS, v6);
 }
 
-INLINE void leave_one(const struct flow6_key *key, const bool v6)
+INLINE void leave_flow(const struct tuple *t, const bool v6)
 {
 	struct flow f = {.flags = FLOW_OTHERS | FLOW_ESTABLISHED};
+
+	fill_flow(&f, t, t, v6);
+	flow_update(t, &f, TABLE_FLOWS, BPF_NOEXIST, v6);
+}
+
+INLINE void for_named(const struct flow6_key *key, __u32 idle, const bool leaves, const bool v6)
+{
 	struct tuple t;
 
 	named_tuple(&t, key);
-	fill_flow(&f, &t, &t, v6);
-	flow_update(&t, &f, TABLE_FLOWS, BPF_NOEXIST, v6);
+	if (leaves)
+		leave_flow(&t, v6);
+	else
+		sweep_flow(&t, idle, v6);
 }
 
 /* What the packet asks for; NULL: it is too short. */
@@ -55,44 +61,37 @@ INLINE struct sweep *read_request(struct __sk_buff *skb)
 	return (void *)(request + 1) > (void *)(long)skb->data_end ? NULL : request;
 }
 
+INLINE int for_each_named(struct __sk_buff *skb, const bool leaves)
+{
+	struct sweep *request = read_request(skb);
+
+	if (!request)
+		return -1;
+	for (int i = 0; i < SWEEP_KEYS && i < request->count; i++) {
+		struct flow6_key key = request->keys[i];
+
+		if (request->family == 6)
+			for_named(&key, request->idle[i], leaves, true);
+		else
+			for_named(&key, request->idle[i], leaves, false);
+	}
+	return 0;
+}
+
 /* Delete the flows named in the packet that are still idle: user space proposes, here it is checked again
  * beside the programs that refresh them.
  */
 SEC("tc")
 int sweep(struct __sk_buff *skb)
 {
-	struct sweep *request = read_request(skb);
-
-	if (!request)
-		return -1;
-	for (int i = 0; i < SWEEP_KEYS && i < request->count; i++) {
-		struct flow6_key key = request->keys[i];
-
-		if (request->family == 6)
-			sweep_one(&key, request->idle[i], true);
-		else
-			sweep_one(&key, request->idle[i], false);
-	}
-	return 0;
+	return for_each_named(skb, false);
 }
 
 /* Leave the flows named in the packet to others, unless one is known here already. */
 SEC("tc")
 int leave(struct __sk_buff *skb)
 {
-	struct sweep *request = read_request(skb);
-
-	if (!request)
-		return -1;
-	for (int i = 0; i < SWEEP_KEYS && i < request->count; i++) {
-		struct flow6_key key = request->keys[i];
-
-		if (request->family == 6)
-			leave_one(&key, true);
-		else
-			leave_one(&key, false);
-	}
-	return 0;
+	return for_each_named(skb, true);
 }
 
 char LICENSE[] SEC("license") = "GPL";

@@ -9,18 +9,18 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from dataplane.errors import Unsupported
 from dataplane.kernel import xtables
 from dataplane.kernel.dummy import Dummy
 from dataplane.kernel.ipset import Ipsets
-from dataplane.kernel.ipvs import Ipvs
+from dataplane.kernel.ipvs import Ipvs, connections
 from dataplane.kernel.links import read_node
 from dataplane.kernel.other_proxies import IPVS_DEVICE, tables_named
 from dataplane.nftables.wire import remove_tables
-from dataplane.other_proxies import KubeProxyRules, ipvs_connections, kube_proxy_rules
+from dataplane.other_proxies import KubeProxyRules, kube_proxy_rules
+from dataplane.table import Protocol
 from dataplane.virtual_servers import Change, Server, Verb
 
 TABLE: Final = "kube-proxy"
@@ -65,7 +65,7 @@ def find() -> Leftovers:
 def open_ipvs_connections() -> Counter[str]:
     """How many connections IPVS has that are not over, by protocol."""
     with contextlib.suppress(OSError):
-        return ipvs_connections(Path("/proc/thread-self/net/ip_vs_conn").read_text())
+        return Counter(Protocol(each.protocol).name for each in connections() if not each.is_over)
     return Counter()
 
 

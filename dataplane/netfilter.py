@@ -266,10 +266,13 @@ def translated_flows(table: ServiceTable) -> Flows:
     return translated(frontends(table), own)
 
 
-def frontends(table: ServiceTable) -> dict[Key, None]:
-    """Address, port and protocol of every frontend."""
+def frontends(
+    table: ServiceTable, protocols: Collection[Protocol] = tuple(Protocol), names: Iterable[str] | None = None
+) -> dict[Key, None]:
+    """Address, port and protocol of every frontend, or of those with these protocols, of these services."""
     return {
         (frontend.address, frontend.port, int(entry.protocol)): None
-        for entry in table.entries()
+        for entry in table.entries(names)
+        if entry.protocol in protocols
         for frontend in entry.frontends
     }

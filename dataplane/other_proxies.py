@@ -7,7 +7,6 @@ depends on the order of hooks. So each finding becomes a warning that says what 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from typing import Final, NamedTuple
 
 import msgspec
@@ -116,15 +115,6 @@ def kube_proxy_rules(table: str, saved: str) -> KubeProxyRules:
         "",
     )
     return KubeProxyRules(gone, jumps, tuple(sorted(reached)), "\n".join(lines))
-
-
-_OVER: Final = frozenset({"CLOSE", "TIME_WAIT", "NONE"})  # the last one: what remembers a client, and no connection
-
-
-def ipvs_connections(text: str) -> Counter[str]:
-    """How many connections IPVS has that are not over, by protocol; `text` is /proc/net/ip_vs_conn."""
-    rows = (line.split() for line in text.splitlines()[1:])
-    return Counter(row[0] for row in rows if len(row) > 8 and row[7] not in _OVER)
 
 
 def _joined(objects: tuple[str, ...]) -> str:

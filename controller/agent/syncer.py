@@ -218,7 +218,7 @@ class Syncer:
         if first and isinstance(programmer, Prewarmed):
             programmer.prewarm(*self.cluster.extent)
         table = self.builder.build(self.cluster, self._addresses)
-        if first:
+        if first and self.state is not State.RETRYING:  # to serve matters more than to remember
             table = msgspec.structs.replace(table, clients=tuple(clients(table)))
         try:
             result = programmer.sync(table)

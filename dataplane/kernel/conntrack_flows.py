@@ -26,6 +26,7 @@ from dataplane.kernel.conntrack import (
     CTA_PROTO_SRC_PORT,
     CTA_PROTOINFO,
     CTA_STATUS,
+    CTA_TIMEOUT,
     CTA_TUPLE_IP,
     CTA_TUPLE_ORIG,
     CTA_TUPLE_PROTO,
@@ -60,7 +61,7 @@ from dataplane.kernel.netlink import (
 
 NEW: Final = SUBSYSTEM | 0
 # linux/netfilter/nfnetlink_conntrack.h
-CTA_NAT_SRC, CTA_TIMEOUT, CTA_NAT_DST = 6, 7, 13
+CTA_NAT_SRC, CTA_NAT_DST = 6, 13
 CTA_NAT_MINIP, CTA_NAT_MAXIP, CTA_NAT_PROTO = {4: 1, 6: 4}, {4: 2, 6: 5}, 3
 CTA_PROTONAT_PORT_MIN, CTA_PROTONAT_PORT_MAX = 1, 2
 CTA_PROTOINFO_TCP_FLAGS_ORIGINAL, CTA_PROTOINFO_TCP_FLAGS_REPLY = 4, 5

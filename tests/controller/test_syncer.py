@@ -26,7 +26,7 @@ from controller.serving.counters import Counters
 from controller.serving.health import Health
 from dataplane.errors import SyncError, Unsupported
 from dataplane.mode import SyncResult
-from dataplane.table import Protocol, ServiceTable
+from dataplane.table import Protocol, Remembered, ServiceTable
 
 NEVER = float("inf")
 
@@ -97,6 +97,17 @@ def test_an_empty_cluster_is_programmed_too(world: World) -> None:
     assert world.sync(first=True) is not None
     assert (world.syncer.state, world.syncer.due) == (State.SYNCED, NEVER)
     assert len(world.mode.tables) == 1
+
+
+def test_clients_that_cannot_be_remembered_keep_no_table_from_being_programmed(world: World) -> None:
+    clients = (Remembered(("d/web-1:http", 4, 6), "192.0.2.1", "10.77.1.11", 80),)
+    world.mode.error = SyncError("no room for clients")
+    for error in (world.mode.error, None):
+        world.mode.error = error
+        world.syncer.sync(world.mode, first=True, clients=lambda _: clients)
+    world.syncer.restart(Settings("me"))
+    world.syncer.sync(world.mode, first=True, clients=lambda _: clients)
+    assert [table.clients for table in world.mode.tables] == [(), clients]
 
 
 def test_the_first_table_makes_it_ready(world: World) -> None:

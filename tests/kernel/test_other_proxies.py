@@ -17,8 +17,9 @@ from pyroute2 import IPRoute
 
 from controller.agent.other_proxies import OtherProxiesWatcher
 from dataplane import kube_proxy
+from dataplane.kernel import ipvs
 from dataplane.kernel.other_proxies import find_other_proxies
-from dataplane.other_proxies import HEALTH_PORT, OtherProxies, Process, ipvs_connections, kube_proxy_rules, warnings
+from dataplane.other_proxies import HEALTH_PORT, OtherProxies, Process, kube_proxy_rules, warnings
 from tests import namespaces
 
 pytestmark = pytest.mark.root
@@ -245,9 +246,11 @@ UDP C0A84D01 9C42 0A600701 0035 0A4D010C 14E9 UDP             299
 """
 
 
-def test_connections_of_ipvs_that_are_not_over():
-    assert ipvs_connections(CONNECTIONS) == {"TCP": 1, "UDP": 1}
-    assert ipvs_connections("") == {}
+@pytest.mark.parametrize(("text", "found"), [(CONNECTIONS, {"TCP": 1, "UDP": 1}), ("", {})])
+def test_connections_of_ipvs_that_are_not_over(tmp_path, monkeypatch, text, found):
+    monkeypatch.setattr(ipvs, "CONNECTIONS", tmp_path / "ip_vs_conn")
+    (tmp_path / "ip_vs_conn").write_text(text)
+    assert kube_proxy.open_ipvs_connections() == found
 
 
 @pytest.mark.usefixtures("home")

@@ -21,8 +21,10 @@ from typing import Any, Self
 
 import numpy as np
 
+from controller.agent.modes import open_mode
 from controller.kubernetes.apiserver import Kubernetes
 from controller.kubernetes.model import Event, Replaced
+from controller.settings.config import available_modes
 from dataplane.kernel.bpf import Map
 from dataplane.mode import Options
 from dataplane.modes.ebpf import layout
@@ -50,6 +52,7 @@ __all__ = [
     "quantile",
     "say",
     "take_turns",
+    "working_modes",
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -322,3 +325,16 @@ class Kernel:
         """Give the maps back."""
         for known in self.maps.values():
             known.close()
+
+
+def working_modes(made: Lab) -> list[str]:
+    """The modes that work on the node of a lab. Logs what the others lack."""
+    works = []
+    for mode in available_modes():
+        with made.inside("node"):
+            missing = open_mode(mode).probe(Options(cgroup=str(made.cgroup)))
+        if missing:
+            say(f"  {mode} is skipped: {missing}")
+        else:
+            works.append(mode)
+    return works

@@ -9,13 +9,10 @@ from functools import partial
 from rich.console import Console
 from rich.table import Table
 
-from controller.agent.modes import open_mode
-from controller.settings.config import available_modes
-from dataplane.mode import Options
 from workshop.benchmarks import peer_rules
 from workshop.benchmarks.apidata import ApiProcess
 from workshop.benchmarks.connections import ALL_PODS, PORT, VIP, Arm, Pair, cluster, serve
-from workshop.benchmarks.kit import ApiAgent, Result, Target, built, lab, say, take_turns
+from workshop.benchmarks.kit import ApiAgent, Result, Target, built, lab, say, take_turns, working_modes
 from workshop.lab.network import Lab
 
 SIZES = (10, 10_000)
@@ -47,17 +44,8 @@ def measure() -> Result:
 
 
 def _working() -> list[str]:
-    """The modes that work on this machine. Logs what the others lack."""
-    works = []
     with lab() as made:
-        for mode in available_modes():
-            with made.inside("node"):
-                missing = open_mode(mode).probe(Options(cgroup=str(made.cgroup)))
-            if missing:
-                say(f"  {mode} is skipped: {missing}")
-            else:
-                works.append(mode)
-    return works
+        return working_modes(made)
 
 
 def compare(mode: str, size: int, program: str) -> Pair:

@@ -15,12 +15,10 @@ from typing import Any, Final
 
 import msgspec
 
-from controller.agent.modes import open_mode
 from controller.serving.admin import ask
 from controller.serving.protocol import SwitchAnswer, SwitchMode
 from controller.settings.config import available_modes
-from dataplane.mode import Options
-from workshop.benchmarks.kit import Result, Target, lab, say
+from workshop.benchmarks.kit import Result, Target, lab, say, working_modes
 from workshop.lab.agent import Agent
 from workshop.lab.network import Lab
 
@@ -59,7 +57,7 @@ class Seen:
 def measure() -> Result:
     """Loads of every kind from a pod, the node and outside run on while an agent at work switches."""
     with lab(pods=3, plain=2) as made:
-        modes = _working(made)
+        modes = working_modes(made)
         made.serve(*BACKENDS, "plain2", http=(TCP,), udp=(UDP,))
         agent = Agent(made, _manifests(made), modes[0], UDP_ENDS_SOON)
         with agent.serving():
@@ -80,19 +78,6 @@ def measure() -> Result:
         [f"switch: {' > '.join(pair)}: {one}" for pair, one in found.items()],
         {"pairs": {" > ".join(pair): vars(one) for pair, one in found.items()}, "none": vars(none)},
     )  # fmt: skip
-
-
-def _working(made: Lab) -> list[str]:
-    """The modes that work on this machine. Logs what the others lack."""
-    works = []
-    for mode in MODES:
-        with made.inside("node"):
-            missing = open_mode(mode).probe(Options(cgroup=str(made.cgroup)))
-        if missing:
-            say(f"  {mode} is skipped: {missing}")
-        else:
-            works.append(mode)
-    return works
 
 
 def _walk(modes: Sequence[str]) -> list[tuple[str, str]]:

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from dataplane.errors import Unsupported
 from dataplane.kernel.bpf import Map
-from dataplane.kernel.conntrack import FlowKey, Key, answer_keys, half_open_keys, translated_keys
+from dataplane.kernel.conntrack import FlowKey, answer_keys, half_open_keys, translated_keys
 from dataplane.modes.ebpf import layout
 from dataplane.modes.ebpf.flows import flow_arrays, run_in_parts
+from dataplane.netfilter import frontends
 from dataplane.table import Protocol, ServiceTable
 
 DATAGRAMS = (Protocol.UDP, Protocol.SCTP)  # whose first packets do not say that they are the first
@@ -30,16 +31,7 @@ ANSWERS_SECONDS = 60.0  # after which all connections are read again, to forget 
 
 def takes_datagrams(old: ServiceTable, new: ServiceTable, names: Iterable[str]) -> bool:
     """Whether one of these services gets datagrams or associations at an address that had none."""
-    return not _frontends(new, names, DATAGRAMS) <= _frontends(old, names, DATAGRAMS)
-
-
-def _frontends(table: ServiceTable, names: Iterable[str], protocols: Collection[Protocol]) -> set[Key]:
-    return {
-        (frontend.address, frontend.port, int(entry.protocol))
-        for entry in table.entries(names)
-        if entry.protocol in protocols
-        for frontend in entry.frontends
-    }
+    return not frontends(new, DATAGRAMS, names).keys() <= frontends(old, DATAGRAMS, names).keys()
 
 
 class OthersFlows:
@@ -65,15 +57,12 @@ class OthersFlows:
         Raises:
             DataplaneError, OSError: conntrack cannot be read.
         """
-        services = dict.fromkeys(_frontends(table, table.services, DATAGRAMS))
         with self._lock:
-            found = _with_unbound(translated_keys(services), table.node.addresses)
+            found = _with_unbound(translated_keys(frontends(table, DATAGRAMS)), table.node.addresses)
             if connections or any(key.protocol == Protocol.TCP for key in self.known):
                 found |= self._half_open(table)
             if connections or (self._answers and time.monotonic() - self._answers_at > ANSWERS_SECONDS):
-                self._answers = self._bounded(
-                    answer_keys(dict.fromkeys(_frontends(table, table.services, tuple(Protocol))))
-                )
+                self._answers = self._bounded(answer_keys(frontends(table)))
                 self._answers_at = time.monotonic()
             found |= self._answers
             for family, flows in self._flows.items():
@@ -87,7 +76,7 @@ class OthersFlows:
 
     def _half_open(self, table: ServiceTable) -> frozenset[FlowKey]:
         """None in a flood of SYNs, which shall not fill the tables: then a repeated one begins a flow of ours."""
-        return self._bounded(half_open_keys(dict.fromkeys(_frontends(table, table.services, (Protocol.TCP,)))))
+        return self._bounded(half_open_keys(frontends(table, (Protocol.TCP,))))
 
     def _bounded(self, found: frozenset[FlowKey]) -> frozenset[FlowKey]:
         """None if there are so many that they would fill the tables."""
