@@ -13,6 +13,7 @@ APT_TRACE := python3-bpfcc
 APT_VM   := qemu-system-x86 busybox-static kmod debian-archive-keyring
 STAMPS   := $(VENV)/.stamps
 TOOLS    := build/tools/usr/sbin
+PROMTOOL := build/tools/usr/bin/promtool
 IPVS      = $(wildcard /proc/net/ip_vs)$(shell modprobe -nq ip_vs 2>/dev/null && echo loadable)
 
 WORKERS  ?= 5
@@ -134,16 +135,22 @@ $(STAMPS)/vm: Makefile $(STAMPS)/apt
 	$(call packages,$(APT_VM))
 	@touch $@
 
-# What answers in `compare`: unpacked, because the installed package would start a web server on this machine.
+# What answers in `compare`, and what reads alerts: unpacked, because the installed packages would start servers here.
 $(TOOLS)/nginx:
 	@echo "apt      nginx (unpacked to build/tools)"
 	$(Q)mkdir -p build/tools && cd build/tools && apt-get download -qq nginx && dpkg -x nginx_*.deb . && rm nginx_*.deb
 	@touch $@
 
+$(PROMTOOL):
+	@echo "apt      promtool (unpacked to build/tools)"
+	$(Q)mkdir -p build/tools && cd build/tools && apt-get download -qq prometheus && dpkg -x prometheus_*.deb . && rm prometheus_*.deb
+	@touch $@
+
 # What checks deploy/, vagrant/ and the screen of `top`, and compares modes. Without these the tests that need them are skipped, and say so.
-$(STAMPS)/lab: Makefile tests/deploy/kubectl.py $(TOOLS)/nginx $(STAMPS)/apt $(STAMPS)/venv
+$(STAMPS)/lab: Makefile tests/deploy/kubectl.py tests/deploy/helm.py $(TOOLS)/nginx $(PROMTOOL) $(STAMPS)/apt $(STAMPS)/venv
 	$(call packages,$(APT_LAB) $(APT_COMPARE))
 	-$(Q)$(PYTHON) -m tests.deploy.kubectl
+	-$(Q)$(PYTHON) -m tests.deploy.helm
 	@touch $@
 
 # What `hybrid-proxy trace` measures with. Without it the tests of that are skipped, and say so.

@@ -268,7 +268,7 @@ class Connection:
                 files = _load_service_account(configuration)
             if self._master:
                 configuration.host = self._master.rstrip("/")
-            _refuse_placeholder(self._source(), configuration.host)
+            refuse_placeholder(self._source(), configuration.host)
             configuration.keep_alive = True  # a peer that vanished without a word is noticed by TCP
             pool = client().RESTClientObject(configuration).pool_manager
         except SourceError:
@@ -289,7 +289,7 @@ class Connection:
         return "no --kubeconfig and no --master given, and this is not a pod with a service account"
 
 
-def _refuse_placeholder(source: str, url: str) -> None:
+def refuse_placeholder(source: str, url: str) -> None:
     """What `deploy/base` has where an address belongs: no name ends like this (RFC 6761)."""
     if (urlsplit(url).hostname or "").endswith(".invalid"):
         what = "write the address of your control plane there (deploy/README.md)"

@@ -14,7 +14,9 @@ import pytest
 import yaml
 
 from controller.cli import parser
+from controller.errors import SourceError
 from controller.kubernetes.apiserver import _resources
+from controller.kubernetes.connection import refuse_placeholder
 from controller.settings import configfile
 from controller.settings.config import MODES, Config, Endpoint
 
@@ -22,12 +24,13 @@ from . import manifests
 from .manifests import DEPLOY, OVERLAYS, ROOT, agent_of, build, capabilities, one, text
 
 FOLDERS = ("base", *(f"overlays/{name}" for name in OVERLAYS))
+AGENTS = tuple(folder for folder in FOLDERS if folder != "overlays/cleanup")
 UNKNOWN = {"ServiceMonitor"}  # the Prometheus operator's, no schema of Kubernetes
 VERSIONS = ("1.33", "1.36")
 
 
 def test_every_mode_has_an_overlay() -> None:
-    assert {*MODES, "kubeadm", "debug", "servicemonitor"} <= set(OVERLAYS)
+    assert {*MODES, "kubeadm", "debug", "servicemonitor", "cleanup"} <= set(OVERLAYS)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -76,7 +79,7 @@ def test_the_role_has_what_the_agent_asks_for_and_nothing_else() -> None:
     assert binding["roleRef"]["name"] == one("base", "ClusterRole")["metadata"]["name"]
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", AGENTS)
 def test_the_pod_is_one_of_the_node_on_every_node(folder: str) -> None:
     pod = one(folder, "DaemonSet")["spec"]["template"]["spec"]
     assert pod["hostNetwork"] is True
@@ -98,7 +101,7 @@ def test_the_pod_is_one_of_the_node_on_every_node(folder: str) -> None:
     assert "SYS_ADMIN" not in rights["capabilities"]["add"]
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", AGENTS)
 def test_what_is_mounted_is_there_and_what_need_not_be_written_is_read_only(folder: str) -> None:
     pod = one(folder, "DaemonSet")["spec"]["template"]["spec"]
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
@@ -156,6 +159,58 @@ def test_the_overlay_for_kubeadm_takes_kube_proxys_own_configuration() -> None:
     for container in (agent_of("overlays/kubeadm"), pod["initContainers"][0]):
         assert "--config=/var/lib/kube-proxy/config.conf" in container["args"]
         assert "/var/lib/kube-proxy" in {mount["mountPath"] for mount in container["volumeMounts"]}
+
+
+def test_the_overlay_of_your_own_that_the_page_describes_can_be_built(tmp_path: Path) -> None:
+    (tmp_path / "hybrid-proxy").symlink_to(ROOT)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (kustomization,) = re.findall(r"```yaml\n(.*?)```", (DEPLOY / "README.md").read_text(), re.DOTALL)
+    (mine / "kustomization.yaml").write_text(kustomization)
+    kubeconfig = (DEPLOY / "base/kubeconfig.conf").read_text().replace("control-plane.invalid", "10.0.0.1")
+    (mine / "kubeconfig.conf").write_text(kubeconfig)
+    argv = [manifests.kubectl(), "kustomize", str(mine)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    objects = {item["kind"]: item for item in yaml.safe_load_all(done.stdout)}
+    assert "https://10.0.0.1:6443" in objects["ConfigMap"]["data"]["kubeconfig.conf"]
+    assert "mode: ebpf" in objects["ConfigMap"]["data"]["config.conf"]
+    pod = objects["DaemonSet"]["spec"]["template"]["spec"]
+    images = {container["image"] for container in (*pod["initContainers"], *pod["containers"])}
+    assert images == {"registry.example/hybrid-proxy:0.1.0"}
+
+
+def test_the_placeholder_of_the_base_is_one_that_the_agent_refuses() -> None:
+    kubeconfig = yaml.safe_load(one("base", "ConfigMap")["data"]["kubeconfig.conf"])
+    (cluster,) = kubeconfig["clusters"]
+    with pytest.raises(SourceError, match="placeholder"):
+        refuse_placeholder("", cluster["cluster"]["server"])
+
+
+def test_the_cleanup_reaches_what_the_agent_and_its_first_containers_wrote() -> None:
+    agents, cleanup = (one(folder, "DaemonSet")["spec"]["template"]["spec"] for folder in ("base", "overlays/cleanup"))
+    ours = {container["name"]: container for container in cleanup["initContainers"]}
+    assert set(volumes_of(agents, agent_of("base"))) - {"config"} == set(volumes_of(cleanup, ours["cleanup"]))
+    for name, where in volumes_of(cleanup, ours["cleanup"]).items():
+        assert where == volumes_of(agents, agent_of("base"))[name]
+    assert ours["cleanup"]["securityContext"]["privileged"], "settings of the node are put back"
+    args = parser().parse_args(ours["cleanup"]["args"])
+    assert args.command == "cleanup"
+
+    (wrote,) = (each for each in agents["initContainers"] if each["name"] == "seccomp-profile")
+    assert volumes_of(agents, wrote) == volumes_of(cleanup, ours["seccomp-profile"])
+    assert ours["seccomp-profile"]["command"] == ["rm", "-f", wrote["command"][-1]]
+
+    assert cleanup["automountServiceAccountToken"] is False
+    assert (cleanup["hostNetwork"], cleanup["tolerations"]) == (True, [{"operator": "Exists"}])
+    labels = {f: one(f, "DaemonSet")["spec"]["selector"]["matchLabels"] for f in ("base", "overlays/cleanup")}
+    assert labels["base"] != labels["overlays/cleanup"]
+
+
+def volumes_of(pod: dict[str, Any], container: dict[str, Any]) -> dict[str, tuple[str, Any]]:
+    """Volume -> where it is in the container, and what it is."""
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    return {mount["name"]: (mount["mountPath"], volumes[mount["name"]]) for mount in container["volumeMounts"]}
 
 
 def test_the_service_monitor_finds_the_pods() -> None:

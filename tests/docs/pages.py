@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["PAGES", "ROOT", "Block", "blocks", "commands"]
+__all__ = ["PAGES", "ROOT", "Block", "anchors", "blocks", "commands"]
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("controller", "dataplane", "workshop", "deploy", "vagrant", "tests")
@@ -21,6 +21,7 @@ PAGES = tuple(
         *(page for folder in FOLDERS for page in (ROOT / folder).rglob("README.md")),
     )
 )
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -49,3 +50,8 @@ def commands(program: str) -> Iterator[tuple[str, list[str]]]:
                 for line in block.lines:
                     if line.startswith(f"{program} "):
                         yield page, shlex.split(line, comments=True)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as they are made by GitHub."""
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in HEADING.findall(page.read_text())}

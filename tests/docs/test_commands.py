@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 
 import pytest
 
 from controller.cli import parser
-from tests.deploy import manifests
+from tests.deploy import helm, manifests
 from workshop.lab.network import Lab
 
 from .kit import run_blocks, shell, start_agent
 from .pages import PAGES, ROOT, blocks, commands
 
 OURS = tuple(commands("hybrid-proxy"))
-KUBECTL = tuple(
+CLUSTER = tuple(
     (page, line.split("#")[0].strip())
     for page in PAGES
     for block in blocks(page, "sh", "cluster")
@@ -27,7 +28,7 @@ NOWHERE = "http://127.0.0.1:9"  # the port "discard": nobody listens
 def test_pages_have_commands() -> None:
     """The net is no sieve: what is known to be there is found."""
     assert len(OURS) > 30
-    assert len(KUBECTL) >= 8
+    assert len(CLUSTER) >= 20
     assert {"README.md", "docs/operations.md", "docs/troubleshooting.md", "docs/migration.md"} <= set(PAGES)
 
 
@@ -48,15 +49,26 @@ def test_every_target_of_make_is_there() -> None:
         assert asked.returncode == 0, f"{page}: {' '.join(argv)}: {asked.stderr}"
 
 
-@pytest.mark.parametrize(("page", "line"), KUBECTL, ids=[f"{page}-{n}" for n, (page, _) in enumerate(KUBECTL)])
-def test_kubectl_understands_it(page: str, line: str) -> None:
-    """The real one does everything but talk to a server: it reads flags, patches and kustomizations first."""
-    program = manifests.kubectl()
-    assert line.startswith("kubectl "), f"{page}: {line}"
-    there = line.replace("kubectl ", f"{program} --server={NOWHERE} --request-timeout=2s ", 1)
-    done = subprocess.run(["sh", "-c", there], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+@pytest.mark.parametrize(("page", "line"), CLUSTER, ids=[f"{page}-{n}" for n, (page, _) in enumerate(CLUSTER)])
+def test_kubectl_and_helm_understand_it(page: str, line: str) -> None:
+    """The real ones do everything but talk to a server: they read flags, patches, kustomizations and charts first."""
+    word, _, rest = line.partition(" ")
+    if word == "helm":
+        there = f"{helm.program()} {rest} --kube-apiserver={NOWHERE}"
+    else:
+        assert word == "kubectl", f"{page}: {line}"
+        there = f"{manifests.kubectl()} --server={NOWHERE} --request-timeout=2s {rest}"
+    done = subprocess.run(["sh", "-c", there], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0
     assert "refused" in done.stderr, f"{page}: {line}: {done.stderr}"
+
+
+@pytest.mark.parametrize("program", ["docker", "kind", "vagrant", "python", "sh"])
+def test_what_cannot_be_typed_here_names_files_that_exist(program: str) -> None:
+    for page, argv in commands(program):
+        for word in argv[1:]:
+            if re.match(r"(bpf|controller|dataplane|deploy|docs|examples|tests|vagrant|workshop)/", word):
+                assert (ROOT / word).exists(), f"{page}: {' '.join(argv)}"
 
 
 @pytest.mark.root

@@ -1,20 +1,13 @@
 """What pages say of the tree and of each other is true."""
 
 import re
-from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import PAGES, ROOT
+from tests.docs.pages import PAGES, ROOT, anchors
 from workshop import house, output
 
 LINK = re.compile(r"\]\((?P<file>[^)#\s:]*)(?:#(?P<anchor>[^)]+))?\)")
-HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
-
-
-def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as they are made by GitHub."""
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in HEADING.findall(page.read_text())}
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,0 +1,115 @@
+"""The chart renders what the kustomizations build: the same objects, whatever the mode."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import tomllib
+from typing import Any
+
+import pytest
+import yaml
+
+from .helm import program
+from .manifests import DEPLOY, OVERLAYS, ROOT, build, one
+
+CHART = DEPLOY / "helm/hybrid-proxy"
+SERVER = "https://control-plane.invalid:6443"  # what deploy/base has
+MODES = ("ebpf", "nftables", "iptables", "ipvs", "userspace")
+
+# fmt: off
+SAME = {
+    "base":                     (),
+    **{f"overlays/{mode}":      ("--set", f"mode={mode}") for mode in MODES},
+    "overlays/kubeadm":         ("--set", "kubeProxyConfigMap=kube-proxy", "--set", "apiServer="),
+    "overlays/servicemonitor":  ("--set", "serviceMonitor.enabled=true"),
+}
+# fmt: on
+
+
+@functools.cache
+def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([program(), *arguments], capture_output=True, text=True, check=False)
+
+
+def rendered(*values: str) -> list[dict[str, Any]]:
+    done = helm(
+        "template", "hybrid-proxy", str(CHART), "--namespace", "kube-system", "--set", f"apiServer={SERVER}", *values
+    )
+    assert done.returncode == 0, done.stderr
+    return [item for item in yaml.safe_load_all(done.stdout) if item]
+
+
+def substance(objects: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Objects without labels and the policy of pulling; files in ConfigMaps as the documents that they hold."""
+    found = {}
+    for item in objects:
+        metadata = {name: value for name, value in item["metadata"].items() if name != "labels"}
+        kept = item | {"metadata": metadata}
+        if item["kind"] == "ConfigMap":
+            kept["data"] = {name: list(yaml.safe_load_all(text)) for name, text in item["data"].items()}
+        if item["kind"] == "DaemonSet":
+            pod = item["spec"]["template"]["spec"]
+            for container in (*pod["initContainers"], *pod["containers"]):
+                container.pop("imagePullPolicy", None)
+            # Kustomize has the mode's capabilities, the chart the same ones in another order.
+            for container in pod["containers"]:
+                container["securityContext"].get("capabilities", {}).get("add", []).sort()
+        found[item["kind"], metadata["name"]] = kept
+    return found
+
+
+@pytest.mark.parametrize("folder", SAME)
+def test_the_chart_is_the_kustomization(folder: str) -> None:
+    assert substance(rendered(*SAME[folder])) == substance(build(folder))
+
+
+def test_every_overlay_has_its_values_or_is_no_matter_of_the_chart() -> None:
+    assert {name.removeprefix("overlays/") for name in SAME} | {"cleanup", "debug", "per-service"} >= set(OVERLAYS)
+
+
+def test_labels_select_the_pods() -> None:
+    (daemonset,) = (item for item in rendered() if item["kind"] == "DaemonSet")
+    labels = daemonset["spec"]["template"]["metadata"]["labels"]
+    assert daemonset["spec"]["selector"]["matchLabels"] == labels
+    assert labels.items() <= daemonset["metadata"]["labels"].items()
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        pytest.param(("--set", "apiServer="), "apiServer: set the address of your control plane", id="no API server"),
+        pytest.param(("--set", "mode=bpf"), 'mode "bpf": choose auto', id="an unknown mode"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_sentence(values: tuple[str, ...], said: str) -> None:
+    done = helm("template", "hybrid-proxy", str(CHART), "--set", f"apiServer={SERVER}", *values)
+    assert done.returncode != 0
+    assert said in done.stderr
+
+
+def test_values_reach_the_documents_and_the_pod() -> None:
+    objects = substance(
+        rendered(
+            "--set", "clusterCIDR=10.244.0.0/16", "--set", "strictMode=true", "--set", "image.repository=r.example/hp",
+            "--set", "image.tag=7", "--set", "kubeProxyConfiguration.conntrack.min=5",
+            "--set", "hybridProxyConfiguration.metricsPerBackend=true", "--set", "extraArgs={-v=6}",
+        )
+    )  # fmt: skip
+    kube, ours = objects["ConfigMap", "hybrid-proxy"]["data"]["config.conf"]
+    assert (kube["detectLocalMode"], kube["clusterCIDR"], kube["conntrack"]) == (
+        "ClusterCIDR", "10.244.0.0/16", {"min": 5},
+    )  # fmt: skip
+    assert (ours["mode"], ours["strictMode"], ours["metricsPerBackend"]) == ("auto", True, True)
+    pod = objects["DaemonSet", "hybrid-proxy"]["spec"]["template"]["spec"]
+    assert {each["image"] for each in (*pod["initContainers"], *pod["containers"])} == {"r.example/hp:7"}
+    assert pod["containers"][0]["args"][-1] == "-v=6"
+
+
+def test_it_is_a_chart_of_this_version() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    image = one("base", "DaemonSet")["spec"]["template"]["spec"]["containers"][0]["image"]
+    assert chart["appVersion"] == project["version"] == image.partition(":")[2]
+    linted = helm("lint", "--strict", str(CHART), "--set", f"apiServer={SERVER}")
+    assert linted.returncode == 0, linted.stdout + linted.stderr
