@@ -17,7 +17,7 @@ import pytest
 OUTSIDE: Final = frozenset(
     {
         "subprocess", "multiprocessing", "aiohttp", "textual", "dataplane.kernel.bpf", "workshop.lab.agent",
-        "workshop.lab.namespace", "workshop.lab.network", "workshop.lab.traffic", "workshop.compare.html",
+        "workshop.lab.namespace", "workshop.lab.network", "workshop.lab.traffic",
     }
 )  # fmt: skip
 SLOW: Final = ("root", "long", "guest", "kernel")

@@ -20,7 +20,6 @@ from controller.errors import ConfigError, ControllerError
 from controller.settings.documents import MODES
 from dataplane.mode import Options
 from workshop.compare import objects
-from workshop.compare.findings import Findings, Report, findings
 from workshop.compare.live import Live, look
 from workshop.compare.loads import TOOLS
 from workshop.compare.machine import describe, missing_tools
@@ -28,6 +27,7 @@ from workshop.compare.markdown import markdown
 from workshop.compare.measure import carry_out
 from workshop.compare.plan import Settings, steps
 from workshop.compare.progress import progress
+from workshop.compare.report import Report, report
 from workshop.compare.result import Cell, ModeState, Run
 from workshop.compare.stand import Stand, stand
 from workshop.compare.state import State, opened
@@ -55,24 +55,25 @@ def main(args: argparse.Namespace) -> int:
         )
     # Import the renderer first: a missing library must fail before an hour of measuring.
     render = _renderer() if args.report else None
-    run = _read(Path(args.measured)) if args.measured else _measured(args)
-    found = findings(run)
+    guest = _guest(args)
+    made = _reported(Path(args.measured), guest) if args.measured else report(_measured(args), guest)
     if render is not None:
         path = Path(args.report)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(render(run, found))
-        path.with_suffix(".md").write_text(markdown(run, found))
-        path.with_suffix(".json").write_bytes(msgspec.json.encode(Report(run, found)) + b"\n")
+        path.write_text(render(made))
+        path.with_suffix(".md").write_text(markdown(made))
+        path.with_suffix(".json").write_bytes(msgspec.json.encode(made) + b"\n")
         print(f"compare  the report is {path}", file=sys.stderr)
     if args.output == "json":
-        print(msgspec.json.format(msgspec.json.encode(Report(run, found)), indent=1).decode())
+        print(msgspec.json.format(msgspec.json.encode(made), indent=1).decode())
     else:
-        standings = [standing.summary(run.settings.modes[0]) for standing in found.standings]
-        print("\n".join([*found.summary, *standings, *found.warnings]))
+        found = made.findings
+        standings = [standing.summary(made.run.settings.modes[0]) for standing in found.standings]
+        print("\n".join([*made.summary, *standings, *found.warnings, *found.notes]))
     return 0
 
 
-def _renderer() -> Callable[[Run, Findings], str]:
+def _renderer() -> Callable[[Report], str]:
     try:
         from workshop.compare.html import html
     except ImportError as error:
@@ -83,23 +84,38 @@ def _renderer() -> Callable[[Run, Findings], str]:
     return html
 
 
-def _read(path: Path) -> Run:
-    """The run in a report's JSON, or in the folder of a run that may not be finished.
+def _guest(args: argparse.Namespace) -> Run | None:
+    """The run of --vm-state."""
+    if not args.vm_state:
+        return None
+    if args.live:
+        raise ConfigError("--vm-state: a service of this node (--live) was not measured in the virtual machine")
+    return _kept("--vm-state", Path(args.vm_state))
+
+
+def _kept(flag: str, folder: Path) -> Run:
+    """The run in a folder of --state; it may not be finished."""
+    run = State(folder).load()
+    if run is None:
+        raise ConfigError(f"{flag} {folder}: no run of compare is there")
+    return run
+
+
+def _reported(path: Path, guest: Run | None) -> Report:
+    """Of the measurements in a report's JSON, or in a folder of --state.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: there are none.
     """
     if path.is_dir():
-        run = State(path).load()
-        if run is None:
-            raise ConfigError(f"--from {path}: no run of compare is there")
-        return run
+        return report(_kept("--from", path), guest)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Report).run
+        former = msgspec.json.decode(path.read_bytes(), type=Report)
     except OSError as error:
         raise ConfigError(f"--from {path}: {error.strerror}") from error
     except msgspec.DecodeError as error:
         raise ConfigError(f"--from {path}: no report of compare: {error}") from error
+    return report(former.run, guest or (former.guest.run if former.guest else None))
 
 
 def _measured(args: argparse.Namespace) -> Run:
@@ -107,8 +123,8 @@ def _measured(args: argparse.Namespace) -> Run:
         raise ControllerError("compare needs root: it makes network namespaces, or reads what is programmed here")
     live = look(args.live, args.admin_socket) if args.live else None
     settings = _settings(args, live)
-    report = Path(args.report) if args.report else None
-    folder = Path(args.state) if args.state else report.with_suffix(".state") if report else Path(STATE)
+    beside = Path(args.report).with_suffix(".state") if args.report else Path(STATE)
+    folder = Path(args.state) if args.state else beside
     with opened(folder) as state:
         run = None if args.fresh else state.load()
         if run is None:

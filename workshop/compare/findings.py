@@ -1,7 +1,8 @@
-"""From measurements to rows and conclusions: which mode, by how much, how sure."""
+"""From measurements to rows: which mode is ahead in what, by how much, and how sure that is."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
@@ -11,7 +12,7 @@ from workshop.compare.plan import METRICS, Metric
 from workshop.compare.result import Cell, Run
 from workshop.compare.stats import SURE, Estimate, Verdict, estimate, judge, ratios, spread
 
-__all__ = ["NOISY", "Findings", "Noise", "Report", "Row", "Standing", "findings", "shown"]
+__all__ = ["NOISY", "Findings", "Noise", "Row", "Standing", "findings", "shown"]
 
 NOISY: Final = 0.10  # a control that spreads further than this part of its median shows a busy machine
 
@@ -26,6 +27,7 @@ class Row(msgspec.Struct, frozen=True):
         value: in the metric's unit.
         control: of the plain pod address, in the metric's unit.
         ratio: value / control, each pair of one round.
+        points: what the plot shows: each pair's ratio; without a control, this mode / the first one.
         lead: the first mode / this one, in times of their controls where there are any; None for the first itself.
         verdict: of the first mode against this one.
         missing: why there is no value.
@@ -37,6 +39,7 @@ class Row(msgspec.Struct, frozen=True):
     value: Estimate | None
     control: Estimate | None = None
     ratio: Estimate | None = None
+    points: tuple[float, ...] = ()
     lead: Estimate | None = None
     verdict: Verdict = ""
     missing: str = ""
@@ -56,54 +59,54 @@ class Standing(msgspec.Struct, frozen=True):
     Args:
         mode: the other one.
         size: number of services.
-        ahead: metrics in which the first is ahead, each with the first in times of the other.
-        behind: those in which it is behind.
-        even: those in which the interval does not rule out that they are the same.
-        sure: probability with which the least sure interval holds.
+        ahead: number of metrics in which the first is ahead.
+        behind: in which it is behind.
+        even: in which the interval does not rule out that they are the same.
     """
 
     mode: str
     size: int
-    ahead: tuple[str, ...]
-    behind: tuple[str, ...]
-    even: tuple[str, ...]
-    sure: float
+    ahead: int
+    behind: int
+    even: int
 
     def summary(self, first: str) -> str:
-        """`ebpf against nftables, 1,000 services: ahead in 8 of 11, behind in time to start 2.10 ×`."""
-        parts = [f"ahead in {len(self.ahead)} of {len(self.ahead) + len(self.behind) + len(self.even)}"]
-        parts += [f"behind in {', '.join(self.behind)}"] if self.behind else []
-        parts += [f"not distinguishable in {', '.join(self.even)}"] if self.even else []
-        return f"{first} against {self.mode}, {self.size:,} services: {'; '.join(parts)}."
+        """`ebpf against nftables, 1,000 services: ahead in 12 rows, behind in 2, no significant difference in 3.`."""
+        return (
+            f"{first} against {self.mode}, {self.size:,} services: ahead in {self.ahead} rows, behind in "
+            f"{self.behind}, no significant difference in {self.even}."
+        )
 
 
 class Findings(msgspec.Struct, frozen=True):
-    """All rows, and what they come to: `standings`, a `summary`, and `warnings`."""
+    """What a run comes to.
+
+    Args:
+        rows: one for each metric, mode and number of services.
+        noise: of the controls.
+        standings: of the first mode against each other one.
+        warnings: what limits every figure.
+        notes: what limits some, or was odd.
+    """
 
     rows: tuple[Row, ...]
     noise: tuple[Noise, ...]
     standings: tuple[Standing, ...]
-    summary: tuple[str, ...]
     warnings: tuple[str, ...]
+    notes: tuple[str, ...]
 
     def row(self, metric: str, mode: str, size: int) -> Row | None:
         """The row of that metric, mode and size."""
         return next((r for r in self.rows if (r.metric, r.mode, r.size) == (metric, mode, size)), None)
 
 
-class Report(msgspec.Struct, frozen=True):
-    """What `-o json` prints: every measurement, and what they come to."""
-
-    run: Run
-    findings: Findings
-
-
 def findings(run: Run) -> Findings:
     """What a run comes to, finished or not."""
     rows = tuple(_row(run, metric, mode, size) for size, metric, mode in _all(run))
     noise = tuple(_noise(run))
-    standings = tuple(_standings(run, rows))
-    return Findings(rows, noise, standings, tuple(_summary(run, rows)), tuple(_warnings(run, rows, noise, standings)))
+    return Findings(
+        rows, noise, tuple(_standings(run, rows)), tuple(_warnings(run, rows)), tuple(_notes(run, rows, noise))
+    )
 
 
 def _all(run: Run) -> Iterator[tuple[int, Metric, str]]:
@@ -136,13 +139,15 @@ def _row(run: Run, metric: Metric, mode: str, size: int) -> Row:
     controls = [cell.controls[metric.name] for cell in cells.values() if metric.name in cell.controls]
     own = _relative(metric, cells)
     first = run.settings.modes[0]
+    ratio = estimate(list(own.values())) if metric.control else None
+    points = tuple(own.values()) if metric.control else ()
     lead = None
     if mode != first:
         theirs = _relative(metric, _cells(run, metric, first, size))
         both = sorted(own.keys() & theirs.keys())
         lead = estimate(ratios([theirs[n] for n in both], [own[n] for n in both]))
-    ratio = estimate(list(own.values())) if metric.control else None
-    return Row(metric.name, mode, size, value, estimate(controls), ratio, lead, judge(lead, metric.better))
+        points = points or tuple(ratios([own[n] for n in both], [theirs[n] for n in both]))
+    return Row(metric.name, mode, size, value, estimate(controls), ratio, points, lead, judge(lead, metric.better))
 
 
 def _relative(metric: Metric, cells: Mapping[int, Cell]) -> dict[int, float]:
@@ -179,52 +184,15 @@ def _noise(run: Run) -> Iterator[Noise]:
                 yield Noise(metric.name, size, spread(values))
 
 
-def _summary(run: Run, rows: Sequence[Row]) -> Iterator[str]:
-    first = run.settings.modes[0]
-    yield from _headlines(first, run.settings.sizes[-1], rows)
-    if len(run.settings.modes) == 1:
-        for row in rows:
-            if row.ratio is not None and row.metric in ("connections", "requests", "latency_p99"):
-                yield f"{row.mode}, {_titled(row.metric)}: {_times(row.ratio)} that of the plain pod address."
-
-
-def _headlines(first: str, size: int, rows: Sequence[Row]) -> Iterator[str]:
-    """`10,000 services, new connections a second: ebpf makes 1.21 times those of nftables (1.15 to 1.24)`."""
-    for name, headline in _HEADLINES.items():
-        leads = [row for row in rows if (row.metric, row.size) == (name, size)]
-        factors = ", ".join(
-            f"{row.lead.median:.2f} times {row.mode} ({row.lead.low:.2f} to {row.lead.high:.2f})"
-            for row in leads
-            if row.lead is not None
-        )
-        if factors:
-            yield f"{size:,} services, {headline.format(first=first)} {factors}."
-
-
 def _standings(run: Run, rows: Sequence[Row]) -> Iterator[Standing]:
     for mode in run.settings.modes[1:]:
         for size in run.settings.sizes:
-            judged = [row for row in rows if row.mode == mode and row.size == size and row.verdict]
+            judged = Counter(row.verdict for row in rows if (row.mode, row.size) == (mode, size) and row.verdict)
             if judged:
-                of = {verdict: tuple(_short(r) for r in judged if r.verdict == verdict) for verdict in _VERDICTS}
-                sure = min(row.lead.sure for row in judged if row.lead)
-                yield Standing(mode, size, of["ahead"], of["behind"], of["even"], sure)
+                yield Standing(mode, size, judged["ahead"], judged["behind"], judged["even"])
 
 
-def _short(row: Row) -> str:
-    assert row.lead is not None
-    return f"{_titled(row.metric)} {row.lead.median:.2f} ×"
-
-
-def _titled(name: str) -> str:
-    return next(metric.title for metric in METRICS if metric.name == name)
-
-
-def _times(ratio: Estimate) -> str:
-    return f"{ratio.median:.2f} × ({ratio.low:.2f} to {ratio.high:.2f})"
-
-
-def _warnings(run: Run, rows: Sequence[Row], noise: Sequence[Noise], standings: Sequence[Standing]) -> Iterator[str]:
+def _warnings(run: Run, rows: Sequence[Row]) -> Iterator[str]:
     if run.machine.emulated:
         yield (
             "The processor of this machine is emulated by software: times and rates mean nothing. Only ratios of "
@@ -232,18 +200,25 @@ def _warnings(run: Run, rows: Sequence[Row], noise: Sequence[Noise], standings: 
         )
     if not run.complete:
         yield f"The run is not finished: {len(run.cells)} of {run.planned} measurements."
-    least = min((standing.sure for standing in standings), default=1.0)
+    judged = [known for row in rows if (known := row.lead if row.verdict else row.ratio)]
+    least = min((known.sure for known in judged), default=1.0)
     if least < SURE:
-        yield f"Too few rounds to be sure: some intervals hold with {least:.0%}; six rounds make 97 %."
+        yield f"Too few rounds to be sure: some intervals hold with {least:.0%} only; six rounds make 97 %."
+
+
+def _notes(run: Run, rows: Sequence[Row], noise: Sequence[Noise]) -> Iterator[str]:
     for state in run.modes:
         if not state.works:
             yield f"Mode {state.mode} does not work on this machine: {state.missing}."
-    loud = sorted({_titled(known.metric) for known in noise if known.spread > NOISY})
+    loud = sorted({_TITLES[known.metric] for known in noise if known.spread > NOISY})
     if loud:
         worst = max(known.spread for known in noise)
+        where = (
+            ", ".join(loud) if len(loud) <= _MANY else f"{len(loud)} of {len({known.metric for known in noise})} rows"
+        )
         yield (
             f"The machine was not quiet: measurements of the plain pod address, which is always the same, spread by "
-            f"more than {NOISY:.0%} (up to {worst:.0%}) in {', '.join(loud)}. Trust ratios, not values."
+            f"more than {NOISY:.0%} (up to {worst:.0%}) in {where}. Trust ratios, not values."
         )
     even = sum(row.verdict == "even" for row in rows)
     if even:
@@ -257,14 +232,8 @@ def _warnings(run: Run, rows: Sequence[Row], noise: Sequence[Noise], standings: 
                 yield f"{cell.step.mode}, {cell.step.size:,} services: {note}"
 
 
-_HEADLINES: Final = {
-    "connection_cost": "cost of a new connection: {first} takes",
-    "request_cost": "cost of a request on an open connection: {first} takes",
-    "connections": "new connections a second: {first} makes",
-    "change": "time until a change counts: {first} takes",
-}
-
-_VERDICTS: Final[tuple[Verdict, ...]] = ("ahead", "behind", "even")
+_MANY: Final = 3  # more rows than these are counted, not listed
+_TITLES: Final = {known.name: known.title for known in METRICS}
 _STEPS: Final[Sequence[tuple[float, Callable[[float], str]]]] = (
     (1000, lambda value: f"{value:,.0f}"),
     (100, lambda value: f"{value:.0f}"),

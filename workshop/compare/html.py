@@ -2,39 +2,37 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
-from workshop.compare.findings import Findings, Report
-from workshop.compare.plots import plots
-from workshop.compare.result import Run
-from workshop.compare.tables import VERDICTS, method, not_ahead, place, reasons, scoreboard, tables
+from workshop.compare.plots import distributions, forest
+from workshop.compare.report import Report
+from workshop.compare.tables import VERDICTS, method, place, reasons, tables
 
 __all__ = ["html"]
 
 
-def html(run: Run, found: Findings) -> str:
+def html(report: Report) -> str:
     """The page."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    return environment.get_template("page.html.jinja").render(
-        run=run,
-        found=found,
-        standings=scoreboard(run, found),
-        not_ahead=not_ahead(run, found),
-        tables=tables(run, found),
-        plots=[(plot.title, plot.caption, Markup(plot.svg)) for plot in plots(run, found)],  # noqa: S704 - made here
-        place=place(run),
-        reasons=list(reasons(found)),
-        method=method(run),
-        marks=VERDICTS,
-        data=_embedded(Report(run, found)),
-    )
+    environment.globals |= {
+        "forest": forest, "distributions": distributions, "tables": tables, "reasons": reasons, "place": place,
+        "method": method, "marks": VERDICTS,
+    }  # fmt: skip
+    environment.filters["code"] = _code
+    return environment.get_template("page.html.jinja").render(report=report, data=_embedded(report))
+
+
+def _code(text: str) -> Markup:
+    """Words in backquotes, as Markdown has them."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))  # noqa: S704 - escaped
 
 
 def _embedded(report: Report) -> Markup:

@@ -13,7 +13,6 @@ from typing import Any, Final
 import msgspec
 
 from controller.errors import ControllerError
-from workshop.compare.result import SHARES
 
 __all__ = [
     "CLIENTS",
@@ -49,13 +48,13 @@ class Found(msgspec.Struct, frozen=True):
     Args:
         values: by the metric's name, in its unit.
         count: requests or connections made, 0 where CPU is not reported for each.
-        curve: latency in ms at each of `SHARES`.
+        latency: how many requests took so long, by the number of the bin (`result.BINS`).
         failed: requests without an answer.
     """
 
     values: Mapping[str, float]
     count: int = 0
-    curve: tuple[float, ...] = ()
+    latency: Mapping[int, int] = {}
     failed: int = 0
 
 
@@ -107,9 +106,9 @@ def _wrk(load: str, output: str, cpu: float) -> tuple[Found, float]:
     rate, each = count / seconds, cpu / count * 1e6
     if load == "connections":
         return Found({"connections": rate, "connection_cpu": each}, count, failed=failed), count / 1e6
-    curve = tuple(us / 1000 for us in report["latency"])
-    latency = {f"latency_p{share}": curve[SHARES.index(share)] for share in (50, 90, 99)}
-    return Found({"requests": rate, "request_cpu": each} | latency, count, curve, failed), count / 1e6
+    latency = {f"latency_{share}": report[share] / 1000 for share in ("p50", "p90", "p99")}
+    histogram = {int(number): amount for number, amount in report["histogram"].items()}
+    return Found({"requests": rate, "request_cpu": each} | latency, count, histogram, failed), count / 1e6
 
 
 def _iperf(load: str, output: str) -> tuple[Found, float]:

@@ -4,42 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from workshop.compare.findings import Findings, Standing
-from workshop.compare.result import Run
-from workshop.compare.tables import VERDICTS, Line, Table, Text, method, not_ahead, place, reasons, scoreboard, tables
+from workshop.compare.report import Report
+from workshop.compare.tables import VERDICTS, Line, Table, Text, method, place, reasons, tables
 
 __all__ = ["markdown"]
 
 
-def markdown(run: Run, found: Findings) -> str:
+def markdown(report: Report) -> str:
     """The whole report, without plots and raw data."""
-    return "\n".join(_lines(run, found)) + "\n"
+    return "\n".join(_lines(report, "")) + "\n"
 
 
-def _lines(run: Run, found: Findings) -> Iterator[str]:
-    yield "# Modes compared"
+def _lines(report: Report, where: str) -> Iterator[str]:
+    run, found = report.run, report.findings
+    yield f"# {where or 'Modes compared'}"
     yield ""
-    yield from _list(found.summary or ["Nothing was compared."])
-    first = run.settings.modes[0]
-    if found.standings:
-        yield from (
-            "",
-            f"| {first} against | " + " | ".join(f"{size:,} services" for size in run.settings.sizes) + " |",
-        )
-        yield "|---|" + "---|" * len(run.settings.sizes)
-        for mode, row in scoreboard(run, found):
-            yield f"| {mode} | {' | '.join(map(_standing, row))} |"
-        yield from ("", f"Rows in which {first} is ▲ ahead, ▼ behind, ≈ not distinguishable.")
-    behind = not_ahead(run, found)
-    if behind:
-        yield from ("", f"Where {first} is not ahead:", "")
-        yield from _list(behind)
-    if found.warnings:
+    yield from _list(report.summary or ["Nothing was compared."])
+    trust = [*found.warnings, *found.notes, *(one.summary(run.settings.modes[0]) for one in found.standings)]
+    if trust:
         yield from ("", "## How far to trust it", "")
-        yield from _list(found.warnings)
+        yield from _list(trust)
     for table in tables(run, found):
         yield from ("", f"## {table.size:,} services", "")
-        yield from _table(table, first)
+        yield from _table(table, run.settings.modes[0])
     why = list(reasons(found))
     if why:
         yield from ("", "Not measured:", "")
@@ -48,6 +35,9 @@ def _lines(run: Run, found: Findings) -> Iterator[str]:
     yield from _list([f"{name}: {value}" for name, value in place(run)])
     yield ""
     yield from _list(method(run))
+    if report.guest is not None:
+        yield ""
+        yield from _lines(report.guest, "In a virtual machine")
 
 
 def _list(items: Sequence[str]) -> Iterator[str]:
@@ -71,10 +61,6 @@ def _field(field: Text, first: str) -> str:
         return "-"
     parts = [field.value, field.ratio, f"{VERDICTS[field.verdict]} {first} {field.lead}" if field.lead else ""]
     return "<br>".join(filter(None, parts))
-
-
-def _standing(one: Standing | None) -> str:
-    return f"▲ {len(one.ahead)} ▼ {len(one.behind)} ≈ {len(one.even)}" if one else "-"
 
 
 def _escaped(text: str) -> str:

@@ -55,7 +55,7 @@ def traffic(step: Step, service: Once, plain: Once, loads: tuple[str, ...], lack
     controls: dict[str, float] = {}
     missing: dict[str, str] = {}
     notes: list[str] = []
-    curves: dict[str, tuple[float, ...]] = {}
+    latency: dict[str, Mapping[int, int]] = {}
     for load in loads:
         reason = next((lacking[tool] for tool in NEEDS[load] if tool in lacking), "")
         if not reason:
@@ -64,8 +64,8 @@ def traffic(step: Step, service: Once, plain: Once, loads: tuple[str, ...], lack
                 for name, once, kept in turns if control_first(step, load) else reversed(turns):
                     measured = once(load)
                     kept.update(measured.values)
-                    if measured.curve:
-                        curves[name] = measured.curve
+                    if measured.latency:
+                        latency[name] = measured.latency
                     if measured.failed:
                         notes.append(f"{measured.failed} of {measured.count} {load} to the {name} failed")
                 continue
@@ -76,8 +76,8 @@ def traffic(step: Step, service: Once, plain: Once, loads: tuple[str, ...], lack
         values.pop(name, None)
         controls.pop(name, None)
     took = time.monotonic() - began
-    curve, plain_curve = curves.get("service", ()), curves.get("control", ())
-    return Cell(step, took, values, controls, curve, plain_curve, missing=missing, notes=tuple(notes))
+    own, plain_own = latency.get("service", {}), latency.get("control", {})
+    return Cell(step, took, values, controls, own, plain_own, missing=missing, notes=tuple(notes))
 
 
 def _started(step: Step, stand: Stand, began: float) -> Cell:

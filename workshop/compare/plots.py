@@ -1,192 +1,310 @@
-"""The plots of a report: SVG for a page, in colours that the page decides, so that they fit light and dark."""
+"""The plots of a report as places on logarithmic axes, in per cent of their width; the page draws them.
+
+So they have the page's fonts and colours, and fit any width.
+"""
 
 from __future__ import annotations
 
-import io
-import re
-import statistics
-from collections.abc import Sequence
-from typing import Any, Final
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, Literal
 
-import matplotlib as mpl
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
+import msgspec
 
-from workshop.compare.findings import Findings
-from workshop.compare.plan import metric
-from workshop.compare.result import SHARES, Cell, Run
+from workshop.compare.findings import Row, shown
+from workshop.compare.plan import METRICS, Metric, metric
+from workshop.compare.report import Report
+from workshop.compare.result import BINS, Cell, Run
+from workshop.compare.stats import Estimate, estimate
 
-__all__ = ["Plot", "plots"]
+__all__ = ["Axis", "Bar", "Item", "Mark", "Panel", "Tick", "distributions", "forest"]
 
-# Matplotlib knows colours alone; these stand for variables of the page's style sheet.
-_STAND_IN: Final = {
-    "ebpf": "#0000a1", "ipvs": "#0000a2", "nftables": "#0000a3", "iptables": "#0000a4", "userspace": "#0000a5",
-    "control": "#0000a6", "text": "#0000a7", "grid": "#0000a8",
-}  # fmt: skip
-_MARKERS: Final = {"ebpf": "o", "ipvs": "D", "nftables": "s", "iptables": "^", "userspace": "v", "control": ""}
-_STYLE: Final[Any] = {  # matplotlib types each name
-    "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10, "text.color": _STAND_IN["text"],
-    "axes.labelcolor": _STAND_IN["text"], "xtick.color": _STAND_IN["text"], "ytick.color": _STAND_IN["text"],
-    "axes.edgecolor": _STAND_IN["grid"], "grid.color": _STAND_IN["grid"], "axes.grid": True, "axes.grid.axis": "y",
-    "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 11, "axes.titlelocation": "left",
-    "legend.frameon": False, "axes.axisbelow": True, "grid.linewidth": 0.6,
-}  # fmt: skip
-_SHOWN: Final = (50, 75, 90, 95, 99, 99.9)
+_FARTHEST: Final = 2.5  # what is farther from 1 is an arrow at the edge, so that small differences stay visible
+_NEAREST: Final = 1.25
+_RIM: Final = 1.06  # of an axis, beyond its outermost values
+_FINE: Final = (0.8, 0.9, 1, 1.1, 1.25)
+_COARSE: Final = (0.5, 0.7, 1, 1.4, 2)
+_SLOWEST: Final = 0.001  # part of the requests that the axis of latencies leaves out at either end
 
 
-class Plot:
-    """A title, a caption, and an SVG element."""
+class Tick(msgspec.Struct, frozen=True):
+    """A value written below an axis, and where."""
 
-    def __init__(self, title: str, caption: str, svg: str) -> None:
-        self.title, self.caption, self.svg = title, caption, svg
-
-
-def plots(run: Run, found: Findings) -> list[Plot]:
-    """Those for which there is something to show."""
-    with mpl.rc_context(_STYLE):
-        made = [_rates(run, found), *(_latency(run, size) for size in run.settings.sizes), _changes(run)]
-    return [plot for plot in made if plot is not None]
+    at: float
+    text: str
 
 
-def _rates(run: Run, found: Findings) -> Plot | None:
-    """Four rates in times of the control, against the number of services."""
-    names: tuple[str, ...] = (
-        ("connections", "requests") if run.settings.live else ("connections", "requests", "stream", "datagrams")
+class Axis(msgspec.Struct, frozen=True):
+    """A logarithmic axis from `low` to `high`."""
+
+    low: float
+    high: float
+
+    def place(self, value: float) -> float:
+        """In per cent; below 0 or above 100 if it is not on the axis."""
+        return round(100 * math.log(value / self.low) / math.log(self.high / self.low), 2) if value > 0 else -1.0
+
+    def within(self, value: float) -> float:
+        """The same, at most at an end."""
+        return min(100.0, max(0.0, self.place(value)))
+
+    def ticks(self, values: Sequence[float]) -> tuple[Tick, ...]:
+        """Those of the values that are on the axis."""
+        return tuple(Tick(self.place(value), f"{value:g}") for value in values if self.low <= value <= self.high)
+
+
+class Bar(msgspec.Struct, frozen=True):
+    """One bin of a histogram: from where, how wide, how high (all in per cent), and its words."""
+
+    at: float
+    width: float
+    height: float
+    tip: str
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """One mode's line of a plot.
+
+    Args:
+        mode: whose colour it has.
+        label: its name.
+        tip: all values in words.
+        value: the median.
+        interval: of the median.
+        at: where the median is.
+        off: at which end the median is not on the axis any more.
+        span: where the interval begins and ends.
+        points: where the single measurements are.
+        bars: a histogram.
+        guest: whether it was measured in a virtual machine.
+    """
+
+    mode: str
+    label: str
+    tip: str
+    value: str = ""
+    interval: str = ""
+    at: float = 0.0
+    off: Literal["", "low", "high"] = ""
+    span: tuple[float, float] = (0.0, 0.0)
+    points: tuple[float, ...] = ()
+    bars: tuple[Bar, ...] = ()
+    guest: bool = False
+
+
+class Item(msgspec.Struct, frozen=True):
+    """A title, and the lines of the modes."""
+
+    title: str
+    marks: tuple[Mark, ...]
+
+
+class Panel(msgspec.Struct, frozen=True):
+    """Items above one axis.
+
+    Args:
+        title: what they have in common.
+        hint: how to read the axis.
+        better: the side of 1 that is; "": there is none.
+        one: where 1 is, if that is a line.
+        ticks: of the axis.
+        items: in order.
+    """
+
+    title: str
+    hint: str
+    better: Literal["less", "more", ""]
+    one: float | None
+    ticks: tuple[Tick, ...]
+    items: tuple[Item, ...]
+
+
+# The forest plot
+
+
+def forest(report: Report, size: int, *, joined: bool = False) -> list[Panel]:
+    """Every metric in times of the control, with one number of services; `joined`: with the guest's modes."""
+    first = report.run.settings.modes[0]
+    groups: tuple[tuple[str, str, bool, Literal["less", "more"]], ...] = (
+        ("Cost and latency", "less is better; 1 = no proxy", True, "less"),
+        ("Rates", "more is better; 1 = no proxy", True, "more"),
+        ("The agent", f"less is better; 1 = {first}", False, "less"),
     )
-    names = tuple(name for name in names if any(row.metric == name and row.ratio for row in found.rows))
-    if not names:
-        return None
-    figure = Figure(figsize=(9, 3.1 * ((len(names) + 1) // 2)), layout="constrained")
-    axes = figure.subplots((len(names) + 1) // 2, 2, squeeze=False).flatten()
-    for name, ax in zip(names, axes, strict=False):
-        ax.set_title(metric(name).title)
-        ax.axhline(1, color=_STAND_IN["control"], linewidth=1, linestyle="--")
-        _against_sizes(ax, run, found, name)
-        ax.set_ylim(bottom=0)
-    for ax in axes[len(names) :]:
-        ax.set_visible(False)
-    axes[0].set_ylabel("× the plain pod address")
-    _legend(figure, axes[0])
-    caption = "Rates in times of the control (dashed), by number of services; bars are intervals of the median."
-    return Plot("Rates", caption, _svg(figure, "rates", caption))
+    made = []
+    for title, hint, control, better in groups:
+        chosen = [known for known in METRICS if (known.control, known.better) == (control, better)]
+        lines = [(known.title, list(_rows(report, known, size, joined=joined))) for known in chosen]
+        lines = [(name, rows) for name, rows in lines if rows]
+        if lines:
+            reach = _reach([row for _, rows in lines for row, _ in rows])
+            axis = Axis(1 / reach, reach)
+            items = tuple(
+                Item(name, tuple(_mark(axis, row, run, guest=run is not report.run) for row, run in rows))
+                for name, rows in lines
+            )
+            ticks = axis.ticks(_COARSE if reach > 1.5 else _FINE)
+            made.append(Panel(title, hint, better, axis.place(1), ticks, items))
+    return made
 
 
-def _against_sizes(ax: Any, run: Run, found: Findings, name: str) -> None:
-    sizes, works = run.settings.sizes, run.works
-    for number, mode in enumerate(works):
-        shift = (number - (len(works) - 1) / 2) * 0.05
-        rows = [(place, found.row(name, mode, size)) for place, size in enumerate(sizes)]
-        there = [(place, row.ratio) for place, row in rows if row is not None and row.ratio is not None]
-        if there:
-            below = [known.median - known.low for _, known in there]
-            above = [known.high - known.median for _, known in there]
-            ax.errorbar(
-                [place + shift for place, _ in there], [known.median for _, known in there], yerr=[below, above],
-                color=_STAND_IN[mode], marker=_MARKERS[mode], markersize=5, linewidth=1.5, capsize=2, label=mode,
-            )  # fmt: skip
-    ax.set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
-    ax.set_xlim(-0.5, len(sizes) - 0.5)
-    ax.set_xlabel("services")
+def _rows(report: Report, metric: Metric, size: int, *, joined: bool) -> Iterator[tuple[Row, Run]]:
+    """Those with a value, each with the run that it is of."""
+    for mode in report.run.settings.modes:
+        row = report.findings.row(metric.name, mode, size)
+        if row is not None and row.value is not None:
+            yield row, report.run
+    guest = report.guest if joined else None
+    if guest is not None:
+        first, *others = guest.run.settings.modes
+        absent = [mode for mode in others if mode not in report.run.works]
+        for mode in [first, *absent] if metric.control else absent:
+            row = guest.findings.row(metric.name, mode, guest.run.settings.sizes[-1])
+            if row is not None and row.value is not None:
+                yield row, guest.run
 
 
-def _latency(run: Run, size: int) -> Plot | None:
-    """Percentiles of requests on open connections; the median of all rounds at each."""
-    cells = [cell for cell in run.cells if cell.step.size == size and cell.curve]
-    if not cells:
-        return None
-    curves = {mode: _middle([cell.curve for cell in cells if cell.step.mode == mode]) for mode in run.works}
-    plain = _middle([cell.control_curve for cell in cells])
-    unit = plain[_SHOWN.index(50)] if run.machine.emulated and plain else 1.0
-    figure = Figure(figsize=(9, 3.3), layout="constrained")
-    ax = figure.subplots()
-    for name, curve in [("control", plain), *curves.items()]:
-        if curve:
-            ax.plot(
-                range(len(_SHOWN)), [value / unit for value in curve], color=_STAND_IN[name], marker=_MARKERS[name],
-                markersize=5, linewidth=1.5, linestyle="--" if name == "control" else "-", label=name,
-            )  # fmt: skip
-    ax.set_yscale("log")
-    _plain_numbers(ax)
-    ax.set_xticks(range(len(_SHOWN)), [f"{share:g} %" for share in _SHOWN])
-    ax.set_xlabel("of all requests are answered within")
-    ax.set_ylabel("× the control's median" if run.machine.emulated else "ms")
-    _legend(figure, ax)
-    caption = f"Latency of requests on open connections with {size:,} services: medians of all rounds, by percentile."
-    return Plot(f"Latency with {size:,} services", caption, _svg(figure, f"latency{size}", caption))
+def _reach(rows: Sequence[Row]) -> float:
+    """How far the axis goes to both sides of 1."""
+    known = [each for row in rows if (each := estimate(row.points))]
+    far = max((max(each.high, 1 / each.low) for each in known if each.low > 0), default=1.0)
+    return min(max(far, _NEAREST), _FARTHEST) * _RIM
 
 
-def _middle(curves: Sequence[Sequence[float]]) -> list[float]:
-    curves = [curve for curve in curves if curve]
-    if not curves:
-        return []
-    return [statistics.median(curve[SHARES.index(share)] for curve in curves) for share in _SHOWN]
-
-
-def _changes(run: Run) -> Plot | None:
-    """Every single change as a dot."""
-    cells = [cell for cell in run.cells if cell.each]
-    if not cells:
-        return None
-    unit = 1.0
-    if run.machine.emulated:
-        unit = statistics.median(_each(cells, run.works[0], run.settings.sizes[0]) or [1.0])
-    figure = Figure(figsize=(9, 3.3), layout="constrained")
-    ax = figure.subplots()
-    works = run.works
-    for number, mode in enumerate(works):
-        shift = (number - (len(works) - 1) / 2) * 0.8 / max(1, len(works))
-        for place, size in enumerate(run.settings.sizes):
-            values = [value / unit for value in _each(cells, mode, size)]
-            if values:
-                label = mode if place == 0 else None
-                spots = [place + shift + (i % 7 - 3) * 0.012 for i in range(len(values))]
-                ax.plot(
-                    spots, values, color=_STAND_IN[mode], marker=_MARKERS[mode], markersize=3.5, linestyle="",
-                    alpha=0.55, label=label,
-                )  # fmt: skip
-                ax.hlines(statistics.median(values), place + shift - 0.06, place + shift + 0.06, color=_STAND_IN[mode])
-    ax.set_yscale("log")
-    _plain_numbers(ax)
-    ax.set_xticks(range(len(run.settings.sizes)), [f"{size:,}" for size in run.settings.sizes])
-    ax.set_xlim(-0.5, len(run.settings.sizes) - 0.5)
-    ax.set_xlabel("services")
-    ax.set_ylabel(f"× {works[0]}'s median" if run.machine.emulated else "ms")
-    _legend(figure, ax)
-    caption = (
-        "Time from a changed manifest to the first connection that reaches the new backend: each change, and medians."
+def _mark(axis: Axis, row: Row, run: Run, *, guest: bool) -> Mark:
+    assert row.value is not None
+    known = estimate(row.points) or Estimate(1, 1, 1, row.value.sure, row.value.count)  # the measure itself
+    place = axis.place(known.median)
+    return Mark(
+        mode=row.mode,
+        label=f"{row.mode}, VM" if guest else row.mode,
+        tip="; ".join(_tip(row, known, emulated=run.machine.emulated)),
+        value=_times(known.median),
+        interval=f"{_times(known.low)}-{_times(known.high)}" if known.count > 1 and row.points else "",
+        at=place,
+        off="low" if place < 0 else "high" if place > 100 else "",
+        span=(axis.within(known.low), axis.within(known.high)),
+        points=tuple(axis.place(point) for point in row.points if axis.low <= point <= axis.high),
+        guest=guest,
     )
-    return Plot("Time until a change counts", caption, _svg(figure, "changes", caption))
 
 
-def _each(cells: Sequence[Cell], mode: str, size: int) -> list[float]:
-    return [value for cell in cells if (cell.step.mode, cell.step.size) == (mode, size) for value in cell.each]
+def _tip(row: Row, known: Estimate, *, emulated: bool) -> Iterator[str]:
+    unit = metric(row.metric).unit
+    if row.points:
+        yield f"{_times(known.median)} × ({_times(known.low)} to {_times(known.high)})"
+        yield f"{known.count} pairs, {known.sure:.0%} sure" if known.count > 1 else "one pair"
+    if row.value is not None and not emulated:
+        yield f"{shown(row.value.median)} {unit} ({shown(row.value.low)} to {shown(row.value.high)})"
+    if row.control is not None and not emulated:
+        yield f"without a proxy {shown(row.control.median)} {unit}"
 
 
-def _plain_numbers(ax: Any) -> None:
-    """Of a logarithmic axis: 2, 5 and 10, not powers; in between only where there is little else."""
-    low, high = ax.get_ylim()
-    wanted = (1, 2, 5) if high / low > 20 else (1, 1.5, 2, 3, 4, 5, 7)
-    ax.yaxis.set_major_locator(LogLocator(subs=wanted))
-    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    ax.yaxis.set_minor_locator(NullLocator())
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:,.0f}"
 
 
-def _legend(figure: Figure, ax: Any) -> None:
-    handles, labels = ax.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=len(labels) or 1)
+# Distributions
 
 
-def _svg(figure: Figure, name: str, caption: str) -> str:
-    """The svg element alone; its ids are its own, so that several stand in one page."""
-    buffer = io.StringIO()
-    with mpl.rc_context({"svg.hashsalt": name}):
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r' id="(?![mp][0-9a-f]{10})[^"]*"', "", text)
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text)
-    for variable, colour in _STAND_IN.items():
-        text = text.replace(colour, f"var(--{variable})")
-    return text.replace("<svg", f'<svg role="img" aria-label="{caption}"', 1)
+def distributions(report: Report, size: int) -> list[Panel]:
+    """Of single requests and single changes, with one number of services."""
+    return [panel for panel in (_latency(report, size), _changes(report, size)) if panel is not None]
+
+
+def _latency(report: Report, size: int) -> Panel | None:
+    cells = [cell for cell in report.run.cells if cell.step.size == size]
+    counted = {"control": _sum(cell.control_latency for cell in cells)}
+    for mode in report.run.works:
+        counted[mode] = _sum(cell.latency for cell in cells if cell.step.mode == mode)
+    counted = {mode: bins for mode, bins in counted.items() if bins}
+    if not counted:
+        return None
+    emulated = report.run.machine.emulated
+    unit, name = (_quantile(next(iter(counted.values())), 0.5), "×") if emulated else (1.0, "ms")
+    low = min(_quantile(bins, _SLOWEST) for bins in counted.values()) / unit
+    high = max(_quantile(bins, 1 - _SLOWEST) for bins in counted.values()) / unit
+    axis = Axis(low / _RIM, high * _RIM)
+    most = max(max(bins.values()) / bins.total() for bins in counted.values())
+    marks = tuple(_histogram(axis, mode, bins, unit, name, most) for mode, bins in counted.items())
+    hint = "the control's median is 1" if emulated else "ms"
+    return Panel("Latency of single requests on open connections", hint, "", None, _ticks(axis), (Item("", marks),))
+
+
+def _sum(histograms: Iterator[Mapping[int, int]]) -> Counter[int]:
+    total: Counter[int] = Counter()
+    for histogram in histograms:
+        total.update(histogram)
+    return total
+
+
+def _edge(number: int) -> float:
+    """Where a bin begins, in milliseconds."""
+    return math.exp2(number / BINS) / 1000
+
+
+def _quantile(bins: Counter[int], share: float) -> float:
+    """Milliseconds; the middle of the bin in which it is."""
+    left = share * bins.total()
+    for number in sorted(bins):
+        left -= bins[number]
+        if left <= 0:
+            break
+    return _edge(number) * math.exp2(0.5 / BINS)
+
+
+def _histogram(axis: Axis, mode: str, bins: Counter[int], unit: float, name: str, most: float) -> Mark:
+    bars = []
+    for number in sorted(bins):
+        low, high = _edge(number) / unit, _edge(number + 1) / unit
+        at, width, share = axis.within(low), axis.within(high) - axis.within(low), bins[number] / bins.total()
+        if width > 0:
+            text = f"{shown(low)} to {shown(high)} {name}: {share:.1%} of the requests"
+            bars.append(Bar(at, round(width, 2), round(100 * share / most, 2), text))
+    shares = (0.5, 0.9, 0.99, 0.999)
+    middle, *rest = (shown(_quantile(bins, share) / unit) for share in shares)
+    tip = f"{bins.total():,} requests; median {middle} {name}, " + ", ".join(
+        f"{100 * share:g} % {value}" for share, value in zip(shares[1:], rest, strict=True)
+    )
+    label = "no proxy" if mode == "control" else mode
+    at = axis.within(_quantile(bins, 0.5) / unit)
+    return Mark(mode, label, tip, middle, at=at, span=(at, at), bars=tuple(bars))
+
+
+def _changes(report: Report, size: int) -> Panel | None:
+    cells = [cell for cell in report.run.cells if cell.step.size == size and cell.each]
+    each = {mode: _each(cells, mode) for mode in report.run.works}
+    each = {mode: values for mode, values in each.items() if values}
+    if not each:
+        return None
+    first, unit, name = next(iter(each)), 1.0, "ms"
+    if report.run.machine.emulated:
+        middle = estimate(each[first])
+        unit, name = (middle.median if middle else 1.0), "×"
+    everything = [value / unit for values in each.values() for value in values]
+    axis = Axis(min(everything) / _RIM, max(everything) * _RIM)
+    marks = []
+    for mode, values in each.items():
+        known = estimate([value / unit for value in values])
+        assert known is not None
+        tip = (
+            f"{known.count} changes; median {shown(known.median)} {name}; from {shown(min(values) / unit)} to "
+            f"{shown(max(values) / unit)} {name}"
+        )
+        span = (axis.place(known.low), axis.place(known.high))
+        points = tuple(axis.place(value / unit) for value in values)
+        marks.append(Mark(mode, mode, tip, shown(known.median), at=axis.place(known.median), span=span, points=points))
+    hint = f"{first}'s median is 1" if report.run.machine.emulated else "ms"
+    return Panel("Time until each change took effect", hint, "", None, _ticks(axis), (Item("", tuple(marks)),))
+
+
+def _each(cells: Sequence[Cell], mode: str) -> list[float]:
+    return [value for cell in cells if cell.step.mode == mode for value in cell.each]
+
+
+def _ticks(axis: Axis) -> tuple[Tick, ...]:
+    """1, 2, 5, 10, or more where the axis is short, or fewer."""
+    decades = range(math.floor(math.log10(axis.low)), math.ceil(math.log10(axis.high)) + 1)
+    ratio = axis.high / axis.low
+    wanted = (1,) if ratio > 1000 else (1, 2, 5) if ratio > 8 else (1, 1.5, 2, 3, 4, 5, 6, 8)
+    return axis.ticks([number * 10.0**decade for decade in decades for number in wanted])

@@ -9,9 +9,9 @@ import msgspec
 
 from workshop.compare.plan import Settings, Step
 
-__all__ = ["SHARES", "Cell", "Machine", "ModeState", "Run"]
+__all__ = ["BINS", "Cell", "Machine", "ModeState", "Run"]
 
-SHARES: Final = (1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9)  # per cent, of curves
+BINS: Final = 16  # of a histogram, in an octave: bin n begins at 2 ** (n / BINS) µs
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -56,8 +56,8 @@ class Cell(msgspec.Struct, frozen=True):
         took: seconds.
         values: by the metric's name, in its unit.
         controls: the same for the plain address of a pod.
-        curve: latency in ms at each of `SHARES`, of requests on open connections.
-        control_curve: the same for the plain address.
+        latency: of requests on open connections: how many took so long, by the number of the bin.
+        control_latency: the same for the plain address.
         each: milliseconds of every single change.
         missing: what could not be measured: why, by metric.
         notes: messages about what was odd.
@@ -67,8 +67,8 @@ class Cell(msgspec.Struct, frozen=True):
     took: float
     values: Mapping[str, float] = {}
     controls: Mapping[str, float] = {}
-    curve: tuple[float, ...] = ()
-    control_curve: tuple[float, ...] = ()
+    latency: Mapping[int, int] = {}
+    control_latency: Mapping[int, int] = {}
     each: tuple[float, ...] = ()
     missing: Mapping[str, str] = {}
     notes: tuple[str, ...] = ()

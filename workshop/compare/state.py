@@ -40,7 +40,7 @@ class State:
             return None
         except msgspec.DecodeError as error:
             raise ConfigError(
-                f"--state: {self._run} is not of this version of compare ({error}): use --fresh"
+                f"{self._run} is not of this version of compare ({error}): measure again, with --fresh"
             ) from error
         return msgspec.structs.replace(run, cells=tuple(self._finished()))
 
@@ -53,7 +53,7 @@ class State:
             try:
                 yield msgspec.json.decode(line, type=Cell)
             except msgspec.DecodeError as error:
-                raise ConfigError(f"--state: {self._cells} cannot be read ({error}): use --fresh") from error
+                raise ConfigError(f"{self._cells} cannot be read ({error}): measure again, with --fresh") from error
             whole += len(line)
         if whole < len(data):
             with self._cells.open("r+b") as file:

@@ -7,12 +7,12 @@ from typing import Final
 
 import msgspec
 
-from workshop.compare.findings import Findings, Row, Standing, shown
+from workshop.compare.findings import Findings, Row, shown
 from workshop.compare.plan import METRICS, Metric
 from workshop.compare.result import Run
 from workshop.compare.stats import Estimate, Verdict
 
-__all__ = ["VERDICTS", "Line", "Table", "Text", "method", "not_ahead", "place", "reasons", "scoreboard", "tables"]
+__all__ = ["VERDICTS", "Line", "Table", "Text", "method", "place", "reasons", "tables"]
 
 VERDICTS: Final = {"ahead": "▲", "behind": "▼", "even": "≈", "": ""}
 
@@ -119,18 +119,6 @@ def place(run: Run) -> list[tuple[str, str]]:
     return [*rows, ("cluster", f"{s.backends} endpoints for each service")]
 
 
-def scoreboard(run: Run, found: Findings) -> list[tuple[str, list[Standing | None]]]:
-    """For each mode but the first, and each number of services, how the first stands against it."""
-    known = {(standing.mode, standing.size): standing for standing in found.standings}
-    return [(mode, [known.get((mode, size)) for size in run.settings.sizes]) for mode in run.settings.modes[1:]]
-
-
-def not_ahead(run: Run, found: Findings) -> list[str]:
-    """A line for each standing in which the first mode is not ahead everywhere."""
-    first = run.settings.modes[0]
-    return [standing.summary(first) for standing in found.standings if standing.behind or standing.even]
-
-
 def reasons(found: Findings) -> Iterator[str]:
     """Why fields are empty, each reason once."""
     seen: dict[str, None] = {}
@@ -164,8 +152,8 @@ _INTERVAL: Final = (
     "assumption of how they are distributed; six rounds make it 97 % sure, three 75 %."
 )
 _LEAD: Final = (
-    "{first} with a number: {first} in times of that mode, both in times of their controls; ▲ ahead, ▼ behind, "
-    "≈ not distinguishable, because the interval holds 1."
+    "Figures are {first} relative to the other mode, each normalised to its own control (interval in brackets): "
+    "▲ ahead, ▼ behind, ≈ no significant difference, because the interval contains 1."
 )
 _CPU: Final = (
     "Cost is the CPU time of clients, servers and the proxy's processes, with the kernel's work for their packets; it "
@@ -177,7 +165,7 @@ _ONE_CPU: Final = (
     "wakes up. The agent and the relay of mode userspace may use the others."
 )
 _CHANGE: Final = (
-    "After each start one change goes uncounted. A change counts from the moment at which its manifest is in place to "
+    "After each start one change goes uncounted. A change takes from the moment at which its manifest is in place to "
     "the first connection that reaches the new backend; the folder is watched and read in the same way in every mode. "
     "The agent's part begins when it has read the object and ends when that is programmed."
 )

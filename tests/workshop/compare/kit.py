@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from workshop.compare.plan import METRICS, Settings, steps
-from workshop.compare.result import SHARES, Cell, Machine, ModeState, Run
+from workshop.compare.result import BINS, Cell, Machine, ModeState, Run
 
 MACHINE = Machine("6.18.0", "Debian 12", "a <processor> & more", 2, 8 << 30, "kvm", False, 0.5, {"wrk": "4.1.0"})
 
 # How each mode stands to the control, in every metric that has one: rates are multiplied, times divided.
 SPEED = {"ebpf": 1.05, "ipvs": 0.9, "nftables": 0.85, "iptables": 0.8, "userspace": 0.2}
+EVERY = ("ebpf", "ipvs", "nftables", "iptables", "userspace")
 WOBBLE = (0.99, 1.01, 1.0, 1.02, 0.98, 1.0)
 
 
@@ -33,16 +37,44 @@ def made_up(
     return Run("2026-11-22T02:00:00+00:00", settings, machine, states, cells, len(planned))
 
 
+def all_modes(**more: object) -> Run:
+    """Every mode with three sizes, on a kernel that has no IPVS."""
+    return made_up(modes=EVERY, sizes=(10, 1000, 10_000), broken={"ipvs": "the kernel has no <ip_vs> & more"}, **more)  # type: ignore[arg-type]
+
+
+def swung(run: Run, mode: str, factors: Sequence[float]) -> Run:
+    """The same, with all values of the mode times the factor of their round."""
+    cells = list(run.cells)
+    for number, cell in enumerate(cells):
+        if cell.step.mode == mode:
+            swing = factors[cell.step.round % len(factors)]
+            values = {name: value * swing for name, value in cell.values.items()}
+            cells[number] = msgspec.structs.replace(cell, values=values)
+    return msgspec.structs.replace(run, cells=tuple(cells))
+
+
+def in_a_machine(**more: object) -> Run:
+    """What `make compare-vm` measures."""
+    machine = msgspec.structs.replace(MACHINE, kernel="6.1.0", emulated=True)
+    return made_up(modes=("ebpf", "ipvs", "nftables"), sizes=(100,), machine=machine, **more)  # type: ignore[arg-type]
+
+
 def _cell(step, speed: float) -> Cell:  # type: ignore[no-untyped-def]
     wobble = WOBBLE[step.round % len(WOBBLE)]
     values, controls = {}, {}
     for known in METRICS:
-        if known.kind != step.kind:
+        if known.kind != step.kind or (known.better == "neither" and step.round):  # counted once, as in reality
             continue
         factor = speed if known.better == "more" else 1 / speed if known.better == "less" else 1
         values[known.name] = 100 * wobble * factor * (1 + 0.001 * step.round)
         if known.control:
             controls[known.name] = 100 * wobble
-    curve = tuple(0.1 * (n + 1) / speed for n in range(len(SHARES))) if step.kind == "traffic" else ()
+    latency, plain = (_histogram(speed), _histogram(1)) if step.kind == "traffic" else ({}, {})
     each = (3.0 / speed, 4.0 / speed) if step.kind == "change" else ()
-    return Cell(step, 1.0, values, controls, curve, tuple(value * speed for value in curve), each)
+    return Cell(step, 1.0, values, controls, latency, plain, each)
+
+
+def _histogram(speed: float) -> dict[int, int]:
+    """A median of 0.2 ms without a proxy, and a long tail."""
+    middle = round(BINS * math.log2(200 / speed))
+    return {middle + n: round(10_000 * math.exp(-(n**2) / 20)) for n in range(-8, 9)} | {middle + 20: 40}

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from workshop.compare import objects
-from workshop.compare.findings import Report
+from workshop.compare.report import Report
 from workshop.lab.agent import Agent
 from workshop.lab.network import NODE_NAMES, Lab
 from workshop.lab.objects import manifest
@@ -61,7 +61,10 @@ def test_the_service_beside_its_endpoint(agent: Agent, tmp_path: Path) -> None:
         assert row.control is not None
         assert row.value.count == 2
         assert not row.verdict, "nobody to be compared with"
-    assert not any("failed" in warning for warning in report.findings.warnings)
+    assert not any("failed" in note for note in report.findings.notes)
+    assert ["Too few rounds" in warning and "50%" in warning for warning in report.findings.warnings] == [True]
+    assert len(report.summary) == 3
+    assert all(sentence.startswith("compare/moving, in mode nftables, needs ") for sentence in report.summary)
     after = agent.status()
     assert before is not None
     assert after is not None

@@ -10,14 +10,17 @@ import pytest
 from workshop.compare.loads import LoadFailed, argv, busy_seconds, found, interrupt_seconds
 
 SCRIPT = Path("latency.lua")
-LAST = {"requests": 2000, "duration": 1000000, "failed": 0, "latency": [100, 1, 2, 3, 250, 5, 600, 7, 900, 1000]}
+LAST = {
+    "requests": 2000, "duration": 1000000, "failed": 0, "p50": 250, "p90": 600, "p99": 900,
+    "histogram": {"127": 1500, "147": 500},
+}  # fmt: skip
 WRK = "Running 1s test @ http://10.97.0.1:8080/\n  8 threads\n" + json.dumps(LAST) + "\n"
 
 
 def test_connections_and_what_each_costs() -> None:
     measured = found("connections", WRK, cpu=0.5)
     assert measured.values == {"connections": 2000, "connection_cpu": 250}
-    assert not measured.curve, "wrk starts its clock after connect(): not a latency of connections"
+    assert not measured.latency, "wrk starts its clock after connect(): not a latency of connections"
 
 
 def test_requests_and_their_latency_in_milliseconds() -> None:
@@ -26,7 +29,7 @@ def test_requests_and_their_latency_in_milliseconds() -> None:
         "requests": 2000, "request_cpu": pytest.approx(100), "latency_p50": 0.25, "latency_p90": 0.6,
         "latency_p99": 0.9,
     }  # fmt: skip
-    assert measured.curve[0] == 0.1
+    assert measured.latency == {127: 1500, 147: 500}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -14,8 +15,9 @@ import msgspec
 import pytest
 
 from controller import cli
-from workshop.compare.findings import Report
 from workshop.compare.plan import METRICS
+from workshop.compare.report import Report
+from workshop.compare.result import BINS
 from workshop.lab import namespace
 from workshop.lab.network import RUN
 
@@ -92,6 +94,16 @@ def test_the_control_is_sane(report: Report) -> None:
     assert control["latency_p50"] <= control["latency_p90"] <= control["latency_p99"]
     assert control["stream"] > 0.2
     assert control["datagrams"] > 1000
+
+
+def test_the_histogram_has_the_median_that_the_load_generator_says(report: Report) -> None:
+    cell = next(cell for cell in report.run.cells if cell.step.kind == "traffic" and cell.step.mode == "ebpf")
+    for histogram, values in ((cell.latency, cell.values), (cell.control_latency, cell.controls)):
+        bins = [number for number, count in sorted(histogram.items()) for _ in range(count)]
+        assert len(bins) > 300
+        middle = bins[len(bins) // 2]
+        low, high = (math.exp2((middle + edge) / BINS) / 1000 for edge in (-1, 2))  # or in the bins beside it
+        assert low <= values["latency_p50"] <= high
 
 
 def test_each_mode_stands_for_itself(report: Report) -> None:

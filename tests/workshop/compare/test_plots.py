@@ -1,0 +1,114 @@
+"""Where the marks of the plots are."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.workshop.compare.kit import all_modes, in_a_machine, made_up, swung
+from workshop.compare.plots import Axis, Mark, Panel, distributions, forest
+from workshop.compare.report import report
+
+
+def marks(panel: Panel, title: str) -> dict[str, Mark]:
+    item = next(item for item in panel.items if item.title == title)
+    return {mark.label: mark for mark in item.marks}
+
+
+def test_an_axis_is_logarithmic() -> None:
+    axis = Axis(0.5, 2.0)
+    assert [axis.place(value) for value in (0.5, 1, 2)] == [0, 50, 100]
+    assert axis.place(4) > 100
+    assert (axis.within(4), axis.within(0.1)) == (100, 0)
+    assert [(tick.at, tick.text) for tick in axis.ticks((0.1, 1, 2, 4))] == [(50, "1"), (100, "2")]
+
+
+def test_cost_is_first_and_each_group_has_one_side_that_is_better() -> None:
+    panels = forest(report(made_up()), 1000)
+    assert [(panel.title, panel.better, panel.one) for panel in panels] == [
+        ("Cost and latency", "less", 50), ("Rates", "more", 50), ("The agent", "less", 50),
+    ]  # fmt: skip
+    assert panels[0].items[0].title == "cost of a connection"
+    assert [len(panel.items) for panel in panels] == [9, 4, 4]
+
+
+def test_an_interval_lies_around_its_median_between_all_pairs() -> None:
+    run = swung(made_up(modes=("ebpf", "nftables")), "nftables", (0.9, 0.95, 1.0, 1.05, 1.1, 1.2))
+    mark = marks(forest(report(run), 1000)[0], "cost of a connection")["nftables"]
+    assert mark.span[0] < mark.at < mark.span[1]
+    assert (min(mark.points), max(mark.points)) == mark.span, "of six pairs the interval is the whole range"
+    assert len(mark.points) == 6
+    assert mark.value == "1.21"
+    assert mark.interval == "1.06-1.42"
+    assert "1.21 × (1.06 to 1.42); 6 pairs, 97% sure" in mark.tip
+
+
+def test_what_is_far_away_is_an_arrow_and_what_is_near_keeps_its_place() -> None:
+    cost, rates, _ = forest(report(all_modes()), 10)
+    far, near = marks(cost, "cost of a connection")["userspace"], marks(cost, "cost of a connection")["ebpf"]
+    assert (far.off, far.value, far.points) == ("high", "5.01", ())
+    assert near.off == ""
+    assert 45 < near.at < 50
+    assert marks(rates, "new connections")["userspace"].off == "low"
+
+
+def test_without_a_control_the_first_mode_is_the_measure() -> None:
+    agent = forest(report(made_up()), 10)[2]
+    found = marks(agent, "time to start")
+    assert (found["ebpf"].at, found["ebpf"].value, found["ebpf"].interval) == (50, "1.00", "")
+    assert found["nftables"].value == "1.24"
+
+
+def test_of_the_guest_there_is_what_this_machine_lacks_and_its_own_first_mode() -> None:
+    made = report(all_modes(), in_a_machine())
+    cost, _, agent = forest(made, 10_000, joined=True)
+    known = marks(cost, "cost of a connection")
+    assert [name for name, mark in known.items() if mark.guest] == ["ebpf, VM", "ipvs, VM"]
+    assert [name for name, mark in marks(agent, "time to start").items() if mark.guest] == ["ipvs, VM"]
+    assert not any(mark.guest for panel in forest(made, 10_000) for item in panel.items for mark in item.marks)
+
+
+def test_a_service_of_a_node_has_a_plot_of_what_was_measured() -> None:
+    run = made_up(modes=("nftables",), sizes=(10,))
+    live = msgspec.structs.replace(
+        run,
+        settings=msgspec.structs.replace(run.settings, live="default/web"),
+        cells=tuple(
+            msgspec.structs.replace(cell, step=msgspec.structs.replace(cell.step, kind="live"))
+            for cell in run.cells
+            if cell.step.kind == "traffic"
+        ),
+    )
+    panels = forest(report(live), 10)
+    assert [next(item.title for item in panel.items) for panel in panels] == [
+        "the machine's CPU for a connection", "new connections",
+    ]  # fmt: skip
+
+
+def test_the_histogram_counts_every_request() -> None:
+    latency, _ = distributions(report(made_up(rounds=2)), 10)
+    found = {mark.label: mark for mark in latency.items[0].marks}
+    assert list(found) == ["no proxy", "ebpf", "nftables", "iptables"]
+    run = made_up(rounds=2)
+    one = sum(run.cells[3].latency.values())
+    assert found["ebpf"].tip.startswith(f"{2 * one:,} requests; median 0.19")
+    assert found["no proxy"].tip.startswith(f"{2 * 3 * one:,} requests; median 0.2"), "beside each of three modes"
+    assert max(bar.height for bar in found["ebpf"].bars) == pytest.approx(100, abs=1)
+    assert found["ebpf"].at < found["no proxy"].at < found["iptables"].at
+    for mark in found.values():
+        assert all(left.at + left.width == pytest.approx(right.at, abs=0.05) or right.at > left.at
+                   for left, right in zip(mark.bars, mark.bars[1:], strict=False))  # fmt: skip
+
+
+def test_every_change_is_a_point() -> None:
+    _, changes = distributions(report(made_up(rounds=3)), 10)
+    assert {mark.label: len(mark.points) for mark in changes.items[0].marks} == {
+        "ebpf": 6,
+        "nftables": 6,
+        "iptables": 6,
+    }
+
+
+def test_a_run_without_traffic_has_no_distributions() -> None:
+    assert distributions(report(made_up(upto=0)), 10) == []
+    assert forest(report(made_up(upto=0)), 10) == []

@@ -1,0 +1,164 @@
+"""The sentences at the top of a report, and the report as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import pytest
+
+from controller import cli
+from tests.workshop.compare.kit import EVERY, MACHINE, all_modes, in_a_machine, made_up, swung
+from workshop.compare.html import html
+from workshop.compare.markdown import markdown
+from workshop.compare.report import Report, report
+from workshop.compare.result import Run
+
+
+def needs(run: Run) -> str:
+    return report(run).summary[0]
+
+
+def two(nftables: float, swing: tuple[float, ...] = (1.0,)) -> Run:
+    """ebpf, whose figures swing from round to round, and nftables with so much of its speed."""
+    run = made_up(modes=("ebpf", "nftables"), sizes=(1000,), speed={"ebpf": 1.0, "nftables": nftables})
+    return swung(run, "ebpf", swing)
+
+
+@pytest.mark.parametrize(
+    ("nftables", "swing", "words"),
+    [
+        pytest.param(0.86, (0.97, 1.0, 1.03), "14 % less CPU for a connection than nftables (11-17 %)", id="less"),
+        pytest.param(1.25, (0.96, 1.0, 1.04), "25 % more CPU for a connection than nftables (20-30 %)", id="more"),
+        pytest.param(1.006, (1,), "0.6 % more CPU for a connection than nftables (0.6 %)", id="hardly more"),
+        pytest.param(
+            1.0, (0.96, 1.0, 1.03), "about as much CPU for a connection as nftables (4 % less to 3 % more)", id="even"
+        ),
+        pytest.param(
+            3.0, (0.9, 1.0, 1.1), "3.0 times as much CPU for a connection as nftables (2.7-3.3)", id="several times"
+        ),
+    ],
+)
+def test_the_first_sentence_is_of_cost(nftables: float, swing: tuple[float, ...], words: str) -> None:
+    assert needs(two(nftables, swing)) == f"With 1,000 services, ebpf needs {words}."
+
+
+def test_one_pair_has_no_interval() -> None:
+    assert "than nftables (measured once)" in needs(made_up(modes=("ebpf", "nftables"), rounds=1))
+
+
+def test_where_nothing_else_is_known_the_cost_is_that_of_the_machine() -> None:
+    run = two(0.5)
+    cells = [msgspec.structs.replace(cell, values=without(cell.values, "connection_cost")) for cell in run.cells]
+    run = msgspec.structs.replace(run, cells=tuple(cells))
+    assert "50 % less CPU of the machine for a connection" in needs(run)
+
+
+def without(values: Mapping[str, float], name: str) -> dict[str, float]:
+    return {known: value for known, value in values.items() if known != name}
+
+
+def test_all_other_modes_are_in_one_sentence() -> None:
+    assert needs(made_up()) == (
+        "With 1,000 services, ebpf needs 19 % less CPU for a connection than nftables (19 %) and 24 % less than "
+        "iptables (24 %)."
+    )
+
+
+def test_the_second_sentence_is_of_what_it_costs() -> None:
+    assert report(made_up()).summary[1] == "It is behind them in nothing that was measured."
+    run = made_up()
+    slow = [
+        msgspec.structs.replace(cell, values=cell.values | {"start": cell.values["start"] * 2})
+        if cell.step.kind == "start" and cell.step.mode == "ebpf" else cell
+        for cell in run.cells
+    ]  # fmt: skip
+    summary = report(msgspec.structs.replace(run, cells=tuple(slow))).summary
+    assert summary[1] == ("It is behind nftables in time to start (62 % more); iptables in time to start (52 % more).")
+    summary = report(made_up(modes=("iptables", "ebpf"))).summary
+    assert summary[1] == "It is behind ebpf in 17 of 17 rows."
+
+
+def test_the_third_sentence_is_of_ipvs() -> None:
+    assert report(made_up(modes=("ebpf", "ipvs"))).summary == (
+        "IPVS: ebpf needs 14 % less CPU for a connection than ipvs (14 %).",
+    )
+    *_, last = report(made_up()).summary
+    assert last.startswith("IPVS was left out. `make compare-vm`")
+    *_, last = report(all_modes()).summary
+    assert last == (
+        "IPVS does not work here: the kernel has no <ip_vs> & more. `make compare-vm` measures it in a virtual "
+        "machine, and `hybrid-proxy compare --vm-state build/compare-vm/state` joins both in one page."
+    )
+    *_, last = report(all_modes(), in_a_machine()).summary
+    assert last == (
+        "IPVS, in a virtual machine (Linux 6.1.0, 100 services), where only the direction counts because the processor "
+        "is emulated: ebpf needs 14 % less CPU for a connection than ipvs (14 %)."
+    )
+
+
+def test_figures_of_the_guest_do_not_mix_with_those_of_this_machine() -> None:
+    alone, joined = report(all_modes()), report(all_modes(), in_a_machine())
+    assert joined.findings == alone.findings
+    assert joined.guest == report(in_a_machine())
+    assert joined.summary[:2] == alone.summary[:2]
+
+
+def test_a_mode_alone_is_beside_no_proxy() -> None:
+    run = made_up(modes=("nftables",), sizes=(1000,))
+    assert report(run).summary == (
+        "With 1,000 services, nftables needs 18 % more CPU for a connection than no proxy at all (18 %).",
+        "With 1,000 services, nftables needs 18 % more CPU for a request than no proxy at all (18 %).",
+        "With 1,000 services, nftables needs 18 % more time for 99 % of the requests than no proxy at all (18 %).",
+    )
+
+
+def test_nothing_was_compared() -> None:
+    empty = report(made_up(upto=0))
+    assert empty.summary == ()
+    assert any("not finished" in warning for warning in empty.findings.warnings)
+    assert "Nothing was compared" in html(empty)
+    assert "Nothing was compared" in markdown(empty)
+
+
+def test_a_report_survives_a_file() -> None:
+    made = report(all_modes(), in_a_machine())
+    assert msgspec.json.decode(msgspec.json.encode(made), type=Report) == made
+
+
+def test_markdown_has_the_same_tables() -> None:
+    text = markdown(report(all_modes(), in_a_machine()))
+    here, machine = text.split("# In a virtual machine")
+    assert "▲ ebpf 1.24 × (1.24 to 1.24)" in here
+    assert "- mode ipvs does not work here: the kernel has no &lt;ip_vs> & more" in here
+    rows = [line for line in here.splitlines() if line.startswith("| new connections")]
+    assert len(rows) == 3
+    assert all(line.count("|") == 3 + len(EVERY) for line in rows)
+    assert machine.count("| new connections |") == 1
+
+
+def test_of_an_emulated_machine_only_ratios_are_reported() -> None:
+    made = report(all_modes(machine=msgspec.structs.replace(MACHINE, emulated=True)))
+    text = markdown(made)
+    assert "emulated" in text.split("## How far to trust it")[1].splitlines()[2]
+    for line in text.splitlines():
+        if line.startswith(("| new connections", "| latency", "| throughput", "| time")):
+            fields = [field.strip() for field in line.split("|")[2:-1]]
+            assert all(not field or "×" in field or field == "-" for field in fields), line
+            assert "1/s" not in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--from", "/nowhere.json"], "--from /nowhere.json: No such file"),
+        (["--from", "/proc"], "no run of compare is there"),
+        (["--from", "/dev/null"], "no report of compare"),
+        (["--from", "/dev/null", "--report", "x.pdf"], "ends in .html"),
+        (["--from", "/dev/null", "--vm-state", "/proc"], "--vm-state /proc: no run of compare is there"),
+        (["--live", "default/web", "--vm-state", "/proc"], "--vm-state: a service of this node"),
+    ],
+)
+def test_what_cannot_be_reported(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compare", *flags]) == 2
+    assert words in capsys.readouterr().err

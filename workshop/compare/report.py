@@ -1,0 +1,154 @@
+"""What a report is: measurements, what they come to, and three sentences for people who read nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import msgspec
+
+from workshop.compare.findings import Findings, Row, findings
+from workshop.compare.plan import metric
+from workshop.compare.result import Run
+from workshop.compare.stats import Estimate
+
+__all__ = ["Report", "report"]
+
+# The metrics of the sentences, of each line the first that was measured: what a mode needs of it.
+_CONNECTION: Final = {
+    "connection_cost": "CPU for a connection",
+    "connection_cpu": "CPU of the machine for a connection",
+}
+_REQUEST: Final = {"request_cost": "CPU for a request", "request_cpu": "CPU of the machine for a request"}
+_LATENCY: Final = {"latency_p99": "time for 99 % of the requests"}
+_MANY: Final = 3  # more rows than these are counted, not listed
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What `-o json` prints.
+
+    Args:
+        run: every measurement.
+        findings: what they come to.
+        summary: the sentences at the top.
+        guest: the same, measured in a virtual machine; only its ratios belong beside these.
+    """
+
+    run: Run
+    findings: Findings
+    summary: tuple[str, ...]
+    guest: Report | None = None
+
+
+def report(run: Run, guest: Run | None = None) -> Report:
+    """Of a run, finished or not, and of one in a virtual machine."""
+    found = findings(run)
+    other = report(guest) if guest is not None else None
+    return Report(run, found, tuple(_summary(run, found, other)), other)
+
+
+def _summary(run: Run, found: Findings, guest: Report | None) -> Iterator[str]:
+    first, *others = run.settings.modes
+    size = run.settings.sizes[-1]
+    if not any(row.value for row in found.rows):
+        return
+    if not others:
+        yield from _alone(run, found)
+        return
+    here = [mode for mode in others if mode != "ipvs"]
+    needs = _needs(found, here, size)
+    if needs:
+        yield f"With {size:,} services, {first} needs {needs}."
+        behind = [f"{mode} in {rows}" for mode in here if (rows := _behind(found, mode, size))]
+        yield f"It is behind {'; '.join(behind)}." if behind else "It is behind them in nothing that was measured."
+    if first != "ipvs":
+        yield _ipvs(run, found, guest)
+
+
+def _alone(run: Run, found: Findings) -> Iterator[str]:
+    """One mode beside its control."""
+    mode, size, live = run.settings.modes[0], run.settings.sizes[-1], run.settings.live
+    who = f"{live}, in mode {mode}," if live else f"With {size:,} services, {mode}"
+    for names in (_CONNECTION, _REQUEST, _LATENCY):
+        for name, what in names.items():
+            row = found.row(name, mode, size)
+            if row is not None and row.ratio is not None:
+                yield f"{who} needs {_amount(row.ratio, what, 'one of its endpoints' if live else 'no proxy at all')}."
+                break
+
+
+def _ipvs(run: Run, found: Findings, guest: Report | None) -> str:
+    first, size = run.settings.modes[0], run.settings.sizes[-1]
+    if needs := _against_ipvs(found, size):
+        return f"IPVS: {first} needs {needs}."
+    if guest is not None and (needs := _against_ipvs(guest.findings, guest.run.settings.sizes[-1])):
+        kernel, services, emulated = guest.run.machine.kernel, guest.run.settings.sizes[-1], guest.run.machine.emulated
+        only = ", where only the direction counts because the processor is emulated" if emulated else ""
+        where = f"in a virtual machine (Linux {kernel}, {services:,} services){only}"
+        return f"IPVS, {where}: {guest.run.settings.modes[0]} needs {needs}."
+    row = found.row("connections", "ipvs", size)
+    if row is not None and "ipvs" in run.works:
+        return f"IPVS has no figures: {row.missing}."
+    missing = [known.missing.removeprefix("IPVS: ") for known in run.modes if known.mode == "ipvs"]
+    return (
+        f"IPVS {f'does not work here: {missing[0]}' if missing else 'was left out'}. `make compare-vm` measures it in "
+        "a virtual machine, and `hybrid-proxy compare --vm-state build/compare-vm/state` joins both in one page."
+    )
+
+
+def _against_ipvs(found: Findings, size: int) -> str:
+    needs, behind = _needs(found, ["ipvs"], size), _behind(found, "ipvs", size)
+    return f"{needs}, and is behind in {behind}" if needs and behind else needs
+
+
+def _needs(found: Findings, modes: Sequence[str], size: int) -> str:
+    """`14 % less CPU for a connection than nftables (3-17 %), and ...`; "": nothing was compared."""
+    for name, what in _CONNECTION.items():
+        rows = [row for mode in modes if (row := found.row(name, mode, size))]
+        leads = [(row.mode, row.lead) for row in rows if row.lead]
+        if leads:
+            return _listed([_amount(lead, what if n == 0 else "", mode) for n, (mode, lead) in enumerate(leads)])
+    return ""
+
+
+def _behind(found: Findings, mode: str, size: int) -> str:
+    """`time to start (70 % more)`: where the first mode is behind this one; "": nowhere."""
+    judged = [row for row in found.rows if (row.mode, row.size) == (mode, size) and row.verdict]
+    rows = [row for row in judged if row.verdict == "behind"]
+    if len(rows) > _MANY:
+        return f"{len(rows)} of {len(judged)} rows"
+    return _listed([f"{metric(row.metric).title} ({_difference(row)})" for row in rows])
+
+
+def _difference(row: Row) -> str:
+    assert row.lead is not None
+    if row.lead.median >= 2:
+        return f"{row.lead.median:.1f} times"
+    return f"{_percent(row.lead.median)} % {'more' if row.lead.median > 1 else 'less'}"
+
+
+def _amount(ratio: Estimate, what: str, other: str) -> str:
+    """`14 % less CPU than nftables (3-17 %)`, of the ratio of both."""
+    low, high, what = ratio.low, ratio.high, f" {what}" if what else ""
+    if ratio.holds(1.0):
+        both = [f"{_percent(end)} % {'less' if end < 1 else 'more'}" for end in (low, high)]
+        return f"about as much{what} as {other} ({_range(ratio, ' to '.join(both))})"
+    if low >= 2:
+        return f"{ratio.median:.1f} times as much{what} as {other} ({_range(ratio, f'{low:.1f}-{high:.1f}')})"
+    ends = "-".join(sorted({_percent(low), _percent(high)}, key=float))
+    word = "less" if ratio.median < 1 else "more"
+    return f"{_percent(ratio.median)} % {word}{what} than {other} ({_range(ratio, f'{ends} %')})"
+
+
+def _range(ratio: Estimate, text: str) -> str:
+    return text if ratio.count > 1 else "measured once"
+
+
+def _percent(ratio: float) -> str:
+    """How far a ratio is from 1; below 1 % with a decimal."""
+    distance = abs(ratio - 1) * 100
+    return f"{distance:.0f}" if distance >= 1 else f"{distance:.1f}"
+
+
+def _listed(items: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(items[:-1]), *items[-1:]]))
