@@ -221,8 +221,8 @@ def _counters(args: argparse.Namespace) -> dict[str, int]:
         counters = ask(args.admin_socket, GetStatus(), StatusAnswer).status.dataplane.counters
     except NoAgentError:
         return {}
-    refusals = ("reject", "socket_refused")
-    return {name: value for name, value in counters.items() if name.startswith("drop_") or name in refusals}
+    kinds = ("drop_", "reject", "socket_refused", "backend_")
+    return {name: value for name, value in counters.items() if name.startswith(kinds)}
 
 
 def _more(before: dict[str, int], after: dict[str, int]) -> list[Row]:

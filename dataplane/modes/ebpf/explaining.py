@@ -252,7 +252,7 @@ def _read(programs: Object) -> NDArray[Any]:
 def _verdict(notes: _Notes) -> Verdict:
     if any(kind_of(reason) == "drop" for reason in notes.counted):
         return "drop"
-    if "reject" in notes.counted:
+    if any(kind_of(reason) == "refuse" for reason in notes.counted):
         return "reject"
     return "dnat" if SERVED & set(notes.counted) else "untouched"
 
