@@ -80,7 +80,7 @@ struct scratch {
 	struct choice choice;
 	__u32 service; /* of which the packet is, and its backend, as far as known; 0: unknown */
 	__u32 backend;
-	__u32 avoid; /* a backend that was tried in vain, for the choice of another; 0: none */
+	__u32 avoid;	     /* a backend that was tried in vain, for the choice of another; 0: none */
 	enum counter reason; /* of a drop, or of a rejection */
 	struct flow flow;
 	struct tuple result; /* what the packet becomes */

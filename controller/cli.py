@@ -336,6 +336,7 @@ def parser() -> argparse.ArgumentParser:
 
     drops = command("drops", "packets that were dropped or rejected, and why", _DROPS)
     drops.add_argument("-f", "--follow", action="store_true", help="continue until Ctrl-C")
+    drops.add_argument("--since", metavar="DURATION", help="only events of the last 30s, 5m, 2h (default: all)")
     trace = command("trace", "what happens to packets while they pass", _TRACE)
     trace.add_argument("--client", metavar="IP", help="only packets from or to this address")
     trace.add_argument("--seconds", type=float, default=10, metavar="N", help="how long (default: 10)")

@@ -23,9 +23,7 @@ from controller.serving.protocol import (
     ExplainAnswers,
     GetNames,
     GetStatus,
-    LeftBehind,
     NamesAnswer,
-    NoAgentStatus,
     RunExplain,
     StatusAnswer,
 )  # fmt: skip
@@ -76,7 +74,7 @@ def _rows(command: str, args: argparse.Namespace) -> tuple[list[Row], str]:
     from controller.commands.views import programmed
 
     here = programmed(args.admin_socket, args.pin_root, draining=command == "flows")
-    notes = [] if here.agent else ["no agent is running: names may be unknown"]
+    notes = [here.note] if here.note else []
     if command == "flows":
         return _flow_rows(here, args, notes), "; ".join(notes)
     rows: list[Row] = []
@@ -194,7 +192,7 @@ def _show_status(args: argparse.Namespace) -> int:
     try:
         status = ask(args.admin_socket, GetStatus(), StatusAnswer).status
     except NoAgentError as error:
-        return _show_without_agent(args, str(error))
+        return _show_without_agent(args, error)
     if status.draining:
         with contextlib.suppress(ControllerError, DataplaneError, OSError):  # a mode may end while it is read
             status = _with_quiet_flows(args, status)
@@ -218,16 +216,17 @@ def _with_quiet_flows(args: argparse.Namespace, status: AgentStatus) -> AgentSta
     return msgspec.structs.replace(status, draining=draining)
 
 
-def _show_without_agent(args: argparse.Namespace, reason: str) -> int:
+def _show_without_agent(args: argparse.Namespace, error: NoAgentError) -> int:
     """No agent: what is programmed may still carry traffic."""
-    from controller.commands.views import left_here
+    from controller.commands.views import without_agent
 
-    left = {name: LeftBehind(view.place, len(view.services())) for name, view in left_here(args.pin_root)}
+    status = without_agent(args.admin_socket, args.pin_root, error)
+    reason = status.gone.text(time.time()) if status.gone and not status.starting else status.reason
     if args.output == "json":
-        _print_json(NoAgentStatus(reason=reason, programmed=left))
-    elif left:
+        _print_json(status)
+    elif status.programmed:
         print(f"{reason}.")
-        for name, found in left.items():
+        for name, found in status.programmed.items():
             ports = f"{found.service_ports} service ports as last programmed"
             print(f"Mode {name} is in place and serves {ports} ({found.place}).")
     else:

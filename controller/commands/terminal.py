@@ -36,19 +36,26 @@ def print_rows(args: argparse.Namespace, columns: Sequence[Column[Row]], rows: S
         print("none", file=sys.stderr)
 
 
-def print_stream(args: argparse.Namespace, columns: Sequence[Column[Row]], rows: Iterable[Row]) -> int:
-    """Print rows as they come, with `-o json` an object a line, and say how many there were."""
+def print_stream(
+    args: argparse.Namespace, columns: Sequence[Column[Row]], rows: Iterable[Row], likely: Sequence[Row] = ()
+) -> int:
+    """Print rows as they come, with `-o json` an object a line; returns how many there were.
+
+    `likely` are rows such as those that will come: the table is laid out for them.
+    """
     count = 0
-    for count, line in enumerate(_streamed(args, columns, rows), 1):  # noqa: B007 - the number of the last one
+    for count, line in enumerate(_streamed(args, columns, rows, likely), 1):  # noqa: B007 - the number of the last one
         print(line, flush=True)
     return count
 
 
-def _streamed(args: argparse.Namespace, columns: Sequence[Column[Row]], rows: Iterable[Row]) -> Iterator[str]:
+def _streamed(
+    args: argparse.Namespace, columns: Sequence[Column[Row]], rows: Iterable[Row], likely: Sequence[Row]
+) -> Iterator[str]:
     if args.output in ("json", "yaml"):
         yield from (("---\n" if args.output == "yaml" else "") + encoded(args.output, row, lines=True) for row in rows)
         return
-    chosen = layout(columns, (), screen(), wide=args.output == "wide")
+    chosen = layout(columns, likely, screen(), wide=args.output == "wide")
     for number, row in enumerate(rows):
         text = "\n".join(chosen.lines(row))
         yield text if number else f"{chosen.header()}\n{text}"

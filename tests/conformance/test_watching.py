@@ -82,7 +82,7 @@ def test_a_refused_port_shows_with_the_services_name(bench: Bench, family: int) 
 
     eventually(reported, 5, "the rejection is not reported")
     text = bench.agent.command("drops", f"conformance/{service.name}", "--admin-socket", str(bench.agent.socket)).stdout
-    assert re.search(rf"reject_no_port +conformance/{service.name} +TCP .*:4444 .*from a pod", text)
+    assert re.search(rf"REJECTED +no such port.* conformance/{service.name} +TCP .*:4444 +SYN .*from a pod", text)
 
 
 def test_a_refused_socket_of_the_node_shows(bench: Bench, family: int) -> None:

@@ -74,6 +74,7 @@ def show(view: View, args: argparse.Namespace, target: Row | None) -> int:
     with ExitStack() as stack:
         runs = stack.enter_context(runs_of(here.pins)) if view is View.STAGES else {}
         before = _counters(args) if view is View.DROPS else {}
+        print("compiling probes", file=sys.stderr, flush=True)
         with Session(plan, targets) as session:
             asked = stack.enter_context(_until_asked())
             start = time.monotonic()

@@ -12,10 +12,19 @@ from dataplane.kernel.bpf import Map, Object, run_on_packet
 from dataplane.kernel.grace import jiffies_per_second
 from dataplane.mode import belongs
 from dataplane.modes.ebpf import affinity, layout
+from dataplane.modes.ebpf.events import Addresses, Journal
 from dataplane.modes.ebpf.failures import histories
 from dataplane.modes.ebpf.flows import flow_arrays
 from dataplane.modes.ebpf.traffic import Traffic, counts_of, traffic_of
-from dataplane.reports import BackendRow, FailureHistory, FlowRow, ServiceRow, TrafficCounts, TrafficRow
+from dataplane.reports import (
+    BackendRow,
+    FailureHistory,
+    FlowRow,
+    PacketEvent,
+    ServiceRow,
+    TrafficCounts,
+    TrafficRow,
+)
 from dataplane.table import Protocol, Remembered, ServiceTable, socket_text
 
 CLOCK: Final = "read_clock"  # of bpf/inspect.bpf.c
@@ -38,6 +47,13 @@ class Pinned:
 
     def flows(self, limit: int) -> tuple[list[FlowRow], int]:
         return _flows(self._maps, self._names, limit)
+
+    def unread_events(self) -> list[PacketEvent]:
+        journal = Journal()
+        raw = self._maps["events"].unread() if "events" in self._maps else []
+        table = self._maps["backends"].view(layout.dtype_of("backend"))
+        journal.add(raw, self._names, lambda: _addresses(self._maps, self._names), table)
+        return journal.rows(0)
 
     def remembered(self, table: ServiceTable) -> list[Remembered]:
         return affinity.remembered(self._maps, table, _clock(self._maps), jiffies_per_second())
@@ -65,6 +81,16 @@ def _frontends(maps: Maps) -> dict[int, list[tuple[str, str]]]:
                     (socket_text(address, port), _protocol(int(key["protocol"])))
                 )
     return found
+
+
+def _addresses(maps: Maps, names: Names) -> Addresses:
+    """Each family and address of a service -> the service."""
+    return {
+        (6 if address.startswith("[") else 4, address.rpartition(":")[0].strip("[]")): names[number].rpartition(":")[0]
+        for number, rows in _frontends(maps).items()
+        if number in names
+        for address, _ in rows
+    }
 
 
 def _services(maps: Maps, names: Names) -> list[ServiceRow]:
