@@ -28,7 +28,7 @@ else
 Q := @
 endif
 
-.PHONY: help demo test test-quick test-long test-kernels check bench compare compare-vm setup vm bpf docs format clean
+.PHONY: help demo test test-quick test-long test-kernels check bench compare compare-vm setup vm bpf docs pictures format clean
 .DEFAULT_GOAL := help
 
 help: ## print this list
@@ -86,6 +86,10 @@ docs: setup ## write what is generated from definitions: docs/configuration.md, 
 	$(Q)$(PYTHON) -m controller.settings.reference .
 	$(Q)$(PYTHON) -m workshop.output .
 	$(Q)$(PYTHON) -m workshop.house .
+
+pictures: setup ## make the moving picture of the demo and that of `top` anew, on a machine with nothing else to do (root)
+	$(Q)$(PYTHON) -m workshop.lab.recording docs/demo.svg
+	$(Q)$(PYTHON) -m tests.workshop.top.screenshot docs/top.svg
 
 format: setup ## format Python and C in place
 	$(Q)$(VENV)/bin/ruff format .
