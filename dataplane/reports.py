@@ -98,7 +98,7 @@ class ServiceRow(msgspec.Struct, kw_only=True):
         failing: How many of the backends failed at their last connection, or are ejected.
         when_empty: What happens to new connections while there is no backend.
         id: The number of the service port in the maps.
-        chosen_by: What selects the backend: `connection` (its tuple), `client` (its address), `turn` or `chance`.
+        chosen_by: What selects the backend: `connection` (its tuple), `client` (its address), `round-robin`, `random`.
         scheduler: The IPVS scheduler.
         slots: The size of each backend set's slot range.
         proxy_ports: How many ports the relay listens on for it.

@@ -73,7 +73,7 @@ class _Notes:
     # One method for each kind of note.
 
     def may_be_service(self, _a: int, _b: int) -> None:
-        self.step("prefilter", f"{self.target()} may be a service's: the prefilters have a bit for it.")
+        self.step("prefilter", f"{self.target()} may belong to a Service: the prefilter matches.")
 
     def flow_owner(self, service: int, backend: int) -> None:
         self.service, self.backend = service, backend

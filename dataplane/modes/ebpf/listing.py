@@ -142,8 +142,8 @@ def _failing(maps: Maps, services: int) -> Any:
 
 def _chosen_by(flags: int) -> str:
     names = layout.abi_constants()
-    ways = {"SERVICE_BY_TUPLE": "connection", "SERVICE_BY_CLIENT": "client", "SERVICE_ROUND_ROBIN": "turn"}
-    return next((way for name, way in ways.items() if flags & names[name]), "chance")
+    ways = {"SERVICE_BY_TUPLE": "connection", "SERVICE_BY_CLIENT": "client", "SERVICE_ROUND_ROBIN": "round-robin"}
+    return next((way for name, way in ways.items() if flags & names[name]), "random")
 
 
 def _backends(maps: Maps, names: Names, of: str | None = None) -> list[BackendRow]:
