@@ -1,5 +1,6 @@
 #!/bin/sh
-# Shows a service balanced in each mode, on a machine of the lab: `demo`, or `demo nftables ebpf`.
+# On a machine of the lab: `demo migrate` goes from kube-proxy to hybrid-proxy on all nodes, under load, and `demo back` goes
+# back. In between, `demo` shows a service balanced in each mode; `demo nftables ebpf` in these.
 # `demo compare` measures the modes beside each other, in namespaces of this machine; more flags are those of the command.
 set -eu
 : "${REQUESTS:=60}" "${NODES:=control worker1 worker2}" "${ROOT_COMMAND:=sudo}" "${CONFIG:=/etc/hybrid-proxy/config.conf}"
@@ -33,6 +34,10 @@ on() {
 set_mode() {
     on "$1" sed -i "s/^mode: .*/mode: $2/" "$CONFIG"
     on "$1" systemctl restart hybrid-proxy
+    wait_for_agent "$1"
+}
+
+wait_for_agent() {
     for _ in $(seq 60); do
         on "$1" hybrid-proxy status -o json 2>/dev/null | grep -q '"synced": *true' && return
         sleep 1
@@ -43,6 +48,39 @@ set_mode() {
 
 serving_mode() {
     on "$(hostname)" hybrid-proxy status -o json | sed -n 's/.*"effective": *"\([a-z]*\)".*/\1/p' | head -n 1
+}
+
+# under_load COMMAND ...: new connections from a pod, one after the other, while the command runs; who answered.
+under_load() {
+    answers=$(mktemp)
+    kubectl exec client -- sh -c ": >/tmp/load; while [ -e /tmp/load ]; do curl -s -m 3 http://$address/hostname; echo; sleep 0.1; done" >"$answers" &
+    "$@"
+    kubectl exec client -- rm /tmp/load
+    wait $!
+    echo "  pod -> $address:80, meanwhile    $(tally <"$answers")"
+    rm "$answers"
+}
+
+# The steps of docs/migration.md. A node with the label keeps its kube-proxy; none has it.
+OFF='{"spec":{"template":{"spec":{"nodeSelector":{"hybrid-proxy.io/kube-proxy":"yes"}}}}}'
+ON='[{"op":"remove","path":"/spec/template/spec/nodeSelector/hybrid-proxy.io~1kube-proxy"}]'
+migrate() {
+    echo "kube-proxy ends; its rules stay, and serve"
+    kubectl -n kube-system patch daemonset kube-proxy --type merge -p "$OFF"
+    kubectl -n kube-system wait --for delete pod --selector k8s-app=kube-proxy --timeout 120s
+    for node in $NODES; do
+        echo "hybrid-proxy starts on $node, and takes over"
+        on "$node" systemctl enable -q --now hybrid-proxy
+        wait_for_agent "$node"
+        on "$node" hybrid-proxy takeover
+    done
+}
+back() {
+    for node in $NODES; do on "$node" systemctl disable -q --now hybrid-proxy; done
+    echo "kube-proxy starts beside what hybrid-proxy left, which serves until then"
+    kubectl -n kube-system patch daemonset kube-proxy --type json -p "$ON"
+    kubectl -n kube-system rollout status daemonset/kube-proxy --timeout 180s
+    for node in $NODES; do on "$node" hybrid-proxy cleanup; done
 }
 
 # load_generators: installed when one is missing. Of nginx the program is wanted, not a server at port 80.
@@ -66,6 +104,12 @@ main() {
     kubectl rollout status deployment/web --timeout 180s
     kubectl wait pod/client --for condition=Ready --timeout 180s
     address=$(kubectl get service web -o 'jsonpath={.spec.clusterIP}')
+    case "${1:-}" in migrate | back)
+        under_load "$1"
+        return
+        ;;
+    esac
+    on "$(hostname)" systemctl is-active -q hybrid-proxy || { echo "demo: kube-proxy serves here: demo migrate" >&2; return 1; }
     [ $# -gt 0 ] || set -- ebpf nftables iptables ipvs userspace
     for mode; do
         for node in $NODES; do set_mode "$node" "$mode"; done

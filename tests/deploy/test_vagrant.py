@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,29 +50,68 @@ def test_the_demonstration_counts_answers() -> None:
     assert sorted(done.stdout.strip().split(", ")) == ["no answer 1", "web-a 3", "web-b 1"]
 
 
-def test_the_demonstration_sets_the_mode_in_the_configuration_that_is_installed(tmp_path: Path) -> None:
-    """And says so when the agent does not come; systemctl and the agent are stand-ins, sed is not."""
-    config = tmp_path / "config.conf"
-    shutil.copy(DEPLOY / "base/config.conf", config)
-    tools = tmp_path / "bin"
+@pytest.fixture
+def demo(tmp_path: Path) -> Callable[[str], list[str]]:
+    """Runs functions of the demonstration; what it called. What needs a cluster is a stand-in, sed and awk are not."""
+    shutil.copy(DEPLOY / "base/config.conf", tmp_path / "config.conf")
+    tools, called = tmp_path / "bin", tmp_path / "called"
     tools.mkdir()
     for name, text in (
-        ("systemctl", f'echo "$@" >>{tmp_path}/called'),
-        ("hybrid-proxy", """echo '{"mode": {"effective": "nftables"}, "synced": true}'"""),
+        ("systemctl", ""),
+        ("hybrid-proxy", """[ "$1" != status ] || echo '{"mode": {"effective": "nftables"}, "synced": true}'"""),
+        ("kubectl", "case $* in *'exec client -- sh'*) printf 'web-a\\n\\nweb-b\\n' ;; esac"),
     ):
-        (tools / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tools / name).write_text(f'#!/bin/sh\necho "{name} $*" >>{called}\n{text}\n')
         (tools / name).chmod(0o755)
     environment = os.environ | {
-        "DEMO_SOURCED": "yes", "CONFIG": str(config), "ROOT_COMMAND": "env", "PATH": f"{tools}:{os.environ['PATH']}",
+        "DEMO_SOURCED": "yes", "CONFIG": str(tmp_path / "config.conf"), "ROOT_COMMAND": "env",
+        "PATH": f"{tools}:{os.environ['PATH']}", "NODES": platform.node(), "address": "10.96.0.7",
     }  # fmt: skip
-    script = f'. {VAGRANT}/demo.sh; set_mode "$(hostname)" nftables; serving_mode'
-    done = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "nftables"
-    assert (tmp_path / "called").read_text().strip() == "restart hybrid-proxy"
-    ours = [item for item in yaml.safe_load_all(config.read_text()) if item["kind"] == "HybridProxyConfiguration"]
-    assert ours[0]["mode"] == "nftables"
-    kube = [item for item in yaml.safe_load_all(config.read_text()) if item["kind"] == "KubeProxyConfiguration"]
-    assert "mode" not in kube[0]
+
+    def run(script: str) -> list[str]:
+        argv = ["sh", "-c", f". {VAGRANT}/demo.sh; {script}"]
+        done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
+        return [*called.read_text().splitlines(), *done.stdout.splitlines()]
+
+    return run
+
+
+def test_the_demonstration_sets_the_mode_in_the_configuration_that_is_installed(
+    demo: Callable[[str], list[str]], tmp_path: Path
+) -> None:
+    said = demo('set_mode "$(hostname)" nftables; serving_mode')
+    assert said[-1] == "nftables"
+    assert "systemctl restart hybrid-proxy" in said
+    documents = {item["kind"]: item for item in yaml.safe_load_all((tmp_path / "config.conf").read_text())}
+    assert documents["HybridProxyConfiguration"]["mode"] == "nftables"
+    assert "mode" not in documents["KubeProxyConfiguration"]
+
+
+@pytest.mark.parametrize(
+    ("way", "steps"),
+    [
+        pytest.param("migrate", [
+            "kubectl -n kube-system patch daemonset kube-proxy --type merge",
+            "kubectl -n kube-system wait --for delete",
+            "systemctl enable -q --now hybrid-proxy", "hybrid-proxy status", "hybrid-proxy takeover",
+        ], id="to hybrid-proxy"),
+        pytest.param("back", [
+            "systemctl disable -q --now hybrid-proxy", "kubectl -n kube-system patch daemonset kube-proxy --type json",
+            "kubectl -n kube-system rollout status", "hybrid-proxy cleanup",
+        ], id="and back"),
+    ],
+)  # fmt: skip
+def test_the_demonstration_migrates_in_the_order_of_the_page(
+    way: str, steps: list[str], demo: Callable[[str], list[str]]
+) -> None:
+    said = demo(f"under_load {way}")
+    done = [next(step for step in steps if line.startswith(step)) for line in said if line.startswith(tuple(steps))]
+    assert done == steps
+    assert {"web-a 1", "web-b 1", "no answer 1"} == set(said[-1].split("meanwhile")[1].strip().split(", "))
+    patches = [line.split(" -p ")[1] for line in said if " patch daemonset" in line]
+    page = (ROOT / "docs/migration.md").read_text()
+    assert patches
+    assert all(f"-p '{patch}'" in page for patch in patches), "docs/migration.md has the same patch"
 
 
 def test_the_demonstration_shows_every_mode_on_every_machine() -> None:

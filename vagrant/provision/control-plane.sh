@@ -1,5 +1,5 @@
 #!/bin/sh
-# A control plane without kube-proxy, what the other machines need to join it, and the example services. Run as root.
+# A control plane with kube-proxy, what the other machines need to join it, and the example services. Run as root.
 set -eu
 : "${NODE_ADDRESS:?the address of this machine in the lab}" "${SOURCE:=/hybrid-proxy}"
 here=$SOURCE/vagrant
@@ -8,8 +8,7 @@ export KUBECONFIG=/etc/kubernetes/admin.conf
 [ -e "$KUBECONFIG" ] || kubeadm init \
     --apiserver-advertise-address "$NODE_ADDRESS" \
     --pod-network-cidr 10.244.0.0/16 \
-    --service-cidr 10.96.0.0/16 \
-    --skip-phases addon/kube-proxy
+    --service-cidr 10.96.0.0/16
 
 # The agents of all nodes: the rights of the manifests, for a user with a certificate instead of a pod's account.
 kubectl apply -f "$SOURCE/deploy/base/rbac.yaml" -n kube-system
@@ -19,7 +18,6 @@ install -d -m 700 /etc/hybrid-proxy
 umask 077
 [ -s /etc/hybrid-proxy/kubeconfig.conf ] ||
     kubeadm kubeconfig user --client-name hybrid-proxy --validity-period 720h >/etc/hybrid-proxy/kubeconfig.conf
-systemctl restart hybrid-proxy
 sh "$here/provision/network.sh"
 
 # What the workers need, over the network of the lab's machines, unencrypted and for two hours: this is a lab.

@@ -1,10 +1,11 @@
 #!/bin/sh
 # Installs hybrid-proxy from its source on this machine, as a service of systemd. Run as root; run it again to upgrade:
-# traffic goes on meanwhile. It starts when /etc/hybrid-proxy/kubeconfig.conf is there.
+# traffic goes on meanwhile. It starts when /etc/hybrid-proxy/kubeconfig.conf is there; with START=no it stays off until
+# somebody enables it.
 #
 #   SOURCE=/hybrid-proxy sh hybrid-proxy.sh
 set -eu
-: "${SOURCE:=/hybrid-proxy}" "${PREFIX:=/opt/hybrid-proxy}"
+: "${SOURCE:=/hybrid-proxy}" "${PREFIX:=/opt/hybrid-proxy}" "${START:=yes}"
 
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -q
@@ -27,7 +28,7 @@ install -d -m 700 /etc/hybrid-proxy
 install -D -m 644 "$work/deploy/systemd/hybrid-proxy.service" /etc/systemd/system/hybrid-proxy.service
 hybrid-proxy --help >/dev/null
 
-systemctl enable -q hybrid-proxy
+[ "$START" = no ] || systemctl enable -q hybrid-proxy
 [ -d /run/systemd/system ] || exit 0
 systemctl daemon-reload
-[ ! -e /etc/hybrid-proxy/kubeconfig.conf ] || systemctl restart hybrid-proxy
+if [ -e /etc/hybrid-proxy/kubeconfig.conf ] && systemctl is-enabled -q hybrid-proxy; then systemctl restart hybrid-proxy; fi

@@ -16,8 +16,7 @@ if [ ! -e /etc/kubernetes/kubelet.conf ]; then
     # shellcheck disable=SC2086  # a list
     $join
 fi
-systemctl restart hybrid-proxy
-# The demonstration changes the mode of every node from the control plane.
+# The demonstration changes the proxy and the mode of every node from the control plane.
 user=/home/vagrant
 if [ -d "$user/.ssh" ]; then
     key=$(curl -fsS "$from/key.pub")
