@@ -117,6 +117,20 @@ struct backend {
 	__u32 failures; /* connections one after the other that it did not answer, or reset */
 };
 
+/* How connections to a backend failed (map `failures`). Counts begin anew after ten minutes without such a failure.
+ * Times are nanoseconds, CLOCK_MONOTONIC; 0: never.
+ */
+struct failures {
+	__u32 address[4]; /* whose they are, because ids of backends are used again */
+	__u16 port;
+	__u16 pad;
+	__u32 service;
+	__u32 refused;	  /* SYNs that it answered with a reset */
+	__u32 unanswered; /* SYNs that it did not answer */
+	__u64 refused_at;
+	__u64 unanswered_at;
+};
+
 /* What a backend's flows came to on one CPU (map `traffic`). Bytes are those of IP packets; of a packet that stands for
  * several segments (GSO) all are counted, their headers once.
  */
@@ -423,7 +437,7 @@ enum hook {
 	HOOK_XDP,
 };
 
-/* What happened to a packet (ring buffer `events`): it was dropped, rejected, or is traced. */
+/* What happened to a packet (ring buffer `events`): it was dropped or rejected, a backend failed, or it is traced. */
 struct event {
 	__u64 time; /* nanoseconds, CLOCK_MONOTONIC */
 	__u32 service;
@@ -498,6 +512,10 @@ enum counter {
 	COUNT_OUT_OF_WINDOW,
 	COUNT_DROP_MALFORMED,
 	COUNT_FOREIGN_FRAME,
+	COUNT_REJECT_NO_PORT,
+	COUNT_SOCKET_REFUSED_NO_PORT,
+	COUNT_BACKEND_REFUSED,
+	COUNT_BACKEND_UNANSWERED,
 	COUNTERS
 };
 

@@ -139,11 +139,13 @@ INLINE void trace_socket(const struct target *t, const struct choice *c, __u8 pr
 /* Without bpf_set_retval the caller would see EPERM: its packets find out at the uplink instead, as a pod's do. */
 INLINE int refuse_socket(const struct target *t, const struct choice *c, __u8 protocol)
 {
+	enum counter why = c->service ? COUNT_SOCKET_REFUSED : COUNT_SOCKET_REFUSED_NO_PORT;
+
 	if (!settings.can_set_errno)
 		return PROCEED;
-	count(COUNT_SOCKET_REFUSED);
+	count(why);
 	if (settings.event_burst)
-		emit_socket_event(t, c, protocol, COUNT_SOCKET_REFUSED, false);
+		emit_socket_event(t, c, protocol, why, false);
 	bpf_set_retval(-ECONNREFUSED);
 	return REFUSE;
 }

@@ -64,7 +64,8 @@ INLINE enum step from_other_node(struct __sk_buff *skb, const enum hook hook, co
 }
 
 /* Send out what does not go through the stack. */
-INLINE enum step transmit(struct __sk_buff *skb, enum step step, const enum hook hook, const bool v6)
+INLINE enum step transmit(struct __sk_buff *skb, const struct scratch *space, enum step step, const enum hook hook,
+			  const bool v6)
 {
 	if (step == STEP_FORWARD)
 		return CALL(forward, skb, 0);
@@ -75,7 +76,7 @@ INLINE enum step transmit(struct __sk_buff *skb, enum step step, const enum hook
 	if (step == STEP_REJECT) {
 		step = CALL(send_reject, skb, 0);
 		if (step != STEP_DROP)
-			EMIT_EVENT(skb, COUNT_REJECT, hook);
+			EMIT_EVENT(skb, space->reason, hook);
 	}
 	return step;
 }
@@ -92,7 +93,7 @@ INLINE enum step from_pod(struct __sk_buff *skb, struct scratch *space, const bo
 		step = to_service(skb, hook, v6);
 	if (step == STEP_NOT_SERVICE)
 		step = beside_services(skb, hook, v6);
-	return transmit(skb, step, hook, v6);
+	return transmit(skb, space, step, hook, v6);
 }
 
 /* Egress of a pod's interface: to the pod. */
@@ -120,7 +121,7 @@ INLINE enum step from_uplink(struct __sk_buff *skb, struct scratch *space, const
 		step = to_service(skb, hook, v6);
 	if (step == STEP_NOT_SERVICE)
 		step = beside_services(skb, hook, v6);
-	return transmit(skb, step, hook, v6);
+	return transmit(skb, space, step, hook, v6);
 }
 
 /* Egress of an uplink: what backends of this node answer to clients beyond it, and what the node itself sends. */
@@ -135,7 +136,7 @@ INLINE enum step to_uplink(struct __sk_buff *skb, struct scratch *space, const b
 		step = to_service(skb, hook, v6);
 	if (step == STEP_NOT_SERVICE)
 		step = CALL(egress, skb, hook);
-	return transmit(skb, step, hook, v6);
+	return transmit(skb, space, step, hook, v6);
 }
 
 /* The tc action of a step. A drop is reported, unless events are switched off. */
@@ -143,7 +144,7 @@ INLINE int to_tc_action(struct __sk_buff *skb, const struct scratch *space, enum
 			const bool v6)
 {
 	if (step == STEP_DROP)
-		EMIT_EVENT(skb, space->drop_reason, hook);
+		EMIT_EVENT(skb, space->reason, hook);
 	if (step == STEP_DROP || step == STEP_QUEUED)
 		return TC_ACT_SHOT;
 	return step == STEP_REDIRECT ? TC_ACT_REDIRECT : TC_ACT_UNSPEC;

@@ -73,14 +73,16 @@ GLOBAL_VERB(enum step, to_backend, STEP_DROP)
 /* The backend answers on a flow that is half-open. Where answers are translated before routing, follow the flow; it may
  * be in the other table now.
  */
-INLINE enum step first_reply(struct __sk_buff *skb, struct scratch *space, const struct found *found, const bool v6)
+INLINE enum step first_reply(struct __sk_buff *skb, struct scratch *space, const struct found *found, enum hook hook,
+			     const bool v6)
 {
 	const struct packet *p = &space->packet;
 
 	if (!(found->entry->flags & FLOW_AS_NODE))
 		return STEP_PASS;
 	confirm_route(skb, space, found->entry, p->tuple.protocol, v6);
-	note_reply(p, found, v6);
+	if (note_reply(p, found, v6))
+		report_failure(skb, space, found->entry, COUNT_BACKEND_REFUSED, hook, v6);
 	return STEP_FOLLOW;
 }
 
@@ -104,7 +106,7 @@ INLINE enum step from_backend(struct __sk_buff *skb, struct scratch *space, __u3
 	if (found.entry->flags & FLOW_DIRECT)
 		return STEP_PASS;
 	if (!(found.entry->flags & FLOW_ESTABLISHED))
-		return first_reply(skb, space, &found, v6);
+		return first_reply(skb, space, &found, hook, v6);
 	if (!(found.entry->flags & FLOW_AS_NODE)) {
 		direct = can_hand_over(skb, p, found.entry, hook, v6);
 		if (!direct)

@@ -34,9 +34,11 @@ INLINE void mark_collision(const struct packet *p, const struct found *reply, co
 }
 
 /* Note what the answer says of its flow; false: it does not belong to the flow. */
-INLINE bool note_answer(struct __sk_buff *skb, const struct packet *p, const struct found *found, enum hook hook,
+INLINE bool note_answer(struct __sk_buff *skb, struct scratch *space, const struct found *found, enum hook hook,
 			const bool v6)
 {
+	const struct packet *p = &space->packet;
+
 	if (found->entry->flags & FLOW_ESTABLISHED) {
 		if (refresh(p, found->entry, found->table, v6))
 			close_pair(&p->tuple, found->entry, found->table, v6);
@@ -46,10 +48,10 @@ INLINE bool note_answer(struct __sk_buff *skb, const struct packet *p, const str
 		mark_collision(p, found, v6);
 		return false;
 	}
-	if (confirm_path(skb, found->entry, hook, p->tuple.protocol))
-		note_reply(p, found, v6);
-	else
+	if (!confirm_path(skb, found->entry, hook, p->tuple.protocol))
 		refresh(p, found->entry, found->table, v6);
+	else if (note_reply(p, found, v6))
+		report_failure(skb, space, found->entry, COUNT_BACKEND_REFUSED, hook, v6);
 	return true;
 }
 
@@ -68,7 +70,7 @@ INLINE enum step translate_reply(struct __sk_buff *skb, struct scratch *space, e
 		return STEP_PASS;
 	space->service = found.entry->service;
 	space->backend = found.entry->backend;
-	if (!note_answer(skb, p, &found, hook, v6))
+	if (!note_answer(skb, space, &found, hook, v6))
 		return STEP_PASS;
 	count(COUNT_REPLY);
 	account(skb, space->backend, true, 0);

@@ -54,7 +54,7 @@ INLINE int choose_for_socket(struct __sk_buff *skb, const bool v6)
 	__builtin_memset(&space->choice, 0, sizeof(space->choice));
 	p->tuple.sport = 0; /* a socket that connects has no port yet */
 	choose_backend(&space->choice, CLIENT_NODE, &p->tuple, v6, false);
-	if (space->choice.verdict == VERDICT_DROP)
+	if (space->choice.verdict == VERDICT_DROP || space->choice.verdict == VERDICT_REJECT)
 		note(NOTE_COUNT, space->choice.why, 0);
 	return space->choice.verdict;
 }

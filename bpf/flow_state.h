@@ -197,34 +197,34 @@ INLINE void note_connect_time(const struct flow *f)
 		account_answer(f->backend, (__u64)took << KTIME_SHIFT);
 }
 
-/* The backend replies to a SYN with something else than a SYN/ACK: a reset is a failure of the backend's. */
-INLINE void note_refusal(const struct packet *p, const struct found *found, const bool v6)
+/* The backend replies to a SYN with something else than a SYN/ACK. True: it is a reset, a failure of the backend's. */
+INLINE bool note_refusal(const struct packet *p, const struct found *found, const bool v6)
 {
 	struct flow *reply = found->entry;
+	bool refused = answers_syn(p, reply) && !(reply->flags & (FLOW_REPLIED | FLOW_RESET));
 
-	if (answers_syn(p, reply) && !(reply->flags & (FLOW_REPLIED | FLOW_RESET)))
-		note_failure(reply->backend, reply->service);
+	if (refused)
+		note_failure(reply->backend, reply->service, COUNT_BACKEND_REFUSED);
 	refresh(p, reply, found->table, v6);
+	return refused;
 }
 
 /* The backend replies on a flow that is half-open. A connection that it accepts is established by the client's next
- * segment only, so that a flood of SYNs, each of them answered, fills nothing but the LRU table.
+ * segment only, so that a flood of SYNs, each of them answered, fills nothing but the LRU table. True: it refuses.
  */
-INLINE void note_reply(const struct packet *p, const struct found *found, const bool v6)
+INLINE bool note_reply(const struct packet *p, const struct found *found, const bool v6)
 {
 	struct flow *reply = found->entry, *forward;
 
 	if (p->tuple.protocol != IPPROTO_TCP && is_assured(reply)) {
 		establish(&p->tuple, reply, found->table, v6);
-		return;
+		return false;
 	}
-	if (!(p->tcp_flags & TCP_SYN)) {
-		note_refusal(p, found, v6);
-		return;
-	}
+	if (!(p->tcp_flags & TCP_SYN))
+		return note_refusal(p, found, v6);
 	if (!answers_syn(p, reply)) {
 		count(COUNT_OUT_OF_WINDOW);
-		return;
+		return false;
 	}
 	note_success(reply->backend, reply->service);
 	if (!(reply->flags & FLOW_REPLIED))
@@ -232,9 +232,10 @@ INLINE void note_reply(const struct packet *p, const struct found *found, const 
 	reply->flags |= FLOW_REPLIED;
 	forward = peer_flow(reply, p->tuple.protocol, found->table, v6);
 	if (!forward)
-		return;
+		return false;
 	forward->flags |= FLOW_REPLIED;
 	forward->ack = p->seq + 1;
+	return false;
 }
 
 /* Is this the client's segment that follows the backend's SYN/ACK? It may acknowledge first data, too. */

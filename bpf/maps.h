@@ -99,6 +99,8 @@ ARRAY_MAP(services, struct service, 32768);
 ARRAY_MAP(slots, struct slot, 262144);
 /* Backend id -> address and port. */
 ARRAY_MAP(backends, struct backend, 262144);
+/* Backend id -> how connections to it failed; only of backends that did fail. */
+GROWING_MAP(failures, __u32, struct failures, 16384);
 /* Both directions of flows; nothing evicts them. */
 GROWING_MAP(flows4, struct flow4_key, struct flow, 262144);
 GROWING_MAP(flows6, struct flow6_key, struct flow, 262144);

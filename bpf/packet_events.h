@@ -1,4 +1,4 @@
-/* Events of packets: dropped, rejected, traced. */
+/* Events of packets: dropped, rejected, of a backend that failed, traced. */
 #ifndef HYBRID_PROXY_PACKET_EVENTS_H
 #define HYBRID_PROXY_PACKET_EVENTS_H
 
@@ -53,6 +53,15 @@ GLOBAL_VERB(int, emit_event, 0)
 		if (settings.event_burst)                                                                              \
 			CALL(emit_event, skb, (reason) | (hook) << EVENT_HOOK_SHIFT);                                  \
 	} while (0)
+
+/* The packet shows that the flow's backend failed. */
+INLINE void report_failure(struct __sk_buff *skb, struct scratch *space, const struct flow *f, enum counter how,
+			   const enum hook hook, const bool v6)
+{
+	space->service = f->service;
+	space->backend = f->backend;
+	EMIT_EVENT(skb, how, hook);
+}
 
 #define TRACE_EVENT(skb, reason, hook)                                                                                 \
 	do {                                                                                                           \

@@ -78,11 +78,13 @@ INLINE void choose_none(struct choice *c, struct service *service)
 {
 	__u32 drops = c->set ? SERVICE_DROP_SET1 : SERVICE_DROP_SET0;
 	__u64 word = READ_ONCE(service->sets[c->set & 1]);
-	bool empty = !range_size(word);
+	bool empty = !range_size(word), rejects = empty && !(service->flags & drops);
 
-	NOTE(NOTE_EMPTY, c->set, !empty || service->flags & drops ? 1 : 0);
+	NOTE(NOTE_EMPTY, c->set, !rejects);
 	c->why = empty ? COUNT_DROP_EMPTY : COUNT_DROP_CHANGING;
-	c->verdict = !empty || service->flags & drops ? VERDICT_DROP : VERDICT_REJECT;
+	if (rejects)
+		c->why = COUNT_REJECT;
+	c->verdict = rejects ? VERDICT_REJECT : VERDICT_DROP;
 }
 
 /* The frontend at this address and port. Node ports have address 0, and are served at addresses that say so; at other
@@ -109,6 +111,7 @@ INLINE __u64 frontend_at(struct choice *c, const __u32 *address, __be16 port, __
 		return found;
 	}
 	NOTE(NOTE_CLOSED, 0, 0);
+	c->why = COUNT_REJECT_NO_PORT;
 	c->verdict = VERDICT_REJECT;
 	return 0;
 }

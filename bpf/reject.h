@@ -168,7 +168,7 @@ INLINE enum step send_reset(struct __sk_buff *skb, struct scratch *space, const 
 			    bpf_csum_diff(old, sizeof(old), new, sizeof(new), 0), 0);
 	bpf_skb_store_bytes(skb, p->l4, new, sizeof(new), 0);
 	rewrite_addresses(skb, L3_OFFSET, &back, 0, v6);
-	count(COUNT_REJECT);
+	count(space->reason);
 	return send_back(skb);
 }
 
@@ -178,13 +178,13 @@ enum icmp_error_kind {
 	PACKET_TOO_BIG, /* any larger number is the size that fits */
 };
 
-INLINE void fill_icmp_error(struct icmp_error *c, __u32 what, const bool v6)
+INLINE void fill_icmp_error(struct icmp_error *c, const struct scratch *space, __u32 what, const bool v6)
 {
 	__builtin_memset(c, 0, sizeof(*c));
 	if (what == PORT_UNREACHABLE) {
 		c->type = v6 ? ICMPV6_DEST_UNREACH : ICMP_DEST_UNREACH;
 		c->code = v6 ? ICMPV6_PORT_UNREACH : ICMP_PORT_UNREACH;
-		count(COUNT_REJECT);
+		count(space->reason);
 	} else if (what == TTL_EXPIRED) {
 		c->type = v6 ? ICMPV6_TIME_EXCEEDED : ICMP_TIME_EXCEEDED;
 		count(COUNT_TTL_EXPIRED);
@@ -210,7 +210,7 @@ INLINE enum step send_icmp_error(struct __sk_buff *skb, struct scratch *space, _
 		return drop(space, COUNT_DROP_REJECT_LIMITED);
 	if (p->l4 != L3_OFFSET + ip)
 		return drop(space, COUNT_DROP_REJECT_FAILED);
-	fill_icmp_error(&error, what, v6);
+	fill_icmp_error(&error, space, what, v6);
 	if (bpf_skb_change_tail(skb, L3_OFFSET + ip + payload, 0) ||
 	    bpf_skb_adjust_room(skb, head, BPF_ADJ_ROOM_MAC, 0))
 		return drop(space, COUNT_DROP_REJECT_FAILED);

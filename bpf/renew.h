@@ -67,7 +67,7 @@ INLINE bool leaves_backend(const struct packet *p, const struct found *found, co
 /* A client repeats its SYN because its backend is silent: `avoid` that one. */
 INLINE bool leaves_silent(struct flow *f, __u32 *avoid)
 {
-	note_failure(f->backend, f->service);
+	note_failure(f->backend, f->service, COUNT_BACKEND_UNANSWERED);
 	if (f->flags & FLOW_DSR) { /* answers do not come here: it may be one of them that was lost */
 		f->started_or_fin = ktime();
 		return false;

@@ -12,7 +12,7 @@
  *
  * Which verb reads (r) and writes (w) which fields. `owner` stands for `service` and `backend`:
  *
- *                          packet owner choice avoid flow result reply inner hop drop_reason
+ *                          packet owner choice avoid flow result reply inner hop reason
  *   load_packet              w     w
  *   classify_*               r                                                    w
  *   decap                    rw         w            w    w      w           w    w
@@ -27,7 +27,7 @@
  *   store_flow               r                       rw   r      r                w
  *   forward                  rw                           r                  w    w
  *   encap                    r                            r      w           w    w
- *   send_*                   r                                                    w
+ *   send_*                   r                                                    rw
  *   translate_error_*        r                            w      w     w     w    w
  *   emit_event               r     r                      r
  *
@@ -46,7 +46,7 @@
 enum step {
 	/* Nothing: the packet's way is decided. */
 	STEP_PASS,     /* to whatever comes next: other programs, netfilter, the stack */
-	STEP_DROP,     /* nowhere, for `drop_reason`; see drop() */
+	STEP_DROP,     /* nowhere, for `reason`; see drop() */
 	STEP_REDIRECT, /* where a redirect helper has been asked to send it */
 	STEP_QUEUED,   /* nowhere, because a copy waits in `frag_queue` */
 	/* Something. */
@@ -63,7 +63,7 @@ enum step {
 	STEP_FORWARD,	  /* rewrite it to `result` and send it on by our own route lookup */
 	STEP_ENCAP,	  /* send it to the backend's node in another packet */
 	STEP_ECHO,	  /* answer the ping */
-	STEP_REJECT,	  /* send a reset or an ICMP error: there is no backend, or no such port */
+	STEP_REJECT,	  /* send a reset or an ICMP error, for `reason`: there is no backend, or no such port */
 };
 
 /* The packet that an ICMP error quotes, where it is of a flow of ours. */
@@ -80,8 +80,8 @@ struct scratch {
 	struct choice choice;
 	__u32 service; /* of which the packet is, and its backend, as far as known; 0: unknown */
 	__u32 backend;
-	__u32 avoid; /* a backend that was tried in vain, for the choice of another; 0: none */
-	enum counter drop_reason;
+	__u32 avoid;	     /* a backend that was tried in vain, for the choice of another; 0: none */
+	enum counter reason; /* of a drop, or of a rejection */
 	struct flow flow;
 	struct tuple result; /* what the packet becomes */
 	struct tuple reply;  /* the key of its answers */
@@ -106,8 +106,15 @@ INLINE struct scratch *scratch_space(void)
 INLINE enum step drop(struct scratch *space, enum counter why)
 {
 	count(why);
-	space->drop_reason = why;
+	space->reason = why;
 	return STEP_DROP;
+}
+
+/* Reject the packet: counted when it is answered (reject.h), reported by transmit(). */
+INLINE enum step reject(struct scratch *space, enum counter why)
+{
+	space->reason = why;
+	return STEP_REJECT;
 }
 
 /* Global functions NAME4 and NAME6 of an inlined NAME that takes scratch space and `v6`, too. OTHERWISE is what they

@@ -34,7 +34,7 @@ INLINE enum step serve_other(struct __sk_buff *skb, struct scratch *space, enum 
 		if (checked != STEP_CONTINUE)
 			return checked;
 	}
-	return settings.answer_ping && p->kind == PACKET_ECHO ? STEP_ECHO : STEP_REJECT;
+	return settings.answer_ping && p->kind == PACKET_ECHO ? STEP_ECHO : reject(space, COUNT_REJECT_NO_PORT);
 }
 
 /* Follow the packet's flow, or say that a backend is to be chosen. A segment in the midst of a connection that is not
@@ -62,6 +62,8 @@ INLINE enum step serve(struct __sk_buff *skb, struct scratch *space, __u32 hook,
 	if (!needs_new_flow(p, &found, &space->avoid, v6))
 		return follow(skb, space, &found, hook, false, v6);
 	NOTE(NOTE_RENEWAL, 0, 0);
+	if (space->avoid)
+		report_failure(skb, space, found.entry, COUNT_BACKEND_UNANSWERED, hook, v6);
 	evict(&p->tuple, &found, v6);
 	return STEP_CHOOSE;
 }
@@ -133,7 +135,7 @@ INLINE enum step choose(struct __sk_buff *skb, struct scratch *space, __u32 hook
 		return drop(space, COUNT_DROP_FRAGMENT);
 	if (verdict == VERDICT_DROP)
 		return drop(space, space->choice.why);
-	return verdict == VERDICT_REJECT ? STEP_REJECT : STEP_CREATE;
+	return verdict == VERDICT_REJECT ? reject(space, space->choice.why) : STEP_CREATE;
 }
 
 GLOBAL_VERB(enum step, choose, STEP_DROP)

@@ -18,7 +18,7 @@ struct choice {
 	__u32 address[4]; /* the backend's */
 	__be16 port;
 	bool masquerade;
-	enum counter why; /* of a drop */
+	enum counter why; /* of a drop, or of a rejection */
 };
 
 INLINE __u64 lookup_frontend(const __u32 *address, __be16 port, __u8 protocol, const bool v6)
@@ -157,13 +157,64 @@ INLINE bool select_slot(struct choice *c, struct service *service, __u32 number)
 	return true;
 }
 
-/* A connection to the backend failed. User space ejects backends whose connections keep failing (outliers.py). */
-INLINE void note_failure(__u32 backend, __u32 service)
+#define FAILURE_SERIES 600000000000ull /* a longer time without a failure ends a series */
+
+INLINE bool is_history_of(const struct failures *known, const struct backend *row)
+{
+	return known->service == row->service && known->port == row->port &&
+	       same_address(known->address, row->address, true);
+}
+
+/* What is known of the backend's failures, empty if there were none; NULL: there is no room. */
+INLINE struct failures *failure_history(__u32 id, const struct backend *row)
+{
+	struct failures *known = bpf_map_lookup_elem(&failures, &id);
+	struct failures first = {.port = row->port, .service = row->service};
+
+	if (known && is_history_of(known, row))
+		return known;
+	copy_address(first.address, row->address);
+	bpf_map_update_elem(&failures, &id, &first, BPF_ANY);
+	return bpf_map_lookup_elem(&failures, &id);
+}
+
+INLINE void extend_series(__u32 *count, __u64 *last)
+{
+	__u64 time = bpf_ktime_get_ns();
+
+	if (time - READ_ONCE(*last) > FAILURE_SERIES)
+		WRITE_ONCE(*count, 0);
+	WRITE_ONCE(*last, time);
+	__sync_fetch_and_add(count, 1);
+}
+
+/* Remember when and how a connection to the backend failed, for people. A function of its own: it is rarely called. */
+__noinline int remember_failure(__u32 id, __u32 how)
+{
+	struct backend *row = bpf_map_lookup_elem(&backends, &id);
+	struct failures *known = row ? failure_history(id, row) : NULL;
+
+	if (!known)
+		return 0;
+	if (how == COUNT_BACKEND_REFUSED)
+		extend_series(&known->refused, &known->refused_at);
+	else
+		extend_series(&known->unanswered, &known->unanswered_at);
+	return 0;
+}
+
+/* A connection to the backend failed: COUNT_BACKEND_REFUSED or COUNT_BACKEND_UNANSWERED. User space ejects backends
+ * whose connections keep failing (outliers.py).
+ */
+INLINE void note_failure(__u32 backend, __u32 service, enum counter how)
 {
 	struct backend *row = find_backend(backend, service);
 
-	if (row)
-		__sync_fetch_and_add(&row->failures, 1);
+	if (!row)
+		return;
+	__sync_fetch_and_add(&row->failures, 1);
+	count(how);
+	remember_failure(backend, how);
 }
 
 INLINE void note_success(__u32 backend, __u32 service)

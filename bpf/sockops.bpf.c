@@ -57,7 +57,7 @@ int sockops_cb(struct bpf_sock_ops *ctx)
 	if (what == BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB)
 		note_accepted(ctx, peer);
 	else if (ctx->state == SYN_SENT)
-		note_failure(peer->backend_id, peer->service);
+		note_failure(peer->backend_id, peer->service, COUNT_BACKEND_UNANSWERED);
 	set_rto_cb(ctx, false);
 	return PROCEED;
 }

@@ -189,6 +189,8 @@ class Programmer(Protocol):
 class PacketEvents(Protocol):
     """A mode that reports what happens to packets."""
 
+    name: str
+
     def packet_events(self, after: int) -> tuple[list[PacketEvent], int]:
         """Events with larger numbers than `after`, the oldest first, and the number of the latest."""
 
@@ -273,6 +275,14 @@ class View(Protocol):
 
     def close(self) -> None:
         """Give back what it was read through."""
+
+
+@runtime_checkable
+class Unread(Protocol):
+    """A view of a mode whose programs report packets also while no agent takes the reports."""
+
+    def unread_events(self) -> list[PacketEvent]:
+        """What was reported since the agent was gone, as far as there is room for it; it stays for the next agent."""
 
 
 @runtime_checkable

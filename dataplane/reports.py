@@ -37,6 +37,53 @@ class TrafficRow(msgspec.Struct, frozen=True, gc=False):
     protocol: str | None = None
 
 
+class FailureHistory(msgspec.Struct, frozen=True):
+    """How connections to a backend failed: it refused them (a reset answered the SYN), or it did not answer.
+
+    Each count begins anew after ten minutes without such a failure. Times are seconds since 1970; null: never.
+    """
+
+    refused: int
+    last_refused: float | None
+    unanswered: int
+    last_unanswered: float | None
+
+    @property
+    def last(self) -> float:
+        """When a connection failed last; 0: none did."""
+        return max(self.last_refused or 0.0, self.last_unanswered or 0.0)
+
+    @property
+    def last_kind(self) -> str:
+        """How the last connection failed."""
+        return "refused" if (self.last_refused or 0.0) >= (self.last_unanswered or 0.0) else "not answered"
+
+    def text(self, now: float) -> str:
+        """For people: `3 x connection refused, last 2 min ago`; the latest kind of failure first."""
+        kinds = [
+            (last, f"{count} x {name}, last {ago(now - last)}")
+            for count, last, name in (
+                (self.refused, self.last_refused, "connection refused"),
+                (self.unanswered, self.last_unanswered, "no answer"),
+            )
+            if count and last is not None
+        ]
+        return "; ".join(text for _, text in sorted(kinds, reverse=True))
+
+
+def ago(seconds: float) -> str:
+    """How long ago something was, for people: `2 min ago`."""
+    return f"{age(seconds)} ago"
+
+
+def age(seconds: float) -> str:
+    """A duration in the unit that suits it: `8 s`, `2 min`, `3 h`, `4 d`."""
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit}"
+    return f"{max(0, int(seconds))} s"
+
+
 class ServiceRow(msgspec.Struct, kw_only=True):
     """A service port of one address family, as it is programmed.
 
@@ -48,9 +95,10 @@ class ServiceRow(msgspec.Struct, kw_only=True):
         backends: How many backends pods are sent to.
         local_backends: How many of the backends are on this node, with a Local traffic policy.
         affinity: Whether a client stays with its backend (session affinity ClientIP).
+        failing: How many of the backends failed at their last connection, or are ejected.
         when_empty: What happens to new connections while there is no backend.
         id: The number of the service port in the maps.
-        chosen_by: How a backend is chosen: by `connection` (tuple), `client` (address), `round-robin` or `random`.
+        chosen_by: What selects the backend: `connection` (its tuple), `client` (its address), `round-robin`, `random`.
         scheduler: The IPVS scheduler.
         slots: The size of each backend set's slot range.
         proxy_ports: How many ports the relay listens on for it.
@@ -64,6 +112,7 @@ class ServiceRow(msgspec.Struct, kw_only=True):
     backends: int
     local_backends: int | None = None
     affinity: bool = False
+    failing: int | None = None
     when_empty: Literal["reject", "drop"] | None = None
     id: int | None = None
     chosen_by: str | None = None
@@ -84,6 +133,7 @@ class BackendRow(msgspec.Struct, kw_only=True):
         used: Whether new connections may go there.
         state: A message; for an ejected backend it says until when, and why.
         failures: Consecutive connections that the backend refused or did not answer.
+        history: How connections failed, and when; null in a mode that does not know, or where none failed.
         conversations: Connections and datagram sessions that the relay carries to it now.
         service_id: The number of the service port in the maps.
         id: The number of the backend in the maps.
@@ -97,6 +147,7 @@ class BackendRow(msgspec.Struct, kw_only=True):
     used: bool
     state: str | None = None
     failures: int | None = None
+    history: FailureHistory | None = None
     conversations: int | None = None
     service_id: int | None = None
     id: int | None = None
@@ -142,7 +193,7 @@ class PacketEvent(msgspec.Struct, kw_only=True):
         mode: The mode whose programs reported it.
         number: Events are numbered from 1.
         time: Seconds since 1970.
-        what: The kind of event; `trace` is a packet that someone asked to trace.
+        what: The kind of event. `fail`: a backend failed. `trace`: the packet is one that someone asked to trace.
         reason: The name of the counter that counts it.
         message: The reason as text.
         service: The service port, or the service that owns the address; null if neither is known.
@@ -152,12 +203,13 @@ class PacketEvent(msgspec.Struct, kw_only=True):
         backend: The backend that the packet was sent to.
         where: The hook.
         interface: The interface at which the packet came in or went out.
+        flags: The flags of a TCP segment, such as `SYN` or `RST ACK`; null for other protocols and for sockets.
     """
 
     mode: str = ""
     number: int
     time: float
-    what: Literal["drop", "refuse", "note", "trace"]
+    what: Literal["drop", "refuse", "fail", "note", "trace"]
     reason: str
     message: str
     service: str | None
@@ -167,6 +219,7 @@ class PacketEvent(msgspec.Struct, kw_only=True):
     backend: str | None
     where: str
     interface: str | None
+    flags: str | None = None
 
 
 class ExplainStep(msgspec.Struct, frozen=True):

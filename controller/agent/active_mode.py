@@ -38,7 +38,7 @@ from controller.agent.modes import (
 from controller.serving.protocol import ModeStatus
 from controller.settings.config import Config
 from dataplane.errors import DataplaneError, Unsupported
-from dataplane.mode import Drains, Programmer
+from dataplane.mode import Drains, PacketEvents, Programmer
 from dataplane.table import Remembered, ServiceTable
 
 ANSWERS_SECONDS: Final = 1.0  # in which answers to the last datagrams come back the way that they went
@@ -130,6 +130,12 @@ class ActiveMode:
         )  # fmt: skip
         self._open_mode.callback(self.programmer.close)
         self._opened(self.choice)
+
+    @property
+    def reporter(self) -> PacketEvents | None:
+        """The mode that reports packet events: the one that serves, or one that drains; None: neither does."""
+        each = (self.programmer, *self.draining.programmers)
+        return next((programmer for programmer in each if isinstance(programmer, PacketEvents)), None)
 
     def close(self) -> None:
         """Traffic goes on as programmed."""

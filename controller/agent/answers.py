@@ -6,17 +6,16 @@ is one consistent state.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from controller import __version__
 from controller.agent.active_mode import ActiveMode
 from controller.agent.config_follower import ConfigFollower
 from controller.agent.event_queue import EventQueue
+from controller.agent.notebook import Notebook
 from controller.agent.other_proxies import OtherProxiesWatcher
 from controller.agent.process import resident_bytes
 from controller.agent.syncer import Syncer
@@ -63,6 +62,7 @@ class Answers:
     other_proxies: OtherProxiesWatcher
     health: Health
     http: HttpHandlers
+    notebook: Notebook
     switch: Callable[[str | None], p.SwitchAnswer]
 
     def answer(self, query: Query) -> None:
@@ -92,11 +92,13 @@ class Answers:
             case p.RunExplain(packets):
                 return p.ExplainAnswers([programmer.explain(packet) for packet in packets])
             case p.GetEvents(after):
-                mode, reports = self._packet_events()
-                silent = sorted({self.mode.choice.effective, *self.mode.draining.names} - {mode})
-                return p.EventsAnswer(*reports.packet_events(after), mode, silent)
+                reports = self._packet_events()
+                silent = sorted({self.mode.choice.effective, *self.mode.draining.names} - {reports.name})
+                rows, last = reports.packet_events(after)
+                before = [row for row in self.notebook.events_before() if row.number > after] if after < 0 else []
+                return p.EventsAnswer(before + rows, last, reports.name, silent)
             case p.SetTrace(service, client, seconds):
-                self._packet_events()[1].trace(service, client, seconds)
+                self._packet_events().trace(service, client, seconds)
                 return p.TraceAnswer()
             case p.SwitchMode(mode):
                 return self.switch(mode)
@@ -119,26 +121,30 @@ class Answers:
             raise ControllerError(f"{done.lost} flows still need the other proxy's rules ({reasons})")
         return p.HandOverAnswer(dict(done.moved), dict(done.left))
 
-    def _packet_events(self) -> tuple[str, PacketEvents]:
-        """The mode that reports packet events: the one that serves, or one that drains."""
-        name = self.mode.choice.effective
-        for programmer in (self.mode.programmer, *self.mode.draining.programmers):
-            if isinstance(programmer, PacketEvents):
-                return programmer.name, programmer
-        raise ControllerError(f"mode {name} does not report what happens to packets; mode ebpf does")
+    def _packet_events(self) -> PacketEvents:
+        if self.mode.reporter is None:
+            name = self.mode.choice.effective
+            raise ControllerError(f"mode {name} does not report what happens to packets; mode ebpf does")
+        return self.mode.reporter
+
+    def _starting(self) -> str:
+        """What the first table waits for."""
+        if self.syncer.ready_seconds is not None:
+            return ""
+        awaited = ", ".join(f"{kind}s" for kind in self.syncer.cluster.awaited)
+        return f"it waits for {awaited} from {self.source.describe()}" if awaited else "its first table is next"
 
     def _status(self) -> p.AgentStatus:
         syncer, source, drift = self.syncer, self.source, self.health.drift
         cluster, builder = syncer.cluster, syncer.builder
         state = cluster.source_state
         return p.AgentStatus(
-            version=__version__,
-            pid=os.getpid(),
             node=self.mode.config.settings.node_name,
             mode=self.mode.choice,
             draining=self.mode.draining.rows(),
             leaving=self.health.leaving,
             synced=syncer.ready_seconds is not None and not syncer.waits and not drift,
+            starting=self._starting(),
             drift=list(drift),
             generation=builder.table.generation,
             services=len(builder.table.services),

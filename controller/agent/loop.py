@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import signal
 import sys
 import threading
@@ -29,6 +30,7 @@ from controller.agent.event_queue import EventQueue
 from controller.agent.maintenance import Maintenance
 from controller.agent.modes import DRAIN_SECONDS, clean_others, collect, drain_modes, hold_namespace, open_mode
 from controller.agent.node_setup import prepare
+from controller.agent.notebook import Notebook
 from controller.agent.other_proxies import OtherProxiesWatcher
 from controller.agent.process import begin_fast, settle_down, start_logging, trim_memory
 from controller.agent.syncer import MIN_REST, State, Syncer
@@ -40,7 +42,8 @@ from controller.semantics.cluster import Cluster
 from controller.serving.counters import Counters
 from controller.serving.health import Health
 from controller.serving.http_handlers import HttpHandlers
-from controller.serving.protocol import Answer, ModeStatus, Request, SwitchAnswer
+from controller.serving.memory import forget, memory_path
+from controller.serving.protocol import Answer, ModeStatus, Request, StartingAnswer, SwitchAnswer
 from controller.settings.config import Config, available_modes, needs_reopening
 from dataplane.errors import DataplaneError, Unsupported
 from dataplane.kernel import sysctl
@@ -61,8 +64,11 @@ class _MayHaveDrifted:
     """The kernel reports that others may have changed something of ours."""
 
 
+@dataclass(slots=True)
 class _Stop:
     """End, and leave the dataplane as it is."""
+
+    why: str
 
 
 class _OtherModeStopped:
@@ -102,7 +108,7 @@ def run(config: Config, followed: Followed | None = None, flags: Mapping[str, An
     begin_fast()
     agent = Agent(config, followed, flags)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: agent.queue.put(_Stop()))
+        signal.signal(number, lambda got, _: agent.queue.put(_Stop(f"it was stopped by {signal.Signals(got).name}")))
     return agent.run()
 
 
@@ -130,6 +136,7 @@ def cleanup(config: Config, drain: float | None = None) -> int:
         print(f"removed {count} things of mode {name} from this network namespace")
     if not removed:
         print("nothing of ours is here")
+    forget(config.admin_socket)
     return 0
 
 
@@ -223,10 +230,12 @@ class Agent:
             report=lambda reason, note: self.events.of_node("Normal", reason, "SwitchMode", note),
         )  # fmt: skip
         self.maintenance = Maintenance(self.mode, self.health, self.events)
+        self.notebook = Notebook(memory_path(config.admin_socket), self.mode, self.syncer)
         self.answers = Answers(
             self.mode, self.syncer, self.source, self.queue, self.follower, self.other_proxies, self.health, self.http,
-            self._switch,
+            self.notebook, self._switch,
         )  # fmt: skip
+        self._busy_with = ""  # the part of the start in which no query is answered
         self._switched: tuple[str, str] | None = None  # the configured mode, and the one that was asked for instead
         self._unprogrammed: frozenset[str] = frozenset()
         self._relisted = False  # since memory was given back
@@ -244,12 +253,15 @@ class Agent:
         )  # fmt: skip
         with contextlib.ExitStack() as stack:
             stack.enter_context(hold_namespace())
+            self._busy_with = f"it opens mode {self.config.mode}"
+            self._serve_admin(stack)
             self.http.start()
             stack.callback(self.http.close)
             self._start_thread("source", self._run_source)
             stack.callback(self.queue.close)
             stack.callback(self._stop.set)
             stack.callback(self.mode.close)
+            stack.push(self.notebook.leave)
             self.mode.open()
             self.other_proxies.start()
             stack.callback(self.other_proxies.stop)
@@ -257,7 +269,7 @@ class Agent:
             stack.callback(self.events.stop)
             self._read_addresses()
             self._start_thread("links", self._watch_links)
-            self._serve_admin(stack)
+            self._busy_with = ""
             return self._loop()
 
     def _start_thread(self, name: str, target: Callable[[], None]) -> None:
@@ -283,6 +295,8 @@ class Agent:
         stack.callback(server.close)
 
     def _ask(self, request: Request) -> Answer:
+        if part := self._busy_with:
+            return StartingAnswer(os.getpid(), part, time.monotonic() - self.syncer.started)
         return ask(self.queue.put, request)
 
     # The loop
@@ -306,6 +320,7 @@ class Agent:
                 self.mode.maintain(self.syncer.builder.table)
                 self.syncer.flush_log()
                 self._trim_memory()
+                self.notebook.look()
 
     def _handle(self, message: Message) -> int | None:
         """Act on a message; the exit code if the agent is to end."""
@@ -326,20 +341,26 @@ class Agent:
                 self._config_changed(message.found)
             case _Stop():
                 log.info("stopping; the dataplane stays in place and traffic goes on")
+                self.notebook.why = message.why
                 return 0
             case _Fatal():
                 log.error("%s: %s", message.what, message.error)
+                self.notebook.why = f"{message.what}: {message.error}"
                 return 1
         return None
 
     def _sync(self) -> None:
         at_start, first = self.syncer.ready_seconds is None, self.mode.phase is not Phase.SERVING
+        if at_start:
+            self._busy_with = f"mode {self.mode.choice.effective} programs its first table"
         try:
             result = self.syncer.sync(self.mode.programmer, first=first, clients=self.mode.remembered)
         except Unsupported as error:
             if (reverted := self.mode.try_next(error)) is not None:
                 self._reverted(reverted)
             return
+        finally:
+            self._busy_with = ""
         if result is None:
             return
         self.http.follow(self.syncer.builder.health_checks, self.syncer.builder.health_addresses)
@@ -363,6 +384,7 @@ class Agent:
             self.follower.start(lambda found: self.queue.put(_ConfigChanged(found)), self._stop)
 
     def _report_unprogrammed(self, result: SyncResult) -> None:
+        self.notebook.unprogrammed = list(result.unprogrammed)
         reasons = {one.entry: one.reason for one in result.unprogrammed}
         for entry in reasons.keys() - self._unprogrammed:
             log.error("%s is not programmed: %s; the others are", entry, reasons[entry])
@@ -395,6 +417,7 @@ class Agent:
     # The mode and the configuration
 
     def _mode_opened(self, choice: ModeStatus) -> None:
+        self.notebook.opened = True
         self.http.mode = self.other_proxies.mode = choice.effective
         self.maintenance.mode_opened()
         if self.syncer.ready_seconds is None:

@@ -2,58 +2,44 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import ip_address
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 from controller.agent.modes import open_mode
-from controller.commands.names import Asked, asked_for, checked
 from controller.errors import ControllerError
-from controller.serving.admin import NoAgentError, ask
-from controller.serving.protocol import GetNames, NamesAnswer
+from controller.serving.admin import NoAgentError, StartingError, ask
+from controller.serving.memory import Memory, how_it_ended, memory_path, recall
+from controller.serving.protocol import GetNames, LeftBehind, NamesAnswer, NoAgentStatus
 from controller.settings.config import available_modes
 from dataplane.errors import DataplaneError, Unsupported
 from dataplane.kernel import conntrack
-from dataplane.mode import Options, View, belongs
-from dataplane.reports import BackendRow, FlowRow, ServiceRow
+from dataplane.mode import Options, Unread, View, belongs
+from dataplane.reports import BackendRow, FlowRow, PacketEvent, ServiceRow
 from dataplane.table import Protocol
 
 ALL: Final = 1 << 30
 
-Row = TypeVar("Row", ServiceRow, BackendRow)
-
 
 class Programmed(NamedTuple):
-    """Each mode that programmed something here, with its view, and the names that the agent gave (None: none runs)."""
+    """Each mode that programmed something here, with its view, and the names that the agent gave (None: none answers).
+
+    Without an agent, names are those that the last one wrote down, and `note` says what is known of it.
+    """
 
     views: list[tuple[str, View]]
     agent: NamesAnswer | None
+    note: str = ""
 
     def services(self, of: str | None = None) -> list[ServiceRow]:
         """A row for each service port (see `View.services`); of one service (namespace/name), for its own."""
-        rows = _of_mode((name, view.services()) for name, view in self.views)
-        return [row for row in rows if belongs(row.name, of)]
+        return [row for _, view in self.views for row in view.services() if belongs(row.name, of)]
 
     def backends(self, of: str | None = None) -> list[BackendRow]:
         """A row for each backend of each service port, or of this one's alone (see `View.backends`)."""
-        return _of_mode((name, view.backends(of)) for name, view in self.views)
-
-    def asked(self, service: str | None, namespace: str | None = None) -> Asked:
-        """The service that somebody named (see `asked_for`), which must be programmed here.
-
-        Raises:
-            ControllerError: it is not (UnknownName), or no agent runs that knows names.
-            ConfigError: the names do not go together.
-        """
-        asked = asked_for(service, namespace)
-        if not any(asked):
-            return asked
-        names = {row.name for row in self.services()}
-        if names == {None}:
-            raise ControllerError("no agent is running, so the names of services are not known: list them all")
-        return checked(asked, names)
+        return [row for _, view in self.views for row in view.backends(of)]
 
     def flows(self, limit: int, of: str | None = None) -> tuple[list[FlowRow], int]:
         """At most `limit` flows of each mode, or of one alone, and how many there are; those of modes that drain first.
@@ -94,16 +80,6 @@ class Programmed(NamedTuple):
             view.close()
 
 
-def _of_mode(found: Iterable[tuple[str, list[Row]]]) -> list[Row]:
-    """All rows, each with its mode."""
-    rows = []
-    for name, own in found:
-        for row in own:
-            row.mode = name
-        rows += own
-    return rows
-
-
 def _ends(row: FlowRow) -> tuple[str, str, str]:
     return row.protocol, row.client, row.frontend
 
@@ -132,35 +108,72 @@ def programmed(admin_socket: str, pin_root: str | None = None, *, draining: bool
         ControllerError: nothing is programmed in this network namespace, or the agent answers with an error.
         DataplaneError: it cannot be read.
     """
-    agent = None
+    agent, note = None, ""
     try:
         agent = ask(admin_socket, GetNames(), NamesAnswer)
-    except NoAgentError:
-        views = list(left_here(pin_root))
+    except NoAgentError as error:
+        memory = recall(memory_path(admin_socket))
+        views = list(left_here(pin_root, memory))
+        note = _note(admin_socket, memory, error)
     else:
         modes = [agent.mode, *(agent.draining if draining else ())]
         views = list(views_of(modes, pin_root or agent.pin_root, agent.names))
     if not views:
         raise ControllerError("nothing is programmed in this network namespace")
-    return Programmed(views, agent)
+    return Programmed(views, agent, note)
 
 
-def checked_service(args: argparse.Namespace) -> str | None:
-    """The service that a command is asked for by NAME and -n, with its namespace; it is programmed here.
-
-    Raises:
-        ControllerError, ConfigError: as `Programmed.asked`.
-    """
-    if not (args.service or args.namespace):
-        return None
-    with contextlib.closing(programmed(args.admin_socket, getattr(args, "pin_root", None), draining=True)) as here:
-        return here.asked(args.service, args.namespace).service
-
-
-def left_here(pin_root: str | None) -> Iterator[tuple[str, View]]:
-    """Name and view of each mode that left something here, without the names of services."""
+def left_here(pin_root: str | None, memory: Memory | None = None) -> Iterator[tuple[str, View]]:
+    """Name and view of each mode that left something here, with the names that the agent wrote down."""
+    names = memory.names if memory else {}
+    pin_root = pin_root or (memory.pin_root if memory else None)
     # A mode that cannot run here has left nothing.
-    return views_of(available_modes(), pin_root, {}, passed_over=(Unsupported,))
+    return views_of(available_modes(), pin_root, names, passed_over=(Unsupported,))
+
+
+def without_agent(admin_socket: str, pin_root: str | None, error: NoAgentError) -> NoAgentStatus:
+    """What is known while no agent answers: what is programmed, and what the last agent wrote down."""
+    path = memory_path(admin_socket)
+    memory = recall(path)
+    left = {}
+    for name, view in left_here(pin_root, memory):
+        with contextlib.closing(view):
+            left[name] = LeftBehind(view.place, len(view.services()))
+    starting = error.part if isinstance(error, StartingError) else ""
+    if memory is None:
+        return NoAgentStatus(reason=str(error), programmed=left, starting=starting)
+    return NoAgentStatus(
+        reason=str(error),
+        programmed=left,
+        starting=starting,
+        gone=how_it_ended(path, memory),
+        error=memory.error,
+        unprogrammed=memory.unprogrammed,
+        problems=memory.problems,
+    )
+
+
+def remembered_events(admin_socket: str, error: NoAgentError) -> tuple[list[str], list[PacketEvent], str]:
+    """Names of service ports, packet events until the agent was gone and since then, and a note about that."""
+    memory = recall(memory_path(admin_socket))
+    events = list(memory.events) if memory else []
+    names = set(memory.names.values()) if memory else set[str]()
+    for _, view in left_here(None, memory):
+        with contextlib.closing(view):
+            names |= {row.name for row in view.services() if row.name}
+            if isinstance(view, Unread):
+                events += view.unread_events()
+    events = [row for row in events if row.what != "trace"]
+    return sorted(names), events, _note(admin_socket, memory, error)
+
+
+def _note(admin_socket: str, memory: Memory | None, error: NoAgentError) -> str:
+    """For people."""
+    if isinstance(error, StartingError):
+        return f"{error}; this is what the agent before it left"
+    if memory is None:
+        return f"{error}, and nothing is known of one that was here: names may be missing"
+    return how_it_ended(memory_path(admin_socket), memory).text(time.time())
 
 
 def views_of(

@@ -1,70 +1,137 @@
-"""`drops` and `trace`: what happens to packets, as the programs report it to the running agent."""
+"""`drops` and `trace`: what happens to packets, as the programs report it to the agent, or reported to one before."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from datetime import datetime
+from collections.abc import Iterator
 from ipaddress import ip_address
-from typing import Final
+from typing import Final, NamedTuple
 
-import msgspec
-
-from controller.commands.names import Asked
-from controller.commands.views import checked_service
+from controller.commands.names import asked_for, checked
+from controller.commands.packet_columns import event_columns
+from controller.commands.terminal import print_rows, print_stream, screen
 from controller.errors import ConfigError
-from controller.serving.admin import ask
-from controller.serving.protocol import EventsAnswer, GetEvents, SetTrace, TraceAnswer
+from controller.serving.admin import NoAgentError, ask
+from controller.serving.protocol import EventsAnswer, GetEvents, GetNames, NamesAnswer, SetTrace, TraceAnswer
+from controller.settings.forms import duration
+from dataplane.mode import belongs
 from dataplane.reports import PacketEvent
 
 LOOK_SECONDS: Final = 0.5
 NONE: Final = 1 << 62  # no event has a larger number
+ALL: Final = -NONE  # those of agents before this one, too
 LEASE_SECONDS: Final = 5.0  # a trace ends so long after nobody looks any more
 
 
 def show(command: str, args: argparse.Namespace) -> int:
     """Print what happened, or what happens until Ctrl-C; the exit code."""
-    args.service = checked_service(args)
+    since = _since(args) if command == "drops" else None
+    try:
+        names = ask(args.admin_socket, GetNames(), NamesAnswer).names.values()
+    except NoAgentError as error:
+        if command == "trace" or args.follow:
+            raise
+        return _show_remembered(args, since, error)
+    args.service = checked(asked_for(args.service, getattr(args, "namespace", None)), names).service
     if silent := ask(args.admin_socket, GetEvents(NONE), EventsAnswer).silent:
-        print(f"(mode {' and '.join(silent)} reports no packets; `status` has what it counts)", file=sys.stderr)
+        _say(f"mode {' and '.join(silent)} reports no packets; `status` has what it counts")
     if command == "trace":
-        _print(args, _limited(_traced(args), args.limit), lines=True)
-        return 0
+        return _show_trace(args)
     if args.follow:
-        _print(args, _limited(_followed(args), args.limit), lines=True)
+        _stream(args, _followed(args, since))
         return 0
-    rows = _events(args, 0)[0]
-    _print(args, rows[-args.limit :], lines=False)
+    rows = _within(_events(args, ALL).rows, since)
+    _print(args, rows, "" if since is None else f" in the last {args.since}")
     return 0
 
 
-def _events(args: argparse.Namespace, after: int) -> tuple[list[PacketEvent], int]:
-    """Events with larger numbers that are asked for, and the number of the latest."""
+def _show_remembered(args: argparse.Namespace, since: float | None, error: NoAgentError) -> int:
+    """What the agent that was here wrote down, and what the programs have reported to nobody since then."""
+    from controller.commands.views import remembered_events
+
+    names, events, note = remembered_events(args.admin_socket, error)
+    args.service = checked(asked_for(args.service, getattr(args, "namespace", None)), names).service
+    rows = [row for row in events if belongs(row.service, args.service)]
+    _print(args, _within(rows, since), "" if since is None else f" in the last {args.since}")
+    _say(note)
+    return 0
+
+
+def _print(args: argparse.Namespace, rows: list[PacketEvent], when: str) -> None:
+    shown = rows[-args.limit :]
+    if shown or args.output != "text":
+        print_rows(args, event_columns(screen(), time.time()), shown)
+    if len(shown) < len(rows):
+        _say(f"{len(shown)} of {len(rows)} events; --limit shows more")
+    if not rows:
+        whose = f" of {args.service}" if args.service else ""
+        _say(f"no packet{whose} was dropped or rejected{when}, and no backend failed, as far as events are kept")
+
+
+def _show_trace(args: argparse.Namespace) -> int:
+    _say(f"tracing for {args.seconds:g} s; Ctrl-C ends it earlier")
+    if not _stream(args, _traced(args)):
+        whose = " ".join(filter(None, (f" of {args.service}" if args.service else "", _client_text(args))))
+        _say(f"no packet{whose} was seen in {args.seconds:g} s")
+    return 0
+
+
+def _client_text(args: argparse.Namespace) -> str:
+    return f"from or to {args.client}" if args.client else ""
+
+
+def _stream(args: argparse.Namespace, rows: Iterator[PacketEvent]) -> int:
+    """Print events as they come; how many there were."""
+    shown = 0
+
+    def counted() -> Iterator[PacketEvent]:
+        nonlocal shown
+        for row in rows:
+            shown += 1
+            yield row
+            if shown >= args.limit:
+                return
+
+    with contextlib.suppress(KeyboardInterrupt):
+        print_stream(args, event_columns(screen(), None), counted(), LIKELY)
+    return shown
+
+
+class _Events(NamedTuple):
+    """Events that are asked for, and the number of the latest of all."""
+
+    rows: list[PacketEvent]
+    last: int
+
+
+def _events(args: argparse.Namespace, after: int) -> _Events:
+    """Those with larger numbers."""
     answer = ask(args.admin_socket, GetEvents(after), EventsAnswer)
     for row in answer.events:
-        row.mode = answer.mode
-        if answer.silent and args.output != "json":
-            row.where = f"mode {answer.mode}, {row.where}"
+        row.mode = row.mode or answer.mode
+        if answer.silent and args.output == "text":
+            row.where = f"mode {row.mode}, {row.where}"
     traced = args.command == "trace"
     rows = [row for row in answer.events if traced or row.what != "trace"]
-    asked = Asked(args.service, args.namespace)
-    return [row for row in rows if asked.has(row.service)], answer.last
+    return _Events([row for row in rows if belongs(row.service, args.service)], answer.last)
 
 
-def _followed(args: argparse.Namespace) -> Iterator[PacketEvent]:
-    after = 0
+def _followed(args: argparse.Namespace, since: float | None) -> Iterator[PacketEvent]:
+    rows, after = _events(args, 0 if since is None else ALL)
+    yield from _within(rows, since)
     while True:
+        time.sleep(LOOK_SECONDS)
         rows, after = _events(args, after)
         yield from rows
-        time.sleep(LOOK_SECONDS)
 
 
 def _traced(args: argparse.Namespace) -> Iterator[PacketEvent]:
     client = _address(args.client)
     end = time.monotonic() + args.seconds
-    after = ask(args.admin_socket, GetEvents(0), EventsAnswer).last
+    after = ask(args.admin_socket, GetEvents(NONE), EventsAnswer).last
     while time.monotonic() < end:
         ask(args.admin_socket, SetTrace(args.service, client, LEASE_SECONDS), TraceAnswer)
         time.sleep(min(LOOK_SECONDS, max(0.0, end - time.monotonic())))
@@ -80,38 +147,34 @@ def _address(text: str | None) -> str | None:
         raise ConfigError(f"--client {text!r}: is not an IP address") from None
 
 
+def _since(args: argparse.Namespace) -> float | None:
+    """The moment that --since names, in seconds since 1970; None: any."""
+    if args.since is None:
+        return None
+    seconds = duration(args.since)
+    if seconds is None or seconds <= 0:
+        raise ConfigError(f"--since {args.since!r}: is not a duration, such as 30s, 5m or 2h")
+    return time.time() - seconds
+
+
+def _within(rows: list[PacketEvent], since: float | None) -> list[PacketEvent]:
+    return rows if since is None else [row for row in rows if row.time >= since]
+
+
 def _ends(row: PacketEvent) -> set[str]:
     return {end.rpartition(":")[0].strip("[]") for end in (row.source, row.destination)}
 
 
-def _limited(rows: Iterator[PacketEvent], limit: int) -> Iterator[PacketEvent]:
-    for number, row in enumerate(rows, 1):
-        yield row
-        if number >= limit:
-            return
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
-def _print(args: argparse.Namespace, rows: Iterable[PacketEvent], *, lines: bool) -> None:
-    """For people a line each. JSON: a list, or, of what has no end, an object a line."""
-    if args.output == "json" and not lines:
-        print(msgspec.json.format(msgspec.json.encode(list(rows)), indent=2).decode())
-        return
-    nothing = True
-    try:
-        for row in rows:
-            nothing = False
-            print(msgspec.json.encode(row).decode() if args.output == "json" else _line(row), flush=lines)
-    except KeyboardInterrupt:
-        return
-    if nothing and not lines:
-        print("none", file=sys.stdout)
-
-
-def _line(row: PacketEvent) -> str:
-    when = datetime.fromtimestamp(row.time).astimezone().strftime("%H:%M:%S.%f")[:-3]
-    where = row.where + (f", {row.interface}" if row.interface else "")
-    backend = f" (backend {row.backend})" if row.backend else ""
-    return (
-        f"{when} {row.reason}  {row.service or '-'}  {row.protocol} {row.source} -> {row.destination}"
-        f"{backend}  {where}: {row.message}"
+# For the widths of columns whose rows are still to come.
+LIKELY: Final = [
+    PacketEvent(
+        number=0, time=0.0, what="drop", reason="new_flow", message="a flow to a backend was created",
+        service="kube-system/kube-dns:dns-tcp", protocol="TCP", source="255.255.255.255:65535",
+        destination="255.255.255.255:65535", backend="255.255.255.255:65535", where="from a pod", interface=None,
+        flags="PSH ACK",
     )
+]  # fmt: skip

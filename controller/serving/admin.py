@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from controller.errors import ControllerError
-from controller.serving.protocol import ANSWERS, REQUESTS, Answer, FailedAnswer, Request
+from controller.serving.protocol import ANSWERS, REQUESTS, Answer, FailedAnswer, Request, StartingAnswer
 from controller.settings.config import ADMIN_SOCKET
 from dataplane.kernel.host_paths import in_initial_netns, netns_number
 
@@ -39,6 +39,14 @@ class NoAgentError(ControllerError):
     """Nobody listens at the admin socket."""
 
 
+class StartingError(NoAgentError):
+    """An agent listens at the admin socket that cannot answer yet; `part` is what it is doing, and for how long."""
+
+    def __init__(self, answer: StartingAnswer) -> None:
+        self.part = f"{answer.part}, for {answer.seconds:.0f} s"
+        super().__init__(f"agent {answer.pid} is starting: {self.part}")
+
+
 def socket_path(asked: str) -> Path:
     """The socket of this network namespace's agent; the default name serves the machine's own namespace."""
     if asked != ADMIN_SOCKET or in_initial_netns():
@@ -50,7 +58,7 @@ def ask(asked: str, request: Request, expected: type[A]) -> A:
     """Send one request to the running agent; returns its answer.
 
     Raises:
-        NoAgentError: there is none.
+        NoAgentError: there is none, or one that is starting (StartingError).
         ControllerError: it answered with an error, or it is of another version than this command.
     """
     path = socket_path(asked)
@@ -75,6 +83,8 @@ def ask(asked: str, request: Request, expected: type[A]) -> A:
         raise ControllerError(f"{path}: {other}") from error
     if isinstance(answer, FailedAnswer):
         raise ControllerError(answer.failed)
+    if isinstance(answer, StartingAnswer):
+        raise StartingError(answer)
     if not isinstance(answer, expected):
         raise ControllerError(f"{path}: the agent gave another answer than was asked for")
     return answer

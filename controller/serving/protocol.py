@@ -7,13 +7,14 @@ Both sides are tagged unions in JSON: a request names its `command`, an answer i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Final
 
 import msgspec
 
 from controller.kubernetes.model import KindState, Problem
 from dataplane.mode import ProbePacket
-from dataplane.reports import Ejection, ExplainAnswer, FlowRow, PacketEvent, Status, TrafficRow
+from dataplane.reports import Ejection, ExplainAnswer, FlowRow, PacketEvent, Status, TrafficRow, Unprogrammed, ago
 
 # The status of an agent
 
@@ -120,13 +121,12 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
 
     Attributes:
         agent: true; false is in NoAgentStatus.
-        version: The version of the agent.
-        pid: Its process.
         node: The name of the node.
         mode: The mode that serves, and the one that was asked for.
         draining: The modes that were left and still have flows.
         leaving: Whether load balancers are told to send nothing to this node (`hybrid-proxy drain`).
         synced: Whether everything known is programmed and in place.
+        starting: What the agent waits for until its first table is programmed; empty after that.
         drift: What others changed and the agent could not repair yet.
         generation: The number of the service table; each change makes another table.
         services: How many Services the table has.
@@ -149,13 +149,12 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
     """
 
     agent: bool = True
-    version: str
-    pid: int
     node: str
     mode: ModeStatus
     draining: list[DrainingMode]
     leaving: bool
     synced: bool
+    starting: str = ""
     drift: list[str]
     generation: int
     services: int
@@ -184,12 +183,51 @@ class LeftBehind(msgspec.Struct, frozen=True):
     service_ports: int
 
 
+class Gone(msgspec.Struct, frozen=True):
+    """An agent that does not answer: since when, and why, as far as that can be known.
+
+    Attributes:
+        pid: Its process.
+        started: When it started, in seconds since 1970.
+        since: When it ended, or, unless `exact`, when it showed last that it lives, to a second.
+        exact: Whether it wrote down when it ended.
+        why: A message.
+    """
+
+    pid: int
+    started: float
+    since: float
+    exact: bool
+    why: str
+
+    def text(self, now: float) -> str:
+        """For people: `agent 4711 is gone since 10:33:44 UTC, 2 min ago: SIGTERM`."""
+        when = f"{'' if self.exact else 'about '}{clock(self.since, now)}, {ago(now - self.since)}"
+        return f"agent {self.pid} is gone since {when}: {self.why}"
+
+
+def clock(moment: float, now: float) -> str:
+    """A time of the day, with the date if it was not within a day of now."""
+    form = "%H:%M:%S UTC" if abs(now - moment) < 86_400 else "%Y-%m-%d %H:%M:%S UTC"
+    return f"{datetime.fromtimestamp(moment, UTC):{form}}"
+
+
 class NoAgentStatus(msgspec.Struct, kw_only=True, frozen=True):
-    """No agent answers, for `reason`; `programmed` is by mode what serves as last programmed."""
+    """No agent answers, for `reason`; `programmed` is by mode what serves as last programmed.
+
+    `gone` is the agent that was here, null if nothing is known of one. `starting` is what an agent is doing that starts
+    at the moment, empty: there is none. `error`, `unprogrammed` and `problems` are as the agent knew them last: why its
+    last sync failed, service ports that are not served, objects that were refused.
+    """
 
     agent: bool = False
     reason: str
     programmed: dict[str, LeftBehind]
+    starting: str = ""
+    gone: Gone | None = None
+    error: str = ""
+    unprogrammed: list[Unprogrammed] = []
+    problems: list[Problem] = []
 
 
 # Requests
@@ -214,7 +252,7 @@ class RunExplain(msgspec.Struct, frozen=True, tag_field="command", tag="explain"
 
 
 class GetEvents(msgspec.Struct, frozen=True, tag_field="command", tag="events"):
-    """Packet events with larger numbers."""
+    """Packet events with larger numbers. Those of agents before this one have numbers up to 0."""
 
     after: int
 
@@ -313,6 +351,14 @@ class TraceAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="trace"):
     """To `SetTrace`: it is on."""
 
 
+class StartingAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="starting"):
+    """To any request: the agent is not ready to answer, because it is at `part` of its start."""
+
+    pid: int
+    part: str
+    seconds: float
+
+
 class SwitchAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="switch"):
     """To `SwitchMode`: the mode before, and the one that is open now and programs its first table."""
 
@@ -346,6 +392,7 @@ Answer = (
     | ExplainAnswers
     | EventsAnswer
     | TraceAnswer
+    | StartingAnswer
     | SwitchAnswer
     | HandOverAnswer
     | DrainAnswer

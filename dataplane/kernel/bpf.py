@@ -24,6 +24,7 @@ from dataplane.kernel._libbpf import ffi
 
 SCHED_CLS = 3  # BPF_PROG_TYPE_SCHED_CLS
 ARRAY, ARRAY_OF_MAPS = 2, 12  # BPF_MAP_TYPE_
+RINGBUF_BUSY, RINGBUF_DISCARDED = 1 << 31, 1 << 30  # BPF_RINGBUF_BUSY_BIT, BPF_RINGBUF_DISCARD_BIT
 LOG_SIZE = 1 << 24  # kernels before 6.4 keep the beginning of a longer log, and say ENOSPC instead of their reason
 _untouched = ffi.new_allocator(should_clear_after_alloc=False)  # memory that nobody writes costs nothing
 
@@ -240,6 +241,30 @@ class Map:
             return mmap.mmap(self.fd, self.entries * dtype.itemsize, mmap.MAP_SHARED)
         except OSError as error:
             raise BpfError(f"mapping {self.name}", error.errno or errno.EINVAL) from error
+
+    def unread(self) -> list[bytes]:
+        """The records of a ring buffer that its reader has not taken; they stay there for it.
+
+        The layout is that of kernel/bpf/ringbuf.c: a page with the reader's position, one with the writer's, the data.
+        Each record begins with its length, whose upper bits say that it is not written yet, or was discarded.
+        """
+        page, size = mmap.PAGESIZE, self.entries
+        with (
+            mmap.mmap(self.fd, page, mmap.MAP_SHARED, mmap.PROT_READ) as taken,
+            mmap.mmap(self.fd, page + size, mmap.MAP_SHARED, mmap.PROT_READ, offset=page) as rest,
+        ):
+            position, end = (int.from_bytes(known[:8], sys.byteorder) for known in (taken, rest))
+            data = 2 * rest[page:]  # a record may go on at the beginning
+        records = []
+        while position < end:
+            start = position % size
+            length = int.from_bytes(data[start : start + 4], sys.byteorder)
+            if length & RINGBUF_BUSY:
+                break
+            if not length & RINGBUF_DISCARDED:
+                records.append(data[start + 8 : start + 8 + length])
+            position += 8 + (length & ~RINGBUF_DISCARDED) + 7 & ~7
+        return records
 
     def close(self) -> None:
         """Give the descriptor back. Views stay valid as long as somebody holds them."""

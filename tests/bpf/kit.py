@@ -339,7 +339,7 @@ class Bench:
         row["primary4"] = layout.address_words([NETS[4].primary])[0, 0]
         row["primary6"] = layout.address_words([NETS[6].primary])[0]
         self.maps.maps["reject_budget"].update(bytes(4), bytes(8 * cpus()))
-        for name in ("own_addresses", "interfaces", "equal_routes", "equal_paths"):
+        for name in ("own_addresses", "interfaces", "equal_routes", "equal_paths", "failures"):
             set_elements(self.maps.maps[name], {})
 
     def forget(self) -> None:

@@ -16,7 +16,7 @@ from dataplane.modes.ebpf.events import Journal
 from dataplane.modes.ebpf.reasons import WORDS, kind_of
 from dataplane.table import WhenEmpty
 
-from .kit import DROP, NETS, REDIRECT, Bench, Net, cpus, datagram, frame, segment, service, syn
+from .kit import DROP, HZ, NETS, REDIRECT, Bench, Net, cpus, datagram, frame, moments, read, segment, service, syn
 
 ROOT = Path(__file__).parents[2]
 COUNTERS = {n.removeprefix("COUNT_").lower() for n in layout.abi_constants() if n.startswith("COUNT_")}
@@ -69,7 +69,7 @@ def test_a_drop_event_has_its_tuple_reason_and_service(events: EventReader, net:
     wanted = {
         "what": "drop", "reason": "drop_empty", "service": "default/web:http", "protocol": "TCP",
         "source": socket(net.client, 41234), "destination": socket(net.vip, 80), "backend": None,
-        "where": "from a pod", "interface": "lo",
+        "where": "from a pod", "interface": "lo", "flags": "SYN",
     }  # fmt: skip
     assert {key: getattr(row, key) for key in wanted} == wanted
 
@@ -78,8 +78,29 @@ def test_an_event_of_a_rejected_port_names_the_service_of_the_address(events: Ev
     events.bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
     assert events.bench.ingress(frame(net, net.client, net.vip, syn(dport=81)))[0] == REDIRECT
     (row,) = events.rows()
-    assert (row.what, row.reason, row.service) == ("refuse", "reject", "default/web")
+    assert (row.what, row.reason, row.service) == ("refuse", "reject_no_port", "default/web")
     assert row.destination == socket(net.vip, 81)
+
+
+def test_a_backend_that_refuses_causes_an_event(events: EventReader, net: Net) -> None:
+    events.bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
+    there = read(events.bench.ingress(frame(net, net.client, net.vip, syn(41234)))[1])
+    back = frame(net, there.dst, there.src, segment(8080, 41234, "RA", 0, 1001), from_backend=True)
+    events.bench.egress(back)
+    events.bench.egress(back)  # a copy says nothing new
+    (row,) = events.rows()
+    assert (row.what, row.reason, row.service) == ("fail", "backend_refused", "default/web:http")
+    assert (row.backend, row.source, row.flags) == (*[socket(net.backends[0], 8080)] * 2, "RST ACK")
+
+
+def test_a_backend_that_does_not_answer_causes_an_event(events: EventReader, net: Net) -> None:
+    events.bench.serve(service(net.vip, 80, [(address, 8080) for address in net.backends[:2]]))
+    first = read(events.bench.ingress(frame(net, net.client, net.vip, syn()))[1])
+    events.bench.age(net.family, seen=HZ, started_or_fin=moments(HZ))
+    events.bench.ingress(frame(net, net.client, net.vip, syn()))
+    (row,) = events.rows()
+    assert (row.what, row.reason, row.service) == ("fail", "backend_unanswered", "default/web:http")
+    assert (row.backend, row.destination) == (socket(first.dst, 8080), socket(net.vip, 80))
 
 
 def test_a_full_table_causes_an_event(net: Net) -> None:
@@ -168,7 +189,7 @@ def test_packets_of_known_flows_leave_room_for_others(events: EventReader, net: 
     assert {row.reason for row in routine} <= {"dnat", "fast"}
     assert len(routine) <= 2 * (BURST // 2) * cpus()
     bench.ingress(frame(net, net.client, net.vip, datagram(dport=81)))
-    assert [row.reason for row in events.rows()] == ["reject"]
+    assert [row.reason for row in events.rows()] == ["reject_no_port"]
 
 
 def test_the_journal_keeps_a_thousand_and_numbers_them(events: EventReader) -> None:

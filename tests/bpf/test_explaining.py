@@ -121,7 +121,7 @@ def test_refusals_and_drops_say_why(bench: Bench, net: Net) -> None:
     refused = bench.explain(frame(net, net.client, net.vip2, syn()))
     assert (refused.verdict, steps(refused)[-3:]) == ("reject", ["empty", "reject", "verdict"])
     closed = bench.explain(frame(net, net.client, net.vip2, syn(dport=81)))
-    assert (closed.verdict, steps(closed)[-3:]) == ("reject", ["frontend", "reject", "verdict"])
+    assert (closed.verdict, steps(closed)[-3:]) == ("reject", ["frontend", "reject_no_port", "verdict"])
 
 
 def test_what_is_no_services_ends_at_the_first_look(bench: Bench, net: Net) -> None:

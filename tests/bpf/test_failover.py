@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import time
+
+import numpy as np
 import pytest
 
 from dataplane.modes.ebpf import layout
+from dataplane.modes.ebpf.failures import forget_former, histories
+from dataplane.reports import FailureHistory
 from dataplane.table import Protocol
 
 from .kit import (
@@ -217,3 +223,67 @@ def test_no_route_left_for_a_repeat(bench: Bench, net: Net) -> None:
     verdict, out = bench.ingress(frame(net, net.client, net.vip, syn()))
     assert (verdict, read(out).tuple) == (REDIRECT, (net.vip, 80, net.client, 40000))
     assert bench.count("failover") == 0
+
+
+# --- what is remembered of failures
+
+
+def history(bench: Bench) -> FailureHistory | None:
+    """Of the one backend of the one service that is served."""
+    found = histories(bench.maps.maps)
+    return next(iter(found.values()), None)
+
+
+def test_refusals_and_silence_are_remembered_apart_and_with_their_times(bench: Bench, net: Net) -> None:
+    bench.serve(web(net, 1))
+    assert history(bench) is None
+    began = time.time()
+    for sport in (40001, 40002, 40003):
+        answer(bench, net, connect(bench, net, sport), "RA")
+    refused = history(bench)
+    assert refused is not None
+    assert (refused.refused, refused.unanswered, refused.last_unanswered) == (3, 0, None)
+    assert began - 1 <= (refused.last_refused or 0) <= time.time() + 1
+    connect(bench, net, 40004)
+    wait(bench, net)
+    connect(bench, net, 40004)
+    silent = history(bench)
+    assert silent is not None
+    assert (silent.refused, silent.last_refused, silent.unanswered) == (3, pytest.approx(refused.last_refused), 1)
+    assert (silent.last_unanswered or 0) >= (refused.last_refused or 0)
+    assert (bench.count("backend_refused"), bench.count("backend_unanswered")) == (3, 1)
+
+
+def test_an_answer_ends_the_row_of_failures_and_not_the_memory_of_them(bench: Bench, net: Net) -> None:
+    bench.serve(web(net, 1))
+    answer(bench, net, connect(bench, net, 40001), "RA")
+    answer(bench, net, connect(bench, net, 40002), "SA")
+    kept = history(bench)
+    assert (failures(bench, net), kept and kept.refused) == ({}, 1)
+
+
+def test_a_series_ends_after_ten_minutes(bench: Bench, net: Net) -> None:
+    bench.serve(web(net, 1))
+    answer(bench, net, connect(bench, net, 40001), "RA")
+    known = bench.maps.maps["failures"]
+    (number,), rows = known.items(np.dtype(np.uint32), layout.dtype_of("failures"))
+    rows["refused_at"] -= np.uint64(601 * 10**9)
+    known.update(int(number).to_bytes(4, sys.byteorder), rows.tobytes())
+    answer(bench, net, connect(bench, net, 40002), "RA")
+    kept = history(bench)
+    assert kept is not None
+    assert kept.refused == 1
+
+
+def test_a_number_that_is_given_again_has_no_history(bench: Bench, net: Net) -> None:
+    bench.serve(web(net, 1))
+    answer(bench, net, connect(bench, net), "RA")
+    assert history(bench) is not None
+    bench.serve()
+    bench.forget_flows()
+    bench.settle()
+    bench.serve(service(net.vip, 80, [(net.backends[3], 8080)]))
+    assert history(bench) is None
+    forget_former(bench.maps.maps)
+    ids, _ = bench.maps.maps["failures"].items(np.dtype(np.uint32), layout.dtype_of("failures"))
+    assert not len(ids)

@@ -153,7 +153,7 @@ def test_an_unknown_tcp_port_is_reset(bench: Bench, net: Net) -> None:
     assert (tcp.flags, tcp.ack, tcp.seq, tcp.window) == ("RA", 1001, 0, 0)
     assert tcp.options == TCP(read(packet).l4).options
     assert bench.flow_count(net.family) == (0, 0)
-    assert bench.count("reject") == 1
+    assert bench.count("reject_no_port") == 1
 
 
 @pytest.mark.parametrize("seq", [0xFFFFFFFF, 0, 0x7FFFFFFF])

@@ -286,7 +286,7 @@ def test_large_transfer_over_a_smaller_mtu(bench: Bench, narrow: None, service_p
         assert download(connection, size) == size
 
 
-@pytest.mark.row("2.23", "a backend's ICMP error comes back as the VIP's")
+@pytest.mark.row("2.23", "a backend's ICMP error comes back as the ClusterIP's")
 def test_a_closed_port_of_a_backend_is_refused(bench: Bench, family: int) -> None:
     """The backend's own ICMP error, about the pod's address, comes back as one about the VIP."""
     service = bench.service("pod2", protocol="UDP", target=UDP)

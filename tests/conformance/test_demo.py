@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from tests.waiting import until
 from workshop.lab import namespace
 from workshop.lab.network import RUN
+from workshop.lab.recording import LINE
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
@@ -46,6 +50,24 @@ def test_the_demonstration_does_what_it_says() -> None:
     assert len(summary["checks"]) >= 20
     assert all(good for good, _ in summary["checks"])
     assert not traces()
+    shown = [without_figures(line) for line in recorded(ROOT / "docs/demo.svg")]
+    assert shown == [without_figures(line) for line in result.stderr.splitlines()], "run `make pictures`"
+
+
+def recorded(picture: Path) -> list[str]:
+    """The lines of text in a recording."""
+    rows: defaultdict[float, list[tuple[float, str]]] = defaultdict(list)
+    for found in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text"):
+        rows[float(found.attrib["y"])].append((float(found.attrib["x"]), found.text or ""))
+    height = min(rows)
+    lines = [""] * round((max(rows) - height) / LINE + 1)
+    for y, parts in rows.items():
+        lines[round((y - height) / LINE)] = " ".join(text for _, text in sorted(parts))
+    return lines
+
+
+def without_figures(line: str) -> str:
+    return " ".join(re.sub(r"\d[\d.,]*", "0", line).split())
 
 
 def test_a_lab_stays_up_until_it_is_taken_down() -> None:

@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -67,13 +68,19 @@ def ask_at_once(bench: Bench, place: str, target: tuple[str, int], family: int, 
     return seen
 
 
-def states(bench: Bench, service: Service) -> dict[str, str]:
-    """What `backends` says of each, by address and port."""
+def listed(bench: Bench, command: str, service: Service) -> list[dict[str, Any]]:
+    """What a listing says of the service."""
     done = bench.agent.command(
-        "backends", f"conformance/{service.name}", "-o", "json", "--admin-socket", str(bench.agent.socket)
+        command, f"conformance/{service.name}", "-o", "json", "--admin-socket", str(bench.agent.socket)
     )
     assert done.returncode == 0, done.stderr
-    return {row["address"]: row["state"] for row in json.loads(done.stdout)}
+    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    return rows
+
+
+def states(bench: Bench, service: Service) -> dict[str, str]:
+    """What `backends` says of each, by address and port."""
+    return {row["address"]: row["state"] for row in listed(bench, "backends", service)}
 
 
 def ejected(bench: Bench, service: Service, *, really: bool = True) -> set[str]:
@@ -199,6 +206,17 @@ def test_the_last_backend_is_never_ejected(bench: Bench, family: int) -> None:
         assert ejected(bench, web) == set()
         if IN_TIME:
             assert any(state.startswith("kept because too many fail") for state in states(bench, web).values())
+        (backend,) = (
+            row for row in listed(bench, "backends", web) if row["address"] in ends(bench, ["pod2"], [family])
+        )
+        assert (backend["history"]["refused"], backend["history"]["unanswered"]) == (6, 0)
+        assert [
+            row["failing"] for row in listed(bench, "services", web) if web.vip(family)[0] in row["frontends"][0]
+        ] == [1]
+        events = [row for row in listed(bench, "drops", web) if row["reason"] == "backend_refused"]
+        assert {(row["what"], row["backend"], row["flags"]) for row in events} == {
+            ("fail", backend["address"], "RST ACK")
+        }
     assert bench.seen("pod1", web, family, 4) == {"pod2"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import select
 import shutil
 import socket
@@ -11,9 +12,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from controller.agent.notebook import WRITE_SECONDS
+from controller.serving.memory import memory_path, recall
 from tests.loads import goes_on
 from workshop.lab.network import Lab
 from workshop.lab.traffic import Tally, load, meanwhile
@@ -126,10 +130,58 @@ def test_a_service_deleted_while_the_agent_was_down_goes(bench: Bench) -> None:
         assert bench.seen("pod1", kept, family, 4) == {"pod3"}
 
 
+def said(bench: Bench, *arguments: str, code: int = 0) -> Any:
+    """What a command prints with -o json."""
+    done = bench.agent.command(*arguments, "--admin-socket", str(bench.agent.socket), "-o", "json")
+    assert done.returncode == code, done.stderr
+    return json.loads(done.stdout)
+
+
+def refused_ports(bench: Bench, service: Service) -> set[int]:
+    """Ports of the service's address for which `drops` has a rejection."""
+    rows = said(bench, "drops", f"conformance/{service.name}")
+    return {int(row["destination"].rpartition(":")[2]) for row in rows if row["reason"] == "reject_no_port"}
+
+
+def is_written_down(bench: Bench, name: str) -> bool:
+    """Whether the agent's memory has a service, and in mode ebpf its port's name and an event of it."""
+    with bench.lab.inside("node"):
+        memory = recall(memory_path(str(bench.agent.socket)))
+    if memory is None or bench.agent.mode != "ebpf":
+        return memory is not None
+    return f"{name}:main" in memory.names.values() and name in {row.service for row in memory.events}
+
+
+def test_a_killed_agent_forgets_nothing(bench: Bench, mode: str) -> None:
+    """Names, events and the time of its end are known without it; the next agent knows the events, too."""
+    web = bench.service("pod2", "pod3")
+    name = f"conformance/{web.name}"
+    if mode == "ebpf":
+        bench.refusal("pod1", web, V4, port=4444)
+        eventually(lambda: 4444 in refused_ports(bench, web), 5, "the rejection is not reported")
+    with bench.stream("pod1", web.vip(V4), V4).connection:
+        eventually(lambda: is_written_down(bench, name), 4 * WRITE_SECONDS, "the agent does not write it down")
+        bench.agent.kill()
+        killed = time.time()
+        assert {row["name"] for row in said(bench, "services", name)} == {f"{name}:main"}
+        assert {row["service"] for row in said(bench, "backends", name)} == {f"{name}:main"}
+        assert {row["service"] for row in said(bench, "flows", name)} == {f"{name}:main"}
+    status = said(bench, "status", code=1)
+    assert status["programmed"].keys() == {mode}
+    assert status["gone"]["since"] == pytest.approx(killed, abs=5 * PATIENCE)
+    if mode == "ebpf":
+        bench.refusal("pod1", web, V4, port=4445)
+        assert refused_ports(bench, web) == {4444, 4445}, "before it was killed, and since"
+        bench.agent.start()
+        eventually(lambda: refused_ports(bench, web) == {4444, 4445}, 5, "the next agent does not know them")
+
+
 @pytest.mark.row("6.7", "SIGTERM leaves the dataplane in place")
 def test_sigterm_leaves_the_dataplane_working(bench: Bench) -> None:
     web = bench.service("pod2", "pod3")
     assert bench.agent.terminate() == 0
+    gone = said(bench, "status", code=1)["gone"]
+    assert (gone["exact"], gone["why"]) == (True, "it was stopped by SIGTERM")
     for place, family in itertools.product(("pod1", "node"), FAMILIES):
         assert bench.seen(place, web, family, 30) == {"pod2", "pod3"}
     for family in FAMILIES:

@@ -35,7 +35,7 @@ def narrow_pod(bench: Bench, pod: str) -> Iterator[None]:
         forget_path_mtus(bench.lab)
 
 
-@pytest.mark.row("2.23", "path MTU discovery through a VIP")
+@pytest.mark.row("2.23", "path MTU discovery through a ClusterIP")
 @pytest.mark.parametrize(("place", "way", "pod"), WAYS, ids=["-".join(way) for way in WAYS])
 def test_a_large_transfer_passes_a_narrow_hop(
     bench: Bench, mode: str, place: str, way: str, pod: str, family: int

@@ -163,7 +163,7 @@ def test_ping_of_a_cluster_ip(world: World, mode: str, family: int) -> None:
     assert outcome == PING[mode]
 
 
-@pytest.mark.row("1.5", "SCTP associations begin at a backend, and its answer comes from the VIP")
+@pytest.mark.row("1.5", "SCTP associations begin at a backend, and its answer comes from the ClusterIP")
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_sctp_is_translated_both_ways(world: World, mode: str, family: int) -> None:
     """Raw packets: conntrack follows INIT and INIT ACK (RFC 9260) whether or not this kernel has SCTP sockets."""

@@ -78,11 +78,11 @@ def test_a_refused_port_shows_with_the_services_name(bench: Bench, family: int) 
     def reported() -> bool:
         rows = said(bench, "drops", f"conformance/{service.name}")
         wanted = f"{service.address(family)}]:4444" if family != V4 else f"{service.address(family)}:4444"
-        return any(row["reason"] == "reject" and row["destination"].endswith(wanted) for row in rows)
+        return any(row["reason"] == "reject_no_port" and row["destination"].endswith(wanted) for row in rows)
 
     eventually(reported, 5, "the rejection is not reported")
     text = bench.agent.command("drops", f"conformance/{service.name}", "--admin-socket", str(bench.agent.socket)).stdout
-    assert re.search(rf"reject +conformance/{service.name} +TCP .*:4444 .*from a pod", text)
+    assert re.search(rf"REJECTED +no such port.* conformance/{service.name} +TCP .*:4444 +SYN .*from a pod", text)
 
 
 def test_a_refused_socket_of_the_node_shows(bench: Bench, family: int) -> None:

@@ -1,11 +1,12 @@
 """What pages say of the tree and of each other is true."""
 
+import itertools
 import re
 
 import pytest
 
 from tests.docs.pages import PAGES, ROOT, anchors
-from workshop import house, manual, output
+from workshop import house, output
 
 LINK = re.compile(r"\]\((?P<file>[^)#\s:]*)(?:#(?P<anchor>[^)]+))?\)")
 
@@ -29,8 +30,28 @@ def test_the_readme_is_one_sitting() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-def test_the_manual_page_is_of_the_flags_that_exist() -> None:
-    assert (ROOT / manual.PAGE).read_text() == manual.page(), "run `make docs`"
+def rows(page: str, first: str) -> dict[str, dict[str, str]]:
+    """The table whose heading begins so: title of a row -> heading of a column -> cell."""
+    lines = (ROOT / page).read_text().partition(first)[2].splitlines()
+    table = [first + lines[0], *itertools.takewhile(lambda line: line.startswith("|"), lines[1:])]
+    heading, _, *body = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
+    return {cells[0]: dict(zip(heading[1:], cells[1:], strict=True)) for cells in body}
+
+
+def test_the_comparison_in_the_readme_says_what_its_source_says() -> None:
+    sources = rows("docs/peers.md", "| | kube-proxy | Cilium")
+    text = (ROOT / "docs/peers.md").read_text()
+    compared = rows("README.md", "| | kube-proxy | Cilium")
+    assert len(compared.keys() & sources.keys()) >= 9
+    for title, cells in compared.items():
+        known = sources.get(title, {})
+        ours = known.get("hybrid-proxy, mode ebpf")
+        if known:
+            assert cells == {name: known.get(name, ours) for name in cells}, title
+        else:
+            figures = re.findall(r"[\d.]+ (?:s|ms)\b", " ".join(cells.values()))
+            assert figures, f"{title}: nothing in docs/peers.md says so"
+            assert all(figure in text for figure in figures), title
 
 
 def test_the_page_of_json_output_is_of_the_types_that_are_printed() -> None:

@@ -58,13 +58,13 @@ class Summary:
         return bool(self.checks) and all(good for good, _ in self.checks)
 
 
-def run(name: str, pods: int, *, as_json: bool = False) -> int:
+def run(name: str, pods: int, *, as_json: bool = False, console: Console | None = None) -> int:
     """Build a lab, show everything, remove the lab. 0 when every step did what it said, otherwise 1.
 
     Raises:
         LabError: no lab can be built here.
     """
-    console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+    console = console or Console(stderr=as_json, highlight=False, soft_wrap=True)
     summary = Summary()
     start = time.monotonic()
     console.print("[bold]hybrid-proxy: a Service is an address that no machine has.[/bold]")

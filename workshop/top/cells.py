@@ -85,7 +85,7 @@ def _shown(column: str, text: Callable[[Any], str]) -> Callable[[Any], str]:
 
 
 def _endpoints(row: ServiceRates) -> str:
-    return f"{row.backends}, {row.ejected} ejected" if row.ejected else str(row.backends)
+    return f"{row.backends}, {row.ejected} out" if row.ejected else str(row.backends)
 
 
 def _text(column: str, title: str, text: Callable[[Any], str] = str) -> Column:
@@ -105,7 +105,7 @@ SERVICES: Final = (
     Column("backends", lambda row: (row.ejected, row.backends), _endpoints),
     _text("protocol", "protocol"),
     Column("conn total", _of("total"), _shown("total", number)),
-    _text("frontends", "frontends", " ".join),
+    _text("frontends", "addresses", " ".join),
 )
 BACKENDS: Final = (
     _text("address", "backend"),

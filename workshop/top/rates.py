@@ -23,7 +23,9 @@ SHORTEST: Final = 0.5  # seconds: a rate of less time says little
 KINDS: Final = {"drop": 0, "refuse": 1, "note": 2}
 # Names of counters that do not begin with `drop_`, of all modes.
 DROPS: Final = frozenset({"discarded", "source-not-allowed", "unallocated", "no-slot", "invalid"})
-REFUSALS: Final = frozenset({"reject", "socket_refused", "refused", "unknown-port"})
+REFUSALS: Final = frozenset({
+    "reject", "reject_no_port", "socket_refused", "socket_refused_no_port", "refused", "unknown-port",
+})  # fmt: skip
 
 
 class Sample(msgspec.Struct, frozen=True):

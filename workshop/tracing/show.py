@@ -64,7 +64,7 @@ def show(view: View, args: argparse.Namespace, target: Row | None) -> int:
         raise ControllerError("measuring in the kernel needs root")
     here = _programmed(args)
     node = read_node().addresses
-    targets = of_services(here.services, here.backends, node, to=place)
+    targets = of_services(here.services, here.backends, node, service=args.service, to=place)
     if not targets.places:
         raise ControllerError("no service port is programmed here, so there is nothing to measure; --to names a target")
     plan = Plan(view, netns_inode(), TRACEPOINTS, len(targets.places) + len(targets.backends), client,
@@ -74,6 +74,7 @@ def show(view: View, args: argparse.Namespace, target: Row | None) -> int:
     with ExitStack() as stack:
         runs = stack.enter_context(runs_of(here.pins)) if view is View.STAGES else {}
         before = _counters(args) if view is View.DROPS else {}
+        print("compiling probes", file=sys.stderr, flush=True)
         with Session(plan, targets) as session:
             asked = stack.enter_context(_until_asked())
             start = time.monotonic()
@@ -112,9 +113,7 @@ def _programmed(args: argparse.Namespace) -> _Here:
             raise
         return _Here(None, [], [], None)  # a destination can be measured without any service
     with closing(here):
-        asked = here.asked(args.service, args.namespace)
-        services = [row for row in here.services() if asked.has(row.name)]
-        backends = [row for row in here.backends(asked.service) if asked.has(row.service)]
+        services, backends = here.services(), here.backends(args.service)
     pins = None
     if here.agent:
         ebpf = ask(args.admin_socket, GetStatus(), StatusAnswer).status.dataplane.ebpf
@@ -223,8 +222,8 @@ def _counters(args: argparse.Namespace) -> dict[str, int]:
         counters = ask(args.admin_socket, GetStatus(), StatusAnswer).status.dataplane.counters
     except NoAgentError:
         return {}
-    refusals = ("reject", "socket_refused")
-    return {name: value for name, value in counters.items() if name.startswith("drop_") or name in refusals}
+    kinds = ("drop_", "reject", "socket_refused", "backend_")
+    return {name: value for name, value in counters.items() if name.startswith(kinds)}
 
 
 def _more(before: dict[str, int], after: dict[str, int]) -> list[Row]:

@@ -34,6 +34,8 @@ HOOKS = {
     "HOOK_UPLINK_EGRESS": "to outside", "HOOK_SOCKET": "socket of this node", "HOOK_XDP": "from outside (XDP)",
 }  # fmt: skip
 
+TCP_FLAGS = ("FIN", "SYN", "RST", "PSH", "ACK", "URG", "ECE", "CWR")  # by their bits (RFC 9293)
+
 Addresses = dict[tuple[int, str], str]  # family and address -> name of a service there
 
 
@@ -137,7 +139,12 @@ def _row(number: int, event: Any, names: Mapping[int, str], backends: Any) -> Pa
         backend=_backend(backends, int(event["backend"]), service, family),
         where=HOOKS[_names("HOOK_")[int(event["hook"])]],
         interface=interface_name(ifindex) if ifindex else None,
+        flags=_flags(int(event["tcp_flags"])) if protocol == Protocol.TCP else None,
     )
+
+
+def _flags(bits: int) -> str | None:
+    return " ".join(name for bit, name in enumerate(TCP_FLAGS) if bits >> bit & 1) or None
 
 
 def _names(prefix: str) -> dict[int, str]:

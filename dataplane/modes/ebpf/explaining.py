@@ -73,7 +73,7 @@ class _Notes:
     # One method for each kind of note.
 
     def may_be_service(self, _a: int, _b: int) -> None:
-        self.step("prefilter", f"{self.target()} may be a service's: the prefilters have a bit for it.")
+        self.step("prefilter", f"{self.target()} may belong to a Service: the prefilter matches.")
 
     def flow_owner(self, service: int, backend: int) -> None:
         self.service, self.backend = service, backend
@@ -252,7 +252,7 @@ def _read(programs: Object) -> NDArray[Any]:
 def _verdict(notes: _Notes) -> Verdict:
     if any(kind_of(reason) == "drop" for reason in notes.counted):
         return "drop"
-    if "reject" in notes.counted:
+    if any(kind_of(reason) == "refuse" for reason in notes.counted):
         return "reject"
     return "dnat" if SERVED & set(notes.counted) else "untouched"
 

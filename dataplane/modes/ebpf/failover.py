@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from typing import Any, Final
 
 from dataplane.mode import Event, Options
+from dataplane.modes.ebpf.failures import forget_former, histories
 from dataplane.modes.ebpf.lower import Socket
 from dataplane.modes.ebpf.outliers import OutlierDetector
 from dataplane.modes.ebpf.plan import Subject
@@ -17,6 +18,8 @@ from dataplane.table import EntryKey, socket_text
 
 log = logging.getLogger(__name__)
 
+TIDY_SECONDS: Final = 60.0
+
 
 class Failover:
     """Evaluates the backends once a second, and remembers which are ejected. One thread calls it."""
@@ -24,6 +27,8 @@ class Failover:
     def __init__(self, options: Options) -> None:
         self._detector: OutlierDetector[Subject] = OutlierDetector(options.failover_failures)
         self._ejected: set[Subject] = set()  # a backend set does without them
+        self._failed_how: dict[Subject, str] = {}  # of those that the detector wants to eject for their connections
+        self._tidied = time.monotonic()
         self._prober = Prober(options)
         self._probed: dict[str, dict[Subject, Target]] = {}  # by service
 
@@ -63,6 +68,7 @@ class Failover:
 
     def look(self, store: Store) -> list[Event]:
         """Evaluate what was counted since the last time, write the ejections, and return the events."""
+        self._tidy(store)
         failures = store.failures() if self._detector.limit else {}
         probe_failures = self._probe_failures()
         if not failures and not probe_failures and not self._detector.has_records and not store.plan.ejections:
@@ -72,7 +78,25 @@ class Failover:
         for subject in changes.readmitted:
             store.readmit(known.of(subject), self._detector.readmission_failures)
         store.eject(self._detector.ejections)
+        self._note_how(store, known)
         return self._events(store, known)
+
+    def _tidy(self, store: Store) -> None:
+        """Once a minute, forget the failures of backends that are gone."""
+        if time.monotonic() - self._tidied > TIDY_SECONDS:
+            self._tidied = time.monotonic()
+            forget_former(store.maps.maps)
+
+    def _note_how(self, store: Store, known: _Numbers) -> None:
+        """Whether the last connection to a backend was refused or not answered."""
+        ejections = self._detector.ejections
+        self._failed_how = {subject: how for subject, how in self._failed_how.items() if subject in ejections}
+        if ejections.keys() <= self._failed_how.keys():
+            return
+        kept = histories(store.maps.maps)
+        for subject in ejections.keys() - self._failed_how.keys():
+            history = kept.get(known.of(subject))
+            self._failed_how[subject] = "" if history is None else f", the last one was {history.last_kind}"
 
     def _events(self, store: Store, known: _Numbers) -> list[Event]:
         """What changed in the maps: where too many backends fail, an ejection has no effect."""
@@ -91,7 +115,11 @@ class Failover:
         ejection = self._detector.ejections[subject]
         if ejection.until is None:
             return f"until its probe succeeds: {ejection.reason}"
-        return f"for {max(0.0, ejection.until - time.monotonic()):.0f} s: {ejection.reason}"
+        return f"for {max(0.0, ejection.until - time.monotonic()):.0f} s: {self._why(subject)}"
+
+    def _why(self, subject: Subject) -> str:
+        ejection = self._detector.ejections[subject]
+        return ejection.reason + ("" if ejection.until is None else self._failed_how.get(subject, ""))
 
     def probes(self) -> HealthProbes:
         """For a status."""
@@ -111,7 +139,7 @@ class Failover:
                     seconds=None if ejection.until is None else max(0.0, ejection.until - time.monotonic()),
                     state=f"ejected {self._duration(subject)}"
                     if ejected
-                    else f"kept because too many fail: {ejection.reason}",
+                    else f"kept because too many fail: {self._why(subject)}",
                 )
             )
         return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -11,9 +12,19 @@ from dataplane.kernel.bpf import Map, Object, run_on_packet
 from dataplane.kernel.grace import jiffies_per_second
 from dataplane.mode import belongs
 from dataplane.modes.ebpf import affinity, layout
+from dataplane.modes.ebpf.events import Addresses, Journal
+from dataplane.modes.ebpf.failures import histories
 from dataplane.modes.ebpf.flows import flow_arrays
 from dataplane.modes.ebpf.traffic import Traffic, counts_of, traffic_of
-from dataplane.reports import BackendRow, FlowRow, ServiceRow, TrafficCounts, TrafficRow
+from dataplane.reports import (
+    BackendRow,
+    FailureHistory,
+    FlowRow,
+    PacketEvent,
+    ServiceRow,
+    TrafficCounts,
+    TrafficRow,
+)
 from dataplane.table import Protocol, Remembered, ServiceTable, socket_text
 
 CLOCK: Final = "read_clock"  # of bpf/inspect.bpf.c
@@ -36,6 +47,13 @@ class Pinned:
 
     def flows(self, limit: int) -> tuple[list[FlowRow], int]:
         return _flows(self._maps, self._names, limit)
+
+    def unread_events(self) -> list[PacketEvent]:
+        journal = Journal()
+        raw = self._maps["events"].unread() if "events" in self._maps else []
+        table = self._maps["backends"].view(layout.dtype_of("backend"))
+        journal.add(raw, self._names, lambda: _addresses(self._maps, self._names), table)
+        return journal.rows(0)
 
     def remembered(self, table: ServiceTable) -> list[Remembered]:
         return affinity.remembered(self._maps, table, _clock(self._maps), jiffies_per_second())
@@ -65,11 +83,21 @@ def _frontends(maps: Maps) -> dict[int, list[tuple[str, str]]]:
     return found
 
 
+def _addresses(maps: Maps, names: Names) -> Addresses:
+    """Each family and address of a service -> the service."""
+    return {
+        (6 if address.startswith("[") else 4, address.rpartition(":")[0].strip("[]")): names[number].rpartition(":")[0]
+        for number, rows in _frontends(maps).items()
+        if number in names
+        for address, _ in rows
+    }
+
+
 def _services(maps: Maps, names: Names) -> list[ServiceRow]:
     rows = []
     table = maps["services"].view(layout.dtype_of("service"))
     drops = layout.abi_constants()["SERVICE_DROP_SET0"]
-    members = _members(maps, len(table))
+    members, failing = _members(maps, len(table)), _failing(maps, len(table))
     counted = traffic_of(maps)
     owners = maps["backends"].view(layout.dtype_of("backend"))["service"]
     figures = None if counted is None else counted.of_services(owners)
@@ -83,6 +111,7 @@ def _services(maps: Maps, names: Names) -> list[ServiceRow]:
                 protocol=frontends[0][1],
                 backends=int(members[0][number]),
                 local_backends=int(members[1][number]),
+                failing=int(failing[number]),
                 when_empty="drop" if int(row["flags"]) & drops else "reject",
                 affinity=bool(row["affinity"]),
                 chosen_by=_chosen_by(int(row["flags"])),
@@ -103,6 +132,14 @@ def _members(maps: Maps, services: int) -> list[Any]:
     ]
 
 
+def _failing(maps: Maps, services: int) -> Any:
+    """How many backends of each service failed at their last connection, or are ejected."""
+    table, flags = maps["backends"].view(layout.dtype_of("backend")), layout.abi_constants()
+    sets = flags["BACKEND_SET0"] | flags["BACKEND_SET1"]
+    failing = (table["flags"] & flags["BACKEND_EJECTED"] != 0) | (table["failures"] > 0) & (table["flags"] & sets != 0)
+    return np.bincount(table["service"][failing], minlength=services)
+
+
 def _chosen_by(flags: int) -> str:
     names = layout.abi_constants()
     ways = {"SERVICE_BY_TUPLE": "connection", "SERVICE_BY_CLIENT": "client", "SERVICE_ROUND_ROBIN": "round-robin"}
@@ -119,6 +156,7 @@ def _backends(maps: Maps, names: Names, of: str | None = None) -> list[BackendRo
     chosen = np.flatnonzero(wanted & (table["flags"] != 0))
     counted = traffic_of(maps)
     figures = None if counted is None else counted.of_backends(chosen)
+    known, now = histories(maps), time.time()
     for position, number in enumerate(chosen.tolist()):
         row = table[number]
         flags, kind = int(row["flags"]), int(row["kind"])
@@ -132,21 +170,26 @@ def _backends(maps: Maps, names: Names, of: str | None = None) -> list[BackendRo
                 protocol=_protocol(kind >> 8),
                 used=bool(flags & (limits["BACKEND_SET0"] | limits["BACKEND_SET1"])),
                 failures=int(row["failures"]),
-                state=_state(flags),
+                history=known.get(number),
+                state=_state(flags, int(row["failures"]), known.get(number), now),
                 traffic=None if figures is None else counts_of(figures[position]),
             )
         )
     return sorted(rows, key=lambda row: (row.service or "", row.service_id, row.address))
 
 
-def _state(flags: int) -> str:
-    """The state of a backend, as far as the maps have it. The agent knows why, and until when."""
+def _state(flags: int, failures: int, history: FailureHistory | None, now: float) -> str:
+    """The state of a backend, as far as the maps have it. The agent knows until when it is ejected."""
     names = layout.abi_constants()
     if flags & names["BACKEND_PROBE_FAILED"]:
         return "ejected: its probe fails"
     if flags & names["BACKEND_EJECTED"]:
-        return "ejected: its connections failed"
-    return "serving" if flags & (names["BACKEND_SET0"] | names["BACKEND_SET1"]) else "in no backend set"
+        return f"ejected: {history.text(now) if history else 'its connections failed'}"
+    if not flags & (names["BACKEND_SET0"] | names["BACKEND_SET1"]):
+        return "in no backend set"
+    if not failures:
+        return "serving"
+    return f"failing: {history.text(now) if history else f'{failures} consecutive connections failed'}"
 
 
 def traffic(counted: Traffic, maps: Maps, names: Names, *, by_backend: bool) -> list[TrafficRow]:

@@ -73,6 +73,8 @@ class MapSet:
             self._inodes[name] = (self.folder / name).stat().st_ino
         if self._entries("counters", 0) != abi_constants()["COUNTERS"]:
             self._drop("counters")
+        if "failures" in self.maps and self.maps["failures"].value_size != dtype_of("failures").itemsize:
+            self._drop("failures")
         wanted = self._with_traffic({})
         if not all(self._can_count(name, wanted.get(name)) for name in TRAFFIC):
             for name in TRAFFIC:  # others are asked for, or they did not grow with the rest: figures begin at 0

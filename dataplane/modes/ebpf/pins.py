@@ -30,7 +30,9 @@ log = logging.getLogger(__name__)
 PRIVATE: Final = frozenset(
     {"copies", "explanation", "scratch"}
 )  # of one program at a time; all other maps outlive the process
-FIGURES: Final = frozenset({"counters", "traffic", "traffic_gone"})  # made anew where they are laid out otherwise
+FIGURES: Final = frozenset(
+    {"counters", "failures", "traffic", "traffic_gone"}
+)  # made anew where they are laid out otherwise
 NEXT: Final = "next_"  # pins that are about to take the place of others
 LINK: Final = "link_"
 TICK: Final = 100_000_000  # nanoseconds; the kernel's clock for files is some milliseconds behind

@@ -36,8 +36,13 @@ WORDS: Final = {
     "out_of_window": "a reset, FIN or answer with numbers that its sender can't have was passed on and changed no flow",
     "foreign_frame": "a packet in a frame that is not for this node alone was left to the stack; it may be a service's",
     # What was rejected
-    "reject": "rejected: there is no backend, or no such port at a service address",
-    "socket_refused": "a socket of this node was refused: there is no backend, or no such port at a service address",
+    "reject": "rejected: no ready endpoints",
+    "reject_no_port": "rejected: no such port, the address is a Service's",
+    "socket_refused": "a socket of this node was refused: no ready endpoints",
+    "socket_refused_no_port": "a socket of this node was refused: no such port, the address is a Service's",
+    # What backends did
+    "backend_refused": "a backend refused a connection: it answered a SYN with a reset",
+    "backend_unanswered": "a backend did not answer a SYN",
     # What was dropped
     "drop_empty": "there is no backend, and the service's policy is to drop",
     "drop_source_ranges": "the client is not in loadBalancerSourceRanges",
@@ -59,8 +64,14 @@ WORDS: Final = {
 }
 
 
-def kind_of(reason: str) -> Literal["drop", "refuse", "note"]:
-    """`drop`, `refuse`, or `note` for what happened to a packet that went on."""
+REFUSALS: Final = frozenset({"reject", "reject_no_port", "socket_refused", "socket_refused_no_port"})
+FAILURES: Final = frozenset({"backend_refused", "backend_unanswered"})
+
+
+def kind_of(reason: str) -> Literal["drop", "refuse", "fail", "note"]:
+    """`drop`, `refuse`, `fail` where a backend did not serve, or `note` for what happened to a packet that went on."""
     if reason.startswith("drop_"):
         return "drop"
-    return "refuse" if reason in {"reject", "socket_refused"} else "note"
+    if reason in FAILURES:
+        return "fail"
+    return "refuse" if reason in REFUSALS else "note"

@@ -1,0 +1,155 @@
+"""Writes down what people ask about an agent that is gone: see `controller.serving.memory`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+import msgspec
+from msgspec.structs import replace
+
+from controller.agent.active_mode import ActiveMode
+from controller.agent.syncer import Syncer
+from controller.serving.memory import Ended, Memory, born, recall, write
+from controller.serving.protocol import ModeStatus
+from dataplane.errors import DataplaneError
+from dataplane.kernel.host_paths import netns_number
+from dataplane.mode import PacketEvents
+from dataplane.reports import PacketEvent, Unprogrammed
+
+log = logging.getLogger(__name__)
+
+WRITE_SECONDS: Final = 5.0  # between two writes
+LAST_SECONDS: Final = 2.0  # that the end waits for a write that is under way
+MOST: Final = 200  # events, and rows of everything but names
+
+
+class Notebook:
+    """Of one agent, in its loop's thread.
+
+    `why` will be the last words, `opened` is whether a mode was opened, `unprogrammed` what the last sync left out.
+    """
+
+    def __init__(self, path: Path, mode: ActiveMode, syncer: Syncer) -> None:
+        self.why = ""
+        self.opened = False
+        self.unprogrammed: list[Unprogrammed] = []
+        self._path = path
+        self._mode = mode
+        self._syncer = syncer
+        self._started = time.time()
+        self._write_at = 0.0
+        self._names: dict[int, str] = {}
+        self._named: tuple[int, int] | None = None  # the table of which these are: its builder, its generation
+        self._known: Memory | None = None  # what the file says, or is to say next
+        self._written = b""
+        self._writer: threading.Thread | None = None
+        self._failed = False
+        self._read = False
+        self._before: deque[PacketEvent] = deque(maxlen=MOST)  # of agents before this one, and of modes before this
+        self._recent: list[PacketEvent] = []
+        self._reporter: PacketEvents | None = None
+
+    def events_before(self) -> list[PacketEvent]:
+        """Those that the mode at work does not know, with numbers up to 0."""
+        self._recall()
+        self._collect()
+        return [replace(row, number=number) for number, row in enumerate(self._before, 1 - len(self._before))]
+
+    def look(self) -> None:
+        """Say that the agent lives, and write what is new, at most every `WRITE_SECONDS`; called once a second."""
+        if self._writer is not None and self._writer.is_alive():
+            return
+        if time.monotonic() >= self._write_at:
+            self._write_at = time.monotonic() + WRITE_SECONDS
+            content = msgspec.json.encode(self._gather())
+            if content != self._written:
+                # The folder may be on a disk, for which the loop does not wait.
+                self._writer = threading.Thread(target=self._write, args=(content,), name="notebook", daemon=True)
+                self._writer.start()
+                return
+        if self._written:
+            try:
+                os.utime(self._path)
+            except OSError:
+                self._written = b""  # somebody removed it
+
+    def leave(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _where: TracebackType | None
+    ) -> None:
+        """The last words; called while the mode is open, or before it was."""
+        why = f"{type(error).__name__}: {error}" if error is not None else self.why
+        self._recall()
+        memory = self._known
+        if self.opened:
+            with contextlib.suppress(DataplaneError, OSError):
+                memory = self._gather()
+        if memory is None:
+            memory = Memory(pid=0, born=0, namespace=netns_number(), started=0.0, mode=self._asked_for())
+        ended = Ended(time.time(), why or "it ended")
+        memory = replace(memory, pid=os.getpid(), born=born(os.getpid()), started=self._started, ended=ended)
+        if self._writer is not None:
+            self._writer.join(LAST_SECONDS)
+        self._write(msgspec.json.encode(memory))
+
+    def _asked_for(self) -> ModeStatus:
+        requested = self._mode.config.mode
+        return ModeStatus(requested, requested)
+
+    def _recall(self) -> None:
+        """Read, once, what the agent before left; this one's first write replaces it."""
+        if self._read:
+            return
+        self._read = True
+        self._known = recall(self._path)
+        if self._known is not None:
+            self._before.extend(self._known.events)
+
+    def _collect(self) -> None:
+        reporter = self._mode.reporter
+        if reporter is not self._reporter:
+            self._before.extend(self._recent)
+            self._reporter, self._recent = reporter, []
+        if reporter is not None:
+            self._recent = reporter.packet_events(0)[0][-MOST:]
+
+    def _gather(self) -> Memory:
+        self._recall()
+        self._collect()
+        mode, builder = self._mode, self._syncer.builder
+        table = (id(builder), builder.table.generation)
+        if self._named != table:
+            self._named, self._names = table, {**mode.draining.service_names(), **mode.programmer.names()}
+        self._known = Memory(
+            pid=os.getpid(),
+            born=born(os.getpid()),
+            namespace=netns_number(),
+            started=self._started,
+            mode=mode.choice,
+            draining=sorted(mode.draining.names),
+            pin_root=mode.config.options.pin_root,
+            names=self._names,
+            error=self._syncer.error,
+            unprogrammed=self.unprogrammed[:MOST],
+            problems=list(self._syncer.cluster.problems.values())[:MOST],
+            events=[*self._before, *self._recent][-MOST:],
+        )
+        return self._known
+
+    def _write(self, content: bytes) -> None:
+        try:
+            write(self._path, content)
+            self._written, self._failed = content, False
+        except OSError as error:
+            if not self._failed:
+                log.warning(
+                    "%s: %s; without it, names and events are lost with this process", self._path, error.strerror
+                )
+            self._written, self._failed = b"", True

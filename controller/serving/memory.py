@@ -1,0 +1,160 @@
+"""What an agent leaves for the time when it is gone: names, reasons and events, in a file beside its socket.
+
+The BPF file system holds no files, and only mode ebpf has pins. So the file is where every agent has its admin socket,
+and the agent touches it once a second. How connections to backends failed is in a map, beside the other pins
+(`dataplane.modes.ebpf.failures`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from controller.kubernetes.model import Problem
+from controller.serving.admin import socket_path
+from controller.serving.protocol import Gone, ModeStatus
+from dataplane.kernel.host_paths import netns_number
+from dataplane.reports import PacketEvent, Unprogrammed
+
+VERSION: Final = 1
+KERNEL_LOG: Final = Path("/dev/kmsg")
+MOST_RECORDS: Final = 100_000
+SOON_SECONDS: Final = 60.0  # within which the kernel's message belongs to the end of a process
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """When and why an agent ended in good order."""
+
+    time: float
+    why: str
+
+
+class Memory(msgspec.Struct, kw_only=True, frozen=True):
+    """What is known of an agent without asking it.
+
+    Attributes:
+        version: Of this record; one of another version is not read.
+        pid: The agent's process.
+        born: When that process started, in the kernel's ticks: a number of a process is used again.
+        namespace: The number of its network namespace.
+        started: Seconds since 1970.
+        mode: The mode that serves, and why not the one that was asked for.
+        draining: Modes that were left and still had flows.
+        pin_root: As of `--pin-root`.
+        names: Names of service ports by their numbers in the maps.
+        error: Why the last sync failed.
+        unprogrammed: Service ports that were not served.
+        problems: Objects that were refused.
+        events: The last packet events, the oldest first; those of agents before, too.
+        ended: Its last words; null while it runs, and if it was killed.
+    """
+
+    version: int = VERSION
+    pid: int
+    born: int
+    namespace: int
+    started: float
+    mode: ModeStatus
+    draining: list[str] = []
+    pin_root: str | None = None
+    names: dict[int, str] = {}
+    error: str = ""
+    unprogrammed: list[Unprogrammed] = []
+    problems: list[Problem] = []
+    events: list[PacketEvent] = []
+    ended: Ended | None = None
+
+
+def memory_path(asked: str) -> Path:
+    """The file of the agent that listens at this admin socket."""
+    return socket_path(asked).with_suffix(".memory")
+
+
+def write(path: Path, content: bytes) -> None:
+    """Replace the file at once.
+
+    Raises:
+        OSError: it cannot be written; the former content stays.
+    """
+    new = path.with_suffix(".memory-new")
+    new.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    new.touch(mode=0o600)
+    new.write_bytes(content)
+    new.replace(path)
+
+
+def forget(asked: str) -> bool:
+    """Remove the file; whether there was one."""
+    path = memory_path(asked)
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def recall(path: Path) -> Memory | None:
+    """What an agent left there; None: nothing, or nothing that belongs to this network namespace and version."""
+    try:
+        memory = msgspec.json.decode(path.read_bytes(), type=Memory)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return memory if (memory.version, memory.namespace) == (VERSION, netns_number()) else None
+
+
+def how_it_ended(path: Path, memory: Memory) -> Gone:
+    """Since when an agent is gone that does not answer, and why, as far as that can be known."""
+    if memory.ended is not None:
+        return Gone(memory.pid, memory.started, memory.ended.time, exact=True, why=memory.ended.why)
+    try:
+        last = path.stat().st_mtime  # it touches the file once a second
+    except OSError:
+        last = memory.started
+    why = "it was killed, or crashed: it left no last words"
+    if born(memory.pid) == memory.born:
+        why = f"process {memory.pid} is there, but does not listen"
+    elif _was_out_of_memory(memory.pid, last):
+        why = "the kernel killed it because memory had run out"
+    return Gone(memory.pid, memory.started, last, exact=False, why=why)
+
+
+def born(pid: int) -> int:
+    """When the process started, in ticks since the machine did; 0: there is none."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _was_out_of_memory(pid: int, last: float) -> bool:
+    """Whether the kernel's log tells of it, where it can be read."""
+    boot = time.time() - time.monotonic()
+    said = re.compile(rf"Killed process {pid} \(")
+    with contextlib.suppress(OSError, ValueError):
+        for record in _kernel_log():
+            head, _, text = record.partition(";")
+            if said.search(text) and abs(boot + int(head.split(",")[2]) / 1e6 - last) < SOON_SECONDS:
+                return True
+    return False
+
+
+def _kernel_log() -> Iterator[str]:
+    descriptor = os.open(KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        for _ in range(MOST_RECORDS):
+            try:
+                yield os.read(descriptor, 8192).decode(errors="replace")
+            except BrokenPipeError:  # overwritten meanwhile
+                continue
+            except BlockingIOError:
+                return
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,112 @@
+"""What an agent that is gone has left: when it is believed, and what is said of its end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from controller.serving import memory as m
+from controller.serving.protocol import Gone, ModeStatus
+from dataplane.kernel.host_paths import netns_number
+
+NOW = 1_800_000_000.0
+
+
+def left(path: Path, **fields: object) -> m.Memory:
+    """A memory in the file, of a process that is gone."""
+    known = m.Memory(
+        pid=1 << 22, born=7, namespace=netns_number(), started=NOW - 60, mode=ModeStatus("auto", "ebpf"),
+        names={5: "default/web:http"},
+    )  # fmt: skip
+    known = msgspec.structs.replace(known, **fields)
+    m.write(path, msgspec.json.encode(known))
+    return known
+
+
+def test_what_was_written_is_recalled(tmp_path: Path) -> None:
+    path = tmp_path / "admin.memory"
+    known = left(path)
+    assert m.recall(path) == known
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("fields", [{"namespace": 1}, {"version": m.VERSION + 1}], ids=["namespace", "version"])
+def test_what_belongs_to_something_else_is_not_recalled(tmp_path: Path, fields: dict[str, int]) -> None:
+    path = tmp_path / "admin.memory"
+    left(path, **fields)
+    assert m.recall(path) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"version": 1}', b"\xff\x00", b"[]"])
+def test_what_cannot_be_read_is_nothing(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "admin.memory"
+    assert m.recall(path) is None
+    path.write_bytes(content)
+    assert m.recall(path) is None
+
+
+def test_an_agent_with_last_words_ended_when_it_said_so(tmp_path: Path) -> None:
+    path = tmp_path / "admin.memory"
+    known = left(path, ended=m.Ended(NOW, "it was stopped by SIGTERM"))
+    gone = m.how_it_ended(path, known)
+    assert gone == Gone(known.pid, known.started, NOW, exact=True, why="it was stopped by SIGTERM")
+
+
+def test_an_agent_without_last_words_ended_when_it_touched_the_file_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(m, "KERNEL_LOG", tmp_path / "none")
+    path = tmp_path / "admin.memory"
+    known = left(path)
+    os.utime(path, (NOW, NOW))
+    gone = m.how_it_ended(path, known)
+    assert (gone.since, gone.exact) == (NOW, False)
+    assert "no last words" in gone.why
+
+
+@pytest.mark.parametrize(("seconds", "killed"), [(2, True), (3600, False)], ids=["at its end", "long after"])
+def test_the_kernels_log_tells_that_memory_had_run_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: int, killed: bool
+) -> None:
+    log, path = tmp_path / "kmsg", tmp_path / "admin.memory"
+    known = left(path)
+    said = time.monotonic() * 1e6
+    record = f"4,1,{said:.0f},-;Memory cgroup out of memory: Killed process {known.pid} (python3) total-vm:1kB\n"
+    monkeypatch.setattr(m, "_kernel_log", lambda: iter([record]))
+    monkeypatch.setattr(m, "KERNEL_LOG", log)
+    os.utime(path, (time.time() - seconds,) * 2)
+    assert ("memory had run out" in m.how_it_ended(path, known).why) == killed
+
+
+def test_a_process_that_does_not_listen_is_told_from_one_that_is_gone(tmp_path: Path) -> None:
+    path = tmp_path / "admin.memory"
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        known = left(path, pid=process.pid, born=m.born(process.pid))
+        assert "does not listen" in m.how_it_ended(path, known).why
+        another = left(path, pid=process.pid, born=m.born(process.pid) + 1)
+        assert "does not listen" not in m.how_it_ended(path, another).why
+        process.communicate(b"\n")
+    assert "does not listen" not in m.how_it_ended(path, known).why
+
+
+@pytest.mark.parametrize(
+    ("gone", "text"),
+    [
+        (Gone(7, NOW - 60, NOW - 5, exact=True, why="it was stopped by SIGTERM"),
+         "agent 7 is gone since 07:59:55 UTC, 5 s ago: it was stopped by SIGTERM"),
+        (Gone(7, NOW - 60, NOW - 150, exact=False, why="it was killed"),
+         "agent 7 is gone since about 07:57:30 UTC, 2 min ago: it was killed"),
+        (Gone(7, NOW - 9e5, NOW - 2 * 86_400, exact=True, why="it ended"),
+         "agent 7 is gone since 2027-01-13 08:00:00 UTC, 2 d ago: it ended"),
+    ],
+    ids=["seconds", "minutes", "days"],
+)  # fmt: skip
+def test_the_end_is_told_in_a_sentence(gone: Gone, text: str) -> None:
+    assert gone.text(NOW) == text
