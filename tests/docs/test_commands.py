@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 import subprocess
 
 import pytest
@@ -75,8 +76,11 @@ def test_what_cannot_be_typed_here_names_files_that_exist(program: str) -> None:
 def test_what_pages_say_for_a_node_works_there(lab: Lab) -> None:
     pages = ("docs/operations.md", "docs/troubleshooting.md")
     found = [block for page in pages for block in blocks(page, "sh", "node") if block.words == ("sh", "node")]
+    lines = [line for block in found for line in block.lines]
+    listings = ("status", "modes", "services", "backends", "flows")
+    lines += [shlex.join(argv) for _, argv in OURS if argv[1] in listings and set(argv).isdisjoint(("-w", "--watch"))]
     agent = start_agent(lab, "ebpf")
-    for line in dict.fromkeys(line for block in found for line in block.lines):
+    for line in dict.fromkeys(lines):
         done = shell(lab, line)
         assert done.returncode == 0, f"{line}: {done.stdout}{done.stderr}"
     agent.terminate()
