@@ -101,10 +101,12 @@ examples:
     hybrid-proxy explain --manifests ./examples --hostname-override lab-node --cluster-cidr 10.77.0.0/16 \\
         --from 10.77.1.11 --to 10.96.0.10:80
     hybrid-proxy explain --manifests ./examples --from fd77:1::11 --to '[fd96::10]:80/tcp'
+    hybrid-proxy explain --manifests ./examples --from 10.77.1.11 --to default/web:http
   many packets at once, for scripts:
     hybrid-proxy explain --manifests ./examples --flows flows.json -o json
   ask the program in the kernel instead of the rules; the answer lists each decision:
-    hybrid-proxy explain --live --from 10.77.1.11 --to 10.96.0.10:80
+    hybrid-proxy explain --live --from 10.77.1.11 --to 10.96.0.10:80 -v
+    hybrid-proxy explain --live --from pod/pod1 --to default/web:80        in a lab
     hybrid-proxy explain --live --from 192.0.2.7 --to 192.0.2.1:30080 --source-class external
     hybrid-proxy explain --live --from 10.77.1.11 --source-port 41234 --to 10.96.0.10:80 -o json
 
@@ -374,8 +376,13 @@ def parser() -> argparse.ArgumentParser:
         "--manifests PATH (--from SRC --to DST:PORT[/PROTO] | --flows FILE) [flags]",
     )
     group = explain.add_argument_group("which packets")
-    group.add_argument("--from", dest="source", metavar="SRC", help="the packet's source address")
-    group.add_argument("--to", dest="target", metavar="DST:PORT[/PROTO]", help="its destination; [IPV6]:PORT for IPv6")
+    group.add_argument("--from", dest="source", metavar="SRC", help="the packet's source address; in a lab pod/NAME")
+    group.add_argument(
+        "--to",
+        dest="target",
+        metavar="DST:PORT[/PROTO]",
+        help="its destination; [IPV6]:PORT for IPv6; or NAMESPACE/NAME:PORT of a service, by the port's number or name",
+    )
     group.add_argument(
         "--source-class",
         choices=("pod", "node", "external"),
@@ -392,6 +399,7 @@ def parser() -> argparse.ArgumentParser:
     group = explain.add_argument_group("rules")
     group.add_argument("--manifests", metavar="PATH", help="a file or folder of YAML and JSON")
     group.add_argument("--live", action="store_true", help="ask the agent and the program in the kernel instead")
+    group.add_argument("-v", "--verbose", action="store_true", help="with --live: every step of the program")
     _admin(group)
     _config(group)
     add_flags(explain, SERVICES)
@@ -538,7 +546,7 @@ def _call(args: argparse.Namespace) -> int:
         case "explain":
             from controller.commands import explain
 
-            return explain.show(args)
+            return explain.show(args, _address_in_lab)
         case "compare":
             from workshop.compare import commands as compare
 
@@ -585,6 +593,13 @@ def _measured(args: argparse.Namespace) -> int | None:
     if view is None:
         return show.fetch() if args.fetch_headers else None
     return show.show(view, args, target(args.target) if args.target else None)
+
+
+def _address_in_lab(pod: str, family: int) -> str:
+    """The address of a pod of the lab around this process, or of the only one that stands."""
+    from workshop.lab.commands import address_of
+
+    return address_of(pod, family)
 
 
 def _run(args: argparse.Namespace) -> int:

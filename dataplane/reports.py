@@ -223,10 +223,11 @@ class PacketEvent(msgspec.Struct, kw_only=True):
 
 
 class ExplainStep(msgspec.Struct, frozen=True):
-    """One decision of the programs about a probe packet."""
+    """One decision of the programs about a probe packet; `internal` ones are for who knows how the programs work."""
 
     step: str
     text: str
+    internal: bool = False
 
 
 class ExplainAnswer(msgspec.Struct, kw_only=True):

@@ -21,6 +21,7 @@ from controller.agent.process import resident_bytes
 from controller.agent.syncer import Syncer
 from controller.errors import ControllerError
 from controller.kubernetes import Source
+from controller.semantics.explain import destination_of
 from controller.serving import protocol as p
 from controller.serving.health import Health
 from controller.serving.http_handlers import HttpHandlers
@@ -68,7 +69,9 @@ class Answers:
     def answer(self, query: Query) -> None:
         try:
             query.answer = self._answer(query.request)
-        except (ControllerError, DataplaneError, OSError, ValueError, KeyError, TypeError) as error:
+        except (ControllerError, DataplaneError) as error:
+            query.answer = p.FailedAnswer(str(error))
+        except (OSError, ValueError, KeyError, TypeError) as error:
             query.answer = p.FailedAnswer(f"{type(error).__name__}: {error}")
         query.answered.set()
 
@@ -91,6 +94,12 @@ class Answers:
                 return p.TrafficAnswer([row for one in each for row in one.traffic(by_backend=by_backend)])
             case p.RunExplain(packets):
                 return p.ExplainAnswers([programmer.explain(packet) for packet in packets])
+            case p.FindService(service, port, protocol, family):
+                try:
+                    found = destination_of(self.syncer.builder.table, service, port, protocol, family)
+                except LookupError as error:
+                    raise ControllerError(str(error)) from None
+                return p.FoundAnswer(found.address, found.port, int(found.protocol))
             case p.GetEvents(after):
                 reports = self._packet_events()
                 silent = sorted({self.mode.choice.effective, *self.mode.draining.names} - {reports.name})

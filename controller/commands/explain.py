@@ -8,14 +8,27 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from controller.errors import ConfigError
+from controller.errors import ConfigError, ControllerError
 from controller.settings.config import Config, from_flags
 
+if TYPE_CHECKING:
+    from dataplane.table import ServiceTable
 
-def show(args: argparse.Namespace) -> int:
+
+Fields = dict[str, object]  # of a packet, for `packet_from_dict`
+PodAddress = Callable[[str, int], str]  # name and family (4 or 6) of a lab's pod -> its address
+
+
+def no_pods(name: str, _family: int) -> str:
+    raise ConfigError(f"--from pod/{name}: names of pods are known in a lab alone; give the pod's address")
+
+
+def show(args: argparse.Namespace, pod_address: PodAddress = no_pods) -> int:
     """Answer for one packet or many; the exit code."""
     config = _config_of({**vars(args), "manifests": None})
     if bool(args.flows) == bool(args.source or args.target):
@@ -29,25 +42,37 @@ def show(args: argparse.Namespace) -> int:
     if args.live:
         from controller.commands import inspect
 
-        packets = packets_of(args)
+        packets = packets_of(args, partial(_ask_agent, args.admin_socket), pod_address)
         if any(packet.protocol.startswith("icmp") for packet in packets):
             raise ConfigError("--live: the program in the kernel answers for tcp, udp and sctp, not for icmp")
         return inspect.explain_live(args, packets)
     if not args.manifests:
         raise ConfigError("--manifests is missing: the file or folder with the objects (or ask an agent with --live)")
-    return _answer(packets_of(args), Path(args.manifests), config, args)
+    return _answer(Path(args.manifests), config, args, pod_address)
 
 
-def packets_of(args: argparse.Namespace) -> list[Any]:
+class NamedTarget(NamedTuple):
+    """A service as a destination; an empty port is its only one, an empty protocol is the port's."""
+
+    service: str
+    port: str
+    protocol: str
+
+
+Find = Callable[[NamedTarget, int], Fields]  # the packet's fields for a service and a family (0: any)
+
+
+def packets_of(args: argparse.Namespace, find: Find, pod_address: PodAddress = no_pods) -> list[Any]:
     """The packets that `explain` is asked about, of `--from` and `--to` or of `--flows`.
 
     Raises:
         ConfigError: a packet cannot be used; names flag, or index and field.
+        ControllerError: there is no such service or pod.
     """
     from controller.semantics.explain import packet_from_dict
 
     if not args.flows:
-        row = {"src": args.source, "src_class": args.source_class, **target(args.target)}
+        row = {"src_class": args.source_class, **_ends(args.source.strip(), args.target, find, pod_address)}
         try:
             return [packet_from_dict(row)]
         except ValueError as error:
@@ -63,6 +88,53 @@ def packets_of(args: argparse.Namespace) -> list[Any]:
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from None
     return packets
+
+
+def _ends(source: str, destination: str, find: Find, pod_address: PodAddress) -> Fields:
+    """Source, destination, port and protocol. The family of the source decides about a service's address."""
+    pod = source.removeprefix("pod/") if source.startswith("pod/") else None
+    named = named_target(destination)
+    if named is not None:
+        fields = find(named, 0 if pod is not None else 6 if ":" in source else 4)
+    else:
+        fields = target(destination)
+    if pod is not None:
+        source = pod_address(pod, 6 if ":" in str(fields["dst"]) else 4)
+    return {"src": source, **fields}
+
+
+_NAMED: Final = r"(?P<service>[a-z0-9-]+/[a-z0-9-]+)(?::(?P<port>[\w-]+))?(?:/(?P<proto>\w+))?"
+
+
+def named_target(text: str) -> NamedTarget | None:
+    """A destination by its name: `default/web:80`, `default/web:http`, `kube-system/dns:53/udp`; None: an address."""
+    match = re.fullmatch(_NAMED, text.strip())
+    return NamedTarget(match["service"], match["port"] or "", (match["proto"] or "").lower()) if match else None
+
+
+def _ask_agent(admin_socket: str, named: NamedTarget, family: int) -> Fields:
+    from controller.commands.names import asked_for, checked
+    from controller.serving.admin import ask
+    from controller.serving.protocol import FindService, FoundAnswer, GetNames, NamesAnswer
+    from dataplane.table import Protocol
+
+    names = ask(admin_socket, GetNames(), NamesAnswer).names
+    if names:  # modes without numbers have none
+        checked(asked_for(named.service), names.values())
+    found = ask(admin_socket, FindService(*named, family), FoundAnswer)
+    return {"dst": found.address, "port": found.port, "proto": Protocol(found.protocol).name}
+
+
+def _find_in(table: ServiceTable, named: NamedTarget, family: int) -> Fields:
+    from controller.commands.names import asked_for, checked
+    from controller.semantics.explain import destination_of
+
+    checked(asked_for(named.service), (entry.name for entry in table.entries()))
+    try:
+        found = destination_of(table, *named, family)
+    except LookupError as error:
+        raise ControllerError(str(error)) from None
+    return {"dst": found.address, "port": found.port, "proto": found.protocol.name}
 
 
 _FLAGS: Final = {"src": "--from", "dst": "--to", "port": "--to", "proto": "--to", "src_class": "--source-class"}
@@ -100,7 +172,7 @@ def target(text: str) -> dict[str, object]:
     return target
 
 
-def _answer(packets: list[Any], manifests: Path, config: Config, args: argparse.Namespace) -> int:
+def _answer(manifests: Path, config: Config, args: argparse.Namespace, pod_address: PodAddress) -> int:
     from controller.kubernetes.manifests import load
     from controller.kubernetes.model import KINDS, Problem
     from controller.semantics.cluster import Cluster
@@ -121,6 +193,7 @@ def _answer(packets: list[Any], manifests: Path, config: Config, args: argparse.
         for message in messages:
             _say(f"conflict: {service}: {message}")
 
+    packets = packets_of(args, partial(_find_in, table), pod_address)
     verdicts = [explain(table, packet) for packet in packets]
     if args.output == "json":
         import msgspec
@@ -133,7 +206,7 @@ def _answer(packets: list[Any], manifests: Path, config: Config, args: argparse.
     return 0
 
 
-_MEANINGS: Final = {
+MEANINGS: Final = {
     "dnat": "goes to a backend",
     "reject": "is rejected at once",
     "drop": "is dropped without an answer",
@@ -149,7 +222,7 @@ def _text(packet: Any, verdict: Any) -> str:
     target = packet.dst if portless else socket_text(packet.dst, packet.port)
     title = f"{packet.name}: " if packet.name else ""
     lines = [
-        f"{title}{packet.src} -> {target}/{packet.protocol.lower()} {_MEANINGS[verdict.verdict]} ({verdict.verdict})"
+        f"{title}{packet.src} -> {target}/{packet.protocol.lower()} {MEANINGS[verdict.verdict]} ({verdict.verdict})"
     ]
     lines += [f"  {reason}" for reason in re.split(r"(?<=\.) (?=[A-Z])", verdict.reason)]
     if verdict.service:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from controller.commands.explain import MEANINGS
 from controller.errors import ControllerError
 from controller.kubernetes.model import KindState
 from controller.semantics.explain import Packet
@@ -373,9 +374,11 @@ def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
         _print_json(rows if args.flows else rows[0])
         return 0
     for packet, row in zip(packets, rows, strict=True):
-        print(f"{packet.src} -> {packet.dst} port {packet.port}/{packet.protocol}: {row.verdict}")
-        for number, step in enumerate(row.steps, 1):
-            print(f"  {number:2}. {step.text}")
+        target = socket_text(packet.dst, packet.port)
+        print(f"{packet.src} -> {target}/{packet.protocol} {MEANINGS[row.verdict]} ({row.verdict})")
+        for step in row.steps:
+            if args.verbose or not step.internal:
+                print(f"  {step.text}")
         if agent.draining and row.mode == agent.mode:
             drains = " and ".join(agent.draining)
             print(f"  mode:     {row.mode}; flows that {drains} has stay there (--source-port says which one is meant)")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -101,6 +101,52 @@ def packet_from_dict(row: Mapping[str, Any]) -> Packet:
         except ValueError:
             raise ValueError(f"flow {name!r}: {field}: {row.get(field)!r} is not an IP address") from None
     return Packet(name, addresses["src"], addresses["dst"], port, proto, source_class)
+
+
+class Destination(NamedTuple):
+    """Where packets to a service go."""
+
+    address: str
+    port: int
+    protocol: Protocol
+
+
+def destination_of(table: ServiceTable, service: str, port: str, protocol: str, family: int) -> Destination:
+    """The address of a service (`namespace/name`), its ClusterIP if it has one.
+
+    Args:
+        table: that has it.
+        service: its name.
+        port: a number, also one that the service does not have; the name of a port; empty: the only one.
+        protocol: `tcp`, `udp` or `sctp`; empty: the port's.
+        family: 4 or 6; 0: 4 if the service has it.
+
+    Raises:
+        LookupError: there is no such service, or no such port of it; the message says what there is.
+    """
+    entries = [entry for entry in table.services.get(service, ()) if entry.frontends]
+    if not entries:
+        raise LookupError(f"no service {service} is served here")
+    entries = [entry for entry in entries if family in (0, entry.family)]
+    if not entries:
+        raise LookupError(f"service {service} has no IPv{family} address")
+    entries.sort(key=lambda entry: (entry.family, entry.protocol.name.lower() != (protocol or "tcp")))
+    known = [(entry, frontend) for entry in entries for frontend in entry.frontends if frontend.address is not None]
+    if not known:
+        raise LookupError(f"service {service} has no address of its own: name a node's address and the node port")
+    known.sort(key=lambda one: one[1].kind is not Kind.CLUSTER_IP)
+    asked = _PROTOCOLS.get(protocol)
+    having = [(entry, frontend) for entry, frontend in known if asked in (None, entry.protocol)]
+    if port.isdecimal():
+        found = next((one for one in having if one[1].port == int(port)), None)
+        first = found or known[0]
+        return Destination(first[1].address or "", int(port), asked or (found[0].protocol if found else Protocol.TCP))
+    ports = {entry.name.partition(":")[2]: (entry, frontend) for entry, frontend in reversed(having)}
+    chosen = ports.get(port) if port else next(iter(ports.values())) if len(ports) == 1 else None
+    if chosen is None:
+        there = ", ".join(sorted(f"{frontend.port} ({name})" for name, (_, frontend) in ports.items()))
+        raise LookupError(f"which port of {service}? It has {there or f'none of protocol {protocol}'}")
+    return Destination(chosen[1].address or "", chosen[1].port, chosen[0].protocol)
 
 
 _last: Explainer | None = None

@@ -251,6 +251,15 @@ class RunExplain(msgspec.Struct, frozen=True, tag_field="command", tag="explain"
     packets: list[ProbePacket]
 
 
+class FindService(msgspec.Struct, frozen=True, tag_field="command", tag="find"):
+    """Where packets to a service go; the fields are those of `controller.semantics.explain.destination_of`."""
+
+    service: str
+    port: str
+    protocol: str
+    family: int
+
+
 class GetEvents(msgspec.Struct, frozen=True, tag_field="command", tag="events"):
     """Packet events with larger numbers. Those of agents before this one have numbers up to 0."""
 
@@ -295,6 +304,7 @@ Request = (
     | GetNames
     | GetTraffic
     | RunExplain
+    | FindService
     | GetEvents
     | SetTrace
     | SwitchMode
@@ -333,6 +343,14 @@ class ExplainAnswers(msgspec.Struct, frozen=True, tag_field="answer", tag="expla
     """To `RunExplain`, in the order of the packets."""
 
     answers: list[ExplainAnswer]
+
+
+class FoundAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="found"):
+    """To `FindService`; the protocol's number is IANA's."""
+
+    address: str
+    port: int
+    protocol: int
 
 
 class EventsAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="events"):
@@ -390,6 +408,7 @@ Answer = (
     | NamesAnswer
     | TrafficAnswer
     | ExplainAnswers
+    | FoundAnswer
     | EventsAnswer
     | TraceAnswer
     | StartingAnswer

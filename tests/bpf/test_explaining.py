@@ -68,10 +68,14 @@ def changed(before: dict[str, bytes], after: dict[str, bytes]) -> set[str]:
 def test_a_new_flow_is_explained_step_by_step(bench: Bench, net: Net) -> None:
     bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
     answer = bench.explain(frame(net, net.client, net.vip, syn()))
-    assert steps(answer) == ["arrives", "prefilter", "frontend", "client", "route", "slot", "new_flow", "verdict"]
+    assert steps(answer) == [
+        "arrives", "prefilter", "frontend", "client", "route", "slot", "backend", "new_flow", "verdict",
+    ]  # fmt: skip
+    shown = [step.step for step in answer.steps if not step.internal]
+    assert shown == ["arrives", "frontend", "client", "backend", "verdict"]
     assert answer.verdict == "dnat"
     assert answer.service == "default/web:http"
-    assert net.backends[0] in answer.steps[5].text
+    assert net.backends[0] in answer.steps[6].text
     assert net.backends[0] in answer.reason
 
 
@@ -247,7 +251,7 @@ def test_sockets_of_the_node_choose(bench: Bench, net: Net) -> None:
     write_node(bench, net, table)
     bench.serve(entry)
     answer = bench.explain(frame(net, net.primary, net.vip, syn()), "node")
-    assert (answer.verdict, steps(answer)[-2]) == ("dnat", "slot")
+    assert (answer.verdict, steps(answer)[-2]) == ("dnat", "backend")
     assert "socket" in answer.reason
     assert bench.explain(frame(net, net.primary, net.vip, syn(dport=81)), "node").verdict == "reject"
     assert bench.explain(frame(net, net.primary, net.stranger, syn()), "node").verdict == "untouched"

@@ -139,6 +139,9 @@ def test_explain_live_predicts_what_happens(bench: Bench, place: str, family: in
     text = f"[{target[0]}]:{target[1]}" if family != V4 else f"{target[0]}:{target[1]}"
     source = bench.lab[place].address(family)
     answer = said(bench, "explain", "--live", "--from", source, "--to", text)
+    if place == "pod1" and family == V4:
+        named = said(bench, "explain", "--live", "--from", "pod/pod1", "--to", f"conformance/{service.name}:main")
+        assert (named["verdict"], named["service"]) == (answer["verdict"], answer["service"])
     assert (answer["verdict"], answer["service"]) == ("dnat", f"conformance/{service.name}:main"), answer
     assert bench.lab["pod2"].address(family) in answer["backends"][0]
     arrives = {"pod1": "from a pod", "node": "socket of this node", "client": "from outside"}[place]

@@ -270,3 +270,52 @@ def test_every_example_is_good(call: Call) -> None:
     done = call(*examples("--from", "10.77.1.12", "--to", "10.96.0.20:80"))
     assert done.stderr == ""
     assert "A client stays with its backend while it is not idle for 60 s." in done.stdout
+
+
+# --- names
+
+
+# fmt: off
+NAMED = [
+    pytest.param("default/web:80",       "10.77.1.12", "dnat",   "default/web:http", id="a port's number"),
+    pytest.param("default/web:http",     "10.77.1.12", "dnat",   "default/web:http", id="a port's name"),
+    pytest.param("default/web",          "10.77.1.12", "dnat",   "default/web:http", id="the only port"),
+    pytest.param("default/web:80",       "fd77:1::12", "dnat",   "default/web:http", id="the family is the source's"),
+    pytest.param("default/dns:53/udp",   "10.77.1.12", "dnat",   "default/dns:dns",  id="a protocol"),
+    pytest.param("default/dns:53",       "10.77.1.12", "dnat",   "default/dns:dns-tcp", id="TCP first"),
+    pytest.param("default/dns:dns",      "10.77.1.12", "dnat",   "default/dns:dns",  id="the named port's protocol"),
+    pytest.param("default/web:81",       "10.77.1.12", "reject", None,               id="a port that it does not have"),
+    pytest.param("default/empty:80",     "10.77.1.12", "reject", "default/empty:http", id="no endpoints"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("target", "source", "verdict", "service"), NAMED)
+def test_a_service_is_named(call: Call, target: str, source: str, verdict: str, service: str | None) -> None:
+    done = call(*examples("--from", source, "--to", target, "-o", "json"))
+    assert (done.returncode, done.stderr) == (0, "")
+    answer = json.loads(done.stdout)
+    assert (answer["verdict"], answer["service"]) == (verdict, service)
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("default/wbe:80", ["default/wbe", "did you mean default/web?"]),
+        ("shop/web:80", ["shop/web", "did you mean default/web?"]),
+        ("default/web:https", ["which port of default/web?", "80 (http)"]),
+    ],
+    ids=["a typo", "another namespace", "no such port name"],
+)
+def test_a_name_that_is_not_there_is_an_error(call: Call, target: str, says: list[str]) -> None:
+    done = call(*examples("--from", "10.77.1.12", "--to", target))
+    assert done.returncode == 1
+    assert all(part in done.stderr for part in says), done.stderr
+
+
+def test_a_pod_is_named_by_its_lab(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {("pod2", 4): "10.77.1.12", ("pod2", 6): "fd77:1::12"}
+    monkeypatch.setattr(cli, "_address_in_lab", lambda pod, family: known[pod, family])
+    for target, service in (("default/web:80", "default/web:http"), ("[fd96::10]:80", "default/web:http")):
+        done = call(*examples("--from", "pod/pod2", "--to", target, "-o", "json"))
+        assert (done.returncode, json.loads(done.stdout)["service"]) == (0, service), done.stderr

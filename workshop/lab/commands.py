@@ -6,17 +6,18 @@ import argparse
 import contextlib
 import json
 import os
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
 from controller.errors import ConfigError, ControllerError
-from workshop.lab import examples
+from workshop.lab import examples, namespace
 from workshop.lab.agent import Agent, remove
-from workshop.lab.network import Lab, LabError
+from workshop.lab.network import RUN, Lab, LabError
 
-__all__ = ["main"]
+__all__ = ["address_of", "main"]
 
 FEWEST_PODS: Final = 3
 DEFAULT_NAME: Final = "lab"
@@ -51,6 +52,30 @@ def main(args: argparse.Namespace) -> int:
     from workshop.lab import demo
 
     return demo.run(args.name, args.pods, as_json=args.output == "json")
+
+
+def address_of(pod: str, family: int) -> str:
+    """The address (of family 4 or 6) of a pod: of the lab whose node this process is in, or else of the only lab.
+
+    Raises:
+        ControllerError: there is no such lab or pod.
+    """
+    labs = list(_standing())
+    here = [lab for lab in labs if any(namespace.is_current(place.namespace) for place in lab.places.values())]
+    known = here or labs
+    if len(known) != 1:
+        what = f"{len(known)} labs stand here" if known else "no lab stands here"
+        raise ControllerError(f"pod/{pod}: {what}: give the pod's address, or type this on a lab's node")
+    places = known[0].places
+    if pod not in places:
+        raise ControllerError(f"pod/{pod}: lab {known[0].name} has no such pod; there are {', '.join(sorted(places))}")
+    return places[pod].address(socket.AF_INET6 if family == 6 else socket.AF_INET)
+
+
+def _standing() -> Iterator[Lab]:
+    for folder in sorted(RUN.glob("*/")):
+        with contextlib.suppress(LabError):
+            yield Lab.standing(folder.name)
 
 
 def _up(name: str, pods: int, as_json: bool) -> int:

@@ -56,8 +56,8 @@ class _Notes:
         self.steps: list[ExplainStep] = []
         self._flow = ""
 
-    def step(self, name: str, text: str) -> None:
-        self.steps.append(ExplainStep(name, text))
+    def step(self, name: str, text: str, *, internal: bool = False) -> None:
+        self.steps.append(ExplainStep(name, text, internal))
 
     def name(self, service: int) -> str:
         return self.around.names.get(service, f"service {service}")
@@ -73,7 +73,7 @@ class _Notes:
     # One method for each kind of note.
 
     def may_be_service(self, _a: int, _b: int) -> None:
-        self.step("prefilter", f"{self.target()} may belong to a Service: the prefilter matches.")
+        self.step("prefilter", f"{self.target()} may belong to a Service: the prefilter matches.", internal=True)
 
     def flow_owner(self, service: int, backend: int) -> None:
         self.service, self.backend = service, backend
@@ -95,7 +95,8 @@ class _Notes:
 
     def frontend(self, service: int, flags: int) -> None:
         self.service = service
-        self.step("frontend", f"{self.target()} is an address of {self.name(service)}{self._flags(flags)}.")
+        self.step("frontend", f"{self.target()} is an address of {self.name(service)}.")
+        self._flags(flags)
 
     def node_port(self, service: int, flags: int) -> None:
         self.service = service
@@ -103,13 +104,15 @@ class _Notes:
         if not service:
             self.step("frontend", f"{text}, and {port} is none.")
             return
-        self.step("frontend", f"{text}, and {port} is one of {self.name(service)}{self._flags(flags)}.")
+        self.step("frontend", f"{text}, and {port} is one of {self.name(service)}.")
+        self._flags(flags)
 
     def closed_port(self, _a: int, _b: int) -> None:
         self.closed = True
         self.step("frontend", f"{self.question.dst} is a service's address, which has no such port.")
 
-    def _flags(self, flags: int) -> str:
+    def _flags(self, flags: int) -> None:
+        """What holds for clients of each kind, whichever this one is."""
         constants = layout.abi_constants()
         shown = [
             text
@@ -123,7 +126,8 @@ class _Notes:
             )
             if flags & constants[f"FRONTEND_{name}"]
         ]
-        return f" ({', '.join(shown)})" if shown else ""
+        if shown:
+            self.step("flags", f"Its flags: {', '.join(shown)}.", internal=True)
 
     def client(self, kind: int, _b: int) -> None:
         self.step("client", f"The source {self.question.src} is {CLIENTS[kind]}.")
@@ -135,8 +139,9 @@ class _Notes:
         self.masquerade = bool(masquerade) and self.place != "node"  # a socket has the node's address anyway
         word = int(self.around.services[self.service]["sets"][number])
         slots = layout.split_range_word(word)[1]
-        source = "; its source is replaced by the node's address" if self.masquerade else ""
-        self.step("route", f"It takes backend set {number}, which has {slots} slots{source}.")
+        self.step("route", f"It takes backend set {number}, which has {slots} slots.", internal=True)
+        if self.masquerade:
+            self.step("masquerade", "Its source is replaced by the node's address.")
 
     def affinity(self, timeout: int, backend: int) -> None:
         self.backend = backend
@@ -148,20 +153,22 @@ class _Notes:
 
     def slot(self, index: int, backend: int) -> None:
         self.backend = backend
-        self.step("slot", f"Slot {index} was chosen: backend {self.address(backend)}. Another packet may get another.")
+        self.step("slot", f"Slot {index} was chosen.", internal=True)
+        self.step("backend", f"Backend {self.address(backend)} was chosen. Another packet may get another.")
 
     def empty(self, number: int, drops: int) -> None:
-        self.step("empty", f"Backend set {number} is empty, which {'drops' if drops else 'refuses'}.")
+        action = "dropped" if drops else "rejected"
+        self.step("empty", f"Backend set {number} is empty: the packet is {action}.", internal=True)
 
     def path_back(self, ifindex: int, strict: int) -> None:
         way = f"is by {self.around.interface(ifindex)}" if ifindex else "does not exist"
         rule = "must be by the interface that it came in at" if strict else "must exist"
-        self.step("path_back", f"The way back to {self.question.src} {way}; it {rule}.")
+        self.step("path_back", f"The way back to {self.question.src} {way}; it {rule}.", internal=True)
 
     def hop(self, ifindex: int, result: int) -> None:
         way = HOPS.get(result, "none: the stack is to decide" if result in {4, 5, 6} else f"none ({result})")
         interface = f", by {self.around.interface(ifindex)}" if result in {0, 7} else ""
-        self.step("hop", f"The next hop: {way}{interface}.")
+        self.step("hop", f"The next hop: {way}{interface}.", internal=True)
 
     def foreign(self, origin: int, way: int) -> None:
         self.step("origin", f"The flow's packets come in {self._place(origin)}; its sender lives {self._place(way)}.")
@@ -184,7 +191,7 @@ class _Notes:
     def count(self, number: int, _b: int) -> None:
         reason = _counters()[number]
         self.counted.append(reason)
-        self.step(reason, f"{WORDS[reason][0].upper()}{WORDS[reason][1:]}.")
+        self.step(reason, f"{WORDS[reason][0].upper()}{WORDS[reason][1:]}.", internal=kind_of(reason) == "note")
 
 
 def _counters() -> dict[int, str]:
