@@ -203,7 +203,7 @@ def _warnings(run: Run, rows: Sequence[Row]) -> Iterator[str]:
     judged = [known for row in rows if (known := row.lead if row.verdict else row.ratio)]
     least = min((known.sure for known in judged), default=1.0)
     if least < SURE:
-        yield f"Too few rounds to be sure: some intervals hold with {least:.0%} only; six rounds make 97 %."
+        yield f"Too few rounds to be sure: some intervals hold with {100 * least:.0f} % only; six rounds make 97 %."
 
 
 def _notes(run: Run, rows: Sequence[Row], noise: Sequence[Noise]) -> Iterator[str]:
@@ -218,7 +218,7 @@ def _notes(run: Run, rows: Sequence[Row], noise: Sequence[Noise]) -> Iterator[st
         )
         yield (
             f"The machine was not quiet: measurements of the plain pod address, which is always the same, spread by "
-            f"more than {NOISY:.0%} (up to {worst:.0%}) in {where}. Trust ratios, not values."
+            f"more than {100 * NOISY:.0f} % (up to {100 * worst:.0f} %) in {where}. Trust ratios, not values."
         )
     even = sum(row.verdict == "even" for row in rows)
     if even:

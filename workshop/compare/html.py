@@ -31,8 +31,9 @@ def html(report: Report) -> str:
 
 
 def _code(text: str) -> Markup:
-    """Words in backquotes, as Markdown has them."""
-    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))  # noqa: S704 - escaped
+    """Words in backquotes, as Markdown has them; a number and its % stay in one line."""
+    text = str(escape(text)).replace(" %", "&nbsp;%")
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", text))  # noqa: S704 - escaped
 
 
 def _embedded(report: Report) -> Markup:

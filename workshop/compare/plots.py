@@ -193,7 +193,7 @@ def _tip(row: Row, known: Estimate, *, emulated: bool) -> Iterator[str]:
     unit = metric(row.metric).unit
     if row.points:
         yield f"{_times(known.median)} × ({_times(known.low)} to {_times(known.high)})"
-        yield f"{known.count} pairs, {known.sure:.0%} sure" if known.count > 1 else "one pair"
+        yield f"{known.count} pairs, {100 * known.sure:.0f} % sure" if known.count > 1 else "one pair"
     if row.value is not None and not emulated:
         yield f"{shown(row.value.median)} {unit} ({shown(row.value.low)} to {shown(row.value.high)})"
     if row.control is not None and not emulated:
@@ -259,7 +259,7 @@ def _histogram(axis: Axis, mode: str, bins: Counter[int], unit: float, name: str
         low, high = _edge(number) / unit, _edge(number + 1) / unit
         at, width, share = axis.within(low), axis.within(high) - axis.within(low), bins[number] / bins.total()
         if width > 0:
-            text = f"{shown(low)} to {shown(high)} {name}: {share:.1%} of the requests"
+            text = f"{shown(low)} to {shown(high)} {name}: {100 * share:.1f} % of the requests"
             bars.append(Bar(at, round(width, 2), round(100 * share / most, 2), text))
     shares = (0.5, 0.9, 0.99, 0.999)
     middle, *rest = (shown(_quantile(bins, share) / unit) for share in shares)

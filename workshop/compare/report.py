@@ -10,7 +10,7 @@ import msgspec
 from workshop.compare.findings import Findings, Row, findings
 from workshop.compare.plan import metric
 from workshop.compare.result import Run
-from workshop.compare.stats import Estimate
+from workshop.compare.stats import SURE, Estimate
 
 __all__ = ["Report", "report"]
 
@@ -141,7 +141,9 @@ def _amount(ratio: Estimate, what: str, other: str) -> str:
 
 
 def _range(ratio: Estimate, text: str) -> str:
-    return text if ratio.count > 1 else "measured once"
+    if ratio.count < 2:
+        return "measured once"
+    return text if ratio.sure >= SURE else f"{text}, {100 * ratio.sure:.0f} % sure"
 
 
 def _percent(ratio: float) -> str:

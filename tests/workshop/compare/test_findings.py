@@ -59,7 +59,7 @@ def test_an_unfinished_run_says_so() -> None:
 
 @pytest.mark.parametrize("modes", [("ebpf", "nftables", "iptables"), ("nftables",)], ids=["several modes", "one mode"])
 def test_few_rounds_are_not_sure(modes: tuple[str, ...]) -> None:
-    for rounds, sure in ((1, "0%"), (2, "50%"), (3, "75%")):
+    for rounds, sure in ((1, "0 %"), (2, "50 %"), (3, "75 %")):
         warnings = findings(made_up(modes=modes, rounds=rounds)).warnings
         assert any("Too few rounds" in warning and f" {sure} " in warning for warning in warnings)
     assert not any("Too few" in warning for warning in findings(made_up(modes=modes)).warnings)

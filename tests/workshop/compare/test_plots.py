@@ -40,7 +40,7 @@ def test_an_interval_lies_around_its_median_between_all_pairs() -> None:
     assert len(mark.points) == 6
     assert mark.value == "1.21"
     assert mark.interval == "1.06-1.42"
-    assert "1.21 × (1.06 to 1.42); 6 pairs, 97% sure" in mark.tip
+    assert "1.21 × (1.06 to 1.42); 6 pairs, 97 % sure" in mark.tip
 
 
 def test_what_is_far_away_is_an_arrow_and_what_is_near_keeps_its_place() -> None:

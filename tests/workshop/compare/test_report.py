@@ -43,8 +43,11 @@ def test_the_first_sentence_is_of_cost(nftables: float, swing: tuple[float, ...]
     assert needs(two(nftables, swing)) == f"With 1,000 services, ebpf needs {words}."
 
 
-def test_one_pair_has_no_interval() -> None:
-    assert "than nftables (measured once)" in needs(made_up(modes=("ebpf", "nftables"), rounds=1))
+@pytest.mark.parametrize(
+    ("rounds", "words"), [(1, "nftables (measured once)"), (2, "nftables (19 %, 50 % sure)"), (6, "nftables (19 %)")]
+)
+def test_an_interval_of_few_pairs_says_how_sure_it_is(rounds: int, words: str) -> None:
+    assert words in needs(made_up(modes=("ebpf", "nftables"), rounds=rounds))
 
 
 def test_where_nothing_else_is_known_the_cost_is_that_of_the_machine() -> None:
