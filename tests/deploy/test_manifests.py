@@ -213,6 +213,23 @@ def volumes_of(pod: dict[str, Any], container: dict[str, Any]) -> dict[str, tupl
     return {mount["name"]: (mount["mountPath"], volumes[mount["name"]]) for mount in container["volumeMounts"]}
 
 
+@pytest.mark.parametrize(
+    ("of_kube_proxy", "ours"),
+    [("", "auto"), ("iptables", "iptables"), ("nftables", "nftables"), ("ipvs", "ipvs")],
+    ids=lambda mode: mode or "none",
+)
+def test_the_overlay_for_kubeadm_keeps_kube_proxys_mode(of_kube_proxy: str, ours: str, tmp_path: Path) -> None:
+    """As docs/migration.md says; mode ipvs is then replaced, because its pod is not privileged."""
+    text = (ROOT / "tests/controller/configurations/kubeadm.yaml").read_text()
+    file = tmp_path / "config.conf"
+    file.write_text(re.sub(r"^mode: .*$", f'mode: "{of_kube_proxy}"', text, flags=re.MULTILINE))
+    agent = agent_of("overlays/kubeadm")
+    args = parser().parse_args([word.replace("$(NODE_NAME)", "node-1") for word in agent["args"]])
+    config = configfile.load(file, vars(args)).config
+    assert (config.mode, config.strict_mode) == (ours, False)
+    assert not agent["securityContext"].get("privileged")
+
+
 def test_the_service_monitor_finds_the_pods() -> None:
     folder = "overlays/servicemonitor"
     labels = one(folder, "DaemonSet")["spec"]["template"]["metadata"]["labels"]

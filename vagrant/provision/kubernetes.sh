@@ -5,9 +5,8 @@ set -eu
 
 site=https://pkgs.k8s.io/core:/stable:/v$KUBERNETES/deb
 install -d -m 755 /etc/apt/keyrings
-[ -s /etc/apt/keyrings/kubernetes.gpg ] ||
-    curl -fsSL "$site/Release.key" | gpg --dearmor -o /etc/apt/keyrings/kubernetes.gpg
-echo "deb [signed-by=/etc/apt/keyrings/kubernetes.gpg] $site/ /" >/etc/apt/sources.list.d/kubernetes.list
+[ -s /etc/apt/keyrings/kubernetes.asc ] || curl -fsSL -o /etc/apt/keyrings/kubernetes.asc "$site/Release.key"
+echo "deb [signed-by=/etc/apt/keyrings/kubernetes.asc] $site/ /" >/etc/apt/sources.list.d/kubernetes.list
 
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -q

@@ -5,7 +5,7 @@ set -eu
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -q
 apt-get install -q -y --no-install-recommends \
-    ca-certificates conntrack containerd containernetworking-plugins curl ethtool gnupg iproute2 iptables kmod nftables \
+    ca-certificates conntrack containerd containernetworking-plugins curl ethtool iproute2 iptables kmod nftables \
     procps runc socat
 
 # The kubelet refuses to start beside swap.
