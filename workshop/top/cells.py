@@ -105,7 +105,7 @@ SERVICES: Final = (
     Column("backends", lambda row: (row.ejected, row.backends), _endpoints),
     _text("protocol", "protocol"),
     Column("conn total", _of("total"), _shown("total", number)),
-    _text("frontends", "addresses", " ".join),
+    _text("frontends", "frontends", " ".join),
 )
 BACKENDS: Final = (
     _text("address", "backend"),

@@ -21,7 +21,7 @@ LOADS = (
     ("pod3", "connections", "10.96.0.20:80", 30),
     ("pod2", "connections", "10.96.0.99:80", 8),
 )
-SECONDS = 8
+SECONDS = 20
 
 
 async def _shoot(agent: Agent) -> str:
