@@ -55,7 +55,7 @@ def _verdict(row: PacketEvent) -> Value:
 def _reason(row: PacketEvent) -> Value:
     if row.what == "fail" and row.backend:
         return f"{row.backend} {FAILURES.get(row.reason, row.message)}"
-    return row.message.removeprefix("rejected: ") or row.reason
+    return (row.message.partition(": ")[2] if row.what == "refuse" else row.message) or row.reason
 
 
 def _time_of_day(moment: float) -> str:

@@ -1,0 +1,76 @@
+"""`drops` and `trace` as people see them: tests/controller/screens has the screens."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller.commands import watch
+from controller.commands.columns import Screen, table
+from controller.commands.packet_columns import event_columns
+from controller.errors import ConfigError
+from dataplane.modes.ebpf.reasons import WORDS, kind_of
+from dataplane.reports import PacketEvent
+
+SCREENS = Path(__file__).parent / "screens"
+NOW = 1_800_000_000.0
+
+
+def event(age: float, reason: str, source: str, destination: str, **more: Any) -> PacketEvent:
+    fields = {
+        "what": kind_of(reason), "message": WORDS[reason], "service": "default/web:http", "protocol": "TCP",
+        "backend": None, "where": "from a pod", "interface": "veth1", "flags": "SYN", "mode": "ebpf",
+    }  # fmt: skip
+    return PacketEvent(
+        number=1, time=NOW - age, reason=reason, source=source, destination=destination, **(fields | more)
+    )
+
+
+EVENTS = [
+    event(7300, "reject", "10.77.1.11:40228", "10.96.0.99:80", service="default/empty:http"),
+    event(95, "reject_no_port", "10.77.1.11:40230", "10.96.0.10:81", service="default/web"),
+    event(12, "drop_source_ranges", "192.168.77.1:60526", "198.51.100.7:80", service="default/lb:http",
+          where="from outside", interface="eth0"),
+    event(8, "backend_refused", "10.77.1.12:8080", "10.77.1.11:40232", backend="10.77.1.12:8080", flags="RST ACK",
+          where="to a pod"),
+    event(7, "backend_unanswered", "[fd77:1::11]:40232", "[fd96::10]:80", backend="[fd77:2::12]:8080"),
+    event(0.4, "socket_refused", "10.77.1.1:0", "10.96.0.99:53", service="default/empty:dns", protocol="UDP",
+          where="socket of this node", interface=None, flags=None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [80, 120, 160, None], ids=["80", "120", "160", "pipe"])
+def test_the_screen(width: int | None) -> None:
+    lines = table(event_columns(Screen(width), NOW), EVENTS, Screen(width))
+    assert "\n".join(lines) + "\n" == (SCREENS / f"drops-{width or 'pipe'}.txt").read_text()
+    assert width is None or all(len(line) <= width for line in lines)
+
+
+@pytest.mark.parametrize("width", [80, 120, 160])
+def test_who_talks_to_whom_is_never_cut(width: int) -> None:
+    text = "\n".join(table(event_columns(Screen(width), NOW), EVENTS, Screen(width)))
+    for row in EVENTS:
+        assert all(part in text for part in (row.service, row.source, row.destination))
+
+
+@pytest.mark.parametrize(
+    ("reason", "what", "verdict"),
+    [
+        ("drop_empty", "drop", "DROPPED"), ("reject", "refuse", "REJECTED"), ("backend_refused", "fail", "FAILED"),
+        ("flow_full", "note", "NOTED"), ("dnat", "trace", "SEEN"), ("drop_martian", "trace", "DROPPED"),
+    ],
+)  # fmt: skip
+def test_the_verdict_is_one_word(reason: str, what: str, verdict: str) -> None:
+    row = event(0, reason, "10.0.0.1:1", "10.0.0.2:2", what=what)
+    (column,) = (column for column in event_columns(Screen(None), NOW) if column.header == "VERDICT")
+    cell = column.value(row)
+    assert getattr(cell, "text", cell) == verdict
+
+
+@pytest.mark.parametrize("text", ["5", "yesterday", "-5m", "0", ""])
+def test_since_is_a_duration(text: str) -> None:
+    with pytest.raises(ConfigError, match="--since"):
+        watch.show("drops", argparse.Namespace(since=text))

@@ -1,0 +1,61 @@
+"""While an agent starts, it answers at its admin socket with the part of the start that it is at."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.served import Served
+from workshop.lab.namespace import DEADLINES
+
+pytestmark = pytest.mark.root
+
+
+def until(agent: Served, reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """What `status` prints as soon as it is as wanted."""
+    deadline = time.monotonic() + 30 * DEADLINES
+    while True:
+        done = agent.command("status", "-o", "json", "--admin-socket", str(agent.socket))
+        status = json.loads(done.stdout)
+        if reached(status):
+            assert done.returncode == (0 if status["agent"] else 1)
+            return status
+        assert time.monotonic() < deadline, status
+        time.sleep(0.1)
+
+
+SLOW = """
+import time
+
+def wait_for(name):
+    while not (Path(__file__).parent / name).exists():
+        time.sleep(0.05)
+
+class Slow(Fragile):
+    def __init__(self, options, wake):
+        wait_for("open")
+    def sync(self, table):
+        wait_for("sync")
+        return super().sync(table)
+
+MODE = MODE._replace(open=Slow)
+"""
+
+
+def test_status_says_which_part_of_the_start_an_agent_is_at(start: Callable[..., Served], fragile: Path) -> None:
+    """The mode takes its time to open, and then to program the first table."""
+    program = fragile / "programmer.py"
+    program.write_text(program.read_text() + SLOW)
+    agent = start(wait=False)
+    opening = until(agent, lambda status: bool(status["agent"] or status["starting"]))
+    assert "opens mode fragile" in opening["starting"]
+    (fragile / "open").touch()
+    until(agent, lambda status: not status["agent"] and "programs its first table" in status["starting"])
+    (fragile / "sync").touch()
+    ready = until(agent, lambda status: status["agent"] and status["synced"])
+    assert ready["starting"] == ""
