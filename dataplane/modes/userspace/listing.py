@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
 from typing import Final
 
@@ -26,6 +27,7 @@ class Relayed:
         self.place = f"relay, process {self.listing.pid}"
 
     def services(self) -> list[ServiceRow]:
+        failing = Counter(key for key, _, _, consecutive, _ in self.listing.failures if consecutive)
         return [
             ServiceRow(
                 name=row.name,
@@ -34,6 +36,7 @@ class Relayed:
                 backends=len(row.routes[0]) if row.routes else 0,
                 local_backends=len(row.routes[1]) if len(row.routes) > 1 else None,
                 affinity=bool(row.affinity),
+                failing=failing[row.key],
                 proxy_ports=len(row.ports),
             )
             for row in self.rows
@@ -41,16 +44,23 @@ class Relayed:
 
     def backends(self, of: str | None = None) -> list[BackendRow]:
         used = {(key, address, port): count for key, address, port, count in self.listing.used}
+        failed = {
+            (key, address, port): (count, history) for key, address, port, count, history in self.listing.failures
+        }
         rows = []
         for row in filter(lambda each: belongs(each.name, of), self.rows):
             members = Counter(pair for route in row.routes for pair in route)
             for address, port in {**dict.fromkeys(members), **dict.fromkeys(row.serving)}:
+                count, history = failed.get((row.key, address, port), (0, None))
                 rows.append(
                     BackendRow(
                         service=row.name,
                         address=socket_text(address, port),
                         protocol=Protocol(row.protocol).name,
                         used=(address, port) in members,
+                        failures=count,
+                        history=history,
+                        state=f"failing: {history.text(time.time())}" if count and history else None,
                         conversations=used.get((row.key, address, port), 0),
                     )
                 )

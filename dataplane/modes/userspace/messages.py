@@ -12,6 +12,8 @@ from typing import Final
 
 import msgspec
 
+from dataplane.reports import FailureHistory
+
 ADDRESS: Final = "\0hybrid-proxy-userspace"
 VERSION: Final = 2  # of these messages and of what a relay does: an agent replaces a relay of another version
 LENGTH: Final = struct.Struct("=I")
@@ -170,13 +172,17 @@ class Conversation(msgspec.Struct, frozen=True):
 
 
 class Listing(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `Look`. `used` counts conversations by service port (`Row.key`), backend address and port."""
+    """Answer to `Look`. `used` counts conversations by service port (`Row.key`), backend address and port.
+
+    `failures` has, for each backend that failed, how many of its last connections did, and how.
+    """
 
     pid: int
     rows: tuple[Row, ...]
     used: tuple[tuple[str, str, int, int], ...]
     flows: tuple[Conversation, ...]
     flow_count: int
+    failures: tuple[tuple[str, str, int, int, FailureHistory], ...] = ()
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import time
 from collections.abc import Callable
+from typing import Final
 
 from dataplane.modes.userspace import messages
 from dataplane.modes.userspace.choice import Chooser
 from dataplane.modes.userspace.messages import Conversation, Keep, Network, Pair, Row
 from dataplane.modes.userspace.sockets import listening
 from dataplane.modes.userspace.state import State
+from dataplane.reports import FailureHistory
 
 
 class Clients:
@@ -31,23 +34,61 @@ class Clients:
         return any(parsed in network for network in self.pods)
 
 
+SERIES_SECONDS: Final = 600.0  # a longer time without a failure ends a series, as in mode ebpf
+
+
+class Failures:
+    """How connections to one backend failed. Times are seconds since 1970."""
+
+    __slots__ = ("consecutive", "last_refused", "last_unanswered", "refused", "unanswered")
+
+    def __init__(self) -> None:
+        self.consecutive = self.refused = self.unanswered = 0
+        self.last_refused: float | None = None
+        self.last_unanswered: float | None = None
+
+    def note(self, *, refused: bool, now: float) -> None:
+        """One more failure."""
+        self.consecutive += 1
+        if refused:
+            self.refused = 1 + self.refused * (now - (self.last_refused or 0.0) <= SERIES_SECONDS)
+            self.last_refused = now
+        else:
+            self.unanswered = 1 + self.unanswered * (now - (self.last_unanswered or 0.0) <= SERIES_SECONDS)
+            self.last_unanswered = now
+
+    def history(self) -> FailureHistory:
+        return FailureHistory(self.refused, self.last_refused, self.unanswered, self.last_unanswered)
+
+
 class Service:
     """One service port and what it remembers."""
 
-    __slots__ = ("chooser", "clients", "ports", "row")
+    __slots__ = ("chooser", "clients", "failures", "ports", "row")
 
     def __init__(self, row: Row, clients: Clients) -> None:
         self.row = row
         self.clients = clients
         self.chooser = Chooser(row.affinity)
+        self.failures: dict[tuple[str, int], Failures] = {}  # of TCP, by backend
         self.ports: dict[messages.Port, Port] = {}
 
     def update(self, row: Row) -> None:
         """Other backends, another affinity: positions and memories stay."""
         self.row = row
         self.chooser.affinity = row.affinity
+        known = {*row.serving, *(backend for route in row.routes for backend in route)}
+        self.failures = {backend: found for backend, found in self.failures.items() if backend in known}
         for port in self.ports.values():
             port.route = self.route(port.number)
+
+    def note_failure(self, backend: tuple[str, int], *, refused: bool) -> None:
+        """A connection to the backend was refused, or not answered."""
+        self.failures.setdefault(backend, Failures()).note(refused=refused, now=time.time())
+
+    def note_success(self, backend: tuple[str, int]) -> None:
+        if backend in self.failures:
+            self.failures[backend].consecutive = 0
 
     def route(self, number: int) -> tuple[tuple[str, int], ...]:
         """The backends of a route; none of one that the row has not any more: its port closes with the next commit."""

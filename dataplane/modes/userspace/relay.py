@@ -91,7 +91,7 @@ class Relay:
                 if all(port.address[0] == network.listen[service.row.family] for port in old):
                     continue
                 replaced = Service(service.row, self.clients)
-                replaced.chooser = service.chooser
+                replaced.chooser, replaced.failures = service.chooser, service.failures
                 self.services[key] = replaced
                 self.gone.append(service)
 
@@ -183,6 +183,11 @@ class Relay:
             used=self._used(),
             flows=tuple(flows),
             flow_count=len(self.flows.all) + len(self.sessions.by_client),
+            failures=tuple(
+                (key, *backend, found.consecutive, found.history())
+                for key, service in self.services.items()
+                for backend, found in service.failures.items()
+            ),
         )
 
     def _used(self) -> tuple[tuple[str, str, int, int], ...]:

@@ -268,6 +268,7 @@ class Flow:
             self._dial(self._another(refused=True))
             return
         self.port.service.chooser.settled(self.client_address[0], self.backend, loop.time())
+        self.port.service.note_success(self.backend)
         self.tried = None
         self.forth = Way(self, self.client, self.upstream)
         self.back = Way(self, self.upstream, self.client)
@@ -291,6 +292,7 @@ class Flow:
         state.counters["refused_by_backends" if refused else "silent_backends"] += 1
         now = state.loop.time()
         service.chooser.forget(failed, now)
+        service.note_failure(failed, refused=refused)
         if self.attempts >= MOST_ATTEMPTS:
             return None
         chosen = service.chooser.another(self.port.number, self.port.route, self.client_address[0], self.tried, now)

@@ -53,6 +53,33 @@ def test_a_silent_backend_is_given_up_after_about_a_second(relay: Running, backe
     assert relay.counters["silent_backends"] == 1
 
 
+def test_how_connections_failed_is_remembered_for_each_backend(relay: Running, backend) -> None:
+    """Refused or silent, when, and whether the last one failed; of backends that left, nothing."""
+    began, deaf = time.time(), nobody()
+    with silent() as nowhere:
+        address = relay.serve(deaf, nowhere, backend("a").address)
+        assert {who(address) for _ in range(6)} == {"a"}
+        failed = {(row[1], row[2]): row[3:] for row in relay.relay.look(0).failures}
+        assert failed.keys() == {deaf, nowhere}
+        (times, refused), (once, unanswered) = failed[deaf], failed[nowhere]
+        assert (refused.refused, refused.unanswered, refused.last_kind) == (times, 0, "refused")
+        assert (unanswered.refused, unanswered.unanswered, unanswered.last_kind) == (0, once, "not answered")
+        assert times >= 1 <= once
+        assert all(began <= each.last <= time.time() for each in (refused, unanswered))
+        relay.serve(nowhere, backend("a").address)
+    assert {(row[1], row[2]) for row in relay.relay.look(0).failures} == {nowhere}
+
+
+def test_a_connection_that_succeeds_ends_the_row_of_failures(relay: Running, backend) -> None:
+    place = backend("a")
+    address = relay.serve(place.address)
+    service = next(iter(relay.relay.services.values()))
+    service.note_failure(place.address, refused=True)
+    assert who(address) == "a"
+    ((*_, consecutive, history),) = relay.relay.look(0).failures
+    assert (consecutive, history.refused) == (0, 1)
+
+
 def test_without_any_backend_the_client_is_reset(relay: Running) -> None:
     address = relay.serve(nobody(), nobody())
     with pytest.raises(ConnectionResetError), connect(address) as client:
