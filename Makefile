@@ -7,7 +7,7 @@ SOURCES  := $(wildcard bpf/*.bpf.c)
 HEADERS  := $(wildcard bpf/*.h)
 BUILT    := $(patsubst bpf/%.bpf.c,$(OBJECTS)/%.bpf.o,$(SOURCES)) dataplane/modes/ebpf/_abi.py dataplane/kernel/_libbpf.py
 APT      := iproute2 util-linux clang llvm clang-format bpftool libbpf-dev libbpf1 linux-libc-dev libc6-dev gcc make python3-venv python3-dev nftables iptables
-APT_LAB  := shellcheck tmux vagrant systemd debian-archive-keyring libseccomp2 linux-libc-dev-arm64-cross
+APT_LAB  := shellcheck tmux zsh fish vagrant systemd debian-archive-keyring libseccomp2 linux-libc-dev-arm64-cross
 APT_COMPARE := wrk iperf3 chromium fonts-dejavu-core
 APT_TRACE := python3-bpfcc
 APT_VM   := qemu-system-x86 busybox-static kmod debian-archive-keyring
@@ -82,9 +82,10 @@ vm: setup $(STAMPS)/vm ## install what tests on other kernels need (QEMU)
 
 bpf: $(BUILT) ## compile the BPF programs (clang)
 
-docs: setup ## write what is generated from definitions: docs/configuration.md, its JSON schema, docs/output.md, the tree in docs/architecture.md
+docs: setup ## write what is generated from definitions: docs/configuration.md, its JSON schema, docs/output.md, docs/hybrid-proxy.8, the tree in docs/architecture.md
 	$(Q)$(PYTHON) -m controller.settings.reference .
 	$(Q)$(PYTHON) -m workshop.output .
+	$(Q)$(PYTHON) -m workshop.manual .
 	$(Q)$(PYTHON) -m workshop.house .
 
 pictures: setup ## make the moving picture of the demo and that of `top` anew, on a machine with nothing else to do (root)

@@ -3,7 +3,7 @@
 Commands are imported when they are called: `explain` is run a hundred times in a script and must start at
 once, so nothing here imports the kernel interfaces, the API client or a terminal library.
 
-Exit codes: 0 it worked, 1 it failed, 2 the command line (or the file with flows) cannot be used.
+Exit codes are a contract, and `EXIT_CODES` tells it to people.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from controller import __version__
 from controller.errors import ConfigError, ControllerError
 from controller.settings.config import ADMIN_SOCKET, from_flags
 from controller.settings.documents import FILES, IPVS_MODE, LOG, MORE, NODE, SERVERS, SERVICES, SOURCES
@@ -23,6 +24,18 @@ from controller.settings.flags import add_flag, add_flags, add_removed_flags
 from dataplane.errors import DataplaneError
 
 OK, FAILED, USAGE = 0, 1, 2
+EXIT_CODES: Final = """
+exit codes:
+  0  it worked. What was asked for is there, also if the list of it is empty.
+  1  it failed, or something that was asked for is not there: a service, a namespace, an agent. `status --exit-code`
+     also exits with 1 when the node is not in sync, `doctor` when it found a problem.
+  2  the command cannot be used in this way: unknown flags and commands, values that are none, files with mistakes.
+"""
+ENVIRONMENT: Final = """
+environment:
+  NO_COLOR  if it is not empty, nothing is coloured; otherwise what goes to a terminal is.
+  COLUMNS   the width of the terminal, for tables.
+"""
 
 
 # --------------------------------------------------------------------------------------------- the flags
@@ -36,10 +49,35 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **arguments)
 
 
+class _Version(argparse.Action):
+    """`--version`: print it, and exit."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"hybrid-proxy {__version__}")
+        parser.exit(OK)
+
+
 def _output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", choices=("text", "json"), default="text", help="for people, or for programs (default: text)"
     )
+
+
+def _table(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-o", "--output", choices=("text", "wide", "json", "yaml"), default="text",
+        help="for people what fits the terminal (text) or everything (wide), or for programs (default: text)",
+    )  # fmt: skip
+
+
+def _named(
+    parser: argparse.ArgumentParser, name: str = "NAMESPACE/NAME[:PORT]", text: str = "only this service"
+) -> None:
+    """A service, as kubectl has it: with its namespace, or beside -n."""
+    parser.add_argument("service", nargs="?", metavar=name, help=text)
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("-n", "--namespace", metavar="NAMESPACE", help="only services of this namespace")
+    where.add_argument("-A", "--all-namespaces", action="store_true", help="services of all namespaces (the default)")
 
 
 def _admin(parser: argparse._ActionsContainer) -> None:
@@ -124,8 +162,13 @@ The command changes nothing and needs no privileges. It reports invalid objects 
 """
 
 _STATUS: Final = """
+The first line is a verdict: OK, DEGRADED (the node serves what the cluster has, but something is wrong), or NOT IN
+SYNC. The lines below say what is wrong, then what serves.
+
 examples:
-  hybrid-proxy status              the mode and its hooks, how full the maps are, which objects are invalid
+  hybrid-proxy status              a verdict, what is wrong, the mode and its hooks
+  hybrid-proxy status -o wide      the same, how full each table is, and its memory
+  hybrid-proxy status --exit-code  for scripts: exit code 1 if the node is not in sync
   hybrid-proxy status -o json
 """
 
@@ -139,14 +182,16 @@ examples:
 
 _SERVICES: Final = """
 examples:
-  hybrid-proxy services                    every programmed service port, with its addresses
-  hybrid-proxy services default/web
+  hybrid-proxy services                    every programmed service port, with its frontends
+  hybrid-proxy services default/web -o wide
+  hybrid-proxy services -n kube-system --watch
   hybrid-proxy services -o json
 """
 
 _BACKENDS: Final = """
 examples:
-  hybrid-proxy backends                    every backend, and the backend sets that it belongs to
+  hybrid-proxy backends                    every backend, whether it serves, and why not
+  hybrid-proxy backends default/web --watch
   hybrid-proxy backends default/web -o json
 """
 
@@ -281,12 +326,24 @@ examples:
 """
 
 
+_COMPLETION: Final = """
+Prints what a shell needs to complete commands, flags, and the names of services and namespaces that are programmed.
+
+examples:
+  source <(hybrid-proxy completion bash)   in this shell; in ~/.bashrc, in each one
+  hybrid-proxy completion bash > /etc/bash_completion.d/hybrid-proxy
+  source <(hybrid-proxy completion zsh)    in ~/.zshrc, after compinit
+  hybrid-proxy completion fish > ~/.config/fish/completions/hybrid-proxy.fish
+"""
+
+
 def parser() -> argparse.ArgumentParser:
     root = _Parser(
         prog="hybrid-proxy",
         description="A Kubernetes service proxy for one node: an eBPF hot path, controlled from Python.",
-        epilog=_MAIN,
+        epilog=_MAIN + EXIT_CODES + ENVIRONMENT,
     )
+    root.add_argument("--version", action=_Version, nargs=0, help="print the version, and exit")
     commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def command(name: str, summary: str, epilog: str, usage: str | None = None) -> argparse.ArgumentParser:
@@ -315,16 +372,23 @@ def parser() -> argparse.ArgumentParser:
     ):
         shown = command(name, summary, epilog)
         if name not in ("status", "modes"):
-            shown.add_argument("service", nargs="?", metavar="NAMESPACE/NAME", help="only this service")
+            _named(shown)
+            shown.add_argument(
+                "-w", "--watch", action="store_true", help="then print each row that comes, changes or goes"
+            )
+        if name == "status":
+            shown.add_argument(
+                "--exit-code", action="store_true", help="exit with 1 if the node is not in sync, also while it starts"
+            )
         if name == "flows":
             shown.add_argument("--limit", type=int, default=1000, metavar="N", help="at most N (default: 1000)")
             shown.add_argument("--mode", metavar="MODE", help="only those of this mode, which serves or drains")
         _admin(shown)
         _folders(shown)
-        _output(shown)
+        _table(shown)
 
     top = command("top", "services, backends and drops, live in this terminal", _TOP)
-    top.add_argument("service", nargs="?", metavar="NAMESPACE/NAME:PORT", help="with -o json: whose backends")
+    _named(top, text="only this service; with -o json, a service port whose backends are listed")
     top.add_argument("--filter", default="", metavar="TEXT", help="services with this in name, address or protocol")
     top.add_argument(
         "--interval", type=float, default=1, metavar="SECONDS", help="time between two updates (default: 1)"
@@ -364,7 +428,7 @@ def parser() -> argparse.ArgumentParser:
         "--fetch-headers", action="store_true", help="fetch the kernel headers that bcc needs into a cache, and exit"
     )
     for shown in (drops, trace):
-        shown.add_argument("service", nargs="?", metavar="NAMESPACE/NAME", help="only this service")
+        _named(shown)
         shown.add_argument("--limit", type=int, default=1000, metavar="N", help="at most N (default: 1000)")
         _admin(shown)
         _output(shown)
@@ -445,6 +509,9 @@ def parser() -> argparse.ArgumentParser:
 
     _compare(command("compare", "benchmark the modes against each other and a no-proxy baseline", _COMPARE))
 
+    completion = command("completion", "the completion of commands, flags and services' names in a shell", _COMPLETION)
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="for this shell")
+
     _lab(command("lab", "a node, pods and a client as network namespaces", _LAB))
     return root
 
@@ -523,7 +590,12 @@ def _compare(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code. `--help` and unknown flags raise SystemExit, as argparse does."""
-    args = parser().parse_args(arguments)
+    root = parser()
+    if "_ARGCOMPLETE" in os.environ:
+        from controller.commands import completion
+
+        completion.answer(root, commands_of(root).values())
+    args = _parsed(root, sys.argv[1:] if arguments is None else arguments)
     try:
         code = _call(args)
         sys.stdout.flush()
@@ -539,6 +611,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     return code
+
+
+def _parsed(root: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """The parsed command line. Words that are unknown are wrong use; what they look like is suggested."""
+    known = commands_of(root)
+    typed = next((word for word in arguments if not word.startswith("-")), None)
+    if typed is not None and typed not in known:
+        root.error(f'no command "{typed}"{_meant(typed, known)}')
+    args, unknown = root.parse_known_args(arguments)
+    if unknown:
+        flags = known[args.command]._option_string_actions  # noqa: SLF001 - argparse has no public name for it
+        word = unknown[0].partition("=")[0]
+        known[args.command].error(f"unrecognized arguments: {' '.join(unknown)}{_meant(word, flags)}")
+    return args
+
+
+def commands_of(root: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parser of each command, in the order of `--help`."""
+    (found,) = (action for action in root._actions if isinstance(action, argparse._SubParsersAction))  # noqa: SLF001
+    return dict(found.choices)
+
+
+def _meant(typed: str, known: Iterable[str]) -> str:
+    from controller.commands.names import closest, either
+
+    found = closest(typed, known)
+    return f"; did you mean {either(found)}?" if found else ""
 
 
 def _call(args: argparse.Namespace) -> int:
@@ -565,6 +664,10 @@ def _call(args: argparse.Namespace) -> int:
             from controller.commands import takeover
 
             return takeover.run(args)
+        case "completion":
+            from controller.commands import completion
+
+            return completion.show(args.shell)
         case "top":
             from workshop.top import command
 

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from controller.commands.inspect import ModeRow
+from controller.commands.listings import ModeRow
 from controller.commands.switch import Left, Switched
 from controller.serving.protocol import AgentStatus, NoAgentStatus
 from dataplane.reports import BackendRow, ExplainAnswer, FlowRow, PacketEvent, ServiceRow
@@ -55,6 +55,9 @@ _HEAD: Final = """# JSON output
 `-o json` prints what the commands below have, encoded from typed values. A key is always there: null means that the
 value is not known, or does not exist in the mode that serves. There is no release yet, so keys may still change; the
 output of `explain --flows` without `--live` stays as it is.
+
+`-o yaml` of `status` and of the listings has the same. With `--watch`, a listing prints an object a line: its `event`
+is `added` (at first for each row), `changed` or `gone`, its `row` is a value of the type below.
 """
 
 

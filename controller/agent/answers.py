@@ -6,12 +6,14 @@ is one consistent state.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from controller import __version__
 from controller.agent.active_mode import ActiveMode
 from controller.agent.config_follower import ConfigFollower
 from controller.agent.event_queue import EventQueue
@@ -148,6 +150,8 @@ class Answers:
         cluster, builder = syncer.cluster, syncer.builder
         state = cluster.source_state
         return p.AgentStatus(
+            version=__version__,
+            pid=os.getpid(),
             node=self.mode.config.settings.node_name,
             mode=self.mode.choice,
             draining=self.mode.draining.rows(),

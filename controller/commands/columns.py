@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from textwrap import wrap
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-__all__ = ["Cell", "Column", "Layout", "Screen", "Tone", "duration", "layout", "painted", "table"]
+__all__ = ["Cell", "Column", "Layout", "Screen", "Tone", "Value", "duration", "layout", "painted", "table"]
 
 Row = TypeVar("Row")
 Row_contra = TypeVar("Row_contra", contravariant=True)
 
 GAP: Final = 2
 UNKNOWN: Final = "-"
-LEAST_CUT: Final = 12  # characters that stay of a text that may be cut
+LEAST: Final = 12  # characters in a line of a text that is cut or wrapped
 CUT: Final = "…"
 
 
@@ -47,7 +48,7 @@ class Cell(NamedTuple):
     tone: Tone = Tone.PLAIN
 
 
-Value = str | Cell | Sequence[str] | None  # several texts: one below the other, in a pipe with commas; None: not known
+Value = str | Cell | Sequence[str] | None  # several texts: one below the other, in a pipe with commas; None: unknown
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,12 @@ class Column(Generic[Row_contra]):
 
     Attributes:
         header: The title, in capital letters.
-        value: The cell of a row. A column without any known value is left out.
+        value: The cell of a row. A column that is empty or unknown for every row is left out.
         leave: 0: the column identifies or judges and always stays. Of the others the largest is left out first.
         wide: Only `-o wide` shows it.
         right: Aligned to the right, for numbers.
-        cut: Its texts may end with an ellipsis.
+        cut: Where it is narrow, its texts end with an ellipsis.
+        wrap: Where it is narrow, its texts go on in further lines.
         least: Its least width, for rows that are printed before the next ones are known.
         live: Its values change all the time, so that `--watch` does not report a row for them.
     """
@@ -71,6 +73,7 @@ class Column(Generic[Row_contra]):
     wide: bool = False
     right: bool = False
     cut: bool = False
+    wrap: bool = False
     least: int = 0
     live: bool = False
 
@@ -92,7 +95,7 @@ class Layout(Generic[Row_contra]):
 
     def lines(self, row: Row_contra) -> Iterator[str]:
         """The row: one line, and on a terminal one more for each further text of a cell."""
-        cells = [_cells(place.column.value(row), self.screen) for place in self.places]
+        cells = [_wrapped(_cells(place.column.value(row), self.screen), place) for place in self.places]
         for number in range(max(map(len, cells), default=0)):
             yield self._line([parts[number] if number < len(parts) else Cell("") for parts in cells])
 
@@ -137,9 +140,9 @@ def duration(seconds: float) -> str:
 
 
 def _size(column: Column[Any], rows: Iterable[Any], screen: Screen) -> int | None:
-    """The width that shows every cell; None: there are rows, and none has a value."""
+    """The width that shows every cell; None: there are rows, and none has anything to show."""
     values = [column.value(row) for row in rows]
-    if values and all(value is None for value in values):
+    if values and all(value is None or value == "" for value in values):
         return None
     texts = (part.text for value in values for part in _cells(value, screen))
     return max(len(column.header), column.least, *map(len, texts), 0)
@@ -178,7 +181,14 @@ def _fitted(places: list[_Place], width: int) -> list[_Place]:
 
 
 def _least(place: _Place) -> int:
-    return min(place.width, max(LEAST_CUT, len(place.column.header))) if place.column.cut else place.width
+    gives = place.column.cut or place.column.wrap
+    return min(place.width, max(LEAST, len(place.column.header))) if gives else place.width
+
+
+def _wrapped(cells: list[Cell], place: _Place) -> list[Cell]:
+    if not place.column.wrap:
+        return cells
+    return [Cell(part, cell.tone) for cell in cells for part in wrap(cell.text, max(1, place.width)) or [""]]
 
 
 def _shortened(text: str, width: int) -> str:

@@ -1,4 +1,4 @@
-"""`status`, `services`, `backends`, `flows` and `explain --live`: what the kernel has, and the running agent."""
+"""`status`, `modes`, listings and `explain --live`: what is programmed in the kernel, and what the agent knows."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
+from controller.commands import listings
+from controller.commands.columns import Column
 from controller.commands.explain import MEANINGS
+from controller.commands.listings import Change, ModeRow, changes
+from controller.commands.terminal import print_rows, print_stream, print_value, screen
 from controller.errors import ControllerError
-from controller.kubernetes.model import KindState
 from controller.semantics.explain import Packet
 from controller.serving.admin import NoAgentError, ask
 from controller.serving.protocol import (
     AgentStatus,
-    ChangeLatency,
-    ConfigurationStatus,
-    DrainingMode,
     ExplainAnswers,
     GetNames,
     GetStatus,
@@ -29,18 +29,8 @@ from controller.serving.protocol import (
     StatusAnswer,
 )  # fmt: skip
 from dataplane.errors import DataplaneError
-from dataplane.mode import Options, ProbePacket, belongs
-from dataplane.reports import (
-    BackendRow,
-    EbpfStatus,
-    ExplainAnswer,
-    ExplainStep,
-    FlowRow,
-    MapUsage,
-    ServiceRow,
-    Status,
-    TrafficCounts,
-)
+from dataplane.mode import Options, ProbePacket
+from dataplane.reports import BackendRow, ExplainAnswer, ExplainStep, FlowRow
 from dataplane.table import Protocol, socket_text
 
 if TYPE_CHECKING:
@@ -48,58 +38,66 @@ if TYPE_CHECKING:
 
 SHOWN_FLOWS: Final = 3  # of a mode that drains
 MOST_FLOWS: Final = 10_000  # of which these are looked for
+WATCH_SECONDS: Final = 1.0
 
 
 def show(command: str, args: argparse.Namespace) -> int:
     """Print one of the listings; the exit code."""
-    if command == "status":
-        return _show_status(args)
-    if command == "modes":
-        return _show_modes(args)
-    rows, note = _rows(command, args)
-    if args.output == "json":
-        _print_json(rows)
-    else:
-        _print_table(_columns(rows), note)
+    match command:
+        case "status":
+            return _show_status(args)
+        case "modes":
+            return _show_modes(args)
+    look = {"services": _services, "backends": _backends, "flows": _flows}[command]
+    if args.watch:
+        return _watch(args, look)
+    found = _look(args, look)
+    print_rows(args, found.columns, found.rows)
+    for note in found.notes if args.output in ("text", "wide") else ():
+        _say(note)
     return 0
 
 
-def _print_json(value: Any) -> None:
-    print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+class _Found(NamedTuple):
+    """What a look at the node found."""
+
+    rows: Sequence[Any]
+    columns: Sequence[Column[Any]]
+    notes: Sequence[str] = ()
 
 
-Row = ServiceRow | BackendRow | FlowRow
+_Look = Callable[["Programmed", argparse.Namespace], _Found]
 
 
-def _rows(command: str, args: argparse.Namespace) -> tuple[list[Row], str]:
+def _look(args: argparse.Namespace, look: _Look) -> _Found:
     from controller.commands.views import programmed
 
-    here = programmed(args.admin_socket, args.pin_root, draining=command == "flows")
-    notes = [here.note] if here.note else []
-    if command == "flows":
-        return _flow_rows(here, args, notes), "; ".join(notes)
-    rows: list[Row] = []
-    for name, view in here.views:
-        found: Sequence[ServiceRow | BackendRow] = view.services()
-        if command == "backends":
-            found = _with_ejections(view.backends(args.service if here.agent else None), here.agent)
-        for row in found:
-            row.mode = name
-        rows += found
-    if args.service:
-        rows = [row for row in rows if belongs(row.name if isinstance(row, ServiceRow) else row.service, args.service)]
-    return rows, "; ".join(notes)
+    with contextlib.closing(programmed(args.admin_socket, args.pin_root, draining=args.command == "flows")) as here:
+        found = look(here, args)
+    return found._replace(notes=[here.note, *found.notes]) if here.note else found
 
 
-def _flow_rows(here: Programmed, args: argparse.Namespace, notes: list[str]) -> list[Row]:
+def _services(here: Programmed, args: argparse.Namespace) -> _Found:
+    asked = here.asked(args.service, args.namespace)
+    rows = [row for row in here.services() if asked.has(row.name)]
+    return _Found(rows, listings.service_columns(rows, here.agent.ejections if here.agent else ()))
+
+
+def _backends(here: Programmed, args: argparse.Namespace) -> _Found:
+    asked = here.asked(args.service, args.namespace)
+    rows = [row for row in here.backends(asked.service if here.agent else None) if asked.has(row.service)]
+    return _Found(_with_ejections(rows, here.agent), listings.backend_columns(rows))
+
+
+def _flows(here: Programmed, args: argparse.Namespace) -> _Found:
     from controller.commands.views import ALL
 
-    rows, total = here.flows(ALL if args.service else args.limit, args.mode)
-    if args.service:
-        rows = [row for row in rows if belongs(row.service, args.service)]
-    elif total > args.limit:
-        notes.append(f"{args.limit} of {total} flows; --limit shows more")
-    return [*rows[: args.limit]]
+    asked = here.asked(args.service, args.namespace)
+    rows, total = here.flows(ALL if any(asked) else args.limit, args.mode)
+    rows = [row for row in rows if asked.has(row.service)]
+    total = len(rows) if any(asked) else total
+    notes = [f"{args.limit} of {total} flows; --limit shows more"] if total > args.limit else []
+    return _Found(rows[: args.limit], listings.flow_columns(rows), notes)
 
 
 def _with_ejections(rows: list[BackendRow], agent: NamesAnswer | None) -> list[BackendRow]:
@@ -110,63 +108,23 @@ def _with_ejections(rows: list[BackendRow], agent: NamesAnswer | None) -> list[B
     return rows
 
 
-def _print_table(rows: Sequence[Mapping[str, object]], note: str) -> None:
-    from rich.console import Console  # 25 ms, and `status` with an agent has no table
-    from rich.markup import escape
-    from rich.table import Table
+def _watch(args: argparse.Namespace, look: _Look) -> int:
+    """Print all rows, then each one that comes, changes or goes, until Ctrl-C."""
+    first = _look(args, look)
+    start = [Change("added", row) for row in first.rows]
 
-    console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 200)
-    if rows:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for column in rows[0]:
-            table.add_column(column.replace("_", " "), no_wrap=True)
-        for row in rows:
-            table.add_row(*(escape(_cell(value)) for value in row.values()))
-        console.print(table)
-    else:
-        console.print("none")
-    if note:
-        console.print(f"({note})")
+    def followed() -> Iterator[Change[Any]]:
+        yield from start
+        before = first
+        while True:
+            time.sleep(WATCH_SECONDS)
+            now = _look(args, look)
+            yield from changes(before.rows, now.rows, now.columns)
+            before = now
 
-
-def _columns(rows: Sequence[Row]) -> list[dict[str, object]]:
-    """Rows for people: without what no row knows, and with the mode where there are several."""
-    cells = [_cells(row) for row in rows]
-    known = {name for row in cells for name, value in row.items() if value is not None}
-    if len({row.mode for row in rows}) < 2:
-        known.discard("mode")
-    return [{name: value for name, value in row.items() if name in known} for row in cells]
-
-
-def _cells(row: Row) -> dict[str, object]:
-    """What programs add up, people read as an average: the time until a backend accepted a connection."""
-    cells = msgspec.structs.asdict(row)
-    counts: TrafficCounts | None = cells.pop("traffic", None)
-    if counts is not None:
-        cells |= msgspec.structs.asdict(counts)
-        answered, nanoseconds = cells.pop("answered"), cells.pop("connect_ns")
-        cells["connect"] = f"{nanoseconds / answered / 1e6:.3f} ms" if answered else "-"
-    return cells
-
-
-def _cell(value: Any) -> str:
-    match value:
-        case None:
-            return "-"
-        case bool():
-            return "yes" if value else ""
-        case list():
-            return " ".join(map(str, value))
-    return str(value)
-
-
-class ModeRow(msgspec.Struct, frozen=True):
-    """A mode of this installation: whether it works here, whether it serves, and what is missing (empty: nothing)."""
-
-    mode: str
-    works: bool
-    runs: bool
-    missing: str
+    with contextlib.suppress(KeyboardInterrupt):
+        print_stream(args, listings.change_columns(first.columns), followed(), start)
+    return 0
 
 
 def _show_modes(args: argparse.Namespace) -> int:
@@ -179,17 +137,16 @@ def _show_modes(args: argparse.Namespace) -> int:
         running = None
     trials = probe_all(Options(pin_root=args.pin_root))
     rows = [ModeRow(trial.mode, not trial.missing, trial.mode == running, trial.missing) for trial in trials]
-    if args.output == "json":
-        _print_json(rows)
-    else:
-        cells = [
-            {"mode": row.mode, "works": row.works, "runs": row.runs, "what is missing": row.missing} for row in rows
-        ]
-        _print_table(cells, "" if running else "no agent is running")
+    print_rows(args, listings.mode_columns(), rows)
+    if not running:
+        _say("no agent is running")
     return 0
 
 
 def _show_status(args: argparse.Namespace) -> int:
+    """The status; the exit code is 1 where no agent answers, and with --exit-code where the node is not in sync."""
+    from controller.commands import status as text
+
     try:
         status = ask(args.admin_socket, GetStatus(), StatusAnswer).status
     except NoAgentError as error:
@@ -197,11 +154,11 @@ def _show_status(args: argparse.Namespace) -> int:
     if status.draining:
         with contextlib.suppress(ControllerError, DataplaneError, OSError):  # a mode may end while it is read
             status = _with_quiet_flows(args, status)
-    if args.output == "json":
-        _print_json(status)
+    if args.output in ("json", "yaml"):
+        print_value(args.output, status)
     else:
-        print("\n".join(_status_lines(status)))
-    return 0
+        print("\n".join(text.lines(status, screen(), time.time(), wide=args.output == "wide")))
+    return int(args.exit_code and text.verdict(status) is text.Verdict.NOT_IN_SYNC)
 
 
 def _with_quiet_flows(args: argparse.Namespace, status: AgentStatus) -> AgentStatus:
@@ -219,142 +176,19 @@ def _with_quiet_flows(args: argparse.Namespace, status: AgentStatus) -> AgentSta
 
 def _show_without_agent(args: argparse.Namespace, error: NoAgentError) -> int:
     """No agent: what is programmed may still carry traffic."""
+    from controller.commands import status as text
     from controller.commands.views import without_agent
 
     status = without_agent(args.admin_socket, args.pin_root, error)
-    reason = status.gone.text(time.time()) if status.gone and not status.starting else status.reason
-    if args.output == "json":
-        _print_json(status)
-    elif status.programmed:
-        print(f"{reason}.")
-        for name, found in status.programmed.items():
-            ports = f"{found.service_ports} service ports as last programmed"
-            print(f"Mode {name} is in place and serves {ports} ({found.place}).")
+    if args.output in ("json", "yaml"):
+        print_value(args.output, status)
     else:
-        print(f"{reason}, and nothing is programmed in this network namespace.")
+        print("\n".join(text.lines_without_agent(status, screen(), time.time())))
     return 1
 
 
-def _configuration_lines(configuration: ConfigurationStatus) -> Iterable[str]:
-    if configuration.file:
-        yield f"  configured by {configuration.file}"
-    if configuration.refused:
-        yield f"  its newest content is NOT used: {configuration.refused}"
-    if configuration.waiting:
-        yield f"  these fields wait for the next start of the agent: {', '.join(configuration.waiting)}"
-    for warning in configuration.warnings:
-        yield f"  configuration: {warning}"
-
-
-def _status_lines(status: AgentStatus) -> Iterable[str]:
-    source = status.source
-    yield f"node {status.node}: mode {status.mode.effective}, {'in sync' if status.synced else 'NOT in sync'}"
-    if status.mode.reason:
-        yield f"  {status.mode.requested} was asked for: {status.mode.reason}"
-    for left in status.draining:
-        yield from _draining_lines(left)
-    if status.leaving:
-        yield "  load balancers are told to send nothing to this node (`hybrid-proxy drain --off` ends that)"
-    if status.error:
-        yield f"  last sync failed: {status.error}"
-    for message in status.drift:
-        yield f"  NOT IN PLACE: {message}"
-    for message in status.other_proxies:
-        yield f"  OTHER PROXY: {message}"
-    yield f"  {status.services} services from {source.description}" + ("" if source.healthy else f" — {source.message}")
-    yield from _kind_lines(source.kinds)
-    if status.ready_seconds is not None:
-        yield f"  ready {status.ready_seconds:.2f} s after start{_latency_text(status.change_seconds)}"
-    yield from _configuration_lines(status.configuration)
-    yield f"  memory {status.memory_bytes / 1e6:.0f} MB, up {status.uptime_seconds:.0f} s"
-    yield from _dataplane_lines(status.dataplane)
-    checks = status.health_checks
-    if checks.served:
-        yield f"  health-check node ports: {checks.served} are served"
-    for trouble in (*checks.listeners.values(), *checks.failed.values()):
-        yield f"  NOT SERVED: {trouble}"
-    for problem in status.problems:
-        yield f"  refused: {problem.text}"
-    for service, conflicts in status.conflicts.items():
-        yield from (f"  conflict: {service}: {message}" for message in conflicts)
-
-
-def _draining_lines(left: DrainingMode) -> Iterable[str]:
-    since = time.strftime("%H:%M:%S UTC", time.gmtime(time.time() - left.seconds))
-    listed = f"; `hybrid-proxy flows --mode {left.mode}` lists them" if left.quiet else ""
-    yield f"  mode {left.mode} drains for {left.seconds:.0f} s, since {since}: {left.text} are open{listed}"
-    for row in left.quiet:
-        idle = "" if row.idle is None else f"idle for {row.idle} s: "
-        yield f"    {idle}{row.protocol} {row.client} -> {row.frontend}, backend {row.backend}, of {row.service or '-'}"
-    if any(left.counters.values()):
-        yield f"    events: {_counters_text(left.counters)}"
-
-
-def _counters_text(counters: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in counters.items() if value) or "none yet"
-
-
-def _latency_text(change: ChangeLatency) -> str:
-    if change.p50 is None or change.p99 is None:
-        return ""
-    return f", changes p50 {1000 * change.p50:.1f} ms, p99 {1000 * change.p99:.1f} ms"
-
-
-def _dataplane_lines(dataplane: Status) -> Iterable[str]:
-    ebpf = dataplane.ebpf
-    if ebpf:
-        yield from _hook_lines(ebpf)
-    if dataplane.fill:
-        fill = (f"{name} {row.used}/{row.limit}" for name, row in dataplane.fill.items())
-        yield f"  programmed: {', '.join(fill)}"
-    if ebpf and ebpf.traffic_bytes:
-        yield f"  traffic is counted for each backend, in {ebpf.traffic_bytes / 1e6:.1f} MB of kernel memory"
-    if ebpf:
-        yield from _map_lines(ebpf.maps)
-    yield f"  events: {_counters_text(dataplane.counters)}"
-    if ebpf and ebpf.probes.targets:
-        yield f"  probes: {ebpf.probes.targets} backends are asked, {ebpf.probes.down} of them are down"
-    for row in ebpf.ejections if ebpf else ():
-        yield f"  backend {row.address} of {row.service}: {row.state}"
-    for one in dataplane.unprogrammed:
-        yield f"  NOT PROGRAMMED: {one.entry}: {one.reason}"
-    for warning in dataplane.warnings:
-        yield f"  note: {warning}"
-
-
-def _kind_lines(kinds: list[KindState]) -> Iterable[str]:
-    """How each kind of objects is read; in one line when nothing is missing."""
-    good = [row.kind for row in kinds if row.state == "read"]
-    if good:
-        yield f"    read: {', '.join(f'{kind}s' for kind in good)}"
-    for row in kinds:
-        if row.state == "read":
-            continue
-        since = time.strftime("%H:%M:%S UTC", time.gmtime(row.since))
-        stays = "; what was read stays in use" if row.state == "waiting" and row.listed else ""
-        yield f"    {row.state}: {row.kind}s, since {since}{': ' + row.why if row.why else ''}{stays}"
-
-
-def _map_lines(maps: dict[str, MapUsage]) -> Iterable[str]:
-    """Kernel memory in all, and the maps that grow."""
-    yield f"  maps: {sum(row.bytes for row in maps.values()) / 1e6:.1f} MB of kernel memory"
-    for name, row in maps.items():
-        if row.bound is not None:
-            size = f"{row.used} of {row.entries} entries used, at most {row.bound}"
-            yield f"    {name}: {size}, {row.bytes / 1e6:.1f} MB"
-
-
-def _hook_lines(ebpf: EbpfStatus) -> Iterable[str]:
-    """Where mode ebpf is attached."""
-    pods, sockets, xdp = ebpf.pods, ebpf.sockets, ebpf.xdp
-    yield f"  pods: {len(pods.interfaces)} interfaces by {pods.kind}: {' '.join(pods.interfaces)}"
-    for name, problem in pods.failed.items():
-        yield f"    {name} FAILED: {problem}"
-    yield f"  XDP ({xdp.setting}): {' '.join(xdp.interfaces) or 'no uplink; tc serves them all'}"
-    yield from (f"    {name} is left to tc: {reason}" for name, reason in xdp.left_to_tc.items())
-    served = f"cgroup {sockets.cgroup}" if sockets.cgroup else f"not served: {sockets.reason}"
-    yield f"  node's own sockets: {served}"
-    yield f"  pins: {ebpf.pins}"
+def _say(note: str) -> None:
+    print(f"({note})", file=sys.stderr)
 
 
 def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
@@ -371,7 +205,7 @@ def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
     for packet, row in zip(packets, rows, strict=True):
         row.name, row.mode = packet.name, row.mode or agent.mode
     if args.output == "json":
-        _print_json(rows if args.flows else rows[0])
+        print_value(args.output, rows if args.flows else rows[0])
         return 0
     for packet, row in zip(packets, rows, strict=True):
         target = socket_text(packet.dst, packet.port)

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from controller.errors import ConfigError, ControllerError
 from dataplane.mode import belongs
 
-__all__ = ["Asked", "UnknownName", "asked_for", "checked", "closest"]
+__all__ = ["Asked", "UnknownName", "asked_for", "checked", "closest", "either"]
 
 MOST: Final = 3  # suggestions
 
@@ -18,7 +18,7 @@ class UnknownName(ControllerError):
     """Nothing of this name is there. A command that was asked for it exits with 1."""
 
     def __init__(self, what: str, name: str, suggestions: Sequence[str]) -> None:
-        super().__init__(f'no {what} "{name}"' + (f"; did you mean {_either(suggestions)}?" if suggestions else ""))
+        super().__init__(f'no {what} "{name}"' + (f"; did you mean {either(suggestions)}?" if suggestions else ""))
         self.suggestions = suggestions
 
 
@@ -92,6 +92,7 @@ def _bare(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def _either(names: Sequence[str]) -> str:
+def either(names: Sequence[str]) -> str:
+    """`a, b or c`."""
     *first, last = names
     return f"{', '.join(first)} or {last}" if first else last

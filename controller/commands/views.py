@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import ip_address
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from controller.agent.modes import open_mode
+from controller.commands.names import Asked, asked_for, checked
 from controller.errors import ControllerError
 from controller.serving.admin import NoAgentError, StartingError, ask
 from controller.serving.memory import Memory, how_it_ended, memory_path, recall
@@ -21,6 +23,8 @@ from dataplane.reports import BackendRow, FlowRow, PacketEvent, ServiceRow
 from dataplane.table import Protocol
 
 ALL: Final = 1 << 30
+
+Row = TypeVar("Row", ServiceRow, BackendRow)
 
 
 class Programmed(NamedTuple):
@@ -35,11 +39,27 @@ class Programmed(NamedTuple):
 
     def services(self, of: str | None = None) -> list[ServiceRow]:
         """A row for each service port (see `View.services`); of one service (namespace/name), for its own."""
-        return [row for _, view in self.views for row in view.services() if belongs(row.name, of)]
+        rows = _of_mode((name, view.services()) for name, view in self.views)
+        return [row for row in rows if belongs(row.name, of)]
 
     def backends(self, of: str | None = None) -> list[BackendRow]:
         """A row for each backend of each service port, or of this one's alone (see `View.backends`)."""
-        return [row for _, view in self.views for row in view.backends(of)]
+        return _of_mode((name, view.backends(of)) for name, view in self.views)
+
+    def asked(self, service: str | None, namespace: str | None = None) -> Asked:
+        """The service that somebody named (see `asked_for`), which must be programmed here.
+
+        Raises:
+            ControllerError: it is not (UnknownName), or no agent runs that knows names.
+            ConfigError: the names do not go together.
+        """
+        asked = asked_for(service, namespace)
+        if not any(asked):
+            return asked
+        names = {row.name for row in self.services()}
+        if names == {None}:
+            raise ControllerError(f"{self.note}; without names there is only the list of all services")
+        return checked(asked, names)
 
     def flows(self, limit: int, of: str | None = None) -> tuple[list[FlowRow], int]:
         """At most `limit` flows of each mode, or of one alone, and how many there are; those of modes that drain first.
@@ -78,6 +98,16 @@ class Programmed(NamedTuple):
     def close(self) -> None:
         for _, view in self.views:
             view.close()
+
+
+def _of_mode(found: Iterable[tuple[str, list[Row]]]) -> list[Row]:
+    """All rows, each with its mode."""
+    rows = []
+    for name, own in found:
+        for row in own:
+            row.mode = name
+        rows += own
+    return rows
 
 
 def _ends(row: FlowRow) -> tuple[str, str, str]:
@@ -121,6 +151,18 @@ def programmed(admin_socket: str, pin_root: str | None = None, *, draining: bool
     if not views:
         raise ControllerError("nothing is programmed in this network namespace")
     return Programmed(views, agent, note)
+
+
+def checked_service(args: argparse.Namespace) -> str | None:
+    """The service that a command is asked for by NAME and -n, with its namespace; it is programmed here.
+
+    Raises:
+        ControllerError, ConfigError: as `Programmed.asked`.
+    """
+    if not (args.service or args.namespace):
+        return None
+    with contextlib.closing(programmed(args.admin_socket, getattr(args, "pin_root", None), draining=True)) as here:
+        return here.asked(args.service, args.namespace).service
 
 
 def left_here(pin_root: str | None, memory: Memory | None = None) -> Iterator[tuple[str, View]]:

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from ipaddress import ip_address
 from typing import Final, NamedTuple
 
-from controller.commands.names import asked_for, checked
+from controller.commands.names import Asked, asked_for, checked
 from controller.commands.packet_columns import event_columns
 from controller.commands.terminal import print_rows, print_stream, screen
+from controller.commands.views import checked_service, remembered_events
 from controller.errors import ConfigError
 from controller.serving.admin import NoAgentError, ask
-from controller.serving.protocol import EventsAnswer, GetEvents, GetNames, NamesAnswer, SetTrace, TraceAnswer
+from controller.serving.protocol import EventsAnswer, GetEvents, SetTrace, TraceAnswer
 from controller.settings.forms import duration
-from dataplane.mode import belongs
 from dataplane.reports import PacketEvent
 
 LOOK_SECONDS: Final = 0.5
@@ -30,13 +30,13 @@ def show(command: str, args: argparse.Namespace) -> int:
     """Print what happened, or what happens until Ctrl-C; the exit code."""
     since = _since(args) if command == "drops" else None
     try:
-        names = ask(args.admin_socket, GetNames(), NamesAnswer).names.values()
+        silent = ask(args.admin_socket, GetEvents(NONE), EventsAnswer).silent
     except NoAgentError as error:
         if command == "trace" or args.follow:
             raise
         return _show_remembered(args, since, error)
-    args.service = checked(asked_for(args.service, getattr(args, "namespace", None)), names).service
-    if silent := ask(args.admin_socket, GetEvents(NONE), EventsAnswer).silent:
+    args.service = checked_service(args)
+    if silent:
         _say(f"mode {' and '.join(silent)} reports no packets; `status` has what it counts")
     if command == "trace":
         return _show_trace(args)
@@ -50,11 +50,9 @@ def show(command: str, args: argparse.Namespace) -> int:
 
 def _show_remembered(args: argparse.Namespace, since: float | None, error: NoAgentError) -> int:
     """What the agent that was here wrote down, and what the programs have reported to nobody since then."""
-    from controller.commands.views import remembered_events
-
     names, events, note = remembered_events(args.admin_socket, error)
-    args.service = checked(asked_for(args.service, getattr(args, "namespace", None)), names).service
-    rows = [row for row in events if belongs(row.service, args.service)]
+    asked = checked(asked_for(args.service, args.namespace), names)
+    rows = [row for row in events if asked.has(row.service)]
     _print(args, _within(rows, since), "" if since is None else f" in the last {args.since}")
     _say(note)
     return 0
@@ -116,7 +114,8 @@ def _events(args: argparse.Namespace, after: int) -> _Events:
             row.where = f"mode {row.mode}, {row.where}"
     traced = args.command == "trace"
     rows = [row for row in answer.events if traced or row.what != "trace"]
-    return _Events([row for row in rows if belongs(row.service, args.service)], answer.last)
+    asked = Asked(args.service, args.namespace)
+    return _Events([row for row in rows if asked.has(row.service)], answer.last)
 
 
 def _followed(args: argparse.Namespace, since: float | None) -> Iterator[PacketEvent]:

@@ -121,6 +121,8 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
 
     Attributes:
         agent: true; false is in NoAgentStatus.
+        version: The version of the agent.
+        pid: Its process.
         node: The name of the node.
         mode: The mode that serves, and the one that was asked for.
         draining: The modes that were left and still have flows.
@@ -149,6 +151,8 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
     """
 
     agent: bool = True
+    version: str
+    pid: int
     node: str
     mode: ModeStatus
     draining: list[DrainingMode]

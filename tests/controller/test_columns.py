@@ -70,6 +70,16 @@ def test_wide_shows_everything_on_any_screen() -> None:
     assert "came in from the rain one night" in shown[1]
 
 
+def test_a_text_that_may_not_be_cut_goes_on_in_further_lines() -> None:
+    columns = (COLUMNS[0], Column[Pet]("STORY", lambda pet: pet.story, wrap=True), COLUMNS[-1])
+    assert table(columns, PETS, Screen(40)) == [
+        "NAME          STORY                STATE",
+        "zoo/mila:cat  came in from the     well",
+        "              rain one night",
+        "zoo/otto:dog  barks                ill",
+    ]
+
+
 def test_a_column_of_which_nothing_is_known_is_left_out_and_a_gap_is_a_dash() -> None:
     strangers = [pet._replace(meals=None) for pet in PETS]
     assert "MEALS" not in table(COLUMNS, strangers, Screen())[0]

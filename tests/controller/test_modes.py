@@ -321,7 +321,7 @@ class TestAgent:
         until(lambda: agent.status().drift == ["a link cannot be put back"], "what is not in place")
         assert not agent.status().synced
         shown = agent.command("status", "--admin-socket", str(agent.socket)).stdout
-        assert "NOT in sync" in shown
+        assert shown.startswith("NOT IN SYNC: ")
         assert "NOT IN PLACE: a link cannot be put back" in shown
         assert [fetch(lab, page).status for page in ("/healthz", "/livez")] == [503, 200]
 

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.docs.pages import PAGES, ROOT, anchors
-from workshop import house, output
+from workshop import house, manual, output
 
 LINK = re.compile(r"\]\((?P<file>[^)#\s:]*)(?:#(?P<anchor>[^)]+))?\)")
 
@@ -52,6 +52,10 @@ def test_the_comparison_in_the_readme_says_what_its_source_says() -> None:
             figures = re.findall(r"[\d.]+ (?:s|ms)\b", " ".join(cells.values()))
             assert figures, f"{title}: nothing in docs/peers.md says so"
             assert all(figure in text for figure in figures), title
+
+
+def test_the_manual_page_is_of_the_flags_that_exist() -> None:
+    assert (ROOT / manual.PAGE).read_text() == manual.page(), "run `make docs`"
 
 
 def test_the_page_of_json_output_is_of_the_types_that_are_printed() -> None:

@@ -85,7 +85,7 @@ def _shown(column: str, text: Callable[[Any], str]) -> Callable[[Any], str]:
 
 
 def _endpoints(row: ServiceRates) -> str:
-    return f"{row.backends}, {row.ejected} out" if row.ejected else str(row.backends)
+    return f"{row.backends}, {row.ejected} ejected" if row.ejected else str(row.backends)
 
 
 def _text(column: str, title: str, text: Callable[[Any], str] = str) -> Column:

@@ -8,6 +8,7 @@ import threading
 
 import msgspec
 
+from controller.commands.views import checked_service
 from controller.errors import ConfigError
 from controller.serving.protocol import DrainingMode
 from workshop.top.cells import matches
@@ -41,6 +42,8 @@ def main(args: argparse.Namespace) -> int:
     """
     if args.interval < FASTEST:
         raise ConfigError(f"--interval {args.interval:g}: seconds between two looks, {FASTEST:g} at least")
+    args.service = checked_service(args)
+    args.filter = args.filter or args.service or (f"{args.namespace}/" if args.namespace else "")
     looker = Looker(args.admin_socket, args.pin_root)
     if args.output == "json":
         return _tell(looker, args)

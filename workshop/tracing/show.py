@@ -64,7 +64,7 @@ def show(view: View, args: argparse.Namespace, target: Row | None) -> int:
         raise ControllerError("measuring in the kernel needs root")
     here = _programmed(args)
     node = read_node().addresses
-    targets = of_services(here.services, here.backends, node, service=args.service, to=place)
+    targets = of_services(here.services, here.backends, node, to=place)
     if not targets.places:
         raise ControllerError("no service port is programmed here, so there is nothing to measure; --to names a target")
     plan = Plan(view, netns_inode(), TRACEPOINTS, len(targets.places) + len(targets.backends), client,
@@ -113,7 +113,9 @@ def _programmed(args: argparse.Namespace) -> _Here:
             raise
         return _Here(None, [], [], None)  # a destination can be measured without any service
     with closing(here):
-        services, backends = here.services(), here.backends(args.service)
+        asked = here.asked(args.service, args.namespace)
+        services = [row for row in here.services() if asked.has(row.name)]
+        backends = [row for row in here.backends(asked.service) if asked.has(row.service)]
     pins = None
     if here.agent:
         ebpf = ask(args.admin_socket, GetStatus(), StatusAnswer).status.dataplane.ebpf

@@ -67,6 +67,7 @@ def dataplane(**fields: Any) -> Status:
 def agent_status(**fields: Any) -> AgentStatus:
     """The status of an agent that is well."""
     made = {
+        "version": "1.2.3", "pid": 4711,
         "node": "n1", "mode": ModeStatus("auto", "ebpf"), "draining": [], "leaving": False, "synced": True,
         "drift": [], "generation": 1, "services": 1, "observed": 1, "waiting": QueueStatus(0, 0),
         "source": SourceStatus("files", True, "", []), "problems": [], "conflicts": {},

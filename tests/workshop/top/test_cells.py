@@ -57,7 +57,7 @@ def test_what_is_not_known_is_last_either_way() -> None:
 def test_services_with_ejected_backends_come_first() -> None:
     rows = [row("a", 0, backends=9), row("b", 0, backends=1, ejected=1)]
     assert [r.key for r in cells.arranged(rows, column("backends"), falling=True)] == ["b", "a"]
-    assert column("backends").text(rows[1]) == "1, 1 out"
+    assert column("backends").text(rows[1]) == "1, 1 ejected"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,63 @@
+"""Completion in bash, zsh and fish, by argcomplete: a shell asks this program, so names are those of this moment."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+import argcomplete
+from argcomplete.shell_integration import shellcode
+
+from controller.errors import ControllerError
+from controller.settings.config import available_modes
+from dataplane.errors import DataplaneError
+
+PROGRAM: Final = "hybrid-proxy"
+
+
+def show(shell: str) -> int:
+    """Print what the shell has to run; the exit code."""
+    print(shellcode([PROGRAM], shell=shell))
+    return 0
+
+
+def answer(root: argparse.ArgumentParser, commands: Iterable[argparse.ArgumentParser]) -> None:
+    """Answer a shell that completes a command line, and exit; `commands` are the parsers below the root."""
+    completers: dict[str, Callable[..., Iterable[str]]] = {
+        "service": _services, "namespace": _namespaces, "mode": _modes,
+    }  # fmt: skip
+    for command in commands:
+        for action in command._actions:  # noqa: SLF001 - argparse has no public name for it
+            if action.dest in completers:
+                action.completer = completers[action.dest]  # type: ignore[attr-defined]
+    argcomplete.autocomplete(root)
+
+
+def _services(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
+    """Services, or their ports once a colon is typed; without the namespace that -n names."""
+    ports = _known(parsed_args)
+    names = ports if ":" in prefix else [port.partition(":")[0] for port in ports]
+    if namespace := parsed_args.namespace:
+        names = [name.removeprefix(f"{namespace}/") for name in names if name.startswith(f"{namespace}/")]
+    return sorted(set(names))
+
+
+def _namespaces(parsed_args: argparse.Namespace, **_: object) -> list[str]:
+    return sorted({port.partition("/")[0] for port in _known(parsed_args)})
+
+
+def _modes(**_: object) -> Sequence[str]:
+    return sorted(available_modes())
+
+
+def _known(args: argparse.Namespace) -> list[str]:
+    """The service ports that are programmed; none where they cannot be read."""
+    from controller.commands.views import programmed
+
+    with contextlib.suppress(ControllerError, DataplaneError, OSError):
+        here = programmed(args.admin_socket, getattr(args, "pin_root", None))
+        with contextlib.closing(here):
+            return [row.name for row in here.services() if row.name]
+    return []

@@ -1,0 +1,201 @@
+"""PURE. The columns of `services`, `backends`, `flows` and `modes`, and the words in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, Generic, Literal, TypeVar
+
+import msgspec
+
+from controller.commands.columns import Cell, Column, Tone, Value, duration
+from dataplane.reports import BackendRow, Ejection, FlowRow, ServiceRow, TrafficCounts
+
+__all__ = [
+    "Change", "Listed", "ModeRow", "backend_columns", "change_columns", "changes", "flow_columns", "mode_columns",
+    "service_columns",
+]  # fmt: skip
+
+
+class ModeRow(msgspec.Struct, frozen=True):
+    """A mode of this installation: whether it works here, whether it serves, and what is missing (empty: nothing)."""
+
+    mode: str
+    works: bool
+    runs: bool
+    missing: str
+
+
+Listed = ServiceRow | BackendRow | FlowRow
+Row = TypeVar("Row", bound=Listed)
+
+
+class Change(msgspec.Struct, Generic[Row], frozen=True):
+    """What `--watch` saw: a row that came (at first all that are there), that is not as it was, or that went."""
+
+    event: Literal["added", "changed", "gone"]
+    row: Row
+
+
+def service_columns(rows: Sequence[ServiceRow], ejections: Iterable[Ejection] = ()) -> tuple[Column[ServiceRow], ...]:
+    """Columns of service ports; the agent knows which of their backends keep failing."""
+    known = tuple(ejections)
+    return (
+        *_of_modes(rows),
+        Column("NAME", lambda row: row.name),
+        Column("FRONTEND", lambda row: row.frontends),
+        Column("PROTO", lambda row: row.protocol, leave=3),
+        Column("BACKENDS", lambda row: str(row.backends), leave=2, right=True),
+        Column("LOCAL", lambda row: _number(row.local_backends), wide=True, right=True),
+        *_COUNTS,
+        Column("STATE", lambda row: _service_state(row, known)),
+        Column("AFFINITY", lambda row: "client" if row.affinity else "none", wide=True),
+        Column("CHOSEN BY", lambda row: row.chosen_by, wide=True),
+        Column("SCHEDULER", lambda row: row.scheduler, wide=True),
+        Column("SLOTS", lambda row: "/".join(map(str, row.slots)) if row.slots else None, wide=True, right=True),
+        Column("PROXY PORTS", lambda row: _number(row.proxy_ports), wide=True, right=True),
+        Column("ID", lambda row: _number(row.id), wide=True, right=True),
+    )
+
+
+def backend_columns(rows: Sequence[BackendRow]) -> tuple[Column[BackendRow], ...]:
+    """Columns of backends."""
+    return (
+        *_of_modes(rows),
+        Column("SERVICE", lambda row: row.service),
+        Column("BACKEND", lambda row: row.address),
+        Column("PROTO", lambda row: row.protocol, leave=4),
+        *_COUNTS,
+        Column("CONVERSATIONS", lambda row: _number(row.conversations), leave=3, right=True, live=True),
+        Column("FAILURES", lambda row: _number(row.failures), leave=2, right=True),
+        Column("STATE", lambda row: _backend_state(row)[0]),
+        Column("REASON", lambda row: _backend_state(row)[1], leave=1, wrap=True),
+        Column("SERVICE ID", lambda row: _number(row.service_id), wide=True, right=True),
+        Column("ID", lambda row: _number(row.id), wide=True, right=True),
+    )
+
+
+def flow_columns(rows: Sequence[FlowRow]) -> tuple[Column[FlowRow], ...]:
+    """Columns of flows. What identifies a flow to people is its client, its service and its backend."""
+    return (
+        *_of_modes(rows),
+        Column("SERVICE", lambda row: row.service),
+        Column("CLIENT", lambda row: row.client),
+        Column("FRONTEND", lambda row: row.frontend, leave=3),
+        Column("BACKEND", lambda row: row.backend),
+        Column("PROTO", lambda row: row.protocol, leave=2),
+        Column("STATE", lambda row: Cell(row.state, Tone.DIM if row.state == "closed" else Tone.PLAIN)),
+        Column("IDLE", lambda row: None if row.idle is None else duration(row.idle), leave=1, right=True, live=True),
+        Column("SEEN FROM", lambda row: row.source, wide=True),
+        Column("FAST PATH", lambda row: _yes(known=row.fast_path), wide=True),
+        Column("DSR", lambda row: _yes(known=row.direct), wide=True),
+        Column("HAIRPIN", lambda row: _yes(known=row.hairpin), wide=True),
+    )
+
+
+def mode_columns() -> tuple[Column[ModeRow], ...]:
+    """Columns of modes."""
+    return (
+        Column("MODE", lambda row: row.mode),
+        Column("STATE", _mode_state),
+        Column("MISSING", lambda row: row.missing, wrap=True),
+    )
+
+
+def changes(before: Sequence[Row], now: Sequence[Row], columns: Sequence[Column[Row]]) -> Iterator[Change[Row]]:
+    """What is different now. Values of live columns and of hidden ones make no difference."""
+    judged = [column for column in columns if not (column.live or column.wide)]
+    former = {_key(row): row for row in before}
+    for row in now:
+        last = former.pop(_key(row), None)
+        if last is None:
+            yield Change("added", row)
+        elif any(column.value(last) != column.value(row) for column in judged):
+            yield Change("changed", row)
+    yield from (Change("gone", row) for row in former.values())
+
+
+def _key(row: Listed) -> tuple[object, ...]:
+    match row:
+        case ServiceRow():
+            return row.mode, row.name, row.protocol, tuple(row.frontends)
+        case BackendRow():
+            return row.mode, row.service, row.service_id, row.protocol, row.address
+        case FlowRow():
+            return row.mode, row.protocol, row.client, row.frontend
+
+
+def change_columns(columns: Sequence[Column[Row]]) -> tuple[Column[Change[Row]], ...]:
+    """The same columns for rows that change; the state of one that went is `gone`."""
+    return tuple(_of_change(column) for column in columns)
+
+
+def _of_change(column: Column[Row]) -> Column[Change[Row]]:
+    def value(change: Change[Row]) -> Value:
+        went = change.event == "gone" and column.header == "STATE"
+        return Cell("gone", Tone.DIM) if went else column.value(change.row)
+
+    return Column(
+        column.header, value, leave=column.leave, wide=column.wide, right=column.right, cut=column.cut,
+        wrap=column.wrap, least=column.least, live=column.live,
+    )  # fmt: skip
+
+
+def _of_modes(rows: Iterable[Listed]) -> tuple[Column[Listed], ...]:
+    """The mode, where there are several."""
+    several = len({row.mode for row in rows}) > 1
+    return (Column("MODE", lambda row: row.mode, wide=not several),)
+
+
+def _counted(text: Callable[[TrafficCounts], str | None]) -> Callable[[ServiceRow | BackendRow], str | None]:
+    return lambda row: text(row.traffic) if row.traffic else None
+
+
+def _connect(counts: TrafficCounts) -> str | None:
+    return f"{counts.connect_ns / counts.answered / 1e6:.3f} ms" if counts.answered else None
+
+
+# Since the dataplane was set up; the time to connect is a mean.
+_COUNTS: Final[tuple[Column[ServiceRow | BackendRow], ...]] = (
+    Column("FLOWS", _counted(lambda counts: str(counts.flows)), leave=5, right=True, live=True),
+    Column("PACKETS", _counted(lambda counts: str(counts.packets)), wide=True, right=True, live=True),
+    Column("BYTES", _counted(lambda counts: str(counts.bytes)), wide=True, right=True, live=True),
+    Column("REPLY PACKETS", _counted(lambda counts: str(counts.reply_packets)), wide=True, right=True, live=True),
+    Column("REPLY BYTES", _counted(lambda counts: str(counts.reply_bytes)), wide=True, right=True, live=True),
+    Column("CONNECT", _counted(_connect), leave=6, right=True, live=True),
+)
+
+
+def _service_state(row: ServiceRow, ejections: Sequence[Ejection]) -> Cell:
+    """Whether new connections are served, and where not, what happens to them."""
+    if not row.backends and not row.local_backends:
+        return Cell(f"no backends: {row.when_empty}s" if row.when_empty else "no backends", Tone.BAD)
+    ipv6 = any(frontend.startswith("[") for frontend in row.frontends)
+    own = [each for each in ejections if each.service == row.name and each.address.startswith("[") == ipv6]
+    ejected, failing = sum(each.ejected for each in own), max(row.failing or 0, len(own))
+    if failing and failing >= row.backends:
+        return Cell("all backends fail", Tone.BAD)
+    if ejected:
+        return Cell(f"{ejected} of {row.backends} ejected", Tone.WARN)
+    return Cell(f"{failing} of {row.backends} failing", Tone.WARN) if failing else Cell("serving", Tone.GOOD)
+
+
+def _backend_state(row: BackendRow) -> tuple[Cell, str]:
+    """The state, and the reason for it."""
+    text, _, reason = (row.state or ("serving" if row.used else "not used")).partition(": ")
+    if text != "serving":
+        return Cell(text, Tone.BAD if reason else Tone.DIM), reason
+    return Cell(text, Tone.WARN if row.failures else Tone.GOOD), ""
+
+
+def _mode_state(row: ModeRow) -> Cell:
+    if row.runs:
+        return Cell("serves", Tone.GOOD)
+    return Cell("works") if row.works else Cell("cannot work", Tone.DIM)
+
+
+def _number(value: int | None) -> str | None:
+    return None if value is None else str(value)
+
+
+def _yes(*, known: bool | None) -> str | None:
+    return None if known is None else "yes" if known else "no"

@@ -1,0 +1,270 @@
+"""PURE. What `status` tells people: a verdict first, then what is wrong, then what serves. `-o wide` adds the maps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from enum import Enum
+from typing import Final, NamedTuple
+
+from controller.commands.columns import Screen, Tone, duration, painted
+from controller.kubernetes.model import KindState
+from controller.serving.protocol import (
+    AgentStatus,
+    ChangeLatency,
+    ConfigurationStatus,
+    DrainingMode,
+    NoAgentStatus,
+    SourceStatus,
+)
+from dataplane.reports import EbpfStatus, MapUsage, Status
+
+__all__ = ["Trouble", "Verdict", "lines", "lines_without_agent", "troubles", "verdict"]
+
+NEARLY_FULL: Final = 0.9
+FIRST: Final = 3  # reasons in the first line
+
+
+class Verdict(Enum):
+    """The first words of `status`, and how they are shown."""
+
+    OK = "OK", Tone.GOOD
+    DEGRADED = "DEGRADED", Tone.WARN  # it serves what the cluster has, and something is wrong
+    NOT_IN_SYNC = "NOT IN SYNC", Tone.BAD  # it does not serve what the cluster has
+
+
+class Trouble(NamedTuple):
+    """Something that is wrong: in a few words, and in detail, each detail behind a word that says what it is."""
+
+    reason: str
+    label: str = ""
+    details: Sequence[str] = ()
+    in_sync: bool = True  # False: because of it, the node does not serve what the cluster has
+
+
+def verdict(status: AgentStatus) -> Verdict:
+    """Whether everything is well."""
+    found = list(troubles(status))
+    if not all(trouble.in_sync for trouble in found):
+        return Verdict.NOT_IN_SYNC
+    return Verdict.DEGRADED if found else Verdict.OK
+
+
+def troubles(status: AgentStatus) -> list[Trouble]:
+    """What is wrong, the worst first."""
+    dataplane, mode = status.dataplane, status.mode
+    found = [*_sync_troubles(status)]
+    if status.other_proxies:
+        found.append(Trouble("another proxy is on this node", "OTHER PROXY", status.other_proxies))
+    if mode.degraded:
+        found.append(
+            Trouble(
+                f"mode {mode.effective} serves instead of {mode.requested}",
+                f"{mode.requested} was asked for",
+                [mode.reason],
+            )
+        )
+    if dataplane.unprogrammed:
+        details = [f"{one.entry}: {one.reason}" for one in dataplane.unprogrammed]
+        found.append(Trouble(f"{_many(details, 'service port')} not programmed", "NOT PROGRAMMED", details))
+    if status.problems:
+        details = [problem.text for problem in status.problems]
+        found.append(Trouble(f"{_many(details, 'object')} refused", "refused", details))
+    if status.conflicts:
+        details = [f"{service}: {message}" for service, several in status.conflicts.items() for message in several]
+        found.append(Trouble(f"{_many(details, 'frontend')} of another service too", "conflict", details))
+    found += _backend_troubles(dataplane.ebpf) if dataplane.ebpf else ()
+    if pages := [*status.health_checks.listeners.values(), *status.health_checks.failed.values()]:
+        found.append(
+            Trouble(f"{_many(pages, 'health check or page', 'health checks or pages')} not served", "NOT SERVED", pages)
+        )
+    if status.configuration.refused:
+        found.append(Trouble("the newest configuration is not used", "configuration", [status.configuration.refused]))
+    return found
+
+
+def _sync_troubles(status: AgentStatus) -> Iterator[Trouble]:
+    if status.error:
+        yield Trouble("the last sync failed", "last sync failed", [status.error], in_sync=False)
+    if status.drift:
+        yield Trouble(f"{_many(status.drift, 'object')} not in place", "NOT IN PLACE", status.drift, in_sync=False)
+    if not status.source.healthy:
+        yield Trouble("the objects cannot be read", "source", _source_details(status.source), in_sync=False)
+    elif not status.synced and status.ready_seconds is None:
+        details = [status.starting] * bool(status.starting) + _source_details(status.source)
+        yield Trouble("the agent is starting", "starting", details, in_sync=False)
+    elif not (status.synced or status.error or status.drift):
+        yield Trouble("changes are being programmed", in_sync=False)
+
+
+def _source_details(source: SourceStatus) -> list[str]:
+    return [source.message] * bool(source.message) + [_missing(row) for row in source.kinds if row.state == "waiting"]
+
+
+def _missing(row: KindState) -> str:
+    stays = "; what was read stays in use" if row.state == "waiting" and row.listed else ""
+    return f"{row.kind}s: {row.state} since {_clock(row.since)}{': ' + row.why if row.why else ''}{stays}"
+
+
+def _backend_troubles(ebpf: EbpfStatus) -> Iterator[Trouble]:
+    for failing, reason in ((True, "ejected"), (False, "failing, but not ejected")):
+        details = [f"{row.address} of {row.service}: {row.state}" for row in ebpf.ejections if row.ejected is failing]
+        if details:
+            yield Trouble(f"{_many(details, 'backend')} {reason}", "backend", details)
+    if ebpf.pods.failed:
+        details = [f"{name}: {problem}" for name, problem in ebpf.pods.failed.items()]
+        yield Trouble(f"{_many(details, 'interface')} without our programs", "interface", details)
+    if full := [_map_text(name, row) for name, row in ebpf.maps.items() if _is_nearly_full(row)]:
+        yield Trouble(f"{_many(full, 'map')} nearly full", "map", full)
+
+
+def _is_nearly_full(row: MapUsage) -> bool:
+    return row.used is not None and bool(row.bound) and row.used >= NEARLY_FULL * (row.bound or 0)
+
+
+def _many(details: Sequence[object], one: str, more: str = "") -> str:
+    return f"1 {one} is" if len(details) == 1 else f"{len(details)} {more or f'{one}s'} are"
+
+
+# ------------------------------------------------------------------------------------------------ the lines
+
+
+def lines(status: AgentStatus, screen: Screen, now: float, *, wide: bool = False) -> Iterator[str]:
+    """All lines; `now` are seconds since 1970."""
+    found = troubles(status)
+    yield _first_line(verdict(status), [trouble.reason for trouble in found], screen)
+    for trouble in found:
+        yield from _detail_lines(trouble.label, trouble.details)
+    yield ""
+    yield from _agent_lines(status)
+    for left in status.draining:
+        yield from _draining_lines(left, now)
+    if status.leaving:
+        yield "load balancers are told to send nothing to this node (`hybrid-proxy drain --off` ends that)"
+    yield from _source_lines(status.source, status.services)
+    yield from _configuration_lines(status.configuration)
+    yield from _dataplane_lines(status.dataplane, wide=wide)
+    if status.health_checks.served:
+        yield f"health-check node ports: {status.health_checks.served} are served"
+
+
+def lines_without_agent(status: NoAgentStatus, screen: Screen, now: float) -> Iterator[str]:
+    """What still serves while no agent answers, and what the last one knew."""
+    reason = status.gone.text(now) if status.gone and not status.starting else status.reason
+    yield _first_line(Verdict.NOT_IN_SYNC, [reason], screen)
+    if status.error:
+        yield from _detail_lines("last sync failed", [status.error])
+    yield from _detail_lines("NOT PROGRAMMED", [f"{one.entry}: {one.reason}" for one in status.unprogrammed])
+    yield from _detail_lines("refused", [problem.text for problem in status.problems])
+    for name, found in status.programmed.items():
+        ports = _several(found.service_ports, "service port")
+        yield f"  mode {name} is in place and serves {ports} as last programmed ({found.place})"
+    if not status.programmed:
+        yield "  nothing is programmed in this network namespace"
+
+
+def _detail_lines(label: str, details: Iterable[str]) -> Iterator[str]:
+    for detail in details:
+        yield "  " + f"{label}: {detail}".replace("\n", "\n    ")
+
+
+def _first_line(judged: Verdict, reasons: Sequence[str], screen: Screen) -> str:
+    word, tone = judged.value
+    named = [*reasons[:FIRST], *[f"{len(reasons) - FIRST} more"] * (len(reasons) > FIRST)]
+    return painted(word, tone, screen) + (f": {'; '.join(named)}" if named else "")
+
+
+def _agent_lines(status: AgentStatus) -> Iterator[str]:
+    mode = status.mode
+    asked = "" if mode.requested == mode.effective else f" ({mode.requested} was asked for)"
+    yield f"node {status.node}, mode {mode.effective}{asked}"
+    if mode.reason and not mode.degraded:
+        yield f"  {mode.reason}"
+    memory = f"{status.memory_bytes / 1e6:.0f} MB"
+    yield f"agent {status.version}, PID {status.pid}, up {duration(status.uptime_seconds)}, {memory}"
+    if status.ready_seconds is not None:
+        yield f"  ready {status.ready_seconds:.2f} s after its start{_latency_text(status.change_seconds)}"
+
+
+def _latency_text(change: ChangeLatency) -> str:
+    if change.p50 is None or change.p99 is None:
+        return ""
+    return f"; a change takes effect in {1000 * change.p50:.1f} ms (p50), {1000 * change.p99:.1f} ms (p99)"
+
+
+def _draining_lines(left: DrainingMode, now: float) -> Iterator[str]:
+    listed = f"; `hybrid-proxy flows --mode {left.mode}` lists them" if left.quiet else ""
+    since = f"{duration(left.seconds)}, since {_clock(now - left.seconds)}"
+    yield f"mode {left.mode} drains for {since}: {left.text} are open{listed}"
+    for row in left.quiet:
+        idle = "" if row.idle is None else f"idle for {row.idle} s: "
+        yield f"  {idle}{row.protocol} {row.client} -> {row.frontend}, backend {row.backend}, of {row.service or '-'}"
+    if any(left.counters.values()):
+        yield f"  events: {_counters_text(left.counters)}"
+
+
+def _clock(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%H:%M:%S UTC")
+
+
+def _source_lines(source: SourceStatus, services: int) -> Iterator[str]:
+    yield f"{_several(services, 'service')} from {source.description}"
+    if good := [row.kind for row in source.kinds if row.state == "read"]:
+        yield f"  read: {', '.join(f'{kind}s' for kind in good)}"
+    yield from (f"  {_missing(row)}" for row in source.kinds if row.state not in ("read", "waiting"))
+
+
+def _configuration_lines(configuration: ConfigurationStatus) -> Iterator[str]:
+    if configuration.file:
+        yield f"configured by {configuration.file}"
+    if configuration.waiting:
+        yield f"  these fields wait for the next start of the agent: {', '.join(configuration.waiting)}"
+    for warning in configuration.warnings:
+        yield f"  note: {warning}"
+
+
+def _dataplane_lines(dataplane: Status, *, wide: bool) -> Iterator[str]:
+    ebpf = dataplane.ebpf
+    if ebpf:
+        yield from _hook_lines(ebpf)
+        if ebpf.probes.targets:
+            yield f"probes: {ebpf.probes.targets} backends are probed, {ebpf.probes.down} of them fail"
+    yield f"events: {_counters_text(dataplane.counters)}"
+    for warning in dataplane.warnings:
+        yield f"note: {warning}"
+    if wide and dataplane.fill:
+        fill = (f"{name} {row.used}/{row.limit}" for name, row in dataplane.fill.items())
+        yield f"programmed: {', '.join(fill)}"
+    if wide and ebpf:
+        yield from _memory_lines(ebpf)
+
+
+def _counters_text(counters: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in counters.items() if value) or "none yet"
+
+
+def _hook_lines(ebpf: EbpfStatus) -> Iterator[str]:
+    """Where mode ebpf is attached."""
+    pods, sockets, xdp = ebpf.pods, ebpf.sockets, ebpf.xdp
+    yield f"pods: {_several(len(pods.interfaces), 'interface')} by {pods.kind}: {' '.join(pods.interfaces) or '-'}"
+    yield f"XDP ({xdp.setting}): {' '.join(xdp.interfaces) or 'no uplink; tc serves them all'}"
+    yield from (f"  {name} is left to tc: {reason}" for name, reason in xdp.left_to_tc.items())
+    served = f"served in cgroup {sockets.cgroup}" if sockets.cgroup else f"not served: {sockets.reason}"
+    yield f"sockets of the node: {served}"
+
+
+def _several(count: int, one: str) -> str:
+    return f"{count} {one}" + "s" * (count != 1)
+
+
+def _memory_lines(ebpf: EbpfStatus) -> Iterator[str]:
+    """Kernel memory in all, and the maps that grow."""
+    yield f"pins: {ebpf.pins}"
+    if ebpf.traffic_bytes:
+        yield f"traffic is counted for each backend, in {ebpf.traffic_bytes / 1e6:.1f} MB of kernel memory"
+    yield f"maps: {sum(row.bytes for row in ebpf.maps.values()) / 1e6:.1f} MB of kernel memory"
+    yield from (f"  {_map_text(name, row)}" for name, row in ebpf.maps.items() if row.bound is not None)
+
+
+def _map_text(name: str, row: MapUsage) -> str:
+    return f"{name}: {row.used} of {row.entries} entries used, at most {row.bound}, {row.bytes / 1e6:.1f} MB"

@@ -1,0 +1,58 @@
+"""What every command has in common: exit codes, suggestions, the version."""
+
+from __future__ import annotations
+
+import pytest
+
+from controller import __version__, cli
+
+# fmt: off
+WRONG = (
+    pytest.param(["stat"],                         "did you mean status?",      id="a-mistyped-command"),
+    pytest.param(["service", "default/web"],       "did you mean services?",    id="a-command-in-the-singular"),
+    pytest.param(["nonsense"],                     'no command "nonsense"',     id="no-such-command"),
+    pytest.param([],                               "COMMAND",                   id="no-command"),
+    pytest.param(["services", "--outptu", "json"], "did you mean --output",     id="a-mistyped-flag"),
+    pytest.param(["flows", "--limits=3"],          "did you mean --limit?",     id="a-mistyped-flag-with-a-value"),
+    pytest.param(["services", "a/b", "c/d"],       "c/d",                       id="one-word-too-many"),
+    pytest.param(["services", "-o", "table"],      "table",                     id="no-such-output"),
+    pytest.param(["services", "-n", "a", "-A"],    "not allowed with",          id="one-namespace-and-all"),
+    pytest.param(["completion", "tcsh"],           "tcsh",                      id="no-such-shell"),
+)
+# fmt: on
+
+
+@pytest.mark.parametrize(("argv", "said"), WRONG)
+def test_wrong_use_exits_with_2_and_suggests(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(argv)
+    assert caught.value.code == cli.USAGE
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["explain", "--from", "10.0.0.1"], ["top", "--interval", "0"]], ids=" ".join)
+def test_values_that_cannot_be_used_exit_with_2(argv: list[str]) -> None:
+    assert cli.main(argv) == cli.USAGE
+
+
+@pytest.mark.parametrize("command", ["services", "backends", "flows", "status", "drain"])
+def test_without_an_agent_and_anything_programmed_the_exit_code_is_1(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controller.commands.views.left_here", lambda *_: iter(()))
+    assert cli.main([command, "--admin-socket", "/nowhere/agent.sock"]) == cli.FAILED
+    shown = capsys.readouterr()
+    assert "no agent" in shown.out + shown.err or "nothing is programmed" in shown.err
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == cli.OK
+    assert capsys.readouterr().out == f"hybrid-proxy {__version__}\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_printed_for_a_shell(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", shell]) == cli.OK
+    assert "_ARGCOMPLETE" in capsys.readouterr().out

@@ -1,0 +1,128 @@
+"""The listings as people see them, at 80 and at 120 columns: tests/controller/screens has the screens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller.commands import listings
+from controller.commands.columns import Column, Screen, table
+from controller.commands.listings import Change, ModeRow
+from dataplane.reports import BackendRow, Ejection, FlowRow, ServiceRow
+from tests.workshop.top.samples import backend, service
+
+SCREENS = Path(__file__).parent / "screens"
+
+WEB4 = service("default/web:http", 1517, "10.96.0.10:80", backends=3, when_empty="reject", chosen_by="random")
+WEB6 = service("default/web:http", 12, "[fd96::10]:80", backends=3, when_empty="reject", chosen_by="random")
+SHOP = service("default/shop-frontend:https", 20_417, "10.96.14.201:443", backends=12, chosen_by="connection")
+SHOP.frontends += ["198.51.100.7:443", "node port 30443"]
+DNS = service("kube-system/kube-dns:dns", 88_012, "10.96.0.2:53", protocol="UDP", backends=2, chosen_by="round-robin")
+LOST = service("default/lost:http", 0, "10.96.0.99:80", backends=0, when_empty="reject", chosen_by="random")
+SICK = service("shop/payments:grpc", 310, "10.96.77.3:9090", backends=2, affinity=True, chosen_by="client")
+SERVICES = [WEB4, WEB6, SHOP, LOST, DNS, SICK]
+EJECTIONS = [
+    Ejection("default/web:http", "10.77.1.12:8080", ejected=True, seconds=8.0, state="ejected for 8 s: 3 failed"),
+    Ejection("shop/payments:grpc", "10.77.1.31:9090", ejected=True, seconds=20.0, state="ejected for 20 s: 3 failed"),
+    Ejection("shop/payments:grpc", "10.77.2.31:9090", ejected=False, seconds=None, state="kept: too many fail"),
+]
+
+OUT = "ejected for 8 s: 3 connections one after the other failed, the last one was refused"
+BACKENDS = [
+    backend("10.77.1.11:8080", 517, service="default/web:http"),
+    backend("10.77.1.12:8080", 483, service="default/web:http", failures=3, state=OUT),
+    backend("10.77.2.13:8080", 517, service="default/web:http", failures=1),
+    backend("[fd77:1::11]:8080", 12, service="default/web:http"),
+    backend("10.77.2.40:5353", 88_012, service="kube-system/kube-dns:dns", protocol="UDP"),
+    backend("10.77.9.9:80", 3, service="default/old:http", used=False, state="in no backend set"),
+]
+
+
+def flow(client: str, frontend: str, goal: str | None, state: str = "established", **more: Any) -> FlowRow:
+    fields = {"service": "default/web:http", "protocol": "TCP", "source": client, "idle": 4, "fast_path": True}
+    return FlowRow(client=client, frontend=frontend, backend=goal, state=state, **(fields | more))
+
+
+FLOWS = [
+    flow("192.168.77.10:60526", "198.51.100.7:80", "10.77.1.11:8080", idle=7210, source="10.77.1.1:60526"),
+    flow("10.77.1.11:41234", "10.96.0.10:80", "10.77.1.12:8080", idle=0),
+    flow("[fd77:1::11]:41234", "[fd96::10]:80", "[fd77:2::12]:8080", "closed", idle=61),
+    flow("10.77.1.13:33441", "10.96.0.2:53", "10.77.2.40:5353", service="kube-system/kube-dns:dns", protocol="UDP"),
+]
+
+MODES = [
+    ModeRow("ebpf", works=True, runs=True, missing=""),
+    ModeRow("nftables", works=True, runs=False, missing=""),
+    ModeRow(
+        "ipvs",
+        works=False,
+        runs=False,
+        missing="the kernel has no IPVS (CONFIG_IP_VS): load ip_vs or choose another mode",
+    ),
+]
+
+LISTINGS = {
+    "services": (listings.service_columns(SERVICES, EJECTIONS), SERVICES),
+    "backends": (listings.backend_columns(BACKENDS), BACKENDS),
+    "flows": (listings.flow_columns(FLOWS), FLOWS),
+    "modes": (listings.mode_columns(), MODES),
+}
+for listed in (*SERVICES, *BACKENDS, *FLOWS):
+    listed.mode = "ebpf"
+SIZES = {"80": Screen(80), "120": Screen(120), "pipe": Screen(), "wide": Screen(120)}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("listing", LISTINGS)
+def test_a_listing_looks_as_its_screen(listing: str, size: str) -> None:
+    columns, rows = LISTINGS[listing]
+    shown = table(columns, rows, SIZES[size], wide=size == "wide")
+    assert "\n".join(shown) + "\n" == (SCREENS / f"{listing}-{size}.txt").read_text()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("listing", LISTINGS)
+def test_a_listing_fits_and_keeps_what_identifies_and_judges(listing: str, width: int) -> None:
+    columns, rows = LISTINGS[listing]
+    shown = table(columns, rows, Screen(width))
+    assert max(map(len, shown)) <= width
+    text = "\n".join(shown)
+    for row in rows:
+        texts = [getattr(row, name, None) for name in ("name", "service", "address", "client", "backend")]
+        assert all(one in text for one in (*texts, *getattr(row, "frontends", ())) if one)
+
+
+def test_the_mode_is_a_column_where_there_are_several() -> None:
+    rows = [
+        ServiceRow(mode=mode, name="a/b", frontends=["1.2.3.4:1"], protocol="TCP", backends=1) for mode in ("x", "y")
+    ]
+    assert table(listings.service_columns(rows), rows, Screen())[0].split()[0] == "MODE"
+    assert table(listings.service_columns(rows[:1]), rows[:1], Screen())[0].split()[0] == "NAME"
+
+
+# fmt: off
+CHANGES = (
+    pytest.param(BACKENDS[:2], BACKENDS[:2], [],                             id="nothing"),
+    pytest.param(BACKENDS[:1], BACKENDS[:2], [("added", BACKENDS[1])],       id="a-row-comes"),
+    pytest.param(BACKENDS[:2], BACKENDS[:1], [("gone", BACKENDS[1])],        id="a-row-goes"),
+    pytest.param([backend("1.1.1.1:1", 5)], [backend("1.1.1.1:1", 9)], [],   id="counters-grow"),
+)
+# fmt: on
+
+
+@pytest.mark.parametrize(("before", "now", "seen"), CHANGES)
+def test_watching_reports_rows_that_differ(
+    before: list[BackendRow], now: list[BackendRow], seen: list[tuple[str, BackendRow]]
+) -> None:
+    found = listings.changes(before, now, listings.backend_columns(now))
+    assert [(change.event, change.row) for change in found] == seen
+
+
+def test_watching_reports_a_state_that_changes_and_names_what_went() -> None:
+    columns: tuple[Column[BackendRow], ...] = listings.backend_columns(BACKENDS)
+    well, out = backend("1.1.1.1:1", 5), backend("1.1.1.1:1", 5, state="ejected for 8 s: it failed")
+    assert [change.event for change in listings.changes([well], [out], columns)] == ["changed"]
+    (line,) = table(listings.change_columns(columns), [Change("gone", well)], Screen(80))[1:]
+    assert line.split()[-1] == "gone"

@@ -1,0 +1,127 @@
+"""What `status` tells people: tests/controller/screens has the screens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from controller.commands.columns import Screen
+from controller.commands.status import Verdict, lines, lines_without_agent, verdict
+from controller.kubernetes.model import KindState, Problem
+from controller.serving.protocol import (
+    AgentStatus,
+    ChangeLatency,
+    ConfigurationStatus,
+    DrainingMode,
+    HealthChecks,
+    LeftBehind,
+    ModeStatus,
+    NoAgentStatus,
+    SourceStatus,
+)
+from dataplane.reports import EbpfStatus, Ejection, InterfaceHooks, MapUsage, SocketHooks, Unprogrammed, XdpHooks
+from tests.workshop.top.samples import agent_status, dataplane, ebpf
+
+SCREENS = Path(__file__).parent / "screens"
+NOW = 1_700_000_000.0
+SERVER = "the API server https://10.0.0.1:6443"
+
+
+def attached(*ejections: Ejection, **more: Any) -> EbpfStatus:
+    fields = {
+        "pods": InterfaceHooks("tcx", ["veth1", "veth2"], {}),
+        "xdp": XdpHooks("auto", [], {"eth0": "its driver has no XDP"}),
+        "sockets": SocketHooks("/sys/fs/cgroup", ""),
+        "traffic_bytes": 2_100_000,
+    }
+    return msgspec.structs.replace(ebpf(*ejections), **(fields | more))
+
+
+KINDS = [KindState(kind, "read", NOW - 60, listed=True) for kind in ("Service", "EndpointSlice", "Node")]
+WELL = agent_status(
+    source=SourceStatus(SERVER, True, "", KINDS), services=12, ready_seconds=0.81,
+    change_seconds=ChangeLatency(40, 0.0031, 0.0087, 0.002),
+    configuration=ConfigurationStatus("/etc/hybrid-proxy.yaml", ["fooBar: there is no such field"], ["ebpf.xdp"], ""),
+    dataplane=dataplane(ebpf=attached(), counters={"new_flow": 1204, "drop_source": 3}),
+)  # fmt: skip
+SICK = Ejection("default/web:http", "10.77.1.12:8080", ejected=True, seconds=8.0, state="ejected for 8 s: 3 refused")
+DEGRADED = agent_status(
+    mode=ModeStatus("ebpf", "nftables", "ebpf does not work here (BTF: it is missing)"),
+    other_proxies=["kube-proxy left its chain KUBE-SERVICES in ip nat here, and nobody maintains it"],
+    problems=[Problem("Service", "default/lb", "Service default/lb: spec.ports[0].port: 0 is no port", "lb.yaml:1")],
+    conflicts={"default/two:http": ["10.96.0.10:80/TCP is of default/web:http"]},
+    health_checks=HealthChecks(1, {"default/lb": "node port 32000 is in use"}, {}),
+    dataplane=dataplane(ebpf=attached(SICK), unprogrammed=[Unprogrammed("a/b", "SCTP is not in this kernel")]),
+)  # fmt: skip
+BEHIND = agent_status(
+    synced=False, error="map services: no room\nfor 1 service port", drift=["link of veth1"], leaving=True,
+    source=SourceStatus(SERVER, False, "Connection refused",
+                        [KindState("Service", "waiting", NOW - 90, "Connection refused", listed=True)]),
+    draining=[DrainingMode("nftables", {"TCP": 12, "UDP": 3}, 42.0)],
+)  # fmt: skip
+STARTING = agent_status(
+    synced=False, ready_seconds=None, services=0, uptime_seconds=2, starting="it waits for EndpointSlices",
+    source=SourceStatus(SERVER, True, "", [KindState("EndpointSlice", "waiting", NOW - 2)]),
+)  # fmt: skip
+
+STATUS = {"well": WELL, "degraded": DEGRADED, "behind": BEHIND, "starting": STARTING}
+VERDICTS = {
+    "well": Verdict.OK, "degraded": Verdict.DEGRADED, "behind": Verdict.NOT_IN_SYNC, "starting": Verdict.NOT_IN_SYNC,
+}  # fmt: skip
+
+
+def text(status: AgentStatus, *, wide: bool = False) -> str:
+    return "\n".join(lines(status, Screen(80), NOW, wide=wide)) + "\n"
+
+
+@pytest.mark.parametrize("name", STATUS)
+def test_a_status_looks_as_its_screen(name: str) -> None:
+    assert text(STATUS[name]) == (SCREENS / f"status-{name}.txt").read_text()
+    assert verdict(STATUS[name]) is VERDICTS[name]
+    assert text(STATUS[name]).startswith(VERDICTS[name].value[0])
+
+
+def test_wide_adds_the_maps_and_pins() -> None:
+    shown = text(WELL, wide=True)
+    assert shown == (SCREENS / "status-wide.txt").read_text()
+    assert shown.startswith(text(WELL))
+
+
+# fmt: off
+ONE_TROUBLE = (
+    pytest.param({"error": "boom"},                                      Verdict.NOT_IN_SYNC, id="a-failed-sync"),
+    pytest.param({"drift": ["link of veth1"]},                           Verdict.NOT_IN_SYNC, id="drift"),
+    pytest.param({"synced": False},                                      Verdict.NOT_IN_SYNC, id="changes-that-wait"),
+    pytest.param({"source": SourceStatus("x", False, "gone", [])},       Verdict.NOT_IN_SYNC, id="no-source"),
+    pytest.param({"mode": ModeStatus("auto", "nftables", "no ebpf")},    Verdict.OK,          id="auto-chose"),
+    pytest.param({"mode": ModeStatus("ebpf", "nftables", "no ebpf")},    Verdict.DEGRADED,    id="another-mode"),
+    pytest.param({"configuration": ConfigurationStatus("f", [], [], "bad")}, Verdict.DEGRADED, id="a-refused-file"),
+    pytest.param({"configuration": ConfigurationStatus("f", ["w"], ["x"], "")}, Verdict.OK,   id="a-warning"),
+    pytest.param({"leaving": True},                                      Verdict.OK,          id="a-drained-node"),
+    pytest.param({"draining": [DrainingMode("ipvs", {"TCP": 1}, 2.0)]},  Verdict.OK,          id="a-mode-that-drains"),
+    pytest.param({"dataplane": dataplane(ebpf=attached(SICK))},          Verdict.DEGRADED,    id="an-ejected-backend"),
+    pytest.param({"dataplane": dataplane(ebpf=attached(maps={"flows4": MapUsage(100, 1, 90, 100)}))},
+                 Verdict.DEGRADED,                                                            id="a-map-nearly-full"),
+)
+# fmt: on
+
+
+@pytest.mark.parametrize(("fields", "expected"), ONE_TROUBLE)
+def test_the_verdict_follows_from_what_is_wrong(fields: dict[str, Any], expected: Verdict) -> None:
+    assert verdict(agent_status(**fields)) is expected
+
+
+def test_without_an_agent_what_serves_is_named() -> None:
+    left = NoAgentStatus(reason="no agent listens at /run/x.sock", programmed={"ebpf": LeftBehind("/sys/fs/bpf/x", 10)})
+    first, second = lines_without_agent(left, Screen(80), NOW)
+    assert first == "NOT IN SYNC: no agent listens at /run/x.sock"
+    assert "mode ebpf" in second
+    assert "10 service ports" in second
+
+
+def test_the_verdict_is_coloured_on_a_terminal_alone() -> None:
+    assert next(lines(WELL, Screen(80, colours=True), NOW)) == "\x1b[32mOK\x1b[0m"
+    assert next(lines(WELL, Screen(80), NOW)) == "OK"
