@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from tests.waiting import until
+
 Scheme = Literal["dark", "light"]
 Media = Literal["screen", "print"]
 PROGRAM = shutil.which("chromium")
@@ -33,12 +35,11 @@ class Browser:
         page = next(one for one in self._call("Target.getTargets")["targetInfos"] if one["type"] == "page")
         self._session = self._call("Target.attachToTarget", targetId=page["targetId"], flatten=True)["sessionId"]
         self._call("Network.enable")
-        self._call("Page.enable")
 
     def open(self, page: Path) -> None:
         """Load a page; return when everything in it is there."""
-        self._call("Page.navigate", url=page.as_uri())
-        self._until(lambda message: message.get("method") == "Page.loadEventFired")
+        self._call("Page.navigate", url=page.as_uri())  # answered when the new document has taken the place of the old
+        until(lambda: self.value("document.readyState") == "complete", str(page))
 
     def look(self, width: int, scheme: Scheme = "light", media: Media = "screen") -> None:
         """How it is looked at from now on."""

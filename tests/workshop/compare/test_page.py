@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from controller import cli
+from tests.waiting import until
 from tests.workshop.compare.browser import PROGRAM, Browser, Media, Scheme, browser
 from tests.workshop.compare.kit import all_modes, in_a_machine
 from workshop.compare.report import Report, report
@@ -63,13 +64,21 @@ def test_it_opens_with_the_sentences_and_one_plot_and_the_rest_is_folded(window:
     assert tuple(sentences) == msgspec.json.decode(page.with_suffix(".json").read_bytes(), type=Report).summary
     assert len(sentences) == 3
     assert ["emulated" in warning for warning in window.value(box.format(".warn"))] == [True], "of the guest"
-    shown = "[...document.querySelectorAll('{}')].filter(one => one.checkVisibility({{contentVisibilityAuto: true}}))"
-    titles = window.value(shown.format("h4") + ".map(one => one.textContent)")
+    until(lambda: len(shown(window, "table, dl")) == 0, "folding")  # takes effect with the next frame
+    titles = shown(window, "h4")
     assert titles[:2] == ["cost of a connection", "cost of a request"]
     assert len(titles) == 17
-    assert window.value(shown.format("table, dl") + ".length") == 0
     unfold(window, wide=True)
-    assert window.value(shown.format("table") + ".length") == 4, "three sizes, and that of the virtual machine"
+    until(lambda: len(shown(window, "table")) == 4, "tables of three sizes, and that of the virtual machine")
+
+
+def shown(window: Browser, selector: str) -> list[str]:
+    """The words of what is not folded away."""
+    visible = "one => one.checkVisibility({contentVisibilityAuto: true})"
+    found: list[str] = window.value(
+        f"[...document.querySelectorAll('{selector}')].filter({visible}).map(one => one.textContent)"
+    )
+    return found
 
 
 def test_each_dot_has_its_words(window: Browser) -> None:
