@@ -64,7 +64,8 @@ check: setup ## formatters, linters, types and the import contracts
 bench: setup ## run the benchmarks, or one: make bench BENCH=selection
 	$(Q)$(PYTHON) -m workshop.benchmarks $(BENCH)
 
-compare: setup ## compare the modes on this machine, a quarter of an hour, with what `make compare-vm` measured: ARGS="--services 10,1000,10000"; build/compare/report.html
+# With what `make compare-vm` has measured, if it has.
+compare: setup ## compare the modes on this machine, a quarter of an hour: ARGS="--services 10,1000,10000"; build/compare/report.html
 	$(Q)PATH="$(CURDIR)/$(TOOLS):$$PATH" $(VENV)/bin/hybrid-proxy compare --report build/compare/report.html \
 		$(if $(wildcard build/compare-vm/state/run.json),--vm-state build/compare-vm/state) $(ARGS)
 

@@ -125,17 +125,18 @@ class Panel(msgspec.Struct, frozen=True):
 
 def forest(report: Report, size: int, *, joined: bool = False) -> list[Panel]:
     """Every metric in times of the control, with one number of services; `joined`: with the guest's modes."""
-    first = report.run.settings.modes[0]
+    first, live = report.run.settings.modes[0], report.run.settings.live
+    one = "one of its endpoints" if live else "no proxy"
     groups: tuple[tuple[str, str, bool, Literal["less", "more"]], ...] = (
-        ("Cost and latency", "less is better; 1 = no proxy", True, "less"),
-        ("Rates", "more is better; 1 = no proxy", True, "more"),
+        ("Cost and latency", f"less is better; 1 = {one}", True, "less"),
+        ("Rates", f"more is better; 1 = {one}", True, "more"),
         ("The agent", f"less is better; 1 = {first}", False, "less"),
     )
     made = []
     for title, hint, control, better in groups:
         chosen = [known for known in METRICS if (known.control, known.better) == (control, better)]
         lines = [(known.title, list(_rows(report, known, size, joined=joined))) for known in chosen]
-        lines = [(name, rows) for name, rows in lines if rows]
+        lines = [(name, rows) for name, rows in lines if any(row.points for row, _ in rows)]
         if lines:
             reach = _reach([row for _, rows in lines for row, _ in rows])
             axis = Axis(1 / reach, reach)

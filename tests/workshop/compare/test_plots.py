@@ -59,6 +59,11 @@ def test_without_a_control_the_first_mode_is_the_measure() -> None:
     assert found["nftables"].value == "1.24"
 
 
+def test_a_mode_alone_is_measured_by_its_control_only() -> None:
+    panels = forest(report(made_up(modes=("nftables",))), 10)
+    assert [panel.title for panel in panels] == ["Cost and latency", "Rates"]
+
+
 def test_of_the_guest_there_is_what_this_machine_lacks_and_its_own_first_mode() -> None:
     made = report(all_modes(), in_a_machine())
     cost, _, agent = forest(made, 10_000, joined=True)
@@ -80,6 +85,7 @@ def test_a_service_of_a_node_has_a_plot_of_what_was_measured() -> None:
         ),
     )
     panels = forest(report(live), 10)
+    assert panels[0].hint == "less is better; 1 = one of its endpoints"
     assert [next(item.title for item in panel.items) for panel in panels] == [
         "the machine's CPU for a connection", "new connections",
     ]  # fmt: skip
