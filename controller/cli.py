@@ -219,12 +219,20 @@ examples:
 """
 
 _DROPS: Final = """
-The programs report up to 100 dropped packets per second and CPU to the agent, which keeps the last 1,000 events.
-`status` and the metric hybrid_proxy_events_total count all of them. docs/counters.md explains the reasons.
+The programs report up to 100 packets per second and CPU to the agent, which keeps the last 1,000 events. `status` and
+the metric hybrid_proxy_events_total count all of them. docs/counters.md explains the reasons. Without an agent, the
+command shows what the last one wrote down, and what the programs have reported since.
+
+verdicts:
+  DROPPED   nobody was told
+  REJECTED  the client was told, by a reset or an ICMP error
+  FAILED    a backend refused a connection, or did not answer
+  NOTED     the packet went on, with a remark
 
 examples:
-  hybrid-proxy drops                       what was dropped or rejected recently, and why
+  hybrid-proxy drops                       what was dropped or rejected, which backends failed, and why
   hybrid-proxy drops default/web -f        what is dropped from now on, until Ctrl-C
+  hybrid-proxy drops --since 5m -o wide    in the last five minutes, with interfaces and counters
   hybrid-proxy drops -f -o json            one object per line
 """
 
@@ -431,7 +439,7 @@ def parser() -> argparse.ArgumentParser:
         _named(shown)
         shown.add_argument("--limit", type=int, default=1000, metavar="N", help="at most N (default: 1000)")
         _admin(shown)
-        _output(shown)
+        _table(shown)
 
     explain = command(
         "explain",

@@ -33,7 +33,7 @@ def event_columns(screen: Screen, now: float | None) -> list[Column[PacketEvent]
     return [
         Column("AGE" if now is not None else "TIME", when),
         Column("VERDICT", _verdict),
-        Column("REASON", _reason, cut=True, least=len("source_ranges")),
+        Column("REASON", _reason, wrap=True),
         Column("SERVICE", lambda row: row.service),
         Column("PACKET", ends),
         Column("FLAGS", lambda row: row.flags, leave=1),

@@ -60,7 +60,7 @@ def _show_remembered(args: argparse.Namespace, since: float | None, error: NoAge
 
 def _print(args: argparse.Namespace, rows: list[PacketEvent], when: str) -> None:
     shown = rows[-args.limit :]
-    if shown or args.output != "text":
+    if shown or args.output not in ("text", "wide"):
         print_rows(args, event_columns(screen(), time.time()), shown)
     if len(shown) < len(rows):
         _say(f"{len(shown)} of {len(rows)} events; --limit shows more")

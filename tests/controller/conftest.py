@@ -58,6 +58,7 @@ def start(lab: Lab, api: ApiServer, fragile: Path) -> Iterator[Callable[..., Ser
         if agent.running():
             agent.terminate()
         agent.log.unlink(missing_ok=True)
+        agent.socket.with_suffix(".memory").unlink(missing_ok=True)
         if agent.mode != "fragile":
             agent.cleanup()
 
