@@ -109,6 +109,8 @@ def _up(name: str, pods: int, as_json: bool) -> int:
 def _become(name: str, place: str, argv: Sequence[str]) -> NoReturn:
     """Replace this process by a command in a place of a lab; it finds this installation's programs first."""
     lab = Lab.standing(name)
+    if os.geteuid() != 0:
+        raise LabError("a command in a lab needs root: it enters a network namespace and a cgroup")
     if place not in lab.places:
         raise LabError(f"no {place!r} in lab {name}: choose one of {', '.join(lab.places)}")
     here, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
