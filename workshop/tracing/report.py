@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, Final
 
-import msgspec
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+
+from controller.commands.columns import Column, table
+from controller.commands.terminal import print_value, screen
 
 __all__ = ["show"]
 
@@ -18,10 +20,10 @@ Row = Mapping[str, Any]
 BAR: Final = 40  # characters of the longest bar
 
 
-def show(answer: Row, *, as_json: bool) -> None:
-    """Print one answer of `workshop.tracing.show`."""
-    if as_json:
-        print(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())
+def show(answer: Row, output: str) -> None:
+    """Print one answer of `workshop.tracing.show`, as `-o` asks."""
+    if output in ("json", "yaml"):
+        print_value(output, answer)
         return
     console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 200, highlight=False)
     {
@@ -32,14 +34,17 @@ def show(answer: Row, *, as_json: bool) -> None:
 
 
 def _table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    rows = [[_cell(value) for value in row] for row in rows]
-    for index, column in enumerate(columns):
-        numbers = all(row[index][:1].isdigit() or row[index] == "-" for row in rows)
-        table.add_column(column, no_wrap=True, justify="right" if numbers and rows else "left")
-    for row in rows:
-        table.add_row(*map(escape, row))
-    console.print(table)
+    texts = [[_cell(value) for value in row] for row in rows]
+    made = [
+        Column[list[str]](
+            title.upper(),
+            itemgetter(index),
+            right=all(row[index][:1].isdigit() or row[index] == "-" for row in texts),
+        )
+        for index, title in enumerate(columns)
+    ]
+    for line in table(made, texts, screen()):
+        console.out(line, highlight=False)
 
 
 def _cell(value: Any) -> str:

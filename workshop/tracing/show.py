@@ -13,7 +13,6 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from controller.commands.terminal import print_value
 from controller.commands.views import programmed
 from controller.errors import ConfigError, ControllerError
 from controller.semantics.explain import packet_from_dict
@@ -93,11 +92,7 @@ def show(view: View, args: argparse.Namespace, target: Row | None) -> int:
     if by == "functions" and FUNCTIONS[0].name in session.missing:
         by = None
     summary = {"view": view.value.lower(), "mode": here.mode, "seconds": seconds, "hooks": by}
-    found = summary | answer | {"missing": session.missing}
-    if args.output == "yaml":
-        print_value(args.output, found)
-    else:
-        report.show(found, as_json=args.output == "json")
+    report.show(summary | answer | {"missing": session.missing}, args.output)
     return 0
 
 
