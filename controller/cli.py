@@ -203,6 +203,36 @@ examples:
   hybrid-proxy flows -o json
 """
 
+_DOCTOR: Final = """
+Without arguments the command looks at the node. With a service or a packet, it goes the packet's way: the object, the
+service table, the kernel, a real connection to each backend (from the node, and from a pod of it), drops. It changes
+nothing, and takes some seconds at most. It also works without an agent.
+
+Connections are those of a client: a TCP connection, then one request where the port's name or number tells the
+protocol (http, https, grpc, dns and so on). They are closed at once.
+
+exit codes: 0 no problem was found (there may be warnings), 1 there is one, 2 the command line cannot be used
+
+examples:
+  hybrid-proxy doctor                      what is wrong on this node, and what to do about it
+  hybrid-proxy doctor default/web          why does this service not answer?
+  hybrid-proxy doctor default/web:http --path /healthz
+  hybrid-proxy doctor default/web --from 203.0.113.7     would this client be let in?
+  hybrid-proxy doctor --from 10.77.1.11 --to 10.96.0.10:80
+  hybrid-proxy doctor --from pod/pod1 --to default/web:80           a pod of a lab, and a service, by name
+  hybrid-proxy doctor default/web -o json
+"""
+
+_BUNDLE: Final = """
+The archive has the status, what doctor says of the node, tables, drops, a summary of the flows, the end of the log
+where it is in a file or in the journal, the configuration, the node's rules, links, routes and settings, and versions.
+Tokens, passwords, keys and certificates are taken out, and kubeconfigs are not read. Nothing on the node is changed.
+
+examples:
+  hybrid-proxy bundle                      writes hybrid-proxy-bundle-NODE-TIME.tar.gz here, for root alone
+  hybrid-proxy bundle /tmp/report.tar.gz
+"""
+
 _TOP: Final = """
 Shows services by connections per second, the backends of the selected service with their shares, drops by reason, and
 how full the maps are. It also works without an agent, from what is programmed in the kernel. See docs/top.md.
@@ -394,6 +424,25 @@ def parser() -> argparse.ArgumentParser:
         _admin(shown)
         _folders(shown)
         _table(shown)
+
+    doctor = command("doctor", "what is wrong here, and what to do about it", _DOCTOR)
+    doctor.add_argument("service", nargs="?", metavar="NAMESPACE/NAME[:PORT]", help="this service")
+    doctor.add_argument("--from", dest="source", metavar="SRC", help="the client's address (default: this node's)")
+    doctor.add_argument("--to", dest="target", metavar="DST:PORT[/PROTO]", help="a packet's destination")
+    doctor.add_argument("--path", metavar="PATH", help="ask backends for this path by HTTP, whatever the port's name")
+    doctor.add_argument(
+        "--timeout", type=float, default=2.5, metavar="SECONDS",
+        help="how long a connection, and then an answer, is waited for (default: 2.5)",
+    )  # fmt: skip
+    _admin(doctor)
+    _folders(doctor)
+    _output(doctor)
+
+    bundle = command("bundle", "one archive with what a report of a bug needs, without secrets", _BUNDLE)
+    bundle.add_argument("file", nargs="?", metavar="FILE.tar.gz", help="a file that does not exist yet")
+    _admin(bundle)
+    _folders(bundle)
+    _output(bundle)
 
     top = command("top", "services, backends and drops, live in this terminal", _TOP)
     _named(top, text="only this service; with -o json, a service port whose backends are listed")
@@ -676,6 +725,14 @@ def _call(args: argparse.Namespace) -> int:
             from controller.commands import completion
 
             return completion.show(args.shell)
+        case "bundle":
+            from controller.commands import bundle
+
+            return bundle.run(args)
+        case "doctor":
+            from controller.commands.doctor import command as doctor
+
+            return doctor.run(args, _address_in_lab)
         case "top":
             from workshop.top import command
 

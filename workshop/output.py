@@ -11,6 +11,8 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from controller.commands.bundle import Bundle
+from controller.commands.doctor.facts import Diagnosis
 from controller.commands.listings import ModeRow
 from controller.commands.switch import Left, Switched
 from controller.serving.protocol import AgentStatus, NoAgentStatus
@@ -35,6 +37,8 @@ class Command(NamedTuple):
 COMMANDS: Final = (
     Command("status", "one object, while an agent runs", AgentStatus),
     Command("status", "one object, and exit code 1, without an agent", NoAgentStatus),
+    Command("doctor", "one object", Diagnosis),
+    Command("bundle", "one object", Bundle),
     Command("modes", "a list", ModeRow),
     Command("services", "a list", ServiceRow),
     Command("backends", "a list", BackendRow),

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
+
 from controller import __version__
 from controller.agent.active_mode import ActiveMode
 from controller.agent.config_follower import ConfigFollower
@@ -23,15 +25,15 @@ from controller.agent.process import resident_bytes
 from controller.agent.syncer import Syncer
 from controller.errors import ControllerError
 from controller.kubernetes import Source
-from controller.semantics.explain import destination_of
+from controller.semantics.explain import Explainer, Packet, destination_of
 from controller.serving import protocol as p
 from controller.serving.health import Health
 from controller.serving.http_handlers import HttpHandlers
 from dataplane.errors import DataplaneError
 from dataplane.handover import TranslatesByMaps, from_conntrack
-from dataplane.mode import PacketEvents
+from dataplane.mode import PacketEvents, belongs
 from dataplane.netfilter import translated_flows
-from dataplane.table import Kind, ServiceTable
+from dataplane.table import Entry, Kind, ServiceTable
 
 ANSWER_SECONDS: Final = 30.0
 
@@ -94,6 +96,8 @@ class Answers:
                 each = (programmer, *self.mode.draining.programmers)  # at most one of them counts
                 by_backend = config.metrics_per_backend
                 return p.TrafficAnswer([row for one in each for row in one.traffic(by_backend=by_backend)])
+            case p.GetTable(service, packets):
+                return _of_table(self.syncer.builder.table, service, packets)
             case p.RunExplain(packets):
                 return p.ExplainAnswers([programmer.explain(packet) for packet in packets])
             case p.FindService(service, port, protocol, family):
@@ -183,6 +187,36 @@ class Answers:
             uptime_seconds=time.monotonic() - syncer.started,
             dataplane=self.mode.programmer.status(),
         )
+
+
+def _of_table(table: ServiceTable, service: str | None, packets: Sequence[Packet]) -> p.TableAnswer:
+    """What a table says of a service, and of packets.
+
+    Only services that may have to do with the packets are indexed: an index of all would stay for nothing.
+    """
+    meant = {packet.dst for packet in packets}
+    near = {
+        name: entries
+        for name, entries in (table.services.items() if packets else ())
+        if any(f.address is None or f.address in meant for entry in entries for f in entry.frontends)
+    }
+    explainer = Explainer(msgspec.structs.replace(table, services=near))
+    verdicts = [explainer.explain(packet) for packet in packets]
+    names = {verdict.service for verdict in verdicts if verdict.service}
+    wanted = {(service or "").partition(":")[0], *(name.partition(":")[0] for name in names)}
+    entries = [e for e in table.entries(sorted(wanted)) if e.name in names or (service and belongs(e.name, service))]
+    unknown = service is not None and not any(belongs(entry.name, service) for entry in entries)
+    known = [*table.services, *(e.name for e in table.entries([(service or "").partition(":")[0]]))] if unknown else []
+    return p.TableAnswer([_table_port(entry) for entry in entries], verdicts, known)
+
+
+def _table_port(entry: Entry) -> p.TablePort:
+    frontends = tuple(
+        p.TableFrontend(each.kind, each.address, each.port, each.internal, each.external, each.source_ranges)
+        for each in entry.frontends
+    )
+    path = entry.probe.path if entry.probe else None
+    return p.TablePort(entry.name, entry.family, entry.protocol.name, frontends, entry.backend_sets, path)
 
 
 def _outer_addresses(table: ServiceTable) -> list[str]:

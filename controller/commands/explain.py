@@ -42,7 +42,7 @@ def show(args: argparse.Namespace, pod_address: PodAddress = no_pods) -> int:
     if args.live:
         from controller.commands import inspect
 
-        packets = packets_of(args, partial(_ask_agent, args.admin_socket), pod_address)
+        packets = packets_of(args, partial(ask_agent, args.admin_socket), pod_address)
         if any(packet.protocol.startswith("icmp") for packet in packets):
             raise ConfigError("--live: the program in the kernel answers for tcp, udp and sctp, not for icmp")
         return inspect.explain_live(args, packets)
@@ -112,7 +112,7 @@ def named_target(text: str) -> NamedTarget | None:
     return NamedTarget(match["service"], match["port"] or "", (match["proto"] or "").lower()) if match else None
 
 
-def _ask_agent(admin_socket: str, named: NamedTarget, family: int) -> Fields:
+def ask_agent(admin_socket: str, named: NamedTarget, family: int) -> Fields:
     from controller.commands.names import asked_for, checked
     from controller.serving.admin import ask
     from controller.serving.protocol import FindService, FoundAnswer, GetNames, NamesAnswer

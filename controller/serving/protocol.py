@@ -13,8 +13,10 @@ from typing import Final
 import msgspec
 
 from controller.kubernetes.model import KindState, Problem
+from controller.semantics.explain import Packet, Verdict
 from dataplane.mode import ProbePacket
 from dataplane.reports import Ejection, ExplainAnswer, FlowRow, PacketEvent, Status, TrafficRow, Unprogrammed, ago
+from dataplane.table import BackendSet, Kind
 
 # The status of an agent
 
@@ -234,6 +236,31 @@ class NoAgentStatus(msgspec.Struct, kw_only=True, frozen=True):
     problems: list[Problem] = []
 
 
+# The service table, as far as somebody asks for it
+
+
+class TableFrontend(msgspec.Struct, frozen=True):
+    """A `dataplane.table.Frontend`, without what only a mode needs."""
+
+    kind: Kind
+    address: str | None
+    port: int
+    internal: int
+    external: int
+    source_ranges: tuple[str, ...] | None = None
+
+
+class TablePort(msgspec.Struct, frozen=True):
+    """A `dataplane.table.Entry`, without what only a mode needs; with the path that probes of its backends ask for."""
+
+    name: str
+    family: int
+    protocol: str
+    frontends: tuple[TableFrontend, ...]
+    backend_sets: tuple[BackendSet, ...]
+    probe_path: str | None = None
+
+
 # Requests
 
 
@@ -247,6 +274,13 @@ class GetNames(msgspec.Struct, frozen=True, tag_field="command", tag="names"):
 
 class GetTraffic(msgspec.Struct, frozen=True, tag_field="command", tag="traffic"):
     """Traffic of services, or of backends where the agent exports these."""
+
+
+class GetTable(msgspec.Struct, frozen=True, tag_field="command", tag="table"):
+    """What the service table says of a service (namespace/name) or of one of its ports, and of packets."""
+
+    service: str | None
+    packets: list[Packet]
 
 
 class RunExplain(msgspec.Struct, frozen=True, tag_field="command", tag="explain"):
@@ -307,6 +341,7 @@ Request = (
     GetStatus
     | GetNames
     | GetTraffic
+    | GetTable
     | RunExplain
     | FindService
     | GetEvents
@@ -341,6 +376,18 @@ class TrafficAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="traffi
     """To `GetTraffic`."""
 
     rows: list[TrafficRow]
+
+
+class TableAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="table"):
+    """To `GetTable`.
+
+    `ports` are those of the service that was asked for and of services that packets belong to; `services` is every
+    service of the table, where the one that was asked for has no such port or is not there.
+    """
+
+    ports: list[TablePort]
+    verdicts: list[Verdict]
+    services: list[str]
 
 
 class ExplainAnswers(msgspec.Struct, frozen=True, tag_field="answer", tag="explain"):
@@ -411,6 +458,7 @@ Answer = (
     StatusAnswer
     | NamesAnswer
     | TrafficAnswer
+    | TableAnswer
     | ExplainAnswers
     | FoundAnswer
     | EventsAnswer

@@ -74,7 +74,7 @@ def test_what_cannot_be_typed_here_names_files_that_exist(program: str) -> None:
 
 @pytest.mark.root
 def test_what_pages_say_for_a_node_works_there(lab: Lab) -> None:
-    pages = ("docs/operations.md", "docs/troubleshooting.md")
+    pages = ("docs/operations.md", "docs/troubleshooting.md", "docs/doctor.md")
     found = [block for page in pages for block in blocks(page, "sh", "node") if block.words == ("sh", "node")]
     lines = [line for block in found for line in block.lines]
     listings = ("status", "modes", "services", "backends", "flows")

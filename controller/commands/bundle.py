@@ -1,0 +1,318 @@
+"""`hybrid-proxy bundle`: one archive with what a report of a bug needs, and without secrets.
+
+It reads: nothing on the node is changed. Everything passes `redact`, and what holds credentials by its nature, such as
+a kubeconfig, is not read at all. A part that fails is named in `index.json`, and the others are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import platform
+import socket
+import subprocess
+import sys
+import tarfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from controller.commands.redact import redact
+from controller.commands.views import programmed
+from controller.errors import ControllerError
+from controller.serving.admin import ask, socket_path
+from controller.serving.protocol import EventsAnswer, GetEvents, GetStatus, StatusAnswer
+from dataplane.errors import DataplaneError
+
+TOOL_SECONDS: Final = 5.0
+ALL_SECONDS: Final = 20.0
+FILE_BYTES: Final = 2 << 20  # of each part; of a log the end, of anything else the beginning
+MOST_FLOWS: Final = 100_000
+SO_PEERCRED: Final = 17
+
+# File in the archive -> the command whose output it has.
+COMMANDS: Final[dict[str, tuple[str, ...]]] = {
+    "firewall/nft.txt": ("nft", "-t", "list", "ruleset"),
+    "firewall/iptables-nft.txt": ("iptables-nft-save", "-c"),
+    "firewall/ip6tables-nft.txt": ("ip6tables-nft-save", "-c"),
+    "firewall/ipvs.txt": ("ipvsadm", "-Ln", "--stats"),
+    "network/links.txt": ("ip", "-d", "-s", "link"),
+    "network/addresses.txt": ("ip", "address"),
+    "network/routes.txt": ("ip", "route", "show", "table", "all"),
+    "network/routes6.txt": ("ip", "-6", "route", "show", "table", "all"),
+    "network/rules.txt": ("ip", "rule"),
+    "network/neighbours.txt": ("ip", "neighbour"),
+    "network/sockets.txt": ("ss", "-s"),
+    "network/bpf.txt": ("bpftool", "net"),
+    "versions/nft.txt": ("nft", "--version"),
+    "versions/iptables.txt": ("iptables", "--version"),
+    "versions/ip.txt": ("ip", "-V"),
+    "versions/bpftool.txt": ("bpftool", "version"),
+}
+FILES: Final = {
+    "kernel/version.txt": "/proc/version",
+    "kernel/command-line.txt": "/proc/cmdline",
+    "kernel/snmp.txt": "/proc/thread-self/net/snmp",
+    "kernel/netstat.txt": "/proc/thread-self/net/netstat",
+    "kernel/conntrack.txt": "/proc/thread-self/net/stat/nf_conntrack",
+    "kernel/ip_vs.txt": "/proc/thread-self/net/ip_vs",
+    "kernel/modules.txt": "/proc/modules",
+    "kernel/mounts.txt": "/proc/self/mounts",
+    "kernel/os-release.txt": "/etc/os-release",
+}
+SETTINGS: Final = (
+    "ipv4/ip_forward", "ipv4/conf/*/rp_filter", "ipv4/conf/*/forwarding", "ipv4/conf/*/route_localnet",
+    "ipv4/conf/*/arp_*", "ipv4/ip_local_port_range", "ipv4/ip_local_reserved_ports", "ipv4/tcp_*", "ipv4/icmp_*",
+    "ipv6/conf/*/forwarding", "ipv6/conf/*/disable_ipv6", "ipv4/vs/*", "netfilter/nf_conntrack_*",
+    "bridge/bridge-nf-call-*", "core/*mem*", "core/bpf_*", "core/netdev_max_backlog",
+)  # fmt: skip
+
+
+class Bundle(msgspec.Struct, frozen=True):
+    """What `bundle` wrote.
+
+    Attributes:
+        file: The archive; only root may read it.
+        bytes: Its size.
+        parts: The files in it, with their sizes.
+        missing: What could not be had, and why.
+        seconds: How long it took.
+    """
+
+    file: str
+    bytes: int
+    parts: dict[str, int]
+    missing: dict[str, str]
+    seconds: float
+
+
+Part = Callable[[], str]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the archive; the exit code."""
+    began = time.monotonic()
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    path = Path(args.file or f"hybrid-proxy-bundle-{socket.gethostname()}-{stamp}.tar.gz")
+    contents, missing = _gathered(args, began + ALL_SECONDS)
+    try:
+        size = _write(path, contents, missing)
+    except OSError as error:
+        raise ControllerError(f"{path}: {error.strerror}: name another file") from error
+    sizes = {name: len(content) for name, content in sorted(contents.items())}
+    made = Bundle(str(path), size, sizes, missing, round(time.monotonic() - began, 1))
+    if args.output == "json":
+        print(msgspec.json.format(msgspec.json.encode(made), indent=2).decode())
+    else:
+        print(f"{path}: {size / 1e6:.1f} MB, {len(sizes)} files, without tokens, keys and certificates.")
+        print("It has addresses and names of this cluster: look into it before you give it away.")
+        for name, why in missing.items():
+            print(f"  not in it: {name}: {why}", file=sys.stderr)
+    return 0
+
+
+def _gathered(args: argparse.Namespace, deadline: float) -> tuple[dict[str, bytes], dict[str, str]]:
+    """Every part, redacted and cut; and why others are missing."""
+    contents: dict[str, bytes] = {}
+    missing: dict[str, str] = {}
+    pool = ThreadPoolExecutor(4)
+    running = {pool.submit(part): name for name, part in _parts(args)}
+    done, late = wait(running, max(0.0, deadline - time.monotonic()))
+    pool.shutdown(wait=False, cancel_futures=True)
+    for future in done:
+        name = running[future]
+        try:
+            text = redact(future.result())
+        except (ControllerError, DataplaneError, OSError, ValueError, subprocess.SubprocessError) as error:
+            missing[name] = redact(str(error))
+        else:
+            contents[name] = _cut(text.encode(errors="replace"), end=name.startswith("agent/log"))
+    missing |= {running[future]: f"it took more than {ALL_SECONDS:g} s" for future in late}
+    return contents, dict(sorted(missing.items()))
+
+
+def _cut(content: bytes, *, end: bool) -> bytes:
+    if len(content) <= FILE_BYTES:
+        return content
+    kept = content[-FILE_BYTES:] if end else content[:FILE_BYTES]
+    note = f"[cut: {len(kept)} of {len(content)} bytes]\n".encode()
+    return note + kept if end else kept + b"\n" + note
+
+
+def _write(path: Path, contents: dict[str, bytes], missing: dict[str, str]) -> int:
+    """Write an archive that did not exist before, for root alone; its size.
+
+    Raises:
+        OSError: it cannot be written, or is there already.
+    """
+    now = int(time.time())
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, 0o600)
+            with tarfile.open(fileobj=file, mode="w:gz") as archive:
+                index = msgspec.json.format(msgspec.json.encode({"made": now, "missing": missing}), indent=2)
+                for name, content in sorted({**contents, "index.json": index}.items()):
+                    entry = tarfile.TarInfo(f"hybrid-proxy-bundle/{name}")
+                    entry.size, entry.mtime, entry.mode = len(content), now, 0o600
+                    archive.addfile(entry, io.BytesIO(content))
+        return path.stat().st_size
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+# The parts
+
+
+def _parts(args: argparse.Namespace) -> Iterator[tuple[str, Part]]:
+    yield "versions/hybrid-proxy.json", _versions
+    yield "agent/status.json", lambda: _json(ask(args.admin_socket, GetStatus(), StatusAnswer).status)
+    yield "agent/drops.json", lambda: _json(ask(args.admin_socket, GetEvents(0), EventsAnswer))
+    yield "agent/command-line.txt", lambda: " ".join(_command_line(_pid(args)))
+    yield "agent/configuration.yaml", lambda: _configuration(args)
+    yield "agent/log.txt", lambda: _log(_pid(args))
+    yield "doctor.json", lambda: _doctor(args)
+    yield "dataplane/services.json", lambda: _json(_listed(args, "services"))
+    yield "dataplane/backends.json", lambda: _json(_listed(args, "backends"))
+    yield "dataplane/flows.json", lambda: _flows(args)
+    yield "kernel/settings.txt", _settings
+    for name, path in FILES.items():
+        yield name, partial(Path(path).read_text, errors="replace")
+    for name, command in COMMANDS.items():
+        yield name, partial(_output, *command)
+    for family in ("ip", "ip6"):
+        yield f"firewall/{family}tables-legacy.txt", partial(_legacy, family)
+
+
+def _json(value: object) -> str:
+    return msgspec.json.format(msgspec.json.encode(value), indent=1).decode()
+
+
+def _versions() -> str:
+    def of(package: str) -> str | None:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return None
+
+    packages = ("hybrid-proxy", "msgspec", "numpy", "pyroute2", "kubernetes", "cffi")
+    return _json(
+        {
+            "python": sys.version, "kernel": platform.release(), "machine": platform.machine(),
+            "cpus": os.cpu_count(), **{package: of(package) for package in packages},
+        }
+    )  # fmt: skip
+
+
+def _pid(args: argparse.Namespace) -> int:
+    """The agent's process, as the kernel knows who listens at its socket.
+
+    Raises:
+        OSError: nobody does.
+    """
+    with socket.socket(socket.AF_UNIX) as asked:
+        asked.settimeout(1)
+        asked.connect(str(socket_path(args.admin_socket)))
+        peer = asked.getsockopt(socket.SOL_SOCKET, SO_PEERCRED, 12)
+    return int.from_bytes(peer[:4], sys.byteorder)
+
+
+def _command_line(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+
+
+def _configuration(args: argparse.Namespace) -> str:
+    known = ask(args.admin_socket, GetStatus(), StatusAnswer).status.configuration
+    if known.file is None:
+        raise ControllerError("flags alone configure the agent: agent/command-line.txt has them")
+    return Path(known.file).read_text(errors="replace")
+
+
+def _log(pid: int) -> str:
+    """The end of the agent's log: of the file that it writes to, else of the journal.
+
+    Raises:
+        OSError: it writes to neither, as in a container: `kubectl logs` has it then.
+    """
+    target = Path(f"/proc/{pid}/fd/2")
+    if target.is_file():
+        with target.open("rb") as log:
+            log.seek(max(0, target.stat().st_size - FILE_BYTES))
+            return log.read(FILE_BYTES).decode(errors="replace")
+    return _output("journalctl", "--no-pager", "-n", "5000", f"_PID={pid}")
+
+
+def _doctor(args: argparse.Namespace) -> str:
+    from controller.commands.doctor.checks import diagnose, node_findings
+    from controller.commands.doctor.look import at_node
+
+    began = time.monotonic()
+    node = at_node(args)
+    if node.here is not None:
+        node.here.close()
+    return _json(diagnose("node", list(node_findings(node.facts)), seconds=time.monotonic() - began))
+
+
+def _listed(args: argparse.Namespace, what: str) -> list[object]:
+    here = programmed(args.admin_socket, args.pin_root)
+    try:
+        return [*(here.services() if what == "services" else here.backends())]
+    finally:
+        here.close()
+
+
+def _flows(args: argparse.Namespace) -> str:
+    """How many there are, by service, backend and state: a list of clients is not needed to see what is wrong."""
+    here = programmed(args.admin_socket, args.pin_root, draining=True)
+    try:
+        rows, total = here.flows(MOST_FLOWS)
+    finally:
+        here.close()
+    counts = Counter((row.mode, row.service, row.protocol, row.backend, row.state) for row in rows)
+    names = ("mode", "service", "protocol", "backend", "state")
+    groups = [dict(zip(names, key, strict=True)) | {"flows": count} for key, count in counts.most_common(2000)]
+    return _json({"flows": total, "looked_at": len(rows), "groups": groups})
+
+
+def _settings() -> str:
+    root = Path("/proc/sys/net")
+    lines = []
+    for pattern in SETTINGS:
+        for path in sorted(root.glob(pattern)):
+            try:
+                lines.append(f"net.{'.'.join(path.relative_to(root).parts)} = {path.read_text().strip()}")
+            except OSError:
+                continue  # not every setting can be read
+    return "\n".join(lines) + "\n"
+
+
+def _legacy(family: str) -> str:
+    tables = Path(f"/proc/thread-self/net/{family}_tables_names").read_text().split()
+    if not tables:  # to read one would make it
+        raise ControllerError("the kernel has no legacy table here")
+    return _output(f"{family}tables-legacy-save", "-c")
+
+
+def _output(*argv: str) -> str:
+    """What a tool prints.
+
+    Raises:
+        OSError: it is not installed, failed, or took too long.
+    """
+    path = os.pathsep.join(filter(None, (os.environ.get("PATH"), "/usr/sbin", "/sbin")))
+    done = subprocess.run(
+        argv, env=os.environ | {"PATH": path, "LC_ALL": "C"}, stdin=subprocess.DEVNULL, capture_output=True,
+        timeout=TOOL_SECONDS, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise OSError(f"{' '.join(argv)}: {done.stderr.decode(errors='replace').strip()[:300]}")
+    return done.stdout.decode(errors="replace")

@@ -1,0 +1,603 @@
+"""PURE. Facts in, findings and a verdict out. Which cause explains the others best is a matter of their order alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+from controller.commands.doctor.facts import (
+    LOST,
+    REACHED,
+    Cause,
+    Diagnosis,
+    Finding,
+    Mark,
+    NodeFacts,
+    Rule,
+    ServiceFacts,
+    Tried,
+)
+from controller.commands.names import Asked, UnknownName, checked
+from controller.serving.protocol import AgentStatus, TablePort
+from dataplane.mode import belongs
+from dataplane.reports import PacketEvent, Unprogrammed
+from dataplane.table import Backend, Kind, WhenEmpty, socket_text
+
+NEARLY_FULL: Final = 0.9
+SHOWN: Final = 3  # names in a sentence
+
+# What explains most comes first: a missing Service makes every other question idle, and a backend that refuses does so
+# whether or not the agent runs.
+ORDER: Final[tuple[Cause, ...]] = (
+    "no-such-service", "no-such-port", "not-a-service", "object-refused", "source-not-allowed", "not-programmed",
+    "no-endpoint", "no-local-endpoint", "forwarding-off", "firewall", "forwarding-loses", "backend-refuses",
+    "backend-silent", "backend-unreachable", "backend-never-answers", "backend-closes", "kernel-differs", "other-proxy",
+    "no-agent", "not-in-sync", "api-unreachable", "map-full", "conntrack-full", "service-path", "not-served", "drops",
+    "degraded", "ejected", "reverse-path", "refused-objects", "configuration", "empty-services", "untold",
+)  # fmt: skip
+
+
+def diagnose(target: str, findings: Sequence[Finding], tried: Sequence[Tried] = (), seconds: float = 0.0) -> Diagnosis:
+    """The verdict: the problem that explains most, else the first warning, else that all is well."""
+    problems = sorted((f for f in findings if f.mark == "problem"), key=_rank)
+    warnings = sorted((f for f in findings if f.mark == "warning"), key=_rank)
+    chosen = next(iter(problems or warnings), None)
+    return Diagnosis(
+        target=target,
+        well=not problems,
+        verdict=_verdict(target, problems, warnings, tried),
+        cause=chosen.cause if chosen else "",
+        certain=chosen.certain if chosen else True,
+        seconds=round(seconds, 2),
+        findings=list(findings),
+        connections=list(tried),
+    )
+
+
+def _rank(finding: Finding) -> int:
+    return ORDER.index(finding.cause)
+
+
+def _verdict(target: str, problems: list[Finding], warnings: list[Finding], tried: Sequence[Tried]) -> str:
+    if problems:
+        rest = len(problems) - 1
+        more = f" (and {_many(rest, 'other problem')})" if rest else ""
+        return f"{problems[0].text}{more}"
+    asked = [each for each in tried if each.outcome in ("answered", "accepted")]
+    well = "the node is well" if target == "node" else f"{target} is well"
+    if asked:
+        answered = sum(each.outcome == "answered" for each in asked)
+        well += f": {answered} of {len(asked)} connections were answered" if answered else ": connections are accepted"
+    return f"{well}, but {warnings[0].text}" if warnings else well
+
+
+# The node
+
+
+def node_findings(facts: NodeFacts) -> Iterator[Finding]:
+    """Every check of the node, whatever its result."""
+    agent = facts.agent
+    if agent is None:
+        yield _without_agent(facts)
+    else:
+        yield from _agent_findings(agent)
+    if facts.other_proxies:
+        for text in facts.other_proxies:
+            yield Finding("problem", "other proxies", text, "see docs/migration.md", "other-proxy")
+    else:
+        yield Finding("ok", "other proxies", "there is none")
+    yield from _forwarding(facts)
+    yield _reverse_path(facts)
+    if facts.conntrack is not None:
+        yield _conntrack(facts)
+    yield _ejected(facts)
+    yield _empty(facts)
+    yield _recent_drops(facts)
+
+
+def _without_agent(facts: NodeFacts) -> Finding:
+    ports = ", ".join(f"mode {mode} serves {_many(count, 'service port')}" for mode, count in facts.programmed.items())
+    what = f"{ports} as last programmed, and changes are not followed" if ports else "nothing is programmed here"
+    if facts.starting:
+        text = f"the agent is starting ({facts.starting}): {what}"
+        return Finding("warning", "agent", text, "ask again in some seconds", "no-agent")
+    text = f"no agent runs: {what}"
+    return Finding("problem", "agent", text, f"start it, and read its log ({facts.no_agent})", "no-agent")
+
+
+def _agent_findings(agent: AgentStatus) -> Iterator[Finding]:
+    yield Finding("ok", "agent", f"it runs on node {agent.node}, up {_span(agent.uptime_seconds)}")
+    mode = agent.mode
+    if mode.degraded:
+        text = f"mode {mode.effective} serves, {mode.requested} was asked for: {mode.reason}"
+        yield Finding("warning", "mode", text, "`hybrid-proxy modes` says what each mode lacks", "degraded")
+    else:
+        drains = "".join(f"; mode {left.mode} drains, {left.text} are open" for left in agent.draining)
+        yield Finding("ok", "mode", f"{mode.effective} serves{drains}")
+    yield from _sync(agent)
+    yield from _source(agent)
+    yield from _objects(agent)
+    yield from _tables(agent)
+    for trouble in (*agent.health_checks.listeners.values(), *agent.health_checks.failed.values()):
+        yield Finding("problem", "health checks", f"not served: {trouble}", "free the port", "not-served")
+
+
+def _sync(agent: AgentStatus) -> Iterator[Finding]:
+    if agent.error:
+        yield Finding("problem", "sync", f"the last sync failed: {agent.error}", "read the agent's log", "not-in-sync")
+    elif not agent.synced and not agent.drift:
+        text = "not everything that is known is programmed yet"
+        yield Finding("problem", "sync", text, "ask again in some seconds, then read the agent's log", "not-in-sync")
+    else:
+        yield Finding("ok", "sync", f"{_many(agent.services, 'service')} in sync")
+    for message in agent.drift:
+        yield Finding("problem", "drift", message, "the agent cannot repair it: the log says why", "not-in-sync")
+
+
+def _source(agent: AgentStatus) -> Iterator[Finding]:
+    source = agent.source
+    waiting = [row for row in source.kinds if row.state == "waiting"]
+    if source.healthy and not waiting:
+        yield Finding("ok", "source", source.description)
+        return
+    why = source.message or "; ".join(f"{row.kind}s cannot be read: {row.why}" for row in waiting)
+    text = f"{source.description} cannot be read, and what was read last stays in use"
+    todo = f"check the route to it, its address, and the agent's credentials ({why})"
+    yield Finding("problem", "source", text, todo, "api-unreachable")
+
+
+def _objects(agent: AgentStatus) -> Iterator[Finding]:
+    for problem in agent.problems:
+        yield Finding("warning", "objects", f"refused: {problem.text}", "correct the object", "refused-objects")
+    for service, messages in agent.conflicts.items():
+        yield Finding(
+            "warning", "objects", f"{service}: {'; '.join(messages)}", "give one another address", "refused-objects"
+        )
+    known = agent.configuration
+    if known.refused:
+        text = f"the newest content of {known.file} is not used: {known.refused}"
+        yield Finding("warning", "configuration", text, "correct the file", "configuration")
+    if known.waiting:
+        text = f"{', '.join(known.waiting)} wait for the next start"
+        yield Finding("warning", "configuration", text, "restart the agent", "configuration")
+
+
+def _tables(agent: AgentStatus) -> Iterator[Finding]:
+    plane = agent.dataplane
+    for text in _unprogrammed(plane.unprogrammed):
+        yield Finding("problem", "maps", text, "the reason names the limit or the feature", "map-full")
+    rows = {name: (row.used, row.limit) for name, row in plane.fill.items()}
+    if plane.ebpf:
+        growing = plane.ebpf.maps.items()
+        rows |= {name: (row.used, row.bound) for name, row in growing if row.used is not None and row.bound}
+    full = {name: row for name, row in rows.items() if row[1] and row[0] >= NEARLY_FULL * row[1]}
+    for name, (used, limit) in full.items():
+        mark, word = ("problem", "full") if used >= limit else ("warning", "nearly full")
+        text = f"{name} is {word}: {used} of {limit} entries are used"
+        yield Finding("problem" if mark == "problem" else "warning", "maps", text, "raise its --max-* flag", "map-full")
+    if not full and not plane.unprogrammed:
+        yield Finding("ok", "maps", "everything is programmed, and no map is nearly full")
+
+
+def _unprogrammed(rows: Sequence[Unprogrammed]) -> Iterator[str]:
+    """A sentence for each reason."""
+    for reason in dict.fromkeys(row.reason for row in rows):
+        entries = list(dict.fromkeys(row.entry for row in rows if row.reason == reason))
+        yield f"{_some(entries)} {_verb(entries, 'is', 'are')} not programmed: {reason}"
+
+
+def _forwarding(facts: NodeFacts) -> Iterator[Finding]:
+    names = {4: "net.ipv4.ip_forward", 6: "net.ipv6.conf.all.forwarding"}
+    for family, on in facts.forwarding.items():
+        if on:
+            yield Finding("ok", "forwarding", f"{names[family]} is on")
+        else:
+            text = f"{names[family]} is 0: this node forwards no IPv{family} packets, so pods reach no other pods"
+            yield Finding("problem", "forwarding", text, f"sysctl -w {names[family]}=1", "forwarding-off")
+
+
+def _reverse_path(facts: NodeFacts) -> Finding:
+    strict = sorted(name for name, value in facts.reverse_path.items() if value == 1)
+    counted = sum(row.reason == "drop_reverse_path" for row in facts.events) + (facts.reverse_path_drops or 0)
+    if counted:
+        text = f"rp_filter drops packets ({counted} just now): the route back is by another interface"
+        todo = "correct the route, or set net.ipv4.conf.*.rp_filter to 2 where two ways are meant"
+        return Finding("warning", "rp_filter", text, todo, "reverse-path")
+    return Finding("ok", "rp_filter", f"strict at {_some(strict)}, and drops nothing" if strict else "nowhere strict")
+
+
+def _conntrack(facts: NodeFacts) -> Finding:
+    used, limit = (facts.conntrack.used, facts.conntrack.limit) if facts.conntrack else (0, 0)
+    text = f"{used} of {limit} entries are used"
+    todo = "raise net.netfilter.nf_conntrack_max (--conntrack-max-per-core)"
+    if limit and used >= limit:
+        return Finding(
+            "problem", "conntrack", f"it is full, and new connections are dropped: {text}", todo, "conntrack-full"
+        )
+    if limit and used >= NEARLY_FULL * limit:
+        return Finding("warning", "conntrack", f"it is nearly full: {text}", todo, "conntrack-full")
+    return Finding("ok", "conntrack", text)
+
+
+def _ejected(facts: NodeFacts) -> Finding:
+    if not facts.ejections:
+        return Finding("ok", "backends", "none is ejected")
+    rows = [f"{row.address} of {row.service}: {row.state}" for row in facts.ejections]
+    todo = f"hybrid-proxy doctor {facts.ejections[0].service.partition(':')[0]}"
+    return Finding("warning", "backends", f"failing: {_some(rows, '; ')}", todo, "ejected")
+
+
+def _empty(facts: NodeFacts) -> Finding:
+    if not facts.empty:
+        return Finding("ok", "endpoints", "each service port has some")
+    text = f"{_many(len(facts.empty), 'service port')} without a backend: {_some(facts.empty)}"
+    todo = f"hybrid-proxy doctor {facts.empty[0].partition(':')[0]}"
+    return Finding("warning", "endpoints", text, todo, "empty-services")
+
+
+def _recent_drops(facts: NodeFacts) -> Finding:
+    if facts.events_unknown and not facts.events:
+        return Finding("unknown", "drops", facts.events_unknown, "`hybrid-proxy trace --drops` asks the kernel")
+    if not facts.events:
+        return Finding("ok", "drops", "none in the last minutes")
+    text = f"in the last minutes: {_by_reason(facts.events)}"
+    return Finding("warning", "drops", text, "`hybrid-proxy drops` lists them", "drops")
+
+
+def _by_reason(events: Iterable[PacketEvent]) -> str:
+    counts = Counter((row.message, row.service or row.destination) for row in events)
+    return _some([f"{count} x {message} ({where})" for (message, where), count in counts.most_common()], "; ")
+
+
+# A service, or a packet
+
+
+def service_findings(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
+    """Object, table, kernel, connections, drops; it ends where there is nothing more to ask."""
+    found = _object(facts, node)
+    yield from found
+    if any(each.mark == "problem" for each in found) or not facts.ports:
+        return
+    yield from _table(facts)
+    yield from _kernel(facts, node)
+    yield from _connections(facts, node)
+    yield from _drops(facts)
+
+
+def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
+    """Whether there is such a service."""
+    agent = node.agent
+    for problem in agent.problems if agent else ():
+        if problem.kind in ("Service", "EndpointSlice") and facts.name and belongs(facts.name, problem.key):
+            stays = "; its last good version serves" if facts.ports else ""
+            mark: Mark = "warning" if facts.ports else "problem"
+            text = f"the {problem.kind} is refused{stays}: {problem.text}"
+            return [Finding(mark, "object", text, "correct the object", "object-refused")]
+    if facts.packet is not None:
+        return _destination(facts)
+    if facts.ports:
+        names = dict.fromkeys(f"{port.name} ({port.protocol}, IPv{port.family})" for port in facts.ports)
+        return [Finding("ok", "object", f"{', '.join(names)}")]
+    if agent is None and not facts.services:
+        text = "its backends cannot be found by its name, because no agent runs"
+        return [Finding("problem", "object", text, "ask by its address: --to ADDRESS:PORT", "no-agent")]
+    return [_unknown_name(facts)]
+
+
+def _unknown_name(facts: ServiceFacts) -> Finding:
+    service, _, port = facts.asked.partition(":")
+    ports = [name for name in facts.services if name.startswith(f"{service}:")]
+    if port and ports:
+        text = f"{service} has no port {port!r}; its ports are {_some([p.partition(':')[2] for p in ports])}"
+        return Finding("problem", "object", text, "name one of these", "no-such-port")
+    try:
+        checked(Asked(service), (name for name in facts.services if ":" not in name))
+        text = f'no service "{service}"'
+    except UnknownName as error:
+        text = str(error)
+    todo = "`hybrid-proxy services` lists what is served; headless and ExternalName Services are not"
+    return Finding("problem", "object", text, todo, "no-such-service")
+
+
+def _destination(facts: ServiceFacts) -> list[Finding]:
+    """What the table says of the packet's destination."""
+    verdict = facts.verdicts[0] if facts.verdicts else None
+    if verdict is None:
+        if facts.ports:
+            return [Finding("ok", "object", f"{facts.ports[0].name}, as last programmed")]
+        text = "no service is programmed at this address and port"
+        return [Finding("problem", "object", text, "`hybrid-proxy services` lists what is", "not-a-service")]
+    if verdict.service is not None:
+        return [Finding("ok", "object", f"{verdict.service} has this address and port")]
+    cause: Cause = "no-such-port" if verdict.verdict == "reject" else "not-a-service"
+    todo = "`hybrid-proxy services` lists the addresses and ports that are served"
+    return [Finding("problem", "object", verdict.reason, todo, cause)]
+
+
+def _table(facts: ServiceFacts) -> Iterator[Finding]:
+    for verdict in facts.verdicts:
+        if verdict.verdict == "drop" and "loadBalancerSourceRanges" in verdict.reason:
+            why = verdict.reason.partition("loadBalancerSourceRanges: ")[2].rstrip(".")
+            text = f"source not in loadBalancerSourceRanges: {why}"
+            todo = "add the client's range to the Service, or connect from one of these"
+            yield Finding("problem", "table", text, todo, "source-not-allowed")
+        elif verdict.verdict == "drop" and facts.packet is not None:
+            todo = (
+                "send to a node that has an endpoint (the health-check node port tells load balancers), or use Cluster"
+            )
+            why = verdict.reason.partition("No backend: ")[2] or verdict.reason
+            text = f"dropped at this node: {why.partition(';')[0]}"
+            yield Finding("problem", "table", text, todo, "no-local-endpoint")
+    for port in facts.ports:
+        yield from _sets(port, facts)
+
+
+def _sets(port: TablePort, facts: ServiceFacts) -> Iterator[Finding]:
+    cluster = [port.backend_sets[each.internal] for each in port.frontends if each.internal < len(port.backend_sets)]
+    if not any(each.backends for each in port.backend_sets):
+        why = next((each.why for each in port.backend_sets if each.why), "the service has no endpoints")
+        text = f"no endpoint is ready: {why} ({port.name}, IPv{port.family})"
+        todo = "check the Service's selector, the pods' readiness, and the names of its ports"
+        yield Finding("problem", "table", text, todo, "no-endpoint")
+        return
+    ends = _ends(port)
+    why = cluster[0].why if cluster else ""
+    yield Finding("ok", "table", f"{port.name}, IPv{port.family}: {_many(len(ends), 'backend')} ({why})")
+    if facts.packet is None:
+        for each in port.frontends:
+            local = port.backend_sets[each.external]
+            if not local.backends and local.when_empty is WhenEmpty.DROP and each.kind is not Kind.CLUSTER_IP:
+                text = f"clients outside are dropped at this node, at its {each.kind.value}: {local.why}"
+                todo = "load balancers must heed the health-check node port; or use externalTrafficPolicy Cluster"
+                yield Finding("warning", "table", text, todo, "no-local-endpoint")
+                break
+
+
+def _ends(port: TablePort) -> list[Backend]:
+    return sorted({end for each in port.backend_sets for end in each.backends}, key=lambda end: (end.address, end.port))
+
+
+def _kernel(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
+    agent = node.agent
+    names = {port.name for port in facts.ports}
+    missed = [one for one in agent.dataplane.unprogrammed if one.entry in names] if agent else []
+    for text in _unprogrammed(missed):
+        todo = "the reason names the limit (--max-*) or the feature that is missing"
+        yield Finding("problem", "kernel", text, todo, "not-programmed")
+    if agent is not None and not missed and any(map(_ends, facts.ports)):
+        yield _programmed(facts, {row.address for row in node.ejections})
+    ejected = [row for row in node.ejections if row.service in names]
+    if ejected:
+        text = _some([f"{row.address}: {row.state}" for row in ejected], "; ")
+        todo = "it gets connections again by itself; the connections below say how it is now"
+        yield Finding("warning", "kernel", f"failing, as this node saw: {text}", todo, "ejected")
+    failed = {row.address: row.history for row in facts.backends if row.history is not None}
+    if failed:
+        text = _some([f"{address}: {history.text(node.now)}" for address, history in sorted(failed.items())], "; ")
+        yield Finding("warning", "history", text, "the connections below say how it is now", "ejected")
+    if facts.live is not None:
+        wanted = facts.verdicts[0].verdict if facts.packet is not None and facts.verdicts else None
+        steps = facts.live.reason or (facts.live.steps[-1].text if facts.live.steps else "")
+        if wanted is not None and wanted != facts.live.verdict:
+            text = f"the loaded programs say {facts.live.verdict}, the table says {wanted}: {steps}"
+            yield Finding("problem", "explain --live", text, "read the agent's log; report it", "kernel-differs")
+        else:
+            yield Finding("ok", "explain --live", f"{facts.live.verdict}: {steps}")
+
+
+def _programmed(facts: ServiceFacts, ejected: set[str]) -> Finding:
+    wanted = {(port.name, socket_text(end.address, end.port)) for port in facts.ports for end in _ends(port)}
+    there = {(row.service or "", row.address) for row in facts.backends}
+    lacking = sorted(address for name, address in wanted - there if address not in ejected)
+    if facts.rows and lacking:
+        text = f"the kernel lacks {_some(lacking)}, which the table has"
+        return Finding("problem", "kernel", text, "ask again in a second, then read the agent's log", "kernel-differs")
+    if wanted and not facts.rows:
+        text = "the service is not among what is programmed"
+        return Finding("problem", "kernel", text, "ask again in a second, then read the agent's log", "not-programmed")
+    return Finding("ok", "kernel", f"{_many(len(wanted), 'backend')} programmed, as the table has them")
+
+
+# Connections
+
+
+def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
+    direct = [each for each in facts.tried if each.via == "backend" and each.outcome != "failed"]
+    through = [each for each in facts.tried if each.via == "service" and each.outcome != "failed"]
+    for each in facts.tried:
+        if each.outcome == "failed":
+            yield Finding("unknown", "connections", f"{each.target} could not be tried: {each.detail}")
+    if facts.no_pod and facts.tried:
+        text = f"none was tried from a pod, so nothing is known of forwarding: {facts.no_pod}"
+        yield Finding("unknown", "connections", text, "run doctor as root on the node itself")
+    if facts.left_out:
+        yield Finding("unknown", "connections", f"{_many(facts.left_out, 'backend')} more were not tried")
+    served = bool(through) and all(_is_good(each) for each in through)
+    lost = _lost_on_the_way(direct)
+    if lost or (_failing(through) and not _failing(direct)):
+        yield from _on_the_way(facts, node, lost, served=served)
+    explained = {each.target for each in lost}
+    yield from _of_backends([each for each in direct if each.target not in explained], facts)
+    bad = _failing(through)
+    if bad and not _failing(direct):
+        text = f"every backend {_good_words(direct)}, but {bad[0].target} {_words(bad[0])} {_from(bad)}"
+        todo = "`hybrid-proxy trace --from SRC --to DST:PORT` follows a connection, point by point"
+        yield Finding("problem", "service address", text, todo, "service-path")
+    elif served:
+        yield Finding("ok", "service address", f"{_targets(through)} {_good_words(through)}, {_places(through)}")
+
+
+def _is_good(each: Tried) -> bool:
+    return each.outcome in ("answered", "accepted", "sent")
+
+
+def _failing(tried: Iterable[Tried]) -> list[Tried]:
+    return [each for each in tried if not _is_good(each)]
+
+
+def _lost_on_the_way(direct: Sequence[Tried]) -> list[Tried]:
+    """Connections from a pod that fail where the node's own do not: only forwarding makes the difference."""
+    reached = {
+        each.target for each in direct if each.place == "node" and (each.outcome in REACHED or each.outcome == "sent")
+    }
+    return [
+        each for each in direct if each.place == "pod" and each.target in reached and each.outcome in (*LOST, "refused")
+    ]
+
+
+def _on_the_way(facts: ServiceFacts, node: NodeFacts, lost: Sequence[Tried], *, served: bool) -> Iterator[Finding]:
+    """Why packets are lost on this node: a setting, a rule that counted them, or a rule that may have."""
+    family = 6 if any(each.target.startswith("[") for each in lost or facts.tried) else 4
+    off = [each for each, on in node.forwarding.items() if not on]
+    if off and (not lost or family in off or 4 in off):
+        return  # the node's own finding says so
+    counted = [rule for rule in facts.counted if "forward" in rule.hooks] or list(facts.counted)
+    suspects = [rule for rule in facts.rules if "forward" in rule.hooks]
+    where = f"from a pod to {_targets(lost)}" if lost else "to the service's address"
+    seen = f"connections {where} fail, and from the node they do not" if lost else f"connections {where} fail"
+    mark: Mark = "warning" if served else "problem"
+    ease = "; the service is served all the same, because this mode does not forward its packets" if served else ""
+    if counted:
+        rule = counted[0]
+        text = (
+            f"firewall drops in {_hook(rule)}: {_rule(rule)} counted {_many(facts.counted[rule], 'packet')} while "
+            f"{seen}{ease}"
+        )
+        yield Finding(mark, "firewall", text, f"accept the pods' traffic before this rule, {_where(rule)}", "firewall")
+    elif suspects and lost:
+        text = (
+            f"firewall drops in {_hook(suspects[0])}, probably: {seen}, and {_rule(suspects[0])} is on this way{ease}"
+        )
+        todo = "`hybrid-proxy trace --drops` shows which one it is"
+        yield Finding(mark, "firewall", text, todo, "firewall", certain=False)
+    elif lost:
+        more = f" ({facts.rules_unknown})" if facts.rules_unknown else ""
+        text = f"this node loses forwarded packets: {seen}, and no rule that drops them was found{more}{ease}"
+        todo = "`hybrid-proxy trace --drops` asks the kernel; check network policies and routes"
+        yield Finding(mark, "forwarding", text, todo, "forwarding-loses", certain=False)
+
+
+def _of_backends(direct: Sequence[Tried], facts: ServiceFacts) -> Iterator[Finding]:
+    """One finding for each way in which backends fail, and one for those that do not."""
+    by_target: dict[tuple[str, str], list[Tried]] = {}
+    for each in direct:
+        by_target.setdefault((each.target, each.protocol), []).append(each)
+    kinds: dict[str, list[str]] = {}
+    details: dict[str, Tried] = {}
+    for (target, _), tried in by_target.items():
+        worst = next(iter(_failing(tried)), tried[0])
+        kinds.setdefault(worst.outcome, []).append(target)
+        details.setdefault(worst.outcome, worst)
+    total = len(by_target)
+    for outcome, targets in kinds.items():
+        each, count = details[outcome], f"{len(targets)} of {_many(total, 'backend')}"
+        failing = _failing([one for one in direct if one.target in targets])
+        where = f" {_from(failing)}" if failing else ""
+        match outcome:
+            case "refused":
+                ports = ", ".join(sorted({target.rpartition(":")[2] for target in targets}))
+                how = "answers RST" if each.protocol == "TCP" else "is closed"
+                text = f"targetPort {ports} {how} on {count}{where}"
+                todo = "compare targetPort with the port that the container listens on, at all of its addresses"
+                yield Finding("problem", "connections", text, todo, "backend-refuses")
+            case "silent":
+                text = f"{count} {_verb(targets, 'gives', 'give')} no answer{where}: {_some(targets)}"
+                todo = (
+                    "check the pod, its own firewall and network policies; on another node: routes and the CNI plugin"
+                )
+                yield Finding("problem", "connections", text, todo, "backend-silent")
+            case "unreachable":
+                text = f"{count} cannot be reached{where}: {_some(targets)}: {each.detail}"
+                yield Finding("problem", "connections", text, "check the routes to these pods", "backend-unreachable")
+            case "mute":
+                what = "backend accepts and never answers" if total == 1 else f"{count} accept and never answer"
+                text = f"{what}: {_some(targets)}"
+                todo = "the process hangs, or waits for something: look at the pod, and let a readiness probe ask it"
+                yield Finding("problem", "connections", text, todo, "backend-never-answers")
+            case "closed" | "reset":
+                text = (
+                    f"{count} {_verb(targets, 'accepts', 'accept')} and {outcome} without an answer: {_some(targets)}"
+                )
+                todo = "look at the pod's log; a proxy in the pod may have no server behind it"
+                yield Finding("warning", "connections", text, todo, "backend-closes")
+            case "answered":
+                yield Finding("ok", "connections", f"{count} answer, {_places(direct)}")
+            case "accepted":
+                text = f"{count} accept, {_places(direct)}; whether they answer cannot be told without their protocol"
+                yield Finding("ok", "connections", text, "--path PATH asks by HTTP")
+            case _:
+                text = f"{count} took a datagram; whether they answer cannot be told without their protocol"
+                yield Finding("unknown", "connections", text, cause="untold")
+    if not direct and not facts.tried:
+        yield Finding("unknown", "connections", "none could be tried")
+
+
+def _drops(facts: ServiceFacts) -> Iterator[Finding]:
+    if facts.events:
+        text = f"during these connections: {_by_reason(facts.events)}"
+        yield Finding("warning", "drops", text, "`hybrid-proxy drops` lists them", "drops")
+
+
+# Words
+
+
+def _words(each: Tried) -> str:
+    return {
+        "refused": "refuses",
+        "silent": "gives no answer",
+        "unreachable": f"is unreachable ({each.detail})",
+        "mute": "accepts and never answers",
+        "closed": "closes without an answer",
+        "reset": "resets",
+    }.get(each.outcome, each.outcome)
+
+
+def _good_words(tried: Sequence[Tried]) -> str:
+    return "answers" if any(each.outcome == "answered" for each in tried) else "accepts"
+
+
+def _from(tried: Sequence[Tried]) -> str:
+    places = {each.place for each in tried}
+    return "from the node and from a pod" if len(places) > 1 else "from a pod" if "pod" in places else "from the node"
+
+
+def _places(tried: Sequence[Tried]) -> str:
+    pods = sorted({each.source for each in tried if each.place == "pod"})
+    return f"from the node and from pod {pods[0]}" if pods else "from the node"
+
+
+def _targets(tried: Sequence[Tried]) -> str:
+    return _some(list(dict.fromkeys(each.target for each in tried)))
+
+
+def _hook(rule: Rule) -> str:
+    return "FORWARD" if "forward" in rule.hooks else "/".join(hook.upper() for hook in rule.hooks)
+
+
+def _rule(rule: Rule) -> str:
+    return f"`{rule.text}`"
+
+
+def _where(rule: Rule) -> str:
+    return f"in chain {rule.chain} of table {rule.table}"
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _verb(items: Sequence[object], one: str, several: str) -> str:
+    return one if len(items) == 1 else several
+
+
+def _some(items: Sequence[str], separator: str = ", ") -> str:
+    left = len(items) - SHOWN
+    return separator.join(items[:SHOWN]) + (f" and {left} more" if left > 0 else "")
+
+
+def _span(seconds: float) -> str:
+    for size, name in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {name}"
+    return f"{seconds:.0f} s"

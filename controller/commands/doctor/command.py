@@ -1,0 +1,118 @@
+"""`hybrid-proxy doctor`: look, judge, print."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from controller.commands.doctor import look
+from controller.commands.doctor.checks import diagnose, node_findings, service_findings
+from controller.commands.doctor.facts import Diagnosis
+from controller.commands.explain import PodAddress, ask_agent, named_target, no_pods, packets_of, target
+from controller.errors import ConfigError
+from controller.semantics.explain import Packet
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+MARKS: Final = {"ok": "✓", "warning": "!", "problem": "✗", "unknown": "?"}
+STYLES: Final = {"ok": "green", "warning": "yellow", "problem": "bold red", "unknown": "dim"}
+MOST_SECONDS: Final = 30.0
+WIDTH: Final = 120  # of what is no terminal
+
+
+def run(args: argparse.Namespace, pod_address: PodAddress = no_pods) -> int:
+    """Diagnose; the exit code: 0 all is well, 1 there is a problem."""
+    began = time.monotonic()
+    packet = _packet(args, pod_address)
+    before = look.reverse_path_drops()
+    node = look.at_node(args)
+    asks = args.service or packet is not None
+    service = look.at_service(args, packet, node) if asks else None
+    after = look.reverse_path_drops()
+    if before is not None and after is not None:
+        node = node._replace(facts=msgspec.structs.replace(node.facts, reverse_path_drops=after - before))
+    if node.here is not None:
+        node.here.close()
+    findings = list(node_findings(node.facts))
+    if service is None:
+        found = diagnose("node", findings, seconds=time.monotonic() - began)
+    else:
+        own = list(service_findings(service, node.facts))
+        # Of the node only what can have to do with this service.
+        about = [each for each in findings if each.mark == "problem" and each.cause != "map-full"]
+        found = diagnose(service.asked, [*own, *about], service.tried, time.monotonic() - began)
+    if args.output == "json":
+        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+    else:
+        _print(found)
+    return 0 if found.well else 1
+
+
+def _packet(args: argparse.Namespace, pod_address: PodAddress) -> Packet | None:
+    """The packet of `--from` and `--to`, sent by this node where nobody is named; None: a service, or the node.
+
+    Raises:
+        ConfigError: the command line cannot be used.
+    """
+    if args.service and args.target:
+        raise ConfigError("a service or a packet? name the service, or the packet's destination with --to")
+    if args.source and not (args.target or args.service):
+        raise ConfigError("--from needs a destination: --to DST:PORT/PROTO, or the name of a service")
+    if not (math.isfinite(args.timeout) and 0 < args.timeout <= MOST_SECONDS):
+        raise ConfigError(f"--timeout: must be seconds, above 0 and at most {MOST_SECONDS:g}")
+    args.flows, args.source_class = None, None
+    find = partial(ask_agent, args.admin_socket)
+    if args.service:
+        if args.source:
+            args.target = "[::]:1" if ":" in args.source else "0.0.0.0:1"  # the source alone is checked
+            args.source = packets_of(args, find, pod_address)[0].src
+            args.target = None
+        return None
+    if not args.target:
+        return None
+    if not args.source:
+        six = named_target(args.target) is None and ":" in str(target(args.target)["dst"])
+        args.source = look.own_address(6 if six else 4)
+    packet: Packet = packets_of(args, find, pod_address)[0]
+    if packet.protocol.startswith("icmp"):
+        raise ConfigError("--to: tcp, udp or sctp: no service answers by icmp")
+    return packet
+
+
+def screen(found: Diagnosis) -> Iterator[RenderableType]:
+    """What a terminal shows: the verdict, a row for each finding, the time it took."""
+    from rich.table import Table
+    from rich.text import Text
+
+    mark = "problem" if not found.well else "warning" if found.cause else "ok"
+    likely = "" if found.certain else " (likely, not certain)"
+    yield Text(f"{MARKS[mark]} {found.verdict}{likely}", style=STYLES[mark])
+    yield Text()
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for each in found.findings:
+        style = STYLES[each.mark]
+        cell = Text(each.text, style="" if each.mark == "ok" else style)
+        if each.todo and each.mark != "ok":
+            cell.append(f"\n→ {each.todo}", style="dim")
+        table.add_row(Text(MARKS[each.mark], style=style), each.subject, cell)
+    yield table
+    yield Text()
+    yield Text(f"Took {found.seconds:.1f} s. ✓ well  ! warning  ✗ problem  ? could not be told", style="dim")
+
+
+def _print(found: Diagnosis) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else WIDTH)
+    console.print(*screen(found), sep="\n")

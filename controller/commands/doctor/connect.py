@@ -1,0 +1,206 @@
+"""Real connections to backends and to the Service, from the node and from a pod of it, all at the same time.
+
+Each is one that a client could make: it is closed as soon as something was answered. Nothing is tried twice, but the
+kernel repeats a SYN after a second, so that one that was lost is not taken for silence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from typing import Final, NamedTuple
+
+from controller.commands.doctor.facts import Outcome, Place, Tried
+from dataplane.kernel.namespaces import inside
+from dataplane.table import Protocol, family_of, socket_text
+
+HTTP_PORTS: Final = frozenset({80, 8080})
+TLS_PORTS: Final = frozenset({443, 6443, 8443})
+DNS_PORT: Final = 53
+GREETING: Final = ("ssh", "mysql", "smtp", "ftp")  # the server speaks first
+DNS_QUESTION: Final = struct.pack(">HHHHHH", 0x6870, 0x0100, 1, 0, 0, 0) + b"\0" + struct.pack(">HH", 2, 1)  # . NS
+HTTP2: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # RFC 9113, 3.4: preface and SETTINGS
+REFUSED: Final = frozenset({errno.ECONNREFUSED})
+UNREACHABLE: Final = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM, errno.ENETDOWN})
+_KIND: Final = {"TCP": socket.SOCK_STREAM, "UDP": socket.SOCK_DGRAM, "SCTP": socket.SOCK_STREAM}
+
+
+class Speech(NamedTuple):
+    """What a client says first, by which one can tell whether the server answers; without `waits` nobody can."""
+
+    data: bytes = b""
+    waits: bool = False
+
+
+class Origin(NamedTuple):
+    """Where connections begin; `path` is that of a pod's network namespace, empty: the node's own."""
+
+    place: Place
+    path: str
+    addresses: tuple[str, ...]
+
+    def address(self, family: int) -> str:
+        return next((each for each in self.addresses if family_of(each) == family), "")
+
+
+class Attempt(NamedTuple):
+    """One connection to try."""
+
+    origin: Origin
+    via: str  # "backend" or "service"
+    address: str
+    port: int
+    protocol: str
+    speech: Speech
+
+
+def speech_of(port_name: str, port: int, protocol: str, *, path: str | None = None, host: str = "") -> Speech:
+    """What to say at a port of this name and number; `path` (of HTTP) overrules both.
+
+    `port_name` is that of the Service's port: the application protocol begins it by custom (`http-admin`, `grpc`).
+    """
+    word = port_name.lower().replace("_", "-").partition("-")[0]
+    if protocol == "UDP":
+        return Speech(DNS_QUESTION, waits=True) if word == "dns" or port == DNS_PORT else Speech()
+    if protocol != "TCP":
+        return Speech()
+    if path is not None or word in ("http", "web", "metrics"):
+        return _http(path or "/", host)
+    if word in ("https", "tls"):
+        return Speech(_client_hello(host), waits=True)
+    if word in ("grpc", "h2c", "http2"):
+        return Speech(HTTP2, waits=True)
+    if word == "dns" or port == DNS_PORT:
+        return Speech(struct.pack(">H", len(DNS_QUESTION)) + DNS_QUESTION, waits=True)
+    if word in GREETING:
+        return Speech(waits=True)
+    if port in TLS_PORTS:
+        return Speech(_client_hello(host), waits=True)
+    return _http("/", host) if port in HTTP_PORTS else Speech()
+
+
+def _http(path: str, host: str) -> Speech:
+    request = f"GET {path} HTTP/1.1\r\nHost: {host}\r\nUser-Agent: hybrid-proxy-doctor\r\nConnection: close\r\n\r\n"
+    return Speech(request.encode(), waits=True)
+
+
+def _client_hello(host: str) -> bytes:
+    """The first message of a TLS handshake, which any server answers, if only with an alert."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # nothing is sent or believed; only whether somebody answers counts
+    outgoing = ssl.MemoryBIO()
+    client = context.wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname=host or None)
+    with contextlib.suppress(ssl.SSLWantReadError):
+        client.do_handshake()
+    return outgoing.read()
+
+
+def try_all(attempts: Sequence[Attempt], seconds: float) -> list[Tried]:
+    """Make all connections at once; each has so many seconds to be accepted, and as many for its answer."""
+    opened: list[tuple[Attempt, socket.socket | OSError]] = []
+    for origin in dict.fromkeys(attempt.origin for attempt in attempts):
+        mine = [attempt for attempt in attempts if attempt.origin == origin]
+        try:
+            with inside(origin.path) if origin.path else nullcontext():
+                opened += [(attempt, _open(attempt)) for attempt in mine]
+        except OSError as error:  # the pod has just gone
+            opened += [(attempt, error) for attempt in mine]
+    return asyncio.run(_together(opened, seconds))
+
+
+def _open(attempt: Attempt) -> socket.socket | OSError:
+    family = socket.AF_INET6 if family_of(attempt.address) == 6 else socket.AF_INET
+    protocol = int(Protocol[attempt.protocol])
+    try:
+        made = socket.socket(family, _KIND[attempt.protocol], protocol)
+    except OSError as error:
+        return error
+    made.setblocking(False)
+    return made
+
+
+async def _together(opened: Iterable[tuple[Attempt, socket.socket | OSError]], seconds: float) -> list[Tried]:
+    return list(await asyncio.gather(*(_timed(attempt, made, seconds) for attempt, made in opened)))
+
+
+async def _timed(attempt: Attempt, made: socket.socket | OSError, seconds: float) -> Tried:
+    began = time.monotonic()
+    detail = ""
+    if isinstance(made, OSError):
+        outcome, detail = _failed(made), made.strerror or str(made)
+    else:
+        with made:
+            try:
+                outcome = await _converse(attempt, made, seconds)
+            except OSError as error:
+                outcome, detail = _failed(error), error.strerror or str(error)
+    return Tried(
+        place=attempt.origin.place,
+        source=attempt.origin.address(family_of(attempt.address)),
+        via="service" if attempt.via == "service" else "backend",
+        target=socket_text(attempt.address, attempt.port),
+        protocol=attempt.protocol,
+        outcome=outcome,
+        seconds=round(time.monotonic() - began, 4),
+        detail=detail,
+    )
+
+
+async def _converse(attempt: Attempt, made: socket.socket, seconds: float) -> Outcome:
+    """Connect, speak, and listen.
+
+    Raises:
+        OSError: it was not accepted.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        await asyncio.wait_for(loop.sock_connect(made, (attempt.address, attempt.port)), seconds)
+    except TimeoutError:
+        return "silent"
+    datagrams = made.type == socket.SOCK_DGRAM
+    speech = attempt.speech
+    try:
+        if speech.data or datagrams:  # an empty datagram is one, too: a closed port answers it
+            await loop.sock_sendall(made, speech.data) if speech.data else made.send(b"")
+        elif not speech.waits:
+            return "accepted"
+        answer = await asyncio.wait_for(loop.sock_recv(made, 4096), seconds)
+    except TimeoutError:
+        return ("silent" if speech.waits else "sent") if datagrams else "mute"
+    except ConnectionRefusedError:
+        return "refused"
+    except ConnectionError:
+        return "reset"
+    return "answered" if answer or datagrams else "closed"
+
+
+def _failed(error: OSError) -> Outcome:
+    if error.errno in REFUSED:
+        return "refused"
+    if error.errno == errno.ETIMEDOUT:
+        return "silent"
+    return "unreachable" if error.errno in UNREACHABLE else "failed"
+
+
+def words(outcome: Outcome) -> str:
+    """An outcome for people."""
+    return {
+        "answered": "answers",
+        "accepted": "accepts",
+        "mute": "accepts and never answers",
+        "closed": "accepts and closes without an answer",
+        "reset": "accepts and resets",
+        "refused": "refuses",
+        "unreachable": "is unreachable",
+        "silent": "gives no answer",
+        "sent": "took a datagram, and whether it answers cannot be told",
+        "failed": "could not be tried",
+    }[outcome]

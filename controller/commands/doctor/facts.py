@@ -1,0 +1,184 @@
+"""PURE. What doctor found out, without any judgement, and what it reports."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from controller.semantics.explain import Packet, Verdict
+from controller.serving.protocol import AgentStatus, TablePort
+from dataplane.reports import BackendRow, Ejection, ExplainAnswer, Fill, PacketEvent, ServiceRow
+
+Mark = Literal["ok", "warning", "problem", "unknown"]
+Place = Literal["node", "pod"]
+Outcome = Literal[
+    "answered", "accepted", "mute", "closed", "reset", "refused", "unreachable", "silent", "sent", "failed"
+]
+
+REACHED: tuple[Outcome, ...] = ("answered", "accepted", "mute", "closed", "reset")  # a connection was accepted
+LOST: tuple[Outcome, ...] = ("silent", "unreachable", "failed")
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """A rule of somebody else's firewall that drops or rejects packets, or the policy of a base chain that does.
+
+    `hooks` are those of the kernel's that lead to it. `packets` is what its counter says; null: it has none.
+    """
+
+    table: str
+    chain: str
+    hooks: tuple[str, ...]
+    text: str
+    packets: int | None = None
+
+
+class Tried(msgspec.Struct, frozen=True):
+    """One real connection (or datagram), and what came of it.
+
+    Attributes:
+        place: Where the client was: the node itself, or a pod of it.
+        source: The client's address.
+        via: Whether a backend was asked directly, or an address of the Service.
+        target: The address and port that were asked.
+        protocol: TCP, UDP or SCTP.
+        outcome: What came of it.
+        seconds: How long that took.
+        detail: The kernel's words, where it failed.
+    """
+
+    place: Place
+    source: str
+    via: Literal["backend", "service"]
+    target: str
+    protocol: str
+    outcome: Outcome
+    seconds: float = 0.0
+    detail: str = ""
+
+
+class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
+    """What is known of the node. `now` is in seconds since 1970."""
+
+    now: float
+    agent: AgentStatus | None = None
+    no_agent: str = ""  # why none answers, and since when
+    starting: str = ""  # at which part of its start it is
+    programmed: dict[str, int] = {}  # mode -> service ports, as its view tells
+    other_proxies: tuple[str, ...] = ()
+    forwarding: dict[int, bool] = {}  # family -> whether the kernel forwards
+    reverse_path: dict[str, int] = {}  # interface -> rp_filter
+    reverse_path_drops: int | None = None  # while doctor looked
+    conntrack: Fill | None = None
+    empty: tuple[str, ...] = ()  # service ports that have no backend
+    ejections: tuple[Ejection, ...] = ()
+    events: tuple[PacketEvent, ...] = ()  # drops and rejects of the last minutes
+    events_unknown: str = ""  # why there are none to be had
+
+
+class ServiceFacts(msgspec.Struct, kw_only=True, frozen=True):
+    """What is known of the service or the packet that was asked about.
+
+    `asked` is as it was typed, `name` the service (namespace/name) or one of its ports. `ports` are those of the
+    agent's table; without an agent `rows` and `backends`, read from the kernel, must do.
+    """
+
+    asked: str
+    name: str | None = None
+    packet: Packet | None = None
+    services: tuple[str, ...] = ()  # all that are known here, and the ports of the one that has no such port
+    ports: tuple[TablePort, ...] = ()
+    verdicts: tuple[Verdict, ...] = ()
+    live: ExplainAnswer | None = None
+    live_unknown: str = ""
+    rows: tuple[ServiceRow, ...] = ()
+    backends: tuple[BackendRow, ...] = ()
+    tried: tuple[Tried, ...] = ()
+    left_out: int = 0  # backends that were not tried, because there are very many
+    no_pod: str = ""  # why no connection was tried from a pod
+    rules: tuple[Rule, ...] = ()  # before the connections
+    counted: dict[Rule, int] = {}  # of these rules, what was counted during the connections
+    rules_unknown: str = ""
+    events: tuple[PacketEvent, ...] = ()  # drops and rejects during the connections
+
+
+Cause = Literal[
+    "",
+    "no-such-service",
+    "no-such-port",
+    "object-refused",
+    "source-not-allowed",
+    "not-programmed",
+    "no-endpoint",
+    "no-local-endpoint",
+    "not-a-service",
+    "forwarding-off",
+    "firewall",
+    "forwarding-loses",
+    "backend-refuses",
+    "backend-silent",
+    "backend-unreachable",
+    "backend-never-answers",
+    "backend-closes",
+    "kernel-differs",
+    "service-path",
+    "other-proxy",
+    "map-full",
+    "no-agent",
+    "not-in-sync",
+    "api-unreachable",
+    "conntrack-full",
+    "not-served",
+    "drops",
+    "degraded",
+    "ejected",
+    "empty-services",
+    "refused-objects",
+    "configuration",
+    "reverse-path",
+    "untold",
+]
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that was looked at.
+
+    Attributes:
+        mark: `ok`, `warning`, `problem`, or `unknown` where it could not be looked at.
+        subject: What was looked at.
+        text: What was found.
+        todo: What to do about it.
+        cause: The kind of problem, for programs; empty where all is well.
+        certain: Whether this is known, and not only the likeliest explanation.
+    """
+
+    mark: Mark
+    subject: str
+    text: str
+    todo: str = ""
+    cause: Cause = ""
+    certain: bool = True
+
+
+class Diagnosis(msgspec.Struct, kw_only=True, frozen=True):
+    """What doctor reports.
+
+    Attributes:
+        target: What was asked about: `node`, a Service, or a packet.
+        well: Whether there is no problem; the exit code is 0 then, else 1.
+        verdict: One sentence.
+        cause: The kind of the problem that explains the others best; empty if there is none.
+        certain: Whether the verdict is known, and not only the likeliest explanation.
+        seconds: How long it took.
+        findings: Everything that was looked at.
+        connections: The connections that were tried.
+    """
+
+    target: str
+    well: bool
+    verdict: str
+    cause: Cause
+    certain: bool
+    seconds: float
+    findings: list[Finding]
+    connections: list[Tried] = []

@@ -1,0 +1,446 @@
+"""Gathers facts: from the agent, the mode's view, the kernel, and real connections. It changes nothing on the node."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Container, Iterable, Iterator, Sequence
+from ipaddress import ip_address, ip_network
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from controller.commands.doctor.connect import Attempt, Origin, speech_of, try_all
+from controller.commands.doctor.facts import NodeFacts, Rule, ServiceFacts
+from controller.commands.doctor.rules import counted, of_iptables, of_nft
+from controller.commands.views import Programmed, programmed, remembered_events
+from controller.errors import ControllerError
+from controller.semantics.explain import Packet, Verdict
+from controller.serving.admin import NoAgentError, StartingError, ask
+from controller.serving.protocol import (
+    AgentStatus,
+    EventsAnswer,
+    ExplainAnswers,
+    GetEvents,
+    GetStatus,
+    GetTable,
+    RunExplain,
+    StatusAnswer,
+    TableAnswer,
+    TableFrontend,
+    TablePort,
+)
+from dataplane.errors import DataplaneError
+from dataplane.kernel import links, namespaces, sysctl
+from dataplane.kernel.other_proxies import find_other_proxies
+from dataplane.mode import ProbePacket, belongs
+from dataplane.other_proxies import warnings
+from dataplane.reports import BackendRow, ExplainAnswer, Fill, PacketEvent, ServiceRow
+from dataplane.table import Backend, BackendSet, Kind, Protocol, family_of, socket_text
+
+RECENT_SECONDS: Final = 300.0
+MOST_BACKENDS: Final = 32  # of each service port: more connections at once would be a load of their own
+MOST_ATTEMPTS: Final = 256  # in all
+MOST_TABLES: Final = 32
+MOST_PODS: Final = 64  # of which one is chosen as a client
+TOOL_SECONDS: Final = 3.0
+CONNTRACK: Final = "net/netfilter/nf_conntrack_"
+FORWARDING: Final = {4: "net/ipv4/ip_forward", 6: "net/ipv6/conf/all/forwarding"}
+
+
+class Node(NamedTuple):
+    """What is known of the node, and what is programmed on it."""
+
+    facts: NodeFacts
+    here: Programmed | None
+
+
+def at_node(args: argparse.Namespace) -> Node:
+    """What is known of the node; never raises for what cannot be found out."""
+    agent, error = _agent(args.admin_socket)
+    here = None
+    with contextlib.suppress(ControllerError, DataplaneError, OSError):
+        here = programmed(args.admin_socket, args.pin_root)
+    rows = _rows(here)
+    if isinstance(error, NoAgentError):
+        events, events_unknown = _remembered(args.admin_socket, error), ""
+    else:
+        events, events_unknown = _recent_events(args.admin_socket)
+    families = {4, *(6 for row in rows for text in row.frontends if text.startswith("["))}
+    facts = NodeFacts(
+        now=time.time(),
+        agent=agent,
+        no_agent=(here.note if here and here.note else str(error)) if error else "",
+        starting=error.part if isinstance(error, StartingError) else "",
+        programmed={name: sum(row.mode == name for row in rows) for name, _ in here.views} if here else {},
+        other_proxies=_other_proxies(agent, here),
+        forwarding={each: sysctl.read(FORWARDING[each]) != "0" for each in sorted(families)},
+        reverse_path=_reverse_path(),
+        conntrack=_conntrack(),
+        empty=tuple(sorted({row.name or row.frontends[0] for row in rows if not row.backends and row.frontends})),
+        ejections=tuple(here.agent.ejections) if here and here.agent else (),
+        events=events,
+        events_unknown=events_unknown,
+    )
+    return Node(facts, here)
+
+
+def reverse_path_drops() -> int | None:
+    """How many packets the kernel dropped here by rp_filter; None: it does not tell."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = iter(Path("/proc/thread-self/net/netstat").read_text().splitlines())
+        for names, values in zip(lines, lines, strict=False):
+            known = dict(zip(names.split(), values.split(), strict=False))
+            if "IPReversePathFilter" in known:
+                return int(known["IPReversePathFilter"])
+    return None
+
+
+def _agent(admin_socket: str) -> tuple[AgentStatus | None, ControllerError | None]:
+    try:
+        return ask(admin_socket, GetStatus(), StatusAnswer).status, None
+    except ControllerError as error:
+        return None, error
+
+
+def _rows(here: Programmed | None) -> list[ServiceRow]:
+    rows: list[ServiceRow] = []
+    for name, view in here.views if here else ():
+        with contextlib.suppress(DataplaneError, OSError):
+            for row in view.services():
+                row.mode = name
+                rows.append(row)
+    return rows
+
+
+def _recent_events(admin_socket: str, after: int = 0) -> tuple[tuple[PacketEvent, ...], str]:
+    try:
+        events = ask(admin_socket, GetEvents(after), EventsAnswer).events
+    except ControllerError as error:
+        return (), str(error)
+    return _recent(events), ""
+
+
+def _remembered(admin_socket: str, error: NoAgentError) -> tuple[PacketEvent, ...]:
+    """What the last agent wrote down, and what the programs have reported since."""
+    with contextlib.suppress(ControllerError, DataplaneError, OSError):
+        return _recent(remembered_events(admin_socket, error)[1])
+    return ()
+
+
+def _recent(events: Iterable[PacketEvent]) -> tuple[PacketEvent, ...]:
+    since = time.time() - RECENT_SECONDS
+    return tuple(row for row in events if row.what in ("drop", "refuse") and row.time >= since)
+
+
+def _other_proxies(agent: AgentStatus | None, here: Programmed | None) -> tuple[str, ...]:
+    """The agent looks every minute; what came since then is found here."""
+    modes = [agent.mode.effective] if agent else [name for name, _ in here.views] if here else [""]
+    drains = [left.mode for left in agent.draining] if agent else modes[1:]
+    found = find_other_proxies(modes[0], drains)
+    if len(found.agents) < 2:  # the one is that of this node
+        found = msgspec.structs.replace(found, agents=())
+    return warnings(found, beside=bool(agent and agent.configuration.service_proxy_name))
+
+
+def _reverse_path() -> dict[str, int]:
+    found = {}
+    with contextlib.suppress(DataplaneError, OSError):
+        for index, value in links.read_reverse_path_filters().items():
+            name = links.interface_name(index)
+            if name and name != "lo":
+                found[name] = value
+    return found
+
+
+def _conntrack() -> Fill | None:
+    used, limit = sysctl.read(f"{CONNTRACK}count"), sysctl.read(f"{CONNTRACK}max")
+    return Fill(int(used), int(limit)) if used and limit else None
+
+
+# The firewall
+
+
+def read_rules() -> tuple[tuple[Rule, ...], str]:
+    """Rules of others that drop, and why some could not be read (empty: all were)."""
+    rules: list[Rule] = []
+    unknown = []
+    try:
+        tables = [line.split()[1:3] for line in _run("nft", "list", "tables").splitlines()]
+    except OSError as error:
+        tables = []
+        unknown.append(f"nftables' rules cannot be read: {error}")
+    for family, name in tables[:MOST_TABLES]:
+        if name not in ("nat", "kube-proxy") and not name.startswith("hybrid-proxy"):
+            try:  # one call for several tables fails where iptables-nft has made one of them (nft 1.0.6)
+                rules += of_nft(_run("nft", "-t", "list", "table", family, name))
+            except OSError as error:
+                unknown.append(f"table {family} {name} cannot be read: {error}")
+    for family, names, tool in (
+        ("ip", "ip_tables_names", "iptables-legacy-save"),
+        ("ip6", "ip6_tables_names", "ip6tables-legacy-save"),
+    ):
+        try:
+            tables_of_legacy = Path(f"/proc/thread-self/net/{names}").read_text().split()
+        except OSError:
+            continue
+        for table in sorted({"raw", "mangle", "filter", "security"} & set(tables_of_legacy)):
+            try:
+                rules += of_iptables(_run(tool, "-c", "-t", table), family)
+            except OSError as error:
+                unknown.append(f"legacy rules cannot be read: {error}")
+    return tuple(rules), "; ".join(unknown)
+
+
+def _run(*argv: str) -> str:
+    """What a tool prints.
+
+    Raises:
+        OSError: it is not installed, failed, or took too long.
+    """
+    path = os.pathsep.join(filter(None, (os.environ.get("PATH"), "/usr/sbin", "/sbin")))
+    try:
+        done = subprocess.run(
+            argv, env=os.environ | {"PATH": path, "LC_ALL": "C"}, capture_output=True, text=True,
+            timeout=TOOL_SECONDS, check=False,
+        )  # fmt: skip
+    except FileNotFoundError:
+        raise OSError(f"{argv[0]} is not installed") from None
+    except subprocess.SubprocessError as error:
+        raise OSError(str(error)) from error
+    if done.returncode:
+        raise OSError(f"{argv[0]}: {done.stderr.strip().partition(chr(10))[0]}")
+    return done.stdout
+
+
+# A service, or a packet
+
+
+def at_service(args: argparse.Namespace, packet: Packet | None, node: Node) -> ServiceFacts:
+    """What is known of the service or of the packet, with the connections that were tried."""
+    facts = _objects(args, packet, node)
+    interfaces = links.read_node()
+    own = interfaces.addresses
+    pods, no_pod = _pods({each.name for each in interfaces.interfaces if links.is_pod(each, (), (), ())})
+    live, live_unknown = _live(args, facts, node, pods, own)
+    facts = msgspec.structs.replace(facts, live=live, live_unknown=live_unknown)
+    origins = [Origin("node", "", own)]
+    if (pod := _chosen(pods, facts)) is not None:
+        origins.append(Origin("pod", pod.path, pod.addresses))
+        no_pod = ""
+    idle = {one.entry for one in node.facts.agent.dataplane.unprogrammed} if node.facts.agent else set()
+    ports = tuple(port for port in facts.ports if port.name not in idle)
+    attempts, left_out = _attempts(args, msgspec.structs.replace(facts, ports=ports), origins)
+    last = _last_event(args.admin_socket) if node.facts.agent and attempts else None
+    rules, rules_unknown = read_rules() if attempts else ((), "")
+    tried = try_all(attempts, args.timeout) if attempts else []
+    counters = counted(rules, read_rules()[0]) if any(rule.packets is not None for rule in rules) else {}
+    events = _recent_events(args.admin_socket, last)[0] if last is not None else ()
+    return msgspec.structs.replace(
+        facts,
+        tried=tuple(tried),
+        left_out=left_out,
+        no_pod=no_pod,
+        rules=rules,
+        counted=dict(counters),
+        rules_unknown=rules_unknown,
+        events=tuple(row for row in events if _is_about(row, facts, attempts)),
+    )
+
+
+def _objects(args: argparse.Namespace, packet: Packet | None, node: Node) -> ServiceFacts:
+    """What the agent's table has; without an agent, what is programmed."""
+    asked = args.service or f"{args.source or 'this node'} -> {args.target}"
+    name = args.service
+    answer, verdicts = None, list[Verdict]()
+    if node.facts.agent is not None:
+        with contextlib.suppress(ControllerError):
+            answer = ask(args.admin_socket, GetTable(name, [packet] if packet else []), TableAnswer)
+            verdicts = answer.verdicts
+            if name and args.source:
+                packets = [_packet_to(args.source, port, frontend) for port, frontend in _frontends(answer.ports)]
+                packets = [each for each in packets if family_of(each.dst) == family_of(each.src)]
+                verdicts = ask(args.admin_socket, GetTable(None, packets), TableAnswer).verdicts
+    if packet is not None and verdicts:
+        name = verdicts[0].service
+    rows = [row for row in _rows(node.here) if _is_meant(row, name, packet)]
+    if not name and rows:
+        name = rows[0].name
+    backends = _backends(node, rows, name) if rows or name else ()
+    if answer is not None:
+        ports, services = answer.ports, answer.services
+    else:
+        ports = [_port_of(row, backends) for row in rows]
+        services = [] if rows else sorted({(row.name or "").partition(":")[0] for row in _rows(node.here) if row.name})
+    return ServiceFacts(
+        asked=asked,
+        name=name,
+        packet=packet,
+        services=tuple(services),
+        ports=tuple(ports),
+        verdicts=tuple(verdicts),
+        rows=tuple(rows),
+        backends=tuple(backends),
+    )
+
+
+def _packet_to(source: str, port: TablePort, frontend: TableFrontend) -> Packet:
+    return Packet("", str(ip_address(source)), frontend.address or "", frontend.port, port.protocol.lower())
+
+
+def _frontends(ports: Iterable[TablePort]) -> Iterator[tuple[TablePort, TableFrontend]]:
+    return ((port, frontend) for port in ports for frontend in port.frontends if frontend.address)
+
+
+def _is_meant(row: ServiceRow, name: str | None, packet: Packet | None) -> bool:
+    if name:
+        return belongs(row.name, name)
+    if packet is None or row.protocol != packet.protocol.upper():
+        return False
+    return socket_text(packet.dst, packet.port) in row.frontends or f"node port {packet.port}" in row.frontends
+
+
+def _backends(node: Node, rows: Sequence[ServiceRow], name: str | None) -> tuple[BackendRow, ...]:
+    if node.here is None:
+        return ()
+    numbers = {row.id for row in rows if row.id is not None}
+    found: list[BackendRow] = []
+    for _, view in node.here.views:
+        with contextlib.suppress(DataplaneError, OSError):
+            found += view.backends(name if node.here.agent else None)
+    return tuple(row for row in found if belongs(row.service, name or "-") or row.service_id in numbers)
+
+
+def _port_of(row: ServiceRow, backends: Iterable[BackendRow]) -> TablePort:
+    """A service port as its rows tell; what they lack is taken as the commonest case."""
+    pairs = [_pair(text) for text in row.frontends if not text.startswith("node port")]
+    six = any(family_of(address) == 6 for address, _ in pairs)
+    mine = [
+        Backend(*_pair(each.address))
+        for each in backends
+        if each.service == row.name and each.service_id in (None, row.id) and each.used
+        and (each.address.startswith("[") == six) and each.protocol == row.protocol
+    ]  # fmt: skip
+    frontends = tuple(TableFrontend(Kind.CLUSTER_IP, address, port, 0, 0) for address, port in pairs)
+    whole = BackendSet(tuple(mine), why="as last programmed")
+    return TablePort(row.name or "-", 6 if six else 4, row.protocol, frontends, (whole,))
+
+
+def _pair(text: str) -> tuple[str, int]:
+    address, _, port = text.rpartition(":")
+    return address.strip("[]"), int(port)
+
+
+def _live(
+    args: argparse.Namespace, facts: ServiceFacts, node: Node, pods: Sequence[namespaces.Pod], own: Sequence[str]
+) -> tuple[ExplainAnswer | None, str]:
+    """What the loaded programs would do with the packet, or with one of a pod to the service's first address."""
+    packet = facts.packet
+    if packet is None:
+        first = next(_frontends(facts.ports), None)
+        if first is None or node.facts.agent is None:
+            return None, ""
+        sources = [each for pod in pods for each in pod.addresses] + list(own)
+        source = next((each for each in sources if family_of(each) == first[0].family), None)
+        if source is None:
+            return None, ""
+        packet = _packet_to(source, *first)
+    if node.facts.agent is None or packet.protocol not in ("tcp", "udp", "sctp"):
+        return None, ""
+    probe = ProbePacket(packet.src, packet.dst, packet.port, Protocol[packet.protocol.upper()], packet.source_class)
+    try:
+        return ask(args.admin_socket, RunExplain([probe]), ExplainAnswers).answers[0], ""
+    except ControllerError as error:
+        return None, str(error)
+
+
+def _pods(interfaces: Container[str]) -> tuple[list[namespaces.Pod], str]:
+    """Pods behind these interfaces; behind an uplink may be a namespace, too, and it is no pod."""
+    found: list[namespaces.Pod] = []
+    try:
+        for pod in namespaces.pods():
+            found += [pod] if pod.interface in interfaces else []
+            if len(found) >= MOST_PODS:
+                break
+    except (OSError, DataplaneError) as error:
+        return [], f"no pod could be entered: {error}"
+    return found, "" if found else "no network namespace of a pod can be entered from here"
+
+
+def _chosen(pods: Sequence[namespaces.Pod], facts: ServiceFacts) -> namespaces.Pod | None:
+    """The pod that sent the packet, else one that is no backend, so that connections cross the node."""
+    source = facts.packet.src if facts.packet else ""
+    ends = {backend.address for port in facts.ports for each in port.backend_sets for backend in each.backends}
+    usable = [pod for pod in pods if pod.addresses]
+    return min(
+        usable, default=None,
+        key=lambda pod: (source not in pod.addresses, not ends.isdisjoint(pod.addresses), -len(pod.addresses)),
+    )  # fmt: skip
+
+
+def _attempts(args: argparse.Namespace, facts: ServiceFacts, origins: Sequence[Origin]) -> tuple[list[Attempt], int]:
+    """A connection to each backend and to each address of the service, from each origin that has the family."""
+    attempts: dict[Attempt, None] = {}
+    left_out = 0
+    for port in facts.ports:
+        ends = sorted({(end.address, end.port) for each in port.backend_sets for end in each.backends})
+        if len(attempts) >= MOST_ATTEMPTS:
+            left_out += len(ends)
+            continue
+        left_out += max(0, len(ends) - MOST_BACKENDS)
+        service, _, port_name = port.name.partition(":")
+        for origin in origins:
+            mine = origin.address(port.family)
+            if not mine:
+                continue
+            for address, number in ends[:MOST_BACKENDS]:
+                if origin.place == "pod" and address in origin.addresses:
+                    continue
+                speech = speech_of(port_name, number, port.protocol, path=args.path or port.probe_path, host=service)
+                attempts[Attempt(origin, "backend", address, number, port.protocol, speech)] = None
+            for address, number in _addresses(port, facts, mine, origins[0]) if ends else ():
+                speech = speech_of(port_name, number, port.protocol, path=args.path or port.probe_path, host=service)
+                attempts[Attempt(origin, "service", address, number, port.protocol, speech)] = None
+    return list(attempts), left_out
+
+
+def _addresses(port: TablePort, facts: ServiceFacts, source: str, node: Origin) -> Iterator[tuple[str, int]]:
+    """Where a client with this address may connect: the packet's destination, or the service's addresses."""
+    packet = facts.packet
+    for frontend in port.frontends:
+        address = frontend.address or (packet.dst if packet else node.address(port.family))
+        if packet is not None and (address, frontend.port) != (packet.dst, packet.port):
+            continue
+        if packet is None and frontend.kind is not Kind.CLUSTER_IP:
+            continue
+        ranges = frontend.source_ranges
+        if address and (ranges is None or any(ip_address(source) in ip_network(each) for each in ranges)):
+            yield address, frontend.port
+
+
+def _last_event(admin_socket: str) -> int | None:
+    try:
+        return ask(admin_socket, GetEvents(1 << 62), EventsAnswer).last
+    except ControllerError:
+        return None
+
+
+def _is_about(row: PacketEvent, facts: ServiceFacts, attempts: Iterable[Attempt]) -> bool:
+    targets = {socket_text(each.address, each.port) for each in attempts}
+    return row.destination in targets or (facts.name is not None and belongs(row.service, facts.name))
+
+
+def own_address(family: int) -> str:
+    """The node's first address of a family, as the source of a packet that nobody named.
+
+    Raises:
+        ControllerError: it has none.
+    """
+    for address in links.read_node().addresses:
+        if family_of(address) == family:
+            return address
+    raise ControllerError(f"the node has no IPv{family} address: name a source with --from")

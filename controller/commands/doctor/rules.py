@@ -1,0 +1,126 @@
+"""PURE. Rules of firewalls that drop or reject packets, out of what `nft list` and `iptables-save` print."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
+
+import msgspec
+
+from controller.commands.doctor.facts import Rule
+
+OURS: Final = re.compile(
+    r"hybrid-proxy\b|HPV?-|kube-proxy$"
+)  # tables and chains of our modes; kube-proxy's are another finding
+HOOKS: Final = frozenset({"PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"})  # iptables' own chains
+
+_QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
+_DROPS: Final = re.compile(r"(?:^|\s)(?:drop|reject)\b", re.IGNORECASE)
+_COUNTER: Final = re.compile(r"counter packets (\d+) bytes \d+")
+_JUMP: Final = re.compile(r"\b(?:jump|goto) (\S+)")
+_BASE: Final = re.compile(r"type (\w+) hook (\w+)(?:.*policy (\w+))?")
+_SAVED: Final = re.compile(r"(?:\[(\d+):\d+\] )?-A (\S+)(.*)")
+_TARGET: Final = re.compile(r" -[jg] (\S+)")
+_POLICY: Final = re.compile(r":(\S+) (\w+)(?: \[(\d+):\d+\])?")
+
+
+class _Chain(msgspec.Struct):
+    """A chain as it is read: the rules that drop, with what they counted, and the chains that it leads to."""
+
+    table: str
+    name: str
+    hook: str = ""
+    drops: list[tuple[str, int | None]] = msgspec.field(default_factory=list)
+    leads_to: set[str] = msgspec.field(default_factory=set)
+
+
+def of_nft(text: str) -> tuple[Rule, ...]:
+    """What drops in the tables that `nft -t list table ...` prints, without ours."""
+    chains: list[_Chain] = []
+    table, chain = "", None
+    for raw in text.splitlines():
+        line = raw.strip()
+        if line.startswith("table ") and line.endswith("{"):
+            table, chain = " ".join(line.split()[1:3]), None
+        elif line.startswith("chain ") and line.endswith("{"):
+            chain = _Chain(table, line.split()[1])
+            chains.append(chain)
+        elif line == "}":
+            chain = None
+        elif chain is not None:
+            _read_nft(chain, line)
+    return tuple(_rules(chains))
+
+
+def of_iptables(text: str, family: str) -> tuple[Rule, ...]:
+    """What drops in the tables that `iptables-save -c` prints, without ours; `family` is `ip` or `ip6`."""
+    chains: dict[str, _Chain] = {}
+    table = ""
+    for line in text.splitlines():
+        if line.startswith("*"):
+            table = f"{family} {line[1:]} (legacy)"
+        elif found := _POLICY.match(line):
+            chain = chains[found[1]] = _Chain(table, found[1], found[1].lower() if found[1] in HOOKS else "")
+            if found[2] == "DROP":
+                chain.drops.append(("policy DROP", int(found[3]) if found[3] else None))
+        elif (found := _SAVED.match(line)) and (target := _TARGET.search(_QUOTED.sub("", found[3]))):
+            chain = chains.setdefault(found[2], _Chain(table, found[2]))
+            if target[1] in ("DROP", "REJECT"):
+                chain.drops.append((found[3].strip(), int(found[1]) if found[1] else None))
+            chain.leads_to.add(target[1])
+    return tuple(_rules(chains.values()))
+
+
+def _read_nft(chain: _Chain, line: str) -> None:
+    base = _BASE.match(line)
+    if base:
+        chain.hook = base[2] if base[1] == "filter" else ""
+        if base[3] == "drop":
+            chain.drops.append(("policy drop", None))
+        return
+    bare = _QUOTED.sub("", line).partition(" comment ")[0].partition("#")[0]
+    if _DROPS.search(bare):
+        counter = _COUNTER.search(bare)
+        chain.drops.append((_COUNTER.sub("counter", line), int(counter[1]) if counter else None))
+    chain.leads_to.update(_JUMP.findall(bare))
+
+
+def _rules(chains: Iterable[_Chain]) -> Iterator[Rule]:
+    """The rules that packets can get to, with the hooks by which they do."""
+    known = [chain for chain in chains if not OURS.search(chain.table) and not OURS.match(chain.name)]
+    hooks: dict[tuple[str, str], set[str]] = {}
+    for chain in known:
+        if chain.hook:
+            for name in _reached(chain, known):
+                hooks.setdefault((chain.table, name), set()).add(chain.hook)
+    for chain in known:
+        by = hooks.get((chain.table, chain.name))
+        if by:
+            for text, packets in chain.drops:
+                yield Rule(chain.table, chain.name, tuple(sorted(by)), " ".join(text.split()), packets)
+
+
+def _reached(base: _Chain, chains: Iterable[_Chain]) -> set[str]:
+    leads = {chain.name: chain.leads_to for chain in chains if chain.table == base.table}
+    reached, new = set[str](), {base.name}
+    while new:
+        reached |= new
+        new = {to for name in new for to in leads.get(name, ())} - reached
+    return reached
+
+
+def counted(before: Iterable[Rule], after: Iterable[Rule]) -> Mapping[Rule, int]:
+    """How many packets each rule counted between two looks, of those that counted any; of equal rules their sum."""
+    first, last = _sums(before), _sums(after)
+    found = {key: count - first.get(key, 0) for key, count in last.items()}
+    return {rule: count for rule, count in found.items() if count > 0}
+
+
+def _sums(rules: Iterable[Rule]) -> dict[Rule, int]:
+    found: dict[Rule, int] = {}
+    for rule in rules:
+        if rule.packets is not None:
+            key = msgspec.structs.replace(rule, packets=None)
+            found[key] = found.get(key, 0) + rule.packets
+    return found

@@ -1,0 +1,135 @@
+"""Network namespaces of this node's pods, as far as they can be seen from here, and sockets in them.
+
+A pod's namespace is known exactly: the node's end of the pod's link carries the number that the kernel gave the
+namespace of the other end (IFLA_LINK_NETNSID), and RTM_GETNSID tells that number of an open namespace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from dataplane.kernel.netlink import NLM_F_DUMP, ROUTE, Message, Netlink, NetlinkFailed, attribute, attributes
+
+CLONE_NEWNET: Final = 0x40000000
+NAMED: Final = Path("/run/netns")  # where CNI plugins and `ip netns` bind namespaces
+# linux/rtnetlink.h, linux/if_link.h, linux/if_addr.h, linux/net_namespace.h
+RTM_GETLINK, RTM_GETADDR, RTM_GETNSID = 18, 22, 90
+IFLA_IFNAME, IFLA_LINKINFO, IFLA_LINK_NETNSID = 3, 18, 37
+IFLA_INFO_KIND: Final = 1
+IFA_ADDRESS, IFA_LOCAL = 1, 2
+NETNSA_NSID, NETNSA_FD = 1, 3
+SCOPE_UNIVERSE: Final = 0
+POD_KINDS: Final = frozenset({b"veth", b"netkit"})
+_LINK: Final = struct.Struct("=BxHiII")  # family, type, index, flags, change
+_ADDRESS: Final = struct.Struct("=BBBBi")  # family, length of the prefix, flags, scope, index
+_INT: Final = struct.Struct("=i")
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+
+
+class Pod(NamedTuple):
+    """A network namespace at the other end of one of this node's links."""
+
+    path: str  # by which it can be entered
+    interface: str  # the node's end
+    addresses: tuple[str, ...]
+
+
+@contextlib.contextmanager
+def inside(path: str) -> Iterator[None]:
+    """The calling thread is in that namespace until the block ends; sockets stay where they were opened.
+
+    Raises:
+        OSError: there is no such namespace, or the right to enter it is missing (CAP_SYS_ADMIN).
+    """
+    before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    try:
+        wanted = os.open(path, os.O_RDONLY)
+        try:
+            _enter(wanted, path)
+        finally:
+            os.close(wanted)
+        try:
+            yield
+        finally:
+            _enter(before, "the namespace before")
+    finally:
+        os.close(before)
+
+
+def pods() -> Iterator[Pod]:
+    """The pods of this node whose namespaces can be entered, in no order. Nothing is changed.
+
+    Raises:
+        NetlinkFailed: the node's links cannot be read.
+    """
+    with Netlink(ROUTE) as wire:
+        interfaces = _interfaces(wire)
+        for path in _candidates() if interfaces else ():
+            with contextlib.suppress(OSError, NetlinkFailed):
+                interface = interfaces.get(_number(wire, path))
+                if interface is not None:
+                    with inside(path):
+                        addresses = _addresses()
+                    yield Pod(path, interface, addresses)
+
+
+def _enter(descriptor: int, name: str) -> None:
+    if _LIBC.setns(descriptor, CLONE_NEWNET):
+        number = ctypes.get_errno()
+        raise OSError(number, f"cannot enter {name}: {os.strerror(number)}")
+
+
+def _interfaces(wire: Netlink) -> dict[int, str]:
+    """Number of a namespace -> name of the node's interface that leads there."""
+    found: dict[int, str] = {}
+    request = Message(RTM_GETLINK, _LINK.pack(socket.AF_UNSPEC, 0, 0, 0, 0), NLM_F_DUMP, "reading interfaces")
+    for answer in wire.dump(request):
+        link = dict(attributes(answer, _LINK.size))
+        kind = dict(attributes(link.get(IFLA_LINKINFO, b""))).get(IFLA_INFO_KIND, b"").rstrip(b"\0")
+        if kind in POD_KINDS and IFLA_LINK_NETNSID in link:
+            found[_INT.unpack(link[IFLA_LINK_NETNSID])[0]] = link[IFLA_IFNAME].rstrip(b"\0").decode()
+    return found
+
+
+def _candidates() -> Iterator[str]:
+    """Each namespace that has a name or a process, once."""
+    seen = set[int]()
+    paths = [*NAMED.glob("*"), *(path / "ns" / "net" for path in Path("/proc").glob("[0-9]*"))]
+    for path in paths:
+        with contextlib.suppress(OSError):
+            inode = path.stat().st_ino
+            if inode not in seen:
+                seen.add(inode)
+                yield str(path)
+
+
+def _number(wire: Netlink, path: str) -> int:
+    """By which the kernel names that namespace in this one; negative: it has no number here."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        body = bytes(4) + attribute(NETNSA_FD, _INT.pack(descriptor))
+        answer = wire.get(Message(RTM_GETNSID, body, what="asking for the number of a namespace")) or b""
+    finally:
+        os.close(descriptor)
+    number: int = _INT.unpack(dict(attributes(answer, 4)).get(NETNSA_NSID, _INT.pack(-1)))[0]
+    return number
+
+
+def _addresses() -> tuple[str, ...]:
+    """Those of the namespace that the thread is in, without loopback and link-local ones."""
+    request = Message(RTM_GETADDR, _ADDRESS.pack(socket.AF_UNSPEC, 0, 0, 0, 0), NLM_F_DUMP, "reading addresses")
+    found = []
+    with Netlink(ROUTE) as wire:
+        for answer in wire.dump(request):
+            known = dict(attributes(answer, _ADDRESS.size))
+            if _ADDRESS.unpack_from(answer)[3] == SCOPE_UNIVERSE:
+                found.append(str(ip_address(known.get(IFA_LOCAL) or known[IFA_ADDRESS])))
+    return tuple(found)

@@ -1,0 +1,184 @@
+"""Incidents that people were called for at night: doctor names each one, and what it says is in docs/doctor.md.
+
+One lab for each mode has them one after the other. Each is provoked as it happens, and taken back.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tarfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
+
+import msgspec
+import pytest
+
+from controller.commands.bundle import Bundle
+from controller.commands.doctor.facts import Cause
+from controller.serving.protocol import AgentStatus
+from tests import namespaces
+
+from .clinic import HANGS, NAME, NOBODY, NODE_PORT, PODS, PROPERTY, Clinic, clinic_of
+
+LOCAL = {"type": "LoadBalancer", "externalTrafficPolicy": "Local"}
+GUARDED = {"type": "LoadBalancer", "loadBalancerSourceRanges": ["192.168.77.0/24"]}
+FORWARD = "table inet somebody { chain forward { type filter hook forward priority 0 ;"
+COUNTING = f"{FORWARD} tcp dport 8080 counter drop ; }} ; }}"
+CLOSED = f"{FORWARD} policy drop ; ct state established accept ; }} ; }}"
+DEAF = "table inet pod { chain input { type filter hook input priority 0 ; tcp dport 8080 drop ; } ; }"
+FIRST, MANY = "shop/a", "shop/many"
+Provoke = Callable[[Clinic], AbstractContextManager[object]]
+
+
+@contextmanager
+def hanging(clinic: Clinic) -> Iterator[None]:
+    with clinic.hanging(*PODS):
+        clinic.put(*PODS, target=HANGS)
+        yield
+
+
+@contextmanager
+def full_map(clinic: Clinic) -> Iterator[None]:
+    """More service ports than the agent may program."""
+    clinic.put("pod1", name=FIRST, ports=600)
+    clinic.put("pod1", name=MANY, ports=600)
+    try:
+        yield
+    finally:
+        clinic.remove(FIRST)
+        clinic.remove(MANY)
+
+
+@contextmanager
+def no_api(clinic: Clinic) -> Iterator[None]:
+    rule = f"tcp dport {clinic.api.port} reject with tcp reset"
+    with clinic.rules("node", f"table inet gap {{ chain out {{ type filter hook output priority 0 ; {rule} ; }} ; }}"):
+        clinic.api.cut()
+        clinic.agent.wait(lambda status: not is_read(status), 30)
+        yield
+    clinic.agent.wait(is_read, 60)
+
+
+def is_read(status: AgentStatus) -> bool:
+    return status.source.healthy and not any(kind.state == "waiting" for kind in status.source.kinds)
+
+
+@contextmanager
+def no_agent(clinic: Clinic) -> Iterator[None]:
+    clinic.agent.kill()
+    try:
+        yield
+    finally:
+        clinic.agent.start()
+
+
+def put(*pods: str, **spec: object) -> Provoke:
+    @contextmanager
+    def provoke(clinic: Clinic) -> Iterator[None]:
+        clinic.put(*pods, **spec)
+        yield
+
+    return provoke
+
+
+def rules(place: str, table: str) -> Provoke:
+    return lambda clinic: clinic.rules(place, table)
+
+
+class Incident(NamedTuple):
+    """What happened, how it is provoked, what is typed, and what doctor must find."""
+
+    words: str
+    provoke: Provoke
+    asked: tuple[str, ...]
+    cause: Cause
+    certain: bool = True
+    modes: tuple[str, ...] = ()  # where it can happen, empty: in all; in others it harms nobody
+
+
+OUTSIDER = (NAME, "--from", "203.0.113.7")
+CLIENT = ("--from", "192.168.77.1", "--to", f"192.168.77.2:{NODE_PORT}")
+# A row: what happened, how it is provoked, what is typed, and the cause that doctor must name.
+INCIDENTS = [
+    Incident("nothing is wrong", lambda _: nullcontext(), (NAME,), ""),
+    Incident("no endpoint is ready", put(), (NAME,), "no-endpoint"),
+    Incident("`targetPort` is wrong", put(*PODS, target=NOBODY), (NAME,), "backend-refuses"),
+    Incident("a pod drops what comes in", rules("pod1", DEAF), (NAME,), "backend-silent"),
+    Incident("the processes in the pods hang", hanging, (NAME,), "backend-never-answers"),
+    Incident("the firewall drops in FORWARD, and counts", rules("node", COUNTING), (NAME,), "firewall"),
+    Incident("the policy of FORWARD is drop", rules("node", CLOSED), (NAME,), "firewall", certain=False),
+    Incident("the client is not in `loadBalancerSourceRanges`", put(*PODS, **GUARDED), OUTSIDER, "source-not-allowed"),
+    Incident("policy `Local`, and no endpoint on this node", put("remote1", **LOCAL), CLIENT, "no-local-endpoint"),
+    Incident("kube-proxy left its rules", rules("node", "table ip kube-proxy { }"), (), "other-proxy"),
+    Incident("a map is full", full_map, (MANY,), "not-programmed", modes=("ebpf",)),
+    Incident("the name is mistyped", lambda _: nullcontext(), ("shop/wbe",), "no-such-service"),
+    Incident("the port is mistyped", lambda _: nullcontext(), (f"{NAME}:https",), "no-such-port"),
+    Incident("forwarding is off", lambda clinic: clinic.setting("ipv4/ip_forward", "0"), (NAME,), "forwarding-off"),
+    Incident("the API server is unreachable", no_api, (), "api-unreachable"),
+    Incident("the agent is dead", no_agent, (), "no-agent"),
+]
+
+
+@pytest.fixture(scope="module")
+def clinic(mode: str) -> Iterator[Clinic]:
+    flags = ("--max-services", "1024") if mode == "ebpf" else ()
+    with namespaces.new_lab("c", 4, remote=1) as lab, clinic_of(lab, mode, flags) as made:
+        made.put(*PODS)
+        yield made
+        print(f"--- log of the agent\n{made.agent.tail(60)}")
+
+
+@pytest.mark.parametrize("incident", INCIDENTS, ids=lambda incident: incident.words)
+def test_doctor_names_the_incident(
+    clinic: Clinic, mode: str, incident: Incident, request: pytest.FixtureRequest
+) -> None:
+    try:
+        with incident.provoke(clinic):
+            code, found = clinic.doctor(*incident.asked)
+    finally:
+        clinic.put(*PODS)
+    print(found)
+    happens = not incident.modes or mode in incident.modes
+    assert (found.cause, found.certain) == (incident.cause if happens else "", incident.certain), found
+    problems = [each.cause for each in found.findings if each.mark == "problem"]
+    assert (code, found.well) == ((1, False) if problems else (0, True)), found
+    assert found.seconds < 12, found
+    words = found.verdict.replace(f":{clinic.api.port} ", ":6443 ").replace(f"mode {mode} serves", "the mode serves")
+    words = re.sub(r"counted \d+ packets", "counted 9 packets", words)
+    request.node.user_properties.append((PROPERTY, (incident.words, mode, words, f"{found.seconds:.1f}")))
+
+
+def test_a_bundle_has_what_a_report_needs_and_no_secret(clinic: Clinic) -> None:
+    """Secrets are planted where they happen to be: in the log, in a rule's comment. The kubeconfig has a real one."""
+    planted = f"planted{os.getpid()}Secret"
+    file = clinic.lab.folder / "bundle.tar.gz"
+    with clinic.agent.log.open("a") as log:
+        log.write(f"12:00:00 W Authorization: Bearer {planted}\n")
+    with clinic.rules("node", f'table inet notes {{ chain c {{ accept comment "token={planted}" ; }} ; }}'):
+        done = clinic.agent.command("bundle", str(file), "--admin-socket", str(clinic.agent.socket), "-o", "json")
+    made = msgspec.json.decode(done.stdout, type=Bundle)
+    assert done.returncode == 0
+    assert file.stat().st_mode & 0o777 == 0o600
+    with tarfile.open(file) as archive:
+        parts = {
+            entry.name.partition("/")[2]: found.read().decode(errors="replace")
+            for entry in archive
+            if (found := archive.extractfile(entry))
+        }
+    wanted = {"agent/status.json", "agent/log.txt", "agent/command-line.txt", "doctor.json", "dataplane/services.json",
+              "dataplane/backends.json", "dataplane/flows.json", "firewall/nft.txt", "network/links.txt",
+              "kernel/settings.txt", "versions/hybrid-proxy.json", "index.json"}  # fmt: skip
+    assert wanted <= set(parts), made.missing
+    assert "programmed" in parts["agent/log.txt"]
+    assert NAME in parts["dataplane/services.json"]
+    for name, text in parts.items():
+        assert planted not in text, name
+        assert clinic.api.token not in text, name
+    assert made.bytes == file.stat().st_size < 5_000_000
+    assert made.seconds < 30
+
+    again = clinic.agent.command("bundle", str(file), "--admin-socket", str(clinic.agent.socket))
+    assert again.returncode == 1, "what is there already is never overwritten"
+    file.unlink()

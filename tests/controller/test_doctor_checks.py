@@ -1,0 +1,156 @@
+"""What doctor makes of facts: findings, and the one cause that explains the others."""
+
+# ruff: noqa: E501 (a case is one line)
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+import pytest
+
+from controller.commands.doctor.checks import ORDER, diagnose, node_findings, service_findings
+from controller.commands.doctor.facts import Cause, Finding, NodeFacts, Outcome, Place, Rule, ServiceFacts, Tried
+from controller.semantics.explain import Packet, Verdict
+from controller.serving.protocol import TableFrontend, TablePort
+from dataplane.reports import BackendRow, ExplainAnswer, Fill, PacketEvent, ServiceRow
+from dataplane.table import Backend, BackendSet, Kind, WhenEmpty
+
+A, B = "10.0.0.1:8080", "10.0.0.2:8080"
+VIP = "10.96.0.1:80"
+WELL = NodeFacts(now=1000.0, forwarding={4: True}, no_agent="no agent listens")
+DROP = Rule("inet fw", "forward", ("forward",), "tcp dport 8080 counter drop")
+
+
+def port(
+    *backends: str, why: str = "ready endpoints", name: str = "shop/web:http", external: bool = False
+) -> TablePort:
+    ends = tuple(Backend(each.partition(":")[0], int(each.partition(":")[2])) for each in backends)
+    sets = [BackendSet(ends, why=why)]
+    frontends = [TableFrontend(Kind.CLUSTER_IP, "10.96.0.1", 80, 0, 0)]
+    if external:
+        sets.append(BackendSet((), WhenEmpty.DROP, "externalTrafficPolicy Local: no endpoint on this node"))
+        frontends.append(TableFrontend(Kind.NODE_PORT, None, 30080, 0, 1))
+    return TablePort(name, 4, "TCP", tuple(frontends), tuple(sets))
+
+
+def tried(target: str, node: Outcome | None = "answered", pod: Outcome | None = "answered") -> list[Tried]:
+    rows: Iterable[tuple[Place, str, Outcome | None]] = (("node", "10.0.9.9", node), ("pod", "10.0.0.9", pod))
+    via = "service" if target == VIP else "backend"
+    return [Tried(place, source, via, target, "TCP", outcome) for place, source, outcome in rows if outcome]
+
+
+def facts(*connections: list[Tried], **more: object) -> ServiceFacts:
+    """Two backends, of which the kernel knows; what is not given is well."""
+    known = {
+        "asked": "shop/web", "name": "shop/web", "ports": (port(A, B),),
+        "rows": (ServiceRow(name="shop/web:http", frontends=[VIP], protocol="TCP", backends=2),),
+        "backends": tuple(
+            BackendRow(service="shop/web:http", address=each, protocol="TCP", used=True) for each in (A, B)
+        ),
+    }  # fmt: skip
+    return ServiceFacts(**{**known, "tried": tuple(row for rows in connections for row in rows), **more})
+
+
+def service(found: ServiceFacts, node: NodeFacts = WELL) -> tuple[Cause, bool, list[Finding]]:
+    findings = list(service_findings(found, node))
+    verdict = diagnose(found.asked, findings, found.tried)
+    return verdict.cause, verdict.certain, findings
+
+
+GOOD = (tried(A), tried(B), tried(VIP))
+LOST = (tried(A, pod="silent"), tried(B, pod="silent"), tried(VIP, pod="silent"))
+DENIED = Verdict("", "drop", "loadBalancerSourceRanges: 1.1.1.1 is not in 2.0.0.0/8.", service="shop/web:http")
+AWAY = Verdict(
+    "", "drop", "No backend: externalTrafficPolicy Local: no endpoint here; silence.", service="shop/web:http"
+)
+UNKNOWN = Verdict("", "reject", "10.96.0.1 is the ClusterIP of shop/web, and the service has no such port.")
+PACKET = Packet("", "1.1.1.1", "10.96.0.1", 80, "tcp")
+LIVE = ExplainAnswer(verdict="reject", backends=[], masquerade=False, service=None, reason="no backend", steps=[])
+EVENT = PacketEvent(
+    number=1, time=1.0, what="drop", reason="drop_martian", message="no such source", service="shop/web:http",
+    protocol="TCP", source="1.1.1.1:1", destination=VIP, backend=None, where="tc", interface=None,
+)  # fmt: skip
+
+
+# fmt: off
+SERVICES = [
+    pytest.param(facts(*GOOD), "", True, id="all is well"),
+    pytest.param(facts(ports=(), services=("shop/wen",)), "no-such-service", True, id="no such service"),
+    pytest.param(facts(asked="shop/web:x", ports=(), services=("shop/web", "shop/web:http")), "no-such-port", True, id="no such port"),
+    pytest.param(facts(ports=(port(why="the service has no endpoints"),)), "no-endpoint", True, id="no endpoint"),
+    pytest.param(facts(packet=PACKET, verdicts=(DENIED,)), "source-not-allowed", True, id="source ranges"),
+    pytest.param(facts(verdicts=(DENIED,), asked="shop/web"), "source-not-allowed", True, id="source ranges of a service"),
+    pytest.param(facts(packet=PACKET, verdicts=(AWAY,)), "no-local-endpoint", True, id="Local, for a packet"),
+    pytest.param(facts(*GOOD, ports=(port(A, B, external=True),)), "no-local-endpoint", True, id="Local, a warning for a service"),
+    pytest.param(facts(packet=PACKET, verdicts=(UNKNOWN,), ports=()), "no-such-port", True, id="a packet to no port"),
+    pytest.param(facts(tried(A, "refused", "refused"), tried(B, "refused", "refused")), "backend-refuses", True, id="refused"),
+    pytest.param(facts(tried(A, "silent", "silent"), tried(B), tried(VIP)), "backend-silent", True, id="one is silent"),
+    pytest.param(facts(tried(A, "mute", "mute"), tried(B, "mute", "mute")), "backend-never-answers", True, id="never answers"),
+    pytest.param(facts(tried(A, "closed", "closed"), tried(B), tried(VIP)), "backend-closes", True, id="closes"),
+    pytest.param(facts(tried(A, "unreachable", "unreachable"), tried(B), tried(VIP)), "backend-unreachable", True, id="no route"),
+    pytest.param(facts(*LOST, rules=(DROP,), counted={DROP: 4}), "firewall", True, id="a rule counted"),
+    pytest.param(facts(*LOST, rules=(DROP,)), "firewall", False, id="a rule may have dropped"),
+    pytest.param(facts(*LOST), "forwarding-loses", False, id="forwarding loses, no rule is known"),
+    pytest.param(facts(tried(A), tried(B), tried(VIP, "silent", "silent")), "service-path", True, id="only the service's address fails"),
+    pytest.param(facts(tried(A, pod="silent"), tried(B, pod="silent"), tried(VIP), rules=(DROP,), counted={DROP: 4}), "firewall", True, id="forwarding loses, and the mode does not forward"),
+    pytest.param(facts(tried(A, "silent", "silent"), tried(B, "silent", "silent"), rules=(DROP,), counted={DROP: 4}), "backend-silent", True, id="a rule counted others' packets"),
+    pytest.param(facts(*GOOD, events=(EVENT,)), "drops", True, id="something was dropped meanwhile"),
+    pytest.param(facts(*GOOD, packet=PACKET, verdicts=(Verdict("", "dnat", "", service="shop/web:http"),), live=LIVE), "kernel-differs", True, id="the kernel differs from the table"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("found", "cause", "certain"), SERVICES)
+def test_the_cause_explains_what_was_found(found: ServiceFacts, cause: Cause, certain: bool) -> None:
+    assert service(found)[:2] == (cause, certain)
+
+
+def test_an_unaffected_service_is_well_with_a_warning() -> None:
+    """A relay's connections are not forwarded: the firewall does not matter to the service."""
+    lost = facts(tried(A, pod="silent"), tried(B, pod="silent"), tried(VIP), rules=(DROP,), counted={DROP: 4})
+    _, _, findings = service(lost)
+    assert {each.mark for each in findings if each.cause == "firewall"} == {"warning"}
+    assert diagnose("shop/web", findings, lost.tried).well
+
+
+def test_the_node_says_that_forwarding_is_off_and_no_firewall_is_suspected() -> None:
+    node = msgspec.structs.replace(WELL, forwarding={4: False})
+    cause, _, findings = service(facts(*LOST, rules=(DROP,)), node)
+    assert "firewall" not in {each.cause for each in findings}
+    assert diagnose("x", [*findings, *node_findings(node)]).cause == "forwarding-off"
+    assert cause != "firewall"
+
+
+# fmt: off
+NODES = [
+    pytest.param({"other_proxies": ("kube-proxy left its rules",)}, "other-proxy", "problem", id="another proxy"),
+    pytest.param({"forwarding": {4: True, 6: False}}, "forwarding-off", "problem", id="no forwarding of IPv6"),
+    pytest.param({"conntrack": Fill(100, 100)}, "conntrack-full", "problem", id="conntrack is full"),
+    pytest.param({"conntrack": Fill(95, 100)}, "conntrack-full", "warning", id="conntrack is nearly full"),
+    pytest.param({"empty": ("shop/a:http",)}, "empty-services", "warning", id="a service without endpoints"),
+    pytest.param({"events": (EVENT,)}, "drops", "warning", id="recent drops"),
+    pytest.param({"reverse_path_drops": 3}, "reverse-path", "warning", id="rp_filter drops"),
+    pytest.param({"programmed": {"ebpf": 7}}, "no-agent", "problem", id="no agent"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("changes", "cause", "mark"), NODES)
+def test_each_trouble_of_the_node_is_one_finding(changes: dict[str, object], cause: Cause, mark: str) -> None:
+    findings = list(node_findings(msgspec.structs.replace(WELL, **changes)))
+    assert [each.mark for each in findings if each.cause == cause] == [mark]
+    assert all(each.todo for each in findings if each.mark == "problem")
+
+
+def test_every_cause_has_its_place_in_the_order() -> None:
+    causes = set(Cause.__args__) - {""}  # type: ignore[attr-defined]
+    assert causes == set(ORDER)
+
+
+def test_a_problem_makes_the_exit_code_and_a_warning_does_not() -> None:
+    problem = Finding("problem", "x", "it is broken", cause="no-agent")
+    warning = Finding("warning", "x", "it is odd", cause="drops")
+    assert not diagnose("node", [warning, problem]).well
+    assert diagnose("node", [warning, problem]).cause == "no-agent"
+    assert diagnose("node", [warning]).well

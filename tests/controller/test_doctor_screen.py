@@ -1,0 +1,83 @@
+"""What doctor prints in a terminal, and what it refuses to be asked."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from controller import cli
+from controller.commands.doctor.checks import diagnose
+from controller.commands.doctor.command import screen
+from controller.commands.doctor.facts import Finding
+
+FINDINGS = [
+    Finding("ok", "object", "shop/web:http (TCP, IPv4)"),
+    Finding("ok", "table", "shop/web:http, IPv4: 3 backends (ready endpoints)"),
+    Finding(
+        "problem", "connections", "targetPort 8081 answers RST on 3 of 3 backends from the node and from a pod",
+        "compare targetPort with the port that the container listens on, at all of its addresses", "backend-refuses",
+    ),
+    Finding("unknown", "drops", "mode nftables reports no packets", "`hybrid-proxy trace --drops` asks the kernel"),
+]  # fmt: skip
+AT_80 = """\
+✗ targetPort 8081 answers RST on 3 of 3 backends from the node and from a pod
+
+✓  object       shop/web:http (TCP, IPv4)
+✓  table        shop/web:http, IPv4: 3 backends (ready endpoints)
+✗  connections  targetPort 8081 answers RST on 3 of 3 backends from the node and
+                from a pod
+                → compare targetPort with the port that the container listens
+                on, at all of its addresses
+?  drops        mode nftables reports no packets
+                → `hybrid-proxy trace --drops` asks the kernel
+
+Took 0.4 s. ✓ well  ! warning  ✗ problem  ? could not be told
+"""
+AT_120 = """\
+✗ targetPort 8081 answers RST on 3 of 3 backends from the node and from a pod
+
+✓  object       shop/web:http (TCP, IPv4)
+✓  table        shop/web:http, IPv4: 3 backends (ready endpoints)
+✗  connections  targetPort 8081 answers RST on 3 of 3 backends from the node and from a pod
+                → compare targetPort with the port that the container listens on, at all of its addresses
+?  drops        mode nftables reports no packets
+                → `hybrid-proxy trace --drops` asks the kernel
+
+Took 0.4 s. ✓ well  ! warning  ✗ problem  ? could not be told
+"""
+
+
+@pytest.mark.parametrize(("width", "wanted"), [(80, AT_80), (120, AT_120)])
+def test_the_screen(width: int, wanted: str) -> None:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(*screen(diagnose("shop/web", FINDINGS, seconds=0.41)), sep="\n")
+    assert isinstance(console.file, io.StringIO)
+    shown = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert shown == wanted.splitlines()
+
+
+def test_colours_are_for_terminals_alone() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    console.print(*screen(diagnose("shop/web", FINDINGS)), sep="\n")
+    assert isinstance(console.file, io.StringIO)
+    assert "\x1b[" in console.file.getvalue()
+
+
+# fmt: off
+REFUSED = [
+    pytest.param(["shop/web", "--to", "10.0.0.1:80"], id="a service and a packet"),
+    pytest.param(["--from", "10.0.0.1"], id="a source without a destination"),
+    pytest.param(["--to", "10.0.0.1"], id="a destination without a port"),
+    pytest.param(["--from", "10.0.0.1", "--to", "10.0.0.2/icmp"], id="no service answers by ICMP"),
+    pytest.param(["--from", "here", "--to", "10.0.0.1:80"], id="a source that is no address"),
+    pytest.param(["shop/web", "--from", "here"], id="a client that is no address"),
+    pytest.param(["--timeout", "0"], id="no time at all"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_a_command_line_that_cannot_be_used_is_exit_code_2(arguments: list[str]) -> None:
+    assert cli.main(["doctor", *arguments]) == 2

@@ -1,0 +1,82 @@
+"""Rules of others that drop, read out of what nft and iptables-save print."""
+
+from __future__ import annotations
+
+from controller.commands.doctor.facts import Rule
+from controller.commands.doctor.rules import counted, of_iptables, of_nft
+
+NFT = """
+table inet fw {
+	chain f {
+		type filter hook forward priority filter; policy drop;
+		ct state invalid counter packets 5 bytes 300 drop
+		ct state established accept
+		tcp dport 9 reject with tcp reset
+		ip saddr 10.0.0.1 counter packets 2 bytes 2 accept comment "do not drop this"
+		jump other
+	}
+
+	chain other {
+		tcp dport 7 counter packets 3 bytes 9 drop comment "hi"
+	}
+
+	chain alone {
+		tcp dport 1 drop
+	}
+
+	chain nat {
+		type nat hook prerouting priority dstnat; policy accept;
+		tcp dport 2 drop
+	}
+}
+table ip hybrid-proxy {
+	chain drops {
+		type filter hook forward priority filter; policy drop;
+		counter packets 9 bytes 9 drop
+	}
+}
+table ip filter {
+	chain FORWARD {
+		type filter hook forward priority filter; policy accept;
+		counter packets 1 bytes 1 jump HP-FIREWALL
+	}
+	chain HP-FIREWALL {
+		counter packets 1 bytes 1 drop
+	}
+}
+"""
+LEGACY = """*filter
+:INPUT ACCEPT [0:0]
+:FORWARD DROP [7:420]
+:OUTPUT ACCEPT [0:0]
+:CNI - [0:0]
+[4:10] -A FORWARD -m comment --comment "-j DROP me" -j ACCEPT
+[5:20] -A FORWARD -p tcp -m tcp --dport 80 -j CNI
+[6:30] -A CNI -s 10.0.0.0/8 -j REJECT --reject-with icmp-port-unreachable
+COMMIT
+"""
+
+
+def test_nftables_rules_that_packets_get_to_and_that_drop_them() -> None:
+    assert of_nft(NFT) == (
+        Rule("inet fw", "f", ("forward",), "policy drop", None),
+        Rule("inet fw", "f", ("forward",), "ct state invalid counter drop", 5),
+        Rule("inet fw", "f", ("forward",), "tcp dport 9 reject with tcp reset", None),
+        Rule("inet fw", "other", ("forward",), 'tcp dport 7 counter drop comment "hi"', 3),
+    )
+
+
+def test_legacy_rules_with_their_counters() -> None:
+    assert of_iptables(LEGACY, "ip") == (
+        Rule("ip filter (legacy)", "FORWARD", ("forward",), "policy DROP", 7),
+        Rule(
+            "ip filter (legacy)", "CNI", ("forward",),
+            "-s 10.0.0.0/8 -j REJECT --reject-with icmp-port-unreachable", 6,
+        ),
+    )  # fmt: skip
+
+
+def test_what_a_rule_counted_between_two_looks() -> None:
+    after = NFT.replace("packets 5", "packets 8").replace("packets 9", "packets 99")
+    found = counted(of_nft(NFT), of_nft(after))
+    assert {rule.text: count for rule, count in found.items()} == {"ct state invalid counter drop": 3}
