@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from enum import Enum
+from textwrap import wrap
 from typing import Final, NamedTuple
 
 from controller.commands.columns import Screen, Tone, duration, painted
@@ -130,9 +131,14 @@ def _many(details: Sequence[object], one: str, more: str = "") -> str:
 
 
 def lines(status: AgentStatus, screen: Screen, now: float, *, wide: bool = False) -> Iterator[str]:
-    """All lines; `now` are seconds since 1970."""
+    """All lines, folded where the screen ends; `now` are seconds since 1970."""
     found = troubles(status)
-    yield _first_line(verdict(status), [trouble.reason for trouble in found], screen)
+    yield from _first_lines(verdict(status), [trouble.reason for trouble in found], screen)
+    for line in _other_lines(status, found, now, wide=wide):
+        yield from _folded(line, screen)
+
+
+def _other_lines(status: AgentStatus, found: Sequence[Trouble], now: float, *, wide: bool) -> Iterator[str]:
     for trouble in found:
         yield from _detail_lines(trouble.label, trouble.details)
     yield ""
@@ -151,7 +157,12 @@ def lines(status: AgentStatus, screen: Screen, now: float, *, wide: bool = False
 def lines_without_agent(status: NoAgentStatus, screen: Screen, now: float) -> Iterator[str]:
     """What still serves while no agent answers, and what the last one knew."""
     reason = status.gone.text(now) if status.gone and not status.starting else status.reason
-    yield _first_line(Verdict.NOT_IN_SYNC, [reason], screen)
+    yield from _first_lines(Verdict.NOT_IN_SYNC, [reason], screen)
+    for line in _lines_without_agent(status):
+        yield from _folded(line, screen)
+
+
+def _lines_without_agent(status: NoAgentStatus) -> Iterator[str]:
     if status.error:
         yield from _detail_lines("last sync failed", [status.error])
     yield from _detail_lines("NOT PROGRAMMED", [f"{one.entry}: {one.reason}" for one in status.unprogrammed])
@@ -165,13 +176,25 @@ def lines_without_agent(status: NoAgentStatus, screen: Screen, now: float) -> It
 
 def _detail_lines(label: str, details: Iterable[str]) -> Iterator[str]:
     for detail in details:
-        yield "  " + f"{label}: {detail}".replace("\n", "\n    ")
+        first, *others = detail.splitlines() or [""]
+        yield f"  {label}: {first}"
+        yield from (f"    {line}" for line in others)
 
 
-def _first_line(judged: Verdict, reasons: Sequence[str], screen: Screen) -> str:
+def _first_lines(judged: Verdict, reasons: Sequence[str], screen: Screen) -> Iterator[str]:
     word, tone = judged.value
     named = [*reasons[:FIRST], *[f"{len(reasons) - FIRST} more"] * (len(reasons) > FIRST)]
-    return painted(word, tone, screen) + (f": {'; '.join(named)}" if named else "")
+    first, *others = _folded(word + (f": {'; '.join(named)}" if named else ""), screen)
+    yield painted(word, tone, screen) + first.removeprefix(word)
+    yield from others
+
+
+def _folded(line: str, screen: Screen) -> list[str]:
+    """The line, and where it is too long for the screen, its rest in further lines."""
+    if screen.width is None or len(line) <= screen.width:
+        return [line]
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    return wrap(line, screen.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _agent_lines(status: AgentStatus) -> Iterator[str]:

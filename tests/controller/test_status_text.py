@@ -73,8 +73,8 @@ VERDICTS = {
 }  # fmt: skip
 
 
-def text(status: AgentStatus, *, wide: bool = False) -> str:
-    return "\n".join(lines(status, Screen(80), NOW, wide=wide)) + "\n"
+def text(status: AgentStatus, width: int = 80, *, wide: bool = False) -> str:
+    return "\n".join(lines(status, Screen(width), NOW, wide=wide)) + "\n"
 
 
 @pytest.mark.parametrize("name", STATUS)
@@ -82,6 +82,13 @@ def test_a_status_looks_as_its_screen(name: str) -> None:
     assert text(STATUS[name]) == (SCREENS / f"status-{name}.txt").read_text()
     assert verdict(STATUS[name]) is VERDICTS[name]
     assert text(STATUS[name]).startswith(VERDICTS[name].value[0])
+
+
+def test_lines_are_folded_where_the_screen_ends() -> None:
+    assert text(DEGRADED, 120) == (SCREENS / "status-degraded-120.txt").read_text()
+    shown = text(DEGRADED).splitlines()
+    assert max(map(len, shown)) <= 80
+    assert " ".join(" ".join(shown).split()) == " ".join("\n".join(lines(DEGRADED, Screen(), NOW)).split())
 
 
 def test_wide_adds_the_maps_and_pins() -> None:
@@ -116,7 +123,7 @@ def test_the_verdict_follows_from_what_is_wrong(fields: dict[str, Any], expected
 
 def test_without_an_agent_what_serves_is_named() -> None:
     left = NoAgentStatus(reason="no agent listens at /run/x.sock", programmed={"ebpf": LeftBehind("/sys/fs/bpf/x", 10)})
-    first, second = lines_without_agent(left, Screen(80), NOW)
+    first, second = lines_without_agent(left, Screen(), NOW)
     assert first == "NOT IN SYNC: no agent listens at /run/x.sock"
     assert "mode ebpf" in second
     assert "10 service ports" in second
