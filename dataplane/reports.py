@@ -95,7 +95,8 @@ class ServiceRow(msgspec.Struct, kw_only=True):
         backends: How many backends pods are sent to.
         local_backends: How many of the backends are on this node, with a Local traffic policy.
         affinity: Whether a client stays with its backend (session affinity ClientIP).
-        failing: How many of the backends failed at their last connection, or are ejected.
+        ejected: How many more backends there are, which are ejected.
+        failing: How many failed at their last connection; ejected ones count, too.
         when_empty: What happens to new connections while there is no backend.
         id: The number of the service port in the maps.
         chosen_by: What selects the backend: `connection` (its tuple), `client` (its address), `round-robin`, `random`.
@@ -112,6 +113,7 @@ class ServiceRow(msgspec.Struct, kw_only=True):
     backends: int
     local_backends: int | None = None
     affinity: bool = False
+    ejected: int | None = None
     failing: int | None = None
     when_empty: Literal["reject", "drop"] | None = None
     id: int | None = None
@@ -398,6 +400,7 @@ class Status(msgspec.Struct, kw_only=True, frozen=True):
         adopted: Whether it took over what an earlier agent had programmed; null in a mode that always does.
         fill: Tables that have a limit.
         unprogrammed: Service ports that are not served.
+        failing: Service ports of which every backend of a family failed at its last connection, or is ejected.
         warnings: What this mode does differently from what is configured.
         audit_repairs: How often the agent repaired something that others had changed.
         stale_deleted: Conntrack entries of datagrams that were deleted because no backend served them, by family.
@@ -408,6 +411,7 @@ class Status(msgspec.Struct, kw_only=True, frozen=True):
     adopted: bool | None = None
     fill: dict[str, Fill] = {}
     unprogrammed: list[Unprogrammed] = []
+    failing: list[str] = []
     warnings: list[str] = []
     audit_repairs: int = 0
     stale_deleted: dict[str, int] | None = None

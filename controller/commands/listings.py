@@ -171,12 +171,13 @@ def _service_state(row: ServiceRow, ejections: Sequence[Ejection]) -> Cell:
         return Cell(f"no backends: {row.when_empty}s" if row.when_empty else "no backends", Tone.BAD)
     ipv6 = any(frontend.startswith("[") for frontend in row.frontends)
     own = [each for each in ejections if each.service == row.name and each.address.startswith("[") == ipv6]
-    ejected, failing = sum(each.ejected for each in own), max(row.failing or 0, len(own))
-    if failing and failing >= row.backends:
+    ejected, failing = row.ejected or sum(each.ejected for each in own), max(row.failing or 0, len(own))
+    total = row.backends + (row.ejected or 0)
+    if failing and failing >= total:
         return Cell("all backends fail", Tone.BAD)
     if ejected:
-        return Cell(f"{ejected} of {row.backends} ejected", Tone.WARN)
-    return Cell(f"{failing} of {row.backends} failing", Tone.WARN) if failing else Cell("serving", Tone.GOOD)
+        return Cell(f"{ejected} of {total} ejected", Tone.WARN)
+    return Cell(f"{failing} of {total} failing", Tone.WARN) if failing else Cell("serving", Tone.GOOD)
 
 
 def _backend_state(row: BackendRow) -> tuple[Cell, str]:

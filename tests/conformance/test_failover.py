@@ -213,6 +213,7 @@ def test_the_last_backend_is_never_ejected(bench: Bench, family: int) -> None:
         assert [
             row["failing"] for row in listed(bench, "services", web) if web.vip(family)[0] in row["frontends"][0]
         ] == [1]
+        assert f"conformance/{web.name}:main" in bench.agent.running_status().dataplane.failing
         events = [row for row in listed(bench, "drops", web) if row["reason"] == "backend_refused"]
         assert {(row["what"], row["backend"], row["flags"]) for row in events} == {
             ("fail", backend["address"], "RST ACK")

@@ -126,3 +126,22 @@ def test_watching_reports_a_state_that_changes_and_names_what_went() -> None:
     assert [change.event for change in listings.changes([well], [out], columns)] == ["changed"]
     (line,) = table(listings.change_columns(columns), [Change("gone", well)], Screen(80))[1:]
     assert line.split()[-1] == "gone"
+
+
+@pytest.mark.parametrize(
+    ("fields", "state"),
+    [
+        ({"backends": 2, "ejected": 1, "failing": 2}, "1 of 3 ejected"),
+        ({"backends": 2, "ejected": 1, "failing": 3}, "all backends fail"),
+        ({"backends": 3, "ejected": 0, "failing": 1}, "1 of 3 failing"),
+        ({"backends": 1, "ejected": 0, "failing": 1}, "all backends fail"),
+        ({"backends": 3, "ejected": 0, "failing": 0}, "serving"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_service_whose_backends_fail_does_not_serve(fields: dict[str, int], state: str) -> None:
+    """Ejected backends are not among those that get connections, and count all the same."""
+    row = ServiceRow(name="a/b:c", frontends=["1.2.3.4:1"], protocol="TCP", **fields)
+    (column,) = (column for column in listings.service_columns([row]) if column.header == "STATE")
+    cell = column.value(row)
+    assert getattr(cell, "text", cell) == state

@@ -97,7 +97,7 @@ def _services(maps: Maps, names: Names) -> list[ServiceRow]:
     rows = []
     table = maps["services"].view(layout.dtype_of("service"))
     drops = layout.abi_constants()["SERVICE_DROP_SET0"]
-    members, failing = _members(maps, len(table)), _failing(maps, len(table))
+    members, ejected, failing = _members(maps, len(table)), _ejected(maps, len(table)), _failing(maps, len(table))
     counted = traffic_of(maps)
     owners = maps["backends"].view(layout.dtype_of("backend"))["service"]
     figures = None if counted is None else counted.of_services(owners)
@@ -111,6 +111,7 @@ def _services(maps: Maps, names: Names) -> list[ServiceRow]:
                 protocol=frontends[0][1],
                 backends=int(members[0][number]),
                 local_backends=int(members[1][number]),
+                ejected=int(ejected[number]),
                 failing=int(failing[number]),
                 when_empty="drop" if int(row["flags"]) & drops else "reject",
                 affinity=bool(row["affinity"]),
@@ -130,6 +131,25 @@ def _members(maps: Maps, services: int) -> list[Any]:
         np.bincount(table["service"][table["flags"] & flags[name] != 0], minlength=services)
         for name in ("BACKEND_SET0", "BACKEND_SET1")
     ]
+
+
+def failing_ports(maps: Maps, names: Names) -> list[str]:
+    """Names of service ports of which every backend fails."""
+    services = maps["services"].entries
+    failing = _failing(maps, services)
+    some = np.flatnonzero(failing)
+    if not len(some):
+        return []
+    table, flags = maps["backends"].view(layout.dtype_of("backend")), layout.abi_constants()
+    any_set = flags["BACKEND_SET0"] | flags["BACKEND_SET1"] | flags["BACKEND_EJECTED"]
+    known = np.bincount(table["service"][table["flags"] & any_set != 0], minlength=services)
+    return sorted({names[number] for number in some[failing[some] == known[some]].tolist() if number in names})
+
+
+def _ejected(maps: Maps, services: int) -> Any:
+    """How many backends of each service are ejected."""
+    table, flags = maps["backends"].view(layout.dtype_of("backend")), layout.abi_constants()
+    return np.bincount(table["service"][table["flags"] & flags["BACKEND_EJECTED"] != 0], minlength=services)
 
 
 def _failing(maps: Maps, services: int) -> Any:

@@ -682,6 +682,7 @@ class Ebpf:
                 "flows": Fill(self.gc.known_flows, 2 * self.maps.maps["flows4"].entries),
             },
             unprogrammed=list(store.plan.unprogrammed.values()),
+            failing=listing.failing_ports(self.maps.maps, self.names()),
             warnings=self.warnings(),
             audit_repairs=self.audit_repairs,
             counters=self.counters(),
