@@ -427,6 +427,7 @@ def parser() -> argparse.ArgumentParser:
 
     doctor = command("doctor", "what is wrong here, and what to do about it", _DOCTOR)
     doctor.add_argument("service", nargs="?", metavar="NAMESPACE/NAME[:PORT]", help="this service")
+    doctor.add_argument("-n", "--namespace", metavar="NAMESPACE", help="the service's, where its name has none")
     doctor.add_argument("--from", dest="source", metavar="SRC", help="the client's address (default: this node's)")
     doctor.add_argument("--to", dest="target", metavar="DST:PORT[/PROTO]", help="a packet's destination")
     doctor.add_argument("--path", metavar="PATH", help="ask backends for this path by HTTP, whatever the port's name")

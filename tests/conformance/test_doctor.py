@@ -17,8 +17,10 @@ import pytest
 
 from controller.commands.bundle import Bundle
 from controller.commands.doctor.facts import Cause
+from controller.serving.memory import Memory, memory_path, recall
 from controller.serving.protocol import AgentStatus
 from tests import namespaces
+from tests.waiting import until
 
 from .clinic import HANGS, NAME, NOBODY, NODE_PORT, PODS, PROPERTY, Clinic, clinic_of
 
@@ -67,11 +69,18 @@ def is_read(status: AgentStatus) -> bool:
 
 @contextmanager
 def no_agent(clinic: Clinic) -> Iterator[None]:
+    if clinic.agent.mode == "ebpf":  # other modes have names in what they program
+        with clinic.lab.inside("node"):
+            until(lambda: has_name(recall(memory_path(str(clinic.agent.socket)))), "the agent has written names down")
     clinic.agent.kill()
     try:
         yield
     finally:
         clinic.agent.start()
+
+
+def has_name(memory: Memory | None) -> bool:
+    return memory is not None and any(name.startswith(NAME) for name in memory.names.values())
 
 
 def put(*pods: str, **spec: object) -> Provoke:
@@ -118,6 +127,7 @@ INCIDENTS = [
     Incident("forwarding is off", lambda clinic: clinic.setting("ipv4/ip_forward", "0"), (NAME,), "forwarding-off"),
     Incident("the API server is unreachable", no_api, (), "api-unreachable"),
     Incident("the agent is dead", no_agent, (), "no-agent"),
+    Incident("the agent is dead, and a service is asked about", no_agent, (NAME,), "no-agent"),
 ]
 
 

@@ -16,6 +16,7 @@ from controller.commands.doctor import look
 from controller.commands.doctor.checks import diagnose, node_findings, service_findings
 from controller.commands.doctor.facts import Diagnosis
 from controller.commands.explain import PodAddress, ask_agent, named_target, no_pods, packets_of, target
+from controller.commands.names import asked_for
 from controller.errors import ConfigError
 from controller.semantics.explain import Packet
 
@@ -62,6 +63,9 @@ def _packet(args: argparse.Namespace, pod_address: PodAddress) -> Packet | None:
     Raises:
         ConfigError: the command line cannot be used.
     """
+    if args.namespace and not args.service:
+        raise ConfigError("-n needs the name of a service: doctor NAME -n NAMESPACE")
+    args.service = asked_for(args.service, args.namespace).service
     if args.service and args.target:
         raise ConfigError("a service or a packet? name the service, or the packet's destination with --to")
     if args.source and not (args.target or args.service):
