@@ -132,6 +132,8 @@ NODES = [
     pytest.param({"events": (EVENT,)}, "drops", "warning", id="recent drops"),
     pytest.param({"reverse_path_drops": 3}, "reverse-path", "warning", id="rp_filter drops"),
     pytest.param({"programmed": {"ebpf": 7}}, "no-agent", "problem", id="no agent"),
+    pytest.param({"unasked": True}, "no-agent", "problem", id="an agent that cannot be asked"),
+    pytest.param({"starting": "reading objects"}, "no-agent", "warning", id="an agent that starts"),
 ]
 # fmt: on
 

@@ -102,6 +102,9 @@ def _without_agent(facts: NodeFacts) -> Finding:
     if facts.starting:
         text = f"the agent is starting ({facts.starting}): {what}"
         return Finding("warning", "agent", text, "ask again in some seconds", "no-agent")
+    if facts.unasked:
+        text = f"the agent cannot be asked: {facts.no_agent}"
+        return Finding("problem", "agent", text, "ask as root, on the node itself; else read its log", "no-agent")
     text = f"no agent runs: {what}"
     return Finding("problem", "agent", text, f"start it, and read its log ({facts.no_agent})", "no-agent")
 

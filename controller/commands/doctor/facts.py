@@ -63,6 +63,7 @@ class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
     now: float
     agent: AgentStatus | None = None
     no_agent: str = ""  # why none answers, and since when
+    unasked: bool = False  # it may run: the question failed in another way
     starting: str = ""  # at which part of its start it is
     programmed: dict[str, int] = {}  # mode -> service ports, as its view tells
     other_proxies: tuple[str, ...] = ()

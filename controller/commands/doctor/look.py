@@ -75,6 +75,7 @@ def at_node(args: argparse.Namespace) -> Node:
         now=time.time(),
         agent=agent,
         no_agent=(here.note if here and here.note else str(error)) if error else "",
+        unasked=error is not None and not isinstance(error, NoAgentError),
         starting=error.part if isinstance(error, StartingError) else "",
         programmed={name: sum(row.mode == name for row in rows) for name, _ in here.views} if here else {},
         other_proxies=_other_proxies(agent, here),
