@@ -21,6 +21,7 @@ from controller.serving.memory import Memory, memory_path, recall
 from controller.serving.protocol import AgentStatus
 from tests import namespaces
 from tests.waiting import until
+from workshop.lab.namespace import DEADLINES
 
 from .clinic import HANGS, NAME, NOBODY, NODE_PORT, PODS, PROPERTY, Clinic, clinic_of
 
@@ -154,7 +155,7 @@ def test_doctor_names_the_incident(
     assert (found.cause, found.certain) == (incident.cause if happens else "", incident.certain), found
     problems = [each.cause for each in found.findings if each.mark == "problem"]
     assert (code, found.well) == ((1, False) if problems else (0, True)), found
-    assert found.seconds < 12, found
+    assert found.seconds < 6 * DEADLINES, found
     words = found.verdict.replace(f":{clinic.api.port} ", ":6443 ").replace(f"mode {mode} serves", "the mode serves")
     words = re.sub(r"counted \d+ packets", "counted 9 packets", words)
     request.node.user_properties.append((PROPERTY, (incident.words, mode, words, f"{found.seconds:.1f}")))
