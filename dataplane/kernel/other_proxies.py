@@ -198,10 +198,8 @@ def _proxy_name(pid: str) -> str | None:
     if first == "kube-proxy":
         return "kube-proxy"
     for position, argument in enumerate(arguments[:4]):
-        program = argument.rpartition("/")[2] == "hybrid-proxy" or arguments[max(0, position - 1) : position + 1] == [
-            "-m",
-            "controller",
-        ]
+        module = arguments[max(0, position - 1)] == "-m" and argument.rpartition(".")[2] == "controller"
+        program = module or argument.rpartition("/")[2] == "hybrid-proxy"
         if program and arguments[position + 1 : position + 2] == ["run"] and not first.startswith(("nsenter", "sh")):
             return "hybrid-proxy run"
     return None

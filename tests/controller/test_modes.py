@@ -317,7 +317,8 @@ class TestAgent:
         assert agent.status().synced
 
     def test_what_cannot_be_put_right_fails_health_and_status(self, start, lab):
-        agent = start("broken", f"--healthz-bind-address=127.0.0.1:{HEALTH}")
+        agent = start("broken", f"--healthz-bind-address=127.0.0.1:{HEALTH}", wait=False)
+        agent.timed_start()  # it may drift before anybody has seen it in sync
         until(lambda: agent.status().drift == ["a link cannot be put back"], "what is not in place")
         assert not agent.status().synced
         shown = agent.command("status", "--admin-socket", str(agent.socket)).stdout
