@@ -62,7 +62,7 @@ check: setup ## formatters, linters, types and the import contracts
 	$(Q)clang-format --dry-run --Werror $(SOURCES) $(HEADERS)
 
 bench: setup ## run the benchmarks, or one: make bench BENCH=selection
-	$(Q)$(PYTHON) -m workshop.benchmarks $(BENCH)
+	$(Q)$(PYTHON) -m hybrid_proxy.workshop.benchmarks $(BENCH)
 
 # With what `make compare-vm` has measured, if it has.
 compare: setup ## compare the modes on this machine, a quarter of an hour: ARGS="--services 10,1000,10000"; build/compare/report.html
@@ -73,7 +73,7 @@ compare: setup ## compare the modes on this machine, a quarter of an hour: ARGS=
 compare-vm: vm ## the same, with mode ipvs too, in a virtual machine; under an hour: build/compare-vm/report.html
 	$(Q)mkdir -p build/compare-vm
 	$(Q)$(PYTHON) -m tests.vm run 6.1 --memory 3072 --timeout 7200 --share build/compare-vm -- \
-		env PATH="$(CURDIR)/$(TOOLS):/usr/sbin:/usr/bin:/sbin:/bin" $(VENV)/bin/python -m controller compare \
+		env PATH="$(CURDIR)/$(TOOLS):/usr/sbin:/usr/bin:/sbin:/bin" $(VENV)/bin/python -m hybrid_proxy.controller compare \
 		--services 100 --changes 3 --state $(CURDIR)/build/compare-vm/state $(ARGS)
 	$(Q)$(VENV)/bin/hybrid-proxy compare --from build/compare-vm/state --report build/compare-vm/report.html
 
@@ -84,13 +84,13 @@ vm: setup $(STAMPS)/vm ## install what tests on other kernels need (QEMU)
 bpf: $(BUILT) ## compile the BPF programs (clang)
 
 docs: setup ## write what is generated from definitions: docs/configuration.md, its JSON schema, docs/output.md, docs/hybrid-proxy.8, the tree in docs/architecture.md
-	$(Q)$(PYTHON) -m controller.settings.reference .
-	$(Q)$(PYTHON) -m workshop.output .
-	$(Q)$(PYTHON) -m workshop.manual .
-	$(Q)$(PYTHON) -m workshop.house .
+	$(Q)$(PYTHON) -m hybrid_proxy.controller.settings.reference .
+	$(Q)$(PYTHON) -m hybrid_proxy.workshop.output .
+	$(Q)$(PYTHON) -m hybrid_proxy.workshop.manual .
+	$(Q)$(PYTHON) -m hybrid_proxy.workshop.house .
 
 pictures: setup ## make the moving picture of the demo and that of `top` anew, on a machine with nothing else to do (root)
-	$(Q)$(PYTHON) -m workshop.lab.recording docs/demo.svg
+	$(Q)$(PYTHON) -m hybrid_proxy.workshop.lab.recording docs/demo.svg
 	$(Q)$(PYTHON) -m tests.workshop.top.screenshot docs/top.svg
 
 format: setup ## format Python and C in place
@@ -163,7 +163,7 @@ $(STAMPS)/lab: Makefile tests/deploy/kubectl.py tests/deploy/helm.py $(TOOLS)/ng
 # What `hybrid-proxy trace` measures with. Without it the tests of that are skipped, and say so.
 $(STAMPS)/trace: Makefile workshop/tracing/headers.py $(STAMPS)/apt $(STAMPS)/venv
 	-$(call packages,$(APT_TRACE))
-	-$(Q)$(PYTHON) -m controller trace --fetch-headers >/dev/null
+	-$(Q)$(PYTHON) -m hybrid_proxy.controller trace --fetch-headers >/dev/null
 	@touch $@
 
 $(STAMPS)/apt: Makefile

@@ -26,7 +26,7 @@ class BuildWithBpf(build_py):
         super().run()
         if not self.editable_mode:
             for example in sorted((HERE / "examples").glob("*.yaml")):
-                self.copy_file(str(example), str(self._inside("workshop/lab/manifests") / example.name))
+                self.copy_file(str(example), str(self._inside("hybrid_proxy/workshop/lab/manifests") / example.name))
 
     def _inside(self, folder: str) -> Path:
         target = Path(self.build_lib) / folder

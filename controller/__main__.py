@@ -1,10 +1,10 @@
-"""`python -m controller`, and the command `hybrid-proxy`."""
+"""`python -m hybrid_proxy.controller`, and the command `hybrid-proxy`."""
 
 from __future__ import annotations
 
 import sys
 
-from controller import cli
+from hybrid_proxy.controller import cli
 
 
 def main() -> int:

@@ -16,12 +16,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from controller import __version__
-from controller.errors import ConfigError, ControllerError
-from controller.settings.config import ADMIN_SOCKET, from_flags
-from controller.settings.documents import FILES, IPVS_MODE, LOG, MORE, NODE, SERVERS, SERVICES, SOURCES
-from controller.settings.flags import add_flag, add_flags, add_removed_flags
-from dataplane.errors import DataplaneError
+from hybrid_proxy.controller import __version__
+from hybrid_proxy.controller.errors import ConfigError, ControllerError
+from hybrid_proxy.controller.settings.config import ADMIN_SOCKET, from_flags
+from hybrid_proxy.controller.settings.documents import FILES, IPVS_MODE, LOG, MORE, NODE, SERVERS, SERVICES, SOURCES
+from hybrid_proxy.controller.settings.flags import add_flag, add_flags, add_removed_flags
+from hybrid_proxy.dataplane.errors import DataplaneError
 
 OK, FAILED, USAGE = 0, 1, 2
 EXIT_CODES: Final = """
@@ -650,7 +650,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code. `--help` and unknown flags raise SystemExit, as argparse does."""
     root = parser()
     if "_ARGCOMPLETE" in os.environ:
-        from controller.commands import completion
+        from hybrid_proxy.controller.commands import completion
 
         completion.answer(root, commands_of(root).values())
     args = _parsed(root, sys.argv[1:] if arguments is None else arguments)
@@ -692,7 +692,7 @@ def commands_of(root: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPar
 
 
 def _meant(typed: str, known: Iterable[str]) -> str:
-    from controller.commands.names import closest, either
+    from hybrid_proxy.controller.commands.names import closest, either
 
     found = closest(typed, known)
     return f"; did you mean {either(found)}?" if found else ""
@@ -701,62 +701,62 @@ def _meant(typed: str, known: Iterable[str]) -> str:
 def _call(args: argparse.Namespace) -> int:
     match args.command:
         case "explain":
-            from controller.commands import explain
+            from hybrid_proxy.controller.commands import explain
 
             return explain.show(args, _address_in_lab)
         case "compare":
-            from workshop.compare import commands as compare
+            from hybrid_proxy.workshop.compare import commands as compare
 
             return compare.main(args)
         case "lab":
-            from workshop.lab import commands
+            from hybrid_proxy.workshop.lab import commands
 
             return commands.main(args)
         case "run":
             return _run(args)
         case "cleanup":
-            from controller.agent import loop
+            from hybrid_proxy.controller.agent import loop
 
             return loop.cleanup(from_flags(vars(args)), args.drain)
         case "takeover":
-            from controller.commands import takeover
+            from hybrid_proxy.controller.commands import takeover
 
             return takeover.run(args)
         case "completion":
-            from controller.commands import completion
+            from hybrid_proxy.controller.commands import completion
 
             return completion.show(args.shell)
         case "bundle":
-            from controller.commands import bundle
+            from hybrid_proxy.controller.commands import bundle
 
             return bundle.run(args)
         case "doctor":
-            from controller.commands.doctor import command as doctor
+            from hybrid_proxy.controller.commands.doctor import command as doctor
 
             return doctor.run(args, _address_in_lab)
         case "top":
-            from workshop.top import command
+            from hybrid_proxy.workshop.top import command
 
             return command.main(args)
         case "trace" if (code := _measured(args)) is not None:
             return code
         case "switch" | "drain":
-            from controller.commands import switch
+            from hybrid_proxy.controller.commands import switch
 
             return switch.show(args.command, args)
         case "drops" | "trace":
-            from controller.commands import watch
+            from hybrid_proxy.controller.commands import watch
 
             return watch.show(args.command, args)
-    from controller.commands import inspect
+    from hybrid_proxy.controller.commands import inspect
 
     return inspect.show(args.command, args)
 
 
 def _measured(args: argparse.Namespace) -> int | None:
     """`trace` with a view, or for its headers; None: without."""
-    from controller.commands.explain import target
-    from workshop.tracing import show
+    from hybrid_proxy.controller.commands.explain import target
+    from hybrid_proxy.workshop.tracing import show
 
     view = show.view_of(args)
     if view is None:
@@ -766,7 +766,7 @@ def _measured(args: argparse.Namespace) -> int | None:
 
 def _address_in_lab(pod: str, family: int) -> str:
     """The address of a pod of the lab around this process, or of the only one that stands."""
-    from workshop.lab.commands import address_of
+    from hybrid_proxy.workshop.lab.commands import address_of
 
     return address_of(pod, family)
 
@@ -775,7 +775,7 @@ def _run(args: argparse.Namespace) -> int:
     flags = vars(args)
     loaded = None
     if args.config or args.write_config_to:  # otherwise nothing of documents and YAML is needed
-        from controller.settings import configfile
+        from hybrid_proxy.controller.settings import configfile
 
         loaded = configfile.load(Path(args.config), flags) if args.config else configfile.of_flags(flags)
         if args.write_config_to:
@@ -783,8 +783,8 @@ def _run(args: argparse.Namespace) -> int:
                 _say(f"warning: {warning}")
             configfile.write(Path(args.write_config_to), loaded)
             return OK
-    from controller.agent import loop
-    from controller.agent.config_follower import Followed
+    from hybrid_proxy.controller.agent import loop
+    from hybrid_proxy.controller.agent.config_follower import Followed
 
     config = loaded.config if loaded else from_flags(flags)
     followed = Followed(Path(args.config), flags, loaded) if loaded else None

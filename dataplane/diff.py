@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataplane.table import ServiceTable
+from hybrid_proxy.dataplane.table import ServiceTable
 
 
 def changed_services(old: ServiceTable, new: ServiceTable) -> frozenset[str]:

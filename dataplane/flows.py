@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.table import Protocol
+from hybrid_proxy.dataplane.table import Protocol
 
 
 class TcpState(IntEnum):

@@ -22,13 +22,13 @@ from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
 
-from dataplane.errors import DataplaneError
-from dataplane.flows import FlowFlag, Flows, Half, HandOver, Mask, concatenated
-from dataplane.kernel.conntrack_flows import delete, insert, loosen, reasons
-from dataplane.kernel.grace import wait_for_programs
-from dataplane.passage import Passage
-from dataplane.table import Protocol as Transport
-from dataplane.table import ServiceTable
+from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.flows import FlowFlag, Flows, Half, HandOver, Mask, concatenated
+from hybrid_proxy.dataplane.kernel.conntrack_flows import delete, insert, loosen, reasons
+from hybrid_proxy.dataplane.kernel.grace import wait_for_programs
+from hybrid_proxy.dataplane.passage import Passage
+from hybrid_proxy.dataplane.table import Protocol as Transport
+from hybrid_proxy.dataplane.table import ServiceTable
 
 DSR: Final = "direct server return: answers do not pass this node"
 SCTP: Final = "SCTP: the tags of an association are not known"

@@ -11,17 +11,17 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from dataplane.errors import Unsupported
-from dataplane.kernel import xtables
-from dataplane.kernel.dummy import Dummy
-from dataplane.kernel.ipset import Ipsets
-from dataplane.kernel.ipvs import Ipvs, connections
-from dataplane.kernel.links import read_node
-from dataplane.kernel.other_proxies import IPVS_DEVICE, tables_named
-from dataplane.nftables.wire import remove_tables
-from dataplane.other_proxies import KubeProxyRules, kube_proxy_rules
-from dataplane.table import Protocol
-from dataplane.virtual_servers import Change, Server, Verb
+from hybrid_proxy.dataplane.errors import Unsupported
+from hybrid_proxy.dataplane.kernel import xtables
+from hybrid_proxy.dataplane.kernel.dummy import Dummy
+from hybrid_proxy.dataplane.kernel.ipset import Ipsets
+from hybrid_proxy.dataplane.kernel.ipvs import Ipvs, connections
+from hybrid_proxy.dataplane.kernel.links import read_node
+from hybrid_proxy.dataplane.kernel.other_proxies import IPVS_DEVICE, tables_named
+from hybrid_proxy.dataplane.nftables.wire import remove_tables
+from hybrid_proxy.dataplane.other_proxies import KubeProxyRules, kube_proxy_rules
+from hybrid_proxy.dataplane.table import Protocol
+from hybrid_proxy.dataplane.virtual_servers import Change, Server, Verb
 
 TABLE: Final = "kube-proxy"
 TABLES: Final = ("filter", "mangle", "nat")

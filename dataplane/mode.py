@@ -7,7 +7,7 @@ from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
-from dataplane.reports import (
+from hybrid_proxy.dataplane.reports import (
     BackendRow,
     Ejection,
     ExplainAnswer,
@@ -18,7 +18,7 @@ from dataplane.reports import (
     TrafficRow,
     Unprogrammed,
 )
-from dataplane.table import Remembered, ServiceTable
+from hybrid_proxy.dataplane.table import Remembered, ServiceTable
 
 RequestMaintenance = Callable[[], None]  # from any thread: have `Programmer.maintain` called at once, something drifted
 

@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from dataplane.diff import changed_services
-from dataplane.errors import DataplaneError, SyncError, Unsupported
-from dataplane.kernel import sysctl
-from dataplane.kernel.conntrack import Key, delete_stale, delete_translated, open_flows, open_renumbered
-from dataplane.kernel.nfmonitor import watch_ruleset
-from dataplane.kernel.other_proxies import may_have_left
-from dataplane.mode import Options, ProbePacket, RequestMaintenance, SyncResult
-from dataplane.reports import Ejection, ExplainAnswer, Status, TrafficRow, Unprogrammed
-from dataplane.stale import Socket
-from dataplane.table import EMPTY, Entry, EntryKey, NodeNetwork, Protocol, ServiceTable, family_of
+from hybrid_proxy.dataplane.diff import changed_services
+from hybrid_proxy.dataplane.errors import DataplaneError, SyncError, Unsupported
+from hybrid_proxy.dataplane.kernel import sysctl
+from hybrid_proxy.dataplane.kernel.conntrack import Key, delete_stale, delete_translated, open_flows, open_renumbered
+from hybrid_proxy.dataplane.kernel.nfmonitor import watch_ruleset
+from hybrid_proxy.dataplane.kernel.other_proxies import may_have_left
+from hybrid_proxy.dataplane.mode import Options, ProbePacket, RequestMaintenance, SyncResult
+from hybrid_proxy.dataplane.reports import Ejection, ExplainAnswer, Status, TrafficRow, Unprogrammed
+from hybrid_proxy.dataplane.stale import Socket
+from hybrid_proxy.dataplane.table import EMPTY, Entry, EntryKey, NodeNetwork, Protocol, ServiceTable, family_of
 
 if TYPE_CHECKING:
-    from dataplane.flows import Flows
+    from hybrid_proxy.dataplane.flows import Flows
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +42,10 @@ def relays(node: NodeNetwork) -> Collection[Socket]:
     """Where on this node a relay of mode userspace takes datagrams, as its table says."""
     if not may_have_left("userspace", None):
         return ()
-    from dataplane.kernel.nfnetlink import NftablesError
-    from dataplane.nftables.expressions import FAMILIES
-    from dataplane.nftables.schema import PORT, PROTOCOL, Set
-    from dataplane.nftables.wire import Kernel
+    from hybrid_proxy.dataplane.kernel.nfnetlink import NftablesError
+    from hybrid_proxy.dataplane.nftables.expressions import FAMILIES
+    from hybrid_proxy.dataplane.nftables.schema import PORT, PROTOCOL, Set
+    from hybrid_proxy.dataplane.nftables.wire import Kernel
 
     found = set[Socket]()
     with contextlib.closing(Kernel(RELAY_TABLE, {RELAY_PORTS: Set(RELAY_PORTS, (PROTOCOL, PORT))})) as kernel:
@@ -260,7 +260,9 @@ def translated_flows(table: ServiceTable) -> Flows:
     Raises:
         OSError, DataplaneError: conntrack cannot be read.
     """
-    from dataplane.kernel.conntrack_flows import translated  # numpy takes 20 MB, of which only this has use
+    from hybrid_proxy.dataplane.kernel.conntrack_flows import (
+        translated,  # numpy takes 20 MB, of which only this has use
+    )
 
     own = {ip_address(address).packed for address in (*table.node.addresses, "127.0.0.1", "::1")}
     return translated(frontends(table), own)

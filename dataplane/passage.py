@@ -15,17 +15,17 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from dataplane.flows import Flows
-from dataplane.kernel.conntrack_flows import delete, insert
-from dataplane.kernel.grace import wait_for_programs
-from dataplane.kernel.netlink import ATTRIBUTE, NESTED
-from dataplane.kernel.nfnetlink import NftablesError
-from dataplane.nftables import operations as op
-from dataplane.nftables import uapi as nf
-from dataplane.nftables.expressions import FAMILIES, Family, rule, set_zone
-from dataplane.nftables.ruleset import add
-from dataplane.nftables.schema import ADDRESS, PORT, PROTOCOL, Chain, Hook, Set
-from dataplane.nftables.wire import Kernel, remove_tables
+from hybrid_proxy.dataplane.flows import Flows
+from hybrid_proxy.dataplane.kernel.conntrack_flows import delete, insert
+from hybrid_proxy.dataplane.kernel.grace import wait_for_programs
+from hybrid_proxy.dataplane.kernel.netlink import ATTRIBUTE, NESTED
+from hybrid_proxy.dataplane.kernel.nfnetlink import NftablesError
+from hybrid_proxy.dataplane.nftables import operations as op
+from hybrid_proxy.dataplane.nftables import uapi as nf
+from hybrid_proxy.dataplane.nftables.expressions import FAMILIES, Family, rule, set_zone
+from hybrid_proxy.dataplane.nftables.ruleset import add
+from hybrid_proxy.dataplane.nftables.schema import ADDRESS, PORT, PROTOCOL, Chain, Hook, Set
+from hybrid_proxy.dataplane.nftables.wire import Kernel, remove_tables
 
 TABLE: Final = "hybrid-proxy-handover"
 ZONE: Final = 0x6870

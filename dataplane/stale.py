@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-from dataplane.table import Entry, Frontend, Protocol, ServiceTable, family_of
+from hybrid_proxy.dataplane.table import Entry, Frontend, Protocol, ServiceTable, family_of
 
 Socket = tuple[str, int]  # address and port
 

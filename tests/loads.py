@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 
-from workshop.lab.namespace import DEADLINES
-from workshop.lab.traffic import Tally
+from hybrid_proxy.workshop.lab.namespace import DEADLINES
+from hybrid_proxy.workshop.lab.traffic import Tally
 
 __all__ = ["goes_on"]
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import pytest
 from pyroute2 import IPRoute
 
-from workshop.lab.namespace import CLONE_NEWNET
-from workshop.lab.network import Lab
+from hybrid_proxy.workshop.lab.namespace import CLONE_NEWNET
+from hybrid_proxy.workshop.lab.network import Lab
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LABS = itertools.count()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from workshop.lab import pins
+from hybrid_proxy.workshop.lab import pins
 
 
 @contextmanager

@@ -16,10 +16,17 @@ import pytest
 
 OUTSIDE: Final = frozenset(
     {
-        "subprocess", "multiprocessing", "aiohttp", "textual", "dataplane.kernel.bpf", "workshop.lab.agent",
-        "workshop.lab.namespace", "workshop.lab.network", "workshop.lab.traffic",
+        "subprocess",
+        "multiprocessing",
+        "aiohttp",
+        "textual",
+        "hybrid_proxy.dataplane.kernel.bpf",
+        "hybrid_proxy.workshop.lab.agent",
+        "hybrid_proxy.workshop.lab.namespace",
+        "hybrid_proxy.workshop.lab.network",
+        "hybrid_proxy.workshop.lab.traffic",
     }
-)  # fmt: skip
+)
 SLOW: Final = ("root", "long", "guest", "kernel")
 
 

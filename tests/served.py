@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from workshop.lab.agent import Agent
-from workshop.lab.apiserver import ApiServer, endpoint_slice, node, service
-from workshop.lab.namespace import DEADLINES
-from workshop.lab.network import NODE_NAMES, Lab
+from hybrid_proxy.workshop.lab.agent import Agent
+from hybrid_proxy.workshop.lab.apiserver import ApiServer, endpoint_slice, node, service
+from hybrid_proxy.workshop.lab.namespace import DEADLINES
+from hybrid_proxy.workshop.lab.network import NODE_NAMES, Lab
 
 ME = NODE_NAMES["node"]
 HEALTH, METRICS = 10256, 10249
@@ -24,9 +24,9 @@ SYNC_PERIOD = 1.0  # so that a change may wait two seconds
 
 FRAGILE = """
     from pathlib import Path
-    from dataplane.errors import SyncError
-    from dataplane.mode import Mode, SyncResult
-    from dataplane.reports import Fill, Status, TrafficCounts, TrafficRow
+    from hybrid_proxy.dataplane.errors import SyncError
+    from hybrid_proxy.dataplane.mode import Mode, SyncResult
+    from hybrid_proxy.dataplane.reports import Fill, Status, TrafficCounts, TrafficRow
 
     class Fragile:
         name = "fragile"
@@ -51,9 +51,9 @@ FRAGILE = """
     MODE = Mode("fragile", Fragile, lambda options: 0, lambda options: None, lambda options, names: None)
 """
 PROGRAM = """
-import sys, dataplane.modes
-dataplane.modes.__path__.append(sys.argv.pop(1))
-from controller.__main__ import main
+import sys, hybrid_proxy.dataplane.modes
+hybrid_proxy.dataplane.modes.__path__.append(sys.argv.pop(1))
+from hybrid_proxy.controller.__main__ import main
 sys.exit(main())
 """
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from dataplane.table import Backend, BackendSet, Entry, Frontend, Kind, Masquerade, Protocol
+from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Frontend, Kind, Masquerade, Protocol
 
 
 class Front(msgspec.Struct, frozen=True):

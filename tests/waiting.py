@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from workshop.lab.namespace import DEADLINES
+from hybrid_proxy.workshop.lab.namespace import DEADLINES
 
 __all__ = ["until"]
 

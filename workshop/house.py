@@ -59,7 +59,7 @@ def _lines(folder: Path, modules: list[Path], root: Path, pure: list[str], depth
 
 
 def _marked(path: Path, root: Path, pure: list[str]) -> str:
-    name = path.relative_to(root).with_suffix("").as_posix().replace("/", ".")
+    name = "hybrid_proxy." + path.relative_to(root).with_suffix("").as_posix().replace("/", ".")
     is_pure = any(fnmatch.fnmatch(name, pattern) or name.startswith(f"{pattern}.") for pattern in pure)
     return path.stem + "*" * is_pure
 

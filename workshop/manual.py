@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from controller import __version__
-from controller.cli import ENVIRONMENT, EXIT_CODES, commands_of, parser
+from hybrid_proxy.controller import __version__
+from hybrid_proxy.controller.cli import ENVIRONMENT, EXIT_CODES, commands_of, parser
 
 __all__ = ["PAGE", "page"]
 

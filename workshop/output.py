@@ -11,13 +11,13 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from controller.commands.bundle import Bundle
-from controller.commands.doctor.facts import Diagnosis
-from controller.commands.listings import ModeRow
-from controller.commands.switch import Left, Switched
-from controller.serving.protocol import AgentStatus, NoAgentStatus
-from dataplane.reports import BackendRow, ExplainAnswer, FlowRow, PacketEvent, ServiceRow
-from workshop.top.command import Look
+from hybrid_proxy.controller.commands.bundle import Bundle
+from hybrid_proxy.controller.commands.doctor.facts import Diagnosis
+from hybrid_proxy.controller.commands.listings import ModeRow
+from hybrid_proxy.controller.commands.switch import Left, Switched
+from hybrid_proxy.controller.serving.protocol import AgentStatus, NoAgentStatus
+from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, FlowRow, PacketEvent, ServiceRow
+from hybrid_proxy.workshop.top.command import Look
 
 __all__ = ["PAGE", "page"]
 

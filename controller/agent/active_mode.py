@@ -23,8 +23,8 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from controller.agent.draining import Draining
-from controller.agent.modes import (
+from hybrid_proxy.controller.agent.draining import Draining
+from hybrid_proxy.controller.agent.modes import (
     clean_others,
     collect,
     forget_connections,
@@ -35,11 +35,11 @@ from controller.agent.modes import (
     remembered,
     take_over,
 )
-from controller.serving.protocol import ModeStatus
-from controller.settings.config import Config
-from dataplane.errors import DataplaneError, Unsupported
-from dataplane.mode import Drains, PacketEvents, Programmer
-from dataplane.table import Remembered, ServiceTable
+from hybrid_proxy.controller.serving.protocol import ModeStatus
+from hybrid_proxy.controller.settings.config import Config
+from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
+from hybrid_proxy.dataplane.mode import Drains, PacketEvents, Programmer
+from hybrid_proxy.dataplane.table import Remembered, ServiceTable
 
 ANSWERS_SECONDS: Final = 1.0  # in which answers to the last datagrams come back the way that they went
 

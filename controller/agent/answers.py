@@ -15,25 +15,25 @@ from typing import Any, Final
 
 import msgspec
 
-from controller import __version__
-from controller.agent.active_mode import ActiveMode
-from controller.agent.config_follower import ConfigFollower
-from controller.agent.event_queue import EventQueue
-from controller.agent.notebook import Notebook
-from controller.agent.other_proxies import OtherProxiesWatcher
-from controller.agent.process import resident_bytes
-from controller.agent.syncer import Syncer
-from controller.errors import ControllerError
-from controller.kubernetes import Source
-from controller.semantics.explain import Explainer, Packet, destination_of
-from controller.serving import protocol as p
-from controller.serving.health import Health
-from controller.serving.http_handlers import HttpHandlers
-from dataplane.errors import DataplaneError
-from dataplane.handover import TranslatesByMaps, from_conntrack
-from dataplane.mode import PacketEvents, belongs
-from dataplane.netfilter import translated_flows
-from dataplane.table import Entry, Kind, ServiceTable
+from hybrid_proxy.controller import __version__
+from hybrid_proxy.controller.agent.active_mode import ActiveMode
+from hybrid_proxy.controller.agent.config_follower import ConfigFollower
+from hybrid_proxy.controller.agent.event_queue import EventQueue
+from hybrid_proxy.controller.agent.notebook import Notebook
+from hybrid_proxy.controller.agent.other_proxies import OtherProxiesWatcher
+from hybrid_proxy.controller.agent.process import resident_bytes
+from hybrid_proxy.controller.agent.syncer import Syncer
+from hybrid_proxy.controller.errors import ControllerError
+from hybrid_proxy.controller.kubernetes import Source
+from hybrid_proxy.controller.semantics.explain import Explainer, Packet, destination_of
+from hybrid_proxy.controller.serving import protocol as p
+from hybrid_proxy.controller.serving.health import Health
+from hybrid_proxy.controller.serving.http_handlers import HttpHandlers
+from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.handover import TranslatesByMaps, from_conntrack
+from hybrid_proxy.dataplane.mode import PacketEvents, belongs
+from hybrid_proxy.dataplane.netfilter import translated_flows
+from hybrid_proxy.dataplane.table import Entry, Kind, ServiceTable
 
 ANSWER_SECONDS: Final = 30.0
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from controller.kubernetes.model import (
+from hybrid_proxy.controller.kubernetes.model import (
     EndpointSlice,
     Event,
     Problem,

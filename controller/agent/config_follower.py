@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from controller.errors import ConfigError
-from controller.serving.protocol import ConfigurationStatus
+from hybrid_proxy.controller.errors import ConfigError
+from hybrid_proxy.controller.serving.protocol import ConfigurationStatus
 
 if TYPE_CHECKING:
-    from controller.settings.config import Config
-    from controller.settings.configfile import Change, Loaded
+    from hybrid_proxy.controller.settings.config import Config
+    from hybrid_proxy.controller.settings.configfile import Change, Loaded
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class ConfigFollower:
         """Report each change of the file, from a thread, until `stop` is set."""
         if self._followed is None:
             return
-        from controller.settings.configfile import follow
+        from hybrid_proxy.controller.settings.configfile import follow
 
         path, flags, loaded = self._followed
         arguments = path, flags, loaded.content, report, stop
@@ -54,7 +54,7 @@ class ConfigFollower:
 
     def propose(self, found: Loaded | ConfigError) -> Change | None:
         """What the changed file comes to, None: it cannot be used, as is logged."""
-        from controller.settings.configfile import change
+        from hybrid_proxy.controller.settings.configfile import change
 
         assert self._followed is not None
         try:
@@ -86,7 +86,7 @@ class ConfigFollower:
 
     def in_effect(self) -> list[dict[str, Any]]:
         """The configuration in effect, as documents."""
-        from controller.settings.configfile import in_effect, of_flags
+        from hybrid_proxy.controller.settings.configfile import in_effect, of_flags
 
         return in_effect(self._followed.loaded if self._followed else of_flags(self._flags))
 

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from controller.errors import ControllerError
-from controller.serving.protocol import DrainingMode, described
-from dataplane.errors import DataplaneError, Unsupported
-from dataplane.flows import HandOver
-from dataplane.handover import hand_over
-from dataplane.mode import Drains, Programmer
-from dataplane.table import EMPTY, ServiceTable
+from hybrid_proxy.controller.errors import ControllerError
+from hybrid_proxy.controller.serving.protocol import DrainingMode, described
+from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
+from hybrid_proxy.dataplane.flows import HandOver
+from hybrid_proxy.dataplane.handover import hand_over
+from hybrid_proxy.dataplane.mode import Drains, Programmer
+from hybrid_proxy.dataplane.table import EMPTY, ServiceTable
 
 log = logging.getLogger(__name__)
 

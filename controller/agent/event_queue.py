@@ -12,8 +12,8 @@ import queue
 import threading
 from typing import Final, Generic, TypeVar
 
-from controller.agent.coalescing import PendingEvents, QueuedEvent
-from controller.kubernetes.model import Event
+from hybrid_proxy.controller.agent.coalescing import PendingEvents, QueuedEvent
+from hybrid_proxy.controller.kubernetes.model import Event
 
 Message = TypeVar("Message")
 

@@ -23,35 +23,42 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from controller.agent.active_mode import ActiveMode, Phase
-from controller.agent.answers import Answers, Query, ask
-from controller.agent.config_follower import ConfigFollower, Followed
-from controller.agent.event_queue import EventQueue
-from controller.agent.maintenance import Maintenance
-from controller.agent.modes import DRAIN_SECONDS, clean_others, collect, drain_modes, hold_namespace, open_mode
-from controller.agent.node_setup import prepare
-from controller.agent.notebook import Notebook
-from controller.agent.other_proxies import OtherProxiesWatcher
-from controller.agent.process import begin_fast, settle_down, start_logging, trim_memory
-from controller.agent.syncer import MIN_REST, State, Syncer
-from controller.errors import ConfigError, ControllerError, SourceError
-from controller.kubernetes import Source
-from controller.kubernetes.events import Recorder
-from controller.kubernetes.model import Replaced
-from controller.semantics.cluster import Cluster
-from controller.serving.counters import Counters
-from controller.serving.health import Health
-from controller.serving.http_handlers import HttpHandlers
-from controller.serving.memory import forget, memory_path
-from controller.serving.protocol import Answer, ModeStatus, Request, StartingAnswer, SwitchAnswer
-from controller.settings.config import Config, available_modes, needs_reopening
-from dataplane.errors import DataplaneError, Unsupported
-from dataplane.kernel import sysctl
-from dataplane.mode import SyncResult
-from dataplane.netfilter import refuse_full_conntrack
+from hybrid_proxy.controller.agent.active_mode import ActiveMode, Phase
+from hybrid_proxy.controller.agent.answers import Answers, Query, ask
+from hybrid_proxy.controller.agent.config_follower import ConfigFollower, Followed
+from hybrid_proxy.controller.agent.event_queue import EventQueue
+from hybrid_proxy.controller.agent.maintenance import Maintenance
+from hybrid_proxy.controller.agent.modes import (
+    DRAIN_SECONDS,
+    clean_others,
+    collect,
+    drain_modes,
+    hold_namespace,
+    open_mode,
+)
+from hybrid_proxy.controller.agent.node_setup import prepare
+from hybrid_proxy.controller.agent.notebook import Notebook
+from hybrid_proxy.controller.agent.other_proxies import OtherProxiesWatcher
+from hybrid_proxy.controller.agent.process import begin_fast, settle_down, start_logging, trim_memory
+from hybrid_proxy.controller.agent.syncer import MIN_REST, State, Syncer
+from hybrid_proxy.controller.errors import ConfigError, ControllerError, SourceError
+from hybrid_proxy.controller.kubernetes import Source
+from hybrid_proxy.controller.kubernetes.events import Recorder
+from hybrid_proxy.controller.kubernetes.model import Replaced
+from hybrid_proxy.controller.semantics.cluster import Cluster
+from hybrid_proxy.controller.serving.counters import Counters
+from hybrid_proxy.controller.serving.health import Health
+from hybrid_proxy.controller.serving.http_handlers import HttpHandlers
+from hybrid_proxy.controller.serving.memory import forget, memory_path
+from hybrid_proxy.controller.serving.protocol import Answer, ModeStatus, Request, StartingAnswer, SwitchAnswer
+from hybrid_proxy.controller.settings.config import Config, available_modes, needs_reopening
+from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
+from hybrid_proxy.dataplane.kernel import sysctl
+from hybrid_proxy.dataplane.mode import SyncResult
+from hybrid_proxy.dataplane.netfilter import refuse_full_conntrack
 
 if TYPE_CHECKING:
-    from controller.settings.configfile import Loaded
+    from hybrid_proxy.controller.settings.configfile import Loaded
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +125,7 @@ def cleanup(config: Config, drain: float | None = None) -> int:
     `drain` is for how many seconds open flows may go on before that, infinity: until they are over; None: as long as in
     a change of modes where another proxy is here, which takes the new ones, and not at all where none is.
     """
-    from controller.serving.admin import socket_path
+    from hybrid_proxy.controller.serving.admin import socket_path
 
     with hold_namespace():
         another = _another_proxy()
@@ -153,7 +160,7 @@ def _put_settings_back(another: bool) -> None:
 
 
 def _another_proxy() -> bool:
-    from dataplane.kernel.other_proxies import find_other_proxies
+    from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
 
     seen = find_other_proxies("")
     return bool(seen.kube_proxy or seen.kube_proxy_processes)
@@ -168,11 +175,11 @@ def prepare_node(config: Config) -> int:
 
 def _source_of(config: Config) -> Source:
     if config.manifests is not None:
-        from controller.kubernetes.manifests import Manifests
+        from hybrid_proxy.controller.kubernetes.manifests import Manifests
 
         return Manifests(config.manifests, config.settings.proxy_name or None)
-    from controller.kubernetes.apiserver import Kubernetes
-    from controller.kubernetes.rate_limit import RateLimit
+    from hybrid_proxy.controller.kubernetes.apiserver import Kubernetes
+    from hybrid_proxy.controller.kubernetes.rate_limit import RateLimit
 
     rate_limit = RateLimit(config.api_rate, config.api_burst)
     return Kubernetes(
@@ -284,12 +291,12 @@ class Agent:
             self.queue.put(_Fatal(f"no objects from {self.source.describe()}", error))
 
     def _watch_links(self) -> None:
-        from dataplane.kernel.links import watch
+        from hybrid_proxy.dataplane.kernel.links import watch
 
         watch(self._links.send, self._stop)
 
     def _serve_admin(self, stack: contextlib.ExitStack) -> None:
-        from controller.serving.admin import Server, socket_path
+        from hybrid_proxy.controller.serving.admin import Server, socket_path
 
         server = Server(socket_path(self.config.admin_socket), self._ask)
         stack.callback(server.close)
@@ -404,7 +411,7 @@ class Agent:
 
     def _read_addresses(self) -> None:
         if not self.config.node_addresses:
-            from dataplane.kernel.links import read_node
+            from hybrid_proxy.dataplane.kernel.links import read_node
 
             self.syncer.set_addresses(read_node().addresses)
 

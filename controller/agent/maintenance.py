@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from controller.agent.active_mode import ActiveMode
-from controller.kubernetes.events import Recorder
-from controller.serving.health import Health
-from dataplane.errors import DataplaneError
-from dataplane.mode import DriftCheck, Programmer
+from hybrid_proxy.controller.agent.active_mode import ActiveMode
+from hybrid_proxy.controller.kubernetes.events import Recorder
+from hybrid_proxy.controller.serving.health import Health
+from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.mode import DriftCheck, Programmer
 
 log = logging.getLogger(__name__)
 

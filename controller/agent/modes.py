@@ -13,15 +13,15 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from controller.serving.protocol import ModeStatus
-from controller.settings.config import ADMIN_SOCKET, available_modes
-from dataplane.errors import DataplaneError, Unsupported
-from dataplane.kernel import sysctl
-from dataplane.kernel.host_paths import netns_number
-from dataplane.kernel.lock import hold_new, let_go
-from dataplane.kernel.other_proxies import may_have_left, others_have_pins
-from dataplane.mode import Drains, Mode, Options, Programmer, Remembers, RequestMaintenance
-from dataplane.table import EMPTY, Remembered, ServiceTable
+from hybrid_proxy.controller.serving.protocol import ModeStatus
+from hybrid_proxy.controller.settings.config import ADMIN_SOCKET, available_modes
+from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
+from hybrid_proxy.dataplane.kernel import sysctl
+from hybrid_proxy.dataplane.kernel.host_paths import netns_number
+from hybrid_proxy.dataplane.kernel.lock import hold_new, let_go
+from hybrid_proxy.dataplane.kernel.other_proxies import may_have_left, others_have_pins
+from hybrid_proxy.dataplane.mode import Drains, Mode, Options, Programmer, Remembers, RequestMaintenance
+from hybrid_proxy.dataplane.table import EMPTY, Remembered, ServiceTable
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def open_mode(name: str) -> Mode:
         Unsupported: there is no such folder, or its code or a library that it needs cannot be loaded.
     """
     try:
-        mode: Mode = importlib.import_module(f"dataplane.modes.{name}.programmer").MODE
+        mode: Mode = importlib.import_module(f"hybrid_proxy.dataplane.modes.{name}.programmer").MODE
     except Exception as error:  # whatever a broken installation makes it stumble over
         log.debug("mode %s cannot be loaded", name, exc_info=True)
         raise Unsupported(f"mode {name}", f"it cannot be loaded: {error or type(error).__name__}") from error
@@ -195,7 +195,7 @@ def forget_connections(effective: str, *, closing: bool = False) -> None:
     `closing`: those too that only wait for their last segment, because no rule translates it any more.
     """
     if not open_mode(effective).conntrack:
-        from dataplane.kernel.conntrack import CLOSING, ENDED, forget_ended
+        from hybrid_proxy.dataplane.kernel.conntrack import CLOSING, ENDED, forget_ended
 
         forget_ended(CLOSING if closing else ENDED)
 

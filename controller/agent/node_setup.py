@@ -11,10 +11,10 @@ import os
 from pathlib import Path
 from typing import Final
 
-from controller.settings.config import Config
-from controller.settings.documents import Conntrack, KubeProxyConfiguration
-from dataplane.kernel.host_paths import in_initial_netns
-from dataplane.kernel.sysctl import FOLDER, apply, is_read_only, read
+from hybrid_proxy.controller.settings.config import Config
+from hybrid_proxy.controller.settings.documents import Conntrack, KubeProxyConfiguration
+from hybrid_proxy.dataplane.kernel.host_paths import in_initial_netns
+from hybrid_proxy.dataplane.kernel.sysctl import FOLDER, apply, is_read_only, read
 
 log = logging.getLogger(__name__)
 

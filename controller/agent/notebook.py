@@ -15,14 +15,14 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
-from controller.agent.active_mode import ActiveMode
-from controller.agent.syncer import Syncer
-from controller.serving.memory import Ended, Memory, born, recall, write
-from controller.serving.protocol import ModeStatus
-from dataplane.errors import DataplaneError
-from dataplane.kernel.host_paths import netns_number
-from dataplane.mode import PacketEvents
-from dataplane.reports import PacketEvent, Unprogrammed
+from hybrid_proxy.controller.agent.active_mode import ActiveMode
+from hybrid_proxy.controller.agent.syncer import Syncer
+from hybrid_proxy.controller.serving.memory import Ended, Memory, born, recall, write
+from hybrid_proxy.controller.serving.protocol import ModeStatus
+from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.kernel.host_paths import netns_number
+from hybrid_proxy.dataplane.mode import PacketEvents
+from hybrid_proxy.dataplane.reports import PacketEvent, Unprogrammed
 
 log = logging.getLogger(__name__)
 

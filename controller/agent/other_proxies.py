@@ -9,8 +9,8 @@ from typing import Final
 
 import msgspec
 
-from dataplane.kernel.other_proxies import find_other_proxies
-from dataplane.other_proxies import warnings
+from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
+from hybrid_proxy.dataplane.other_proxies import warnings
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from controller.settings.config import Config
+from hybrid_proxy.controller.settings.config import Config
 
 SWITCH_SECONDS: Final = 0.001  # Python's 5 ms would be what a change waits while a page of metrics is made
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # malloc.h
@@ -25,8 +25,7 @@ def start_logging(config: Config) -> None:
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S"))
     level = logging.DEBUG if config.verbosity >= 4 else logging.INFO
-    for name in ("controller", "dataplane"):
-        logging.getLogger(name).setLevel(level)
+    logging.getLogger("hybrid_proxy").setLevel(level)
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
 
 

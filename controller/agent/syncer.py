@@ -24,18 +24,26 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.kubernetes.model import EndpointSlice, Event, Problem, Removed, SourceState, Superseded, Upserted
-from controller.semantics.cluster import Cluster
-from controller.semantics.entries import Settings
-from controller.semantics.tables import Builder
-from controller.serving.counters import Counters
-from controller.serving.health import Health
-from dataplane.errors import SyncError, Unsupported
-from dataplane.mode import Prewarmed, SyncResult
+from hybrid_proxy.controller.kubernetes.model import (
+    EndpointSlice,
+    Event,
+    Problem,
+    Removed,
+    SourceState,
+    Superseded,
+    Upserted,
+)
+from hybrid_proxy.controller.semantics.cluster import Cluster
+from hybrid_proxy.controller.semantics.entries import Settings
+from hybrid_proxy.controller.semantics.tables import Builder
+from hybrid_proxy.controller.serving.counters import Counters
+from hybrid_proxy.controller.serving.health import Health
+from hybrid_proxy.dataplane.errors import SyncError, Unsupported
+from hybrid_proxy.dataplane.mode import Prewarmed, SyncResult
 
 if TYPE_CHECKING:
-    from dataplane.mode import Programmer
-    from dataplane.table import Remembered, ServiceTable
+    from hybrid_proxy.dataplane.mode import Programmer
+    from hybrid_proxy.dataplane.table import Remembered, ServiceTable
 
 log = logging.getLogger(__name__)
 

@@ -25,12 +25,12 @@ from typing import Final
 
 import msgspec
 
-from controller.commands.redact import redact
-from controller.commands.views import programmed
-from controller.errors import ControllerError
-from controller.serving.admin import ask, socket_path
-from controller.serving.protocol import EventsAnswer, GetEvents, GetStatus, StatusAnswer
-from dataplane.errors import DataplaneError
+from hybrid_proxy.controller.commands.redact import redact
+from hybrid_proxy.controller.commands.views import programmed
+from hybrid_proxy.controller.errors import ControllerError
+from hybrid_proxy.controller.serving.admin import ask, socket_path
+from hybrid_proxy.controller.serving.protocol import EventsAnswer, GetEvents, GetStatus, StatusAnswer
+from hybrid_proxy.dataplane.errors import DataplaneError
 
 TOOL_SECONDS: Final = 5.0
 ALL_SECONDS: Final = 20.0
@@ -252,8 +252,8 @@ def _log(pid: int) -> str:
 
 
 def _doctor(args: argparse.Namespace) -> str:
-    from controller.commands.doctor.checks import diagnose, node_findings
-    from controller.commands.doctor.look import at_node
+    from hybrid_proxy.controller.commands.doctor.checks import diagnose, node_findings
+    from hybrid_proxy.controller.commands.doctor.look import at_node
 
     began = time.monotonic()
     node = at_node(args)

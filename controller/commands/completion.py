@@ -10,9 +10,9 @@ from typing import Final
 import argcomplete
 from argcomplete.shell_integration import shellcode
 
-from controller.errors import ControllerError
-from controller.settings.config import available_modes
-from dataplane.errors import DataplaneError
+from hybrid_proxy.controller.errors import ControllerError
+from hybrid_proxy.controller.settings.config import available_modes
+from hybrid_proxy.dataplane.errors import DataplaneError
 
 PROGRAM: Final = "hybrid-proxy"
 
@@ -54,7 +54,7 @@ def _modes(**_: object) -> Sequence[str]:
 
 def _known(args: argparse.Namespace) -> list[str]:
     """The service ports that are programmed; none where they cannot be read."""
-    from controller.commands.views import programmed
+    from hybrid_proxy.controller.commands.views import programmed
 
     with contextlib.suppress(ControllerError, DataplaneError, OSError):
         here = programmed(args.admin_socket, getattr(args, "pin_root", None))

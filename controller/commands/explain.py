@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from controller.errors import ConfigError, ControllerError
-from controller.settings.config import Config, from_flags
+from hybrid_proxy.controller.errors import ConfigError, ControllerError
+from hybrid_proxy.controller.settings.config import Config, from_flags
 
 if TYPE_CHECKING:
-    from dataplane.table import ServiceTable
+    from hybrid_proxy.dataplane.table import ServiceTable
 
 
 Fields = dict[str, object]  # of a packet, for `packet_from_dict`
@@ -40,7 +40,7 @@ def show(args: argparse.Namespace, pod_address: PodAddress = no_pods) -> int:
             "--source-port: must be a port (1 to 65535), and needs --live, since the rules do not depend on it"
         )
     if args.live:
-        from controller.commands import inspect
+        from hybrid_proxy.controller.commands import inspect
 
         packets = packets_of(args, partial(ask_agent, args.admin_socket), pod_address)
         if any(packet.protocol.startswith("icmp") for packet in packets):
@@ -69,7 +69,7 @@ def packets_of(args: argparse.Namespace, find: Find, pod_address: PodAddress = n
         ConfigError: a packet cannot be used; names flag, or index and field.
         ControllerError: there is no such service or pod.
     """
-    from controller.semantics.explain import packet_from_dict
+    from hybrid_proxy.controller.semantics.explain import packet_from_dict
 
     if not args.flows:
         row = {"src_class": args.source_class, **_ends(args.source.strip(), args.target, find, pod_address)}
@@ -113,10 +113,10 @@ def named_target(text: str) -> NamedTarget | None:
 
 
 def ask_agent(admin_socket: str, named: NamedTarget, family: int) -> Fields:
-    from controller.commands.names import asked_for, checked
-    from controller.serving.admin import ask
-    from controller.serving.protocol import FindService, FoundAnswer, GetNames, NamesAnswer
-    from dataplane.table import Protocol
+    from hybrid_proxy.controller.commands.names import asked_for, checked
+    from hybrid_proxy.controller.serving.admin import ask
+    from hybrid_proxy.controller.serving.protocol import FindService, FoundAnswer, GetNames, NamesAnswer
+    from hybrid_proxy.dataplane.table import Protocol
 
     names = ask(admin_socket, GetNames(), NamesAnswer).names
     if names:  # modes without numbers have none
@@ -126,8 +126,8 @@ def ask_agent(admin_socket: str, named: NamedTarget, family: int) -> Fields:
 
 
 def _find_in(table: ServiceTable, named: NamedTarget, family: int) -> Fields:
-    from controller.commands.names import asked_for, checked
-    from controller.semantics.explain import destination_of
+    from hybrid_proxy.controller.commands.names import asked_for, checked
+    from hybrid_proxy.controller.semantics.explain import destination_of
 
     checked(asked_for(named.service), (entry.name for entry in table.entries()))
     try:
@@ -173,11 +173,11 @@ def target(text: str) -> dict[str, object]:
 
 
 def _answer(manifests: Path, config: Config, args: argparse.Namespace, pod_address: PodAddress) -> int:
-    from controller.kubernetes.manifests import load
-    from controller.kubernetes.model import KINDS, Problem
-    from controller.semantics.cluster import Cluster
-    from controller.semantics.explain import explain, verdict_to_dict
-    from controller.semantics.tables import Builder
+    from hybrid_proxy.controller.kubernetes.manifests import load
+    from hybrid_proxy.controller.kubernetes.model import KINDS, Problem
+    from hybrid_proxy.controller.semantics.cluster import Cluster
+    from hybrid_proxy.controller.semantics.explain import explain, verdict_to_dict
+    from hybrid_proxy.controller.semantics.tables import Builder
 
     name = config.settings.node_name
     cluster = Cluster(name, KINDS)
@@ -216,7 +216,7 @@ MEANINGS: Final = {
 
 def _text(packet: Any, verdict: Any) -> str:
     """One verdict for people: what happens, then why, one reason per line."""
-    from dataplane.table import socket_text
+    from hybrid_proxy.dataplane.table import socket_text
 
     portless = packet.protocol.lower().startswith("icmp")
     target = packet.dst if portless else socket_text(packet.dst, packet.port)
@@ -236,7 +236,7 @@ def _config_of(flags: dict[str, Any]) -> Config:
     """Of flags, or of a file and the flags that count beside it."""
     if not flags["config"]:
         return from_flags(flags)
-    from controller.settings.configfile import load
+    from hybrid_proxy.controller.settings.configfile import load
 
     return load(Path(flags["config"]), flags).config
 

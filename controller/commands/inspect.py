@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
-from controller.commands import listings
-from controller.commands.columns import Column
-from controller.commands.explain import MEANINGS
-from controller.commands.listings import Change, ModeRow, changes
-from controller.commands.terminal import print_rows, print_stream, print_value, screen
-from controller.errors import ControllerError
-from controller.semantics.explain import Packet
-from controller.serving.admin import NoAgentError, ask
-from controller.serving.protocol import (
+from hybrid_proxy.controller.commands import listings
+from hybrid_proxy.controller.commands.columns import Column
+from hybrid_proxy.controller.commands.explain import MEANINGS
+from hybrid_proxy.controller.commands.listings import Change, ModeRow, changes
+from hybrid_proxy.controller.commands.terminal import print_rows, print_stream, print_value, screen
+from hybrid_proxy.controller.errors import ControllerError
+from hybrid_proxy.controller.semantics.explain import Packet
+from hybrid_proxy.controller.serving.admin import NoAgentError, ask
+from hybrid_proxy.controller.serving.protocol import (
     AgentStatus,
     ExplainAnswers,
     GetNames,
@@ -28,13 +28,13 @@ from controller.serving.protocol import (
     RunExplain,
     StatusAnswer,
 )  # fmt: skip
-from dataplane.errors import DataplaneError
-from dataplane.mode import Options, ProbePacket
-from dataplane.reports import BackendRow, ExplainAnswer, ExplainStep, FlowRow
-from dataplane.table import Protocol, socket_text
+from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.mode import Options, ProbePacket
+from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, ExplainStep, FlowRow
+from hybrid_proxy.dataplane.table import Protocol, socket_text
 
 if TYPE_CHECKING:
-    from controller.commands.views import Programmed
+    from hybrid_proxy.controller.commands.views import Programmed
 
 SHOWN_FLOWS: Final = 3  # of a mode that drains
 MOST_FLOWS: Final = 10_000  # of which these are looked for
@@ -70,7 +70,7 @@ _Look = Callable[["Programmed", argparse.Namespace], _Found]
 
 
 def _look(args: argparse.Namespace, look: _Look) -> _Found:
-    from controller.commands.views import programmed
+    from hybrid_proxy.controller.commands.views import programmed
 
     with contextlib.closing(programmed(args.admin_socket, args.pin_root, draining=args.command == "flows")) as here:
         found = look(here, args)
@@ -90,7 +90,7 @@ def _backends(here: Programmed, args: argparse.Namespace) -> _Found:
 
 
 def _flows(here: Programmed, args: argparse.Namespace) -> _Found:
-    from controller.commands.views import ALL
+    from hybrid_proxy.controller.commands.views import ALL
 
     asked = here.asked(args.service, args.namespace)
     rows, total = here.flows(ALL if any(asked) else args.limit, args.mode)
@@ -129,7 +129,7 @@ def _watch(args: argparse.Namespace, look: _Look) -> int:
 
 def _show_modes(args: argparse.Namespace) -> int:
     """Which modes work here, and which one runs."""
-    from controller.agent.modes import probe_all
+    from hybrid_proxy.controller.agent.modes import probe_all
 
     try:
         running = ask(args.admin_socket, GetNames(), NamesAnswer).mode
@@ -145,7 +145,7 @@ def _show_modes(args: argparse.Namespace) -> int:
 
 def _show_status(args: argparse.Namespace) -> int:
     """The status; the exit code is 1 where no agent answers, and with --exit-code where the node is not in sync."""
-    from controller.commands import status as text
+    from hybrid_proxy.controller.commands import status as text
 
     try:
         status = ask(args.admin_socket, GetStatus(), StatusAnswer).status
@@ -163,7 +163,7 @@ def _show_status(args: argparse.Namespace) -> int:
 
 def _with_quiet_flows(args: argparse.Namespace, status: AgentStatus) -> AgentStatus:
     """What somebody who waits for the end of a mode may close."""
-    from controller.commands.views import ALL, programmed
+    from hybrid_proxy.controller.commands.views import ALL, programmed
 
     draining = []
     with contextlib.closing(programmed(args.admin_socket, args.pin_root, draining=True)) as here:
@@ -176,8 +176,8 @@ def _with_quiet_flows(args: argparse.Namespace, status: AgentStatus) -> AgentSta
 
 def _show_without_agent(args: argparse.Namespace, error: NoAgentError) -> int:
     """No agent: what is programmed may still carry traffic."""
-    from controller.commands import status as text
-    from controller.commands.views import without_agent
+    from hybrid_proxy.controller.commands import status as text
+    from hybrid_proxy.controller.commands.views import without_agent
 
     status = without_agent(args.admin_socket, args.pin_root, error)
     if args.output in ("json", "yaml"):
@@ -227,7 +227,7 @@ def _flows_of_drained(args: argparse.Namespace, packets: list[Packet], agent: Na
     """The flows that packets belong to, of modes that drain."""
     if not agent.draining or not args.source_port:
         return {}
-    from controller.commands.views import ALL, programmed
+    from hybrid_proxy.controller.commands.views import ALL, programmed
 
     with contextlib.closing(programmed(args.admin_socket, draining=True)) as here:
         rows = [row for mode in agent.draining for row in here.flows(ALL, mode)[0] if row.state != "closed"]

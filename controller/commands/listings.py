@@ -7,8 +7,8 @@ from typing import Final, Generic, Literal, TypeVar
 
 import msgspec
 
-from controller.commands.columns import Cell, Column, Tone, Value, duration
-from dataplane.reports import BackendRow, Ejection, FlowRow, ServiceRow, TrafficCounts
+from hybrid_proxy.controller.commands.columns import Cell, Column, Tone, Value, duration
+from hybrid_proxy.dataplane.reports import BackendRow, Ejection, FlowRow, ServiceRow, TrafficCounts
 
 __all__ = [
     "Change", "Listed", "ModeRow", "backend_columns", "change_columns", "changes", "flow_columns", "mode_columns",

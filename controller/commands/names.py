@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Final, NamedTuple
 
-from controller.errors import ConfigError, ControllerError
-from dataplane.mode import belongs
+from hybrid_proxy.controller.errors import ConfigError, ControllerError
+from hybrid_proxy.dataplane.mode import belongs
 
 __all__ = ["Asked", "UnknownName", "asked_for", "checked", "closest", "either"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Final
 
-from controller.commands.columns import Cell, Column, Screen, Tone, Value, duration
-from dataplane.reports import PacketEvent
+from hybrid_proxy.controller.commands.columns import Cell, Column, Screen, Tone, Value, duration
+from hybrid_proxy.dataplane.reports import PacketEvent
 
 __all__ = ["event_columns"]
 

@@ -8,9 +8,9 @@ from enum import Enum
 from textwrap import wrap
 from typing import Final, NamedTuple
 
-from controller.commands.columns import Screen, Tone, duration, painted
-from controller.kubernetes.model import KindState
-from controller.serving.protocol import (
+from hybrid_proxy.controller.commands.columns import Screen, Tone, duration, painted
+from hybrid_proxy.controller.kubernetes.model import KindState
+from hybrid_proxy.controller.serving.protocol import (
     AgentStatus,
     ChangeLatency,
     ConfigurationStatus,
@@ -18,7 +18,7 @@ from controller.serving.protocol import (
     NoAgentStatus,
     SourceStatus,
 )
-from dataplane.reports import EbpfStatus, MapUsage, Status
+from hybrid_proxy.dataplane.reports import EbpfStatus, MapUsage, Status
 
 __all__ = ["Trouble", "Verdict", "lines", "lines_without_agent", "troubles", "verdict"]
 

@@ -12,11 +12,11 @@ from typing import Final
 
 import msgspec
 
-from controller.agent.modes import open_mode
-from controller.commands.views import ALL, programmed
-from controller.errors import ConfigError, ControllerError
-from controller.serving.admin import BusyError, ask
-from controller.serving.protocol import (
+from hybrid_proxy.controller.agent.modes import open_mode
+from hybrid_proxy.controller.commands.views import ALL, programmed
+from hybrid_proxy.controller.errors import ConfigError, ControllerError
+from hybrid_proxy.controller.serving.admin import BusyError, ask
+from hybrid_proxy.controller.serving.protocol import (
     AgentStatus,
     DrainAnswer,
     DrainingMode,
@@ -29,8 +29,8 @@ from controller.serving.protocol import (
     SwitchMode,
     described,
 )
-from dataplane.mode import Options
-from dataplane.reports import FlowRow
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.reports import FlowRow
 
 SERVE_SECONDS: Final = 60.0  # until another mode has programmed its first table
 LOOK_SECONDS: Final = 0.2

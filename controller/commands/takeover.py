@@ -17,16 +17,23 @@ from typing import Final
 
 import msgspec
 
-from controller.agent.modes import open_mode
-from controller.commands.views import programmed
-from controller.errors import ControllerError
-from controller.serving.admin import ask
-from controller.serving.protocol import AgentStatus, GetStatus, HandOverAnswer, StatusAnswer, TakeFlows, described
-from dataplane import kube_proxy
-from dataplane.kernel.conntrack import Key, delete_translated, open_flows
-from dataplane.kernel.other_proxies import find_other_proxies
-from dataplane.reports import ServiceRow
-from dataplane.table import Protocol
+from hybrid_proxy.controller.agent.modes import open_mode
+from hybrid_proxy.controller.commands.views import programmed
+from hybrid_proxy.controller.errors import ControllerError
+from hybrid_proxy.controller.serving.admin import ask
+from hybrid_proxy.controller.serving.protocol import (
+    AgentStatus,
+    GetStatus,
+    HandOverAnswer,
+    StatusAnswer,
+    TakeFlows,
+    described,
+)
+from hybrid_proxy.dataplane import kube_proxy
+from hybrid_proxy.dataplane.kernel.conntrack import Key, delete_translated, open_flows
+from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
+from hybrid_proxy.dataplane.reports import ServiceRow
+from hybrid_proxy.dataplane.table import Protocol
 
 LOOK_SECONDS: Final = 1.0
 SAY_SECONDS: Final = 10.0

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from controller.commands.columns import Column, Screen, layout, table
+from hybrid_proxy.controller.commands.columns import Column, Screen, layout, table
 
 __all__ = ["encoded", "print_rows", "print_stream", "print_value", "screen"]
 

@@ -9,18 +9,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import ip_address
 from typing import Final, NamedTuple, TypeVar
 
-from controller.agent.modes import open_mode
-from controller.commands.names import Asked, asked_for, checked
-from controller.errors import ControllerError
-from controller.serving.admin import NoAgentError, StartingError, ask
-from controller.serving.memory import Memory, how_it_ended, memory_path, recall
-from controller.serving.protocol import GetNames, LeftBehind, NamesAnswer, NoAgentStatus
-from controller.settings.config import available_modes
-from dataplane.errors import DataplaneError, Unsupported
-from dataplane.kernel import conntrack
-from dataplane.mode import Options, Unread, View, belongs
-from dataplane.reports import BackendRow, FlowRow, PacketEvent, ServiceRow
-from dataplane.table import Protocol
+from hybrid_proxy.controller.agent.modes import open_mode
+from hybrid_proxy.controller.commands.names import Asked, asked_for, checked
+from hybrid_proxy.controller.errors import ControllerError
+from hybrid_proxy.controller.serving.admin import NoAgentError, StartingError, ask
+from hybrid_proxy.controller.serving.memory import Memory, how_it_ended, memory_path, recall
+from hybrid_proxy.controller.serving.protocol import GetNames, LeftBehind, NamesAnswer, NoAgentStatus
+from hybrid_proxy.controller.settings.config import available_modes
+from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
+from hybrid_proxy.dataplane.kernel import conntrack
+from hybrid_proxy.dataplane.mode import Options, Unread, View, belongs
+from hybrid_proxy.dataplane.reports import BackendRow, FlowRow, PacketEvent, ServiceRow
+from hybrid_proxy.dataplane.table import Protocol
 
 ALL: Final = 1 << 30
 

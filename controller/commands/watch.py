@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from ipaddress import ip_address
 from typing import Final, NamedTuple
 
-from controller.commands.names import Asked, asked_for, checked
-from controller.commands.packet_columns import event_columns
-from controller.commands.terminal import print_rows, print_stream, screen
-from controller.commands.views import checked_service, remembered_events
-from controller.errors import ConfigError
-from controller.serving.admin import NoAgentError, ask
-from controller.serving.protocol import EventsAnswer, GetEvents, SetTrace, TraceAnswer
-from controller.settings.forms import duration
-from dataplane.reports import PacketEvent
+from hybrid_proxy.controller.commands.names import Asked, asked_for, checked
+from hybrid_proxy.controller.commands.packet_columns import event_columns
+from hybrid_proxy.controller.commands.terminal import print_rows, print_stream, screen
+from hybrid_proxy.controller.commands.views import checked_service, remembered_events
+from hybrid_proxy.controller.errors import ConfigError
+from hybrid_proxy.controller.serving.admin import NoAgentError, ask
+from hybrid_proxy.controller.serving.protocol import EventsAnswer, GetEvents, SetTrace, TraceAnswer
+from hybrid_proxy.controller.settings.forms import duration
+from hybrid_proxy.dataplane.reports import PacketEvent
 
 LOOK_SECONDS: Final = 0.5
 NONE: Final = 1 << 62  # no event has a larger number

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from controller.kubernetes.model import Event, KindState
+from hybrid_proxy.controller.kubernetes.model import Event, KindState
 
 if TYPE_CHECKING:
     import threading
 
-    from controller.kubernetes.connection import Connection
+    from hybrid_proxy.controller.kubernetes.connection import Connection
 
 __all__ = ["Emit", "Source"]
 

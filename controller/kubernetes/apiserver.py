@@ -32,9 +32,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from controller.errors import Refused
-from controller.kubernetes import Emit
-from controller.kubernetes.connection import (
+from hybrid_proxy.controller.errors import Refused
+from hybrid_proxy.controller.kubernetes import Emit
+from hybrid_proxy.controller.kubernetes.connection import (
     Connection,
     Status,
     StatusError,
@@ -44,7 +44,7 @@ from controller.kubernetes.connection import (
     message_of,
     shown,
 )
-from controller.kubernetes.model import (
+from hybrid_proxy.controller.kubernetes.model import (
     KINDS,
     EndpointSlice,
     Event,
@@ -58,10 +58,10 @@ from controller.kubernetes.model import (
     Upserted,
     key_of,
 )
-from controller.kubernetes.parse import PROXY_NAME, UNNAMED, decode
-from controller.kubernetes.rate_limit import RateLimit
-from controller.kubernetes.retry import SETTLED, Backoff, RetryPolicy
-from controller.kubernetes.watch import (
+from hybrid_proxy.controller.kubernetes.parse import PROXY_NAME, UNNAMED, decode
+from hybrid_proxy.controller.kubernetes.rate_limit import RateLimit
+from hybrid_proxy.controller.kubernetes.retry import SETTLED, Backoff, RetryPolicy
+from hybrid_proxy.controller.kubernetes.watch import (
     ListPage,
     ObjectHead,
     Versions,

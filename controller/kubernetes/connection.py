@@ -27,10 +27,10 @@ from urllib.parse import urlencode, urlsplit
 
 import msgspec
 
-from controller.errors import SourceError
-from controller.kubernetes.files import read
-from controller.kubernetes.rate_limit import RateLimit, TokenBucket
-from controller.kubernetes.yamldoc import NotYamlError, documents
+from hybrid_proxy.controller.errors import SourceError
+from hybrid_proxy.controller.kubernetes.files import read
+from hybrid_proxy.controller.kubernetes.rate_limit import RateLimit, TokenBucket
+from hybrid_proxy.controller.kubernetes.yamldoc import NotYamlError, documents
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse
@@ -256,7 +256,7 @@ class Connection:
         return True
 
     def _load(self) -> _Loaded:
-        from controller.kubernetes.client import client
+        from hybrid_proxy.controller.kubernetes.client import client
 
         configuration = client().Configuration()
         try:
@@ -302,7 +302,7 @@ def _load_kubeconfig(path: str, configuration: Any) -> list[str]:
     The steps of the client's `load_kube_config`, taken one by one to learn of the user's `tokenFile`, which
     the client reads only once. Renewed OIDC tokens are not written back: the file is the user's.
     """
-    from controller.kubernetes.client import client
+    from hybrid_proxy.controller.kubernetes.client import client
 
     _check_yaml(path)
     config = client().kube_config
@@ -342,7 +342,7 @@ def _check_yaml(paths: str) -> None:
 
 
 def _load_service_account(configuration: Any) -> list[str]:
-    from controller.kubernetes.client import client
+    from hybrid_proxy.controller.kubernetes.client import client
 
     config = client().incluster_config
     config.load_incluster_config(configuration)

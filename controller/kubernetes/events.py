@@ -17,8 +17,8 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from controller.errors import SourceError
-from controller.kubernetes.connection import Connection
+from hybrid_proxy.controller.errors import SourceError
+from hybrid_proxy.controller.kubernetes.connection import Connection
 
 log = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ class Recorder:
 
     def _write(self, writer: Connection, method: str, path: str, body: dict[str, Any], content_type: str) -> bool:
         """Whether the server took it. One that does not answer is asked again for two minutes, as client-go does."""
-        from controller.kubernetes.connection import StatusError, message_of
+        from hybrid_proxy.controller.kubernetes.connection import StatusError, message_of
 
         for attempt in range(TRIES):
             try:

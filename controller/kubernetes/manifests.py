@@ -26,11 +26,11 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from controller.errors import Refused, SourceError
-from controller.kubernetes import Emit, parse
-from controller.kubernetes.changes import STEP, TICK, ticks
-from controller.kubernetes.files import read
-from controller.kubernetes.model import (
+from hybrid_proxy.controller.errors import Refused, SourceError
+from hybrid_proxy.controller.kubernetes import Emit, parse
+from hybrid_proxy.controller.kubernetes.changes import STEP, TICK, ticks
+from hybrid_proxy.controller.kubernetes.files import read
+from hybrid_proxy.controller.kubernetes.model import (
     KINDS,
     Event,
     Ignored,
@@ -43,7 +43,7 @@ from controller.kubernetes.model import (
     Upserted,
     key_of,
 )
-from controller.kubernetes.yamldoc import MAX_BYTES, MAX_DEPTH, MAX_VALUES, NotYamlError, documents
+from hybrid_proxy.controller.kubernetes.yamldoc import MAX_BYTES, MAX_DEPTH, MAX_VALUES, NotYamlError, documents
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from dataplane.table import Probe, Protocol
+from hybrid_proxy.dataplane.table import Probe, Protocol
 
 
 class ServicePort(msgspec.Struct, frozen=True, gc=False):

@@ -22,9 +22,9 @@ import msgspec
 from msgspec import UNSET, Struct
 from msgspec import field as json_field
 
-from controller.errors import Refused
-from controller.kubernetes.addresses import canonical_address, canonical_cidr, shown, why_special
-from controller.kubernetes.model import (
+from hybrid_proxy.controller.errors import Refused
+from hybrid_proxy.controller.kubernetes.addresses import canonical_address, canonical_cidr, shown, why_special
+from hybrid_proxy.controller.kubernetes.model import (
     Endpoint,
     EndpointPort,
     EndpointSlice,
@@ -35,7 +35,7 @@ from controller.kubernetes.model import (
     ServiceCIDR,
     ServicePort,
 )
-from dataplane.table import Probe, Protocol, family_of
+from hybrid_proxy.dataplane.table import Probe, Protocol, family_of
 
 ANNOTATIONS: Final = "hybrid-proxy.io/"  # annotations with this prefix are read, no others
 WEIGHTS: Final = "hybrid-proxy.io/weights"

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from controller.kubernetes.parse import UNNAMED
+from hybrid_proxy.controller.kubernetes.parse import UNNAMED
 
 _MAX_TOMBSTONES: Final = 4096
 _INITIAL_END: Final = "k8s.io/initial-events-end"

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from controller.kubernetes.model import (
+from hybrid_proxy.controller.kubernetes.model import (
     KINDS,
     EndpointSlice,
     Event,

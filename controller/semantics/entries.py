@@ -28,9 +28,9 @@ from typing import Final
 
 import msgspec
 
-from controller.kubernetes.model import Endpoint, EndpointSlice, Node, Service, ServicePort
-from dataplane.balancing import canonical
-from dataplane.table import (
+from hybrid_proxy.controller.kubernetes.model import Endpoint, EndpointSlice, Node, Service, ServicePort
+from hybrid_proxy.dataplane.balancing import canonical
+from hybrid_proxy.dataplane.table import (
     Backend,
     BackendSet,
     Entry,

@@ -12,8 +12,8 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from dataplane.balancing import find
-from dataplane.table import (
+from hybrid_proxy.dataplane.balancing import find
+from hybrid_proxy.dataplane.table import (
     BackendSet,
     Entry,
     Frontend,

@@ -14,9 +14,9 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from controller.kubernetes.model import Node
-from controller.semantics.cluster import Cluster
-from controller.semantics.entries import (
+from hybrid_proxy.controller.kubernetes.model import Node
+from hybrid_proxy.controller.semantics.cluster import Cluster
+from hybrid_proxy.controller.semantics.entries import (
     HealthCheck,
     Settings,
     entries,
@@ -24,7 +24,7 @@ from controller.semantics.entries import (
     health_check,
     node_network,
 )
-from dataplane.table import EMPTY, Entry, Frontend, Kind, NodeNetwork, Protocol, ServiceTable, socket_text
+from hybrid_proxy.dataplane.table import EMPTY, Entry, Frontend, Kind, NodeNetwork, Protocol, ServiceTable, socket_text
 
 Key = tuple[str | int, int, Protocol]  # address (or family, for a node port), port, protocol
 Entries = tuple[Entry, ...]

@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from controller.errors import ControllerError
-from controller.serving.protocol import ANSWERS, REQUESTS, Answer, FailedAnswer, Request, StartingAnswer
-from controller.settings.config import ADMIN_SOCKET
-from dataplane.kernel.host_paths import in_initial_netns, netns_number
+from hybrid_proxy.controller.errors import ControllerError
+from hybrid_proxy.controller.serving.protocol import ANSWERS, REQUESTS, Answer, FailedAnswer, Request, StartingAnswer
+from hybrid_proxy.controller.settings.config import ADMIN_SOCKET
+from hybrid_proxy.dataplane.kernel.host_paths import in_initial_netns, netns_number
 
 log = logging.getLogger(__name__)
 

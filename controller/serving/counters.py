@@ -12,8 +12,16 @@ from typing import Final
 
 from prometheus_client import Histogram
 
-from controller.kubernetes.model import EndpointSlice, Event, Removed, Replaced, Service, Superseded, Upserted
-from dataplane.table import EMPTY, Entry, Kind, ServiceTable, WhenEmpty
+from hybrid_proxy.controller.kubernetes.model import (
+    EndpointSlice,
+    Event,
+    Removed,
+    Replaced,
+    Service,
+    Superseded,
+    Upserted,
+)
+from hybrid_proxy.dataplane.table import EMPTY, Entry, Kind, ServiceTable, WhenEmpty
 
 FAMILIES: Final = {4: "IPv4", 6: "IPv6"}
 # Rounded, because a bucket's label is the shortest text of its bound.

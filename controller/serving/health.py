@@ -25,8 +25,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from controller.semantics.entries import HealthCheck
-from controller.serving.counters import FAMILIES
+from hybrid_proxy.controller.semantics.entries import HealthCheck
+from hybrid_proxy.controller.serving.counters import FAMILIES
 
 NEVER: Final = "0001-01-01T00:00:00Z"  # Go's zero time
 JSON: Final = "application/json"

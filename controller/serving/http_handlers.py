@@ -20,19 +20,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.errors import ConfigError
-from controller.kubernetes.events import Recorder, node, service
-from controller.semantics.entries import HealthCheck
-from controller.serving import protocol
-from controller.serving.counters import Counters
-from controller.serving.health import NOSNIFF, OK, UNAVAILABLE, Answer, Health, service_answer
-from controller.serving.http_server import TEXT, Handler, HttpServer, Listener
-from controller.serving.protocol import HealthChecks, Request
-from controller.settings.config import Config
-from dataplane.reports import TrafficRow
+from hybrid_proxy.controller.errors import ConfigError
+from hybrid_proxy.controller.kubernetes.events import Recorder, node, service
+from hybrid_proxy.controller.semantics.entries import HealthCheck
+from hybrid_proxy.controller.serving import protocol
+from hybrid_proxy.controller.serving.counters import Counters
+from hybrid_proxy.controller.serving.health import NOSNIFF, OK, UNAVAILABLE, Answer, Health, service_answer
+from hybrid_proxy.controller.serving.http_server import TEXT, Handler, HttpServer, Listener
+from hybrid_proxy.controller.serving.protocol import HealthChecks, Request
+from hybrid_proxy.controller.settings.config import Config
+from hybrid_proxy.dataplane.reports import TrafficRow
 
 if TYPE_CHECKING:
-    from controller.serving.metrics import Metrics
+    from hybrid_proxy.controller.serving.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +157,9 @@ class HttpHandlers:
 
     def _metrics_page(self, _: int, accept: str) -> Answer:
         if self._metrics is None:
-            from controller.serving.metrics import Metrics  # 1.5 MB that an agent without Prometheus does without
+            from hybrid_proxy.controller.serving.metrics import (
+                Metrics,  # 1.5 MB that an agent without Prometheus does without
+            )
 
             self._metrics = Metrics(self._agent_status, self._traffic, self._counters, self._health)
         body, content_type = self._metrics.page(accept)

@@ -26,8 +26,8 @@ from typing import Final, NamedTuple
 
 import h11
 
-from controller.serving.health import Answer
-from dataplane.table import socket_text
+from hybrid_proxy.controller.serving.health import Answer
+from hybrid_proxy.dataplane.table import socket_text
 
 log = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ from typing import Final
 
 import msgspec
 
-from controller.kubernetes.model import Problem
-from controller.serving.admin import socket_path
-from controller.serving.protocol import Gone, ModeStatus
-from dataplane.kernel.host_paths import netns_number
-from dataplane.reports import PacketEvent, Unprogrammed
+from hybrid_proxy.controller.kubernetes.model import Problem
+from hybrid_proxy.controller.serving.admin import socket_path
+from hybrid_proxy.controller.serving.protocol import Gone, ModeStatus
+from hybrid_proxy.dataplane.kernel.host_paths import netns_number
+from hybrid_proxy.dataplane.reports import PacketEvent, Unprogrammed
 
 VERSION: Final = 1
 KERNEL_LOG: Final = Path("/dev/kmsg")

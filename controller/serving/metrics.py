@@ -18,10 +18,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from controller.serving.counters import FAMILIES, Counters
-from controller.serving.health import Health
-from controller.serving.protocol import AgentStatus, ApiRequests, DrainingMode
-from dataplane.reports import Status, TrafficCounts, TrafficRow
+from hybrid_proxy.controller.serving.counters import FAMILIES, Counters
+from hybrid_proxy.controller.serving.health import Health
+from hybrid_proxy.controller.serving.protocol import AgentStatus, ApiRequests, DrainingMode
+from hybrid_proxy.dataplane.reports import Status, TrafficCounts, TrafficRow
 
 Rows = Sequence[TrafficRow]
 

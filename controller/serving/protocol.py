@@ -12,11 +12,20 @@ from typing import Final
 
 import msgspec
 
-from controller.kubernetes.model import KindState, Problem
-from controller.semantics.explain import Packet, Verdict
-from dataplane.mode import ProbePacket
-from dataplane.reports import Ejection, ExplainAnswer, FlowRow, PacketEvent, Status, TrafficRow, Unprogrammed, ago
-from dataplane.table import BackendSet, Kind
+from hybrid_proxy.controller.kubernetes.model import KindState, Problem
+from hybrid_proxy.controller.semantics.explain import Packet, Verdict
+from hybrid_proxy.dataplane.mode import ProbePacket
+from hybrid_proxy.dataplane.reports import (
+    Ejection,
+    ExplainAnswer,
+    FlowRow,
+    PacketEvent,
+    Status,
+    TrafficRow,
+    Unprogrammed,
+    ago,
+)
+from hybrid_proxy.dataplane.table import BackendSet, Kind
 
 # The status of an agent
 

@@ -13,10 +13,10 @@ from typing import Any, Final
 
 import msgspec
 
-import dataplane.modes
-from controller.errors import ConfigError
-from controller.semantics.entries import DetectLocalMode, Settings
-from controller.settings.documents import (
+import hybrid_proxy.dataplane.modes
+from hybrid_proxy.controller.errors import ConfigError
+from hybrid_proxy.controller.semantics.entries import DetectLocalMode, Settings
+from hybrid_proxy.controller.settings.documents import (
     CHOICES,
     HYBRID,
     KUBE_PROXY,
@@ -28,10 +28,10 @@ from controller.settings.documents import (
     KubeProxyConfiguration,
     rows,
 )
-from controller.settings.forms import INT32, Endpoint
-from controller.settings.given import Given
-from dataplane.mode import Options
-from dataplane.table import family_of
+from hybrid_proxy.controller.settings.forms import INT32, Endpoint
+from hybrid_proxy.controller.settings.given import Given
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.table import family_of
 
 AUTO: Final = "auto"  # the first mode that works here
 _KUBE: Final = KubeProxyConfiguration()
@@ -103,7 +103,7 @@ def available_modes() -> tuple[str, ...]:
     """The modes of this installation: a folder in `dataplane.modes` is one."""
     import pkgutil
 
-    found = {module.name for module in pkgutil.iter_modules(dataplane.modes.__path__) if module.ispkg}
+    found = {module.name for module in pkgutil.iter_modules(hybrid_proxy.dataplane.modes.__path__) if module.ispkg}
     return (*(mode for mode in MODES if mode in found), *sorted(found.difference(MODES)))
 
 

@@ -16,13 +16,13 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from controller.errors import ConfigError
-from controller.kubernetes.changes import ticks
-from controller.kubernetes.files import head
-from controller.kubernetes.yamldoc import Document, NotYamlError, documents
-from controller.settings.config import Config, resolve
-from controller.settings.documents import DOCUMENTS, HYBRID, KUBE_PROXY, RESTART, rows
-from controller.settings.given import Given, shown
+from hybrid_proxy.controller.errors import ConfigError
+from hybrid_proxy.controller.kubernetes.changes import ticks
+from hybrid_proxy.controller.kubernetes.files import head
+from hybrid_proxy.controller.kubernetes.yamldoc import Document, NotYamlError, documents
+from hybrid_proxy.controller.settings.config import Config, resolve
+from hybrid_proxy.controller.settings.documents import DOCUMENTS, HYBRID, KUBE_PROXY, RESTART, rows
+from hybrid_proxy.controller.settings.given import Given, shown
 
 LOOK: Final = 1.0  # seconds between two looks at the file where changes are not reported
 SETTLE: Final = 0.03  # seconds

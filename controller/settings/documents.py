@@ -14,8 +14,8 @@ from typing import Annotated, Any, Final, NamedTuple, get_args, get_origin
 
 import msgspec
 
-from controller.semantics.entries import DetectLocalMode, Settings
-from controller.settings.forms import (
+from hybrid_proxy.controller.semantics.entries import DetectLocalMode, Settings
+from hybrid_proxy.controller.settings.forms import (
     ADDRESS,
     ADDRESSES,
     BOOLEAN,
@@ -44,8 +44,8 @@ from controller.settings.forms import (
     seconds,
     whole_seconds,
 )
-from dataplane.balancing import ALGORITHMS, ALIASES
-from dataplane.mode import FIRST_SIZES, Options
+from hybrid_proxy.dataplane.balancing import ALGORITHMS, ALIASES
+from hybrid_proxy.dataplane.mode import FIRST_SIZES, Options
 
 KUBE_PROXY: Final = "KubeProxyConfiguration"
 HYBRID: Final = "HybridProxyConfiguration"

@@ -6,8 +6,8 @@ import argparse
 from functools import cache
 from typing import Any
 
-from controller.settings.documents import Group, Row, rows
-from controller.settings.given import REMOVED_FLAGS
+from hybrid_proxy.controller.settings.documents import Group, Row, rows
+from hybrid_proxy.controller.settings.given import REMOVED_FLAGS
 
 
 def add_flags(parser: argparse.ArgumentParser, *groups: Group) -> None:

@@ -15,9 +15,9 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from controller.kubernetes.addresses import canonical_address, canonical_cidr
-from controller.semantics.entries import NODE_PORT_KEYWORDS
-from dataplane.table import family_of
+from hybrid_proxy.controller.kubernetes.addresses import canonical_address, canonical_cidr
+from hybrid_proxy.controller.semantics.entries import NODE_PORT_KEYWORDS
+from hybrid_proxy.dataplane.table import family_of
 
 INT32: Final = (1 << 31) - 1
 _TRUE: Final = frozenset({"1", "t", "T", "true", "True", "TRUE"})  # the spellings that Go's flags accept

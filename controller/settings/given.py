@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from controller.settings.documents import HYBRID, KUBE_PROXY, KUBE_PROXYS_MODES, Row, rows
-from controller.settings.forms import duration, of_text
+from hybrid_proxy.controller.settings.documents import HYBRID, KUBE_PROXY, KUBE_PROXYS_MODES, Row, rows
+from hybrid_proxy.controller.settings.forms import duration, of_text
 
 T = TypeVar("T", bound=msgspec.Struct)
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from controller.settings.documents import (
+from hybrid_proxy.controller.settings.documents import (
     HYBRID,
     KUBE_PROXY,
     HybridProxyConfiguration,

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from dataplane.balancing import at_random, least_connections, maglev, round_robin, source_hash, weighted
-from dataplane.balancing.least_connections import FAIR
-from dataplane.balancing.ring import Algorithm, Spread
-from dataplane.table import Backend
+from hybrid_proxy.dataplane.balancing import at_random, least_connections, maglev, round_robin, source_hash, weighted
+from hybrid_proxy.dataplane.balancing.least_connections import FAIR
+from hybrid_proxy.dataplane.balancing.ring import Algorithm, Spread
+from hybrid_proxy.dataplane.table import Backend
 
 __all__ = ["ALGORITHMS", "ALIASES", "KNOWN", "Algorithm", "Spread", "canonical", "find", "ring_of"]
 

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from dataplane.balancing.ring import Algorithm, Spread, turns
+from hybrid_proxy.dataplane.balancing.ring import Algorithm, Spread, turns
 
 RANDOM: Final = Algorithm("random", "each connection goes to a random backend", Spread.RANDOM, turns)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from dataplane.balancing.ring import Algorithm, Spread, turns
+from hybrid_proxy.dataplane.balancing.ring import Algorithm, Spread, turns
 
 FAIR: Final = 16  # parts in a fair share
 LEAST, MOST = 1, 4 * FAIR

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
-from dataplane.balancing.ring import Algorithm, Spread, divide, in_turns
-from dataplane.table import Backend, socket_text
+from hybrid_proxy.dataplane.balancing.ring import Algorithm, Spread, divide, in_turns
+from hybrid_proxy.dataplane.table import Backend, socket_text
 
 SIZES: Final = (251, 509, 1021, 2039, 4093, 8191, 16381, 65521)  # primes; just below a power of two, as slots are dealt
 USUAL: Final = (1021, 4093, 16381, 65521)

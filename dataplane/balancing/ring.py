@@ -7,7 +7,7 @@ from enum import Enum
 from math import gcd
 from typing import NamedTuple
 
-from dataplane.table import Backend
+from hybrid_proxy.dataplane.table import Backend
 
 Ring = Callable[[Sequence[Backend], Sequence[int], int], list[int]]  # backends, shares, limit -> positions
 

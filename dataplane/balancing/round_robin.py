@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from dataplane.balancing.ring import Algorithm, Spread
-from dataplane.table import Backend
+from hybrid_proxy.dataplane.balancing.ring import Algorithm, Spread
+from hybrid_proxy.dataplane.table import Backend
 
 
 def ring(backends: Sequence[Backend], shares: Sequence[int], limit: int) -> list[int]:

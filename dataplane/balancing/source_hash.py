@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from dataplane.balancing import maglev
-from dataplane.balancing.ring import Algorithm, Spread
+from hybrid_proxy.dataplane.balancing import maglev
+from hybrid_proxy.dataplane.balancing.ring import Algorithm, Spread
 
 SOURCE_HASH: Final = Algorithm("sh", "the client's address decides, alike on every node", Spread.CLIENT, maglev.ring)

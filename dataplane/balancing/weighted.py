@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from dataplane.balancing.ring import Algorithm, Spread, turns
+from hybrid_proxy.dataplane.balancing.ring import Algorithm, Spread, turns
 
 WEIGHTED: Final = Algorithm("wrr", "connections go to one backend after the other, by weight", Spread.IN_TURN, turns)

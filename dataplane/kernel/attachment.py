@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from dataplane.kernel import bpf
-from dataplane.kernel._libbpf import ffi
-from dataplane.kernel.bpf import BpfError, check, library
+from hybrid_proxy.dataplane.kernel import bpf
+from hybrid_proxy.dataplane.kernel._libbpf import ffi
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, check, library
 
 CGROUP: Final = 3  # BPF_LINK_TYPE_CGROUP; a link at an interface reports an index instead of a cgroup's number
 INFO_SIZE: Final = ffi.sizeof("struct bpf_link_info")

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.errors import DataplaneError, Unsupported
-from dataplane.kernel._libbpf import ffi
+from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
+from hybrid_proxy.dataplane.kernel._libbpf import ffi
 
 SCHED_CLS = 3  # BPF_PROG_TYPE_SCHED_CLS
 ARRAY, ARRAY_OF_MAPS = 2, 12  # BPF_MAP_TYPE_

@@ -10,9 +10,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from dataplane.errors import Unsupported
-from dataplane.kernel._libbpf import ffi
-from dataplane.kernel.bpf import library
+from hybrid_proxy.dataplane.errors import Unsupported
+from hybrid_proxy.dataplane.kernel._libbpf import ffi
+from hybrid_proxy.dataplane.kernel.bpf import library
 
 KERNEL: Final = Path("/sys/kernel/btf/vmlinux")
 # BTF_KIND_, include/uapi/linux/btf.h

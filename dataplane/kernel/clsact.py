@@ -17,9 +17,9 @@ from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 from pyroute2.netlink.rtnl import RTM_GETTFILTER, RTMGRP_TC
 
-from dataplane.kernel.attachment import program_number
-from dataplane.kernel.bpf import BpfError
-from dataplane.kernel.netlink import NLM_F_DUMP, ROUTE, Events, Message, Netlink, NetlinkFailed, attributes
+from hybrid_proxy.dataplane.kernel.attachment import program_number
+from hybrid_proxy.dataplane.kernel.bpf import BpfError
+from hybrid_proxy.dataplane.kernel.netlink import NLM_F_DUMP, ROUTE, Events, Message, Netlink, NetlinkFailed, attributes
 
 INGRESS, EGRESS = 0xFFFFFFF2, 0xFFFFFFF3  # TC_H_CLSACT with TC_H_MIN_INGRESS and TC_H_MIN_EGRESS
 PRIORITY: Final = 1

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from dataplane.kernel.netlink import (
+from hybrid_proxy.dataplane.kernel.netlink import (
     AF,
     ATTRIBUTE,
     NESTED,
@@ -30,10 +30,10 @@ from dataplane.kernel.netlink import (
     attributes,
     nested,
 )
-from dataplane.reports import FlowRow
-from dataplane.stale import Judge, Socket
-from dataplane.table import Protocol, ServiceTable, family_of, socket_text
-from dataplane.virtual_servers import Connection
+from hybrid_proxy.dataplane.reports import FlowRow
+from hybrid_proxy.dataplane.stale import Judge, Socket
+from hybrid_proxy.dataplane.table import Protocol, ServiceTable, family_of, socket_text
+from hybrid_proxy.dataplane.virtual_servers import Connection
 
 log = logging.getLogger(__name__)
 

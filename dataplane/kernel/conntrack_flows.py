@@ -18,8 +18,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.flows import FLOW, FlowFlag, Flows, TcpState
-from dataplane.kernel.conntrack import (
+from hybrid_proxy.dataplane.flows import FLOW, FlowFlag, Flows, TcpState
+from hybrid_proxy.dataplane.kernel.conntrack import (
     CLOSED,
     CTA_PROTO_DST_PORT,
     CTA_PROTO_NUM,
@@ -44,7 +44,7 @@ from dataplane.kernel.conntrack import (
     stage_of,
     translated_entries,
 )
-from dataplane.kernel.netlink import (
+from hybrid_proxy.dataplane.kernel.netlink import (
     AF,
     ATTRIBUTE,
     BURST_BYTES,

@@ -13,8 +13,8 @@ import struct
 import sys
 from typing import Final, NamedTuple
 
-from dataplane.kernel import genetlink
-from dataplane.kernel.netlink import GENERIC, Netlink, NetlinkFailed, attribute
+from hybrid_proxy.dataplane.kernel import genetlink
+from hybrid_proxy.dataplane.kernel.netlink import GENERIC, Netlink, NetlinkFailed, attribute
 
 _SIOCETHTOOL, _GET_DRIVER_INFO = 0x8946, 3  # linux/sockios.h, linux/ethtool.h
 _DEV_GET, _DEV_IFINDEX, _DEV_FEATURES = 1, 1, 3  # linux/netdev.h, since Linux 6.3

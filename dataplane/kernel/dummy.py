@@ -30,10 +30,10 @@ from pyroute2.netlink.rtnl import (
 )
 from pyroute2.netlink.rtnl.ifaddrmsg import IFA_F_NODAD, IFA_F_NOPREFIXROUTE
 
-from dataplane.errors import Unsupported
-from dataplane.kernel import sysctl
-from dataplane.kernel.ipvs import load_module
-from dataplane.kernel.netlink import (
+from hybrid_proxy.dataplane.errors import Unsupported
+from hybrid_proxy.dataplane.kernel import sysctl
+from hybrid_proxy.dataplane.kernel.ipvs import load_module
+from hybrid_proxy.dataplane.kernel.netlink import (
     NLM_F_CREATE,
     NLM_F_DUMP,
     ROUTE,

@@ -6,7 +6,7 @@ import struct
 import sys
 from typing import Final
 
-from dataplane.kernel.netlink import Message, Netlink, attributes, string
+from hybrid_proxy.dataplane.kernel.netlink import Message, Netlink, attributes, string
 
 _HEADER: Final = struct.Struct("=BBH")  # command, version, reserved; linux/genetlink.h
 _GENL_ID_CTRL, _CTRL_CMD_GETFAMILY, _CTRL_ATTR_FAMILY_ID, _CTRL_ATTR_FAMILY_NAME = 0x10, 3, 1, 2

@@ -7,8 +7,8 @@ import os
 import platform
 import time
 
-from dataplane.errors import DataplaneError
-from dataplane.kernel.bpf import await_grace_period
+from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.kernel.bpf import await_grace_period
 
 MEMBARRIER = {"x86_64": 324, "aarch64": 283}
 MEMBARRIER_CMD_GLOBAL = 1

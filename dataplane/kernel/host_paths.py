@@ -13,7 +13,7 @@ import socket
 import sys
 from pathlib import Path
 
-from dataplane.errors import Unsupported
+from hybrid_proxy.dataplane.errors import Unsupported
 
 SO_NETNS_COOKIE = 71  # since Linux kernel commit e8b9eab99232 (v5.14)
 BPF_FS_MAGIC = 0xCAFE4A11

@@ -17,8 +17,8 @@ from pyroute2.netlink.exceptions import IPSetError, NetlinkError
 from pyroute2.netlink.nfnetlink import NFNL_SUBSYS_IPSET
 from pyroute2.netlink.nfnetlink.ipset import IPSET_CMD_ADD, IPSET_CMD_DEL, IPSET_CMD_LIST, IPSET_FLAG_LIST_SETNAME
 
-from dataplane.errors import Unsupported
-from dataplane.kernel.netlink import (
+from hybrid_proxy.dataplane.errors import Unsupported
+from hybrid_proxy.dataplane.kernel.netlink import (
     AF,
     NET_BYTEORDER,
     NETFILTER,
@@ -32,7 +32,7 @@ from dataplane.kernel.netlink import (
     nested,
     string,
 )
-from dataplane.virtual_servers import Edit, Element, Kind, Value
+from hybrid_proxy.dataplane.virtual_servers import Edit, Element, Kind, Value
 
 LIMIT: Final = 1 << 20  # elements of one set; memory is taken as they come
 PROTOCOL: Final = 6  # of ip_set's messages; every kernel that has ip_set knows it

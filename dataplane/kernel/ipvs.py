@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from dataplane.errors import Unsupported
-from dataplane.kernel import genetlink
-from dataplane.kernel.netlink import (
+from hybrid_proxy.dataplane.errors import Unsupported
+from hybrid_proxy.dataplane.kernel import genetlink
+from hybrid_proxy.dataplane.kernel.netlink import (
     AF,
     GENERIC,
     NLM_F_DUMP,
@@ -31,7 +31,7 @@ from dataplane.kernel.netlink import (
     nested,
     string,
 )
-from dataplane.virtual_servers import Change, Config, Connection, Destination, Load, Server, Timeouts, Verb
+from hybrid_proxy.dataplane.virtual_servers import Change, Config, Connection, Destination, Load, Server, Timeouts, Verb
 
 MODPROBE_SECONDS: Final = 30
 CONNECTIONS: Final = Path("/proc/thread-self/net/ip_vs_conn")

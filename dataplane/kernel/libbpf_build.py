@@ -94,7 +94,7 @@ builder.cdef(  # of types, bpf/btf.h and linux/btf.h
     """
 )
 builder.cdef("long syscall(long number, ...);")
-builder.set_source("dataplane.kernel._libbpf", None)
+builder.set_source("hybrid_proxy.dataplane.kernel._libbpf", None)
 
 if __name__ == "__main__":
     builder.emit_python_code(sys.argv[1])

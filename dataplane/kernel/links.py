@@ -28,7 +28,7 @@ from pyroute2.netlink.rtnl import (
     rt_type,
 )
 
-from dataplane.kernel.netlink import NLM_F_DUMP, ROUTE, Events, Message, Netlink, attributes
+from hybrid_proxy.dataplane.kernel.netlink import NLM_F_DUMP, ROUTE, Events, Message, Netlink, attributes
 
 POD_KINDS = frozenset({"veth", "netkit"})
 ETHERNET = 1  # ARPHRD_ETHER

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping
 from typing import Final
 
-from dataplane.kernel.netlink import (
+from hybrid_proxy.dataplane.kernel.netlink import (
     AF,
     NLM_F_APPEND,
     NLM_F_CREATE,
@@ -24,7 +24,7 @@ from dataplane.kernel.netlink import (
     attribute,
     attributes,
 )
-from dataplane.table import family_of
+from hybrid_proxy.dataplane.table import family_of
 
 # linux/rtnetlink.h
 NEW_ROUTE, DELETE_ROUTE, GET_ROUTE = 24, 25, 26

@@ -7,7 +7,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from dataplane.errors import Occupied
+from hybrid_proxy.dataplane.errors import Occupied
 
 
 def hold(folder: Path, what: str) -> int:

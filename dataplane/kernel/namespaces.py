@@ -16,7 +16,15 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from dataplane.kernel.netlink import NLM_F_DUMP, ROUTE, Message, Netlink, NetlinkFailed, attribute, attributes
+from hybrid_proxy.dataplane.kernel.netlink import (
+    NLM_F_DUMP,
+    ROUTE,
+    Message,
+    Netlink,
+    NetlinkFailed,
+    attribute,
+    attributes,
+)
 
 CLONE_NEWNET: Final = 0x40000000
 NAMED: Final = Path("/run/netns")  # where CNI plugins and `ip netns` bind namespaces

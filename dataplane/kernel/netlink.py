@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple, Self
 
-from dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.errors import DataplaneError
 
 # linux/netlink.h. pyroute2 has these numbers too, but its package imports all of itself (22 MB, 150 ms or more), and
 # commands that only list what is programmed do without it.

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from typing import Final
 
-from dataplane.kernel.netlink import NETFILTER, NFGEN, Events, attributes, messages
+from hybrid_proxy.dataplane.kernel.netlink import NETFILTER, NFGEN, Events, attributes, messages
 
 NFNLGRP_NFTABLES: Final = 7
 NFNL_SUBSYS_NFTABLES: Final = 10

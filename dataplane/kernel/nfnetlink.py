@@ -11,9 +11,9 @@ import struct
 from collections.abc import Sequence
 from typing import Final, NamedTuple, Self
 
-from dataplane.kernel import netlink
-from dataplane.kernel.netlink import NETFILTER, NFGEN, NLM_F_DUMP, Netlink, NetlinkFailed
-from dataplane.kernel.nfmonitor import OWN_PORTS
+from hybrid_proxy.dataplane.kernel import netlink
+from hybrid_proxy.dataplane.kernel.netlink import NETFILTER, NFGEN, NLM_F_DUMP, Netlink, NetlinkFailed
+from hybrid_proxy.dataplane.kernel.nfmonitor import OWN_PORTS
 
 SUBSYSTEM: Final = 10 << 8
 BATCH_BEGIN, BATCH_END = 0x10, 0x11

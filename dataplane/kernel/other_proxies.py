@@ -16,10 +16,10 @@ from typing import Final
 
 import msgspec
 
-from dataplane.errors import Unsupported
-from dataplane.kernel.host_paths import netns_of, pin_folder
-from dataplane.kernel.netlink import NETFILTER, NFGEN, Message, Netlink, NetlinkFailed, string
-from dataplane.other_proxies import HEALTH_PORT, OtherProxies, Process
+from hybrid_proxy.dataplane.errors import Unsupported
+from hybrid_proxy.dataplane.kernel.host_paths import netns_of, pin_folder
+from hybrid_proxy.dataplane.kernel.netlink import NETFILTER, NFGEN, Message, Netlink, NetlinkFailed, string
+from hybrid_proxy.dataplane.other_proxies import HEALTH_PORT, OtherProxies, Process
 
 NFT: Final = 10 << 8  # NFNL_SUBSYS_NFTABLES
 GET_TABLE, GET_CHAIN = NFT | 1, NFT | 4

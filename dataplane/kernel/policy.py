@@ -10,8 +10,8 @@ import errno
 import socket
 from typing import Any, Final
 
-from dataplane.errors import DataplaneError
-from dataplane.kernel.netlink import ROUTE, Events
+from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.kernel.netlink import ROUTE, Events
 
 TABLE: Final = 0x4850
 PRIORITY: Final = 77  # after the table `local`, before what CNIs add

@@ -17,7 +17,7 @@ builder.cdef(
     """
 )
 builder.set_source(
-    "dataplane.kernel._publish",
+    "hybrid_proxy.dataplane.kernel._publish",
     """
     static void store_release(uint64_t *array, size_t index, uint64_t value)
     {

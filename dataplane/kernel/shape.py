@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dataplane.kernel._libbpf import ffi
-from dataplane.kernel.bpf import BpfError, Object, check, library
-from dataplane.kernel.btf import spelled
+from hybrid_proxy.dataplane.kernel._libbpf import ffi
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object, check, library
+from hybrid_proxy.dataplane.kernel.btf import spelled
 
 DEVICE_MAPS = frozenset({14, 25})  # BPF_MAP_TYPE_DEVMAP and _HASH: the kernel sets the flag below by itself
 RDONLY_PROG = 1 << 7  # BPF_F_RDONLY_PROG

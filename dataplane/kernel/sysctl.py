@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from dataplane.kernel.host_paths import netns_number
+from hybrid_proxy.dataplane.kernel.host_paths import netns_number
 
 log = logging.getLogger(__name__)
 

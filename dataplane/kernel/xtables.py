@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from dataplane.errors import DataplaneError, Unsupported
-from dataplane.kernel import nfnetlink
-from dataplane.kernel.netlink import NETFILTER, Netlink, NetlinkFailed
+from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
+from hybrid_proxy.dataplane.kernel import nfnetlink
+from hybrid_proxy.dataplane.kernel.netlink import NETFILTER, Netlink, NetlinkFailed
 
 Needs = Callable[[int], Mapping[str, Sequence[str]]]
 

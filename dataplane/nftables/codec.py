@@ -7,8 +7,8 @@ import socket
 import sys
 from collections.abc import Callable
 
-from dataplane.nftables.expressions import Family
-from dataplane.nftables.schema import ADDRESS, PORT, PROTOCOL, RANGE, SLOT, Key, width
+from hybrid_proxy.dataplane.nftables.expressions import Family
+from hybrid_proxy.dataplane.nftables.schema import ADDRESS, PORT, PROTOCOL, RANGE, SLOT, Key, width
 
 
 class Codec:

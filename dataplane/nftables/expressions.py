@@ -16,9 +16,9 @@ import sys
 from ipaddress import ip_address, ip_network
 from typing import Final, NamedTuple, Protocol
 
-from dataplane.nftables import uapi as nf
-from dataplane.table import PodMatch
-from dataplane.table import Protocol as Transport
+from hybrid_proxy.dataplane.nftables import uapi as nf
+from hybrid_proxy.dataplane.table import PodMatch
+from hybrid_proxy.dataplane.table import Protocol as Transport
 
 Attributes = tuple[tuple[int, "int | str | bytes | Attributes"], ...]
 

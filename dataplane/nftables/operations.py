@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from dataplane.nftables.expressions import Family, Rule
-from dataplane.nftables.schema import Chain, Element, Hook, Key, Set, Shape
+from hybrid_proxy.dataplane.nftables.expressions import Family, Rule
+from hybrid_proxy.dataplane.nftables.schema import Chain, Element, Hook, Key, Set, Shape
 
 
 class AddTable(NamedTuple):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
-from dataplane.nftables import operations as op
-from dataplane.nftables.expressions import Family
-from dataplane.nftables.schema import Chain, Element, Key, Set
+from hybrid_proxy.dataplane.nftables import operations as op
+from hybrid_proxy.dataplane.nftables.expressions import Family
+from hybrid_proxy.dataplane.nftables.schema import Chain, Element, Key, Set
 
 _DESCRIBED: Final = 8  # operations that a message names
 

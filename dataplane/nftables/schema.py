@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from dataplane.nftables import uapi as nf
-from dataplane.nftables.expressions import Family, Rule, Verdict
+from hybrid_proxy.dataplane.nftables import uapi as nf
+from hybrid_proxy.dataplane.nftables.expressions import Family, Rule, Verdict
 
 # Fields of keys and data. An address and a RANGE (a CIDR) are text, the others are integers.
 ADDRESS, PROTOCOL, PORT, SLOT, NUMBER, RANGE = "address", "protocol", "port", "slot", "number", "range"

@@ -9,14 +9,34 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from dataplane.kernel.netlink import NLM_F_APPEND, NLM_F_CREATE, attribute, nested, string
-from dataplane.kernel.netlink import attributes as each_attribute
-from dataplane.kernel.nfnetlink import NFPROTO, Message, Nfnetlink, NftablesError, attributes, number, number64
-from dataplane.nftables import operations as op
-from dataplane.nftables import uapi as nf
-from dataplane.nftables.codec import Codec, cidr_between
-from dataplane.nftables.expressions import FAMILIES, Attributes, ChainName, Family, Rule, Verdict
-from dataplane.nftables.schema import RANGE, VERDICT, Chain, Element, Hook, Key, Set, Shape, Value, length, width
+from hybrid_proxy.dataplane.kernel.netlink import NLM_F_APPEND, NLM_F_CREATE, attribute, nested, string
+from hybrid_proxy.dataplane.kernel.netlink import attributes as each_attribute
+from hybrid_proxy.dataplane.kernel.nfnetlink import (
+    NFPROTO,
+    Message,
+    Nfnetlink,
+    NftablesError,
+    attributes,
+    number,
+    number64,
+)
+from hybrid_proxy.dataplane.nftables import operations as op
+from hybrid_proxy.dataplane.nftables import uapi as nf
+from hybrid_proxy.dataplane.nftables.codec import Codec, cidr_between
+from hybrid_proxy.dataplane.nftables.expressions import FAMILIES, Attributes, ChainName, Family, Rule, Verdict
+from hybrid_proxy.dataplane.nftables.schema import (
+    RANGE,
+    VERDICT,
+    Chain,
+    Element,
+    Hook,
+    Key,
+    Set,
+    Shape,
+    Value,
+    length,
+    width,
+)
 
 ELEMENTS_ROOM: Final = 60_000  # an attribute's length has 16 bits
 VALUES_KEPT: Final = 1024  # encoded values, which elements in a row often share

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from dataplane.table import Backend
+from hybrid_proxy.dataplane.table import Backend
 
 LIMIT = 16_381
 

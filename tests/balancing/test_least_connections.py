@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.balancing import ALGORITHMS, ring_of
-from dataplane.balancing.least_connections import FAIR, shares
+from hybrid_proxy.dataplane.balancing import ALGORITHMS, ring_of
+from hybrid_proxy.dataplane.balancing.least_connections import FAIR, shares
 from tests.balancing.make import LIMIT, backends
 
 loads = st.lists(st.integers(0, 100_000), min_size=2, max_size=60)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.balancing import ALGORITHMS, ring_of
-from dataplane.balancing.maglev import SIZES, size_of
-from dataplane.table import Backend
+from hybrid_proxy.dataplane.balancing import ALGORITHMS, ring_of
+from hybrid_proxy.dataplane.balancing.maglev import SIZES, size_of
+from hybrid_proxy.dataplane.table import Backend
 from tests.balancing.make import LIMIT, backends, counted, several
 
 MAGLEV = ALGORITHMS["mh"]
@@ -113,7 +113,7 @@ def test_sizes_are_primes():
 
 def test_the_table_of_the_paper_is_what_is_filled():
     """The straightforward loop of the paper's pseudocode, on names of our own hash."""
-    from dataplane.balancing.maglev import _permutations
+    from hybrid_proxy.dataplane.balancing.maglev import _permutations
 
     made = backends(9)
     names = sorted(f"{backend.address}:{backend.port}" for backend in made)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.settings.documents import CHOICES, SCHEDULERS
-from dataplane.balancing import ALGORITHMS, ALIASES, Spread, canonical, find, ring_of
-from dataplane.balancing.ring import divide, turns
-from dataplane.table import Backend
+from hybrid_proxy.controller.settings.documents import CHOICES, SCHEDULERS
+from hybrid_proxy.dataplane.balancing import ALGORITHMS, ALIASES, Spread, canonical, find, ring_of
+from hybrid_proxy.dataplane.balancing.ring import divide, turns
+from hybrid_proxy.dataplane.table import Backend
 from tests.balancing.make import LIMIT, backends, counted, several, weights
 
 every = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS.keys())

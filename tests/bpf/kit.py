@@ -24,18 +24,18 @@ from scapy.layers.l2 import Ether
 from scapy.layers.sctp import SCTP
 from scapy.packet import Packet, Raw
 
-from dataplane.kernel.bpf import Object, has_helper, run_on_packet
-from dataplane.kernel.grace import jiffies_per_second, wait_for_programs
-from dataplane.kernel.links import interface_name
-from dataplane.mode import Options, ProbePacket
-from dataplane.modes.ebpf import explaining, layout
-from dataplane.modes.ebpf.edges import set_elements
-from dataplane.modes.ebpf.flows import FlowGC, flow_arrays
-from dataplane.modes.ebpf.maps import MapSet, traffic_cpus
-from dataplane.modes.ebpf.programs import CHECK_MTU, put_datapaths
-from dataplane.modes.ebpf.store import Store
-from dataplane.reports import ExplainAnswer
-from dataplane.table import Backend, BackendSet, Entry, Kind, Protocol, WhenEmpty
+from hybrid_proxy.dataplane.kernel.bpf import Object, has_helper, run_on_packet
+from hybrid_proxy.dataplane.kernel.grace import jiffies_per_second, wait_for_programs
+from hybrid_proxy.dataplane.kernel.links import interface_name
+from hybrid_proxy.dataplane.mode import Options, ProbePacket
+from hybrid_proxy.dataplane.modes.ebpf import explaining, layout
+from hybrid_proxy.dataplane.modes.ebpf.edges import set_elements
+from hybrid_proxy.dataplane.modes.ebpf.flows import FlowGC, flow_arrays
+from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet, traffic_cpus
+from hybrid_proxy.dataplane.modes.ebpf.programs import CHECK_MTU, put_datapaths
+from hybrid_proxy.dataplane.modes.ebpf.store import Store
+from hybrid_proxy.dataplane.reports import ExplainAnswer
+from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Kind, Protocol, WhenEmpty
 from tests.pins import pin_folder
 from tests.tables import Front, entry_of
 

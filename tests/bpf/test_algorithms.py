@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from dataplane.balancing import ALGORITHMS, ring_of
-from dataplane.mode import Options
-from dataplane.modes.ebpf import layout
-from dataplane.table import Backend, BackendSet, Entry, Protocol
+from hybrid_proxy.dataplane.balancing import ALGORITHMS, ring_of
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Protocol
 
 from .kit import PASS, REDIRECT, SMALL, Bench, Net, bench_with, datagram, frame, read, segment, service, syn
 from .test_failover import wait

@@ -10,9 +10,9 @@ import pytest
 from scapy.layers.inet import IP
 from scapy.layers.inet6 import IPv6
 
-from dataplane.kernel.bpf import Object
-from dataplane.modes.ebpf import layout
-from dataplane.table import Backend, BackendSet, Entry, Kind, Masquerade, Protocol
+from hybrid_proxy.dataplane.kernel.bpf import Object
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Kind, Masquerade, Protocol
 from tests.namespaces import fresh
 from tests.tables import Front, entry_of
 

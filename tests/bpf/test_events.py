@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from dataplane.kernel.bpf import Ring
-from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.events import Journal
-from dataplane.modes.ebpf.reasons import WORDS, kind_of
-from dataplane.table import WhenEmpty
+from hybrid_proxy.dataplane.kernel.bpf import Ring
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.events import Journal
+from hybrid_proxy.dataplane.modes.ebpf.reasons import WORDS, kind_of
+from hybrid_proxy.dataplane.table import WhenEmpty
 
 from .kit import DROP, HZ, NETS, REDIRECT, Bench, Net, cpus, datagram, frame, moments, read, segment, service, syn
 
@@ -104,7 +104,7 @@ def test_a_backend_that_does_not_answer_causes_an_event(events: EventReader, net
 
 
 def test_a_full_table_causes_an_event(net: Net) -> None:
-    from dataplane.mode import Options
+    from hybrid_proxy.dataplane.mode import Options
 
     options = Options(max_services=64, max_backends=256, max_slots=512, max_flows=64)
     small = Bench(options, event_burst=1000, max_half_open=1 << 20)

@@ -9,11 +9,11 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from controller.semantics.explain import Explainer, Packet
-from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.edges import pod_columns
-from dataplane.modes.ebpf.flows import flow_arrays
-from dataplane.table import (
+from hybrid_proxy.controller.semantics.explain import Explainer, Packet
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.edges import pod_columns
+from hybrid_proxy.dataplane.modes.ebpf.flows import flow_arrays
+from hybrid_proxy.dataplane.table import (
     Backend,
     BackendSet,
     Entry,

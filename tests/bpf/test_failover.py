@@ -8,10 +8,10 @@ import time
 import numpy as np
 import pytest
 
-from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.failures import forget_former, histories
-from dataplane.reports import FailureHistory
-from dataplane.table import Protocol
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.failures import forget_former, histories
+from hybrid_proxy.dataplane.reports import FailureHistory
+from hybrid_proxy.dataplane.table import Protocol
 
 from .kit import (
     HZ,

@@ -8,13 +8,13 @@ import socket
 import numpy as np
 import pytest
 
-from dataplane.kernel.conntrack import FlowKey
-from dataplane.kernel.netlink import AF
-from dataplane.mode import Options
-from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf import others as module
-from dataplane.modes.ebpf.flows import flow_arrays, idle_limits
-from dataplane.table import EMPTY, Protocol
+from hybrid_proxy.dataplane.kernel.conntrack import FlowKey
+from hybrid_proxy.dataplane.kernel.netlink import AF
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf import others as module
+from hybrid_proxy.dataplane.modes.ebpf.flows import flow_arrays, idle_limits
+from hybrid_proxy.dataplane.table import EMPTY, Protocol
 
 from .kit import (
     BACKEND_HOST_MAC,

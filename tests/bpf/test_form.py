@@ -9,10 +9,10 @@ from scapy.layers.inet import IPOption_LSRR, IPOption_RR
 from scapy.layers.inet6 import HBHOptUnknown, IPv6ExtHdrHopByHop
 from scapy.packet import Raw
 
-from dataplane.kernel.links import Interface, hardware_address
-from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.edges import interface_flags, word
-from dataplane.table import Protocol
+from hybrid_proxy.dataplane.kernel.links import Interface, hardware_address
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.edges import interface_flags, word
+from hybrid_proxy.dataplane.table import Protocol
 
 from .kit import DROP, PASS, Bench, Net, datagram, frame, ones_complement, segment, service, syn
 

@@ -10,7 +10,7 @@ from scapy.layers.inet6 import IPv6, IPv6ExtHdrDestOpt, IPv6ExtHdrFragment, frag
 from scapy.layers.l2 import Ether
 from scapy.packet import Raw
 
-from dataplane.table import Protocol
+from hybrid_proxy.dataplane.table import Protocol
 
 from .kit import DROP, HOST_MAC, NETS, PASS, POD_MAC, Bench, Net, datagram, frame, ones_complement, read, service
 

@@ -11,8 +11,8 @@ from scapy.layers.inet import ICMP, IP, TCP, UDP
 from scapy.layers.inet6 import ICMPv6EchoRequest, ICMPv6PacketTooBig, IPv6, IPv6ExtHdrDestOpt
 from scapy.packet import Raw
 
-from dataplane.kernel.bpf import BpfError
-from dataplane.table import Protocol
+from hybrid_proxy.dataplane.kernel.bpf import BpfError
+from hybrid_proxy.dataplane.table import Protocol
 
 from .kit import DROP, NETS, PASS, REDIRECT, Bench, chunk, datagram, frame, service, syn
 

@@ -19,7 +19,7 @@ from scapy.layers.l2 import Ether
 from scapy.layers.sctp import SCTP
 from scapy.packet import Packet, Raw
 
-from dataplane.table import Protocol
+from hybrid_proxy.dataplane.table import Protocol
 
 from .kit import (
     HOST_MAC,

@@ -15,7 +15,7 @@ from scapy.layers.inet6 import (
 from scapy.layers.sctp import SCTP
 from scapy.packet import Packet, Raw
 
-from dataplane.table import Protocol
+from hybrid_proxy.dataplane.table import Protocol
 
 from .kit import HOST_MAC, NETS, PASS, POD_MAC, REDIRECT, Bench, Net, chunk, datagram, frame, quoted, read, service, syn
 

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dataplane.balancing import Spread
-from dataplane.modes.ebpf import layout, lower
-from dataplane.modes.ebpf.flows import flow_arrays
-from dataplane.table import Masquerade, Protocol
+from hybrid_proxy.dataplane.balancing import Spread
+from hybrid_proxy.dataplane.modes.ebpf import layout, lower
+from hybrid_proxy.dataplane.modes.ebpf.flows import flow_arrays
+from hybrid_proxy.dataplane.table import Masquerade, Protocol
 
 from .kit import NETS, PASS, Bench, datagram, frame, read, service, syn
 

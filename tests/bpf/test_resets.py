@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf import layout
 
 from .kit import HZ, PASS, Bench, Net, Seen, frame, read, segment, syn
 from .test_flows import web

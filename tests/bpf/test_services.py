@@ -11,8 +11,8 @@ from scapy.layers.inet6 import (
 from scapy.layers.l2 import ARP, Ether
 from scapy.packet import Raw
 
-from dataplane.modes.ebpf import layout
-from dataplane.table import Protocol, WhenEmpty
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.table import Protocol, WhenEmpty
 
 from .kit import (
     DROP,

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dataplane.kernel.bpf import Map, run_on_packet
-from dataplane.mode import Options
-from dataplane.modes.ebpf import maps
-from dataplane.modes.ebpf.maps import MapSet
-from dataplane.modes.ebpf.store import Store
-from dataplane.modes.ebpf.traffic import FIELDS, Traffic, traffic_sizes
-from dataplane.table import Protocol
+from hybrid_proxy.dataplane.kernel.bpf import Map, run_on_packet
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf import maps
+from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet
+from hybrid_proxy.dataplane.modes.ebpf.store import Store
+from hybrid_proxy.dataplane.modes.ebpf.traffic import FIELDS, Traffic, traffic_sizes
+from hybrid_proxy.dataplane.table import Protocol
 
 from .kit import (
     HZ,

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.kernel.bpf import Object, run_on_packet
-from dataplane.kernel.grace import wait_for_programs
-from dataplane.mode import Options
-from dataplane.table import Entry
+from hybrid_proxy.dataplane.kernel.bpf import Object, run_on_packet
+from hybrid_proxy.dataplane.kernel.grace import wait_for_programs
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.table import Entry
 
 from .kit import Bench, bench_with, cpus, service
 

@@ -13,9 +13,19 @@ from scapy.layers.inet import ICMP, TCP
 from scapy.layers.inet6 import ICMPv6PacketTooBig
 from scapy.packet import Raw
 
-from dataplane.kernel.bpf import Object, run_on_packet
-from dataplane.modes.ebpf.edges import pod_columns
-from dataplane.table import Backend, BackendSet, Entry, Kind, Masquerade, NodeNetwork, PodMatch, Protocol, WhenEmpty
+from hybrid_proxy.dataplane.kernel.bpf import Object, run_on_packet
+from hybrid_proxy.dataplane.modes.ebpf.edges import pod_columns
+from hybrid_proxy.dataplane.table import (
+    Backend,
+    BackendSet,
+    Entry,
+    Kind,
+    Masquerade,
+    NodeNetwork,
+    PodMatch,
+    Protocol,
+    WhenEmpty,
+)
 from tests.namespaces import fresh, loopback
 from tests.tables import Front, entry_of
 

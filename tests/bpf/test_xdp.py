@@ -16,10 +16,10 @@ from scapy.layers.inet6 import ICMPv6TimeExceeded, IPv6, IPv6ExtHdrFragment, IPv
 from scapy.layers.l2 import Dot1Q, Ether
 from scapy.packet import Packet, Raw
 
-from dataplane.kernel.bpf import Object, run_on_packet
-from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.traffic import FIELDS
-from dataplane.table import Backend, BackendSet, Kind, Masquerade, Protocol
+from hybrid_proxy.dataplane.kernel.bpf import Object, run_on_packet
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.traffic import FIELDS
+from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, Masquerade, Protocol
 from tests import namespaces
 from tests.tables import Front, entry_of
 

@@ -14,9 +14,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
-from workshop.benchmarks import peer_rules
-from workshop.lab.network import CLUSTER_CIDRS
-from workshop.lab.traffic import Tally, ask_tcp, ask_udp, load
+from hybrid_proxy.workshop.benchmarks import peer_rules
+from hybrid_proxy.workshop.lab.network import CLUSTER_CIDRS
+from hybrid_proxy.workshop.lab.traffic import Tally, ask_tcp, ask_udp, load
 
 from .kit import PATIENCE, V4, Bench, Service, eventually
 

@@ -13,14 +13,14 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from controller.commands.doctor.facts import Diagnosis
-from controller.serving.admin import ask
-from controller.serving.protocol import AgentStatus, GetTable, TableAnswer
-from controller.settings.config import MODES
+from hybrid_proxy.controller.commands.doctor.facts import Diagnosis
+from hybrid_proxy.controller.serving.admin import ask
+from hybrid_proxy.controller.serving.protocol import AgentStatus, GetTable, TableAnswer
+from hybrid_proxy.controller.settings.config import MODES
+from hybrid_proxy.workshop.lab.apiserver import ApiServer
+from hybrid_proxy.workshop.lab.network import NODE_NAMES, SERVICE_CIDRS, Lab
+from hybrid_proxy.workshop.lab.objects import endpoint_slice, service
 from tests.served import FromServer, api_server
-from workshop.lab.apiserver import ApiServer
-from workshop.lab.network import NODE_NAMES, SERVICE_CIDRS, Lab
-from workshop.lab.objects import endpoint_slice, service
 
 from .matrix import BEGIN, END
 

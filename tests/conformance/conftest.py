@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from controller.settings.config import available_modes
-from dataplane.kernel.links import read_node
+from hybrid_proxy.controller.settings.config import available_modes
+from hybrid_proxy.dataplane.kernel.links import read_node
+from hybrid_proxy.workshop.lab.agent import Agent, remove, remove_forsaken
+from hybrid_proxy.workshop.lab.network import SERVICE_CIDRS, Lab
 from tests import namespaces
-from workshop.lab.agent import Agent, remove, remove_forsaken
-from workshop.lab.network import SERVICE_CIDRS, Lab
 
 from . import clinic, matrix, switches
 from .kit import (

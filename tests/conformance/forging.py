@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from workshop.lab.frames import Receiver, fill_in_checksums
-from workshop.lab.network import Lab
-from workshop.lab.traffic import ask_tcp, ask_udp
+from hybrid_proxy.workshop.lab.frames import Receiver, fill_in_checksums
+from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.lab.traffic import ask_tcp, ask_udp
 
 from .conftest import bench_of, new_lab, route_services, serve
 from .forgeries import Flow

@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 from pyroute2 import NFCTSocket
 
-from workshop.lab.agent import Agent
-from workshop.lab.examples import node_manifest  # noqa: F401 - for tests
-from workshop.lab.namespace import DEADLINES, PATIENCE
-from workshop.lab.network import NODE_NAMES, Lab, Place
-from workshop.lab.traffic import Reply, Stream, Tally, ask_tcp, ask_udp
+from hybrid_proxy.workshop.lab.agent import Agent
+from hybrid_proxy.workshop.lab.examples import node_manifest  # noqa: F401 - for tests
+from hybrid_proxy.workshop.lab.namespace import DEADLINES, PATIENCE
+from hybrid_proxy.workshop.lab.network import NODE_NAMES, Lab, Place
+from hybrid_proxy.workshop.lab.traffic import Reply, Stream, Tally, ask_tcp, ask_udp
 
 HTTP, UDP = 8080, 5353  # where the servers of all pods listen
 SECOND_HTTP = 8081

@@ -8,7 +8,7 @@ from typing import Final
 
 import pytest
 
-from controller.settings.config import MODES
+from hybrid_proxy.controller.settings.config import MODES
 
 __all__ = ["FILE", "Matrix", "Rows", "merge", "read_table", "render"]
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-from workshop.lab.traffic import Reply, ask_tcp, ask_udp
+from hybrid_proxy.workshop.lab.traffic import Reply, ask_tcp, ask_udp
 
 from .associations import associate
 from .conftest import serve

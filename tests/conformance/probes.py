@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from workshop.lab.traffic import Reply, ask_tcp, ask_udp
+from hybrid_proxy.workshop.lab.traffic import Reply, ask_tcp, ask_udp
 
 from .kit import PATIENCE, V4, V6, Bench
 

@@ -8,7 +8,7 @@ from typing import Final
 
 import pytest
 
-from controller.settings.config import MODES
+from hybrid_proxy.controller.settings.config import MODES
 
 from .matrix import BEGIN, END
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from workshop.lab.traffic import Reply
+from hybrid_proxy.workshop.lab.traffic import Reply
 
 from .kit import Bench, chi_square, eventually
 from .probes import Probe, volley

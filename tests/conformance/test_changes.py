@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from workshop.lab.traffic import Reply
+from hybrid_proxy.workshop.lab.traffic import Reply
 
 from .kit import HTTP, SECOND_HTTP, Bench, End, Service, as_terminating, eventually, extra_pod, refused, silent
 

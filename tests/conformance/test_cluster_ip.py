@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from workshop.lab.traffic import ask_tcp, ask_udp, download
+from hybrid_proxy.workshop.lab.traffic import ask_tcp, ask_udp, download
 
 from .kit import (
     HTTP,

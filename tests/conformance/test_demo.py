@@ -13,10 +13,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from hybrid_proxy.workshop.lab import namespace
+from hybrid_proxy.workshop.lab.network import RUN
+from hybrid_proxy.workshop.lab.recording import LINE
 from tests.waiting import until
-from workshop.lab import namespace
-from workshop.lab.network import RUN
-from workshop.lab.recording import LINE
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def lab(*arguments: str, timeout: float = 90) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "controller", "lab", *arguments, "--name", NAME]
+    argv = [sys.executable, "-m", "hybrid_proxy.controller", "lab", *arguments, "--name", NAME]
     return subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=timeout)
 
 
@@ -138,7 +138,7 @@ def test_what_a_lab_prints_can_be_typed() -> None:
     ],
 )
 def test_what_cannot_be_run_in_a_lab_is_refused(arguments: tuple[str, ...], code: int, said: str) -> None:
-    argv = [sys.executable, "-m", "controller", "lab", "exec", "--name", NAME, *arguments]
+    argv = [sys.executable, "-m", "hybrid_proxy.controller", "lab", "exec", "--name", NAME, *arguments]
     done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=90)
     assert (done.returncode, said in done.stderr) == (code, True), done.stderr
 

@@ -15,13 +15,13 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from controller.commands.bundle import Bundle
-from controller.commands.doctor.facts import Cause
-from controller.serving.memory import Memory, memory_path, recall
-from controller.serving.protocol import AgentStatus
+from hybrid_proxy.controller.commands.bundle import Bundle
+from hybrid_proxy.controller.commands.doctor.facts import Cause
+from hybrid_proxy.controller.serving.memory import Memory, memory_path, recall
+from hybrid_proxy.controller.serving.protocol import AgentStatus
+from hybrid_proxy.workshop.lab.namespace import DEADLINES
 from tests import namespaces
 from tests.waiting import until
-from workshop.lab.namespace import DEADLINES
 
 from .clinic import HANGS, NAME, NOBODY, NODE_PORT, PODS, PROPERTY, Clinic, clinic_of
 

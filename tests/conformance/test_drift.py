@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
-from controller.settings.config import available_modes
-from workshop.lab.traffic import Tally, load, meanwhile
+from hybrid_proxy.controller.settings.config import available_modes
+from hybrid_proxy.workshop.lab.traffic import Tally, load, meanwhile
 
 from .cases import node
 from .kit import PATIENCE, V4, V6, Bench, eventually

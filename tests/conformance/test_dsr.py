@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from workshop.lab.agent import Agent
-from workshop.lab.traffic import ask_tcp, ask_udp, download
+from hybrid_proxy.workshop.lab.agent import Agent
+from hybrid_proxy.workshop.lab.traffic import ask_tcp, ask_udp, download
 
 from .cases import node, own
 from .conftest import bench_of, new_lab, route_services, serve

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from workshop.lab.traffic import Stream, ask_tcp
+from hybrid_proxy.workshop.lab.traffic import Stream, ask_tcp
 
 from .kit import HTTP, PATIENCE, V4, V6, Bench, Service, counted, eventually
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from controller.agent.modes import DRAIN_SECONDS
-from workshop.lab.agent import Agent
-from workshop.lab.traffic import meanwhile
+from hybrid_proxy.controller.agent.modes import DRAIN_SECONDS
+from hybrid_proxy.workshop.lab.agent import Agent
+from hybrid_proxy.workshop.lab.traffic import meanwhile
 
 from .conftest import MODES, STRICT, bench_of, new_lab, route_services
 from .kit import PATIENCE, Bench, Service, eventually, forget_connections, ruleset

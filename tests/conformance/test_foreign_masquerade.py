@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from workshop.lab.traffic import ask_tcp
+from hybrid_proxy.workshop.lab.traffic import ask_tcp
 
 from .kit import HTTP, Bench, ruleset
 from .test_rows import target_of

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from workshop.lab.traffic import ask_tcp, failure
+from hybrid_proxy.workshop.lab.traffic import ask_tcp, failure
 
 from .conftest import MODES
 from .forgeries import (

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from dataplane.handover import TooManyLost, hand_over, survey
-from dataplane.kernel import conntrack
-from dataplane.kernel.netlink import attributes
-from dataplane.mode import Mode, Options
-from dataplane.passage import TABLE
-from dataplane.table import ServiceTable
-from workshop.lab.traffic import ask_tcp, ask_udp, meanwhile
+from hybrid_proxy.dataplane.handover import TooManyLost, hand_over, survey
+from hybrid_proxy.dataplane.kernel import conntrack
+from hybrid_proxy.dataplane.kernel.netlink import attributes
+from hybrid_proxy.dataplane.mode import Mode, Options
+from hybrid_proxy.dataplane.passage import TABLE
+from hybrid_proxy.dataplane.table import ServiceTable
+from hybrid_proxy.workshop.lab.traffic import ask_tcp, ask_udp, meanwhile
 
 from .associations import associate
 from .conftest import STRICT, bench_of, new_lab, route_services, serve
@@ -214,7 +214,7 @@ def opened(mode: Mode, node: Node, options: Options) -> Iterator[Opened]:
 
 
 def mode_named(name: str) -> Mode:
-    found: Mode = importlib.import_module(f"dataplane.modes.{name}.programmer").MODE
+    found: Mode = importlib.import_module(f"hybrid_proxy.dataplane.modes.{name}.programmer").MODE
     return found
 
 

@@ -22,14 +22,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from controller.agent.modes import left_here, open_mode
-from dataplane.flows import FLOW, FlowFlag, Flows
-from dataplane.kernel.conntrack_flows import delete, insert
-from dataplane.mode import Options
+from hybrid_proxy.controller.agent.modes import left_here, open_mode
+from hybrid_proxy.dataplane.flows import FLOW, FlowFlag, Flows
+from hybrid_proxy.dataplane.kernel.conntrack_flows import delete, insert
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.workshop.lab.agent import Agent
+from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.lab.traffic import Tally, ask_tcp, ask_udp, load, meanwhile
 from tests.loads import goes_on
-from workshop.lab.agent import Agent
-from workshop.lab.network import Lab
-from workshop.lab.traffic import Tally, ask_tcp, ask_udp, load, meanwhile
 
 from .conftest import FOREVER, IFA_F_NODAD, bench_of, new_lab, route_services, serve
 from .kit import HTTP, PATIENCE, UDP, V4, V6, Bench, Service, attached, eventually, extra_pod, forget_connections
@@ -304,18 +304,18 @@ def test_one_switch_after_the_other(node: Node, modes: Sequence[str], looked_at:
 
 # At each step of a switch: where the agent's code is, and whether it dies before the call or after it.
 STEPS = {
-    "the next mode is open": ("controller.agent.active_mode:open_first", "after"),
-    "its maps are filled": ("dataplane.modes.ebpf.programmer:Ebpf._attach", "before"),
-    "ebpf has programmed": ("dataplane.modes.ebpf.programmer:Ebpf.sync", "after"),
-    "nftables has programmed": ("dataplane.modes.nftables.programmer:Nftables.sync", "after"),
-    "it serves": ("controller.agent.draining:Draining.start", "before"),
-    "the former drains": ("controller.agent.draining:Draining.start", "after"),
-    "its flows are over": ("controller.agent.draining:Draining.end", "before"),
-    "it has given up": ("controller.agent.draining:Draining.end", "after"),
+    "the next mode is open": ("hybrid_proxy.controller.agent.active_mode:open_first", "after"),
+    "its maps are filled": ("hybrid_proxy.dataplane.modes.ebpf.programmer:Ebpf._attach", "before"),
+    "ebpf has programmed": ("hybrid_proxy.dataplane.modes.ebpf.programmer:Ebpf.sync", "after"),
+    "nftables has programmed": ("hybrid_proxy.dataplane.modes.nftables.programmer:Nftables.sync", "after"),
+    "it serves": ("hybrid_proxy.controller.agent.draining:Draining.start", "before"),
+    "the former drains": ("hybrid_proxy.controller.agent.draining:Draining.start", "after"),
+    "its flows are over": ("hybrid_proxy.controller.agent.draining:Draining.end", "before"),
+    "it has given up": ("hybrid_proxy.controller.agent.draining:Draining.end", "after"),
     "some pins are gone": ("pathlib:Path.unlink", "after"),
-    "ebpf drains": ("dataplane.modes.ebpf.programmer:Ebpf.drain", "before"),
-    "nftables drains": ("dataplane.modes.nftables.programmer:Nftables.drain", "before"),
-    "it is gone": ("controller.agent.active_mode:clean_others", "after"),
+    "ebpf drains": ("hybrid_proxy.dataplane.modes.ebpf.programmer:Ebpf.drain", "before"),
+    "nftables drains": ("hybrid_proxy.dataplane.modes.nftables.programmer:Nftables.drain", "before"),
+    "it is gone": ("hybrid_proxy.controller.agent.active_mode:clean_others", "after"),
 }
 WRAPPER = """
 import importlib, os, runpy, signal, sys
@@ -348,7 +348,7 @@ def wrap(step, place, when):
 for step, (place, when) in steps.items():
     wrap(step, place, when)
 sys.argv = ["hybrid-proxy", *sys.argv[1:]]
-runpy.run_module("controller", run_name="__main__")
+runpy.run_module("hybrid_proxy.controller", run_name="__main__")
 """
 
 

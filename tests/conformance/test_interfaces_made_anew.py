@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from workshop.lab.network import Lab
-from workshop.lab.traffic import ask_tcp, ask_udp
+from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.lab.traffic import ask_tcp, ask_udp
 
 from .conftest import new_lab, route_services, serve
 from .kit import HTTP, SECOND_HTTP, UDP, Bench, counted, eventually

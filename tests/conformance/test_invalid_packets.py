@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from workshop.lab.traffic import ask_tcp
+from hybrid_proxy.workshop.lab.traffic import ask_tcp
 
 from .kit import HTTP, Bench
 from .packets import ACK, PUSH, RST, Header, Read, packet, read, segment

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from workshop.lab import namespace
-from workshop.lab.network import RUN, Lab, LabError
-from workshop.lab.traffic import UDP_SOCKETS, ask_tcp, ask_udp, load, target_of
+from hybrid_proxy.workshop.lab import namespace
+from hybrid_proxy.workshop.lab.network import RUN, Lab, LabError
+from hybrid_proxy.workshop.lab.traffic import UDP_SOCKETS, ask_tcp, ask_udp, load, target_of
 
 from .kit import HTTP, UDP, attached
 
@@ -98,7 +98,14 @@ def test_failures_are_counted_by_name(lab: Lab) -> None:
 
 
 def test_the_command_line_load_reports_as_it_goes(lab: Lab) -> None:
-    argv = [sys.executable, "-m", "workshop.lab.traffic", "load", "streams", f"[{lab['pod2'].address6}]:{HTTP}"]
+    argv = [
+        sys.executable,
+        "-m",
+        "hybrid_proxy.workshop.lab.traffic",
+        "load",
+        "streams",
+        f"[{lab['pod2'].address6}]:{HTTP}",
+    ]
     result = lab.run("pod1", [*argv, "--seconds", "0.6", "--rate", "200", "--report", "0.2"])
     assert result.returncode == 0, result.stderr
     assert len(result.stdout.splitlines()) >= 3
@@ -127,7 +134,7 @@ def test_two_labs_stand_side_by_side() -> None:
 
 LEFT_BEHIND = """
 import os
-from workshop.lab.network import Lab
+from hybrid_proxy.workshop.lab.network import Lab
 lab = Lab({name!r}, 2)
 lab.up()
 lab.serve("pod1")

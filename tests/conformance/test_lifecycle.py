@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from controller.agent.notebook import WRITE_SECONDS
-from controller.serving.memory import memory_path, recall
+from hybrid_proxy.controller.agent.notebook import WRITE_SECONDS
+from hybrid_proxy.controller.serving.memory import memory_path, recall
+from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.lab.traffic import Tally, load, meanwhile
 from tests.loads import goes_on
-from workshop.lab.network import Lab
-from workshop.lab.traffic import Tally, load, meanwhile
 
 from .kit import PATIENCE, UDP, V4, V6, Bench, Service, attached, eventually, silent
 

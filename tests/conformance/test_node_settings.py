@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from controller.semantics.explain import Packet, explain
-from workshop.lab.network import Lab
+from hybrid_proxy.controller.semantics.explain import Packet, explain
+from hybrid_proxy.workshop.lab.network import Lab
 
 from .cases import node, own
 from .conftest import bench_of, new_lab, route_services, serve

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from workshop.lab.network import Place
-from workshop.lab.traffic import Reply, ask_tcp, ask_udp
+from hybrid_proxy.workshop.lab.network import Place
+from hybrid_proxy.workshop.lab.traffic import Reply, ask_tcp, ask_udp
 
 from .kit import PATIENCE, UDP, V4, Bench, Service, eventually, silent
 from .world import HOST_PORT, SECOND

@@ -18,7 +18,7 @@ from scapy.layers.l2 import Dot1Q, Ether
 from scapy.packet import Raw
 from vm.features import missing
 
-from workshop.lab.traffic import ask_tcp, download
+from hybrid_proxy.workshop.lab.traffic import ask_tcp, download
 
 from .kit import HTTP, V4, Bench, counted, eventually
 from .kit import UDP as UDP_PORT

@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
+from hybrid_proxy.workshop.benchmarks.versions import FIELD_MORE, REPOSITORY, WIDER_KEYS, agent_of, tree
+from hybrid_proxy.workshop.lab.agent import Agent
+from hybrid_proxy.workshop.lab.network import LabError
+from hybrid_proxy.workshop.lab.traffic import Stream, Tally, ask_udp, load, meanwhile
 from tests.loads import goes_on
-from workshop.benchmarks.versions import FIELD_MORE, REPOSITORY, WIDER_KEYS, agent_of, tree
-from workshop.lab.agent import Agent
-from workshop.lab.network import LabError
-from workshop.lab.traffic import Stream, Tally, ask_udp, load, meanwhile
 
 from .conftest import bench_of, new_lab, route_services, serve
 from .kit import PATIENCE, UDP, V4, V6, Bench, Service
@@ -57,12 +57,12 @@ if _os.environ.get("DIES_AT"):
 """  # "OWNER NAME N": kill -9 after the Nth call, or before it where N is negative
 ROWS = """
 import json, sys
-from dataplane.mode import Options
-from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.flows import flow_arrays
-from dataplane.modes.ebpf.layouts import recorded, ours
-from dataplane.modes.ebpf.maps import open_pinned_maps
-from dataplane.modes.ebpf.pins import folder_of
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.flows import flow_arrays
+from hybrid_proxy.dataplane.modes.ebpf.layouts import recorded, ours
+from hybrid_proxy.dataplane.modes.ebpf.maps import open_pinned_maps
+from hybrid_proxy.dataplane.modes.ebpf.pins import folder_of
 import numpy as np
 folder = folder_of(Options())
 maps = open_pinned_maps(folder)

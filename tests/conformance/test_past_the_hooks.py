@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from workshop.lab.sockets import Opener
-from workshop.lab.traffic import ask_tcp, ask_udp, download
+from hybrid_proxy.workshop.lab.sockets import Opener
+from hybrid_proxy.workshop.lab.traffic import ask_tcp, ask_udp, download
 
 from .kit import UDP, Bench, eventually
 from .test_rows import target_of

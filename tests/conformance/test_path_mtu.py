@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from workshop.lab.traffic import ask_tcp, download
+from hybrid_proxy.workshop.lab.traffic import ask_tcp, download
 
 from .kit import V4, Bench, forget_path_mtus
 from .test_rows import target_of

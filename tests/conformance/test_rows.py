@@ -8,8 +8,8 @@ import struct
 
 import pytest
 
-from controller.semantics.explain import Packet, explain
-from dataplane.table import ServiceTable
+from hybrid_proxy.controller.semantics.explain import Packet, explain
+from hybrid_proxy.dataplane.table import ServiceTable
 
 from .cases import CASES, CORE, Case
 from .kit import PATIENCE, V4, Bench, Service

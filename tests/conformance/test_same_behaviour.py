@@ -18,14 +18,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from controller.agent.modes import open_mode
-from controller.semantics.explain import Packet, Verdict, explain
-from controller.settings.config import available_modes
-from dataplane.mode import Options
-from dataplane.table import ServiceTable
-from workshop.lab.agent import Agent
-from workshop.lab.network import LabError
-from workshop.lab.traffic import Reply
+from hybrid_proxy.controller.agent.modes import open_mode
+from hybrid_proxy.controller.semantics.explain import Packet, Verdict, explain
+from hybrid_proxy.controller.settings.config import available_modes
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.table import ServiceTable
+from hybrid_proxy.workshop.lab.agent import Agent
+from hybrid_proxy.workshop.lab.network import LabError
+from hybrid_proxy.workshop.lab.traffic import Reply
 
 from .conftest import bench_of, new_lab, route_services, serve
 from .kit import HTTP, PATIENCE, UDP, V4, V6, Bench, End, Service, eventually

@@ -11,10 +11,10 @@ from functools import partial
 
 import pytest
 
-from controller.agent.syncer import HAND_OVER
+from hybrid_proxy.controller.agent.syncer import HAND_OVER
+from hybrid_proxy.workshop.lab.network import SERVICE_CIDRS
+from hybrid_proxy.workshop.lab.traffic import meanwhile
 from tests.loads import goes_on
-from workshop.lab.network import SERVICE_CIDRS
-from workshop.lab.traffic import meanwhile
 
 from .beside import KUBE_PROXYS, OURS, KubeProxy, Named, Node, flows, new_flows, wait_for_answers
 from .conftest import bench_of, new_lab, route_services, serve

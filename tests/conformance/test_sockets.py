@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from workshop.lab.traffic import ask_udp
+from hybrid_proxy.workshop.lab.traffic import ask_udp
 
 from .kit import UDP, V4, V6, Bench, Service, eventually
 from .test_rows import target_of

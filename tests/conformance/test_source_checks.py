@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from workshop.lab.network import Lab
+from hybrid_proxy.workshop.lab.network import Lab
 
 from .conftest import MODES, new_lab, route_services, serve
 from .kit import HTTP, V4, V6, Bench, counted, eventually

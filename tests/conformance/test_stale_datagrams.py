@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from workshop.lab.traffic import ask_udp
+from hybrid_proxy.workshop.lab.traffic import ask_udp
 
 from .kit import UDP, Bench, End, Service, as_terminating, eventually, refused
 from .test_rows import target_of

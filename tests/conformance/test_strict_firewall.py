@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from workshop.lab.traffic import ask_tcp, download
+from hybrid_proxy.workshop.lab.traffic import ask_tcp, download
 
 from .kit import Bench
 from .test_rows import target_of

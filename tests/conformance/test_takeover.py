@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from hybrid_proxy.workshop.lab.traffic import meanwhile
 from tests.loads import goes_on
-from workshop.lab.traffic import meanwhile
 
 from .beside import KUBE_PROXYS, OURS, Flow, KubeProxy, Named, Node, flows, new_flows, wait_for_answers
 from .conftest import bench_of, new_lab, route_services, serve
@@ -48,7 +48,7 @@ def node(mode: str, request: pytest.FixtureRequest) -> Iterator[Node]:
 
 def takeover(node: Node, *arguments: str) -> list[str]:
     socket = str(node.bench.agent.socket)
-    return [sys.executable, "-m", "controller", "takeover", "--admin-socket", socket, *arguments]
+    return [sys.executable, "-m", "hybrid_proxy.controller", "takeover", "--admin-socket", socket, *arguments]
 
 
 def assert_went_on(opened: list[Flow], pod: str | None = None) -> None:
@@ -111,7 +111,15 @@ def test_there_and_back(node: Node) -> None:
                 node.kube_proxy.began = False
                 node.kube_proxy.start()
                 node.kube_proxy.sync(node.other, node.tcp, node.udp)
-                argv = [sys.executable, "-m", "controller", "cleanup", "--drain", "--cgroup", str(bench.lab.cgroup)]
+                argv = [
+                    sys.executable,
+                    "-m",
+                    "hybrid_proxy.controller",
+                    "cleanup",
+                    "--drain",
+                    "--cgroup",
+                    str(bench.lab.cgroup),
+                ]
                 process = bench.lab.start("node", argv, output=subprocess.PIPE)
                 if mode in ("ebpf", "userspace"):
                     time.sleep(4)  # longer than without --drain

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from workshop.lab.network import Lab
-from workshop.lab.traffic import ask_tcp, ask_udp, download
+from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.lab.traffic import ask_tcp, ask_udp, download
 
 from .cases import node
 from .conftest import new_lab, route_services, serve

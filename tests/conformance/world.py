@@ -9,15 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from controller.cli import parser
-from controller.kubernetes.manifests import load
-from controller.kubernetes.model import KINDS
-from controller.semantics.cluster import Cluster
-from controller.semantics.tables import Builder
-from controller.settings.config import from_flags
-from dataplane.table import ServiceTable
-from workshop.lab.agent import Agent
-from workshop.lab.network import Place
+from hybrid_proxy.controller.cli import parser
+from hybrid_proxy.controller.kubernetes.manifests import load
+from hybrid_proxy.controller.kubernetes.model import KINDS
+from hybrid_proxy.controller.semantics.cluster import Cluster
+from hybrid_proxy.controller.semantics.tables import Builder
+from hybrid_proxy.controller.settings.config import from_flags
+from hybrid_proxy.dataplane.table import ServiceTable
+from hybrid_proxy.workshop.lab.agent import Agent
+from hybrid_proxy.workshop.lab.network import Place
 
 from .kit import HTTP, UDP, Bench, End, Service
 

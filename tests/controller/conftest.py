@@ -8,12 +8,12 @@ from textwrap import dedent
 
 import pytest
 
-from controller.kubernetes.manifests import Manifests
+from hybrid_proxy.controller.kubernetes.manifests import Manifests
+from hybrid_proxy.workshop.lab.apiserver import ApiServer
+from hybrid_proxy.workshop.lab.network import Lab
 from tests.controller.watching import Watcher
 from tests.namespaces import new_lab
 from tests.served import FRAGILE, SYNC_PERIOD, Served, api_server
-from workshop.lab.apiserver import ApiServer
-from workshop.lab.network import Lab
 
 
 @pytest.fixture(scope="module")

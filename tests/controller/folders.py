@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from controller.kubernetes.manifests import load
+from hybrid_proxy.controller.kubernetes.manifests import load
 from tests.controller.watching import Listener
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from controller.agent import active_mode
-from controller.agent.active_mode import TRANSITIONS, ActiveMode, Input, Phase
-from controller.agent.modes import Opened
-from controller.serving.protocol import ModeStatus
-from controller.settings.config import Config
-from dataplane.errors import DataplaneError, Unsupported
-from dataplane.table import EMPTY, ServiceTable
+from hybrid_proxy.controller.agent import active_mode
+from hybrid_proxy.controller.agent.active_mode import TRANSITIONS, ActiveMode, Input, Phase
+from hybrid_proxy.controller.agent.modes import Opened
+from hybrid_proxy.controller.serving.protocol import ModeStatus
+from hybrid_proxy.controller.settings.config import Config
+from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
+from hybrid_proxy.dataplane.table import EMPTY, ServiceTable
 
 ORDER = ("good", "fallback")
 

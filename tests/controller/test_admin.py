@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from controller.errors import ControllerError
-from controller.serving.admin import REST_SECONDS, Server, ask
-from controller.serving.protocol import EventsAnswer, GetEvents, GetStatus, StatusAnswer
+from hybrid_proxy.controller.errors import ControllerError
+from hybrid_proxy.controller.serving.admin import REST_SECONDS, Server, ask
+from hybrid_proxy.controller.serving.protocol import EventsAnswer, GetEvents, GetStatus, StatusAnswer
 
 
 class _Counting(Server):

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from hybrid_proxy.workshop.lab.apiserver import ApiServer
+from hybrid_proxy.workshop.lab.namespace import PATIENCE
+from hybrid_proxy.workshop.lab.network import NODE_NAMES, Lab
+from hybrid_proxy.workshop.lab.traffic import ask_tcp
 from tests.namespaces import new_lab
 from tests.served import Served
 from tests.waiting import until
-from workshop.lab.apiserver import ApiServer
-from workshop.lab.namespace import PATIENCE
-from workshop.lab.network import NODE_NAMES, Lab
-from workshop.lab.traffic import ask_tcp
 
 pytestmark = pytest.mark.root
 

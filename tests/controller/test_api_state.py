@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from controller.commands.inspect import _status_lines
+from hybrid_proxy.controller.commands.inspect import _status_lines
+from hybrid_proxy.workshop.lab.apiserver import ApiServer, service
+from hybrid_proxy.workshop.lab.namespace import DEADLINES
+from hybrid_proxy.workshop.lab.network import Lab
 from tests.served import Served, status_is
 from tests.waiting import until
-from workshop.lab.apiserver import ApiServer, service
-from workshop.lab.namespace import DEADLINES
-from workshop.lab.network import Lab
 
 pytestmark = pytest.mark.root
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.kubernetes.changes import Tick, _below, ticks
+from hybrid_proxy.controller.kubernetes.changes import Tick, _below, ticks
 
 PATIENCE = 600  # ticks: a minute
 

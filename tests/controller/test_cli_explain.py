@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from controller import cli
+from hybrid_proxy.controller import cli
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -218,7 +218,7 @@ def test_malformed_objects_are_reported_and_the_rest_works(call: Call, tmp_path:
 def test_the_start_is_light() -> None:
     """A hundred calls take seconds: neither the kernel interfaces nor the API client are imported."""
     program = (
-        "import sys\nfrom controller.__main__ import main\ncode = main()\n"
+        "import sys\nfrom hybrid_proxy.controller.__main__ import main\ncode = main()\n"
         "print(code, *sorted({name.partition('.')[0] for name in sys.modules}), file=sys.stderr)\n"
     )
     done = subprocess.run(
@@ -227,7 +227,7 @@ def test_the_start_is_light() -> None:
     )  # fmt: skip
     code, *modules = done.stderr.split()
     assert code == "0", done.stderr
-    assert "controller" in modules
+    assert "hybrid_proxy" in modules
     assert not HEAVY.intersection(modules)
 
 
@@ -235,9 +235,18 @@ def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
     (tmp_path / "flows.json").write_text(json.dumps(FLOWS * 2000))
     read, write = os.pipe()
     child = subprocess.Popen(
-        [sys.executable, "-m", "controller", "explain", *examples("--flows", str(tmp_path / "flows.json"))],
-        cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "hybrid_proxy.controller",
+            "explain",
+            *examples("--flows", str(tmp_path / "flows.json")),
+        ],
+        cwd=ROOT,
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     os.close(write)
     os.read(read, 100)
     os.close(read)

@@ -7,7 +7,7 @@ import sys
 
 SCRIPT = """
 import sys
-from controller.kubernetes.client import client
+from hybrid_proxy.controller.kubernetes.client import client
 parts = client()
 parts.RESTClientObject(parts.Configuration()).pool_manager
 parts.kube_config.KubeConfigLoader, parts.incluster_config.load_incluster_config
@@ -20,7 +20,7 @@ print(kubernetes.client.Configuration is parts.Configuration)
 WHOLE = """
 import sys
 import kubernetes
-from controller.kubernetes.client import client
+from hybrid_proxy.controller.kubernetes.client import client
 print(client().Configuration is kubernetes.client.Configuration)
 """
 SIZE = """
@@ -48,6 +48,6 @@ def test_a_client_that_is_there_is_used() -> None:
 
 
 def test_the_parts_are_few() -> None:
-    parts = int(said(SIZE.format("from controller.kubernetes.client import client; client()"))[0])
+    parts = int(said(SIZE.format("from hybrid_proxy.controller.kubernetes.client import client; client()"))[0])
     whole = int(said(SIZE.format("import kubernetes"))[0])
     assert parts < whole * 0.8, f"{parts} modules for the parts, {whole} for the whole client"

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from controller.commands.columns import Cell, Column, Screen, Tone, layout, table
+from hybrid_proxy.controller.commands.columns import Cell, Column, Screen, Tone, layout, table
 
 
 class Pet(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from controller import __version__, cli
+from hybrid_proxy.controller import __version__, cli
 
 # fmt: off
 WRONG = (
@@ -39,7 +39,7 @@ def test_values_that_cannot_be_used_exit_with_2(argv: list[str]) -> None:
 def test_without_an_agent_and_anything_programmed_the_exit_code_is_1(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("controller.commands.views.left_here", lambda *_: iter(()))
+    monkeypatch.setattr("hybrid_proxy.controller.commands.views.left_here", lambda *_: iter(()))
     assert cli.main([command, "--admin-socket", "/nowhere/agent.sock"]) == cli.FAILED
     shown = capsys.readouterr()
     assert "no agent" in shown.out + shown.err or "nothing is programmed" in shown.err

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from controller import cli
-from controller.errors import ConfigError
-from controller.semantics.entries import DetectLocalMode, Settings
-from controller.settings import config
-from controller.settings.config import Config, Endpoint, from_flags
-from controller.settings.documents import CHOICES
-from dataplane.mode import Options
+from hybrid_proxy.controller import cli
+from hybrid_proxy.controller.errors import ConfigError
+from hybrid_proxy.controller.semantics.entries import DetectLocalMode, Settings
+from hybrid_proxy.controller.settings import config
+from hybrid_proxy.controller.settings.config import Config, Endpoint, from_flags
+from hybrid_proxy.controller.settings.documents import CHOICES
+from hybrid_proxy.dataplane.mode import Options
 
 
 def parsed(*arguments: str) -> Config:
@@ -147,7 +147,7 @@ def test_modes_are_found_in_their_folder(tmp_path: Path, monkeypatch: pytest.Mon
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").touch()
     (tmp_path / "notes").mkdir()
-    monkeypatch.setattr("dataplane.modes.__path__", [str(tmp_path)])
+    monkeypatch.setattr("hybrid_proxy.dataplane.modes.__path__", [str(tmp_path)])
     assert config.available_modes() == ("ebpf", "ipvs", "mine")
 
 

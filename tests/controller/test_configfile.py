@@ -17,16 +17,16 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller import cli
-from controller.agent.node_setup import conntrack_limit, conntrack_settings
-from controller.errors import ConfigError
-from controller.semantics.entries import DetectLocalMode
-from controller.settings import reference
-from controller.settings.config import Config, Conntrack, Endpoint, from_flags, needs_reopening
-from controller.settings.configfile import Loaded, change, follow, load, of_flags, read, text, write
-from controller.settings.documents import DOCUMENTS, HYBRID, KUBE_PROXY, REOPENS, RESTART, Row, rows
-from controller.settings.forms import duration
-from controller.settings.given import REMOVED_FLAGS
+from hybrid_proxy.controller import cli
+from hybrid_proxy.controller.agent.node_setup import conntrack_limit, conntrack_settings
+from hybrid_proxy.controller.errors import ConfigError
+from hybrid_proxy.controller.semantics.entries import DetectLocalMode
+from hybrid_proxy.controller.settings import reference
+from hybrid_proxy.controller.settings.config import Config, Conntrack, Endpoint, from_flags, needs_reopening
+from hybrid_proxy.controller.settings.configfile import Loaded, change, follow, load, of_flags, read, text, write
+from hybrid_proxy.controller.settings.documents import DOCUMENTS, HYBRID, KUBE_PROXY, REOPENS, RESTART, Row, rows
+from hybrid_proxy.controller.settings.forms import duration
+from hybrid_proxy.controller.settings.given import REMOVED_FLAGS
 from tests.waiting import until
 
 FOLDER = Path(__file__).parent / "configurations"

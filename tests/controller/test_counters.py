@@ -5,9 +5,18 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from controller.kubernetes.model import Endpoint, EndpointSlice, Node, Removed, Replaced, Service, Superseded, Upserted
-from controller.serving.counters import NETWORK_BUCKETS, SYNC_BUCKETS, TRIGGERS, Counters, TableTotals
-from dataplane.table import (
+from hybrid_proxy.controller.kubernetes.model import (
+    Endpoint,
+    EndpointSlice,
+    Node,
+    Removed,
+    Replaced,
+    Service,
+    Superseded,
+    Upserted,
+)
+from hybrid_proxy.controller.serving.counters import NETWORK_BUCKETS, SYNC_BUCKETS, TRIGGERS, Counters, TableTotals
+from hybrid_proxy.dataplane.table import (
     EMPTY,
     Backend,
     BackendSet,

@@ -9,12 +9,21 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from controller.commands.doctor.checks import ORDER, diagnose, node_findings, service_findings
-from controller.commands.doctor.facts import Cause, Finding, NodeFacts, Outcome, Place, Rule, ServiceFacts, Tried
-from controller.semantics.explain import Packet, Verdict
-from controller.serving.protocol import TableFrontend, TablePort
-from dataplane.reports import BackendRow, ExplainAnswer, Fill, PacketEvent, ServiceRow
-from dataplane.table import Backend, BackendSet, Kind, WhenEmpty
+from hybrid_proxy.controller.commands.doctor.checks import ORDER, diagnose, node_findings, service_findings
+from hybrid_proxy.controller.commands.doctor.facts import (
+    Cause,
+    Finding,
+    NodeFacts,
+    Outcome,
+    Place,
+    Rule,
+    ServiceFacts,
+    Tried,
+)
+from hybrid_proxy.controller.semantics.explain import Packet, Verdict
+from hybrid_proxy.controller.serving.protocol import TableFrontend, TablePort
+from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, Fill, PacketEvent, ServiceRow
+from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, WhenEmpty
 
 A, B = "10.0.0.1:8080", "10.0.0.2:8080"
 VIP = "10.96.0.1:80"

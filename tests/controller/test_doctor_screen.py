@@ -7,10 +7,10 @@ import io
 import pytest
 from rich.console import Console
 
-from controller import cli
-from controller.commands.doctor.checks import diagnose
-from controller.commands.doctor.command import screen
-from controller.commands.doctor.facts import Finding
+from hybrid_proxy.controller import cli
+from hybrid_proxy.controller.commands.doctor.checks import diagnose
+from hybrid_proxy.controller.commands.doctor.command import screen
+from hybrid_proxy.controller.commands.doctor.facts import Finding
 
 FINDINGS = [
     Finding("ok", "object", "shop/web:http (TCP, IPv4)"),

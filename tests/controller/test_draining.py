@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
-from controller.agent import draining
-from controller.agent.draining import Draining
-from dataplane.errors import DataplaneError, Unsupported
-from dataplane.table import ServiceTable
+from hybrid_proxy.controller.agent import draining
+from hybrid_proxy.controller.agent.draining import Draining
+from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
+from hybrid_proxy.dataplane.table import ServiceTable
 from tests.waiting import until
 
 TABLE, NEXT = ServiceTable({}, generation=1), ServiceTable({}, generation=2)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from controller.agent.coalescing import MAX_SUPERSEDED, PendingEvents, QueuedEvent
-from controller.agent.event_queue import EventQueue
-from controller.kubernetes.model import (
+from hybrid_proxy.controller.agent.coalescing import MAX_SUPERSEDED, PendingEvents, QueuedEvent
+from hybrid_proxy.controller.agent.event_queue import EventQueue
+from hybrid_proxy.controller.kubernetes.model import (
     Endpoint,
     EndpointSlice,
     Event,
@@ -25,7 +25,7 @@ from controller.kubernetes.model import (
     Upserted,
     key_of,
 )
-from controller.semantics.cluster import Cluster
+from hybrid_proxy.controller.semantics.cluster import Cluster
 
 FIRST_LISTS = tuple(Replaced(kind, ()) for kind in ("Service", "EndpointSlice", "Node", "ServiceCIDR"))
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from controller.kubernetes.connection import Connection
-from controller.kubernetes.events import QUEUE, Recorder, node, service
+from hybrid_proxy.controller.kubernetes.connection import Connection
+from hybrid_proxy.controller.kubernetes.events import QUEUE, Recorder, node, service
+from hybrid_proxy.workshop.lab.apiserver import ApiServer
 from tests.waiting import until
-from workshop.lab.apiserver import ApiServer
 
 ME = "node-0"
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from controller.commands.doctor.facts import Rule
-from controller.commands.doctor.rules import counted, of_iptables, of_nft
+from hybrid_proxy.controller.commands.doctor.facts import Rule
+from hybrid_proxy.controller.commands.doctor.rules import counted, of_iptables, of_nft
 
 NFT = """
 table inet fw {

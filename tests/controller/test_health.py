@@ -7,10 +7,16 @@ from typing import Any
 
 import pytest
 
-from controller.kubernetes.model import Endpoint, EndpointPort, EndpointSlice, Service, ServicePort
-from controller.semantics.entries import HealthCheck, Settings, health_addresses, health_check, node_network
-from controller.serving.health import NEVER, Answer, Health, service_answer
-from dataplane.table import Protocol
+from hybrid_proxy.controller.kubernetes.model import Endpoint, EndpointPort, EndpointSlice, Service, ServicePort
+from hybrid_proxy.controller.semantics.entries import (
+    HealthCheck,
+    Settings,
+    health_addresses,
+    health_check,
+    node_network,
+)
+from hybrid_proxy.controller.serving.health import NEVER, Answer, Health, service_answer
+from hybrid_proxy.dataplane.table import Protocol
 
 TIMEOUT = 60.0
 WALL = 1_700_000_000.0  # 2023-11-14T22:13:20Z

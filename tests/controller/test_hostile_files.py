@@ -13,14 +13,14 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from controller.errors import ConfigError, SourceError
-from controller.kubernetes import manifests, yamldoc
-from controller.kubernetes.changes import _below
-from controller.kubernetes.connection import Connection
-from controller.kubernetes.files import head, read
-from controller.kubernetes.model import Removed
-from controller.kubernetes.yamldoc import NotYamlError, documents
-from controller.settings import configfile
+from hybrid_proxy.controller.errors import ConfigError, SourceError
+from hybrid_proxy.controller.kubernetes import manifests, yamldoc
+from hybrid_proxy.controller.kubernetes.changes import _below
+from hybrid_proxy.controller.kubernetes.connection import Connection
+from hybrid_proxy.controller.kubernetes.files import head, read
+from hybrid_proxy.controller.kubernetes.model import Removed
+from hybrid_proxy.controller.kubernetes.yamldoc import NotYamlError, documents
+from hybrid_proxy.controller.settings import configfile
 from tests.controller.folders import loaded, swap
 from tests.controller.watching import Watcher
 

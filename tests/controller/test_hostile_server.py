@@ -15,14 +15,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from controller.kubernetes import apiserver
-from controller.kubernetes.apiserver import Kubernetes, RetryPolicy
-from controller.kubernetes.model import KINDS, Removed, SourceState
-from controller.kubernetes.rate_limit import RateLimit
+from hybrid_proxy.controller.kubernetes import apiserver
+from hybrid_proxy.controller.kubernetes.apiserver import Kubernetes, RetryPolicy
+from hybrid_proxy.controller.kubernetes.model import KINDS, Removed, SourceState
+from hybrid_proxy.controller.kubernetes.rate_limit import RateLimit
+from hybrid_proxy.workshop.lab.apiserver import endpoint_slice, node, service
 from tests.controller.watching import Watcher
 from tests.fakes.hostile import HostileServer, Reply, Request, framed, listed
 from tests.waiting import until
-from workshop.lab.apiserver import endpoint_slice, node, service
 
 PATIENCE = RetryPolicy(first=0.01, longest=0.05, silence=5.0, rarely=0.1)
 MANY = 10_000

@@ -14,6 +14,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from hybrid_proxy.workshop.lab.apiserver import endpoint_slice, service
+from hybrid_proxy.workshop.lab.namespace import DEADLINES, PATIENCE
+from hybrid_proxy.workshop.lab.network import Lab
 from tests.served import (
     HEALTH,
     ME,
@@ -28,9 +31,6 @@ from tests.served import (
     the_node,
 )
 from tests.waiting import until  # fmt: skip
-from workshop.lab.apiserver import endpoint_slice, service
-from workshop.lab.namespace import DEADLINES, PATIENCE
-from workshop.lab.network import Lab
 
 pytestmark = pytest.mark.root
 RFC3339 = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z")

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from controller.serving import http_server
-from controller.serving.health import Answer
-from controller.serving.http_server import Handler, HttpServer, Listener
+from hybrid_proxy.controller.serving import http_server
+from hybrid_proxy.controller.serving.health import Answer
+from hybrid_proxy.controller.serving.http_server import Handler, HttpServer, Listener
 from tests.waiting import until
 
 DEADLINE = 60.0
@@ -254,8 +254,8 @@ def test_answers_have_a_reason_phrase(served):
 
 FEW_DESCRIPTORS = """\
 import logging, resource, sys, threading
-from controller.serving.health import Answer
-from controller.serving.http_server import Handler, Listener, HttpServer
+from hybrid_proxy.controller.serving.health import Answer
+from hybrid_proxy.controller.serving.http_server import Handler, Listener, HttpServer
 
 logging.basicConfig(level=logging.INFO)
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))

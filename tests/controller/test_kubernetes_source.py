@@ -13,17 +13,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from controller.errors import SourceError
-from controller.kubernetes.apiserver import Kubernetes, RetryPolicy
-from controller.kubernetes.client import client
-from controller.kubernetes.connection import StatusError, is_expired
-from controller.kubernetes.model import KINDS, Ignored, Removed, Replaced, SourceState, Upserted, key_of
-from controller.kubernetes.parse import decode
-from controller.kubernetes.rate_limit import RateLimit, TokenBucket
-from controller.kubernetes.retry import Backoff
-from controller.kubernetes.watch import Versions, decode_head, version_number
-from tests.controller.watching import Watcher
-from workshop.lab.apiserver import (
+from hybrid_proxy.controller.errors import SourceError
+from hybrid_proxy.controller.kubernetes.apiserver import Kubernetes, RetryPolicy
+from hybrid_proxy.controller.kubernetes.client import client
+from hybrid_proxy.controller.kubernetes.connection import StatusError, is_expired
+from hybrid_proxy.controller.kubernetes.model import KINDS, Ignored, Removed, Replaced, SourceState, Upserted, key_of
+from hybrid_proxy.controller.kubernetes.parse import decode
+from hybrid_proxy.controller.kubernetes.rate_limit import RateLimit, TokenBucket
+from hybrid_proxy.controller.kubernetes.retry import Backoff
+from hybrid_proxy.controller.kubernetes.watch import Versions, decode_head, version_number
+from hybrid_proxy.workshop.lab.apiserver import (
     ApiServer,
     endpoint_slice,
     namespace_of,
@@ -32,6 +31,7 @@ from workshop.lab.apiserver import (
     service,
     slice_name,
 )
+from tests.controller.watching import Watcher
 
 PLURALS = {"Service": "services", "EndpointSlice": "endpointslices", "Node": "nodes", "ServiceCIDR": "servicecidrs"}
 QUICK = RetryPolicy(first=0.02, longest=0.1, silence=5.0, rarely=0.2)
@@ -198,7 +198,7 @@ def test_changes_follow(api: ApiServer, watcher: Watcher) -> None:
 def test_pages_that_are_too_large_are_asked_for_with_fewer_objects(
     api: ApiServer, watch: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("controller.kubernetes.apiserver._MAX_PAGE", 20_000)
+    monkeypatch.setattr("hybrid_proxy.controller.kubernetes.apiserver._MAX_PAGE", 20_000)
     api.populate(60, 2)
     watcher = watch(page_size=500)
 
@@ -772,7 +772,7 @@ def test_new_credentials_end_all_pauses(kind: str, api: ApiServer, begin: Start,
 def test_credentials_that_are_refused_are_tried_by_one_for_all(
     api: ApiServer, begin: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "controller")
+    caplog.set_level("INFO", "hybrid_proxy")
     watcher = begin(kubeconfig=str(api.kubeconfig(token="second")), policy=quick(longest=60.0))
     watcher.until(lambda: api.refused_tokens >= 8, "some refusals")
     assert sorted(Counter(request.plural for request in api.requests).values())[:3] == [1, 1, 1]
@@ -894,7 +894,7 @@ def test_a_defect_of_ours_costs_one_object(api: ApiServer, watch: Start, monkeyp
             raise ZeroDivisionError("division by zero")
         return obj
 
-    monkeypatch.setattr("controller.kubernetes.apiserver.decode", defective)
+    monkeypatch.setattr("hybrid_proxy.controller.kubernetes.apiserver.decode", defective)
     watcher = watch()
     connected(api, watcher)
     api.put(service(20))

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from controller.commands import listings
-from controller.commands.columns import Column, Screen, table
-from controller.commands.listings import Change, ModeRow
-from dataplane.reports import BackendRow, Ejection, FlowRow, ServiceRow
+from hybrid_proxy.controller.commands import listings
+from hybrid_proxy.controller.commands.columns import Column, Screen, table
+from hybrid_proxy.controller.commands.listings import Change, ModeRow
+from hybrid_proxy.dataplane.reports import BackendRow, Ejection, FlowRow, ServiceRow
 from tests.workshop.top.samples import backend, service
 
 SCREENS = Path(__file__).parent / "screens"

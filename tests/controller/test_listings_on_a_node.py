@@ -13,11 +13,11 @@ from shutil import which
 import pytest
 import yaml
 
+from hybrid_proxy.workshop.lab import examples
+from hybrid_proxy.workshop.lab.network import Lab
 from tests.docs.kit import shell, start_agent
 from tests.namespaces import new_lab
 from tests.waiting import until
-from workshop.lab import examples
-from workshop.lab.network import Lab
 
 pytestmark = pytest.mark.root
 
@@ -89,7 +89,7 @@ def test_watching_prints_a_row_that_goes_and_one_that_comes(node: Lab) -> None:
     output = node.folder / "watched.out"
     with output.open("w") as written:
         watcher = node.start(
-            "node", [sys.executable, "-m", "controller", "services", "--watch", "-o", "json"],
+            "node", [sys.executable, "-m", "hybrid_proxy.controller", "services", "--watch", "-o", "json"],
             output=written, errors=subprocess.STDOUT,
         )  # fmt: skip
     try:

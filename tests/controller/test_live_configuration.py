@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from hybrid_proxy.workshop.lab.agent import Agent
+from hybrid_proxy.workshop.lab.network import CLUSTER_CIDRS, Lab
+from hybrid_proxy.workshop.lab.traffic import Tally, ask_tcp
 from tests.conformance.kit import HTTP, V4, V6, Bench, eventually, node_manifest
 from tests.controller.test_switching import left_of, new_connections, works
 from tests.loads import goes_on
 from tests.namespaces import new_lab
-from workshop.lab.agent import Agent
-from workshop.lab.network import CLUSTER_CIDRS, Lab
-from workshop.lab.traffic import Tally, ask_tcp
 
 pytestmark = pytest.mark.root
 # Loading eBPF programs keeps the CPUs of a small machine, and with them the servers of the lab, busy for seconds: their

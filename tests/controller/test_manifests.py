@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.errors import SourceError
-from controller.kubernetes import manifests
-from controller.kubernetes.manifests import load
-from controller.kubernetes.model import (
+from hybrid_proxy.controller.errors import SourceError
+from hybrid_proxy.controller.kubernetes import manifests
+from hybrid_proxy.controller.kubernetes.manifests import load
+from hybrid_proxy.controller.kubernetes.model import (
     KINDS,
     Removed,
     Replaced,
@@ -23,7 +23,7 @@ from controller.kubernetes.model import (
     key_of,
     kind_of,
 )
-from controller.semantics.cluster import Cluster
+from hybrid_proxy.controller.semantics.cluster import Cluster
 from tests.controller.folders import endpoints, loaded, service
 from tests.controller.watching import Watcher
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from controller.serving import memory as m
-from controller.serving.protocol import Gone, ModeStatus
-from dataplane.kernel.host_paths import netns_number
+from hybrid_proxy.controller.serving import memory as m
+from hybrid_proxy.controller.serving.protocol import Gone, ModeStatus
+from hybrid_proxy.dataplane.kernel.host_paths import netns_number
 
 NOW = 1_800_000_000.0
 

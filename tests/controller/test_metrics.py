@@ -9,9 +9,9 @@ from prometheus_client import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families as text_parser
 
-from controller.serving.metrics import Metrics
-from controller.serving.protocol import DrainingMode
-from dataplane.reports import Ejection, TrafficCounts, TrafficRow
+from hybrid_proxy.controller.serving.metrics import Metrics
+from hybrid_proxy.controller.serving.protocol import DrainingMode
+from hybrid_proxy.dataplane.reports import Ejection, TrafficCounts, TrafficRow
 from tests.workshop.top.samples import agent_status, dataplane, ebpf
 
 

@@ -15,22 +15,22 @@ from textwrap import dedent
 
 import pytest
 
-import dataplane.modes
-from controller.agent import modes
-from controller.agent.modes import FALLBACK, clean_others, open_first, open_mode, probe_all, take_over
-from dataplane.errors import Unsupported
-from dataplane.kernel.host_paths import netns_number
-from dataplane.mode import Options
+import hybrid_proxy.dataplane.modes
+from hybrid_proxy.controller.agent import modes
+from hybrid_proxy.controller.agent.modes import FALLBACK, clean_others, open_first, open_mode, probe_all, take_over
+from hybrid_proxy.dataplane.errors import Unsupported
+from hybrid_proxy.dataplane.kernel.host_paths import netns_number
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.workshop.lab.apiserver import endpoint_slice, service
+from hybrid_proxy.workshop.lab.network import NODE_NAMES, Lab
 from tests.served import HEALTH, METRICS, Altered, fetch
 from tests.waiting import until
-from workshop.lab.apiserver import endpoint_slice, service
-from workshop.lab.network import NODE_NAMES, Lab
 
 WORKS = """
     from typing import Any
-    from dataplane.errors import DataplaneError, Unsupported
-    from dataplane.mode import Mode, Event, SyncResult
-    from dataplane.reports import Status
+    from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
+    from hybrid_proxy.dataplane.mode import Mode, Event, SyncResult
+    from hybrid_proxy.dataplane.reports import Status
 
     class Nothing:
         name = {name!r}
@@ -96,15 +96,15 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def broken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(dataplane.modes, "__path__", [str(folder)])
+    monkeypatch.setattr(hybrid_proxy.dataplane.modes, "__path__", [str(folder)])
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
-        if name.startswith("dataplane.modes."):
+        if name.startswith("hybrid_proxy.dataplane.modes."):
             del sys.modules[name]
     for name in MODES:
-        if hasattr(dataplane.modes, name):
-            delattr(dataplane.modes, name)
+        if hasattr(hybrid_proxy.dataplane.modes, name):
+            delattr(hybrid_proxy.dataplane.modes, name)
 
 
 def chain(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -195,10 +195,10 @@ class TestChoosing:
 # A real agent. `Patched` adds the folder of broken modes to the program that runs, and nothing else.
 
 PROGRAM = """
-import sys, dataplane.modes, controller.agent.modes
-dataplane.modes.__path__.append(sys.argv.pop(1))
-controller.agent.modes.FALLBACK.update(lacking=("lacking", "nolibrary", "works"), later=("later", "works"))
-from controller.__main__ import main
+import sys, hybrid_proxy.dataplane.modes, hybrid_proxy.controller.agent.modes
+hybrid_proxy.dataplane.modes.__path__.append(sys.argv.pop(1))
+hybrid_proxy.controller.agent.modes.FALLBACK.update(lacking=("lacking", "nolibrary", "works"), later=("later", "works"))
+from hybrid_proxy.controller.__main__ import main
 sys.exit(main())
 """
 

@@ -20,11 +20,11 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from hybrid_proxy.workshop.lab.apiserver import ApiServer
+from hybrid_proxy.workshop.lab.network import Lab
 from tests.docs.pages import anchors
 from tests.served import METRICS, Served, balanced, fetch, the_node
 from tests.waiting import until
-from workshop.lab.apiserver import ApiServer
-from workshop.lab.network import Lab
 
 pytestmark = pytest.mark.root
 ROOT = Path(__file__).parents[2]

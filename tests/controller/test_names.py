@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from controller.commands.names import Asked, UnknownName, asked_for, checked
-from controller.errors import ConfigError
+from hybrid_proxy.controller.commands.names import Asked, UnknownName, asked_for, checked
+from hybrid_proxy.controller.errors import ConfigError
 
 KNOWN = ("default/web:http", "default/web:https", "shop/web:http", "shop/basket", "kube-system/kube-dns:dns-tcp", None)
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from controller.commands import watch
-from controller.commands.columns import Screen, table
-from controller.commands.packet_columns import event_columns
-from controller.errors import ConfigError
-from dataplane.modes.ebpf.reasons import WORDS, kind_of
-from dataplane.reports import PacketEvent
+from hybrid_proxy.controller.commands import watch
+from hybrid_proxy.controller.commands.columns import Screen, table
+from hybrid_proxy.controller.commands.packet_columns import event_columns
+from hybrid_proxy.controller.errors import ConfigError
+from hybrid_proxy.dataplane.modes.ebpf.reasons import WORDS, kind_of
+from hybrid_proxy.dataplane.reports import PacketEvent
 
 SCREENS = Path(__file__).parent / "screens"
 NOW = 1_800_000_000.0

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.errors import Refused
-from controller.kubernetes import addresses, parse
-from controller.kubernetes.model import (
+from hybrid_proxy.controller.errors import Refused
+from hybrid_proxy.controller.kubernetes import addresses, parse
+from hybrid_proxy.controller.kubernetes.model import (
     Endpoint,
     EndpointPort,
     EndpointSlice,
@@ -24,8 +24,8 @@ from controller.kubernetes.model import (
     Service,
     ServicePort,
 )
-from controller.kubernetes.model import ServiceCIDR as Range
-from dataplane.table import Probe, Protocol
+from hybrid_proxy.controller.kubernetes.model import ServiceCIDR as Range
+from hybrid_proxy.dataplane.table import Probe, Protocol
 
 TCP, UDP, SCTP = Protocol.TCP, Protocol.UDP, Protocol.SCTP
 PROXY_NAME = "service.kubernetes.io/service-proxy-name"

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from hybrid_proxy.workshop.lab.agent import Agent
+from hybrid_proxy.workshop.lab.network import Lab
 from tests.conformance.kit import node_manifest
 from tests.controller.test_switching import works
 from tests.namespaces import new_lab
-from workshop.lab.agent import Agent
-from workshop.lab.network import Lab
 
 pytestmark = pytest.mark.root
 PATIENCE = 10.0
@@ -124,7 +124,7 @@ READ_ONLY = ["sh", "-c", 'mount --bind /proc/sys /proc/sys && mount -o remount,r
 
 def test_what_a_container_can_never_set_is_no_warning(lab: Lab, before: dict[str, str]) -> None:
     """Its process 1 is in its own network namespace, which proves nothing: the table's size is the machine's alone."""
-    argv = [sys.executable, "-m", "controller", "run", "--init-only", *FLAGS]
+    argv = [sys.executable, "-m", "hybrid_proxy.controller", "run", "--init-only", *FLAGS]
     result = lab.run("node", [*CONTAINER, *argv])
     assert result.returncode == 0, result.stderr
     assert settings(lab) == WANTED

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from hybrid_proxy.workshop.lab.namespace import DEADLINES
 from tests.served import Served
-from workshop.lab.namespace import DEADLINES
 
 pytestmark = pytest.mark.root
 

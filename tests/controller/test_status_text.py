@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from controller.commands.columns import Screen
-from controller.commands.status import Verdict, lines, lines_without_agent, verdict
-from controller.kubernetes.model import KindState, Problem
-from controller.serving.protocol import (
+from hybrid_proxy.controller.commands.columns import Screen
+from hybrid_proxy.controller.commands.status import Verdict, lines, lines_without_agent, verdict
+from hybrid_proxy.controller.kubernetes.model import KindState, Problem
+from hybrid_proxy.controller.serving.protocol import (
     AgentStatus,
     ChangeLatency,
     ConfigurationStatus,
@@ -22,7 +22,15 @@ from controller.serving.protocol import (
     NoAgentStatus,
     SourceStatus,
 )
-from dataplane.reports import EbpfStatus, Ejection, InterfaceHooks, MapUsage, SocketHooks, Unprogrammed, XdpHooks
+from hybrid_proxy.dataplane.reports import (
+    EbpfStatus,
+    Ejection,
+    InterfaceHooks,
+    MapUsage,
+    SocketHooks,
+    Unprogrammed,
+    XdpHooks,
+)
 from tests.workshop.top.samples import agent_status, dataplane, ebpf
 
 SCREENS = Path(__file__).parent / "screens"

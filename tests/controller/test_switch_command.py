@@ -12,14 +12,14 @@ from functools import partial
 
 import pytest
 
-from controller.agent.modes import open_mode
-from dataplane.mode import Options
+from hybrid_proxy.controller.agent.modes import open_mode
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.workshop.lab.agent import Agent
+from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.lab.traffic import OpenSocket, Tally, ask_tcp, ask_udp, load, meanwhile
 from tests.conformance.kit import HTTP, UDP, V4, V6, Bench, Service, eventually, forget_connections, node_manifest
 from tests.loads import goes_on
 from tests.namespaces import new_lab
-from workshop.lab.agent import Agent
-from workshop.lab.network import Lab
-from workshop.lab.traffic import OpenSocket, Tally, ask_tcp, ask_udp, load, meanwhile
 
 pytestmark = [pytest.mark.root, pytest.mark.xdist_group("switch-command")]
 UDP_ENDS_SOON = ("--conntrack-udp-timeout", "10s", "--conntrack-udp-timeout-stream", "10s")

@@ -16,16 +16,16 @@ from functools import partial
 
 import pytest
 
-from controller.agent.modes import open_mode
-from controller.settings.config import available_modes
-from dataplane.errors import Unsupported
-from dataplane.mode import Options
+from hybrid_proxy.controller.agent.modes import open_mode
+from hybrid_proxy.controller.settings.config import available_modes
+from hybrid_proxy.dataplane.errors import Unsupported
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.workshop.lab.agent import Agent
+from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.lab.traffic import Stream, Tally, ask_udp, load, meanwhile
 from tests.conformance.kit import HTTP, UDP, V4, V6, Bench, Service, eventually, forget_connections, node_manifest
 from tests.loads import goes_on
 from tests.namespaces import new_lab
-from workshop.lab.agent import Agent
-from workshop.lab.network import Lab
-from workshop.lab.traffic import Stream, Tally, ask_udp, load, meanwhile
 
 pytestmark = pytest.mark.root
 PAIRS = list(itertools.permutations([mode for mode in available_modes() if mode != "ipvs"], 2))  # it needs ip_vs

@@ -7,8 +7,17 @@ from typing import Any
 
 import pytest
 
-from controller.agent.syncer import FIRST_RETRY, HAND_OVER, LONGEST_RETRY, MIN_REST, TRANSITIONS, Input, State, Syncer
-from controller.kubernetes.model import (
+from hybrid_proxy.controller.agent.syncer import (
+    FIRST_RETRY,
+    HAND_OVER,
+    LONGEST_RETRY,
+    MIN_REST,
+    TRANSITIONS,
+    Input,
+    State,
+    Syncer,
+)
+from hybrid_proxy.controller.kubernetes.model import (
     Endpoint,
     EndpointPort,
     EndpointSlice,
@@ -20,13 +29,13 @@ from controller.kubernetes.model import (
     Superseded,
     Upserted,
 )
-from controller.semantics.cluster import Cluster
-from controller.semantics.entries import Settings
-from controller.serving.counters import Counters
-from controller.serving.health import Health
-from dataplane.errors import SyncError, Unsupported
-from dataplane.mode import SyncResult
-from dataplane.table import Protocol, Remembered, ServiceTable
+from hybrid_proxy.controller.semantics.cluster import Cluster
+from hybrid_proxy.controller.semantics.entries import Settings
+from hybrid_proxy.controller.serving.counters import Counters
+from hybrid_proxy.controller.serving.health import Health
+from hybrid_proxy.dataplane.errors import SyncError, Unsupported
+from hybrid_proxy.dataplane.mode import SyncResult
+from hybrid_proxy.dataplane.table import Protocol, Remembered, ServiceTable
 
 NEVER = float("inf")
 
@@ -226,7 +235,7 @@ def test_latency_counts_from_arrival(world: World) -> None:
 
 
 def test_the_log_has_one_line_a_second(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "controller")
+    caplog.set_level("INFO", "hybrid_proxy")
     world.sync(first=True)
     for number in range(1, 4):
         world.change(number)

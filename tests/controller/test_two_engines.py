@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from controller.serving.admin import ask
-from controller.serving.protocol import GetTraffic, TrafficAnswer
+from hybrid_proxy.controller.serving.admin import ask
+from hybrid_proxy.controller.serving.protocol import GetTraffic, TrafficAnswer
+from hybrid_proxy.workshop.lab.agent import Agent
+from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.lab.traffic import Stream, meanwhile
 from tests.conformance.kit import HTTP, V4, Bench, Service, eventually, forget_connections, node_manifest
 from tests.namespaces import new_lab
-from workshop.lab.agent import Agent
-from workshop.lab.network import Lab
-from workshop.lab.traffic import Stream, meanwhile
 
 pytestmark = [pytest.mark.root, pytest.mark.xdist_group("two-engines")]
 PAIRS = [("ebpf", "nftables"), ("nftables", "ebpf"), ("iptables", "ebpf"), ("userspace", "nftables")]

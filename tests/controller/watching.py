@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from controller.kubernetes.apiserver import Kubernetes
-from controller.kubernetes.manifests import Manifests
-from controller.kubernetes.model import (
+from hybrid_proxy.controller.kubernetes.apiserver import Kubernetes
+from hybrid_proxy.controller.kubernetes.manifests import Manifests
+from hybrid_proxy.controller.kubernetes.model import (
     KINDS,
     Event,
     KindState,
@@ -23,7 +23,7 @@ from controller.kubernetes.model import (
     key_of,
     kind_of,
 )
-from workshop.lab.apiserver import namespace_of, slice_name
+from hybrid_proxy.workshop.lab.apiserver import namespace_of, slice_name
 
 DEADLINE = 60.0  # of any wait; a passing run comes nowhere near
 

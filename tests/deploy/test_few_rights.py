@@ -20,12 +20,12 @@ from typing import Any
 
 import pytest
 
-from controller.serving.admin import ask
-from controller.serving.protocol import GetStatus, StatusAnswer
+from hybrid_proxy.controller.serving.admin import ask
+from hybrid_proxy.controller.serving.protocol import GetStatus, StatusAnswer
+from hybrid_proxy.workshop.lab import examples, traffic
+from hybrid_proxy.workshop.lab.agent import Agent
+from hybrid_proxy.workshop.lab.network import Lab
 from tests.waiting import until
-from workshop.lab import examples, traffic
-from workshop.lab.agent import Agent
-from workshop.lab.network import Lab
 
 from . import manifests
 
@@ -92,7 +92,7 @@ def lab() -> Iterator[Lab]:
 @contextlib.contextmanager
 def running(lab: Lab, mode: str, *flags: str) -> Iterator[Agent]:
     # As the first container does it, with all rights, and the kubelet, which gives the agent its score.
-    first = lab.run("node", [sys.executable, "-m", "controller", "run", "--init-only"])
+    first = lab.run("node", [sys.executable, "-m", "hybrid_proxy.controller", "run", "--init-only"])
     assert first.returncode == 0, first.stderr
     score = Path("/proc/self/oom_score_adj").read_text().strip()
     flags = (*flags, "--oom-score-adj", score)

@@ -13,12 +13,12 @@ import msgspec
 import pytest
 import yaml
 
-from controller.cli import parser
-from controller.errors import SourceError
-from controller.kubernetes.apiserver import _resources
-from controller.kubernetes.connection import refuse_placeholder
-from controller.settings import configfile
-from controller.settings.config import MODES, Config, Endpoint
+from hybrid_proxy.controller.cli import parser
+from hybrid_proxy.controller.errors import SourceError
+from hybrid_proxy.controller.kubernetes.apiserver import _resources
+from hybrid_proxy.controller.kubernetes.connection import refuse_placeholder
+from hybrid_proxy.controller.settings import configfile
+from hybrid_proxy.controller.settings.config import MODES, Config, Endpoint
 
 from . import manifests
 from .manifests import DEPLOY, OVERLAYS, ROOT, agent_of, build, capabilities, one, text

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hybrid_proxy.workshop.lab.apiserver import ApiServer
+from hybrid_proxy.workshop.lab.network import Lab
 from tests.served import FromServer
 from tests.waiting import until
-from workshop.lab.apiserver import ApiServer
-from workshop.lab.network import Lab
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: makes network namespaces")]
 

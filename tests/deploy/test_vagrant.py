@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from controller.settings.config import MODES
+from hybrid_proxy.controller.settings.config import MODES
 
 from .manifests import DEPLOY, ROOT
 

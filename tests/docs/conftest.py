@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from hybrid_proxy.workshop.lab import examples
+from hybrid_proxy.workshop.lab.network import Lab
 from tests.namespaces import new_lab
-from workshop.lab import examples
-from workshop.lab.network import Lab
 
 from .kit import shell
 

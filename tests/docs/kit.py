@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from hybrid_proxy.workshop.lab.network import CLUSTER_CIDRS, NODE_NAMES, Lab
 from tests.waiting import until
-from workshop.lab.network import CLUSTER_CIDRS, NODE_NAMES, Lab
 
 from .pages import blocks
 
@@ -35,10 +35,24 @@ def start_agent(lab: Lab, mode: str) -> subprocess.Popen[str]:
     log = (lab.folder / "agent.log").open("a")
     agent = lab.start(
         "node",
-        [sys.executable, "-m", "controller", "run", "--manifests", str(lab.folder / "manifests"), "--proxy-mode", mode,
-         "--strict-mode", "--hostname-override", NODE_NAMES["node"], "--cluster-cidr", ",".join(CLUSTER_CIDRS)],
-        output=log, errors=log,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "hybrid_proxy.controller",
+            "run",
+            "--manifests",
+            str(lab.folder / "manifests"),
+            "--proxy-mode",
+            mode,
+            "--strict-mode",
+            "--hostname-override",
+            NODE_NAMES["node"],
+            "--cluster-cidr",
+            ",".join(CLUSTER_CIDRS),
+        ],
+        output=log,
+        errors=log,
+    )
 
     def is_ready() -> bool:
         assert agent.poll() is None, (lab.folder / "agent.log").read_text()

@@ -9,9 +9,9 @@ import subprocess
 
 import pytest
 
-from controller.cli import parser
+from hybrid_proxy.controller.cli import parser
+from hybrid_proxy.workshop.lab.network import Lab
 from tests.deploy import helm, manifests
-from workshop.lab.network import Lab
 
 from .kit import run_blocks, shell, start_agent
 from .pages import PAGES, ROOT, blocks, commands

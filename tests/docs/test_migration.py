@@ -14,10 +14,10 @@ from functools import partial
 
 import pytest
 
+from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.lab.traffic import Tally, ask_tcp, load, meanwhile
 from tests.conformance.kit import PATIENCE
 from tests.loads import goes_on
-from workshop.lab.network import Lab
-from workshop.lab.traffic import Tally, ask_tcp, load, meanwhile
 
 from .kit import run_blocks, shell, start_agent
 
@@ -123,7 +123,7 @@ def test_what_is_open_may_end_before_ours_goes(lab: Lab, ends: bool) -> None:
         agent.wait(60)
     write_kube_proxys_rules(lab, "iptables")
     drain = "60" if ends else "2"
-    argv = [sys.executable, "-m", "controller", "cleanup", "--drain", drain, "--cgroup", str(lab.cgroup)]
+    argv = [sys.executable, "-m", "hybrid_proxy.controller", "cleanup", "--drain", drain, "--cgroup", str(lab.cgroup)]
     cleanup = lab.start("node", argv, output=subprocess.PIPE)
     time.sleep(1)
     assert ask_tcp(connection).peer[0] == lab["pod4"].address4, "the open connection has not gone on"

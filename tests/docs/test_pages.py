@@ -5,8 +5,8 @@ import re
 
 import pytest
 
+from hybrid_proxy.workshop import house, manual, output
 from tests.docs.pages import PAGES, ROOT, anchors
-from workshop import house, manual, output
 
 LINK = re.compile(r"\]\((?P<file>[^)#\s:]*)(?:#(?P<anchor>[^)]+))?\)")
 

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from controller.errors import ControllerError
-from workshop.lab.network import Lab
-from workshop.lab.traffic import load, target_of
-from workshop.tracing import compiler, headers
+from hybrid_proxy.controller.errors import ControllerError
+from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.lab.traffic import load, target_of
+from hybrid_proxy.workshop.tracing import compiler, headers
 
 from .kit import run_blocks, start_agent
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from controller.cli import parser
+from hybrid_proxy.controller.cli import parser
 
 from .pages import PAGES, ROOT
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address, ip_network
 from typing import Any
 
-from dataplane.kernel.netlink import NetlinkFailed
-from dataplane.virtual_servers import (
+from hybrid_proxy.dataplane.kernel.netlink import NetlinkFailed
+from hybrid_proxy.dataplane.virtual_servers import (
     Change,
     Config,
     Destination,

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from dataplane.kernel.nfnetlink import NftablesError
-from dataplane.nftables import operations as op
-from dataplane.nftables import uapi as nf
-from dataplane.nftables.codec import Codec
-from dataplane.nftables.expressions import FAMILIES, Expression, Family, Rule, Verdict
-from dataplane.nftables.schema import ADDRESS, RANGE, VERDICT, Chain, Element, Key, Set, Value
+from hybrid_proxy.dataplane.kernel.nfnetlink import NftablesError
+from hybrid_proxy.dataplane.nftables import operations as op
+from hybrid_proxy.dataplane.nftables import uapi as nf
+from hybrid_proxy.dataplane.nftables.codec import Codec
+from hybrid_proxy.dataplane.nftables.expressions import FAMILIES, Expression, Family, Rule, Verdict
+from hybrid_proxy.dataplane.nftables.schema import ADDRESS, RANGE, VERDICT, Chain, Element, Key, Set, Value
 
 __all__ = ["FakeNftables", "Outcome", "Packet"]
 

@@ -11,8 +11,15 @@ import msgspec
 import pytest
 import urllib3
 
-from workshop.benchmarks.apidata import ApiProcess
-from workshop.lab.apiserver import ApiServer, endpoint_slice, parse_selector, pod_address, service, slice_name
+from hybrid_proxy.workshop.benchmarks.apidata import ApiProcess
+from hybrid_proxy.workshop.lab.apiserver import (
+    ApiServer,
+    endpoint_slice,
+    parse_selector,
+    pod_address,
+    service,
+    slice_name,
+)
 
 SLICES = "/apis/discovery.k8s.io/v1/endpointslices"
 

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from dataplane.kernel.xtables import XtablesError
+from hybrid_proxy.dataplane.kernel.xtables import XtablesError
 
 __all__ = ["FakeXtables"]
 

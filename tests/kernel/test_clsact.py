@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from dataplane.kernel import clsact
-from dataplane.kernel.bpf import Object
-from dataplane.kernel.clsact import EGRESS, INGRESS
-from dataplane.kernel.links import read_node
-from dataplane.modes.ebpf.layout import OBJECTS
+from hybrid_proxy.dataplane.kernel import clsact
+from hybrid_proxy.dataplane.kernel.bpf import Object
+from hybrid_proxy.dataplane.kernel.clsact import EGRESS, INGRESS
+from hybrid_proxy.dataplane.kernel.links import read_node
+from hybrid_proxy.dataplane.modes.ebpf.layout import OBJECTS
+from hybrid_proxy.workshop.lab.network import Lab
 from tests.namespaces import new_lab
-from workshop.lab.network import Lab
 
 pytestmark = pytest.mark.root
 

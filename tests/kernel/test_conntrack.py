@@ -13,11 +13,11 @@ from typing import ClassVar
 
 import pytest
 
-from dataplane.kernel import conntrack, sysctl
-from dataplane.kernel.netlink import AF, BURST_MESSAGES
-from dataplane.reports import FlowRow
-from dataplane.table import Backend, BackendSet, Kind, NodeNetwork, Protocol, ServiceTable, socket_text
-from dataplane.virtual_servers import Connection
+from hybrid_proxy.dataplane.kernel import conntrack, sysctl
+from hybrid_proxy.dataplane.kernel.netlink import AF, BURST_MESSAGES
+from hybrid_proxy.dataplane.reports import FlowRow
+from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, NodeNetwork, Protocol, ServiceTable, socket_text
+from hybrid_proxy.dataplane.virtual_servers import Connection
 from tests import namespaces
 from tests.tables import Front, entry_of
 from tests.waiting import until

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from dataplane.flows import FLOW, FlowFlag, Flows, TcpState
-from dataplane.kernel.conntrack import Key, dump
-from dataplane.kernel.conntrack_flows import delete, insert, loosen, reasons, translated
-from dataplane.passage import TABLE, ZONE, Passage
-from dataplane.table import Protocol
+from hybrid_proxy.dataplane.flows import FLOW, FlowFlag, Flows, TcpState
+from hybrid_proxy.dataplane.kernel.conntrack import Key, dump
+from hybrid_proxy.dataplane.kernel.conntrack_flows import delete, insert, loosen, reasons, translated
+from hybrid_proxy.dataplane.passage import TABLE, ZONE, Passage
+from hybrid_proxy.dataplane.table import Protocol
 from tests import namespaces
 
 pytestmark = pytest.mark.root
@@ -32,8 +32,8 @@ NAT = "add table inet test; add chain inet test nat { type nat hook prerouting p
 WAITS = """
 import sys, time
 import numpy as np
-from dataplane.flows import FLOW, Flows
-from dataplane.passage import Passage
+from hybrid_proxy.dataplane.flows import FLOW, Flows
+from hybrid_proxy.dataplane.passage import Passage
 with Passage(Flows(np.frombuffer(sys.stdin.buffer.read(), dtype=FLOW))):
     print("in it", flush=True)
     time.sleep(600)

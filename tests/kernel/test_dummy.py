@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from pyroute2 import IPRoute
 
-from dataplane.kernel.dummy import ALIAS, Dummy
+from hybrid_proxy.dataplane.kernel.dummy import ALIAS, Dummy
 
 # A kernel with IPVS has dummy devices, and the machine that is chosen for the one has the other.
 pytestmark = [pytest.mark.root, pytest.mark.kernel("ip_vs"), pytest.mark.usefixtures("namespace")]

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from vm.features import missing
 
-from dataplane.kernel import grace
-from dataplane.kernel.bpf import BpfError, Object, has_helper, run_on_packet
-from dataplane.kernel.grace import wait_for_programs
+from hybrid_proxy.dataplane.kernel import grace
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object, has_helper, run_on_packet
+from hybrid_proxy.dataplane.kernel.grace import wait_for_programs
 
 HERE = Path(__file__).parent
 BPF_LOOP = 181  # linux/bpf.h

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.kernel.host_paths import outermost_first
-from workshop.lab.namespace import cgroup2_root
+from hybrid_proxy.dataplane.kernel.host_paths import outermost_first
+from hybrid_proxy.workshop.lab.namespace import cgroup2_root
 
 root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 ROOT = Path(__file__).resolve().parents[2]
-ASK = "from dataplane.kernel.host_paths import cgroup_root, in_initial_netns as i; print(i(), cgroup_root())"
+ASK = (
+    "from hybrid_proxy.dataplane.kernel.host_paths import cgroup_root, in_initial_netns as i; print(i(), cgroup_root())"
+)
 FEW = ("setpriv", "--bounding-set=-all,+net_admin", "--inh-caps=-all", "--no-new-privs")
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from dataplane.errors import Unsupported
-from dataplane.kernel.ipset import Ipsets
-from dataplane.kernel.netlink import NetlinkFailed
-from dataplane.modes.ipvs.lower import SETS
-from dataplane.virtual_servers import Edit, Element, Kind
+from hybrid_proxy.dataplane.errors import Unsupported
+from hybrid_proxy.dataplane.kernel.ipset import Ipsets
+from hybrid_proxy.dataplane.kernel.netlink import NetlinkFailed
+from hybrid_proxy.dataplane.modes.ipvs.lower import SETS
+from hybrid_proxy.dataplane.virtual_servers import Edit, Element, Kind
 from tests import namespaces
 
 pytestmark = pytest.mark.root

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from controller.settings.documents import SCHEDULERS
-from dataplane.kernel.ipvs import Ipvs
-from dataplane.virtual_servers import Change, Config, Destination, Server, Timeouts, Verb
+from hybrid_proxy.controller.settings.documents import SCHEDULERS
+from hybrid_proxy.dataplane.kernel.ipvs import Ipvs
+from hybrid_proxy.dataplane.virtual_servers import Change, Config, Destination, Server, Timeouts, Verb
 from tests import namespaces
 
 pytestmark = [pytest.mark.root, pytest.mark.kernel("ip_vs")]

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 from pyroute2 import IPRoute
 
-from dataplane.kernel.dummy import Dummy
-from dataplane.kernel.local_routes import LocalRoutes
-from dataplane.kernel.netlink import NetlinkFailed
+from hybrid_proxy.dataplane.kernel.dummy import Dummy
+from hybrid_proxy.dataplane.kernel.local_routes import LocalRoutes
+from hybrid_proxy.dataplane.kernel.netlink import NetlinkFailed
 from tests import namespaces
 from tests.waiting import until
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.errors import Occupied
-from dataplane.kernel.lock import hold
+from hybrid_proxy.dataplane.errors import Occupied
+from hybrid_proxy.dataplane.kernel.lock import hold
 
 
 def test_a_second_writer_is_refused_by_name(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from dataplane.kernel.lock import hold\n"
+        "import sys; from pathlib import Path; from hybrid_proxy.dataplane.kernel.lock import hold\n"
         "hold(Path(sys.argv[1]), 'maps'); print('held', flush=True); sys.stdin.read()"
     )
     holder = subprocess.Popen(

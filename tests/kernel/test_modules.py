@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.kernel import ipvs
+from hybrid_proxy.dataplane.kernel import ipvs
 
 
 @pytest.mark.parametrize(

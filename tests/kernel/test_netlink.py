@@ -10,8 +10,8 @@ import threading
 import pytest
 from pyroute2.netlink.rtnl import RTM_DELROUTE, RTM_GETLINK, RTM_GETROUTE, RTM_NEWROUTE, RTMGRP_IPV4_ROUTE
 
-from dataplane.kernel import genetlink
-from dataplane.kernel.netlink import (
+from hybrid_proxy.dataplane.kernel import genetlink
+from hybrid_proxy.dataplane.kernel.netlink import (
     BURST_MESSAGES,
     GENERIC,
     NLM_F_CREATE,
@@ -23,8 +23,8 @@ from dataplane.kernel.netlink import (
     NetlinkFailed,
     attribute,
 )
-from dataplane.kernel.nfnetlink import Message as Change
-from dataplane.kernel.nfnetlink import Nfnetlink, NftablesError
+from hybrid_proxy.dataplane.kernel.nfnetlink import Message as Change
+from hybrid_proxy.dataplane.kernel.nfnetlink import Nfnetlink, NftablesError
 from tests import namespaces
 from tests.descriptors import many_open
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 
-from dataplane.nftables import uapi
+from hybrid_proxy.dataplane.nftables import uapi
 
 HEADERS = ("netinet/in.h", "linux/netfilter.h", "linux/netfilter_ipv4.h", "linux/netfilter/nf_tables.h")
 

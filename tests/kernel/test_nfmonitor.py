@@ -10,12 +10,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from dataplane.kernel.nfmonitor import watch_ruleset
-from dataplane.kernel.nfnetlink import Nfnetlink
-from dataplane.nftables import operations as op
-from dataplane.nftables.expressions import FAMILIES
-from dataplane.nftables.schema import ADDRESS, Element, Set
-from dataplane.nftables.wire import Kernel
+from hybrid_proxy.dataplane.kernel.nfmonitor import watch_ruleset
+from hybrid_proxy.dataplane.kernel.nfnetlink import Nfnetlink
+from hybrid_proxy.dataplane.nftables import operations as op
+from hybrid_proxy.dataplane.nftables.expressions import FAMILIES
+from hybrid_proxy.dataplane.nftables.schema import ADDRESS, Element, Set
+from hybrid_proxy.dataplane.nftables.wire import Kernel
 from tests import namespaces
 from tests.descriptors import many_open
 from tests.nft import nft

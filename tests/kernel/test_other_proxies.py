@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from pyroute2 import IPRoute
 
-from controller.agent.other_proxies import OtherProxiesWatcher
-from dataplane import kube_proxy
-from dataplane.kernel import ipvs
-from dataplane.kernel.other_proxies import find_other_proxies
-from dataplane.other_proxies import HEALTH_PORT, OtherProxies, Process, kube_proxy_rules, warnings
+from hybrid_proxy.controller.agent.other_proxies import OtherProxiesWatcher
+from hybrid_proxy.dataplane import kube_proxy
+from hybrid_proxy.dataplane.kernel import ipvs
+from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
+from hybrid_proxy.dataplane.other_proxies import HEALTH_PORT, OtherProxies, Process, kube_proxy_rules, warnings
 from tests import namespaces
 
 pytestmark = pytest.mark.root
@@ -141,10 +141,12 @@ class TestLookAround:
             here.communicate()
 
     def test_another_agent_of_ours(self, tmp_path):
-        (tmp_path / "controller").mkdir()
-        (tmp_path / "controller" / "__main__.py").write_text("print('up', flush=True); import time; time.sleep(60)")
+        (tmp_path / "hybrid_proxy" / "controller").mkdir(parents=True)
+        (tmp_path / "hybrid_proxy" / "controller" / "__main__.py").write_text(
+            "print('up', flush=True); import time; time.sleep(60)"
+        )
         other = subprocess.Popen(
-            ["setsid", "sh", "-c", 'exec "$@" & wait', "sh", sys.executable, "-m", "controller", "run"],
+            ["setsid", "sh", "-c", 'exec "$@" & wait', "sh", sys.executable, "-m", "hybrid_proxy.controller", "run"],
             stdout=subprocess.PIPE, cwd=tmp_path,
         )  # fmt: skip
         try:
@@ -307,6 +309,8 @@ class TestWatching:
         assert len(reported) == 1
 
     def test_what_goes_wrong_stays_inside(self, monkeypatch, caplog):
-        monkeypatch.setattr("controller.agent.other_proxies.find_other_proxies", lambda _mode, _drains: 1 // 0)
+        monkeypatch.setattr(
+            "hybrid_proxy.controller.agent.other_proxies.find_other_proxies", lambda _mode, _drains: 1 // 0
+        )
         OtherProxiesWatcher("ebpf", pytest.fail).look()
         assert "ZeroDivisionError" in caplog.text

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.kernel import sysctl
+from hybrid_proxy.dataplane.kernel import sysctl
 
 NAMES = ("net/a", "net/b", "net/c")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dataplane.errors import Unsupported
-from dataplane.kernel.xtables import Xtables, XtablesError, find
+from hybrid_proxy.dataplane.errors import Unsupported
+from hybrid_proxy.dataplane.kernel.xtables import Xtables, XtablesError, find
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("namespace")]
 RULES_OF_OTHERS = "*nat\n:OTHERS - [0:0]\n-A PREROUTING -j OTHERS\n-A OUTPUT -j OTHERS\nCOMMIT\n"
@@ -30,7 +30,7 @@ def test_what_is_missing_is_reported(variant: str, monkeypatch: pytest.MonkeyPat
     only6 = find(lambda family: {"nat": ("-j MISSING",) if family == 4 else ()}, variant=variant)
     assert only6.families == (6,)
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr("dataplane.kernel.xtables._path", lambda: "")
+    monkeypatch.setattr("hybrid_proxy.dataplane.kernel.xtables._path", lambda: "")
     with pytest.raises(Unsupported, match="install the package iptables"):
         find()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dataplane.table import (
+from hybrid_proxy.dataplane.table import (
     Backend,
     BackendSet,
     Entry,

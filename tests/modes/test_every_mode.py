@@ -17,24 +17,24 @@ from typing import Any
 import pytest
 from pyroute2 import IPRoute
 
-from dataplane import netfilter
-from dataplane.errors import DataplaneError, SyncError
-from dataplane.kernel import sysctl
-from dataplane.kernel.ipset import Ipsets
-from dataplane.kernel.ipvs import Ipvs as VirtualServers
-from dataplane.kernel.netlink import NetlinkFailed
-from dataplane.kernel.nfnetlink import NftablesError
-from dataplane.kernel.xtables import VARIANTS, Xtables, XtablesError, find
-from dataplane.mode import Mode, Options, Programmer
-from dataplane.modes.iptables import programmer as iptables
-from dataplane.modes.iptables.readback import parse
-from dataplane.modes.ipvs import programmer as ipvs
-from dataplane.modes.ipvs.rules import JUMPS
-from dataplane.modes.nftables import programmer as nftables
-from dataplane.modes.userspace import programmer as userspace
-from dataplane.nftables.wire import Kernel
-from dataplane.table import Backend, BackendSet, Kind, Protocol, ServiceTable
-from dataplane.virtual_servers import Change, Config, Edit, Server, Verb
+from hybrid_proxy.dataplane import netfilter
+from hybrid_proxy.dataplane.errors import DataplaneError, SyncError
+from hybrid_proxy.dataplane.kernel import sysctl
+from hybrid_proxy.dataplane.kernel.ipset import Ipsets
+from hybrid_proxy.dataplane.kernel.ipvs import Ipvs as VirtualServers
+from hybrid_proxy.dataplane.kernel.netlink import NetlinkFailed
+from hybrid_proxy.dataplane.kernel.nfnetlink import NftablesError
+from hybrid_proxy.dataplane.kernel.xtables import VARIANTS, Xtables, XtablesError, find
+from hybrid_proxy.dataplane.mode import Mode, Options, Programmer
+from hybrid_proxy.dataplane.modes.iptables import programmer as iptables
+from hybrid_proxy.dataplane.modes.iptables.readback import parse
+from hybrid_proxy.dataplane.modes.ipvs import programmer as ipvs
+from hybrid_proxy.dataplane.modes.ipvs.rules import JUMPS
+from hybrid_proxy.dataplane.modes.nftables import programmer as nftables
+from hybrid_proxy.dataplane.modes.userspace import programmer as userspace
+from hybrid_proxy.dataplane.nftables.wire import Kernel
+from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, Protocol, ServiceTable
+from hybrid_proxy.dataplane.virtual_servers import Change, Config, Edit, Server, Verb
 from tests import namespaces
 from tests.modes.ipvs.kit import DAMAGE, REPORTED, SERVER, Node
 from tests.modes.make import NETWORK, table

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from dataplane.mode import unknown_algorithms, unprobed
-from dataplane.table import Backend, NodeNetwork, Probe, Protocol, ServiceTable
+from hybrid_proxy.dataplane.mode import unknown_algorithms, unprobed
+from hybrid_proxy.dataplane.table import Backend, NodeNetwork, Probe, Protocol, ServiceTable
 from tests.tables import entry_of
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from controller.kubernetes.model import (
+from hybrid_proxy.controller.kubernetes.model import (
     KINDS,
     Endpoint,
     EndpointPort,
@@ -19,10 +19,10 @@ from controller.kubernetes.model import (
     ServicePort,
     kind_of,
 )  # fmt: skip  # isort: skip
-from controller.semantics.cluster import Cluster
-from controller.semantics.entries import Settings, entries, node_network
-from controller.semantics.tables import Builder
-from dataplane.table import BackendSet, Entry, Kind, Protocol, ServiceTable, socket_text
+from hybrid_proxy.controller.semantics.cluster import Cluster
+from hybrid_proxy.controller.semantics.entries import Settings, entries, node_network
+from hybrid_proxy.controller.semantics.tables import Builder
+from hybrid_proxy.dataplane.table import BackendSet, Entry, Kind, Protocol, ServiceTable, socket_text
 from tests.tables import Front, fronts_of
 
 ME = "node-a"

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from make import ME, NODE, SERVICE_RANGE, Node, ServiceCIDR, away, cluster, endpoint_slice, here, listing, service
 
-from controller.kubernetes.model import KINDS, Problem, Removed, Replaced, SourceState, Upserted
-from controller.semantics.cluster import Cluster, Dirty
+from hybrid_proxy.controller.kubernetes.model import KINDS, Problem, Removed, Replaced, SourceState, Upserted
+from hybrid_proxy.controller.semantics.cluster import Cluster, Dirty
 
 WEB, API = service(), service("api", cluster_ips=("10.96.0.11",))
 SLICE = endpoint_slice(here("10.1.0.1"))

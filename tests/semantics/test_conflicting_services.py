@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from make import NODE, SETTINGS, ServicePort, cluster, service
 
-from controller.kubernetes.model import Removed, Replaced, Service, Upserted
-from controller.semantics.tables import Builder
-from dataplane.table import Protocol, ServiceTable
+from hybrid_proxy.controller.kubernetes.model import Removed, Replaced, Service, Upserted
+from hybrid_proxy.controller.semantics.tables import Builder
+from hybrid_proxy.dataplane.table import Protocol, ServiceTable
 
 OLD, NEW = "2024-01-01T00:00:00Z", "2025-01-01T00:00:00Z"
 IP = "5.5.5.5"

@@ -23,7 +23,7 @@ from make import (
     sockets,
 )  # fmt: skip  # isort: skip
 
-from dataplane.table import Protocol
+from hybrid_proxy.dataplane.table import Protocol
 from tests.tables import fronts_of
 
 TCP, UDP = Protocol.TCP, Protocol.UDP

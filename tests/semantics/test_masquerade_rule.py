@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 from make import ME, Node, ServicePort, decide, endpoint_slice, frontend, here, only, service
 
-from controller.semantics.entries import DetectLocalMode, Settings
-from dataplane.table import Kind, Masquerade, Protocol
+from hybrid_proxy.controller.semantics.entries import DetectLocalMode, Settings
+from hybrid_proxy.dataplane.table import Kind, Masquerade, Protocol
 
 NEVER, NODE, ALWAYS = Masquerade.NEVER, Masquerade.NODE, Masquerade.ALWAYS
 NO_POD = Masquerade.NODE | Masquerade.EXTERNAL

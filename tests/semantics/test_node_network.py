@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 from make import ME, Node
 
-from controller.semantics.entries import DetectLocalMode, Settings, node_network
-from dataplane.table import PodMatch
+from hybrid_proxy.controller.semantics.entries import DetectLocalMode, Settings, node_network
+from hybrid_proxy.dataplane.table import PodMatch
 
 NODE = Node(ME, ("192.168.0.1", "192.168.0.9", "fd01::1", "198.51.100.1"))
 ON = ("127.0.0.1", "192.168.0.1", "10.0.0.5", "169.254.3.3", "::1", "fd01::1", "fd03::3", "fe80::1")

@@ -20,9 +20,9 @@ from make import (
     table,
 )
 
-from controller.semantics.entries import DetectLocalMode
-from controller.semantics.explain import Packet, Verdict, explain, packet_from_dict, verdict_to_dict
-from dataplane.table import Protocol
+from hybrid_proxy.controller.semantics.entries import DetectLocalMode
+from hybrid_proxy.controller.semantics.explain import Packet, Verdict, explain, packet_from_dict, verdict_to_dict
+from hybrid_proxy.dataplane.table import Protocol
 
 POD, OTHER_POD, ME, OUT = "10.1.0.1", "10.1.7.7", "192.168.0.1", "203.0.113.9"
 OTHER_NODE = "192.168.0.2"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from make import away, decide, endpoint_slice, here, only, service
 
-from controller.kubernetes.model import EndpointPort, ServicePort
-from dataplane.table import Probe, Protocol
+from hybrid_proxy.controller.kubernetes.model import EndpointPort, ServicePort
+from hybrid_proxy.dataplane.table import Probe, Protocol
 
 
 def test_of_tcp_ports_alone():

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from make import ME, SETTINGS, STATES, EndpointPort, ServicePort, endpoint_slice, ep, listing, service
 
-from controller.kubernetes.model import (
+from hybrid_proxy.controller.kubernetes.model import (
     KINDS,
     EndpointSlice,
     Event,
@@ -20,9 +20,9 @@ from controller.kubernetes.model import (
     key_of,
     kind_of,
 )
-from controller.semantics.cluster import Cluster
-from controller.semantics.tables import Builder
-from dataplane.table import Protocol, ServiceTable, WhenEmpty
+from hybrid_proxy.controller.semantics.cluster import Cluster
+from hybrid_proxy.controller.semantics.tables import Builder
+from hybrid_proxy.dataplane.table import Protocol, ServiceTable, WhenEmpty
 
 NAMES = ("a", "b", "c")
 PROTOCOLS = (Protocol.TCP, Protocol.UDP)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from make import HTTP, SETTINGS, ServicePort, decide, endpoint_slice, here, only, service
 
-from dataplane.table import Protocol
+from hybrid_proxy.dataplane.table import Protocol
 
 KEY = "hybrid-proxy.io/algorithm"
 TWO = msgspec.structs.replace(SETTINGS, algorithms=frozenset({"random", "maglev"}))

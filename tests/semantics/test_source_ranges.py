@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from make import NODE, Node, ServicePort, decide, endpoint_slice, frontend, here, only, service
 
-from dataplane.table import Kind, Protocol
+from hybrid_proxy.dataplane.table import Kind, Protocol
 
 # fmt: off
 CASES = [

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 
-from dataplane.stale import Judge
-from dataplane.table import Backend, BackendSet, Entry, Kind, NodeNetwork, Protocol, ServiceTable
+from hybrid_proxy.dataplane.stale import Judge
+from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Kind, NodeNetwork, Protocol, ServiceTable
 from tests.tables import Front, entry_of
 
 ALL = (Backend("10.1.0.11", 5353), Backend("10.1.0.12", 5353), Backend("10.1.0.13", 5353))

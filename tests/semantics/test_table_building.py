@@ -9,11 +9,11 @@ import pytest
 from make import ME, NODE, SERVICE_RANGE, SETTINGS, away, cluster, endpoint_slice, here, listing, service
 from msgspec.structs import replace
 
-from controller.kubernetes.model import Removed, Upserted
-from controller.semantics.cluster import Cluster
-from controller.semantics.entries import DetectLocalMode, Settings
-from controller.semantics.tables import Builder
-from dataplane.table import EMPTY, Masquerade
+from hybrid_proxy.controller.kubernetes.model import Removed, Upserted
+from hybrid_proxy.controller.semantics.cluster import Cluster
+from hybrid_proxy.controller.semantics.entries import DetectLocalMode, Settings
+from hybrid_proxy.controller.semantics.tables import Builder
+from hybrid_proxy.dataplane.table import EMPTY, Masquerade
 
 WEB, API = service(), service("api", cluster_ips=("10.96.0.11",))
 SLICE = endpoint_slice(here("10.1.0.1"))

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from make import away, endpoint_slice, frontend, here, only, service, shown
 
-from dataplane.table import Kind
+from hybrid_proxy.dataplane.table import Kind
 
 # fmt: off
 CASES = [

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from make import ME, NODE, Node, away, endpoint_slice, frontend, here, only, service, shown
 
-from dataplane.table import Kind
+from hybrid_proxy.dataplane.table import Kind
 
 A, B = ["zone-a"], ["zone-b"]
 NO_ZONE = Node(ME, NODE.addresses)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from make import ServicePort, away, endpoint_slice, ep, frontend, here, only, service, shown
 
-from dataplane.table import Kind, Protocol
+from hybrid_proxy.dataplane.table import Kind, Protocol
 
 BOTH = (away("10.1.1.1"), here("10.1.0.1"))
 ELSEWHERE = (away("10.1.1.1"),)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from make import HTTP, SETTINGS, ServicePort, decide, endpoint_slice, here, only, service
 
-from controller.semantics.entries import Settings
-from dataplane.table import Kind, Protocol
+from hybrid_proxy.controller.semantics.entries import Settings
+from hybrid_proxy.dataplane.table import Kind, Protocol
 
 NODE_PORT = (ServicePort("http", Protocol.TCP, 80, 30080),)
 OFF = Settings(node_name="node-a", external_ips=False)

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from make import SETTINGS, away, decide, endpoint_slice, ep, frontend, here, only, service, shown, table
 
-from controller.semantics.explain import Packet, explain
-from dataplane.table import Kind, WhenEmpty
+from hybrid_proxy.controller.semantics.explain import Packet, explain
+from hybrid_proxy.dataplane.table import Kind, WhenEmpty
 
 LB = {"type": "LoadBalancer", "load_balancer_ips": ("5.5.5.5",), "external_local": True}
 A, B = here("10.1.0.1"), away("10.1.1.1")

@@ -28,7 +28,8 @@ __all__ = ["NEEDS", "is_away", "mode_of"]
 NEEDS = {"ipvs": "ip_vs"}  # mode -> the kernel feature without which it is nothing
 PROBES = {
     # Old kernels (5.10) do not load the module when its family of generic netlink is asked for.
-    "ip_vs": "from dataplane.kernel.ipvs import load_module; from pyroute2 import IPVS; load_module('ip_vs'); IPVS()",
+    "ip_vs": "from pyroute2 import IPVS; from hybrid_proxy.dataplane.kernel.ipvs import load_module; "
+    "load_module('ip_vs'); IPVS()",
 }
 _REMOTE = pytest.StashKey[Remote]()
 _AWAY = pytest.StashKey[bool]()

@@ -1,1 +1,1 @@
-"""Benchmarks of single parts: `python -m workshop.benchmarks NAME`; see docs/benchmarks.md."""
+"""Benchmarks of single parts: `python -m hybrid_proxy.workshop.benchmarks NAME`; see docs/benchmarks.md."""

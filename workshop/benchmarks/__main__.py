@@ -1,4 +1,4 @@
-"""python -m workshop.benchmarks [NAME ...]: run the benchmarks of this folder, all of them or those named.
+"""python -m hybrid_proxy.workshop.benchmarks [NAME ...]: run the benchmarks of this folder, all of them or those named.
 
 Each is a module with a function `measure() -> Result`. One that takes an argument is as many benchmarks (`VARIANTS`).
 Exit code 0: measured, whether or not a target is reached.
@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-from workshop.benchmarks.kit import Result
+from hybrid_proxy.workshop.benchmarks.kit import Result
 
 HERE = Path(__file__).parent
 VARIANTS = {  # benchmark -> module and what it is called with
@@ -41,7 +41,7 @@ def available() -> dict[str, str]:
 def run(name: str) -> Result:
     """Run one benchmark."""
     module, *argument = VARIANTS.get(name, (name,))
-    result: Result = importlib.import_module(f"workshop.benchmarks.{module}").measure(*argument)
+    result: Result = importlib.import_module(f"hybrid_proxy.workshop.benchmarks.{module}").measure(*argument)
     return result
 
 

@@ -17,12 +17,22 @@ from typing import Any
 
 import numpy as np
 
-from controller.agent.event_queue import CAPACITY
-from workshop.benchmarks.apidata import ApiProcess
-from workshop.benchmarks.changes import Watcher
-from workshop.benchmarks.kit import HEALTH_CHECKS, ApiAgent, Kernel, Result, Scraper, Target, lab, quantile, say
-from workshop.lab.apiserver import cluster_address, endpoint_slice
-from workshop.lab.network import Lab
+from hybrid_proxy.controller.agent.event_queue import CAPACITY
+from hybrid_proxy.workshop.benchmarks.apidata import ApiProcess
+from hybrid_proxy.workshop.benchmarks.changes import Watcher
+from hybrid_proxy.workshop.benchmarks.kit import (
+    HEALTH_CHECKS,
+    ApiAgent,
+    Kernel,
+    Result,
+    Scraper,
+    Target,
+    lab,
+    quantile,
+    say,
+)
+from hybrid_proxy.workshop.lab.apiserver import cluster_address, endpoint_slice
+from hybrid_proxy.workshop.lab.network import Lab
 
 SERVICES, ENDPOINTS = 10_000, 10
 RATE = 1_000  # changes a second

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from workshop.lab.network import Lab
+from hybrid_proxy.workshop.lab.network import Lab
 
 __all__ = ["ApiProcess"]
 
@@ -41,7 +41,7 @@ class ApiProcess:
         watch_list: bool = False,
         window: int = 4096,
     ) -> None:
-        command = [sys.executable, "-m", "workshop.lab.apiserver"]
+        command = [sys.executable, "-m", "hybrid_proxy.workshop.lab.apiserver"]
         command += ["--services", str(services), "--endpoints", str(endpoints)]
         command += [
             "--health-checks",

@@ -6,9 +6,19 @@ import contextlib
 import time
 from typing import Any, NamedTuple
 
-from workshop.benchmarks.apidata import ApiProcess
-from workshop.benchmarks.kit import HEALTH_CHECKS, ApiAgent, Result, Scraper, Target, lab, median, quantile, say
-from workshop.benchmarks.views import EbpfView, IptablesView, NftablesView, View, check
+from hybrid_proxy.workshop.benchmarks.apidata import ApiProcess
+from hybrid_proxy.workshop.benchmarks.kit import (
+    HEALTH_CHECKS,
+    ApiAgent,
+    Result,
+    Scraper,
+    Target,
+    lab,
+    median,
+    quantile,
+    say,
+)
+from hybrid_proxy.workshop.benchmarks.views import EbpfView, IptablesView, NftablesView, View, check
 
 SERVICES, ENDPOINTS = 10_000, 10
 CHANGES = {"ebpf": 400, "nftables": 200, "iptables": 100, "legacy": 20}

@@ -13,9 +13,19 @@ from collections.abc import Callable
 
 import numpy as np
 
-from workshop.benchmarks.apidata import ApiProcess
-from workshop.benchmarks.kit import HEALTH_CHECKS, ApiAgent, Kernel, Result, Scraper, Target, lab, quantile, say
-from workshop.lab.apiserver import cluster_address
+from hybrid_proxy.workshop.benchmarks.apidata import ApiProcess
+from hybrid_proxy.workshop.benchmarks.kit import (
+    HEALTH_CHECKS,
+    ApiAgent,
+    Kernel,
+    Result,
+    Scraper,
+    Target,
+    lab,
+    quantile,
+    say,
+)
+from hybrid_proxy.workshop.lab.apiserver import cluster_address
 
 SERVICES, ENDPOINTS = 10_000, 10
 RATE = 1_000  # a second

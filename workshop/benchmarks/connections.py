@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from workshop.benchmarks.apidata import ApiProcess
-from workshop.benchmarks.kit import NODE, ApiAgent, Result, Target, built, lab, median, say, take_turns
-from workshop.lab.agent import Agent
-from workshop.lab.network import Lab, Place
-from workshop.lab.objects import endpoint_slice, manifest, service
+from hybrid_proxy.workshop.benchmarks.apidata import ApiProcess
+from hybrid_proxy.workshop.benchmarks.kit import NODE, ApiAgent, Result, Target, built, lab, median, say, take_turns
+from hybrid_proxy.workshop.lab.agent import Agent
+from hybrid_proxy.workshop.lab.network import Lab, Place
+from hybrid_proxy.workshop.lab.objects import endpoint_slice, manifest, service
 
 SERVICES, ENDPOINTS = 10_000, 10
 PORT, VIP = 9000, "10.97.1.1"

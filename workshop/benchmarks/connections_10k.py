@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from workshop.benchmarks.kit import Result, Target, built
-from workshop.benchmarks.mode_connections import PEERS, compare
+from hybrid_proxy.workshop.benchmarks.kit import Result, Target, built
+from hybrid_proxy.workshop.benchmarks.mode_connections import PEERS, compare
 
 SIZE = 10_000
 PEER = next(name for name, mode in PEERS.items() if mode == "iptables")

@@ -1,7 +1,7 @@
 """Many connections that stay open: a server that echoes, and a client that holds them, for `handover`.
 
-python -m workshop.benchmarks.echo serve PORT...
-python -m workshop.benchmarks.echo hold ADDRESS PORT COUNT STREAMS
+python -m hybrid_proxy.workshop.benchmarks.echo serve PORT...
+python -m hybrid_proxy.workshop.benchmarks.echo hold ADDRESS PORT COUNT STREAMS
 
 The client asks on STREAMS of its connections, a millisecond after each answer. Both go before what else the machine
 does (nice), so that gaps are those of packets. SIGUSR1 begins the time in which gaps between two answers

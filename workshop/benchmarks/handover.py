@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dataplane.flows import FLOW, FlowFlag, Flows, Half, HandOver, TcpState
-from dataplane.handover import from_conntrack, hand_over, to_conntrack
-from dataplane.mode import Options
-from dataplane.modes.ebpf import programmer as ebpf
-from dataplane.modes.nftables import programmer as nftables
-from dataplane.table import (
+from hybrid_proxy.dataplane.flows import FLOW, FlowFlag, Flows, Half, HandOver, TcpState
+from hybrid_proxy.dataplane.handover import from_conntrack, hand_over, to_conntrack
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf import programmer as ebpf
+from hybrid_proxy.dataplane.modes.nftables import programmer as nftables
+from hybrid_proxy.dataplane.table import (
     Backend,
     BackendSet,
     Entry,
@@ -34,17 +34,17 @@ from dataplane.table import (
     Protocol,
     ServiceTable,
 )
-from workshop.benchmarks.echo import NICE, READY
-from workshop.benchmarks.kit import Result, Target, lab, say
-from workshop.lab.agent import resident
-from workshop.lab.network import CLUSTER_CIDRS, Lab
+from hybrid_proxy.workshop.benchmarks.echo import NICE, READY
+from hybrid_proxy.workshop.benchmarks.kit import Result, Target, lab, say
+from hybrid_proxy.workshop.lab.agent import resident
+from hybrid_proxy.workshop.lab.network import CLUSTER_CIDRS, Lab
 
 CONNECTIONS = {"past the stack": 4000, "through the stack": 3000, "masqueraded": 3000}
 BACKENDS = 8  # of a service: a flow that chooses again most likely has another one
 STREAMS = 3  # of each kind are asked without a pause
 MANY = 100_000
 PORT, VIPS, NODE_PORT = 9000, {"pod2": "10.97.1.1", "remote1": "10.97.1.2"}, 30_999
-ECHO = (sys.executable, "-m", "workshop.benchmarks.echo")
+ECHO = (sys.executable, "-m", "hybrid_proxy.workshop.benchmarks.echo")
 
 
 def measure() -> Result:

@@ -13,10 +13,10 @@ import sys
 import time
 from collections.abc import Iterator
 
-from dataplane.kernel.ipvs import Ipvs as VirtualServers
-from dataplane.mode import Options
-from dataplane.modes.ipvs.programmer import Ipvs, clean, probe
-from dataplane.table import (
+from hybrid_proxy.dataplane.kernel.ipvs import Ipvs as VirtualServers
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ipvs.programmer import Ipvs, clean, probe
+from hybrid_proxy.dataplane.table import (
     Backend,
     Entry,
     Masquerade,
@@ -24,8 +24,8 @@ from dataplane.table import (
     PodMatch,
     ServiceTable,
 )
-from dataplane.virtual_servers import Server
-from workshop.benchmarks.kit import ROOT, Result, Target, entry, lab, median, quantile, say
+from hybrid_proxy.dataplane.virtual_servers import Server
+from hybrid_proxy.workshop.benchmarks.kit import ROOT, Result, Target, entry, lab, median, quantile, say
 
 CONTROL, SIZES, ENDPOINTS = 10, (100, 1000), 10
 CHANGES = 120
@@ -66,7 +66,7 @@ def measure() -> Result:
 def _elsewhere() -> dict[int, dict[str, float]]:
     """The figures of a run of this file in a virtual machine."""
     argv = [sys.executable, "-m", "tests.vm", "run", KERNEL, "--timeout", "1800", "--"]
-    argv += [sys.executable, "-m", "workshop.benchmarks.ipvs_change"]
+    argv += [sys.executable, "-m", "hybrid_proxy.workshop.benchmarks.ipvs_change"]
     done = subprocess.run(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"the benchmark failed in the virtual machine:\n{done.stdout}")

@@ -21,19 +21,19 @@ from typing import Any, Self
 
 import numpy as np
 
-from controller.agent.modes import open_mode
-from controller.kubernetes.apiserver import Kubernetes
-from controller.kubernetes.model import Event, Replaced
-from controller.settings.config import available_modes
-from dataplane.kernel.bpf import Map
-from dataplane.mode import Options
-from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.maps import open_pinned_maps
-from dataplane.modes.ebpf.pins import folder_of
-from dataplane.table import Backend, BackendSet, Entry, Frontend, Kind, Masquerade, Protocol
-from workshop.benchmarks.apidata import ApiProcess
-from workshop.lab.agent import Agent, remove_forsaken, resident
-from workshop.lab.network import Lab
+from hybrid_proxy.controller.agent.modes import open_mode
+from hybrid_proxy.controller.kubernetes.apiserver import Kubernetes
+from hybrid_proxy.controller.kubernetes.model import Event, Replaced
+from hybrid_proxy.controller.settings.config import available_modes
+from hybrid_proxy.dataplane.kernel.bpf import Map
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps import open_pinned_maps
+from hybrid_proxy.dataplane.modes.ebpf.pins import folder_of
+from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Frontend, Kind, Masquerade, Protocol
+from hybrid_proxy.workshop.benchmarks.apidata import ApiProcess
+from hybrid_proxy.workshop.lab.agent import Agent, remove_forsaken, resident
+from hybrid_proxy.workshop.lab.network import Lab
 
 __all__ = [
     "HEALTH_CHECKS",
@@ -247,7 +247,7 @@ class ApiAgent(Agent):
     def argv(self) -> list[str]:
         """The command that runs it."""
         return [
-            sys.executable, "-m", "controller", "run",
+            sys.executable, "-m", "hybrid_proxy.controller", "run",
             "--kubeconfig", self.kubeconfig,
             "--proxy-mode", self.mode,
             "--hostname-override", NODE,

@@ -6,9 +6,9 @@ import subprocess
 import sys
 import time
 
-from workshop.benchmarks.apidata import ApiProcess
-from workshop.benchmarks.kit import HEALTH_CHECKS, ROOT, ApiAgent, Result, Scraper, Target, lab, say
-from workshop.lab.agent import resident
+from hybrid_proxy.workshop.benchmarks.apidata import ApiProcess
+from hybrid_proxy.workshop.benchmarks.kit import HEALTH_CHECKS, ROOT, ApiAgent, Result, Scraper, Target, lab, say
+from hybrid_proxy.workshop.lab.agent import resident
 
 SERVICES, ENDPOINTS = 10_000, 10
 CHANGES = 200
@@ -20,7 +20,7 @@ KUBE_PROXY = "kube-proxy v1.36.2 at this size, measured before: 279 MB (nftables
 BARE = """
 import sys
 import cffi, h11, msgspec, numpy, prometheus_client, pyroute2
-from controller.kubernetes.client import client
+from hybrid_proxy.controller.kubernetes.client import client
 client()
 print("ready", flush=True)
 sys.stdin.read()

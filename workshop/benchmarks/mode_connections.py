@@ -9,11 +9,11 @@ from functools import partial
 from rich.console import Console
 from rich.table import Table
 
-from workshop.benchmarks import peer_rules
-from workshop.benchmarks.apidata import ApiProcess
-from workshop.benchmarks.connections import ALL_PODS, PORT, VIP, Arm, Pair, cluster, serve
-from workshop.benchmarks.kit import ApiAgent, Result, Target, built, lab, say, take_turns, working_modes
-from workshop.lab.network import Lab
+from hybrid_proxy.workshop.benchmarks import peer_rules
+from hybrid_proxy.workshop.benchmarks.apidata import ApiProcess
+from hybrid_proxy.workshop.benchmarks.connections import ALL_PODS, PORT, VIP, Arm, Pair, cluster, serve
+from hybrid_proxy.workshop.benchmarks.kit import ApiAgent, Result, Target, built, lab, say, take_turns, working_modes
+from hybrid_proxy.workshop.lab.network import Lab
 
 SIZES = (10, 10_000)
 ROUNDS = 11

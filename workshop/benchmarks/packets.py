@@ -9,15 +9,15 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dataplane.kernel.bpf import Object, run_on_packet
-from dataplane.kernel.grace import jiffies_per_second
-from dataplane.mode import Options
-from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.maps import MapSet, traffic_cpus
-from dataplane.modes.ebpf.store import Store
-from dataplane.table import Backend, Protocol
-from workshop.benchmarks.kit import Result, Target, built, entry, median
-from workshop.lab.pins import pin_folder
+from hybrid_proxy.dataplane.kernel.bpf import Object, run_on_packet
+from hybrid_proxy.dataplane.kernel.grace import jiffies_per_second
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet, traffic_cpus
+from hybrid_proxy.dataplane.modes.ebpf.store import Store
+from hybrid_proxy.dataplane.table import Backend, Protocol
+from hybrid_proxy.workshop.benchmarks.kit import Result, Target, built, entry, median
+from hybrid_proxy.workshop.lab.pins import pin_folder
 
 FLOWS = 100_000  # connections, two entries each
 PACKETS, REPEAT, ROUNDS = 64, 2_000, 15  # in one run of a loop, runs in a round

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
-from workshop.lab.network import SERVICE_CIDRS, Lab
+from hybrid_proxy.workshop.lab.network import SERVICE_CIDRS, Lab
 
 __all__ = ["PEERS", "Row", "Rows", "load", "put"]
 

@@ -10,8 +10,8 @@ import re
 import time
 from pathlib import Path
 
-from workshop.benchmarks.apidata import ApiProcess
-from workshop.benchmarks.kit import HEALTH_CHECKS, ApiAgent, Result, Scraper, Target, lab, say
+from hybrid_proxy.workshop.benchmarks.apidata import ApiProcess
+from hybrid_proxy.workshop.benchmarks.kit import HEALTH_CHECKS, ApiAgent, Result, Scraper, Target, lab, say
 
 SERVICES, ENDPOINTS = 10_000, 10
 RELISTS = 10

@@ -11,15 +11,15 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dataplane.kernel.bpf import Object, run_on_packet
-from dataplane.kernel.grace import jiffies_per_second
-from dataplane.mode import Options
-from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.maps import MapSet
-from dataplane.modes.ebpf.store import Store
-from dataplane.table import Backend, Entry, Protocol
-from workshop.benchmarks.kit import Result, Target, built, entry, median, say
-from workshop.lab.pins import pin_folder
+from hybrid_proxy.dataplane.kernel.bpf import Object, run_on_packet
+from hybrid_proxy.dataplane.kernel.grace import jiffies_per_second
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet
+from hybrid_proxy.dataplane.modes.ebpf.store import Store
+from hybrid_proxy.dataplane.table import Backend, Entry, Protocol
+from hybrid_proxy.workshop.benchmarks.kit import Result, Target, built, entry, median, say
+from hybrid_proxy.workshop.lab.pins import pin_folder
 
 SERVICES, BACKENDS = 16_384, 60
 TOTAL = SERVICES * BACKENDS

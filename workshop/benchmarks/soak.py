@@ -11,10 +11,10 @@ import subprocess
 import time
 from pathlib import Path
 
-from workshop.benchmarks.apidata import ApiProcess
-from workshop.benchmarks.connections import ALL_PODS, PORT, VIP, measured, serve
-from workshop.benchmarks.kit import ApiAgent, Result, Target, built, lab, median, say
-from workshop.lab.network import Lab
+from hybrid_proxy.workshop.benchmarks.apidata import ApiProcess
+from hybrid_proxy.workshop.benchmarks.connections import ALL_PODS, PORT, VIP, measured, serve
+from hybrid_proxy.workshop.benchmarks.kit import ApiAgent, Result, Target, built, lab, median, say
+from hybrid_proxy.workshop.lab.network import Lab
 
 SECONDS = float(os.environ.get("HYBRID_PROXY_SOAK", "600"))
 SERVICES, ENDPOINTS = 1_000, 10

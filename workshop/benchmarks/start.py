@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from workshop.benchmarks.apidata import ApiProcess
-from workshop.benchmarks.kit import HEALTH_CHECKS, Result, Target, lab, median, say
-from workshop.benchmarks.views import EbpfView, IptablesView, NftablesView, View, check
+from hybrid_proxy.workshop.benchmarks.apidata import ApiProcess
+from hybrid_proxy.workshop.benchmarks.kit import HEALTH_CHECKS, Result, Target, lab, median, say
+from hybrid_proxy.workshop.benchmarks.views import EbpfView, IptablesView, NftablesView, View, check
 
 SERVICES, ENDPOINTS = 10_000, 10
 RUNS = {"ebpf": 5, "nftables": 3, "iptables": 3}

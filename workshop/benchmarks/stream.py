@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from workshop.benchmarks.connections import PORT, VIP, agent_of, cluster, serve
-from workshop.benchmarks.kit import Result, Target, built, lab, median, say
-from workshop.lab.network import Lab
+from hybrid_proxy.workshop.benchmarks.connections import PORT, VIP, agent_of, cluster, serve
+from hybrid_proxy.workshop.benchmarks.kit import Result, Target, built, lab, median, say
+from hybrid_proxy.workshop.lab.network import Lab
 
 SECONDS, ROUNDS = 1.0, 11
 TARGET = 0.99

@@ -15,12 +15,12 @@ from typing import Any, Final
 
 import msgspec
 
-from controller.serving.admin import ask
-from controller.serving.protocol import SwitchAnswer, SwitchMode
-from controller.settings.config import available_modes
-from workshop.benchmarks.kit import Result, Target, lab, say, working_modes
-from workshop.lab.agent import Agent
-from workshop.lab.network import Lab
+from hybrid_proxy.controller.serving.admin import ask
+from hybrid_proxy.controller.serving.protocol import SwitchAnswer, SwitchMode
+from hybrid_proxy.controller.settings.config import available_modes
+from hybrid_proxy.workshop.benchmarks.kit import Result, Target, lab, say, working_modes
+from hybrid_proxy.workshop.lab.agent import Agent
+from hybrid_proxy.workshop.lab.network import Lab
 
 MODES: Final = tuple(available_modes())
 SECONDS: Final = 4.0  # of the loads before and after a switch, each
@@ -132,9 +132,23 @@ def _loads(made: Lab) -> list[Load]:
 def _started(made: Lab, load: Load) -> subprocess.Popen[str]:
     rate = NEW_RATE / 3 if load.kind == "connections" else 100
     argv = [
-        sys.executable, "-m", "workshop.lab.traffic", "load", load.kind, load.target, "--socket", load.socket,
-        "--rate", str(rate), "--concurrency", "2", "--timeout", "5", "--report", "3600",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "hybrid_proxy.workshop.lab.traffic",
+        "load",
+        load.kind,
+        load.target,
+        "--socket",
+        load.socket,
+        "--rate",
+        str(rate),
+        "--concurrency",
+        "2",
+        "--timeout",
+        "5",
+        "--report",
+        "3600",
+    ]
     return made.start(load.place, argv, output=subprocess.PIPE)
 
 

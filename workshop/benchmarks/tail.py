@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from functools import partial
 
-from workshop.benchmarks.connections import VIP, Arm, agent_of, cluster
-from workshop.benchmarks.kit import Result, Target, built, lab, median, say, take_turns
+from hybrid_proxy.workshop.benchmarks.connections import VIP, Arm, agent_of, cluster
+from hybrid_proxy.workshop.benchmarks.kit import Result, Target, built, lab, median, say, take_turns
 
 SIZES = (10, 10_000)
 ROUNDS = 31

@@ -15,20 +15,20 @@ from pathlib import Path
 
 import numpy as np
 
-from controller.errors import ControllerError
-from dataplane.kernel.bpf import Map
-from dataplane.mode import Options
-from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.flows import flow_arrays
-from dataplane.modes.ebpf.maps import open_pinned_maps
-from dataplane.modes.ebpf.pins import folder_of
-from workshop.benchmarks.kit import ROOT, Result, Target, lab, median, say
-from workshop.benchmarks.versions import FIELD_MORE, WIDER_KEYS, agent_of, tree
-from workshop.lab.agent import Agent
-from workshop.lab.examples import node_manifest
-from workshop.lab.network import NODE_NAMES, Lab
-from workshop.lab.objects import endpoint_slice, manifest, service
-from workshop.lab.traffic import ask_tcp
+from hybrid_proxy.controller.errors import ControllerError
+from hybrid_proxy.dataplane.kernel.bpf import Map
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.flows import flow_arrays
+from hybrid_proxy.dataplane.modes.ebpf.maps import open_pinned_maps
+from hybrid_proxy.dataplane.modes.ebpf.pins import folder_of
+from hybrid_proxy.workshop.benchmarks.kit import ROOT, Result, Target, lab, median, say
+from hybrid_proxy.workshop.benchmarks.versions import FIELD_MORE, WIDER_KEYS, agent_of, tree
+from hybrid_proxy.workshop.lab.agent import Agent
+from hybrid_proxy.workshop.lab.examples import node_manifest
+from hybrid_proxy.workshop.lab.network import NODE_NAMES, Lab
+from hybrid_proxy.workshop.lab.objects import endpoint_slice, manifest, service
+from hybrid_proxy.workshop.lab.traffic import ask_tcp
 
 FLOWS = 100_000
 SERVICE, VIP, PORT = "bench/web", "10.96.0.10", 8080

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from workshop.lab.agent import Agent
-from workshop.lab.network import Lab
+from hybrid_proxy.workshop.lab.agent import Agent
+from hybrid_proxy.workshop.lab.network import Lab
 
-REPOSITORY: Final = Path(__file__).parents[2]
+REPOSITORY: Final = Path(__file__).resolve().parents[2]
 Edit = tuple[str, str, str]  # header, text that is there once, what comes in its place
 
 # fmt: off
@@ -32,8 +32,9 @@ WIDER_KEYS: Final[Sequence[Edit]] = (
 
 def tree(folder: Path, *edits: Edit) -> Path:
     """A copy of the programs in that folder, with these edits of the headers, compiled."""
-    for name in ("controller", "dataplane", "bpf"):
-        shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("hybrid_proxy", "controller", "dataplane", "bpf"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(REPOSITORY / name, folder / name, symlinks=True, ignore=ignored)
     shutil.copy(REPOSITORY / "Makefile", folder)
     for header, text, other in edits:
         path = folder / "bpf" / header

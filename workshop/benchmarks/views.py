@@ -16,31 +16,31 @@ from typing import ClassVar
 
 import msgspec
 
-from controller.kubernetes.model import Upserted
-from controller.semantics.cluster import Cluster
-from controller.semantics.entries import Settings
-from controller.semantics.tables import Builder
-from dataplane.kernel.netlink import attribute, nested, string
-from dataplane.kernel.nfnetlink import NFPROTO, Nfnetlink
-from dataplane.kernel.xtables import Xtables
-from dataplane.mode import Options
-from dataplane.modes.ebpf.programmer import Ebpf, clean
-from dataplane.modes.iptables.listing import Programmed
-from dataplane.modes.iptables.readback import parse
-from dataplane.modes.nftables.picks import Pick, chain_named, pick_chain
-from dataplane.modes.nftables.tables import COUNTERS, SETS, TABLE, structure
-from dataplane.nftables.codec import Codec
-from dataplane.nftables.expressions import FAMILIES, Verdict
-from dataplane.nftables.ruleset import Ruleset, additions
-from dataplane.nftables.schema import Element
-from dataplane.nftables.uapi import NFT_MSG_GETSETELEM
-from dataplane.nftables.wire import Kernel
-from dataplane.table import NodeNetwork, PodMatch
-from workshop.benchmarks import kit
-from workshop.benchmarks.apidata import ApiProcess
-from workshop.benchmarks.kit import NODE, ApiAgent, listed, median
-from workshop.lab.apiserver import cluster_address, pod_address
-from workshop.lab.network import Lab
+from hybrid_proxy.controller.kubernetes.model import Upserted
+from hybrid_proxy.controller.semantics.cluster import Cluster
+from hybrid_proxy.controller.semantics.entries import Settings
+from hybrid_proxy.controller.semantics.tables import Builder
+from hybrid_proxy.dataplane.kernel.netlink import attribute, nested, string
+from hybrid_proxy.dataplane.kernel.nfnetlink import NFPROTO, Nfnetlink
+from hybrid_proxy.dataplane.kernel.xtables import Xtables
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean
+from hybrid_proxy.dataplane.modes.iptables.listing import Programmed
+from hybrid_proxy.dataplane.modes.iptables.readback import parse
+from hybrid_proxy.dataplane.modes.nftables.picks import Pick, chain_named, pick_chain
+from hybrid_proxy.dataplane.modes.nftables.tables import COUNTERS, SETS, TABLE, structure
+from hybrid_proxy.dataplane.nftables.codec import Codec
+from hybrid_proxy.dataplane.nftables.expressions import FAMILIES, Verdict
+from hybrid_proxy.dataplane.nftables.ruleset import Ruleset, additions
+from hybrid_proxy.dataplane.nftables.schema import Element
+from hybrid_proxy.dataplane.nftables.uapi import NFT_MSG_GETSETELEM
+from hybrid_proxy.dataplane.nftables.wire import Kernel
+from hybrid_proxy.dataplane.table import NodeNetwork, PodMatch
+from hybrid_proxy.workshop.benchmarks import kit
+from hybrid_proxy.workshop.benchmarks.apidata import ApiProcess
+from hybrid_proxy.workshop.benchmarks.kit import NODE, ApiAgent, listed, median
+from hybrid_proxy.workshop.lab.apiserver import cluster_address, pod_address
+from hybrid_proxy.workshop.lab.network import Lab
 
 __all__ = ["EbpfView", "IptablesView", "NftablesView", "View", "check"]
 

@@ -15,24 +15,24 @@ from typing import Final
 
 import msgspec
 
-from controller.agent.modes import probe_all
-from controller.errors import ConfigError, ControllerError
-from controller.settings.documents import MODES
-from dataplane.mode import Options
-from workshop.compare import objects
-from workshop.compare.live import Live, look
-from workshop.compare.loads import TOOLS
-from workshop.compare.machine import describe, missing_tools
-from workshop.compare.markdown import markdown
-from workshop.compare.measure import carry_out
-from workshop.compare.plan import Settings, steps
-from workshop.compare.progress import progress
-from workshop.compare.report import Report, report
-from workshop.compare.result import Cell, ModeState, Run
-from workshop.compare.stand import Stand, stand
-from workshop.compare.state import State, opened
-from workshop.lab.agent import remove_forsaken
-from workshop.lab.network import Lab
+from hybrid_proxy.controller.agent.modes import probe_all
+from hybrid_proxy.controller.errors import ConfigError, ControllerError
+from hybrid_proxy.controller.settings.documents import MODES
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.workshop.compare import objects
+from hybrid_proxy.workshop.compare.live import Live, look
+from hybrid_proxy.workshop.compare.loads import TOOLS
+from hybrid_proxy.workshop.compare.machine import describe, missing_tools
+from hybrid_proxy.workshop.compare.markdown import markdown
+from hybrid_proxy.workshop.compare.measure import carry_out
+from hybrid_proxy.workshop.compare.plan import Settings, steps
+from hybrid_proxy.workshop.compare.progress import progress
+from hybrid_proxy.workshop.compare.report import Report, report
+from hybrid_proxy.workshop.compare.result import Cell, ModeState, Run
+from hybrid_proxy.workshop.compare.stand import Stand, stand
+from hybrid_proxy.workshop.compare.state import State, opened
+from hybrid_proxy.workshop.lab.agent import remove_forsaken
+from hybrid_proxy.workshop.lab.network import Lab
 
 __all__ = ["main"]
 
@@ -75,7 +75,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _renderer() -> Callable[[Report], str]:
     try:
-        from workshop.compare.html import html
+        from hybrid_proxy.workshop.compare.html import html
     except ImportError as error:
         raise ControllerError(
             f"--report needs {error.name}, which this installation does not have: pip install 'hybrid-proxy[compare]'; "

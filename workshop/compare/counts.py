@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from controller.serving.protocol import AgentStatus
-from workshop.lab.network import Lab
+from hybrid_proxy.controller.serving.protocol import AgentStatus
+from hybrid_proxy.workshop.lab.network import Lab
 
 __all__ = ["programmed"]
 
@@ -35,8 +35,8 @@ def _listed(lab: Lab) -> tuple[int, int]:
 
 
 def _ipvs(lab: Lab) -> int:
-    from dataplane.kernel.ipset import Ipsets
-    from dataplane.kernel.ipvs import Ipvs
+    from hybrid_proxy.dataplane.kernel.ipset import Ipsets
+    from hybrid_proxy.dataplane.kernel.ipvs import Ipvs
 
     with lab.inside("node"):
         sets, servers = Ipsets(), Ipvs()

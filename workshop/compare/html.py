@@ -9,9 +9,9 @@ import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from workshop.compare.plots import distributions, forest
-from workshop.compare.report import Report
-from workshop.compare.tables import VERDICTS, method, place, reasons, tables
+from hybrid_proxy.workshop.compare.plots import distributions, forest
+from hybrid_proxy.workshop.compare.report import Report
+from hybrid_proxy.workshop.compare.tables import VERDICTS, method, place, reasons, tables
 
 __all__ = ["html"]
 

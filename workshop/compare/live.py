@@ -10,16 +10,16 @@ from pathlib import Path
 
 import msgspec
 
-from controller.commands.views import programmed
-from controller.errors import ConfigError, ControllerError
-from controller.serving.admin import ask, socket_path
-from controller.serving.protocol import GetStatus, StatusAnswer
-from dataplane.table import family_of
-from workshop.compare.loads import Found, argv
-from workshop.compare.measure import traffic
-from workshop.compare.plan import Settings, Step
-from workshop.compare.result import Cell
-from workshop.compare.stand import SCRIPT, measured
+from hybrid_proxy.controller.commands.views import programmed
+from hybrid_proxy.controller.errors import ConfigError, ControllerError
+from hybrid_proxy.controller.serving.admin import ask, socket_path
+from hybrid_proxy.controller.serving.protocol import GetStatus, StatusAnswer
+from hybrid_proxy.dataplane.table import family_of
+from hybrid_proxy.workshop.compare.loads import Found, argv
+from hybrid_proxy.workshop.compare.measure import traffic
+from hybrid_proxy.workshop.compare.plan import Settings, Step
+from hybrid_proxy.workshop.compare.result import Cell
+from hybrid_proxy.workshop.compare.stand import SCRIPT, measured
 
 __all__ = ["LOADS", "Live", "look"]
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from controller.errors import ControllerError
+from hybrid_proxy.controller.errors import ControllerError
 
 __all__ = [
     "CLIENTS",

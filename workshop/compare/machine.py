@@ -10,8 +10,8 @@ import subprocess
 from pathlib import Path
 from typing import Final
 
-from workshop.compare.loads import TOOLS
-from workshop.compare.result import Machine
+from hybrid_proxy.workshop.compare.loads import TOOLS
+from hybrid_proxy.workshop.compare.result import Machine
 
 __all__ = ["describe", "missing_tools"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from workshop.compare.report import Report
-from workshop.compare.tables import VERDICTS, Line, Table, Text, method, place, reasons, tables
+from hybrid_proxy.workshop.compare.report import Report
+from hybrid_proxy.workshop.compare.tables import VERDICTS, Line, Table, Text, method, place, reasons, tables
 
 __all__ = ["markdown"]
 

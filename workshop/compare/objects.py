@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from workshop.lab.objects import endpoint_slice, service
+from hybrid_proxy.workshop.lab.objects import endpoint_slice, service
 
 __all__ = ["CHANGING", "FEWEST", "HTTP", "HTTP_PORT", "MOVING", "STREAM", "STREAM_PORT", "filler", "measured", "moving"]
 

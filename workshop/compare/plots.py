@@ -12,11 +12,11 @@ from typing import Final, Literal
 
 import msgspec
 
-from workshop.compare.findings import Row, shown
-from workshop.compare.plan import METRICS, Metric, metric
-from workshop.compare.report import Report
-from workshop.compare.result import BINS, Cell, Run
-from workshop.compare.stats import Estimate, estimate
+from hybrid_proxy.workshop.compare.findings import Row, shown
+from hybrid_proxy.workshop.compare.plan import METRICS, Metric, metric
+from hybrid_proxy.workshop.compare.report import Report
+from hybrid_proxy.workshop.compare.result import BINS, Cell, Run
+from hybrid_proxy.workshop.compare.stats import Estimate, estimate
 
 __all__ = ["Axis", "Bar", "Item", "Mark", "Panel", "Tick", "distributions", "forest"]
 

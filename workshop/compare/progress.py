@@ -11,8 +11,8 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from workshop.compare.plan import Step
-from workshop.compare.result import Cell
+from hybrid_proxy.workshop.compare.plan import Step
+from hybrid_proxy.workshop.compare.result import Cell
 
 __all__ = ["Display", "progress"]
 

@@ -7,10 +7,10 @@ from typing import Final
 
 import msgspec
 
-from workshop.compare.findings import Findings, Row, findings
-from workshop.compare.plan import metric
-from workshop.compare.result import Run
-from workshop.compare.stats import SURE, Estimate
+from hybrid_proxy.workshop.compare.findings import Findings, Row, findings
+from hybrid_proxy.workshop.compare.plan import metric
+from hybrid_proxy.workshop.compare.result import Run
+from hybrid_proxy.workshop.compare.stats import SURE, Estimate
 
 __all__ = ["Report", "report"]
 

@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from workshop.compare.plan import Settings, Step
+from hybrid_proxy.workshop.compare.plan import Settings, Step
 
 __all__ = ["BINS", "Cell", "Machine", "ModeState", "Run"]
 

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from workshop.compare import objects
-from workshop.compare.loads import Found, LoadFailed, argv, busy_seconds, found, interrupt_seconds
-from workshop.compare.plan import Settings
-from workshop.lab.agent import Agent, remove, resident
-from workshop.lab.network import NODE_NAMES, Lab, LabError
-from workshop.lab.objects import manifest
+from hybrid_proxy.workshop.compare import objects
+from hybrid_proxy.workshop.compare.loads import Found, LoadFailed, argv, busy_seconds, found, interrupt_seconds
+from hybrid_proxy.workshop.compare.plan import Settings
+from hybrid_proxy.workshop.lab.agent import Agent, remove, resident
+from hybrid_proxy.workshop.lab.network import NODE_NAMES, Lab, LabError
+from hybrid_proxy.workshop.lab.objects import manifest
 
 __all__ = ["PATIENCE", "SCRIPT", "Stand", "measured", "stand"]
 

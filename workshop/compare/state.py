@@ -14,8 +14,8 @@ from typing import IO
 
 import msgspec
 
-from controller.errors import ConfigError
-from workshop.compare.result import Cell, Run
+from hybrid_proxy.controller.errors import ConfigError
+from hybrid_proxy.workshop.compare.result import Cell, Run
 
 __all__ = ["State", "opened"]
 

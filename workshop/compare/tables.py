@@ -7,10 +7,10 @@ from typing import Final
 
 import msgspec
 
-from workshop.compare.findings import Findings, Row, shown
-from workshop.compare.plan import METRICS, Metric
-from workshop.compare.result import Run
-from workshop.compare.stats import Estimate, Verdict
+from hybrid_proxy.workshop.compare.findings import Findings, Row, shown
+from hybrid_proxy.workshop.compare.plan import METRICS, Metric
+from hybrid_proxy.workshop.compare.result import Run
+from hybrid_proxy.workshop.compare.stats import Estimate, Verdict
 
 __all__ = ["VERDICTS", "Line", "Table", "Text", "method", "place", "reasons", "tables"]
 

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
-from controller.errors import ControllerError
-from controller.serving.admin import ask, socket_path
-from controller.serving.protocol import AgentStatus, GetStatus, StatusAnswer
-from controller.settings.config import ADMIN_SOCKET
-from workshop.lab import namespace
-from workshop.lab.network import CLUSTER_CIDRS, NODE_NAMES, RUN, Lab, LabError
+from hybrid_proxy.controller.errors import ControllerError
+from hybrid_proxy.controller.serving.admin import ask, socket_path
+from hybrid_proxy.controller.serving.protocol import AgentStatus, GetStatus, StatusAnswer
+from hybrid_proxy.controller.settings.config import ADMIN_SOCKET
+from hybrid_proxy.workshop.lab import namespace
+from hybrid_proxy.workshop.lab.network import CLUSTER_CIDRS, NODE_NAMES, RUN, Lab, LabError
 
 __all__ = ["Agent", "remove", "remove_forsaken", "resident"]
 
@@ -259,4 +259,4 @@ def remove_forsaken(prefix: str) -> None:
                 Lab(folder.name, 0).down()
 
 
-_PROXY = (sys.executable, "-m", "controller")
+_PROXY = (sys.executable, "-m", "hybrid_proxy.controller")

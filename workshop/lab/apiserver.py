@@ -9,8 +9,9 @@ Objects are serialised once, when they change. So 10,000 Services and 10,000 End
 the speed of the network, and a benchmark measures its client.
 
 In a test:     `with ApiServer() as api: api.put(service(0)); Kubernetes("node-0", kubeconfig=str(api.kubeconfig()))`
-As a process:  `python -m workshop.lab.apiserver --services 10000 --endpoints 10` prints two lines, the path of
-               a kubeconfig and the address of the control endpoint (plain HTTP, see `ApiServer.control_app`).
+As a process:  `python -m hybrid_proxy.workshop.lab.apiserver --services 10000 --endpoints 10` prints two lines,
+               the path of a kubeconfig and the address of the control endpoint (plain HTTP,
+               see `ApiServer.control_app`).
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
-from controller.errors import ConfigError, ControllerError
-from workshop.lab import examples, namespace
-from workshop.lab.agent import Agent, remove
-from workshop.lab.network import RUN, Lab, LabError
+from hybrid_proxy.controller.errors import ConfigError, ControllerError
+from hybrid_proxy.workshop.lab import examples, namespace
+from hybrid_proxy.workshop.lab.agent import Agent, remove
+from hybrid_proxy.workshop.lab.network import RUN, Lab, LabError
 
 __all__ = ["address_of", "main"]
 
@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
         )
     if args.action == "up":
         return _up(args.name, args.pods, args.output == "json")
-    from workshop.lab import demo
+    from hybrid_proxy.workshop.lab import demo
 
     return demo.run(args.name, args.pods, as_json=args.output == "json")
 

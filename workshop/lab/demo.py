@@ -27,10 +27,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from workshop.lab import examples
-from workshop.lab.agent import Agent
-from workshop.lab.network import Lab, LabError, Place
-from workshop.lab.traffic import Tally, ask_tcp, load
+from hybrid_proxy.workshop.lab import examples
+from hybrid_proxy.workshop.lab.agent import Agent
+from hybrid_proxy.workshop.lab.network import Lab, LabError, Place
+from hybrid_proxy.workshop.lab.traffic import Tally, ask_tcp, load
 
 __all__ = ["run"]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from workshop.lab.network import NODE_NAMES, SERVICE_CIDRS, Lab, LabError, Place
-from workshop.lab.objects import manifest
+from hybrid_proxy.workshop.lab.network import NODE_NAMES, SERVICE_CIDRS, Lab, LabError, Place
+from hybrid_proxy.workshop.lab.objects import manifest
 
 __all__ = ["copy", "node_manifest", "ports", "scale", "serve"]
 

@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 from typing import Self
 
-from dataplane.kernel.bpf import Object, create_link
+from hybrid_proxy.dataplane.kernel.bpf import Object, create_link
 
 ROOT = Path(__file__).resolve().parents[2]
 BPF_XDP, DRIVER_MODE = 37, 1 << 2

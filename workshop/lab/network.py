@@ -38,9 +38,9 @@ from typing import IO, Any, Final, Self
 
 from pyroute2 import IPRoute, config, netns
 
-from controller.errors import ControllerError
-from workshop.lab import namespace
-from workshop.lab.sockets import Opener
+from hybrid_proxy.controller.errors import ControllerError
+from hybrid_proxy.workshop.lab import namespace
+from hybrid_proxy.workshop.lab.sockets import Opener
 
 __all__ = ["CLUSTER_CIDRS", "MTU", "NODE_NAMES", "RUN", "SERVICE_CIDRS", "Lab", "LabError", "Place"]
 
@@ -342,7 +342,7 @@ class Lab:
         Raises:
             LabError: it did not come up; says why.
         """
-        argv = [sys.executable, "-m", "workshop.lab.traffic", "serve"]
+        argv = [sys.executable, "-m", "hybrid_proxy.workshop.lab.traffic", "serve"]
         argv += [f"--http={port}" for port in http] + [f"--udp={port}" for port in udp]
         for name in names:
             place = self.places[name]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from dataplane.kernel.host_paths import bpf_fs
+from hybrid_proxy.dataplane.kernel.host_paths import bpf_fs
 
 __all__ = ["pin_folder"]
 

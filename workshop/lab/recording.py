@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from workshop.lab import demo
+from hybrid_proxy.workshop.lab import demo
 
 __all__ = ["main"]
 

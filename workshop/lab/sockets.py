@@ -18,7 +18,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from workshop.lab import namespace
+from hybrid_proxy.workshop.lab import namespace
 
 __all__ = ["Opener"]
 

@@ -2,10 +2,10 @@
 
 Inside a namespace:
 
-    python -m workshop.lab.traffic serve --at pod1=/run/netns/...,10.77.1.11 --http 8080 --udp 5353
-    python -m workshop.lab.traffic load connections 10.96.0.10:80 --count 200
-    python -m workshop.lab.traffic load streams [fd96::10]:80 --seconds 5
-    python -m workshop.lab.traffic load udp 10.96.0.53:53 --count 100 --socket connected
+    python -m hybrid_proxy.workshop.lab.traffic serve --at pod1=/run/netns/...,10.77.1.11 --http 8080 --udp 5353
+    python -m hybrid_proxy.workshop.lab.traffic load connections 10.96.0.10:80 --count 200
+    python -m hybrid_proxy.workshop.lab.traffic load streams [fd96::10]:80 --seconds 5
+    python -m hybrid_proxy.workshop.lab.traffic load udp 10.96.0.53:53 --count 100 --socket connected
 
 Servers answer every request, over HTTP/1.1 and over UDP, with one JSON object `{"pod", "peer", "local"}`, where
 peer and local are `[address, port]`. Clients print JSON lines, the last with `"final": true`: requests answered,
@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
 
-from workshop.lab import namespace
+from hybrid_proxy.workshop.lab import namespace
 
 __all__ = [
     "Reply",

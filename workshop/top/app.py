@@ -14,9 +14,9 @@ from textual.css.query import NoMatches
 from textual.message import Message
 from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, TabPane
 
-from workshop.top import cells
-from workshop.top.look import Looker, Watcher
-from workshop.top.rates import BackendRates, MapRow, ReasonRow, Sample, ServiceRates, Snapshot, Window
+from hybrid_proxy.workshop.top import cells
+from hybrid_proxy.workshop.top.look import Looker, Watcher
+from hybrid_proxy.workshop.top.rates import BackendRates, MapRow, ReasonRow, Sample, ServiceRates, Snapshot, Window
 
 __all__ = ["Top"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
-from controller.commands.columns import duration
-from workshop.top.rates import BackendRates, MapRow, ReasonRow, ServiceRates, Snapshot
+from hybrid_proxy.controller.commands.columns import duration
+from hybrid_proxy.workshop.top.rates import BackendRates, MapRow, ReasonRow, ServiceRates, Snapshot
 
 __all__ = [
     "BACKENDS",

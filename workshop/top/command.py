@@ -8,12 +8,12 @@ import threading
 
 import msgspec
 
-from controller.commands.views import checked_service
-from controller.errors import ConfigError
-from controller.serving.protocol import DrainingMode
-from workshop.top.cells import matches
-from workshop.top.look import Looker, Watcher
-from workshop.top.rates import BackendRates, MapRow, ReasonRow, Sample, ServiceRates, Snapshot, Window
+from hybrid_proxy.controller.commands.views import checked_service
+from hybrid_proxy.controller.errors import ConfigError
+from hybrid_proxy.controller.serving.protocol import DrainingMode
+from hybrid_proxy.workshop.top.cells import matches
+from hybrid_proxy.workshop.top.look import Looker, Watcher
+from hybrid_proxy.workshop.top.rates import BackendRates, MapRow, ReasonRow, Sample, ServiceRates, Snapshot, Window
 
 __all__ = ["main"]
 
@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
         return _tell(looker, args)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError("this needs a terminal; for programs there is -o json")
-    from workshop.top.app import Top  # takes a quarter of a second
+    from hybrid_proxy.workshop.top.app import Top  # takes a quarter of a second
 
     screen = Top(looker, args.interval, args.filter)
     screen.run()

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from controller.commands.views import views_of
-from controller.errors import ControllerError
-from controller.serving.admin import ask
-from controller.serving.protocol import AgentStatus, GetNames, GetStatus, NamesAnswer, StatusAnswer
-from controller.settings.config import available_modes
-from dataplane.errors import DataplaneError
-from workshop.top.rates import Sample
+from hybrid_proxy.controller.commands.views import views_of
+from hybrid_proxy.controller.errors import ControllerError
+from hybrid_proxy.controller.serving.admin import ask
+from hybrid_proxy.controller.serving.protocol import AgentStatus, GetNames, GetStatus, NamesAnswer, StatusAnswer
+from hybrid_proxy.controller.settings.config import available_modes
+from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.workshop.top.rates import Sample
 
 __all__ = ["Looker", "Watcher"]
 

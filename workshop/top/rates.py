@@ -12,9 +12,9 @@ from typing import Final
 
 import msgspec
 
-from controller.serving.protocol import AgentStatus
-from dataplane import reports
-from dataplane.reports import TrafficCounts
+from hybrid_proxy.controller.serving.protocol import AgentStatus
+from hybrid_proxy.dataplane import reports
+from hybrid_proxy.dataplane.reports import TrafficCounts
 
 __all__ = ["BackendRates", "MapRow", "Snapshot", "ReasonRow", "Sample", "ServiceRates", "Window", "snapshot"]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from controller.errors import ControllerError
-from workshop.tracing import headers
+from hybrid_proxy.controller.errors import ControllerError
+from hybrid_proxy.workshop.tracing import headers
 
 __all__ = ["PACKAGE", "compiled", "load", "captured_stderr"]
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from controller.errors import ControllerError
+from hybrid_proxy.controller.errors import ControllerError
 
 __all__ = ["CACHE", "VARIABLE", "fetch", "find"]
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from dataplane.kernel._libbpf import ffi
-from dataplane.kernel.bpf import BpfError, check, library
+from hybrid_proxy.dataplane.kernel._libbpf import ffi
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, check, library
 
 NETFILTER_PROGRAM: Final = 32  # BPF_PROG_TYPE_NETFILTER, Linux 6.4
 NETFILTER_ATTACH: Final = 45  # BPF_NETFILTER

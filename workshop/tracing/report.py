@@ -11,8 +11,8 @@ from typing import Any, Final
 from rich.console import Console
 from rich.markup import escape
 
-from controller.commands.columns import Column, table
-from controller.commands.terminal import print_value, screen
+from hybrid_proxy.controller.commands.columns import Column, table
+from hybrid_proxy.controller.commands.terminal import print_value, screen
 
 __all__ = ["show"]
 

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from workshop.tracing.points import DROP, INPUT_ENDS, IPVS, RECEIVE, SOCKET, TRANSMIT, WHOLE, label, stage
-from workshop.tracing.targets import place_text
+from hybrid_proxy.workshop.tracing.points import DROP, INPUT_ENDS, IPVS, RECEIVE, SOCKET, TRANSMIT, WHOLE, label, stage
+from hybrid_proxy.workshop.tracing.targets import place_text
 
 __all__ = [
     "DIRECTIONS",

@@ -12,16 +12,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Self
 
-from controller.errors import ControllerError
-from dataplane.errors import DataplaneError
-from dataplane.kernel import btf
-from dataplane.kernel.bpf import BpfError
-from workshop.tracing import compiler, measure
-from workshop.tracing.points import Point
-from workshop.tracing.rows import Event
-from workshop.tracing.targets import Place, Targets
-from workshop.tracing.targets import place_text as _socket_text
-from workshop.tracing.text import FIELDS, Entry, Plan, View, entries, program
+from hybrid_proxy.controller.errors import ControllerError
+from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.kernel import btf
+from hybrid_proxy.dataplane.kernel.bpf import BpfError
+from hybrid_proxy.workshop.tracing import compiler, measure
+from hybrid_proxy.workshop.tracing.points import Point
+from hybrid_proxy.workshop.tracing.rows import Event
+from hybrid_proxy.workshop.tracing.targets import Place, Targets
+from hybrid_proxy.workshop.tracing.targets import place_text as _socket_text
+from hybrid_proxy.workshop.tracing.text import FIELDS, Entry, Plan, View, entries, program
 
 __all__ = ["Session", "functions", "has_reasons", "runs_of"]
 

@@ -13,20 +13,20 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from controller.commands.views import programmed
-from controller.errors import ConfigError, ControllerError
-from controller.semantics.explain import packet_from_dict
-from controller.serving.admin import NoAgentError, ask
-from controller.serving.protocol import GetStatus, StatusAnswer
-from dataplane.kernel import btf
-from dataplane.kernel.links import read_node
-from dataplane.reports import BackendRow, ServiceRow
-from workshop.tracing import headers, report, rows
-from workshop.tracing.measure import has_hook_programs, netns_inode
-from workshop.tracing.points import FUNCTIONS, HOOKS, PASSED, POINTS, SOCKET, TRACEPOINTS, label
-from workshop.tracing.session import Session, functions, has_reasons, runs_of
-from workshop.tracing.targets import PROTOCOLS, Place, Targets, mapped, of_services
-from workshop.tracing.text import Plan, View
+from hybrid_proxy.controller.commands.views import programmed
+from hybrid_proxy.controller.errors import ConfigError, ControllerError
+from hybrid_proxy.controller.semantics.explain import packet_from_dict
+from hybrid_proxy.controller.serving.admin import NoAgentError, ask
+from hybrid_proxy.controller.serving.protocol import GetStatus, StatusAnswer
+from hybrid_proxy.dataplane.kernel import btf
+from hybrid_proxy.dataplane.kernel.links import read_node
+from hybrid_proxy.dataplane.reports import BackendRow, ServiceRow
+from hybrid_proxy.workshop.tracing import headers, report, rows
+from hybrid_proxy.workshop.tracing.measure import has_hook_programs, netns_inode
+from hybrid_proxy.workshop.tracing.points import FUNCTIONS, HOOKS, PASSED, POINTS, SOCKET, TRACEPOINTS, label
+from hybrid_proxy.workshop.tracing.session import Session, functions, has_reasons, runs_of
+from hybrid_proxy.workshop.tracing.targets import PROTOCOLS, Place, Targets, mapped, of_services
+from hybrid_proxy.workshop.tracing.text import Plan, View
 
 __all__ = ["fetch", "show", "view_of"]
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Final, NamedTuple
 
-from controller.errors import ConfigError
-from dataplane.reports import BackendRow, ServiceRow
-from dataplane.table import socket_text
+from hybrid_proxy.controller.errors import ConfigError
+from hybrid_proxy.dataplane.reports import BackendRow, ServiceRow
+from hybrid_proxy.dataplane.table import socket_text
 
 __all__ = ["PROTOCOLS", "Place", "Targets", "mapped", "of_services", "place_text", "unmapped"]
 

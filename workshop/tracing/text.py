@@ -6,7 +6,18 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Final, NamedTuple
 
-from workshop.tracing.points import AT_DATA, BEGINS, DROP, ENDS, EVERYWHERE, HERE, POINTS, WHOLE, Function, Point
+from hybrid_proxy.workshop.tracing.points import (
+    AT_DATA,
+    BEGINS,
+    DROP,
+    ENDS,
+    EVERYWHERE,
+    HERE,
+    POINTS,
+    WHOLE,
+    Function,
+    Point,
+)
 
 __all__ = ["FIELDS", "Entry", "Plan", "View", "entries", "program"]
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from controller.commands.doctor.facts import (
+from hybrid_proxy.controller.commands.doctor.facts import (
     LOST,
     REACHED,
     Cause,
@@ -18,11 +18,11 @@ from controller.commands.doctor.facts import (
     ServiceFacts,
     Tried,
 )
-from controller.commands.names import Asked, UnknownName, checked
-from controller.serving.protocol import AgentStatus, TablePort
-from dataplane.mode import belongs
-from dataplane.reports import PacketEvent, Unprogrammed
-from dataplane.table import Backend, Kind, WhenEmpty, socket_text
+from hybrid_proxy.controller.commands.names import Asked, UnknownName, checked
+from hybrid_proxy.controller.serving.protocol import AgentStatus, TablePort
+from hybrid_proxy.dataplane.mode import belongs
+from hybrid_proxy.dataplane.reports import PacketEvent, Unprogrammed
+from hybrid_proxy.dataplane.table import Backend, Kind, WhenEmpty, socket_text
 
 NEARLY_FULL: Final = 0.9
 SHOWN: Final = 3  # names in a sentence

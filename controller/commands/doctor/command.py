@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.commands.doctor import look
-from controller.commands.doctor.checks import diagnose, node_findings, service_findings
-from controller.commands.doctor.facts import Diagnosis
-from controller.commands.explain import PodAddress, ask_agent, named_target, no_pods, packets_of, target
-from controller.commands.names import asked_for
-from controller.errors import ConfigError
-from controller.semantics.explain import Packet
+from hybrid_proxy.controller.commands.doctor import look
+from hybrid_proxy.controller.commands.doctor.checks import diagnose, node_findings, service_findings
+from hybrid_proxy.controller.commands.doctor.facts import Diagnosis
+from hybrid_proxy.controller.commands.explain import PodAddress, ask_agent, named_target, no_pods, packets_of, target
+from hybrid_proxy.controller.commands.names import asked_for
+from hybrid_proxy.controller.errors import ConfigError
+from hybrid_proxy.controller.semantics.explain import Packet
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

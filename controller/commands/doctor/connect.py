@@ -17,9 +17,9 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Final, NamedTuple
 
-from controller.commands.doctor.facts import Outcome, Place, Tried
-from dataplane.kernel.namespaces import inside
-from dataplane.table import Protocol, family_of, socket_text
+from hybrid_proxy.controller.commands.doctor.facts import Outcome, Place, Tried
+from hybrid_proxy.dataplane.kernel.namespaces import inside
+from hybrid_proxy.dataplane.table import Protocol, family_of, socket_text
 
 HTTP_PORTS: Final = frozenset({80, 8080})
 TLS_PORTS: Final = frozenset({443, 6443, 8443})

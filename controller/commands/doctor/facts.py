@@ -6,9 +6,9 @@ from typing import Literal
 
 import msgspec
 
-from controller.semantics.explain import Packet, Verdict
-from controller.serving.protocol import AgentStatus, TablePort
-from dataplane.reports import BackendRow, Ejection, ExplainAnswer, Fill, PacketEvent, ServiceRow
+from hybrid_proxy.controller.semantics.explain import Packet, Verdict
+from hybrid_proxy.controller.serving.protocol import AgentStatus, TablePort
+from hybrid_proxy.dataplane.reports import BackendRow, Ejection, ExplainAnswer, Fill, PacketEvent, ServiceRow
 
 Mark = Literal["ok", "warning", "problem", "unknown"]
 Place = Literal["node", "pod"]

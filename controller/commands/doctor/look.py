@@ -14,14 +14,14 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from controller.commands.doctor.connect import Attempt, Origin, speech_of, try_all
-from controller.commands.doctor.facts import NodeFacts, Rule, ServiceFacts
-from controller.commands.doctor.rules import counted, of_iptables, of_nft
-from controller.commands.views import Programmed, programmed, remembered_events
-from controller.errors import ControllerError
-from controller.semantics.explain import Packet, Verdict
-from controller.serving.admin import NoAgentError, StartingError, ask
-from controller.serving.protocol import (
+from hybrid_proxy.controller.commands.doctor.connect import Attempt, Origin, speech_of, try_all
+from hybrid_proxy.controller.commands.doctor.facts import NodeFacts, Rule, ServiceFacts
+from hybrid_proxy.controller.commands.doctor.rules import counted, of_iptables, of_nft
+from hybrid_proxy.controller.commands.views import Programmed, programmed, remembered_events
+from hybrid_proxy.controller.errors import ControllerError
+from hybrid_proxy.controller.semantics.explain import Packet, Verdict
+from hybrid_proxy.controller.serving.admin import NoAgentError, StartingError, ask
+from hybrid_proxy.controller.serving.protocol import (
     AgentStatus,
     EventsAnswer,
     ExplainAnswers,
@@ -34,13 +34,13 @@ from controller.serving.protocol import (
     TableFrontend,
     TablePort,
 )
-from dataplane.errors import DataplaneError
-from dataplane.kernel import links, namespaces, sysctl
-from dataplane.kernel.other_proxies import find_other_proxies
-from dataplane.mode import ProbePacket, belongs
-from dataplane.other_proxies import warnings
-from dataplane.reports import BackendRow, ExplainAnswer, Fill, PacketEvent, ServiceRow
-from dataplane.table import Backend, BackendSet, Kind, Protocol, family_of, socket_text
+from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.kernel import links, namespaces, sysctl
+from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
+from hybrid_proxy.dataplane.mode import ProbePacket, belongs
+from hybrid_proxy.dataplane.other_proxies import warnings
+from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, Fill, PacketEvent, ServiceRow
+from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, Protocol, family_of, socket_text
 
 RECENT_SECONDS: Final = 300.0
 MOST_BACKENDS: Final = 32  # of each service port: more connections at once would be a load of their own

@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from controller.commands.doctor.facts import Rule
+from hybrid_proxy.controller.commands.doctor.facts import Rule
 
 OURS: Final = re.compile(
     r"hybrid-proxy\b|HPV?-|kube-proxy$"

@@ -27,7 +27,7 @@ _TYPES = "".join(
 def main(header: str, target: str) -> None:
     builder = FFI()
     builder.cdef(_TYPES + Path(header).read_text())
-    builder.set_source("dataplane.modes.ebpf._abi", None)
+    builder.set_source("hybrid_proxy.dataplane.modes.ebpf._abi", None)
     builder.emit_python_code(target)
 
 

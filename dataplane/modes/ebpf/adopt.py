@@ -8,14 +8,14 @@ from itertools import chain
 
 import numpy as np
 
-from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.flows import flow_arrays
-from dataplane.modes.ebpf.lower import Key, Rows, Settings
-from dataplane.modes.ebpf.maps import MapSet
-from dataplane.modes.ebpf.plan import Installed, InUse, Plan
-from dataplane.modes.ebpf.pools import size_class
-from dataplane.modes.ebpf.writer import MapWriter, frontend_rows
-from dataplane.table import Backend, Entry
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.flows import flow_arrays
+from hybrid_proxy.dataplane.modes.ebpf.lower import Key, Rows, Settings
+from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet
+from hybrid_proxy.dataplane.modes.ebpf.plan import Installed, InUse, Plan
+from hybrid_proxy.dataplane.modes.ebpf.pools import size_class
+from hybrid_proxy.dataplane.modes.ebpf.writer import MapWriter, frontend_rows
+from hybrid_proxy.dataplane.table import Backend, Entry
 
 
 class Former:

@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from dataplane.kernel.bpf import Map
-from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.lower import ANY, Socket
-from dataplane.modes.ebpf.writer import frontend_rows
-from dataplane.table import Entry, EntryKey, Remembered, ServiceTable
+from hybrid_proxy.dataplane.kernel.bpf import Map
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.lower import ANY, Socket
+from hybrid_proxy.dataplane.modes.ebpf.writer import frontend_rows
+from hybrid_proxy.dataplane.table import Entry, EntryKey, Remembered, ServiceTable
 
 
 def remembered(maps: Mapping[str, Map], table: ServiceTable, now: int, hz: int) -> list[Remembered]:

@@ -15,21 +15,21 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from dataplane.errors import Unsupported
-from dataplane.kernel import clsact
-from dataplane.kernel.attachment import Attachment
-from dataplane.kernel.bpf import BpfError, Object
-from dataplane.kernel.host_paths import cgroup_of_node
-from dataplane.kernel.links import (
+from hybrid_proxy.dataplane.errors import Unsupported
+from hybrid_proxy.dataplane.kernel import clsact
+from hybrid_proxy.dataplane.kernel.attachment import Attachment
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object
+from hybrid_proxy.dataplane.kernel.host_paths import cgroup_of_node
+from hybrid_proxy.dataplane.kernel.links import (
     Interface,
     interface_name,
     is_pod,
     is_uplink,
     read_node,
 )  # fmt: skip
-from dataplane.mode import Options
-from dataplane.modes.ebpf.pins import remove_pins
-from dataplane.reports import InterfaceHooks, SocketHooks
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf.pins import remove_pins
+from hybrid_proxy.dataplane.reports import InterfaceHooks, SocketHooks
 
 log = logging.getLogger(__name__)
 

@@ -26,16 +26,16 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.kernel.bpf import BpfError, Map, Object
-from dataplane.kernel.grace import wait_for_programs
-from dataplane.mode import Options
-from dataplane.modes.ebpf import convert, layout, sizes
-from dataplane.modes.ebpf.convert import FLOWS, Converter, Fate, Layout, UnknownMeaningError
-from dataplane.modes.ebpf.layouts import ARRAY, ours, recorded
-from dataplane.modes.ebpf.maps import BITMAPS, make, remove_unfinished, traffic_cpus
-from dataplane.modes.ebpf.pins import LINK, former_layouts
-from dataplane.modes.ebpf.programs import Loader
-from dataplane.modes.ebpf.traffic import traffic_sizes
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map, Object
+from hybrid_proxy.dataplane.kernel.grace import wait_for_programs
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf import convert, layout, sizes
+from hybrid_proxy.dataplane.modes.ebpf.convert import FLOWS, Converter, Fate, Layout, UnknownMeaningError
+from hybrid_proxy.dataplane.modes.ebpf.layouts import ARRAY, ours, recorded
+from hybrid_proxy.dataplane.modes.ebpf.maps import BITMAPS, make, remove_unfinished, traffic_cpus
+from hybrid_proxy.dataplane.modes.ebpf.pins import LINK, former_layouts
+from hybrid_proxy.dataplane.modes.ebpf.programs import Loader
+from hybrid_proxy.dataplane.modes.ebpf.traffic import traffic_sizes
 
 log = logging.getLogger(__name__)
 

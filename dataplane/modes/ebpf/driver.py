@@ -12,12 +12,12 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from dataplane.kernel.attachment import Attachment
-from dataplane.kernel.bpf import BpfError, Map, Object
-from dataplane.kernel.drivers import driver_of, is_virtual, takes_frames
-from dataplane.kernel.links import Interface, interface_name
-from dataplane.modes.ebpf.edges import set_elements, word
-from dataplane.reports import XdpHooks
+from hybrid_proxy.dataplane.kernel.attachment import Attachment
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map, Object
+from hybrid_proxy.dataplane.kernel.drivers import driver_of, is_virtual, takes_frames
+from hybrid_proxy.dataplane.kernel.links import Interface, interface_name
+from hybrid_proxy.dataplane.modes.ebpf.edges import set_elements, word
+from hybrid_proxy.dataplane.reports import XdpHooks
 
 log = logging.getLogger(__name__)
 

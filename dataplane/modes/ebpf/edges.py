@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.kernel.bpf import Map
-from dataplane.kernel.links import Hop, Interface
-from dataplane.modes.ebpf import layout
-from dataplane.table import NodeNetwork, family_of
+from hybrid_proxy.dataplane.kernel.bpf import Map
+from hybrid_proxy.dataplane.kernel.links import Hop, Interface
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.table import NodeNetwork, family_of
 
 STRICT = 1  # of rp_filter; larger is loose, 0 is none (Documentation/networking/ip-sysctl.rst)
 

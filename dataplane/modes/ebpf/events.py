@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from dataplane.errors import DataplaneError
-from dataplane.kernel.bpf import Map, Ring
-from dataplane.kernel.links import interface_name
-from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.reasons import WORDS, kind_of
-from dataplane.reports import PacketEvent
-from dataplane.table import Protocol, socket_text
+from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.kernel.bpf import Map, Ring
+from hybrid_proxy.dataplane.kernel.links import interface_name
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.reasons import WORDS, kind_of
+from hybrid_proxy.dataplane.reports import PacketEvent
+from hybrid_proxy.dataplane.table import Protocol, socket_text
 
 log = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.kernel.bpf import Object, run_on_packet
-from dataplane.kernel.links import hardware_address
-from dataplane.kernel.packets import first_packet
-from dataplane.mode import ProbePacket
-from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.reasons import WORDS, kind_of
-from dataplane.reports import ExplainAnswer, ExplainStep
-from dataplane.table import Protocol, family_of, socket_text
+from hybrid_proxy.dataplane.kernel.bpf import Object, run_on_packet
+from hybrid_proxy.dataplane.kernel.links import hardware_address
+from hybrid_proxy.dataplane.kernel.packets import first_packet
+from hybrid_proxy.dataplane.mode import ProbePacket
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.reasons import WORDS, kind_of
+from hybrid_proxy.dataplane.reports import ExplainAnswer, ExplainStep
+from hybrid_proxy.dataplane.table import Protocol, family_of, socket_text
 
 CLIENTS = ("a pod", "this node", "outside the cluster")
 Verdict = Literal["dnat", "reject", "drop", "untouched"]

@@ -6,15 +6,15 @@ import logging
 import time
 from typing import Any, Final
 
-from dataplane.mode import Event, Options
-from dataplane.modes.ebpf.failures import forget_former, histories
-from dataplane.modes.ebpf.lower import Socket
-from dataplane.modes.ebpf.outliers import OutlierDetector
-from dataplane.modes.ebpf.plan import Subject
-from dataplane.modes.ebpf.probes import Prober, Target
-from dataplane.modes.ebpf.store import Store
-from dataplane.reports import Ejection, HealthProbes
-from dataplane.table import EntryKey, socket_text
+from hybrid_proxy.dataplane.mode import Event, Options
+from hybrid_proxy.dataplane.modes.ebpf.failures import forget_former, histories
+from hybrid_proxy.dataplane.modes.ebpf.lower import Socket
+from hybrid_proxy.dataplane.modes.ebpf.outliers import OutlierDetector
+from hybrid_proxy.dataplane.modes.ebpf.plan import Subject
+from hybrid_proxy.dataplane.modes.ebpf.probes import Prober, Target
+from hybrid_proxy.dataplane.modes.ebpf.store import Store
+from hybrid_proxy.dataplane.reports import Ejection, HealthProbes
+from hybrid_proxy.dataplane.table import EntryKey, socket_text
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.kernel.bpf import Map
-from dataplane.modes.ebpf import layout
-from dataplane.reports import FailureHistory
+from hybrid_proxy.dataplane.kernel.bpf import Map
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.reports import FailureHistory
 
 
 def histories(maps: Mapping[str, Map]) -> dict[int, FailureHistory]:

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.errors import DataplaneError
-from dataplane.kernel.bpf import Map, run_on_packet
-from dataplane.kernel.diag import end_datagram_sockets
-from dataplane.kernel.grace import wait_for_programs
-from dataplane.mode import Options
-from dataplane.modes.ebpf.layout import abi_constants, dtype_of
-from dataplane.table import Protocol
+from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.kernel.bpf import Map, run_on_packet
+from hybrid_proxy.dataplane.kernel.diag import end_datagram_sockets
+from hybrid_proxy.dataplane.kernel.grace import wait_for_programs
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf.layout import abi_constants, dtype_of
+from hybrid_proxy.dataplane.table import Protocol
 
 log = logging.getLogger(__name__)
 

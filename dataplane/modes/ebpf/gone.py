@@ -17,14 +17,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from dataplane.errors import Occupied
-from dataplane.kernel.attachment import target_of
-from dataplane.kernel.bpf import BpfError, Map
-from dataplane.kernel.host_paths import pin_folder
-from dataplane.kernel.lock import hold
-from dataplane.kernel.shape import pinned
-from dataplane.mode import Options
-from dataplane.modes.ebpf.pins import DEVICES, LINK, MARK, is_mark, remove_pins
+from hybrid_proxy.dataplane.errors import Occupied
+from hybrid_proxy.dataplane.kernel.attachment import target_of
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map
+from hybrid_proxy.dataplane.kernel.host_paths import pin_folder
+from hybrid_proxy.dataplane.kernel.lock import hold
+from hybrid_proxy.dataplane.kernel.shape import pinned
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf.pins import DEVICES, LINK, MARK, is_mark, remove_pins
 
 log = logging.getLogger(__name__)
 

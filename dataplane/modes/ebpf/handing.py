@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.flows import FLOW, FlowFlag, Flows, Half, Mask, TcpState, concatenated
-from dataplane.kernel.bpf import Map
-from dataplane.mode import Options
-from dataplane.modes.ebpf.flows import flow_arrays, idle_limits, is_over
-from dataplane.modes.ebpf.layout import abi_constants, address_bytes, dtype_of, flow_tags, swap16
-from dataplane.modes.ebpf.lower import Key
-from dataplane.table import Protocol
+from hybrid_proxy.dataplane.flows import FLOW, FlowFlag, Flows, Half, Mask, TcpState, concatenated
+from hybrid_proxy.dataplane.kernel.bpf import Map
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf.flows import flow_arrays, idle_limits, is_over
+from hybrid_proxy.dataplane.modes.ebpf.layout import abi_constants, address_bytes, dtype_of, flow_tags, swap16
+from hybrid_proxy.dataplane.modes.ebpf.lower import Key
+from hybrid_proxy.dataplane.table import Protocol
 
 TABLES = ("flows", "half_open")
 _ANY = bytes(16)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.modes.ebpf._abi import ffi as abi
+from hybrid_proxy.dataplane.modes.ebpf._abi import ffi as abi
 
 OBJECTS = Path(__file__).parent / "objects"
 

@@ -16,11 +16,11 @@ from typing import Final
 
 import msgspec
 
-from dataplane.kernel.bpf import Map
-from dataplane.kernel.shape import Shape, pinned
-from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.convert import Layout
-from dataplane.modes.ebpf.pins import shapes
+from hybrid_proxy.dataplane.kernel.bpf import Map
+from hybrid_proxy.dataplane.kernel.shape import Shape, pinned
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.convert import Layout
+from hybrid_proxy.dataplane.modes.ebpf.pins import shapes
 
 log = logging.getLogger(__name__)
 

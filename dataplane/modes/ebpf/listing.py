@@ -8,15 +8,15 @@ from typing import Any, Final
 
 import numpy as np
 
-from dataplane.kernel.bpf import Map, Object, run_on_packet
-from dataplane.kernel.grace import jiffies_per_second
-from dataplane.mode import belongs
-from dataplane.modes.ebpf import affinity, layout
-from dataplane.modes.ebpf.events import Addresses, Journal
-from dataplane.modes.ebpf.failures import histories
-from dataplane.modes.ebpf.flows import flow_arrays
-from dataplane.modes.ebpf.traffic import Traffic, counts_of, traffic_of
-from dataplane.reports import (
+from hybrid_proxy.dataplane.kernel.bpf import Map, Object, run_on_packet
+from hybrid_proxy.dataplane.kernel.grace import jiffies_per_second
+from hybrid_proxy.dataplane.mode import belongs
+from hybrid_proxy.dataplane.modes.ebpf import affinity, layout
+from hybrid_proxy.dataplane.modes.ebpf.events import Addresses, Journal
+from hybrid_proxy.dataplane.modes.ebpf.failures import histories
+from hybrid_proxy.dataplane.modes.ebpf.flows import flow_arrays
+from hybrid_proxy.dataplane.modes.ebpf.traffic import Traffic, counts_of, traffic_of
+from hybrid_proxy.dataplane.reports import (
     BackendRow,
     FailureHistory,
     FlowRow,
@@ -25,7 +25,7 @@ from dataplane.reports import (
     TrafficCounts,
     TrafficRow,
 )
-from dataplane.table import Protocol, Remembered, ServiceTable, socket_text
+from hybrid_proxy.dataplane.table import Protocol, Remembered, ServiceTable, socket_text
 
 CLOCK: Final = "read_clock"  # of bpf/inspect.bpf.c
 

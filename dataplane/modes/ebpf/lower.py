@@ -7,9 +7,9 @@ from functools import lru_cache
 
 import msgspec
 
-from dataplane.balancing import ALGORITHMS, KNOWN, Algorithm, Spread, find
-from dataplane.modes.ebpf.outliers import Ejection, ejected
-from dataplane.table import Backend, Entry, Kind, Masquerade, WhenEmpty
+from hybrid_proxy.dataplane.balancing import ALGORITHMS, KNOWN, Algorithm, Spread, find
+from hybrid_proxy.dataplane.modes.ebpf.outliers import Ejection, ejected
+from hybrid_proxy.dataplane.table import Backend, Entry, Kind, Masquerade, WhenEmpty
 
 # The enumerators of bpf/abi.h that a translation needs; a test compares them with the header.
 BACKEND_SETS = 2

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.errors import DataplaneError
-from dataplane.kernel.bpf import Map, Object
-from dataplane.mode import Options
-from dataplane.modes.ebpf import sizes as policy
-from dataplane.modes.ebpf.layout import OBJECTS, abi_constants, dtype_of, frontend_dtype
-from dataplane.modes.ebpf.pins import NEXT, PRIVATE, describe, shapes, strangers
-from dataplane.modes.ebpf.sizes import Sizes
-from dataplane.modes.ebpf.traffic import Traffic, possible_cpus, traffic_sizes
+from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.kernel.bpf import Map, Object
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf import sizes as policy
+from hybrid_proxy.dataplane.modes.ebpf.layout import OBJECTS, abi_constants, dtype_of, frontend_dtype
+from hybrid_proxy.dataplane.modes.ebpf.pins import NEXT, PRIVATE, describe, shapes, strangers
+from hybrid_proxy.dataplane.modes.ebpf.sizes import Sizes
+from hybrid_proxy.dataplane.modes.ebpf.traffic import Traffic, possible_cpus, traffic_sizes
 
 BITMAPS = ("service_addresses", "backend_sockets", "node_ports")
 STRUCTS = {

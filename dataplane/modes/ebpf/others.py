@@ -17,13 +17,13 @@ from ipaddress import ip_address
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.errors import Unsupported
-from dataplane.kernel.bpf import Map
-from dataplane.kernel.conntrack import FlowKey, answer_keys, half_open_keys, translated_keys
-from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.flows import flow_arrays, run_in_parts
-from dataplane.netfilter import frontends
-from dataplane.table import Protocol, ServiceTable
+from hybrid_proxy.dataplane.errors import Unsupported
+from hybrid_proxy.dataplane.kernel.bpf import Map
+from hybrid_proxy.dataplane.kernel.conntrack import FlowKey, answer_keys, half_open_keys, translated_keys
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.flows import flow_arrays, run_in_parts
+from hybrid_proxy.dataplane.netfilter import frontends
+from hybrid_proxy.dataplane.table import Protocol, ServiceTable
 
 DATAGRAMS = (Protocol.UDP, Protocol.SCTP)  # whose first packets do not say that they are the first
 ANSWERS_SECONDS = 60.0  # after which all connections are read again, to forget the answers to those that are over

@@ -18,12 +18,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
-from dataplane.kernel.attachment import is_link
-from dataplane.kernel.bpf import Object, pinned_link
-from dataplane.kernel.host_paths import pin_folder
-from dataplane.kernel.shape import Shape, declared, name_in_kernel, pinned
-from dataplane.mode import Options
-from dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.kernel.attachment import is_link
+from hybrid_proxy.dataplane.kernel.bpf import Object, pinned_link
+from hybrid_proxy.dataplane.kernel.host_paths import pin_folder
+from hybrid_proxy.dataplane.kernel.shape import Shape, declared, name_in_kernel, pinned
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf import layout
 
 log = logging.getLogger(__name__)
 

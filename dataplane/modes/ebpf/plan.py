@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from dataplane.balancing import ring_of
-from dataplane.balancing.least_connections import shares as shares_by_load
-from dataplane.balancing.maglev import SIZES
-from dataplane.mode import Options
-from dataplane.modes.ebpf.lower import (
+from hybrid_proxy.dataplane.balancing import ring_of
+from hybrid_proxy.dataplane.balancing.least_connections import shares as shares_by_load
+from hybrid_proxy.dataplane.balancing.maglev import SIZES
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf.lower import (
     BACKEND_SETS,
     FRONTEND_ADDRESS,
     NO_EJECTIONS,
@@ -29,10 +29,10 @@ from dataplane.modes.ebpf.lower import (
     Socket,
     lower,
 )
-from dataplane.modes.ebpf.outliers import Ejection
-from dataplane.modes.ebpf.pools import SETTINGS, DeferredFree, FullError, IdPool, SlotAllocator, size_class
-from dataplane.reports import Unprogrammed
-from dataplane.table import Backend, Entry, EntryKey, Protocol
+from hybrid_proxy.dataplane.modes.ebpf.outliers import Ejection
+from hybrid_proxy.dataplane.modes.ebpf.pools import SETTINGS, DeferredFree, FullError, IdPool, SlotAllocator, size_class
+from hybrid_proxy.dataplane.reports import Unprogrammed
+from hybrid_proxy.dataplane.table import Backend, Entry, EntryKey, Protocol
 
 Subject = tuple[EntryKey, Socket]  # a backend of a service port
 

@@ -19,9 +19,9 @@ import time
 from collections.abc import Collection
 from typing import Final, NamedTuple
 
-from dataplane.mode import Options
-from dataplane.reports import HealthProbes
-from dataplane.table import socket_text
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.reports import HealthProbes
+from hybrid_proxy.dataplane.table import socket_text
 
 log = logging.getLogger(__name__)
 

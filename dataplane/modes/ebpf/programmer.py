@@ -18,15 +18,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.balancing import KNOWN
-from dataplane.diff import changed_services
-from dataplane.errors import DataplaneError, SyncError, Unsupported
-from dataplane.flows import FlowFlag, Flows, Half, Mask
-from dataplane.kernel.bpf import BpfError, Object
-from dataplane.kernel.conntrack import delete_stale
-from dataplane.kernel.grace import jiffies_per_second, wait_for_programs
-from dataplane.kernel.host_paths import netns_cookie, pin_folder
-from dataplane.kernel.links import (
+from hybrid_proxy.dataplane.balancing import KNOWN
+from hybrid_proxy.dataplane.diff import changed_services
+from hybrid_proxy.dataplane.errors import DataplaneError, SyncError, Unsupported
+from hybrid_proxy.dataplane.flows import FlowFlag, Flows, Half, Mask
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object
+from hybrid_proxy.dataplane.kernel.conntrack import delete_stale
+from hybrid_proxy.dataplane.kernel.grace import jiffies_per_second, wait_for_programs
+from hybrid_proxy.dataplane.kernel.host_paths import netns_cookie, pin_folder
+from hybrid_proxy.dataplane.kernel.links import (
     Interface,
     Node,
     interface_name,
@@ -34,8 +34,8 @@ from dataplane.kernel.links import (
     read_node,
     read_reverse_path_filters,
 )
-from dataplane.kernel.lock import hold
-from dataplane.mode import (
+from hybrid_proxy.dataplane.kernel.lock import hold
+from hybrid_proxy.dataplane.mode import (
     Event,
     Mode,
     Options,
@@ -44,11 +44,11 @@ from dataplane.mode import (
     SyncResult,
     unknown_algorithms,
 )
-from dataplane.modes.ebpf import affinity, attach, explaining, handing, layout, listing, sizes
-from dataplane.modes.ebpf.attach import Links, Sockets
-from dataplane.modes.ebpf.carry import Carry, prepare
-from dataplane.modes.ebpf.driver import Drivers
-from dataplane.modes.ebpf.edges import (
+from hybrid_proxy.dataplane.modes.ebpf import affinity, attach, explaining, handing, layout, listing, sizes
+from hybrid_proxy.dataplane.modes.ebpf.attach import Links, Sockets
+from hybrid_proxy.dataplane.modes.ebpf.carry import Carry, prepare
+from hybrid_proxy.dataplane.modes.ebpf.driver import Drivers
+from hybrid_proxy.dataplane.modes.ebpf.edges import (
     equal_paths,
     interface_flags,
     own_addresses,
@@ -58,14 +58,14 @@ from dataplane.modes.ebpf.edges import (
     set_elements,
     word,
 )
-from dataplane.modes.ebpf.events import Journal, Reader
-from dataplane.modes.ebpf.failover import Failover
-from dataplane.modes.ebpf.flows import FlowGC, forget_half_open, open_flows
-from dataplane.modes.ebpf.gone import Mark, collect, is_gone
-from dataplane.modes.ebpf.layouts import Record
-from dataplane.modes.ebpf.maps import Larger, MapSet, open_pinned_maps
-from dataplane.modes.ebpf.others import OthersFlows, takes_datagrams
-from dataplane.modes.ebpf.pins import (
+from hybrid_proxy.dataplane.modes.ebpf.events import Journal, Reader
+from hybrid_proxy.dataplane.modes.ebpf.failover import Failover
+from hybrid_proxy.dataplane.modes.ebpf.flows import FlowGC, forget_half_open, open_flows
+from hybrid_proxy.dataplane.modes.ebpf.gone import Mark, collect, is_gone
+from hybrid_proxy.dataplane.modes.ebpf.layouts import Record
+from hybrid_proxy.dataplane.modes.ebpf.maps import Larger, MapSet, open_pinned_maps
+from hybrid_proxy.dataplane.modes.ebpf.others import OthersFlows, takes_datagrams
+from hybrid_proxy.dataplane.modes.ebpf.pins import (
     Glance,
     beside,
     describe,
@@ -75,11 +75,17 @@ from dataplane.modes.ebpf.pins import (
     remove_pins,
     strangers,
 )
-from dataplane.modes.ebpf.programs import Loader, Programs, missing_datapaths, put_datapaths, teach_namespace
-from dataplane.modes.ebpf.resizer import MapResizer
-from dataplane.modes.ebpf.store import ForeignEntries, Store
-from dataplane.netfilter import relays
-from dataplane.reports import (
+from hybrid_proxy.dataplane.modes.ebpf.programs import (
+    Loader,
+    Programs,
+    missing_datapaths,
+    put_datapaths,
+    teach_namespace,
+)
+from hybrid_proxy.dataplane.modes.ebpf.resizer import MapResizer
+from hybrid_proxy.dataplane.modes.ebpf.store import ForeignEntries, Store
+from hybrid_proxy.dataplane.netfilter import relays
+from hybrid_proxy.dataplane.reports import (
     EbpfStatus,
     Ejection,
     ExplainAnswer,
@@ -90,7 +96,7 @@ from dataplane.reports import (
     TrafficRow,
     Unprogrammed,
 )
-from dataplane.table import EMPTY, Entry, NodeNetwork, ServiceTable, family_of
+from hybrid_proxy.dataplane.table import EMPTY, Entry, NodeNetwork, ServiceTable, family_of
 
 OTHERS_LOOKS = 2  # after the first table: what others began while our programs were attached
 SHOWN = 5  # things that others changed, in one line of the log

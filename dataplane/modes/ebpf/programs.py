@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dataplane.kernel.attachment import program_number
-from dataplane.kernel.bpf import BpfError, Map, Object, has_helper
-from dataplane.kernel.host_paths import netns_cookie
-from dataplane.mode import Options
-from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.maps import Larger, MapSet, traffic_cpus
+from hybrid_proxy.dataplane.kernel.attachment import program_number
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map, Object, has_helper
+from hybrid_proxy.dataplane.kernel.host_paths import netns_cookie
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps import Larger, MapSet, traffic_cpus
 
 log = logging.getLogger(__name__)
 

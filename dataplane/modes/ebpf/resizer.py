@@ -19,11 +19,11 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from dataplane.errors import DataplaneError
-from dataplane.modes.ebpf.maps import Larger, MapSet
-from dataplane.modes.ebpf.pools import SETTINGS
-from dataplane.modes.ebpf.programs import Programs
-from dataplane.modes.ebpf.sizes import Sizes, crowded, fitting, grown
+from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.modes.ebpf.maps import Larger, MapSet
+from hybrid_proxy.dataplane.modes.ebpf.pools import SETTINGS
+from hybrid_proxy.dataplane.modes.ebpf.programs import Programs
+from hybrid_proxy.dataplane.modes.ebpf.sizes import Sizes, crowded, fitting, grown
 
 log = logging.getLogger(__name__)
 

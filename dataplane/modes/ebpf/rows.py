@@ -12,12 +12,12 @@ from itertools import chain
 from typing import Any, Final
 
 import numpy as np
+from hybrid_proxy.dataplane.kernel._publish import ffi, lib
 from numpy.typing import NDArray
 
-from dataplane.kernel._publish import ffi, lib
-from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.plan import Members
-from dataplane.table import Protocol
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.plan import Members
+from hybrid_proxy.dataplane.table import Protocol
 
 VECTORIZE_FROM: Final = 65
 _U64 = np.uint64

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from dataplane.mode import FIRST_SIZES, Options
-from dataplane.modes.ebpf.pools import size_class
-from dataplane.table import Entry
+from hybrid_proxy.dataplane.mode import FIRST_SIZES, Options
+from hybrid_proxy.dataplane.modes.ebpf.pools import size_class
+from hybrid_proxy.dataplane.table import Entry
 
 Sizes = Mapping[str, int]  # map -> entries
 

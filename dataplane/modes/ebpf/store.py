@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.errors import DataplaneError
-from dataplane.mode import Options
-from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.adopt import Former
-from dataplane.modes.ebpf.lower import BACKEND_EJECTED, Key, Socket
-from dataplane.modes.ebpf.maps import MapSet
-from dataplane.modes.ebpf.outliers import Ejection
-from dataplane.modes.ebpf.plan import Batch, InUse, Plan, Subject
-from dataplane.modes.ebpf.writer import MapWriter
-from dataplane.table import Entry, EntryKey, family_of
+from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.adopt import Former
+from hybrid_proxy.dataplane.modes.ebpf.lower import BACKEND_EJECTED, Key, Socket
+from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet
+from hybrid_proxy.dataplane.modes.ebpf.outliers import Ejection
+from hybrid_proxy.dataplane.modes.ebpf.plan import Batch, InUse, Plan, Subject
+from hybrid_proxy.dataplane.modes.ebpf.writer import MapWriter
+from hybrid_proxy.dataplane.table import Entry, EntryKey, family_of
 
 FIRST_FILL = 500  # services
 

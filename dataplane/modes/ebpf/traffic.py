@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.kernel.bpf import Map
-from dataplane.modes.ebpf.layout import abi_constants, dtype_of
-from dataplane.reports import TrafficCounts
+from hybrid_proxy.dataplane.kernel.bpf import Map
+from hybrid_proxy.dataplane.modes.ebpf.layout import abi_constants, dtype_of
+from hybrid_proxy.dataplane.reports import TrafficCounts
 
 Figures = NDArray[np.uint64]  # a row for each number, a column for each of FIELDS
 

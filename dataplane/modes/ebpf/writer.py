@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.edges import SourceRanges
-from dataplane.modes.ebpf.lower import ANY, FRONTEND_ADDRESS, FRONTEND_NODE_PORTS, Key
-from dataplane.modes.ebpf.maps import MapSet
-from dataplane.modes.ebpf.plan import Batch
-from dataplane.modes.ebpf.rows import RowWriter
-from dataplane.table import Protocol, family_of
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.edges import SourceRanges
+from hybrid_proxy.dataplane.modes.ebpf.lower import ANY, FRONTEND_ADDRESS, FRONTEND_NODE_PORTS, Key
+from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet
+from hybrid_proxy.dataplane.modes.ebpf.plan import Batch
+from hybrid_proxy.dataplane.modes.ebpf.rows import RowWriter
+from hybrid_proxy.dataplane.table import Protocol, family_of
 
 PORT_KINDS = {int(Protocol.TCP): 0, int(Protocol.UDP): 1, int(Protocol.SCTP): 2}  # parts of the bitmap of node ports
 

@@ -11,8 +11,8 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
 
-from dataplane.modes.iptables.names import endpoint_chain
-from dataplane.table import Backend, Entry, EntryKey, Remembered, ServiceTable
+from hybrid_proxy.dataplane.modes.iptables.names import endpoint_chain
+from hybrid_proxy.dataplane.table import Backend, Entry, EntryKey, Remembered, ServiceTable
 
 LISTS: Final = Path("/proc/thread-self/net/xt_recent")
 

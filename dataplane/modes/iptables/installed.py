@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from dataplane.kernel.xtables import PROBE_CHAIN
-from dataplane.modes.iptables.names import MINE
-from dataplane.modes.iptables.plan import Delta
-from dataplane.modes.iptables.readback import Saved, parse, shape
-from dataplane.modes.iptables.restore import ENTRANCES, PART, WHOLE, jumps, leads_to_us, parts, table_text
+from hybrid_proxy.dataplane.kernel.xtables import PROBE_CHAIN
+from hybrid_proxy.dataplane.modes.iptables.names import MINE
+from hybrid_proxy.dataplane.modes.iptables.plan import Delta
+from hybrid_proxy.dataplane.modes.iptables.readback import Saved, parse, shape
+from hybrid_proxy.dataplane.modes.iptables.restore import ENTRANCES, PART, WHOLE, jumps, leads_to_us, parts, table_text
 
 if TYPE_CHECKING:
-    from dataplane.kernel.xtables import Xtables
+    from hybrid_proxy.dataplane.kernel.xtables import Xtables
 
 TABLES: Final = ("filter", "nat")  # the order of changes: what is refused comes before what is no longer translated
 

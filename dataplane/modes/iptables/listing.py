@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
-from dataplane.kernel.conntrack import flows
-from dataplane.mode import belongs
-from dataplane.modes.iptables import affinity
-from dataplane.modes.iptables.names import MINE
-from dataplane.modes.iptables.readback import Saved, parse
-from dataplane.reports import BackendRow, FlowRow, ServiceRow
-from dataplane.table import Kind, Protocol, Remembered, ServiceTable, socket_text
+from hybrid_proxy.dataplane.kernel.conntrack import flows
+from hybrid_proxy.dataplane.mode import belongs
+from hybrid_proxy.dataplane.modes.iptables import affinity
+from hybrid_proxy.dataplane.modes.iptables.names import MINE
+from hybrid_proxy.dataplane.modes.iptables.readback import Saved, parse
+from hybrid_proxy.dataplane.reports import BackendRow, FlowRow, ServiceRow
+from hybrid_proxy.dataplane.table import Kind, Protocol, Remembered, ServiceTable, socket_text
 
 _FRONTEND: Final = re.compile(
     r"^(?:-d (?P<address>[^/ ]+)(?:/\d+)? )?-p (?P<protocol>\w+) .*--dport (?P<port>\d+) "

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from dataplane.modes.iptables.names import (
+from hybrid_proxy.dataplane.modes.iptables.names import (
     ACCEPTED,
     FORWARD,
     MINE,
@@ -32,8 +32,8 @@ from dataplane.modes.iptables.names import (
     number,
     service_chains,
 )
-from dataplane.modes.iptables.tree import Rank
-from dataplane.table import (
+from hybrid_proxy.dataplane.modes.iptables.tree import Rank
+from hybrid_proxy.dataplane.table import (
     BackendSet,
     Entry,
     Frontend,

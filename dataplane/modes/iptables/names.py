@@ -11,8 +11,8 @@ from hashlib import sha256
 from ipaddress import IPv4Address, IPv6Address, IPv6Network
 from typing import Final
 
-from dataplane.modes.iptables.tree import Space
-from dataplane.table import Backend, Entry, Frontend, Protocol, socket_text
+from hybrid_proxy.dataplane.modes.iptables.tree import Space
+from hybrid_proxy.dataplane.table import Backend, Entry, Frontend, Protocol, socket_text
 
 MINE: Final = "HP-"
 SERVICES: Final = "HP-SERVICES"

@@ -5,10 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
-from dataplane.modes.iptables.lower import Chains, Leaves, Lowered, Node, cluster_ips, constant_chains, lower
-from dataplane.modes.iptables.names import CLUSTER_IPS, HEALTH, NODE_PORTS, SERVICES, addresses, identity, ports
-from dataplane.modes.iptables.tree import Rank, Space, Tree
-from dataplane.table import Entry, Protocol
+from hybrid_proxy.dataplane.modes.iptables.lower import (
+    Chains,
+    Leaves,
+    Lowered,
+    Node,
+    cluster_ips,
+    constant_chains,
+    lower,
+)
+from hybrid_proxy.dataplane.modes.iptables.names import (
+    CLUSTER_IPS,
+    HEALTH,
+    NODE_PORTS,
+    SERVICES,
+    addresses,
+    identity,
+    ports,
+)
+from hybrid_proxy.dataplane.modes.iptables.tree import Rank, Space, Tree
+from hybrid_proxy.dataplane.table import Entry, Protocol
 
 _KINDS: Final = ("C", "E", *(protocol.name for protocol in Protocol))
 

@@ -10,23 +10,23 @@ from typing import Final
 
 import msgspec
 
-from dataplane.errors import Unsupported
-from dataplane.kernel.conntrack import is_liberal
-from dataplane.kernel.xtables import Xtables, find, present
-from dataplane.mode import (
+from hybrid_proxy.dataplane.errors import Unsupported
+from hybrid_proxy.dataplane.kernel.conntrack import is_liberal
+from hybrid_proxy.dataplane.kernel.xtables import Xtables, find, present
+from hybrid_proxy.dataplane.mode import (
     Mode,
     Options,
     RequestMaintenance,
     unknown_algorithms,
     unprobed,
 )
-from dataplane.modes.iptables import affinity, listing
-from dataplane.modes.iptables.installed import TABLES, Installed, Ruleset, remove
-from dataplane.modes.iptables.lower import Node, node_of, same_addresses, usual_masquerade
-from dataplane.modes.iptables.plan import Plan
-from dataplane.netfilter import TranslatingMode
-from dataplane.reports import IptablesStatus, Status
-from dataplane.table import Entry, Protocol, ServiceTable
+from hybrid_proxy.dataplane.modes.iptables import affinity, listing
+from hybrid_proxy.dataplane.modes.iptables.installed import TABLES, Installed, Ruleset, remove
+from hybrid_proxy.dataplane.modes.iptables.lower import Node, node_of, same_addresses, usual_masquerade
+from hybrid_proxy.dataplane.modes.iptables.plan import Plan
+from hybrid_proxy.dataplane.netfilter import TranslatingMode
+from hybrid_proxy.dataplane.reports import IptablesStatus, Status
+from hybrid_proxy.dataplane.table import Entry, Protocol, ServiceTable
 
 log = logging.getLogger(__name__)
 

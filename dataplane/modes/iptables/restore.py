@@ -12,8 +12,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final
 
-from dataplane.modes.iptables.names import MINE
-from dataplane.table import Protocol
+from hybrid_proxy.dataplane.modes.iptables.names import MINE
+from hybrid_proxy.dataplane.table import Protocol
 
 PART: Final = 1000  # chains that one restore is about
 WHOLE: Final = 1 << 30

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Final
 
-from dataplane.modes.ipvs.lower import SETS, set_name
-from dataplane.modes.ipvs.plan import Actual
-from dataplane.modes.ipvs.rules import JUMPS
-from dataplane.modes.ipvs.writer import DEVICE, Kernel, read_rules, read_set
+from hybrid_proxy.dataplane.modes.ipvs.lower import SETS, set_name
+from hybrid_proxy.dataplane.modes.ipvs.plan import Actual
+from hybrid_proxy.dataplane.modes.ipvs.rules import JUMPS
+from hybrid_proxy.dataplane.modes.ipvs.writer import DEVICE, Kernel, read_rules, read_set
 
 log = logging.getLogger(__name__)
 

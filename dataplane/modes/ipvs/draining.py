@@ -11,12 +11,12 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Final
 
-from dataplane.kernel.netlink import AF
-from dataplane.modes.ipvs.plan import Actual
-from dataplane.modes.ipvs.writer import Kernel
-from dataplane.stale import Judge, Socket
-from dataplane.table import NodeNetwork, Protocol, ServiceTable, family_of
-from dataplane.virtual_servers import Connection, Server
+from hybrid_proxy.dataplane.kernel.netlink import AF
+from hybrid_proxy.dataplane.modes.ipvs.plan import Actual
+from hybrid_proxy.dataplane.modes.ipvs.writer import Kernel
+from hybrid_proxy.dataplane.stale import Judge, Socket
+from hybrid_proxy.dataplane.table import NodeNetwork, Protocol, ServiceTable, family_of
+from hybrid_proxy.dataplane.virtual_servers import Connection, Server
 
 READINGS: Final = 2  # in one alone the kernel may leave out a flow
 

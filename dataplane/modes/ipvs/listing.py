@@ -5,15 +5,15 @@ from __future__ import annotations
 import socket
 from typing import Final
 
-from dataplane.kernel.conntrack import flows
-from dataplane.kernel.ipset import Ipsets
-from dataplane.kernel.ipvs import Ipvs, connections
-from dataplane.kernel.netlink import AF, NetlinkFailed
-from dataplane.mode import belongs
-from dataplane.modes.ipvs.lower import PREFIX, set_name
-from dataplane.reports import BackendRow, FlowRow, ServiceRow
-from dataplane.table import Protocol, socket_text
-from dataplane.virtual_servers import Config, Destination, Element, Load, Server, Value
+from hybrid_proxy.dataplane.kernel.conntrack import flows
+from hybrid_proxy.dataplane.kernel.ipset import Ipsets
+from hybrid_proxy.dataplane.kernel.ipvs import Ipvs, connections
+from hybrid_proxy.dataplane.kernel.netlink import AF, NetlinkFailed
+from hybrid_proxy.dataplane.mode import belongs
+from hybrid_proxy.dataplane.modes.ipvs.lower import PREFIX, set_name
+from hybrid_proxy.dataplane.reports import BackendRow, FlowRow, ServiceRow
+from hybrid_proxy.dataplane.table import Protocol, socket_text
+from hybrid_proxy.dataplane.virtual_servers import Config, Destination, Element, Load, Server, Value
 
 ALL: Final = 1 << 30
 

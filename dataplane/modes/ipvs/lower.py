@@ -12,8 +12,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from typing import Final, NamedTuple
 
-from dataplane.table import BackendSet, Entry, Frontend, Masquerade, NodeNetwork, Protocol, WhenEmpty, family_of
-from dataplane.virtual_servers import Config, Destination, Element, Kind, Server, Value
+from hybrid_proxy.dataplane.table import (
+    BackendSet,
+    Entry,
+    Frontend,
+    Masquerade,
+    NodeNetwork,
+    Protocol,
+    WhenEmpty,
+    family_of,
+)
+from hybrid_proxy.dataplane.virtual_servers import Config, Destination, Element, Kind, Server, Value
 
 PREFIX: Final = "HPV-"
 _SOCKET: Final = Kind("hash:ip,port")

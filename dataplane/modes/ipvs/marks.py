@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from dataplane.modes.ipvs.lower import Member
-from dataplane.table import family_of
-from dataplane.virtual_servers import Server, Value
+from hybrid_proxy.dataplane.modes.ipvs.lower import Member
+from hybrid_proxy.dataplane.table import family_of
+from hybrid_proxy.dataplane.virtual_servers import Server, Value
 
 BASE: Final = 0x4850_0000  # "HP"
 NUMBERS: Final = 1 << 16  # in the lower half

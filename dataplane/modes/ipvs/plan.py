@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from dataplane.modes.ipvs.lower import Member, Wanted, set_name
-from dataplane.virtual_servers import Change, Config, Destination, Edit, Element, Server, Value, Verb
+from hybrid_proxy.dataplane.modes.ipvs.lower import Member, Wanted, set_name
+from hybrid_proxy.dataplane.virtual_servers import Change, Config, Destination, Edit, Element, Server, Value, Verb
 
 # Elements of these are added only when the virtual servers are there, and removed before anything else.
 _LATE: Final = ("MARKS", "PORTS")

@@ -10,27 +10,27 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final
 
-from dataplane.errors import DataplaneError, Unsupported
-from dataplane.kernel.ipset import LIMIT, Ipsets
-from dataplane.kernel.ipvs import Ipvs as VirtualServers
-from dataplane.kernel.netlink import NetlinkFailed
-from dataplane.mode import (
+from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
+from hybrid_proxy.dataplane.kernel.ipset import LIMIT, Ipsets
+from hybrid_proxy.dataplane.kernel.ipvs import Ipvs as VirtualServers
+from hybrid_proxy.dataplane.kernel.netlink import NetlinkFailed
+from hybrid_proxy.dataplane.mode import (
     Mode,
     Options,
     RequestMaintenance,
     unprobed,
 )
-from dataplane.modes.ipvs import writer
-from dataplane.modes.ipvs.audit import Audit
-from dataplane.modes.ipvs.draining import READINGS, Flows, sources
-from dataplane.modes.ipvs.listing import Programmed
-from dataplane.modes.ipvs.lower import PREFIX, Lowered, Member, Node, Wanted, is_excluded, lower, node_of
-from dataplane.modes.ipvs.marks import Marks
-from dataplane.modes.ipvs.plan import Actual, Steps, give_up, plan, quiet
-from dataplane.netfilter import NetfilterMode
-from dataplane.reports import Fill, IpvsStatus, Status
-from dataplane.table import EMPTY, Entry, NodeNetwork, ServiceTable
-from dataplane.virtual_servers import Change, Server, Timeouts, Value, Verb
+from hybrid_proxy.dataplane.modes.ipvs import writer
+from hybrid_proxy.dataplane.modes.ipvs.audit import Audit
+from hybrid_proxy.dataplane.modes.ipvs.draining import READINGS, Flows, sources
+from hybrid_proxy.dataplane.modes.ipvs.listing import Programmed
+from hybrid_proxy.dataplane.modes.ipvs.lower import PREFIX, Lowered, Member, Node, Wanted, is_excluded, lower, node_of
+from hybrid_proxy.dataplane.modes.ipvs.marks import Marks
+from hybrid_proxy.dataplane.modes.ipvs.plan import Actual, Steps, give_up, plan, quiet
+from hybrid_proxy.dataplane.netfilter import NetfilterMode
+from hybrid_proxy.dataplane.reports import Fill, IpvsStatus, Status
+from hybrid_proxy.dataplane.table import EMPTY, Entry, NodeNetwork, ServiceTable
+from hybrid_proxy.dataplane.virtual_servers import Change, Server, Timeouts, Value, Verb
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from collections.abc import Iterable, Iterator
 from ipaddress import ip_network
 from typing import Final
 
-from dataplane.modes.ipvs.lower import PREFIX, set_name
-from dataplane.table import NodeNetwork
+from hybrid_proxy.dataplane.modes.ipvs.lower import PREFIX, set_name
+from hybrid_proxy.dataplane.table import NodeNetwork
 
 COMMENT: Final = '-m comment --comment "hybrid-proxy ipvs"'
 JUMPS: Final = {

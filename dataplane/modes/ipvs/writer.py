@@ -11,21 +11,21 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from dataplane.errors import Unsupported
-from dataplane.kernel import sysctl, xtables
-from dataplane.kernel.conntrack import delete, entries_of
-from dataplane.kernel.dummy import Dummy
-from dataplane.kernel.ipset import Ipsets
-from dataplane.kernel.ipvs import Ipvs, connections
-from dataplane.kernel.local_routes import LocalRoutes
-from dataplane.kernel.netlink import NetlinkFailed
-from dataplane.mode import Options
-from dataplane.modes.ipvs import rules
-from dataplane.modes.ipvs.lower import PREFIX, SETS, set_name
-from dataplane.modes.ipvs.marks import is_nearly_ours, is_ours_by_mark
-from dataplane.modes.ipvs.plan import Actual, ServerState, Steps
-from dataplane.table import NodeNetwork
-from dataplane.virtual_servers import Change, Connection, Edit, Element, Server, Value, Verb
+from hybrid_proxy.dataplane.errors import Unsupported
+from hybrid_proxy.dataplane.kernel import sysctl, xtables
+from hybrid_proxy.dataplane.kernel.conntrack import delete, entries_of
+from hybrid_proxy.dataplane.kernel.dummy import Dummy
+from hybrid_proxy.dataplane.kernel.ipset import Ipsets
+from hybrid_proxy.dataplane.kernel.ipvs import Ipvs, connections
+from hybrid_proxy.dataplane.kernel.local_routes import LocalRoutes
+from hybrid_proxy.dataplane.kernel.netlink import NetlinkFailed
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ipvs import rules
+from hybrid_proxy.dataplane.modes.ipvs.lower import PREFIX, SETS, set_name
+from hybrid_proxy.dataplane.modes.ipvs.marks import is_nearly_ours, is_ours_by_mark
+from hybrid_proxy.dataplane.modes.ipvs.plan import Actual, ServerState, Steps
+from hybrid_proxy.dataplane.table import NodeNetwork
+from hybrid_proxy.dataplane.virtual_servers import Change, Connection, Edit, Element, Server, Value, Verb
 
 log = logging.getLogger(__name__)
 

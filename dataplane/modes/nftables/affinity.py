@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from dataplane.modes.nftables.lower import Number, number_name
-from dataplane.modes.nftables.plan import Numbers
-from dataplane.modes.nftables.tables import clients_set
-from dataplane.nftables import operations as op
-from dataplane.nftables import ruleset
-from dataplane.nftables.schema import Element, Key, Value
-from dataplane.table import Entry, Remembered
+from hybrid_proxy.dataplane.modes.nftables.lower import Number, number_name
+from hybrid_proxy.dataplane.modes.nftables.plan import Numbers
+from hybrid_proxy.dataplane.modes.nftables.tables import clients_set
+from hybrid_proxy.dataplane.nftables import operations as op
+from hybrid_proxy.dataplane.nftables import ruleset
+from hybrid_proxy.dataplane.nftables.schema import Element, Key, Value
+from hybrid_proxy.dataplane.table import Entry, Remembered
 
 Contents = Mapping[str, Mapping[Key, tuple[Value, str]]]  # of the maps of clients
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dataplane.kernel import conntrack
-from dataplane.mode import belongs
-from dataplane.modes.nftables import affinity
-from dataplane.modes.nftables.picks import Pick
-from dataplane.modes.nftables.tables import DISCARD, SPACES, TABLE
-from dataplane.nftables.expressions import FAMILIES, Family, Verdict
-from dataplane.nftables.schema import Key, Value
-from dataplane.nftables.wire import Kernel
-from dataplane.reports import BackendRow, FlowRow, ServiceRow
-from dataplane.table import Protocol, Remembered, ServiceTable, socket_text
+from hybrid_proxy.dataplane.kernel import conntrack
+from hybrid_proxy.dataplane.mode import belongs
+from hybrid_proxy.dataplane.modes.nftables import affinity
+from hybrid_proxy.dataplane.modes.nftables.picks import Pick
+from hybrid_proxy.dataplane.modes.nftables.tables import DISCARD, SPACES, TABLE
+from hybrid_proxy.dataplane.nftables.expressions import FAMILIES, Family, Verdict
+from hybrid_proxy.dataplane.nftables.schema import Key, Value
+from hybrid_proxy.dataplane.nftables.wire import Kernel
+from hybrid_proxy.dataplane.reports import BackendRow, FlowRow, ServiceRow
+from hybrid_proxy.dataplane.table import Protocol, Remembered, ServiceTable, socket_text
 
 
 class _Frontend:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from dataplane.modes.nftables.picks import Pick
-from dataplane.modes.nftables.tables import (
+from hybrid_proxy.dataplane.modes.nftables.picks import Pick
+from hybrid_proxy.dataplane.modes.nftables.tables import (
     ALLOWED,
     CLUSTER_IPS,
     DISCARD,
@@ -16,10 +16,10 @@ from dataplane.modes.nftables.tables import (
     REFUSE,
     RESTRICTED,
 )
-from dataplane.nftables.expressions import Family, Verdict
-from dataplane.nftables.schema import Element, Key
-from dataplane.nftables.uapi import NFT_GOTO
-from dataplane.table import Backend, Entry, Frontend, Kind, NodeNetwork, WhenEmpty, disjoint, family_of
+from hybrid_proxy.dataplane.nftables.expressions import Family, Verdict
+from hybrid_proxy.dataplane.nftables.schema import Element, Key
+from hybrid_proxy.dataplane.nftables.uapi import NFT_GOTO
+from hybrid_proxy.dataplane.table import Backend, Entry, Frontend, Kind, NodeNetwork, WhenEmpty, disjoint, family_of
 
 COMMENT: Final = 127  # characters of a comment, nft's own limit
 _REFUSAL: Final = {WhenEmpty.REJECT: Verdict(NFT_GOTO, REFUSE), WhenEmpty.DROP: Verdict(NFT_GOTO, DISCARD)}

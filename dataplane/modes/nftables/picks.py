@@ -13,12 +13,12 @@ import re
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from dataplane.modes.nftables.tables import KEPT_MARKS, MEMBERS, SPACES, clients_set, mark_chain, port_only
-from dataplane.nftables import expressions as x
-from dataplane.nftables import uapi as nf
-from dataplane.nftables.expressions import ChainName, Expression, Family, Part, Rule, rule
-from dataplane.nftables.schema import Chain
-from dataplane.table import Masquerade
+from hybrid_proxy.dataplane.modes.nftables.tables import KEPT_MARKS, MEMBERS, SPACES, clients_set, mark_chain, port_only
+from hybrid_proxy.dataplane.nftables import expressions as x
+from hybrid_proxy.dataplane.nftables import uapi as nf
+from hybrid_proxy.dataplane.nftables.expressions import ChainName, Expression, Family, Part, Rule, rule
+from hybrid_proxy.dataplane.nftables.schema import Chain
+from hybrid_proxy.dataplane.table import Masquerade
 
 
 class Pick(NamedTuple):

@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
-from dataplane.modes.nftables import lower, tables
-from dataplane.modes.nftables.picks import Pick, pick_chain
-from dataplane.nftables import operations as op
-from dataplane.nftables.expressions import Family, Verdict
-from dataplane.nftables.ruleset import Ruleset, add, additions, deletions
-from dataplane.nftables.schema import Chain, Element, Key, Set, Value
-from dataplane.table import Entry, NodeNetwork
+from hybrid_proxy.dataplane.modes.nftables import lower, tables
+from hybrid_proxy.dataplane.modes.nftables.picks import Pick, pick_chain
+from hybrid_proxy.dataplane.nftables import operations as op
+from hybrid_proxy.dataplane.nftables.expressions import Family, Verdict
+from hybrid_proxy.dataplane.nftables.ruleset import Ruleset, add, additions, deletions
+from hybrid_proxy.dataplane.nftables.schema import Chain, Element, Key, Set, Value
+from hybrid_proxy.dataplane.table import Entry, NodeNetwork
 
 CHUNK: Final = 500  # services that are lowered before their elements are encoded and forgotten
 

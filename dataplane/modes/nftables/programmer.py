@@ -10,29 +10,29 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final
 
-from dataplane.errors import DataplaneError, SyncError, Unsupported
-from dataplane.kernel.conntrack import is_liberal
-from dataplane.kernel.nfnetlink import NftablesError
-from dataplane.mode import (
+from hybrid_proxy.dataplane.errors import DataplaneError, SyncError, Unsupported
+from hybrid_proxy.dataplane.kernel.conntrack import is_liberal
+from hybrid_proxy.dataplane.kernel.nfnetlink import NftablesError
+from hybrid_proxy.dataplane.mode import (
     Mode,
     Options,
     RequestMaintenance,
     unknown_algorithms,
     unprobed,
 )
-from dataplane.modes.nftables import affinity
-from dataplane.modes.nftables.listing import Tables
-from dataplane.modes.nftables.picks import Pick, chain_named, pick_chain
-from dataplane.modes.nftables.plan import Installed, Plan
-from dataplane.modes.nftables.tables import COUNTERS, MEMBERS, SETS, TABLE, AllSets, clients_set
-from dataplane.netfilter import TranslatingMode
-from dataplane.nftables import operations as op
-from dataplane.nftables.expressions import FAMILIES, Family
-from dataplane.nftables.ruleset import add, describe
-from dataplane.nftables.schema import Key, Value
-from dataplane.nftables.wire import Kernel, missing, remove_tables
-from dataplane.reports import NftablesStatus, Status
-from dataplane.table import Entry, Masquerade, NodeNetwork, ServiceTable
+from hybrid_proxy.dataplane.modes.nftables import affinity
+from hybrid_proxy.dataplane.modes.nftables.listing import Tables
+from hybrid_proxy.dataplane.modes.nftables.picks import Pick, chain_named, pick_chain
+from hybrid_proxy.dataplane.modes.nftables.plan import Installed, Plan
+from hybrid_proxy.dataplane.modes.nftables.tables import COUNTERS, MEMBERS, SETS, TABLE, AllSets, clients_set
+from hybrid_proxy.dataplane.netfilter import TranslatingMode
+from hybrid_proxy.dataplane.nftables import operations as op
+from hybrid_proxy.dataplane.nftables.expressions import FAMILIES, Family
+from hybrid_proxy.dataplane.nftables.ruleset import add, describe
+from hybrid_proxy.dataplane.nftables.schema import Key, Value
+from hybrid_proxy.dataplane.nftables.wire import Kernel, missing, remove_tables
+from hybrid_proxy.dataplane.reports import NftablesStatus, Status
+from hybrid_proxy.dataplane.table import Entry, Masquerade, NodeNetwork, ServiceTable
 
 log = logging.getLogger(__name__)
 

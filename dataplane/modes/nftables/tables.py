@@ -24,11 +24,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from dataplane.nftables import expressions as x
-from dataplane.nftables import uapi as nf
-from dataplane.nftables.expressions import RETURN, Family, rule
-from dataplane.nftables.schema import ADDRESS, NUMBER, PORT, PROTOCOL, RANGE, SLOT, VERDICT, Chain, Hook, Set
-from dataplane.table import Masquerade, NodeNetwork, family_of
+from hybrid_proxy.dataplane.nftables import expressions as x
+from hybrid_proxy.dataplane.nftables import uapi as nf
+from hybrid_proxy.dataplane.nftables.expressions import RETURN, Family, rule
+from hybrid_proxy.dataplane.nftables.schema import (
+    ADDRESS,
+    NUMBER,
+    PORT,
+    PROTOCOL,
+    RANGE,
+    SLOT,
+    VERDICT,
+    Chain,
+    Hook,
+    Set,
+)
+from hybrid_proxy.dataplane.table import Masquerade, NodeNetwork, family_of
 
 TABLE: Final = "hybrid-proxy"
 SPACES: Final = ("internal", "external", "internal-ports", "external-ports")

@@ -13,11 +13,11 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Final
 
-from dataplane.modes.userspace.icmp import IcmpErrors
-from dataplane.modes.userspace.ports import Port
-from dataplane.modes.userspace.sockets import toward
-from dataplane.modes.userspace.state import State
-from dataplane.modes.userspace.streams import MOST_ATTEMPTS
+from hybrid_proxy.dataplane.modes.userspace.icmp import IcmpErrors
+from hybrid_proxy.dataplane.modes.userspace.ports import Port
+from hybrid_proxy.dataplane.modes.userspace.sockets import toward
+from hybrid_proxy.dataplane.modes.userspace.state import State
+from hybrid_proxy.dataplane.modes.userspace.streams import MOST_ATTEMPTS
 
 SETTINGS: Final = Path("/proc/sys/net/netfilter")
 SHORT, LONG = 30.0, 120.0  # the kernel's defaults

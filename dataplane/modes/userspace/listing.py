@@ -7,12 +7,12 @@ import time
 from collections import Counter
 from typing import Final
 
-from dataplane.kernel import conntrack
-from dataplane.mode import belongs
-from dataplane.modes.userspace import messages as m
-from dataplane.modes.userspace.relay_client import RelayClient
-from dataplane.reports import BackendRow, FlowRow, ServiceRow
-from dataplane.table import Protocol, socket_text
+from hybrid_proxy.dataplane.kernel import conntrack
+from hybrid_proxy.dataplane.mode import belongs
+from hybrid_proxy.dataplane.modes.userspace import messages as m
+from hybrid_proxy.dataplane.modes.userspace.relay_client import RelayClient
+from hybrid_proxy.dataplane.reports import BackendRow, FlowRow, ServiceRow
+from hybrid_proxy.dataplane.table import Protocol, socket_text
 
 MOST: Final = 1 << 20  # flows that are looked at
 

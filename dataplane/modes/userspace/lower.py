@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dataplane.modes.userspace.messages import Keep, Network, Port, Row
-from dataplane.table import (
+from hybrid_proxy.dataplane.modes.userspace.messages import Keep, Network, Port, Row
+from hybrid_proxy.dataplane.table import (
     BackendSet,
     Entry,
     Frontend,

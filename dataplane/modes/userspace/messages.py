@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from dataplane.reports import FailureHistory
+from hybrid_proxy.dataplane.reports import FailureHistory
 
 ADDRESS: Final = "\0hybrid-proxy-userspace"
 VERSION: Final = 2  # of these messages and of what a relay does: an agent replaces a relay of another version

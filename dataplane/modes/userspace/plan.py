@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from dataplane.modes.userspace import tables
-from dataplane.modes.userspace.lower import Lowered
-from dataplane.nftables import operations as op
-from dataplane.nftables.expressions import Family, Verdict
-from dataplane.nftables.ruleset import Ruleset, additions, deletions
-from dataplane.nftables.schema import Element, Key, Value
-from dataplane.nftables.uapi import NF_DROP, NFT_GOTO
-from dataplane.table import NodeNetwork, WhenEmpty, family_of
+from hybrid_proxy.dataplane.modes.userspace import tables
+from hybrid_proxy.dataplane.modes.userspace.lower import Lowered
+from hybrid_proxy.dataplane.nftables import operations as op
+from hybrid_proxy.dataplane.nftables.expressions import Family, Verdict
+from hybrid_proxy.dataplane.nftables.ruleset import Ruleset, additions, deletions
+from hybrid_proxy.dataplane.nftables.schema import Element, Key, Value
+from hybrid_proxy.dataplane.nftables.uapi import NF_DROP, NFT_GOTO
+from hybrid_proxy.dataplane.table import NodeNetwork, WhenEmpty, family_of
 
 Elements = dict[tuple[str, Key], Value]  # (name of the set, key) -> value
 

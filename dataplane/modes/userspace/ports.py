@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from dataplane.modes.userspace import messages
-from dataplane.modes.userspace.choice import Chooser
-from dataplane.modes.userspace.messages import Conversation, Keep, Network, Pair, Row
-from dataplane.modes.userspace.sockets import listening
-from dataplane.modes.userspace.state import State
-from dataplane.reports import FailureHistory
+from hybrid_proxy.dataplane.modes.userspace import messages
+from hybrid_proxy.dataplane.modes.userspace.choice import Chooser
+from hybrid_proxy.dataplane.modes.userspace.messages import Conversation, Keep, Network, Pair, Row
+from hybrid_proxy.dataplane.modes.userspace.sockets import listening
+from hybrid_proxy.dataplane.modes.userspace.state import State
+from hybrid_proxy.dataplane.reports import FailureHistory
 
 
 class Clients:

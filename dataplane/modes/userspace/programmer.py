@@ -10,32 +10,32 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Final, TypeVar
 
-from dataplane.errors import DataplaneError, Occupied, SyncError, Unsupported
-from dataplane.kernel import policy
-from dataplane.kernel.conntrack import Place, delete_translated, open_flows
-from dataplane.kernel.nfnetlink import NftablesError
-from dataplane.mode import (
+from hybrid_proxy.dataplane.errors import DataplaneError, Occupied, SyncError, Unsupported
+from hybrid_proxy.dataplane.kernel import policy
+from hybrid_proxy.dataplane.kernel.conntrack import Place, delete_translated, open_flows
+from hybrid_proxy.dataplane.kernel.nfnetlink import NftablesError
+from hybrid_proxy.dataplane.mode import (
     Mode,
     Options,
     RequestMaintenance,
     unknown_algorithms,
     unprobed,
 )
-from dataplane.modes.userspace import lower as low
-from dataplane.modes.userspace import messages as m
-from dataplane.modes.userspace import plan
-from dataplane.modes.userspace.listing import Relayed
-from dataplane.modes.userspace.relay_client import RelayClient, connect, draining, open_client
-from dataplane.modes.userspace.sockets import transparent_works
-from dataplane.modes.userspace.tables import LISTENERS, SETS, TABLE, answer_mark
-from dataplane.netfilter import NetfilterMode, frontends
-from dataplane.nftables import operations as op
-from dataplane.nftables.expressions import FAMILIES, Family
-from dataplane.nftables.ruleset import describe
-from dataplane.nftables.wire import Kernel, missing, remove_tables
-from dataplane.reports import Fill, RelayStatus, Status, Unprogrammed, UserspaceStatus
-from dataplane.stale import Socket
-from dataplane.table import EMPTY, Entry, NodeNetwork, Protocol, ServiceTable
+from hybrid_proxy.dataplane.modes.userspace import lower as low
+from hybrid_proxy.dataplane.modes.userspace import messages as m
+from hybrid_proxy.dataplane.modes.userspace import plan
+from hybrid_proxy.dataplane.modes.userspace.listing import Relayed
+from hybrid_proxy.dataplane.modes.userspace.relay_client import RelayClient, connect, draining, open_client
+from hybrid_proxy.dataplane.modes.userspace.sockets import transparent_works
+from hybrid_proxy.dataplane.modes.userspace.tables import LISTENERS, SETS, TABLE, answer_mark
+from hybrid_proxy.dataplane.netfilter import NetfilterMode, frontends
+from hybrid_proxy.dataplane.nftables import operations as op
+from hybrid_proxy.dataplane.nftables.expressions import FAMILIES, Family
+from hybrid_proxy.dataplane.nftables.ruleset import describe
+from hybrid_proxy.dataplane.nftables.wire import Kernel, missing, remove_tables
+from hybrid_proxy.dataplane.reports import Fill, RelayStatus, Status, Unprogrammed, UserspaceStatus
+from hybrid_proxy.dataplane.stale import Socket
+from hybrid_proxy.dataplane.table import EMPTY, Entry, NodeNetwork, Protocol, ServiceTable
 
 T = TypeVar("T")
 

@@ -1,6 +1,6 @@
 """The relay: a process of its own, one for each network namespace, that outlives the agent.
 
-    python -m dataplane.modes.userspace.relay DESCRIPTOR [TAKE-OVER]
+    python -m hybrid_proxy.dataplane.modes.userspace.relay DESCRIPTOR [TAKE-OVER]
 
 DESCRIPTOR is the listening socket of the line to the agent; -1 with TAKE-OVER, the line to a relay of another version
 whose listening sockets it takes. Without an agent it serves the rows it got last. It ends when it is asked to
@@ -23,12 +23,12 @@ from typing import Final
 
 import msgspec
 
-from dataplane.modes.userspace import messages as m
-from dataplane.modes.userspace.datagrams import Sessions
-from dataplane.modes.userspace.ports import Clients, Port, Service
-from dataplane.modes.userspace.sockets import open_files
-from dataplane.modes.userspace.state import State
-from dataplane.modes.userspace.streams import Flows
+from hybrid_proxy.dataplane.modes.userspace import messages as m
+from hybrid_proxy.dataplane.modes.userspace.datagrams import Sessions
+from hybrid_proxy.dataplane.modes.userspace.ports import Clients, Port, Service
+from hybrid_proxy.dataplane.modes.userspace.sockets import open_files
+from hybrid_proxy.dataplane.modes.userspace.state import State
+from hybrid_proxy.dataplane.modes.userspace.streams import Flows
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,9 @@ from typing import IO, Final, TypeVar
 
 import msgspec
 
-from dataplane.errors import DataplaneError, Occupied
-from dataplane.modes.userspace import messages as m
+import hybrid_proxy
+from hybrid_proxy.dataplane.errors import DataplaneError, Occupied
+from hybrid_proxy.dataplane.modes.userspace import messages as m
 
 START_SECONDS: Final = 15.0
 ASK_SECONDS: Final = 120.0
@@ -168,8 +169,8 @@ def _replace(old: RelayClient) -> RelayClient:
 def _start(descriptors: list[int]) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     errors = tempfile.TemporaryFile()  # noqa: SIM115 - read when it does not start; a pipe would bind it to us
     # -P: what lies in the agent's working directory is no module of ours.
-    argv = [sys.executable, "-P", "-m", "dataplane.modes.userspace.relay", *map(str, descriptors)]
-    root = str(Path(__file__).resolve().parents[3])
+    argv = [sys.executable, "-P", "-m", "hybrid_proxy.dataplane.modes.userspace.relay", *map(str, descriptors)]
+    root = str(Path(hybrid_proxy.__file__).resolve().parents[1])
     paths = [root, *filter(None, (os.environ.get("PYTHONPATH"),))]
     child = subprocess.Popen(
         argv,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from dataplane.modes.userspace.messages import KEEPING, PLAIN
+from hybrid_proxy.dataplane.modes.userspace.messages import KEEPING, PLAIN
 
 # linux/in.h, linux/in6.h
 IP_TRANSPARENT, IPV6_TRANSPARENT = 19, 75

@@ -10,7 +10,7 @@ import traceback
 from collections import Counter
 from typing import Any, Final, Protocol
 
-from dataplane.modes.userspace.sockets import open_files
+from hybrid_proxy.dataplane.modes.userspace.sockets import open_files
 
 log = logging.getLogger(__name__)
 

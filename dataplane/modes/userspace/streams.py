@@ -16,10 +16,10 @@ import os
 import socket
 from typing import Final
 
-from dataplane.modes.userspace.messages import Conversation
-from dataplane.modes.userspace.ports import Port
-from dataplane.modes.userspace.sockets import resetting, toward
-from dataplane.modes.userspace.state import EXHAUSTED, TICK, State
+from hybrid_proxy.dataplane.modes.userspace.messages import Conversation
+from hybrid_proxy.dataplane.modes.userspace.ports import Port
+from hybrid_proxy.dataplane.modes.userspace.sockets import resetting, toward
+from hybrid_proxy.dataplane.modes.userspace.state import EXHAUSTED, TICK, State
 
 AT_ONCE: Final = 32  # connections that one port accepts before others get their turn
 

@@ -19,14 +19,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from dataplane.modes.userspace.lower import listen_addresses
-from dataplane.modes.userspace.messages import KEEPING, PLAIN
-from dataplane.netfilter import RELAY_PORTS, RELAY_TABLE
-from dataplane.nftables import expressions as x
-from dataplane.nftables import uapi as nf
-from dataplane.nftables.expressions import DROP, RETURN, Family, rule
-from dataplane.nftables.schema import ADDRESS, PORT, PROTOCOL, RANGE, VERDICT, Chain, Hook, Set
-from dataplane.table import NodeNetwork, family_of
+from hybrid_proxy.dataplane.modes.userspace.lower import listen_addresses
+from hybrid_proxy.dataplane.modes.userspace.messages import KEEPING, PLAIN
+from hybrid_proxy.dataplane.netfilter import RELAY_PORTS, RELAY_TABLE
+from hybrid_proxy.dataplane.nftables import expressions as x
+from hybrid_proxy.dataplane.nftables import uapi as nf
+from hybrid_proxy.dataplane.nftables.expressions import DROP, RETURN, Family, rule
+from hybrid_proxy.dataplane.nftables.schema import ADDRESS, PORT, PROTOCOL, RANGE, VERDICT, Chain, Hook, Set
+from hybrid_proxy.dataplane.table import NodeNetwork, family_of
 
 TABLE: Final = RELAY_TABLE
 FIREWALLED, ALLOWED = "firewalled", "allowed-sources"

@@ -22,15 +22,15 @@ from typing import Any
 
 import msgspec
 
-from dataplane.kernel import bpf
-from dataplane.mode import Options
-from dataplane.modes.ebpf import programmer, programs, sizes
-from dataplane.modes.ebpf.plan import Plan
-from dataplane.modes.ebpf.programmer import Ebpf
-from dataplane.modes.ebpf.programs import Loader
-from dataplane.modes.ebpf.rows import RowWriter
-from dataplane.modes.ebpf.writer import CountingFilter, MapWriter
-from dataplane.table import Backend, BackendSet, Entry, Kind, NodeNetwork, Protocol, ServiceTable
+from hybrid_proxy.dataplane.kernel import bpf
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf import programmer, programs, sizes
+from hybrid_proxy.dataplane.modes.ebpf.plan import Plan
+from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf
+from hybrid_proxy.dataplane.modes.ebpf.programs import Loader
+from hybrid_proxy.dataplane.modes.ebpf.rows import RowWriter
+from hybrid_proxy.dataplane.modes.ebpf.writer import CountingFilter, MapWriter
+from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Kind, NodeNetwork, Protocol, ServiceTable
 from tests.tables import Front, entry_of
 
 from . import readback

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.mode import Options
-from dataplane.modes.ebpf.maps import MapSet
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet
 from tests.pins import pin_folder
 
 

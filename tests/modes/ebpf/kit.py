@@ -8,13 +8,13 @@ from pathlib import Path
 
 import msgspec
 
-from dataplane.kernel.bpf import Map
-from dataplane.kernel.grace import jiffies_per_second
-from dataplane.mode import Options
-from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.programmer import Ebpf
-from dataplane.table import ServiceTable
-from workshop.lab.network import Lab
+from hybrid_proxy.dataplane.kernel.bpf import Map
+from hybrid_proxy.dataplane.kernel.grace import jiffies_per_second
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf
+from hybrid_proxy.dataplane.table import ServiceTable
+from hybrid_proxy.workshop.lab.network import Lab
 
 
 def small(lab: Lab, pins: Path | None = None) -> Options:

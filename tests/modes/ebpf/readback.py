@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.maps import MapSet
-from dataplane.modes.ebpf.store import Store
-from dataplane.table import Entry, Kind, Protocol, WhenEmpty
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet
+from hybrid_proxy.dataplane.modes.ebpf.store import Store
+from hybrid_proxy.dataplane.table import Entry, Kind, Protocol, WhenEmpty
 from tests.tables import fronts_of
 
 FLAGS = layout.abi_constants()

@@ -10,9 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.modes.ebpf import convert, layout
-from dataplane.modes.ebpf.convert import FLOWS, TABLES, Converter, Fate, Layout, UnknownMeaningError, plan, types_of
-from dataplane.modes.ebpf.layouts import BEFORE, ours
+from hybrid_proxy.dataplane.modes.ebpf import convert, layout
+from hybrid_proxy.dataplane.modes.ebpf.convert import (
+    FLOWS,
+    TABLES,
+    Converter,
+    Fate,
+    Layout,
+    UnknownMeaningError,
+    plan,
+    types_of,
+)
+from hybrid_proxy.dataplane.modes.ebpf.layouts import BEFORE, ours
 
 SHARED_BY_ALL = frozenset(ours().maps) - convert.OWN
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from pyroute2 import IPRoute
 
-from dataplane.kernel.bpf import Object, check, library, pinned_link
-from dataplane.kernel.drivers import Driver, driver_of, is_virtual, takes_frames
-from dataplane.kernel.links import Interface, read_node
-from dataplane.modes.ebpf import driver as module
-from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.driver import Drivers
-from dataplane.modes.ebpf.maps import MapSet
-from dataplane.modes.ebpf.pins import pins_in
-from dataplane.reports import XdpHooks
-from workshop.lab.frames import Receiver
+from hybrid_proxy.dataplane.kernel.bpf import Object, check, library, pinned_link
+from hybrid_proxy.dataplane.kernel.drivers import Driver, driver_of, is_virtual, takes_frames
+from hybrid_proxy.dataplane.kernel.links import Interface, read_node
+from hybrid_proxy.dataplane.modes.ebpf import driver as module
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.driver import Drivers
+from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet
+from hybrid_proxy.dataplane.modes.ebpf.pins import pins_in
+from hybrid_proxy.dataplane.reports import XdpHooks
+from hybrid_proxy.workshop.lab.frames import Receiver
 
 pytestmark = pytest.mark.root
 

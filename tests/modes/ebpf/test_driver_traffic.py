@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from dataplane.reports import Status, XdpHooks
+from hybrid_proxy.dataplane.reports import Status, XdpHooks
+from hybrid_proxy.workshop.lab.agent import Agent
+from hybrid_proxy.workshop.lab.frames import Receiver, fill_in_checksums
+from hybrid_proxy.workshop.lab.traffic import ask_tcp, ask_udp, download
 from tests.conformance.kit import HTTP, UDP, V4, V6, Bench, Service, attached, eventually, node_manifest
 from tests.namespaces import new_lab
-from workshop.lab.agent import Agent
-from workshop.lab.frames import Receiver, fill_in_checksums
-from workshop.lab.traffic import ask_tcp, ask_udp, download
 
 pytestmark = pytest.mark.root
 

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.errors import DataplaneError
-from dataplane.kernel._libbpf import ffi
-from dataplane.kernel.bpf import Object, check, library
-from dataplane.mode import Options
-from dataplane.modes.ebpf.layout import OBJECTS, stored_numbers
-from dataplane.modes.ebpf.maps import open_pinned_maps
-from dataplane.modes.ebpf.pins import fingerprint, folder_of, former_layouts, shapes, strangers
-from dataplane.modes.ebpf.programmer import clean, drain
+from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.kernel._libbpf import ffi
+from hybrid_proxy.dataplane.kernel.bpf import Object, check, library
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf.layout import OBJECTS, stored_numbers
+from hybrid_proxy.dataplane.modes.ebpf.maps import open_pinned_maps
+from hybrid_proxy.dataplane.modes.ebpf.pins import fingerprint, folder_of, former_layouts, shapes, strangers
+from hybrid_proxy.dataplane.modes.ebpf.programmer import clean, drain
+from hybrid_proxy.workshop.lab.network import Lab
 from tests.namespaces import new_lab
-from workshop.lab.network import Lab
 
 from .kit import begin_flow, has_flow, serve, small
 from .variants import compiled, numbers

@@ -10,15 +10,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dataplane.kernel.bpf import Map
-from dataplane.mode import Options
-from dataplane.modes.ebpf.carry import BRIDGE, MARK
-from dataplane.modes.ebpf.convert import Layout
-from dataplane.modes.ebpf.layout import dtype_of
-from dataplane.modes.ebpf.layouts import ARRAY, BEFORE, RECORD, recorded
-from dataplane.modes.ebpf.layouts import ours as our_layout
-from dataplane.modes.ebpf.programmer import Ebpf, clean, folder_of, former_layouts
-from dataplane.table import ServiceTable
+from hybrid_proxy.dataplane.kernel.bpf import Map
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf.carry import BRIDGE, MARK
+from hybrid_proxy.dataplane.modes.ebpf.convert import Layout
+from hybrid_proxy.dataplane.modes.ebpf.layout import dtype_of
+from hybrid_proxy.dataplane.modes.ebpf.layouts import ARRAY, BEFORE, RECORD, recorded
+from hybrid_proxy.dataplane.modes.ebpf.layouts import ours as our_layout
+from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean, folder_of, former_layouts
+from hybrid_proxy.dataplane.table import ServiceTable
 from tests.namespaces import new_lab
 
 from .kit import begin_flow, has_flow, serve, small

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.kernel.bpf import Map
-from dataplane.kernel.lock import hold
-from dataplane.mode import Options
-from dataplane.modes.ebpf.gone import collect, is_gone
-from dataplane.modes.ebpf.programmer import Ebpf
+from hybrid_proxy.dataplane.kernel.bpf import Map
+from hybrid_proxy.dataplane.kernel.lock import hold
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf.gone import collect, is_gone
+from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf
+from hybrid_proxy.workshop.lab.network import Lab
 from tests.namespaces import new_lab
-from workshop.lab.network import Lab
 
 from .kit import serve, small
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from dataplane.mode import Options
-from dataplane.modes.ebpf.programmer import clean
-from dataplane.modes.ebpf.traffic import FIELDS
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf.programmer import clean
+from hybrid_proxy.dataplane.modes.ebpf.traffic import FIELDS
+from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.lab.traffic import Stream, Tally, load, meanwhile
 from tests.namespaces import new_lab
-from workshop.lab.network import Lab
-from workshop.lab.traffic import Stream, Tally, load, meanwhile
 
 pytestmark = pytest.mark.root
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from workshop.lab.network import Lab
+from hybrid_proxy.workshop.lab.network import Lab
 
 from .child import STEPS
 from .test_growing import Child, lab, traffic_of  # noqa: F401 (a fixture)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from dataplane.balancing import ALGORITHMS
-from dataplane.modes.ebpf.lower import Rows, Settings, lower
-from dataplane.modes.ebpf.outliers import Ejection
-from dataplane.table import Backend, BackendSet, Entry, Kind, Masquerade, WhenEmpty
+from hybrid_proxy.dataplane.balancing import ALGORITHMS
+from hybrid_proxy.dataplane.modes.ebpf.lower import Rows, Settings, lower
+from hybrid_proxy.dataplane.modes.ebpf.outliers import Ejection
+from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Kind, Masquerade, WhenEmpty
 from tests.modes.make import entry as port
 from tests.tables import Front
 

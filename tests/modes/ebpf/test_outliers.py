@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.outliers import FIRST, LONGEST, Ejection, OutlierDetector, ejected
-from dataplane.modes.ebpf.plan import Subject
-from dataplane.modes.ebpf.store import Store
-from dataplane.table import Entry
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.outliers import FIRST, LONGEST, Ejection, OutlierDetector, ejected
+from hybrid_proxy.dataplane.modes.ebpf.plan import Subject
+from hybrid_proxy.dataplane.modes.ebpf.store import Store
+from hybrid_proxy.dataplane.table import Entry
 
 from .readback import check, programmed, settle
 from .test_store import HZ, V1, V6, OpenMaps, entry, one, restart

@@ -11,9 +11,9 @@ from contextlib import closing, suppress
 
 import pytest
 
-from dataplane.mode import Options
-from dataplane.modes.ebpf import probes
-from dataplane.modes.ebpf.probes import AT_ONCE, Prober, Target, probe
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf import probes
+from hybrid_proxy.dataplane.modes.ebpf.probes import AT_ONCE, Prober, Target, probe
 
 PATIENCE = 60.0
 QUICK = Options(probe_interval=0.1, probe_timeout=0.3, probe_failures=2)

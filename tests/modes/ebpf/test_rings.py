@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from dataplane.balancing import ALGORITHMS, ring_of
-from dataplane.balancing.least_connections import FAIR
-from dataplane.modes.ebpf import layout
-from dataplane.modes.ebpf.programmer import Ebpf
-from dataplane.modes.ebpf.store import Store
-from dataplane.table import Backend, BackendSet, Entry, ServiceTable
+from hybrid_proxy.dataplane.balancing import ALGORITHMS, ring_of
+from hybrid_proxy.dataplane.balancing.least_connections import FAIR
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf
+from hybrid_proxy.dataplane.modes.ebpf.store import Store
+from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, ServiceTable
 from tests.tables import fronts_of
 
 from .readback import check_books, programmed, settle

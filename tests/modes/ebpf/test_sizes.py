@@ -6,11 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.mode import Options
-from dataplane.modes.ebpf.lower import lower
-from dataplane.modes.ebpf.pools import SETTINGS, size_class
-from dataplane.modes.ebpf.sizes import FLOOR, bounds, crowded, fitting, fixed, foreseen, grown, least, needs
-from dataplane.table import Backend, BackendSet, Entry, Kind, Protocol
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf.lower import lower
+from hybrid_proxy.dataplane.modes.ebpf.pools import SETTINGS, size_class
+from hybrid_proxy.dataplane.modes.ebpf.sizes import (
+    FLOOR,
+    bounds,
+    crowded,
+    fitting,
+    fixed,
+    foreseen,
+    grown,
+    least,
+    needs,
+)
+from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Kind, Protocol
 from tests.tables import Front, entry_of
 
 UPPER = bounds(Options())

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from dataplane.kernel.bpf import BpfError, Map
-from dataplane.modes.ebpf.maps import MapSet
-from dataplane.modes.ebpf.store import Store
-from dataplane.table import Backend, BackendSet, Entry, Kind, Protocol, WhenEmpty
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map
+from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet
+from hybrid_proxy.dataplane.modes.ebpf.store import Store
+from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Kind, Protocol, WhenEmpty
 from tests.tables import Front, entry_of, fronts_of, with_fronts
 
 from .readback import check, programmed, settle

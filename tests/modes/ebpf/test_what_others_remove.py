@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 from pyroute2 import IPRoute
 
-from dataplane.kernel.bpf import Map, Object, check, library, pinned_link, update_link
-from dataplane.kernel.clsact import EGRESS, HANDLE, INGRESS, PRIORITY
-from dataplane.modes.ebpf.attach import SOCKET_HOOKS, SOCKOPS_HOOKS, TCX_EGRESS, TCX_INGRESS
-from dataplane.modes.ebpf.layout import OBJECTS
-from dataplane.modes.ebpf.programmer import Ebpf, clean
-from dataplane.table import ServiceTable
+from hybrid_proxy.dataplane.kernel.bpf import Map, Object, check, library, pinned_link, update_link
+from hybrid_proxy.dataplane.kernel.clsact import EGRESS, HANDLE, INGRESS, PRIORITY
+from hybrid_proxy.dataplane.modes.ebpf.attach import SOCKET_HOOKS, SOCKOPS_HOOKS, TCX_EGRESS, TCX_INGRESS
+from hybrid_proxy.dataplane.modes.ebpf.layout import OBJECTS
+from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean
+from hybrid_proxy.dataplane.table import ServiceTable
+from hybrid_proxy.workshop.lab.network import Lab
 from tests.conformance.kit import programs_at
 from tests.namespaces import new_lab
 from tests.pins import pin_folder
-from workshop.lab.network import Lab
 
 from .kit import small
 

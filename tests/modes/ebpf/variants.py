@@ -10,10 +10,10 @@ from pathlib import Path
 from runpy import run_path
 from typing import Any
 
-from dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf import layout
 
 REPOSITORY = Path(__file__).parents[3]
-OBJECTS = layout.OBJECTS.relative_to(REPOSITORY)
+OBJECTS = layout.OBJECTS.resolve().relative_to(REPOSITORY)
 
 
 def compiled(folder: Path, *edits: Sequence[str], objects: Sequence[str] = ("connect", "xdp")) -> Path:

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from dataplane.kernel.xtables import VARIANTS
+from hybrid_proxy.dataplane.kernel.xtables import VARIANTS
 
 
 @pytest.fixture(params=VARIANTS)

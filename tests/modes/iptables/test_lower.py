@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.semantics.explain import Packet as Question
-from controller.semantics.explain import explain
-from dataplane.mode import Options
-from dataplane.modes.iptables.lower import (
+from hybrid_proxy.controller.semantics.explain import Packet as Question
+from hybrid_proxy.controller.semantics.explain import explain
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.iptables.lower import (
     Lowered,
     Node,
     constant_chains,
@@ -20,9 +20,9 @@ from dataplane.modes.iptables.lower import (
     same_addresses,
     usual_masquerade,
 )
-from dataplane.modes.iptables.names import service_chains
-from dataplane.modes.iptables.programmer import Iptables
-from dataplane.table import (
+from hybrid_proxy.dataplane.modes.iptables.names import service_chains
+from hybrid_proxy.dataplane.modes.iptables.programmer import Iptables
+from hybrid_proxy.dataplane.table import (
     Backend,
     BackendSet,
     Entry,

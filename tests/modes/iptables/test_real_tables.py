@@ -12,12 +12,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dataplane.kernel.xtables import Xtables, find
-from dataplane.mode import Options, SyncResult
-from dataplane.modes.iptables.programmer import Iptables, clean, look, needs, probe
-from dataplane.modes.iptables.readback import parse
-from dataplane.reports import BackendRow, ServiceRow
-from dataplane.table import Backend, BackendSet, Entry, ServiceTable
+from hybrid_proxy.dataplane.kernel.xtables import Xtables, find
+from hybrid_proxy.dataplane.mode import Options, SyncResult
+from hybrid_proxy.dataplane.modes.iptables.programmer import Iptables, clean, look, needs, probe
+from hybrid_proxy.dataplane.modes.iptables.readback import parse
+from hybrid_proxy.dataplane.reports import BackendRow, ServiceRow
+from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, ServiceTable
 from tests.modes.make import NETWORK, service, table
 from tests.tables import fronts_of, with_fronts
 

@@ -7,9 +7,9 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.modes.iptables.names import addresses, ports
-from dataplane.modes.iptables.tree import FULL, Changes, Tree
-from dataplane.table import Protocol
+from hybrid_proxy.dataplane.modes.iptables.names import addresses, ports
+from hybrid_proxy.dataplane.modes.iptables.tree import FULL, Changes, Tree
+from hybrid_proxy.dataplane.table import Protocol
 
 
 class Chains:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from dataplane.mode import Options
-from dataplane.modes.ipvs.programmer import Ipvs
-from dataplane.modes.ipvs.writer import Kernel
-from dataplane.table import (
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ipvs.programmer import Ipvs
+from hybrid_proxy.dataplane.modes.ipvs.writer import Kernel
+from hybrid_proxy.dataplane.table import (
     Backend,
     BackendSet,
     Entry,
@@ -19,7 +19,7 @@ from dataplane.table import (
     ServiceTable,
     WhenEmpty,
 )  # fmt: skip
-from dataplane.virtual_servers import Change, Config, Connection, Destination, Element, Server, Verb
+from hybrid_proxy.dataplane.virtual_servers import Change, Config, Connection, Destination, Element, Server, Verb
 from tests.fakes.ipvs import FakeDevice, FakeIpvs, FakeRoutes, FakeSets, Journal
 from tests.fakes.xtables import FakeXtables
 from tests.modes.make import entry

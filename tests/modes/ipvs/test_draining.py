@@ -6,12 +6,12 @@ import socket
 
 import pytest
 
-from dataplane import netfilter
-from dataplane.kernel import ipvs
-from dataplane.mode import Drains
-from dataplane.modes.ipvs.draining import READINGS, sources
-from dataplane.table import Backend, NodeNetwork, Protocol
-from dataplane.virtual_servers import Connection, Server
+from hybrid_proxy.dataplane import netfilter
+from hybrid_proxy.dataplane.kernel import ipvs
+from hybrid_proxy.dataplane.mode import Drains
+from hybrid_proxy.dataplane.modes.ipvs.draining import READINGS, sources
+from hybrid_proxy.dataplane.table import Backend, NodeNetwork, Protocol
+from hybrid_proxy.dataplane.virtual_servers import Connection, Server
 from tests.modes.make import entry
 
 from .kit import NETWORK, TCP, UDP, A, B, C, Node, cluster_ip, destination, route, web

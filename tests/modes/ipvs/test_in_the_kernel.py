@@ -13,16 +13,16 @@ import msgspec
 import pytest
 from pyroute2 import IPRoute
 
-from dataplane.errors import Unsupported
-from dataplane.kernel import sysctl, xtables
-from dataplane.kernel.ipset import Ipsets
-from dataplane.kernel.ipvs import Ipvs as VirtualServers
-from dataplane.kernel.local_routes import LocalRoutes
-from dataplane.mode import Options
-from dataplane.modes.ipvs.programmer import DRAIN_SECONDS, Ipvs, clean, drain, look, probe
-from dataplane.modes.ipvs.rules import ours
-from dataplane.modes.ipvs.writer import DEVICE
-from dataplane.table import (
+from hybrid_proxy.dataplane.errors import Unsupported
+from hybrid_proxy.dataplane.kernel import sysctl, xtables
+from hybrid_proxy.dataplane.kernel.ipset import Ipsets
+from hybrid_proxy.dataplane.kernel.ipvs import Ipvs as VirtualServers
+from hybrid_proxy.dataplane.kernel.local_routes import LocalRoutes
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ipvs.programmer import DRAIN_SECONDS, Ipvs, clean, drain, look, probe
+from hybrid_proxy.dataplane.modes.ipvs.rules import ours
+from hybrid_proxy.dataplane.modes.ipvs.writer import DEVICE
+from hybrid_proxy.dataplane.table import (
     EMPTY,
     Backend,
     BackendSet,
@@ -33,7 +33,7 @@ from dataplane.table import (
     ServiceTable,
     socket_text,
 )
-from dataplane.virtual_servers import Server
+from hybrid_proxy.dataplane.virtual_servers import Server
 from tests import namespaces
 from tests.nft import nft
 from tests.tables import Front, entry_of

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dataplane.modes.ipvs.lower import SETS, Lowered, Node, lower, node_of
-from dataplane.table import Kind, Masquerade, NodeNetwork, Protocol
-from dataplane.virtual_servers import Config, Server
+from hybrid_proxy.dataplane.modes.ipvs.lower import SETS, Lowered, Node, lower, node_of
+from hybrid_proxy.dataplane.table import Kind, Masquerade, NodeNetwork, Protocol
+from hybrid_proxy.dataplane.virtual_servers import Config, Server
 from tests.modes.make import entry
 from tests.tables import Front
 
@@ -159,7 +159,7 @@ def test_datagrams_do_not_linger_unless_their_backend_serves() -> None:
 
 
 def test_ipv6_has_sets_of_its_own() -> None:
-    from dataplane.table import Backend
+    from hybrid_proxy.dataplane.table import Backend
 
     six = Backend("fd77:1::2", 8080, local=True)
     result = lowered(entry(cluster_ip(route(six), "fd96::1"), serving=(six,), family=6))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from dataplane import netfilter
-from dataplane.errors import SyncError
-from dataplane.modes.ipvs import programmer as module
-from dataplane.table import Backend, BackendSet, Kind, Masquerade, Protocol
-from dataplane.virtual_servers import Change, Element, Server, Timeouts, Verb
+from hybrid_proxy.dataplane import netfilter
+from hybrid_proxy.dataplane.errors import SyncError
+from hybrid_proxy.dataplane.modes.ipvs import programmer as module
+from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, Masquerade, Protocol
+from hybrid_proxy.dataplane.virtual_servers import Change, Element, Server, Timeouts, Verb
 from tests.modes.make import entry
 from tests.tables import Front, with_fronts
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from dataplane.modes.ipvs.lower import SETS, set_name
-from dataplane.modes.ipvs.rules import JUMPS, ours, pod_match, removal, restore_text
-from dataplane.table import NodeNetwork, PodMatch
+from hybrid_proxy.dataplane.modes.ipvs.lower import SETS, set_name
+from hybrid_proxy.dataplane.modes.ipvs.rules import JUMPS, ours, pod_match, removal, restore_text
+from hybrid_proxy.dataplane.table import NodeNetwork, PodMatch
 from tests.fakes.xtables import FakeXtables
 
 from .kit import NETWORK

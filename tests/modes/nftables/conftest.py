@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dataplane.mode import Options
-from dataplane.modes.nftables.programmer import Nftables
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.nftables.programmer import Nftables
 from tests.fakes.nftables import FakeNftables
 from tests.modes.nftables.make import NODE
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataplane.table import (
+from hybrid_proxy.dataplane.table import (
     Backend,
     BackendSet,
     Entry,

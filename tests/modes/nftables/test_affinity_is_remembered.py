@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dataplane.mode import Options
-from dataplane.modes.nftables.programmer import Nftables
-from dataplane.table import Entry, Kind, Masquerade, WhenEmpty
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.nftables.programmer import Nftables
+from hybrid_proxy.dataplane.table import Entry, Kind, Masquerade, WhenEmpty
 from tests.fakes.nftables import FakeNftables, Packet
 from tests.modes.make import entry
 from tests.modes.nftables.make import cluster_ip, route, table

@@ -6,14 +6,14 @@ import zlib
 
 import pytest
 
-from dataplane.modes.nftables import affinity, lower
-from dataplane.modes.nftables.picks import Pick, chain_named
-from dataplane.modes.nftables.tables import SPACES
-from dataplane.nftables import operations as op
-from dataplane.nftables.expressions import FAMILIES, Verdict
-from dataplane.nftables.schema import Element
-from dataplane.nftables.uapi import NFT_GOTO
-from dataplane.table import Masquerade, NodeNetwork, Remembered
+from hybrid_proxy.dataplane.modes.nftables import affinity, lower
+from hybrid_proxy.dataplane.modes.nftables.picks import Pick, chain_named
+from hybrid_proxy.dataplane.modes.nftables.tables import SPACES
+from hybrid_proxy.dataplane.nftables import operations as op
+from hybrid_proxy.dataplane.nftables.expressions import FAMILIES, Verdict
+from hybrid_proxy.dataplane.nftables.schema import Element
+from hybrid_proxy.dataplane.nftables.uapi import NFT_GOTO
+from hybrid_proxy.dataplane.table import Masquerade, NodeNetwork, Remembered
 from tests.modes.make import entry
 from tests.modes.nftables.make import cluster_ip, route
 

@@ -8,11 +8,11 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from controller.semantics.explain import Packet as Asked
-from controller.semantics.explain import explain
-from dataplane.mode import Options
-from dataplane.modes.nftables.programmer import Nftables
-from dataplane.table import (
+from hybrid_proxy.controller.semantics.explain import Packet as Asked
+from hybrid_proxy.controller.semantics.explain import explain
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.nftables.programmer import Nftables
+from hybrid_proxy.dataplane.table import (
     Backend,
     BackendSet,
     Entry,

@@ -6,13 +6,13 @@ import errno
 
 import pytest
 
-from dataplane.errors import DataplaneError, SyncError
-from dataplane.mode import Options, ProbePacket
-from dataplane.modes.nftables.listing import Tables
-from dataplane.modes.nftables.programmer import Nftables
-from dataplane.nftables import operations as op
-from dataplane.nftables.schema import ADDRESS, Element, Set
-from dataplane.table import Kind, Masquerade, NodeNetwork, ServiceTable
+from hybrid_proxy.dataplane.errors import DataplaneError, SyncError
+from hybrid_proxy.dataplane.mode import Options, ProbePacket
+from hybrid_proxy.dataplane.modes.nftables.listing import Tables
+from hybrid_proxy.dataplane.modes.nftables.programmer import Nftables
+from hybrid_proxy.dataplane.nftables import operations as op
+from hybrid_proxy.dataplane.nftables.schema import ADDRESS, Element, Set
+from hybrid_proxy.dataplane.table import Kind, Masquerade, NodeNetwork, ServiceTable
 from tests.fakes.nftables import FakeNftables
 from tests.modes.make import entry
 from tests.modes.nftables.make import NODE, cluster_ip, route, table

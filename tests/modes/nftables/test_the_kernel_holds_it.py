@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.errors import SyncError
-from dataplane.kernel.nfnetlink import NftablesError
-from dataplane.mode import Options
-from dataplane.modes.nftables.picks import chain_named
-from dataplane.modes.nftables.programmer import MODE, Nftables
-from dataplane.modes.nftables.tables import SETS, TABLE
-from dataplane.nftables import operations as op
-from dataplane.nftables.expressions import FAMILIES, Family, Verdict
-from dataplane.nftables.schema import Element
-from dataplane.nftables.uapi import NFT_GOTO
-from dataplane.nftables.wire import Kernel
-from dataplane.table import Entry, Kind, Masquerade, NodeNetwork, PodMatch, ServiceTable, WhenEmpty
+from hybrid_proxy.dataplane.errors import SyncError
+from hybrid_proxy.dataplane.kernel.nfnetlink import NftablesError
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.nftables.picks import chain_named
+from hybrid_proxy.dataplane.modes.nftables.programmer import MODE, Nftables
+from hybrid_proxy.dataplane.modes.nftables.tables import SETS, TABLE
+from hybrid_proxy.dataplane.nftables import operations as op
+from hybrid_proxy.dataplane.nftables.expressions import FAMILIES, Family, Verdict
+from hybrid_proxy.dataplane.nftables.schema import Element
+from hybrid_proxy.dataplane.nftables.uapi import NFT_GOTO
+from hybrid_proxy.dataplane.nftables.wire import Kernel
+from hybrid_proxy.dataplane.table import Entry, Kind, Masquerade, NodeNetwork, PodMatch, ServiceTable, WhenEmpty
 from tests.fakes.nftables import FakeNftables
 from tests.modes.make import entry
 from tests.modes.nftables.make import cluster_ip, route, table

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
-from dataplane.modes.userspace import messages as m
-from dataplane.modes.userspace.relay import Relay
-from dataplane.modes.userspace.state import State
+from hybrid_proxy.dataplane.modes.userspace import messages as m
+from hybrid_proxy.dataplane.modes.userspace.relay import Relay
+from hybrid_proxy.dataplane.modes.userspace.state import State
 
 HOST = "127.0.0.1"
 TCP, UDP = socket.IPPROTO_TCP, socket.IPPROTO_UDP

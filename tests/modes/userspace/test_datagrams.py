@@ -9,9 +9,9 @@ from collections import Counter
 
 import pytest
 
-from dataplane.modes.userspace import messages as m
-from dataplane.modes.userspace.icmp import PER_SECOND, IcmpErrors, checksum, message
-from dataplane.modes.userspace.streams import MOST_ATTEMPTS
+from hybrid_proxy.dataplane.modes.userspace import messages as m
+from hybrid_proxy.dataplane.modes.userspace.icmp import PER_SECOND, IcmpErrors, checksum, message
+from hybrid_proxy.dataplane.modes.userspace.streams import MOST_ATTEMPTS
 
 from .kit import HOST, UDP, Running, eventually
 
@@ -174,7 +174,7 @@ def test_an_idle_session_ends_and_the_next_datagram_begins_another(relay: Runnin
 
 
 def test_a_conversation_lasts_longer_than_a_question(relay: Running, echo, monkeypatch) -> None:
-    monkeypatch.setattr("dataplane.modes.userspace.datagrams.CONVERSATION", 0.2)
+    monkeypatch.setattr("hybrid_proxy.dataplane.modes.userspace.datagrams.CONVERSATION", 0.2)
     sessions = relay.relay.sessions
     sessions.short_seconds = 0.5
     address = relay.serve(echo("a").address, protocol=UDP)
@@ -232,7 +232,7 @@ def test_a_datagram_that_the_host_lets_out_to_nobody_is_given_up(relay: Running,
     def toward(*_: object) -> socket.socket:
         return Forbidden(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
 
-    monkeypatch.setattr("dataplane.modes.userspace.datagrams.toward", toward)
+    monkeypatch.setattr("hybrid_proxy.dataplane.modes.userspace.datagrams.toward", toward)
     at = relay.serve(*((HOST, 20_000 + number) for number in range(600)), protocol=UDP)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
         client.sendto(b"question", at)

@@ -13,19 +13,28 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.errors import Occupied
-from dataplane.kernel import conntrack
-from dataplane.mode import Drains, Options
-from dataplane.modes.nftables import programmer as nftables
-from dataplane.modes.userspace import messages as m
-from dataplane.modes.userspace import programmer
-from dataplane.modes.userspace.relay_client import connect
-from dataplane.table import Backend, BackendSet, Kind, Masquerade, NodeNetwork, PodMatch, Protocol, ServiceTable
+from hybrid_proxy.dataplane.errors import Occupied
+from hybrid_proxy.dataplane.kernel import conntrack
+from hybrid_proxy.dataplane.mode import Drains, Options
+from hybrid_proxy.dataplane.modes.nftables import programmer as nftables
+from hybrid_proxy.dataplane.modes.userspace import messages as m
+from hybrid_proxy.dataplane.modes.userspace import programmer
+from hybrid_proxy.dataplane.modes.userspace.relay_client import connect
+from hybrid_proxy.dataplane.table import (
+    Backend,
+    BackendSet,
+    Kind,
+    Masquerade,
+    NodeNetwork,
+    PodMatch,
+    Protocol,
+    ServiceTable,
+)
+from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.lab.traffic import Reply, ask_tcp, ask_udp
 from tests.namespaces import new_lab
 from tests.nft import nft
 from tests.tables import Front, entry_of
-from workshop.lab.network import Lab
-from workshop.lab.traffic import Reply, ask_tcp, ask_udp
 
 from .kit import eventually
 

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from dataplane.modes.userspace import plan, tables
-from dataplane.modes.userspace.choice import SUSPECT_SECONDS, Chooser
-from dataplane.modes.userspace.lower import Redirect, lower, lower_node
-from dataplane.modes.userspace.messages import Keep, Port
-from dataplane.nftables import operations as op
-from dataplane.nftables.expressions import Verdict
-from dataplane.nftables.schema import Element
-from dataplane.nftables.uapi import NFT_GOTO
-from dataplane.table import Backend, BackendSet, Entry, Kind, Masquerade, NodeNetwork, PodMatch, Protocol, WhenEmpty
+from hybrid_proxy.dataplane.modes.userspace import plan, tables
+from hybrid_proxy.dataplane.modes.userspace.choice import SUSPECT_SECONDS, Chooser
+from hybrid_proxy.dataplane.modes.userspace.lower import Redirect, lower, lower_node
+from hybrid_proxy.dataplane.modes.userspace.messages import Keep, Port
+from hybrid_proxy.dataplane.nftables import operations as op
+from hybrid_proxy.dataplane.nftables.expressions import Verdict
+from hybrid_proxy.dataplane.nftables.schema import Element
+from hybrid_proxy.dataplane.nftables.uapi import NFT_GOTO
+from hybrid_proxy.dataplane.table import (
+    Backend,
+    BackendSet,
+    Entry,
+    Kind,
+    Masquerade,
+    NodeNetwork,
+    PodMatch,
+    Protocol,
+    WhenEmpty,
+)
 from tests.tables import Front, entry_of
 
 A, B = Backend("10.1.0.1", 8080, local=True), Backend("10.1.1.2", 8080)
@@ -173,7 +183,7 @@ def test_who_failed_is_avoided_for_a_while_by_new_clients() -> None:
 
 
 def test_clients_with_affinity_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dataplane.modes.userspace.choice.MAX_CLIENTS", 2)
+    monkeypatch.setattr("hybrid_proxy.dataplane.modes.userspace.choice.MAX_CLIENTS", 2)
     chooser = Chooser(affinity=3600)
     for number, client in enumerate(("a", "b", "a", "c")):
         chooser.settled(client, ("10.0.0.1", 80), float(number))

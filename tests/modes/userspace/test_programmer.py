@@ -16,16 +16,16 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from dataplane.errors import DataplaneError, Occupied
-from dataplane.kernel import policy
-from dataplane.kernel.other_proxies import may_have_left
-from dataplane.mode import Options
-from dataplane.modes.userspace import messages, programmer
-from dataplane.modes.userspace.relay_client import draining
-from dataplane.modes.userspace.tables import SETS, TABLE
-from dataplane.nftables.expressions import FAMILIES
-from dataplane.nftables.wire import Kernel
-from dataplane.table import (
+from hybrid_proxy.dataplane.errors import DataplaneError, Occupied
+from hybrid_proxy.dataplane.kernel import policy
+from hybrid_proxy.dataplane.kernel.other_proxies import may_have_left
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.userspace import messages, programmer
+from hybrid_proxy.dataplane.modes.userspace.relay_client import draining
+from hybrid_proxy.dataplane.modes.userspace.tables import SETS, TABLE
+from hybrid_proxy.dataplane.nftables.expressions import FAMILIES
+from hybrid_proxy.dataplane.nftables.wire import Kernel
+from hybrid_proxy.dataplane.table import (
     Backend,
     BackendSet,
     Kind,
@@ -36,10 +36,10 @@ from dataplane.table import (
     ServiceTable,
     socket_text,
 )
+from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.lab.traffic import ask_tcp
 from tests.nft import nft
 from tests.tables import Front, entry_of
-from workshop.lab.network import Lab
-from workshop.lab.traffic import ask_tcp
 
 from .kit import eventually
 
@@ -268,7 +268,7 @@ def test_a_relay_of_another_version_hands_over_and_serves_to_the_end(node: Node,
         monkeypatch.setattr(messages, "VERSION", messages.VERSION + 1)
         monkeypatch.setattr(programmer.m, "VERSION", messages.VERSION)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("dataplane.modes.userspace.relay_client.m.VERSION", messages.VERSION)
+            patch.setattr("hybrid_proxy.dataplane.modes.userspace.relay_client.m.VERSION", messages.VERSION)
             node.open()
         assert node.mode.client.pid != old
         assert len(draining()) == 1

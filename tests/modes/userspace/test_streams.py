@@ -14,10 +14,10 @@ from collections import Counter
 
 import pytest
 
-from dataplane.modes.userspace import messages as m
-from dataplane.modes.userspace import streams
-from dataplane.modes.userspace.sockets import RESET
-from dataplane.modes.userspace.streams import CHUNK, PIPE
+from hybrid_proxy.dataplane.modes.userspace import messages as m
+from hybrid_proxy.dataplane.modes.userspace import streams
+from hybrid_proxy.dataplane.modes.userspace.sockets import RESET
+from hybrid_proxy.dataplane.modes.userspace.streams import CHUNK, PIPE
 
 from .kit import NETWORK, Running, connect, eventually, nobody, silent, who
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.modes.userspace import plan
-from dataplane.modes.userspace.tables import LEADING, SETS, TABLE
-from dataplane.nftables import operations as op
-from dataplane.nftables.expressions import FAMILIES
-from dataplane.nftables.wire import Kernel
-from dataplane.table import NodeNetwork, PodMatch
+from hybrid_proxy.dataplane.modes.userspace import plan
+from hybrid_proxy.dataplane.modes.userspace.tables import LEADING, SETS, TABLE
+from hybrid_proxy.dataplane.nftables import operations as op
+from hybrid_proxy.dataplane.nftables.expressions import FAMILIES
+from hybrid_proxy.dataplane.nftables.wire import Kernel
+from hybrid_proxy.dataplane.table import NodeNetwork, PodMatch
 from tests.nft import chains, nft
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("namespace")]

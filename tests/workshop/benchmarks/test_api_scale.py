@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from controller.agent.event_queue import CAPACITY
-from workshop.benchmarks.api_scale import FAULTS, Load, run
+from hybrid_proxy.controller.agent.event_queue import CAPACITY
+from hybrid_proxy.workshop.benchmarks.api_scale import FAULTS, Load, run
 
 pytestmark = pytest.mark.root
 

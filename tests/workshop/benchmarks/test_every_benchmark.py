@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from workshop.benchmarks.__main__ import available, run
-from workshop.benchmarks.api_scale import Load
+from hybrid_proxy.workshop.benchmarks.__main__ import available, run
+from hybrid_proxy.workshop.benchmarks.api_scale import Load
 
 CLUSTER = {"SERVICES": 20, "ENDPOINTS": 3}
 ROUNDS = {"ROUNDS": 1}
@@ -85,7 +85,7 @@ def test_it_starts_and_ends_with_its_line(
 ) -> None:
     for module, constants in SMALL[name].items():
         for constant, value in constants.items():
-            monkeypatch.setattr(importlib.import_module(f"workshop.benchmarks.{module}"), constant, value)
+            monkeypatch.setattr(importlib.import_module(f"hybrid_proxy.workshop.benchmarks.{module}"), constant, value)
     run(name).report()
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["name"] == name.replace("_", "-")

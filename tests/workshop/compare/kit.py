@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from workshop.compare.plan import METRICS, Settings, steps
-from workshop.compare.result import BINS, Cell, Machine, ModeState, Run
+from hybrid_proxy.workshop.compare.plan import METRICS, Settings, steps
+from hybrid_proxy.workshop.compare.result import BINS, Cell, Machine, ModeState, Run
 
 MACHINE = Machine("6.18.0", "Debian 12", "a <processor> & more", 2, 8 << 30, "kvm", False, 0.5, {"wrk": "4.1.0"})
 

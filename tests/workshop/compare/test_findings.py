@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from hybrid_proxy.workshop.compare.findings import findings, shown
+from hybrid_proxy.workshop.compare.result import Run
 from tests.workshop.compare.kit import MACHINE, made_up, swung
-from workshop.compare.findings import findings, shown
-from workshop.compare.result import Run
 
 
 def test_ratios_are_of_the_round_and_not_of_the_day() -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from controller import cli
-from workshop.compare import objects
-from workshop.compare.report import Report
-from workshop.lab.agent import Agent
-from workshop.lab.network import NODE_NAMES, Lab
-from workshop.lab.objects import manifest
+from hybrid_proxy.controller import cli
+from hybrid_proxy.workshop.compare import objects
+from hybrid_proxy.workshop.compare.report import Report
+from hybrid_proxy.workshop.lab.agent import Agent
+from hybrid_proxy.workshop.lab.network import NODE_NAMES, Lab
+from hybrid_proxy.workshop.lab.objects import manifest
 
 pytestmark = pytest.mark.root
 NAME = "compare/moving"
@@ -40,7 +40,7 @@ def agent() -> Iterator[Agent]:
 
 
 def command(agent: Agent, state: Path, *more: str) -> list[str]:
-    return [sys.executable, "-m", "controller", *arguments(agent, state, *more)]
+    return [sys.executable, "-m", "hybrid_proxy.controller", *arguments(agent, state, *more)]
 
 
 def arguments(agent: Agent, state: Path, *more: str) -> list[str]:

@@ -13,12 +13,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from controller import cli
+from hybrid_proxy.controller import cli
+from hybrid_proxy.workshop.compare.report import Report, report
+from hybrid_proxy.workshop.compare.state import opened
 from tests.waiting import until
 from tests.workshop.compare.browser import PROGRAM, Browser, Media, Scheme, browser
 from tests.workshop.compare.kit import all_modes, in_a_machine
-from workshop.compare.report import Report, report
-from workshop.compare.state import opened
 
 ROOT = Path(__file__).resolve().parents[3]
 PICTURES = ROOT / "build/compare-pictures"

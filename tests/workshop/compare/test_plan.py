@@ -6,7 +6,7 @@ from collections import Counter
 
 import msgspec
 
-from workshop.compare.plan import LOADS, METRICS, Settings, Step, control_first, steps
+from hybrid_proxy.workshop.compare.plan import LOADS, METRICS, Settings, Step, control_first, steps
 
 ALL = ("ebpf", "nftables", "iptables")
 SETTINGS = Settings(modes=ALL, sizes=(10, 1000), backends=2, rounds=6, seconds=1, changes=3)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from hybrid_proxy.workshop.compare.plots import Axis, Mark, Panel, distributions, forest
+from hybrid_proxy.workshop.compare.report import report
 from tests.workshop.compare.kit import all_modes, in_a_machine, made_up, swung
-from workshop.compare.plots import Axis, Mark, Panel, distributions, forest
-from workshop.compare.report import report
 
 
 def marks(panel: Panel, title: str) -> dict[str, Mark]:

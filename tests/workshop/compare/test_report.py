@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import msgspec
 import pytest
 
-from controller import cli
+from hybrid_proxy.controller import cli
+from hybrid_proxy.workshop.compare.html import html
+from hybrid_proxy.workshop.compare.markdown import markdown
+from hybrid_proxy.workshop.compare.report import Report, report
+from hybrid_proxy.workshop.compare.result import Run
 from tests.workshop.compare.kit import EVERY, MACHINE, all_modes, in_a_machine, made_up, swung
-from workshop.compare.html import html
-from workshop.compare.markdown import markdown
-from workshop.compare.report import Report, report
-from workshop.compare.result import Run
 
 
 def needs(run: Run) -> str:

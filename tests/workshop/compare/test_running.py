@@ -14,12 +14,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from controller import cli
-from workshop.compare.plan import METRICS
-from workshop.compare.report import Report
-from workshop.compare.result import BINS
-from workshop.lab import namespace
-from workshop.lab.network import RUN
+from hybrid_proxy.controller import cli
+from hybrid_proxy.workshop.compare.plan import METRICS
+from hybrid_proxy.workshop.compare.report import Report
+from hybrid_proxy.workshop.compare.result import BINS
+from hybrid_proxy.workshop.lab import namespace
+from hybrid_proxy.workshop.lab.network import RUN
 
 pytestmark = pytest.mark.root
 MODES = ("ebpf", "nftables")
@@ -28,7 +28,7 @@ SHORT = f"--modes {','.join(MODES)} --services 10 --backends 2 --rounds 1 --turn
 
 def command(*more: str) -> list[str]:
     """Ctrl-C means something to it, also where this run ignores it, as what a shell starts in the background does."""
-    return ["env", "--default-signal=INT", sys.executable, "-m", "controller", "compare", *SHORT, *more]
+    return ["env", "--default-signal=INT", sys.executable, "-m", "hybrid_proxy.controller", "compare", *SHORT, *more]
 
 
 @pytest.fixture(scope="module")

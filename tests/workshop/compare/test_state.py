@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from controller.errors import ConfigError
+from hybrid_proxy.controller.errors import ConfigError
+from hybrid_proxy.workshop.compare.state import opened
 from tests.workshop.compare.kit import made_up
-from workshop.compare.state import opened
 
 
 def test_what_is_finished_is_there_again(tmp_path: Path) -> None:

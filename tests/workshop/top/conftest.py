@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from hybrid_proxy.workshop.lab import examples
+from hybrid_proxy.workshop.lab.agent import Agent, remove
+from hybrid_proxy.workshop.lab.network import Lab
 from tests.namespaces import new_lab
-from workshop.lab import examples
-from workshop.lab.agent import Agent, remove
-from workshop.lab.network import Lab
 
-TRAFFIC = (sys.executable, "-m", "workshop.lab.traffic", "load")
+TRAFFIC = (sys.executable, "-m", "hybrid_proxy.workshop.lab.traffic", "load")
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from controller.serving.protocol import (
+from hybrid_proxy.controller.serving.protocol import (
     AgentStatus,
     ChangeLatency,
     ConfigurationStatus,
@@ -13,7 +13,7 @@ from controller.serving.protocol import (
     QueueStatus,
     SourceStatus,
 )
-from dataplane.reports import (
+from hybrid_proxy.dataplane.reports import (
     BackendRow,
     EbpfStatus,
     Ejection,
@@ -27,7 +27,7 @@ from dataplane.reports import (
     TrafficCounts,
     XdpHooks,
 )
-from workshop.top.rates import Sample
+from hybrid_proxy.workshop.top.rates import Sample
 
 
 def service(name: str, flows: int, frontend: str = "10.96.0.10:80", **more: Any) -> ServiceRow:

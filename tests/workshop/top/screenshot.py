@@ -8,11 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from workshop.lab import examples
-from workshop.lab.agent import Agent, remove
-from workshop.lab.network import Lab
-from workshop.top.app import Top
-from workshop.top.look import Looker
+from hybrid_proxy.workshop.lab import examples
+from hybrid_proxy.workshop.lab.agent import Agent, remove
+from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.top.app import Top
+from hybrid_proxy.workshop.top.look import Looker
 
 LOADS = (
     ("pod1", "connections", "10.96.0.10:80", 300),
@@ -38,7 +38,16 @@ def main(path: Path) -> None:
         agent = Agent(lab, manifests)
         agent.start()
         for place, kind, target, rate in LOADS:
-            argv = [sys.executable, "-m", "workshop.lab.traffic", "load", kind, target, "--rate", str(rate)]
+            argv = [
+                sys.executable,
+                "-m",
+                "hybrid_proxy.workshop.lab.traffic",
+                "load",
+                kind,
+                target,
+                "--rate",
+                str(rate),
+            ]
             lab.start(place, argv, output=subprocess.DEVNULL, errors=subprocess.DEVNULL)
         with lab.inside("node"):
             picture = asyncio.run(_shoot(agent))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from controller.serving.protocol import DrainingMode, ModeStatus
+from hybrid_proxy.controller.serving.protocol import DrainingMode, ModeStatus
+from hybrid_proxy.workshop.top import cells
+from hybrid_proxy.workshop.top.rates import ServiceRates, snapshot
 from tests.workshop.top.samples import agent_status, sample, service, status
-from workshop.top import cells
-from workshop.top.rates import ServiceRates, snapshot
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from controller.serving.protocol import DrainingMode
-from dataplane.reports import BackendRow, Ejection, ServiceRow
+from hybrid_proxy.controller.serving.protocol import DrainingMode
+from hybrid_proxy.dataplane.reports import BackendRow, Ejection, ServiceRow
+from hybrid_proxy.workshop.top.rates import SHARE_SECONDS, SHORTEST, Window, snapshot
 from tests.workshop.top.samples import agent_status, backend, dataplane, ebpf, sample, service, status
-from workshop.top.rates import SHARE_SECONDS, SHORTEST, Window, snapshot
 
 
 def test_rates_are_growth_over_time() -> None:

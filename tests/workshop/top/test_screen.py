@@ -20,10 +20,10 @@ from textual.css.query import NoMatches
 from textual.pilot import Pilot
 from textual.widgets import Static, TabbedContent
 
-from workshop.lab.agent import Agent
-from workshop.lab.network import Lab
-from workshop.top.app import Listing, Top
-from workshop.top.look import Looker
+from hybrid_proxy.workshop.lab.agent import Agent
+from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.top.app import Listing, Top
+from hybrid_proxy.workshop.top.look import Looker
 
 pytestmark = pytest.mark.root
 PATIENCE = 90.0
@@ -290,7 +290,7 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
 
 
 def started(terminal: Terminal, lab: Lab, agent: Agent) -> str:
-    words = [sys.executable, "-m", "controller", "top", "--admin-socket", str(agent.socket)]
+    words = [sys.executable, "-m", "hybrid_proxy.controller", "top", "--admin-socket", str(agent.socket)]
     terminal.wait(r"^\$$")
     terminal.type(shlex.join(lab.command("node", words)), "Enter")
     return terminal.wait(r"^ default/web:http +[1-9]")
@@ -340,7 +340,10 @@ def test_modes_that_do_not_count_say_so(lab: Lab, agent: Agent) -> None:
 
 
 def test_nothing_else_imports_the_terminal_library() -> None:
-    commands = "controller.commands.inspect, controller.commands.watch, workshop.top.command"
-    modules = f"controller.cli, controller.agent.loop, {commands}"
+    commands = (
+        "hybrid_proxy.controller.commands.inspect, hybrid_proxy.controller.commands.watch, "
+        "hybrid_proxy.workshop.top.command"
+    )
+    modules = f"hybrid_proxy.controller.cli, hybrid_proxy.controller.agent.loop, {commands}"
     code = f"import sys, {modules}; sys.exit('textual' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

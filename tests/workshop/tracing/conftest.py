@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from controller.errors import ControllerError
-from workshop.lab import examples
-from workshop.lab.agent import Agent
-from workshop.lab.network import Lab
-from workshop.tracing import compiler, headers
+from hybrid_proxy.controller.errors import ControllerError
+from hybrid_proxy.workshop.lab import examples
+from hybrid_proxy.workshop.lab.agent import Agent
+from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.tracing import compiler, headers
 
 from .kit import Stage
 

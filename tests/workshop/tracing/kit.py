@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from workshop.lab.agent import Agent
-from workshop.lab.namespace import DEADLINES, PATIENCE
-from workshop.lab.network import Lab
-from workshop.lab.traffic import Tally, load, target_of
+from hybrid_proxy.workshop.lab.agent import Agent
+from hybrid_proxy.workshop.lab.namespace import DEADLINES, PATIENCE
+from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.lab.traffic import Tally, load, target_of
 
 __all__ = ["Stage", "repeated", "repeated_by"]
 
@@ -37,7 +37,17 @@ class Stage:
     @contextmanager
     def traced(self, *arguments: str) -> Iterator[dict[str, Any]]:
         """Measured within the block; what the command said is there behind it."""
-        argv = [sys.executable, "-m", "controller", "trace", *arguments, "-o", "json", "--seconds", str(60 * PATIENCE)]
+        argv = [
+            sys.executable,
+            "-m",
+            "hybrid_proxy.controller",
+            "trace",
+            *arguments,
+            "-o",
+            "json",
+            "--seconds",
+            str(60 * PATIENCE),
+        ]
         if self.agent.running():
             argv += ["--admin-socket", str(self.agent.socket)]
         report: dict[str, Any] = {}

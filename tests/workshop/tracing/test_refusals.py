@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from controller import cli
+from hybrid_proxy.controller import cli
+from hybrid_proxy.workshop.tracing import compiler, headers
 from tests.namespaces import fresh
-from workshop.tracing import compiler, headers
 
 
 def trace(*arguments: str, under: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
-    argv = [*under, sys.executable, "-m", "controller", "trace", *arguments, "--seconds", "0.1"]
+    argv = [*under, sys.executable, "-m", "hybrid_proxy.controller", "trace", *arguments, "--seconds", "0.1"]
     clean = {name: text for name, text in os.environ.items() if name not in (headers.VARIABLE, compiler.PACKAGE)}
     with fresh():
         return subprocess.run(argv, env=clean | environment, capture_output=True, text=True, timeout=120)

@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 
-from controller.errors import ConfigError
-from dataplane.reports import BackendRow, ServiceRow
-from workshop.tracing import rows
-from workshop.tracing.points import DROP, HOOKS, POINTS, RECEIVE, SOCKET, TRANSMIT, WHOLE, stage
-from workshop.tracing.rows import Event
-from workshop.tracing.targets import Place, mapped, of_services, place_text
-from workshop.tracing.text import FIELDS, Plan, View, entries, program
+from hybrid_proxy.controller.errors import ConfigError
+from hybrid_proxy.dataplane.reports import BackendRow, ServiceRow
+from hybrid_proxy.workshop.tracing import rows
+from hybrid_proxy.workshop.tracing.points import DROP, HOOKS, POINTS, RECEIVE, SOCKET, TRANSMIT, WHOLE, stage
+from hybrid_proxy.workshop.tracing.rows import Event
+from hybrid_proxy.workshop.tracing.targets import Place, mapped, of_services, place_text
+from hybrid_proxy.workshop.tracing.text import FIELDS, Plan, View, entries, program
 
 HOME, AWAY, OTHER = 1, 2, 3
 
